@@ -1,0 +1,182 @@
+"""The engine's settings: frozen, keyword-only, checked; an unknown name raises.
+
+`EngineConfig.create` is what ``AsyncLLM(model, **config)`` calls. Values that depend on the model or the machine
+stay None here and are resolved by whoever knows (the loader, the worker), which return new objects.
+
+This is the one file that reads ``os.environ``.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Mapping
+from dataclasses import asdict, dataclass, fields, replace
+from typing import Any, Literal
+
+from .errors import InvalidRequestError
+from .params import unknown_name
+
+__all__ = ["EngineConfig", "StartupProgress", "host_environment", "is_offline"]
+
+DTYPES = ("auto", "float32", "bfloat16", "float16")
+LOAD_FORMATS = ("auto", "safetensors", "gguf", "dummy")
+
+
+@dataclass(frozen=True, slots=True)
+class StartupProgress:
+    """One report of a long start: ``done`` of ``total`` in ``unit``s ("bytes", "steps"); total 0: not known."""
+
+    stage: str  # "resolve", "worker", "weights", "profile", "ready"
+    done: int = 0
+    total: int = 0
+    unit: str = ""
+    detail: str = ""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class EngineConfig:
+    """Every setting of an engine. Sizes are in tokens, requests or bytes as named; times in seconds."""
+
+    model: str
+    """An embedded default ("smollm2-135m"), a folder, a .gguf file, or a hub id ("Qwen/Qwen3-0.6B")."""
+    revision: str | None = None
+    """Branch, tag or commit of a hub id."""
+    tokenizer: str | None = None
+    """Another folder, .gguf file or hub id to take the tokenizer from. None: the model's."""
+    load_format: Literal["auto", "safetensors", "gguf", "dummy"] = "auto"
+    """"dummy": random weights, no files but config.json read; for benchmarks."""
+    dtype: Literal["auto", "float32", "bfloat16", "float16"] = "auto"
+    """Of weights, activations and KV. "auto": the checkpoint's on a GPU, the fastest lossless enough on a CPU."""
+    device: str = "auto"
+    """"auto", "cpu", "cuda" or "cuda:N"."""
+    seed: int = 0
+    """Of dummy weights. (Requests have seeds of their own.)"""
+    skip_tokenizer: bool = False
+    """Prompts and outputs are token ids only; no tokenizer is loaded."""
+
+    max_model_len: int | None = None
+    """Most tokens of prompt and completion together. None: the model's own, as far as the KV memory reaches."""
+    max_num_seqs: int = 256
+    """Most requests in one batch."""
+    max_num_batched_tokens: int | None = None
+    """Most tokens computed in one step. None: 8192 on a GPU, 512 on a CPU."""
+    block_size: int | None = None
+    """Tokens in a KV block. None: the attention back end's default."""
+    gpu_memory_utilization: float = 0.9
+    """Share of the GPU's memory that the engine may use, weights and KV together."""
+    kv_cache_memory_bytes: int | None = None
+    """Memory for the KV cache. None: what gpu_memory_utilization leaves; on a CPU up to 4 GiB, a quarter of what is free."""
+    enable_prefix_caching: bool = True
+    """Prompts that begin alike share KV."""
+    max_in_flight_steps: int = 2
+    """Steps given to the worker before the oldest has been answered; 1 or more."""
+    tensor_parallel_size: int = 1
+    enforce_eager: bool = False
+    """No CUDA graphs."""
+    num_threads: int | None = None
+    """CPU threads of a worker. None: the physical cores it may use, less one for the host when there are over four."""
+
+    max_num_queued_requests: int = 10_000
+    """Most requests waiting; one more is refused or waits, as `admission` says."""
+    admission: Literal["error", "wait"] = "error"
+    """When the queue is full: raise EngineOverloadedError, or let the caller await its turn."""
+
+    worker_spin_us: int = 100
+    """How long an idle worker spins on its ring before it parks."""
+    ring_bytes: int = 4 * 1024 * 1024
+    """Size of each shared-memory ring; larger messages travel in fragments."""
+    startup_timeout: float = 600.0
+    shutdown_timeout: float = 5.0
+    """How long aclose() lets the workers end by themselves before it kills them."""
+    progress: Callable[[StartupProgress], None] | None = None
+    """Called on the loop with each step of the start. None: reports go to the logger "aengine" only."""
+
+    @classmethod
+    def create(cls, model: str, config: Mapping[str, Any]) -> EngineConfig:
+        """Check and build. Raises InvalidRequestError naming an unknown setting or a wrong value."""
+        known = {f.name for f in fields(cls)} - {"model"}
+        for name in config:
+            if name not in known:
+                raise InvalidRequestError(unknown_name(name, known), param=name)
+        return cls(model=model, **config)
+
+    def replace(self, **changes: Any) -> EngineConfig:
+        return replace(self, **changes)
+
+    def to_wire(self) -> dict[str, Any]:
+        """What a worker needs of it, as plain data."""
+        wire = asdict(replace(self, progress=None))
+        del wire["progress"]
+        return wire
+
+    @classmethod
+    def from_wire(cls, wire: Mapping[str, Any]) -> EngineConfig:
+        return cls(**wire)
+
+    def __post_init__(self) -> None:
+        if not isinstance(self.model, str) or not self.model:
+            raise _wrong("model", self.model, "a name, a folder, a .gguf file or a hub id")
+        for name, low in _AT_LEAST.items():
+            value = getattr(self, name)
+            if value is None and name in _OPTIONAL:
+                continue
+            if isinstance(value, bool) or not isinstance(value, int) or value < low:
+                raise _wrong(name, value, f"an integer >= {low}" + (", or None" if name in _OPTIONAL else ""))
+        for name, allowed in _ONE_OF.items():
+            if getattr(self, name) not in allowed:
+                raise _wrong(name, getattr(self, name), "one of " + ", ".join(map(repr, allowed)))
+        for name in ("skip_tokenizer", "enable_prefix_caching", "enforce_eager"):
+            if not isinstance(getattr(self, name), bool):
+                raise _wrong(name, getattr(self, name), "True or False")
+        for name in ("gpu_memory_utilization", "startup_timeout", "shutdown_timeout"):
+            value = getattr(self, name)
+            if isinstance(value, bool) or not isinstance(value, int | float) or not value > 0:
+                raise _wrong(name, value, "a number above 0")
+        if self.gpu_memory_utilization > 1:
+            raise _wrong("gpu_memory_utilization", self.gpu_memory_utilization, "at most 1")
+        for name in ("revision", "tokenizer"):
+            if getattr(self, name) is not None and not isinstance(getattr(self, name), str):
+                raise _wrong(name, getattr(self, name), "a string, or None")
+        device = self.device
+        if not isinstance(device, str) or not (
+            device in ("auto", "cpu", "cuda") or (device.startswith("cuda:") and device[5:].isdecimal())
+        ):
+            raise _wrong("device", device, "'auto', 'cpu', 'cuda' or 'cuda:N'")
+        if self.progress is not None and not callable(self.progress):
+            raise _wrong("progress", self.progress, "a callable, or None")
+
+
+_AT_LEAST = {
+    "seed": -(2**63),
+    "max_model_len": 1,
+    "max_num_seqs": 1,
+    "max_num_batched_tokens": 1,
+    "block_size": 1,
+    "kv_cache_memory_bytes": 1,
+    "max_in_flight_steps": 1,
+    "tensor_parallel_size": 1,
+    "num_threads": 1,
+    "max_num_queued_requests": 1,
+    "worker_spin_us": 0,
+    "ring_bytes": 64 * 1024,
+}
+_OPTIONAL = {"max_model_len", "max_num_batched_tokens", "block_size", "kv_cache_memory_bytes", "num_threads"}
+_ONE_OF: dict[str, tuple[str, ...]] = {
+    "load_format": LOAD_FORMATS,
+    "dtype": DTYPES,
+    "admission": ("error", "wait"),
+}
+
+
+def _wrong(param: str, value: object, wanted: str) -> InvalidRequestError:
+    return InvalidRequestError(f"{param}={value!r} is not valid: it must be {wanted}", param=param)
+
+
+def host_environment() -> dict[str, str]:
+    """A copy of the host's environment, for the workers that it starts."""
+    return dict(os.environ)
+
+
+def is_offline() -> bool:
+    """Whether HF_HUB_OFFLINE forbids to ask the hub."""
+    return os.environ.get("HF_HUB_OFFLINE", "").lower() in ("1", "true", "yes", "on")

@@ -1,0 +1,137 @@
+"""Every error that aengine raises on purpose, and whose fault it is.
+
+    AEngineError
+    ├── RequestError                the caller's request; every other request goes on
+    │   ├── InvalidRequestError     a parameter, prompt or setting is wrong (also a ValueError); .param
+    │   ├── ContextLengthError      prompt longer than the model's context; .num_prompt_tokens, .max_model_len
+    │   ├── GrammarError            a structured-output constraint can't be used; .kind, .path
+    │   ├── EngineOverloadedError   the queue is full; .retry_after (seconds)
+    │   └── DeadlineExceededError   the request's deadline passed; .deadline (seconds)
+    └── EngineError                 the engine; not the caller's doing
+        ├── ModelLoadError          the model can't be found, read or fitted
+        ├── WorkerDiedError         a worker process died; .rank, .exit_code, .worker_traceback
+        ├── EngineClosedError       the engine is not running: not started, or closed
+        └── InternalError           a bug in aengine; .worker_traceback when it happened in a worker
+
+``except RequestError`` is what a web handler answers with 4xx, ``except EngineError`` with 5xx.
+"""
+
+from __future__ import annotations
+
+from typing import Literal
+
+__all__ = [
+    "AEngineError",
+    "ContextLengthError",
+    "DeadlineExceededError",
+    "EngineClosedError",
+    "EngineError",
+    "EngineOverloadedError",
+    "GrammarError",
+    "InternalError",
+    "InvalidRequestError",
+    "ModelLoadError",
+    "RequestError",
+    "WorkerDiedError",
+]
+
+
+class AEngineError(Exception):
+    """The root: catches everything that aengine raises on purpose."""
+
+
+class RequestError(AEngineError):
+    """This request can't be served; the engine and every other request are unharmed."""
+
+
+class InvalidRequestError(RequestError, ValueError):
+    """A parameter, prompt or setting has a wrong type, name or value.
+
+    ``param`` is its name as the caller wrote it, or None when no single one is at fault.
+    """
+
+    def __init__(self, message: str, *, param: str | None = None) -> None:
+        super().__init__(message)
+        self.param = param
+
+
+class ContextLengthError(RequestError):
+    """The prompt leaves no room for a single generated token in the model's context."""
+
+    def __init__(self, num_prompt_tokens: int, max_model_len: int) -> None:
+        super().__init__(
+            f"the prompt has {num_prompt_tokens} tokens, but prompt and completion together may have "
+            f"{max_model_len} (max_model_len): shorten the prompt, or start the engine with a larger max_model_len"
+        )
+        self.num_prompt_tokens = num_prompt_tokens
+        self.max_model_len = max_model_len
+
+
+class GrammarError(RequestError):
+    """A structured-output constraint can't be used.
+
+    ``kind`` says why; ``path`` is the JSON path of the keyword at fault ("" when it is the whole).
+    """
+
+    def __init__(
+        self,
+        message: str,
+        *,
+        kind: Literal["invalid", "unsupported", "unsatisfiable", "too_complex"],
+        path: str = "",
+    ) -> None:
+        super().__init__(message)
+        self.kind = kind
+        self.path = path
+
+
+class EngineOverloadedError(RequestError):
+    """The engine's queue is full. ``retry_after`` is a guess, in seconds, of when it is worth another try."""
+
+    def __init__(self, message: str, *, retry_after: float) -> None:
+        super().__init__(message)
+        self.retry_after = retry_after
+
+
+class DeadlineExceededError(RequestError):
+    """The request's deadline passed before it was done; ``deadline`` is the one given, in seconds."""
+
+    def __init__(self, message: str, *, deadline: float) -> None:
+        super().__init__(message)
+        self.deadline = deadline
+
+
+class EngineError(AEngineError):
+    """The engine failed; the request was not at fault."""
+
+
+class ModelLoadError(EngineError):
+    """The model can't be found, read, or fitted into memory; the message says what was tried and what helps."""
+
+
+class WorkerDiedError(EngineError):
+    """A worker process died.
+
+    ``rank`` is the worker's; ``exit_code`` as in subprocess (negative: the signal's number), None if unknown;
+    ``worker_traceback`` is the last traceback that it could still report, "" if none.
+    """
+
+    def __init__(
+        self, message: str, *, rank: int = 0, exit_code: int | None = None, worker_traceback: str = ""
+    ) -> None:
+        super().__init__(message)
+        self.rank = rank
+        self.exit_code = exit_code
+        self.worker_traceback = worker_traceback
+
+
+class EngineClosedError(EngineError):
+    """The engine is not running: it was not started yet, or it has been closed."""
+
+
+class InternalError(EngineError):
+    """A bug in aengine. ``worker_traceback`` is where it happened, when that was in a worker process."""
+
+    def __init__(self, message: str, *, worker_traceback: str = "") -> None:
+        super().__init__(message)
+        self.worker_traceback = worker_traceback

@@ -1,0 +1,1 @@
+"""The bridge between host and workers. It knows nothing of models."""

@@ -1,0 +1,92 @@
+"""What a request gets back."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from enum import StrEnum
+from typing import Any, NamedTuple
+
+__all__ = ["Choice", "Completion", "FinishReason", "Logprob", "Token", "Usage"]
+
+
+class FinishReason(StrEnum):
+    """Why a completion ended. Compares equal to its lower-case name, which is also OpenAI's spelling."""
+
+    STOP = "stop"  # an end-of-sequence token, a stop token, or a stop string
+    LENGTH = "length"  # max_tokens, or the end of the model's context
+    ABORT = "abort"  # engine.abort(), or the caller went away
+    ERROR = "error"  # the stream raised an error
+
+
+class Logprob(NamedTuple):
+    """One alternative at one position."""
+
+    token_id: int
+    logprob: float  # natural logarithm of the probability, before temperature and truncation
+
+
+class Token(NamedTuple):
+    """One generated token as it arrives.
+
+    The ``text``\\ s of a stream, joined, are the completion. A token that ends in the middle of a character, or
+    that may be the beginning of a stop string, has an empty ``text``: a later one brings what it held back.
+    """
+
+    text: str
+    token_id: int
+    index: int = 0  # which of the n completions this token belongs to, 0 <= index < n
+    logprob: float | None = None  # of this token; None unless SamplingParams.logprobs was given
+    finish_reason: FinishReason | None = None  # set on the last token of its completion
+    position: int = 0  # 0 for the completion's first token
+    top_logprobs: tuple[Logprob, ...] = ()  # the likeliest alternatives, likeliest first
+
+
+@dataclass(frozen=True, slots=True)
+class Usage:
+    """Tokens counted for one request, over all its completions."""
+
+    prompt_tokens: int
+    completion_tokens: int
+    cached_tokens: int = 0  # prompt tokens whose KV came from the prefix cache
+
+    @property
+    def total_tokens(self) -> int:
+        return self.prompt_tokens + self.completion_tokens
+
+
+@dataclass(frozen=True, slots=True)
+class Choice:
+    """One of the n completions of a request."""
+
+    index: int
+    text: str
+    token_ids: tuple[int, ...]
+    finish_reason: FinishReason
+    logprobs: tuple[tuple[Logprob, ...], ...] | None = None
+    """One entry a token: the sampled token first, then the likeliest, likeliest first. None unless asked for."""
+
+
+@dataclass(frozen=True, slots=True)
+class Completion:
+    """The whole answer to a request. ``text``, ``token_ids``, ... are those of its first choice."""
+
+    request_id: str
+    choices: tuple[Choice, ...]
+    usage: Usage
+    parsed: Any = None  # an instance of output_type, when one was asked for and the text is complete
+
+    @property
+    def text(self) -> str:
+        return self.choices[0].text
+
+    @property
+    def token_ids(self) -> tuple[int, ...]:
+        return self.choices[0].token_ids
+
+    @property
+    def finish_reason(self) -> FinishReason:
+        return self.choices[0].finish_reason
+
+    @property
+    def logprobs(self) -> tuple[tuple[Logprob, ...], ...] | None:
+        return self.choices[0].logprobs

@@ -1,0 +1,246 @@
+"""What a request asks for: how to sample, when to stop, what shape the answer must have."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, fields, replace
+from typing import Any, Literal
+
+from .errors import InvalidRequestError
+
+__all__ = ["SamplingParams", "StructuredOutput"]
+
+_INT32_MAX = 2**31 - 1
+MAX_LOGPROBS = 64
+MAX_STOP_STRINGS = 64
+MAX_LOGIT_BIAS = 1024
+
+
+def _fail(param: str, value: object, wanted: str) -> InvalidRequestError:
+    shown = repr(value)
+    if len(shown) > 80:
+        shown = shown[:77] + "..."
+    return InvalidRequestError(f"{param}={shown} is not valid: it must be {wanted}", param=param)
+
+
+def _number(param: str, value: object, low: float, high: float, wanted: str, *, open_low: bool = False) -> float:
+    if isinstance(value, bool) or not isinstance(value, int | float) or not math.isfinite(value):
+        raise _fail(param, value, wanted)
+    if not low <= value <= high or (open_low and value == low):
+        raise _fail(param, value, wanted)
+    return float(value)
+
+
+def _integer(param: str, value: object, low: int, high: int, wanted: str) -> int:
+    if isinstance(value, bool) or not isinstance(value, int) or not low <= value <= high:
+        raise _fail(param, value, wanted)
+    return value
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StructuredOutput:
+    """A shape that the completion must have. Give exactly one of the first five.
+
+    Raises:
+        InvalidRequestError: none or several constraints given, or one of a wrong type.
+    """
+
+    json_schema: Mapping[str, Any] | str | bool | None = None
+    regex: str | None = None
+    choice: Sequence[str] | None = None
+    grammar: str | None = None  # EBNF or Lark
+    json_object: bool = False  # any JSON object
+
+    backend: Literal["auto", "llguidance", "xgrammar"] = "auto"
+    on_unsupported: Literal["error", "relax"] = "error"
+    whitespace: Literal["compact", "any"] = "compact"
+
+    def __post_init__(self) -> None:
+        kinds = ("json_schema", "regex", "choice", "grammar")
+        given = [name for name in kinds if getattr(self, name) is not None]
+        if self.json_object:
+            given.append("json_object")
+        if len(given) != 1:
+            raise InvalidRequestError(
+                f"structured_output needs exactly one of {', '.join(kinds)} or json_object=True, "
+                f"but has {' and '.join(given) or 'none'}",
+                param="structured_output",
+            )
+        for name in ("regex", "grammar"):
+            value = getattr(self, name)
+            if value is not None and not isinstance(value, str):
+                raise _fail(name, value, "a string")
+        if self.choice is not None:
+            options = self.choice
+            if isinstance(options, str) or not options or not all(isinstance(c, str) for c in options):
+                raise _fail("choice", options, "a non-empty list of strings")
+        for name, allowed in (
+            ("backend", ("auto", "llguidance", "xgrammar")),
+            ("on_unsupported", ("error", "relax")),
+            ("whitespace", ("compact", "any")),
+        ):
+            if getattr(self, name) not in allowed:
+                raise _fail(name, getattr(self, name), "one of " + ", ".join(map(repr, allowed)))
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SamplingParams:
+    """How one request is sampled and when it stops; names and meanings as OpenAI's and vLLM's.
+
+    The order in which the parameters act on the logits of a position: ``logit_bias`` and ``min_tokens``;
+    repetition, frequency and presence penalties; ``temperature``; ``top_k``; ``top_p``; ``min_p``.
+    ``logprobs`` are those of the model itself, before any of these.
+
+    Raises:
+        InvalidRequestError: a value of a wrong type or out of range; ``param`` names it.
+    """
+
+    max_tokens: int | None = None
+    """Most tokens to generate, >= 1. None: as many as the model's context has room for."""
+    min_tokens: int = 0
+    """No end-of-sequence or stop token is sampled before this many tokens."""
+    temperature: float = 1.0
+    """>= 0; 0 is greedy: the likeliest token, whatever top_k, top_p and min_p say."""
+    top_p: float = 1.0
+    """Nucleus sampling, 0 < top_p <= 1: the smallest set of likeliest tokens whose probability reaches top_p.
+    Holtzman et al. 2020, https://arxiv.org/abs/1904.09751."""
+    top_k: int = 0
+    """Only the k likeliest tokens; 0 or -1: all."""
+    min_p: float = 0.0
+    """Only tokens at least min_p times as likely as the likeliest, 0 <= min_p <= 1.
+    Nguyen et al. 2024, https://arxiv.org/abs/2407.01082."""
+    seed: int | None = None
+    """Same seed, same prompt, same tokens: whatever else is in the batch, after a preemption, after a restart.
+    -2**63 <= seed < 2**63. None: a fresh one for each request."""
+    stop: str | Sequence[str] = ()
+    """The completion ends before the first of these strings; they never appear in it."""
+    stop_token_ids: Sequence[int] = ()
+    """Ends the completion, besides the model's own end-of-sequence tokens."""
+    ignore_eos: bool = False
+    """Goes on past end-of-sequence tokens. stop_token_ids still stop."""
+    include_stop_str_in_output: bool = False
+    """Keeps the stop string at the end of the text."""
+    presence_penalty: float = 0.0
+    """-2 to 2: subtracted once from the logit of each token already generated."""
+    frequency_penalty: float = 0.0
+    """-2 to 2: subtracted from a token's logit for each time that it was generated."""
+    repetition_penalty: float = 1.0
+    """> 0: divides positive logits, and multiplies negative ones, of tokens in prompt or completion.
+    Keskar et al. 2019, https://arxiv.org/abs/1909.05858."""
+    logit_bias: Mapping[int, float] = field(default_factory=dict)
+    """Token id to a number added to its logit, -100 to 100; at most 1024 of them."""
+    logprobs: int | None = None
+    """With each token, the log-probability of it and of this many of the likeliest, 0 to 64. True means 1."""
+    n: int = 1
+    """How many completions of the same prompt; they share its KV. Seeds are seed, seed + 1, ..."""
+    structured_output: StructuredOutput | None = None
+    """A shape that the text must have."""
+    detokenize: bool = True
+    """False: no text, only token ids (stop strings are then refused)."""
+    skip_special_tokens: bool = True
+    """False: the text shows special tokens, as <|im_end|>."""
+
+    def __post_init__(self) -> None:
+        for name, check in _CHECKS.items():
+            object.__setattr__(self, name, check(name, getattr(self, name)))
+        if self.stop and not self.detokenize:
+            raise InvalidRequestError("stop strings need detokenize=True", param="stop")
+        if self.max_tokens is not None and self.min_tokens > self.max_tokens:
+            raise _fail("min_tokens", self.min_tokens, f"at most max_tokens, which is {self.max_tokens}")
+
+    @classmethod
+    def from_dict(cls, values: Mapping[str, Any]) -> SamplingParams:
+        """Build from a mapping, as out of a JSON body. Raises InvalidRequestError naming an unknown key."""
+        known = {f.name for f in fields(cls)}
+        for name in values:
+            if name not in known:
+                raise InvalidRequestError(unknown_name(name, known), param=str(name))
+        return cls(**values)
+
+    def replace(self, **changes: Any) -> SamplingParams:
+        """A copy with some values changed, checked like a new one."""
+        return replace(self, **changes)
+
+
+def unknown_name(name: object, known: set[str]) -> str:
+    """The message for a parameter that does not exist, with the nearest one that does."""
+    import difflib
+
+    near = difflib.get_close_matches(str(name), sorted(known), n=1)
+    hint = f"; did you mean {near[0]}?" if near else f"; the known ones are {', '.join(sorted(known))}"
+    return f"there is no parameter {name!r}{hint}"
+
+
+def _stop_strings(param: str, value: object) -> tuple[str, ...]:
+    if value is None:
+        return ()
+    strings = (value,) if isinstance(value, str) else value
+    wanted = f"a non-empty string or a list of at most {MAX_STOP_STRINGS} of them"
+    if not isinstance(strings, Sequence) or len(strings) > MAX_STOP_STRINGS:
+        raise _fail(param, value, wanted)
+    if not all(isinstance(s, str) and s for s in strings):
+        raise _fail(param, value, wanted)
+    return tuple(strings)
+
+
+def _token_ids(param: str, value: object) -> tuple[int, ...]:
+    if value is None:
+        return ()
+    if isinstance(value, str) or not isinstance(value, Sequence):
+        raise _fail(param, value, "a list of token ids")
+    return tuple(_integer(param, v, 0, _INT32_MAX, "a list of token ids, each >= 0") for v in value)
+
+
+def _logit_bias(param: str, value: object) -> dict[int, float]:
+    wanted = f"a mapping of at most {MAX_LOGIT_BIAS} token ids to numbers from -100 to 100"
+    if value is None:
+        return {}
+    if not isinstance(value, Mapping) or len(value) > MAX_LOGIT_BIAS:
+        raise _fail(param, value, wanted)
+    bias: dict[int, float] = {}
+    for key, number in value.items():
+        # JSON has only string keys, and OpenAI's clients send them so.
+        token_id = int(key) if isinstance(key, str) and key.isdecimal() else key
+        bias[_integer(param, token_id, 0, _INT32_MAX, wanted)] = _number(param, number, -100, 100, wanted)
+    return bias
+
+
+def _boolean(param: str, value: object) -> bool:
+    if not isinstance(value, bool):
+        raise _fail(param, value, "True or False")
+    return value
+
+
+def _structured(param: str, value: object) -> StructuredOutput | None:
+    if value is None or isinstance(value, StructuredOutput):
+        return value
+    raise _fail(param, value, "a StructuredOutput")
+
+
+_CHECKS: dict[str, Any] = {
+    "max_tokens": lambda p, v: None if v is None else _integer(p, v, 1, _INT32_MAX, "an integer >= 1, or None"),
+    "min_tokens": lambda p, v: _integer(p, v, 0, _INT32_MAX, "an integer >= 0"),
+    "temperature": lambda p, v: _number(p, v, 0, 1e4, "a number from 0 to 10000"),
+    "top_p": lambda p, v: _number(p, v, 0, 1, "a number above 0 and at most 1", open_low=True),
+    "top_k": lambda p, v: max(0, _integer(p, v, -1, _INT32_MAX, "an integer >= 1, or 0 or -1 for all tokens")),
+    "min_p": lambda p, v: _number(p, v, 0, 1, "a number from 0 to 1"),
+    "seed": lambda p, v: None if v is None else _integer(p, v, -(2**63), 2**63 - 1, "a 64-bit integer, or None"),
+    "stop": _stop_strings,
+    "stop_token_ids": _token_ids,
+    "ignore_eos": _boolean,
+    "include_stop_str_in_output": _boolean,
+    "presence_penalty": lambda p, v: _number(p, v, -2, 2, "a number from -2 to 2"),
+    "frequency_penalty": lambda p, v: _number(p, v, -2, 2, "a number from -2 to 2"),
+    "repetition_penalty": lambda p, v: _number(p, v, 0, 1e4, "a number above 0", open_low=True),
+    "logit_bias": _logit_bias,
+    "logprobs": lambda p, v: (
+        None
+        if v is None or v is False
+        else _integer(p, 1 if v is True else v, 0, MAX_LOGPROBS, f"an integer from 0 to {MAX_LOGPROBS}, or None")
+    ),
+    "n": lambda p, v: _integer(p, v, 1, 1024, "an integer from 1 to 1024"),
+    "structured_output": _structured,
+    "detokenize": _boolean,
+    "skip_special_tokens": _boolean,
+}
