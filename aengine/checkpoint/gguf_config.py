@@ -1,0 +1,193 @@
+"""The settings of a GGUF model in the words of a Hugging Face config.json.
+
+Sources: the keys are those of ggml-org/ggml docs/gguf.md; which key holds which HF setting is what
+llama.cpp's convert_hf_to_gguf.py writes for these architectures.
+"""
+
+from __future__ import annotations
+
+import math
+from typing import Any, TypeVar
+
+from ..errors import ModelLoadError
+from .gguf_file import GgufFile
+
+__all__ = ["GGUF_ARCHITECTURES", "gguf_generation_config", "gguf_hf_config"]
+
+# general.architecture -> HF class name
+GGUF_ARCHITECTURES = {
+    "llama": "LlamaForCausalLM",
+    "mistral": "MistralForCausalLM",
+    "qwen2": "Qwen2ForCausalLM",
+    "qwen3": "Qwen3ForCausalLM",
+}
+
+_T = TypeVar("_T", int, float, str)
+
+
+def gguf_hf_config(file: GgufFile) -> dict[str, Any]:
+    """``file``'s settings, as config.json would have them.
+
+    Raises ModelLoadError naming what is missing or not supported.
+    """
+    arch = _get(file, "general.architecture", str)
+    if arch not in GGUF_ARCHITECTURES:
+        known = ", ".join(GGUF_ARCHITECTURES)
+        raise ModelLoadError(f"{file.path} holds a model of architecture {arch!r}; aengine runs: {known}")
+    if _get(file, f"{arch}.expert_count", int, 0):
+        raise ModelLoadError(
+            f"{file.path} holds a mixture of experts ({arch}); aengine runs dense models only"
+        )
+    hidden_size = _get(file, f"{arch}.embedding_length", int)
+    num_heads = _get(file, f"{arch}.attention.head_count", int)
+    num_kv_heads = _get(file, f"{arch}.attention.head_count_kv", int, num_heads)
+    if min(hidden_size, num_heads, num_kv_heads) < 1 or num_heads % num_kv_heads:
+        raise ModelLoadError(
+            f"{file.path}: {num_heads} attention heads, {num_kv_heads} KV heads and "
+            f"hidden size {hidden_size} don't go together"
+        )
+    sliding_window = _get(file, f"{arch}.attention.sliding_window", int, 0)
+    # Mistral's models are converted as "llama", with the window beside.
+    model_type = "mistral" if arch == "llama" and sliding_window else arch
+    head_dim = _head_dim(file, arch, hidden_size // num_heads)
+    rope_theta = _get(file, f"{arch}.rope.freq_base", float, 10000.0)
+    config: dict[str, Any] = {
+        "architectures": [GGUF_ARCHITECTURES[model_type]],
+        "model_type": model_type,
+        "hidden_act": "silu",
+        "hidden_size": hidden_size,
+        "intermediate_size": _get(file, f"{arch}.feed_forward_length", int),
+        "num_hidden_layers": _get(file, f"{arch}.block_count", int),
+        "num_attention_heads": num_heads,
+        "num_key_value_heads": num_kv_heads,
+        "head_dim": head_dim,
+        "rms_norm_eps": round_float32(_get(file, f"{arch}.attention.layer_norm_rms_epsilon", float)),
+        "rope_theta": rope_theta,
+        "rope_scaling": _rope_scaling(file, arch, head_dim, rope_theta),
+        "max_position_embeddings": _get(file, f"{arch}.context_length", int),
+        "vocab_size": _vocab_size(file),
+        "tie_word_embeddings": "output.weight" not in file.tensors,
+        "attention_bias": "blk.0.attn_q.bias" in file.tensors,
+        "mlp_bias": "blk.0.ffn_up.bias" in file.tensors,
+        "sliding_window": sliding_window or None,
+    }
+    if model_type in ("qwen2", "qwen3"):
+        config["use_sliding_window"] = bool(sliding_window)
+    return config
+
+
+def gguf_generation_config(file: GgufFile) -> dict[str, Any]:
+    """The ids that end a text and the one that begins it, as generation_config.json would have them."""
+    names = ("eos_token_id", "eot_token_id", "eom_token_id")
+    found = [file.metadata.get(f"tokenizer.ggml.{name}") for name in names]
+    ends = list(dict.fromkeys(i for i in found if isinstance(i, int)))
+    config: dict[str, Any] = {"eos_token_id": ends} if ends else {}
+    bos = file.metadata.get("tokenizer.ggml.bos_token_id")
+    if isinstance(bos, int):
+        config["bos_token_id"] = bos
+    return config
+
+
+def round_float32(value: float) -> float:
+    """The shortest decimal that is ``value`` in float32: 1e-5 is stored as 9.999999747378752e-06."""
+    return float(f"{value:.7g}")
+
+
+def _get(file: GgufFile, key: str, kind: type[_T], default: _T | None = None) -> _T:
+    value = file.metadata.get(key, default)
+    if value is None:
+        raise ModelLoadError(f"{file.path} lacks the metadata {key!r}")
+    if kind is float and isinstance(value, int) and not isinstance(value, bool):
+        value = float(value)
+    if not isinstance(value, kind) or isinstance(value, bool):
+        if isinstance(value, list) and len(set(value)) == 1 and isinstance(value[0], kind):
+            return value[0]  # one value a layer, all alike
+        raise ModelLoadError(f"{file.path}: the metadata {key!r} is {value!r:.80}, not one {kind.__name__}")
+    if isinstance(value, float) and not math.isfinite(value):
+        raise ModelLoadError(f"{file.path}: the metadata {key!r} is {value}")
+    return value
+
+
+def _head_dim(file: GgufFile, arch: str, default: int) -> int:
+    head_dim = _get(file, f"{arch}.attention.key_length", int, default)
+    others = {
+        f"{arch}.attention.value_length": _get(file, f"{arch}.attention.value_length", int, head_dim),
+        f"{arch}.rope.dimension_count": _get(file, f"{arch}.rope.dimension_count", int, head_dim),
+    }
+    for key, value in others.items():
+        if value != head_dim:
+            raise ModelLoadError(f"{file.path}: {key} is {value}; aengine needs the head's size, {head_dim}")
+    return head_dim
+
+
+def _vocab_size(file: GgufFile) -> int:
+    embedding = file.tensors.get("token_embd.weight")
+    if embedding is None or len(embedding.shape) != 2:
+        raise ModelLoadError(f"{file.path} lacks the matrix 'token_embd.weight'")
+    return embedding.shape[0]
+
+
+def _rope_scaling(file: GgufFile, arch: str, head_dim: int, rope_theta: float) -> dict[str, Any] | None:
+    if "rope_freqs.weight" in file.tensors:
+        return _llama3_scaling(file, head_dim, rope_theta)
+    kind = _get(file, f"{arch}.rope.scaling.type", str, "none")
+    old_factor = _get(file, f"{arch}.rope.scale_linear", float, 1.0)
+    factor = _get(file, f"{arch}.rope.scaling.factor", float, old_factor)
+    if kind == "none" and old_factor == 1.0:
+        return None
+    if kind in ("none", "linear"):
+        return {"rope_type": "linear", "factor": factor} if factor != 1.0 else None
+    if kind != "yarn":
+        raise ModelLoadError(
+            f"{file.path}: rope scaling {kind!r} is not supported; linear, yarn and llama3 are"
+        )
+    scaling: dict[str, Any] = {"rope_type": "yarn", "factor": factor}
+    original = _get(file, f"{arch}.rope.scaling.original_context_length", int, 0)
+    if original:
+        scaling["original_max_position_embeddings"] = original
+    for name, key in (("beta_fast", "yarn_beta_fast"), ("beta_slow", "yarn_beta_slow")):
+        value = _get(file, f"{arch}.rope.scaling.{key}", float, 0.0)
+        if value:
+            scaling[name] = round_float32(value)
+    return scaling
+
+
+def _llama3_scaling(file: GgufFile, head_dim: int, rope_theta: float) -> dict[str, Any]:
+    """The settings of Llama 3's scaling, found from its outcome: the stored divisor of each frequency."""
+    tensor = file.tensors["rope_freqs.weight"]
+    if tensor.type.name != "F32" or tensor.shape != (head_dim // 2,):
+        raise ModelLoadError(
+            f"{file.path}: 'rope_freqs.weight' must be {head_dim // 2} float32, one a frequency"
+        )
+    stored = file.tensor_data("rope_freqs.weight").tolist()
+    for original in (8192, 4096, 16384, 32768, 2048, 131072):
+        scaling = {
+            "rope_type": "llama3",
+            "factor": round_float32(max(stored)),
+            "low_freq_factor": 1.0,
+            "high_freq_factor": 4.0,
+            "original_max_position_embeddings": original,
+        }
+        wanted = _llama3_divisors(scaling, head_dim, rope_theta)
+        if all(math.isclose(a, b, rel_tol=1e-3) for a, b in zip(stored, wanted, strict=True)):
+            return scaling
+    raise ModelLoadError(
+        f"{file.path}: the frequency factors in 'rope_freqs.weight' are not those of Llama 3's scaling"
+    )
+
+
+def _llama3_divisors(scaling: dict[str, Any], head_dim: int, rope_theta: float) -> list[float]:
+    """What each rope frequency is divided by (Llama 3.1 model code, ``apply_scaling``)."""
+    factor, low, high = scaling["factor"], scaling["low_freq_factor"], scaling["high_freq_factor"]
+    original = scaling["original_max_position_embeddings"]
+    divisors = []
+    for i in range(0, head_dim, 2):
+        wavelength = 2 * math.pi * rope_theta ** (i / head_dim)
+        if wavelength < original / high:
+            divisors.append(1.0)
+        elif wavelength > original / low:
+            divisors.append(factor)
+        else:
+            smooth = (original / wavelength - low) / (high - low)
+            divisors.append(1 / ((1 - smooth) / factor + smooth))
+    return divisors

