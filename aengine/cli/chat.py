@@ -1,0 +1,104 @@
+"""``aengine chat``: a conversation in the terminal.
+
+Ctrl-C ends an answer that is being written; Ctrl-D, or /exit, ends the chat.
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import contextlib
+import signal
+import sys
+from typing import Any
+
+from ..async_llm import AsyncLLM
+from ..engine.threads import run_in_thread
+from ..errors import ContextLengthError, RequestError
+from ..params import SamplingParams
+from .progress import engine_config, sampling_params
+
+__all__ = ["chat"]
+
+_HELP = """\
+/clear    forget the conversation so far
+/system T set the instructions to T and start over
+/exit     leave (as does Ctrl-D)
+Ctrl-C    stop the answer that is being written"""
+
+
+async def chat(args: argparse.Namespace) -> int:
+    params = sampling_params(args)
+    messages = _fresh(args.system)
+    async with AsyncLLM(args.model, **engine_config(args)) as engine:
+        print(f"{args.model} is ready. /help lists the commands.", file=sys.stderr)
+        while True:
+            line = await _ask()
+            if line is None or line == "/exit":
+                return 0
+            if not line:
+                continue
+            if line.startswith("/"):
+                messages = _command(line, messages)
+                continue
+            messages.append({"role": "user", "content": line})
+            try:
+                answer = await _answer(engine, messages, params)
+            except ContextLengthError as error:
+                messages.pop()
+                print(f"[{error}; /clear starts over]", file=sys.stderr)
+            except RequestError as error:
+                messages.pop()
+                print(f"[{error}]", file=sys.stderr)
+            else:
+                messages.append({"role": "assistant", "content": answer})
+
+
+def _fresh(system: str | None) -> list[dict[str, Any]]:
+    return [{"role": "system", "content": system}] if system else []
+
+
+def _command(line: str, messages: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    name, _, rest = line.partition(" ")
+    if name == "/clear":
+        return [m for m in messages if m["role"] == "system"]
+    if name == "/system":
+        return _fresh(rest.strip())
+    print(_HELP, file=sys.stderr)
+    return messages
+
+
+async def _ask() -> str | None:
+    """One line of the user's, None at the end of the input. Editing and history through readline, where there is one."""
+    with contextlib.suppress(ImportError):
+        import readline  # noqa: F401
+    try:
+        return (await run_in_thread("input", input, "\n> " if sys.stdin.isatty() else "")).strip()
+    except EOFError:
+        return None
+
+
+async def _answer(engine: AsyncLLM, messages: list[dict[str, Any]], params: SamplingParams) -> str:
+    """Stream one answer. Ctrl-C ends it and keeps what was written."""
+    parts: list[str] = []
+
+    async def write() -> None:
+        async with engine.stream(messages, params) as stream:
+            async for token in stream:
+                parts.append(token.text)
+                sys.stdout.write(token.text)
+                sys.stdout.flush()
+
+    writing = asyncio.create_task(write())
+    loop = asyncio.get_running_loop()
+    loop.add_signal_handler(signal.SIGINT, writing.cancel)
+    try:
+        await writing
+    except asyncio.CancelledError:
+        if not writing.cancelled():
+            raise
+        print(" [stopped]", end="")
+    finally:
+        loop.remove_signal_handler(signal.SIGINT)
+    print()
+    return "".join(parts)

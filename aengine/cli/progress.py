@@ -1,0 +1,83 @@
+"""The start of an engine, shown on stderr."""
+
+from __future__ import annotations
+
+import argparse
+import sys
+import time
+from typing import Any, TextIO
+
+from ..config import StartupProgress
+from ..params import SamplingParams
+
+__all__ = ["StartupLine", "engine_config", "sampling_params"]
+
+_WIDTH = 24
+_STAGES = {
+    "resolve": "finding the model",
+    "download": "downloading",
+    "worker": "starting the worker",
+    "weights": "loading weights",
+    "profile": "measuring memory",
+    "ready": "ready",
+}
+
+
+class StartupLine:
+    """One line on a terminal, rewritten; on anything else a line for each stage."""
+
+    def __init__(self, out: TextIO | None = None) -> None:
+        self._out = sys.stderr if out is None else out
+        self._tty = self._out.isatty()
+        self._stage = ""
+        self._begun = time.monotonic()
+
+    def __call__(self, progress: StartupProgress) -> None:
+        new_stage = progress.stage != self._stage
+        self._stage = progress.stage
+        if not self._tty:
+            if new_stage:
+                self._write(f"{self._text(progress)}\n")
+            return
+        self._write(f"\r\x1b[2K{self._text(progress)}")
+        if progress.stage == "ready":
+            self._write("\r\x1b[2K")
+
+    def _text(self, progress: StartupProgress) -> str:
+        seconds = time.monotonic() - self._begun
+        text = f"[{seconds:4.1f} s] {_STAGES.get(progress.stage, progress.stage)}"
+        if progress.total and self._tty:
+            share = min(1.0, progress.done / progress.total)
+            bar = "#" * round(share * _WIDTH)
+            text += f" [{bar:<{_WIDTH}}] {share:4.0%}"
+            if progress.unit == "bytes":
+                text += f" of {progress.total / 1e6:.0f} MB"
+        elif progress.detail:
+            text += f": {progress.detail}"
+        return text
+
+    def _write(self, text: str) -> None:
+        self._out.write(text)
+        self._out.flush()
+
+
+def engine_config(args: argparse.Namespace) -> dict[str, Any]:
+    """The keyword arguments of `AsyncLLM` from the command line's."""
+    names = ("dtype", "device", "max_model_len", "num_threads", "load_format")
+    config = {name: getattr(args, name) for name in names}
+    if not args.quiet:
+        config["progress"] = StartupLine()
+    return config
+
+
+def sampling_params(args: argparse.Namespace) -> SamplingParams:
+    return SamplingParams(
+        max_tokens=args.max_tokens,
+        temperature=args.temperature,
+        top_p=args.top_p,
+        top_k=args.top_k,
+        min_p=args.min_p,
+        repetition_penalty=args.repetition_penalty,
+        seed=args.seed,
+        stop=tuple(args.stop),
+    )

@@ -1,0 +1,362 @@
+"""The way in and the way out of the engine: validate, count, encode, admit; abort, time out, retire.
+
+    stream() -> Call: HELD (queue full, admission="wait") -> ENCODING (in the tokenizer thread) -> in the scheduler -> gone
+
+A `Call` is one user call, with one scheduler `Request` for each of its n completions. It is registered before anything
+is awaited, so an abort finds it in every phase. It is forgotten when its last completion has ended.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import random
+import time
+from collections import deque
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass, field
+from functools import partial
+
+from ..errors import (
+    AEngineError,
+    DeadlineExceededError,
+    EngineOverloadedError,
+    InternalError,
+    InvalidRequestError,
+)
+from ..outputs import FinishReason
+from ..params import SamplingParams
+from .metrics import Counters
+from .prompt import Prompt, check_token_ids, encode_prompt, prompt_kind
+from .request import Request
+from .step_loop import StepLoop
+from .stream import ChoiceOutput, Mailbox, error_for_waiter
+from .tokenizer import Tokenizer
+
+__all__ = ["Admission", "Call", "Limits"]
+
+
+
+@dataclass(frozen=True, slots=True)
+class Limits:
+    """What the running engine can take; known once the worker is ready."""
+
+    vocab_size: int
+    max_model_len: int  # tokens of prompt and completion together
+    max_num_queued_requests: int
+    wait_when_full: bool
+    eos_token_ids: frozenset[int]
+
+
+@dataclass(slots=True, eq=False)
+class Call:
+    """One user call under way."""
+
+    request_id: str
+    prompt: Prompt | None
+    kind: str
+    params: SamplingParams
+    priority: int
+    cache_salt: bytes
+    arrival_time: float
+    mailbox: Mailbox
+    requests: list[Request] = field(default_factory=list)
+    num_left: int = 0  # requests that have not ended
+    deadline: float | None = None
+    timer: asyncio.TimerHandle | None = None
+
+
+class Admission:
+    """Registers calls and brings them to the step loop. Lives on the engine's event loop."""
+
+    def __init__(
+        self,
+        loop: asyncio.AbstractEventLoop,
+        tokenizer: Tokenizer | None,
+        limits: Limits,
+        counters: Counters,
+    ) -> None:
+        self._loop = loop
+        self._tokenizer = tokenizer
+        self._limits = limits
+        self._counters = counters
+        self._calls: dict[str, Call] = {}
+        self._held: deque[Call] = deque()
+        self._num_encoding = 0
+        self._random = random.Random()  # of our own: the host's global one is not touched
+        self._pool: ThreadPoolExecutor | None = None
+        self._started = time.monotonic()
+        self._next_id = 0
+        self.steps: StepLoop  # set by the engine, which makes both
+
+    @property
+    def num_queued(self) -> int:
+        """Requests that have no row on the worker yet, in whatever phase."""
+        return len(self._held) + self._num_encoding + self.steps.scheduler.num_waiting
+
+    @property
+    def num_calls(self) -> int:
+        return len(self._calls)
+
+    def submit(
+        self,
+        prompt: Prompt,
+        params: SamplingParams,
+        *,
+        deadline: float | None,
+        priority: int,
+        request_id: str | None,
+        cache_salt: str | None,
+        final_only: bool,
+    ) -> Call:
+        """Check what can be checked at once, and register. Nothing is awaited here.
+
+        Raises:
+            InvalidRequestError, ContextLengthError: see `stream`.
+            EngineOverloadedError: the queue is full and admission is "error".
+        """
+        kind = prompt_kind(prompt)
+        self._check(kind, params, deadline, priority, request_id, cache_salt)
+        if request_id is None:
+            self._next_id += 1
+            request_id = f"req-{self._next_id}"
+        elif request_id in self._calls:
+            raise InvalidRequestError(f"request_id {request_id!r} is in use by a running request", param="request_id")
+        call = Call(
+            request_id=request_id,
+            prompt=prompt,
+            kind=kind,
+            params=params,
+            priority=priority,
+            cache_salt=(cache_salt or "").encode(),
+            arrival_time=self._loop.time(),
+            mailbox=Mailbox(final_only=final_only),
+        )
+        call.mailbox.open(
+            [ChoiceOutput(call.mailbox, i, self._detokenizer(params), params.logprobs is not None) for i in range(params.n)]
+        )
+        full = self.num_queued >= self._limits.max_num_queued_requests
+        if full and not self._limits.wait_when_full:
+            raise self._overloaded()
+        if kind == "token_ids":
+            self._check_ids(call)
+        self._calls[request_id] = call
+        self._counters.num_requests += 1
+        if deadline is not None:
+            call.deadline = float(deadline)
+            call.timer = self._loop.call_later(deadline, self._expire, call)
+        if full:
+            self._held.append(call)
+        else:
+            self._begin(call)
+        return call
+
+    def abort(self, request_id: str) -> bool:
+        """End a call in whatever phase it is. Returns whether there was one. Idempotent."""
+        call = self._calls.get(request_id)
+        if call is None:
+            return False
+        self._counters.num_aborted += 1
+        self._end(call, FinishReason.ABORT, None)
+        return True
+
+    def on_request_end(self, request: Request) -> None:
+        """The step loop's word that one request has left the scheduler."""
+        call = self._calls.get(request.request_id)
+        if call is None:
+            return
+        mailbox = call.mailbox
+        if mailbox.error is not None:
+            self._counters.num_failed += 1
+            self._end(call, FinishReason.ERROR, None)
+            return
+        if request.index == 0:
+            mailbox.cached_tokens = request.num_cached_tokens
+        call.num_left -= 1
+        if call.num_left == 0:
+            self._counters.num_finished += 1
+            self._retire(call)
+
+    def on_scheduled(self) -> None:
+        """The queue may have room again for those held back."""
+        while self._held and self.num_queued - len(self._held) < self._limits.max_num_queued_requests:
+            call = self._held.popleft()
+            if call.request_id in self._calls:
+                self._begin(call)
+
+    def fail_all(self, error: AEngineError) -> None:
+        """Every call ends with its own copy of the error."""
+        for call in list(self._calls.values()):
+            self._counters.num_failed += 1
+            call.mailbox.fail(error_for_waiter(error))
+            self._retire(call)
+        self._held.clear()
+
+    def close(self) -> ThreadPoolExecutor | None:
+        """No more prompts are encoded. Returns the pool, whose last thread is to be waited for."""
+        pool, self._pool = self._pool, None
+        if pool is not None:
+            pool.shutdown(wait=False, cancel_futures=True)
+        return pool
+
+    # -- the way in
+
+    def _begin(self, call: Call) -> None:
+        if call.kind == "token_ids":
+            self._enqueue(call)
+            return
+        assert self._tokenizer is not None
+        if self._pool is None:
+            self._pool = ThreadPoolExecutor(1, thread_name_prefix="aengine-tokenizer")
+        self._num_encoding += 1
+        encode = self._loop.run_in_executor(self._pool, encode_prompt, call.prompt, call.kind, self._tokenizer)
+        encode.add_done_callback(partial(self._encoded, call))
+
+    def _encoded(self, call: Call, future: asyncio.Future[list[int]]) -> None:
+        self._num_encoding -= 1
+        if future.cancelled():
+            return
+        error = future.exception()
+        if call.request_id not in self._calls:  # aborted meanwhile
+            return
+        try:
+            if error is not None:
+                raise error
+            call.prompt = future.result()
+            self._check_ids(call)
+        except AEngineError as ours:
+            self._fail(call, ours)
+        except Exception as bug:
+            failure = InternalError(f"the prompt could not be encoded: {bug!r}")
+            failure.__cause__ = bug
+            self._fail(call, failure)
+        else:
+            self._enqueue(call)
+
+    def _check_ids(self, call: Call) -> None:
+        call.prompt = check_token_ids(call.prompt, self._limits.vocab_size, self._limits.max_model_len)  # type: ignore[arg-type]
+
+    def _enqueue(self, call: Call) -> None:
+        params, limits = call.params, self._limits
+        ids: list[int] = call.prompt  # type: ignore[assignment]
+        call.prompt = None  # the requests hold it now
+        stop_ids = frozenset(params.stop_token_ids)
+        if not params.ignore_eos:
+            stop_ids |= limits.eos_token_ids
+        room = limits.max_model_len - len(ids)
+        max_num_tokens = len(ids) + (room if params.max_tokens is None else min(room, params.max_tokens))
+        seed = self._random.getrandbits(63) if params.seed is None else params.seed
+        call.mailbox.num_prompt_tokens = len(ids)
+        call.requests = [
+            Request(
+                call.request_id,
+                ids,
+                params,
+                seed=_nth_seed(seed, i),
+                max_num_tokens=max_num_tokens,
+                stop_token_ids=stop_ids,
+                index=i,
+                priority=call.priority,
+                arrival_time=call.arrival_time,
+                cache_salt=call.cache_salt,
+                sink=output,
+            )
+            for i, output in enumerate(call.mailbox.choices)
+        ]
+        call.num_left = params.n
+        self._counters.prompt_tokens += len(ids)
+        for request in call.requests:
+            self.steps.add(request)
+
+    def _detokenizer(self, params: SamplingParams):  # type: ignore[no-untyped-def]  # IncrementalText or None
+        if self._tokenizer is None or not params.detokenize:
+            return None
+        return self._tokenizer.detokenizer(
+            params.stop,  # type: ignore[arg-type]  # made a tuple by SamplingParams
+            include_stop=params.include_stop_str_in_output,
+            skip_special_tokens=params.skip_special_tokens,
+        )
+
+    def _check(
+        self,
+        kind: str,
+        params: SamplingParams,
+        deadline: float | None,
+        priority: int,
+        request_id: str | None,
+        cache_salt: str | None,
+    ) -> None:
+        if not isinstance(params, SamplingParams):
+            raise InvalidRequestError(f"params must be SamplingParams, not {type(params).__name__}", param="params")
+        if deadline is not None and (
+            isinstance(deadline, bool) or not isinstance(deadline, int | float) or not deadline > 0
+        ):
+            raise InvalidRequestError(f"deadline={deadline!r} is not valid: seconds, above 0", param="deadline")
+        if isinstance(priority, bool) or not isinstance(priority, int):
+            raise InvalidRequestError(f"priority={priority!r} is not valid: an integer", param="priority")
+        for name, value in (("request_id", request_id), ("cache_salt", cache_salt)):
+            if value is not None and (not isinstance(value, str) or not value):
+                raise InvalidRequestError(f"{name}={value!r} is not valid: a non-empty string", param=name)
+        if self._tokenizer is None and (kind != "token_ids" or params.stop):
+            what = "stop strings need" if kind == "token_ids" else f"a prompt of {kind} needs"
+            raise InvalidRequestError(
+                f"{what} a tokenizer, and the engine was started with skip_tokenizer=True", param="prompt"
+            )
+        vocab_size = self._limits.vocab_size
+        for name, ids in (("logit_bias", params.logit_bias), ("stop_token_ids", params.stop_token_ids)):
+            for token_id in ids:
+                if token_id >= vocab_size:
+                    raise InvalidRequestError(
+                        f"{name} names token {token_id}, but this model has {vocab_size} tokens", param=name
+                    )
+
+    def _overloaded(self) -> EngineOverloadedError:
+        elapsed = time.monotonic() - self._started
+        rate = self._counters.num_finished / elapsed if elapsed > 0 else 0.0
+        retry_after = min(60.0, max(0.1, 1.0 / rate)) if rate else 1.0
+        limit = self._limits.max_num_queued_requests
+        return EngineOverloadedError(
+            f"{self.num_queued} requests are waiting, and max_num_queued_requests is {limit}: try again in about "
+            f"{retry_after:.1f} s, raise the limit, or start the engine with admission='wait'",
+            retry_after=retry_after,
+        )
+
+    # -- the way out
+
+    def _expire(self, call: Call) -> None:
+        deadline = call.deadline or 0.0
+        done = sum(len(choice.token_ids) for choice in call.mailbox.choices)
+        error = DeadlineExceededError(
+            f"request {call.request_id} did not end within its deadline of {deadline:g} s ({done} tokens were generated)",
+            deadline=deadline,
+        )
+        self._fail(call, error)
+
+    def _fail(self, call: Call, error: AEngineError) -> None:
+        self._counters.num_failed += 1
+        self._end(call, FinishReason.ERROR, error)
+
+    def _end(self, call: Call, reason: FinishReason, error: AEngineError | None) -> None:
+        """The one place where a call ends early."""
+        self._retire(call)
+        if error is not None:
+            call.mailbox.fail(error)
+        if call in self._held:
+            self._held.remove(call)
+        for request in call.requests:
+            self.steps.finish(request, reason)
+        for choice in call.mailbox.choices:
+            choice.end(reason)
+
+    def _retire(self, call: Call) -> None:
+        self._calls.pop(call.request_id, None)
+        if call.timer is not None:
+            call.timer.cancel()
+            call.timer = None
+
+
+def _nth_seed(seed: int, index: int) -> int:
+    """seed + index, wrapped to 64 bits with sign."""
+    return (seed + index + 2**63) % 2**64 - 2**63
+
+

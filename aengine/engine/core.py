@@ -1,0 +1,187 @@
+"""`EngineCore`: one life of an engine, from its start on one event loop to its end.
+
+    AsyncLLM --owns--> EngineCore --owns--> Admission --> StepLoop --> Scheduler
+                                                             |
+                                                             +-------> Executor --> worker process
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import time
+from collections.abc import Callable
+from typing import Any
+
+from ..checkpoint.source import ModelSource, resolve_model
+from ..config import EngineConfig, StartupProgress
+from ..errors import EngineClosedError, EngineError, InternalError
+from .admission import Admission, Limits
+from .executor import Executor, ProcessExecutor
+from .metrics import Counters, Statistics
+from .scheduler import Scheduler
+from .step_loop import StepLoop
+from .threads import run_in_thread
+from .tokenizer import Tokenizer
+
+__all__ = ["EngineCore"]
+
+logger = logging.getLogger("aengine")
+
+ProgressCallback = Callable[[StartupProgress], None]
+
+
+class EngineCore:
+    """Everything that lives as long as a started engine does. Made by `start`."""
+
+    def __init__(
+        self,
+        config: EngineConfig,
+        executor: Executor,
+        ready: dict[str, Any],
+        tokenizer: Tokenizer | None,
+        eos_token_ids: frozenset[int],
+    ) -> None:
+        self.loop = asyncio.get_running_loop()
+        self.state = "running"  # then "failed" or "closed"
+        self.failure: EngineError | None = None
+        self.ready = ready
+        self.tokenizer = tokenizer
+        self._executor = executor
+        self._shutdown_timeout = config.shutdown_timeout
+        self._counters = Counters()
+        self._scheduler = Scheduler(
+            num_blocks=ready["num_blocks"],
+            block_size=ready["block_size"],
+            max_num_seqs=config.max_num_seqs,
+            max_num_batched_tokens=ready["max_num_batched_tokens"],
+            max_model_len=ready["max_model_len"],
+            enable_prefix_caching=config.enable_prefix_caching,
+            max_in_flight_steps=config.max_in_flight_steps,
+        )
+        limits = Limits(
+            vocab_size=ready["vocab_size"],
+            max_model_len=min(ready["max_model_len"], self._scheduler.max_tokens_capacity),
+            max_num_queued_requests=config.max_num_queued_requests,
+            wait_when_full=config.admission == "wait",
+            eos_token_ids=eos_token_ids,
+        )
+        self.admission = Admission(self.loop, tokenizer, limits, self._counters)
+        self.steps = StepLoop(
+            self._scheduler,
+            executor,
+            max_in_flight_steps=config.max_in_flight_steps,
+            counters=self._counters,
+            on_scheduled=self.admission.on_scheduled,
+            on_end=self.admission.on_request_end,
+            on_failure=self._fail,
+        )
+        self.admission.steps = self.steps
+        executor.set_on_failure(self._fail)
+        self._task = self.loop.create_task(self.steps.run(), name="aengine-step-loop")
+        self._task.add_done_callback(self._loop_ended)
+
+    @classmethod
+    async def start(cls, config: EngineConfig, report: ProgressCallback) -> EngineCore:
+        """Resolve the model; then load the tokenizer and start the worker side by side. Undone when it fails."""
+        begun = time.monotonic()
+        loop = asyncio.get_running_loop()
+
+        def report_from_thread(progress: StartupProgress) -> None:
+            loop.call_soon_threadsafe(report, progress)
+
+        report(StartupProgress("resolve", detail=config.model))
+        source = await run_in_thread("resolve", resolve_model, config, report_from_thread)
+        report(StartupProgress("worker", detail=source.path))
+        executor = ProcessExecutor(config)
+        load = {"config": config.to_wire(), "source": source.to_wire()}
+        starting = loop.create_task(executor.start(load, report), name="aengine-worker-start")
+        try:
+            tokenizer, eos_token_ids = await _load_tokenizer(config, source)
+            ready = await starting
+            core = cls(config, executor, ready, tokenizer, eos_token_ids)
+        except BaseException:
+            starting.cancel()
+            await asyncio.wait([starting])
+            if not starting.cancelled():
+                starting.exception()  # seen: at most one of the two failures is raised
+            executor.terminate()
+            raise
+        seconds = time.monotonic() - begun
+        report(StartupProgress("ready", detail=f"{seconds:.1f} s"))
+        logger.info("%s is ready after %.1f s: %s", config.model, seconds, ready)
+        return core
+
+    def statistics(self) -> Statistics:
+        scheduler, counters = self._scheduler, self._counters
+        return Statistics(
+            num_running=scheduler.num_running,
+            num_waiting=self.admission.num_queued,
+            num_blocks=scheduler.num_blocks,
+            num_free_blocks=scheduler.num_free_blocks,
+            block_size=self.ready["block_size"],
+            num_preemptions=scheduler.num_preemptions,
+            num_restarts=counters.num_restarts,
+            num_requests=counters.num_requests,
+            num_finished=counters.num_finished,
+            num_aborted=counters.num_aborted,
+            num_failed=counters.num_failed,
+            num_steps=counters.num_steps,
+            prompt_tokens=counters.prompt_tokens,
+            generated_tokens=counters.generated_tokens,
+            prefix_cache_queries=scheduler.prefix_cache_queries,
+            prefix_cache_hits=scheduler.prefix_cache_hits,
+            loop_lag=self.steps.lag.worst,
+        )
+
+    async def aclose(self, *, drain: float) -> None:
+        """End the requests, then the worker. Bounded by ``drain`` plus the configured shutdown timeout."""
+        if self.state == "running":
+            self.state = "closed"
+            end = self.loop.time() + drain
+            while self.admission.num_calls and self.loop.time() < end and not self._task.done():
+                await asyncio.sleep(0.01)
+        self.admission.fail_all(EngineClosedError("the engine was closed while this request ran"))
+        pool = self.admission.close()
+        self._task.cancel()
+        await asyncio.wait([self._task])
+        await self._executor.aclose(self._shutdown_timeout)
+        if pool is not None:
+            await run_in_thread("pool-shutdown", pool.shutdown)
+
+    def abandon(self) -> None:
+        """Immediate and synchronous: kill the worker, whatever state the loop is in."""
+        if self.state == "running":
+            self.state = "closed"
+        self.admission.close()
+        self._executor.terminate()
+
+    def _fail(self, error: EngineError) -> None:
+        """The executor or the step loop has failed: everyone who waits is told, once."""
+        if self.state != "running":
+            return
+        self.state, self.failure = "failed", error
+        logger.error("the engine failed: %s", error)
+        self.admission.fail_all(error)
+        self._task.cancel()
+        self._executor.terminate()
+
+    def _loop_ended(self, task: asyncio.Task[None]) -> None:
+        """Cancelled from outside (the host's loop is being closed), or ended by a bug that run() let through."""
+        if self.state != "running":
+            return
+        if task.cancelled():
+            self.state = "closed"
+            self.admission.fail_all(EngineClosedError("the event loop of the engine was shut down"))
+        else:
+            self._fail(InternalError(f"the step loop ended: {task.exception()!r}"))
+        self.abandon()
+
+
+async def _load_tokenizer(config: EngineConfig, source: ModelSource) -> tuple[Tokenizer | None, frozenset[int]]:
+    if not config.skip_tokenizer:
+        tokenizer = await run_in_thread("tokenizer", Tokenizer.load, source, config.tokenizer)
+        return tokenizer, tokenizer.eos_token_ids
+    eos = source.generation_config.get("eos_token_id", source.hf_config.get("eos_token_id"))
+    ids = eos if isinstance(eos, list) else [] if eos is None else [eos]
+    return None, frozenset(ids)

@@ -1,0 +1,82 @@
+"""From what the caller wrote as prompt to checked token ids."""
+
+from __future__ import annotations
+
+import operator
+from array import array
+from collections.abc import Mapping, Sequence
+from typing import TYPE_CHECKING, Any
+
+from ..errors import ContextLengthError, InvalidRequestError
+
+if TYPE_CHECKING:
+    from .tokenizer import Tokenizer
+
+__all__ = ["Prompt", "check_token_ids", "encode_prompt", "prompt_kind"]
+
+Prompt = str | Sequence[int] | Sequence[Mapping[str, Any]]
+
+_WANTED = "a text, a list of token ids, or a list of chat messages such as {'role': 'user', 'content': '...'}"
+
+
+def prompt_kind(prompt: Prompt) -> str:
+    """"text", "token_ids" or "messages". Raises InvalidRequestError for anything else, or for nothing."""
+    if isinstance(prompt, str):
+        if not prompt:
+            raise InvalidRequestError("the prompt is empty: give it at least one character", param="prompt")
+        return "text"
+    if isinstance(prompt, bytes | bytearray | Mapping) or not isinstance(prompt, Sequence):
+        raise InvalidRequestError(f"a prompt must be {_WANTED}, not {type(prompt).__name__}", param="prompt")
+    if not prompt:
+        raise InvalidRequestError("the prompt is empty: give it at least one token or message", param="prompt")
+    first = prompt[0]
+    if isinstance(first, Mapping):
+        return "messages"
+    if isinstance(first, int) and not isinstance(first, bool):
+        return "token_ids"
+    raise InvalidRequestError(f"a prompt must be {_WANTED}, not a list of {type(first).__name__}", param="prompt")
+
+
+def encode_prompt(prompt: Prompt, kind: str, tokenizer: Tokenizer) -> list[int]:
+    """Token ids of a text or of chat messages. Takes its time on long ones: call it off the loop.
+
+    Raises:
+        InvalidRequestError: the messages do not fit the model's chat template, or the text has no tokens.
+    """
+    if kind == "messages":
+        text = tokenizer.apply_chat_template(prompt)  # type: ignore[arg-type]
+        ids = tokenizer.encode(text, add_special_tokens=False)  # the template wrote them
+    else:
+        assert isinstance(prompt, str)
+        try:
+            ids = tokenizer.encode(prompt)
+        except UnicodeEncodeError as error:
+            raise InvalidRequestError(f"the prompt is not valid Unicode: {error}", param="prompt") from error
+    if not ids:
+        raise InvalidRequestError("the prompt has no tokens", param="prompt")
+    return ids
+
+
+def check_token_ids(ids: Sequence[int], vocab_size: int, max_model_len: int) -> list[int]:
+    """The ids as a list of valid ones that leave room for at least one more.
+
+    Raises:
+        InvalidRequestError: something in it is no token id of this model.
+        ContextLengthError: too many of them.
+    """
+    if len(ids) >= max_model_len:
+        raise ContextLengthError(len(ids), max_model_len)
+    try:
+        column = array("i", ids)  # takes whatever has __index__, numpy's integers too
+        if min(column) >= 0 and max(column) < vocab_size:
+            return column.tolist()
+    except (TypeError, OverflowError):
+        pass
+    for i, token_id in enumerate(ids):
+        if not hasattr(token_id, "__index__") or not 0 <= operator.index(token_id) < vocab_size:
+            raise InvalidRequestError(
+                f"prompt[{i}]={token_id!r} is not a token id of this model: "
+                f"they are integers from 0 to {vocab_size - 1}",
+                param="prompt",
+            )
+    raise InvalidRequestError("the prompt has no tokens", param="prompt")

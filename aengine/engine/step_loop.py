@@ -1,0 +1,146 @@
+"""The engine's heart: a coroutine that schedules step N+1, publishes it, then awaits and applies the answer of N.
+
+    schedule() --SchedulerOutput--> executor --frame--> worker
+    update()   <-ModelRunnerOutput- future   <--frame-- worker
+
+Up to ``max_in_flight_steps`` steps are on their way at once, so that the worker finds the next one in its ring when it
+ends the last. What the loop decides from is the scheduler's state alone; what it does to a request goes through the
+request's ``sink`` (a `ChoiceOutput`).
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections import deque
+from collections.abc import Callable
+
+from ..errors import EngineError, InternalError, InvalidRequestError, RequestError
+from ..ipc.messages import LogprobColumns, ModelRunnerOutput, RowError
+from ..outputs import FinishReason, Logprob
+from .executor import Executor
+from .metrics import Counters, LoopLag
+from .request import Request
+from .scheduler import Scheduler
+
+__all__ = ["StepLoop"]
+
+_NO_LOGPROBS: tuple[Logprob, ...] = ()
+
+
+class StepLoop:
+    """Runs the requests of one engine on one event loop.
+
+    ``on_scheduled`` is called after each schedule that made a step (the queue may have become shorter), ``on_end``
+    for each request that has left, in whatever way, and ``on_failure`` with the error that ended the loop itself, at
+    most once.
+    """
+
+    def __init__(
+        self,
+        scheduler: Scheduler,
+        executor: Executor,
+        *,
+        max_in_flight_steps: int,
+        counters: Counters,
+        on_scheduled: Callable[[], None],
+        on_end: Callable[[Request], None],
+        on_failure: Callable[[EngineError], None],
+    ) -> None:
+        self.scheduler = scheduler
+        self._executor = executor
+        self._max_in_flight = max_in_flight_steps
+        self._counters = counters
+        self._on_scheduled = on_scheduled
+        self._on_end = on_end
+        self._on_failure = on_failure
+        self._in_flight: deque[asyncio.Future[ModelRunnerOutput]] = deque()
+        self._work = asyncio.Event()
+        self.lag = LoopLag(asyncio.get_running_loop())
+
+    def add(self, request: Request) -> None:
+        self.scheduler.add_request(request)
+        self._work.set()
+
+    def finish(self, request: Request, reason: FinishReason) -> None:
+        """End a request from outside the scheduler: an abort, a deadline, a stop string. Idempotent."""
+        if request.finish_reason is not None:
+            return
+        self.scheduler.finish(request, reason)
+        self._on_end(request)
+        self._work.set()
+
+    async def run(self) -> None:
+        """Until cancelled, or until the executor or a bug ends it."""
+        try:
+            while True:
+                await self._step()
+        except EngineError as error:
+            self._on_failure(error)
+        except Exception as error:
+            failure = InternalError(f"the step loop failed: {error!r}")
+            failure.__cause__ = error
+            self._on_failure(failure)
+        finally:
+            self.lag.pause()
+
+    async def _step(self) -> None:
+        """One turn: keep the worker supplied, then take the oldest answer."""
+        if len(self._in_flight) < self._max_in_flight:
+            output = self.scheduler.schedule()
+            if output is not None:
+                self._counters.num_steps += 1
+                self._on_scheduled()
+                self._in_flight.append(await self._executor.execute_model(output))
+                if len(self._in_flight) < self._max_in_flight:
+                    return
+        if self._in_flight:
+            answer = self._in_flight.popleft()
+            self._apply(await answer)
+        else:
+            await self._idle()
+
+    async def _idle(self) -> None:
+        """Nothing can be scheduled: wait for a request, or for one to leave. Costs nothing."""
+        self.lag.pause()
+        await self._work.wait()
+        self._work.clear()
+        self.lag.resume()
+
+    def _apply(self, output: ModelRunnerOutput) -> None:
+        sampled, failed = self.scheduler.update(output)
+        logprobs = _by_row(output.logprobs) if output.logprobs is not None else None
+        for request, token_id, batch_idx in sampled:
+            reason = request.finish_reason
+            entry = logprobs.get(batch_idx, _NO_LOGPROBS) if logprobs is not None else _NO_LOGPROBS
+            if request.sink.put(token_id, reason, _with_token(entry, token_id) if entry else entry):
+                self.scheduler.finish(request, FinishReason.STOP)
+                reason = FinishReason.STOP
+            if reason is not None:
+                self._on_end(request)
+        self._counters.generated_tokens += len(sampled)
+        for request, error in failed:
+            request.sink.mailbox.fail(_request_error(error))
+            self._on_end(request)
+
+
+def _by_row(columns: LogprobColumns) -> dict[int, tuple[Logprob, ...]]:
+    """Batch position to its log-probabilities: the sampled token's first (its id yet unknown: -1), then the likeliest."""
+    rows: dict[int, tuple[Logprob, ...]] = {}
+    start = 0
+    for batch_idx, sampled, count in zip(columns.batch_idx, columns.sampled, columns.counts, strict=True):
+        stop = start + count
+        likeliest = zip(columns.token_ids[start:stop], columns.values[start:stop], strict=True)
+        rows[batch_idx] = (Logprob(-1, sampled), *(Logprob(i, value) for i, value in likeliest))
+        start = stop
+    return rows
+
+
+def _with_token(entry: tuple[Logprob, ...], token_id: int) -> tuple[Logprob, ...]:
+    return (Logprob(token_id, entry[0].logprob), *entry[1:])
+
+
+def _request_error(error: RowError) -> RequestError | EngineError:
+    """What a request that failed by itself on the worker raises in its caller."""
+    if error.type == "InvalidRequestError":
+        return InvalidRequestError(error.message)
+    return InternalError(error.message)

@@ -1,0 +1,286 @@
+"""`TokenStream`: what a caller reads, over a mailbox that merges.
+
+    step loop --put()--> ChoiceOutput (one per completion) --> Mailbox (one per user call) <--__anext__-- TokenStream
+
+The mailbox is a list: a consumer that is slow finds all that came meanwhile at its next turn and is woken once, not
+once a token. No queue, no task, and at most one future while somebody waits. It can't outgrow the request's own
+max_tokens.
+
+The engine holds mailboxes, never streams: dropping a `TokenStream` (``break``, a finished task, garbage collection)
+runs its finaliser, which aborts the request.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import threading
+from collections import deque
+from collections.abc import Callable
+from types import TracebackType
+from typing import TYPE_CHECKING, Protocol
+
+from ..errors import AEngineError, InvalidRequestError
+from ..outputs import Choice, Completion, FinishReason, Logprob, Token, Usage
+
+if TYPE_CHECKING:
+    from typing import Self
+
+__all__ = ["ChoiceOutput", "IncrementalText", "Mailbox", "TokenStream"]
+
+
+class IncrementalText(Protocol):
+    """What the stream needs of a detokenizer."""
+
+    stopped: bool
+
+    def put(self, token_id: int) -> str: ...
+
+    def flush(self) -> str: ...
+
+
+class Mailbox:
+    """All that one user call gets: tokens of its completions as they come, then the end or an error."""
+
+    __slots__ = (
+        "cached_tokens",
+        "choices",
+        "error",
+        "final_only",
+        "num_open",
+        "num_prompt_tokens",
+        "pending",
+        "waiter",
+    )
+
+    def __init__(self, *, final_only: bool) -> None:
+        self.final_only = final_only  # nobody reads single tokens: none are made
+        self.pending: deque[Token] = deque()
+        self.waiter: asyncio.Future[None] | None = None
+        self.error: BaseException | None = None
+        self.choices: list[ChoiceOutput] = []
+        self.num_open = 0  # completions that have not ended
+        self.num_prompt_tokens = 0
+        self.cached_tokens = 0
+
+    def open(self, choices: list[ChoiceOutput]) -> None:
+        self.choices = choices
+        self.num_open = len(choices)
+
+    @property
+    def done(self) -> bool:
+        """Whether nothing more will come."""
+        return self.num_open == 0 or self.error is not None
+
+    def wake(self) -> None:
+        waiter = self.waiter
+        if waiter is not None:
+            self.waiter = None
+            if not waiter.done():
+                waiter.set_result(None)
+
+    def fail(self, error: BaseException) -> None:
+        """End every open completion with an error; tokens already here are still delivered first."""
+        if self.done:
+            return
+        self.error = error
+        for choice in self.choices:
+            if choice.finish_reason is None:
+                choice.finish_reason = FinishReason.ERROR
+        self.num_open = 0
+        self.wake()
+
+    def completion(self, request_id: str) -> Completion:
+        choices = tuple(choice.result() for choice in self.choices)
+        usage = Usage(
+            prompt_tokens=self.num_prompt_tokens,
+            completion_tokens=sum(len(choice.token_ids) for choice in choices),
+            cached_tokens=self.cached_tokens,
+        )
+        return Completion(request_id, choices, usage)
+
+
+class ChoiceOutput:
+    """One completion under way: the sink of one scheduler `Request`."""
+
+    __slots__ = ("detokenizer", "finish_reason", "index", "logprobs", "mailbox", "texts", "token_ids")
+
+    def __init__(
+        self, mailbox: Mailbox, index: int, detokenizer: IncrementalText | None, want_logprobs: bool
+    ) -> None:
+        self.mailbox = mailbox
+        self.index = index
+        self.detokenizer = detokenizer
+        self.token_ids: list[int] = []
+        self.texts: list[str] = []
+        self.logprobs: list[tuple[Logprob, ...]] | None = [] if want_logprobs else None
+        self.finish_reason: FinishReason | None = None
+
+    def put(
+        self, token_id: int, finish_reason: FinishReason | None, logprobs: tuple[Logprob, ...] = ()
+    ) -> bool:
+        """Deliver one token. ``logprobs``: the sampled token's first, then the likeliest.
+
+        Returns whether a stop string has just ended the completion, which the scheduler can't know.
+        """
+        stopped = False
+        text = ""
+        detokenizer = self.detokenizer
+        if detokenizer is not None:
+            if finish_reason is not FinishReason.STOP:  # the text of a stop token is not part of the completion
+                text = detokenizer.put(token_id)
+                if detokenizer.stopped:
+                    stopped = finish_reason is None
+                    finish_reason = FinishReason.STOP
+            if finish_reason is not None and not detokenizer.stopped:
+                text += detokenizer.flush()
+            if text:
+                self.texts.append(text)
+        ids = self.token_ids
+        ids.append(token_id)
+        if self.logprobs is not None:
+            self.logprobs.append(logprobs)
+        mailbox = self.mailbox
+        if not mailbox.final_only:
+            logprob = logprobs[0].logprob if logprobs else None
+            mailbox.pending.append(
+                Token(text, token_id, self.index, logprob, finish_reason, len(ids) - 1, logprobs[1:])
+            )
+            if mailbox.waiter is not None:
+                mailbox.wake()
+        if finish_reason is not None:
+            self._end(finish_reason)
+        return stopped
+
+    def end(self, reason: FinishReason) -> None:
+        """End the completion without another token (an abort)."""
+        if self.finish_reason is None:
+            self._end(reason)
+
+    def _end(self, reason: FinishReason) -> None:
+        self.finish_reason = reason
+        mailbox = self.mailbox
+        mailbox.num_open -= 1
+        if mailbox.num_open == 0:
+            mailbox.wake()
+
+    def result(self) -> Choice:
+        return Choice(
+            index=self.index,
+            text="".join(self.texts),
+            token_ids=tuple(self.token_ids),
+            finish_reason=self.finish_reason or FinishReason.ABORT,
+            logprobs=None if self.logprobs is None else tuple(self.logprobs),
+        )
+
+
+class TokenStream:
+    """The tokens of one request, as an async iterator of `Token`\\ s.
+
+    The request runs from the moment that the stream exists, whether or not somebody reads. It is aborted, and its KV
+    memory freed, when the stream is closed, dropped, or when the task that reads it is cancelled.
+
+        async for token in stream: ...          # until the end; raises the request's error, typed
+        stream.completion                       # text, usage and finish reason, once it has ended
+
+    Use ``async with stream:`` or `aclose` where a reference to it may outlive the loop over it.
+    """
+
+    __slots__ = ("__weakref__", "_abort", "_loop", "_mailbox", "_thread", "request_id")
+
+    def __init__(
+        self,
+        request_id: str,
+        mailbox: Mailbox,
+        loop: asyncio.AbstractEventLoop,
+        abort: Callable[[str], None],
+    ) -> None:
+        self.request_id = request_id
+        self._mailbox = mailbox
+        self._loop = loop
+        self._abort = abort
+        self._thread = threading.get_ident()
+
+    def __repr__(self) -> str:
+        state = "ended" if self._mailbox.done else "open"
+        return f"<TokenStream {self.request_id} {state}>"
+
+    def __aiter__(self) -> Self:
+        return self
+
+    async def __anext__(self) -> Token:
+        mailbox = self._mailbox
+        while not mailbox.pending:
+            if mailbox.error is not None:
+                raise mailbox.error
+            if mailbox.num_open == 0:
+                raise StopAsyncIteration
+            await self._wait()
+        return mailbox.pending.popleft()
+
+    async def _wait(self) -> None:
+        """Until there is news. Being cancelled here ends the request, as it would end an async generator."""
+        mailbox = self._mailbox
+        if mailbox.waiter is not None:
+            raise InvalidRequestError(f"stream {self.request_id} is already being read by another task")
+        mailbox.waiter = waiter = self._loop.create_future()
+        try:
+            await waiter
+        except asyncio.CancelledError:
+            self._abort(self.request_id)
+            raise
+        finally:
+            if mailbox.waiter is waiter:
+                mailbox.waiter = None
+
+    @property
+    def completion(self) -> Completion:
+        """The whole answer, once the stream has ended. Raises InvalidRequestError before."""
+        if not self._mailbox.done:
+            raise InvalidRequestError(
+                f"stream {self.request_id} has not ended yet: read it to its end, or close it, before its completion"
+            )
+        return self._mailbox.completion(self.request_id)
+
+    async def wait(self) -> Completion:
+        """Wait for the end without reading single tokens. Raises the request's error."""
+        mailbox = self._mailbox
+        while not mailbox.done:
+            await self._wait()
+        if mailbox.error is not None:
+            raise mailbox.error
+        return mailbox.completion(self.request_id)
+
+    async def aclose(self) -> None:
+        """Abort the request if it still runs. Its KV memory is free from the next step on. Idempotent."""
+        self._abort(self.request_id)
+        self._mailbox.pending.clear()
+
+    async def __aenter__(self) -> Self:
+        return self
+
+    async def __aexit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        await self.aclose()
+
+    def __del__(self) -> None:
+        mailbox = getattr(self, "_mailbox", None)
+        if mailbox is None or mailbox.done or self._loop.is_closed():
+            return
+        # The garbage collector may run this in any thread; the engine lives in its loop's.
+        if threading.get_ident() == self._thread:
+            self._abort(self.request_id)
+        else:
+            try:
+                self._loop.call_soon_threadsafe(self._abort, self.request_id)
+            except RuntimeError:  # the loop was closed since
+                pass
+
+
+def error_for_waiter(error: AEngineError) -> AEngineError:
+    """A copy of an error for one of several waiters: tracebacks of one must not grow on another's."""
+    clone = error.__class__.__new__(error.__class__, *error.args)
+    clone.args = error.args
+    clone.__dict__.update(error.__dict__)
+    clone.__cause__ = error.__cause__ or error
+    return clone

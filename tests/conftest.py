@@ -1,0 +1,52 @@
+"""Shared by all tests: every async test runs on asyncio in debug mode and on uvloop, and may not block its loop."""
+
+from __future__ import annotations
+
+import asyncio
+import gc
+import random
+from collections.abc import Iterator
+
+import pytest
+import uvloop
+from blockbuster import BlockBuster
+
+
+def _debug_loop() -> asyncio.AbstractEventLoop:
+    loop = asyncio.new_event_loop()
+    loop.set_debug(True)
+    loop.slow_callback_duration = 1.0  # the debug loop is slow itself; blocking calls are blockbuster's to find
+    return loop
+
+
+LOOPS = {"asyncio-debug": _debug_loop, "uvloop": uvloop.new_event_loop}
+
+
+def pytest_asyncio_loop_factories(config: pytest.Config, item: pytest.Item) -> dict:
+    return LOOPS
+
+
+@pytest.fixture
+def no_blocking() -> Iterator[None]:
+    """A blocking call made by aengine while a coroutine runs fails the test."""
+    blockbuster = BlockBuster(["aengine"])
+    blockbuster.activate()
+    try:
+        yield
+    finally:
+        blockbuster.deactivate()
+
+
+@pytest.fixture
+def rng(request: pytest.FixtureRequest) -> random.Random:
+    """Fresh random numbers; the seed is printed with a failure."""
+    seed = random.SystemRandom().getrandbits(32)
+    print(f"seed of {request.node.name}: {seed}")
+    return random.Random(seed)
+
+
+@pytest.fixture
+def collected() -> Iterator[None]:
+    """Garbage of this test is collected inside it, so that a finaliser's warning is this test's."""
+    yield
+    gc.collect()

@@ -1,0 +1,188 @@
+"""The house rules of docs/architecture.md, read off the source.
+
+Imports go one way:  kernels <- runner <- workers.worker -> ipc <- engine <- async_llm <- server, integrations, cli
+"""
+
+from __future__ import annotations
+
+import ast
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).resolve().parent.parent
+PACKAGE = ROOT / "aengine"
+FILES = sorted(PACKAGE.rglob("*.py"))
+
+# What a room may import of the house. The leaves (errors, params, outputs, config) are everybody's.
+LEAVES = {"errors", "params", "outputs", "config"}
+ROOMS: dict[str, set[str]] = {
+    "errors": set(),
+    "params": {"errors"},
+    "outputs": set(),
+    "config": {"errors", "params"},
+    "checkpoint": LEAVES,
+    "ipc": LEAVES,
+    "kernels": {"errors"},
+    "runner": LEAVES | {"kernels", "checkpoint", "ipc.messages"},
+    "workers": LEAVES | {"ipc"},
+    "workers.worker": LEAVES | {"ipc", "runner", "checkpoint"},
+    "engine": LEAVES | {"ipc", "checkpoint"},
+    "engine.executor": LEAVES | {"ipc", "workers.supervisor"},
+    "async_llm": LEAVES | {"engine"},
+    "cli": LEAVES | {"async_llm", "engine"},
+    "server": LEAVES | {"async_llm"},
+    "integrations": LEAVES | {"async_llm"},
+    "__main__": LEAVES | {"cli"},
+    "__init__": LEAVES | {"async_llm", "engine"},
+}
+TORCH_ROOMS = {"kernels", "runner", "workers.worker", "workers.distributed"}
+
+
+def module_of(path: Path) -> str:
+    parts = list(path.relative_to(PACKAGE).with_suffix("").parts)
+    if parts[-1] == "__init__" and len(parts) > 1:
+        parts.pop()
+    return ".".join(parts)
+
+
+def imports_of(path: Path) -> list[tuple[str, int, bool]]:
+    """(absolute module name, line, whether at module level) of each import statement, type-checking ones left out."""
+    tree = ast.parse(path.read_text())
+    package = ["aengine", *path.relative_to(PACKAGE).parent.parts]
+    found: list[tuple[str, int, bool]] = []
+
+    def visit(node: ast.AST, top: bool) -> None:
+        for child in ast.iter_child_nodes(node):
+            if isinstance(child, ast.If) and "TYPE_CHECKING" in ast.dump(child.test):
+                continue
+            if isinstance(child, ast.Import):
+                found.extend((alias.name, child.lineno, top) for alias in child.names)
+            elif isinstance(child, ast.ImportFrom):
+                base = package[: len(package) - child.level + 1] if child.level else []
+                name = ".".join([*base, *([child.module] if child.module else [])])
+                found.append((name, child.lineno, top))
+                if name == "aengine" or not child.module:
+                    found.extend((f"{name}.{alias.name}", child.lineno, top) for alias in child.names)
+            visit(child, top and not isinstance(child, ast.FunctionDef | ast.AsyncFunctionDef))
+
+    visit(tree, True)
+    return found
+
+
+def within(module: str, rooms: set[str]) -> bool:
+    return any(module == room or module.startswith(room + ".") for room in rooms)
+
+
+def rule_of(module: str) -> set[str]:
+    best = max((room for room in ROOMS if within(module, {room})), key=len, default=None)
+    assert best is not None, f"{module} is in no room: place it in ROOMS"
+    return ROOMS[best]
+
+
+@pytest.mark.parametrize("path", FILES, ids=module_of)
+def test_imports_go_one_way(path: Path) -> None:
+    module = module_of(path)
+    own_room = module.split(".")[0]
+    for name, line, _ in imports_of(path):
+        if not name.startswith("aengine."):
+            continue
+        target = name.removeprefix("aengine.")
+        if within(target, {own_room}) or target == "__version__":
+            continue
+        assert within(target, rule_of(module)), f"{path}:{line}: {module} may not import {target}"
+
+
+@pytest.mark.parametrize("path", FILES, ids=module_of)
+def test_torch_only_in_the_device_half(path: Path) -> None:
+    module = module_of(path)
+    for name, line, _ in imports_of(path):
+        root = name.split(".")[0]
+        if root in ("torch", "triton"):
+            assert within(module, TORCH_ROOMS), f"{path}:{line}: the host half imports {root}"
+        if root in ("asyncio", "uvloop"):
+            assert not within(module, TORCH_ROOMS), f"{path}:{line}: the device half imports {root}"
+        assert root not in ("pickle", "cloudpickle", "dill", "multiprocessing"), f"{path}:{line}: {root}"
+
+
+@pytest.mark.parametrize("path", FILES, ids=module_of)
+def test_environment_is_read_in_one_file(path: Path) -> None:
+    if module_of(path) != "config":
+        text = path.read_text()
+        assert "os.environ" not in text and "os.getenv" not in text
+
+
+def test_files_and_functions_stay_small() -> None:
+    too_big: list[str] = []
+    for path in FILES:
+        text = path.read_text()
+        lines = text.splitlines()
+        if len(lines) > 500 and "large on purpose:" not in text:
+            too_big.append(f"{path}: {len(lines)} lines")
+        for node in ast.walk(ast.parse(text)):
+            if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef):
+                size = (node.end_lineno or node.lineno) - node.lineno + 1
+                reason = "large on purpose:" in lines[max(0, node.lineno - 2)]
+                if size > 80 and not reason:
+                    too_big.append(f"{path}:{node.lineno} {node.name}: {size} lines")
+    assert not too_big, "\n".join(too_big)
+
+
+def run_python(code: str) -> str:
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True, cwd="/")
+    return done.stdout
+
+
+def test_importing_is_light() -> None:
+    out = run_python("import sys, json; import aengine; print(json.dumps(sorted(sys.modules)))")
+    loaded = {name.split(".")[0] for name in json.loads(out)}
+    assert not loaded & {"torch", "numpy", "transformers", "tokenizers", "jinja2", "msgpack", "asyncio", "huggingface_hub"}
+
+
+def test_the_host_half_is_light_too() -> None:
+    out = run_python(
+        "import sys, json; from aengine import AsyncLLM; import aengine.engine.core; AsyncLLM('x');"
+        "print(json.dumps(sorted(sys.modules)))"
+    )
+    loaded = {name.split(".")[0] for name in json.loads(out)}
+    assert not loaded & {"torch", "numpy", "transformers", "tokenizers", "jinja2", "huggingface_hub", "gguf"}
+
+
+def test_exported_names_are_pinned() -> None:
+    import aengine
+
+    assert set(aengine.__all__) - {"__version__"} == set(aengine._HOME)
+    assert sorted(aengine.__all__) == aengine.__all__
+    for name in aengine.__all__:
+        assert getattr(aengine, name) is not None
+    assert aengine.__all__ == [
+        "AEngineError",
+        "AsyncLLM",
+        "Choice",
+        "Completion",
+        "ContextLengthError",
+        "DeadlineExceededError",
+        "EngineClosedError",
+        "EngineConfig",
+        "EngineError",
+        "EngineOverloadedError",
+        "FinishReason",
+        "GrammarError",
+        "InternalError",
+        "InvalidRequestError",
+        "Logprob",
+        "ModelLoadError",
+        "RequestError",
+        "SamplingParams",
+        "StartupProgress",
+        "Statistics",
+        "StructuredOutput",
+        "Token",
+        "TokenStream",
+        "Usage",
+        "WorkerDiedError",
+        "__version__",
+    ]
