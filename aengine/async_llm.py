@@ -219,7 +219,7 @@ class AsyncLLM:
         return self._running_core().statistics()
 
     def describe(self) -> dict[str, Any]:
-        """What runs: vocab_size, max_model_len, num_blocks, block_size, device, dtype, weight_format, worker pid, ..."""
+        """What runs: vocab_size, max_model_len, num_blocks, block_size, device, dtype, weight_format, pid, ..."""
         return dict(self._running_core().ready)
 
     @property
@@ -266,7 +266,7 @@ class AsyncLLM:
         return core
 
     def _report(self, progress: StartupProgress) -> None:
-        logger.debug("%s: %s %d/%d %s", self.config.model, progress.stage, progress.done, progress.total, progress.detail)
+        logger.debug("%s: %s", self.config.model, progress)
         if self.config.progress is not None:
             self.config.progress(progress)
 

@@ -65,7 +65,8 @@ class EngineConfig:
     gpu_memory_utilization: float = 0.9
     """Share of the GPU's memory that the engine may use, weights and KV together."""
     kv_cache_memory_bytes: int | None = None
-    """Memory for the KV cache. None: what gpu_memory_utilization leaves; on a CPU up to 4 GiB, a quarter of what is free."""
+    """Memory for the KV cache. None: what gpu_memory_utilization leaves; on a CPU a quarter of what is free, at most
+    4 GiB."""
     enable_prefix_caching: bool = True
     """Prompts that begin alike share KV."""
     max_in_flight_steps: int = 2

@@ -1,6 +1,6 @@
 """The way in and the way out of the engine: validate, count, encode, admit; abort, time out, retire.
 
-    stream() -> Call: HELD (queue full, admission="wait") -> ENCODING (in the tokenizer thread) -> in the scheduler -> gone
+    stream() -> Call: held (queue full, admission="wait") -> encoding (tokenizer thread) -> in the scheduler -> gone
 
 A `Call` is one user call, with one scheduler `Request` for each of its n completions. It is registered before anything
 is awaited, so an abort finds it in every phase. It is forgotten when its last completion has ended.
@@ -12,7 +12,6 @@ import asyncio
 import random
 import time
 from collections import deque
-from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from functools import partial
@@ -87,16 +86,13 @@ class Admission:
         self._pool: ThreadPoolExecutor | None = None
         self._started = time.monotonic()
         self._next_id = 0
+        self._empty: asyncio.Event | None = None  # set when the last call has ended, for wait_empty
         self.steps: StepLoop  # set by the engine, which makes both
 
     @property
     def num_queued(self) -> int:
         """Requests that have no row on the worker yet, in whatever phase."""
         return len(self._held) + self._num_encoding + self.steps.scheduler.num_waiting
-
-    @property
-    def num_calls(self) -> int:
-        return len(self._calls)
 
     def submit(
         self,
@@ -132,8 +128,9 @@ class Admission:
             arrival_time=self._loop.time(),
             mailbox=Mailbox(final_only=final_only),
         )
+        want_logprobs = params.logprobs is not None
         call.mailbox.open(
-            [ChoiceOutput(call.mailbox, i, self._detokenizer(params), params.logprobs is not None) for i in range(params.n)]
+            [ChoiceOutput(call.mailbox, i, self._detokenizer(params), want_logprobs) for i in range(params.n)]
         )
         full = self.num_queued >= self._limits.max_num_queued_requests
         if full and not self._limits.wait_when_full:
@@ -191,6 +188,16 @@ class Admission:
             call.mailbox.fail(error_for_waiter(error))
             self._retire(call)
         self._held.clear()
+
+    async def wait_empty(self, timeout: float) -> None:
+        """Until every call has ended, or ``timeout`` seconds have passed."""
+        if not self._calls:
+            return
+        self._empty = asyncio.Event()
+        try:
+            await asyncio.wait_for(self._empty.wait(), timeout)
+        except TimeoutError:
+            pass
 
     def close(self) -> ThreadPoolExecutor | None:
         """No more prompts are encoded. Returns the pool, whose last thread is to be waited for."""
@@ -327,7 +334,8 @@ class Admission:
         deadline = call.deadline or 0.0
         done = sum(len(choice.token_ids) for choice in call.mailbox.choices)
         error = DeadlineExceededError(
-            f"request {call.request_id} did not end within its deadline of {deadline:g} s ({done} tokens were generated)",
+            f"request {call.request_id} did not end within its deadline of {deadline:g} s "
+            f"({done} tokens were generated)",
             deadline=deadline,
         )
         self._fail(call, error)
@@ -353,6 +361,8 @@ class Admission:
         if call.timer is not None:
             call.timer.cancel()
             call.timer = None
+        if self._empty is not None and not self._calls:
+            self._empty.set()
 
 
 def _nth_seed(seed: int, index: int) -> int:

@@ -138,9 +138,8 @@ class EngineCore:
         """End the requests, then the worker. Bounded by ``drain`` plus the configured shutdown timeout."""
         if self.state == "running":
             self.state = "closed"
-            end = self.loop.time() + drain
-            while self.admission.num_calls and self.loop.time() < end and not self._task.done():
-                await asyncio.sleep(0.01)
+            if drain > 0:
+                await self.admission.wait_empty(drain)
         self.admission.fail_all(EngineClosedError("the engine was closed while this request ran"))
         pool = self.admission.close()
         self._task.cancel()

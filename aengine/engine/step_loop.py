@@ -124,7 +124,7 @@ class StepLoop:
 
 
 def _by_row(columns: LogprobColumns) -> dict[int, tuple[Logprob, ...]]:
-    """Batch position to its log-probabilities: the sampled token's first (its id yet unknown: -1), then the likeliest."""
+    """Batch position to its log-probabilities: the sampled token's first (with -1 for its id), then the likeliest."""
     rows: dict[int, tuple[Logprob, ...]] = {}
     start = 0
     for batch_idx, sampled, count in zip(columns.batch_idx, columns.sampled, columns.counts, strict=True):
