@@ -25,6 +25,7 @@ if TYPE_CHECKING:
     from typing import Self
 
     from .engine.core import EngineCore
+    from .engine.executor import Executor
     from .engine.metrics import Statistics
     from .engine.prompt import Prompt
     from .engine.stream import TokenStream
@@ -89,7 +90,7 @@ class AsyncLLM:
             core.abandon()  # of a failed engine, or of a loop that was closed: nothing of it must live on
             self._core = None
         if self._starting is None or self._starting.get_loop() is not loop:
-            self._starting = loop.create_task(EngineCore.start(self.config, self._report), name="aengine-start")
+            self._starting = loop.create_task(EngineCore.start(self.config, self._report, self._make_executor), name="aengine-start")
         starting = self._starting
         try:
             self._core = await starting
@@ -264,6 +265,12 @@ class AsyncLLM:
                 raise EngineClosedError(f"the event loop of {self!r} was closed: start it again on this one")
             raise EngineClosedError(f"{self!r} belongs to another event loop: call it from there")
         return core
+
+    def _make_executor(self, config: EngineConfig) -> Executor:
+        """The seam for tests and for executors of other kinds."""
+        from .engine.executor import ProcessExecutor
+
+        return ProcessExecutor(config)
 
     def _report(self, progress: StartupProgress) -> None:
         logger.debug("%s: %s", self.config.model, progress)

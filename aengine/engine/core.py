@@ -29,6 +29,7 @@ __all__ = ["EngineCore"]
 logger = logging.getLogger("aengine")
 
 ProgressCallback = Callable[[StartupProgress], None]
+ExecutorFactory = Callable[[EngineConfig], Executor]
 
 
 class EngineCore:
@@ -82,7 +83,9 @@ class EngineCore:
         self._task.add_done_callback(self._loop_ended)
 
     @classmethod
-    async def start(cls, config: EngineConfig, report: ProgressCallback) -> EngineCore:
+    async def start(
+        cls, config: EngineConfig, report: ProgressCallback, make_executor: ExecutorFactory = ProcessExecutor
+    ) -> EngineCore:
         """Resolve the model; then load the tokenizer and start the worker side by side. Undone when it fails."""
         begun = time.monotonic()
         loop = asyncio.get_running_loop()
@@ -93,7 +96,7 @@ class EngineCore:
         report(StartupProgress("resolve", detail=config.model))
         source = await run_in_thread("resolve", resolve_model, config, report_from_thread)
         report(StartupProgress("worker", detail=source.path))
-        executor = ProcessExecutor(config)
+        executor = make_executor(config)
         load = {"config": config.to_wire(), "source": source.to_wire()}
         starting = loop.create_task(executor.start(load, report), name="aengine-worker-start")
         try:
