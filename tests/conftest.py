@@ -10,12 +10,16 @@ from collections.abc import Iterator
 import pytest
 import uvloop
 from blockbuster import BlockBuster
+from hypothesis import HealthCheck, settings
+
+settings.register_profile("aengine", deadline=None, suppress_health_check=[HealthCheck.too_slow])
+settings.load_profile("aengine")
 
 
 def _debug_loop() -> asyncio.AbstractEventLoop:
     loop = asyncio.new_event_loop()
     loop.set_debug(True)
-    loop.slow_callback_duration = 1.0  # the debug loop is slow itself; blocking calls are blockbuster's to find
+    loop.slow_callback_duration = 1.0  # the debug loop is slow by itself; blockbuster finds blocking calls
     return loop
 
 

@@ -1,0 +1,145 @@
+"""What a caller may ask for, and how a wrong value is named."""
+
+from __future__ import annotations
+
+import math
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from aengine import EngineConfig, InvalidRequestError, SamplingParams, StructuredOutput
+
+BAD = [
+    ("max_tokens", 0),
+    ("max_tokens", -1),
+    ("max_tokens", 1.5),
+    ("max_tokens", "16"),
+    ("max_tokens", True),
+    ("max_tokens", 2**31),
+    ("min_tokens", -1),
+    ("temperature", -0.1),
+    ("temperature", math.nan),
+    ("temperature", math.inf),
+    ("temperature", "hot"),
+    ("temperature", None),
+    ("top_p", 0),
+    ("top_p", 1.01),
+    ("top_k", -2),
+    ("top_k", 1.0),
+    ("min_p", -0.1),
+    ("min_p", 1.1),
+    ("seed", 2**63),
+    ("seed", 1.0),
+    ("stop", ""),
+    ("stop", ["a", ""]),
+    ("stop", 7),
+    ("stop", ["x"] * 65),
+    ("stop_token_ids", [-1]),
+    ("stop_token_ids", ["1"]),
+    ("stop_token_ids", 5),
+    ("ignore_eos", 1),
+    ("presence_penalty", 2.1),
+    ("frequency_penalty", -2.1),
+    ("repetition_penalty", 0),
+    ("logit_bias", {"a": 1}),
+    ("logit_bias", {1: 101}),
+    ("logit_bias", {-1: 1}),
+    ("logit_bias", [1]),
+    ("logit_bias", dict.fromkeys(range(1025), 1)),
+    ("logprobs", -1),
+    ("logprobs", 65),
+    ("n", 0),
+    ("n", 1025),
+    ("structured_output", "json"),
+    ("detokenize", "no"),
+]
+
+
+@pytest.mark.parametrize(("name", "value"), BAD)
+def test_wrong_values_are_named(name: str, value: object) -> None:
+    with pytest.raises(InvalidRequestError, match=name) as caught:
+        SamplingParams(**{name: value})
+    assert caught.value.param == name
+    assert isinstance(caught.value, ValueError)
+
+
+def test_relations_between_parameters() -> None:
+    with pytest.raises(InvalidRequestError, match="max_tokens"):
+        SamplingParams(max_tokens=3, min_tokens=4)
+    with pytest.raises(InvalidRequestError, match="detokenize"):
+        SamplingParams(stop="x", detokenize=False)
+
+
+def test_spellings_are_normalised() -> None:
+    params = SamplingParams(stop="\n", top_k=-1, logprobs=True, logit_bias={"5": 1}, stop_token_ids=[3], temperature=1)
+    assert params.stop == ("\n",)
+    assert params.top_k == 0
+    assert params.logprobs == 1
+    assert params.logit_bias == {5: 1.0}
+    assert params.stop_token_ids == (3,)
+    assert isinstance(params.temperature, float)
+    assert SamplingParams(stop=None, logit_bias=None, stop_token_ids=None) == SamplingParams()
+
+
+def test_unknown_names_get_a_hint() -> None:
+    with pytest.raises(InvalidRequestError, match=r"temprature.*did you mean temperature"):
+        SamplingParams.from_dict({"temprature": 1})
+    with pytest.raises(InvalidRequestError, match="max_num_seqs"):
+        EngineConfig.create("m", {"max_num_seq": 1})
+    assert SamplingParams.from_dict({"top_k": 4}).top_k == 4
+
+
+def test_params_are_frozen_and_replaceable() -> None:
+    params = SamplingParams(n=2)
+    with pytest.raises(AttributeError):
+        params.n = 3  # type: ignore[misc]
+    assert params.replace(n=3).n == 3
+    with pytest.raises(InvalidRequestError):
+        params.replace(n=0)
+
+
+@given(st.dictionaries(st.sampled_from([name for name, _ in BAD]), st.one_of(st.none(), st.integers(), st.floats(), st.text())))
+def test_anything_else_is_a_typed_error(values: dict) -> None:
+    try:
+        SamplingParams(**values)
+    except InvalidRequestError as error:
+        assert error.param is not None
+
+
+@pytest.mark.parametrize(
+    "values",
+    [{}, {"regex": "a", "choice": ["b"]}, {"regex": 3}, {"choice": []}, {"choice": "ab"}, {"regex": "a", "backend": "x"}],
+)
+def test_structured_output_needs_exactly_one_constraint(values: dict) -> None:
+    with pytest.raises(InvalidRequestError):
+        StructuredOutput(**values)
+
+
+@pytest.mark.parametrize(
+    ("name", "value"),
+    [
+        ("max_num_seqs", 0),
+        ("max_num_seqs", "8"),
+        ("dtype", "int8"),
+        ("device", "tpu"),
+        ("device", "cuda:x"),
+        ("gpu_memory_utilization", 1.5),
+        ("gpu_memory_utilization", 0),
+        ("enable_prefix_caching", "yes"),
+        ("admission", "drop"),
+        ("progress", 3),
+        ("kv_cache_memory_bytes", -5),
+        ("max_in_flight_steps", 0),
+        ("load_format", "pickle"),
+        ("tokenizer", 5),
+    ],
+)
+def test_config_names_wrong_values(name: str, value: object) -> None:
+    with pytest.raises(InvalidRequestError, match=name):
+        EngineConfig.create("m", {name: value})
+
+
+def test_config_survives_the_wire() -> None:
+    config = EngineConfig.create("m", {"max_num_seqs": 3, "progress": print})
+    assert EngineConfig.from_wire(config.to_wire()) == config.replace(progress=None)
