@@ -1,0 +1,328 @@
+"""The two ends of the bridge between a host and one worker: messages of bytes, in order, both ways.
+
+    host process                                                        worker process
+    HostChannel.publish --> ring host -> worker, semaphore if asleep --> WorkerChannel.consume
+    HostChannel.drain <--- eventfd, ring worker -> host <--------------- WorkerChannel.publish
+
+The host never blocks: it awaits room in a full ring, and is told of frames by its loop. The worker spins, then parks.
+A message that doesn't fit into a quarter of the ring travels in fragments and arrives as one. Every wait of the worker
+is bounded, so that it can ask ``peer_gone``; the host learns of a worker's death elsewhere (workers/supervisor.py).
+"""
+
+from __future__ import annotations
+
+import os
+import time
+import warnings
+from collections.abc import Callable, Iterable
+from typing import TYPE_CHECKING
+
+from aengine.errors import EngineClosedError
+
+from .doorbell import LoopBell, WorkerBell, new_fence
+from .layout import WHOLE, FrameError, frame_bytes
+from .ring import Assembler, Consumer, Frame, Producer
+from .shm import Segment, Ticket, new_name, sweep_stale_names
+
+if TYPE_CHECKING:
+    import asyncio
+
+__all__ = ["Frame", "FrameError", "HostChannel", "PeerGoneError", "WorkerChannel"]
+
+Payload = bytes | bytearray | memoryview
+
+MAX_MESSAGE_BYTES = 1024**3
+"""Most bytes of one message; the receiver assembles no more than that, whatever the other side claims."""
+PARK_SECONDS = 0.5
+"""Longest sleep of a worker before it asks whether the host is still there."""
+
+
+class PeerGoneError(ConnectionError):
+    """The host has gone while the worker waited for it."""
+
+
+class HostChannel:
+    """The host's end. Everything but create() runs on the loop given to open()."""
+
+    def __init__(self, segment: Segment, loop_bell: LoopBell, worker_bell: WorkerBell, description: str) -> None:
+        from asyncio import Lock  # here, as workers import this file too, and have no loop
+
+        self.description = description
+        self.inherit_fds: tuple[int, ...] = (segment.fd, loop_bell.fd)
+        self._segment = segment
+        self._loop_bell = loop_bell
+        self._worker_bell = worker_bell
+        fence = new_fence()
+        self._producer = Producer(segment.ring(0), fence)
+        self._consumer = Consumer(segment.ring(1), fence)
+        self._assembler = Assembler(MAX_MESSAGE_BYTES)
+        self._loop: asyncio.AbstractEventLoop | None = None
+        self._on_readable: Callable[[], None] = lambda: None
+        self._turn = Lock()  # messages in fragments must not mix
+        self._num_publishing = 0  # publishes that wait for room or for their turn
+        self._room: asyncio.Future[None] | None = None
+        self._closed = False
+
+    @classmethod
+    def create(cls, ring_bytes: int) -> HostChannel:
+        """Make the shared memory, ``ring_bytes`` each way, and the doorbells. Takes milliseconds: call it in a thread.
+
+        Raises EngineError when there is no shared memory left.
+        """
+        sweep_stale_names()
+        segment = Segment.create(ring_bytes)
+        try:
+            name = new_name()
+            worker_bell = WorkerBell.create(name, new_fence())
+            loop_bell = LoopBell.create()
+        except BaseException:
+            segment.close()
+            raise
+        ticket = Ticket(segment.fd, loop_bell.fd, name, segment.capacity, segment.nonce)
+        return cls(segment, loop_bell, worker_bell, str(ticket))
+
+    def unlink(self) -> None:
+        """Take back what a child could attach by. Call it as soon as the child has attached, or has failed to."""
+        self._segment.close_fd()
+        self._worker_bell.unlink()
+
+    def open(self, loop: asyncio.AbstractEventLoop, on_readable: Callable[[], None]) -> None:
+        """Have ``on_readable`` called on the loop when there is something to drain, also if it came before."""
+        self._check_open()
+        self._loop = loop
+        self._on_readable = on_readable
+        loop.add_reader(self._loop_bell.fd, self._on_bell)
+
+    def try_publish(self, kind: int, step_id: int, payload: Payload) -> bool:
+        """Send, unless the ring has no room for it now, or it needs fragments, or others wait: then False."""
+        self._check_open()
+        data = _flat(payload)
+        size = frame_bytes(len(data))
+        producer = self._producer
+        if self._num_publishing or len(data) > producer.fragment_length or not producer.has_room(size):
+            return False
+        producer.write(kind, step_id, WHOLE, data)
+        self._worker_bell.ring()
+        return True
+
+    async def publish(self, kind: int, step_id: int, payload: Payload) -> None:
+        """Send, awaiting room. Messages arrive in the order of the calls; a cancelled one doesn't arrive at all.
+
+        Raises EngineClosedError when the channel is closed, before or meanwhile; ValueError for more than
+        MAX_MESSAGE_BYTES. ``payload`` may not change until it returns.
+        """
+        if self.try_publish(kind, step_id, payload):
+            return
+        data = _flat(payload)
+        self._num_publishing += 1
+        try:
+            async with self._turn:
+                for flags, part in _frames(self._producer, data):
+                    await self._await_room(frame_bytes(len(part)))
+                    self._producer.write(kind, step_id, flags, part)
+                    self._worker_bell.ring()
+        finally:
+            self._num_publishing -= 1
+
+    def drain(self) -> list[Frame]:
+        """Every message that is complete by now.
+
+        Raises FrameError when the ring holds what the worker can't have written; the channel is of no use then.
+        """
+        self._check_open()
+        consumer, assembler = self._consumer, self._assembler
+        frames: list[Frame] = []
+        if not consumer.refresh():
+            return frames
+        # As far as refresh() looked, no further: the worker rings for what comes later, and the loop gets its turn.
+        while (raw := consumer.read()) is not None:
+            frame = assembler.add(*raw)
+            if frame is not None:
+                frames.append(frame)
+            if consumer.producer_waits():
+                self._worker_bell.ring()
+        return frames
+
+    def close(self) -> None:
+        """Let go of everything. Whoever awaits publish() gets EngineClosedError. Idempotent; fine on a closed loop."""
+        if self._closed:
+            return
+        self._closed = True
+        loop = self._loop
+        if loop is not None and not loop.is_closed():
+            loop.remove_reader(self._loop_bell.fd)
+            if self._room is not None and not self._room.done():
+                self._room.set_exception(_closed_error())
+        self.unlink()
+        self._worker_bell.close()
+        self._loop_bell.close()
+        self._producer.release()
+        self._consumer.release()
+        self._segment.close()
+
+    def __del__(self) -> None:
+        if not getattr(self, "_closed", True):
+            warnings.warn("a HostChannel was not closed", ResourceWarning, source=self, stacklevel=2)
+            self.close()
+
+    def _on_bell(self) -> None:
+        self._loop_bell.clear()
+        if self._room is not None and not self._room.done():
+            self._room.set_result(None)
+        if not self._consumer.is_empty():
+            self._on_readable()
+
+    async def _await_room(self, size: int) -> None:
+        self._check_open()
+        if self._producer.has_room(size):
+            return
+        assert self._loop is not None, "open() comes before the first publish() that has to wait"
+        self._producer.want_room(size)
+        try:
+            while not self._producer.has_room(size):
+                self._room = self._loop.create_future()
+                await self._room
+                self._check_open()
+        finally:
+            self._room = None
+            if not self._closed:
+                self._producer.stop_wanting()
+
+    def _check_open(self) -> None:
+        if self._closed:
+            raise _closed_error()
+
+
+class WorkerChannel:
+    """The worker's end, for one thread."""
+
+    def __init__(
+        self,
+        segment: Segment,
+        loop_bell: LoopBell,
+        worker_bell: WorkerBell,
+        spin_us: int,
+        peer_gone: Callable[[], bool],
+    ) -> None:
+        self.peer_gone = peer_gone
+        self._segment = segment
+        self._loop_bell = loop_bell
+        self._worker_bell = worker_bell
+        fence = new_fence()
+        self._consumer = Consumer(segment.ring(0), fence)
+        self._producer = Producer(segment.ring(1), fence)
+        self._assembler = Assembler(MAX_MESSAGE_BYTES)
+        self._spin = spin_us * 1e-6
+        self._closed = False
+
+    @classmethod
+    def attach(
+        cls, description: str, spin_us: int = 100, peer_gone: Callable[[], bool] = lambda: False
+    ) -> WorkerChannel:
+        """Take over the inherited descriptors and unlink the name. Call it first thing, once.
+
+        ``peer_gone`` is asked at least every PARK_SECONDS while waiting; True raises PeerGoneError.
+        Raises ValueError for a malformed description, FileNotFoundError or FrameError for one that isn't (or is no
+        longer) this process' to use.
+        """
+        ticket = Ticket.parse(description)
+        worker_bell = WorkerBell.attach(ticket.semaphore, new_fence())
+        segment = Segment.attach(ticket)
+        os.set_inheritable(ticket.event_fd, False)
+        return cls(segment, LoopBell(ticket.event_fd), worker_bell, spin_us, peer_gone)
+
+    def consume(self, timeout: float | None) -> Frame | None:
+        """The next message; None when there is none within ``timeout`` seconds (None: wait for ever).
+
+        Raises FrameError when the ring holds what the host can't have written, PeerGoneError when it has gone.
+        """
+        frame = self._next()
+        if frame is not None or timeout == 0:
+            return frame
+        deadline = time.monotonic() + timeout if timeout is not None else float("inf")
+        while True:
+            left = deadline - time.monotonic()
+            if left <= 0:
+                return None
+            if not self._consumer.spin(min(self._spin, left)):
+                self._park(left)
+            frame = self._next()
+            if frame is not None:
+                return frame
+
+    def publish(self, kind: int, step_id: int, payload: Payload) -> None:
+        """Send, waiting for room. Raises PeerGoneError when the host goes meanwhile, ValueError as HostChannel's."""
+        data = _flat(payload)
+        producer = self._producer
+        for flags, part in _frames(producer, data):
+            size = frame_bytes(len(part))
+            if not producer.has_room(size):
+                self._wait_for_room(size)
+            producer.write(kind, step_id, flags, part)
+            self._loop_bell.ring()
+
+    def close(self) -> None:
+        """Let go of everything. Idempotent."""
+        if self._closed:
+            return
+        self._closed = True
+        self._worker_bell.close()
+        self._loop_bell.close()
+        self._consumer.release()
+        self._producer.release()
+        self._segment.close()
+
+    def _next(self) -> Frame | None:
+        consumer = self._consumer
+        while True:
+            raw = consumer.read()
+            if raw is None:
+                if not consumer.refresh():
+                    return None
+                continue
+            if consumer.producer_waits():
+                self._loop_bell.ring()
+            frame = self._assembler.add(*raw)
+            if frame is not None:
+                return frame
+
+    def _wait_for_room(self, size: int) -> None:
+        producer = self._producer
+        spin_until = time.monotonic() + self._spin
+        while time.monotonic() < spin_until:
+            if producer.has_room(size):
+                return
+        producer.want_room(size)
+        try:
+            while not producer.has_room(size):
+                self._park(PARK_SECONDS)
+        finally:
+            producer.stop_wanting()
+
+    def _park(self, timeout: float) -> None:
+        """Sleep until the host rings, for whatever reason; the caller looks again."""
+        if not self._worker_bell.wait(min(timeout, PARK_SECONDS)) and self.peer_gone():
+            raise PeerGoneError("the host has gone")
+
+
+def _flat(payload: Payload) -> bytes | memoryview:
+    """The bytes of any contiguous buffer, without a copy."""
+    if type(payload) is bytes:
+        data: bytes | memoryview = payload
+    else:
+        view = memoryview(payload)
+        data = view.cast("B") if view.nbytes else b""
+    if len(data) > MAX_MESSAGE_BYTES:
+        raise ValueError(f"a message of {len(data)} bytes: at most {MAX_MESSAGE_BYTES} can be sent")
+    return data
+
+
+def _frames(producer: Producer, data: bytes | memoryview) -> Iterable[tuple[int, bytes | memoryview]]:
+    """Flags and payload of the frames that a message takes."""
+    if len(data) <= producer.fragment_length:
+        return ((WHOLE, data),)
+    return producer.fragments(data)
+
+
+def _closed_error() -> EngineClosedError:
+    return EngineClosedError("the channel to the worker is closed")

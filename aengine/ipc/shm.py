@@ -1,0 +1,174 @@
+"""The shared memory: made, handed over to one child, labelled, and never left behind.
+
+The segment has a name only within `Segment.create`; the child gets the descriptor by inheritance, so no other process
+can attach by guessing and nothing is left in /dev/shm, however either side dies. A POSIX semaphore exists by name only:
+that name lives from create() until the child attaches (or the host gives up), and `sweep_stale_names` removes those
+of hosts that died in between.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import mmap
+import os
+import time
+from dataclasses import dataclass
+
+import posix_ipc
+
+from aengine.errors import EngineError
+
+from .layout import (
+    CONTROL_BYTES,
+    LABEL,
+    LABEL_BYTES,
+    LABEL_MAGIC,
+    NOTHING_WANTED,
+    VERSION,
+    WANTED,
+    FrameError,
+    ring_span,
+    round_capacity,
+    segment_bytes,
+)
+
+__all__ = ["Segment", "Ticket", "new_name", "sweep_stale_names"]
+
+PREFIX = "aengine-"
+STALE_SECONDS = 60.0
+"""Age at which a dead host's name is swept; a live one is unlinked within a second of its making. The age guards
+hosts that share /dev/shm but not the pid namespace (containers): theirs look dead."""
+
+
+@dataclass(frozen=True, slots=True)
+class Ticket:
+    """What a child needs to attach, as one word for its argv; worth nothing without the inherited descriptors."""
+
+    shm_fd: int
+    event_fd: int
+    semaphore: str
+    capacity: int
+    nonce: str
+
+    def __str__(self) -> str:
+        return f"{self.shm_fd},{self.event_fd},{self.semaphore},{self.capacity},{self.nonce}"
+
+    @classmethod
+    def parse(cls, text: str) -> Ticket:
+        """Raises ValueError when it isn't one."""
+        try:
+            shm_fd, event_fd, semaphore, capacity, nonce = text.split(",")
+            return cls(int(shm_fd), int(event_fd), semaphore, int(capacity), nonce)
+        except ValueError:
+            raise ValueError(f"not the description of a channel: {text!r}") from None
+
+
+class Segment:
+    """A mapping of one segment (see `layout`)."""
+
+    def __init__(self, memory: mmap.mmap, capacity: int, nonce: str, fd: int = -1) -> None:
+        self._memory = memory
+        self._view = memoryview(memory)
+        self.capacity = capacity
+        self.nonce = nonce
+        self.fd = fd  # -1 once it has been handed over
+
+    @classmethod
+    def create(cls, ring_bytes: int) -> Segment:
+        """Takes some milliseconds. Raises EngineError when /dev/shm has no room for it."""
+        capacity = round_capacity(ring_bytes)
+        size = segment_bytes(capacity)
+        # Made empty and unlinked at once: a kill in between leaves an empty name, which the sweep finds.
+        shared = posix_ipc.SharedMemory(new_name(), posix_ipc.O_CREX, mode=0o600, size=0)
+        try:
+            shared.unlink()
+            # Takes the pages now. Otherwise a full /dev/shm (64 MB in a container) is a SIGBUS at some later write.
+            os.posix_fallocate(shared.fd, 0, size)
+            memory = _map(shared.fd, size)
+        except OSError as error:
+            shared.close_fd()
+            raise EngineError(
+                f"no shared memory for rings of {capacity} bytes ({error}): use a smaller ring_bytes, or make "
+                f"/dev/shm larger (docker run --shm-size)"
+            ) from error
+        nonce = os.urandom(8).hex()
+        segment = cls(memory, capacity, nonce, shared.fd)
+        LABEL.pack_into(memory, 0, LABEL_MAGIC, VERSION, capacity, nonce.encode())
+        for index in (0, 1):
+            region = segment.ring(index)
+            with region[:CONTROL_BYTES].cast("Q") as words:
+                words[WANTED] = NOTHING_WANTED
+            region.release()
+        return segment
+
+    @classmethod
+    def attach(cls, ticket: Ticket) -> Segment:
+        """Map the inherited descriptor and close it. Raises FrameError when it is not the segment of the ticket."""
+        size = segment_bytes(ticket.capacity)
+        try:
+            if os.fstat(ticket.shm_fd).st_size != size:
+                raise FrameError(f"descriptor {ticket.shm_fd} is not a segment of {size} bytes")
+            memory = _map(ticket.shm_fd, size)
+        finally:
+            os.close(ticket.shm_fd)
+        label = LABEL.unpack_from(memory, 0)
+        if label != (LABEL_MAGIC, VERSION, ticket.capacity, ticket.nonce.encode()):
+            memory.close()
+            raise FrameError(f"the segment is labelled {label}, which is not the ticket's")
+        return cls(memory, ticket.capacity, ticket.nonce)
+
+    def ring(self, index: int) -> memoryview:
+        """The region of ring 0 (host -> worker) or 1 (worker -> host)."""
+        return self._view[ring_span(index, self.capacity)]
+
+    def close_fd(self) -> None:
+        """The mapping stays; no further child can inherit it. Idempotent."""
+        if self.fd >= 0:
+            fd, self.fd = self.fd, -1
+            os.close(fd)
+
+    def close(self) -> None:
+        """Unmap, after the rings' ends were released. Idempotent."""
+        self.close_fd()
+        self._view.release()
+        self._memory.close()
+
+
+def _map(fd: int, size: int) -> mmap.mmap:
+    assert size > LABEL_BYTES
+    return mmap.mmap(fd, size, flags=mmap.MAP_SHARED | mmap.MAP_POPULATE)
+
+
+def new_name() -> str:
+    """A name for a semaphore or a segment that says whose it is and that nobody can guess."""
+    return f"/{PREFIX}{os.getpid()}-{os.urandom(12).hex()}"
+
+
+def sweep_stale_names(folder: str = "/dev/shm") -> int:
+    """Remove what this user's dead hosts left behind; returns how many names. Never raises."""
+    swept = 0
+    try:
+        names = os.listdir(folder)
+    except OSError:
+        return 0
+    for name in names:
+        owner = name.removeprefix("sem.").removeprefix(PREFIX).partition("-")[0]
+        if not name.startswith((PREFIX, "sem." + PREFIX)) or not owner.isdecimal():
+            continue
+        with contextlib.suppress(OSError):
+            path = os.path.join(folder, name)
+            status = os.lstat(path)
+            if status.st_uid == os.geteuid() and time.time() - status.st_mtime > STALE_SECONDS and _is_dead(int(owner)):
+                os.unlink(path)
+                swept += 1
+    return swept
+
+
+def _is_dead(pid: int) -> bool:
+    try:
+        os.kill(pid, 0)
+    except (ProcessLookupError, OverflowError):
+        return True
+    except PermissionError:
+        return False
+    return False
