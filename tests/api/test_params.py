@@ -99,7 +99,11 @@ def test_params_are_frozen_and_replaceable() -> None:
         params.replace(n=0)
 
 
-@given(st.dictionaries(st.sampled_from([name for name, _ in BAD]), st.one_of(st.none(), st.integers(), st.floats(), st.text())))
+@given(
+    st.dictionaries(
+        st.sampled_from([name for name, _ in BAD]), st.one_of(st.none(), st.integers(), st.floats(), st.text())
+    )
+)
 def test_anything_else_is_a_typed_error(values: dict) -> None:
     try:
         SamplingParams(**values)
@@ -109,7 +113,14 @@ def test_anything_else_is_a_typed_error(values: dict) -> None:
 
 @pytest.mark.parametrize(
     "values",
-    [{}, {"regex": "a", "choice": ["b"]}, {"regex": 3}, {"choice": []}, {"choice": "ab"}, {"regex": "a", "backend": "x"}],
+    [
+        {},
+        {"regex": "a", "choice": ["b"]},
+        {"regex": 3},
+        {"choice": []},
+        {"choice": "ab"},
+        {"regex": "a", "backend": "x"},
+    ],
 )
 def test_structured_output_needs_exactly_one_constraint(values: dict) -> None:
     with pytest.raises(InvalidRequestError):
