@@ -62,6 +62,7 @@ class HostChannel:
         self._num_publishing = 0  # publishes that wait for room or for their turn
         self._room: asyncio.Future[None] | None = None
         self._closed = False
+        self._pid = os.getpid()
 
     @classmethod
     def create(cls, ring_bytes: int) -> HostChannel:
@@ -144,16 +145,20 @@ class HostChannel:
         return frames
 
     def close(self) -> None:
-        """Let go of everything. Whoever awaits publish() gets EngineClosedError. Idempotent; fine on a closed loop."""
+        """Let go of everything. Whoever awaits publish() gets EngineClosedError. Idempotent; fine on a closed loop.
+
+        In a fork of the host only the fork's copies go: the loop's epoll and the names are the host's, too.
+        """
         if self._closed:
             return
         self._closed = True
         loop = self._loop
-        if loop is not None and not loop.is_closed():
-            loop.remove_reader(self._loop_bell.fd)
-            if self._room is not None and not self._room.done():
-                self._room.set_exception(_closed_error())
-        self.unlink()
+        if self._pid == os.getpid():
+            if loop is not None and not loop.is_closed():
+                loop.remove_reader(self._loop_bell.fd)
+                if self._room is not None and not self._room.done():
+                    self._room.set_exception(_closed_error())
+            self._worker_bell.unlink()
         self._worker_bell.close()
         self._loop_bell.close()
         self._producer.release()
@@ -227,7 +232,11 @@ class WorkerChannel:
         """
         ticket = Ticket.parse(description)
         worker_bell = WorkerBell.attach(ticket.semaphore, new_fence())
-        segment = Segment.attach(ticket)
+        try:
+            segment = Segment.attach(ticket)
+        except BaseException:
+            worker_bell.close()
+            raise
         os.set_inheritable(ticket.event_fd, False)
         return cls(segment, LoopBell(ticket.event_fd), worker_bell, spin_us, peer_gone)
 

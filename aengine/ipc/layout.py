@@ -37,9 +37,9 @@ What holds:
 - wanted is the tail that a producer in want of room waits for, or NOTHING_WANTED.
 - Frames start at multiples of 32 and capacity is one too, so that header and seal never straddle the ring's end;
   only a payload can, and is then copied in two pieces.
-- A frame is whole when header and seal agree with the position it is read at: ``position`` is where it starts, and
-  ``seal`` is where it ends, xored with SEAL and written after the payload. What an earlier lap, a half-done write
-  or another program left there disagrees, and raises FrameError.
+- A frame is whole when header and seal agree with each other and with the position it is read at: ``position`` is where
+  it starts, and the seal, written after the payload, is made of where it ends and of the header's other fields. What
+  an earlier lap, a half-done write or another program left there disagrees, and raises FrameError.
 - A message may take several frames: FIRST and LAST mark its ends. ABANDON on a FIRST says that the message before it
   was given up by its sender (a cancelled publish) and will not be finished.
 """
@@ -82,6 +82,11 @@ MIN_CAPACITY = 4 * ALIGN  # a fragment takes a quarter of the ring, and must hol
 def frame_bytes(length: int) -> int:
     """Bytes of the ring that a frame with ``length`` bytes of payload takes."""
     return (HEADER.size + length + SEAL_BYTES + ALIGN - 1) & -ALIGN
+
+
+def seal_of(end: int, kind: int, flags: int, step_id: int) -> int:
+    """The seal of a frame that ends at position ``end``; 64 bits, as each part has no more."""
+    return end ^ step_id ^ kind << 56 ^ flags << 40 ^ SEAL
 
 
 def round_capacity(ring_bytes: int) -> int:

@@ -34,7 +34,6 @@ from .layout import (
     LAST,
     MAGIC,
     NOTHING_WANTED,
-    SEAL,
     SEAL_BYTES,
     TAIL,
     VERSION,
@@ -42,6 +41,7 @@ from .layout import (
     WHOLE,
     FrameError,
     frame_bytes,
+    seal_of,
 )
 
 __all__ = ["Assembler", "Consumer", "Frame", "Producer"]
@@ -127,7 +127,7 @@ class Producer(_End):
             payload = memoryview(payload)
             data[start:] = payload[:cut]
             data[: length - cut] = payload[cut:]
-        self._data_words[(end - SEAL_BYTES) % capacity >> 3] = end ^ SEAL
+        self._data_words[(end - SEAL_BYTES) % capacity >> 3] = seal_of(end, kind, flags, step_id)
         if self._order:
             self._order()
         self._unfinished = not flags & LAST
@@ -188,9 +188,8 @@ class Consumer(_End):
         end = position + frame_bytes(length)
         if end > self._head:
             raise FrameError(f"frame at {position}: length {length} reaches past head {self._head}")
-        seal = self._data_words[(end - SEAL_BYTES) % capacity >> 3] ^ SEAL
-        if seal != end:
-            raise FrameError(f"torn frame at {position}: it ends at {end}, its seal says {seal}")
+        if self._data_words[(end - SEAL_BYTES) % capacity >> 3] != seal_of(end, kind, flags, step_id):
+            raise FrameError(f"torn frame at {position}: the seal at its end, {end}, does not fit its header")
         start = offset + HEADER.size
         stop = start + length
         if stop <= capacity:

@@ -1,0 +1,175 @@
+"""Doorbells, the segment and its names."""
+
+from __future__ import annotations
+
+import os
+import stat
+import subprocess
+import sys
+import threading
+import time
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+from ipc_helpers import own_names
+
+from aengine.errors import EngineError
+from aengine.ipc.doorbell import LoopBell, WorkerBell, is_weakly_ordered, new_fence
+from aengine.ipc.layout import FrameError
+from aengine.ipc.shm import Segment, Ticket, new_name, sweep_stale_names
+
+
+def test_only_x86_is_trusted_with_order(monkeypatch: pytest.MonkeyPatch) -> None:
+    seen = {}
+    for machine in ("x86_64", "AMD64", "aarch64", "arm64", "riscv64", "ppc64le", ""):
+        monkeypatch.setattr("platform.machine", lambda machine=machine: machine)
+        seen[machine] = is_weakly_ordered()
+    assert seen == {
+        "x86_64": False,
+        "AMD64": False,
+        "aarch64": True,
+        "arm64": True,
+        "riscv64": True,
+        "ppc64le": True,
+        "": True,
+    }
+
+
+def test_a_fence_survives_an_interrupt_between_its_halves() -> None:
+    fence = new_fence()
+    fence()
+    lock = next(c.cell_contents for c in fence.__closure__ if "release" in repr(c.cell_contents)).__self__  # type: ignore
+    lock.release()  # as after a KeyboardInterrupt between release and acquire
+    fence()
+    fence()
+    assert lock.locked()
+
+
+def test_rings_do_not_pile_up() -> None:
+    bell = WorkerBell.create(new_name(), new_fence())
+    try:
+        for _ in range(1000):
+            bell.ring()
+        assert bell.wait(0), "rung"
+        assert not bell.wait(0), "once"
+    finally:
+        bell.unlink()
+        bell.unlink()
+        bell.close()
+        bell.close()
+    assert own_names() == []
+
+
+def test_a_waiter_fences_before_it_looks_again() -> None:
+    fences: list[None] = []
+    bell = WorkerBell.create(new_name(), lambda: fences.append(None))
+    bell.ring()
+    assert bell.wait(0) and len(fences) == 1
+    assert not bell.wait(0.001) and len(fences) == 2
+    bell.unlink()
+    bell.close()
+
+
+def test_a_ring_wakes_a_sleeper() -> None:
+    bell = WorkerBell.create(new_name(), new_fence())
+    woken = []
+    thread = threading.Thread(target=lambda: woken.append(bell.wait(60)))
+    thread.start()
+    time.sleep(0.02)
+    bell.ring()
+    thread.join(30)
+    assert woken == [True]
+    bell.unlink()
+    bell.close()
+
+
+def test_a_bell_without_a_name_says_who_has_gone() -> None:
+    with pytest.raises(FileNotFoundError, match="the host has gone"):
+        WorkerBell.attach(new_name(), new_fence())
+
+
+def test_the_loop_bell_adds_up_and_clears() -> None:
+    bell = LoopBell.create()
+    assert not os.get_inheritable(bell.fd)
+    bell.clear()  # not rung: does not block
+    for _ in range(3):
+        bell.ring()
+    assert os.eventfd_read(bell.fd) == 3
+    os.eventfd_write(bell.fd, 2**64 - 2)
+    bell.ring()  # can't count further: does not block, stays readable
+    bell.clear()
+    bell.close()
+    bell.close()
+
+
+def test_a_segment_has_no_name_and_both_see_it() -> None:
+    before = set(os.listdir("/dev/shm"))
+    one = Segment.create(4096)
+    assert not [name for name in set(os.listdir("/dev/shm")) - before if str(os.getpid()) in name]
+    ticket = Ticket(os.dup(one.fd), 0, "/none", one.capacity, one.nonce)
+    assert stat.S_IMODE(os.fstat(one.fd).st_mode) == 0o600
+    assert Ticket.parse(str(ticket)) == ticket
+    two = Segment.attach(ticket)
+    with one.ring(0) as mine, two.ring(0) as theirs, two.ring(1) as other:
+        mine[300:305] = b"hello"
+        assert bytes(theirs[300:305]) == b"hello"
+        assert b"hello" not in bytes(other)
+    for segment in (one, two):
+        segment.close()
+        segment.close()
+
+
+def test_a_semaphore_is_private() -> None:
+    name = new_name()
+    bell = WorkerBell.create(name, new_fence())
+    assert stat.S_IMODE(os.stat(f"/dev/shm/sem.{name[1:]}").st_mode) == 0o600
+    with pytest.raises(Exception, match="exist"):
+        WorkerBell.create(name, new_fence())
+    bell.unlink()
+    bell.close()
+
+
+@pytest.mark.parametrize("text", ["", "1,2,3", "a,b,/n,4096,x", "1,2,/n,4096,x,y"])
+def test_a_malformed_ticket(text: str) -> None:
+    with pytest.raises(ValueError, match="not the description"):
+        Ticket.parse(text)
+
+
+def test_another_file_or_another_segment_is_refused(tmp_path: Path) -> None:
+    one, two = Segment.create(4096), Segment.create(4096)
+    ticket = Ticket(os.dup(two.fd), 0, "/none", one.capacity, one.nonce)
+    with pytest.raises(FrameError, match="labelled"):
+        Segment.attach(ticket)
+    with pytest.raises(FrameError, match="not a segment"):
+        Segment.attach(replace(ticket, shm_fd=os.dup(one.fd), capacity=8192))
+    with (tmp_path / "file").open("w+b") as file:
+        file.truncate(os.fstat(one.fd).st_size)
+        with pytest.raises(FrameError, match="labelled"):
+            Segment.attach(replace(ticket, shm_fd=os.dup(file.fileno())))
+    one.close()
+    two.close()
+
+
+def test_no_room_in_shared_memory_is_an_error_with_a_cure() -> None:
+    num_fds = len(os.listdir("/proc/self/fd"))
+    with pytest.raises(EngineError, match="ring_bytes.*--shm-size"):
+        Segment.create(1 << 50)
+    assert own_names() == []
+    assert len(os.listdir("/proc/self/fd")) == num_fds
+
+
+def test_names_of_dead_hosts_are_swept(tmp_path: Path) -> None:
+    child = subprocess.run([sys.executable, "-c", "import os; print(os.getpid())"], capture_output=True, text=True)
+    dead, mine = int(child.stdout), os.getpid()
+    old = time.time() - 3600
+    stale = [f"sem.aengine-{dead}-ab", f"aengine-{dead}-cd"]
+    kept = [f"sem.aengine-{mine}-ab", f"sem.other-{dead}-ab", "sem.aengine-", "aengine-x-y", f"sem.aengine-{2**70}x-"]
+    for name in stale + kept:
+        (tmp_path / name).write_bytes(b"")
+        os.utime(tmp_path / name, (old, old))
+    young = tmp_path / f"sem.aengine-{dead}-young"  # perhaps a live host of another pid namespace
+    young.write_bytes(b"")
+    assert sweep_stale_names(str(tmp_path)) == len(stale)
+    assert sorted(os.listdir(tmp_path)) == sorted([*kept, young.name])
+    assert sweep_stale_names(str(tmp_path / "missing")) == 0
