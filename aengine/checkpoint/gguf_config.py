@@ -35,9 +35,7 @@ def gguf_hf_config(file: GgufFile) -> dict[str, Any]:
         known = ", ".join(GGUF_ARCHITECTURES)
         raise ModelLoadError(f"{file.path} holds a model of architecture {arch!r}; aengine runs: {known}")
     if _get(file, f"{arch}.expert_count", int, 0):
-        raise ModelLoadError(
-            f"{file.path} holds a mixture of experts ({arch}); aengine runs dense models only"
-        )
+        raise ModelLoadError(f"{file.path} holds a mixture of experts ({arch}); aengine runs dense models only")
     hidden_size = _get(file, f"{arch}.embedding_length", int)
     num_heads = _get(file, f"{arch}.attention.head_count", int)
     num_kv_heads = _get(file, f"{arch}.attention.head_count_kv", int, num_heads)
@@ -138,9 +136,7 @@ def _rope_scaling(file: GgufFile, arch: str, head_dim: int, rope_theta: float) -
     if kind in ("none", "linear"):
         return {"rope_type": "linear", "factor": factor} if factor != 1.0 else None
     if kind != "yarn":
-        raise ModelLoadError(
-            f"{file.path}: rope scaling {kind!r} is not supported; linear, yarn and llama3 are"
-        )
+        raise ModelLoadError(f"{file.path}: rope scaling {kind!r} is not supported; linear, yarn and llama3 are")
     scaling: dict[str, Any] = {"rope_type": "yarn", "factor": factor}
     original = _get(file, f"{arch}.rope.scaling.original_context_length", int, 0)
     if original:
@@ -156,9 +152,7 @@ def _llama3_scaling(file: GgufFile, head_dim: int, rope_theta: float) -> dict[st
     """The settings of Llama 3's scaling, found from its outcome: the stored divisor of each frequency."""
     tensor = file.tensors["rope_freqs.weight"]
     if tensor.type.name != "F32" or tensor.shape != (head_dim // 2,):
-        raise ModelLoadError(
-            f"{file.path}: 'rope_freqs.weight' must be {head_dim // 2} float32, one a frequency"
-        )
+        raise ModelLoadError(f"{file.path}: 'rope_freqs.weight' must be {head_dim // 2} float32, one a frequency")
     stored = file.tensor_data("rope_freqs.weight").tolist()
     for original in (8192, 4096, 16384, 32768, 2048, 131072):
         scaling = {

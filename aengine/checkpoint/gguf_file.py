@@ -171,9 +171,7 @@ class GgufFile:
         tensor = self.tensors[name]
         dtype = np.dtype(_NUMPY_TYPES.get(tensor.type.name, "u1"))
         last = tensor.shape[-1] // tensor.type.block_len * tensor.type.block_bytes // dtype.itemsize
-        data = np.frombuffer(
-            self._readers[tensor.shard].data, dtype, tensor.nbytes // dtype.itemsize, tensor.offset
-        )
+        data = np.frombuffer(self._readers[tensor.shard].data, dtype, tensor.nbytes // dtype.itemsize, tensor.offset)
         return data.reshape(*tensor.shape[:-1], last)
 
     def close(self) -> None:
@@ -242,12 +240,8 @@ class _HeaderReader:
         version = self._u32("the version")
         if version not in (2, 3):
             if version and not version & 0xFFFF:
-                raise ModelLoadError(
-                    f"{self.path} is a big-endian GGUF file; aengine reads little-endian ones"
-                )
-            raise ModelLoadError(
-                f"{self.path} has GGUF version {version}; aengine reads 2 and 3: convert it anew"
-            )
+                raise ModelLoadError(f"{self.path} is a big-endian GGUF file; aengine reads little-endian ones")
+            raise ModelLoadError(f"{self.path} has GGUF version {version}; aengine reads 2 and 3: convert it anew")
         num_tensors = self._u64("the number of tensors")
         num_pairs = self._u64("the number of metadata pairs")
         self._check_count(num_pairs, _MIN_PAIR_BYTES, "metadata pairs")
@@ -353,13 +347,9 @@ class _HeaderReader:
         code = self._u32(f"the type of tensor {name!r}")
         ggml_type = GGML_TYPES.get(code)
         if ggml_type is None:
-            raise ModelLoadError(
-                f"{self.path}: tensor {name!r} has ggml type {code}, which aengine does not know"
-            )
+            raise ModelLoadError(f"{self.path}: tensor {name!r} has ggml type {code}, which aengine does not know")
         if dims[0] % ggml_type.block_len:
-            raise self.error(
-                f"rows of tensor {name!r} have {dims[0]} elements, no whole {ggml_type.name} blocks"
-            )
+            raise self.error(f"rows of tensor {name!r} have {dims[0]} elements, no whole {ggml_type.name} blocks")
         return name, ggml_type, code, tuple(reversed(dims)), self._u64(f"the offset of tensor {name!r}")
 
     def _placed(

@@ -65,23 +65,17 @@ def fetch(
         raise ModelLoadError(f"the hub refuses {name}: {hint}") from error
     except RepositoryNotFoundError as error:
         hint = "is it spelled right? a private one needs `hf auth login`"
-        raise ModelLoadError(
-            f"there is no model {name!r} on the hub ({hint}), and no such local folder"
-        ) from error
+        raise ModelLoadError(f"there is no model {name!r} on the hub ({hint}), and no such local folder") from error
     except RevisionNotFoundError as error:
         raise ModelLoadError(f"the model {name!r} on the hub has no revision {revision!r}") from error
     except LocalEntryNotFoundError as error:
         if offline:
             hint = "HF_HUB_OFFLINE is set and the hub's cache lacks it: fetch it once with the variable unset"
         else:
-            hint = (
-                "the hub can't be reached and its cache lacks it: check the network, or give a local folder"
-            )
+            hint = "the hub can't be reached and its cache lacks it: check the network, or give a local folder"
         raise ModelLoadError(f"can't get the model {name!r}: {hint}") from error
     except Exception as error:
-        raise ModelLoadError(
-            f"can't get the model {name!r} from the hub: {type(error).__name__}: {error}"
-        ) from error
+        raise ModelLoadError(f"can't get the model {name!r} from the hub: {type(error).__name__}: {error}") from error
 
 
 def _progress_bar(name: str, progress: Callable[[StartupProgress], None] | None) -> type[Any]:

@@ -24,7 +24,7 @@ from . import hub
 from .gguf_config import gguf_generation_config, gguf_hf_config
 from .gguf_file import GgufFile, shard_paths
 
-__all__ = ["EMBEDDED_MODELS", "ModelSource", "locate", "read_json", "resolve_model"]
+__all__ = ["EMBEDDED_MODELS", "ModelSource", "locate", "read_json", "resolve_model", "weights_in"]
 
 Progress = Callable[[StartupProgress], None]
 
@@ -65,7 +65,7 @@ def resolve_model(config: EngineConfig, progress: Progress | None = None) -> Mod
     dummy = config.load_format == "dummy"
     path = locate(config.model, config.revision, weights=not dummy, progress=progress)
     if path.is_dir():
-        path = _weights_in(path, config.load_format)
+        path = weights_in(path, config.load_format)
     if path.is_file():
         if config.load_format == "safetensors":
             raise ModelLoadError(f"load_format='safetensors', but {path} is a GGUF file")
@@ -79,9 +79,7 @@ def resolve_model(config: EngineConfig, progress: Progress | None = None) -> Mod
     return ModelSource(config.model, str(path), "dummy" if dummy else "safetensors", settings, generation)
 
 
-def locate(
-    name: str, revision: str | None = None, *, weights: bool = True, progress: Progress | None = None
-) -> Path:
+def locate(name: str, revision: str | None = None, *, weights: bool = True, progress: Progress | None = None) -> Path:
     """The folder or .gguf file that ``name`` means. Blocking. Raises ModelLoadError."""
     embedded = EMBEDDED_MODELS.get(name.lower())
     if embedded is not None:
@@ -95,9 +93,7 @@ def locate(
         return path.resolve()
     if is_file:
         if path.suffix.lower() != ".gguf":
-            raise ModelLoadError(
-                f"{path} is a file, but no .gguf: give the folder with config.json, or a .gguf file"
-            )
+            raise ModelLoadError(f"{path} is a file, but no .gguf: give the folder with config.json, or a .gguf file")
         return path.absolute()
     # "models/llama" may be meant as a path: only ask the hub when no such parent folder is here.
     if hub.is_hub_id(name) and not path.parent.is_dir():
@@ -132,7 +128,7 @@ def _embedded_file(name: str, package: str, distribution: str) -> Path:
     return files[0]
 
 
-def _weights_in(folder: Path, load_format: str) -> Path:
+def weights_in(folder: Path, load_format: str) -> Path:
     """The folder itself if it is a Hugging Face checkpoint, else the GGUF file in it."""
     has_config = (folder / "config.json").is_file()
     if load_format in ("auto", "safetensors"):
@@ -185,8 +181,7 @@ def _unknown(name: str, path: Path) -> str:
     known = ", ".join(EMBEDDED_MODELS)
     nearest = difflib.get_close_matches(name.lower(), EMBEDDED_MODELS, n=1)
     message = (
-        f"there is no model {name!r}: it is neither an embedded one ({known}), nor the folder or file "
-        f"{path.absolute()}"
+        f"there is no model {name!r}: it is neither an embedded one ({known}), nor the folder or file {path.absolute()}"
     )
     if "/" not in name:
         message += ", nor is it a hub id (OWNER/REPOSITORY)"

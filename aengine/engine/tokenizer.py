@@ -1,0 +1,238 @@
+"""`Tokenizer`: text and chat messages to token ids and back, from a checkpoint's files or a GGUF's metadata."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from ..checkpoint.gguf_file import GgufFile
+from ..checkpoint.source import ModelSource, locate, read_json, weights_in
+from ..errors import InvalidRequestError, ModelLoadError
+from .chat_template import ChatTemplate
+from .detokenizer import Detokenizer
+from .gguf_tokenizer import read_gguf_tokenizer
+from .token_text import token_table
+
+if TYPE_CHECKING:
+    import tokenizers
+
+__all__ = ["Tokenizer"]
+
+logger = logging.getLogger("aengine.tokenizer")
+
+_ENDS_OF_TURN = ("<|im_end|>", "<|eot_id|>", "<|eom_id|>", "<|end|>", "<end_of_turn>")
+"""Special tokens that end an answer, whatever the files name as end of sequence."""
+_ENDS_OF_TEXT = ("<|endoftext|>", "<|end_of_text|>")
+"""Likewise, for a GGUF, which has no generation_config.json to name them."""
+_ROLES = ("bos_token", "eos_token", "unk_token", "pad_token", "sep_token", "cls_token", "mask_token")
+
+
+class Tokenizer:
+    """A model's tokenizer. Immutable once loaded; all methods may be called from any thread."""
+
+    def __init__(
+        self,
+        encoder: tokenizers.Tokenizer,
+        *,
+        special_tokens: Mapping[str, str] | None = None,
+        chat_templates: Mapping[str, str] | None = None,
+        eos_token_ids: Sequence[int] = (),
+        ends: Sequence[str] = _ENDS_OF_TURN,
+    ) -> None:
+        self._encoder = encoder
+        self._special_tokens = dict(special_tokens or {})
+        added = encoder.get_added_tokens_decoder()
+        self.vocab_size = max(encoder.get_vocab_size(), max(added, default=-1) + 1)
+        """One more than the largest token id. A model's own may be larger, padded."""
+        self.special_ids = frozenset(i for i, token in added.items() if token.special)
+        self.bos_token_id = self._id_of("bos_token")
+        self.eos_token_ids = self._eos_token_ids(eos_token_ids, ends)
+        """Every id that ends a completion."""
+        self._table = token_table(encoder, self.special_ids, self.vocab_size)
+        self._chat_templates = {
+            name: ChatTemplate(source, self._special_tokens) for name, source in (chat_templates or {}).items()
+        }
+
+    @classmethod
+    def load(cls, source: ModelSource, override: str | None = None) -> Tokenizer:
+        """The tokenizer of ``source``, or the one of ``override``: a folder, .gguf file, hub id or embedded name.
+
+        Blocking: reads files, may download. Raises ModelLoadError.
+        """
+        path = Path(source.path) if override is None else locate(override, weights=False)
+        if path.is_dir() and not (path / "tokenizer.json").is_file() and any(path.glob("*.gguf")):
+            path = weights_in(path, "gguf")
+        eos = source.generation_config.get("eos_token_id", source.hf_config.get("eos_token_id"))
+        tokenizer = (_from_folder if path.is_dir() else _from_gguf)(path, _as_ids(eos))
+        model_vocab_size = source.hf_config.get("vocab_size")
+        if isinstance(model_vocab_size, int) and tokenizer.vocab_size > model_vocab_size:
+            logger.warning(
+                "the tokenizer of %s has %d tokens and the model %d: prompts with ids beyond are refused",
+                path,
+                tokenizer.vocab_size,
+                model_vocab_size,
+            )
+        return tokenizer
+
+    def encode(self, text: str, add_special_tokens: bool = True) -> list[int]:
+        """The token ids of ``text``; names of special tokens in it become those tokens.
+
+        ``add_special_tokens``: begin (or end) it as the model was trained to. Lets go of the GIL while it works, so a
+        thread may encode a long text without holding up others (the library's ``encode_batch`` does, its ``encode``
+        does not). Raises InvalidRequestError if the text is not Unicode.
+        """
+        try:
+            text.encode()
+        except (UnicodeEncodeError, AttributeError) as error:
+            raise InvalidRequestError(f"the prompt is not valid Unicode text: {error}", param="prompt") from error
+        return self._encoder.encode_batch_fast([text], add_special_tokens=add_special_tokens)[0].ids
+
+    def decode(self, ids: Sequence[int], skip_special_tokens: bool = True) -> str:
+        """The text of ``ids``; unknown ones are left out, incomplete characters become U+FFFD."""
+        known = [i for i in ids if 0 <= i < self.vocab_size]
+        return self._encoder.decode(known, skip_special_tokens=skip_special_tokens)
+
+    def detokenizer(
+        self, stop: tuple[str, ...] = (), *, include_stop: bool = False, skip_special_tokens: bool = True
+    ) -> Detokenizer:
+        """A decoder for one completion, token by token. The text leaves out ``stop`` unless ``include_stop``."""
+        return Detokenizer(self._table.decoder(skip_special_tokens), stop, include_stop=include_stop)
+
+    def token_bytes(self, token_id: int) -> bytes:
+        """What the token adds to a text, in UTF-8, perhaps a part of a character; b"" if there is no such token."""
+        return self._table.token_bytes(token_id)
+
+    def token_text(self, token_id: int) -> str:
+        """`token_bytes` as text, with U+FFFD for parts of characters."""
+        return self._table.token_bytes(token_id).decode(errors="replace")
+
+    def token_id(self, token: str) -> int | None:
+        """The id of a token by its name in the vocabulary, as "<|im_end|>"."""
+        return self._encoder.token_to_id(token)
+
+    @property
+    def has_chat_template(self) -> bool:
+        return bool(self._chat_templates)
+
+    def apply_chat_template(
+        self,
+        messages: Sequence[Mapping[str, Any]],
+        *,
+        add_generation_prompt: bool = True,
+        tools: Sequence[Any] | None = None,
+        **extra: Any,
+    ) -> str:
+        """The prompt for ``messages``; encode it with ``add_special_tokens=False``.
+
+        ``tools``: JSON schemas of functions; ``extra``: variables that this model's template knows. Raises
+        InvalidRequestError when there is no template, or when it refuses the messages.
+        """
+        if not self._chat_templates:
+            raise InvalidRequestError(
+                "this model has no chat template, so it takes no messages: give it a text", param="messages"
+            )
+        template = self._chat_templates.get("tool_use") if tools else None
+        template = template or self._chat_templates.get("default") or next(iter(self._chat_templates.values()))
+        return template.render(messages, add_generation_prompt=add_generation_prompt, tools=tools, extra=extra)
+
+    def _id_of(self, role: str) -> int | None:
+        token = self._special_tokens.get(role)
+        return None if token is None else self._encoder.token_to_id(token)
+
+    def _eos_token_ids(self, given: Sequence[int], ends: Sequence[str]) -> frozenset[int]:
+        named = (self._encoder.token_to_id(token) for token in ends)
+        found = {i for i in named if i is not None and i in self.special_ids} | set(given)
+        eos = self._id_of("eos_token")
+        return frozenset(found | {eos} if eos is not None else found)
+
+
+def _from_gguf(path: Path, eos_token_ids: list[int]) -> Tokenizer:
+    with GgufFile(path) as file:
+        found = read_gguf_tokenizer(file)
+    return Tokenizer(
+        found.encoder,
+        special_tokens=found.special_tokens,
+        chat_templates=found.chat_templates,
+        eos_token_ids=eos_token_ids,
+        ends=_ENDS_OF_TURN + _ENDS_OF_TEXT,
+    )
+
+
+def _from_folder(folder: Path, eos_token_ids: list[int]) -> Tokenizer:
+    from tokenizers import Tokenizer as Encoder
+
+    path = folder / "tokenizer.json"
+    if not path.is_file():
+        hint = "; tokenizer.model must be converted to it" if (folder / "tokenizer.model").is_file() else ""
+        raise ModelLoadError(
+            f"{folder} has no tokenizer.json{hint}: give a folder or hub id that has one with tokenizer=, or start "
+            "with skip_tokenizer=True"
+        )
+    try:
+        encoder = Encoder.from_file(str(path))
+    except Exception as error:  # the library raises plain Exception
+        raise ModelLoadError(f"{path} can't be read as a tokenizer: {error}") from error
+    encoder.no_truncation()  # some files keep a training set-up
+    encoder.no_padding()
+    settings = _optional_json(folder / "tokenizer_config.json")
+    _add_missing_tokens(encoder, settings.get("added_tokens_decoder"))
+    roles = {**_optional_json(folder / "special_tokens_map.json"), **settings}
+    special_tokens = {role: text for role in _ROLES if (text := _token_text(roles.get(role))) is not None}
+    return Tokenizer(
+        encoder,
+        special_tokens=special_tokens,
+        chat_templates=_chat_templates(folder, settings.get("chat_template")),
+        eos_token_ids=eos_token_ids,
+    )
+
+
+def _optional_json(path: Path) -> dict[str, Any]:
+    return read_json(path) if path.is_file() else {}
+
+
+def _token_text(value: Any) -> str | None:
+    """A special token is written as a text, or as an object with its content."""
+    if isinstance(value, Mapping):
+        value = value.get("content")
+    return value if isinstance(value, str) else None
+
+
+def _add_missing_tokens(encoder: tokenizers.Tokenizer, listed: Any) -> None:
+    """Tokens that tokenizer_config.json lists and tokenizer.json lacks; they take the next ids, in order."""
+    from tokenizers import AddedToken
+
+    if not isinstance(listed, Mapping):
+        return
+    for key, token in sorted(((k, v) for k, v in listed.items() if k.isdecimal()), key=lambda item: int(item[0])):
+        text = _token_text(token)
+        if text is None or encoder.token_to_id(text) is not None or int(key) != encoder.get_vocab_size():
+            continue
+        flags = {name: bool(token.get(name)) for name in ("lstrip", "rstrip", "single_word", "normalized", "special")}
+        encoder.add_tokens([AddedToken(text, **flags)])
+
+
+def _chat_templates(folder: Path, configured: Any) -> dict[str, str]:
+    """By name. chat_template.jinja goes before the one in tokenizer_config.json, as in transformers."""
+    templates: dict[str, str] = {}
+    if isinstance(configured, str):
+        templates["default"] = configured
+    elif isinstance(configured, list):
+        for entry in configured:
+            if isinstance(entry, Mapping) and isinstance(entry.get("template"), str):
+                templates[str(entry.get("name", "default"))] = entry["template"]
+    files = {"default": folder / "chat_template.jinja"}
+    files |= {path.stem: path for path in sorted((folder / "additional_chat_templates").glob("*.jinja"))}
+    for name, path in files.items():
+        if path.is_file():
+            try:
+                templates[name] = path.read_text(encoding="utf-8")
+            except (OSError, UnicodeDecodeError) as error:
+                raise ModelLoadError(f"can't read the chat template {path}: {error}") from error
+    return templates
+
+
+def _as_ids(value: Any) -> list[int]:
+    values = value if isinstance(value, list) else [value]
+    return [i for i in values if isinstance(i, int) and not isinstance(i, bool)]
