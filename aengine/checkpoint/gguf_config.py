@@ -157,7 +157,7 @@ def _llama3_scaling(file: GgufFile, head_dim: int, rope_theta: float) -> dict[st
     for original in (8192, 4096, 16384, 32768, 2048, 131072):
         scaling = {
             "rope_type": "llama3",
-            "factor": round_float32(max(stored)),
+            "factor": float(f"{max(stored):.5g}"),
             "low_freq_factor": 1.0,
             "high_freq_factor": 4.0,
             "original_max_position_embeddings": original,

@@ -1,0 +1,181 @@
+"""GGUF metadata as a Hugging Face config."""
+
+from __future__ import annotations
+
+import math
+from pathlib import Path
+from typing import Any
+
+import gguf
+import numpy as np
+import pytest
+
+from aengine.checkpoint import GgufFile
+from aengine.checkpoint.gguf_config import gguf_generation_config, gguf_hf_config
+from aengine.errors import ModelLoadError
+
+BASE: dict[str, Any] = {
+    "block_count": 2,
+    "context_length": 512,
+    "embedding_length": 32,
+    "feed_forward_length": 48,
+    "attention.head_count": 4,
+    "attention.head_count_kv": 2,
+    "attention.layer_norm_rms_epsilon": 1e-6,
+    "rope.freq_base": 10000.0,
+}
+
+
+def write(
+    path: Path, arch: str = "llama", *, tensors: tuple[str, ...] = (), rope_freqs: Any = None, **changes: Any
+) -> GgufFile:
+    """``changes``: keys of BASE with "__" for "."; None leaves one out."""
+    writer = gguf.GGUFWriter(path, arch)
+    for key, value in {**BASE, **{k.replace("__", "."): v for k, v in changes.items()}}.items():
+        name = key[1:] if key.startswith("/") else f"{arch}.{key}"
+        if isinstance(value, bool):
+            writer.add_bool(name, value)
+        elif isinstance(value, int):
+            writer.add_uint32(name, value)
+        elif isinstance(value, float):
+            writer.add_float32(name, value)
+        elif isinstance(value, str):
+            writer.add_string(name, value)
+        elif isinstance(value, list):
+            writer.add_array(name, value)
+    for name in ("token_embd.weight", *tensors):
+        writer.add_tensor(name, np.zeros((64, 32), np.float32))
+    if rope_freqs is not None:
+        writer.add_tensor("rope_freqs.weight", np.asarray(rope_freqs, np.float32))
+    writer.write_header_to_file()
+    writer.write_kv_data_to_file()
+    writer.write_tensors_to_file()
+    writer.close()
+    return GgufFile(path)
+
+
+def test_llama(tmp_path: Path) -> None:
+    assert gguf_hf_config(write(tmp_path / "m.gguf")) == {
+        "architectures": ["LlamaForCausalLM"],
+        "model_type": "llama",
+        "hidden_act": "silu",
+        "hidden_size": 32,
+        "intermediate_size": 48,
+        "num_hidden_layers": 2,
+        "num_attention_heads": 4,
+        "num_key_value_heads": 2,
+        "head_dim": 8,
+        "rms_norm_eps": 1e-6,
+        "rope_theta": 10000.0,
+        "rope_scaling": None,
+        "max_position_embeddings": 512,
+        "vocab_size": 64,
+        "tie_word_embeddings": True,
+        "attention_bias": False,
+        "mlp_bias": False,
+        "sliding_window": None,
+    }
+
+
+@pytest.mark.parametrize("arch", ["llama", "mistral", "qwen2", "qwen3"])
+def test_facts_that_tensors_tell(tmp_path: Path, arch: str) -> None:
+    config = gguf_hf_config(write(tmp_path / "m.gguf", arch, tensors=("output.weight", "blk.0.attn_q.bias")))
+    assert config["model_type"] == arch
+    assert config["tie_word_embeddings"] is False
+    assert config["attention_bias"] is True
+
+
+def test_optional_settings(tmp_path: Path) -> None:
+    file = write(
+        tmp_path / "m.gguf",
+        attention__key_length=16,
+        attention__value_length=16,
+        rope__dimension_count=16,
+        attention__sliding_window=128,
+        attention__head_count_kv=[2, 2],
+    )
+    config = gguf_hf_config(file)
+    assert config["head_dim"] == 16
+    assert config["num_key_value_heads"] == 2
+    assert (config["model_type"], config["sliding_window"]) == ("mistral", 128)
+    without = gguf_hf_config(write(tmp_path / "n.gguf", attention__head_count_kv=None, rope__freq_base=None))
+    assert without["num_key_value_heads"] == 4
+    assert without["rope_theta"] == 10000.0
+
+
+def test_rope_scaling(tmp_path: Path) -> None:
+    linear = write(tmp_path / "a.gguf", rope__scaling__type="linear", rope__scaling__factor=4.0)
+    assert gguf_hf_config(linear)["rope_scaling"] == {"rope_type": "linear", "factor": 4.0}
+    old = write(tmp_path / "b.gguf", rope__scale_linear=2.0)
+    assert gguf_hf_config(old)["rope_scaling"] == {"rope_type": "linear", "factor": 2.0}
+    yarn = write(
+        tmp_path / "c.gguf",
+        "qwen2",
+        rope__scaling__type="yarn",
+        rope__scaling__factor=4.0,
+        rope__scaling__original_context_length=256,
+    )
+    assert gguf_hf_config(yarn)["rope_scaling"] == {
+        "rope_type": "yarn",
+        "factor": 4.0,
+        "original_max_position_embeddings": 256,
+    }
+    with pytest.raises(ModelLoadError, match="longrope"):
+        gguf_hf_config(write(tmp_path / "d.gguf", rope__scaling__type="longrope"))
+
+
+@pytest.mark.parametrize(("factor", "original"), [(8.0, 8192), (32.0, 8192), (4.0, 4096)])
+def test_llama3_scaling_is_found_from_its_factors(tmp_path: Path, factor: float, original: int) -> None:
+    from transformers import LlamaConfig
+    from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
+
+    scaling = {
+        "rope_type": "llama3",
+        "factor": factor,
+        "low_freq_factor": 1.0,
+        "high_freq_factor": 4.0,
+        "original_max_position_embeddings": original,
+    }
+    theirs = LlamaConfig(
+        hidden_size=256,
+        num_attention_heads=2,
+        max_position_embeddings=131072,
+        rope_parameters={"rope_theta": 500000.0, **scaling},
+    )
+    scaled, _ = ROPE_INIT_FUNCTIONS["llama3"](theirs, "cpu")
+    plain = [500000.0 ** (-i / 128) for i in range(0, 128, 2)]
+    divisors = [p / s for p, s in zip(plain, scaled.tolist(), strict=True)]
+    settings = {"rope__freq_base": 500000.0, "embedding_length": 256, "attention__head_count": 2}
+    file = write(tmp_path / "m.gguf", rope_freqs=divisors, **settings)
+    assert gguf_hf_config(file)["rope_scaling"] == scaling
+    broken = [d * (1.5 if 20 < i < 40 else 1) for i, d in enumerate(divisors)]
+    with pytest.raises(ModelLoadError, match="rope_freqs"):
+        gguf_hf_config(write(tmp_path / "n.gguf", rope_freqs=broken, **settings))
+
+
+@pytest.mark.parametrize(
+    ("changes", "problem"),
+    [
+        ({"arch": "mamba"}, "'mamba'.*llama, mistral, qwen2, qwen3"),
+        ({"expert_count": 8}, "mixture of experts"),
+        ({"embedding_length": None}, "lacks the metadata 'llama.embedding_length'"),
+        ({"block_count": "two"}, "block_count.*'two'"),
+        ({"block_count": True}, "block_count"),
+        ({"attention__head_count_kv": [2, 1]}, "head_count_kv"),
+        ({"attention__head_count_kv": 3}, "don't go together"),
+        ({"attention__head_count": 0}, "don't go together"),
+        ({"attention__layer_norm_rms_epsilon": math.nan}, "nan"),
+        ({"rope__dimension_count": 4}, "dimension_count is 4"),
+    ],
+)
+def test_refused(tmp_path: Path, changes: dict[str, Any], problem: str) -> None:
+    file = write(tmp_path / "m.gguf", **changes)
+    with pytest.raises(ModelLoadError, match=problem):
+        gguf_hf_config(file)
+
+
+def test_generation_config(tmp_path: Path) -> None:
+    ids = {"eos_token_id": 2, "eot_token_id": 5, "eom_token_id": 2, "bos_token_id": 1}
+    file = write(tmp_path / "m.gguf", **{f"/tokenizer.ggml.{k}": v for k, v in ids.items()})
+    assert gguf_generation_config(file) == {"eos_token_id": [2, 5], "bos_token_id": 1}
+    assert gguf_generation_config(write(tmp_path / "n.gguf")) == {}

