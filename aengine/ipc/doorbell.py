@@ -10,7 +10,8 @@ posts only where it reads 0, which costs no system call unless the worker really
       value == 0 ?  -> post                       load head
 
 Both sides store, fence, then load what the other stores. So at least one of them sees the other: the host reads 0 and
-posts, or the worker finds the frame. Neither order of events loses a wake-up.
+posts, or the worker finds the frame. Neither order of events loses a wake-up. Reading the value takes 25 ns; measured
+over whole round trips it can't be told from posting always (7.0 us each, benchmarks/ring.py).
 """
 
 from __future__ import annotations

@@ -37,9 +37,9 @@ What holds:
 - wanted is the tail that a producer in want of room waits for, or NOTHING_WANTED.
 - Frames start at multiples of 32 and capacity is one too, so that header and seal never straddle the ring's end;
   only a payload can, and is then copied in two pieces.
-- A frame is whole when header and seal agree with each other and with the position it is read at: ``position`` is where
-  it starts, and the seal, written after the payload, is made of where it ends and of the header's other fields. What
-  an earlier lap, a half-done write or another program left there disagrees, and raises FrameError.
+- A frame is whole when header and seal agree with each other and with the position it is read at. The seal is written
+  after the payload and made of all that the header says, ``position`` (where the frame starts) included. So what an
+  earlier lap, a half-done write or another program left there does not fit, and raises FrameError.
 - A message may take several frames: FIRST and LAST mark its ends. ABANDON on a FIRST says that the message before it
   was given up by its sender (a cancelled publish) and will not be finished.
 """
@@ -84,9 +84,9 @@ def frame_bytes(length: int) -> int:
     return (HEADER.size + length + SEAL_BYTES + ALIGN - 1) & -ALIGN
 
 
-def seal_of(end: int, kind: int, flags: int, step_id: int) -> int:
-    """The seal of a frame that ends at position ``end``; 64 bits, as each part has no more."""
-    return end ^ step_id ^ kind << 56 ^ flags << 40 ^ SEAL
+def seal_of(position: int, kind: int, flags: int, step_id: int, length: int) -> int:
+    """The seal of a frame; 64 bits, as each part has no more. Changes with any one of the fields."""
+    return position + length ^ step_id ^ kind << 56 ^ flags << 40 ^ SEAL
 
 
 def round_capacity(ring_bytes: int) -> int:

@@ -127,7 +127,7 @@ class Producer(_End):
             payload = memoryview(payload)
             data[start:] = payload[:cut]
             data[: length - cut] = payload[cut:]
-        self._data_words[(end - SEAL_BYTES) % capacity >> 3] = seal_of(end, kind, flags, step_id)
+        self._data_words[(end - SEAL_BYTES) % capacity >> 3] = seal_of(position, kind, flags, step_id, length)
         if self._order:
             self._order()
         self._unfinished = not flags & LAST
@@ -188,7 +188,8 @@ class Consumer(_End):
         end = position + frame_bytes(length)
         if end > self._head:
             raise FrameError(f"frame at {position}: length {length} reaches past head {self._head}")
-        if self._data_words[(end - SEAL_BYTES) % capacity >> 3] != seal_of(end, kind, flags, step_id):
+        seal = self._data_words[(end - SEAL_BYTES) % capacity >> 3]
+        if seal != seal_of(position, kind, flags, step_id, length):
             raise FrameError(f"torn frame at {position}: the seal at its end, {end}, does not fit its header")
         start = offset + HEADER.size
         stop = start + length

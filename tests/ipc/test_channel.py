@@ -16,7 +16,7 @@ from ipc_helpers import attach_here, own_names
 from aengine.errors import EngineClosedError
 from aengine.ipc import channel as channel_module
 from aengine.ipc.channel import Frame, FrameError, HostChannel, PeerGoneError, WorkerChannel
-from aengine.ipc.layout import CONTROL_BYTES, HEAD
+from aengine.ipc.layout import CONTROL_BYTES, HEAD, NOTHING_WANTED, WANTED
 
 RING_BYTES = 4096
 
@@ -122,6 +122,7 @@ async def test_a_full_ring_is_awaited_and_order_kept(
     assert steps == list(range(num_sent + 6))
     await soon(asyncio.gather(*waiting))
     assert host.try_publish(2, 99, b"")
+    assert host._producer._words[WANTED] == NOTHING_WANTED, "or the worker would ring for every frame it takes"
 
 
 async def test_waiting_for_room_does_not_spin(ends: tuple[HostChannel, WorkerChannel]) -> None:
@@ -233,6 +234,7 @@ def test_a_full_ring_makes_the_worker_wait_for_the_host(ends: tuple[HostChannel,
         frames = host.drain()
     thread.join(30)
     assert frames == [Frame(18, 1, up)]
+    assert worker._producer._words[WANTED] == NOTHING_WANTED
 
 
 def test_the_worker_gives_up_when_the_host_has_gone(
