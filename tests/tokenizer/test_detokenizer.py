@@ -1,0 +1,183 @@
+"""Text token by token: the same as all at once, whole characters only, stop strings never leaked."""
+
+from __future__ import annotations
+
+import random
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from tokenizer_helpers import FAMILIES, TEXTS, clip_style, random_ids, sentencepiece, smollm2
+
+from aengine.engine.detokenizer import Detokenizer
+from aengine.engine.stop_strings import StopSearch
+from aengine.engine.tokenizer import Tokenizer
+
+
+def pieces(detokenizer: Detokenizer, ids: list[int]) -> list[str]:
+    return [*(detokenizer.put(i) for i in ids), detokenizer.flush()]
+
+
+@pytest.mark.parametrize("skip_special_tokens", [True, False])
+@pytest.mark.parametrize("family", FAMILIES)
+def test_joined_pieces_are_the_decoded_text(family: str, skip_special_tokens: bool, rng: random.Random) -> None:
+    tokenizer = FAMILIES[family]()
+    for _ in range(400):
+        ids = random_ids(tokenizer, rng)
+        text = tokenizer.decode(ids, skip_special_tokens)
+        got = pieces(tokenizer.detokenizer(skip_special_tokens=skip_special_tokens), ids)
+        assert "".join(got) == text, ids
+
+
+def test_unknown_kind_of_decoder(rng: random.Random) -> None:
+    tokenizer = clip_style()
+    for text in TEXTS:
+        ids = tokenizer.encode(text)
+        got = "".join(pieces(tokenizer.detokenizer(), ids))
+        assert got == tokenizer.decode(ids)
+    for _ in range(100):  # never raises, whatever comes
+        pieces(tokenizer.detokenizer(), random_ids(tokenizer, rng))
+
+
+@pytest.mark.parametrize("text", [*TEXTS, "🙂" * 5, "e\u0301" * 3])
+def test_pieces_are_whole_characters(text: str) -> None:
+    tokenizer = smollm2()
+    got = pieces(tokenizer.detokenizer(), tokenizer.encode(text))
+    assert "".join(got) == text
+    assert not any("\ufffd" in piece for piece in got)
+
+
+def test_incomplete_character_at_the_end() -> None:
+    tokenizer = smollm2()
+    ids = tokenizer.encode("ok 世界")
+    detokenizer = tokenizer.detokenizer()
+    got = [detokenizer.put(i) for i in ids[:-1]]
+    assert "\ufffd" not in "".join(got)
+    assert detokenizer.flush() == "\ufffd"
+    assert detokenizer.flush() == ""
+
+
+def test_a_run_of_byte_tokens_comes_when_it_ends() -> None:
+    tokenizer = sentencepiece()
+    byte_ids = {byte: tokenizer.token_id(f"<0x{byte:02X}>") for byte in range(256)}
+    letter = tokenizer.token_id("a")
+    detokenizer = tokenizer.detokenizer()
+    assert [detokenizer.put(byte_ids[b]) for b in "🙂".encode()] == [""] * 4
+    assert detokenizer.put(letter) == "🙂a"
+
+
+def test_skipped_special_token_does_not_break_a_character() -> None:
+    tokenizer = smollm2()
+    first, second = tokenizer.encode("é")[0], tokenizer.token_id("<|im_end|>")
+    ids = tokenizer.encode("世")
+    assert len(ids) > 1
+    ids.insert(1, second)
+    assert "".join(pieces(tokenizer.detokenizer(), ids)) == "世" == tokenizer.decode(ids)
+    shown = tokenizer.decode(ids, skip_special_tokens=False)
+    assert "".join(pieces(tokenizer.detokenizer(skip_special_tokens=False), ids)) == shown
+    assert "\ufffd" in shown and first
+
+
+def test_token_bytes_join_to_the_text(rng: random.Random) -> None:
+    tokenizer = smollm2()
+    for text in TEXTS:
+        assert b"".join(map(tokenizer.token_bytes, tokenizer.encode(text))) == text.encode()
+    assert tokenizer.token_bytes(tokenizer.vocab_size) == b"" == tokenizer.token_bytes(-1)
+    assert tokenizer.token_text(tokenizer.encode("世")[0]) == "\ufffd"
+    assert sentencepiece().token_bytes(sentencepiece().token_id("<0xE4>")) == b"\xe4"
+
+
+def ended(text: str, stops: tuple[str, ...], include_stop: bool) -> tuple[str, bool]:
+    """By the definition: the first character at which any stop string is complete; the longest one there."""
+    for end in range(1, len(text) + 1):
+        matching = [stop for stop in stops if text[:end].endswith(stop)]
+        if matching:
+            return text[: end if include_stop else end - max(map(len, matching))], True
+    return text, False
+
+
+def longest_begun(text: str, stops: tuple[str, ...]) -> int:
+    return max((n for stop in stops for n in range(1, len(stop)) if text.endswith(stop[:n])), default=0)
+
+
+small_text = st.text("ab\nc", max_size=24)
+small_stops = st.lists(st.text("ab\nc", min_size=1, max_size=5), min_size=1, max_size=4).map(tuple)
+
+
+@given(st.lists(small_text, max_size=8), small_stops, st.booleans())
+def test_stop_search_follows_the_definition(parts: list[str], stops: tuple[str, ...], include_stop: bool) -> None:
+    search = StopSearch(stops, include_stop=include_stop)
+    expected, found = ended("".join(parts), stops, include_stop)
+    seen, given_out = "", ""
+    for part in parts:
+        seen += part
+        given_out += search.put(part)
+        if not search.found:
+            # nothing that may become a stop string is out, and nothing else is held
+            assert given_out == seen[: len(seen) - longest_begun(seen, stops)]
+    assert search.found == found
+    assert given_out + search.flush() == expected
+
+
+def random_stops(text: str, rng: random.Random) -> tuple[str, ...]:
+    stops = []
+    for _ in range(rng.randrange(1, 4)):
+        if text and rng.random() < 0.6:
+            start = rng.randrange(len(text))
+            stops.append(text[start : start + rng.randrange(1, 8)])
+        else:
+            stops.append(rng.choice(["\n\n", "\n", "###", "zz", "�", " the", "d. I", "🙂🙂"]))
+    return tuple(stops)
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_stop_strings_across_tokens(family: str, rng: random.Random) -> None:
+    tokenizer: Tokenizer = FAMILIES[family]()
+    num_found = 0
+    for _ in range(300):
+        ids = random_ids(tokenizer, rng)
+        text = tokenizer.decode(ids)
+        stops = random_stops(text, rng)
+        include_stop = rng.random() < 0.5
+        expected, found = ended(text, stops, include_stop)
+        detokenizer = tokenizer.detokenizer(stops, include_stop=include_stop)
+        got = ""
+        for token_id in ids:
+            got += detokenizer.put(token_id)
+            assert expected.startswith(got)
+        got += detokenizer.flush()
+        assert (got, detokenizer.stopped) == (expected, found), (ids, stops)
+        assert not found or detokenizer.put(0) == "" == detokenizer.flush()
+        num_found += found
+    assert num_found > 20
+
+
+def test_newline_that_is_held_comes_with_the_next_text() -> None:
+    tokenizer = smollm2()
+    newline, word = tokenizer.token_id("Ċ"), tokenizer.encode("word")[0]
+    detokenizer = tokenizer.detokenizer(("\n\n",))
+    assert [detokenizer.put(i) for i in (word, newline, word, newline)] == ["word", "", "\nword", ""]
+    assert not detokenizer.stopped
+    assert detokenizer.put(newline) == ""
+    assert detokenizer.stopped
+    assert detokenizer.put(word) == "" == detokenizer.flush()
+
+
+def test_stop_string_is_kept_when_asked() -> None:
+    tokenizer = smollm2()
+    detokenizer = tokenizer.detokenizer((" fox", "brown f"), include_stop=True)
+    got = "".join(pieces(detokenizer, tokenizer.encode("The quick brown fox jumps")))
+    assert got == "The quick brown f"  # both are in it; the one that is complete first wins
+
+
+def test_completions_do_not_share_state() -> None:
+    tokenizer = smollm2()
+    texts = [text for text in TEXTS if text]
+    detokenizers = [tokenizer.detokenizer(("never to be seen",)) for _ in texts]
+    columns = [tokenizer.encode(text) for text in texts]
+    got = [""] * len(texts)
+    for step in range(max(map(len, columns))):
+        for i, ids in enumerate(columns):
+            if step < len(ids):
+                got[i] += detokenizers[i].put(ids[step])
+    assert [g + d.flush() for g, d in zip(got, detokenizers, strict=True)] == texts

@@ -1,0 +1,217 @@
+"""Tokenizers out of folders, chat templates, encoding."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import threading
+import time
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Any
+
+import pytest
+from tokenizer_helpers import TEXTS, smollm2, wordpiece
+
+from aengine.checkpoint import ModelSource
+from aengine.engine.tokenizer import Tokenizer
+from aengine.errors import InvalidRequestError, ModelLoadError
+
+MESSAGES = [
+    {"role": "system", "content": "Be brief."},
+    {"role": "user", "content": "Größe <b>&</b>\n\n"},
+    {"role": "assistant", "content": "17"},
+    {"role": "user", "content": "Why?"},
+]
+
+
+def make_folder(path: Path, **files: Any) -> ModelSource:
+    """tokenizer.json is SmolLM2's, saved; ``files``: name with __ for . -> JSON value or text."""
+    smollm2()._encoder.save(str(path / "tokenizer.json"))
+    for name, value in files.items():
+        (path / name.replace("__", ".")).write_text(value if isinstance(value, str) else json.dumps(value))
+    return ModelSource(str(path), str(path), "safetensors", {"vocab_size": 49152})
+
+
+def test_saved_and_loaded_is_the_same(tmp_path: Path) -> None:
+    tokenizer = Tokenizer.load(make_folder(tmp_path))
+    for text in TEXTS:
+        ids = tokenizer.encode(text)
+        assert ids == smollm2().encode(text)
+        assert tokenizer.decode(ids) == text
+    assert tokenizer.special_ids == smollm2().special_ids
+    assert not tokenizer.has_chat_template
+    with pytest.raises(InvalidRequestError, match="no chat template") as caught:
+        tokenizer.apply_chat_template(MESSAGES)
+    assert caught.value.param == "messages"
+
+
+def test_settings(tmp_path: Path) -> None:
+    config = {
+        "bos_token": {"content": "<|im_start|>", "special": True},
+        "eos_token": "<|endoftext|>",
+        "chat_template": "{{ bos_token }}{{ messages[0].content }}",
+        "added_tokens_decoder": {
+            "2": {"content": "<|im_end|>", "special": True},
+            "49152": {"content": "<|new|>", "special": True},
+            "99999": {"content": "<|gap|>", "special": True},
+        },
+    }
+    source = make_folder(tmp_path, tokenizer_config__json=config)
+    source = ModelSource(source.name, source.path, "safetensors", {}, {"eos_token_id": [5, 6]})
+    tokenizer = Tokenizer.load(source)
+    assert tokenizer.bos_token_id == 1
+    assert tokenizer.eos_token_ids == {0, 2, 5, 6}
+    assert tokenizer.vocab_size == 49153
+    assert tokenizer.encode("<|new|>") == [49152]
+    assert tokenizer.apply_chat_template(MESSAGES) == "<|im_start|>Be brief."
+    (tmp_path / "chat_template.jinja").write_text("from the file")
+    assert Tokenizer.load(source).apply_chat_template(MESSAGES) == "from the file"
+
+
+def test_named_templates(tmp_path: Path) -> None:
+    templates = [{"name": "default", "template": "plain"}, {"name": "tool_use", "template": "tools {{ tools|length }}"}]
+    tokenizer = Tokenizer.load(make_folder(tmp_path, tokenizer_config__json={"chat_template": templates}))
+    assert tokenizer.apply_chat_template(MESSAGES) == "plain"
+    assert tokenizer.apply_chat_template(MESSAGES, tools=[{"type": "function"}]) == "tools 1"
+
+
+def test_override(tmp_path: Path) -> None:
+    (tmp_path / "words").mkdir()
+    wordpiece()._encoder.save(str(tmp_path / "words" / "tokenizer.json"))
+    source = ModelSource("m", "/nowhere", "dummy", {})
+    assert Tokenizer.load(source, str(tmp_path / "words")).vocab_size == wordpiece().vocab_size
+    assert Tokenizer.load(source, "smollm2-135m").vocab_size == 49152
+
+
+@pytest.mark.parametrize(
+    ("files", "problem"),
+    [
+        ({}, "has no tokenizer.json"),
+        ({"tokenizer.model": "x"}, "must be converted"),
+        ({"tokenizer.json": "{"}, "can't be read as a tokenizer"),
+        ({"tokenizer.json": "{}"}, "can't be read as a tokenizer"),
+    ],
+)
+def test_unusable_folder(tmp_path: Path, files: dict[str, str], problem: str) -> None:
+    for name, text in files.items():
+        (tmp_path / name).write_text(text)
+    with pytest.raises(ModelLoadError, match=problem):
+        Tokenizer.load(ModelSource("m", str(tmp_path), "safetensors", {}))
+
+
+TEMPLATES = {
+    "loops": (
+        "{% for m in messages %}\n  {% if m.role == 'system' %}\n{% continue %}\n{% endif %}\n"
+        "{{ m.content }}\n{% endfor %}"
+    ),
+    "tojson": "{{ messages | tojson }}{{ tools | tojson(indent=2) }}",
+    "namespace": "{% set ns = namespace(n=0) %}{% for m in messages %}{% set ns.n = ns.n + 1 %}{% endfor %}{{ ns.n }}",
+    "generation": "{% for m in messages %}{% generation %}{{ m.content }}{% endgeneration %}{% endfor %}x",
+    "tokens": "{{ bos_token }}|{{ eos_token }}|{{ pad_token }}|{{ missing }}|{{ add_generation_prompt }}",
+    "date": "{{ strftime_now('%Y') }}",
+    "extra": "{% if enable_thinking is defined and enable_thinking is false %}no{% endif %}{{ documents }}",
+}
+
+
+@pytest.mark.parametrize("name", [*TEMPLATES, "smollm2"])
+@pytest.mark.parametrize("add_generation_prompt", [True, False])
+def test_templates_render_as_in_transformers(tmp_path: Path, name: str, add_generation_prompt: bool) -> None:
+    from transformers.utils.chat_template_utils import render_jinja_template
+
+    special_tokens = {"bos_token": "<|im_start|>", "eos_token": "<|im_end|>", "pad_token": "<|im_end|>"}
+    if name == "smollm2":
+        tokenizer = smollm2()
+        template = tokenizer._chat_templates["default"].source
+    else:
+        template = TEMPLATES[name]
+        config = {"chat_template": template, **special_tokens}
+        tokenizer = Tokenizer.load(make_folder(tmp_path, tokenizer_config__json=config))
+    tools = [{"type": "function", "function": {"name": "größe", "parameters": {"type": "object"}}}]
+    for extra in ({}, {"enable_thinking": False}):
+        for conversation in (MESSAGES, MESSAGES[1:]):
+            (expected,), _ = render_jinja_template(
+                conversations=[conversation],
+                tools=tools,
+                chat_template=template,
+                add_generation_prompt=add_generation_prompt,
+                **special_tokens,
+                **extra,
+            )
+            got = tokenizer.apply_chat_template(
+                conversation, add_generation_prompt=add_generation_prompt, tools=tools, **extra
+            )
+            assert got == expected
+
+
+@pytest.mark.parametrize(
+    "messages",
+    [
+        [],
+        "hello",
+        {"role": "user", "content": "x"},
+        ["hello"],
+        [{"content": "no role"}],
+        [{"role": 5, "content": "x"}],
+        [{"role": "user"}, {"role": "user", "content": None}],
+        [{"role": "user", "content": 5}],
+    ],
+)
+def test_bad_messages(messages: Any) -> None:
+    with pytest.raises(InvalidRequestError) as caught:
+        smollm2().apply_chat_template(messages)
+    assert caught.value.param == "messages"
+
+
+@pytest.mark.parametrize(
+    ("template", "problem"),
+    [
+        ("{{ raise_exception('roles must alternate') }}", "roles must alternate"),
+        ("{% if %}", "chat template"),
+        ("{{ ''.__class__.__mro__ }}", "chat template"),
+        ("{{ messages.append(1) }}", "chat template"),
+        ("{{ messages[0].nothing.nothing }}", "chat template"),
+        ("{% for i in range(10**9) %}{% endfor %}", "chat template"),
+    ],
+)
+def test_template_errors_are_request_errors(tmp_path: Path, template: str, problem: str) -> None:
+    tokenizer = Tokenizer.load(make_folder(tmp_path, chat_template__jinja=template))
+    with pytest.raises(InvalidRequestError, match=problem) as caught:
+        tokenizer.apply_chat_template(MESSAGES)
+    assert caught.value.param == "messages"
+
+
+def test_text_that_is_not_unicode() -> None:
+    for text in ("a\ud800", None, 5):
+        with pytest.raises(InvalidRequestError, match="Unicode") as caught:
+            smollm2().encode(text)  # type: ignore[arg-type]
+        assert caught.value.param == "prompt"
+
+
+def test_encoding_lets_other_threads_run() -> None:
+    """While a long text is encoded, this thread goes on: with the GIL held it would stand still until the end."""
+    tokenizer = smollm2()
+    text = TEXTS[0] * 5_000
+    done = threading.Event()
+
+    def encode() -> None:
+        tokenizer.encode(text)
+        done.set()
+
+    thread = threading.Thread(target=encode)
+    thread.start()
+    turns = 0
+    while not done.is_set():
+        time.sleep(0.001)
+        turns += 1
+    thread.join()
+    assert turns > 5
+
+
+async def test_many_threads_at_once() -> None:
+    tokenizer = smollm2()
+    loop = asyncio.get_running_loop()
+    expected = [tokenizer.encode(text) for text in TEXTS]
+    with ThreadPoolExecutor(8) as pool:
+        jobs = [loop.run_in_executor(pool, tokenizer.encode, text) for text in TEXTS * 20]
+        assert await asyncio.gather(*jobs) == expected * 20
