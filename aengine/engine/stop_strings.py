@@ -13,13 +13,12 @@ depend on how the text was cut into tokens.
 from __future__ import annotations
 
 from collections import deque
-from functools import lru_cache
 
 __all__ = ["StopSearch", "StopStrings"]
 
 
 class StopStrings:
-    """The automaton: immutable, shared by all texts with the same stop strings."""
+    """The automaton; immutable. A few microseconds to build for stop strings of the usual length."""
 
     __slots__ = ("depths", "first_chars", "matches", "moves")
 
@@ -60,19 +59,13 @@ class StopStrings:
             self.matches[state] = self.matches[state] or self.matches[fallback[state]]
 
 
-@lru_cache(maxsize=256)
-def compile_stops(stops: tuple[str, ...]) -> StopStrings:
-    """Requests of one application mostly share their stop strings."""
-    return StopStrings(stops)
-
-
 class StopSearch:
     """One text on its way through the automaton."""
 
     __slots__ = ("_held", "_include_stop", "_state", "_stops", "found")
 
     def __init__(self, stops: tuple[str, ...], *, include_stop: bool) -> None:
-        self._stops = compile_stops(stops)
+        self._stops = StopStrings(stops)
         self._include_stop = include_stop
         self._state = 0
         self._held = ""  # as long as the state is deep
