@@ -1,0 +1,27 @@
+"""Apply many ragged writes to one flat tensor in one go."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from .seat import no_body
+
+__all__ = ["apply_staged_writes"]
+
+
+def apply_staged_writes(target: Tensor, starts: Tensor, lengths: Tensor, values: Tensor) -> None:
+    """``target[starts[i] : starts[i] + lengths[i]] = `` the i-th run of ``values``, for all i; runs must not overlap.
+
+    Args:
+        target: int32 [size]
+        starts, lengths: int64 [k]
+        values: int32 [sum(lengths)], run after run
+    """
+    assert target.dtype == values.dtype == torch.int32 and target.dim() == values.dim() == 1
+    assert starts.dtype == lengths.dtype == torch.int64 and starts.shape == lengths.shape
+    if target.device.type != "cpu":
+        raise no_body("apply_staged_writes", target)
+    run_begin = lengths.cumsum(0) - lengths  # where run i begins in values
+    shift = (starts - run_begin).repeat_interleave(lengths, output_size=values.shape[0])
+    target.index_copy_(0, torch.arange(values.shape[0]) + shift, values)

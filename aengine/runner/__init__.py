@@ -1,0 +1,1 @@
+"""The device half's centre: persistent rows, the gathered batch, the model, the sampler."""

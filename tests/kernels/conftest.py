@@ -1,0 +1,19 @@
+"""Shared by the tests of the kernels."""
+
+from __future__ import annotations
+
+import random
+
+import pytest
+import torch
+
+
+@pytest.fixture(autouse=True)
+def one_thread() -> None:
+    torch.set_num_threads(1)
+
+
+@pytest.fixture
+def gen(rng: random.Random) -> torch.Generator:
+    """Fresh random tensors; `rng` prints its seed with a failure."""
+    return torch.Generator().manual_seed(rng.getrandbits(60))
