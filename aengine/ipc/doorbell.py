@@ -122,13 +122,13 @@ class LoopBell:
         return cls(os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC))
 
     def ring(self) -> None:
-        try:  # noqa: SIM105  contextlib.suppress would take longer than the call
+        try:  # contextlib.suppress would take longer than the call
             os.eventfd_write(self.fd, 1)
         except BlockingIOError:  # 2**64 - 2 rings unanswered: it is readable
             pass
 
     def clear(self) -> None:
-        try:  # noqa: SIM105
+        try:
             os.eventfd_read(self.fd)
         except BlockingIOError:  # not rung
             pass
