@@ -1,0 +1,495 @@
+"""Which requests compute how many tokens in the next step. A pure function of its state: no clock, no I/O, no tensors.
+
+    add_request ──> waiting ──> rows: catching up ──> decoding ──> draining ──> gone
+                       ^                  └─────────────┴── preempted, for want of a block
+                       └─────────────────────────────────────────┘
+
+    schedule()  step N+1 is made while step N is under way: a token that N samples counts as known, its id comes later
+    update()    the answers, in the order of the steps: ids are committed, stops found, a token past a stop is dropped
+
+Order of a step: all that decode (one token each, the budget always covers them), then those that catch up, then the
+waiting, each by (priority, arrival): lower and earlier first. What keeps it right:
+
+* A row that is left is told as ``removed`` in the next step made, and may be given anew in that same step.
+* Blocks that are left are freed when the newest step made so far has been answered: no step in flight writes them.
+* A preempted request waits for its answers in flight (HELD), then its prompt and output are computed again.
+* Only a less urgent request is preempted. So the most urgent one with a row always gets its blocks, every request fits
+  into the pool alone (`max_tokens_capacity`), and nobody is admitted while one with a row lacks a block: all end.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from operator import attrgetter
+
+from ..errors import InternalError
+from ..ipc.messages import ModelRunnerOutput, NewRequest, RowError, SchedulerOutput, int32
+from ..outputs import FinishReason
+from .kv_cache import BlockPool, PrefixCache, private_root, shared_root
+from .request import Request, RequestStatus
+from .waiting import WaitingQueue
+
+__all__ = ["Scheduler"]
+
+_sort_key = attrgetter("sort_key")
+_CATCHING_UP, _DECODING, _DRAINING = RequestStatus.CATCHING_UP, RequestStatus.DECODING, RequestStatus.DRAINING
+
+
+class _Step:
+    """A step in flight."""
+
+    __slots__ = ("batch", "chunks", "leavers", "step_id")
+
+    def __init__(self, step_id: int, batch: list[Request], chunks: dict[int, int]) -> None:
+        self.step_id = step_id
+        self.batch = batch
+        self.chunks = chunks  # batch index of each row that does not sample: its computed tokens after this step
+        self.leavers: list[Request] = []  # their blocks are freed once this step is answered
+
+
+class _Draft:
+    """The part of a step under construction that is not plain decoding."""
+
+    __slots__ = ("budget", "coming", "counts", "extras", "grown_ids", "grown_rows", "new_requests", "short")
+
+    def __init__(self, budget: int) -> None:
+        self.budget = budget  # tokens that may still be scheduled
+        self.extras: list[Request] = []  # catching up or new
+        self.counts: list[int] = []  # tokens of each
+        self.new_requests: list[NewRequest] = []
+        self.grown_rows = int32()
+        self.grown_ids = int32()
+        self.short = False  # a request with a row did not get its blocks
+        self.coming = -1  # blocks that answers in flight will free, at most; -1: not counted yet
+
+    def add(self, request: Request, num_tokens: int) -> None:
+        self.extras.append(request)
+        self.counts.append(num_tokens)
+        self.budget -= num_tokens
+        request.num_computed_tokens += num_tokens
+
+    def grow(self, request: Request, block_ids: list[int]) -> None:
+        request.block_ids += block_ids
+        self.grown_ids.extend(block_ids)
+        self.grown_rows.extend([request.req_idx] * len(block_ids))
+
+
+class Scheduler:
+    """Owns the requests, the rows and the KV blocks of one worker group.
+
+    ``num_blocks`` of ``block_size`` tokens each; ``max_num_batched_tokens`` in one step. At most ``max_num_seqs``
+    requests have a row, and no more than the token budget covers, so that whoever decodes is in every step.
+    """
+
+    def __init__(
+        self,
+        *,
+        num_blocks: int,
+        block_size: int,
+        max_num_seqs: int,
+        max_num_batched_tokens: int,
+        max_model_len: int,
+        enable_prefix_caching: bool = True,
+        max_in_flight_steps: int = 2,
+    ) -> None:
+        self.block_size = block_size
+        self.num_rows = min(max_num_seqs, max_num_batched_tokens)
+        self.max_num_batched_tokens = max_num_batched_tokens
+        self.max_tokens_capacity = min(max_model_len, num_blocks * block_size)
+        """Most tokens, prompt and completion, that one request may have; admission sees to it."""
+        self.enable_prefix_caching = enable_prefix_caching
+        self.max_in_flight_steps = max_in_flight_steps
+
+        self._pool = BlockPool(num_blocks)
+        self._cache = PrefixCache(self._pool, block_size)
+        self._waiting = WaitingQueue()
+        self._following: set[Request] = set()
+        self._held: set[Request] = set()
+        self._leaders: dict[str, Request] = {}  # index 0 of those with n > 1, until its prompt is computed
+        self._num_added = 0
+
+        self._running: set[Request] = set()  # all that have a row
+        self._free_rows = list(range(self.num_rows - 1, -1, -1))
+        self._removed = int32()  # rows to be told as removed
+        self._catching_up: list[Request] = []
+        # Never changed in place, as steps in flight share the list and their messages the columns.
+        self._decoding: list[Request] = []
+        self._decode_rows = int32()
+        self._ones = int32()
+        self._decoding_is_stale = False  # someone in it has left
+
+        self._in_flight: deque[_Step] = deque()
+        self._next_step_id = 0
+        self.num_preemptions = 0
+        self.prefix_cache_queries = 0  # prompt tokens looked up
+        self.prefix_cache_hits = 0  # of them found
+
+    @property
+    def num_running(self) -> int:
+        return len(self._running)
+
+    @property
+    def num_waiting(self) -> int:
+        return len(self._waiting) + len(self._following) + len(self._held)
+
+    @property
+    def num_blocks(self) -> int:
+        return self._pool.num_blocks
+
+    @property
+    def num_free_blocks(self) -> int:
+        return self._pool.num_free
+
+    # -- coming and going
+
+    def add_request(self, request: Request) -> None:
+        """Queue it. Completions 1 .. n-1 of a call are added after its index 0, whose prompt they share."""
+        assert request.status is RequestStatus.NEW, f"{request} was added before"
+        assert request.max_num_tokens <= self.max_tokens_capacity, f"{request} does not fit into the KV cache"
+        self._num_added += 1
+        request.sort_key = (request.priority, request.arrival_time, self._num_added)
+        if self.enable_prefix_caching:
+            request.root_hash = shared_root(request.cache_salt)
+        if request.params.n > 1 and request.num_prompt_tokens > self.block_size:
+            if request.index == 0:
+                self._leaders[request.request_id] = request
+                if not self.enable_prefix_caching:
+                    request.root_hash = private_root(self._num_added)
+            elif (leader := self._leaders.get(request.request_id)) is not None:
+                request.root_hash = leader.root_hash
+                request.status = RequestStatus.FOLLOWING
+                leader.followers.append(request)
+                self._following.add(request)
+                return
+        request.status = RequestStatus.WAITING
+        self._waiting.add(request)
+
+    def finish(self, request: Request, reason: FinishReason) -> None:
+        """End a request in whatever state it is. Idempotent: the first reason counts."""
+        if request.finish_reason is not None:
+            return
+        status = request.status
+        request.finish_reason = reason
+        request.status = RequestStatus.FINISHED
+        if status is RequestStatus.WAITING:
+            self._waiting.discard(request)
+        elif status is RequestStatus.HELD:
+            self._held.discard(request)
+        elif status is RequestStatus.FOLLOWING:
+            self._following.discard(request)
+            self._leaders[request.request_id].followers.remove(request)
+        elif status is not RequestStatus.NEW:
+            self._leave_row(request, status)
+        if self._leaders.get(request.request_id) is request:
+            self._release_followers(request)
+
+    def _release_followers(self, leader: Request) -> None:
+        del self._leaders[leader.request_id]
+        for request in leader.followers:
+            self._following.discard(request)
+            request.status = RequestStatus.WAITING
+            self._waiting.add(request)
+        leader.followers = []
+
+    def _leave_row(self, request: Request, status: RequestStatus) -> None:
+        self._running.discard(request)
+        self._removed.append(request.req_idx)
+        self._free_rows.append(request.req_idx)
+        request.req_idx = -1
+        if status is _DECODING:
+            self._decoding_is_stale = True
+        elif status is _CATCHING_UP:
+            self._catching_up.remove(request)
+        # The newest step, not the request's own last one: a step later than need be at most, and nothing to count.
+        if self._in_flight:
+            self._in_flight[-1].leavers.append(request)
+        else:
+            self._release_blocks(request)
+
+    def _release_blocks(self, request: Request) -> None:
+        """No step in flight knows it any more."""
+        self._pool.release(request.block_ids)
+        self._reset(request)
+        if request.finish_reason is None:
+            self._held.discard(request)
+            request.status = RequestStatus.WAITING
+            self._waiting.add(request)
+
+    @staticmethod
+    def _reset(request: Request) -> None:
+        request.block_ids = []
+        request.num_computed_tokens = request.num_shared_blocks = 0
+        request.req_idx = -1
+
+    def _preempt(self, request: Request) -> None:
+        self.num_preemptions += 1
+        status, request.status = request.status, RequestStatus.HELD
+        self._held.add(request)
+        self._leave_row(request, status)
+
+    def preempt_all(self) -> None:
+        """The worker is a new one: no row, no KV, no answer on its way. Every request will be computed again."""
+        for request in (*self._running, *self._held):
+            self._reset(request)
+            request.status = RequestStatus.WAITING
+            self._waiting.add(request)
+        for step in self._in_flight:
+            for request in step.leavers:
+                self._reset(request)
+        self._running.clear()
+        self._held.clear()
+        self._in_flight.clear()
+        self._catching_up = []
+        self._decoding_is_stale = True
+        self._free_rows = list(range(self.num_rows - 1, -1, -1))
+        self._removed = int32()
+        self._pool.forget_all()
+
+    # -- making a step
+
+    def schedule(self) -> SchedulerOutput | None:
+        """The next step, or None when nobody has anything to compute before more answers or requests come."""
+        assert len(self._in_flight) < self.max_in_flight_steps, "too many steps in flight"
+        decoding = self._still_decoding()
+        draft = _Draft(self.max_num_batched_tokens - len(decoding))
+        due = [request for request in decoding if request.num_computed_tokens == request.limit]
+        if due or self._catching_up:
+            self._serve_rows(due, draft)
+            decoding = self._still_decoding()
+        for request in decoding:
+            request.num_computed_tokens += 1
+        if self._waiting and not draft.short:
+            self._admit(draft)
+        if not decoding and not draft.extras:
+            return None
+        return self._make_step(decoding, draft)
+
+    def _still_decoding(self) -> list[Request]:
+        if self._decoding_is_stale:
+            self._decoding_is_stale = False
+            self._set_decoding([request for request in self._decoding if request.status is _DECODING])
+        return self._decoding
+
+    def _set_decoding(self, requests: list[Request]) -> None:
+        self._decoding = requests
+        self._decode_rows = int32([request.req_idx for request in requests])
+        if len(self._ones) != len(requests):
+            self._ones = int32((1,)) * len(requests)
+
+    def _serve_rows(self, due: list[Request], draft: _Draft) -> None:
+        """Blocks for the decoding that need one, tokens and blocks for those that catch up.
+
+        In order of urgency, and before anybody's progress is noted: whoever is preempted for another comes later in
+        this order, so nothing of this step has to be undone.
+        """
+        # A decode short of a block catches up too. Its one token is kept for it, whatever chunks come before.
+        kept = sum(r.num_computed_tokens + 1 >= len(r.token_ids) for r in self._catching_up)
+        for request in sorted((*due, *self._catching_up), key=_sort_key):
+            if request.status is _DECODING:
+                self._continue_decode(request, draft)
+            elif request.status is _CATCHING_UP:
+                to_go = max(1, len(request.token_ids) - request.num_computed_tokens)
+                kept -= to_go == 1
+                self._catch_up(request, min(to_go, draft.budget - kept), draft)
+
+    def _continue_decode(self, request: Request, draft: _Draft) -> None:
+        """At its limit: its last token is in flight, or its next one needs a block."""
+        if request.num_computed_tokens == request.max_num_tokens - 1:
+            request.status = _DRAINING
+            self._decoding_is_stale = True
+        elif self._make_room(request, 1, draft):
+            draft.grow(request, self._pool.allocate(1))
+            self._set_limit(request)
+        else:
+            request.status = _CATCHING_UP
+            self._catching_up.append(request)
+            self._decoding_is_stale = True
+
+    def _set_limit(self, request: Request) -> None:
+        request.limit = min(len(request.block_ids) * self.block_size, request.max_num_tokens - 1)
+
+    def _catch_up(self, request: Request, num_tokens: int, draft: _Draft) -> None:
+        room = len(request.block_ids) * self.block_size - request.num_computed_tokens
+        if num_tokens > room:
+            granted = self._make_room(request, self._blocks_for(num_tokens - room), draft)
+            num_tokens = min(num_tokens, room + granted * self.block_size)
+            draft.grow(request, self._pool.allocate(granted))
+        if num_tokens > 0:
+            draft.add(request, num_tokens)
+
+    def _blocks_for(self, num_tokens: int) -> int:
+        return -(-num_tokens // self.block_size)
+
+    def _make_room(self, request: Request, num_wanted: int, draft: _Draft) -> int:
+        """How many of ``num_wanted`` blocks it can have now; preempts the least urgent as far as that helps."""
+        pool = self._pool
+        if pool.num_free < num_wanted:
+            draft.short = True
+            if draft.coming < 0:
+                leaving = [r for step in self._in_flight for r in step.leavers]
+                leaving += [r for r in self._running if r.status is _DRAINING]
+                draft.coming = sum(len(r.block_ids) for r in leaving)
+            while pool.num_free + draft.coming < num_wanted:
+                victim = max((r for r in self._running if r.status is not _DRAINING), key=_sort_key)
+                if victim is request:
+                    break
+                if self._in_flight:
+                    draft.coming += len(victim.block_ids)
+                self._preempt(victim)
+        return min(num_wanted, pool.num_free)
+
+    def _admit(self, draft: _Draft) -> None:
+        """Give rows to the waiting, while their known tokens fit and everybody with a row could grow by a block."""
+        pool, waiting = self._pool, self._waiting
+        while waiting and draft.budget > 0 and self._free_rows:
+            spare = pool.num_free - len(self._running)
+            if spare <= 0:
+                return
+            request = waiting.peek()
+            num_tokens = len(request.token_ids)
+            hits = self._cache.match(request)
+            if spare - pool.count_idle(hits) < self._blocks_for(num_tokens) - len(hits):
+                return
+            waiting.pop()
+            num_cached = len(hits) * self.block_size
+            num_scheduled = min(num_tokens - num_cached, draft.budget)
+            pool.acquire(hits)
+            request.block_ids = hits + pool.allocate(self._blocks_for(num_cached + num_scheduled) - len(hits))
+            request.num_shared_blocks = len(hits)
+            request.num_computed_tokens = num_cached
+            request.req_idx = self._free_rows.pop()
+            request.milestone = num_tokens + 1
+            request.status = _CATCHING_UP
+            self._catching_up.append(request)
+            self._running.add(request)
+            if num_tokens == request.num_prompt_tokens:  # not after a preemption
+                request.num_cached_tokens = num_cached
+                if request.root_hash is not None:
+                    self.prefix_cache_queries += num_tokens
+                    self.prefix_cache_hits += num_cached
+            draft.new_requests.append(request.to_message())
+            draft.add(request, num_scheduled)
+
+    def _make_step(self, decoding: list[Request], draft: _Draft) -> SchedulerOutput:
+        batch, req_idx, num_scheduled = decoding, self._decode_rows, self._ones
+        chunks: dict[int, int] = {}
+        if draft.extras:
+            batch = decoding + draft.extras
+            req_idx = req_idx + int32([request.req_idx for request in draft.extras])
+            num_scheduled = num_scheduled + int32(draft.counts)
+            self._sort_out(draft.extras, len(decoding), chunks)
+        step_id = self._next_step_id
+        self._next_step_id = step_id + 1
+        self._in_flight.append(_Step(step_id, batch, chunks))
+        removed, self._removed = self._removed, int32()
+        return SchedulerOutput(
+            step_id, removed, draft.new_requests, draft.grown_rows, draft.grown_ids, req_idx, num_scheduled
+        )
+
+    def _sort_out(self, extras: list[Request], batch_idx: int, chunks: dict[int, int]) -> None:
+        """What those that caught up in this step do in the next one."""
+        joining = []
+        for request in extras:
+            if request.num_computed_tokens < len(request.token_ids):
+                chunks[batch_idx] = request.num_computed_tokens
+            elif request.num_computed_tokens == request.max_num_tokens - 1:
+                request.status = _DRAINING
+            else:
+                request.status = _DECODING
+                self._set_limit(request)
+                joining.append(request)
+            batch_idx += 1
+        if len(chunks) < len(extras):
+            self._catching_up = [request for request in self._catching_up if request.status is _CATCHING_UP]
+        if joining:
+            self._set_decoding(self._decoding + joining)
+
+    # -- taking an answer
+
+    def update(
+        self, output: ModelRunnerOutput
+    ) -> tuple[list[tuple[Request, int, int]], list[tuple[Request, RowError]]]:
+        """Apply the answer to the oldest step in flight.
+
+        Returns ``(request, token_id, batch_idx)`` of each token committed, and the requests that failed. Those that
+        ended have their ``finish_reason`` set.
+
+        Raises:
+            InternalError: it is not the answer to that step.
+        """
+        step = self._take_step(output)
+        failed: list[tuple[Request, RowError]] = []
+        for error in output.errors:
+            request = step.batch[error.batch_idx]
+            if request.finish_reason is None:
+                self.finish(request, FinishReason.ERROR)
+                failed.append((request, error))
+        sampled: list[tuple[Request, int, int]] = []
+        batch_idx = -1
+        for request, token_id in zip(step.batch, output.token_ids, strict=True):
+            batch_idx += 1
+            if request.finish_reason is not None:  # sampled past its end
+                continue
+            if token_id < 0:
+                if batch_idx not in step.chunks:
+                    raise InternalError(f"step {step.step_id} should have sampled for {request}, but did not")
+                self._cache.offer(request, step.chunks[batch_idx])
+                continue
+            token_ids = request.token_ids
+            token_ids.append(token_id)
+            sampled.append((request, token_id, batch_idx))
+            if len(token_ids) == request.milestone or token_id in request.stop_token_ids:
+                self._pass_milestone(request, token_id)
+        for request in step.leavers:
+            self._release_blocks(request)
+        return sampled, failed
+
+    def _take_step(self, output: ModelRunnerOutput) -> _Step:
+        if not self._in_flight or self._in_flight[0].step_id != output.step_id:
+            wanted = f"step {self._in_flight[0].step_id}" if self._in_flight else "none"
+            raise InternalError(f"the worker answered step {output.step_id}, but {wanted} is due")
+        step = self._in_flight.popleft()
+        token_ids = output.token_ids
+        if len(token_ids) != len(step.batch) or any(token_ids[i] >= 0 for i in step.chunks):
+            raise InternalError(f"the worker's answer to step {step.step_id} does not have the form of its batch")
+        return step
+
+    def _pass_milestone(self, request: Request, token_id: int) -> None:
+        """A stop token, the last token, the first one after (re)starting, or one past a full block."""
+        num_tokens = len(request.token_ids)
+        if num_tokens == request.milestone:
+            # Its last token was sampled just now, so the KV of all before it is written, however many steps overlap.
+            self._cache.offer(request, num_tokens - 1)
+            next_full = ((num_tokens - 1) // self.block_size + 1) * self.block_size
+            request.milestone = min(next_full + 1, request.max_num_tokens)
+            if request.followers:
+                self._release_followers(request)
+        num_output = num_tokens - request.num_prompt_tokens
+        if token_id in request.stop_token_ids and num_output > request.params.min_tokens:
+            self.finish(request, FinishReason.STOP)
+        elif num_tokens == request.max_num_tokens:
+            self.finish(request, FinishReason.LENGTH)
+
+    # -- integrity
+
+    def check(self) -> None:
+        """Assert what must hold between any two calls. Costs a walk over everything: for tests, and for idle times."""
+        leaving = [request for step in self._in_flight for request in step.leavers]
+        self._pool.check(request.block_ids for request in (*self._running, *leaving))
+        rows = [request.req_idx for request in self._running]
+        assert sorted(rows + self._free_rows) == list(range(self.num_rows)), "a row was lost or given twice"
+        assert self._held == {request for request in leaving if request.finish_reason is None}
+        by_status = {status: {r for r in self._running if r.status is status} for status in RequestStatus}
+        decoding = [request for request in self._decoding if request.status is _DECODING]
+        assert len(decoding) == len(by_status[_DECODING]) and set(decoding) == by_status[_DECODING]
+        assert len(self._catching_up) == len(by_status[_CATCHING_UP])
+        assert set(self._catching_up) == by_status[_CATCHING_UP]
+        assert sum(map(len, by_status.values())) == len(decoding) + len(self._catching_up) + len(by_status[_DRAINING])
+        for request in self._running:
+            room = len(request.block_ids) * self.block_size
+            assert 0 < request.num_computed_tokens <= room, f"{request} has no block for what it computed"
+            assert len(request.token_ids) + request.num_pending <= request.max_num_tokens
+        keys = [request.sort_key for request in self._waiting]
+        assert keys == sorted(keys) and all(r.status is RequestStatus.WAITING for r in self._waiting)
+        followers = [request for leader in self._leaders.values() for request in leader.followers]
+        assert self._following == set(followers) and all(r.status is RequestStatus.FOLLOWING for r in followers)
