@@ -1,0 +1,118 @@
+"""A model whose logits show every wrong slot, position and token, and what it should have said."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from aengine.ipc.messages import ModelRunnerOutput, NewRequest, SchedulerOutput, float32, int32
+from aengine.runner.input_batch import InputBatch
+from aengine.runner.model_runner import ModelRunner
+
+PRIME = 1_000_003
+
+
+class FakeModel:
+    """ "Hidden" is a hash of what attention sees: the (token, position) pairs in the slots up to a query's own."""
+
+    def __init__(self, vocab_size: int, num_blocks: int, block_size: int) -> None:
+        self.vocab_size, self.block_size = vocab_size, block_size
+        self.kv = torch.full((num_blocks * block_size,), -7)
+        self.nan_tokens: set[int] = set()
+
+    def bind(self, batch: InputBatch) -> InputBatch:
+        return batch
+
+    def forward(self, input_ids: Tensor, positions: Tensor, attn: Any) -> Tensor:
+        self.kv[attn.slot_mapping] = pair(input_ids, positions)
+        hidden = torch.empty(len(input_ids), 2, dtype=torch.int64)
+        for i in range(attn.num_reqs):
+            slots = torch.arange(int(attn.seq_lens[i]))
+            slots = attn.block_table[i].long()[slots // self.block_size] * self.block_size + slots % self.block_size
+            begin, end = int(attn.query_start_loc[i]), int(attn.query_start_loc[i + 1])
+            seen = weighted(self.kv[slots]).cumsum(0) % PRIME
+            hidden[begin:end, 0] = seen[len(seen) - (end - begin) :]
+        hidden[:, 1] = input_ids
+        return hidden
+
+    def compute_logits(self, hidden: Tensor) -> Tensor:
+        logits = logits_of_hash(hidden[:, 0], self.vocab_size)
+        for row in range(len(hidden)):
+            if int(hidden[row, 1]) in self.nan_tokens:
+                logits[row, 3] = torch.nan
+        return logits
+
+
+def pair(token_ids: Tensor, positions: Tensor) -> Tensor:
+    return (token_ids * 7919 + positions * 104_729 + 1) % PRIME
+
+
+def weighted(pairs: Tensor) -> Tensor:
+    return pairs * (torch.arange(len(pairs)) + 3)
+
+
+def logits_of_hash(hashes: Tensor, vocab_size: int) -> Tensor:
+    """float32 [n, vocab_size], between -5 and 5, without ties worth speaking of."""
+    return ((hashes[:, None] * (torch.arange(vocab_size) * 48_271 + 11)) % PRIME).float() / PRIME * 10 - 5
+
+
+def expected_logits(token_ids: Sequence[int], vocab_size: int) -> Tensor:
+    """float32 [vocab_size], what FakeModel says after these tokens."""
+    ids = torch.tensor(token_ids)
+    return logits_of_hash((weighted(pair(ids, torch.arange(len(ids)))).sum() % PRIME)[None], vocab_size)[0]
+
+
+class ConstantModel:
+    """The same logits whatever the tokens: for distributions."""
+
+    def __init__(self, logits: Tensor) -> None:
+        self.logits = logits
+
+    def bind(self, batch: InputBatch) -> None:
+        return None
+
+    def forward(self, input_ids: Tensor, positions: Tensor, attn: Any) -> Tensor:
+        return input_ids[:, None]
+
+    def compute_logits(self, hidden: Tensor) -> Tensor:
+        return self.logits.expand(len(hidden), -1).clone()
+
+
+def make_runner(model: FakeModel | ConstantModel, vocab_size: int, **limits: int) -> ModelRunner:
+    settings = {"max_num_seqs": 8, "max_model_len": 64, "num_blocks": 40, "block_size": 4, **limits}
+    return ModelRunner(model, model.bind, vocab_size=vocab_size, device=torch.device("cpu"), **settings)
+
+
+def request(row: int, token_ids: Sequence[int], blocks: Sequence[int], **fields: Any) -> NewRequest:
+    for name, column in (("stop_token_ids", int32), ("bias_token_ids", int32), ("bias_values", float32)):
+        if name in fields:
+            fields[name] = column(fields[name])
+    values = {"num_prompt_tokens": len(token_ids), "num_computed_tokens": 0, "temperature": 0.0, **fields}
+    return NewRequest(req_idx=row, token_ids=int32(token_ids), block_ids=int32(blocks), **values)
+
+
+def step(
+    runner: ModelRunner,
+    batch: dict[int, int] | None = None,
+    *,
+    new: Sequence[NewRequest] = (),
+    removed: Sequence[int] = (),
+    more_blocks: Sequence[tuple[int, int]] = (),
+    step_id: int = 0,
+) -> ModelRunnerOutput:
+    """Both phases; batch: row to number of tokens."""
+    batch = batch or {}
+    out = SchedulerOutput(
+        step_id,
+        removed=int32(removed),
+        new_requests=list(new),
+        block_rows=int32(row for row, _ in more_blocks),
+        block_ids=int32(block for _, block in more_blocks),
+        req_idx=int32(batch.keys()),
+        num_scheduled_tokens=int32(batch.values()),
+    )
+    runner.execute_model(out)
+    return runner.sample_tokens(None).get()
