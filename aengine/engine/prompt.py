@@ -41,17 +41,15 @@ def encode_prompt(prompt: Prompt, kind: str, tokenizer: Tokenizer) -> list[int]:
     """Token ids of a text or of chat messages. Takes its time on long ones: call it off the loop.
 
     Raises:
-        InvalidRequestError: the messages do not fit the model's chat template, or the text has no tokens.
+        InvalidRequestError: the messages do not fit the model's chat template, the text is not Unicode (a lone
+            surrogate), or it has no tokens.
     """
     if kind == "messages":
         text = tokenizer.apply_chat_template(prompt)  # type: ignore[arg-type]
         ids = tokenizer.encode(text, add_special_tokens=False)  # the template wrote them
     else:
         assert isinstance(prompt, str)
-        try:
-            ids = tokenizer.encode(prompt)
-        except UnicodeEncodeError as error:
-            raise InvalidRequestError(f"the prompt is not valid Unicode: {error}", param="prompt") from error
+        ids = tokenizer.encode(prompt)
     if not ids:
         raise InvalidRequestError("the prompt has no tokens", param="prompt")
     return ids
