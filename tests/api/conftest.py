@@ -1,0 +1,45 @@
+"""An `AsyncLLM` over the fake executor: everything is real but the worker."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+from fakes import FakeExecutor
+
+from aengine import AsyncLLM, EngineConfig
+from aengine.checkpoint.source import resolve_model
+from aengine.engine import core
+from aengine.engine.tokenizer import Tokenizer
+
+VOCAB_SIZE = 49152
+
+
+def fake_token(req_idx: int, position: int) -> int:
+    """Deterministic by position alone, and always a printable one of SmolLM2's."""
+    return 260 + position % 997
+
+
+class FakeLLM(AsyncLLM):
+    """The engine over `FakeExecutor`; its constructor's options go to the executor."""
+
+    def __init__(self, *, fake: dict[str, Any] | None = None, **config: Any) -> None:
+        super().__init__("smollm2-135m", **config)
+        self.fake = {"num_blocks": 512, "block_size": 16, "max_model_len": 1024, "token": fake_token} | (fake or {})
+
+    def _make_executor(self, config: EngineConfig) -> FakeExecutor:
+        self.executor = FakeExecutor(**self.fake)
+        return self.executor
+
+
+@pytest.fixture(scope="session")
+def smollm2_tokenizer() -> Tokenizer:
+    return Tokenizer.load(resolve_model(EngineConfig.create("smollm2-135m", {})))
+
+
+@pytest.fixture
+def make_engine(smollm2_tokenizer: Tokenizer, monkeypatch: pytest.MonkeyPatch) -> Callable[..., FakeLLM]:
+    """A factory of engines that are not started. The tokenizer is loaded once a session."""
+    monkeypatch.setattr(core.Tokenizer, "load", classmethod(lambda cls, source, override=None: smollm2_tokenizer))
+    return FakeLLM

@@ -1,0 +1,93 @@
+"""A worker that answers at once, in this process: the seam under the step loop."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable
+from typing import Any
+
+from aengine.errors import EngineError
+from aengine.ipc.messages import GrammarOutput, Kind, ModelRunnerOutput, SchedulerOutput, int32, pack, unpack
+
+
+class FakeExecutor:
+    """Does what a worker does with rows and counts, and asks ``token(req_idx, position)`` for the ids.
+
+    ``delay``: seconds that a step takes, on the loop's clock.
+    """
+
+    def __init__(
+        self,
+        *,
+        num_blocks: int = 512,
+        block_size: int = 16,
+        max_model_len: int = 1024,
+        max_num_batched_tokens: int = 512,
+        vocab_size: int = 49152,
+        token: Callable[[int, int], int] = lambda req_idx, position: position,
+        delay: float = 0.0,
+    ) -> None:
+        self.ready = {
+            "num_blocks": num_blocks,
+            "block_size": block_size,
+            "max_model_len": max_model_len,
+            "max_num_batched_tokens": max_num_batched_tokens,
+            "vocab_size": vocab_size,
+            "weight_format": "none",
+        }
+        self._token, self._delay = token, delay
+        self._rows: dict[int, list[int]] = {}  # req_idx: [num_tokens, num_computed]
+        self._on_failure: Callable[[EngineError], None] = lambda error: None
+        self._waiting: list[asyncio.Future[ModelRunnerOutput]] = []
+        self.terminated = False
+
+    async def start(self, load: dict[str, Any], on_progress: Callable[..., None]) -> dict[str, Any]:
+        return self.ready
+
+    async def execute_model(self, out: SchedulerOutput) -> asyncio.Future[ModelRunnerOutput]:
+        answer = unpack(Kind.OUTPUT, pack(self._answer(unpack(Kind.STEP, pack(out)))))
+        loop = asyncio.get_running_loop()
+        future: asyncio.Future[ModelRunnerOutput] = loop.create_future()
+        self._waiting = [f for f in self._waiting if not f.done()] + [future]
+        when = loop.call_later if self._delay else lambda _, *args: loop.call_soon(*args)
+        when(self._delay, lambda: None if future.done() else future.set_result(answer))
+        return future
+
+    def _answer(self, out: SchedulerOutput) -> ModelRunnerOutput:
+        for req_idx in out.removed:
+            del self._rows[req_idx]
+        for new in out.new_requests:
+            assert new.req_idx not in self._rows
+            self._rows[new.req_idx] = [len(new.token_ids), new.num_computed_tokens]
+        ids = int32()
+        for req_idx, scheduled in zip(out.req_idx, out.num_scheduled_tokens, strict=True):
+            row = self._rows[req_idx]
+            row[1] += scheduled
+            assert row[1] <= row[0]
+            samples = row[1] == row[0]
+            ids.append(self._token(req_idx, row[0]) if samples else -1)
+            row[0] += samples
+        return ModelRunnerOutput(out.step_id, ids)
+
+    async def send_grammar(self, out: GrammarOutput) -> None:
+        raise NotImplementedError
+
+    async def call(self, method: str, *args: Any, timeout: float) -> Any:
+        return method
+
+    def set_on_failure(self, callback: Callable[[EngineError], None]) -> None:
+        self._on_failure = callback
+
+    def fail(self, error: EngineError) -> None:
+        """What a worker's death does."""
+        for future in self._waiting:
+            if not future.done():
+                future.set_exception(error)
+                future.exception()
+        self._on_failure(error)
+
+    async def aclose(self, timeout: float) -> None:
+        self.terminated = True
+
+    def terminate(self) -> None:
+        self.terminated = True
