@@ -19,6 +19,7 @@ from ..kernels.logit_bias import add_bias, ban_tokens
 from ..kernels.penalties import apply_penalties, count_tokens
 from .input_batch import Rows, SampleBatch, to_device
 from .request_state import RequestState
+from .untouched import untouched_zeros
 
 __all__ = ["Bitmask", "LogitBias", "MinTokens", "Penalties", "SamplingFeature", "make_features"]
 
@@ -180,7 +181,7 @@ class Penalties(_Feature):
             return
         if self._counts is None:
             shape = (len(self._used), self._vocab_size)
-            self._counts = torch.zeros(shape, dtype=torch.int32, device=self._device)
+            self._counts = untouched_zeros(shape, torch.int32, self._device)
         for row, begin, end in self._new:
             count_tokens(self._counts[row], self._requests.token_ids[row, begin:end])
         self._new = []

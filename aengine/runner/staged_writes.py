@@ -24,6 +24,7 @@ import torch
 from torch import Tensor
 
 from ..kernels.staged_write import apply_staged_writes
+from .untouched import untouched_zeros
 
 __all__ = ["StagedArena"]
 
@@ -33,7 +34,8 @@ class StagedArena:
 
     def __init__(self, shapes: Mapping[str, tuple[int, int]], device: torch.device) -> None:
         self._device = device
-        self._data = torch.zeros(sum(rows * width for rows, width in shapes.values()), dtype=torch.int32, device=device)
+        size = sum(rows * width for rows, width in shapes.values())
+        self._data = untouched_zeros((size,), torch.int32, device)
         self._begin: dict[str, int] = {}
         self._shapes = dict(shapes)
         begin = 0

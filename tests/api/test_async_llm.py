@@ -8,7 +8,7 @@ import weakref
 from collections.abc import Callable
 
 import pytest
-from api_helpers import settled
+from conftest_api import settled
 
 from aengine import (
     AsyncLLM,
