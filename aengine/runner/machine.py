@@ -1,0 +1,43 @@
+"""What this machine has: free memory, physical cores. Linux's own files; no guess is ever an error."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+
+__all__ = ["free_memory", "physical_cores"]
+
+
+def free_memory(root: Path = Path("/")) -> int:
+    """Bytes that this process may still use: what the kernel calls available, or what a container leaves."""
+    available = 0
+    for line in _read(root / "proc/meminfo").splitlines():
+        if line.startswith("MemAvailable:"):
+            available = int(line.split()[1]) * 1024
+    for limit, used, stat, cache in (
+        ("memory.max", "memory.current", "memory.stat", "inactive_file"),
+        ("memory/memory.limit_in_bytes", "memory/memory.usage_in_bytes", "memory/memory.stat", "total_inactive_file"),
+    ):
+        folder = root / "sys/fs/cgroup"
+        most, now = _read(folder / limit).strip(), _read(folder / used).strip()
+        if most.isdecimal() and now.isdecimal():  # else "max", or another version of cgroups
+            # Cached pages of files count as used, but give way.
+            cached = [int(s.split()[1]) for s in _read(folder / stat).splitlines() if s.startswith(cache + " ")]
+            available = min(available, max(0, int(most) - int(now) + sum(cached)))
+    return available
+
+
+def physical_cores(root: Path = Path("/")) -> int:
+    """Cores that this process may run on, hyper-threads of one core counted once; at least 1."""
+    cores: set[str] = set()
+    for cpu in os.sched_getaffinity(0):
+        siblings = _read(root / f"sys/devices/system/cpu/cpu{cpu}/topology/thread_siblings_list").strip()
+        cores.add(siblings or f"cpu {cpu}")
+    return max(1, len(cores))
+
+
+def _read(path: Path) -> str:
+    try:
+        return path.read_text()
+    except OSError:
+        return ""

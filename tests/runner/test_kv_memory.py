@@ -1,0 +1,123 @@
+"""Sizing of the KV cache, and the messages of a start that does not fit."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from runner_fakes import FakeModel, expected_logits, make_runner, request, step
+
+from aengine.config import EngineConfig
+from aengine.errors import ModelLoadError
+from aengine.runner.kv_memory import GIB, cpu_budget, gpu_budget, plan_kv, profile_run, resolve_max_model_len
+from aengine.runner.machine import free_memory, physical_cores
+
+
+def config(**settings: Any) -> EngineConfig:
+    return EngineConfig.create("m", settings)
+
+
+def test_a_budget_becomes_blocks() -> None:
+    plan = plan_kv(config(), wanted_len=4096, block_size=16, bytes_per_block=1000, budget=1_000_999)
+    assert (plan.num_blocks, plan.max_model_len) == (1000, 4096)
+
+
+def test_no_more_blocks_than_requests_can_use() -> None:
+    plan = plan_kv(config(max_num_seqs=3), wanted_len=33, block_size=16, bytes_per_block=10, budget=10**9)
+    assert (plan.num_blocks, plan.max_model_len) == (9, 33)
+
+
+def test_the_models_length_is_capped_to_the_pool_but_one_asked_for_is_not() -> None:
+    sizes: dict[str, int] = {"wanted_len": 8192, "block_size": 16, "bytes_per_block": 1000, "budget": 100_000}
+    assert plan_kv(config(), **sizes).max_model_len == 1600
+    with pytest.raises(
+        ModelLoadError, match=r"room for 1600 tokens.*max_model_len=8192 are needed.*512000 or more.*low"
+    ):
+        plan_kv(config(max_model_len=8192), **sizes)
+    assert plan_kv(config(kv_cache_memory_bytes=512_000), **{**sizes, "budget": 512_000}).max_model_len == 8192
+
+
+def test_a_hopeless_budget_is_an_error() -> None:
+    with pytest.raises(ModelLoadError, match=r"at least 16 are needed: raise kv_cache_memory_bytes to 1000 or more"):
+        plan_kv(config(), wanted_len=8192, block_size=16, bytes_per_block=1000, budget=999)
+
+
+def test_max_model_len_beyond_the_models() -> None:
+    assert resolve_max_model_len(config(), 2048) == 2048
+    assert resolve_max_model_len(config(max_model_len=100), 2048) == 100
+    with pytest.raises(ModelLoadError, match="max_model_len=4096, but the model's context is 2048"):
+        resolve_max_model_len(config(max_model_len=4096), 2048)
+
+
+def test_cpu_budget() -> None:
+    assert cpu_budget(config(), free=8 * GIB, weights=GIB) == 2 * GIB
+    assert cpu_budget(config(), free=80 * GIB, weights=GIB) == 4 * GIB
+    assert cpu_budget(config(kv_cache_memory_bytes=7 * GIB), free=8 * GIB, weights=GIB) == 7 * GIB
+    with pytest.raises(ModelLoadError, match=r"9 GiB.*only 8 GiB is free after 1 GiB of weights: lower kv_cache"):
+        cpu_budget(config(kv_cache_memory_bytes=9 * GIB), free=8 * GIB, weights=GIB)
+
+
+def test_gpu_budget() -> None:
+    sizes = {"total": 100 * GIB, "peak": 30 * GIB, "others": 10 * GIB, "weights": 20 * GIB}
+    assert gpu_budget(config(), **sizes) == 50 * GIB
+    assert gpu_budget(config(kv_cache_memory_bytes=5), **sizes) == 5
+    message = r"weights take 20 GiB, the largest batch 10 GiB, other processes 10 GiB: raise gpu_memory_utilization"
+    with pytest.raises(ModelLoadError, match=message):
+        gpu_budget(config(gpu_memory_utilization=0.4), **sizes)
+
+
+@pytest.mark.parametrize("max_num_seqs, tokens", [(3, 20), (8, 5), (1, 64), (2, 1000)])
+def test_profile_runs_the_largest_batch_and_leaves_no_trace(max_num_seqs: int, tokens: int) -> None:
+    model = FakeModel(50, 16, 4)
+    shapes: list[tuple[int, int]] = []
+    forward, compute_logits = model.forward, model.compute_logits
+    model.forward = lambda ids, *rest: shapes.append((len(ids), 0)) or forward(ids, *rest)
+    model.compute_logits = lambda hidden: shapes.append((0, len(hidden))) or compute_logits(hidden)
+    runner = make_runner(model, 50, max_num_seqs=max_num_seqs, num_blocks=16)
+    profile_run(runner, max_num_seqs=max_num_seqs, max_num_batched_tokens=tokens, max_model_len=64, block_size=4)
+    assert shapes == [(min(tokens, 63 * max_num_seqs), 0), (0, min(max_num_seqs, tokens))]
+    out = step(runner, {0: 2}, new=[request(0, [4, 5], [3])])
+    assert out.token_ids[0] == int(expected_logits([4, 5], 50).argmax())
+
+
+def test_free_memory_respects_a_container(tmp_path: Path) -> None:
+    (tmp_path / "proc").mkdir()
+    assert free_memory(tmp_path) == 0
+    (tmp_path / "proc/meminfo").write_text("MemTotal: 9000 kB\nMemAvailable:    5000 kB\n")
+    assert free_memory(tmp_path) == 5000 * 1024
+    folder = tmp_path / "sys/fs/cgroup"
+    folder.mkdir(parents=True)
+    (folder / "memory.max").write_text("max\n")
+    (folder / "memory.current").write_text("700000\n")
+    assert free_memory(tmp_path) == 5000 * 1024
+    (folder / "memory.max").write_text("1000000\n")
+    (folder / "memory.stat").write_text("anon 5\ninactive_file 200000\n")
+    assert free_memory(tmp_path) == 500_000
+
+
+def test_this_machine() -> None:
+    assert free_memory() > 0
+    assert 1 <= physical_cores() <= len(os.sched_getaffinity(0))
+
+
+def test_hyper_threads_count_once(tmp_path: Path) -> None:
+    for cpu in os.sched_getaffinity(0):
+        folder = tmp_path / f"sys/devices/system/cpu/cpu{cpu}/topology"
+        folder.mkdir(parents=True)
+        (folder / "thread_siblings_list").write_text("0-63\n")
+    assert physical_cores(tmp_path) == 1
+
+
+def test_rows_cost_no_memory_until_used() -> None:
+    """A table for 256 requests of 128k tokens is 134 MB, but only of address space."""
+
+    def resident() -> int:
+        return int(Path("/proc/self/statm").read_text().split()[1]) * os.sysconf("SC_PAGE_SIZE")
+
+    before = resident()
+    runner = make_runner(FakeModel(50, 16, 4), 50, max_num_seqs=256, max_model_len=131_072)
+    step(runner, {255: 2}, new=[request(255, [4, 5], [3])])
+    assert resident() - before < 50e6
