@@ -7,7 +7,6 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import torch
 from runner_fakes import FakeModel, expected_logits, make_runner, request, step
 
 from aengine.config import EngineConfig
