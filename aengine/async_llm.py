@@ -205,7 +205,7 @@ class AsyncLLM:
         self, messages: Sequence[Mapping[str, Any]], params: SamplingParams | None = None, **options: Any
     ) -> Completion:
         """`generate` for chat messages. (To stream a chat, give messages to `stream`.)"""
-        if isinstance(messages, str) or not all(isinstance(m, Mapping) for m in messages):
+        if not isinstance(messages, Sequence) or not all(isinstance(m, Mapping) for m in messages):
             raise InvalidRequestError(
                 "chat needs a list of messages such as {'role': 'user', 'content': '...'}", param="messages"
             )

@@ -16,7 +16,7 @@ from typing import Any, Literal
 from .errors import InvalidRequestError
 from .params import unknown_name
 
-__all__ = ["EngineConfig", "StartupProgress", "host_environment", "is_offline"]
+__all__ = ["EngineConfig", "StartupProgress", "is_offline", "num_worker_threads", "worker_environment"]
 
 DTYPES = ("auto", "float32", "bfloat16", "float16")
 LOAD_FORMATS = ("auto", "safetensors", "gguf", "dummy")
@@ -173,9 +173,24 @@ def _wrong(param: str, value: object, wanted: str) -> InvalidRequestError:
     return InvalidRequestError(f"{param}={value!r} is not valid: it must be {wanted}", param=param)
 
 
-def host_environment() -> dict[str, str]:
-    """A copy of the host's environment, for the workers that it starts."""
-    return dict(os.environ)
+def worker_environment(config: EngineConfig) -> dict[str, str]:
+    """A copy of the host's environment, for a worker that it starts; the host's own is not touched.
+
+    Thread counts must be there before torch is imported, as its libraries read them when they are loaded.
+    """
+    environment = dict(os.environ)
+    threads = str(num_worker_threads(config))
+    environment |= {"OMP_NUM_THREADS": threads, "MKL_NUM_THREADS": threads, "PYTHONUNBUFFERED": "1"}
+    environment.setdefault("TOKENIZERS_PARALLELISM", "false")
+    return environment
+
+
+def num_worker_threads(config: EngineConfig) -> int:
+    """Threads of a worker's CPU kernels: as set, else the cores it may use, less one for the host when over four."""
+    if config.num_threads is not None:
+        return config.num_threads
+    cores = len(os.sched_getaffinity(0))
+    return cores - 1 if cores > 4 else cores
 
 
 def is_offline() -> bool:

@@ -34,7 +34,7 @@ class Token(NamedTuple):
 
     text: str
     token_id: int
-    index: int = 0  # which of the n completions this token belongs to, 0 <= index < n
+    index: int = 0  # type: ignore[assignment]  # (tuple.index is hidden) which of the n completions this token belongs to, 0 <= index < n
     logprob: float | None = None  # of this token; None unless SamplingParams.logprobs was given
     finish_reason: FinishReason | None = None  # set on the last token of its completion
     position: int = 0  # 0 for the completion's first token

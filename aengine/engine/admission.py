@@ -216,6 +216,7 @@ class Admission:
         if self._pool is None:
             self._pool = ThreadPoolExecutor(1, thread_name_prefix="aengine-tokenizer")
         self._num_encoding += 1
+        assert call.prompt is not None
         encode = self._loop.run_in_executor(self._pool, encode_prompt, call.prompt, call.kind, self._tokenizer)
         encode.add_done_callback(partial(self._encoded, call))
 

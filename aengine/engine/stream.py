@@ -192,7 +192,7 @@ class TokenStream:
         request_id: str,
         mailbox: Mailbox,
         loop: asyncio.AbstractEventLoop,
-        abort: Callable[[str], None],
+        abort: Callable[[str], object],
     ) -> None:
         self.request_id = request_id
         self._mailbox = mailbox

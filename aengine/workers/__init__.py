@@ -1,0 +1,1 @@
+"""Worker processes: started and watched by the host (`supervisor`), run by `entry` and `worker`."""

@@ -1,0 +1,160 @@
+"""The worker's busy loop: frame -> runner -> frame.
+
+Every rank reads the same frames in the same order. Rank 0 answers steps; a collective call is executed by all and
+answered by the rank it names. An exception while loading is reported and ends the worker; so does one in a step,
+since nobody can say what the device's memory holds after it: the host has every request's tokens and starts anew.
+"""
+
+from __future__ import annotations
+
+import os
+import time
+import traceback
+from collections import deque
+from importlib import import_module
+from typing import Any, Protocol
+
+from ..config import EngineConfig
+from ..errors import AEngineError
+from ..ipc.channel import WorkerChannel
+from ..ipc.messages import GrammarOutput, Kind, ModelRunnerOutput, SchedulerOutput, pack, unpack
+
+__all__ = ["Worker"]
+
+_PROGRESS_PERIOD = 0.05  # seconds between two reports of the same stage
+_POLL = 0.0002  # seconds between two looks at an answer that the device still works on, when no frame comes
+
+
+class Answer(Protocol):
+    """What `sample_tokens` returns."""
+
+    def ready(self) -> bool: ...
+
+    def get(self) -> ModelRunnerOutput: ...
+
+
+class Runner(Protocol):
+    def execute_model(self, out: SchedulerOutput) -> None: ...
+
+    def sample_tokens(self, grammar: GrammarOutput | None) -> Answer: ...
+
+
+class Worker:
+    """One rank. ``runner``: the ``module:function`` that loads it, see `run`."""
+
+    def __init__(self, channel: WorkerChannel, rank: int, runner: str) -> None:
+        self._channel = channel
+        self._rank = rank
+        self._runner_name = runner
+        self._runner: Runner | None = None
+        self._answers: deque[Answer] = deque()  # steps that were launched and not yet reported, oldest first
+        self._step_id = 0  # of the frame in hand, for error reports
+        self._last_report = ("", 0.0)
+
+    def run(self) -> int:
+        """Until SHUTDOWN (exit code 0) or an error that was reported (1)."""
+        try:
+            while self._turn():
+                pass
+        except ConnectionError:
+            raise
+        except BaseException as error:
+            self._report_error(error)
+            return 1
+        return 0
+
+    def _turn(self) -> bool:
+        """Take one frame, if there is one, and report what has become ready. False after SHUTDOWN."""
+        frame = self._channel.consume(_POLL if self._answers else None)
+        if frame is not None:
+            self._step_id = frame.step_id
+            if not self._handle(Kind(frame.kind), frame.payload):
+                return False
+        while self._answers and self._answers[0].ready():
+            output = self._answers.popleft().get()
+            if self._rank == 0:
+                self._channel.publish(Kind.OUTPUT, output.step_id, pack(output))
+        return True
+
+    def _handle(self, kind: Kind, payload: bytes) -> bool:
+        message = unpack(kind, payload)
+        if kind is Kind.STEP:
+            self._execute(message)
+        elif kind is Kind.GRAMMAR:
+            self._answers.append(self._loaded().sample_tokens(message))
+        elif kind is Kind.CALL:
+            self._call(message)
+        elif kind is Kind.LOAD:
+            self._load(message)
+        elif kind is Kind.SHUTDOWN:
+            return False
+        else:
+            raise ValueError(f"a {kind.name} message is not for a worker")
+        return True
+
+    def _execute(self, out: SchedulerOutput) -> None:
+        runner = self._loaded()
+        runner.execute_model(out)
+        if out.sample_now:
+            self._answers.append(runner.sample_tokens(None))
+
+    def _loaded(self) -> Runner:
+        if self._runner is None:
+            raise ValueError("a step came before LOAD")
+        return self._runner
+
+    # -- loading
+
+    def _load(self, message: dict[str, Any]) -> None:
+        """``load_runner(config, source, rank, world_size, progress)`` returns the runner and what READY tells."""
+        config = EngineConfig.from_wire(message["config"])
+        self._set_title(config.model)
+        module, _, function = self._runner_name.partition(":")
+        begun = time.monotonic()
+        self._report_progress("import", 0, 0, "")
+        load_runner = getattr(import_module(module), function)
+        self._runner, ready = load_runner(
+            config, message["source"], self._rank, message["world_size"], self._report_progress
+        )
+        ready |= {"pid": os.getpid(), "seconds": round(time.monotonic() - begun, 3)}
+        self._channel.publish(Kind.READY, self._step_id, pack(ready))
+
+    def _set_title(self, model: str) -> None:
+        from setproctitle import setproctitle
+
+        setproctitle(f"aengine worker {self._rank}: {os.path.basename(model)}")
+
+    def _report_progress(self, stage: str, done: int, total: int, unit: str) -> None:
+        now = time.monotonic()
+        last_stage, last_time = self._last_report
+        if stage == last_stage and done < total and now - last_time < _PROGRESS_PERIOD:
+            return
+        self._last_report = (stage, now)
+        report = {"stage": stage, "done": done, "total": total, "unit": unit}
+        self._channel.publish(Kind.PROGRESS, self._step_id, pack(report))
+
+    # -- collective calls
+
+    def _call(self, message: list[Any]) -> None:
+        method, reply_rank, *arguments = message
+        call = _CALLS.get(method)
+        if call is None:
+            raise ValueError(f"there is no collective call {method!r}; there are {', '.join(_CALLS)}")
+        reply = call(self, *arguments)
+        if self._rank == reply_rank:
+            self._channel.publish(Kind.REPLY, self._step_id, pack(reply))
+
+    def _ping(self) -> dict[str, Any]:
+        """Alive from end to end: all steps before it have been launched."""
+        return {"rank": self._rank, "pid": os.getpid(), "num_launched": len(self._answers)}
+
+    # -- errors
+
+    def _report_error(self, error: BaseException) -> None:
+        kind = type(error).__name__ if isinstance(error, AEngineError) else "InternalError"
+        text = str(error) if isinstance(error, AEngineError) else f"{type(error).__name__}: {error}"
+        report = {"type": kind, "message": text, "traceback": "".join(traceback.format_exception(error))}
+        self._channel.publish(Kind.ERROR, self._step_id, pack(report))
+
+
+_CALLS = {"ping": Worker._ping}

@@ -1,0 +1,99 @@
+"""A runner that answers at once, for a real worker process; and that does harm when its model's name says so.
+
+A request whose first token is one of these does the thing in its first step.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import os
+import signal
+import time
+from collections.abc import Callable
+from typing import Any
+
+from aengine.config import EngineConfig
+from aengine.errors import ModelLoadError
+from aengine.ipc.messages import GrammarOutput, ModelRunnerOutput, SchedulerOutput, int32
+
+RAISE, SEGFAULT, HANG, WRITE_AND_KILL, SLOW = 101, 102, 103, 104, 105
+READY = {
+    "num_blocks": 20_000,
+    "block_size": 16,
+    "max_model_len": 4096,
+    "max_num_batched_tokens": 8192,
+    "vocab_size": 49152,
+    "device": "none",
+    "dtype": "none",
+    "weight_format": "none",
+}
+
+
+class Done:
+    def __init__(self, output: ModelRunnerOutput) -> None:
+        self._output = output
+
+    def ready(self) -> bool:
+        return True
+
+    def get(self) -> ModelRunnerOutput:
+        return self._output
+
+
+class FakeRunner:
+    """Keeps rows as a runner does; the id sampled at a position is 260 + position % 997."""
+
+    def __init__(self) -> None:
+        self._rows: dict[int, list[int]] = {}
+        self._step: SchedulerOutput | None = None
+
+    def execute_model(self, out: SchedulerOutput) -> None:
+        for row in out.removed:
+            del self._rows[row]
+        for new in out.new_requests:
+            self._rows[new.req_idx] = [len(new.token_ids), new.num_computed_tokens]
+            _harm(new.token_ids[0])
+        self._step = out
+
+    def sample_tokens(self, grammar: GrammarOutput | None) -> Done:
+        out, self._step = self._step, None
+        assert out is not None
+        ids = []
+        for row, scheduled in zip(out.req_idx, out.num_scheduled_tokens, strict=True):
+            state = self._rows[row]
+            state[1] += scheduled
+            samples = state[1] == state[0]
+            ids.append(260 + state[0] % 997 if samples else -1)
+            state[0] += samples
+        return Done(ModelRunnerOutput(out.step_id, int32(ids)))
+
+
+def _harm(token_id: int) -> None:
+    if token_id == RAISE:
+        raise ZeroDivisionError("a bug in a step")
+    if token_id == SEGFAULT:
+        ctypes.string_at(0)
+    if token_id == HANG:
+        time.sleep(3600)
+    if token_id == WRITE_AND_KILL:
+        print("last words", flush=True)
+        os.kill(os.getpid(), signal.SIGKILL)
+    if token_id == SLOW:
+        time.sleep(0.3)
+
+
+def load_runner(
+    config: EngineConfig, source: dict[str, Any], rank: int, world_size: int, progress: Callable[..., None]
+) -> tuple[FakeRunner, dict[str, Any]]:
+    for done in range(5):
+        progress("weights", done * 100, 400, "bytes")
+    if source.get("fail") == "load":
+        raise ModelLoadError("no such weights: get some")
+    if source.get("fail") == "bug":
+        raise KeyError("weight")
+    if source.get("fail") == "hang":
+        progress("profile", 0, 0, "")
+        time.sleep(3600)
+    if source.get("fail") == "exit":
+        os._exit(7)
+    return FakeRunner(), dict(READY)

@@ -1,0 +1,321 @@
+"""Real worker processes with a fake runner: start, answer, fail, die, close; and what is left afterwards."""
+
+from __future__ import annotations
+
+import asyncio
+import gc
+import os
+import signal
+import subprocess
+import sys
+import textwrap
+import threading
+import time
+from collections.abc import AsyncIterator, Callable
+from contextlib import asynccontextmanager
+from pathlib import Path
+from typing import Any
+
+import fake_runner
+import psutil
+import pytest
+
+from aengine.config import EngineConfig, StartupProgress
+from aengine.engine.executor import ProcessExecutor
+from aengine.errors import EngineClosedError, EngineError, InternalError, ModelLoadError, WorkerDiedError
+from aengine.ipc.messages import Kind, NewRequest, SchedulerOutput, int32
+
+HERE = Path(__file__).parent
+
+
+@pytest.fixture(autouse=True)
+def fake_runner_is_importable(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("PYTHONPATH", str(HERE))
+
+
+def config(**settings: Any) -> EngineConfig:
+    return EngineConfig.create("fake", {"shutdown_timeout": 5.0, **settings})
+
+
+def make(**settings: Any) -> ProcessExecutor:
+    return ProcessExecutor(config(**settings), "fake_runner:load_runner")
+
+
+async def start(
+    executor: ProcessExecutor, source: dict | None = None, report: Callable[[Any], None] = lambda progress: None
+) -> dict[str, Any]:
+    return await executor.start({"config": config().to_wire(), "source": source or {}}, report)
+
+
+@asynccontextmanager
+async def running(**settings: Any) -> AsyncIterator[ProcessExecutor]:
+    executor = make(**settings)
+    await start(executor)
+    try:
+        yield executor
+    finally:
+        await executor.aclose(5)
+
+
+def step(step_id: int, tokens: list[int], row: int = 0) -> SchedulerOutput:
+    """One new request whose whole prompt is computed."""
+    new = NewRequest(row, int32(tokens), len(tokens), 0, int32([0]))
+    return SchedulerOutput(step_id, new_requests=[new], req_idx=int32([row]), num_scheduled_tokens=int32([len(tokens)]))
+
+
+def decode(step_id: int, rows: list[int]) -> SchedulerOutput:
+    return SchedulerOutput(step_id, req_idx=int32(rows), num_scheduled_tokens=int32([1] * len(rows)))
+
+
+def leftovers() -> list[str]:
+    return [name for name in os.listdir("/dev/shm") if "aengine-" in name]
+
+
+async def gone(pid: int) -> None:
+    for _ in range(200):
+        if not psutil.pid_exists(pid) or psutil.Process(pid).status() == psutil.STATUS_ZOMBIE:
+            return
+        await asyncio.sleep(0.01)
+    pytest.fail(f"{pid} is still there")
+
+
+@pytest.mark.parametrize("ranks", [1, 2])
+async def test_steps_are_answered(ranks: int) -> None:
+    async with running(tensor_parallel_size=ranks) as executor:
+        first = await (await executor.execute_model(step(0, [5, 6, 7])))
+        assert list(first.token_ids) == [260 + 3]
+        futures = [await executor.execute_model(decode(i, [0])) for i in range(1, 200)]
+        assert [(await f).token_ids[0] for f in futures] == [260 + 3 + i for i in range(1, 200)]
+        assert (await executor.call("ping", timeout=5))["rank"] == 0
+        assert not leftovers()
+
+
+async def test_start_reports_progress() -> None:
+    seen: list[StartupProgress] = []
+    executor = make()
+    ready = await start(executor, report=seen.append)
+    assert ready["num_blocks"] == fake_runner.READY["num_blocks"]
+    assert ready["pid"] == executor._workers[0].pid
+    assert seen[0].stage == "import"
+    assert (seen[-1].stage, seen[-1].done, seen[-1].total) == ("weights", 400, 400)
+    await executor.aclose(5)
+
+
+async def test_a_message_larger_than_the_ring() -> None:
+    async with running(ring_bytes=64 * 1024) as executor:
+        tokens = list(range(200, 200_000))
+        answer = await (await executor.execute_model(step(0, tokens)))
+        assert answer.token_ids[0] == 260 + len(tokens) % 997
+
+
+@pytest.mark.parametrize(
+    ("how", "error", "text"),
+    [
+        ("load", ModelLoadError, "no such weights: get some"),
+        ("bug", InternalError, "KeyError"),
+        ("exit", WorkerDiedError, "exit code 7"),
+    ],
+)
+async def test_failures_of_loading(how: str, error: type[Exception], text: str) -> None:
+    executor = make()
+    with pytest.raises(error, match=text):
+        await start(executor, {"fail": how})
+    await gone(executor._workers[0].pid)
+    assert not leftovers()
+
+
+async def test_a_start_that_hangs_names_its_stage() -> None:
+    executor = make(startup_timeout=1.5)
+    with pytest.raises(ModelLoadError, match=r"startup_timeout=1.5 s.*profile"):
+        await start(executor, {"fail": "hang"})
+    await gone(executor._workers[0].pid)
+
+
+async def test_cancelling_the_start_kills_the_worker() -> None:
+    executor = make()
+    task = asyncio.create_task(start(executor, {"fail": "hang"}))
+    while not executor._workers or executor._stage != "profile":
+        await asyncio.sleep(0.01)
+    task.cancel()
+    with pytest.raises(asyncio.CancelledError):
+        await task
+    await gone(executor._workers[0].pid)
+
+
+@pytest.mark.parametrize(
+    ("token_id", "error", "text"),
+    [
+        (fake_runner.RAISE, InternalError, "ZeroDivisionError: a bug in a step"),
+        (fake_runner.SEGFAULT, WorkerDiedError, "SIGSEGV"),
+        (fake_runner.WRITE_AND_KILL, WorkerDiedError, "(?s)SIGKILL.*last words"),
+    ],
+)
+async def test_a_death_reaches_every_waiter_with_its_cause(token_id: int, error: type, text: str) -> None:
+    executor = make()
+    failures: list[EngineError] = []
+    executor.set_on_failure(failures.append)
+    await start(executor)
+    futures = [await executor.execute_model(step(0, [5])), await executor.execute_model(step(1, [token_id], 1))]
+    futures.append(await executor.execute_model(decode(2, [0])))
+    await futures[0]
+    for future in futures[1:]:
+        with pytest.raises(error, match=text):
+            await future
+    assert len(failures) == 1 and isinstance(failures[0], error)
+    with pytest.raises(error):
+        await executor.execute_model(decode(3, [0]))
+    with pytest.raises(error):
+        await executor.call("ping", timeout=1)
+    pid = executor._workers[0].pid
+    await executor.aclose(5)
+    await gone(pid)
+    if error is InternalError:
+        assert "ZeroDivisionError" in failures[0].worker_traceback  # type: ignore[attr-defined]
+
+
+async def test_killed_from_outside() -> None:
+    executor = make()
+    failures: list[EngineError] = []
+    executor.set_on_failure(failures.append)
+    await start(executor)
+    future = await executor.execute_model(step(0, [fake_runner.HANG]))
+    os.kill(executor._workers[0].pid, signal.SIGKILL)
+    with pytest.raises(WorkerDiedError) as caught:
+        await future
+    assert caught.value.exit_code == -9 and caught.value.rank == 0
+    assert failures == [caught.value]
+    await executor.aclose(5)
+
+
+async def test_close_of_a_hanging_worker_is_bounded() -> None:
+    executor = make()
+    await start(executor)
+    future = await executor.execute_model(step(0, [fake_runner.HANG]))
+    pid = executor._workers[0].pid
+    await executor.aclose(0.3)
+    with pytest.raises(EngineClosedError):
+        await future
+    await gone(pid)
+    await executor.aclose(0.3)
+    with pytest.raises(EngineClosedError):
+        await executor.execute_model(decode(1, [0]))
+
+
+async def test_nonsense_from_the_worker_is_a_failure_and_no_hang() -> None:
+    executor = make()
+    failures: list[EngineError] = []
+    executor.set_on_failure(failures.append)
+    await start(executor)
+    worker = executor._workers[0]
+    future = await executor.execute_model(step(0, [fake_runner.SLOW]))
+    for payload in (b"\xc1", b"\x90"):  # no msgpack; an empty list
+        from aengine.ipc.channel import Frame
+
+        worker.channel.drain = lambda payload=payload: [Frame(Kind.OUTPUT, 0, payload)]  # type: ignore[method-assign]
+        executor._on_frames(worker)
+    with pytest.raises(InternalError, match="nonsense"):
+        await future
+    assert len(failures) == 1
+    await executor.aclose(5)
+
+
+async def test_two_executors_side_by_side() -> None:
+    async with running() as one, running() as two:
+        a, b = await one.execute_model(step(0, [1, 2])), await two.execute_model(step(0, [1, 2, 3]))
+        assert (await a).token_ids[0] + 1 == (await b).token_ids[0]
+
+
+async def test_nothing_is_left_behind() -> None:
+    async with running():  # whatever the first one imports and opens for good
+        pass
+    gc.collect()
+    process = psutil.Process()
+    before = (sorted(os.listdir("/proc/self/fd")), threading.active_count(), process.children())
+    for _ in range(3):
+        async with running() as executor:
+            await (await executor.execute_model(step(0, [5])))
+    for _ in range(100):
+        after = (sorted(os.listdir("/proc/self/fd")), threading.active_count(), process.children())
+        if after == before:
+            break
+        await asyncio.sleep(0.01)
+    assert after == before
+    assert not leftovers()
+
+
+async def test_an_idle_worker_costs_nothing() -> None:
+    async with running() as executor:
+        await (await executor.execute_model(step(0, [5])))
+        process = psutil.Process(executor._workers[0].pid)
+        await asyncio.sleep(0.3)
+        before = process.cpu_times()
+        await asyncio.sleep(1.0)
+        after = process.cpu_times()
+    used = after.user + after.system - before.user - before.system
+    assert used <= 0.03
+
+
+async def test_a_starting_thread_that_ends_takes_no_worker_along() -> None:
+    """PR_SET_PDEATHSIG fires at the death of the forking thread: that must not be the caller's."""
+    executor = make()
+    box: list[Any] = []
+
+    def other_thread() -> None:
+        box.append(executor)
+
+    thread = threading.Thread(target=other_thread)
+    thread.start()
+    thread.join()
+    await start(executor)
+    await asyncio.sleep(0.1)
+    assert (await (await executor.execute_model(step(0, [5])))).token_ids[0] == 261
+    await executor.aclose(5)
+
+
+SCRIPT = """
+import asyncio, sys, os, time
+sys.path.insert(0, {here!r})
+from test_executor import make, start, step
+async def main():
+    executor = make()
+    if {when!r} == "starting":
+        asyncio.get_running_loop().call_later(0.05, lambda: print(executor._workers[0].pid, flush=True))
+        await start(executor, {{"fail": "hang"}})
+    await start(executor)
+    print(executor._workers[0].pid, flush=True)
+    if {when!r} == "exit":
+        os._exit(0)
+    if {when!r} == "unclosed":
+        return
+    await executor.execute_model(step(0, [103]))  # hangs
+    time.sleep(3600)
+asyncio.run(main())
+"""
+
+
+@pytest.mark.parametrize("when", ["starting", "stepping", "exit", "unclosed"])
+def test_the_host_dies(when: str) -> None:
+    """SIGKILL of the host, os._exit, or an end without close: the worker is gone within two seconds."""
+    host = subprocess.Popen(
+        [sys.executable, "-W", "ignore", "-c", textwrap.dedent(SCRIPT.format(here=str(HERE), when=when))],
+        stdout=subprocess.PIPE,
+        text=True,
+        env=os.environ | {"PYTHONPATH": str(HERE)},
+    )
+    assert host.stdout is not None
+    pid = int(host.stdout.readline())
+    if when in ("starting", "stepping"):
+        time.sleep(0.2)
+        assert psutil.pid_exists(pid)
+        host.kill()
+    host.wait()
+    host.stdout.close()
+    asyncio.run(gone(pid))
+    assert not leftovers()
+
+
+async def test_an_interrupt_in_the_terminal_does_not_reach_the_worker() -> None:
+    async with running() as executor:
+        assert os.getpgid(executor._workers[0].pid) != os.getpgid(0)
+        os.kill(executor._workers[0].pid, signal.SIGINT)
+        assert (await (await executor.execute_model(step(0, [5])))).token_ids[0] == 261
