@@ -173,9 +173,6 @@ class Penalties(_Feature):
         if self._used[request.req_idx]:
             self._new.append((request.req_idx, request.num_prompt_tokens, len(request.token_ids)))
 
-    def remove_request(self, row: int) -> None:
-        self._used[row] = False
-
     def apply_staged_writes(self) -> None:
         if not self._new:
             return

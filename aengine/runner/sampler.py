@@ -57,7 +57,6 @@ class Sampler:
             feature.add_request(request)
 
     def remove_request(self, row: int) -> None:
-        self._num_logprobs[row] = -1
         for feature in self._features:
             feature.remove_request(row)
 

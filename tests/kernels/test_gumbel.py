@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import random
 
 import numpy as np
@@ -10,6 +11,7 @@ import torch
 from scipy import stats
 
 from aengine.kernels.gumbel import BLOCK, gumbel_noise, gumbel_sample
+from aengine.kernels.philox import philox_rounds
 
 DRAWS = 20_000
 P_MIN = 1e-6
@@ -17,6 +19,26 @@ P_MIN = 1e-6
 
 def seeds_of(rng: random.Random, n: int) -> torch.Tensor:
     return torch.tensor([rng.randrange(-(2**63), 2**63) for _ in range(n)])
+
+
+def test_definition(rng: random.Random, gen: torch.Generator) -> None:
+    """Which noise goes where, spelled out: what any other body of the op has to give as well."""
+    for vocab_size in (100, BLOCK, 4 * BLOCK + 7):
+        logits = torch.randn(vocab_size, generator=gen) * 3
+        seed, position = rng.randrange(-(2**63), 2**63), rng.randrange(2**31)
+        num_blocks = -(-vocab_size // BLOCK)
+        noise = []
+        for j in range(BLOCK + num_blocks):
+            counter, key = [j // 4, position, 0, 0], [seed % 2**32, (seed >> 32) % 2**32]
+            words = philox_rounds(torch.tensor(counter).view(4, 1), torch.tensor(key).view(2, 1)).flatten()
+            noise.append(-math.log(-math.log((int(words[j % 4]) + 0.5) / 2**32)))
+        x = logits.double().tolist()
+        parts = [x[b * BLOCK : (b + 1) * BLOCK] for b in range(num_blocks)]
+        scores = [math.log(sum(map(math.exp, part))) + noise[BLOCK + b] for b, part in enumerate(parts)]
+        block = scores.index(max(scores))
+        inside = [value + g for value, g in zip(parts[block], noise)]
+        wanted = block * BLOCK + inside.index(max(inside))
+        assert gumbel_sample(logits[None], torch.tensor([seed]), torch.tensor([position]))[0].tolist() == [wanted]
 
 
 def test_noise_is_standard_gumbel(rng: random.Random) -> None:

@@ -37,12 +37,13 @@ def test_against_naive(rng: random.Random, gen: torch.Generator, vocab_size: int
     cutoff = top_k_top_p_cutoff(logits, torch.tensor(top_k, dtype=torch.int32), p, max_top_k)
     assert cutoff.shape == (n, 1) and cutoff.dtype == torch.float32
     for i in range(n):
-        kept = int((logits[i] >= cutoff[i]).sum())
-        wanted = naive_cutoff(logits[i].tolist(), top_k[i], float(p[i]))
-        expected = int((logits[i] >= wanted).sum())
-        # The total over a whole vocabulary is a float32 sum: a nucleus of thousands may end one token earlier or later.
-        tolerance = 1 if spread < 1 and top_k[i] in (0, vocab_size, 2 * vocab_size) and p[i] < 1 else 0
-        assert abs(kept - expected) <= tolerance, (i, top_k[i], top_p[i])
+        # The total over a whole vocabulary is a float32 sum, so a nucleus may end where a slightly other top_p's does.
+        slack = 3e-6 if p[i] < 1 else 0.0
+        fewest, most = (
+            int((logits[i] >= naive_cutoff(logits[i].tolist(), top_k[i], min(float(p[i]) * (1 + nudge), 1.0))).sum())
+            for nudge in (-slack, slack)
+        )
+        assert fewest <= (logits[i] >= cutoff[i]).sum() <= most, (i, top_k[i], top_p[i])
 
 
 def test_ties_with_the_last_stay() -> None:

@@ -70,7 +70,7 @@ CASES: dict[str, dict[str, Any]] = {
         "repetition_penalty": 0.8,
         "frequency_penalty": -0.3,
         "presence_penalty": 0.4,
-        "bias_token_ids": [8, 10],
+        "bias_token_ids": [2, 4],
         "bias_values": [1.5, -1.0],
         "min_tokens": 9,
         "stop_token_ids": [11, 12],

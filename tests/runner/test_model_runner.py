@@ -7,7 +7,7 @@ import random
 import numpy as np
 import pytest
 import torch
-from runner_fakes import FakeModel, expected_logits, make_runner, request, step
+from runner_fakes import ConstantModel, FakeModel, expected_logits, make_runner, request, step
 
 from aengine.errors import InternalError
 from aengine.ipc.messages import GrammarOutput, SchedulerOutput, int32
@@ -261,22 +261,27 @@ def test_min_tokens_bans_stop_ids_until_then() -> None:
 
 
 def test_penalties_follow_what_is_generated() -> None:
-    runner, _ = fake_runner()
-    for _ in range(2):  # the second request takes the first one's row, and none of its counts
-        prompt, resumed = [1, 2, 3, 2], [30, 30]
+    """Constant logits close to each other, so that every count decides."""
+    flat = torch.linspace(1.0, 2.0, VOCAB)
+    runner = make_runner(ConstantModel(flat), VOCAB)
+    for frequency, presence in (
+        (0.3, -0.2),
+        (0.05, 0.1),
+    ):  # the second takes the first one's row, and none of its counts
+        prompt, resumed = [1, 2, 3, 2], [96, 96]
         ids = prompt + resumed
-        new = request(
-            1, ids, range(5), num_prompt_tokens=4, repetition_penalty=1.7, frequency_penalty=2.0, presence_penalty=-1.5
-        )
+        penalties = {"repetition_penalty": 0.9, "frequency_penalty": frequency, "presence_penalty": presence}
+        new = request(1, ids, range(5), num_prompt_tokens=4, **penalties)
         got = [step(runner, {1: 6}, new=[new]).token_ids[0]] + [step(runner, {1: 1}).token_ids[0] for _ in range(10)]
         for token in got:
-            logits = expected_logits(ids, VOCAB).double()
+            logits = flat.double()
             for seen in set(ids):
                 count = ids[4:].count(seen)
-                logits[seen] = logits[seen] / 1.7 if logits[seen] > 0 else logits[seen] * 1.7
-                logits[seen] -= 2.0 * count - 1.5 * (count > 0)
+                logits[seen] = logits[seen] / 0.9
+                logits[seen] -= frequency * count + presence * (count > 0)
             assert token == int(logits.argmax())
             ids.append(token)
+        assert max(map(got.count, got)) > 1
         step(runner, removed=[1])
 
 
