@@ -22,7 +22,7 @@ __all__ = ["AsyncOutput"]
 
 
 class AsyncOutput:
-    """Of a step with ``num_reqs`` requests, of which those at ``sampling`` (host int64 [n]) got a token.
+    """Of a step with ``num_reqs`` requests; those at batch positions ``sampling`` (host int64 [n]) got a token.
 
     ``row_errors``: batch position to the error of a request that failed before it was sampled.
     """
@@ -79,9 +79,9 @@ def _unsampled(batch_idx: int, check: float) -> RowError:
 
 
 def _columns(tensors: LogprobTensors, errors: Mapping[int, RowError]) -> LogprobColumns | None:
-    """Cut each row to the alternatives that it asked for, and leave out failed rows."""
-    keep = np.array([int(b) not in errors for b in tensors.batch_idx], dtype=bool)
-    if not keep.any():
+    """Cut each row to the alternatives that it asked for, leave out failed rows, order by batch position."""
+    keep = [i for i in np.argsort(tensors.batch_idx) if int(tensors.batch_idx[i]) not in errors]
+    if not keep:
         return None
     counts = tensors.counts[keep]
     wanted = np.arange(tensors.values.shape[1]) < counts[:, None]

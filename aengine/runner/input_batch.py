@@ -1,4 +1,8 @@
-"""One step's batch, gathered from the persistent rows; nothing of it outlives the step."""
+"""One step's batch, gathered from the persistent rows; nothing of it outlives the step.
+
+The requests are put in the order that the attention likes, those that compute one token first; ``batch_idx`` remembers
+where the scheduler had them.
+"""
 
 from __future__ import annotations
 
@@ -27,16 +31,17 @@ def to_device(column: Rows, device: torch.device) -> Tensor:
 
 @dataclass(slots=True)
 class InputBatch:
-    """The requests of a step, in the order of its SchedulerOutput. Tensors are on the device; "host" marks numpy."""
+    """The requests of a step, decodes first. Tensors are on the device; "host" marks numpy."""
 
     num_reqs: int
     num_tokens: int  # over all requests
     max_query_len: int
     max_seq_len: int
+    batch_idx: Rows  # host int64 [num_reqs]: position of each request in the SchedulerOutput
     rows: Rows  # host int64 [num_reqs]: row of each request
     query_lens: Rows  # host int64 [num_reqs]: tokens that each computes
     seq_lens_host: Rows  # host int64 [num_reqs]: seq_lens
-    sampling: Rows  # host int64 [num_sampled]: batch positions that sample, in order
+    sampling: Rows  # host int64 [num_sampled]: which requests sample, ascending
     idx_mapping: Tensor  # int64 [num_reqs]: rows
     input_ids: Tensor  # int64 [num_tokens]
     positions: Tensor  # int64 [num_tokens]
@@ -48,9 +53,11 @@ class InputBatch:
 
     @classmethod
     def gather(cls, out: SchedulerOutput, requests: RequestState, tables: BlockTables) -> InputBatch:
-        """Raises InternalError if the step does not fit the rows, before anything on the device has changed."""
-        rows = np.array(out.req_idx, dtype=np.int64)
+        """Raises InternalError if the step does not fit the rows, before the model has run."""
         query_lens = np.array(out.num_scheduled_tokens, dtype=np.int64)
+        batch_idx = np.argsort(query_lens != 1, kind="stable")
+        query_lens = query_lens[batch_idx]
+        rows = np.array(out.req_idx, dtype=np.int64)[batch_idx]
         _check(rows, query_lens, requests)
         seq_lens = requests.num_computed_tokens[rows] + query_lens
         num_tokens_of_row = requests.num_tokens[rows]
@@ -77,6 +84,7 @@ class InputBatch:
             num_tokens=num_tokens,
             max_query_len=int(query_lens.max()),
             max_seq_len=max_seq_len,
+            batch_idx=batch_idx,
             rows=rows,
             query_lens=query_lens,
             seq_lens_host=seq_lens,
@@ -106,7 +114,7 @@ class SampleBatch:
     """The requests of a batch that sample in this step; n of them, one row of logits each."""
 
     rows: Rows  # host int64 [n]
-    batch_idx: Rows  # host int64 [n]: position in the step's batch
+    batch_idx: Rows  # host int64 [n]: position in the SchedulerOutput
     num_generated: Rows  # host int64 [n]: tokens of the completion so far
     rows_device: Tensor  # int64 [n]: rows
     scalars: Scalars  # columns of [n]
@@ -120,7 +128,7 @@ class SampleBatch:
         rows_device = batch.idx_mapping if whole else to_device(rows, batch.idx_mapping.device)
         return cls(
             rows=rows,
-            batch_idx=batch.sampling,
+            batch_idx=batch.batch_idx[batch.sampling],
             num_generated=requests.num_tokens[rows] - requests.num_prompt_tokens[rows],
             rows_device=rows_device,
             scalars=requests.scalars.select(rows_device),

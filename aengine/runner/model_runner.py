@@ -53,7 +53,7 @@ class ExecuteModelState:
     step_id: int
     batch: InputBatch | None  # None: a step without requests
     logits: Tensor | None  # float32 [num_sampled, vocab_size]; None: nothing samples
-    row_errors: dict[int, RowError] = field(default_factory=dict)  # by batch position
+    row_errors: dict[int, RowError] = field(default_factory=dict)  # by position in the SchedulerOutput
 
 
 class ModelRunner:
@@ -130,7 +130,7 @@ class ModelRunner:
             sample_batch = SampleBatch.gather(batch, self._requests, grammar)
             sampled = self._sampler.sample(state.logits, sample_batch)
             self._requests.append(sample_batch.rows, sample_batch.rows_device, sampled.token_ids)
-        return AsyncOutput(state.step_id, batch.num_reqs, batch.sampling, sampled, state.row_errors)
+        return AsyncOutput(state.step_id, batch.num_reqs, batch.batch_idx[batch.sampling], sampled, state.row_errors)
 
     def _update_rows(self, out: SchedulerOutput) -> None:
         """In the order of the SchedulerOutput's fields, so that a row may be freed and taken in one step."""
@@ -152,7 +152,7 @@ class ModelRunner:
     def _errors_of(self, batch: InputBatch) -> dict[int, RowError]:
         if not self._row_faults:
             return {}
-        places = ((i, self._row_faults.get(int(row))) for i, row in enumerate(batch.rows))
+        places = ((int(i), self._row_faults.get(int(row))) for i, row in zip(batch.batch_idx, batch.rows, strict=True))
         return {i: RowError(i, *fault) for i, fault in places if fault is not None}
 
 
