@@ -1,0 +1,96 @@
+"""Attention over the paged KV cache, causal, with grouped heads and an optional sliding window.
+
+The query at position p attends to keys at positions <= p; with a window of w, only to those > p - w. Heads are grouped:
+query head h reads key-value head h // (num_heads / num_kv_heads). Softmax in float32.
+
+The cache of a layer is [num_blocks, block_size, 2, num_kv_heads, head_dim]: key and value heads of a token side by
+side, so that a block is one run of memory and a token is written, or gathered, in one piece.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from .seat import no_body
+
+__all__ = ["decode_attention", "prefill_attention"]
+
+
+def prefill_attention(
+    q: Tensor, kv: Tensor, kv_cache: Tensor, block_ids: Tensor, seq_len: int, scale: float, window: int | None
+) -> Tensor:
+    """One sequence of which the last tokens are new.
+
+    Args:
+        q: [query_len, num_heads, head_dim] of the new tokens.
+        kv: [query_len, 2, num_kv_heads, head_dim], what the cache holds of them already.
+        kv_cache: see above.
+        block_ids: int64 [ceil(seq_len / block_size)]: the sequence's blocks.
+        seq_len: tokens in all, the new ones included.
+
+    Returns:
+        [query_len, num_heads * head_dim].
+    """
+    if q.device.type != "cpu":
+        raise no_body("prefill_attention", q)
+    query_len, num_heads, head_dim = q.shape
+    num_kv_heads = kv_cache.shape[3]
+    if seq_len > query_len:
+        kv = kv_cache.index_select(0, block_ids).flatten(0, 1)[:seq_len]
+    groups = num_heads // num_kv_heads
+    # Key-value heads as batch, the query heads of each as heads; keys are shared by a stride of 0, not copied.
+    grouped = q.view(query_len, num_kv_heads, groups, head_dim).permute(1, 2, 0, 3)
+    keys, values = (t.transpose(0, 1).unsqueeze(1).expand(-1, groups, -1, -1) for t in kv.unbind(1))
+    whole = seq_len == query_len and (window is None or window >= seq_len)
+    mask = None if whole else _causal_mask(query_len, seq_len, window, q.device)
+    out = F.scaled_dot_product_attention(grouped, keys, values, attn_mask=mask, is_causal=whole, scale=scale)
+    return out.permute(2, 0, 1, 3).reshape(query_len, num_heads * head_dim)
+
+
+def _causal_mask(query_len: int, seq_len: int, window: int | None, device: torch.device) -> Tensor:
+    """bool [query_len, seq_len]: True where the query may look."""
+    mask = torch.ones(query_len, seq_len, dtype=torch.bool, device=device).tril_(seq_len - query_len)
+    return mask if window is None else mask.triu_(seq_len - query_len - window + 1)
+
+
+def decode_attention(
+    q: Tensor, kv_cache: Tensor, block_table: Tensor, seq_lens: Sequence[int], scale: float, window: int | None
+) -> Tensor:
+    """One new token a sequence.
+
+    Args:
+        q: [num_seqs, num_heads, head_dim].
+        kv_cache: see above; the new tokens' keys and values are in it.
+        block_table: int64 [num_seqs, num_blocks]; entries past a sequence's own are ignored.
+        seq_lens: tokens of each sequence, the new one included.
+
+    Returns:
+        [num_seqs, num_heads * head_dim].
+    """
+    if q.device.type != "cpu":
+        raise no_body("decode_attention", q)
+    num_seqs, num_heads, head_dim = q.shape
+    block_size, num_kv_heads = kv_cache.shape[1], kv_cache.shape[3]
+    longest = max(seq_lens)
+    num_blocks = -(-longest // block_size)
+    gathered = kv_cache.index_select(0, block_table[:, :num_blocks].reshape(-1))
+    keys, values = gathered.view(num_seqs, num_blocks * block_size, 2, num_kv_heads, head_dim).unbind(2)
+    mask = None
+    if min(seq_lens) == longest and window is None:
+        keys, values = keys[:, :longest], values[:, :longest]
+    else:
+        lens = torch.tensor(seq_lens)[:, None]
+        places = torch.arange(num_blocks * block_size)
+        mask = places < lens
+        if window is not None:
+            mask &= places >= lens - window
+        mask = mask[:, None, None, :]
+    grouped = q.view(num_seqs, num_kv_heads, num_heads // num_kv_heads, head_dim)
+    out = F.scaled_dot_product_attention(
+        grouped, keys.transpose(1, 2), values.transpose(1, 2), attn_mask=mask, scale=scale
+    )
+    return out.reshape(num_seqs, num_heads * head_dim)

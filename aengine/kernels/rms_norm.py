@@ -1,0 +1,30 @@
+"""RMS normalisation, alone or after adding to the residual stream.
+
+    rms_norm(x)[i] = x[i] * weight / sqrt(mean(x[i]^2) + eps)            Zhang and Sennrich 2019, arXiv:1910.07467
+
+Computed in float32 whatever the dtype of ``x``.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from .seat import no_body
+
+__all__ = ["add_rms_norm", "rms_norm"]
+
+
+def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
+    """Normalised rows, in x's dtype, for x [..., size] and weight [size]."""
+    assert x.shape[-1] == weight.shape[0], f"rms_norm of rows of {x.shape[-1]} with a weight of {weight.shape[0]}"
+    if x.device.type != "cpu":
+        raise no_body("rms_norm", x)
+    return torch.rms_norm(x, weight.shape, weight, eps)
+
+
+def add_rms_norm(x: Tensor, residual: Tensor, weight: Tensor, eps: float) -> Tensor:
+    """Add x to ``residual`` in place, and return the sum normalised. Both [n, size]."""
+    assert x.shape == residual.shape, f"{tuple(x.shape)} can't be added to a residual of {tuple(residual.shape)}"
+    residual.add_(x)
+    return rms_norm(residual, weight, eps)

@@ -1,0 +1,89 @@
+"""Attention of one step: the batch's metadata and the KV cache, as the model's layers call them.
+
+InputBatch ──> AttentionMetadata ──┐
+KvCache (one tensor a layer) ──────┴──> Attention.forward(layer, q, k, v): writes KV, attends
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from ..kernels.kv_write import write_kv
+from ..kernels.paged_attention import decode_attention, prefill_attention
+from .model_config import ModelConfig
+
+__all__ = ["Attention", "AttentionMetadata", "KvCache"]
+
+DEFAULT_BLOCK_SIZE = 16
+
+
+class KvCache:
+    """The paged KV of all layers: one tensor [num_blocks, block_size, 2, num_kv_heads, head_dim] each.
+
+    The memory is taken from the system when a block is first written.
+    """
+
+    def __init__(self, config: ModelConfig, num_blocks: int, block_size: int, dtype: torch.dtype, device: torch.device):
+        shape = (num_blocks, block_size, 2, config.num_kv_heads, config.head_dim)
+        # calloc: pages of zeros that cost nothing until they are touched. A block that was never written is gathered
+        # too, under a mask; it must not hold NaN.
+        self.layers = [torch.zeros(shape, dtype=dtype, device=device) for _ in range(config.num_layers)]
+        self.block_size = block_size
+
+    @staticmethod
+    def bytes_per_block(config: ModelConfig, block_size: int, dtype: torch.dtype) -> int:
+        return config.num_layers * block_size * 2 * config.num_kv_heads * config.head_dim * dtype.itemsize
+
+
+@dataclass(slots=True)
+class AttentionMetadata:
+    """Of one step, the same for all its layers."""
+
+    query_lens: list[int]  # host [num_reqs]: tokens that each request computes
+    seq_lens: list[int]  # host [num_reqs]: its tokens in all, those of this step included
+    block_table: Tensor  # int64 [num_reqs, max_blocks]
+    slot_mapping: Tensor  # int64 [num_tokens]
+
+
+class Attention:
+    """Calls the kernels for one step. Leading requests of one token each are attended to together, others alone."""
+
+    def __init__(self, kv_cache: KvCache, metadata: AttentionMetadata) -> None:
+        self._caches = kv_cache.layers
+        self._slot_mapping = metadata.slot_mapping
+        query_lens = metadata.query_lens
+        self._num_decodes = next((i for i, n in enumerate(query_lens) if n > 1), len(query_lens))
+        self._decode_lens = metadata.seq_lens[: self._num_decodes]
+        self._decode_table = metadata.block_table[: self._num_decodes]
+        self._prefills: list[tuple[int, int, int, Tensor]] = []  # first token, past the last, seq_len, block ids
+        start = self._num_decodes
+        for i in range(self._num_decodes, len(query_lens)):
+            seq_len = metadata.seq_lens[i]
+            num_blocks = -(-seq_len // kv_cache.block_size)
+            self._prefills.append((start, start + query_lens[i], seq_len, metadata.block_table[i, :num_blocks]))
+            start += query_lens[i]
+
+    def forward(self, layer: int, q: Tensor, kv: Tensor, scale: float, window: int | None = None) -> Tensor:
+        """Write the KV of all tokens of the step, then attend.
+
+        Args:
+            layer: which layer's cache.
+            q: [num_tokens, num_heads, head_dim], turned by position.
+            kv: [num_tokens, 2, num_kv_heads, head_dim]: keys, turned by position, and values.
+            window: tokens that a query looks back on, itself included; None: all.
+
+        Returns:
+            [num_tokens, num_heads * head_dim].
+        """
+        cache = self._caches[layer]
+        write_kv(kv.flatten(1), cache.view(cache.shape[0] * cache.shape[1], -1), self._slot_mapping)
+        parts = []
+        if self._num_decodes:
+            decode = q[: self._num_decodes]
+            parts.append(decode_attention(decode, cache, self._decode_table, self._decode_lens, scale, window))
+        for start, stop, seq_len, block_ids in self._prefills:
+            parts.append(prefill_attention(q[start:stop], kv[start:stop], cache, block_ids, seq_len, scale, window))
+        return parts[0] if len(parts) == 1 else torch.cat(parts)

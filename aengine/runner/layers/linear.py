@@ -1,0 +1,163 @@
+"""Linear layers, and the number formats that their weights may have on a CPU.
+
+    format     weights              activations   when
+    float32    float32              float32       dtype="float32": exact
+    bfloat16   bfloat16             bfloat16      dtype="bfloat16"
+    float16    float16, twice       float32       dtype="auto" and "float16": half the bytes of float32 at small
+                                                  batches, and the matrix units' 16-bit rate at large ones
+
+In the float16 format a batch of a few rows goes through FBGEMM, which reads float16 weights and multiplies in float32.
+A larger one goes through whichever is faster on this processor, measured once (`Float16Plan`).
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from functools import cache, partial
+from typing import Protocol
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from .slot import Slot
+
+__all__ = ["Linear", "LinearFormat", "Weight"]
+
+FLOAT16_MAX = 65504.0
+
+
+class Weight(Protocol):
+    """A weight [out_features, in_features] with its bias, in some format."""
+
+    def __call__(self, x: Tensor) -> Tensor:
+        """[n, out_features] for x [n, in_features]."""
+
+
+@dataclass(slots=True)
+class PlainWeight:
+    """As torch has it: float32 or bfloat16, on any device."""
+
+    weight: Tensor
+    bias: Tensor | None
+
+    def __call__(self, x: Tensor) -> Tensor:
+        return F.linear(x, self.weight, self.bias)
+
+
+class Float16Weight:
+    """float16 weights under float32 activations, on a CPU."""
+
+    __slots__ = ("_bias", "_half", "_packed", "_plan")
+
+    def __init__(self, weight: Tensor, bias: Tensor | None) -> None:
+        self._plan = float16_plan()
+        self._bias = bias
+        self._packed = torch.ops.quantized.linear_prepack_fp16(weight.float(), bias)
+        self._half = weight.half() if self._plan.large is half_linear else None
+
+    def __call__(self, x: Tensor) -> Tensor:
+        if self._half is None or x.shape[0] < self._plan.first_large:
+            return torch.ops.quantized.linear_dynamic_fp16(x, self._packed)
+        return half_linear(x, self._half, self._bias)
+
+
+def half_linear(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+    """float32 in and out, float16 between, summed in float32 by oneDNN. Values past float16's range are cut to it."""
+    out = F.linear(x.clamp(-FLOAT16_MAX, FLOAT16_MAX).half(), weight).float()
+    return out if bias is None else out.add_(bias)
+
+
+@dataclass(frozen=True, slots=True)
+class Float16Plan:
+    """What the measurement found: from ``first_large`` rows on, ``large`` is faster than FBGEMM; None: it never is."""
+
+    large: Callable[..., Tensor] | None
+    first_large: int
+
+
+@cache
+def float16_plan() -> Float16Plan:
+    """Time both on a matrix of middling size; some 20 ms, once a process.
+
+    Processors with 16-bit matrix units (AMX) multiply float16 several times faster than float32; on others torch's
+    float16 product is far slower than FBGEMM's.
+    """
+    weight = torch.randn(1536, 576) * 0.05
+    packed = torch.ops.quantized.linear_prepack_fp16(weight, None)
+    half = weight.half()
+    for rows in (4, 8, 16, 32):
+        x = torch.randn(rows, 576)
+        plain = _fastest(lambda x=x: torch.ops.quantized.linear_dynamic_fp16(x, packed))  # type: ignore[misc]
+        if _fastest(lambda x=x: half_linear(x, half, None)) < plain:  # type: ignore[misc]
+            return Float16Plan(half_linear, rows)
+    return Float16Plan(None, 0)
+
+
+def _fastest(call: Callable[[], Tensor], repeats: int = 12) -> float:
+    best = float("inf")
+    for _ in range(repeats):
+        begun = time.perf_counter()
+        call()
+        best = min(best, time.perf_counter() - begun)
+    return best
+
+
+@dataclass(frozen=True, slots=True)
+class LinearFormat:
+    """How the weights of a model are kept, and in which dtype activations and KV are."""
+
+    name: str
+    dtype: torch.dtype
+
+    @classmethod
+    def choose(cls, dtype: str, device: torch.device) -> LinearFormat:
+        """From the setting ``dtype``, see the table above."""
+        if device.type == "cpu" and dtype in ("auto", "float16"):
+            return cls("float16", torch.float32)
+        name = "bfloat16" if dtype == "auto" else dtype
+        return cls(name, getattr(torch, name))
+
+    def pack(self, weight: Tensor, bias: Tensor | None) -> Weight:
+        if self.name == "float16" and weight.device.type == "cpu":
+            return Float16Weight(weight, None if bias is None else bias.float())
+        return PlainWeight(weight.to(self.dtype), None if bias is None else bias.to(self.dtype))
+
+
+class Linear:
+    """y = x W^T + b, possibly of several checkpoint matrices side by side (q, k, v; gate, up).
+
+    ``parts``: checkpoint name and output features of each. When the last tensor has come, they are joined in the
+    format in which they are multiplied, and the originals let go.
+    """
+
+    def __init__(self, in_features: int, parts: list[tuple[str, int]], bias: bool, linear_format: LinearFormat) -> None:
+        self._in_features = in_features
+        self._parts = parts
+        self._has_bias = bias
+        self._format = linear_format
+        self._loaded: dict[tuple[str, int], Tensor] = {}
+        self._weight: Weight | None = None
+
+    def slots(self) -> Iterator[Slot]:
+        for i, (name, features) in enumerate(self._parts):
+            yield Slot(f"{name}.weight", (features, self._in_features), partial(self._load, "weight", i))
+            if self._has_bias:
+                yield Slot(f"{name}.bias", (features,), partial(self._load, "bias", i))
+
+    def _load(self, kind: str, part: int, tensor: Tensor) -> None:
+        self._loaded[kind, part] = tensor
+        if len(self._loaded) == len(self._parts) * (1 + self._has_bias):
+            bias = self._join("bias") if self._has_bias else None
+            self._weight = self._format.pack(self._join("weight"), bias)
+            self._loaded = {}
+
+    def _join(self, kind: str) -> Tensor:
+        tensors = [self._loaded[kind, part] for part in range(len(self._parts))]
+        return tensors[0] if len(tensors) == 1 else torch.cat(tensors)
+
+    def __call__(self, x: Tensor) -> Tensor:
+        assert self._weight is not None, "weights are not loaded"
+        return self._weight(x)
