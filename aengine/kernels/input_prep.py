@@ -9,7 +9,7 @@ from torch import Tensor
 
 from .seat import no_body
 
-__all__ = ["PreparedInputs", "append_tokens", "prepare_inputs"]
+__all__ = ["PreparedInputs", "append_tokens", "gather_block_table", "prepare_inputs"]
 
 
 class PreparedInputs(NamedTuple):
@@ -64,6 +64,27 @@ def prepare_inputs(
         query_start_loc=query_start_loc,
         seq_lens=(first + num_scheduled_tokens).int(),
     )
+
+
+def gather_block_table(
+    block_table: Tensor, idx_mapping: Tensor, seq_lens: Tensor, block_size: int, width: int
+) -> Tensor:
+    """int32 [num_reqs, width]: the blocks of each request; past its own, its first one again.
+
+    What a row holds there belongs to others by now. Attention gathers it under a mask, but a NaN times the mask's zero
+    is a NaN: another request's must not come near.
+
+    Args:
+        block_table: int32 [max_num_seqs, max_blocks_per_seq]
+        idx_mapping: int64 [num_reqs]
+        seq_lens: int32 [num_reqs], at most width * block_size
+    """
+    assert idx_mapping.dtype == torch.int64 and seq_lens.shape == idx_mapping.shape
+    if block_table.device.type != "cpu":
+        raise no_body("gather_block_table", block_table)
+    blocks = block_table[:, :width].index_select(0, idx_mapping)
+    own = torch.arange(0, width * block_size, block_size) < seq_lens[:, None]
+    return torch.where(own, blocks, blocks[:, :1])
 
 
 def append_tokens(token_ids: Tensor, num_tokens: Tensor, rows: Tensor, sampled: Tensor) -> None:

@@ -12,6 +12,8 @@ from .staged_writes import StagedArena
 
 __all__ = ["BlockTables"]
 
+Rows = npt.NDArray[np.int64]
+
 
 class BlockTables:
     """The device table, and how long each row is. The host decides who gets which block; this only keeps the lists."""
@@ -22,11 +24,13 @@ class BlockTables:
         self.block_size = block_size
         self.table = arena.part("block_table")  # int32 [max_num_seqs, max_blocks_per_seq]
         self._length = np.zeros(self.table.shape[0], dtype=np.int64)  # [max_num_seqs] blocks of each row
+        self._fresh: list[int] = []  # given to someone since take_fresh, and holding what their last owner left
 
-    def replace(self, row: int, block_ids: array[int]) -> None:
-        """A new request's blocks."""
+    def replace(self, row: int, block_ids: array[int], num_computed_tokens: int) -> None:
+        """A new request's blocks, of which the first hold ``num_computed_tokens`` tokens already."""
         self._length[row] = 0
         self._append(row, np.array(block_ids, dtype=np.int32))
+        self._fresh.extend(block_ids[-(-num_computed_tokens // self.block_size) :])
 
     def append(self, rows: array[int], block_ids: array[int]) -> None:
         """One more block for each of ``rows``; a row that gets several is there several times."""
@@ -34,8 +38,14 @@ class BlockTables:
             if not 0 <= row < len(self._length):
                 raise InternalError(f"a block for row {row}, but there are {len(self._length)} rows")
             self._append(row, np.array([block_id], dtype=np.int32))
+        self._fresh.extend(block_ids)
 
-    def check_room(self, rows: npt.NDArray[np.int64], seq_lens: npt.NDArray[np.int64]) -> None:
+    def take_fresh(self) -> Rows:
+        """Host int64 [m]: the blocks that changed hands since the last call."""
+        fresh, self._fresh = self._fresh, []
+        return np.array(fresh, dtype=np.int64)
+
+    def check_room(self, rows: Rows, seq_lens: Rows) -> None:
         """Raise InternalError if a row's tokens would pass its blocks: they would land in another request's KV."""
         short = seq_lens > self._length[rows] * self.block_size
         if short.any():

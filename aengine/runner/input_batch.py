@@ -15,7 +15,7 @@ from torch import Tensor
 
 from ..errors import InternalError
 from ..ipc.messages import GrammarOutput, SchedulerOutput
-from ..kernels.input_prep import prepare_inputs
+from ..kernels.input_prep import gather_block_table, prepare_inputs
 from .block_tables import BlockTables
 from .request_state import RequestState, Scalars
 
@@ -48,7 +48,7 @@ class InputBatch:
     slot_mapping: Tensor  # int64 [num_tokens]
     query_start_loc: Tensor  # int32 [num_reqs + 1]
     seq_lens: Tensor  # int32 [num_reqs], this step's tokens included
-    block_table: Tensor  # int32 [num_reqs, ceil(max_seq_len / block_size)]
+    block_table: Tensor  # int32 [num_reqs, ceil(max_seq_len / block_size)]; past a request's own, its first
     logits_indices: Tensor | None  # int64 [num_sampled]: the last token of each that samples; None: every token
 
     @classmethod
@@ -78,7 +78,7 @@ class InputBatch:
             num_tokens,
         )
         every_token = len(sampling) == num_tokens
-        num_blocks = -(-max_seq_len // tables.block_size)
+        width = -(-max_seq_len // tables.block_size)
         return cls(
             num_reqs=len(rows),
             num_tokens=num_tokens,
@@ -95,7 +95,7 @@ class InputBatch:
             slot_mapping=inputs.slot_mapping,
             query_start_loc=inputs.query_start_loc,
             seq_lens=inputs.seq_lens,
-            block_table=tables.table[:, :num_blocks].index_select(0, idx_mapping),
+            block_table=gather_block_table(tables.table, idx_mapping, inputs.seq_lens, tables.block_size, width),
             logits_indices=None if every_token else to_device(np.cumsum(query_lens)[sampling] - 1, device),
         )
 

@@ -23,16 +23,16 @@ from ..errors import InternalError
 from ..ipc.messages import GrammarOutput, NewRequest, RowError, SchedulerOutput
 from .async_output import AsyncOutput
 from .block_tables import BlockTables
-from .input_batch import InputBatch, SampleBatch
+from .input_batch import InputBatch, SampleBatch, to_device
 from .request_state import SCALAR_WORDS, RequestState
 from .sampler import Sampler
 from .staged_writes import StagedArena
 
-__all__ = ["ExecuteModelState", "Model", "ModelRunner"]
+__all__ = ["ExecuteModelState", "KvMemory", "Model", "ModelRunner"]
 
 
 class Model(Protocol):
-    """What the runner needs of a model. ``attn`` is what the runner's ``bind_attention`` makes of a batch."""
+    """What the runner needs of a model. ``attn`` is what ``KvMemory.bind`` makes of a batch."""
 
     def forward(self, input_ids: Tensor, positions: Tensor, attn: Any) -> Tensor:
         """hidden [num_tokens, hidden_size] for int64 [num_tokens] ids and positions; writes and reads KV by attn."""
@@ -41,9 +41,14 @@ class Model(Protocol):
         """float32 [n, vocab_size], a new tensor, for hidden [n, hidden_size]."""
 
 
-class BindAttention(Protocol):
-    def __call__(self, batch: InputBatch) -> Any:
-        """The attention of one step: the KV cache together with the batch's metadata."""
+class KvMemory(Protocol):
+    """The KV cache of all layers, as the runner sees it."""
+
+    def bind(self, batch: InputBatch) -> Any:
+        """The attention of one step: the cache together with the batch's metadata."""
+
+    def clear_blocks(self, block_ids: Tensor) -> None:
+        """Blocks (int64 [m]) have a new owner, who must not find there what could spoil a sum under a mask."""
 
 
 @dataclass(slots=True)
@@ -62,7 +67,7 @@ class ModelRunner:
     def __init__(
         self,
         model: Model,
-        bind_attention: BindAttention,
+        kv_memory: KvMemory,
         *,
         vocab_size: int,
         max_num_seqs: int,
@@ -72,7 +77,7 @@ class ModelRunner:
         device: torch.device,
     ) -> None:
         self._model = model
-        self._bind_attention = bind_attention
+        self._kv_memory = kv_memory
         self._vocab_size = vocab_size
         self._arena = StagedArena(
             {
@@ -102,7 +107,7 @@ class ModelRunner:
             self._state = ExecuteModelState(out.step_id, None, None)
             return
         batch = InputBatch.gather(out, self._requests, self._tables)
-        hidden = self._model.forward(batch.input_ids, batch.positions, self._bind_attention(batch))
+        hidden = self._model.forward(batch.input_ids, batch.positions, self._kv_memory.bind(batch))
         logits = None
         if len(batch.sampling):
             last = hidden if batch.logits_indices is None else hidden.index_select(0, batch.logits_indices)
@@ -144,8 +149,11 @@ class ModelRunner:
                 self._row_faults[request.req_idx] = ("InvalidRequestError", fault)
             self._requests.add_request(request)
             self._sampler.add_request(request)
-            self._tables.replace(request.req_idx, request.block_ids)
+            self._tables.replace(request.req_idx, request.block_ids, request.num_computed_tokens)
         self._tables.append(out.block_rows, out.block_ids)
+        fresh = self._tables.take_fresh()
+        if len(fresh):
+            self._kv_memory.clear_blocks(to_device(fresh, self._requests.token_ids.device))
         self._arena.apply()
         self._sampler.apply_staged_writes()
 

@@ -11,8 +11,7 @@ import torch
 from ..checkpoint.source import ModelSource
 from ..config import EngineConfig, num_worker_threads
 from ..errors import ModelLoadError
-from .attention import DEFAULT_BLOCK_SIZE, Attention, AttentionMetadata, KvCache
-from .input_batch import InputBatch
+from .attention import DEFAULT_BLOCK_SIZE, KvCache
 from .kv_memory import cpu_budget, plan_kv, resolve_max_model_len
 from .layers.linear import LinearFormat
 from .loader import load_weights
@@ -63,7 +62,7 @@ def load_runner(
     kv_cache = KvCache(model_config, plan.num_blocks, block_size, linear_format.dtype, device)
     runner = ModelRunner(
         model,
-        lambda batch: Attention(kv_cache, _metadata(batch)),
+        kv_cache,
         vocab_size=model_config.vocab_size,
         max_num_seqs=config.max_num_seqs,
         max_model_len=plan.max_model_len,
@@ -94,12 +93,3 @@ def _device(config: EngineConfig) -> torch.device:
     if not torch.cuda.is_available():
         raise ModelLoadError(f"device={config.device!r}, but torch {torch.__version__} sees no CUDA device: use 'cpu'")
     raise ModelLoadError(f"device={config.device!r} is not supported by this version yet: use 'cpu'")
-
-
-def _metadata(batch: InputBatch) -> AttentionMetadata:
-    return AttentionMetadata(
-        query_lens=batch.query_lens.tolist(),
-        seq_lens=batch.seq_lens_host.tolist(),
-        block_table=batch.block_table.long(),
-        slot_mapping=batch.slot_mapping,
-    )

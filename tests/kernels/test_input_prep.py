@@ -6,7 +6,7 @@ import random
 
 import torch
 
-from aengine.kernels.input_prep import append_tokens, prepare_inputs
+from aengine.kernels.input_prep import append_tokens, gather_block_table, prepare_inputs
 
 
 def test_against_loops(rng: random.Random, gen: torch.Generator) -> None:
@@ -34,6 +34,17 @@ def test_against_loops(rng: random.Random, gen: torch.Generator) -> None:
         assert got.query_start_loc.tolist() == starts
         assert got.seq_lens.tolist() == [int(computed[r]) + c for r, c in zip(batch, scheduled)]
         assert got.query_start_loc.dtype == got.seq_lens.dtype == torch.int32
+
+
+def test_block_table_shows_own_blocks_only(gen: torch.Generator) -> None:
+    table = torch.randint(0, 99, (5, 6), generator=gen, dtype=torch.int32)
+    rows, seq_lens = torch.tensor([3, 0, 4]), torch.tensor([8, 1, 13], dtype=torch.int32)
+    t = table.tolist()
+    assert gather_block_table(table, rows, seq_lens, 4, 4).tolist() == [
+        [t[3][0], t[3][1], t[3][0], t[3][0]],
+        [t[0][0]] * 4,
+        t[4][:4],
+    ]
 
 
 def test_append_tokens(rng: random.Random) -> None:

@@ -26,8 +26,21 @@ class FakeModel:
     def bind(self, batch: InputBatch) -> InputBatch:
         return batch
 
+    def clear_blocks(self, block_ids: Tensor) -> None:
+        self.kv.view(-1, self.block_size)[block_ids] = -7
+
+    def check_tails(self, attn: InputBatch) -> None:
+        """Nothing of others where a masked gather would read: own blocks only, clean past the own tokens."""
+        for table, seq_len in zip(attn.block_table.tolist(), attn.seq_lens.tolist()):
+            own = -(-seq_len // self.block_size)
+            assert set(table[own:]) <= {table[0]}
+            begin = table[own - 1] * self.block_size
+            tail = self.kv[begin : begin + self.block_size][(seq_len - 1) % self.block_size + 1 :]
+            assert (tail == -7).all(), "another request's KV behind the last token"
+
     def forward(self, input_ids: Tensor, positions: Tensor, attn: Any) -> Tensor:
         self.kv[attn.slot_mapping] = pair(input_ids, positions)
+        self.check_tails(attn)
         hidden = torch.empty(len(input_ids), 2, dtype=torch.int64)
         for i in range(attn.num_reqs):
             slots = torch.arange(int(attn.seq_lens[i]))
@@ -74,6 +87,9 @@ class ConstantModel:
     def bind(self, batch: InputBatch) -> None:
         return None
 
+    def clear_blocks(self, block_ids: Tensor) -> None:
+        pass
+
     def forward(self, input_ids: Tensor, positions: Tensor, attn: Any) -> Tensor:
         return input_ids[:, None]
 
@@ -83,7 +99,7 @@ class ConstantModel:
 
 def make_runner(model: FakeModel | ConstantModel, vocab_size: int, **limits: int) -> ModelRunner:
     settings = {"max_num_seqs": 8, "max_model_len": 64, "num_blocks": 40, "block_size": 4, **limits}
-    return ModelRunner(model, model.bind, vocab_size=vocab_size, device=torch.device("cpu"), **settings)
+    return ModelRunner(model, model, vocab_size=vocab_size, device=torch.device("cpu"), **settings)
 
 
 def request(row: int, token_ids: Sequence[int], blocks: Sequence[int], **fields: Any) -> NewRequest:
