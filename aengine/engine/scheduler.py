@@ -13,8 +13,9 @@ waiting, each by (priority, arrival): lower and earlier first. What keeps it rig
 * A row that is left is told as ``removed`` in the next step made, and may be given anew in that same step.
 * Blocks that are left are freed when the newest step made so far has been answered: no step in flight writes them.
 * A preempted request waits for its answers in flight (HELD), then its prompt and output are computed again.
-* Only a less urgent request is preempted. So the most urgent one with a row always gets its blocks, every request fits
-  into the pool alone (`max_tokens_capacity`), and nobody is admitted while one with a row lacks a block: all end.
+* Only a less urgent request is preempted, so the most urgent one with a row always gets its blocks; every request fits
+  into the pool alone (`max_tokens_capacity`); and one that lacks a block was given all that were free, so nobody is
+  admitted past it. Hence all end.
 """
 
 from __future__ import annotations
@@ -23,55 +24,18 @@ from collections import deque
 from operator import attrgetter
 
 from ..errors import InternalError
-from ..ipc.messages import ModelRunnerOutput, NewRequest, RowError, SchedulerOutput, int32
+from ..ipc.messages import ModelRunnerOutput, RowError, SchedulerOutput, int32
 from ..outputs import FinishReason
+from .batch import DecodeBatch, InFlightStep, StepDraft
 from .kv_cache import BlockPool, PrefixCache, private_root, shared_root
 from .request import Request, RequestStatus
+from .siblings import Siblings
 from .waiting import WaitingQueue
 
 __all__ = ["Scheduler"]
 
 _sort_key = attrgetter("sort_key")
 _CATCHING_UP, _DECODING, _DRAINING = RequestStatus.CATCHING_UP, RequestStatus.DECODING, RequestStatus.DRAINING
-
-
-class _Step:
-    """A step in flight."""
-
-    __slots__ = ("batch", "chunks", "leavers", "step_id")
-
-    def __init__(self, step_id: int, batch: list[Request], chunks: dict[int, int]) -> None:
-        self.step_id = step_id
-        self.batch = batch
-        self.chunks = chunks  # batch index of each row that does not sample: its computed tokens after this step
-        self.leavers: list[Request] = []  # their blocks are freed once this step is answered
-
-
-class _Draft:
-    """The part of a step under construction that is not plain decoding."""
-
-    __slots__ = ("budget", "coming", "counts", "extras", "grown_ids", "grown_rows", "new_requests", "short")
-
-    def __init__(self, budget: int) -> None:
-        self.budget = budget  # tokens that may still be scheduled
-        self.extras: list[Request] = []  # catching up or new
-        self.counts: list[int] = []  # tokens of each
-        self.new_requests: list[NewRequest] = []
-        self.grown_rows = int32()
-        self.grown_ids = int32()
-        self.short = False  # a request with a row did not get its blocks
-        self.coming = -1  # blocks that answers in flight will free, at most; -1: not counted yet
-
-    def add(self, request: Request, num_tokens: int) -> None:
-        self.extras.append(request)
-        self.counts.append(num_tokens)
-        self.budget -= num_tokens
-        request.num_computed_tokens += num_tokens
-
-    def grow(self, request: Request, block_ids: list[int]) -> None:
-        request.block_ids += block_ids
-        self.grown_ids.extend(block_ids)
-        self.grown_rows.extend([request.req_idx] * len(block_ids))
 
 
 class Scheduler:
@@ -100,29 +64,27 @@ class Scheduler:
         self.enable_prefix_caching = enable_prefix_caching
         self.max_in_flight_steps = max_in_flight_steps
 
-        self._pool = BlockPool(num_blocks)
-        self._cache = PrefixCache(self._pool, block_size)
         self._waiting = WaitingQueue()
-        self._following: set[Request] = set()
+        self._siblings = Siblings()
         self._held: set[Request] = set()
-        self._leaders: dict[str, Request] = {}  # index 0 of those with n > 1, until its prompt is computed
-        self._num_added = 0
-
         self._running: set[Request] = set()  # all that have a row
-        self._free_rows = list(range(self.num_rows - 1, -1, -1))
-        self._removed = int32()  # rows to be told as removed
-        self._catching_up: list[Request] = []
-        # Never changed in place, as steps in flight share the list and their messages the columns.
-        self._decoding: list[Request] = []
-        self._decode_rows = int32()
-        self._ones = int32()
-        self._decoding_is_stale = False  # someone in it has left
-
-        self._in_flight: deque[_Step] = deque()
+        self._num_added = 0
         self._next_step_id = 0
+        self._begin_worker(num_blocks)
+
         self.num_preemptions = 0
         self.prefix_cache_queries = 0  # prompt tokens looked up
         self.prefix_cache_hits = 0  # of them found
+
+    def _begin_worker(self, num_blocks: int) -> None:
+        """What is known of a worker that has not been told anything."""
+        self._pool = BlockPool(num_blocks)
+        self._cache = PrefixCache(self._pool, self.block_size)
+        self._free_rows = list(range(self.num_rows - 1, -1, -1))
+        self._removed = int32()  # rows to be told as removed
+        self._decoding = DecodeBatch()
+        self._catching_up: list[Request] = []
+        self._in_flight: deque[InFlightStep] = deque()
 
     @property
     def num_running(self) -> int:
@@ -130,7 +92,7 @@ class Scheduler:
 
     @property
     def num_waiting(self) -> int:
-        return len(self._waiting) + len(self._following) + len(self._held)
+        return len(self._waiting) + len(self._siblings.following) + len(self._held)
 
     @property
     def num_blocks(self) -> int:
@@ -152,15 +114,14 @@ class Scheduler:
             request.root_hash = shared_root(request.cache_salt)
         if request.params.n > 1 and request.num_prompt_tokens > self.block_size:
             if request.index == 0:
-                self._leaders[request.request_id] = request
+                self._siblings.lead(request)
                 if not self.enable_prefix_caching:
                     request.root_hash = private_root(self._num_added)
-            elif (leader := self._leaders.get(request.request_id)) is not None:
-                request.root_hash = leader.root_hash
-                request.status = RequestStatus.FOLLOWING
-                leader.followers.append(request)
-                self._following.add(request)
+            elif self._siblings.follow(request):
                 return
+        self._enqueue(request)
+
+    def _enqueue(self, request: Request) -> None:
         request.status = RequestStatus.WAITING
         self._waiting.add(request)
 
@@ -176,20 +137,14 @@ class Scheduler:
         elif status is RequestStatus.HELD:
             self._held.discard(request)
         elif status is RequestStatus.FOLLOWING:
-            self._following.discard(request)
-            self._leaders[request.request_id].followers.remove(request)
+            self._siblings.drop(request)
         elif status is not RequestStatus.NEW:
             self._leave_row(request, status)
-        if self._leaders.get(request.request_id) is request:
-            self._release_followers(request)
+        self._release_followers(request)
 
     def _release_followers(self, leader: Request) -> None:
-        del self._leaders[leader.request_id]
-        for request in leader.followers:
-            self._following.discard(request)
-            request.status = RequestStatus.WAITING
-            self._waiting.add(request)
-        leader.followers = []
+        for request in self._siblings.release(leader):
+            self._enqueue(request)
 
     def _leave_row(self, request: Request, status: RequestStatus) -> None:
         self._running.discard(request)
@@ -197,7 +152,7 @@ class Scheduler:
         self._free_rows.append(request.req_idx)
         request.req_idx = -1
         if status is _DECODING:
-            self._decoding_is_stale = True
+            self._decoding.leave()
         elif status is _CATCHING_UP:
             self._catching_up.remove(request)
         # The newest step, not the request's own last one: a step later than need be at most, and nothing to count.
@@ -212,8 +167,7 @@ class Scheduler:
         self._reset(request)
         if request.finish_reason is None:
             self._held.discard(request)
-            request.status = RequestStatus.WAITING
-            self._waiting.add(request)
+            self._enqueue(request)
 
     @staticmethod
     def _reset(request: Request) -> None:
@@ -229,54 +183,36 @@ class Scheduler:
 
     def preempt_all(self) -> None:
         """The worker is a new one: no row, no KV, no answer on its way. Every request will be computed again."""
-        for request in (*self._running, *self._held):
+        leaving = [request for step in self._in_flight for request in step.leavers]
+        unfinished = (*self._running, *self._held)
+        for request in (*unfinished, *leaving):
             self._reset(request)
-            request.status = RequestStatus.WAITING
-            self._waiting.add(request)
-        for step in self._in_flight:
-            for request in step.leavers:
-                self._reset(request)
+        for request in unfinished:
+            self._enqueue(request)
         self._running.clear()
         self._held.clear()
-        self._in_flight.clear()
-        self._catching_up = []
-        self._decoding_is_stale = True
-        self._free_rows = list(range(self.num_rows - 1, -1, -1))
-        self._removed = int32()
-        self._pool.forget_all()
+        self._begin_worker(self.num_blocks)
 
     # -- making a step
 
     def schedule(self) -> SchedulerOutput | None:
         """The next step, or None when nobody has anything to compute before more answers or requests come."""
         assert len(self._in_flight) < self.max_in_flight_steps, "too many steps in flight"
-        decoding = self._still_decoding()
-        draft = _Draft(self.max_num_batched_tokens - len(decoding))
+        decoding = self._decoding.refresh()
+        draft = StepDraft(self.max_num_batched_tokens - len(decoding))
         due = [request for request in decoding if request.num_computed_tokens == request.limit]
         if due or self._catching_up:
             self._serve_rows(due, draft)
-            decoding = self._still_decoding()
+            decoding = self._decoding.refresh()
         for request in decoding:
             request.num_computed_tokens += 1
-        if self._waiting and not draft.short:
+        if self._waiting:
             self._admit(draft)
         if not decoding and not draft.extras:
             return None
         return self._make_step(decoding, draft)
 
-    def _still_decoding(self) -> list[Request]:
-        if self._decoding_is_stale:
-            self._decoding_is_stale = False
-            self._set_decoding([request for request in self._decoding if request.status is _DECODING])
-        return self._decoding
-
-    def _set_decoding(self, requests: list[Request]) -> None:
-        self._decoding = requests
-        self._decode_rows = int32([request.req_idx for request in requests])
-        if len(self._ones) != len(requests):
-            self._ones = int32((1,)) * len(requests)
-
-    def _serve_rows(self, due: list[Request], draft: _Draft) -> None:
+    def _serve_rows(self, due: list[Request], draft: StepDraft) -> None:
         """Blocks for the decoding that need one, tokens and blocks for those that catch up.
 
         In order of urgency, and before anybody's progress is noted: whoever is preempted for another comes later in
@@ -284,7 +220,15 @@ class Scheduler:
         """
         # A decode short of a block catches up too. Its one token is kept for it, whatever chunks come before.
         kept = sum(r.num_computed_tokens + 1 >= len(r.token_ids) for r in self._catching_up)
-        for request in sorted((*due, *self._catching_up), key=_sort_key):
+        needy = list(self._catching_up)
+        for request in due:
+            if request.num_computed_tokens < request.max_num_tokens - 1:
+                needy.append(request)
+            else:  # the token in flight is its last
+                request.status = _DRAINING
+                self._decoding.leave()
+        needy.sort(key=_sort_key)
+        for request in needy:
             if request.status is _DECODING:
                 self._continue_decode(request, draft)
             elif request.status is _CATCHING_UP:
@@ -292,23 +236,20 @@ class Scheduler:
                 kept -= to_go == 1
                 self._catch_up(request, min(to_go, draft.budget - kept), draft)
 
-    def _continue_decode(self, request: Request, draft: _Draft) -> None:
-        """At its limit: its last token is in flight, or its next one needs a block."""
-        if request.num_computed_tokens == request.max_num_tokens - 1:
-            request.status = _DRAINING
-            self._decoding_is_stale = True
-        elif self._make_room(request, 1, draft):
+    def _continue_decode(self, request: Request, draft: StepDraft) -> None:
+        """Its next token needs a block."""
+        if self._make_room(request, 1, draft):
             draft.grow(request, self._pool.allocate(1))
             self._set_limit(request)
         else:
             request.status = _CATCHING_UP
             self._catching_up.append(request)
-            self._decoding_is_stale = True
+            self._decoding.leave()
 
     def _set_limit(self, request: Request) -> None:
         request.limit = min(len(request.block_ids) * self.block_size, request.max_num_tokens - 1)
 
-    def _catch_up(self, request: Request, num_tokens: int, draft: _Draft) -> None:
+    def _catch_up(self, request: Request, num_tokens: int, draft: StepDraft) -> None:
         room = len(request.block_ids) * self.block_size - request.num_computed_tokens
         if num_tokens > room:
             granted = self._make_room(request, self._blocks_for(num_tokens - room), draft)
@@ -320,12 +261,11 @@ class Scheduler:
     def _blocks_for(self, num_tokens: int) -> int:
         return -(-num_tokens // self.block_size)
 
-    def _make_room(self, request: Request, num_wanted: int, draft: _Draft) -> int:
+    def _make_room(self, request: Request, num_wanted: int, draft: StepDraft) -> int:
         """How many of ``num_wanted`` blocks it can have now; preempts the least urgent as far as that helps."""
         pool = self._pool
         if pool.num_free < num_wanted:
-            draft.short = True
-            if draft.coming < 0:
+            if draft.coming is None:
                 leaving = [r for step in self._in_flight for r in step.leavers]
                 leaving += [r for r in self._running if r.status is _DRAINING]
                 draft.coming = sum(len(r.block_ids) for r in leaving)
@@ -338,7 +278,7 @@ class Scheduler:
                 self._preempt(victim)
         return min(num_wanted, pool.num_free)
 
-    def _admit(self, draft: _Draft) -> None:
+    def _admit(self, draft: StepDraft) -> None:
         """Give rows to the waiting, while their known tokens fit and everybody with a row could grow by a block."""
         pool, waiting = self._pool, self._waiting
         while waiting and draft.budget > 0 and self._free_rows:
@@ -358,20 +298,20 @@ class Scheduler:
             request.num_shared_blocks = len(hits)
             request.num_computed_tokens = num_cached
             request.req_idx = self._free_rows.pop()
-            request.milestone = num_tokens + 1
-            request.status = _CATCHING_UP
-            self._catching_up.append(request)
-            self._running.add(request)
-            if num_tokens == request.num_prompt_tokens:  # not after a preemption
+            if request.milestone == 0:  # its first time here: what it finds later may be its own
                 request.num_cached_tokens = num_cached
                 if request.root_hash is not None:
                     self.prefix_cache_queries += num_tokens
                     self.prefix_cache_hits += num_cached
+            request.milestone = num_tokens + 1
+            request.status = _CATCHING_UP
+            self._catching_up.append(request)
+            self._running.add(request)
             draft.new_requests.append(request.to_message())
             draft.add(request, num_scheduled)
 
-    def _make_step(self, decoding: list[Request], draft: _Draft) -> SchedulerOutput:
-        batch, req_idx, num_scheduled = decoding, self._decode_rows, self._ones
+    def _make_step(self, decoding: list[Request], draft: StepDraft) -> SchedulerOutput:
+        batch, req_idx, num_scheduled = decoding, self._decoding.req_idx, self._decoding.num_scheduled
         chunks: dict[int, int] = {}
         if draft.extras:
             batch = decoding + draft.extras
@@ -380,7 +320,7 @@ class Scheduler:
             self._sort_out(draft.extras, len(decoding), chunks)
         step_id = self._next_step_id
         self._next_step_id = step_id + 1
-        self._in_flight.append(_Step(step_id, batch, chunks))
+        self._in_flight.append(InFlightStep(step_id, batch, chunks))
         removed, self._removed = self._removed, int32()
         return SchedulerOutput(
             step_id, removed, draft.new_requests, draft.grown_rows, draft.grown_ids, req_idx, num_scheduled
@@ -392,8 +332,6 @@ class Scheduler:
         for request in extras:
             if request.num_computed_tokens < len(request.token_ids):
                 chunks[batch_idx] = request.num_computed_tokens
-            elif request.num_computed_tokens == request.max_num_tokens - 1:
-                request.status = _DRAINING
             else:
                 request.status = _DECODING
                 self._set_limit(request)
@@ -402,7 +340,7 @@ class Scheduler:
         if len(chunks) < len(extras):
             self._catching_up = [request for request in self._catching_up if request.status is _CATCHING_UP]
         if joining:
-            self._set_decoding(self._decoding + joining)
+            self._decoding.join(joining)
 
     # -- taking an answer
 
@@ -444,13 +382,17 @@ class Scheduler:
             self._release_blocks(request)
         return sampled, failed
 
-    def _take_step(self, output: ModelRunnerOutput) -> _Step:
+    def _take_step(self, output: ModelRunnerOutput) -> InFlightStep:
         if not self._in_flight or self._in_flight[0].step_id != output.step_id:
             wanted = f"step {self._in_flight[0].step_id}" if self._in_flight else "none"
             raise InternalError(f"the worker answered step {output.step_id}, but {wanted} is due")
         step = self._in_flight.popleft()
-        token_ids = output.token_ids
-        if len(token_ids) != len(step.batch) or any(token_ids[i] >= 0 for i in step.chunks):
+        token_ids, num_reqs = output.token_ids, len(step.batch)
+        if (
+            len(token_ids) != num_reqs
+            or any(token_ids[i] >= 0 for i in step.chunks)
+            or not all(0 <= error.batch_idx < num_reqs for error in output.errors)
+        ):
             raise InternalError(f"the worker's answer to step {step.step_id} does not have the form of its batch")
         return step
 
@@ -480,7 +422,7 @@ class Scheduler:
         assert sorted(rows + self._free_rows) == list(range(self.num_rows)), "a row was lost or given twice"
         assert self._held == {request for request in leaving if request.finish_reason is None}
         by_status = {status: {r for r in self._running if r.status is status} for status in RequestStatus}
-        decoding = [request for request in self._decoding if request.status is _DECODING]
+        decoding = [request for request in self._decoding.requests if request.status is _DECODING]
         assert len(decoding) == len(by_status[_DECODING]) and set(decoding) == by_status[_DECODING]
         assert len(self._catching_up) == len(by_status[_CATCHING_UP])
         assert set(self._catching_up) == by_status[_CATCHING_UP]
@@ -491,5 +433,4 @@ class Scheduler:
             assert len(request.token_ids) + request.num_pending <= request.max_num_tokens
         keys = [request.sort_key for request in self._waiting]
         assert keys == sorted(keys) and all(r.status is RequestStatus.WAITING for r in self._waiting)
-        followers = [request for leader in self._leaders.values() for request in leader.followers]
-        assert self._following == set(followers) and all(r.status is RequestStatus.FOLLOWING for r in followers)
+        self._siblings.check()
