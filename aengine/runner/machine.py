@@ -1,11 +1,10 @@
-"""What this machine has: free memory, physical cores. Linux's own files; no guess is ever an error."""
+"""How much memory this machine has left, by Linux's own files."""
 
 from __future__ import annotations
 
-import os
 from pathlib import Path
 
-__all__ = ["free_memory", "physical_cores"]
+__all__ = ["free_memory"]
 
 
 def free_memory(root: Path = Path("/")) -> int:
@@ -25,15 +24,6 @@ def free_memory(root: Path = Path("/")) -> int:
             cached = [int(s.split()[1]) for s in _read(folder / stat).splitlines() if s.startswith(cache + " ")]
             available = min(available, max(0, int(most) - int(now) + sum(cached)))
     return available
-
-
-def physical_cores(root: Path = Path("/")) -> int:
-    """Cores that this process may run on, hyper-threads of one core counted once; at least 1."""
-    cores: set[str] = set()
-    for cpu in os.sched_getaffinity(0):
-        siblings = _read(root / f"sys/devices/system/cpu/cpu{cpu}/topology/thread_siblings_list").strip()
-        cores.add(siblings or f"cpu {cpu}")
-    return max(1, len(cores))
 
 
 def _read(path: Path) -> str:

@@ -12,7 +12,7 @@ from runner_fakes import FakeModel, expected_logits, make_runner, request, step
 from aengine.config import EngineConfig
 from aengine.errors import ModelLoadError
 from aengine.runner.kv_memory import GIB, cpu_budget, gpu_budget, plan_kv, profile_run, resolve_max_model_len
-from aengine.runner.machine import free_memory, physical_cores
+from aengine.runner.machine import free_memory
 
 
 def config(**settings: Any) -> EngineConfig:
@@ -71,6 +71,7 @@ def test_gpu_budget() -> None:
 @pytest.mark.parametrize("max_num_seqs, tokens", [(3, 20), (8, 5), (1, 64), (2, 1000)])
 def test_profile_runs_the_largest_batch_and_leaves_no_trace(max_num_seqs: int, tokens: int) -> None:
     model = FakeModel(50, 16, 4)
+    model.check_tails = lambda attn: None  # all share their blocks, and look at nothing
     shapes: list[tuple[int, int]] = []
     forward, compute_logits = model.forward, model.compute_logits
     model.forward = lambda ids, *rest: shapes.append((len(ids), 0)) or forward(ids, *rest)
@@ -99,15 +100,6 @@ def test_free_memory_respects_a_container(tmp_path: Path) -> None:
 
 def test_this_machine() -> None:
     assert free_memory() > 0
-    assert 1 <= physical_cores() <= len(os.sched_getaffinity(0))
-
-
-def test_hyper_threads_count_once(tmp_path: Path) -> None:
-    for cpu in os.sched_getaffinity(0):
-        folder = tmp_path / f"sys/devices/system/cpu/cpu{cpu}/topology"
-        folder.mkdir(parents=True)
-        (folder / "thread_siblings_list").write_text("0-63\n")
-    assert physical_cores(tmp_path) == 1
 
 
 def test_rows_cost_no_memory_until_used() -> None:
