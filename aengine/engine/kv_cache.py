@@ -1,7 +1,7 @@
 """Who owns which KV block, and which blocks hold a prefix worth keeping. Ids only: the memory is the worker's.
 
-    a block is in one of three places         ┌────────────────── forget_all ──────────────────┐
-                                              v                                                │
+    a block is in one of three places
+
        empty (a stack)  ── allocate ──>  in use (ref_count >= 1)  ── release, hash known ──> idle (LRU order)
        no content       <── release ──   in the tables of        <── acquire (a hit) ─────   ref_count 0, hash known
                             no hash      ref_count requests      <── allocate: when none is empty the oldest idle
@@ -116,10 +116,6 @@ class BlockPool:
             del self._by_hash[block_hash]
             self._hash_of[block_id] = None
 
-    def forget_all(self) -> None:
-        """All blocks empty and unused: the memory itself was lost."""
-        self.__init__(self.num_blocks)  # type: ignore[misc]  # the state right after construction is what is wanted
-
     def check(self, tables: Iterable[list[int]]) -> None:
         """Assert the picture above, given the block tables of all who hold blocks."""
         counts = [0] * self.num_blocks
@@ -150,14 +146,18 @@ class PrefixCache:
     def match(self, request: Request) -> list[int]:
         """The cached blocks that ``request`` may begin with; one token at least is left to compute.
 
-        Hashes no further than one block past the last hit.
+        Hashes no further than twice the hits: a long prompt that is new here costs one hash now, the others as its
+        chunks are offered.
         """
         if request.root_hash is None:
             return []
         hits: list[int] = []
-        for i in range((len(request.token_ids) - 1) // self._block_size):
-            self._extend_hashes(request, i + 1)
-            block_id = self._pool.find(request.block_hashes[i])
+        hashes = request.block_hashes
+        limit = (len(request.token_ids) - 1) // self._block_size
+        for i in range(limit):
+            if i == len(hashes):
+                self._extend_hashes(request, min(limit, 2 * i + 1))
+            block_id = self._pool.find(hashes[i])
             if block_id is None:
                 break
             hits.append(block_id)

@@ -194,7 +194,7 @@ def test_what_a_failed_row_wrote_is_not_shared() -> None:
 
 @pytest.mark.parametrize(
     ("token_ids", "errors"),
-    [([5], []), ([5, 6, 7], []), ([-1, 6], []), ([5, 6], []), ([5, -1], [RowError(2, "E", "")])],
+    [([5], []), ([5, 6, 7], []), ([-1, -1], []), ([5, 6], []), ([5, -1], [RowError(2, "E", "")])],
 )
 def test_an_answer_of_another_form_is_an_error(token_ids: list[int], errors: list[RowError]) -> None:
     scheduler = make_scheduler(max_num_batched_tokens=8)
@@ -281,6 +281,12 @@ def test_siblings_wait_for_the_prompt_and_share_it(caching: bool) -> None:
     assert cached == ({3: 8} if caching else {3: 0})  # off: siblings share with each other alone
 
 
+def test_siblings_with_nothing_to_share_do_not_wait() -> None:
+    scheduler = make_scheduler()
+    add(scheduler, *(make(4, n=3, index=i) for i in range(3)))
+    assert len(step(scheduler).new_requests) == 3
+
+
 def test_siblings_go_on_without_their_leader() -> None:
     scheduler = make_scheduler()
     group = [make(10, n=3, index=i) for i in range(3)]
@@ -347,6 +353,36 @@ def test_blocks_about_to_come_are_awaited_rather_than_taken() -> None:
     reply(scheduler, out, [7])
     out = step(scheduler)
     assert {urgent.req_idx, low.req_idx} == set(out.req_idx) and scheduler.num_preemptions == 0
+
+
+def test_no_more_are_preempted_than_needed() -> None:
+    scheduler = make_scheduler(num_blocks=7)
+    urgent, others = make(4, name="a", max_tokens=20), [make(5, name=name, max_tokens=18) for name in "bc"]
+    add(scheduler, urgent, *others)
+    steps = [step(scheduler)]
+    while scheduler.num_free_blocks or urgent.num_computed_tokens % 4:
+        steps.append(step(scheduler))
+        out = steps.pop(0)
+        reply(scheduler, out, [7] * len(out.req_idx))
+    step(scheduler)
+    assert [request.status.name for request in others] == ["DECODING", "HELD"]
+
+
+def test_a_decode_that_lacked_a_block_is_not_held_up_by_a_more_urgent_chunk() -> None:
+    scheduler = make_scheduler(max_num_batched_tokens=8, max_in_flight_steps=1)
+    low, high = make(4, name="low", max_tokens=20, priority=1), make(60, name="high")
+    add(scheduler, low)
+    reply(scheduler, step(scheduler), [7])
+    add(scheduler, high)
+    for _ in range(4):
+        reply(scheduler, step(scheduler), [7, -1])
+    taken = scheduler._pool.allocate(scheduler.num_free_blocks - 2)  # what is left is just enough for high's next chunk
+    out = scheduler.schedule()
+    assert out is not None and list(out.req_idx) == [high.req_idx] and low.status is RequestStatus.CATCHING_UP
+    scheduler.update(ModelRunnerOutput(out.step_id, int32([-1])))
+    scheduler._pool.release(taken)
+    out = step(scheduler)
+    assert dict(zip(out.req_idx, out.num_scheduled_tokens)) == {high.req_idx: 7, low.req_idx: 1}
 
 
 def test_nobody_is_preempted_for_a_less_urgent_one() -> None:

@@ -1,0 +1,83 @@
+"""What a step is made of on the host: those that decode, the rest of it under construction, and steps in flight."""
+
+from __future__ import annotations
+
+from array import array
+
+from ..ipc.messages import NewRequest, int32
+from .request import Request, RequestStatus
+
+__all__ = ["DecodeBatch", "InFlightStep", "StepDraft"]
+
+
+class DecodeBatch:
+    """The requests that are in every step with one token each, and the columns that say so.
+
+    While nobody joins or leaves, one step after the other has the same list and the same columns. They are replaced,
+    never changed in place, since steps in flight and their messages hold them too.
+    """
+
+    __slots__ = ("_is_stale", "num_scheduled", "req_idx", "requests")
+
+    def __init__(self) -> None:
+        self.requests: list[Request] = []
+        self.req_idx: array[int] = int32()  # row of each request
+        self.num_scheduled: array[int] = int32()  # as many ones
+        self._is_stale = False
+
+    def leave(self) -> None:
+        """One of them is not DECODING any more: `refresh` leaves it out."""
+        self._is_stale = True
+
+    def join(self, requests: list[Request]) -> None:
+        self._set(self.requests + requests)
+
+    def refresh(self) -> list[Request]:
+        if self._is_stale:
+            self._is_stale = False
+            self._set([request for request in self.requests if request.status is RequestStatus.DECODING])
+        return self.requests
+
+    def _set(self, requests: list[Request]) -> None:
+        self.requests = requests
+        self.req_idx = int32([request.req_idx for request in requests])
+        if len(self.num_scheduled) != len(requests):
+            self.num_scheduled = int32((1,)) * len(requests)
+
+
+class StepDraft:
+    """The part of a step under construction that is not plain decoding."""
+
+    __slots__ = ("budget", "coming", "counts", "extras", "grown_ids", "grown_rows", "new_requests")
+
+    def __init__(self, budget: int) -> None:
+        self.budget = budget  # tokens that may still be scheduled
+        self.extras: list[Request] = []  # catching up or new
+        self.counts: list[int] = []  # tokens of each
+        self.new_requests: list[NewRequest] = []
+        self.grown_rows: array[int] = int32()
+        self.grown_ids: array[int] = int32()
+        self.coming: int | None = None  # blocks that answers in flight will free, at most; counted when first needed
+
+    def add(self, request: Request, num_tokens: int) -> None:
+        self.extras.append(request)
+        self.counts.append(num_tokens)
+        self.budget -= num_tokens
+        request.num_computed_tokens += num_tokens
+
+    def grow(self, request: Request, block_ids: list[int]) -> None:
+        request.block_ids += block_ids
+        self.grown_ids.extend(block_ids)
+        self.grown_rows.extend([request.req_idx] * len(block_ids))
+
+
+class InFlightStep:
+    """A step that was made and has not been answered."""
+
+    __slots__ = ("batch", "chunks", "leavers", "step_id")
+
+    def __init__(self, step_id: int, batch: list[Request], chunks: dict[int, int]) -> None:
+        self.step_id = step_id
+        self.batch = batch
+        self.chunks = chunks  # batch index of each row that does not sample: its computed tokens after this step
+        self.leavers: list[Request] = []  # their blocks are freed once this step is answered

@@ -1,0 +1,157 @@
+"""Whatever happens in whatever order: right tokens, right slots, nothing lost, nobody forgotten."""
+
+from __future__ import annotations
+
+import random
+
+from hypothesis import settings
+from hypothesis import strategies as st
+from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
+from scheduler_harness import VOCAB, Driver
+
+from aengine.outputs import FinishReason
+
+STREAMS = [[random.Random(k).randrange(1, VOCAB) for _ in range(200)] for k in range(3)]
+
+
+class SchedulerMachine(RuleBasedStateMachine):
+    """Requests with common beginnings on a pool that is often too small, and everything that can befall them."""
+
+    @initialize(
+        block_size=st.sampled_from([1, 2, 4, 8]),
+        num_tokens=st.integers(24, 160),
+        max_num_seqs=st.integers(1, 6),
+        budget=st.integers(1, 40),
+        depth=st.integers(1, 3),
+        caching=st.booleans(),
+    )
+    def start(
+        self, block_size: int, num_tokens: int, max_num_seqs: int, budget: int, depth: int, caching: bool
+    ) -> None:
+        self.driver = Driver(
+            depth=depth,
+            num_blocks=-(-num_tokens // block_size),
+            block_size=block_size,
+            max_num_seqs=max_num_seqs,
+            max_num_batched_tokens=budget,
+            enable_prefix_caching=caching,
+        )
+        self.clock = 0.0
+
+    @rule(
+        stream=st.integers(0, 2),
+        num_common=st.integers(0, 16),
+        tail=st.lists(st.integers(1, VOCAB - 1), max_size=6),
+        max_tokens=st.integers(1, 16),
+        seed=st.integers(0, 5),
+        n=st.sampled_from([1, 1, 1, 2, 3]),
+        priority=st.integers(-1, 1),
+        stop_after=st.sampled_from([0, 0, 0, 1, 4]),
+        min_tokens=st.sampled_from([0, 0, 1]),
+        salt=st.sampled_from([b"", b"", b"tenant"]),
+    )
+    def add(self, stream: int, num_common: int, tail: list[int], max_tokens: int, salt: bytes, **more: int) -> None:
+        prompt = (STREAMS[stream][:num_common] + tail or [1])[: 24 - max_tokens]
+        self.clock += 1
+        self.driver.add(prompt, max_tokens=max_tokens, arrival_time=self.clock, cache_salt=salt, **more)
+
+    @precondition(lambda self: len(self.driver.in_flight) < self.driver.depth)
+    @rule()
+    def schedule(self) -> None:
+        self.driver.schedule()
+
+    @precondition(lambda self: self.driver.in_flight)
+    @rule()
+    def answer(self) -> None:
+        self.driver.answer()
+
+    @rule(count=st.integers(1, 12))
+    def run(self, count: int) -> None:
+        for _ in range(count):
+            while len(self.driver.in_flight) < self.driver.depth and self.driver.schedule():
+                pass
+            if self.driver.in_flight:
+                self.driver.answer()
+
+    @precondition(lambda self: self.driver.unfinished)
+    @rule(data=st.data())
+    def abort(self, data: st.DataObject) -> None:
+        place = data.draw(st.integers(0, len(self.driver.unfinished) - 1))
+        self.driver.scheduler.finish(self.driver.unfinished[place], FinishReason.ABORT)
+
+    @precondition(lambda self: self.driver.in_flight)
+    @rule()
+    def fail_a_row(self) -> None:
+        self.driver.worker.fail_next = True
+        self.driver.answer()
+
+    @rule()
+    def restart(self) -> None:
+        self.driver.restart()
+
+    @invariant()
+    def consistent(self) -> None:
+        if hasattr(self, "driver"):
+            self.driver.scheduler.check()
+
+    def teardown(self) -> None:
+        if hasattr(self, "driver"):
+            self.driver.drain()
+
+
+SchedulerMachine.TestCase.settings = settings(max_examples=60, stateful_step_count=30)
+TestScheduler = SchedulerMachine.TestCase
+
+
+def play(rng: random.Random, *, num_requests: int, aborts: float) -> Driver:
+    """One random life of a scheduler under pressure: everything arrives while other things run."""
+    block_size = rng.choice([1, 2, 4, 16])
+    longest = 64
+    driver = Driver(
+        depth=rng.randint(1, 3),
+        num_blocks=-(-longest // block_size) * rng.randint(1, 4),
+        block_size=block_size,
+        max_num_seqs=rng.randint(1, 12),
+        max_num_batched_tokens=rng.choice([1, 7, 24, 200]),
+        enable_prefix_caching=rng.random() < 0.7,
+    )
+    for i in range(num_requests):
+        prompt = rng.choice(STREAMS)[: rng.randint(1, 40)] + [rng.randrange(1, VOCAB) for _ in range(rng.randint(0, 3))]
+        max_tokens = rng.randint(1, longest - len(prompt))
+        driver.add(
+            prompt,
+            max_tokens=max_tokens,
+            seed=rng.randrange(3),
+            n=rng.choice([1, 1, 1, 3]),
+            priority=rng.choice([0, 0, 0, -1, 1]),
+            arrival_time=float(i),
+            stop_after=rng.choice([0, 0, 3]),
+        )
+        for _ in range(rng.randint(0, 12)):
+            if len(driver.in_flight) < driver.depth and rng.random() < 0.7:
+                driver.schedule()
+            elif driver.in_flight:
+                driver.answer()
+            if driver.unfinished and rng.random() < aborts:
+                driver.scheduler.finish(rng.choice(driver.unfinished), FinishReason.ABORT)
+            if rng.random() < aborts / 20:
+                driver.restart()
+    driver.drain(rng)
+    return driver
+
+
+def test_random_lives(rng: random.Random) -> None:
+    preemptions = hits = 0
+    for _ in range(25):
+        driver = play(rng, num_requests=25, aborts=0.03)
+        preemptions += driver.scheduler.num_preemptions
+        hits += driver.scheduler.prefix_cache_hits
+    assert preemptions and hits, "these lives were too easy to show anything"
+
+
+def test_nothing_is_lost_without_aborts(rng: random.Random) -> None:
+    for _ in range(10):
+        driver = play(rng, num_requests=25, aborts=0.0)
+        for request, output in driver.requests:
+            assert request.finish_reason in (FinishReason.STOP, FinishReason.LENGTH)
+            assert request.output_token_ids == output
