@@ -1,0 +1,87 @@
+"""Steps of a model without the model runner: block tables at random, batches as the test says."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+
+import torch
+from torch import Tensor
+
+from aengine.checkpoint.source import ModelSource, resolve_model
+from aengine.config import EngineConfig
+from aengine.runner.attention import Attention, AttentionMetadata, KvCache
+from aengine.runner.layers.linear import LinearFormat
+from aengine.runner.loader import LoadedWeights, load_weights
+from aengine.runner.model_config import ModelConfig
+from aengine.runner.models import build_model
+from aengine.runner.models.decoder import DecoderModel
+
+CPU = torch.device("cpu")
+
+
+def no_progress(stage: str, done: int, total: int, unit: str) -> None:
+    pass
+
+
+def source_of(model: str | Path, load_format: str = "auto") -> ModelSource:
+    return resolve_model(EngineConfig.create(str(model), {"load_format": load_format}))
+
+
+def load(source: ModelSource, dtype: str = "float32", seed: int = 0) -> tuple[DecoderModel, LoadedWeights]:
+    model = build_model(ModelConfig.from_hf(source.hf_config), LinearFormat.choose(dtype, CPU), CPU)
+    return model, load_weights(model, source, seed, no_progress)
+
+
+class Driver:
+    """Sequences by name. Each owns scattered blocks; what it has computed is in the KV cache."""
+
+    def __init__(self, model: DecoderModel, rng: random.Random, *, num_blocks: int = 128, block_size: int = 4) -> None:
+        self._model = model
+        self._block_size = block_size
+        self._cache = KvCache(model.config, num_blocks, block_size, model.format.dtype, CPU)
+        self._free = list(range(num_blocks))
+        rng.shuffle(self._free)
+        self._rng = rng
+        self._tokens: dict[str, list[int]] = {}
+        self._blocks: dict[str, list[int]] = {}
+
+    def share_prefix(self, name: str, owner: str, num_tokens: int) -> None:
+        """Sequence ``name`` begins with the first blocks of ``owner``: a prefix hit of ``num_tokens``, whole blocks."""
+        assert num_tokens % self._block_size == 0
+        self._tokens[name] = self._tokens[owner][:num_tokens]
+        self._blocks[name] = self._blocks[owner][: num_tokens // self._block_size]
+
+    @torch.inference_mode()
+    def step(self, batch: Mapping[str, Sequence[int]]) -> dict[str, Tensor]:
+        """Compute the new tokens of each sequence, in this order; returns logits [num_new_tokens, vocab_size] each."""
+        slots: list[int] = []
+        positions: list[int] = []
+        for name, new in batch.items():
+            tokens, blocks = self._tokens.setdefault(name, []), self._blocks.setdefault(name, [])
+            for token in new:
+                if len(tokens) % self._block_size == 0:
+                    blocks.append(self._free.pop())
+                positions.append(len(tokens))
+                slots.append(blocks[-1] * self._block_size + len(tokens) % self._block_size)
+                tokens.append(token)
+        metadata = AttentionMetadata(
+            query_lens=[len(new) for new in batch.values()],
+            seq_lens=[len(self._tokens[name]) for name in batch],
+            block_table=self._table(list(batch)),
+            slot_mapping=torch.tensor(slots),
+        )
+        ids = torch.tensor([token for new in batch.values() for token in new])
+        attn = Attention(self._cache, metadata)
+        logits = self._model.compute_logits(self._model.forward(ids, torch.tensor(positions), attn))
+        return dict(zip(batch, logits.split(metadata.query_lens)))
+
+    def _table(self, names: list[str]) -> Tensor:
+        """Places past a sequence's own blocks hold the id of any block, as they do in the runner."""
+        width = max(len(self._blocks[name]) for name in names)
+        num_blocks = self._cache.layers[0].shape[0]
+        table = torch.tensor([[self._rng.randrange(num_blocks) for _ in range(width)] for _ in names])
+        for i, name in enumerate(names):
+            table[i, : len(self._blocks[name])] = torch.tensor(self._blocks[name])
+        return table

@@ -1,0 +1,88 @@
+"""The number formats of linear layers against float64."""
+
+from __future__ import annotations
+
+import random
+
+import pytest
+import torch
+from driver import CPU
+
+from aengine.runner.layers import linear
+from aengine.runner.layers.linear import Float16Plan, Linear, LinearFormat, half_linear
+
+# What rounding to the format costs, relative to the size of the output.
+TOLERANCES = {"float32": 1e-6, "auto": 2e-3, "float16": 2e-3, "bfloat16": 2e-2}
+PLANS = {"small": Float16Plan(None, 0), "large": Float16Plan(half_linear, 1), "both": Float16Plan(half_linear, 8)}
+
+OVERFLOWS = pytest.mark.xfail(strict=True, reason="half_linear's float16 output becomes inf past 65504")
+
+
+@pytest.fixture
+def gen(rng: random.Random) -> torch.Generator:
+    return torch.Generator().manual_seed(rng.getrandbits(60))
+
+
+def layer(weights: list[torch.Tensor], biases: list[torch.Tensor] | None, dtype: str) -> tuple[Linear, LinearFormat]:
+    """Fused from several matrices, whose tensors come in an order of no meaning."""
+    format_ = LinearFormat.choose(dtype, CPU)
+    parts = [(f"part{i}", len(weight)) for i, weight in enumerate(weights)]
+    made = Linear(weights[0].shape[1], parts, biases is not None, format_)
+    tensors = {f"part{i}.weight": weight for i, weight in enumerate(weights)}
+    tensors |= {f"part{i}.bias": bias for i, bias in enumerate(biases or [])}
+    slots = list(made.slots())
+    assert {slot.name: slot.shape for slot in slots} == {name: tuple(t.shape) for name, t in tensors.items()}
+    random.shuffle(slots)
+    for slot in slots:
+        slot.set(tensors[slot.name])
+    return made, format_
+
+
+@pytest.mark.parametrize("plan", PLANS)
+@pytest.mark.parametrize("dtype", TOLERANCES)
+@pytest.mark.parametrize("biased", [False, True])
+def test_against_float64(
+    dtype: str, biased: bool, plan: str, gen: torch.Generator, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(linear, "float16_plan", lambda: PLANS[plan])
+    weights = [torch.randn(n, 96, generator=gen) * 0.1 for n in (64, 16, 16)]
+    biases = [torch.randn(len(weight), generator=gen) for weight in weights] if biased else None
+    made, format_ = layer(weights, biases, dtype)
+    for rows in (1, 2, 7, 8, 9, 40):
+        x = torch.randn(rows, 96, generator=gen).to(format_.dtype)
+        wanted = x.double() @ torch.cat(weights).double().t()
+        if biases is not None:
+            wanted += torch.cat(biases).double()
+        out = made(x)
+        assert out.dtype == format_.dtype and out.shape == wanted.shape
+        off = float((out.double() - wanted).norm() / wanted.norm())
+        assert off < TOLERANCES[dtype], f"{rows} rows: {off:.2g}"
+
+
+def test_float32_is_exact_enough_to_tell_it_from_the_others(gen: torch.Generator) -> None:
+    weight = torch.randn(64, 96, generator=gen)
+    x = torch.randn(1, 96, generator=gen)
+    wanted = x.double() @ weight.double().t()
+    off = {}
+    for dtype in ("float32", "auto", "bfloat16"):
+        made, format_ = layer([weight], None, dtype)
+        off[dtype] = float((made(x.to(format_.dtype)).double() - wanted).norm() / wanted.norm())
+    assert off["float32"] < 1e-6 < 1e-5 < off["auto"] < off["bfloat16"]
+
+
+@pytest.mark.parametrize(
+    "plan", ["small", pytest.param("large", marks=OVERFLOWS), pytest.param("both", marks=OVERFLOWS)]
+)
+def test_float16_outputs_past_its_range(plan: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Activations are float32 and some models have a few of 10**5 and more: they may not become infinite."""
+    monkeypatch.setattr(linear, "float16_plan", lambda: PLANS[plan])
+    made, _ = layer([torch.full((16, 64), 8.0)], None, "auto")
+    for rows in (1, 40):
+        out = made(torch.full((rows, 64), 1000.0))  # 512,000
+        assert out.isfinite().all(), f"{rows} rows: {out[0, 0]}"
+
+
+def test_the_plan_is_one_of_what_was_measured() -> None:
+    plan = linear.float16_plan()
+    assert plan is linear.float16_plan(), "measured once"
+    assert (plan.large is None and plan.first_large == 0) or (plan.large is half_linear and plan.first_large > 1)

@@ -1,0 +1,173 @@
+"""Weights from safetensors and from nothing; files that are damaged, incomplete or of another model."""
+
+from __future__ import annotations
+
+import json
+import logging
+import random
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from driver import CPU, Driver, load, source_of
+from safetensors.torch import load_file, save_file
+from tiny import load_reference, make_tiny_model
+
+from aengine.errors import ModelLoadError
+from aengine.runner.layers.linear import LinearFormat
+from aengine.runner.loader import load_weights
+from aengine.runner.model_config import ModelConfig
+from aengine.runner.models import build_model
+
+TinyModel = Callable[..., Path]
+TOKENS = list(range(40, 60))
+NOT_CAUGHT = pytest.mark.xfail(strict=True, raises=TypeError, reason="_shards does not catch TypeError")
+
+
+@pytest.fixture
+def copied(tiny_model: TinyModel, tmp_path: Path) -> Path:
+    """A llama's folder that the test may damage."""
+    return Path(shutil.copytree(tiny_model("llama", seed=3), tmp_path / "model"))
+
+
+def rewrite(folder: Path, change: Callable[[dict[str, torch.Tensor]], Any]) -> None:
+    path = folder / "model.safetensors"
+    tensors = {name: tensor.clone() for name, tensor in load_file(path).items()}
+    change(tensors)
+    save_file(tensors, path)
+
+
+def logits(folder: Path, dtype: str = "float32") -> torch.Tensor:
+    return Driver(load(source_of(folder), dtype)[0], random.Random(0)).step({"a": TOKENS})["a"]
+
+
+def test_sharded(tiny_model: TinyModel) -> None:
+    one, many = tiny_model("qwen3", seed=3), tiny_model("qwen3", seed=3, max_shard_size="30KB")
+    assert len(list(many.glob("*.safetensors"))) > 3 and (many / "model.safetensors.index.json").is_file()
+    assert torch.equal(logits(one), logits(many))
+
+
+def test_bfloat16_checkpoint_runs_in_float32(tiny_model: TinyModel) -> None:
+    folder = tiny_model("qwen2", seed=3, dtype="bfloat16")
+    with torch.inference_mode():
+        wanted = load_reference(folder, "qwen2")(torch.tensor([TOKENS]), use_cache=False).logits[0]
+    torch.testing.assert_close(logits(folder), wanted, rtol=0, atol=1e-4)
+
+
+@pytest.mark.parametrize("tied", [False, True])
+def test_what_is_reported(tiny_model: TinyModel, tied: bool) -> None:
+    source = source_of(tiny_model("llama", seed=3, tie_word_embeddings=tied))
+    model = build_model(ModelConfig.from_hf(source.hf_config), LinearFormat.choose("float32", CPU), CPU)
+    reports: list[tuple[str, int, int, str]] = []
+    loaded = load_weights(model, source, 0, lambda *report: reports.append(report))
+    assert loaded.num_parameters == make_tiny_model("llama", tie_word_embeddings=tied).num_parameters()
+    assert loaded.num_bytes == 4 * loaded.num_parameters
+    done = [report[1] for report in reports]
+    assert done == sorted(done) and done[0] == 0 and done[-1] == reports[-1][2]
+    assert {(stage, unit, total) for stage, _, total, unit in reports} == {("weights", "bytes", done[-1])}
+    assert all(0 <= d <= done[-1] for d in done) and len(set(done)) > 10
+
+
+def test_a_missing_tensor(copied: Path) -> None:
+    rewrite(copied, lambda tensors: tensors.pop("model.layers.1.mlp.up_proj.weight"))
+    with pytest.raises(ModelLoadError, match=r"lacks 1 tensors.*model\.layers\.1\.mlp\.up_proj\.weight"):
+        load(source_of(copied))
+
+
+def test_a_mis_shaped_tensor(copied: Path) -> None:
+    rewrite(copied, lambda tensors: tensors.update({"model.norm.weight": torch.ones(47)}))
+    with pytest.raises(ModelLoadError, match=r"model\.norm\.weight has the shape \[47\].*\[48\]"):
+        load(source_of(copied))
+
+
+def test_unexpected_tensors_are_reported(copied: Path, caplog: pytest.LogCaptureFixture) -> None:
+    before = logits(copied)
+    extra = {"model.vision.weight": torch.ones(3), "model.layers.0.self_attn.rotary_emb.inv_freq": torch.ones(4)}
+    rewrite(copied, lambda tensors: tensors.update(extra))
+    with caplog.at_level(logging.WARNING, logger="aengine"):
+        assert torch.equal(logits(copied), before)
+    assert "model.vision.weight" in caplog.text and "inv_freq" not in caplog.text
+
+
+def test_the_output_matrix_of_a_tied_model_is_not_used(tiny_model: TinyModel, tmp_path: Path) -> None:
+    """Some checkpoints hold it all the same; transformers goes by the config."""
+    folder = Path(shutil.copytree(tiny_model("llama", seed=3, tie_word_embeddings=True), tmp_path / "model"))
+    before = logits(folder)
+    rewrite(folder, lambda tensors: tensors.update({"lm_head.weight": torch.ones(320, 48)}))
+    assert torch.equal(logits(folder), before)
+
+
+@pytest.mark.parametrize("kept", [0, 4, 100, 0.5, -1])
+def test_truncated(copied: Path, kept: float) -> None:
+    path = copied / "model.safetensors"
+    data = path.read_bytes()
+    path.write_bytes(data[: int(kept * len(data)) if isinstance(kept, float) else kept])
+    with pytest.raises(ModelLoadError, match=r"model\.safetensors"):
+        load(source_of(copied))
+
+
+def test_corrupt_headers(copied: Path, rng: random.Random) -> None:
+    """Whatever is written over the header: a ModelLoadError, or weights that can be multiplied."""
+    path = copied / "model.safetensors"
+    data = path.read_bytes()
+    header = 8 + int.from_bytes(data[:8], "little")
+    refused = 0
+    for _ in range(40):
+        damaged = bytearray(data)
+        for _ in range(rng.randint(1, 4)):
+            damaged[rng.randrange(header)] = rng.randrange(256)
+        path.write_bytes(damaged)
+        try:
+            load(source_of(copied))
+        except ModelLoadError as error:
+            assert str(path.parent) in str(error)
+            refused += 1
+    assert refused > 20
+
+
+@pytest.mark.parametrize("text", ["", "{", pytest.param("[]", marks=NOT_CAUGHT), '{"weight_map": 3}', "{}"])
+def test_a_damaged_index(tiny_model: TinyModel, tmp_path: Path, text: str) -> None:
+    folder = Path(shutil.copytree(tiny_model("qwen3", seed=3, max_shard_size="30KB"), tmp_path / "model"))
+    source = source_of(folder)
+    (folder / "model.safetensors.index.json").write_text(text)
+    with pytest.raises(ModelLoadError, match="index"):
+        load(source)
+
+
+def test_a_shard_that_vanished(tiny_model: TinyModel, tmp_path: Path) -> None:
+    """Between the host's look at the folder and the worker's."""
+    folder = Path(shutil.copytree(tiny_model("qwen3", seed=3, max_shard_size="30KB"), tmp_path / "model"))
+    source = source_of(folder)
+    gone = sorted(folder.glob("*.safetensors"))[1]
+    gone.unlink()
+    with pytest.raises(ModelLoadError, match=gone.name):
+        load(source)
+
+
+def test_dummy(copied: Path) -> None:
+    """No weight files are read; the seed decides; activations neither vanish nor explode."""
+    (copied / "model.safetensors").unlink()
+    source = source_of(copied, "dummy")
+    outcomes = []
+    for seed in (1, 1, 2):
+        model, loaded = load(source, seed=seed)
+        outcomes.append(Driver(model, random.Random(0)).step({"a": TOKENS})["a"])
+    assert torch.equal(outcomes[0], outcomes[1]) and not torch.equal(outcomes[0], outcomes[2])
+    assert outcomes[0].isfinite().all() and 1e-3 < float(outcomes[0].std()) < 100
+    assert loaded.num_parameters == make_tiny_model("llama").num_parameters()
+
+
+def test_tokenizer_of_the_tiny_models(tiny_model: TinyModel) -> None:
+    """Other tests rely on it: any text can be encoded, and comes back."""
+    from tokenizers import Tokenizer
+
+    folder = tiny_model("llama", seed=3)
+    tokenizer = Tokenizer.from_file(str(folder / "tokenizer.json"))
+    text = "Grüße, 世界\n\t!"
+    ids = tokenizer.encode(text, add_special_tokens=False).ids
+    assert tokenizer.decode(ids) == text and len(ids) == len(text.encode())
+    special = json.loads((folder / "tokenizer_config.json").read_text())
+    assert tokenizer.token_to_id(special["bos_token"]) == 256 and tokenizer.token_to_id(special["eos_token"]) == 257

@@ -1,0 +1,115 @@
+"""Tiny random-weight checkpoints of every architecture, written by transformers itself: config, weights, tokenizer."""
+
+from __future__ import annotations
+
+import json
+import logging
+from pathlib import Path
+from typing import Any
+
+import torch
+from tokenizers import Tokenizer, decoders, models, pre_tokenizers
+from transformers import (
+    LlamaConfig,
+    LlamaForCausalLM,
+    MistralConfig,
+    MistralForCausalLM,
+    PreTrainedModel,
+    Qwen2Config,
+    Qwen2ForCausalLM,
+    Qwen3Config,
+    Qwen3ForCausalLM,
+)
+
+ARCHITECTURES: dict[str, tuple[type, type]] = {
+    "llama": (LlamaConfig, LlamaForCausalLM),
+    "mistral": (MistralConfig, MistralForCausalLM),
+    "qwen2": (Qwen2Config, Qwen2ForCausalLM),
+    "qwen3": (Qwen3Config, Qwen3ForCausalLM),
+}
+VOCAB_SIZE = 320  # 256 bytes, then what the tokenizer calls special, then ids that it never makes
+BOS, EOS = 256, 257
+
+_SIZES: dict[str, Any] = {
+    "vocab_size": VOCAB_SIZE,
+    "hidden_size": 48,
+    "intermediate_size": 80,
+    "num_hidden_layers": 3,
+    "num_attention_heads": 6,
+    "num_key_value_heads": 2,
+    "max_position_embeddings": 256,
+    "bos_token_id": BOS,
+    "eos_token_id": EOS,
+    "pad_token_id": None,
+}
+
+
+def write_tiny_model(
+    folder: Path, arch: str, *, seed: int = 0, max_shard_size: str = "1GB", dtype: str = "float32", **overrides: Any
+) -> Path:
+    """Write a model of ``arch`` into ``folder`` and return it.
+
+    ``overrides`` are fields of transformers' config class. The same seed and fields give the same weights.
+    """
+    model = make_tiny_model(arch, seed=seed, **overrides).to(getattr(torch, dtype))
+    _quietly(lambda: model.save_pretrained(folder, max_shard_size=max_shard_size))
+    write_tiny_tokenizer(folder)
+    return folder
+
+
+def make_tiny_model(arch: str, *, seed: int = 0, **overrides: Any) -> PreTrainedModel:
+    config_class, model_class = ARCHITECTURES[arch]
+    sizes = dict(_SIZES)
+    if arch == "qwen3":
+        sizes["head_dim"] = 16  # not hidden_size / num_attention_heads
+    with torch.random.fork_rng():
+        torch.manual_seed(seed)
+        model = _quietly(lambda: model_class(config_class(**{**sizes, **overrides}))).eval()
+        _randomise(model)
+    return model
+
+
+def load_reference(folder: Path, arch: str) -> PreTrainedModel:
+    """transformers' own reading of the folder, in float32, with its plainest attention."""
+    model_class = ARCHITECTURES[arch][1]
+    return _quietly(
+        lambda: model_class.from_pretrained(folder, dtype=torch.float32, attn_implementation="eager").eval()
+    )
+
+
+def write_tiny_tokenizer(folder: Path) -> None:
+    """Every byte is a token, so that any text can be encoded; <s> and </s> beside."""
+    alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
+    tokenizer = Tokenizer(models.BPE(vocab={char: i for i, char in enumerate(alphabet)}, merges=[]))
+    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    tokenizer.decoder = decoders.ByteLevel()
+    tokenizer.add_special_tokens(["<s>", "</s>"])
+    tokenizer.save(str(folder / "tokenizer.json"))
+    template = "{% for m in messages %}<s>{{ m.role }}: {{ m.content }}</s>{% endfor %}"
+    settings = {"bos_token": "<s>", "eos_token": "</s>", "chat_template": template}
+    (folder / "tokenizer_config.json").write_text(json.dumps(settings))
+
+
+def _randomise(model: PreTrainedModel) -> None:
+    """transformers makes norms 1, biases 0 and the rest so small that a wrong one would hardly show in the logits."""
+    with torch.no_grad():
+        for name, weight in model.named_parameters():
+            if "norm" in name:
+                weight.uniform_(0.5, 1.5)
+            elif name.endswith("bias"):
+                weight.uniform_(-0.5, 0.5)
+            else:
+                weight.normal_(0, 0.2)
+
+
+def _quietly(call: Any) -> Any:
+    """transformers reports missing kernels and progress; none of it concerns a test."""
+    import transformers
+
+    level = logging.getLogger("transformers").level
+    transformers.logging.set_verbosity_error()
+    transformers.logging.disable_progress_bar()
+    try:
+        return call()
+    finally:
+        logging.getLogger("transformers").setLevel(level)
