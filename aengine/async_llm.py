@@ -90,7 +90,8 @@ class AsyncLLM:
             core.abandon()  # of a failed engine, or of a loop that was closed: nothing of it must live on
             self._core = None
         if self._starting is None or self._starting.get_loop() is not loop:
-            self._starting = loop.create_task(EngineCore.start(self.config, self._report, self._make_executor), name="aengine-start")
+            start = EngineCore.start(self.config, self._report, self._make_executor)
+            self._starting = loop.create_task(start, name="aengine-start")
         starting = self._starting
         try:
             self._core = await starting

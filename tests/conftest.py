@@ -27,6 +27,8 @@ LOOPS = {"asyncio-debug": _debug_loop, "uvloop": uvloop.new_event_loop}
 
 
 def pytest_asyncio_loop_factories(config: pytest.Config, item: pytest.Item) -> dict:
+    if "e2e" in item.path.parts:  # what takes seconds runs on one of them
+        return {"uvloop": LOOPS["uvloop"]}
     return LOOPS
 
 

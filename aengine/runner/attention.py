@@ -13,7 +13,9 @@ from torch import Tensor
 
 from ..kernels.kv_write import write_kv
 from ..kernels.paged_attention import decode_attention, prefill_attention
+from .input_batch import InputBatch
 from .model_config import ModelConfig
+from .untouched import untouched_zeros
 
 __all__ = ["Attention", "AttentionMetadata", "KvCache"]
 
@@ -23,15 +25,28 @@ DEFAULT_BLOCK_SIZE = 16
 class KvCache:
     """The paged KV of all layers: one tensor [num_blocks, block_size, 2, num_kv_heads, head_dim] each.
 
-    The memory is taken from the system when a block is first written.
+    On a CPU the memory is taken from the system when a block is first written.
     """
 
     def __init__(self, config: ModelConfig, num_blocks: int, block_size: int, dtype: torch.dtype, device: torch.device):
         shape = (num_blocks, block_size, 2, config.num_kv_heads, config.head_dim)
-        # calloc: pages of zeros that cost nothing until they are touched. A block that was never written is gathered
-        # too, under a mask; it must not hold NaN.
-        self.layers = [torch.zeros(shape, dtype=dtype, device=device) for _ in range(config.num_layers)]
+        self.layers = [untouched_zeros(shape, dtype, device) for _ in range(config.num_layers)]
         self.block_size = block_size
+
+    def bind(self, batch: InputBatch) -> Attention:
+        """The attention of one step."""
+        metadata = AttentionMetadata(
+            query_lens=batch.query_lens.tolist(),
+            seq_lens=batch.seq_lens_host.tolist(),
+            block_table=batch.block_table.long(),
+            slot_mapping=batch.slot_mapping,
+        )
+        return Attention(self, metadata)
+
+    def clear_blocks(self, block_ids: Tensor) -> None:
+        """Blocks (int64 [m]) have a new owner. Places past its tokens are read too, under a mask: 0 * NaN is NaN."""
+        for layer in self.layers:
+            layer.index_fill_(0, block_ids, 0)
 
     @staticmethod
     def bytes_per_block(config: ModelConfig, block_size: int, dtype: torch.dtype) -> int:
