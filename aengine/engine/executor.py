@@ -3,20 +3,28 @@
 `Executor` is what the step loop needs; `ProcessExecutor` gives it with one process a rank. Every future made here ends
 in exactly one of answer, error and cancelled: an ERROR frame, a nonsensical frame or a death reaches all of them with
 its cause, through `_fail`, the one place where the executor breaks.
+
+    running --aclose()--> closing ---+
+       |                             v
+       +--_fail(), terminate()--> released: workers killed, channels closed; `_failure` says why
+
+An executor that broke is of no further use: the host holds every request's tokens, and makes a new one.
 """
 
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import logging
+import os
+import threading
 import warnings
 from collections.abc import Callable
 from typing import Any, Protocol
 
-from .. import errors
 from ..config import EngineConfig, StartupProgress
-from ..errors import AEngineError, EngineClosedError, EngineError, InternalError, ModelLoadError, WorkerDiedError
-from ..ipc.channel import Frame, FrameError, HostChannel
+from ..errors import EngineClosedError, EngineError, InternalError, ModelLoadError, WorkerDiedError
+from ..ipc.channel import Frame, HostChannel
 from ..ipc.messages import GrammarOutput, Kind, MessageError, ModelRunnerOutput, SchedulerOutput, pack, unpack
 from ..workers.supervisor import DEFAULT_RUNNER, WorkerProcess
 from .threads import run_in_thread
@@ -26,6 +34,8 @@ __all__ = ["Executor", "ProcessExecutor"]
 logger = logging.getLogger("aengine")
 
 ProgressCallback = Callable[[StartupProgress], None]
+
+_REAP_SECONDS = 5.0  # how long to wait for a killed process; one that hangs in the kernel (a GPU driver) takes longer
 
 
 class Executor(Protocol):
@@ -68,11 +78,14 @@ class ProcessExecutor:
         self._on_failure: Callable[[EngineError], None] | None = None
         self._on_progress: ProgressCallback = lambda progress: None
         self._stage = "exec"  # what rank 0 last said that it was doing
-        self._closed = False
+        self._loop: asyncio.AbstractEventLoop | None = None  # since start()
+        self._pid = os.getpid()
+        self._released = False
 
     def __del__(self) -> None:
-        if self._workers and not self._closed:
-            warnings.warn("a ProcessExecutor was dropped without aclose()", ResourceWarning, source=self, stacklevel=2)
+        if getattr(self, "_workers", None) and not self._released:
+            if os.getpid() == self._pid:
+                warnings.warn("a ProcessExecutor was not closed", ResourceWarning, source=self, stacklevel=2)
             self.terminate()
 
     # -- life
@@ -80,66 +93,92 @@ class ProcessExecutor:
     async def start(self, load: dict[str, Any], on_progress: ProgressCallback) -> dict[str, Any]:
         """See `Executor`. Raises what the worker raised while it loaded, WorkerDiedError, or ModelLoadError for a
         start that takes longer than ``startup_timeout``. A failed start leaves nothing behind."""
-        assert not self._workers, "an executor is started once"
+        assert self._loop is None, "an executor is started once"
+        self._loop = asyncio.get_running_loop()
         self._on_progress = on_progress
         try:
-            await self._spawn()
-            world_size = len(self._workers)
-            for worker in self._workers:
-                message = {**load, "rank": worker.rank, "world_size": world_size}
-                await worker.channel.publish(Kind.LOAD, 0, pack(message))
             async with asyncio.timeout(self._config.startup_timeout):
+                await self._spawn(load)
                 ready = await asyncio.gather(*self._ready)
         except TimeoutError:
-            tail = self._workers[0].stderr_tail() if self._workers else ""
+            failure = self._took_too_long()
             self.terminate()
-            raise ModelLoadError(
-                f"the worker was not ready after startup_timeout={self._config.startup_timeout:g} s; "
-                f"it was busy with: {self._stage}{'; it last wrote: ' + tail if tail else ''}"
-            ) from None
+            raise failure from None
         except BaseException:
             self.terminate()
             raise
         return ready[0]
 
-    async def _spawn(self) -> None:
-        loop = asyncio.get_running_loop()
-        for rank in range(self._config.tensor_parallel_size):
-            channel = await run_in_thread("channel", HostChannel.create, self._config.ring_bytes)
-            self._ready.append(loop.create_future())
-            worker = WorkerProcess(self._config, rank, channel, loop, self._on_frames, self._on_death, self._runner)
+    async def _spawn(self, load: dict[str, Any]) -> None:
+        assert self._loop is not None
+        world_size = self._config.tensor_parallel_size
+        for rank in range(world_size):
+            channel = await _new_channel(self._config.ring_bytes)
+            if self._failure is not None:
+                channel.close()
+                raise self._failure
+            worker = WorkerProcess(
+                self._config, rank, channel, self._loop, self._on_frames, self._on_death, self._runner
+            )
             self._workers.append(worker)
+            self._ready.append(self._loop.create_future())
+        for worker in self._workers:
+            message = {**load, "rank": worker.rank, "world_size": world_size}
+            await self._publish(worker, Kind.LOAD, 0, pack(message))
+
+    def _took_too_long(self) -> ModelLoadError:
+        tail = self._workers[0].stderr_tail() if self._workers else ""
+        return ModelLoadError(
+            f"the worker was not ready after startup_timeout={self._config.startup_timeout:g} s; "
+            f"it was busy with: {self._stage}{'; it last wrote: ' + tail if tail else ''}"
+        )
 
     def set_on_failure(self, callback: Callable[[EngineError], None]) -> None:
         self._on_failure = callback
-        if self._failure is not None and not self._closed:
+        if self._failure is not None and not isinstance(self._failure, EngineClosedError):
             callback(self._failure)
 
     async def aclose(self, timeout: float) -> None:
-        """See `Executor`."""
-        if self._closed:
+        """See `Executor`. Takes at most ``timeout`` seconds, and then what the kernel takes to end a process."""
+        if self._loop is not asyncio.get_running_loop():  # never started, or on a loop that can't tell of anything now
+            self.terminate()
             return
-        if self._failure is None:
-            self._failure = EngineClosedError("the engine is closed")
-            self._fail_waiters(self._failure)
-            for worker in self._workers:
-                worker.channel.try_publish(Kind.SHUTDOWN, 0, b"")
-            ended = await asyncio.gather(*(worker.wait(timeout) for worker in self._workers))
-            if not all(ended):
-                logger.warning("a worker did not end within %g s and is killed", timeout)
-        self.terminate()
-        await asyncio.gather(*(worker.wait(timeout) for worker in self._workers))
+        try:
+            if self._failure is None:
+                self._failure = _closed_error()
+                self._fail_waiters()
+                async with asyncio.timeout(timeout):
+                    for worker in self._workers:
+                        await worker.channel.publish(Kind.SHUTDOWN, 0, b"")
+                    await asyncio.gather(*(worker.wait(None) for worker in self._workers))
+        except TimeoutError:
+            logger.warning("a worker did not end within %g s and is killed", timeout)
+        except EngineClosedError:  # somebody else called terminate() meanwhile
+            pass
+        finally:
+            self.terminate()
+        await asyncio.gather(*(worker.wait(_REAP_SECONDS) for worker in self._workers))
 
     def terminate(self) -> None:
-        """See `Executor`."""
-        if self._closed:
+        """See `Executor`. From any thread, also while the loop runs in another; in a fork of the host it leaves the
+        workers alone."""
+        if self._released:
             return
-        self._closed = True
-        failure = self._failure or EngineClosedError("the engine is closed")
-        self._failure = failure
+        self._released = True
+        self._failure = self._failure or _closed_error()
+        if os.getpid() != self._pid:
+            for worker in self._workers:
+                worker.close()
+            return
         for worker in self._workers:
             worker.kill()
-        self._fail_waiters(failure)
+        if self._loop is not None and self._loop.is_running() and not _is_current(self._loop):
+            self._loop.call_soon_threadsafe(self._let_go)
+        else:
+            self._let_go()
+
+    def _let_go(self) -> None:
+        self._fail_waiters()
         for worker in self._workers:
             worker.close()
 
@@ -154,7 +193,6 @@ class ProcessExecutor:
             await self._broadcast(Kind.STEP, out.step_id, pack(out))
         except BaseException:
             self._answers.pop(out.step_id, None)
-            future.cancel()
             raise
         return future
 
@@ -163,7 +201,8 @@ class ProcessExecutor:
         await self._broadcast(Kind.GRAMMAR, out.step_id, pack(out))
 
     async def call(self, method: str, *args: Any, timeout: float) -> Any:
-        """See `Executor`. Raises TimeoutError after ``timeout`` seconds."""
+        """See `Executor`. Raises TimeoutError after ``timeout`` seconds; InternalError when it failed in the worker,
+        which goes on."""
         self._check()
         call_id = self._next_call
         self._next_call += 1
@@ -177,45 +216,58 @@ class ProcessExecutor:
             self._replies.pop(call_id, None)
 
     async def _broadcast(self, kind: Kind, step_id: int, payload: bytes) -> None:
-        for worker in self._workers:
+        for rank, worker in enumerate(self._workers):
+            try:
+                await self._publish(worker, kind, step_id, payload)
+            except asyncio.CancelledError:
+                if rank:  # the ranks must see the same frames, and the others have it already
+                    self._fail(InternalError(f"a {kind.name} frame was cancelled on its way to rank {rank}"))
+                raise
+
+    async def _publish(self, worker: WorkerProcess, kind: Kind, step_id: int, payload: bytes) -> None:
+        try:
             if not worker.channel.try_publish(kind, step_id, payload):
                 await worker.channel.publish(kind, step_id, payload)
+        except EngineClosedError:
+            self._check()
+            raise
 
     def _check(self) -> None:
         if self._failure is not None:
-            raise self._failure
+            raise self._failure.with_traceback(None)  # it may be raised often, and would gather all of them
 
     # -- frames in
 
     def _on_frames(self, worker: WorkerProcess) -> None:
         try:
-            for frame in worker.channel.drain():
-                self._handle(worker, frame)
-                if self._closed:
-                    return
-        except (FrameError, MessageError, ValueError) as error:
-            failure = InternalError(f"worker {worker.rank} sent nonsense: {error}")
+            self._take_frames(worker)
+        except Exception as error:
+            failure = InternalError(f"worker {worker.rank} sent nonsense: {error!r}")
             failure.__cause__ = error
             self._fail(failure)
 
+    def _take_frames(self, worker: WorkerProcess) -> None:
+        for frame in worker.channel.drain():
+            if self._released:  # by the frame before
+                return
+            self._handle(worker, frame)
+
     def _handle(self, worker: WorkerProcess, frame: Frame) -> None:
+        """Raises anything when the frame is not one that a worker sends."""
         kind = Kind(frame.kind)
         message = unpack(kind, frame.payload)
         if kind is Kind.OUTPUT:
             future = self._answers.pop(frame.step_id, None)
-            if future is None or message.step_id != frame.step_id:
+            if message.step_id != frame.step_id or (future is None and self._failure is None):
                 raise MessageError(f"an answer to step {frame.step_id}, which was not asked")
-            if not future.done():
+            if future is not None and not future.done():
                 future.set_result(message)
         elif kind is Kind.REPLY:
-            reply = self._replies.get(frame.step_id)  # None: its caller did not wait so long
-            if reply is not None and not reply.done():
-                reply.set_result(message)
+            self._settle_reply(worker, self._replies.get(frame.step_id), message)
         elif kind is Kind.PROGRESS:
             worker.channel.unlink()
             if worker.rank == 0:
-                self._stage = message["stage"]
-                self._on_progress(StartupProgress(**message))
+                self._report(StartupProgress(**message))
         elif kind is Kind.READY:
             worker.channel.unlink()
             if not self._ready[worker.rank].done():
@@ -225,37 +277,90 @@ class ProcessExecutor:
         else:
             raise MessageError(f"a {kind.name} message is not for the host")
 
+    def _settle_reply(self, worker: WorkerProcess, reply: asyncio.Future[Any] | None, message: dict[str, Any]) -> None:
+        if reply is None or reply.done():  # its caller did not wait so long
+            return
+        if "error" in message:
+            reply.set_exception(_reported_error(worker.rank, message["error"]))
+        else:
+            reply.set_result(message["value"])
+
+    def _report(self, progress: StartupProgress) -> None:
+        self._stage = progress.stage
+        try:
+            self._on_progress(progress)
+        except Exception:
+            logger.exception("the callback for the progress of the start failed")
+
     def _on_death(self, worker: WorkerProcess, error: WorkerDiedError) -> None:
-        self._on_frames(worker)  # its last words may explain it better
+        try:
+            self._take_frames(worker)  # its last words may explain it better
+        except Exception:
+            logger.debug("worker %d left nonsense behind", worker.rank, exc_info=True)
         self._fail(error)
 
     def _fail(self, error: EngineError) -> None:
         if self._failure is not None:
             return
         self._failure = error
-        self._fail_waiters(error)
+        self.terminate()
         if self._on_failure is not None:
             self._on_failure(error)
 
-    def _fail_waiters(self, error: EngineError) -> None:
+    def _fail_waiters(self) -> None:
+        assert self._failure is not None
         waiters: list[asyncio.Future[Any]] = [*self._ready, *self._answers.values(), *self._replies.values()]
         self._answers.clear()
         for future in waiters:
             if not future.done() and not future.get_loop().is_closed():
-                future.set_exception(error)
+                future.set_exception(self._failure)
                 future.exception()  # whoever still awaits it gets it; nobody else need be warned
 
 
+def _is_current(loop: asyncio.AbstractEventLoop) -> bool:
+    try:
+        return asyncio.get_running_loop() is loop
+    except RuntimeError:
+        return False
+
+
+async def _new_channel(ring_bytes: int) -> HostChannel:
+    """Made in a thread, as it takes milliseconds. When the caller is cancelled meanwhile, it is closed again."""
+    made: list[HostChannel] = []
+    given_up = threading.Event()
+
+    def take_back() -> None:
+        given_up.set()
+        with contextlib.suppress(IndexError):  # of the two threads one finds it
+            made.pop().close()
+
+    def make() -> HostChannel:
+        channel = HostChannel.create(ring_bytes)
+        made.append(channel)
+        if given_up.is_set():
+            take_back()
+        return channel
+
+    try:
+        return await run_in_thread("channel", make)
+    except BaseException:
+        take_back()
+        raise
+
+
+def _closed_error() -> EngineClosedError:
+    return EngineClosedError("the engine is closed")
+
+
 def _reported_error(rank: int, message: dict[str, Any]) -> EngineError:
-    """The error of an ERROR frame, of the class that the worker raised if that is one of ours."""
-    text, trace = str(message["message"]), str(message["traceback"])
-    cls = getattr(errors, str(message["type"]), None)
-    if cls is ModelLoadError:
-        error: EngineError = ModelLoadError(text)
-    elif isinstance(cls, type) and issubclass(cls, AEngineError) and cls is not InternalError:
-        error = InternalError(f"worker {rank}: {cls.__name__}: {text}", worker_traceback=trace)
+    """The error of an ERROR frame: of the class that the worker raised where that says whose fault it is."""
+    kind, text, trace = str(message["type"]), str(message["message"]), str(message["traceback"])
+    error: EngineError
+    if kind == "ModelLoadError":
+        error = ModelLoadError(text)
     else:
-        error = InternalError(f"worker {rank}: {text}", worker_traceback=trace)
+        shown = text if kind == "InternalError" else f"{kind}: {text}"
+        error = InternalError(f"worker {rank}: {shown}", worker_traceback=trace)
     if trace:
         error.add_note(f"in worker {rank}:\n{trace}")
     return error

@@ -10,12 +10,12 @@ The direction and content of each kind:
     host -> worker   LOAD             dict: config, model source, rank; answered by PROGRESS..., then READY or ERROR
                      STEP             SchedulerOutput; answered by OUTPUT (at once if sample_now, else after GRAMMAR)
                      GRAMMAR          GrammarOutput: the bitmask of step step_id
-                     CALL             [method, arguments]: a collective call; rank `reply_rank` answers REPLY
+                     CALL             [method, reply_rank, *arguments]: a collective call; that rank answers REPLY
                      SHUTDOWN         nothing; the worker ends
     worker -> host   PROGRESS         dict: stage, done, total, unit, detail
                      READY            dict: num_blocks, block_size, max_model_len, device, ...
                      OUTPUT           ModelRunnerOutput
-                     REPLY            any plain data
+                     REPLY            dict: value (any plain data), or error (a dict like ERROR's)
                      ERROR            dict: type, message, traceback; step_id of the frame that failed
 """
 

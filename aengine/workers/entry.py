@@ -1,6 +1,6 @@
 """What a worker process executes, as a script:
 
-    python -P entry.py PACKAGE_PARENT HOST_PID DEATH_FD RANK SPIN_US CHANNEL RUNNER
+    python -P entry.py HOST_PID DEATH_FD RANK SPIN_US CHANNEL RUNNER SEARCH_PATH
 
 Before anything heavy is imported it makes sure that it can't outlive the host, and attaches to the rings, whose names
 are gone from then on. The host's death ends it at once, whatever it is doing.
@@ -9,12 +9,15 @@ are gone from then on. The host's death ends it at once, whatever it is doing.
 from __future__ import annotations
 
 import os
+import select
 import signal
 import sys
 import threading
 
 _PR_SET_PDEATHSIG = 1
 _EXIT_HOST_GONE = 3
+_TRIM_PERIOD = 30_000  # milliseconds between two looks at how much was written to stdout and stderr
+_TRIM_BYTES = 1024 * 1024  # more than that is thrown away: it is memory, and only its end is ever shown
 
 
 def die_with_host(host_pid: int, death_fd: int) -> None:
@@ -25,19 +28,33 @@ def die_with_host(host_pid: int, death_fd: int) -> None:
     if os.getppid() != host_pid:  # it died before the line above
         os._exit(_EXIT_HOST_GONE)
     os.set_inheritable(death_fd, False)
+    threading.Thread(target=_guard, args=(death_fd,), name="aengine-host-guard", daemon=True).start()
 
-    def guard() -> None:
-        os.read(death_fd, 1)  # nobody writes: it returns when the last write end is closed
-        os._exit(_EXIT_HOST_GONE)
 
-    threading.Thread(target=guard, name="aengine-host-guard", daemon=True).start()
+def _guard(death_fd: int) -> None:
+    pipe = select.poll()
+    pipe.register(death_fd)  # nobody writes to it: the one event is the end of its last write end
+    while not pipe.poll(_TRIM_PERIOD):
+        if os.fstat(2).st_size > _TRIM_BYTES:
+            os.ftruncate(2, 0)
+    os._exit(_EXIT_HOST_GONE)
+
+
+def import_host_package(search_path: list[str]) -> None:
+    """Import the very aengine of the host, which lies in ``search_path[0]``; then let the rest of the path follow
+    this interpreter's own, so that what the host can import can be imported here, and nothing shadows anything."""
+    sys.path.insert(0, search_path[0])
+    import aengine  # noqa: F401
+
+    del sys.path[0]
+    sys.path.extend(folder for folder in search_path if folder not in sys.path)
 
 
 def main(argv: list[str]) -> int:
-    package_parent, host_pid, death_fd, rank, spin_us, description, runner = argv
+    host_pid, death_fd, rank, spin_us, description, runner, search_path = argv
     die_with_host(int(host_pid), int(death_fd))
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # the host decides when a worker ends
-    sys.path.insert(0, package_parent)
+    import_host_package(search_path.split(os.pathsep))
 
     from aengine.ipc.channel import PeerGoneError, WorkerChannel
 

@@ -8,15 +8,17 @@
     │ watch thread: exec, waitpid   ├────────────────┼─> guard thread: end of file?  │
     └───────────────────────────────┘  (write end)   └───────────────────────────────┘
 
-The worker is started by exec of `entry.py`: nothing of the host's state is inherited but the descriptors that it needs.
+The worker is started by exec of `entry.py`: nothing of the host's state is inherited but the descriptors it needs.
 Its death is told by ``waitpid`` in the watch thread. The host's death is told to it twice: by the end of the death
-pipe, whose write end only the host holds, and by PR_SET_PDEATHSIG. That signal comes when the *thread* that forked
-ends, not the process; so the thread that forks is the watch thread, which lives exactly as long as the worker.
+pipe, whose write end only the host holds (and its forks, which may outlive it), and by PR_SET_PDEATHSIG. That signal
+comes when the *thread* that forked ends, not the process; so the thread that forks is the watch thread, which lives
+exactly as long as the worker.
 """
 
 from __future__ import annotations
 
 import asyncio
+import fcntl
 import logging
 import os
 import signal
@@ -25,9 +27,10 @@ import sys
 import threading
 from collections.abc import Callable
 from pathlib import Path
+from weakref import WeakMethod
 
 from ..config import EngineConfig, worker_environment
-from ..errors import WorkerDiedError
+from ..errors import EngineError, WorkerDiedError
 from ..ipc.channel import HostChannel
 
 __all__ = ["DEFAULT_RUNNER", "WorkerProcess"]
@@ -45,6 +48,8 @@ class WorkerProcess:
     """One worker. ``on_death`` is called on the loop, once, with what is known, unless `kill` or `close` came first.
 
     ``channel``: made by ``HostChannel.create`` (in a thread: it takes milliseconds), from now on this object's.
+    ``on_frames`` and ``on_death`` are methods, held weakly: the watch thread and the loop hold this object, and may not
+    keep an executor alive that everybody else has dropped.
     """
 
     def __init__(
@@ -57,84 +62,104 @@ class WorkerProcess:
         on_death: Callable[[WorkerProcess, WorkerDiedError], None],
         runner: str = DEFAULT_RUNNER,
     ) -> None:
+        """Raises EngineError when there is no Python to run, or no thread or descriptor left."""
         self.rank = rank
         self.pid = -1
+        self.channel = channel
+        self._host_pid = os.getpid()
         self._loop = loop
-        self._on_death = on_death
+        self._on_frames = WeakMethod(on_frames)
+        self._on_death = WeakMethod(on_death)
         self._process: subprocess.Popen[bytes] | None = None
         self._ended = threading.Event()  # the watch thread has reaped the process, or could not start it
-        self._exit = loop.create_future()  # the same, for the loop
-        self._lock = threading.Lock()  # of _process, _killed: kill() may come from any thread
+        self._exit: asyncio.Future[int | None] = loop.create_future()  # the same, for the loop
+        self._lock = threading.Lock()  # of _process and _killed: kill() may come from any thread
         self._killed = False
         self._closed = False
-        self._stderr = os.memfd_create(f"aengine-worker-{rank}-stderr", os.MFD_CLOEXEC)
-        death_read, self._death_pipe = os.pipe()
-        self.channel = channel
-        self.channel.open(loop, lambda: on_frames(self))
-        self._thread = threading.Thread(
-            target=self._watch,
-            args=(self._command(config, death_read, runner), worker_environment(config), death_read),
-            name=f"aengine-worker-{rank}",
-            daemon=True,
-        )
-        self._thread.start()
+        self._death_read = self._death_pipe = self._stderr = -1
+        try:
+            self._death_read, self._death_pipe = os.pipe()
+            self._stderr = os.memfd_create(f"aengine-worker-{rank}-stderr", os.MFD_CLOEXEC)
+            fcntl.fcntl(self._stderr, fcntl.F_SETFL, os.O_APPEND)  # entry.py may cut it short
+            channel.open(loop, self._readable)
+            work = (self._command(config, runner), worker_environment(config))
+            threading.Thread(target=self._watch, args=work, name=f"aengine-worker-{rank}", daemon=True).start()
+        except BaseException as error:
+            self._close_fd("_death_read")
+            self.close()
+            if isinstance(error, OSError | RuntimeError):
+                raise EngineError(f"worker {rank} can't be started: {error}") from error
+            raise
 
-    def _command(self, config: EngineConfig, death_read: int, runner: str) -> list[str]:
+    def _command(self, config: EngineConfig, runner: str) -> list[str]:
         """argv of the child: -P and a file of ours, so that nothing in its working directory can shadow a module."""
         package_parent = str(Path(__file__).parents[2])
+        search_path = [package_parent, *(folder for folder in sys.path if os.path.isabs(folder))]
         return [
-            sys.executable,
+            _interpreter(),
             "-P",
+            "-Xfaulthandler",
             str(_ENTRY),
-            package_parent,
-            str(os.getpid()),
-            str(death_read),
+            str(self._host_pid),
+            str(self._death_read),
             str(self.rank),
             str(config.worker_spin_us),
             self.channel.description,
             runner,
+            os.pathsep.join(search_path),
         ]
 
     # -- the watch thread
 
-    def _watch(self, command: list[str], environment: dict[str, str], death_read: int) -> None:
-        error: BaseException | None = None
+    def _watch(self, command: list[str], environment: dict[str, str]) -> None:
+        code, error = None, None
         try:
-            with self._lock:
-                if not self._killed:
-                    self._process = subprocess.Popen(
-                        command,
-                        env=environment,
-                        stdin=subprocess.DEVNULL,
-                        stdout=self._stderr,
-                        stderr=self._stderr,
-                        pass_fds=(*self.channel.inherit_fds, death_read),
-                        start_new_session=True,  # a Ctrl-C in the host's terminal is the host's to handle
-                    )
-                    self.pid = self._process.pid
-        except OSError as caught:
+            process = self._spawn(command, environment)
+            if process is not None:
+                code = process.wait()
+        except Exception as caught:
             error = caught
-        finally:
-            os.close(death_read)
-        code = None
-        if self._process is not None:
-            code = self._process.wait()
         self._ended.set()
         try:
             self._loop.call_soon_threadsafe(self._reaped, code, error)
         except RuntimeError:  # the loop was closed: nobody is left to tell
             pass
 
+    def _spawn(self, command: list[str], environment: dict[str, str]) -> subprocess.Popen[bytes] | None:
+        """None when it was killed before it was started."""
+        try:
+            with self._lock:
+                if self._killed:
+                    return None
+                self._process = subprocess.Popen(
+                    command,
+                    env=environment,
+                    stdin=subprocess.DEVNULL,
+                    stdout=self._stderr,
+                    stderr=self._stderr,
+                    pass_fds=(*self.channel.inherit_fds, self._death_read),
+                    start_new_session=True,  # a Ctrl-C in the host's terminal is the host's to handle
+                )
+                self.pid = self._process.pid
+                return self._process
+        finally:
+            self._close_fd("_death_read")
+
     # -- the loop thread
 
-    def _reaped(self, code: int | None, error: BaseException | None) -> None:
+    def _readable(self) -> None:
+        on_frames = self._on_frames()
+        if on_frames is not None:
+            on_frames(self)
+
+    def _reaped(self, code: int | None, error: Exception | None) -> None:
         if not self._exit.done():
             self._exit.set_result(code)
-        if self._killed or self._closed:
-            return
-        self._on_death(self, self._explain(code, error))
+        on_death = self._on_death()
+        if on_death is not None and not self._killed and not self._closed:
+            on_death(self, self._explain(code, error))
 
-    def _explain(self, code: int | None, error: BaseException | None) -> WorkerDiedError:
+    def _explain(self, code: int | None, error: Exception | None) -> WorkerDiedError:
         if code is None:
             died = WorkerDiedError(f"worker {self.rank} could not be started: {error}", rank=self.rank)
             died.__cause__ = error
@@ -152,33 +177,60 @@ class WorkerProcess:
         return WorkerDiedError(f"worker {self.rank} (pid {self.pid}) died {how}{said}", rank=self.rank, exit_code=code)
 
     def stderr_tail(self) -> str:
-        """The last of what the worker wrote to stdout and stderr."""
+        """The last of what the worker wrote to stdout and stderr; "" after `close`."""
+        if self._closed:
+            return ""
         size = os.fstat(self._stderr).st_size
         data = os.pread(self._stderr, _STDERR_TAIL, max(0, size - _STDERR_TAIL))
         return data.decode(errors="replace").strip()
 
-    @property
-    def is_alive(self) -> bool:
-        return not self._ended.is_set()
-
-    async def wait(self, timeout: float) -> bool:
+    async def wait(self, timeout: float | None) -> bool:
         """Until the process has ended, at most ``timeout`` seconds. Whether it has."""
         if not self._exit.done():
             await asyncio.wait([self._exit], timeout=timeout)
         return self._ended.is_set()
 
     def kill(self) -> None:
-        """SIGKILL. Immediate, idempotent, from any thread and state; the watch thread reaps."""
+        """SIGKILL. Immediate, idempotent, from any thread and state; the watch thread reaps.
+
+        Does nothing in a fork of the host: the worker is not the fork's.
+        """
+        if os.getpid() != self._host_pid:
+            return
         with self._lock:
             self._killed = True
             if self._process is not None and not self._ended.is_set():
                 self._process.kill()
 
     def close(self) -> None:
-        """Let go of everything of the host's, once the process has ended or was killed. Idempotent."""
+        """Let go of everything of the host's, once the process has ended or was killed. Idempotent.
+
+        On the loop's thread, or when the loop does not run.
+        """
         if self._closed:
             return
         self._closed = True
         self.channel.close()
-        os.close(self._death_pipe)
-        os.close(self._stderr)
+        self._close_fd("_death_pipe")
+        self._close_fd("_stderr")
+
+    def _close_fd(self, name: str) -> None:
+        fd = getattr(self, name)
+        if fd >= 0:
+            setattr(self, name, -1)
+            os.close(fd)
+
+
+def _interpreter() -> str:
+    """A Python of the host's own installation: sys.executable, unless the host is a program that embeds Python."""
+    if os.path.basename(sys.executable or "").startswith("python"):
+        return sys.executable
+    for prefix in (sys.exec_prefix, sys.base_exec_prefix):
+        for name in ("python{}.{}".format(*sys.version_info), "python3", "python"):
+            path = os.path.join(prefix, "bin", name)
+            if os.access(path, os.X_OK):
+                return path
+    raise EngineError(
+        f"workers need a Python interpreter: sys.executable is {sys.executable!r}, and there is none in "
+        f"{sys.exec_prefix}/bin; install one there, or set sys.executable to one"
+    )

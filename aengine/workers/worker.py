@@ -3,6 +3,7 @@
 Every rank reads the same frames in the same order. Rank 0 answers steps; a collective call is executed by all and
 answered by the rank it names. An exception while loading is reported and ends the worker; so does one in a step,
 since nobody can say what the device's memory holds after it: the host has every request's tokens and starts anew.
+One in a collective call is that call's answer.
 """
 
 from __future__ import annotations
@@ -16,7 +17,7 @@ from typing import Any, Protocol
 
 from ..config import EngineConfig
 from ..errors import AEngineError
-from ..ipc.channel import WorkerChannel
+from ..ipc.channel import PeerGoneError, WorkerChannel
 from ..ipc.messages import GrammarOutput, Kind, ModelRunnerOutput, SchedulerOutput, pack, unpack
 
 __all__ = ["Worker"]
@@ -47,7 +48,7 @@ class Worker:
         self._rank = rank
         self._runner_name = runner
         self._runner: Runner | None = None
-        self._answers: deque[Answer] = deque()  # steps that were launched and not yet reported, oldest first
+        self._answers: deque[tuple[int, Answer]] = deque()  # step ids launched and not yet reported, oldest first
         self._step_id = 0  # of the frame in hand, for error reports
         self._last_report = ("", 0.0)
 
@@ -56,7 +57,7 @@ class Worker:
         try:
             while self._turn():
                 pass
-        except ConnectionError:
+        except PeerGoneError:
             raise
         except BaseException as error:
             self._report_error(error)
@@ -70,24 +71,25 @@ class Worker:
             self._step_id = frame.step_id
             if not self._handle(Kind(frame.kind), frame.payload):
                 return False
-        while self._answers and self._answers[0].ready():
-            output = self._answers.popleft().get()
+        while self._answers and self._answers[0][1].ready():
+            self._step_id, answer = self._answers.popleft()
+            output = answer.get()
             if self._rank == 0:
-                self._channel.publish(Kind.OUTPUT, output.step_id, pack(output))
+                self._channel.publish(Kind.OUTPUT, self._step_id, pack(output))
         return True
 
     def _handle(self, kind: Kind, payload: bytes) -> bool:
+        if kind is Kind.SHUTDOWN:
+            return False
         message = unpack(kind, payload)
         if kind is Kind.STEP:
             self._execute(message)
         elif kind is Kind.GRAMMAR:
-            self._answers.append(self._loaded().sample_tokens(message))
+            self._answers.append((message.step_id, self._loaded().sample_tokens(message)))
         elif kind is Kind.CALL:
             self._call(message)
         elif kind is Kind.LOAD:
             self._load(message)
-        elif kind is Kind.SHUTDOWN:
-            return False
         else:
             raise ValueError(f"a {kind.name} message is not for a worker")
         return True
@@ -96,7 +98,7 @@ class Worker:
         runner = self._loaded()
         runner.execute_model(out)
         if out.sample_now:
-            self._answers.append(runner.sample_tokens(None))
+            self._answers.append((out.step_id, runner.sample_tokens(None)))
 
     def _loaded(self) -> Runner:
         if self._runner is None:
@@ -136,11 +138,15 @@ class Worker:
     # -- collective calls
 
     def _call(self, message: list[Any]) -> None:
+        """``[method, reply_rank, *arguments]``; the method is one of _CALLS, never a name looked up elsewhere."""
         method, reply_rank, *arguments = message
-        call = _CALLS.get(method)
-        if call is None:
-            raise ValueError(f"there is no collective call {method!r}; there are {', '.join(_CALLS)}")
-        reply = call(self, *arguments)
+        try:
+            call = _CALLS.get(method)
+            if call is None:
+                raise ValueError(f"there is no collective call {method!r}; there are {', '.join(_CALLS)}")
+            reply = {"value": call(self, *arguments)}
+        except Exception as error:
+            reply = {"error": _report_of(error)}
         if self._rank == reply_rank:
             self._channel.publish(Kind.REPLY, self._step_id, pack(reply))
 
@@ -148,13 +154,28 @@ class Worker:
         """Alive from end to end: all steps before it have been launched."""
         return {"rank": self._rank, "pid": os.getpid(), "num_launched": len(self._answers)}
 
+    def _memory_info(self) -> dict[str, int]:
+        """In bytes: ``resident`` memory of this process, and how much of it is ``shared`` with files and others."""
+        with open("/proc/self/statm") as statm:
+            _, resident, shared, *_ = map(int, statm.read().split())
+        page = os.sysconf("SC_PAGE_SIZE")
+        return {"resident": resident * page, "shared": shared * page}
+
     # -- errors
 
     def _report_error(self, error: BaseException) -> None:
-        kind = type(error).__name__ if isinstance(error, AEngineError) else "InternalError"
-        text = str(error) if isinstance(error, AEngineError) else f"{type(error).__name__}: {error}"
-        report = {"type": kind, "message": text, "traceback": "".join(traceback.format_exception(error))}
-        self._channel.publish(Kind.ERROR, self._step_id, pack(report))
+        self._channel.publish(Kind.ERROR, self._step_id, pack(_report_of(error)))
 
 
-_CALLS = {"ping": Worker._ping}
+_CALLS = {"ping": Worker._ping, "memory_info": Worker._memory_info}
+
+
+def _report_of(error: BaseException) -> dict[str, str]:
+    """What an ERROR frame tells. Never raises, whatever the error's own __str__ does."""
+    if isinstance(error, AEngineError):
+        kind, message = type(error).__name__, str(error)
+    else:
+        kind, message = "InternalError", "".join(traceback.format_exception_only(error)).strip()
+    report = {"type": kind, "message": message, "traceback": "".join(traceback.format_exception(error))}
+    # A file name that is not UTF-8 has surrogates, which can't be packed.
+    return {key: text.encode("utf-8", "backslashreplace").decode() for key, text in report.items()}

@@ -17,6 +17,8 @@ from aengine.errors import ModelLoadError
 from aengine.ipc.messages import GrammarOutput, ModelRunnerOutput, SchedulerOutput, int32
 
 RAISE, SEGFAULT, HANG, WRITE_AND_KILL, SLOW = 101, 102, 103, 104, 105
+SURROGATE, UNPRINTABLE, CONNECTION, EXIT, CHATTER = 106, 107, 108, 109, 110
+CHATTER_BYTES = 4 * 1024 * 1024
 READY = {
     "num_blocks": 20_000,
     "block_size": 16,
@@ -68,6 +70,11 @@ class FakeRunner:
         return Done(ModelRunnerOutput(out.step_id, int32(ids)))
 
 
+class Unprintable(Exception):
+    def __str__(self) -> str:
+        raise RuntimeError("no")
+
+
 def _harm(token_id: int) -> None:
     if token_id == RAISE:
         raise ZeroDivisionError("a bug in a step")
@@ -80,6 +87,16 @@ def _harm(token_id: int) -> None:
         os.kill(os.getpid(), signal.SIGKILL)
     if token_id == SLOW:
         time.sleep(0.3)
+    if token_id == SURROGATE:
+        raise FileNotFoundError("weights-\udcff.gguf")
+    if token_id == UNPRINTABLE:
+        raise Unprintable
+    if token_id == CONNECTION:
+        raise ConnectionResetError("of the runner's own")
+    if token_id == EXIT:
+        raise SystemExit(5)
+    if token_id == CHATTER:
+        os.write(2, b"warning\n" * (CHATTER_BYTES // 8))
 
 
 def load_runner(
@@ -96,4 +113,4 @@ def load_runner(
         time.sleep(3600)
     if source.get("fail") == "exit":
         os._exit(7)
-    return FakeRunner(), dict(READY)
+    return FakeRunner(), READY | {"OMP_NUM_THREADS": os.environ["OMP_NUM_THREADS"]}

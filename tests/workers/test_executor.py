@@ -11,72 +11,15 @@ import sys
 import textwrap
 import threading
 import time
-from collections.abc import AsyncIterator, Callable
-from contextlib import asynccontextmanager
-from pathlib import Path
-from typing import Any
 
 import fake_runner
 import psutil
 import pytest
+from worker_helpers import HERE, decode, descriptors, gone, leftovers, make, running, start, step
 
-from aengine.config import EngineConfig, StartupProgress
-from aengine.engine.executor import ProcessExecutor
+from aengine.config import StartupProgress
 from aengine.errors import EngineClosedError, EngineError, InternalError, ModelLoadError, WorkerDiedError
-from aengine.ipc.messages import Kind, NewRequest, SchedulerOutput, int32
-
-HERE = Path(__file__).parent
-
-
-@pytest.fixture(autouse=True)
-def fake_runner_is_importable(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("PYTHONPATH", str(HERE))
-
-
-def config(**settings: Any) -> EngineConfig:
-    return EngineConfig.create("fake", {"shutdown_timeout": 5.0, **settings})
-
-
-def make(**settings: Any) -> ProcessExecutor:
-    return ProcessExecutor(config(**settings), "fake_runner:load_runner")
-
-
-async def start(
-    executor: ProcessExecutor, source: dict | None = None, report: Callable[[Any], None] = lambda progress: None
-) -> dict[str, Any]:
-    return await executor.start({"config": config().to_wire(), "source": source or {}}, report)
-
-
-@asynccontextmanager
-async def running(**settings: Any) -> AsyncIterator[ProcessExecutor]:
-    executor = make(**settings)
-    await start(executor)
-    try:
-        yield executor
-    finally:
-        await executor.aclose(5)
-
-
-def step(step_id: int, tokens: list[int], row: int = 0) -> SchedulerOutput:
-    """One new request whose whole prompt is computed."""
-    new = NewRequest(row, int32(tokens), len(tokens), 0, int32([0]))
-    return SchedulerOutput(step_id, new_requests=[new], req_idx=int32([row]), num_scheduled_tokens=int32([len(tokens)]))
-
-
-def decode(step_id: int, rows: list[int]) -> SchedulerOutput:
-    return SchedulerOutput(step_id, req_idx=int32(rows), num_scheduled_tokens=int32([1] * len(rows)))
-
-
-def leftovers() -> list[str]:
-    return [name for name in os.listdir("/dev/shm") if "aengine-" in name]
-
-
-async def gone(pid: int) -> None:
-    for _ in range(200):
-        if not psutil.pid_exists(pid) or psutil.Process(pid).status() == psutil.STATUS_ZOMBIE:
-            return
-        await asyncio.sleep(0.01)
-    pytest.fail(f"{pid} is still there")
+from aengine.ipc.messages import Kind
 
 
 @pytest.mark.parametrize("ranks", [1, 2])
@@ -230,12 +173,12 @@ async def test_nothing_is_left_behind() -> None:
         pass
     gc.collect()
     process = psutil.Process()
-    before = (sorted(os.listdir("/proc/self/fd")), threading.active_count(), process.children())
+    before = (descriptors(), threading.active_count(), process.children())
     for _ in range(3):
         async with running() as executor:
             await (await executor.execute_model(step(0, [5])))
     for _ in range(100):
-        after = (sorted(os.listdir("/proc/self/fd")), threading.active_count(), process.children())
+        after = (descriptors(), threading.active_count(), process.children())
         if after == before:
             break
         await asyncio.sleep(0.01)
@@ -255,27 +198,28 @@ async def test_an_idle_worker_costs_nothing() -> None:
     assert used <= 0.03
 
 
-async def test_a_starting_thread_that_ends_takes_no_worker_along() -> None:
+def test_a_starting_thread_that_ends_takes_no_worker_along(any_loop: asyncio.AbstractEventLoop) -> None:
     """PR_SET_PDEATHSIG fires at the death of the forking thread: that must not be the caller's."""
     executor = make()
-    box: list[Any] = []
 
-    def other_thread() -> None:
-        box.append(executor)
+    async def answer() -> int:
+        return (await (await executor.execute_model(step(0, [5])))).token_ids[0]
 
-    thread = threading.Thread(target=other_thread)
+    def start_here() -> None:
+        any_loop.run_until_complete(start(executor))
+
+    thread = threading.Thread(target=start_here)
     thread.start()
     thread.join()
-    await start(executor)
-    await asyncio.sleep(0.1)
-    assert (await (await executor.execute_model(step(0, [5])))).token_ids[0] == 261
-    await executor.aclose(5)
+    time.sleep(0.1)  # for the signal to come
+    assert any_loop.run_until_complete(answer()) == 261
+    any_loop.run_until_complete(executor.aclose(5))
 
 
 SCRIPT = """
 import asyncio, sys, os, time
 sys.path.insert(0, {here!r})
-from test_executor import make, start, step
+from worker_helpers import make, start, step
 async def main():
     executor = make()
     if {when!r} == "starting":
@@ -300,7 +244,6 @@ def test_the_host_dies(when: str) -> None:
         [sys.executable, "-W", "ignore", "-c", textwrap.dedent(SCRIPT.format(here=str(HERE), when=when))],
         stdout=subprocess.PIPE,
         text=True,
-        env=os.environ | {"PYTHONPATH": str(HERE)},
     )
     assert host.stdout is not None
     pid = int(host.stdout.readline())
@@ -311,7 +254,7 @@ def test_the_host_dies(when: str) -> None:
     host.wait()
     host.stdout.close()
     asyncio.run(gone(pid))
-    assert not leftovers()
+    assert not leftovers(host.pid)
 
 
 async def test_an_interrupt_in_the_terminal_does_not_reach_the_worker() -> None:
