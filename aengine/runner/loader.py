@@ -9,8 +9,9 @@ from __future__ import annotations
 import json
 import logging
 import re
+from collections import deque
 from collections.abc import Callable, Iterator
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
 
 import torch
@@ -106,7 +107,7 @@ def _shards(folder: Path) -> list[Path]:
     if index.is_file():
         try:
             names = sorted(set(json.loads(index.read_text())["weight_map"].values()))
-        except (ValueError, KeyError, AttributeError) as error:
+        except (ValueError, KeyError, TypeError, AttributeError) as error:
             raise ModelLoadError(f"{index} can't be read: {error!r}") from error
         missing = [name for name in names if not (folder / name).is_file()]
         if missing:
@@ -169,7 +170,7 @@ def _gguf(source: ModelSource, model: DecoderModel) -> tuple[Named, int]:
 
 
 def _read_gguf(file: GgufFile, model: DecoderModel) -> Named:
-    """Dequantised to float32, a few tensors ahead in threads (numpy lets the GIL go)."""
+    """Dequantised to float32 in threads (numpy lets the GIL go), no more than one tensor a thread ahead."""
     config = model.config
     interleaved = config.model_type in ("llama", "mistral")
 
@@ -182,8 +183,16 @@ def _read_gguf(file: GgufFile, model: DecoderModel) -> Named:
             tensor = _separate_halves(tensor, config.num_kv_heads)
         return hf_name, tensor
 
-    with ThreadPoolExecutor(max(1, torch.get_num_threads()), thread_name_prefix="dequantise") as pool:
-        yield from pool.map(read, file.tensors)
+    # Not pool.map: it takes all names at once, and a model larger than memory would be dequantised into it.
+    num_threads = max(1, torch.get_num_threads())
+    ahead: deque[Future[tuple[str, Tensor]]] = deque()
+    with ThreadPoolExecutor(num_threads, thread_name_prefix="dequantise") as pool:
+        for name in file.tensors:
+            ahead.append(pool.submit(read, name))
+            if len(ahead) > num_threads:
+                yield ahead.popleft().result()
+        while ahead:
+            yield ahead.popleft().result()
 
 
 def _dequantise(file: GgufFile, name: str) -> Tensor:

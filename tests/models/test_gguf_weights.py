@@ -132,7 +132,6 @@ def test_a_type_that_can_not_be_dequantised_is_named(tmp_path: Path) -> None:
             loader._dequantise(file, tensor.name)
 
 
-@pytest.mark.xfail(strict=True, reason="ThreadPoolExecutor.map takes all names at once")
 def test_only_a_few_tensors_are_read_ahead(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """A consumer that takes its time must not find the whole model dequantised in memory."""
     path = tmp_path / "tiny.gguf"

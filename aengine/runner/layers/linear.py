@@ -50,23 +50,36 @@ class PlainWeight:
 class Float16Weight:
     """float16 weights under float32 activations, on a CPU."""
 
-    __slots__ = ("_bias", "_half", "_packed", "_plan")
+    __slots__ = ("_bias", "_half", "_packed", "_plan", "_scale")
 
     def __init__(self, weight: Tensor, bias: Tensor | None) -> None:
         self._plan = float16_plan()
         self._bias = bias
         self._packed = torch.ops.quantized.linear_prepack_fp16(weight.float(), bias)
-        self._half = weight.half() if self._plan.large is half_linear else None
+        self._half: Tensor | None = None
+        self._scale: Tensor | None = None
+        if self._plan.large is half_linear:
+            self._half, self._scale = scaled_half(weight)
 
     def __call__(self, x: Tensor) -> Tensor:
-        if self._half is None or x.shape[0] < self._plan.first_large:
+        if self._half is None or self._scale is None or x.shape[0] < self._plan.first_large:
             return torch.ops.quantized.linear_dynamic_fp16(x, self._packed)
-        return half_linear(x, self._half, self._bias)
+        return half_linear(x, self._half, self._scale, self._bias)
 
 
-def half_linear(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
-    """float32 in and out, float16 between, summed in float32 by oneDNN. Values past float16's range are cut to it."""
-    out = F.linear(x.clamp(-FLOAT16_MAX, FLOAT16_MAX).half(), weight).float()
+def scaled_half(weight: Tensor) -> tuple[Tensor, Tensor]:
+    """(float16 weight, float32 scale [out_features]): each row divided by a power of two that brings its absolute sum
+    to 1 or less, so that no product is larger than its largest input."""
+    scale = weight.float().abs().sum(1).clamp_min_(2.0**-100).log2_().ceil_().exp2_()
+    return (weight.float() / scale[:, None]).half(), scale
+
+
+def half_linear(x: Tensor, weight: Tensor, scale: Tensor, bias: Tensor | None) -> Tensor:
+    """float32 in and out, float16 between, summed in float32 by oneDNN; ``weight``, ``scale`` as of `scaled_half`.
+
+    Inputs past float16's range are cut to it; outputs may go past it.
+    """
+    out = F.linear(x.clamp(-FLOAT16_MAX, FLOAT16_MAX).half(), weight).float().mul_(scale)
     return out if bias is None else out.add_(bias)
 
 
@@ -87,11 +100,11 @@ def float16_plan() -> Float16Plan:
     """
     weight = torch.randn(1536, 576) * 0.05
     packed = torch.ops.quantized.linear_prepack_fp16(weight, None)
-    half = weight.half()
+    half, scale = scaled_half(weight)
     for rows in (4, 8, 16, 32):
         x = torch.randn(rows, 576)
         plain = _fastest(lambda x=x: torch.ops.quantized.linear_dynamic_fp16(x, packed))  # type: ignore[misc]
-        if _fastest(lambda x=x: half_linear(x, half, None)) < plain:  # type: ignore[misc]
+        if _fastest(lambda x=x: half_linear(x, half, scale, None)) < plain:  # type: ignore[misc]
             return Float16Plan(half_linear, rows)
     return Float16Plan(None, 0)
 
