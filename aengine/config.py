@@ -182,6 +182,9 @@ def worker_environment(config: EngineConfig) -> dict[str, str]:
     threads = str(num_worker_threads(config))
     environment |= {"OMP_NUM_THREADS": threads, "MKL_NUM_THREADS": threads, "PYTHONUNBUFFERED": "1"}
     environment.setdefault("TOKENIZERS_PARALLELISM", "false")
+    # Threads of a parallel loop spin for each other for some microseconds, not milliseconds: beside any other busy
+    # process the default makes two threads many times slower than one (benchmarks/cpu.py with --hog).
+    environment.setdefault("GOMP_SPINCOUNT", "1000")
     return environment
 
 

@@ -61,7 +61,7 @@ async def _aengine(args: argparse.Namespace) -> dict[str, float]:
 
             async def one(prompt: list[int], into: list[float]) -> None:
                 async for _ in engine.stream(prompt, params):
-                    into.append(time.perf_counter())
+                    into.append(time.perf_counter())  # noqa: PERF401  (the moment matters)
 
             work = prompts(streams, PROMPT_LEN, args.seed)
             await asyncio.gather(*map(one, work, times))
@@ -256,6 +256,7 @@ def main() -> None:
     parser.add_argument("--llama-python", default="")
     parser.add_argument("--vllm-python", default="")
     parser.add_argument("--only-aengine", action="store_true")
+    parser.add_argument("--hog", action="store_true", help="with another process keeping one core busy all the time")
     args = parser.parse_args()
     if args.engine:
         print("RESULT " + json.dumps(ENGINES[args.engine](args)))
@@ -264,6 +265,7 @@ def main() -> None:
     common = ["--threads", str(args.threads), "--streams", *map(str, args.streams)]
     with tempfile.TemporaryDirectory() as folder:
         runs = plan(args, folder)
+        hog = subprocess.Popen([sys.executable, "-c", "while True: pass"]) if args.hog else None
         for round_ in range(args.rounds):
             for label, python, extra in runs:
                 command = [python, __file__, *extra, *common, "--seed", str(round_)]
@@ -278,6 +280,9 @@ def main() -> None:
                     continue
                 results.setdefault(label, []).append(json.loads(lines[-1][7:]))
                 print(label, lines[-1][7:], file=sys.stderr)
+        if hog is not None:
+            hog.kill()
+            hog.wait()
     median = {
         label: {
             key: statistics.median(row[key] for row in rows) if isinstance(rows[0][key], float) else rows[0][key]
@@ -285,7 +290,7 @@ def main() -> None:
         }
         for label, rows in results.items()
     }
-    print(json.dumps({"threads": args.threads, "rounds": args.rounds, "median": median}))
+    print(json.dumps({"threads": args.threads, "rounds": args.rounds, "hog": args.hog, "median": median}))
 
 
 if __name__ == "__main__":

@@ -490,3 +490,21 @@ async def test_two_engines_side_by_side(make_engine: Make) -> None:
             one.generate([1], SamplingParams(max_tokens=9)), two.generate([1], SamplingParams(max_tokens=9))
         )
         assert a.token_ids == b.token_ids
+
+
+async def test_leaving_while_an_answer_is_being_delivered(make_engine: Make) -> None:
+    """Tokens of a wide batch are delivered in turns; who leaves between two of them gets none, and loses nothing."""
+    async with make_engine(max_num_seqs=256) as engine:
+        streams = [engine.stream([1, i], SamplingParams(max_tokens=50), request_id=f"r{i}") for i in range(220)]
+        async for token in streams[0]:
+            if token.position == 3:
+                for i in range(100, 220):
+                    engine.abort(f"r{i}")
+        assert len(streams[0].completion.token_ids) == 50
+        for stream in streams[1:100]:
+            assert len((await stream.wait()).token_ids) == 50
+        for stream in streams[100:]:
+            completion = await stream.wait()
+            assert completion.finish_reason is FinishReason.ABORT
+            assert len(completion.token_ids) < 50
+        await settled(engine)
