@@ -412,3 +412,10 @@ async def test_the_channel_of_a_start_that_was_given_up_is_closed(monkeypatch: p
     while not made or not made[0]._closed:
         await asyncio.sleep(0.01)
     assert not leftovers()
+
+
+async def test_nothing_blocks_the_loop(no_blocking: None) -> None:
+    async with running() as executor:
+        for step_id in range(20):
+            await (await executor.execute_model(step(step_id, [5, 6], step_id)))
+        await executor.call("ping", timeout=5)

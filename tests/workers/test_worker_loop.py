@@ -1,0 +1,197 @@
+"""The worker's busy loop alone, in this process, over a channel that is a list."""
+
+from __future__ import annotations
+
+import random
+from array import array
+from collections import deque
+from typing import Any
+
+import pytest
+from worker_helpers import config, step
+
+from aengine.ipc.channel import Frame, PeerGoneError
+from aengine.ipc.messages import GrammarOutput, Kind, ModelRunnerOutput, SchedulerOutput, int32, pack, unpack
+from aengine.workers import worker as module
+from aengine.workers.worker import Worker
+
+
+class ListChannel:
+    """Gives the frames of ``incoming``; None stands for a timeout. Then the host is gone."""
+
+    def __init__(self, *incoming: Frame | None) -> None:
+        self.incoming = deque(incoming)
+        self.sent: list[tuple[Kind, int, Any]] = []
+        self.timeouts: list[float | None] = []
+
+    def consume(self, timeout: float | None) -> Frame | None:
+        self.timeouts.append(timeout)
+        if not self.incoming:
+            raise PeerGoneError
+        return self.incoming.popleft()
+
+    def publish(self, kind: int, step_id: int, payload: bytes) -> None:
+        self.sent.append((Kind(kind), step_id, unpack(Kind(kind), payload)))
+
+    def kinds(self) -> list[Kind]:
+        return [kind for kind, _, _ in self.sent if kind is not Kind.PROGRESS]
+
+
+class Slow:
+    """An answer that is ready once the worker has looked ``looks`` times."""
+
+    def __init__(self, step_id: int, looks: int) -> None:
+        self.step_id, self.looks = step_id, looks
+
+    def ready(self) -> bool:
+        self.looks -= 1
+        return self.looks < 0
+
+    def get(self) -> ModelRunnerOutput:
+        assert self.looks < 0, "taken before it was ready"
+        if self.step_id == 13:
+            raise FloatingPointError("found out late")
+        return ModelRunnerOutput(self.step_id, array("i", [self.step_id]))
+
+
+class SlowRunner:
+    """Answers after as many looks as the batch has entries; tells ``log`` what it was asked."""
+
+    log: list[tuple[str, int]] = []  # noqa: RUF012 (one test at a time fills it)
+
+    def execute_model(self, out: SchedulerOutput) -> None:
+        self.log.append(("execute", out.step_id))
+        self.step = out
+
+    def sample_tokens(self, grammar: GrammarOutput | None) -> Slow:
+        self.log.append(("sample", -1 if grammar is None else grammar.step_id))
+        return Slow(self.step.step_id, len(self.step.req_idx))
+
+
+def load_slow(config: Any, source: Any, rank: int, world_size: int, progress: Any) -> tuple[SlowRunner, dict]:
+    SlowRunner.log = []
+    return SlowRunner(), {}
+
+
+LOAD = Frame(Kind.LOAD, 0, pack({"config": config().to_wire(), "source": {}, "rank": 0, "world_size": 1}))
+SHUTDOWN = Frame(Kind.SHUTDOWN, 0, b"")
+
+
+@pytest.fixture(autouse=True)
+def keep_the_title(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(Worker, "_set_title", lambda self, model: None)
+
+
+def run(*frames: Frame | None, rank: int = 0, runner: str = f"{__name__}:load_slow") -> tuple[int, ListChannel]:
+    channel = ListChannel(*frames)
+    return Worker(channel, rank, runner).run(), channel  # type: ignore[arg-type]
+
+
+def asked(step_id: int, looks: int, sample_now: bool = True) -> Frame:
+    out = SchedulerOutput(step_id, req_idx=int32([0] * looks), num_scheduled_tokens=int32([1] * looks))
+    out.sample_now = sample_now
+    return Frame(Kind.STEP, step_id, pack(out))
+
+
+def test_answers_come_in_the_order_of_the_steps(rng: random.Random) -> None:
+    ids = rng.sample(range(100, 10_000), 40)
+    frames: list[Frame | None] = [asked(i, rng.randrange(6)) for i in ids] + [None] * 300
+    code, channel = run(LOAD, *frames, SHUTDOWN)
+    assert code == 0
+    answers = [message for kind, _, message in channel.sent if kind is Kind.OUTPUT]
+    assert [answer.step_id for answer in answers] == ids
+    assert [answer.token_ids[0] for answer in answers] == ids
+
+
+def test_it_parks_for_ever_only_when_nothing_is_pending() -> None:
+    _, channel = run(LOAD, asked(1, 3), None, None, None, None, SHUTDOWN)
+    pending = [timeout is not None for timeout in channel.timeouts]
+    # LOAD and STEP are awaited without end; then three looks with a timeout until the answer is ready; then parked.
+    assert pending == [False, False, True, True, True, False, False]
+
+
+def test_other_ranks_compute_and_are_silent() -> None:
+    code, channel = run(LOAD, asked(1, 0), asked(2, 0), SHUTDOWN, rank=1)
+    assert code == 0
+    assert channel.kinds() == [Kind.READY]
+    assert [what for what, _ in SlowRunner.log] == ["execute", "sample"] * 2
+
+
+def test_a_grammar_gates_sampling_and_not_the_forward() -> None:
+    grammar = Frame(Kind.GRAMMAR, 7, pack(GrammarOutput(7, int32([0]), b"1234")))
+    _, channel = run(LOAD, asked(7, 0, sample_now=False), None, grammar, asked(8, 0), SHUTDOWN)
+    assert SlowRunner.log == [("execute", 7), ("sample", 7), ("execute", 8), ("sample", -1)]
+    assert [step_id for kind, step_id, _ in channel.sent if kind is Kind.OUTPUT] == [7, 8]
+
+
+def test_an_error_found_late_names_its_own_step() -> None:
+    code, channel = run(LOAD, asked(13, 2), asked(14, 1), None, None, None)
+    assert code == 1
+    kind, step_id, report = channel.sent[-1]
+    assert (kind, step_id) == (Kind.ERROR, 13)
+    assert report["message"] == "FloatingPointError: found out late"
+    assert "in get" in report["traceback"]
+
+
+@pytest.mark.parametrize(
+    "frame",
+    [
+        Frame(Kind.STEP, 5, b"\xc1"),
+        Frame(Kind.STEP, 5, pack([1, 2])),
+        Frame(Kind.GRAMMAR, 5, pack({})),
+        Frame(Kind.CALL, 5, pack([])),
+        Frame(Kind.LOAD, 5, pack({"config": {"no_such": 1}})),
+        Frame(Kind.OUTPUT, 5, pack(ModelRunnerOutput(5, int32()))),
+        Frame(77, 5, b""),
+    ],
+)
+def test_malformed_frames_are_reported_and_end_the_worker(frame: Frame) -> None:
+    code, channel = run(LOAD, frame)
+    kind, step_id, report = channel.sent[-1]
+    assert (code, kind, step_id) == (1, Kind.ERROR, 5)
+    assert report["type"] == "InternalError" and "Traceback" in report["traceback"]
+
+
+def test_a_step_before_the_model() -> None:
+    code, channel = run(Frame(Kind.STEP, 5, pack(step(5, [1]))))
+    assert code == 1 and "before LOAD" in channel.sent[-1][2]["message"]
+
+
+@pytest.mark.parametrize("runner", ["no_such_module:load", "fake_runner:no_such_function"])
+def test_a_runner_that_does_not_exist(runner: str) -> None:
+    code, channel = run(LOAD, runner=runner)
+    assert code == 1 and "no_such" in channel.sent[-1][2]["message"]
+
+
+def test_only_the_asked_rank_replies() -> None:
+    calls = [Frame(Kind.CALL, 3, pack(["ping", 0])), Frame(Kind.CALL, 4, pack(["ping", 1]))]
+    _, channel = run(*calls, SHUTDOWN, rank=1)
+    assert [(kind, step_id) for kind, step_id, _ in channel.sent] == [(Kind.REPLY, 4)]
+    assert channel.sent[0][2]["value"]["rank"] == 1
+
+
+def load_talkative(config: Any, source: Any, rank: int, world_size: int, progress: Any) -> tuple[SlowRunner, dict]:
+    for done in range(10_001):
+        progress("weights", done, 10_000, "bytes")
+    progress("profile", 0, 0, "")
+    return SlowRunner(), {}
+
+
+def test_progress_is_throttled_and_its_ends_are_told(monkeypatch: pytest.MonkeyPatch) -> None:
+    now = [0.0]
+
+    def clock() -> float:
+        now[0] += 1e-4  # a second for ten thousand reports
+        return now[0]
+
+    monkeypatch.setattr(module.time, "monotonic", clock)
+    _, channel = run(LOAD, SHUTDOWN, runner=f"{__name__}:load_talkative")
+    reports = [(m["stage"], m["done"]) for kind, _, m in channel.sent if kind is Kind.PROGRESS]
+    assert reports[0] == ("import", 0) and reports[1] == ("weights", 0)
+    assert reports[-2:] == [("weights", 10_000), ("profile", 0)]
+    assert 10 < len(reports) < 40
+
+
+def test_a_host_that_is_gone_is_no_error() -> None:
+    with pytest.raises(PeerGoneError):
+        run(LOAD, asked(1, 0))
