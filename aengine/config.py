@@ -75,7 +75,7 @@ class EngineConfig:
     enforce_eager: bool = False
     """No CUDA graphs."""
     num_threads: int | None = None
-    """CPU threads of a worker. None: the physical cores it may use, less one for the host when there are over four."""
+    """CPU threads of a worker. None: the cores it may use, less one for the host when there are over four."""
 
     max_num_queued_requests: int = 10_000
     """Most requests waiting; one more is refused or waits, as `admission` says."""

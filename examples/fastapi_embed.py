@@ -38,10 +38,12 @@ class Body(BaseModel):
 @app.post("/generate")
 async def generate(body: Body, request: Request) -> StreamingResponse:
     params = SamplingParams(max_tokens=body.max_tokens, temperature=body.temperature)
-    stream = request.app.state.engine.stream(body.prompt, params)  # a bad request raises here, before any byte is sent
+    stream = request.app.state.engine.stream(body.prompt, params)
+    first = await anext(stream)  # whatever is wrong with the request is known by now, and can still be a 400
 
     async def text() -> AsyncIterator[str]:
         async with aclosing(stream):
+            yield first.text
             async for token in stream:
                 if token.text:
                     yield token.text

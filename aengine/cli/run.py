@@ -7,6 +7,7 @@ import sys
 import time
 
 from ..async_llm import AsyncLLM
+from ..errors import InvalidRequestError
 from ..outputs import FinishReason
 from .progress import engine_config, sampling_params
 
@@ -16,6 +17,8 @@ __all__ = ["run"]
 async def run(args: argparse.Namespace) -> int:
     params = sampling_params(args)
     text = sys.stdin.read() if args.prompt == "-" else args.prompt
+    if not text.strip():
+        raise InvalidRequestError("the prompt is empty", param="prompt")
     async with AsyncLLM(args.model, **engine_config(args)) as engine:
         chat = args.chat or (not args.plain and engine.has_chat_template)
         prompt = [{"role": "user", "content": text}] if chat else text

@@ -1,0 +1,130 @@
+"""The examples and the command line, run as a user would."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import socket
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import httpx
+import pytest
+
+ROOT = Path(__file__).resolve().parents[2]
+
+
+def run(*command: str, stdin: str = "", timeout: float = 120) -> subprocess.CompletedProcess[str]:
+    return subprocess.run(
+        [sys.executable, *command], cwd=ROOT, input=stdin, capture_output=True, text=True, timeout=timeout
+    )
+
+
+def test_stream() -> None:
+    done = run("examples/stream.py", "What is the capital of France?")
+    assert done.returncode == 0, done.stderr
+    assert "Paris" in done.stdout and "prompt tokens" in done.stdout
+
+
+def test_batch() -> None:
+    done = run("examples/batch.py", "40")
+    assert done.returncode == 0, done.stderr
+    assert "40 completions" in done.stdout
+    assert "40/40" in done.stderr  # the progress bar
+
+
+def test_chat() -> None:
+    done = run("examples/chat.py", stdin="My name is Ada.\nWhat is my name?\n\n")
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.count("model: ") == 2
+    cached = [int(part.split("[")[-1].split()[0]) for part in done.stdout.split(" prompt tokens cached]")[:-1]]
+    assert cached[1] > cached[0]
+
+
+@pytest.fixture
+def server() -> Iterator[str]:
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        port = probe.getsockname()[1]
+    command = [sys.executable, "-m", "uvicorn", "--app-dir", "examples", "fastapi_embed:app", "--port", str(port)]
+    process = subprocess.Popen(command, cwd=ROOT, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
+    url = f"http://127.0.0.1:{port}"
+    try:
+        for _ in range(300):
+            try:
+                httpx.get(f"{url}/statistics")
+                break
+            except httpx.TransportError:
+                assert process.poll() is None, "the server ended"
+                time.sleep(0.1)
+        yield url
+    finally:
+        process.send_signal(signal.SIGINT)
+        process.wait(20)
+
+
+def statistics(url: str) -> dict:
+    return httpx.get(f"{url}/statistics").json()
+
+
+def test_fastapi(server: str) -> None:
+    body = {"prompt": "Once upon a time", "max_tokens": 8, "temperature": 0}
+    assert len(httpx.post(f"{server}/generate", json=body, timeout=60).text) > 8
+    bad = httpx.post(f"{server}/generate", json=body | {"temperature": -1})
+    assert bad.status_code == 400 and "temperature" in bad.json()["error"]
+    long = httpx.post(f"{server}/generate", json=body | {"prompt": "word " * 20_000}, timeout=60)
+    assert long.status_code == 400 and "max_model_len" in long.json()["error"]
+    with httpx.stream("POST", f"{server}/generate", json=body | {"max_tokens": 5000}, timeout=60) as response:
+        next(response.iter_text())
+    for _ in range(100):  # the client has gone: its request is aborted and its memory free
+        now = statistics(server)
+        if now["num_aborted"] == 1 and now["num_free_blocks"] == now["num_blocks"]:
+            break
+        time.sleep(0.05)
+    assert now["num_aborted"] == 1 and now["num_free_blocks"] == now["num_blocks"], now
+
+
+def test_command_line() -> None:
+    done = run("-m", "aengine", "run", "smollm2-135m", "-", "--max-tokens", "8", "-q", stdin="What is 2 plus 2?")
+    assert done.returncode == 0 and done.stdout.strip() and not done.stderr, done.stderr
+    bench = run("-m", "aengine", "bench", "smollm2-135m", "--streams", "2", "--output-len", "4", "--repeats", "1", "-q")
+    assert json.loads(bench.stdout)["streams_2"]["tokens_per_s"] > 0, bench.stderr
+    talk = run("-m", "aengine", "chat", "smollm2-135m", "--max-tokens", "8", stdin="Hi\n/help\n/clear\n/exit\n")
+    assert talk.returncode == 0 and talk.stdout.strip() and "/clear" in talk.stderr, talk.stderr
+
+
+def test_command_line_errors_are_one_line() -> None:
+    for arguments in (
+        ("run", "no-such-model", "Hi"),
+        ("run", "smollm2-135m", "Hi", "--temperature", "-1"),
+        ("run", "smollm2-135m", ""),
+    ):
+        done = run("-m", "aengine", *arguments, "-q")
+        assert done.returncode == 1
+        assert done.stderr.startswith("aengine: ") and "Traceback" not in done.stderr, done.stderr
+
+
+@pytest.mark.parametrize("when", [0.5, 4.0])
+def test_interrupt(when: float) -> None:
+    """Ctrl-C at any moment: no traceback, no worker left."""
+    command = [
+        sys.executable,
+        "-m",
+        "aengine",
+        "run",
+        "smollm2-135m",
+        "Tell me a very long story.",
+        "--max-tokens",
+        "4000",
+    ]
+    process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+    time.sleep(when)
+    process.send_signal(signal.SIGINT)
+    _, errors = process.communicate(timeout=20)
+    assert process.returncode == 130, errors
+    assert "Traceback" not in errors
+    assert not [name for name in os.listdir("/dev/shm") if f"aengine-{process.pid}-" in name]
