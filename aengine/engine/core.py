@@ -105,10 +105,11 @@ class EngineCore:
             core = cls(config, executor, ready, tokenizer, eos_token_ids)
         except BaseException:
             starting.cancel()
+            executor.terminate()
             await asyncio.wait([starting])
             if not starting.cancelled():
                 starting.exception()  # seen: at most one of the two failures is raised
-            executor.terminate()
+            await executor.aclose(0)  # until the killed worker has gone: whoever tries again finds its memory free
             raise
         seconds = time.monotonic() - begun
         report(StartupProgress("ready", detail=f"{seconds:.1f} s"))
