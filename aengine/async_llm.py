@@ -18,7 +18,7 @@ from types import TracebackType
 from typing import TYPE_CHECKING, Any
 
 from .config import EngineConfig, StartupProgress
-from .errors import EngineClosedError, EngineError, GrammarError, InvalidRequestError
+from .errors import EngineClosedError, GrammarError, InvalidRequestError
 from .params import SamplingParams
 
 if TYPE_CHECKING:
@@ -52,16 +52,16 @@ class AsyncLLM:
     def __init__(self, model: str, **config: Any) -> None:
         self.config = EngineConfig.create(model, config)
         self._core: EngineCore | None = None
-        self._starting: asyncio.Task[EngineCore] | None = None
-        self._failure: EngineError | None = None
+        self._starting: asyncio.Task[None] | None = None
+        self._num_starters = 0  # callers that wait for it
 
     def __repr__(self) -> str:
         return f"<AsyncLLM {self.config.model} {self.state}>"
 
     @property
     def state(self) -> str:
-        """"new", "starting", "running", "failed" or "closed"."""
-        if self._starting is not None:
+        """ "new", "starting", "running", "failed" or "closed"."""
+        if self._starting is not None and not self._starting.done():
             return "starting"
         if self._core is None:
             return "new"
@@ -75,10 +75,8 @@ class AsyncLLM:
         Raises:
             ModelLoadError: the model can't be found, read or fitted; the message says what helps.
             WorkerDiedError: the worker died while it started.
-            EngineClosedError: the engine runs on another event loop.
+            EngineClosedError: the engine runs on another event loop, or was closed meanwhile.
         """
-        from .engine.core import EngineCore
-
         loop = asyncio.get_running_loop()
         core = self._core
         if core is not None and core.state == "running":
@@ -89,16 +87,31 @@ class AsyncLLM:
         if core is not None:
             core.abandon()  # of a failed engine, or of a loop that was closed: nothing of it must live on
             self._core = None
-        if self._starting is None or self._starting.get_loop() is not loop:
-            start = EngineCore.start(self.config, self._report, self._make_executor)
-            self._starting = loop.create_task(start, name="aengine-start")
-        starting = self._starting
-        try:
-            self._core = await starting
-        finally:
-            if self._starting is starting:
-                self._starting = None
+        if self._starting is None or self._starting.done() or self._starting.get_loop() is not loop:
+            self._starting = loop.create_task(self._begin(), name="aengine-start")
+            self._num_starters = 0
+        await self._wait_started(self._starting)
         return self
+
+    async def _begin(self) -> None:
+        from .engine.core import EngineCore
+
+        self._core = await EngineCore.start(self.config, self._report, self._make_executor)
+
+    async def _wait_started(self, starting: asyncio.Task[None]) -> None:
+        """One of perhaps several callers of `start`: only when the last one is cancelled, so is the start."""
+        self._num_starters += 1
+        try:
+            await asyncio.shield(starting)
+        except asyncio.CancelledError:
+            task = asyncio.current_task()
+            if starting.cancelled() and not (task is not None and task.cancelling()):
+                raise EngineClosedError(f"{self!r} was closed while it started") from None
+            if self._num_starters == 1:
+                await _cancel(starting)
+            raise
+        finally:
+            self._num_starters -= 1
 
     async def aclose(self, *, drain: float = 0.0) -> None:
         """Close: free the worker, its memory, and everything else. Bounded and idempotent.
@@ -107,9 +120,8 @@ class AsyncLLM:
             drain: seconds that running requests may take to end by themselves. Those that still run then end with
                 EngineClosedError. New ones are refused from the start of the call.
         """
-        if self._starting is not None:
-            self._starting.cancel()
-            await asyncio.wait([self._starting])
+        if self._starting is not None and not self._starting.done():
+            await _cancel(self._starting)
         if self._core is not None:
             await self._core.aclose(drain=drain)
 
@@ -279,7 +291,13 @@ class AsyncLLM:
             self.config.progress(progress)
 
 
+async def _cancel(task: asyncio.Task[None]) -> None:
+    """Cancel and wait for the end; what it raises instead is of no interest to anybody any more."""
+    task.cancel()
+    await asyncio.wait([task])
+    if not task.cancelled():
+        task.exception()
+
+
 def _no_structured_output() -> GrammarError:
     return GrammarError("this version of aengine can't constrain the output yet", kind="unsupported")
-
-

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, fields, replace
 from typing import Any, Literal
@@ -18,16 +17,19 @@ MAX_LOGIT_BIAS = 1024
 
 
 def _fail(param: str, value: object, wanted: str) -> InvalidRequestError:
-    shown = repr(value)
+    try:
+        shown = repr(value)
+    except ValueError:  # an integer of thousands of digits
+        shown = f"<{type(value).__name__}>"
     if len(shown) > 80:
         shown = shown[:77] + "..."
     return InvalidRequestError(f"{param}={shown} is not valid: it must be {wanted}", param=param)
 
 
 def _number(param: str, value: object, low: float, high: float, wanted: str, *, open_low: bool = False) -> float:
-    if isinstance(value, bool) or not isinstance(value, int | float) or not math.isfinite(value):
+    if isinstance(value, bool) or not isinstance(value, int | float):
         raise _fail(param, value, wanted)
-    if not low <= value <= high or (open_low and value == low):
+    if not low <= value <= high or (open_low and value == low):  # NaN is in no range
         raise _fail(param, value, wanted)
     return float(value)
 
@@ -179,9 +181,18 @@ def _stop_strings(param: str, value: object) -> tuple[str, ...]:
     wanted = f"a non-empty string or a list of at most {MAX_STOP_STRINGS} of them"
     if not isinstance(strings, Sequence) or len(strings) > MAX_STOP_STRINGS:
         raise _fail(param, value, wanted)
-    if not all(isinstance(s, str) and s for s in strings):
+    if not all(isinstance(s, str) and s and is_unicode(s) for s in strings):
         raise _fail(param, value, wanted)
     return tuple(strings)
+
+
+def is_unicode(text: str) -> bool:
+    """Whether it can be written as UTF-8: a lone surrogate, as JSON's "\\ud800" gives, can't."""
+    try:
+        text.encode()
+    except UnicodeEncodeError:
+        return False
+    return True
 
 
 def _token_ids(param: str, value: object) -> tuple[int, ...]:
@@ -201,7 +212,7 @@ def _logit_bias(param: str, value: object) -> dict[int, float]:
     bias: dict[int, float] = {}
     for key, number in value.items():
         # JSON has only string keys, and OpenAI's clients send them so.
-        token_id = int(key) if isinstance(key, str) and key.isdecimal() else key
+        token_id = int(key) if isinstance(key, str) and key.isdecimal() and len(key) <= 10 else key
         bias[_integer(param, token_id, 0, _INT32_MAX, wanted)] = _number(param, number, -100, 100, wanted)
     return bias
 

@@ -9,6 +9,7 @@ import time
 from ..async_llm import AsyncLLM
 from ..errors import InvalidRequestError
 from ..outputs import FinishReason
+from ..params import is_unicode
 from .progress import engine_config, sampling_params
 
 __all__ = ["run"]
@@ -19,6 +20,8 @@ async def run(args: argparse.Namespace) -> int:
     text = sys.stdin.read() if args.prompt == "-" else args.prompt
     if not text.strip():
         raise InvalidRequestError("the prompt is empty", param="prompt")
+    if not is_unicode(text):
+        raise InvalidRequestError("the prompt is not valid UTF-8", param="prompt")
     async with AsyncLLM(args.model, **engine_config(args)) as engine:
         chat = args.chat or (not args.plain and engine.has_chat_template)
         prompt = [{"role": "user", "content": text}] if chat else text

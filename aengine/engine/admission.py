@@ -24,7 +24,7 @@ from ..errors import (
     InvalidRequestError,
 )
 from ..outputs import FinishReason
-from ..params import SamplingParams
+from ..params import SamplingParams, is_unicode
 from .metrics import Counters
 from .prompt import Prompt, check_token_ids, encode_prompt, prompt_kind
 from .request import Request
@@ -34,6 +34,9 @@ from .tokenizer import Tokenizer
 
 __all__ = ["Admission", "Call", "Limits"]
 
+
+MAX_DEADLINE = 1e8
+"""Seconds; three years, which every event loop's timers can hold."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -297,13 +300,15 @@ class Admission:
         if not isinstance(params, SamplingParams):
             raise InvalidRequestError(f"params must be SamplingParams, not {type(params).__name__}", param="params")
         if deadline is not None and (
-            isinstance(deadline, bool) or not isinstance(deadline, int | float) or not deadline > 0
+            isinstance(deadline, bool) or not isinstance(deadline, int | float) or not 0 < deadline <= MAX_DEADLINE
         ):
-            raise InvalidRequestError(f"deadline={deadline!r} is not valid: seconds, above 0", param="deadline")
+            raise InvalidRequestError(
+                f"deadline must be a number of seconds above 0 and at most {MAX_DEADLINE:g}", param="deadline"
+            )
         if isinstance(priority, bool) or not isinstance(priority, int):
             raise InvalidRequestError(f"priority={priority!r} is not valid: an integer", param="priority")
         for name, value in (("request_id", request_id), ("cache_salt", cache_salt)):
-            if value is not None and (not isinstance(value, str) or not value):
+            if value is not None and (not isinstance(value, str) or not value or not is_unicode(value)):
                 raise InvalidRequestError(f"{name}={value!r} is not valid: a non-empty string", param=name)
         if self._tokenizer is None and (kind != "token_ids" or params.stop):
             what = "stop strings need" if kind == "token_ids" else f"a prompt of {kind} needs"
@@ -369,5 +374,3 @@ class Admission:
 def _nth_seed(seed: int, index: int) -> int:
     """seed + index, wrapped to 64 bits with sign."""
     return (seed + index + 2**63) % 2**64 - 2**63
-
-

@@ -45,6 +45,7 @@ def encode_prompt(prompt: Prompt, kind: str, tokenizer: Tokenizer) -> list[int]:
             surrogate), or it has no tokens.
     """
     if kind == "messages":
+        _check_messages(prompt)  # type: ignore[arg-type]
         text = tokenizer.apply_chat_template(prompt)  # type: ignore[arg-type]
         ids = tokenizer.encode(text, add_special_tokens=False)  # the template wrote them
     else:
@@ -53,6 +54,15 @@ def encode_prompt(prompt: Prompt, kind: str, tokenizer: Tokenizer) -> list[int]:
     if not ids:
         raise InvalidRequestError("the prompt has no tokens", param="prompt")
     return ids
+
+
+def _check_messages(messages: Sequence[Mapping[str, Any]]) -> None:
+    """What a template would say in words of its own. Whatever else is wrong with a message, it says."""
+    for i, message in enumerate(messages):
+        if not isinstance(message, Mapping) or not isinstance(message.get("role"), str):
+            raise InvalidRequestError(f"messages[{i}] must be a mapping with a 'role'", param="messages")
+        if message.get("content") is None and not message.get("tool_calls"):
+            raise InvalidRequestError(f"messages[{i}] has no 'content'", param="messages")
 
 
 def check_token_ids(ids: Sequence[int], vocab_size: int, max_model_len: int) -> list[int]:

@@ -117,6 +117,8 @@ async def test_chat_messages_as_prompt(make_engine: Make) -> None:
             await engine.chat("Hi")  # type: ignore[arg-type]
         with pytest.raises(InvalidRequestError):
             await engine.generate([{"no": "role"}])
+        with pytest.raises(InvalidRequestError, match=r"messages\[1\] has no 'content'"):
+            await engine.generate([*messages, {"role": "user", "content": None}])
 
 
 async def test_completion_only_at_the_end(make_engine: Make) -> None:
@@ -171,6 +173,10 @@ async def test_other_wrong_arguments(make_engine: Make) -> None:
         for wrong in (
             {"deadline": 0},
             {"deadline": "soon"},
+            {"deadline": 10**400},
+            {"deadline": float("inf")},
+            {"cache_salt": "\ud800"},
+            {"request_id": "\ud800"},
             {"priority": 1.5},
             {"request_id": ""},
             {"cache_salt": 3},
@@ -508,3 +514,41 @@ async def test_leaving_while_an_answer_is_being_delivered(make_engine: Make) -> 
             assert completion.finish_reason is FinishReason.ABORT
             assert len(completion.token_ids) < 50
         await settled(engine)
+
+
+async def test_cancelling_one_starter_leaves_the_other(make_engine: Make) -> None:
+    engine = make_engine()
+    impatient, patient = asyncio.create_task(engine.start()), asyncio.create_task(engine.start())
+    await asyncio.sleep(0)
+    impatient.cancel()
+    with pytest.raises(asyncio.CancelledError):
+        await impatient
+    assert await patient is engine
+    assert engine.state == "running"
+    await engine.aclose()
+
+
+async def test_cancelling_the_only_starter_undoes_the_start(make_engine: Make) -> None:
+    for turns in range(12):
+        engine = make_engine()
+        starting = asyncio.create_task(engine.start())
+        for _ in range(turns):
+            await asyncio.sleep(0)
+        starting.cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await starting
+        assert engine.state == "new"
+        async with engine:
+            assert len((await engine.generate([1], SamplingParams(max_tokens=2))).token_ids) == 2
+
+
+async def test_closing_while_starting_tells_the_starter(make_engine: Make) -> None:
+    engine = make_engine()
+    starting = asyncio.create_task(engine.start())
+    await asyncio.sleep(0)
+    await asyncio.sleep(0)
+    await engine.aclose()
+    with pytest.raises(EngineClosedError, match="while it started"):
+        await starting
+    async with engine:
+        assert engine.state == "running"

@@ -10,7 +10,14 @@ from hypothesis import strategies as st
 
 from aengine import EngineConfig, InvalidRequestError, SamplingParams, StructuredOutput
 
+HUGE = 10**400
 BAD = [
+    ("temperature", HUGE),
+    ("logit_bias", {1: HUGE}),
+    ("logit_bias", {"9" * 5000: 1}),
+    ("max_tokens", 10**5000),
+    ("seed", 10**5000),
+    ("stop", "\ud800"),
     ("max_tokens", 0),
     ("max_tokens", -1),
     ("max_tokens", 1.5),
@@ -56,7 +63,7 @@ BAD = [
 ]
 
 
-@pytest.mark.parametrize(("name", "value"), BAD)
+@pytest.mark.parametrize(("name", "value"), BAD, ids=[f"{name}-{i}" for i, (name, _) in enumerate(BAD)])
 def test_wrong_values_are_named(name: str, value: object) -> None:
     with pytest.raises(InvalidRequestError, match=name) as caught:
         SamplingParams(**{name: value})
