@@ -25,8 +25,8 @@ from .scheduler import Scheduler
 __all__ = ["StepLoop"]
 
 _NO_LOGPROBS: tuple[Logprob, ...] = ()
-_TURN = 64
-"""Tokens delivered before the host's loop gets a turn: some 150 us of work, their consumers' included."""
+_TURN = 32
+"""Tokens delivered before the host's loop gets a turn: some 100 us of work, their consumers' included."""
 
 
 class StepLoop:
