@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import gc
+import os
 import random
 from collections.abc import Iterator
 
@@ -11,6 +12,10 @@ import pytest
 import uvloop
 from blockbuster import BlockBuster
 from hypothesis import HealthCheck, settings
+
+HAS_GPU = os.path.exists("/dev/nvidiactl")
+if not HAS_GPU:
+    os.environ["TRITON_INTERPRET"] = "1"  # read when a Triton body is imported
 
 settings.register_profile("aengine", deadline=None, suppress_health_check=[HealthCheck.too_slow])
 settings.load_profile("aengine")
@@ -24,6 +29,14 @@ def _debug_loop() -> asyncio.AbstractEventLoop:
 
 
 LOOPS = {"asyncio-debug": _debug_loop, "uvloop": uvloop.new_event_loop}
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """``gpu`` tests are skipped where there is none."""
+    if not HAS_GPU:
+        for item in items:
+            if item.get_closest_marker("gpu"):
+                item.add_marker(pytest.mark.skip(reason="needs a CUDA device"))
 
 
 def pytest_asyncio_loop_factories(config: pytest.Config, item: pytest.Item) -> dict:

@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 import random
+from collections.abc import Iterator
 
 import pytest
 import torch
+
+from aengine.kernels.seat import triton_everywhere
 
 
 @pytest.fixture(autouse=True)
@@ -17,3 +20,14 @@ def one_thread() -> None:
 def gen(rng: random.Random) -> torch.Generator:
     """Fresh random tensors; `rng` prints its seed with a failure."""
     return torch.Generator().manual_seed(rng.getrandbits(60))
+
+
+@pytest.fixture
+def triton_device() -> Iterator[torch.device]:
+    """Where the Triton bodies run: on the GPU, or else on the CPU in Triton's interpreter."""
+    if torch.cuda.is_available():
+        yield torch.device("cuda")
+    else:
+        pytest.importorskip("triton")
+        with triton_everywhere():
+            yield torch.device("cpu")
