@@ -7,9 +7,38 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from .seat import no_body
+from .seat import uses_triton
 
-__all__ = ["PreparedInputs", "append_tokens", "gather_block_table", "prepare_inputs"]
+__all__ = [
+    "DecodeInputs",
+    "PreparedInputs",
+    "ScalarColumns",
+    "append_tokens",
+    "commit_decode",
+    "gather_block_table",
+    "prepare_decode",
+    "prepare_inputs",
+]
+
+
+class ScalarColumns(NamedTuple):
+    """Columns of the persistent rows, in words of 4 bytes (runner/request_state.py)."""
+
+    seed: int  # two words
+    temperature: int
+    num_tokens: int
+    num_computed_tokens: int
+
+
+class DecodeInputs(NamedTuple):
+    """Of a step in which every request computes its newest token; [n] each. Padding: id 0 at position 0, greedy."""
+
+    input_ids: Tensor  # int64
+    positions: Tensor  # int64
+    seq_lens: Tensor  # int32, the new token included; 0 for padding
+    temperature: Tensor  # float32
+    seeds: Tensor  # int64
+    sample_positions: Tensor  # int64: the position that the sampled token will have
 
 
 class PreparedInputs(NamedTuple):
@@ -17,7 +46,7 @@ class PreparedInputs(NamedTuple):
 
     input_ids: Tensor  # int64 [num_tokens]
     positions: Tensor  # int64 [num_tokens], counted from the begin of the request
-    slot_mapping: Tensor  # int64 [num_tokens]: block id * block_size + offset in the block
+    slot_mapping: Tensor  # int64 [num_tokens]: block id * block_size + offset in the block; -1: padding
     query_start_loc: Tensor  # int32 [num_reqs + 1]: request i has the tokens query_start_loc[i] to [i + 1]
     seq_lens: Tensor  # int32 [num_reqs]: tokens of a request in the KV cache, this step's included
 
@@ -40,11 +69,18 @@ def prepare_inputs(
         idx_mapping: int64 [num_reqs], the row of each request
         num_scheduled_tokens: int64 [num_reqs], each >= 1
         num_tokens: their sum, which the caller knows without asking the device
+
+    With the Triton body a batch may be padded, to be of one shape with others: requests of row -1 and no tokens, and a
+    ``num_tokens`` larger than the sum; the tokens past it get id 0, position 0 and slot -1.
     """
     assert idx_mapping.dtype == num_scheduled_tokens.dtype == torch.int64
     assert idx_mapping.shape == num_scheduled_tokens.shape
-    if token_ids.device.type != "cpu":
-        raise no_body("prepare_inputs", token_ids)
+    if uses_triton(token_ids):
+        from .bodies import input_prep as body
+
+        return body.prepare_inputs(
+            token_ids, num_computed_tokens, block_table, idx_mapping, num_scheduled_tokens, block_size, num_tokens
+        )
     num_reqs = idx_mapping.shape[0]
     first = num_computed_tokens.index_select(0, idx_mapping).long()
     end = num_scheduled_tokens.cumsum(0)
@@ -80,8 +116,7 @@ def gather_block_table(
         seq_lens: int32 [num_reqs], at most width * block_size
     """
     assert idx_mapping.dtype == torch.int64 and seq_lens.shape == idx_mapping.shape
-    if block_table.device.type != "cpu":
-        raise no_body("gather_block_table", block_table)
+    assert block_table.device.type == "cpu", "kernels on a GPU read the table itself"
     blocks = block_table[:, :width].index_select(0, idx_mapping)
     own = torch.arange(0, width * block_size, block_size) < seq_lens[:, None]
     return torch.where(own, blocks, blocks[:, :1])
@@ -97,8 +132,73 @@ def append_tokens(token_ids: Tensor, num_tokens: Tensor, rows: Tensor, sampled: 
         sampled: int64 [n]
     """
     assert rows.dtype == sampled.dtype == torch.int64 and rows.shape == sampled.shape
-    if token_ids.device.type != "cpu":
-        raise no_body("append_tokens", token_ids)
+    if uses_triton(token_ids):
+        from .bodies import input_prep as body
+
+        return body.append_tokens(token_ids, num_tokens, rows, sampled)
     end = num_tokens.index_select(0, rows)
     token_ids[rows, end.long()] = sampled.int()
     num_tokens.index_copy_(0, rows, end + 1)
+    return None
+
+
+def prepare_decode(token_ids: Tensor, scalars: Tensor, columns: ScalarColumns, rows: Tensor) -> DecodeInputs:
+    """Gather a batch of decodes.
+
+    Args:
+        token_ids: int32 [max_num_seqs, max_model_len]
+        scalars: int32 [max_num_seqs, words], the persistent rows
+        columns: where in a row the numbers are
+        rows: int64 [n], the row of each request; -1: padding
+    """
+    assert rows.dtype == torch.int64 and rows.dim() == 1
+    if uses_triton(token_ids):
+        from .bodies import input_prep as body
+
+        return body.prepare_decode(token_ids, scalars, columns, rows)
+    real = rows >= 0
+    words = scalars.index_select(0, rows.clamp(min=0)) * real[:, None]
+    positions = words[:, columns.num_computed_tokens].long()
+    return DecodeInputs(
+        input_ids=torch.where(real, token_ids[rows.clamp(min=0), positions].long(), 0),
+        positions=positions,
+        seq_lens=torch.where(real, positions + 1, 0).int(),
+        temperature=words[:, columns.temperature].view(torch.float32),
+        seeds=words[:, columns.seed : columns.seed + 2].contiguous().view(torch.int64)[:, 0],
+        sample_positions=words[:, columns.num_tokens].long(),
+    )
+
+
+def commit_decode(
+    token_ids: Tensor,
+    scalars: Tensor,
+    columns: ScalarColumns,
+    rows: Tensor,
+    sampled: Tensor,
+    checks: Tensor,
+    published: Tensor,
+    cursor: Tensor,
+) -> None:
+    """The end of a step as `prepare_decode` began it: each row has computed one token more and got one more.
+
+    Args:
+        rows, sampled: int64 [n]; rows of -1 are left out
+        checks: float32 [n]
+        published: int32 [num_slots, 2, m], m >= n, memory that the host reads: of slot ``cursor`` the first half gets
+            the sampled ids, the second the bits of the checks
+        cursor: int32 [1], which then names the next slot
+    """
+    assert rows.shape == sampled.shape == checks.shape and published.shape[2] >= rows.shape[0]
+    if uses_triton(token_ids):
+        from .bodies import input_prep as body
+
+        return body.commit_decode(token_ids, scalars, columns, rows, sampled, checks, published, cursor)
+    real = rows >= 0
+    own = rows[real]
+    scalars[own, columns.num_computed_tokens] += 1
+    append_tokens(token_ids, scalars[:, columns.num_tokens], own, sampled[real])
+    slot, n = int(cursor), rows.shape[0]
+    published[slot, 0, :n] = sampled.int()
+    published[slot, 1, :n] = checks.view(torch.int32)
+    cursor.copy_((cursor + 1) % published.shape[0])
+    return None

@@ -6,13 +6,13 @@ The Triton bodies live in ``bodies/``, one module an op, imported when first nee
 from __future__ import annotations
 
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 
 from torch import Tensor
 
 from ..errors import InternalError
 
-__all__ = ["no_body", "triton_everywhere", "uses_triton"]
+__all__ = ["no_body", "torch_bodies", "triton_everywhere", "uses_triton"]
 
 _everywhere = False
 
@@ -22,11 +22,20 @@ def uses_triton(tensor: Tensor) -> bool:
     return tensor.is_cuda or _everywhere
 
 
-@contextmanager
-def triton_everywhere() -> Iterator[None]:
+def triton_everywhere() -> AbstractContextManager[None]:
     """Within: CPU tensors take the Triton bodies too. For tests, in Triton's interpreter (TRITON_INTERPRET=1)."""
+    return _set_everywhere(True)
+
+
+def torch_bodies() -> AbstractContextManager[None]:
+    """Within `triton_everywhere`: the torch bodies again."""
+    return _set_everywhere(False)
+
+
+@contextmanager
+def _set_everywhere(value: bool) -> Iterator[None]:
     global _everywhere
-    before, _everywhere = _everywhere, True
+    before, _everywhere = _everywhere, value
     try:
         yield
     finally:

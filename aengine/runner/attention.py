@@ -13,7 +13,9 @@ from torch import Tensor
 
 from ..kernels.kv_write import write_kv
 from ..kernels.paged_attention import decode_attention, prefill_attention
+from ..kernels.rotary import apply_rotary, rotary_rows
 from .input_batch import InputBatch
+from .layers.decoder import AttentionLayer
 from .model_config import ModelConfig
 from .untouched import untouched_zeros
 
@@ -32,6 +34,9 @@ class KvCache:
         shape = (num_blocks, block_size, 2, config.num_kv_heads, config.head_dim)
         self.layers = [untouched_zeros(shape, dtype, device) for _ in range(config.num_layers)]
         self.block_size = block_size
+        self.dtype = dtype
+        inv_freq, self.rotary_factor = config.rope.inv_freq()
+        self.inv_freq = inv_freq.to(device)
 
     def bind(self, batch: InputBatch) -> Attention:
         """The attention of one step."""
@@ -67,7 +72,7 @@ class Attention:
     """Calls the kernels for one step. Leading requests of one token each are attended to together, others alone."""
 
     def __init__(self, kv_cache: KvCache, metadata: AttentionMetadata) -> None:
-        self._caches = kv_cache.layers
+        self._kv_cache = kv_cache
         self._slot_mapping = metadata.slot_mapping
         query_lens = metadata.query_lens
         self._num_decodes = next((i for i, n in enumerate(query_lens) if n > 1), len(query_lens))
@@ -81,19 +86,26 @@ class Attention:
             self._prefills.append((start, start + query_lens[i], seq_len, metadata.block_table[i, :num_blocks]))
             start += query_lens[i]
 
-    def forward(self, layer: int, q: Tensor, kv: Tensor, scale: float, window: int | None = None) -> Tensor:
-        """Write the KV of all tokens of the step, then attend.
+    def begin(self, positions: Tensor) -> None:
+        """Cosines and sines of the step's tokens (int64 [num_tokens]), for all layers."""
+        rows = rotary_rows(positions, self._kv_cache.inv_freq, self._kv_cache.rotary_factor)
+        self._cos, self._sin = (t.to(self._kv_cache.dtype) for t in rows)
 
-        Args:
-            layer: which layer's cache.
-            q: [num_tokens, num_heads, head_dim], turned by position.
-            kv: [num_tokens, 2, num_kv_heads, head_dim]: keys, turned by position, and values.
-            window: tokens that a query looks back on, itself included; None: all.
+    def forward(self, layer: AttentionLayer, qkv: Tensor) -> Tensor:
+        """See `AttentionCall`: q and k are normalised and turned in place, the KV of all tokens is written, then all
+        attend."""
+        heads = qkv.view(qkv.shape[0], -1, layer.head_dim)  # q heads, k heads, v heads of each token
+        q_and_k = heads[:, : layer.num_heads + layer.num_kv_heads]
+        if layer.q_norm is not None and layer.k_norm is not None:
+            q_and_k[:, : layer.num_heads] = layer.q_norm(q_and_k[:, : layer.num_heads])
+            q_and_k[:, layer.num_heads :] = layer.k_norm(q_and_k[:, layer.num_heads :])
+        apply_rotary(q_and_k, self._cos, self._sin)
+        kv = heads[:, layer.num_heads :].unflatten(1, (2, layer.num_kv_heads))
+        return self._attend(layer, heads[:, : layer.num_heads], kv)
 
-        Returns:
-            [num_tokens, num_heads * head_dim].
-        """
-        cache = self._caches[layer]
+    def _attend(self, layer: AttentionLayer, q: Tensor, kv: Tensor) -> Tensor:
+        """q: [num_tokens, num_heads, head_dim]; kv: [num_tokens, 2, num_kv_heads, head_dim]."""
+        cache, scale, window = self._kv_cache.layers[layer.index], layer.scale, layer.window
         write_kv(kv.flatten(1), cache.view(cache.shape[0] * cache.shape[1], -1), self._slot_mapping)
         parts = []
         if self._num_decodes:

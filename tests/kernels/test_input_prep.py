@@ -6,7 +6,17 @@ import random
 
 import torch
 
-from aengine.kernels.input_prep import append_tokens, gather_block_table, prepare_inputs
+from aengine.kernels.input_prep import (
+    ScalarColumns,
+    append_tokens,
+    commit_decode,
+    gather_block_table,
+    prepare_decode,
+    prepare_inputs,
+)
+from aengine.kernels.seat import torch_bodies as plain
+
+COLUMNS = ScalarColumns(seed=0, temperature=2, num_tokens=10, num_computed_tokens=11)
 
 
 def test_against_loops(rng: random.Random, gen: torch.Generator) -> None:
@@ -57,3 +67,87 @@ def test_append_tokens(rng: random.Random) -> None:
     assert token_ids.nonzero().tolist() == [[1, 0], [2, 8], [4, 5]]
     assert (token_ids[4, 5], token_ids[2, 8], token_ids[1, 0]) == (70, 80, 90)
     assert scalars.sum() == num_tokens.sum()
+
+
+def persistent_rows(gen: torch.Generator, rows: int, width: int) -> tuple[torch.Tensor, torch.Tensor]:
+    token_ids = torch.randint(0, 1000, (rows, width), generator=gen, dtype=torch.int32)
+    scalars = torch.zeros(rows, 16, dtype=torch.int32)
+    scalars[:, :2] = torch.randint(-(2**31), 2**31 - 1, (rows, 2), generator=gen).int()
+    scalars[:, 2] = torch.rand(rows, generator=gen).view(torch.int32)
+    scalars[:, 11] = torch.randint(0, width - 1, (rows,), generator=gen).int()
+    scalars[:, 10] = scalars[:, 11] + 1
+    return token_ids, scalars
+
+
+def test_triton_prepare_inputs(rng: random.Random, gen: torch.Generator, triton_device: torch.device) -> None:
+    for _ in range(6):
+        rows, width, block_size = rng.randint(1, 9), rng.randint(8, 300), rng.choice([1, 4, 16])
+        token_ids = torch.randint(0, 1000, (rows, width), generator=gen, dtype=torch.int32)
+        blocks = torch.randint(0, 500, (rows, -(-width // block_size)), generator=gen, dtype=torch.int32)
+        scalars = torch.zeros(rows, 16, dtype=torch.int32)
+        scalars[:, 11] = torch.tensor([rng.randint(0, width - 4) for _ in range(rows)], dtype=torch.int32)
+        batch = rng.sample(range(rows), rng.randint(1, rows))
+        scheduled = [rng.randint(1, width - int(scalars[r, 11])) for r in batch]
+        padding, extra = rng.randint(0, 3), rng.randint(0, 200)
+        total = sum(scheduled)
+        on = [t.to(triton_device) for t in (token_ids, scalars, blocks)]
+        got = prepare_inputs(
+            on[0],
+            on[1][:, 11],
+            on[2],
+            torch.tensor(batch + [-1] * padding).to(triton_device),
+            torch.tensor(scheduled + [0] * padding).to(triton_device),
+            block_size,
+            total + extra,
+        )
+        got = type(got)(*(t.cpu() for t in got))
+        was = torch.tensor(batch), torch.tensor(scheduled)
+        with plain():
+            expected = prepare_inputs(token_ids, scalars[:, 11], blocks, *was, block_size, total)
+        for name in ("input_ids", "positions", "slot_mapping"):
+            assert torch.equal(getattr(got, name)[:total], getattr(expected, name)), name
+        assert (got.input_ids[total:] == 0).all() and (got.positions[total:] == 0).all()
+        assert (got.slot_mapping[total:] == -1).all()
+        n = len(batch)
+        assert torch.equal(got.query_start_loc[: n + 1], expected.query_start_loc)
+        assert (got.query_start_loc[n:] == total).all()
+        assert torch.equal(got.seq_lens[:n], expected.seq_lens) and (got.seq_lens[n:] == 0).all()
+
+
+def test_triton_decode_step(rng: random.Random, gen: torch.Generator, triton_device: torch.device) -> None:
+    for _ in range(6):
+        num_rows, width = rng.randint(2, 9), rng.randint(8, 60)
+        token_ids, scalars = persistent_rows(gen, num_rows, width)
+        rows = rng.sample(range(num_rows), rng.randint(1, num_rows)) + [-1] * rng.randint(0, 3)
+        n, num_slots = len(rows), 3
+        sampled = torch.randint(0, 1000, (n,), generator=gen)
+        checks = torch.randn(n, generator=gen)
+        checks[0] = torch.nan
+        both = []
+        for device in (triton_device, None):
+            own = [t.clone() for t in (token_ids, scalars, torch.tensor(rows), sampled, checks)]
+            published = torch.full((num_slots, 2, n + 2), -5, dtype=torch.int32)
+            cursor = torch.tensor([2], dtype=torch.int32)
+            if device is None:
+                with plain():
+                    inputs = prepare_decode(own[0], own[1], COLUMNS, own[2])
+                    commit_decode(own[0], own[1], COLUMNS, *own[2:], published, cursor)
+            else:
+                own = [t.to(device) for t in own]
+                published, cursor = published.to(device), cursor.to(device)
+                inputs = prepare_decode(own[0], own[1], COLUMNS, own[2])
+                commit_decode(own[0], own[1], COLUMNS, *own[2:], published, cursor)
+            both.append([t.cpu() for t in (*inputs, *own[:2], published, cursor)])
+        for i, (got, expected) in enumerate(zip(*both)):
+            assert got.dtype == expected.dtype and torch.equal(got, expected), i
+        assert both[0][-1].item() == 0
+
+
+def test_triton_append_tokens(rng: random.Random, gen: torch.Generator, triton_device: torch.device) -> None:
+    token_ids, scalars = persistent_rows(gen, 7, 20)
+    rows, sampled = torch.tensor([4, 2, 1]), torch.tensor([70, 80, 90])
+    on = [t.to(triton_device) for t in (token_ids, scalars, rows, sampled)]
+    append_tokens(on[0], on[1][:, 10], *on[2:])
+    with plain():
+        append_tokens(token_ids, scalars[:, 10], rows, sampled)
+    assert torch.equal(on[0].cpu(), token_ids) and torch.equal(on[1].cpu(), scalars)

@@ -2,110 +2,90 @@
 
              ┌─ norm ─ qkv ─ (q, k norm) ─ rotary ─ attention ─ o ─┐        ┌─ norm ─ gate, up ─ silu·mul ─ down ─┐
 residual ────┴─────────────────────────────────────────────────────+────────┴────────────────────────────────────+───
+
+Each norm belongs to the product after it, each sum to the product before it, so that both can be one kernel; what is
+between q, k, v and o belongs to the attention, for the same reason.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterator
-from typing import NamedTuple, Protocol
+from dataclasses import dataclass
+from typing import Protocol
 
 from torch import Tensor
 
-from ...kernels.activation import silu_and_mul
-from ...kernels.rotary import apply_rotary
 from ..model_config import ModelConfig
 from .linear import Linear, LinearFormat
 from .norm import RMSNorm
 from .slot import Slot
 
-__all__ = ["AttentionCall", "DecoderLayer", "Rotary"]
+__all__ = ["AttentionCall", "AttentionLayer", "DecoderLayer"]
+
+
+@dataclass(frozen=True, slots=True)
+class AttentionLayer:
+    """What attention needs to know of one layer."""
+
+    index: int
+    num_heads: int
+    num_kv_heads: int
+    head_dim: int
+    scale: float  # of q k^T
+    window: int | None  # tokens that a query looks back on, itself included; None: all
+    q_norm: RMSNorm | None  # head by head
+    k_norm: RMSNorm | None
 
 
 class AttentionCall(Protocol):
-    """What a layer needs of the step's attention (runner/attention.py)."""
+    """What the layers need of the step's attention (runner/attention.py)."""
 
-    def forward(self, layer: int, q: Tensor, kv: Tensor, scale: float, window: int | None = None) -> Tensor: ...
+    def begin(self, positions: Tensor) -> None:
+        """Once a step, before its first layer. positions: int64 [num_tokens]."""
 
-
-class Rotary(NamedTuple):
-    """Of the step's tokens, for all layers: float32 [num_tokens, 1, head_dim] each, see kernels/rotary.py."""
-
-    cos: Tensor
-    sin: Tensor
-
-
-class SelfAttention:
-    def __init__(self, config: ModelConfig, layer: int, linear_format: LinearFormat) -> None:
-        name = f"model.layers.{layer}.self_attn"
-        self._layer = layer
-        self._num_heads, self._num_kv_heads, self._head_dim = config.num_heads, config.num_kv_heads, config.head_dim
-        self._scale = config.head_dim**-0.5
-        self._window = config.sliding_windows[layer]
-        parts = [
-            (f"{name}.q_proj", config.q_size),
-            (f"{name}.k_proj", config.kv_size),
-            (f"{name}.v_proj", config.kv_size),
-        ]
-        self._qkv = Linear(config.hidden_size, parts, config.qkv_bias, linear_format)
-        self._o = Linear(config.q_size, [(f"{name}.o_proj", config.hidden_size)], config.o_bias, linear_format)
-        self._q_norm = self._k_norm = None
-        if config.qk_norm:
-            self._q_norm = RMSNorm(f"{name}.q_norm", config.head_dim, config.rms_norm_eps, linear_format.dtype)
-            self._k_norm = RMSNorm(f"{name}.k_norm", config.head_dim, config.rms_norm_eps, linear_format.dtype)
-
-    def slots(self) -> Iterator[Slot]:
-        yield from self._qkv.slots()
-        yield from self._o.slots()
-        for norm in (self._q_norm, self._k_norm):
-            if norm is not None:
-                yield from norm.slots()
-
-    def __call__(self, x: Tensor, rotary: Rotary, attn: AttentionCall) -> Tensor:
-        num_tokens = x.shape[0]
-        heads = self._qkv(x).view(num_tokens, -1, self._head_dim)  # q heads, k heads, v heads of each token
-        q_and_k = heads[:, : self._num_heads + self._num_kv_heads]
-        if self._q_norm is not None and self._k_norm is not None:
-            q_and_k[:, : self._num_heads] = self._q_norm(q_and_k[:, : self._num_heads])
-            q_and_k[:, self._num_heads :] = self._k_norm(q_and_k[:, self._num_heads :])
-        apply_rotary(q_and_k, rotary.cos, rotary.sin)
-        kv = heads[:, self._num_heads :].unflatten(1, (2, self._num_kv_heads))
-        return self._o(attn.forward(self._layer, heads[:, : self._num_heads], kv, self._scale, self._window))
-
-
-class FeedForward:
-    def __init__(self, config: ModelConfig, layer: int, linear_format: LinearFormat) -> None:
-        name = f"model.layers.{layer}.mlp"
-        size = config.intermediate_size
-        parts = [(f"{name}.gate_proj", size), (f"{name}.up_proj", size)]
-        self._gate_up = Linear(config.hidden_size, parts, config.mlp_bias, linear_format)
-        self._down = Linear(size, [(f"{name}.down_proj", config.hidden_size)], config.mlp_bias, linear_format)
-
-    def slots(self) -> Iterator[Slot]:
-        yield from self._gate_up.slots()
-        yield from self._down.slots()
-
-    def __call__(self, x: Tensor) -> Tensor:
-        return self._down(silu_and_mul(self._gate_up(x)))
+    def forward(self, layer: AttentionLayer, qkv: Tensor) -> Tensor:
+        """[num_tokens, num_heads * head_dim] for qkv [num_tokens, (num_heads + 2 * num_kv_heads) * head_dim], which is
+        used up: normalised, turned by position, written to the KV cache, attended to."""
 
 
 class DecoderLayer:
     def __init__(self, config: ModelConfig, layer: int, linear_format: LinearFormat) -> None:
-        name, size, eps, dtype = f"model.layers.{layer}", config.hidden_size, config.rms_norm_eps, linear_format.dtype
-        self._input_norm = RMSNorm(f"{name}.input_layernorm", size, eps, dtype)
-        self._attention = SelfAttention(config, layer, linear_format)
-        self._post_norm = RMSNorm(f"{name}.post_attention_layernorm", size, eps, dtype)
-        self._feed_forward = FeedForward(config, layer, linear_format)
+        name, size, eps = f"model.layers.{layer}", config.hidden_size, config.rms_norm_eps
+        attn, mlp = f"{name}.self_attn", f"{name}.mlp"
+        norm_of = {}
+        if config.qk_norm:
+            norm_of = {p: RMSNorm(f"{attn}.{p}", config.head_dim, eps, linear_format.dtype) for p in _QK_NORMS}
+        self._attention = AttentionLayer(
+            index=layer,
+            num_heads=config.num_heads,
+            num_kv_heads=config.num_kv_heads,
+            head_dim=config.head_dim,
+            scale=config.head_dim**-0.5,
+            window=config.sliding_windows[layer],
+            q_norm=norm_of.get("q_norm"),
+            k_norm=norm_of.get("k_norm"),
+        )
+        qkv = [(f"{attn}.q_proj", config.q_size), (f"{attn}.k_proj", config.kv_size), (f"{attn}.v_proj", config.kv_size)]
+        inner = config.intermediate_size
+        gate_up = [(f"{mlp}.gate_proj", inner), (f"{mlp}.up_proj", inner)]
+        self._input_norm = RMSNorm(f"{name}.input_layernorm", size, eps, linear_format.dtype)
+        self._qkv = Linear(size, qkv, config.qkv_bias, linear_format)
+        self._o = Linear(config.q_size, [(f"{attn}.o_proj", size)], config.o_bias, linear_format)
+        self._post_norm = RMSNorm(f"{name}.post_attention_layernorm", size, eps, linear_format.dtype)
+        self._gate_up = Linear(size, gate_up, config.mlp_bias, linear_format)
+        self._down = Linear(inner, [(f"{mlp}.down_proj", size)], config.mlp_bias, linear_format)
+        self._parts = [self._input_norm, self._qkv, *norm_of.values(), self._o]
+        self._parts += [self._post_norm, self._gate_up, self._down]
 
     def slots(self) -> Iterator[Slot]:
-        for part in (self._input_norm, self._attention, self._post_norm, self._feed_forward):
+        for part in self._parts:
             yield from part.slots()
 
-    def __call__(self, delta: Tensor | None, residual: Tensor, rotary: Rotary, attn: AttentionCall) -> Tensor:
-        """What is to be added to the residual stream [num_tokens, hidden_size], which is changed in place.
+    def __call__(self, residual: Tensor, attn: AttentionCall) -> None:
+        """Change the residual stream [num_tokens, hidden_size] in place."""
+        qkv = self._qkv.after_norm(residual, self._input_norm)
+        self._o.add_to(residual, attn.forward(self._attention, qkv))
+        self._down.add_to(residual, self._gate_up.gated_after_norm(residual, self._post_norm))
 
-        ``delta``: what the layer before wants added; None before the first layer.
-        """
-        norm = self._input_norm
-        x = norm(residual) if delta is None else norm.after_adding(delta, residual)
-        x = self._post_norm.after_adding(self._attention(x, rotary, attn), residual)
-        return self._feed_forward(x)
+
+_QK_NORMS = ("q_norm", "k_norm")

@@ -6,7 +6,7 @@
     float16    float16, twice       float32       dtype="auto" and "float16": half the bytes of float32 at small
                                                   batches, and the matrix units' 16-bit rate at large ones
 
-In the float16 format a batch of a few rows goes through FBGEMM, which reads float16 weights and multiplies in float32.
+On a GPU: float32, bfloat16 and float16, each as it is called. In the float16 format on a CPU a batch of a few rows goes through FBGEMM, which reads float16 weights and multiplies in float32.
 A larger one goes through whichever is faster on this processor, measured once (`Float16Plan`).
 """
 
@@ -22,6 +22,9 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from ...kernels.activation import silu_and_mul
+from ...kernels.linear import add_linear, norm_gated_linear, norm_linear
+from .norm import RMSNorm
 from .slot import Slot
 
 __all__ = ["Linear", "LinearFormat", "Weight"]
@@ -174,3 +177,25 @@ class Linear:
     def __call__(self, x: Tensor) -> Tensor:
         assert self._weight is not None, "weights are not loaded"
         return self._weight(x)
+
+    def after_norm(self, x: Tensor, norm: RMSNorm, out_dtype: torch.dtype | None = None) -> Tensor:
+        """The product by norm(x): [n, out_features] in x's dtype or ``out_dtype``, a new tensor."""
+        w = self._weight
+        if isinstance(w, PlainWeight):
+            return norm_linear(x, norm.weight, norm.eps, w.weight, w.bias, out_dtype)
+        return self(norm(x)).to(out_dtype or x.dtype)
+
+    def gated_after_norm(self, x: Tensor, norm: RMSNorm) -> Tensor:
+        """silu(gate) * up of the product by norm(x), for a Linear whose two parts are gate and up."""
+        w = self._weight
+        if isinstance(w, PlainWeight):
+            return norm_gated_linear(x, norm.weight, norm.eps, w.weight, w.bias)
+        return silu_and_mul(self(norm(x)))
+
+    def add_to(self, residual: Tensor, x: Tensor) -> None:
+        """Add the product by x to ``residual`` [n, out_features], in place."""
+        w = self._weight
+        if isinstance(w, PlainWeight):
+            add_linear(residual, x, w.weight, w.bias)
+        else:
+            residual.add_(self(x))

@@ -7,7 +7,7 @@ from collections.abc import Iterator
 import torch
 from torch import Tensor
 
-from ...kernels.rms_norm import add_rms_norm, rms_norm
+from ...kernels.rms_norm import rms_norm
 from .slot import Slot
 
 __all__ = ["RMSNorm"]
@@ -15,18 +15,15 @@ __all__ = ["RMSNorm"]
 
 class RMSNorm:
     def __init__(self, name: str, size: int, eps: float, dtype: torch.dtype) -> None:
-        self._name, self._size, self._eps, self._dtype = name, size, eps, dtype
-        self._weight: Tensor
+        self._name, self._size, self._dtype = name, size, dtype
+        self.eps = eps
+        self.weight: Tensor  # [size]
 
     def slots(self) -> Iterator[Slot]:
         yield Slot(f"{self._name}.weight", (self._size,), self._load)
 
     def _load(self, tensor: Tensor) -> None:
-        self._weight = tensor.to(self._dtype)
+        self.weight = tensor.to(self._dtype)
 
     def __call__(self, x: Tensor) -> Tensor:
-        return rms_norm(x, self._weight, self._eps)
-
-    def after_adding(self, x: Tensor, residual: Tensor) -> Tensor:
-        """Add x to the residual stream, in place, and normalise the sum."""
-        return add_rms_norm(x, residual, self._weight, self._eps)
+        return rms_norm(x, self.weight, self.eps)

@@ -7,8 +7,7 @@ from collections.abc import Iterator
 import torch
 from torch import Tensor
 
-from ...kernels.rotary import rotary_rows
-from ..layers.decoder import AttentionCall, DecoderLayer, Rotary
+from ..layers.decoder import AttentionCall, DecoderLayer
 from ..layers.embedding import Embedding
 from ..layers.linear import Linear, LinearFormat
 from ..layers.norm import RMSNorm
@@ -24,8 +23,6 @@ class DecoderModel:
     def __init__(self, config: ModelConfig, linear_format: LinearFormat, device: torch.device) -> None:
         self.config = config
         self.format = linear_format
-        inv_freq, self._rotary_factor = config.rope.inv_freq()
-        self._inv_freq = inv_freq.to(device)
         vocab_size, size = config.vocab_size, config.hidden_size
         self._lm_head = Linear(size, [("lm_head", vocab_size)], False, linear_format)
         head_slot = next(self._lm_head.slots())
@@ -43,18 +40,13 @@ class DecoderModel:
             yield from self._lm_head.slots()
 
     def forward(self, input_ids: Tensor, positions: Tensor, attn: AttentionCall) -> Tensor:
-        """Hidden states [num_tokens, hidden_size] for int64 [num_tokens] ids and positions."""
-        rotary = Rotary(*(t.to(self.format.dtype) for t in self._rotary_rows(positions)))
+        """The residual stream after the last layer, [num_tokens, hidden_size], for int64 [num_tokens] ids, positions."""
         residual = self._embed(input_ids)
-        delta: Tensor | None = None
+        attn.begin(positions)
         for layer in self._layers:
-            delta = layer(delta, residual, rotary, attn)
-        assert delta is not None
-        return self._norm.after_adding(delta, residual)
-
-    def _rotary_rows(self, positions: Tensor) -> tuple[Tensor, Tensor]:
-        return rotary_rows(positions, self._inv_freq, self._rotary_factor)
+            layer(residual, attn)
+        return residual
 
     def compute_logits(self, hidden: Tensor) -> Tensor:
-        """float32 [n, vocab_size] for hidden [n, hidden_size]."""
-        return self._lm_head(hidden).float()
+        """float32 [n, vocab_size] for n rows of what `forward` returns."""
+        return self._lm_head.after_norm(hidden, self._norm, torch.float32)

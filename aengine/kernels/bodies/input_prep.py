@@ -1,0 +1,261 @@
+"""Between the persistent rows and a batch. A few words a token: the time is that of one launch."""
+
+from __future__ import annotations
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
+
+from ..input_prep import DecodeInputs, PreparedInputs, ScalarColumns
+from .launch import has_pdl, launch
+
+__all__ = ["append_tokens", "commit_decode", "prepare_decode", "prepare_inputs"]
+
+_BLOCK = 128
+
+
+def prepare_inputs(
+    token_ids: Tensor,
+    num_computed_tokens: Tensor,
+    block_table: Tensor,
+    idx_mapping: Tensor,
+    num_scheduled_tokens: Tensor,
+    block_size: int,
+    num_tokens: int,
+) -> PreparedInputs:
+    num_reqs, device = idx_mapping.shape[0], idx_mapping.device
+    words = torch.empty((3, num_tokens), dtype=torch.int64, device=device)
+    counts = torch.empty(2 * num_reqs + 1, dtype=torch.int32, device=device)
+    out = PreparedInputs(words[0], words[1], words[2], counts[: num_reqs + 1], counts[num_reqs + 1 :])
+    launch(
+        _prepare_inputs,
+        (num_reqs + 1,),
+        token_ids,
+        num_computed_tokens,
+        block_table,
+        idx_mapping,
+        num_scheduled_tokens,
+        *out,
+        num_reqs,
+        num_tokens,
+        token_ids.stride(0),
+        num_computed_tokens.stride(0),
+        block_table.stride(0),
+        BLOCK_SIZE=block_size,
+        BLOCK=_BLOCK,
+        REQS=triton.next_power_of_2(num_reqs),
+    )
+    return out
+
+
+@triton.jit(do_not_specialize=["num_reqs", "num_tokens"])
+def _prepare_inputs(
+    token_ids,
+    num_computed,
+    table,
+    idx_mapping,
+    num_scheduled,
+    input_ids,
+    positions,
+    slots,
+    query_start_loc,
+    seq_lens,
+    num_reqs,
+    num_tokens,
+    stride_ids,
+    stride_computed,
+    stride_table,
+    BLOCK_SIZE: tl.constexpr,
+    BLOCK: tl.constexpr,
+    REQS: tl.constexpr,
+):
+    request = tl.program_id(0)
+    others = tl.arange(0, REQS)
+    lens = tl.load(num_scheduled + others, mask=others < num_reqs, other=0)
+    begin = tl.sum(tl.where(others < request, lens, 0), 0)
+    tl.store(query_start_loc + request, begin.to(tl.int32))
+    if request == num_reqs:  # what pads the batch to its shape
+        i = begin
+        while i < num_tokens:
+            at = i + tl.arange(0, BLOCK)
+            zeros = tl.zeros((BLOCK,), tl.int64)
+            tl.store(input_ids + at, zeros, mask=at < num_tokens)
+            tl.store(positions + at, zeros, mask=at < num_tokens)
+            tl.store(slots + at, zeros - 1, mask=at < num_tokens)
+            i += BLOCK
+    else:
+        row = tl.load(idx_mapping + request)
+        count = tl.load(num_scheduled + request)
+        first = tl.load(num_computed + row * stride_computed, mask=row >= 0, other=0).to(tl.int64)
+        tl.store(seq_lens + request, tl.where(row >= 0, first + count, 0).to(tl.int32))
+        i = count * 0
+        while i < count:
+            at = i + tl.arange(0, BLOCK)
+            own = at < count
+            position = first + at
+            ids = tl.load(token_ids + row * stride_ids + position, mask=own, other=0)
+            block = tl.load(table + row * stride_table + position // BLOCK_SIZE, mask=own, other=0).to(tl.int64)
+            tl.store(input_ids + begin + at, ids.to(tl.int64), mask=own)
+            tl.store(positions + begin + at, position, mask=own)
+            tl.store(slots + begin + at, block * BLOCK_SIZE + position % BLOCK_SIZE, mask=own)
+            i += BLOCK
+
+
+def append_tokens(token_ids: Tensor, num_tokens: Tensor, rows: Tensor, sampled: Tensor) -> None:
+    n = rows.shape[0]
+    strides = (token_ids.stride(0), num_tokens.stride(0))
+    launch(_append_tokens, (triton.cdiv(n, _BLOCK),), token_ids, num_tokens, rows, sampled, n, *strides, BLOCK=_BLOCK)
+
+
+@triton.jit(do_not_specialize=["n"])
+def _append_tokens(token_ids, num_tokens, rows, sampled, n, stride_ids, stride_num, BLOCK: tl.constexpr):
+    i = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
+    row = tl.load(rows + i, mask=i < n, other=-1)
+    real = row >= 0
+    end = tl.load(num_tokens + row * stride_num, mask=real, other=0)
+    tl.store(token_ids + row * stride_ids + end, tl.load(sampled + i, mask=real, other=0).to(tl.int32), mask=real)
+    tl.store(num_tokens + row * stride_num, end + 1, mask=real)
+
+
+def prepare_decode(token_ids: Tensor, scalars: Tensor, columns: ScalarColumns, rows: Tensor) -> DecodeInputs:
+    n, device = rows.shape[0], rows.device
+    wide = torch.empty((4, n), dtype=torch.int64, device=device)
+    seq_lens = torch.empty(n, dtype=torch.int32, device=device)
+    temperature = torch.empty(n, dtype=torch.float32, device=device)
+    out = DecodeInputs(wide[0], wide[1], seq_lens, temperature, wide[2], wide[3])
+    launch(
+        _prepare_decode,
+        (triton.cdiv(n, _BLOCK),),
+        token_ids,
+        scalars,
+        scalars.view(torch.float32),
+        rows,
+        *out,
+        n,
+        token_ids.stride(0),
+        scalars.stride(0),
+        SEED=columns.seed,
+        TEMPERATURE=columns.temperature,
+        TOKENS=columns.num_tokens,
+        COMPUTED=columns.num_computed_tokens,
+        BLOCK=_BLOCK,
+        PDL=has_pdl(),
+    )
+    return out
+
+
+@triton.jit(do_not_specialize=["n"])
+def _prepare_decode(
+    token_ids,
+    scalars,
+    numbers,
+    rows,
+    input_ids,
+    positions,
+    seq_lens,
+    temperature,
+    seeds,
+    sample_positions,
+    n,
+    stride_ids,
+    stride_scalars,
+    SEED: tl.constexpr,
+    TEMPERATURE: tl.constexpr,
+    TOKENS: tl.constexpr,
+    COMPUTED: tl.constexpr,
+    BLOCK: tl.constexpr,
+    PDL: tl.constexpr,
+):
+    if PDL:
+        gdc_launch_dependents()
+        gdc_wait()
+    i = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
+    inside = i < n
+    row = tl.load(rows + i, mask=inside, other=-1)
+    real = row >= 0
+    begin = row * stride_scalars
+    position = tl.load(scalars + begin + COMPUTED, mask=real, other=0)
+    ids = tl.load(token_ids + row * stride_ids + position, mask=real, other=0)
+    low = tl.load(scalars + begin + SEED, mask=real, other=0).to(tl.int64) & 0xFFFFFFFF
+    high = tl.load(scalars + begin + SEED + 1, mask=real, other=0).to(tl.int64)
+    tl.store(input_ids + i, ids.to(tl.int64), mask=inside)
+    tl.store(positions + i, position.to(tl.int64), mask=inside)
+    tl.store(seq_lens + i, tl.where(real, position + 1, 0), mask=inside)
+    tl.store(temperature + i, tl.load(numbers + begin + TEMPERATURE, mask=real, other=0.0), mask=inside)
+    tl.store(seeds + i, (high << 32) | low, mask=inside)
+    tl.store(sample_positions + i, tl.load(scalars + begin + TOKENS, mask=real, other=0).to(tl.int64), mask=inside)
+
+
+def commit_decode(
+    token_ids: Tensor,
+    scalars: Tensor,
+    columns: ScalarColumns,
+    rows: Tensor,
+    sampled: Tensor,
+    checks: Tensor,
+    published: Tensor,
+    cursor: Tensor,
+) -> None:
+    n = rows.shape[0]
+    launch(
+        _commit_decode,
+        (1,),
+        token_ids,
+        scalars,
+        rows,
+        sampled,
+        checks.view(torch.int32),
+        published,
+        cursor,
+        n,
+        token_ids.stride(0),
+        scalars.stride(0),
+        NUM_SLOTS=published.shape[0],
+        WIDTH=published.shape[2],
+        TOKENS=columns.num_tokens,
+        COMPUTED=columns.num_computed_tokens,
+        BLOCK=triton.next_power_of_2(n),
+        PDL=has_pdl(),
+    )
+
+
+@triton.jit(do_not_specialize=["n"])
+def _commit_decode(
+    token_ids,
+    scalars,
+    rows,
+    sampled,
+    checks,
+    published,
+    cursor,
+    n,
+    stride_ids,
+    stride_scalars,
+    NUM_SLOTS: tl.constexpr,
+    WIDTH: tl.constexpr,
+    TOKENS: tl.constexpr,
+    COMPUTED: tl.constexpr,
+    BLOCK: tl.constexpr,
+    PDL: tl.constexpr,
+):
+    if PDL:
+        gdc_launch_dependents()
+        gdc_wait()
+    i = tl.arange(0, BLOCK)
+    inside = i < n
+    row = tl.load(rows + i, mask=inside, other=-1)
+    real = row >= 0
+    begin = row * stride_scalars
+    token = tl.load(sampled + i, mask=inside, other=0).to(tl.int32)
+    end = tl.load(scalars + begin + TOKENS, mask=real, other=0)
+    computed = tl.load(scalars + begin + COMPUTED, mask=real, other=0)
+    tl.store(token_ids + row * stride_ids + end, token, mask=real)
+    tl.store(scalars + begin + TOKENS, end + 1, mask=real)
+    tl.store(scalars + begin + COMPUTED, computed + 1, mask=real)
+    slot = tl.load(cursor)
+    out = published + slot * (2 * WIDTH) + i
+    tl.store(out, token, mask=inside)
+    tl.store(out + WIDTH, tl.load(checks + i, mask=inside, other=0), mask=inside)
+    tl.store(cursor, (slot + 1) % NUM_SLOTS)

@@ -1,0 +1,121 @@
+"""Fused products against their definition in float64, on the Triton bodies."""
+
+from __future__ import annotations
+
+import random
+
+import pytest
+import torch
+import torch.nn.functional as F
+
+from aengine.kernels.activation import silu_and_mul
+from aengine.kernels.linear import add_linear, norm_gated_linear, norm_linear
+from aengine.kernels.rms_norm import rms_norm
+
+DTYPES = [torch.float32, torch.float16] + ([torch.bfloat16] if torch.cuda.is_available() else [])
+TOLERANCE = {torch.float32: 2e-6, torch.float16: 2e-3, torch.bfloat16: 1.2e-2}
+ROWS = [1, 2, 7, 8, 9, 16, 17, 32, 33, 70]
+# in_features, out_features: of SmolLM2, powers of two, and what only cuBLAS takes
+SHAPES = [(576, 64), (256, 96), (1536, 16), (72, 50), (1024, 8)]
+
+
+def normed(x: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
+    x, weight = x.double(), weight.double()
+    return x * weight / (x.square().mean(-1, keepdim=True) + eps).sqrt()
+
+
+def relative_error(out: torch.Tensor, reference: torch.Tensor) -> float:
+    return float((out.cpu().double() - reference).norm() / reference.norm())
+
+
+def draw(gen: torch.Generator, rng: random.Random, rows: int, k: int, n: int, dtype: torch.dtype, biased: bool):
+    x = torch.randn(rows, k, generator=gen).mul(10 ** rng.uniform(-1, 1)).to(dtype)
+    weight = torch.randn(n, k, generator=gen).mul(k**-0.5).to(dtype)
+    bias = torch.randn(n, generator=gen).to(dtype) if biased else None
+    return x, weight, bias
+
+
+def moved(device: torch.device, *tensors: torch.Tensor | None) -> list:
+    return [None if t is None else t.to(device) for t in tensors]
+
+
+def product(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
+    return F.linear(x.double(), weight.double(), None if bias is None else bias.double())
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("rows", ROWS)
+def test_norm_linear(
+    rng: random.Random, gen: torch.Generator, triton_device: torch.device, dtype: torch.dtype, rows: int
+) -> None:
+    for k, n in rng.sample(SHAPES, 2):
+        x, weight, bias = draw(gen, rng, rows, k, n, dtype, rng.random() < 0.5)
+        scale = (torch.rand(k, generator=gen) + 0.5).to(dtype)
+        reference = product(normed(x, scale, 1e-5), weight, bias)
+        on = moved(triton_device, x, scale, weight, bias)
+        out_dtype = rng.choice([None, torch.float32])
+        out = norm_linear(on[0], on[1], 1e-5, on[2], on[3], out_dtype)
+        assert out.dtype == (out_dtype or dtype)
+        assert relative_error(out, reference) < TOLERANCE[dtype]
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("rows", ROWS)
+def test_norm_gated_linear(
+    rng: random.Random, gen: torch.Generator, triton_device: torch.device, dtype: torch.dtype, rows: int
+) -> None:
+    for k, n in rng.sample(SHAPES, 2):
+        x, weight, bias = draw(gen, rng, rows, k, 2 * n, dtype, rng.random() < 0.5)
+        scale = (torch.rand(k, generator=gen) + 0.5).to(dtype)
+        gate, up = product(normed(x, scale, 1e-6), weight, bias).chunk(2, -1)
+        on = moved(triton_device, x, scale, weight, bias)
+        out = norm_gated_linear(on[0], on[1], 1e-6, on[2], on[3])
+        assert out.shape == (rows, n) and out.dtype == dtype
+        assert relative_error(out, F.silu(gate) * up) < 2 * TOLERANCE[dtype]
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("rows", ROWS)
+def test_add_linear(
+    rng: random.Random, gen: torch.Generator, triton_device: torch.device, dtype: torch.dtype, rows: int
+) -> None:
+    for k, n in rng.sample(SHAPES, 2):
+        x, weight, bias = draw(gen, rng, rows, k, n, dtype, rng.random() < 0.5)
+        residual = torch.randn(rows, n, generator=gen).to(dtype)
+        reference = residual.double() + product(x, weight, bias)
+        on = moved(triton_device, residual, x, weight, bias)
+        add_linear(*on)
+        assert relative_error(on[0], reference) < TOLERANCE[dtype]
+
+
+def test_a_row_depends_on_no_other(gen: torch.Generator, triton_device: torch.device) -> None:
+    x = torch.randn(5, 256, generator=gen)
+    weight = torch.randn(48, 256, generator=gen)
+    ones = torch.ones(256)
+    x, weight, ones = moved(triton_device, x, weight, ones)
+    plain = norm_linear(x, ones, 1e-6, weight)
+    x[3] = torch.nan
+    spoilt = norm_linear(x, ones, 1e-6, weight)
+    assert spoilt[3].isnan().all() and torch.equal(spoilt[[0, 1, 2, 4]], plain[[0, 1, 2, 4]])
+
+
+def test_norm_and_activation(rng: random.Random, gen: torch.Generator, triton_device: torch.device) -> None:
+    for dtype in DTYPES:
+        rows, size = rng.randint(1, 9), rng.choice([1, 48, 576, 1030, 2050])
+        x = torch.randn(rows, size, generator=gen).to(dtype)
+        weight = torch.randn(size, generator=gen).to(dtype)
+        out = rms_norm(*moved(triton_device, x, weight), 1e-5)
+        assert relative_error(out, normed(x, weight, 1e-5)) < TOLERANCE[dtype]
+        gate_up = torch.randn(rows, 2 * size, generator=gen).to(dtype)
+        gate, up = gate_up.double().chunk(2, -1)
+        out = silu_and_mul(gate_up.to(triton_device))
+        assert relative_error(out, F.silu(gate) * up) < TOLERANCE[dtype]
+
+
+def test_shapes_are_checked() -> None:
+    with pytest.raises(AssertionError):
+        norm_linear(torch.zeros(2, 8), torch.ones(8), 1e-6, torch.zeros(4, 7))
+    with pytest.raises(AssertionError):
+        add_linear(torch.zeros(2, 5), torch.zeros(2, 8), torch.zeros(4, 8))
+    with pytest.raises(AssertionError):
+        norm_linear(torch.zeros(2, 8), torch.ones(8), 1e-6, torch.zeros(4, 8), torch.zeros(5))
