@@ -1,30 +1,49 @@
 """The answer to a step on its way to the host: the one place of the runner that reads the device.
 
-On the CPU it is ready at once. On CUDA the copies into pinned memory are to be queued on a side stream here, with an
-event that `ready` asks and `get` waits for.
+    CPU                          the tensors themselves
+    CUDA                         copied into pinned memory on a side stream; an event says when they are there
+    CUDA, sampled in a graph     written by the graph's last kernel into memory that the host reads (`Published`)
 """
 
 from __future__ import annotations
 
 import math
 from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import NamedTuple, Protocol
 
 import numpy as np
 import torch
 from torch import Tensor
 
-from ..errors import InternalError
 from ..ipc.messages import LogprobColumns, ModelRunnerOutput, RowError, float32, int32
 from .input_batch import Rows
 from .sampler import LogprobTensors, SamplerOutput
 
-__all__ = ["AsyncOutput"]
+__all__ = ["AsyncOutput", "OutputCopier", "Published"]
+
+
+class HostOutput(NamedTuple):
+    """What was sampled, on the host. n rows; of the log-probabilities those of `LogprobTensors`."""
+
+    token_ids: np.ndarray  # [n]
+    checks: np.ndarray  # float32 [n]
+    logprobs: tuple[np.ndarray, np.ndarray, np.ndarray] | None  # sampled, token_ids, values
+
+
+class Source(Protocol):
+    """Where the sampled tokens come from."""
+
+    def ready(self) -> bool: ...
+
+    def get(self) -> HostOutput: ...
 
 
 class AsyncOutput:
     """Of a step with ``num_reqs`` requests; those at batch positions ``sampling`` (host int64 [n]) got a token.
 
-    ``row_errors``: batch position to the error of a request that failed before it was sampled.
+    ``source``: their tokens; None if nothing was sampled. ``logprobs``: whose they are. ``row_errors``: batch position
+    to the error of a request that failed before it was sampled.
     """
 
     def __init__(
@@ -32,38 +51,100 @@ class AsyncOutput:
         step_id: int,
         num_reqs: int,
         sampling: Rows,
-        sampled: SamplerOutput | None,
+        source: Source | None,
         row_errors: Mapping[int, RowError],
+        logprobs: LogprobTensors | None = None,
     ) -> None:
-        if sampled is not None and sampled.token_ids.device.type != "cpu":
-            raise InternalError("outputs can be copied from the CPU only yet: start the engine with device='cpu'")
         self._step_id = step_id
         self._num_reqs = num_reqs
         self._sampling = sampling
-        self._sampled = sampled
+        self._source = source
         self._row_errors = row_errors
+        self._logprobs = logprobs
 
     def ready(self) -> bool:
         """Whether `get` returns without waiting."""
-        return True
+        return self._source is None or self._source.ready()
 
     def get(self) -> ModelRunnerOutput:
         """Wait for the device and put the answer together."""
         token_ids = np.full(self._num_reqs, -1, dtype=np.int32)
         errors = dict(self._row_errors)
         logprobs = None
-        if self._sampled is not None:
-            checks = _numpy(self._sampled.checks)
-            for i in np.flatnonzero(~np.isfinite(checks)):
-                batch_idx = int(self._sampling[i])
-                errors.setdefault(batch_idx, _unsampled(batch_idx, float(checks[i])))
-            token_ids[self._sampling] = _numpy(self._sampled.token_ids)
-            token_ids[list(errors)] = -1
-            if self._sampled.logprobs is not None:
-                logprobs = _columns(self._sampled.logprobs, errors)
-        return ModelRunnerOutput(
-            self._step_id, int32(token_ids.tolist()), logprobs, [errors[i] for i in sorted(errors)]
-        )
+        if self._source is not None:
+            host = self._source.get()
+            finite = np.isfinite(host.checks)
+            if not finite.all():
+                for i in np.flatnonzero(~finite):
+                    batch_idx = int(self._sampling[i])
+                    errors.setdefault(batch_idx, _unsampled(batch_idx, float(host.checks[i])))
+            token_ids[self._sampling] = host.token_ids
+            if errors:
+                token_ids[list(errors)] = -1
+            if self._logprobs is not None and host.logprobs is not None:
+                logprobs = _columns(self._logprobs, host.logprobs, errors)
+        column = int32()
+        column.frombytes(token_ids.tobytes())
+        return ModelRunnerOutput(self._step_id, column, logprobs, [errors[i] for i in sorted(errors)])
+
+
+class OutputCopier:
+    """Brings samples of one device to the host."""
+
+    def __init__(self, device: torch.device) -> None:
+        self._stream = torch.cuda.Stream(device) if device.type == "cuda" else None
+
+    def __call__(self, sampled: SamplerOutput) -> Source:
+        tensors = [sampled.token_ids, sampled.checks]
+        if sampled.logprobs is not None:
+            tensors += [sampled.logprobs.sampled, sampled.logprobs.token_ids, sampled.logprobs.values]
+        if self._stream is None:
+            return _Copied(tensors, None)
+        stream = self._stream
+        stream.wait_stream(torch.cuda.current_stream())
+        pinned = []
+        with torch.cuda.stream(stream):
+            for tensor in tensors:
+                copy = torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=True)
+                copy.copy_(tensor, non_blocking=True)
+                tensor.record_stream(stream)  # its memory is not given anew before the copy has run
+                pinned.append(copy)
+            event = torch.cuda.Event()
+            event.record(stream)
+        return _Copied(pinned, event)
+
+
+@dataclass(slots=True)
+class _Copied:
+    tensors: list[Tensor]  # on the CPU
+    event: torch.cuda.Event | None
+
+    def ready(self) -> bool:
+        return self.event is None or self.event.query()
+
+    def get(self) -> HostOutput:
+        if self.event is not None:
+            self.event.synchronize()
+        token_ids, checks, *rest = (t.numpy() for t in self.tensors)
+        return HostOutput(token_ids, checks, (rest[0], rest[1], rest[2]) if rest else None)
+
+
+@dataclass(slots=True)
+class Published:
+    """One slot of a `commit_decode` kernel's memory, once ``event`` has come."""
+
+    words: np.ndarray  # int32 [2, m]: ids, bits of checks
+    num_rows: int
+    event: torch.cuda.Event | None
+
+    def ready(self) -> bool:
+        return self.event is None or self.event.query()
+
+    def get(self) -> HostOutput:
+        if self.event is not None:
+            self.event.synchronize()
+        ids, checks = self.words[:, : self.num_rows]
+        return HostOutput(ids, checks.view(np.float32), None)
 
 
 def _unsampled(batch_idx: int, check: float) -> RowError:
@@ -78,22 +159,20 @@ def _unsampled(batch_idx: int, check: float) -> RowError:
     )
 
 
-def _columns(tensors: LogprobTensors, errors: Mapping[int, RowError]) -> LogprobColumns | None:
+def _columns(
+    whose: LogprobTensors, arrays: tuple[np.ndarray, np.ndarray, np.ndarray], errors: Mapping[int, RowError]
+) -> LogprobColumns | None:
     """Cut each row to the alternatives that it asked for, leave out failed rows, order by batch position."""
-    keep = [i for i in np.argsort(tensors.batch_idx) if int(tensors.batch_idx[i]) not in errors]
+    keep = [i for i in np.argsort(whose.batch_idx) if int(whose.batch_idx[i]) not in errors]
     if not keep:
         return None
-    counts = tensors.counts[keep]
-    wanted = np.arange(tensors.values.shape[1]) < counts[:, None]
+    sampled, token_ids, values = arrays
+    counts = whose.counts[keep]
+    wanted = np.arange(values.shape[1]) < counts[:, None]
     return LogprobColumns(
-        int32(tensors.batch_idx[keep].tolist()),
-        float32(_numpy(tensors.sampled)[keep].tolist()),
+        int32(whose.batch_idx[keep].tolist()),
+        float32(sampled[keep].tolist()),
         int32(counts.tolist()),
-        int32(_numpy(tensors.token_ids)[keep][wanted].tolist()),
-        float32(_numpy(tensors.values)[keep][wanted].tolist()),
+        int32(token_ids[keep][wanted].tolist()),
+        float32(values[keep][wanted].tolist()),
     )
-
-
-def _numpy(tensor: Tensor) -> np.ndarray:
-    assert not tensor.requires_grad and tensor.layout is torch.strided
-    return tensor.numpy()

@@ -30,6 +30,8 @@ class KvCache:
     On a CPU the memory is taken from the system when a block is first written.
     """
 
+    clears_blocks = True
+
     def __init__(self, config: ModelConfig, num_blocks: int, block_size: int, dtype: torch.dtype, device: torch.device):
         shape = (num_blocks, block_size, 2, config.num_kv_heads, config.head_dim)
         self.layers = [untouched_zeros(shape, dtype, device) for _ in range(config.num_layers)]
@@ -41,8 +43,8 @@ class KvCache:
     def bind(self, batch: InputBatch) -> Attention:
         """The attention of one step."""
         metadata = AttentionMetadata(
-            query_lens=batch.query_lens.tolist(),
-            seq_lens=batch.seq_lens_host.tolist(),
+            query_lens=batch.plan.query_lens.tolist(),
+            seq_lens=batch.plan.seq_lens.tolist(),
             block_table=batch.block_table.long(),
             slot_mapping=batch.slot_mapping,
         )

@@ -1,4 +1,4 @@
-"""One step's batch, gathered from the persistent rows; nothing of it outlives the step.
+"""One step's batch, planned on the host and gathered from the persistent rows; nothing of it outlives the step.
 
 The requests are put in the order that the attention likes, those that compute one token first; ``batch_idx`` remembers
 where the scheduler had them.
@@ -10,54 +10,54 @@ from dataclasses import dataclass
 
 import numpy as np
 import numpy.typing as npt
-import torch
 from torch import Tensor
 
 from ..errors import InternalError
 from ..ipc.messages import GrammarOutput, SchedulerOutput
 from ..kernels.input_prep import gather_block_table, prepare_inputs
+from ..kernels.seat import uses_triton
 from .block_tables import BlockTables
 from .request_state import RequestState, Scalars
+from .transfer import to_device
 
-__all__ = ["InputBatch", "SampleBatch", "to_device"]
+__all__ = ["BatchPlan", "InputBatch", "SampleBatch", "to_device"]
 
 Rows = npt.NDArray[np.int64]
 
 
-def to_device(column: Rows, device: torch.device) -> Tensor:
-    """An int64 column on the device. On CUDA it belongs in pinned memory that is not written again."""
-    return torch.from_numpy(column).to(device, non_blocking=True)
-
-
 @dataclass(slots=True)
-class InputBatch:
-    """The requests of a step, decodes first. Tensors are on the device; "host" marks numpy."""
+class BatchPlan:
+    """What the host knows of a step: all numpy int64, nothing is asked of the device. Decodes first."""
 
-    num_reqs: int
+    batch_idx: Rows  # [num_reqs]: position of each request in the SchedulerOutput
+    rows: Rows  # [num_reqs]: row of each request
+    query_lens: Rows  # [num_reqs]: tokens that each computes
+    seq_lens: Rows  # [num_reqs]: tokens that each has in all, this step's included
+    sampling: Rows  # [num_sampled]: which requests sample, ascending
     num_tokens: int  # over all requests
-    max_query_len: int
-    max_seq_len: int
-    batch_idx: Rows  # host int64 [num_reqs]: position of each request in the SchedulerOutput
-    rows: Rows  # host int64 [num_reqs]: row of each request
-    query_lens: Rows  # host int64 [num_reqs]: tokens that each computes
-    seq_lens_host: Rows  # host int64 [num_reqs]: seq_lens
-    sampling: Rows  # host int64 [num_sampled]: which requests sample, ascending
-    idx_mapping: Tensor  # int64 [num_reqs]: rows
-    input_ids: Tensor  # int64 [num_tokens]
-    positions: Tensor  # int64 [num_tokens]
-    slot_mapping: Tensor  # int64 [num_tokens]
-    query_start_loc: Tensor  # int32 [num_reqs + 1]
-    seq_lens: Tensor  # int32 [num_reqs], this step's tokens included
-    block_table: Tensor  # int32 [num_reqs, ceil(max_seq_len / block_size)]; past a request's own, its first
-    logits_indices: Tensor | None  # int64 [num_sampled]: the last token of each that samples; None: every token
+    num_decodes: int  # leading requests of one token
+
+    @property
+    def num_reqs(self) -> int:
+        return len(self.rows)
+
+    @property
+    def is_decode(self) -> bool:
+        """Every request computes its newest token and samples."""
+        return self.num_decodes == len(self.rows) == len(self.sampling)
 
     @classmethod
-    def gather(cls, out: SchedulerOutput, requests: RequestState, tables: BlockTables) -> InputBatch:
-        """Raises InternalError if the step does not fit the rows, before the model has run."""
+    def make(cls, out: SchedulerOutput, requests: RequestState, tables: BlockTables) -> BatchPlan:
+        """Raises InternalError if the step does not fit the rows, before anything has run."""
         query_lens = np.array(out.num_scheduled_tokens, dtype=np.int64)
-        batch_idx = np.argsort(query_lens != 1, kind="stable")
-        query_lens = query_lens[batch_idx]
-        rows = np.array(out.req_idx, dtype=np.int64)[batch_idx]
+        rows = np.array(out.req_idx, dtype=np.int64)
+        is_long = query_lens != 1
+        num_decodes = len(rows) - int(is_long.sum())
+        if num_decodes == len(rows):
+            batch_idx = np.arange(len(rows))
+        else:
+            batch_idx = np.argsort(is_long, kind="stable")
+            query_lens, rows = query_lens[batch_idx], rows[batch_idx]
         _check(rows, query_lens, requests)
         seq_lens = requests.num_computed_tokens[rows] + query_lens
         num_tokens_of_row = requests.num_tokens[rows]
@@ -65,45 +65,64 @@ class InputBatch:
             raise InternalError(f"step {out.step_id} computes tokens that are not known yet")
         tables.check_room(rows, seq_lens)
         sampling = np.flatnonzero(seq_lens == num_tokens_of_row)
+        return cls(batch_idx, rows, query_lens, seq_lens, sampling, int(query_lens.sum()), num_decodes)
+
+
+@dataclass(slots=True)
+class InputBatch:
+    """The requests of a step, decodes first. Tensors are on the device; "host" marks numpy."""
+
+    plan: BatchPlan
+    idx_mapping: Tensor  # int64 [num_reqs]: rows
+    input_ids: Tensor  # int64 [num_tokens]
+    positions: Tensor  # int64 [num_tokens]
+    slot_mapping: Tensor  # int64 [num_tokens]
+    query_start_loc: Tensor  # int32 [num_reqs + 1]
+    seq_lens: Tensor  # int32 [num_reqs], this step's tokens included
+    block_table: Tensor  # int32 [num_reqs, ceil(max_seq_len / block_size)]; past a request's own, its first.
+    # Where the Triton bodies run: the persistent table [max_num_seqs, max_blocks_per_seq], read by idx_mapping.
+    logits_indices: Tensor | None  # int64 [num_sampled]: the last token of each that samples; None: every token
+
+    @property
+    def num_reqs(self) -> int:
+        return self.plan.num_reqs
+
+    @classmethod
+    def gather(cls, plan: BatchPlan, requests: RequestState, tables: BlockTables) -> InputBatch:
         device = requests.token_ids.device
-        idx_mapping = to_device(rows, device)
-        num_tokens, max_seq_len = int(query_lens.sum()), int(seq_lens.max())
+        columns = to_device(np.stack((plan.rows, plan.query_lens)), device)
+        idx_mapping = columns[0]
         inputs = prepare_inputs(
             requests.token_ids,
             requests.scalars.num_computed_tokens,
             tables.table,
             idx_mapping,
-            to_device(query_lens, device),
+            columns[1],
             tables.block_size,
-            num_tokens,
+            plan.num_tokens,
         )
-        every_token = len(sampling) == num_tokens
-        width = -(-max_seq_len // tables.block_size)
+        table = tables.table
+        if not uses_triton(table):
+            width = -(-int(plan.seq_lens.max()) // tables.block_size)
+            table = gather_block_table(table, idx_mapping, inputs.seq_lens, tables.block_size, width)
+        every_token = len(plan.sampling) == plan.num_tokens
         return cls(
-            num_reqs=len(rows),
-            num_tokens=num_tokens,
-            max_query_len=int(query_lens.max()),
-            max_seq_len=max_seq_len,
-            batch_idx=batch_idx,
-            rows=rows,
-            query_lens=query_lens,
-            seq_lens_host=seq_lens,
-            sampling=sampling,
+            plan=plan,
             idx_mapping=idx_mapping,
             input_ids=inputs.input_ids,
             positions=inputs.positions,
             slot_mapping=inputs.slot_mapping,
             query_start_loc=inputs.query_start_loc,
             seq_lens=inputs.seq_lens,
-            block_table=gather_block_table(tables.table, idx_mapping, inputs.seq_lens, tables.block_size, width),
-            logits_indices=None if every_token else to_device(np.cumsum(query_lens)[sampling] - 1, device),
+            block_table=table,
+            logits_indices=None if every_token else to_device(np.cumsum(plan.query_lens)[plan.sampling] - 1, device),
         )
 
 
 def _check(rows: Rows, query_lens: Rows, requests: RequestState) -> None:
     if rows.min() < 0 or rows.max() >= len(requests.in_use) or not requests.in_use[rows].all():
         raise InternalError("the batch names a row that has no request")
-    if len(np.unique(rows)) != len(rows):
+    if np.bincount(rows).max() > 1:
         raise InternalError("the batch names a row twice")
     if query_lens.min() < 1:
         raise InternalError("a request of the batch computes no token")
@@ -122,13 +141,16 @@ class SampleBatch:
     grammar: GrammarOutput | None
 
     @classmethod
-    def gather(cls, batch: InputBatch, requests: RequestState, grammar: GrammarOutput | None) -> SampleBatch:
-        rows = batch.rows[batch.sampling]
-        whole = len(rows) == batch.num_reqs
-        rows_device = batch.idx_mapping if whole else to_device(rows, batch.idx_mapping.device)
+    def gather(
+        cls, plan: BatchPlan, idx_mapping: Tensor, requests: RequestState, grammar: GrammarOutput | None
+    ) -> SampleBatch:
+        """``idx_mapping``: int64 [num_reqs], the plan's rows on the device."""
+        rows = plan.rows[plan.sampling]
+        whole = len(rows) == plan.num_reqs
+        rows_device = idx_mapping if whole else to_device(rows, idx_mapping.device)
         return cls(
             rows=rows,
-            batch_idx=batch.batch_idx[batch.sampling],
+            batch_idx=plan.batch_idx[plan.sampling],
             num_generated=requests.num_tokens[rows] - requests.num_prompt_tokens[rows],
             rows_device=rows_device,
             scalars=requests.scalars.select(rows_device),

@@ -21,12 +21,14 @@ from torch import Tensor
 
 from ..errors import InternalError
 from ..ipc.messages import GrammarOutput, NewRequest, RowError, SchedulerOutput
-from .async_output import AsyncOutput
+from .async_output import AsyncOutput, OutputCopier, Published
 from .block_tables import BlockTables
-from .input_batch import InputBatch, SampleBatch, to_device
+from .cuda_graphs import CudaGraphManager, DecodeStep, GraphKind
+from .input_batch import BatchPlan, InputBatch, SampleBatch
 from .request_state import SCALAR_WORDS, RequestState
 from .sampler import Sampler
 from .staged_writes import StagedArena
+from .transfer import to_device
 
 __all__ = ["ExecuteModelState", "KvMemory", "Model", "ModelRunner"]
 
@@ -44,8 +46,15 @@ class Model(Protocol):
 class KvMemory(Protocol):
     """The KV cache of all layers, as the runner sees it."""
 
+    clears_blocks: bool
+    """Whether `clear_blocks` must be called."""
+
     def bind(self, batch: InputBatch) -> Any:
         """The attention of one step: the cache together with the batch's metadata."""
+
+    def bind_decode(self, rows: Tensor, seq_lens: Tensor, block_table: Tensor) -> Any:
+        """The same for a step of one token each, over memory that graphs replay: rows int64 [n], -1 for padding;
+        seq_lens int32 [n]; block_table int32 [max_num_seqs, width], by row."""
 
     def clear_blocks(self, block_ids: Tensor) -> None:
         """Blocks (int64 [m]) have a new owner, who must not find there what could spoil a sum under a mask."""
@@ -56,8 +65,10 @@ class ExecuteModelState:
     """What the second phase needs of the first."""
 
     step_id: int
-    batch: InputBatch | None  # None: a step without requests
-    logits: Tensor | None  # float32 [num_sampled, vocab_size]; None: nothing samples
+    plan: BatchPlan | None = None  # None: a step without requests
+    idx_mapping: Tensor | None = None  # int64 [num_reqs]: the plan's rows on the device
+    logits: Tensor | None = None  # float32 [num_sampled, vocab_size]; None: nothing samples, or has been sampled
+    published: Published | None = None  # the samples, where the forward's graph has made them already
     row_errors: dict[int, RowError] = field(default_factory=dict)  # by position in the SchedulerOutput
 
 
@@ -75,7 +86,10 @@ class ModelRunner:
         num_blocks: int,
         block_size: int,
         device: torch.device,
+        graph_sizes: list[int] | None = None,
+        enforce_eager: bool = False,
     ) -> None:
+        """``graph_sizes``: batch sizes of decode steps that run as one launch; None: all steps run op by op."""
         self._model = model
         self._kv_memory = kv_memory
         self._vocab_size = vocab_size
@@ -92,6 +106,11 @@ class ModelRunner:
         self._sampler = Sampler(self._requests, vocab_size)
         self._row_faults: dict[int, tuple[str, str]] = {}  # row: type and message of what is wrong with its request
         self._state: ExecuteModelState | None = None
+        self._copy_out = OutputCopier(device)
+        self.graphs: CudaGraphManager | None = None
+        if graph_sizes:
+            step = DecodeStep(self._requests, self._decode, max(graph_sizes))
+            self.graphs = CudaGraphManager(step, graph_sizes, enforce_eager=enforce_eager)
 
     @torch.inference_mode()
     def execute_model(self, out: SchedulerOutput) -> None:
@@ -104,16 +123,41 @@ class ModelRunner:
             raise InternalError(f"step {out.step_id} came before step {self._state.step_id} was sampled")
         self._update_rows(out)
         if not out.req_idx:
-            self._state = ExecuteModelState(out.step_id, None, None)
+            self._state = ExecuteModelState(out.step_id)
             return
-        batch = InputBatch.gather(out, self._requests, self._tables)
+        plan = BatchPlan.make(out, self._requests, self._tables)
+        if self.graphs is not None and plan.is_decode and plan.num_reqs <= self.graphs.max_size:
+            state = self._run_graph(out, plan, self.graphs)
+        else:
+            state = self._run_batch(out, plan)
+        self._requests.advance(plan.rows, plan.seq_lens)
+        state.row_errors = self._errors_of(plan)
+        self._state = state
+
+    def _run_graph(self, out: SchedulerOutput, plan: BatchPlan, graphs: CudaGraphManager) -> ExecuteModelState:
+        """A step of decodes: one launch, with the sampling in it if no request wants more than a temperature."""
+        if out.sample_now and self._sampler.is_plain(plan.rows):
+            graphs.run(plan.rows, GraphKind.SAMPLED)
+            return ExecuteModelState(out.step_id, plan, published=graphs.step.published(plan.num_reqs))
+        logits = graphs.run(plan.rows, GraphKind.LOGITS)
+        idx_mapping = graphs.step.set_rows(plan.rows, plan.num_reqs)
+        self._requests.advance_device(idx_mapping, to_device(plan.seq_lens.astype(np.int32), idx_mapping.device))
+        return ExecuteModelState(out.step_id, plan, idx_mapping, logits)
+
+    def _run_batch(self, out: SchedulerOutput, plan: BatchPlan) -> ExecuteModelState:
+        batch = InputBatch.gather(plan, self._requests, self._tables)
         hidden = self._model.forward(batch.input_ids, batch.positions, self._kv_memory.bind(batch))
         logits = None
-        if len(batch.sampling):
+        if len(plan.sampling):
             last = hidden if batch.logits_indices is None else hidden.index_select(0, batch.logits_indices)
             logits = self._model.compute_logits(last)
-        self._requests.advance(batch.rows, batch.idx_mapping, batch.seq_lens, batch.seq_lens_host)
-        self._state = ExecuteModelState(out.step_id, batch, logits, self._errors_of(batch))
+        self._requests.advance_device(batch.idx_mapping, batch.seq_lens)
+        return ExecuteModelState(out.step_id, plan, batch.idx_mapping, logits)
+
+    def _decode(self, input_ids: Tensor, positions: Tensor, rows: Tensor, seq_lens: Tensor) -> Tensor:
+        """See `DecodeModel`: the forward of a step over a graph's memory."""
+        attn = self._kv_memory.bind_decode(rows, seq_lens, self._tables.table)
+        return self._model.compute_logits(self._model.forward(input_ids, positions, attn))
 
     @torch.inference_mode()
     def sample_tokens(self, grammar: GrammarOutput | None) -> AsyncOutput:
@@ -127,15 +171,21 @@ class ModelRunner:
             raise InternalError("there is no step to sample: execute_model comes first")
         if grammar is not None and grammar.step_id != state.step_id:
             raise InternalError(f"the bitmask of step {grammar.step_id} came for step {state.step_id}")
-        if state.batch is None:
+        plan = state.plan
+        if plan is None:
             return AsyncOutput(state.step_id, 0, np.empty(0, dtype=np.int64), None, {})
-        batch = state.batch
-        sampled = None
-        if state.logits is not None:
-            sample_batch = SampleBatch.gather(batch, self._requests, grammar)
-            sampled = self._sampler.sample(state.logits, sample_batch)
-            self._requests.append(sample_batch.rows, sample_batch.rows_device, sampled.token_ids)
-        return AsyncOutput(state.step_id, batch.num_reqs, batch.batch_idx[batch.sampling], sampled, state.row_errors)
+        sampling = plan.batch_idx[plan.sampling]
+        if state.published is not None:
+            self._requests.append(plan.rows)
+            return AsyncOutput(state.step_id, plan.num_reqs, sampling, state.published, state.row_errors)
+        if state.logits is None or state.idx_mapping is None:
+            return AsyncOutput(state.step_id, plan.num_reqs, sampling, None, state.row_errors)
+        batch = SampleBatch.gather(plan, state.idx_mapping, self._requests, grammar)
+        sampled = self._sampler.sample(state.logits, batch)
+        self._requests.append(batch.rows)
+        self._requests.append_device(batch.rows_device, sampled.token_ids)
+        source = self._copy_out(sampled)
+        return AsyncOutput(state.step_id, plan.num_reqs, sampling, source, state.row_errors, sampled.logprobs)
 
     def _update_rows(self, out: SchedulerOutput) -> None:
         """In the order of the SchedulerOutput's fields, so that a row may be freed and taken in one step."""
@@ -152,15 +202,15 @@ class ModelRunner:
             self._tables.replace(request.req_idx, request.block_ids, request.num_computed_tokens)
         self._tables.append(out.block_rows, out.block_ids)
         fresh = self._tables.take_fresh()
-        if len(fresh):
+        if len(fresh) and self._kv_memory.clears_blocks:
             self._kv_memory.clear_blocks(to_device(fresh, self._requests.token_ids.device))
         self._arena.apply()
         self._sampler.apply_staged_writes()
 
-    def _errors_of(self, batch: InputBatch) -> dict[int, RowError]:
+    def _errors_of(self, plan: BatchPlan) -> dict[int, RowError]:
         if not self._row_faults:
             return {}
-        places = ((int(i), self._row_faults.get(int(row))) for i, row in zip(batch.batch_idx, batch.rows, strict=True))
+        places = ((int(i), self._row_faults.get(int(row))) for i, row in zip(plan.batch_idx, plan.rows, strict=True))
         return {i: RowError(i, *fault) for i, fault in places if fault is not None}
 
 

@@ -26,12 +26,13 @@ from torch import Tensor
 
 from ..errors import InternalError
 from ..ipc.messages import NewRequest
-from ..kernels.input_prep import append_tokens
+from ..kernels.input_prep import ScalarColumns, append_tokens
 from .staged_writes import StagedArena
 
-__all__ = ["SCALAR_WORDS", "RequestState", "Scalars"]
+__all__ = ["COLUMNS", "SCALAR_WORDS", "RequestState", "Scalars"]
 
 SCALAR_WORDS = 16
+COLUMNS = ScalarColumns(seed=0, temperature=2, num_tokens=10, num_computed_tokens=11)
 _ROW = struct.Struct("<q6f4i")
 _MIN_TEMPERATURE = (
     1e-5  # below, logits / temperature could overflow; two tokens that differ at all are decided long before
@@ -121,14 +122,20 @@ class RequestState:
             raise InternalError(f"row {row} is removed, but has no request")
         self.in_use[row] = False
 
-    def advance(self, rows: npt.NDArray[np.int64], rows_device: Tensor, seq_lens: Tensor, lens: npt.NDArray) -> None:
-        """The rows have computed their tokens up to ``seq_lens`` (int32 [n]; ``lens`` the same on the host)."""
-        self.num_computed_tokens[rows] = lens
-        self.scalars.num_computed_tokens.index_copy_(0, rows_device, seq_lens)
+    def advance(self, rows: npt.NDArray[np.int64], seq_lens: npt.NDArray[np.int64]) -> None:
+        """On the host: the rows have computed their tokens up to ``seq_lens`` [n]."""
+        self.num_computed_tokens[rows] = seq_lens
 
-    def append(self, rows: npt.NDArray[np.int64], rows_device: Tensor, sampled: Tensor) -> None:
-        """Each of the rows has one token more (sampled: int64 [n])."""
+    def advance_device(self, rows: Tensor, seq_lens: Tensor) -> None:
+        """The same on the device: int64 [n], int32 [n]."""
+        self.scalars.num_computed_tokens.index_copy_(0, rows, seq_lens)
+
+    def append(self, rows: npt.NDArray[np.int64]) -> None:
+        """On the host: each of the rows has one token more."""
         if len(rows) and self.num_tokens[rows].max() >= self.token_ids.shape[1]:
             raise InternalError(f"a row is full: it holds {self.token_ids.shape[1]} tokens")
         self.num_tokens[rows] += 1
-        append_tokens(self.token_ids, self.scalars.num_tokens, rows_device, sampled)
+
+    def append_device(self, rows: Tensor, sampled: Tensor) -> None:
+        """The same on the device: int64 [n] each."""
+        append_tokens(self.token_ids, self.scalars.num_tokens, rows, sampled)

@@ -24,6 +24,7 @@ import torch
 from torch import Tensor
 
 from ..kernels.staged_write import apply_staged_writes
+from .transfer import to_device
 from .untouched import untouched_zeros
 
 __all__ = ["StagedArena"]
@@ -69,6 +70,6 @@ class StagedArena:
         header[1] = [len(v) for v in self._values]
         packed = np.concatenate((header.reshape(-1).view(np.int32), *self._values))
         self._starts, self._values = [], []
-        sent = torch.from_numpy(packed).to(self._device, non_blocking=True)
+        sent = to_device(packed, self._device)
         starts_lengths = sent[: 4 * count].view(torch.int64)
         apply_staged_writes(self._data, starts_lengths[:count], starts_lengths[count:], sent[4 * count :])

@@ -22,6 +22,7 @@ class FakeModel:
         self.vocab_size, self.block_size = vocab_size, block_size
         self.kv = torch.full((num_blocks * block_size,), -7)
         self.nan_tokens: set[int] = set()
+        self.clears_blocks = True
 
     def bind(self, batch: InputBatch) -> InputBatch:
         return batch
@@ -83,6 +84,7 @@ class ConstantModel:
 
     def __init__(self, logits: Tensor) -> None:
         self.logits = logits
+        self.clears_blocks = False
 
     def bind(self, batch: InputBatch) -> None:
         return None

@@ -1,0 +1,172 @@
+"""Decode steps as CUDA graphs: one launch each, whatever the model.
+
+    rows of the batch ─> [ gather inputs ─> layers ─> logits ─> sample ─> ids into the rows and to the host ]   SAMPLED
+    (static memory)      [ gather inputs ─> layers ─> logits ]                                                  LOGITS
+
+A graph replays the launches of one shape, so a batch is padded to the next size that has been captured; padding has row
+-1, reads nothing and writes nothing. All graphs share one memory pool, and are captured largest first, so that the
+smaller ones fit into what the largest took. What follows from the rows alone is inside; whatever needs the host
+(grammars, penalties, log-probabilities) samples from LOGITS outside.
+"""
+
+from __future__ import annotations
+
+import bisect
+from collections.abc import Callable
+from enum import Enum
+from typing import NamedTuple, Protocol
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from ..kernels.gumbel import gumbel_sample
+from ..kernels.input_prep import commit_decode, prepare_decode
+from .async_output import Published
+from .input_batch import Rows
+from .request_state import COLUMNS, RequestState
+from .transfer import to_device
+
+__all__ = ["BatchDescriptor", "CudaGraphManager", "DecodeStep", "GraphKind", "graph_sizes"]
+
+_NUM_SLOTS = 16  # of answers that the host has not read; more than steps can be in flight
+
+
+class GraphKind(Enum):
+    SAMPLED = "sampled"
+    LOGITS = "logits"
+
+
+class BatchDescriptor(NamedTuple):
+    """The shape of a decode batch: what a graph is captured for, and looked up by."""
+
+    size: int  # requests, padding included
+    kind: GraphKind
+
+
+def graph_sizes(max_num_seqs: int, most: int = 512) -> list[int]:
+    """1, 2, 4, 8, then in steps of 8 to 64, of 16 to 256, of 32 from there on; ends with ``max_num_seqs`` itself."""
+    sizes = [1, 2, 4, *range(8, 64, 8), *range(64, 256, 16), *range(256, most + 1, 32)]
+    largest = min(max_num_seqs, most)
+    return [size for size in sizes if size < largest] + [largest]
+
+
+class DecodeModel(Protocol):
+    """What a step runs (runner/model_runner.py's Model and KvMemory together)."""
+
+    def __call__(self, input_ids: Tensor, positions: Tensor, rows: Tensor, seq_lens: Tensor) -> Tensor:
+        """float32 logits [n, vocab_size]; rows int64 [n], seq_lens int32 [n]."""
+
+
+class DecodeStep:
+    """A decode step over static memory: the same calls whether they run at once or are captured."""
+
+    def __init__(self, requests: RequestState, model: DecodeModel, max_size: int, num_slots: int = _NUM_SLOTS) -> None:
+        self._requests = requests
+        self._model = model
+        self._device = requests.token_ids.device
+        pinned = self._device.type == "cuda"
+        self._rows = torch.full((max_size,), -1, dtype=torch.int64, device=self._device)
+        self._rows_host = np.full(max_size, -1, dtype=np.int64)  # what _rows holds, or will when its copies have run
+        self._published = torch.zeros((num_slots, 2, max_size), dtype=torch.int32, pin_memory=pinned)
+        self._published_host = self._published.numpy()
+        self._cursor = torch.zeros(1, dtype=torch.int32, device=self._device)
+        self._next_slot = 0  # what the cursor will be when all steps launched so far have run
+
+    def set_rows(self, rows: Rows, size: int) -> Tensor:
+        """Put the batch's rows where the step reads them; int64 [size], on the device."""
+        known = self._rows_host[:size]
+        if len(rows) != size or not np.array_equal(known, rows):
+            known[: len(rows)] = rows
+            known[len(rows) :] = -1
+            self._rows[:size].copy_(to_device(known.copy(), self._device), non_blocking=True)
+        return self._rows[:size]
+
+    def run(self, descriptor: BatchDescriptor) -> Tensor | None:
+        """Queue the step: its logits [size, vocab_size], or None for SAMPLED, which `published` fetches."""
+        requests = self._requests
+        rows = self._rows[: descriptor.size]
+        token_ids, scalars = requests.token_ids, requests.scalars.words
+        inputs = prepare_decode(token_ids, scalars, COLUMNS, rows)
+        logits = self._model(inputs.input_ids, inputs.positions, rows, inputs.seq_lens)
+        if descriptor.kind is GraphKind.LOGITS:
+            return logits
+        ids, checks = gumbel_sample(logits, inputs.temperature, inputs.seeds, inputs.sample_positions)
+        commit_decode(token_ids, scalars, COLUMNS, rows, ids, checks, self._published, self._cursor)
+        return None
+
+    def published(self, num_rows: int) -> Published:
+        """Where the answer of the SAMPLED step queued last will be."""
+        slot = self._next_slot
+        self._next_slot = (slot + 1) % len(self._published_host)
+        event = None
+        if self._device.type == "cuda":
+            event = torch.cuda.Event()
+            event.record()
+        return Published(self._published_host[slot], num_rows, event)
+
+    def rehearse(self, descriptor: BatchDescriptor) -> None:
+        """Run the step with nothing but padding: kernels and libraries load what they need, no row changes."""
+        self.set_rows(np.empty(0, dtype=np.int64), descriptor.size)
+        self.run(descriptor)
+        if descriptor.kind is GraphKind.SAMPLED:
+            self._next_slot = (self._next_slot + 1) % len(self._published_host)
+
+
+class CudaGraphManager:
+    """Captures `DecodeStep.run` for batches of the given sizes, and replays it. Without CUDA, or with ``enforce_eager``,
+    it runs the step as it is, padded alike, so that both give the same bits."""
+
+    def __init__(self, step: DecodeStep, sizes: list[int], *, enforce_eager: bool) -> None:
+        self.step = step
+        self._sizes = sorted(sizes)
+        self._is_eager = enforce_eager
+        self._graphs: dict[BatchDescriptor, tuple[torch.cuda.CUDAGraph, Tensor | None]] = {}
+        self._pool: tuple[int, int] | None = None
+
+    @property
+    def max_size(self) -> int:
+        return self._sizes[-1]
+
+    @property
+    def num_captured(self) -> int:
+        return len(self._graphs)
+
+    def size_for(self, num_reqs: int) -> int | None:
+        """The smallest size that holds ``num_reqs``; None if there is none."""
+        place = bisect.bisect_left(self._sizes, num_reqs)
+        return self._sizes[place] if place < len(self._sizes) else None
+
+    def capture_all(self, progress: Callable[[int, int], None]) -> None:
+        """Capture every size, sampling included. ``progress(done, total)``. Nothing may be in flight."""
+        if self._is_eager:
+            return
+        for i, size in enumerate(reversed(self._sizes)):
+            progress(i, len(self._sizes))
+            self._capture(BatchDescriptor(size, GraphKind.SAMPLED))
+        progress(len(self._sizes), len(self._sizes))
+
+    def run(self, rows: Rows, kind: GraphKind) -> Tensor | None:
+        """Queue a step of these requests. For LOGITS: float32 [len(rows), vocab_size], valid until the next step."""
+        size = self.size_for(len(rows))
+        assert size is not None, f"a batch of {len(rows)} has no graph"
+        descriptor = BatchDescriptor(size, kind)
+        if self._is_eager:
+            self.step.set_rows(rows, size)
+            logits = self.step.run(descriptor)
+        else:
+            if descriptor not in self._graphs:
+                self._capture(descriptor)
+            self.step.set_rows(rows, size)
+            graph, logits = self._graphs[descriptor]
+            graph.replay()
+        return None if logits is None else logits[: len(rows)]
+
+    def _capture(self, descriptor: BatchDescriptor) -> None:
+        self.step.rehearse(descriptor)  # what is done once (loading a kernel) may not be captured
+        graph = torch.cuda.CUDAGraph()
+        if self._pool is None:
+            self._pool = torch.cuda.graph_pool_handle()
+        with torch.cuda.graph(graph, pool=self._pool, capture_error_mode="thread_local"):
+            logits = self.step.run(descriptor)
+        self._graphs[descriptor] = (graph, logits)
