@@ -19,6 +19,7 @@ from .params import unknown_name
 __all__ = ["EngineConfig", "StartupProgress", "is_offline", "num_worker_threads", "worker_environment"]
 
 DTYPES = ("auto", "float32", "bfloat16", "float16")
+ATTENTION_BACKENDS = ("auto", "triton", "flash-attn-2", "flash-attn-3", "flash-attn-4")
 LOAD_FORMATS = ("auto", "safetensors", "gguf", "dummy")
 
 
@@ -60,6 +61,8 @@ class EngineConfig:
     """Most requests in one batch."""
     max_num_batched_tokens: int | None = None
     """Most tokens computed in one step. None: 8192 on a GPU, 512 on a CPU."""
+    attention_backend: Literal["auto", "triton", "flash-attn-2", "flash-attn-3", "flash-attn-4"] = "auto"
+    """What attends to long prompts on a GPU. "auto": the fastest that is installed and fits the GPU, else "triton"."""
     block_size: int | None = None
     """Tokens in a KV block. None: the attention back end's default."""
     gpu_memory_utilization: float = 0.9
@@ -165,6 +168,7 @@ _OPTIONAL = {"max_model_len", "max_num_batched_tokens", "block_size", "kv_cache_
 _ONE_OF: dict[str, tuple[str, ...]] = {
     "load_format": LOAD_FORMATS,
     "dtype": DTYPES,
+    "attention_backend": ATTENTION_BACKENDS,
     "admission": ("error", "wait"),
 }
 

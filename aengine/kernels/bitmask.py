@@ -7,13 +7,13 @@ import functools
 import torch
 from torch import Tensor
 
-from .seat import no_body
+from .seat import uses_triton
 
-__all__ = ["apply_bitmask"]
+__all__ = ["add_bits", "apply_bitmask"]
 
 
 def apply_bitmask(logits: Tensor, rows: Tensor, bitmask: Tensor) -> None:
-    """Set the logits of tokens whose bit is 0 to -inf, in place.
+    """Set the logits of tokens whose bit is 0 to -inf, in place. NaN and +inf there may stay NaN, or go.
 
     Args:
         logits: float32 [n, vocab_size]
@@ -21,10 +21,19 @@ def apply_bitmask(logits: Tensor, rows: Tensor, bitmask: Tensor) -> None:
         bitmask: uint8 [g, 4 * ceil(vocab_size / 32)]: bit (t % 8) of byte t / 8 is token t's, as in little-endian
             int32 words with the least significant bit first
     """
-    n, vocab_size = logits.shape
+    vocab_size = logits.shape[1]
     assert bitmask.dtype == torch.uint8 and bitmask.shape == (rows.shape[0], 4 * ((vocab_size + 31) // 32))
-    if logits.device.type != "cpu":
-        raise no_body("apply_bitmask", logits)
+    if uses_triton(logits):
+        from .bodies import bitmask as body
+
+        return body.apply_bitmask(logits, rows, bitmask)
+    add_bits(logits, rows, bitmask)
+    return None
+
+
+def add_bits(logits: Tensor, rows: Tensor, bitmask: Tensor) -> None:
+    """The reference: 0 or -inf added to every logit."""
+    n, vocab_size = logits.shape
     # A byte is eight numbers to add: one look-up instead of eight shifts.
     addend = _addend_of_byte().index_select(0, bitmask.flatten().int()).view(rows.shape[0], -1)[:, :vocab_size]
     if rows.shape[0] == n:

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from torch import Tensor
 
-from .seat import no_body
+from .seat import uses_triton
 
-__all__ = ["top_logprobs"]
+__all__ = ["by_logsumexp", "top_logprobs"]
 
 
 def top_logprobs(logits: Tensor, sampled: Tensor, k: int) -> tuple[Tensor, Tensor, Tensor]:
@@ -21,8 +21,15 @@ def top_logprobs(logits: Tensor, sampled: Tensor, k: int) -> tuple[Tensor, Tenso
         float32 [m] of the sampled token; int64 [m, k] the likeliest, in order; float32 [m, k] theirs
     """
     assert logits.dim() == 2 and sampled.shape == logits.shape[:1]
-    if logits.device.type != "cpu":
-        raise no_body("top_logprobs", logits)
+    if uses_triton(logits):
+        from .bodies import logprobs as body
+
+        return body.top_logprobs(logits, sampled, k)
+    return by_logsumexp(logits, sampled, k)
+
+
+def by_logsumexp(logits: Tensor, sampled: Tensor, k: int) -> tuple[Tensor, Tensor, Tensor]:
+    """The reference."""
     values, ids = logits.topk(min(k, logits.shape[1]), dim=1)
     log_total = logits.logsumexp(dim=1, keepdim=True)
     return (logits.gather(1, sampled[:, None]) - log_total).squeeze(1), ids, values - log_total

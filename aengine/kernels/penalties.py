@@ -7,52 +7,82 @@ x'' = x' - frequency * count - presence * (count > 0)    count: how often it is 
 
 from __future__ import annotations
 
+from dataclasses import dataclass
+
 import torch
 from torch import Tensor
 
-from .seat import no_body
+from .seat import uses_triton
 
-__all__ = ["apply_penalties", "count_tokens"]
+__all__ = ["PenaltyInputs", "apply_penalties", "count_sampled", "count_tokens", "penalize"]
+
+
+@dataclass(slots=True)
+class PenaltyInputs:
+    """What the penalties of a batch of n rows depend on; the tables hold all R rows that there are."""
+
+    rows: Tensor  # int64 [n]: row of the tables
+    token_ids: Tensor  # int32 [R, max_model_len]: prompt and completion; the tail past num_tokens is ignored
+    counts: Tensor  # int32 [R, vocab_size]: how often each id is in the completion
+    num_tokens: Tensor  # int32 [n], > 0
+    repetition: Tensor  # float32 [n]
+    frequency: Tensor  # float32 [n]
+    presence: Tensor  # float32 [n]
+    max_num_tokens: int  # the largest of num_tokens, or more
 
 
 def count_tokens(counts: Tensor, token_ids: Tensor) -> None:
     """counts int32 [vocab_size] = how often each id is in token_ids int32 [m], 0 <= id < vocab_size."""
     assert counts.dtype == torch.int32 and counts.dim() == token_ids.dim() == 1
-    if counts.device.type != "cpu":
-        raise no_body("count_tokens", counts)
     counts.zero_()
+    if uses_triton(counts):
+        from .bodies import penalties as body
+
+        return body.add_counts(counts, token_ids)
     counts.index_add_(0, token_ids, torch.ones_like(token_ids, dtype=torch.int32))
+    return None
 
 
-def apply_penalties(
-    logits: Tensor,
-    batch_rows: Tensor,
-    token_ids: Tensor,
-    num_tokens: Tensor,
-    counts: Tensor,
-    repetition: Tensor,
-    frequency: Tensor,
-    presence: Tensor,
-) -> None:
-    """In place, on the rows of logits [n, vocab_size] that ``batch_rows`` int64 [r] names.
+def count_sampled(counts: Tensor, rows: Tensor, sampled: Tensor, batch_rows: Tensor) -> None:
+    """``counts[rows[b], sampled[b]] += 1`` for the rows b of the batch that ``batch_rows`` int64 [r] names.
 
-    Only the tokens that occur are touched: r * m elements instead of r * vocab_size.
-
-    Args:
-        token_ids: int32 [r, m]: prompt and completion of each row; the tail past num_tokens [r] is ignored
-        counts: int32 [r, m]: how often the completion has token_ids[i, j]
-        repetition, frequency, presence: float32 [r]
+    counts int32 [R, vocab_size]; rows, sampled int64 [n]; no row of counts twice.
     """
-    assert token_ids.shape == counts.shape and batch_rows.shape == num_tokens.shape == repetition.shape
-    if logits.device.type != "cpu":
-        raise no_body("apply_penalties", logits)
-    used = torch.arange(token_ids.shape[1]) < num_tokens[:, None]
+    assert counts.dtype == torch.int32 and rows.shape == sampled.shape
+    if uses_triton(counts):
+        from .bodies import penalties as body
+
+        return body.count_sampled(counts, rows, sampled, batch_rows)
+    place = (rows.index_select(0, batch_rows), sampled.index_select(0, batch_rows))
+    counts.index_put_(place, torch.ones(len(batch_rows), dtype=torch.int32), accumulate=True)
+    return None
+
+
+def apply_penalties(logits: Tensor, batch_rows: Tensor, inputs: PenaltyInputs) -> None:
+    """In place, on the rows of logits float32 [n, vocab_size] that ``batch_rows`` int64 [r], distinct, names.
+
+    Only the tokens that occur are touched: r * max_num_tokens elements instead of r * vocab_size.
+    """
+    assert inputs.rows.shape == inputs.num_tokens.shape == inputs.repetition.shape == logits.shape[:1]
+    if uses_triton(logits):
+        from .bodies import penalties as body
+
+        return body.apply_penalties(logits, batch_rows, inputs)
+    penalize(logits, batch_rows, inputs)
+    return None
+
+
+def penalize(logits: Tensor, batch_rows: Tensor, inputs: PenaltyInputs) -> None:
+    """The reference."""
+    table_rows = inputs.rows.index_select(0, batch_rows)
+    token_ids = inputs.token_ids[:, : inputs.max_num_tokens].index_select(0, table_rows)
+    used = torch.arange(token_ids.shape[1]) < inputs.num_tokens[batch_rows, None]
     # A token that occurs twice is read and written twice, with the same value; so is, in place of a tail, the first.
     ids = torch.where(used, token_ids, token_ids[:, :1]).long()
-    counts = torch.where(used, counts, counts[:, :1])
+    counts = inputs.counts[table_rows[:, None], ids]
     rows = batch_rows[:, None]
     x = logits[rows, ids]
-    factor = repetition[:, None]
+    factor = inputs.repetition[batch_rows, None]
     x = torch.where(x > 0, x / factor, x * factor)
-    x -= frequency[:, None] * counts + presence[:, None] * (counts > 0)
+    x -= inputs.frequency[batch_rows, None] * counts + inputs.presence[batch_rows, None] * (counts > 0)
     logits[rows, ids] = x

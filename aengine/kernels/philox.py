@@ -14,9 +14,9 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from .seat import no_body
+from .seat import uses_triton
 
-__all__ = ["philox4x32"]
+__all__ = ["philox4x32", "philox_rounds"]
 
 _ROUNDS = 10
 _MASK = 0xFFFFFFFF
@@ -36,8 +36,10 @@ def philox4x32(keys: Tensor, c0: Tensor, c1: Tensor) -> Tensor:
         int64 [n, m, 4], each 0 <= word < 2**32.
     """
     assert keys.dtype == c0.dtype == c1.dtype == torch.int64 and keys.shape == c1.shape and c0.dim() == 1
-    if keys.device.type != "cpu":
-        raise no_body("philox4x32", keys)
+    if uses_triton(keys):
+        from .bodies import philox as body
+
+        return body.philox4x32(keys, c0, c1)
     n, m = keys.shape[0], c0.shape[0]
     counter = torch.zeros(4, n, m, dtype=torch.int64)
     counter[0] = c0

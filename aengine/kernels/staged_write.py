@@ -5,9 +5,9 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from .seat import no_body
+from .seat import uses_triton
 
-__all__ = ["apply_staged_writes"]
+__all__ = ["apply_staged_writes", "write_runs"]
 
 
 def apply_staged_writes(target: Tensor, starts: Tensor, lengths: Tensor, values: Tensor) -> None:
@@ -20,8 +20,16 @@ def apply_staged_writes(target: Tensor, starts: Tensor, lengths: Tensor, values:
     """
     assert target.dtype == values.dtype == torch.int32 and target.dim() == values.dim() == 1
     assert starts.dtype == lengths.dtype == torch.int64 and starts.shape == lengths.shape
-    if target.device.type != "cpu":
-        raise no_body("apply_staged_writes", target)
+    if uses_triton(target):
+        from .bodies import staged_write as body
+
+        return body.apply_staged_writes(target, starts, lengths, values)
+    write_runs(target, starts, lengths, values)
+    return None
+
+
+def write_runs(target: Tensor, starts: Tensor, lengths: Tensor, values: Tensor) -> None:
+    """The reference: where every value goes, then one copy."""
     run_begin = lengths.cumsum(0) - lengths  # where run i begins in values
     shift = (starts - run_begin).repeat_interleave(lengths, output_size=values.shape[0])
     target.index_copy_(0, torch.arange(values.shape[0]) + shift, values)

@@ -143,7 +143,7 @@ class CudaGraphManager:
             return
         for i, size in enumerate(reversed(self._sizes)):
             progress(i, len(self._sizes))
-            self._capture(BatchDescriptor(size, GraphKind.SAMPLED))
+            self.capture(BatchDescriptor(size, GraphKind.SAMPLED))
         progress(len(self._sizes), len(self._sizes))
 
     def run(self, rows: Rows, kind: GraphKind) -> Tensor | None:
@@ -156,13 +156,14 @@ class CudaGraphManager:
             logits = self.step.run(descriptor)
         else:
             if descriptor not in self._graphs:
-                self._capture(descriptor)
+                self.capture(descriptor)
             self.step.set_rows(rows, size)
             graph, logits = self._graphs[descriptor]
             graph.replay()
         return None if logits is None else logits[: len(rows)]
 
-    def _capture(self, descriptor: BatchDescriptor) -> None:
+    def capture(self, descriptor: BatchDescriptor) -> None:
+        """Capture one graph; the rows that the step reads are left as padding."""
         self.step.rehearse(descriptor)  # what is done once (loading a kernel) may not be captured
         graph = torch.cuda.CUDAGraph()
         if self._pool is None:

@@ -9,6 +9,7 @@ from __future__ import annotations
 from typing import NamedTuple, Protocol
 
 import numpy as np
+import numpy.typing as npt
 import torch
 from torch import Tensor
 
@@ -16,7 +17,7 @@ from ..errors import InternalError
 from ..ipc.messages import NewRequest
 from ..kernels.bitmask import apply_bitmask
 from ..kernels.logit_bias import add_bias, ban_tokens
-from ..kernels.penalties import apply_penalties, count_tokens
+from ..kernels.penalties import PenaltyInputs, apply_penalties, count_sampled, count_tokens
 from .input_batch import Rows, SampleBatch, to_device
 from .request_state import RequestState
 from .untouched import untouched_zeros
@@ -25,6 +26,8 @@ __all__ = ["Bitmask", "LogitBias", "MinTokens", "Penalties", "SamplingFeature", 
 
 
 class SamplingFeature(Protocol):
+    uses: npt.NDArray[np.bool_]  # host [max_num_seqs]: the rows on which `apply` acts in every step
+
     def add_request(self, request: NewRequest) -> None:
         """A row is taken. Nothing may be written to the device yet."""
 
@@ -33,6 +36,9 @@ class SamplingFeature(Protocol):
 
     def apply_staged_writes(self) -> None:
         """The new rows are on the device."""
+
+    def is_pending(self, rows: Rows) -> bool:
+        """Whether, as far as these rows have come, `apply` acts on some that are not in ``uses``."""
 
     def apply(self, logits: Tensor, batch: SampleBatch) -> None:
         """Change logits float32 [n, vocab_size] in place."""
@@ -57,15 +63,19 @@ class _Feature:
     def __init__(self, requests: RequestState) -> None:
         self._requests = requests
         self._device = requests.token_ids.device
+        self.uses = np.zeros(len(requests.in_use), dtype=bool)
 
     def add_request(self, request: NewRequest) -> None:
         pass
 
     def remove_request(self, row: int) -> None:
-        pass
+        self.uses[row] = False
 
     def apply_staged_writes(self) -> None:
         pass
+
+    def is_pending(self, rows: Rows) -> bool:
+        return False
 
     def commit(self, sampled: Tensor, batch: SampleBatch) -> None:
         pass
@@ -84,21 +94,24 @@ class LogitBias(_Feature):
         self._of_row: dict[int, _Entry] = {}
 
     def add_request(self, request: NewRequest) -> None:
+        self.uses[request.req_idx] = bool(request.bias_token_ids)
         if request.bias_token_ids:
-            ids = to_device(np.array(request.bias_token_ids, dtype=np.int64), self._device)
-            values = torch.tensor(request.bias_values, dtype=torch.float32).to(self._device, non_blocking=True)
-            self._of_row[request.req_idx] = _Entry(ids, values)
+            # One copy for both: the values go as the bits of float64.
+            ids = np.array(request.bias_token_ids, dtype=np.int64)
+            values = np.array(request.bias_values, dtype=np.float64)
+            sent = to_device(np.concatenate((ids, values.view(np.int64))), self._device)
+            self._of_row[request.req_idx] = _Entry(sent[: len(ids)], sent[len(ids) :].view(torch.float64).float())
 
     def remove_request(self, row: int) -> None:
+        super().remove_request(row)
         self._of_row.pop(row, None)
 
     def apply(self, logits: Tensor, batch: SampleBatch) -> None:
-        if not self._of_row:
-            return
-        found = [(i, self._of_row[row]) for i, row in enumerate(map(int, batch.rows)) if row in self._of_row]
-        if found:
-            index = _repeat([i for i, _ in found], [len(e.token_ids) for _, e in found])
-            ids, values = torch.cat([e.token_ids for _, e in found]), torch.cat([e.values for _, e in found])
+        chosen = np.flatnonzero(self.uses[batch.rows])
+        if len(chosen):
+            entries = [self._of_row[int(row)] for row in batch.rows[chosen]]
+            index = np.repeat(chosen, [len(e.token_ids) for e in entries])
+            ids, values = torch.cat([e.token_ids for e in entries]), torch.cat([e.values for e in entries])
             add_bias(logits, to_device(index, self._device), ids, values)
 
 
@@ -108,27 +121,33 @@ class MinTokens(_Feature):
     def __init__(self, requests: RequestState, vocab_size: int) -> None:
         super().__init__(requests)
         self._vocab_size = vocab_size
-        self._of_row: dict[int, tuple[int, Tensor]] = {}  # row: (min_tokens, stop ids int64 [m])
+        self._stop_ids: dict[int, Tensor] = {}  # row: int64 [m]
+        self._least = np.zeros(len(requests.in_use), dtype=np.int64)  # [max_num_seqs]: min_tokens, 0 without stop ids
 
     def add_request(self, request: NewRequest) -> None:
         stop_ids = np.array([t for t in request.stop_token_ids if t < self._vocab_size], dtype=np.int64)
-        if request.min_tokens > 0 and len(stop_ids):
-            self._of_row[request.req_idx] = (request.min_tokens, to_device(stop_ids, self._device))
+        self._least[request.req_idx] = request.min_tokens if len(stop_ids) else 0
+        if self._least[request.req_idx] > 0:
+            self._stop_ids[request.req_idx] = to_device(stop_ids, self._device)
 
     def remove_request(self, row: int) -> None:
-        self._of_row.pop(row, None)
+        self._least[row] = 0
+        self._stop_ids.pop(row, None)
+
+    def is_pending(self, rows: Rows) -> bool:
+        if not self._stop_ids:
+            return False
+        num_generated = self._requests.num_tokens[rows] - self._requests.num_prompt_tokens[rows]
+        return bool((num_generated < self._least[rows]).any())
 
     def apply(self, logits: Tensor, batch: SampleBatch) -> None:
-        if not self._of_row:
+        if not self._stop_ids:
             return
-        found: list[tuple[int, Tensor]] = []
-        for i, row in enumerate(map(int, batch.rows)):
-            min_tokens, stop_ids = self._of_row.get(row, (0, None))
-            if stop_ids is not None and batch.num_generated[i] < min_tokens:
-                found.append((i, stop_ids))
-        if found:
-            index = _repeat([i for i, _ in found], [len(ids) for _, ids in found])
-            ban_tokens(logits, to_device(index, self._device), torch.cat([ids for _, ids in found]))
+        chosen = np.flatnonzero(batch.num_generated < self._least[batch.rows])
+        if len(chosen):
+            stop_ids = [self._stop_ids[int(row)] for row in batch.rows[chosen]]
+            index = np.repeat(chosen, [len(ids) for ids in stop_ids])
+            ban_tokens(logits, to_device(index, self._device), torch.cat(stop_ids))
 
 
 class Bitmask(_Feature):
@@ -153,8 +172,13 @@ class Bitmask(_Feature):
         pairs = [(place[b], i) for i, b in enumerate(grammar.batch_idx) if b in place]
         if pairs:
             rows, of_mask = np.array(pairs, dtype=np.int64).T
-            mask = torch.from_numpy(bits[of_mask]).to(self._device, non_blocking=True)
-            apply_bitmask(logits, to_device(np.ascontiguousarray(rows), self._device), mask)
+            # One copy for both. A row of bits is a number of int32 words, which may want one more to make an int64.
+            sent = np.zeros(len(pairs) + (len(pairs) * self._row_bytes + 7) // 8, dtype=np.int64)
+            sent[: len(pairs)] = rows
+            sent[len(pairs) :].view(np.uint8)[: len(pairs) * self._row_bytes] = bits[of_mask].reshape(-1)
+            index, mask = to_device(sent, self._device).split((len(pairs), len(sent) - len(pairs)))
+            mask = mask.view(torch.uint8)[: len(pairs) * self._row_bytes].view(len(pairs), -1)
+            apply_bitmask(logits, index, mask)
 
 
 class Penalties(_Feature):
@@ -163,56 +187,45 @@ class Penalties(_Feature):
     def __init__(self, requests: RequestState, vocab_size: int) -> None:
         super().__init__(requests)
         self._vocab_size = vocab_size
-        self._used = np.zeros(len(requests.in_use), dtype=bool)
         self._new: list[tuple[int, int, int]] = []  # row, num_prompt_tokens, num_tokens
         self._counts: Tensor | None = None  # int32 [max_num_seqs, vocab_size]: of each id in the row's completion
 
     def add_request(self, request: NewRequest) -> None:
         penalties = (request.repetition_penalty, request.frequency_penalty, request.presence_penalty)
-        self._used[request.req_idx] = penalties != (1.0, 0.0, 0.0)
-        if self._used[request.req_idx]:
+        self.uses[request.req_idx] = penalties != (1.0, 0.0, 0.0)
+        if self.uses[request.req_idx]:
             self._new.append((request.req_idx, request.num_prompt_tokens, len(request.token_ids)))
 
     def apply_staged_writes(self) -> None:
         if not self._new:
             return
         if self._counts is None:
-            shape = (len(self._used), self._vocab_size)
+            shape = (len(self.uses), self._vocab_size)
             self._counts = untouched_zeros(shape, torch.int32, self._device)
         for row, begin, end in self._new:
             count_tokens(self._counts[row], self._requests.token_ids[row, begin:end])
         self._new = []
 
     def apply(self, logits: Tensor, batch: SampleBatch) -> None:
-        chosen = np.flatnonzero(self._used[batch.rows])
+        chosen = np.flatnonzero(self.uses[batch.rows])
         if not len(chosen):
             return
         assert self._counts is not None
-        index = to_device(chosen, self._device)
-        rows = batch.rows_device.index_select(0, index)
-        scalars = batch.scalars.select(index)
-        token_ids = self._requests.token_ids[:, : batch.max_num_tokens].index_select(0, rows)
-        apply_penalties(
-            logits,
-            index,
-            token_ids,
-            scalars.num_tokens,
-            self._counts[rows[:, None], token_ids],
-            scalars.repetition_penalty,
-            scalars.frequency_penalty,
-            scalars.presence_penalty,
+        scalars = batch.scalars
+        inputs = PenaltyInputs(
+            rows=batch.rows_device,
+            token_ids=self._requests.token_ids,
+            counts=self._counts,
+            num_tokens=scalars.num_tokens,
+            repetition=scalars.repetition_penalty,
+            frequency=scalars.frequency_penalty,
+            presence=scalars.presence_penalty,
+            max_num_tokens=batch.max_num_tokens,
         )
+        apply_penalties(logits, to_device(chosen, self._device), inputs)
 
     def commit(self, sampled: Tensor, batch: SampleBatch) -> None:
-        chosen = np.flatnonzero(self._used[batch.rows])
+        chosen = np.flatnonzero(self.uses[batch.rows])
         if len(chosen):
             assert self._counts is not None
-            index = to_device(chosen, self._device)
-            place = (batch.rows_device.index_select(0, index), sampled.index_select(0, index))
-            self._counts.index_put_(
-                place, torch.ones(len(chosen), dtype=torch.int32, device=self._device), accumulate=True
-            )
-
-
-def _repeat(values: list[int], counts: list[int]) -> Rows:
-    return np.repeat(np.array(values, dtype=np.int64), counts)
+            count_sampled(self._counts, batch.rows_device, sampled, to_device(chosen, self._device))

@@ -101,15 +101,15 @@ class ModelRunner:
             },
             device,
         )
-        self._requests = RequestState(self._arena)
-        self._tables = BlockTables(self._arena, num_blocks=num_blocks, block_size=block_size)
-        self._sampler = Sampler(self._requests, vocab_size)
+        self.requests = RequestState(self._arena)
+        self.tables = BlockTables(self._arena, num_blocks=num_blocks, block_size=block_size)
+        self._sampler = Sampler(self.requests, vocab_size)
         self._row_faults: dict[int, tuple[str, str]] = {}  # row: type and message of what is wrong with its request
         self._state: ExecuteModelState | None = None
         self._copy_out = OutputCopier(device)
         self.graphs: CudaGraphManager | None = None
         if graph_sizes:
-            step = DecodeStep(self._requests, self._decode, max(graph_sizes))
+            step = DecodeStep(self.requests, self.decode, max(graph_sizes))
             self.graphs = CudaGraphManager(step, graph_sizes, enforce_eager=enforce_eager)
 
     @torch.inference_mode()
@@ -125,12 +125,12 @@ class ModelRunner:
         if not out.req_idx:
             self._state = ExecuteModelState(out.step_id)
             return
-        plan = BatchPlan.make(out, self._requests, self._tables)
+        plan = BatchPlan.make(out, self.requests, self.tables)
         if self.graphs is not None and plan.is_decode and plan.num_reqs <= self.graphs.max_size:
             state = self._run_graph(out, plan, self.graphs)
         else:
             state = self._run_batch(out, plan)
-        self._requests.advance(plan.rows, plan.seq_lens)
+        self.requests.advance(plan.rows, plan.seq_lens)
         state.row_errors = self._errors_of(plan)
         self._state = state
 
@@ -141,22 +141,22 @@ class ModelRunner:
             return ExecuteModelState(out.step_id, plan, published=graphs.step.published(plan.num_reqs))
         logits = graphs.run(plan.rows, GraphKind.LOGITS)
         idx_mapping = graphs.step.set_rows(plan.rows, plan.num_reqs)
-        self._requests.advance_device(idx_mapping, to_device(plan.seq_lens.astype(np.int32), idx_mapping.device))
+        self.requests.advance_device(idx_mapping, to_device(plan.seq_lens.astype(np.int32), idx_mapping.device))
         return ExecuteModelState(out.step_id, plan, idx_mapping, logits)
 
     def _run_batch(self, out: SchedulerOutput, plan: BatchPlan) -> ExecuteModelState:
-        batch = InputBatch.gather(plan, self._requests, self._tables)
+        batch = InputBatch.gather(plan, self.requests, self.tables)
         hidden = self._model.forward(batch.input_ids, batch.positions, self._kv_memory.bind(batch))
         logits = None
         if len(plan.sampling):
             last = hidden if batch.logits_indices is None else hidden.index_select(0, batch.logits_indices)
             logits = self._model.compute_logits(last)
-        self._requests.advance_device(batch.idx_mapping, batch.seq_lens)
+        self.requests.advance_device(batch.idx_mapping, batch.seq_lens)
         return ExecuteModelState(out.step_id, plan, batch.idx_mapping, logits)
 
-    def _decode(self, input_ids: Tensor, positions: Tensor, rows: Tensor, seq_lens: Tensor) -> Tensor:
+    def decode(self, input_ids: Tensor, positions: Tensor, rows: Tensor, seq_lens: Tensor) -> Tensor:
         """See `DecodeModel`: the forward of a step over a graph's memory."""
-        attn = self._kv_memory.bind_decode(rows, seq_lens, self._tables.table)
+        attn = self._kv_memory.bind_decode(rows, seq_lens, self.tables.table)
         return self._model.compute_logits(self._model.forward(input_ids, positions, attn))
 
     @torch.inference_mode()
@@ -176,34 +176,34 @@ class ModelRunner:
             return AsyncOutput(state.step_id, 0, np.empty(0, dtype=np.int64), None, {})
         sampling = plan.batch_idx[plan.sampling]
         if state.published is not None:
-            self._requests.append(plan.rows)
+            self.requests.append(plan.rows)
             return AsyncOutput(state.step_id, plan.num_reqs, sampling, state.published, state.row_errors)
         if state.logits is None or state.idx_mapping is None:
             return AsyncOutput(state.step_id, plan.num_reqs, sampling, None, state.row_errors)
-        batch = SampleBatch.gather(plan, state.idx_mapping, self._requests, grammar)
+        batch = SampleBatch.gather(plan, state.idx_mapping, self.requests, grammar)
         sampled = self._sampler.sample(state.logits, batch)
-        self._requests.append(batch.rows)
-        self._requests.append_device(batch.rows_device, sampled.token_ids)
+        self.requests.append(batch.rows)
+        self.requests.append_device(batch.rows_device, sampled.token_ids)
         source = self._copy_out(sampled)
         return AsyncOutput(state.step_id, plan.num_reqs, sampling, source, state.row_errors, sampled.logprobs)
 
     def _update_rows(self, out: SchedulerOutput) -> None:
         """In the order of the SchedulerOutput's fields, so that a row may be freed and taken in one step."""
         for row in out.removed:
-            self._requests.remove_request(row)
+            self.requests.remove_request(row)
             self._sampler.remove_request(row)
             self._row_faults.pop(row, None)
         for request in out.new_requests:
             fault = _check_tokens(request, self._vocab_size)
             if fault is not None:
                 self._row_faults[request.req_idx] = ("InvalidRequestError", fault)
-            self._requests.add_request(request)
+            self.requests.add_request(request)
             self._sampler.add_request(request)
-            self._tables.replace(request.req_idx, request.block_ids, request.num_computed_tokens)
-        self._tables.append(out.block_rows, out.block_ids)
-        fresh = self._tables.take_fresh()
+            self.tables.replace(request.req_idx, request.block_ids, request.num_computed_tokens)
+        self.tables.append(out.block_rows, out.block_ids)
+        fresh = self.tables.take_fresh()
         if len(fresh) and self._kv_memory.clears_blocks:
-            self._kv_memory.clear_blocks(to_device(fresh, self._requests.token_ids.device))
+            self._kv_memory.clear_blocks(to_device(fresh, self.requests.token_ids.device))
         self._arena.apply()
         self._sampler.apply_staged_writes()
 

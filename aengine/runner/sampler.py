@@ -1,8 +1,7 @@
 """Logits to tokens: the order of SamplingParams' docstring, each op skipped when no row asks for it.
 
-logits ─> log-probabilities' rows kept ─> bias, min tokens, bitmask, penalties ─┬─> greedy rows: the maximum
-                                          (features.py, in that order)          └─> others: / temperature, cutoff
-                                                                                    (top-k, top-p, min-p), draw
+logits ─> log-probabilities' rows kept ─> bias, min tokens, bitmask, penalties ─> cutoff ─────> / temperature, draw;
+                                          (features.py, in that order)    (top-k, top-p, min-p)  greedy: the maximum
 """
 
 from __future__ import annotations
@@ -10,16 +9,15 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 import numpy as np
-import torch
 from torch import Tensor
 
 from ..ipc.messages import NewRequest
 from ..kernels.gumbel import gumbel_sample
 from ..kernels.logprobs import top_logprobs
-from ..kernels.top_k_top_p import apply_cutoff, min_p_cutoff, top_k_top_p_cutoff
+from ..kernels.top_k_top_p import find_cutoff
 from .features import make_features
 from .input_batch import Rows, SampleBatch, to_device
-from .request_state import RequestState, Scalars
+from .request_state import RequestState
 
 __all__ = ["LogprobTensors", "Sampler", "SamplerOutput"]
 
@@ -49,12 +47,22 @@ class Sampler:
         self._requests = requests
         self._vocab_size = vocab_size
         self._features = make_features(requests, vocab_size)
-        self._num_logprobs = np.full(len(requests.in_use), -1, dtype=np.int64)  # [max_num_seqs]; -1: none
+        max_num_seqs = len(requests.in_use)
+        self._num_logprobs = np.full(max_num_seqs, -1, dtype=np.int64)  # -1: none
+        self._cuts = np.zeros(max_num_seqs, dtype=bool)  # random, with top-k, top-p or min-p
+        self._altered = np.zeros(max_num_seqs, dtype=bool)  # a feature acts in every step
+        self._special = np.zeros(max_num_seqs, dtype=bool)  # one of the three
 
     def add_request(self, request: NewRequest) -> None:
-        self._num_logprobs[request.req_idx] = request.logprobs
+        row = request.req_idx
+        greedy = request.temperature == 0 or request.top_k == 1
+        cuts = 0 < request.top_k < self._vocab_size or request.top_p < 1 or request.min_p > 0
         for feature in self._features:
             feature.add_request(request)
+        self._num_logprobs[row] = request.logprobs
+        self._cuts[row] = cuts and not greedy
+        self._altered[row] = any(feature.uses[row] for feature in self._features)
+        self._special[row] = self._altered[row] or self._cuts[row] or request.logprobs >= 0
 
     def remove_request(self, row: int) -> None:
         for feature in self._features:
@@ -64,71 +72,47 @@ class Sampler:
         for feature in self._features:
             feature.apply_staged_writes()
 
+    def is_plain(self, rows: Rows) -> bool:
+        """Whether temperature and seed say all of these rows in the step to come, if it has no grammar.
+
+        Then `sample` is `gumbel_sample` without a cutoff, and needs nothing of the host.
+        """
+        return not self._special[rows].any() and not self._is_pending(rows)
+
     def sample(self, logits: Tensor, batch: SampleBatch) -> SamplerOutput:
         """One token for each row of logits float32 [n, vocab_size], which are used up."""
-        wants = np.flatnonzero(self._num_logprobs[batch.rows] >= 0)
-        untouched = logits.index_select(0, to_device(wants, logits.device)) if len(wants) else None
-        for feature in self._features:
-            feature.apply(logits, batch)
+        rows = batch.rows
+        wants = np.flatnonzero(self._num_logprobs[rows] >= 0)
+        index = to_device(wants, logits.device) if 0 < len(wants) < len(rows) else None
+        untouched = None
+        if batch.grammar is not None or self._altered[rows].any() or self._is_pending(rows):
+            if len(wants):
+                untouched = logits.clone() if index is None else logits.index_select(0, index)
+            for feature in self._features:
+                feature.apply(logits, batch)
         token_ids, checks = self._choose(logits, batch)
         for feature in self._features:
             feature.commit(token_ids, batch)
         logprobs = None
-        if untouched is not None:
-            logprobs = self._logprobs(untouched, token_ids, wants, batch)
+        if len(wants):
+            if untouched is None:
+                untouched = logits if index is None else logits.index_select(0, index)
+            chosen = token_ids if index is None else token_ids.index_select(0, index)
+            logprobs = self._logprobs(untouched, chosen, wants, batch)
         return SamplerOutput(token_ids, checks, logprobs)
+
+    def _is_pending(self, rows: Rows) -> bool:
+        return any(feature.is_pending(rows) for feature in self._features)
 
     def _choose(self, logits: Tensor, batch: SampleBatch) -> tuple[Tensor, Tensor]:
         """(ids int64 [n], checks float32 [n])"""
-        is_random = self._requests.is_random[batch.rows]
-        if not is_random.any():
-            return _greedy(logits)
-        if is_random.all():
-            return self._draw(logits, batch.scalars, batch.rows)
-        token_ids = torch.empty(len(batch.rows), dtype=torch.int64, device=logits.device)
-        checks = torch.empty(len(batch.rows), dtype=torch.float32, device=logits.device)
-        random_rows, greedy_rows = np.flatnonzero(is_random), np.flatnonzero(~is_random)
-        index = to_device(random_rows, logits.device)
-        drawn = self._draw(logits.index_select(0, index), batch.scalars.select(index), batch.rows[random_rows])
-        token_ids[index], checks[index] = drawn
-        index = to_device(greedy_rows, logits.device)
-        token_ids[index], checks[index] = _greedy(logits.index_select(0, index))
-        return token_ids, checks
+        scalars, cutoff = batch.scalars, None
+        if self._cuts[batch.rows].any():
+            cutoff = find_cutoff(logits, scalars.temperature, scalars.top_k, scalars.top_p, scalars.min_p)
+        return gumbel_sample(logits, scalars.temperature, scalars.seed, scalars.num_tokens, cutoff)
 
-    def _draw(self, logits: Tensor, scalars: Scalars, rows: Rows) -> tuple[Tensor, Tensor]:
-        """The same for rows of which none is greedy; logits and scalars are theirs alone."""
-        logits.div_(scalars.temperature[:, None])
-        cutoff = None
-        top_k = self._requests.top_k[rows]
-        top_k = np.where(top_k < self._vocab_size, top_k, 0)
-        chosen = np.flatnonzero((top_k > 0) | self._requests.has_top_p[rows])
-        if len(chosen):
-            cutoff = self._top_cutoff(logits, scalars, chosen, int(top_k[chosen].max()))
-        if self._requests.has_min_p[rows].any():
-            lowest = min_p_cutoff(logits, scalars.min_p)
-            cutoff = lowest if cutoff is None else torch.maximum(cutoff, lowest)
-        if cutoff is not None:
-            apply_cutoff(logits, cutoff)
-        return gumbel_sample(logits, scalars.seed, scalars.num_tokens.long())
-
-    def _top_cutoff(self, logits: Tensor, scalars: Scalars, chosen: Rows, max_top_k: int) -> Tensor:
-        """float32 [n, 1]: top-k's and top-p's of the chosen rows, -inf for the others."""
-        if len(chosen) == len(logits):
-            return top_k_top_p_cutoff(logits, scalars.top_k, scalars.top_p, max_top_k)
-        index = to_device(chosen, logits.device)
-        few = scalars.select(index)
-        cutoff = torch.full((len(logits), 1), -torch.inf, device=logits.device)
-        found = top_k_top_p_cutoff(logits.index_select(0, index), few.top_k, few.top_p, max_top_k)
-        return cutoff.index_copy_(0, index, found)
-
-    def _logprobs(self, logits: Tensor, token_ids: Tensor, wants: Rows, batch: SampleBatch) -> LogprobTensors:
+    def _logprobs(self, logits: Tensor, sampled: Tensor, wants: Rows, batch: SampleBatch) -> LogprobTensors:
+        """Of the rows of the batch that ``wants`` names, in its order; logits and sampled are theirs alone."""
         counts = np.minimum(self._num_logprobs[batch.rows[wants]], self._vocab_size)
-        chosen = token_ids.index_select(0, to_device(wants, logits.device))
-        sampled, ids, values = top_logprobs(logits, chosen, int(counts.max()))
-        return LogprobTensors(batch.batch_idx[wants], counts, sampled, ids, values)
-
-
-def _greedy(logits: Tensor) -> tuple[Tensor, Tensor]:
-    """The first of the likeliest tokens of each row."""
-    best = logits.max(dim=1)
-    return best.indices, best.values
+        of_sampled, ids, values = top_logprobs(logits, sampled, int(counts.max()))
+        return LogprobTensors(batch.batch_idx[wants], counts, of_sampled, ids, values)

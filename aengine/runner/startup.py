@@ -12,13 +12,15 @@ from ..checkpoint.source import ModelSource
 from ..config import EngineConfig, num_worker_threads
 from ..errors import ModelLoadError
 from .attention import DEFAULT_BLOCK_SIZE, KvCache
-from .kv_memory import cpu_budget, plan_kv, resolve_max_model_len
+from .gpu import GpuDevice, gpu_dtype, open_gpu
+from .kv_memory import KvPlan, cpu_budget, plan_kv, resolve_max_model_len
 from .layers.linear import LinearFormat
-from .loader import load_weights
+from .loader import LoadedWeights, load_weights
 from .machine import free_memory
 from .model_config import ModelConfig
 from .model_runner import ModelRunner
 from .models import build_model
+from .models.decoder import DecoderModel
 
 __all__ = ["load_runner"]
 
@@ -39,18 +41,26 @@ def load_runner(
     """
     if world_size != 1:
         raise ModelLoadError(f"tensor_parallel_size={world_size} is not supported yet: leave it at 1")
-    device = _device(config)
     torch.set_num_threads(num_worker_threads(config))
     torch.set_grad_enabled(False)
     checkpoint = ModelSource.from_wire(source)
     model_config = ModelConfig.from_hf(checkpoint.hf_config)
+    gpu = open_gpu(config)
+    if gpu is None:
+        return _load_on_cpu(config, checkpoint, model_config, progress)
+    return _load_on_gpu(config, gpu, checkpoint, model_config, progress)
+
+
+def _load_on_cpu(
+    config: EngineConfig, checkpoint: ModelSource, model_config: ModelConfig, progress: Progress
+) -> tuple[ModelRunner, dict[str, Any]]:
+    device = torch.device("cpu")
     linear_format = LinearFormat.choose(config.dtype, device)
     model = build_model(model_config, linear_format, device)
     weights = load_weights(model, checkpoint, config.seed, progress)
 
     progress("profile", 0, 0, "")
     block_size = config.block_size or DEFAULT_BLOCK_SIZE
-    max_batched = config.max_num_batched_tokens or CPU_BATCHED_TOKENS
     bytes_per_block = KvCache.bytes_per_block(model_config, block_size, linear_format.dtype)
     plan = plan_kv(
         config,
@@ -70,26 +80,62 @@ def load_runner(
         block_size=block_size,
         device=device,
     )
-    ready = {
-        "num_blocks": plan.num_blocks,
-        "block_size": block_size,
-        "max_model_len": plan.max_model_len,
-        "max_num_batched_tokens": max_batched,
-        "vocab_size": model_config.vocab_size,
-        "device": str(device),
-        "dtype": str(linear_format.dtype).removeprefix("torch."),
-        "weight_format": linear_format.name,
-        "model_type": model_config.model_type,
-        "num_parameters": weights.num_parameters,
-        "kv_cache_bytes": plan.num_blocks * bytes_per_block,
+    ready = _ready(model, weights, plan, block_size, bytes_per_block)
+    ready |= {
+        "device": "cpu",
+        "max_num_batched_tokens": config.max_num_batched_tokens or CPU_BATCHED_TOKENS,
         "num_threads": torch.get_num_threads(),
     }
     return runner, ready
 
 
-def _device(config: EngineConfig) -> torch.device:
-    if config.device in ("auto", "cpu"):
-        return torch.device("cpu")
-    if not torch.cuda.is_available():
-        raise ModelLoadError(f"device={config.device!r}, but torch {torch.__version__} sees no CUDA device: use 'cpu'")
-    raise ModelLoadError(f"device={config.device!r} is not supported by this version yet: use 'cpu'")
+def _load_on_gpu(
+    config: EngineConfig, gpu: GpuDevice, checkpoint: ModelSource, model_config: ModelConfig, progress: Progress
+) -> tuple[ModelRunner, dict[str, Any]]:
+    from .attention_backends import choose_prefill_backend
+    from .gpu_startup import GPU_BATCHED_TOKENS, GpuSetup, start_on_gpu
+
+    torch.cuda.set_device(gpu.device)
+    linear_format = LinearFormat.choose(gpu_dtype(config.dtype, model_config, gpu), gpu.device)
+    model = build_model(model_config, linear_format, gpu.device)
+    prefill = choose_prefill_backend(config.attention_backend, gpu.device, linear_format.dtype, model_config.head_dim)
+    logger.info("%s, %s, prompts through %s", gpu.name, linear_format.name, prefill.name)
+    weights = load_weights(model, checkpoint, config.seed, progress, device=gpu.device)
+    setup = GpuSetup(
+        config=config,
+        model_config=model_config,
+        model=model,
+        device=gpu.device,
+        prefill=prefill,
+        block_size=config.block_size or DEFAULT_BLOCK_SIZE,
+        max_batched=config.max_num_batched_tokens or GPU_BATCHED_TOKENS,
+        weight_bytes=torch.cuda.memory_allocated(gpu.device),
+        num_threads=num_worker_threads(config),
+    )
+    runner, plan = start_on_gpu(setup, progress)
+    ready = _ready(model, weights, plan, setup.block_size, setup.bytes_per_block)
+    ready |= {
+        "device": str(gpu.device),
+        "device_name": gpu.name,
+        "attention_backend": prefill.name,
+        "max_num_batched_tokens": setup.max_batched,
+        "num_graphs": 0 if runner.graphs is None else runner.graphs.num_captured,
+        "num_threads": torch.get_num_threads(),
+    }
+    return runner, ready
+
+
+def _ready(
+    model: DecoderModel, weights: LoadedWeights, plan: KvPlan, block_size: int, bytes_per_block: int
+) -> dict[str, Any]:
+    return {
+        "num_blocks": plan.num_blocks,
+        "block_size": block_size,
+        "max_model_len": plan.max_model_len,
+        "vocab_size": model.config.vocab_size,
+        "dtype": str(model.format.dtype).removeprefix("torch."),
+        "weight_format": model.format.name,
+        "model_type": model.config.model_type,
+        "num_parameters": weights.num_parameters,
+        "kv_cache_bytes": plan.num_blocks * bytes_per_block,
+    }

@@ -23,7 +23,8 @@ from ..ipc.messages import GrammarOutput, Kind, ModelRunnerOutput, SchedulerOutp
 __all__ = ["Worker"]
 
 _PROGRESS_PERIOD = 0.05  # seconds between two reports of the same stage
-_POLL = 0.0002  # seconds between two looks at an answer that the device still works on, when no frame comes
+_EAGER_POLL = 0.01  # seconds for which an answer that the device works on is looked for without a pause, ...
+_POLL = 0.0002  # ... and those between two looks after that, when no frame comes
 
 
 class Answer(Protocol):
@@ -50,6 +51,7 @@ class Worker:
         self._runner: Runner | None = None
         self._answers: deque[tuple[int, Answer]] = deque()  # step ids launched and not yet reported, oldest first
         self._step_id = 0  # of the frame in hand, for error reports
+        self._last_event = 0.0  # when a frame came last
         self._last_report = ("", 0.0)
 
     def run(self) -> int:
@@ -66,17 +68,24 @@ class Worker:
 
     def _turn(self) -> bool:
         """Take one frame, if there is one, and report what has become ready. False after SHUTDOWN."""
-        frame = self._channel.consume(_POLL if self._answers else None)
+        frame = self._channel.consume(self._patience())
         if frame is not None:
             self._step_id = frame.step_id
             if not self._handle(Kind(frame.kind), frame.payload):
                 return False
+            self._last_event = time.monotonic()
         while self._answers and self._answers[0][1].ready():
             self._step_id, answer = self._answers.popleft()
             output = answer.get()
             if self._rank == 0:
                 self._channel.publish(Kind.OUTPUT, self._step_id, pack(output))
         return True
+
+    def _patience(self) -> float | None:
+        """How long to wait for a frame: for ever, if nothing else can happen."""
+        if not self._answers:
+            return None
+        return 0 if time.monotonic() - self._last_event < _EAGER_POLL else _POLL
 
     def _handle(self, kind: Kind, payload: bytes) -> bool:
         if kind is Kind.SHUTDOWN:

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 import torch
 
-from aengine.kernels.bitmask import apply_bitmask
+from aengine.kernels.bitmask import add_bits, apply_bitmask
 
 
 @pytest.mark.parametrize("vocab_size", [1, 31, 32, 33, 1000])
@@ -24,3 +24,16 @@ def test_against_bits(rng: random.Random, gen: torch.Generator, vocab_size: int)
                     wanted[row, token] = -torch.inf
         apply_bitmask(logits, torch.tensor(rows), torch.from_numpy(masks.view(np.uint8)))
         assert torch.equal(logits, wanted)
+
+
+@pytest.mark.parametrize("vocab_size", [1, 33, 5000])
+def test_triton_against_the_reference(
+    rng: random.Random, gen: torch.Generator, triton_device: torch.device, vocab_size: int
+) -> None:
+    logits = torch.randn(5, vocab_size, generator=gen)
+    rows = torch.tensor(rng.sample(range(5), 3))
+    bits = torch.randint(0, 256, (3, (vocab_size + 31) // 32 * 4), generator=gen, dtype=torch.uint8)
+    got = logits.to(triton_device)
+    apply_bitmask(got, rows.to(triton_device), bits.to(triton_device))
+    add_bits(logits, rows, bits)
+    assert torch.equal(got.cpu(), logits)

@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import random
 
+import pytest
 import torch
 
-from aengine.kernels.staged_write import apply_staged_writes
+from aengine.kernels.staged_write import apply_staged_writes, write_runs
 
 
 def test_against_slices(rng: random.Random) -> None:
@@ -25,3 +26,25 @@ def test_against_slices(rng: random.Random) -> None:
         starts = torch.tensor([s for s, _ in runs], dtype=torch.int64)
         apply_staged_writes(target, starts, torch.tensor([n for _, n in runs], dtype=torch.int64), values)
         assert torch.equal(target, wanted)
+
+
+@pytest.mark.parametrize("longest", [1, 40, 9000])
+def test_triton_against_the_reference(rng: random.Random, triton_device: torch.device, longest: int) -> None:
+    """Also with more runs than a program sums lengths of at a time, and with runs of nothing."""
+    num_runs = 1100 if longest == 1 and triton_device.type == "cuda" else 20
+    lengths = [rng.choice([0, 1, rng.randint(1, longest), longest]) for _ in range(num_runs)]
+    gaps = [rng.randint(0, 5) for _ in lengths]
+    starts, size = [], 0
+    for length, gap in zip(lengths, gaps):
+        starts.append(size + gap)
+        size += gap + length
+    order = rng.sample(range(num_runs), num_runs)
+    columns = torch.tensor([[starts[i] for i in order], [lengths[i] for i in order]])
+    values = torch.tensor([rng.randrange(-(2**31), 2**31) for _ in range(sum(lengths))], dtype=torch.int32)
+    target = torch.arange(size + 3, dtype=torch.int32)
+    got = target.to(triton_device)
+    apply_staged_writes(got, *columns.to(triton_device), values.to(triton_device))
+    write_runs(target, *columns, values)
+    assert torch.equal(got.cpu(), target)
+    apply_staged_writes(got, *columns[:, :0].to(triton_device), values[:0].to(triton_device))
+    assert torch.equal(got.cpu(), target)

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 import torch
 
-from aengine.kernels.top_k_top_p import apply_cutoff, min_p_cutoff, top_k_top_p_cutoff
+from aengine.kernels.top_k_top_p import find_cutoff, highest_cutoff
 
 
 def naive_cutoff(logits: list[float], top_k: int, top_p: float) -> float:
@@ -25,6 +25,15 @@ def naive_cutoff(logits: list[float], top_k: int, top_p: float) -> float:
     return ordered[k - 1]
 
 
+def cutoff_of(
+    logits: torch.Tensor, top_k: list[int], top_p: list[float], temperature: float | list[float] = 1.0
+) -> torch.Tensor:
+    """[n]; no min-p."""
+    n = len(logits)
+    temperatures = torch.tensor(temperature).expand(n)
+    return find_cutoff(logits, temperatures, torch.tensor(top_k).int(), torch.tensor(top_p), torch.zeros(n))
+
+
 @pytest.mark.parametrize("vocab_size", [1, 9, 127, 128, 129, 3000])
 @pytest.mark.parametrize("spread", [0.01, 1.0, 5.0])
 def test_against_naive(rng: random.Random, gen: torch.Generator, vocab_size: int, spread: float) -> None:
@@ -32,58 +41,93 @@ def test_against_naive(rng: random.Random, gen: torch.Generator, vocab_size: int
     logits = torch.randn(n, vocab_size, generator=gen) * spread
     top_k = [rng.choice([0, 1, 2, 50, vocab_size, 2 * vocab_size]) for _ in range(n)]
     top_p = [rng.choice([1.0, rng.uniform(0.01, 1.0), 0.999]) for _ in range(n)]
-    p = torch.tensor(top_p)
-    max_top_k = max([k for k in top_k if k < vocab_size], default=0)
-    cutoff = top_k_top_p_cutoff(logits, torch.tensor(top_k, dtype=torch.int32), p, max_top_k)
-    assert cutoff.shape == (n, 1) and cutoff.dtype == torch.float32
+    temperature = [rng.choice([1.0, rng.uniform(0.3, 3)]) for _ in range(n)]
+    cutoff = cutoff_of(logits, top_k, top_p, temperature)
+    assert cutoff.shape == (n,) and cutoff.dtype == torch.float32
     for i in range(n):
-        # The total over a whole vocabulary is a float32 sum, so a nucleus may end where a slightly other top_p's does.
-        slack = 3e-6 if p[i] < 1 else 0.0
-        fewest, most = (
-            int((logits[i] >= naive_cutoff(logits[i].tolist(), top_k[i], min(float(p[i]) * (1 + nudge), 1.0))).sum())
-            for nudge in (-slack, slack)
-        )
-        assert fewest <= (logits[i] >= cutoff[i]).sum() <= most, (i, top_k[i], top_p[i])
+        check_row(logits[i], top_k[i], float(torch.tensor(top_p)[i]), temperature[i], cutoff[i])
+
+
+def check_row(logits: torch.Tensor, top_k: int, top_p: float, temperature: float, cutoff: torch.Tensor) -> None:
+    # The total over a whole vocabulary is a float32 sum, so a nucleus may end where a slightly other top_p's does.
+    slack = 3e-6 if top_p < 1 else 0.0
+    scaled = logits.double() / float(torch.tensor(temperature))
+    limits = (naive_cutoff(scaled.tolist(), top_k, min(top_p * (1 + nudge), 1.0)) for nudge in (-slack, slack))
+    fewest, most = (int((scaled >= limit).sum()) for limit in limits)
+    assert fewest <= (logits >= cutoff).sum() <= most, (top_k, top_p)
 
 
 def test_ties_with_the_last_stay() -> None:
     logits = torch.tensor([[3.0, 1.0, 1.0, 1.0, 0.0]])
-    assert top_k_top_p_cutoff(logits, torch.tensor([2]), torch.tensor([1.0]), 2).item() == 1.0
-    logits = torch.zeros(1, 4)
-    assert top_k_top_p_cutoff(logits, torch.tensor([0]), torch.tensor([0.5]), 0).item() == 0.0
+    assert cutoff_of(logits, [2], [1.0]).item() == 1.0
+    assert cutoff_of(torch.zeros(1, 4), [0], [0.5]).item() == 0.0
 
 
 def test_top_p_is_of_what_top_k_left() -> None:
     """Of 0.4 0.3 0.2 0.1, the two of top_k=2 are 0.57 and 0.43: top_p=0.5 keeps one; without top_k it keeps two."""
     logits = torch.tensor([[0.4, 0.3, 0.2, 0.1]]).log()
-    alone = top_k_top_p_cutoff(logits, torch.tensor([0]), torch.tensor([0.5]), 0)
-    both = top_k_top_p_cutoff(logits, torch.tensor([2]), torch.tensor([0.5]), 2)
+    alone, both = cutoff_of(logits, [0], [0.5]), cutoff_of(logits, [2], [0.5])
     assert (logits >= alone).sum() == 2 and (logits >= both).sum() == 1
 
 
 def test_rows_do_not_see_each_other(gen: torch.Generator) -> None:
     """A row with a wide nucleus makes the search go on; that changes no other row."""
     logits = torch.cat((torch.randn(3, 5000, generator=gen) * 6, torch.randn(1, 5000, generator=gen) * 0.1))
-    top_k, top_p = torch.tensor([0, 40, 0, 0]), torch.tensor([0.9, 0.8, 0.3, 0.99])
-    together = top_k_top_p_cutoff(logits, top_k, top_p, 40)
+    top_k, top_p = [0, 40, 0, 0], [0.9, 0.8, 0.3, 0.99]
+    together = cutoff_of(logits, top_k, top_p)
     for i in range(4):
-        row = slice(i, i + 1)
-        assert torch.equal(top_k_top_p_cutoff(logits[row], top_k[row], top_p[row], int(top_k[i])), together[row])
+        assert torch.equal(cutoff_of(logits[i : i + 1], top_k[i : i + 1], top_p[i : i + 1])[0], together[i])
     assert (logits[3] >= together[3]).sum() > 2048
 
 
-def test_min_p_and_apply(gen: torch.Generator) -> None:
-    logits = torch.randn(4, 300, generator=gen)
-    min_p = torch.tensor([0.0, 0.1, 0.5, 1.0])
-    probs = torch.softmax(logits.double(), 1)
+def test_min_p_and_greedy_rows(gen: torch.Generator) -> None:
+    logits = torch.randn(5, 300, generator=gen)
+    min_p = torch.tensor([0.0, 0.1, 0.5, 1.0, 0.5])
+    temperature = torch.tensor([1.0, 2.0, 0.3, 1.0, 0.0])
+    probs = torch.softmax(logits.double() / temperature[:, None], 1)
     kept = probs >= min_p[:, None].double() * probs.amax(1, keepdim=True) * (1 - 1e-6)
-    cut = logits.clone()
-    apply_cutoff(cut, min_p_cutoff(logits, min_p))
-    assert torch.equal(cut, logits.masked_fill(~kept, -torch.inf))
+    kept[4] = True
+    cutoff = find_cutoff(logits, temperature, torch.zeros(5, dtype=torch.int32), torch.ones(5), min_p)
+    assert torch.equal(logits >= cutoff[:, None], kept)
 
 
 def test_nan_stays_to_be_found() -> None:
     logits = torch.tensor([[0.0, torch.nan, 1.0], [0.0, 2.0, 1.0]])
-    cutoff = top_k_top_p_cutoff(logits, torch.tensor([1, 1]), torch.tensor([1.0, 1.0]), 1)
-    apply_cutoff(logits, cutoff)
-    assert logits[0].isnan().any() and logits[1].tolist() == [-torch.inf, 2.0, -torch.inf]
+    cutoff = cutoff_of(logits, [1, 1], [1.0, 1.0])
+    assert not logits[0, 1] < cutoff[0] and cutoff[1] == 2.0
+
+
+@pytest.mark.parametrize("vocab_size", [1, 9, 257, 6000])
+@pytest.mark.parametrize("spread", [0.01, 1.0, 5.0])
+def test_triton_against_naive(
+    rng: random.Random, gen: torch.Generator, triton_device: torch.device, vocab_size: int, spread: float
+) -> None:
+    n = 10 if triton_device.type == "cpu" else 100
+    logits = torch.randn(n, vocab_size, generator=gen) * spread
+    logits[1::3] = logits[1::3].half().float()  # ties
+    banned = torch.rand(n, vocab_size, generator=gen) < 0.9
+    banned[:, 0] = False
+    logits[2::3] = logits[2::3].masked_fill(banned[2::3], -torch.inf)
+    top_k = [rng.choice([0, 1, 2, 50, vocab_size - 1, vocab_size, 2 * vocab_size]) for _ in range(n)]
+    top_p = [rng.choice([1.0, rng.uniform(0.01, 1.0), 0.999]) for _ in range(n)]
+    temperature = [rng.choice([1.0, rng.uniform(0.3, 3)]) for _ in range(n)]
+    columns = torch.tensor(temperature), torch.tensor(top_k).int(), torch.tensor(top_p), torch.zeros(n)
+    cutoff = find_cutoff(logits.to(triton_device), *(column.to(triton_device) for column in columns)).cpu()
+    for i in range(n):
+        check_row(logits[i], top_k[i], float(columns[2][i]), temperature[i], cutoff[i])
+
+
+def test_triton_against_the_reference(rng: random.Random, gen: torch.Generator, triton_device: torch.device) -> None:
+    """Without top-p there is no sum to round: the same cutoffs, min-p's within rounding; and odd rows."""
+    n, vocab_size = 12, 2000
+    logits = torch.randn(n, vocab_size, generator=gen) * 3
+    logits[8] = -torch.inf
+    logits[9] = 2.0
+    logits[10, 5], logits[11, 5] = torch.nan, torch.inf
+    temperature = torch.tensor([0.0, *(rng.uniform(0.2, 2) for _ in range(n - 1))])
+    top_k = torch.tensor([rng.choice([0, 1, 5, 300]) for _ in range(n)], dtype=torch.int32)
+    min_p = torch.tensor([rng.choice([0.0, 0.05, 1.0]) for _ in range(n)])
+    columns = temperature, top_k, torch.ones(n), min_p
+    got = find_cutoff(logits.to(triton_device), *(column.to(triton_device) for column in columns)).cpu()
+    torch.testing.assert_close(got[:10], highest_cutoff(logits, *columns)[:10], rtol=1e-6, atol=1e-6)
+    assert not (logits[10, 5] < got[10] or logits[11, 5] < got[11])

@@ -1,7 +1,9 @@
-"""What the runner samples, against a naive float64 pipeline: chi-square, each parameter alone and together."""
+"""What the runner samples, against a naive float64 pipeline: chi-square, each parameter alone and together; the Triton
+bodies together against the CPU's."""
 
 from __future__ import annotations
 
+import contextlib
 import random
 from typing import Any
 
@@ -11,8 +13,13 @@ import torch
 from runner_fakes import ConstantModel, make_runner, request
 from scipy import stats
 
-from aengine.ipc.messages import GrammarOutput, SchedulerOutput, int32
+from aengine.ipc.messages import GrammarOutput, NewRequest, SchedulerOutput, int32
+from aengine.kernels.seat import triton_everywhere
+from aengine.runner.input_batch import SampleBatch
 from aengine.runner.model_runner import ModelRunner
+from aengine.runner.request_state import SCALAR_WORDS, RequestState
+from aengine.runner.sampler import Sampler, SamplerOutput
+from aengine.runner.staged_writes import StagedArena
 
 VOCAB, ROWS, DRAWS, P_MIN = 40, 500, 10_000, 1e-6
 PROMPT, GENERATED = [1, 2, 3, 2], [3, 4, 4, 4]
@@ -132,3 +139,143 @@ def test_extreme_temperatures(temperature: float) -> None:
     runner = make_runner(ConstantModel(logits), VOCAB, max_num_seqs=ROWS, max_model_len=16, num_blocks=1, block_size=16)
     tokens = draw(runner, {"temperature": temperature}, list(range(400)), None)
     assert set(tokens) == {VOCAB - 1} if temperature < 1 else len(set(tokens)) > 30
+
+
+def new_sampler(
+    requests: list[NewRequest], vocab_size: int, device: torch.device
+) -> tuple[Sampler, RequestState, SampleBatch]:
+    """Rows on ``device`` for all the requests, and the batch in which all of them sample."""
+    n = len(requests)
+    arena = StagedArena({"token_ids": (n + 2, 16), "scalars": (n + 2, SCALAR_WORDS)}, device)
+    state = RequestState(arena)
+    sampler = Sampler(state, vocab_size)
+    for new in requests:
+        state.add_request(new)
+        sampler.add_request(new)
+    arena.apply()
+    sampler.apply_staged_writes()
+    rows = np.array([new.req_idx for new in requests], dtype=np.int64)
+    rows_device = torch.from_numpy(rows).to(device)
+    num_generated = state.num_tokens[rows] - state.num_prompt_tokens[rows]
+    scalars = state.scalars.select(rows_device)
+    batch = SampleBatch(rows, np.arange(n), num_generated, rows_device, scalars, len(PROMPT + GENERATED), None)
+    return sampler, state, batch
+
+
+def some_requests(rng: random.Random, count: int, vocab_size: int) -> list[NewRequest]:
+    """Each asks for a few things at random."""
+    offers: list[dict[str, Any]] = [
+        {"top_k": rng.randint(2, 50)},
+        {"top_p": rng.uniform(0.3, 0.99)},
+        {"min_p": 0.01},
+        {"repetition_penalty": 1.3, "frequency_penalty": 0.2, "presence_penalty": 0.1},
+        {"bias_token_ids": [rng.randrange(vocab_size) for _ in range(4)], "bias_values": [1.5, -1.0, 3.0, 0.5]},
+        {"min_tokens": 9, "stop_token_ids": list(range(0, vocab_size, 2))},
+        {"logprobs": 3},
+    ]
+    new = []
+    for row in rng.sample(range(count), count):
+        fields: dict[str, Any] = {"temperature": rng.choice([0.0, 0.7, 1.3])}
+        for offer in rng.sample(offers, rng.randint(0, 4)):
+            fields |= offer
+        seed = rng.randrange(-(2**63), 2**63)
+        new.append(request(row, PROMPT + GENERATED, [0], num_prompt_tokens=len(PROMPT), seed=seed, **fields))
+    return new
+
+
+def test_triton_bodies_sample_the_same(rng: random.Random, gen: torch.Generator) -> None:
+    vocab_size, count = 600, 16
+    requests = some_requests(rng, count, vocab_size)
+    logits = torch.randn(count, vocab_size, generator=gen) * 3
+    grammar = GrammarOutput(1, int32([3, 7]), rng.randbytes(2 * 4 * ((vocab_size + 31) // 32)))
+    has_gpu = torch.cuda.is_available()
+
+    def sampled(device: torch.device, where: contextlib.AbstractContextManager[None]) -> list[SamplerOutput]:
+        with where:
+            sampler, state, batch = new_sampler(requests, vocab_size, device)
+            batch.grammar = grammar
+            first = sampler.sample(logits.to(device, copy=True), batch)
+            state.append(batch.rows)
+            state.append_device(batch.rows_device, first.token_ids)
+            batch.grammar, batch.scalars = None, state.scalars.select(batch.rows_device)
+            batch.num_generated, batch.max_num_tokens = batch.num_generated + 1, batch.max_num_tokens + 1
+            return [first, sampler.sample(logits.to(device, copy=True), batch)]
+
+    wanted = sampled(torch.device("cpu"), contextlib.nullcontext())
+    where = contextlib.nullcontext() if has_gpu else triton_everywhere()
+    for ours, theirs in zip(sampled(torch.device("cuda" if has_gpu else "cpu"), where), wanted):
+        assert torch.equal(ours.token_ids.cpu(), theirs.token_ids)
+        assert ours.checks.isfinite().all()
+        assert (ours.logprobs is None) == (theirs.logprobs is None)
+        if ours.logprobs is not None and theirs.logprobs is not None:
+            assert torch.equal(ours.logprobs.token_ids.cpu(), theirs.logprobs.token_ids)
+            for name in ("sampled", "values"):
+                torch.testing.assert_close(
+                    getattr(ours.logprobs, name).cpu(), getattr(theirs.logprobs, name), atol=1e-4, rtol=1e-5
+                )
+
+
+def test_logprobs_are_those_of_the_model(gen: torch.Generator) -> None:
+    """Nothing that a request asks of the logits shows in them; whether all rows want them or some."""
+    logits = torch.randn(3, VOCAB, generator=gen)
+    asked: dict[str, Any] = {"logprobs": 2, "bias_token_ids": [5], "bias_values": [9.0], "temperature": 0.3}
+    for fields in (
+        [asked] * 3,
+        [asked, {}, {"logprobs": 2, "temperature": 0.3}],
+        [{"logprobs": 2, "top_k": 3}, {}, {}],
+    ):
+        requests = [request(i, PROMPT, [0], seed=i, **f) for i, f in enumerate(fields)]
+        sampler, _, batch = new_sampler(requests, VOCAB, torch.device("cpu"))
+        out = sampler.sample(logits.clone(), batch).logprobs
+        assert out is not None
+        rows = torch.tensor([i for i, f in enumerate(fields) if f])
+        wanted = logits[rows].log_softmax(1).topk(2)
+        assert out.batch_idx.tolist() == rows.tolist()
+        assert torch.equal(out.token_ids, wanted.indices)
+        torch.testing.assert_close(out.values, wanted.values)
+
+
+PLAIN: list[dict[str, Any]] = [
+    {},
+    {"temperature": 0.0},
+    {"temperature": 0.0, "top_k": 5, "top_p": 0.5, "min_p": 0.1},
+    {"top_k": 1, "top_p": 0.5},
+    {"top_k": VOCAB},
+    {"min_tokens": 4, "stop_token_ids": [1]},
+    {"min_tokens": 9, "stop_token_ids": [VOCAB]},
+]
+SPECIAL: list[dict[str, Any]] = [
+    {"top_k": 2},
+    {"top_p": 0.9},
+    {"min_p": 0.1},
+    {"logprobs": 0},
+    {"temperature": 0.0, "presence_penalty": 0.1},
+    {"bias_token_ids": [1], "bias_values": [1.0]},
+    {"min_tokens": 5, "stop_token_ids": [1]},
+]
+
+
+def test_is_plain() -> None:
+    def rows_of(cases: list[dict[str, Any]], begin: int) -> list[NewRequest]:
+        ids = PROMPT + GENERATED
+        return [
+            request(begin + i, ids, [0], num_prompt_tokens=len(PROMPT), **{"temperature": 1.0, **f})
+            for i, f in enumerate(cases)
+        ]
+
+    new = rows_of(PLAIN, 0) + rows_of(SPECIAL, len(PLAIN))
+    sampler, state, batch = new_sampler(new, VOCAB, torch.device("cpu"))
+    plain, special = np.split(batch.rows, [len(PLAIN)])
+    assert sampler.is_plain(plain)
+    for i, row in enumerate(special):
+        assert not sampler.is_plain(np.append(plain, row)), SPECIAL[i]
+    row = special[-1:]  # its min_tokens are reached by one token more
+    state.append(row)
+    assert sampler.is_plain(row)
+    for r in special.tolist():  # the row's next request asks for nothing
+        sampler.remove_request(r)
+        state.remove_request(r)
+        again = request(r, PROMPT, [0])
+        state.add_request(again)
+        sampler.add_request(again)
+    assert sampler.is_plain(batch.rows)

@@ -32,7 +32,7 @@ class Job:
         if self.temperature == 0:
             return int(logits.argmax())
         seed, position = torch.tensor([self.seed]), torch.tensor([len(self.tokens)])
-        return int(gumbel_sample(logits[None] / self.temperature, seed, position)[0])
+        return int(gumbel_sample(logits[None], torch.tensor([self.temperature]), seed, position)[0])
 
 
 class Host:

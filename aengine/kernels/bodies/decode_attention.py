@@ -1,0 +1,273 @@
+"""A chunk of one sequence's keys, for one key-value head and the query heads that share it, a program.
+
+Bytes: 2 * sizeof * num_kv_heads * head_dim a token of context; operations: 4 * num_heads * head_dim a token, far below
+the arithmetic limit, so the query heads of a group are padded to the 16 rows of a matrix instruction without loss.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, NamedTuple
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
+
+from .launch import has_pdl, launch
+from .write_qkv import Norms
+
+if TYPE_CHECKING:
+    from ..decode_attention import DecodeWorkspace
+
+__all__ = ["decode_step_attention"]
+
+_MOST_SPLITS = 64
+
+
+class _Tiling(NamedTuple):
+    chunk: int  # keys of a program, if the splits suffice; more, in equal parts, if not
+    block_n: int  # keys at a time
+    num_warps: int
+    num_stages: int
+
+
+def _tiling(units: int) -> _Tiling:
+    """By the number of (sequence, key-value head) pairs; measured on an H200 (benchmarks/gpu_attention.py)."""
+    if units <= 32:
+        return _Tiling(128, 128, 4, 1)
+    if units <= 128:
+        return _Tiling(256, 64, 4, 2)
+    if units <= 1024:
+        return _Tiling(512, 64, 4, 2)
+    return _Tiling(1024, 64, 2, 3)
+
+
+def decode_step_attention(
+    qkv: Tensor,
+    kv_cache: Tensor,
+    block_table: Tensor,
+    rows: Tensor,
+    seq_lens: Tensor,
+    rope: Tensor,
+    norms: Norms,
+    num_heads: int,
+    scale: float,
+    window: int | None,
+    workspace: DecodeWorkspace,
+    is_raw: bool,
+) -> Tensor:
+    n, device = qkv.shape[0], qkv.device
+    block_size, _, num_kv_heads, head_dim = kv_cache.shape[1:]
+    q_norm, k_norm, eps = norms
+    units = n * num_kv_heads
+    tiling = _tiling(units)
+    room = min(_MOST_SPLITS, workspace.max_parts // units, triton.cdiv(block_table.shape[1] * block_size, tiling.chunk))
+    splits = 1 << (max(1, room).bit_length() - 1)
+    out = torch.empty((n, num_heads * head_dim), dtype=qkv.dtype, device=device)
+    launch(
+        _decode_attention,
+        (n, num_kv_heads, splits),
+        qkv,
+        kv_cache,
+        block_table,
+        rows,
+        seq_lens,
+        rope,
+        q_norm,
+        k_norm,
+        out,
+        workspace.parts,
+        workspace.counters,
+        eps,
+        scale * 1.4426950408889634,  # exp2 is what the hardware has
+        qkv.stride(0),
+        kv_cache.stride(0),
+        kv_cache.stride(1),
+        kv_cache.stride(2),
+        kv_cache.stride(3),
+        block_table.stride(0),
+        H=num_heads,
+        KV=num_kv_heads,
+        ROWS=max(16, triton.next_power_of_2(num_heads // num_kv_heads)),
+        D=head_dim,
+        DP=max(16, triton.next_power_of_2(head_dim)),
+        BLOCK_SIZE=block_size,
+        BN=tiling.block_n,
+        SPLITS=splits,
+        CHUNK=tiling.chunk,
+        WINDOW=window or 0,
+        NORM=q_norm is not None and is_raw,
+        RAW=is_raw,
+        PDL=has_pdl(),
+        STAGES=tiling.num_stages,
+        num_warps=tiling.num_warps,
+    )
+    return out
+
+
+@triton.jit
+def _turn(x, partner, weight, other_weight, cos, sin, eps, D: tl.constexpr, NORM: tl.constexpr):
+    """Norm and rotary of rows x [rows, DP]; ``partner``: each element's other half of the pair. sin is signed."""
+    if NORM:
+        scale = 1.0 / tl.sqrt(tl.sum(x * x, 1) / D + eps)
+        x = x * scale[:, None] * weight[None, :]
+        partner = partner * scale[:, None] * other_weight[None, :]
+    return x * cos[None, :] + partner * sin[None, :]
+
+
+@triton.jit(do_not_specialize=["eps"])  # large on purpose: one launch instead of four is its reason to be
+def _decode_attention(
+    qkv,
+    cache,
+    table,
+    rows,
+    seq_lens,
+    rope,
+    q_norm,
+    k_norm,
+    out,
+    parts,
+    counters,
+    eps,
+    scale,
+    stride_qkv,
+    stride_block,
+    stride_token,
+    stride_kv,
+    stride_head,
+    stride_table,
+    H: tl.constexpr,
+    KV: tl.constexpr,
+    ROWS: tl.constexpr,
+    D: tl.constexpr,
+    DP: tl.constexpr,
+    BLOCK_SIZE: tl.constexpr,
+    BN: tl.constexpr,
+    SPLITS: tl.constexpr,
+    CHUNK: tl.constexpr,
+    WINDOW: tl.constexpr,
+    NORM: tl.constexpr,
+    RAW: tl.constexpr,
+    PDL: tl.constexpr,
+    STAGES: tl.constexpr,
+):
+    if PDL:
+        gdc_launch_dependents()
+        gdc_wait()
+    seq = tl.program_id(0)
+    kv_head = tl.program_id(1)
+    split = tl.program_id(2)
+    GROUP: tl.constexpr = H // KV
+    HALF: tl.constexpr = D // 2
+    PART: tl.constexpr = DP + 2
+    g = tl.arange(0, ROWS)
+    d = tl.arange(0, DP)
+    in_head = d < D
+    is_query = (g < GROUP)[:, None] & in_head[None, :]
+    at_head = (kv_head * GROUP + g)[:, None] * D + d[None, :]
+    out_at = out + seq.to(tl.int64) * (H * D) + at_head
+    seq_len = tl.load(seq_lens + seq)
+    if seq_len == 0:  # padding
+        if split == 0:
+            tl.store(out_at, tl.zeros((ROWS, DP), out.dtype.element_ty), mask=is_query)
+        return
+    first = 0
+    if WINDOW > 0:
+        first = tl.maximum(0, seq_len - WINDOW) // BN * BN
+    chunk = tl.maximum(CHUNK, tl.cdiv(tl.cdiv(seq_len - first, SPLITS), BN) * BN)
+    num_splits = tl.cdiv(seq_len - first, chunk)
+    if split >= num_splits:
+        return
+    begin = first + split * chunk
+    end = tl.minimum(begin + chunk, seq_len)
+    row = tl.load(rows + seq)
+    position = seq_len - 1
+    token = qkv + seq.to(tl.int64) * stride_qkv
+    q = tl.load(token + at_head, mask=is_query, other=0.0).to(tl.float32)
+    end_in_cache = end
+    if RAW:
+        other = tl.where(d < HALF, d + HALF, d - HALF)
+        pair = tl.where(d < HALF, d, d - HALF)
+        cos = tl.load(rope + position.to(tl.int64) * D + pair, mask=in_head, other=0.0)
+        sin = tl.load(rope + position.to(tl.int64) * D + HALF + pair, mask=in_head, other=0.0)
+        sin = tl.where(d < HALF, -sin, sin)
+        weight = cos
+        other_weight = cos
+        if NORM:
+            weight = tl.load(q_norm + d, mask=in_head, other=0.0).to(tl.float32)
+            other_weight = tl.load(q_norm + other, mask=in_head, other=0.0).to(tl.float32)
+        at_other = (kv_head * GROUP + g)[:, None] * D + other[None, :]
+        q_other = tl.load(token + at_other, mask=is_query, other=0.0).to(tl.float32)
+        q = _turn(q, q_other, weight, other_weight, cos, sin, eps, D, NORM)
+        end_in_cache = tl.minimum(end, position)
+    # Rounded as the un-fused path leaves q in memory, so that both see the same.
+    q = (q.to(qkv.dtype.element_ty).to(tl.float32) * scale).to(qkv.dtype.element_ty)
+    top = tl.full((ROWS,), -float("inf"), tl.float32)
+    total = tl.zeros((ROWS,), tl.float32)
+    acc = tl.zeros((ROWS, DP), tl.float32)
+    keys = cache + kv_head * stride_head
+    for j in tl.range(begin, end_in_cache, BN, num_stages=STAGES):
+        t = j + tl.arange(0, BN)
+        known = t < end_in_cache
+        block = tl.load(table + row * stride_table + t // BLOCK_SIZE, mask=known, other=0).to(tl.int64)
+        place = keys + block * stride_block + (t % BLOCK_SIZE) * stride_token
+        real = known[:, None] & in_head[None, :]
+        k = tl.load(place[:, None] + d[None, :], mask=real, other=0.0)
+        v = tl.load(place[:, None] + stride_kv + d[None, :], mask=real, other=0.0)
+        s = tl.dot(q, tl.trans(k), input_precision="ieee")
+        if WINDOW > 0:
+            known = known & (t >= seq_len - WINDOW)
+        s = tl.where(known[None, :], s, -float("inf"))
+        higher = tl.maximum(top, tl.max(s, 1))
+        safe = tl.where(higher == -float("inf"), 0.0, higher)  # a block all before the window
+        p = tl.exp2(s - safe[:, None])
+        shrink = tl.exp2(top - safe)
+        total = total * shrink + tl.sum(p, 1)
+        acc = tl.dot(p.to(v.dtype), v, acc * shrink[:, None], input_precision="ieee")
+        top = higher
+    if RAW:
+        if end == seq_len:  # the program with the last key: it is not in the cache yet
+            own = token + (H + kv_head) * D
+            own_k = tl.load(own + d, mask=in_head, other=0.0).to(tl.float32)[None, :]
+            own_other = tl.load(own + other, mask=in_head, other=0.0).to(tl.float32)[None, :]
+            if NORM:
+                weight = tl.load(k_norm + d, mask=in_head, other=0.0).to(tl.float32)
+                other_weight = tl.load(k_norm + other, mask=in_head, other=0.0).to(tl.float32)
+            own_k = _turn(own_k, own_other, weight, other_weight, cos, sin, eps, D, NORM).to(qkv.dtype.element_ty)
+            own_v = tl.load(own + KV * D + d, mask=in_head, other=0.0)[None, :]
+            own_block = tl.load(table + row * stride_table + position // BLOCK_SIZE).to(tl.int64)
+            own_place = keys + own_block * stride_block + (position % BLOCK_SIZE) * stride_token + d[None, :]
+            tl.store(own_place, own_k.to(cache.dtype.element_ty), mask=in_head[None, :])
+            tl.store(own_place + stride_kv, own_v.to(cache.dtype.element_ty), mask=in_head[None, :])
+            own_s = tl.sum(q.to(tl.float32) * own_k.to(tl.float32), 1)
+            own_top = tl.maximum(top, own_s)
+            own_p = tl.exp2(own_s - own_top)
+            own_shrink = tl.exp2(top - own_top)
+            total = total * own_shrink + own_p
+            acc = acc * own_shrink[:, None] + own_p[:, None] * own_v.to(tl.float32)
+            top = own_top
+    if num_splits == 1:
+        tl.store(out_at, (acc / total[:, None]).to(out.dtype.element_ty), mask=is_query)
+        return
+    unit = seq * KV + kv_head
+    mine = parts + (unit.to(tl.int64) * SPLITS + split) * (GROUP * PART)
+    tl.store(mine + g[:, None] * PART + d[None, :], acc, mask=(g < GROUP)[:, None])
+    tl.store(mine + g * PART + DP, top, mask=g < GROUP)
+    tl.store(mine + g * PART + DP + 1, total, mask=g < GROUP)
+    tl.debug_barrier()  # all threads' parts are written before one of them says so
+    num_done = tl.atomic_add(counters + unit, 1, sem="acq_rel", scope="gpu")
+    if num_done == num_splits - 1:
+        tl.store(counters + unit, 0)
+        i = tl.arange(0, SPLITS)
+        there = i < num_splits
+        for head in tl.static_range(GROUP):
+            part = parts + (unit.to(tl.int64) * SPLITS + i) * (GROUP * PART) + head * PART
+            # .cg: past the L1 cache, which does not know what other multiprocessors wrote
+            tops = tl.load(part + DP, mask=there, other=-float("inf"), cache_modifier=".cg")
+            totals = tl.load(part + DP + 1, mask=there, other=0.0, cache_modifier=".cg")
+            accs = tl.load(part[:, None] + d[None, :], mask=there[:, None], other=0.0, cache_modifier=".cg")
+            share = tl.exp2(tops - tl.max(tops, 0))
+            y = tl.sum(accs * share[:, None], 0) / tl.sum(totals * share, 0)
+            at = out + seq.to(tl.int64) * (H * D) + (kv_head * GROUP + head) * D + d
+            tl.store(at, y.to(out.dtype.element_ty), mask=in_head)

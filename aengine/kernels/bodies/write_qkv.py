@@ -1,0 +1,108 @@
+"""A token and a group of its heads a program. Bytes: qkv twice, k and v once more; operations: some 10 an element."""
+
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+from torch import Tensor
+from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
+
+from .launch import has_pdl, launch
+
+__all__ = ["Norms", "turn_and_write"]
+
+Norms = tuple[Tensor | None, Tensor | None, float]  # weights of q's and k's, and their eps
+
+
+def turn_and_write(
+    qkv: Tensor, positions: Tensor, slot_mapping: Tensor, rope: Tensor, norms: Norms, num_heads: int, kv_cache: Tensor
+) -> None:
+    q_norm, k_norm, eps = norms
+    block_size, _, num_kv_heads, head_dim = kv_cache.shape[1:]
+    launch(
+        _turn_and_write,
+        (qkv.shape[0],),
+        qkv,
+        positions,
+        slot_mapping,
+        rope,
+        q_norm,
+        k_norm,
+        kv_cache,
+        eps,
+        kv_cache.stride(0),
+        kv_cache.stride(1),
+        kv_cache.stride(2),
+        kv_cache.stride(3),
+        H=num_heads,
+        KV=num_kv_heads,
+        HEADS=triton.next_power_of_2(num_heads + 2 * num_kv_heads),
+        D=head_dim,
+        HALF=triton.next_power_of_2(head_dim // 2),
+        BLOCK_SIZE=block_size,
+        NORM=q_norm is not None,
+        PDL=has_pdl(),
+        num_warps=4,
+    )
+
+
+@triton.jit
+def _turn_and_write(
+    qkv,
+    positions,
+    slots,
+    rope,
+    q_norm,
+    k_norm,
+    cache,
+    eps,
+    stride_block,
+    stride_token,
+    stride_kv,
+    stride_head,
+    H: tl.constexpr,
+    KV: tl.constexpr,
+    HEADS: tl.constexpr,
+    D: tl.constexpr,
+    HALF: tl.constexpr,
+    BLOCK_SIZE: tl.constexpr,
+    NORM: tl.constexpr,
+    PDL: tl.constexpr,
+):
+    if PDL:
+        gdc_launch_dependents()
+        gdc_wait()
+    token = tl.program_id(0).to(tl.int64)
+    position = tl.load(positions + token)
+    slot = tl.load(slots + token)
+    head = tl.arange(0, HEADS)[:, None]
+    i = tl.arange(0, HALF)[None, :]
+    half: tl.constexpr = D // 2
+    inside = (head < H + 2 * KV) & (i < half)
+    at = qkv + token * ((H + 2 * KV) * D) + head * D + i
+    first_raw = tl.load(at, mask=inside, other=0.0)
+    second_raw = tl.load(at + half, mask=inside, other=0.0)
+    first, second = first_raw.to(tl.float32), second_raw.to(tl.float32)
+    if NORM:
+        scale = 1.0 / tl.sqrt((tl.sum(first * first, 1) + tl.sum(second * second, 1)) / D + eps)
+        ok = i < half
+        w1 = tl.where(head < H, tl.load(q_norm + i, mask=ok, other=0.0), tl.load(k_norm + i, mask=ok, other=0.0))
+        w2 = tl.where(
+            head < H, tl.load(q_norm + half + i, mask=ok, other=0.0), tl.load(k_norm + half + i, mask=ok, other=0.0)
+        )
+        first = first * scale[:, None] * w1.to(tl.float32)
+        second = second * scale[:, None] * w2.to(tl.float32)
+    cos = tl.load(rope + position * D + i, mask=i < half, other=0.0)
+    sin = tl.load(rope + position * D + half + i, mask=i < half, other=0.0)
+    turned = head < H + KV
+    one = tl.where(turned, (first * cos - second * sin).to(qkv.dtype.element_ty), first_raw)
+    two = tl.where(turned, (second * cos + first * sin).to(qkv.dtype.element_ty), second_raw)
+    tl.store(at, one, mask=inside & turned)
+    tl.store(at + half, two, mask=inside & turned)
+    is_value = head >= H + KV
+    kv_head = tl.where(is_value, head - H - KV, head - H)
+    place = cache + slot // BLOCK_SIZE * stride_block + slot % BLOCK_SIZE * stride_token
+    place = place + tl.where(is_value, stride_kv, 0) + kv_head * stride_head + i
+    written = inside & (head >= H) & (slot >= 0)
+    tl.store(place, one.to(cache.dtype.element_ty), mask=written)
+    tl.store(place + half, two.to(cache.dtype.element_ty), mask=written)

@@ -1,0 +1,99 @@
+"""Attention of sequences with one new token each, from the raw product of its q, k and v on, in one launch.
+
+    qkv ─ (norm of q, k head by head) ─ rotary at position seq_len - 1 ─┬─ k, v into their slot of the cache
+                                                                        └─ q over keys 0 .. seq_len - 1, softmax, v
+
+Split KV: a sequence's keys are cut into chunks, each a program's, and the last program to end puts the parts together
+(Dao et al. 2023, flash decoding, https://pytorch.org/blog/flash-decoding/), in the order of the chunks, so that the
+same batch gives the same bits. The number of chunks follows each sequence's own length, on the device.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from .paged_attention import decode_attention as attend_on_cpu
+from .seat import uses_triton
+
+__all__ = ["DecodeWorkspace", "decode_step_attention"]
+
+_MOST_PARTS = 8192  # programs of one launch that leave a part behind
+
+
+class DecodeWorkspace:
+    """Memory for parts of the softmax and for counting them; one for all layers, as they run one after the other."""
+
+    def __init__(self, max_num_seqs: int, num_heads: int, num_kv_heads: int, head_dim: int, device: torch.device):
+        padded = 1 << (head_dim - 1).bit_length()
+        groups = num_heads // num_kv_heads
+        units = max_num_seqs * num_kv_heads
+        self.max_parts = max(_MOST_PARTS, units)
+        self.parts = torch.empty(self.max_parts * groups * (padded + 2), dtype=torch.float32, device=device)
+        self.counters = torch.zeros(units, dtype=torch.int32, device=device)  # each launch leaves zeros
+
+
+def decode_step_attention(
+    qkv: Tensor,
+    kv_cache: Tensor,
+    block_table: Tensor,
+    rows: Tensor,
+    seq_lens: Tensor,
+    rope: Tensor,
+    q_norm: Tensor | None,
+    k_norm: Tensor | None,
+    eps: float,
+    num_heads: int,
+    scale: float,
+    window: int | None,
+    workspace: DecodeWorkspace,
+    *,
+    is_raw: bool = True,
+) -> Tensor:
+    """[n, num_heads * head_dim], in qkv's dtype.
+
+    Args:
+        qkv: [n, (num_heads + 2 * num_kv_heads) * head_dim], contiguous rows; q heads, k heads, v heads.
+        kv_cache: [num_blocks, block_size, 2, num_kv_heads, head_dim], any strides but the last.
+        block_table: int32 [max_num_seqs, width], by row.
+        rows: int64 [n]; seq_lens: int32 [n], the new token included. 0: padding, which gets zeros and writes nothing.
+        rope: float32 [num_positions, head_dim]: cosines, then sines.
+        q_norm, k_norm: [head_dim], or None.
+        window: tokens that a query looks back on, itself included.
+        is_raw: False if q and k are turned, and k and v in the cache, already.
+    """
+    n, width = qkv.shape
+    num_kv_heads, head_dim = kv_cache.shape[3:]
+    assert width == (num_heads + 2 * num_kv_heads) * head_dim and qkv.stride(1) == 1 and kv_cache.stride(4) == 1
+    assert rows.shape == seq_lens.shape == (n,) and seq_lens.dtype == torch.int32 and rope.shape[1] == head_dim
+    if uses_triton(qkv):
+        from .bodies import decode_attention as body
+
+        return body.decode_step_attention(
+            qkv,
+            kv_cache,
+            block_table,
+            rows,
+            seq_lens,
+            rope,
+            (q_norm, k_norm, eps),
+            num_heads,
+            scale,
+            window,
+            workspace,
+            is_raw,
+        )
+    from .write_qkv import turn_and_write
+
+    out = torch.zeros((n, num_heads * head_dim), dtype=qkv.dtype)
+    real = torch.nonzero(seq_lens).flatten()
+    own, lens, table = qkv[real], seq_lens[real], block_table[rows[real]]
+    if is_raw:
+        positions = lens.long() - 1
+        block_size = kv_cache.shape[1]
+        blocks = table.gather(1, (positions // block_size)[:, None]).squeeze(1).long()
+        slots = blocks * block_size + positions % block_size
+        turn_and_write(own, positions, slots, rope, q_norm, k_norm, eps, num_heads, kv_cache)
+    q = own[:, : num_heads * head_dim].view(-1, num_heads, head_dim)
+    out[real] = attend_on_cpu(q, kv_cache, table.long(), lens.tolist(), scale, window)
+    return out

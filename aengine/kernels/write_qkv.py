@@ -1,0 +1,52 @@
+"""What new tokens need before attention: q and k normalised and turned by position, k and v in the cache."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from .seat import uses_triton
+
+__all__ = ["turn_and_write"]
+
+
+def turn_and_write(
+    qkv: Tensor,
+    positions: Tensor,
+    slot_mapping: Tensor,
+    rope: Tensor,
+    q_norm: Tensor | None,
+    k_norm: Tensor | None,
+    eps: float,
+    num_heads: int,
+    kv_cache: Tensor,
+) -> None:
+    """Change q and k of ``qkv`` in place, head by head: RMS norm if there are weights, then rotary; write k and v.
+
+    Args:
+        qkv: [num_tokens, (num_heads + 2 * num_kv_heads) * head_dim]
+        positions, slot_mapping: int64 [num_tokens]; slot -1: nothing is written
+        rope: float32 [num_positions, head_dim]: cosines, then sines
+        q_norm, k_norm: [head_dim], or None
+        kv_cache: [num_blocks, block_size, 2, num_kv_heads, head_dim], any strides but the last
+    """
+    num_kv_heads, head_dim = kv_cache.shape[3:]
+    assert qkv.shape[1] == (num_heads + 2 * num_kv_heads) * head_dim and qkv.is_contiguous()
+    assert positions.shape == slot_mapping.shape == qkv.shape[:1] and kv_cache.stride(4) == 1
+    if uses_triton(qkv):
+        from .bodies import write_qkv as body
+
+        body.turn_and_write(qkv, positions, slot_mapping, rope, (q_norm, k_norm, eps), num_heads, kv_cache)
+        return
+    heads = qkv.view(qkv.shape[0], -1, head_dim)
+    cos, sin = rope.index_select(0, positions)[:, None].chunk(2, -1)
+    for begin, count, norm in ((0, num_heads, q_norm), (num_heads, num_kv_heads, k_norm)):
+        x = heads[:, begin : begin + count].float()
+        if norm is not None:
+            x = torch.rms_norm(x, norm.shape, norm.float(), eps)
+        first, second = x.chunk(2, -1)
+        heads[:, begin : begin + count] = torch.cat((first * cos - second * sin, second * cos + first * sin), -1)
+    kept = slot_mapping >= 0
+    slots, block_size = slot_mapping[kept], kv_cache.shape[1]
+    kv = heads[kept][:, num_heads:].unflatten(1, (2, num_kv_heads))
+    kv_cache[slots // block_size, slots % block_size] = kv.to(kv_cache.dtype)

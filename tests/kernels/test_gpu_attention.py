@@ -1,0 +1,246 @@
+"""The attention of the GPU runner, on its Triton bodies, against its definition in float64."""
+
+from __future__ import annotations
+
+import random
+from dataclasses import dataclass
+
+import pytest
+import torch
+from torch import Tensor
+
+from aengine.kernels.decode_attention import DecodeWorkspace, decode_step_attention
+from aengine.kernels.seat import torch_bodies
+from aengine.kernels.varlen_attention import varlen_attention
+from aengine.kernels.write_qkv import turn_and_write
+
+DTYPES = [torch.float32, torch.float16] + ([torch.bfloat16] if torch.cuda.is_available() else [])
+TOLERANCE = {torch.float32: 3e-6, torch.float16: 2e-3, torch.bfloat16: 1.2e-2}
+EPS = 1e-5
+
+
+@dataclass
+class Case:
+    """Sequences over scattered blocks; what no sequence owns, or has not written yet, is NaN."""
+
+    num_heads: int
+    num_kv_heads: int
+    head_dim: int
+    block_size: int
+    window: int | None
+    seq_lens: list[int]
+    query_lens: list[int]
+    dtype: torch.dtype
+    gen: torch.Generator
+    with_norm: bool
+
+    def __post_init__(self) -> None:
+        gen, d, bs = self.gen, self.head_dim, self.block_size
+        n = len(self.seq_lens)
+        counts = [-(-s // bs) for s in self.seq_lens]
+        num_blocks = sum(counts) + 3
+        order = torch.randperm(num_blocks, generator=gen).int()
+        self.table = torch.zeros(n + 2, max(counts) + 2, dtype=torch.int32)
+        self.rows = torch.randperm(n + 2, generator=gen)[:n]
+        shape = (num_blocks, 2, self.num_kv_heads, bs, d)
+        self.cache = torch.full(shape, torch.nan).to(self.dtype).permute(0, 3, 1, 2, 4)
+        self.context = []  # of each sequence: [seq_len, 2, kv heads, d], the old tokens' keys turned already
+        begin = 0
+        for i, (seq_len, count) in enumerate(zip(self.seq_lens, counts)):
+            blocks = order[begin : begin + count]
+            self.table[self.rows[i], :count] = blocks
+            begin += count
+            kv = torch.randn(seq_len, 2, self.num_kv_heads, d, generator=gen).to(self.dtype)
+            old = seq_len - self.query_lens[i]
+            t = torch.arange(old)
+            self.cache[blocks[t // bs].long(), t % bs] = kv[:old]
+            self.context.append(kv)
+        width = (self.num_heads + 2 * self.num_kv_heads) * d
+        self.qkv = torch.randn(sum(self.query_lens), width, generator=gen).to(self.dtype)
+        exponent = torch.arange(0, d, 2) / d
+        angles = torch.arange(max(self.seq_lens))[:, None] * 10000.0**-exponent
+        self.rope = torch.cat((angles.cos(), angles.sin()), 1)
+        self.q_norm = self.k_norm = None
+        if self.with_norm:
+            self.q_norm, self.k_norm = ((torch.rand(d, generator=gen) + 0.5).to(self.dtype) for _ in range(2))
+        starts = [0]
+        for count in self.query_lens:
+            starts.append(starts[-1] + count)
+        self.query_start_loc = torch.tensor(starts, dtype=torch.int32)
+        ranges = [torch.arange(s - q, s) for s, q in zip(self.seq_lens, self.query_lens)]
+        self.positions = torch.cat(ranges)
+        owner = torch.repeat_interleave(torch.arange(n), torch.tensor(self.query_lens))
+        blocks = self.table[self.rows[owner], self.positions // bs].long()
+        self.slots = blocks * bs + self.positions % bs
+
+    def turned(self) -> tuple[Tensor, Tensor, Tensor]:
+        """q, k, v of the new tokens, float64, heads split."""
+        heads = self.qkv.double().view(len(self.qkv), -1, self.head_dim)
+        q, k, v = heads.split([self.num_heads, self.num_kv_heads, self.num_kv_heads], 1)
+        cos, sin = self.rope.double()[self.positions][:, None].chunk(2, -1)
+
+        def turn(x: Tensor, weight: Tensor | None) -> Tensor:
+            if weight is not None:
+                x = x * weight.double() / (x.square().mean(-1, keepdim=True) + EPS).sqrt()
+            a, b = x.chunk(2, -1)
+            return torch.cat((a * cos - b * sin, b * cos + a * sin), -1)
+
+        return turn(q, self.q_norm), turn(k, self.k_norm), v
+
+    def expected(self) -> Tensor:
+        q, k, v = self.turned()
+        outs = []
+        groups = self.num_heads // self.num_kv_heads
+        for i, kv in enumerate(self.context):
+            new = slice(int(self.query_start_loc[i]), int(self.query_start_loc[i + 1]))
+            keys, values = kv.double().unbind(1)
+            old = self.seq_lens[i] - self.query_lens[i]
+            keys = torch.cat((keys[:old], k[new])).repeat_interleave(groups, 1)
+            values = torch.cat((values[:old], v[new])).repeat_interleave(groups, 1)
+            scores = torch.einsum("qhd,thd->hqt", q[new], keys) * self.head_dim**-0.5
+            at, seen = torch.arange(old, self.seq_lens[i])[:, None], torch.arange(self.seq_lens[i])
+            mask = seen <= at
+            if self.window is not None:
+                mask &= seen > at - self.window
+            weights = scores.masked_fill(~mask, -torch.inf).softmax(-1)
+            outs.append(torch.einsum("hqt,thd->qhd", weights, values).flatten(1))
+        return torch.cat(outs)
+
+    def on(self, device: torch.device, name: str) -> Tensor:
+        return getattr(self, name).to(device)
+
+    def norms(self, device: torch.device) -> tuple[Tensor | None, Tensor | None, float]:
+        if self.q_norm is None or self.k_norm is None:
+            return None, None, EPS
+        return self.q_norm.to(device), self.k_norm.to(device), EPS
+
+    def write(self, device: torch.device, cache: Tensor) -> Tensor:
+        """`turn_and_write` of all new tokens; returns qkv afterwards."""
+        qkv = self.qkv.clone().to(device)
+        args = [self.on(device, name) for name in ("positions", "slots", "rope")]
+        turn_and_write(qkv, *args, *self.norms(device), self.num_heads, cache)
+        return qkv
+
+    def decode(self, device: torch.device, qkv: Tensor, cache: Tensor, *, is_raw: bool, padding: int = 0) -> Tensor:
+        rows = torch.cat((self.rows, torch.full((padding,), -1)))
+        seq_lens = torch.tensor(self.seq_lens + [0] * padding, dtype=torch.int32)
+        qkv = torch.cat((qkv, torch.full((padding, qkv.shape[1]), torch.nan, dtype=qkv.dtype, device=device)))
+        workspace = DecodeWorkspace(len(rows), self.num_heads, self.num_kv_heads, self.head_dim, device)
+        table, rope = self.on(device, "table"), self.on(device, "rope")
+        out = decode_step_attention(
+            qkv,
+            cache,
+            table,
+            rows.to(device),
+            seq_lens.to(device),
+            rope,
+            *self.norms(device),
+            self.num_heads,
+            self.head_dim**-0.5,
+            self.window,
+            workspace,
+            is_raw=is_raw,
+        )
+        assert workspace.counters.sum() == 0, "a counter was not put back"
+        return out
+
+
+def draw(rng: random.Random, gen: torch.Generator, *, decode: bool, dtype: torch.dtype, longest: int) -> Case:
+    num_kv_heads = rng.choice([1, 2, 3])
+    seq_lens = [rng.choice([1, 2, 15, 16, 17, 32, rng.randint(1, longest)]) for _ in range(rng.randint(1, 4))]
+    query_lens = [1 if decode else rng.randint(1, s) for s in seq_lens]
+    return Case(
+        num_heads=num_kv_heads * rng.choice([1, 2, 3, 8]),
+        num_kv_heads=num_kv_heads,
+        head_dim=rng.choice([16, 64, 80, 128]),
+        block_size=rng.choice([4, 16, 32]),
+        window=rng.choice([None, None, 1, 7, 40]),
+        seq_lens=seq_lens,
+        query_lens=query_lens,
+        dtype=dtype,
+        gen=gen,
+        with_norm=rng.random() < 0.5,
+    )
+
+
+def close(out: Tensor, expected: Tensor, dtype: torch.dtype) -> bool:
+    out = out.cpu().double()
+    return bool(((out - expected).norm() / expected.norm()) < TOLERANCE[dtype])
+
+
+def moved_cache(case: Case, device: torch.device) -> Tensor:
+    """The cache on the device in the same order of memory, its own copy."""
+    return case.cache.permute(0, 2, 3, 1, 4).clone().to(device).permute(0, 3, 1, 2, 4)
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+def test_decode(rng: random.Random, gen: torch.Generator, triton_device: torch.device, dtype: torch.dtype) -> None:
+    for _ in range(6):
+        case = draw(rng, gen, decode=True, dtype=dtype, longest=300)
+        padding = rng.randint(0, 2)
+        cache = moved_cache(case, triton_device)
+        out = case.decode(triton_device, case.qkv.to(triton_device), cache, is_raw=True, padding=padding)
+        n = len(case.seq_lens)
+        assert close(out[:n], case.expected(), dtype), case
+        assert (out[n:] == 0).all()
+        written = moved_cache(case, triton_device)
+        case.write(triton_device, written)
+        assert torch.equal(cache.cpu().isnan(), written.cpu().isnan()), "other places were written"
+        torch.testing.assert_close(cache.cpu(), written.cpu(), rtol=1e-2, atol=1e-2, equal_nan=True)
+        turned = case.write(triton_device, written)
+        assert close(case.decode(triton_device, turned, written, is_raw=False), case.expected(), dtype)
+
+
+def test_decode_of_long_sequences_in_many_splits(
+    rng: random.Random, gen: torch.Generator, triton_device: torch.device
+) -> None:
+    for window in (None, 500):
+        lens = [rng.randint(700, 1500), 1, 129, 128]
+        case = Case(4, 2, 64, 16, window, lens, [1] * 4, torch.float32, gen, True)
+        cache = moved_cache(case, triton_device)
+        out = case.decode(triton_device, case.qkv.to(triton_device), cache, is_raw=True)
+        assert close(out, case.expected(), torch.float32)
+        again = case.decode(triton_device, case.qkv.to(triton_device), cache, is_raw=True)
+        assert torch.equal(out, again)
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+def test_prompts(rng: random.Random, gen: torch.Generator, triton_device: torch.device, dtype: torch.dtype) -> None:
+    for _ in range(5):
+        case = draw(rng, gen, decode=False, dtype=dtype, longest=150)
+        cache = moved_cache(case, triton_device)
+        qkv = case.write(triton_device, cache)
+        q = qkv.view(len(qkv), -1, case.head_dim)[:, : case.num_heads]
+        padded = torch.cat((case.query_start_loc, case.query_start_loc[-1:]))  # a sequence without tokens
+        rows = torch.cat((case.rows, torch.tensor([-1])))
+        seq_lens = torch.tensor([*case.seq_lens, 0], dtype=torch.int32)
+        on = [t.to(triton_device) for t in (case.table, rows, padded, seq_lens)]
+        out = varlen_attention(q, cache, *on, case.head_dim**-0.5, case.window)
+        assert close(out, case.expected(), dtype), case
+
+
+def test_a_slot_of_minus_one_is_not_written(gen: torch.Generator, triton_device: torch.device) -> None:
+    case = Case(2, 1, 16, 4, None, [9, 5], [3, 2], torch.float32, gen, True)
+    case.slots[2] = -1
+    cache = moved_cache(case, triton_device)
+    case.write(triton_device, cache)
+    with torch_bodies():
+        expected = case.cache.clone()
+        case.write(torch.device("cpu"), expected)
+    torch.testing.assert_close(cache.cpu(), expected, equal_nan=True)
+
+
+def test_the_torch_bodies(rng: random.Random, gen: torch.Generator) -> None:
+    for _ in range(10):
+        case = draw(rng, gen, decode=rng.random() < 0.5, dtype=torch.float32, longest=100)
+        cache = case.cache.nan_to_num()  # the CPU's runner clears the blocks that change hands
+        expected = case.expected()
+        if max(case.query_lens) == 1:
+            out = case.decode(torch.device("cpu"), case.qkv, cache, is_raw=True, padding=1)[:-1]
+        else:
+            qkv = case.write(torch.device("cpu"), cache)
+            q = qkv.view(len(qkv), -1, case.head_dim)[:, : case.num_heads]
+            lens = torch.tensor(case.seq_lens, dtype=torch.int32)
+            scale = case.head_dim**-0.5
+            out = varlen_attention(q, cache, case.table, case.rows, case.query_start_loc, lens, scale, case.window)
+        assert close(out, expected, torch.float32), case
