@@ -49,6 +49,7 @@ def decode_step_attention(
     workspace: DecodeWorkspace,
     *,
     is_raw: bool = True,
+    out: Tensor | None = None,
 ) -> Tensor:
     """[n, num_heads * head_dim], in qkv's dtype.
 
@@ -61,6 +62,7 @@ def decode_step_attention(
         q_norm, k_norm: [head_dim], or None.
         window: tokens that a query looks back on, itself included.
         is_raw: False if q and k are turned, and k and v in the cache, already.
+        out: where to put the rows that are not padding, [>= n, num_heads * head_dim]; None: a new tensor.
     """
     n, width = qkv.shape
     num_kv_heads, head_dim = kv_cache.shape[3:]
@@ -82,10 +84,12 @@ def decode_step_attention(
             window,
             workspace,
             is_raw,
+            out,
         )
     from .write_qkv import turn_and_write
 
-    out = torch.zeros((n, num_heads * head_dim), dtype=qkv.dtype)
+    if out is None:
+        out = torch.zeros((n, num_heads * head_dim), dtype=qkv.dtype)
     real = torch.nonzero(seq_lens).flatten()
     own, lens, table = qkv[real], seq_lens[real], block_table[rows[real]]
     if is_raw:

@@ -11,6 +11,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from ..kernels.input_prep import PreparedInputs
 from ..kernels.kv_write import write_kv
 from ..kernels.paged_attention import decode_attention, prefill_attention
 from ..kernels.rotary import apply_rotary, rotary_rows
@@ -46,9 +47,15 @@ class KvCache:
             query_lens=batch.plan.query_lens.tolist(),
             seq_lens=batch.plan.seq_lens.tolist(),
             block_table=batch.block_table.long(),
-            slot_mapping=batch.slot_mapping,
+            slot_mapping=batch.inputs.slot_mapping,
         )
         return Attention(self, metadata)
+
+    def bind_decode(self, rows: Tensor, seq_lens: Tensor, block_table: Tensor) -> Attention:
+        raise AssertionError("there are no graphs on a CPU")
+
+    def bind_batch(self, inputs: PreparedInputs, rows: Tensor, block_table: Tensor) -> Attention:
+        raise AssertionError("there are no graphs on a CPU")
 
     def clear_blocks(self, block_ids: Tensor) -> None:
         """Blocks (int64 [m]) have a new owner. Places past its tokens are read too, under a mask: 0 * NaN is NaN."""

@@ -70,6 +70,9 @@ class PrefillMetadata:
 class PrefillBackend(Protocol):
     name: str
 
+    def pays(self, query_lens: Rows) -> bool:
+        """Whether `prefill` is worth its start for prompts of these lengths; if not, `varlen_attention` is called."""
+
     def prefill(
         self,
         q: Tensor,
@@ -90,6 +93,9 @@ class PrefillBackend(Protocol):
 
 class TritonPrefill:
     name = "triton"
+
+    def pays(self, query_lens: Rows) -> bool:
+        return False
 
     def prefill(
         self,
@@ -116,6 +122,9 @@ class LibraryPrefill:
         self._function: Varlen | None = function
         self._own = TritonPrefill()
 
+    def pays(self, query_lens: Rows) -> bool:
+        return self._function is not None and int(query_lens.max()) >= _WORTHWHILE
+
     def prefill(
         self,
         q: Tensor,
@@ -128,7 +137,7 @@ class LibraryPrefill:
     ) -> Tensor:
         m = metadata
         longest = int(m.query_lens.max())
-        if self._function is None or longest < _WORTHWHILE:
+        if self._function is None:
             return self._own.prefill(q, k, v, kv_cache, m, scale, window)
         starts_k = m.query_start_loc
         if m.has_context:

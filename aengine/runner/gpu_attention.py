@@ -15,9 +15,11 @@ import torch
 from torch import Tensor
 
 from ..kernels.decode_attention import DecodeWorkspace, decode_step_attention
+from ..kernels.input_prep import PreparedInputs
+from ..kernels.varlen_attention import varlen_attention
 from ..kernels.write_qkv import turn_and_write
 from .attention_backends import PrefillBackend, PrefillMetadata
-from .input_batch import InputBatch
+from .input_batch import BatchPlan, InputBatch
 from .layers.decoder import AttentionLayer
 from .model_config import ModelConfig
 
@@ -52,7 +54,10 @@ class GpuKvCache:
         self.workspace = DecodeWorkspace(max_num_seqs, config.num_heads, config.num_kv_heads, config.head_dim, device)
 
     def bind(self, batch: InputBatch) -> BatchAttention:
-        return BatchAttention(self, batch)
+        return BatchAttention(self, batch.inputs, batch.idx_mapping, batch.block_table, batch.plan)
+
+    def bind_batch(self, inputs: PreparedInputs, rows: Tensor, block_table: Tensor) -> BatchAttention:
+        return BatchAttention(self, inputs, rows, block_table, None)
 
     def bind_decode(self, rows: Tensor, seq_lens: Tensor, block_table: Tensor) -> DecodeAttention:
         return DecodeAttention(self, rows, seq_lens, block_table)
@@ -89,37 +94,59 @@ class DecodeAttention:
 
 
 class BatchAttention:
-    """Of any batch: decodes lead, prompts and chunks of prompts follow."""
+    """Of any batch: decodes lead, prompts and chunks of prompts follow.
 
-    def __init__(self, cache: GpuKvCache, batch: InputBatch) -> None:
+    ``plan``: what the host knows of it; None inside a graph, where nothing may depend on it: both kernels run, and skip
+    on the device what is the other's.
+    """
+
+    def __init__(
+        self, cache: GpuKvCache, inputs: PreparedInputs, rows: Tensor, block_table: Tensor, plan: BatchPlan | None
+    ) -> None:
         self._cache = cache
-        self._batch = batch
-        plan = batch.plan
-        self._num_decodes = n = plan.num_decodes
+        self._inputs = inputs
+        self._rows = rows
+        self._block_table = block_table
+        self._has_decodes = plan is None or plan.num_decodes > 0
+        self._has_prompts = plan is None or plan.num_decodes < plan.num_reqs
         self._metadata: PrefillMetadata | None = None
-        if n < plan.num_reqs:
+        self._num_decodes = 0 if plan is None else plan.num_decodes
+        if plan is not None and self._has_prompts and cache.prefill.pays(plan.query_lens[self._num_decodes :]):
+            n = self._num_decodes
             self._metadata = PrefillMetadata.of(
-                batch.idx_mapping[n:], batch.seq_lens[n:], batch.block_table, plan.query_lens[n:], plan.seq_lens[n:]
+                rows[n:], inputs.seq_lens[n:], block_table, plan.query_lens[n:], plan.seq_lens[n:]
             )
+        query_lens = inputs.query_start_loc[1:] - inputs.query_start_loc[:-1]
+        self._decode_lens = torch.where(query_lens == 1, inputs.seq_lens, 0)
 
     def begin(self, positions: Tensor) -> None:
         pass
 
     def forward(self, layer: AttentionLayer, qkv: Tensor) -> Tensor:
-        cache, batch, n = self._cache, self._batch, self._num_decodes
+        cache, inputs, table = self._cache, self._inputs, self._block_table
         kv_cache = cache.layers[layer.index]
         turn_and_write(
-            qkv, batch.positions, batch.slot_mapping, cache.rope, *_norms(layer), layer.num_heads, kv_cache
+            qkv, inputs.positions, inputs.slot_mapping, cache.rope, *_norms(layer), layer.num_heads, kv_cache
         )
-        if self._metadata is None:
-            return _decode(cache, layer, qkv, batch.idx_mapping, batch.seq_lens, batch.block_table, fused=False)
-        heads = qkv[n:].view(-1, layer.num_heads + 2 * layer.num_kv_heads, layer.head_dim)
+        out = self._attend_to_prompts(layer, qkv)
+        if self._has_decodes:
+            n = min(len(self._rows), len(qkv))
+            _decode(cache, layer, qkv[:n], self._rows[:n], self._decode_lens[:n], table, fused=False, out=out)
+        return out
+
+    def _attend_to_prompts(self, layer: AttentionLayer, qkv: Tensor) -> Tensor:
+        """[num_tokens, num_heads * head_dim]; the decodes' rows are not written."""
+        inputs, kv_cache = self._inputs, self._cache.layers[layer.index]
+        heads = qkv.view(len(qkv), -1, layer.head_dim)
         q, k, v = heads.split([layer.num_heads, layer.num_kv_heads, layer.num_kv_heads], dim=1)
-        prefilled = cache.prefill.prefill(q, k, v, kv_cache, self._metadata, layer.scale, layer.window)
-        if n == 0:
-            return prefilled
-        decoded = _decode(cache, layer, qkv[:n], batch.idx_mapping[:n], batch.seq_lens[:n], batch.block_table, fused=False)
-        return torch.cat((decoded, prefilled))
+        if not self._has_prompts:
+            return torch.empty((len(qkv), layer.num_heads * layer.head_dim), dtype=qkv.dtype, device=qkv.device)
+        if self._metadata is None:
+            where = (self._block_table, self._rows, inputs.query_start_loc, inputs.seq_lens)
+            return varlen_attention(q, kv_cache, *where, layer.scale, layer.window, skip_single=True)
+        n = self._num_decodes
+        out = self._cache.prefill.prefill(q[n:], k[n:], v[n:], kv_cache, self._metadata, layer.scale, layer.window)
+        return out if n == 0 else torch.cat((out.new_empty((n, out.shape[1])), out))
 
 
 def _decode(
@@ -131,6 +158,7 @@ def _decode(
     block_table: Tensor,
     *,
     fused: bool,
+    out: Tensor | None = None,
 ) -> Tensor:
     return decode_step_attention(
         qkv,
@@ -145,6 +173,7 @@ def _decode(
         layer.window,
         cache.workspace,
         is_raw=fused,
+        out=out,
     )
 
 

@@ -33,6 +33,8 @@ logger = logging.getLogger("aengine.runner")
 Progress = Callable[[str, int, int, str], None]
 
 GPU_BATCHED_TOKENS = 8192
+MAX_GRAPH_TOKENS = 2048
+"""Of a step with prompts: a larger one takes the GPU longer than the host takes to queue it op by op."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -75,6 +77,7 @@ class GpuSetup:
             block_size=self.block_size,
             device=self.device,
             graph_sizes=graph_sizes(min(config.max_num_seqs, self.max_batched)),
+            max_graph_tokens=min(MAX_GRAPH_TOKENS, self.max_batched),
             enforce_eager=config.enforce_eager,
         )
 
@@ -149,6 +152,8 @@ def _profile(setup: GpuSetup, runner: ModelRunner, max_model_len: int) -> int:
     torch.cuda.empty_cache()
     before = torch.cuda.memory_reserved(device)
     runner.graphs.capture(BatchDescriptor(runner.graphs.max_size, GraphKind.SAMPLED))
+    if runner.batch_graphs is not None and runner.batch_graphs.largest is not None:
+        runner.batch_graphs.capture(runner.batch_graphs.largest)
     return peak + torch.cuda.memory_reserved(device) - before
 
 

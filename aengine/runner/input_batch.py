@@ -14,7 +14,7 @@ from torch import Tensor
 
 from ..errors import InternalError
 from ..ipc.messages import GrammarOutput, SchedulerOutput
-from ..kernels.input_prep import gather_block_table, prepare_inputs
+from ..kernels.input_prep import PreparedInputs, gather_block_table, prepare_inputs
 from ..kernels.seat import uses_triton
 from .block_tables import BlockTables
 from .request_state import RequestState, Scalars
@@ -74,14 +74,9 @@ class InputBatch:
 
     plan: BatchPlan
     idx_mapping: Tensor  # int64 [num_reqs]: rows
-    input_ids: Tensor  # int64 [num_tokens]
-    positions: Tensor  # int64 [num_tokens]
-    slot_mapping: Tensor  # int64 [num_tokens]
-    query_start_loc: Tensor  # int32 [num_reqs + 1]
-    seq_lens: Tensor  # int32 [num_reqs], this step's tokens included
+    inputs: PreparedInputs
     block_table: Tensor  # int32 [num_reqs, ceil(max_seq_len / block_size)]; past a request's own, its first.
     # Where the Triton bodies run: the persistent table [max_num_seqs, max_blocks_per_seq], read by idx_mapping.
-    logits_indices: Tensor | None  # int64 [num_sampled]: the last token of each that samples; None: every token
 
     @property
     def num_reqs(self) -> int:
@@ -105,17 +100,11 @@ class InputBatch:
         if not uses_triton(table):
             width = -(-int(plan.seq_lens.max()) // tables.block_size)
             table = gather_block_table(table, idx_mapping, inputs.seq_lens, tables.block_size, width)
-        every_token = len(plan.sampling) == plan.num_tokens
         return cls(
             plan=plan,
             idx_mapping=idx_mapping,
-            input_ids=inputs.input_ids,
-            positions=inputs.positions,
-            slot_mapping=inputs.slot_mapping,
-            query_start_loc=inputs.query_start_loc,
-            seq_lens=inputs.seq_lens,
+            inputs=inputs,
             block_table=table,
-            logits_indices=None if every_token else to_device(np.cumsum(plan.query_lens)[plan.sampling] - 1, device),
         )
 
 

@@ -28,6 +28,7 @@ __all__ = ["LoadedWeights", "load_weights"]
 logger = logging.getLogger("aengine.runner")
 
 Progress = Callable[[str, int, int, str], None]
+CPU = torch.device("cpu")
 Named = Iterator[tuple[str, Tensor]]
 
 # A checkpoint may hold these, and no model here needs them.
@@ -42,7 +43,9 @@ class LoadedWeights:
         self.num_bytes = 0
 
 
-def load_weights(model: DecoderModel, source: ModelSource, seed: int, progress: Progress) -> LoadedWeights:
+def load_weights(
+    model: DecoderModel, source: ModelSource, seed: int, progress: Progress, device: torch.device = CPU
+) -> LoadedWeights:
     """Fill the model. ``progress(stage, done, total, unit)`` is told bytes.
 
     Raises:
@@ -50,11 +53,11 @@ def load_weights(model: DecoderModel, source: ModelSource, seed: int, progress: 
     """
     slots = {slot.name: slot for slot in model.slots()}
     if source.format == "dummy":
-        tensors, total = _random(slots, seed), _wanted_bytes(slots)
+        tensors, total = _random(slots, seed, device), _wanted_bytes(slots)
     elif source.format == "gguf":
         tensors, total = _gguf(source, model)
     else:
-        tensors, total = _safetensors(Path(source.path))
+        tensors, total = _safetensors(Path(source.path), device)
     loaded = LoadedWeights()
     unexpected: list[str] = []
     tied = "lm_head.weight" if model.config.tie_word_embeddings else ""
@@ -65,7 +68,7 @@ def load_weights(model: DecoderModel, source: ModelSource, seed: int, progress: 
         if slot is not None:
             _check_shape(slot, tensor, source)
             loaded.num_parameters += tensor.numel()
-            slot.set(tensor)
+            slot.set(tensor.to(device))
         elif name != tied and not _IGNORED.search(name):
             unexpected.append(name)
         progress("weights", min(loaded.num_bytes, total), total, "bytes")
@@ -97,9 +100,9 @@ def _wanted_bytes(slots: dict[str, Slot]) -> int:
 # -- safetensors
 
 
-def _safetensors(folder: Path) -> tuple[Named, int]:
+def _safetensors(folder: Path, device: torch.device) -> tuple[Named, int]:
     files = _shards(folder)
-    return _read_safetensors(files), sum(path.stat().st_size for path in files)
+    return _read_safetensors(files, device), sum(path.stat().st_size for path in files)
 
 
 def _shards(folder: Path) -> list[Path]:
@@ -119,12 +122,12 @@ def _shards(folder: Path) -> list[Path]:
     return files
 
 
-def _read_safetensors(files: list[Path]) -> Named:
+def _read_safetensors(files: list[Path], device: torch.device) -> Named:
     from safetensors import SafetensorError, safe_open
 
     for path in files:
         try:
-            with safe_open(path, framework="pt") as file:
+            with safe_open(path, framework="pt", device=str(device)) as file:
                 for name in file.keys():  # noqa: SIM118  (not a mapping)
                     yield name, file.get_tensor(name)
         except (SafetensorError, OSError, ValueError) as error:
@@ -221,9 +224,9 @@ def _separate_halves(tensor: Tensor, num_heads: int) -> Tensor:
 # -- random
 
 
-def _random(slots: dict[str, Slot], seed: int) -> Named:
+def _random(slots: dict[str, Slot], seed: int, device: torch.device) -> Named:
     """Norm weights near one, the rest small: activations keep their size through any number of layers."""
-    generator = torch.Generator().manual_seed(seed)
+    generator = torch.Generator(device).manual_seed(seed)
     for slot in list(slots.values()):
-        tensor = torch.empty(slot.shape).uniform_(-0.04, 0.04, generator=generator)
+        tensor = torch.empty(slot.shape, device=device).uniform_(-0.04, 0.04, generator=generator)
         yield slot.name, tensor.add_(1.0) if "norm" in slot.name else tensor

@@ -21,7 +21,9 @@ from torch import Tensor
 
 from ..errors import InternalError
 from ..ipc.messages import GrammarOutput, NewRequest, RowError, SchedulerOutput
+from ..kernels.input_prep import PreparedInputs
 from .async_output import AsyncOutput, OutputCopier, Published
+from .batch_graphs import BatchGraphs
 from .block_tables import BlockTables
 from .cuda_graphs import CudaGraphManager, DecodeStep, GraphKind
 from .input_batch import BatchPlan, InputBatch, SampleBatch
@@ -56,6 +58,9 @@ class KvMemory(Protocol):
         """The same for a step of one token each, over memory that graphs replay: rows int64 [n], -1 for padding;
         seq_lens int32 [n]; block_table int32 [max_num_seqs, width], by row."""
 
+    def bind_batch(self, inputs: PreparedInputs, rows: Tensor, block_table: Tensor) -> Any:
+        """The same for any batch, padded; rows as above."""
+
     def clear_blocks(self, block_ids: Tensor) -> None:
         """Blocks (int64 [m]) have a new owner, who must not find there what could spoil a sum under a mask."""
 
@@ -87,12 +92,14 @@ class ModelRunner:
         block_size: int,
         device: torch.device,
         graph_sizes: list[int] | None = None,
+        max_graph_tokens: int = 0,
         enforce_eager: bool = False,
     ) -> None:
-        """``graph_sizes``: batch sizes of decode steps that run as one launch; None: all steps run op by op."""
+        """``graph_sizes``: batch sizes of decode steps that run as one launch; None: all steps run op by op.
+        ``max_graph_tokens``: most tokens of a step with prompts whose layers run as one launch."""
         self._model = model
         self._kv_memory = kv_memory
-        self._vocab_size = vocab_size
+        self.vocab_size = vocab_size
         self._arena = StagedArena(
             {
                 "scalars": (max_num_seqs, SCALAR_WORDS),
@@ -111,6 +118,11 @@ class ModelRunner:
         if graph_sizes:
             step = DecodeStep(self.requests, self.decode, max(graph_sizes))
             self.graphs = CudaGraphManager(step, graph_sizes, enforce_eager=enforce_eager)
+        self.batch_graphs: BatchGraphs | None = None
+        if graph_sizes and not enforce_eager:
+            self.batch_graphs = BatchGraphs(
+                self.requests, self.tables, self.forward_batch, max_num_seqs, max_graph_tokens
+            )
 
     @torch.inference_mode()
     def execute_model(self, out: SchedulerOutput) -> None:
@@ -145,14 +157,26 @@ class ModelRunner:
         return ExecuteModelState(out.step_id, plan, idx_mapping, logits)
 
     def _run_batch(self, out: SchedulerOutput, plan: BatchPlan) -> ExecuteModelState:
-        batch = InputBatch.gather(plan, self.requests, self.tables)
-        hidden = self._model.forward(batch.input_ids, batch.positions, self._kv_memory.bind(batch))
+        shape = None if self.batch_graphs is None else self.batch_graphs.shape_for(plan)
+        if self.batch_graphs is not None and shape is not None:
+            hidden, rows, seq_lens = self.batch_graphs.run(plan, shape)
+        else:
+            batch = InputBatch.gather(plan, self.requests, self.tables)
+            hidden = self._model.forward(batch.inputs.input_ids, batch.inputs.positions, self._kv_memory.bind(batch))
+            rows, seq_lens = batch.idx_mapping, batch.inputs.seq_lens
         logits = None
         if len(plan.sampling):
-            last = hidden if batch.logits_indices is None else hidden.index_select(0, batch.logits_indices)
-            logits = self._model.compute_logits(last)
-        self.requests.advance_device(batch.idx_mapping, batch.seq_lens)
-        return ExecuteModelState(out.step_id, plan, batch.idx_mapping, logits)
+            if len(plan.sampling) < len(hidden):
+                last = np.cumsum(plan.query_lens)[plan.sampling] - 1
+                hidden = hidden.index_select(0, to_device(last, hidden.device))
+            logits = self._model.compute_logits(hidden)
+        self.requests.advance_device(rows, seq_lens)
+        return ExecuteModelState(out.step_id, plan, rows, logits)
+
+    def forward_batch(self, inputs: PreparedInputs, rows: Tensor) -> Tensor:
+        """See `BatchGraphs`: the forward of a step with prompts over a graph's memory."""
+        attn = self._kv_memory.bind_batch(inputs, rows, self.tables.table)
+        return self._model.forward(inputs.input_ids, inputs.positions, attn)
 
     def decode(self, input_ids: Tensor, positions: Tensor, rows: Tensor, seq_lens: Tensor) -> Tensor:
         """See `DecodeModel`: the forward of a step over a graph's memory."""
@@ -194,7 +218,7 @@ class ModelRunner:
             self._sampler.remove_request(row)
             self._row_faults.pop(row, None)
         for request in out.new_requests:
-            fault = _check_tokens(request, self._vocab_size)
+            fault = _check_tokens(request, self.vocab_size)
             if fault is not None:
                 self._row_faults[request.req_idx] = ("InvalidRequestError", fault)
             self.requests.add_request(request)

@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import torch
-from torch import Tensor
 
 from ..kernels.gumbel import gumbel_sample
-from ..kernels.input_prep import commit_decode, prepare_decode, prepare_inputs
+from ..kernels.input_prep import PreparedInputs, append_tokens, commit_decode, prepare_decode, prepare_inputs
+from ..kernels.logprobs import top_logprobs
+from ..kernels.staged_write import apply_staged_writes
+from ..kernels.top_k_top_p import find_cutoff
 from .model_runner import ModelRunner
 from .request_state import COLUMNS
 
@@ -17,7 +19,7 @@ _DECODE_SIZES = (1, 2, 8, 16, 32, 64, 256)
 
 
 def compile_kernels(runner: ModelRunner, max_batched: int, num_threads: int) -> None:
-    """Walk through decode steps of every kind of size, and one prompt, launching nothing of ours.
+    """Walk through decode steps and prompts of every kind of size, launching nothing of ours.
 
     What the walk misses is compiled when it is first launched; what is in Triton's cache on disk takes no time.
     """
@@ -27,7 +29,11 @@ def compile_kernels(runner: ModelRunner, max_batched: int, num_threads: int) -> 
         for size in _DECODE_SIZES:
             if runner.graphs is not None and size <= runner.graphs.max_size:
                 _decode(runner, size)
-        _prompt(runner, min(64, max_batched))
+        for num_tokens in (16, 64, 256):
+            for num_reqs in (8, 200, 1000):
+                if num_reqs <= len(runner.requests.in_use) and num_tokens <= max_batched:
+                    _prompts(runner, num_tokens, num_reqs)
+        _sampling(runner)
 
 
 def _decode(runner: ModelRunner, size: int) -> None:
@@ -43,10 +49,26 @@ def _decode(runner: ModelRunner, size: int) -> None:
     commit_decode(requests.token_ids, requests.scalars.words, COLUMNS, rows, ids, checks, published, cursor)
 
 
-def _prompt(runner: ModelRunner, num_tokens: int) -> None:
+def _prompts(runner: ModelRunner, num_tokens: int, num_reqs: int) -> None:
     requests, tables = runner.requests, runner.tables
     device = requests.token_ids.device
-    one = torch.zeros(1, dtype=torch.int64, device=device)
-    count: Tensor = one + num_tokens
+    rows = torch.zeros(num_reqs, dtype=torch.int64, device=device)
     computed = requests.scalars.num_computed_tokens
-    prepare_inputs(requests.token_ids, computed, tables.table, one, count, tables.block_size, num_tokens)
+    prepare_inputs(requests.token_ids, computed, tables.table, rows, rows, tables.block_size, num_tokens)
+    zeros = torch.zeros(num_tokens, dtype=torch.int64, device=device)
+    lens = torch.zeros(num_reqs, dtype=torch.int32, device=device)
+    starts = torch.zeros(num_reqs + 1, dtype=torch.int32, device=device)
+    runner.forward_batch(PreparedInputs(zeros, zeros, zeros - 1, starts, lens), rows)
+
+
+def _sampling(runner: ModelRunner) -> None:
+    requests = runner.requests
+    logits = torch.zeros((1, runner.vocab_size), device=requests.token_ids.device)
+    row = requests.scalars.select(torch.zeros(1, dtype=torch.int64, device=logits.device))
+    cutoff = find_cutoff(logits, row.temperature, row.top_k, row.top_p, row.min_p)
+    ids, _ = gumbel_sample(logits, row.temperature, row.seed, row.num_tokens, cutoff)
+    gumbel_sample(logits, row.temperature, row.seed, row.num_tokens)
+    top_logprobs(logits, ids, 4)
+    append_tokens(requests.token_ids, requests.scalars.num_tokens, ids * 0, ids)
+    starts = torch.zeros(1, dtype=torch.int64, device=logits.device)
+    apply_staged_writes(torch.zeros(4, dtype=torch.int32, device=logits.device), starts, starts, starts.int())

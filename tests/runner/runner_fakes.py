@@ -32,7 +32,7 @@ class FakeModel:
 
     def check_tails(self, attn: InputBatch) -> None:
         """Nothing of others where a masked gather would read: own blocks only, clean past the own tokens."""
-        for table, seq_len in zip(attn.block_table.tolist(), attn.seq_lens.tolist()):
+        for table, seq_len in zip(attn.block_table.tolist(), attn.inputs.seq_lens.tolist()):
             own = -(-seq_len // self.block_size)
             assert set(table[own:]) <= {table[0]}
             begin = table[own - 1] * self.block_size
@@ -40,13 +40,13 @@ class FakeModel:
             assert (tail == -7).all(), "another request's KV behind the last token"
 
     def forward(self, input_ids: Tensor, positions: Tensor, attn: Any) -> Tensor:
-        self.kv[attn.slot_mapping] = pair(input_ids, positions)
+        self.kv[attn.inputs.slot_mapping] = pair(input_ids, positions)
         self.check_tails(attn)
         hidden = torch.empty(len(input_ids), 2, dtype=torch.int64)
         for i in range(attn.num_reqs):
-            slots = torch.arange(int(attn.seq_lens[i]))
+            slots = torch.arange(int(attn.inputs.seq_lens[i]))
             slots = attn.block_table[i].long()[slots // self.block_size] * self.block_size + slots % self.block_size
-            begin, end = int(attn.query_start_loc[i]), int(attn.query_start_loc[i + 1])
+            begin, end = int(attn.inputs.query_start_loc[i]), int(attn.inputs.query_start_loc[i + 1])
             seen = weighted(self.kv[slots]).cumsum(0) % PRIME
             hidden[begin:end, 0] = seen[len(seen) - (end - begin) :]
         hidden[:, 1] = input_ids

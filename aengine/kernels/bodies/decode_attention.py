@@ -56,6 +56,7 @@ def decode_step_attention(
     window: int | None,
     workspace: DecodeWorkspace,
     is_raw: bool,
+    given: Tensor | None,
 ) -> Tensor:
     n, device = qkv.shape[0], qkv.device
     block_size, _, num_kv_heads, head_dim = kv_cache.shape[1:]
@@ -64,7 +65,7 @@ def decode_step_attention(
     tiling = _tiling(units)
     room = min(_MOST_SPLITS, workspace.max_parts // units, triton.cdiv(block_table.shape[1] * block_size, tiling.chunk))
     splits = 1 << (max(1, room).bit_length() - 1)
-    out = torch.empty((n, num_heads * head_dim), dtype=qkv.dtype, device=device)
+    out = torch.empty((n, num_heads * head_dim), dtype=qkv.dtype, device=device) if given is None else given
     launch(
         _decode_attention,
         (n, num_kv_heads, splits),
@@ -99,6 +100,7 @@ def decode_step_attention(
         WINDOW=window or 0,
         NORM=q_norm is not None and is_raw,
         RAW=is_raw,
+        CLEAR=given is None,
         PDL=has_pdl(),
         STAGES=tiling.num_stages,
         num_warps=tiling.num_warps,
@@ -114,6 +116,41 @@ def _turn(x, partner, weight, other_weight, cos, sin, eps, D: tl.constexpr, NORM
         x = x * scale[:, None] * weight[None, :]
         partner = partner * scale[:, None] * other_weight[None, :]
     return x * cos[None, :] + partner * sin[None, :]
+
+
+@triton.jit
+def _load_kv(
+    keys,
+    blocks,
+    t,
+    known,
+    in_head,
+    stride_block,
+    stride_token,
+    stride_kv,
+    BLOCK_SIZE: tl.constexpr,
+    DP: tl.constexpr,
+):
+    """Keys and values [BN, DP] at the positions t [BN] of a sequence."""
+    d = tl.arange(0, DP)
+    block = tl.load(blocks + t // BLOCK_SIZE, mask=known, other=0).to(tl.int64)
+    place = (keys + block * stride_block + (t % BLOCK_SIZE) * stride_token)[:, None] + d[None, :]
+    real = known[:, None] & in_head[None, :]
+    return tl.load(place, mask=real, other=0.0), tl.load(place + stride_kv, mask=real, other=0.0)
+
+
+@triton.jit
+def _attend(q, k, v, known, top, total, acc):
+    """One stretch of keys into the running softmax: maximum and sum [rows], weighted values [rows, DP]."""
+    s = tl.dot(q, tl.trans(k), input_precision="ieee")
+    s = tl.where(known[None, :], s, -float("inf"))
+    higher = tl.maximum(top, tl.max(s, 1))
+    safe = tl.where(higher == -float("inf"), 0.0, higher)  # nothing known so far
+    p = tl.exp2(s - safe[:, None])
+    shrink = tl.exp2(top - safe)
+    total = total * shrink + tl.sum(p, 1)
+    acc = tl.dot(p.to(v.dtype), v, acc * shrink[:, None], input_precision="ieee")
+    return higher, total, acc
 
 
 @triton.jit(do_not_specialize=["eps"])  # large on purpose: one launch instead of four is its reason to be
@@ -149,12 +186,10 @@ def _decode_attention(
     WINDOW: tl.constexpr,
     NORM: tl.constexpr,
     RAW: tl.constexpr,
+    CLEAR: tl.constexpr,
     PDL: tl.constexpr,
     STAGES: tl.constexpr,
 ):
-    if PDL:
-        gdc_launch_dependents()
-        gdc_wait()
     seq = tl.program_id(0)
     kv_head = tl.program_id(1)
     split = tl.program_id(2)
@@ -169,8 +204,11 @@ def _decode_attention(
     out_at = out + seq.to(tl.int64) * (H * D) + at_head
     seq_len = tl.load(seq_lens + seq)
     if seq_len == 0:  # padding
-        if split == 0:
-            tl.store(out_at, tl.zeros((ROWS, DP), out.dtype.element_ty), mask=is_query)
+        if PDL:
+            gdc_wait()
+        if CLEAR:
+            if split == 0:
+                tl.store(out_at, tl.zeros((ROWS, DP), out.dtype.element_ty), mask=is_query)
         return
     first = 0
     if WINDOW > 0:
@@ -178,14 +216,24 @@ def _decode_attention(
     chunk = tl.maximum(CHUNK, tl.cdiv(tl.cdiv(seq_len - first, SPLITS), BN) * BN)
     num_splits = tl.cdiv(seq_len - first, chunk)
     if split >= num_splits:
+        if PDL:
+            gdc_wait()
         return
     begin = first + split * chunk
     end = tl.minimum(begin + chunk, seq_len)
     row = tl.load(rows + seq)
     position = seq_len - 1
-    token = qkv + seq.to(tl.int64) * stride_qkv
-    q = tl.load(token + at_head, mask=is_query, other=0.0).to(tl.float32)
+    keys = cache + kv_head * stride_head
     end_in_cache = end
+    if RAW:
+        end_in_cache = tl.minimum(end, position)
+    if PDL:
+        if not RAW:
+            gdc_wait()
+    # The first keys and values are old: they can be on their way while the product before still runs.
+    t = begin + tl.arange(0, BN)
+    known = t < end_in_cache
+    k, v = _load_kv(keys, table + row * stride_table, t, known, in_head, stride_block, stride_token, stride_kv, BLOCK_SIZE, DP)
     if RAW:
         other = tl.where(d < HALF, d + HALF, d - HALF)
         pair = tl.where(d < HALF, d, d - HALF)
@@ -197,35 +245,33 @@ def _decode_attention(
         if NORM:
             weight = tl.load(q_norm + d, mask=in_head, other=0.0).to(tl.float32)
             other_weight = tl.load(q_norm + other, mask=in_head, other=0.0).to(tl.float32)
+    if PDL:
+        if RAW:
+            gdc_wait()
+        gdc_launch_dependents()
+    token = qkv + seq.to(tl.int64) * stride_qkv
+    q = tl.load(token + at_head, mask=is_query, other=0.0).to(tl.float32)
+    if RAW:
         at_other = (kv_head * GROUP + g)[:, None] * D + other[None, :]
         q_other = tl.load(token + at_other, mask=is_query, other=0.0).to(tl.float32)
         q = _turn(q, q_other, weight, other_weight, cos, sin, eps, D, NORM)
-        end_in_cache = tl.minimum(end, position)
     # Rounded as the un-fused path leaves q in memory, so that both see the same.
     q = (q.to(qkv.dtype.element_ty).to(tl.float32) * scale).to(qkv.dtype.element_ty)
     top = tl.full((ROWS,), -float("inf"), tl.float32)
     total = tl.zeros((ROWS,), tl.float32)
     acc = tl.zeros((ROWS, DP), tl.float32)
-    keys = cache + kv_head * stride_head
-    for j in tl.range(begin, end_in_cache, BN, num_stages=STAGES):
-        t = j + tl.arange(0, BN)
-        known = t < end_in_cache
-        block = tl.load(table + row * stride_table + t // BLOCK_SIZE, mask=known, other=0).to(tl.int64)
-        place = keys + block * stride_block + (t % BLOCK_SIZE) * stride_token
-        real = known[:, None] & in_head[None, :]
-        k = tl.load(place[:, None] + d[None, :], mask=real, other=0.0)
-        v = tl.load(place[:, None] + stride_kv + d[None, :], mask=real, other=0.0)
-        s = tl.dot(q, tl.trans(k), input_precision="ieee")
+    if WINDOW > 0:
+        known = known & (t >= seq_len - WINDOW)
+    top, total, acc = _attend(q, k, v, known, top, total, acc)
+    for j in tl.range(begin + BN, end_in_cache, BN, num_stages=STAGES):
+        tj = j + tl.arange(0, BN)
+        known_j = tj < end_in_cache
+        kj, vj = _load_kv(
+            keys, table + row * stride_table, tj, known_j, in_head, stride_block, stride_token, stride_kv, BLOCK_SIZE, DP
+        )
         if WINDOW > 0:
-            known = known & (t >= seq_len - WINDOW)
-        s = tl.where(known[None, :], s, -float("inf"))
-        higher = tl.maximum(top, tl.max(s, 1))
-        safe = tl.where(higher == -float("inf"), 0.0, higher)  # a block all before the window
-        p = tl.exp2(s - safe[:, None])
-        shrink = tl.exp2(top - safe)
-        total = total * shrink + tl.sum(p, 1)
-        acc = tl.dot(p.to(v.dtype), v, acc * shrink[:, None], input_precision="ieee")
-        top = higher
+            known_j = known_j & (tj >= seq_len - WINDOW)
+        top, total, acc = _attend(q, kj, vj, known_j, top, total, acc)
     if RAW:
         if end == seq_len:  # the program with the last key: it is not in the cache yet
             own = token + (H + kv_head) * D

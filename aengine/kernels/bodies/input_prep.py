@@ -9,7 +9,7 @@ from torch import Tensor
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from ..input_prep import DecodeInputs, PreparedInputs, ScalarColumns
-from .launch import has_pdl, launch
+from .launch import bucket, has_pdl, launch
 
 __all__ = ["append_tokens", "commit_decode", "prepare_decode", "prepare_inputs"]
 
@@ -45,7 +45,7 @@ def prepare_inputs(
         block_table.stride(0),
         BLOCK_SIZE=block_size,
         BLOCK=_BLOCK,
-        REQS=triton.next_power_of_2(num_reqs),
+        REQS=bucket(num_reqs),
     )
     return out
 
@@ -169,8 +169,8 @@ def _prepare_decode(
     PDL: tl.constexpr,
 ):
     if PDL:
-        gdc_launch_dependents()
         gdc_wait()
+        gdc_launch_dependents()
     i = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
     inside = i < n
     row = tl.load(rows + i, mask=inside, other=-1)
@@ -216,7 +216,7 @@ def commit_decode(
         WIDTH=published.shape[2],
         TOKENS=columns.num_tokens,
         COMPUTED=columns.num_computed_tokens,
-        BLOCK=triton.next_power_of_2(n),
+        BLOCK=bucket(n),
         PDL=has_pdl(),
     )
 
@@ -241,8 +241,8 @@ def _commit_decode(
     PDL: tl.constexpr,
 ):
     if PDL:
-        gdc_launch_dependents()
         gdc_wait()
+        gdc_launch_dependents()
     i = tl.arange(0, BLOCK)
     inside = i < n
     row = tl.load(rows + i, mask=inside, other=-1)

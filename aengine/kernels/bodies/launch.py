@@ -1,9 +1,10 @@
 """How the Triton bodies are launched: at once, or, while `compiling`, only compiled, many at a time.
 
-Programmatic dependent launch (Hopper and later): a kernel may begin while the one before it ends, and waits
-(`gdc_wait`) before it reads what that one wrote. So the time to start a grid, and the first reads of weights, which
-nobody writes, hide behind the end of the grid before. Every kernel here that is launched so waits, whatever it reads,
-since the one after it relies on it: what N + 1 has waited for includes all that N had waited for.
+Programmatic dependent launch (Hopper and later): a kernel may begin while the one before it works, and waits
+(`gdc_wait`) before it reads what that one writes. So the time to start a grid, and its first reads, hide behind the end
+of the grid before. Every kernel that is launched so waits, whatever it reads, and only then lets the next one begin
+(`gdc_launch_dependents`). Hence, when kernel N begins, N - 1 has waited, so N - 2 and all before it have ended: ahead of
+its own wait a kernel may read everything but what its predecessor writes.
 """
 
 from __future__ import annotations
@@ -17,7 +18,7 @@ from typing import Any
 import torch
 import triton
 
-__all__ = ["compiling", "has_pdl", "is_interpreted", "launch"]
+__all__ = ["bucket", "compiling", "has_pdl", "is_interpreted", "launch"]
 
 is_interpreted = bool(triton.knobs.runtime.interpret)
 _compile_only = False
@@ -31,12 +32,17 @@ def has_pdl() -> bool:
 
 def launch(kernel: Any, grid: tuple[int, ...], *args: Any, **options: Any) -> None:
     """Launch a Triton kernel; one that takes PDL as a constexpr is told whether to wait, and launched accordingly."""
-    if "PDL" in options and options["PDL"]:
+    if options.get("PDL"):
         options["launch_pdl"] = True
     if _compile_only:
         kernel.warmup(*args, grid=grid, **options)
     else:
         kernel[grid](*args, **options)
+
+
+def bucket(count: int) -> int:
+    """A power of two that holds ``count``, of few: each is a kernel of its own to be compiled."""
+    return next(size for size in (16, 256, 1024, 1 << 16) if count <= size)
 
 
 @contextmanager

@@ -148,8 +148,6 @@ def _gemv(
     GATED: tl.constexpr,
     PDL: tl.constexpr,
 ):
-    if PDL:
-        gdc_launch_dependents()
     n = tl.program_id(0) * BN + tl.arange(0, BN)
     k = tl.arange(0, BK)
     row = w_ptr + n[:, None].to(tl.int64) * K
@@ -165,6 +163,7 @@ def _gemv(
         if PDL:
             if k0 == 0:
                 gdc_wait()
+                gdc_launch_dependents()
         x = tl.load(x_ptr + k0 + k, mask=inside, other=0.0).to(tl.float32)
         if NORM:
             squares += x * x
@@ -206,7 +205,7 @@ class _Tiling(NamedTuple):
 def _tiling(x: Tensor, weight: Tensor, *, gated: bool, add: bool) -> _Tiling | None:
     """How `_skinny` shall cut the product; None: cuBLAS is faster, or the shape does not fit."""
     rows, (n, k) = x.shape[0], weight.shape
-    if rows > MAX_SKINNY or x.dtype == torch.float32 and not is_interpreted:
+    if rows > MAX_SKINNY or (x.dtype == torch.float32 and not is_interpreted):
         return None
     block_m = max(8, triton.next_power_of_2(rows))
     if add:
@@ -277,8 +276,6 @@ def _skinny(
     PDL: tl.constexpr,
     STAGES: tl.constexpr,
 ):
-    if PDL:
-        gdc_launch_dependents()
     n = tl.program_id(0) * BN + tl.arange(0, BN)
     m = tl.arange(0, BM)
     group = tl.arange(0, GROUPS)[:, None, None] * BK
@@ -290,6 +287,7 @@ def _skinny(
     up = tl.zeros((GROUPS, BN, BM), tl.float32)
     if PDL:
         gdc_wait()
+        gdc_launch_dependents()
     for k0 in tl.range(0, K, GROUPS * BK, num_stages=STAGES):
         w = tl.load(w_ptrs + k0)
         x = tl.load(x_ptrs + k0, mask=is_row, other=0.0)

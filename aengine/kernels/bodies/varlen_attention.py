@@ -12,7 +12,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from .launch import launch
+from .launch import bucket, launch
 
 __all__ = ["varlen_attention"]
 
@@ -26,6 +26,7 @@ def varlen_attention(
     seq_lens: Tensor,
     scale: float,
     window: int | None,
+    skip_single: bool,
 ) -> Tensor:
     num_tokens, num_heads, head_dim = q.shape
     out = torch.empty((num_tokens, num_heads * head_dim), dtype=q.dtype, device=q.device)
@@ -57,7 +58,8 @@ def varlen_attention(
         BLOCK_SIZE=kv_cache.shape[1],
         BM=block_m,
         BN=block_n,
-        REQS=triton.next_power_of_2(n),
+        REQS=bucket(n),
+        SHORTEST=2 if skip_single else 1,
         WINDOW=window or 0,
         num_warps=num_warps,
         num_stages=3,
@@ -90,6 +92,7 @@ def _varlen_attention(
     BM: tl.constexpr,
     BN: tl.constexpr,
     REQS: tl.constexpr,
+    SHORTEST: tl.constexpr,
     WINDOW: tl.constexpr,
 ):
     # Sequence i has ceil(query_len / BM) blocks; this program's is the one in whose run of blocks its number falls.
@@ -98,7 +101,8 @@ def _varlen_attention(
     i = tl.arange(0, REQS)
     starts = tl.load(query_start_loc + i, mask=i < n, other=0)
     stops = tl.load(query_start_loc + i + 1, mask=i < n, other=0)
-    ends = tl.cumsum((stops - starts + BM - 1) // BM, 0)
+    lens = stops - starts
+    ends = tl.cumsum(tl.where(lens >= SHORTEST, (lens + BM - 1) // BM, 0), 0)
     seq = tl.sum((ends <= block).to(tl.int32), 0)
     if seq < n:
         before = tl.max(tl.where(i < seq, ends, 0), 0)

@@ -70,8 +70,8 @@ def _turn_and_write(
     PDL: tl.constexpr,
 ):
     if PDL:
-        gdc_launch_dependents()
         gdc_wait()
+        gdc_launch_dependents()
     token = tl.program_id(0).to(tl.int64)
     position = tl.load(positions + token)
     slot = tl.load(slots + token)
