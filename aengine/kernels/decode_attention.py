@@ -5,10 +5,13 @@
 
 Split KV: a sequence's keys are cut into chunks, each a program's, and the last program to end puts the parts together
 (Dao et al. 2023, flash decoding, https://pytorch.org/blog/flash-decoding/), in the order of the chunks, so that the
-same batch gives the same bits. The number of chunks follows each sequence's own length, on the device.
+same batch gives the same bits. How long a chunk is follows from all sequences together (`plan_decode`), on the device
+and once for all layers: the chunks that there are then fill the GPU evenly, be the lengths alike or not.
 """
 
 from __future__ import annotations
+
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -16,21 +19,50 @@ from torch import Tensor
 from .paged_attention import decode_attention as attend_on_cpu
 from .seat import uses_triton
 
-__all__ = ["DecodeWorkspace", "decode_step_attention"]
+__all__ = ["LEAST_CHUNK", "DecodePlan", "DecodeWorkspace", "decode_step_attention", "plan_decode"]
 
-_MOST_PARTS = 8192  # programs of one launch that leave a part behind
+LEAST_CHUNK = 128  # keys; fewer are not worth a program
+
+_EXTRA_PROGRAMS = 528
+"""How many more programs than (sequence, head) pairs a launch has, at most: four for each multiprocessor of an H200."""
+
+
+class DecodePlan(NamedTuple):
+    """How the keys of n sequences are shared out; m = n + max_extra items."""
+
+    items: Tensor  # int32 [m]: the sequence of each item; -1: none
+    starts: Tensor  # int32 [n + 1]: sequence i has the items starts[i] to starts[i + 1], in order
+    chunk: Tensor  # int32 [1]: keys of an item, a multiple of 128
 
 
 class DecodeWorkspace:
     """Memory for parts of the softmax and for counting them; one for all layers, as they run one after the other."""
 
     def __init__(self, max_num_seqs: int, num_heads: int, num_kv_heads: int, head_dim: int, device: torch.device):
-        padded = 1 << (head_dim - 1).bit_length()
-        groups = num_heads // num_kv_heads
-        units = max_num_seqs * num_kv_heads
-        self.max_parts = max(_MOST_PARTS, units)
-        self.parts = torch.empty(self.max_parts * groups * (padded + 2), dtype=torch.float32, device=device)
-        self.counters = torch.zeros(units, dtype=torch.int32, device=device)  # each launch leaves zeros
+        padded = max(16, 1 << (head_dim - 1).bit_length())
+        self.max_extra = -(-_EXTRA_PROGRAMS // num_kv_heads)
+        num_items = max_num_seqs + self.max_extra
+        self.parts = torch.empty(num_items * num_heads * (padded + 2), dtype=torch.float32, device=device)
+        self.counters = torch.zeros(max_num_seqs * num_kv_heads, dtype=torch.int32, device=device)  # left at zero
+
+
+def plan_decode(seq_lens: Tensor, workspace: DecodeWorkspace) -> DecodePlan:
+    """For seq_lens int32 [n]; sequences of length 0 get one item, which does nothing."""
+    assert seq_lens.dtype == torch.int32 and seq_lens.dim() == 1
+    if uses_triton(seq_lens):
+        from .bodies import decode_attention as body
+
+        return body.plan_decode(seq_lens, workspace.max_extra)
+    n, extra = seq_lens.shape[0], workspace.max_extra
+    lens = seq_lens.long()
+    share = -(-int(lens.sum()) // extra)
+    chunk = max(LEAST_CHUNK, -(-share // LEAST_CHUNK) * LEAST_CHUNK)
+    counts = (-(-lens // chunk)).clamp(min=1)
+    starts = torch.zeros(n + 1, dtype=torch.int32)
+    starts[1:] = counts.cumsum(0)
+    items = torch.full((n + extra,), -1, dtype=torch.int32)
+    items[: int(starts[-1])] = torch.arange(n, dtype=torch.int32).repeat_interleave(counts)
+    return DecodePlan(items, starts, torch.tensor([chunk], dtype=torch.int32))
 
 
 def decode_step_attention(
@@ -46,6 +78,7 @@ def decode_step_attention(
     num_heads: int,
     scale: float,
     window: int | None,
+    plan: DecodePlan,
     workspace: DecodeWorkspace,
     *,
     is_raw: bool = True,
@@ -61,6 +94,7 @@ def decode_step_attention(
         rope: float32 [num_positions, head_dim]: cosines, then sines.
         q_norm, k_norm: [head_dim], or None.
         window: tokens that a query looks back on, itself included.
+        plan: of these seq_lens.
         is_raw: False if q and k are turned, and k and v in the cache, already.
         out: where to put the rows that are not padding, [>= n, num_heads * head_dim]; None: a new tensor.
     """
@@ -82,6 +116,7 @@ def decode_step_attention(
             num_heads,
             scale,
             window,
+            plan,
             workspace,
             is_raw,
             out,

@@ -9,12 +9,10 @@ A layer's cache is [num_blocks, block_size, 2, num_kv_heads, head_dim] to whoeve
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-
 import torch
 from torch import Tensor
 
-from ..kernels.decode_attention import DecodeWorkspace, decode_step_attention
+from ..kernels.decode_attention import DecodeWorkspace, decode_step_attention, plan_decode
 from ..kernels.input_prep import PreparedInputs
 from ..kernels.varlen_attention import varlen_attention
 from ..kernels.write_qkv import turn_and_write
@@ -77,20 +75,47 @@ def rope_table(config: ModelConfig, num_positions: int, device: torch.device) ->
     return torch.cat((angles.cos(), angles.sin()), dim=1).mul_(factor)
 
 
-@dataclass(slots=True)
 class DecodeAttention:
-    """Of a step whose every request has one token; all of it lies in memory that a graph may replay."""
+    """Of a step, or a part of one, whose every request has one token; all in memory that a graph may replay.
 
-    cache: GpuKvCache
-    rows: Tensor  # int64 [n]; -1: padding
-    seq_lens: Tensor  # int32 [n]
-    block_table: Tensor  # int32 [max_num_seqs, width]
+    rows: int64 [n], -1 for padding; seq_lens: int32 [n]; block_table: int32 [max_num_seqs, width].
+    """
+
+    def __init__(self, cache: GpuKvCache, rows: Tensor, seq_lens: Tensor, block_table: Tensor) -> None:
+        self._cache = cache
+        self._rows = rows
+        self._seq_lens = seq_lens
+        self._block_table = block_table
+        self._plan = plan_decode(seq_lens, cache.workspace)
+        self.size = len(rows)
 
     def begin(self, positions: Tensor) -> None:
         pass
 
     def forward(self, layer: AttentionLayer, qkv: Tensor) -> Tensor:
-        return _decode(self.cache, layer, qkv, self.rows, self.seq_lens, self.block_table, fused=True)
+        return self._call(layer, qkv, None)
+
+    def forward_turned(self, layer: AttentionLayer, qkv: Tensor, out: Tensor) -> None:
+        """The same where q and k are turned, and k and v written, already; into the first rows of ``out``."""
+        self._call(layer, qkv, out)
+
+    def _call(self, layer: AttentionLayer, qkv: Tensor, out: Tensor | None) -> Tensor:
+        return decode_step_attention(
+            qkv,
+            self._cache.layers[layer.index],
+            self._block_table,
+            self._rows,
+            self._seq_lens,
+            self._cache.rope,
+            *_norms(layer),
+            layer.num_heads,
+            layer.scale,
+            layer.window,
+            self._plan,
+            self._cache.workspace,
+            is_raw=out is None,
+            out=out,
+        )
 
 
 class BatchAttention:
@@ -107,7 +132,6 @@ class BatchAttention:
         self._inputs = inputs
         self._rows = rows
         self._block_table = block_table
-        self._has_decodes = plan is None or plan.num_decodes > 0
         self._has_prompts = plan is None or plan.num_decodes < plan.num_reqs
         self._metadata: PrefillMetadata | None = None
         self._num_decodes = 0 if plan is None else plan.num_decodes
@@ -116,22 +140,25 @@ class BatchAttention:
             self._metadata = PrefillMetadata.of(
                 rows[n:], inputs.seq_lens[n:], block_table, plan.query_lens[n:], plan.seq_lens[n:]
             )
-        query_lens = inputs.query_start_loc[1:] - inputs.query_start_loc[:-1]
-        self._decode_lens = torch.where(query_lens == 1, inputs.seq_lens, 0)
+        self._decodes: DecodeAttention | None = None
+        if plan is None or plan.num_decodes:
+            n = min(len(rows), len(inputs.positions))
+            query_lens = inputs.query_start_loc[1 : n + 1] - inputs.query_start_loc[:n]
+            lens = torch.where(query_lens == 1, inputs.seq_lens[:n], 0)
+            self._decodes = DecodeAttention(cache, rows[:n], lens, block_table)
 
     def begin(self, positions: Tensor) -> None:
         pass
 
     def forward(self, layer: AttentionLayer, qkv: Tensor) -> Tensor:
-        cache, inputs, table = self._cache, self._inputs, self._block_table
+        cache, inputs = self._cache, self._inputs
         kv_cache = cache.layers[layer.index]
         turn_and_write(
             qkv, inputs.positions, inputs.slot_mapping, cache.rope, *_norms(layer), layer.num_heads, kv_cache
         )
         out = self._attend_to_prompts(layer, qkv)
-        if self._has_decodes:
-            n = min(len(self._rows), len(qkv))
-            _decode(cache, layer, qkv[:n], self._rows[:n], self._decode_lens[:n], table, fused=False, out=out)
+        if self._decodes is not None:
+            self._decodes.forward_turned(layer, qkv[: self._decodes.size], out)
         return out
 
     def _attend_to_prompts(self, layer: AttentionLayer, qkv: Tensor) -> Tensor:
@@ -147,34 +174,6 @@ class BatchAttention:
         n = self._num_decodes
         out = self._cache.prefill.prefill(q[n:], k[n:], v[n:], kv_cache, self._metadata, layer.scale, layer.window)
         return out if n == 0 else torch.cat((out.new_empty((n, out.shape[1])), out))
-
-
-def _decode(
-    cache: GpuKvCache,
-    layer: AttentionLayer,
-    qkv: Tensor,
-    rows: Tensor,
-    seq_lens: Tensor,
-    block_table: Tensor,
-    *,
-    fused: bool,
-    out: Tensor | None = None,
-) -> Tensor:
-    return decode_step_attention(
-        qkv,
-        cache.layers[layer.index],
-        block_table,
-        rows,
-        seq_lens,
-        cache.rope,
-        *_norms(layer),
-        layer.num_heads,
-        layer.scale,
-        layer.window,
-        cache.workspace,
-        is_raw=fused,
-        out=out,
-    )
 
 
 def _norms(layer: AttentionLayer) -> tuple[Tensor | None, Tensor | None, float]:

@@ -9,7 +9,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from aengine.kernels.decode_attention import DecodeWorkspace, decode_step_attention
+from aengine.kernels.decode_attention import DecodeWorkspace, decode_step_attention, plan_decode
 from aengine.kernels.seat import torch_bodies
 from aengine.kernels.varlen_attention import varlen_attention
 from aengine.kernels.write_qkv import turn_and_write
@@ -127,6 +127,7 @@ class Case:
         qkv = torch.cat((qkv, torch.full((padding, qkv.shape[1]), torch.nan, dtype=qkv.dtype, device=device)))
         workspace = DecodeWorkspace(len(rows), self.num_heads, self.num_kv_heads, self.head_dim, device)
         table, rope = self.on(device, "table"), self.on(device, "rope")
+        plan = plan_decode(seq_lens.to(device), workspace)
         out = decode_step_attention(
             qkv,
             cache,
@@ -138,6 +139,7 @@ class Case:
             self.num_heads,
             self.head_dim**-0.5,
             self.window,
+            plan,
             workspace,
             is_raw=is_raw,
         )
@@ -244,3 +246,21 @@ def test_the_torch_bodies(rng: random.Random, gen: torch.Generator) -> None:
             scale = case.head_dim**-0.5
             out = varlen_attention(q, cache, case.table, case.rows, case.query_start_loc, lens, scale, case.window)
         assert close(out, expected, torch.float32), case
+
+
+def test_plans(rng: random.Random, triton_device: torch.device) -> None:
+    for _ in range(20):
+        n = rng.randint(1, 40)
+        lens = [rng.choice([0, 1, 128, rng.randint(1, 200), rng.randint(1, 30_000)]) for _ in range(n)]
+        workspace = DecodeWorkspace(n, 4, rng.choice([1, 2, 8]), 64, triton_device)
+        seq_lens = torch.tensor(lens, dtype=torch.int32)
+        plan = plan_decode(seq_lens.to(triton_device), workspace)
+        with torch_bodies():
+            expected = plan_decode(seq_lens, workspace)
+        assert all(torch.equal(a.cpu(), b) for a, b in zip(plan, expected))
+        chunk, starts = int(expected.chunk), expected.starts.tolist()
+        assert starts[-1] <= n + workspace.max_extra and chunk % 128 == 0
+        for i, length in enumerate(lens):
+            count = starts[i + 1] - starts[i]
+            assert count == max(1, -(-length // chunk))
+            assert expected.items[starts[i] : starts[i + 1]].tolist() == [i] * count

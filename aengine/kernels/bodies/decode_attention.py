@@ -14,33 +14,72 @@ import triton.language as tl
 from torch import Tensor
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
-from .launch import has_pdl, launch
+from ..decode_attention import LEAST_CHUNK, DecodePlan
+from .launch import bucket, has_pdl, launch
 from .write_qkv import Norms
 
 if TYPE_CHECKING:
     from ..decode_attention import DecodeWorkspace
 
-__all__ = ["decode_step_attention"]
-
-_MOST_SPLITS = 64
-
+__all__ = ["decode_step_attention", "plan_decode"]
 
 class _Tiling(NamedTuple):
-    chunk: int  # keys of a program, if the splits suffice; more, in equal parts, if not
-    block_n: int  # keys at a time
+    block_n: int  # keys at a time; divides LEAST_CHUNK
     num_warps: int
     num_stages: int
 
 
 def _tiling(units: int) -> _Tiling:
     """By the number of (sequence, key-value head) pairs; measured on an H200 (benchmarks/gpu_attention.py)."""
-    if units <= 32:
-        return _Tiling(128, 128, 4, 1)
-    if units <= 128:
-        return _Tiling(256, 64, 4, 2)
-    if units <= 1024:
-        return _Tiling(512, 64, 4, 2)
-    return _Tiling(1024, 64, 2, 3)
+    if units <= 64:
+        return _Tiling(128, 4, 1)
+    return _Tiling(64, 4, 2)
+
+
+def plan_decode(seq_lens: Tensor, max_extra: int) -> DecodePlan:
+    n, device = seq_lens.shape[0], seq_lens.device
+    plan = DecodePlan(
+        torch.empty(n + max_extra, dtype=torch.int32, device=device),
+        torch.empty(n + 1, dtype=torch.int32, device=device),
+        torch.empty(1, dtype=torch.int32, device=device),
+    )
+    sizes = {"EXTRA": max_extra, "LEAST": LEAST_CHUNK, "SEQS": bucket(n), "ITEMS": triton.next_power_of_2(max_extra)}
+    launch(_plan_decode, (1,), seq_lens, *plan, n, **sizes, PDL=has_pdl())
+    return plan
+
+
+@triton.jit(do_not_specialize=["n"])
+def _plan_decode(
+    seq_lens,
+    items,
+    starts,
+    chunk_at,
+    n,
+    EXTRA: tl.constexpr,
+    LEAST: tl.constexpr,
+    SEQS: tl.constexpr,
+    ITEMS: tl.constexpr,
+    PDL: tl.constexpr,
+):
+    if PDL:
+        gdc_wait()
+        gdc_launch_dependents()
+    i = tl.arange(0, SEQS)
+    lens = tl.load(seq_lens + i, mask=i < n, other=0)
+    share = tl.cdiv(tl.sum(lens.to(tl.int64), 0), EXTRA)
+    chunk = (tl.maximum(1, tl.cdiv(share, LEAST)) * LEAST).to(tl.int32)
+    tl.store(chunk_at, chunk)
+    counts = tl.where(i < n, tl.maximum(1, tl.cdiv(lens, chunk)), 0)
+    ends = tl.cumsum(counts, 0)
+    tl.store(starts + i, ends - counts, mask=i < n)
+    tl.store(starts + n, tl.sum(counts, 0))
+    most = tl.max(counts, 0)
+    part = most * 0
+    while part < most:
+        tl.store(items + ends - counts + part, i, mask=part < counts)
+        part += 1
+    rest = tl.sum(counts, 0) + tl.arange(0, ITEMS)
+    tl.store(items + rest, tl.full((ITEMS,), -1, tl.int32), mask=rest < n + EXTRA)
 
 
 def decode_step_attention(
@@ -54,6 +93,7 @@ def decode_step_attention(
     num_heads: int,
     scale: float,
     window: int | None,
+    plan: DecodePlan,
     workspace: DecodeWorkspace,
     is_raw: bool,
     given: Tensor | None,
@@ -61,14 +101,11 @@ def decode_step_attention(
     n, device = qkv.shape[0], qkv.device
     block_size, _, num_kv_heads, head_dim = kv_cache.shape[1:]
     q_norm, k_norm, eps = norms
-    units = n * num_kv_heads
-    tiling = _tiling(units)
-    room = min(_MOST_SPLITS, workspace.max_parts // units, triton.cdiv(block_table.shape[1] * block_size, tiling.chunk))
-    splits = 1 << (max(1, room).bit_length() - 1)
+    tiling = _tiling(n * num_kv_heads)
     out = torch.empty((n, num_heads * head_dim), dtype=qkv.dtype, device=device) if given is None else given
     launch(
         _decode_attention,
-        (n, num_kv_heads, splits),
+        (num_kv_heads, plan.items.shape[0]),
         qkv,
         kv_cache,
         block_table,
@@ -78,6 +115,7 @@ def decode_step_attention(
         q_norm,
         k_norm,
         out,
+        *plan,
         workspace.parts,
         workspace.counters,
         eps,
@@ -95,8 +133,6 @@ def decode_step_attention(
         DP=max(16, triton.next_power_of_2(head_dim)),
         BLOCK_SIZE=block_size,
         BN=tiling.block_n,
-        SPLITS=splits,
-        CHUNK=tiling.chunk,
         WINDOW=window or 0,
         NORM=q_norm is not None and is_raw,
         RAW=is_raw,
@@ -164,6 +200,9 @@ def _decode_attention(
     q_norm,
     k_norm,
     out,
+    items,
+    starts,
+    chunk_at,
     parts,
     counters,
     eps,
@@ -181,8 +220,6 @@ def _decode_attention(
     DP: tl.constexpr,
     BLOCK_SIZE: tl.constexpr,
     BN: tl.constexpr,
-    SPLITS: tl.constexpr,
-    CHUNK: tl.constexpr,
     WINDOW: tl.constexpr,
     NORM: tl.constexpr,
     RAW: tl.constexpr,
@@ -190,9 +227,13 @@ def _decode_attention(
     PDL: tl.constexpr,
     STAGES: tl.constexpr,
 ):
-    seq = tl.program_id(0)
-    kv_head = tl.program_id(1)
-    split = tl.program_id(2)
+    kv_head = tl.program_id(0)  # neighbours read the same blocks
+    item = tl.program_id(1)
+    seq = tl.load(items + item)
+    if seq < 0:  # nothing is left for this program
+        if PDL:
+            gdc_wait()
+        return
     GROUP: tl.constexpr = H // KV
     HALF: tl.constexpr = D // 2
     PART: tl.constexpr = DP + 2
@@ -207,20 +248,15 @@ def _decode_attention(
         if PDL:
             gdc_wait()
         if CLEAR:
-            if split == 0:
-                tl.store(out_at, tl.zeros((ROWS, DP), out.dtype.element_ty), mask=is_query)
+            tl.store(out_at, tl.zeros((ROWS, DP), out.dtype.element_ty), mask=is_query)
         return
-    first = 0
-    if WINDOW > 0:
-        first = tl.maximum(0, seq_len - WINDOW) // BN * BN
-    chunk = tl.maximum(CHUNK, tl.cdiv(tl.cdiv(seq_len - first, SPLITS), BN) * BN)
-    num_splits = tl.cdiv(seq_len - first, chunk)
-    if split >= num_splits:
-        if PDL:
-            gdc_wait()
-        return
-    begin = first + split * chunk
+    first_item = tl.load(starts + seq)
+    num_splits = tl.load(starts + seq + 1) - first_item
+    chunk = tl.load(chunk_at)
+    begin = (item - first_item) * chunk
     end = tl.minimum(begin + chunk, seq_len)
+    if WINDOW > 0:  # a program whose keys are all too old has none, and says so
+        begin = tl.maximum(begin, tl.minimum(end, tl.maximum(0, seq_len - WINDOW) // BN * BN))
     row = tl.load(rows + seq)
     position = seq_len - 1
     keys = cache + kv_head * stride_head
@@ -233,7 +269,8 @@ def _decode_attention(
     # The first keys and values are old: they can be on their way while the product before still runs.
     t = begin + tl.arange(0, BN)
     known = t < end_in_cache
-    k, v = _load_kv(keys, table + row * stride_table, t, known, in_head, stride_block, stride_token, stride_kv, BLOCK_SIZE, DP)
+    blocks = table + row * stride_table
+    k, v = _load_kv(keys, blocks, t, known, in_head, stride_block, stride_token, stride_kv, BLOCK_SIZE, DP)
     if RAW:
         other = tl.where(d < HALF, d + HALF, d - HALF)
         pair = tl.where(d < HALF, d, d - HALF)
@@ -266,9 +303,7 @@ def _decode_attention(
     for j in tl.range(begin + BN, end_in_cache, BN, num_stages=STAGES):
         tj = j + tl.arange(0, BN)
         known_j = tj < end_in_cache
-        kj, vj = _load_kv(
-            keys, table + row * stride_table, tj, known_j, in_head, stride_block, stride_token, stride_kv, BLOCK_SIZE, DP
-        )
+        kj, vj = _load_kv(keys, blocks, tj, known_j, in_head, stride_block, stride_token, stride_kv, BLOCK_SIZE, DP)
         if WINDOW > 0:
             known_j = known_j & (tj >= seq_len - WINDOW)
         top, total, acc = _attend(q, kj, vj, known_j, top, total, acc)
@@ -282,7 +317,7 @@ def _decode_attention(
                 other_weight = tl.load(k_norm + other, mask=in_head, other=0.0).to(tl.float32)
             own_k = _turn(own_k, own_other, weight, other_weight, cos, sin, eps, D, NORM).to(qkv.dtype.element_ty)
             own_v = tl.load(own + KV * D + d, mask=in_head, other=0.0)[None, :]
-            own_block = tl.load(table + row * stride_table + position // BLOCK_SIZE).to(tl.int64)
+            own_block = tl.load(blocks + position // BLOCK_SIZE).to(tl.int64)
             own_place = keys + own_block * stride_block + (position % BLOCK_SIZE) * stride_token + d[None, :]
             tl.store(own_place, own_k.to(cache.dtype.element_ty), mask=in_head[None, :])
             tl.store(own_place + stride_kv, own_v.to(cache.dtype.element_ty), mask=in_head[None, :])
@@ -297,7 +332,7 @@ def _decode_attention(
         tl.store(out_at, (acc / total[:, None]).to(out.dtype.element_ty), mask=is_query)
         return
     unit = seq * KV + kv_head
-    mine = parts + (unit.to(tl.int64) * SPLITS + split) * (GROUP * PART)
+    mine = parts + ((item * KV + kv_head) * (GROUP * PART)).to(tl.int64)
     tl.store(mine + g[:, None] * PART + d[None, :], acc, mask=(g < GROUP)[:, None])
     tl.store(mine + g * PART + DP, top, mask=g < GROUP)
     tl.store(mine + g * PART + DP + 1, total, mask=g < GROUP)
@@ -305,15 +340,41 @@ def _decode_attention(
     num_done = tl.atomic_add(counters + unit, 1, sem="acq_rel", scope="gpu")
     if num_done == num_splits - 1:
         tl.store(counters + unit, 0)
-        i = tl.arange(0, SPLITS)
-        there = i < num_splits
+        first_part = parts + ((first_item * KV + kv_head) * (GROUP * PART)).to(tl.int64)
         for head in tl.static_range(GROUP):
-            part = parts + (unit.to(tl.int64) * SPLITS + i) * (GROUP * PART) + head * PART
-            # .cg: past the L1 cache, which does not know what other multiprocessors wrote
-            tops = tl.load(part + DP, mask=there, other=-float("inf"), cache_modifier=".cg")
-            totals = tl.load(part + DP + 1, mask=there, other=0.0, cache_modifier=".cg")
-            accs = tl.load(part[:, None] + d[None, :], mask=there[:, None], other=0.0, cache_modifier=".cg")
-            share = tl.exp2(tops - tl.max(tops, 0))
-            y = tl.sum(accs * share[:, None], 0) / tl.sum(totals * share, 0)
-            at = out + seq.to(tl.int64) * (H * D) + (kv_head * GROUP + head) * D + d
-            tl.store(at, y.to(out.dtype.element_ty), mask=in_head)
+            place = out + seq.to(tl.int64) * (H * D) + (kv_head * GROUP + head) * D
+            _combine(first_part + head * PART, num_splits, KV * GROUP * PART, PART, DP, D, place)
+
+
+@triton.jit
+def _combine(
+    first,
+    num_parts,
+    STRIDE: tl.constexpr,
+    PART: tl.constexpr,
+    DP: tl.constexpr,
+    D: tl.constexpr,
+    out,
+):
+    """One head's output from its parts, 16 at a time."""
+    d = tl.arange(0, DP)
+    top = tl.full((1,), -float("inf"), tl.float32)
+    total = tl.zeros((1,), tl.float32)
+    acc = tl.zeros((DP,), tl.float32)
+    begin = num_parts * 0
+    while begin < num_parts:
+        i = begin + tl.arange(0, 16)
+        part = first + i * STRIDE
+        # .cg: past the L1 cache, which does not know what other multiprocessors wrote
+        tops = tl.load(part + DP, mask=i < num_parts, other=-float("inf"), cache_modifier=".cg")
+        totals = tl.load(part + DP + 1, mask=i < num_parts, other=0.0, cache_modifier=".cg")
+        accs = tl.load(part[:, None] + d[None, :], mask=(i < num_parts)[:, None], other=0.0, cache_modifier=".cg")
+        higher = tl.maximum(top, tl.max(tops, 0))
+        safe = tl.where(higher == -float("inf"), 0.0, higher)  # parts before the window only
+        shrink = tl.exp2(top - safe)
+        share = tl.exp2(tops - safe)
+        total = total * shrink + tl.sum(totals * share, 0)
+        acc = acc * shrink + tl.sum(accs * share[:, None], 0)
+        top = higher
+        begin += 16
+    tl.store(out + d, (acc / total).to(out.dtype.element_ty), mask=d < D)

@@ -110,7 +110,9 @@ def _varlen_attention(
         query_len = tl.load(query_start_loc + seq + 1) - start
         seq_len = tl.load(seq_lens + seq)
         row = tl.load(rows + seq)
-        m = (block - before) * BM + tl.arange(0, BM)
+        # The last queries see the most keys: their programs come first, so that the short ones fill the end.
+        place_in_seq = tl.cdiv(query_len, BM) - 1 - (block - before)
+        m = place_in_seq * BM + tl.arange(0, BM)
         d = tl.arange(0, DP)
         position = seq_len - query_len + m
         is_query = (m < query_len)[:, None] & (d < D)[None, :]
@@ -120,10 +122,10 @@ def _varlen_attention(
         top = tl.full((BM,), -float("inf"), tl.float32)
         total = tl.zeros((BM,), tl.float32)
         acc = tl.zeros((BM, DP), tl.float32)
-        last = tl.minimum(seq_len, seq_len - query_len + (block - before + 1) * BM)
+        last = tl.minimum(seq_len, seq_len - query_len + (place_in_seq + 1) * BM)
         first = last * 0
         if WINDOW > 0:
-            first = tl.maximum(0, seq_len - query_len + (block - before) * BM - WINDOW + 1) // BN * BN
+            first = tl.maximum(0, seq_len - query_len + place_in_seq * BM - WINDOW + 1) // BN * BN
         base = cache + (head // GROUPS) * stride_head
         for j in tl.range(first, last, BN):
             t = j + tl.arange(0, BN)
