@@ -236,6 +236,34 @@ class AsyncLLM:
         """What runs: vocab_size, max_model_len, num_blocks, block_size, device, dtype, weight_format, pid, ..."""
         return dict(self._running_core().ready)
 
+    async def start_profile(self, folder: str | os.PathLike[str] | None = None) -> str:
+        """Record what the worker and its GPU do, until `stop_profile`. For seconds, not minutes: all is kept in memory.
+
+        Args:
+            folder: where the trace will be; made if need be. None: a new temporary folder.
+
+        Returns the folder's path.
+
+        Raises:
+            InvalidRequestError: a profile is being recorded already, or the folder can't be written to.
+        """
+        core = self._running_core()
+        if folder is not None:
+            if not isinstance(folder, str | os.PathLike) or not isinstance(os.fspath(folder), str):
+                raise InvalidRequestError(f"folder={folder!r} is not valid: it must be a path, or None", param="folder")
+            folder = os.path.join(self._cwd, os.fspath(folder))
+        return _path_of(await core.call("start_profile", folder, timeout=_START_PROFILE_SECONDS), "folder")
+
+    async def stop_profile(self) -> str:
+        """End the recording and write it: a gzipped Chrome trace, for ui.perfetto.dev. Returns the file's path.
+
+        The worker does nothing else meanwhile, for up to a minute after a long recording: requests wait.
+
+        Raises:
+            InvalidRequestError: no profile is being recorded.
+        """
+        return _path_of(await self._running_core().call("stop_profile", timeout=_STOP_PROFILE_SECONDS))
+
     @property
     def has_chat_template(self) -> bool:
         """Whether chat messages can be given as a prompt."""

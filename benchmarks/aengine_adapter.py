@@ -1,6 +1,6 @@
 """aengine for the client of shared/bench/engine_bench.py, which measures any engine with the same prompts:
 
-    python engine_bench.py --engine aengine_adapter:Adapter --shape qwen3-0.6b --tasks single,prefill,burst,offline
+python engine_bench.py --engine aengine_adapter:Adapter --shape qwen3-0.6b --tasks single,prefill,burst,offline
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ class Adapter:
                 settings[key] = json.loads(value)
             except ValueError:
                 settings[key] = value
-        self._params = aengine.SamplingParams
+        self._params, self._structured = aengine.SamplingParams, aengine.StructuredOutput
         self._engine = aengine.AsyncLLM(model_dir, **settings)
         await self._engine.start()
         self.ready_seconds = time.time() - T0
@@ -50,10 +50,16 @@ class Adapter:
         }
 
     async def stream(self, prompt: list[int], p: dict[str, Any], request_id: str) -> AsyncIterator[int]:
-        params = self._params(max_tokens=p["max_tokens"], temperature=p["temperature"], ignore_eos=p["ignore_eos"])
+        schema = p.get("json_schema")
+        params = self._params(
+            max_tokens=p["max_tokens"],
+            temperature=p["temperature"],
+            ignore_eos=p["ignore_eos"],
+            detokenize=p.get("detokenize", False),
+            structured_output=None if schema is None else self._structured(json_schema=schema),
+        )
         if p.get("final_only"):
-            completion = await self._engine.generate(prompt, params, request_id=request_id)
-            yield len(completion.token_ids)
+            yield len((await self._engine.generate(prompt, params, request_id=request_id)).token_ids)
             return
         async for _ in self._engine.stream(prompt, params, request_id=request_id):
             yield 1

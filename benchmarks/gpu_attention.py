@@ -23,7 +23,7 @@ from torch import Tensor
 
 from aengine.kernels.bodies import decode_attention as body
 from aengine.kernels.bodies.launch import compiling
-from aengine.kernels.decode_attention import DecodeWorkspace, decode_step_attention
+from aengine.kernels.decode_attention import DecodeWorkspace, decode_step_attention, plan_decode
 from aengine.kernels.seat import triton_everywhere
 from aengine.kernels.varlen_attention import varlen_attention
 
@@ -32,15 +32,17 @@ BUDGET_S = 140  # of the 150 that a run may take
 COLD_BYTES = 192 << 20  # more than three times the L2 cache of an H200
 
 SKEWED = [300] * 60 + [8192] * 4
-DECODES = {f"B{n} {k // 1024}k": [k] * n for n in (1, 32, 256) for k in (1024, 8192)} | {"skewed": SKEWED}
+SHORT = {f"B{n} 192": [192] * n for n in (1, 8, 64, 256)}
+DECODES = SHORT | {f"B{n} {k // 1024}k": [k] * n for n in (1, 32, 256) for k in (1024, 8192)} | {"skewed": SKEWED}
 PREFILLS = {"1x8192": ([8192], 0), "8x1024": ([1024] * 8, 0), "8x256 at 4096": ([256] * 8, 4096)}
 TILINGS = [
-    body._Tiling(chunk, block_n, num_warps, num_stages)
-    for chunk, block_n, num_warps, num_stages in (
-        (64, 64, 4, 1), (128, 128, 4, 1), (128, 64, 4, 2), (256, 128, 4, 2), (256, 64, 4, 2), (256, 64, 2, 3),
-        (512, 64, 4, 2), (512, 64, 4, 3), (512, 64, 2, 3), (512, 32, 2, 4), (1024, 64, 4, 3), (1024, 64, 2, 3),
-    )
-]  # fmt: skip
+    body._Tiling(block_n, num_warps, num_stages, preload)
+    for preload in (False, True)
+    for block_n in (32, 64, 128)
+    for num_warps in (2, 4)
+    for num_stages in (1, 2, 3, 4)
+    if not preload or num_stages <= 2
+]
 
 
 class Case(NamedTuple):
@@ -100,7 +102,8 @@ def check(device: torch.device, dtype: torch.dtype) -> dict[str, float]:
     for raw in (True, False):
         qkv = torch.randn(len(lens), (heads + 2 * kv_heads) * dim, dtype=dtype, device=device)
         where = (case.caches[0], case.table, case.rows, case.seq_lens, rope, None, None, 0.0)
-        out = decode_step_attention(qkv, *where, heads, dim**-0.5, None, workspace, is_raw=raw)
+        plan = plan_decode(case.seq_lens, workspace)
+        out = decode_step_attention(qkv, *where, heads, dim**-0.5, None, plan, workspace, is_raw=raw)
         q = qkv[:, : heads * dim].view(-1, heads, dim)
         starts = list(range(len(lens) + 1))
         errors[f"decode {'fused' if raw else 'un-fused'}"] = relative_error(out, case, q, starts, dim**-0.5)
@@ -149,7 +152,8 @@ def time_decodes(device: torch.device, deadline: float) -> Iterator[dict[str, An
         case = make_case(lens, kv_heads, dim, torch.bfloat16, device, copies_of(lens, kv_heads, dim))
         workspace = DecodeWorkspace(len(lens), heads, kv_heads, dim, device)
         qkv = torch.randn(len(lens), (heads + 2 * kv_heads) * dim, dtype=torch.bfloat16, device=device)
-        where = (case.table, case.rows, case.seq_lens, rope, None, None, 0.0, heads, dim**-0.5, None, workspace)
+        plan, norm = plan_decode(case.seq_lens, workspace), torch.ones(dim, dtype=torch.bfloat16, device=device)
+        where = (case.table, case.rows, case.seq_lens, rope, norm, norm, 1e-6, heads, dim**-0.5, None, plan, workspace)
         calls = [partial(decode_step_attention, qkv, cache, *where) for cache in case.caches]
         times = {"as set": microseconds(calls)}
         with compiling(os.cpu_count() or 1):

@@ -138,6 +138,13 @@ class EngineCore:
             loop_lag=self.steps.lag.worst,
         )
 
+    async def call(self, method: str, *args: Any, timeout: float) -> Any:
+        """A collective call of the workers, see `Executor.call`; one that takes longer is an InternalError."""
+        try:
+            return await self._executor.call(method, *args, timeout=timeout)
+        except TimeoutError:
+            raise InternalError(f"the worker did not answer {method} within {timeout:g} s") from None
+
     async def aclose(self, *, drain: float) -> None:
         """End the requests, then the worker. Bounded by ``drain`` plus the configured shutdown timeout."""
         if self.state == "running":

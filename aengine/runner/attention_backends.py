@@ -2,7 +2,7 @@
 
     triton          ours; reads the paged cache; works everywhere
     flash-attn-4    pip install flash-attn-4; Hopper and later
-    flash-attn-3    flash_attn_interface, built from source; Hopper
+    flash-attn-3    flash_attn_interface, built from source, or sglang-kernel; Hopper
     flash-attn-2    flash-attn; Ampere and later
 
 The libraries get keys and values in one piece: those of this step where every prompt begins here, else a copy of them
@@ -12,10 +12,14 @@ together with their context. So they know nothing of blocks, and no block size s
 from __future__ import annotations
 
 import importlib
+import importlib.util
 import logging
+import threading
+import warnings
 from collections.abc import Callable
 from dataclasses import dataclass, field
-from typing import Any, Protocol
+from functools import partial
+from typing import Any, NamedTuple, Protocol
 
 import numpy as np
 import torch
@@ -70,6 +74,9 @@ class PrefillMetadata:
 class PrefillBackend(Protocol):
     name: str
 
+    def join(self) -> None:
+        """Wait until it is ready. Raises ModelLoadError if it can't be used, and was asked for by name."""
+
     def pays(self, query_lens: Rows) -> bool:
         """Whether `prefill` is worth its start for prompts of these lengths; if not, `varlen_attention` is called."""
 
@@ -94,6 +101,9 @@ class PrefillBackend(Protocol):
 class TritonPrefill:
     name = "triton"
 
+    def join(self) -> None:
+        pass
+
     def pays(self, query_lens: Rows) -> bool:
         return False
 
@@ -115,12 +125,37 @@ Varlen = Callable[..., Any]
 
 
 class LibraryPrefill:
-    """A varlen function of the flash-attn family. If it fails, it is said once, and our own kernel takes over."""
+    """A varlen function of the flash-attn family. If it fails, it is said once, and our own kernel takes over.
 
-    def __init__(self, name: str, function: Varlen) -> None:
+    Importing such a library and compiling its kernel takes seconds, so a thread does it while the engine starts.
+    """
+
+    def __init__(self, name: str, load: Callable[[], Varlen], *, required: bool) -> None:
         self.name = name
-        self._function: Varlen | None = function
+        self._function: Varlen | None = None
         self._own = TritonPrefill()
+        self._required = required
+        self._error: Exception | None = None
+        self._thread = threading.Thread(target=self._load, args=(load,), name=f"import {name}", daemon=True)
+        self._thread.start()
+
+    def _load(self, load: Callable[[], Varlen]) -> None:
+        try:
+            self._function = load()
+        except Exception as error:  # whatever a library's own import may do
+            self._error = error
+
+    def join(self) -> None:
+        self._thread.join()
+        if self._error is None:
+            return
+        if self._required:
+            raise ModelLoadError(
+                f"attention_backend={self.name!r} can't be used: {self._error!r}; {_LIBRARIES[self.name].cure}, or leave "
+                f"attention_backend at 'auto'"
+            )
+        logger.warning("%s is installed, but can't be used; prompts go through triton: %r", self.name, self._error)
+        self.name = self._own.name
 
     def pays(self, query_lens: Rows) -> bool:
         return self._function is not None and int(query_lens.max()) >= _WORTHWHILE
@@ -144,61 +179,115 @@ class LibraryPrefill:
             places, starts_k = m.places(kv_cache.shape[1])
             k, v = kv_cache[places[0], places[1]].unbind(1)
         try:
-            out = self._function(
-                q,
-                k,
-                v,
-                cu_seqlens_q=m.query_start_loc,
-                cu_seqlens_k=starts_k,
-                max_seqlen_q=longest,
-                max_seqlen_k=int(m.seq_lens_host.max()),
-                softmax_scale=scale,
-                causal=True,
-                **({} if window is None else {"window_size": (window - 1, 0)}),
-            )
+            longest_k = int(m.seq_lens_host.max())
+            out = _call(self._function, q, k, v, m.query_start_loc, starts_k, longest, longest_k, scale, window)
         except Exception as error:
             logger.warning("%s failed and is not used any more; prompts go through triton: %r", self.name, error)
             self._function = None
             return self._own.prefill(q, k, v, kv_cache, m, scale, window)
-        return (out[0] if isinstance(out, tuple) else out).flatten(1)
+        return out.flatten(1)
 
 
 _WORTHWHILE = 512
 """Query tokens of the longest prompt from which a library pays: below, its start on the host costs more than it saves."""
 
-_LIBRARIES: dict[str, tuple[str, str, tuple[int, int], str]] = {
-    # setting: module, function, least compute capability, how to get it
-    "flash-attn-4": ("flash_attn.cute", "flash_attn_varlen_func", (9, 0), "pip install 'aengine[flash]'"),
-    "flash-attn-3": ("flash_attn_interface", "flash_attn_varlen_func", (9, 0), "build flash-attention's hopper/"),
-    "flash-attn-2": ("flash_attn", "flash_attn_varlen_func", (8, 0), "pip install flash-attn"),
+class _Library(NamedTuple):
+    modules: tuple[str, ...]  # the first that is installed counts
+    least: tuple[int, int]  # compute capability
+    below: tuple[int, int]
+    cure: str
+
+
+_LIBRARIES = {
+    "flash-attn-4": _Library(("flash_attn.cute",), (9, 0), (13, 0), "pip install 'aengine[flash]'"),
+    "flash-attn-3": _Library(
+        ("flash_attn_interface", "sgl_kernel.flash_attn"), (9, 0), (10, 0), "pip install sglang-kernel"
+    ),
+    "flash-attn-2": _Library(("flash_attn",), (8, 0), (13, 0), "pip install flash-attn"),
 }
 
 
-def choose_prefill_backend(setting: str, device: torch.device, dtype: torch.dtype, head_dim: int) -> PrefillBackend:
+def choose_prefill_backend(
+    setting: str, device: torch.device, dtype: torch.dtype, num_heads: int, num_kv_heads: int, head_dim: int
+) -> PrefillBackend:
     """``setting``: "triton", a library by name, or "auto": the first of the libraries that can be used, else triton.
 
     Raises ModelLoadError if the library that was asked for can't be used here.
     """
     if setting == "triton":
         return TritonPrefill()
-    names = list(_LIBRARIES) if setting == "auto" else [setting]
-    for name in names:
-        module, function, capability, cure = _LIBRARIES[name]
-        reason = None
-        if dtype not in (torch.float16, torch.bfloat16):
-            reason = f"it can't compute in {str(dtype).removeprefix('torch.')}: leave attention_backend at 'auto'"
-        elif torch.cuda.get_device_capability(device) < capability:
-            reason = f"it needs a GPU of compute capability {capability[0]}.{capability[1]} or more: use 'triton'"
-        elif head_dim % 8 or head_dim > 256:
-            reason = f"it has no kernels for head_dim={head_dim}: use 'triton'"
+    for name in list(_LIBRARIES) if setting == "auto" else [setting]:
+        library = _LIBRARIES[name]
+        reason, module = _why_not(library, torch.cuda.get_device_capability(device), dtype, head_dim), ""
         if reason is None:
-            try:
-                return LibraryPrefill(name, getattr(importlib.import_module(module), function))
-            except (ImportError, AttributeError) as error:
-                reason = f"it can't be imported ({error}): {cure}"
-            except Exception as error:  # whatever a library's own import may do
-                logger.warning("%s is installed, but its import failed: %r", name, error)
-                reason = f"its import failed ({error!r})"
+            module = next((m for m in library.modules if _is_installed(m)), "")
+            if not module:
+                reason = f"it is not installed: {library.cure}"
+        if reason is None:
+            load = partial(_load_varlen, module, device, dtype, num_heads, num_kv_heads, head_dim)
+            return LibraryPrefill(name, load, required=setting != "auto")
         if setting != "auto":
             raise ModelLoadError(f"attention_backend={setting!r} can't be used: {reason}")
     return TritonPrefill()
+
+
+def _why_not(library: _Library, capability: tuple[int, int], dtype: torch.dtype, head_dim: int) -> str | None:
+    if dtype not in (torch.float16, torch.bfloat16):
+        return f"it can't compute in {str(dtype).removeprefix('torch.')}: leave attention_backend at 'auto'"
+    if not library.least <= capability < library.below:
+        return f"it has no kernels for compute capability {capability[0]}.{capability[1]}: use 'triton'"
+    if head_dim % 8 or head_dim > (128 if capability >= (10, 0) else 256):
+        return f"it has no kernels for head_dim={head_dim}: use 'triton'"
+    return None
+
+
+def _is_installed(module: str) -> bool:
+    """Without importing more than the packages around it, and those not either if they are not there."""
+    try:
+        return importlib.util.find_spec(module) is not None
+    except (ImportError, ValueError):
+        return False
+
+
+def _load_varlen(
+    module: str, device: torch.device, dtype: torch.dtype, num_heads: int, num_kv_heads: int, head_dim: int
+) -> Varlen:
+    """Import it, and call it once, so that it is compiled. Raises whatever the library does."""
+    function: Varlen = importlib.import_module(module).flash_attn_varlen_func
+    with warnings.catch_warnings(), torch.cuda.device(device), torch.cuda.stream(torch.cuda.Stream(device)):
+        warnings.simplefilter("ignore")
+        q, k, v = (
+            torch.zeros((128, heads, head_dim), dtype=dtype, device=device)
+            for heads in (num_heads, num_kv_heads, num_kv_heads)
+        )
+        starts = torch.tensor([0, 128], dtype=torch.int32, device=device)
+        _call(function, q, k, v, starts, starts, 128, 128, head_dim**-0.5, None)
+        torch.cuda.current_stream().synchronize()
+    return function
+
+
+def _call(
+    function: Varlen,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    starts_q: Tensor,
+    starts_k: Tensor,
+    longest_q: int,
+    longest_k: int,
+    scale: float,
+    window: int | None,
+) -> Tensor:
+    out = function(
+        q,
+        k,
+        v,
+        cu_seqlens_q=starts_q,
+        cu_seqlens_k=starts_k,
+        max_seqlen_q=longest_q,
+        max_seqlen_k=longest_k,
+        softmax_scale=scale,
+        causal=True,
+        **({} if window is None else {"window_size": (window - 1, 0)}),
+    )
+    return out[0] if isinstance(out, tuple) else out

@@ -102,6 +102,7 @@ def _start(setup: GpuSetup, progress: Progress) -> tuple[ModelRunner, KvPlan]:
     runner = setup.make_runner(-(-min(wanted_len, setup.max_batched) // setup.block_size), wanted_len)
     progress("compile", 0, 0, "")
     compile_kernels(runner, setup.max_batched, setup.num_threads)
+    setup.prefill.join()  # before anything is captured
     compiled = time.monotonic()
     progress("profile", 0, 0, "")
     peak = _profile(setup, runner, wanted_len)

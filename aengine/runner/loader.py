@@ -1,7 +1,10 @@
 """Weights into a model: from safetensors, from GGUF, or random.
 
-A model names the tensors it wants (`DecoderModel.slots`). Each source is an iterator of (name, tensor) in
-transformers' spelling; tensors are handed over one by one, so that no second copy of the model is ever in memory.
+A model names the tensors it wants (`DecoderModel.slots`). Each source is an iterator of tensors under transformers'
+names, read or dequantised in threads, a few ahead, and handed over one by one. So no second copy of the model is ever
+in memory: what is there at most is the model and once more the largest matrix that is joined from several (q, k, v;
+gate, up). Parts that wait for the others of their matrix, wherever those are, are no more than the matrix will be,
+since on a GPU all are in the model's own format when they get there.
 """
 
 from __future__ import annotations
@@ -10,9 +13,13 @@ import json
 import logging
 import re
 from collections import deque
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import ExitStack, contextmanager
+from functools import partial
+from itertools import chain, zip_longest
 from pathlib import Path
+from typing import Any, NamedTuple, TypeVar
 
 import torch
 from torch import Tensor
@@ -29,18 +36,44 @@ logger = logging.getLogger("aengine.runner")
 
 Progress = Callable[[str, int, int, str], None]
 CPU = torch.device("cpu")
-Named = Iterator[tuple[str, Tensor]]
+T = TypeVar("T")
 
 # A checkpoint may hold these, and no model here needs them.
 _IGNORED = re.compile(r"rotary_emb\.inv_freq$|rope_freqs|\.masked_bias$|attn_rot_embd")
 
 
 class LoadedWeights:
-    """What was loaded: ``num_parameters``, and ``num_bytes`` in the checkpoint's format."""
+    """What was loaded: ``num_parameters``, and ``num_bytes`` in the checkpoint's format; ``last`` names a tensor."""
 
     def __init__(self) -> None:
         self.num_parameters = 0
         self.num_bytes = 0
+        self.last = ""
+
+
+class Source(NamedTuple):
+    """Tensors of a checkpoint, ``total`` bytes of them."""
+
+    tensors: Iterator[Named]
+    total: int
+
+
+class Named(NamedTuple):
+    name: str
+    tensor: Tensor | None  # where the model is; None: not wanted, and not read
+    num_bytes: int = 0  # in the checkpoint's format
+
+
+class Place(NamedTuple):
+    """Where tensors go, and as what."""
+
+    wanted: frozenset[str]
+    device: torch.device
+    dtype: torch.dtype  # on a GPU; layers on a CPU have formats of their own, and get what the checkpoint has
+
+    def put(self, tensor: Tensor) -> Tensor:
+        """Converted before it is copied: fewer bytes to copy, and no room on the device but its own."""
+        return tensor if self.device.type == "cpu" else tensor.to(self.dtype).to(self.device)
 
 
 def load_weights(
@@ -49,29 +82,34 @@ def load_weights(
     """Fill the model. ``progress(stage, done, total, unit)`` is told bytes.
 
     Raises:
-        ModelLoadError: a file is missing, truncated or corrupt; a tensor is missing or has another shape.
+        ModelLoadError: a file is missing, truncated or corrupt; a tensor is missing or has another shape; the GPU's
+            memory does not hold the model.
     """
     slots = {slot.name: slot for slot in model.slots()}
+    place = Place(frozenset(slots), device, model.format.dtype)
     if source.format == "dummy":
-        tensors, total = _random(slots, seed, device), _wanted_bytes(slots)
+        tensors, total = _dummy(slots, seed, place)
     elif source.format == "gguf":
-        tensors, total = _gguf(source, model)
+        tensors, total = _gguf(source, model, place)
     else:
-        tensors, total = _safetensors(Path(source.path), device)
+        tensors, total = _safetensors(Path(source.path), place)
     loaded = LoadedWeights()
     unexpected: list[str] = []
     tied = "lm_head.weight" if model.config.tie_word_embeddings else ""
     progress("weights", 0, total, "bytes")
-    for name, tensor in tensors:
-        loaded.num_bytes += tensor.nbytes
-        slot = slots.pop(name, None)
-        if slot is not None:
-            _check_shape(slot, tensor, source)
-            loaded.num_parameters += tensor.numel()
-            slot.set(tensor.to(device))
-        elif name != tied and not _IGNORED.search(name):
-            unexpected.append(name)
-        progress("weights", min(loaded.num_bytes, total), total, "bytes")
+    with _out_of_memory(loaded, total, place):
+        for name, tensor, num_bytes in tensors:
+            slot = slots.pop(name, None)
+            if slot is not None and tensor is not None:
+                _check_shape(slot, tensor, source)
+                loaded.num_parameters += tensor.numel()
+                loaded.num_bytes += num_bytes
+                loaded.last = name
+                slot.set(tensor)
+            elif name != tied and not _IGNORED.search(name):
+                unexpected.append(name)
+            del tensor  # else it waits here until the next one has come
+            progress("weights", min(loaded.num_bytes, total), total, "bytes")
     progress("weights", total, total, "bytes")
     if slots:
         raise ModelLoadError(f"{source.path} lacks {len(slots)} tensors of the model: {_some(sorted(slots))}")
@@ -80,6 +118,22 @@ def load_weights(
             "%s has %d tensors that the model does not use: %s", source.path, len(unexpected), _some(unexpected)
         )
     return loaded
+
+
+@contextmanager
+def _out_of_memory(loaded: LoadedWeights, total: int, place: Place) -> Iterator[None]:
+    """Running out of GPU memory within is an error that says how far the weights came and what helps."""
+    try:
+        yield
+    except torch.OutOfMemoryError as error:
+        free, whole = torch.cuda.mem_get_info(place.device)
+        smaller = "dtype='bfloat16' or 'float16', " if place.dtype == torch.float32 else ""
+        raise ModelLoadError(
+            f"the weights do not fit into the memory of {place.device}: it ran out at {loaded.last or 'the first'}, "
+            f"{_gib(loaded.num_bytes)} of {_gib(total)}; the GPU has {_gib(whole)}, of which this process holds "
+            f"{_gib(torch.cuda.memory_allocated(place.device))} and {_gib(free)} is free: use {smaller}a smaller model "
+            f"or a larger GPU, or end other processes on this one"
+        ) from error
 
 
 def _check_shape(slot: Slot, tensor: Tensor, source: ModelSource) -> None:
@@ -93,16 +147,32 @@ def _some(names: list[str]) -> str:
     return ", ".join(names[:5]) + (", ..." if len(names) > 5 else "")
 
 
-def _wanted_bytes(slots: dict[str, Slot]) -> int:
-    return sum(4 * torch.Size(slot.shape).numel() for slot in slots.values())
+def _gib(count: int) -> str:
+    return f"{count / 2**30:.2f} GiB"
+
+
+def _in_threads(jobs: Iterable[Callable[[], T]], num_threads: int) -> Iterator[T]:
+    """What the jobs return, in their order; no more than one a thread is ahead of who takes it."""
+    # Not pool.map: it takes all jobs at once, and a model larger than memory would be read into it.
+    ahead: deque[Future[T]] = deque()
+    with ThreadPoolExecutor(num_threads, thread_name_prefix="weights") as pool:
+        for job in jobs:
+            ahead.append(pool.submit(job))
+            if len(ahead) > num_threads:
+                yield ahead.popleft().result()
+        while ahead:
+            yield ahead.popleft().result()
 
 
 # -- safetensors
 
+_READERS = 8
+"""Threads that read files. One copies 2 to 4 GB/s out of the page cache to a GPU; from a disk the more are better."""
 
-def _safetensors(folder: Path, device: torch.device) -> tuple[Named, int]:
+
+def _safetensors(folder: Path, place: Place) -> Source:
     files = _shards(folder)
-    return _read_safetensors(files, device), sum(path.stat().st_size for path in files)
+    return Source(_read_safetensors(files, place), sum(path.stat().st_size for path in files))
 
 
 def _shards(folder: Path) -> list[Path]:
@@ -122,16 +192,36 @@ def _shards(folder: Path) -> list[Path]:
     return files
 
 
-def _read_safetensors(files: list[Path], device: torch.device) -> Named:
-    from safetensors import SafetensorError, safe_open
+def _read_safetensors(files: list[Path], place: Place) -> Iterator[Named]:
+    """A tensor of each file by turns, so that several files are read at once."""
+    from safetensors import safe_open
 
-    for path in files:
-        try:
-            with safe_open(path, framework="pt", device=str(device)) as file:
-                for name in file.keys():  # noqa: SIM118  (not a mapping)
-                    yield name, file.get_tensor(name)
-        except (SafetensorError, OSError, ValueError) as error:
-            raise ModelLoadError(f"{path} is truncated or corrupt: {error}; fetch it again") from error
+    with ExitStack() as stack:
+        jobs: list[list[Callable[[], Named]]] = []
+        for path in files:
+            with _corrupt(path):
+                file = stack.enter_context(safe_open(path, framework="pt"))
+                jobs.append([partial(_read_tensor, path, file, name, place) for name in file.keys()])  # noqa: SIM118
+        by_turns = chain.from_iterable(zip_longest(*jobs))
+        yield from _in_threads((job for job in by_turns if job is not None), _READERS)
+
+
+def _read_tensor(path: Path, file: Any, name: str, place: Place) -> Named:
+    if name not in place.wanted:
+        return Named(name, None)
+    with _corrupt(path):
+        tensor = file.get_tensor(name)  # a view of the mapped file: nothing is read yet
+    return Named(name, place.put(tensor), tensor.nbytes)
+
+
+@contextmanager
+def _corrupt(path: Path) -> Iterator[None]:
+    from safetensors import SafetensorError
+
+    try:
+        yield
+    except (SafetensorError, OSError, ValueError) as error:
+        raise ModelLoadError(f"{path} is truncated or corrupt: {error}; fetch it again") from error
 
 
 # -- GGUF
@@ -166,36 +256,29 @@ def _hf_name(name: str) -> str:
     return f"{_GGUF_TOP[stem]}.{kind}" if stem in _GGUF_TOP else name
 
 
-def _gguf(source: ModelSource, model: DecoderModel) -> tuple[Named, int]:
+def _gguf(source: ModelSource, model: DecoderModel, place: Place) -> Source:
     file = GgufFile(source.path)
     total = sum(4 * torch.Size(tensor.shape).numel() for tensor in file.tensors.values())
-    return _read_gguf(file, model), total
+    return Source(_read_gguf(file, model, place), total)
 
 
-def _read_gguf(file: GgufFile, model: DecoderModel) -> Named:
-    """Dequantised to float32 in threads (numpy lets the GIL go), no more than one tensor a thread ahead."""
+def _read_gguf(file: GgufFile, model: DecoderModel, place: Place) -> Iterator[Named]:
+    """Dequantised to float32 on the CPU (numpy lets the GIL go)."""
     config = model.config
     interleaved = config.model_type in ("llama", "mistral")
 
-    def read(name: str) -> tuple[str, Tensor]:
-        tensor = _dequantise(file, name)
+    def read(name: str) -> Named:
         hf_name = _hf_name(name)
+        if hf_name not in place.wanted:
+            return Named(hf_name, None)
+        tensor = _dequantise(file, name)
         if interleaved and ".self_attn.q_proj." in hf_name:
             tensor = _separate_halves(tensor, config.num_heads)
         elif interleaved and ".self_attn.k_proj." in hf_name:
             tensor = _separate_halves(tensor, config.num_kv_heads)
-        return hf_name, tensor
+        return Named(hf_name, place.put(tensor), tensor.nbytes)
 
-    # Not pool.map: it takes all names at once, and a model larger than memory would be dequantised into it.
-    num_threads = max(1, torch.get_num_threads())
-    ahead: deque[Future[tuple[str, Tensor]]] = deque()
-    with ThreadPoolExecutor(num_threads, thread_name_prefix="dequantise") as pool:
-        for name in file.tensors:
-            ahead.append(pool.submit(read, name))
-            if len(ahead) > num_threads:
-                yield ahead.popleft().result()
-        while ahead:
-            yield ahead.popleft().result()
+    return _in_threads((partial(read, name) for name in file.tensors), max(1, torch.get_num_threads()))
 
 
 def _dequantise(file: GgufFile, name: str) -> Tensor:
@@ -223,10 +306,30 @@ def _separate_halves(tensor: Tensor, num_heads: int) -> Tensor:
 
 # -- random
 
+_DUMMY_CHUNK = 2**26
+"""Numbers made at once on a GPU: 256 MiB of float32, for weights of any format."""
 
-def _random(slots: dict[str, Slot], seed: int, device: torch.device) -> Named:
+
+def _dummy(slots: dict[str, Slot], seed: int, place: Place) -> Source:
     """Norm weights near one, the rest small: activations keep their size through any number of layers."""
-    generator = torch.Generator(device).manual_seed(seed)
-    for slot in list(slots.values()):
-        tensor = torch.empty(slot.shape, device=device).uniform_(-0.04, 0.04, generator=generator)
-        yield slot.name, tensor.add_(1.0) if "norm" in slot.name else tensor
+    make = _random if place.device.type == "cpu" else _random_on_gpu
+    generator = torch.Generator(place.device).manual_seed(seed)
+    num_bytes = 4 if place.device.type == "cpu" else place.dtype.itemsize
+    sizes = [(slot, num_bytes * torch.Size(slot.shape).numel()) for slot in slots.values()]
+    tensors = (Named(slot.name, make(slot, generator, place), size) for slot, size in sizes)
+    return Source(tensors, sum(size for _, size in sizes))
+
+
+def _random(slot: Slot, generator: torch.Generator, place: Place) -> Tensor:
+    tensor = torch.empty(slot.shape).uniform_(-0.04, 0.04, generator=generator)
+    return tensor.add_(1.0) if "norm" in slot.name else tensor
+
+
+def _random_on_gpu(slot: Slot, generator: torch.Generator, place: Place) -> Tensor:
+    """The same numbers in every format, up to rounding."""
+    tensor = torch.empty(slot.shape, dtype=place.dtype, device=place.device)
+    middle = 1.0 if "norm" in slot.name else 0.0
+    for chunk in tensor.view(-1).split(_DUMMY_CHUNK):
+        numbers = torch.empty(chunk.shape, device=place.device)
+        chunk.copy_(numbers.uniform_(middle - 0.04, middle + 0.04, generator=generator))
+    return tensor

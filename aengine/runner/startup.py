@@ -98,8 +98,8 @@ def _load_on_gpu(
     torch.cuda.set_device(gpu.device)
     linear_format = LinearFormat.choose(gpu_dtype(config.dtype, model_config, gpu), gpu.device)
     model = build_model(model_config, linear_format, gpu.device)
-    prefill = choose_prefill_backend(config.attention_backend, gpu.device, linear_format.dtype, model_config.head_dim)
-    logger.info("%s, %s, prompts through %s", gpu.name, linear_format.name, prefill.name)
+    heads = (model_config.num_heads, model_config.num_kv_heads, model_config.head_dim)
+    prefill = choose_prefill_backend(config.attention_backend, gpu.device, linear_format.dtype, *heads)
     weights = load_weights(model, checkpoint, config.seed, progress, device=gpu.device)
     setup = GpuSetup(
         config=config,
@@ -113,6 +113,7 @@ def _load_on_gpu(
         num_threads=num_worker_threads(config),
     )
     runner, plan = start_on_gpu(setup, progress)
+    logger.info("%s, %s, long prompts through %s", gpu.name, linear_format.name, prefill.name)
     ready = _ready(model, weights, plan, setup.block_size, setup.bytes_per_block)
     ready |= {
         "device": str(gpu.device),

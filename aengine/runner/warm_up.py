@@ -14,7 +14,7 @@ from .request_state import COLUMNS
 
 __all__ = ["compile_kernels"]
 
-_DECODE_SIZES = (1, 2, 8, 16, 32, 64, 256)
+_DECODE_SIZES = (1, 2, 8, 16, 32, 64, 128, 256, 512)
 """Batches between which the choice of kernels changes (kernels/bodies/linear.py)."""
 
 

@@ -12,11 +12,12 @@ import os
 import time
 import traceback
 from collections import deque
+from collections.abc import Callable
 from importlib import import_module
 from typing import Any, Protocol
 
 from ..config import EngineConfig
-from ..errors import AEngineError
+from ..errors import AEngineError, InvalidRequestError
 from ..ipc.channel import PeerGoneError, WorkerChannel
 from ..ipc.messages import GrammarOutput, Kind, ModelRunnerOutput, SchedulerOutput, pack, unpack
 
@@ -170,13 +171,36 @@ class Worker:
         page = os.sysconf("SC_PAGE_SIZE")
         return {"resident": resident * page, "shared": shared * page}
 
+    def _start_profile(self, folder: str | None) -> dict[str, str]:
+        from ..runner import profiler
+
+        return _or_refused(profiler.start, folder)
+
+    def _stop_profile(self) -> dict[str, str]:
+        from ..runner import profiler
+
+        return _or_refused(profiler.stop, self._rank)
+
     # -- errors
 
     def _report_error(self, error: BaseException) -> None:
         self._channel.publish(Kind.ERROR, self._step_id, pack(_report_of(error)))
 
 
-_CALLS = {"ping": Worker._ping, "memory_info": Worker._memory_info}
+_CALLS = {
+    "ping": Worker._ping,
+    "memory_info": Worker._memory_info,
+    "start_profile": Worker._start_profile,
+    "stop_profile": Worker._stop_profile,
+}
+
+
+def _or_refused(call: Callable[..., str], *args: Any) -> dict[str, str]:
+    """``{"path": ...}``, or ``{"refused": ...}`` where the caller asked for what can't be: no fault of the worker."""
+    try:
+        return {"path": call(*args)}
+    except InvalidRequestError as error:
+        return {"refused": str(error)}
 
 
 def _report_of(error: BaseException) -> dict[str, str]:

@@ -64,7 +64,7 @@ def drive() -> None:
     from aengine.kernels import write_qkv
 
     for dtype in (torch.bfloat16,) if CAPABILITY >= 80 else (torch.float16,):
-        for rows in (1, 2, 8, 16, 32, 64):
+        for rows in (1, 2, 8, 16, 32, 64, 128):
             for k in (576, 1024, 4096):
                 x, norm = torch.zeros(rows, k, dtype=dtype), torch.zeros(k, dtype=dtype)
                 weight, bias = torch.zeros(1024, k, dtype=dtype), torch.zeros(1024, dtype=dtype)

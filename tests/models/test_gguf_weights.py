@@ -12,7 +12,7 @@ import gguf
 import numpy as np
 import pytest
 import torch
-from driver import Driver, load, source_of
+from driver import CPU, Driver, load, source_of
 from gguf import GGMLQuantizationType as Q
 from tiny import VOCAB_SIZE, make_tiny_model
 from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedModel
@@ -148,7 +148,8 @@ def test_only_a_few_tensors_are_read_ahead(tmp_path: Path, monkeypatch: pytest.M
     model, _ = load(source)
     total = len(begun)
     begun.clear()
-    tensors, _ = loader._gguf(source, model)
+    place = loader.Place(frozenset(slot.name for slot in model.slots()), CPU, torch.float32)
+    tensors, _ = loader._gguf(source, model, place)
     next(iter(tensors))
     count = -1
     while count != len(begun):  # until the threads have come to rest

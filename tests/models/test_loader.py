@@ -17,6 +17,7 @@ from safetensors.torch import load_file, save_file
 from tiny import load_reference, make_tiny_model
 
 from aengine.errors import ModelLoadError
+from aengine.runner import loader
 from aengine.runner.layers.linear import LinearFormat
 from aengine.runner.loader import load_weights
 from aengine.runner.model_config import ModelConfig
@@ -157,6 +158,66 @@ def test_dummy(copied: Path) -> None:
     assert torch.equal(outcomes[0], outcomes[1]) and not torch.equal(outcomes[0], outcomes[2])
     assert outcomes[0].isfinite().all() and 1e-3 < float(outcomes[0].std()) < 100
     assert loaded.num_parameters == make_tiny_model("llama").num_parameters()
+
+
+META = torch.device("meta")
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16", "float16"])
+def test_another_device_gets_tensors_in_the_models_format(tiny_model: TinyModel, dtype: str) -> None:
+    """So that parts of a matrix that wait for the others take no more room than the matrix. (meta: no GPU is needed.)"""
+    source = source_of(tiny_model("qwen3", seed=3, max_shard_size="30KB", tie_word_embeddings=True))
+    model = build_model(ModelConfig.from_hf(source.hf_config), LinearFormat.choose(dtype, META), META)
+    seen: list[torch.Tensor] = []
+    slots = [slot._replace(set=lambda t, put=slot.set: (seen.append(t), put(t))) for slot in model.slots()]
+    model.slots = lambda: iter(slots)  # type: ignore[method-assign]
+    loaded = load_weights(model, source, 0, lambda *report: None, META)
+    assert len(seen) == len(slots)
+    assert {(t.device, t.dtype) for t in seen} == {(META, getattr(torch, dtype))}
+    assert loaded.num_bytes == 4 * loaded.num_parameters, "of the checkpoint, which is float32"
+    table = model._embed._table
+    assert model._lm_head._weight.weight is table, "a tied table is there once"
+
+
+def test_what_is_not_wanted_is_not_read(copied: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    rewrite(copied, lambda tensors: tensors.update({"model.vision.weight": torch.ones(3)}))
+    put: list[torch.Tensor] = []
+    monkeypatch.setattr(loader.Place, "put", lambda self, tensor: put.append(tensor) or tensor)
+    load(source_of(copied))
+    assert len(put) == len(load_file(copied / "model.safetensors")) - 1
+
+
+def test_few_tensors_are_read_ahead(tiny_model: TinyModel, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of several files, by turns."""
+    source = source_of(tiny_model("llama", seed=3, num_hidden_layers=12, max_shard_size="60KB"))
+    model = build_model(ModelConfig.from_hf(source.hf_config), LinearFormat.choose("float32", CPU), CPU)
+    monkeypatch.setattr(loader, "_READERS", 3)
+    put: list[torch.Tensor] = []
+    monkeypatch.setattr(loader.Place, "put", lambda self, tensor: put.append(tensor) or tensor)
+    place = loader.Place(frozenset(slot.name for slot in model.slots()), CPU, torch.float32)
+    tensors, total = loader._safetensors(Path(source.path), place)
+    first = [next(tensors).name for _ in range(3)]
+    assert len(put) <= 3 + 3 + 1
+    files = [load_file(path).keys() for path in sorted(Path(source.path).glob("*.safetensors"))]
+    assert len(files) > 3 and all(name in names for name, names in zip(first, files))
+    names = first + [named.name for named in tensors]
+    assert sorted(names) == sorted(place.wanted) and total > 4 * sum(t.numel() for t in put)
+
+
+def test_out_of_gpu_memory(copied: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def put(place: loader.Place, tensor: torch.Tensor) -> torch.Tensor:
+        if tensor.shape == (48,):
+            raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate a lot\nof memory")
+        return tensor
+
+    monkeypatch.setattr(loader.Place, "put", put)
+    monkeypatch.setattr(torch.cuda, "mem_get_info", lambda device: (2**30, 8 * 2**30))
+    monkeypatch.setattr(torch.cuda, "memory_allocated", lambda device: 7 * 2**30)
+    with pytest.raises(ModelLoadError) as caught:
+        load(source_of(copied))
+    text = str(caught.value)
+    assert "\n" not in text and "8.00 GiB" in text and "1.00 GiB is free" in text and "dtype='bfloat16'" in text
+    assert "ran out at" in text and "larger GPU" in text
 
 
 def test_tokenizer_of_the_tiny_models(tiny_model: TinyModel) -> None:

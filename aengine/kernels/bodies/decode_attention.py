@@ -27,13 +27,14 @@ class _Tiling(NamedTuple):
     block_n: int  # keys at a time; divides LEAST_CHUNK
     num_warps: int
     num_stages: int
+    preload: bool  # the first keys before the wait for the product, in registers
 
 
 def _tiling(units: int) -> _Tiling:
     """By the number of (sequence, key-value head) pairs; measured on an H200 (benchmarks/gpu_attention.py)."""
     if units <= 64:
-        return _Tiling(128, 4, 1)
-    return _Tiling(64, 4, 2)
+        return _Tiling(128, 4, 1, True)
+    return _Tiling(64, 2, 4, False)
 
 
 def plan_decode(seq_lens: Tensor, max_extra: int) -> DecodePlan:
@@ -139,6 +140,7 @@ def decode_step_attention(
         CLEAR=given is None,
         PDL=has_pdl(),
         STAGES=tiling.num_stages,
+        PRELOAD=tiling.preload,
         num_warps=tiling.num_warps,
     )
     return out
@@ -226,6 +228,7 @@ def _decode_attention(
     CLEAR: tl.constexpr,
     PDL: tl.constexpr,
     STAGES: tl.constexpr,
+    PRELOAD: tl.constexpr,
 ):
     kv_head = tl.program_id(0)  # neighbours read the same blocks
     item = tl.program_id(1)
@@ -266,11 +269,11 @@ def _decode_attention(
     if PDL:
         if not RAW:
             gdc_wait()
-    # The first keys and values are old: they can be on their way while the product before still runs.
-    t = begin + tl.arange(0, BN)
-    known = t < end_in_cache
     blocks = table + row * stride_table
-    k, v = _load_kv(keys, blocks, t, known, in_head, stride_block, stride_token, stride_kv, BLOCK_SIZE, DP)
+    if PRELOAD:  # the first keys and values are old: they can be on their way while the product before still runs
+        t = begin + tl.arange(0, BN)
+        known = t < end_in_cache
+        k, v = _load_kv(keys, blocks, t, known, in_head, stride_block, stride_token, stride_kv, BLOCK_SIZE, DP)
     if RAW:
         other = tl.where(d < HALF, d + HALF, d - HALF)
         pair = tl.where(d < HALF, d, d - HALF)
@@ -297,10 +300,13 @@ def _decode_attention(
     top = tl.full((ROWS,), -float("inf"), tl.float32)
     total = tl.zeros((ROWS,), tl.float32)
     acc = tl.zeros((ROWS, DP), tl.float32)
-    if WINDOW > 0:
-        known = known & (t >= seq_len - WINDOW)
-    top, total, acc = _attend(q, k, v, known, top, total, acc)
-    for j in tl.range(begin + BN, end_in_cache, BN, num_stages=STAGES):
+    rest = begin
+    if PRELOAD:
+        if WINDOW > 0:
+            known = known & (t >= seq_len - WINDOW)
+        top, total, acc = _attend(q, k, v, known, top, total, acc)
+        rest = begin + BN
+    for j in tl.range(rest, end_in_cache, BN, num_stages=STAGES):
         tj = j + tl.arange(0, BN)
         known_j = tj < end_in_cache
         kj, vj = _load_kv(keys, blocks, tj, known_j, in_head, stride_block, stride_token, stride_kv, BLOCK_SIZE, DP)

@@ -1,9 +1,10 @@
-"""Products by weights W [N, K], for x [M, K]. Which kernel is faster was measured on an H200 (benchmarks/gpu_linear.py):
+"""Products by weights W [N, K], for x [M, K]; which kernel is fastest was measured on an H200.
 
     M            norm            product
     1            in the product  _gemv: a program holds BN rows of W in registers before it waits for x
     2 to 32      its own kernel  _skinny for small weights and into the residual, else cuBLAS
-    33 and more  its own kernel  cuBLAS
+    33 to 128    its own kernel  _tiled for small weights, but cuBLAS into the residual
+    129 or more  its own kernel  cuBLAS
 
 Bytes: W once, sizeof * N * K; operations: 2 M N K.
 """
@@ -23,7 +24,8 @@ from .launch import has_pdl, is_interpreted, launch
 
 __all__ = ["add_linear", "norm_gated_linear", "norm_linear"]
 
-MAX_SKINNY = 32  # rows of x; from there on cuBLAS is as fast
+MAX_SKINNY = 32  # rows of x
+MAX_TILED = 128
 _SMALL_WEIGHT = 2**23  # elements; a larger one takes so long to read that cuBLAS' slower start does not show
 
 
@@ -35,10 +37,14 @@ def norm_linear(
         _launch_gemv(x, weight, bias, out, norm_weight, eps, add=False, gated=False)
         return out
     normed = rms_norm.rms_norm(x, norm_weight, eps)
-    tiling = _tiling(x, weight, gated=False, add=False)
+    tiling = _skinny_tiling(x, weight, gated=False, add=False)
     if tiling is not None:
         out = torch.empty((x.shape[0], weight.shape[0]), dtype=out_dtype, device=x.device)
         _launch_skinny(tiling, normed, weight, bias, out, add=False, gated=False)
+        return out
+    if _suits_tiles(x, weight, gated=False):
+        out = torch.empty((x.shape[0], weight.shape[0]), dtype=out_dtype, device=x.device)
+        _launch_tiled(normed, weight, bias, out, gated=False)
         return out
     return _matmul(normed, weight, bias, out_dtype)
 
@@ -50,10 +56,14 @@ def norm_gated_linear(x: Tensor, norm_weight: Tensor, eps: float, weight: Tensor
         _launch_gemv(x, weight, bias, out, norm_weight, eps, add=False, gated=True)
         return out
     normed = rms_norm.rms_norm(x, norm_weight, eps)
-    tiling = _tiling(x, weight, gated=True, add=False)
+    tiling = _skinny_tiling(x, weight, gated=True, add=False)
     if tiling is not None:
         out = torch.empty((x.shape[0], size), dtype=x.dtype, device=x.device)
         _launch_skinny(tiling, normed, weight, bias, out, add=False, gated=True)
+        return out
+    if _suits_tiles(x, weight, gated=True):
+        out = torch.empty((x.shape[0], size), dtype=x.dtype, device=x.device)
+        _launch_tiled(normed, weight, bias, out, gated=True)
         return out
     return activation.silu_and_mul(_matmul(normed, weight, bias, x.dtype))
 
@@ -62,7 +72,7 @@ def add_linear(residual: Tensor, x: Tensor, weight: Tensor, bias: Tensor | None)
     if x.shape[0] == 1:
         _launch_gemv(x, weight, bias, residual, None, 0.0, add=True, gated=False)
         return
-    tiling = _tiling(x, weight, gated=False, add=True)
+    tiling = _skinny_tiling(x, weight, gated=False, add=True)
     if tiling is not None:
         _launch_skinny(tiling, x, weight, bias, residual, add=True, gated=False)
         return
@@ -202,7 +212,7 @@ class _Tiling(NamedTuple):
     num_stages: int
 
 
-def _tiling(x: Tensor, weight: Tensor, *, gated: bool, add: bool) -> _Tiling | None:
+def _skinny_tiling(x: Tensor, weight: Tensor, *, gated: bool, add: bool) -> _Tiling | None:
     """How `_skinny` shall cut the product; None: cuBLAS is faster, or the shape does not fit."""
     rows, (n, k) = x.shape[0], weight.shape
     if rows > MAX_SKINNY or (x.dtype == torch.float32 and not is_interpreted):
@@ -306,3 +316,83 @@ def _skinny(
     if ADD:
         y += tl.load(out_ptrs, mask=(m < M)[None, :], other=0.0).to(tl.float32)
     tl.store(out_ptrs, y.to(out_ptr.dtype.element_ty), mask=(m < M)[None, :])
+
+
+# -- some more rows
+
+
+def _suits_tiles(x: Tensor, weight: Tensor, *, gated: bool) -> bool:
+    n, k = weight.shape
+    is_half = x.dtype != torch.float32 or is_interpreted
+    fits = k % 128 == 0 and n % (128 if gated else 64) == 0
+    return is_half and fits and x.shape[0] <= MAX_TILED and n * k <= _SMALL_WEIGHT
+
+
+def _launch_tiled(x: Tensor, weight: Tensor, bias: Tensor | None, out: Tensor, *, gated: bool) -> None:
+    rows, size = out.shape
+    if rows <= 64:
+        block_n, num_warps, num_stages = (32, 8, 4) if gated else (32, 4, 5)
+    else:
+        block_n, num_warps, num_stages = (64, 4, 3) if gated else (64, 4, 5)
+    launch(
+        _tiled,
+        (size // block_n, triton.cdiv(rows, 64)),
+        x,
+        weight,
+        out,
+        bias,
+        rows,
+        N=size,
+        K=weight.shape[1],
+        BM=64,
+        BN=block_n,
+        BK=128,
+        BIAS=bias is not None,
+        GATED=gated,
+        PDL=has_pdl(),
+        STAGES=num_stages,
+        num_warps=num_warps,
+    )
+
+
+@triton.jit(do_not_specialize=["M"])
+def _tiled(
+    x_ptr,
+    w_ptr,
+    out_ptr,
+    bias_ptr,
+    M,
+    N: tl.constexpr,
+    K: tl.constexpr,
+    BM: tl.constexpr,
+    BN: tl.constexpr,
+    BK: tl.constexpr,
+    BIAS: tl.constexpr,
+    GATED: tl.constexpr,
+    PDL: tl.constexpr,
+    STAGES: tl.constexpr,
+):
+    n = tl.program_id(0) * BN + tl.arange(0, BN)
+    m = tl.program_id(1) * BM + tl.arange(0, BM)
+    k = tl.arange(0, BK)
+    w_ptrs = w_ptr + n[None, :].to(tl.int64) * K + k[:, None]
+    x_ptrs = x_ptr + m[:, None].to(tl.int64) * K + k[None, :]
+    is_row = (m < M)[:, None]
+    y = tl.zeros((BM, BN), tl.float32)
+    v = tl.zeros((BM, BN), tl.float32)
+    if PDL:
+        gdc_wait()
+        gdc_launch_dependents()
+    for k0 in tl.range(0, K, BK, num_stages=STAGES):
+        x = tl.load(x_ptrs + k0, mask=is_row, other=0.0)
+        y = tl.dot(x, tl.load(w_ptrs + k0), y, input_precision="ieee")
+        if GATED:
+            v = tl.dot(x, tl.load(w_ptrs + N * K + k0), v, input_precision="ieee")
+    if BIAS:
+        y += tl.load(bias_ptr + n).to(tl.float32)[None, :]
+        if GATED:
+            v += tl.load(bias_ptr + N + n).to(tl.float32)[None, :]
+    if GATED:
+        y = y * v / (1 + tl.exp(-y))
+    out_ptrs = out_ptr + m[:, None].to(tl.int64) * N + n[None, :]
+    tl.store(out_ptrs, y.to(out_ptr.dtype.element_ty), mask=is_row)
