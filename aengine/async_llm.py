@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import os
 import warnings
 from collections.abc import Mapping, Sequence
 from types import TracebackType
@@ -34,6 +35,9 @@ if TYPE_CHECKING:
 __all__ = ["AsyncLLM"]
 
 logger = logging.getLogger("aengine")
+
+_START_PROFILE_SECONDS = 60.0  # torch prepares CUDA's profiling interface the first time
+_STOP_PROFILE_SECONDS = 600.0  # of a long recording some GB of JSON are written
 
 
 class AsyncLLM:
@@ -247,12 +251,14 @@ class AsyncLLM:
         Raises:
             InvalidRequestError: a profile is being recorded already, or the folder can't be written to.
         """
+        from .engine.threads import run_in_thread
+
         core = self._running_core()
         if folder is not None:
-            if not isinstance(folder, str | os.PathLike) or not isinstance(os.fspath(folder), str):
+            if not isinstance(folder, str | os.PathLike) or not _is_text(os.fspath(folder)):
                 raise InvalidRequestError(f"folder={folder!r} is not valid: it must be a path, or None", param="folder")
-            folder = os.path.join(self._cwd, os.fspath(folder))
-        return _path_of(await core.call("start_profile", folder, timeout=_START_PROFILE_SECONDS), "folder")
+            folder = await run_in_thread("abspath", os.path.abspath, folder)  # the worker's own place may be another
+        return _path_of(await core.call("start_profile", folder, timeout=_START_PROFILE_SECONDS))
 
     async def stop_profile(self) -> str:
         """End the recording and write it: a gzipped Chrome trace, for ui.perfetto.dev. Returns the file's path.
@@ -325,6 +331,17 @@ async def _cancel(task: asyncio.Task[None]) -> None:
     await asyncio.wait([task])
     if not task.cancelled():
         task.exception()
+
+
+def _is_text(path: object) -> bool:
+    """Whether it can be told to a worker: a path of bytes that are not UTF-8 can't."""
+    return isinstance(path, str) and path == path.encode(errors="ignore").decode()
+
+
+def _path_of(reply: dict[str, str]) -> str:
+    if "refused" in reply:
+        raise InvalidRequestError(reply["refused"])
+    return reply["path"]
 
 
 def _no_structured_output() -> GrammarError:

@@ -14,14 +14,16 @@ import statistics
 import sys
 import time
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from functools import partial
 from typing import Any, NamedTuple
 
 import torch
+import triton
 from torch import Tensor
 
 from aengine.kernels.bodies import decode_attention as body
+from aengine.kernels.bodies import varlen_attention as varlen_body
 from aengine.kernels.bodies.launch import compiling
 from aengine.kernels.decode_attention import DecodeWorkspace, decode_step_attention, plan_decode
 from aengine.kernels.seat import triton_everywhere
@@ -34,7 +36,20 @@ COLD_BYTES = 192 << 20  # more than three times the L2 cache of an H200
 SKEWED = [300] * 60 + [8192] * 4
 SHORT = {f"B{n} 192": [192] * n for n in (1, 8, 64, 256)}
 DECODES = SHORT | {f"B{n} {k // 1024}k": [k] * n for n in (1, 32, 256) for k in (1024, 8192)} | {"skewed": SKEWED}
-PREFILLS = {"1x8192": ([8192], 0), "8x1024": ([1024] * 8, 0), "8x256 at 4096": ([256] * 8, 4096)}
+PREFILLS = {
+    "1x8192": ([8192], 0),
+    "8x1024": ([1024] * 8, 0),
+    "64x128": ([128] * 64, 0),
+    "8x256 at 4096": ([256] * 8, 4096),
+}
+PREFILL_TILINGS = [
+    varlen_body._Tiling(block_m, block_n, num_warps, num_stages)
+    for block_m in (64, 128)
+    for block_n in (32, 64, 128)
+    for num_warps in (4, 8)
+    for num_stages in (2, 3, 4)
+    if (block_m, num_warps) != (64, 8)
+]
 TILINGS = [
     body._Tiling(block_n, num_warps, num_stages, preload)
     for preload in (False, True)
@@ -137,12 +152,12 @@ def microseconds(calls: list[Callable[[], Any]], at_least: int = 8) -> float:
 
 
 @contextmanager
-def tiled(tiling: Any) -> Iterator[None]:
-    before, body._tiling = body._tiling, lambda units: tiling
+def tiled(tiling: Any, module: Any = body) -> Iterator[None]:
+    before, module._tiling = module._tiling, lambda *args: tiling
     try:
         yield
     finally:
-        body._tiling = before
+        module._tiling = before
 
 
 def time_decodes(device: torch.device, deadline: float) -> Iterator[dict[str, Any]]:
@@ -180,8 +195,15 @@ def time_prefills(device: torch.device) -> Iterator[dict[str, Any]]:
         where = (case.table, case.rows, torch.tensor(starts, dtype=torch.int32, device=device), case.seq_lens)
         calls = [partial(varlen_attention, q, cache, *where, dim**-0.5, None) for cache in case.caches]
         pairs = sum(n * context + n * (n + 1) / 2 for n in query_lens)
-        us = microseconds(calls, at_least=2)
-        yield {"case": name, "us": {"as set": us}, "tflops": 4 * pairs * heads * dim / us / 1e6}
+        times = {"as set": microseconds(calls, at_least=2)}
+        with compiling(os.cpu_count() or 1):
+            for tiling in PREFILL_TILINGS:
+                with tiled(tiling, varlen_body):
+                    calls[0]()
+        for tiling in PREFILL_TILINGS:
+            with tiled(tiling, varlen_body), suppress(triton.OutOfResources):
+                times["/".join(map(str, tiling))] = microseconds(calls, at_least=2)
+        yield {"case": name, "us": times, "tflops": 4 * pairs * heads * dim / times["as set"] / 1e6}
 
 
 def main() -> None:
@@ -195,13 +217,15 @@ def main() -> None:
     errors = check(device, torch.bfloat16)
     print("relative error in bfloat16:", {name: f"{error:.1e}" for name, error in errors.items()}, flush=True)
     results: list[dict[str, Any]] = []
+    if "--prefill" in sys.argv:
+        DECODES.clear()
     if "--check" not in sys.argv:
         for result in time_prefills(device):  # few and cheap: before the tilings take what is left of the time
             results.append(result)
-            print(
-                f"prefill {result['case']:14} {result['us']['as set']:9.1f} us {result['tflops']:6.0f} TFLOP/s",
-                flush=True,
-            )
+            us = result["us"]
+            best = sorted((t, name) for name, t in us.items() if name != "as set")[:4]
+            print(f"prefill {result['case']:14} {us['as set']:9.1f} us {result['tflops']:6.0f} TFLOP/s; best:", end=" ")
+            print(", ".join(f"{name} {t:.1f}" for t, name in best), flush=True)
         for result in time_decodes(device, begin + BUDGET_S - 25):
             results.append(result)
             us = result["us"]

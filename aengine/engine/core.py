@@ -1,8 +1,8 @@
 """`EngineCore`: one life of an engine, from its start on one event loop to its end.
 
-    AsyncLLM --owns--> EngineCore --owns--> Admission --> StepLoop --> Scheduler
-                                                             |
-                                                             +-------> Executor --> worker process
+AsyncLLM --owns--> EngineCore --owns--> Admission --> StepLoop --> Scheduler
+                                                         |
+                                                         +-------> Executor --> worker process
 """
 
 from __future__ import annotations

@@ -158,7 +158,7 @@ class LibraryPrefill:
         self.name = self._own.name
 
     def pays(self, query_lens: Rows) -> bool:
-        return self._function is not None and int(query_lens.max()) >= _WORTHWHILE
+        return self._function is not None and int(query_lens.sum()) >= _WORTHWHILE
 
     def prefill(
         self,
@@ -188,8 +188,9 @@ class LibraryPrefill:
         return out.flatten(1)
 
 
-_WORTHWHILE = 512
-"""Query tokens of the longest prompt from which a library pays: below, its start on the host costs more than it saves."""
+_WORTHWHILE = 2048
+"""Tokens of prompts in a step from which a library pays; below, the layers are one launch with our own kernel in it."""
+
 
 class _Library(NamedTuple):
     modules: tuple[str, ...]  # the first that is installed counts

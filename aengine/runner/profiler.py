@@ -33,7 +33,7 @@ def start(folder: str | None) -> str:
         try:
             os.makedirs(folder, exist_ok=True)
             tempfile.TemporaryFile(dir=folder).close()
-        except OSError as error:
+        except (OSError, ValueError) as error:
             raise InvalidRequestError(f"folder={folder!r} can't be written to: {error}", param="folder") from error
     activities = [ProfilerActivity.CPU]
     if torch.cuda.is_available():

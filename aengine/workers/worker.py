@@ -187,7 +187,7 @@ class Worker:
         self._channel.publish(Kind.ERROR, self._step_id, pack(_report_of(error)))
 
 
-_CALLS = {
+_CALLS: dict[str, Callable[..., Any]] = {
     "ping": Worker._ping,
     "memory_info": Worker._memory_info,
     "start_profile": Worker._start_profile,

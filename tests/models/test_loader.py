@@ -165,7 +165,7 @@ META = torch.device("meta")
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16", "float16"])
 def test_another_device_gets_tensors_in_the_models_format(tiny_model: TinyModel, dtype: str) -> None:
-    """So that parts of a matrix that wait for the others take no more room than the matrix. (meta: no GPU is needed.)"""
+    """So that parts of a matrix that wait for the others take no more room than it will. (meta: needs no GPU.)"""
     source = source_of(tiny_model("qwen3", seed=3, max_shard_size="30KB", tie_word_embeddings=True))
     model = build_model(ModelConfig.from_hf(source.hf_config), LinearFormat.choose(dtype, META), META)
     seen: list[torch.Tensor] = []
@@ -202,6 +202,21 @@ def test_few_tensors_are_read_ahead(tiny_model: TinyModel, monkeypatch: pytest.M
     assert len(files) > 3 and all(name in names for name, names in zip(first, files))
     names = first + [named.name for named in tensors]
     assert sorted(names) == sorted(place.wanted) and total > 4 * sum(t.numel() for t in put)
+
+
+@pytest.mark.parametrize("name", ["a.weight", "a.norm.weight"])
+def test_dummy_weights_of_a_gpu_are_alike_in_every_format(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Made chunk by chunk. (Here on the CPU.)"""
+    monkeypatch.setattr(loader, "_DUMMY_CHUNK", 100)
+    made = []
+    for dtype in (torch.float32, torch.bfloat16):
+        place = loader.Place(frozenset(), CPU, dtype)
+        slot = loader.Slot(name, (37, 11), lambda tensor: None)
+        made.append(loader._random_on_gpu(slot, torch.Generator().manual_seed(5), place))
+    assert made[1].dtype == torch.bfloat16 and torch.equal(made[0].bfloat16(), made[1])
+    middle = 1.0 if "norm" in name else 0.0
+    assert float((made[0] - middle).abs().max()) <= 0.04 and 0.02 < float(made[0].std()) < 0.027
+    assert len(set(made[0].flatten().tolist())) > 350
 
 
 def test_out_of_gpu_memory(copied: Path, monkeypatch: pytest.MonkeyPatch) -> None:

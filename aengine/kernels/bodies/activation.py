@@ -25,8 +25,8 @@ def silu_and_mul(gate_up: Tensor) -> Tensor:
 @triton.jit
 def _silu_and_mul(x_ptr, out_ptr, SIZE: tl.constexpr, BLOCK: tl.constexpr, PDL: tl.constexpr):
     if PDL:
-        gdc_wait()
         gdc_launch_dependents()
+        gdc_wait()
     row = tl.program_id(0).to(tl.int64)
     i = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     gate = tl.load(x_ptr + row * 2 * SIZE + i, mask=i < SIZE, other=0.0).to(tl.float32)

@@ -63,8 +63,8 @@ def _plan_decode(
     PDL: tl.constexpr,
 ):
     if PDL:
-        gdc_wait()
         gdc_launch_dependents()
+        gdc_wait()
     i = tl.arange(0, SEQS)
     lens = tl.load(seq_lens + i, mask=i < n, other=0)
     share = tl.cdiv(tl.sum(lens.to(tl.int64), 0), EXTRA)
@@ -191,7 +191,7 @@ def _attend(q, k, v, known, top, total, acc):
     return higher, total, acc
 
 
-@triton.jit(do_not_specialize=["eps"])  # large on purpose: one launch instead of four is its reason to be
+@triton.jit(do_not_specialize_on_alignment=["rows", "seq_lens"])  # large on purpose: one launch instead of four is its reason to be
 def _decode_attention(
     qkv,
     cache,
@@ -230,6 +230,8 @@ def _decode_attention(
     STAGES: tl.constexpr,
     PRELOAD: tl.constexpr,
 ):
+    if PDL:
+        gdc_launch_dependents()
     kv_head = tl.program_id(0)  # neighbours read the same blocks
     item = tl.program_id(1)
     seq = tl.load(items + item)
@@ -288,7 +290,6 @@ def _decode_attention(
     if PDL:
         if RAW:
             gdc_wait()
-        gdc_launch_dependents()
     token = qkv + seq.to(tl.int64) * stride_qkv
     q = tl.load(token + at_head, mask=is_query, other=0.0).to(tl.float32)
     if RAW:

@@ -50,7 +50,10 @@ def prepare_inputs(
     return out
 
 
-@triton.jit(do_not_specialize=["num_reqs", "num_tokens"])
+_SMALL = ["idx_mapping", "num_scheduled", "input_ids", "positions", "slots", "query_start_loc", "seq_lens"]
+
+
+@triton.jit(do_not_specialize=["num_reqs", "num_tokens"], do_not_specialize_on_alignment=_SMALL)
 def _prepare_inputs(
     token_ids,
     num_computed,
@@ -109,7 +112,7 @@ def append_tokens(token_ids: Tensor, num_tokens: Tensor, rows: Tensor, sampled: 
     launch(_append_tokens, (triton.cdiv(n, _BLOCK),), token_ids, num_tokens, rows, sampled, n, *strides, BLOCK=_BLOCK)
 
 
-@triton.jit(do_not_specialize=["n"])
+@triton.jit(do_not_specialize=["n"], do_not_specialize_on_alignment=["rows", "sampled", "num_tokens"])
 def _append_tokens(token_ids, num_tokens, rows, sampled, n, stride_ids, stride_num, BLOCK: tl.constexpr):
     i = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
     row = tl.load(rows + i, mask=i < n, other=-1)
@@ -146,7 +149,7 @@ def prepare_decode(token_ids: Tensor, scalars: Tensor, columns: ScalarColumns, r
     return out
 
 
-@triton.jit(do_not_specialize=["n"])
+@triton.jit(do_not_specialize=["n"], do_not_specialize_on_alignment=["rows", "input_ids", "positions", "seeds", "sample_positions"])
 def _prepare_decode(
     token_ids,
     scalars,
@@ -169,8 +172,8 @@ def _prepare_decode(
     PDL: tl.constexpr,
 ):
     if PDL:
-        gdc_wait()
         gdc_launch_dependents()
+        gdc_wait()
     i = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
     inside = i < n
     row = tl.load(rows + i, mask=inside, other=-1)
@@ -221,7 +224,7 @@ def commit_decode(
     )
 
 
-@triton.jit(do_not_specialize=["n"])
+@triton.jit(do_not_specialize=["n"], do_not_specialize_on_alignment=["rows", "sampled", "checks", "published"])
 def _commit_decode(
     token_ids,
     scalars,
@@ -241,8 +244,8 @@ def _commit_decode(
     PDL: tl.constexpr,
 ):
     if PDL:
-        gdc_wait()
         gdc_launch_dependents()
+        gdc_wait()
     i = tl.arange(0, BLOCK)
     inside = i < n
     row = tl.load(rows + i, mask=inside, other=-1)

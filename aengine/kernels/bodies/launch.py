@@ -1,10 +1,11 @@
 """How the Triton bodies are launched: at once, or, while `compiling`, only compiled, many at a time.
 
-Programmatic dependent launch (Hopper and later): a kernel may begin while the one before it works, and waits
-(`gdc_wait`) before it reads what that one writes. So the time to start a grid, and its first reads, hide behind the end
-of the grid before. Every kernel that is launched so waits, whatever it reads, and only then lets the next one begin
-(`gdc_launch_dependents`). Hence, when kernel N begins, N - 1 has waited, so N - 2 and all before it have ended: ahead of
-its own wait a kernel may read everything but what its predecessor writes.
+Programmatic dependent launch (Hopper and later): each kernel lets the next one begin at once (`gdc_launch_dependents`),
+which then waits (`gdc_wait`) before it reads what its predecessors write. So the time to start a grid, and its reads of
+weights, hide behind the grids before. Every kernel that is launched so waits in every program, whatever it reads: then
+the end of one means the end of all before it. Ahead of its wait a kernel may read what is never written in a step
+(weights), and what was written before the step's last kernel that is not launched so: the lookup of the embeddings, so
+all that describes the batch, and the KV cache of the steps before.
 """
 
 from __future__ import annotations

@@ -124,6 +124,7 @@ def _launch_gemv(
         BIAS=bias is not None,
         ADD=add,
         GATED=gated,
+        EVEN=size % block_n == 0 and k % block_k == 0,
         PDL=has_pdl(),
         num_warps=num_warps,
     )
@@ -135,9 +136,18 @@ def _gemv_blocks(n: int, k: int) -> tuple[int, int, int]:
         return 4, max(16, triton.next_power_of_2(k)), 4
     if k == 4096:
         return (4, 2048, 2) if n <= 4096 else (2, 4096, 8)
-    if k <= 4096 and k % 2048 == 0:
-        return 4, 2048, 4
-    return 8, 1024, 4
+    if k <= 4096:
+        return (4, 2048, 4) if k % 2048 == 0 else (8, 1024, 4)
+    return 8, 512, 2
+
+
+@triton.jit
+def _load_row(at, inside, EVEN: tl.constexpr):
+    if EVEN:
+        x = tl.load(at)
+    else:
+        x = tl.load(at, mask=inside, other=0.0)
+    return x.to(tl.float32)
 
 
 @triton.jit
@@ -156,8 +166,11 @@ def _gemv(
     BIAS: tl.constexpr,
     ADD: tl.constexpr,
     GATED: tl.constexpr,
+    EVEN: tl.constexpr,
     PDL: tl.constexpr,
 ):
+    if PDL:
+        gdc_launch_dependents()
     n = tl.program_id(0) * BN + tl.arange(0, BN)
     k = tl.arange(0, BK)
     row = w_ptr + n[:, None].to(tl.int64) * K
@@ -165,30 +178,36 @@ def _gemv(
     up = tl.zeros((BN, BK), tl.float32)
     squares = tl.zeros((BK,), tl.float32)
     for k0 in tl.static_range(0, K, BK):
-        inside = k0 + k < K
-        tile = (n < N)[:, None] & inside[None, :]
-        w = tl.load(row + (k0 + k)[None, :], mask=tile, other=0.0)
-        if GATED:
-            u = tl.load(row + N * K + (k0 + k)[None, :], mask=tile, other=0.0)
+        at = row + (k0 + k)[None, :]
+        if EVEN:
+            w = tl.load(at)
+            if GATED:
+                u = tl.load(at + N * K)
+        else:
+            tile = (n < N)[:, None] & (k0 + k < K)[None, :]
+            w = tl.load(at, mask=tile, other=0.0)
+            if GATED:
+                u = tl.load(at + N * K, mask=tile, other=0.0)
         if PDL:
             if k0 == 0:
                 gdc_wait()
-                gdc_launch_dependents()
-        x = tl.load(x_ptr + k0 + k, mask=inside, other=0.0).to(tl.float32)
+        x = _load_row(x_ptr + k0 + k, k0 + k < K, EVEN)
         if NORM:
             squares += x * x
-            x = x * tl.load(norm_ptr + k0 + k, mask=inside, other=0.0).to(tl.float32)
+            x = x * _load_row(norm_ptr + k0 + k, k0 + k < K, EVEN)
             x = x.to(w_ptr.dtype.element_ty).to(tl.float32)  # as the product of larger batches rounds it
         acc += w.to(tl.float32) * x[None, :]
         if GATED:
             up += u.to(tl.float32) * x[None, :]
     y = tl.sum(acc, 1)
-    v = tl.sum(up, 1)
+    if GATED:  # a sum of zeros is not free
+        v = tl.sum(up, 1)
     if NORM:
         # The scale of the norm is the same for all of a row, so it can wait until the sum of squares is known.
         scale = 1.0 / tl.sqrt(tl.sum(squares, 0) / K + eps)
         y *= scale
-        v *= scale
+        if GATED:
+            v *= scale
     if BIAS:
         y += tl.load(bias_ptr + n, mask=n < N, other=0.0).to(tl.float32)
         if GATED:
@@ -296,8 +315,8 @@ def _skinny(
     acc = tl.zeros((GROUPS, BN, BM), tl.float32)
     up = tl.zeros((GROUPS, BN, BM), tl.float32)
     if PDL:
-        gdc_wait()
         gdc_launch_dependents()
+        gdc_wait()
     for k0 in tl.range(0, K, GROUPS * BK, num_stages=STAGES):
         w = tl.load(w_ptrs + k0)
         x = tl.load(x_ptrs + k0, mask=is_row, other=0.0)
@@ -305,7 +324,8 @@ def _skinny(
         if GATED:
             up = tl.dot(tl.load(w_ptrs + N * K + k0), x, up, input_precision="ieee")
     y = tl.sum(acc, 0)
-    v = tl.sum(up, 0)
+    if GATED:
+        v = tl.sum(up, 0)
     if BIAS:
         y += tl.load(bias_ptr + n).to(tl.float32)[:, None]
         if GATED:
@@ -381,8 +401,8 @@ def _tiled(
     y = tl.zeros((BM, BN), tl.float32)
     v = tl.zeros((BM, BN), tl.float32)
     if PDL:
-        gdc_wait()
         gdc_launch_dependents()
+        gdc_wait()
     for k0 in tl.range(0, K, BK, num_stages=STAGES):
         x = tl.load(x_ptrs + k0, mask=is_row, other=0.0)
         y = tl.dot(x, tl.load(w_ptrs + k0), y, input_precision="ieee")

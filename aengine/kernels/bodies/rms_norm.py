@@ -25,12 +25,13 @@ def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
 
 @triton.jit
 def _rms_norm(x_ptr, w_ptr, out_ptr, eps, SIZE: tl.constexpr, BLOCK: tl.constexpr, PDL: tl.constexpr):
+    if PDL:
+        gdc_launch_dependents()
     i = tl.arange(0, BLOCK)
     begin = tl.program_id(0).to(tl.int64) * SIZE
     w = tl.load(w_ptr + i, mask=i < SIZE, other=0.0).to(tl.float32)
     if PDL:
         gdc_wait()
-        gdc_launch_dependents()
     x = tl.load(x_ptr + begin + i, mask=i < SIZE, other=0.0).to(tl.float32)
     y = x * w / tl.sqrt(tl.sum(x * x, 0) / SIZE + eps)
     tl.store(out_ptr + begin + i, y.to(out_ptr.dtype.element_ty), mask=i < SIZE)

@@ -46,7 +46,7 @@ def turn_and_write(
     )
 
 
-@triton.jit
+@triton.jit(do_not_specialize_on_alignment=["positions", "slots"])
 def _turn_and_write(
     qkv,
     positions,
@@ -70,8 +70,8 @@ def _turn_and_write(
     PDL: tl.constexpr,
 ):
     if PDL:
-        gdc_wait()
         gdc_launch_dependents()
+        gdc_wait()
     token = tl.program_id(0).to(tl.int64)
     position = tl.load(positions + token)
     slot = tl.load(slots + token)
