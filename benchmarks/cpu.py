@@ -131,9 +131,7 @@ def run_llama(args: argparse.Namespace) -> dict[str, float]:
         if lib.llama_decode(ctx, batch):
             raise RuntimeError("llama_decode failed")
         rows = [i for i, column in enumerate(columns) if column[3]]
-        best = [
-            int(np.ctypeslib.as_array(lib.llama_get_logits_ith(ctx, i), (VOCAB_SIZE,)).argmax()) for i in rows
-        ]
+        best = [int(np.ctypeslib.as_array(lib.llama_get_logits_ith(ctx, i), (VOCAB_SIZE,)).argmax()) for i in rows]
         lib.llama_batch_free(batch)
         return best
 

@@ -20,7 +20,7 @@ _WANTED = "a text, a list of token ids, or a list of chat messages such as {'rol
 
 
 def prompt_kind(prompt: Prompt) -> str:
-    """"text", "token_ids" or "messages". Raises InvalidRequestError for anything else, or for nothing."""
+    """ "text", "token_ids" or "messages". Raises InvalidRequestError for anything else, or for nothing."""
     if isinstance(prompt, str):
         if not prompt:
             raise InvalidRequestError("the prompt is empty: give it at least one character", param="prompt")

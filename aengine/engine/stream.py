@@ -104,9 +104,7 @@ class ChoiceOutput:
 
     __slots__ = ("detokenizer", "finish_reason", "index", "logprobs", "mailbox", "texts", "token_ids")
 
-    def __init__(
-        self, mailbox: Mailbox, index: int, detokenizer: IncrementalText | None, want_logprobs: bool
-    ) -> None:
+    def __init__(self, mailbox: Mailbox, index: int, detokenizer: IncrementalText | None, want_logprobs: bool) -> None:
         self.mailbox = mailbox
         self.index = index
         self.detokenizer = detokenizer
@@ -115,9 +113,7 @@ class ChoiceOutput:
         self.logprobs: list[tuple[Logprob, ...]] | None = [] if want_logprobs else None
         self.finish_reason: FinishReason | None = None
 
-    def put(
-        self, token_id: int, finish_reason: FinishReason | None, logprobs: tuple[Logprob, ...] = ()
-    ) -> bool:
+    def put(self, token_id: int, finish_reason: FinishReason | None, logprobs: tuple[Logprob, ...] = ()) -> bool:
         """Deliver one token. ``logprobs``: the sampled token's first, then the likeliest.
 
         Returns whether a stop string has just ended the completion, which the scheduler can't know.

@@ -43,7 +43,8 @@ def varlen_attention(
     if uses_triton(q):
         from .bodies import varlen_attention as body
 
-        return body.varlen_attention(q, kv_cache, block_table, rows, query_start_loc, seq_lens, scale, window, skip_single)
+        batch = (block_table, rows, query_start_loc, seq_lens)
+        return body.varlen_attention(q, kv_cache, *batch, scale, window, skip_single)
     out = torch.zeros((q.shape[0], q.shape[1] * q.shape[2]), dtype=q.dtype)
     block_size = kv_cache.shape[1]
     for i, row in enumerate(rows.tolist()):

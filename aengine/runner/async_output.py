@@ -1,8 +1,8 @@
 """The answer to a step on its way to the host: the one place of the runner that reads the device.
 
-    CPU                          the tensors themselves
-    CUDA                         copied into pinned memory on a side stream; an event says when they are there
-    CUDA, sampled in a graph     written by the graph's last kernel into memory that the host reads (`Published`)
+CPU                          the tensors themselves
+CUDA                         copied into pinned memory on a side stream; an event says when they are there
+CUDA, sampled in a graph     written by the graph's last kernel into memory that the host reads (`Published`)
 """
 
 from __future__ import annotations

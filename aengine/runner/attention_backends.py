@@ -151,8 +151,8 @@ class LibraryPrefill:
             return
         if self._required:
             raise ModelLoadError(
-                f"attention_backend={self.name!r} can't be used: {self._error!r}; {_LIBRARIES[self.name].cure}, or leave "
-                f"attention_backend at 'auto'"
+                f"attention_backend={self.name!r} can't be used: {self._error!r}; {_LIBRARIES[self.name].cure}, "
+                f"or leave attention_backend at 'auto'"
             )
         logger.warning("%s is installed, but can't be used; prompts go through triton: %r", self.name, self._error)
         self.name = self._own.name
@@ -189,7 +189,7 @@ class LibraryPrefill:
 
 
 _WORTHWHILE = 2048
-"""Tokens of prompts in a step from which a library pays; below, the layers are one launch with our own kernel in it."""
+"""Prompt tokens in a step from which a library pays; below, the layers are one launch with our own kernel in it."""
 
 
 class _Library(NamedTuple):

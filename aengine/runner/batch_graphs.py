@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import bisect
 from collections.abc import Callable
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
@@ -49,7 +49,7 @@ class BatchGraphs:
         self._reqs = [*(r for r in _REQUESTS if r < max_num_seqs), max_num_seqs]
         self._columns = torch.empty((2, max_num_seqs), dtype=torch.int64, device=requests.token_ids.device)
         self._graphs: dict[BatchShape, tuple[torch.cuda.CUDAGraph, tuple[Tensor, Tensor, Tensor]]] = {}
-        self._pool: tuple[int, int] | None = None
+        self._pool: Any = None
 
     @property
     def largest(self) -> BatchShape | None:

@@ -14,7 +14,7 @@ from __future__ import annotations
 import bisect
 from collections.abc import Callable
 from enum import Enum
-from typing import NamedTuple, Protocol
+from typing import Any, NamedTuple, Protocol
 
 import numpy as np
 import torch
@@ -114,15 +114,17 @@ class DecodeStep:
 
 
 class CudaGraphManager:
-    """Captures `DecodeStep.run` for batches of the given sizes, and replays it. Without CUDA, or with ``enforce_eager``,
-    it runs the step as it is, padded alike, so that both give the same bits."""
+    """Captures `DecodeStep.run` for batches of the given sizes, and replays it.
+
+    With ``enforce_eager`` it runs the step as it is, padded alike, so that both give the same bits.
+    """
 
     def __init__(self, step: DecodeStep, sizes: list[int], *, enforce_eager: bool) -> None:
         self.step = step
         self._sizes = sorted(sizes)
         self._is_eager = enforce_eager
         self._graphs: dict[BatchDescriptor, tuple[torch.cuda.CUDAGraph, Tensor | None]] = {}
-        self._pool: tuple[int, int] | None = None
+        self._pool: Any = None
 
     @property
     def max_size(self) -> int:

@@ -1,7 +1,7 @@
 """Attention on a GPU: the paged KV cache, and the two ways in which a step reads it.
 
-    bind_decode    every request has one new token: norm of q and k, rotary, KV write and attention are one launch a layer
-    bind           any batch: one launch turns and writes all tokens; then decodes and prompts, each with its kernel
+    bind_decode         every request has one new token: norm of q and k, rotary, KV write and attention are one launch
+    bind, bind_batch    any batch: one launch turns and writes all tokens; then decodes and prompts, each its kernel
 
 A layer's cache is [num_blocks, block_size, 2, num_kv_heads, head_dim] to whoever indexes it, and lies in memory as
 [num_blocks, 2, num_kv_heads, block_size, head_dim], so that a head's tokens of a block are one run.

@@ -1,9 +1,9 @@
 """From a model on a GPU to a runner that is ready: kernels compiled, memory profiled, KV allocated, graphs captured.
 
-    compile   every kernel that decode steps and prompts need, many at a time; from the disk cache if they are there
-    profile   the largest batch through `execute_model`, and the largest graph, over a KV cache of one request
-    allocate  the KV cache, out of what is left
-    capture   one graph a batch size
+compile   every kernel that decode steps and prompts need, many at a time; from the disk cache if they are there
+profile   the largest batch through `execute_model`, and the largest graph, over a KV cache of one request
+allocate  the KV cache, out of what is left
+capture   one graph a batch size
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
 """Compile every Triton kernel for a GPU that is not there: the interpreter accepts what the compiler refuses.
 
-    python tests/kernels/compile_everything.py 90      # for compute capability 9.0
+python tests/kernels/compile_everything.py 90      # for compute capability 9.0
 """
 
 from __future__ import annotations
@@ -60,8 +60,16 @@ def compile_only(kernel: Any, grid: tuple, *args: Any, **options: Any) -> None:
 
 def drive() -> None:
     """Call the ops with CPU tensors; nothing is computed."""
-    from aengine.kernels import activation, decode_attention, gumbel, input_prep, linear, rms_norm, varlen_attention
-    from aengine.kernels import write_qkv
+    from aengine.kernels import (
+        activation,
+        decode_attention,
+        gumbel,
+        input_prep,
+        linear,
+        rms_norm,
+        varlen_attention,
+        write_qkv,
+    )
 
     for dtype in (torch.bfloat16,) if CAPABILITY >= 80 else (torch.float16,):
         for rows in (1, 2, 8, 16, 32, 64, 128):
@@ -113,7 +121,8 @@ def drive_sampler(logits: torch.Tensor, inputs: Any) -> None:
     logit_bias.ban_tokens(logits, ids, ids)
     bitmask.apply_bitmask(logits, ids, torch.zeros(4, 128, dtype=torch.uint8))
     starts = torch.zeros(2, dtype=torch.int64)
-    staged_write.apply_staged_writes(torch.zeros(9, dtype=torch.int32), starts, starts, torch.zeros(0, dtype=torch.int32))
+    nothing = torch.zeros(0, dtype=torch.int32)
+    staged_write.apply_staged_writes(torch.zeros(9, dtype=torch.int32), starts, starts, nothing)
 
 
 def main() -> None:

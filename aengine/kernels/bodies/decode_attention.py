@@ -23,6 +23,7 @@ if TYPE_CHECKING:
 
 __all__ = ["decode_step_attention", "plan_decode"]
 
+
 class _Tiling(NamedTuple):
     block_n: int  # keys at a time; divides LEAST_CHUNK
     num_warps: int
@@ -191,7 +192,10 @@ def _attend(q, k, v, known, top, total, acc):
     return higher, total, acc
 
 
-@triton.jit(do_not_specialize_on_alignment=["rows", "seq_lens"])  # large on purpose: one launch instead of four is its reason to be
+_MOVING = ["rows", "seq_lens"]
+
+
+@triton.jit(do_not_specialize_on_alignment=_MOVING)  # large on purpose: one launch instead of four
 def _decode_attention(
     qkv,
     cache,

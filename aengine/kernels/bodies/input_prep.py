@@ -149,7 +149,10 @@ def prepare_decode(token_ids: Tensor, scalars: Tensor, columns: ScalarColumns, r
     return out
 
 
-@triton.jit(do_not_specialize=["n"], do_not_specialize_on_alignment=["rows", "input_ids", "positions", "seeds", "sample_positions"])
+_WIDE = ["rows", "input_ids", "positions", "seeds", "sample_positions"]
+
+
+@triton.jit(do_not_specialize=["n"], do_not_specialize_on_alignment=_WIDE)
 def _prepare_decode(
     token_ids,
     scalars,

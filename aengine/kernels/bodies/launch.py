@@ -48,7 +48,7 @@ def bucket(count: int) -> int:
 
 @contextmanager
 def compiling(num_threads: int) -> Iterator[None]:
-    """Within, `launch` compiles and does not run; at the end all are compiled. What is on disk already takes no time."""
+    """Within, `launch` compiles and does not run; at the end all are compiled. What is on disk takes no time."""
     global _compile_only
     with ThreadPoolExecutor(num_threads, thread_name_prefix="compile") as pool, triton.AsyncCompileMode(pool):
         _compile_only = True

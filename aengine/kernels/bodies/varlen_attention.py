@@ -83,7 +83,10 @@ def _tiling(dtype: torch.dtype, num_tokens: int, num_seqs: int) -> _Tiling:
 
 
 # Where these begin depends on the batch; a kernel for each case would be compiled in the middle of serving.
-@triton.jit(do_not_specialize=["n"], do_not_specialize_on_alignment=["rows", "query_start_loc", "seq_lens"])
+_MOVING = ["rows", "query_start_loc", "seq_lens"]
+
+
+@triton.jit(do_not_specialize=["n"], do_not_specialize_on_alignment=_MOVING)  # large on purpose: one kernel
 def _varlen_attention(
     q,
     cache,

@@ -52,7 +52,7 @@ class DecoderLayer:
     def __init__(self, config: ModelConfig, layer: int, linear_format: LinearFormat) -> None:
         name, size, eps = f"model.layers.{layer}", config.hidden_size, config.rms_norm_eps
         attn, mlp = f"{name}.self_attn", f"{name}.mlp"
-        norm_of = {}
+        norm_of: dict[str, RMSNorm] = {}
         if config.qk_norm:
             norm_of = {p: RMSNorm(f"{attn}.{p}", config.head_dim, eps, linear_format.dtype) for p in _QK_NORMS}
         self._attention = AttentionLayer(
@@ -65,7 +65,8 @@ class DecoderLayer:
             q_norm=norm_of.get("q_norm"),
             k_norm=norm_of.get("k_norm"),
         )
-        qkv = [(f"{attn}.q_proj", config.q_size), (f"{attn}.k_proj", config.kv_size), (f"{attn}.v_proj", config.kv_size)]
+        q, kv = config.q_size, config.kv_size
+        qkv = [(f"{attn}.q_proj", q), (f"{attn}.k_proj", kv), (f"{attn}.v_proj", kv)]
         inner = config.intermediate_size
         gate_up = [(f"{mlp}.gate_proj", inner), (f"{mlp}.up_proj", inner)]
         self._input_norm = RMSNorm(f"{name}.input_layernorm", size, eps, linear_format.dtype)
@@ -74,7 +75,7 @@ class DecoderLayer:
         self._post_norm = RMSNorm(f"{name}.post_attention_layernorm", size, eps, linear_format.dtype)
         self._gate_up = Linear(size, gate_up, config.mlp_bias, linear_format)
         self._down = Linear(inner, [(f"{mlp}.down_proj", size)], config.mlp_bias, linear_format)
-        self._parts = [self._input_norm, self._qkv, *norm_of.values(), self._o]
+        self._parts: list[Linear | RMSNorm] = [self._input_norm, self._qkv, *norm_of.values(), self._o]
         self._parts += [self._post_norm, self._gate_up, self._down]
 
     def slots(self) -> Iterator[Slot]:

@@ -6,8 +6,9 @@
     float16    float16, twice       float32       dtype="auto" and "float16": half the bytes of float32 at small
                                                   batches, and the matrix units' 16-bit rate at large ones
 
-On a GPU: float32, bfloat16 and float16, each as it is called. In the float16 format on a CPU a batch of a few rows goes through FBGEMM, which reads float16 weights and multiplies in float32.
-A larger one goes through whichever is faster on this processor, measured once (`Float16Plan`).
+On a GPU they are as they are called. In the float16 format on a CPU a batch of a few rows goes through FBGEMM, which
+reads float16 weights and multiplies in float32; a larger one through whichever is faster on this processor,
+measured once (`Float16Plan`).
 """
 
 from __future__ import annotations

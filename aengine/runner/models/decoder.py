@@ -40,7 +40,7 @@ class DecoderModel:
             yield from self._lm_head.slots()
 
     def forward(self, input_ids: Tensor, positions: Tensor, attn: AttentionCall) -> Tensor:
-        """The residual stream after the last layer, [num_tokens, hidden_size], for int64 [num_tokens] ids, positions."""
+        """The residual stream after the last layer, [num_tokens, hidden_size]; ids, positions: int64 [num_tokens]."""
         residual = self._embed(input_ids)
         attn.begin(positions)
         for layer in self._layers:

@@ -1,0 +1,53 @@
+"""Shared by the tests that need a GPU: one event loop, models written once, and no memory left to the next test."""
+
+from __future__ import annotations
+
+import gc
+import sys
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import uvloop
+
+sys.path.append(str(Path(__file__).parents[1] / "models"))  # behind all else: that folder has a conftest.py too
+sys.path.append(str(Path(__file__).parents[1] / "runner"))
+
+from gpu_models import ARCHITECTURE_FIELDS, Checkpoint
+
+
+def pytest_asyncio_loop_factories(config: pytest.Config, item: pytest.Item) -> dict[str, Any]:
+    return {"uvloop": uvloop.new_event_loop}
+
+
+@pytest.fixture(scope="session")
+def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Callable[..., Checkpoint]:
+    """``checkpoint(arch, dtype="float32", size="tiny")``, written once a session."""
+    made: dict[tuple[str, ...], Checkpoint] = {}
+
+    def make(arch: str, dtype: str = "float32", size: str = "tiny") -> Checkpoint:
+        key = (arch, dtype, size)
+        if key not in made:
+            made[key] = Checkpoint(tmp_path_factory.mktemp("-".join(key)), arch, dtype, size)
+        return made[key]
+
+    return make
+
+
+@pytest.fixture(params=list(ARCHITECTURE_FIELDS))
+def arch(request: pytest.FixtureRequest) -> str:
+    return request.param
+
+
+@pytest.fixture(autouse=True)
+def tidy() -> Iterator[None]:
+    """What `load_runner` sets for a process of its own is set back."""
+    threads, grad = torch.get_num_threads(), torch.is_grad_enabled()
+    yield
+    torch.set_num_threads(threads)
+    torch.set_grad_enabled(grad)
+    gc.collect()
+    if torch.cuda.is_available():
+        torch.cuda.empty_cache()

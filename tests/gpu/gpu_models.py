@@ -1,0 +1,168 @@
+"""Checkpoints for the GPU, what transformers says of them, and runners over them in the test's own process."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+from runner_fakes import request
+from tiny import ARCHITECTURES, VOCAB_SIZE, _quietly, make_tiny_model, write_tiny_tokenizer
+from torch import Tensor
+from transformers import PreTrainedModel
+
+from aengine import Completion
+from aengine.checkpoint.source import resolve_model
+from aengine.config import EngineConfig
+from aengine.ipc.messages import ModelRunnerOutput, SchedulerOutput, int32
+from aengine.runner.model_runner import ModelRunner
+from aengine.runner.startup import load_runner
+
+DEVICE = "cuda" if torch.cuda.is_available() else "cpu"  # so that the tests themselves can be tried without a GPU
+MIB = 2**20
+LLAMA3 = {
+    "rope_type": "llama3",
+    "rope_theta": 10000.0,
+    "factor": 8.0,
+    "low_freq_factor": 1.0,
+    "high_freq_factor": 4.0,
+    "original_max_position_embeddings": 64,
+}
+ARCHITECTURE_FIELDS: dict[str, dict[str, Any]] = {
+    "llama": {"tie_word_embeddings": False, "attention_bias": True, "mlp_bias": True, "rope_parameters": LLAMA3},
+    "mistral": {"sliding_window": 7},
+    "qwen2": {},
+    "qwen3": {"tie_word_embeddings": True},
+}
+MEDIUM = {
+    "hidden_size": 1024,
+    "intermediate_size": 2816,
+    "num_hidden_layers": 8,
+    "num_attention_heads": 8,
+    "num_key_value_heads": 2,
+    "head_dim": 128,
+    "vocab_size": 4096,
+    "max_position_embeddings": 2048,
+}
+SETTINGS: dict[str, Any] = {
+    "device": DEVICE,
+    "dtype": "float32",
+    "max_model_len": 96,
+    "block_size": 4,
+    "kv_cache_memory_bytes": 8 * MIB,
+    "max_num_seqs": 64,
+    "max_num_batched_tokens": 512,
+    "num_threads": 4,
+}
+
+
+class Checkpoint:
+    """A folder, and transformers' readings of it."""
+
+    def __init__(self, folder: Path, arch: str, dtype: str, size: str) -> None:
+        self.folder, self.arch = folder, arch
+        fields = dict(ARCHITECTURE_FIELDS[arch])
+        if size == "medium":
+            fields |= MEDIUM
+            fields.pop("sliding_window", None)
+        model = make_tiny_model(arch, seed=11, **fields)
+        if size == "medium":
+            _scale(model)
+        model = model.to(getattr(torch, dtype))
+        _quietly(lambda: model.save_pretrained(folder))
+        write_tiny_tokenizer(folder)
+        self.vocab_size = fields.get("vocab_size", VOCAB_SIZE)
+        self._references: dict[str, PreTrainedModel] = {}
+
+    def reference(self, dtype: str) -> PreTrainedModel:
+        """transformers' own, in ``dtype`` on the GPU, with the attention that it chooses by itself."""
+        if dtype not in self._references:
+            model_class = ARCHITECTURES[self.arch][1]
+            model = _quietly(lambda: model_class.from_pretrained(self.folder, dtype=getattr(torch, dtype)).eval())
+            self._references[dtype] = model.to(DEVICE)
+        return self._references[dtype]
+
+    @torch.inference_mode()
+    def logits(self, prompt: Sequence[int], output: Sequence[int], dtype: str = "float32") -> Tensor:
+        """float32 [len(output), vocab_size]: of each position of the output, given all before it."""
+        ids = torch.tensor([[*prompt, *output]], device=DEVICE)
+        return self.reference(dtype)(ids, use_cache=False).logits[0, len(prompt) - 1 : -1].float()
+
+    def check_greedy(self, prompt: Sequence[int], output: Sequence[int]) -> None:
+        """Each token is the likeliest, given those before: by induction the sequence is transformers' greedy one."""
+        logprobs = torch.log_softmax(self.logits(prompt, output), -1).cpu()
+        best = logprobs.max(-1)
+        for i, token_id in enumerate(output):
+            gap = float(best.values[i] - logprobs[i, token_id])
+            # Two tokens this close are one to float32 in another order of summation.
+            assert gap <= 1e-4, f"position {i}: {token_id} instead of {int(best.indices[i])}, {gap:.2g} less likely"
+
+    def check_all(self, prompts: Sequence[Sequence[int]], completions: Sequence[Completion], length: int) -> None:
+        for prompt, completion in zip(prompts, completions, strict=True):
+            assert completion.usage.prompt_tokens == len(prompt) and len(completion.token_ids) == length
+            self.check_greedy(prompt, completion.token_ids)
+
+
+def _scale(model: PreTrainedModel) -> None:
+    """Activations of size one in every layer, whatever its width: as in a trained model, rounding errors stay small."""
+    with torch.no_grad(), torch.random.fork_rng():
+        torch.manual_seed(12)
+        for name, weight in model.named_parameters():
+            if weight.dim() == 2:
+                weight.normal_(0, 1.0 if "embed" in name else 0.8 / weight.shape[1] ** 0.5)
+
+
+def make_runner(folder: Path, **settings: Any) -> ModelRunner:
+    config = EngineConfig.create(str(folder), SETTINGS | settings)
+    source = resolve_model(config).to_wire()
+    return load_runner(config, source, 0, 1, lambda *report: None)[0]
+
+
+class Batch:
+    """Requests that run together in rows 0, 1, ...; each has all its blocks from the start."""
+
+    def __init__(self, runner: ModelRunner, block_size: int = 4, max_len: int = 96) -> None:
+        self._runner = runner
+        self._width = -(-max_len // block_size)
+
+    def start(
+        self, prompts: Sequence[Sequence[int]], rows: Sequence[int] | None = None, **how: Any
+    ) -> tuple[ModelRunnerOutput, Tensor | None]:
+        """The whole prompts in one step. ``how``: fields of the requests; a list: one for each."""
+        rows = range(len(prompts)) if rows is None else rows
+        new = []
+        for i, (row, prompt) in enumerate(zip(rows, prompts, strict=True)):
+            fields = {name: value[i] if isinstance(value, list) else value for name, value in how.items()}
+            new.append(request(row, prompt, range(row * self._width, (row + 1) * self._width), **fields))
+        return self._step(list(rows), [len(p) for p in prompts], new_requests=new)
+
+    def decode(self, rows: Sequence[int]) -> tuple[ModelRunnerOutput, Tensor | None]:
+        return self._step(rows, [1] * len(rows))
+
+    def end(self, rows: Sequence[int]) -> None:
+        self._step([], [], removed=int32(rows))
+
+    def _step(
+        self, rows: Sequence[int], counts: Sequence[int], **fields: Any
+    ) -> tuple[ModelRunnerOutput, Tensor | None]:
+        """Its answer, and a copy of its logits, in the order of ``rows``, where they are not inside a graph."""
+        out = SchedulerOutput(1, req_idx=int32(rows), num_scheduled_tokens=int32(counts), **fields)
+        self._runner.execute_model(out)
+        state = self._runner._state
+        assert state is not None
+        logits = state.logits
+        if logits is not None and state.plan is not None:  # the runner puts single tokens first
+            order = torch.from_numpy(state.plan.batch_idx[state.plan.sampling]).to(logits.device)
+            logits = torch.empty_like(logits).index_copy_(0, order, logits)
+        return self._runner.sample_tokens(None).get(), logits
+
+    def tokens_and_logits(self, prompts: Sequence[Sequence[int]], num_decodes: int) -> tuple[list[list[int]], Tensor]:
+        """Greedy: token ids [n][1 + num_decodes], and the logits of each, float32 [n, 1 + num_decodes, vocab_size]."""
+        rows = list(range(len(prompts)))
+        steps = [self.start(prompts, logprobs=0)]  # logprobs: so that the logits are not used up inside a graph
+        steps += [self.decode(rows) for _ in range(num_decodes)]
+        self.end(rows)
+        tokens = [[int(out.token_ids[i]) for out, _ in steps] for i in rows]
+        assert all(logits is not None for _, logits in steps)
+        return tokens, torch.stack([logits for _, logits in steps if logits is not None], dim=1)

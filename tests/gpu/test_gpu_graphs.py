@@ -1,0 +1,106 @@
+"""Graphs against the same kernels launched one by one; and a NaN beside them. Runners in this process."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from gpu_models import MIB, Batch, Checkpoint, make_runner
+from tiny import VOCAB_SIZE
+
+from aengine.ipc.messages import ModelRunnerOutput
+
+pytestmark = pytest.mark.gpu
+
+MakeCheckpoint = Callable[..., Checkpoint]
+SIZES = (1, 2, 3, 8, 20, 64)
+
+
+def random_prompts(rng: random.Random, count: int, longest: int = 40) -> list[list[int]]:
+    return [[rng.randrange(VOCAB_SIZE) for _ in range(rng.randint(1, longest))] for _ in range(count)]
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+@pytest.mark.parametrize("arch", ["llama", "qwen3"])
+def test_decode_graphs_give_the_same_bits(
+    checkpoint: MakeCheckpoint, arch: str, dtype: str, rng: random.Random
+) -> None:
+    """Every batch size that graphs pad or hold exactly, sampled inside a graph and outside, log-probabilities too."""
+    work: list[tuple[list[list[int]], dict[str, Any]]] = []
+    for size in SIZES:
+        prompts, seeds = random_prompts(rng, size), [rng.getrandbits(60) for _ in range(size)]
+        greedy = [rng.choice((0.0, 0.7, 1.0)) for _ in range(size)]
+        work.append((prompts, {"seed": seeds, "temperature": greedy}))
+        work.append((prompts, {"seed": seeds, "temperature": greedy, "logprobs": 5}))
+        work.append((prompts, {"seed": seeds, "temperature": 1.0, "top_p": 0.9, "logprobs": [3] + [-1] * (size - 1)}))
+    answers: list[list[ModelRunnerOutput]] = []
+    for eager in (True, False):
+        runner = make_runner(
+            checkpoint(arch).folder, dtype=dtype, enforce_eager=eager, kv_cache_memory_bytes=32 * MIB, max_num_seqs=64
+        )
+        runner.batch_graphs = None  # prompts one way, so that the decodes begin alike to the bit
+        batch, given = Batch(runner), []
+        for prompts, how in work:
+            rows = list(range(len(prompts)))
+            given.append(batch.start(prompts, **how)[0])
+            given += [batch.decode(rows)[0] for _ in range(6)]
+            given += [batch.decode(rows[::-1])[0], batch.decode(rows[: max(1, len(rows) // 2)])[0]]
+            batch.end(rows)
+        answers.append(given)
+        del runner, batch
+    for eager_answer, answer in zip(*answers, strict=True):
+        assert answer == eager_answer
+    assert all(not answer.errors for answer in answers[0])
+
+
+def test_prompt_graphs_stay_within_rounding(checkpoint: MakeCheckpoint, arch: str, rng: random.Random) -> None:
+    """They pad to another number of tokens, for which the libraries may sum in another order."""
+    work = [random_prompts(rng, size) for size in (1, 2, 5, 9, 30)]
+    outcomes: list[list[tuple[list[list[int]], torch.Tensor]]] = []
+    for eager in (True, False):
+        runner = make_runner(checkpoint(arch).folder, enforce_eager=eager, kv_cache_memory_bytes=32 * MIB)
+        outcomes.append([Batch(runner).tokens_and_logits(prompts, 3) for prompts in work])
+        del runner
+    for (tokens, logits), (wanted_tokens, wanted) in zip(*outcomes, strict=True):
+        assert tokens == wanted_tokens
+        torch.testing.assert_close(logits, wanted, rtol=1e-4, atol=1e-4)
+
+
+@pytest.mark.parametrize("eager", [False, True])
+def test_a_nan_stays_in_its_row(checkpoint: MakeCheckpoint, eager: bool, rng: random.Random) -> None:
+    """Its KV is NaN too, and whoever gets its blocks must not see it. The others are the same to the bit."""
+    poison, rows = 66, list(range(7))
+    prompts = [[t for t in prompt if t != poison] + [9] for prompt in random_prompts(rng, 7)]
+    prompts[2] = [4, poison, 5]
+    how: dict[str, Any] = {"seed": [rng.getrandbits(60) for _ in rows], "temperature": [0.0, 1.0] * 3 + [0.0]}
+    how |= {"bias_token_ids": [poison], "bias_values": [-100.0]}
+    runner = make_runner(checkpoint("llama").folder, enforce_eager=eager)
+    batch = Batch(runner)
+
+    def run() -> list[ModelRunnerOutput]:
+        answers = [batch.start(prompts, **_each(how, 7))[0], *(batch.decode(rows)[0] for _ in range(5))]
+        batch.end([2])
+        answers.append(batch.start([prompts[1]], rows=[2], temperature=0.0)[0])  # in the blocks of the one that left
+        answers += [batch.decode([2])[0] for _ in range(4)]
+        batch.end(rows)
+        return answers
+
+    clean = run()
+    runner._model._embed._table[poison] = torch.nan  # type: ignore[attr-defined]
+    spoilt = run()
+    for answer, wanted in zip(spoilt[:6], clean[:6], strict=True):
+        assert [error.batch_idx for error in answer.errors] == [2] and "NaN" in answer.errors[0].message
+        assert answer.token_ids[2] == -1
+        assert [t for i, t in enumerate(answer.token_ids) if i != 2] == [
+            t for i, t in enumerate(wanted.token_ids) if i != 2
+        ]
+    assert spoilt[6:] == clean[6:]
+    assert not any(answer.errors for answer in clean)
+
+
+def _each(how: dict[str, Any], count: int) -> dict[str, Any]:
+    """Columns that are lists of every request's own."""
+    return {name: [value] * count if name.startswith("bias") else value for name, value in how.items()}

@@ -1,0 +1,133 @@
+"""Weights onto a GPU: the same values, no more memory than need be, and what is said when there is too little."""
+
+from __future__ import annotations
+
+import gc
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from gpu_models import MEDIUM
+from tiny import make_tiny_model, write_tiny_model
+
+from aengine.checkpoint.source import ModelSource, resolve_model
+from aengine.config import EngineConfig
+from aengine.errors import ModelLoadError
+from aengine.runner.layers.linear import LinearFormat
+from aengine.runner.loader import load_weights
+from aengine.runner.model_config import ModelConfig
+from aengine.runner.models import build_model
+from aengine.runner.models.decoder import DecoderModel
+
+pytestmark = pytest.mark.gpu
+
+GPU = torch.device("cuda", 0)
+
+
+def load(source: ModelSource, dtype: str) -> DecoderModel:
+    model = build_model(ModelConfig.from_hf(source.hf_config), LinearFormat.choose(dtype, GPU), GPU)
+    load_weights(model, source, 3, lambda *report: None, GPU)
+    return model
+
+
+def given(source: ModelSource, dtype: str, device: torch.device) -> dict[str, torch.Tensor]:
+    """What the slots get, by name, on the CPU in float32."""
+    model = build_model(ModelConfig.from_hf(source.hf_config), LinearFormat.choose(dtype, device), device)
+    got: dict[str, torch.Tensor] = {}
+    slots = [slot._replace(set=lambda t, name=slot.name: got.__setitem__(name, t)) for slot in model.slots()]
+    model.slots = lambda: iter(slots)  # type: ignore[method-assign]
+    load_weights(model, source, 3, lambda *report: None, device)
+    assert {(t.device.type, t.dtype) for t in got.values()} == {(device.type, getattr(torch, dtype))}
+    return {name: tensor.float().cpu() for name, tensor in got.items()}
+
+
+def source_of(folder: Path, load_format: str = "auto") -> ModelSource:
+    return resolve_model(EngineConfig.create(str(folder), {"load_format": load_format}))
+
+
+def dummy(**fields: Any) -> ModelSource:
+    return ModelSource("dummy", "/nowhere", "dummy", {"model_type": "llama", "tie_word_embeddings": False, **fields})
+
+
+@pytest.fixture
+def peak() -> Iterator[Any]:
+    """``peak()``: most bytes allocated since the test began, and those that are now."""
+    gc.collect()
+    torch.cuda.empty_cache()
+    torch.cuda.reset_peak_memory_stats(GPU)
+    before = torch.cuda.memory_allocated(GPU)
+    yield lambda: (torch.cuda.max_memory_allocated(GPU) - before, torch.cuda.memory_allocated(GPU) - before)
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16", "float16"])
+def test_the_same_values_as_on_a_cpu(tmp_path: Path, dtype: str) -> None:
+    source = source_of(write_tiny_model(tmp_path, "qwen3", seed=3, max_shard_size="30KB"))
+    wanted = given(source, "float32", torch.device("cpu"))
+    got = given(source, dtype, GPU)
+    assert got.keys() == wanted.keys()
+    assert all(torch.equal(got[name], wanted[name].to(getattr(torch, dtype)).float()) for name in got)
+
+
+@pytest.mark.parametrize("stored", ["float32", "bfloat16"])
+def test_memory_of_a_sharded_checkpoint(tmp_path: Path, stored: str, peak: Any) -> None:
+    """A tensor or two a file, so that parts of a matrix lie in files apart, in another format than the model's."""
+    fields = {**MEDIUM, "num_hidden_layers": 3, "tie_word_embeddings": False}
+    model = make_tiny_model("llama", **fields).to(getattr(torch, stored))
+    model.save_pretrained(tmp_path, max_shard_size="20MB")
+    wanted = 2 * model.num_parameters()
+    assert len(list(tmp_path.glob("*.safetensors"))) > 4
+    loaded = load(source_of(tmp_path), "bfloat16")
+    most, now = peak()
+    fused = 2 * 2 * MEDIUM["intermediate_size"] * MEDIUM["hidden_size"]
+    assert loaded.config.num_layers == 3 and wanted <= now < 1.01 * wanted
+    assert most <= now + fused + 2**20, f"{most / 2**20:.1f} MiB for a model of {now / 2**20:.1f} MiB"
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_dummy(dtype: str, peak: Any) -> None:
+    """A billion weights in well under a second, in little more memory than they take."""
+    fields = {**MEDIUM, "hidden_size": 4096, "intermediate_size": 14336, "num_hidden_layers": 4, "vocab_size": 32000}
+    fields |= {"num_attention_heads": 32, "num_key_value_heads": 8}
+    begun = time.monotonic()
+    model = load(dummy(**fields), dtype)
+    torch.cuda.synchronize(GPU)
+    seconds = time.monotonic() - begun
+    most, now = peak()
+    size = torch.finfo(getattr(torch, dtype)).bits // 8
+    fused = 2 * size * fields["intermediate_size"] * fields["hidden_size"]
+    print(f"{now / 2**30:.2f} GiB in {seconds:.2f} s, at most {most / 2**30:.2f} GiB")
+    assert most <= now + fused + 2**29 and seconds < 5
+    assert model._embed._table.dtype == getattr(torch, dtype)
+
+
+def test_dummy_is_told_by_the_seed() -> None:
+    source = dummy(**{**MEDIUM, "num_hidden_layers": 1})
+    one, other = given(source, "bfloat16", GPU), given(source, "bfloat16", GPU)
+    assert all(torch.equal(one[name], other[name]) for name in one)
+    exact = given(source, "float32", GPU)
+    assert all(torch.equal(one[name], exact[name].bfloat16().float()) for name in one)
+    assert 0.02 < float(one["lm_head.weight"].std()) < 0.027
+    assert abs(float(one["model.norm.weight"].mean()) - 1) < 0.01
+
+
+@pytest.mark.parametrize("kind", ["dummy", "safetensors"])
+def test_too_small_a_gpu(tmp_path: Path, kind: str) -> None:
+    if kind == "dummy":
+        source = dummy(**{**MEDIUM, "vocab_size": 100_000})
+    else:
+        make_tiny_model("llama", **MEDIUM).save_pretrained(tmp_path)
+        source = source_of(tmp_path)
+    gc.collect()
+    torch.cuda.empty_cache()
+    total = torch.cuda.get_device_properties(GPU).total_memory
+    torch.cuda.set_per_process_memory_fraction((torch.cuda.memory_reserved(GPU) + 100 * 2**20) / total, GPU)
+    try:
+        with pytest.raises(ModelLoadError) as caught:
+            load(source, "float32")
+    finally:
+        torch.cuda.set_per_process_memory_fraction(1.0, GPU)
+    text = str(caught.value)
+    assert "do not fit" in text and "dtype='bfloat16'" in text and "larger GPU" in text and "\n" not in text
