@@ -46,6 +46,18 @@ class BatchPlan:
         """Every request computes its newest token and samples."""
         return self.num_decodes == len(self.rows) == len(self.sampling)
 
+    def first(self, n: int) -> BatchPlan:
+        """The first n of its requests alone."""
+        return BatchPlan(
+            batch_idx=self.batch_idx[:n],
+            rows=self.rows[:n],
+            query_lens=self.query_lens[:n],
+            seq_lens=self.seq_lens[:n],
+            sampling=self.sampling[self.sampling < n],
+            num_tokens=int(self.query_lens[:n].sum()),
+            num_decodes=min(n, self.num_decodes),
+        )
+
     @classmethod
     def make(cls, out: SchedulerOutput, requests: RequestState, tables: BlockTables) -> BatchPlan:
         """Raises InternalError if the step does not fit the rows, before anything has run."""

@@ -70,10 +70,11 @@ class ExecuteModelState:
     """What the second phase needs of the first."""
 
     step_id: int
-    plan: BatchPlan | None = None  # None: a step without requests
+    plan: BatchPlan | None = None  # what was run; None: nothing
     idx_mapping: Tensor | None = None  # int64 [num_reqs]: the plan's rows on the device
     logits: Tensor | None = None  # float32 [num_sampled, vocab_size]; None: nothing samples, or has been sampled
     published: Published | None = None  # the samples, where the forward's graph has made them already
+    num_reqs: int = 0  # of the step, those that could not be run included
     row_errors: dict[int, RowError] = field(default_factory=dict)  # by position in the SchedulerOutput
 
 
@@ -138,13 +139,40 @@ class ModelRunner:
             self._state = ExecuteModelState(out.step_id)
             return
         plan = BatchPlan.make(out, self.requests, self.tables)
-        if self.graphs is not None and plan.is_decode and plan.num_reqs <= self.graphs.max_size:
-            state = self._run_graph(out, plan, self.graphs)
-        else:
-            state = self._run_batch(out, plan)
-        self.requests.advance(plan.rows, plan.seq_lens)
-        state.row_errors = self._errors_of(plan)
+        try:
+            state = self._run(out, plan)
+        except torch.OutOfMemoryError:
+            state = self._run_with_less(out, plan)
+        if state.plan is not None:
+            self.requests.advance(state.plan.rows, state.plan.seq_lens)
+        state.num_reqs = plan.num_reqs
+        state.row_errors |= self._errors_of(plan)
         self._state = state
+
+    def _run(self, out: SchedulerOutput, plan: BatchPlan) -> ExecuteModelState:
+        if self.graphs is not None and plan.is_decode and plan.num_reqs <= self.graphs.max_size:
+            return self._run_graph(out, plan, self.graphs)
+        return self._run_batch(out, plan)
+
+    def _run_with_less(self, out: SchedulerOutput, plan: BatchPlan) -> ExecuteModelState:
+        """The device has no memory for the step. Once more with all that torch kept for later given back; then without
+        the prompts, which need the most: they fail, and whoever decodes goes on."""
+        torch.cuda.empty_cache()
+        try:
+            return self._run(out, plan)
+        except torch.OutOfMemoryError as error:
+            if plan.num_decodes == plan.num_reqs:
+                raise
+            torch.cuda.empty_cache()
+            decodes = plan.first(plan.num_decodes)
+            state = self._run(out, decodes) if decodes.num_reqs else ExecuteModelState(out.step_id)
+            message = (
+                f"the device ran out of memory in a step of {plan.num_tokens} tokens, and this prompt was part of it: lower "
+                f"max_num_batched_tokens or gpu_memory_utilization ({str(error).partition('. ')[0]})"
+            )
+            for i in map(int, plan.batch_idx[plan.num_decodes :]):
+                state.row_errors[i] = RowError(i, "InternalError", message)
+            return state
 
     def _run_graph(self, out: SchedulerOutput, plan: BatchPlan, graphs: CudaGraphManager) -> ExecuteModelState:
         """A step of decodes: one launch, with the sampling in it if no request wants more than a temperature."""
@@ -197,19 +225,19 @@ class ModelRunner:
             raise InternalError(f"the bitmask of step {grammar.step_id} came for step {state.step_id}")
         plan = state.plan
         if plan is None:
-            return AsyncOutput(state.step_id, 0, np.empty(0, dtype=np.int64), None, {})
+            return AsyncOutput(state.step_id, state.num_reqs, np.empty(0, dtype=np.int64), None, state.row_errors)
         sampling = plan.batch_idx[plan.sampling]
         if state.published is not None:
             self.requests.append(plan.rows)
-            return AsyncOutput(state.step_id, plan.num_reqs, sampling, state.published, state.row_errors)
+            return AsyncOutput(state.step_id, state.num_reqs, sampling, state.published, state.row_errors)
         if state.logits is None or state.idx_mapping is None:
-            return AsyncOutput(state.step_id, plan.num_reqs, sampling, None, state.row_errors)
+            return AsyncOutput(state.step_id, state.num_reqs, sampling, None, state.row_errors)
         batch = SampleBatch.gather(plan, state.idx_mapping, self.requests, grammar)
         sampled = self._sampler.sample(state.logits, batch)
         self.requests.append(batch.rows)
         self.requests.append_device(batch.rows_device, sampled.token_ids)
         source = self._copy_out(sampled)
-        return AsyncOutput(state.step_id, plan.num_reqs, sampling, source, state.row_errors, sampled.logprobs)
+        return AsyncOutput(state.step_id, state.num_reqs, sampling, source, state.row_errors, sampled.logprobs)
 
     def _update_rows(self, out: SchedulerOutput) -> None:
         """In the order of the SchedulerOutput's fields, so that a row may be freed and taken in one step."""

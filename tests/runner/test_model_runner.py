@@ -291,3 +291,25 @@ def test_a_row_can_be_filled_to_the_last_token_and_no_further() -> None:
     step(runner, {0: 1})
     with pytest.raises(InternalError, match="row is full"):
         step(runner, {0: 1})
+
+
+def test_a_step_that_does_not_fit_into_memory_fails_its_prompts_only() -> None:
+    class Tight(FakeModel):
+        def forward(self, input_ids, positions, attn):
+            if len(input_ids) > 4:
+                raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate much. And so on")
+            return super().forward(input_ids, positions, attn)
+
+    model = Tight(50, 40, 4)
+    runner = make_runner(model, 50)
+    first = step(runner, {0: 3}, new=[request(0, [1, 2, 3], [0, 1])])
+    tokens = [1, 2, 3, first.token_ids[0]]
+    prompts = [request(row, list(range(10)), [10 * row, 10 * row + 1, 10 * row + 2]) for row in (1, 2)]
+    answer = step(runner, {1: 10, 0: 1, 2: 10}, new=prompts)
+    assert [e.batch_idx for e in answer.errors] == [0, 2] and all("max_num_batched_tokens" in e.message for e in answer.errors)
+    assert list(answer.token_ids) == [-1, int(expected_logits(tokens, 50).argmax()), -1]
+    tokens.append(answer.token_ids[1])
+    alone = step(runner, {3: 9}, new=[request(3, list(range(9)), [31, 32, 33])])
+    assert list(alone.token_ids) == [-1] and len(alone.errors) == 1
+    after = step(runner, {0: 1}, removed=[1, 2, 3])
+    assert list(after.token_ids) == [int(expected_logits(tokens, 50).argmax())] and not after.errors

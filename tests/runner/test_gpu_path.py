@@ -1,0 +1,122 @@
+"""The GPU's runner on the CPU, its kernels in Triton's interpreter, against the CPU's runner: the same tokens."""
+
+from __future__ import annotations
+
+import random
+from pathlib import Path
+
+import pytest
+import torch
+
+from aengine.ipc.messages import NewRequest, SchedulerOutput, int32
+from aengine.kernels.seat import triton_everywhere
+from aengine.runner.attention import KvCache
+from aengine.runner.cuda_graphs import GraphKind, graph_sizes
+from aengine.runner.layers.linear import LinearFormat
+from aengine.runner.loader import load_weights
+from aengine.runner.model_config import ModelConfig
+from aengine.runner.model_runner import ModelRunner
+from aengine.runner.models import build_model
+
+CPU = torch.device("cpu")
+NUM_BLOCKS, BLOCK_SIZE, MAX_LEN, MAX_SEQS = 32, 16, 96, 6
+SHAPES = {
+    "llama": {"attention_bias": True, "tie_word_embeddings": False},
+    "mistral": {"sliding_window": 20},
+    "qwen3": {"tie_word_embeddings": True},
+}
+
+
+@pytest.fixture(autouse=True)
+def triton() -> None:
+    pytest.importorskip("triton")
+    if torch.cuda.is_available():
+        pytest.skip("the same is tested on the GPU itself")
+
+
+def make_runner(folder: Path, *, like_gpu: bool) -> ModelRunner:
+    from aengine.checkpoint.source import resolve_model
+    from aengine.config import EngineConfig
+
+    source = resolve_model(EngineConfig.create(str(folder), {}))
+    config = ModelConfig.from_hf(source.hf_config)
+    model = build_model(config, LinearFormat.choose("float32", CPU), CPU)
+    load_weights(model, source, 0, lambda *report: None)
+    if like_gpu:
+        from aengine.runner.attention_backends import TritonPrefill
+        from aengine.runner.gpu_attention import GpuKvCache
+
+        sizes = {"max_num_seqs": MAX_SEQS, "max_model_len": MAX_LEN, "prefill": TritonPrefill()}
+        cache = GpuKvCache(config, NUM_BLOCKS, BLOCK_SIZE, torch.float32, CPU, **sizes)
+    else:
+        cache = KvCache(config, NUM_BLOCKS, BLOCK_SIZE, torch.float32, CPU)
+    return ModelRunner(
+        model,
+        cache,
+        vocab_size=config.vocab_size,
+        max_num_seqs=MAX_SEQS,
+        max_model_len=MAX_LEN,
+        num_blocks=NUM_BLOCKS,
+        block_size=BLOCK_SIZE,
+        device=CPU,
+        graph_sizes=[1, 2, 4, 6] if like_gpu else None,
+        enforce_eager=True,
+    )
+
+
+def steps(rng: random.Random) -> list[SchedulerOutput]:
+    """Prompts whole and in chunks, beside decodes; rows freed and taken anew."""
+    free = list(range(NUM_BLOCKS))
+    rng.shuffle(free)
+
+    def request(row: int, length: int, **sampling) -> NewRequest:
+        blocks = int32(free.pop() for _ in range(MAX_LEN // BLOCK_SIZE)) if len(free) >= 6 else int32(range(6))
+        ids = int32(rng.randrange(300) for _ in range(length))
+        return NewRequest(row, ids, length, 0, blocks, **{"temperature": 0.0, **sampling})
+
+    lengths = [rng.randint(2, 40) for _ in range(3)]
+    new = [request(row, length, seed=row, temperature=rng.choice([0.0, 1.0])) for row, length in enumerate(lengths)]
+    out = [SchedulerOutput(0, new_requests=new, req_idx=int32([0, 1, 2]), num_scheduled_tokens=int32(lengths))]
+    out.append(SchedulerOutput(1, req_idx=int32([0, 1, 2]), num_scheduled_tokens=int32([1, 1, 1])))
+    late = request(4, 30, logprobs=2)
+    out.append(
+        SchedulerOutput(2, new_requests=[late], req_idx=int32([0, 4, 2, 1]), num_scheduled_tokens=int32([1, 17, 1, 1]))
+    )
+    out.append(SchedulerOutput(3, req_idx=int32([1, 4, 0]), num_scheduled_tokens=int32([1, 13, 1])))
+    out.append(SchedulerOutput(4, removed=int32([1]), req_idx=int32([4, 0, 2]), num_scheduled_tokens=int32([1, 1, 1])))
+    out.append(SchedulerOutput(5, removed=int32([4]), req_idx=int32([0, 2]), num_scheduled_tokens=int32([1, 1])))
+    out.append(SchedulerOutput(6, req_idx=int32([2]), num_scheduled_tokens=int32([1])))
+    return out
+
+
+@pytest.mark.parametrize("arch", SHAPES)
+def test_the_same_tokens(tmp_path: Path, rng: random.Random, arch: str) -> None:
+    import sys
+
+    sys.path.insert(0, str(Path(__file__).parent.parent / "models"))
+    from tiny import write_tiny_model
+
+    folder = write_tiny_model(tmp_path, arch, **SHAPES[arch])
+    plain, like_gpu = make_runner(folder, like_gpu=False), make_runner(folder, like_gpu=True)
+    kinds = []
+    run = like_gpu.graphs.run
+    like_gpu.graphs.run = lambda rows, kind: (kinds.append(kind), run(rows, kind))[1]
+    for out in steps(rng):
+        plain.execute_model(out)
+        expected = plain.sample_tokens(None).get()
+        with triton_everywhere():
+            like_gpu.execute_model(out)
+            answer = like_gpu.sample_tokens(None).get()
+        assert answer.token_ids == expected.token_ids and answer.errors == expected.errors == []
+        assert (answer.logprobs is None) == (expected.logprobs is None)
+        if expected.logprobs is not None:
+            assert list(answer.logprobs.sampled) == pytest.approx(list(expected.logprobs.sampled), abs=1e-3)
+    assert set(kinds) == {GraphKind.SAMPLED, GraphKind.LOGITS}
+
+
+def test_graph_sizes() -> None:
+    assert graph_sizes(1) == [1] and graph_sizes(3) == [1, 2, 3] and graph_sizes(8) == [1, 2, 4, 8]
+    for most in (40, 256, 300, 512, 1024):
+        sizes = graph_sizes(most)
+        assert sizes == sorted(set(sizes)) and sizes[-1] == min(most, 512)
+        assert all(b - a <= max(8, b // 4) for a, b in zip(sizes, sizes[1:]))
