@@ -18,6 +18,7 @@ from torch import Tensor
 
 from ..kernels.input_prep import PreparedInputs, prepare_inputs
 from .block_tables import BlockTables
+from .cuda_graphs import capturing
 from .input_batch import BatchPlan
 from .request_state import RequestState
 from .transfer import to_device
@@ -79,7 +80,7 @@ class BatchGraphs:
         graph = torch.cuda.CUDAGraph()
         if self._pool is None:
             self._pool = torch.cuda.graph_pool_handle()
-        with torch.cuda.graph(graph, pool=self._pool, capture_error_mode="thread_local"):
+        with capturing(graph, self._pool):
             outputs = self._step(shape)
         self._graphs[shape] = (graph, outputs)
 

@@ -12,7 +12,9 @@ smaller ones fit into what the largest took. What follows from the rows alone is
 from __future__ import annotations
 
 import bisect
-from collections.abc import Callable
+import gc
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from enum import Enum
 from typing import Any, NamedTuple, Protocol
 
@@ -27,7 +29,7 @@ from .input_batch import Rows
 from .request_state import COLUMNS, RequestState
 from .transfer import to_device
 
-__all__ = ["BatchDescriptor", "CudaGraphManager", "DecodeStep", "GraphKind", "graph_sizes"]
+__all__ = ["BatchDescriptor", "CudaGraphManager", "DecodeStep", "GraphKind", "capturing", "graph_sizes"]
 
 _NUM_SLOTS = 16  # of answers that the host has not read; more than steps can be in flight
 
@@ -49,6 +51,20 @@ def graph_sizes(max_num_seqs: int, most: int = 512) -> list[int]:
     sizes = [1, 2, 4, *range(8, 64, 8), *range(64, 256, 16), *range(256, most + 1, 32)]
     largest = min(max_num_seqs, most)
     return [size for size in sizes if size < largest] + [largest]
+
+
+@contextmanager
+def capturing(graph: torch.cuda.CUDAGraph, pool: Any) -> Iterator[None]:
+    """What is launched within goes into ``graph``. No garbage is collected meanwhile: to free an old graph, say, would
+    spoil the new one."""
+    was_enabled = gc.isenabled()
+    gc.disable()
+    try:
+        with torch.cuda.graph(graph, pool=pool, capture_error_mode="thread_local"):
+            yield
+    finally:
+        if was_enabled:
+            gc.enable()
 
 
 class DecodeModel(Protocol):
@@ -170,6 +186,6 @@ class CudaGraphManager:
         graph = torch.cuda.CUDAGraph()
         if self._pool is None:
             self._pool = torch.cuda.graph_pool_handle()
-        with torch.cuda.graph(graph, pool=self._pool, capture_error_mode="thread_local"):
+        with capturing(graph, self._pool):
             logits = self.step.run(descriptor)
         self._graphs[descriptor] = (graph, logits)

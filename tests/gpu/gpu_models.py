@@ -76,10 +76,13 @@ class Checkpoint:
         self._references: dict[str, PreTrainedModel] = {}
 
     def reference(self, dtype: str) -> PreTrainedModel:
-        """transformers' own, in ``dtype`` on the GPU, with the attention that it chooses by itself."""
+        """transformers' own on the GPU: in float32 with its plainest attention, else with the one that it chooses."""
         if dtype not in self._references:
             model_class = ARCHITECTURES[self.arch][1]
-            model = _quietly(lambda: model_class.from_pretrained(self.folder, dtype=getattr(torch, dtype)).eval())
+            how: dict[str, Any] = {"dtype": getattr(torch, dtype)}
+            if dtype == "float32":
+                how["attn_implementation"] = "eager"
+            model = _quietly(lambda: model_class.from_pretrained(self.folder, **how).eval())
             self._references[dtype] = model.to(DEVICE)
         return self._references[dtype]
 

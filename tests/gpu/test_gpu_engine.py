@@ -81,7 +81,7 @@ async def test_chunked_and_preempted(checkpoint: MakeCheckpoint, arch: str, rng:
         assert engine.statistics().num_preemptions > 0, engine.statistics()
 
 
-async def test_more_requests_than_the_largest_graph(checkpoint: MakeCheckpoint, rng: random.Random) -> None:
+async def test_more_requests_than_rows(checkpoint: MakeCheckpoint, rng: random.Random) -> None:
     model = checkpoint("qwen3")
     prompts = [random_ids(rng, rng.randint(1, 12)) for _ in range(100)]
     async with running(model.folder, max_num_seqs=70, kv_cache_memory_bytes=32 * 2**20) as engine:

@@ -70,37 +70,42 @@ def test_prompt_graphs_stay_within_rounding(checkpoint: MakeCheckpoint, arch: st
 
 
 @pytest.mark.parametrize("eager", [False, True])
-def test_a_nan_stays_in_its_row(checkpoint: MakeCheckpoint, eager: bool, rng: random.Random) -> None:
+@pytest.mark.parametrize("logprobs", [-1, 2])
+def test_a_nan_stays_in_its_row(checkpoint: MakeCheckpoint, eager: bool, logprobs: int, rng: random.Random) -> None:
     """Its KV is NaN too, and whoever gets its blocks must not see it. The others are the same to the bit."""
-    poison, rows = 66, list(range(7))
-    prompts = [[t for t in prompt if t != poison] + [9] for prompt in random_prompts(rng, 7)]
-    prompts[2] = [4, poison, 5]
+    rows, others = list(range(7)), [0, 1, 3, 4, 5, 6]
     how: dict[str, Any] = {"seed": [rng.getrandbits(60) for _ in rows], "temperature": [0.0, 1.0] * 3 + [0.0]}
-    how |= {"bias_token_ids": [poison], "bias_values": [-100.0]}
     runner = make_runner(checkpoint("llama").folder, enforce_eager=eager)
     batch = Batch(runner)
 
-    def run() -> list[ModelRunnerOutput]:
-        answers = [batch.start(prompts, **_each(how, 7))[0], *(batch.decode(rows)[0] for _ in range(5))]
+    def run(prompts: list[list[int]]) -> list[ModelRunnerOutput]:
+        answers = [batch.start(prompts, logprobs=logprobs, **how)[0], *(batch.decode(rows)[0] for _ in range(5))]
         batch.end([2])
-        answers.append(batch.start([prompts[1]], rows=[2], temperature=0.0)[0])  # in the blocks of the one that left
+        answers.append(batch.start([prompts[1]], rows=[2])[0])  # in the blocks of the one that left
         answers += [batch.decode([2])[0] for _ in range(4)]
         batch.end(rows)
         return answers
 
-    clean = run()
-    runner._model._embed._table[poison] = torch.nan  # type: ignore[attr-defined]
-    spoilt = run()
+    for poison in rng.sample(range(VOCAB_SIZE), 20):
+        prompts = [
+            [t for t in prompt if t != poison] + [(poison + 1) % VOCAB_SIZE] for prompt in random_prompts(rng, 7)
+        ]
+        prompts[2] = [(poison + 1) % VOCAB_SIZE, poison, (poison + 2) % VOCAB_SIZE]
+        clean = run(prompts)
+        emitted = {answer.token_ids[i] for answer in clean[:6] for i in others}
+        if poison not in emitted | {answer.token_ids[0] for answer in clean[6:]}:
+            break  # nobody else comes upon it
+    table = runner._model._embed._table  # type: ignore[attr-defined]
+    table[poison] = torch.nan
+    spoilt = run(prompts)
     for answer, wanted in zip(spoilt[:6], clean[:6], strict=True):
         assert [error.batch_idx for error in answer.errors] == [2] and "NaN" in answer.errors[0].message
         assert answer.token_ids[2] == -1
-        assert [t for i, t in enumerate(answer.token_ids) if i != 2] == [
-            t for i, t in enumerate(wanted.token_ids) if i != 2
-        ]
+        assert [answer.token_ids[i] for i in others] == [wanted.token_ids[i] for i in others]
+        if logprobs >= 0:
+            assert answer.logprobs is not None and wanted.logprobs is not None
+            assert list(answer.logprobs.batch_idx) == others
+            kept = [float(wanted.logprobs.sampled[i]) for i in others]
+            assert list(answer.logprobs.sampled) == kept
     assert spoilt[6:] == clean[6:]
     assert not any(answer.errors for answer in clean)
-
-
-def _each(how: dict[str, Any], count: int) -> dict[str, Any]:
-    """Columns that are lists of every request's own."""
-    return {name: [value] * count if name.startswith("bias") else value for name, value in how.items()}

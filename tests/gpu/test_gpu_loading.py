@@ -76,13 +76,13 @@ def test_memory_of_a_sharded_checkpoint(tmp_path: Path, stored: str, peak: Any) 
     """A tensor or two a file, so that parts of a matrix lie in files apart, in another format than the model's."""
     fields = {**MEDIUM, "num_hidden_layers": 3, "tie_word_embeddings": False}
     model = make_tiny_model("llama", **fields).to(getattr(torch, stored))
-    model.save_pretrained(tmp_path, max_shard_size="20MB")
+    model.save_pretrained(tmp_path, max_shard_size="10MB")
     wanted = 2 * model.num_parameters()
     assert len(list(tmp_path.glob("*.safetensors"))) > 4
     loaded = load(source_of(tmp_path), "bfloat16")
     most, now = peak()
     fused = 2 * 2 * MEDIUM["intermediate_size"] * MEDIUM["hidden_size"]
-    assert loaded.config.num_layers == 3 and wanted <= now < 1.01 * wanted
+    assert loaded.config.num_layers == 3 and wanted <= now < 1.05 * wanted
     assert most <= now + fused + 2**20, f"{most / 2**20:.1f} MiB for a model of {now / 2**20:.1f} MiB"
 
 

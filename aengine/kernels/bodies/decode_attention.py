@@ -179,9 +179,9 @@ def _load_kv(
 
 
 @triton.jit
-def _attend(q, k, v, known, top, total, acc):
+def _attend(q, k, v, scale, known, top, total, acc):
     """One stretch of keys into the running softmax: maximum and sum [rows], weighted values [rows, DP]."""
-    s = tl.dot(q, tl.trans(k), input_precision="ieee")
+    s = tl.dot(q, tl.trans(k), input_precision="ieee") * scale
     s = tl.where(known[None, :], s, -float("inf"))
     higher = tl.maximum(top, tl.max(s, 1))
     safe = tl.where(higher == -float("inf"), 0.0, higher)  # nothing known so far
@@ -300,8 +300,7 @@ def _decode_attention(
         at_other = (kv_head * GROUP + g)[:, None] * D + other[None, :]
         q_other = tl.load(token + at_other, mask=is_query, other=0.0).to(tl.float32)
         q = _turn(q, q_other, weight, other_weight, cos, sin, eps, D, NORM)
-    # Rounded as the un-fused path leaves q in memory, so that both see the same.
-    q = (q.to(qkv.dtype.element_ty).to(tl.float32) * scale).to(qkv.dtype.element_ty)
+    q = q.to(qkv.dtype.element_ty)  # as the un-fused path leaves it in memory
     top = tl.full((ROWS,), -float("inf"), tl.float32)
     total = tl.zeros((ROWS,), tl.float32)
     acc = tl.zeros((ROWS, DP), tl.float32)
@@ -309,7 +308,7 @@ def _decode_attention(
     if PRELOAD:
         if WINDOW > 0:
             known = known & (t >= seq_len - WINDOW)
-        top, total, acc = _attend(q, k, v, known, top, total, acc)
+        top, total, acc = _attend(q, k, v, scale, known, top, total, acc)
         rest = begin + BN
     for j in tl.range(rest, end_in_cache, BN, num_stages=STAGES):
         tj = j + tl.arange(0, BN)
@@ -317,7 +316,7 @@ def _decode_attention(
         kj, vj = _load_kv(keys, blocks, tj, known_j, in_head, stride_block, stride_token, stride_kv, BLOCK_SIZE, DP)
         if WINDOW > 0:
             known_j = known_j & (tj >= seq_len - WINDOW)
-        top, total, acc = _attend(q, kj, vj, known_j, top, total, acc)
+        top, total, acc = _attend(q, kj, vj, scale, known_j, top, total, acc)
     if RAW:
         if end == seq_len:  # the program with the last key: it is not in the cache yet
             own = token + (H + kv_head) * D
@@ -332,7 +331,7 @@ def _decode_attention(
             own_place = keys + own_block * stride_block + (position % BLOCK_SIZE) * stride_token + d[None, :]
             tl.store(own_place, own_k.to(cache.dtype.element_ty), mask=in_head[None, :])
             tl.store(own_place + stride_kv, own_v.to(cache.dtype.element_ty), mask=in_head[None, :])
-            own_s = tl.sum(q.to(tl.float32) * own_k.to(tl.float32), 1)
+            own_s = tl.sum(q.to(tl.float32) * own_k.to(tl.float32), 1) * scale
             own_top = tl.maximum(top, own_s)
             own_p = tl.exp2(own_s - own_top)
             own_shrink = tl.exp2(top - own_top)

@@ -44,7 +44,7 @@ def varlen_attention(
         query_start_loc,
         seq_lens,
         out,
-        scale,
+        scale * 1.4426950408889634,  # exp2 is what the hardware has
         n,
         q.stride(0),
         kv_cache.stride(0),
@@ -137,7 +137,6 @@ def _varlen_attention(
         is_query = (m < query_len)[:, None] & (d < D)[None, :]
         token = (start + m).to(tl.int64)
         tile = tl.load(q + token[:, None] * stride_q + head * D + d[None, :], mask=is_query, other=0.0)
-        tile = (tile.to(tl.float32) * (scale * 1.4426950408889634)).to(q.dtype.element_ty)
         top = tl.full((BM,), -float("inf"), tl.float32)
         total = tl.zeros((BM,), tl.float32)
         acc = tl.zeros((BM, DP), tl.float32)
@@ -154,7 +153,7 @@ def _varlen_attention(
             real = known[:, None] & (d < D)[None, :]
             k = tl.load(place[:, None] + d[None, :], mask=real, other=0.0)
             v = tl.load(place[:, None] + stride_kv + d[None, :], mask=real, other=0.0)
-            s = tl.dot(tile, tl.trans(k), input_precision="ieee")
+            s = tl.dot(tile, tl.trans(k), input_precision="ieee") * scale
             seen = (t[None, :] <= position[:, None]) & known[None, :]
             if WINDOW > 0:
                 seen = seen & (t[None, :] > position[:, None] - WINDOW)
