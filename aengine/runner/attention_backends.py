@@ -158,7 +158,7 @@ class LibraryPrefill:
         self.name = self._own.name
 
     def pays(self, query_lens: Rows) -> bool:
-        return self._function is not None and int(query_lens.sum()) >= _WORTHWHILE
+        return self._function is not None and query_lens.sum() >= _WORTHWHILE and query_lens.max() >= _LONG
 
     def prefill(
         self,
@@ -190,6 +190,8 @@ class LibraryPrefill:
 
 _WORTHWHILE = 2048
 """Prompt tokens in a step from which a library pays; below, the layers are one launch with our own kernel in it."""
+_LONG = 512
+"""Tokens of the longest prompt from which it pays: for many short ones our own kernel is faster."""
 
 
 class _Library(NamedTuple):
@@ -254,9 +256,9 @@ def _load_varlen(
     module: str, device: torch.device, dtype: torch.dtype, num_heads: int, num_kv_heads: int, head_dim: int
 ) -> Varlen:
     """Import it, and call it once, so that it is compiled. Raises whatever the library does."""
-    function: Varlen = importlib.import_module(module).flash_attn_varlen_func
     with warnings.catch_warnings(), torch.cuda.device(device), torch.cuda.stream(torch.cuda.Stream(device)):
         warnings.simplefilter("ignore")
+        function: Varlen = importlib.import_module(module).flash_attn_varlen_func
         q, k, v = (
             torch.zeros((128, heads, head_dim), dtype=dtype, device=device)
             for heads in (num_heads, num_kv_heads, num_kv_heads)

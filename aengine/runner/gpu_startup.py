@@ -91,7 +91,7 @@ def start_on_gpu(setup: GpuSetup, progress: Progress) -> tuple[ModelRunner, KvPl
         raise ModelLoadError(
             f"the GPU ran out of memory while the engine started: {_gib(total)} in all, {_gib(free)} free, weights "
             f"{_gib(setup.weight_bytes)}: lower gpu_memory_utilization, max_num_batched_tokens or max_num_seqs, or end "
-            f"other processes on the GPU ({error})"
+            f"other processes on the GPU ({str(error).partition('. ')[0]})"
         ) from error
 
 

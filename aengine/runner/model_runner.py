@@ -167,8 +167,8 @@ class ModelRunner:
             decodes = plan.first(plan.num_decodes)
             state = self._run(out, decodes) if decodes.num_reqs else ExecuteModelState(out.step_id)
             message = (
-                f"the device ran out of memory in a step of {plan.num_tokens} tokens, and this prompt was part of it: lower "
-                f"max_num_batched_tokens or gpu_memory_utilization ({str(error).partition('. ')[0]})"
+                f"the device ran out of memory in a step of {plan.num_tokens} tokens, and this prompt was part of it: "
+                f"lower max_num_batched_tokens or gpu_memory_utilization ({str(error).partition('. ')[0]})"
             )
             for i in map(int, plan.batch_idx[plan.num_decodes :]):
                 state.row_errors[i] = RowError(i, "InternalError", message)

@@ -96,6 +96,9 @@ def _load_on_gpu(
     from .gpu_startup import GPU_BATCHED_TOKENS, GpuSetup, start_on_gpu
 
     torch.cuda.set_device(gpu.device)
+    # cuBLAS may cut a product along K; the parts are then added in float32 too.
+    torch.backends.cuda.matmul.allow_bf16_reduced_precision_reduction = False
+    torch.backends.cuda.matmul.allow_fp16_reduced_precision_reduction = False
     linear_format = LinearFormat.choose(gpu_dtype(config.dtype, model_config, gpu), gpu.device)
     model = build_model(model_config, linear_format, gpu.device)
     heads = (model_config.num_heads, model_config.num_kv_heads, model_config.head_dim)

@@ -306,7 +306,9 @@ def test_a_step_that_does_not_fit_into_memory_fails_its_prompts_only() -> None:
     tokens = [1, 2, 3, first.token_ids[0]]
     prompts = [request(row, list(range(10)), [10 * row, 10 * row + 1, 10 * row + 2]) for row in (1, 2)]
     answer = step(runner, {1: 10, 0: 1, 2: 10}, new=prompts)
-    assert [e.batch_idx for e in answer.errors] == [0, 2] and all("max_num_batched_tokens" in e.message for e in answer.errors)
+    assert [e.batch_idx for e in answer.errors] == [0, 2] and all(
+        "max_num_batched_tokens" in e.message for e in answer.errors
+    )
     assert list(answer.token_ids) == [-1, int(expected_logits(tokens, 50).argmax()), -1]
     tokens.append(answer.token_ids[1])
     alone = step(runner, {3: 9}, new=[request(3, list(range(9)), [31, 32, 33])])
