@@ -108,8 +108,14 @@ class DecodeStep:
         if descriptor.kind is GraphKind.LOGITS:
             return logits
         ids, checks = gumbel_sample(logits, inputs.temperature, inputs.seeds, inputs.sample_positions)
-        commit_decode(token_ids, scalars, COLUMNS, rows, ids, checks, self._published, self._cursor)
+        self.commit(rows, ids, checks)
         return None
+
+    def commit(self, rows: Tensor, ids: Tensor, checks: Tensor) -> None:
+        """Put the sampled ids into the rows and where the host reads them; see `commit_decode`."""
+        requests = self._requests
+        where = (requests.token_ids, requests.scalars.words, COLUMNS, rows)
+        commit_decode(*where, ids, checks, self._published, self._cursor)
 
     def published(self, num_rows: int) -> Published:
         """Where the answer of the SAMPLED step queued last will be."""

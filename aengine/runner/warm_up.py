@@ -5,10 +5,11 @@ from __future__ import annotations
 import torch
 
 from ..kernels.gumbel import gumbel_sample
-from ..kernels.input_prep import PreparedInputs, append_tokens, commit_decode, prepare_decode, prepare_inputs
+from ..kernels.input_prep import PreparedInputs, append_tokens, prepare_decode, prepare_inputs
 from ..kernels.logprobs import top_logprobs
 from ..kernels.staged_write import apply_staged_writes
 from ..kernels.top_k_top_p import find_cutoff
+from .cuda_graphs import DecodeStep
 from .model_runner import ModelRunner
 from .request_state import COLUMNS
 
@@ -26,17 +27,18 @@ def compile_kernels(runner: ModelRunner, max_batched: int, num_threads: int) -> 
     from ..kernels.bodies.launch import compiling
 
     with torch.inference_mode(), compiling(num_threads):
-        for size in _DECODE_SIZES:
-            if runner.graphs is not None and size <= runner.graphs.max_size:
-                _decode(runner, size)
-        for num_tokens in (16, 64, 256):
+        if runner.graphs is not None:
+            for size in _DECODE_SIZES:
+                if size <= runner.graphs.max_size:
+                    _decode(runner, runner.graphs.step, size)
+        for num_tokens in (16, 64, 256, 2048):
             for num_reqs in (8, 200, 1000):
                 if num_reqs <= len(runner.requests.in_use) and num_tokens <= max_batched:
                     _prompts(runner, num_tokens, num_reqs)
         _sampling(runner)
 
 
-def _decode(runner: ModelRunner, size: int) -> None:
+def _decode(runner: ModelRunner, step: DecodeStep, size: int) -> None:
     requests = runner.requests
     device = requests.token_ids.device
     rows = torch.full((size,), -1, dtype=torch.int64, device=device)
@@ -44,9 +46,7 @@ def _decode(runner: ModelRunner, size: int) -> None:
     inputs = prepare_decode(requests.token_ids, requests.scalars.words, COLUMNS, rows)
     logits = runner.decode(zeros, zeros, rows, zeros.int())
     ids, checks = gumbel_sample(logits, inputs.temperature, inputs.seeds, inputs.sample_positions)
-    published = torch.zeros((1, 2, size), dtype=torch.int32, device=device)
-    cursor = torch.zeros(1, dtype=torch.int32, device=device)
-    commit_decode(requests.token_ids, requests.scalars.words, COLUMNS, rows, ids, checks, published, cursor)
+    step.commit(rows, ids, checks)
 
 
 def _prompts(runner: ModelRunner, num_tokens: int, num_reqs: int) -> None:

@@ -76,9 +76,10 @@ def add_linear(residual: Tensor, x: Tensor, weight: Tensor, bias: Tensor | None)
     if tiling is not None:
         _launch_skinny(tiling, x, weight, bias, residual, add=True, gated=False)
         return
-    if bias is not None:
-        residual.add_(bias)
-    torch.addmm(residual, x, weight.t(), out=residual)
+    if bias is None:
+        torch.addmm(residual, x, weight.t(), out=residual)
+    else:  # not the bias first: the sum would be rounded once more, and it is larger than the product
+        residual.add_(torch.nn.functional.linear(x, weight, bias))
 
 
 def _matmul(x: Tensor, weight: Tensor, bias: Tensor | None, out_dtype: torch.dtype) -> Tensor:
