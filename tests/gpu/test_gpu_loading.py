@@ -56,6 +56,7 @@ def dummy(**fields: Any) -> ModelSource:
 def peak() -> Iterator[Any]:
     """``peak()``: most bytes allocated since the test began, and those that are now."""
     gc.collect()
+    torch.zeros(1, device=GPU)  # CUDA is up before anything is asked of it
     torch.cuda.empty_cache()
     torch.cuda.reset_peak_memory_stats(GPU)
     before = torch.cuda.memory_allocated(GPU)

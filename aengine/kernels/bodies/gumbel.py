@@ -16,8 +16,9 @@ import torch
 import triton
 import triton.language as tl
 from torch import Tensor
+from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
-from .launch import launch
+from .launch import has_pdl, launch
 from .philox import draw_word
 
 __all__ = ["gumbel_sample"]
@@ -41,7 +42,7 @@ def gumbel_sample(
     workspace = torch.empty(3, n, num_chunks, dtype=torch.float32, device=logits.device)
     common = (logits, temperature, seeds, positions, logits if cutoff is None else cutoff, workspace)
     strides = (logits.stride(0), temperature.stride(0), seeds.stride(0), positions.stride(0))
-    constants = {"CUT": cutoff is not None, "BLOCK": _BLOCK}
+    constants = {"CUT": cutoff is not None, "BLOCK": _BLOCK, "PDL": has_pdl()}
     launch(_chunk_kernel, (n, num_chunks), *common, vocab_size, *strides, BLOCKS=_BLOCKS, num_warps=1, **constants)
     launch(
         _row_kernel,
@@ -97,7 +98,11 @@ def _chunk_kernel(
     CUT: tl.constexpr,
     BLOCK: tl.constexpr,
     BLOCKS: tl.constexpr,
+    PDL: tl.constexpr,
 ) -> None:
+    if PDL:
+        gdc_launch_dependents()
+        gdc_wait()
     row = tl.program_id(0).to(tl.int64)
     chunk = tl.program_id(1)
     blocks = chunk * BLOCKS + tl.arange(0, BLOCKS)
@@ -151,7 +156,11 @@ def _row_kernel(
     CUT: tl.constexpr,
     BLOCK: tl.constexpr,
     CHUNKS: tl.constexpr,
+    PDL: tl.constexpr,
 ) -> None:
+    if PDL:
+        gdc_launch_dependents()
+        gdc_wait()
     row = tl.program_id(0).to(tl.int64)
     chunk = tl.arange(0, CHUNKS)
     there = chunk < num_chunks

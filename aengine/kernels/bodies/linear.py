@@ -175,8 +175,6 @@ def _gemv(
     n = tl.program_id(0) * BN + tl.arange(0, BN)
     k = tl.arange(0, BK)
     row = w_ptr + n[:, None].to(tl.int64) * K
-    acc = tl.zeros((BN, BK), tl.float32)
-    up = tl.zeros((BN, BK), tl.float32)
     squares = tl.zeros((BK,), tl.float32)
     for k0 in tl.static_range(0, K, BK):
         at = row + (k0 + k)[None, :]
@@ -197,9 +195,14 @@ def _gemv(
             squares += x * x
             x = x * _load_row(norm_ptr + k0 + k, k0 + k < K, EVEN)
             x = x.to(w_ptr.dtype.element_ty).to(tl.float32)  # as the product of larger batches rounds it
-        acc += w.to(tl.float32) * x[None, :]
-        if GATED:
-            up += u.to(tl.float32) * x[None, :]
+        if k0 == 0:  # not added to zeros: the products then join the sum over K in one instruction each
+            acc = w.to(tl.float32) * x[None, :]
+            if GATED:
+                up = u.to(tl.float32) * x[None, :]
+        else:
+            acc += w.to(tl.float32) * x[None, :]
+            if GATED:
+                up += u.to(tl.float32) * x[None, :]
     y = tl.sum(acc, 1)
     if GATED:  # a sum of zeros is not free
         v = tl.sum(up, 1)
