@@ -1,4 +1,4 @@
-"""aengine for the client of shared/bench/engine_bench.py, which measures any engine with the same prompts:
+"""aengine for the client engine_bench.py, which measures any engine with the same prompts. In this folder:
 
 python engine_bench.py --engine aengine_adapter:Adapter --shape qwen3-0.6b --tasks single,prefill,burst,offline
 """

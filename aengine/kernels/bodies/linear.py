@@ -134,7 +134,8 @@ def _launch_gemv(
 def _gemv_blocks(n: int, k: int) -> tuple[int, int, int]:
     """BN, BK, warps: 32 to 128 weights a thread, all of a short row at once."""
     if k <= 1024:
-        return 4, max(16, triton.next_power_of_2(k)), 4
+        block_k = max(16, triton.next_power_of_2(k))
+        return (8, block_k, 8) if n > 2**16 else (4, block_k, 2)
     if k == 4096:
         return (4, 2048, 2) if n <= 4096 else (2, 4096, 8)
     if k <= 4096:
