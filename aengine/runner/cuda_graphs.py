@@ -31,7 +31,7 @@ from .transfer import to_device
 
 __all__ = ["BatchDescriptor", "CudaGraphManager", "DecodeStep", "GraphKind", "capturing", "graph_sizes"]
 
-_NUM_SLOTS = 16  # of answers that the host has not read; more than steps can be in flight
+_LEAST_SLOTS = 16
 
 
 class GraphKind(Enum):
@@ -77,13 +77,16 @@ class DecodeModel(Protocol):
 class DecodeStep:
     """A decode step over static memory: the same calls whether they run at once or are captured."""
 
-    def __init__(self, requests: RequestState, model: DecodeModel, max_size: int, num_slots: int = _NUM_SLOTS) -> None:
+    def __init__(self, requests: RequestState, model: DecodeModel, max_size: int, max_in_flight_steps: int) -> None:
+        """At most ``max_in_flight_steps`` answers may be under way or unread."""
+        num_slots = max(_LEAST_SLOTS, 2 * max_in_flight_steps)
         self._requests = requests
         self._model = model
         self._device = requests.token_ids.device
         pinned = self._device.type == "cuda"
         self._rows = torch.full((max_size,), -1, dtype=torch.int64, device=self._device)
         self._rows_host = np.full(max_size, -1, dtype=np.int64)  # what _rows holds, or will when its copies have run
+        self._filled = (0, 0)  # how many rows set_rows was given last, and the size that it padded them to
         self._published = torch.zeros((num_slots, 2, max_size), dtype=torch.int32, pin_memory=pinned)
         self._published_host = self._published.numpy()
         self._cursor = torch.zeros(1, dtype=torch.int32, device=self._device)
@@ -92,11 +95,16 @@ class DecodeStep:
     def set_rows(self, rows: Rows, size: int) -> Tensor:
         """Put the batch's rows where the step reads them; int64 [size], on the device."""
         known = self._rows_host[:size]
-        if len(rows) != size or not np.array_equal(known, rows):
+        if (len(rows), size) != self._filled or not np.array_equal(known[: len(rows)], rows):
             known[: len(rows)] = rows
             known[len(rows) :] = -1
+            self._filled = (len(rows), size)
             self._rows[:size].copy_(to_device(known.copy(), self._device), non_blocking=True)
         return self._rows[:size]
+
+    def rows(self, num_rows: int) -> Tensor:
+        """The first rows that `set_rows` was given last: int64 [num_rows], on the device."""
+        return self._rows[:num_rows]
 
     def run(self, descriptor: BatchDescriptor) -> Tensor | None:
         """Queue the step: its logits [size, vocab_size], or None for SAMPLED, which `published` fetches."""

@@ -78,6 +78,7 @@ class GpuSetup:
             device=self.device,
             graph_sizes=graph_sizes(min(config.max_num_seqs, self.max_batched)),
             max_graph_tokens=min(MAX_GRAPH_TOKENS, self.max_batched),
+            max_in_flight_steps=config.max_in_flight_steps,
             enforce_eager=config.enforce_eager,
         )
 

@@ -94,6 +94,7 @@ class ModelRunner:
         device: torch.device,
         graph_sizes: list[int] | None = None,
         max_graph_tokens: int = 0,
+        max_in_flight_steps: int = 2,
         enforce_eager: bool = False,
     ) -> None:
         """``graph_sizes``: batch sizes of decode steps that run as one launch; None: all steps run op by op.
@@ -117,7 +118,7 @@ class ModelRunner:
         self._copy_out = OutputCopier(device)
         self.graphs: CudaGraphManager | None = None
         if graph_sizes:
-            step = DecodeStep(self.requests, self.decode, max(graph_sizes))
+            step = DecodeStep(self.requests, self.decode, max(graph_sizes), max_in_flight_steps)
             self.graphs = CudaGraphManager(step, graph_sizes, enforce_eager=enforce_eager)
         self.batch_graphs: BatchGraphs | None = None
         if graph_sizes and not enforce_eager:
@@ -180,7 +181,7 @@ class ModelRunner:
             graphs.run(plan.rows, GraphKind.SAMPLED)
             return ExecuteModelState(out.step_id, plan, published=graphs.step.published(plan.num_reqs))
         logits = graphs.run(plan.rows, GraphKind.LOGITS)
-        idx_mapping = graphs.step.set_rows(plan.rows, plan.num_reqs)
+        idx_mapping = graphs.step.rows(plan.num_reqs)
         self.requests.advance_device(idx_mapping, to_device(plan.seq_lens.astype(np.int32), idx_mapping.device))
         return ExecuteModelState(out.step_id, plan, idx_mapping, logits)
 

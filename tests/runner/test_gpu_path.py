@@ -120,3 +120,32 @@ def test_graph_sizes() -> None:
         sizes = graph_sizes(most)
         assert sizes == sorted(set(sizes)) and sizes[-1] == min(most, 512)
         assert all(b - a <= max(8, b // 4) for a, b in zip(sizes, sizes[1:]))
+
+
+def test_rows_are_sent_only_when_they_change(monkeypatch: pytest.MonkeyPatch) -> None:
+    import numpy as np
+
+    from aengine.runner import cuda_graphs
+    from aengine.runner.request_state import SCALAR_WORDS, RequestState
+    from aengine.runner.staged_writes import StagedArena
+
+    sent = []
+    monkeypatch.setattr(cuda_graphs, "to_device", lambda column, device: (sent.append(1), torch.from_numpy(column))[1])
+    requests = RequestState(StagedArena({"scalars": (9, SCALAR_WORDS), "token_ids": (9, 4)}, CPU))
+    step = cuda_graphs.DecodeStep(requests, lambda *inputs: None, 8, 2)
+    for rows, size, is_new in (
+        ([3, 1], 2, True),
+        ([3, 1], 2, False),
+        ([3, 1], 4, True),
+        ([3, 1], 4, False),
+        ([3, 1, 5], 4, True),
+        ([3, 1], 4, True),
+        ([1, 3], 4, True),
+        ([], 8, True),
+        ([1, 3, 4, 5, 6, 7, 8, 2], 8, True),
+        ([1, 3, 4, 5, 6, 7, 8, 2], 8, False),
+    ):
+        before = len(sent)
+        assert step.set_rows(np.array(rows, dtype=np.int64), size).tolist() == rows + [-1] * (size - len(rows))
+        assert len(sent) - before == is_new, (rows, size)
+        assert step.rows(len(rows)).tolist() == rows
