@@ -146,7 +146,7 @@ def test_triton_decode_step(rng: random.Random, gen: torch.Generator, triton_dev
 def test_triton_append_tokens(rng: random.Random, gen: torch.Generator, triton_device: torch.device) -> None:
     token_ids, scalars = persistent_rows(gen, 7, 20)
     rows, sampled = torch.tensor([4, 2, 1]), torch.tensor([70, 80, 90])
-    on = [t.to(triton_device) for t in (token_ids, scalars, rows, sampled)]
+    on = [t.clone().to(triton_device) for t in (token_ids, scalars, rows, sampled)]
     append_tokens(on[0], on[1][:, 10], *on[2:])
     with plain():
         append_tokens(token_ids, scalars[:, 10], rows, sampled)
