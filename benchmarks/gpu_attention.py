@@ -118,6 +118,7 @@ def check(device: torch.device, dtype: torch.dtype) -> dict[str, float]:
         qkv = torch.randn(len(lens), (heads + 2 * kv_heads) * dim, dtype=dtype, device=device)
         where = (case.caches[0], case.table, case.rows, case.seq_lens, rope, None, None, 0.0)
         plan = plan_decode(case.seq_lens, workspace)
+        qkv = qkv.clone()  # a kernel between the two, as the plan's docstring demands
         out = decode_step_attention(qkv, *where, heads, dim**-0.5, None, plan, workspace, is_raw=raw)
         q = qkv[:, : heads * dim].view(-1, heads, dim)
         starts = list(range(len(lens) + 1))

@@ -47,7 +47,11 @@ class DecodeWorkspace:
 
 
 def plan_decode(seq_lens: Tensor, workspace: DecodeWorkspace) -> DecodePlan:
-    """For seq_lens int32 [n]; sequences of length 0 get one item, which does nothing."""
+    """For seq_lens int32 [n]; sequences of length 0 get one item, which does nothing.
+
+    Between it and the attention there must be a kernel that is not launched ahead of its predecessor's end (in a step:
+    the lookup of the embeddings), as the attention reads the plan before it waits (bodies/launch.py).
+    """
     assert seq_lens.dtype == torch.int32 and seq_lens.dim() == 1
     if uses_triton(seq_lens):
         from .bodies import decode_attention as body

@@ -181,6 +181,8 @@ class LibraryPrefill:
         try:
             longest_k = int(m.seq_lens_host.max())
             out = _call(self._function, q, k, v, m.query_start_loc, starts_k, longest, longest_k, scale, window)
+        except torch.OutOfMemoryError:
+            raise  # not the library's fault
         except Exception as error:
             logger.warning("%s failed and is not used any more; prompts go through triton: %r", self.name, error)
             self._function = None

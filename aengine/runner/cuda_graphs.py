@@ -94,12 +94,13 @@ class DecodeStep:
 
     def set_rows(self, rows: Rows, size: int) -> Tensor:
         """Put the batch's rows where the step reads them; int64 [size], on the device."""
-        known = self._rows_host[:size]
-        if (len(rows), size) != self._filled or not np.array_equal(known[: len(rows)], rows):
-            known[: len(rows)] = rows
-            known[len(rows) :] = -1
-            self._filled = (len(rows), size)
-            self._rows[:size].copy_(to_device(known.copy(), self._device), non_blocking=True)
+        n = len(rows)
+        if (n, size) != self._filled or not np.array_equal(self._rows_host[:n], rows):
+            padded = np.full(size, -1, dtype=np.int64)
+            padded[:n] = rows
+            self._rows[:size].copy_(to_device(padded, self._device), non_blocking=True)
+            # Noted when it is sent, not before: there may have been no memory for it.
+            self._rows_host[:size], self._filled = padded, (n, size)
         return self._rows[:size]
 
     def rows(self, num_rows: int) -> Tensor:

@@ -8,6 +8,7 @@ capture   one graph a batch size
 
 from __future__ import annotations
 
+import gc
 import logging
 import time
 from collections.abc import Callable
@@ -108,6 +109,7 @@ def _start(setup: GpuSetup, progress: Progress) -> tuple[ModelRunner, KvPlan]:
     progress("profile", 0, 0, "")
     peak = _profile(setup, runner, wanted_len)
     del runner
+    gc.collect()  # the runner and its graphs know each other
     torch.cuda.empty_cache()
     free, total = torch.cuda.mem_get_info(device)
     others = max(0, total - free - torch.cuda.memory_reserved(device))

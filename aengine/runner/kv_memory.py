@@ -15,6 +15,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+import torch
+
 from ..config import EngineConfig
 from ..errors import ModelLoadError
 from ..ipc.messages import NewRequest, SchedulerOutput, int32
@@ -123,7 +125,9 @@ def profile_run(
         SchedulerOutput(0, removed=rows),
     ):
         runner.execute_model(out)
-        runner.sample_tokens(None).get()
+        answer = runner.sample_tokens(None).get()
+        if answer.errors:
+            raise torch.OutOfMemoryError(f"the largest batch does not fit: {answer.errors[0].message}")
 
 
 def _size(count: float) -> str:

@@ -140,10 +140,7 @@ class ModelRunner:
             self._state = ExecuteModelState(out.step_id)
             return
         plan = BatchPlan.make(out, self.requests, self.tables)
-        try:
-            state = self._run(out, plan)
-        except torch.OutOfMemoryError:
-            state = self._run_with_less(out, plan)
+        state = self._try(out, plan)[0] or self._run_with_less(out, plan)
         if state.plan is not None:
             self.requests.advance(state.plan.rows, state.plan.seq_lens)
         state.num_reqs = plan.num_reqs
@@ -155,25 +152,34 @@ class ModelRunner:
             return self._run_graph(out, plan, self.graphs)
         return self._run_batch(out, plan)
 
+    def _try(self, out: SchedulerOutput, plan: BatchPlan) -> tuple[ExecuteModelState | None, str]:
+        """None if there is no memory for it, and what torch says. The error itself, which holds on to all that the
+        attempt had allocated, is gone when this returns."""
+        try:
+            return self._run(out, plan), ""
+        except torch.OutOfMemoryError as error:
+            return None, str(error).partition(". ")[0]
+
     def _run_with_less(self, out: SchedulerOutput, plan: BatchPlan) -> ExecuteModelState:
         """The device has no memory for the step. Once more with all that torch kept for later given back; then without
         the prompts, which need the most: they fail, and whoever decodes goes on."""
         torch.cuda.empty_cache()
-        try:
-            return self._run(out, plan)
-        except torch.OutOfMemoryError as error:
-            if plan.num_decodes == plan.num_reqs:
-                raise
-            torch.cuda.empty_cache()
-            decodes = plan.first(plan.num_decodes)
-            state = self._run(out, decodes) if decodes.num_reqs else ExecuteModelState(out.step_id)
-            message = (
-                f"the device ran out of memory in a step of {plan.num_tokens} tokens, and this prompt was part of it: "
-                f"lower max_num_batched_tokens or gpu_memory_utilization ({str(error).partition('. ')[0]})"
-            )
-            for i in map(int, plan.batch_idx[plan.num_decodes :]):
-                state.row_errors[i] = RowError(i, "InternalError", message)
+        state, reason = self._try(out, plan)
+        if state is not None:
             return state
+        if plan.num_decodes == plan.num_reqs:
+            raise torch.OutOfMemoryError(reason)
+        torch.cuda.empty_cache()
+        state = ExecuteModelState(out.step_id)
+        if plan.num_decodes:
+            state = self._run(out, plan.first(plan.num_decodes))
+        message = (
+            f"the device ran out of memory in a step of {plan.num_tokens} tokens, and this prompt was part of it: "
+            f"lower max_num_batched_tokens or gpu_memory_utilization ({reason})"
+        )
+        for i in map(int, plan.batch_idx[plan.num_decodes :]):
+            state.row_errors[i] = RowError(i, "InternalError", message)
+        return state
 
     def _run_graph(self, out: SchedulerOutput, plan: BatchPlan, graphs: CudaGraphManager) -> ExecuteModelState:
         """A step of decodes: one launch, with the sampling in it if no request wants more than a temperature."""

@@ -149,3 +149,24 @@ def test_rows_are_sent_only_when_they_change(monkeypatch: pytest.MonkeyPatch) ->
         assert step.set_rows(np.array(rows, dtype=np.int64), size).tolist() == rows + [-1] * (size - len(rows))
         assert len(sent) - before == is_new, (rows, size)
         assert step.rows(len(rows)).tolist() == rows
+
+
+def test_rows_that_could_not_be_sent_are_sent_again(monkeypatch: pytest.MonkeyPatch) -> None:
+    import numpy as np
+
+    from aengine.runner import cuda_graphs
+    from aengine.runner.request_state import SCALAR_WORDS, RequestState
+    from aengine.runner.staged_writes import StagedArena
+
+    requests = RequestState(StagedArena({"scalars": (9, SCALAR_WORDS), "token_ids": (9, 4)}, CPU))
+    step = cuda_graphs.DecodeStep(requests, lambda *inputs: None, 8, 2)
+    step.set_rows(np.array([3, 1]), 4)
+
+    def no_memory(column: object, device: object) -> torch.Tensor:
+        raise torch.OutOfMemoryError("CUDA out of memory")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(cuda_graphs, "to_device", no_memory)
+        with pytest.raises(torch.OutOfMemoryError):
+            step.set_rows(np.array([5, 2]), 4)
+    assert step.set_rows(np.array([5, 2]), 4).tolist() == [5, 2, -1, -1]
