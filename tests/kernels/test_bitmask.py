@@ -33,7 +33,7 @@ def test_triton_against_the_reference(
     logits = torch.randn(5, vocab_size, generator=gen)
     rows = torch.tensor(rng.sample(range(5), 3))
     bits = torch.randint(0, 256, (3, (vocab_size + 31) // 32 * 4), generator=gen, dtype=torch.uint8)
-    got = logits.to(triton_device)
+    got = logits.clone().to(triton_device)
     apply_bitmask(got, rows.to(triton_device), bits.to(triton_device))
     add_bits(logits, rows, bits)
     assert torch.equal(got.cpu(), logits)

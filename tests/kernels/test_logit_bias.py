@@ -27,7 +27,7 @@ def test_triton_against_the_reference(gen: torch.Generator, triton_device: torch
     logits = torch.randn(7, 50, generator=gen)
     rows, ids = (torch.randint(0, high, (400,), generator=gen) for high in (7, 50))
     values = torch.randn(400, generator=gen)
-    got = logits.to(triton_device)
+    got = logits.clone().to(triton_device)
     pairs = rows.to(triton_device), ids.to(triton_device)
     add_bias(got, *pairs, values.to(triton_device))
     add_pairs(logits, rows, ids, values)

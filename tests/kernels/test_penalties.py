@@ -80,7 +80,7 @@ def test_triton_against_the_reference(rng: random.Random, gen: torch.Generator, 
         inputs, _, _ = random_inputs(rng, gen, n, vocab_size, width)
         logits = random_logits(gen, n, vocab_size)
         chosen = torch.tensor(rng.sample(range(n), rng.randint(1, n)))
-        got = logits.to(triton_device)
+        got = logits.clone().to(triton_device)
         moved = {name: getattr(inputs, name).to(triton_device) for name in ("rows", "token_ids", "counts")}
         words = torch.stack(
             (inputs.num_tokens.view(torch.float32), inputs.repetition, inputs.frequency, inputs.presence)
@@ -102,7 +102,7 @@ def test_triton_counts(rng: random.Random, triton_device: torch.device) -> None:
     counts = torch.randint(0, 9, (NUM_ROWS, 50), dtype=torch.int32)
     rows = torch.tensor(rng.sample(range(NUM_ROWS), 6))
     sampled, chosen = torch.randint(0, 50, (6,)), torch.tensor([5, 0, 3])
-    got = counts.to(triton_device)
+    got = counts.clone().to(triton_device)
     count_sampled(got, rows.to(triton_device), sampled.to(triton_device), chosen.to(triton_device))
     for i in chosen.tolist():
         counts[rows[i], sampled[i]] += 1

@@ -42,7 +42,7 @@ def test_triton_against_the_reference(rng: random.Random, triton_device: torch.d
     columns = torch.tensor([[starts[i] for i in order], [lengths[i] for i in order]])
     values = torch.tensor([rng.randrange(-(2**31), 2**31) for _ in range(sum(lengths))], dtype=torch.int32)
     target = torch.arange(size + 3, dtype=torch.int32)
-    got = target.to(triton_device)
+    got = target.clone().to(triton_device)
     apply_staged_writes(got, *columns.to(triton_device), values.to(triton_device))
     write_runs(target, *columns, values)
     assert torch.equal(got.cpu(), target)
