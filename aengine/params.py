@@ -145,7 +145,9 @@ class SamplingParams:
 
     def __post_init__(self) -> None:
         for name, check in _CHECKS.items():
-            object.__setattr__(self, name, check(name, getattr(self, name)))
+            value = getattr(self, name)
+            if value is not _DEFAULTS[name]:  # most are left as they are, and a request can't wait for 20 checks
+                object.__setattr__(self, name, check(name, value))
         if self.stop and not self.detokenize:
             raise InvalidRequestError("stop strings need detokenize=True", param="stop")
         if self.max_tokens is not None and self.min_tokens > self.max_tokens:
@@ -255,3 +257,5 @@ _CHECKS: dict[str, Any] = {
     "detokenize": _boolean,
     "skip_special_tokens": _boolean,
 }
+
+_DEFAULTS = {f.name: f.default for f in fields(SamplingParams)}

@@ -27,7 +27,7 @@ from aengine.kernels.bodies import varlen_attention as varlen_body
 from aengine.kernels.bodies.launch import compiling
 from aengine.kernels.decode_attention import DecodeWorkspace, decode_step_attention, plan_decode
 from aengine.kernels.seat import triton_everywhere
-from aengine.kernels.varlen_attention import varlen_attention
+from aengine.kernels.varlen_attention import plan_prompts, varlen_attention
 
 BLOCK = 16
 BUDGET_S = 140  # of the 150 that a run may take
@@ -47,16 +47,16 @@ PREFILL_TILINGS = [
     for block_m in (64, 128)
     for block_n in (32, 64, 128)
     for num_warps in (4, 8)
-    for num_stages in (2, 3, 4)
+    for num_stages in (1, 2, 3, 4)
     if (block_m, num_warps) != (64, 8)
 ]
 TILINGS = [
     body._Tiling(block_n, num_warps, num_stages, preload)
     for preload in (False, True)
-    for block_n in (32, 64, 128)
-    for num_warps in (2, 4)
+    for block_n in (32, 64, 128, 256)
+    for num_warps in (2, 4, 8)
     for num_stages in (1, 2, 3, 4)
-    if not preload or num_stages <= 2
+    if (not preload or num_stages <= 2) and 16 <= block_n // num_warps <= 32
 ]
 
 
@@ -127,7 +127,9 @@ def check(device: torch.device, dtype: torch.dtype) -> dict[str, float]:
     starts = [sum(query_lens[:i]) for i in range(len(lens) + 1)]
     q = torch.randn(starts[-1], heads, dim, dtype=dtype, device=device)
     places = torch.tensor(starts, dtype=torch.int32, device=device)
-    out = varlen_attention(q, case.caches[0], case.table, case.rows, places, case.seq_lens, dim**-0.5, None)
+    prompts = plan_prompts(case.rows, places, case.seq_lens, len(q), dtype, skip_single=False)
+    q = q.clone()
+    out = varlen_attention(q, case.caches[0], case.table, prompts, len(lens), dim**-0.5, None)
     errors["prefill"] = relative_error(out, case, q, starts, dim**-0.5)
     return errors
 
@@ -193,17 +195,22 @@ def time_prefills(device: torch.device) -> Iterator[dict[str, Any]]:
         case = make_case(lens, kv_heads, dim, torch.bfloat16, device, 2)
         q = torch.randn(sum(query_lens), heads, dim, dtype=torch.bfloat16, device=device)
         starts = [sum(query_lens[:i]) for i in range(len(lens) + 1)]
-        where = (case.table, case.rows, torch.tensor(starts, dtype=torch.int32, device=device), case.seq_lens)
-        calls = [partial(varlen_attention, q, cache, *where, dim**-0.5, None) for cache in case.caches]
+        places = torch.tensor(starts, dtype=torch.int32, device=device)
+
+        def calls_of(case: Case = case, places: Tensor = places, q: Tensor = q) -> list[Callable[[], Any]]:
+            plan = plan_prompts(case.rows, places, case.seq_lens, len(q), q.dtype, skip_single=False)
+            where = (case.table, plan, len(case.rows), dim**-0.5, None)
+            return [partial(varlen_attention, q, cache, *where) for cache in case.caches]
+
         pairs = sum(n * context + n * (n + 1) / 2 for n in query_lens)
-        times = {"as set": microseconds(calls, at_least=2)}
+        times = {"as set": microseconds(calls_of(), at_least=2)}
         with compiling(os.cpu_count() or 1):
             for tiling in PREFILL_TILINGS:
                 with tiled(tiling, varlen_body):
-                    calls[0]()
+                    calls_of()[0]()
         for tiling in PREFILL_TILINGS:
             with tiled(tiling, varlen_body), suppress(triton.OutOfResources):
-                times["/".join(map(str, tiling))] = microseconds(calls, at_least=2)
+                times["/".join(map(str, tiling))] = microseconds(calls_of(), at_least=2)
         yield {"case": name, "us": times, "tflops": 4 * pairs * heads * dim / times["as set"] / 1e6}
 
 

@@ -19,12 +19,21 @@ from torch import Tensor
 from .paged_attention import decode_attention as attend_on_cpu
 from .seat import uses_triton
 
-__all__ = ["LEAST_CHUNK", "DecodePlan", "DecodeWorkspace", "decode_step_attention", "plan_decode"]
+__all__ = ["DecodePlan", "DecodeWorkspace", "Sharing", "decode_step_attention", "plan_decode"]
 
-LEAST_CHUNK = 128  # keys; fewer are not worth a program
 
-_EXTRA_PROGRAMS = 528
+class Sharing(NamedTuple):
+    """The least keys that are worth a program, and how many more items than sequences there may be."""
+
+    least_chunk: int
+    max_extra: int
+
+
+_PROGRAMS = 528
 """How many more programs than (sequence, head) pairs a launch has, at most: four for each multiprocessor of an H200."""
+_FEW = 64
+"""(Sequence, head) pairs of which each has a multiprocessor for itself, so that putting parts together costs more than
+a longer chunk."""
 
 
 class DecodePlan(NamedTuple):
@@ -32,7 +41,7 @@ class DecodePlan(NamedTuple):
 
     items: Tensor  # int32 [m]: the sequence of each item; -1: none
     starts: Tensor  # int32 [n + 1]: sequence i has the items starts[i] to starts[i + 1], in order
-    chunk: Tensor  # int32 [1]: keys of an item, a multiple of 128
+    chunk: Tensor  # int32 [1]: keys of an item, a multiple of the least_chunk
 
 
 class DecodeWorkspace:
@@ -40,10 +49,17 @@ class DecodeWorkspace:
 
     def __init__(self, max_num_seqs: int, num_heads: int, num_kv_heads: int, head_dim: int, device: torch.device):
         padded = max(16, 1 << (head_dim - 1).bit_length())
-        self.max_extra = -(-_EXTRA_PROGRAMS // num_kv_heads)
-        num_items = max_num_seqs + self.max_extra
+        self._num_kv_heads = num_kv_heads
+        self._max_extra = -(-_PROGRAMS // num_kv_heads)
+        num_items = max_num_seqs + self._max_extra
         self.parts = torch.empty(num_items * num_heads * (padded + 2), dtype=torch.float32, device=device)
         self.counters = torch.zeros(max_num_seqs * num_kv_heads, dtype=torch.int32, device=device)  # left at zero
+
+    def is_small(self, num_seqs: int) -> bool:
+        return num_seqs * self._num_kv_heads <= _FEW
+
+    def sharing(self, num_seqs: int) -> Sharing:
+        return Sharing(256 if self.is_small(num_seqs) else 128, self._max_extra)
 
 
 def plan_decode(seq_lens: Tensor, workspace: DecodeWorkspace) -> DecodePlan:
@@ -54,13 +70,14 @@ def plan_decode(seq_lens: Tensor, workspace: DecodeWorkspace) -> DecodePlan:
     """
     assert seq_lens.dtype == torch.int32 and seq_lens.dim() == 1
     if uses_triton(seq_lens):
-        from .bodies import decode_attention as body
+        from .bodies import decode_plan as body
 
-        return body.plan_decode(seq_lens, workspace.max_extra)
-    n, extra = seq_lens.shape[0], workspace.max_extra
+        return body.plan_decode(seq_lens, workspace.sharing(len(seq_lens)))
+    n = seq_lens.shape[0]
+    least, extra = workspace.sharing(n)
     lens = seq_lens.long()
     share = -(-int(lens.sum()) // extra)
-    chunk = max(LEAST_CHUNK, -(-share // LEAST_CHUNK) * LEAST_CHUNK)
+    chunk = max(least, -(-share // least) * least)
     counts = (-(-lens // chunk)).clamp(min=1)
     starts = torch.zeros(n + 1, dtype=torch.int32)
     starts[1:] = counts.cumsum(0)

@@ -13,20 +13,35 @@ from torch import Tensor
 from .paged_attention import prefill_attention
 from .seat import uses_triton
 
-__all__ = ["varlen_attention"]
+__all__ = ["plan_prompts", "varlen_attention"]
+
+
+def plan_prompts(
+    rows: Tensor, query_start_loc: Tensor, seq_lens: Tensor, num_tokens: int, dtype: torch.dtype, *, skip_single: bool
+) -> Tensor:
+    """How the queries of a batch are cut into blocks, for all layers: what `varlen_attention` wants as its ``plan``.
+
+    Between it and the attention there must be a kernel that is not launched ahead of its predecessor's end, as for
+    `plan_decode`.
+
+    Args:
+        rows: int64 [n]; seq_lens: int32 [n]
+        query_start_loc: int32 [n + 1], up to num_tokens; sequences without tokens are left out
+        dtype: of the queries
+        skip_single: sequences of one new token are left out too; their place in the result is not written
+    """
+    assert rows.shape == seq_lens.shape and query_start_loc.shape[0] == rows.shape[0] + 1
+    if uses_triton(rows):
+        from .bodies import varlen_attention as body
+
+        return body.plan_prompts(rows, query_start_loc, seq_lens, num_tokens, dtype, skip_single)
+    query_lens = query_start_loc.diff()
+    facts = torch.stack((rows.int(), query_start_loc[:-1], query_lens, seq_lens), 1)
+    return facts[query_lens > int(skip_single)]
 
 
 def varlen_attention(
-    q: Tensor,
-    kv_cache: Tensor,
-    block_table: Tensor,
-    rows: Tensor,
-    query_start_loc: Tensor,
-    seq_lens: Tensor,
-    scale: float,
-    window: int | None,
-    *,
-    skip_single: bool = False,
+    q: Tensor, kv_cache: Tensor, block_table: Tensor, plan: Tensor, num_seqs: int, scale: float, window: int | None
 ) -> Tensor:
     """[num_tokens, num_heads * head_dim], in q's dtype.
 
@@ -34,23 +49,18 @@ def varlen_attention(
         q: [num_tokens, num_heads, head_dim], turned by position; strided by token
         kv_cache: [num_blocks, block_size, 2, num_kv_heads, head_dim], any strides but the last
         block_table: int32 [max_num_seqs, width], by row
-        rows: int64 [n]; seq_lens: int32 [n]
-        query_start_loc: int32 [n + 1]; sequences without tokens are left out
-        skip_single: sequences of one new token are left out too; their place in the result is not written
+        plan: of these sequences, `plan_prompts`; num_seqs: how many they are
     """
-    assert rows.shape == seq_lens.shape and query_start_loc.shape[0] == rows.shape[0] + 1
     assert q.stride(2) == 1 and q.stride(1) == q.shape[2] and kv_cache.stride(4) == 1
     if uses_triton(q):
         from .bodies import varlen_attention as body
 
-        batch = (block_table, rows, query_start_loc, seq_lens)
-        return body.varlen_attention(q, kv_cache, *batch, scale, window, skip_single)
+        return body.varlen_attention(q, kv_cache, block_table, plan, num_seqs, scale, window)
     out = torch.zeros((q.shape[0], q.shape[1] * q.shape[2]), dtype=q.dtype)
     block_size = kv_cache.shape[1]
-    for i, row in enumerate(rows.tolist()):
-        start, stop, seq_len = int(query_start_loc[i]), int(query_start_loc[i + 1]), int(seq_lens[i])
-        if stop > start + skip_single:
-            blocks = block_table[row, : -(-seq_len // block_size)].long()
-            kv = kv_cache.index_select(0, blocks).flatten(0, 1)[seq_len - (stop - start) : seq_len]
-            out[start:stop] = prefill_attention(q[start:stop], kv, kv_cache, blocks, seq_len, scale, window)
+    for row, start, query_len, seq_len in plan.tolist():
+        blocks = block_table[row, : -(-seq_len // block_size)].long()
+        kv = kv_cache.index_select(0, blocks).flatten(0, 1)[seq_len - query_len : seq_len]
+        own = q[start : start + query_len]
+        out[start : start + query_len] = prefill_attention(own, kv, kv_cache, blocks, seq_len, scale, window)
     return out

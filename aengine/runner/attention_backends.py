@@ -26,7 +26,6 @@ import torch
 from torch import Tensor
 
 from ..errors import ModelLoadError
-from ..kernels.varlen_attention import varlen_attention
 from .input_batch import Rows
 from .transfer import to_device
 
@@ -41,29 +40,28 @@ class PrefillMetadata:
 
     rows: Tensor  # int64 [n]
     block_table: Tensor  # int32 [max_num_seqs, width], by row
-    seq_lens: Tensor  # int32 [n]
     query_start_loc: Tensor  # int32 [n + 1], from 0 on
-    query_lens: Rows  # host [n]
-    seq_lens_host: Rows  # host [n]
+    query_lens: Rows  # [n], on the host
+    seq_lens: Rows  # [n], on the host
     _gathered: tuple[Tensor, Tensor] | None = field(default=None, repr=False)  # places, cu_seqlens_k
 
     @classmethod
-    def of(cls, rows: Tensor, seq_lens: Tensor, block_table: Tensor, query_lens: Rows, lens: Rows) -> PrefillMetadata:
+    def of(cls, rows: Tensor, block_table: Tensor, query_lens: Rows, seq_lens: Rows) -> PrefillMetadata:
         starts = np.zeros(len(query_lens) + 1, dtype=np.int32)
         np.cumsum(query_lens, out=starts[1:])
-        return cls(rows, block_table, seq_lens, to_device(starts, rows.device), query_lens, lens)
+        return cls(rows, block_table, to_device(starts, rows.device), query_lens, seq_lens)
 
     @property
     def has_context(self) -> bool:
         """Whether any of them had tokens before this step."""
-        return bool((self.seq_lens_host > self.query_lens).any())
+        return bool((self.seq_lens > self.query_lens).any())
 
     def places(self, block_size: int) -> tuple[Tensor, Tensor]:
         """Where all tokens of all sequences are: (int64 [2, total] block and offset, int32 [n + 1] starts)."""
         if self._gathered is None:
-            starts = np.zeros(len(self.seq_lens_host) + 1, dtype=np.int32)
-            np.cumsum(self.seq_lens_host, out=starts[1:])
-            owner = np.repeat(np.arange(len(self.seq_lens_host)), self.seq_lens_host)
+            starts = np.zeros(len(self.seq_lens) + 1, dtype=np.int32)
+            np.cumsum(self.seq_lens, out=starts[1:])
+            owner = np.repeat(np.arange(len(self.seq_lens)), self.seq_lens)
             position = np.arange(starts[-1]) - starts[owner]
             sent = to_device(np.stack((owner, position)), self.rows.device)
             blocks = self.block_table[self.rows[sent[0]], sent[1] // block_size].long()
@@ -89,8 +87,8 @@ class PrefillBackend(Protocol):
         metadata: PrefillMetadata,
         scale: float,
         window: int | None,
-    ) -> Tensor:
-        """[num_tokens, num_heads * head_dim].
+    ) -> Tensor | None:
+        """[num_tokens, num_heads * head_dim]; None: it failed, and `pays` is false from now on.
 
         Args:
             q, k, v: [num_tokens, heads, head_dim] of the new tokens, strided by token; in the cache already
@@ -99,6 +97,8 @@ class PrefillBackend(Protocol):
 
 
 class TritonPrefill:
+    """No library: `varlen_attention` is called for all prompts."""
+
     name = "triton"
 
     def join(self) -> None:
@@ -107,18 +107,8 @@ class TritonPrefill:
     def pays(self, query_lens: Rows) -> bool:
         return False
 
-    def prefill(
-        self,
-        q: Tensor,
-        k: Tensor,
-        v: Tensor,
-        kv_cache: Tensor,
-        metadata: PrefillMetadata,
-        scale: float,
-        window: int | None,
-    ) -> Tensor:
-        m = metadata
-        return varlen_attention(q, kv_cache, m.block_table, m.rows, m.query_start_loc, m.seq_lens, scale, window)
+    def prefill(self, *args: Any) -> Tensor | None:
+        return None
 
 
 Varlen = Callable[..., Any]
@@ -133,7 +123,6 @@ class LibraryPrefill:
     def __init__(self, name: str, load: Callable[[], Varlen], *, required: bool) -> None:
         self.name = name
         self._function: Varlen | None = None
-        self._own = TritonPrefill()
         self._required = required
         self._error: Exception | None = None
         self._thread = threading.Thread(target=self._load, args=(load,), name=f"import {name}", daemon=True)
@@ -155,7 +144,7 @@ class LibraryPrefill:
                 f"or leave attention_backend at 'auto'"
             )
         logger.warning("%s is installed, but can't be used; prompts go through triton: %r", self.name, self._error)
-        self.name = self._own.name
+        self.name = TritonPrefill.name
 
     def pays(self, query_lens: Rows) -> bool:
         return self._function is not None and query_lens.sum() >= _WORTHWHILE and query_lens.max() >= _LONG
@@ -169,24 +158,23 @@ class LibraryPrefill:
         metadata: PrefillMetadata,
         scale: float,
         window: int | None,
-    ) -> Tensor:
+    ) -> Tensor | None:
         m = metadata
-        longest = int(m.query_lens.max())
         if self._function is None:
-            return self._own.prefill(q, k, v, kv_cache, m, scale, window)
+            return None
         starts_k = m.query_start_loc
         if m.has_context:
             places, starts_k = m.places(kv_cache.shape[1])
             k, v = kv_cache[places[0], places[1]].unbind(1)
+        longest, longest_k = int(m.query_lens.max()), int(m.seq_lens.max())
         try:
-            longest_k = int(m.seq_lens_host.max())
             out = _call(self._function, q, k, v, m.query_start_loc, starts_k, longest, longest_k, scale, window)
         except torch.OutOfMemoryError:
             raise  # not the library's fault
         except Exception as error:
             logger.warning("%s failed and is not used any more; prompts go through triton: %r", self.name, error)
             self._function = None
-            return self._own.prefill(q, k, v, kv_cache, m, scale, window)
+            return None
         return out.flatten(1)
 
 

@@ -14,7 +14,7 @@ from torch import Tensor
 
 from ..kernels.decode_attention import DecodeWorkspace, decode_step_attention, plan_decode
 from ..kernels.input_prep import PreparedInputs
-from ..kernels.varlen_attention import varlen_attention
+from ..kernels.varlen_attention import plan_prompts, varlen_attention
 from ..kernels.write_qkv import turn_and_write
 from .attention_backends import PrefillBackend, PrefillMetadata
 from .input_batch import BatchPlan, InputBatch
@@ -133,13 +133,14 @@ class BatchAttention:
         self._rows = rows
         self._block_table = block_table
         self._has_prompts = plan is None or plan.num_decodes < plan.num_reqs
+        self._prompts: Tensor | None = None
         self._metadata: PrefillMetadata | None = None
         self._num_decodes = 0 if plan is None else plan.num_decodes
         if plan is not None and self._has_prompts and cache.prefill.pays(plan.query_lens[self._num_decodes :]):
             n = self._num_decodes
-            self._metadata = PrefillMetadata.of(
-                rows[n:], inputs.seq_lens[n:], block_table, plan.query_lens[n:], plan.seq_lens[n:]
-            )
+            self._metadata = PrefillMetadata.of(rows[n:], block_table, plan.query_lens[n:], plan.seq_lens[n:])
+        elif self._has_prompts:
+            self._prompts = self._plan_prompts()
         self._decodes: DecodeAttention | None = None
         if plan is None or plan.num_decodes:
             n = min(len(rows), len(inputs.positions))
@@ -161,19 +162,28 @@ class BatchAttention:
             self._decodes.forward_turned(layer, qkv[: self._decodes.size], out)
         return out
 
+    def _plan_prompts(self) -> Tensor:
+        inputs, dtype = self._inputs, self._cache.layers[0].dtype
+        where = (self._rows, inputs.query_start_loc, inputs.seq_lens, len(inputs.positions), dtype)
+        return plan_prompts(*where, skip_single=True)
+
     def _attend_to_prompts(self, layer: AttentionLayer, qkv: Tensor) -> Tensor:
         """[num_tokens, num_heads * head_dim]; the decodes' rows are not written."""
-        inputs, kv_cache = self._inputs, self._cache.layers[layer.index]
+        kv_cache = self._cache.layers[layer.index]
         heads = qkv.view(len(qkv), -1, layer.head_dim)
         q, k, v = heads.split([layer.num_heads, layer.num_kv_heads, layer.num_kv_heads], dim=1)
         if not self._has_prompts:
             return torch.empty((len(qkv), layer.num_heads * layer.head_dim), dtype=qkv.dtype, device=qkv.device)
-        if self._metadata is None:
-            where = (self._block_table, self._rows, inputs.query_start_loc, inputs.seq_lens)
-            return varlen_attention(q, kv_cache, *where, layer.scale, layer.window, skip_single=True)
-        n = self._num_decodes
-        out = self._cache.prefill.prefill(q[n:], k[n:], v[n:], kv_cache, self._metadata, layer.scale, layer.window)
-        return out if n == 0 else torch.cat((out.new_empty((n, out.shape[1])), out))
+        if self._metadata is not None:
+            n = self._num_decodes
+            out = self._cache.prefill.prefill(q[n:], k[n:], v[n:], kv_cache, self._metadata, layer.scale, layer.window)
+            if out is not None:
+                return out if n == 0 else torch.cat((out.new_empty((n, out.shape[1])), out))
+            self._metadata = None  # the library failed, here and for good
+        if self._prompts is None:
+            self._prompts = self._plan_prompts()
+        where = (self._block_table, self._prompts, len(self._rows))
+        return varlen_attention(q, kv_cache, *where, layer.scale, layer.window)
 
 
 def _norms(layer: AttentionLayer) -> tuple[Tensor | None, Tensor | None, float]:

@@ -9,9 +9,10 @@ import pytest
 import torch
 from torch import Tensor
 
+from aengine.kernels import decode_attention
 from aengine.kernels.decode_attention import DecodeWorkspace, decode_step_attention, plan_decode
 from aengine.kernels.seat import torch_bodies
-from aengine.kernels.varlen_attention import varlen_attention
+from aengine.kernels.varlen_attention import plan_prompts, varlen_attention
 from aengine.kernels.write_qkv import turn_and_write
 
 DTYPES = [torch.float32, torch.float16] + ([torch.bfloat16] if torch.cuda.is_available() else [])
@@ -175,7 +176,14 @@ def moved_cache(case: Case, device: torch.device) -> Tensor:
     return case.cache.permute(0, 2, 3, 1, 4).clone().to(device).permute(0, 3, 1, 2, 4)
 
 
+@pytest.fixture(params=[10**6, 0], ids=["small", "large"])
+def tiling(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The kernel as for a small batch, or as for a large one, whatever the batch's size."""
+    monkeypatch.setattr(decode_attention, "_FEW", request.param)
+
+
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.usefixtures("tiling")
 def test_decode(rng: random.Random, gen: torch.Generator, triton_device: torch.device, dtype: torch.dtype) -> None:
     for _ in range(6):
         case = draw(rng, gen, decode=True, dtype=dtype, longest=300)
@@ -193,6 +201,7 @@ def test_decode(rng: random.Random, gen: torch.Generator, triton_device: torch.d
         assert close(case.decode(triton_device, turned, written, is_raw=False), case.expected(), dtype)
 
 
+@pytest.mark.usefixtures("tiling")
 def test_decode_of_long_sequences_in_many_splits(
     rng: random.Random, gen: torch.Generator, triton_device: torch.device
 ) -> None:
@@ -216,8 +225,9 @@ def test_prompts(rng: random.Random, gen: torch.Generator, triton_device: torch.
         padded = torch.cat((case.query_start_loc, case.query_start_loc[-1:]))  # a sequence without tokens
         rows = torch.cat((case.rows, torch.tensor([-1])))
         seq_lens = torch.tensor([*case.seq_lens, 0], dtype=torch.int32)
-        on = [t.to(triton_device) for t in (case.table, rows, padded, seq_lens)]
-        out = varlen_attention(q, cache, *on, case.head_dim**-0.5, case.window)
+        table, *on = (t.to(triton_device) for t in (case.table, rows, padded, seq_lens))
+        plan = plan_prompts(*on, len(q), dtype, skip_single=False)
+        out = varlen_attention(q, cache, table, plan, len(rows), case.head_dim**-0.5, case.window)
         assert close(out, case.expected(), dtype), case
 
 
@@ -244,7 +254,8 @@ def test_the_torch_bodies(rng: random.Random, gen: torch.Generator) -> None:
             q = qkv.view(len(qkv), -1, case.head_dim)[:, : case.num_heads]
             lens = torch.tensor(case.seq_lens, dtype=torch.int32)
             scale = case.head_dim**-0.5
-            out = varlen_attention(q, cache, case.table, case.rows, case.query_start_loc, lens, scale, case.window)
+            plan = plan_prompts(case.rows, case.query_start_loc, lens, len(q), q.dtype, skip_single=False)
+            out = varlen_attention(q, cache, case.table, plan, len(lens), scale, case.window)
         assert close(out, expected, torch.float32), case
 
 
@@ -259,7 +270,8 @@ def test_plans(rng: random.Random, triton_device: torch.device) -> None:
             expected = plan_decode(seq_lens, workspace)
         assert all(torch.equal(a.cpu(), b) for a, b in zip(plan, expected))
         chunk, starts = int(expected.chunk), expected.starts.tolist()
-        assert starts[-1] <= n + workspace.max_extra and chunk % 128 == 0
+        sharing = workspace.sharing(n)
+        assert starts[-1] <= n + sharing.max_extra and chunk % sharing.least_chunk == 0
         for i, length in enumerate(lens):
             count = starts[i + 1] - starts[i]
             assert count == max(1, -(-length // chunk))

@@ -1,8 +1,8 @@
 """A block of queries of one head a program. Operations: 4 * head_dim a (query, key) pair seen; bytes: q, out, and K and
 V once a block of queries, mostly out of the L2 cache.
 
-Which sequence a program belongs to is found on the device: the grid has room for every sequence's last, partly filled
-block, so it depends on the number of tokens and of sequences alone.
+Which queries a block has is written down once a step, for all layers and heads (`plan_prompts`): a program learns it in
+one read instead of searching.
 """
 
 from __future__ import annotations
@@ -13,59 +13,13 @@ import torch
 import triton
 import triton.language as tl
 from torch import Tensor
+from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
-from .launch import bucket, launch
+from .launch import bucket, has_pdl, launch
 
-__all__ = ["varlen_attention"]
+__all__ = ["plan_prompts", "varlen_attention"]
 
-
-def varlen_attention(
-    q: Tensor,
-    kv_cache: Tensor,
-    block_table: Tensor,
-    rows: Tensor,
-    query_start_loc: Tensor,
-    seq_lens: Tensor,
-    scale: float,
-    window: int | None,
-    skip_single: bool,
-) -> Tensor:
-    num_tokens, num_heads, head_dim = q.shape
-    out = torch.empty((num_tokens, num_heads * head_dim), dtype=q.dtype, device=q.device)
-    n = rows.shape[0]
-    block_m, block_n, num_warps, num_stages = _tiling(q.dtype, num_tokens, n)
-    launch(
-        _varlen_attention,
-        (triton.cdiv(num_tokens, block_m) + n, num_heads),
-        q,
-        kv_cache,
-        block_table,
-        rows,
-        query_start_loc,
-        seq_lens,
-        out,
-        scale * 1.4426950408889634,  # exp2 is what the hardware has
-        n,
-        q.stride(0),
-        kv_cache.stride(0),
-        kv_cache.stride(1),
-        kv_cache.stride(2),
-        kv_cache.stride(3),
-        block_table.stride(0),
-        H=num_heads,
-        GROUPS=num_heads // kv_cache.shape[3],
-        D=head_dim,
-        DP=max(16, triton.next_power_of_2(head_dim)),
-        BLOCK_SIZE=kv_cache.shape[1],
-        BM=block_m,
-        BN=block_n,
-        REQS=bucket(n),
-        SHORTEST=2 if skip_single else 1,
-        WINDOW=window or 0,
-        num_warps=num_warps,
-        num_stages=num_stages,
-    )
-    return out
+_FACTS = 8  # int32 of a block: row, first query, the sequence's first token, its query and sequence lengths; a sector
 
 
 class _Tiling(NamedTuple):
@@ -82,21 +36,163 @@ def _tiling(dtype: torch.dtype, num_tokens: int, num_seqs: int) -> _Tiling:
     return _Tiling(64, 32, 4, 3) if num_tokens < 256 * num_seqs else _Tiling(128, 128, 8, 3)
 
 
+def plan_prompts(
+    rows: Tensor, query_start_loc: Tensor, seq_lens: Tensor, num_tokens: int, dtype: torch.dtype, skip_single: bool
+) -> Tensor:
+    """int32 [blocks, 8], with room for every sequence's last, partly filled one; row -1: none."""
+    n = rows.shape[0]
+    block_m = _tiling(dtype, num_tokens, n).block_m
+    num_blocks = triton.cdiv(num_tokens, block_m) + n
+    plan = torch.empty((num_blocks, _FACTS), dtype=torch.int32, device=rows.device)
+    sizes = {"BM": block_m, "REQS": bucket(n), "SHORTEST": 2 if skip_single else 1, "FACTS": _FACTS}
+    launch(_plan_prompts, (1,), rows, query_start_loc, seq_lens, plan, n, num_blocks, **sizes, PDL=has_pdl())
+    return plan
+
+
+def varlen_attention(
+    q: Tensor, kv_cache: Tensor, block_table: Tensor, plan: Tensor, num_seqs: int, scale: float, window: int | None
+) -> Tensor:
+    num_tokens, num_heads, head_dim = q.shape
+    out = torch.empty((num_tokens, num_heads * head_dim), dtype=q.dtype, device=q.device)
+    tiling = _tiling(q.dtype, num_tokens, num_seqs)
+    launch(
+        _varlen_attention,
+        (plan.shape[0], num_heads),
+        q,
+        kv_cache,
+        block_table,
+        plan,
+        out,
+        scale * 1.4426950408889634,  # exp2 is what the hardware has
+        q.stride(0),
+        kv_cache.stride(0),
+        kv_cache.stride(1),
+        kv_cache.stride(2),
+        kv_cache.stride(3),
+        block_table.stride(0),
+        H=num_heads,
+        GROUPS=num_heads // kv_cache.shape[3],
+        D=head_dim,
+        DP=max(16, triton.next_power_of_2(head_dim)),
+        BLOCK_SIZE=kv_cache.shape[1],
+        BM=tiling.block_m,
+        BN=tiling.block_n,
+        FACTS=_FACTS,
+        WINDOW=window or 0,
+        STAGES=tiling.num_stages,
+        PDL=has_pdl(),
+        num_warps=tiling.num_warps,
+    )
+    return out
+
+
 # Where these begin depends on the batch; a kernel for each case would be compiled in the middle of serving.
 _MOVING = ["rows", "query_start_loc", "seq_lens"]
 
 
-@triton.jit(do_not_specialize=["n"], do_not_specialize_on_alignment=_MOVING)  # large on purpose: one kernel
+@triton.jit(do_not_specialize=["n", "num_blocks"], do_not_specialize_on_alignment=_MOVING)
+def _plan_prompts(
+    rows,
+    query_start_loc,
+    seq_lens,
+    plan,
+    n,
+    num_blocks,
+    BM: tl.constexpr,
+    REQS: tl.constexpr,
+    SHORTEST: tl.constexpr,
+    FACTS: tl.constexpr,
+    PDL: tl.constexpr,
+):
+    if PDL:
+        gdc_launch_dependents()
+        gdc_wait()
+    i = tl.arange(0, REQS)
+    starts = tl.load(query_start_loc + i, mask=i < n, other=0)
+    lens = tl.load(query_start_loc + i + 1, mask=i < n, other=0) - starts
+    seq_len = tl.load(seq_lens + i, mask=i < n, other=0)
+    row = tl.load(rows + i, mask=i < n, other=-1).to(tl.int32)
+    counts = tl.where(lens >= SHORTEST, (lens + BM - 1) // BM, 0)
+    ends = tl.cumsum(counts, 0)
+    most = tl.max(counts, 0)
+    part = most * 0
+    while part < most:
+        facts = plan + (ends - counts + part) * FACTS
+        has = part < counts
+        tl.store(facts, row, mask=has)
+        # The last queries see the most keys: they come first, so that the short programs fill the end.
+        tl.store(facts + 1, (counts - 1 - part) * BM, mask=has)
+        tl.store(facts + 2, starts, mask=has)
+        tl.store(facts + 3, lens, mask=has)
+        tl.store(facts + 4, seq_len, mask=has)
+        part += 1
+    empty = tl.sum(counts, 0)
+    while empty < num_blocks:
+        at = empty + i
+        tl.store(plan + at * FACTS, tl.full((REQS,), -1, tl.int32), mask=at < num_blocks)
+        empty += REQS
+
+
+@triton.jit
+def _attend(
+    tile,
+    base,
+    blocks,
+    j,
+    last,
+    position,
+    scale,
+    top,
+    total,
+    acc,
+    stride_block,
+    stride_token,
+    stride_kv,
+    D: tl.constexpr,
+    DP: tl.constexpr,
+    BLOCK_SIZE: tl.constexpr,
+    BN: tl.constexpr,
+    WINDOW: tl.constexpr,
+    MASKED: tl.constexpr,
+):
+    """The keys from j on into the running softmax. Not MASKED: every query sees all of them."""
+    t = j + tl.arange(0, BN)
+    d = tl.arange(0, DP)
+    known = t < last
+    if MASKED:
+        block = tl.load(blocks + t // BLOCK_SIZE, mask=known, other=0).to(tl.int64)
+        real = known[:, None] & (d < D)[None, :]
+    else:
+        block = tl.load(blocks + t // BLOCK_SIZE).to(tl.int64)
+        real = (t >= 0)[:, None] & (d < D)[None, :]
+    place = (base + block * stride_block + (t % BLOCK_SIZE) * stride_token)[:, None] + d[None, :]
+    k = tl.load(place, mask=real, other=0.0)
+    v = tl.load(place + stride_kv, mask=real, other=0.0)
+    s = tl.dot(tile, tl.trans(k), input_precision="ieee") * scale
+    if MASKED:
+        seen = (t[None, :] <= position[:, None]) & known[None, :]
+        if WINDOW > 0:
+            seen = seen & (t[None, :] > position[:, None] - WINDOW)
+        s = tl.where(seen, s, -float("inf"))
+    higher = tl.maximum(top, tl.max(s, 1))
+    safe = higher
+    if MASKED:
+        safe = tl.where(higher == -float("inf"), 0.0, higher)
+    p = tl.exp2(s - safe[:, None])
+    shrink = tl.exp2(top - safe)
+    total = total * shrink + tl.sum(p, 1)
+    acc = tl.dot(p.to(v.dtype), v, acc * shrink[:, None], input_precision="ieee")
+    return higher, total, acc
+
+
+@triton.jit
 def _varlen_attention(
     q,
     cache,
     table,
-    rows,
-    query_start_loc,
-    seq_lens,
+    plan,
     out,
     scale,
-    n,
     stride_q,
     stride_block,
     stride_token,
@@ -110,60 +206,46 @@ def _varlen_attention(
     BLOCK_SIZE: tl.constexpr,
     BM: tl.constexpr,
     BN: tl.constexpr,
-    REQS: tl.constexpr,
-    SHORTEST: tl.constexpr,
+    FACTS: tl.constexpr,
     WINDOW: tl.constexpr,
+    STAGES: tl.constexpr,
+    PDL: tl.constexpr,
 ):
-    # Sequence i has ceil(query_len / BM) blocks; this program's is the one in whose run of blocks its number falls.
-    block = tl.program_id(0)
+    if PDL:
+        gdc_launch_dependents()
+    facts = plan + tl.program_id(0) * FACTS
     head = tl.program_id(1)
-    i = tl.arange(0, REQS)
-    starts = tl.load(query_start_loc + i, mask=i < n, other=0)
-    stops = tl.load(query_start_loc + i + 1, mask=i < n, other=0)
-    lens = stops - starts
-    ends = tl.cumsum(tl.where(lens >= SHORTEST, (lens + BM - 1) // BM, 0), 0)
-    seq = tl.sum((ends <= block).to(tl.int32), 0)
-    if seq < n:
-        before = tl.max(tl.where(i < seq, ends, 0), 0)
-        start = tl.load(query_start_loc + seq)
-        query_len = tl.load(query_start_loc + seq + 1) - start
-        seq_len = tl.load(seq_lens + seq)
-        row = tl.load(rows + seq)
-        # The last queries see the most keys: their programs come first, so that the short ones fill the end.
-        place_in_seq = tl.cdiv(query_len, BM) - 1 - (block - before)
-        m = place_in_seq * BM + tl.arange(0, BM)
+    row = tl.load(facts)
+    first_query = tl.load(facts + 1)
+    start = tl.load(facts + 2)
+    query_len = tl.load(facts + 3)
+    seq_len = tl.load(facts + 4)
+    if PDL:
+        gdc_wait()
+    if row >= 0:
+        m = first_query + tl.arange(0, BM)
         d = tl.arange(0, DP)
-        position = seq_len - query_len + m
+        begin = seq_len - query_len + first_query  # position of the first query
+        position = begin + tl.arange(0, BM)
         is_query = (m < query_len)[:, None] & (d < D)[None, :]
         token = (start + m).to(tl.int64)
         tile = tl.load(q + token[:, None] * stride_q + head * D + d[None, :], mask=is_query, other=0.0)
         top = tl.full((BM,), -float("inf"), tl.float32)
         total = tl.zeros((BM,), tl.float32)
         acc = tl.zeros((BM, DP), tl.float32)
-        last = tl.minimum(seq_len, seq_len - query_len + (place_in_seq + 1) * BM)
-        first = last * 0
-        if WINDOW > 0:
-            first = tl.maximum(0, seq_len - query_len + place_in_seq * BM - WINDOW + 1) // BN * BN
+        last = tl.minimum(seq_len, begin + BM)
         base = cache + (head // GROUPS) * stride_head
-        for j in tl.range(first, last, BN):
-            t = j + tl.arange(0, BN)
-            known = t < last
-            block_id = tl.load(table + row * stride_table + t // BLOCK_SIZE, mask=known, other=0).to(tl.int64)
-            place = base + block_id * stride_block + (t % BLOCK_SIZE) * stride_token
-            real = known[:, None] & (d < D)[None, :]
-            k = tl.load(place[:, None] + d[None, :], mask=real, other=0.0)
-            v = tl.load(place[:, None] + stride_kv + d[None, :], mask=real, other=0.0)
-            s = tl.dot(tile, tl.trans(k), input_precision="ieee") * scale
-            seen = (t[None, :] <= position[:, None]) & known[None, :]
-            if WINDOW > 0:
-                seen = seen & (t[None, :] > position[:, None] - WINDOW)
-            s = tl.where(seen, s, -float("inf"))
-            higher = tl.maximum(top, tl.max(s, 1))
-            safe = tl.where(higher == -float("inf"), 0.0, higher)
-            p = tl.exp2(s - safe[:, None])
-            shrink = tl.exp2(top - safe)
-            total = total * shrink + tl.sum(p, 1)
-            acc = tl.dot(p.to(v.dtype), v, acc * shrink[:, None], input_precision="ieee")
-            top = higher
+        blocks = table + row.to(tl.int64) * stride_table
+        strides = (stride_block, stride_token, stride_kv)
+        if WINDOW > 0:
+            rest = tl.maximum(0, begin - WINDOW + 1) // BN * BN
+        else:
+            rest = (begin + 1) // BN * BN
+            for j in tl.range(0, rest, BN, num_stages=STAGES):
+                state = (last, position, scale, top, total, acc)
+                top, total, acc = _attend(tile, base, blocks, j, *state, *strides, D, DP, BLOCK_SIZE, BN, WINDOW, False)
+        for j in tl.range(rest, last, BN, num_stages=STAGES):
+            state = (last, position, scale, top, total, acc)
+            top, total, acc = _attend(tile, base, blocks, j, *state, *strides, D, DP, BLOCK_SIZE, BN, WINDOW, True)
         y = acc / tl.where(total == 0.0, 1.0, total)[:, None]  # 0: past the last query
         tl.store(out + token[:, None] * (H * D) + head * D + d[None, :], y.to(out.dtype.element_ty), mask=is_query)

@@ -1,0 +1,179 @@
+"""What the kernels of decode attention share: which keys are a program's, the token's own key, and the end."""
+
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+
+__all__ = ["finish", "keys_of", "load_kv", "turn", "turned_own", "write_own"]
+
+
+@triton.jit
+def keys_of(items, starts, chunk_at, item, seq, seq_len, WINDOW: tl.constexpr, ALIGN: tl.constexpr):
+    """(its keys' begin and end, the sequence's first item, how many it has). An item whose keys are all older than the
+    window has none, and says so."""
+    first_item = tl.load(starts + seq)
+    num_splits = tl.load(starts + seq + 1) - first_item
+    chunk = tl.load(chunk_at)
+    begin = (item - first_item) * chunk
+    end = tl.minimum(begin + chunk, seq_len)
+    if WINDOW > 0:
+        begin = tl.maximum(begin, tl.minimum(end, tl.maximum(0, seq_len - WINDOW) // ALIGN * ALIGN))
+    return begin, end, first_item, num_splits
+
+
+@triton.jit
+def turn(x, partner, weight, other_weight, cos, sin, eps, D: tl.constexpr, NORM: tl.constexpr):
+    """Norm and rotary of rows x [rows, DP]; ``partner``: each element's other half of the pair. sin is signed."""
+    if NORM:
+        scale = 1.0 / tl.sqrt(tl.sum(x * x, 1) / D + eps)
+        x = x * scale[:, None] * weight[None, :]
+        partner = partner * scale[:, None] * other_weight[None, :]
+    return x * cos[None, :] + partner * sin[None, :]
+
+
+@triton.jit
+def load_kv(
+    keys,
+    blocks,
+    t,
+    known,
+    in_head,
+    stride_block,
+    stride_token,
+    stride_kv,
+    BLOCK_SIZE: tl.constexpr,
+    DP: tl.constexpr,
+):
+    """Keys and values [BN, DP] at the positions t [BN] of a sequence."""
+    d = tl.arange(0, DP)
+    block = tl.load(blocks + t // BLOCK_SIZE, mask=known, other=0).to(tl.int64)
+    place = (keys + block * stride_block + (t % BLOCK_SIZE) * stride_token)[:, None] + d[None, :]
+    real = known[:, None] & in_head[None, :]
+    return tl.load(place, mask=real, other=0.0), tl.load(place + stride_kv, mask=real, other=0.0)
+
+
+@triton.jit
+def turned_own(
+    own, k_norm, cos, sin, other, eps, KV: tl.constexpr, D: tl.constexpr, DP: tl.constexpr, NORM: tl.constexpr
+):
+    """Key and value [1, DP] of the token itself, out of the product; the key turned, and rounded as in the cache."""
+    d = tl.arange(0, DP)
+    in_head = d < D
+    raw = tl.load(own + d, mask=in_head, other=0.0)
+    k = raw.to(tl.float32)[None, :]
+    partner = tl.load(own + other, mask=in_head, other=0.0).to(tl.float32)[None, :]
+    value = tl.load(own + KV * D + d, mask=in_head, other=0.0)[None, :]
+    weight = cos
+    other_weight = cos
+    if NORM:
+        weight = tl.load(k_norm + d, mask=in_head, other=0.0).to(tl.float32)
+        other_weight = tl.load(k_norm + other, mask=in_head, other=0.0).to(tl.float32)
+    return turn(k, partner, weight, other_weight, cos, sin, eps, D, NORM).to(raw.dtype), value
+
+
+@triton.jit
+def write_own(
+    keys,
+    blocks,
+    position,
+    k,
+    v,
+    stride_block,
+    stride_token,
+    stride_kv,
+    BLOCK_SIZE: tl.constexpr,
+    D: tl.constexpr,
+    DP: tl.constexpr,
+):
+    d = tl.arange(0, DP)[None, :]
+    block = tl.load(blocks + position // BLOCK_SIZE).to(tl.int64)
+    place = keys + block * stride_block + (position % BLOCK_SIZE) * stride_token + d
+    tl.store(place, k.to(keys.dtype.element_ty), mask=d < D)
+    tl.store(place + stride_kv, v.to(keys.dtype.element_ty), mask=d < D)
+
+
+@triton.jit
+def finish(
+    acc,
+    top,
+    total,
+    out,
+    parts,
+    counters,
+    counter,
+    item,
+    lane,
+    first_item,
+    num_splits,
+    LANES: tl.constexpr,
+    GROUP: tl.constexpr,
+    PADDED: tl.constexpr,
+    ROWS: tl.constexpr,
+    D: tl.constexpr,
+    DP: tl.constexpr,
+):
+    """Put the output of GROUP heads, the first of the ROWS rows, where ``out`` points.
+
+    If the sequence has other items, this one's part of the softmax goes to ``parts``, where the last of them, by the
+    ``counter``, puts them together. ``lane`` of LANES: which group of heads.
+    """
+    g = tl.arange(0, ROWS)
+    d = tl.arange(0, DP)
+    is_head = (g < GROUP)[:, None]
+    if num_splits == 1:
+        place = out + g[:, None] * D + d[None, :]
+        tl.store(place, (acc / total[:, None]).to(out.dtype.element_ty), mask=is_head & (d < D)[None, :])
+    else:
+        PART: tl.constexpr = DP + 2
+        mine = parts + ((item * LANES + lane) * (GROUP * PART)).to(tl.int64)
+        tl.store(mine + g[:, None] * PART + d[None, :], acc, mask=is_head)
+        tl.store(mine + g * PART + DP, top, mask=g < GROUP)
+        tl.store(mine + g * PART + DP + 1, total, mask=g < GROUP)
+        tl.debug_barrier()  # all threads' parts are written before one of them says so
+        num_done = tl.atomic_add(counters + counter, 1, sem="acq_rel", scope="gpu")
+        if num_done == num_splits - 1:
+            tl.store(counters + counter, 0)
+            first_part = parts + ((first_item * LANES + lane) * (GROUP * PART)).to(tl.int64)
+            _combine(first_part, num_splits, LANES * GROUP * PART, out, GROUP, PADDED, D, DP)
+
+
+@triton.jit
+def _combine(
+    first,
+    num_parts,
+    STRIDE: tl.constexpr,
+    out,
+    GROUP: tl.constexpr,
+    PADDED: tl.constexpr,
+    D: tl.constexpr,
+    DP: tl.constexpr,
+):
+    """The output of GROUP heads from their parts, a few parts at a time, so that their loads overlap."""
+    FEW: tl.constexpr = 32 // PADDED if PADDED < 16 else 2
+    g = tl.arange(0, PADDED)
+    d = tl.arange(0, DP)
+    is_head = g < GROUP
+    top = tl.full((PADDED,), -float("inf"), tl.float32)
+    total = tl.zeros((PADDED,), tl.float32)
+    acc = tl.zeros((PADDED, DP), tl.float32)
+    begin = num_parts * 0
+    while begin < num_parts:
+        i = begin + tl.arange(0, FEW)
+        part = first + i[:, None] * STRIDE + g[None, :] * (DP + 2)
+        known = (i < num_parts)[:, None] & is_head[None, :]
+        # .cg: past the L1 cache, which does not know what other multiprocessors wrote
+        tops = tl.load(part + DP, mask=known, other=-float("inf"), cache_modifier=".cg")
+        totals = tl.load(part + DP + 1, mask=known, other=0.0, cache_modifier=".cg")
+        accs = tl.load(part[:, :, None] + d[None, None, :], mask=known[:, :, None], other=0.0, cache_modifier=".cg")
+        higher = tl.maximum(top, tl.max(tops, 0))
+        safe = tl.where(higher == -float("inf"), 0.0, higher)  # parts before the window only
+        shrink = tl.exp2(top - safe)
+        share = tl.exp2(tops - safe[None, :])
+        total = total * shrink + tl.sum(totals * share, 0)
+        acc = acc * shrink[:, None] + tl.sum(accs * share[:, :, None], 0)
+        top = higher
+        begin += FEW
+    total = tl.where(is_head, total, 1.0)
+    place = out + g[:, None] * D + d[None, :]
+    tl.store(place, (acc / total[:, None]).to(out.dtype.element_ty), mask=is_head[:, None] & (d < D)[None, :])

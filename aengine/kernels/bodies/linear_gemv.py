@@ -1,0 +1,166 @@
+"""The product of one row: a program has BN rows of W, or their first HELD columns, in registers before it waits for x;
+the norm is part of it.
+
+Bytes: W once, sizeof * N * K; operations: 2 N K (4 N K with a gate).
+"""
+
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+from torch import Tensor
+from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
+
+from .launch import has_pdl, launch, prefetch
+
+__all__ = ["gemv"]
+
+
+def gemv(
+    x: Tensor,
+    weight: Tensor,
+    bias: Tensor | None,
+    out: Tensor,
+    norm_weight: Tensor | None,
+    eps: float,
+    *,
+    add: bool,
+    gated: bool,
+) -> None:
+    """out [1, N] = the product, or is added to; ``norm_weight``: None if x is normalised already."""
+    size, k = out.shape[1], weight.shape[1]
+    block_n, block_k, held, num_warps = _gemv_blocks(size, k)
+    launch(
+        _gemv,
+        (triton.cdiv(size, block_n),),
+        x,
+        weight,
+        out,
+        norm_weight,
+        bias,
+        eps,
+        N=size,
+        K=k,
+        BN=block_n,
+        BK=block_k,
+        HELD=min(k, block_k * held),
+        NORM=norm_weight is not None,
+        BIAS=bias is not None,
+        ADD=add,
+        GATED=gated,
+        EVEN=size % block_n == 0 and k % block_k == 0,
+        PDL=has_pdl(),
+        num_warps=num_warps,
+    )
+
+
+def _gemv_blocks(n: int, k: int) -> tuple[int, int, int, int]:
+    """BN, BK, how many stretches of BK are held in registers, warps. Measured on an H200."""
+    if k <= 1024:
+        block_k = max(16, triton.next_power_of_2(k))
+        return (8, block_k, 1, 8) if n > 2**16 else (4, block_k, 1, 2)
+    if k == 4096:
+        return (4, 2048, 2, 2) if n <= 4096 else (2, 4096, 1, 8)
+    if k <= 4096:
+        return (4, 2048, 2, 4) if k % 2048 == 0 else (4, 1024, 4, 8)
+    return (4, 2048, 3, 4) if k % 2048 == 0 else (8, 512, 3, 2)
+
+
+@triton.jit
+def _load_tile(row, n, k, N: tl.constexpr, K: tl.constexpr, EVEN: tl.constexpr):
+    if EVEN:
+        w = tl.load(row + k[None, :])
+    else:
+        w = tl.load(row + k[None, :], mask=(n < N)[:, None] & (k < K)[None, :], other=0.0)
+    return w
+
+
+@triton.jit
+def _load_row(at, inside, EVEN: tl.constexpr):
+    if EVEN:
+        x = tl.load(at)
+    else:
+        x = tl.load(at, mask=inside, other=0.0)
+    return x.to(tl.float32)
+
+
+@triton.jit
+def _gemv(
+    x_ptr,
+    w_ptr,
+    out_ptr,
+    norm_ptr,
+    bias_ptr,
+    eps,
+    N: tl.constexpr,
+    K: tl.constexpr,
+    BN: tl.constexpr,
+    BK: tl.constexpr,
+    HELD: tl.constexpr,
+    NORM: tl.constexpr,
+    BIAS: tl.constexpr,
+    ADD: tl.constexpr,
+    GATED: tl.constexpr,
+    EVEN: tl.constexpr,
+    PDL: tl.constexpr,
+):
+    if PDL:
+        gdc_launch_dependents()
+    n = tl.program_id(0) * BN + tl.arange(0, BN)
+    k = tl.arange(0, BK)
+    row = w_ptr + n[:, None].to(tl.int64) * K
+    ws = (_load_tile(row, n, k, N, K, EVEN),)  # into registers, before the wait
+    us = ws
+    if GATED:
+        us = (_load_tile(row + N * K, n, k, N, K, EVEN),)
+    for k0 in tl.static_range(BK, HELD, BK):
+        ws = ws + (_load_tile(row, n, k0 + k, N, K, EVEN),)
+        if GATED:
+            us = us + (_load_tile(row + N * K, n, k0 + k, N, K, EVEN),)
+    if PDL:
+        if HELD < K:
+            prefetch(w_ptr + tl.program_id(0) * (BN * K), BN * K)
+            if GATED:
+                prefetch(w_ptr + N * K + tl.program_id(0) * (BN * K), BN * K)
+        gdc_wait()
+    squares = tl.zeros((BK,), tl.float32)
+    for k0 in tl.static_range(0, K, BK):
+        if k0 < HELD:
+            w = ws[k0 // BK]
+            if GATED:
+                u = us[k0 // BK]
+        else:
+            w = _load_tile(row, n, k0 + k, N, K, EVEN)
+            if GATED:
+                u = _load_tile(row + N * K, n, k0 + k, N, K, EVEN)
+        x = _load_row(x_ptr + k0 + k, k0 + k < K, EVEN)
+        if NORM:
+            squares += x * x
+            x = x * _load_row(norm_ptr + k0 + k, k0 + k < K, EVEN)
+            x = x.to(w_ptr.dtype.element_ty).to(tl.float32)  # as the product of larger batches rounds it
+        if k0 == 0:  # not added to zeros: the products then join the sum over K in one instruction each
+            acc = w.to(tl.float32) * x[None, :]
+            if GATED:
+                up = u.to(tl.float32) * x[None, :]
+        else:
+            acc += w.to(tl.float32) * x[None, :]
+            if GATED:
+                up += u.to(tl.float32) * x[None, :]
+    y = tl.sum(acc, 1)
+    if GATED:  # a sum of zeros is not free
+        v = tl.sum(up, 1)
+    if NORM:
+        # The scale of the norm is the same for all of a row, so it can wait until the sum of squares is known.
+        scale = 1.0 / tl.sqrt(tl.sum(squares, 0) / K + eps)
+        y *= scale
+        if GATED:
+            v *= scale
+    if BIAS:
+        y += tl.load(bias_ptr + n, mask=n < N, other=0.0).to(tl.float32)
+        if GATED:
+            v += tl.load(bias_ptr + N + n, mask=n < N, other=0.0).to(tl.float32)
+    if GATED:
+        y = y * v / (1 + tl.exp(-y))
+    if ADD:
+        y += tl.load(out_ptr + n, mask=n < N, other=0.0).to(tl.float32)
+    tl.store(out_ptr + n, y.to(out_ptr.dtype.element_ty), mask=n < N)

@@ -1,0 +1,103 @@
+"""The product of some more rows: a tile of the output a program, as matrix products are commonly cut.
+
+Bytes: W once for every BM rows and x once for every BN columns, mostly out of the L2 cache; operations: 2 M N K.
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import triton
+import triton.language as tl
+from torch import Tensor
+from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
+
+from .launch import has_pdl, launch, prefetch
+
+__all__ = ["BLOCK_K", "TiledTiling", "tiled"]
+
+BLOCK_K = 128
+
+
+class TiledTiling(NamedTuple):
+    block_m: int
+    block_n: int
+    num_warps: int
+    num_stages: int
+
+
+def tiled(
+    tiling: TiledTiling, x: Tensor, weight: Tensor, bias: Tensor | None, out: Tensor, *, add: bool, gated: bool
+) -> None:
+    """out [M, N] = the product, or is added to; N a multiple of block_n, K of BLOCK_K."""
+    rows, size = out.shape
+    launch(
+        _tiled,
+        (size // tiling.block_n, triton.cdiv(rows, tiling.block_m)),
+        x,
+        weight,
+        out,
+        bias,
+        rows,
+        N=size,
+        K=weight.shape[1],
+        BM=tiling.block_m,
+        BN=tiling.block_n,
+        BK=BLOCK_K,
+        BIAS=bias is not None,
+        ADD=add,
+        GATED=gated,
+        PDL=has_pdl(),
+        STAGES=tiling.num_stages,
+        num_warps=tiling.num_warps,
+    )
+
+
+@triton.jit(do_not_specialize=["M"])
+def _tiled(
+    x_ptr,
+    w_ptr,
+    out_ptr,
+    bias_ptr,
+    M,
+    N: tl.constexpr,
+    K: tl.constexpr,
+    BM: tl.constexpr,
+    BN: tl.constexpr,
+    BK: tl.constexpr,
+    BIAS: tl.constexpr,
+    ADD: tl.constexpr,
+    GATED: tl.constexpr,
+    PDL: tl.constexpr,
+    STAGES: tl.constexpr,
+):
+    n = tl.program_id(0) * BN + tl.arange(0, BN)
+    m = tl.program_id(1) * BM + tl.arange(0, BM)
+    k = tl.arange(0, BK)
+    w_ptrs = w_ptr + n[None, :].to(tl.int64) * K + k[:, None]
+    x_ptrs = x_ptr + m[:, None].to(tl.int64) * K + k[None, :]
+    is_row = (m < M)[:, None]
+    y = tl.zeros((BM, BN), tl.float32)
+    v = tl.zeros((BM, BN), tl.float32)
+    if PDL:
+        gdc_launch_dependents()
+        if tl.program_id(1) == 0:
+            prefetch(w_ptr + tl.program_id(0) * (BN * K), BN * K)
+            if GATED:
+                prefetch(w_ptr + N * K + tl.program_id(0) * (BN * K), BN * K)
+        gdc_wait()
+    for k0 in tl.range(0, K, BK, num_stages=STAGES):
+        x = tl.load(x_ptrs + k0, mask=is_row, other=0.0)
+        y = tl.dot(x, tl.load(w_ptrs + k0), y, input_precision="ieee")
+        if GATED:
+            v = tl.dot(x, tl.load(w_ptrs + N * K + k0), v, input_precision="ieee")
+    if BIAS:
+        y += tl.load(bias_ptr + n).to(tl.float32)[None, :]
+        if GATED:
+            v += tl.load(bias_ptr + N + n).to(tl.float32)[None, :]
+    if GATED:
+        y = y * v / (1 + tl.exp(-y))
+    out_ptrs = out_ptr + m[:, None].to(tl.int64) * N + n[None, :]
+    if ADD:
+        y += tl.load(out_ptrs, mask=is_row, other=0.0).to(tl.float32)
+    tl.store(out_ptrs, y.to(out_ptr.dtype.element_ty), mask=is_row)
