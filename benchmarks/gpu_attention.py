@@ -43,11 +43,12 @@ PREFILLS = {
     "8x256 at 4096": ([256] * 8, 4096),
 }
 PREFILL_TILINGS = [
-    varlen_body._Tiling(block_m, block_n, num_warps, num_stages)
+    varlen_body._Tiling(block_m, block_n, num_warps, num_stages, max_pack)
     for block_m in (64, 128)
     for block_n in (32, 64, 128)
     for num_warps in (4, 8)
-    for num_stages in (1, 2, 3, 4)
+    for num_stages in (1, 2, 3)
+    for max_pack in (1, 2, 4)
     if (block_m, num_warps) != (64, 8)
 ]
 TILINGS = [
@@ -127,7 +128,7 @@ def check(device: torch.device, dtype: torch.dtype) -> dict[str, float]:
     starts = [sum(query_lens[:i]) for i in range(len(lens) + 1)]
     q = torch.randn(starts[-1], heads, dim, dtype=dtype, device=device)
     places = torch.tensor(starts, dtype=torch.int32, device=device)
-    prompts = plan_prompts(case.rows, places, case.seq_lens, len(q), dtype, skip_single=False)
+    prompts = plan_prompts(case.rows, places, case.seq_lens, len(q), heads // kv_heads, dtype, skip_single=False)
     q = q.clone()
     out = varlen_attention(q, case.caches[0], case.table, prompts, len(lens), dim**-0.5, None)
     errors["prefill"] = relative_error(out, case, q, starts, dim**-0.5)
@@ -198,7 +199,7 @@ def time_prefills(device: torch.device) -> Iterator[dict[str, Any]]:
         places = torch.tensor(starts, dtype=torch.int32, device=device)
 
         def calls_of(case: Case = case, places: Tensor = places, q: Tensor = q) -> list[Callable[[], Any]]:
-            plan = plan_prompts(case.rows, places, case.seq_lens, len(q), q.dtype, skip_single=False)
+            plan = plan_prompts(case.rows, places, case.seq_lens, len(q), heads // kv_heads, q.dtype, skip_single=False)
             where = (case.table, plan, len(case.rows), dim**-0.5, None)
             return [partial(varlen_attention, q, cache, *where) for cache in case.caches]
 

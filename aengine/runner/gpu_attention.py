@@ -45,8 +45,7 @@ class GpuKvCache:
         self.layers = [
             torch.zeros(shape, dtype=dtype, device=device).permute(0, 3, 1, 2, 4) for _ in range(config.num_layers)
         ]
-        self.block_size = block_size
-        self.max_model_len = max_model_len
+        self.group = config.num_heads // config.num_kv_heads  # query heads that share a key-value head
         self.prefill = prefill
         self.rope = rope_table(config, max_model_len, device)
         self.workspace = DecodeWorkspace(max_num_seqs, config.num_heads, config.num_kv_heads, config.head_dim, device)
@@ -163,9 +162,9 @@ class BatchAttention:
         return out
 
     def _plan_prompts(self) -> Tensor:
-        inputs, dtype = self._inputs, self._cache.layers[0].dtype
-        where = (self._rows, inputs.query_start_loc, inputs.seq_lens, len(inputs.positions), dtype)
-        return plan_prompts(*where, skip_single=True)
+        inputs, cache = self._inputs, self._cache
+        where = (self._rows, inputs.query_start_loc, inputs.seq_lens, len(inputs.positions))
+        return plan_prompts(*where, cache.group, cache.layers[0].dtype, skip_single=True)
 
     def _attend_to_prompts(self, layer: AttentionLayer, qkv: Tensor) -> Tensor:
         """[num_tokens, num_heads * head_dim]; the decodes' rows are not written."""

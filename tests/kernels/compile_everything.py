@@ -96,7 +96,9 @@ def drive() -> None:
                     write_qkv.turn_and_write(qkv, rows, rows, rope, norm, norm, 1e-6, heads, cache)
                 q = qkv.view(n, -1, dim)[:, :heads]
                 starts = torch.zeros(n + 1, dtype=torch.int32)
-                prompts = varlen_attention.plan_prompts(rows, starts, lens, n, dtype, skip_single=n > 1)
+                prompts = varlen_attention.plan_prompts(
+                    rows, starts, lens, n, heads // kv_heads, dtype, skip_single=n > 1
+                )
                 varlen_attention.varlen_attention(q, cache, table, prompts, n, 0.1, window)
     ids, table = torch.zeros(4, 32, dtype=torch.int32), torch.zeros(4, 2, dtype=torch.int32)
     scalars, rows = torch.zeros(4, 16, dtype=torch.int32), torch.zeros(4, dtype=torch.int64)

@@ -215,9 +215,22 @@ def test_decode_of_long_sequences_in_many_splits(
         assert torch.equal(out, again)
 
 
+@pytest.mark.parametrize("pack", [None, 1, 2, 4])
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
-def test_prompts(rng: random.Random, gen: torch.Generator, triton_device: torch.device, dtype: torch.dtype) -> None:
-    for _ in range(5):
+def test_prompts(
+    rng: random.Random,
+    gen: torch.Generator,
+    triton_device: torch.device,
+    dtype: torch.dtype,
+    pack: int | None,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """``pack``: with blocks of that many heads, if the group allows it; None: as the tiling is."""
+    if pack is not None:
+        from aengine.kernels.bodies import varlen_attention as body
+
+        monkeypatch.setattr(body, "_tiling", lambda *_: body._Tiling(32, 16, 4, 2, pack))
+    for _ in range(4):
         case = draw(rng, gen, decode=False, dtype=dtype, longest=150)
         cache = moved_cache(case, triton_device)
         qkv = case.write(triton_device, cache)
@@ -226,7 +239,7 @@ def test_prompts(rng: random.Random, gen: torch.Generator, triton_device: torch.
         rows = torch.cat((case.rows, torch.tensor([-1])))
         seq_lens = torch.tensor([*case.seq_lens, 0], dtype=torch.int32)
         table, *on = (t.to(triton_device) for t in (case.table, rows, padded, seq_lens))
-        plan = plan_prompts(*on, len(q), dtype, skip_single=False)
+        plan = plan_prompts(*on, len(q), case.num_heads // case.num_kv_heads, dtype, skip_single=False)
         out = varlen_attention(q, cache, table, plan, len(rows), case.head_dim**-0.5, case.window)
         assert close(out, case.expected(), dtype), case
 
@@ -254,7 +267,7 @@ def test_the_torch_bodies(rng: random.Random, gen: torch.Generator) -> None:
             q = qkv.view(len(qkv), -1, case.head_dim)[:, : case.num_heads]
             lens = torch.tensor(case.seq_lens, dtype=torch.int32)
             scale = case.head_dim**-0.5
-            plan = plan_prompts(case.rows, case.query_start_loc, lens, len(q), q.dtype, skip_single=False)
+            plan = plan_prompts(case.rows, case.query_start_loc, lens, len(q), 1, q.dtype, skip_single=False)
             out = varlen_attention(q, cache, case.table, plan, len(lens), scale, case.window)
         assert close(out, expected, torch.float32), case
 

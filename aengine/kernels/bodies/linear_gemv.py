@@ -114,9 +114,9 @@ def _gemv(
     if GATED:
         us = (_load_tile(row + N * K, n, k, N, K, EVEN),)
     for k0 in tl.static_range(BK, HELD, BK):
-        ws = ws + (_load_tile(row, n, k0 + k, N, K, EVEN),)
+        ws = ws + (_load_tile(row, n, k0 + k, N, K, EVEN),)  # type: ignore[assignment]
         if GATED:
-            us = us + (_load_tile(row + N * K, n, k0 + k, N, K, EVEN),)
+            us = us + (_load_tile(row + N * K, n, k0 + k, N, K, EVEN),)  # type: ignore[assignment]
     if PDL:
         if HELD < K:
             prefetch(w_ptr + tl.program_id(0) * (BN * K), BN * K)

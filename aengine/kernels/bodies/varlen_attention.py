@@ -1,8 +1,9 @@
-"""A block of queries of one head a program. Operations: 4 * head_dim a (query, key) pair seen; bytes: q, out, and K and
-V once a block of queries, mostly out of the L2 cache.
+"""A block of queries a program, of some of the heads that share a key-value head: short prompts have few queries, and
+what is read for one head does for the others.
 
-Which queries a block has is written down once a step, for all layers and heads (`plan_prompts`): a program learns it in
-one read instead of searching.
+Operations: 4 * head_dim a (query, key) pair seen; bytes: q, out, and K and V once a block of queries, mostly out of the
+L2 cache. Which queries a block has is written down once a step, for all layers and heads (`plan_prompts`): a program
+learns it in one read instead of searching.
 """
 
 from __future__ import annotations
@@ -23,28 +24,45 @@ _FACTS = 8  # int32 of a block: row, first query, the sequence's first token, it
 
 
 class _Tiling(NamedTuple):
-    block_m: int  # queries
+    block_m: int  # rows: queries by heads
     block_n: int  # keys at a time
     num_warps: int
     num_stages: int
+    max_pack: int  # heads in a block
 
 
 def _tiling(dtype: torch.dtype, num_tokens: int, num_seqs: int) -> _Tiling:
     if dtype == torch.float32 or num_tokens <= 64:
-        return _Tiling(32, 32, 4, 2)
+        return _Tiling(32, 32, 4, 2, 1)
     # Measured on an H200 (benchmarks/gpu_attention.py): short prompts leave the larger tiles half empty.
-    return _Tiling(64, 32, 4, 3) if num_tokens < 256 * num_seqs else _Tiling(128, 128, 8, 3)
+    return _Tiling(64, 32, 4, 2, 2) if num_tokens < 256 * num_seqs else _Tiling(128, 128, 8, 3, 1)
+
+
+def _queries(tiling: _Tiling, group: int) -> int:
+    """Of a block, when ``group`` heads share a key-value head."""
+    return tiling.block_m // _pack(tiling, group)
+
+
+def _pack(tiling: _Tiling, group: int) -> int:
+    """How many heads a block has: those of a group, as far as they are a power of two."""
+    return min(tiling.max_pack, group & -group)
 
 
 def plan_prompts(
-    rows: Tensor, query_start_loc: Tensor, seq_lens: Tensor, num_tokens: int, dtype: torch.dtype, skip_single: bool
+    rows: Tensor,
+    query_start_loc: Tensor,
+    seq_lens: Tensor,
+    num_tokens: int,
+    group: int,
+    dtype: torch.dtype,
+    skip_single: bool,
 ) -> Tensor:
     """int32 [blocks, 8], with room for every sequence's last, partly filled one; row -1: none."""
     n = rows.shape[0]
-    block_m = _tiling(dtype, num_tokens, n).block_m
-    num_blocks = triton.cdiv(num_tokens, block_m) + n
+    queries = _queries(_tiling(dtype, num_tokens, n), group)
+    num_blocks = triton.cdiv(num_tokens, queries) + n
     plan = torch.empty((num_blocks, _FACTS), dtype=torch.int32, device=rows.device)
-    sizes = {"BM": block_m, "REQS": bucket(n), "SHORTEST": 2 if skip_single else 1, "FACTS": _FACTS}
+    sizes = {"BM": queries, "REQS": bucket(n), "SHORTEST": 2 if skip_single else 1, "FACTS": _FACTS}
     launch(_plan_prompts, (1,), rows, query_start_loc, seq_lens, plan, n, num_blocks, **sizes, PDL=has_pdl())
     return plan
 
@@ -53,11 +71,12 @@ def varlen_attention(
     q: Tensor, kv_cache: Tensor, block_table: Tensor, plan: Tensor, num_seqs: int, scale: float, window: int | None
 ) -> Tensor:
     num_tokens, num_heads, head_dim = q.shape
+    group = num_heads // kv_cache.shape[3]
     out = torch.empty((num_tokens, num_heads * head_dim), dtype=q.dtype, device=q.device)
     tiling = _tiling(q.dtype, num_tokens, num_seqs)
     launch(
         _varlen_attention,
-        (plan.shape[0], num_heads),
+        (plan.shape[0], num_heads // _pack(tiling, group)),
         q,
         kv_cache,
         block_table,
@@ -71,7 +90,8 @@ def varlen_attention(
         kv_cache.stride(3),
         block_table.stride(0),
         H=num_heads,
-        GROUPS=num_heads // kv_cache.shape[3],
+        GROUP=group,
+        PACK=_pack(tiling, group),
         D=head_dim,
         DP=max(16, triton.next_power_of_2(head_dim)),
         BLOCK_SIZE=kv_cache.shape[1],
@@ -200,7 +220,8 @@ def _varlen_attention(
     stride_head,
     stride_table,
     H: tl.constexpr,
-    GROUPS: tl.constexpr,
+    GROUP: tl.constexpr,
+    PACK: tl.constexpr,
     D: tl.constexpr,
     DP: tl.constexpr,
     BLOCK_SIZE: tl.constexpr,
@@ -214,7 +235,7 @@ def _varlen_attention(
     if PDL:
         gdc_launch_dependents()
     facts = plan + tl.program_id(0) * FACTS
-    head = tl.program_id(1)
+    head = tl.program_id(1) * PACK
     row = tl.load(facts)
     first_query = tl.load(facts + 1)
     start = tl.load(facts + 2)
@@ -223,18 +244,20 @@ def _varlen_attention(
     if PDL:
         gdc_wait()
     if row >= 0:
-        m = first_query + tl.arange(0, BM)
+        r = tl.arange(0, BM)  # the rows are queries, and of each its PACK heads
+        m = first_query + r // PACK
         d = tl.arange(0, DP)
         begin = seq_len - query_len + first_query  # position of the first query
-        position = begin + tl.arange(0, BM)
+        position = begin + r // PACK
         is_query = (m < query_len)[:, None] & (d < D)[None, :]
         token = (start + m).to(tl.int64)
-        tile = tl.load(q + token[:, None] * stride_q + head * D + d[None, :], mask=is_query, other=0.0)
+        at_head = ((head + r % PACK) * D)[:, None] + d[None, :]
+        tile = tl.load(q + token[:, None] * stride_q + at_head, mask=is_query, other=0.0)
         top = tl.full((BM,), -float("inf"), tl.float32)
         total = tl.zeros((BM,), tl.float32)
         acc = tl.zeros((BM, DP), tl.float32)
-        last = tl.minimum(seq_len, begin + BM)
-        base = cache + (head // GROUPS) * stride_head
+        last = tl.minimum(seq_len, begin + BM // PACK)
+        base = cache + (head // GROUP) * stride_head
         blocks = table + row.to(tl.int64) * stride_table
         strides = (stride_block, stride_token, stride_kv)
         if WINDOW > 0:
@@ -248,4 +271,4 @@ def _varlen_attention(
             state = (last, position, scale, top, total, acc)
             top, total, acc = _attend(tile, base, blocks, j, *state, *strides, D, DP, BLOCK_SIZE, BN, WINDOW, True)
         y = acc / tl.where(total == 0.0, 1.0, total)[:, None]  # 0: past the last query
-        tl.store(out + token[:, None] * (H * D) + head * D + d[None, :], y.to(out.dtype.element_ty), mask=is_query)
+        tl.store(out + token[:, None] * (H * D) + at_head, y.to(out.dtype.element_ty), mask=is_query)
