@@ -40,11 +40,20 @@ class FakeExecutor:
         self._on_failure: Callable[[EngineError], None] = lambda error: None
         self._waiting: list[asyncio.Future[ModelRunnerOutput]] = []
         self.terminated = False
+        self.is_full = False  # as a ring without room is
+        self.num_tried = 0
 
     async def start(self, load: dict[str, Any], on_progress: Callable[..., None]) -> dict[str, Any]:
         return self.ready
 
     async def execute_model(self, out: SchedulerOutput) -> asyncio.Future[ModelRunnerOutput]:
+        return self._execute(out)
+
+    def try_execute_model(self, out: SchedulerOutput) -> asyncio.Future[ModelRunnerOutput] | None:
+        self.num_tried += 1
+        return None if self.is_full else self._execute(out)
+
+    def _execute(self, out: SchedulerOutput) -> asyncio.Future[ModelRunnerOutput]:
         answer = unpack(Kind.OUTPUT, pack(self._answer(unpack(Kind.STEP, pack(out)))))
         loop = asyncio.get_running_loop()
         future: asyncio.Future[ModelRunnerOutput] = loop.create_future()

@@ -47,6 +47,9 @@ class Executor(Protocol):
     async def execute_model(self, out: SchedulerOutput) -> asyncio.Future[ModelRunnerOutput]:
         """Publish a step, awaiting room for it; the future is its answer."""
 
+    def try_execute_model(self, out: SchedulerOutput) -> asyncio.Future[ModelRunnerOutput] | None:
+        """The same without awaiting: None if it can't be published at once, and then it has not been."""
+
     async def send_grammar(self, out: GrammarOutput) -> None:
         """Publish the bitmask of a step that was published with ``sample_now=False``."""
 
@@ -195,6 +198,18 @@ class ProcessExecutor:
             self._answers.pop(out.step_id, None)
             raise
         return future
+
+    def try_execute_model(self, out: SchedulerOutput) -> asyncio.Future[ModelRunnerOutput] | None:
+        """See `Executor`. Raises the executor's failure, if it has failed."""
+        self._check()
+        if len(self._workers) > 1:  # all of them must get it, or none
+            return None
+        future: asyncio.Future[ModelRunnerOutput] = asyncio.get_running_loop().create_future()
+        self._answers[out.step_id] = future
+        if self._workers[0].channel.try_publish(Kind.STEP, out.step_id, pack(out)):
+            return future
+        del self._answers[out.step_id]
+        return None
 
     async def send_grammar(self, out: GrammarOutput) -> None:
         self._check()

@@ -15,7 +15,7 @@ from collections import deque
 from collections.abc import Callable
 
 from ..errors import EngineError, InternalError, InvalidRequestError, RequestError
-from ..ipc.messages import LogprobColumns, ModelRunnerOutput, RowError
+from ..ipc.messages import LogprobColumns, ModelRunnerOutput, RowError, SchedulerOutput
 from ..outputs import FinishReason, Logprob
 from .executor import Executor
 from .metrics import Counters, LoopLag
@@ -57,11 +57,40 @@ class StepLoop:
         self._on_failure = on_failure
         self._in_flight: deque[asyncio.Future[ModelRunnerOutput]] = deque()
         self._work = asyncio.Event()
+        self._is_idle = False
+        self._num_new_tokens = 0  # of requests added since it became idle
+        self._unsent: SchedulerOutput | None = None
         self.lag = LoopLag(asyncio.get_running_loop())
 
     def add(self, request: Request) -> None:
         self.scheduler.add_request(request)
         self._work.set()
+        if self._is_idle:
+            self._num_new_tokens += len(request.token_ids)
+            if self._num_new_tokens >= self.scheduler.max_num_batched_tokens:
+                self._send_ahead()
+
+    def _send_ahead(self) -> None:
+        """A full step waits already, and the host's loop may be busy for long with adding more: send it now."""
+        if self._unsent is not None or len(self._in_flight) == self._max_in_flight:
+            return
+        self._num_new_tokens = 0
+        output = self.scheduler.schedule()
+        if output is None:
+            return
+        try:
+            answer = self._executor.try_execute_model(output)
+        except EngineError:  # `run` meets it too, and says so
+            answer = None
+        if answer is None:
+            self._unsent = output
+            return
+        self._in_flight.append(answer)
+        self._note_scheduled()  # only now: it may add requests
+
+    def _note_scheduled(self) -> None:
+        self._counters.num_steps += 1
+        self._on_scheduled()
 
     def finish(self, request: Request, reason: FinishReason) -> None:
         """End a request from outside the scheduler: an abort, a deadline, a stop string. Idempotent."""
@@ -88,10 +117,9 @@ class StepLoop:
     async def _step(self) -> None:
         """One turn: keep the worker supplied, then take the oldest answer."""
         if len(self._in_flight) < self._max_in_flight:
-            output = self.scheduler.schedule()
+            output, self._unsent = self._unsent or self.scheduler.schedule(), None
             if output is not None:
-                self._counters.num_steps += 1
-                self._on_scheduled()
+                self._note_scheduled()
                 self._in_flight.append(await self._executor.execute_model(output))
                 if len(self._in_flight) < self._max_in_flight:
                     return
@@ -104,7 +132,11 @@ class StepLoop:
     async def _idle(self) -> None:
         """Nothing can be scheduled: wait for a request, or for one to leave. Costs nothing."""
         self.lag.pause()
-        await self._work.wait()
+        self._is_idle, self._num_new_tokens = True, 0
+        try:
+            await self._work.wait()
+        finally:
+            self._is_idle = False
         self._work.clear()
         self.lag.resume()
 

@@ -326,6 +326,25 @@ async def test_full_queue_waits_when_asked_to(make_engine: Make) -> None:
         await settled(engine)
 
 
+@pytest.mark.parametrize("is_full", [False, True])
+async def test_a_burst_is_begun_while_it_is_submitted(make_engine: Make, is_full: bool) -> None:
+    """The first steps leave as soon as they are full, before the host's loop gets a turn; or wait for room."""
+    prompts = [[7, 8, i] * 8 for i in range(40)]
+    params = SamplingParams(max_tokens=5, ignore_eos=True)
+    settings = {"fake": {"max_num_batched_tokens": 96}, "max_num_queued_requests": 30, "admission": "wait"}
+    async with make_engine(**settings) as engine:
+        expected = [(await engine.generate(prompt, params)).token_ids for prompt in prompts]
+        executor = engine.executor
+        executor.is_full = is_full
+        await settled(engine)
+        steps, tried = engine.statistics().num_steps, executor.num_tried
+        streams = [engine.stream(prompt, params) for prompt in prompts]
+        assert executor.num_tried == tried + (1 if is_full else 2)
+        assert engine.statistics().num_steps == steps + (0 if is_full else 2)
+        completions = await asyncio.gather(*(stream.wait() for stream in streams))
+    assert [completion.token_ids for completion in completions] == expected
+
+
 async def test_priority_first(make_engine: Make) -> None:
     async with make_engine(max_num_seqs=1) as engine:
         order: list[int] = []
