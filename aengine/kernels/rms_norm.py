@@ -1,4 +1,4 @@
-"""RMS normalisation, alone or after adding to the residual stream.
+"""RMS normalisation.
 
     rms_norm(x)[i] = x[i] * weight / sqrt(mean(x[i]^2) + eps)            Zhang and Sennrich 2019, arXiv:1910.07467
 
@@ -12,7 +12,7 @@ from torch import Tensor
 
 from .seat import uses_triton
 
-__all__ = ["add_rms_norm", "rms_norm"]
+__all__ = ["rms_norm"]
 
 
 def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
@@ -23,10 +23,3 @@ def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
 
         return body.rms_norm(x.contiguous(), weight, eps)
     return torch.rms_norm(x, weight.shape, weight, eps)
-
-
-def add_rms_norm(x: Tensor, residual: Tensor, weight: Tensor, eps: float) -> Tensor:
-    """Add x to ``residual`` in place, and return the sum normalised. Both [n, size]."""
-    assert x.shape == residual.shape, f"{tuple(x.shape)} can't be added to a residual of {tuple(residual.shape)}"
-    residual.add_(x)
-    return rms_norm(residual, weight, eps)

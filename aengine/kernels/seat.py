@@ -43,5 +43,5 @@ def _set_everywhere(value: bool) -> Iterator[None]:
 
 
 def no_body(op: str, tensor: Tensor) -> InternalError:
-    """The error of an op whose seat for ``tensor``'s device is still empty."""
-    return InternalError(f"{op} has no body for device {tensor.device} yet: start the engine with device='cpu'")
+    """The error of an op that the runner of ``tensor``'s device does not use."""
+    return InternalError(f"{op} has no body for device {tensor.device}: the CPU's runner alone uses it")

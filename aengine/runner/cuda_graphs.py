@@ -1,12 +1,13 @@
 """Decode steps as CUDA graphs: one launch each, whatever the model.
 
     rows of the batch ─> [ gather inputs ─> layers ─> logits ─> sample ─> ids into the rows and to the host ]   SAMPLED
-    (static memory)      [ gather inputs ─> layers ─> logits ]                                                  LOGITS
+    (static memory)      [ gather inputs ─> layers ] ─> logits                                                  LOGITS
 
 A graph replays the launches of one shape, so a batch is padded to the next size that has been captured; padding has row
 -1, reads nothing and writes nothing. All graphs share one memory pool, and are captured largest first, so that the
 smaller ones fit into what the largest took. What follows from the rows alone is inside; whatever needs the host
-(grammars, penalties, log-probabilities) samples from LOGITS outside.
+(grammars, penalties, log-probabilities) samples outside, and the logits are made there too: a graph keeps its outputs,
+and those of all sizes together would take a GB.
 """
 
 from __future__ import annotations
@@ -70,8 +71,11 @@ def capturing(graph: torch.cuda.CUDAGraph, pool: Any) -> Iterator[None]:
 class DecodeModel(Protocol):
     """What a step runs (runner/model_runner.py's Model and KvMemory together)."""
 
-    def __call__(self, input_ids: Tensor, positions: Tensor, rows: Tensor, seq_lens: Tensor) -> Tensor:
-        """float32 logits [n, vocab_size]; rows int64 [n], seq_lens int32 [n]."""
+    def decode(self, input_ids: Tensor, positions: Tensor, rows: Tensor, seq_lens: Tensor) -> Tensor:
+        """Hidden states [n, hidden_size]; rows int64 [n], seq_lens int32 [n]."""
+
+    def compute_logits(self, hidden: Tensor) -> Tensor:
+        """float32 [n, vocab_size]."""
 
 
 class DecodeStep:
@@ -108,17 +112,21 @@ class DecodeStep:
         return self._rows[:num_rows]
 
     def run(self, descriptor: BatchDescriptor) -> Tensor | None:
-        """Queue the step: its logits [size, vocab_size], or None for SAMPLED, which `published` fetches."""
+        """Queue the step: hidden states [size, hidden_size], or None for SAMPLED, which `published` fetches."""
         requests = self._requests
         rows = self._rows[: descriptor.size]
         token_ids, scalars = requests.token_ids, requests.scalars.words
         inputs = prepare_decode(token_ids, scalars, COLUMNS, rows)
-        logits = self._model(inputs.input_ids, inputs.positions, rows, inputs.seq_lens)
+        hidden = self._model.decode(inputs.input_ids, inputs.positions, rows, inputs.seq_lens)
         if descriptor.kind is GraphKind.LOGITS:
-            return logits
+            return hidden
+        logits = self.compute_logits(hidden)
         ids, checks = gumbel_sample(logits, inputs.temperature, inputs.seeds, inputs.sample_positions)
         self.commit(rows, ids, checks)
         return None
+
+    def compute_logits(self, hidden: Tensor) -> Tensor:
+        return self._model.compute_logits(hidden)
 
     def commit(self, rows: Tensor, ids: Tensor, checks: Tensor) -> None:
         """Put the sampled ids into the rows and where the host reads them; see `commit_decode`."""
@@ -180,20 +188,21 @@ class CudaGraphManager:
         progress(len(self._sizes), len(self._sizes))
 
     def run(self, rows: Rows, kind: GraphKind) -> Tensor | None:
-        """Queue a step of these requests. For LOGITS: float32 [len(rows), vocab_size], valid until the next step."""
+        """Queue a step of these requests. For LOGITS: float32 [len(rows), vocab_size]."""
         size = self.size_for(len(rows))
         assert size is not None, f"a batch of {len(rows)} has no graph"
         descriptor = BatchDescriptor(size, kind)
         if self._is_eager:
             self.step.set_rows(rows, size)
-            logits = self.step.run(descriptor)
+            hidden = self.step.run(descriptor)
         else:
             if descriptor not in self._graphs:
                 self.capture(descriptor)
             self.step.set_rows(rows, size)
-            graph, logits = self._graphs[descriptor]
+            graph, hidden = self._graphs[descriptor]
             graph.replay()
-        return None if logits is None else logits[: len(rows)]
+        # Of the padding too: the shape chooses the product's kernel, and with it the bits.
+        return None if hidden is None else self.step.compute_logits(hidden)[: len(rows)]
 
     def capture(self, descriptor: BatchDescriptor) -> None:
         """Capture one graph; the rows that the step reads are left as padding."""
@@ -202,5 +211,5 @@ class CudaGraphManager:
         if self._pool is None:
             self._pool = torch.cuda.graph_pool_handle()
         with capturing(graph, self._pool):
-            logits = self.step.run(descriptor)
-        self._graphs[descriptor] = (graph, logits)
+            hidden = self.step.run(descriptor)
+        self._graphs[descriptor] = (graph, hidden)

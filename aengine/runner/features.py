@@ -34,8 +34,8 @@ class SamplingFeature(Protocol):
     def remove_request(self, row: int) -> None:
         """A row is free."""
 
-    def apply_staged_writes(self) -> None:
-        """The new rows are on the device."""
+    def apply_staged_writes(self) -> list[int]:
+        """The new rows are on the device. Returns those for which there is no memory, and forgets them."""
 
     def is_pending(self, rows: Rows) -> bool:
         """Whether, as far as these rows have come, `apply` acts on some that are not in ``uses``."""
@@ -71,8 +71,8 @@ class _Feature:
     def remove_request(self, row: int) -> None:
         self.uses[row] = False
 
-    def apply_staged_writes(self) -> None:
-        pass
+    def apply_staged_writes(self) -> list[int]:
+        return []
 
     def is_pending(self, rows: Rows) -> bool:
         return False
@@ -196,15 +196,21 @@ class Penalties(_Feature):
         if self.uses[request.req_idx]:
             self._new.append((request.req_idx, request.num_prompt_tokens, len(request.token_ids)))
 
-    def apply_staged_writes(self) -> None:
-        if not self._new:
-            return
-        if self._counts is None:
-            shape = (len(self.uses), self._vocab_size)
-            self._counts = untouched_zeros(shape, torch.int32, self._device)
-        for row, begin, end in self._new:
-            count_tokens(self._counts[row], self._requests.token_ids[row, begin:end])
-        self._new = []
+    def apply_staged_writes(self) -> list[int]:
+        new, self._new = self._new, []
+        if not new:
+            return []
+        try:
+            if self._counts is None:
+                shape = (len(self.uses), self._vocab_size)
+                self._counts = untouched_zeros(shape, torch.int32, self._device)
+            for row, begin, end in new:
+                count_tokens(self._counts[row], self._requests.token_ids[row, begin:end])
+        except torch.OutOfMemoryError:
+            rows = [row for row, _, _ in new]
+            self.uses[rows] = False
+            return rows
+        return []
 
     def apply(self, logits: Tensor, batch: SampleBatch) -> None:
         chosen = np.flatnonzero(self.uses[batch.rows])

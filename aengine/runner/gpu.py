@@ -32,18 +32,10 @@ class GpuDevice:
     device: torch.device
     name: str
     compute_capability: tuple[int, int]
-    total_bytes: int
-    free_bytes: int  # when it was opened, by all processes' use
-    num_sms: int
 
     @property
     def supports_bf16(self) -> bool:
         return self.compute_capability >= (8, 0)
-
-    @property
-    def supports_pdl(self) -> bool:
-        """Programmatic dependent launch: a kernel may begin before its predecessor has ended."""
-        return self.compute_capability >= (9, 0)
 
 
 def open_gpu(config: EngineConfig) -> GpuDevice | None:
@@ -103,7 +95,6 @@ def _find(setting: str) -> GpuDevice | str:
     try:
         torch.empty(1, device=device).fill_(1).sum().item()  # a context, memory, a kernel of torch's own
         properties = torch.cuda.get_device_properties(device)
-        free, total = torch.cuda.mem_get_info(device)
     except torch.OutOfMemoryError:
         return f"cuda:{index} ({torch.cuda.get_device_name(device)}) has no free memory: end other processes on it"
     except RuntimeError as error:
@@ -112,9 +103,6 @@ def _find(setting: str) -> GpuDevice | str:
         device=device,
         name=properties.name,
         compute_capability=(properties.major, properties.minor),
-        total_bytes=total,
-        free_bytes=free,
-        num_sms=properties.multi_processor_count,
     )
     if gpu.compute_capability < _LEAST_CAPABILITY:
         return f"{_title(gpu)} is too old: use a GPU of compute capability 7.5 (Turing) or more"

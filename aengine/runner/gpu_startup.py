@@ -101,13 +101,14 @@ def _start(setup: GpuSetup, progress: Progress) -> tuple[ModelRunner, KvPlan]:
     config, device = setup.config, setup.device
     wanted_len = resolve_max_model_len(config, setup.model_config.max_position_embeddings)
     begun = time.monotonic()
-    runner = setup.make_runner(-(-min(wanted_len, setup.max_batched) // setup.block_size), wanted_len)
+    num_blocks = -(-min(wanted_len, setup.max_batched) // setup.block_size)  # of one request, which all share
+    runner = setup.make_runner(num_blocks, wanted_len)
     progress("compile", 0, 0, "")
     compile_kernels(runner, setup.max_batched, setup.num_threads)
     setup.prefill.join()  # before anything is captured
     compiled = time.monotonic()
     progress("profile", 0, 0, "")
-    peak = _profile(setup, runner, wanted_len)
+    peak = _profile(setup, runner, wanted_len) - num_blocks * setup.bytes_per_block
     del runner
     gc.collect()  # the runner and its graphs know each other
     torch.cuda.empty_cache()
@@ -137,11 +138,10 @@ def _start(setup: GpuSetup, progress: Progress) -> tuple[ModelRunner, KvPlan]:
 
 
 def _profile(setup: GpuSetup, runner: ModelRunner, max_model_len: int) -> int:
-    """Bytes that this process needs at most, the KV cache left out: weights, rows, the largest batch, the graphs."""
+    """Bytes that this process needs at most: weights, rows, the runner's KV cache, the largest batch, the graphs."""
     device = setup.device
     torch.cuda.synchronize(device)
     torch.cuda.empty_cache()
-    cache_bytes = -(-min(max_model_len, setup.max_batched) // setup.block_size) * setup.bytes_per_block
     torch.cuda.reset_peak_memory_stats(device)
     profile_run(
         runner,
@@ -150,7 +150,7 @@ def _profile(setup: GpuSetup, runner: ModelRunner, max_model_len: int) -> int:
         max_model_len=max_model_len,
         block_size=setup.block_size,
     )
-    peak = torch.cuda.max_memory_allocated(device) - cache_bytes
+    peak = torch.cuda.max_memory_allocated(device)
     if runner.graphs is None or setup.config.enforce_eager:
         return peak
     torch.cuda.empty_cache()

@@ -28,7 +28,7 @@ from .block_tables import BlockTables
 from .cuda_graphs import CudaGraphManager, DecodeStep, GraphKind
 from .input_batch import BatchPlan, InputBatch, SampleBatch
 from .request_state import SCALAR_WORDS, RequestState
-from .sampler import Sampler
+from .sampler import Sampler, SamplerOutput
 from .staged_writes import StagedArena
 from .transfer import to_device
 
@@ -118,7 +118,7 @@ class ModelRunner:
         self._copy_out = OutputCopier(device)
         self.graphs: CudaGraphManager | None = None
         if graph_sizes:
-            step = DecodeStep(self.requests, self.decode, max(graph_sizes), max_in_flight_steps)
+            step = DecodeStep(self.requests, self, max(graph_sizes), max_in_flight_steps)
             self.graphs = CudaGraphManager(step, graph_sizes, enforce_eager=enforce_eager)
         self.batch_graphs: BatchGraphs | None = None
         if graph_sizes and not enforce_eager:
@@ -216,7 +216,11 @@ class ModelRunner:
     def decode(self, input_ids: Tensor, positions: Tensor, rows: Tensor, seq_lens: Tensor) -> Tensor:
         """See `DecodeModel`: the forward of a step over a graph's memory."""
         attn = self._kv_memory.bind_decode(rows, seq_lens, self.tables.table)
-        return self._model.compute_logits(self._model.forward(input_ids, positions, attn))
+        return self._model.forward(input_ids, positions, attn)
+
+    def compute_logits(self, hidden: Tensor) -> Tensor:
+        """See `DecodeModel`."""
+        return self._model.compute_logits(hidden)
 
     @torch.inference_mode()
     def sample_tokens(self, grammar: GrammarOutput | None) -> AsyncOutput:
@@ -240,11 +244,32 @@ class ModelRunner:
         if state.logits is None or state.idx_mapping is None:
             return AsyncOutput(state.step_id, state.num_reqs, sampling, None, state.row_errors)
         batch = SampleBatch.gather(plan, state.idx_mapping, self.requests, grammar)
-        sampled = self._sampler.sample(state.logits, batch)
+        sampled, reason = self._try_sampling(state.logits, batch)
+        if sampled is None:
+            sampled = self._sample_with_less(state, state.logits, batch, reason)
         self.requests.append(batch.rows)
         self.requests.append_device(batch.rows_device, sampled.token_ids)
         source = self._copy_out(sampled)
         return AsyncOutput(state.step_id, state.num_reqs, sampling, source, state.row_errors, sampled.logprobs)
+
+    def _try_sampling(self, logits: Tensor, batch: SampleBatch) -> tuple[SamplerOutput | None, str]:
+        """As `_try`."""
+        try:
+            return self._sampler.sample(logits, batch), ""
+        except torch.OutOfMemoryError as error:
+            return None, str(error).partition(". ")[0]
+
+    def _sample_with_less(
+        self, state: ExecuteModelState, logits: Tensor, batch: SampleBatch, reason: str
+    ) -> SamplerOutput:
+        """The device has no memory for what some rows ask of the sampler: they fail, the others are sampled."""
+        torch.cuda.empty_cache()
+        failed = batch.batch_idx[self._sampler.is_demanding(batch)]
+        if not len(failed):
+            raise torch.OutOfMemoryError(reason)
+        for i in map(int, failed):
+            state.row_errors[i] = RowError(i, "InternalError", f"{_NO_MEMORY_TO_SAMPLE} ({reason})")
+        return self._sampler.sample_plainly(logits, batch)
 
     def _update_rows(self, out: SchedulerOutput) -> None:
         """In the order of the SchedulerOutput's fields, so that a row may be freed and taken in one step."""
@@ -264,13 +289,20 @@ class ModelRunner:
         if len(fresh) and self._kv_memory.clears_blocks:
             self._kv_memory.clear_blocks(to_device(fresh, self.requests.token_ids.device))
         self._arena.apply()
-        self._sampler.apply_staged_writes()
+        for row in self._sampler.apply_staged_writes():
+            self._row_faults[row] = ("InternalError", _NO_MEMORY_TO_SAMPLE)
 
     def _errors_of(self, plan: BatchPlan) -> dict[int, RowError]:
         if not self._row_faults:
             return {}
         places = ((int(i), self._row_faults.get(int(row))) for i, row in zip(plan.batch_idx, plan.rows, strict=True))
         return {i: RowError(i, *fault) for i, fault in places if fault is not None}
+
+
+_NO_MEMORY_TO_SAMPLE = (
+    "the device has no memory for this request's penalties, log-probabilities, grammar or truncation: lower "
+    "gpu_memory_utilization or max_num_seqs"
+)
 
 
 def _check_tokens(request: NewRequest, vocab_size: int) -> str | None:

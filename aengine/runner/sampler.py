@@ -9,6 +9,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 import numpy as np
+import numpy.typing as npt
 from torch import Tensor
 
 from ..ipc.messages import NewRequest
@@ -68,9 +69,9 @@ class Sampler:
         for feature in self._features:
             feature.remove_request(row)
 
-    def apply_staged_writes(self) -> None:
-        for feature in self._features:
-            feature.apply_staged_writes()
+    def apply_staged_writes(self) -> list[int]:
+        """Returns the new rows for which there was no memory; what they ask for is left out."""
+        return [row for feature in self._features for row in feature.apply_staged_writes()]
 
     def is_plain(self, rows: Rows) -> bool:
         """Whether temperature and seed say all of these rows in the step to come, if it has no grammar.
@@ -100,6 +101,18 @@ class Sampler:
             chosen = token_ids if index is None else token_ids.index_select(0, index)
             logprobs = self._logprobs(untouched, chosen, wants, batch)
         return SamplerOutput(token_ids, checks, logprobs)
+
+    def is_demanding(self, batch: SampleBatch) -> npt.NDArray[np.bool_]:
+        """[n]: which of the rows may need memory to be sampled, for more than temperature and seed."""
+        if batch.grammar is not None or self._is_pending(batch.rows):
+            return np.ones(len(batch.rows), dtype=bool)
+        return self._special[batch.rows]
+
+    def sample_plainly(self, logits: Tensor, batch: SampleBatch) -> SamplerOutput:
+        """By temperature and seed alone: right for the rows that are not demanding."""
+        scalars = batch.scalars
+        ids, checks = gumbel_sample(logits, scalars.temperature, scalars.seed, scalars.num_tokens)
+        return SamplerOutput(ids, checks, None)
 
     def _is_pending(self, rows: Rows) -> bool:
         return any(feature.is_pending(rows) for feature in self._features)

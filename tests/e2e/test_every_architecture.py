@@ -22,22 +22,8 @@ from transformers import PreTrainedModel
 from aengine import AsyncLLM, Completion, SamplingParams
 
 sys.path.append(str(Path(__file__).parents[1] / "models"))  # behind all else: that folder has a conftest.py too
-from tiny import VOCAB_SIZE, load_reference, write_tiny_model
+from tiny import VARIANTS, VOCAB_SIZE, load_reference, write_tiny_model
 
-LLAMA3 = {
-    "rope_type": "llama3",
-    "rope_theta": 10000.0,
-    "factor": 8.0,
-    "low_freq_factor": 1.0,
-    "high_freq_factor": 4.0,
-    "original_max_position_embeddings": 64,
-}
-MODELS: dict[str, dict[str, Any]] = {
-    "llama": {"tie_word_embeddings": False, "attention_bias": True, "mlp_bias": True, "rope_parameters": LLAMA3},
-    "mistral": {"sliding_window": 7},
-    "qwen2": {},
-    "qwen3": {"tie_word_embeddings": True},
-}
 GREEDY = SamplingParams(max_tokens=24, temperature=0, ignore_eos=True)
 SETTINGS: dict[str, Any] = {"dtype": "float32", "max_model_len": 96, "block_size": 4, "num_threads": 1}
 MIB = 2**20
@@ -49,7 +35,7 @@ class Model:
     """A tiny model's folder, and what transformers says about sequences of its tokens."""
 
     def __init__(self, folder: Path, arch: str) -> None:
-        self.folder = write_tiny_model(folder, arch, seed=11, **MODELS[arch])
+        self.folder = write_tiny_model(folder, arch, seed=11, **VARIANTS[arch])
         self._reference: PreTrainedModel = load_reference(self.folder, arch)
 
     @torch.inference_mode()
@@ -82,7 +68,7 @@ def models(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Model]:
     return model_of
 
 
-@pytest.fixture(params=list(MODELS))
+@pytest.fixture(params=list(VARIANTS))
 def model(request: pytest.FixtureRequest, models: Callable[[str], Model]) -> Model:
     return models(request.param)
 

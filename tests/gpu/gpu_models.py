@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 from runner_fakes import request
-from tiny import ARCHITECTURES, VOCAB_SIZE, _quietly, make_tiny_model, write_tiny_tokenizer
+from tiny import ARCHITECTURES, VARIANTS, VOCAB_SIZE, _quietly, make_tiny_model, write_tiny_tokenizer
 from torch import Tensor
 from transformers import PreTrainedModel
 
@@ -21,20 +21,6 @@ from aengine.runner.startup import load_runner
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"  # so that the tests themselves can be tried without a GPU
 MIB = 2**20
-LLAMA3 = {
-    "rope_type": "llama3",
-    "rope_theta": 10000.0,
-    "factor": 8.0,
-    "low_freq_factor": 1.0,
-    "high_freq_factor": 4.0,
-    "original_max_position_embeddings": 64,
-}
-ARCHITECTURE_FIELDS: dict[str, dict[str, Any]] = {
-    "llama": {"tie_word_embeddings": False, "attention_bias": True, "mlp_bias": True, "rope_parameters": LLAMA3},
-    "mistral": {"sliding_window": 7},
-    "qwen2": {},
-    "qwen3": {"tie_word_embeddings": True},
-}
 MEDIUM = {
     "hidden_size": 1024,
     "intermediate_size": 2816,
@@ -62,7 +48,7 @@ class Checkpoint:
 
     def __init__(self, folder: Path, arch: str, dtype: str, size: str) -> None:
         self.folder, self.arch = folder, arch
-        fields = dict(ARCHITECTURE_FIELDS[arch])
+        fields = dict(VARIANTS[arch])
         if size == "medium":
             fields |= MEDIUM
             fields.pop("sliding_window", None)

@@ -83,7 +83,8 @@ def test_memory_of_a_sharded_checkpoint(tmp_path: Path, stored: str, peak: Any) 
     loaded = load(source_of(tmp_path), "bfloat16")
     most, now = peak()
     fused = 2 * 2 * MEDIUM["intermediate_size"] * MEDIUM["hidden_size"]
-    assert loaded.config.num_layers == 3 and wanted <= now < 1.05 * wanted
+    # torch's allocator leaves up to a MiB beside a tensor unused, and counts it.
+    assert loaded.config.num_layers == 3 and wanted <= now < 1.1 * wanted
     assert most <= now + fused + 2**20, f"{most / 2**20:.1f} MiB for a model of {now / 2**20:.1f} MiB"
 
 

@@ -27,6 +27,21 @@ ARCHITECTURES: dict[str, tuple[type, type]] = {
     "qwen2": (Qwen2Config, Qwen2ForCausalLM),
     "qwen3": (Qwen3Config, Qwen3ForCausalLM),
 }
+LLAMA3 = {
+    "rope_type": "llama3",
+    "rope_theta": 10000.0,
+    "factor": 8.0,
+    "low_freq_factor": 1.0,
+    "high_freq_factor": 4.0,
+    "original_max_position_embeddings": 64,
+}
+VARIANTS: dict[str, dict[str, Any]] = {
+    "llama": {"tie_word_embeddings": False, "attention_bias": True, "mlp_bias": True, "rope_parameters": LLAMA3},
+    "mistral": {"sliding_window": 7},
+    "qwen2": {},
+    "qwen3": {"tie_word_embeddings": True},
+}
+"""Fields with which the architectures show, between them, all that they have."""
 VOCAB_SIZE = 320  # 256 bytes, then what the tokenizer calls special, then ids that it never makes
 BOS, EOS = 256, 257
 

@@ -132,7 +132,7 @@ def test_rows_are_sent_only_when_they_change(monkeypatch: pytest.MonkeyPatch) ->
     sent = []
     monkeypatch.setattr(cuda_graphs, "to_device", lambda column, device: (sent.append(1), torch.from_numpy(column))[1])
     requests = RequestState(StagedArena({"scalars": (9, SCALAR_WORDS), "token_ids": (9, 4)}, CPU))
-    step = cuda_graphs.DecodeStep(requests, lambda *inputs: None, 8, 2)
+    step = cuda_graphs.DecodeStep(requests, None, 8, 2)
     for rows, size, is_new in (
         ([3, 1], 2, True),
         ([3, 1], 2, False),
@@ -159,7 +159,7 @@ def test_rows_that_could_not_be_sent_are_sent_again(monkeypatch: pytest.MonkeyPa
     from aengine.runner.staged_writes import StagedArena
 
     requests = RequestState(StagedArena({"scalars": (9, SCALAR_WORDS), "token_ids": (9, 4)}, CPU))
-    step = cuda_graphs.DecodeStep(requests, lambda *inputs: None, 8, 2)
+    step = cuda_graphs.DecodeStep(requests, None, 8, 2)
     step.set_rows(np.array([3, 1]), 4)
 
     def no_memory(column: object, device: object) -> torch.Tensor:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+from typing import Any
 
 import numpy as np
 import pytest
@@ -11,6 +12,7 @@ from runner_fakes import ConstantModel, FakeModel, expected_logits, make_runner,
 
 from aengine.errors import InternalError
 from aengine.ipc.messages import GrammarOutput, SchedulerOutput, int32
+from aengine.runner import features
 from aengine.runner.model_runner import ModelRunner
 
 VOCAB = 97
@@ -315,3 +317,41 @@ def test_a_step_that_does_not_fit_into_memory_fails_its_prompts_only() -> None:
     assert list(alone.token_ids) == [-1] and len(alone.errors) == 1
     after = step(runner, {0: 1}, removed=[1, 2, 3])
     assert list(after.token_ids) == [int(expected_logits(tokens, 50).argmax())] and not after.errors
+
+
+def test_a_sampler_without_memory_fails_those_that_need_it() -> None:
+    runner, _ = fake_runner()
+    choose = runner._sampler._choose
+
+    def no_memory(logits: torch.Tensor, batch: Any) -> Any:
+        raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate much. And so on")
+
+    new = [request(0, [1, 2, 3], [0, 1]), request(1, [4, 5], [2, 3], logprobs=2), request(2, [6, 7], [4, 5])]
+    runner._sampler._choose = no_memory
+    answer = step(runner, {0: 3, 1: 2, 2: 2}, new=new)
+    assert [e.batch_idx for e in answer.errors] == [1] and "log-probabilities" in answer.errors[0].message
+    first = int(expected_logits([1, 2, 3], VOCAB).argmax())
+    assert list(answer.token_ids) == [first, -1, int(expected_logits([6, 7], VOCAB).argmax())]
+    assert answer.logprobs is None
+    runner._sampler._choose = choose
+    after = step(runner, {0: 1}, removed=[1, 2])
+    assert list(after.token_ids) == [int(expected_logits([1, 2, 3, first], VOCAB).argmax())] and not after.errors
+    runner._sampler._choose = no_memory
+    with pytest.raises(torch.OutOfMemoryError):  # nobody is to blame
+        step(runner, {0: 1})
+
+
+def test_penalties_without_memory_fail_their_request(monkeypatch: pytest.MonkeyPatch) -> None:
+    runner, _ = fake_runner()
+
+    def no_memory(*args: Any) -> Any:
+        raise torch.OutOfMemoryError("CUDA out of memory")
+
+    monkeypatch.setattr(features, "untouched_zeros", no_memory)
+    new = [request(0, [1, 2, 3], [0, 1]), request(1, [4, 5], [2, 3], frequency_penalty=1.0)]
+    answer = step(runner, {0: 3, 1: 2}, new=new)
+    assert [e.batch_idx for e in answer.errors] == [1] and "penalties" in answer.errors[0].message
+    assert list(answer.token_ids) == [int(expected_logits([1, 2, 3], VOCAB).argmax()), -1]
+    monkeypatch.undo()
+    again = step(runner, {1: 2}, removed=[0, 1], new=[request(1, [4, 5], [2, 3], frequency_penalty=1.0)])
+    assert not again.errors

@@ -15,7 +15,7 @@ from torch import Tensor
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from ..decode_attention import DecodePlan
-from .decode_parts import finish, keys_of, load_kv, turn, turned_own, write_own
+from .decode_parts import finish, keys_of, load_kv, norm_weights, rotary_at, turn, turned_own, write_own
 from .launch import has_pdl, launch
 from .write_qkv import Norms
 
@@ -118,7 +118,7 @@ def _attend(q, k, v, scale, known, top, total, acc):
 _MOVING = ["rows", "seq_lens"]
 
 
-@triton.jit(do_not_specialize_on_alignment=_MOVING)
+@triton.jit(do_not_specialize_on_alignment=_MOVING)  # large on purpose: 40 parameters, and one launch instead of four
 def _decode_attention(
     qkv,
     cache,
@@ -168,7 +168,6 @@ def _decode_attention(
         return
     GROUP: tl.constexpr = H // KV
     ROWS: tl.constexpr = PADDED if PADDED > 16 else 16
-    HALF: tl.constexpr = D // 2
     g = tl.arange(0, ROWS)
     d = tl.arange(0, DP)
     in_head = d < D
@@ -193,17 +192,10 @@ def _decode_attention(
         t = begin + tl.arange(0, BN)
         known = t < end
         k, v = load_kv(keys, blocks, t, known, in_head, stride_block, stride_token, stride_kv, BLOCK_SIZE, DP)
-    other = tl.where(d < HALF, d + HALF, d - HALF)
     if RAW:
-        pair = tl.where(d < HALF, d, d - HALF)
-        cos = tl.load(rope + position.to(tl.int64) * D + pair, mask=in_head, other=0.0)
-        sin = tl.load(rope + position.to(tl.int64) * D + HALF + pair, mask=in_head, other=0.0)
-        sin = tl.where(d < HALF, -sin, sin)
-        weight = cos
-        other_weight = cos
-        if NORM:
-            weight = tl.load(q_norm + d, mask=in_head, other=0.0).to(tl.float32)
-            other_weight = tl.load(q_norm + other, mask=in_head, other=0.0).to(tl.float32)
+        other, cos, sin = rotary_at(rope, position, D, DP)
+        q_weight, q_other_weight = norm_weights(q_norm, other, D, DP, NORM)
+        k_weight, k_other_weight = norm_weights(k_norm, other, D, DP, NORM)
     if PDL:
         gdc_wait()
     token = qkv + seq.to(tl.int64) * stride_qkv
@@ -214,11 +206,12 @@ def _decode_attention(
     if RAW:
         at_other = kv_head * (GROUP * D) + g[:, None] * D + other[None, :]
         q_other = tl.load(token + at_other, mask=is_query, other=0.0).to(tl.float32)
-        q = turn(q, q_other, weight, other_weight, cos, sin, eps, D, NORM)
+        q = turn(q, q_other, q_weight, q_other_weight, cos, sin, eps, D, NORM)
     q = q.to(qkv.dtype.element_ty)  # as the un-fused path leaves it in memory
     if RAW:
         if is_last:
-            k1, v1 = turned_own(token + (H + kv_head) * D, k_norm, cos, sin, other, eps, KV, D, DP, NORM)
+            own = token + (H + kv_head) * D
+            k1, v1 = turned_own(own, k_weight, k_other_weight, cos, sin, other, eps, KV, D, DP, NORM)
             write_own(keys, blocks, position, k1, v1, stride_block, stride_token, stride_kv, BLOCK_SIZE, D, DP)
             top = tl.sum(q.to(tl.float32) * k1.to(tl.float32), 1) * scale
             total = tl.full((ROWS,), 1.0, tl.float32)

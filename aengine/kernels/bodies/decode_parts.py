@@ -5,7 +5,7 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-__all__ = ["finish", "keys_of", "load_kv", "turn", "turned_own", "write_own"]
+__all__ = ["finish", "keys_of", "load_kv", "norm_weights", "rotary_at", "turn", "turned_own", "write_own"]
 
 
 @triton.jit
@@ -54,8 +54,44 @@ def load_kv(
 
 
 @triton.jit
+def rotary_at(rope, position, D: tl.constexpr, DP: tl.constexpr):
+    """(each element's partner, cosines, signed sines) at a position, [DP] each."""
+    HALF: tl.constexpr = D // 2
+    d = tl.arange(0, DP)
+    other = tl.where(d < HALF, d + HALF, d - HALF)
+    pair = tl.where(d < HALF, d, d - HALF)
+    row = rope + position.to(tl.int64) * D
+    cos = tl.load(row + pair, mask=d < D, other=0.0)
+    sin = tl.load(row + HALF + pair, mask=d < D, other=0.0)
+    return other, cos, tl.where(d < HALF, -sin, sin)
+
+
+@triton.jit
+def norm_weights(norm, other, D: tl.constexpr, DP: tl.constexpr, NORM: tl.constexpr):
+    """A norm's weights [DP] and those of the partners; zeros if there is no norm."""
+    d = tl.arange(0, DP)
+    if NORM:
+        weight = tl.load(norm + d, mask=d < D, other=0.0).to(tl.float32)
+        other_weight = tl.load(norm + other, mask=d < D, other=0.0).to(tl.float32)
+    else:
+        weight = tl.zeros((DP,), tl.float32)
+        other_weight = weight
+    return weight, other_weight
+
+
+@triton.jit
 def turned_own(
-    own, k_norm, cos, sin, other, eps, KV: tl.constexpr, D: tl.constexpr, DP: tl.constexpr, NORM: tl.constexpr
+    own,
+    weight,
+    other_weight,
+    cos,
+    sin,
+    other,
+    eps,
+    KV: tl.constexpr,
+    D: tl.constexpr,
+    DP: tl.constexpr,
+    NORM: tl.constexpr,
 ):
     """Key and value [1, DP] of the token itself, out of the product; the key turned, and rounded as in the cache."""
     d = tl.arange(0, DP)
@@ -64,11 +100,6 @@ def turned_own(
     k = raw.to(tl.float32)[None, :]
     partner = tl.load(own + other, mask=in_head, other=0.0).to(tl.float32)[None, :]
     value = tl.load(own + KV * D + d, mask=in_head, other=0.0)[None, :]
-    weight = cos
-    other_weight = cos
-    if NORM:
-        weight = tl.load(k_norm + d, mask=in_head, other=0.0).to(tl.float32)
-        other_weight = tl.load(k_norm + other, mask=in_head, other=0.0).to(tl.float32)
     return turn(k, partner, weight, other_weight, cos, sin, eps, D, NORM).to(raw.dtype), value
 
 
