@@ -44,7 +44,7 @@ def _decode(runner: ModelRunner, step: DecodeStep, size: int) -> None:
     rows = torch.full((size,), -1, dtype=torch.int64, device=device)
     zeros = torch.zeros(size, dtype=torch.int64, device=device)
     inputs = prepare_decode(requests.token_ids, requests.scalars.words, COLUMNS, rows)
-    logits = runner.decode(zeros, zeros, rows, zeros.int())
+    logits = runner.compute_logits(runner.decode(zeros, zeros, rows, zeros.int()))
     ids, checks = gumbel_sample(logits, inputs.temperature, inputs.seeds, inputs.sample_positions)
     step.commit(rows, ids, checks)
 

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
 import random
+import sys
 from pathlib import Path
 
 import pytest
@@ -19,12 +21,15 @@ from aengine.runner.model_runner import ModelRunner
 from aengine.runner.models import build_model
 
 CPU = torch.device("cpu")
-NUM_BLOCKS, BLOCK_SIZE, MAX_LEN, MAX_SEQS = 32, 16, 96, 6
+NUM_BLOCKS, BLOCK_SIZE, MAX_LEN, MAX_SEQS = 32, 16, 96, 8
 SHAPES = {
     "llama": {"attention_bias": True, "tie_word_embeddings": False},
     "mistral": {"sliding_window": 20},
     "qwen3": {"tie_word_embeddings": True},
 }
+
+
+sys.path.append(str(Path(__file__).parents[1] / "models"))  # behind all else: that folder has a conftest.py too
 
 
 @pytest.fixture(autouse=True)
@@ -59,7 +64,7 @@ def make_runner(folder: Path, *, like_gpu: bool) -> ModelRunner:
         num_blocks=NUM_BLOCKS,
         block_size=BLOCK_SIZE,
         device=CPU,
-        graph_sizes=[1, 2, 4, 6] if like_gpu else None,
+        graph_sizes=[1, 2, 4, 8] if like_gpu else None,
         enforce_eager=True,
     )
 
@@ -91,9 +96,6 @@ def steps(rng: random.Random) -> list[SchedulerOutput]:
 
 @pytest.mark.parametrize("arch", SHAPES)
 def test_the_same_tokens(tmp_path: Path, rng: random.Random, arch: str) -> None:
-    import sys
-
-    sys.path.insert(0, str(Path(__file__).parent.parent / "models"))
     from tiny import write_tiny_model
 
     folder = write_tiny_model(tmp_path, arch, **SHAPES[arch])
@@ -112,6 +114,19 @@ def test_the_same_tokens(tmp_path: Path, rng: random.Random, arch: str) -> None:
         if expected.logprobs is not None:
             assert list(answer.logprobs.sampled) == pytest.approx(list(expected.logprobs.sampled), abs=1e-3)
     assert set(kinds) == {GraphKind.SAMPLED, GraphKind.LOGITS}
+
+
+def test_what_is_compiled_ahead_can_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The walk that compiles the kernels, here launching them: their arguments are those of a real step."""
+    from tiny import write_tiny_model
+
+    from aengine.kernels.bodies import launch
+    from aengine.runner.warm_up import compile_kernels
+
+    monkeypatch.setattr(launch, "compiling", lambda num_threads: contextlib.nullcontext())
+    runner = make_runner(write_tiny_model(tmp_path, "qwen3", seed=2), like_gpu=True)
+    with triton_everywhere():
+        compile_kernels(runner, 16, 1)
 
 
 def test_graph_sizes() -> None:
