@@ -116,6 +116,7 @@ def test_the_same_tokens(tmp_path: Path, rng: random.Random, arch: str) -> None:
     assert set(kinds) == {GraphKind.SAMPLED, GraphKind.LOGITS}
 
 
+@pytest.mark.filterwarnings("ignore::RuntimeWarning")  # it computes with whatever lies in memory
 def test_what_is_compiled_ahead_can_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """The walk that compiles the kernels, here launching them: their arguments are those of a real step."""
     from tiny import write_tiny_model
