@@ -117,8 +117,8 @@ def check(device: torch.device, dtype: torch.dtype) -> dict[str, float]:
     workspace = DecodeWorkspace(len(lens), heads, kv_heads, dim, device)
     for raw in (True, False):
         qkv = torch.randn(len(lens), (heads + 2 * kv_heads) * dim, dtype=dtype, device=device)
-        where = (case.caches[0], case.table, case.rows, case.seq_lens, rope, None, None, 0.0)
-        plan = plan_decode(case.seq_lens, workspace)
+        where = (case.caches[0], case.table, rope, None, None, 0.0)
+        plan = plan_decode(case.rows, case.seq_lens, workspace)
         qkv = qkv.clone()  # a kernel between the two, as the plan's docstring demands
         out = decode_step_attention(qkv, *where, heads, dim**-0.5, None, plan, workspace, is_raw=raw)
         q = qkv[:, : heads * dim].view(-1, heads, dim)
@@ -171,8 +171,11 @@ def time_decodes(device: torch.device, deadline: float) -> Iterator[dict[str, An
         case = make_case(lens, kv_heads, dim, torch.bfloat16, device, copies_of(lens, kv_heads, dim))
         workspace = DecodeWorkspace(len(lens), heads, kv_heads, dim, device)
         qkv = torch.randn(len(lens), (heads + 2 * kv_heads) * dim, dtype=torch.bfloat16, device=device)
-        plan, norm = plan_decode(case.seq_lens, workspace), torch.ones(dim, dtype=torch.bfloat16, device=device)
-        where = (case.table, case.rows, case.seq_lens, rope, norm, norm, 1e-6, heads, dim**-0.5, None, plan, workspace)
+        plan, norm = (
+            plan_decode(case.rows, case.seq_lens, workspace),
+            torch.ones(dim, dtype=torch.bfloat16, device=device),
+        )
+        where = (case.table, rope, norm, norm, 1e-6, heads, dim**-0.5, None, plan, workspace)
         calls = [partial(decode_step_attention, qkv, cache, *where) for cache in case.caches]
         times = {"as set": microseconds(calls)}
         with compiling(os.cpu_count() or 1):

@@ -19,7 +19,7 @@ from torch import Tensor
 from .paged_attention import decode_attention as attend_on_cpu
 from .seat import uses_triton
 
-__all__ = ["DecodePlan", "DecodeWorkspace", "Sharing", "decode_step_attention", "plan_decode"]
+__all__ = ["PLAN_COLUMNS", "DecodeWorkspace", "Sharing", "decode_step_attention", "plan_decode"]
 
 
 class Sharing(NamedTuple):
@@ -36,12 +36,9 @@ _FEW = 64
 a longer chunk."""
 
 
-class DecodePlan(NamedTuple):
-    """How the keys of n sequences are shared out; m = n + max_extra items."""
-
-    items: Tensor  # int32 [m]: the sequence of each item; -1: none
-    starts: Tensor  # int32 [n + 1]: sequence i has the items starts[i] to starts[i + 1], in order
-    chunk: Tensor  # int32 [1]: keys of an item, a multiple of the least_chunk
+PLAN_COLUMNS = 8
+"""Of an item: sequence (-1: none), its row and length, begin and end of the item's keys, the sequence's first item and
+how many it has. A sector of memory, so that a program learns all of it in one read."""
 
 
 class DecodeWorkspace:
@@ -62,36 +59,36 @@ class DecodeWorkspace:
         return Sharing(256 if self.is_small(num_seqs) else 128, self._max_extra)
 
 
-def plan_decode(seq_lens: Tensor, workspace: DecodeWorkspace) -> DecodePlan:
-    """For seq_lens int32 [n]; sequences of length 0 get one item, which does nothing.
+def plan_decode(rows: Tensor, seq_lens: Tensor, workspace: DecodeWorkspace) -> Tensor:
+    """How the keys of n sequences are shared out: int32 [n + max_extra, PLAN_COLUMNS].
 
-    Between it and the attention there must be a kernel that is not launched ahead of its predecessor's end (in a step:
-    the lookup of the embeddings), as the attention reads the plan before it waits (bodies/launch.py).
+    rows: int64 [n]; seq_lens: int32 [n], those of length 0 get one item, which does nothing. Between it and the
+    attention there must be a kernel that is not launched ahead of its predecessor's end (in a step: the lookup of the
+    embeddings), as the attention reads the plan before it waits (bodies/launch.py).
     """
-    assert seq_lens.dtype == torch.int32 and seq_lens.dim() == 1
+    assert seq_lens.dtype == torch.int32 and seq_lens.dim() == 1 and rows.shape == seq_lens.shape
+    least, extra = workspace.sharing(len(seq_lens))
     if uses_triton(seq_lens):
         from .bodies import decode_plan as body
 
-        return body.plan_decode(seq_lens, workspace.sharing(len(seq_lens)))
-    n = seq_lens.shape[0]
-    least, extra = workspace.sharing(n)
+        return body.plan_decode(rows, seq_lens, Sharing(least, extra))
     lens = seq_lens.long()
     share = -(-int(lens.sum()) // extra)
     chunk = max(least, -(-share // least) * least)
     counts = (-(-lens // chunk)).clamp(min=1)
-    starts = torch.zeros(n + 1, dtype=torch.int32)
-    starts[1:] = counts.cumsum(0)
-    items = torch.full((n + extra,), -1, dtype=torch.int32)
-    items[: int(starts[-1])] = torch.arange(n, dtype=torch.int32).repeat_interleave(counts)
-    return DecodePlan(items, starts, torch.tensor([chunk], dtype=torch.int32))
+    seq = torch.arange(len(lens)).repeat_interleave(counts)
+    first = (counts.cumsum(0) - counts)[seq]
+    begin = (torch.arange(len(seq)) - first) * chunk
+    plan = torch.full((len(lens) + extra, PLAN_COLUMNS), -1, dtype=torch.int32)
+    columns = (seq, rows[seq], lens[seq], begin, torch.minimum(begin + chunk, lens[seq]), first, counts[seq])
+    plan[: len(seq), :7] = torch.stack(columns, 1).int()
+    return plan
 
 
 def decode_step_attention(
     qkv: Tensor,
     kv_cache: Tensor,
     block_table: Tensor,
-    rows: Tensor,
-    seq_lens: Tensor,
     rope: Tensor,
     q_norm: Tensor | None,
     k_norm: Tensor | None,
@@ -99,7 +96,7 @@ def decode_step_attention(
     num_heads: int,
     scale: float,
     window: int | None,
-    plan: DecodePlan,
+    plan: Tensor,
     workspace: DecodeWorkspace,
     *,
     is_raw: bool = True,
@@ -111,18 +108,18 @@ def decode_step_attention(
         qkv: [n, (num_heads + 2 * num_kv_heads) * head_dim], contiguous rows; q heads, k heads, v heads.
         kv_cache: [num_blocks, block_size, 2, num_kv_heads, head_dim], any strides but the last.
         block_table: int32 [max_num_seqs, width], by row.
-        rows: int64 [n]; seq_lens: int32 [n], the new token included. 0: padding, which gets zeros and writes nothing.
         rope: float32 [num_positions, head_dim]: cosines, then sines.
         q_norm, k_norm: [head_dim], or None.
         window: tokens that a query looks back on, itself included.
-        plan: of these seq_lens.
+        plan: of the sequences, lengths with the new token; of length 0 are those that pad: they get zeros, and write
+            nothing.
         is_raw: False if q and k are turned, and k and v in the cache, already.
         out: where to put the rows that are not padding, [>= n, num_heads * head_dim]; None: a new tensor.
     """
     n, width = qkv.shape
     num_kv_heads, head_dim = kv_cache.shape[3:]
     assert width == (num_heads + 2 * num_kv_heads) * head_dim and qkv.stride(1) == 1 and kv_cache.stride(4) == 1
-    assert rows.shape == seq_lens.shape == (n,) and seq_lens.dtype == torch.int32 and rope.shape[1] == head_dim
+    assert rope.shape[1] == head_dim
     if uses_triton(qkv):
         from .bodies import decode_attention as body
 
@@ -130,8 +127,6 @@ def decode_step_attention(
             qkv,
             kv_cache,
             block_table,
-            rows,
-            seq_lens,
             rope,
             (q_norm, k_norm, eps),
             num_heads,
@@ -146,8 +141,9 @@ def decode_step_attention(
 
     if out is None:
         out = torch.zeros((n, num_heads * head_dim), dtype=qkv.dtype)
-    real = torch.nonzero(seq_lens).flatten()
-    own, lens, table = qkv[real], seq_lens[real], block_table[rows[real]]
+    first = plan[(plan[:, 3] == 0) & (plan[:, 2] > 0)]  # of each sequence that is no padding
+    real, lens = first[:, 0].long(), first[:, 2]
+    own, table = qkv[real], block_table[first[:, 1].long()]
     if is_raw:
         positions = lens.long() - 1
         block_size = kv_cache.shape[1]

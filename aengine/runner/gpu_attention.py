@@ -82,10 +82,8 @@ class DecodeAttention:
 
     def __init__(self, cache: GpuKvCache, rows: Tensor, seq_lens: Tensor, block_table: Tensor) -> None:
         self._cache = cache
-        self._rows = rows
-        self._seq_lens = seq_lens
         self._block_table = block_table
-        self._plan = plan_decode(seq_lens, cache.workspace)
+        self._plan = plan_decode(rows, seq_lens, cache.workspace)
         self.size = len(rows)
 
     def begin(self, positions: Tensor) -> None:
@@ -103,8 +101,6 @@ class DecodeAttention:
             qkv,
             self._cache.layers[layer.index],
             self._block_table,
-            self._rows,
-            self._seq_lens,
             self._cache.rope,
             *_norms(layer),
             layer.num_heads,

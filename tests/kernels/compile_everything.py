@@ -88,10 +88,10 @@ def drive() -> None:
                 table, rows = torch.zeros(n, 8, dtype=torch.int32), torch.zeros(n, dtype=torch.int64)
                 lens, rope = torch.zeros(n, dtype=torch.int32), torch.zeros(99, dim)
                 workspace = decode_attention.DecodeWorkspace(n, heads, kv_heads, dim, torch.device("cpu"))
-                plan = decode_attention.plan_decode(lens, workspace)
+                plan = decode_attention.plan_decode(rows, lens, workspace)
                 for norm in (None, torch.zeros(dim, dtype=dtype)):
                     for is_raw in (True, False):
-                        where = (cache, table, rows, lens, rope, norm, norm, 1e-6, heads, 0.1, window, plan, workspace)
+                        where = (cache, table, rope, norm, norm, 1e-6, heads, 0.1, window, plan, workspace)
                         decode_attention.decode_step_attention(qkv, *where, is_raw=is_raw)
                     write_qkv.turn_and_write(qkv, rows, rows, rope, norm, norm, 1e-6, heads, cache)
                 q = qkv.view(n, -1, dim)[:, :heads]

@@ -128,13 +128,11 @@ class Case:
         qkv = torch.cat((qkv, torch.full((padding, qkv.shape[1]), torch.nan, dtype=qkv.dtype, device=device)))
         workspace = DecodeWorkspace(len(rows), self.num_heads, self.num_kv_heads, self.head_dim, device)
         table, rope = self.on(device, "table"), self.on(device, "rope")
-        plan = plan_decode(seq_lens.to(device), workspace)
+        plan = plan_decode(rows.to(device), seq_lens.to(device), workspace)
         out = decode_step_attention(
             qkv,
             cache,
             table,
-            rows.to(device),
-            seq_lens.to(device),
             rope,
             *self.norms(device),
             self.num_heads,
@@ -278,14 +276,19 @@ def test_plans(rng: random.Random, triton_device: torch.device) -> None:
         lens = [rng.choice([0, 1, 128, rng.randint(1, 200), rng.randint(1, 30_000)]) for _ in range(n)]
         workspace = DecodeWorkspace(n, 4, rng.choice([1, 2, 8]), 64, triton_device)
         seq_lens = torch.tensor(lens, dtype=torch.int32)
-        plan = plan_decode(seq_lens.to(triton_device), workspace)
+        rows = torch.randperm(n)
+        plan = plan_decode(rows.to(triton_device), seq_lens.to(triton_device), workspace).cpu()
         with torch_bodies():
-            expected = plan_decode(seq_lens, workspace)
-        assert all(torch.equal(a.cpu(), b) for a, b in zip(plan, expected))
-        chunk, starts = int(expected.chunk), expected.starts.tolist()
-        sharing = workspace.sharing(n)
-        assert starts[-1] <= n + sharing.max_extra and chunk % sharing.least_chunk == 0
+            expected = plan_decode(rows, seq_lens, workspace)
+        assert torch.equal(plan[:, 0], expected[:, 0])
+        real = expected[:, 0] >= 0
+        assert torch.equal(plan[real, :7], expected[real, :7])
+        least, most = workspace.sharing(n)
+        assert len(expected) == n + most
+        items = expected[real].tolist()
         for i, length in enumerate(lens):
-            count = starts[i + 1] - starts[i]
-            assert count == max(1, -(-length // chunk))
-            assert expected.items[starts[i] : starts[i + 1]].tolist() == [i] * count
+            mine = [item for item in items if item[0] == i]
+            assert [item[1:3] for item in mine] == [[int(rows[i]), length]] * len(mine)
+            assert mine[0][3] == 0 and mine[-1][4] == length and mine[0][5] == items.index(mine[0])
+            assert all(a[4] == b[3] and a[4] % least == 0 for a, b in zip(mine, mine[1:]))
+            assert {item[6] for item in mine} == {len(mine)} and {item[5] for item in mine} == {mine[0][5]}

@@ -14,8 +14,8 @@ import triton.language as tl
 from torch import Tensor
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
-from ..decode_attention import DecodePlan
-from .decode_parts import finish, keys_of, load_kv, norm_weights, rotary_at, turn, turned_own, write_own
+from ..decode_attention import PLAN_COLUMNS
+from .decode_parts import finish, load_kv, norm_weights, rotary_at, turn, turned_own, write_own
 from .launch import has_pdl, launch
 from .write_qkv import Norms
 
@@ -41,14 +41,12 @@ def decode_step_attention(
     qkv: Tensor,
     kv_cache: Tensor,
     block_table: Tensor,
-    rows: Tensor,
-    seq_lens: Tensor,
     rope: Tensor,
     norms: Norms,
     num_heads: int,
     scale: float,
     window: int | None,
-    plan: DecodePlan,
+    plan: Tensor,
     workspace: DecodeWorkspace,
     is_raw: bool,
     given: Tensor | None,
@@ -61,17 +59,15 @@ def decode_step_attention(
     out = torch.empty((n, num_heads * head_dim), dtype=qkv.dtype, device=qkv.device) if given is None else given
     launch(
         _decode_attention,
-        (num_kv_heads, plan.items.shape[0]),
+        (num_kv_heads, plan.shape[0]),
         qkv,
         kv_cache,
         block_table,
-        rows,
-        seq_lens,
         rope,
         q_norm,
         k_norm,
         out,
-        *plan,
+        plan,
         workspace.parts,
         workspace.counters,
         eps,
@@ -88,6 +84,7 @@ def decode_step_attention(
         D=head_dim,
         DP=padded,
         BLOCK_SIZE=block_size,
+        COLUMNS=PLAN_COLUMNS,
         BN=tiling.block_n,
         WINDOW=window or 0,
         NORM=q_norm is not None and is_raw,
@@ -115,23 +112,16 @@ def _attend(q, k, v, scale, known, top, total, acc):
     return higher, total, acc
 
 
-_MOVING = ["rows", "seq_lens"]
-
-
-@triton.jit(do_not_specialize_on_alignment=_MOVING)  # large on purpose: 40 parameters, and one launch instead of four
+@triton.jit  # large on purpose: 40 parameters, and one launch instead of four
 def _decode_attention(
     qkv,
     cache,
     table,
-    rows,
-    seq_lens,
     rope,
     q_norm,
     k_norm,
     out,
-    items,
-    starts,
-    chunk_at,
+    plan,
     parts,
     counters,
     eps,
@@ -148,6 +138,7 @@ def _decode_attention(
     D: tl.constexpr,
     DP: tl.constexpr,
     BLOCK_SIZE: tl.constexpr,
+    COLUMNS: tl.constexpr,
     BN: tl.constexpr,
     WINDOW: tl.constexpr,
     NORM: tl.constexpr,
@@ -161,7 +152,14 @@ def _decode_attention(
         gdc_launch_dependents()
     kv_head = tl.program_id(0)  # neighbours read the same blocks
     item = tl.program_id(1)
-    seq = tl.load(items + item)
+    facts = plan + item * COLUMNS
+    seq = tl.load(facts)
+    row = tl.load(facts + 1)
+    seq_len = tl.load(facts + 2)
+    begin = tl.load(facts + 3)
+    end = tl.load(facts + 4)
+    first_item = tl.load(facts + 5)
+    num_splits = tl.load(facts + 6)
     if seq < 0:  # nothing is left for this program
         if PDL:
             gdc_wait()
@@ -174,16 +172,16 @@ def _decode_attention(
     is_query = (g < GROUP)[:, None] & in_head[None, :]
     at_head = kv_head * (GROUP * D) + g[:, None] * D + d[None, :]
     out_at = out + seq.to(tl.int64) * (H * D)
-    seq_len = tl.load(seq_lens + seq)
     if seq_len == 0:  # padding
         if PDL:
             gdc_wait()
         if CLEAR:
             tl.store(out_at + at_head, tl.zeros((ROWS, DP), out.dtype.element_ty), mask=is_query)
         return
-    begin, end, first_item, num_splits = keys_of(items, starts, chunk_at, item, seq, seq_len, WINDOW, BN)
     is_last = end == seq_len
-    blocks = table + tl.load(rows + seq) * stride_table
+    if WINDOW > 0:  # an item whose keys are all older has none, and says so
+        begin = tl.maximum(begin, tl.minimum(end, tl.maximum(0, seq_len - WINDOW) // BN * BN))
+    blocks = table + row.to(tl.int64) * stride_table
     keys = cache + kv_head * stride_head
     position = seq_len - 1
     if RAW:

@@ -1,25 +1,11 @@
-"""What the kernels of decode attention share: which keys are a program's, the token's own key, and the end."""
+"""Parts of decode attention: norm and rotary, keys and values, the token's own, and the end."""
 
 from __future__ import annotations
 
 import triton
 import triton.language as tl
 
-__all__ = ["finish", "keys_of", "load_kv", "norm_weights", "rotary_at", "turn", "turned_own", "write_own"]
-
-
-@triton.jit
-def keys_of(items, starts, chunk_at, item, seq, seq_len, WINDOW: tl.constexpr, ALIGN: tl.constexpr):
-    """(its keys' begin and end, the sequence's first item, how many it has). An item whose keys are all older than the
-    window has none, and says so."""
-    first_item = tl.load(starts + seq)
-    num_splits = tl.load(starts + seq + 1) - first_item
-    chunk = tl.load(chunk_at)
-    begin = (item - first_item) * chunk
-    end = tl.minimum(begin + chunk, seq_len)
-    if WINDOW > 0:
-        begin = tl.maximum(begin, tl.minimum(end, tl.maximum(0, seq_len - WINDOW) // ALIGN * ALIGN))
-    return begin, end, first_item, num_splits
+__all__ = ["finish", "load_kv", "norm_weights", "rotary_at", "turn", "turned_own", "write_own"]
 
 
 @triton.jit
