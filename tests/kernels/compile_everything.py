@@ -82,7 +82,7 @@ def drive() -> None:
         rms_norm.rms_norm(torch.zeros(3, 576, dtype=dtype), torch.zeros(576, dtype=dtype), 1e-6)
         activation.silu_and_mul(torch.zeros(3, 64, dtype=dtype))
         for heads, kv_heads, dim, window in ((16, 8, 128, None), (9, 3, 64, 40)):
-            for n in (1, 64):
+            for n in (1, 64, 300):
                 qkv = torch.zeros(n, (heads + 2 * kv_heads) * dim, dtype=dtype)
                 cache = torch.zeros(4, 2, kv_heads, 16, dim, dtype=dtype).permute(0, 3, 1, 2, 4)
                 table, rows = torch.zeros(n, 8, dtype=torch.int32), torch.zeros(n, dtype=torch.int64)

@@ -174,10 +174,14 @@ def moved_cache(case: Case, device: torch.device) -> Tensor:
     return case.cache.permute(0, 2, 3, 1, 4).clone().to(device).permute(0, 3, 1, 2, 4)
 
 
-@pytest.fixture(params=[10**6, 0], ids=["small", "large"])
-def tiling(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The kernel as for a small batch, or as for a large one, whatever the batch's size."""
-    monkeypatch.setattr(decode_attention, "_FEW", request.param)
+@pytest.fixture(params=["small", "middling", "large"])
+def tiling(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch, triton_device: torch.device) -> None:
+    """The kernel as for a batch of that size, whatever the batch's is."""
+    from aengine.kernels.bodies import decode_attention as body
+
+    choose, units = body._tiling, 1000 if request.param == "large" else 100
+    monkeypatch.setattr(decode_attention, "_FEW", 10**6 if request.param == "small" else 0)
+    monkeypatch.setattr(body, "_tiling", lambda is_small, _, head_bytes: choose(is_small, units, head_bytes))
 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
