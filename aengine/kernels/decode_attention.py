@@ -11,6 +11,7 @@ and once for all layers: the chunks that there are then fill the GPU evenly, be 
 
 from __future__ import annotations
 
+from enum import Enum
 from typing import NamedTuple
 
 import torch
@@ -19,7 +20,17 @@ from torch import Tensor
 from .paged_attention import decode_attention as attend_on_cpu
 from .seat import uses_triton
 
-__all__ = ["PLAN_COLUMNS", "DecodeWorkspace", "Sharing", "decode_step_attention", "plan_decode"]
+__all__ = ["PLAN_COLUMNS", "BatchSize", "DecodeWorkspace", "Sharing", "decode_step_attention", "plan_decode"]
+
+
+class BatchSize(Enum):
+    """By the number of (sequence, key-value head) pairs, which decides what the time is spent on."""
+
+    SMALL = (
+        64  # at most; each has a multiprocessor for itself: latency, and putting parts together costs more than keys
+    )
+    MIDDLING = 512
+    LARGE = 2**31  # there are more programs than fit on the GPU at once
 
 
 class Sharing(NamedTuple):
@@ -29,11 +40,9 @@ class Sharing(NamedTuple):
     max_extra: int
 
 
-_PROGRAMS = 528
-"""How many more programs than (sequence, head) pairs a launch has, at most: four for each multiprocessor of an H200."""
-_FEW = 64
-"""(Sequence, head) pairs of which each has a multiprocessor for itself, so that putting parts together costs more than
-a longer chunk."""
+_SHARING = {BatchSize.SMALL: (256, 528), BatchSize.MIDDLING: (128, 1056), BatchSize.LARGE: (128, 2112)}
+"""Least chunk, and how many more programs than pairs there are at most: 4, 8 and 16 for each multiprocessor of an H200.
+Measured there; in large batches the programs are small, and a long sequence is to be no longer than the others."""
 
 
 PLAN_COLUMNS = 8
@@ -47,16 +56,16 @@ class DecodeWorkspace:
     def __init__(self, max_num_seqs: int, num_heads: int, num_kv_heads: int, head_dim: int, device: torch.device):
         padded = max(16, 1 << (head_dim - 1).bit_length())
         self._num_kv_heads = num_kv_heads
-        self._max_extra = -(-_PROGRAMS // num_kv_heads)
-        num_items = max_num_seqs + self._max_extra
+        num_items = max_num_seqs + max(-(-programs // num_kv_heads) for _, programs in _SHARING.values())
         self.parts = torch.empty(num_items * num_heads * (padded + 2), dtype=torch.float32, device=device)
         self.counters = torch.zeros(max_num_seqs * num_kv_heads, dtype=torch.int32, device=device)  # left at zero
 
-    def is_small(self, num_seqs: int) -> bool:
-        return num_seqs * self._num_kv_heads <= _FEW
+    def batch_size(self, num_seqs: int) -> BatchSize:
+        return next(size for size in BatchSize if num_seqs * self._num_kv_heads <= size.value)
 
     def sharing(self, num_seqs: int) -> Sharing:
-        return Sharing(256 if self.is_small(num_seqs) else 128, self._max_extra)
+        least_chunk, programs = _SHARING[self.batch_size(num_seqs)]
+        return Sharing(least_chunk, -(-programs // self._num_kv_heads))
 
 
 def plan_decode(rows: Tensor, seq_lens: Tensor, workspace: DecodeWorkspace) -> Tensor:

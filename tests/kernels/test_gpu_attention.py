@@ -9,8 +9,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from aengine.kernels import decode_attention
-from aengine.kernels.decode_attention import DecodeWorkspace, decode_step_attention, plan_decode
+from aengine.kernels.decode_attention import BatchSize, DecodeWorkspace, decode_step_attention, plan_decode
 from aengine.kernels.seat import torch_bodies
 from aengine.kernels.varlen_attention import plan_prompts, varlen_attention
 from aengine.kernels.write_qkv import turn_and_write
@@ -174,14 +173,10 @@ def moved_cache(case: Case, device: torch.device) -> Tensor:
     return case.cache.permute(0, 2, 3, 1, 4).clone().to(device).permute(0, 3, 1, 2, 4)
 
 
-@pytest.fixture(params=["small", "middling", "large"])
-def tiling(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch, triton_device: torch.device) -> None:
-    """The kernel as for a batch of that size, whatever the batch's is."""
-    from aengine.kernels.bodies import decode_attention as body
-
-    choose, units = body._tiling, 1000 if request.param == "large" else 100
-    monkeypatch.setattr(decode_attention, "_FEW", 10**6 if request.param == "small" else 0)
-    monkeypatch.setattr(body, "_tiling", lambda is_small, _, head_bytes: choose(is_small, units, head_bytes))
+@pytest.fixture(params=list(BatchSize), ids=lambda size: size.name)
+def tiling(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The kernel and the plan as for a batch of that size, whatever the batch's is."""
+    monkeypatch.setattr(DecodeWorkspace, "batch_size", lambda self, num_seqs: request.param)
 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)

@@ -14,7 +14,7 @@ import triton.language as tl
 from torch import Tensor
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
-from ..decode_attention import PLAN_COLUMNS
+from ..decode_attention import PLAN_COLUMNS, BatchSize
 from .decode_parts import finish, load_kv, norm_weights, rotary_at, turn, turned_own, write_own
 from .launch import has_pdl, launch
 from .write_qkv import Norms
@@ -32,12 +32,13 @@ class _Tiling(NamedTuple):
     preload: bool  # the first keys before the wait for the product, in registers
 
 
-def _tiling(is_small: bool, units: int, head_bytes: int) -> _Tiling:
-    """By the number of (sequence, key-value head) pairs; measured on an H200 between the products of a layer."""
-    if is_small:  # as many keys as registers hold
+def _tiling(size: BatchSize, head_bytes: int) -> _Tiling:
+    """Measured on an H200, between the products of a layer."""
+    if size is BatchSize.SMALL:  # as many keys as registers hold
         return _Tiling(min(256, 2**16 // head_bytes), 8, 1, True)
-    # One warp needs no barriers, and many small programs hide each other's latency, once there are enough of them.
-    return _Tiling(32, 1, 3, False) if units > 512 else _Tiling(64, 2, 4, False)
+    if size is BatchSize.MIDDLING:
+        return _Tiling(64, 2, 4, False)
+    return _Tiling(32, 1, 3, False)  # one warp needs no barriers, and many small programs hide each other's latency
 
 
 def decode_step_attention(
@@ -58,7 +59,7 @@ def decode_step_attention(
     block_size, _, num_kv_heads, head_dim = kv_cache.shape[1:]
     q_norm, k_norm, eps = norms
     padded = max(16, triton.next_power_of_2(head_dim))
-    tiling = _tiling(workspace.is_small(n), n * num_kv_heads, padded * qkv.itemsize)
+    tiling = _tiling(workspace.batch_size(n), padded * qkv.itemsize)
     out = torch.empty((n, num_heads * head_dim), dtype=qkv.dtype, device=qkv.device) if given is None else given
     launch(
         _decode_attention,
