@@ -19,17 +19,19 @@ from types import TracebackType
 from typing import TYPE_CHECKING, Any
 
 from .config import EngineConfig, StartupProgress
-from .errors import EngineClosedError, GrammarError, InvalidRequestError
-from .params import SamplingParams
+from .errors import EngineClosedError, InvalidRequestError
+from .params import SamplingParams, StructuredOutput, unknown_name
 
 if TYPE_CHECKING:
     from typing import Self
 
+    from .engine.chat import ChatStream
     from .engine.core import EngineCore
     from .engine.executor import Executor
     from .engine.metrics import Statistics
     from .engine.prompt import Prompt
     from .engine.stream import TokenStream
+    from .grammar.output_type import OutputType
     from .outputs import Completion
 
 __all__ = ["AsyncLLM"]
@@ -155,6 +157,7 @@ class AsyncLLM:
         prompt: Prompt,
         params: SamplingParams | None = None,
         *,
+        output_type: Any = None,
         deadline: float | None = None,
         priority: int = 0,
         request_id: str | None = None,
@@ -166,6 +169,8 @@ class AsyncLLM:
             prompt: a text, token ids, or chat messages (``[{"role": "user", "content": "..."}]``), which are put
                 through the model's chat template.
             params: how to sample and when to stop.
+            output_type: a pydantic model, or any type that pydantic can describe. The text will be its JSON;
+                ``stream.partial`` is what it says so far, ``completion.parsed`` the value.
             deadline: seconds from now by which the whole completion must be there.
             priority: lower is served earlier; equal ones in order of arrival.
             request_id: a name of yours for `abort` and for logs; must not be in use.
@@ -175,6 +180,7 @@ class AsyncLLM:
         Raises (here, or from the stream):
             InvalidRequestError: something about the prompt or a parameter is wrong.
             ContextLengthError: the prompt is longer than the context.
+            GrammarError: structured_output or output_type can't be used; its kind and path say why and where.
             EngineOverloadedError: the queue is full (with admission="error").
             DeadlineExceededError: from the stream, when the deadline has passed.
             EngineClosedError: the engine was not started, or is closed.
@@ -183,6 +189,7 @@ class AsyncLLM:
         return self._submit(
             prompt,
             params,
+            output_type=output_type,
             deadline=deadline,
             priority=priority,
             request_id=request_id,
@@ -205,11 +212,10 @@ class AsyncLLM:
 
         Cancelling the task that awaits it aborts the request.
         """
-        if output_type is not None:
-            raise _no_structured_output()
         stream = self._submit(
             prompt,
             params,
+            output_type=output_type,
             deadline=deadline,
             priority=priority,
             request_id=request_id,
@@ -219,14 +225,76 @@ class AsyncLLM:
         return await stream.wait()
 
     async def chat(
-        self, messages: Sequence[Mapping[str, Any]], params: SamplingParams | None = None, **options: Any
+        self,
+        messages: Sequence[Mapping[str, Any]],
+        params: SamplingParams | None = None,
+        *,
+        tools: Sequence[Any] | None = None,
+        tool_choice: Any = None,
+        parallel_tool_calls: bool | None = None,
+        output_type: Any = None,
+        **options: Any,
     ) -> Completion:
-        """`generate` for chat messages. (To stream a chat, give messages to `stream`.)"""
+        """The answer to chat messages, whole. Arguments and errors as of `stream_chat`.
+
+        ``completion.message`` has its content, reasoning and tool calls; ``completion.parsed`` the value of an
+        ``output_type``, if the answer was one.
+        """
+        chat = {"tools": tools, "tool_choice": tool_choice, "parallel_tool_calls": parallel_tool_calls}
+        stream = await self.stream_chat(messages, params, output_type=output_type, **chat, **options)
+        async with stream:
+            return await stream.wait()
+
+    async def stream_chat(
+        self,
+        messages: Sequence[Mapping[str, Any]],
+        params: SamplingParams | None = None,
+        *,
+        tools: Sequence[Any] | None = None,
+        tool_choice: Any = None,
+        parallel_tool_calls: bool | None = None,
+        output_type: Any = None,
+        **options: Any,
+    ) -> ChatStream:
+        """Begin to answer chat messages, with tools and a type for the answer in one grammar, after reasoning.
+
+        Args:
+            messages: ``[{"role": "user", "content": "..."}]``, also with role "tool" and "tool_calls" as OpenAI's.
+            tools: Python functions, OpenAI's dicts, or `aengine.chat.Tool`.
+            tool_choice: "none", "auto" (the default), "required", or a tool's name.
+            parallel_tool_calls: several calls in one answer. None: as the model's chat template allows.
+            output_type: as of `stream`; the answer is JSON of it, unless tools are called.
+            options: deadline, priority, request_id, cache_salt, as of `stream`.
+
+        Raises (here, or from the stream):
+            InvalidRequestError: as of `stream`; also for tools and tool_choice.
+            GrammarError: a tool's parameters or the type can't be held; it names which.
+        """
+        from .chat import ToolChoice, tools_of
+        from .engine.chat import ChatStream, check_grammar, plan_chat
+        from .engine.stream import TokenStream
+        from .engine.threads import run_in_thread
+
+        core = self._running_core()
         if not isinstance(messages, Sequence) or not all(isinstance(m, Mapping) for m in messages):
             raise InvalidRequestError(
                 "chat needs a list of messages such as {'role': 'user', 'content': '...'}", param="messages"
             )
-        return await self.generate(messages, params, **options)
+        tokenizer, grammars = core.tokenizer, core.grammars
+        if tokenizer is None or grammars is None:
+            raise InvalidRequestError("a chat needs a tokenizer: start without skip_tokenizer=True", param="messages")
+        params = SamplingParams() if params is None else params
+        _check_chat_params(params)
+        known = tools_of(tools)
+        choice = ToolChoice.of(tool_choice, known)
+        wanted = None if output_type is None else _output_type(output_type)
+        schema = None if wanted is None else wanted.schema_text
+        plan = await run_in_thread("chat", plan_chat, tokenizer, messages, known, choice, parallel_tool_calls, schema)
+        await check_grammar(grammars, plan)  # its error names the tool; the request finds it in the cache
+        core = self._running_core()
+        call = core.admission.submit(plan.prompt, params, final_only=False, constraint=plan.spec, **_all(options))
+        stream = TokenStream(call.request_id, call.mailbox, core.loop, core.admission.abort)
+        return ChatStream(stream, plan, wanted, tokenizer)
 
     def abort(self, request_id: str) -> bool:
         """End a request by its id; its stream ends with FinishReason.ABORT. Returns whether it was running."""
@@ -279,17 +347,19 @@ class AsyncLLM:
     # -- internals
 
     def _submit(
-        self, prompt: Prompt, params: SamplingParams | None, *, final_only: bool, **options: Any
+        self, prompt: Prompt, params: SamplingParams | None, *, output_type: Any, final_only: bool, **options: Any
     ) -> TokenStream:
         from .engine.stream import TokenStream
 
         core = self._running_core()
         if params is None:
             params = SamplingParams()
-        elif isinstance(params, SamplingParams) and params.structured_output is not None:
-            raise _no_structured_output()
+        wanted = None
+        if output_type is not None and isinstance(params, SamplingParams):
+            wanted, params = _with_output_type(output_type, params)
         admission = core.admission
         call = admission.submit(prompt, params, final_only=final_only, **options)
+        call.mailbox.output_type = wanted
         return TokenStream(call.request_id, call.mailbox, core.loop, admission.abort)
 
     def _running_core(self) -> EngineCore:
@@ -344,5 +414,36 @@ def _path_of(reply: dict[str, str]) -> str:
     return reply["path"]
 
 
-def _no_structured_output() -> GrammarError:
-    return GrammarError("this version of aengine can't constrain the output yet", kind="unsupported")
+_OPTIONS = {"deadline": None, "priority": 0, "request_id": None, "cache_salt": None}
+
+
+def _all(options: dict[str, Any]) -> dict[str, Any]:
+    for name in options:
+        if name not in _OPTIONS:
+            raise InvalidRequestError(unknown_name(name, set(_OPTIONS)), param=name)
+    return _OPTIONS | options
+
+
+def _check_chat_params(params: SamplingParams) -> None:
+    if not isinstance(params, SamplingParams):
+        raise InvalidRequestError(f"params must be SamplingParams, not {type(params).__name__}", param="params")
+    if params.n != 1:
+        raise InvalidRequestError("a chat gives one answer: use generate() for n > 1", param="n")
+    if params.structured_output is not None:
+        raise InvalidRequestError("give a chat an output_type, not structured_output", param="structured_output")
+    if not params.detokenize:
+        raise InvalidRequestError("a chat needs the text: detokenize must be True", param="detokenize")
+
+
+def _output_type(output_type: Any) -> OutputType:
+    from .grammar.output_type import OutputType
+
+    return OutputType.of(output_type)
+
+
+def _with_output_type(output_type: Any, params: SamplingParams) -> tuple[OutputType, SamplingParams]:
+    """The type, and the parameters that hold the model to it."""
+    wanted = _output_type(output_type)
+    if params.structured_output is not None:
+        raise InvalidRequestError("give output_type or params.structured_output, not both", param="output_type")
+    return wanted, params.replace(structured_output=StructuredOutput(json_schema=wanted.schema_text))

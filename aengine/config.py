@@ -54,6 +54,9 @@ class EngineConfig:
     """Of dummy weights. (Requests have seeds of their own.)"""
     skip_tokenizer: bool = False
     """Prompts and outputs are token ids only; no tokenizer is loaded."""
+    preload_grammars: bool = True
+    """Load the grammar library while the engine starts: 0.5 to 2 s of a thread, mostly with the GIL held. False: at the
+    first request with a structured output, which waits for it, and the host's loop with it."""
 
     max_model_len: int | None = None
     """Most tokens of prompt and completion together. None: the model's own, as far as the KV memory reaches."""
@@ -129,7 +132,7 @@ class EngineConfig:
         for name, allowed in _ONE_OF.items():
             if getattr(self, name) not in allowed:
                 raise _wrong(name, getattr(self, name), "one of " + ", ".join(map(repr, allowed)))
-        for name in ("skip_tokenizer", "enable_prefix_caching", "enforce_eager"):
+        for name in ("skip_tokenizer", "preload_grammars", "enable_prefix_caching", "enforce_eager"):
             if not isinstance(getattr(self, name), bool):
                 raise _wrong(name, getattr(self, name), "True or False")
         for name in ("gpu_memory_utilization", "startup_timeout", "shutdown_timeout"):

@@ -4,7 +4,10 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from enum import StrEnum
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+if TYPE_CHECKING:
+    from .chat.messages import ChatMessage
 
 __all__ = ["Choice", "Completion", "FinishReason", "Logprob", "Token", "Usage"]
 
@@ -64,6 +67,10 @@ class Choice:
     finish_reason: FinishReason
     logprobs: tuple[tuple[Logprob, ...], ...] | None = None
     """One entry a token: the sampled token first, then the likeliest, likeliest first. None unless asked for."""
+    parsed: Any = None
+    """With an output_type: its value, if the text is complete and valid."""
+    parse_error: Exception | None = None
+    """With an output_type: why there is no value though the text is complete, as a validator's ValidationError."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -73,7 +80,8 @@ class Completion:
     request_id: str
     choices: tuple[Choice, ...]
     usage: Usage
-    parsed: Any = None  # an instance of output_type, when one was asked for and the text is complete
+    message: ChatMessage | None = None  # of `AsyncLLM.chat`: content, reasoning and tool calls, told apart
+    warnings: tuple[str, ...] = ()  # keywords of a schema that on_unsupported="relax" left out
 
     @property
     def text(self) -> str:
@@ -86,6 +94,14 @@ class Completion:
     @property
     def finish_reason(self) -> FinishReason:
         return self.choices[0].finish_reason
+
+    @property
+    def parsed(self) -> Any:
+        return self.choices[0].parsed
+
+    @property
+    def parse_error(self) -> Exception | None:
+        return self.choices[0].parse_error
 
     @property
     def logprobs(self) -> tuple[tuple[Logprob, ...], ...] | None:

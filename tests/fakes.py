@@ -40,6 +40,8 @@ class FakeExecutor:
         self._on_failure: Callable[[EngineError], None] = lambda error: None
         self._waiting: list[asyncio.Future[ModelRunnerOutput]] = []
         self.terminated = False
+        self._gated: tuple[Any, Any, Any] | None = None
+        self.choose: Callable[[list[int]], int] = min
         self.is_full = False  # as a ring without room is
         self.num_tried = 0
 
@@ -58,9 +60,17 @@ class FakeExecutor:
         loop = asyncio.get_running_loop()
         future: asyncio.Future[ModelRunnerOutput] = loop.create_future()
         self._waiting = [f for f in self._waiting if not f.done()] + [future]
+        assert self._gated is None, "a step came before the bitmask of the one before"
+        if out.sample_now:
+            self._answer_later(future, answer)
+        else:
+            self._gated = (out, future, answer)
+        return future
+
+    def _answer_later(self, future: asyncio.Future[ModelRunnerOutput], answer: ModelRunnerOutput) -> None:
+        loop = asyncio.get_running_loop()
         when = loop.call_later if self._delay else lambda _, *args: loop.call_soon(*args)
         when(self._delay, lambda: None if future.done() else future.set_result(answer))
-        return future
 
     def _answer(self, out: SchedulerOutput) -> ModelRunnerOutput:
         for req_idx in out.removed:
@@ -79,7 +89,17 @@ class FakeExecutor:
         return ModelRunnerOutput(out.step_id, ids)
 
     async def send_grammar(self, out: GrammarOutput) -> None:
-        raise NotImplementedError
+        """Each masked row takes ``choose`` of the ids that it may."""
+        assert self._gated is not None, "a bitmask that no step waits for"
+        (step, future, answer), self._gated = self._gated, None
+        assert out.step_id == step.step_id
+        words = (self.ready["vocab_size"] + 31) // 32
+        assert len(out.bitmask) == 4 * words * len(out.batch_idx)
+        for row, batch_idx in enumerate(out.batch_idx):
+            bits = int.from_bytes(out.bitmask[4 * words * row : 4 * words * (row + 1)], "little")
+            allowed = [i for i in range(self.ready["vocab_size"]) if bits >> i & 1]
+            answer.token_ids[batch_idx] = self.choose(allowed)
+        self._answer_later(future, answer)
 
     async def call(self, method: str, *args: Any, timeout: float) -> Any:
         return method

@@ -30,16 +30,19 @@ ROOMS: dict[str, set[str]] = {
     "runner": LEAVES | {"kernels", "checkpoint", "ipc.messages"},
     "workers": LEAVES | {"ipc"},
     "workers.worker": LEAVES | {"ipc", "runner", "checkpoint"},
-    "engine": LEAVES | {"ipc", "checkpoint"},
+    "grammar": LEAVES,
+    "chat": LEAVES | {"grammar"},
+    "engine": LEAVES | {"ipc", "checkpoint", "grammar"},
+    "engine.chat": LEAVES | {"grammar", "chat"},
     "engine.executor": LEAVES | {"ipc", "workers.supervisor"},
-    "async_llm": LEAVES | {"engine"},
+    "async_llm": LEAVES | {"engine", "grammar", "chat"},
     "cli": LEAVES | {"async_llm", "engine"},
     "server": LEAVES | {"async_llm"},
     "integrations": LEAVES | {"async_llm"},
     "__main__": LEAVES | {"cli"},
     "__init__": LEAVES | {"async_llm", "engine"},
 }
-HEAVY = {"torch", "numpy", "transformers", "tokenizers", "jinja2", "huggingface_hub", "gguf"}
+HEAVY = {"torch", "numpy", "transformers", "tokenizers", "jinja2", "huggingface_hub", "gguf", "llguidance", "xgrammar"}
 TORCH_ROOMS = {"kernels", "runner", "workers.worker", "workers.distributed"}
 
 

@@ -1,6 +1,7 @@
 """The way in and the way out of the engine: validate, count, encode, admit; abort, time out, retire.
 
-    stream() -> Call: held (queue full, admission="wait") -> encoding (tokenizer thread) -> in the scheduler -> gone
+    stream() -> Call: held (queue full, admission="wait") -> its grammar is compiled, if it has one (compile pool)
+                                                          -> encoding (tokenizer thread) -> in the scheduler -> gone
 
 A `Call` is one user call, with one scheduler `Request` for each of its n completions. It is registered before anything
 is awaited, so an abort finds it in every phase. It is forgotten when its last completion has ended.
@@ -15,22 +16,29 @@ from collections import deque
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from functools import partial
+from typing import TYPE_CHECKING
 
 from ..errors import (
     AEngineError,
     DeadlineExceededError,
     EngineOverloadedError,
+    GrammarError,
     InternalError,
     InvalidRequestError,
 )
 from ..outputs import FinishReason
-from ..params import SamplingParams, is_unicode
+from ..params import SamplingParams, StructuredOutput, is_unicode
 from .metrics import Counters
 from .prompt import Prompt, check_token_ids, encode_prompt, prompt_kind
 from .request import Request
 from .step_loop import StepLoop
 from .stream import ChoiceOutput, Mailbox, error_for_waiter
+from .structured import GrammarService, RequestGrammar
 from .tokenizer import Tokenizer
+
+if TYPE_CHECKING:
+    from ..grammar.backend import Compiled
+    from ..grammar.spec import GrammarSpec
 
 __all__ = ["Admission", "Call", "Limits"]
 
@@ -66,6 +74,9 @@ class Call:
     num_left: int = 0  # requests that have not ended
     deadline: float | None = None
     timer: asyncio.TimerHandle | None = None
+    constraint: StructuredOutput | GrammarSpec | None = None
+    compiled: Compiled | None = None  # of the constraint
+    preparing: asyncio.Task[None] | None = None
 
 
 class Admission:
@@ -77,9 +88,11 @@ class Admission:
         tokenizer: Tokenizer | None,
         limits: Limits,
         counters: Counters,
+        grammars: GrammarService | None = None,
     ) -> None:
         self._loop = loop
         self._tokenizer = tokenizer
+        self._grammars = grammars
         self._limits = limits
         self._counters = counters
         self._calls: dict[str, Call] = {}
@@ -107,6 +120,7 @@ class Admission:
         request_id: str | None,
         cache_salt: str | None,
         final_only: bool,
+        constraint: GrammarSpec | None = None,
     ) -> Call:
         """Check what can be checked at once, and register. Nothing is awaited here.
 
@@ -130,6 +144,7 @@ class Admission:
             cache_salt=(cache_salt or "").encode(),
             arrival_time=self._loop.time(),
             mailbox=Mailbox(final_only=final_only),
+            constraint=constraint or params.structured_output,
         )
         want_logprobs = params.logprobs is not None
         call.mailbox.open(
@@ -212,9 +227,39 @@ class Admission:
     # -- the way in
 
     def _begin(self, call: Call) -> None:
-        if call.kind == "token_ids":
+        if call.constraint is not None:
+            call.preparing = self._loop.create_task(self._prepare(call), name="aengine-grammar")
+        elif call.kind == "token_ids":
             self._enqueue(call)
+        else:
+            self._encode(call)
+
+    async def _prepare(self, call: Call) -> None:
+        """Its grammar first, so that a prompt is not encoded for a request that is refused."""
+        self._num_encoding += 1
+        try:
+            if self._grammars is None or call.constraint is None:
+                raise GrammarError("a grammar needs a tokenizer: start without skip_tokenizer=True", kind="unsupported")
+            call.compiled = await self._grammars.prepare(call.constraint)
+        except AEngineError as ours:
+            self._fail(call, ours)
             return
+        except Exception as bug:
+            failure = InternalError(f"the grammar could not be prepared: {bug!r}")
+            failure.__cause__ = bug
+            self._fail(call, failure)
+            return
+        finally:
+            self._num_encoding -= 1
+            call.preparing = None
+        call.mailbox.warnings = call.compiled.warnings
+        if call.request_id in self._calls:
+            if call.kind == "token_ids":
+                self._enqueue(call)
+            else:
+                self._encode(call)
+
+    def _encode(self, call: Call) -> None:
         assert self._tokenizer is not None
         if self._pool is None:
             self._pool = ThreadPoolExecutor(1, thread_name_prefix="aengine-tokenizer")
@@ -252,7 +297,7 @@ class Admission:
         ids: list[int] = call.prompt  # type: ignore[assignment]
         call.prompt = None  # the requests hold it now
         stop_ids = frozenset(params.stop_token_ids)
-        if not params.ignore_eos:
+        if not params.ignore_eos or call.compiled is not None:  # past its end a grammar allows nothing else
             stop_ids |= limits.eos_token_ids
         room = limits.max_model_len - len(ids)
         max_num_tokens = len(ids) + (room if params.max_tokens is None else min(room, params.max_tokens))
@@ -271,6 +316,7 @@ class Admission:
                 arrival_time=call.arrival_time,
                 cache_salt=call.cache_salt,
                 sink=output,
+                grammar=None if call.compiled is None else RequestGrammar(call.compiled),
             )
             for i, output in enumerate(call.mailbox.choices)
         ]
@@ -364,6 +410,8 @@ class Admission:
 
     def _retire(self, call: Call) -> None:
         self._calls.pop(call.request_id, None)
+        if call.preparing is not None and call.preparing is not asyncio.current_task():
+            call.preparing.cancel()
         if call.timer is not None:
             call.timer.cancel()
             call.timer = None

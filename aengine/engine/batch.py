@@ -74,10 +74,16 @@ class StepDraft:
 class InFlightStep:
     """A step that was made and has not been answered."""
 
-    __slots__ = ("batch", "chunks", "leavers", "step_id")
+    __slots__ = ("batch", "chunks", "is_gated", "leavers", "step_id")
 
     def __init__(self, step_id: int, batch: list[Request], chunks: dict[int, int]) -> None:
         self.step_id = step_id
         self.batch = batch
         self.chunks = chunks  # batch index of each row that does not sample: its computed tokens after this step
+        self.is_gated = False  # a GRAMMAR frame must be sent for it
         self.leavers: list[Request] = []  # their blocks are freed once this step is answered
+
+    def constrained(self) -> list[tuple[int, Request]]:
+        """(batch index, request) of those that sample under a grammar in this step."""
+        chunks = self.chunks
+        return [(i, r) for i, r in enumerate(self.batch) if r.grammar is not None and i not in chunks]

@@ -21,6 +21,7 @@ from .executor import Executor, ProcessExecutor
 from .metrics import Counters, Statistics
 from .scheduler import Scheduler
 from .step_loop import StepLoop
+from .structured import GrammarService
 from .threads import run_in_thread
 from .tokenizer import Tokenizer
 
@@ -42,7 +43,9 @@ class EngineCore:
         ready: dict[str, Any],
         tokenizer: Tokenizer | None,
         eos_token_ids: frozenset[int],
+        grammars: GrammarService | None = None,
     ) -> None:
+        """``grammars``: of this tokenizer, warmed up ahead; None: made here, if there is a tokenizer."""
         self.loop = asyncio.get_running_loop()
         self.state = "running"  # then "failed" or "closed"
         self.failure: EngineError | None = None
@@ -67,7 +70,12 @@ class EngineCore:
             wait_when_full=config.admission == "wait",
             eos_token_ids=eos_token_ids,
         )
-        self.admission = Admission(self.loop, tokenizer, limits, self._counters)
+        if tokenizer is not None and (grammars is None or grammars.vocab_size != limits.vocab_size):
+            if grammars is not None:
+                grammars.close()
+            grammars = GrammarService(tokenizer, limits.vocab_size)
+        self.grammars = grammars
+        self.admission = Admission(self.loop, tokenizer, limits, self._counters, grammars)
         self.steps = StepLoop(
             self._scheduler,
             executor,
@@ -76,6 +84,7 @@ class EngineCore:
             on_scheduled=self.admission.on_scheduled,
             on_end=self.admission.on_request_end,
             on_failure=self._fail,
+            grammars=grammars,
         )
         self.admission.steps = self.steps
         executor.set_on_failure(self._fail)
@@ -99,11 +108,17 @@ class EngineCore:
         executor = make_executor(config)
         load = {"config": config.to_wire(), "source": source.to_wire()}
         starting = loop.create_task(executor.start(load, report), name="aengine-worker-start")
+        grammars: GrammarService | None = None
         try:
             tokenizer, eos_token_ids = await _load_tokenizer(config, source)
+            if tokenizer is not None and config.preload_grammars:
+                grammars = GrammarService(tokenizer, source.hf_config.get("vocab_size") or tokenizer.vocab_size)
+                grammars.begin_warm_up()
             ready = await starting
-            core = cls(config, executor, ready, tokenizer, eos_token_ids)
+            core = cls(config, executor, ready, tokenizer, eos_token_ids, grammars)
         except BaseException:
+            if grammars is not None:
+                grammars.close()
             starting.cancel()
             executor.terminate()
             await asyncio.wait([starting])
@@ -155,6 +170,8 @@ class EngineCore:
         pool = self.admission.close()
         self._task.cancel()
         await asyncio.wait([self._task])
+        if self.grammars is not None:
+            await self.grammars.aclose()
         await self._executor.aclose(self._shutdown_timeout)
         if pool is not None:
             await run_in_thread("pool-shutdown", pool.shutdown)
@@ -164,6 +181,8 @@ class EngineCore:
         if self.state == "running":
             self.state = "closed"
         self.admission.close()
+        if self.grammars is not None:
+            self.grammars.close()
         self._executor.terminate()
 
     def _fail(self, error: EngineError) -> None:

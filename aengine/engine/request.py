@@ -24,11 +24,14 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 from enum import Enum, auto
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from ..ipc.messages import NewRequest, float32, int32
 from ..outputs import FinishReason
 from ..params import SamplingParams
+
+if TYPE_CHECKING:
+    from .structured import RequestGrammar
 
 __all__ = ["Request", "RequestStatus"]
 
@@ -49,7 +52,8 @@ class Request:
 
     ``priority``: lower is more urgent; among equals the earlier ``arrival_time`` (any unit), then the earlier added.
     ``max_num_tokens`` counts prompt and completion. ``stop_token_ids`` includes the model's end-of-sequence tokens
-    unless those are ignored. ``cache_salt``: only requests of equal salt share prefixes. ``sink`` is the caller's.
+    unless those are ignored. ``cache_salt``: only requests of equal salt share prefixes. ``sink`` is the caller's;
+    ``grammar`` what its tokens must obey.
     """
 
     __slots__ = (
@@ -59,6 +63,7 @@ class Request:
         "cache_salt",
         "finish_reason",
         "followers",
+        "grammar",
         "index",
         "limit",
         "max_num_tokens",
@@ -94,6 +99,7 @@ class Request:
         arrival_time: float = 0.0,
         cache_salt: bytes = b"",
         sink: Any = None,
+        grammar: RequestGrammar | None = None,
     ) -> None:
         self.request_id = request_id
         self.token_ids = list(prompt_token_ids)  # prompt, then the committed output
@@ -107,6 +113,7 @@ class Request:
         self.arrival_time = arrival_time
         self.cache_salt = cache_salt
         self.sink = sink
+        self.grammar = grammar
         assert 0 < self.num_prompt_tokens < max_num_tokens, "admission leaves room for one token at least"
 
         self.status = RequestStatus.NEW

@@ -85,6 +85,16 @@ class Scheduler:
         self._decoding = DecodeBatch()
         self._catching_up: list[Request] = []
         self._in_flight: deque[InFlightStep] = deque()
+        self.num_constrained = 0  # with a row and a grammar
+
+    @property
+    def oldest_step(self) -> InFlightStep | None:
+        """The step whose answer comes next."""
+        return self._in_flight[0] if self._in_flight else None
+
+    @property
+    def newest_step(self) -> InFlightStep | None:
+        return self._in_flight[-1] if self._in_flight else None
 
     @property
     def num_running(self) -> int:
@@ -148,6 +158,7 @@ class Scheduler:
 
     def _leave_row(self, request: Request, status: RequestStatus) -> None:
         self._running.discard(request)
+        self.num_constrained -= request.grammar is not None
         self._removed.append(request.req_idx)
         self._free_rows.append(request.req_idx)
         request.req_idx = -1
@@ -307,6 +318,7 @@ class Scheduler:
             request.status = _CATCHING_UP
             self._catching_up.append(request)
             self._running.add(request)
+            self.num_constrained += request.grammar is not None
             draft.new_requests.append(request.to_message())
             draft.add(request, num_scheduled)
 
@@ -320,10 +332,13 @@ class Scheduler:
             self._sort_out(draft.extras, len(decoding), chunks)
         step_id = self._next_step_id
         self._next_step_id = step_id + 1
-        self._in_flight.append(InFlightStep(step_id, batch, chunks))
+        step = InFlightStep(step_id, batch, chunks)
+        step.is_gated = self.num_constrained > 0 and bool(step.constrained())
+        self._in_flight.append(step)
         removed, self._removed = self._removed, int32()
+        grown = (draft.grown_rows, draft.grown_ids)
         return SchedulerOutput(
-            step_id, removed, draft.new_requests, draft.grown_rows, draft.grown_ids, req_idx, num_scheduled
+            step_id, removed, draft.new_requests, *grown, req_idx, num_scheduled, sample_now=not step.is_gated
         )
 
     def _sort_out(self, extras: list[Request], batch_idx: int, chunks: dict[int, int]) -> None:
@@ -419,6 +434,7 @@ class Scheduler:
         leaving = [request for step in self._in_flight for request in step.leavers]
         self._pool.check(request.block_ids for request in (*self._running, *leaving))
         rows = [request.req_idx for request in self._running]
+        assert self.num_constrained == sum(request.grammar is not None for request in self._running)
         assert sorted(rows + self._free_rows) == list(range(self.num_rows)), "a row was lost or given twice"
         assert self._held == {request for request in leaving if request.finish_reason is None}
         by_status = {status: {r for r in self._running if r.status is status} for status in RequestStatus}

@@ -15,12 +15,14 @@ from collections import deque
 from collections.abc import Callable
 
 from ..errors import EngineError, InternalError, InvalidRequestError, RequestError
-from ..ipc.messages import LogprobColumns, ModelRunnerOutput, RowError, SchedulerOutput
+from ..ipc.messages import GrammarOutput, LogprobColumns, ModelRunnerOutput, RowError, SchedulerOutput, int32
 from ..outputs import FinishReason, Logprob
+from .batch import InFlightStep
 from .executor import Executor
 from .metrics import Counters, LoopLag
 from .request import Request
 from .scheduler import Scheduler
+from .structured import GrammarService, MaskJob
 
 __all__ = ["StepLoop"]
 
@@ -47,6 +49,7 @@ class StepLoop:
         on_scheduled: Callable[[], None],
         on_end: Callable[[Request], None],
         on_failure: Callable[[EngineError], None],
+        grammars: GrammarService | None = None,
     ) -> None:
         self.scheduler = scheduler
         self._executor = executor
@@ -55,6 +58,8 @@ class StepLoop:
         self._on_scheduled = on_scheduled
         self._on_end = on_end
         self._on_failure = on_failure
+        self._grammars = grammars
+        self._gated: InFlightStep | None = None  # published, and waits for its bitmask before it samples
         self._in_flight: deque[asyncio.Future[ModelRunnerOutput]] = deque()
         self._work = asyncio.Event()
         self._is_idle = False
@@ -72,7 +77,7 @@ class StepLoop:
 
     def _send_ahead(self) -> None:
         """A full step waits already, and the host's loop may be busy for long with adding more: send it now."""
-        if self._unsent is not None or len(self._in_flight) == self._max_in_flight:
+        if self._unsent is not None or self._gated is not None or len(self._in_flight) == self._max_in_flight:
             return
         self._num_new_tokens = 0
         output = self.scheduler.schedule()
@@ -89,6 +94,9 @@ class StepLoop:
         self._note_scheduled()  # only now: it may add requests
 
     def _note_scheduled(self) -> None:
+        newest = self.scheduler.newest_step
+        if newest is not None and newest.is_gated:
+            self._gated = newest
         self._counters.num_steps += 1
         self._on_scheduled()
 
@@ -116,18 +124,44 @@ class StepLoop:
 
     async def _step(self) -> None:
         """One turn: keep the worker supplied, then take the oldest answer."""
-        if len(self._in_flight) < self._max_in_flight:
+        await self._unlock()
+        if len(self._in_flight) < self._max_in_flight and self._gated is None:
             output, self._unsent = self._unsent or self.scheduler.schedule(), None
             if output is not None:
                 self._note_scheduled()
                 self._in_flight.append(await self._executor.execute_model(output))
-                if len(self._in_flight) < self._max_in_flight:
+                await self._unlock()
+                if len(self._in_flight) < self._max_in_flight and self._gated is None:
                     return
         if self._in_flight:
             answer = self._in_flight.popleft()
             await self._apply(await answer)
         else:
             await self._idle()
+
+    async def _unlock(self) -> None:
+        """Send the bitmask of the step that waits for one, as soon as all answers before it are known."""
+        step = self._gated
+        if step is None or step is not self.scheduler.oldest_step:
+            return
+        assert self._grammars is not None
+        due = [(i, r, r.grammar) for i, r in step.constrained() if r.finish_reason is None and r.grammar is not None]
+        jobs = []
+        for batch_idx, _, grammar in due:
+            jobs.append(MaskJob(batch_idx, grammar, grammar.pending))
+            grammar.pending = []
+        rows, failed = await self._grammars.fill(jobs)
+        for row, error in failed.items():
+            self._fail_request(due[row][1], InternalError(f"the grammar of this request failed: {error}"))
+        batch_idx_column = int32([job.batch_idx for job in jobs])
+        self._gated = None
+        await self._executor.send_grammar(GrammarOutput(step.step_id, batch_idx_column, rows))
+
+    def _fail_request(self, request: Request, error: RequestError | EngineError) -> None:
+        if request.finish_reason is None:
+            self.scheduler.finish(request, FinishReason.ERROR)
+            request.sink.mailbox.fail(error)
+            self._on_end(request)
 
     async def _idle(self) -> None:
         """Nothing can be scheduled: wait for a request, or for one to leave. Costs nothing."""
@@ -147,6 +181,11 @@ class StepLoop:
         for request, error in failed:
             request.sink.mailbox.fail(_request_error(error))
             self._on_end(request)
+        if self.scheduler.num_constrained:
+            for request, token_id, _ in sampled:
+                if request.grammar is not None:
+                    request.grammar.pending.append(token_id)
+            await self._unlock()  # the worker waits for it; whoever reads waits a millisecond longer
         logprobs = _by_row(output.logprobs) if output.logprobs is not None else {}
         self._deliver(sampled[:_TURN], logprobs)
         for start in range(_TURN, len(sampled), _TURN):

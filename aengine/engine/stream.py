@@ -17,13 +17,16 @@ import threading
 from collections import deque
 from collections.abc import Callable
 from types import TracebackType
-from typing import TYPE_CHECKING, Protocol
+from typing import TYPE_CHECKING, Any, Protocol
 
 from ..errors import AEngineError, InvalidRequestError
 from ..outputs import Choice, Completion, FinishReason, Logprob, Token, Usage
 
 if TYPE_CHECKING:
     from typing import Self
+
+    from ..grammar.output_type import OutputType
+    from ..grammar.partial import PartialJson
 
 __all__ = ["ChoiceOutput", "IncrementalText", "Mailbox", "TokenStream"]
 
@@ -48,8 +51,10 @@ class Mailbox:
         "final_only",
         "num_open",
         "num_prompt_tokens",
+        "output_type",
         "pending",
         "waiter",
+        "warnings",
     )
 
     def __init__(self, *, final_only: bool) -> None:
@@ -61,6 +66,8 @@ class Mailbox:
         self.num_open = 0  # completions that have not ended
         self.num_prompt_tokens = 0
         self.cached_tokens = 0
+        self.output_type: OutputType | None = None
+        self.warnings: tuple[str, ...] = ()
 
     def open(self, choices: list[ChoiceOutput]) -> None:
         self.choices = choices
@@ -90,13 +97,13 @@ class Mailbox:
         self.wake()
 
     def completion(self, request_id: str) -> Completion:
-        choices = tuple(choice.result() for choice in self.choices)
+        choices = tuple(choice.result(self.output_type) for choice in self.choices)
         usage = Usage(
             prompt_tokens=self.num_prompt_tokens,
             completion_tokens=sum(len(choice.token_ids) for choice in choices),
             cached_tokens=self.cached_tokens,
         )
-        return Completion(request_id, choices, usage)
+        return Completion(request_id, choices, usage, warnings=self.warnings)
 
 
 class ChoiceOutput:
@@ -159,13 +166,19 @@ class ChoiceOutput:
         if mailbox.num_open == 0:
             mailbox.wake()
 
-    def result(self) -> Choice:
+    def result(self, output_type: OutputType | None) -> Choice:
+        text = "".join(self.texts)
+        parsed, parse_error = None, None
+        if output_type is not None and self.finish_reason is FinishReason.STOP:
+            parsed, parse_error = output_type.parse(text)
         return Choice(
             index=self.index,
-            text="".join(self.texts),
+            text=text,
             token_ids=tuple(self.token_ids),
             finish_reason=self.finish_reason or FinishReason.ABORT,
             logprobs=None if self.logprobs is None else tuple(self.logprobs),
+            parsed=parsed,
+            parse_error=parse_error,
         )
 
 
@@ -181,7 +194,7 @@ class TokenStream:
     Use ``async with stream:`` or `aclose` where a reference to it may outlive the loop over it.
     """
 
-    __slots__ = ("__weakref__", "_abort", "_loop", "_mailbox", "_thread", "request_id")
+    __slots__ = ("__weakref__", "_abort", "_loop", "_mailbox", "_num_texts_read", "_partial", "_thread", "request_id")
 
     def __init__(
         self,
@@ -195,6 +208,8 @@ class TokenStream:
         self._loop = loop
         self._abort = abort
         self._thread = threading.get_ident()
+        self._partial: PartialJson | None = None
+        self._num_texts_read = 0  # of the first completion's, by `partial`
 
     def __repr__(self) -> str:
         state = "ended" if self._mailbox.done else "open"
@@ -227,6 +242,29 @@ class TokenStream:
         finally:
             if mailbox.waiter is waiter:
                 mailbox.waiter = None
+
+    @property
+    def partial(self) -> Any:
+        """What the first completion, a JSON text, says so far: dicts, lists, strings and numbers; None: nothing yet.
+
+        Each snapshot is a prefix of the final value: strings and lists grow at their end, a key is there once its value
+        has begun, a number once it is complete. Snapshots share their finished parts: copy before changing one.
+        Raises InvalidRequestError if the text is not JSON.
+        """
+        from ..grammar.partial import PartialJson
+
+        if self._partial is None:
+            self._partial = PartialJson()
+        choices = self._mailbox.choices
+        texts = choices[0].texts if choices else []
+        try:
+            self._partial.feed("".join(texts[self._num_texts_read :]))
+            self._num_texts_read = len(texts)
+            if self._mailbox.done and choices and choices[0].finish_reason is FinishReason.STOP:
+                self._partial.finish()
+        except ValueError as error:
+            raise InvalidRequestError(f"the text of {self.request_id} is not JSON: {error}") from error
+        return self._partial.value
 
     @property
     def completion(self) -> Completion:

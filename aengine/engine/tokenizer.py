@@ -112,6 +112,20 @@ class Tokenizer:
         """The id of a token by its name in the vocabulary, as "<|im_end|>"."""
         return self._encoder.token_to_id(token)
 
+    def control_token_id(self, name: str) -> int | None:
+        """The id of a control token by its name; None for any other, which is text."""
+        found = self._encoder.token_to_id(name)
+        return found if found in self.special_ids else None
+
+    @property
+    def chat_template_source(self) -> str:
+        """The templates' Jinja text; "" if there are none."""
+        return "\n".join(template.source for template in self._chat_templates.values())
+
+    def to_json(self) -> str:
+        """The whole tokenizer in the format of the ``tokenizers`` library (tokenizer.json). Blocking: megabytes."""
+        return self._encoder.to_str()
+
     @property
     def has_chat_template(self) -> bool:
         return bool(self._chat_templates)

@@ -122,7 +122,7 @@ class GrammarOutput:
 
     step_id: int
     batch_idx: array[int]
-    bitmask: bytes  # int32 [len(batch_idx), ceil(vocab_size / 32)], least significant bit first
+    bitmask: bytes | bytearray  # int32 [len(batch_idx), ceil(vocab_size / 32)], least significant bit first
 
 
 @dataclass(slots=True)

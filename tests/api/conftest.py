@@ -25,7 +25,7 @@ class FakeLLM(AsyncLLM):
     """The engine over `FakeExecutor`; its constructor's options go to the executor."""
 
     def __init__(self, *, fake: dict[str, Any] | None = None, **config: Any) -> None:
-        super().__init__("smollm2-135m", **config)
+        super().__init__("smollm2-135m", **{"preload_grammars": False, **config})
         self.fake = {"num_blocks": 512, "block_size": 16, "max_model_len": 1024, "token": fake_token} | (fake or {})
 
     def _make_executor(self, config: EngineConfig) -> FakeExecutor:

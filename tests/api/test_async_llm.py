@@ -17,12 +17,10 @@ from aengine import (
     EngineClosedError,
     EngineOverloadedError,
     FinishReason,
-    GrammarError,
     InternalError,
     InvalidRequestError,
     ModelLoadError,
     SamplingParams,
-    StructuredOutput,
     WorkerDiedError,
 )
 
@@ -188,9 +186,6 @@ async def test_other_wrong_arguments(make_engine: Make) -> None:
         for wrong in (SamplingParams(logit_bias={49152: 1}), SamplingParams(stop_token_ids=[99999])):
             with pytest.raises(InvalidRequestError, match="49152"):
                 engine.stream([1], wrong)
-        with pytest.raises(GrammarError) as refused:
-            engine.stream([1], SamplingParams(structured_output=StructuredOutput(regex="a")))
-        assert refused.value.kind == "unsupported"
         first = engine.stream([1], SamplingParams(max_tokens=500), request_id="mine")
         with pytest.raises(InvalidRequestError, match="mine"):
             engine.stream([1], request_id="mine")

@@ -1,0 +1,200 @@
+"""`compose`: reasoning, then text, tool calls or an answer of a schema, as one grammar.
+
+    start: reasoning? answer
+
+    tool_choice   answer without a schema                   with one
+    none          text that calls nothing                   the schema
+    auto          text and calls, as the format has them    calls, or else the schema
+    required      calls, at least one                       calls, at least one
+    a name        one call of that tool                     one call of that tool
+
+Reasoning is there if the model has it. It is optional, unless the prompt began it.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Sequence
+from typing import Any
+
+from ..errors import GrammarError
+from ..grammar.spec import GrammarSpec
+from .calls import Calls
+from .formats import Markers, ReasoningFormat, TokenId, ToolFormat
+from .lark import ANY, BLANK_CLASS, inline_schema, literal_regex, symbols, text_lexeme
+from .tools import Tool, ToolChoice
+
+__all__ = ["blame", "compose"]
+
+
+def compose(
+    *,
+    tools: Sequence[Tool],
+    tool_choice: ToolChoice,
+    parallel: bool,
+    tool_format: ToolFormat,
+    reasoning: ReasoningFormat | None,
+    schema: str | None,
+    token_id: TokenId,
+    relax: bool = False,
+) -> GrammarSpec | None:
+    """The grammar of a chat completion, or None where anything goes.
+
+    ``parallel``: several calls in one answer; ``schema``: JSON text of the answer's JSON schema; ``relax``: leave out
+    keywords of schemas that can't be enforced. Raises GrammarError if ``schema`` is not one.
+    """
+    if not tools and schema is None:
+        return None
+    markers = Markers.of(tool_format, reasoning, token_id)
+    calls = Calls(tool_choice.allowed(tools), tool_format, markers, parallel and tool_choice.mode != "named", relax)
+    composer = _Composer(calls, tool_choice, tool_format, reasoning, markers)
+    if schema is not None and tool_choice.mode in ("none", "auto"):
+        composer.answer_schema = _answer_schema(schema)
+    return GrammarSpec(kind="lark", text=composer.grammar(), relax=relax)
+
+
+def blame(
+    error: GrammarError,
+    compile_spec: Callable[[GrammarSpec], object],
+    *,
+    tools: Sequence[Tool],
+    schema: str | None,
+    relax: bool = False,
+) -> GrammarError:
+    """Whose fault it is that a composed grammar was refused with ``error``: each schema is compiled by itself.
+
+    Blocking, so for the thread that compiles. Returns an error that names the tool, or the one given.
+    """
+    parts = [(f"the parameters of the tool {tool.name!r}", json.dumps(tool.argument_schema)) for tool in tools]
+    if schema is not None:
+        parts.append(("the schema of the answer", schema))
+    for owner, text in parts:
+        try:
+            compile_spec(GrammarSpec(kind="json_schema", text=text, relax=relax))
+        except GrammarError as found:
+            return GrammarError(f"{owner}: {found}", kind=found.kind, path=found.path)
+    return error
+
+
+def _answer_schema(text: str) -> dict[str, Any]:
+    try:
+        schema = json.loads(text)
+    except ValueError as error:
+        raise GrammarError(f"the JSON schema is not JSON: {error}", kind="invalid") from None
+    if schema is False:
+        raise GrammarError("the JSON schema is false, which no value fits", kind="unsatisfiable", path="$")
+    if schema is True:
+        return {}
+    if not isinstance(schema, dict):
+        raise GrammarError("a JSON schema is an object, true or false", kind="invalid", path="$")
+    return schema
+
+
+class _Composer:
+    """Writes the rules. ``first`` ones are for an answer with no reasoning before it, ``after`` ones for one with."""
+
+    def __init__(
+        self,
+        calls: Calls,
+        tool_choice: ToolChoice,
+        tool_format: ToolFormat,
+        reasoning: ReasoningFormat | None,
+        markers: Markers,
+    ) -> None:
+        self.calls = calls
+        self.may_call = bool(calls.tools)
+        self.must_call = tool_choice.mode in ("required", "named")
+        self.answer_schema: dict[str, Any] | None = None
+        self.format = tool_format
+        self.reasoning = reasoning
+        self.markers = markers
+        triggers = [markers.encode(trigger) for trigger in tool_format.triggers]
+        self.text_triggers = [trigger for trigger in triggers if markers.id_of(trigger[0]) is None]
+        self.rules: dict[str, str] = {}
+
+    def grammar(self) -> str:
+        self.rules["start"] = ""  # the first line
+        if self.reasoning is None:
+            self.rules["start"] = self.answer("first", "")
+        else:
+            begin, end = self.markers.encode(self.reasoning.begin), self.markers.encode(self.reasoning.end)
+            thought = self.thought(end)
+            after = self.answer("after", "")
+            self.rules["after"] = after
+            if self.reasoning.begun:
+                self.rules["start"] = f"{thought} after"
+            else:
+                begin_as_text = begin if self.markers.id_of(begin[0]) is None else ""
+                self.rules["first"] = self.answer("first", begin_as_text)
+                self.rules["start"] = f"{symbols(begin, self.markers)} {thought} after | first"
+        return "".join(f"{name}: {body}\n" for name, body in (self.rules | self.calls.rules).items())
+
+    def thought(self, end: str) -> str:
+        if self.markers.id_of(end[0]) is not None:
+            self.rules["THOUGHT"] = "/(?s:.+)/"
+            return f"THOUGHT? {symbols(end, self.markers)}"
+        self.rules["thought[lazy]"] = f"/{ANY}{literal_regex(end)}/"
+        return "thought"
+
+    def answer(self, where: str, begin: str) -> str:
+        """What an answer is; ``begin``: of reasoning, where text can't begin with it."""
+        blanks = ""
+        if where == "after" and (self.must_call or self.answer_schema is not None):
+            self.rules["BLANKS"] = f"/{BLANK_CLASS}{{1,4}}/"  # few, so that no model loops on them
+            blanks = "BLANKS? "
+        if self.must_call:
+            return blanks + self.calls.group()
+        if self.answer_schema is not None:
+            self.rules["answer"] = inline_schema(self.answer_schema, relax=self.calls.relax)
+            return f"{blanks}({self.calls.group(beside_json=True)} | answer)" if self.may_call else f"{blanks}answer"
+        if self.format.text == "instead":
+            return self.text_or_calls(where, begin)
+        if not self.may_call:
+            return self.text(where, begin) + "?"
+        return self.text_and_calls(where, begin)
+
+    def text(self, where: str, begin: str) -> str:
+        """Free text without the triggers; the name of its lexeme."""
+        name = f"TEXT_{where.upper()}"
+        self.rules[name] = text_lexeme(self.text_triggers, [begin] * bool(begin))
+        return name
+
+    def text_or_calls(self, where: str, begin: str) -> str:
+        name = f"TEXT_{where.upper()}"
+        blanks = where == "after"
+        not_first = [*self.text_triggers, *[begin] * bool(begin)]
+        self.rules[name] = text_lexeme([], not_first, after_blanks=blanks)
+        if not self.may_call:
+            return name + "?"
+        options = [f"{name}?"]
+        for trigger, rest in self.calls.after_triggers():
+            if self.markers.id_of(trigger[0]) is not None:
+                head = ("BLANK_RUN? " if blanks else "") + symbols(trigger, self.markers)
+                self.rules |= {"BLANK_RUN": f"/{BLANK_CLASS}+/"} if blanks else {}
+            else:
+                head = f"/{BLANK_CLASS + '*' if blanks else ''}{literal_regex(trigger)}/"
+            options.append(f"{head} {rest}")
+        return " | ".join(options)
+
+    def text_and_calls(self, where: str, begin: str) -> str:
+        around = self.format.text == "around"
+        first = [f"{self.head(trigger, where, begin)} {rest}" for trigger, rest in self.calls.after_triggers(around)]
+        text = self.text(where, begin) + "?"
+        if not around:
+            return f"{text} | {' | '.join(first)}"
+        tail = self.text("later", "") + "?"
+        more = ""
+        if self.calls.parallel:
+            later = [f"{self.head(trigger, 'later', '')} {rest}" for trigger, rest in self.calls.after_triggers(True)]
+            more = f"({' | '.join(later)})* "
+        return f"{text} | ({' | '.join(first)}) {more}{tail}"
+
+    def head(self, trigger: str, where: str, begin: str) -> str:
+        """Any text up to and with the first trigger."""
+        if self.markers.id_of(trigger[0]) is not None:
+            return f"{self.text(where, begin)}? {symbols(trigger, self.markers)}"
+        name = f"head_{where}"
+        exclusion = f" & ~/{literal_regex(begin)}{ANY}/" if begin else ""
+        self.rules[f"HEAD_{where.upper()}"] = f"/{ANY}{literal_regex(trigger)}/{exclusion}"
+        self.rules[f"{name}[lazy]"] = f"HEAD_{where.upper()}"
+        return name

@@ -1,0 +1,104 @@
+"""What a docstring says of a function and its parameters, in the three styles that are written."""
+
+from __future__ import annotations
+
+import re
+
+__all__ = ["read_docstring"]
+
+_GOOGLE = re.compile(r"(?:Args|Arguments|Parameters|Params|Keyword Args|Keyword Arguments):\s*")
+_UNDERLINE = re.compile(r"-{3,}\s*")
+_GOOGLE_ITEM = re.compile(r"\*{0,2}(\w+)\s*(?:\([^)]*\))?\s*:\s*(.*)")
+_NUMPY_ITEM = re.compile(r"(\*{0,2}\w+(?:\s*,\s*\w+)*)\s*(?::.*)?")
+_REST_ITEM = re.compile(r":(?:param|parameter|arg|argument|key|keyword)\s+(?:[^:]*\s)?\*{0,2}(\w+)\s*:\s*(.*)")
+_REST_FIELD = re.compile(r":\w[^:]*:")
+
+
+def read_docstring(text: str) -> tuple[str, dict[str, str]]:
+    """The first paragraph, and what is said of each parameter. ``text`` as `inspect.getdoc` gives it."""
+    lines = text.splitlines()
+    found = _rest(lines)
+    for index, line in enumerate(lines):
+        following = lines[index + 1] if index + 1 < len(lines) else ""
+        if line.strip() in ("Parameters", "Other Parameters") and _UNDERLINE.fullmatch(following.strip()):
+            found |= _numpy(lines[index + 2 :])
+        elif _GOOGLE.fullmatch(line):
+            found |= _google(lines[index + 1 :])
+    return _first_paragraph(lines), found
+
+
+def _first_paragraph(lines: list[str]) -> str:
+    taken: list[str] = []
+    for index, line in enumerate(lines):
+        following = lines[index + 1].strip() if index + 1 < len(lines) else ""
+        is_section = _GOOGLE.fullmatch(line) or _REST_FIELD.match(line) or _UNDERLINE.fullmatch(following)
+        if is_section or (taken and not line.strip()):
+            break
+        if line.strip():
+            taken.append(line.strip())
+    return " ".join(taken)
+
+
+def _indent(line: str) -> int:
+    return len(line) - len(line.lstrip())
+
+
+def _google(lines: list[str]) -> dict[str, str]:
+    """``name (type): text`` a parameter, further lines deeper."""
+    found: dict[str, list[str]] = {}
+    level, current = 0, None
+    for line in lines:
+        if not line.strip():
+            continue
+        if not _indent(line):
+            break
+        level = level or _indent(line)
+        item = _GOOGLE_ITEM.match(line.strip()) if _indent(line) <= level else None
+        if item:
+            current = item[1]
+            found[current] = [item[2]]
+        elif current:
+            found[current].append(line)
+    return _joined(found)
+
+
+def _numpy(lines: list[str]) -> dict[str, str]:
+    """``name : type`` at the margin, the text deeper, until the next underlined title."""
+    found: dict[str, list[str]] = {}
+    current: list[str] = []
+    for index, line in enumerate(lines):
+        following = lines[index + 1].strip() if index + 1 < len(lines) else ""
+        if _UNDERLINE.fullmatch(following):
+            break
+        if not line.strip():
+            continue
+        if _indent(line):
+            current.append(line)
+            continue
+        item = _NUMPY_ITEM.fullmatch(line.strip())
+        if not item:
+            break
+        current = []
+        for name in item[1].split(","):
+            found[name.strip().lstrip("*")] = current
+    return _joined(found)
+
+
+def _rest(lines: list[str]) -> dict[str, str]:
+    """``:param name: text``, further lines deeper."""
+    found: dict[str, list[str]] = {}
+    current: list[str] | None = None
+    for line in lines:
+        item = _REST_ITEM.match(line.strip())
+        if item:
+            current = found[item[1]] = [item[2]]
+        elif current is not None and line.strip() and _indent(line):
+            current.append(line)
+        else:
+            current = None
+    return _joined(found)
+
+
+def _joined(found: dict[str, list[str]]) -> dict[str, str]:
+    texts = {name: " ".join(line.strip() for line in lines).strip() for name, lines in found.items()}
+    return {name: text for name, text in texts.items() if text}

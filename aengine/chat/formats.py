@@ -1,0 +1,213 @@
+"""How models write tool calls and reasoning: a few strings for each family.
+
+    <tool_call>\\n {"name": "  get_time  ", "arguments":   {"zone": "UTC"}  }\\n</tool_call>     hermes
+    └ trigger                  name                       arguments        after_arguments
+    └────── before_name ────┘        └ before_arguments ┘
+
+    opening  call  (separator call)*  closing        several calls: a group
+
+These strings are all there is to a format. `aengine.chat.compose` writes the grammar from them, and
+`aengine.chat.parser` looks for the very same ones, so what is allowed and what is understood can't differ. They are
+exact, blanks included.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Collection, Iterable, Mapping
+from dataclasses import dataclass, replace
+from typing import Any, Literal
+
+__all__ = ["FORMATS", "Markers", "ReasoningFormat", "TokenId", "ToolFormat", "detect"]
+
+TokenId = Callable[[str], int | None]
+"""The id of a control token, one whose text never comes through; None for anything else, also for added tokens that
+are not special: those are text."""
+
+BLANKS = " \t\r\n"
+"""What may stand between reasoning, text and calls, and is part of none."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ToolFormat:
+    """How one family of models calls tools. A name stands in it as it is: its letters need no quoting anywhere."""
+
+    name: str
+    before_name: str
+    before_arguments: str
+    after_arguments: str
+    """Only when this has come is a call complete."""
+    separator: str
+    """Between two calls of a group."""
+    openings: tuple[str, ...] = ("",)
+    """What a group may begin with: one of these."""
+    closing: str = ""
+    triggers: tuple[str, ...]
+    """For each of ``openings``: what tells a call from text. A prefix of ``opening + before_name``; what follows it is
+    forced, and text can't contain it."""
+    text: Literal["around", "before", "instead"] = "before"
+    """Text may stand before, between and after calls; before them only; or only where there are no calls."""
+    markers: tuple[str, ...] = ()
+    """The parts of these strings that are control tokens in some vocabularies."""
+    id_length: int | None = None
+    """Of a call's id, where the family's chat template insists on one."""
+    parallel: bool = True
+    """Several calls in one answer are usual. False: the family's chat templates can't show them in the next turn."""
+    instructions: str = ""
+    """For the system prompt, with ``{tools}`` in it, if no chat template tells such a model of its tools."""
+
+    def __post_init__(self) -> None:
+        if len(self.triggers) != len(self.openings):
+            raise ValueError(f"the format {self.name} needs one trigger for each opening")
+        for opening, trigger in zip(self.openings, self.triggers, strict=True):
+            if not trigger or not (opening + self.before_name).startswith(trigger):
+                raise ValueError(f"the trigger {trigger!r} of the format {self.name} does not begin its calls")
+
+    def head(self, tool_name: str) -> str:
+        """A call up to its arguments."""
+        return f"{self.before_name}{tool_name}{self.before_arguments}"
+
+    def describe(self, tools: Iterable[Mapping[str, Any]]) -> str:
+        """What a system prompt must say of these tools (`Tool.for_template`); "" if the chat template does."""
+        lines = (json.dumps(tool.get("function", tool), ensure_ascii=False) for tool in tools)
+        return self.instructions.replace("{tools}", "\n".join(lines)) if self.instructions else ""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ReasoningFormat:
+    """What a model thinks before it answers. Optional, unless the prompt has begun it already."""
+
+    begin: str = "<think>"
+    end: str = "</think>"
+    begun: bool = False
+    """The prompt ends with ``begin``, so the completion is reasoning from its first character on."""
+
+    def after_prompt(self, prompt: str) -> ReasoningFormat | None:
+        """As it is after this prompt: begun by it, or None if the prompt has it closed already (thinking is off)."""
+        prompt = prompt.rstrip(BLANKS)
+        if prompt.endswith(self.end) and prompt.removesuffix(self.end).rstrip(BLANKS).endswith(self.begin):
+            return None
+        return replace(self, begun=prompt.endswith(self.begin))
+
+
+HERMES = ToolFormat(
+    name="hermes",
+    before_name='<tool_call>\n{"name": "',
+    before_arguments='", "arguments": ',
+    after_arguments="}\n</tool_call>",
+    separator="\n",
+    triggers=("<tool_call>",),
+    text="around",
+    markers=("<tool_call>", "</tool_call>"),
+)
+LLAMA3 = ToolFormat(
+    name="llama3",
+    before_name='{"name": "',
+    before_arguments='", "parameters": ',
+    after_arguments="}",
+    separator="; ",
+    openings=("", "<|python_tag|>"),
+    triggers=('{"name": "', "<|python_tag|>"),
+    text="instead",
+    markers=("<|python_tag|>",),
+    parallel=False,
+)
+MISTRAL = ToolFormat(
+    name="mistral",
+    before_name='{"name": "',
+    before_arguments='", "arguments": ',
+    after_arguments="}",
+    separator=", ",
+    openings=("[TOOL_CALLS] [",),
+    closing="]",
+    triggers=("[TOOL_CALLS]",),
+    markers=("[TOOL_CALLS]",),
+    id_length=9,
+)
+MISTRAL_TEKKEN = replace(MISTRAL, name="mistral_tekken", openings=("[TOOL_CALLS][",))
+MISTRAL_ARGS = ToolFormat(
+    name="mistral_args",
+    before_name="[TOOL_CALLS]",
+    before_arguments="[ARGS]",
+    after_arguments="",
+    separator="",
+    triggers=("[TOOL_CALLS]",),
+    markers=("[TOOL_CALLS]", "[ARGS]"),
+    id_length=9,
+)
+JSON = ToolFormat(
+    name="json",
+    before_name='{"name": "',
+    before_arguments='", "arguments": ',
+    after_arguments="}",
+    separator=", ",
+    openings=('{"tool_calls": [',),
+    closing="]}",
+    triggers=('{"tool_calls": [',),
+    instructions=(
+        "You can call these functions, each described by a JSON schema, one a line:\n{tools}\n\n"
+        "To call functions, end your answer with a line of this form, and write nothing after it:\n"
+        '{"tool_calls": [{"name": "<name of the function>", "arguments": {<its arguments>}}]}'
+    ),
+)
+
+FORMATS = {known.name: known for known in (HERMES, LLAMA3, MISTRAL, MISTRAL_TEKKEN, MISTRAL_ARGS, JSON)}
+
+
+def detect(chat_template: str, token_names: Collection[str] = ()) -> tuple[ToolFormat, ReasoningFormat | None]:
+    """The formats of a model, by what its chat template says; by its special tokens where the template is silent."""
+    return _tool_format(chat_template, token_names), _reasoning_format(chat_template)
+
+
+def _tool_format(template: str, token_names: Collection[str]) -> ToolFormat:
+    if "<tool_call>" in template and "<function=" not in template:  # Qwen3-Coder writes XML inside
+        return HERMES
+    if "[TOOL_CALLS]" in template:
+        if "[ARGS]" in template:
+            return MISTRAL_ARGS
+        return MISTRAL_TEKKEN if "[TOOL_CALLS][" in template else MISTRAL
+    if "<|start_header_id|>" in template and '"parameters": ' in template:
+        return LLAMA3
+    if not template and "[TOOL_CALLS]" in token_names:
+        return MISTRAL_ARGS if "[ARGS]" in token_names else MISTRAL
+    return JSON
+
+
+def _reasoning_format(template: str) -> ReasoningFormat | None:
+    """Whether it is begun by the template is a guess here; `ReasoningFormat.after_prompt` knows."""
+    found = ReasoningFormat()
+    if found.end not in template:
+        return None
+    prompt = template.rpartition("add_generation_prompt")[2]
+    begin, end = prompt.rfind(found.begin), prompt.rfind(found.end)
+    return replace(found, begun=begin > end)
+
+
+@dataclass(frozen=True, slots=True)
+class Markers:
+    """Which markers are control tokens of a vocabulary.
+
+    Within this package such a token is written as one lone surrogate, which no text contains, so that text and tokens
+    together are one string to search in.
+    """
+
+    ids: tuple[tuple[str, int], ...]
+
+    @classmethod
+    def of(cls, tool_format: ToolFormat | None, reasoning: ReasoningFormat | None, token_id: TokenId) -> Markers:
+        names = list(tool_format.markers) if tool_format is not None else []
+        if reasoning is not None:
+            names += [reasoning.begin, reasoning.end]
+        found = {name: token_id(name) for name in sorted(set(names), key=lambda name: (-len(name), name))}
+        return cls(tuple((name, known) for name, known in found.items() if known is not None))
+
+    def encode(self, text: str) -> str:
+        """A format's string, its tokens as surrogates."""
+        for index, (name, _) in enumerate(self.ids):
+            text = text.replace(name, chr(0xD800 + index))
+        return text
+
+    def id_of(self, letter: str) -> int | None:
+        """The token that a letter stands for."""
+        index = ord(letter) - 0xD800
+        return self.ids[index][1] if 0 <= index < len(self.ids) else None

@@ -1,0 +1,92 @@
+"""What a chat completion consists of, as it streams and as a whole."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import dataclass
+from typing import Any
+
+from ..errors import InvalidRequestError
+
+__all__ = [
+    "ChatMessage",
+    "Delta",
+    "ReasoningDelta",
+    "TextDelta",
+    "ToolCall",
+    "ToolCallDelta",
+    "ToolCallEnd",
+    "ToolCallStart",
+]
+
+
+@dataclass(frozen=True, slots=True)
+class TextDelta:
+    """A piece of the answer's text."""
+
+    text: str
+
+
+@dataclass(frozen=True, slots=True)
+class ReasoningDelta:
+    """A piece of what the model thinks before it answers."""
+
+    text: str
+
+
+@dataclass(frozen=True, slots=True)
+class ToolCallStart:
+    """A call of a tool begins; its arguments follow."""
+
+    index: int
+    id: str
+    name: str
+
+
+@dataclass(frozen=True, slots=True)
+class ToolCallDelta:
+    """A piece of the JSON text of a call's arguments."""
+
+    index: int
+    arguments: str
+
+
+@dataclass(frozen=True, slots=True)
+class ToolCallEnd:
+    """The call is complete. Never comes for a call that was cut off."""
+
+    index: int
+
+
+Delta = TextDelta | ReasoningDelta | ToolCallStart | ToolCallDelta | ToolCallEnd
+
+
+@dataclass(frozen=True, slots=True)
+class ToolCall:
+    """A call that the model asks for."""
+
+    id: str
+    name: str
+    arguments: str
+    """JSON text of an object, whole only if ``is_complete``."""
+    is_complete: bool = True
+    """False: the completion ended inside it, or it is not JSON. Don't run it."""
+
+    def parsed_arguments(self) -> dict[str, Any]:
+        """The arguments as a dict. Raises InvalidRequestError if the call is incomplete."""
+        if not self.is_complete:
+            raise InvalidRequestError(
+                f"the call of {self.name!r} was cut off: let the model finish it with a larger max_tokens",
+                param="max_tokens",
+            )
+        arguments: dict[str, Any] = json.loads(self.arguments)
+        return arguments
+
+
+@dataclass(frozen=True, slots=True)
+class ChatMessage:
+    """The model's answer. What is not there is None, or empty."""
+
+    content: str | None = None
+    reasoning: str | None = None
+    tool_calls: tuple[ToolCall, ...] = ()

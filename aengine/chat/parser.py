@@ -1,0 +1,224 @@
+"""`ChatParser`: a completion, as it streams, into text, reasoning and tool calls.
+
+    reasoning ──> start ──> scanning <──┐   text, until a call's trigger        "<tool_call>"
+                    │          │        │
+                    │        heading ───┤   which tool?                         "\\n{"name": "get_time", "arguments": {"
+                    │          │        │
+                    ├─────> arguments   │   up to the brace that closes them    ""zone": "UTC"}"
+                    │          │        │
+                    │        after      │   the call is complete                "}\\n</tool_call>"
+                    │          │        │
+                    │       between ────┘   another call, or the group's end
+                    └─────> plain           nothing but text from here on
+
+A state looks at the buffer, takes what it understands, and waits for more only while the buffer may still become one
+of the format's strings. So the buffer is short, the work is linear, and what comes out is the same however the text is
+split. Whatever does not follow the format is text; nothing raises.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Mapping, Sequence
+
+from .formats import BLANKS, Markers, ReasoningFormat, TokenId, ToolFormat
+from .messages import ChatMessage, Delta
+from .record import Record
+from .scan import TOKENS, ObjectScanner, held_back
+from .tools import Tool
+
+__all__ = ["ChatParser"]
+
+_PIECE = 1024
+
+
+class ChatParser:
+    """Takes one completion. Give it the tools that the completion may call: none for ``tool_choice="none"``."""
+
+    def __init__(
+        self,
+        tool_format: ToolFormat | None,
+        reasoning: ReasoningFormat | None,
+        tools: Sequence[Tool],
+        has_schema: bool,
+        token_id: TokenId,
+    ) -> None:
+        """``token_id`` as for `compose`; ``has_schema``: an answer without calls is JSON, so calls only stand first."""
+        self._markers = markers = Markers.of(tool_format, reasoning, token_id)
+        self._sentinels = {known: (name, markers.encode(name)) for name, known in markers.ids}
+        self._format = tool_format if tools else None
+        self._names = [tool.name for tool in tools]
+        self._scans = self._format is not None and self._format.text != "instead" and not has_schema
+        self._triggers: dict[str, dict[str, str]] = {}
+        self._next_heads: dict[str, str] = {}
+        self._after_arguments = self._closing = ""
+        self._set_strings()
+        self._begin = markers.encode(reasoning.begin) if reasoning else ""
+        self._end = markers.encode(reasoning.end) if reasoning else ""
+
+        self._record = Record(tool_format.id_length if tool_format else None)
+        if reasoning and reasoning.begun:
+            self._record.start_afresh()
+        self._scanner = ObjectScanner()
+        self._buffer = ""
+        self._state: Callable[[], bool] = self._reasoning if reasoning and reasoning.begun else self._start
+
+    def _set_strings(self) -> None:
+        """The format's strings for these tools. A head includes the brace that opens the arguments."""
+        known, encode = self._format, self._markers.encode
+        if known is None:
+            return
+        for trigger, opening in zip(known.triggers, known.openings, strict=True):
+            heads = {encode(opening + known.head(name)) + "{": name for name in self._names}
+            self._triggers[encode(trigger)] = heads
+        self._next_heads = {encode(known.separator + known.head(name)) + "{": name for name in self._names}
+        self._after_arguments, self._closing = encode(known.after_arguments), encode(known.closing)
+
+    def feed(self, text: str, token_id: int | None = None) -> list[Delta]:
+        """Take the next piece. ``token_id``: the token that ended it, needed where markers are control tokens."""
+        if TOKENS.search(text):  # no detokeniser makes them
+            text = TOKENS.sub("\ufffd", text)
+        if token_id in self._sentinels:
+            name, sentinel = self._sentinels[token_id]
+            text = text.removesuffix(name) + sentinel  # with skip_special_tokens=False its name is there
+        for start in range(0, len(text), _PIECE):  # a state copies what it leaves in the buffer, so that must be short
+            self._buffer += text[start : start + _PIECE]
+            while self._state():
+                pass
+        return self._record.taken()
+
+    def finish(self) -> list[Delta]:
+        """The completion ended: what was held back."""
+        if self._state == self._reasoning:
+            self._record.think(self._buffer)
+        elif self._state not in (self._after, self._between):  # there it is a part of calls
+            self._record.write(self._buffer)
+        self._buffer = ""
+        self._record.finish()
+        self._state = self._plain
+        return self._record.taken()
+
+    @property
+    def message(self) -> ChatMessage:
+        """All of it so far."""
+        return self._record.message
+
+    # States: each takes from the buffer and says whether the next state should go on at once.
+
+    def _reasoning(self) -> bool:
+        body, end, rest = self._buffer.partition(self._end)
+        if not end:
+            held = held_back(body, (self._end,))
+            self._record.think(body[: len(body) - held])
+            self._buffer = body[len(body) - held :]
+            return False
+        self._record.think(body)
+        self._record.start_afresh()
+        return self._go(self._after_reasoning, rest)
+
+    def _after_reasoning(self) -> bool:
+        self._begin = ""
+        self._buffer = self._buffer.lstrip(BLANKS)
+        return bool(self._buffer) and self._go(self._start, self._buffer)
+
+    def _start(self) -> bool:
+        """The first of the answer: reasoning, a call where no text may precede it, or text."""
+        heads: dict[str, str] = {}
+        if not self._scans:
+            for group in self._triggers.values():
+                heads |= group
+        found = self._expect([self._begin] * bool(self._begin) + [*heads])
+        if found is None:
+            return False
+        if found and found == self._begin:
+            self._record.start_afresh()
+            return self._go(self._reasoning, self._buffer[len(found) :])
+        if found:
+            return self._call(heads, found)
+        return self._go(self._scanning if self._scans else self._plain, self._buffer)
+
+    def _scanning(self) -> bool:
+        places = {self._buffer.find(trigger): trigger for trigger in self._triggers}
+        first = min((place for place in places if place >= 0), default=None)
+        if first is None:
+            keep = len(self._buffer) - held_back(self._buffer, self._triggers)
+            self._record.write(self._buffer[:keep])
+            self._buffer = self._buffer[keep:]
+            return False
+        self._record.write(self._buffer[:first])
+        return self._go(self._heading, self._buffer[first:])
+
+    def _heading(self) -> bool:
+        trigger = next(trigger for trigger in self._triggers if self._buffer.startswith(trigger))
+        found = self._expect(self._triggers[trigger])
+        if found is None:
+            return False
+        if found:
+            return self._call(self._triggers[trigger], found)
+        self._record.write(trigger)
+        return self._go(self._scanning, self._buffer[len(trigger) :])
+
+    def _arguments(self) -> bool:
+        end, is_whole = self._scanner.scan(self._buffer)
+        rest = self._buffer[end:]
+        self._record.add_arguments(self._buffer[:end])
+        if is_whole:
+            return self._go(self._after, rest)
+        if rest:  # a control token inside the arguments
+            return self._give_up(rest)
+        self._buffer = ""
+        return False
+
+    def _after(self) -> bool:
+        if self._after_arguments:
+            found = self._expect((self._after_arguments,))
+            if found is None:
+                return False
+            if not found:
+                return self._give_up(self._buffer)
+        self._record.close_call(is_complete=True)
+        self._record.start_afresh()
+        return self._go(self._between, self._buffer[len(self._after_arguments) :])
+
+    def _between(self) -> bool:
+        """After a complete call."""
+        assert self._format is not None
+        if self._scans and self._format.text == "around":
+            return self._go(self._scanning, self._buffer)
+        if not self._buffer:
+            return False
+        found = self._expect([*self._next_heads] + [self._closing] * bool(self._closing))
+        if found is None:
+            return False
+        if found in self._next_heads:
+            return self._call(self._next_heads, found)
+        return self._go(self._plain, self._buffer[len(found) :])
+
+    def _plain(self) -> bool:
+        self._record.write(self._buffer)
+        self._buffer = ""
+        return False
+
+    # What the states share.
+
+    def _go(self, state: Callable[[], bool], rest: str) -> bool:
+        self._state, self._buffer = state, rest
+        return True
+
+    def _expect(self, wanted: Iterable[str]) -> str | None:
+        """Which of ``wanted`` the buffer begins with: "" if it can't be any; None if it takes more to say."""
+        undecided = False
+        for text in wanted:
+            if self._buffer.startswith(text):
+                return text
+            undecided = undecided or text.startswith(self._buffer)
+        return None if undecided else ""
+
+    def _call(self, heads: Mapping[str, str], head: str) -> bool:
+        self._record.open_call(heads[head])
+        self._scanner = ObjectScanner()
+        return self._go(self._arguments, "{" + self._buffer[len(head) :])
+
+    def _give_up(self, rest: str) -> bool:
+        """On a call that does not follow the format."""
+        self._record.close_call(is_complete=False)
+        return self._go(self._scanning if self._scans else self._plain, rest)

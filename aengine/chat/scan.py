@@ -1,0 +1,66 @@
+"""Looking for strings in a text that is still coming: where arguments end, and what may still become a marker."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterable
+
+__all__ = ["ObjectScanner", "held_back", "without_tokens"]
+
+TOKENS = re.compile("[\ud800-\udfff]")
+"""Control tokens, as `aengine.chat.formats.Markers` writes them."""
+_OUTSIDE_STRINGS = re.compile('["{}\\[\\]\ud800-\udfff]')
+_INSIDE_STRINGS = re.compile('["\\\\\ud800-\udfff]')
+
+
+class ObjectScanner:
+    """Finds the end of a JSON object: the brace that closes it, outside strings."""
+
+    __slots__ = ("_depth", "_escaped", "_in_string")
+
+    def __init__(self) -> None:
+        self._depth = 0
+        self._in_string = self._escaped = False
+
+    def scan(self, text: str) -> tuple[int, bool]:
+        """The next piece: how much of it belongs to the object, and whether the object is whole with that.
+
+        Less than all of it and not whole: there is a control token, which no JSON has.
+        """
+        place = 0
+        if self._escaped and text and not TOKENS.match(text):
+            self._escaped, place = False, 1
+        while True:
+            found = (_INSIDE_STRINGS if self._in_string else _OUTSIDE_STRINGS).search(text, place)
+            if found is None:
+                return len(text), False
+            place, letter = found.end(), found[0]
+            if TOKENS.match(letter):
+                return found.start(), False
+            if letter == "\\":
+                if place == len(text) or TOKENS.match(text, place):
+                    self._escaped = True
+                    return place, False
+                place += 1
+            elif letter == '"':
+                self._in_string = not self._in_string
+            else:
+                self._depth += 1 if letter in "{[" else -1
+                if self._depth == 0:
+                    return place, True
+
+
+def held_back(text: str, wanted: Iterable[str]) -> int:
+    """How many characters at the end of ``text`` may be the first ones of a string of ``wanted``."""
+    longest = 0
+    for whole in wanted:
+        for length in range(min(len(whole) - 1, len(text)), longest, -1):
+            if text.endswith(whole[:length]):
+                longest = length
+                break
+    return longest
+
+
+def without_tokens(text: str) -> str:
+    """What of it is text."""
+    return TOKENS.sub("", text)

@@ -1,0 +1,208 @@
+"""`Tool`: something that a model may call, and `ToolChoice`: whether it may, must, or must not."""
+
+from __future__ import annotations
+
+import asyncio
+import inspect
+import json
+import re
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any, Literal
+
+from ..errors import GrammarError, InvalidRequestError
+from ..grammar.schema import check_schema
+from ..grammar.spec import plain_json
+
+__all__ = ["MAX_TOOLS", "Tool", "ToolChoice", "tools_of"]
+
+MAX_TOOLS = 1024
+_NAME = re.compile(r"[A-Za-z0-9_.-]{1,64}")
+_NO_ARGUMENTS: dict[str, Any] = {"type": "object", "properties": {}, "additionalProperties": False}
+
+
+@dataclass(frozen=True, slots=True)
+class Tool:
+    """A function as a model sees it. `Tool.of` makes one of whatever describes it.
+
+    Raises:
+        InvalidRequestError: the name or the parameters can't be used; ``param`` is "tools".
+        GrammarError: ``parameters`` is no JSON schema; ``path`` says where.
+    """
+
+    name: str
+    description: str = ""
+    parameters: Mapping[str, Any] = field(default_factory=lambda: dict(_NO_ARGUMENTS))
+    """JSON schema of an object: the arguments."""
+    function: Callable[..., Any] | None = None
+    """What `call` runs."""
+    strict: bool = True
+    """The arguments follow the schema. False: they are any JSON object."""
+
+    def __post_init__(self) -> None:
+        if not isinstance(self.name, str) or not _NAME.fullmatch(self.name):
+            raise _invalid(f"the tool's name {self.name!r:.90} must be 1 to 64 of the characters A-Z a-z 0-9 _ . -")
+        if not isinstance(self.description, str):
+            raise _invalid(f"the description of the tool {self.name!r} must be a string")
+        if not isinstance(self.strict, bool):
+            raise _invalid(f"strict of the tool {self.name!r} must be True or False")
+        object.__setattr__(self, "parameters", _object_schema(self.name, self.parameters))
+
+    @classmethod
+    def of(cls, thing: Tool | Mapping[str, Any] | Callable[..., Any]) -> Tool:
+        """Of a Python function (its signature and docstring), an OpenAI tool (a dict), or a Tool.
+
+        Functions need pydantic.
+        """
+        if isinstance(thing, Tool):
+            return thing
+        if isinstance(thing, Mapping):
+            return _from_dict(thing)
+        if callable(thing) and not isinstance(thing, type):
+            from .functions import describe
+
+            name, description, parameters = describe(thing)
+            return cls(name, description, parameters, thing)
+        raise _invalid(f"a tool must be a function, a dict as OpenAI's, or a Tool, not {type(thing).__name__}")
+
+    @property
+    def argument_schema(self) -> Mapping[str, Any]:
+        """What the grammar holds the arguments to."""
+        return self.parameters if self.strict else {"type": "object"}
+
+    def for_template(self) -> dict[str, Any]:
+        """As OpenAI writes it, which is what chat templates expect."""
+        function = {"name": self.name, "description": self.description, "parameters": dict(self.parameters)}
+        return {"type": "function", "function": function}
+
+    async def call(self, arguments: str | Mapping[str, Any]) -> Any:
+        """Run the function with these arguments, checked and converted by pydantic. A function that is not async runs
+        in a thread.
+
+        Raises InvalidRequestError when the arguments are wrong or there is no function; else what the function raises.
+        """
+        if self.function is None:
+            raise _invalid(f"the tool {self.name!r} has no function to call: it was given as a schema")
+        from .functions import bind
+
+        given = _read_arguments(self.name, arguments)
+        bound = bind(self.name, self.function, given)
+        if _is_async(self.function):
+            return await self.function(**bound)
+        result = await asyncio.to_thread(self.function, **bound)
+        return await result if inspect.isawaitable(result) else result
+
+
+def tools_of(things: Sequence[Any] | None) -> tuple[Tool, ...]:
+    """A list of tools, each of what `Tool.of` takes. Raises InvalidRequestError if two have one name."""
+    if things is None:
+        return ()
+    if isinstance(things, str | Mapping) or not isinstance(things, Sequence):
+        raise _invalid(f"tools must be a list, not {type(things).__name__}")
+    if len(things) > MAX_TOOLS:
+        raise _invalid(f"there are {len(things)} tools; at most {MAX_TOOLS} can be used")
+    tools = tuple(Tool.of(thing) for thing in things)
+    seen: set[str] = set()
+    for tool in tools:
+        if tool.name in seen:
+            raise _invalid(f"two tools are named {tool.name!r}: give one of them another name")
+        seen.add(tool.name)
+    return tools
+
+
+@dataclass(frozen=True, slots=True)
+class ToolChoice:
+    """Which tools an answer may or must call."""
+
+    mode: Literal["none", "auto", "required", "named"]
+    name: str = ""
+    """Of the one tool, if the mode is "named"."""
+
+    @classmethod
+    def of(cls, value: ToolChoice | str | Mapping[str, Any] | None, tools: Sequence[Tool]) -> ToolChoice:
+        """Of "none", "auto", "required", a tool's name, or OpenAI's dict for a name. None: "auto" if there are tools.
+
+        Raises InvalidRequestError naming ``tool_choice``.
+        """
+        if isinstance(value, ToolChoice):
+            return value if value.mode != "named" else cls.of({"name": value.name}, tools)
+        if value is None:
+            return cls("auto" if tools else "none")
+        if value in ("none", "auto"):
+            return cls(value)  # type: ignore[arg-type]
+        if value == "required":
+            if not tools:
+                raise InvalidRequestError("tool_choice='required' needs at least one tool", param="tool_choice")
+            return cls("required")
+        name = value
+        if isinstance(value, Mapping):
+            inner = value.get("function", value)
+            name = inner.get("name") if isinstance(inner, Mapping) else None  # type: ignore[assignment]
+        if not isinstance(name, str) or all(tool.name != name for tool in tools):
+            known = ", ".join(repr(tool.name) for tool in tools[:20]) or "none"
+            raise InvalidRequestError(
+                f"tool_choice={value!r:.90} is not valid: it must be 'none', 'auto', 'required' or the name of a tool; "
+                f"the tools are {known}",
+                param="tool_choice",
+            )
+        return cls("named", name)
+
+    def allowed(self, tools: Sequence[Tool]) -> tuple[Tool, ...]:
+        """Those that the answer may call."""
+        if self.mode == "none":
+            return ()
+        return tuple(tool for tool in tools if self.mode != "named" or tool.name == self.name)
+
+
+def _invalid(message: str) -> InvalidRequestError:
+    return InvalidRequestError(message, param="tools")
+
+
+def _from_dict(thing: Mapping[str, Any]) -> Tool:
+    kind = thing.get("type", "function")
+    if kind != "function":
+        raise _invalid(f"a tool of type {kind!r:.90} can't be used: only functions can")
+    inner = thing.get("function", thing)
+    if not isinstance(inner, Mapping) or "name" not in inner:
+        raise _invalid("a tool needs a name: {'type': 'function', 'function': {'name': ..., 'parameters': {...}}}")
+    parameters, strict = inner.get("parameters"), inner.get("strict")
+    return Tool(
+        name=inner["name"],
+        description="" if inner.get("description") is None else inner["description"],
+        parameters=dict(_NO_ARGUMENTS) if parameters is None else parameters,
+        strict=True if strict is None else strict,
+    )
+
+
+def _object_schema(name: str, parameters: object) -> dict[str, Any]:
+    if not isinstance(parameters, Mapping):
+        raise _invalid(f"the parameters of the tool {name!r} must be a JSON schema (a dict), not {parameters!r:.80}")
+    try:
+        schema: dict[str, Any] = plain_json(parameters)
+        check_schema(schema)
+    except GrammarError as error:
+        raise GrammarError(f"the tool {name!r}: {error}", kind=error.kind, path=error.path) from None
+    if not schema:
+        return dict(_NO_ARGUMENTS)
+    if schema.get("type", "object") != "object":
+        raise _invalid(
+            f"the parameters of the tool {name!r} must be the schema of an object, but their type is "
+            f"{schema['type']!r:.80}: name each argument under 'properties'"
+        )
+    return {"type": "object", **schema}
+
+
+def _read_arguments(name: str, arguments: str | Mapping[str, Any]) -> dict[str, Any]:
+    value: object = arguments
+    if isinstance(arguments, str):
+        try:
+            value = json.loads(arguments or "{}")
+        except (ValueError, RecursionError) as error:
+            raise InvalidRequestError(f"the arguments of {name!r} are not JSON: {error}", param="arguments") from None
+    if not isinstance(value, Mapping):
+        raise InvalidRequestError(f"the arguments of {name!r} must be a JSON object", param="arguments")
+    return dict(value)
+
+
+def _is_async(function: Callable[..., Any]) -> bool:
+    return inspect.iscoroutinefunction(function) or inspect.iscoroutinefunction(getattr(function, "__call__", None))  # noqa: B004

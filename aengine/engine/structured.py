@@ -1,0 +1,163 @@
+"""Grammars of the running requests: compiled before they are queued; advanced, and turned into bitmasks, beside the
+forward.
+
+    admission ──prepare──> Compiled ──RequestGrammar──> Request.grammar      (compile pool, never the loop)
+
+    step N     [ forward N ][ sample N ]
+    step N+1                [ forward N+1 ...........  ][ sample N+1 ]       a forward needs no grammar, sampling does
+    host                    answer N ─> accept ids of N, fill rows ─> GRAMMAR frame N+1
+
+The ids of an answer are only noted by the loop. The lane, one thread, lets the matchers accept them and fills the rows
+of the next step, mostly without the GIL; so each matcher is touched by one thread at a time.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from typing import TYPE_CHECKING, NamedTuple
+
+from ..errors import EngineClosedError, GrammarError, InternalError
+from ..params import StructuredOutput
+from .threads import run_in_thread
+
+if TYPE_CHECKING:
+    from ..grammar.backend import Compiled
+    from ..grammar.compiler import GrammarCompiler
+    from ..grammar.spec import GrammarSpec
+    from .tokenizer import Tokenizer
+
+__all__ = ["GrammarService", "MaskJob", "RequestGrammar"]
+
+
+class RequestGrammar:
+    """One request's place in its grammar, and the ids that it has got since."""
+
+    __slots__ = ("matcher", "pending", "warnings")
+
+    def __init__(self, compiled: Compiled) -> None:
+        self.matcher = compiled.matcher()
+        self.warnings = compiled.warnings
+        self.pending: list[int] = []  # committed, not yet accepted
+
+
+class MaskJob(NamedTuple):
+    """One row of a bitmask that is due."""
+
+    batch_idx: int
+    grammar: RequestGrammar
+    token_ids: list[int]  # to accept first
+
+
+class GrammarService:
+    """Compiles and fills for one engine; lives on its loop."""
+
+    def __init__(self, tokenizer: Tokenizer, vocab_size: int) -> None:
+        self._tokenizer = tokenizer
+        self.vocab_size = vocab_size
+        self._row_words = (vocab_size + 31) // 32
+        self._compiler: GrammarCompiler | None = None
+        self._starting: asyncio.Task[GrammarCompiler] | None = None
+        self._lane: ThreadPoolExecutor | None = None
+        self._warming: asyncio.Task[None] | None = None
+        self._closed = False
+
+    def begin_warm_up(self) -> None:
+        """Load the grammar library while the engine starts: it holds the GIL for up to 2 s, at the first use of all."""
+        self._warming = asyncio.get_running_loop().create_task(self._warm_up(), name="aengine-grammar-warm-up")
+
+    async def _warm_up(self) -> None:
+        try:
+            await (await self._started()).warm_up()
+        except (GrammarError, EngineClosedError):
+            pass  # whoever asks for a grammar is told
+
+    async def _started(self) -> GrammarCompiler:
+        if self._closed:
+            raise EngineClosedError("the engine is closed: it compiles no more grammars")
+        if self._compiler is not None:
+            return self._compiler
+        if self._starting is None:
+            self._starting = asyncio.get_running_loop().create_task(self._start(), name="aengine-grammar-start")
+        return await asyncio.shield(self._starting)
+
+    async def _start(self) -> GrammarCompiler:
+        from ..grammar.compiler import GrammarCompiler
+        from ..grammar.vocabulary import Vocabulary
+
+        vocabulary = await run_in_thread("vocabulary", Vocabulary.of, self._tokenizer, self.vocab_size)
+        if self._closed:
+            raise EngineClosedError("the engine is closed: it compiles no more grammars")
+        self._compiler = GrammarCompiler(vocabulary)
+        return self._compiler
+
+    async def prepare(self, wanted: StructuredOutput | GrammarSpec) -> Compiled:
+        """The compiled grammar. Raises GrammarError, EngineOverloadedError, EngineClosedError, InternalError."""
+        from ..grammar.spec import spec_of
+
+        if isinstance(wanted, StructuredOutput):
+            # A large schema is walked for some 50 ms: not on the loop.
+            wanted = await run_in_thread("grammar-spec", spec_of, wanted)
+        return await (await self._started()).compile(wanted)
+
+    async def explain(self, blame: Callable[[Callable[[GrammarSpec], object]], GrammarError]) -> GrammarError:
+        """What ``blame`` finds when it may compile parts of a grammar that was refused, in a thread."""
+        compiler = await self._started()
+        return await run_in_thread("grammar-blame", blame, compiler.compile_now)
+
+    async def fill(self, jobs: Sequence[MaskJob]) -> tuple[bytearray, dict[int, Exception]]:
+        """int32 [len(jobs), ceil(vocab_size / 32)], row by row, and the rows that failed, which allow everything."""
+        if self._lane is None:
+            if self._closed:
+                raise EngineClosedError("the engine is closed: it fills no more bitmasks")
+            self._lane = ThreadPoolExecutor(1, thread_name_prefix="aengine-grammar")
+        return await asyncio.get_running_loop().run_in_executor(self._lane, self._fill, jobs)
+
+    def _fill(self, jobs: Sequence[MaskJob]) -> tuple[bytearray, dict[int, Exception]]:
+        from ..grammar.backend import MatcherError, fill_batch
+
+        rows = bytearray(4 * self._row_words * len(jobs))
+        bitmask = memoryview(rows).cast("i", shape=[len(jobs), self._row_words]) if jobs else None
+        failed: dict[int, Exception] = {}
+        due = []
+        for row, job in enumerate(jobs):
+            try:
+                accepted = job.grammar.matcher.accept(job.token_ids)
+            except MatcherError as error:
+                failed[row] = error
+                continue
+            if accepted == len(job.token_ids):
+                due.append((job.grammar.matcher, row))
+            else:
+                refused = job.token_ids[accepted]
+                failed[row] = InternalError(f"token {refused} was sampled, which the grammar does not allow here")
+        failed |= fill_batch(due, bitmask)
+        size = 4 * self._row_words
+        for row in failed:
+            rows[row * size : (row + 1) * size] = b"\xff" * size
+        return rows, failed
+
+    def close(self) -> None:
+        """From any thread; nothing is awaited. Threads end by themselves."""
+        self._closed = True
+        if self._compiler is not None:
+            self._compiler.abandon()
+        if self._lane is not None:
+            self._lane.shutdown(wait=False, cancel_futures=True)
+
+    async def aclose(self) -> None:
+        """`close`, and wait for the threads; for a compile in progress a second at most."""
+        self._closed = True
+        tasks = [task for task in (self._warming, self._starting) if task is not None]
+        for task in tasks:
+            task.cancel()
+        for task in tasks:
+            await asyncio.wait([task])
+            if not task.cancelled():
+                task.exception()
+        if self._compiler is not None:
+            await self._compiler.aclose()
+        lane, self._lane = self._lane, None
+        if lane is not None:
+            await run_in_thread("grammar-lane", lane.shutdown)

@@ -1,0 +1,1 @@
+"""What a text may be: constraints, and the two libraries that hold a model to them."""

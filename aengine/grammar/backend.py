@@ -1,0 +1,205 @@
+"""What a grammar library must be able to do, and the one place that names them.
+
+    GrammarSpec ──Backend.compile──> Compiled ──matcher()──> Matcher      one request's place in the grammar
+     (text)      (slow, in a pool)   (cached)   (< 0.1 ms)     ├─ fill     which tokens may come next: one row of bits
+                                                               └─ accept   this one came
+
+A bitmask is int32, [rows, ceil(vocab_size / 32)], C-contiguous; bit ``id % 32`` of word ``id // 32`` says whether the
+token ``id`` may come. It is anything with a writable buffer: a numpy array, a memoryview over shared memory.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import threading
+from collections.abc import Callable, Sequence
+from typing import TYPE_CHECKING, Any, Protocol
+
+from ..errors import EngineClosedError, GrammarError
+
+if TYPE_CHECKING:
+    from .spec import GrammarSpec
+    from .vocabulary import Vocabulary
+
+__all__ = [
+    "Backend",
+    "Backends",
+    "Bitmask",
+    "Compiled",
+    "Load",
+    "Matcher",
+    "MatcherError",
+    "address_of",
+    "fill_batch",
+    "load_backend",
+]
+
+Bitmask = Any
+"""int32 [rows, ceil(vocab_size / 32)], C-contiguous, writable, on the host."""
+
+
+class MatcherError(RuntimeError):
+    """The matcher of one request failed; that request ends, nothing else."""
+
+
+class Matcher(Protocol):
+    """One request's place in a grammar. Not for two threads at once."""
+
+    def fill(self, bitmask: Bitmask, row: int) -> None:
+        """Write which tokens may come next into ``bitmask[row]``; once finished, only end-of-sequence ids may.
+
+        Lets go of the GIL. Raises MatcherError, and then the row means nothing.
+        """
+
+    def accept(self, token_ids: Sequence[int]) -> int:
+        """Move on by as many of ``token_ids`` as the grammar allows, and say how many that were.
+
+        A token that is refused leaves the matcher as it was. An end-of-sequence id counts as one token. Raises
+        MatcherError.
+        """
+
+    def rollback(self, num_tokens: int) -> None:
+        """Undo the last ``num_tokens`` accepted. Raises MatcherError if there were fewer."""
+
+    def forced_tokens(self) -> list[int]:
+        """What must come next, if it is certain, as the tokenizer would write it; may be empty."""
+
+    def clone(self) -> Matcher:
+        """Another matcher at the same place."""
+
+    @property
+    def is_accepting(self) -> bool:
+        """Whether the text may end here."""
+
+    @property
+    def is_finished(self) -> bool:
+        """Whether end-of-sequence was accepted, or nothing else can come."""
+
+
+class Compiled(Protocol):
+    """A grammar that is ready for any number of requests, in any thread."""
+
+    @property
+    def spec(self) -> GrammarSpec: ...
+
+    @property
+    def warnings(self) -> tuple[str, ...]:
+        """What of the schema is not enforced; only with ``relax``."""
+
+    @property
+    def num_bytes(self) -> int:
+        """An estimate of the memory it holds."""
+
+    def matcher(self) -> Matcher:
+        """A matcher at the start; takes under 0.1 ms."""
+
+
+class Backend(Protocol):
+    """A grammar library for one vocabulary. Its methods may be called from any thread."""
+
+    @property
+    def name(self) -> str: ...
+
+    def compile(self, spec: GrammarSpec) -> Compiled:
+        """Blocking, for a thread of a pool. Raises GrammarError."""
+
+    def close(self) -> None:
+        """Ends what it started. A compile in progress may fail; matchers stay usable."""
+
+
+def load_backend(name: str, vocabulary: Vocabulary, timeout: float = 2.0) -> Backend:
+    """The backend of that name for ``vocabulary``. Blocking: up to 2 s, most of it with the GIL held.
+
+    ``timeout``: seconds after which a compile is killed, by a backend that can (xgrammar). Raises GrammarError when the
+    library is missing or can't read the tokenizer.
+    """
+    if name == "xgrammar":
+        from .xgrammar import XGrammarBackend
+
+        return XGrammarBackend(vocabulary, timeout=timeout)
+    from .llguidance import LLGuidanceBackend
+
+    return LLGuidanceBackend(vocabulary)
+
+
+Load = Callable[[str, "Vocabulary", float], Backend]
+"""Makes a backend, as `load_backend` does."""
+
+
+class Backends:
+    """The backends that were asked for, each built once, in whichever thread needs it first."""
+
+    def __init__(self, vocabulary: Vocabulary, timeout: float, load: Load = load_backend) -> None:
+        self._vocabulary = vocabulary
+        self._timeout = timeout
+        self._load = load
+        self._lock = threading.Lock()
+        self._built: dict[str, Backend | GrammarError] = {}
+        self._closed = False
+
+    def get(self, name: str) -> Backend:
+        """Raises GrammarError when it can't serve this model, and EngineClosedError."""
+        with self._lock:
+            if self._closed:
+                raise EngineClosedError("the engine is closed: it compiles no more grammars")
+            if name not in self._built:
+                try:
+                    self._built[name] = self._load(name, self._vocabulary, self._timeout)
+                except GrammarError as error:
+                    self._built[name] = error
+            found = self._built[name]
+        if isinstance(found, GrammarError):
+            raise GrammarError(str(found), kind=found.kind, path=found.path)
+        return found
+
+    def close(self) -> None:
+        """Does not wait for a backend that is being built; that one is never used."""
+        self._closed = True
+        for backend in list(self._built.values()):
+            if not isinstance(backend, GrammarError):
+                backend.close()
+
+
+def fill_batch(items: Sequence[tuple[Matcher, int]], bitmask: Bitmask) -> dict[int, MatcherError]:
+    """`Matcher.fill` for several requests, in several threads where the library can.
+
+    Each item is a matcher and the row that is its own. Returns the rows that failed, with why; the others are filled.
+    Rows that are not listed stay as they were.
+    """
+    failed: dict[int, MatcherError] = {}
+    groups: dict[type, list[tuple[Any, int]]] = {}
+    for matcher, row in items:
+        groups.setdefault(type(matcher), []).append((matcher, row))
+    for kind, group in groups.items():
+        fill_group = getattr(kind, "fill_group", _one_by_one)
+        failed |= fill_group(group, bitmask)
+    return failed
+
+
+def _one_by_one(items: Sequence[tuple[Matcher, int]], bitmask: Bitmask) -> dict[int, MatcherError]:
+    failed: dict[int, MatcherError] = {}
+    for matcher, row in items:
+        try:
+            matcher.fill(bitmask, row)
+        except MatcherError as error:
+            failed[row] = error
+    return failed
+
+
+def address_of(bitmask: Bitmask, rows: Sequence[int], row_bytes: int) -> tuple[int, memoryview]:
+    """Where ``bitmask`` lies in memory, and its bytes, which must be kept while the address is used.
+
+    Raises ValueError if it has not the shape that the libraries write blindly, or lacks one of ``rows``.
+    """
+    view = memoryview(bitmask)
+    fits = view.ndim == 2 and view.itemsize == 4 and view.shape is not None and view.shape[1] * 4 == row_bytes
+    if not fits or view.readonly or not view.c_contiguous:
+        raise ValueError(
+            f"a bitmask must be a writable, C-contiguous int32 [rows, {row_bytes // 4}], not {view.format} {view.shape}"
+        )
+    assert view.shape is not None
+    for row in rows:
+        if not 0 <= row < view.shape[0]:
+            raise ValueError(f"the bitmask has no row {row}: it has {view.shape[0]}")
+    flat = view.cast("B")
+    return ctypes.addressof(ctypes.c_char.from_buffer(flat)), flat

@@ -1,0 +1,296 @@
+"""The default backend: llguidance, which compiles in milliseconds and refuses what it can't enforce.
+
+The library's traps, and what is done about each (measured; versions 1.9):
+
+- A wrong token or a rollback too far makes its matcher useless for ever, and masks of such a matcher say "only the
+  end", silently. So tokens are validated before they are accepted, rollbacks are counted, and the error state is looked
+  at after each call.
+- End of sequence is counted by ``rollback`` in some states and not in others. So it is never given to the library: it
+  is a flag here.
+- Constructors don't raise, and limits may only be noticed by the first masks. So those are computed at compile time.
+- Consuming several tokens without masks between them runs out of the default lexer fuel, and so rejects right texts.
+  Hence the higher `_limits`.
+- A schema can carry ``x-guidance``, options for the compiler: taken out.
+"""
+
+from __future__ import annotations
+
+import functools
+import os
+import threading
+from collections.abc import Sequence
+
+import llguidance
+
+from ..errors import GrammarError
+from .backend import Bitmask, MatcherError, address_of
+from .llguidance_errors import grammar_error, matcher_message
+from .llguidance_grammar import grammar_of
+from .spec import GrammarSpec
+from .vocabulary import Vocabulary, name_of
+
+__all__ = ["LLGuidanceBackend", "LLGuidanceMatcher"]
+
+_MIN_PARALLEL = 8
+"""Fewer rows are filled one by one: handing them to threads takes longer."""
+_BYTES_PER_GRAMMAR = 256 << 10
+"""Measured: 0.35 MB on average with the lexer's states after a walk, 1.3 MB at most, for 49,152 tokens."""
+
+
+@functools.cache
+def _limits() -> llguidance.LLParserLimits:
+    return llguidance.LLParserLimits(
+        max_items_in_row=5000,  # about 1,250 optional properties, whose masks take 5 ms; the default refuses 500
+        initial_lexer_fuel=4_000_000,
+        step_lexer_fuel=200_000,
+        step_max_items=50_000,
+        max_lexer_states=250_000,
+        max_grammar_size=500_000,
+        precompute_large_lexemes=True,
+        verbose_errors=False,
+    )
+
+
+class LLGuidanceBackend:
+    """Holds the tokenizer in the library's form (33 MB for 49,152 tokens). Making it holds the GIL for up to 2 s."""
+
+    name = "llguidance"
+
+    def __init__(self, vocabulary: Vocabulary, *, fill_threads: int | None = None) -> None:
+        """``fill_threads``: for `fill_batch`; None: half the cores, 8 at most. Raises GrammarError."""
+        self.vocabulary = vocabulary
+        self.row_bytes = vocabulary.row_bytes
+        self.eos_ids = frozenset(vocabulary.eos_ids)
+        self.eos_row = vocabulary.eos_row()
+        self.tokenizer = _tokenizer_of(vocabulary)
+        self._probes = _probes(vocabulary)
+        self._fill_threads = max(1, min(8, (os.cpu_count() or 1) // 2)) if fill_threads is None else fill_threads
+        self._executor: llguidance.LLExecutor | None = None
+        self._lock = threading.Lock()
+
+    def compile(self, spec: GrammarSpec) -> LLGuidanceCompiled:
+        try:
+            root = llguidance.LLMatcher(self.tokenizer, grammar_of(spec), log_level=0, limits=_limits())
+            self._check(root)
+            self._first_masks(root)
+            warnings = tuple(root.get_grammar_warnings())
+        except GrammarError:
+            raise
+        except BaseException as error:  # ValueError, and pyo3's PanicException, which is no Exception
+            if isinstance(error, KeyboardInterrupt | SystemExit | MemoryError):
+                raise
+            raise grammar_error(spec, str(error)) from None
+        return LLGuidanceCompiled(self, spec, warnings, root)
+
+    def close(self) -> None:
+        with self._lock:
+            self._executor = None
+
+    def executor(self) -> llguidance.LLExecutor | None:
+        """Threads that compute masks, started when first needed; None when there is one core to use."""
+        if self._fill_threads < 2:
+            return None
+        with self._lock:
+            if self._executor is None:
+                self._executor = llguidance.LLExecutor(self._fill_threads)
+            return self._executor
+
+    def _first_masks(self, root: llguidance.LLMatcher) -> None:
+        """Run into the limits now instead of at a request's first tokens."""
+        scratch = memoryview(bytearray(self.row_bytes)).cast("i", (1, self.row_bytes // 4))
+        address, _kept = address_of(scratch, (0,), self.row_bytes)
+        root.unsafe_compute_mask_ptr(address, self.row_bytes)
+        self._check(root)
+        for probe in self._probes:  # an object's keys, where a schema with many of them is largest
+            there = root.deep_copy()
+            for token_id in probe:
+                if there.validate_tokens([token_id]) != 1 or there.try_consume_tokens([token_id]) != 1:
+                    break
+                there.unsafe_compute_mask_ptr(address, self.row_bytes)
+            self._check(there)
+
+    @staticmethod
+    def _check(matcher: llguidance.LLMatcher) -> None:
+        if matcher.is_error():
+            raise ValueError(matcher.get_error())
+
+
+def _probes(vocabulary: Vocabulary) -> list[list[int]]:
+    ids = {text: i for i, text in reversed(list(enumerate(vocabulary.token_bytes))) if text in (b"{", b'"')}
+    return [[ids[b"{"], ids[b'"']]] if len(ids) == 2 else []
+
+
+def _tokenizer_of(vocabulary: Vocabulary) -> llguidance.LLTokenizer:
+    """From tokenizer.json where the library reads it as we do, else from the bytes of each token."""
+    if not vocabulary.eos_ids:
+        raise GrammarError(
+            "structured output needs a model with an end-of-sequence token, and this model's tokenizer names none",
+            kind="unsupported",
+        )
+    eos_ids = list(vocabulary.eos_ids)
+    try:
+        tokenizer = llguidance.LLTokenizer(vocabulary.tokenizer_json, n_vocab=vocabulary.vocab_size, eos_token=eos_ids)
+        if _agrees(tokenizer, vocabulary):
+            return tokenizer
+    except ValueError:  # a decoder that it does not know, or more tokens than logits
+        pass
+    try:
+        wrapped = llguidance.TokenizerWrapper(_ByBytes(vocabulary))
+        return llguidance.LLTokenizer(wrapped, n_vocab=vocabulary.vocab_size, eos_token=eos_ids)
+    except Exception as error:
+        raise GrammarError(
+            f"llguidance can't read this model's tokenizer: {matcher_message(str(error))}", kind="unsupported"
+        ) from error
+
+
+def _agrees(tokenizer: llguidance.LLTokenizer, vocabulary: Vocabulary) -> bool:
+    """Whether the library knows every token as control or as the text that our detokenizer makes of it."""
+    for token_id, text in enumerate(vocabulary.token_bytes):
+        if not tokenizer.is_special_token(token_id) and tokenizer.decode_bytes([token_id]) != text:
+            return False
+    return True
+
+
+class _ByBytes:
+    """A tokenizer as `llguidance.TokenizerWrapper` takes it: forced text is cut into the longest tokens."""
+
+    def __init__(self, vocabulary: Vocabulary) -> None:
+        self.eos_token_id = vocabulary.eos_ids[0]
+        self.bos_token_id = None
+        self.special_token_ids = [i for i, text in enumerate(vocabulary.token_bytes) if not text]
+        self.tokens = [text or name_of(i).encode() for i, text in enumerate(vocabulary.token_bytes)]
+        self._ids = {text: i for i, text in enumerate(vocabulary.token_bytes) if text}
+        self._longest = max(map(len, self._ids), default=1)
+
+    def __call__(self, text: bytes) -> list[int]:
+        ids: list[int] = []
+        start = 0
+        while start < len(text):
+            ends = range(min(len(text), start + self._longest), start, -1)
+            end = next((end for end in ends if text[start:end] in self._ids), None)
+            if end is None:  # no token begins so: the rest can't be written
+                break
+            ids.append(self._ids[text[start:end]])
+            start = end
+        return ids
+
+
+class LLGuidanceCompiled:
+    """A compiled grammar. The matchers made of it share what its lexer has learnt."""
+
+    __slots__ = ("_backend", "_root", "num_bytes", "spec", "warnings")
+
+    def __init__(
+        self, backend: LLGuidanceBackend, spec: GrammarSpec, warnings: tuple[str, ...], root: llguidance.LLMatcher
+    ) -> None:
+        self.spec = spec
+        self.warnings = warnings
+        self.num_bytes = _BYTES_PER_GRAMMAR + 8 * len(spec.text)
+        self._backend = backend
+        self._root = root
+
+    def matcher(self) -> LLGuidanceMatcher:
+        return LLGuidanceMatcher(self._backend, self._root.deep_copy())
+
+
+class LLGuidanceMatcher:
+    """One request's place; see `aengine.grammar.backend.Matcher`."""
+
+    __slots__ = ("_backend", "_ended", "_inner", "_num_tokens")
+
+    def __init__(self, backend: LLGuidanceBackend, inner: llguidance.LLMatcher) -> None:
+        self._backend = backend
+        self._inner = inner
+        self._num_tokens = 0  # accepted by the library: without the end
+        self._ended = False
+
+    def fill(self, bitmask: Bitmask, row: int) -> None:
+        row_bytes = self._backend.row_bytes
+        address, view = address_of(bitmask, (row,), row_bytes)
+        if self._ended:
+            view[row * row_bytes : (row + 1) * row_bytes] = self._backend.eos_row
+            return
+        self._inner.unsafe_compute_mask_ptr(address + row * row_bytes, row_bytes)
+        self._check()
+
+    @staticmethod
+    def fill_group(items: Sequence[tuple[LLGuidanceMatcher, int]], bitmask: Bitmask) -> dict[int, MatcherError]:
+        """`fill` of several matchers of one backend, in the library's threads."""
+        running = [(matcher, row) for matcher, row in items if not matcher._ended]
+        backend = items[0][0]._backend
+        executor = backend.executor() if len(running) >= _MIN_PARALLEL else None
+        if executor is not None:
+            address, view = address_of(bitmask, [row for _, row in running], backend.row_bytes)
+            inner = [(matcher._inner, row) for matcher, row in running]
+            executor.unsafe_compute_mask_ptr(inner, address, backend.row_bytes, len(view) // backend.row_bytes)
+        failed: dict[int, MatcherError] = {}
+        for matcher, row in items:
+            try:
+                if executor is None or matcher._ended:
+                    matcher.fill(bitmask, row)
+                else:
+                    matcher._check()
+            except MatcherError as error:
+                failed[row] = error
+        return failed
+
+    def accept(self, token_ids: Sequence[int]) -> int:
+        self._check()
+        eos_ids = self._backend.eos_ids
+        ids = list(token_ids)
+        accepted = 0
+        while accepted < len(ids) and not self._ended:
+            if ids[accepted] in eos_ids and self._inner.is_accepting():
+                self._ended = True
+                return accepted + 1
+            end = next((i for i in range(accepted + 1, len(ids)) if ids[i] in eos_ids), len(ids))
+            consumed = self._consume(ids[accepted:end])
+            accepted += consumed
+            if accepted < end:
+                break
+        return accepted
+
+    def rollback(self, num_tokens: int) -> None:
+        self._check()
+        if not 0 <= num_tokens <= self._num_tokens + self._ended:
+            raise MatcherError(f"can't undo {num_tokens} tokens: {self._num_tokens + self._ended} were accepted")
+        if num_tokens and self._ended:
+            self._ended = False
+            num_tokens -= 1
+        if num_tokens:
+            self._inner.rollback(num_tokens)
+            self._num_tokens -= num_tokens
+            self._check()
+
+    def forced_tokens(self) -> list[int]:
+        if self._ended:
+            return []
+        forced = self._inner.compute_ff_tokens()
+        self._check()
+        return forced
+
+    def clone(self) -> LLGuidanceMatcher:
+        other = LLGuidanceMatcher(self._backend, self._inner.deep_copy())
+        other._num_tokens, other._ended = self._num_tokens, self._ended
+        return other
+
+    @property
+    def is_accepting(self) -> bool:
+        return self._ended or self._inner.is_accepting()
+
+    @property
+    def is_finished(self) -> bool:
+        return self._ended or (self._inner.is_stopped() and not self._inner.is_error())
+
+    def _consume(self, token_ids: list[int]) -> int:
+        vocab_size = self._backend.vocabulary.vocab_size
+        known = next((i for i, token_id in enumerate(token_ids) if not 0 <= token_id < vocab_size), len(token_ids))
+        allowed = self._inner.validate_tokens(token_ids[:known])
+        consumed = self._inner.try_consume_tokens(token_ids[:allowed]) if allowed else 0
+        self._num_tokens += consumed
+        self._check()
+        return consumed
+
+    def _check(self) -> None:
+        if self._inner.is_error():
+            raise MatcherError(f"the grammar can't be followed any further: {matcher_message(self._inner.get_error())}")

@@ -1,0 +1,61 @@
+"""A `GrammarSpec` as llguidance reads it."""
+
+from __future__ import annotations
+
+import json
+from typing import Any
+
+import llguidance
+
+from ..errors import GrammarError
+from .spec import GrammarSpec
+
+__all__ = ["grammar_of", "json_options"]
+
+
+def grammar_of(spec: GrammarSpec) -> str:
+    """Raises GrammarError or ValueError; most faults are only found by the matcher that is made of it."""
+    if spec.kind == "json_schema":
+        schema = json.loads(spec.text)
+        if schema is False:
+            raise GrammarError("the JSON schema is false, which no value fits", kind="unsatisfiable", path="$")
+        if schema is True:
+            schema = {}
+        if not isinstance(schema, dict):
+            raise GrammarError("a JSON schema is an object, true or false", kind="invalid", path="$")
+        schema.pop("x-guidance", None)
+        text = json.dumps(schema, ensure_ascii=False)
+        return llguidance.LLMatcher.grammar_from_json_schema(text, overrides=json_options(spec))  # type: ignore[arg-type]
+    if spec.kind == "regex":
+        return llguidance.LLMatcher.grammar_from_regex(spec.text)
+    if spec.kind == "choice":
+        options = " | ".join(map(_lark_string, json.loads(spec.text)))
+        return llguidance.LLMatcher.grammar_from_lark(f"start: OPTION\nOPTION: {options}\n")
+    if spec.kind == "ebnf":
+        return llguidance.grammar_from("ebnf", spec.text)
+    return llguidance.LLMatcher.grammar_from_lark(spec.text)
+
+
+def json_options(spec: GrammarSpec) -> dict[str, Any]:
+    """How JSON is written and what is enforced; the meaning of a schema's "x-guidance" inside a Lark grammar too."""
+    compact = spec.whitespace == "compact"
+    return {
+        "whitespace_flexible": not compact,
+        "item_separator": ", " if compact else ",",
+        "key_separator": ": " if compact else ":",
+        "lenient": spec.relax,
+        "coerce_one_of": spec.relax,
+    }
+
+
+def _lark_string(text: str) -> str:
+    """A Lark literal. The library reads fewer escapes than JSON has: no \\u, but \\xHH."""
+    letters = []
+    for letter in text:
+        if letter in '"\\':
+            letters.append("\\" + letter)
+        elif letter < " " or letter == "\x7f":
+            letters.append(f"\\x{ord(letter):02x}")
+        else:
+            letters.append(letter)
+    return '"' + "".join(letters) + '"'

@@ -1,0 +1,199 @@
+"""Structured output over a fake worker, which takes any token that the bitmask allows."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import random
+from collections.abc import Callable
+from typing import Literal
+
+import pytest
+from conftest_api import settled
+from pydantic import BaseModel, Field, field_validator
+
+from aengine import AsyncLLM, GrammarError, InternalError, InvalidRequestError, SamplingParams, StructuredOutput
+from aengine.engine.structured import RequestGrammar
+from aengine.grammar.backend import MatcherError
+
+Make = Callable[..., AsyncLLM]
+pytestmark = pytest.mark.usefixtures("no_blocking")
+
+
+class Place(BaseModel):
+    name: str = Field(max_length=4)
+    kind: Literal["town", "river"]
+    sizes: list[Literal[1, 2]] = Field(max_length=3)
+
+
+def constrained(**wanted: object) -> SamplingParams:
+    return SamplingParams(max_tokens=400, structured_output=StructuredOutput(**wanted))
+
+
+def any_token(engine: AsyncLLM, seed: int) -> None:
+    """The worker picks among what is allowed, ends included."""
+    engine.executor.choose = random.Random(seed).choice
+
+
+async def test_generate_gives_an_instance(make_engine: Make, rng: random.Random) -> None:
+    async with make_engine() as engine:
+        any_token(engine, rng.randrange(10**6))
+        completions = await asyncio.gather(*(engine.generate([5, i], output_type=Place) for i in range(6)))
+        await settled(engine)
+    for completion in completions:
+        assert completion.finish_reason == "stop" and isinstance(completion.parsed, Place), completion
+        assert json.loads(completion.text) == completion.parsed.model_dump()
+
+
+async def test_partial_snapshots_grow(make_engine: Make, rng: random.Random) -> None:
+    async with make_engine() as engine:
+        any_token(engine, rng.randrange(10**6))
+        stream = engine.stream([5, 6], output_type=Place)
+        assert stream.partial is None
+        snapshots = [stream.partial async for _ in stream]
+        assert stream.partial == stream.completion.parsed.model_dump()
+    keys = [list(s or {}) for s in snapshots]
+    assert all(b[: len(a)] == a for a, b in zip(keys, keys[1:]))
+
+
+async def test_plain_and_constrained_side_by_side(make_engine: Make) -> None:
+    """Plain requests get what they get alone, in whatever step others are masked."""
+    plain = SamplingParams(max_tokens=30, ignore_eos=True)
+    async with make_engine() as engine:
+        alone = await engine.generate([1, 2, 3], plain)
+        any_token(engine, 1)
+        both = await asyncio.gather(
+            *(engine.generate([1, 2, 3], plain) for _ in range(5)),
+            *(engine.generate([i], constrained(regex="[a-f]{3,30}")) for i in range(5)),
+        )
+        await settled(engine)
+    assert all(c.token_ids == alone.token_ids for c in both[:5])
+    assert all(3 <= len(c.text) <= 30 and set(c.text) <= set("abcdef") for c in both[5:])
+
+
+async def test_completions_of_one_prompt_each_have_their_place(make_engine: Make) -> None:
+    async with make_engine() as engine:
+        any_token(engine, 2)
+        params = constrained(regex="[a-z]{1,9}").replace(n=4, ignore_eos=True)
+        completion = await engine.generate(list(range(60)), params)
+    assert len({choice.text for choice in completion.choices}) > 1
+    assert all(choice.finish_reason == "stop" and choice.text.isalpha() for choice in completion.choices)
+
+
+async def test_cut_off_by_max_tokens(make_engine: Make) -> None:
+    async with make_engine() as engine:
+        any_token(engine, 3)
+        completion = await engine.generate([1], SamplingParams(max_tokens=4), output_type=Place)
+    assert completion.finish_reason == "length" and completion.parsed is None and completion.text.startswith('{"')
+
+
+async def test_a_validator_has_the_last_word(make_engine: Make) -> None:
+    class Never(BaseModel):
+        x: Literal[1]
+
+        @field_validator("x")
+        @classmethod
+        def refuse(cls, value: int) -> int:
+            raise ValueError("not this one")
+
+    async with make_engine() as engine:
+        completion = await engine.generate([1], output_type=Never)
+    assert completion.parsed is None and "not this one" in str(completion.parse_error)
+
+
+@pytest.mark.parametrize(
+    ("wanted", "kind", "path"),
+    [
+        ({"json_schema": {"type": "objekt"}}, "invalid", "$.type"),
+        ({"json_schema": {"properties": {"a": {"not": {}}}}}, "unsupported", "$.properties.a.not"),
+        ({"json_schema": {"type": "string", "minLength": 3, "maxLength": 2}}, "unsatisfiable", "$"),
+        ({"regex": "((("}, "invalid", ""),
+        ({"grammar": "start: nothing"}, "invalid", ""),
+        ({"choice": ["a"] * 3}, "invalid", ""),
+    ],
+)
+async def test_a_bad_grammar_fails_its_request_only(make_engine: Make, wanted: dict, kind: str, path: str) -> None:
+    async with make_engine() as engine:
+        good = engine.stream([1, 2], SamplingParams(max_tokens=20, ignore_eos=True))
+        with pytest.raises(GrammarError) as caught:
+            await engine.generate([1], constrained(**wanted))
+        assert caught.value.kind == kind and caught.value.path.startswith(path)
+        assert len([token async for token in good]) == 20
+        await settled(engine)
+
+
+async def test_relaxed_keywords_are_told(make_engine: Make) -> None:
+    schema = {"enum": ["abc"], "not": {"const": "x"}}
+    async with make_engine() as engine:
+        completion = await engine.generate([1], constrained(json_schema=schema, on_unsupported="relax"))
+    assert completion.text == '"abc"' and any("not" in warning for warning in completion.warnings)
+
+
+async def test_wrong_output_types(make_engine: Make) -> None:
+    async with make_engine() as engine:
+        for wrong in (print, {"type": "string"}, "Place", 3):
+            with pytest.raises(InvalidRequestError) as caught:
+                await engine.generate([1], output_type=wrong)
+            assert caught.value.param == "output_type"
+        with pytest.raises(InvalidRequestError, match="not both"):
+            engine.stream([1], constrained(regex="a"), output_type=Place)
+
+
+async def test_without_a_tokenizer_there_are_no_grammars(make_engine: Make) -> None:
+    async with make_engine(skip_tokenizer=True) as engine:
+        with pytest.raises(GrammarError, match="skip_tokenizer"):
+            await engine.generate([1], constrained(regex="a").replace(detokenize=False))
+
+
+async def test_a_matcher_that_fails_ends_its_request(make_engine: Make, monkeypatch: pytest.MonkeyPatch) -> None:
+    made: list[RequestGrammar] = []
+    init = RequestGrammar.__init__
+    monkeypatch.setattr(RequestGrammar, "__init__", lambda self, c: (init(self, c), made.append(self))[0])
+
+    class Broken:
+        def accept(self, token_ids: list[int]) -> int:
+            raise MatcherError("it broke")
+
+    async with make_engine() as engine:
+        any_token(engine, 4)
+        first = engine.stream([1], constrained(regex="[a-z]{50}"))
+        await anext(first)
+        other = asyncio.create_task(engine.generate([2], constrained(regex="[0-9]{40}")))
+        made[0].matcher = Broken()
+        with pytest.raises(InternalError, match="it broke"):
+            async for _ in first:
+                pass
+        assert (await other).text.isdigit()
+        await settled(engine)
+
+
+async def test_leaving_in_every_phase(make_engine: Make) -> None:
+    """Cancelled after any number of turns of the loop: compiling, encoding, queued, between a step and its bitmask."""
+    async with make_engine() as engine:
+        any_token(engine, 5)
+        steady = asyncio.create_task(engine.generate([9], constrained(regex="[a-z]{300}")))
+        for turns in range(0, 60, 3):
+            task = asyncio.create_task(engine.generate("Hello", constrained(regex=f"[a-z]{{{turns + 20}}}")))
+            for _ in range(turns):
+                await asyncio.sleep(0)
+            task.cancel()
+            with pytest.raises(asyncio.CancelledError):
+                await task
+        assert len((await steady).text) == 300
+        await settled(engine)
+
+
+async def test_closing_while_a_grammar_is_compiled(make_engine: Make) -> None:
+    engine = await make_engine().start()
+    tasks = [asyncio.create_task(engine.generate([1], constrained(regex=f"a{i}"))) for i in range(3)]
+    await asyncio.sleep(0)
+    await engine.aclose()
+    results = await asyncio.gather(*tasks, return_exceptions=True)
+    assert all(isinstance(result, Exception) for result in results), results
+
+
+async def test_many_in_flight_steps(make_engine: Make) -> None:
+    async with make_engine(max_in_flight_steps=4) as engine:
+        any_token(engine, 6)
+        completions = await asyncio.gather(*(engine.generate([i], constrained(regex="[a-z]{30}")) for i in range(3)))
+    assert all(len(c.text) == 30 for c in completions)

@@ -1,0 +1,205 @@
+"""`compose`: what a request asks for becomes a grammar; what callers write in it is data, never grammar."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from dataclasses import replace
+
+import pytest
+from chat_harness import Setting, backend, parse_ids, tokenizer
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from aengine.chat import FORMATS, ChatParser, ReasoningFormat, Tool, ToolChoice, blame, compose
+from aengine.chat.formats import HERMES, LLAMA3, MISTRAL_ARGS, Markers
+from aengine.chat.lark import literal, literal_regex, symbols, text_lexeme
+from aengine.errors import GrammarError
+from aengine.grammar.spec import GrammarSpec
+
+NO_TOKENS = lambda name: None  # noqa: E731
+
+
+def composed(tools=(), choice="auto", *, tool_format=HERMES, reasoning=None, schema=None, parallel=True, relax=False):
+    return compose(
+        tools=tools,
+        tool_choice=ToolChoice.of(choice, tools),
+        parallel=parallel,
+        tool_format=tool_format,
+        reasoning=reasoning,
+        schema=schema,
+        token_id=NO_TOKENS,
+        relax=relax,
+    )
+
+
+def lark(text: str) -> Setting:
+    return Setting.of(GrammarSpec(kind="lark", text=text), "text")
+
+
+def test_without_tools_and_schema_nothing_is_constrained():
+    assert composed() is None and composed(reasoning=ReasoningFormat()) is None
+
+
+def test_the_same_request_is_the_same_grammar():
+    """The compiler's cache goes by it."""
+    tools = [Tool("f"), Tool("g")]
+    assert composed(tools, reasoning=ReasoningFormat()) == composed(tools, reasoning=ReasoningFormat())
+
+
+def test_a_schema_alone():
+    setting = Setting.of(composed(schema='{"type": "integer"}', reasoning=ReasoningFormat()), "text")
+    assert setting.accepts("12") and setting.accepts("<think>x</think>\n\n12")
+    assert setting.accepts("<think>x</think>\n12") and not setting.accepts("<think>x</think>" + "\n" * 9 + "12")
+    assert not setting.accepts("x") and not setting.accepts("<think>x") and not setting.accepts("\n12")
+    assert Setting.of(composed(schema="true"), "text").accepts("[3]")
+
+
+@pytest.mark.parametrize("name", sorted(FORMATS))
+@pytest.mark.parametrize("choice", ["none", "auto"])
+def test_reasoning_that_was_begun_must_end(name, choice):
+    """Text that begins as reasoning does is reasoning to the parser, so the grammar may not take it for text."""
+    spec = composed([Tool("f")], choice, tool_format=FORMATS[name], reasoning=ReasoningFormat())
+    setting = Setting.of(spec, "text")
+    assert not setting.accepts("<think>so") and setting.accepts("<think>so</think>so") and setting.accepts("<think")
+
+
+def test_importing_it_imports_no_library():
+    code = "import sys, aengine.chat; print(*sorted({'torch', 'numpy', 'pydantic', 'llguidance'} & set(sys.modules)))"
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert done.stdout.split() == []
+
+
+@pytest.mark.parametrize(
+    "schema, kind", [("{", "invalid"), ("3", "invalid"), ("[]", "invalid"), ("false", "unsatisfiable")]
+)
+def test_what_is_no_schema_is_refused(schema, kind):
+    with pytest.raises(GrammarError) as caught:
+        composed(schema=schema)
+    assert caught.value.kind == kind
+
+
+def test_unsupported_keywords_are_an_error_or_relaxed():
+    tool = Tool("f", parameters={"properties": {"a": {"type": "integer", "not": {"const": 3}}}})
+    with pytest.raises(GrammarError) as caught:
+        Setting.of(composed([tool]), "text")
+    assert caught.value.kind == "unsupported"
+    assert Setting.of(composed([tool], relax=True), "text").compiled.warnings
+
+
+def test_blame_names_the_tool_whose_schema_is_at_fault():
+    tools = [Tool("good"), Tool("bad", parameters={"properties": {"a": {"type": "integer", "not": {"const": 3}}}})]
+    compile_spec = backend("text").compile
+    with pytest.raises(GrammarError) as caught:
+        compile_spec(composed(tools))
+    error = blame(caught.value, compile_spec, tools=tools, schema="true")
+    assert error.kind == "unsupported" and "the tool 'bad'" in str(error)
+    error = blame(caught.value, compile_spec, tools=tools[:1], schema='{"type": "integer", "not": {"const": 3}}')
+    assert error.kind == "unsupported" and "the schema of the answer" in str(error)
+    assert blame(caught.value, compile_spec, tools=tools[:1], schema=None) is caught.value
+
+
+def test_options_of_the_library_can_not_be_smuggled_in():
+    smuggled = {"x-guidance": {"whitespace_flexible": True, "lenient": True}, "type": "object", "properties": {"a": {}}}
+    for spec in (composed(schema=json.dumps(smuggled)), composed([Tool("f", parameters=smuggled)], "required")):
+        setting = Setting.of(spec, "text")
+        assert not setting.accepts('{"a" :1}')
+        assert not setting.accepts('<tool_call>\n{"name": "f", "arguments": {"a" :1}}\n</tool_call>')
+
+
+def test_strict_or_any_arguments():
+    tool = Tool("f", parameters={"properties": {"a": {"type": "integer"}}, "additionalProperties": False})
+    text = '<tool_call>\n{"name": "f", "arguments": {"b": 1}}\n</tool_call>'
+    assert not Setting.of(composed([tool]), "text").accepts(text)
+    assert Setting.of(composed([replace(tool, strict=False)]), "text").accepts(text)
+
+
+def test_references_of_a_tool_lead_to_its_own_schema():
+    """Also where the whole call becomes one schema, and two tools have definitions of the same name."""
+
+    def tool(name, kind):
+        node = {"type": "object", "properties": {"next": {"$ref": "#/$defs/Node"}, "v": {"type": kind}}}
+        node |= {"required": ["v"], "additionalProperties": False}
+        listed = {"$ref": {"type": "string"}, "x": {"$ref": "#/$defs/Node"}}
+        return Tool(name, parameters={"properties": listed, "$defs": {"Node": node}, "additionalProperties": False})
+
+    tools = [tool("f", "integer"), tool("g", "string")]
+    for schema in (None, '{"type": "array"}'):
+        setting = Setting.of(composed(tools, tool_format=LLAMA3, schema=schema), "text")
+        assert setting.accepts('{"name": "f", "parameters": {"x": {"next": {"v": 1}, "v": 2}}}')
+        assert setting.accepts('{"name": "g", "parameters": {"$ref": "#/a", "x": {"v": "s"}}}')
+        assert not setting.accepts('{"name": "g", "parameters": {"x": {"v": 1}}}')
+        assert not setting.accepts('{"name": "f", "parameters": {"x": {"next": {"v": "s"}, "v": 2}}}')
+
+
+def test_names_that_are_prefixes_of_each_other():
+    tools = [Tool(name) for name in ("a", "ab", "ab.c", "-", ".", "a-b")]
+    for tool_format in FORMATS.values():
+        setting = Setting.of(composed(tools, "required", tool_format=tool_format), "text")
+        for tool in tools:
+            text = f"{tool_format.openings[0]}{tool_format.head(tool.name)}{{}}{tool_format.after_arguments}"
+            assert setting.accepts(text + tool_format.closing)
+            assert not setting.accepts(text.replace(tool.name, tool.name + "x", 1) + tool_format.closing)
+
+
+NAMES = st.from_regex(r"[A-Za-z0-9_.-]{1,64}", fullmatch=True)
+ATTACKS = ['"', "\\", '"\nstart: /.*/', "%json {}", "/", "\\x22", "}\n", "// x", "<[1]>", "#", "\x7f"]
+DATA = st.text(max_size=30) | st.sampled_from(ATTACKS)
+
+
+@settings(max_examples=60)
+@given(
+    names=st.lists(NAMES, min_size=1, max_size=4, unique=True),
+    key=DATA,
+    value=DATA,
+    name=st.sampled_from(sorted(FORMATS)),
+)
+def test_nothing_that_callers_write_becomes_grammar(names, key, value, name):
+    """Names, property names, constants and descriptions: the one right call is taken, and understood."""
+    schema = {
+        "description": value,
+        "properties": {key: {"const": value}},
+        "required": [key],
+        "additionalProperties": False,
+    }
+    tools = [Tool(tool, description=value, parameters=schema) for tool in names]
+    tool_format = FORMATS[name]
+    constant = json.dumps(value, ensure_ascii=False).replace("\x7f", "\\u007f")  # as llguidance writes it
+    arguments = f"{{{json.dumps(key, ensure_ascii=False)}: {constant}}}"
+    text = tool_format.openings[0] + tool_format.head(names[-1]) + arguments
+    text += tool_format.after_arguments + tool_format.closing
+    answer = json.dumps({"type": "object", "properties": {key: {"enum": [value]}}})
+    for choice, wanted in (("required", None), ("auto", None), ("auto", answer)):
+        setting = Setting.of(composed(tools, choice, tool_format=tool_format, schema=wanted), "text")
+        assert setting.accepts(text)
+        if choice == "required":
+            assert not setting.accepts("x") and not setting.accepts(value)
+            assert not setting.accepts(text.replace(names[-1], names[-1][:-1] + "!", 1))
+        parser = ChatParser(tool_format, None, tools, wanted is not None, NO_TOKENS)
+        known = tokenizer("text")
+        _, message = parse_ids(parser, known, known.encode(text, add_special_tokens=False))
+        assert [(call.name, call.arguments) for call in message.tool_calls] == [(names[-1], arguments)]
+
+
+@settings(max_examples=60)
+@given(text=st.text(min_size=1, max_size=12) | DATA.filter(bool), other=st.text(max_size=12))
+def test_literals_are_exact(text, other):
+    for grammar in (f"start: {literal(text)}\n", f"start: T\nT: /{literal_regex(text)}/\n"):
+        setting = lark(grammar)
+        assert setting.accepts(text)
+        assert setting.accepts(other) == (other == text)
+    excluding = lark(f"start: T\nT: {text_lexeme([text])}\n")
+    for around in (other + text, text + other, other + text + other, other):
+        assert excluding.accepts(around) == (bool(around) and text not in around)
+    beginning = lark(f"start: T\nT: {text_lexeme([], [text], after_blanks=True)}\n")
+    assert not beginning.accepts(text + other) and not beginning.accepts(" \n" + text + other)
+
+
+def test_control_tokens_are_named_by_their_ids():
+    markers = Markers.of(MISTRAL_ARGS, None, {"[TOOL_CALLS]": 7, "[ARGS]": 8}.get)
+    assert symbols(markers.encode("[TOOL_CALLS]f[ARGS]"), markers) == '<[7]> "f" <[8]>'
+    assert symbols("", markers) == ""
+    nested = replace(HERMES, markers=("<tool", "<tool_call>"))
+    markers = Markers.of(nested, None, {"<tool": 7, "<tool_call>": 8}.get)
+    assert symbols(markers.encode("<tool_call><tool"), markers) == "<[8]> <[7]>"

@@ -1,0 +1,220 @@
+"""Texts as each family of models writes them: its grammar takes them, and they are parsed as a reader would."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import dataclass, replace
+
+import pytest
+from chat_harness import MARKERS_ARE, Setting, merged, parse, parse_ids, token_id_of, tokenizer
+
+from aengine.chat import FORMATS, ChatParser, ReasoningFormat, ToolChoice, ToolFormat, compose, detect, tools_of
+from aengine.chat.formats import HERMES, JSON, LLAMA3, MISTRAL, MISTRAL_ARGS, MISTRAL_TEKKEN
+
+ANY_OBJECT = {"type": "object", "properties": {"city": {"type": "string"}}}
+TOOLS = tools_of([{"name": "get_weather", "parameters": ANY_OBJECT}, {"name": "now"}])
+PARIS, ROME = '{"city": "Paris"}', '{"city": "}]</tool_call>\\"; {"}'
+THINK, BEGUN = ReasoningFormat(), ReasoningFormat(begun=True)
+ANSWER = {"type": "object", "properties": {"name": {"type": "string"}}, "required": ["name"]}
+
+
+@dataclass(frozen=True)
+class Case:
+    tool_format: ToolFormat
+    text: str
+    content: str | None = None
+    calls: tuple = ()
+    reasoning: str | None = None
+    think: ReasoningFormat | None = None
+    schema: dict | None = None
+
+    @property
+    def spells_markers(self) -> bool:
+        """Whether a marker stands where it is none: inside a string, or inside text or reasoning."""
+        return any(spelled in self.text for spelled in (ROME, '"<', '"[', "no <tool_call>", "<think>Yes"))
+
+
+def hermes(name, arguments):
+    return f'<tool_call>\n{{"name": "{name}", "arguments": {arguments}}}\n</tool_call>'
+
+
+ONE, TWO = (("get_weather", PARIS),), (("get_weather", ROME), ("now", "{}"))
+WEATHER, NOW = f'{{"name": "get_weather", "arguments": {PARIS}}}', '{"name": "now", "arguments": {}}'
+ROMAN = f'{{"name": "get_weather", "arguments": {ROME}}}'
+LLAMA_ONE = f'{{"name": "get_weather", "parameters": {PARIS}}}'
+LLAMA_TWO = f'{{"name": "get_weather", "parameters": {ROME}}}; {{"name": "now", "parameters": {{}}}}'
+CASES = [
+    Case(HERMES, "Hello <tool_", "Hello <tool_"),
+    Case(HERMES, "", None),
+    Case(HERMES, " \n", " \n"),
+    Case(HERMES, hermes(*ONE[0]), calls=ONE),
+    Case(HERMES, f"Let me see.\n{hermes(*ONE[0])}", "Let me see.\n", ONE),
+    Case(HERMES, f"\n{hermes(*TWO[0])}\n{hermes(*TWO[1])}\n", None, TWO),
+    Case(HERMES, f"{hermes(*TWO[0])} and{hermes(*TWO[1])} so.", " and so.", TWO),
+    Case(HERMES, f"<think>\nHm </think\n</think>\n\n{hermes(*ONE[0])}", None, ONE, "Hm </think", THINK),
+    Case(HERMES, f"<think>no <tool_call>\n</think>Yes.{hermes(*ONE[0])}", "Yes.", ONE, "no <tool_call>", THINK),
+    Case(HERMES, "<think>\n\n</think>\n\nYes.", "Yes.", (), None, THINK),
+    Case(HERMES, "<think></think>", None, (), None, THINK),
+    Case(HERMES, "<thin", "<thin", (), None, THINK),
+    Case(HERMES, "so\n</think>\n\n<think>Yes.", "<think>Yes.", (), "so", BEGUN),
+    Case(HERMES, f"so</think>{hermes(*TWO[0])}\n{hermes(*TWO[1])}", None, TWO, "so", BEGUN, ANSWER),
+    Case(HERMES, '{"name": "<tool_call>\\n"}', '{"name": "<tool_call>\\n"}', schema=ANSWER),
+    Case(HERMES, 'so</think>\n\n{"name": ""}', '{"name": ""}', (), "so", BEGUN, ANSWER),
+    Case(HERMES, '<think>so</think>\n\n{"name": ""}', '{"name": ""}', (), "so", THINK, ANSWER),
+    Case(HERMES, '{"name": "<think>"}', '{"name": "<think>"}', (), None, THINK, ANSWER),
+    Case(LLAMA3, "It is {", "It is {"),
+    Case(LLAMA3, '{"name": 3} is JSON', '{"name": 3} is JSON'),
+    Case(LLAMA3, f'Text, then {{"name": "get_weather", "parameters": {PARIS}}}',
+         f'Text, then {{"name": "get_weather", "parameters": {PARIS}}}'),
+    Case(LLAMA3, f'{{"name": "get_weather", "parameters": {PARIS}}}', None, ONE),
+    Case(LLAMA3, f'<|python_tag|>{{"name": "get_weather", "parameters": {PARIS}}}', None, ONE),
+    Case(LLAMA3, LLAMA_TWO, None, TWO),
+    Case(LLAMA3, f"so</think>\n\n{LLAMA_TWO}", None, TWO, "so", BEGUN),
+    Case(LLAMA3, f"<think>so</think>\n\n<|python_tag|>{LLAMA_TWO}", None, TWO, "so", THINK),
+    Case(LLAMA3, f"<think>so</think>\n\n<|python_tag|>{LLAMA_TWO}", None, TWO, "so", THINK, ANSWER),
+    Case(LLAMA3, LLAMA_TWO, None, TWO, schema=ANSWER),
+    Case(LLAMA3, f"<think>so</think>\n\n<|python_tag|>{LLAMA_ONE}", None, ONE, "so", THINK),
+    Case(LLAMA3, f"so</think>\n<|python_tag|>{LLAMA_ONE}", None, ONE, "so", BEGUN),
+    Case(LLAMA3, f"so</think>\n{LLAMA_ONE}", None, ONE, "so", BEGUN),
+    Case(LLAMA3, f"so</think>\n{LLAMA_ONE}", None, ONE, "so", BEGUN, ANSWER),
+    Case(LLAMA3, f"so</think>{LLAMA_ONE}; {LLAMA_ONE}", None, ONE + ONE, "so", BEGUN, ANSWER),
+    Case(LLAMA3, '{"name": "now"}', '{"name": "now"}', schema=ANSWER),
+    Case(LLAMA3, '{"name": "nobody"}', '{"name": "nobody"}', schema=ANSWER),
+    Case(MISTRAL, f"[TOOL_CALLS] [{WEATHER}]", None, ONE),
+    Case(MISTRAL, f"So:[TOOL_CALLS] [{ROMAN}, {NOW}]", "So:", TWO),
+    Case(MISTRAL, f"[TOOL_CALLS] [{ROMAN}, {NOW}]", None, TWO, schema=ANSWER),
+    Case(MISTRAL, "[TOOL", "[TOOL"),
+    Case(MISTRAL_TEKKEN, f"[TOOL_CALLS][{ROMAN}, {NOW}]", None, TWO),
+    Case(MISTRAL_ARGS, f"[TOOL_CALLS]get_weather[ARGS]{PARIS}", None, ONE),
+    Case(MISTRAL_ARGS, f"Well.[TOOL_CALLS]get_weather[ARGS]{ROME}[TOOL_CALLS]now[ARGS]{{}}", "Well.", TWO),
+    Case(MISTRAL_ARGS, f"so</think>[TOOL_CALLS]get_weather[ARGS]{PARIS}", None, ONE, "so", BEGUN, ANSWER),
+    Case(MISTRAL_ARGS, '{"name": "[TOOL_CALLS]now[ARGS]{}"}', '{"name": "[TOOL_CALLS]now[ARGS]{}"}', schema=ANSWER),
+    Case(JSON, f'{{"tool_calls": [{WEATHER}]}}', None, ONE),
+    Case(JSON, f'I will look.\n{{"tool_calls": [{ROMAN}, {NOW}]}}', "I will look.\n", TWO),
+    Case(JSON, '{"tool_calls": []}'[:15] + "]}", '{"tool_calls": ]}'),
+    Case(JSON, f'{{"tool_calls": [{ROMAN}, {NOW}]}}', None, TWO, schema=ANSWER),
+    Case(JSON, '{"name": "now"}', '{"name": "now"}', schema=ANSWER),
+]  # fmt: skip
+IDS = [f"{case.tool_format.name}:{case.text[:40]}" for case in CASES]
+
+
+def _parser(case: Case, token_id) -> ChatParser:
+    return ChatParser(case.tool_format, case.think, TOOLS, case.schema is not None, token_id)
+
+
+def _check(case: Case, message) -> None:
+    assert message.content == case.content
+    assert message.reasoning == case.reasoning
+    assert tuple((call.name, call.arguments) for call in message.tool_calls) == case.calls
+    assert all(call.is_complete for call in message.tool_calls)
+
+
+@pytest.mark.parametrize("markers_are", MARKERS_ARE)
+@pytest.mark.parametrize("case", CASES, ids=IDS)
+def test_the_grammar_takes_it_and_it_is_understood(case, markers_are):
+    known = tokenizer(markers_are)
+    token_id = token_id_of(known)
+    spec = compose(
+        tools=TOOLS,
+        tool_choice=ToolChoice("auto"),
+        parallel=True,
+        tool_format=case.tool_format,
+        reasoning=case.think,
+        schema=json.dumps(case.schema) if case.schema else None,
+        token_id=token_id,
+    )
+    setting, ids = Setting.of(spec, markers_are), known.encode(case.text, add_special_tokens=False)
+    if markers_are == "control tokens" and case.spells_markers:
+        assert not setting.accepts(case.text)  # as a token it may not stand there
+        return
+    assert setting.accepts(case.text)
+    _, message = parse_ids(_parser(case, token_id), known, ids)
+    _check(case, message)
+
+
+@pytest.mark.parametrize("case", CASES, ids=IDS)
+def test_however_it_is_split(case):
+    def new():
+        return _parser(case, lambda name: None)
+
+    whole, message = parse(new(), [case.text])
+    _check(case, message)
+    assert merged(parse(new(), list(case.text))[0]) == merged(whole)
+    for at in range(1, len(case.text)):
+        deltas, message = parse(new(), [case.text[:at], case.text[at:]])
+        assert merged(deltas) == merged(whole)
+        _check(case, message)
+
+
+@pytest.mark.parametrize("name", FORMATS)
+def test_a_format_is_sound(name):
+    known = FORMATS[name]
+    assert known.name == name
+    for opening, trigger in zip(known.openings, known.triggers, strict=True):
+        assert (opening + known.head("x")).startswith(trigger)
+    assert all(any(marker in text for text in (known.head(""), *known.openings, known.after_arguments))
+               for marker in known.markers)  # fmt: skip
+
+
+def test_tools_in_the_system_prompt_of_a_model_whose_template_knows_none():
+    said = JSON.describe(tool.for_template() for tool in TOOLS)
+    assert [json.loads(line)["name"] for line in said.splitlines()[1:3]] == ["get_weather", "now"]
+    assert HERMES.describe([]) == ""
+
+
+def test_a_new_format_needs_nothing_but_its_strings():
+    """The one in docs/tools.md."""
+    granite = ToolFormat(
+        name="granite",
+        openings=("<|tool_call|>[",),
+        triggers=("<|tool_call|>",),
+        before_name='{"name": "',
+        before_arguments='", "arguments": ',
+        after_arguments="}",
+        separator=", ",
+        closing="]",
+        markers=("<|tool_call|>",),
+    )
+    case = Case(granite, f"So:<|tool_call|>[{ROMAN}, {NOW}]", "So:", TWO)
+    test_the_grammar_takes_it_and_it_is_understood(case, "text")
+    test_however_it_is_split(case)
+
+
+def test_a_format_without_a_right_trigger_is_refused():
+    with pytest.raises(ValueError, match="trigger"):
+        replace(HERMES, triggers=("<b>",))
+    with pytest.raises(ValueError, match="one trigger"):
+        replace(HERMES, triggers=())
+
+
+QWEN3 = """{%- if tools %}<tools></tools> return <tool_call>\\n{"name": <function-name>}\\n</tool_call>{% endif %}
+{%- if '</think>' in content %}{% endif %}{%- if add_generation_prompt %}{{- '<|im_start|>assistant\\n' }}
+{%- if enable_thinking is false %}{{- '<think>\\n\\n</think>\\n\\n' }}{% endif %}{% endif %}"""
+R1 = "{% if '</think>' in content %}{% endif %}{% if add_generation_prompt %}{{'<|Assistant|><think>\\n'}}{% endif %}"
+
+
+@pytest.mark.parametrize(
+    "template, names, expected",
+    [
+        (QWEN3, (), (HERMES, THINK)),
+        (R1, (), (JSON, BEGUN)),
+        ("<|start_header_id|>{{ '\"parameters\": ' }}", ("<|python_tag|>",), (LLAMA3, None)),
+        ('{{ "[TOOL_CALLS] [" }}', (), (MISTRAL, None)),
+        ('{{ "[TOOL_CALLS][" }}', ("[ARGS]",), (MISTRAL_TEKKEN, None)),
+        ('{{ "[TOOL_CALLS]" + name + "[ARGS]" }}', (), (MISTRAL_ARGS, None)),
+        ("", ("[TOOL_CALLS]", "[ARGS]"), (MISTRAL_ARGS, None)),
+        ("", ("[TOOL_CALLS]",), (MISTRAL, None)),
+        ("<tool_call>\n<function=name>", (), (JSON, None)),
+        ("{{ messages }}", (), (JSON, None)),
+        ("", (), (JSON, None)),
+    ],
+)
+def test_the_template_tells_the_format(template, names, expected):
+    assert detect(template, names) == expected
+
+
+def test_the_prompt_tells_whether_reasoning_was_begun():
+    assert THINK.after_prompt("<|Assistant|><think>\n") == BEGUN
+    assert BEGUN.after_prompt("<|im_start|>assistant\n") == THINK
+    assert THINK.after_prompt("assistant\n<think>\n\n</think>\n\n") is None
+    assert THINK.after_prompt("<think>so</think>\nassistant") == THINK

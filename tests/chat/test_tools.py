@@ -1,0 +1,267 @@
+"""`Tool`, `tools_of` and `ToolChoice`: functions and schemas as tools, and what is refused."""
+
+from __future__ import annotations
+
+import functools
+import threading
+from enum import Enum
+from typing import Annotated, Literal
+
+import pytest
+from pydantic import BaseModel, Field
+
+from aengine.chat import Tool, ToolChoice, tools_of
+from aengine.errors import GrammarError, InvalidRequestError
+
+
+class Unit(Enum):
+    C = "celsius"
+    F = "fahrenheit"
+
+
+class Place(BaseModel):
+    city: str
+    country: str = "FR"
+
+
+def google(city: str, days: int = 3, *, unit: Unit = Unit.C, note=None) -> str:
+    """Weather of a city,
+    as forecast.
+
+    Longer talk that models need not read.
+
+    Args:
+        city (str): Where: the city's
+            name.
+        days: How many.
+
+    Returns:
+        text: the weather.
+    """
+    return f"{city} {days} {unit.value} {note}"
+
+
+def numpy_style(place: Place, level: Literal["low", "high"] | None = None):
+    """Look up a place.
+
+    Parameters
+    ----------
+    place : Place
+        The place
+        meant.
+    level : str, optional
+        How hard.
+
+    Returns
+    -------
+    str
+        Nothing of note.
+    """
+    return place
+
+
+def rest_style(a: float, b: Annotated[int, Field(ge=1, description="from Field")]):
+    """Add numbers.
+
+    :param float a: the first
+        of them
+    :param b: not this
+    :returns: a sum
+    """
+    return a + b
+
+
+def test_a_function_with_a_google_docstring():
+    tool = Tool.of(google)
+    assert (tool.name, tool.description) == ("google", "Weather of a city, as forecast.")
+    assert tool.parameters["type"] == "object" and tool.parameters["additionalProperties"] is False
+    assert tool.parameters["required"] == ["city"]
+    properties = tool.parameters["properties"]
+    assert list(properties) == ["city", "days", "unit", "note"]
+    assert properties["city"] == {"type": "string", "description": "Where: the city's name."}
+    assert properties["days"] == {"type": "integer", "default": 3, "description": "How many."}
+    assert properties["unit"]["default"] == "celsius"
+    assert properties["note"] == {"default": None}  # no annotation: any JSON
+    assert tool.parameters["$defs"]["Unit"]["enum"] == ["celsius", "fahrenheit"]
+    assert "title" not in tool.parameters and "title" not in properties["city"]
+
+
+def test_numpy_and_rest_docstrings():
+    properties = Tool.of(numpy_style).parameters["properties"]
+    assert properties["place"]["description"] == "The place meant."
+    assert properties["level"]["description"] == "How hard."
+    tool = Tool.of(rest_style)
+    assert tool.description == "Add numbers."
+    assert tool.parameters["properties"]["a"] == {"type": "number", "description": "the first of them"}
+    assert tool.parameters["properties"]["b"]["minimum"] == 1
+
+
+def test_a_function_without_a_docstring_or_arguments():
+    def bare():
+        return 1
+
+    tool = Tool.of(bare)
+    assert tool.description == "" and tool.parameters["properties"] == {}
+
+
+def test_what_a_template_is_given():
+    spec = {"type": "function", "function": {"name": "f", "description": "d", "parameters": {"type": "object"}}}
+    assert Tool.of(spec).for_template() == spec
+    flat = {"type": "function", "name": "f", "description": "d", "parameters": {"type": "object"}, "strict": False}
+    assert Tool.of(flat).for_template() == spec
+    assert Tool.of(flat).strict is False and Tool.of(flat).argument_schema == {"type": "object"}
+    assert Tool.of(Tool.of(spec)) is not None
+
+
+def test_a_tool_without_parameters_takes_no_arguments():
+    nothing = {"type": "object", "properties": {}, "additionalProperties": False}
+    for given in ({"name": "f"}, {"name": "f", "parameters": None}, {"name": "f", "parameters": {}}):
+        assert Tool.of(given).parameters == nothing
+    assert Tool("f", parameters={"properties": {"a": {}}}).parameters == {"type": "object", "properties": {"a": {}}}
+
+
+async def test_calls_run_functions_with_checked_arguments():
+    assert await Tool.of(google).call('{"city": "Paris", "unit": "fahrenheit"}') == "Paris 3 fahrenheit None"
+    assert await Tool.of(numpy_style).call({"place": {"city": "Rome"}}) == Place(city="Rome")
+
+    async def wait(x: int) -> int:
+        return x + 1
+
+    assert await Tool.of(wait).call('{"x": 1}') == 2
+
+    def where() -> int:
+        return threading.get_ident()
+
+    assert await Tool.of(where).call("") != threading.get_ident()
+
+    class Service:
+        async def ask(self, x: int) -> int:
+            return x
+
+    assert await Tool.of(Service().ask).call({"x": 3}) == 3
+
+
+@pytest.mark.parametrize(
+    "arguments, said",
+    [
+        ("{", "not JSON"),
+        ("[" * 100_000, "not JSON"),
+        ("[]", "JSON object"),
+        ("{}", "city"),
+        ('{"city": 3}', "city"),
+        ('{"city": "x", "more": 1}', "more"),
+        ('{"city": "x", "unit": "kelvin"}', "unit"),
+    ],
+)
+async def test_wrong_arguments_are_told(arguments, said):
+    with pytest.raises(InvalidRequestError, match=said) as caught:
+        await Tool.of(google).call(arguments)
+    assert caught.value.param == "arguments"
+
+
+async def test_what_the_function_raises_comes_through():
+    def fails() -> None:
+        raise KeyError("x")
+
+    with pytest.raises(KeyError):
+        await Tool.of(fails).call("{}")
+    with pytest.raises(InvalidRequestError, match="no function"):
+        await Tool("f").call("{}")
+
+
+def _positional(a, /): ...
+
+
+def _args(*a): ...
+
+
+def _kwargs(**a): ...
+
+
+def _unknown(a: Nowhere): ...  # noqa: F821
+
+
+def _no_schema(a: threading.Lock): ...
+
+
+@pytest.mark.parametrize(
+    "thing, said",
+    [
+        (_positional, "positional-only"),
+        (_args, "list"),
+        (_kwargs, "dict"),
+        (_unknown, "Nowhere"),
+        (_no_schema, "_no_schema"),
+        (lambda x: x, "lambda"),
+        (functools.partial(google, "x"), "no name"),
+        (Place, "must be a function"),
+        (3, "must be a function"),
+        ({"type": "web_search"}, "web_search"),
+        ({"type": "function"}, "name"),
+        ({"type": "function", "function": 3}, "name"),
+        ({"name": "a b"}, "a b"),
+        ({"name": ""}, "1 to 64"),
+        ({"name": "x" * 65}, "1 to 64"),
+        ({"name": "naïve"}, "1 to 64"),
+        ({"name": "a\n"}, "1 to 64"),
+        ({"name": 'a"'}, "1 to 64"),
+        ({"name": 3}, "1 to 64"),
+        ({"name": "f", "description": 3}, "description"),
+        ({"name": "f", "strict": "yes"}, "strict"),
+        ({"name": "f", "parameters": []}, "JSON schema"),
+        ({"name": "f", "parameters": "x"}, "JSON schema"),
+        ({"name": "f", "parameters": {"type": "string"}}, "object"),
+        ({"name": "f", "parameters": {"type": ["object", "null"]}}, "object"),
+    ],
+)
+def test_what_is_no_tool_is_refused(thing, said):
+    with pytest.raises(InvalidRequestError, match=said) as caught:
+        Tool.of(thing)
+    assert caught.value.param == "tools"
+
+
+def test_parameters_that_are_no_json_name_the_tool_and_the_place():
+    with pytest.raises(GrammarError, match="'f'") as caught:
+        Tool.of({"name": "f", "parameters": {"properties": {"a": {"default": object()}}}})
+    assert (caught.value.kind, caught.value.path) == ("invalid", "$.properties.a.default")
+    deep: dict = {}
+    for _ in range(1000):
+        deep = {"items": deep}
+    with pytest.raises(GrammarError) as caught:
+        Tool.of({"name": "f", "parameters": deep})
+    assert caught.value.kind == "too_complex"
+
+
+def test_lists_of_tools():
+    assert tools_of(None) == () and tools_of([]) == ()
+    assert [tool.name for tool in tools_of([google, {"name": "f"}, Tool("g")])] == ["google", "f", "g"]
+    for wrong in ("f", {"name": "f"}, 3):
+        with pytest.raises(InvalidRequestError, match="list"):
+            tools_of(wrong)
+    with pytest.raises(InvalidRequestError, match="two tools are named 'f'"):
+        tools_of([Tool("f"), {"name": "f"}])
+    with pytest.raises(InvalidRequestError, match="at most"):
+        tools_of([Tool("f")] * 2000)
+
+
+def test_tool_choice():
+    tools = tools_of([Tool("f"), Tool("g")])
+    assert ToolChoice.of(None, ()).mode == "none" and ToolChoice.of(None, tools).mode == "auto"
+    for mode in ("none", "auto", "required"):
+        assert ToolChoice.of(mode, tools) == ToolChoice(mode)
+    named = ToolChoice("named", "g")
+    for given in ("g", {"type": "function", "function": {"name": "g"}}, {"type": "function", "name": "g"}, named):
+        assert ToolChoice.of(given, tools) == named
+    assert [tool.name for tool in named.allowed(tools)] == ["g"]
+    assert ToolChoice("none").allowed(tools) == () and ToolChoice("auto").allowed(tools) == tools
+
+
+@pytest.mark.parametrize(
+    "choice", ["h", {"function": {"name": "h"}}, {"type": "function"}, 3, [], ToolChoice("named", "h")]
+)
+def test_an_unknown_choice_is_refused(choice):
+    with pytest.raises(InvalidRequestError) as caught:
+        ToolChoice.of(choice, [Tool("f")])
+    assert caught.value.param == "tool_choice"
+    with pytest.raises(InvalidRequestError, match="needs at least one tool"):
+        ToolChoice.of("required", ())

@@ -1,0 +1,162 @@
+"""Whatever a grammar allows is understood: random completions out of each kind of grammar, parsed."""
+
+from __future__ import annotations
+
+import json
+import random
+
+import pytest
+from chat_harness import MARKERS_ARE, Setting, is_valid, merged, parse_ids, token_id_of, tokenizer
+
+from aengine.chat import FORMATS, ChatParser, ReasoningFormat, Tool, ToolChoice, compose, tools_of
+from aengine.chat.formats import LLAMA3
+
+TOOLS = tools_of(
+    [
+        {
+            "name": "get_weather",
+            "parameters": {
+                "type": "object",
+                "properties": {"city": {"type": "string", "maxLength": 12}, "at": {"$ref": "#/$defs/Day"}},
+                "required": ["city"],
+                "additionalProperties": False,
+                "$defs": {"Day": {"enum": ["mon", "tue"]}},
+            },
+        },
+        {"name": "get", "parameters": None},
+        Tool("log.it-now", parameters={"type": "object", "properties": {"x": {"type": "boolean"}}, "required": ["x"],
+                                       "additionalProperties": False}),
+    ]
+)  # fmt: skip
+BY_NAME = {tool.name: tool for tool in TOOLS}
+SCHEMA = {
+    "type": "object",
+    "properties": {
+        "name": {"type": "string", "maxLength": 20},
+        "tags": {"type": "array", "items": {"enum": ["a", "<tool_call>", "</think>", "[TOOL_CALLS] ["]}, "maxItems": 2},
+    },
+    "required": ["name"],
+    "additionalProperties": False,
+}
+CHOICES = ("none", "auto", "required", "get_weather")
+REASONING = {"no reasoning": None, "reasoning": ReasoningFormat(), "begun": ReasoningFormat(begun=True)}
+
+
+def _goals(tool_format) -> list[str]:
+    heads = [opening + tool_format.head(tool.name) for opening in tool_format.openings for tool in TOOLS]
+    again = [tool_format.separator + tool_format.head("get")] * 2
+    return [*heads, *again, *tool_format.triggers, "<think>", "</think>", "</think>\n\n", " ", "\n"]
+
+
+def _setting(tool_format, choice, schema, reasoning, markers_are="text", *, parallel=True):
+    token_id = token_id_of(tokenizer(markers_are))
+    spec = compose(
+        tools=TOOLS,
+        tool_choice=ToolChoice.of(choice, TOOLS),
+        parallel=parallel,
+        tool_format=tool_format,
+        reasoning=reasoning,
+        schema=json.dumps(schema) if schema else None,
+        token_id=token_id,
+    )
+    chosen = ToolChoice.of(choice, TOOLS).allowed(TOOLS)
+
+    def parser() -> ChatParser:
+        return ChatParser(tool_format, reasoning, chosen, schema is not None, token_id)
+
+    return Setting.of(spec, markers_are), parser
+
+
+@pytest.mark.parametrize("markers_are", MARKERS_ARE)
+@pytest.mark.parametrize("reasoning", REASONING)
+@pytest.mark.parametrize("schema", [SCHEMA, None], ids=["schema", "no schema"])
+@pytest.mark.parametrize("choice", CHOICES)
+@pytest.mark.parametrize("name", FORMATS)
+def test_what_is_allowed_is_understood(name, choice, schema, reasoning, markers_are, rng):
+    tool_format = FORMATS[name]
+    setting, new_parser = _setting(tool_format, choice, schema, REASONING[reasoning], markers_are)
+    ended = 0
+    for _ in range(8):
+        walked = setting.walk(rng, _goals(tool_format))
+        if walked is None:
+            continue
+        ended += 1
+        _, message = parse_ids(new_parser(), setting.tokenizer, walked)
+        _check(message, choice, schema, setting.shown(walked))
+    assert ended
+
+
+def _check(message, choice, schema, shown) -> None:
+    for call in message.tool_calls:
+        assert call.is_complete, shown
+        assert is_valid(json.loads(call.arguments), BY_NAME[call.name].parameters), shown
+    names = [call.name for call in message.tool_calls]
+    if choice == "none":
+        assert not names, shown
+    if choice == "required":
+        assert names, shown
+    if choice == "get_weather":
+        assert names == [choice], shown
+    if choice in ("required", "get_weather"):
+        assert message.content is None, shown
+    if schema is not None and choice in ("none", "auto") and not names:
+        assert is_valid(json.loads(message.content), schema), shown
+    if schema is not None and names:
+        assert message.content is None, shown
+
+
+@pytest.mark.parametrize("name", FORMATS)
+@pytest.mark.parametrize("schema", [SCHEMA, None], ids=["schema", "no schema"])
+def test_calls_do_come_up_in_walks(name, schema, rng):
+    """Else the test above would say little of "auto"."""
+    setting, new_parser = _setting(FORMATS[name], "auto", schema, None)
+    calls = texts = several = 0
+    for _ in range(400):
+        if calls and texts and several:
+            break
+        if (walked := setting.walk(rng, _goals(FORMATS[name]))) is not None:
+            _, message = parse_ids(new_parser(), setting.tokenizer, walked)
+            calls += bool(message.tool_calls)
+            several += len(message.tool_calls) > 1
+            texts += message.content is not None
+    assert calls and texts and several
+
+
+@pytest.mark.parametrize("name", FORMATS)
+def test_without_parallel_calls_there_is_one_at_most(name, rng):
+    for schema in (None, SCHEMA):
+        setting, new_parser = _setting(FORMATS[name], "auto", schema, None, parallel=False)
+        for _ in range(25):
+            if (walked := setting.walk(rng, _goals(FORMATS[name]))) is not None:
+                assert len(parse_ids(new_parser(), setting.tokenizer, walked)[1].tool_calls) <= 1
+
+
+@pytest.mark.parametrize("name", FORMATS)
+def test_any_prefix_of_a_completion_gives_no_call_that_is_not_whole(name, rng):
+    setting, new_parser = _setting(FORMATS[name], "required", None, ReasoningFormat(), "control tokens")
+    walked = None
+    while walked is None:
+        walked = setting.walk(rng, _goals(FORMATS[name]))
+    whole, _ = parse_ids(new_parser(), setting.tokenizer, walked)
+    for length in range(len(walked)):
+        deltas, message = parse_ids(new_parser(), setting.tokenizer, walked[:length])
+        for call in message.tool_calls[:-1]:
+            assert call.is_complete
+        for call in message.tool_calls:
+            if call.is_complete:
+                assert is_valid(json.loads(call.arguments), BY_NAME[call.name].parameters)
+        ended = sum(type(delta).__name__ == "ToolCallEnd" for delta in deltas)
+        assert ended == sum(call.is_complete for call in message.tool_calls)
+    assert merged(whole)
+
+
+def test_two_triggers_where_one_is_a_token():
+    setting, _ = _setting(LLAMA3, "auto", None, None, "control tokens")
+    call = '{"name": "get", "parameters": {}}'
+    assert setting.accepts(call) and setting.accepts("<|python_tag|>" + call)
+    assert not setting.accepts("<|python_tag|>" + "text") and setting.accepts('{"name": 1}')
+
+
+def test_walks_are_reproducible():
+    setting, _ = _setting(FORMATS["hermes"], "auto", None, None)
+    assert setting.walk(random.Random(7), ["<tool_call>"]) == setting.walk(random.Random(7), ["<tool_call>"])

@@ -1,0 +1,39 @@
+"""What the tests of grammars are run with: each backend, each vocabulary."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import pytest
+from grammar_helpers import BACKENDS, BUILT, TOKENIZERS, backend_of
+
+from aengine.engine.tokenizer import Tokenizer
+from aengine.grammar.backend import Backend
+
+
+@pytest.fixture(scope="session", autouse=True)
+def _close_backends() -> Iterator[None]:
+    yield
+    for backend in BUILT.values():
+        backend.close()
+    BUILT.clear()
+
+
+@pytest.fixture(params=BACKENDS)
+def backend_name(request: pytest.FixtureRequest) -> str:
+    return str(request.param)
+
+
+@pytest.fixture(params=list(TOKENIZERS))
+def vocabulary_name(request: pytest.FixtureRequest) -> str:
+    return str(request.param)
+
+
+@pytest.fixture
+def backend(backend_name: str, vocabulary_name: str) -> Backend:
+    return backend_of(backend_name, vocabulary_name)
+
+
+@pytest.fixture
+def tokenizer(vocabulary_name: str) -> Tokenizer:
+    return TOKENIZERS[vocabulary_name][0]()
