@@ -69,6 +69,7 @@ class Scheduler:
         self._held: set[Request] = set()
         self._running: set[Request] = set()  # all that have a row
         self._num_added = 0
+        self.num_constrained = 0  # unfinished requests with a grammar; those preempted may still get tokens
         self._next_step_id = 0
         self._begin_worker(num_blocks)
 
@@ -85,7 +86,6 @@ class Scheduler:
         self._decoding = DecodeBatch()
         self._catching_up: list[Request] = []
         self._in_flight: deque[InFlightStep] = deque()
-        self.num_constrained = 0  # with a row and a grammar
 
     @property
     def oldest_step(self) -> InFlightStep | None:
@@ -119,6 +119,7 @@ class Scheduler:
         assert request.status is RequestStatus.NEW, f"{request} was added before"
         assert request.max_num_tokens <= self.max_tokens_capacity, f"{request} does not fit into the KV cache"
         self._num_added += 1
+        self.num_constrained += request.grammar is not None
         request.sort_key = (request.priority, request.arrival_time, self._num_added)
         if self.enable_prefix_caching:
             request.root_hash = shared_root(request.cache_salt)
@@ -141,6 +142,8 @@ class Scheduler:
             return
         status = request.status
         request.finish_reason = reason
+        if status is not RequestStatus.NEW:
+            self.num_constrained -= request.grammar is not None
         request.status = RequestStatus.FINISHED
         if status is RequestStatus.WAITING:
             self._waiting.discard(request)
@@ -158,7 +161,6 @@ class Scheduler:
 
     def _leave_row(self, request: Request, status: RequestStatus) -> None:
         self._running.discard(request)
-        self.num_constrained -= request.grammar is not None
         self._removed.append(request.req_idx)
         self._free_rows.append(request.req_idx)
         request.req_idx = -1
@@ -318,7 +320,6 @@ class Scheduler:
             request.status = _CATCHING_UP
             self._catching_up.append(request)
             self._running.add(request)
-            self.num_constrained += request.grammar is not None
             draft.new_requests.append(request.to_message())
             draft.add(request, num_scheduled)
 
@@ -434,7 +435,8 @@ class Scheduler:
         leaving = [request for step in self._in_flight for request in step.leavers]
         self._pool.check(request.block_ids for request in (*self._running, *leaving))
         rows = [request.req_idx for request in self._running]
-        assert self.num_constrained == sum(request.grammar is not None for request in self._running)
+        unfinished = (*self._running, *self._held, *self._waiting, *self._siblings.following)
+        assert self.num_constrained == sum(request.grammar is not None for request in unfinished)
         assert sorted(rows + self._free_rows) == list(range(self.num_rows)), "a row was lost or given twice"
         assert self._held == {request for request in leaving if request.finish_reason is None}
         by_status = {status: {r for r in self._running if r.status is status} for status in RequestStatus}

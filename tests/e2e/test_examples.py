@@ -37,6 +37,13 @@ def test_batch() -> None:
     assert "40/40" in done.stderr  # the progress bar
 
 
+def test_extract() -> None:
+    done = run("examples/extract.py")
+    assert done.returncode == 0, done.stderr
+    lines = done.stdout.splitlines()
+    assert len(lines) == 3 and all(line.startswith(("Review(mood=", "(length)")) for line in lines)
+
+
 def test_chat() -> None:
     done = run("examples/chat.py", stdin="My name is Ada.\nWhat is my name?\n\n")
     assert done.returncode == 0, done.stderr

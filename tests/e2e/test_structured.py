@@ -1,0 +1,128 @@
+"""Structured output of a real model in a real worker: what finishes parses, alone and beside others."""
+
+from __future__ import annotations
+
+import asyncio
+import enum
+import json
+from dataclasses import dataclass
+from typing import Any, Literal
+
+import pytest
+from conftest_api import settled
+from pydantic import BaseModel, Field, TypeAdapter
+
+from aengine import AsyncLLM, SamplingParams, StructuredOutput
+
+
+class Colour(enum.Enum):
+    RED = "red"
+    BLUE = "blue"
+
+
+class Address(BaseModel):
+    street: str = Field(max_length=30)
+    number: int = Field(ge=1, le=999)
+
+
+class Person(BaseModel):
+    name: str = Field(max_length=20)
+    age: int = Field(ge=0, le=120)
+    home: Address | None
+    tags: list[Literal["a", "b", "c"]] = Field(max_length=3)
+
+
+@dataclass
+class Point:
+    x: float
+    y: float
+
+
+TYPES: list[Any] = [
+    Person,
+    Address,
+    Point,
+    Colour,
+    Literal["yes", "no"],
+    bool,
+    int,
+    list[Colour],
+    dict[Literal["left", "right"], bool],
+    Point | Address,
+]
+CONFIG: dict[str, Any] = {"max_model_len": 1024, "kv_cache_memory_bytes": 128 * 2**20, "dtype": "float32"}
+
+
+async def test_every_answer_that_ends_is_of_its_type() -> None:
+    params = SamplingParams(max_tokens=160, temperature=0.8)
+    async with AsyncLLM("smollm2-135m", **CONFIG) as engine:
+        asked = [(kind, seed) for kind in TYPES for seed in range(3)]
+        completions = await asyncio.gather(
+            *(
+                engine.generate(f"An example in JSON of {kind}:", params.replace(seed=s), output_type=kind)
+                for kind, s in asked
+            )
+        )
+        await settled(engine)
+    ended = 0
+    for (kind, _), completion in zip(asked, completions):
+        if completion.finish_reason == "stop":
+            ended += 1
+            assert completion.parse_error is None, (kind, completion.text, completion.parse_error)
+            assert TypeAdapter(kind).validate_json(completion.text) == completion.parsed
+        else:
+            assert completion.finish_reason == "length" and completion.parsed is None
+    assert ended >= len(asked) // 2, f"{ended} of {len(asked)} ended"
+
+
+async def test_the_same_alone_and_beside_others_preempted_and_chunked() -> None:
+    schema = TypeAdapter(Person).json_schema()
+    shaped = SamplingParams(max_tokens=60, temperature=0.9, structured_output=StructuredOutput(json_schema=schema))
+    prompts = [f"{'word ' * (10 * i)}A person as JSON:" for i in range(6)]
+    async with AsyncLLM("smollm2-135m", **CONFIG) as engine:
+        alone = [await engine.generate(p, shaped.replace(seed=i)) for i, p in enumerate(prompts)]
+    tight = {**CONFIG, "kv_cache_memory_bytes": 12 * 2**20, "max_num_batched_tokens": 48, "max_model_len": 256}
+    async with AsyncLLM("smollm2-135m", **tight) as engine:
+        plain = SamplingParams(max_tokens=60, ignore_eos=True, seed=5)
+        together = await asyncio.gather(
+            *(engine.generate(p, shaped.replace(seed=i)) for i, p in enumerate(prompts)),
+            *(engine.generate(f"Story {i}", plain) for i in range(4)),
+        )
+        preempted = engine.statistics().num_preemptions
+        await settled(engine)
+    assert [c.text for c in together[:6]] == [c.text for c in alone]
+    assert preempted > 0, "there was memory enough"
+
+
+def get_weather(city: str, days: int = 1) -> str:
+    """Weather forecast.
+
+    Args:
+        city: Its name.
+        days: How many days.
+    """
+    return f"{days} days of sun in {city}"
+
+
+@pytest.mark.parametrize("choice", ["auto", "required", "get_weather", "none"])
+async def test_chats_with_tools_and_a_type(choice: str) -> None:
+    messages = [{"role": "user", "content": "What will the weather in Paris be?"}]
+    params = SamplingParams(max_tokens=120, temperature=0.7, seed=3)
+    async with AsyncLLM("smollm2-135m", **CONFIG) as engine:
+        stream = await engine.stream_chat(
+            messages, params, tools=[get_weather], tool_choice=choice, parallel_tool_calls=False, output_type=Address
+        )
+        deltas = [delta async for delta in stream]
+        completion = stream.completion
+        await settled(engine)
+    message = completion.message
+    assert message == stream.message and deltas
+    if choice in ("required", "get_weather"):
+        assert message.tool_calls and completion.parsed is None and not message.content
+    if choice == "none":
+        assert not message.tool_calls
+    for call in message.tool_calls:
+        if call.is_complete:
+            assert call.name == "get_weather" and set(json.loads(call.arguments)) <= {"city", "days"}
+    if completion.finish_reason == "stop" and not message.tool_calls:
+        assert isinstance(completion.parsed, Address)
