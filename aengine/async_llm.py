@@ -19,7 +19,7 @@ from types import TracebackType
 from typing import TYPE_CHECKING, Any
 
 from .config import EngineConfig, StartupProgress
-from .errors import EngineClosedError, InvalidRequestError
+from .errors import DeadlineExceededError, EngineClosedError, InvalidRequestError
 from .params import SamplingParams, StructuredOutput, unknown_name
 
 if TYPE_CHECKING:
@@ -270,10 +270,8 @@ class AsyncLLM:
             InvalidRequestError: as of `stream`; also for tools and tool_choice.
             GrammarError: a tool's parameters or the type can't be held; it names which.
         """
-        from .chat import ToolChoice, tools_of
         from .engine.chat import ChatStream, check_grammar, plan_chat
         from .engine.stream import TokenStream
-        from .engine.threads import run_in_thread
 
         core = self._running_core()
         if not isinstance(messages, Sequence) or not all(isinstance(m, Mapping) for m in messages):
@@ -284,17 +282,25 @@ class AsyncLLM:
         if tokenizer is None or grammars is None:
             raise InvalidRequestError("a chat needs a tokenizer: start without skip_tokenizer=True", param="messages")
         params = SamplingParams() if params is None else params
-        _check_chat_params(params)
-        known = tools_of(tools)
-        choice = ToolChoice.of(tool_choice, known)
-        wanted = None if output_type is None else _output_type(output_type)
-        schema = None if wanted is None else wanted.schema_text
-        plan = await run_in_thread("chat", plan_chat, tokenizer, messages, known, choice, parallel_tool_calls, schema)
-        await check_grammar(grammars, plan)  # its error names the tool; the request finds it in the cache
+        _check_chat_params(params, parallel_tool_calls)
+        settings = _all(options)
+        core.admission.check_options(params, **settings)
+        asked = (tokenizer, messages, tools, tool_choice, parallel_tool_calls, output_type)
+        begun, deadline = core.loop.time(), settings["deadline"]
+        with core.admission.reserved():
+            try:
+                async with asyncio.timeout(deadline):
+                    plan = await grammars.run(plan_chat, *asked)
+                    await check_grammar(grammars, plan)
+            except TimeoutError:
+                message = f"the chat was not begun within its deadline of {deadline:g} s"
+                raise DeadlineExceededError(message, deadline=deadline) from None
+        if deadline is not None:
+            settings["deadline"] = max(1e-3, deadline - (core.loop.time() - begun))
         core = self._running_core()
-        call = core.admission.submit(plan.prompt, params, final_only=False, constraint=plan.spec, **_all(options))
+        call = core.admission.submit(plan.prompt, params, final_only=False, constraint=plan.spec, **settings)
         stream = TokenStream(call.request_id, call.mailbox, core.loop, core.admission.abort)
-        return ChatStream(stream, plan, wanted, tokenizer)
+        return ChatStream(stream, plan, tokenizer)
 
     def abort(self, request_id: str) -> bool:
         """End a request by its id; its stream ends with FinishReason.ABORT. Returns whether it was running."""
@@ -424,7 +430,9 @@ def _all(options: dict[str, Any]) -> dict[str, Any]:
     return _OPTIONS | options
 
 
-def _check_chat_params(params: SamplingParams) -> None:
+def _check_chat_params(params: SamplingParams, parallel_tool_calls: object) -> None:
+    if parallel_tool_calls is not None and not isinstance(parallel_tool_calls, bool):
+        raise InvalidRequestError("parallel_tool_calls must be True, False or None", param="parallel_tool_calls")
     if not isinstance(params, SamplingParams):
         raise InvalidRequestError(f"params must be SamplingParams, not {type(params).__name__}", param="params")
     if params.n != 1:
@@ -444,6 +452,8 @@ def _output_type(output_type: Any) -> OutputType:
 def _with_output_type(output_type: Any, params: SamplingParams) -> tuple[OutputType, SamplingParams]:
     """The type, and the parameters that hold the model to it."""
     wanted = _output_type(output_type)
+    if not params.detokenize:
+        raise InvalidRequestError("output_type needs the text: detokenize must be True", param="detokenize")
     if params.structured_output is not None:
         raise InvalidRequestError("give output_type or params.structured_output, not both", param="output_type")
     return wanted, params.replace(structured_output=StructuredOutput(json_schema=wanted.schema_text))

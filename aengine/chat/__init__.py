@@ -7,7 +7,7 @@
 Both read the same `ToolFormat` and `ReasoningFormat`. Nothing here knows of the engine.
 """
 
-from .compose import blame, compose
+from .compose import blame, compose, suspects
 from .formats import FORMATS, ReasoningFormat, ToolFormat, detect
 from .messages import (
     ChatMessage,
@@ -40,5 +40,6 @@ __all__ = [
     "blame",
     "compose",
     "detect",
+    "suspects",
     "tools_of",
 ]

@@ -24,7 +24,7 @@ from .formats import Markers, ReasoningFormat, TokenId, ToolFormat
 from .lark import ANY, BLANK_CLASS, inline_schema, literal_regex, symbols, text_lexeme
 from .tools import Tool, ToolChoice
 
-__all__ = ["blame", "compose"]
+__all__ = ["blame", "compose", "suspects"]
 
 
 def compose(
@@ -65,15 +65,20 @@ def blame(
 
     Blocking, so for the thread that compiles. Returns an error that names the tool, or the one given.
     """
-    parts = [(f"the parameters of the tool {tool.name!r}", json.dumps(tool.argument_schema)) for tool in tools]
-    if schema is not None:
-        parts.append(("the schema of the answer", schema))
-    for owner, text in parts:
+    for owner, spec in suspects(tools=tools, schema=schema, relax=relax):
         try:
-            compile_spec(GrammarSpec(kind="json_schema", text=text, relax=relax))
+            compile_spec(spec)
         except GrammarError as found:
             return GrammarError(f"{owner}: {found}", kind=found.kind, path=found.path)
     return error
+
+
+def suspects(*, tools: Sequence[Tool], schema: str | None, relax: bool = False) -> list[tuple[str, GrammarSpec]]:
+    """The parts of a composed grammar, each with whose it is, to be compiled by itself when the whole is refused."""
+    parts = [(f"the parameters of the tool {tool.name!r}", json.dumps(tool.argument_schema)) for tool in tools]
+    if schema is not None:
+        parts.append(("the schema of the answer", schema))
+    return [(owner, GrammarSpec(kind="json_schema", text=text, relax=relax)) for owner, text in parts]
 
 
 def _answer_schema(text: str) -> dict[str, Any]:

@@ -13,7 +13,9 @@ import asyncio
 import random
 import time
 from collections import deque
+from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from functools import partial
 from typing import TYPE_CHECKING
@@ -228,7 +230,9 @@ class Admission:
 
     def _begin(self, call: Call) -> None:
         if call.constraint is not None:
+            self._num_encoding += 1  # from now on, not from when the task runs: the queue's limit counts it
             call.preparing = self._loop.create_task(self._prepare(call), name="aengine-grammar")
+            call.preparing.add_done_callback(self._prepared)
         elif call.kind == "token_ids":
             self._enqueue(call)
         else:
@@ -236,7 +240,6 @@ class Admission:
 
     async def _prepare(self, call: Call) -> None:
         """Its grammar first, so that a prompt is not encoded for a request that is refused."""
-        self._num_encoding += 1
         try:
             if self._grammars is None or call.constraint is None:
                 raise GrammarError("a grammar needs a tokenizer: start without skip_tokenizer=True", kind="unsupported")
@@ -249,15 +252,41 @@ class Admission:
             failure.__cause__ = bug
             self._fail(call, failure)
             return
-        finally:
-            self._num_encoding -= 1
-            call.preparing = None
+        call.preparing = None
         call.mailbox.warnings = call.compiled.warnings
         if call.request_id in self._calls:
             if call.kind == "token_ids":
                 self._enqueue(call)
             else:
                 self._encode(call)
+
+    def _prepared(self, task: asyncio.Task[None]) -> None:
+        self._num_encoding -= 1
+
+    @contextmanager
+    def reserved(self) -> Iterator[None]:
+        """Within: a call that is not made yet counts as queued. Raises EngineOverloadedError when the queue is full."""
+        if self.num_queued >= self._limits.max_num_queued_requests and not self._limits.wait_when_full:
+            raise self._overloaded()
+        self._num_encoding += 1
+        try:
+            yield
+        finally:
+            self._num_encoding -= 1
+
+    def check_options(
+        self,
+        params: SamplingParams,
+        *,
+        deadline: float | None,
+        priority: int,
+        request_id: str | None,
+        cache_salt: str | None,
+    ) -> None:
+        """What `submit` would refuse of a call whose prompt is not known yet. Raises InvalidRequestError."""
+        self._check("messages", params, deadline, priority, request_id, cache_salt)
+        if request_id in self._calls:
+            raise InvalidRequestError(f"request_id {request_id!r} is in use by a running request", param="request_id")
 
     def _encode(self, call: Call) -> None:
         assert self._tokenizer is not None

@@ -6,19 +6,31 @@ ChatStream: token ──ChatParser──> deltas, and at the end a ChatMessage
 
 from __future__ import annotations
 
+import json
 from collections import deque
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
-from functools import partial
 from types import TracebackType
 from typing import TYPE_CHECKING, Any
 
-from ..chat import ChatMessage, ChatParser, Delta, ReasoningFormat, Tool, ToolChoice, ToolFormat, blame, compose, detect
+from ..chat import (
+    ChatMessage,
+    ChatParser,
+    Delta,
+    ReasoningFormat,
+    Tool,
+    ToolChoice,
+    ToolFormat,
+    compose,
+    detect,
+    suspects,
+    tools_of,
+)
 from ..errors import GrammarError, InvalidRequestError
-from ..grammar.backend import Compiled
 from ..grammar.output_type import OutputType
 from ..grammar.spec import GrammarSpec
 from ..outputs import Completion, FinishReason
+from .chat_template import check_messages
 from .stream import TokenStream
 from .structured import GrammarService
 from .tokenizer import Tokenizer
@@ -38,59 +50,89 @@ class ChatPlan:
     tools: tuple[Tool, ...]  # that the answer may call
     tool_format: ToolFormat
     reasoning: ReasoningFormat | None
-    schema: str | None
+    output_type: OutputType | None
 
 
 def plan_chat(
     tokenizer: Tokenizer,
     messages: Sequence[Mapping[str, Any]],
-    tools: tuple[Tool, ...],
-    choice: ToolChoice,
+    tools: Sequence[Any] | None,
+    tool_choice: Any,
     parallel: bool | None,
-    schema: str | None,
+    output_type: Any,
 ) -> ChatPlan:
-    """Blocking, for a thread. Raises InvalidRequestError (messages, template) and GrammarError (schemas)."""
+    """Blocking, for a thread: large schemas take their time. Raises InvalidRequestError and GrammarError."""
+    known = tools_of(tools)
+    choice = ToolChoice.of(tool_choice, known)
+    wanted = None if output_type is None else OutputType.of(output_type)
+    check_messages(messages)
     tool_format, reasoning = detect(tokenizer.chat_template_source)
-    shown = [tool.for_template() for tool in tools]
+    shown = [tool.for_template() for tool in known]
     instructions = tool_format.describe(shown) if shown else ""
     if instructions:
-        messages = _with_instructions(messages, instructions)
+        messages = _with_instructions([_written_out(m, tool_format) for m in messages], instructions)
     text = tokenizer.apply_chat_template(messages, tools=None if instructions else shown or None)
     if reasoning is not None:
         reasoning = reasoning.after_prompt(text)
     spec = compose(
-        tools=tools,
+        tools=known,
         tool_choice=choice,
         parallel=tool_format.parallel if parallel is None else parallel,
         tool_format=tool_format,
         reasoning=reasoning,
-        schema=schema,
+        schema=None if wanted is None else wanted.schema_text,
         token_id=tokenizer.control_token_id,
     )
     prompt = tokenizer.encode(text, add_special_tokens=False)
-    return ChatPlan(prompt, spec, choice.allowed(tools), tool_format, reasoning, schema)
+    return ChatPlan(prompt, spec, choice.allowed(known), tool_format, reasoning, wanted)
 
 
 def _with_instructions(messages: Sequence[Mapping[str, Any]], instructions: str) -> list[Mapping[str, Any]]:
     """The tools' description in the system message, for a template that shows none."""
-    first = messages[0] if messages else {}
-    if isinstance(first, Mapping) and first.get("role") == "system" and isinstance(first.get("content"), str):
+    first = messages[0]
+    if first.get("role") == "system" and isinstance(first.get("content"), str):
         return [{**first, "content": f"{first['content']}\n\n{instructions}"}, *messages[1:]]
     return [{"role": "system", "content": instructions}, *messages]
 
 
-async def check_grammar(grammars: GrammarService, plan: ChatPlan) -> Compiled | None:
-    """Compile the plan's grammar. A GrammarError names the tool, or says that it is the answer's schema."""
-    if plan.spec is None:
-        return None
+def _written_out(message: Mapping[str, Any], tool_format: ToolFormat) -> Mapping[str, Any]:
+    """A message whose calls are text, as the model wrote them, for a template that shows none."""
+    calls = message.get("tool_calls")
+    if not calls:
+        return message
     try:
-        return await grammars.prepare(plan.spec)
+        written = [(call.get("function", call)["name"], call.get("function", call)["arguments"]) for call in calls]
+    except (AttributeError, KeyError, TypeError):
+        raise InvalidRequestError(
+            "tool_calls of a message must be as OpenAI's: {'id': ..., 'type': 'function', 'function': {'name': ..., "
+            "'arguments': '...'}}",
+            param="messages",
+        ) from None
+    known = tool_format
+    texts = [
+        known.head(name) + (arguments if isinstance(arguments, str) else json.dumps(arguments)) + known.after_arguments
+        for name, arguments in written
+    ]
+    content = (message.get("content") or "") + known.openings[0] + known.separator.join(texts) + known.closing
+    return {key: value for key, value in message.items() if key != "tool_calls"} | {"content": content}
+
+
+async def check_grammar(grammars: GrammarService, plan: ChatPlan) -> None:
+    """Compile the plan's grammar; whoever asks next finds it. A GrammarError names the tool, or the answer's schema."""
+    if plan.spec is None:
+        return
+    try:
+        await grammars.prepare(plan.spec)
     except GrammarError as error:
-        raise await grammars.explain(partial(_blame, error, plan)) from None
-
-
-def _blame(error: GrammarError, plan: ChatPlan, compile_spec: Any) -> GrammarError:
-    return blame(error, compile_spec, tools=plan.tools, schema=plan.schema)
+        if error.kind == "too_complex":  # the parts would take as long
+            raise
+        schema = None if plan.output_type is None else plan.output_type.schema_text
+        for owner, spec in suspects(tools=plan.tools, schema=schema):
+            try:
+                await grammars.prepare(spec)
+            except GrammarError as found:
+                raise GrammarError(f"{owner}: {found}", kind=found.kind, path=found.path) from None
+        raise
 
 
 class ChatStream:
@@ -103,13 +145,11 @@ class ChatStream:
     Closing, dropping or cancelling it ends the request, as with `TokenStream`.
     """
 
-    def __init__(
-        self, stream: TokenStream, plan: ChatPlan, output_type: OutputType | None, tokenizer: Tokenizer
-    ) -> None:
+    def __init__(self, stream: TokenStream, plan: ChatPlan, tokenizer: Tokenizer) -> None:
         self._stream = stream
-        self._output_type = output_type
+        self._output_type = plan.output_type
         self._parser = ChatParser(
-            plan.tool_format, plan.reasoning, plan.tools, plan.schema is not None, tokenizer.control_token_id
+            plan.tool_format, plan.reasoning, plan.tools, plan.output_type is not None, tokenizer.control_token_id
         )
         self._deltas: deque[Delta] = deque()
         self._is_read = False

@@ -117,10 +117,10 @@ class EngineCore:
             ready = await starting
             core = cls(config, executor, ready, tokenizer, eos_token_ids, grammars)
         except BaseException:
-            if grammars is not None:
-                grammars.close()
             starting.cancel()
             executor.terminate()
+            if grammars is not None:
+                await grammars.aclose()
             await asyncio.wait([starting])
             if not starting.cancelled():
                 starting.exception()  # seen: at most one of the two failures is raised
@@ -180,6 +180,9 @@ class EngineCore:
         """Immediate and synchronous: kill the worker, whatever state the loop is in."""
         if self.state == "running":
             self.state = "closed"
+            if self.loop.is_running():
+                error = EngineClosedError("the engine was terminated while this request ran")
+                self.loop.call_soon_threadsafe(self.admission.fail_all, error)
         self.admission.close()
         if self.grammars is not None:
             self.grammars.close()
@@ -193,6 +196,8 @@ class EngineCore:
         logger.error("the engine failed: %s", error)
         self.admission.fail_all(error)
         self._task.cancel()
+        if self.grammars is not None:
+            self.grammars.close()
         self._executor.terminate()
 
     def _loop_ended(self, task: asyncio.Task[None]) -> None:

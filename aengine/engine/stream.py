@@ -13,6 +13,7 @@ runs its finaliser, which aborts the request.
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import threading
 from collections import deque
 from collections.abc import Callable
@@ -260,10 +261,11 @@ class TokenStream:
         try:
             self._partial.feed("".join(texts[self._num_texts_read :]))
             self._num_texts_read = len(texts)
-            if self._mailbox.done and choices and choices[0].finish_reason is FinishReason.STOP:
-                self._partial.finish()
         except ValueError as error:
             raise InvalidRequestError(f"the text of {self.request_id} is not JSON: {error}") from error
+        if self._mailbox.done and choices and choices[0].finish_reason is FinishReason.STOP:
+            with contextlib.suppress(ValueError):  # a stop string may have cut it
+                self._partial.finish()  # a number at the top is one only now
         return self._partial.value
 
     @property

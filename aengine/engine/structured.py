@@ -16,7 +16,8 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from typing import TYPE_CHECKING, NamedTuple
+from functools import partial
+from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar
 
 from ..errors import EngineClosedError, GrammarError, InternalError
 from ..params import StructuredOutput
@@ -29,6 +30,10 @@ if TYPE_CHECKING:
     from .tokenizer import Tokenizer
 
 __all__ = ["GrammarService", "MaskJob", "RequestGrammar"]
+
+
+T = TypeVar("T")
+_SHORT = 2000  # characters
 
 
 class RequestGrammar:
@@ -60,6 +65,7 @@ class GrammarService:
         self._compiler: GrammarCompiler | None = None
         self._starting: asyncio.Task[GrammarCompiler] | None = None
         self._lane: ThreadPoolExecutor | None = None
+        self._planner: ThreadPoolExecutor | None = None
         self._warming: asyncio.Task[None] | None = None
         self._closed = False
 
@@ -98,13 +104,16 @@ class GrammarService:
 
         if isinstance(wanted, StructuredOutput):
             # A large schema is walked for some 50 ms: not on the loop.
-            wanted = await run_in_thread("grammar-spec", spec_of, wanted)
+            wanted = spec_of(wanted) if _is_short(wanted) else await self.run(spec_of, wanted)
         return await (await self._started()).compile(wanted)
 
-    async def explain(self, blame: Callable[[Callable[[GrammarSpec], object]], GrammarError]) -> GrammarError:
-        """What ``blame`` finds when it may compile parts of a grammar that was refused, in a thread."""
-        compiler = await self._started()
-        return await run_in_thread("grammar-blame", blame, compiler.compile_now)
+    async def run(self, function: Callable[..., T], *args: Any) -> T:
+        """In the one thread that all requests share for what precedes a grammar."""
+        if self._closed:
+            raise EngineClosedError("the engine is closed")
+        if self._planner is None:
+            self._planner = ThreadPoolExecutor(1, thread_name_prefix="aengine-grammar-plan")
+        return await asyncio.get_running_loop().run_in_executor(self._planner, partial(function, *args))
 
     async def fill(self, jobs: Sequence[MaskJob]) -> tuple[bytearray, dict[int, Exception]]:
         """int32 [len(jobs), ceil(vocab_size / 32)], row by row, and the rows that failed, which allow everything."""
@@ -143,8 +152,9 @@ class GrammarService:
         self._closed = True
         if self._compiler is not None:
             self._compiler.abandon()
-        if self._lane is not None:
-            self._lane.shutdown(wait=False, cancel_futures=True)
+        for pool in (self._lane, self._planner):
+            if pool is not None:
+                pool.shutdown(wait=False, cancel_futures=True)
 
     async def aclose(self) -> None:
         """`close`, and wait for the threads; for a compile in progress a second at most."""
@@ -158,6 +168,13 @@ class GrammarService:
                 task.exception()
         if self._compiler is not None:
             await self._compiler.aclose()
-        lane, self._lane = self._lane, None
-        if lane is not None:
-            await run_in_thread("grammar-lane", lane.shutdown)
+        pools = [pool for pool in (self._lane, self._planner) if pool is not None]
+        self._lane = self._planner = None
+        for pool in pools:
+            await run_in_thread("grammar-pool", partial(pool.shutdown, cancel_futures=True))
+
+
+def _is_short(wanted: StructuredOutput) -> bool:
+    """Whether it is read faster than a thread is asked to."""
+    text = wanted.json_schema if isinstance(wanted.json_schema, str) else wanted.regex or wanted.grammar
+    return wanted.json_object or (text is not None and len(text) < _SHORT)

@@ -119,10 +119,6 @@ class GrammarCompiler:
                 work.waiters.remove(waiter)
                 self._drop_if_unwanted(work)
 
-    def compile_now(self, spec: GrammarSpec) -> Compiled:
-        """Blocking, in whichever thread calls; not cached, no time limit. Raises GrammarError."""
-        return self._backends.get(spec.backend).compile(spec)
-
     async def aclose(self) -> None:
         """Fail who waits, end the threads; waits for a compile in progress a second at most. May be called twice."""
         loop = asyncio.get_running_loop()

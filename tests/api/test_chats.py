@@ -1,0 +1,164 @@
+"""Chats with tools over a fake worker, which takes any token that the bitmask allows."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import random
+import time
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+from conftest_api import settled
+from pydantic import BaseModel
+
+from aengine import (
+    AsyncLLM,
+    DeadlineExceededError,
+    EngineClosedError,
+    EngineOverloadedError,
+    GrammarError,
+    InvalidRequestError,
+    SamplingParams,
+    StructuredOutput,
+)
+from aengine.chat import ToolCallStart
+from aengine.engine import chat as chat_module
+
+Make = Callable[..., AsyncLLM]
+pytestmark = pytest.mark.usefixtures("no_blocking")
+HELLO = [{"role": "user", "content": "Hello"}]
+SHORT = SamplingParams(max_tokens=300)
+
+
+class Sum(BaseModel):
+    total: bool
+
+
+def add(a: bool, b: bool) -> int:
+    """Adds.
+
+    Args:
+        a: One.
+        b: Another.
+    """
+    return a + b
+
+
+def any_token(engine: AsyncLLM, seed: int) -> None:
+    engine.executor.choose = random.Random(seed).choice
+
+
+async def test_a_required_call_and_its_result(make_engine: Make, rng: random.Random) -> None:
+    async with make_engine() as engine:
+        any_token(engine, rng.randrange(10**6))
+        params = SHORT.replace(max_tokens=600)
+        completion = await engine.chat(HELLO, params, tools=[add], tool_choice="add", output_type=Sum)
+        assert completion.finish_reason == "stop" and completion.parsed is None
+        (call,) = completion.message.tool_calls
+        assert call.name == "add" and set(call.parsed_arguments()) == {"a", "b"}
+        history = [*HELLO, completion.message.to_dict(), {"role": "tool", "content": "3", "tool_call_id": call.id}]
+        answer = await engine.chat(history, params, tools=[add], tool_choice="none", output_type=Sum)
+        assert isinstance(answer.parsed, Sum) and answer.message.content == answer.text
+        await settled(engine)
+
+
+async def test_deltas_come_as_they_are_made(make_engine: Make) -> None:
+    async with make_engine() as engine:
+        any_token(engine, 1)
+        stream = await engine.stream_chat(HELLO, SHORT, tools=[add], tool_choice="required", parallel_tool_calls=False)
+        with pytest.raises(InvalidRequestError, match="read to its end"):
+            _ = stream.completion
+        deltas = [delta async for delta in stream]
+    assert [d.name for d in deltas if isinstance(d, ToolCallStart)] == ["add"]
+    assert stream.completion.message == stream.message
+
+
+def test_earlier_calls_are_written_out() -> None:
+    """For a template that knows no tools, in the format that the model is to write."""
+    from aengine.chat import FORMATS
+
+    calls = [{"id": "1", "type": "function", "function": {"name": "add", "arguments": '{"a": 1}'}}]
+    message = {"role": "assistant", "content": None, "tool_calls": calls * 2}
+    for known in FORMATS.values():
+        written = chat_module._written_out(message, known)
+        assert "tool_calls" not in written and written["content"].count("add") == 2
+    assert json.loads(chat_module._written_out(message, FORMATS["json"])["content"])["tool_calls"][1]["name"] == "add"
+    with pytest.raises(InvalidRequestError, match="OpenAI"):
+        chat_module._written_out({"role": "assistant", "tool_calls": [3]}, FORMATS["json"])
+
+
+@pytest.mark.parametrize(
+    ("wrong", "param"),
+    [
+        ({"tools": [add, add]}, "tools"),
+        ({"tools": [3]}, "tools"),
+        ({"tools": [add], "tool_choice": "sub"}, "tool_choice"),
+        ({"tools": [add], "parallel_tool_calls": "x"}, "parallel_tool_calls"),
+        ({"output_type": print}, "output_type"),
+        ({"deadline": -1}, "deadline"),
+        ({"bogus": 1}, "bogus"),
+        ({"params": SamplingParams(n=2)}, "n"),
+        ({"params": SamplingParams(detokenize=False)}, "detokenize"),
+        ({"params": SamplingParams(structured_output=StructuredOutput(regex="a"))}, "structured_output"),
+        ({"messages": []}, "messages"),
+        ({"messages": [], "tools": [add]}, "messages"),
+        ({"messages": [{"content": "x"}], "tools": [add]}, "messages"),
+    ],
+)
+async def test_wrong_chats(make_engine: Make, wrong: dict[str, Any], param: str) -> None:
+    async with make_engine() as engine:
+        with pytest.raises(InvalidRequestError) as caught:
+            await engine.chat(**({"messages": HELLO} | wrong))
+        assert caught.value.param == param
+        await settled(engine)
+
+
+async def test_a_tool_that_can_not_be_held_is_named(make_engine: Make) -> None:
+    bad = {"name": "f", "parameters": {"type": "object", "properties": {"x": {"not": {}}}}}
+    async with make_engine() as engine:
+        with pytest.raises(GrammarError, match="parameters of the tool 'f'") as caught:
+            await engine.chat(HELLO, tools=[add, bad])
+        assert (caught.value.kind, caught.value.path) == ("unsupported", "$.properties.x.not")
+
+
+async def test_deadline_and_queue_hold_while_a_chat_is_planned(
+    make_engine: Make, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    plan = chat_module.plan_chat
+    monkeypatch.setattr(chat_module, "plan_chat", lambda *args: (time.sleep(0.3), plan(*args))[1])
+    async with make_engine(max_num_queued_requests=2) as engine:
+        any_token(engine, 2)
+        with pytest.raises(DeadlineExceededError):
+            await engine.chat(HELLO, SHORT, deadline=0.05)
+        tasks = [asyncio.create_task(engine.chat(HELLO, SamplingParams(max_tokens=2))) for _ in range(5)]
+        results = await asyncio.gather(*tasks, return_exceptions=True)
+        assert [type(r) for r in results].count(EngineOverloadedError) == 3
+        await settled(engine)
+
+
+async def test_the_queue_counts_grammars_from_the_start(make_engine: Make) -> None:
+    params = SamplingParams(max_tokens=4, structured_output=StructuredOutput(regex="a*"))
+    async with make_engine(max_num_queued_requests=4) as engine:
+        accepted = []
+        with pytest.raises(EngineOverloadedError):
+            while True:
+                accepted.append(engine.stream([7], params))
+        assert len(accepted) == 4
+        for stream in accepted:
+            await stream.wait()
+        await settled(engine)
+
+
+async def test_terminate_tells_who_waits(make_engine: Make) -> None:
+    engine = await make_engine(fake={"delay": 30.0}).start()
+    tasks = [
+        asyncio.create_task(engine.generate([1], SamplingParams(max_tokens=5))),
+        asyncio.create_task(engine.generate([1], output_type=Sum)),
+    ]
+    await asyncio.sleep(0.05)
+    engine.terminate()
+    done, pending = await asyncio.wait(tasks, timeout=10)
+    assert not pending and all(isinstance(task.exception(), EngineClosedError) for task in done)
+    await engine.aclose()
