@@ -108,11 +108,11 @@ class GrammarService:
         return await (await self._started()).compile(wanted)
 
     async def run(self, function: Callable[..., T], *args: Any) -> T:
-        """In the one thread that all requests share for what precedes a grammar."""
+        """In one of the two threads that all requests share for what precedes a grammar."""
         if self._closed:
             raise EngineClosedError("the engine is closed")
         if self._planner is None:
-            self._planner = ThreadPoolExecutor(1, thread_name_prefix="aengine-grammar-plan")
+            self._planner = ThreadPoolExecutor(2, thread_name_prefix="aengine-grammar-plan")
         return await asyncio.get_running_loop().run_in_executor(self._planner, partial(function, *args))
 
     async def fill(self, jobs: Sequence[MaskJob]) -> tuple[bytearray, dict[int, Exception]]:

@@ -11,8 +11,9 @@ from aengine.engine.tokenizer import Tokenizer
 from aengine.grammar.backend import Backend
 
 
-@pytest.fixture(scope="session", autouse=True)
+@pytest.fixture(scope="module", autouse=True)
 def _close_backends() -> Iterator[None]:
+    """After each file: other tests look for processes that were left behind."""
     yield
     for backend in BUILT.values():
         backend.close()

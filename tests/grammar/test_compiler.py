@@ -306,6 +306,7 @@ async def test_threads_are_as_many_as_needed_and_no_more() -> None:
     async with compiling(num_threads=3) as (compiler, backend):
         for text in "abc":
             await compiler.compile(regex(text))
+            await until(lambda: compiler._pool._num_idle == 1)  # it answers a moment before it is free again
         assert len(grammar_threads()) == 1
         tasks = [asyncio.create_task(compiler.compile(regex(f"wait{i}"))) for i in range(7)]
         for _ in range(3):
