@@ -42,6 +42,9 @@ class FakeRunner:
             self._next = max(self._next + STEP_SECONDS, now)
             time.sleep(self._next - now)
 
+    def share_bitmasks(self, memory: memoryview) -> None:
+        pass
+
     def sample_tokens(self, grammar: GrammarOutput | None) -> Done:
         ids = []
         for row, scheduled in zip(self._step.req_idx, self._step.num_scheduled_tokens, strict=True):

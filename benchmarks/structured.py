@@ -1,11 +1,13 @@
-"""Structured output beside plain text, in one run. JSON to stdout.
+"""Structured output beside plain text, in one run. JSON to stdout, a line a result.
 
-    python benchmarks/structured.py                        SmolLM2 on this machine
-    python benchmarks/structured.py --streams 64 --rounds 3
+    python benchmarks/structured.py                                        SmolLM2 on this machine
+    python benchmarks/structured.py --shape qwen3-0.6b --tokenizer DIR     random weights of engine_bench.py's shape
 
-Plain streams and streams under a schema of their own each are run in turn, for the same numbers of tokens: the schema's
-string can't end before, and plain ones go past end-of-sequence tokens. The ratio of their rates is what counts. Then
-hostile grammars are sent beside plain streams, and a 1 ms ticker on the loop says how late it runs, with and without.
+Streams under a schema of their own each (``schemas.jsonl``, of real life) and plain streams are run in turn, for the
+same numbers of tokens: each answer is a list of at least 1,000 such objects, so it can't end before, and plain ones go
+past end-of-sequence tokens. ``bounded`` takes the schemas as they are, ``open`` without lengths and bounds of numbers.
+The ratio of the rates within one round is what counts. Then a schema's first use; then hostile grammars beside plain
+streams, with a 1 ms ticker on the loop that says how late it runs, with and without them.
 """
 
 from __future__ import annotations
@@ -13,38 +15,106 @@ from __future__ import annotations
 import argparse
 import asyncio
 import json
+import random
 import statistics
+import tempfile
 import time
+from pathlib import Path
 from typing import Any
+
+from engine_bench import SHAPES, unbounded
 
 from aengine import AEngineError, AsyncLLM, SamplingParams, StructuredOutput
 
-TOKENS = 64
+Schema = dict[str, Any]
 
 
-def schema(i: int) -> dict[str, Any]:
-    """Different for each i; open strings are long enough for every token of the run."""
-    fields = {f"note_{i}": {"type": "string", "minLength": 6 * TOKENS}, "count": {"type": "integer", "minimum": i}}
-    return {"type": "object", "properties": fields, "required": list(fields), "additionalProperties": False}
+def long_list(schema: Schema) -> Schema:
+    """Of what the schema says; its definitions stay where references look for them."""
+    items = {key: value for key, value in schema.items() if key not in ("$defs", "definitions", "$schema")}
+    if items.get("type") == "array" and "minItems" in items:  # is one already
+        return schema
+    shared = {key: schema[key] for key in ("$defs", "definitions") if key in schema}
+    return {"type": "array", "items": items, "minItems": 1000, **shared}
 
 
-async def rate(engine: AsyncLLM, streams: int, structured: bool, salt: int) -> float:
-    """Tokens a second after each stream has its first."""
-    firsts: list[float] = []
+def load_schemas(path: Path) -> list[Schema]:
+    """Those with a reference to their own root can't be made a list of."""
+    rows = [json.loads(line)["schema"] for line in path.read_text().splitlines()]
+    return [long_list(row) for row in rows if '"$ref": "#"' not in json.dumps(row)]
 
-    async def one(i: int) -> int:
-        shape = StructuredOutput(json_schema=schema(i)) if structured else None
-        params = SamplingParams(max_tokens=TOKENS, ignore_eos=True, seed=i, structured_output=shape)
-        count = 0
-        async for _ in engine.stream([100 + (7 * i + salt + k) % 40000 for k in range(32)], params):
-            if not count:
-                firsts.append(time.perf_counter())
-            count += 1
-        return count
 
-    counts = await asyncio.gather(*map(one, range(streams)))
-    assert set(counts) == {TOKENS}, counts
-    return streams * (TOKENS - 1) / (time.perf_counter() - max(firsts))
+class Bench:
+    def __init__(self, engine: AsyncLLM, tokens: int, vocab_size: int) -> None:
+        self.engine = engine
+        self.tokens = tokens
+        self._vocab_size = min(vocab_size, 40_000)
+        self._rng = random.Random(5)
+
+    def prompt(self, length: int = 128) -> list[int]:
+        return [self._rng.randrange(100, self._vocab_size) for _ in range(length)]
+
+    async def rate(self, schemas: list[Schema | None]) -> dict[str, float]:
+        """``tok_s``: tokens a second from the start of all to the end; ``decode_tok_s``: from each one's first on."""
+        firsts: list[float] = []
+        begun = time.perf_counter()
+
+        async def one(schema: Schema | None, prompt: list[int], seed: int) -> int:
+            shape = None if schema is None else StructuredOutput(json_schema=schema)
+            params = SamplingParams(max_tokens=self.tokens, ignore_eos=True, seed=seed, structured_output=shape)
+            count = 0
+            async for _ in self.engine.stream(prompt, params):
+                if not count:
+                    firsts.append(time.perf_counter())
+                count += 1
+            return count
+
+        counts = await asyncio.gather(*(one(schema, self.prompt(), i) for i, schema in enumerate(schemas)))
+        end = time.perf_counter()
+        assert set(counts) == {self.tokens}, counts
+        return {
+            "tok_s": sum(counts) / (end - begun),
+            "decode_tok_s": sum(count - 1 for count in counts) / (end - max(firsts)),
+            "ttft_ms": 1e3 * (statistics.median(firsts) - begun),
+        }
+
+    async def ratios(self, streams: int, kinds: dict[str, list[Schema]], rounds: int) -> None:
+        """The first round compiles, and is printed apart."""
+        results: dict[str, list[dict[str, float]]] = {}
+        for i in range(rounds + 1):
+            results.setdefault("plain", []).append(await self.rate([None] * streams))
+            for kind, schemas in kinds.items():
+                chosen = [schemas[k % len(schemas)] for k in range(streams)]
+                results.setdefault(kind, []).append(await self.rate(chosen))
+            if i == 0:
+                first = {kind: round(found[0]["ttft_ms"], 2) for kind, found in results.items()}
+                print(json.dumps({"streams": streams, "ttft_ms_of_first_use": first}), flush=True)
+                results.clear()
+        for kind, found in results.items():
+            medians = {key: round(statistics.median(r[key] for r in found), 2) for key in found[0]}
+            line: dict[str, Any] = {"streams": streams, "kind": kind, **medians}
+            if kind != "plain":
+                for key in ("tok_s", "decode_tok_s"):
+                    each = [a[key] / b[key] for a, b in zip(found, results["plain"], strict=True)]
+                    line[f"{key}_to_plain"] = round(statistics.median(each), 3)
+                    line[f"{key}_to_plain_all"] = [round(x, 3) for x in each]
+            print(json.dumps(line), flush=True)
+
+    async def first_use(self, schemas: list[Schema]) -> None:
+        """Time to first token of one stream whose schema nobody has used, against plain ones in turn."""
+        plain, fresh = [], []
+        for i, schema in enumerate(schemas[:20]):
+            plain.append((await self.rate([None]))["ttft_ms"])
+            fresh.append((await self.rate([{**schema, "minItems": 1001 + i}]))["ttft_ms"])
+        line = {"plain": statistics.median(plain), "structured": statistics.median(fresh), "worst": max(fresh)}
+        print(json.dumps({"ttft_ms_of_one_stream_with_a_new_schema": line}), flush=True)
+
+
+def nested(depth: int) -> Schema:
+    inner: Schema = {"type": "integer"}
+    for _ in range(depth):
+        inner = {"type": "object", "properties": {"x": inner}, "required": ["x"]}
+    return inner
 
 
 HOSTILE: dict[str, dict[str, Any]] = {
@@ -58,14 +128,8 @@ HOSTILE: dict[str, dict[str, Any]] = {
         "json_schema": {"$ref": "#/$defs/a", "$defs": {"a": {"type": "array", "items": {"$ref": "#/$defs/a"}}}}
     },
     "remote $ref": {"json_schema": {"$ref": "https://example.com/schema.json"}},
+    "200 levels": {"json_schema": nested(200)},
 }
-
-
-def nested(depth: int) -> dict[str, Any]:
-    inner: dict[str, Any] = {"type": "integer"}
-    for _ in range(depth):
-        inner = {"type": "object", "properties": {"x": inner}, "required": ["x"]}
-    return inner
 
 
 async def lags_while(task: asyncio.Task[Any]) -> list[float]:
@@ -77,56 +141,83 @@ async def lags_while(task: asyncio.Task[Any]) -> list[float]:
     return sorted(lags)
 
 
-async def hostile(engine: AsyncLLM) -> dict[str, Any]:
-    """What each hostile grammar ends in, and what the plain streams beside them notice."""
-    plain = SamplingParams(max_tokens=TOKENS, ignore_eos=True, temperature=0)
-    prompts = [[300 + i, 301, 302] for i in range(4)]
+async def hostile(bench: Bench, tokens: int) -> dict[str, Any]:
+    """What each hostile grammar ends in, and what the plain streams beside them notice: four, for as long."""
+    plain = SamplingParams(max_tokens=tokens, ignore_eos=True, temperature=0)
+    prompts = [bench.prompt(3) for _ in range(4)]
 
-    async def steady() -> list[tuple[int, ...]]:
-        return [c.token_ids for c in await asyncio.gather(*(engine.generate(p, plain) for p in prompts))]
+    async def steady() -> tuple[list[tuple[int, ...]], float]:
+        begun = time.perf_counter()
+        done = await asyncio.gather(*(bench.engine.generate(prompt, plain) for prompt in prompts))
+        return [completion.token_ids for completion in done], 4 * tokens / (time.perf_counter() - begun)
 
     async def attack(wanted: dict[str, Any]) -> str:
         params = SamplingParams(max_tokens=8, structured_output=StructuredOutput(**wanted))
         try:
-            return (await engine.generate([5], params)).finish_reason
+            return (await bench.engine.generate(bench.prompt(1), params)).finish_reason
         except AEngineError as error:
             return f"{type(error).__name__}: {getattr(error, 'kind', '')}"
 
-    async def both() -> tuple[list[tuple[int, ...]], list[str]]:
-        cases = {**HOSTILE, "200 levels": {"json_schema": nested(200)}}
-        tokens, ends = await asyncio.gather(steady(), asyncio.gather(*map(attack, cases.values())))
-        return tokens, [f"{name}: {end}" for name, end in zip(cases, ends, strict=True)]
+    async def both() -> tuple[Any, list[str]]:
+        result, ends = await asyncio.gather(steady(), asyncio.gather(*map(attack, HOSTILE.values())))
+        return result, [f"{name}: {end}" for name, end in zip(HOSTILE, ends, strict=True)]
 
     await steady()
     alone = asyncio.create_task(steady())
     lags_alone = await lags_while(alone)
     attacked = asyncio.create_task(both())
     lags_attacked = await lags_while(attacked)
-    tokens, ends = attacked.result()
+    (ids, rate), ends = attacked.result()
     return {
         "ends": ends,
-        "plain_tokens_unchanged": tokens == alone.result(),
+        "plain_tokens_unchanged": ids == alone.result()[0],
+        "plain_rate_attacked_to_alone": round(rate / alone.result()[1], 3),
         "loop_lag_p99_ms": {
-            "alone": lags_alone[int(len(lags_alone) * 0.99)],
-            "attacked": lags_attacked[int(len(lags_attacked) * 0.99)],
+            "alone": round(lags_alone[int(len(lags_alone) * 0.99)], 2),
+            "attacked": round(lags_attacked[int(len(lags_attacked) * 0.99)], 2),
         },
     }
 
 
+def random_weights(shape: str) -> str:
+    """A folder with the settings of a model of that shape."""
+    folder = Path(tempfile.mkdtemp(prefix="bench-model-"))
+    settings = SHAPES[shape]
+    (folder / "config.json").write_text(json.dumps(settings))
+    ids = {key: settings[key] for key in ("bos_token_id", "eos_token_id")}
+    (folder / "generation_config.json").write_text(json.dumps(ids))
+    return str(folder)
+
+
 async def main(args: argparse.Namespace) -> None:
-    async with AsyncLLM(args.model) as engine:
-        await rate(engine, args.streams, True, 0)  # compiles
-        ratios = []
-        for i in range(args.rounds):
-            plain, shaped = await rate(engine, args.streams, False, i), await rate(engine, args.streams, True, i)
-            ratios.append(shaped / plain)
-        print(json.dumps({"streams": args.streams, "structured_to_plain": statistics.median(ratios), "all": ratios}))
-        print(json.dumps(await hostile(engine)))
+    model, settings, vocab_size = args.model, {}, 49_152
+    if args.shape:
+        model, vocab_size = random_weights(args.shape), SHAPES[args.shape]["vocab_size"]
+        settings = {"load_format": "dummy", "dtype": "bfloat16", "tokenizer": args.tokenizer}
+    schemas = load_schemas(args.schemas)
+    kinds = {"bounded": schemas, "open": [unbounded(s) | {"minItems": 1000} for s in schemas]}
+    async with AsyncLLM(model, **settings) as engine:
+        bench = Bench(engine, args.tokens, vocab_size)
+        for streams in args.streams:
+            await bench.ratios(streams, kinds, args.rounds)
+        await bench.first_use(schemas)
+        print(json.dumps(await hostile(bench, args.hostile_tokens)))
 
 
 if __name__ == "__main__":
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--model", default="smollm2-135m")
-    parser.add_argument("--streams", type=int, default=64)
-    parser.add_argument("--rounds", type=int, default=3)
-    asyncio.run(main(parser.parse_args()))
+    parser.add_argument("--shape", choices=list(SHAPES))
+    parser.add_argument("--tokenizer", help="for --shape: a folder with its tokenizer.json")
+    parser.add_argument("--schemas", type=Path, default=Path(__file__).with_name("schemas.jsonl"))
+    parser.add_argument("--streams", type=int, nargs="+", default=[1, 64])
+    parser.add_argument("--tokens", type=int, default=128)
+    parser.add_argument("--hostile-tokens", type=int, default=128)
+    parser.add_argument("--rounds", type=int, default=5)
+    arguments = parser.parse_args()
+    try:
+        import uvloop
+
+        uvloop.run(main(arguments))
+    except ImportError:
+        asyncio.run(main(arguments))

@@ -42,6 +42,7 @@ class FakeExecutor:
         self.terminated = False
         self._gated: tuple[Any, Any, Any] | None = None
         self.choose: Callable[[list[int]], int] = min
+        self._bitmask = bytearray(20 * 4 * ((vocab_size + 31) // 32))
         self.is_full = False  # as a ring without room is
         self.num_tried = 0
 
@@ -88,15 +89,21 @@ class FakeExecutor:
             row[0] += samples
         return ModelRunnerOutput(out.step_id, ids)
 
+    def bitmask(self, num_bytes: int) -> memoryview | None:
+        """For 20 rows at most."""
+        fits = num_bytes <= len(self._bitmask)
+        return memoryview(self._bitmask)[:num_bytes] if fits else None
+
     async def send_grammar(self, out: GrammarOutput) -> None:
         """Each masked row takes ``choose`` of the ids that it may."""
         assert self._gated is not None, "a bitmask that no step waits for"
         (step, future, answer), self._gated = self._gated, None
         assert out.step_id == step.step_id
         words = (self.ready["vocab_size"] + 31) // 32
-        assert len(out.bitmask) == 4 * words * len(out.batch_idx)
+        bitmask = self._bitmask[: out.bitmask] if isinstance(out.bitmask, int) else out.bitmask
+        assert len(bitmask) == 4 * words * len(out.batch_idx)
         for row, batch_idx in enumerate(out.batch_idx):
-            bits = int.from_bytes(out.bitmask[4 * words * row : 4 * words * (row + 1)], "little")
+            bits = int.from_bytes(bitmask[4 * words * row : 4 * words * (row + 1)], "little")
             allowed = [i for i in range(self.ready["vocab_size"]) if bits >> i & 1]
             answer.token_ids[batch_idx] = self.choose(allowed)
         self._answer_later(future, answer)

@@ -15,7 +15,7 @@ import json
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from .formats import Markers, ToolFormat
+from .formats import ID, Markers, ToolFormat
 from .lark import inline_schema, symbols
 from .tools import Tool
 
@@ -58,24 +58,36 @@ class Calls:
     def _after_trigger(self, index: int, *, single: bool) -> str:
         known = self.format
         skipped = len(known.triggers[index])
-        heads = [known.openings[index] + known.head(tool.name) for tool in self.tools]
-        first = self._alternatives(f"first_{index}", [head[skipped:] for head in heads])
-        after = self._symbols(known.after_arguments)
+        first = self._alternatives(f"first_{index}", known.openings[index], skipped)
+        after = self._one_of(known.ends)
         more = ""
         if self.parallel and not single:
-            next_call = self._alternatives("next", [known.separator + known.head(t.name) for t in self.tools])
+            next_call = self._alternatives("next", known.separator)
             more = f"({next_call} {after})*"
         return " ".join(filter(None, (first, after, more, self._symbols(known.closing))))
 
-    def _alternatives(self, rule: str, heads: Sequence[str]) -> str:
-        """One of the tools: its head, then its arguments."""
+    def _alternatives(self, rule: str, before: str, skipped: int = 0) -> str:
+        """One of the tools: its head, then its arguments. ``skipped``: characters of the head that came already."""
+        options: list[str] = []
         for index, tool in enumerate(self.tools):
             self.rules[f"arguments_{index}"] = inline_schema(tool.argument_schema, relax=self.relax)
-        self.rules[rule] = " | ".join(f"{self._symbols(head)} arguments_{i}" for i, head in enumerate(heads))
+            heads = [(before + head)[skipped:] for head in self.format.heads(tool.name)]
+            options.append(f"{self._one_of(heads)} arguments_{index}")
+        self.rules[rule] = " | ".join(options)
         return rule
 
+    def _one_of(self, texts: Sequence[str]) -> str:
+        if len(texts) == 1:
+            return self._symbols(texts[0])
+        return f"({' | '.join(map(self._symbols, texts))})"
+
     def _symbols(self, text: str) -> str:
-        return symbols(self.markers.encode(text), self.markers)
+        before, with_id, after = text.partition(ID)
+        parts = [symbols(self.markers.encode(part), self.markers) for part in (before, after)]
+        if not with_id:
+            return parts[0]
+        self.rules["CALL_ID"] = f"/[A-Za-z0-9]{{{self.format.id_length}}}/"
+        return " ".join(filter(None, (parts[0], "CALL_ID", parts[1])))
 
     def _example(self, opening: str) -> Any:
         """A group of one call as a JSON value, or None if it is none."""

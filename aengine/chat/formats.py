@@ -18,11 +18,14 @@ from collections.abc import Callable, Collection, Iterable, Mapping
 from dataclasses import dataclass, replace
 from typing import Any, Literal
 
-__all__ = ["FORMATS", "Markers", "ReasoningFormat", "TokenId", "ToolFormat", "detect"]
+__all__ = ["FORMATS", "ID", "Markers", "ReasoningFormat", "TokenId", "ToolFormat", "detect"]
 
 TokenId = Callable[[str], int | None]
 """The id of a control token, one whose text never comes through; None for anything else, also for added tokens that
 are not special: those are text."""
+
+ID = "{id}"
+"""Stands for a call's id in a format's strings; no tool's name has braces."""
 
 BLANKS = " \t\r\n"
 """What may stand between reasoning, text and calls, and is part of none."""
@@ -51,6 +54,11 @@ class ToolFormat:
     """The parts of these strings that are control tokens in some vocabularies."""
     id_length: int | None = None
     """Of a call's id, where the family's chat template insists on one."""
+    before_arguments_with_id: str = ""
+    """In place of ``before_arguments`` where the model writes the call's id too, which it may: "{id}" stands for
+    ``id_length`` letters and digits. They are read over: ids are the parser's own."""
+    after_arguments_with_id: str = ""
+    """Likewise, in place of ``after_arguments``."""
     parallel: bool = True
     """Several calls in one answer are usual. False: the family's chat templates can't show them in the next turn."""
     instructions: str = ""
@@ -62,10 +70,22 @@ class ToolFormat:
         for opening, trigger in zip(self.openings, self.triggers, strict=True):
             if not trigger or not (opening + self.before_name).startswith(trigger):
                 raise ValueError(f"the trigger {trigger!r} of the format {self.name} does not begin its calls")
+        if self.id_length is None and (self.before_arguments_with_id or self.after_arguments_with_id):
+            raise ValueError(f"the format {self.name} must say how long an id is")
 
     def head(self, tool_name: str) -> str:
-        """A call up to its arguments."""
+        """A call up to its arguments, as it is written without an id."""
         return f"{self.before_name}{tool_name}{self.before_arguments}"
+
+    def heads(self, tool_name: str) -> tuple[str, ...]:
+        """The same, and the one with an id (see `ID`) if there is one."""
+        with_id = f"{self.before_name}{tool_name}{self.before_arguments_with_id}"
+        return (self.head(tool_name), with_id) if self.before_arguments_with_id else (self.head(tool_name),)
+
+    @property
+    def ends(self) -> tuple[str, ...]:
+        """What may follow the arguments."""
+        return (self.after_arguments, self.after_arguments_with_id)[: 1 + bool(self.after_arguments_with_id)]
 
     def describe(self, tools: Iterable[Mapping[str, Any]]) -> str:
         """What a system prompt must say of these tools (`Tool.for_template`); "" if the chat template does."""
@@ -118,13 +138,14 @@ MISTRAL = ToolFormat(
     before_arguments='", "arguments": ',
     after_arguments="}",
     separator=", ",
-    openings=("[TOOL_CALLS] [",),
+    openings=("[TOOL_CALLS] [", "[TOOL_CALLS]["),  # SentencePiece leaves out a blank that a text begins with
     closing="]",
-    triggers=("[TOOL_CALLS]",),
+    triggers=("[TOOL_CALLS]", "[TOOL_CALLS]"),
     markers=("[TOOL_CALLS]",),
     id_length=9,
+    after_arguments_with_id=f', "id": "{ID}"}}',
 )
-MISTRAL_TEKKEN = replace(MISTRAL, name="mistral_tekken", openings=("[TOOL_CALLS][",))
+MISTRAL_TEKKEN = replace(MISTRAL, name="mistral_tekken", openings=("[TOOL_CALLS][",), triggers=("[TOOL_CALLS]",))
 MISTRAL_ARGS = ToolFormat(
     name="mistral_args",
     before_name="[TOOL_CALLS]",
@@ -132,8 +153,9 @@ MISTRAL_ARGS = ToolFormat(
     after_arguments="",
     separator="",
     triggers=("[TOOL_CALLS]",),
-    markers=("[TOOL_CALLS]", "[ARGS]"),
+    markers=("[TOOL_CALLS]", "[CALL_ID]", "[ARGS]"),
     id_length=9,
+    before_arguments_with_id=f"[CALL_ID]{ID}[ARGS]",
 )
 JSON = ToolFormat(
     name="json",
@@ -147,11 +169,16 @@ JSON = ToolFormat(
     instructions=(
         "You can call these functions, each described by a JSON schema, one a line:\n{tools}\n\n"
         "To call functions, end your answer with a line of this form, and write nothing after it:\n"
-        '{"tool_calls": [{"name": "<name of the function>", "arguments": {<its arguments>}}]}'
+        '{"tool_calls": [{"name": "<name of the function>", "arguments": {<its arguments>}}]}\n'
+        'What they return comes next, as {"tool_results": [{"name": "<name of the function>", "content": ...}]}'
     ),
 )
 
 FORMATS = {known.name: known for known in (HERMES, LLAMA3, MISTRAL, MISTRAL_TEKKEN, MISTRAL_ARGS, JSON)}
+
+
+_OTHERS_IN_TOOL_CALL = ("<function=", "<arg_key>", "```json")
+"""What is not JSON alone between <tool_call> and </tool_call>: Qwen3-Coder's, GLM's, Hunyuan's."""
 
 
 def detect(chat_template: str, token_names: Collection[str] = ()) -> tuple[ToolFormat, ReasoningFormat | None]:
@@ -160,7 +187,7 @@ def detect(chat_template: str, token_names: Collection[str] = ()) -> tuple[ToolF
 
 
 def _tool_format(template: str, token_names: Collection[str]) -> ToolFormat:
-    if "<tool_call>" in template and "<function=" not in template:  # Qwen3-Coder writes XML inside
+    if "<tool_call>" in template and not any(other in template for other in _OTHERS_IN_TOOL_CALL):
         return HERMES
     if "[TOOL_CALLS]" in template:
         if "[ARGS]" in template:

@@ -92,12 +92,18 @@ class ChatMessage:
     tool_calls: tuple[ToolCall, ...] = ()
 
     def to_dict(self) -> dict[str, Any]:
-        """As OpenAI writes it, to go on with: ``messages.append(completion.message.to_dict())``."""
-        message: dict[str, Any] = {"role": "assistant", "content": self.content}
-        if self.tool_calls:
-            message["tool_calls"] = [
-                {"id": c.id, "type": "function", "function": {"name": c.name, "arguments": c.arguments}}
-                for c in self.tool_calls
-                if c.is_complete
-            ]
-        return message
+        """As OpenAI writes it, to go on with: ``messages.append(completion.message.to_dict())``.
+
+        ``reasoning_content`` is for chat templates, which know how long a model should see it. Calls that were cut off
+        are left out, and so are blanks between text and calls, which a template writes itself.
+        """
+        content = self.content.rstrip() if self.content and self.tool_calls else self.content
+        message: dict[str, Any] = {"role": "assistant", "content": content}
+        if self.reasoning:
+            message["reasoning_content"] = self.reasoning
+        calls = [
+            {"id": c.id, "type": "function", "function": {"name": c.name, "arguments": c.arguments}}
+            for c in self.tool_calls
+            if c.is_complete
+        ]
+        return message | {"tool_calls": calls} if calls else message

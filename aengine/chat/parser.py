@@ -20,10 +20,10 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
 
-from .formats import BLANKS, Markers, ReasoningFormat, TokenId, ToolFormat
+from .formats import BLANKS, ID, Markers, ReasoningFormat, TokenId, ToolFormat
 from .messages import ChatMessage, Delta
 from .record import Record
-from .scan import TOKENS, ObjectScanner, held_back
+from .scan import ID_LETTER, TOKENS, ObjectScanner, begins_with, held_back
 from .tools import Tool
 
 __all__ = ["ChatParser"]
@@ -50,7 +50,8 @@ class ChatParser:
         self._scans = self._format is not None and self._format.text != "instead" and not has_schema
         self._triggers: dict[str, dict[str, str]] = {}
         self._next_heads: dict[str, str] = {}
-        self._after_arguments = self._closing = ""
+        self._ends: list[str] = []
+        self._closing = ""
         self._set_strings()
         self._begin = markers.encode(reasoning.begin) if reasoning else ""
         self._end = markers.encode(reasoning.end) if reasoning else ""
@@ -64,14 +65,19 @@ class ChatParser:
 
     def _set_strings(self) -> None:
         """The format's strings for these tools. A head includes the brace that opens the arguments."""
-        known, encode = self._format, self._markers.encode
+        known = self._format
         if known is None:
             return
+
+        def encode(text: str) -> str:
+            return self._markers.encode(text).replace(ID, ID_LETTER * (known.id_length or 0))
+
+        heads = [(head, name) for name in self._names for head in known.heads(name)]
         for trigger, opening in zip(known.triggers, known.openings, strict=True):
-            heads = {encode(opening + known.head(name)) + "{": name for name in self._names}
-            self._triggers[encode(trigger)] = heads
-        self._next_heads = {encode(known.separator + known.head(name)) + "{": name for name in self._names}
-        self._after_arguments, self._closing = encode(known.after_arguments), encode(known.closing)
+            of_opening = {encode(opening + head) + "{": name for head, name in heads}
+            self._triggers.setdefault(encode(trigger), {}).update(of_opening)
+        self._next_heads = {encode(known.separator + head) + "{": name for head, name in heads}
+        self._ends, self._closing = [encode(end) for end in known.ends], encode(known.closing)
 
     def feed(self, text: str, token_id: int | None = None) -> list[Delta]:
         """Take the next piece. ``token_id``: the token that ended it, needed where markers are control tokens."""
@@ -169,15 +175,14 @@ class ChatParser:
         return False
 
     def _after(self) -> bool:
-        if self._after_arguments:
-            found = self._expect((self._after_arguments,))
-            if found is None:
-                return False
-            if not found:
-                return self._give_up(self._buffer)
+        found = self._expect(self._ends)
+        if found is None:
+            return False
+        if not found and "" not in self._ends:
+            return self._give_up(self._buffer)
         self._record.close_call(is_complete=True)
         self._record.start_afresh()
-        return self._go(self._between, self._buffer[len(self._after_arguments) :])
+        return self._go(self._between, self._buffer[len(found) :])
 
     def _between(self) -> bool:
         """After a complete call."""
@@ -208,9 +213,10 @@ class ChatParser:
         """Which of ``wanted`` the buffer begins with: "" if it can't be any; None if it takes more to say."""
         undecided = False
         for text in wanted:
-            if self._buffer.startswith(text):
+            begins = begins_with(self._buffer, text)
+            if begins:
                 return text
-            undecided = undecided or text.startswith(self._buffer)
+            undecided = undecided or begins is None
         return None if undecided else ""
 
     def _call(self, heads: Mapping[str, str], head: str) -> bool:

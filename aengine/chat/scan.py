@@ -5,10 +5,12 @@ from __future__ import annotations
 import re
 from collections.abc import Iterable
 
-__all__ = ["ObjectScanner", "held_back", "without_tokens"]
+__all__ = ["ID_LETTER", "ObjectScanner", "begins_with", "held_back", "without_tokens"]
 
 TOKENS = re.compile("[\ud800-\udfff]")
 """Control tokens, as `aengine.chat.formats.Markers` writes them."""
+ID_LETTER = "\udfff"
+"""In a string that is looked for: any letter or digit."""
 _OUTSIDE_STRINGS = re.compile('["{}\\[\\]\ud800-\udfff]')
 _INSIDE_STRINGS = re.compile('["\\\\\ud800-\udfff]')
 
@@ -48,6 +50,16 @@ class ObjectScanner:
                 self._depth += 1 if letter in "{[" else -1
                 if self._depth == 0:
                     return place, True
+
+
+def begins_with(text: str, wanted: str) -> bool | None:
+    """Whether ``text`` begins with ``wanted``, in which there may be `ID_LETTER`; None if it takes more to say."""
+    if ID_LETTER not in wanted:
+        return True if text.startswith(wanted) else None if wanted.startswith(text) else False
+    for letter, expected in zip(text, wanted):  # as far as both go
+        if letter != expected and not (expected == ID_LETTER and letter.isascii() and letter.isalnum()):
+            return False
+    return True if len(text) >= len(wanted) else None
 
 
 def held_back(text: str, wanted: Iterable[str]) -> int:

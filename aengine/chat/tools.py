@@ -18,6 +18,7 @@ __all__ = ["MAX_TOOLS", "Tool", "ToolChoice", "tools_of"]
 
 MAX_TOOLS = 1024
 _NAME = re.compile(r"[A-Za-z0-9_.-]{1,64}")
+_MODES = ("none", "auto", "required")
 _NO_ARGUMENTS: dict[str, Any] = {"type": "object", "properties": {}, "additionalProperties": False}
 
 
@@ -122,12 +123,20 @@ class ToolChoice:
     def of(cls, value: ToolChoice | str | Mapping[str, Any] | None, tools: Sequence[Tool]) -> ToolChoice:
         """Of "none", "auto", "required", a tool's name, or OpenAI's dict for a name. None: "auto" if there are tools.
 
+        A tool that is named like a mode is chosen by the dict; the string is an error then.
+
         Raises InvalidRequestError naming ``tool_choice``.
         """
         if isinstance(value, ToolChoice):
             return value if value.mode != "named" else cls.of({"name": value.name}, tools)
         if value is None:
             return cls("auto" if tools else "none")
+        if value in _MODES and any(tool.name == value for tool in tools):
+            raise InvalidRequestError(
+                f"tool_choice={value!r} may mean the tool of that name: give "
+                f"{{'type': 'function', 'function': {{'name': {value!r}}}}} for it, ToolChoice({value!r}) for the mode",
+                param="tool_choice",
+            )
         if value in ("none", "auto"):
             return cls(value)  # type: ignore[arg-type]
         if value == "required":

@@ -6,7 +6,6 @@ ChatStream: token ──ChatParser──> deltas, and at the end a ChatMessage
 
 from __future__ import annotations
 
-import json
 from collections import deque
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -26,6 +25,7 @@ from ..chat import (
     suspects,
     tools_of,
 )
+from ..chat.history import with_instructions, written_out
 from ..errors import GrammarError, InvalidRequestError
 from ..grammar.output_type import OutputType
 from ..grammar.spec import GrammarSpec
@@ -68,10 +68,13 @@ def plan_chat(
     check_messages(messages)
     tool_format, reasoning = detect(tokenizer.chat_template_source)
     shown = [tool.for_template() for tool in known]
-    instructions = tool_format.describe(shown) if shown else ""
-    if instructions:
-        messages = _with_instructions([_written_out(m, tool_format) for m in messages], instructions)
-    text = tokenizer.apply_chat_template(messages, tools=None if instructions else shown or None)
+    if tool_format.instructions:  # the template shows neither tools nor calls, or in a way that is not known
+        messages = written_out(messages, tool_format)
+        if shown:
+            takes_system = _takes_system(tokenizer)
+            messages = with_instructions(messages, tool_format.describe(shown), takes_system=takes_system)
+        shown = []
+    text = tokenizer.apply_chat_template(messages, tools=shown or None)
     if reasoning is not None:
         reasoning = reasoning.after_prompt(text)
     spec = compose(
@@ -87,34 +90,13 @@ def plan_chat(
     return ChatPlan(prompt, spec, choice.allowed(known), tool_format, reasoning, wanted)
 
 
-def _with_instructions(messages: Sequence[Mapping[str, Any]], instructions: str) -> list[Mapping[str, Any]]:
-    """The tools' description in the system message, for a template that shows none."""
-    first = messages[0]
-    if first.get("role") == "system" and isinstance(first.get("content"), str):
-        return [{**first, "content": f"{first['content']}\n\n{instructions}"}, *messages[1:]]
-    return [{"role": "system", "content": instructions}, *messages]
-
-
-def _written_out(message: Mapping[str, Any], tool_format: ToolFormat) -> Mapping[str, Any]:
-    """A message whose calls are text, as the model wrote them, for a template that shows none."""
-    calls = message.get("tool_calls")
-    if not calls:
-        return message
+def _takes_system(tokenizer: Tokenizer) -> bool:
+    """Whether the chat template shows a system message; some raise, some pass over it."""
+    probe = [{"role": "system", "content": "system-probe"}, {"role": "user", "content": "Hello"}]
     try:
-        written = [(call.get("function", call)["name"], call.get("function", call)["arguments"]) for call in calls]
-    except (AttributeError, KeyError, TypeError):
-        raise InvalidRequestError(
-            "tool_calls of a message must be as OpenAI's: {'id': ..., 'type': 'function', 'function': {'name': ..., "
-            "'arguments': '...'}}",
-            param="messages",
-        ) from None
-    known = tool_format
-    texts = [
-        known.head(name) + (arguments if isinstance(arguments, str) else json.dumps(arguments)) + known.after_arguments
-        for name, arguments in written
-    ]
-    content = (message.get("content") or "") + known.openings[0] + known.separator.join(texts) + known.closing
-    return {key: value for key, value in message.items() if key != "tool_calls"} | {"content": content}
+        return "system-probe" in tokenizer.apply_chat_template(probe)
+    except InvalidRequestError:
+        return False
 
 
 async def check_grammar(grammars: GrammarService, plan: ChatPlan) -> None:

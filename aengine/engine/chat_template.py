@@ -3,12 +3,17 @@
 Templates are written for Hugging Face's environment, so ours offers the same: a sandbox that can change nothing,
 trimmed blocks, ``break`` and ``continue``, ``raise_exception``, ``strftime_now``, a ``tojson`` that escapes no HTML,
 ``{% generation %}``, and the special tokens by role (``bos_token``, ...).
+
+Messages come as OpenAI writes them, and templates differ in how they read an assistant's: arguments of calls as a
+mapping or as text, calls only where the content is none, or no content but a string. They are rendered so that either
+kind gets what it reads.
 """
 
 from __future__ import annotations
 
 import json
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from datetime import datetime
 from functools import cached_property
 from typing import TYPE_CHECKING, Any, NoReturn
@@ -43,12 +48,16 @@ class ChatTemplate:
             "tools": list(tools) if tools else None,
             "documents": None,
             **extra,
-            "messages": [dict(message) for message in messages],
             "add_generation_prompt": add_generation_prompt,
         }
+        shown = [_as_templates_read(message) for message in messages]
+        with_texts = [{**m, "content": ""} if m.get("content", "") is None else m for m in shown]
         try:
-            return self._compiled.render(variables)
+            return self._compiled.render({**variables, "messages": shown})
         except Exception as error:  # a template is a program: it may raise anything
+            if with_texts != shown:
+                with suppress(Exception):
+                    return self._compiled.render({**variables, "messages": with_texts})
             raise InvalidRequestError(
                 f"the model's chat template refuses these messages: {error or type(error).__name__}", param="messages"
             ) from error
@@ -81,6 +90,46 @@ def check_messages(messages: Sequence[Mapping[str, Any]]) -> None:
             raise InvalidRequestError(
                 f"messages[{i}] has no role ('user', 'assistant', 'system', ...)", param="messages"
             )
+
+
+class _Arguments(dict[str, Any]):
+    """A call's arguments: a mapping for templates that go through it or dump it, JSON where one joins it to a text."""
+
+    def __str__(self) -> str:
+        return _to_json(self)
+
+    def __add__(self, other: str) -> str:
+        return str(self) + other
+
+    def __radd__(self, other: str) -> str:
+        return other + str(self)
+
+
+def _as_templates_read(message: Mapping[str, Any]) -> dict[str, Any]:
+    """An assistant's message that says nothing: its content is None beside calls, "" without. No calls: no such key."""
+    shown = dict(message)
+    if shown["role"] != "assistant":
+        return shown
+    calls = shown.pop("tool_calls", None)
+    if calls:
+        shown["tool_calls"] = [_with_mapping(call) for call in calls] if isinstance(calls, Sequence) else calls
+    if not shown.get("content"):
+        shown["content"] = None if calls else ""
+    return shown
+
+
+def _with_mapping(call: Any) -> Any:
+    if not isinstance(call, Mapping):
+        return call
+    if isinstance(call.get("function"), Mapping):
+        return {**call, "function": _with_mapping(call["function"])}
+    arguments = call.get("arguments")
+    if isinstance(arguments, str):
+        try:
+            arguments = json.loads(arguments or "{}")
+        except (ValueError, RecursionError):
+            return call
+    return {**call, "arguments": _Arguments(arguments)} if isinstance(arguments, Mapping) else call
 
 
 def _generation_block() -> type[jinja2.ext.Extension]:

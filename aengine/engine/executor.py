@@ -35,6 +35,7 @@ logger = logging.getLogger("aengine")
 
 ProgressCallback = Callable[[StartupProgress], None]
 
+_MOST_MASKED_ROWS = 256  # 5 MB for 151,936 tokens
 _REAP_SECONDS = 5.0  # how long to wait for a killed process; one that hangs in the kernel (a GPU driver) takes longer
 
 
@@ -49,6 +50,10 @@ class Executor(Protocol):
 
     def try_execute_model(self, out: SchedulerOutput) -> asyncio.Future[ModelRunnerOutput] | None:
         """The same without awaiting: None if it can't be published at once, and then it has not been."""
+
+    def bitmask(self, num_bytes: int) -> memoryview | None:
+        """Memory that the worker sees too, for the next `send_grammar`, which then gives ``num_bytes`` for a bitmask.
+        None: there is none, and the bitmask itself is sent."""
 
     async def send_grammar(self, out: GrammarOutput) -> None:
         """Publish the bitmask of a step that was published with ``sample_now=False``."""
@@ -115,8 +120,9 @@ class ProcessExecutor:
     async def _spawn(self, load: dict[str, Any]) -> None:
         assert self._loop is not None
         world_size = self._config.tensor_parallel_size
+        bitmask_bytes = _bitmask_bytes(self._config, load) if world_size == 1 else 0
         for rank in range(world_size):
-            channel = await _new_channel(self._config.ring_bytes)
+            channel = await _new_channel(self._config.ring_bytes, bitmask_bytes)
             if self._failure is not None:
                 channel.close()
                 raise self._failure
@@ -210,6 +216,12 @@ class ProcessExecutor:
             return future
         del self._answers[out.step_id]
         return None
+
+    def bitmask(self, num_bytes: int) -> memoryview | None:
+        """See `Executor`. Raises the executor's failure, if it has failed."""
+        self._check()
+        # A step's bitmask is filled when the step before was answered: the one before that has been read.
+        return self._workers[0].channel.bitmask(num_bytes) if len(self._workers) == 1 else None
 
     async def send_grammar(self, out: GrammarOutput) -> None:
         self._check()
@@ -339,7 +351,15 @@ def _is_current(loop: asyncio.AbstractEventLoop) -> bool:
         return False
 
 
-async def _new_channel(ring_bytes: int) -> HostChannel:
+def _bitmask_bytes(config: EngineConfig, load: dict[str, Any]) -> int:
+    """For as many requests with a grammar in one step as are likely; more of them go through the ring."""
+    vocab_size = load["source"].get("hf_config", {}).get("vocab_size")
+    if not isinstance(vocab_size, int) or not 0 < vocab_size < 1 << 20:
+        return 0
+    return 4 * ((vocab_size + 31) // 32) * min(config.max_num_seqs, _MOST_MASKED_ROWS)
+
+
+async def _new_channel(ring_bytes: int, bitmask_bytes: int) -> HostChannel:
     """Made in a thread, as it takes milliseconds. When the caller is cancelled meanwhile, it is closed again."""
     made: list[HostChannel] = []
     given_up = threading.Event()
@@ -350,7 +370,7 @@ async def _new_channel(ring_bytes: int) -> HostChannel:
             made.pop().close()
 
     def make() -> HostChannel:
-        channel = HostChannel.create(ring_bytes)
+        channel = HostChannel.create(ring_bytes, bitmask_bytes)
         made.append(channel)
         if given_up.is_set():
             take_back()

@@ -150,12 +150,16 @@ class StepLoop:
         for batch_idx, _, grammar in due:
             jobs.append(MaskJob(batch_idx, grammar, grammar.pending))
             grammar.pending = []
-        rows, failed = await self._grammars.fill(jobs)
+        num_bytes = self._grammars.row_bytes * len(jobs)
+        shared = self._executor.bitmask(num_bytes)
+        rows = bytearray(num_bytes) if shared is None else shared
+        failed = await self._grammars.fill(jobs, rows)
         for row, error in failed.items():
             self._fail_request(due[row][1], InternalError(f"the grammar of this request failed: {error}"))
         batch_idx_column = int32([job.batch_idx for job in jobs])
         self._gated = None
-        await self._executor.send_grammar(GrammarOutput(step.step_id, batch_idx_column, rows))
+        bitmask = rows if shared is None else num_bytes
+        await self._executor.send_grammar(GrammarOutput(step.step_id, batch_idx_column, bitmask))
 
     def _fail_request(self, request: Request, error: RequestError | EngineError) -> None:
         if request.finish_reason is None:

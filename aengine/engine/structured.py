@@ -24,7 +24,7 @@ from ..params import StructuredOutput
 from .threads import run_in_thread
 
 if TYPE_CHECKING:
-    from ..grammar.backend import Compiled
+    from ..grammar.backend import Compiled, Matcher
     from ..grammar.compiler import GrammarCompiler
     from ..grammar.spec import GrammarSpec
     from .tokenizer import Tokenizer
@@ -39,12 +39,19 @@ _SHORT = 2000  # characters
 class RequestGrammar:
     """One request's place in its grammar, and the ids that it has got since."""
 
-    __slots__ = ("matcher", "pending", "warnings")
+    __slots__ = ("_compiled", "_matcher", "pending")
 
     def __init__(self, compiled: Compiled) -> None:
-        self.matcher = compiled.matcher()
-        self.warnings = compiled.warnings
+        self._compiled = compiled
+        self._matcher: Matcher | None = None
         self.pending: list[int] = []  # committed, not yet accepted
+
+    @property
+    def matcher(self) -> Matcher:
+        """Made when first asked for, by the lane: it may take milliseconds."""
+        if self._matcher is None:
+            self._matcher = self._compiled.matcher()
+        return self._matcher
 
 
 class MaskJob(NamedTuple):
@@ -115,37 +122,41 @@ class GrammarService:
             self._planner = ThreadPoolExecutor(2, thread_name_prefix="aengine-grammar-plan")
         return await asyncio.get_running_loop().run_in_executor(self._planner, partial(function, *args))
 
-    async def fill(self, jobs: Sequence[MaskJob]) -> tuple[bytearray, dict[int, Exception]]:
-        """int32 [len(jobs), ceil(vocab_size / 32)], row by row, and the rows that failed, which allow everything."""
+    @property
+    def row_bytes(self) -> int:
+        return 4 * self._row_words
+
+    async def fill(self, jobs: Sequence[MaskJob], rows: memoryview | bytearray) -> dict[int, Exception]:
+        """Fill ``rows``, int32 [len(jobs), ceil(vocab_size / 32)]. Returns the rows that failed, which allow all."""
         if self._lane is None:
             if self._closed:
                 raise EngineClosedError("the engine is closed: it fills no more bitmasks")
             self._lane = ThreadPoolExecutor(1, thread_name_prefix="aengine-grammar")
-        return await asyncio.get_running_loop().run_in_executor(self._lane, self._fill, jobs)
+        return await asyncio.get_running_loop().run_in_executor(self._lane, self._fill, jobs, rows)
 
-    def _fill(self, jobs: Sequence[MaskJob]) -> tuple[bytearray, dict[int, Exception]]:
-        from ..grammar.backend import MatcherError, fill_batch
+    def _fill(self, jobs: Sequence[MaskJob], rows: memoryview | bytearray) -> dict[int, Exception]:
+        from ..grammar.backend import MatcherError, accept_batch, fill_batch
 
-        rows = bytearray(4 * self._row_words * len(jobs))
-        bitmask = memoryview(rows).cast("i", shape=[len(jobs), self._row_words]) if jobs else None
+        if not jobs:
+            return {}
+        bitmask = memoryview(rows).cast("i", shape=[len(jobs), self._row_words])
         failed: dict[int, Exception] = {}
         due = []
-        for row, job in enumerate(jobs):
-            try:
-                accepted = job.grammar.matcher.accept(job.token_ids)
-            except MatcherError as error:
-                failed[row] = error
-                continue
-            if accepted == len(job.token_ids):
-                due.append((job.grammar.matcher, row))
+        matchers = [job.grammar.matcher for job in jobs]
+        accepted = accept_batch([(m, job.token_ids) for m, job in zip(matchers, jobs, strict=True)])
+        for row, (matcher, job, result) in enumerate(zip(matchers, jobs, accepted, strict=True)):
+            if isinstance(result, MatcherError):
+                failed[row] = result
+            elif result == len(job.token_ids):
+                due.append((matcher, row))
             else:
-                refused = job.token_ids[accepted]
+                refused = job.token_ids[result]
                 failed[row] = InternalError(f"token {refused} was sampled, which the grammar does not allow here")
         failed |= fill_batch(due, bitmask)
         size = 4 * self._row_words
         for row in failed:
             rows[row * size : (row + 1) * size] = b"\xff" * size
-        return rows, failed
+        return failed
 
     def close(self) -> None:
         """From any thread; nothing is awaited. Threads end by themselves."""

@@ -18,7 +18,7 @@ from typing import Any, NamedTuple
 
 from .schema_walk import Path, pointed_at, walk
 
-__all__ = ["contradiction"]
+__all__ = ["contradiction", "is_of"]
 
 _MAX_PASSES = 16
 """A pass follows a chain of references at least one link; longer ones, which nobody writes, are given up."""
@@ -110,7 +110,7 @@ def _fault_of_types(schema: dict[str, Any], known: _Known) -> _Fault | None:
         return None
     types = schema["type"] if isinstance(schema["type"], list) else [schema["type"]]
     options = [schema["const"]] if "const" in schema else schema.get("enum")
-    if options is not None and not any(_is_of(option, t) for option in options for t in types):
+    if options is not None and not any(is_of(option, t) for option in options for t in types):
         keyword = "const" if "const" in schema else "enum"
         return _Fault((keyword,), f"has no value of type {' or '.join(types)}")
     first: _Fault | None = None
@@ -122,7 +122,8 @@ def _fault_of_types(schema: dict[str, Any], known: _Known) -> _Fault | None:
     return first
 
 
-def _is_of(value: object, name: str) -> bool:
+def is_of(value: object, name: str) -> bool:
+    """Whether a JSON value is of the type that a schema calls ``name``."""
     if isinstance(value, bool):
         return name == "boolean"
     if name == "integer":

@@ -2,9 +2,9 @@
 
 The library's traps, and what is done about each (measured; versions 1.9):
 
-- A wrong token or a rollback too far makes its matcher useless for ever, and masks of such a matcher say "only the
-  end", silently. So tokens are validated before they are accepted, rollbacks are counted, and the error state is looked
-  at after each call.
+- `consume_token` of a wrong token or a rollback too far makes its matcher useless for ever, and masks of such a matcher
+  say "only the end", silently. So tokens are tried, rollbacks are counted, and the error state is looked at after each
+  call.
 - End of sequence is counted by ``rollback`` in some states and not in others. So it is never given to the library: it
   is a flag here.
 - Constructors don't raise, and limits may only be noticed by the first masks. So those are computed at compile time.
@@ -18,12 +18,14 @@ from __future__ import annotations
 import functools
 import os
 import threading
+import time
+import weakref
 from collections.abc import Sequence
 
 import llguidance
 
 from ..errors import GrammarError
-from .backend import Bitmask, MatcherError, address_of
+from .backend import Bitmask, MatcherError, accept_one, address_of
 from .llguidance_errors import grammar_error, matcher_message
 from .llguidance_grammar import grammar_of
 from .spec import GrammarSpec
@@ -33,6 +35,11 @@ __all__ = ["LLGuidanceBackend", "LLGuidanceMatcher"]
 
 _MIN_PARALLEL = 8
 """Fewer rows are filled one by one: handing them to threads takes longer."""
+_MAX_FORCED = 256
+"""Tokens that the first masks follow."""
+_COPIES_PER_ROOT = 4
+_MOST_ROOT_SECONDS = 0.02
+"""Grammars that take longer to make are made once, and their requests' masks are computed one after the other."""
 _BYTES_PER_GRAMMAR = 256 << 10
 """Measured: 0.35 MB on average with the lexer's states after a walk, 1.3 MB at most, for 49,152 tokens."""
 
@@ -57,20 +64,25 @@ class LLGuidanceBackend:
     name = "llguidance"
 
     def __init__(self, vocabulary: Vocabulary, *, fill_threads: int | None = None) -> None:
-        """``fill_threads``: for `fill_batch`; None: half the cores, 8 at most. Raises GrammarError."""
+        """``fill_threads``: for `fill_batch`; None: three of four cores, 12 at most. Raises GrammarError."""
         self.vocabulary = vocabulary
         self.row_bytes = vocabulary.row_bytes
         self.eos_ids = frozenset(vocabulary.eos_ids)
         self.eos_row = vocabulary.eos_row()
         self.tokenizer = _tokenizer_of(vocabulary)
         self._probes = _probes(vocabulary)
-        self._fill_threads = max(1, min(8, (os.cpu_count() or 1) // 2)) if fill_threads is None else fill_threads
+        self._opening = [i for i, text in enumerate(vocabulary.token_bytes) if text == b' "'][:1]
+        self._fill_threads = (
+            max(1, min(12, len(os.sched_getaffinity(0)) * 3 // 4)) if fill_threads is None else fill_threads
+        )
         self._executor: llguidance.LLExecutor | None = None
         self._lock = threading.Lock()
 
     def compile(self, spec: GrammarSpec) -> LLGuidanceCompiled:
+        begun = time.monotonic()
         try:
-            root = llguidance.LLMatcher(self.tokenizer, grammar_of(spec), log_level=0, limits=_limits())
+            root = self.root(spec)
+            seconds = time.monotonic() - begun
             self._check(root)
             self._first_masks(root)
             warnings = tuple(root.get_grammar_warnings())
@@ -80,7 +92,16 @@ class LLGuidanceBackend:
             if isinstance(error, KeyboardInterrupt | SystemExit | MemoryError):
                 raise
             raise grammar_error(spec, str(error)) from None
-        return LLGuidanceCompiled(self, spec, warnings, root)
+        return LLGuidanceCompiled(self, spec, warnings, root, may_repeat=seconds < _MOST_ROOT_SECONDS)
+
+    def root(self, spec: GrammarSpec) -> llguidance.LLMatcher:
+        """At the start of the grammar, with a lexer of its own; may be in the error state."""
+        return llguidance.LLMatcher(self.tokenizer, grammar_of(spec), log_level=0, limits=_limits())
+
+    @property
+    def max_roots(self) -> int:
+        """How many masks of one grammar can be computed at a time, if each has a lexer of its own."""
+        return self._fill_threads
 
     def close(self) -> None:
         with self._lock:
@@ -101,7 +122,9 @@ class LLGuidanceBackend:
         address, _kept = address_of(scratch, (0,), self.row_bytes)
         root.unsafe_compute_mask_ptr(address, self.row_bytes)
         self._check(root)
-        for probe in self._probes:  # an object's keys, where a schema with many of them is largest
+        forced = root.deep_copy().compute_ff_tokens()[:_MAX_FORCED]
+        # into the first string that must come, and to an object's keys, where a schema with many of them is largest
+        for probe in (forced + self._opening, *self._probes):
             there = root.deep_copy()
             for token_id in probe:
                 if there.validate_tokens([token_id]) != 1 or there.try_consume_tokens([token_id]) != 1:
@@ -175,34 +198,67 @@ class _ByBytes:
         return ids
 
 
-class LLGuidanceCompiled:
-    """A compiled grammar. The matchers made of it share what its lexer has learnt."""
+class _Root:
+    """A matcher that stays at the start, for others to be copied from. Its copies share what its lexer has learnt, and
+    a lock with it: their masks are computed one after the other."""
 
-    __slots__ = ("_backend", "_root", "num_bytes", "spec", "warnings")
+    __slots__ = ("__weakref__", "inner", "num_copies")
+
+    def __init__(self, inner: llguidance.LLMatcher) -> None:
+        self.inner = inner
+        self.num_copies = 0  # alive
+
+
+class LLGuidanceCompiled:
+    """A compiled grammar. Many requests at a time get several lexers, so that several threads can fill their rows; all
+    but the first go with the requests."""
+
+    __slots__ = ("_backend", "_first", "_lock", "_may_repeat", "_more", "num_bytes", "spec", "warnings")
 
     def __init__(
-        self, backend: LLGuidanceBackend, spec: GrammarSpec, warnings: tuple[str, ...], root: llguidance.LLMatcher
+        self,
+        backend: LLGuidanceBackend,
+        spec: GrammarSpec,
+        warnings: tuple[str, ...],
+        root: llguidance.LLMatcher,
+        *,
+        may_repeat: bool,
     ) -> None:
+        """``may_repeat``: the root was made so fast that it may be made again for more requests."""
         self.spec = spec
         self.warnings = warnings
         self.num_bytes = _BYTES_PER_GRAMMAR + 8 * len(spec.text)
         self._backend = backend
-        self._root = root
+        self._may_repeat = may_repeat
+        self._lock = threading.Lock()
+        self._first = _Root(root)
+        self._more: weakref.WeakSet[_Root] = weakref.WeakSet()
 
     def matcher(self) -> LLGuidanceMatcher:
-        return LLGuidanceMatcher(self._backend, self._root.deep_copy())
+        with self._lock:
+            roots = [self._first, *self._more]
+            root = min(roots, key=lambda root: root.num_copies)
+            if root.num_copies >= _COPIES_PER_ROOT and self._may_repeat and len(roots) < self._backend.max_roots:
+                root = _Root(self._backend.root(self.spec))
+                self._more.add(root)
+            return LLGuidanceMatcher(self._backend, root, root.inner.deep_copy())
 
 
 class LLGuidanceMatcher:
     """One request's place; see `aengine.grammar.backend.Matcher`."""
 
-    __slots__ = ("_backend", "_ended", "_inner", "_num_tokens")
+    __slots__ = ("_backend", "_ended", "_inner", "_num_tokens", "_root")
 
-    def __init__(self, backend: LLGuidanceBackend, inner: llguidance.LLMatcher) -> None:
+    def __init__(self, backend: LLGuidanceBackend, root: _Root, inner: llguidance.LLMatcher) -> None:
+        root.num_copies += 1
         self._backend = backend
+        self._root = root
         self._inner = inner
         self._num_tokens = 0  # accepted by the library: without the end
         self._ended = False
+
+    def __del__(self) -> None:
+        self._root.num_copies -= 1
 
     def fill(self, bitmask: Bitmask, row: int) -> None:
         row_bytes = self._backend.row_bytes
@@ -212,6 +268,28 @@ class LLGuidanceMatcher:
             return
         self._inner.unsafe_compute_mask_ptr(address + row * row_bytes, row_bytes)
         self._check()
+
+    @staticmethod
+    def accept_group(items: Sequence[tuple[LLGuidanceMatcher, list[int]]]) -> list[int | MatcherError]:
+        """`accept` of several matchers of one backend; single tokens in the library's threads.
+
+        Other than `accept`, a token that is refused there spoils its matcher.
+        """
+        backend = items[0][0]._backend
+        plain = [
+            (matcher, ids[0])
+            for matcher, ids in items
+            if len(ids) == 1 and not matcher._ended and 0 <= ids[0] < backend.vocabulary.vocab_size
+            if ids[0] not in backend.eos_ids
+        ]
+        executor = backend.executor() if len(plain) >= _MIN_PARALLEL else None
+        if executor is None:
+            return [accept_one(matcher, ids) for matcher, ids in items]
+        done = executor.consume_token_par([(matcher._inner, token_id) for matcher, token_id in plain])
+        for (matcher, _), is_accepted in zip(plain, done, strict=True):
+            matcher._num_tokens += is_accepted
+        results = dict(zip((id(matcher) for matcher, _ in plain), map(int, done), strict=True))
+        return [results[id(m)] if id(m) in results else accept_one(m, ids) for m, ids in items]
 
     @staticmethod
     def fill_group(items: Sequence[tuple[LLGuidanceMatcher, int]], bitmask: Bitmask) -> dict[int, MatcherError]:
@@ -237,6 +315,8 @@ class LLGuidanceMatcher:
     def accept(self, token_ids: Sequence[int]) -> int:
         self._check()
         eos_ids = self._backend.eos_ids
+        if len(token_ids) == 1 and token_ids[0] not in eos_ids and not self._ended:  # once a step and request
+            return self._consume(list(token_ids))
         ids = list(token_ids)
         accepted = 0
         while accepted < len(ids) and not self._ended:
@@ -270,7 +350,7 @@ class LLGuidanceMatcher:
         return forced
 
     def clone(self) -> LLGuidanceMatcher:
-        other = LLGuidanceMatcher(self._backend, self._inner.deep_copy())
+        other = LLGuidanceMatcher(self._backend, self._root, self._inner.deep_copy())
         other._num_tokens, other._ended = self._num_tokens, self._ended
         return other
 
@@ -285,8 +365,7 @@ class LLGuidanceMatcher:
     def _consume(self, token_ids: list[int]) -> int:
         vocab_size = self._backend.vocabulary.vocab_size
         known = next((i for i, token_id in enumerate(token_ids) if not 0 <= token_id < vocab_size), len(token_ids))
-        allowed = self._inner.validate_tokens(token_ids[:known])
-        consumed = self._inner.try_consume_tokens(token_ids[:allowed]) if allowed else 0
+        consumed = self._inner.try_consume_tokens(token_ids[:known]) if known else 0  # stops before the first wrong one
         self._num_tokens += consumed
         self._check()
         return consumed

@@ -6,6 +6,8 @@ import json
 from collections.abc import Iterator
 from typing import Any
 
+from .contradiction import is_of
+
 __all__ = ["ignored"]
 
 _IGNORED = frozenset(
@@ -57,12 +59,23 @@ def _ignored_here(node: dict[str, Any]) -> Iterator[str]:
             if key in ("$ref", "allOf", "anyOf", "oneOf") and "type" in node:
                 yield f"type next to {key}"
             break
+    if "type" in node and not all(_is_of_its_type(value, node["type"]) for value in _options(node)):
+        yield "type next to enum or const, which has values of other types"
     properties = node.get("properties", {})
     if isinstance(properties, dict) and any(json.dumps(key, ensure_ascii=False)[1:-1] != key for key in properties):
         yield "properties whose names need escapes"
     required = node.get("required", [])
     if isinstance(required, list) and isinstance(properties, dict) and any(key not in properties for key in required):
         yield "required properties that are not in properties"
+
+
+def _options(node: dict[str, Any]) -> list[Any]:
+    options = node.get("enum", [])
+    return (options if isinstance(options, list) else []) + ([node["const"]] if "const" in node else [])
+
+
+def _is_of_its_type(value: object, types: Any) -> bool:
+    return any(is_of(value, name) for name in (types if isinstance(types, list) else [types]))
 
 
 _ONE = ("additionalProperties", "items", "additionalItems", "not", "if", "then", "else", "contains", "propertyNames")

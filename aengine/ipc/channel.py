@@ -65,13 +65,14 @@ class HostChannel:
         self._pid = os.getpid()
 
     @classmethod
-    def create(cls, ring_bytes: int) -> HostChannel:
-        """Make the shared memory, ``ring_bytes`` each way, and the doorbells. Takes milliseconds: call it in a thread.
+    def create(cls, ring_bytes: int, bitmask_bytes: int = 0) -> HostChannel:
+        """Make the shared memory, ``ring_bytes`` each way and the bitmask's, and the doorbells. Takes milliseconds:
+        call it in a thread.
 
         Raises EngineError when there is no shared memory left.
         """
         sweep_stale_names()
-        segment = Segment.create(ring_bytes)
+        segment = Segment.create(ring_bytes, bitmask_bytes)
         try:
             name = new_name()
             worker_bell = WorkerBell.create(name, new_fence())
@@ -79,7 +80,7 @@ class HostChannel:
         except BaseException:
             segment.close()
             raise
-        ticket = Ticket(segment.fd, loop_bell.fd, name, segment.capacity, segment.nonce)
+        ticket = Ticket(segment.fd, loop_bell.fd, name, segment.capacity, bitmask_bytes, segment.nonce)
         return cls(segment, loop_bell, worker_bell, str(ticket))
 
     def unlink(self) -> None:
@@ -93,6 +94,12 @@ class HostChannel:
         self._loop = loop
         self._on_readable = on_readable
         loop.add_reader(self._loop_bell.fd, self._on_bell)
+
+    def bitmask(self, size: int) -> memoryview | None:
+        """The first ``size`` bytes of the memory for bitmasks; None if there is not so much. Who holds them keeps them
+        mapped. The worker is told in a frame when to read them; until it has answered, they may not change."""
+        self._check_open()
+        return self._segment.bitmask()[:size] if size <= self._segment.bitmask_bytes else None
 
     def try_publish(self, kind: int, step_id: int, payload: Payload) -> bool:
         """Send, unless the ring has no room for it now, or it needs fragments, or others wait: then False."""
@@ -269,6 +276,14 @@ class WorkerChannel:
                 self._wait_for_room(size)
             producer.write(kind, step_id, flags, part)
             self._loop_bell.ring()
+
+    def bitmask(self, size: int | None = None) -> memoryview:
+        """The first ``size`` bytes of the memory for bitmasks, or all. Raises FrameError when it is shorter."""
+        if size is None:
+            size = self._segment.bitmask_bytes
+        if not 0 <= size <= self._segment.bitmask_bytes:
+            raise FrameError(f"a bitmask of {size} bytes: there is memory for {self._segment.bitmask_bytes}")
+        return self._segment.bitmask()[:size]
 
     def close(self) -> None:
         """Let go of everything. Idempotent."""

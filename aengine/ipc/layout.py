@@ -2,11 +2,12 @@
 
 One segment joins the host with one worker. All numbers are little-endian; offsets are in bytes.
 
-    segment   0        128                      128 + R                    128 + 2R
-              +--------+------------------------+------------------------+
-              | label  | ring host -> worker    | ring worker -> host    |      R = 256 + capacity
-              +--------+------------------------+------------------------+
-    label     magic u64, version u64, capacity u64, nonce [16]
+    segment   0        128                      128 + R                    128 + 2R         next page
+              +--------+------------------------+------------------------+  ......  +---------+
+              | label  | ring host -> worker    | ring worker -> host    |          | bitmask |      R = 256 + capacity
+              +--------+------------------------+------------------------+  ......  +---------+
+    label     magic u64, version u64, capacity u64, bytes of the bitmask u64, nonce [16]
+    bitmask   any bytes: where a grammar's threads write what a GRAMMAR frame then speaks of, without a copy
 
     ring      0          8                128        256                  256 + capacity
               +----------+----------------+----------+--------------------+
@@ -59,8 +60,9 @@ class FrameError(ValueError):
 
 
 ALIGN = 32
-LABEL = struct.Struct("<QQQ16s")
+LABEL = struct.Struct("<QQQQ16s")
 LABEL_BYTES = 128
+PAGE_BYTES = 4096
 LABEL_MAGIC = int.from_bytes(b"aengine\0", "little")
 
 HEAD, WANTED, TAIL = 0, 1, 16  # indices of 8-byte words
@@ -70,7 +72,7 @@ NOTHING_WANTED = 2**64 - 1
 HEADER = struct.Struct("<IBBHQQQ")  # magic, version, kind, flags, position, step_id, length
 SEAL_BYTES = 8
 MAGIC = int.from_bytes(b"aefr", "little")
-VERSION = 1
+VERSION = 2
 SEAL = 0x9E37_79B9_7F4A_7C15  # any constant with no structure: a seal is never a plausible length or position
 
 FIRST, LAST, ABANDON = 1, 2, 4
@@ -94,8 +96,18 @@ def round_capacity(ring_bytes: int) -> int:
     return max(MIN_CAPACITY * 2, (ring_bytes + 63) & -64)
 
 
-def segment_bytes(capacity: int) -> int:
-    """Size of the segment with two rings of ``capacity`` bytes of data."""
+def segment_bytes(capacity: int, bitmask_bytes: int = 0) -> int:
+    """Size of the segment with two rings of ``capacity`` bytes of data and ``bitmask_bytes`` after them."""
+    return bitmask_span(capacity, bitmask_bytes).stop if bitmask_bytes else _rings_end(capacity)
+
+
+def bitmask_span(capacity: int, bitmask_bytes: int) -> slice:
+    """Where the bitmask lies in the segment."""
+    start = (_rings_end(capacity) + PAGE_BYTES - 1) & -PAGE_BYTES
+    return slice(start, start + bitmask_bytes)
+
+
+def _rings_end(capacity: int) -> int:
     return LABEL_BYTES + 2 * (CONTROL_BYTES + capacity)
 
 

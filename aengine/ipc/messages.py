@@ -122,7 +122,9 @@ class GrammarOutput:
 
     step_id: int
     batch_idx: array[int]
-    bitmask: bytes | bytearray  # int32 [len(batch_idx), ceil(vocab_size / 32)], least significant bit first
+    bitmask: bytes | bytearray | memoryview | int
+    """int32 [len(batch_idx), ceil(vocab_size / 32)], least significant bit first. A number: so many bytes, which lie in
+    the channel's memory for bitmasks."""
 
 
 @dataclass(slots=True)
@@ -202,7 +204,7 @@ def unpack(kind: Kind, payload: bytes | bytearray | memoryview) -> Any:
             return _output(data)
         if kind is Kind.GRAMMAR:
             step_id, batch_idx, bitmask = data
-            return GrammarOutput(_int(step_id), _ints(batch_idx), _bytes(bitmask))
+            return GrammarOutput(_int(step_id), _ints(batch_idx), bitmask if type(bitmask) is int else _bytes(bitmask))
         return data
     except MessageError:
         raise

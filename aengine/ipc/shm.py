@@ -27,6 +27,7 @@ from .layout import (
     VERSION,
     WANTED,
     FrameError,
+    bitmask_span,
     ring_span,
     round_capacity,
     segment_bytes,
@@ -48,17 +49,18 @@ class Ticket:
     event_fd: int
     semaphore: str
     capacity: int
+    bitmask_bytes: int
     nonce: str
 
     def __str__(self) -> str:
-        return f"{self.shm_fd},{self.event_fd},{self.semaphore},{self.capacity},{self.nonce}"
+        return f"{self.shm_fd},{self.event_fd},{self.semaphore},{self.capacity},{self.bitmask_bytes},{self.nonce}"
 
     @classmethod
     def parse(cls, text: str) -> Ticket:
         """Raises ValueError when it isn't one."""
         try:
-            shm_fd, event_fd, semaphore, capacity, nonce = text.split(",")
-            return cls(int(shm_fd), int(event_fd), semaphore, int(capacity), nonce)
+            shm_fd, event_fd, semaphore, capacity, bitmask_bytes, nonce = text.split(",")
+            return cls(int(shm_fd), int(event_fd), semaphore, int(capacity), int(bitmask_bytes), nonce)
         except ValueError:
             raise ValueError(f"not the description of a channel: {text!r}") from None
 
@@ -66,18 +68,19 @@ class Ticket:
 class Segment:
     """A mapping of one segment (see `layout`)."""
 
-    def __init__(self, memory: mmap.mmap, capacity: int, nonce: str, fd: int = -1) -> None:
+    def __init__(self, memory: mmap.mmap, capacity: int, bitmask_bytes: int, nonce: str, fd: int = -1) -> None:
         self._memory = memory
         self._view = memoryview(memory)
         self.capacity = capacity
+        self.bitmask_bytes = bitmask_bytes
         self.nonce = nonce
         self.fd = fd  # -1 once it has been handed over
 
     @classmethod
-    def create(cls, ring_bytes: int) -> Segment:
+    def create(cls, ring_bytes: int, bitmask_bytes: int = 0) -> Segment:
         """Takes some milliseconds. Raises EngineError when /dev/shm has no room for it."""
         capacity = round_capacity(ring_bytes)
-        size = segment_bytes(capacity)
+        size = segment_bytes(capacity, bitmask_bytes)
         # Made empty and unlinked at once: a kill in between leaves an empty name, which the sweep finds.
         shared = posix_ipc.SharedMemory(new_name(), posix_ipc.O_CREX, mode=0o600, size=0)
         try:
@@ -92,8 +95,8 @@ class Segment:
                 f"/dev/shm larger (docker run --shm-size)"
             ) from error
         nonce = os.urandom(8).hex()
-        segment = cls(memory, capacity, nonce, shared.fd)
-        LABEL.pack_into(memory, 0, LABEL_MAGIC, VERSION, capacity, nonce.encode())
+        segment = cls(memory, capacity, bitmask_bytes, nonce, shared.fd)
+        LABEL.pack_into(memory, 0, LABEL_MAGIC, VERSION, capacity, bitmask_bytes, nonce.encode())
         for index in (0, 1):
             region = segment.ring(index)
             with region[:CONTROL_BYTES].cast("Q") as words:
@@ -104,7 +107,7 @@ class Segment:
     @classmethod
     def attach(cls, ticket: Ticket) -> Segment:
         """Map the inherited descriptor and close it. Raises FrameError when it is not the segment of the ticket."""
-        size = segment_bytes(ticket.capacity)
+        size = segment_bytes(ticket.capacity, ticket.bitmask_bytes)
         try:
             if os.fstat(ticket.shm_fd).st_size != size:
                 raise FrameError(f"descriptor {ticket.shm_fd} is not a segment of {size} bytes")
@@ -112,14 +115,18 @@ class Segment:
         finally:
             os.close(ticket.shm_fd)
         label = LABEL.unpack_from(memory, 0)
-        if label != (LABEL_MAGIC, VERSION, ticket.capacity, ticket.nonce.encode()):
+        if label != (LABEL_MAGIC, VERSION, ticket.capacity, ticket.bitmask_bytes, ticket.nonce.encode()):
             memory.close()
             raise FrameError(f"the segment is labelled {label}, which is not the ticket's")
-        return cls(memory, ticket.capacity, ticket.nonce)
+        return cls(memory, ticket.capacity, ticket.bitmask_bytes, ticket.nonce)
 
     def ring(self, index: int) -> memoryview:
         """The region of ring 0 (host -> worker) or 1 (worker -> host)."""
         return self._view[ring_span(index, self.capacity)]
+
+    def bitmask(self) -> memoryview:
+        """The ``bitmask_bytes`` after the rings. Whoever holds it keeps it mapped, also past `close`."""
+        return memoryview(self._memory)[bitmask_span(self.capacity, self.bitmask_bytes)]
 
     def close_fd(self) -> None:
         """The mapping stays; no further child can inherit it. Idempotent."""
@@ -131,7 +138,8 @@ class Segment:
         """Unmap, after the rings' ends were released. Idempotent."""
         self.close_fd()
         self._view.release()
-        self._memory.close()
+        with contextlib.suppress(BufferError):  # a thread writes a bitmask: unmapped once it has let go of it
+            self._memory.close()
 
 
 def _map(fd: int, size: int) -> mmap.mmap:

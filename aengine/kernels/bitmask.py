@@ -17,7 +17,7 @@ def apply_bitmask(logits: Tensor, rows: Tensor, bitmask: Tensor) -> None:
 
     Args:
         logits: float32 [n, vocab_size]
-        rows: int64 [g], distinct: the row of logits that bitmask[i] belongs to
+        rows: int64 [g], distinct: the row of logits that bitmask[i] belongs to; -1: to none
         bitmask: uint8 [g, 4 * ceil(vocab_size / 32)]: bit (t % 8) of byte t / 8 is token t's, as in little-endian
             int32 words with the least significant bit first
     """
@@ -27,6 +27,8 @@ def apply_bitmask(logits: Tensor, rows: Tensor, bitmask: Tensor) -> None:
         from .bodies import bitmask as body
 
         return body.apply_bitmask(logits, rows, bitmask)
+    if rows.numel() and int(rows.min()) < 0:
+        bitmask, rows = bitmask[rows >= 0], rows[rows >= 0]
     add_bits(logits, rows, bitmask)
     return None
 

@@ -1,13 +1,17 @@
 """Decode steps as CUDA graphs: one launch each, whatever the model.
 
     rows of the batch ─> [ gather inputs ─> layers ─> logits ─> sample ─> ids into the rows and to the host ]   SAMPLED
-    (static memory)      [ gather inputs ─> layers ] ─> logits                                                  LOGITS
+    (static memory)      [ gather inputs ─> layers ─> logits ][ bitmasks ─> sample ─> ids as above ]            MASKED
+                         [ gather inputs ─> layers ] ─> logits                                                  LOGITS
 
 A graph replays the launches of one shape, so a batch is padded to the next size that has been captured; padding has row
 -1, reads nothing and writes nothing. All graphs share one memory pool, and are captured largest first, so that the
-smaller ones fit into what the largest took. What follows from the rows alone is inside; whatever needs the host
-(grammars, penalties, log-probabilities) samples outside, and the logits are made there too: a graph keeps its outputs,
-and those of all sizes together would take a GB.
+smaller ones fit into what the largest took. What follows from the rows and bitmasks alone is inside; whatever else
+needs the host (penalties, log-probabilities) samples outside, and the logits are made there too: a graph keeps its
+outputs, and those of all sizes together would take a GB.
+
+MASKED is two graphs: the second is launched when the host has sent the bitmasks, which it fills during the first. It
+finds the first one's logits in the pool, since no other graph is launched in between; so they need not be kept.
 """
 
 from __future__ import annotations
@@ -20,13 +24,16 @@ from enum import Enum
 from typing import Any, NamedTuple, Protocol
 
 import numpy as np
+import numpy.typing as npt
 import torch
 from torch import Tensor
 
+from ..kernels.bitmask import apply_bitmask
 from ..kernels.gumbel import gumbel_sample
-from ..kernels.input_prep import commit_decode, prepare_decode
+from ..kernels.input_prep import DecodeInputs, commit_decode, prepare_decode
 from .async_output import Published
 from .input_batch import Rows
+from .mask_memory import HostBitmasks, MaskMemory
 from .request_state import COLUMNS, RequestState
 from .transfer import to_device
 
@@ -37,6 +44,7 @@ _LEAST_SLOTS = 16
 
 class GraphKind(Enum):
     SAMPLED = "sampled"
+    MASKED = "masked"
     LOGITS = "logits"
 
 
@@ -78,10 +86,24 @@ class DecodeModel(Protocol):
         """float32 [n, vocab_size]."""
 
 
+class Unmasked(NamedTuple):
+    """What the first half of a MASKED step leaves for the second."""
+
+    logits: Tensor  # float32 [size, vocab_size]
+    inputs: DecodeInputs
+
+
 class DecodeStep:
     """A decode step over static memory: the same calls whether they run at once or are captured."""
 
-    def __init__(self, requests: RequestState, model: DecodeModel, max_size: int, max_in_flight_steps: int) -> None:
+    def __init__(
+        self,
+        requests: RequestState,
+        model: DecodeModel,
+        max_size: int,
+        max_in_flight_steps: int,
+        bitmasks: HostBitmasks,
+    ) -> None:
         """At most ``max_in_flight_steps`` answers may be under way or unread."""
         num_slots = max(_LEAST_SLOTS, 2 * max_in_flight_steps)
         self._requests = requests
@@ -95,6 +117,8 @@ class DecodeStep:
         self._published_host = self._published.numpy()
         self._cursor = torch.zeros(1, dtype=torch.int32, device=self._device)
         self._next_slot = 0  # what the cursor will be when all steps launched so far have run
+        self._bitmasks = bitmasks
+        self._masks = MaskMemory(max_size, bitmasks.row_bytes, self._device)
 
     def set_rows(self, rows: Rows, size: int) -> Tensor:
         """Put the batch's rows where the step reads them; int64 [size], on the device."""
@@ -111,8 +135,9 @@ class DecodeStep:
         """The first rows that `set_rows` was given last: int64 [num_rows], on the device."""
         return self._rows[:num_rows]
 
-    def run(self, descriptor: BatchDescriptor) -> Tensor | None:
-        """Queue the step: hidden states [size, hidden_size], or None for SAMPLED, which `published` fetches."""
+    def run(self, descriptor: BatchDescriptor) -> Tensor | Unmasked | None:
+        """Queue the step. LOGITS: hidden states [size, hidden_size]; MASKED: what `run_masked` continues with; SAMPLED:
+        None, and `published` fetches the answer."""
         requests = self._requests
         rows = self._rows[: descriptor.size]
         token_ids, scalars = requests.token_ids, requests.scalars.words
@@ -120,10 +145,26 @@ class DecodeStep:
         hidden = self._model.decode(inputs.input_ids, inputs.positions, rows, inputs.seq_lens)
         if descriptor.kind is GraphKind.LOGITS:
             return hidden
-        logits = self.compute_logits(hidden)
-        ids, checks = gumbel_sample(logits, inputs.temperature, inputs.seeds, inputs.sample_positions)
-        self.commit(rows, ids, checks)
+        unmasked = Unmasked(self.compute_logits(hidden), inputs)
+        if descriptor.kind is GraphKind.MASKED:
+            return unmasked
+        self._sample(unmasked)
         return None
+
+    def set_bitmasks(self, rows: Rows, bits: npt.NDArray[np.uint8] | None, size: int) -> None:
+        """For the `run_masked` to come: ``bits`` [n, row_bytes] are of the batch's ``rows`` [n]."""
+        self._masks.set(rows, bits, size, self._bitmasks)
+
+    def run_masked(self, unmasked: Unmasked) -> None:
+        """Queue the second half of a MASKED step; `published` fetches the answer."""
+        size = len(unmasked.logits)
+        apply_bitmask(unmasked.logits, self._masks.rows[:size], self._masks.bits[:size])
+        self._sample(unmasked)
+
+    def _sample(self, unmasked: Unmasked) -> None:
+        logits, inputs = unmasked
+        ids, checks = gumbel_sample(logits, inputs.temperature, inputs.seeds, inputs.sample_positions)
+        self.commit(self._rows[: len(logits)], ids, checks)
 
     def compute_logits(self, hidden: Tensor) -> Tensor:
         return self._model.compute_logits(hidden)
@@ -135,7 +176,7 @@ class DecodeStep:
         commit_decode(*where, ids, checks, self._published, self._cursor)
 
     def published(self, num_rows: int) -> Published:
-        """Where the answer of the SAMPLED step queued last will be."""
+        """Where the answer of the SAMPLED or MASKED step queued last will be."""
         slot = self._next_slot
         self._next_slot = (slot + 1) % len(self._published_host)
         event = None
@@ -146,9 +187,13 @@ class DecodeStep:
 
     def rehearse(self, descriptor: BatchDescriptor) -> None:
         """Run the step with nothing but padding: kernels and libraries load what they need, no row changes."""
-        self.set_rows(np.empty(0, dtype=np.int64), descriptor.size)
-        self.run(descriptor)
-        if descriptor.kind is GraphKind.SAMPLED:
+        nobody = np.empty(0, dtype=np.int64)
+        self.set_rows(nobody, descriptor.size)
+        half = self.run(descriptor)
+        if isinstance(half, Unmasked):
+            self.set_bitmasks(nobody, None, descriptor.size)
+            self.run_masked(half)
+        if descriptor.kind is not GraphKind.LOGITS:
             self._next_slot = (self._next_slot + 1) % len(self._published_host)
 
 
@@ -163,6 +208,8 @@ class CudaGraphManager:
         self._sizes = sorted(sizes)
         self._is_eager = enforce_eager
         self._graphs: dict[BatchDescriptor, tuple[torch.cuda.CUDAGraph, Tensor | None]] = {}
+        self._second: dict[int, torch.cuda.CUDAGraph] = {}  # by size: of MASKED steps
+        self._unmasked: tuple[int, Unmasked | None] | None = None  # size of the MASKED step that waits
         self._pool: Any = None
 
     @property
@@ -188,21 +235,36 @@ class CudaGraphManager:
         progress(len(self._sizes), len(self._sizes))
 
     def run(self, rows: Rows, kind: GraphKind) -> Tensor | None:
-        """Queue a step of these requests. For LOGITS: float32 [len(rows), vocab_size]."""
+        """Queue a step of these requests, of a MASKED one the first half. LOGITS: float32 [len(rows), vocab_size]."""
         size = self.size_for(len(rows))
         assert size is not None, f"a batch of {len(rows)} has no graph"
         descriptor = BatchDescriptor(size, kind)
         if self._is_eager:
             self.step.set_rows(rows, size)
             hidden = self.step.run(descriptor)
+            if isinstance(hidden, Unmasked):
+                self._unmasked = (size, hidden)
+                return None
         else:
             if descriptor not in self._graphs:
                 self.capture(descriptor)
             self.step.set_rows(rows, size)
             graph, hidden = self._graphs[descriptor]
             graph.replay()
+            if kind is GraphKind.MASKED:
+                self._unmasked = (size, None)
         # Of the padding too: the shape chooses the product's kernel, and with it the bits.
         return None if hidden is None else self.step.compute_logits(hidden)[: len(rows)]
+
+    def run_masked(self, rows: Rows, bits: npt.NDArray[np.uint8] | None) -> None:
+        """Queue the second half of the MASKED step: ``bits`` [n, row_bytes] are of the batch's ``rows`` [n]."""
+        assert self._unmasked is not None, "there is no first half"
+        (size, unmasked), self._unmasked = self._unmasked, None
+        self.step.set_bitmasks(rows, bits, size)
+        if unmasked is not None:
+            self.step.run_masked(unmasked)
+        else:
+            self._second[size].replay()
 
     def capture(self, descriptor: BatchDescriptor) -> None:
         """Capture one graph; the rows that the step reads are left as padding."""
@@ -211,5 +273,10 @@ class CudaGraphManager:
         if self._pool is None:
             self._pool = torch.cuda.graph_pool_handle()
         with capturing(graph, self._pool):
-            hidden = self.step.run(descriptor)
-        self._graphs[descriptor] = (graph, hidden)
+            output = self.step.run(descriptor)
+        if isinstance(output, Unmasked):
+            second = torch.cuda.CUDAGraph()
+            with capturing(second, self._pool):
+                self.step.run_masked(output)
+            self._second[descriptor.size], output = second, None
+        self._graphs[descriptor] = (graph, output)

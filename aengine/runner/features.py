@@ -13,12 +13,12 @@ import numpy.typing as npt
 import torch
 from torch import Tensor
 
-from ..errors import InternalError
 from ..ipc.messages import NewRequest
 from ..kernels.bitmask import apply_bitmask
 from ..kernels.logit_bias import add_bias, ban_tokens
 from ..kernels.penalties import PenaltyInputs, apply_penalties, count_sampled, count_tokens
 from .input_batch import Rows, SampleBatch, to_device
+from .mask_memory import HostBitmasks
 from .request_state import RequestState
 from .untouched import untouched_zeros
 
@@ -47,12 +47,12 @@ class SamplingFeature(Protocol):
         """The rows' new tokens, int64 [n]."""
 
 
-def make_features(requests: RequestState, vocab_size: int) -> list[SamplingFeature]:
+def make_features(requests: RequestState, vocab_size: int, bitmasks: HostBitmasks) -> list[SamplingFeature]:
     """In the order in which they act."""
     return [
         LogitBias(requests),
         MinTokens(requests, vocab_size),
-        Bitmask(requests, vocab_size),
+        Bitmask(requests, bitmasks),
         Penalties(requests, vocab_size),
     ]
 
@@ -153,32 +153,16 @@ class MinTokens(_Feature):
 class Bitmask(_Feature):
     """`structured_output`: the tokens that the grammars of this step allow. Its state lives on the host half."""
 
-    def __init__(self, requests: RequestState, vocab_size: int) -> None:
+    def __init__(self, requests: RequestState, bitmasks: HostBitmasks) -> None:
         super().__init__(requests)
-        self._row_bytes = 4 * ((vocab_size + 31) // 32)
+        self._bitmasks = bitmasks
 
     def apply(self, logits: Tensor, batch: SampleBatch) -> None:
-        grammar = batch.grammar
-        if grammar is None or not grammar.batch_idx:
-            return
-        count = len(grammar.batch_idx)
-        if len(grammar.bitmask) != count * self._row_bytes:
-            raise InternalError(
-                f"the bitmask has {len(grammar.bitmask)} bytes, but {count} rows of {self._row_bytes} are due"
-            )
-        bits = np.frombuffer(bytearray(grammar.bitmask), dtype=np.uint8).reshape(count, self._row_bytes)
-        # A masked request that does not sample yet (a chunk of its prompt) has no row of logits.
-        place = {int(b): i for i, b in enumerate(batch.batch_idx)}
-        pairs = [(place[b], i) for i, b in enumerate(grammar.batch_idx) if b in place]
-        if pairs:
-            rows, of_mask = np.array(pairs, dtype=np.int64).T
-            # One copy for both. A row of bits is a number of int32 words, which may want one more to make an int64.
-            sent = np.zeros(len(pairs) + (len(pairs) * self._row_bytes + 7) // 8, dtype=np.int64)
-            sent[: len(pairs)] = rows
-            sent[len(pairs) :].view(np.uint8)[: len(pairs) * self._row_bytes] = bits[of_mask].reshape(-1)
-            index, mask = to_device(sent, self._device).split((len(pairs), len(sent) - len(pairs)))
-            mask = mask.view(torch.uint8)[: len(pairs) * self._row_bytes].view(len(pairs), -1)
-            apply_bitmask(logits, index, mask)
+        rows, bits = self._bitmasks.of_batch(batch.grammar, batch.batch_idx)
+        if bits is not None and len(rows):
+            place = torch.empty(bits.shape, dtype=torch.uint8, device=self._device)
+            self._bitmasks.to_device(bits, place)
+            apply_bitmask(logits, to_device(rows, self._device), place)
 
 
 class Penalties(_Feature):

@@ -27,6 +27,7 @@ from .batch_graphs import BatchGraphs
 from .block_tables import BlockTables
 from .cuda_graphs import CudaGraphManager, DecodeStep, GraphKind
 from .input_batch import BatchPlan, InputBatch, SampleBatch
+from .mask_memory import HostBitmasks
 from .request_state import SCALAR_WORDS, RequestState
 from .sampler import Sampler, SamplerOutput
 from .staged_writes import StagedArena
@@ -74,6 +75,7 @@ class ExecuteModelState:
     idx_mapping: Tensor | None = None  # int64 [num_reqs]: the plan's rows on the device
     logits: Tensor | None = None  # float32 [num_sampled, vocab_size]; None: nothing samples, or has been sampled
     published: Published | None = None  # the samples, where the forward's graph has made them already
+    is_masked: bool = False  # the second half of its graph waits for the bitmasks
     num_reqs: int = 0  # of the step, those that could not be run included
     row_errors: dict[int, RowError] = field(default_factory=dict)  # by position in the SchedulerOutput
 
@@ -102,6 +104,7 @@ class ModelRunner:
         self._model = model
         self._kv_memory = kv_memory
         self.vocab_size = vocab_size
+        self._device = device
         self._arena = StagedArena(
             {
                 "scalars": (max_num_seqs, SCALAR_WORDS),
@@ -112,13 +115,14 @@ class ModelRunner:
         )
         self.requests = RequestState(self._arena)
         self.tables = BlockTables(self._arena, num_blocks=num_blocks, block_size=block_size)
-        self._sampler = Sampler(self.requests, vocab_size)
+        self._bitmasks = HostBitmasks(4 * ((vocab_size + 31) // 32))
+        self._sampler = Sampler(self.requests, vocab_size, self._bitmasks)
         self._row_faults: dict[int, tuple[str, str]] = {}  # row: type and message of what is wrong with its request
         self._state: ExecuteModelState | None = None
         self._copy_out = OutputCopier(device)
         self.graphs: CudaGraphManager | None = None
         if graph_sizes:
-            step = DecodeStep(self.requests, self, max(graph_sizes), max_in_flight_steps)
+            step = DecodeStep(self.requests, self, max(graph_sizes), max_in_flight_steps, self._bitmasks)
             self.graphs = CudaGraphManager(step, graph_sizes, enforce_eager=enforce_eager)
         self.batch_graphs: BatchGraphs | None = None
         if graph_sizes and not enforce_eager:
@@ -182,8 +186,12 @@ class ModelRunner:
         return state
 
     def _run_graph(self, out: SchedulerOutput, plan: BatchPlan, graphs: CudaGraphManager) -> ExecuteModelState:
-        """A step of decodes: one launch, with the sampling in it if no request wants more than a temperature."""
-        if out.sample_now and self._sampler.is_plain(plan.rows):
+        """A step of decodes: one launch, with the sampling in it if no request wants more than a temperature; or two,
+        if some want a bitmask."""
+        if self._sampler.is_plain(plan.rows):
+            if not out.sample_now:
+                graphs.run(plan.rows, GraphKind.MASKED)
+                return ExecuteModelState(out.step_id, plan, is_masked=True)
             graphs.run(plan.rows, GraphKind.SAMPLED)
             return ExecuteModelState(out.step_id, plan, published=graphs.step.published(plan.num_reqs))
         logits = graphs.run(plan.rows, GraphKind.LOGITS)
@@ -238,6 +246,8 @@ class ModelRunner:
         if plan is None:
             return AsyncOutput(state.step_id, state.num_reqs, np.empty(0, dtype=np.int64), None, state.row_errors)
         sampling = plan.batch_idx[plan.sampling]
+        if state.is_masked:
+            state.published = self._sample_masked(plan, grammar)
         if state.published is not None:
             self.requests.append(plan.rows)
             return AsyncOutput(state.step_id, state.num_reqs, sampling, state.published, state.row_errors)
@@ -251,6 +261,16 @@ class ModelRunner:
         self.requests.append_device(batch.rows_device, sampled.token_ids)
         source = self._copy_out(sampled)
         return AsyncOutput(state.step_id, state.num_reqs, sampling, source, state.row_errors, sampled.logprobs)
+
+    def _sample_masked(self, plan: BatchPlan, grammar: GrammarOutput | None) -> Published:
+        assert self.graphs is not None
+        rows, bits = self._bitmasks.of_batch(grammar, plan.batch_idx)
+        self.graphs.run_masked(rows, bits)
+        return self.graphs.step.published(plan.num_reqs)
+
+    def share_bitmasks(self, memory: memoryview) -> None:
+        """Bitmasks of GRAMMAR frames will lie in ``memory``, which is shared with the host."""
+        self._bitmasks.register(memory, self._device)
 
     def _try_sampling(self, logits: Tensor, batch: SampleBatch) -> tuple[SamplerOutput | None, str]:
         """As `_try`."""

@@ -18,6 +18,7 @@ from ..kernels.logprobs import top_logprobs
 from ..kernels.top_k_top_p import find_cutoff
 from .features import make_features
 from .input_batch import Rows, SampleBatch, to_device
+from .mask_memory import HostBitmasks
 from .request_state import RequestState
 
 __all__ = ["LogprobTensors", "Sampler", "SamplerOutput"]
@@ -44,10 +45,10 @@ class SamplerOutput:
 class Sampler:
     """Samples for whole steps; keeps which rows want log-probabilities, and the features' state."""
 
-    def __init__(self, requests: RequestState, vocab_size: int) -> None:
+    def __init__(self, requests: RequestState, vocab_size: int, bitmasks: HostBitmasks) -> None:
         self._requests = requests
         self._vocab_size = vocab_size
-        self._features = make_features(requests, vocab_size)
+        self._features = make_features(requests, vocab_size, bitmasks)
         max_num_seqs = len(requests.in_use)
         self._num_logprobs = np.full(max_num_seqs, -1, dtype=np.int64)  # -1: none
         self._cuts = np.zeros(max_num_seqs, dtype=bool)  # random, with top-k, top-p or min-p

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import torch
 
+from ..kernels.bitmask import apply_bitmask
 from ..kernels.gumbel import gumbel_sample
 from ..kernels.input_prep import PreparedInputs, append_tokens, prepare_decode, prepare_inputs
 from ..kernels.logprobs import top_logprobs
@@ -68,6 +69,8 @@ def _sampling(runner: ModelRunner) -> None:
     cutoff = find_cutoff(logits, row.temperature, row.top_k, row.top_p, row.min_p)
     ids, _ = gumbel_sample(logits, row.temperature, row.seed, row.num_tokens, cutoff)
     gumbel_sample(logits, row.temperature, row.seed, row.num_tokens)
+    words = (runner.vocab_size + 31) // 32
+    apply_bitmask(logits, ids - 1, torch.zeros((1, 4 * words), dtype=torch.uint8, device=logits.device))
     top_logprobs(logits, ids, 4)
     append_tokens(requests.token_ids, requests.scalars.num_tokens, ids * 0, ids)
     starts = torch.zeros(1, dtype=torch.int64, device=logits.device)

@@ -41,6 +41,9 @@ class Runner(Protocol):
 
     def sample_tokens(self, grammar: GrammarOutput | None) -> Answer: ...
 
+    def share_bitmasks(self, memory: memoryview) -> None:
+        """Where the bitmasks of GRAMMAR frames will lie."""
+
 
 class Worker:
     """One rank. ``runner``: the ``module:function`` that loads it, see `run`."""
@@ -51,6 +54,7 @@ class Worker:
         self._runner_name = runner
         self._runner: Runner | None = None
         self._answers: deque[tuple[int, Answer]] = deque()  # step ids launched and not yet reported, oldest first
+        self._awaits_bitmask = False  # the device works on a step that can't be sampled yet
         self._step_id = 0  # of the frame in hand, for error reports
         self._last_event = 0.0  # when a frame came last
         self._last_report = ("", 0.0)
@@ -84,9 +88,11 @@ class Worker:
 
     def _patience(self) -> float | None:
         """How long to wait for a frame: for ever, if nothing else can happen."""
-        if not self._answers:
+        if not self._answers and not self._awaits_bitmask:
             return None
-        return 0 if time.monotonic() - self._last_event < _EAGER_POLL else _POLL
+        if time.monotonic() - self._last_event < _EAGER_POLL:
+            return 0
+        return _POLL if self._answers else None
 
     def _handle(self, kind: Kind, payload: bytes) -> bool:
         if kind is Kind.SHUTDOWN:
@@ -95,7 +101,7 @@ class Worker:
         if kind is Kind.STEP:
             self._execute(message)
         elif kind is Kind.GRAMMAR:
-            self._answers.append((message.step_id, self._loaded().sample_tokens(message)))
+            self._sample(message)
         elif kind is Kind.CALL:
             self._call(message)
         elif kind is Kind.LOAD:
@@ -107,8 +113,15 @@ class Worker:
     def _execute(self, out: SchedulerOutput) -> None:
         runner = self._loaded()
         runner.execute_model(out)
+        self._awaits_bitmask = not out.sample_now
         if out.sample_now:
             self._answers.append((out.step_id, runner.sample_tokens(None)))
+
+    def _sample(self, grammar: GrammarOutput) -> None:
+        self._awaits_bitmask = False
+        if isinstance(grammar.bitmask, int):
+            grammar.bitmask = self._channel.bitmask(grammar.bitmask)
+        self._answers.append((grammar.step_id, self._loaded().sample_tokens(grammar)))
 
     def _loaded(self) -> Runner:
         if self._runner is None:
@@ -128,6 +141,7 @@ class Worker:
         self._runner, ready = load_runner(
             config, message["source"], self._rank, message["world_size"], self._report_progress
         )
+        self._runner.share_bitmasks(self._channel.bitmask())
         ready |= {"pid": os.getpid(), "seconds": round(time.monotonic() - begun, 3)}
         self._channel.publish(Kind.READY, self._step_id, pack(ready))
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import json
 import random
 import time
 from collections.abc import Callable
@@ -73,20 +72,6 @@ async def test_deltas_come_as_they_are_made(make_engine: Make) -> None:
         deltas = [delta async for delta in stream]
     assert [d.name for d in deltas if isinstance(d, ToolCallStart)] == ["add"]
     assert stream.completion.message == stream.message
-
-
-def test_earlier_calls_are_written_out() -> None:
-    """For a template that knows no tools, in the format that the model is to write."""
-    from aengine.chat import FORMATS
-
-    calls = [{"id": "1", "type": "function", "function": {"name": "add", "arguments": '{"a": 1}'}}]
-    message = {"role": "assistant", "content": None, "tool_calls": calls * 2}
-    for known in FORMATS.values():
-        written = chat_module._written_out(message, known)
-        assert "tool_calls" not in written and written["content"].count("add") == 2
-    assert json.loads(chat_module._written_out(message, FORMATS["json"])["content"])["tool_calls"][1]["name"] == "add"
-    with pytest.raises(InvalidRequestError, match="OpenAI"):
-        chat_module._written_out({"role": "assistant", "tool_calls": [3]}, FORMATS["json"])
 
 
 @pytest.mark.parametrize(

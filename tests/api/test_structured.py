@@ -159,7 +159,7 @@ async def test_a_matcher_that_fails_ends_its_request(make_engine: Make, monkeypa
         first = engine.stream([1], constrained(regex="[a-z]{50}"))
         await anext(first)
         other = asyncio.create_task(engine.generate([2], constrained(regex="[0-9]{40}")))
-        made[0].matcher = Broken()
+        made[0]._matcher = Broken()
         with pytest.raises(InternalError, match="it broke"):
             async for _ in first:
                 pass

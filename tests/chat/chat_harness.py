@@ -18,7 +18,16 @@ from aengine.grammar.spec import GrammarSpec
 from aengine.grammar.vocabulary import Vocabulary
 
 EOS = "<|im_end|>"
-MARKERS = ("<|python_tag|>", "[TOOL_CALLS]", "[ARGS]", "<tool_call>", "</tool_call>", "<think>", "</think>")
+MARKERS = (
+    "<|python_tag|>",
+    "[TOOL_CALLS]",
+    "[CALL_ID]",
+    "[ARGS]",
+    "<tool_call>",
+    "</tool_call>",
+    "<think>",
+    "</think>",
+)
 _CORPUS = [
     '<tool_call>\n{"name": "get_weather", "arguments": {"city": "Paris", "days": 3}}\n</tool_call>',
     '{"name": "get_weather", "parameters": {"city": "Paris"}}; {"name": "now", "parameters": {}}',

@@ -40,6 +40,7 @@ def hermes(name, arguments):
 
 ONE, TWO = (("get_weather", PARIS),), (("get_weather", ROME), ("now", "{}"))
 WEATHER, NOW = f'{{"name": "get_weather", "arguments": {PARIS}}}', '{"name": "now", "arguments": {}}'
+WITH_ID = WEATHER[:-1] + ', "id": "abcDEF123"}'
 ROMAN = f'{{"name": "get_weather", "arguments": {ROME}}}'
 LLAMA_ONE = f'{{"name": "get_weather", "parameters": {PARIS}}}'
 LLAMA_TWO = f'{{"name": "get_weather", "parameters": {ROME}}}; {{"name": "now", "parameters": {{}}}}'
@@ -84,8 +85,14 @@ CASES = [
     Case(MISTRAL, f"So:[TOOL_CALLS] [{ROMAN}, {NOW}]", "So:", TWO),
     Case(MISTRAL, f"[TOOL_CALLS] [{ROMAN}, {NOW}]", None, TWO, schema=ANSWER),
     Case(MISTRAL, "[TOOL", "[TOOL"),
+    Case(MISTRAL, f"[TOOL_CALLS] [{WITH_ID}, {NOW}]", None, (*ONE, TWO[1])),
+    Case(MISTRAL, f"[TOOL_CALLS][{WEATHER}]", None, ONE),  # as SentencePiece decodes it where a text begins
+    Case(MISTRAL_TEKKEN, f"Well.[TOOL_CALLS][{NOW}, {WITH_ID}]", "Well.", (TWO[1], *ONE)),
     Case(MISTRAL_TEKKEN, f"[TOOL_CALLS][{ROMAN}, {NOW}]", None, TWO),
     Case(MISTRAL_ARGS, f"[TOOL_CALLS]get_weather[ARGS]{PARIS}", None, ONE),
+    Case(MISTRAL_ARGS, f"[TOOL_CALLS]get_weather[CALL_ID]abcDEF123[ARGS]{PARIS}", None, ONE),
+    Case(MISTRAL_ARGS, f"[TOOL_CALLS]now[ARGS]{{}}[TOOL_CALLS]get_weather[CALL_ID]012345678[ARGS]{PARIS}", None,
+         (TWO[1], *ONE)),
     Case(MISTRAL_ARGS, f"Well.[TOOL_CALLS]get_weather[ARGS]{ROME}[TOOL_CALLS]now[ARGS]{{}}", "Well.", TWO),
     Case(MISTRAL_ARGS, f"so</think>[TOOL_CALLS]get_weather[ARGS]{PARIS}", None, ONE, "so", BEGUN, ANSWER),
     Case(MISTRAL_ARGS, '{"name": "[TOOL_CALLS]now[ARGS]{}"}', '{"name": "[TOOL_CALLS]now[ARGS]{}"}', schema=ANSWER),
@@ -152,7 +159,7 @@ def test_a_format_is_sound(name):
     assert known.name == name
     for opening, trigger in zip(known.openings, known.triggers, strict=True):
         assert (opening + known.head("x")).startswith(trigger)
-    assert all(any(marker in text for text in (known.head(""), *known.openings, known.after_arguments))
+    assert all(any(marker in text for text in (*known.heads(""), *known.openings, *known.ends))
                for marker in known.markers)  # fmt: skip
 
 
@@ -180,6 +187,25 @@ def test_a_new_format_needs_nothing_but_its_strings():
     test_however_it_is_split(case)
 
 
+@pytest.mark.parametrize("text, content, calls", [
+    ("[TOOL_CALLS]now[CALL_ID]short[ARGS]{}", "[TOOL_CALLS]now[CALL_ID]short[ARGS]{}", 0),
+    ("[TOOL_CALLS]now[CALL_ID]abcd-f123[ARGS]{}", "[TOOL_CALLS]now[CALL_ID]abcd-f123[ARGS]{}", 0),
+    ('[TOOL_CALLS] [{"name": "now", "arguments": {}, "id": "short"}]', ', "id": "short"}]', 1),
+])  # fmt: skip
+def test_an_id_that_is_none(text, content, calls):
+    """No grammar lets it come."""
+    case = Case(MISTRAL if calls else MISTRAL_ARGS, text)
+    for pieces in ([text], list(text)):
+        _, message = parse(_parser(case, lambda name: None), pieces)
+        assert message.content == content
+        assert [call.is_complete for call in message.tool_calls] == [False] * calls
+
+
+def test_a_format_with_ids_says_how_long_they_are():
+    with pytest.raises(ValueError, match="how long"):
+        replace(MISTRAL_ARGS, id_length=None)
+
+
 def test_a_format_without_a_right_trigger_is_refused():
     with pytest.raises(ValueError, match="trigger"):
         replace(HERMES, triggers=("<b>",))
@@ -205,6 +231,8 @@ R1 = "{% if '</think>' in content %}{% endif %}{% if add_generation_prompt %}{{'
         ("", ("[TOOL_CALLS]", "[ARGS]"), (MISTRAL_ARGS, None)),
         ("", ("[TOOL_CALLS]",), (MISTRAL, None)),
         ("<tool_call>\n<function=name>", (), (JSON, None)),
+        ("<tool_call>name\n<arg_key>k</arg_key>\n<arg_value>v</arg_value>\n</tool_call>", (), (JSON, None)),
+        ("<tool_call>name\n```json\n</tool_call>", (), (JSON, None)),
         ("{{ messages }}", (), (JSON, None)),
         ("", (), (JSON, None)),
     ],

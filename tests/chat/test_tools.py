@@ -256,6 +256,17 @@ def test_tool_choice():
     assert ToolChoice("none").allowed(tools) == () and ToolChoice("auto").allowed(tools) == tools
 
 
+@pytest.mark.parametrize("name", ["auto", "none", "required"])
+def test_a_tool_that_is_named_like_a_mode(name):
+    tools = tools_of([Tool(name), Tool("f")])
+    with pytest.raises(InvalidRequestError, match="tool of that name") as caught:
+        ToolChoice.of(name, tools)
+    assert caught.value.param == "tool_choice"
+    assert ToolChoice.of({"type": "function", "function": {"name": name}}, tools) == ToolChoice("named", name)
+    assert ToolChoice.of(ToolChoice("named", name), tools).allowed(tools) == tools[:1]
+    assert ToolChoice.of(ToolChoice(name), tools).mode == name and ToolChoice.of(None, tools).mode == "auto"
+
+
 @pytest.mark.parametrize(
     "choice", ["h", {"function": {"name": "h"}}, {"type": "function"}, 3, [], ToolChoice("named", "h")]
 )

@@ -9,7 +9,7 @@ import pytest
 from chat_harness import MARKERS_ARE, Setting, is_valid, merged, parse_ids, token_id_of, tokenizer
 
 from aengine.chat import FORMATS, ChatParser, ReasoningFormat, Tool, ToolChoice, compose, tools_of
-from aengine.chat.formats import LLAMA3
+from aengine.chat.formats import ID, LLAMA3
 
 TOOLS = tools_of(
     [
@@ -43,9 +43,11 @@ REASONING = {"no reasoning": None, "reasoning": ReasoningFormat(), "begun": Reas
 
 
 def _goals(tool_format) -> list[str]:
-    heads = [opening + tool_format.head(tool.name) for opening in tool_format.openings for tool in TOOLS]
+    heads = [opening + head for opening in tool_format.openings for t in TOOLS for head in tool_format.heads(t.name)]
+    heads = [head.partition(ID)[0] for head in heads]
+    ends = [end.partition(ID)[0] for end in tool_format.ends if end]
     again = [tool_format.separator + tool_format.head("get")] * 2
-    return [*heads, *again, *tool_format.triggers, "<think>", "</think>", "</think>\n\n", " ", "\n"]
+    return [*heads, *ends, *again, *tool_format.triggers, "<think>", "</think>", "</think>\n\n", " ", "\n"]
 
 
 def _setting(tool_format, choice, schema, reasoning, markers_are="text", *, parallel=True):

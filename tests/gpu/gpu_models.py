@@ -15,7 +15,7 @@ from transformers import PreTrainedModel
 from aengine import Completion
 from aengine.checkpoint.source import resolve_model
 from aengine.config import EngineConfig
-from aengine.ipc.messages import ModelRunnerOutput, SchedulerOutput, int32
+from aengine.ipc.messages import GrammarOutput, ModelRunnerOutput, SchedulerOutput, int32
 from aengine.runner.model_runner import ModelRunner
 from aengine.runner.startup import load_runner
 
@@ -109,10 +109,12 @@ def make_runner(folder: Path, **settings: Any) -> ModelRunner:
 
 
 class Batch:
-    """Requests that run together in rows 0, 1, ...; each has all its blocks from the start."""
+    """Requests that run together in rows 0, 1, ...; each has all its blocks from the start. If there is a bitmask,
+    every other one is masked."""
 
     def __init__(self, runner: ModelRunner, block_size: int = 4, max_len: int = 96) -> None:
         self._runner = runner
+        self.bitmask: bytes | None = None  # of the steps to come: int32 [rows, ceil(vocab_size / 32)]
         self._width = -(-max_len // block_size)
 
     def start(
@@ -137,6 +139,11 @@ class Batch:
     ) -> tuple[ModelRunnerOutput, Tensor | None]:
         """Its answer, and a copy of its logits, in the order of ``rows``, where they are not inside a graph."""
         out = SchedulerOutput(1, req_idx=int32(rows), num_scheduled_tokens=int32(counts), **fields)
+        grammar = None
+        if self.bitmask is not None and rows:
+            out.sample_now = False
+            size = 4 * ((self._runner.vocab_size + 31) // 32)
+            grammar = GrammarOutput(1, int32(range(0, len(rows), 2)), self.bitmask[: size * ((len(rows) + 1) // 2)])
         self._runner.execute_model(out)
         state = self._runner._state
         assert state is not None
@@ -144,7 +151,7 @@ class Batch:
         if logits is not None and state.plan is not None:  # the runner puts single tokens first
             order = torch.from_numpy(state.plan.batch_idx[state.plan.sampling]).to(logits.device)
             logits = torch.empty_like(logits).index_copy_(0, order, logits)
-        return self._runner.sample_tokens(None).get(), logits
+        return self._runner.sample_tokens(grammar).get(), logits
 
     def tokens_and_logits(self, prompts: Sequence[Sequence[int]], num_decodes: int) -> tuple[list[list[int]], Tensor]:
         """Greedy: token ids [n][1 + num_decodes], and the logits of each, float32 [n, 1 + num_decodes, vocab_size]."""

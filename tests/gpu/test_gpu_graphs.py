@@ -29,13 +29,16 @@ def test_decode_graphs_give_the_same_bits(
     checkpoint: MakeCheckpoint, arch: str, dtype: str, rng: random.Random
 ) -> None:
     """Every batch size that graphs pad or hold exactly, sampled inside a graph and outside, log-probabilities too."""
-    work: list[tuple[list[list[int]], dict[str, Any]]] = []
+    work: list[tuple[list[list[int]], dict[str, Any], bytes | None]] = []
+    bitmask = rng.randbytes(64 * VOCAB_SIZE)
     for size in SIZES:
         prompts, seeds = random_prompts(rng, size), [rng.getrandbits(60) for _ in range(size)]
         greedy = [rng.choice((0.0, 0.7, 1.0)) for _ in range(size)]
-        work.append((prompts, {"seed": seeds, "temperature": greedy}))
-        work.append((prompts, {"seed": seeds, "temperature": greedy, "logprobs": 5}))
-        work.append((prompts, {"seed": seeds, "temperature": 1.0, "top_p": 0.9, "logprobs": [3] + [-1] * (size - 1)}))
+        work.append((prompts, {"seed": seeds, "temperature": greedy}, None))
+        work.append((prompts, {"seed": seeds, "temperature": greedy}, bitmask))
+        work.append((prompts, {"seed": seeds, "temperature": greedy, "logprobs": 5}, rng.choice((None, bitmask))))
+        how = {"seed": seeds, "temperature": 1.0, "top_p": 0.9, "logprobs": [3] + [-1] * (size - 1)}
+        work.append((prompts, how, None))
     answers: list[list[ModelRunnerOutput]] = []
     for eager in (True, False):
         runner = make_runner(
@@ -43,7 +46,7 @@ def test_decode_graphs_give_the_same_bits(
         )
         runner.batch_graphs = None  # prompts one way, so that the decodes begin alike to the bit
         batch, given = Batch(runner), []
-        for prompts, how in work:
+        for prompts, how, batch.bitmask in work:
             rows = list(range(len(prompts)))
             given.append(batch.start(prompts, **how)[0])
             given += [batch.decode(rows)[0] for _ in range(6)]

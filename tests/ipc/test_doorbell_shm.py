@@ -105,9 +105,9 @@ def test_the_loop_bell_adds_up_and_clears() -> None:
 
 def test_a_segment_has_no_name_and_both_see_it() -> None:
     before = set(os.listdir("/dev/shm"))
-    one = Segment.create(4096)
+    one = Segment.create(4096, 10_000)
     assert not [name for name in set(os.listdir("/dev/shm")) - before if str(os.getpid()) in name]
-    ticket = Ticket(os.dup(one.fd), 0, "/none", one.capacity, one.nonce)
+    ticket = Ticket(os.dup(one.fd), 0, "/none", one.capacity, 10_000, one.nonce)
     assert stat.S_IMODE(os.fstat(one.fd).st_mode) == 0o600
     assert Ticket.parse(str(ticket)) == ticket
     two = Segment.attach(ticket)
@@ -115,9 +115,24 @@ def test_a_segment_has_no_name_and_both_see_it() -> None:
         mine[300:305] = b"hello"
         assert bytes(theirs[300:305]) == b"hello"
         assert b"hello" not in bytes(other)
+    with one.bitmask() as mine, two.bitmask() as theirs:
+        mine[:] = b"\xff" * 10_000
+        assert bytes(theirs) == bytes(mine)
+    for index in (0, 1):
+        with two.ring(index) as ring:
+            assert b"\xff" * 100 not in bytes(ring), "the bitmask lies in a ring"
     for segment in (one, two):
         segment.close()
         segment.close()
+
+
+def test_a_bitmask_in_use_outlives_its_segment() -> None:
+    one = Segment.create(4096, 5000)
+    held = one.bitmask()
+    one.close()
+    one.close()
+    held[4999] = 7  # not a segmentation fault
+    assert held[4999] == 7
 
 
 def test_a_semaphore_is_private() -> None:
@@ -130,7 +145,7 @@ def test_a_semaphore_is_private() -> None:
     bell.close()
 
 
-@pytest.mark.parametrize("text", ["", "1,2,3", "a,b,/n,4096,x", "1,2,/n,4096,x,y"])
+@pytest.mark.parametrize("text", ["", "1,2,3", "a,b,/n,4096,0,x", "1,2,/n,4096,0,x,y"])
 def test_a_malformed_ticket(text: str) -> None:
     with pytest.raises(ValueError, match="not the description"):
         Ticket.parse(text)
@@ -138,11 +153,13 @@ def test_a_malformed_ticket(text: str) -> None:
 
 def test_another_file_or_another_segment_is_refused(tmp_path: Path) -> None:
     one, two = Segment.create(4096), Segment.create(4096)
-    ticket = Ticket(os.dup(two.fd), 0, "/none", one.capacity, one.nonce)
+    ticket = Ticket(os.dup(two.fd), 0, "/none", one.capacity, 0, one.nonce)
     with pytest.raises(FrameError, match="labelled"):
         Segment.attach(ticket)
     with pytest.raises(FrameError, match="not a segment"):
         Segment.attach(replace(ticket, shm_fd=os.dup(one.fd), capacity=8192))
+    with pytest.raises(FrameError, match="not a segment"):
+        Segment.attach(replace(ticket, shm_fd=os.dup(one.fd), bitmask_bytes=64))
     with (tmp_path / "file").open("w+b") as file:
         file.truncate(os.fstat(one.fd).st_size)
         with pytest.raises(FrameError, match="labelled"):

@@ -16,6 +16,7 @@ from scipy import stats
 from aengine.ipc.messages import GrammarOutput, NewRequest, SchedulerOutput, int32
 from aengine.kernels.seat import triton_everywhere
 from aengine.runner.input_batch import SampleBatch
+from aengine.runner.mask_memory import HostBitmasks
 from aengine.runner.model_runner import ModelRunner
 from aengine.runner.request_state import SCALAR_WORDS, RequestState
 from aengine.runner.sampler import Sampler, SamplerOutput
@@ -150,7 +151,7 @@ def new_sampler(
     n = len(requests)
     arena = StagedArena({"token_ids": (n + 2, 16), "scalars": (n + 2, SCALAR_WORDS)}, device)
     state = RequestState(arena)
-    sampler = Sampler(state, vocab_size)
+    sampler = Sampler(state, vocab_size, HostBitmasks(4 * ((vocab_size + 31) // 32)))
     for new in requests:
         state.add_request(new)
         sampler.add_request(new)

@@ -43,7 +43,8 @@ class Done:
 
 
 class FakeRunner:
-    """Keeps rows as a runner does; the id sampled at a position is 260 + position % 997."""
+    """Keeps rows as a runner does; the id sampled at a position is 260 + position % 997, or, under a bitmask, the first
+    byte of its row."""
 
     def __init__(self) -> None:
         self._rows: dict[int, list[int]] = {}
@@ -57,6 +58,9 @@ class FakeRunner:
             _harm(new.token_ids[0])
         self._step = out
 
+    def share_bitmasks(self, memory: memoryview) -> None:
+        pass
+
     def sample_tokens(self, grammar: GrammarOutput | None) -> Done:
         out, self._step = self._step, None
         assert out is not None
@@ -67,6 +71,10 @@ class FakeRunner:
             samples = state[1] == state[0]
             ids.append(260 + state[0] % 997 if samples else -1)
             state[0] += samples
+        if grammar is not None:
+            size = len(grammar.bitmask) // len(grammar.batch_idx)
+            for i, batch_idx in enumerate(grammar.batch_idx):
+                ids[batch_idx] = grammar.bitmask[i * size]
         return Done(ModelRunnerOutput(out.step_id, int32(ids)))
 
 

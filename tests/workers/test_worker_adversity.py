@@ -308,8 +308,32 @@ async def test_a_step_waits_for_its_bitmask() -> None:
         future = await executor.execute_model(out)
         await executor.call("ping", timeout=5)
         assert not future.done()
-        await executor.send_grammar(GrammarOutput(0, int32([0]), b"\xff\xff\xff\xff"))
-        assert (await future).token_ids[0] == 262
+        await executor.send_grammar(GrammarOutput(0, int32([0]), b"\x2a\xff\xff\xff"))
+        assert (await future).token_ids[0] == 42
+
+
+async def test_a_bitmask_lies_in_memory_that_both_see() -> None:
+    async with running({"hf_config": {"vocab_size": 32}}) as executor:
+        assert executor.bitmask(1 << 40) is None
+        out = step(0, [5, 6])
+        out.sample_now = False
+        future = await executor.execute_model(out)
+        memory = executor.bitmask(4)
+        assert memory is not None
+        memory[:] = b"\x2b\xff\xff\xff"
+        await executor.send_grammar(GrammarOutput(0, int32([0]), 4))
+        assert list((await future).token_ids) == [43]
+    memory[0] = 1  # not a segmentation fault
+
+
+async def test_a_bitmask_beyond_the_memory_ends_the_worker() -> None:
+    async with running() as executor:
+        out = step(0, [5])
+        out.sample_now = False
+        future = await executor.execute_model(out)
+        await executor.send_grammar(GrammarOutput(0, int32([0]), 1 << 40))
+        with pytest.raises(InternalError, match="there is memory for"):
+            await future
 
 
 async def test_a_cancelled_answer_is_let_go() -> None:
@@ -403,9 +427,9 @@ async def test_the_channel_of_a_start_that_was_given_up_is_closed(monkeypatch: p
     made: list[HostChannel] = []
     create = HostChannel.create
 
-    def slowly(ring_bytes: int) -> HostChannel:
+    def slowly(*sizes: int) -> HostChannel:
         time.sleep(0.2)
-        made.append(create(ring_bytes))
+        made.append(create(*sizes))
         return made[-1]
 
     monkeypatch.setattr(HostChannel, "create", slowly)

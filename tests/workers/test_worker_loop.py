@@ -30,6 +30,9 @@ class ListChannel:
             raise PeerGoneError
         return self.incoming.popleft()
 
+    def bitmask(self) -> memoryview:
+        return memoryview(b"")
+
     def publish(self, kind: int, step_id: int, payload: bytes) -> None:
         self.sent.append((Kind(kind), step_id, unpack(Kind(kind), payload)))
 
@@ -62,6 +65,9 @@ class SlowRunner:
     def execute_model(self, out: SchedulerOutput) -> None:
         self.log.append(("execute", out.step_id))
         self.step = out
+
+    def share_bitmasks(self, memory: memoryview) -> None:
+        pass
 
     def sample_tokens(self, grammar: GrammarOutput | None) -> Slow:
         self.log.append(("sample", -1 if grammar is None else grammar.step_id))

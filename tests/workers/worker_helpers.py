@@ -34,9 +34,9 @@ async def start(
 
 
 @asynccontextmanager
-async def running(**settings: Any) -> AsyncIterator[ProcessExecutor]:
+async def running(source: dict | None = None, **settings: Any) -> AsyncIterator[ProcessExecutor]:
     executor = make(**settings)
-    await start(executor)
+    await start(executor, source)
     try:
         yield executor
     finally:

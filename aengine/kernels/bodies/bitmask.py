@@ -35,9 +35,12 @@ def _ban_kernel(
     TILE: tl.constexpr,
 ) -> None:
     i = tl.program_id(0).to(tl.int64)
+    row = tl.load(rows + i)
+    if row < 0:
+        return
     token = tl.program_id(1) * TILE + tl.arange(0, TILE)
     is_in = token < vocab_size
     byte = tl.load(bitmask + i * mask_stride + token // 8, mask=is_in, other=0).to(tl.int32)
     banned = ((byte >> (token % 8)) & 1) == 0
-    place = logits + tl.load(rows + i) * logits_stride + token
+    place = logits + row * logits_stride + token
     tl.store(place, tl.full((TILE,), float("-inf"), tl.float32), mask=is_in & banned)

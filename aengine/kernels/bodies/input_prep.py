@@ -264,4 +264,5 @@ def _commit_decode(
     out = published + slot * (2 * WIDTH) + i
     tl.store(out, token, mask=inside)
     tl.store(out + WIDTH, tl.load(checks + i, mask=inside, other=0), mask=inside)
+    tl.debug_barrier()  # every warp has read the slot: one that is late would publish its rows into the next
     tl.store(cursor, (slot + 1) % NUM_SLOTS)

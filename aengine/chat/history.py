@@ -1,0 +1,84 @@
+"""Earlier messages for a chat template that knows no tools: calls and results as texts, tools in the system prompt.
+
+assistant, tool_calls          ──> assistant   the calls as the model wrote them
+tool, tool                     ──> user        {"tool_results": [{"name": ..., "content": ...}, ...]}
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from ..errors import InvalidRequestError
+from .formats import ToolFormat
+
+__all__ = ["with_instructions", "written_out"]
+
+_Message = Mapping[str, Any]
+
+
+def written_out(messages: Sequence[_Message], tool_format: ToolFormat) -> list[_Message]:
+    """The messages with calls and results as texts. Raises InvalidRequestError if calls are not as OpenAI's."""
+    written: list[_Message] = []
+    names: dict[Any, str] = {}  # by the calls' ids
+    results: list[dict[str, Any]] = []  # of the last written message
+    for index, message in enumerate(messages):
+        if message.get("role") == "tool":
+            if results:
+                written.pop()
+            name = names.get(message.get("tool_call_id"), message.get("name"))
+            results.append(({"name": name} if name else {}) | {"content": message.get("content")})
+            text = json.dumps({"tool_results": results}, ensure_ascii=False)
+            written.append({"role": "user", "content": text})
+            continue
+        results = []
+        if message.get("tool_calls"):
+            names |= {call.get("id"): name for call, name, _ in _calls_of(index, message)}
+            message = _with_calls_as_text(index, message, tool_format)
+        written.append(message)
+    return written
+
+
+def _with_calls_as_text(index: int, message: _Message, known: ToolFormat) -> _Message:
+    calls = _calls_of(index, message)
+    texts = [known.head(name) + _as_json(arguments) + known.after_arguments for _, name, arguments in calls]
+    written = known.openings[0] + known.separator.join(texts) + known.closing
+    content = message.get("content") or ""
+    content = [*content, {"type": "text", "text": written}] if isinstance(content, list) else content + written
+    return {key: value for key, value in message.items() if key != "tool_calls"} | {"content": content}
+
+
+def _as_json(arguments: Any) -> str:
+    if isinstance(arguments, str):
+        try:
+            arguments = json.loads(arguments or "{}")
+        except (ValueError, RecursionError):
+            return arguments
+    return json.dumps(arguments, ensure_ascii=False)
+
+
+def _calls_of(index: int, message: _Message) -> list[tuple[_Message, str, Any]]:
+    """Each call with its name and its arguments."""
+    try:
+        functions = [(call, call.get("function", call)) for call in message["tool_calls"]]
+        return [(call, function["name"], function["arguments"]) for call, function in functions]
+    except (AttributeError, KeyError, TypeError):
+        raise InvalidRequestError(
+            f"tool_calls of messages[{index}] must be as OpenAI's: {{'id': ..., 'type': 'function', 'function': "
+            "{'name': ..., 'arguments': '...'}}",
+            param="messages",
+        ) from None
+
+
+def with_instructions(messages: Sequence[_Message], instructions: str, *, takes_system: bool) -> list[_Message]:
+    """The tools' description before all else: in the system message, or the first of a user."""
+    if takes_system:
+        at = 0 if messages[0].get("role") == "system" else None
+    else:
+        at = next((i for i, message in enumerate(messages) if message.get("role") == "user"), None)
+    if at is None or not isinstance(messages[at].get("content"), str):
+        return [{"role": "system" if takes_system else "user", "content": instructions}, *messages]
+    content = messages[at]["content"]
+    texts = (content, instructions) if takes_system else (instructions, content)
+    return [*messages[:at], {**messages[at], "content": "\n\n".join(texts)}, *messages[at + 1 :]]

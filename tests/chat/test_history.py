@@ -1,0 +1,232 @@
+"""Earlier calls and results: as chat templates read them, and as texts for a template that knows none."""
+
+from __future__ import annotations
+
+import json
+
+import pytest
+from chat_harness import EOS, parse_ids, tokenizer
+
+from aengine.chat import FORMATS, ChatMessage, ChatParser, ToolCall, tools_of
+from aengine.chat.history import with_instructions, written_out
+from aengine.engine.chat import plan_chat
+from aengine.engine.chat_template import ChatTemplate
+from aengine.engine.tokenizer import Tokenizer
+from aengine.errors import InvalidRequestError
+from aengine.grammar.backend import load_backend
+from aengine.grammar.vocabulary import Vocabulary
+
+PARIS = {"city": 'Zürich "HB"', "days": [1, None]}
+HELLO = {"role": "user", "content": "Hello"}
+TOOLS = tools_of([{"name": "get_weather", "parameters": {"type": "object"}}, {"name": "now"}])
+
+
+def call(name="get_weather", arguments=PARIS, *, id="abcDEF123", as_text=True):
+    arguments = json.dumps(arguments) if as_text else arguments
+    return {"id": id, "type": "function", "function": {"name": name, "arguments": arguments}}
+
+
+def calling(*calls, content=None):
+    return {"role": "assistant", "content": content, "tool_calls": [*calls]}
+
+
+def result(content="sunny", id="abcDEF123"):
+    return {"role": "tool", "tool_call_id": id, "content": content}
+
+
+def rendered(source, *messages):
+    return ChatTemplate(source, {}).render(messages, add_generation_prompt=True, tools=None, extra={})
+
+
+# -- what templates read
+
+PARIS_TEXT = json.dumps(PARIS, ensure_ascii=False)
+ARGUMENTS = "{%- set a = messages[0].tool_calls[0].function.arguments %}"
+
+
+@pytest.mark.parametrize("as_text", [True, False])
+@pytest.mark.parametrize(
+    "template, expected",
+    [
+        ("{{ a | tojson }}", PARIS_TEXT),
+        ("{{ messages[0].tool_calls[0].function | tojson }}", f'{{"name": "get_weather", "arguments": {PARIS_TEXT}}}'),
+        ("{{ a if a is string else a | tojson }}", PARIS_TEXT),
+        ("{{ a }}", PARIS_TEXT),
+        ("{{ '<' + a + '>' }}", f"<{PARIS_TEXT}>"),
+        ("{{ '<' ~ a ~ '>' }}", f"<{PARIS_TEXT}>"),
+        ("{% for key, value in a.items() %}{{ key }}={{ value | tojson }};{% endfor %}",
+         'city="Zürich \\"HB\\"";days=[1, null];'),
+        ("{% for key, value in a | items %}{{ key }} {% endfor %}", "city days "),
+        ("{{ a.city }}", 'Zürich "HB"'),
+    ],
+)  # fmt: skip
+def test_arguments_are_a_mapping_or_text_as_the_template_wants(template, expected, as_text):
+    assert rendered(ARGUMENTS + template, calling(call(as_text=as_text))) == expected
+
+
+@pytest.mark.parametrize(
+    "arguments, expected", [("", "{}"), ('{"a": 1', '{"a": 1'), ("3", "3"), ("[" * 10**5, "[" * 10**5)]
+)
+def test_arguments_that_are_no_object_stay_text(arguments, expected):
+    broken = {"type": "function", "function": {"name": "f", "arguments": arguments}}
+    assert rendered(ARGUMENTS + "{{ a }}", calling(broken)) == expected
+    assert rendered("{{ messages[0].tool_calls[0].arguments }}", calling(broken["function"])) == expected
+
+
+@pytest.mark.parametrize("content", [None, "", "absent"])
+@pytest.mark.parametrize(
+    "template, expected",
+    [
+        ("{{ 'think' if '</think>' in messages[0].content else 'calls' }}", "calls"),
+        ("{{ messages[0].content.split('x')[-1] }}calls", "calls"),
+        ("{{ 'calls' if messages[0]['content'] is none else 'text' }}", "calls"),
+        ("{{ messages[0].content or 'calls' }}", "calls"),
+        ("{{ '' + messages[0].content + 'calls' }}", "calls"),
+    ],
+)
+def test_calls_without_a_text(template, expected, content):
+    message = calling(call(), content=content)
+    if content == "absent":
+        del message["content"]
+    assert rendered(template, message) == expected
+
+
+@pytest.mark.parametrize("calls", [None, [], "absent"])
+def test_an_answer_that_says_nothing_is_an_empty_text_without_calls(calls):
+    message = {"role": "assistant", "content": None, "tool_calls": calls}
+    if calls == "absent":
+        del message["tool_calls"]
+    template = "{{ messages[0].content | trim }}{{ 'calls' if 'tool_calls' in messages[0] }}."
+    assert rendered(template, message) == "."
+
+
+def test_what_is_not_an_assistants_stays_as_it_is():
+    template = "{{ messages[0].tool_calls }} {{ messages[0].content is defined }}"
+    assert rendered(template, {"role": "user", "tool_calls": []}) == "[] False"
+
+
+def test_the_first_refusal_is_told():
+    with pytest.raises(InvalidRequestError, match="not so"):
+        rendered("{{ raise_exception('not so') }}", calling(call()))
+
+
+# -- a message to go on with
+
+
+def test_a_message_goes_on_without_what_was_cut_off():
+    whole, cut = ToolCall("1", "f", "{}"), ToolCall("2", "g", '{"a', is_complete=False)
+    assert ChatMessage("a \n").to_dict() == {"role": "assistant", "content": "a \n"}
+    assert ChatMessage("a \n", tool_calls=(cut,)).to_dict() == {"role": "assistant", "content": "a"}
+    message = ChatMessage(None, "so", (whole, cut)).to_dict()
+    assert message["reasoning_content"] == "so" and message["content"] is None
+    assert [c["id"] for c in message["tool_calls"]] == ["1"]
+
+
+# -- texts for a template that knows no tools
+
+
+def test_calls_are_written_as_the_model_writes_them():
+    for known in FORMATS.values():
+        (message,) = written_out([calling(call(), call("now", {}))], known)
+        assert "tool_calls" not in message
+        assert known.head("get_weather") in message["content"] and known.head("now") in message["content"]
+    (message,) = written_out([calling(call(as_text=False), call("now"), content="So: ")], FORMATS["json"])
+    said = json.loads(message["content"].removeprefix("So: "))
+    assert [c["name"] for c in said["tool_calls"]] == ["get_weather", "now"]
+
+
+def test_calls_after_parts_of_a_text_are_another_part():
+    parts = [{"type": "text", "text": "So: "}]
+    (message,) = written_out([calling(call(), content=parts)], FORMATS["json"])
+    assert message["content"][0] == parts[0] and "get_weather" in message["content"][1]["text"]
+
+
+def test_results_are_one_message_of_a_user():
+    """Many templates refuse two in a row, or other roles."""
+    asked = calling(call(), call("now", {}, id="2"))
+    messages = [HELLO, asked, result(), result("12:00", id="2"), result("?", id="3"), HELLO, result()]
+    roles = [m["role"] for m in written_out(messages, FORMATS["json"])]
+    assert roles == ["user", "assistant", "user", "user", "user"]
+    said = json.loads(written_out(messages, FORMATS["json"])[2]["content"])
+    assert said["tool_results"][:2] == [
+        {"name": "get_weather", "content": "sunny"},
+        {"name": "now", "content": "12:00"},
+    ]
+    assert said["tool_results"][2] == {"content": "?"}
+
+
+def test_where_the_instructions_go():
+    system = {"role": "system", "content": "Be brief."}
+    assert with_instructions([system, HELLO], "I", takes_system=True)[0]["content"] == "Be brief.\n\nI"
+    assert with_instructions([HELLO], "I", takes_system=True) == [{"role": "system", "content": "I"}, HELLO]
+    assert with_instructions([HELLO], "I", takes_system=False) == [{"role": "user", "content": "I\n\nHello"}]
+    parts = {"role": "user", "content": [{"type": "text", "text": "Hello"}]}
+    assert with_instructions([parts], "I", takes_system=False) == [{"role": "user", "content": "I"}, parts]
+    assert with_instructions([system, HELLO], "I", takes_system=False)[1]["content"] == "I\n\nHello"
+
+
+# -- whole conversations, through templates of every kind
+
+_TURNS = (
+    "{% for m in messages %}{% if m.role == 'user' %}U:{{ m.content }};{% elif m.role == 'tool' %}T:{{ m.content }};"
+)
+_REST = "{% else %}A:{{ m.content }};{% endif %}{% endfor %}{% if add_generation_prompt %}A:{% endif %}"
+_LLAMA = "{# <|start_header_id|> #}{% if m.tool_calls | length > 1 %}{{ raise_exception('one at a time') }}{% endif %}"
+_LLAMA += '{"name": "{{ f.name }}", "parameters": {{ f.arguments | tojson }}}'
+_MISTRAL = '{{ (f | tojson)[:-1] }}, "id": "{{ c.id }}"}'
+
+
+def template(call, before="", between="", after=""):
+    calls = "{% for c in m.tool_calls %}{% set f = c.function %}" + call
+    calls += "{{ '" + between + "' if not loop.last }}{% endfor %}"
+    return _TURNS + "{% elif m.tool_calls %}A:" + before + calls + after + ";" + _REST
+
+
+TEMPLATES = {
+    "hermes": template(
+        '<tool_call>\n{"name": "{{ f.name }}", "arguments": {{ f.arguments | tojson }}}\n</tool_call>', between="\\n"
+    ),
+    "llama3": template(_LLAMA),
+    "mistral": template(_MISTRAL, before="[TOOL_CALLS] [", between=", ", after="]"),
+    "mistral_tekken": template(_MISTRAL, before="[TOOL_CALLS][", between=", ", after="]"),
+    "mistral_args": template("[TOOL_CALLS]{{ f.name }}[CALL_ID]{{ c.id }}[ARGS]{{ f.arguments | tojson }}"),
+    "json": "{% if messages[0].role == 'system' %}{{ raise_exception('no system') }}{% endif %}" + _TURNS + _REST,
+}
+
+
+@pytest.mark.parametrize("markers_are", ["control tokens", "text"])
+@pytest.mark.parametrize("name", FORMATS)
+def test_a_turn_as_the_template_shows_it_is_a_completion(name, markers_are):
+    """What a model of the family has learnt to write: its grammar takes it, and the same calls come out."""
+    known = Tokenizer(
+        tokenizer(markers_are)._encoder, special_tokens={"eos_token": EOS}, chat_templates={"default": TEMPLATES[name]}
+    )
+    calls = [call(), call("now", {}, id="ghiJKL456")][: 1 if name == "llama3" else 2]
+    plan = plan_chat(known, [HELLO], TOOLS, None, None, None)
+    assert plan.tool_format.name == name
+    after = plan_chat(known, [HELLO, calling(*calls), result()], TOOLS, None, None, None)
+    before, after = (known.decode(p.prompt, skip_special_tokens=False) for p in (plan, after))
+    assert after.startswith(before)
+    turn = after.removeprefix(before).split(";" + ("U:" if name == "json" else "T:"))[0]
+
+    ids = known.encode(turn, add_special_tokens=False)
+    matcher = load_backend("llguidance", Vocabulary.of(known, known.vocab_size)).compile(plan.spec).matcher()
+    assert matcher.accept(ids) == len(ids) and matcher.is_accepting, turn
+    parser = ChatParser(plan.tool_format, plan.reasoning, plan.tools, False, known.control_token_id)
+    _, message = parse_ids(parser, known, ids)
+    expected = [(c["function"]["name"], json.loads(c["function"]["arguments"])) for c in calls]
+    assert [(c.name, c.parsed_arguments()) for c in message.tool_calls] == expected and message.content is None
+    again = plan_chat(known, [HELLO, message.to_dict(), result(id=message.tool_calls[0].id)], TOOLS, None, None, None)
+    shown = known.decode(again.prompt, skip_special_tokens=False)
+    assert len(shown) == len(after) and json.dumps(PARIS, ensure_ascii=False) in shown
+
+
+@pytest.mark.parametrize("name", FORMATS)
+def test_faults_name_the_message_as_the_caller_counts(name):
+    """Also where instructions come before it."""
+    known = Tokenizer(tokenizer("text")._encoder, chat_templates={"default": TEMPLATES[name]})
+    with pytest.raises(InvalidRequestError, match=r"messages\[1\]"):
+        plan_chat(known, [HELLO, {"content": "x"}], TOOLS, None, None, None)
+    if name == "json":
+        with pytest.raises(InvalidRequestError, match=r"messages\[1\] must be as OpenAI"):
+            plan_chat(known, [HELLO, {"role": "assistant", "tool_calls": [3]}], TOOLS, None, None, None)

@@ -1,0 +1,80 @@
+"""Many matchers at a time: accepted and filled in threads as one by one; several lexers for one grammar."""
+
+from __future__ import annotations
+
+import gc
+import random
+
+import numpy as np
+import pytest
+from grammar_helpers import allowed, schema_spec
+
+from aengine.engine.tokenizer import Tokenizer
+from aengine.grammar.backend import MatcherError, accept_batch, fill_batch
+from aengine.grammar.llguidance import LLGuidanceBackend, LLGuidanceMatcher
+from aengine.grammar.spec import GrammarSpec
+from aengine.grammar.vocabulary import Vocabulary
+
+SPECS = [
+    GrammarSpec("regex", "[a-z]{1,9}( [0-9]{2,30})?"),
+    schema_spec({"type": "object", "properties": {"a": {"type": "string", "maxLength": 9}}, "required": ["a"]}),
+    schema_spec({"type": "array", "items": {"type": "integer", "minimum": 5}, "minItems": 2}),
+]
+
+
+@pytest.fixture
+def parallel(tokenizer: Tokenizer) -> LLGuidanceBackend:
+    return LLGuidanceBackend(Vocabulary.of(tokenizer, tokenizer.vocab_size), fill_threads=4)
+
+
+def test_in_threads_as_one_by_one(parallel: LLGuidanceBackend, rng: random.Random) -> None:
+    compiled = [parallel.compile(spec) for spec in SPECS]
+    some = [compiled[i % 3].matcher() for i in range(24)]
+    others = [compiled[i % 3].matcher() for i in range(24)]
+    words = parallel.row_bytes // 4
+    eos = parallel.vocabulary.eos_ids[0]
+    for _ in range(12):
+        bitmask = np.zeros((24, words), np.int32)
+        assert fill_batch([(m, i) for i, m in enumerate(some)], memoryview(bitmask)) == {}
+        chosen = []
+        for i, matcher in enumerate(others):
+            may = np.flatnonzero(np.unpackbits(bitmask[i].view(np.uint8), bitorder="little"))
+            assert set(may.tolist()) == allowed(parallel, matcher)
+            chosen.append([rng.choice(may.tolist())])
+            if chosen[-1] == [eos] or rng.random() < 0.2:
+                chosen[-1].append(eos)  # a token too many, or an end that may not come: not taken
+        results = accept_batch(list(zip(some, chosen, strict=True)))
+        assert results == [matcher.accept(ids) for matcher, ids in zip(others, chosen, strict=True)]
+        assert all(isinstance(result, int) and result >= 1 for result in results)
+
+
+def test_a_token_that_is_not_allowed_is_told_in_threads_too(parallel: LLGuidanceBackend, tokenizer: Tokenizer) -> None:
+    compiled = parallel.compile(SPECS[0])
+    matchers = [compiled.matcher() for _ in range(10)]
+    ids = [tokenizer.encode("a", False) for _ in matchers]
+    ids[3] = tokenizer.encode("!", False)
+    results = accept_batch(list(zip(matchers, ids, strict=True)))
+    assert [result for i, result in enumerate(results) if i != 3] == [1] * 9
+    assert results[3] == 0 or isinstance(results[3], MatcherError)
+
+
+def roots(matchers: list[LLGuidanceMatcher]) -> int:
+    return len({id(matcher._root) for matcher in matchers})
+
+
+def test_many_requests_of_one_grammar_have_several_lexers(parallel: LLGuidanceBackend) -> None:
+    compiled = parallel.compile(SPECS[1])
+    few = [compiled.matcher() for _ in range(4)]
+    assert roots(few) == 1
+    many = few + [compiled.matcher() for _ in range(60)]
+    assert roots(many) == 4 == parallel.max_roots
+    counts = [sum(m._root is root for m in many) for root in {m._root for m in many}]
+    assert max(counts) - min(counts) <= 1
+    assert len({frozenset(allowed(parallel, m)) for m in many}) == 1
+    clone = many[-1].clone()
+    del many, few
+    gc.collect()
+    assert len(compiled._more) == (clone._root is not compiled._first)
+    del clone
+    gc.collect()
+    assert len(compiled._more) == 0 and compiled._first.num_copies == 0

@@ -1,0 +1,35 @@
+"""A grammar that runs out of a limit as soon as its first string begins is refused when it is compiled."""
+
+from __future__ import annotations
+
+import pytest
+from grammar_helpers import accepts, backend_of, matcher_of, schema_spec, smollm2
+
+from aengine import GrammarError
+
+WORDS = r"^(?:\S+\s+){0,99}\S+$"
+
+
+def test_a_first_string_beyond_the_limits_is_refused_at_once() -> None:
+    """Found in MaskBench (Github_easy---o21053): each request would fail at its fourth token, whatever its text."""
+    text = {"type": "string", "maxLength": 5000, "pattern": WORDS}
+    spec = schema_spec({"type": "object", "properties": {"question": text}, "required": ["question"]})
+    with pytest.raises(GrammarError) as error:
+        backend_of("llguidance", "smollm2").compile(spec)
+    assert error.value.kind == "too_complex"
+
+
+@pytest.mark.parametrize(
+    ("schema", "text"),
+    [
+        (
+            {"type": "object", "properties": {"q": {"type": "string", "pattern": WORDS}}, "required": ["q"]},
+            '{"q": "a b"}',
+        ),
+        ({"const": {"a": "x" * 3000}}, '{"a": "' + "x" * 3000 + '"}'),  # more tokens forced than are followed
+        ({"const": 1}, "1"),
+        ({"type": "string"}, '"a"'),
+    ],
+)
+def test_what_is_within_the_limits_compiles(schema: object, text: str) -> None:
+    assert accepts(matcher_of(backend_of("llguidance", "smollm2"), schema_spec(schema)), smollm2(), text)
