@@ -189,7 +189,7 @@ def collect_parts(schema: Any, root: Any, parts: list[dict[str, Any]]) -> None:
     if not isinstance(schema, dict) or any(schema is part for part in parts):
         return
     ref = str(schema.get("$ref", ""))
-    target = pointed_at(root, ref) if ref.startswith("#") else None
+    target = pointed_at(root, ref) if ref == "#" or ref.startswith("#/") else None
     parts.append(schema)
     for member in (target and target[1], *(m for key in ("allOf", "anyOf", "oneOf") for m in schema.get(key, ()))):
         collect_parts(member, root, parts)

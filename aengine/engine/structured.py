@@ -14,6 +14,8 @@ of the next step, mostly without the GIL; so each matcher is touched by one thre
 from __future__ import annotations
 
 import asyncio
+import math
+import time
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
@@ -34,17 +36,21 @@ __all__ = ["GrammarService", "MaskJob", "RequestGrammar"]
 
 T = TypeVar("T")
 _SHORT = 2000  # characters
+_FEW_ROWS = 4
+_SHORT_SECONDS = 0.0002
+"""Rows that took no longer lately are filled on the loop: a thread's two turns take 100 us and more."""
 
 
 class RequestGrammar:
     """One request's place in its grammar, and the ids that it has got since."""
 
-    __slots__ = ("_compiled", "_matcher", "pending")
+    __slots__ = ("_compiled", "_matcher", "pending", "seconds")
 
     def __init__(self, compiled: Compiled) -> None:
         self._compiled = compiled
         self._matcher: Matcher | None = None
         self.pending: list[int] = []  # committed, not yet accepted
+        self.seconds = math.inf  # what a row of it took lately, at the worst
 
     @property
     def matcher(self) -> Matcher:
@@ -128,6 +134,8 @@ class GrammarService:
 
     async def fill(self, jobs: Sequence[MaskJob], rows: memoryview | bytearray) -> dict[int, Exception]:
         """Fill ``rows``, int32 [len(jobs), ceil(vocab_size / 32)]. Returns the rows that failed, which allow all."""
+        if len(jobs) <= _FEW_ROWS and sum(job.grammar.seconds for job in jobs) < _SHORT_SECONDS:
+            return self._fill(jobs, rows)  # sooner done than a thread is woken
         if self._lane is None:
             if self._closed:
                 raise EngineClosedError("the engine is closed: it fills no more bitmasks")
@@ -139,6 +147,7 @@ class GrammarService:
 
         if not jobs:
             return {}
+        begun = time.perf_counter()
         bitmask = memoryview(rows).cast("i", shape=[len(jobs), self._row_words])
         failed: dict[int, Exception] = {}
         due = []
@@ -156,6 +165,12 @@ class GrammarService:
         size = 4 * self._row_words
         for row in failed:
             rows[row * size : (row + 1) * size] = b"\xff" * size
+        if len(jobs) <= _FEW_ROWS:
+            seconds = time.perf_counter() - begun
+            for job in jobs:
+                # Of several the one that was slow is not known; a first row, with its matcher, says nothing.
+                is_first = job.grammar.seconds == math.inf and not job.token_ids
+                job.grammar.seconds = 0.5 if is_first else max(seconds, 0.9 * min(job.grammar.seconds, 0.002))
         return failed
 
     def close(self) -> None:

@@ -171,15 +171,12 @@ def accept_one(matcher: Matcher, token_ids: Sequence[int]) -> int | MatcherError
 def accept_batch(items: Sequence[tuple[Matcher, list[int]]]) -> list[int | MatcherError]:
     """`Matcher.accept` for several requests, in several threads where the library can. A matcher that has refused a
     token may be spoilt by it."""
-    results: dict[int, int | MatcherError] = {}
-    groups: dict[type, list[tuple[Any, list[int]]]] = {}
-    for matcher, token_ids in items:
-        groups.setdefault(type(matcher), []).append((matcher, token_ids))
-    for kind, group in groups.items():
-        accept_group = getattr(kind, "accept_group", None)
-        done = accept_group(group) if accept_group else [accept_one(*item) for item in group]
-        results |= {id(matcher): result for (matcher, _), result in zip(group, done, strict=True)}
-    return [results[id(matcher)] for matcher, _ in items]
+    kinds = {type(matcher) for matcher, _ in items}
+    accept_group = getattr(next(iter(kinds)), "accept_group", None) if len(kinds) == 1 else None
+    if accept_group is not None:
+        done: list[int | MatcherError] = accept_group(items)
+        return done
+    return [accept_one(matcher, token_ids) for matcher, token_ids in items]
 
 
 def fill_batch(items: Sequence[tuple[Matcher, int]], bitmask: Bitmask) -> dict[int, MatcherError]:

@@ -275,21 +275,21 @@ class LLGuidanceMatcher:
 
         Other than `accept`, a token that is refused there spoils its matcher.
         """
-        backend = items[0][0]._backend
-        plain = [
-            (matcher, ids[0])
-            for matcher, ids in items
-            if len(ids) == 1 and not matcher._ended and 0 <= ids[0] < backend.vocabulary.vocab_size
-            if ids[0] not in backend.eos_ids
-        ]
-        executor = backend.executor() if len(plain) >= _MIN_PARALLEL else None
+        plain = [(i, matcher, ids[0]) for i, (matcher, ids) in enumerate(items) if matcher._is_plain(ids)]
+        executor = items[0][0]._backend.executor() if len(plain) >= _MIN_PARALLEL else None
         if executor is None:
             return [accept_one(matcher, ids) for matcher, ids in items]
-        done = executor.consume_token_par([(matcher._inner, token_id) for matcher, token_id in plain])
-        for (matcher, _), is_accepted in zip(plain, done, strict=True):
+        results: list[int | MatcherError] = [0] * len(items)
+        accepted = executor.consume_token_par([(matcher._inner, token_id) for _, matcher, token_id in plain])
+        for (i, matcher, _), is_accepted in zip(plain, accepted, strict=True):
             matcher._num_tokens += is_accepted
-        results = dict(zip((id(matcher) for matcher, _ in plain), map(int, done), strict=True))
-        return [results[id(m)] if id(m) in results else accept_one(m, ids) for m, ids in items]
+            results[i] = int(is_accepted)
+        if len(plain) < len(items):
+            seen = {i for i, _, _ in plain}
+            for i, (matcher, ids) in enumerate(items):
+                if i not in seen:
+                    results[i] = accept_one(matcher, ids)
+        return results
 
     @staticmethod
     def fill_group(items: Sequence[tuple[LLGuidanceMatcher, int]], bitmask: Bitmask) -> dict[int, MatcherError]:
@@ -313,10 +313,11 @@ class LLGuidanceMatcher:
         return failed
 
     def accept(self, token_ids: Sequence[int]) -> int:
+        if self._is_plain(token_ids) and self._inner.try_consume_tokens(list(token_ids)):  # as in most steps
+            self._num_tokens += 1
+            return 1
         self._check()
         eos_ids = self._backend.eos_ids
-        if len(token_ids) == 1 and token_ids[0] not in eos_ids and not self._ended:  # once a step and request
-            return self._consume(list(token_ids))
         ids = list(token_ids)
         accepted = 0
         while accepted < len(ids) and not self._ended:
@@ -361,6 +362,15 @@ class LLGuidanceMatcher:
     @property
     def is_finished(self) -> bool:
         return self._ended or (self._inner.is_stopped() and not self._inner.is_error())
+
+    def _is_plain(self, token_ids: Sequence[int]) -> bool:
+        """One token, and not the end."""
+        return (
+            len(token_ids) == 1
+            and 0 <= token_ids[0] < self._backend.vocabulary.vocab_size
+            and token_ids[0] not in self._backend.eos_ids
+            and not self._ended
+        )
 
     def _consume(self, token_ids: list[int]) -> int:
         vocab_size = self._backend.vocabulary.vocab_size

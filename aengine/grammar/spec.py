@@ -11,8 +11,11 @@ is nested a million deep, refers to itself, or is huge through shared parts, cos
 from __future__ import annotations
 
 import json
+import marshal
 import math
 import re
+import threading
+from collections import OrderedDict
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal
@@ -79,6 +82,58 @@ def _kind_and_text(wanted: StructuredOutput) -> tuple[Kind, str]:
 
 
 def _schema_text(schema: Mapping[str, Any] | str | bool) -> str:
+    """The same schema comes with many requests: checked and written once."""
+    key = schema if isinstance(schema, str) else _image(schema)
+    if key is None:
+        return _checked_text(schema)
+    text = _texts.get(key)
+    if text is None:
+        text = _checked_text(schema)
+        _texts.add(key, text)
+    return text
+
+
+def _image(schema: Any) -> bytes | None:
+    """Bytes that only equal schemas of the same types have; None when it holds anything but plain data."""
+    try:
+        return marshal.dumps(schema, 2)  # version 2: later ones depend on which parts are the same object
+    except ValueError:
+        return None
+
+
+class _Texts:
+    """Those used last, of a megabyte in all. Safe in threads."""
+
+    def __init__(self, max_bytes: int = 1 << 20) -> None:
+        self._max_bytes = max_bytes
+        self._num_bytes = 0
+        self._texts: OrderedDict[str | bytes, str] = OrderedDict()
+        self._lock = threading.Lock()
+
+    def get(self, key: str | bytes) -> str | None:
+        with self._lock:
+            text = self._texts.get(key)
+            if text is not None:
+                self._texts.move_to_end(key)
+            return text
+
+    def add(self, key: str | bytes, text: str) -> None:
+        size = len(key) + len(text)
+        if size > self._max_bytes // 8:
+            return
+        with self._lock:
+            if key not in self._texts:
+                self._texts[key] = text
+                self._num_bytes += size
+            while self._num_bytes > self._max_bytes:
+                oldest, gone = self._texts.popitem(last=False)
+                self._num_bytes -= len(oldest) + len(gone)
+
+
+_texts = _Texts()
+
+
+def _checked_text(schema: Mapping[str, Any] | str | bool) -> str:
     value = plain_json(_read_json(schema) if isinstance(schema, str) else schema)
     check_schema(value)
     for _, part in walk(value):

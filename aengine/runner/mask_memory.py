@@ -71,9 +71,21 @@ class MaskMemory:
         self.rows = torch.full((max_size,), -1, dtype=torch.int64, device=device)
         """bits[i] belongs to the row of logits rows[i]; -1: to none."""
         self._rows_host = np.full(max_size, -1, dtype=np.int64)  # what `rows` holds, or will
+        self._stream = torch.cuda.Stream(device) if device.type == "cuda" else None
 
     def set(self, rows: Rows, bits: npt.NDArray[np.uint8] | None, size: int, host: HostBitmasks) -> None:
-        """For the next launch of a graph of ``size`` rows: ``bits`` [n, row_bytes], or None, are of ``rows`` [n]."""
+        """For the next launch of a graph of ``size`` rows: ``bits`` [n, row_bytes], or None, are of ``rows`` [n].
+
+        Copied while the forward runs: a bitmask comes when the step before has been answered, so nobody reads the old.
+        """
+        if self._stream is None:
+            self._set(rows, bits, size, host)
+            return
+        with torch.cuda.stream(self._stream):
+            self._set(rows, bits, size, host)
+        torch.cuda.current_stream().wait_stream(self._stream)
+
+    def _set(self, rows: Rows, bits: npt.NDArray[np.uint8] | None, size: int, host: HostBitmasks) -> None:
         n = len(rows)
         wanted = np.full(size, -1, dtype=np.int64)
         wanted[:n] = rows
