@@ -33,6 +33,7 @@ class FakeExecutor:
             "max_model_len": max_model_len,
             "max_num_batched_tokens": max_num_batched_tokens,
             "vocab_size": vocab_size,
+            "device": "none",
             "weight_format": "none",
         }
         self._token, self._delay = token, delay
@@ -79,6 +80,8 @@ class FakeExecutor:
         for new in out.new_requests:
             assert new.req_idx not in self._rows
             self._rows[new.req_idx] = [len(new.token_ids), new.num_computed_tokens]
+        for req_idx in out.known_rows:
+            self._rows[req_idx][0] += 1
         ids = int32()
         for req_idx, scheduled in zip(out.req_idx, out.num_scheduled_tokens, strict=True):
             row = self._rows[req_idx]

@@ -20,7 +20,7 @@ from .admission import Admission, Limits
 from .executor import Executor, ProcessExecutor
 from .metrics import Counters, Statistics
 from .scheduler import Scheduler
-from .step_loop import StepLoop
+from .step_loop import ALWAYS, IN_SMALL_BATCHES, StepLoop
 from .structured import GrammarService
 from .threads import run_in_thread
 from .tokenizer import Tokenizer
@@ -85,6 +85,7 @@ class EngineCore:
             on_end=self.admission.on_request_end,
             on_failure=self._fail,
             grammars=grammars,
+            forcing=IN_SMALL_BATCHES if str(ready["device"]).startswith("cuda") else ALWAYS,
         )
         self.admission.steps = self.steps
         executor.set_on_failure(self._fail)

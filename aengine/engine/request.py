@@ -63,6 +63,7 @@ class Request:
         "cache_salt",
         "finish_reason",
         "followers",
+        "forced",
         "grammar",
         "index",
         "limit",
@@ -127,6 +128,9 @@ class Request:
         self.limit = 0  # while DECODING: num_computed_tokens at which a block or the end is due
         self.milestone = 0  # len(token_ids) at which update has more to do than append
 
+        self.forced: list[int] = []
+        """Ids that must follow the token in flight, by the grammar; committed when that one has come."""
+
         self.root_hash: bytes | None = None  # None: its blocks are not shared
         self.block_hashes: list[bytes] = []  # of its leading full blocks, as far as they were needed
         self.num_shared_blocks = 0  # leading blocks that came from the prefix cache or were offered to it
@@ -142,6 +146,11 @@ class Request:
     def num_pending(self) -> int:
         """Tokens that steps in flight sample: they count as known, their ids have not come yet."""
         return max(0, self.num_computed_tokens + 1 - len(self.token_ids))
+
+    @property
+    def num_known(self) -> int:
+        """Tokens whose ids are certain: while ``forced`` waits, the one in flight and those count already."""
+        return len(self.token_ids) + (1 + len(self.forced) if self.forced else 0)
 
     @property
     def output_token_ids(self) -> list[int]:

@@ -20,6 +20,7 @@ waiting, each by (priority, arrival): lower and earlier first. What keeps it rig
 
 from __future__ import annotations
 
+from array import array
 from collections import deque
 from operator import attrgetter
 
@@ -86,6 +87,7 @@ class Scheduler:
         self._decoding = DecodeBatch()
         self._catching_up: list[Request] = []
         self._in_flight: deque[InFlightStep] = deque()
+        self._untold: list[tuple[Request, list[int]]] = []  # forced tokens that the worker has not been told of
 
     @property
     def oldest_step(self) -> InFlightStep | None:
@@ -159,7 +161,29 @@ class Scheduler:
         for request in self._siblings.release(leader):
             self._enqueue(request)
 
+    def force(self, request: Request, token_ids: list[int]) -> None:
+        """The request's grammar leaves no choice: it will sample ``token_ids[0]`` in the newest step, whose bitmask
+        allows nothing else, and the others must follow. They need not be sampled: the next step computes all of them.
+
+        Nothing happens unless the request decodes. A stop token and what comes after it are left out, and so is what
+        would be its last token, since that is sampled.
+        """
+        first, *rest = token_ids
+        if request.status is not _DECODING or request.num_pending != 1 or first in request.stop_token_ids:
+            return
+        rest = rest[: max(0, request.max_num_tokens - len(request.token_ids) - 2)]
+        stop = next((i for i, token_id in enumerate(rest) if token_id in request.stop_token_ids), len(rest))
+        if not stop:
+            return
+        request.forced = rest[:stop]
+        self._untold.append((request, request.forced))
+        request.status = _CATCHING_UP
+        self._catching_up.append(request)
+        self._decoding.leave()
+
     def _leave_row(self, request: Request, status: RequestStatus) -> None:
+        if self._untold:
+            self._untold = [entry for entry in self._untold if entry[0] is not request]
         self._running.discard(request)
         self._removed.append(request.req_idx)
         self._free_rows.append(request.req_idx)
@@ -187,6 +211,7 @@ class Scheduler:
         request.block_ids = []
         request.num_computed_tokens = request.num_shared_blocks = 0
         request.req_idx = -1
+        request.forced = []
 
     def _preempt(self, request: Request) -> None:
         self.num_preemptions += 1
@@ -232,7 +257,7 @@ class Scheduler:
         this order, so nothing of this step has to be undone.
         """
         # A decode short of a block catches up too. Its one token is kept for it, whatever chunks come before.
-        kept = sum(r.num_computed_tokens + 1 >= len(r.token_ids) for r in self._catching_up)
+        kept = sum(r.num_computed_tokens + 1 >= r.num_known for r in self._catching_up)
         needy = list(self._catching_up)
         for request in due:
             if request.num_computed_tokens < request.max_num_tokens - 1:
@@ -245,7 +270,7 @@ class Scheduler:
             if request.status is _DECODING:
                 self._continue_decode(request, draft)
             elif request.status is _CATCHING_UP:
-                to_go = max(1, len(request.token_ids) - request.num_computed_tokens)
+                to_go = max(1, request.num_known - request.num_computed_tokens)
                 kept -= to_go == 1
                 self._catch_up(request, min(to_go, draft.budget - kept), draft)
 
@@ -337,16 +362,25 @@ class Scheduler:
         step.is_gated = self.num_constrained > 0 and bool(step.constrained())
         self._in_flight.append(step)
         removed, self._removed = self._removed, int32()
+        known = self._take_untold()
         grown = (draft.grown_rows, draft.grown_ids)
         return SchedulerOutput(
-            step_id, removed, draft.new_requests, *grown, req_idx, num_scheduled, sample_now=not step.is_gated
+            step_id, removed, draft.new_requests, *known, *grown, req_idx, num_scheduled, sample_now=not step.is_gated
         )
+
+    def _take_untold(self) -> tuple[array[int], array[int]]:
+        rows, ids = int32(), int32()
+        for request, forced in self._untold:
+            rows.extend([request.req_idx] * len(forced))
+            ids.extend(forced)
+        self._untold.clear()
+        return rows, ids
 
     def _sort_out(self, extras: list[Request], batch_idx: int, chunks: dict[int, int]) -> None:
         """What those that caught up in this step do in the next one."""
         joining = []
         for request in extras:
-            if request.num_computed_tokens < len(request.token_ids):
+            if request.num_computed_tokens < request.num_known:
                 chunks[batch_idx] = request.num_computed_tokens
             else:
                 request.status = _DECODING
@@ -394,9 +428,18 @@ class Scheduler:
             sampled.append((request, token_id, batch_idx))
             if len(token_ids) == request.milestone or token_id in request.stop_token_ids:
                 self._pass_milestone(request, token_id)
+            if request.forced and request.finish_reason is None:
+                sampled += self._commit_forced(request, batch_idx)
         for request in step.leavers:
             self._release_blocks(request)
         return sampled, failed
+
+    def _commit_forced(self, request: Request, batch_idx: int) -> list[tuple[Request, int, int]]:
+        """The token before them has come. Their KV is of a step to come, so no block of them is offered yet."""
+        forced, request.forced = request.forced, []
+        request.token_ids += forced
+        request.milestone = len(request.token_ids) + 1
+        return [(request, token_id, batch_idx) for token_id in forced]
 
     def _take_step(self, output: ModelRunnerOutput) -> InFlightStep:
         if not self._in_flight or self._in_flight[0].step_id != output.step_id:

@@ -31,7 +31,7 @@ if TYPE_CHECKING:
     from ..grammar.spec import GrammarSpec
     from .tokenizer import Tokenizer
 
-__all__ = ["GrammarService", "MaskJob", "RequestGrammar"]
+__all__ = ["Filled", "GrammarService", "MaskJob", "RequestGrammar"]
 
 
 T = TypeVar("T")
@@ -66,6 +66,14 @@ class MaskJob(NamedTuple):
     batch_idx: int
     grammar: RequestGrammar
     token_ids: list[int]  # to accept first
+    wants_forced: bool = False  # say what must come, if it is more than one token
+
+
+class Filled(NamedTuple):
+    """What has become of some jobs, by their place."""
+
+    failed: dict[int, Exception]
+    forced: dict[int, list[int]]  # where nothing else is allowed: the ids that must come, two at least
 
 
 class GrammarService:
@@ -132,8 +140,8 @@ class GrammarService:
     def row_bytes(self) -> int:
         return 4 * self._row_words
 
-    async def fill(self, jobs: Sequence[MaskJob], rows: memoryview | bytearray) -> dict[int, Exception]:
-        """Fill ``rows``, int32 [len(jobs), ceil(vocab_size / 32)]. Returns the rows that failed, which allow all."""
+    async def fill(self, jobs: Sequence[MaskJob], rows: memoryview | bytearray) -> Filled:
+        """Fill ``rows``, int32 [len(jobs), ceil(vocab_size / 32)]. Those that failed allow all."""
         if len(jobs) <= _FEW_ROWS and sum(job.grammar.seconds for job in jobs) < _SHORT_SECONDS:
             return self._fill(jobs, rows)  # sooner done than a thread is woken
         if self._lane is None:
@@ -142,11 +150,11 @@ class GrammarService:
             self._lane = ThreadPoolExecutor(1, thread_name_prefix="aengine-grammar")
         return await asyncio.get_running_loop().run_in_executor(self._lane, self._fill, jobs, rows)
 
-    def _fill(self, jobs: Sequence[MaskJob], rows: memoryview | bytearray) -> dict[int, Exception]:
+    def _fill(self, jobs: Sequence[MaskJob], rows: memoryview | bytearray) -> Filled:
         from ..grammar.backend import MatcherError, accept_batch, fill_batch
 
         if not jobs:
-            return {}
+            return Filled({}, {})
         begun = time.perf_counter()
         bitmask = memoryview(rows).cast("i", shape=[len(jobs), self._row_words])
         failed: dict[int, Exception] = {}
@@ -165,13 +173,18 @@ class GrammarService:
         size = 4 * self._row_words
         for row in failed:
             rows[row * size : (row + 1) * size] = b"\xff" * size
+        forced = {}
+        for row, matcher in ((row, matcher) for matcher, row in due if jobs[row].wants_forced and row not in failed):
+            ids = _forced_ids(matcher, rows[row * size : (row + 1) * size])
+            if len(ids) > 1:
+                forced[row] = ids
         if len(jobs) <= _FEW_ROWS:
             seconds = time.perf_counter() - begun
             for job in jobs:
                 # Of several the one that was slow is not known; a first row, with its matcher, says nothing.
                 is_first = job.grammar.seconds == math.inf and not job.token_ids
                 job.grammar.seconds = 0.5 if is_first else max(seconds, 0.9 * min(job.grammar.seconds, 0.002))
-        return failed
+        return Filled(failed, forced)
 
     def close(self) -> None:
         """From any thread; nothing is awaited. Threads end by themselves."""
@@ -198,6 +211,19 @@ class GrammarService:
         self._lane = self._planner = None
         for pool in pools:
             await run_in_thread("grammar-pool", partial(pool.shutdown, cancel_futures=True))
+
+
+def _forced_ids(matcher: Matcher, row: memoryview | bytearray) -> list[int]:
+    """What must come, if the bitmask says so too: for a grammar with several ways to write a text it may not."""
+    from ..grammar.backend import MatcherError
+
+    try:
+        ids = matcher.forced_tokens()
+    except MatcherError:  # the next row will say it
+        return []
+    if len(ids) < 2 or int.from_bytes(row, "little") != 1 << ids[0]:
+        return []
+    return ids
 
 
 def _is_short(wanted: StructuredOutput) -> bool:

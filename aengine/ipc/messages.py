@@ -109,6 +109,8 @@ class SchedulerOutput:
     step_id: int
     removed: array[int] = field(default_factory=int32)  # rows freed: finished, aborted or preempted
     new_requests: list[NewRequest] = field(default_factory=list)
+    known_rows: array[int] = field(default_factory=int32)  # [k] rows that get one more token each without sampling, ...
+    known_ids: array[int] = field(default_factory=int32)  # [k] ... and that token, which follows what they sampled last
     block_rows: array[int] = field(default_factory=int32)  # [k] rows that get one more block each, ...
     block_ids: array[int] = field(default_factory=int32)  # [k] ... and that block, appended to the row's table
     req_idx: array[int] = field(default_factory=int32)  # [num_reqs] the batch: row of each request
@@ -169,6 +171,8 @@ def pack(message: object) -> bytes:
                 m.step_id,
                 m.removed.tobytes(),
                 [_new_request(r) for r in m.new_requests],
+                m.known_rows.tobytes(),
+                m.known_ids.tobytes(),
                 m.block_rows.tobytes(),
                 m.block_ids.tobytes(),
                 m.req_idx.tobytes(),
@@ -237,18 +241,21 @@ def _new_request(r: NewRequest) -> tuple[Any, ...]:
 
 
 def _step(data: Any) -> SchedulerOutput:
-    step_id, removed, new, block_rows, block_ids, req_idx, scheduled, sample_now = data
+    step_id, removed, new, known_rows, known_ids, block_rows, block_ids, req_idx, scheduled, sample_now = data
     out = SchedulerOutput(
         _int(step_id),
         _ints(removed),
         [_request(r) for r in new],
+        _ints(known_rows),
+        _ints(known_ids),
         _ints(block_rows),
         _ints(block_ids),
         _ints(req_idx),
         _ints(scheduled),
         bool(sample_now),
     )
-    if len(out.block_rows) != len(out.block_ids) or len(out.req_idx) != len(out.num_scheduled_tokens):
+    pairs = (out.known_rows, out.known_ids), (out.block_rows, out.block_ids), (out.req_idx, out.num_scheduled_tokens)
+    if any(len(a) != len(b) for a, b in pairs):
         raise MessageError(f"step {out.step_id}: columns of unequal length")
     return out
 

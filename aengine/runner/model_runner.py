@@ -304,6 +304,10 @@ class ModelRunner:
             self.requests.add_request(request)
             self._sampler.add_request(request)
             self.tables.replace(request.req_idx, request.block_ids, request.num_computed_tokens)
+        if out.known_ids:
+            if not all(0 <= token_id < self.vocab_size for token_id in out.known_ids):
+                raise InternalError(f"step {out.step_id} gives a row a token that the model does not have")
+            self.requests.append_known(out.known_rows, out.known_ids)
         self.tables.append(out.block_rows, out.block_ids)
         fresh = self.tables.take_fresh()
         if len(fresh) and self._kv_memory.clears_blocks:

@@ -18,6 +18,7 @@ One row of ``scalars``, 16 words of 4 bytes, a cache line:
 from __future__ import annotations
 
 import struct
+from collections.abc import Iterable
 
 import numpy as np
 import numpy.typing as npt
@@ -129,6 +130,23 @@ class RequestState:
     def advance_device(self, rows: Tensor, seq_lens: Tensor) -> None:
         """The same on the device: int64 [n], int32 [n]."""
         self.scalars.num_computed_tokens.index_copy_(0, rows, seq_lens)
+
+    def append_known(self, rows: Iterable[int], token_ids: Iterable[int]) -> None:
+        """Each of the rows gets the token that stands beside it, on the host and, staged, on the device. Of one row
+        they follow each other, and what it has sampled so far."""
+        given: dict[int, list[int]] = {}
+        for row, token_id in zip(rows, token_ids, strict=True):
+            given.setdefault(row, []).append(token_id)
+        for row, ids in given.items():
+            if not (0 <= row < len(self.in_use) and self.in_use[row]):
+                raise InternalError(f"row {row} gets tokens, but has no request")
+            begin = int(self.num_tokens[row])
+            if begin + len(ids) >= self.token_ids.shape[1]:
+                raise InternalError(f"a row is full: it holds {self.token_ids.shape[1]} tokens")
+            self.num_tokens[row] += len(ids)
+            self._arena.stage("token_ids", row, begin, np.array(ids, dtype=np.int32))
+            end = np.array([begin + len(ids)], dtype=np.int32)
+            self._arena.stage("scalars", row, COLUMNS.num_tokens, end)
 
     def append(self, rows: npt.NDArray[np.int64]) -> None:
         """On the host: each of the rows has one token more."""

@@ -197,3 +197,19 @@ async def test_many_in_flight_steps(make_engine: Make) -> None:
         any_token(engine, 6)
         completions = await asyncio.gather(*(engine.generate([i], constrained(regex="[a-z]{30}")) for i in range(3)))
     assert all(len(c.text) == 30 for c in completions)
+
+
+async def test_forced_tokens_take_no_steps_of_their_own(make_engine: Make) -> None:
+    wanted = constrained(choice=["an answer that is long enough to be of many tokens"])
+    async with make_engine() as engine:
+        completion = await engine.generate([1, 2], wanted)
+        num_steps = engine.statistics().num_steps
+        stopped = await engine.generate([1, 2], wanted.replace(stop=["long"]))
+        short = await engine.generate([1, 2], wanted.replace(max_tokens=5))
+        with_logprobs = await engine.generate([1, 2], wanted.replace(logprobs=0))
+        await settled(engine)
+    assert completion.text == "an answer that is long enough to be of many tokens"
+    assert num_steps < len(completion.token_ids) / 2
+    assert stopped.text == "an answer that is " and stopped.finish_reason == "stop"
+    assert short.token_ids == completion.token_ids[:5] and short.finish_reason == "length"
+    assert with_logprobs.token_ids == completion.token_ids and len(with_logprobs.logprobs) == len(completion.token_ids)

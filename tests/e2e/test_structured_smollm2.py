@@ -13,6 +13,8 @@ from conftest_api import settled
 from pydantic import BaseModel, Field, TypeAdapter
 
 from aengine import AsyncLLM, SamplingParams, StructuredOutput
+from aengine.engine import core
+from aengine.engine.step_loop import Forcing
 
 
 class Colour(enum.Enum):
@@ -92,6 +94,22 @@ async def test_the_same_alone_and_beside_others_preempted_and_chunked() -> None:
         await settled(engine)
     assert [c.text for c in together[:6]] == [c.text for c in alone]
     assert preempted > 0, "there was memory enough"
+
+
+async def test_forced_tokens_change_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The same texts whether they are computed together or sampled one by one, and in fewer steps."""
+    schema = TypeAdapter(Person).json_schema()
+    shaped = SamplingParams(max_tokens=100, temperature=0.7, structured_output=StructuredOutput(json_schema=schema))
+    texts, steps = [], []
+    for most_rows in (1 << 30, -1):
+        monkeypatch.setattr(core, "ALWAYS", Forcing(most_rows, 0.0))
+        async with AsyncLLM("smollm2-135m", **CONFIG) as engine:
+            done = await asyncio.gather(*(engine.generate("As JSON:", shaped.replace(seed=i)) for i in range(6)))
+            texts.append([completion.text for completion in done])
+            steps.append(engine.statistics().num_steps)
+            await settled(engine)
+    assert texts[0] == texts[1]
+    assert steps[0] < steps[1]
 
 
 def get_weather(city: str, days: int = 1) -> str:

@@ -66,6 +66,8 @@ class Worker:
             del self.rows[row]  # told once, and only of rows in use
         for new in out.new_requests:
             self._add(new)
+        for row, token_id in zip(out.known_rows, out.known_ids, strict=True):
+            self.rows[row].tokens.append(token_id)
         for row, block in zip(out.block_rows, out.block_ids, strict=True):
             self.rows[row].blocks.append(block)
             self._begin_generation(block)
@@ -130,6 +132,7 @@ class Driver:
         self.requests: list[tuple[Request, list[int]]] = []
         self.stop_after: dict[Request, int] = {}  # a stop string, found by the host after so many tokens
         self.num_steps = 0
+        self.num_forced = 0  # tokens that came without being sampled
 
     @property
     def unfinished(self) -> list[Request]:
@@ -157,6 +160,13 @@ class Driver:
             self.scheduler.add_request(request)
             made.append(request)
         return made
+
+    def force(self, request: Request, count: int) -> None:
+        """Let it know its next tokens, as if a grammar had no choice."""
+        output = dict(self.requests)[request]
+        begin = len(request.output_token_ids)
+        if begin < len(output):
+            self.scheduler.force(request, output[begin : begin + count])
 
     def schedule(self) -> bool:
         scheduler = self.scheduler
@@ -197,9 +207,17 @@ class Driver:
     def answer(self) -> None:
         out, _ = self.in_flight.popleft()
         sampled, failed = self.scheduler.update(self.worker.execute(out))
-        for request, token_id, batch_idx in sampled:
-            assert request.token_ids[-1] == token_id and out.num_scheduled_tokens[batch_idx] >= 1
-            if len(request.output_token_ids) == self.stop_after.get(request):
+        counts: dict[Request, int] = {}
+        for request, _, batch_idx in sampled:
+            assert out.num_scheduled_tokens[batch_idx] >= 1
+            counts[request] = counts.get(request, 0) + 1
+        for request, count in counts.items():
+            self.num_forced += count - 1
+            assert [t for r, t, _ in sampled if r is request] == request.token_ids[-count:]
+            stop = self.stop_after.get(request)
+            length = len(request.output_token_ids)
+            if stop is not None and length - count < stop <= length:
+                del request.token_ids[request.num_prompt_tokens + stop :]  # the others are not delivered
                 self.scheduler.finish(request, FinishReason.STOP)
         for request, error in failed:
             assert request.finish_reason is FinishReason.ERROR and error.message == "made to fail"

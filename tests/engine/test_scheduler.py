@@ -462,3 +462,57 @@ def test_the_model_of_the_worker_tells_right_from_wrong() -> None:
     next(iter(driver.worker.rows.values())).blocks.reverse()
     with pytest.raises(AssertionError, match="something else"):
         driver.answer()
+
+
+def test_forced_tokens_are_computed_together() -> None:
+    scheduler = make_scheduler()
+    a, b = make(5, max_tokens=20, name="a"), make(3, max_tokens=20, name="b")
+    add(scheduler, a, b)
+    first = step(scheduler)
+    scheduler.force(a, [11, 12, 13, 14])  # step 0 samples 11
+    assert a.status is RequestStatus.CATCHING_UP and a.num_known == 9
+    second = step(scheduler)
+    assert (list(second.known_rows), list(second.known_ids)) == ([a.req_idx] * 3, [12, 13, 14])
+    assert dict(zip(second.req_idx, second.num_scheduled_tokens)) == {b.req_idx: 1, a.req_idx: 4}
+    sampled, _ = reply(scheduler, first, [11, 30])
+    assert [(r.request_id, t) for r, t, _ in sampled] == [("a", 11), ("a", 12), ("a", 13), ("a", 14), ("b", 30)]
+    assert a.output_token_ids == [11, 12, 13, 14] and a.forced == [] and a.num_pending == 1
+    third = step(scheduler)
+    assert not third.known_rows and set(third.num_scheduled_tokens) == {1}
+    by_row = {row: [15, 31][row != a.req_idx] for row in second.req_idx}
+    reply(scheduler, second, [by_row[row] for row in second.req_idx])
+    assert a.output_token_ids == [11, 12, 13, 14, 15]
+
+
+@pytest.mark.parametrize(
+    ("forced", "kept"),
+    [
+        ([11], []),
+        ([STOP_ID, 12], []),
+        ([11, STOP_ID, 12], []),
+        ([11, 12, STOP_ID, 13], [12]),
+        ([11, 12, 13, 14, 15], [12, 13]),  # the last of 4 is sampled
+    ],
+)
+def test_what_is_forced_ends_before_a_stop_and_before_the_last_token(forced: list[int], kept: list[int]) -> None:
+    scheduler = make_scheduler()
+    request = make(5, max_tokens=4)
+    add(scheduler, request)
+    step(scheduler)
+    scheduler.force(request, forced)
+    assert request.forced == kept
+    assert (request.status is RequestStatus.DECODING) == (not kept)
+
+
+def test_a_row_that_is_left_is_told_of_nothing() -> None:
+    scheduler = make_scheduler()
+    request = make(5, max_tokens=9)
+    add(scheduler, request)
+    first = step(scheduler)
+    scheduler.force(request, [11, 12, 13])
+    scheduler.finish(request, FinishReason.ABORT)
+    other = make(5, name="other")
+    add(scheduler, other)
+    second = step(scheduler)
+    assert not second.known_rows and list(second.removed) == [0]
+    reply(scheduler, first, [11])

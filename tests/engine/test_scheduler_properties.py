@@ -79,6 +79,12 @@ class SchedulerMachine(RuleBasedStateMachine):
         place = data.draw(st.integers(0, len(self.driver.unfinished) - 1))
         self.driver.scheduler.finish(self.driver.unfinished[place], FinishReason.ABORT)
 
+    @precondition(lambda self: self.driver.unfinished)
+    @rule(data=st.data(), count=st.integers(1, 7))
+    def force(self, data: st.DataObject, count: int) -> None:
+        place = data.draw(st.integers(0, len(self.driver.unfinished) - 1))
+        self.driver.force(self.driver.unfinished[place], count)
+
     @precondition(lambda self: self.driver.in_flight)
     @rule()
     def fail_a_row(self) -> None:
@@ -132,6 +138,8 @@ def play(rng: random.Random, *, num_requests: int, aborts: float) -> Driver:
                 driver.schedule()
             elif driver.in_flight:
                 driver.answer()
+            if driver.unfinished and rng.random() < 0.3:
+                driver.force(rng.choice(driver.unfinished), rng.randint(1, 9))
             if driver.unfinished and rng.random() < aborts:
                 driver.scheduler.finish(rng.choice(driver.unfinished), FinishReason.ABORT)
             if rng.random() < aborts / 20:
@@ -141,12 +149,13 @@ def play(rng: random.Random, *, num_requests: int, aborts: float) -> Driver:
 
 
 def test_random_lives(rng: random.Random) -> None:
-    preemptions = hits = 0
+    preemptions = hits = forced = 0
     for _ in range(25):
         driver = play(rng, num_requests=25, aborts=0.03)
         preemptions += driver.scheduler.num_preemptions
         hits += driver.scheduler.prefix_cache_hits
-    assert preemptions and hits, "these lives were too easy to show anything"
+        forced += driver.num_forced
+    assert preemptions and hits and forced > 100, "these lives were too easy to show anything"
 
 
 def test_nothing_is_lost_without_aborts(rng: random.Random) -> None:

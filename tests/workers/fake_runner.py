@@ -56,6 +56,8 @@ class FakeRunner:
         for new in out.new_requests:
             self._rows[new.req_idx] = [len(new.token_ids), new.num_computed_tokens]
             _harm(new.token_ids[0])
+        for row in out.known_rows:
+            self._rows[row][0] += 1
         self._step = out
 
     def share_bitmasks(self, memory: memoryview) -> None:
