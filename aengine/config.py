@@ -88,6 +88,9 @@ class EngineConfig:
     admission: Literal["error", "wait"] = "error"
     """When the queue is full: raise EngineOverloadedError, or let the caller await its turn."""
 
+    own_thread: bool = False
+    """The engine runs on an event loop of its own, in a daemon thread: its methods may be called from any loop in any
+    thread, and a blocked loop of yours doesn't hold it up. `progress` is called in that thread."""
     worker_spin_us: int = 100
     """How long an idle worker spins on its ring before it parks."""
     ring_bytes: int = 4 * 1024 * 1024
@@ -95,6 +98,12 @@ class EngineConfig:
     startup_timeout: float = 600.0
     shutdown_timeout: float = 5.0
     """How long aclose() lets the workers end by themselves before it kills them."""
+    max_restarts: int = 10
+    """A worker that dies or hangs is started again, and all requests go on; but no more often than so many times within
+    ``restart_window`` seconds: then the engine fails. 0: it fails at the first death."""
+    restart_window: float = 600.0
+    hang_timeout: float = 4.0
+    """Seconds for which a worker may show no sign of life, or be slower than expected, before it is killed."""
     progress: Callable[[StartupProgress], None] | None = None
     """Called on the loop with each step of the start. None: reports go to the logger "aengine" only."""
 
@@ -132,10 +141,10 @@ class EngineConfig:
         for name, allowed in _ONE_OF.items():
             if getattr(self, name) not in allowed:
                 raise _wrong(name, getattr(self, name), "one of " + ", ".join(map(repr, allowed)))
-        for name in ("skip_tokenizer", "preload_grammars", "enable_prefix_caching", "enforce_eager"):
+        for name in ("skip_tokenizer", "preload_grammars", "enable_prefix_caching", "enforce_eager", "own_thread"):
             if not isinstance(getattr(self, name), bool):
                 raise _wrong(name, getattr(self, name), "True or False")
-        for name in ("gpu_memory_utilization", "startup_timeout", "shutdown_timeout"):
+        for name in _POSITIVE:
             value = getattr(self, name)
             if isinstance(value, bool) or not isinstance(value, int | float) or not value > 0:
                 raise _wrong(name, value, "a number above 0")
@@ -164,9 +173,11 @@ _AT_LEAST = {
     "tensor_parallel_size": 1,
     "num_threads": 1,
     "max_num_queued_requests": 1,
+    "max_restarts": 0,
     "worker_spin_us": 0,
     "ring_bytes": 64 * 1024,
 }
+_POSITIVE = ("gpu_memory_utilization", "startup_timeout", "shutdown_timeout", "restart_window", "hang_timeout")
 _OPTIONAL = {"max_model_len", "max_num_batched_tokens", "block_size", "kv_cache_memory_bytes", "num_threads"}
 _ONE_OF: dict[str, tuple[str, ...]] = {
     "load_format": LOAD_FORMATS,

@@ -44,6 +44,9 @@ class FakeExecutor:
         self._gated: tuple[Any, Any, Any] | None = None
         self.choose: Callable[[list[int]], int] = min
         self._bitmask = bytearray(20 * 4 * ((vocab_size + 31) // 32))
+        self._failure: EngineError | None = None
+        self._num_beats = 0
+        self.is_hung = False  # answers nothing, and its heart stands still
         self.is_full = False  # as a ring without room is
         self.num_tried = 0
 
@@ -63,6 +66,8 @@ class FakeExecutor:
         future: asyncio.Future[ModelRunnerOutput] = loop.create_future()
         self._waiting = [f for f in self._waiting if not f.done()] + [future]
         assert self._gated is None, "a step came before the bitmask of the one before"
+        if self._failure is not None:
+            raise self._failure
         if out.sample_now:
             self._answer_later(future, answer)
         else:
@@ -71,6 +76,8 @@ class FakeExecutor:
 
     def _answer_later(self, future: asyncio.Future[ModelRunnerOutput], answer: ModelRunnerOutput) -> None:
         loop = asyncio.get_running_loop()
+        if self.is_hung:
+            return
         when = loop.call_later if self._delay else lambda _, *args: loop.call_soon(*args)
         when(self._delay, lambda: None if future.done() else future.set_result(answer))
 
@@ -99,6 +106,8 @@ class FakeExecutor:
 
     async def send_grammar(self, out: GrammarOutput) -> None:
         """Each masked row takes ``choose`` of the ids that it may."""
+        if self._failure is not None:
+            raise self._failure
         assert self._gated is not None, "a bitmask that no step waits for"
         (step, future, answer), self._gated = self._gated, None
         assert out.step_id == step.step_id
@@ -116,9 +125,18 @@ class FakeExecutor:
 
     def set_on_failure(self, callback: Callable[[EngineError], None]) -> None:
         self._on_failure = callback
+        if self._failure is not None:
+            callback(self._failure)
+
+    def heartbeats(self) -> int:
+        self._num_beats += not self.is_hung
+        return self._num_beats
 
     def fail(self, error: EngineError) -> None:
         """What a worker's death does."""
+        if self._failure is not None:
+            return
+        self._failure = error
         for future in self._waiting:
             if not future.done():
                 future.set_exception(error)

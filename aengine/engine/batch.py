@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from array import array
 
-from ..ipc.messages import NewRequest, int32
+from ..errors import InternalError
+from ..ipc.messages import ModelRunnerOutput, NewRequest, int32
 from .request import Request, RequestStatus
 
 __all__ = ["DecodeBatch", "InFlightStep", "StepDraft"]
@@ -82,6 +83,22 @@ class InFlightStep:
         self.chunks = chunks  # batch index of each row that does not sample: its computed tokens after this step
         self.is_gated = False  # a GRAMMAR frame must be sent for it
         self.leavers: list[Request] = []  # their blocks are freed once this step is answered
+
+    def check(self, answer: ModelRunnerOutput, vocab_size: int) -> None:
+        """Raise InternalError unless ``answer`` has the form that the answer to this step must have."""
+        token_ids, num_reqs = answer.token_ids, len(self.batch)
+        if (
+            len(token_ids) != num_reqs
+            or any(token_ids[i] >= 0 for i in self.chunks)
+            or not all(0 <= error.batch_idx < num_reqs for error in answer.errors)
+            or max(token_ids, default=0) >= vocab_size
+        ):
+            raise InternalError(f"the worker's answer to step {self.step_id} does not have the form of its batch")
+        if min(token_ids, default=0) < 0:
+            excused = self.chunks.keys() | {error.batch_idx for error in answer.errors}
+            for i, request in enumerate(self.batch):
+                if token_ids[i] < 0 and i not in excused and request.finish_reason is None:
+                    raise InternalError(f"step {self.step_id} should have sampled for {request}, but did not")
 
     def constrained(self) -> list[tuple[int, Request]]:
         """(batch index, request) of those that sample under a grammar in this step."""

@@ -10,15 +10,17 @@ from __future__ import annotations
 import asyncio
 import logging
 import time
-from collections.abc import Callable
+from collections.abc import Awaitable, Callable
+from functools import partial
 from typing import Any
 
 from ..checkpoint.source import ModelSource, resolve_model
 from ..config import EngineConfig, StartupProgress
-from ..errors import EngineClosedError, EngineError, InternalError
+from ..errors import EngineClosedError, EngineError, InternalError, WorkerDiedError
 from .admission import Admission, Limits
 from .executor import Executor, ProcessExecutor
 from .metrics import Counters, Statistics
+from .recovery import RestartBudget
 from .scheduler import Scheduler
 from .step_loop import ALWAYS, IN_SMALL_BATCHES, StepLoop
 from .structured import GrammarService
@@ -31,6 +33,7 @@ logger = logging.getLogger("aengine")
 
 ProgressCallback = Callable[[StartupProgress], None]
 ExecutorFactory = Callable[[EngineConfig], Executor]
+Restart = Callable[[], tuple[Executor, Callable[[], Awaitable[dict[str, Any]]]]]
 
 
 class EngineCore:
@@ -43,15 +46,19 @@ class EngineCore:
         ready: dict[str, Any],
         tokenizer: Tokenizer | None,
         eos_token_ids: frozenset[int],
-        grammars: GrammarService | None = None,
+        grammars: GrammarService | None,
+        restart: Restart,
     ) -> None:
-        """``grammars``: of this tokenizer, warmed up ahead; None: made here, if there is a tokenizer."""
+        """``grammars``: of this tokenizer, warmed up ahead; None: made here, if there is a tokenizer. ``restart``
+        makes an executor that is not started, and what starts it."""
         self.loop = asyncio.get_running_loop()
         self.state = "running"  # then "failed" or "closed"
         self.failure: EngineError | None = None
         self.ready = ready
         self.tokenizer = tokenizer
         self._executor = executor
+        self._restart = restart
+        self._budget = RestartBudget(config.max_restarts, config.restart_window)
         self._shutdown_timeout = config.shutdown_timeout
         self._counters = Counters()
         self._scheduler = Scheduler(
@@ -62,6 +69,7 @@ class EngineCore:
             max_model_len=ready["max_model_len"],
             enable_prefix_caching=config.enable_prefix_caching,
             max_in_flight_steps=config.max_in_flight_steps,
+            vocab_size=ready["vocab_size"],
         )
         limits = Limits(
             vocab_size=ready["vocab_size"],
@@ -83,13 +91,12 @@ class EngineCore:
             counters=self._counters,
             on_scheduled=self.admission.on_scheduled,
             on_end=self.admission.on_request_end,
-            on_failure=self._fail,
+            hang_timeout=config.hang_timeout,
             grammars=grammars,
             forcing=IN_SMALL_BATCHES if str(ready["device"]).startswith("cuda") else ALWAYS,
         )
         self.admission.steps = self.steps
-        executor.set_on_failure(self._fail)
-        self._task = self.loop.create_task(self.steps.run(), name="aengine-step-loop")
+        self._task = self.loop.create_task(self._run(), name="aengine-step-loop")
         self._task.add_done_callback(self._loop_ended)
 
     @classmethod
@@ -108,6 +115,11 @@ class EngineCore:
         report(StartupProgress("worker", detail=source.path))
         executor = make_executor(config)
         load = {"config": config.to_wire(), "source": source.to_wire()}
+
+        def restart() -> tuple[Executor, Callable[[], Awaitable[dict[str, Any]]]]:
+            another = make_executor(config)
+            return another, partial(another.start, load, _log_progress)
+
         starting = loop.create_task(executor.start(load, report), name="aengine-worker-start")
         grammars: GrammarService | None = None
         try:
@@ -116,7 +128,7 @@ class EngineCore:
                 grammars = GrammarService(tokenizer, source.hf_config.get("vocab_size") or tokenizer.vocab_size)
                 grammars.begin_warm_up()
             ready = await starting
-            core = cls(config, executor, ready, tokenizer, eos_token_ids, grammars)
+            core = cls(config, executor, ready, tokenizer, eos_token_ids, grammars, restart)
         except BaseException:
             starting.cancel()
             executor.terminate()
@@ -131,6 +143,59 @@ class EngineCore:
         report(StartupProgress("ready", detail=f"{seconds:.1f} s"))
         logger.info("%s is ready after %.1f s: %s", config.model, seconds, ready)
         return core
+
+    async def _run(self) -> None:
+        """The step loop, over one worker after the other."""
+        while True:
+            error = await self.steps.run()
+            if self.state != "running":
+                return
+            if isinstance(error, EngineClosedError):
+                self._fail(error)
+                return
+            await self._recover(error)
+
+    async def _recover(self, error: EngineError) -> None:
+        """Another worker instead of the one that has failed. Tries again while the budget allows; then the engine fails
+        with what went wrong last."""
+        begun = time.monotonic()
+        while True:
+            delay = self._budget.next_delay(time.monotonic())
+            if delay is None:
+                error.add_note(f"the engine gave up after {self._budget} (max_restarts, restart_window)")
+                self._fail(error)
+                return
+            logger.warning("the worker is started again%s: %s", f" in {delay:g} s" if delay else "", error)
+            self._counters.num_restarts += 1
+            await self._executor.aclose(0)  # until the dead one has gone: its memory is needed
+            await asyncio.sleep(delay)
+            if self.state != "running":
+                return
+            self._executor, start = self._restart()
+            try:
+                ready = await start()
+            except EngineError as again:
+                if self.state != "running":
+                    return
+                again.__cause__ = error
+                error = again
+                continue
+            if ready["num_blocks"] < self._scheduler.num_blocks:
+                error = InternalError(
+                    f"the worker that was started again has memory for {ready['num_blocks']} KV blocks, and the one "
+                    f"before had {self._scheduler.num_blocks}: something else has taken the device's memory"
+                )
+                self._executor.fail(error)
+                continue
+            break
+        for request in self.steps.restart(self._executor):
+            blame = WorkerDiedError(
+                f"workers died again and again while they computed request {request.request_id}, also when it was "
+                f"the only suspect: {error}"
+            )
+            blame.__cause__ = error
+            self.steps.fail_request(request, blame)
+        logger.warning("the worker runs again after %.1f s; all requests go on", time.monotonic() - begun)
 
     def statistics(self) -> Statistics:
         scheduler, counters = self._scheduler, self._counters
@@ -209,8 +274,15 @@ class EngineCore:
             self.state = "closed"
             self.admission.fail_all(EngineClosedError("the event loop of the engine was shut down"))
         else:
-            self._fail(InternalError(f"the step loop ended: {task.exception()!r}"))
+            bug = task.exception()
+            failure = InternalError(f"the step loop failed: {bug!r}")
+            failure.__cause__ = bug
+            self._fail(failure)
         self.abandon()
+
+
+def _log_progress(progress: StartupProgress) -> None:
+    logger.debug("restart: %s %s", progress.stage, progress.detail)
 
 
 async def _load_tokenizer(config: EngineConfig, source: ModelSource) -> tuple[Tokenizer | None, frozenset[int]]:

@@ -61,6 +61,12 @@ class Executor(Protocol):
     async def call(self, method: str, *args: Any, timeout: float) -> Any:
         """A collective call: every rank executes it, rank 0 replies."""
 
+    def heartbeats(self) -> int:
+        """A number that grows while all workers live."""
+
+    def fail(self, error: EngineError) -> None:
+        """Break it, as a death does: whoever waits gets ``error``. Idempotent."""
+
     def set_on_failure(self, callback: Callable[[EngineError], None]) -> None:
         """``callback`` gets the error that broke the executor, at most once."""
 
@@ -141,6 +147,14 @@ class ProcessExecutor:
             f"the worker was not ready after startup_timeout={self._config.startup_timeout:g} s; "
             f"it was busy with: {self._stage}{'; it last wrote: ' + tail if tail else ''}"
         )
+
+    def heartbeats(self) -> int:
+        """See `Executor`. Of the slowest heart."""
+        return 0 if self._released else min(worker.channel.num_heartbeats for worker in self._workers)
+
+    def fail(self, error: EngineError) -> None:
+        """See `Executor`."""
+        self._fail(error)
 
     def set_on_failure(self, callback: Callable[[EngineError], None]) -> None:
         self._on_failure = callback

@@ -71,8 +71,11 @@ class Request:
         "milestone",
         "num_cached_tokens",
         "num_computed_tokens",
+        "num_deaths",
         "num_prompt_tokens",
         "num_shared_blocks",
+        "num_tokens_at_death",
+        "num_trials",
         "params",
         "priority",
         "req_idx",
@@ -130,6 +133,11 @@ class Request:
 
         self.forced: list[int] = []
         """Ids that must follow the token in flight, by the grammar; committed when that one has come."""
+
+        # See suspects.py: deaths of workers that had it in a step, of late; those of them on its trial; and its length
+        # at the last of them.
+        self.num_deaths = self.num_trials = 0
+        self.num_tokens_at_death = -(1 << 31)
 
         self.root_hash: bytes | None = None  # None: its blocks are not shared
         self.block_hashes: list[bytes] = []  # of its leading full blocks, as far as they were needed

@@ -20,7 +20,6 @@ waiting, each by (priority, arrival): lower and earlier first. What keeps it rig
 
 from __future__ import annotations
 
-from array import array
 from collections import deque
 from operator import attrgetter
 
@@ -31,6 +30,7 @@ from .batch import DecodeBatch, InFlightStep, StepDraft
 from .kv_cache import BlockPool, PrefixCache, private_root, shared_root
 from .request import Request, RequestStatus
 from .siblings import Siblings
+from .suspects import Suspects
 from .waiting import WaitingQueue
 
 __all__ = ["Scheduler"]
@@ -56,6 +56,7 @@ class Scheduler:
         max_model_len: int,
         enable_prefix_caching: bool = True,
         max_in_flight_steps: int = 2,
+        vocab_size: int = 1 << 31,
     ) -> None:
         self.block_size = block_size
         self.num_rows = min(max_num_seqs, max_num_batched_tokens)
@@ -64,11 +65,13 @@ class Scheduler:
         """Most tokens, prompt and completion, that one request may have; admission sees to it."""
         self.enable_prefix_caching = enable_prefix_caching
         self.max_in_flight_steps = max_in_flight_steps
+        self._vocab_size = vocab_size  # ids beyond it are no answer
 
         self._waiting = WaitingQueue()
         self._siblings = Siblings()
         self._held: set[Request] = set()
         self._running: set[Request] = set()  # all that have a row
+        self._suspects = Suspects()
         self._num_added = 0
         self.num_constrained = 0  # unfinished requests with a grammar; those preempted may still get tokens
         self._next_step_id = 0
@@ -147,6 +150,7 @@ class Scheduler:
         if status is not RequestStatus.NEW:
             self.num_constrained -= request.grammar is not None
         request.status = RequestStatus.FINISHED
+        self._suspects.drop(request)
         if status is RequestStatus.WAITING:
             self._waiting.discard(request)
         elif status is RequestStatus.HELD:
@@ -219,8 +223,14 @@ class Scheduler:
         self._held.add(request)
         self._leave_row(request, status)
 
-    def preempt_all(self) -> None:
-        """The worker is a new one: no row, no KV, no answer on its way. Every request will be computed again."""
+    def preempt_all(self) -> list[Request]:
+        """The worker is a new one: no row, no KV, no answer on its way. Every request will be computed again.
+
+        Returns the unfinished requests of which the worker before, and others before it, can be said to have died.
+        They should be finished.
+        """
+        in_flight = {request: None for step in self._in_flight for request in step.batch}
+        condemned = self._suspects.note_death(request for request in in_flight if request.finish_reason is None)
         leaving = [request for step in self._in_flight for request in step.leavers]
         unfinished = (*self._running, *self._held)
         for request in (*unfinished, *leaving):
@@ -230,6 +240,7 @@ class Scheduler:
         self._running.clear()
         self._held.clear()
         self._begin_worker(self.num_blocks)
+        return condemned
 
     # -- making a step
 
@@ -323,12 +334,14 @@ class Scheduler:
             spare = pool.num_free - len(self._running)
             if spare <= 0:
                 return
-            request = waiting.peek()
+            request = self._suspects.first if self._suspects else waiting.peek()
+            if request.status is not RequestStatus.WAITING:  # a suspect is on trial: nobody else comes in
+                return
             num_tokens = len(request.token_ids)
             hits = self._cache.match(request)
             if spare - pool.count_idle(hits) < self._blocks_for(num_tokens) - len(hits):
                 return
-            waiting.pop()
+            waiting.discard(request)
             num_cached = len(hits) * self.block_size
             num_scheduled = min(num_tokens - num_cached, draft.budget)
             pool.acquire(hits)
@@ -362,19 +375,15 @@ class Scheduler:
         step.is_gated = self.num_constrained > 0 and bool(step.constrained())
         self._in_flight.append(step)
         removed, self._removed = self._removed, int32()
-        known = self._take_untold()
+        known = (int32(), int32())
+        for request, forced in self._untold:
+            known[0].extend([request.req_idx] * len(forced))
+            known[1].extend(forced)
+        self._untold.clear()
         grown = (draft.grown_rows, draft.grown_ids)
         return SchedulerOutput(
             step_id, removed, draft.new_requests, *known, *grown, req_idx, num_scheduled, sample_now=not step.is_gated
         )
-
-    def _take_untold(self) -> tuple[array[int], array[int]]:
-        rows, ids = int32(), int32()
-        for request, forced in self._untold:
-            rows.extend([request.req_idx] * len(forced))
-            ids.extend(forced)
-        self._untold.clear()
-        return rows, ids
 
     def _sort_out(self, extras: list[Request], batch_idx: int, chunks: dict[int, int]) -> None:
         """What those that caught up in this step do in the next one."""
@@ -419,8 +428,6 @@ class Scheduler:
             if request.finish_reason is not None:  # sampled past its end
                 continue
             if token_id < 0:
-                if batch_idx not in step.chunks:
-                    raise InternalError(f"step {step.step_id} should have sampled for {request}, but did not")
                 self._cache.offer(request, step.chunks[batch_idx])
                 continue
             token_ids = request.token_ids
@@ -442,18 +449,12 @@ class Scheduler:
         return [(request, token_id, batch_idx) for token_id in forced]
 
     def _take_step(self, output: ModelRunnerOutput) -> InFlightStep:
+        """All of it is checked before anything is committed: afterwards the step is computed again, or never."""
         if not self._in_flight or self._in_flight[0].step_id != output.step_id:
             wanted = f"step {self._in_flight[0].step_id}" if self._in_flight else "none"
             raise InternalError(f"the worker answered step {output.step_id}, but {wanted} is due")
-        step = self._in_flight.popleft()
-        token_ids, num_reqs = output.token_ids, len(step.batch)
-        if (
-            len(token_ids) != num_reqs
-            or any(token_ids[i] >= 0 for i in step.chunks)
-            or not all(0 <= error.batch_idx < num_reqs for error in output.errors)
-        ):
-            raise InternalError(f"the worker's answer to step {step.step_id} does not have the form of its batch")
-        return step
+        self._in_flight[0].check(output, self._vocab_size)
+        return self._in_flight.popleft()
 
     def _pass_milestone(self, request: Request, token_id: int) -> None:
         """A stop token, the last token, the first one after (re)starting, or one past a full block."""
@@ -462,6 +463,8 @@ class Scheduler:
             # Its last token was sampled just now, so the KV of all before it is written, however many steps overlap.
             self._cache.offer(request, num_tokens - 1)
             next_full = ((num_tokens - 1) // self.block_size + 1) * self.block_size
+            if self._suspects and self._suspects.is_on_trial(request):
+                next_full = num_tokens
             request.milestone = min(next_full + 1, request.max_num_tokens)
             if request.followers:
                 self._release_followers(request)

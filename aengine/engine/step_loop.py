@@ -11,16 +11,18 @@ request's ``sink`` (a `ChoiceOutput`).
 from __future__ import annotations
 
 import asyncio
+import math
 from collections import deque
 from collections.abc import Callable
 from typing import NamedTuple
 
-from ..errors import EngineError, InternalError, InvalidRequestError, RequestError
+from ..errors import EngineError, InternalError, InvalidRequestError, RequestError, WorkerDiedError
 from ..ipc.messages import GrammarOutput, LogprobColumns, ModelRunnerOutput, RowError, SchedulerOutput, int32
 from ..outputs import FinishReason, Logprob
 from .batch import InFlightStep
 from .executor import Executor
 from .metrics import Counters, LoopLag
+from .recovery import Watchdog
 from .request import Request
 from .scheduler import Scheduler
 from .structured import GrammarService, MaskJob
@@ -48,8 +50,8 @@ class StepLoop:
     """Runs the requests of one engine on one event loop.
 
     ``on_scheduled`` is called after each schedule that made a step (the queue may have become shorter), ``on_end``
-    for each request that has left, in whatever way, and ``on_failure`` with the error that ended the loop itself, at
-    most once.
+    for each request that has left, in whatever way. `run` ends when the executor has failed; after `restart` with
+    another one it goes on where it was.
     """
 
     def __init__(
@@ -61,7 +63,7 @@ class StepLoop:
         counters: Counters,
         on_scheduled: Callable[[], None],
         on_end: Callable[[Request], None],
-        on_failure: Callable[[EngineError], None],
+        hang_timeout: float = math.inf,
         grammars: GrammarService | None = None,
         forcing: Forcing = ALWAYS,
     ) -> None:
@@ -71,7 +73,6 @@ class StepLoop:
         self._counters = counters
         self._on_scheduled = on_scheduled
         self._on_end = on_end
-        self._on_failure = on_failure
         self._grammars = grammars
         self._forcing = forcing
         self._gated: InFlightStep | None = None  # published, and waits for its bitmask before it samples
@@ -80,7 +81,11 @@ class StepLoop:
         self._is_idle = False
         self._num_new_tokens = 0  # of requests added since it became idle
         self._unsent: SchedulerOutput | None = None
-        self.lag = LoopLag(asyncio.get_running_loop())
+        self._failure: EngineError | None = None  # the executor's
+        loop = asyncio.get_running_loop()
+        self.lag = LoopLag(loop)
+        self._watchdog = Watchdog(loop, hang_timeout, lambda: self._executor.heartbeats(), self._on_hang)
+        executor.set_on_failure(self._on_executor_failure)
 
     def add(self, request: Request) -> None:
         self.scheduler.add_request(request)
@@ -106,9 +111,10 @@ class StepLoop:
             self._unsent = output
             return
         self._in_flight.append(answer)
-        self._note_scheduled()  # only now: it may add requests
+        self._note_scheduled(output)  # only now: it may add requests
 
-    def _note_scheduled(self) -> None:
+    def _note_scheduled(self, output: SchedulerOutput) -> None:
+        self._watchdog.begin(sum(output.num_scheduled_tokens))
         newest = self.scheduler.newest_step
         if newest is not None and newest.is_gated:
             self._gated = newest
@@ -123,19 +129,36 @@ class StepLoop:
         self._on_end(request)
         self._work.set()
 
-    async def run(self) -> None:
-        """Until cancelled, or until the executor or a bug ends it."""
+    async def run(self) -> EngineError:
+        """Until the executor fails, whose error is returned, or until cancelled. Raises what a bug raises."""
         try:
             while True:
                 await self._step()
         except EngineError as error:
-            self._on_failure(error)
-        except Exception as error:
-            failure = InternalError(f"the step loop failed: {error!r}")
-            failure.__cause__ = error
-            self._on_failure(failure)
+            self._executor.fail(error)  # if it has not failed by itself: a worker that answers nonsense is of no use
+            return error
         finally:
+            self._watchdog.stop()
             self.lag.pause()
+
+    def restart(self, executor: Executor) -> list[Request]:
+        """Have ``executor`` compute all requests again from the ids that are known. Returns those of which several
+        workers died one after the other; they are not run again."""
+        condemned = self.scheduler.preempt_all()
+        self._executor = executor
+        self._in_flight.clear()
+        self._gated = self._unsent = self._failure = None
+        executor.set_on_failure(self._on_executor_failure)
+        return condemned
+
+    def _on_executor_failure(self, error: EngineError) -> None:
+        """Whoever waits for an answer gets it by that; the idle loop must be woken."""
+        self._failure = error
+        self._work.set()
+
+    def _on_hang(self, fault: str) -> None:
+        error = WorkerDiedError(f"the worker {fault}: it was killed")
+        self._executor.fail(error)
 
     async def _step(self) -> None:
         """One turn: keep the worker supplied, then take the oldest answer."""
@@ -143,14 +166,16 @@ class StepLoop:
         if len(self._in_flight) < self._max_in_flight and self._gated is None:
             output, self._unsent = self._unsent or self.scheduler.schedule(), None
             if output is not None:
-                self._note_scheduled()
+                self._note_scheduled(output)
                 self._in_flight.append(await self._executor.execute_model(output))
                 await self._unlock()
                 if len(self._in_flight) < self._max_in_flight and self._gated is None:
                     return
         if self._in_flight:
-            answer = self._in_flight.popleft()
-            await self._apply(await answer)
+            answer = await self._in_flight[0]
+            self._in_flight.popleft()
+            self._watchdog.end()
+            await self._apply(answer)
         else:
             await self._idle()
 
@@ -171,7 +196,7 @@ class StepLoop:
         rows = bytearray(num_bytes) if shared is None else shared
         filled = await self._grammars.fill(jobs, rows)
         for row, error in filled.failed.items():
-            self._fail_request(due[row][1], InternalError(f"the grammar of this request failed: {error}"))
+            self.fail_request(due[row][1], InternalError(f"the grammar of this request failed: {error}"))
         batch_idx_column = int32([job.batch_idx for job in jobs])
         self._gated = None
         bitmask = rows if shared is None else num_bytes
@@ -180,7 +205,7 @@ class StepLoop:
             for row, token_ids in filled.forced.items():
                 self.scheduler.force(due[row][1], token_ids)
 
-    def _fail_request(self, request: Request, error: RequestError | EngineError) -> None:
+    def fail_request(self, request: Request, error: RequestError | EngineError) -> None:
         if request.finish_reason is None:
             self.scheduler.finish(request, FinishReason.ERROR)
             request.sink.mailbox.fail(error)
@@ -195,6 +220,8 @@ class StepLoop:
         finally:
             self._is_idle = False
         self._work.clear()
+        if self._failure is not None:
+            raise self._failure
         self.lag.resume()
 
     async def _apply(self, output: ModelRunnerOutput) -> None:
@@ -204,16 +231,22 @@ class StepLoop:
         for request, error in failed:
             request.sink.mailbox.fail(_request_error(error))
             self._on_end(request)
+        failure: EngineError | None = None
         if self.scheduler.num_constrained:
             for request, token_id, _ in sampled:
                 if request.grammar is not None:
                     request.grammar.pending.append(token_id)
-            await self._unlock()  # the worker waits for it; whoever reads waits a millisecond longer
+            try:
+                await self._unlock()  # the worker waits for it; whoever reads waits a millisecond longer
+            except EngineError as error:  # these tokens are known, and won't be sampled again
+                failure = error
         logprobs = _by_row(output.logprobs) if output.logprobs is not None else {}
         self._deliver(sampled[:_TURN], logprobs)
         for start in range(_TURN, len(sampled), _TURN):
             await asyncio.sleep(0)
             self._deliver(sampled[start : start + _TURN], logprobs)
+        if failure is not None:
+            raise failure
 
     def _deliver(self, sampled: list[tuple[Request, int, int]], logprobs: dict[int, tuple[Logprob, ...]]) -> None:
         for request, token_id, batch_idx in sampled:

@@ -74,14 +74,18 @@ class HostChannel:
         sweep_stale_names()
         segment = Segment.create(ring_bytes, bitmask_bytes)
         try:
-            name = new_name()
-            worker_bell = WorkerBell.create(name, new_fence())
             loop_bell = LoopBell.create()
         except BaseException:
             segment.close()
             raise
+        name = new_name()
         ticket = Ticket(segment.fd, loop_bell.fd, name, segment.capacity, bitmask_bytes, segment.nonce)
-        return cls(segment, loop_bell, worker_bell, str(ticket))
+        return cls(segment, loop_bell, WorkerBell(name, new_fence()), str(ticket))
+
+    def offer(self) -> None:
+        """Let the child attach. Call it when its process exists, once, from any thread: from now on there is a name in
+        /dev/shm, which goes when the child has attached, or with the end of whichever lives longer."""
+        self._worker_bell.make()
 
     def unlink(self) -> None:
         """Take back what a child could attach by. Call it as soon as the child has attached, or has failed to."""
@@ -94,6 +98,12 @@ class HostChannel:
         self._loop = loop
         self._on_readable = on_readable
         loop.add_reader(self._loop_bell.fd, self._on_bell)
+
+    @property
+    def num_heartbeats(self) -> int:
+        """How often the worker's heart has beaten."""
+        self._check_open()
+        return self._segment.heartbeat[0]
 
     def bitmask(self, size: int) -> memoryview | None:
         """The first ``size`` bytes of the memory for bitmasks; None if there is not so much. Who holds them keeps them
@@ -165,6 +175,7 @@ class HostChannel:
                 loop.remove_reader(self._loop_bell.fd)
                 if self._room is not None and not self._room.done():
                     self._room.set_exception(_closed_error())
+            self._segment.void()
             self._worker_bell.unlink()
         self._worker_bell.close()
         self._loop_bell.close()
@@ -231,19 +242,20 @@ class WorkerChannel:
     def attach(
         cls, description: str, spin_us: int = 100, peer_gone: Callable[[], bool] = lambda: False
     ) -> WorkerChannel:
-        """Take over the inherited descriptors and unlink the name. Call it first thing, once.
+        """Take over the inherited descriptors, await the host's offer, and unlink the name. Call it first thing, once.
 
         ``peer_gone`` is asked at least every PARK_SECONDS while waiting; True raises PeerGoneError.
         Raises ValueError for a malformed description, FileNotFoundError or FrameError for one that isn't (or is no
         longer) this process' to use.
         """
         ticket = Ticket.parse(description)
-        worker_bell = WorkerBell.attach(ticket.semaphore, new_fence())
+        segment = Segment.attach(ticket)
         try:
-            segment = Segment.attach(ticket)
+            worker_bell = WorkerBell.attach(ticket.semaphore, new_fence(), lambda: segment.is_void or peer_gone())
         except BaseException:
-            worker_bell.close()
+            segment.close()
             raise
+        segment.void()
         os.set_inheritable(ticket.event_fd, False)
         return cls(segment, LoopBell(ticket.event_fd), worker_bell, spin_us, peer_gone)
 
@@ -276,6 +288,12 @@ class WorkerChannel:
                 self._wait_for_room(size)
             producer.write(kind, step_id, flags, part)
             self._loop_bell.ring()
+
+    def beat(self) -> None:
+        """Show the host that this process lives. For one thread of its own, until `close`."""
+        if not self._closed:
+            heartbeat = self._segment.heartbeat
+            heartbeat[0] = (heartbeat[0] + 1) % 2**64
 
     def bitmask(self, size: int | None = None) -> memoryview:
         """The first ``size`` bytes of the memory for bitmasks, or all. Raises FrameError when it is shorter."""

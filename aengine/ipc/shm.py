@@ -2,8 +2,8 @@
 
 The segment has a name only within `Segment.create`; the child gets the descriptor by inheritance, so no other process
 can attach by guessing and nothing is left in /dev/shm, however either side dies. A POSIX semaphore exists by name only:
-that name lives from create() until the child attaches (or the host gives up), and `sweep_stale_names` removes those
-of hosts that died in between.
+the host makes it when the child's process is there, and either of them unlinks it (workers/entry.py attaches before it
+asks to be killed with the host). `sweep_stale_names` removes those of hosts that died together with their child.
 """
 
 from __future__ import annotations
@@ -20,6 +20,7 @@ from aengine.errors import EngineError
 
 from .layout import (
     CONTROL_BYTES,
+    HEARTBEAT,
     LABEL,
     LABEL_BYTES,
     LABEL_MAGIC,
@@ -36,6 +37,7 @@ from .layout import (
 __all__ = ["Segment", "Ticket", "new_name", "sweep_stale_names"]
 
 PREFIX = "aengine-"
+_VOID = b"\xff" * 8  # in place of the label's magic
 STALE_SECONDS = 60.0
 """Age at which a dead host's name is swept; a live one is unlinked within a second of its making. The age guards
 hosts that share /dev/shm but not the pid namespace (containers): theirs look dead."""
@@ -71,6 +73,7 @@ class Segment:
     def __init__(self, memory: mmap.mmap, capacity: int, bitmask_bytes: int, nonce: str, fd: int = -1) -> None:
         self._memory = memory
         self._view = memoryview(memory)
+        self.heartbeat = self._view[HEARTBEAT].cast("Q")
         self.capacity = capacity
         self.bitmask_bytes = bitmask_bytes
         self.nonce = nonce
@@ -106,7 +109,8 @@ class Segment:
 
     @classmethod
     def attach(cls, ticket: Ticket) -> Segment:
-        """Map the inherited descriptor and close it. Raises FrameError when it is not the segment of the ticket."""
+        """Map the inherited descriptor and close it. Raises FrameError when it is not the segment of the ticket,
+        FileNotFoundError when it is not to be attached to any more."""
         size = segment_bytes(ticket.capacity, ticket.bitmask_bytes)
         try:
             if os.fstat(ticket.shm_fd).st_size != size:
@@ -115,6 +119,9 @@ class Segment:
         finally:
             os.close(ticket.shm_fd)
         label = LABEL.unpack_from(memory, 0)
+        if memory[:8] == _VOID:
+            memory.close()
+            raise FileNotFoundError("the segment has been taken back: the host has gone, or somebody has attached")
         if label != (LABEL_MAGIC, VERSION, ticket.capacity, ticket.bitmask_bytes, ticket.nonce.encode()):
             memory.close()
             raise FrameError(f"the segment is labelled {label}, which is not the ticket's")
@@ -128,6 +135,14 @@ class Segment:
         """The ``bitmask_bytes`` after the rings. Whoever holds it keeps it mapped, also past `close`."""
         return memoryview(self._memory)[bitmask_span(self.capacity, self.bitmask_bytes)]
 
+    @property
+    def is_void(self) -> bool:
+        return self._view[:8] == _VOID
+
+    def void(self) -> None:
+        """Spoil the label: nobody can attach from now on."""
+        self._view[:8] = _VOID
+
     def close_fd(self) -> None:
         """The mapping stays; no further child can inherit it. Idempotent."""
         if self.fd >= 0:
@@ -137,6 +152,7 @@ class Segment:
     def close(self) -> None:
         """Unmap, after the rings' ends were released. Idempotent."""
         self.close_fd()
+        self.heartbeat.release()
         self._view.release()
         with contextlib.suppress(BufferError):  # a thread writes a bitmask: unmapped once it has let go of it
             self._memory.close()

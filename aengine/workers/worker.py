@@ -9,6 +9,7 @@ One in a collective call is that call's answer.
 from __future__ import annotations
 
 import os
+import threading
 import time
 import traceback
 from collections import deque
@@ -23,6 +24,7 @@ from ..ipc.messages import GrammarOutput, Kind, ModelRunnerOutput, SchedulerOutp
 
 __all__ = ["Worker"]
 
+_HEARTBEAT_PERIOD = 0.25  # seconds
 _PROGRESS_PERIOD = 0.05  # seconds between two reports of the same stage
 _EAGER_POLL = 0.01  # seconds for which an answer that the device works on is looked for without a pause, ...
 _POLL = 0.0002  # ... and those between two looks after that, when no frame comes
@@ -56,6 +58,7 @@ class Worker:
         self._answers: deque[tuple[int, Answer]] = deque()  # step ids launched and not yet reported, oldest first
         self._awaits_bitmask = False  # the device works on a step that can't be sampled yet
         self._step_id = 0  # of the frame in hand, for error reports
+        self._ended = threading.Event()
         self._last_event = 0.0  # when a frame came last
         self._last_report = ("", 0.0)
 
@@ -69,6 +72,8 @@ class Worker:
         except BaseException as error:
             self._report_error(error)
             return 1
+        finally:
+            self._ended.set()
         return 0
 
     def _turn(self) -> bool:
@@ -143,7 +148,13 @@ class Worker:
         )
         self._runner.share_bitmasks(self._channel.bitmask())
         ready |= {"pid": os.getpid(), "seconds": round(time.monotonic() - begun, 3)}
+        threading.Thread(target=self._beat, name="aengine-heartbeat", daemon=True).start()
         self._channel.publish(Kind.READY, self._step_id, pack(ready))
+
+    def _beat(self) -> None:
+        """As long as Python runs here: not in a process that is stopped, nor while a thread keeps the GIL."""
+        while not self._ended.wait(_HEARTBEAT_PERIOD):
+            self._channel.beat()
 
     def _set_title(self, model: str) -> None:
         from setproctitle import setproctitle

@@ -392,7 +392,7 @@ async def test_drain_lets_them_end(make_engine: Make) -> None:
 
 
 async def test_worker_death_reaches_every_waiter(make_engine: Make) -> None:
-    async with make_engine(fake={"delay": 0.005}) as engine:
+    async with make_engine(max_restarts=0, fake={"delay": 0.005}) as engine:
         streams = [engine.stream([1], SamplingParams(max_tokens=900)) for _ in range(5)]
         await anext(streams[0])
         engine.executor.fail(WorkerDiedError("killed", rank=0, exit_code=-9))  # type: ignore[attr-defined]

@@ -30,6 +30,9 @@ class ListChannel:
             raise PeerGoneError
         return self.incoming.popleft()
 
+    def beat(self) -> None:
+        pass
+
     def bitmask(self) -> memoryview:
         return memoryview(b"")
 

@@ -1,0 +1,132 @@
+"""What is decided when a worker has died, or seems to hang: whether to start another, when, and who is to blame.
+
+    steps under way, no answer ──Watchdog──> executor.fail(WorkerDiedError)   like any other death from here on
+    death ──RestartBudget──> start again after `delay` seconds, or give up
+          ──Scheduler.preempt_all──> everybody is computed again from the ids that the host holds
+
+Whom a worker may have died of is another question: see suspects.py.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections import deque
+from collections.abc import Callable
+
+__all__ = ["RestartBudget", "Watchdog"]
+
+_FIRST_DELAY = 0.25
+_LONGEST_DELAY = 30.0
+_FIRST_STEP_SECONDS = 120.0
+"""Allowed for a step when none has been answered yet: kernels are compiled at first use."""
+_LATER_STEPS = 4.0
+"""A step may take so many times as long, by its tokens, as the slowest before it, and ``hang_timeout`` on top."""
+
+
+class RestartBudget:
+    """At most ``most`` restarts within ``window`` seconds, each later than the one before."""
+
+    def __init__(self, most: int, window: float) -> None:
+        self._most = most
+        self._window = window
+        self._restarts: deque[float] = deque()
+
+    def next_delay(self, now: float) -> float | None:
+        """Seconds to wait before the restart that is due at ``now``, and which counts from now on; None: no more."""
+        while self._restarts and self._restarts[0] <= now - self._window:
+            self._restarts.popleft()
+        count = len(self._restarts)
+        if count >= self._most:
+            return None
+        self._restarts.append(now)
+        recent = sum(at > now - 60 for at in self._restarts) - 1  # of a minute: others are no series
+        return 0.0 if recent <= 0 else min(_LONGEST_DELAY, _FIRST_DELAY * 2.0 ** min(recent - 1, 16))
+
+    def __str__(self) -> str:
+        return f"{self._most} restarts within {self._window:g} s"
+
+
+class Watchdog:
+    """Looks ten times a second whether the worker still lives while it has steps to do. Costs nothing when idle.
+
+    It hangs when its heart has not beaten for ``hang_timeout`` seconds (a stopped process, a thread that holds the
+    GIL), or when its oldest step takes ``hang_timeout`` longer than a step of so many tokens could.
+    """
+
+    PERIOD = 0.1
+
+    def __init__(
+        self,
+        loop: asyncio.AbstractEventLoop,
+        hang_timeout: float,
+        heartbeats: Callable[[], int],
+        on_hang: Callable[[str], None],
+    ) -> None:
+        """``heartbeats``: how often the worker's heart has beaten; ``on_hang``: is told what was seen, once."""
+        self._loop = loop
+        self._hang_timeout = hang_timeout
+        self._heartbeats = heartbeats
+        self._on_hang = on_hang
+        self._timer: asyncio.TimerHandle | None = None
+        self._steps: deque[tuple[int, float]] = deque()  # tokens, and when it could begin
+        self._seconds_per_token = 0.0  # of the slowest
+        self._longest = 0.0  # seconds of a step
+        self._num_answered = 0
+        self._looked = self._beaten = 0.0  # when last
+        self._num_beats = -1
+
+    def begin(self, num_tokens: int) -> None:
+        """A step was published."""
+        now = self._loop.time()
+        self._steps.append((num_tokens, now))
+        if self._timer is None:
+            self._looked = self._beaten = now
+            self._timer = self._loop.call_later(self.PERIOD, self._look)
+
+    def end(self) -> None:
+        """The oldest step was answered."""
+        now = self._loop.time()
+        num_tokens, begun = self._steps.popleft()
+        seconds = now - begun
+        self._longest = max(self._longest, seconds)
+        self._seconds_per_token = max(self._seconds_per_token, seconds / max(num_tokens, 16))
+        self._num_answered += 1
+        if self._steps:
+            self._steps[0] = (self._steps[0][0], now)  # it could not begin earlier
+        else:
+            self.stop()
+
+    def stop(self) -> None:
+        self._steps.clear()
+        if self._timer is not None:
+            self._timer.cancel()
+            self._timer = None
+
+    def allowed(self, num_tokens: int) -> float:
+        """Seconds that a step of so many tokens may take."""
+        if not self._num_answered:
+            return max(_FIRST_STEP_SECONDS, self._hang_timeout)
+        expected = max(self._longest, self._seconds_per_token * num_tokens)
+        return self._hang_timeout + _LATER_STEPS * expected
+
+    def _look(self) -> None:
+        now = self._loop.time()
+        late = now - self._looked - self.PERIOD
+        self._looked = now
+        beats = self._heartbeats()
+        if beats != self._num_beats:
+            self._num_beats, self._beaten = beats, now
+        if late > 1.0:  # the loop itself stood still, and answers may lie unread
+            self._beaten = now
+            self._steps = deque((num_tokens, max(begun, now - 1.0)) for num_tokens, begun in self._steps)
+        num_tokens, begun = self._steps[0]
+        fault = ""
+        if now - self._beaten > self._hang_timeout:
+            fault = f"has shown no sign of life for {now - self._beaten:.1f} s"
+        elif now - begun > self.allowed(num_tokens):
+            fault = f"has worked on a step of {num_tokens} tokens for {now - begun:.1f} s"
+        if fault:
+            self.stop()
+            self._on_hang(fault)
+        else:
+            self._timer = self._loop.call_later(self.PERIOD, self._look)

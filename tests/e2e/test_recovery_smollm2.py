@@ -1,0 +1,56 @@
+"""A real worker that is killed, stopped, or breaks in mid-stream: the same texts as without."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import signal
+from typing import Any
+
+import psutil
+import pytest
+from conftest_api import settled
+
+from aengine import AsyncLLM, SamplingParams, StructuredOutput
+
+CONFIG: dict[str, Any] = {
+    "max_model_len": 1024,
+    "kv_cache_memory_bytes": 128 * 2**20,
+    "dtype": "float32",
+    "hang_timeout": 3.0,
+    "preload_grammars": False,
+}
+GREEDY = SamplingParams(max_tokens=48, temperature=0, ignore_eos=True)
+KINDS = [
+    GREEDY,
+    GREEDY.replace(temperature=0.8, seed=11),
+    GREEDY.replace(temperature=0.8, seed=12, n=2),
+    GREEDY.replace(logprobs=2, max_tokens=24),
+    GREEDY.replace(temperature=0.9, seed=5, structured_output=StructuredOutput(regex=r"[a-z]{2,9}( [a-z]{2,9}){20}")),
+]
+
+
+def worker_of(engine: AsyncLLM) -> psutil.Process:
+    return psutil.Process(engine._core._executor._workers[0].pid)
+
+
+async def texts(engine: AsyncLLM) -> list[Any]:
+    completions = await asyncio.gather(*(engine.generate(f"Story {i}:", params) for i, params in enumerate(KINDS)))
+    return [(c.text, c.token_ids, [other.token_ids for other in c.choices]) for c in completions]
+
+
+@pytest.mark.parametrize("how", ["SIGKILL", "SIGSEGV", "SIGSTOP"])
+async def test_the_same_texts_after_a_death(how: str) -> None:
+    async with AsyncLLM("smollm2-135m", **CONFIG) as engine:
+        expected = await texts(engine)
+        first = worker_of(engine)
+        task = asyncio.create_task(texts(engine))
+        while engine.statistics().generated_tokens < sum(p.max_tokens * p.n for p in KINDS) + 40:
+            await asyncio.sleep(0.005)
+        os.kill(first.pid, getattr(signal, how))
+        assert await task == expected
+        assert engine.statistics().num_restarts == 1
+        assert not first.is_running() or first.status() == psutil.STATUS_ZOMBIE
+        await settled(engine)
+        health = await engine.generate("Hello", GREEDY.replace(max_tokens=3))
+        assert len(health.token_ids) == 3
