@@ -77,6 +77,9 @@ class EngineConfig:
     """Prompts that begin alike share KV."""
     max_in_flight_steps: int = 2
     """Steps given to the worker before the oldest has been answered; 1 or more."""
+    max_leased_steps: int = 64
+    """The same while the host's loop is often late: so many that the worker goes on alone meanwhile. A new request
+    waits for those that are under way."""
     tensor_parallel_size: int = 1
     enforce_eager: bool = False
     """No CUDA graphs."""
@@ -170,6 +173,7 @@ _AT_LEAST = {
     "block_size": 1,
     "kv_cache_memory_bytes": 1,
     "max_in_flight_steps": 1,
+    "max_leased_steps": 0,
     "tensor_parallel_size": 1,
     "num_threads": 1,
     "max_num_queued_requests": 1,

@@ -68,7 +68,7 @@ class EngineCore:
             max_num_batched_tokens=ready["max_num_batched_tokens"],
             max_model_len=ready["max_model_len"],
             enable_prefix_caching=config.enable_prefix_caching,
-            max_in_flight_steps=config.max_in_flight_steps,
+            max_in_flight_steps=max(config.max_in_flight_steps, config.max_leased_steps),
             vocab_size=ready["vocab_size"],
         )
         limits = Limits(
@@ -88,6 +88,7 @@ class EngineCore:
             self._scheduler,
             executor,
             max_in_flight_steps=config.max_in_flight_steps,
+            max_leased_steps=config.max_leased_steps,
             counters=self._counters,
             on_scheduled=self.admission.on_scheduled,
             on_end=self.admission.on_request_end,

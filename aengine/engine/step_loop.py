@@ -21,6 +21,7 @@ from ..ipc.messages import GrammarOutput, LogprobColumns, ModelRunnerOutput, Row
 from ..outputs import FinishReason, Logprob
 from .batch import InFlightStep
 from .executor import Executor
+from .lease import Lease
 from .metrics import Counters, LoopLag
 from .recovery import Watchdog
 from .request import Request
@@ -60,6 +61,7 @@ class StepLoop:
         executor: Executor,
         *,
         max_in_flight_steps: int,
+        max_leased_steps: int = 0,
         counters: Counters,
         on_scheduled: Callable[[], None],
         on_end: Callable[[Request], None],
@@ -69,6 +71,7 @@ class StepLoop:
     ) -> None:
         self.scheduler = scheduler
         self._executor = executor
+        self._lease = Lease(max_in_flight_steps, max_leased_steps)
         self._max_in_flight = max_in_flight_steps
         self._counters = counters
         self._on_scheduled = on_scheduled
@@ -163,6 +166,7 @@ class StepLoop:
     async def _step(self) -> None:
         """One turn: keep the worker supplied, then take the oldest answer."""
         await self._unlock()
+        self._max_in_flight = self._lease.num_steps(self.lag.worst, self.scheduler)
         if len(self._in_flight) < self._max_in_flight and self._gated is None:
             output, self._unsent = self._unsent or self.scheduler.schedule(), None
             if output is not None:
@@ -175,7 +179,10 @@ class StepLoop:
             answer = await self._in_flight[0]
             self._in_flight.popleft()
             self._watchdog.end()
+            self._lease.note_answer()
             await self._apply(answer)
+            if self._in_flight and self._in_flight[0].done():  # many have come: others on this loop get their turn
+                await asyncio.sleep(0)
         else:
             await self._idle()
 
@@ -223,6 +230,7 @@ class StepLoop:
         if self._failure is not None:
             raise self._failure
         self.lag.resume()
+        self._lease.begin()
 
     async def _apply(self, output: ModelRunnerOutput) -> None:
         """Commit an answer and deliver its tokens, giving the host's loop a turn after every few."""

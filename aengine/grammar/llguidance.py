@@ -200,13 +200,16 @@ class _ByBytes:
 
 class _Root:
     """A matcher that stays at the start, for others to be copied from. Its copies share what its lexer has learnt, and
-    a lock with it: their masks are computed one after the other."""
+    a lock with it: their masks are computed one after the other. They share its end, too: when one of them exceeds the
+    lexer's limits, none can go on."""
 
-    __slots__ = ("__weakref__", "inner", "num_copies")
+    __slots__ = ("__weakref__", "inner", "is_spoilt", "num_copies", "spec")
 
-    def __init__(self, inner: llguidance.LLMatcher) -> None:
+    def __init__(self, inner: llguidance.LLMatcher, spec: GrammarSpec) -> None:
         self.inner = inner
+        self.spec = spec
         self.num_copies = 0  # alive
+        self.is_spoilt = False
 
 
 class LLGuidanceCompiled:
@@ -231,15 +234,17 @@ class LLGuidanceCompiled:
         self._backend = backend
         self._may_repeat = may_repeat
         self._lock = threading.Lock()
-        self._first = _Root(root)
+        self._first = _Root(root, spec)
         self._more: weakref.WeakSet[_Root] = weakref.WeakSet()
 
     def matcher(self) -> LLGuidanceMatcher:
         with self._lock:
-            roots = [self._first, *self._more]
+            if self._first.is_spoilt:
+                self._first = _Root(self._backend.root(self.spec), self.spec)
+            roots = [self._first, *(root for root in self._more if not root.is_spoilt)]
             root = min(roots, key=lambda root: root.num_copies)
             if root.num_copies >= _COPIES_PER_ROOT and self._may_repeat and len(roots) < self._backend.max_roots:
-                root = _Root(self._backend.root(self.spec))
+                root = _Root(self._backend.root(self.spec), self.spec)
                 self._more.add(root)
             return LLGuidanceMatcher(self._backend, root, root.inner.deep_copy())
 
@@ -247,14 +252,15 @@ class LLGuidanceCompiled:
 class LLGuidanceMatcher:
     """One request's place; see `aengine.grammar.backend.Matcher`."""
 
-    __slots__ = ("_backend", "_ended", "_inner", "_num_tokens", "_root")
+    __slots__ = ("_backend", "_ended", "_inner", "_is_revived", "_root", "_token_ids")
 
     def __init__(self, backend: LLGuidanceBackend, root: _Root, inner: llguidance.LLMatcher) -> None:
         root.num_copies += 1
         self._backend = backend
         self._root = root
         self._inner = inner
-        self._num_tokens = 0  # accepted by the library: without the end
+        self._token_ids: list[int] = []  # accepted by the library: without the end
+        self._is_revived = False
         self._ended = False
 
     def __del__(self) -> None:
@@ -267,7 +273,10 @@ class LLGuidanceMatcher:
             view[row * row_bytes : (row + 1) * row_bytes] = self._backend.eos_row
             return
         self._inner.unsafe_compute_mask_ptr(address + row * row_bytes, row_bytes)
-        self._check()
+        if self._inner.is_error():
+            self._revive()
+            self._inner.unsafe_compute_mask_ptr(address + row * row_bytes, row_bytes)
+            self._check()
 
     @staticmethod
     def accept_group(items: Sequence[tuple[LLGuidanceMatcher, list[int]]]) -> list[int | MatcherError]:
@@ -281,9 +290,12 @@ class LLGuidanceMatcher:
             return [accept_one(matcher, ids) for matcher, ids in items]
         results: list[int | MatcherError] = [0] * len(items)
         accepted = executor.consume_token_par([(matcher._inner, token_id) for _, matcher, token_id in plain])
-        for (i, matcher, _), is_accepted in zip(plain, accepted, strict=True):
-            matcher._num_tokens += is_accepted
-            results[i] = int(is_accepted)
+        for (i, matcher, token_id), is_accepted in zip(plain, accepted, strict=True):
+            if is_accepted:
+                matcher._token_ids.append(token_id)
+                results[i] = 1
+            else:  # refused, or its lexer has come to its end: which of both is found out
+                results[i] = accept_one(matcher, [token_id])
         if len(plain) < len(items):
             seen = {i for i, _, _ in plain}
             for i, (matcher, ids) in enumerate(items):
@@ -304,19 +316,18 @@ class LLGuidanceMatcher:
         failed: dict[int, MatcherError] = {}
         for matcher, row in items:
             try:
-                if executor is None or matcher._ended:
+                if executor is None or matcher._ended or matcher._inner.is_error():
                     matcher.fill(bitmask, row)
-                else:
-                    matcher._check()
             except MatcherError as error:
                 failed[row] = error
         return failed
 
     def accept(self, token_ids: Sequence[int]) -> int:
         if self._is_plain(token_ids) and self._inner.try_consume_tokens(list(token_ids)):  # as in most steps
-            self._num_tokens += 1
+            self._token_ids.append(token_ids[0])
             return 1
-        self._check()
+        if self._inner.is_error():
+            self._revive()
         eos_ids = self._backend.eos_ids
         ids = list(token_ids)
         accepted = 0
@@ -333,14 +344,15 @@ class LLGuidanceMatcher:
 
     def rollback(self, num_tokens: int) -> None:
         self._check()
-        if not 0 <= num_tokens <= self._num_tokens + self._ended:
-            raise MatcherError(f"can't undo {num_tokens} tokens: {self._num_tokens + self._ended} were accepted")
+        num_accepted = len(self._token_ids) + self._ended
+        if not 0 <= num_tokens <= num_accepted:
+            raise MatcherError(f"can't undo {num_tokens} tokens: {num_accepted} were accepted")
         if num_tokens and self._ended:
             self._ended = False
             num_tokens -= 1
         if num_tokens:
             self._inner.rollback(num_tokens)
-            self._num_tokens -= num_tokens
+            del self._token_ids[-num_tokens:]
             self._check()
 
     def forced_tokens(self) -> list[int]:
@@ -352,7 +364,7 @@ class LLGuidanceMatcher:
 
     def clone(self) -> LLGuidanceMatcher:
         other = LLGuidanceMatcher(self._backend, self._root, self._inner.deep_copy())
-        other._num_tokens, other._ended = self._num_tokens, self._ended
+        other._token_ids, other._ended = self._token_ids.copy(), self._ended
         return other
 
     @property
@@ -376,9 +388,29 @@ class LLGuidanceMatcher:
         vocab_size = self._backend.vocabulary.vocab_size
         known = next((i for i, token_id in enumerate(token_ids) if not 0 <= token_id < vocab_size), len(token_ids))
         consumed = self._inner.try_consume_tokens(token_ids[:known]) if known else 0  # stops before the first wrong one
-        self._num_tokens += consumed
-        self._check()
+        self._token_ids += token_ids[:consumed]
+        if self._inner.is_error():
+            self._revive()
+            more = self._inner.try_consume_tokens(token_ids[consumed:known])
+            self._token_ids += token_ids[consumed : consumed + more]
+            consumed += more
+            self._check()
         return consumed
+
+    def _revive(self) -> None:
+        """The library can't go on: perhaps for what another request did, whose lexer this one shares. So it gets one of
+        its own, once, and comes as far as it was; if it is to blame itself, it fails again. Raises MatcherError."""
+        self._root.is_spoilt = True
+        if self._is_revived:
+            self._check()
+        self._is_revived = True
+        root = _Root(self._backend.root(self._root.spec), self._root.spec)
+        inner = root.inner.deep_copy()
+        if self._token_ids and inner.try_consume_tokens(self._token_ids) != len(self._token_ids):
+            self._check()
+        self._root.num_copies -= 1
+        root.num_copies += 1
+        self._root, self._inner = root, inner
 
     def _check(self) -> None:
         if self._inner.is_error():

@@ -94,9 +94,11 @@ def _schema_text(schema: Mapping[str, Any] | str | bool) -> str:
 
 
 def _image(schema: Any) -> bytes | None:
-    """Bytes that only equal schemas of the same types have; None when it holds anything but plain data."""
+    """Bytes that only equal schemas have; None when it holds anything but plain data, or is nested too deeply."""
     try:
-        return marshal.dumps(schema, 2)  # version 2: later ones depend on which parts are the same object
+        # Version 4 writes a part that is used often once, so a small schema has a small image. Which parts those are
+        # may differ between equal schemas; then one is checked again.
+        return marshal.dumps(schema, 4)
     except ValueError:
         return None
 

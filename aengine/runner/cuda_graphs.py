@@ -39,7 +39,7 @@ from .transfer import to_device
 
 __all__ = ["BatchDescriptor", "CudaGraphManager", "DecodeStep", "GraphKind", "capturing", "graph_sizes"]
 
-_LEAST_SLOTS = 16
+_LEAST_SLOTS = 160
 
 
 class GraphKind(Enum):

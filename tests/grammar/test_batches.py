@@ -7,7 +7,7 @@ import random
 
 import numpy as np
 import pytest
-from grammar_helpers import allowed, schema_spec
+from grammar_helpers import allowed, schema_spec, smollm2
 
 from aengine.engine.tokenizer import Tokenizer
 from aengine.grammar.backend import MatcherError, accept_batch, fill_batch
@@ -79,3 +79,46 @@ def test_many_requests_of_one_grammar_have_several_lexers(parallel: LLGuidanceBa
     del clone
     gc.collect()
     assert len(compiled._more) == 0 and compiled._first.num_copies == 0
+
+
+GREEDY_PATTERN = {
+    "type": "object",
+    "properties": {
+        "k": {"enum": [1, 2]},
+        "a": {"type": "string", "pattern": r"^(?:\S+\s+){0,99}\S+$", "maxLength": 5000},
+        "z": {"type": "string"},
+    },
+    "required": ["k"],
+    "additionalProperties": False,
+}
+
+
+@pytest.mark.parametrize("count", [3, 12])
+def test_a_request_that_exceeds_the_limits_harms_no_other(
+    count: int,
+) -> None:
+    """All of one grammar, whose lexer they share; one runs out of fuel."""
+    tokenizer = smollm2()
+    parallel = LLGuidanceBackend(Vocabulary.of(tokenizer, tokenizer.vocab_size), fill_threads=4)
+    compiled = parallel.compile(schema_spec(GREEDY_PATTERN))
+    words = parallel.row_bytes // 4
+    others = [compiled.matcher() for _ in range(count)]
+    started = tokenizer.encode('{"k": 1, "z": "some', False)
+    assert all(matcher.accept(started) == len(started) for matcher in others)
+    culprit = compiled.matcher()
+    begun = tokenizer.encode('{"k": 1, "a": "', False)
+    assert culprit.accept(begun) == len(begun)
+    everybody = [*others, culprit]
+    bitmask = np.zeros((len(everybody), words), np.int32)
+    failed: dict[int, MatcherError] = {}
+    for _ in range(3):
+        failed |= fill_batch([(m, i) for i, m in enumerate(everybody)], memoryview(bitmask))
+    assert set(failed) <= {count}, failed
+    rest = tokenizer.encode(' text"}', False)
+    assert accept_batch([(matcher, rest) for matcher in others]) == [len(rest)] * count
+    fresh = compiled.matcher()
+    whole = tokenizer.encode('{"k": 2}', False)
+    for token_id in whole:
+        assert fill_batch([(fresh, 0)], memoryview(bitmask)) == {}
+        assert fresh.accept([token_id]) == 1
+    assert fresh.is_accepting
