@@ -14,6 +14,7 @@ import asyncio
 import math
 from collections import deque
 from collections.abc import Callable
+from itertools import takewhile
 from typing import NamedTuple
 
 from ..errors import EngineError, InternalError, InvalidRequestError, RequestError, WorkerDiedError
@@ -166,7 +167,9 @@ class StepLoop:
     async def _step(self) -> None:
         """One turn: keep the worker supplied, then take the oldest answer."""
         await self._unlock()
-        self._max_in_flight = self._lease.num_steps(self.lag.worst, self.scheduler)
+        num_done = sum(1 for _ in takewhile(asyncio.Future.done, self._in_flight))
+        self._lease.note_turn(len(self._in_flight), num_done)
+        self._max_in_flight = self._lease.num_steps(self.scheduler)
         if len(self._in_flight) < self._max_in_flight and self._gated is None:
             output, self._unsent = self._unsent or self.scheduler.schedule(), None
             if output is not None:

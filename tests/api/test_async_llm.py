@@ -566,3 +566,24 @@ async def test_closing_while_starting_tells_the_starter(make_engine: Make) -> No
         await starting
     async with engine:
         assert engine.state == "running"
+
+
+async def test_a_late_loop_is_given_more_steps_ahead(make_engine: Make, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Tokens are the same, and nobody gets more than asked for, however many steps were under way."""
+    params = SamplingParams(max_tokens=60, ignore_eos=True)
+    stopping = params.replace(stop=["e"], max_tokens=200)
+    async with make_engine() as engine:
+        expected = [await engine.generate([i, 2, 3], params) for i in range(1, 5)]
+        stopped = await engine.generate([7], stopping)
+    async with make_engine(fake={"delay": 0.002}) as engine:
+        monkeypatch.setattr(engine._core.steps._lease, "num_steps", lambda scheduler: 30)
+        tasks = [asyncio.create_task(engine.generate([i, 2, 3], params)) for i in range(1, 5)]
+        tasks.append(asyncio.create_task(engine.generate([7], stopping)))
+        deepest = 0
+        while not all(task.done() for task in tasks):
+            deepest = max(deepest, len(engine._core.steps._in_flight))
+            await asyncio.sleep(0)
+        got = [task.result() for task in tasks]
+        await settled(engine)
+    assert deepest > 20
+    assert [c.token_ids for c in got] == [c.token_ids for c in (*expected, stopped)]
