@@ -54,6 +54,7 @@ class EngineCore:
         self.loop = asyncio.get_running_loop()
         self.state = "running"  # then "failed" or "closed"
         self.failure: EngineError | None = None
+        self._recovering: EngineError | None = None  # what the worker before died of, until the next one runs
         self.ready = ready
         self.tokenizer = tokenizer
         self._executor = executor
@@ -160,6 +161,7 @@ class EngineCore:
         """Another worker instead of the one that has failed. Tries again while the budget allows; then the engine fails
         with what went wrong last."""
         begun = time.monotonic()
+        self._recovering = error
         while True:
             delay = self._budget.next_delay(time.monotonic())
             if delay is None:
@@ -196,6 +198,7 @@ class EngineCore:
             )
             blame.__cause__ = error
             self.steps.fail_request(request, blame)
+        self._recovering = None
         logger.warning("the worker runs again after %.1f s; all requests go on", time.monotonic() - begun)
 
     def statistics(self) -> Statistics:
@@ -226,6 +229,14 @@ class EngineCore:
             return await self._executor.call(method, *args, timeout=timeout)
         except TimeoutError:
             raise InternalError(f"the worker did not answer {method} within {timeout:g} s") from None
+
+    async def check_health(self, timeout: float) -> float:
+        """See `AsyncLLM.check_health`."""
+        if self._recovering is not None:
+            raise WorkerDiedError(f"the worker is being started again: {self._recovering}")
+        begun = self.loop.time()
+        await self.call("ping", timeout=timeout)
+        return self.loop.time() - begun
 
     async def aclose(self, *, drain: float) -> None:
         """End the requests, then the worker. Bounded by ``drain`` plus the configured shutdown timeout."""
