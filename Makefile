@@ -8,7 +8,7 @@ PROMPT ?= Name three things that an octopus can do.
 MODEL  ?= smollm2-135m
 
 .DEFAULT_GOAL := help
-.PHONY: help install run chat test check bench clean
+.PHONY: help install run chat test check bench chaos clean
 
 help: ## this list
 	@grep -E '^[a-z]+:.*##' Makefile | sed -E 's/:.*## /\t/' | expand -t 12
@@ -40,6 +40,11 @@ check: $(STAMP) ## lint, types, architecture
 
 bench: $(STAMP) ## the benchmarks, JSON lines on stdout
 	@for b in scheduler ring host; do $(BIN)/python benchmarks/$$b.py || exit; done
+
+CHAOS := kills_--kills_12 hangs_--hangs_3 hosts_--hosts_16 cancels_--cancels_50000 cancels_--cancels_20000_--blocks_300_--tokens_300 requests_--count_200000
+
+chaos: $(STAMP) ## attacks, seeded: ten minutes; fails if a promise is broken
+	@failed=0; for part in $(CHAOS); do $(BIN)/python benchmarks/chaos.py $${part//_/ } || failed=1; done; exit $$failed
 
 clean: ## remove what make made
 	rm -rf $(VENV) build *.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis

@@ -62,4 +62,4 @@ def load_runner(
     config: EngineConfig, source: dict[str, Any], rank: int, world_size: int, progress: Callable[..., None]
 ) -> tuple[FakeRunner, dict[str, Any]]:
     ready = {"num_blocks": 40_000, "block_size": 16, "max_model_len": 8192, "max_num_batched_tokens": 8192}
-    return FakeRunner(), ready | {"vocab_size": 49152, "weight_format": "none"}
+    return FakeRunner(), ready | {"vocab_size": 49152, "weight_format": "none", "device": "none"}

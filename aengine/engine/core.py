@@ -31,6 +31,9 @@ __all__ = ["EngineCore"]
 
 logger = logging.getLogger("aengine")
 
+_GPU_PATIENCE = 30.0
+"""Seconds that a step may take on a GPU, whatever those before took: some kernels are compiled at first use."""
+
 ProgressCallback = Callable[[StartupProgress], None]
 ExecutorFactory = Callable[[EngineConfig], Executor]
 Restart = Callable[[], tuple[Executor, Callable[[], Awaitable[dict[str, Any]]]]]
@@ -84,6 +87,7 @@ class EngineCore:
                 grammars.close()
             grammars = GrammarService(tokenizer, limits.vocab_size)
         self.grammars = grammars
+        is_gpu = str(ready["device"]).startswith("cuda")
         self.admission = Admission(self.loop, tokenizer, limits, self._counters, grammars)
         self.steps = StepLoop(
             self._scheduler,
@@ -94,8 +98,9 @@ class EngineCore:
             on_scheduled=self.admission.on_scheduled,
             on_end=self.admission.on_request_end,
             hang_timeout=config.hang_timeout,
+            step_patience=_GPU_PATIENCE if is_gpu else 0.0,
             grammars=grammars,
-            forcing=IN_SMALL_BATCHES if str(ready["device"]).startswith("cuda") else ALWAYS,
+            forcing=IN_SMALL_BATCHES if is_gpu else ALWAYS,
         )
         self.admission.steps = self.steps
         self._task = self.loop.create_task(self._run(), name="aengine-step-loop")
@@ -156,6 +161,7 @@ class EngineCore:
                 self._fail(error)
                 return
             await self._recover(error)
+            del error
 
     async def _recover(self, error: EngineError) -> None:
         """Another worker instead of the one that has failed. Tries again while the budget allows; then the engine fails

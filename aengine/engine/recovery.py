@@ -61,12 +61,16 @@ class Watchdog:
         hang_timeout: float,
         heartbeats: Callable[[], int],
         on_hang: Callable[[str], None],
+        *,
+        patience: float = 0.0,
     ) -> None:
-        """``heartbeats``: how often the worker's heart has beaten; ``on_hang``: is told what was seen, once."""
+        """``heartbeats``: how often the worker's heart has beaten; ``on_hang``: is told what was seen, once;
+        ``patience``: seconds that any step may take as long as the heart beats."""
         self._loop = loop
         self._hang_timeout = hang_timeout
         self._heartbeats = heartbeats
         self._on_hang = on_hang
+        self._patience = patience
         self._timer: asyncio.TimerHandle | None = None
         self._steps: deque[tuple[int, float]] = deque()  # tokens, and when it could begin
         self._seconds_per_token = 0.0  # of the slowest
@@ -107,7 +111,7 @@ class Watchdog:
         if not self._num_answered:
             return max(_FIRST_STEP_SECONDS, self._hang_timeout)
         expected = max(self._longest, self._seconds_per_token * num_tokens)
-        return self._hang_timeout + _LATER_STEPS * expected
+        return max(self._patience, self._hang_timeout + _LATER_STEPS * expected)
 
     def _look(self) -> None:
         now = self._loop.time()

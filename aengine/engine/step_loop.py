@@ -67,6 +67,7 @@ class StepLoop:
         on_scheduled: Callable[[], None],
         on_end: Callable[[Request], None],
         hang_timeout: float = math.inf,
+        step_patience: float = 0.0,
         grammars: GrammarService | None = None,
         forcing: Forcing = ALWAYS,
     ) -> None:
@@ -88,7 +89,9 @@ class StepLoop:
         self._failure: EngineError | None = None  # the executor's
         loop = asyncio.get_running_loop()
         self.lag = LoopLag(loop)
-        self._watchdog = Watchdog(loop, hang_timeout, lambda: self._executor.heartbeats(), self._on_hang)
+        self._watchdog = Watchdog(
+            loop, hang_timeout, lambda: self._executor.heartbeats(), self._on_hang, patience=step_patience
+        )
         executor.set_on_failure(self._on_executor_failure)
 
     def add(self, request: Request) -> None:
@@ -140,7 +143,7 @@ class StepLoop:
                 await self._step()
         except EngineError as error:
             self._executor.fail(error)  # if it has not failed by itself: a worker that answers nonsense is of no use
-            return error
+            return error.with_traceback(None)  # it is kept, and its frames hold requests
         finally:
             self._watchdog.stop()
             self.lag.pause()

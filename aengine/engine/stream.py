@@ -14,7 +14,6 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import threading
 from collections import deque
 from collections.abc import Callable
 from types import TracebackType
@@ -195,7 +194,7 @@ class TokenStream:
     Use ``async with stream:`` or `aclose` where a reference to it may outlive the loop over it.
     """
 
-    __slots__ = ("__weakref__", "_abort", "_loop", "_mailbox", "_num_texts_read", "_partial", "_thread", "request_id")
+    __slots__ = ("__weakref__", "_abort", "_loop", "_mailbox", "_num_texts_read", "_partial", "request_id")
 
     def __init__(
         self,
@@ -208,7 +207,6 @@ class TokenStream:
         self._mailbox = mailbox
         self._loop = loop
         self._abort = abort
-        self._thread = threading.get_ident()
         self._partial: PartialJson | None = None
         self._num_texts_read = 0  # of the first completion's, by `partial`
 
@@ -257,13 +255,14 @@ class TokenStream:
         if self._partial is None:
             self._partial = PartialJson()
         choices = self._mailbox.choices
-        texts = choices[0].texts if choices else []
+        has_ended = self._mailbox.done  # asked first: with own_thread more may come between any two lines
+        texts = choices[0].texts[self._num_texts_read :] if choices else []
         try:
-            self._partial.feed("".join(texts[self._num_texts_read :]))
-            self._num_texts_read = len(texts)
+            self._partial.feed("".join(texts))
+            self._num_texts_read += len(texts)
         except ValueError as error:
             raise InvalidRequestError(f"the text of {self.request_id} is not JSON: {error}") from error
-        if self._mailbox.done and choices and choices[0].finish_reason is FinishReason.STOP:
+        if has_ended and choices and choices[0].finish_reason is FinishReason.STOP:
             with contextlib.suppress(ValueError):  # a stop string may have cut it
                 self._partial.finish()  # a number at the top is one only now
         return self._partial.value
@@ -303,14 +302,11 @@ class TokenStream:
         mailbox = getattr(self, "_mailbox", None)
         if mailbox is None or mailbox.done or self._loop.is_closed():
             return
-        # The garbage collector may run this in any thread; the engine lives in its loop's.
-        if threading.get_ident() == self._thread:
-            self._abort(self.request_id)
-        else:
-            try:
-                self._loop.call_soon_threadsafe(self._abort, self.request_id)
-            except RuntimeError:  # the loop was closed since
-                pass
+        # The garbage collector may run this in any thread, and in the loop's own anywhere, also within the scheduler.
+        try:
+            self._loop.call_soon_threadsafe(self._abort, self.request_id)
+        except RuntimeError:  # the loop was closed since
+            pass
 
 
 def error_for_waiter(error: AEngineError) -> AEngineError:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import gc
 import random
 from collections.abc import Callable
 from typing import Any
@@ -275,3 +276,30 @@ async def test_a_bug_of_ours_is_no_death(make_engine: Make, monkeypatch: pytest.
         monkeypatch.setattr(type(engine._core.steps.scheduler), "schedule", lambda self: 1 / 0)
         with pytest.raises(InternalError, match="step loop failed"):
             await engine.generate([1, 2])
+
+
+async def test_the_collector_may_run_within_the_scheduler(make_engine: Make, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Streams dropped in cycles, whose finalisers then run in the middle of a step's making."""
+    async with make_engine(fake={"delay": 0.0005, "num_blocks": 120}) as engine:
+        scheduler = engine._core.steps.scheduler
+        pool_class = type(scheduler._pool)
+
+        def collecting(function: Callable[..., Any]) -> Callable[..., Any]:
+            return lambda *args: (gc.collect(0), function(*args))[1]
+
+        monkeypatch.setattr(pool_class, "count_idle", collecting(pool_class.count_idle))
+        monkeypatch.setattr(scheduler, "_set_limit", collecting(scheduler._set_limit))
+        params = SamplingParams(max_tokens=200, ignore_eos=True)
+        steady = asyncio.create_task(engine.generate([1, 2], params))
+        for i in range(150):
+            stream = engine.stream([i % 7 + 1] * 20, params)
+            cycle = [stream]
+            cycle.append(cycle)
+            if i % 3:
+                await anext(stream)
+            del stream, cycle
+            await asyncio.sleep(0.0005)
+        assert len((await steady).token_ids) == 200
+        gc.collect()
+        await settled(engine)
+        assert engine.statistics().num_restarts == 0

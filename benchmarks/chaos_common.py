@@ -1,0 +1,92 @@
+"""What the parts of chaos.py share: promises and what became of them, memory, and an engine with a fake worker."""
+
+from __future__ import annotations
+
+import asyncio
+import gc
+import os
+import statistics
+import sys
+import time
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import psutil
+
+from aengine import AsyncLLM, EngineConfig
+from aengine.engine.executor import ProcessExecutor
+
+HERE = Path(__file__).parent
+MIB = 2**20
+
+
+class FakeWorkerLLM(AsyncLLM):
+    """A real worker process, in which a runner without a model answers (chaos_worker.py)."""
+
+    def _make_executor(self, config: EngineConfig) -> ProcessExecutor:
+        os.environ["PYTHONPATH"] = str(HERE)  # this is our own process: the worker finds chaos_worker.py
+        return ProcessExecutor(config, "chaos_worker:load_runner")
+
+
+class Promises:
+    """Those that did not hold, with what was seen instead."""
+
+    def __init__(self) -> None:
+        self.broken: list[str] = []
+
+    def hold(self, what: str, kept: bool, seen: object = "") -> None:
+        if not kept:
+            self.broken.append(f"{what}: {seen}" if seen != "" else what)
+            say(f"BROKEN PROMISE: {self.broken[-1]}")
+
+
+def say(text: str) -> None:
+    print(text, file=sys.stderr, flush=True)
+
+
+class Possessions:
+    """What a process should not have more of after its work than before: memory, descriptors, threads."""
+
+    def __init__(self) -> None:
+        gc.collect()
+        self._process = psutil.Process()
+        self._rss, self._fds, self._threads = self._now()
+
+    def _now(self) -> tuple[int, int, int]:
+        return self._process.memory_info().rss, self._process.num_fds(), self._process.num_threads()
+
+    def growth(self) -> dict[str, float]:
+        gc.collect()
+        rss, fds, threads = self._now()
+        return {
+            "rss_growth_mib": round((rss - self._rss) / MIB, 2),
+            "fds_growth": fds - self._fds,
+            "threads_growth": threads - self._threads,
+        }
+
+
+def seconds(values: Sequence[float]) -> dict[str, Any]:
+    if not values:
+        return {"count": 0}
+    return {"count": len(values), "p50": round(statistics.median(values), 2), "max": round(max(values), 2)}
+
+
+async def settle(engine: AsyncLLM, promises: Promises) -> None:
+    """Wait until no request is left; then nothing of any may be: no block, no row, no call."""
+    end = time.monotonic() + 20
+    while time.monotonic() < end:
+        now = engine.statistics()
+        if not now.num_running and not now.num_waiting and now.num_free_blocks == now.num_blocks:
+            break
+        await asyncio.sleep(0.01)
+    core = engine._core
+    assert core is not None
+    left = (now.num_running, now.num_waiting, now.num_blocks - now.num_free_blocks)
+    promises.hold("no request and no KV block is left (running, waiting, blocks)", left == (0, 0, 0), left)
+    calls = len(core.admission._calls) + len(core.admission._held)
+    promises.hold("the engine holds no call", calls == 0, calls)
+    try:
+        core.steps.scheduler.check()
+    except AssertionError as error:
+        promises.hold("the scheduler's state is consistent", False, repr(error))

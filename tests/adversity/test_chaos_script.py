@@ -1,0 +1,32 @@
+"""benchmarks/chaos.py, a little of each part: it runs, and no promise is broken."""
+
+from __future__ import annotations
+
+import json
+import random
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+SCRIPT = Path(__file__).parents[2] / "benchmarks" / "chaos.py"
+SMALL = "--streams 6 --tokens 12"
+
+
+@pytest.mark.parametrize(
+    ("options", "key", "count"),
+    [
+        pytest.param(f"kills --kills 1 {SMALL}", "restarts", 1, marks=pytest.mark.slow),
+        pytest.param(f"hangs --hangs 1 {SMALL}", "restarts", 1, marks=pytest.mark.slow),
+        ("hosts --hosts 2 --model fake", "hosts", 2),
+        ("cancels --cancels 600", "cancels", 600),
+        ("requests --count 2000", "requests", 2000),
+    ],
+)
+def test_a_little_of_a_part(options: str, key: str, count: int, rng: random.Random) -> None:
+    command = [sys.executable, str(SCRIPT), *options.split(), "--seed", str(rng.getrandbits(32))]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=120)
+    assert done.returncode == 0, done.stdout + done.stderr
+    line = json.loads(done.stdout)
+    assert line[key] == count and line["broken"] == []
