@@ -314,6 +314,17 @@ class AsyncLLM:
         """What runs: vocab_size, max_model_len, num_blocks, block_size, device, dtype, weight_format, pid, ..."""
         return dict(self._running_core().ready)
 
+    async def check_health(self, timeout: float = 10.0) -> float:
+        """Ask the worker, through everything that a request's steps go through; it answers once it has launched the
+        steps before. Returns the seconds that it took.
+
+        Raises:
+            EngineClosedError: the engine is not running, or it has failed.
+            WorkerDiedError: the worker has died and is being started again; requests wait, and will go on.
+            InternalError: no answer within ``timeout`` seconds. The engine acts on that by itself, if it has to.
+        """
+        return await self._running_core().check_health(timeout)
+
     async def start_profile(self, folder: str | os.PathLike[str] | None = None) -> str:
         """Record what the worker and its GPU do, until `stop_profile`. For seconds, not minutes: all is kept in memory.
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field, fields, replace
 from typing import Any, Literal
 
@@ -13,17 +13,21 @@ __all__ = ["SamplingParams", "StructuredOutput"]
 _INT32_MAX = 2**31 - 1
 MAX_LOGPROBS = 64
 MAX_STOP_STRINGS = 64
+MAX_STOP_TOKEN_IDS = 1024
 MAX_LOGIT_BIAS = 1024
 
 
-def _fail(param: str, value: object, wanted: str) -> InvalidRequestError:
+def shown(value: object, length: int = 80) -> str:
+    """At most so much of its repr: for messages about values that may be anything."""
     try:
-        shown = repr(value)
-    except ValueError:  # an integer of thousands of digits
-        shown = f"<{type(value).__name__}>"
-    if len(shown) > 80:
-        shown = shown[:77] + "..."
-    return InvalidRequestError(f"{param}={shown} is not valid: it must be {wanted}", param=param)
+        text = repr(value)
+    except Exception:  # an integer of thousands of digits, a list nested as deeply, or its own __repr__
+        text = f"<{type(value).__name__}>"
+    return text if len(text) <= length else text[: length - 3] + "..."
+
+
+def _fail(param: str, value: object, wanted: str) -> InvalidRequestError:
+    return InvalidRequestError(f"{param}={shown(value)} is not valid: it must be {wanted}", param=param)
 
 
 def _number(param: str, value: object, low: float, high: float, wanted: str, *, open_low: bool = False) -> float:
@@ -59,6 +63,8 @@ class StructuredOutput:
     whitespace: Literal["compact", "any"] = "compact"
 
     def __post_init__(self) -> None:
+        if not isinstance(self.json_object, bool):
+            raise _fail("json_object", self.json_object, "True or False")
         kinds = ("json_schema", "regex", "choice", "grammar")
         given = [name for name in kinds if getattr(self, name) is not None]
         if self.json_object:
@@ -75,7 +81,8 @@ class StructuredOutput:
                 raise _fail(name, value, "a string")
         if self.choice is not None:
             options = self.choice
-            if isinstance(options, str) or not options or not all(isinstance(c, str) for c in options):
+            is_list = isinstance(options, Collection) and not isinstance(options, str)
+            if not is_list or not options or not all(isinstance(c, str) for c in options):
                 raise _fail("choice", options, "a non-empty list of strings")
         for name, allowed in (
             ("backend", ("auto", "llguidance", "xgrammar")),
@@ -118,7 +125,7 @@ class SamplingParams:
     stop: str | Sequence[str] = ()
     """The completion ends before the first of these strings; they never appear in it."""
     stop_token_ids: Sequence[int] = ()
-    """Ends the completion, besides the model's own end-of-sequence tokens."""
+    """Ends the completion, besides the model's own end-of-sequence tokens; at most 1024 of them."""
     ignore_eos: bool = False
     """Goes on past end-of-sequence tokens. stop_token_ids still stop."""
     include_stop_str_in_output: bool = False
@@ -191,7 +198,7 @@ def _stop_strings(param: str, value: object) -> tuple[str, ...]:
 def is_unicode(text: str) -> bool:
     """Whether it can be written as UTF-8: a lone surrogate, as JSON's "\\ud800" gives, can't."""
     try:
-        text.encode()
+        str.encode(text)
     except UnicodeEncodeError:
         return False
     return True
@@ -200,8 +207,8 @@ def is_unicode(text: str) -> bool:
 def _token_ids(param: str, value: object) -> tuple[int, ...]:
     if value is None:
         return ()
-    if isinstance(value, str) or not isinstance(value, Sequence):
-        raise _fail(param, value, "a list of token ids")
+    if isinstance(value, str) or not isinstance(value, Sequence) or len(value) > MAX_STOP_TOKEN_IDS:
+        raise _fail(param, value, f"a list of at most {MAX_STOP_TOKEN_IDS} token ids")
     return tuple(_integer(param, v, 0, _INT32_MAX, "a list of token ids, each >= 0") for v in value)
 
 

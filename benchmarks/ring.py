@@ -56,7 +56,9 @@ def worker_main(description: str) -> None:
 def start_worker() -> tuple[HostChannel, subprocess.Popen[bytes]]:
     host = HostChannel.create(4 * 1024 * 1024)
     command = [sys.executable, __file__, "--worker", host.description]
-    return host, subprocess.Popen(command, pass_fds=host.inherit_fds)
+    child = subprocess.Popen(command, pass_fds=host.inherit_fds)
+    host.offer()
+    return host, child
 
 
 def stop_worker(host: HostChannel, child: subprocess.Popen[bytes]) -> None:

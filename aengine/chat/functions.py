@@ -12,6 +12,7 @@ from collections.abc import Callable, Mapping
 from typing import TYPE_CHECKING, Annotated, Any, NotRequired
 
 from ..errors import InvalidRequestError
+from ..params import shown
 from .docstrings import read_docstring
 
 if TYPE_CHECKING:
@@ -38,7 +39,7 @@ def describe(function: Callable[..., Any]) -> tuple[str, str, dict[str, Any]]:
 
     name = getattr(function, "__name__", None)
     if not isinstance(name, str):
-        raise _invalid(f"{function!r:.80} has no name: wrap it in a function, or make a Tool(name=..., function=...)")
+        raise _invalid(f"{shown(function)} has no name: wrap it in a function, or make a Tool(name=..., function=...)")
     try:
         schema = _adapter(function).json_schema(schema_generator=WithoutTitles)
     except InvalidRequestError:
@@ -74,7 +75,7 @@ def _new_adapter(function: Callable[..., Any]) -> TypeAdapter[Any]:
     from pydantic import ConfigDict, Field, TypeAdapter
     from typing_extensions import TypedDict  # pydantic takes that of typing only from Python 3.12 on
 
-    name = getattr(function, "__name__", repr(function))
+    name = getattr(function, "__name__", shown(function))
     try:
         signature = inspect.signature(function, eval_str=True)
     except (NameError, SyntaxError) as error:

@@ -27,35 +27,52 @@ def written_out(messages: Sequence[_Message], tool_format: ToolFormat) -> list[_
         if message.get("role") == "tool":
             if results:
                 written.pop()
-            name = names.get(message.get("tool_call_id"), message.get("name"))
+            name = names.get(_key(message.get("tool_call_id")), message.get("name"))
             results.append(({"name": name} if name else {}) | {"content": message.get("content")})
-            text = json.dumps({"tool_results": results}, ensure_ascii=False)
-            written.append({"role": "user", "content": text})
+            written.append({"role": "user", "content": _json_of(index, {"tool_results": results})})
             continue
         results = []
         if message.get("tool_calls"):
-            names |= {call.get("id"): name for call, name, _ in _calls_of(index, message)}
+            names |= {_key(call.get("id")): name for call, name, _ in _calls_of(index, message)}
             message = _with_calls_as_text(index, message, tool_format)
         written.append(message)
+    if not written:
+        raise InvalidRequestError("messages must be a list of at least one message", param="messages")
     return written
 
 
 def _with_calls_as_text(index: int, message: _Message, known: ToolFormat) -> _Message:
     calls = _calls_of(index, message)
-    texts = [known.head(name) + _as_json(arguments) + known.after_arguments for _, name, arguments in calls]
+    texts = [known.head(name) + _as_json(index, arguments) + known.after_arguments for _, name, arguments in calls]
     written = known.openings[0] + known.separator.join(texts) + known.closing
     content = message.get("content") or ""
+    if not isinstance(content, str | list):
+        raise InvalidRequestError(
+            f"the content of messages[{index}] must be a text or a list of parts", param="messages"
+        )
     content = [*content, {"type": "text", "text": written}] if isinstance(content, list) else content + written
     return {key: value for key, value in message.items() if key != "tool_calls"} | {"content": content}
 
 
-def _as_json(arguments: Any) -> str:
+def _key(call_id: Any) -> Any:
+    """A call's id is a string; whatever else it is given as must not be looked up."""
+    return call_id if isinstance(call_id, str | int) else None
+
+
+def _as_json(index: int, arguments: Any) -> str:
     if isinstance(arguments, str):
         try:
             arguments = json.loads(arguments or "{}")
         except (ValueError, RecursionError):
             return arguments
-    return json.dumps(arguments, ensure_ascii=False)
+    return _json_of(index, arguments)
+
+
+def _json_of(index: int, value: Any) -> str:
+    try:
+        return json.dumps(value, ensure_ascii=False)
+    except (TypeError, ValueError, RecursionError) as error:
+        raise InvalidRequestError(f"messages[{index}] has what JSON can't say: {error}", param="messages") from None
 
 
 def _calls_of(index: int, message: _Message) -> list[tuple[_Message, str, Any]]:

@@ -13,6 +13,7 @@ from typing import Any, Literal
 from ..errors import GrammarError, InvalidRequestError
 from ..grammar.schema import check_schema
 from ..grammar.spec import plain_json
+from ..params import shown
 
 __all__ = ["MAX_TOOLS", "Tool", "ToolChoice", "tools_of"]
 
@@ -42,7 +43,7 @@ class Tool:
 
     def __post_init__(self) -> None:
         if not isinstance(self.name, str) or not _NAME.fullmatch(self.name):
-            raise _invalid(f"the tool's name {self.name!r:.90} must be 1 to 64 of the characters A-Z a-z 0-9 _ . -")
+            raise _invalid(f"the tool's name {shown(self.name)} must be 1 to 64 of the characters A-Z a-z 0-9 _ . -")
         if not isinstance(self.description, str):
             raise _invalid(f"the description of the tool {self.name!r} must be a string")
         if not isinstance(self.strict, bool):
@@ -150,8 +151,8 @@ class ToolChoice:
         if not isinstance(name, str) or all(tool.name != name for tool in tools):
             known = ", ".join(repr(tool.name) for tool in tools[:20]) or "none"
             raise InvalidRequestError(
-                f"tool_choice={value!r:.90} is not valid: it must be 'none', 'auto', 'required' or the name of a tool; "
-                f"the tools are {known}",
+                f"tool_choice={shown(value)} is not valid: it must be 'none', 'auto', 'required' or the name of a tool "
+                f"(there are: {known})",
                 param="tool_choice",
             )
         return cls("named", name)
@@ -170,7 +171,7 @@ def _invalid(message: str) -> InvalidRequestError:
 def _from_dict(thing: Mapping[str, Any]) -> Tool:
     kind = thing.get("type", "function")
     if kind != "function":
-        raise _invalid(f"a tool of type {kind!r:.90} can't be used: only functions can")
+        raise _invalid(f"a tool of type {shown(kind)} can't be used: only functions can")
     inner = thing.get("function", thing)
     if not isinstance(inner, Mapping) or "name" not in inner:
         raise _invalid("a tool needs a name: {'type': 'function', 'function': {'name': ..., 'parameters': {...}}}")
@@ -185,7 +186,7 @@ def _from_dict(thing: Mapping[str, Any]) -> Tool:
 
 def _object_schema(name: str, parameters: object) -> dict[str, Any]:
     if not isinstance(parameters, Mapping):
-        raise _invalid(f"the parameters of the tool {name!r} must be a JSON schema (a dict), not {parameters!r:.80}")
+        raise _invalid(f"the parameters of the tool {name!r} must be a JSON schema (a dict), not {shown(parameters)}")
     try:
         schema: dict[str, Any] = plain_json(parameters)
         check_schema(schema)
@@ -196,7 +197,7 @@ def _object_schema(name: str, parameters: object) -> dict[str, Any]:
     if schema.get("type", "object") != "object":
         raise _invalid(
             f"the parameters of the tool {name!r} must be the schema of an object, but their type is "
-            f"{schema['type']!r:.80}: name each argument under 'properties'"
+            f"{shown(schema['type'])}: name each argument under 'properties'"
         )
     return {"type": "object", **schema}
 

@@ -8,6 +8,7 @@ from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 from ..errors import ContextLengthError, InvalidRequestError
+from ..params import shown
 
 if TYPE_CHECKING:
     from .tokenizer import Tokenizer
@@ -29,7 +30,7 @@ def prompt_kind(prompt: Prompt) -> str:
         raise InvalidRequestError(f"a prompt must be {_WANTED}, not {type(prompt).__name__}", param="prompt")
     if not prompt:
         raise InvalidRequestError("the prompt is empty: give it at least one token or message", param="prompt")
-    first = prompt[0]
+    first = next(iter(prompt), None)
     if isinstance(first, Mapping):
         return "messages"
     if isinstance(first, int) and not isinstance(first, bool):
@@ -50,7 +51,7 @@ def encode_prompt(prompt: Prompt, kind: str, tokenizer: Tokenizer) -> list[int]:
         ids = tokenizer.encode(text, add_special_tokens=False)  # the template wrote them
     else:
         assert isinstance(prompt, str)
-        ids = tokenizer.encode(prompt)
+        ids = tokenizer.encode(str.__str__(prompt))  # whatever methods a class of its own has
     if not ids:
         raise InvalidRequestError("the prompt has no tokens", param="prompt")
     return ids
@@ -78,13 +79,20 @@ def check_token_ids(ids: Sequence[int], vocab_size: int, max_model_len: int) -> 
         column = array("i", ids)  # takes whatever has __index__, numpy's integers too
         if min(column) >= 0 and max(column) < vocab_size:
             return column.tolist()
-    except (TypeError, OverflowError):
+    except (TypeError, OverflowError, ValueError):
         pass
     for i, token_id in enumerate(ids):
-        if not hasattr(token_id, "__index__") or not 0 <= operator.index(token_id) < vocab_size:
+        if not _is_token_id(token_id, vocab_size):
             raise InvalidRequestError(
-                f"prompt[{i}]={token_id!r} is not a token id of this model: "
+                f"prompt[{i}]={shown(token_id)} is not a token id of this model: "
                 f"they are integers from 0 to {vocab_size - 1}",
                 param="prompt",
             )
     raise InvalidRequestError("the prompt has no tokens", param="prompt")
+
+
+def _is_token_id(value: Any, vocab_size: int) -> bool:
+    try:
+        return 0 <= operator.index(value) < vocab_size
+    except TypeError:
+        return False

@@ -20,6 +20,7 @@ import contextlib
 import os
 import platform
 import threading
+import time
 from collections.abc import Callable
 
 import posix_ipc
@@ -56,35 +57,46 @@ def new_fence() -> Callable[[], None]:
     return fence
 
 
+_LOOK_AGAIN = 0.001  # seconds between two looks for a name that the host is about to make
+
+
 class WorkerBell:
-    """Wakes a worker. The host creates and rings it; the worker opens it by name, unlinks the name, and waits."""
+    """Wakes a worker. The host makes and rings it; the worker opens it by name, unlinks the name, and waits."""
 
-    def __init__(self, semaphore: posix_ipc.Semaphore, fence: Callable[[], None]) -> None:
-        self._semaphore = semaphore
+    def __init__(self, name: str, fence: Callable[[], None]) -> None:
+        self._name = name
         self._fence = fence
-        self._open = True
+        self._semaphore: posix_ipc.Semaphore | None = None  # before `make`, and after `close`
+
+    def make(self) -> None:
+        """Give it its name. The worker's process must exist by now: who lives longer takes the name back."""
+        self._semaphore = posix_ipc.Semaphore(self._name, posix_ipc.O_CREX, mode=0o600, initial_value=0)
+        self.ring()  # for those who did before
 
     @classmethod
-    def create(cls, name: str, fence: Callable[[], None]) -> WorkerBell:
-        return cls(posix_ipc.Semaphore(name, posix_ipc.O_CREX, mode=0o600, initial_value=0), fence)
-
-    @classmethod
-    def attach(cls, name: str, fence: Callable[[], None]) -> WorkerBell:
-        """Open and unlink. Raises FileNotFoundError when the host has gone or taken the name back."""
-        try:
-            bell = cls(posix_ipc.Semaphore(name), fence)
-        except posix_ipc.ExistentialError:
-            raise FileNotFoundError(f"the semaphore {name} does not exist: the host has gone") from None
+    def attach(cls, name: str, fence: Callable[[], None], host_gone: Callable[[], bool]) -> WorkerBell:
+        """Open and unlink, as soon as the host has made it. Raises FileNotFoundError once the host has gone."""
+        bell = cls(name, fence)
+        while bell._semaphore is None:
+            gone = host_gone()  # if so, it is not made after this
+            try:
+                bell._semaphore = posix_ipc.Semaphore(name)
+            except posix_ipc.ExistentialError:
+                if gone:
+                    raise FileNotFoundError(f"the semaphore {name} does not exist: the host has gone") from None
+                time.sleep(_LOOK_AGAIN)
         bell.unlink()
         return bell
 
     def ring(self) -> None:
         """Wake the worker, or keep it from going to sleep. The caller has fenced since its last store."""
-        if self._semaphore.value == 0:
-            self._semaphore.release()
+        semaphore = self._semaphore
+        if semaphore is not None and semaphore.value == 0:
+            semaphore.release()
 
     def wait(self, timeout: float) -> bool:
         """Sleep until rung, at most ``timeout`` seconds. True: rung (or interrupted), look again."""
+        assert self._semaphore is not None
         try:
             self._semaphore.acquire(timeout)
         except posix_ipc.BusyError:
@@ -97,13 +109,14 @@ class WorkerBell:
 
     def unlink(self) -> None:
         """Remove the name; idempotent, either side may have been first."""
-        with contextlib.suppress(posix_ipc.ExistentialError):
-            self._semaphore.unlink()
+        if self._semaphore is not None:
+            with contextlib.suppress(posix_ipc.ExistentialError):
+                self._semaphore.unlink()
 
     def close(self) -> None:
-        if self._open:
-            self._open = False
+        if self._semaphore is not None:
             self._semaphore.close()
+            self._semaphore = None
 
 
 class LoopBell:

@@ -13,7 +13,7 @@ The direction and content of each kind:
                      CALL             [method, reply_rank, *arguments]: a collective call; that rank answers REPLY
                      SHUTDOWN         nothing; the worker ends
     worker -> host   PROGRESS         dict: stage, done, total, unit, detail
-                     READY            dict: num_blocks, block_size, max_model_len, device, ...
+                     READY            dict: READY_COUNTS, each at least 1, and device, dtype, ...
                      OUTPUT           ModelRunnerOutput
                      REPLY            dict: value (any plain data), or error (a dict like ERROR's)
                      ERROR            dict: type, message, traceback; step_id of the frame that failed
@@ -29,6 +29,7 @@ from typing import Any
 import msgpack
 
 __all__ = [
+    "READY_COUNTS",
     "GrammarOutput",
     "Kind",
     "LogprobColumns",
@@ -41,6 +42,9 @@ __all__ = [
     "pack",
     "unpack",
 ]
+
+
+READY_COUNTS = ("num_blocks", "block_size", "max_model_len", "max_num_batched_tokens", "vocab_size")
 
 
 class MessageError(ValueError):
@@ -209,11 +213,15 @@ def unpack(kind: Kind, payload: bytes | bytearray | memoryview) -> Any:
         if kind is Kind.GRAMMAR:
             step_id, batch_idx, bitmask = data
             return GrammarOutput(_int(step_id), _ints(batch_idx), bitmask if type(bitmask) is int else _bytes(bitmask))
+        check = _CHECKS.get(kind)
+        if check is not None:
+            check(data)
         return data
     except MessageError:
         raise
-    except Exception as error:
-        raise MessageError(f"a {kind.name} message can't be decoded: {error!r}") from error
+    except Exception as error:  # some of msgpack's show all that they were given
+        reason = f"{type(error).__name__}: {error!s:.300}"
+        raise MessageError(f"a {kind.name} message can't be decoded: {reason}") from None
 
 
 def _new_request(r: NewRequest) -> tuple[Any, ...]:
@@ -262,6 +270,10 @@ def _step(data: Any) -> SchedulerOutput:
 
 def _request(fields: Any) -> NewRequest:
     r = NewRequest(*fields)
+    for name in _REQUEST_INTS:
+        _int(getattr(r, name))
+    for name in _REQUEST_FLOATS:
+        _float(getattr(r, name))
     r.token_ids, r.block_ids = _ints(r.token_ids), _ints(r.block_ids)
     r.stop_token_ids, r.bias_token_ids = _ints(r.stop_token_ids), _ints(r.bias_token_ids)
     r.bias_values = _floats(r.bias_values)
@@ -271,22 +283,73 @@ def _request(fields: Any) -> NewRequest:
 
 
 def _output(data: Any) -> ModelRunnerOutput:
-    step_id, token_ids, logprobs, errors = data
+    step_id, ids, logprobs, errors = data
+    step_id, token_ids = _int(step_id), _ints(ids)
     columns = None
     if logprobs is not None:
-        batch_idx, sampled, counts, ids, values = logprobs
-        columns = LogprobColumns(_ints(batch_idx), _floats(sampled), _ints(counts), _ints(ids), _floats(values))
+        batch_idx, sampled, counts, likeliest, values = logprobs
+        columns = LogprobColumns(_ints(batch_idx), _floats(sampled), _ints(counts), _ints(likeliest), _floats(values))
         if not len(columns.batch_idx) == len(columns.sampled) == len(columns.counts):
             raise MessageError(f"step {step_id}: logprob columns of unequal length")
         if not sum(columns.counts) == len(columns.token_ids) == len(columns.values):
             raise MessageError(f"step {step_id}: logprob columns of unequal length")
-    rows = [RowError(_int(i), str(kind), str(message)) for i, kind, message in errors]
-    return ModelRunnerOutput(_int(step_id), _ints(token_ids), columns, rows)
+        if min(columns.counts, default=0) < 0 or not all(0 <= i < len(token_ids) for i in columns.batch_idx):
+            raise MessageError(f"step {step_id}: logprobs of positions that are not in the batch")
+    rows = [RowError(_int(i), _text(kind), _text(message)) for i, kind, message in errors]
+    return ModelRunnerOutput(step_id, token_ids, columns, rows)
+
+
+def _ready(data: Any) -> None:
+    for name in READY_COUNTS:
+        if _int(data.get(name)) < 1:
+            raise MessageError(f"READY with {name}={data[name]}")
+
+
+def _progress(data: Any) -> None:
+    counts = {name: _int(data.pop(name)) for name in ("done", "total") if name in data}
+    for name, value in data.items():
+        if name not in ("stage", "unit", "detail"):
+            raise MessageError(f"PROGRESS with an unknown {name!r:.80}")
+        _text(value)
+    data.update(counts)
+    _text(data.get("stage"))
+
+
+def _error(data: Any) -> None:
+    for name in ("type", "message", "traceback"):
+        _text(data.get(name))
+
+
+def _reply(data: Any) -> None:
+    if "error" in data:
+        _error(data["error"])
+    elif "value" not in data:
+        raise MessageError("a REPLY with neither a value nor an error")
+
+
+_CHECKS = {Kind.READY: _ready, Kind.PROGRESS: _progress, Kind.ERROR: _error, Kind.REPLY: _reply}
+_REQUEST_INTS = (
+    *("req_idx", "num_prompt_tokens", "num_computed_tokens", "top_k", "seed", "logprobs", "min_tokens"),
+    "max_num_tokens",
+)
+_REQUEST_FLOATS = (*("temperature", "top_p", "min_p", "presence_penalty", "frequency_penalty", "repetition_penalty"),)
 
 
 def _int(value: object) -> int:
     if type(value) is not int:
         raise MessageError(f"expected an integer, not {type(value).__name__}")
+    return value
+
+
+def _float(value: object) -> float:
+    if type(value) is not float and type(value) is not int:
+        raise MessageError(f"expected a number, not {type(value).__name__}")
+    return value
+
+
+def _text(value: object) -> str:
+    if type(value) is not str:
+        raise MessageError(f"expected a text, not {type(value).__name__}")
     return value
 
 

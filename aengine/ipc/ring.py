@@ -232,7 +232,7 @@ class Assembler:
             raise FrameError(f"a fragment of kind {kind} in a message of kind {self._kind}")
         self._size += len(payload)
         if self._size > self._limit:
-            raise FrameError(f"a message of over {self._limit} bytes: raise max_message_bytes, or send less")
+            raise FrameError(f"a message of over {self._limit} bytes")
         self._kind, self._step_id = kind, step_id
         self._parts.append(payload)
         if not flags & LAST:

@@ -2,8 +2,9 @@
 
     python -P entry.py HOST_PID DEATH_FD RANK SPIN_US CHANNEL RUNNER SEARCH_PATH
 
-Before anything heavy is imported it makes sure that it can't outlive the host, and attaches to the rings, whose names
-are gone from then on. The host's death ends it at once, whatever it is doing.
+Before anything heavy is imported it attaches to the rings, whose names are gone from then on, and makes sure that it
+can't outlive the host. In this order: a host that was killed before has left a name that only this process knows of.
+From then on the host's death ends it at once, whatever it is doing.
 """
 
 from __future__ import annotations
@@ -52,7 +53,6 @@ def import_host_package(search_path: list[str]) -> None:
 
 def main(argv: list[str]) -> int:
     host_pid, death_fd, rank, spin_us, description, runner, search_path = argv
-    die_with_host(int(host_pid), int(death_fd))
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # the host decides when a worker ends
     import_host_package(search_path.split(os.pathsep))
 
@@ -62,6 +62,7 @@ def main(argv: list[str]) -> int:
         channel = WorkerChannel.attach(description, int(spin_us), lambda: os.getppid() != int(host_pid))
     except FileNotFoundError:
         return _EXIT_HOST_GONE
+    die_with_host(int(host_pid), int(death_fd))
 
     from aengine.workers.worker import Worker
 

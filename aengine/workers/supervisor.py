@@ -141,6 +141,12 @@ class WorkerProcess:
                     start_new_session=True,  # a Ctrl-C in the host's terminal is the host's to handle
                 )
                 self.pid = self._process.pid
+                try:
+                    self.channel.offer()  # it exists now, and takes the name away
+                except BaseException:
+                    self._process.kill()
+                    self._process.wait()
+                    raise
                 return self._process
         finally:
             self._close_fd("_death_read")

@@ -20,12 +20,11 @@ from collections.abc import Coroutine
 from pathlib import Path
 from typing import Any
 
-HERE = Path(__file__).parent
-sys.path += [str(HERE), str(HERE.parent / "workers")]
+sys.path.append(str(Path(__file__).parents[1] / "workers"))
 
 from slow_runner import HOLD_GIL, SLEEP
 
-from aengine import AEngineError, AsyncLLM, EngineClosedError, EngineConfig, SamplingParams
+from aengine import AsyncLLM, EngineClosedError, EngineConfig, SamplingParams
 from aengine.engine.executor import ProcessExecutor
 
 ENDLESS = SamplingParams(max_tokens=4000, ignore_eos=True, detokenize=False)
@@ -293,18 +292,13 @@ def notebook() -> None:
 
 
 async def compiling() -> None:
-    """xgrammar's compiler, a process too, is busy."""
+    """xgrammar's compiler, a process too, is made, and has more to do than it is given time for."""
     from aengine import StructuredOutput
 
     engine = await FakeLLM("smollm2-135m").start()
-    easy = StructuredOutput(regex="a*", backend="xgrammar")
-    kept.append(engine.stream([5], ENDLESS.replace(structured_output=easy, detokenize=True)))
-    await anext(kept[0])
-    deep: dict[str, Any] = {"type": "string", "pattern": "(a|b){1,2000}(c|d|[a-z0-9]){1,2000}x{1,5000}"}
-    hard = StructuredOutput(json_schema={"type": "object", "properties": {"a": deep}}, backend="xgrammar")
-    kept.append(engine.stream([5], ENDLESS.replace(structured_output=hard, detokenize=True)))
-    await asyncio.sleep(0.5)
-    say("compiling")
+    hard = StructuredOutput(json_schema={"enum": [f"value number {i}" for i in range(20_000)]}, backend="xgrammar")
+    kept.append(engine.stream([5], SamplingParams(structured_output=hard)))
+    say("asked")
     await asyncio.sleep(600)
 
 

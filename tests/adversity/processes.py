@@ -34,7 +34,10 @@ def subreaper() -> Iterator[None]:
 
 
 class Host:
-    """``host_program.py`` in a process of its own. ``with``: nothing of it is left at the end, whatever happens."""
+    """``host_program.py`` in a process of its own. One at a time: an orphan does not tell whose it is.
+
+    ``with``: nothing of it is left at the end, whatever happens.
+    """
 
     def __init__(self, scenario: str, *options: object) -> None:
         self._errors = tempfile.TemporaryFile("w+")
@@ -80,6 +83,10 @@ class Host:
 
     def names(self) -> list[str]:
         return [name for name in os.listdir("/dev/shm") if f"aengine-{self.pid}-" in name]
+
+    def descriptors(self) -> list[str]:
+        folder = f"/proc/{self.pid}/fd"
+        return [os.readlink(f"{folder}/{fd}") for fd in os.listdir(folder)]
 
     def seconds_until_nothing_is_left(self, but: int = 0) -> float:
         """No process (``but`` so many of the host's own) and no name in /dev/shm."""

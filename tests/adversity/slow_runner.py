@@ -1,4 +1,4 @@
-"""A runner for hosts that are to die at some moment: it takes its time to load and to step, and can get stuck."""
+"""Runners without a model: one takes its time to load and to step, and can get stuck; one does as grammars say."""
 
 from __future__ import annotations
 
@@ -7,10 +7,10 @@ import time
 from collections.abc import Callable
 from typing import Any
 
-from fake_runner import READY, FakeRunner
+from fake_runner import READY, Done, FakeRunner
 
 from aengine.config import EngineConfig
-from aengine.ipc.messages import SchedulerOutput
+from aengine.ipc.messages import GrammarOutput, SchedulerOutput
 
 SLEEP, HOLD_GIL = 201, 202  # what a request whose prompt begins so does to its worker
 LOAD_SECONDS, STEP_SECONDS = 0.3, 0.004
@@ -25,6 +25,24 @@ class SlowRunner(FakeRunner):
                 time.sleep(3600)
             if new.token_ids[0] == HOLD_GIL:
                 ctypes.PyDLL(None).sleep(3600)
+
+
+class ObedientRunner(FakeRunner):
+    """Under a bitmask it takes the first id that is allowed."""
+
+    def sample_tokens(self, grammar: GrammarOutput | None) -> Done:
+        done = super().sample_tokens(None)
+        if grammar is not None and len(grammar.batch_idx):
+            assert not isinstance(grammar.bitmask, int)
+            size = len(grammar.bitmask) // len(grammar.batch_idx)
+            for i, batch_idx in enumerate(grammar.batch_idx):
+                bits = int.from_bytes(grammar.bitmask[i * size : (i + 1) * size], "little")
+                done.get().token_ids[batch_idx] = (bits & -bits).bit_length() - 1
+        return done
+
+
+def load_obedient_runner(*args: Any) -> tuple[ObedientRunner, dict[str, Any]]:
+    return ObedientRunner(), dict(READY)
 
 
 def load_runner(

@@ -16,18 +16,21 @@ def attach_here(host: HostChannel, spin_us: int = 0, peer_gone: Callable[[], boo
     """The worker's end in this process: it owns its descriptors, so it gets copies."""
     ticket = Ticket.parse(host.description)
     mine = replace(ticket, shm_fd=os.dup(ticket.shm_fd), event_fd=os.dup(ticket.event_fd))
+    host.offer()
     return WorkerChannel.attach(str(mine), spin_us, peer_gone)
 
 
 def start_child(code: str, host: HostChannel, *args: object) -> subprocess.Popen[str]:
     """Run ``code`` in a new interpreter; sys.argv[1] is the channel's description, then ``args``."""
-    return subprocess.Popen(
+    child = subprocess.Popen(
         [sys.executable, "-c", code, host.description, *map(str, args)],
         pass_fds=host.inherit_fds,
         stdout=subprocess.PIPE,
         stderr=subprocess.PIPE,
         text=True,
     )
+    host.offer()
+    return child
 
 
 def own_names() -> list[str]:

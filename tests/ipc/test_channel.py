@@ -9,6 +9,7 @@ import os
 import random
 import threading
 from collections.abc import Iterator
+from dataclasses import replace
 
 import pytest
 from ipc_helpers import attach_here, own_names
@@ -17,6 +18,7 @@ from aengine.errors import EngineClosedError
 from aengine.ipc import channel as channel_module
 from aengine.ipc.channel import Frame, FrameError, HostChannel, PeerGoneError, WorkerChannel
 from aengine.ipc.layout import CONTROL_BYTES, HEAD, NOTHING_WANTED, WANTED
+from aengine.ipc.shm import Ticket
 
 RING_BYTES = 4096
 
@@ -271,10 +273,16 @@ def test_what_does_not_fit_a_header_changes_nothing(ends: tuple[HostChannel, Wor
     assert worker.consume(0) == Frame(1, 1, b"yes")
 
 
-def test_a_second_attach_is_refused(ends: tuple[HostChannel, WorkerChannel]) -> None:
-    host, _worker = ends
-    with pytest.raises(FileNotFoundError):
-        WorkerChannel.attach(host.description)
+def test_a_second_attach_is_refused() -> None:
+    host = HostChannel.create(RING_BYTES)
+    ticket = Ticket.parse(host.description)
+    late = str(replace(ticket, shm_fd=os.dup(ticket.shm_fd), event_fd=os.dup(ticket.event_fd)))
+    worker = attach_here(host)
+    with pytest.raises(FileNotFoundError, match="somebody has attached"):
+        WorkerChannel.attach(late)
+    os.close(Ticket.parse(late).event_fd)
+    worker.close()
+    host.close()
 
 
 def test_close_after_the_loop_was_closed() -> None:

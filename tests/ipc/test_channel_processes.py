@@ -158,6 +158,7 @@ from aengine.ipc.channel import HostChannel
 host = HostChannel.create(8192)
 child = subprocess.Popen([sys.executable, "-c", sys.argv[1], host.description, str(os.getpid())],
                          pass_fds=host.inherit_fds)
+host.offer()
 print("started", flush=True)
 time.sleep(600)
 """

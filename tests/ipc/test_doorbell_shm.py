@@ -8,6 +8,7 @@ import subprocess
 import sys
 import threading
 import time
+from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 
@@ -18,6 +19,12 @@ from aengine.errors import EngineError
 from aengine.ipc.doorbell import LoopBell, WorkerBell, is_weakly_ordered, new_fence
 from aengine.ipc.layout import FrameError
 from aengine.ipc.shm import Segment, Ticket, new_name, sweep_stale_names
+
+
+def made(fence: Callable[[], None] | None = None, name: str = "") -> WorkerBell:
+    bell = WorkerBell(name or new_name(), fence or new_fence())
+    bell.make()
+    return bell
 
 
 def test_only_x86_is_trusted_with_order(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -47,7 +54,7 @@ def test_a_fence_survives_an_interrupt_between_its_halves() -> None:
 
 
 def test_rings_do_not_pile_up() -> None:
-    bell = WorkerBell.create(new_name(), new_fence())
+    bell = made()
     try:
         for _ in range(1000):
             bell.ring()
@@ -63,7 +70,7 @@ def test_rings_do_not_pile_up() -> None:
 
 def test_a_waiter_fences_before_it_looks_again() -> None:
     fences: list[None] = []
-    bell = WorkerBell.create(new_name(), lambda: fences.append(None))
+    bell = made(lambda: fences.append(None))
     bell.ring()
     assert bell.wait(0) and len(fences) == 1
     assert not bell.wait(0.001) and len(fences) == 2
@@ -72,7 +79,7 @@ def test_a_waiter_fences_before_it_looks_again() -> None:
 
 
 def test_a_ring_wakes_a_sleeper() -> None:
-    bell = WorkerBell.create(new_name(), new_fence())
+    bell = made()
     woken = []
     thread = threading.Thread(target=lambda: woken.append(bell.wait(60)))
     thread.start()
@@ -86,7 +93,28 @@ def test_a_ring_wakes_a_sleeper() -> None:
 
 def test_a_bell_without_a_name_says_who_has_gone() -> None:
     with pytest.raises(FileNotFoundError, match="the host has gone"):
-        WorkerBell.attach(new_name(), new_fence())
+        WorkerBell.attach(new_name(), new_fence(), lambda: True)
+
+
+def test_a_name_is_awaited_and_rung_before_it_was_there() -> None:
+    name = new_name()
+    host = WorkerBell(name, new_fence())
+    host.ring()
+    host.unlink()  # nothing yet
+    looks: list[None] = []
+
+    def host_gone() -> bool:
+        looks.append(None)
+        if len(looks) == 3:
+            host.make()
+        return len(looks) == 3  # the host ends right after it made the name: it is found, and removed
+
+    worker = WorkerBell.attach(name, new_fence(), host_gone)
+    assert own_names() == [] and len(looks) == 3
+    assert worker.wait(0), "whoever rang before is heard"
+    for bell in (host, worker):
+        bell.close()
+        bell.close()
 
 
 def test_the_loop_bell_adds_up_and_clears() -> None:
@@ -137,10 +165,10 @@ def test_a_bitmask_in_use_outlives_its_segment() -> None:
 
 def test_a_semaphore_is_private() -> None:
     name = new_name()
-    bell = WorkerBell.create(name, new_fence())
+    bell = made(name=name)
     assert stat.S_IMODE(os.stat(f"/dev/shm/sem.{name[1:]}").st_mode) == 0o600
     with pytest.raises(Exception, match="exist"):
-        WorkerBell.create(name, new_fence())
+        made(name=name)
     bell.unlink()
     bell.close()
 

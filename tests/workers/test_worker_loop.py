@@ -8,6 +8,7 @@ from collections import deque
 from typing import Any
 
 import pytest
+from fake_runner import READY
 from worker_helpers import config, step
 
 from aengine.ipc.channel import Frame, PeerGoneError
@@ -79,7 +80,7 @@ class SlowRunner:
 
 def load_slow(config: Any, source: Any, rank: int, world_size: int, progress: Any) -> tuple[SlowRunner, dict]:
     SlowRunner.log = []
-    return SlowRunner(), {}
+    return SlowRunner(), dict(READY)
 
 
 LOAD = Frame(Kind.LOAD, 0, pack({"config": config().to_wire(), "source": {}, "rank": 0, "world_size": 1}))
@@ -183,7 +184,7 @@ def load_talkative(config: Any, source: Any, rank: int, world_size: int, progres
     for done in range(10_001):
         progress("weights", done, 10_000, "bytes")
     progress("profile", 0, 0, "")
-    return SlowRunner(), {}
+    return SlowRunner(), dict(READY)
 
 
 def test_progress_is_throttled_and_its_ends_are_told(monkeypatch: pytest.MonkeyPatch) -> None:
