@@ -204,7 +204,7 @@ class EngineCore:
             )
             blame.__cause__ = error
             self.steps.fail_request(request, blame)
-        self._recovering = None
+        self._recovering, self.ready = None, ready
         logger.warning("the worker runs again after %.1f s; all requests go on", time.monotonic() - begun)
 
     def statistics(self) -> Statistics:
