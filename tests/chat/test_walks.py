@@ -77,15 +77,16 @@ def _setting(tool_format, choice, schema, reasoning, markers_are="text", *, para
 def test_what_is_allowed_is_understood(name, choice, schema, reasoning, markers_are, rng):
     tool_format = FORMATS[name]
     setting, new_parser = _setting(tool_format, choice, schema, REASONING[reasoning], markers_are)
-    ended = 0
-    for _ in range(8):
+    ended = tried = 0
+    while ended < 4:  # free text is long at times: most walks end within their tokens, not each
+        tried += 1
+        assert tried < 100, "no walk ends"
         walked = setting.walk(rng, _goals(tool_format))
         if walked is None:
             continue
         ended += 1
         _, message = parse_ids(new_parser(), setting.tokenizer, walked)
         _check(message, choice, schema, setting.shown(walked))
-    assert ended
 
 
 def _check(message, choice, schema, shown) -> None:
