@@ -34,6 +34,7 @@ if TYPE_CHECKING:
         RequestError,
         WorkerDiedError,
     )
+    from .llm import LLM
     from .outputs import Choice, Completion, FinishReason, Logprob, Token, Usage
     from .params import SamplingParams, StructuredOutput
 
@@ -57,6 +58,7 @@ _HOME = {
     "ModelLoadError": "errors",
     "RequestError": "errors",
     "WorkerDiedError": "errors",
+    "LLM": "llm",
     "Choice": "outputs",
     "Completion": "outputs",
     "FinishReason": "outputs",
@@ -67,7 +69,7 @@ _HOME = {
     "StructuredOutput": "params",
 }
 
-__all__ = [
+__all__ = [  # noqa: RUF022  # plainly sorted, as a test asks
     "AEngineError",
     "AsyncLLM",
     "Choice",
@@ -82,6 +84,7 @@ __all__ = [
     "GrammarError",
     "InternalError",
     "InvalidRequestError",
+    "LLM",
     "Logprob",
     "ModelLoadError",
     "RequestError",

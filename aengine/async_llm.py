@@ -5,7 +5,8 @@
             print(tok.text, end="")
 
 An `AsyncLLM` belongs to the event loop on which it was started, and to no other at the same time. It can be started
-again, on any loop, after `aclose` or after its loop was closed.
+again, on any loop, after `aclose` or after its loop was closed. With ``own_thread=True`` it belongs to none: see
+`own_thread.py`.
 """
 
 from __future__ import annotations
@@ -25,6 +26,7 @@ from .params import SamplingParams, StructuredOutput, unknown_name
 if TYPE_CHECKING:
     from typing import Self
 
+    from .engine.admission import Call
     from .engine.chat import ChatStream
     from .engine.core import EngineCore
     from .engine.executor import Executor
@@ -60,6 +62,10 @@ class AsyncLLM:
         self._core: EngineCore | None = None
         self._starting: asyncio.Task[None] | None = None
         self._num_starters = 0  # callers that wait for it
+        if self.config.own_thread:
+            from .own_thread import give_own_thread
+
+            give_own_thread(self)
 
     def __repr__(self) -> str:
         return f"<AsyncLLM {self.config.model} {self.state}>"
@@ -271,7 +277,6 @@ class AsyncLLM:
             GrammarError: a tool's parameters or the type can't be held; it names which.
         """
         from .engine.chat import ChatStream, check_grammar, plan_chat
-        from .engine.stream import TokenStream
 
         core = self._running_core()
         if not isinstance(messages, Sequence) or not all(isinstance(m, Mapping) for m in messages):
@@ -299,8 +304,7 @@ class AsyncLLM:
             settings["deadline"] = max(1e-3, deadline - (core.loop.time() - begun))
         core = self._running_core()
         call = core.admission.submit(plan.prompt, params, final_only=False, constraint=plan.spec, **settings)
-        stream = TokenStream(call.request_id, call.mailbox, core.loop, core.admission.abort)
-        return ChatStream(stream, plan, tokenizer)
+        return ChatStream(self._stream_of(core, call), plan, tokenizer)
 
     def abort(self, request_id: str) -> bool:
         """End a request by its id; its stream ends with FinishReason.ABORT. Returns whether it was running."""
@@ -366,20 +370,18 @@ class AsyncLLM:
     def _submit(
         self, prompt: Prompt, params: SamplingParams | None, *, output_type: Any, final_only: bool, **options: Any
     ) -> TokenStream:
+        core = self._running_core()
+        wanted, params = with_output_type(output_type, params)
+        call = core.admission.submit(prompt, params, final_only=final_only, **options)
+        call.mailbox.output_type = wanted
+        return self._stream_of(core, call)
+
+    def _stream_of(self, core: EngineCore, call: Call) -> TokenStream:
         from .engine.stream import TokenStream
 
-        core = self._running_core()
-        if params is None:
-            params = SamplingParams()
-        wanted = None
-        if output_type is not None and isinstance(params, SamplingParams):
-            wanted, params = _with_output_type(output_type, params)
-        admission = core.admission
-        call = admission.submit(prompt, params, final_only=final_only, **options)
-        call.mailbox.output_type = wanted
-        return TokenStream(call.request_id, call.mailbox, core.loop, admission.abort)
+        return TokenStream(call.request_id, call.mailbox, core.loop, core.admission.abort)
 
-    def _running_core(self) -> EngineCore:
+    def _open_core(self) -> EngineCore:
         core = self._core
         if core is None:
             raise EngineClosedError(
@@ -389,6 +391,11 @@ class AsyncLLM:
             if core.failure is not None:
                 raise EngineClosedError(f"{self!r} failed: {core.failure}") from core.failure
             raise EngineClosedError(f"{self!r} is closed: `await engine.start()` starts it again")
+        return core
+
+    def _running_core(self) -> EngineCore:
+        """The core, for what may be done on its loop only."""
+        core = self._open_core()
         try:
             here = asyncio.get_running_loop()
         except RuntimeError:
@@ -460,8 +467,12 @@ def _output_type(output_type: Any) -> OutputType:
     return OutputType.of(output_type)
 
 
-def _with_output_type(output_type: Any, params: SamplingParams) -> tuple[OutputType, SamplingParams]:
+def with_output_type(output_type: Any, params: SamplingParams | None) -> tuple[OutputType | None, SamplingParams]:
     """The type, and the parameters that hold the model to it."""
+    if params is None:
+        params = SamplingParams()
+    if output_type is None or not isinstance(params, SamplingParams):  # what is no SamplingParams is refused later
+        return None, params
     wanted = _output_type(output_type)
     if not params.detokenize:
         raise InvalidRequestError("output_type needs the text: detokenize must be True", param="detokenize")

@@ -91,6 +91,9 @@ class EngineConfig:
     admission: Literal["error", "wait"] = "error"
     """When the queue is full: raise EngineOverloadedError, or let the caller await its turn."""
 
+    own_thread: bool = False
+    """The engine runs on an event loop of its own, in a daemon thread: its methods may be called from any loop in any
+    thread, and a blocked loop of yours doesn't hold it up. `progress` is called in that thread."""
     worker_spin_us: int = 100
     """How long an idle worker spins on its ring before it parks."""
     ring_bytes: int = 4 * 1024 * 1024
@@ -141,7 +144,7 @@ class EngineConfig:
         for name, allowed in _ONE_OF.items():
             if getattr(self, name) not in allowed:
                 raise _wrong(name, getattr(self, name), "one of " + ", ".join(map(repr, allowed)))
-        for name in ("skip_tokenizer", "preload_grammars", "enable_prefix_caching", "enforce_eager"):
+        for name in ("skip_tokenizer", "preload_grammars", "enable_prefix_caching", "enforce_eager", "own_thread"):
             if not isinstance(getattr(self, name), bool):
                 raise _wrong(name, getattr(self, name), "True or False")
         for name in _POSITIVE:

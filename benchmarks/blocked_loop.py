@@ -74,7 +74,7 @@ async def main(args: argparse.Namespace) -> None:
     model, settings = args.model, {}
     if args.shape:
         model, settings = random_weights(args.shape), {"load_format": "dummy", "skip_tokenizer": True}
-    for name, more in (("leases", {}), ("no leases", {"max_leased_steps": 0})):
+    for name, more in (("leases", {}), ("no leases", {"max_leased_steps": 0}), ("own_thread", {"own_thread": True})):
         result = await measure({**settings, **more}, model, args)
         print(json.dumps({"streams": args.streams, "with": name, **result}), flush=True)
 

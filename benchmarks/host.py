@@ -1,6 +1,6 @@
 """What the engine costs its host: CPU a token, loop lag, idle CPU. JSON to stdout.
 
-    python benchmarks/host.py [--streams 256] [--tokens 400]
+    python benchmarks/host.py [--streams 256] [--tokens 400] [--own-thread]
 
 A real worker process with a runner that answers at once (fake_worker.py), so that nothing but our own work is measured.
 The host's CPU time includes the consumers' ``async for`` and the text of every token. Loop lag is how late a 1 ms
@@ -76,7 +76,7 @@ async def idle_cpu(engine: AsyncLLM, seconds: float = 3.0) -> dict[str, float]:
 
 async def unpaced(args: argparse.Namespace) -> dict[str, float]:
     result: dict[str, float] = {}
-    async with FakeWorkerLLM("smollm2-135m", max_num_seqs=1024) as engine:
+    async with FakeWorkerLLM("smollm2-135m", max_num_seqs=1024, own_thread=args.own_thread) as engine:
         await burst(engine, 4, 20)
         gc.collect()
         gc.freeze()
@@ -90,7 +90,7 @@ async def unpaced(args: argparse.Namespace) -> dict[str, float]:
 
 async def paced(args: argparse.Namespace) -> dict[str, float]:
     streams = 256
-    async with FakeWorkerLLM("smollm2-135m", max_num_seqs=streams) as engine:
+    async with FakeWorkerLLM("smollm2-135m", max_num_seqs=streams, own_thread=args.own_thread) as engine:
         await burst(engine, 4, 20)
         gc.collect()
         gc.freeze()
@@ -114,6 +114,7 @@ def main() -> None:
     parser.add_argument("--streams", type=int, nargs="+", default=[1, 64, 256, 512])
     parser.add_argument("--tokens", type=int, default=400)
     parser.add_argument("--repeats", type=int, default=3)
+    parser.add_argument("--own-thread", action="store_true", help="the engine's loop in a thread of its own")
     args = parser.parse_args()
     os.environ["PYTHONPATH"] = str(Path(__file__).parent)  # this is our own process: the worker finds fake_worker.py
     result = uvloop.run(unpaced(args))

@@ -18,7 +18,7 @@ from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from functools import partial
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from ..errors import (
     AEngineError,
@@ -29,7 +29,7 @@ from ..errors import (
     InvalidRequestError,
 )
 from ..outputs import FinishReason
-from ..params import SamplingParams, StructuredOutput, is_unicode
+from ..params import SamplingParams, StructuredOutput, is_unicode, shown
 from .metrics import Counters
 from .prompt import Prompt, check_token_ids, encode_prompt, prompt_kind
 from .request import Request
@@ -153,8 +153,7 @@ class Admission:
             [ChoiceOutput(call.mailbox, i, self._detokenizer(params), want_logprobs) for i in range(params.n)]
         )
         full = self.num_queued >= self._limits.max_num_queued_requests
-        if full and not self._limits.wait_when_full:
-            raise self._overloaded()
+        self.check_room()
         if kind == "token_ids":
             self._check_ids(call)
         self._calls[request_id] = call
@@ -168,9 +167,29 @@ class Admission:
             self._begin(call)
         return call
 
+    # For another thread than the loop's, ahead of `submit`.
+
+    def has(self, request_id: str) -> bool:
+        """Whether such a call is under way."""
+        return request_id in self._calls
+
+    def check_room(self, num_coming: int = 0) -> None:
+        """Raises EngineOverloadedError when the queue is full, or will be with so many more, and callers don't wait."""
+        full = self.num_queued + num_coming >= self._limits.max_num_queued_requests
+        if full and not self._limits.wait_when_full:
+            raise self._overloaded()
+
+    def check(self, prompt: Prompt, params: SamplingParams, **options: Any) -> Prompt:
+        """Raises what `submit` would of the call by itself. Returns the prompt, no longer the caller's to change."""
+        kind = prompt_kind(prompt)
+        self._check(kind, params, **options)
+        if kind == "token_ids":
+            return check_token_ids(prompt, self._limits.vocab_size, self._limits.max_model_len)  # type: ignore[arg-type]
+        return prompt if kind == "text" else list(prompt)  # type: ignore[return-value]
+
     def abort(self, request_id: str) -> bool:
         """End a call in whatever phase it is. Returns whether there was one. Idempotent."""
-        call = self._calls.get(request_id)
+        call = self._calls.get(request_id) if isinstance(request_id, str) else None
         if call is None:
             return False
         self._counters.num_aborted += 1
@@ -266,8 +285,7 @@ class Admission:
     @contextmanager
     def reserved(self) -> Iterator[None]:
         """Within: a call that is not made yet counts as queued. Raises EngineOverloadedError when the queue is full."""
-        if self.num_queued >= self._limits.max_num_queued_requests and not self._limits.wait_when_full:
-            raise self._overloaded()
+        self.check_room()
         self._num_encoding += 1
         try:
             yield
@@ -381,10 +399,10 @@ class Admission:
                 f"deadline must be a number of seconds above 0 and at most {MAX_DEADLINE:g}", param="deadline"
             )
         if isinstance(priority, bool) or not isinstance(priority, int):
-            raise InvalidRequestError(f"priority={priority!r} is not valid: an integer", param="priority")
+            raise InvalidRequestError(f"priority={shown(priority)} is not valid: an integer", param="priority")
         for name, value in (("request_id", request_id), ("cache_salt", cache_salt)):
             if value is not None and (not isinstance(value, str) or not value or not is_unicode(value)):
-                raise InvalidRequestError(f"{name}={value!r} is not valid: a non-empty string", param=name)
+                raise InvalidRequestError(f"{name}={shown(value)} is not valid: a non-empty string", param=name)
         if self._tokenizer is None and (kind != "token_ids" or params.stop):
             what = "stop strings need" if kind == "token_ids" else f"a prompt of {kind} needs"
             raise InvalidRequestError(

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import pytest
 from fakes import FakeExecutor
+from own_thread_helpers import own_threads
 
 from aengine import AsyncLLM, EngineConfig
 from aengine.checkpoint.source import resolve_model
@@ -43,3 +44,18 @@ def make_engine(smollm2_tokenizer: Tokenizer, monkeypatch: pytest.MonkeyPatch) -
     """A factory of engines that are not started. The tokenizer is loaded once a session."""
     monkeypatch.setattr(core.Tokenizer, "load", classmethod(lambda cls, source, override=None: smollm2_tokenizer))
     return FakeLLM
+
+
+@pytest.fixture
+def no_thread_left() -> Iterator[None]:
+    """Engines end, and their threads with them."""
+    yield
+    for thread in own_threads():
+        thread.join(5)
+    assert not own_threads()
+
+
+@pytest.fixture
+def make(make_engine: Callable[..., FakeLLM]) -> Callable[..., FakeLLM]:
+    """`make_engine`, with a thread of its own."""
+    return lambda **config: make_engine(own_thread=True, **config)

@@ -11,6 +11,16 @@ from hypothesis import strategies as st
 from aengine import EngineConfig, InvalidRequestError, SamplingParams, StructuredOutput
 
 HUGE = 10**400
+NESTED: list = []
+for _ in range(5000):
+    NESTED = [NESTED]
+
+
+class Unprintable:
+    def __repr__(self) -> str:
+        raise RuntimeError("no")
+
+
 BAD = [
     ("temperature", HUGE),
     ("logit_bias", {1: HUGE}),
@@ -45,6 +55,8 @@ BAD = [
     ("stop_token_ids", [-1]),
     ("stop_token_ids", ["1"]),
     ("stop_token_ids", 5),
+    ("stop_token_ids", range(10**12)),  # as a tuple more than the memory of any machine
+    ("stop_token_ids", range(1025)),
     ("ignore_eos", 1),
     ("presence_penalty", 2.1),
     ("frequency_penalty", -2.1),
@@ -60,6 +72,8 @@ BAD = [
     ("n", 1025),
     ("structured_output", "json"),
     ("detokenize", "no"),
+    ("top_k", NESTED),
+    ("stop", [Unprintable()]),
 ]
 
 
@@ -127,6 +141,11 @@ def test_anything_else_is_a_typed_error(values: dict) -> None:
         {"choice": []},
         {"choice": "ab"},
         {"regex": "a", "backend": "x"},
+        {"choice": 5},
+        {"choice": ["a", 5]},
+        {"choice": NESTED},
+        {"json_object": "yes"},
+        {"regex": Unprintable()},
     ],
 )
 def test_structured_output_needs_exactly_one_constraint(values: dict) -> None:

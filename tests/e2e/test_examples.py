@@ -37,6 +37,12 @@ def test_batch() -> None:
     assert "40/40" in done.stderr  # the progress bar
 
 
+def test_synchronous() -> None:
+    done = run("examples/synchronous.py", "8")
+    assert done.returncode == 0, done.stderr
+    assert "8 completions" in done.stdout and "Paris" in done.stdout and not done.stderr
+
+
 def test_extract() -> None:
     done = run("examples/extract.py")
     assert done.returncode == 0, done.stderr

@@ -1,0 +1,89 @@
+"""Calls for an event loop from other threads: all that gather before it gets its turn cost it one wake-up.
+
+    any thread --post()--> [ call, call, call, ... ] --one call_soon_threadsafe--> deliver(), on the loop
+
+No locks: `post` is called by finalisers too, which the garbage collector may run in the middle of anything. What holds
+instead is an order. Who posts appends, then looks whether a turn is scheduled; the turn says that it is none any more,
+then takes. So each call is seen by the turn that was scheduled, or schedules one.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextvars
+import logging
+import weakref
+from collections import deque
+from collections.abc import Callable
+from typing import Any
+
+__all__ = ["Courier", "courier_of", "settle"]
+
+logger = logging.getLogger("aengine")
+
+Call = tuple[Callable[..., object], tuple[Any, ...]]
+
+
+class Courier:
+    """Brings calls to one loop, in their order, each exactly once."""
+
+    def __init__(self, loop: asyncio.AbstractEventLoop) -> None:
+        self._loop = weakref.ref(loop)
+        self._calls: deque[Call] = deque()
+        self._is_scheduled = False
+        self._context = contextvars.Context()  # an empty one: what a caller has in its own is not the loop's to keep
+
+    def serves(self, loop: asyncio.AbstractEventLoop) -> bool:
+        return self._loop() is loop
+
+    def post(self, function: Callable[..., object], *args: Any) -> None:
+        """Have ``function(*args)`` called on the loop, from any thread; it may not raise.
+
+        Once the loop is closed it is called at once, in this thread: it has to find out, and to tell who waits.
+        """
+        self._calls.append((function, args))
+        loop = self._loop()
+        if loop is None or loop.is_closed():
+            self.deliver()
+            return
+        if self._is_scheduled:
+            return
+        try:
+            self._is_scheduled = True
+            loop.call_soon_threadsafe(self.deliver, context=self._context)
+        except RuntimeError:  # it was closed since
+            self.deliver()
+        except BaseException:  # a KeyboardInterrupt: the next one schedules
+            self._is_scheduled = False
+            raise
+
+    def deliver(self) -> None:
+        self._is_scheduled = False
+        calls = self._calls
+        for _ in range(len(calls)):  # what comes meanwhile has scheduled a turn of its own
+            try:
+                function, args = calls.popleft()
+            except IndexError:  # after the end of the loop several threads may be here
+                return
+            try:
+                function(*args)
+            except Exception:
+                logger.exception("a call from another thread failed")
+
+
+_couriers: weakref.WeakValueDictionary[int, Courier] = weakref.WeakValueDictionary()
+"""By the loop's id. Weak, so that a loop is not kept by calls that it will never make; who waits holds the courier."""
+
+
+def courier_of(loop: asyncio.AbstractEventLoop) -> Courier:
+    """The one that all share who wait on this loop. Call it there, and hold it while waiting."""
+    courier = _couriers.get(id(loop))
+    if courier is None or not courier.serves(loop):
+        _couriers[id(loop)] = courier = Courier(loop)
+    return courier
+
+
+def settle(waiter: asyncio.Future[None]) -> None:
+    """End a wait, unless nobody waits any more."""
+    if not waiter.done() and not waiter.get_loop().is_closed():
+        waiter.set_result(None)
