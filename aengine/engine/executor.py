@@ -298,9 +298,9 @@ class ProcessExecutor:
         kind = Kind(frame.kind)
         message = unpack(kind, frame.payload)
         if kind is Kind.OUTPUT:
-            future = self._answers.pop(frame.step_id, None)
-            if message.step_id != frame.step_id or (future is None and self._failure is None):
+            if message.step_id != frame.step_id or (frame.step_id not in self._answers and self._failure is None):
                 raise MessageError(f"an answer to step {frame.step_id}, which was not asked")
+            future = self._answers.pop(frame.step_id, None)  # not before: what fails has to reach who waits
             if future is not None and not future.done():
                 future.set_result(message)
         elif kind is Kind.REPLY:

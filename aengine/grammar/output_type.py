@@ -29,6 +29,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from ..errors import InvalidRequestError
+from ..params import shown
 from .partial import PartialJson
 from .schema_walk import pointed_at, walk
 
@@ -149,7 +150,7 @@ def _check_is_type(wanted: Any) -> None:
     if inspect.isroutine(wanted) or isinstance(wanted, functools.partial):
         raise _refused("output_type is a function; pass a type, as the class of what the function takes")
     if isinstance(wanted, int | float | complex | bytes | list | tuple | set | frozenset):
-        raise _refused(f"output_type={wanted!r:.80} is a value, not a type")
+        raise _refused(f"output_type={shown(wanted)} is a value, not a type")
     own = type(wanted)
     if hasattr(own, "model_fields") or (hasattr(own, "__dataclass_fields__") and not isinstance(wanted, type)):
         raise _refused(f"output_type is an instance of {own.__name__}; pass the class {own.__name__} itself")

@@ -84,6 +84,17 @@ async def churn() -> None:
         kept.clear()
 
 
+async def restarts() -> None:
+    """Its worker is killed again and again, and replaced by another, while streams go on."""
+    engine = await begin()
+    assert engine._core is not None
+    while True:
+        executor = engine._core._executor
+        assert isinstance(executor, ProcessExecutor)
+        os.kill(executor._workers[0].pid, signal.SIGKILL)
+        await engine.generate([1, 2], SHORT)
+
+
 async def closing() -> None:
     """The worker is stuck, so that the end takes its time."""
     engine = await begin()

@@ -1,8 +1,11 @@
-"""Runners without a model: one takes its time to load and to step, and can get stuck; one does as grammars say."""
+"""Runners without a model: one takes its time to load and to step, and can get stuck; one does as grammars say; one
+writes where it should not."""
 
 from __future__ import annotations
 
 import ctypes
+import gc
+import random
 import time
 from collections.abc import Callable
 from typing import Any
@@ -10,9 +13,11 @@ from typing import Any
 from fake_runner import READY, Done, FakeRunner
 
 from aengine.config import EngineConfig
+from aengine.ipc.channel import WorkerChannel
+from aengine.ipc.layout import CONTROL_BYTES, HEAD
 from aengine.ipc.messages import GrammarOutput, SchedulerOutput
 
-SLEEP, HOLD_GIL = 201, 202  # what a request whose prompt begins so does to its worker
+SLEEP, HOLD_GIL, SCRIBBLE = 201, 202, 203  # what a request whose prompt begins so does to its worker
 LOAD_SECONDS, STEP_SECONDS = 0.3, 0.004
 
 
@@ -43,6 +48,27 @@ class ObedientRunner(FakeRunner):
 
 def load_obedient_runner(*args: Any) -> tuple[ObedientRunner, dict[str, Any]]:
     return ObedientRunner(), dict(READY)
+
+
+class ScribblingRunner(FakeRunner):
+    """Overwrites the ring to the host; the prompt's second token is the seed."""
+
+    def execute_model(self, out: SchedulerOutput) -> None:
+        super().execute_model(out)
+        for new in out.new_requests:
+            if new.token_ids[0] == SCRIBBLE:
+                rng = random.Random(new.token_ids[1])
+                (channel,) = (thing for thing in gc.get_objects() if isinstance(thing, WorkerChannel))
+                with channel._segment.ring(1) as region:
+                    region[CONTROL_BYTES:] = rng.randbytes(len(region) - CONTROL_BYTES)
+                    with region[:CONTROL_BYTES].cast("Q") as words:
+                        words[HEAD] = rng.choice([words[HEAD] + 64, rng.getrandbits(64), rng.randrange(0, 4096, 32)])
+                channel._loop_bell.ring()
+                time.sleep(3600)
+
+
+def load_scribbling_runner(*args: Any) -> tuple[ScribblingRunner, dict[str, Any]]:
+    return ScribblingRunner(), dict(READY)
 
 
 def load_runner(

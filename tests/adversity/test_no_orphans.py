@@ -14,7 +14,7 @@ import psutil
 import pytest
 from processes import Host, subreaper
 
-STARTS, LIVES = 16, 5
+STARTS, LIVES = 12, 4
 LOOPS = ("fake", "uvloop")
 
 
@@ -49,13 +49,14 @@ def test_killed_while_it_starts(ranks: int, rng: random.Random) -> None:
             check_all_gone(host)
 
 
-@pytest.mark.parametrize("scenario", ["serve", "churn"])
+@pytest.mark.parametrize("scenario", ["serve", "churn", "restarts"])
 def test_killed_at_any_time(scenario: str, rng: random.Random) -> None:
-    """Mid-step; and anywhere in the lives of one engine after another: a start takes 0.5 s, an end 0.1 s."""
+    """Mid-step; anywhere in the lives of one engine after another (a start takes 0.5 s, an end 0.1 s); and while a
+    worker that died is replaced."""
     for _ in range(LIVES):
         with Host(scenario, rng.choice(LOOPS)) as host:
             host.until("streaming")
-            sleep_a_while(rng, {"serve": 0.1, "churn": 0.8}[scenario])
+            sleep_a_while(rng, {"serve": 0.1, "churn": 0.8, "restarts": 0.8}[scenario])
             host.kill()
             check_all_gone(host)
 
@@ -92,7 +93,6 @@ def test_ended_by_a_signal(number: int) -> None:
     assert "KeyboardInterrupt" in errors if number == signal.SIGINT else not errors
 
 
-@pytest.mark.parametrize("model", LOOPS)
 @pytest.mark.parametrize(
     ("scenario", "code", "said"),
     [
@@ -107,9 +107,9 @@ def test_ended_by_a_signal(number: int) -> None:
         ("leave_with_the_loop_in_a_thread", 0, ""),
     ],
 )
-def test_a_host_that_ends_by_itself(scenario: str, model: str, code: int, said: str) -> None:
-    """With streams open; and it says nothing of its own about it on stderr."""
-    with Host(scenario, model) as host:
+def test_a_host_that_ends_by_itself(scenario: str, code: int, said: str, rng: random.Random) -> None:
+    """With streams open; and nothing of ours is said about it on stderr."""
+    with Host(scenario, rng.choice(LOOPS)) as host:
         host.until("streaming")
         assert host.wait() == code
         check_all_gone(host)
@@ -119,11 +119,10 @@ def test_a_host_that_ends_by_itself(scenario: str, model: str, code: int, said: 
     assert said in errors and bool(said) == bool(errors), errors
 
 
-@pytest.mark.parametrize("model", LOOPS)
 @pytest.mark.parametrize("scenario", ["live_on_after_the_loop", "live_on_after_an_error"])
-def test_a_host_that_outlives_its_loop(scenario: str, model: str) -> None:
+def test_a_host_that_outlives_its_loop(scenario: str, rng: random.Random) -> None:
     """asyncio.run has ended with streams open: no worker, no zombie, no descriptor of ours in the process."""
-    with Host(scenario, model) as host:
+    with Host(scenario, rng.choice(LOOPS)) as host:
         host.until("lives")
         print(f"gone after {host.seconds_until_nothing_is_left():.3f} s")
         process = psutil.Process(host.pid)
@@ -158,10 +157,9 @@ def test_a_fork_does_no_harm(scenario: str, model: str) -> None:
         check_all_gone(host)
 
 
-@pytest.mark.parametrize("model", LOOPS)
-def test_a_fork_that_outlives_the_host(model: str) -> None:
+def test_a_fork_that_outlives_the_host(rng: random.Random) -> None:
     """It holds a copy of the death pipe, so that only the kernel's signal tells the worker."""
-    with Host("fork_that_outlives", model) as host:
+    with Host("fork_that_outlives", rng.choice(LOOPS)) as host:
         host.until("forked")
         host.kill()
         host.wait()
@@ -172,9 +170,8 @@ def test_a_fork_that_outlives_the_host(model: str) -> None:
 # -- notebooks and grammars
 
 
-@pytest.mark.parametrize("model", LOOPS)
-def test_a_kernel_is_interrupted_and_restarted(model: str) -> None:
-    with Host("notebook", model) as host:
+def test_a_kernel_is_interrupted_and_restarted(rng: random.Random) -> None:
+    with Host("notebook", rng.choice(LOOPS)) as host:
         host.until("cell")
         for _ in range(3):
             host.kill(signal.SIGINT)

@@ -391,6 +391,21 @@ async def test_an_interpreter_that_can_not_be_run(monkeypatch: pytest.MonkeyPatc
     assert not leftovers()
 
 
+async def test_a_semaphore_that_can_not_be_made(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The process exists by then: it is not left waiting for a name that never comes."""
+
+    def full(channel: HostChannel) -> None:
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr(HostChannel, "offer", full)
+    executor = make()
+    with pytest.raises(WorkerDiedError, match="could not be started.*No space left"):
+        await start(executor)
+    assert executor._workers[0].pid > 0
+    await gone(executor._workers[0].pid)
+    assert not leftovers()
+
+
 async def test_the_hosts_environment_and_signals_are_its_own() -> None:
     def state() -> tuple[dict[str, str], list[Any], str]:
         handlers = [signal.getsignal(number) for number in sorted(signal.valid_signals())]

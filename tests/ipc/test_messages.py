@@ -1,0 +1,100 @@
+"""What comes over the rings is data: checked, bounded, never code."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import msgpack
+import pytest
+
+from aengine.ipc.messages import (
+    READY_COUNTS,
+    GrammarOutput,
+    Kind,
+    LogprobColumns,
+    MessageError,
+    ModelRunnerOutput,
+    NewRequest,
+    RowError,
+    SchedulerOutput,
+    float32,
+    int32,
+    pack,
+    unpack,
+)
+
+READY = dict.fromkeys(READY_COUNTS, 7)
+ERROR = {"type": "ValueError", "message": "m", "traceback": "t"}
+COLUMNS = LogprobColumns(int32([1]), float32([-0.5]), int32([2]), int32([3, 4]), float32([-0.5, -1.5]))
+
+
+@pytest.mark.parametrize(
+    ("kind", "message"),
+    [
+        (Kind.STEP, SchedulerOutput(3, int32([1]), [NewRequest(0, int32([5, 6]), 2, 0, int32([9]), temperature=0)])),
+        (Kind.GRAMMAR, GrammarOutput(3, int32([0]), b"\x01\x02\x03\x04")),
+        (Kind.GRAMMAR, GrammarOutput(3, int32([0]), 4)),
+        (Kind.OUTPUT, ModelRunnerOutput(3, int32([5, -1]), COLUMNS, [RowError(1, "InvalidRequestError", "nan")])),
+        (Kind.READY, READY | {"device": "cpu", "seconds": 1.5}),
+        (Kind.PROGRESS, {"stage": "weights"}),
+        (Kind.PROGRESS, {"stage": "weights", "done": 1, "total": 2, "unit": "bytes", "detail": ""}),
+        (Kind.REPLY, {"value": None}),
+        (Kind.REPLY, {"error": ERROR}),
+        (Kind.ERROR, ERROR),
+        (Kind.CALL, ["ping", 0, {"a": [1.5, None, b"x"]}]),
+    ],
+)
+def test_what_was_packed_comes_out(kind: Kind, message: Any) -> None:
+    assert unpack(kind, pack(message)) == message
+
+
+def columns(**changes: Any) -> ModelRunnerOutput:
+    parts = {name: getattr(COLUMNS, name) for name in LogprobColumns.__slots__}
+    return ModelRunnerOutput(3, int32([5, 6]), LogprobColumns(**(parts | changes)))
+
+
+@pytest.mark.parametrize(
+    ("kind", "message", "text"),
+    [
+        (Kind.READY, None, "NoneType"),
+        (Kind.READY, [1], "list"),
+        (Kind.READY, {**READY, "num_blocks": 0}, "num_blocks=0"),
+        (Kind.READY, {**READY, "block_size": True}, "not bool"),
+        (Kind.READY, {**READY, "vocab_size": 5.0}, "not float"),
+        (Kind.READY, {k: v for k, v in READY.items() if k != "max_model_len"}, "not NoneType"),
+        (Kind.PROGRESS, {"done": 1}, "not NoneType"),
+        (Kind.PROGRESS, {"stage": "weights", "done": "1"}, "not str"),
+        (Kind.PROGRESS, {"stage": "weights", "colour": "red"}, "unknown 'colour'"),
+        (Kind.PROGRESS, {"stage": 5}, "not int"),
+        (Kind.ERROR, {"type": "ValueError", "message": "m"}, "not NoneType"),
+        (Kind.REPLY, {}, "neither"),
+        (Kind.REPLY, {"error": "text"}, "AttributeError"),
+        (Kind.OUTPUT, columns(counts=int32([-1]), token_ids=int32(), values=float32()), "unequal length"),
+        (Kind.OUTPUT, columns(batch_idx=int32([2])), "not in the batch"),
+        (Kind.OUTPUT, columns(batch_idx=int32([-1])), "not in the batch"),
+        (Kind.OUTPUT, [3, b"", None, [[0, "kind", 5]]], "expected a text"),
+        (Kind.OUTPUT, [3, b"123", None, []], "ValueError"),
+        (Kind.GRAMMAR, [3, b"", None], "expected bytes"),
+        (Kind.STEP, SchedulerOutput(3, new_requests=[NewRequest("0", int32([5]), 1, 0, int32())]), "integer"),  # type: ignore[arg-type]
+        (Kind.STEP, SchedulerOutput(3, new_requests=[NewRequest(0, int32([5]), 1, 0, int32(), top_p="1")]), "number"),  # type: ignore[arg-type]
+        (Kind.STEP, SchedulerOutput(3, new_requests=[NewRequest(0, int32([5]), 1, 1, int32())]), "fit together"),
+        (Kind.STEP, SchedulerOutput(3, req_idx=int32([1])), "unequal length"),
+    ],
+)
+def test_what_does_not_have_its_form_is_refused(kind: Kind, message: Any, text: str) -> None:
+    with pytest.raises(MessageError, match=text):
+        unpack(kind, pack(message))
+
+
+def test_counts_that_cancel_out_are_found() -> None:
+    two = columns(batch_idx=int32([0, 1]), sampled=float32([0, 0]), counts=int32([3, -1]))
+    with pytest.raises(MessageError, match="not in the batch"):
+        unpack(Kind.OUTPUT, pack(two))
+
+
+def test_an_error_does_not_show_all_that_was_sent() -> None:
+    """msgpack's own for bytes after a message holds them all, twice as long when written out."""
+    with pytest.raises(MessageError, match="ExtraData") as caught:
+        unpack(Kind.READY, msgpack.packb(READY) + b"\xff" * 1_000_000)
+    assert len(str(caught.value)) < 500
+    assert caught.value.__cause__ is None
