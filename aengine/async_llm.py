@@ -20,7 +20,7 @@ from types import TracebackType
 from typing import TYPE_CHECKING, Any
 
 from .config import EngineConfig, StartupProgress
-from .errors import DeadlineExceededError, EngineClosedError, InvalidRequestError
+from .errors import EngineClosedError, InvalidRequestError
 from .params import SamplingParams, StructuredOutput, unknown_name
 
 if TYPE_CHECKING:
@@ -165,6 +165,7 @@ class AsyncLLM:
         *,
         output_type: Any = None,
         deadline: float | None = None,
+        first_token_deadline: float | None = None,
         priority: int = 0,
         request_id: str | None = None,
         cache_salt: str | None = None,
@@ -178,6 +179,8 @@ class AsyncLLM:
             output_type: a pydantic model, or any type that pydantic can describe. The text will be its JSON;
                 ``stream.partial`` is what it says so far, ``completion.parsed`` the value.
             deadline: seconds from now by which the whole completion must be there.
+            first_token_deadline: seconds from now by which its first token must be there (of n completions: of any);
+                it has no say after that.
             priority: lower is served earlier; equal ones in order of arrival.
             request_id: a name of yours for `abort` and for logs; must not be in use.
             cache_salt: prefix KV is shared only among requests of equal salt, so that tenants can't
@@ -188,7 +191,7 @@ class AsyncLLM:
             ContextLengthError: the prompt is longer than the context.
             GrammarError: structured_output or output_type can't be used; its kind and path say why and where.
             EngineOverloadedError: the queue is full (with admission="error").
-            DeadlineExceededError: from the stream, when the deadline has passed.
+            DeadlineExceededError: from the stream, when one of the deadlines has passed.
             EngineClosedError: the engine was not started, or is closed.
             WorkerDiedError, InternalError: from the stream, when the engine failed.
         """
@@ -197,6 +200,7 @@ class AsyncLLM:
             params,
             output_type=output_type,
             deadline=deadline,
+            first_token_deadline=first_token_deadline,
             priority=priority,
             request_id=request_id,
             cache_salt=cache_salt,
@@ -210,6 +214,7 @@ class AsyncLLM:
         *,
         output_type: Any = None,
         deadline: float | None = None,
+        first_token_deadline: float | None = None,
         priority: int = 0,
         request_id: str | None = None,
         cache_salt: str | None = None,
@@ -223,6 +228,7 @@ class AsyncLLM:
             params,
             output_type=output_type,
             deadline=deadline,
+            first_token_deadline=first_token_deadline,
             priority=priority,
             request_id=request_id,
             cache_salt=cache_salt,
@@ -270,13 +276,15 @@ class AsyncLLM:
             tool_choice: "none", "auto" (the default), "required", or a tool's name.
             parallel_tool_calls: several calls in one answer. None: as the model's chat template allows.
             output_type: as of `stream`; the answer is JSON of it, unless tools are called.
-            options: deadline, priority, request_id, cache_salt, as of `stream`.
+            options: deadline, first_token_deadline, priority, request_id, cache_salt, as of `stream`. The deadlines
+                count from this call, and what it takes to prepare the chat counts too.
 
         Raises (here, or from the stream):
             InvalidRequestError: as of `stream`; also for tools and tool_choice.
             GrammarError: a tool's parameters or the type can't be held; it names which.
+            DeadlineExceededError: as of `stream`; also here.
         """
-        from .engine.chat import ChatStream, check_grammar, plan_chat
+        from .engine.chat import ChatStream, plan_within
 
         core = self._running_core()
         if not isinstance(messages, Sequence) or not all(isinstance(m, Mapping) for m in messages):
@@ -291,19 +299,13 @@ class AsyncLLM:
         settings = _all(options)
         core.admission.check_options(params, **settings)
         asked = (tokenizer, messages, tools, tool_choice, parallel_tool_calls, output_type)
-        begun, deadline = core.loop.time(), settings["deadline"]
+        begun = core.loop.time()
         with core.admission.reserved():
-            try:
-                async with asyncio.timeout(deadline):
-                    plan = await grammars.run(plan_chat, *asked)
-                    await check_grammar(grammars, plan)
-            except TimeoutError:
-                message = f"the chat was not begun within its deadline of {deadline:g} s"
-                raise DeadlineExceededError(message, deadline=deadline) from None
-        if deadline is not None:
-            settings["deadline"] = max(1e-3, deadline - (core.loop.time() - begun))
+            plan = await plan_within(settings["deadline"], settings["first_token_deadline"], grammars, *asked)
         core = self._running_core()
-        call = core.admission.submit(plan.prompt, params, final_only=False, constraint=plan.spec, **settings)
+        call = core.admission.submit(
+            plan.prompt, params, final_only=False, constraint=plan.spec, since=begun, **settings
+        )
         return ChatStream(self._stream_of(core, call), plan, tokenizer)
 
     def abort(self, request_id: str) -> bool:
@@ -438,7 +440,7 @@ def _path_of(reply: dict[str, str]) -> str:
     return reply["path"]
 
 
-_OPTIONS = {"deadline": None, "priority": 0, "request_id": None, "cache_salt": None}
+_OPTIONS = {"deadline": None, "first_token_deadline": None, "priority": 0, "request_id": None, "cache_salt": None}
 
 
 def _all(options: dict[str, Any]) -> dict[str, Any]:

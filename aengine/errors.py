@@ -6,7 +6,7 @@
     │   ├── ContextLengthError      prompt longer than the model's context; .num_prompt_tokens, .max_model_len
     │   ├── GrammarError            a structured-output constraint can't be used; .kind, .path
     │   ├── EngineOverloadedError   the queue is full; .retry_after (seconds)
-    │   └── DeadlineExceededError   the request's deadline passed; .deadline (seconds)
+    │   └── DeadlineExceededError   a deadline of the request passed; .deadline (seconds)
     └── EngineError                 the engine; not the caller's doing
         ├── ModelLoadError          the model can't be found, read or fitted
         ├── WorkerDiedError         a worker process died; .rank, .exit_code, .worker_traceback
@@ -94,7 +94,10 @@ class EngineOverloadedError(RequestError):
 
 
 class DeadlineExceededError(RequestError):
-    """The request's deadline passed before it was done; ``deadline`` is the one given, in seconds."""
+    """The request's deadline passed before it was done, or its first_token_deadline before it had a token.
+
+    ``deadline`` is the one of the two that passed, as it was given, in seconds; the message says which it is.
+    """
 
     def __init__(self, message: str, *, deadline: float) -> None:
         super().__init__(message)

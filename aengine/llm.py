@@ -103,6 +103,7 @@ class LLM:
         *,
         output_type: Any = None,
         deadline: float | None = None,
+        first_token_deadline: float | None = None,
         priority: int = 0,
         cache_salt: str | None = None,
         progress: Progress = False,
@@ -113,8 +114,9 @@ class LLM:
         Args:
             prompts: one prompt (a text, token ids, or chat messages, as of `AsyncLLM.stream`), or a list of them.
             params: for all, or a list with one for each.
-            output_type, deadline, priority, cache_salt: for each, as of `AsyncLLM.stream`. A deadline counts from when
-                the engine takes the prompt in; of a long list it takes in some hundreds at a time.
+            output_type, deadline, first_token_deadline, priority, cache_salt: for each, as of `AsyncLLM.stream`. A
+                deadline counts from when the engine takes the prompt in; of a long list it takes in some hundreds at a
+                time.
             progress: of a list; True: a line on stderr, if that is a terminal; or a function of yours that is called,
                 in this thread, with the numbers of completions that are done and of all.
             return_exceptions: of a list; True: an error takes the place of its completion. False: the first ends the
@@ -124,7 +126,13 @@ class LLM:
         requests and leaves the engine as it was.
         """
         check_no_loop()
-        options = {"output_type": output_type, "deadline": deadline, "priority": priority, "cache_salt": cache_salt}
+        options: dict[str, Any] = {
+            "output_type": output_type,
+            "deadline": deadline,
+            "first_token_deadline": first_token_deadline,
+            "priority": priority,
+            "cache_salt": cache_salt,
+        }
         if not is_many(prompts):
             if params is not None and not isinstance(params, SamplingParams):
                 raise InvalidRequestError("one prompt takes one SamplingParams", param="params")
@@ -142,6 +150,7 @@ class LLM:
         *,
         output_type: Any = None,
         deadline: float | None = None,
+        first_token_deadline: float | None = None,
         priority: int = 0,
         request_id: str | None = None,
         cache_salt: str | None = None,
@@ -154,6 +163,7 @@ class LLM:
             final_only=False,
             output_type=output_type,
             deadline=deadline,
+            first_token_deadline=first_token_deadline,
             priority=priority,
             request_id=request_id,
             cache_salt=cache_salt,

@@ -69,6 +69,7 @@ KEYWORDS = [
 SHAPE_OPTIONS = ("json_schema", "regex", "choice", "grammar", "json_object", "backend", "on_unsupported", "whitespace")
 OPTIONS: dict[str, list[Any]] = {
     "deadline": [None, 30, 5.5],
+    "first_token_deadline": [None, 30, 5.5],
     "priority": [0, -3, 10],
     "request_id": [None, "mine"],
     "cache_salt": [None, "tenant"],

@@ -32,7 +32,7 @@ from ..outputs import FinishReason
 from ..params import SamplingParams, StructuredOutput, is_unicode, shown
 from .metrics import Counters
 from .prompt import Prompt, check_token_ids, encode_prompt, prompt_kind
-from .request import Request
+from .request import Request, RequestStatus
 from .step_loop import StepLoop
 from .stream import ChoiceOutput, Mailbox, error_for_waiter
 from .structured import GrammarService, RequestGrammar
@@ -74,8 +74,7 @@ class Call:
     mailbox: Mailbox
     requests: list[Request] = field(default_factory=list)
     num_left: int = 0  # requests that have not ended
-    deadline: float | None = None
-    timer: asyncio.TimerHandle | None = None
+    timers: tuple[asyncio.TimerHandle, ...] = ()  # of its limits in time
     constraint: StructuredOutput | GrammarSpec | None = None
     compiled: Compiled | None = None  # of the constraint
     preparing: asyncio.Task[None] | None = None
@@ -110,7 +109,7 @@ class Admission:
     @property
     def num_queued(self) -> int:
         """Requests that have no row on the worker yet, in whatever phase."""
-        return len(self._held) + self._num_encoding + self.steps.scheduler.num_waiting
+        return len(self._held) + self._num_encoding + self.steps.num_waiting
 
     def submit(
         self,
@@ -118,20 +117,24 @@ class Admission:
         params: SamplingParams,
         *,
         deadline: float | None,
+        first_token_deadline: float | None,
         priority: int,
         request_id: str | None,
         cache_salt: str | None,
         final_only: bool,
         constraint: GrammarSpec | None = None,
+        since: float | None = None,
     ) -> Call:
         """Check what can be checked at once, and register. Nothing is awaited here.
+
+        ``since``: the loop's time from which both deadlines count; None: now.
 
         Raises:
             InvalidRequestError, ContextLengthError: see `stream`.
             EngineOverloadedError: the queue is full and admission is "error".
         """
         kind = prompt_kind(prompt)
-        self._check(kind, params, deadline, priority, request_id, cache_salt)
+        self._check(kind, params, deadline, first_token_deadline, priority, request_id, cache_salt)
         if request_id is None:
             self._next_id += 1
             request_id = f"req-{self._next_id}"
@@ -158,9 +161,11 @@ class Admission:
             self._check_ids(call)
         self._calls[request_id] = call
         self._counters.num_requests += 1
-        if deadline is not None:
-            call.deadline = float(deadline)
-            call.timer = self._loop.call_later(deadline, self._expire, call)
+        since = call.arrival_time if since is None else since
+        # The second one only looks, when it is due, whether a token has come: delivering one costs nothing more.
+        for seconds, expire in ((deadline, self._expire), (first_token_deadline, self._expire_unless_begun)):
+            if seconds is not None:
+                call.timers += (self._loop.call_at(since + seconds, expire, call, float(seconds)),)
         if full:
             self._held.append(call)
         else:
@@ -273,7 +278,7 @@ class Admission:
             return
         call.preparing = None
         call.mailbox.warnings = call.compiled.warnings
-        if call.request_id in self._calls:
+        if self._calls.get(call.request_id) is call:
             if call.kind == "token_ids":
                 self._enqueue(call)
             else:
@@ -297,12 +302,13 @@ class Admission:
         params: SamplingParams,
         *,
         deadline: float | None,
+        first_token_deadline: float | None,
         priority: int,
         request_id: str | None,
         cache_salt: str | None,
     ) -> None:
         """What `submit` would refuse of a call whose prompt is not known yet. Raises InvalidRequestError."""
-        self._check("messages", params, deadline, priority, request_id, cache_salt)
+        self._check("messages", params, deadline, first_token_deadline, priority, request_id, cache_salt)
         if request_id in self._calls:
             raise InvalidRequestError(f"request_id {request_id!r} is in use by a running request", param="request_id")
 
@@ -320,7 +326,7 @@ class Admission:
         if future.cancelled():
             return
         error = future.exception()
-        if call.request_id not in self._calls:  # aborted meanwhile
+        if self._calls.get(call.request_id) is not call:  # ended meanwhile; another may have its id
             return
         try:
             if error is not None:
@@ -386,18 +392,20 @@ class Admission:
         kind: str,
         params: SamplingParams,
         deadline: float | None,
+        first_token_deadline: float | None,
         priority: int,
         request_id: str | None,
         cache_salt: str | None,
     ) -> None:
         if not isinstance(params, SamplingParams):
             raise InvalidRequestError(f"params must be SamplingParams, not {type(params).__name__}", param="params")
-        if deadline is not None and (
-            isinstance(deadline, bool) or not isinstance(deadline, int | float) or not 0 < deadline <= MAX_DEADLINE
-        ):
-            raise InvalidRequestError(
-                f"deadline must be a number of seconds above 0 and at most {MAX_DEADLINE:g}", param="deadline"
-            )
+        for name, limit in (("deadline", deadline), ("first_token_deadline", first_token_deadline)):
+            if limit is not None and (
+                isinstance(limit, bool) or not isinstance(limit, int | float) or not 0 < limit <= MAX_DEADLINE
+            ):
+                raise InvalidRequestError(
+                    f"{name} must be a number of seconds above 0 and at most {MAX_DEADLINE:g}", param=name
+                )
         if isinstance(priority, bool) or not isinstance(priority, int):
             raise InvalidRequestError(f"priority={shown(priority)} is not valid: an integer", param="priority")
         for name, value in (("request_id", request_id), ("cache_salt", cache_salt)):
@@ -429,8 +437,7 @@ class Admission:
 
     # -- the way out
 
-    def _expire(self, call: Call) -> None:
-        deadline = call.deadline or 0.0
+    def _expire(self, call: Call, deadline: float) -> None:
         done = sum(len(choice.token_ids) for choice in call.mailbox.choices)
         error = DeadlineExceededError(
             f"request {call.request_id} did not end within its deadline of {deadline:g} s "
@@ -438,6 +445,23 @@ class Admission:
             deadline=deadline,
         )
         self._fail(call, error)
+
+    def _expire_unless_begun(self, call: Call, limit: float) -> None:
+        if not any(choice.token_ids for choice in call.mailbox.choices):
+            text = f"request {call.request_id}: no token within first_token_deadline={limit:g} s ({self._phase(call)})"
+            self._fail(call, DeadlineExceededError(text, deadline=limit))
+
+    def _phase(self, call: Call) -> str:
+        """Where a call is that has no token yet."""
+        if call in self._held:
+            return "the request waited for a place in the queue"
+        if not call.requests:
+            return "its prompt was being encoded" if call.preparing is None else "its grammar was being prepared"
+        first = call.requests[0]
+        if first.status in (RequestStatus.NEW, RequestStatus.WAITING, RequestStatus.HELD):
+            return "the request was still queued"
+        num_begun = min(first.num_computed_tokens, first.num_prompt_tokens)
+        return f"{num_begun} of {first.num_prompt_tokens} prompt tokens were computed or being computed"
 
     def _fail(self, call: Call, error: AEngineError) -> None:
         self._counters.num_failed += 1
@@ -459,9 +483,9 @@ class Admission:
         self._calls.pop(call.request_id, None)
         if call.preparing is not None and call.preparing is not asyncio.current_task():
             call.preparing.cancel()
-        if call.timer is not None:
-            call.timer.cancel()
-            call.timer = None
+        for timer in call.timers:
+            timer.cancel()
+        call.timers = ()
         if self._empty is not None and not self._calls:
             self._empty.set()
 

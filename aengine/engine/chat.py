@@ -6,6 +6,7 @@ ChatStream: token ──ChatParser──> deltas, and at the end a ChatMessage
 
 from __future__ import annotations
 
+import asyncio
 from collections import deque
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -26,7 +27,7 @@ from ..chat import (
     tools_of,
 )
 from ..chat.history import with_instructions, written_out
-from ..errors import GrammarError, InvalidRequestError
+from ..errors import DeadlineExceededError, GrammarError, InvalidRequestError
 from ..grammar.output_type import OutputType
 from ..grammar.spec import GrammarSpec
 from ..outputs import Completion, FinishReason
@@ -38,7 +39,7 @@ from .tokenizer import Tokenizer
 if TYPE_CHECKING:
     from typing import Self
 
-__all__ = ["ChatPlan", "ChatStream", "check_grammar", "plan_chat"]
+__all__ = ["ChatPlan", "ChatStream", "check_grammar", "plan_chat", "plan_within"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -115,6 +116,28 @@ async def check_grammar(grammars: GrammarService, plan: ChatPlan) -> None:
             except GrammarError as found:
                 raise GrammarError(f"{owner}: {found}", kind=found.kind, path=found.path) from None
         raise
+
+
+async def plan_within(
+    deadline: float | None, first_token_deadline: float | None, grammars: GrammarService, *asked: Any
+) -> ChatPlan:
+    """`plan_chat` of what was ``asked``, in a thread, and `check_grammar`, for as many seconds as both deadlines allow.
+
+    Raises what those do, and DeadlineExceededError.
+    """
+    limit = min((seconds for seconds in (deadline, first_token_deadline) if seconds is not None), default=None)
+    try:
+        async with asyncio.timeout(limit) as timeout:
+            plan = await grammars.run(plan_chat, *asked)
+            await check_grammar(grammars, plan)
+    except TimeoutError:
+        if limit is None or not timeout.expired():
+            raise
+        message = f"the chat was not begun within its deadline of {limit:g} s"
+        if limit != deadline:
+            message = f"no token within first_token_deadline={limit:g} s (the chat was being prepared)"
+        raise DeadlineExceededError(message, deadline=limit) from None
+    return plan
 
 
 class ChatStream:

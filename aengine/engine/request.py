@@ -66,6 +66,7 @@ class Request:
         "forced",
         "grammar",
         "index",
+        "is_paused",
         "limit",
         "max_num_tokens",
         "milestone",
@@ -121,6 +122,7 @@ class Request:
         assert 0 < self.num_prompt_tokens < max_num_tokens, "admission leaves room for one token at least"
 
         self.status = RequestStatus.NEW
+        self.is_paused = False  # no step has it until it is resumed, although it keeps its row
         self.finish_reason: FinishReason | None = None
         self.sort_key: tuple[int, float, int] = (priority, arrival_time, 0)  # add_request sets the last
         self.req_idx = -1  # row on the worker, -1: none

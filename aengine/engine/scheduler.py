@@ -27,6 +27,7 @@ from ..errors import InternalError
 from ..ipc.messages import ModelRunnerOutput, RowError, SchedulerOutput, int32
 from ..outputs import FinishReason
 from .batch import DecodeBatch, InFlightStep, StepDraft
+from .invariants import check_scheduler
 from .kv_cache import BlockPool, PrefixCache, private_root, shared_root
 from .request import Request, RequestStatus
 from .siblings import Siblings
@@ -181,6 +182,20 @@ class Scheduler:
             return
         request.forced = rest[:stop]
         self._untold.append((request, request.forced))
+        self._stop_decoding(request)
+
+    def pause(self, request: Request) -> None:
+        """Leave a request that decodes out of the steps to come, until `resume`. It keeps its row and its blocks.
+        Nothing happens if its last token is in flight."""
+        if request.status is _DECODING and request.num_computed_tokens < request.max_num_tokens - 1:
+            request.is_paused = True
+            self._stop_decoding(request)
+
+    @staticmethod
+    def resume(request: Request) -> None:
+        request.is_paused = False
+
+    def _stop_decoding(self, request: Request) -> None:
         request.status = _CATCHING_UP
         self._catching_up.append(request)
         self._decoding.leave()
@@ -215,6 +230,7 @@ class Scheduler:
         request.block_ids = []
         request.num_computed_tokens = request.num_shared_blocks = 0
         request.req_idx = -1
+        request.is_paused = False
         request.forced = []
 
     def _preempt(self, request: Request) -> None:
@@ -268,8 +284,8 @@ class Scheduler:
         this order, so nothing of this step has to be undone.
         """
         # A decode short of a block catches up too. Its one token is kept for it, whatever chunks come before.
-        kept = sum(r.num_computed_tokens + 1 >= r.num_known for r in self._catching_up)
-        needy = list(self._catching_up)
+        needy = [request for request in self._catching_up if not request.is_paused]
+        kept = sum(r.num_computed_tokens + 1 >= r.num_known for r in needy)
         for request in due:
             if request.num_computed_tokens < request.max_num_tokens - 1:
                 needy.append(request)
@@ -291,9 +307,7 @@ class Scheduler:
             draft.grow(request, self._pool.allocate(1))
             self._set_limit(request)
         else:
-            request.status = _CATCHING_UP
-            self._catching_up.append(request)
-            self._decoding.leave()
+            self._stop_decoding(request)
 
     def _set_limit(self, request: Request) -> None:
         request.limit = min(len(request.block_ids) * self.block_size, request.max_num_tokens - 1)
@@ -474,27 +488,6 @@ class Scheduler:
         elif num_tokens == request.max_num_tokens:
             self.finish(request, FinishReason.LENGTH)
 
-    # -- integrity
-
     def check(self) -> None:
         """Assert what must hold between any two calls. Costs a walk over everything: for tests, and for idle times."""
-        leaving = [request for step in self._in_flight for request in step.leavers]
-        self._pool.check(request.block_ids for request in (*self._running, *leaving))
-        rows = [request.req_idx for request in self._running]
-        unfinished = (*self._running, *self._held, *self._waiting, *self._siblings.following)
-        assert self.num_constrained == sum(request.grammar is not None for request in unfinished)
-        assert sorted(rows + self._free_rows) == list(range(self.num_rows)), "a row was lost or given twice"
-        assert self._held == {request for request in leaving if request.finish_reason is None}
-        by_status = {status: {r for r in self._running if r.status is status} for status in RequestStatus}
-        decoding = [request for request in self._decoding.requests if request.status is _DECODING]
-        assert len(decoding) == len(by_status[_DECODING]) and set(decoding) == by_status[_DECODING]
-        assert len(self._catching_up) == len(by_status[_CATCHING_UP])
-        assert set(self._catching_up) == by_status[_CATCHING_UP]
-        assert sum(map(len, by_status.values())) == len(decoding) + len(self._catching_up) + len(by_status[_DRAINING])
-        for request in self._running:
-            room = len(request.block_ids) * self.block_size
-            assert 0 < request.num_computed_tokens <= room, f"{request} has no block for what it computed"
-            assert len(request.token_ids) + request.num_pending <= request.max_num_tokens
-        keys = [request.sort_key for request in self._waiting]
-        assert keys == sorted(keys) and all(r.status is RequestStatus.WAITING for r in self._waiting)
-        self._siblings.check()
+        check_scheduler(self)

@@ -15,7 +15,7 @@ import math
 from collections import deque
 from collections.abc import Callable
 from itertools import takewhile
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from ..errors import EngineError, InternalError, InvalidRequestError, RequestError, WorkerDiedError
 from ..ipc.messages import GrammarOutput, LogprobColumns, ModelRunnerOutput, RowError, SchedulerOutput, int32
@@ -25,7 +25,7 @@ from .executor import Executor
 from .lease import Lease
 from .metrics import Counters, LoopLag
 from .recovery import Watchdog
-from .request import Request
+from .request import Request, RequestStatus
 from .scheduler import Scheduler
 from .structured import GrammarService, MaskJob
 
@@ -84,6 +84,7 @@ class StepLoop:
         self._in_flight: deque[asyncio.Future[ModelRunnerOutput]] = deque()
         self._work = asyncio.Event()
         self._is_idle = False
+        self._num_coming = 0  # requests whose first row is being filled
         self._num_new_tokens = 0  # of requests added since it became idle
         self._unsent: SchedulerOutput | None = None
         self._failure: EngineError | None = None  # the executor's
@@ -95,6 +96,10 @@ class StepLoop:
         executor.set_on_failure(self._on_executor_failure)
 
     def add(self, request: Request) -> None:
+        if request.grammar is not None and request.grammar.is_slow and request.grammar.ahead is None:
+            self._num_coming += 1
+            self._fill_ahead(request)  # and is added then
+            return
         self.scheduler.add_request(request)
         self._work.set()
         if self._is_idle:
@@ -120,11 +125,20 @@ class StepLoop:
         self._in_flight.append(answer)
         self._note_scheduled(output)  # only now: it may add requests
 
+    @property
+    def num_waiting(self) -> int:
+        """Requests that were added and have no row, those included whose grammar is not ready yet."""
+        return self.scheduler.num_waiting + self._num_coming
+
     def _note_scheduled(self, output: SchedulerOutput) -> None:
         self._watchdog.begin(sum(output.num_scheduled_tokens))
         newest = self.scheduler.newest_step
         if newest is not None and newest.is_gated:
             self._gated = newest
+            if len(newest.batch) > 1:
+                for _, request in newest.constrained():
+                    if request.grammar is not None and request.grammar.is_slow:
+                        self.scheduler.pause(request)
         self._counters.num_steps += 1
         self._on_scheduled()
 
@@ -218,6 +232,24 @@ class StepLoop:
             for row, token_ids in filled.forced.items():
                 self.scheduler.force(due[row][1], token_ids)
 
+    def _fill_ahead(self, request: Request) -> None:
+        """Its grammar is slow: the request takes part in a step again when its next row is there."""
+        assert self._grammars is not None and request.grammar is not None
+        is_new = request.status is RequestStatus.NEW
+
+        def go_on(row: asyncio.Future[Any]) -> None:
+            if not row.cancelled():
+                row.exception()  # whoever takes the row gets it
+            self._num_coming -= is_new
+            if request.finish_reason is not None:
+                return
+            if is_new:
+                self.add(request)
+            self.scheduler.resume(request)
+            self._work.set()
+
+        self._grammars.fill_ahead(request.grammar).add_done_callback(go_on)
+
     def fail_request(self, request: Request, error: RequestError | EngineError) -> None:
         if request.finish_reason is None:
             self.scheduler.finish(request, FinishReason.ERROR)
@@ -247,9 +279,7 @@ class StepLoop:
             self._on_end(request)
         failure: EngineError | None = None
         if self.scheduler.num_constrained:
-            for request, token_id, _ in sampled:
-                if request.grammar is not None:
-                    request.grammar.pending.append(token_id)
+            self._note_tokens(sampled)
             try:
                 await self._unlock()  # the worker waits for it; whoever reads waits a millisecond longer
             except EngineError as error:  # these tokens are known, and won't be sampled again
@@ -261,6 +291,18 @@ class StepLoop:
             self._deliver(sampled[start : start + _TURN], logprobs)
         if failure is not None:
             raise failure
+
+    def _note_tokens(self, sampled: list[tuple[Request, int, int]]) -> None:
+        """For the grammars, whose matchers will accept them."""
+        paused: set[Request] = set()
+        for request, token_id, _ in sampled:
+            if request.grammar is None:
+                continue
+            request.grammar.pending.append(token_id)
+            if request.is_paused and request.num_pending == 0 and request.finish_reason is None:
+                paused.add(request)
+        for request in paused:
+            self._fill_ahead(request)
 
     def _deliver(self, sampled: list[tuple[Request, int, int]], logprobs: dict[int, tuple[Logprob, ...]]) -> None:
         for request, token_id, batch_idx in sampled:

@@ -9,6 +9,9 @@ forward.
 
 The ids of an answer are only noted by the loop. The lane, one thread, lets the matchers accept them and fills the rows
 of the next step, mostly without the GIL; so each matcher is touched by one thread at a time.
+
+A step samples when all of its rows are filled. So that a grammar whose rows take long holds up nobody else, its request
+is left out of the steps (`Scheduler.pause`) until its next row has been filled ahead, in a lane of its own.
 """
 
 from __future__ import annotations
@@ -39,18 +42,26 @@ _SHORT = 2000  # characters
 _FEW_ROWS = 4
 _SHORT_SECONDS = 0.0002
 """Rows that took no longer lately are filled on the loop: a thread's two turns take 100 us and more."""
+_SLOW_SECONDS = 0.004
+"""CPU time of a row from which it is filled ahead. Rows of ordinary schemas take 0.02 to 1.5 ms."""
+_SURVEY_SECONDS = 0.006
+"""A batch of rows that took longer is followed by one whose rows are timed, one by one,"""
+_SURVEY_PERIOD = 1.0
+"""at most so often."""
 
 
 class RequestGrammar:
     """One request's place in its grammar, and the ids that it has got since."""
 
-    __slots__ = ("_compiled", "_matcher", "pending", "seconds")
+    __slots__ = ("_compiled", "_cpu_seconds", "_matcher", "ahead", "pending", "seconds")
 
     def __init__(self, compiled: Compiled) -> None:
         self._compiled = compiled
         self._matcher: Matcher | None = None
+        self._cpu_seconds = getattr(compiled, "mask_seconds", 0.0)  # of a row, a moving average
         self.pending: list[int] = []  # committed, not yet accepted
         self.seconds = math.inf  # what a row of it took lately, at the worst
+        self.ahead: asyncio.Future[tuple[bytearray, Filled]] | None = None  # its next row, filled or being filled
 
     @property
     def matcher(self) -> Matcher:
@@ -58,6 +69,19 @@ class RequestGrammar:
         if self._matcher is None:
             self._matcher = self._compiled.matcher()
         return self._matcher
+
+    @property
+    def is_slow(self) -> bool:
+        """Whether its rows take so long that nobody else should wait for them."""
+        return self._cpu_seconds > _SLOW_SECONDS
+
+    def note_time(self, seconds: float, cpu_seconds: float, *, is_first: bool) -> None:
+        """What a row took, on the clock and of this thread. A first one, with its matcher, says nothing."""
+        if is_first:
+            self.seconds = 0.5
+            return
+        self.seconds = max(seconds, 0.9 * min(self.seconds, 0.002))
+        self._cpu_seconds = (self._cpu_seconds + cpu_seconds) / 2
 
 
 class MaskJob(NamedTuple):
@@ -86,6 +110,9 @@ class GrammarService:
         self._compiler: GrammarCompiler | None = None
         self._starting: asyncio.Task[GrammarCompiler] | None = None
         self._lane: ThreadPoolExecutor | None = None
+        self._slow_lane: ThreadPoolExecutor | None = None
+        self._is_surveying = False  # the next rows are timed one by one
+        self._surveyed = -math.inf
         self._planner: ThreadPoolExecutor | None = None
         self._warming: asyncio.Task[None] | None = None
         self._closed = False
@@ -142,20 +169,80 @@ class GrammarService:
 
     async def fill(self, jobs: Sequence[MaskJob], rows: memoryview | bytearray) -> Filled:
         """Fill ``rows``, int32 [len(jobs), ceil(vocab_size / 32)]. Those that failed allow all."""
+        if any(job.grammar.ahead is not None for job in jobs):
+            return await self._fill_with_ahead(jobs, rows)
         if len(jobs) <= _FEW_ROWS and sum(job.grammar.seconds for job in jobs) < _SHORT_SECONDS:
             return self._fill(jobs, rows)  # sooner done than a thread is woken
         if self._lane is None:
-            if self._closed:
-                raise EngineClosedError("the engine is closed: it fills no more bitmasks")
-            self._lane = ThreadPoolExecutor(1, thread_name_prefix="aengine-grammar")
+            self._lane = self._new_lane("aengine-grammar")
         return await asyncio.get_running_loop().run_in_executor(self._lane, self._fill, jobs, rows)
 
+    def fill_ahead(self, grammar: RequestGrammar) -> asyncio.Future[tuple[bytearray, Filled]]:
+        """Begin to fill its next row, which `fill` will find. Nobody else may touch the grammar until it is done."""
+        if self._slow_lane is None:
+            self._slow_lane = self._new_lane("aengine-grammar-slow")
+        job = MaskJob(0, grammar, grammar.pending)
+        grammar.pending = []
+        grammar.ahead = asyncio.get_running_loop().run_in_executor(self._slow_lane, self._fill_one, job)
+        return grammar.ahead
+
+    def _new_lane(self, name: str) -> ThreadPoolExecutor:
+        if self._closed:
+            raise EngineClosedError("the engine is closed: it fills no more bitmasks")
+        return ThreadPoolExecutor(1, thread_name_prefix=name)
+
+    def _fill_one(self, job: MaskJob) -> tuple[bytearray, Filled]:
+        rows = bytearray(self.row_bytes)
+        return rows, self._fill([job], rows)
+
+    async def _fill_with_ahead(self, jobs: Sequence[MaskJob], rows: memoryview | bytearray) -> Filled:
+        """The others first; by then what was begun ahead is most likely done."""
+        size = self.row_bytes
+        others = [row for row, job in enumerate(jobs) if job.grammar.ahead is None]
+        target = bytearray(size * len(others))
+        filled = await self.fill([jobs[row] for row in others], target)
+        for i, row in enumerate(others):
+            rows[row * size : (row + 1) * size] = target[i * size : (i + 1) * size]
+        failed = {others[i]: error for i, error in filled.failed.items()}
+        forced = {others[i]: token_ids for i, token_ids in filled.forced.items()}
+        for row, job in enumerate(jobs):
+            if job.grammar.ahead is not None:
+                ready, one = await job.grammar.ahead
+                job.grammar.ahead = None
+                rows[row * size : (row + 1) * size] = ready
+                if one.failed:
+                    failed[row] = one.failed[0]
+        return Filled(failed, forced)
+
     def _fill(self, jobs: Sequence[MaskJob], rows: memoryview | bytearray) -> Filled:
+        """In whatever thread; the jobs' grammars are its own meanwhile."""
+        if len(jobs) > _FEW_ROWS and not self._is_surveying:
+            begun = time.perf_counter()
+            filled = self._fill_rows(jobs, rows)
+            ended = time.perf_counter()
+            self._is_surveying = ended - begun > _SURVEY_SECONDS and ended - self._surveyed > _SURVEY_PERIOD
+            return filled
+        if len(jobs) > _FEW_ROWS:
+            self._is_surveying, self._surveyed = False, time.perf_counter()
+        failed: dict[int, Exception] = {}
+        forced: dict[int, list[int]] = {}
+        size = self.row_bytes
+        view = memoryview(rows)
+        for row, job in enumerate(jobs):
+            is_first = job.grammar.seconds == math.inf and not job.token_ids
+            begun, begun_cpu = time.perf_counter(), time.thread_time()
+            one = self._fill_rows([job], view[row * size : (row + 1) * size])
+            if one.failed:
+                failed[row] = one.failed[0]
+            if one.forced:
+                forced[row] = one.forced[0]
+            seconds, cpu_seconds = time.perf_counter() - begun, time.thread_time() - begun_cpu
+            job.grammar.note_time(seconds, cpu_seconds, is_first=is_first)
+        return Filled(failed, forced)
+
+    def _fill_rows(self, jobs: Sequence[MaskJob], rows: memoryview | bytearray) -> Filled:
         from ..grammar.backend import MatcherError, accept_batch, fill_batch
 
-        if not jobs:
-            return Filled({}, {})
-        begun = time.perf_counter()
         bitmask = memoryview(rows).cast("i", shape=[len(jobs), self._row_words])
         failed: dict[int, Exception] = {}
         due = []
@@ -170,7 +257,7 @@ class GrammarService:
                 refused = job.token_ids[result]
                 failed[row] = InternalError(f"token {refused} was sampled, which the grammar does not allow here")
         failed |= fill_batch(due, bitmask)
-        size = 4 * self._row_words
+        size = self.row_bytes
         for row in failed:
             rows[row * size : (row + 1) * size] = b"\xff" * size
         forced = {}
@@ -178,12 +265,6 @@ class GrammarService:
             ids = _forced_ids(matcher, rows[row * size : (row + 1) * size])
             if len(ids) > 1:
                 forced[row] = ids
-        if len(jobs) <= _FEW_ROWS:
-            seconds = time.perf_counter() - begun
-            for job in jobs:
-                # Of several the one that was slow is not known; a first row, with its matcher, says nothing.
-                is_first = job.grammar.seconds == math.inf and not job.token_ids
-                job.grammar.seconds = 0.5 if is_first else max(seconds, 0.9 * min(job.grammar.seconds, 0.002))
         return Filled(failed, forced)
 
     def close(self) -> None:
@@ -191,7 +272,7 @@ class GrammarService:
         self._closed = True
         if self._compiler is not None:
             self._compiler.abandon()
-        for pool in (self._lane, self._planner):
+        for pool in (self._lane, self._slow_lane, self._planner):
             if pool is not None:
                 pool.shutdown(wait=False, cancel_futures=True)
 
@@ -207,8 +288,8 @@ class GrammarService:
                 task.exception()
         if self._compiler is not None:
             await self._compiler.aclose()
-        pools = [pool for pool in (self._lane, self._planner) if pool is not None]
-        self._lane = self._planner = None
+        pools = [pool for pool in (self._lane, self._slow_lane, self._planner) if pool is not None]
+        self._lane = self._slow_lane = self._planner = None
         for pool in pools:
             await run_in_thread("grammar-pool", partial(pool.shutdown, cancel_futures=True))
 

@@ -5,16 +5,28 @@ from __future__ import annotations
 import asyncio
 import json
 import random
+import re
+import threading
 from collections.abc import Callable
-from typing import Literal
+from typing import Any, Literal
 
 import pytest
 from conftest_api import settled
 from pydantic import BaseModel, Field, field_validator
 
-from aengine import AsyncLLM, GrammarError, InternalError, InvalidRequestError, SamplingParams, StructuredOutput
+from aengine import (
+    AsyncLLM,
+    GrammarError,
+    InternalError,
+    InvalidRequestError,
+    SamplingParams,
+    StructuredOutput,
+    WorkerDiedError,
+)
+from aengine.engine import recovery, structured
 from aengine.engine.structured import RequestGrammar
 from aengine.grammar.backend import MatcherError
+from aengine.grammar.llguidance import LLGuidanceMatcher
 
 Make = Callable[..., AsyncLLM]
 pytestmark = pytest.mark.usefixtures("no_blocking")
@@ -213,3 +225,98 @@ async def test_forced_tokens_take_no_steps_of_their_own(make_engine: Make) -> No
     assert stopped.text == "an answer that is " and stopped.finish_reason == "stop"
     assert short.token_ids == completion.token_ids[:5] and short.finish_reason == "length"
     assert with_logprobs.token_ids == completion.token_ids and len(with_logprobs.logprobs) == len(completion.token_ids)
+
+
+@pytest.fixture
+def slow(monkeypatch: pytest.MonkeyPatch) -> list[str]:
+    """Grammars of "z" take so long that they are filled ahead; which threads filled is noted."""
+    threads: list[str] = []
+    fill = structured.GrammarService._fill_rows
+
+    def noted(self: Any, jobs: Any, rows: Any) -> Any:
+        if any("z" in job.grammar._compiled.spec.text for job in jobs):
+            threads.append(threading.current_thread().name.rpartition("_")[0])
+        return fill(self, jobs, rows)
+
+    monkeypatch.setattr(structured.GrammarService, "_fill_rows", noted)
+    monkeypatch.setattr(RequestGrammar, "is_slow", property(lambda self: "z" in self._compiled.spec.text))
+    return threads
+
+
+async def test_a_slow_grammar_holds_up_nobody(make_engine: Make, slow: list[str]) -> None:
+    """It is filled in a thread of its own, and its request is in no step meanwhile; the texts are the same."""
+    plain = SamplingParams(max_tokens=200, ignore_eos=True)
+    async with make_engine() as engine:
+        alone = await engine.generate([1, 2, 3], plain)
+        any_token(engine, 1)
+        tasks = [
+            *(engine.generate([1, 2, 3], plain) for _ in range(3)),
+            *(engine.generate([i], constrained(regex="[a-f]{3,30}")) for i in range(3)),
+            *(engine.generate([i], constrained(regex="z[a-f]{30}z")) for i in range(3)),
+            engine.generate([1], constrained(choice=["z" + "long" * 9]).replace(n=2)),
+        ]
+        done = await asyncio.gather(*tasks)
+        await settled(engine)
+    assert all(c.token_ids == alone.token_ids for c in done[:3])
+    assert all(re.fullmatch("[a-f]{3,30}", c.text) for c in done[3:6])
+    assert all(re.fullmatch("z[a-f]{30}z", c.text) for c in done[6:9])
+    assert [choice.text for choice in done[9].choices] == ["z" + "long" * 9] * 2
+    assert slow and set(slow) <= {"aengine-grammar-slow", "aengine-grammar"}
+    assert slow.count("aengine-grammar-slow") > len(slow) / 2
+
+
+async def test_leaving_while_rows_are_filled_ahead(make_engine: Make, slow: list[str]) -> None:
+    async with make_engine() as engine:
+        any_token(engine, 5)
+        steady = asyncio.create_task(engine.generate([9], SamplingParams(max_tokens=900, ignore_eos=True)))
+        for turns in range(0, 90, 3):
+            task = asyncio.create_task(engine.generate([7], constrained(regex="z[a-z]{390}")))
+            for _ in range(turns):
+                await asyncio.sleep(0)
+            task.cancel()
+            with pytest.raises(asyncio.CancelledError):
+                await task
+        assert (await engine.generate([7], constrained(regex="z[a-z]{5}"))).text[0] == "z"
+        assert len((await steady).token_ids) == 900
+        await settled(engine)
+
+
+async def test_a_slow_matcher_that_fails_ends_its_request(
+    make_engine: Make, slow: list[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    accept = LLGuidanceMatcher.accept
+
+    def broken(self: Any, token_ids: Any) -> int:
+        if len(self._token_ids) > 3:
+            raise MatcherError("it broke")
+        return accept(self, token_ids)
+
+    async with make_engine() as engine:
+        any_token(engine, 4)
+        steady = asyncio.create_task(engine.generate([9], SamplingParams(max_tokens=200, ignore_eos=True)))
+        with monkeypatch.context() as patch:
+            patch.setattr(LLGuidanceMatcher, "accept", broken)
+            with pytest.raises(InternalError, match="it broke"):
+                await engine.generate([1], constrained(regex="z[a-z]{50}"))
+        assert len((await steady).token_ids) == 200
+        await settled(engine)
+
+
+async def test_workers_die_while_rows_are_filled_ahead(
+    make_engine: Make, slow: list[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(recovery, "_LONGEST_DELAY", 1e-3)
+    params = constrained(regex="z[a-f]{40}z").replace(n=2)
+    async with make_engine() as engine:
+        expected = await engine.generate([1], params)
+        steady = asyncio.create_task(engine.generate([9], SamplingParams(max_tokens=300, ignore_eos=True)))
+        stream = engine.stream([1], params)
+        num_tokens = 0
+        async for _ in stream:
+            num_tokens += 1
+            if num_tokens % 20 == 0 and engine.statistics().num_restarts < 4:
+                engine.executor.fail(WorkerDiedError("killed"))
+        assert [c.token_ids for c in stream.completion.choices] == [c.token_ids for c in expected.choices]
+        assert engine.statistics().num_restarts >= 3
+        assert len((await steady).token_ids) == 300
+        await settled(engine)

@@ -133,6 +133,7 @@ class Driver:
         self.stop_after: dict[Request, int] = {}  # a stop string, found by the host after so many tokens
         self.num_steps = 0
         self.num_forced = 0  # tokens that came without being sampled
+        self.num_paused = 0
 
     @property
     def unfinished(self) -> list[Request]:
@@ -168,6 +169,14 @@ class Driver:
         if begin < len(output):
             self.scheduler.force(request, output[begin : begin + count])
 
+    def pause(self, request: Request) -> None:
+        self.scheduler.pause(request)
+        self.num_paused += request.is_paused
+
+    def resume_all(self) -> None:
+        for request in self.unfinished:
+            self.scheduler.resume(request)
+
     def schedule(self) -> bool:
         scheduler = self.scheduler
         had_row = {r for r in scheduler._running if r.status is not RequestStatus.DRAINING}
@@ -183,6 +192,7 @@ class Driver:
         self.num_steps += 1
         assert sum(out.num_scheduled_tokens) <= self.budget
         batch = set(out.req_idx)
+        assert not any(r.is_paused for r in scheduler.newest_step.batch), "paused, and in a step"
         for request in decoding - lost:
             assert request.req_idx in batch or request.status in (RequestStatus.DRAINING, RequestStatus.CATCHING_UP)
         self._check_reuse(out)
@@ -251,6 +261,7 @@ class Driver:
         while True:
             bound -= 1
             assert bound > 0, "requests go round in circles"
+            self.resume_all()
             if len(self.in_flight) < self.depth and (rng is None or rng.random() < 0.7 or not self.in_flight):
                 if self.schedule():
                     continue

@@ -516,3 +516,27 @@ def test_a_row_that_is_left_is_told_of_nothing() -> None:
     second = step(scheduler)
     assert not second.known_rows and list(second.removed) == [0]
     reply(scheduler, first, [11])
+
+
+def test_a_paused_request_keeps_its_row_and_is_in_no_step() -> None:
+    scheduler = make_scheduler()
+    a, b = make(3, max_tokens=4, name="a"), make(2, max_tokens=9, name="b")
+    add(scheduler, a, b)
+    reply(scheduler, step(scheduler), [11, 21])
+    second = step(scheduler)
+    row = a.req_idx
+    scheduler.pause(a)
+    reply(scheduler, second, [12, 22])
+    assert a.output_token_ids == [11, 12] and a.num_pending == 0
+    third = step(scheduler)
+    assert list(third.req_idx) == [b.req_idx] and a.req_idx == row and not third.removed
+    reply(scheduler, third, [23])
+    scheduler.resume(a)
+    fourth = step(scheduler)
+    assert list(fourth.req_idx) == [b.req_idx, row] and list(fourth.num_scheduled_tokens) == [1, 1]
+    reply(scheduler, fourth, [24, 13])
+    fifth = step(scheduler)
+    scheduler.pause(a)  # its last token is in flight: there is nothing to be left out of
+    assert not a.is_paused
+    reply(scheduler, fifth, [25, 14])
+    assert a.output_token_ids == [11, 12, 13, 14] and a.finish_reason is FinishReason.LENGTH

@@ -85,6 +85,16 @@ class SchedulerMachine(RuleBasedStateMachine):
         place = data.draw(st.integers(0, len(self.driver.unfinished) - 1))
         self.driver.force(self.driver.unfinished[place], count)
 
+    @precondition(lambda self: self.driver.unfinished)
+    @rule(data=st.data())
+    def pause(self, data: st.DataObject) -> None:
+        place = data.draw(st.integers(0, len(self.driver.unfinished) - 1))
+        self.driver.pause(self.driver.unfinished[place])
+
+    @rule()
+    def resume(self) -> None:
+        self.driver.resume_all()
+
     @precondition(lambda self: self.driver.in_flight)
     @rule()
     def fail_a_row(self) -> None:
@@ -140,6 +150,10 @@ def play(rng: random.Random, *, num_requests: int, aborts: float) -> Driver:
                 driver.answer()
             if driver.unfinished and rng.random() < 0.3:
                 driver.force(rng.choice(driver.unfinished), rng.randint(1, 9))
+            if driver.unfinished and rng.random() < 0.2:
+                driver.pause(rng.choice(driver.unfinished))
+            if driver.unfinished and rng.random() < 0.1:
+                driver.scheduler.resume(rng.choice(driver.unfinished))
             if driver.unfinished and rng.random() < aborts:
                 driver.scheduler.finish(rng.choice(driver.unfinished), FinishReason.ABORT)
             if rng.random() < aborts / 20:
@@ -149,13 +163,14 @@ def play(rng: random.Random, *, num_requests: int, aborts: float) -> Driver:
 
 
 def test_random_lives(rng: random.Random) -> None:
-    preemptions = hits = forced = 0
+    preemptions = hits = forced = paused = 0
     for _ in range(25):
         driver = play(rng, num_requests=25, aborts=0.03)
         preemptions += driver.scheduler.num_preemptions
         hits += driver.scheduler.prefix_cache_hits
         forced += driver.num_forced
-    assert preemptions and hits and forced > 100, "these lives were too easy to show anything"
+        paused += driver.num_paused
+    assert preemptions and hits and forced > 100 and paused > 100, "these lives were too easy to show anything"
 
 
 def test_nothing_is_lost_without_aborts(rng: random.Random) -> None:
