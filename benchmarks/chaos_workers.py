@@ -176,7 +176,12 @@ class Backoff(logging.Handler):
 def worker_pid(engine: AsyncLLM) -> int:
     """Of the newest worker, which may be in its start; 0: it is yet to be made."""
     workers = engine._core._executor._workers  # type: ignore[union-attr]
-    return workers[0].pid if workers else 0
+    return (workers[0].pid or 0) if workers else 0
+
+
+def kill(pid: int) -> None:
+    assert pid > 1, "to the kernel, other numbers mean everybody"
+    os.kill(pid, signal.SIGKILL)
 
 
 async def another_worker(engine: AsyncLLM, pid: int, *, ready: bool) -> int:
@@ -206,17 +211,17 @@ async def killer(streams: Streams, rng: random.Random, count: int, mean: float, 
     while done < count:
         await asyncio.sleep(rng.expovariate(1 / mean))
         at, before, deaths = time.monotonic(), backoff.total, 1
-        os.kill(pid, signal.SIGKILL)
+        kill(pid)
         while done + deaths < count and rng.random() < ONGOING_SHARE:
             pid = await another_worker(engine, pid, ready=False)
             await asyncio.sleep(rng.uniform(0, 4))
-            os.kill(pid, signal.SIGKILL)
+            kill(pid)
             deaths += 1
         pid = await another_worker(engine, pid, ready=True)
         done += deaths
         if rng.random() < 0.2 and done < count:  # a kill before anything has been computed again
             await asyncio.sleep(rng.uniform(0, 0.3))
-            os.kill(pid, signal.SIGKILL)
+            kill(pid)
             done, deaths = done + 1, deaths + 1
             pid = await another_worker(engine, pid, ready=True)
         recovered = await streams.token_after(time.monotonic() if deaths > 1 else at + 0.05)
@@ -235,7 +240,9 @@ def check_own_processes(promises: Promises) -> None:
 
 
 def settings(args: argparse.Namespace) -> dict[str, Any]:
-    return {"dtype": "float32", "max_model_len": 512, "kv_cache_memory_bytes": 512 << 20, "max_restarts": 10**6}
+    """So short a window that hardly any time is spent in waiting for the next start: that is tested elsewhere."""
+    size = {"max_model_len": 512, "kv_cache_memory_bytes": 512 << 20}
+    return {"dtype": "float32", **size, "max_restarts": 10**6, "restart_window": 5.0}
 
 
 async def kills(args: argparse.Namespace, promises: Promises) -> dict[str, Any]:
@@ -279,6 +286,7 @@ async def hangs(args: argparse.Namespace, promises: Promises) -> dict[str, Any]:
             for i in range(args.hangs):
                 await asyncio.sleep(rng.uniform(0.2, 1.5))
                 pid, before, waited = worker_pid(engine), engine.statistics().num_restarts, backoff.total
+                assert pid > 1
                 os.kill(pid, signal.SIGSTOP)
                 at = time.monotonic()
                 while engine.statistics().num_restarts == before:

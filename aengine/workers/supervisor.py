@@ -64,7 +64,7 @@ class WorkerProcess:
     ) -> None:
         """Raises EngineError when there is no Python to run, or no thread or descriptor left."""
         self.rank = rank
-        self.pid = -1
+        self.pid: int | None = None  # until it is there; never a number by which a kill() would mean somebody else
         self.channel = channel
         self._host_pid = os.getpid()
         self._loop = loop

@@ -91,7 +91,9 @@ async def restarts() -> None:
     while True:
         executor = engine._core._executor
         assert isinstance(executor, ProcessExecutor)
-        os.kill(executor._workers[0].pid, signal.SIGKILL)
+        pid = executor._workers[0].pid
+        assert pid is not None
+        os.kill(pid, signal.SIGKILL)
         await engine.generate([1, 2], SHORT)
 
 

@@ -17,6 +17,7 @@ import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from functools import cache, partial
+from threading import Lock
 from typing import Protocol
 
 import torch
@@ -133,6 +134,7 @@ class LinearFormat:
     def choose(cls, dtype: str, device: torch.device) -> LinearFormat:
         """From the setting ``dtype``, see the table above."""
         if device.type == "cpu" and dtype in ("auto", "float16"):
+            float16_plan()  # now, while nothing else runs that would disturb its measurement
             return cls("float16", torch.float32)
         name = "bfloat16" if dtype == "auto" else dtype
         return cls(name, getattr(torch, name))
@@ -156,6 +158,7 @@ class Linear:
         self._has_bias = bias
         self._format = linear_format
         self._loaded: dict[tuple[str, int], Tensor] = {}
+        self._lock = Lock()  # of _loaded: several threads may load
         self._weight: Weight | None = None
 
     def slots(self) -> Iterator[Slot]:
@@ -165,8 +168,10 @@ class Linear:
                 yield Slot(f"{name}.bias", (features,), partial(self._load, "bias", i))
 
     def _load(self, kind: str, part: int, tensor: Tensor) -> None:
-        self._loaded[kind, part] = tensor
-        if len(self._loaded) == len(self._parts) * (1 + self._has_bias):
+        with self._lock:
+            self._loaded[kind, part] = tensor
+            is_last = len(self._loaded) == len(self._parts) * (1 + self._has_bias)
+        if is_last:
             bias = self._join("bias") if self._has_bias else None
             self._weight = self._format.pack(self._join("weight"), bias)
             self._loaded = {}
