@@ -177,17 +177,25 @@ def _keep(engine: Any, executor: FakeExecutor) -> FakeExecutor:
 
 
 class Poisoned(FakeExecutor):
-    """Dies of a step with a certain prompt in it."""
+    """Dies of a certain prompt, at its prefill (666) or at its first decode (667)."""
+
+    poisoned = -1
 
     def _execute(self, out: SchedulerOutput) -> Any:
-        rows = [new.req_idx for new in out.new_requests if new.token_ids[0] == 666]
+        dies = any(new.token_ids[0] == 666 for new in out.new_requests) or self.poisoned in out.req_idx
+        for new in out.new_requests:
+            if new.token_ids[0] == 667:
+                self.poisoned = new.req_idx
         future = super()._execute(out)
-        if rows:
+        if dies:
             asyncio.get_running_loop().call_soon(self.fail, death())
         return future
 
 
-async def test_a_poison_request_takes_nobody_with_it(make_engine: Make, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("poison", [666, 667])
+async def test_a_poison_request_takes_nobody_with_it(
+    make_engine: Make, monkeypatch: pytest.MonkeyPatch, poison: int
+) -> None:
     params = SamplingParams(max_tokens=60, ignore_eos=True)
     engine = make_engine(fake={"delay": 0.0005})
     monkeypatch.setattr(type(engine), "_make_executor", lambda self, config: _keep(self, Poisoned(**self.fake)))
@@ -195,10 +203,10 @@ async def test_a_poison_request_takes_nobody_with_it(make_engine: Make, monkeypa
         others = [asyncio.create_task(engine.generate([i, 2], params)) for i in range(1, 9)]
         await asyncio.sleep(0.01)
         with pytest.raises(WorkerDiedError, match="again and again"):
-            await engine.generate([666, 1], params, request_id="the-poison")
+            await engine.generate([poison, 1], params, request_id="the-poison")
         done = await asyncio.gather(*others)
         assert all(len(c.token_ids) == 60 for c in done)
-        assert engine.statistics().num_restarts <= 7
+        assert engine.statistics().num_restarts <= 8
         await settled(engine)
 
 
