@@ -119,6 +119,7 @@ def nested(depth: int) -> Schema:
 
 HOSTILE: dict[str, dict[str, Any]] = {
     "regex bomb": {"regex": "(((a{100}){100}){100}){100}"},
+    "long repeats": {"regex": "[xy](a{300}){300}"},
     "overlapping options": {"regex": "(a?b?c?d?e?f?g?h?){30}x"},
     "enum of 50,000": {"json_schema": {"enum": [f"option {i}" for i in range(50_000)]}},
     "1,000 optional properties": {

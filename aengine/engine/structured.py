@@ -58,7 +58,7 @@ class RequestGrammar:
     def __init__(self, compiled: Compiled) -> None:
         self._compiled = compiled
         self._matcher: Matcher | None = None
-        self._cpu_seconds = getattr(compiled, "mask_seconds", 0.0)  # of a row, a moving average
+        self._cpu_seconds = compiled.mask_seconds  # of a row, a moving average
         self.pending: list[int] = []  # committed, not yet accepted
         self.seconds = math.inf  # what a row of it took lately, at the worst
         self.ahead: asyncio.Future[tuple[bytearray, Filled]] | None = None  # its next row, filled or being filled

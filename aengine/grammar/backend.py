@@ -18,6 +18,7 @@ from typing import TYPE_CHECKING, Any, Protocol
 from ..errors import EngineClosedError, GrammarError
 
 if TYPE_CHECKING:
+    from .compile_process import OnWait
     from .spec import GrammarSpec
     from .vocabulary import Vocabulary
 
@@ -90,6 +91,10 @@ class Compiled(Protocol):
     def num_bytes(self) -> int:
         """An estimate of the memory it holds."""
 
+    @property
+    def mask_seconds(self) -> float:
+        """CPU time of a mask near the start, as far as is known."""
+
     def matcher(self) -> Matcher:
         """A matcher at the start; takes under 0.1 ms, or some milliseconds when many are in use."""
 
@@ -100,8 +105,9 @@ class Backend(Protocol):
     @property
     def name(self) -> str: ...
 
-    def compile(self, spec: GrammarSpec) -> Compiled:
-        """Blocking, for a thread of a pool. Raises GrammarError."""
+    def compile(self, spec: GrammarSpec, on_wait: OnWait | None = None) -> Compiled:
+        """Blocking, for a thread of a pool. ``on_wait``: told while time passes that is not the grammar's. Raises
+        GrammarError."""
 
     def close(self) -> None:
         """Ends what it started. A compile in progress may fail; matchers stay usable."""
@@ -110,8 +116,8 @@ class Backend(Protocol):
 def load_backend(name: str, vocabulary: Vocabulary, timeout: float = 2.0) -> Backend:
     """The backend of that name for ``vocabulary``. Blocking: up to 2 s, most of it with the GIL held.
 
-    ``timeout``: seconds after which a compile is killed, by a backend that can (xgrammar). Raises GrammarError when the
-    library is missing or can't read the tokenizer.
+    ``timeout``: seconds for a compile, after which one that runs in a process of its own is killed. Raises
+    GrammarError when the library is missing or can't read the tokenizer.
     """
     if name == "xgrammar":
         from .xgrammar import XGrammarBackend
@@ -119,7 +125,7 @@ def load_backend(name: str, vocabulary: Vocabulary, timeout: float = 2.0) -> Bac
         return XGrammarBackend(vocabulary, timeout=timeout)
     from .llguidance import LLGuidanceBackend
 
-    return LLGuidanceBackend(vocabulary)
+    return LLGuidanceBackend(vocabulary, timeout=timeout)
 
 
 Load = Callable[[str, "Vocabulary", float], Backend]

@@ -4,11 +4,12 @@
          │ no
          ├──in the works?──> wait for it with the others
          │ no
-         └──queue (bounded) ──> thread of the pool ──> Backend.compile
+         └──queue (bounded) ──> thread of the pool ──> Backend.compile ──> a process, for what may take long
                                    │ after `timeout`: GrammarError to all who wait; the thread is busy until it ends
 
-A compile can't be cancelled once begun. A caller who is cancelled only stops waiting; when nobody waits for a grammar
-that no thread has begun, it is taken out of the queue. What comes out late is still kept: the next one who asks has it.
+A compile can't be cancelled once begun, so backends run those that may take long where they can be killed. A caller who
+is cancelled only stops waiting; when nobody waits for a grammar that no thread has begun, it is taken out of the queue.
+What comes out late is still kept: the next one who asks has it.
 
 All state is the loop's; a thread touches nothing but its job. One compiler serves one event loop.
 """
@@ -185,8 +186,15 @@ class GrammarCompiler:
         self._num_queued -= 1
         work.job = None
         work.begun = loop.time()
-        if not self._closed:
-            work.timer = loop.call_later(self._timeout, self._timed_out, work)
+        self._waits(work, False)
+
+    def _waits(self, work: _Work, is_waiting: bool) -> None:
+        """Its time is not counted while a process is started for it, and begins anew then."""
+        if work.timer is not None:
+            work.timer.cancel()
+            work.timer = None
+        if not is_waiting and self._works.get(work.spec) is work and not self._closed:
+            work.timer = asyncio.get_running_loop().call_later(self._timeout, self._timed_out, work)
 
     def _timed_out(self, work: _Work) -> None:
         error = GrammarError(
@@ -266,7 +274,8 @@ def _run(loop: asyncio.AbstractEventLoop, owner: weakref.ref[GrammarCompiler], b
             backend = backends.get(work.spec.backend)
         finally:
             tell(loop, _to, owner, GrammarCompiler._begun, work)  # its time counts from here
-        result = backend.compile(work.spec)
+        on_wait = functools.partial(tell, loop, _to, owner, GrammarCompiler._waits, work)
+        result = backend.compile(work.spec, on_wait)
     except BaseException as error:
         result = error
     tell(loop, _to, owner, GrammarCompiler._ended, work, result)

@@ -11,11 +11,14 @@ The library's traps, and what is done about each (measured; versions 1.9):
 - Consuming several tokens without masks between them runs out of the default lexer fuel, and so rejects right texts.
   Hence the higher `_limits`.
 - A schema can carry ``x-guidance``, options for the compiler: taken out.
+- Some grammars take it seconds and gigabytes, whatever the limits, and nothing can stop it. So those that may are tried
+  first: with small limits, or in a process that can be killed (`compile_risk`, `llguidance_process`).
 """
 
 from __future__ import annotations
 
 import functools
+import json
 import os
 import threading
 import time
@@ -26,10 +29,14 @@ import llguidance
 
 from ..errors import GrammarError
 from .backend import Bitmask, MatcherError, accept_one, address_of
+from .compile_process import OnWait
+from .compile_risk import risk_of
 from .llguidance_errors import grammar_error, matcher_message
-from .llguidance_grammar import grammar_of
+from .llguidance_grammar import grammar_of, leave_out_counts
+from .llguidance_process import Trials
+from .llguidance_tokenizer import tokenizer_of
 from .spec import GrammarSpec
-from .vocabulary import Vocabulary, name_of
+from .vocabulary import Vocabulary
 
 __all__ = ["LLGuidanceBackend", "LLGuidanceMatcher"]
 
@@ -37,6 +44,12 @@ _MIN_PARALLEL = 8
 """Fewer rows are filled one by one: handing them to threads takes longer."""
 _MAX_FORCED = 256
 """Tokens that the first masks follow."""
+_MAX_FIRST_MASKS = 4
+"""Of those with a mask each: the library goes through all that is forced for each mask, 26 ms for 90,000 bytes."""
+_MAX_FORCED_BYTES = 4096
+"""Making tokens of a longer run would hold the GIL for more than a millisecond: it is sampled instead."""
+_RISKY_MASK_SECONDS = 0.02
+"""Assumed of the masks of a grammar that may be slow, until some of them were not."""
 _COPIES_PER_ROOT = 4
 _MOST_ROOT_SECONDS = 0.02
 """Grammars that take longer to make are made once, and their requests' masks are computed one after the other."""
@@ -46,6 +59,7 @@ _BYTES_PER_GRAMMAR = 256 << 10
 
 @functools.cache
 def _limits() -> llguidance.LLParserLimits:
+    """For requests, too: those of a compile are those of its matchers."""
     return llguidance.LLParserLimits(
         max_items_in_row=5000,  # about 1,250 optional properties, whose masks take 5 ms; the default refuses 500
         initial_lexer_fuel=4_000_000,
@@ -58,45 +72,75 @@ def _limits() -> llguidance.LLParserLimits:
     )
 
 
+@functools.cache
+def _small_limits() -> llguidance.LLParserLimits:
+    """Compiles that stay within these take 0.3 s at most (measured); none of 500 schemas of MaskBench needs more."""
+    return llguidance.LLParserLimits(
+        max_items_in_row=1000,
+        initial_lexer_fuel=100_000,
+        step_lexer_fuel=20_000,
+        step_max_items=5_000,
+        max_lexer_states=20_000,
+        max_grammar_size=20_000,
+        precompute_large_lexemes=True,
+        verbose_errors=False,
+    )
+
+
 class LLGuidanceBackend:
     """Holds the tokenizer in the library's form (33 MB for 49,152 tokens). Making it holds the GIL for up to 2 s."""
 
     name = "llguidance"
 
-    def __init__(self, vocabulary: Vocabulary, *, fill_threads: int | None = None) -> None:
-        """``fill_threads``: for `fill_batch`; None: three of four cores, 12 at most. Raises GrammarError."""
+    def __init__(self, vocabulary: Vocabulary, *, timeout: float = 2.0, fill_threads: int | None = None) -> None:
+        """``timeout``: seconds for a compile; one that is tried in a process is killed after half of them, as it is
+        then repeated here. ``fill_threads``: for `fill_batch`; None: three of four cores, 12 at most.
+
+        Raises GrammarError.
+        """
         self.vocabulary = vocabulary
         self.row_bytes = vocabulary.row_bytes
         self.eos_ids = frozenset(vocabulary.eos_ids)
         self.eos_row = vocabulary.eos_row()
-        self.tokenizer = _tokenizer_of(vocabulary)
+        self.tokenizer = tokenizer_of(vocabulary)
         self._probes = _probes(vocabulary)
         self._opening = [i for i, text in enumerate(vocabulary.token_bytes) if text == b' "'][:1]
         self._fill_threads = (
             max(1, min(12, len(os.sched_getaffinity(0)) * 3 // 4)) if fill_threads is None else fill_threads
         )
+        self._trials = Trials(vocabulary, timeout / 2)
         self._executor: llguidance.LLExecutor | None = None
         self._lock = threading.Lock()
 
-    def compile(self, spec: GrammarSpec) -> LLGuidanceCompiled:
+    def compile(self, spec: GrammarSpec, on_wait: OnWait | None = None) -> LLGuidanceCompiled:
+        risk = risk_of(spec)
+        if risk == "wild" or (risk == "costly" and not self._is_small(spec)):
+            self._trials.run(spec, on_wait)
+        compiled = self.compile_here(spec)
+        if risk != "safe":
+            compiled.mask_seconds = max(compiled.mask_seconds, _RISKY_MASK_SECONDS)
+        return compiled
+
+    def compile_here(self, spec: GrammarSpec, limits: llguidance.LLParserLimits | None = None) -> LLGuidanceCompiled:
+        """In this thread, however long it takes."""
         begun = time.monotonic()
         try:
-            root = self.root(spec)
+            root = self.root(spec, limits)
             seconds = time.monotonic() - begun
             self._check(root)
-            self._first_masks(root)
-            warnings = tuple(root.get_grammar_warnings())
+            mask_seconds = self._first_masks(root)
+            warnings = _left_out(spec) + tuple(root.get_grammar_warnings())
         except GrammarError:
             raise
         except BaseException as error:  # ValueError, and pyo3's PanicException, which is no Exception
             if isinstance(error, KeyboardInterrupt | SystemExit | MemoryError):
                 raise
             raise grammar_error(spec, str(error)) from None
-        return LLGuidanceCompiled(self, spec, warnings, root, may_repeat=seconds < _MOST_ROOT_SECONDS)
+        return LLGuidanceCompiled(self, spec, warnings, root, mask_seconds, may_repeat=seconds < _MOST_ROOT_SECONDS)
 
-    def root(self, spec: GrammarSpec) -> llguidance.LLMatcher:
+    def root(self, spec: GrammarSpec, limits: llguidance.LLParserLimits | None = None) -> llguidance.LLMatcher:
         """At the start of the grammar, with a lexer of its own; may be in the error state."""
-        return llguidance.LLMatcher(self.tokenizer, grammar_of(spec), log_level=0, limits=_limits())
+        return llguidance.LLMatcher(self.tokenizer, grammar_of(spec), log_level=0, limits=limits or _limits())
 
     @property
     def max_roots(self) -> int:
@@ -104,6 +148,7 @@ class LLGuidanceBackend:
         return self._fill_threads
 
     def close(self) -> None:
+        self._trials.close()
         with self._lock:
             self._executor = None
 
@@ -116,21 +161,36 @@ class LLGuidanceBackend:
                 self._executor = llguidance.LLExecutor(self._fill_threads)
             return self._executor
 
-    def _first_masks(self, root: llguidance.LLMatcher) -> None:
-        """Run into the limits now instead of at a request's first tokens."""
+    def _first_masks(self, root: llguidance.LLMatcher) -> float:
+        """Run into the limits now instead of at a request's first tokens. Returns the CPU time of the slowest mask but
+        the first, which is computed once for all requests."""
         scratch = memoryview(bytearray(self.row_bytes)).cast("i", (1, self.row_bytes // 4))
         address, _kept = address_of(scratch, (0,), self.row_bytes)
         root.unsafe_compute_mask_ptr(address, self.row_bytes)
         self._check(root)
-        forced = root.deep_copy().compute_ff_tokens()[:_MAX_FORCED]
+        slowest = 0.0
         # into the first string that must come, and to an object's keys, where a schema with many of them is largest
-        for probe in (forced + self._opening, *self._probes):
+        for probe in (_forced_tokens(root.deep_copy())[:_MAX_FORCED] + self._opening, *self._probes):
             there = root.deep_copy()
-            for token_id in probe:
-                if there.validate_tokens([token_id]) != 1 or there.try_consume_tokens([token_id]) != 1:
+            for token_ids in _steps(probe):
+                if there.try_consume_tokens(token_ids) != len(token_ids):
                     break
+                begun = time.thread_time()
                 there.unsafe_compute_mask_ptr(address, self.row_bytes)
+                slowest = max(slowest, time.thread_time() - begun)
             self._check(there)
+        return slowest
+
+    def _is_small(self, spec: GrammarSpec) -> bool:
+        """Whether it compiles within small limits; then it does so within the larger ones, in the same time. Raises
+        GrammarError when it is at fault in another way."""
+        try:
+            start = self.compile_here(spec, _small_limits()).matcher()
+        except GrammarError as error:
+            if error.kind != "too_complex":
+                raise
+            return False
+        return start.num_forced_bytes <= _MAX_FORCED_BYTES  # the limits cut a run short, without an error
 
     @staticmethod
     def _check(matcher: llguidance.LLMatcher) -> None:
@@ -138,64 +198,29 @@ class LLGuidanceBackend:
             raise ValueError(matcher.get_error())
 
 
+def _left_out(spec: GrammarSpec) -> tuple[str, ...]:
+    if not spec.relax or spec.kind != "json_schema" or 'Properties":' not in spec.text:
+        return ()
+    return leave_out_counts(json.loads(spec.text))
+
+
+def _steps(token_ids: list[int]) -> list[list[int]]:
+    """The first few one by one, then all up to the last, and that."""
+    few = min(_MAX_FIRST_MASKS, max(0, len(token_ids) - 1))
+    steps = [[token_id] for token_id in token_ids[:few]] + [token_ids[few:-1], token_ids[-1:]]
+    return [step for step in steps if step]
+
+
+def _forced_tokens(matcher: llguidance.LLMatcher) -> list[int]:
+    """Best of a matcher whose mask was computed: then the bytes are there, and counted in no time."""
+    if len(matcher.compute_ff_bytes()) > _MAX_FORCED_BYTES:
+        return []
+    return matcher.compute_ff_tokens()
+
+
 def _probes(vocabulary: Vocabulary) -> list[list[int]]:
     ids = {text: i for i, text in reversed(list(enumerate(vocabulary.token_bytes))) if text in (b"{", b'"')}
     return [[ids[b"{"], ids[b'"']]] if len(ids) == 2 else []
-
-
-def _tokenizer_of(vocabulary: Vocabulary) -> llguidance.LLTokenizer:
-    """From tokenizer.json where the library reads it as we do, else from the bytes of each token."""
-    if not vocabulary.eos_ids:
-        raise GrammarError(
-            "structured output needs a model with an end-of-sequence token, and this model's tokenizer names none",
-            kind="unsupported",
-        )
-    eos_ids = list(vocabulary.eos_ids)
-    try:
-        tokenizer = llguidance.LLTokenizer(vocabulary.tokenizer_json, n_vocab=vocabulary.vocab_size, eos_token=eos_ids)
-        if _agrees(tokenizer, vocabulary):
-            return tokenizer
-    except ValueError:  # a decoder that it does not know, or more tokens than logits
-        pass
-    try:
-        wrapped = llguidance.TokenizerWrapper(_ByBytes(vocabulary))
-        return llguidance.LLTokenizer(wrapped, n_vocab=vocabulary.vocab_size, eos_token=eos_ids)
-    except Exception as error:
-        raise GrammarError(
-            f"llguidance can't read this model's tokenizer: {matcher_message(str(error))}", kind="unsupported"
-        ) from error
-
-
-def _agrees(tokenizer: llguidance.LLTokenizer, vocabulary: Vocabulary) -> bool:
-    """Whether the library knows every token as control or as the text that our detokenizer makes of it."""
-    for token_id, text in enumerate(vocabulary.token_bytes):
-        if not tokenizer.is_special_token(token_id) and tokenizer.decode_bytes([token_id]) != text:
-            return False
-    return True
-
-
-class _ByBytes:
-    """A tokenizer as `llguidance.TokenizerWrapper` takes it: forced text is cut into the longest tokens."""
-
-    def __init__(self, vocabulary: Vocabulary) -> None:
-        self.eos_token_id = vocabulary.eos_ids[0]
-        self.bos_token_id = None
-        self.special_token_ids = [i for i, text in enumerate(vocabulary.token_bytes) if not text]
-        self.tokens = [text or name_of(i).encode() for i, text in enumerate(vocabulary.token_bytes)]
-        self._ids = {text: i for i, text in enumerate(vocabulary.token_bytes) if text}
-        self._longest = max(map(len, self._ids), default=1)
-
-    def __call__(self, text: bytes) -> list[int]:
-        ids: list[int] = []
-        start = 0
-        while start < len(text):
-            ends = range(min(len(text), start + self._longest), start, -1)
-            end = next((end for end in ends if text[start:end] in self._ids), None)
-            if end is None:  # no token begins so: the rest can't be written
-                break
-            ids.append(self._ids[text[start:end]])
-            start = end
-        return ids
 
 
 class _Root:
@@ -216,7 +241,7 @@ class LLGuidanceCompiled:
     """A compiled grammar. Many requests at a time get several lexers, so that several threads can fill their rows; all
     but the first go with the requests."""
 
-    __slots__ = ("_backend", "_first", "_lock", "_may_repeat", "_more", "num_bytes", "spec", "warnings")
+    __slots__ = ("_backend", "_first", "_lock", "_may_repeat", "_more", "mask_seconds", "num_bytes", "spec", "warnings")
 
     def __init__(
         self,
@@ -224,12 +249,14 @@ class LLGuidanceCompiled:
         spec: GrammarSpec,
         warnings: tuple[str, ...],
         root: llguidance.LLMatcher,
+        mask_seconds: float,
         *,
         may_repeat: bool,
     ) -> None:
         """``may_repeat``: the root was made so fast that it may be made again for more requests."""
         self.spec = spec
         self.warnings = warnings
+        self.mask_seconds = mask_seconds
         self.num_bytes = _BYTES_PER_GRAMMAR + 8 * len(spec.text)
         self._backend = backend
         self._may_repeat = may_repeat
@@ -355,10 +382,14 @@ class LLGuidanceMatcher:
             del self._token_ids[-num_tokens:]
             self._check()
 
+    @property
+    def num_forced_bytes(self) -> int:
+        return len(self._inner.compute_ff_bytes())
+
     def forced_tokens(self) -> list[int]:
         if self._ended:
             return []
-        forced = self._inner.compute_ff_tokens()
+        forced = _forced_tokens(self._inner)
         self._check()
         return forced
 

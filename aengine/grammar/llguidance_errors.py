@@ -8,7 +8,7 @@ from typing import Literal
 from ..errors import GrammarError
 from .spec import GrammarSpec
 
-__all__ = ["grammar_error", "matcher_message"]
+__all__ = ["grammar_error", "matcher_message", "trial_error"]
 
 ErrorKind = Literal["invalid", "unsupported", "unsatisfiable", "too_complex"]
 
@@ -49,6 +49,19 @@ def grammar_error(spec: GrammarSpec, message: str) -> GrammarError:
         cure = '; on_unsupported="relax" leaves out what can\'t be enforced'
     said = "no text fits it" if "NoExtension" in message else _short(message, spec.kind)
     return GrammarError(f"{about} can't be used{at}: {said}{cure}", kind=kind, path=path)
+
+
+def trial_error(spec: GrammarSpec, cause: str) -> GrammarError:
+    """The error of a grammar that was not compiled in the time or memory that it may take."""
+    about = _ABOUT.get(spec.kind, "the grammar")
+    cure = "make it smaller or less ambiguous"
+    if spec.kind == "regex":
+        cure = "make counted repeats such as {1,1000} smaller, above all those inside of others"
+    elif spec.kind == "json_schema":
+        cure = "make counted repeats in patterns and multipleOf smaller, or join fewer patterns by allOf and $ref"
+    elif spec.kind in ("lark", "ebnf"):
+        cure = "make counted repeats smaller, or join fewer patterns by & and ~"
+    return GrammarError(f"{about} can't be used: {cause}; {cure}", kind="too_complex")
 
 
 def matcher_message(message: str) -> str:

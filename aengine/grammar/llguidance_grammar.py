@@ -8,9 +8,10 @@ from typing import Any
 import llguidance
 
 from ..errors import GrammarError
+from .schema_walk import json_path, walk
 from .spec import GrammarSpec
 
-__all__ = ["grammar_of", "json_options"]
+__all__ = ["grammar_of", "json_options", "leave_out_counts"]
 
 
 def grammar_of(spec: GrammarSpec) -> str:
@@ -24,6 +25,8 @@ def grammar_of(spec: GrammarSpec) -> str:
         if not isinstance(schema, dict):
             raise GrammarError("a JSON schema is an object, true or false", kind="invalid", path="$")
         schema.pop("x-guidance", None)
+        if spec.relax:
+            leave_out_counts(schema)
         text = json.dumps(schema, ensure_ascii=False)
         return llguidance.LLMatcher.grammar_from_json_schema(text, overrides=json_options(spec))  # type: ignore[arg-type]
     if spec.kind == "regex":
@@ -34,6 +37,25 @@ def grammar_of(spec: GrammarSpec) -> str:
     if spec.kind == "ebnf":
         return llguidance.grammar_from("ebnf", spec.text)
     return llguidance.LLMatcher.grammar_from_lark(spec.text)
+
+
+def leave_out_counts(schema: dict[str, Any]) -> tuple[str, ...]:
+    """Remove counts of properties where some of those that are named are optional, and say where that was.
+
+    The library, relaxed, would count the properties only that are not named, so that ``{"a": 1}`` would not do.
+    """
+    left_out: list[str] = []
+    for path, part in walk(schema):
+        if not isinstance(part, dict) or not isinstance(part.get("properties"), dict):
+            continue
+        if part.get("additionalProperties") is False and not part.get("patternProperties"):
+            continue  # no others can come, and those that are named are counted
+        required = part.get("required")
+        if set(part["properties"]) <= set(required if isinstance(required, list) else ()):
+            continue
+        gone = [key for key in ("minProperties", "maxProperties") if part.pop(key, None) is not None]
+        left_out += (f"{json_path((*path, key))} is not enforced: some of the properties are optional" for key in gone)
+    return tuple(left_out)
 
 
 def json_options(spec: GrammarSpec) -> dict[str, Any]:

@@ -7,24 +7,22 @@ are searched for keywords that it is known to pass over (`xgrammar_schema`): ref
 
 from __future__ import annotations
 
+import functools
 import json
 import re
-import threading
 import weakref
 from collections.abc import Sequence
 from typing import Any
 
 from ..errors import GrammarError
 from .backend import Bitmask, MatcherError, address_of
+from .compile_process import CompilerProcesses, CompilerStartError, CompileTimeoutError, OnWait
 from .spec import GrammarSpec
 from .vocabulary import Vocabulary
-from .xgrammar_process import CompilerProcess, CompileTimeoutError, load_core, tokenizer_info
+from .xgrammar_process import load_core, tokenizer_info
 from .xgrammar_schema import ignored
 
 __all__ = ["XGrammarBackend", "XGrammarMatcher"]
-
-_START_SECONDS = 20.0
-"""A child that is not ready after this long is taken for dead."""
 
 _NOISE = re.compile(r"^\[[\d:]+\] \S+?:\d+: (?:Warning: )?", re.MULTILINE)
 """A time and a place in its source, before each message."""
@@ -50,18 +48,23 @@ class XGrammarBackend:
         self.last_word = (1 << vocabulary.vocab_size % 32) - 1 if vocabulary.vocab_size % 32 else -1
         self.info = tokenizer_info(self.core, vocabulary.token_bytes, vocabulary.vocab_size, vocabulary.eos_ids)
         self._timeout = timeout
-        self._processes = _Processes(vocabulary)
+        self._processes = CompilerProcesses(
+            f"{__package__}.xgrammar_process", functools.partial(_first_message, vocabulary)
+        )
         weakref.finalize(self, self._processes.close)
-        self._processes.start()
+        try:
+            self._processes.start()
+        except CompilerStartError as error:
+            raise GrammarError(f"xgrammar's compiler process does not start: {error}", kind="unsupported") from error
 
-    def compile(self, spec: GrammarSpec) -> XGrammarCompiled:
+    def compile(self, spec: GrammarSpec, on_wait: OnWait | None = None) -> XGrammarCompiled:
         passed_over = ignored(json.loads(spec.text)) if spec.kind == "json_schema" else []
         if passed_over and not spec.relax:
             path, what = passed_over[0]
             raise _error(spec, "unsupported", f"at {path}: xgrammar does not enforce {what}", path)
         request = {"kind": spec.kind, "text": spec.text, "whitespace": spec.whitespace}
         try:
-            answer = self._processes.compile(request, self._timeout)
+            answer = self._processes.compile(request, self._timeout, on_wait)
         except CompileTimeoutError:
             raise _error(spec, "too_complex", f"xgrammar took longer than {self._timeout:g} s") from None
         except (EOFError, OSError) as error:
@@ -91,81 +94,12 @@ class XGrammarBackend:
         self._processes.close()
 
 
-class _Processes:
-    """Compiler processes: as many as there are threads that compile at once; kept when idle."""
-
-    def __init__(self, vocabulary: Vocabulary) -> None:
-        self._first_message = {
-            "token_bytes": list(vocabulary.token_bytes),
-            "vocab_size": vocabulary.vocab_size,
-            "eos_ids": list(vocabulary.eos_ids),
-        }
-        self._lock = threading.Lock()
-        self._idle: list[CompilerProcess] = []
-        self._all: set[CompilerProcess] = set()
-        self._closed = False
-
-    def start(self) -> None:
-        """Have one ready. Raises GrammarError."""
-        try:
-            process = self._take()
-            self._when_ready(process)
-        except (CompileTimeoutError, EOFError, OSError) as error:
-            raise GrammarError(f"xgrammar's compiler process does not start: {error}", kind="unsupported") from error
-        self._give_back(process)
-
-    def compile(self, request: dict[str, Any], timeout: float) -> dict[str, Any]:
-        process = self._take()
-        self._when_ready(process)
-        try:
-            answer = process.compile(request, timeout)
-        except BaseException:
-            self._discard(process)
-            self._replace()
-            raise
-        self._give_back(process)
-        return answer
-
-    def close(self) -> None:
-        with self._lock:
-            self._closed = True
-            doomed, self._all, self._idle = self._all, set(), []
-        for process in doomed:
-            process.kill()
-
-    def _when_ready(self, process: CompilerProcess) -> None:
-        try:
-            process.start(_START_SECONDS)
-        except BaseException:
-            self._discard(process)
-            raise
-
-    def _replace(self) -> None:
-        """Start another one now, while nobody waits for it."""
-        try:
-            self._give_back(self._take())
-        except (EOFError, OSError):  # closed, or no process to be had: the next compile says so
-            pass
-
-    def _take(self) -> CompilerProcess:
-        with self._lock:
-            if self._closed:
-                raise EOFError("it was closed")
-            if self._idle:
-                return self._idle.pop()
-            process = CompilerProcess(self._first_message)
-            self._all.add(process)
-            return process
-
-    def _give_back(self, process: CompilerProcess) -> None:
-        with self._lock:
-            if not self._closed:
-                self._idle.append(process)
-
-    def _discard(self, process: CompilerProcess) -> None:
-        with self._lock:
-            self._all.discard(process)
-        process.kill()
+def _first_message(vocabulary: Vocabulary) -> dict[str, Any]:
+    return {
+        "token_bytes": list(vocabulary.token_bytes),
+        "vocab_size": vocabulary.vocab_size,
+        "eos_ids": list(vocabulary.eos_ids),
+    }
 
 
 class XGrammarCompiled:
@@ -179,6 +113,11 @@ class XGrammarCompiled:
         self.num_bytes = int(grammar.memory_size_bytes()) + 8 * len(spec.text)
         self._backend = backend
         self._grammar = grammar
+
+    @property
+    def mask_seconds(self) -> float:
+        """Not known: at first they are taken for fast."""
+        return 0.0
 
     def matcher(self) -> XGrammarMatcher:
         return XGrammarMatcher(self._backend, self._backend.core.GrammarMatcher(self._grammar, None, False, -1, None))

@@ -28,7 +28,7 @@ from hypothesis import strategies as st
 
 from aengine.engine.tokenizer import Tokenizer
 from aengine.errors import GrammarError
-from aengine.grammar.backend import Backend, Matcher, MatcherError, fill_batch
+from aengine.grammar.backend import Backend, Matcher, MatcherError, fill_batch, load_backend
 from aengine.grammar.spec import GrammarSpec
 
 PERSON = {
@@ -389,6 +389,38 @@ def test_blanks_only_where_json_dumps_writes_them(backend_name: str) -> None:
     assert accepts(matcher_of(backend, schema_spec(schema, whitespace="any")), tiny(), loose)
     assert not accepts(matcher_of(backend, schema_spec(schema)), tiny(), loose)
     assert accepts(matcher_of(backend, schema_spec(schema)), tiny(), json.dumps([1, 2]))
+
+
+@pytest.mark.parametrize(
+    ("more", "left_out"),
+    [({}, True), ({"additionalProperties": False}, False), ({"required": ["a", "b"]}, False)],
+)
+def test_counts_of_properties_that_can_not_be_held_are_left_out(more: dict, left_out: bool) -> None:
+    """Relaxed. The library would not count those that are named and optional, and ask for others."""
+    backend = load_backend("llguidance", vocabulary("smollm2"))
+    properties = {"a": {"type": "integer"}, "b": {"type": "integer"}}
+    spec = schema_spec({"type": "object", "properties": properties, "minProperties": 1, **more}, relax=True)
+    compiled = backend.compile(spec)
+    assert (compiled.warnings != ()) == left_out
+    if left_out:
+        assert compiled.warnings[0].startswith("$.minProperties is not enforced")
+    assert accepts(compiled.matcher(), smollm2(), '{"a": 1, "b": 2}')
+    if "required" not in more:
+        assert accepts(compiled.matcher(), smollm2(), '{"b": 2}')
+        assert accepts(compiled.matcher(), smollm2(), "{}") == left_out
+
+
+def test_a_long_run_of_forced_text_is_not_made_into_tokens() -> None:
+    """That would hold the GIL: 50 ms for 90,000 bytes."""
+    backend = load_backend("llguidance", vocabulary("smollm2"))
+    mask = bitmask(backend)
+    for length, is_forced in ((1000, True), (6000, False)):
+        matcher = backend.compile(GrammarSpec("choice", json.dumps(["x" + "ab" * (length // 2), "y"]))).matcher()
+        matcher.fill(mask, 0)
+        (x,) = (i for i in allowed_by(mask[0]) if smollm2().token_bytes(int(i)) == b"x")
+        assert matcher.accept([int(x)]) == 1
+        matcher.fill(mask, 0)
+        assert bool(matcher.forced_tokens()) == is_forced
 
 
 @pytest.mark.parametrize(

@@ -48,7 +48,7 @@ class FakeBackend:
         self.gate = threading.Event()
         self.closed = False
 
-    def compile(self, spec: GrammarSpec) -> FakeCompiled:
+    def compile(self, spec: GrammarSpec, on_wait: Any = None) -> FakeCompiled:
         self.compiled.append(spec.text)
         if spec.text.startswith("wait"):
             self.begun.release()

@@ -1,0 +1,244 @@
+"""Grammars that take llguidance long: tried in a process that is killed in time, and started for them alone."""
+
+from __future__ import annotations
+
+import asyncio
+import subprocess
+import sys
+import threading
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import psutil
+import pytest
+from bombs import BOMBS, COUNTED, ENDLESS
+from grammar_helpers import accepts, matcher_of, schema_spec, smollm2, tiny, vocabulary
+
+from aengine.errors import GrammarError
+from aengine.grammar import compile_process, llguidance_process
+from aengine.grammar.compiler import GrammarCompiler
+from aengine.grammar.llguidance import LLGuidanceBackend
+from aengine.grammar.spec import GrammarSpec
+
+ENDS = schema_spec({"type": "integer", "multipleOf": 30_011})
+"""Not safe, but quick."""
+ENDLESS_ONE = ENDLESS["large divisor"]
+
+
+@pytest.fixture
+def backend() -> Iterator[LLGuidanceBackend]:
+    backend = LLGuidanceBackend(vocabulary("tiny"), timeout=60.0)
+    yield backend
+    backend.close()
+
+
+@pytest.fixture(scope="module")
+def large() -> Iterator[LLGuidanceBackend]:
+    backend = LLGuidanceBackend(vocabulary("smollm2"), timeout=1.0)
+    yield backend
+    backend.close()
+
+
+def children(backend: LLGuidanceBackend) -> list[compile_process.CompilerProcess]:
+    return list(backend._trials._processes._all)
+
+
+def test_ordinary_grammars_start_no_process(backend: LLGuidanceBackend) -> None:
+    texts = ["ab", "[a-z]{1,100}", "(a|b){20}"]
+    specs = [GrammarSpec("regex", text) for text in texts]
+    specs += [schema_spec({"type": "string", "pattern": "^[A-Z]{3}$"}), GrammarSpec("ebnf", 'root ::= "a"')]
+    for spec in specs:
+        backend.compile(spec).matcher()
+    with pytest.raises(GrammarError) as caught:
+        backend.compile(GrammarSpec("ebnf", "root ::= ("))
+    assert caught.value.kind == "invalid"
+    assert not children(backend)
+
+
+def test_what_passes_its_trial_is_compiled(backend: LLGuidanceBackend) -> None:
+    waits: list[bool] = []
+    for _ in range(2):
+        compiled = backend.compile(ENDS, waits.append)
+    assert waits == [True, False]  # the process is kept
+    assert len(children(backend)) == 1
+    assert accepts(compiled.matcher(), tiny(), "60022")
+
+
+def test_the_librarys_own_errors_come_through(backend: LLGuidanceBackend) -> None:
+    names = {f"^{i}.*a$": {} for i in range(40)} | {"b": {}, "^b$": {}}
+    bad = schema_spec({"type": "object", "patternProperties": names})
+    with pytest.raises(GrammarError, match="disjoint") as caught:
+        backend.compile(bad)
+    with pytest.raises(GrammarError) as here:
+        backend.compile_here(bad)
+    assert (str(caught.value), caught.value.kind, caught.value.path) == (
+        str(here.value),
+        here.value.kind,
+        here.value.path,
+    )
+    assert len(children(backend)) == 1
+
+
+@pytest.mark.parametrize("name", BOMBS)
+def test_each_bomb_ends_in_a_result_or_an_error(large: LLGuidanceBackend, name: str) -> None:
+    try:
+        large.compile(BOMBS[name]).matcher()
+    except GrammarError as error:
+        assert error.kind == "too_complex" or "Unable to determine" in str(error)
+        assert "\n" not in str(error) and len(str(error)) < 600
+    else:
+        assert name in COUNTED
+    assert accepts(matcher_of(large, GrammarSpec("regex", "ab")), smollm2(), "ab")
+
+
+def test_what_takes_too_long_is_killed_and_the_next_is_tried(backend: LLGuidanceBackend) -> None:
+    backend.compile(ENDS)
+    (first,) = children(backend)
+    backend._trials._seconds = 0.3
+    with pytest.raises(GrammarError, match=r"longer than 0\.3 s") as caught:
+        backend.compile(ENDLESS_ONE)
+    assert caught.value.kind == "too_complex"
+    assert first._process.wait(30) == -9
+    backend._trials._seconds = 60.0
+    backend.compile(ENDS)
+    (second,) = children(backend)
+    assert second is not first
+
+
+def test_what_takes_too_much_memory_ends_its_process(backend: LLGuidanceBackend) -> None:
+    with pytest.raises(GrammarError, match="1 GB") as caught:
+        backend.compile(ENDLESS["allOf"])
+    assert caught.value.kind == "too_complex"
+    backend.compile(ENDS)
+
+
+def test_without_a_process_it_is_refused(backend: LLGuidanceBackend, monkeypatch: pytest.MonkeyPatch) -> None:
+    def fail(*args: Any, **options: Any) -> None:
+        raise OSError("no process to be had")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(compile_process.subprocess, "Popen", fail)
+        with pytest.raises(GrammarError, match="no process to be had") as caught:
+            backend.compile(ENDLESS_ONE)
+    assert caught.value.kind == "too_complex"
+    with monkeypatch.context() as patch:
+        patch.setattr(compile_process, "_interpreter", lambda: "/bin/false")
+        with pytest.raises(GrammarError, match="does not start"):
+            backend.compile(ENDLESS_ONE)
+    assert not children(backend)
+    assert backend.compile(GrammarSpec("regex", "ab"))
+    backend.compile(ENDS)
+
+
+def test_closing_kills_it(backend: LLGuidanceBackend) -> None:
+    backend.compile(ENDS)
+    (child,) = children(backend)
+    caught: list[BaseException] = []
+
+    def compile_endless() -> None:
+        try:
+            backend.compile(ENDLESS_ONE)
+        except GrammarError as error:
+            caught.append(error)
+
+    thread = threading.Thread(target=compile_endless)
+    thread.start()
+    while backend._trials._processes._idle:
+        pass
+    backend.close()
+    thread.join()
+    assert child._process.wait(30) == -9
+    assert len(caught) == 1
+    with pytest.raises(GrammarError, match="closed"):
+        backend.compile(ENDS)
+
+
+def test_a_dropped_backend_kills_it() -> None:
+    backend = LLGuidanceBackend(vocabulary("tiny"), timeout=60.0)
+    backend.compile(ENDS)
+    (child,) = children(backend)
+    del backend
+    assert child._process.wait(30) == -9
+
+
+async def test_a_trial_holds_up_nobody_and_its_start_is_not_counted(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The process is ready only after far longer than the time limit."""
+    words = await asyncio.to_thread(vocabulary, "tiny")
+    compiler = GrammarCompiler(words, timeout=0.5)
+    await compiler.warm_up()
+    start = compile_process.CompilerProcess.start
+    slow = threading.Event()
+
+    def start_slowly(self: compile_process.CompilerProcess, timeout: float) -> None:
+        assert slow.wait(60)
+        start(self, timeout)
+
+    monkeypatch.setattr(compile_process.CompilerProcess, "start", start_slowly)
+    bomb = asyncio.create_task(compiler.compile(ENDLESS_ONE))
+    assert await compiler.compile(GrammarSpec("regex", "a+"))
+    await asyncio.sleep(1.0)
+    assert not bomb.done()
+    slow.set()
+    with pytest.raises(GrammarError, match=r"longer than 0\.25 s"):
+        await bomb
+    assert await compiler.compile(GrammarSpec("regex", "b+"))
+    await compiler.aclose()
+
+
+HOST = """
+import sys
+sys.path.insert(0, sys.argv[1])
+from bombs import BOMBS
+from grammar_helpers import vocabulary
+from aengine.errors import GrammarError
+from aengine.grammar.llguidance import LLGuidanceBackend
+"""
+
+
+def host(code: str) -> subprocess.Popen[str]:
+    command = [sys.executable, "-c", HOST + code, str(Path(__file__).parent)]
+    return subprocess.Popen(command, stdout=subprocess.PIPE, text=True)
+
+
+def test_it_ends_with_a_killed_host() -> None:
+    """In the middle of a trial that would take far longer."""
+    process = host(
+        "backend = LLGuidanceBackend(vocabulary('tiny'), timeout=600.0)\n"
+        "backend._trials._processes.start()\n"
+        "print(backend._trials._processes._idle[0]._process.pid, flush=True)\n"
+        "backend.compile(BOMBS['large divisor'])\n"
+    )
+    assert process.stdout is not None
+    child = psutil.Process(int(process.stdout.readline()))
+    process.kill()
+    process.wait()
+    process.stdout.close()
+    psutil.wait_procs([child], timeout=60)
+    assert not child.is_running()
+
+
+def test_bombs_leave_no_memory_behind() -> None:
+    """Those that took 0.8 GB and more of the host."""
+    process = host(
+        "import resource\n"
+        "backend = LLGuidanceBackend(vocabulary('smollm2'), timeout=1.0)\n"
+        "before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss\n"
+        "for name in ('twice', 'four times', 'allOf', 'doubled terminals'):\n"
+        "    try:\n"
+        "        backend.compile(BOMBS[name])\n"
+        "    except GrammarError:\n"
+        "        pass\n"
+        "print(resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before)\n"
+        "backend.close()\n"
+    )
+    said, _ = process.communicate(timeout=120)
+    assert int(said) < 200 << 10
+
+
+def test_the_vocabulary_comes_whole() -> None:
+    words = vocabulary("tiny")
+    message = compile_process._unpack(compile_process._frame(llguidance_process._message_of(words))[4:])
+    assert tuple(message["token_bytes"]) == words.token_bytes
+    assert (tuple(message["eos_ids"]), frozenset(message["special_ids"])) == (words.eos_ids, words.special_ids)
+    assert (message["tokenizer_json"], message["vocab_size"]) == (words.tokenizer_json, words.vocab_size)
