@@ -17,17 +17,7 @@ __all__ = ["grammar_of", "json_options", "leave_out_counts"]
 def grammar_of(spec: GrammarSpec) -> str:
     """Raises GrammarError or ValueError; most faults are only found by the matcher that is made of it."""
     if spec.kind == "json_schema":
-        schema = json.loads(spec.text)
-        if schema is False:
-            raise GrammarError("the JSON schema is false, which no value fits", kind="unsatisfiable", path="$")
-        if schema is True:
-            schema = {}
-        if not isinstance(schema, dict):
-            raise GrammarError("a JSON schema is an object, true or false", kind="invalid", path="$")
-        schema.pop("x-guidance", None)
-        if spec.relax:
-            leave_out_counts(schema)
-        text = json.dumps(schema, ensure_ascii=False)
+        text = _schema_text(spec)
         return llguidance.LLMatcher.grammar_from_json_schema(text, overrides=json_options(spec))  # type: ignore[arg-type]
     if spec.kind == "regex":
         return llguidance.LLMatcher.grammar_from_regex(spec.text)
@@ -37,6 +27,23 @@ def grammar_of(spec: GrammarSpec) -> str:
     if spec.kind == "ebnf":
         return llguidance.grammar_from("ebnf", spec.text)
     return llguidance.LLMatcher.grammar_from_lark(spec.text)
+
+
+def _schema_text(spec: GrammarSpec) -> str:
+    """To read and to write a large one again takes milliseconds of the GIL, and most need no change."""
+    if spec.text.startswith("{") and not spec.relax and '"x-guidance"' not in spec.text:
+        return spec.text
+    schema = json.loads(spec.text)
+    if schema is False:
+        raise GrammarError("the JSON schema is false, which no value fits", kind="unsatisfiable", path="$")
+    if schema is True:
+        schema = {}
+    if not isinstance(schema, dict):
+        raise GrammarError("a JSON schema is an object, true or false", kind="invalid", path="$")
+    schema.pop("x-guidance", None)
+    if spec.relax:
+        leave_out_counts(schema)
+    return json.dumps(schema, ensure_ascii=False)
 
 
 def leave_out_counts(schema: dict[str, Any]) -> tuple[str, ...]:

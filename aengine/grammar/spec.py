@@ -15,6 +15,7 @@ import marshal
 import math
 import re
 import threading
+import time
 from collections import OrderedDict
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -37,6 +38,9 @@ MAX_DEPTH = 128
 """Levels of lists and objects in a schema. llguidance refuses 200, and readers that recurse must be safe."""
 MAX_NUMBER_BITS = 4096
 """Of an integer. Python refuses to write one of more than 4300 digits, and no grammar needs one."""
+
+_BREATH = 512
+"""Members of a schema, walked in 0.5 ms, after which other threads get their turn."""
 
 _BRACKETS = re.compile(r'"(?:[^"\\]|\\.)*+"?|[\[{]|[\]}]', re.DOTALL)
 _EBNF_RULE = re.compile(r"^[ \t]*[\w.<>-]+[ \t]*::=", re.MULTILINE)
@@ -233,7 +237,7 @@ def plain_json(source: object) -> Any:
     if not _is_container(source):
         return _scalar(source, [])
     levels = [_Level(source)]
-    size = 0
+    size = num_members = 0
     while True:
         top = levels[-1]
         member = next(top.members, None)
@@ -244,6 +248,9 @@ def plain_json(source: object) -> Any:
             levels[-1].add(top.copy)
             continue
         key, value = member
+        num_members += 1
+        if num_members % _BREATH == 0:
+            time.sleep(0)  # in a thread, for so much: the loop would get the GIL every 5 ms only
         size += _enter(key, levels) + (len(value) if isinstance(value, str) else 1)
         if size > MAX_JSON_BYTES:
             raise _too_large("the JSON schema", MAX_JSON_BYTES)
