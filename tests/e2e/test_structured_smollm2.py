@@ -112,6 +112,23 @@ async def test_forced_tokens_change_nothing(monkeypatch: pytest.MonkeyPatch) -> 
     assert steps[0] < steps[1]
 
 
+async def test_a_grammar_with_slow_rows_beside_others() -> None:
+    """Each of its masks takes 25 ms and more: they are filled ahead, and everybody gets its tokens as if alone."""
+    repeats = StructuredOutput(regex="[xy](a{300}){300}")
+    slow = SamplingParams(max_tokens=14, temperature=0.9, logprobs=0, structured_output=repeats)
+    plain = SamplingParams(max_tokens=40, temperature=0.9, ignore_eos=True)
+    async with AsyncLLM("smollm2-135m", **CONFIG) as engine:
+
+        def calls() -> list[Any]:
+            made = [engine.generate("Letters:", slow.replace(seed=i)) for i in range(2)]
+            return made + [engine.generate(f"Story {i}", plain.replace(seed=i)) for i in range(2)]
+
+        alone = [(await call).token_ids for call in calls()]
+        together = [completion.token_ids for completion in await asyncio.gather(*calls())]
+        await settled(engine)
+    assert together == alone
+
+
 def get_weather(city: str, days: int = 1) -> str:
     """Weather forecast.
 
