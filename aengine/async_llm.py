@@ -26,7 +26,7 @@ from .params import SamplingParams, StructuredOutput, unknown_name
 if TYPE_CHECKING:
     from typing import Self
 
-    from .engine.admission import Call
+    from .engine.call import Call
     from .engine.chat import ChatStream
     from .engine.core import EngineCore
     from .engine.executor import Executor

@@ -44,7 +44,8 @@ class LLM:
         InvalidRequestError: a wrong setting; or you are on an event loop: use AsyncLLM there.
         ModelLoadError, WorkerDiedError: as of `AsyncLLM.start`.
 
-    Every method raises InvalidRequestError on the thread of a running event loop, and EngineClosedError after `close`.
+    Every method that blocks raises InvalidRequestError on the thread of a running event loop; all of them raise
+    EngineClosedError after `close`.
     """
 
     def __init__(self, model: str, **settings: Any) -> None:

@@ -33,7 +33,7 @@ if TYPE_CHECKING:
     from typing import Self
 
     from .config import EngineConfig, StartupProgress
-    from .engine.admission import Call
+    from .engine.call import Call
     from .engine.chat import ChatStream
     from .engine.executor import Executor
     from .engine.prompt import Prompt
@@ -206,8 +206,6 @@ class OwnThreadLLM(AsyncLLM):
         core.admission.check_room(len(self._arriving))
         request_id = options["request_id"] = options["request_id"] or f"own-{next(self._ids)}"
         stream = self.stream_class(thread, self, request_id)
-        self._arriving.add(request_id)
-        self._leaving.discard(request_id)  # that was another of this name
 
         def submit() -> None:
             """On the engine's thread; what it raises is the stream's."""
@@ -222,7 +220,13 @@ class OwnThreadLLM(AsyncLLM):
             finally:
                 self._arriving.discard(request_id)
 
-        thread.post(submit)
+        try:
+            self._arriving.add(request_id)
+            self._leaving.discard(request_id)  # that was another of this name
+            thread.post(submit)
+        except BaseException:  # a Ctrl-C
+            self._arriving.discard(request_id)
+            raise
         return stream
 
     def _stream_of(self, core: EngineCore, call: Call) -> RemoteStream:

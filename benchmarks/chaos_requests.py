@@ -16,7 +16,7 @@ import psutil
 from chaos_common import MIB, FakeWorkerLLM, Possessions, Promises, say, settle
 
 from aengine import AsyncLLM, DeadlineExceededError, SamplingParams
-from aengine.engine.admission import Call
+from aengine.engine.call import Call
 from aengine.engine.request import Request
 from aengine.engine.stream import ChoiceOutput, Mailbox, TokenStream
 

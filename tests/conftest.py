@@ -6,6 +6,7 @@ import asyncio
 import gc
 import os
 import random
+import signal
 from collections.abc import Iterator
 
 import pytest
@@ -16,6 +17,10 @@ from hypothesis import HealthCheck, settings
 HAS_GPU = os.path.exists("/dev/nvidiactl")
 if not HAS_GPU:
     os.environ["TRITON_INTERPRET"] = "1"  # read when a Triton body is imported
+
+for number in (signal.SIGINT, signal.SIGQUIT, signal.SIGHUP):  # a shell has some ignored in what it starts behind it,
+    if signal.getsignal(number) is signal.SIG_IGN:  # and our children would inherit that
+        signal.signal(number, signal.default_int_handler if number == signal.SIGINT else signal.SIG_DFL)
 
 settings.register_profile("aengine", deadline=None, suppress_health_check=[HealthCheck.too_slow])
 settings.load_profile("aengine")

@@ -14,9 +14,7 @@ import random
 import time
 from collections import deque
 from collections.abc import Iterator
-from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
-from dataclasses import dataclass, field
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
@@ -29,55 +27,25 @@ from ..errors import (
     InvalidRequestError,
 )
 from ..outputs import FinishReason
-from ..params import SamplingParams, StructuredOutput, is_unicode, shown
+from ..params import SamplingParams, is_unicode, shown
+from .call import Call, Limits
 from .metrics import Counters
 from .prompt import Prompt, check_token_ids, encode_prompt, prompt_kind
 from .request import Request, RequestStatus
 from .step_loop import StepLoop
 from .stream import ChoiceOutput, Mailbox, error_for_waiter
 from .structured import GrammarService, RequestGrammar
+from .threads import Lane
 from .tokenizer import Tokenizer
 
 if TYPE_CHECKING:
-    from ..grammar.backend import Compiled
     from ..grammar.spec import GrammarSpec
 
-__all__ = ["Admission", "Call", "Limits"]
+__all__ = ["Admission"]
 
 
 MAX_DEADLINE = 1e8
 """Seconds; three years, which every event loop's timers can hold."""
-
-
-@dataclass(frozen=True, slots=True)
-class Limits:
-    """What the running engine can take; known once the worker is ready."""
-
-    vocab_size: int
-    max_model_len: int  # tokens of prompt and completion together
-    max_num_queued_requests: int
-    wait_when_full: bool
-    eos_token_ids: frozenset[int]
-
-
-@dataclass(slots=True, eq=False)
-class Call:
-    """One user call under way."""
-
-    request_id: str
-    prompt: Prompt | None
-    kind: str
-    params: SamplingParams
-    priority: int
-    cache_salt: bytes
-    arrival_time: float
-    mailbox: Mailbox
-    requests: list[Request] = field(default_factory=list)
-    num_left: int = 0  # requests that have not ended
-    timers: tuple[asyncio.TimerHandle, ...] = ()  # of its limits in time
-    constraint: StructuredOutput | GrammarSpec | None = None
-    compiled: Compiled | None = None  # of the constraint
-    preparing: asyncio.Task[None] | None = None
 
 
 class Admission:
@@ -100,7 +68,7 @@ class Admission:
         self._held: deque[Call] = deque()
         self._num_encoding = 0
         self._random = random.Random()  # of our own: the host's global one is not touched
-        self._pool: ThreadPoolExecutor | None = None
+        self._lane = Lane("tokenizer")
         self._started = time.monotonic()
         self._next_id = 0
         self._empty: asyncio.Event | None = None  # set when the last call has ended, for wait_empty
@@ -225,13 +193,18 @@ class Admission:
             if call.request_id in self._calls:
                 self._begin(call)
 
+    def _let_in_soon(self) -> None:
+        """Not every place in the queue is left by way of a step."""
+        if self._held:
+            self._loop.call_soon(self.on_scheduled)
+
     def fail_all(self, error: AEngineError) -> None:
         """Every call ends with its own copy of the error."""
+        self._held.clear()
         for call in list(self._calls.values()):
             self._counters.num_failed += 1
             call.mailbox.fail(error_for_waiter(error))
             self._retire(call)
-        self._held.clear()
 
     async def wait_empty(self, timeout: float) -> None:
         """Until every call has ended, or ``timeout`` seconds have passed."""
@@ -243,12 +216,10 @@ class Admission:
         except TimeoutError:
             pass
 
-    def close(self) -> ThreadPoolExecutor | None:
-        """No more prompts are encoded. Returns the pool, whose last thread is to be waited for."""
-        pool, self._pool = self._pool, None
-        if pool is not None:
-            pool.shutdown(wait=False, cancel_futures=True)
-        return pool
+    def close(self) -> Lane:
+        """No more prompts are encoded. Returns the lane, whose thread may be waited for."""
+        self._lane.close()
+        return self._lane
 
     # -- the way in
 
@@ -286,6 +257,7 @@ class Admission:
 
     def _prepared(self, task: asyncio.Task[None]) -> None:
         self._num_encoding -= 1
+        self._let_in_soon()
 
     @contextmanager
     def reserved(self) -> Iterator[None]:
@@ -296,6 +268,7 @@ class Admission:
             yield
         finally:
             self._num_encoding -= 1
+            self._let_in_soon()
 
     def check_options(
         self,
@@ -313,16 +286,18 @@ class Admission:
             raise InvalidRequestError(f"request_id {request_id!r} is in use by a running request", param="request_id")
 
     def _encode(self, call: Call) -> None:
-        assert self._tokenizer is not None
-        if self._pool is None:
-            self._pool = ThreadPoolExecutor(1, thread_name_prefix="aengine-tokenizer")
+        assert self._tokenizer is not None and call.prompt is not None
+        try:
+            encoding = self._lane.run(encode_prompt, call.prompt, call.kind, self._tokenizer)
+        except RuntimeError as error:  # no thread is to be had
+            self._fail(call, InternalError(f"the prompt could not be encoded: {error}"))
+            return
         self._num_encoding += 1
-        assert call.prompt is not None
-        encode = self._loop.run_in_executor(self._pool, encode_prompt, call.prompt, call.kind, self._tokenizer)
-        encode.add_done_callback(partial(self._encoded, call))
+        encoding.add_done_callback(partial(self._encoded, call))
 
     def _encoded(self, call: Call, future: asyncio.Future[list[int]]) -> None:
         self._num_encoding -= 1
+        self._let_in_soon()
         if future.cancelled():
             return
         error = future.exception()
@@ -486,6 +461,7 @@ class Admission:
         for timer in call.timers:
             timer.cancel()
         call.timers = ()
+        self._let_in_soon()
         if self._empty is not None and not self._calls:
             self._empty.set()
 

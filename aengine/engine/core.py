@@ -17,7 +17,8 @@ from typing import Any
 from ..checkpoint.source import ModelSource, resolve_model
 from ..config import EngineConfig, StartupProgress
 from ..errors import EngineClosedError, EngineError, InternalError, WorkerDiedError
-from .admission import Admission, Limits
+from .admission import Admission
+from .call import Limits
 from .executor import Executor, ProcessExecutor
 from .metrics import Counters, Statistics
 from .recovery import RestartBudget
@@ -251,14 +252,13 @@ class EngineCore:
             if drain > 0:
                 await self.admission.wait_empty(drain)
         self.admission.fail_all(EngineClosedError("the engine was closed while this request ran"))
-        pool = self.admission.close()
+        lane = self.admission.close()
         self._task.cancel()
         await asyncio.wait([self._task])
         if self.grammars is not None:
             await self.grammars.aclose()
         await self._executor.aclose(self._shutdown_timeout)
-        if pool is not None:
-            await run_in_thread("pool-shutdown", pool.shutdown)
+        await lane.aclose()
 
     def abandon(self) -> None:
         """Immediate and synchronous: kill the worker, whatever state the loop is in."""

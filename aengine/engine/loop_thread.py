@@ -20,6 +20,7 @@ import threading
 from collections import deque
 from collections.abc import Awaitable, Callable
 from functools import partial
+from queue import SimpleQueue
 from typing import Any, Generic, TypeVar
 
 from ..errors import EngineClosedError, EngineError
@@ -121,14 +122,17 @@ class LoopThread:
     def wait(self, function: Callable[[], Awaitable[T]]) -> T:
         """The same for a thread without a loop, which blocks. An exception here, as Ctrl-C's, cancels it."""
         self.check_process()
-        ended = threading.Event()
-        job = Job(self, function, ended.set)
+        # In C throughout: an exception within threading.Event's Python could leave its lock taken, for the thread to
+        # wait for.
+        ended: SimpleQueue[None] = SimpleQueue()
+        job = Job(self, function, partial(ended.put, None))
         try:
             self.post(job.begin)
-            ended.wait()
+            ended.get()
         except BaseException:
             self.post(job.cancel)
-            ended.wait()
+            if not job.has_ended:  # else its word may have been taken already
+                ended.get()
             raise
         return job.result()
 
@@ -219,6 +223,10 @@ class Job(Generic[T]):
             return
         self._task = self._thread.loop.create_task(self._body(), name="aengine-job")
         self._task.add_done_callback(self._done)
+
+    @property
+    def has_ended(self) -> bool:
+        return self._tell is None
 
     async def _body(self) -> T:
         self._has_begun = True

@@ -242,13 +242,16 @@ class StepLoop:
                 row.exception()  # whoever takes the row gets it
             self._num_coming -= is_new
             if request.finish_reason is not None:
+                if is_new:  # there is room for another
+                    self._on_scheduled()
                 return
             if is_new:
                 self.add(request)
             self.scheduler.resume(request)
             self._work.set()
 
-        self._grammars.fill_ahead(request.grammar).add_done_callback(go_on)
+        row = self._grammars.fill_ahead(request.grammar, lambda: request.finish_reason is None)
+        row.add_done_callback(go_on)
 
     def fail_request(self, request: Request, error: RequestError | EngineError) -> None:
         if request.finish_reason is None:

@@ -20,13 +20,11 @@ import asyncio
 import math
 import time
 from collections.abc import Callable, Sequence
-from concurrent.futures import ThreadPoolExecutor
-from functools import partial
 from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar
 
 from ..errors import EngineClosedError, GrammarError, InternalError
 from ..params import StructuredOutput
-from .threads import run_in_thread
+from .threads import Lane, run_in_thread
 
 if TYPE_CHECKING:
     from ..grammar.backend import Compiled, Matcher
@@ -109,11 +107,11 @@ class GrammarService:
         self._row_words = (vocab_size + 31) // 32
         self._compiler: GrammarCompiler | None = None
         self._starting: asyncio.Task[GrammarCompiler] | None = None
-        self._lane: ThreadPoolExecutor | None = None
-        self._slow_lane: ThreadPoolExecutor | None = None
+        self._lane = Lane("grammar")
+        self._slow_lane = Lane("grammar-slow")
+        self._planner = Lane("grammar-plan", 2)
         self._is_surveying = False  # the next rows are timed one by one
         self._surveyed = -math.inf
-        self._planner: ThreadPoolExecutor | None = None
         self._warming: asyncio.Task[None] | None = None
         self._closed = False
 
@@ -159,9 +157,7 @@ class GrammarService:
         """In one of the two threads that all requests share for what precedes a grammar."""
         if self._closed:
             raise EngineClosedError("the engine is closed")
-        if self._planner is None:
-            self._planner = ThreadPoolExecutor(2, thread_name_prefix="aengine-grammar-plan")
-        return await asyncio.get_running_loop().run_in_executor(self._planner, partial(function, *args))
+        return await self._planner.run(function, *args)
 
     @property
     def row_bytes(self) -> int:
@@ -173,27 +169,29 @@ class GrammarService:
             return await self._fill_with_ahead(jobs, rows)
         if len(jobs) <= _FEW_ROWS and sum(job.grammar.seconds for job in jobs) < _SHORT_SECONDS:
             return self._fill(jobs, rows)  # sooner done than a thread is woken
-        if self._lane is None:
-            self._lane = self._new_lane("aengine-grammar")
-        return await asyncio.get_running_loop().run_in_executor(self._lane, self._fill, jobs, rows)
+        self._check_open()
+        return await self._lane.run(self._fill, jobs, rows)
 
-    def fill_ahead(self, grammar: RequestGrammar) -> asyncio.Future[tuple[bytearray, Filled]]:
-        """Begin to fill its next row, which `fill` will find. Nobody else may touch the grammar until it is done."""
-        if self._slow_lane is None:
-            self._slow_lane = self._new_lane("aengine-grammar-slow")
+    def fill_ahead(
+        self, grammar: RequestGrammar, is_wanted: Callable[[], bool]
+    ) -> asyncio.Future[tuple[bytearray, Filled]]:
+        """Begin to fill its next row, which `fill` will find, if it is still wanted when its turn comes.
+
+        Nobody else may touch the grammar until it is done.
+        """
+        self._check_open()
         job = MaskJob(0, grammar, grammar.pending)
         grammar.pending = []
-        grammar.ahead = asyncio.get_running_loop().run_in_executor(self._slow_lane, self._fill_one, job)
+        grammar.ahead = self._slow_lane.run(self._fill_one, job, is_wanted)
         return grammar.ahead
 
-    def _new_lane(self, name: str) -> ThreadPoolExecutor:
+    def _check_open(self) -> None:
         if self._closed:
             raise EngineClosedError("the engine is closed: it fills no more bitmasks")
-        return ThreadPoolExecutor(1, thread_name_prefix=name)
 
-    def _fill_one(self, job: MaskJob) -> tuple[bytearray, Filled]:
+    def _fill_one(self, job: MaskJob, is_wanted: Callable[[], bool]) -> tuple[bytearray, Filled]:
         rows = bytearray(self.row_bytes)
-        return rows, self._fill([job], rows)
+        return rows, self._fill([job], rows) if is_wanted() else Filled({}, {})
 
     async def _fill_with_ahead(self, jobs: Sequence[MaskJob], rows: memoryview | bytearray) -> Filled:
         """The others first; by then what was begun ahead is most likely done."""
@@ -272,9 +270,8 @@ class GrammarService:
         self._closed = True
         if self._compiler is not None:
             self._compiler.abandon()
-        for pool in (self._lane, self._slow_lane, self._planner):
-            if pool is not None:
-                pool.shutdown(wait=False, cancel_futures=True)
+        for lane in (self._lane, self._slow_lane, self._planner):
+            lane.close()
 
     async def aclose(self) -> None:
         """`close`, and wait for the threads; for a compile in progress a second at most."""
@@ -288,10 +285,8 @@ class GrammarService:
                 task.exception()
         if self._compiler is not None:
             await self._compiler.aclose()
-        pools = [pool for pool in (self._lane, self._slow_lane, self._planner) if pool is not None]
-        self._lane = self._slow_lane = self._planner = None
-        for pool in pools:
-            await run_in_thread("grammar-pool", partial(pool.shutdown, cancel_futures=True))
+        for lane in (self._lane, self._slow_lane, self._planner):
+            await lane.aclose()
 
 
 def _forced_ids(matcher: Matcher, row: memoryview | bytearray) -> list[int]:

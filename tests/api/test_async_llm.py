@@ -21,6 +21,7 @@ from aengine import (
     InvalidRequestError,
     ModelLoadError,
     SamplingParams,
+    StructuredOutput,
     WorkerDiedError,
 )
 
@@ -319,6 +320,24 @@ async def test_full_queue_waits_when_asked_to(make_engine: Make) -> None:
         await held.aclose()
         done = await asyncio.gather(*(s.wait() for s in streams))
         assert [len(c.token_ids) for c in done] == [3] * 19
+        await settled(engine)
+
+
+@pytest.mark.parametrize("first", ["refused grammar", "refused prompt", "aborted"])
+async def test_whoever_is_held_is_let_in_when_a_place_is_left_without_a_step(make_engine: Make, first: str) -> None:
+    async with make_engine(max_num_queued_requests=1, admission="wait") as engine:
+        regex = StructuredOutput(regex="(" if first == "refused grammar" else "a")
+        prompt = "hello " * (3000 if first == "refused prompt" else 5)
+        params = SamplingParams(structured_output=None if first == "refused prompt" else regex)
+        gone = asyncio.create_task(engine.generate(prompt, params, request_id="first"))
+        await asyncio.sleep(0)
+        held = asyncio.create_task(engine.generate([1, 2], SamplingParams(max_tokens=3)))
+        await asyncio.sleep(0)
+        if first == "aborted":
+            engine.abort("first")
+        assert len((await asyncio.wait_for(held, 30)).token_ids) == 3
+        await asyncio.wait([gone])
+        assert gone.exception() is not None or gone.result().finish_reason == "abort"
         await settled(engine)
 
 

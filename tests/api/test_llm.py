@@ -428,6 +428,36 @@ def test_a_dead_worker_reaches_every_thread(make_llm: MakeLLM) -> None:
         llm.generate("x")
 
 
+def test_an_interrupt_at_any_place_of_a_wait(make_llm: MakeLLM) -> None:
+    """As Ctrl-C's exception comes: between two lines, of ours or of the library's."""
+    llm = make_llm(fake={"delay": 0.001})
+    num_interrupts = 0
+    for place in range(1, 400):
+        lines_left = [place]
+
+        def trace(frame: Any, event: str, arg: Any, left: list[int] = lines_left) -> Any:
+            name = frame.f_code.co_filename
+            if not name.endswith(("loop_thread.py", "threading.py", "courier.py", "llm.py")):
+                return None
+            left[0] -= 1
+            if left[0] == 0:
+                raise KeyboardInterrupt
+            return trace
+
+        before = sys.gettrace()
+        sys.settrace(trace)
+        try:
+            llm.check_health()
+        except KeyboardInterrupt:
+            num_interrupts += 1
+        finally:
+            sys.settrace(before)
+        if lines_left[0] > 0:  # it has come through
+            break
+        assert llm.check_health() > 0
+    assert num_interrupts > 20
+
+
 # -- the end of the process
 
 
@@ -435,14 +465,14 @@ PROGRAM = """
 import asyncio, sys, threading
 sys.path[:0] = [{tests!r}]
 from fakes import FakeExecutor
-from aengine import LLM, AsyncLLM, EngineClosedError, SamplingParams
+from aengine import LLM, AsyncLLM, EngineClosedError, SamplingParams, StructuredOutput
 from aengine.own_thread import OwnThreadLLM
 class Fake(AsyncLLM):
     def _make_executor(self, config):
         return FakeExecutor(delay=0.001)
 class Sync(LLM):
     def _make_engine(self, model, settings):
-        return Fake(model, skip_tokenizer=True, **settings)
+        return Fake(model, skip_tokenizer=not settings.pop("with_tokenizer", False), **settings)
 def new():
     return Fake("smollm2-135m", skip_tokenizer=True, own_thread=True)
 ENDLESS = SamplingParams(max_tokens=900, ignore_eos=True)
@@ -479,6 +509,17 @@ def begin():
     except EngineClosedError: pass
 threading.Thread(target=begin, daemon=True).start()
 while not [t for t in threading.enumerate() if t.name == "aengine"]: pass
+""",
+    "a thread outlives the main thread": """
+llm = Sync("smollm2-135m", with_tokenizer=True)
+def go_on():
+    threading.main_thread().join()
+    for prompt, more in (("Hello", {}), ([1], {"structured_output": StructuredOutput(regex="[ab]{9}")})):
+        assert llm.generate(prompt, SamplingParams(max_tokens=20, **more)).token_ids
+    llm.chat([{"role": "user", "content": "x"}], SamplingParams(max_tokens=3))
+    llm.close()
+    print("end", flush=True)
+threading.Thread(target=go_on).start()
 """,
     "an error": "llm = Sync('smollm2-135m')\nprint('end', flush=True)\nsys.exit('an error')",
 }

@@ -235,7 +235,7 @@ def slow(monkeypatch: pytest.MonkeyPatch) -> list[str]:
 
     def noted(self: Any, jobs: Any, rows: Any) -> Any:
         if any("z" in job.grammar._compiled.spec.text for job in jobs):
-            threads.append(threading.current_thread().name.rpartition("_")[0])
+            threads.append(threading.current_thread().name)
         return fill(self, jobs, rows)
 
     monkeypatch.setattr(structured.GrammarService, "_fill_rows", noted)

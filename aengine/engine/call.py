@@ -1,0 +1,49 @@
+"""`Call`: one user call under way. `Limits`: what bounds all of them."""
+
+from __future__ import annotations
+
+import asyncio
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING
+
+from ..params import SamplingParams, StructuredOutput
+from .prompt import Prompt
+from .request import Request
+from .stream import Mailbox
+
+if TYPE_CHECKING:
+    from ..grammar.backend import Compiled
+    from ..grammar.spec import GrammarSpec
+
+__all__ = ["Call", "Limits"]
+
+
+@dataclass(frozen=True, slots=True)
+class Limits:
+    """What the running engine can take; known once the worker is ready."""
+
+    vocab_size: int
+    max_model_len: int  # tokens of prompt and completion together
+    max_num_queued_requests: int
+    wait_when_full: bool
+    eos_token_ids: frozenset[int]
+
+
+@dataclass(slots=True, eq=False)
+class Call:
+    """One user call under way."""
+
+    request_id: str
+    prompt: Prompt | None
+    kind: str
+    params: SamplingParams
+    priority: int
+    cache_salt: bytes
+    arrival_time: float
+    mailbox: Mailbox
+    requests: list[Request] = field(default_factory=list)
+    num_left: int = 0  # requests that have not ended
+    timers: tuple[asyncio.TimerHandle, ...] = ()  # of its limits in time
+    constraint: StructuredOutput | GrammarSpec | None = None
+    compiled: Compiled | None = None  # of the constraint
+    preparing: asyncio.Task[None] | None = None
