@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import ctypes
 import threading
+from collections import defaultdict
 from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any, Protocol
 
@@ -105,6 +106,9 @@ class Backend(Protocol):
     @property
     def name(self) -> str: ...
 
+    def is_quick(self, spec: GrammarSpec) -> bool:
+        """Whether it is sure to be compiled, or refused, in no time; told without compiling it."""
+
     def compile(self, spec: GrammarSpec, on_wait: OnWait | None = None) -> Compiled:
         """Blocking, for a thread of a pool. ``on_wait``: told while time passes that is not the grammar's. Raises
         GrammarError."""
@@ -139,13 +143,13 @@ class Backends:
         self._vocabulary = vocabulary
         self._timeout = timeout
         self._load = load
-        self._lock = threading.Lock()
+        self._locks: defaultdict[str, threading.Lock] = defaultdict(threading.Lock)  # one library waits for no other
         self._built: dict[str, Backend | GrammarError] = {}
         self._closed = False
 
     def get(self, name: str) -> Backend:
         """Raises GrammarError when it can't serve this model, and EngineClosedError."""
-        with self._lock:
+        with self._locks[name]:
             if self._closed:
                 raise EngineClosedError("the engine is closed: it compiles no more grammars")
             if name not in self._built:

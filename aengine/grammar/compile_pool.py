@@ -27,6 +27,11 @@ class CompilePool:
     def num_alive(self) -> int:
         return self._num_alive
 
+    @property
+    def num_queued(self) -> int:
+        """Jobs that no thread has begun."""
+        return len(self._jobs)
+
     def submit(self, job: Callable[[], None]) -> None:
         """``job`` may not raise. Raises RuntimeError when closed, or no thread can be started."""
         with self._condition:

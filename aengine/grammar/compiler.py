@@ -4,12 +4,16 @@
          │ no
          ├──in the works?──> wait for it with the others
          │ no
-         └──queue (bounded) ──> thread of the pool ──> Backend.compile ──> a process, for what may take long
-                                   │ after `timeout`: GrammarError to all who wait; the thread is busy until it ends
+         └──queue ──> quick thread ──Backend.is_quick──> Backend.compile
+                                          │ no
+                                          └──queue ──> slow thread ──> Backend.compile ──> a process, to be killed
 
-A compile can't be cancelled once begun, so backends run those that may take long where they can be killed. A caller who
-is cancelled only stops waiting; when nobody waits for a grammar that no thread has begun, it is taken out of the queue.
-What comes out late is still kept: the next one who asks has it.
+After `timeout`, counted from when its compile begins, who waits gets a GrammarError; the thread is busy until it ends.
+A compile can't be cancelled once begun, so backends run those that may take long where they can be killed, and threads
+of their own wait for them: the quick ones never do. Both queues are bounded together, and the slow one to half of that.
+
+A caller who is cancelled only stops waiting; when nobody waits for a grammar that no thread has begun, it is taken out
+of its queue. What comes out late is still kept: the next one who asks has it.
 
 All state is the loop's; a thread touches nothing but its job. One compiler serves one event loop.
 """
@@ -26,7 +30,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from ..errors import AEngineError, EngineClosedError, EngineOverloadedError, GrammarError, InternalError
-from .backend import Backends, Compiled, Load, load_backend
+from .backend import Backend, Backends, Compiled, Load, load_backend
 from .compile_pool import CompilePool, settle, tell
 from .spec import GrammarSpec
 from .vocabulary import Vocabulary
@@ -66,11 +70,13 @@ class GrammarCompiler:
         cache_bytes: int = 256 << 20,
         load: Load | None = None,
     ) -> None:
-        """``max_queued``: grammars that wait for a thread; ``load``: makes a backend by name (tests give their own)."""
+        """``num_threads``: for quick grammars, and as many for others; ``max_queued``: grammars that wait for a thread;
+        ``load``: makes a backend by name (tests give their own)."""
         self._timeout = timeout
         self._max_queued = max_queued
         self._cache_bytes = cache_bytes
         self._pool = CompilePool(num_threads)
+        self._slow_pool = CompilePool(num_threads)
         self._backends = Backends(vocabulary, timeout, load or load_backend)
         self._cache: OrderedDict[GrammarSpec, Compiled] = OrderedDict()
         self._cached_bytes = 0
@@ -80,7 +86,7 @@ class GrammarCompiler:
         self._num_queued = 0
         self._seconds_each = 0.01  # a moving average
         self._closed = False
-        self._finalizer = weakref.finalize(self, _stop, self._pool, self._backends)
+        self._finalizer = weakref.finalize(self, _stop, self._pool, self._slow_pool, self._backends)
 
     async def warm_up(self, backend: str = "llguidance") -> None:
         """Build a backend ahead of the first grammar: takes up to 2 s, most of it with the GIL held.
@@ -92,7 +98,7 @@ class GrammarCompiler:
         done: asyncio.Future[None] = loop.create_future()
         self._warming.add(done)
         try:
-            self._submit(functools.partial(_build, loop, self._backends, backend, done))
+            self._submit(self._pool, functools.partial(_build, loop, self._backends, backend, done))
             await done
         finally:
             self._warming.discard(done)
@@ -123,12 +129,15 @@ class GrammarCompiler:
     async def aclose(self) -> None:
         """Fail who waits, end the threads; waits for a compile in progress a second at most. May be called twice."""
         loop = asyncio.get_running_loop()
-        ended = asyncio.Event()
+        ended, slow_ended = asyncio.Event(), asyncio.Event()
         self._fail_all()
         self._pool.close(functools.partial(tell, loop, ended.set))
+        self._slow_pool.close(functools.partial(tell, loop, slow_ended.set))
         self._finalizer()
         try:
-            await asyncio.wait_for(ended.wait(), _CLOSE_SECONDS)
+            async with asyncio.timeout(_CLOSE_SECONDS):
+                await ended.wait()
+                await slow_ended.wait()
         except TimeoutError:
             logger.info("a grammar is still being compiled; its thread ends with it")
 
@@ -164,22 +173,51 @@ class GrammarCompiler:
             )
         work = _Work(spec)
         work.job = functools.partial(_run, loop, weakref.ref(self), self._backends, work)
-        self._submit(work.job)
+        self._submit(self._pool, work.job)
         self._works[spec] = work
         self._num_queued += 1
         return work
 
-    def _submit(self, job: Callable[[], None]) -> None:
+    def _submit(self, pool: CompilePool, job: Callable[[], None]) -> None:
         try:
-            self._pool.submit(job)
+            pool.submit(job)
         except RuntimeError as error:
             message = f"no thread can be started to compile a grammar: {error}"
             raise EngineOverloadedError(message, retry_after=1.0) from error
 
     def _drop_if_unwanted(self, work: _Work) -> None:
-        if not work.waiters and work.job is not None and self._pool.discard(work.job):
+        if work.waiters or work.job is None:
+            return
+        if self._pool.discard(work.job) or self._slow_pool.discard(work.job):
             self._num_queued -= 1
             self._forget(work)
+
+    def _hand_on(self, work: _Work, backend: Backend) -> None:
+        """To the slow threads; a quick one has found that it may take long. It stays queued."""
+        if self._closed:
+            return
+        if not work.waiters:  # they were cancelled while that was found out
+            self._num_queued -= 1
+            self._forget(work)
+            return
+        loop = asyncio.get_running_loop()
+        work.job = functools.partial(_compile, loop, weakref.ref(self), backend, work)
+        try:
+            self._check_slow_queue()
+            self._submit(self._slow_pool, work.job)
+        except EngineOverloadedError as error:
+            self._num_queued -= 1
+            self._forget(work)
+            _settle_all(work, error)
+
+    def _check_slow_queue(self) -> None:
+        """Half of the places are left to quick grammars, which would be refused for minutes otherwise."""
+        num_slow = self._slow_pool.num_queued
+        if num_slow >= max(1, self._max_queued // 2):
+            raise EngineOverloadedError(
+                f"{num_slow} grammars that may take long are waiting to be compiled, the most allowed: try again later",
+                retry_after=self._timeout,
+            )
 
     def _begun(self, work: _Work) -> None:
         loop = asyncio.get_running_loop()
@@ -255,7 +293,9 @@ class GrammarCompiler:
         self._cached_bytes = 0
 
 
-# -- in a thread of the pool
+# -- in a thread of a pool
+
+_Owner = weakref.ref[GrammarCompiler]
 
 
 def _build(loop: asyncio.AbstractEventLoop, backends: Backends, name: str, done: asyncio.Future[None]) -> None:
@@ -267,21 +307,32 @@ def _build(loop: asyncio.AbstractEventLoop, backends: Backends, name: str, done:
     tell(loop, settle, done, error)
 
 
-def _run(loop: asyncio.AbstractEventLoop, owner: weakref.ref[GrammarCompiler], backends: Backends, work: _Work) -> None:
+def _run(loop: asyncio.AbstractEventLoop, owner: _Owner, backends: Backends, work: _Work) -> None:
+    try:
+        backend = backends.get(work.spec.backend)
+        is_quick = backend.is_quick(work.spec)
+    except BaseException as error:
+        tell(loop, _to, owner, GrammarCompiler._begun, work)
+        tell(loop, _to, owner, GrammarCompiler._ended, work, error)
+        return
+    if is_quick:
+        _compile(loop, owner, backend, work)
+    else:
+        tell(loop, _to, owner, GrammarCompiler._hand_on, work, backend)
+
+
+def _compile(loop: asyncio.AbstractEventLoop, owner: _Owner, backend: Backend, work: _Work) -> None:
+    tell(loop, _to, owner, GrammarCompiler._begun, work)  # its time counts from here
+    on_wait = functools.partial(tell, loop, _to, owner, GrammarCompiler._waits, work)
     result: Compiled | BaseException
     try:
-        try:
-            backend = backends.get(work.spec.backend)
-        finally:
-            tell(loop, _to, owner, GrammarCompiler._begun, work)  # its time counts from here
-        on_wait = functools.partial(tell, loop, _to, owner, GrammarCompiler._waits, work)
         result = backend.compile(work.spec, on_wait)
     except BaseException as error:
         result = error
     tell(loop, _to, owner, GrammarCompiler._ended, work, result)
 
 
-def _to(owner: weakref.ref[GrammarCompiler], method: Callable[..., None], *args: object) -> None:
+def _to(owner: _Owner, method: Callable[..., None], *args: object) -> None:
     compiler = owner()
     if compiler is not None:
         method(compiler, *args)
@@ -297,9 +348,12 @@ def _again(error: AEngineError) -> AEngineError:
     """A fresh one for each who gets it: a traceback grows each time an exception is raised."""
     if isinstance(error, GrammarError):
         return GrammarError(str(error), kind=error.kind, path=error.path)
+    if isinstance(error, EngineOverloadedError):
+        return EngineOverloadedError(str(error), retry_after=error.retry_after)
     return type(error)(str(error))
 
 
-def _stop(pool: CompilePool, backends: Backends) -> None:
+def _stop(pool: CompilePool, slow_pool: CompilePool, backends: Backends) -> None:
     pool.close()
+    slow_pool.close()
     backends.close()

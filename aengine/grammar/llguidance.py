@@ -112,6 +112,9 @@ class LLGuidanceBackend:
         self._executor: llguidance.LLExecutor | None = None
         self._lock = threading.Lock()
 
+    def is_quick(self, spec: GrammarSpec) -> bool:
+        return risk_of(spec) == "safe"
+
     def compile(self, spec: GrammarSpec, on_wait: OnWait | None = None) -> LLGuidanceCompiled:
         risk = risk_of(spec)
         if risk == "wild" or (risk == "costly" and not self._is_small(spec)):

@@ -57,6 +57,10 @@ class XGrammarBackend:
         except CompilerStartError as error:
             raise GrammarError(f"xgrammar's compiler process does not start: {error}", kind="unsupported") from error
 
+    def is_quick(self, spec: GrammarSpec) -> bool:
+        """Never: any may take as long as its process may live."""
+        return False
+
     def compile(self, spec: GrammarSpec, on_wait: OnWait | None = None) -> XGrammarCompiled:
         passed_over = ignored(json.loads(spec.text)) if spec.kind == "json_schema" else []
         if passed_over and not spec.relax:

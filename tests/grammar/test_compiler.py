@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import pytest
-from grammar_helpers import NEEDS_XGRAMMAR, accepts, schema_spec, smollm2, tiny, vocabulary
+from grammar_helpers import vocabulary
 
 from aengine.errors import EngineClosedError, EngineOverloadedError, GrammarError, InternalError
 from aengine.grammar.compiler import GrammarCompiler
@@ -24,7 +24,7 @@ pytestmark = pytest.mark.usefixtures("no_blocking")
 @pytest.fixture(scope="module", autouse=True)
 def _loaded() -> None:
     """Files are read before a loop runs."""
-    vocabulary("tiny"), vocabulary("smollm2")
+    vocabulary("tiny")
 
 
 @dataclass(frozen=True)
@@ -38,7 +38,8 @@ class FakeCompiled:
 
 
 class FakeBackend:
-    """Compiles at once, but a text that begins with "wait" only when `gate` is opened."""
+    """Compiles at once, but a text that begins with "wait" only when `gate` is opened, and one with "slow" only when
+    `slow_gate` is; those are not quick. Whether "look" is quick (no), is known when `gate` is opened."""
 
     name = "fake"
 
@@ -46,13 +47,26 @@ class FakeBackend:
         self.compiled: list[str] = []
         self.begun = threading.Semaphore(0)
         self.gate = threading.Event()
+        self.slow_begun = threading.Semaphore(0)
+        self.slow_gate = threading.Event()
         self.closed = False
+
+    def is_quick(self, spec: GrammarSpec) -> bool:
+        if spec.text.startswith("look"):
+            self.begun.release()
+            assert self.gate.wait(60)
+        if spec.text.startswith("odd"):
+            raise GrammarError("it is odd", kind="invalid")
+        return not spec.text.startswith(("slow", "look"))
 
     def compile(self, spec: GrammarSpec, on_wait: Any = None) -> FakeCompiled:
         self.compiled.append(spec.text)
         if spec.text.startswith("wait"):
             self.begun.release()
             assert self.gate.wait(60)
+        if spec.text.startswith("slow"):
+            self.slow_begun.release()
+            assert self.slow_gate.wait(60)
         if spec.text.startswith("bad"):
             raise GrammarError("it is bad", kind="invalid", path="$.x")
         if spec.text.startswith("bug"):
@@ -75,6 +89,7 @@ async def compiling(**options: Any) -> AsyncIterator[tuple[GrammarCompiler, Fake
         yield compiler, backend
     finally:
         backend.gate.set()
+        backend.slow_gate.set()
         await compiler.aclose()
         assert backend.closed or not backend.compiled
         await no_threads()
@@ -97,6 +112,18 @@ async def until(condition: Callable[[], bool]) -> None:
 
 async def begun(backend: FakeBackend) -> None:
     await until(lambda: backend.begun.acquire(blocking=False))
+
+
+async def slow_ones(compiler: GrammarCompiler, backend: FakeBackend, num: int) -> list[asyncio.Task[Any]]:
+    """So many in the works: the first in the slow threads, the others in their queue."""
+    tasks: list[asyncio.Task[Any]] = []
+    num_threads = compiler._slow_pool._num_threads
+    for i in range(num):
+        tasks.append(asyncio.create_task(compiler.compile(regex(f"slow{i}"))))
+        if i < num_threads:
+            await until(lambda: backend.slow_begun.acquire(blocking=False))
+    await until(lambda: compiler._num_queued == compiler._slow_pool.num_queued == max(0, num - num_threads))
+    return tasks
 
 
 async def test_a_grammar_is_compiled_once() -> None:
@@ -338,59 +365,136 @@ async def test_a_backend_is_built_once_and_its_refusal_is_the_grammars() -> None
     await compiler.aclose()
 
 
-# -- with the real ones
+# -- grammars that may take long
 
 
-async def test_real_grammars() -> None:
-    compiler = GrammarCompiler(vocabulary("smollm2"))
-    await compiler.warm_up()
-    schemas = [schema_spec({"type": "object", "properties": {f"p{i}": {"type": "integer"}}}) for i in range(20)]
-    grammars = await asyncio.gather(*(compiler.compile(spec) for spec in schemas))
-    matchers = await asyncio.to_thread(lambda: [accepts(g.matcher(), smollm2(), '{"p3": 1}') for g in grammars])
-    assert all(matchers)
-    with pytest.raises(GrammarError) as caught:
-        await compiler.compile(schema_spec({"not": {}}))
-    assert caught.value.kind == "unsupported"
-    await compiler.aclose()
-    await no_threads()
+async def test_slow_grammars_do_not_hold_up_a_quick_one() -> None:
+    async with compiling() as (compiler, backend):
+        slow = await slow_ones(compiler, backend, 12)
+        assert (await compiler.compile(regex("a"))).spec == regex("a")
+        assert backend.compiled == ["slow0", "slow1", "a"]
+        backend.slow_gate.set()
+        results = await asyncio.gather(*slow)
+        assert [result.spec.text for result in results] == [f"slow{i}" for i in range(12)]
+        assert compiler._num_queued == 0
+        assert await compiler.compile(regex("slow3")) is results[3]
 
 
-async def test_a_bomb_holds_up_nobody() -> None:
-    """A regex whose compile takes seconds: its request fails in time, and other grammars are compiled meanwhile."""
-    compiler = GrammarCompiler(vocabulary("smollm2"), timeout=0.2, num_threads=2)
-    await compiler.warm_up()
-    bomb = asyncio.create_task(compiler.compile(regex("(((a{100}){100}){100}){100}")))
-    assert (await compiler.compile(regex("a+"))).spec == regex("a+")
-    with pytest.raises(GrammarError) as caught:
-        await bomb
-    assert caught.value.kind == "too_complex"
-    await compiler.aclose()
-    await no_threads()
+async def test_both_queues_are_bounded_together() -> None:
+    async with compiling(num_threads=1, max_queued=4) as (compiler, backend):
+        slow = await slow_ones(compiler, backend, 3)
+        busy = asyncio.create_task(compiler.compile(regex("wait")))
+        await begun(backend)
+        await until(lambda: compiler._num_queued == 2)
+        quick = [asyncio.create_task(compiler.compile(regex(text))) for text in "ab"]
+        await asyncio.sleep(0)
+        with pytest.raises(EngineOverloadedError):
+            await compiler.compile(regex("c"))
+        backend.gate.set()
+        backend.slow_gate.set()
+        await asyncio.gather(busy, *slow, *quick)
+        assert compiler._num_queued == 0
 
 
-@NEEDS_XGRAMMAR
-async def test_xgrammar_leaves_no_process_behind() -> None:
-    compiler = GrammarCompiler(vocabulary("tiny"), timeout=20.0)
-    grammar = await compiler.compile(GrammarSpec("regex", "ab", backend="xgrammar"))
-    assert await asyncio.to_thread(accepts, grammar.matcher(), tiny(), "ab")
-    (process,) = compiler._backends.get("xgrammar")._processes._idle  # type: ignore[attr-defined]
-    await compiler.aclose()
-    assert await asyncio.to_thread(process._process.wait, 30) == -9
-    for thread in threading.enumerate():
-        if thread.name == "aengine-grammar-reaper":
-            await asyncio.to_thread(thread.join)
+async def test_slow_grammars_leave_half_of_the_places() -> None:
+    async with compiling(num_threads=1, max_queued=4) as (compiler, backend):
+        slow = await slow_ones(compiler, backend, 3)
+        refused = [asyncio.create_task(compiler.compile(regex("slow3"))) for _ in range(2)]
+        for result in await asyncio.gather(*refused, return_exceptions=True):
+            assert isinstance(result, EngineOverloadedError)
+            assert result.retry_after > 0
+        assert compiler._num_queued == 2
+        assert await compiler.compile(regex("a"))
+        backend.slow_gate.set()
+        assert await asyncio.gather(*slow)
+        assert await compiler.compile(regex("slow3"))  # not remembered as a failure
 
 
-@NEEDS_XGRAMMAR
-async def test_a_slow_xgrammar_compile_is_killed_at_close() -> None:
-    compiler = GrammarCompiler(vocabulary("smollm2"), timeout=600.0)
-    slow = GrammarSpec("json_schema", '{"type":"string","maxLength":3000}', backend="xgrammar")
-    await compiler.warm_up("xgrammar")
-    (process,) = compiler._backends.get("xgrammar")._processes._idle  # type: ignore[attr-defined]
-    task = asyncio.create_task(compiler.compile(slow))
-    await until(lambda: not compiler._backends.get("xgrammar")._processes._idle)  # type: ignore[attr-defined]
-    await compiler.aclose()
-    with pytest.raises(EngineClosedError):
-        await task
-    assert await asyncio.to_thread(process._process.wait, 30) == -9
-    await no_threads()
+async def test_a_slow_grammar_that_nobody_wants_is_dropped_from_its_queue() -> None:
+    async with compiling(num_threads=1) as (compiler, backend):
+        slow = await slow_ones(compiler, backend, 3)
+        slow[1].cancel()
+        await asyncio.gather(slow[1], return_exceptions=True)
+        assert compiler._num_queued == compiler._slow_pool.num_queued == 1
+        backend.slow_gate.set()
+        await asyncio.gather(slow[0], slow[2])
+        assert backend.compiled == ["slow0", "slow2"]
+
+
+async def test_one_that_nobody_wants_any_more_is_not_handed_on() -> None:
+    async with compiling(num_threads=1) as (compiler, backend):
+        for keep in (False, True):
+            task = asyncio.create_task(compiler.compile(regex("look")))
+            await begun(backend)
+            task.cancel()
+            await asyncio.gather(task, return_exceptions=True)
+            another = [asyncio.create_task(compiler.compile(regex("look")))] if keep else []
+            await asyncio.sleep(0)
+            backend.gate.set()
+            await until(lambda: compiler._num_queued == 0)
+            await asyncio.gather(*another)
+            assert backend.compiled == ["look"] * keep
+            assert not compiler._works
+            backend.gate.clear()
+
+
+async def test_the_time_of_a_slow_grammar_begins_with_its_compile() -> None:
+    async with compiling(num_threads=1, timeout=0.05) as (compiler, backend):
+        slow = await slow_ones(compiler, backend, 2)
+        with pytest.raises(GrammarError, match="took longer"):
+            await slow[0]
+        await asyncio.sleep(0.1)
+        assert not slow[1].done()  # its thread is still busy with the other
+        backend.slow_gate.set()
+        assert await slow[1]
+
+
+async def test_an_error_of_is_quick_is_the_grammars() -> None:
+    async with compiling() as (compiler, backend):
+        for _ in range(2):
+            with pytest.raises(GrammarError, match="it is odd"):
+                await compiler.compile(regex("odd"))
+        assert compiler._num_queued == 0
+        assert not backend.compiled
+
+
+async def test_no_thread_for_a_slow_grammar() -> None:
+    async with compiling() as (compiler, backend):
+        compiler._slow_pool.close()
+        for _ in range(2):
+            with pytest.raises(EngineOverloadedError, match="no thread can be started"):
+                await compiler.compile(regex("slow"))
+        assert compiler._num_queued == 0
+        assert await compiler.compile(regex("a"))
+
+
+@pytest.mark.parametrize("is_abandoned", [False, True])
+async def test_closing_with_both_kinds_of_threads_busy(is_abandoned: bool) -> None:
+    async with compiling(num_threads=1) as (compiler, backend):
+        tasks = await slow_ones(compiler, backend, 2)
+        tasks += [asyncio.create_task(compiler.compile(regex(text))) for text in ("wait", "a")]
+        await begun(backend)
+        if is_abandoned:
+            await asyncio.to_thread(compiler.abandon)
+        closing = asyncio.create_task(compiler.aclose())
+        for result in await asyncio.gather(*tasks, return_exceptions=True):
+            assert isinstance(result, EngineClosedError)
+        backend.gate.set()
+        await until(lambda: compiler._pool.num_alive == 0)
+        assert not closing.done()
+        backend.slow_gate.set()
+        await closing
+        await no_threads()
+        assert backend.compiled == ["slow0", "wait"]
+
+
+async def test_closed_while_one_is_handed_on() -> None:
+    async with compiling(num_threads=1) as (compiler, backend):
+        task = asyncio.create_task(compiler.compile(regex("look")))
+        await begun(backend)
+        closing = asyncio.create_task(compiler.aclose())
+        await asyncio.gather(task, return_exceptions=True)
+        backend.gate.set()
+        await closing
+        assert isinstance(task.exception(), EngineClosedError)
+        assert not backend.compiled

@@ -14,6 +14,7 @@ import psutil
 import pytest
 from bombs import BOMBS, COUNTED, ENDLESS
 from grammar_helpers import accepts, matcher_of, schema_spec, smollm2, tiny, vocabulary
+from test_compiler import no_threads
 
 from aengine.errors import GrammarError
 from aengine.grammar import compile_process, llguidance_process
@@ -100,10 +101,12 @@ def test_what_takes_too_long_is_killed_and_the_next_is_tried(backend: LLGuidance
         backend.compile(ENDLESS_ONE)
     assert caught.value.kind == "too_complex"
     assert first._process.wait(30) == -9
-    backend._trials._seconds = 60.0
-    backend.compile(ENDS)
     (second,) = children(backend)
     assert second is not first
+    assert not second.is_ready  # started for the next one, but not waited for
+    backend._trials._seconds = 60.0
+    backend.compile(ENDS)
+    assert children(backend) == [second]
 
 
 def test_what_takes_too_much_memory_ends_its_process(backend: LLGuidanceBackend) -> None:
@@ -183,6 +186,57 @@ async def test_a_trial_holds_up_nobody_and_its_start_is_not_counted(monkeypatch:
     with pytest.raises(GrammarError, match=r"longer than 0\.25 s"):
         await bomb
     assert await compiler.compile(GrammarSpec("regex", "b+"))
+    await compiler.aclose()
+
+
+@pytest.mark.usefixtures("no_blocking")
+async def test_real_grammars() -> None:
+    words = await asyncio.to_thread(vocabulary, "smollm2")
+    compiler = GrammarCompiler(words)
+    await compiler.warm_up()
+    schemas = [schema_spec({"type": "object", "properties": {f"p{i}": {"type": "integer"}}}) for i in range(20)]
+    grammars = await asyncio.gather(*(compiler.compile(spec) for spec in schemas))
+    matchers = await asyncio.to_thread(lambda: [accepts(g.matcher(), smollm2(), '{"p3": 1}') for g in grammars])
+    assert all(matchers)
+    with pytest.raises(GrammarError) as caught:
+        await compiler.compile(schema_spec({"not": {}}))
+    assert caught.value.kind == "unsupported"
+    await compiler.aclose()
+    await no_threads()
+
+
+@pytest.mark.usefixtures("no_blocking")
+async def test_a_bomb_holds_up_nobody() -> None:
+    """A regex whose compile takes seconds: its request fails in time, and other grammars are compiled meanwhile."""
+    words = await asyncio.to_thread(vocabulary, "smollm2")
+    compiler = GrammarCompiler(words, timeout=0.2, num_threads=2)
+    await compiler.warm_up()
+    bomb = asyncio.create_task(compiler.compile(GrammarSpec("regex", "(((a{100}){100}){100}){100}")))
+    assert (await compiler.compile(GrammarSpec("regex", "a+"))).spec == GrammarSpec("regex", "a+")
+    with pytest.raises(GrammarError) as caught:
+        await bomb
+    assert caught.value.kind == "too_complex"
+    await compiler.aclose()
+    await no_threads()
+
+
+async def test_many_trials_hold_up_nobody_in_as_many_processes_as_threads() -> None:
+    words = await asyncio.to_thread(vocabulary, "tiny")
+    compiler = GrammarCompiler(words, timeout=0.4)
+    await compiler.warm_up()
+    bombs = [
+        asyncio.create_task(compiler.compile(schema_spec({"multipleOf": 99_999_989, "minimum": i}))) for i in range(6)
+    ]
+    assert await compiler.compile(GrammarSpec("regex", "b+"))
+    assert not any(bomb.done() for bomb in bombs)
+    backend = compiler._backends.get("llguidance")
+    most = 0
+    while not all(bomb.done() for bomb in bombs):
+        most = max(most, len(children(backend)))  # type: ignore[arg-type]
+        await asyncio.sleep(0.001)
+    for result in await asyncio.gather(*bombs, return_exceptions=True):
+        assert isinstance(result, GrammarError) and result.kind == "too_complex"
+    assert most == 2
     await compiler.aclose()
 
 

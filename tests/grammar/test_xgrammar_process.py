@@ -2,18 +2,22 @@
 
 from __future__ import annotations
 
+import asyncio
 import subprocess
 import sys
+import threading
 from pathlib import Path
 
 import psutil
 import pytest
 from grammar_helpers import NEEDS_XGRAMMAR, accepts, matcher_of, tiny, vocabulary
+from test_compiler import no_threads, until
 from test_hostile import HOSTILE
 
-from aengine.errors import GrammarError
+from aengine.errors import EngineClosedError, GrammarError
 from aengine.grammar import xgrammar_process
 from aengine.grammar.backend import load_backend
+from aengine.grammar.compiler import GrammarCompiler
 from aengine.grammar.spec import GrammarSpec
 
 
@@ -70,6 +74,7 @@ def test_a_killed_xgrammar_compiler_is_replaced() -> None:
         assert caught.value.kind == "too_complex"
         (second,) = backend._processes._idle
         assert second is not first
+        assert not second.is_ready  # started for the next one, but not waited for
         assert first._process.wait(10) == -9
         second._process.kill()
         second._process.wait()
@@ -81,6 +86,38 @@ def test_a_killed_xgrammar_compiler_is_replaced() -> None:
         backend.close()
     with pytest.raises(GrammarError, match="closed"):
         backend.compile(GrammarSpec("regex", "ab"))
+
+
+@NEEDS_XGRAMMAR
+@pytest.mark.usefixtures("no_blocking")
+async def test_xgrammar_leaves_no_process_behind() -> None:
+    words = await asyncio.to_thread(vocabulary, "tiny")
+    compiler = GrammarCompiler(words, timeout=20.0)
+    grammar = await compiler.compile(GrammarSpec("regex", "ab", backend="xgrammar"))
+    assert await asyncio.to_thread(accepts, grammar.matcher(), tiny(), "ab")
+    (process,) = compiler._backends.get("xgrammar")._processes._idle  # type: ignore[attr-defined]
+    await compiler.aclose()
+    assert await asyncio.to_thread(process._process.wait, 30) == -9
+    for thread in threading.enumerate():
+        if thread.name == "aengine-grammar-reaper":
+            await asyncio.to_thread(thread.join)
+
+
+@NEEDS_XGRAMMAR
+@pytest.mark.usefixtures("no_blocking")
+async def test_a_slow_xgrammar_compile_is_killed_at_close() -> None:
+    words = await asyncio.to_thread(vocabulary, "smollm2")
+    compiler = GrammarCompiler(words, timeout=600.0)
+    slow = GrammarSpec("json_schema", '{"type":"string","maxLength":3000}', backend="xgrammar")
+    await compiler.warm_up("xgrammar")
+    (process,) = compiler._backends.get("xgrammar")._processes._idle  # type: ignore[attr-defined]
+    task = asyncio.create_task(compiler.compile(slow))
+    await until(lambda: not compiler._backends.get("xgrammar")._processes._idle)  # type: ignore[attr-defined]
+    await compiler.aclose()
+    with pytest.raises(EngineClosedError):
+        await task
+    assert await asyncio.to_thread(process._process.wait, 30) == -9
+    await no_threads()
 
 
 def test_a_missing_xgrammar_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
