@@ -51,12 +51,12 @@ _SURVEY_PERIOD = 1.0
 class RequestGrammar:
     """One request's place in its grammar, and the ids that it has got since."""
 
-    __slots__ = ("_compiled", "_cpu_seconds", "_matcher", "ahead", "pending", "seconds")
+    __slots__ = ("_compiled", "_matcher", "_slowness", "ahead", "pending", "seconds")
 
     def __init__(self, compiled: Compiled) -> None:
         self._compiled = compiled
         self._matcher: Matcher | None = None
-        self._cpu_seconds = compiled.mask_seconds  # of a row, a moving average
+        self._slowness = 2.0 if compiled.mask_seconds > _SLOW_SECONDS else 0.0  # slow rows of late
         self.pending: list[int] = []  # committed, not yet accepted
         self.seconds = math.inf  # what a row of it took lately, at the worst
         self.ahead: asyncio.Future[tuple[bytearray, Filled]] | None = None  # its next row, filled or being filled
@@ -71,7 +71,7 @@ class RequestGrammar:
     @property
     def is_slow(self) -> bool:
         """Whether its rows take so long that nobody else should wait for them."""
-        return self._cpu_seconds > _SLOW_SECONDS
+        return self._slowness > 1.2  # one alone may have come of something that is learnt once
 
     def note_time(self, seconds: float, cpu_seconds: float, *, is_first: bool) -> None:
         """What a row took, on the clock and of this thread. A first one, with its matcher, says nothing."""
@@ -79,7 +79,8 @@ class RequestGrammar:
             self.seconds = 0.5
             return
         self.seconds = max(seconds, 0.9 * min(self.seconds, 0.002))
-        self._cpu_seconds = (self._cpu_seconds + cpu_seconds) / 2
+        # Forgotten slowly: where one row of ten takes long, nobody can tell which will be the next.
+        self._slowness = min(4.0, 0.95 * self._slowness + (cpu_seconds > _SLOW_SECONDS))
 
 
 class MaskJob(NamedTuple):

@@ -5,7 +5,8 @@ none. So a grammar is one of
 
     safe   nothing in it grows: compiled at once, in the host's thread
     costly it is long, has counted repeats, or terminals of terminals: first with small limits, which bound it
-    wild   limits don't bound it: intersections of patterns, large ``multipleOf``, many ``patternProperties``
+    wild   limits don't bound it: intersections of patterns, large ``multipleOf``, many ``patternProperties``,
+           many optional properties of one object or optional items of Lark rules
 
 Measured with limits of a fortieth: ``{"multipleOf": 99999989}`` takes more than 6 s, an ``allOf`` of 20 patterns
 ``.*a.*`` more than 6 GB, 900 ``patternProperties`` more than 6 s. The estimates here are upper bounds and crude: an
@@ -33,6 +34,8 @@ _MAX_WEIGHT = 5_000
 """Atoms of a pattern, repeats counted: 100,000 take 0.1 s and 40 MB."""
 _MAX_DIVISOR = 20_000
 """Of all ``multipleOf``: each is a state machine of that many states; 65,536 take 0.04 s, 99,991 take 0.5 s."""
+_MAX_OPTIONAL = 1_250
+"""Properties of one object that may be left out: 3,500 take 2 s, 8,000 take 12 s."""
 _MAX_WIDTH = 50_000
 """Ways in which patterns that may be intersected can go on at once."""
 _MAX_NAME_PATTERNS = 30
@@ -43,17 +46,30 @@ _MAX_LOOSE = 6
 """Parts of such a terminal that are no plain letters: states may double with each."""
 _MAX_REPEATED = 100_000
 """The letters of a Lark grammar, times all its repeats; and terminals in terminals."""
+_MAX_QUANTIFIERS = 500
+"""Of a Lark grammar's rules: 9,000 items that may be left out take 1.8 s, with small limits too."""
+_HUGE = 10**20
+"""More than any limit. What grows is cut there, as sums and products of longer numbers take time themselves."""
 
 _TELLING = re.compile(r'"(?:pattern|patternProperties|multipleOf)"|\\u00[2-7]')
 """No JSON schema without one of these is at risk. Lark may hold JSON whose keys are written in escapes."""
-_ATOM = re.compile(r"\\.|\[(?:\\.|[^\]\\])*\]|\{\s*(\d*)\s*,?\s*(\d*)\s*\}|.", re.DOTALL)
-_VERBOSE = re.compile(r"\(\?[A-Za-z]*x")
+# A search holds the GIL until it ends, and callers write what is searched. So no part of these patterns gives back what
+# it took, and what is never closed is one match to the end of the text: each letter is looked at a few times at most.
+_ATOM = re.compile(r"\\.|\[\^?\]?(?:\\.|[^\]\\])*+(?:\]|\\?\Z)|\{\s*+([0-9]*+)\s*+,?\s*+([0-9]*+)\s*+\}|.", re.DOTALL)
+_INNER_CLASS = re.compile(r"\\.|(\[)", re.DOTALL)
+_VERBOSE = re.compile(r"\(\?[A-Za-wyz]*+x")
 """A pattern with comments."""
-_COUNT = re.compile(r"\{\s*(\d{0,9})[\s,]*(\d{0,9})\s*\}|~ *(\d{1,9})(?: *\.\. *(\d{1,9}))?")
+_COUNT = re.compile(r"\{\s*+([0-9]*+)[\s,]*+([0-9]*+)\s*+\}|~\s*+([0-9]++)(?:\s*+\.\.\s*+([0-9]++))?")
 _LARK_TOKEN = re.compile(
-    r'(%json|%llguidance)\s*(?=\{)|(/(?:\\.|[^/\\])+/[imslux]*)|"(?:\\.|[^"\\\n])*"i?|(?:#|//)[^\n]*', re.DOTALL
+    r"(?P<json>%json|%llguidance)\s*+(?=\{)"
+    r"|(?P<regex>/(?:\\.|[^/\\])++(?:/[imslux]*+|(?P<open_regex>\\?\Z)))"
+    r'|"(?:\\.|[^"\\\n])*+(?:"i?|(?P<open_string>(?=\n)|\\?\Z))'
+    r"|(?P<comment>(?:#|//)[^\n]*+)",
+    re.DOTALL,
 )
-_STATEMENT = re.compile(r"\s*(?:%|[!?_]*[A-Za-z][^:\n]*:)")
+_EMPTY = re.compile(r"\|\s*+[)|]|[(:]\s*+\|")
+"""An alternative of nothing."""
+_STATEMENT = re.compile(r"\s*+(?:%|[!?_]*+[A-Za-z][^:\n]*+:)")
 _TERMINAL_NAME = re.compile(r"\b_?[A-Z]\w*")
 _ANY_TEXT = re.compile(r"\(\?s:\.[*+]\)")
 _LOOSE = re.compile(r"\\[dDwWsSpP]|(?<!\\)[.*+?\[{|]")
@@ -66,11 +82,16 @@ def risk_of(spec: GrammarSpec) -> Risk:
     risk: Risk = "costly" if len(spec.text) > _MAX_LETTERS or spec.kind == "ebnf" else "safe"
     if spec.kind == "regex" and _weight(spec.text) > _MAX_WEIGHT:
         risk = "costly"
-    elif spec.kind == "json_schema" and _TELLING.search(spec.text):
+    elif spec.kind == "json_schema" and _is_telling(spec.text):
         risk = max(risk, _risk_of_schemas([spec.text]), key=_RISKS.index)
     elif spec.kind == "lark":
         risk = max(risk, _risk_of_lark(spec.text), key=_RISKS.index)
     return risk
+
+
+def _is_telling(schema: str) -> bool:
+    """Whether it may be at risk: only then it is read."""
+    return _TELLING.search(schema) is not None or schema.count(":") > _MAX_OPTIONAL
 
 
 def _weight(pattern: str) -> int:
@@ -88,13 +109,22 @@ def _weight(pattern: str) -> int:
             last = total
             total += outer.pop() if outer else 0
         elif atom[1] is not None:
-            times = max(1, int(atom[2] or atom[1] or 1))
-            total += last * (times - 1)
-            last *= times
+            times = max(1, _number(atom[2] or atom[1] or "1"))
+            total = min(_HUGE, total + last * (times - 1))
+            last = min(_HUGE, last * times)
+        elif text in "?*+":  # also the "?" of a lazy repeat, after which another may come
+            total += 1
         else:
+            if text[0] == "[" and any(inner[1] for inner in _INNER_CLASS.finditer(text, 1)):
+                return max(len(pattern), _repeats(pattern))  # a class in a class: where it ends is not told here
             last = 1
             total += 1
-    return total
+    return total + sum(outer)
+
+
+def _number(digits: str) -> int:
+    """Right up to 19 digits: Python refuses to read thousands."""
+    return int(digits.lstrip("0")[:20] or 0)
 
 
 def _width(pattern: str) -> int:
@@ -113,6 +143,7 @@ class _Found:
     weight: int = 0
     divisors: list[int] = field(default_factory=list)
     num_name_patterns: int = 0
+    num_optional: int = 0
     joins: bool = False  # schemas may be merged, and their patterns with them
 
     def add(self, part: dict[str, Any]) -> None:
@@ -122,6 +153,11 @@ class _Found:
         if isinstance(names, dict):
             here += names
             self.num_name_patterns = max(self.num_name_patterns, len(names))
+        properties = part.get("properties")
+        if isinstance(properties, dict) and len(properties) > _MAX_OPTIONAL:
+            required = part.get("required")
+            needed = {name for name in required if isinstance(name, str)} if isinstance(required, list) else set()
+            self.num_optional = max(self.num_optional, len(properties.keys() - needed))
         self.patterns.update(here)
         self.weight += sum(map(_weight, here))
         self.divisors += _divisor(part.get("multipleOf"))
@@ -133,6 +169,8 @@ class _Found:
     def risk(self) -> Risk:
         if sum(self.divisors) > _MAX_DIVISOR or self.num_name_patterns > _MAX_NAME_PATTERNS:
             return "wild"
+        if self.num_optional > _MAX_OPTIONAL:
+            return "wild"
         if self.joins and _exceeds(set(self.divisors), _MAX_DIVISOR):
             return "wild"
         if self.joins and len(self.patterns) > 1 and _exceeds(map(_width, self.patterns), _MAX_WIDTH):
@@ -141,11 +179,17 @@ class _Found:
 
 
 def _divisor(number: object) -> list[int]:
-    """Its digits, without zeros at the end: moving the point costs nothing."""
+    """Its digits, without zeros at the end of a fraction or a power of ten: moving the point there costs nothing. But
+    604,800 takes 1.6 s, which 6,048 does not."""
     if isinstance(number, bool) or not isinstance(number, int | float):
         return []
-    digits = repr(number).partition("e")[0].replace(".", "").strip("-0")
-    return [int(digits)] if digits.isdecimal() and len(digits) < 100 else [10**100] if digits else []
+    if isinstance(number, float) and not number.is_integer():
+        digits = repr(number).partition("e")[0].replace(".", "").strip("-0")
+        return [int(digits)] if digits.isdecimal() else [10**100] if digits else []
+    digits = repr(int(number)).strip("-")
+    if digits.strip("0") in ("", "1"):
+        return [1] if digits != "0" else []
+    return [int(digits)] if len(digits) < 100 else [10**100]
 
 
 def _exceeds(numbers: Any, limit: int) -> bool:
@@ -187,41 +231,49 @@ def _objects(value: Any) -> Iterator[dict[str, Any]]:
 def _risk_of_lark(text: str) -> Risk:
     """Of a grammar, and of the JSON schemas inside."""
     try:
-        rules, statements, schemas = _read_lark(text)
+        rules, statements, schemas, num_quantifiers = _read_lark(text)
     except (ValueError, RecursionError):  # what can't be read here, the library may read otherwise
         return "wild"
-    if not all(map(_is_tame, statements)):
+    if num_quantifiers > _MAX_QUANTIFIERS or not all(map(_is_tame, statements)):
         return "wild"
-    risk = _risk_of_schemas(schemas) if any(map(_TELLING.search, schemas)) else "safe"
+    risk = _risk_of_schemas(schemas) if any(map(_is_telling, schemas)) else "safe"
     is_long = _repeats(rules) > _MAX_REPEATED or _references(statements) > _MAX_REPEATED
     return "costly" if risk == "safe" and is_long else risk
 
 
-def _read_lark(text: str) -> tuple[str, list[str], list[str]]:
-    """It without JSON; its statements, each a line without strings, with so many quotes for a regex as it has loose
-    parts; its JSON. Raises ValueError or RecursionError for what is no JSON."""
+def _read_lark(text: str) -> tuple[str, list[str], list[str], int]:
+    """It without JSON and comments; its statements, each a line without strings, with so many quotes for a regex as it
+    has loose X that may be left
+    out or repeated. Raises ValueError or RecursionError for
+    what is no JSON, or not closed."""
     rules: list[str] = []
     kept: list[str] = []
     schemas: list[str] = []
     start = 0
     while (token := _LARK_TOKEN.search(text, start)) is not None:
+        if token["open_regex"] is not None or token["open_string"] is not None:
+            raise ValueError("not closed")
         kept.append(text[start : token.start()])
-        rules.append(text[start : token.start()] if token[1] else text[start : token.end()])
+        rules.append(text[start : token.start()])
+        if not token["json"] and not token["comment"]:
+            rules.append(token[0])
         start = token.end()
-        if token[1]:
+        if token["json"]:
             _, start = json.JSONDecoder().raw_decode(text, start)
             schemas.append(text[token.end() : start])
-        elif token[2]:
-            kept.append("'" * len(_LOOSE.findall(_ANY_TEXT.sub("", token[2]))))
+        elif token["regex"]:
+            kept.append("'" * len(_LOOSE.findall(_ANY_TEXT.sub("", token["regex"]))))
     rules.append(text[start:])
     kept.append(text[start:])
-    statements: list[str] = []
-    for line in "".join(kept).splitlines():
+    plain = "".join(kept)
+    statements: list[list[str]] = []
+    for line in plain.split("\n"):
         if _STATEMENT.match(line) or not statements:
-            statements.append(line)
+            statements.append([line])
         else:
-            statements[-1] += line
-    return "".join(rules), statements, schemas
+            statements[-1].append(line)
+    num_quantifiers = sum(map(plain.count, "?*+[")) + len(_EMPTY.findall(plain))
+    return "".join(rules), list(map("".join, statements)), schemas, num_quantifiers
 
 
 def _is_tame(statement: str) -> bool:
@@ -239,7 +291,7 @@ def _repeats(text: str) -> int:
     """The length times all repeats."""
     product = 1
     for count in _COUNT.finditer(text):
-        product *= max(1, *(int(number or 1) for number in count.groups()))
+        product *= max(1, *(_number(number or "1") for number in count.groups()))
         if product > _MAX_REPEATED:
             break
     return product * len(text) if product > 1 else 0

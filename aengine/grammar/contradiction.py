@@ -169,7 +169,7 @@ def _number(schema: dict[str, Any], known: _Known) -> Iterator[_Fault]:
 def _integer(schema: dict[str, Any], known: _Known) -> Iterator[_Fault]:
     yield from _number(schema, known)
     low, low_open, low_name, high, high_open, high_name = _bounds(schema)
-    if math.isfinite(low) and math.isfinite(high):
+    if abs(low) != math.inf and abs(high) != math.inf:  # math.isfinite can't take integers beyond a float's range
         first = math.floor(low) + 1 if low_open else math.ceil(low)
         last = math.ceil(high) - 1 if high_open else math.floor(high)
         if first > last:

@@ -23,13 +23,18 @@ __all__ = ["COUNTS", "MAX_OPTIONS", "check_schema", "explain", "json_path"]
 MAX_OPTIONS: Final = 100_000
 """Of an enum, or of choice. llguidance takes 0.25 s for 90,000 and refuses its largest automaton near there."""
 
+MAX_LEADING_OPTIONS: Final = 1_250
+"""Properties of the outermost object that may be left out, before the first that may not. llguidance refuses more, but
+only after up to 12 s; xgrammar runs out of memory at 1,000."""
+
 COUNTS: Final = tuple(
     f"{bound}{what}" for bound in ("min", "max") for what in ("Length", "Items", "Contains", "Properties")
 )
 """Keywords whose value is an integer; 2.0 is one."""
 
 _TYPES = ("array", "boolean", "integer", "null", "number", "object", "string")
-_ESCAPE_OR_CLASS = re.compile(r"\\.|\[\^?(?:\\.|[^\]\\])*+\]|[()\\]", re.DOTALL)
+# A class that is not closed is one match to the end: were it none, the next "[" would be followed as far again.
+_ESCAPE_OR_CLASS = re.compile(r"\\.|\[\^?(?:\\.|[^\]\\])*+(?:\]|(?P<open>\\?\Z))|[()\\]", re.DOTALL)
 
 
 def check_schema(schema: Any) -> None:
@@ -51,11 +56,35 @@ def check_schema(schema: Any) -> None:
                 target = names.check_ref(path, part["$ref"]) if "$ref" in part else None
                 if target is not None and id(target[1]) not in seen and not _on_the_way(target[0]):
                     todo.append(target)  # under a keyword nobody knows, such as OpenAPI's components
+    _check_width(schema)
     found = contradiction(schema)
     if found is not None:
         at, reason = found
         where = json_path(at)
         raise GrammarError(f"no value can fit the JSON schema: {where} {reason}", kind="unsatisfiable", path=where)
+
+
+def _check_width(root: Any) -> None:
+    """Only of the outermost object, and only what is sure to be refused later: `compile_risk` sees the rest."""
+    if not isinstance(root, dict) or "object" not in root.get("type", ("object",)):
+        return
+    if any(keyword in root for keyword in ("$ref", "allOf", "anyOf", "oneOf", "enum", "const")):
+        return
+    properties = root.get("properties", {})
+    if len(properties) <= MAX_LEADING_OPTIONS:
+        return
+    required, count = set(root.get("required", ())), 0
+    for name, part in properties.items():
+        if name in required:
+            return
+        count += part is not False
+        if count > MAX_LEADING_OPTIONS:
+            raise GrammarError(
+                f"$.properties has more than {MAX_LEADING_OPTIONS} properties that are not required; "
+                "no more can be used: make some required, or put them into objects of their own",
+                kind="too_complex",
+                path="$.properties",
+            )
 
 
 def _on_the_way(path: Path) -> bool:
@@ -156,7 +185,7 @@ def _is_pattern(value: object) -> bool:
     for match in _ESCAPE_OR_CLASS.finditer(value):
         token = match[0]
         depth += (token == "(") - (token == ")")
-        if depth < 0 or token == "\\":
+        if depth < 0 or token == "\\" or match["open"] is not None:
             return False
     return depth == 0
 

@@ -83,7 +83,7 @@ def _overlapping(match: re.Match[str]) -> _Test:
 
 def _pattern(match: re.Match[str]) -> _Test:
     """The first pattern that the message shows; a longer one shown elsewhere can hold a shorter one."""
-    shown = [line.strip() for line in match.string.splitlines()]
+    shown = {line.strip() for line in match.string.splitlines()}
 
     def test(keyword: str, value: Any, schema: dict[str, Any]) -> bool:
         return keyword == "pattern" and isinstance(value, str) and value.strip() in shown
@@ -92,8 +92,10 @@ def _pattern(match: re.Match[str]) -> _Test:
 
 
 def _pattern_inside(match: re.Match[str]) -> _Test:
+    message = match.string[:10_000]  # it is searched for each pattern of the schema
+
     def test(keyword: str, value: Any, schema: dict[str, Any]) -> bool:
-        return keyword == "pattern" and isinstance(value, str) and f"/{value}/" in match.string
+        return keyword == "pattern" and isinstance(value, str) and f"/{value}/" in message
 
     return test
 
@@ -179,19 +181,21 @@ def _rule(
     return re.compile(pattern, re.DOTALL), kind, test_of
 
 
+# Messages show what the caller wrote. What takes any text up to some words starts with "(?>.*?...)", the first place
+# only: from each place, the way to the end would be gone again.
 _RULES = (
     _rule(r"^(?:.{0,200}?)Unimplemented keys: (\[.*?\])", "unsupported", _quoted),
     _rule(r"oneOf constraints are not supported", "unsupported", _overlapping),
     _rule(r"Unknown format: ([^\n]+)", "unsupported", _format),
     _rule(r"min/maxProperties only supported", "unsupported", _named("minProperties", "maxProperties")),
-    _rule(r"\(\?s:\.\{(\d+),?(\d*)\}\).*(?:decimal literal|size|repetition)", "too_complex", _repeated),
-    _rule(r"regex parse error.*(?:not supported|lookaround)", "unsupported", _pattern),
-    _rule(r"regex parse error.*(?:size limit|exceed)", "too_complex", _pattern),
+    _rule(r"\A(?>.*?\(\?s:\.\{(\d++),?(\d*+)\}\)).*(?:decimal literal|size|repetition)", "too_complex", _repeated),
+    _rule(r"\A(?>.*?regex parse error).*(?:not supported|lookaround)", "unsupported", _pattern),
+    _rule(r"\A(?>.*?regex parse error).*(?:size limit|exceed)", "too_complex", _pattern),
     _rule(r"regex parse error", "invalid", _pattern),
-    _rule(r"Pointer '(.*?)' does not exist", "invalid", _pointer),
-    _rule(r"(?:Resource|resource) '(.*?)' is not present", "unsupported", _resource),
+    _rule(r"\A(?>.*?Pointer ')(.*?)' does not exist", "invalid", _pointer),
+    _rule(r"\A(?>.*?[Rr]esource ')(.*?)' is not present", "unsupported", _resource),
     _rule(r"Unsatisfiable schema: (\w+) \((\S+)\) is greater than (\w+) \((\S+)\)", "unsatisfiable", _crossed),
-    _rule(r"Unsatisfiable schema: required property '(.*?)' is", "unsatisfiable", _requiring),
+    _rule(r"\A(?>.*?Unsatisfiable schema: required property ')(.*?)' is", "unsatisfiable", _requiring),
     _rule(r"integer interval [\[(](\S+), (\S+)[\])] contains no", "unsatisfiable", _interval),
     _rule(r"Unsatisfiable schema: Regex is empty", "unsatisfiable", _pattern_inside),
     _rule(r"Unsatisfiable schema: anyOf is empty", "unsatisfiable", _empty_choice),
@@ -199,7 +203,7 @@ _RULES = (
     _rule(r"Unsatisfiable schema: incompatible types", "unsatisfiable", _named("allOf", "enum", "const")),
     _rule(r"[Uu]nsatisfiable|NoExtension", "unsatisfiable", _nothing),
     _rule(r"Invalid type: ([^\n]*)", "invalid", _type),
-    _rule(r"Expected [\w ]+ for '([^']+)'(?: item)?, got ([^\n]*)", "invalid", _not_a),
+    _rule(r"Expected [\w ]{1,40} for '([^']+)'(?: item)?, got ([^\n]*)", "invalid", _not_a),
     _rule(r"schema must be an object or boolean", "invalid", _not_a_schema),
     _rule(r"^(\$?\w+) must be an? (array|object|string)", "invalid", _of_another_type),
     _rule(r"Value for 'multipleOf' has too many digits", "too_complex", _named("multipleOf")),

@@ -43,8 +43,8 @@ _BREATH = 512
 """Members of a schema, walked in 0.5 ms, after which other threads get their turn."""
 
 _BRACKETS = re.compile(r'"(?:[^"\\]|\\.)*+"?|[\[{]|[\]}]', re.DOTALL)
-_EBNF_RULE = re.compile(r"^[ \t]*[\w.<>-]+[ \t]*::=", re.MULTILINE)
-_LARK_RULE = re.compile(r"^[ \t]*(?:[!?]*start\b[^:\n]*:(?!:?=)|%[a-z])", re.MULTILINE)
+_EBNF_RULE = re.compile(r"^[ \t]*+[\w.<>-]++[ \t]*+::=", re.MULTILINE)
+_LARK_RULE = re.compile(r"^[ \t]*+(?:[!?]*+start\b[^:\n]*+:(?!:?=)|%[a-z])", re.MULTILINE)
 
 
 @dataclass(frozen=True, slots=True)

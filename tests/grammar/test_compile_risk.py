@@ -58,6 +58,13 @@ def test_bombs_are_of_two_kinds() -> None:
         ("a{0}", 1),
         ("a{99999999999}", 99999999999),
         (")){3}((", 1),
+        ("(((a{100}){100}){100}){100}[](]", 10**8),
+        ("(a{100}){100}[^](]", 10_000),
+        ("(((a{100}){100}", 10_000),
+        ("a{100}?{100}?{100}+{100}", 10**8),
+        ("(a{1000}[[a](]b){1000}", 22 * 10**6),
+        ("a{" + "0" * 5000 + "3}", 3),
+        ("a{9}" + "{999999}" * 9000, 10**20),
     ],
 )
 def test_the_weight_of_a_pattern(pattern: str, weight: int) -> None:
@@ -95,6 +102,11 @@ def test_ordinary_schemas_are_safe(schema: Any) -> None:
         ("start: %json {nonsense}\n", "wild"),
         ('start: %regex {"substring_chars": "x"}\n', "wild"),
         ('start: %lark { start: A\nA: "x" }\n', "wild"),
+        ("start: /(a{0000000000300}){0000000000300}/\n", "costly"),
+        ('start: "a" ~ // x\n 30000\n', "costly"),
+        ("start: " + "(a|b)? " * 600 + "\n", "wild"),
+        ("start: " + "(a|) " * 600 + "\n", "wild"),
+        ('start: "a\n', "wild"),
         ('start: a ~ 300\na: (B ~ 300)\nB: "x" ~ 3..300\n', "costly"),
     ],
 )
@@ -104,7 +116,10 @@ def test_lark(text: str, risk: str) -> None:
 
 @pytest.mark.parametrize(
     ("number", "divisor"),
-    [(1, 1), (0.01, 1), (250, 25), (-0.125, 125), (1e-7, 1), (3.7e-5, 37), (10**400, 1), (12345678901, 12345678901)],
+    [
+        *((1, 1), (0.01, 1), (250, 250), (250.0, 250), (-0.125, 125), (1e-7, 1), (3.7e-5, 37), (10**400, 1)),
+        *((604_800, 604_800), (604_800.0, 604_800), (1_000_000, 1), (12345678901, 12345678901)),
+    ],
 )
 def test_the_divisor_of_a_number(number: float, divisor: int) -> None:
     assert _divisor(number) == [divisor]
