@@ -194,3 +194,9 @@ def test_exported_names_are_pinned() -> None:
         "WorkerDiedError",
         "__version__",
     ]
+
+
+def test_test_files_have_names_of_their_own() -> None:
+    """pytest imports them by their base names."""
+    names = [path.name for path in (ROOT / "tests").rglob("test_*.py")]
+    assert not {name for name in names if names.count(name) > 1}

@@ -27,7 +27,7 @@ SCHEMAS = ["", '"', '{"a":']
 
 
 def linear() -> None:
-    """Run in a process of its own: `python test_linear.py`."""
+    """Run in a process of its own: `python test_linear_time.py`."""
     wanted: list[dict[str, Any]] = []
     for unit in UNITS:
         text = unit * (LETTERS // len(unit))
