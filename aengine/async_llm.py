@@ -325,10 +325,13 @@ class AsyncLLM:
         steps before. Returns the seconds that it took.
 
         Raises:
+            InvalidRequestError: ``timeout`` is no number of seconds above 0.
             EngineClosedError: the engine is not running, or it has failed.
             WorkerDiedError: the worker has died and is being started again; requests wait, and will go on.
             InternalError: no answer within ``timeout`` seconds. The engine acts on that by itself, if it has to.
         """
+        if isinstance(timeout, bool) or not isinstance(timeout, int | float) or not 0 < timeout <= 1e8:
+            raise InvalidRequestError("timeout must be a number of seconds above 0", param="timeout")
         return await self._running_core().check_health(timeout)
 
     async def start_profile(self, folder: str | os.PathLike[str] | None = None) -> str:

@@ -97,8 +97,8 @@ class StepLoop:
 
     def add(self, request: Request) -> None:
         if request.grammar is not None and request.grammar.is_slow and request.grammar.ahead is None:
-            self._num_coming += 1
             self._fill_ahead(request)  # and is added then
+            self._num_coming += 1
             return
         self.scheduler.add_request(request)
         self._work.set()

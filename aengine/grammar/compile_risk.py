@@ -15,6 +15,7 @@ error on the wrong side costs a compile in a process.
 
 from __future__ import annotations
 
+import functools
 import json
 import re
 from collections.abc import Iterator
@@ -77,6 +78,7 @@ _ANNOTATIONS = frozenset({"$comment", "$defs", "$id", "$schema", "default", "def
 _JOINING = ("$ref", "$dynamicRef", "allOf", "anyOf", "oneOf", "if")
 
 
+@functools.lru_cache(maxsize=4)  # of those in the works: it is asked for twice
 def risk_of(spec: GrammarSpec) -> Risk:
     """Takes microseconds for most schemas."""
     risk: Risk = "costly" if len(spec.text) > _MAX_LETTERS or spec.kind == "ebnf" else "safe"

@@ -332,7 +332,7 @@ _REQUEST_INTS = (
     *("req_idx", "num_prompt_tokens", "num_computed_tokens", "top_k", "seed", "logprobs", "min_tokens"),
     "max_num_tokens",
 )
-_REQUEST_FLOATS = (*("temperature", "top_p", "min_p", "presence_penalty", "frequency_penalty", "repetition_penalty"),)
+_REQUEST_FLOATS = "temperature", "top_p", "min_p", "presence_penalty", "frequency_penalty", "repetition_penalty"
 
 
 def _int(value: object) -> int:

@@ -607,3 +607,11 @@ async def test_a_late_loop_is_given_more_steps_ahead(make_engine: Make, monkeypa
         await settled(engine)
     assert deepest > 20
     assert [c.token_ids for c in got] == [c.token_ids for c in (*expected, stopped)]
+
+
+@pytest.mark.parametrize("timeout", [0, -1, True, "1", None, float("nan"), float("inf")])
+async def test_a_timeout_of_a_health_check_that_is_none(make_engine: Make, timeout: object) -> None:
+    async with make_engine() as engine:
+        with pytest.raises(InvalidRequestError) as caught:
+            await engine.check_health(timeout)  # type: ignore[arg-type]
+        assert caught.value.param == "timeout"

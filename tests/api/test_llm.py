@@ -529,9 +529,7 @@ threading.Thread(target=go_on).start()
 def test_the_interpreter_ends_with_the_engine_open(how: str) -> None:
     """It ends at once, says nothing, and does not crash."""
     code = PROGRAM.format(tests=str(TESTS), body=textwrap.dedent(ENDINGS[how]))
-    begun = time.monotonic()
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60)
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=30)
     assert done.stdout.endswith("end\n"), done.stderr
     expected = (1, "an error\n") if how == "an error" else (0, "")
     assert (done.returncode, done.stderr) == expected
-    assert time.monotonic() - begun < 30
