@@ -28,13 +28,14 @@ from ..errors import (
 )
 from ..outputs import FinishReason
 from ..params import SamplingParams, is_unicode, shown
+from .bitmasks import RequestGrammar
 from .call import Call, Limits
 from .metrics import Counters
 from .prompt import Prompt, check_token_ids, encode_prompt, prompt_kind
 from .request import Request, RequestStatus
 from .step_loop import StepLoop
 from .stream import ChoiceOutput, Mailbox, error_for_waiter
-from .structured import GrammarService, RequestGrammar
+from .structured import GrammarService
 from .threads import Lane
 from .tokenizer import Tokenizer
 

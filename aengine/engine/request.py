@@ -31,7 +31,7 @@ from ..outputs import FinishReason
 from ..params import SamplingParams
 
 if TYPE_CHECKING:
-    from .structured import RequestGrammar
+    from .bitmasks import RequestGrammar
 
 __all__ = ["Request", "RequestStatus"]
 

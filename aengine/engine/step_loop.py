@@ -12,8 +12,10 @@ from __future__ import annotations
 
 import asyncio
 import math
+import time
+from array import array
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Coroutine
 from itertools import takewhile
 from typing import Any, NamedTuple
 
@@ -21,19 +23,22 @@ from ..errors import EngineError, InternalError, InvalidRequestError, RequestErr
 from ..ipc.messages import GrammarOutput, LogprobColumns, ModelRunnerOutput, RowError, SchedulerOutput, int32
 from ..outputs import FinishReason, Logprob
 from .batch import InFlightStep
+from .bitmasks import Filled, Filling, MaskJob
 from .executor import Executor
 from .lease import Lease
 from .metrics import Counters, LoopLag
 from .recovery import Watchdog
 from .request import Request, RequestStatus
 from .scheduler import Scheduler
-from .structured import GrammarService, MaskJob
+from .structured import GrammarService
 
 __all__ = ["ALWAYS", "IN_SMALL_BATCHES", "Forcing", "StepLoop"]
 
 _NO_LOGPROBS: tuple[Logprob, ...] = ()
 _TURN = 32
 """Tokens delivered before the host's loop gets a turn: some 100 us of work, their consumers' included."""
+_TURN_BESIDE_FILL = 8
+"""The same while rows of bitmasks are filled, which may end sooner than expected."""
 
 
 class Forcing(NamedTuple):
@@ -46,6 +51,17 @@ class Forcing(NamedTuple):
 ALWAYS = Forcing(1 << 30, 0.0)
 IN_SMALL_BATCHES = Forcing(4, 2.0)
 """On a GPU, where a step of several tokens a request is no decode graph, and takes about as long as two."""
+
+
+class Masks(NamedTuple):
+    """The bitmask of a step that waits for it, filled or being filled."""
+
+    step_id: int
+    due: list[Request]  # of each row
+    batch_idx: array[int]
+    rows: bytearray | memoryview
+    is_shared: bool  # the worker sees the rows
+    filled: Filled | Filling
 
 
 class StepLoop:
@@ -187,14 +203,10 @@ class StepLoop:
         num_done = sum(1 for _ in takewhile(asyncio.Future.done, self._in_flight))
         self._lease.note_turn(len(self._in_flight), num_done)
         self._max_in_flight = self._lease.num_steps(self.scheduler)
-        if len(self._in_flight) < self._max_in_flight and self._gated is None:
-            output, self._unsent = self._unsent or self.scheduler.schedule(), None
-            if output is not None:
-                self._note_scheduled(output)
-                self._in_flight.append(await self._executor.execute_model(output))
-                await self._unlock()
-                if len(self._in_flight) < self._max_in_flight and self._gated is None:
-                    return
+        if await self._supply():
+            await self._unlock()
+            if len(self._in_flight) < self._max_in_flight and self._gated is None:
+                return
         if self._in_flight:
             answer = await self._in_flight[0]
             self._in_flight.popleft()
@@ -206,11 +218,28 @@ class StepLoop:
         else:
             await self._idle()
 
+    async def _supply(self) -> bool:
+        """Publish one more step, if the worker may have one and there is something to compute."""
+        if len(self._in_flight) >= self._max_in_flight or self._gated is not None:
+            return False
+        output, self._unsent = self._unsent or self.scheduler.schedule(), None
+        if output is None:
+            return False
+        self._note_scheduled(output)
+        self._in_flight.append(await self._executor.execute_model(output))
+        return True
+
     async def _unlock(self) -> None:
-        """Send the bitmask of the step that waits for one, as soon as all answers before it are known."""
+        """Fill and send the bitmask of the step that waits for one, if all answers before it are known."""
+        masks = self._begin_masks()
+        if masks is not None:
+            await self._send_masks(masks)
+
+    def _begin_masks(self) -> Masks | None:
+        """Begin to fill the bitmask of the step that waits for one, if all answers before it are known."""
         step = self._gated
         if step is None or step is not self.scheduler.oldest_step:
-            return
+            return None
         assert self._grammars is not None
         due = [(i, r, r.grammar) for i, r in step.constrained() if r.finish_reason is None and r.grammar is not None]
         jobs = []
@@ -218,19 +247,34 @@ class StepLoop:
         for batch_idx, request, grammar in due:
             jobs.append(MaskJob(batch_idx, grammar, grammar.pending, wants_forced and _may_force(request)))
             grammar.pending = []
-        num_bytes = self._grammars.row_bytes * len(jobs)
+        bitmasks = self._grammars.bitmasks
+        num_bytes = bitmasks.row_bytes * len(jobs)
         shared = self._executor.bitmask(num_bytes)
         rows = bytearray(num_bytes) if shared is None else shared
-        filled = await self._grammars.fill(jobs, rows)
-        for row, error in filled.failed.items():
-            self.fail_request(due[row][1], InternalError(f"the grammar of this request failed: {error}"))
         batch_idx_column = int32([job.batch_idx for job in jobs])
-        self._gated = None
-        bitmask = rows if shared is None else num_bytes
-        await self._executor.send_grammar(GrammarOutput(step.step_id, batch_idx_column, bitmask))
+        filled = bitmasks.fill(jobs, rows)
+        return Masks(step.step_id, [r for _, r, _ in due], batch_idx_column, rows, shared is not None, filled)
+
+    async def _send_masks(self, masks: Masks) -> None:
+        filled = masks.filled if isinstance(masks.filled, Filled) else await masks.filled.filled
+        for row, error in filled.failed.items():
+            self.fail_request(masks.due[row], InternalError(f"the grammar of this request failed: {error}"))
+        step, self._gated = self._gated, None
+        assert step is not None and step.step_id == masks.step_id
+        bitmask = len(masks.rows) if masks.is_shared else masks.rows
+        await self._executor.send_grammar(GrammarOutput(masks.step_id, masks.batch_idx, bitmask))
         if sum(map(len, filled.forced.values())) >= self._forcing.least_tokens * len(step.batch):
             for row, token_ids in filled.forced.items():
-                self.scheduler.force(due[row][1], token_ids)
+                self.scheduler.force(masks.due[row], token_ids)
+
+    async def _go_on(self, masks: Masks) -> EngineError | None:
+        """Send a bitmask, and the next step with it: what the worker waits for. An error is returned."""
+        try:
+            await self._send_masks(masks)
+            await self._supply()
+        except EngineError as error:
+            return error
+        return None
 
     def _fill_ahead(self, request: Request) -> None:
         """Its grammar is slow: the request takes part in a step again when its next row is there."""
@@ -250,7 +294,7 @@ class StepLoop:
             self.scheduler.resume(request)
             self._work.set()
 
-        row = self._grammars.fill_ahead(request.grammar, lambda: request.finish_reason is None)
+        row = self._grammars.bitmasks.fill_ahead(request.grammar, lambda: request.finish_reason is None)
         row.add_done_callback(go_on)
 
     def fail_request(self, request: Request, error: RequestError | EngineError) -> None:
@@ -274,26 +318,66 @@ class StepLoop:
         self._lease.begin()
 
     async def _apply(self, output: ModelRunnerOutput) -> None:
-        """Commit an answer and deliver its tokens, giving the host's loop a turn after every few."""
+        """Commit an answer and deliver its tokens, giving the host's loop a turn after every few.
+
+        What the worker waits for goes first: whoever reads waits a millisecond longer.
+        """
         sampled, failed = self.scheduler.update(output)
         self._counters.generated_tokens += len(sampled)
         for request, error in failed:
             request.sink.mailbox.fail(_request_error(error))
             self._on_end(request)
-        failure: EngineError | None = None
+        masks: Masks | None = None
+        failure: EngineError | None = None  # raised at the end: these tokens are known, and won't be sampled again
         if self.scheduler.num_constrained:
             self._note_tokens(sampled)
             try:
-                await self._unlock()  # the worker waits for it; whoever reads waits a millisecond longer
-            except EngineError as error:  # these tokens are known, and won't be sampled again
+                masks = self._begin_masks()
+            except EngineError as error:
                 failure = error
         logprobs = _by_row(output.logprobs) if output.logprobs is not None else {}
+        if masks is None:
+            await self._deliver_all(sampled, logprobs)
+        elif isinstance(masks.filled, Filled):
+            failure = await self._go_on(masks)
+            await self._deliver_all(sampled, logprobs)
+        else:
+            failure = await self._deliver_beside(masks.filled, self._go_on(masks), sampled, logprobs)
+        if failure is not None:
+            raise failure
+
+    async def _deliver_beside(
+        self,
+        filling: Filling,
+        going_on: Coroutine[Any, Any, EngineError | None],
+        sampled: list[tuple[Request, int, int]],
+        logprobs: dict[int, tuple[Logprob, ...]],
+    ) -> EngineError | None:
+        """As many tokens as there is time for while rows are filled, and the others when the worker has all it needs:
+        two threads that run Python take turns, and the one that fills would wait for all that the loop finds to do."""
+        task = asyncio.get_running_loop().create_task(going_on, name="aengine-masks")
+        try:
+            until = await filling.free_until
+            start = 0
+            while start < len(sampled) and time.perf_counter() < until:
+                self._deliver(sampled[start : start + _TURN_BESIDE_FILL], logprobs)
+                start += _TURN_BESIDE_FILL
+                await asyncio.sleep(0)
+            failure = await task
+            await self._deliver_all(sampled[start:], logprobs)
+            return failure
+        finally:
+            if not task.done():
+                task.cancel()
+                await asyncio.wait([task])
+
+    async def _deliver_all(
+        self, sampled: list[tuple[Request, int, int]], logprobs: dict[int, tuple[Logprob, ...]]
+    ) -> None:
         self._deliver(sampled[:_TURN], logprobs)
         for start in range(_TURN, len(sampled), _TURN):
             await asyncio.sleep(0)
             self._deliver(sampled[start : start + _TURN], logprobs)
-        if failure is not None:
-            raise failure
 
     def _note_tokens(self, sampled: list[tuple[Request, int, int]]) -> None:
         """For the grammars, whose matchers will accept them."""

@@ -32,6 +32,7 @@ __all__ = [
     "Matcher",
     "MatcherError",
     "address_of",
+    "advance_batch",
     "fill_batch",
     "load_backend",
 ]
@@ -203,6 +204,37 @@ def fill_batch(items: Sequence[tuple[Matcher, int]], bitmask: Bitmask) -> dict[i
         fill_group = getattr(kind, "fill_group", _one_by_one)
         failed |= fill_group(group, bitmask)
     return failed
+
+
+def advance_batch(
+    items: Sequence[tuple[Matcher, list[int]]], bitmask: Bitmask, on_fill: Callable[[], None] = lambda: None
+) -> dict[int, MatcherError]:
+    """Each matcher accepts its tokens, and then its row is filled, ``bitmask[i]`` for ``items[i]``.
+
+    ``on_fill`` is called in between: what is left is mostly done without the GIL. Returns the rows that failed, with
+    why: one whose tokens the grammar does not allow, too. The others are filled.
+    """
+    kinds = {type(matcher) for matcher, _ in items}
+    advance_group = getattr(next(iter(kinds)), "advance_group", None) if len(kinds) == 1 else None
+    if advance_group is not None:
+        done: dict[int, MatcherError] | None = advance_group(items, bitmask, on_fill)
+        if done is not None:
+            return done
+    failed: dict[int, MatcherError] = {}
+    due: list[tuple[Matcher, int]] = []
+    for row, ((matcher, token_ids), result) in enumerate(zip(items, accept_batch(items), strict=True)):
+        if isinstance(result, MatcherError):
+            failed[row] = result
+        elif result < len(token_ids):
+            failed[row] = refused(token_ids[result])
+        else:
+            due.append((matcher, row))
+    on_fill()
+    return failed | fill_batch(due, bitmask)
+
+
+def refused(token_id: int) -> MatcherError:
+    return MatcherError(f"token {token_id} was sampled, which it does not allow here")
 
 
 def _one_by_one(items: Sequence[tuple[Matcher, int]], bitmask: Bitmask) -> dict[int, MatcherError]:

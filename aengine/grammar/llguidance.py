@@ -23,12 +23,12 @@ import os
 import threading
 import time
 import weakref
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 import llguidance
 
 from ..errors import GrammarError
-from .backend import Bitmask, MatcherError, accept_one, address_of
+from .backend import Bitmask, MatcherError, accept_one, address_of, refused
 from .compile_process import OnWait
 from .compile_risk import risk_of
 from .llguidance_errors import grammar_error, matcher_message
@@ -347,6 +347,34 @@ class LLGuidanceMatcher:
         for matcher, row in items:
             try:
                 if executor is None or matcher._ended or matcher._inner.is_error():
+                    matcher.fill(bitmask, row)
+            except MatcherError as error:
+                failed[row] = error
+        return failed
+
+    @staticmethod
+    def advance_group(
+        items: Sequence[tuple[LLGuidanceMatcher, list[int]]], bitmask: Bitmask, on_fill: Callable[[], None]
+    ) -> dict[int, MatcherError] | None:
+        """`advance_batch` for a token each, in the library's threads. None if it is something else that is due."""
+        backend = items[0][0]._backend
+        executor = backend.executor() if len(items) >= _MIN_PARALLEL else None
+        if executor is None or not all(matcher._is_plain(ids) for matcher, ids in items):
+            return None
+        tokens = [(matcher._inner, ids[0]) for matcher, ids in items]
+        rows = [(matcher._inner, row) for row, (matcher, _) in enumerate(items)]
+        address, view = address_of(bitmask, range(len(items)), backend.row_bytes)
+        accepted = executor.consume_token_par(tokens)
+        on_fill()
+        executor.unsafe_compute_mask_ptr(rows, address, backend.row_bytes, len(view) // backend.row_bytes)
+        failed: dict[int, MatcherError] = {}
+        for row, ((matcher, ids), is_accepted) in enumerate(zip(items, accepted, strict=True)):
+            try:
+                if not is_accepted and matcher.accept(ids) < 1:
+                    raise refused(ids[0])
+                if is_accepted:
+                    matcher._token_ids.append(ids[0])
+                if not is_accepted or matcher._inner.is_error():
                     matcher.fill(bitmask, row)
             except MatcherError as error:
                 failed[row] = error

@@ -10,6 +10,15 @@ from .vocabulary import Vocabulary, name_of
 
 __all__ = ["tokenizer_of"]
 
+_SLICES = [
+    r"[\x20\x0A\x0D\x09]+",
+    *(rf'[^"\\\x00-\x1F\x7F]{{1,{length}}}' for length in (4, 7, 10, 30)),
+    r'[^"\\\x00-\x1F\x7F]+',
+]
+"""Tokens of blanks, and of characters that any string may have: a mask takes each of these sets as one where all of it
+is allowed, and walks over the rest. The library's own have 10 and 30 only: a string with fewer than 10 characters left
+then takes it 1.3 ms (151,936 tokens), and at most 1.1 with these. Sets of all of 1 to 10 leave more pieces to walk."""
+
 
 def tokenizer_of(vocabulary: Vocabulary) -> llguidance.LLTokenizer:
     """From tokenizer.json where the library reads it as we do, else from the bytes of each token."""
@@ -20,14 +29,16 @@ def tokenizer_of(vocabulary: Vocabulary) -> llguidance.LLTokenizer:
         )
     eos_ids = list(vocabulary.eos_ids)
     try:
-        tokenizer = llguidance.LLTokenizer(vocabulary.tokenizer_json, n_vocab=vocabulary.vocab_size, eos_token=eos_ids)
+        tokenizer = llguidance.LLTokenizer(
+            vocabulary.tokenizer_json, n_vocab=vocabulary.vocab_size, eos_token=eos_ids, slices=_SLICES
+        )
         if _agrees(tokenizer, vocabulary):
             return tokenizer
     except ValueError:  # a decoder that it does not know, or more tokens than logits
         pass
     try:
         wrapped = llguidance.TokenizerWrapper(_ByBytes(vocabulary))
-        return llguidance.LLTokenizer(wrapped, n_vocab=vocabulary.vocab_size, eos_token=eos_ids)
+        return llguidance.LLTokenizer(wrapped, n_vocab=vocabulary.vocab_size, eos_token=eos_ids, slices=_SLICES)
     except Exception as error:
         raise GrammarError(
             f"llguidance can't read this model's tokenizer: {matcher_message(str(error))}", kind="unsupported"

@@ -23,8 +23,8 @@ from aengine import (
     StructuredOutput,
     WorkerDiedError,
 )
-from aengine.engine import recovery, structured
-from aengine.engine.structured import RequestGrammar
+from aengine.engine import recovery
+from aengine.engine.bitmasks import BitmaskFiller, RequestGrammar
 from aengine.grammar.backend import MatcherError
 from aengine.grammar.llguidance import LLGuidanceMatcher
 
@@ -231,14 +231,14 @@ async def test_forced_tokens_take_no_steps_of_their_own(make_engine: Make) -> No
 def slow(monkeypatch: pytest.MonkeyPatch) -> list[str]:
     """Grammars of "z" take so long that they are filled ahead; which threads filled is noted."""
     threads: list[str] = []
-    fill = structured.GrammarService._fill_rows
+    fill = BitmaskFiller._fill_rows
 
-    def noted(self: Any, jobs: Any, rows: Any) -> Any:
+    def noted(self: Any, jobs: Any, *args: Any) -> Any:
         if any("z" in job.grammar._compiled.spec.text for job in jobs):
             threads.append(threading.current_thread().name)
-        return fill(self, jobs, rows)
+        return fill(self, jobs, *args)
 
-    monkeypatch.setattr(structured.GrammarService, "_fill_rows", noted)
+    monkeypatch.setattr(BitmaskFiller, "_fill_rows", noted)
     monkeypatch.setattr(RequestGrammar, "is_slow", property(lambda self: "z" in self._compiled.spec.text))
     return threads
 
