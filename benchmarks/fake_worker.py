@@ -44,7 +44,12 @@ class FakeRunner:
             self._next = max(self._next + STEP_SECONDS, now)
             time.sleep(self._next - now)
 
+    has_more = False
+
     def share_bitmasks(self, memory: memoryview) -> None:
+        pass
+
+    def prepare_more(self) -> None:
         pass
 
     def sample_tokens(self, grammar: GrammarOutput | None) -> Done:

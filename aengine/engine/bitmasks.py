@@ -228,8 +228,7 @@ class BitmaskFiller:
             on_fill()
 
         bitmask = memoryview(rows).cast("i", shape=[len(jobs), self._row_words])
-        matchers = [job.grammar.matcher for job in jobs]
-        items = [(matcher, job.token_ids) for matcher, job in zip(matchers, jobs, strict=True)]
+        items = [(job.grammar.matcher, job.token_ids) for job in jobs]
         failed = advance_batch(items, bitmask, note_begin)
         if len(jobs) > _FEW_ROWS:
             self._expected_seconds = min(time.perf_counter() - begun, _MOST_GROWTH * self._expected_seconds)
@@ -237,10 +236,8 @@ class BitmaskFiller:
         for row in failed:
             rows[row * size : (row + 1) * size] = b"\xff" * size
         forced = {}
-        for row, matcher in enumerate(matchers):
-            if not jobs[row].wants_forced or row in failed:
-                continue
-            ids = _forced_ids(matcher, rows[row * size : (row + 1) * size])
+        for row in (row for row, job in enumerate(jobs) if job.wants_forced and row not in failed):
+            ids = _forced_ids(items[row][0], rows[row * size : (row + 1) * size])
             if len(ids) > 1:
                 forced[row] = ids
         return Filled(dict(failed), forced)

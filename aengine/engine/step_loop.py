@@ -241,19 +241,21 @@ class StepLoop:
         if step is None or step is not self.scheduler.oldest_step:
             return None
         assert self._grammars is not None
-        due = [(i, r, r.grammar) for i, r in step.constrained() if r.finish_reason is None and r.grammar is not None]
+        due = [(i, request) for i, request in step.constrained() if request.finish_reason is None]
         jobs = []
         wants_forced = len(due) <= self._forcing.most_rows
-        for batch_idx, request, grammar in due:
+        for batch_idx, request in due:
+            grammar = request.grammar
+            assert grammar is not None
             jobs.append(MaskJob(batch_idx, grammar, grammar.pending, wants_forced and _may_force(request)))
             grammar.pending = []
         bitmasks = self._grammars.bitmasks
         num_bytes = bitmasks.row_bytes * len(jobs)
         shared = self._executor.bitmask(num_bytes)
         rows = bytearray(num_bytes) if shared is None else shared
-        batch_idx_column = int32([job.batch_idx for job in jobs])
+        batch_idx_column = int32([batch_idx for batch_idx, _ in due])
         filled = bitmasks.fill(jobs, rows)
-        return Masks(step.step_id, [r for _, r, _ in due], batch_idx_column, rows, shared is not None, filled)
+        return Masks(step.step_id, [request for _, request in due], batch_idx_column, rows, shared is not None, filled)
 
     async def _send_masks(self, masks: Masks) -> None:
         filled = masks.filled if isinstance(masks.filled, Filled) else await masks.filled.filled
@@ -383,9 +385,10 @@ class StepLoop:
         """For the grammars, whose matchers will accept them."""
         paused: set[Request] = set()
         for request, token_id, _ in sampled:
-            if request.grammar is None:
+            grammar = request.grammar
+            if grammar is None:
                 continue
-            request.grammar.pending.append(token_id)
+            grammar.pending.append(token_id)
             if request.is_paused and request.num_pending == 0 and request.finish_reason is None:
                 paused.add(request)
         for request in paused:

@@ -21,13 +21,17 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import IO, Any
 
 __all__ = ["CompileTimeoutError", "CompilerProcess", "CompilerProcesses", "CompilerStartError", "OnWait"]
 
 _LENGTH = struct.Struct("<I")
+_LONG_STR = struct.Struct(">BI")
+"""How msgpack begins a string of 64 KiB or more."""
+_LONG = 1 << 16
+_MANY = 512
 _START_SECONDS = 20.0
 """A child that is not ready after this long is taken for dead."""
 
@@ -99,12 +103,13 @@ class CompilerProcess:
 
     def _send(self, message: Answer, deadline: float) -> None:
         assert self._process.stdin is not None
-        data = memoryview(_frame(message))
         fd = self._process.stdin.fileno()
         os.set_blocking(fd, False)
-        while data:
-            _wait(fd, select.POLLOUT, deadline)
-            data = data[os.write(fd, data) :]
+        for part in _frame(message):
+            data = memoryview(part)
+            while data:
+                _wait(fd, select.POLLOUT, deadline)
+                data = data[os.write(fd, data) :]
 
     def _receive(self, size: int, deadline: float) -> bytes:
         assert self._process.stdout is not None
@@ -222,11 +227,29 @@ def _interpreter() -> str:
     return os.path.join(sys.exec_prefix, "bin", "python3")
 
 
-def _frame(message: Answer) -> bytes:
+def _frame(message: Answer) -> list[bytes]:
+    """In parts. A vocabulary is packed piece by piece, since all of it would hold the GIL for 10 ms."""
     import msgpack
 
-    body: bytes = msgpack.packb(message)
-    return _LENGTH.pack(len(body)) + body
+    packer = msgpack.Packer()
+    parts: list[bytes] = [packer.pack_map_header(len(message))]
+    for key, value in message.items():
+        parts.append(packer.pack(key))
+        if isinstance(value, str) and len(value) > _LONG:
+            pieces = [value[i : i + _LONG].encode() for i in _in_breaths(len(value), _LONG)]
+            parts += [_LONG_STR.pack(0xDB, sum(map(len, pieces))), *pieces]
+        elif isinstance(value, list | tuple) and len(value) > _MANY:
+            parts.append(packer.pack_array_header(len(value)))
+            parts += [b"".join(map(packer.pack, value[i : i + _MANY])) for i in _in_breaths(len(value), _MANY)]
+        else:
+            parts.append(packer.pack(value))
+    return [_LENGTH.pack(sum(map(len, parts))), *parts]
+
+
+def _in_breaths(stop: int, step: int) -> Iterator[int]:
+    for i in range(0, stop, step):
+        time.sleep(0)  # otherwise the host's loop gets the GIL every 5 ms only
+        yield i
 
 
 def _unpack(body: bytes) -> Any:
@@ -247,7 +270,7 @@ def _main(host_pid: int, module: str) -> None:
     answer: Callable[[Answer], Answer] = prepare(requests.get())
     reply: Answer = {}
     while True:
-        answers.write(_frame(reply))
+        answers.writelines(_frame(reply))
         answers.flush()
         reply = answer(requests.get())
 

@@ -42,6 +42,8 @@ __all__ = ["LLGuidanceBackend", "LLGuidanceMatcher"]
 
 _MIN_PARALLEL = 8
 """Fewer rows are filled one by one: handing them to threads takes longer."""
+_LONG = 200_000
+"""Letters of a grammar that is not even read twice in the host: that would hold the GIL for some milliseconds more."""
 _MAX_FORCED = 256
 """Tokens that the first masks follow."""
 _MAX_FIRST_MASKS = 4
@@ -117,7 +119,7 @@ class LLGuidanceBackend:
 
     def compile(self, spec: GrammarSpec, on_wait: OnWait | None = None) -> LLGuidanceCompiled:
         risk = risk_of(spec)
-        if risk == "wild" or (risk == "costly" and not self._is_small(spec)):
+        if risk == "wild" or (risk == "costly" and (len(spec.text) > _LONG or not self._is_small(spec))):
             self._trials.run(spec, on_wait)
         compiled = self.compile_here(spec)
         if risk != "safe":
@@ -359,23 +361,29 @@ class LLGuidanceMatcher:
         """`advance_batch` for a token each, in the library's threads. None if it is something else that is due."""
         backend = items[0][0]._backend
         executor = backend.executor() if len(items) >= _MIN_PARALLEL else None
-        if executor is None or not all(matcher._is_plain(ids) for matcher, ids in items):
+        if executor is None or any(matcher._ended or len(ids) != 1 for matcher, ids in items):
             return None
         tokens = [(matcher._inner, ids[0]) for matcher, ids in items]
-        rows = [(matcher._inner, row) for row, (matcher, _) in enumerate(items)]
-        address, view = address_of(bitmask, range(len(items)), backend.row_bytes)
+        ids_only = [token_id for _, token_id in tokens]
+        if min(ids_only) < 0 or max(ids_only) >= backend.vocabulary.vocab_size:
+            return None
+        if not backend.eos_ids.isdisjoint(ids_only):
+            return None
+        rows = [(inner, row) for row, (inner, _) in enumerate(tokens)]
+        address, view = address_of(bitmask, (len(rows) - 1,), backend.row_bytes)
         accepted = executor.consume_token_par(tokens)
         on_fill()
         executor.unsafe_compute_mask_ptr(rows, address, backend.row_bytes, len(view) // backend.row_bytes)
         failed: dict[int, MatcherError] = {}
         for row, ((matcher, ids), is_accepted) in enumerate(zip(items, accepted, strict=True)):
+            if is_accepted:
+                matcher._token_ids += ids
+                if not matcher._inner.is_error():
+                    continue
             try:
                 if not is_accepted and matcher.accept(ids) < 1:
                     raise refused(ids[0])
-                if is_accepted:
-                    matcher._token_ids.append(ids[0])
-                if not is_accepted or matcher._inner.is_error():
-                    matcher.fill(bitmask, row)
+                matcher.fill(bitmask, row)
             except MatcherError as error:
                 failed[row] = error
         return failed

@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import json
 import re
+import time
 from collections.abc import Iterable, Iterator
 from typing import Any
 from urllib.parse import unquote
@@ -36,6 +37,7 @@ _ONE = frozenset(
 )
 _LIST = frozenset(("allOf", "anyOf", "items", "oneOf", "prefixItems"))
 _NAMED = frozenset(("$defs", "definitions", "dependencies", "dependentSchemas", "patternProperties", "properties"))
+_BREATH = 128
 _NAME = re.compile(r"[A-Za-z_$][\w$-]*")
 
 
@@ -71,9 +73,13 @@ def subschemas(schema: object) -> Iterator[tuple[Path, Any]]:
 def walk(root: object, at: Path = ()) -> Iterator[tuple[Path, Any]]:
     """``root`` and every schema under it, each with its path, parents first. ``root`` may not refer to itself."""
     stack = [(at, root)]
+    num_walked = 0
     while stack:
         path, schema = stack.pop()
         yield path, schema
+        num_walked += 1
+        if num_walked % _BREATH == 0:
+            time.sleep(0)  # in a thread, for so much: the host's loop would get the GIL every 5 ms only
         stack.extend(reversed([(path + keys, member) for keys, member in subschemas(schema)]))
 
 

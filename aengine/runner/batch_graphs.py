@@ -38,7 +38,7 @@ class BatchShape(NamedTuple):
 
 
 class BatchGraphs:
-    """Captures a shape when it is first needed: some tens of milliseconds, once."""
+    """Captures a shape when it is first needed, or before: some tens of milliseconds, once."""
 
     def __init__(
         self, requests: RequestState, tables: BlockTables, forward: Forward, max_num_seqs: int, max_tokens: int
@@ -56,6 +56,12 @@ class BatchGraphs:
     def largest(self) -> BatchShape | None:
         return BatchShape(self._tokens[-1], self._reqs[-1]) if self._tokens else None
 
+    def missing(self) -> list[BatchShape]:
+        """What has not been captured, the smallest first."""
+        sizes = list(zip(self._reqs, [1, *(most + 1 for most in self._reqs)], strict=False))
+        wanted = [BatchShape(tokens, most) for tokens in self._tokens for most, fewest in sizes if fewest <= tokens]
+        return [shape for shape in wanted if shape not in self._graphs]
+
     def shape_for(self, plan: BatchPlan) -> BatchShape | None:
         """The smallest shape that holds the batch; None if it is too large."""
         place = bisect.bisect_left(self._tokens, plan.num_tokens)
@@ -66,14 +72,15 @@ class BatchGraphs:
     def run(self, plan: BatchPlan, shape: BatchShape) -> tuple[Tensor, Tensor, Tensor]:
         """Queue the step. Returns hidden states [shape.num_tokens, hidden_size], rows int64 [num_reqs] and seq_lens
         int32 [num_reqs] on the device, valid until the next step."""
-        if shape not in self._graphs:
-            self.capture(shape)
+        self.capture(shape)
         self._send(plan.rows, plan.query_lens, shape)
         graph, (hidden, rows, seq_lens) = self._graphs[shape]
         graph.replay()
         return hidden, rows[: plan.num_reqs], seq_lens[: plan.num_reqs]
 
     def capture(self, shape: BatchShape) -> None:
+        if shape in self._graphs:
+            return
         nothing = np.empty(0, dtype=np.int64)
         self._send(nothing, nothing, shape)
         self._step(shape)  # what is done once (loading a kernel) may not be captured

@@ -234,6 +234,13 @@ class CudaGraphManager:
             self.capture(BatchDescriptor(size, GraphKind.SAMPLED))
         progress(len(self._sizes), len(self._sizes))
 
+    def missing(self) -> list[BatchDescriptor]:
+        """What has not been captured, the smallest first."""
+        if self._is_eager:
+            return []
+        wanted = [BatchDescriptor(size, kind) for size in self._sizes for kind in GraphKind]
+        return [descriptor for descriptor in wanted if descriptor not in self._graphs]
+
     def run(self, rows: Rows, kind: GraphKind) -> Tensor | None:
         """Queue a step of these requests, of a MASKED one the first half. LOGITS: float32 [len(rows), vocab_size]."""
         size = self.size_for(len(rows))
@@ -246,8 +253,7 @@ class CudaGraphManager:
                 self._unmasked = (size, hidden)
                 return None
         else:
-            if descriptor not in self._graphs:
-                self.capture(descriptor)
+            self.capture(descriptor)
             self.step.set_rows(rows, size)
             graph, hidden = self._graphs[descriptor]
             graph.replay()
@@ -267,7 +273,9 @@ class CudaGraphManager:
             self._second[size].replay()
 
     def capture(self, descriptor: BatchDescriptor) -> None:
-        """Capture one graph; the rows that the step reads are left as padding."""
+        """Capture one graph, unless it is there; the rows that the step reads are left as padding."""
+        if descriptor in self._graphs:
+            return
         self.step.rehearse(descriptor)  # what is done once (loading a kernel) may not be captured
         graph = torch.cuda.CUDAGraph()
         if self._pool is None:

@@ -11,8 +11,11 @@ sample, how long they are) follows from the SchedulerOutputs alone.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections import deque
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
+from functools import partial
+from itertools import zip_longest
 from typing import Any, Protocol
 
 import numpy as np
@@ -129,6 +132,16 @@ class ModelRunner:
             self.batch_graphs = BatchGraphs(
                 self.requests, self.tables, self.forward_batch, max_num_seqs, max_graph_tokens
             )
+
+        self._uncaptured: deque[Callable[[], None]] | None = None  # not looked for yet
+
+    def _find_uncaptured(self) -> deque[Callable[[], None]]:
+        decodes = [] if self.graphs is None else [partial(self.graphs.capture, d) for d in self.graphs.missing()]
+        batches: list[Callable[[], None]] = []
+        if self.batch_graphs is not None:
+            batches = [partial(self.batch_graphs.capture, shape) for shape in self.batch_graphs.missing()]
+        in_turn = zip_longest(batches, decodes)  # small ones of both kinds are needed most
+        return deque(capture for pair in in_turn for capture in pair if capture is not None)
 
     @torch.inference_mode()
     def execute_model(self, out: SchedulerOutput) -> None:
@@ -267,6 +280,24 @@ class ModelRunner:
         rows, bits = self._bitmasks.of_batch(grammar, plan.batch_idx)
         self.graphs.run_masked(rows, bits)
         return self.graphs.step.published(plan.num_reqs)
+
+    @property
+    def has_more(self) -> bool:
+        """Whether there are graphs that no step has needed yet: then `prepare_more` captures one."""
+        if self._uncaptured is None:
+            self._uncaptured = self._find_uncaptured()
+        return bool(self._uncaptured)
+
+    @torch.inference_mode()
+    def prepare_more(self) -> None:
+        """For idle times: the first step that needs a graph would wait for its capture, and all requests with it."""
+        if not self.has_more or self._state is not None:
+            return
+        assert self._uncaptured is not None
+        try:
+            self._uncaptured.popleft()()
+        except torch.OutOfMemoryError:  # what is left is captured when it is needed, if there is room then
+            self._uncaptured.clear()
 
     def share_bitmasks(self, memory: memoryview) -> None:
         """Bitmasks of GRAMMAR frames will lie in ``memory``, which is shared with the host."""

@@ -28,6 +28,7 @@ _HEARTBEAT_PERIOD = 0.25  # seconds
 _PROGRESS_PERIOD = 0.05  # seconds between two reports of the same stage
 _EAGER_POLL = 0.01  # seconds for which an answer that the device works on is looked for without a pause, ...
 _POLL = 0.0002  # ... and those between two looks after that, when no frame comes
+_IDLE = 0.05  # seconds without anything to do after which the runner may prepare what it will need later
 
 
 class Answer(Protocol):
@@ -45,6 +46,13 @@ class Runner(Protocol):
 
     def share_bitmasks(self, memory: memoryview) -> None:
         """Where the bitmasks of GRAMMAR frames will lie."""
+
+    @property
+    def has_more(self) -> bool:
+        """Whether `prepare_more` has anything to do."""
+
+    def prepare_more(self) -> None:
+        """Do now, in some 20 ms, a part of what the first steps of some kinds would have to wait for."""
 
 
 class Worker:
@@ -84,6 +92,8 @@ class Worker:
             if not self._handle(Kind(frame.kind), frame.payload):
                 return False
             self._last_event = time.monotonic()
+        elif self._is_idle and self._runner is not None and self._runner.has_more:
+            self._runner.prepare_more()
         while self._answers and self._answers[0][1].ready():
             self._step_id, answer = self._answers.popleft()
             output = answer.get()
@@ -91,10 +101,14 @@ class Worker:
                 self._channel.publish(Kind.OUTPUT, self._step_id, pack(output))
         return True
 
+    @property
+    def _is_idle(self) -> bool:
+        return not self._answers and not self._awaits_bitmask
+
     def _patience(self) -> float | None:
         """How long to wait for a frame: for ever, if nothing else can happen."""
-        if not self._answers and not self._awaits_bitmask:
-            return None
+        if self._is_idle:
+            return _IDLE if self._runner is not None and self._runner.has_more else None
         if time.monotonic() - self._last_event < _EAGER_POLL:
             return 0
         return _POLL if self._answers else None

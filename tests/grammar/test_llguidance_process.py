@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import random
 import subprocess
 import sys
 import threading
@@ -290,9 +291,26 @@ def test_bombs_leave_no_memory_behind() -> None:
     assert int(said) < 200 << 10
 
 
+def unframed(parts: list[bytes]) -> Any:
+    frame = b"".join(parts)
+    assert compile_process._LENGTH.unpack(frame[:4]) == (len(frame) - 4,)
+    return compile_process._unpack(frame[4:])
+
+
+def test_long_messages_are_packed_in_pieces_that_fit_together(rng: random.Random) -> None:
+    long, many = compile_process._LONG, compile_process._MANY
+    for size in (0, 1, long - 1, long, long + 1, 3 * long + rng.randrange(long)):
+        text = "".join(rng.choices("abc \U0001f9e9\u00e9\n", k=size))
+        assert unframed(compile_process._frame({"text": text, "one": 1})) == {"text": text, "one": 1}
+    for size in (0, 1, many - 1, many, many + 1, 5 * many + rng.randrange(many)):
+        items = [rng.randbytes(rng.randrange(5)) for _ in range(size)]
+        message = {"items": items, "ids": tuple(range(size)), "none": None}
+        assert unframed(compile_process._frame(message)) == message | {"ids": list(range(size))}
+
+
 def test_the_vocabulary_comes_whole() -> None:
     words = vocabulary("tiny")
-    message = compile_process._unpack(compile_process._frame(llguidance_process._message_of(words))[4:])
+    message = unframed(compile_process._frame(llguidance_process._message_of(words)))
     assert tuple(message["token_bytes"]) == words.token_bytes
     assert (tuple(message["eos_ids"]), frozenset(message["special_ids"])) == (words.eos_ids, words.special_ids)
     assert (message["tokenizer_json"], message["vocab_size"]) == (words.tokenizer_json, words.vocab_size)

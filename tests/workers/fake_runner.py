@@ -60,7 +60,12 @@ class FakeRunner:
             self._rows[row][0] += 1
         self._step = out
 
+    has_more = False
+
     def share_bitmasks(self, memory: memoryview) -> None:
+        pass
+
+    def prepare_more(self) -> None:
         pass
 
     def sample_tokens(self, grammar: GrammarOutput | None) -> Done:

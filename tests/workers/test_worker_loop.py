@@ -70,7 +70,12 @@ class SlowRunner:
         self.log.append(("execute", out.step_id))
         self.step = out
 
+    has_more = False
+
     def share_bitmasks(self, memory: memoryview) -> None:
+        pass
+
+    def prepare_more(self) -> None:
         pass
 
     def sample_tokens(self, grammar: GrammarOutput | None) -> Slow:
@@ -81,6 +86,25 @@ class SlowRunner:
 def load_slow(config: Any, source: Any, rank: int, world_size: int, progress: Any) -> tuple[SlowRunner, dict]:
     SlowRunner.log = []
     return SlowRunner(), dict(READY)
+
+
+class EagerRunner(SlowRunner):
+    """Has three graphs to capture."""
+
+    left = 3
+
+    @property
+    def has_more(self) -> bool:  # type: ignore[override]
+        return self.left > 0
+
+    def prepare_more(self) -> None:
+        self.left -= 1
+        self.log.append(("more", self.left))
+
+
+def load_eager(*args: Any) -> tuple[SlowRunner, dict]:
+    SlowRunner.log = []
+    return EagerRunner(), dict(READY)
 
 
 LOAD = Frame(Kind.LOAD, 0, pack({"config": config().to_wire(), "source": {}, "rank": 0, "world_size": 1}))
@@ -118,6 +142,20 @@ def test_it_parks_for_ever_only_when_nothing_is_pending() -> None:
     pending = [timeout is not None for timeout in channel.timeouts]
     # LOAD and STEP are awaited without end; then three looks with a timeout until the answer is ready; then parked.
     assert pending == [False, False, True, True, True, False, False]
+
+
+def test_graphs_that_no_step_has_needed_are_captured_when_there_is_nothing_else_to_do() -> None:
+    _, channel = run(LOAD, None, asked(1, 2), None, None, None, None, None, SHUTDOWN, runner=f"{__name__}:load_eager")
+    # Idle; a step and two looks at its answer; idle until nothing is left; then parked.
+    assert SlowRunner.log == [("more", 2), ("execute", 1), ("sample", -1), ("more", 1), ("more", 0)]
+    assert [timeout == module._IDLE for timeout in channel.timeouts].count(True) == 4
+    assert channel.timeouts[0] is None and channel.timeouts[-2:] == [None, None]
+
+
+def test_nothing_is_captured_between_a_step_and_its_bitmask() -> None:
+    grammar = Frame(Kind.GRAMMAR, 7, pack(GrammarOutput(7, int32([0]), b"1234")))
+    run(LOAD, asked(7, 0, sample_now=False), None, None, grammar, SHUTDOWN, runner=f"{__name__}:load_eager")
+    assert SlowRunner.log == [("execute", 7), ("sample", 7)]
 
 
 def test_other_ranks_compute_and_are_silent() -> None:
