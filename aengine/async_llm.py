@@ -33,7 +33,6 @@ if TYPE_CHECKING:
     from .engine.metrics import Statistics
     from .engine.prompt import Prompt
     from .engine.stream import TokenStream
-    from .grammar.output_type import OutputType
     from .outputs import Completion
 
 __all__ = ["AsyncLLM"]
@@ -376,9 +375,8 @@ class AsyncLLM:
         self, prompt: Prompt, params: SamplingParams | None, *, output_type: Any, final_only: bool, **options: Any
     ) -> TokenStream:
         core = self._running_core()
-        wanted, params = with_output_type(output_type, params)
-        call = core.admission.submit(prompt, params, final_only=final_only, **options)
-        call.mailbox.output_type = wanted
+        params, shape = with_output_type(output_type, params)
+        call = core.admission.submit(prompt, params, final_only=final_only, **shape, **options)
         return self._stream_of(core, call)
 
     def _stream_of(self, core: EngineCore, call: Call) -> TokenStream:
@@ -466,21 +464,19 @@ def _check_chat_params(params: SamplingParams, parallel_tool_calls: object) -> N
         raise InvalidRequestError("a chat needs the text: detokenize must be True", param="detokenize")
 
 
-def _output_type(output_type: Any) -> OutputType:
-    from .grammar.output_type import OutputType
-
-    return OutputType.of(output_type)
-
-
-def with_output_type(output_type: Any, params: SamplingParams | None) -> tuple[OutputType | None, SamplingParams]:
-    """The type, and the parameters that hold the model to it."""
+def with_output_type(output_type: Any, params: SamplingParams | None) -> tuple[SamplingParams, dict[str, Any]]:
+    """The parameters, and what `Admission.submit` is told of the type beside them. Raises InvalidRequestError."""
     if params is None:
         params = SamplingParams()
     if output_type is None or not isinstance(params, SamplingParams):  # what is no SamplingParams is refused later
-        return None, params
-    wanted = _output_type(output_type)
+        return params, {}
+    from .grammar.output_type import OutputType
+
+    known = OutputType.known(output_type)
     if not params.detokenize:
         raise InvalidRequestError("output_type needs the text: detokenize must be True", param="detokenize")
     if params.structured_output is not None:
         raise InvalidRequestError("give output_type or params.structured_output, not both", param="output_type")
-    return wanted, params.replace(structured_output=StructuredOutput(json_schema=wanted.schema_text))
+    if known is None:  # to be described in a thread
+        return params, {"asked_type": output_type}
+    return params.replace(structured_output=StructuredOutput(json_schema=known.schema_text)), {"output_type": known}

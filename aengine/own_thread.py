@@ -201,7 +201,7 @@ class OwnThreadLLM(AsyncLLM):
         self, prompt: Prompt, params: SamplingParams | None, *, output_type: Any, final_only: bool, **options: Any
     ) -> RemoteStream:
         core, thread = self._running()
-        wanted, params = with_output_type(output_type, params)
+        params, shape = with_output_type(output_type, params)
         prompt = core.admission.check(prompt, params, **options)
         core.admission.check_room(len(self._arriving))
         request_id = options["request_id"] = options["request_id"] or f"own-{next(self._ids)}"
@@ -212,8 +212,7 @@ class OwnThreadLLM(AsyncLLM):
             try:
                 if core.state != "running":
                     raise self._ended_meanwhile()
-                call = core.admission.submit(prompt, params, final_only=final_only, **options)
-                call.mailbox.output_type = wanted
+                call = core.admission.submit(prompt, params, final_only=final_only, **shape, **options)
                 stream.accept(call.mailbox, core.admission.abort)
             except Exception as error:
                 stream.refuse(error)

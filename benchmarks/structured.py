@@ -199,6 +199,7 @@ async def main(args: argparse.Namespace) -> None:
     kinds = {"bounded": schemas, "open": [unbounded(s) | {"minItems": 1000} for s in schemas]}
     async with AsyncLLM(model, **settings) as engine:
         bench = Bench(engine, args.tokens, vocab_size)
+        await asyncio.sleep(args.idle)
         for streams in args.streams:
             await bench.ratios(streams, kinds, args.rounds)
         await bench.first_use(schemas)
@@ -215,6 +216,7 @@ if __name__ == "__main__":
     parser.add_argument("--tokens", type=int, default=128)
     parser.add_argument("--hostile-tokens", type=int, default=128)
     parser.add_argument("--rounds", type=int, default=5)
+    parser.add_argument("--idle", type=float, default=0.0, help="seconds after the start, in which a GPU captures graphs")
     arguments = parser.parse_args()
     try:
         import uvloop

@@ -6,6 +6,8 @@ import asyncio
 from collections.abc import Callable
 from typing import Any
 
+import numpy as np
+
 from aengine.errors import EngineError
 from aengine.ipc.messages import GrammarOutput, Kind, ModelRunnerOutput, SchedulerOutput, int32, pack, unpack
 
@@ -115,9 +117,9 @@ class FakeExecutor:
         bitmask = self._bitmask[: out.bitmask] if isinstance(out.bitmask, int) else out.bitmask
         assert len(bitmask) == 4 * words * len(out.batch_idx)
         for row, batch_idx in enumerate(out.batch_idx):
-            bits = int.from_bytes(bitmask[4 * words * row : 4 * words * (row + 1)], "little")
-            allowed = [i for i in range(self.ready["vocab_size"]) if bits >> i & 1]
-            answer.token_ids[batch_idx] = self.choose(allowed)
+            bits = np.frombuffer(bitmask, np.uint8, count=4 * words, offset=4 * words * row)
+            allowed = np.flatnonzero(np.unpackbits(bits, bitorder="little")[: self.ready["vocab_size"]])
+            answer.token_ids[batch_idx] = self.choose(allowed.tolist())
         self._answer_later(future, answer)
 
     async def call(self, method: str, *args: Any, timeout: float) -> Any:

@@ -27,7 +27,7 @@ from ..errors import (
     InvalidRequestError,
 )
 from ..outputs import FinishReason
-from ..params import SamplingParams, is_unicode, shown
+from ..params import SamplingParams, StructuredOutput, is_unicode, shown
 from .bitmasks import RequestGrammar
 from .call import Call, Limits
 from .metrics import Counters
@@ -40,6 +40,7 @@ from .threads import Lane
 from .tokenizer import Tokenizer
 
 if TYPE_CHECKING:
+    from ..grammar.output_type import OutputType
     from ..grammar.spec import GrammarSpec
 
 __all__ = ["Admission"]
@@ -92,11 +93,15 @@ class Admission:
         cache_salt: str | None,
         final_only: bool,
         constraint: GrammarSpec | None = None,
+        output_type: OutputType | None = None,
+        asked_type: Any = None,
         since: float | None = None,
     ) -> Call:
         """Check what can be checked at once, and register. Nothing is awaited here.
 
-        ``since``: the loop's time from which both deadlines count; None: now.
+        ``output_type``: what ``params.structured_output`` says, as a type; ``asked_type``: one that is yet to be
+        described, which may take too long for the loop. ``since``: the loop's time from which both deadlines count;
+        None: now.
 
         Raises:
             InvalidRequestError, ContextLengthError: see `stream`.
@@ -119,7 +124,9 @@ class Admission:
             arrival_time=self._loop.time(),
             mailbox=Mailbox(final_only=final_only),
             constraint=constraint or params.structured_output,
+            asked_type=asked_type,
         )
+        call.mailbox.output_type = output_type
         want_logprobs = params.logprobs is not None
         call.mailbox.open(
             [ChoiceOutput(call.mailbox, i, self._detokenizer(params), want_logprobs) for i in range(params.n)]
@@ -225,7 +232,7 @@ class Admission:
     # -- the way in
 
     def _begin(self, call: Call) -> None:
-        if call.constraint is not None:
+        if call.constraint is not None or call.asked_type is not None:
             self._num_encoding += 1  # from now on, not from when the task runs: the queue's limit counts it
             call.preparing = self._loop.create_task(self._prepare(call), name="aengine-grammar")
             call.preparing.add_done_callback(self._prepared)
@@ -237,8 +244,13 @@ class Admission:
     async def _prepare(self, call: Call) -> None:
         """Its grammar first, so that a prompt is not encoded for a request that is refused."""
         try:
-            if self._grammars is None or call.constraint is None:
+            if self._grammars is None:
                 raise GrammarError("a grammar needs a tokenizer: start without skip_tokenizer=True", kind="unsupported")
+            if call.asked_type is not None:
+                wanted, call.asked_type = await self._grammars.run(_described, call.asked_type), None
+                call.mailbox.output_type = wanted
+                call.constraint = StructuredOutput(json_schema=wanted.schema_text)
+            assert call.constraint is not None
             call.compiled = await self._grammars.prepare(call.constraint)
         except AEngineError as ours:
             self._fail(call, ours)
@@ -470,3 +482,9 @@ class Admission:
 def _nth_seed(seed: int, index: int) -> int:
     """seed + index, wrapped to 64 bits with sign."""
     return (seed + index + 2**63) % 2**64 - 2**63
+
+
+def _described(asked_type: Any) -> OutputType:
+    from ..grammar.output_type import OutputType
+
+    return OutputType.of(asked_type)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from ..params import SamplingParams, StructuredOutput
 from .prompt import Prompt
@@ -44,6 +44,7 @@ class Call:
     requests: list[Request] = field(default_factory=list)
     num_left: int = 0  # requests that have not ended
     timers: tuple[asyncio.TimerHandle, ...] = ()  # of its limits in time
+    asked_type: Any = None  # a type whose schema has not been made yet: it will be the constraint
     constraint: StructuredOutput | GrammarSpec | None = None
     compiled: Compiled | None = None  # of the constraint
     preparing: asyncio.Task[None] | None = None

@@ -31,7 +31,7 @@ _LENGTH = struct.Struct("<I")
 _LONG_STR = struct.Struct(">BI")
 """How msgpack begins a string of 64 KiB or more."""
 _LONG = 1 << 16
-_MANY = 512
+_MANY = 128
 _START_SECONDS = 20.0
 """A child that is not ready after this long is taken for dead."""
 

@@ -21,7 +21,7 @@ from .schema_walk import Path, pointed_at, walk
 
 __all__ = ["contradiction", "is_of"]
 
-_BREATH = 128
+_BREATH = 32
 _MAX_PASSES = 16
 """A pass follows a chain of references at least one link; longer ones, which nobody writes, are given up."""
 

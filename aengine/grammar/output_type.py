@@ -24,6 +24,8 @@ import functools
 import inspect
 import json
 import re
+import threading
+from collections import OrderedDict
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
@@ -55,16 +57,23 @@ class OutputType:
 
     @classmethod
     def of(cls, wanted: Any) -> OutputType:
-        """Of a type. The last ones are kept, so it is cheap for each request.
+        """Of a type. The last ones are kept, so it is cheap for each request but the first: pydantic takes 0.4 s of
+        Python for some hundreds of models.
 
         Raises:
             InvalidRequestError: ``wanted`` is no type, pydantic can't describe it, or pydantic is not installed.
         """
-        try:
-            hash(wanted)
-        except TypeError:  # as Annotated[int, [...]]
-            return _describe(wanted)
-        return _cached(wanted)
+        found = cls.known(wanted)
+        if found is None:
+            found = _describe(wanted)
+            _described.add(wanted, found)
+        return found
+
+    @classmethod
+    def known(cls, wanted: Any) -> OutputType | None:
+        """`of`, if it has been asked lately, and None otherwise. Raises InvalidRequestError for what is no type."""
+        _check_is_type(wanted)
+        return _described.get(wanted)
 
     @property
     def schema(self) -> dict[str, Any]:
@@ -97,13 +106,38 @@ class OutputType:
         return reader.value
 
 
-@functools.lru_cache(maxsize=128)
-def _cached(wanted: Any) -> OutputType:
-    return _describe(wanted)
+class _Described:
+    """Those used last. Safe in threads."""
+
+    def __init__(self, most: int = 128) -> None:
+        self._most = most
+        self._types: OrderedDict[Any, OutputType] = OrderedDict()
+        self._lock = threading.Lock()
+
+    def get(self, wanted: Any) -> OutputType | None:
+        try:
+            with self._lock:
+                found = self._types.get(wanted)
+                if found is not None:
+                    self._types.move_to_end(wanted)
+                return found
+        except TypeError:  # not hashable, as Annotated[int, [...]]
+            return None
+
+    def add(self, wanted: Any, described: OutputType) -> None:
+        try:
+            with self._lock:
+                self._types[wanted] = described
+                if len(self._types) > self._most:
+                    self._types.popitem(last=False)
+        except TypeError:
+            pass
+
+
+_described = _Described()
 
 
 def _describe(wanted: Any) -> OutputType:
-    _check_is_type(wanted)
     try:
         import pydantic
     except ImportError:

@@ -37,7 +37,7 @@ _ONE = frozenset(
 )
 _LIST = frozenset(("allOf", "anyOf", "items", "oneOf", "prefixItems"))
 _NAMED = frozenset(("$defs", "definitions", "dependencies", "dependentSchemas", "patternProperties", "properties"))
-_BREATH = 128
+_BREATH = 32
 _NAME = re.compile(r"[A-Za-z_$][\w$-]*")
 
 

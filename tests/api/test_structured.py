@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+import os
 import random
 import re
 import threading
@@ -81,6 +82,104 @@ async def test_plain_and_constrained_side_by_side(make_engine: Make) -> None:
         await settled(engine)
     assert all(c.token_ids == alone.token_ids for c in both[:5])
     assert all(3 <= len(c.text) <= 30 and set(c.text) <= set("abcdef") for c in both[5:])
+
+
+@pytest.fixture
+def many_cores(monkeypatch: pytest.MonkeyPatch) -> list[int]:
+    """Rows are filled in the library's threads, as on a machine of eight cores; how many at once is noted."""
+    counts: list[int] = []
+    advance = LLGuidanceMatcher.advance_group
+
+    def noted(items: Any, *args: Any) -> Any:
+        done = advance(items, *args)
+        if done is not None:
+            counts.append(len(items))
+        return done
+
+    monkeypatch.setattr(os, "sched_getaffinity", lambda pid: set(range(8)))
+    monkeypatch.setattr(LLGuidanceMatcher, "advance_group", staticmethod(noted))
+    return counts
+
+
+async def test_many_at_once_as_one_by_one(make_engine: Make, many_cores: list[int]) -> None:
+    """Tokens come in order, each once, also those that are delivered while rows are filled; readers that stop, and
+    requests that end, in the midst of it."""
+    texts = {}
+    params = constrained(regex="[a-z]{40}[0-9]{40}").replace(ignore_eos=True)
+
+    async def read(engine: AsyncLLM, i: int, stop_after: int) -> None:
+        ids = []
+        async with engine.stream([i, 7], params) as stream:
+            async for token in stream:
+                assert token.position == len(ids)
+                ids.append(token.token_id)
+                if len(ids) == stop_after:
+                    return
+        assert stream.completion.token_ids == tuple(ids)
+        texts[i] = stream.completion.text
+
+    async with make_engine() as engine:
+        plain = SamplingParams(max_tokens=60, ignore_eos=True)
+        alone = await engine.generate([1, 2, 3], plain)
+        beside = asyncio.gather(*(engine.generate([1, 2, 3], plain) for _ in range(4)))
+        await asyncio.gather(*(read(engine, i, 3 + i if i % 5 == 0 else 0) for i in range(24)))
+        assert all(completion.token_ids == alone.token_ids for completion in await beside)
+        await settled(engine)
+    assert max(many_cores) == 24
+    assert len(texts) == 19 and all(re.fullmatch("[a-z]{40}[0-9]{40}", text) for text in texts.values())
+
+
+async def test_a_matcher_that_fails_among_many_ends_its_request_alone(
+    make_engine: Make, many_cores: list[int], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    fill, accept = LLGuidanceMatcher.fill, LLGuidanceMatcher.accept
+    advance = LLGuidanceMatcher.advance_group
+
+    def failing(items: Any, *args: Any) -> Any:
+        done = advance(items, *args)
+        for row, (matcher, _) in enumerate(items):
+            if "z" in matcher._root.spec.text and len(matcher._token_ids) > 5:
+                return (done or {}) | {row: MatcherError("a bug")}
+        return done
+
+    monkeypatch.setattr(LLGuidanceMatcher, "advance_group", staticmethod(failing))
+    assert (fill, accept) == (LLGuidanceMatcher.fill, LLGuidanceMatcher.accept)
+    async with make_engine() as engine:
+        good = [engine.generate([i], constrained(regex="[a-f]{30}")) for i in range(12)]
+        results = await asyncio.gather(
+            *good, engine.generate([99], constrained(regex="[y-z]{30}")), return_exceptions=True
+        )
+        await settled(engine)
+    assert all(re.fullmatch("[a-f]{30}", completion.text) for completion in results[:12])
+    assert isinstance(results[12], InternalError) and "a bug" in str(results[12])
+
+
+async def test_a_type_is_described_off_the_loop_once(make_engine: Make) -> None:
+    """Hundreds of models would take pydantic 0.4 s."""
+    threads: list[str] = []
+
+    class Slow(BaseModel):
+        x: Literal[1, 2]
+
+        @classmethod
+        def __get_pydantic_json_schema__(cls, core_schema: Any, handler: Any) -> Any:
+            threads.append(threading.current_thread().name)
+            return handler(core_schema)
+
+    async with make_engine() as engine:
+        any_token(engine, 4)
+        first = await engine.generate([5], output_type=Slow)
+        stream = engine.stream([6], output_type=Slow)
+        assert [token async for token in stream]
+        with pytest.raises(InvalidRequestError, match="Callable"):
+            await engine.generate([5], output_type=Callable[[int], int])
+        with pytest.raises(InvalidRequestError, match="Callable"):
+            await anext(engine.stream([5], output_type=list[Callable[[int], int]]))
+        with pytest.raises(InvalidRequestError, match="a string"):
+            engine.stream([5], output_type="Slow")
+        await settled(engine)
+    assert isinstance(first.parsed, Slow) and isinstance(stream.completion.parsed, Slow)
+    assert threads == ["aengine-grammar-plan"]
 
 
 async def test_completions_of_one_prompt_each_have_their_place(make_engine: Make) -> None:

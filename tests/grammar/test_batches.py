@@ -10,7 +10,7 @@ import pytest
 from grammar_helpers import allowed, schema_spec, smollm2
 
 from aengine.engine.tokenizer import Tokenizer
-from aengine.grammar.backend import MatcherError, accept_batch, fill_batch
+from aengine.grammar.backend import MatcherError, accept_batch, advance_batch, fill_batch
 from aengine.grammar.llguidance import LLGuidanceBackend, LLGuidanceMatcher
 from aengine.grammar.spec import GrammarSpec
 from aengine.grammar.vocabulary import Vocabulary
@@ -47,6 +47,51 @@ def test_in_threads_as_one_by_one(parallel: LLGuidanceBackend, rng: random.Rando
         assert results == [matcher.accept(ids) for matcher, ids in zip(others, chosen, strict=True)]
         assert all(isinstance(result, int) for result in results)
         assert all(result or matcher.is_finished for result, matcher in zip(results, some, strict=True))
+
+
+@pytest.mark.parametrize("odd", ["none", "ends", "several"])
+def test_advanced_at_once_as_one_by_one(parallel: LLGuidanceBackend, rng: random.Random, odd: str) -> None:
+    """With ends, and with several tokens at a time, it goes another way, to the same bits."""
+    compiled = [parallel.compile(spec) for spec in SPECS]
+    some = [compiled[i % 3].matcher() for i in range(24)]
+    others = [compiled[i % 3].matcher() for i in range(24)]
+    words = parallel.row_bytes // 4
+    eos = parallel.vocabulary.eos_ids[0]
+    bitmask, expected = np.zeros((24, words), np.int32), np.zeros((24, words), np.int32)
+    chosen: list[list[int]] = [[] for _ in some]
+    order = []
+    for _ in range(12):
+        order.append("begin")
+        assert advance_batch(list(zip(some, chosen, strict=True)), memoryview(bitmask), lambda: order.append("f")) == {}
+        for i, matcher in enumerate(others):
+            assert matcher.accept(chosen[i]) == len(chosen[i])
+            matcher.fill(memoryview(expected), i)
+        assert (bitmask == expected).all()
+        chosen = []
+        for i, matcher in enumerate(others):
+            may = np.flatnonzero(np.unpackbits(bitmask[i].view(np.uint8), bitorder="little")).tolist()
+            ids = [rng.choice([t for t in may if t != eos or odd == "ends"] or [eos])]
+            next_one = matcher.clone()
+            if matcher.is_finished and not next_one.accept(ids):
+                ids = []
+            elif odd == "several" and next_one.accept(ids):
+                ids += next_one.forced_tokens()
+            chosen.append(ids)
+        if odd == "none" and not all(len(ids) == 1 and ids != [eos] for ids in chosen):
+            break
+    assert order.count("f") == order.count("begin") and order[1] == "f"
+
+
+def test_one_that_is_advanced_by_a_wrong_token_fails_alone(parallel: LLGuidanceBackend, tokenizer: Tokenizer) -> None:
+    compiled = parallel.compile(SPECS[0])
+    matchers = [compiled.matcher() for _ in range(10)]
+    bitmask = memoryview(np.zeros((10, parallel.row_bytes // 4), np.int32))
+    good, wrong = tokenizer.encode("a", False), tokenizer.encode("!", False)
+    for ids in (wrong, [-1], [parallel.vocabulary.vocab_size], parallel.vocabulary.eos_ids[:1]):
+        failed = advance_batch([(m, list(ids) if i == 3 else good) for i, m in enumerate(matchers[:9])], bitmask)
+        assert list(failed) == [3] and "not allow" in str(failed[3])
+        matchers = [compiled.matcher() for _ in range(10)]
+    assert advance_batch([(m, good) for m in matchers], bitmask) == {}
 
 
 def test_a_token_that_is_not_allowed_is_told_in_threads_too(parallel: LLGuidanceBackend, tokenizer: Tokenizer) -> None:
