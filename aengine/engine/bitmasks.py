@@ -70,7 +70,7 @@ class RequestGrammar:
         if is_first:
             self.seconds = 0.5
             return
-        self.seconds = max(seconds, 0.9 * min(self.seconds, 0.002))
+        self.seconds = max(seconds, 0.8 * min(self.seconds, 0.002))
         # Forgotten slowly: where one row of ten takes long, nobody can tell which will be the next.
         self._slowness = min(4.0, 0.95 * self._slowness + (cpu_seconds > _SLOW_SECONDS))
 

@@ -35,7 +35,7 @@ logger = logging.getLogger("aengine")
 
 ProgressCallback = Callable[[StartupProgress], None]
 
-_MOST_MASKED_ROWS = 256  # 5 MB for 151,936 tokens
+_MOST_MASKED_ROWS = 512  # as the largest graph of decodes; 10 MB for 151,936 tokens
 _REAP_SECONDS = 5.0  # how long to wait for a killed process; one that hangs in the kernel (a GPU driver) takes longer
 
 

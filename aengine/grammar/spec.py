@@ -40,7 +40,7 @@ MAX_NUMBER_BITS = 4096
 """Of an integer. Python refuses to write one of more than 4300 digits, and no grammar needs one."""
 
 _BREATH = 64
-"""Members of a schema, walked in 0.06 ms, after which other threads get their turn. A step of the engine takes several."""
+"""Members of a schema, walked in 0.06 ms, after which other threads get their turn. A step takes several turns."""
 
 _BRACKETS = re.compile(r'"(?:[^"\\]|\\.)*+"?|[\[{]|[\]}]', re.DOTALL)
 _EBNF_RULE = re.compile(r"^[ \t]*+[\w.<>-]++[ \t]*+::=", re.MULTILINE)

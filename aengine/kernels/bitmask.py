@@ -19,7 +19,7 @@ def apply_bitmask(logits: Tensor, rows: Tensor, bitmask: Tensor) -> None:
         logits: float32 [n, vocab_size]
         rows: int64 [g], distinct: the row of logits that bitmask[i] belongs to; -1: to none
         bitmask: uint8 [g, 4 * ceil(vocab_size / 32)]: bit (t % 8) of byte t / 8 is token t's, as in little-endian
-            int32 words with the least significant bit first
+            int32 words with the least significant bit first; or on the host, in memory that the device sees
     """
     vocab_size = logits.shape[1]
     assert bitmask.dtype == torch.uint8 and bitmask.shape == (rows.shape[0], 4 * ((vocab_size + 31) // 32))

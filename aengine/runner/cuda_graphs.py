@@ -117,8 +117,7 @@ class DecodeStep:
         self._published_host = self._published.numpy()
         self._cursor = torch.zeros(1, dtype=torch.int32, device=self._device)
         self._next_slot = 0  # what the cursor will be when all steps launched so far have run
-        self._bitmasks = bitmasks
-        self._masks = MaskMemory(max_size, bitmasks.row_bytes, self._device)
+        self._masks = MaskMemory(max_size, bitmasks, self._device)
 
     def set_rows(self, rows: Rows, size: int) -> Tensor:
         """Put the batch's rows where the step reads them; int64 [size], on the device."""
@@ -153,7 +152,7 @@ class DecodeStep:
 
     def set_bitmasks(self, rows: Rows, bits: npt.NDArray[np.uint8] | None, size: int) -> None:
         """For the `run_masked` to come: ``bits`` [n, row_bytes] are of the batch's ``rows`` [n]."""
-        self._masks.set(rows, bits, size, self._bitmasks)
+        self._masks.set(rows, bits, size)
 
     def run_masked(self, unmasked: Unmasked) -> None:
         """Queue the second half of a MASKED step; `published` fetches the answer."""

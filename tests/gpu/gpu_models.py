@@ -114,7 +114,9 @@ class Batch:
 
     def __init__(self, runner: ModelRunner, block_size: int = 4, max_len: int = 96) -> None:
         self._runner = runner
-        self.bitmask: bytes | None = None  # of the steps to come: int32 [rows, ceil(vocab_size / 32)]
+        self.bitmask: bytes | None = None  # those of the steps to come are parts of it
+        self.shared: memoryview | None = None  # where they are put, if they fit
+        self._num_steps = 0
         self._width = -(-max_len // block_size)
 
     def start(
@@ -143,7 +145,7 @@ class Batch:
         if self.bitmask is not None and rows:
             out.sample_now = False
             size = 4 * ((self._runner.vocab_size + 31) // 32)
-            grammar = GrammarOutput(1, int32(range(0, len(rows), 2)), self.bitmask[: size * ((len(rows) + 1) // 2)])
+            grammar = GrammarOutput(1, int32(range(0, len(rows), 2)), self._next_bitmask(size * ((len(rows) + 1) // 2)))
         self._runner.execute_model(out)
         state = self._runner._state
         assert state is not None
@@ -152,6 +154,16 @@ class Batch:
             order = torch.from_numpy(state.plan.batch_idx[state.plan.sampling]).to(logits.device)
             logits = torch.empty_like(logits).index_copy_(0, order, logits)
         return self._runner.sample_tokens(grammar).get(), logits
+
+    def _next_bitmask(self, num_bytes: int) -> bytes | memoryview:
+        assert self.bitmask is not None
+        self._num_steps += 1
+        start = 4 * (97 * self._num_steps % ((len(self.bitmask) - num_bytes) // 4))
+        bits = self.bitmask[start : start + num_bytes]
+        if self.shared is None or self._num_steps % 7 == 0:  # as through the ring
+            return bits
+        self.shared[:num_bytes] = bits
+        return self.shared[:num_bytes]
 
     def tokens_and_logits(self, prompts: Sequence[Sequence[int]], num_decodes: int) -> tuple[list[list[int]], Tensor]:
         """Greedy: token ids [n][1 + num_decodes], and the logits of each, float32 [n, 1 + num_decodes, vocab_size]."""

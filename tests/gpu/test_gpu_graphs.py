@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import mmap
 import random
 from collections.abc import Callable
 from typing import Any
@@ -17,6 +18,8 @@ pytestmark = pytest.mark.gpu
 
 MakeCheckpoint = Callable[..., Checkpoint]
 SIZES = (1, 2, 3, 8, 20, 64)
+SHARED: list[memoryview] = []
+"""Memory that CUDA knows is that for as long as the process lives."""
 
 
 def random_prompts(rng: random.Random, count: int, longest: int = 40) -> list[list[int]]:
@@ -28,7 +31,8 @@ def random_prompts(rng: random.Random, count: int, longest: int = 40) -> list[li
 def test_decode_graphs_give_the_same_bits(
     checkpoint: MakeCheckpoint, arch: str, dtype: str, rng: random.Random
 ) -> None:
-    """Every batch size that graphs pad or hold exactly, sampled inside a graph and outside, log-probabilities too."""
+    """Every batch size that graphs pad or hold exactly, sampled inside a graph and outside, log-probabilities too.
+    With graphs captured when they are needed and before, bitmasks that are copied and such that are read in place."""
     work: list[tuple[list[list[int]], dict[str, Any], bytes | None]] = []
     bitmask = rng.randbytes(64 * VOCAB_SIZE)
     for size in SIZES:
@@ -40,12 +44,25 @@ def test_decode_graphs_give_the_same_bits(
         how = {"seed": seeds, "temperature": 1.0, "top_p": 0.9, "logprobs": [3] + [-1] * (size - 1)}
         work.append((prompts, how, None))
     answers: list[list[ModelRunnerOutput]] = []
-    for eager in (True, False):
+    for how_run in ("eager", "graphs", "graphs, shared", "graphs, shared, prepared"):
         runner = make_runner(
-            checkpoint(arch).folder, dtype=dtype, enforce_eager=eager, kv_cache_memory_bytes=32 * MIB, max_num_seqs=64
+            checkpoint(arch).folder,
+            dtype=dtype,
+            enforce_eager=how_run == "eager",
+            kv_cache_memory_bytes=32 * MIB,
+            max_num_seqs=64,
         )
-        runner.batch_graphs = None  # prompts one way, so that the decodes begin alike to the bit
         batch, given = Batch(runner), []
+        if "shared" in how_run:
+            batch.shared = memoryview(mmap.mmap(-1, 64 * 4 * ((VOCAB_SIZE + 31) // 32)))
+            SHARED.append(batch.shared)
+            runner.share_bitmasks(batch.shared)
+        if "prepared" in how_run:
+            while runner.has_more:
+                runner.prepare_more()
+            assert runner.graphs is not None and runner.batch_graphs is not None
+            assert runner.graphs.missing() == [] == runner.batch_graphs.missing()
+        runner.batch_graphs = None  # prompts one way, so that the decodes begin alike to the bit
         for prompts, how, batch.bitmask in work:
             rows = list(range(len(prompts)))
             given.append(batch.start(prompts, **how)[0])
@@ -53,9 +70,11 @@ def test_decode_graphs_give_the_same_bits(
             given += [batch.decode(rows[::-1])[0], batch.decode(rows[: max(1, len(rows) // 2)])[0]]
             batch.end(rows)
         answers.append(given)
+        if "shared" in how_run:
+            assert not runner.graphs.step._masks.bits.is_cuda  # type: ignore[union-attr]
         del runner, batch
-    for eager_answer, answer in zip(*answers, strict=True):
-        assert answer == eager_answer
+    for of_a_step in zip(*answers, strict=True):
+        assert all(answer == of_a_step[0] for answer in of_a_step)
     assert all(not answer.errors for answer in answers[0])
 
 

@@ -1,6 +1,7 @@
 """The ban of what a grammar does not allow: only banned logits are written, and none is read.
 
-At least: V / 8 bytes read a row and 4 written a banned token; 3 integer operations a token.
+At least: V / 8 bytes read a row and 4 written a banned token; 3 integer operations a token. The bytes may come from the
+host's memory, by 50 GB/s (64 rows of 151,936 tokens: 24 us): each is read once.
 """
 
 from __future__ import annotations
@@ -38,9 +39,10 @@ def _ban_kernel(
     row = tl.load(rows + i)
     if row < 0:
         return
-    token = tl.program_id(1) * TILE + tl.arange(0, TILE)
-    is_in = token < vocab_size
-    byte = tl.load(bitmask + i * mask_stride + token // 8, mask=is_in, other=0).to(tl.int32)
-    banned = ((byte >> (token % 8)) & 1) == 0
-    place = logits + row * logits_stride + token
-    tl.store(place, tl.full((TILE,), float("-inf"), tl.float32), mask=is_in & banned)
+    place = tl.program_id(1) * (TILE // 8) + tl.arange(0, TILE // 8)
+    byte = tl.load(bitmask + i * mask_stride + place, mask=place * 8 < vocab_size, other=0).to(tl.int32)
+    bit = tl.arange(0, 8)
+    token = place[:, None] * 8 + bit[None, :]
+    banned = ((byte[:, None] >> bit[None, :]) & 1) == 0
+    minus_inf = tl.full((TILE // 8, 8), float("-inf"), tl.float32)
+    tl.store(logits + row * logits_stride + token, minus_inf, mask=(token < vocab_size) & banned)
