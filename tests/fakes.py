@@ -103,6 +103,8 @@ class FakeExecutor:
 
     def bitmask(self, num_bytes: int) -> memoryview | None:
         """For 20 rows at most."""
+        if self._failure is not None:
+            raise self._failure
         fits = num_bytes <= len(self._bitmask)
         return memoryview(self._bitmask)[:num_bytes] if fits else None
 

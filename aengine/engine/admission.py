@@ -487,4 +487,7 @@ def _nth_seed(seed: int, index: int) -> int:
 def _described(asked_type: Any) -> OutputType:
     from ..grammar.output_type import OutputType
 
-    return OutputType.of(asked_type)
+    try:
+        return OutputType.of(asked_type)
+    except (SystemExit, KeyboardInterrupt) as error:  # of the type's own hooks: they would end the host's loop
+        raise InvalidRequestError(f"output_type can't be described: {error!r}", param="output_type") from error

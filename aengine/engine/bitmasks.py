@@ -60,6 +60,11 @@ class RequestGrammar:
             self._matcher = self._compiled.matcher()
         return self._matcher
 
+    def take_pending(self) -> list[int]:
+        """The ids to accept, for whoever sees to it that the matcher does."""
+        token_ids, self.pending = self.pending, []
+        return token_ids
+
     @property
     def is_slow(self) -> bool:
         """Whether its rows take so long that nobody else should wait for them."""
@@ -91,6 +96,9 @@ class Filled(NamedTuple):
     forced: dict[int, list[int]]  # where nothing else is allowed: the ids that must come, two at least
 
 
+OnFill = Callable[[float], None]
+
+
 class Filling(NamedTuple):
     """Rows that a thread fills."""
 
@@ -119,12 +127,12 @@ class BitmaskFiller:
     def fill(self, jobs: Sequence[MaskJob], rows: memoryview | bytearray) -> Filled | Filling:
         """Fill ``rows``, int32 [len(jobs), ceil(vocab_size / 32)]: at once, or begin to. Failed ones allow all.
 
-        Raises EngineClosedError.
+        Raises EngineClosedError: see `check_open`.
         """
         has_ahead = any(job.grammar.ahead is not None for job in jobs)
         if len(jobs) <= _FEW_ROWS and not has_ahead and sum(job.grammar.seconds for job in jobs) < _SHORT_SECONDS:
             return self._fill(jobs, rows)  # sooner done than a thread is woken
-        self._check_open()
+        self.check_open()
         loop = asyncio.get_running_loop()
         free_until: asyncio.Future[float] = loop.create_future()
         filled: asyncio.Future[Filled]
@@ -140,10 +148,14 @@ class BitmaskFiller:
     ) -> asyncio.Future[Filled]:
         loop = free_until.get_loop()
 
-        def on_fill() -> None:
-            loop.call_soon_threadsafe(_settle, free_until, time.perf_counter() + self._expected_seconds)
+        def on_fill(expected_seconds: float) -> None:
+            loop.call_soon_threadsafe(_settle, free_until, time.perf_counter() + expected_seconds)
 
-        return self._lane.run(self._fill, jobs, rows, on_fill)
+        try:
+            return self._lane.run(self._fill, jobs, rows, on_fill)
+        except RuntimeError:
+            self.check_open()
+            raise
 
     def fill_ahead(
         self, grammar: RequestGrammar, is_wanted: Callable[[], bool]
@@ -152,18 +164,18 @@ class BitmaskFiller:
 
         Nobody else may touch the grammar until it is done.
         """
-        self._check_open()
-        job = MaskJob(0, grammar, grammar.pending)
-        grammar.pending = []
+        self.check_open()
+        job = MaskJob(0, grammar, grammar.take_pending())
         grammar.ahead = self._slow_lane.run(self._fill_one, job, is_wanted)
         return grammar.ahead
 
-    def _check_open(self) -> None:
+    def check_open(self) -> None:
+        """Raises EngineClosedError."""
         if self._closed:
             raise EngineClosedError("the engine is closed: it fills no more bitmasks")
 
     def _fill_one(self, job: MaskJob, is_wanted: Callable[[], bool]) -> tuple[bytearray, Filled]:
-        rows = bytearray(self.row_bytes)
+        rows = bytearray(b"\xff") * self.row_bytes
         return rows, self._fill([job], rows) if is_wanted() else Filled({}, {})
 
     async def _fill_with_ahead(
@@ -188,17 +200,31 @@ class BitmaskFiller:
         return Filled(failed, forced)
 
     def _fill(
-        self, jobs: Sequence[MaskJob], rows: memoryview | bytearray, on_fill: Callable[[], None] = lambda: None
+        self, jobs: Sequence[MaskJob], rows: memoryview | bytearray, on_fill: OnFill = lambda expected_seconds: None
     ) -> Filled:
-        """In whatever thread; the jobs' grammars are its own meanwhile."""
-        if len(jobs) > _FEW_ROWS and not self._is_surveying:
-            begun = time.perf_counter()
-            filled = self._fill_rows(jobs, rows, on_fill)
-            ended = time.perf_counter()
-            self._is_surveying = ended - begun > _SURVEY_SECONDS and ended - self._surveyed > _SURVEY_PERIOD
-            return filled
-        if len(jobs) > _FEW_ROWS:
+        """In whatever thread; the jobs' grammars are its own meanwhile. ``on_fill``: called when what is left is mostly
+        done without the GIL, with the seconds that it may take."""
+        if len(jobs) <= _FEW_ROWS:
+            on_fill(sum(min(job.grammar.seconds, 1.0) for job in jobs))
+            return self._fill_one_by_one(jobs, rows)
+        if self._is_surveying:
             self._is_surveying, self._surveyed = False, time.perf_counter()
+            return self._fill_one_by_one(jobs, rows)
+        begun = waited = time.perf_counter()
+
+        def note_fill() -> None:
+            nonlocal waited
+            waited = time.perf_counter()
+            on_fill(self._expected_seconds)
+
+        filled = self._fill_rows(jobs, rows, note_fill)
+        ended = time.perf_counter()
+        self._expected_seconds = min(ended - waited, _MOST_GROWTH * self._expected_seconds)
+        self._is_surveying = ended - begun > _SURVEY_SECONDS and ended - self._surveyed > _SURVEY_PERIOD
+        return filled
+
+    def _fill_one_by_one(self, jobs: Sequence[MaskJob], rows: memoryview | bytearray) -> Filled:
+        """The same, and each one's time is noted."""
         failed: dict[int, Exception] = {}
         forced: dict[int, list[int]] = {}
         size = self.row_bytes
@@ -220,18 +246,9 @@ class BitmaskFiller:
     ) -> Filled:
         from ..grammar.backend import advance_batch
 
-        begun = time.perf_counter()
-
-        def note_begin() -> None:
-            nonlocal begun
-            begun = time.perf_counter()
-            on_fill()
-
         bitmask = memoryview(rows).cast("i", shape=[len(jobs), self._row_words])
         items = [(job.grammar.matcher, job.token_ids) for job in jobs]
-        failed = advance_batch(items, bitmask, note_begin)
-        if len(jobs) > _FEW_ROWS:
-            self._expected_seconds = min(time.perf_counter() - begun, _MOST_GROWTH * self._expected_seconds)
+        failed = advance_batch(items, bitmask, on_fill)
         size = self.row_bytes
         for row in failed:
             rows[row * size : (row + 1) * size] = b"\xff" * size

@@ -56,7 +56,7 @@ IN_SMALL_BATCHES = Forcing(4, 2.0)
 class Masks(NamedTuple):
     """The bitmask of a step that waits for it, filled or being filled."""
 
-    step_id: int
+    step: InFlightStep
     due: list[Request]  # of each row
     batch_idx: array[int]
     rows: bytearray | memoryview
@@ -242,30 +242,30 @@ class StepLoop:
             return None
         assert self._grammars is not None
         due = [(i, request) for i, request in step.constrained() if request.finish_reason is None]
+        bitmasks = self._grammars.bitmasks
+        num_bytes = bitmasks.row_bytes * len(due)
+        shared = self._executor.bitmask(num_bytes)
+        rows = bytearray(num_bytes) if shared is None else shared
+        bitmasks.check_open()
+        # Nothing may fail from here on: tokens that are taken must come to the matchers, which outlive a worker.
         jobs = []
         wants_forced = len(due) <= self._forcing.most_rows
         for batch_idx, request in due:
             grammar = request.grammar
             assert grammar is not None
-            jobs.append(MaskJob(batch_idx, grammar, grammar.pending, wants_forced and _may_force(request)))
-            grammar.pending = []
-        bitmasks = self._grammars.bitmasks
-        num_bytes = bitmasks.row_bytes * len(jobs)
-        shared = self._executor.bitmask(num_bytes)
-        rows = bytearray(num_bytes) if shared is None else shared
-        batch_idx_column = int32([batch_idx for batch_idx, _ in due])
+            jobs.append(MaskJob(batch_idx, grammar, grammar.take_pending(), wants_forced and _may_force(request)))
         filled = bitmasks.fill(jobs, rows)
-        return Masks(step.step_id, [request for _, request in due], batch_idx_column, rows, shared is not None, filled)
+        batch_idx_column = int32([batch_idx for batch_idx, _ in due])
+        return Masks(step, [request for _, request in due], batch_idx_column, rows, shared is not None, filled)
 
     async def _send_masks(self, masks: Masks) -> None:
         filled = masks.filled if isinstance(masks.filled, Filled) else await masks.filled.filled
         for row, error in filled.failed.items():
             self.fail_request(masks.due[row], InternalError(f"the grammar of this request failed: {error}"))
-        step, self._gated = self._gated, None
-        assert step is not None and step.step_id == masks.step_id
+        self._gated = None
         bitmask = len(masks.rows) if masks.is_shared else masks.rows
-        await self._executor.send_grammar(GrammarOutput(masks.step_id, masks.batch_idx, bitmask))
-        if sum(map(len, filled.forced.values())) >= self._forcing.least_tokens * len(step.batch):
+        await self._executor.send_grammar(GrammarOutput(masks.step.step_id, masks.batch_idx, bitmask))
+        if sum(map(len, filled.forced.values())) >= self._forcing.least_tokens * len(masks.step.batch):
             for row, token_ids in filled.forced.items():
                 self.scheduler.force(masks.due[row], token_ids)
 
@@ -358,6 +358,7 @@ class StepLoop:
         """As many tokens as there is time for while rows are filled, and the others when the worker has all it needs:
         two threads that run Python take turns, and the one that fills would wait for all that the loop finds to do."""
         task = asyncio.get_running_loop().create_task(going_on, name="aengine-masks")
+        task.add_done_callback(lambda task: task.cancelled() or task.exception())  # seen, whoever else fails meanwhile
         try:
             until = await filling.free_until
             start = 0

@@ -59,6 +59,7 @@ class CompilerProcess:
             command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, bufsize=0
         )
         self._vocabulary: Answer | None = vocabulary  # to be sent first
+        self._in_use = threading.Lock()  # its pipes are: a number that is closed may soon be another file's
 
     @property
     def is_ready(self) -> bool:
@@ -76,13 +77,16 @@ class CompilerProcess:
 
     def _ask(self, message: Answer, timeout: float) -> Answer:
         deadline = time.monotonic() + timeout
+        parts = _frame(message)
         try:
-            self._send(message, deadline)
-            (length,) = _LENGTH.unpack(self._receive(_LENGTH.size, deadline))
-            answer: Answer = _unpack(self._receive(length, deadline))
-            return answer
-        except (OSError, ValueError) as error:  # ValueError: its pipes were closed by kill() meanwhile
+            with self._in_use:
+                self._send(parts, deadline)
+                (length,) = _LENGTH.unpack(self._receive(_LENGTH.size, deadline))
+                body = self._receive(length, deadline)
+        except (OSError, ValueError) as error:  # ValueError: its pipes were closed by kill() before
             raise EOFError(f"the compiler process is gone: {error}") from error
+        answer: Answer = _unpack(body)
+        return answer
 
     def kill(self) -> None:
         """At once; the rest, which may take a moment, in a thread. May be called twice."""
@@ -94,18 +98,19 @@ class CompilerProcess:
 
     def _bury(self) -> None:
         self._process.wait()
-        for pipe in (self._process.stdin, self._process.stdout):
-            if pipe is not None:
-                try:
-                    pipe.close()
-                except OSError:  # what was in it has nowhere to go
-                    pass
+        with self._in_use:  # until whoever waits for its answer has seen that it is gone
+            for pipe in (self._process.stdin, self._process.stdout):
+                if pipe is not None:
+                    try:
+                        pipe.close()
+                    except OSError:  # what was in it has nowhere to go
+                        pass
 
-    def _send(self, message: Answer, deadline: float) -> None:
+    def _send(self, parts: list[bytes], deadline: float) -> None:
         assert self._process.stdin is not None
         fd = self._process.stdin.fileno()
         os.set_blocking(fd, False)
-        for part in _frame(message):
+        for part in parts:
             data = memoryview(part)
             while data:
                 _wait(fd, select.POLLOUT, deadline)
@@ -248,7 +253,7 @@ def _frame(message: Answer) -> list[bytes]:
 
 def _in_breaths(stop: int, step: int) -> Iterator[int]:
     for i in range(0, stop, step):
-        time.sleep(0)  # otherwise the host's loop gets the GIL every 5 ms only
+        time.sleep(0)  # as `breathe` does; a loop's thread never comes here
         yield i
 
 

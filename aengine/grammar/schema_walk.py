@@ -11,10 +11,11 @@ from __future__ import annotations
 
 import json
 import re
-import time
 from collections.abc import Iterable, Iterator
 from typing import Any
 from urllib.parse import unquote
+
+from .breath import breathe
 
 __all__ = ["Path", "json_path", "pointed_at", "subschemas", "walk"]
 
@@ -79,7 +80,7 @@ def walk(root: object, at: Path = ()) -> Iterator[tuple[Path, Any]]:
         yield path, schema
         num_walked += 1
         if num_walked % _BREATH == 0:
-            time.sleep(0)  # in a thread, for so much: the host's loop would get the GIL every 5 ms only
+            breathe()
         stack.extend(reversed([(path + keys, member) for keys, member in subschemas(schema)]))
 
 

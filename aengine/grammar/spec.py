@@ -15,7 +15,6 @@ import marshal
 import math
 import re
 import threading
-import time
 from collections import OrderedDict
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -23,6 +22,7 @@ from typing import Any, Literal
 
 from ..errors import GrammarError
 from ..params import StructuredOutput, is_unicode
+from .breath import breathe
 from .schema import COUNTS, MAX_OPTIONS, check_schema
 from .schema_walk import json_path, walk
 
@@ -250,7 +250,7 @@ def plain_json(source: object) -> Any:
         key, value = member
         num_members += 1
         if num_members % _BREATH == 0:
-            time.sleep(0)  # in a thread, for so much: the loop would get the GIL every 5 ms only
+            breathe()
         size += _enter(key, levels) + (len(value) if isinstance(value, str) else 1)
         if size > MAX_JSON_BYTES:
             raise _too_large("the JSON schema", MAX_JSON_BYTES)

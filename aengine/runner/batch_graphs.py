@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import bisect
 from collections.abc import Callable
+from itertools import pairwise
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -58,8 +59,8 @@ class BatchGraphs:
 
     def missing(self) -> list[BatchShape]:
         """What has not been captured, the smallest first."""
-        sizes = list(zip(self._reqs, [1, *(most + 1 for most in self._reqs)], strict=False))
-        wanted = [BatchShape(tokens, most) for tokens in self._tokens for most, fewest in sizes if fewest <= tokens]
+        sizes = list(pairwise([0, *self._reqs]))  # of more requests than the first, and at most the second
+        wanted = [BatchShape(tokens, most) for tokens in self._tokens for fewer, most in sizes if fewer < tokens]
         return [shape for shape in wanted if shape not in self._graphs]
 
     def shape_for(self, plan: BatchPlan) -> BatchShape | None:

@@ -65,13 +65,15 @@ def graph_sizes(max_num_seqs: int, most: int = 512) -> list[int]:
 @contextmanager
 def capturing(graph: torch.cuda.CUDAGraph, pool: Any) -> Iterator[None]:
     """What is launched within goes into ``graph``. No garbage is collected meanwhile: to free an old graph, say, would
-    spoil the new one."""
+    spoil the new one. A capture that fails leaves the stream as it was."""
     was_enabled = gc.isenabled()
+    stream = torch.cuda.current_stream()
     gc.disable()
     try:
         with torch.cuda.graph(graph, pool=pool, capture_error_mode="thread_local"):
             yield
     finally:
+        torch.cuda.set_stream(stream)
         if was_enabled:
             gc.enable()
 

@@ -294,10 +294,7 @@ class ModelRunner:
         if not self.has_more or self._state is not None:
             return
         assert self._uncaptured is not None
-        try:
-            self._uncaptured.popleft()()
-        except torch.OutOfMemoryError:  # what is left is captured when it is needed, if there is room then
-            self._uncaptured.clear()
+        self._uncaptured.popleft()()
 
     def share_bitmasks(self, memory: memoryview) -> None:
         """Bitmasks of GRAMMAR frames will lie in ``memory``, which is shared with the host."""

@@ -8,6 +8,7 @@ One in a collective call is that call's answer.
 
 from __future__ import annotations
 
+import logging
 import os
 import threading
 import time
@@ -23,6 +24,8 @@ from ..ipc.channel import PeerGoneError, WorkerChannel
 from ..ipc.messages import GrammarOutput, Kind, ModelRunnerOutput, SchedulerOutput, pack, unpack
 
 __all__ = ["Worker"]
+
+logger = logging.getLogger("aengine.workers")
 
 _HEARTBEAT_PERIOD = 0.25  # seconds
 _PROGRESS_PERIOD = 0.05  # seconds between two reports of the same stage
@@ -64,6 +67,7 @@ class Worker:
         self._runner_name = runner
         self._runner: Runner | None = None
         self._answers: deque[tuple[int, Answer]] = deque()  # step ids launched and not yet reported, oldest first
+        self._prepares = False  # in idle times
         self._awaits_bitmask = False  # the device works on a step that can't be sampled yet
         self._step_id = 0  # of the frame in hand, for error reports
         self._ended = threading.Event()
@@ -92,8 +96,8 @@ class Worker:
             if not self._handle(Kind(frame.kind), frame.payload):
                 return False
             self._last_event = time.monotonic()
-        elif self._is_idle and self._runner is not None and self._runner.has_more:
-            self._runner.prepare_more()
+        elif self._is_idle and self._may_prepare:
+            self._prepare_more()
         while self._answers and self._answers[0][1].ready():
             self._step_id, answer = self._answers.popleft()
             output = answer.get()
@@ -105,13 +109,24 @@ class Worker:
     def _is_idle(self) -> bool:
         return not self._answers and not self._awaits_bitmask
 
+    @property
+    def _may_prepare(self) -> bool:
+        return self._prepares and self._runner is not None and self._runner.has_more
+
     def _patience(self) -> float | None:
         """How long to wait for a frame: for ever, if nothing else can happen."""
         if self._is_idle:
-            return _IDLE if self._runner is not None and self._runner.has_more else None
+            return _IDLE if self._may_prepare else None
         if time.monotonic() - self._last_event < _EAGER_POLL:
             return 0
         return _POLL if self._answers else None
+
+    def _prepare_more(self) -> None:
+        try:
+            self._loaded().prepare_more()
+        except Exception:  # no memory, say: what is left is done when it is needed, if it can be then
+            logger.warning("what steps may need could not be prepared ahead", exc_info=True)
+            self._prepares = False
 
     def _handle(self, kind: Kind, payload: bytes) -> bool:
         if kind is Kind.SHUTDOWN:
@@ -154,6 +169,7 @@ class Worker:
         config = EngineConfig.from_wire(message["config"])
         self._set_title(config.model)
         module, _, function = self._runner_name.partition(":")
+        self._prepares = message["world_size"] == 1  # other ranks would have to do the same at the same time
         begun = time.monotonic()
         self._report_progress("import", 0, 0, "")
         load_runner = getattr(import_module(module), function)

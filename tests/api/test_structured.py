@@ -8,11 +8,13 @@ import os
 import random
 import re
 import threading
+import time
 from collections.abc import Callable
 from typing import Any, Literal
 
 import pytest
 from conftest_api import settled
+from fakes import FakeExecutor
 from pydantic import BaseModel, Field, field_validator
 
 from aengine import (
@@ -154,6 +156,48 @@ async def test_a_matcher_that_fails_among_many_ends_its_request_alone(
     assert isinstance(results[12], InternalError) and "a bug" in str(results[12])
 
 
+@pytest.mark.parametrize("count", [1, 10])
+async def test_a_worker_that_dies_after_its_answer_leaves_the_matchers_right(
+    make_engine: Make, monkeypatch: pytest.MonkeyPatch, count: int
+) -> None:
+    """The answer and the death of its sender are seen in one turn of the loop: its tokens are known, and no bitmask can
+    be asked for."""
+    monkeypatch.setattr(recovery, "_LONGEST_DELAY", 1e-3)
+    answer_later, num_answers = FakeExecutor._answer_later, 0
+
+    def answer_and_die(self: FakeExecutor, future: Any, answer: Any) -> None:
+        nonlocal num_answers
+        num_answers += 1
+        answer_later(self, future, answer)
+        if num_answers in (4, 11):
+            asyncio.get_running_loop().call_soon(lambda: self.fail(WorkerDiedError("killed")))
+
+    monkeypatch.setattr(FakeExecutor, "_answer_later", answer_and_die)
+    alphabet = "abcdefghijklmnopqrstuvwxyz"
+    params = constrained(regex=alphabet).replace(logprobs=0)  # so that nothing is forced
+    async with make_engine() as engine:
+        completions = await asyncio.gather(*(engine.generate([1, i], params) for i in range(count)))
+        assert engine.statistics().num_restarts == 2
+    assert [completion.text for completion in completions] == [alphabet] * count
+
+
+async def test_the_loop_does_not_hand_the_gil_to_whoever_computes(
+    make_engine: Make, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A schema that is short enough to be read on it."""
+    sleep, this = time.sleep, threading.get_ident()
+
+    def noted(seconds: float) -> None:
+        assert threading.get_ident() != this
+        sleep(seconds)
+
+    monkeypatch.setattr(time, "sleep", noted)
+    schema = {"enum": [None], "$defs": {f"a{i}": {} for i in range(190)}}
+    async with make_engine() as engine:
+        completion = await engine.generate([1], constrained(json_schema=json.dumps(schema, separators=(",", ":"))))
+    assert completion.text == "null"
+
+
 async def test_a_type_is_described_off_the_loop_once(make_engine: Make) -> None:
     """Hundreds of models would take pydantic 0.4 s."""
     threads: list[str] = []
@@ -166,6 +210,11 @@ async def test_a_type_is_described_off_the_loop_once(make_engine: Make) -> None:
             threads.append(threading.current_thread().name)
             return handler(core_schema)
 
+    class Rude(BaseModel):
+        @classmethod
+        def __get_pydantic_json_schema__(cls, core_schema: Any, handler: Any) -> Any:
+            raise SystemExit(1)
+
     async with make_engine() as engine:
         any_token(engine, 4)
         first = await engine.generate([5], output_type=Slow)
@@ -177,6 +226,8 @@ async def test_a_type_is_described_off_the_loop_once(make_engine: Make) -> None:
             await anext(engine.stream([5], output_type=list[Callable[[int], int]]))
         with pytest.raises(InvalidRequestError, match="a string"):
             engine.stream([5], output_type="Slow")
+        with pytest.raises(InvalidRequestError, match="SystemExit"):
+            await engine.generate([5], output_type=Rude)
         await settled(engine)
     assert isinstance(first.parsed, Slow) and isinstance(stream.completion.parsed, Slow)
     assert threads == ["aengine-grammar-plan"]

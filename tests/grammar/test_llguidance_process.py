@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import asyncio
+import os
 import random
 import subprocess
 import sys
 import threading
+import time
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -306,6 +308,34 @@ def test_long_messages_are_packed_in_pieces_that_fit_together(rng: random.Random
         items = [rng.randbytes(rng.randrange(5)) for _ in range(size)]
         message = {"items": items, "ids": tuple(range(size)), "none": None}
         assert unframed(compile_process._frame(message)) == message | {"ids": list(range(size))}
+
+
+def test_a_compiler_that_is_killed_writes_into_no_file_that_is_opened_then(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The numbers of its pipes are given anew as soon as they are closed: not while they are in use."""
+    message = llguidance_process._message_of(vocabulary("smollm2"))
+    process = compile_process.CompilerProcess("aengine.grammar.llguidance_process", message)
+    fds = [process._process.stdin.fileno(), process._process.stdout.fileno()]  # type: ignore[union-attr]
+    ready, write = threading.Event(), os.write
+    open_when_written = []
+
+    def kill_and_write(fd: int, data: memoryview) -> int:
+        if fd in fds and not ready.is_set():
+            process.kill()
+            process._process.wait()
+            ready.set()
+            time.sleep(0.05)  # for who would close them
+        open_when_written.append(all(os.path.exists(f"/proc/self/fd/{fd}") for fd in fds))
+        return write(fd, data)
+
+    monkeypatch.setattr(os, "write", kill_and_write)
+    with pytest.raises(EOFError):
+        process.start(10)
+    assert ready.is_set() and open_when_written and all(open_when_written)
+    for _ in range(200):
+        if process._process.stdin.closed:  # type: ignore[union-attr]
+            break
+        time.sleep(0.01)
+    assert process._process.stdin.closed  # type: ignore[union-attr]
 
 
 def test_the_vocabulary_comes_whole() -> None:

@@ -92,12 +92,15 @@ class EagerRunner(SlowRunner):
     """Has three graphs to capture."""
 
     left = 3
+    fails_at = -1
 
     @property
     def has_more(self) -> bool:  # type: ignore[override]
         return self.left > 0
 
     def prepare_more(self) -> None:
+        if self.left == EagerRunner.fails_at:
+            raise RuntimeError("CUDA error: out of memory")
         self.left -= 1
         self.log.append(("more", self.left))
 
@@ -150,6 +153,23 @@ def test_graphs_that_no_step_has_needed_are_captured_when_there_is_nothing_else_
     assert SlowRunner.log == [("more", 2), ("execute", 1), ("sample", -1), ("more", 1), ("more", 0)]
     assert [timeout == module._IDLE for timeout in channel.timeouts].count(True) == 4
     assert channel.timeouts[0] is None and channel.timeouts[-2:] == [None, None]
+
+
+def test_a_capture_ahead_that_fails_is_the_last(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr(EagerRunner, "fails_at", 2)
+    code, channel = run(LOAD, None, None, asked(1, 0), SHUTDOWN, runner=f"{__name__}:load_eager")
+    assert code == 0 and "out of memory" in caplog.text
+    assert SlowRunner.log == [("more", 2), ("execute", 1), ("sample", -1)]
+    assert channel.timeouts == [None, module._IDLE, module._IDLE, None, None]
+
+
+def test_nothing_is_captured_ahead_where_other_ranks_would_have_to_as_well() -> None:
+    message = {"config": config().to_wire(), "source": {}, "rank": 0, "world_size": 2}
+    load = Frame(Kind.LOAD, 0, pack(message))
+    _, channel = run(load, None, SHUTDOWN, runner=f"{__name__}:load_eager")
+    assert SlowRunner.log == [] and channel.timeouts == [None, None, None]
 
 
 def test_nothing_is_captured_between_a_step_and_its_bitmask() -> None:
