@@ -32,6 +32,10 @@ _SHORT_SECONDS = 0.0002
 """Rows that took no longer lately are filled on the loop: a thread's two turns take 100 us and more."""
 _SLOW_SECONDS = 0.004
 """CPU time of a row from which it is filled ahead. Rows of ordinary schemas take 0.02 to 1.5 ms."""
+_SLOWNESS = 0.00005
+"""Seconds a row that others may lose to it: a twentieth of a GPU's step."""
+_MOST_SLOWNESS = 0.001
+"""Forgotten after 150 rows that were quick."""
 _SURVEY_SECONDS = 0.006
 """A batch of rows that took longer is followed by one whose rows are timed, one by one,"""
 _SURVEY_PERIOD = 1.0
@@ -48,7 +52,8 @@ class RequestGrammar:
     def __init__(self, compiled: Compiled) -> None:
         self._compiled = compiled
         self._matcher: Matcher | None = None
-        self._slowness = 2.0 if compiled.mask_seconds > _SLOW_SECONDS else 0.0  # slow rows of late
+        # What its rows take beyond _SLOW_SECONDS: seconds, the mean of some 50 rows.
+        self._slowness = _MOST_SLOWNESS if compiled.mask_seconds > _SLOW_SECONDS else 0.0
         self.pending: list[int] = []  # committed, not yet accepted
         self.seconds = math.inf  # what a row of it took lately, at the worst
         self.ahead: asyncio.Future[tuple[bytearray, Filled]] | None = None  # its next row, filled or being filled
@@ -68,7 +73,7 @@ class RequestGrammar:
     @property
     def is_slow(self) -> bool:
         """Whether its rows take so long that nobody else should wait for them."""
-        return self._slowness > 1.2  # one alone may have come of something that is learnt once
+        return self._slowness > _SLOWNESS
 
     def note_time(self, seconds: float, cpu_seconds: float, *, is_first: bool) -> None:
         """What a row took, on the clock and of this thread. A first one, with its matcher, says nothing."""
@@ -76,8 +81,8 @@ class RequestGrammar:
             self.seconds = 0.5
             return
         self.seconds = max(seconds, 0.8 * min(self.seconds, 0.002))
-        # Forgotten slowly: where one row of ten takes long, nobody can tell which will be the next.
-        self._slowness = min(4.0, 0.95 * self._slowness + (cpu_seconds > _SLOW_SECONDS))
+        # A mean, as nobody can tell which will be the next slow one: of 1,000 optional properties it is one row in 20.
+        self._slowness = min(_MOST_SLOWNESS, 0.98 * self._slowness + 0.02 * max(0.0, cpu_seconds - _SLOW_SECONDS))
 
 
 class MaskJob(NamedTuple):
