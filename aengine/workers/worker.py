@@ -31,7 +31,7 @@ _HEARTBEAT_PERIOD = 0.25  # seconds
 _PROGRESS_PERIOD = 0.05  # seconds between two reports of the same stage
 _EAGER_POLL = 0.01  # seconds for which an answer that the device works on is looked for without a pause, ...
 _POLL = 0.0002  # ... and those between two looks after that, when no frame comes
-_IDLE = 0.05  # seconds without anything to do after which the runner may prepare what it will need later
+_IDLE = 0.25  # seconds without anything to do after which the runner may prepare, for 25 ms, what it will need later
 
 
 class Answer(Protocol):
