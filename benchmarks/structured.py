@@ -216,7 +216,7 @@ if __name__ == "__main__":
     parser.add_argument("--tokens", type=int, default=128)
     parser.add_argument("--hostile-tokens", type=int, default=128)
     parser.add_argument("--rounds", type=int, default=5)
-    parser.add_argument("--idle", type=float, default=0.0, help="seconds after the start, in which a GPU captures graphs")
+    parser.add_argument("--idle", type=float, default=0.0, help="seconds, in which graphs are captured")
     arguments = parser.parse_args()
     try:
         import uvloop
