@@ -142,42 +142,65 @@ async def lags_while(task: asyncio.Task[Any]) -> list[float]:
     return sorted(lags)
 
 
-async def hostile(bench: Bench, tokens: int) -> dict[str, Any]:
-    """What each hostile grammar ends in, and what the plain streams beside them notice: four, for as long."""
-    plain = SamplingParams(max_tokens=tokens, ignore_eos=True, temperature=0)
-    prompts = [bench.prompt(3) for _ in range(4)]
+class Hostile:
+    """Plain streams beside hostile grammars, beside as many short plain requests, and alone; in turn."""
 
-    async def steady() -> tuple[list[tuple[int, ...]], float]:
+    def __init__(self, bench: Bench, tokens: int) -> None:
+        self._bench = bench
+        self._tokens = tokens
+        self._prompts = [bench.prompt(3) for _ in range(4)]
+
+    async def steady(self) -> tuple[list[tuple[int, ...]], float]:
+        """Their ids, and tokens a second."""
+        plain = SamplingParams(max_tokens=self._tokens, ignore_eos=True, temperature=0)
         begun = time.perf_counter()
-        done = await asyncio.gather(*(bench.engine.generate(prompt, plain) for prompt in prompts))
-        return [completion.token_ids for completion in done], 4 * tokens / (time.perf_counter() - begun)
+        done = await asyncio.gather(*(self._bench.engine.generate(prompt, plain) for prompt in self._prompts))
+        return [c.token_ids for c in done], 4 * self._tokens / (time.perf_counter() - begun)
 
-    async def attack(wanted: dict[str, Any]) -> str:
-        params = SamplingParams(max_tokens=8, structured_output=StructuredOutput(**wanted))
+    async def _ask(self, **wanted: Any) -> str:
+        shape = StructuredOutput(**wanted) if wanted else None
+        params = SamplingParams(max_tokens=8, ignore_eos=shape is None, structured_output=shape)
         try:
-            return (await bench.engine.generate(bench.prompt(1), params)).finish_reason
+            return (await self._bench.engine.generate(self._bench.prompt(1), params)).finish_reason
         except AEngineError as error:
             return f"{type(error).__name__}: {getattr(error, 'kind', '')}"
 
-    async def both() -> tuple[Any, list[str]]:
-        result, ends = await asyncio.gather(steady(), asyncio.gather(*map(attack, HOSTILE.values())))
-        return result, [f"{name}: {end}" for name, end in zip(HOSTILE, ends, strict=True)]
+    async def beside(self, number: int | None) -> tuple[tuple[list[tuple[int, ...]], float], list[str]]:
+        """The streams, and in the midst of them an attack; plain requests if it has no ``number``. Each attack has a
+        bomb of its own: one that failed is remembered."""
+        attack: list[dict[str, Any]] = [{}] * len(HOSTILE)
+        if number is not None:
+            attack = [*HOSTILE.values()][1:] + [{"regex": HOSTILE["regex bomb"]["regex"] + "b" * number}]
+        steady = asyncio.create_task(self.steady())
+        await asyncio.sleep(0.2)
+        ends = await asyncio.gather(*(self._ask(**wanted) for wanted in attack))
+        return await steady, ends
 
-    await steady()
-    alone = asyncio.create_task(steady())
-    lags_alone = await lags_while(alone)
-    attacked = asyncio.create_task(both())
-    lags_attacked = await lags_while(attacked)
-    (ids, rate), ends = attacked.result()
-    return {
-        "ends": ends,
-        "plain_tokens_unchanged": ids == alone.result()[0],
-        "plain_rate_attacked_to_alone": round(rate / alone.result()[1], 3),
-        "loop_lag_p99_ms": {
-            "alone": round(lags_alone[int(len(lags_alone) * 0.99)], 2),
-            "attacked": round(lags_attacked[int(len(lags_attacked) * 0.99)], 2),
-        },
-    }
+    async def run(self, rounds: int) -> dict[str, Any]:
+        await self.beside(1000)
+        to_alone, to_plain, unchanged, lags, ends = [], [], True, {"alone": [], "attacked": []}, []
+        ids, before = await self.steady()
+        for i in range(rounds):
+            attacked = asyncio.create_task(self.beside(i))
+            lags["attacked"] += await lags_while(attacked)
+            (attacked_ids, rate), ends = attacked.result()
+            (_, beside_plain), _ = await self.beside(None)
+            alone = asyncio.create_task(self.steady())
+            lags["alone"] += await lags_while(alone)
+            _, after = alone.result()
+            unchanged &= attacked_ids == ids
+            to_alone.append(rate / ((before + after) / 2))
+            to_plain.append(rate / beside_plain)
+            before = after
+        names = [*[*HOSTILE][1:], "regex bomb"]
+        return {
+            "ends": [f"{name}: {end}" for name, end in zip(names, ends, strict=True)],
+            "plain_tokens_unchanged": unchanged,
+            "plain_rate_attacked_to_alone": round(statistics.median(to_alone), 3),
+            "to_beside_as_many_plain_requests": round(statistics.median(to_plain), 3),
+            "all": [[round(a, 3), round(b, 3)] for a, b in zip(to_alone, to_plain, strict=True)],
+            "loop_lag_p99_ms": {key: round(sorted(x)[int(len(x) * 0.99)], 2) for key, x in lags.items()},
+        }
 
 
 def random_weights(shape: str) -> str:
@@ -195,6 +218,8 @@ async def main(args: argparse.Namespace) -> None:
     if args.shape:
         model, vocab_size = random_weights(args.shape), SHAPES[args.shape]["vocab_size"]
         settings = {"load_format": "dummy", "dtype": "bfloat16", "tokenizer": args.tokenizer}
+    if args.dtype:
+        settings["dtype"] = args.dtype
     schemas = load_schemas(args.schemas)
     kinds = {"bounded": schemas, "open": [unbounded(s) | {"minItems": 1000} for s in schemas]}
     async with AsyncLLM(model, **settings) as engine:
@@ -202,8 +227,9 @@ async def main(args: argparse.Namespace) -> None:
         await asyncio.sleep(args.idle)
         for streams in args.streams:
             await bench.ratios(streams, kinds, args.rounds)
-        await bench.first_use(schemas)
-        print(json.dumps(await hostile(bench, args.hostile_tokens)))
+        if args.streams:
+            await bench.first_use(schemas)
+        print(json.dumps(await Hostile(bench, args.hostile_tokens).run(args.rounds)))
 
 
 if __name__ == "__main__":
@@ -212,9 +238,10 @@ if __name__ == "__main__":
     parser.add_argument("--shape", choices=list(SHAPES))
     parser.add_argument("--tokenizer", help="for --shape: a folder with its tokenizer.json")
     parser.add_argument("--schemas", type=Path, default=Path(__file__).with_name("schemas.jsonl"))
-    parser.add_argument("--streams", type=int, nargs="+", default=[1, 64])
+    parser.add_argument("--streams", type=int, nargs="*", default=[1, 64])
     parser.add_argument("--tokens", type=int, default=128)
-    parser.add_argument("--hostile-tokens", type=int, default=128)
+    parser.add_argument("--hostile-tokens", type=int, default=256)
+    parser.add_argument("--dtype", help="float32: near-ties of 16 bits may fall otherwise in a larger batch")
     parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument("--idle", type=float, default=0.0, help="seconds, in which graphs are captured")
     arguments = parser.parse_args()

@@ -135,7 +135,7 @@ class BitmaskFiller:
         Raises EngineClosedError: see `check_open`.
         """
         has_ahead = any(job.grammar.ahead is not None for job in jobs)
-        if len(jobs) <= _FEW_ROWS and not has_ahead and sum(job.grammar.seconds for job in jobs) < _SHORT_SECONDS:
+        if not has_ahead and _are_short(jobs):
             return self._fill(jobs, rows)  # sooner done than a thread is woken
         self.check_open()
         loop = asyncio.get_running_loop()
@@ -275,6 +275,13 @@ class BitmaskFiller:
         self.close()
         for lane in (self._lane, self._slow_lane):
             await lane.aclose()
+
+
+def _are_short(jobs: Sequence[MaskJob]) -> bool:
+    """Whether the loop may fill them. Not a slow grammar's, however quick the last were: nobody knows the next."""
+    if len(jobs) > _FEW_ROWS or any(job.grammar.is_slow for job in jobs):
+        return False
+    return sum(job.grammar.seconds for job in jobs) < _SHORT_SECONDS
 
 
 def _forced_ids(matcher: Matcher, row: memoryview | bytearray) -> list[int]:

@@ -18,13 +18,13 @@ from __future__ import annotations
 import functools
 import json
 import re
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
 from .spec import GrammarSpec
 
-__all__ = ["Risk", "risk_of"]
+__all__ = ["Risk", "is_hopeless", "risk_of"]
 
 Risk = Literal["safe", "costly", "wild"]
 _RISKS: tuple[Risk, ...] = ("safe", "costly", "wild")
@@ -33,6 +33,9 @@ _MAX_LETTERS = 200_000
 """Of a text: a constant of so many takes 0.5 s, of five times as many 3.7 s and 350 MB."""
 _MAX_WEIGHT = 5_000
 """Atoms of a pattern, repeats counted: 100,000 take 0.1 s and 40 MB."""
+_MOST_LETTERS = 10_000_000
+"""Letters of a regex, repeats counted, from which on it is not even tried: a million take 2 s. (RE2 allows repeats of
+repeats up to 1,000 in all.)"""
 _MAX_DIVISOR = 20_000
 """Of all ``multipleOf``: each is a state machine of that many states; 65,536 take 0.04 s, 99,991 take 0.5 s."""
 _MAX_OPTIONAL = 1_250
@@ -91,13 +94,23 @@ def risk_of(spec: GrammarSpec) -> Risk:
     return risk
 
 
+def is_hopeless(spec: GrammarSpec) -> bool:
+    """Whether one that is costly need not be tried: it would take longer than anyone waits."""
+    patterns: Iterable[Any] = ()
+    if spec.kind == "regex":
+        patterns = [spec.text]
+    elif spec.kind == "json_schema" and "pattern" in spec.text:
+        patterns = (part.get("pattern") for part in _objects(json.loads(spec.text)))
+    return any(isinstance(text, str) and _weight(text, loose=0) > _MOST_LETTERS for text in patterns)
+
+
 def _is_telling(schema: str) -> bool:
     """Whether it may be at risk: only then it is read."""
     return _TELLING.search(schema) is not None or schema.count(":") > _MAX_OPTIONAL
 
 
-def _weight(pattern: str) -> int:
-    """The atoms of a regex, each as often as it is repeated at most."""
+def _weight(pattern: str, loose: int = 1) -> int:
+    """The atoms of a regex, each as often as it is repeated at most; one that is no single letter counts ``loose``."""
     if _VERBOSE.search(pattern):
         return _MAX_WEIGHT + 1  # its parts are not where they seem to be
     outer: list[int] = []
@@ -118,9 +131,10 @@ def _weight(pattern: str) -> int:
             total += 1
         else:
             if text[0] == "[" and any(inner[1] for inner in _INNER_CLASS.finditer(text, 1)):
-                return max(len(pattern), _repeats(pattern))  # a class in a class: where it ends is not told here
-            last = 1
-            total += 1
+                # a class in a class: where it ends is not told here
+                return loose * max(len(pattern), _repeats(pattern))
+            last = loose if _LOOSE.match(text) else 1
+            total += last
     return total + sum(outer)
 
 
@@ -244,10 +258,9 @@ def _risk_of_lark(text: str) -> Risk:
 
 
 def _read_lark(text: str) -> tuple[str, list[str], list[str], int]:
-    """It without JSON and comments; its statements, each a line without strings, with so many quotes for a regex as it
-    has loose X that may be left
-    out or repeated. Raises ValueError or RecursionError for
-    what is no JSON, or not closed."""
+    """It without JSON and comments; its statements, each a line without strings, with so many quotes for a regex as
+    that has loose parts; its JSON schemas; and how many parts of its rules may be left out or repeated. Raises
+    ValueError or RecursionError for what is no JSON, or not closed."""
     rules: list[str] = []
     kept: list[str] = []
     schemas: list[str] = []

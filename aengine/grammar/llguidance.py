@@ -30,8 +30,8 @@ import llguidance
 from ..errors import GrammarError
 from .backend import Bitmask, MatcherError, accept_one, address_of, refused
 from .compile_process import OnWait
-from .compile_risk import risk_of
-from .llguidance_errors import grammar_error, matcher_message
+from .compile_risk import is_hopeless, risk_of
+from .llguidance_errors import grammar_error, matcher_message, trial_error
 from .llguidance_grammar import grammar_of, leave_out_counts
 from .llguidance_process import Trials
 from .llguidance_tokenizer import tokenizer_of
@@ -120,6 +120,8 @@ class LLGuidanceBackend:
     def compile(self, spec: GrammarSpec, on_wait: OnWait | None = None) -> LLGuidanceCompiled:
         risk = risk_of(spec)
         if risk == "wild" or (risk == "costly" and (len(spec.text) > _LONG or not self._is_small(spec))):
+            if risk == "costly" and is_hopeless(spec):
+                raise trial_error(spec, "its counted repeats come to more than ten million letters")
             self._trials.run(spec, on_wait)
         compiled = self.compile_here(spec)
         if risk != "safe":

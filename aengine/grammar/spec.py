@@ -10,6 +10,7 @@ is nested a million deep, refers to itself, or is huge through shared parts, cos
 
 from __future__ import annotations
 
+import hashlib
 import json
 import marshal
 import math
@@ -87,9 +88,10 @@ def _kind_and_text(wanted: StructuredOutput) -> tuple[Kind, str]:
 
 def _schema_text(schema: Mapping[str, Any] | str | bool) -> str:
     """The same schema comes with many requests: checked and written once."""
-    key = schema if isinstance(schema, str) else _image(schema)
-    if key is None:
+    image = _image(schema)
+    if image is None:
         return _checked_text(schema)
+    key = hashlib.blake2b(image).digest()
     text = _texts.get(key)
     if text is None:
         text = _checked_text(schema)
@@ -98,7 +100,9 @@ def _schema_text(schema: Mapping[str, Any] | str | bool) -> str:
 
 
 def _image(schema: Any) -> bytes | None:
-    """Bytes that only equal schemas have; None when it holds anything but plain data, or is nested too deeply."""
+    """Bytes that only equal schemas (or texts) have; None for what is no plain data, or is nested too deeply."""
+    if isinstance(schema, str):
+        return b"text" + str.encode(schema, "utf-8", "surrogatepass")
     try:
         # Version 4 writes a part that is used often once, so a small schema has a small image. Which parts those are
         # may differ between equal schemas; then one is checked again.
@@ -108,25 +112,23 @@ def _image(schema: Any) -> bytes | None:
 
 
 class _Texts:
-    """Those used last, of a megabyte in all. Safe in threads."""
+    """Those used last, of four of the longest in all. Safe in threads."""
 
-    def __init__(self, max_bytes: int = 1 << 20) -> None:
+    def __init__(self, max_bytes: int = 4 * MAX_JSON_BYTES) -> None:
         self._max_bytes = max_bytes
         self._num_bytes = 0
-        self._texts: OrderedDict[str | bytes, str] = OrderedDict()
+        self._texts: OrderedDict[bytes, str] = OrderedDict()
         self._lock = threading.Lock()
 
-    def get(self, key: str | bytes) -> str | None:
+    def get(self, key: bytes) -> str | None:
         with self._lock:
             text = self._texts.get(key)
             if text is not None:
                 self._texts.move_to_end(key)
             return text
 
-    def add(self, key: str | bytes, text: str) -> None:
+    def add(self, key: bytes, text: str) -> None:
         size = len(key) + len(text)
-        if size > self._max_bytes // 8:
-            return
         with self._lock:
             if key not in self._texts:
                 self._texts[key] = text

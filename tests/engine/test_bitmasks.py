@@ -5,7 +5,7 @@ from __future__ import annotations
 from types import SimpleNamespace
 from typing import Any
 
-from aengine.engine.bitmasks import RequestGrammar
+from aengine.engine.bitmasks import MaskJob, RequestGrammar, _are_short
 
 
 def grammar(mask_seconds: float = 0.0) -> RequestGrammar:
@@ -52,3 +52,18 @@ def test_the_first_row_makes_the_matcher_and_says_nothing_of_the_next() -> None:
     assert first.seconds < 0.0002
     note(first, 0.001)
     assert first.seconds == 0.002
+
+
+def test_the_loop_fills_few_quick_rows_and_none_of_a_slow_grammar() -> None:
+    quick, slow = grammar(), grammar()
+    note(slow, 0.02, *[0.00001] * 60)
+    note(quick, *[0.00001] * 60)
+    assert quick.seconds == slow.seconds < 0.0001 and slow.is_slow  # the last rows of both were quick
+
+    def are_short(*grammars: RequestGrammar) -> bool:
+        return _are_short([MaskJob(i, each, [5]) for i, each in enumerate(grammars)])
+
+    assert are_short(quick) and are_short(quick, quick, quick, quick)
+    assert not are_short(slow) and not are_short(quick, slow)
+    assert not are_short(*[quick] * 5)
+    assert not are_short(grammar())  # nobody knows it yet

@@ -11,7 +11,7 @@ from bombs import BOMBS, COUNTED, ENDLESS
 from grammar_helpers import schema_spec
 
 from aengine import StructuredOutput
-from aengine.grammar.compile_risk import _divisor, _weight, risk_of
+from aengine.grammar.compile_risk import _divisor, _weight, is_hopeless, risk_of
 from aengine.grammar.spec import GrammarSpec, spec_of
 
 SCHEMAS = Path(__file__).parents[2] / "benchmarks" / "schemas.jsonl"
@@ -69,6 +69,26 @@ def test_bombs_are_of_two_kinds() -> None:
 )
 def test_the_weight_of_a_pattern(pattern: str, weight: int) -> None:
     assert abs(_weight(pattern) - weight) <= max(5, weight // 100)
+
+
+@pytest.mark.parametrize(
+    ("pattern", "hopeless"),
+    [
+        ("(((a{100}){100}){100}){100}", True),
+        ("(abc{5000}x{0,9}){10000}", True),
+        ("(a{100}){100}", False),
+        ("[ab]{100000000}", False),  # 2 ms
+        (r"(\w|\d|.){100000000}c{20000}", False),
+        ("(?x)(((a{100}){100}){100}){100}", False),
+        ("(((a{100}){100}){100}){100}[[a]b]", False),
+    ],
+)
+def test_what_is_not_even_tried(pattern: str, hopeless: bool) -> None:
+    assert is_hopeless(GrammarSpec("regex", pattern)) is hopeless
+    nested = {"type": "object", "properties": {"pattern": {"type": "string", "pattern": pattern}}}
+    assert is_hopeless(schema_spec(nested)) is hopeless
+    assert not is_hopeless(schema_spec({"description": pattern}))
+    assert not is_hopeless(lark(f"start: /{pattern}/"))
 
 
 SAFE: list[Any] = [

@@ -12,6 +12,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from aengine import GrammarError, StructuredOutput
+from aengine.grammar import spec
 from aengine.grammar.spec import (
     MAX_DEPTH,
     MAX_JSON_BYTES,
@@ -239,3 +240,15 @@ def test_as_many_optional_properties_as_the_library_takes() -> None:
     schema_spec(wide(3000, type="string"))
     schema_spec(wide(3000, enum=[{}]))
     schema_spec({"$defs": {"unused": wide(1251)}, "items": wide(1251)})
+
+
+def test_a_schema_is_checked_once_however_long_it_is(monkeypatch: pytest.MonkeyPatch) -> None:
+    options = [f"an option {i}" for i in range(20_000)]
+    first = spec_of(StructuredOutput(json_schema={"enum": options}))
+    as_text = spec_of(StructuredOutput(json_schema=json.dumps({"enum": options})))
+    assert as_text == first
+    monkeypatch.setattr(spec, "_checked_text", None)
+    assert spec_of(StructuredOutput(json_schema={"enum": options})) == first
+    assert spec_of(StructuredOutput(json_schema=json.dumps({"enum": options}))) == first
+    with pytest.raises(TypeError):  # another
+        spec_of(StructuredOutput(json_schema={"enum": options[1:]}))
