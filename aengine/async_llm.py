@@ -61,6 +61,7 @@ class AsyncLLM:
         self._core: EngineCore | None = None
         self._starting: asyncio.Task[None] | None = None
         self._num_starters = 0  # callers that wait for it
+        self._has_starter = False  # one of them was told that it runs
         if self.config.own_thread:
             from .own_thread import give_own_thread
 
@@ -92,6 +93,7 @@ class AsyncLLM:
         core = self._core
         if core is not None and core.state == "running":
             if core.loop is loop:
+                self._has_starter = True
                 return self
             if not core.loop.is_closed():
                 raise EngineClosedError(f"{self!r} runs on another event loop: close it there first")
@@ -100,7 +102,7 @@ class AsyncLLM:
             self._core = None
         if self._starting is None or self._starting.done() or self._starting.get_loop() is not loop:
             self._starting = loop.create_task(self._begin(), name="aengine-start")
-            self._num_starters = 0
+            self._num_starters, self._has_starter = 0, False
         await self._wait_started(self._starting)
         return self
 
@@ -114,15 +116,28 @@ class AsyncLLM:
         self._num_starters += 1
         try:
             await asyncio.shield(starting)
+            self._has_starter = True
         except asyncio.CancelledError:
             task = asyncio.current_task()
             if starting.cancelled() and not (task is not None and task.cancelling()):
                 raise EngineClosedError(f"{self!r} was closed while it started") from None
             if self._num_starters == 1:
                 await _cancel(starting)
+                await self._undo_start()
             raise
         finally:
             self._num_starters -= 1
+
+    async def _undo_start(self) -> None:
+        """It came up in the same turn of the loop in which its last caller was cancelled: nobody will close it."""
+        core = self._core
+        if core is None or core.state != "running" or self._has_starter:
+            return
+        self._core = None
+        try:
+            await core.aclose(drain=0.0)
+        finally:
+            core.abandon()  # if that was cancelled, too
 
     async def aclose(self, *, drain: float = 0.0) -> None:
         """Close: free the worker, its memory, and everything else. Bounded and idempotent.

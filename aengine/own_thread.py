@@ -56,6 +56,8 @@ class OwnThreadLLM(AsyncLLM):
     stream_class: type[RemoteStream] = RemoteStream
     _thread: LoopThread | None
     _is_changing: threading.Lock  # of _thread
+    _starters: set[object]  # calls of `start` that have not returned
+    _has_caller: bool  # one has, and the engine runs for it
     _arriving: set[str]  # ids of requests that the engine has not seen yet
     _leaving: set[str]  # and of those that it is being told to abort
     _ids: itertools.count[int]
@@ -73,11 +75,29 @@ class OwnThreadLLM(AsyncLLM):
             if thread.is_stopping:
                 await thread.ended()
                 continue
+            me = object()
+            self._starters.add(me)
             try:
                 await thread.run(partial(self._start_on, thread))
+                self._has_caller = True
                 return self
             except LoopEndedError as ended:
                 self._begin_again_after(ended)
+            except asyncio.CancelledError:
+                if self._starters == {me}:
+                    await self._close_unless_started()
+                raise
+            finally:
+                self._starters.discard(me)
+
+    async def _close_unless_started(self) -> None:
+        """It may have come up while its last caller was cancelled: nobody will close it."""
+        if self.state == "running" and not self._has_caller:
+            try:
+                await self.aclose()
+            except BaseException:
+                self.terminate()
+                raise
 
     def start_and_wait(self) -> None:
         while True:
@@ -90,6 +110,7 @@ class OwnThreadLLM(AsyncLLM):
                 continue
             try:
                 thread.wait(partial(self._start_on, thread))
+                self._has_caller = True
                 return
             except LoopEndedError as ended:
                 self._begin_again_after(ended)
@@ -102,6 +123,7 @@ class OwnThreadLLM(AsyncLLM):
         try:
             if self._thread is None or self._thread.has_ended:
                 self._thread = LoopThread("aengine", like)
+                self._has_caller = False
             self._thread.check_process()
             return self._thread
         finally:
@@ -297,6 +319,7 @@ def give_own_thread(engine: AsyncLLM) -> None:
     assert isinstance(engine, OwnThreadLLM)
     engine._thread = None
     engine._is_changing = threading.Lock()
+    engine._starters, engine._has_caller = set(), False
     engine._arriving, engine._leaving = set(), set()
     engine._ids = itertools.count(1)
 

@@ -176,9 +176,29 @@ class Hostile:
         ends = await asyncio.gather(*(self._ask(**wanted) for wanted in attack))
         return await steady, ends
 
+    async def _changes(self, before: list[tuple[int, ...]], after: list[tuple[int, ...]]) -> list[dict[str, float]]:
+        """Where streams have parted, and by how much one id was likelier than the other there: next to nothing where
+        16 bits have rounded otherwise in a batch of another size."""
+        found = []
+        for prompt, one, other in zip(self._prompts, before, after, strict=True):
+            place = next((i for i, (a, b) in enumerate(zip(one, other, strict=True)) if a != b), None)
+            if place is not None:
+                params = SamplingParams(max_tokens=1, ignore_eos=True, temperature=0, logprobs=20)
+                completion = await self._bench.engine.generate([*prompt, *one[:place]], params)
+                likely = {entry.token_id: entry.logprob for entry in completion.logprobs[0]}
+                gap = abs(likely.get(one[place], -99) - likely.get(other[place], -99))
+                found.append({"at": place, "log_probability_gap": round(gap, 4)})
+        return found
+
     async def run(self, rounds: int) -> dict[str, Any]:
         await self.beside(1000)
-        to_alone, to_plain, unchanged, lags, ends = [], [], True, {"alone": [], "attacked": []}, []
+        to_alone, to_plain, changes, lags, ends = (
+            [],
+            [],
+            {"alone": [], "attacked": []},
+            {"alone": [], "attacked": []},
+            [],
+        )
         ids, before = await self.steady()
         for i in range(rounds):
             attacked = asyncio.create_task(self.beside(i))
@@ -187,15 +207,16 @@ class Hostile:
             (_, beside_plain), _ = await self.beside(None)
             alone = asyncio.create_task(self.steady())
             lags["alone"] += await lags_while(alone)
-            _, after = alone.result()
-            unchanged &= attacked_ids == ids
+            alone_ids, after = alone.result()
+            changes["attacked"] += await self._changes(ids, attacked_ids)
+            changes["alone"] += await self._changes(ids, alone_ids)
             to_alone.append(rate / ((before + after) / 2))
             to_plain.append(rate / beside_plain)
             before = after
         names = [*[*HOSTILE][1:], "regex bomb"]
         return {
             "ends": [f"{name}: {end}" for name, end in zip(names, ends, strict=True)],
-            "plain_tokens_unchanged": unchanged,
+            "plain_tokens_changed": changes,
             "plain_rate_attacked_to_alone": round(statistics.median(to_alone), 3),
             "to_beside_as_many_plain_requests": round(statistics.median(to_plain), 3),
             "all": [[round(a, 3), round(b, 3)] for a, b in zip(to_alone, to_plain, strict=True)],

@@ -579,6 +579,45 @@ async def test_cancelling_the_only_starter_undoes_the_start(make_engine: Make) -
             assert len((await engine.generate([1], SamplingParams(max_tokens=2))).token_ids) == 2
 
 
+@pytest.mark.parametrize("others", ["nobody", "waits", "has it", "cancelled"])
+async def test_the_starter_is_cancelled_in_the_turn_in_which_it_is_up(make_engine: Make, others: str) -> None:
+    """Nobody would close it, unless there is another who waits for it, or has been told."""
+    engine = make_engine()
+    starting = asyncio.create_task(engine.start())
+    while engine._starting is None:
+        await asyncio.sleep(0)
+    loop = asyncio.get_running_loop()
+    second = asyncio.create_task(engine.start()) if others in ("waits", "cancelled") else None
+    seen: list[Any] = []
+
+    def interfere(_: Any) -> None:
+        """After the start has ended, before those who wait for it know."""
+        seen.append(engine.state)
+        if others == "has it":
+            seen.append(loop.create_task(engine.start()))
+        starting.cancel()
+        if others == "cancelled":
+            second.cancel()  # type: ignore[union-attr]
+
+    await asyncio.sleep(0)
+    engine._starting.add_done_callback(interfere)
+    with pytest.raises(asyncio.CancelledError):
+        await starting
+    if others == "has it":
+        await seen[1]
+    assert seen[0] == "running"
+    if others == "waits":
+        await second  # type: ignore[misc]
+    if others == "cancelled":
+        with pytest.raises(asyncio.CancelledError):
+            await second  # type: ignore[misc]
+    is_up = others in ("waits", "has it")
+    assert engine.state == ("running" if is_up else "new")
+    async with engine:
+        assert len((await engine.generate([1], SamplingParams(max_tokens=2))).token_ids) == 2
+    assert engine.state == "closed"
+
+
 async def test_closing_while_starting_tells_the_starter(make_engine: Make) -> None:
     engine = make_engine()
     starting = asyncio.create_task(engine.start())

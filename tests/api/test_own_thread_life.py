@@ -6,6 +6,7 @@ import asyncio
 import os
 import random
 import threading
+import time
 import weakref
 from collections.abc import Callable
 from typing import Any
@@ -79,6 +80,30 @@ async def test_cancel_the_start_at_every_await(make: Make) -> None:
             assert len((await engine.generate([1], SamplingParams(max_tokens=2))).token_ids) == 2
     else:
         pytest.fail("never started")
+
+
+@pytest.mark.parametrize("others", ["nobody", "waits", "has it"])
+async def test_the_starter_is_cancelled_while_it_comes_up(make: Make, others: str) -> None:
+    """Before it could hear of it. Nobody would close the engine, unless there is another who waits, or has it."""
+    engine = make()
+    starting = asyncio.create_task(engine.start())
+    second = asyncio.create_task(engine.start()) if others == "waits" else None
+    while engine.state == "new":
+        await asyncio.sleep(0)
+    while engine.state != "running":
+        time.sleep(0.001)  # this loop can't be told meanwhile
+    if others == "has it":
+        thread = threading.Thread(target=engine.start_and_wait)
+        thread.start()
+        thread.join()
+    starting.cancel()
+    with pytest.raises(asyncio.CancelledError):
+        await starting
+    if second is not None:
+        await second
+    assert (engine.state == "running") is (others != "nobody")
+    async with engine:
+        assert len((await engine.generate([1], SamplingParams(max_tokens=2))).token_ids) == 2
 
 
 async def test_cancel_the_close_at_every_await(make: Make) -> None:
