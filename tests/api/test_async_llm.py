@@ -6,6 +6,7 @@ import asyncio
 import gc
 import weakref
 from collections.abc import Callable
+from typing import Any
 
 import pytest
 from conftest_api import settled
