@@ -6,6 +6,8 @@ BIN    := $(VENV)/bin
 STAMP  := $(VENV)/.installed
 PROMPT ?= Name three things that an octopus can do.
 MODEL  ?= smollm2-135m
+# Test processes. An engine of the real model takes two cores and 1 GB, so more is for large machines.
+JOBS   ?= 2
 
 .DEFAULT_GOAL := help
 .PHONY: help install run chat test check bench chaos clean
@@ -30,8 +32,8 @@ run: export PROMPT_TEXT = $(PROMPT)
 chat: $(STAMP) ## a chat in the terminal
 	@$(BIN)/aengine chat '$(MODEL)'
 
-test: $(STAMP) ## the tests
-	$(BIN)/python -m pytest
+test: $(STAMP) ## the tests, JOBS=2 at a time
+	$(BIN)/python -m pytest -n $(JOBS) --dist worksteal
 
 check: $(STAMP) ## lint, types, architecture
 	$(BIN)/ruff check .
