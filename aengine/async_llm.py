@@ -21,11 +21,12 @@ from typing import TYPE_CHECKING, Any
 
 from .config import EngineConfig, StartupProgress
 from .errors import EngineClosedError, InvalidRequestError
-from .params import SamplingParams, StructuredOutput, unknown_name
+from .params import SamplingParams, unknown_name
 
 if TYPE_CHECKING:
     from typing import Self
 
+    from .engine.asked_type import OnUnsupported
     from .engine.call import Call
     from .engine.chat import ChatStream
     from .engine.core import EngineCore
@@ -178,6 +179,7 @@ class AsyncLLM:
         params: SamplingParams | None = None,
         *,
         output_type: Any = None,
+        on_unsupported: OnUnsupported = "error",
         deadline: float | None = None,
         first_token_deadline: float | None = None,
         priority: int = 0,
@@ -192,6 +194,8 @@ class AsyncLLM:
             params: how to sample and when to stop.
             output_type: a pydantic model, or any type that pydantic can describe. The text will be its JSON;
                 ``stream.partial`` is what it says so far, ``completion.parsed`` the value.
+            on_unsupported: what becomes of a keyword of its schema that can't be enforced: a GrammarError, or with
+                "relax" a warning on the completion. The value is validated in any case.
             deadline: seconds from now by which the whole completion must be there.
             first_token_deadline: seconds from now by which its first token must be there (of n completions: of any);
                 it has no say after that.
@@ -213,6 +217,7 @@ class AsyncLLM:
             prompt,
             params,
             output_type=output_type,
+            on_unsupported=on_unsupported,
             deadline=deadline,
             first_token_deadline=first_token_deadline,
             priority=priority,
@@ -227,6 +232,7 @@ class AsyncLLM:
         params: SamplingParams | None = None,
         *,
         output_type: Any = None,
+        on_unsupported: OnUnsupported = "error",
         deadline: float | None = None,
         first_token_deadline: float | None = None,
         priority: int = 0,
@@ -241,6 +247,7 @@ class AsyncLLM:
             prompt,
             params,
             output_type=output_type,
+            on_unsupported=on_unsupported,
             deadline=deadline,
             first_token_deadline=first_token_deadline,
             priority=priority,
@@ -259,6 +266,7 @@ class AsyncLLM:
         tool_choice: Any = None,
         parallel_tool_calls: bool | None = None,
         output_type: Any = None,
+        on_unsupported: OnUnsupported = "error",
         **options: Any,
     ) -> Completion:
         """The answer to chat messages, whole. Arguments and errors as of `stream_chat`.
@@ -266,8 +274,16 @@ class AsyncLLM:
         ``completion.message`` has its content, reasoning and tool calls; ``completion.parsed`` the value of an
         ``output_type``, if the answer was one.
         """
-        chat = {"tools": tools, "tool_choice": tool_choice, "parallel_tool_calls": parallel_tool_calls}
-        stream = await self.stream_chat(messages, params, output_type=output_type, **chat, **options)
+        stream = await self.stream_chat(
+            messages,
+            params,
+            tools=tools,
+            tool_choice=tool_choice,
+            parallel_tool_calls=parallel_tool_calls,
+            output_type=output_type,
+            on_unsupported=on_unsupported,
+            **options,
+        )
         async with stream:
             return await stream.wait()
 
@@ -280,16 +296,19 @@ class AsyncLLM:
         tool_choice: Any = None,
         parallel_tool_calls: bool | None = None,
         output_type: Any = None,
+        on_unsupported: OnUnsupported = "error",
         **options: Any,
     ) -> ChatStream:
-        """Begin to answer chat messages, with tools and a type for the answer in one grammar, after reasoning.
+        """Begin to answer chat messages, with tools and a shape for the answer in one grammar, after reasoning.
 
         Args:
             messages: ``[{"role": "user", "content": "..."}]``, also with role "tool" and "tool_calls" as OpenAI's.
             tools: Python functions, OpenAI's dicts, or `aengine.chat.Tool`.
             tool_choice: "none", "auto" (the default), "required", or a tool's name.
             parallel_tool_calls: several calls in one answer. None: as the model's chat template allows.
-            output_type: as of `stream`; the answer is JSON of it, unless tools are called.
+            output_type: as of `stream`; the answer is JSON of it, unless tools are called. Or give another shape in
+                ``params.structured_output``: a JSON schema, a regex, a choice.
+            on_unsupported: of the tools' schemas and the answer's: "error", or "relax" as in `StructuredOutput`.
             options: deadline, first_token_deadline, priority, request_id, cache_salt, as of `stream`. The deadlines
                 count from this call, and what it takes to prepare the chat counts too.
 
@@ -298,25 +317,29 @@ class AsyncLLM:
             GrammarError: a tool's parameters or the type can't be held; it names which.
             DeadlineExceededError: as of `stream`; also here.
         """
-        from .engine.chat import ChatStream, plan_within
+        from .engine.chat import ChatRequest, ChatStream, plan_within
 
         core = self._running_core()
-        if not isinstance(messages, Sequence) or not all(isinstance(m, Mapping) for m in messages):
-            raise InvalidRequestError(
-                "chat needs a list of messages such as {'role': 'user', 'content': '...'}", param="messages"
-            )
+        params = SamplingParams() if params is None else params
+        asked = ChatRequest.of(
+            params,
+            messages=messages,
+            tools=tools,
+            tool_choice=tool_choice,
+            parallel_tool_calls=parallel_tool_calls,
+            output_type=output_type,
+            on_unsupported=on_unsupported,
+        )
         tokenizer, grammars = core.tokenizer, core.grammars
         if tokenizer is None or grammars is None:
             raise InvalidRequestError("a chat needs a tokenizer: start without skip_tokenizer=True", param="messages")
-        params = SamplingParams() if params is None else params
-        _check_chat_params(params, parallel_tool_calls)
         settings = _all(options)
         core.admission.check_options(params, **settings)
-        asked = (tokenizer, messages, tools, tool_choice, parallel_tool_calls, output_type)
         begun = core.loop.time()
         with core.admission.reserved():
-            plan = await plan_within(settings["deadline"], settings["first_token_deadline"], grammars, *asked)
+            plan = await plan_within(settings["deadline"], settings["first_token_deadline"], grammars, tokenizer, asked)
         core = self._running_core()
+        params = params.replace(structured_output=None)  # the plan has it
         call = core.admission.submit(
             plan.prompt, params, final_only=False, constraint=plan.spec, since=begun, **settings
         )
@@ -387,10 +410,19 @@ class AsyncLLM:
     # -- internals
 
     def _submit(
-        self, prompt: Prompt, params: SamplingParams | None, *, output_type: Any, final_only: bool, **options: Any
+        self,
+        prompt: Prompt,
+        params: SamplingParams | None,
+        *,
+        output_type: Any,
+        on_unsupported: OnUnsupported,
+        final_only: bool,
+        **options: Any,
     ) -> TokenStream:
+        from .engine.asked_type import with_output_type
+
         core = self._running_core()
-        params, shape = with_output_type(output_type, params)
+        params, shape = with_output_type(output_type, on_unsupported, params)
         call = core.admission.submit(prompt, params, final_only=final_only, **shape, **options)
         return self._stream_of(core, call)
 
@@ -464,34 +496,3 @@ def _all(options: dict[str, Any]) -> dict[str, Any]:
         if name not in _OPTIONS:
             raise InvalidRequestError(unknown_name(name, set(_OPTIONS)), param=name)
     return _OPTIONS | options
-
-
-def _check_chat_params(params: SamplingParams, parallel_tool_calls: object) -> None:
-    if parallel_tool_calls is not None and not isinstance(parallel_tool_calls, bool):
-        raise InvalidRequestError("parallel_tool_calls must be True, False or None", param="parallel_tool_calls")
-    if not isinstance(params, SamplingParams):
-        raise InvalidRequestError(f"params must be SamplingParams, not {type(params).__name__}", param="params")
-    if params.n != 1:
-        raise InvalidRequestError("a chat gives one answer: use generate() for n > 1", param="n")
-    if params.structured_output is not None:
-        raise InvalidRequestError("give a chat an output_type, not structured_output", param="structured_output")
-    if not params.detokenize:
-        raise InvalidRequestError("a chat needs the text: detokenize must be True", param="detokenize")
-
-
-def with_output_type(output_type: Any, params: SamplingParams | None) -> tuple[SamplingParams, dict[str, Any]]:
-    """The parameters, and what `Admission.submit` is told of the type beside them. Raises InvalidRequestError."""
-    if params is None:
-        params = SamplingParams()
-    if output_type is None or not isinstance(params, SamplingParams):  # what is no SamplingParams is refused later
-        return params, {}
-    from .grammar.output_type import OutputType
-
-    known = OutputType.known(output_type)
-    if not params.detokenize:
-        raise InvalidRequestError("output_type needs the text: detokenize must be True", param="detokenize")
-    if params.structured_output is not None:
-        raise InvalidRequestError("give output_type or params.structured_output, not both", param="output_type")
-    if known is None:  # to be described in a thread
-        return params, {"asked_type": output_type}
-    return params.replace(structured_output=StructuredOutput(json_schema=known.schema_text)), {"output_type": known}

@@ -108,6 +108,11 @@ class ChatIterator(_Blocking["Delta"]):
         message: ChatMessage = self._stream.message
         return message
 
+    @property
+    def partial(self) -> Any:
+        """See `ChatStream.partial`."""
+        return self._stream.partial
+
 
 class Batch:
     """A list of prompts on its way through the engine, ``window`` of them at a time.

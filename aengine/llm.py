@@ -27,6 +27,7 @@ from .params import SamplingParams
 if TYPE_CHECKING:
     from typing import Self
 
+    from .engine.asked_type import OnUnsupported
     from .engine.metrics import Statistics
     from .engine.prompt import Prompt
 
@@ -103,6 +104,7 @@ class LLM:
         params: SamplingParams | Sequence[SamplingParams] | None = None,
         *,
         output_type: Any = None,
+        on_unsupported: OnUnsupported = "error",
         deadline: float | None = None,
         first_token_deadline: float | None = None,
         priority: int = 0,
@@ -115,9 +117,9 @@ class LLM:
         Args:
             prompts: one prompt (a text, token ids, or chat messages, as of `AsyncLLM.stream`), or a list of them.
             params: for all, or a list with one for each.
-            output_type, deadline, first_token_deadline, priority, cache_salt: for each, as of `AsyncLLM.stream`. A
-                deadline counts from when the engine takes the prompt in; of a long list it takes in some hundreds at a
-                time.
+            output_type, on_unsupported, deadline, first_token_deadline, priority, cache_salt: for each, as of
+                `AsyncLLM.stream`. A deadline counts from when the engine takes the prompt in; of a long list it takes
+                in some hundreds at a time.
             progress: of a list; True: a line on stderr, if that is a terminal; or a function of yours that is called,
                 in this thread, with the numbers of completions that are done and of all.
             return_exceptions: of a list; True: an error takes the place of its completion. False: the first ends the
@@ -129,6 +131,7 @@ class LLM:
         check_no_loop()
         options: dict[str, Any] = {
             "output_type": output_type,
+            "on_unsupported": on_unsupported,
             "deadline": deadline,
             "first_token_deadline": first_token_deadline,
             "priority": priority,
@@ -150,6 +153,7 @@ class LLM:
         params: SamplingParams | None = None,
         *,
         output_type: Any = None,
+        on_unsupported: OnUnsupported = "error",
         deadline: float | None = None,
         first_token_deadline: float | None = None,
         priority: int = 0,
@@ -163,6 +167,7 @@ class LLM:
             params,
             final_only=False,
             output_type=output_type,
+            on_unsupported=on_unsupported,
             deadline=deadline,
             first_token_deadline=first_token_deadline,
             priority=priority,

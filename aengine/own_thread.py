@@ -22,7 +22,8 @@ from functools import partial
 from typing import TYPE_CHECKING, Any, TypeVar
 from weakref import WeakMethod
 
-from .async_llm import AsyncLLM, with_output_type
+from .async_llm import AsyncLLM
+from .engine.asked_type import OnUnsupported, with_output_type
 from .engine.core import EngineCore
 from .engine.loop_thread import LoopEndedError, LoopThread
 from .engine.remote_stream import RemoteStream
@@ -220,10 +221,17 @@ class OwnThreadLLM(AsyncLLM):
     # -- internals
 
     def _submit(
-        self, prompt: Prompt, params: SamplingParams | None, *, output_type: Any, final_only: bool, **options: Any
+        self,
+        prompt: Prompt,
+        params: SamplingParams | None,
+        *,
+        output_type: Any,
+        on_unsupported: OnUnsupported,
+        final_only: bool,
+        **options: Any,
     ) -> RemoteStream:
         core, thread = self._running()
-        params, shape = with_output_type(output_type, params)
+        params, shape = with_output_type(output_type, on_unsupported, params)
         prompt = core.admission.check(prompt, params, **options)
         core.admission.check_room(len(self._arriving))
         request_id = options["request_id"] = options["request_id"] or f"own-{next(self._ids)}"

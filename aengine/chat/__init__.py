@@ -1,13 +1,13 @@
-"""Chat completions of several parts: reasoning, text, tool calls, and answers of a schema.
+"""Chat completions of several parts: reasoning, text, tool calls, and answers of a shape.
 
-    messages, tools, schema ──compose──> GrammarSpec     what the completion may be
-                                              │
+    messages, tools, shape ──compose──> GrammarSpec      what the completion may be
+                                             │
     completion, as it streams ─ChatParser─> deltas       what it says
 
 Both read the same `ToolFormat` and `ReasoningFormat`. Nothing here knows of the engine.
 """
 
-from .compose import blame, compose, suspects
+from .compose import blame, compose, left_out, suspects
 from .formats import FORMATS, ReasoningFormat, ToolFormat, detect
 from .messages import (
     ChatMessage,
@@ -40,6 +40,7 @@ __all__ = [
     "blame",
     "compose",
     "detect",
+    "left_out",
     "suspects",
     "tools_of",
 ]

@@ -1,14 +1,15 @@
-"""`compose`: reasoning, then text, tool calls or an answer of a schema, as one grammar.
+"""`compose`: reasoning, then text, tool calls or an answer of a shape, as one grammar.
 
     start: reasoning? answer
 
-    tool_choice   answer without a schema                   with one
-    none          text that calls nothing                   the schema
-    auto          text and calls, as the format has them    calls, or else the schema
+    tool_choice   answer without a shape                    with one
+    none          text that calls nothing                   the shape
+    auto          text and calls, as the format has them    calls, or else the shape
     required      calls, at least one                       calls, at least one
     a name        one call of that tool                     one call of that tool
 
-Reasoning is there if the model has it. It is optional, unless the prompt began it.
+Reasoning is there if the model has it. It is optional, unless the prompt began it. The shape is a JSON schema, a regex
+or a choice of texts; a grammar can't be composed with anything, and neither can what is for another library.
 """
 
 from __future__ import annotations
@@ -17,14 +18,24 @@ import json
 from collections.abc import Callable, Sequence
 from typing import Any
 
-from ..errors import GrammarError
+from ..errors import GrammarError, InvalidRequestError
+from ..grammar.llguidance_json import leave_out_counts
 from ..grammar.spec import GrammarSpec
 from .calls import Calls
 from .formats import Markers, ReasoningFormat, TokenId, ToolFormat
-from .lark import ANY, BLANK_CLASS, inline_schema, literal_regex, symbols, text_lexeme
+from .lark import (
+    ANY,
+    BLANK_CLASS,
+    choice_lexeme,
+    inline_schema,
+    literal_regex,
+    regex_lexeme,
+    symbols,
+    text_lexeme,
+)
 from .tools import Tool, ToolChoice
 
-__all__ = ["blame", "compose", "suspects"]
+__all__ = ["blame", "compose", "left_out", "suspects"]
 
 
 def compose(
@@ -34,23 +45,31 @@ def compose(
     parallel: bool,
     tool_format: ToolFormat,
     reasoning: ReasoningFormat | None,
-    schema: str | None,
+    shape: GrammarSpec | None,
     token_id: TokenId,
     relax: bool = False,
 ) -> GrammarSpec | None:
     """The grammar of a chat completion, or None where anything goes.
 
-    ``parallel``: several calls in one answer; ``schema``: JSON text of the answer's JSON schema; ``relax``: leave out
-    keywords of schemas that can't be enforced. Raises GrammarError if ``schema`` is not one.
+    ``parallel``: several calls in one answer; ``shape``: of an answer that calls nothing, as `spec_of` makes it;
+    ``relax``: leave out keywords of the tools' schemas that can't be enforced.
+
+    Raises:
+        GrammarError: no text has the ``shape``.
+        InvalidRequestError: it can't stand beside reasoning or calls.
     """
-    if not tools and schema is None:
+    if not tools and shape is None:
         return None
+    callable_tools = tool_choice.allowed(tools)
+    if shape is not None and reasoning is None and not callable_tools:
+        return shape
+    if shape is not None:
+        _check_composable(shape, "tools" if callable_tools else "the reasoning of this model")
     markers = Markers.of(tool_format, reasoning, token_id)
-    calls = Calls(tool_choice.allowed(tools), tool_format, markers, parallel and tool_choice.mode != "named", relax)
-    composer = _Composer(calls, tool_choice, tool_format, reasoning, markers)
-    if schema is not None and tool_choice.mode in ("none", "auto"):
-        composer.answer_schema = _answer_schema(schema)
-    return GrammarSpec(kind="lark", text=composer.grammar(), relax=relax)
+    calls = Calls(callable_tools, tool_format, markers, parallel and tool_choice.mode != "named", relax)
+    composer = _Composer(calls, tool_choice, tool_format, reasoning, markers, shape)
+    is_relaxed = relax or (shape is not None and shape.relax)
+    return GrammarSpec(kind="lark", text=composer.grammar(), relax=is_relaxed)
 
 
 def blame(
@@ -58,14 +77,14 @@ def blame(
     compile_spec: Callable[[GrammarSpec], object],
     *,
     tools: Sequence[Tool],
-    schema: str | None,
+    shape: GrammarSpec | None,
     relax: bool = False,
 ) -> GrammarError:
-    """Whose fault it is that a composed grammar was refused with ``error``: each schema is compiled by itself.
+    """Whose fault it is that a composed grammar was refused with ``error``: each part is compiled by itself.
 
     Blocking, so for the thread that compiles. Returns an error that names the tool, or the one given.
     """
-    for owner, spec in suspects(tools=tools, schema=schema, relax=relax):
+    for owner, spec in suspects(tools=tools, shape=shape, relax=relax):
         try:
             compile_spec(spec)
         except GrammarError as found:
@@ -73,26 +92,49 @@ def blame(
     return error
 
 
-def suspects(*, tools: Sequence[Tool], schema: str | None, relax: bool = False) -> list[tuple[str, GrammarSpec]]:
+def suspects(*, tools: Sequence[Tool], shape: GrammarSpec | None, relax: bool = False) -> list[tuple[str, GrammarSpec]]:
     """The parts of a composed grammar, each with whose it is, to be compiled by itself when the whole is refused."""
-    parts = [(f"the parameters of the tool {tool.name!r}", json.dumps(tool.argument_schema)) for tool in tools]
-    if schema is not None:
-        parts.append(("the schema of the answer", schema))
-    return [(owner, GrammarSpec(kind="json_schema", text=text, relax=relax)) for owner, text in parts]
+    parts = [
+        (
+            f"the parameters of the tool {tool.name!r}",
+            GrammarSpec(kind="json_schema", text=json.dumps(tool.argument_schema), relax=relax),
+        )
+        for tool in tools
+    ]
+    return parts if shape is None else [*parts, (_SHAPES.get(shape.kind, "the answer"), shape)]
 
 
-def _answer_schema(text: str) -> dict[str, Any]:
-    try:
-        schema = json.loads(text)
-    except ValueError as error:
-        raise GrammarError(f"the JSON schema is not JSON: {error}", kind="invalid") from None
+def left_out(*, tools: Sequence[Tool], shape: GrammarSpec | None, relax: bool) -> tuple[str, ...]:
+    """What of a relaxed grammar's schemas is not enforced, as far as its library does not say so itself."""
+    warnings: list[str] = []
+    for owner, spec in suspects(tools=tools, shape=shape, relax=relax):
+        if spec.relax and spec.kind == "json_schema" and 'Properties":' in spec.text:
+            warnings += (f"{owner}: {text}" for text in leave_out_counts(json.loads(spec.text)))
+    return tuple(warnings)
+
+
+_SHAPES = {"json_schema": "the schema of the answer", "regex": "the regex of the answer"}
+
+
+def _check_composable(shape: GrammarSpec, beside: str) -> None:
+    if shape.kind in ("lark", "ebnf"):
+        wrong = "its grammar"
+    elif shape.backend != "llguidance":
+        wrong = f"backend={shape.backend!r}"
+    else:
+        return
+    raise InvalidRequestError(
+        f"structured_output can't be composed with {beside}: {wrong} stands for itself; "
+        "give a json_schema, a regex or a choice, with the default backend",
+        param="structured_output",
+    )
+
+
+def _schema_of(text: str) -> dict[str, Any]:
+    schema = json.loads(text)
     if schema is False:
         raise GrammarError("the JSON schema is false, which no value fits", kind="unsatisfiable", path="$")
-    if schema is True:
-        return {}
-    if not isinstance(schema, dict):
-        raise GrammarError("a JSON schema is an object, true or false", kind="invalid", path="$")
-    return schema
+    return {} if schema is True else schema
 
 
 class _Composer:
@@ -105,11 +147,12 @@ class _Composer:
         tool_format: ToolFormat,
         reasoning: ReasoningFormat | None,
         markers: Markers,
+        shape: GrammarSpec | None,
     ) -> None:
         self.calls = calls
         self.may_call = bool(calls.tools)
         self.must_call = tool_choice.mode in ("required", "named")
-        self.answer_schema: dict[str, Any] | None = None
+        self.shape = None if self.must_call else shape
         self.format = tool_format
         self.reasoning = reasoning
         self.markers = markers
@@ -144,19 +187,35 @@ class _Composer:
     def answer(self, where: str, begin: str) -> str:
         """What an answer is; ``begin``: of reasoning, where text can't begin with it."""
         blanks = ""
-        if where == "after" and (self.must_call or self.answer_schema is not None):
+        if where == "after" and (self.must_call or self.shape is not None):
             self.rules["BLANKS"] = f"/{BLANK_CLASS}{{1,4}}/"  # few, so that no model loops on them
             blanks = "BLANKS? "
         if self.must_call:
             return blanks + self.calls.group()
-        if self.answer_schema is not None:
-            self.rules["answer"] = inline_schema(self.answer_schema, relax=self.calls.relax)
-            return f"{blanks}({self.calls.group(beside_json=True)} | answer)" if self.may_call else f"{blanks}answer"
+        if self.shape is not None:
+            shaped = self.shaped(self.shape, where, begin)
+            if not self.may_call:
+                return blanks + shaped
+            return f"{blanks}({self.calls.group(beside_json=self.shape.kind == 'json_schema')} | {shaped})"
         if self.format.text == "instead":
             return self.text_or_calls(where, begin)
         if not self.may_call:
             return self.text(where, begin) + "?"
         return self.text_and_calls(where, begin)
+
+    def shaped(self, shape: GrammarSpec, where: str, begin: str) -> str:
+        """An answer of the shape; the name of its rule or lexeme."""
+        if shape.kind == "json_schema":
+            schema = _schema_of(shape.text)
+            self.rules["answer"] = inline_schema(schema, relax=shape.relax, whitespace=shape.whitespace)
+            return "answer"
+        name = f"ANSWER_{where.upper()}"
+        not_first = [*(self.text_triggers if self.may_call else ()), *[begin] * bool(begin)]
+        if shape.kind == "choice":
+            self.rules[name] = choice_lexeme(json.loads(shape.text), not_first)
+        else:
+            self.rules[name] = regex_lexeme(shape.text, not_first)
+        return name
 
     def text(self, where: str, begin: str) -> str:
         """Free text without the triggers; the name of its lexeme."""

@@ -7,14 +7,28 @@ either of them ends; that is why free text *excludes* what begins a call (`text_
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Mapping, Sequence
-from typing import Any
+from typing import Any, Literal
 
+from ..errors import GrammarError
+from ..grammar.llguidance_json import json_options, leave_out_counts
 from .formats import BLANKS, Markers
 
-__all__ = ["BLANK_CLASS", "inline_schema", "literal", "literal_regex", "symbols", "text_lexeme"]
+__all__ = [
+    "BLANK_CLASS",
+    "choice_lexeme",
+    "inline_schema",
+    "literal",
+    "literal_regex",
+    "regex_lexeme",
+    "symbols",
+    "text_lexeme",
+]
 
 ANY = "(?s:.*)"
+_REGEX_ATOM = re.compile(r"\\?.|\\\Z", re.DOTALL)
+_BLANK_ESCAPES = {"\n": "\\n", "\r": "\\r", "\t": "\\t"}
 BLANK_CLASS = "[" + "".join(f"\\x{ord(letter):02x}" for letter in BLANKS) + "]"
 
 
@@ -54,20 +68,39 @@ def text_lexeme(without: Sequence[str], not_first: Sequence[str] = (), *, after_
 
     ``after_blanks``: nor do blanks and then one of ``not_first``.
     """
-    blanks = BLANK_CLASS + "*" if after_blanks else ""
-    excluded = [f" & ~/{ANY}{literal_regex(text)}{ANY}/" for text in without]
-    excluded += [f" & ~/{blanks}{literal_regex(text)}{ANY}/" for text in not_first]
-    return "/(?s:.+)/" + "".join(excluded)
+    excluded = "".join(f" & ~/{ANY}{literal_regex(text)}{ANY}/" for text in without)
+    return "/(?s:.+)/" + excluded + _without_first(not_first, BLANK_CLASS + "*" if after_blanks else "")
 
 
-def inline_schema(schema: Mapping[str, Any], *, relax: bool) -> str:
+def regex_lexeme(pattern: str, not_first: Sequence[str] = ()) -> str:
+    """A text that the whole ``pattern`` matches, and that begins with none of ``not_first``.
+
+    Raises GrammarError if the pattern ends in the midst of an escape: it would take what comes after it for its own.
+    """
+    written = []
+    for match in _REGEX_ATOM.finditer(pattern):
+        atom = match[0]
+        if atom == "\\":
+            raise GrammarError("the regex can't be used: it ends with a lone backslash", kind="invalid")
+        if atom[-1] in _BLANK_ESCAPES:  # a backslash before it means nothing
+            atom = _BLANK_ESCAPES[atom[-1]]
+        written.append("\\/" if atom == "/" else atom)
+    return f"/{''.join(written) or '(?:)'}/" + _without_first(not_first)
+
+
+def choice_lexeme(options: Sequence[str], not_first: Sequence[str] = ()) -> str:
+    """One of the texts, if it begins with none of ``not_first``."""
+    return f"({' | '.join(map(literal, options))})" + _without_first(not_first)
+
+
+def _without_first(texts: Sequence[str], blanks: str = "") -> str:
+    return "".join(f" & ~/{blanks}{literal_regex(text)}{ANY}/" for text in texts)
+
+
+def inline_schema(schema: Mapping[str, Any], *, relax: bool, whitespace: Literal["compact", "any"] = "compact") -> str:
     """A JSON schema in place of a rule. The options of the library are ours alone."""
-    options = {
-        "whitespace_flexible": False,
-        "item_separator": ", ",
-        "key_separator": ": ",
-        "lenient": relax,
-        "coerce_one_of": relax,
-    }
     own = {key: value for key, value in schema.items() if key != "x-guidance"}
-    return "%json " + json.dumps({"x-guidance": options, **own})
+    if relax:
+        own = json.loads(json.dumps(own))
+        leave_out_counts(own)
+    return "%json " + json.dumps({"x-guidance": json_options(whitespace, relax=relax), **own})

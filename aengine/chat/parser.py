@@ -39,15 +39,15 @@ class ChatParser:
         tool_format: ToolFormat | None,
         reasoning: ReasoningFormat | None,
         tools: Sequence[Tool],
-        has_schema: bool,
+        has_shape: bool,
         token_id: TokenId,
     ) -> None:
-        """``token_id`` as for `compose`; ``has_schema``: an answer without calls is JSON, so calls only stand first."""
+        """``token_id`` as for `compose`; ``has_shape``: an answer without calls has one, so calls only stand first."""
         self._markers = markers = Markers.of(tool_format, reasoning, token_id)
         self._sentinels = {known: (name, markers.encode(name)) for name, known in markers.ids}
         self._format = tool_format if tools else None
         self._names = [tool.name for tool in tools]
-        self._scans = self._format is not None and self._format.text != "instead" and not has_schema
+        self._scans = self._format is not None and self._format.text != "instead" and not has_shape
         self._triggers: dict[str, dict[str, str]] = {}
         self._next_heads: dict[str, str] = {}
         self._ends: list[str] = []

@@ -27,7 +27,8 @@ from ..errors import (
     InvalidRequestError,
 )
 from ..outputs import FinishReason
-from ..params import SamplingParams, StructuredOutput, is_unicode, shown
+from ..params import SamplingParams, is_unicode, shown
+from .asked_type import AskedType
 from .bitmasks import RequestGrammar
 from .call import Call, Limits
 from .metrics import Counters
@@ -94,7 +95,7 @@ class Admission:
         final_only: bool,
         constraint: GrammarSpec | None = None,
         output_type: OutputType | None = None,
-        asked_type: Any = None,
+        asked_type: AskedType | None = None,
         since: float | None = None,
     ) -> Call:
         """Check what can be checked at once, and register. Nothing is awaited here.
@@ -247,9 +248,8 @@ class Admission:
             if self._grammars is None:
                 raise GrammarError("a grammar needs a tokenizer: start without skip_tokenizer=True", kind="unsupported")
             if call.asked_type is not None:
-                wanted, call.asked_type = await self._grammars.run(_described, call.asked_type), None
-                call.mailbox.output_type = wanted
-                call.constraint = StructuredOutput(json_schema=wanted.schema_text)
+                call.mailbox.output_type, call.constraint = await self._grammars.run(call.asked_type.described)
+                call.asked_type = None
             assert call.constraint is not None
             call.compiled = await self._grammars.prepare(call.constraint)
         except AEngineError as ours:
@@ -482,12 +482,3 @@ class Admission:
 def _nth_seed(seed: int, index: int) -> int:
     """seed + index, wrapped to 64 bits with sign."""
     return (seed + index + 2**63) % 2**64 - 2**63
-
-
-def _described(asked_type: Any) -> OutputType:
-    from ..grammar.output_type import OutputType
-
-    try:
-        return OutputType.of(asked_type)
-    except (SystemExit, KeyboardInterrupt) as error:  # of the type's own hooks: they would end the host's loop
-        raise InvalidRequestError(f"output_type can't be described: {error!r}", param="output_type") from error

@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import asyncio
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from ..params import SamplingParams, StructuredOutput
+from .asked_type import AskedType
 from .prompt import Prompt
 from .request import Request
 from .stream import Mailbox
@@ -44,7 +45,7 @@ class Call:
     requests: list[Request] = field(default_factory=list)
     num_left: int = 0  # requests that have not ended
     timers: tuple[asyncio.TimerHandle, ...] = ()  # of its limits in time
-    asked_type: Any = None  # a type whose schema has not been made yet: it will be the constraint
+    asked_type: AskedType | None = None  # it will be the constraint
     constraint: StructuredOutput | GrammarSpec | None = None
     compiled: Compiled | None = None  # of the constraint
     preparing: asyncio.Task[None] | None = None

@@ -1,12 +1,13 @@
 """Chats with tools, reasoning and a schema, over the engine's plain streams.
 
-messages, tools, schema ──plan_chat (a thread)──> prompt ids + GrammarSpec ──submit──> TokenStream
+ChatRequest ──plan_chat (a thread)──> ChatPlan: prompt ids + GrammarSpec ──submit──> TokenStream
 ChatStream: token ──ChatParser──> deltas, and at the end a ChatMessage
 """
 
 from __future__ import annotations
 
 import asyncio
+import contextlib
 from collections import deque
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -18,19 +19,24 @@ from ..chat import (
     ChatParser,
     Delta,
     ReasoningFormat,
+    TextDelta,
     Tool,
     ToolChoice,
     ToolFormat,
     compose,
     detect,
+    left_out,
     suspects,
     tools_of,
 )
 from ..chat.history import with_instructions, written_out
 from ..errors import DeadlineExceededError, GrammarError, InvalidRequestError
 from ..grammar.output_type import OutputType
-from ..grammar.spec import GrammarSpec
+from ..grammar.partial import PartialJson
+from ..grammar.spec import GrammarSpec, spec_of
 from ..outputs import Completion, FinishReason
+from ..params import SamplingParams, StructuredOutput
+from .asked_type import OnUnsupported, check_on_unsupported, constraint_of
 from .chat_template import check_messages
 from .stream import TokenStream
 from .structured import GrammarService
@@ -39,7 +45,59 @@ from .tokenizer import Tokenizer
 if TYPE_CHECKING:
     from typing import Self
 
-__all__ = ["ChatPlan", "ChatStream", "check_grammar", "plan_chat", "plan_within"]
+__all__ = ["ChatPlan", "ChatRequest", "ChatStream", "check_grammar", "plan_chat", "plan_within"]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ChatRequest:
+    """What a caller asks for, besides how to sample. Raises InvalidRequestError for what can be told at once."""
+
+    messages: Sequence[Mapping[str, Any]]
+    tools: Sequence[Any] | None = None
+    tool_choice: Any = None
+    parallel_tool_calls: bool | None = None
+    output_type: Any = None
+    structured_output: StructuredOutput | None = None
+    """The shape of the answer, if it is not that of ``output_type``."""
+    on_unsupported: OnUnsupported = "error"
+    """Of the tools' schemas and the answer's."""
+
+    def __post_init__(self) -> None:
+        messages, parallel = self.messages, self.parallel_tool_calls
+        if not isinstance(messages, Sequence) or not all(isinstance(m, Mapping) for m in messages):
+            raise InvalidRequestError(
+                "chat needs a list of messages such as {'role': 'user', 'content': '...'}", param="messages"
+            )
+        if parallel is not None and not isinstance(parallel, bool):
+            raise InvalidRequestError("parallel_tool_calls must be True, False or None", param="parallel_tool_calls")
+        if self.output_type is not None and self.structured_output is not None:
+            raise InvalidRequestError("give output_type or params.structured_output, not both", param="output_type")
+        check_on_unsupported(self.on_unsupported)
+
+    @classmethod
+    def of(cls, params: SamplingParams, **asked: Any) -> ChatRequest:
+        """Raises InvalidRequestError, also for parameters that no chat can have."""
+        if not isinstance(params, SamplingParams):
+            raise InvalidRequestError(f"params must be SamplingParams, not {type(params).__name__}", param="params")
+        if params.n != 1:
+            raise InvalidRequestError("a chat gives one answer: use generate() for n > 1", param="n")
+        if not params.detokenize:
+            raise InvalidRequestError("a chat needs the text: detokenize must be True", param="detokenize")
+        return cls(structured_output=params.structured_output, **asked)
+
+    @property
+    def is_relaxed(self) -> bool:
+        return self.on_unsupported == "relax"
+
+    def shape(self) -> tuple[GrammarSpec | None, OutputType | None]:
+        """Of an answer that calls no tool, and the type that it has. Raises GrammarError and InvalidRequestError."""
+        wanted, known = self.structured_output, None
+        if self.output_type is not None:
+            known = OutputType.of(self.output_type)
+            wanted = constraint_of(known, self.on_unsupported)
+        if wanted is None:
+            return None, None
+        return spec_of(replace(wanted, on_unsupported="relax") if self.is_relaxed else wanted), known
 
 
 @dataclass(frozen=True, slots=True)
@@ -48,24 +106,21 @@ class ChatPlan:
 
     prompt: list[int]
     spec: GrammarSpec | None
+    shape: GrammarSpec | None  # of an answer that calls nothing; a part of the spec
     tools: tuple[Tool, ...]  # that the answer may call
     tool_format: ToolFormat
     reasoning: ReasoningFormat | None
     output_type: OutputType | None
+    is_relaxed: bool
+    warnings: tuple[str, ...]
 
 
-def plan_chat(
-    tokenizer: Tokenizer,
-    messages: Sequence[Mapping[str, Any]],
-    tools: Sequence[Any] | None,
-    tool_choice: Any,
-    parallel: bool | None,
-    output_type: Any,
-) -> ChatPlan:
+def plan_chat(tokenizer: Tokenizer, asked: ChatRequest) -> ChatPlan:
     """Blocking, for a thread: large schemas take their time. Raises InvalidRequestError and GrammarError."""
-    known = tools_of(tools)
-    choice = ToolChoice.of(tool_choice, known)
-    wanted = None if output_type is None else OutputType.of(output_type)
+    known = tools_of(asked.tools)
+    choice = ToolChoice.of(asked.tool_choice, known)
+    shape, output_type = asked.shape()
+    messages, parallel = asked.messages, asked.parallel_tool_calls
     check_messages(messages)
     tool_format, reasoning = detect(tokenizer.chat_template_source)
     shown = [tool.for_template() for tool in known]
@@ -84,11 +139,22 @@ def plan_chat(
         parallel=tool_format.parallel if parallel is None else parallel,
         tool_format=tool_format,
         reasoning=reasoning,
-        schema=None if wanted is None else wanted.schema_text,
+        shape=shape,
         token_id=tokenizer.control_token_id,
+        relax=asked.is_relaxed,
     )
-    prompt = tokenizer.encode(text, add_special_tokens=False)
-    return ChatPlan(prompt, spec, choice.allowed(known), tool_format, reasoning, wanted)
+    return ChatPlan(
+        prompt=tokenizer.encode(text, add_special_tokens=False),
+        spec=spec,
+        shape=shape,
+        tools=choice.allowed(known),
+        tool_format=tool_format,
+        reasoning=reasoning,
+        output_type=output_type,
+        is_relaxed=asked.is_relaxed,
+        # what stands for itself is looked after by the library
+        warnings=() if spec is shape else left_out(tools=choice.allowed(known), shape=shape, relax=asked.is_relaxed),
+    )
 
 
 def _takes_system(tokenizer: Tokenizer) -> bool:
@@ -109,8 +175,7 @@ async def check_grammar(grammars: GrammarService, plan: ChatPlan) -> None:
     except GrammarError as error:
         if error.kind == "too_complex":  # the parts would take as long
             raise
-        schema = None if plan.output_type is None else plan.output_type.schema_text
-        for owner, spec in suspects(tools=plan.tools, schema=schema):
+        for owner, spec in suspects(tools=plan.tools, shape=plan.shape, relax=plan.is_relaxed):
             try:
                 await grammars.prepare(spec)
             except GrammarError as found:
@@ -119,16 +184,20 @@ async def check_grammar(grammars: GrammarService, plan: ChatPlan) -> None:
 
 
 async def plan_within(
-    deadline: float | None, first_token_deadline: float | None, grammars: GrammarService, *asked: Any
+    deadline: float | None,
+    first_token_deadline: float | None,
+    grammars: GrammarService,
+    tokenizer: Tokenizer,
+    asked: ChatRequest,
 ) -> ChatPlan:
-    """`plan_chat` of what was ``asked``, in a thread, and `check_grammar`, for as many seconds as both deadlines allow.
+    """`plan_chat`, in a thread, and `check_grammar`, for as many seconds as both deadlines allow.
 
     Raises what those do, and DeadlineExceededError.
     """
     limit = min((seconds for seconds in (deadline, first_token_deadline) if seconds is not None), default=None)
     try:
         async with asyncio.timeout(limit) as timeout:
-            plan = await grammars.run(plan_chat, *asked)
+            plan = await grammars.run(plan_chat, tokenizer, asked)
             await check_grammar(grammars, plan)
     except TimeoutError:
         if limit is None or not timeout.expired():
@@ -145,6 +214,7 @@ class ChatStream:
 
         async for delta in stream:      # ReasoningDelta, TextDelta, ToolCallStart, ToolCallDelta, ToolCallEnd
         stream.message                  # a ChatMessage: content, reasoning, tool_calls; so far, or whole at the end
+        stream.partial                  # with an output_type or a JSON schema: what the answer says so far
         stream.completion               # once it has ended: usage, finish reason, parsed
 
     Closing, dropping or cancelling it ends the request, as with `TokenStream`.
@@ -153,9 +223,12 @@ class ChatStream:
     def __init__(self, stream: TokenStream, plan: ChatPlan, tokenizer: Tokenizer) -> None:
         self._stream = stream
         self._output_type = plan.output_type
+        self._warnings = plan.warnings
         self._parser = ChatParser(
-            plan.tool_format, plan.reasoning, plan.tools, plan.output_type is not None, tokenizer.control_token_id
+            plan.tool_format, plan.reasoning, plan.tools, plan.shape is not None, tokenizer.control_token_id
         )
+        self._partial = PartialJson()
+        self._unread: list[str] = []  # texts that `partial` has not seen yet
         self._deltas: deque[Delta] = deque()
         self._is_read = False
 
@@ -177,12 +250,31 @@ class ChatStream:
                 self._deltas.extend(self._parser.finish())
             else:
                 self._deltas.extend(self._parser.feed(token.text, token.token_id))
-        return self._deltas.popleft()
+        delta = self._deltas.popleft()
+        if isinstance(delta, TextDelta):
+            self._unread.append(delta.text)
+        return delta
 
     @property
     def message(self) -> ChatMessage:
         """What has come so far; the whole answer once the stream has been read to its end."""
         return self._parser.message
+
+    @property
+    def partial(self) -> Any:
+        """What the answer's text, a JSON text, says so far, as `TokenStream.partial`; None: nothing yet.
+
+        Raises InvalidRequestError if the text is not JSON.
+        """
+        try:
+            self._partial.feed("".join(self._unread))
+        except ValueError as error:
+            raise InvalidRequestError(f"the text of {self.request_id} is not JSON: {error}") from error
+        self._unread.clear()
+        if self._is_read and not self._deltas and self.completion.finish_reason is FinishReason.STOP:
+            with contextlib.suppress(ValueError):  # it may have called tools instead
+                self._partial.finish()  # a number at the top is one only now
+        return self._partial.value
 
     @property
     def completion(self) -> Completion:
@@ -197,7 +289,8 @@ class ChatStream:
         if self._output_type is not None and choice.finish_reason is FinishReason.STOP and not message.tool_calls:
             parsed, parse_error = self._output_type.parse(message.content or "")
             choice = replace(choice, parsed=parsed, parse_error=parse_error)
-        return replace(completion, choices=(choice,), message=message)
+        warnings = self._warnings + completion.warnings
+        return replace(completion, choices=(choice,), message=message, warnings=warnings)
 
     async def wait(self) -> Completion:
         """Read to the end."""

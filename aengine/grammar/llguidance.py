@@ -32,7 +32,8 @@ from .backend import Bitmask, MatcherError, accept_one, address_of, refused
 from .compile_process import OnWait
 from .compile_risk import is_hopeless, risk_of
 from .llguidance_errors import grammar_error, matcher_message, trial_error
-from .llguidance_grammar import grammar_of, leave_out_counts
+from .llguidance_grammar import grammar_of
+from .llguidance_json import leave_out_counts
 from .llguidance_process import Trials
 from .llguidance_tokenizer import tokenizer_of
 from .spec import GrammarSpec

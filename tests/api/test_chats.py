@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import asyncio
+import json
 import random
+import re
 import time
 from collections.abc import Callable
 from typing import Any
@@ -29,6 +31,10 @@ Make = Callable[..., AsyncLLM]
 pytestmark = pytest.mark.usefixtures("no_blocking")
 HELLO = [{"role": "user", "content": "Hello"}]
 SHORT = SamplingParams(max_tokens=300)
+
+
+def shaped(**wanted: Any) -> SamplingParams:
+    return SHORT.replace(structured_output=StructuredOutput(**wanted))
 
 
 class Sum(BaseModel):
@@ -86,7 +92,10 @@ async def test_deltas_come_as_they_are_made(make_engine: Make) -> None:
         ({"bogus": 1}, "bogus"),
         ({"params": SamplingParams(n=2)}, "n"),
         ({"params": SamplingParams(detokenize=False)}, "detokenize"),
-        ({"params": SamplingParams(structured_output=StructuredOutput(regex="a"))}, "structured_output"),
+        ({"params": shaped(regex="a"), "output_type": Sum}, "output_type"),
+        ({"params": shaped(grammar='start: "a"'), "tools": [add]}, "structured_output"),
+        ({"params": shaped(json_object=True, backend="xgrammar"), "tools": [add]}, "structured_output"),
+        ({"on_unsupported": "ignore"}, "on_unsupported"),
         ({"messages": []}, "messages"),
         ({"messages": [], "tools": [add]}, "messages"),
         ({"messages": [{"content": "x"}], "tools": [add]}, "messages"),
@@ -98,6 +107,91 @@ async def test_wrong_chats(make_engine: Make, wrong: dict[str, Any], param: str)
             await engine.chat(**({"messages": HELLO} | wrong))
         assert caught.value.param == param
         await settled(engine)
+
+
+SCHEMA = {
+    "type": "object",
+    "properties": {"sum": {"type": "boolean"}, "of": {"type": "string", "maxLength": 3}},
+    "required": ["sum", "of"],
+    "additionalProperties": False,
+}
+
+
+async def test_an_answer_of_a_json_schema_or_calls(make_engine: Make, rng: random.Random) -> None:
+    """What OpenAI's clients send: tools, and a response format that is a dict."""
+    async with make_engine() as engine:
+        any_token(engine, rng.randrange(10**6))
+        texts = calls = 0
+        while not (texts and calls):
+            stream = await engine.stream_chat(HELLO, shaped(json_schema=SCHEMA), tools=[add])
+            snapshots = [stream.partial async for _ in stream]
+            completion, message = stream.completion, stream.message
+            assert completion.finish_reason == "stop" and completion.parsed is None
+            calls += bool(message.tool_calls)
+            if message.tool_calls:
+                assert message.content is None and stream.partial is None
+                continue
+            texts += 1
+            answer = json.loads(message.content)
+            assert list(answer) == ["sum", "of"] and stream.partial == answer
+            assert all(set(snapshot or {}) <= set(answer) for snapshot in snapshots)
+        await settled(engine)
+
+
+@pytest.mark.parametrize(
+    ("wanted", "fits"),
+    [
+        ({"regex": "[ab]{2,5}"}, "[ab]{2,5}"),
+        ({"choice": ["yes", "no"]}, "yes|no"),
+        ({"grammar": 'start: "a" "b"+'}, "ab+"),
+        ({"json_object": True, "backend": "xgrammar"}, None),
+    ],
+)
+async def test_an_answer_of_another_shape(make_engine: Make, wanted: dict[str, Any], fits: str | None) -> None:
+    async with make_engine() as engine:
+        any_token(engine, 4)
+        completion = await engine.chat(HELLO, shaped(**wanted))
+        text = completion.message.content
+        if completion.finish_reason == "stop":
+            assert re.fullmatch(fits, text) if fits else isinstance(json.loads(text), dict)
+        if "grammar" not in wanted and "backend" not in wanted:
+            completion = await engine.chat(HELLO, shaped(**wanted), tools=[add], tool_choice="auto")
+            assert completion.message.tool_calls or re.fullmatch(fits, completion.message.content)
+        await settled(engine)
+
+
+async def test_a_number_is_whole_only_at_the_end(make_engine: Make) -> None:
+    async with make_engine() as engine:
+        any_token(engine, 5)
+        stream = await engine.stream_chat(HELLO, SHORT, output_type=int)
+        assert [stream.partial async for _ in stream].count(None) > 0
+        assert stream.completion.finish_reason == "length" or stream.partial == stream.completion.parsed
+
+
+async def test_what_can_not_be_enforced_is_left_out_on_demand(make_engine: Make) -> None:
+    odd = {"type": "object", "properties": {"x": {"type": "integer", "not": {"const": 3}}}, "required": ["x"]}
+    tool = {"name": "f", "parameters": odd}
+    async with make_engine() as engine:
+        any_token(engine, 6)
+        for params, how in ((SHORT, {"tools": [tool]}), (shaped(json_schema=odd), {"tools": [add]})):
+            with pytest.raises(GrammarError, match='on_unsupported="relax"') as caught:
+                await engine.chat(HELLO, params, **how)
+            assert (caught.value.kind, caught.value.path) == ("unsupported", "$.properties.x.not")
+            assert (await engine.chat(HELLO, params, **how, on_unsupported="relax")).warnings
+        counted = {"type": "object", "properties": {"a": {"type": "boolean"}}, "minProperties": 1}
+        tools = [{"name": "g", "parameters": counted}]
+        completion = await engine.chat(HELLO, SHORT, tools=tools, tool_choice="required", on_unsupported="relax")
+        assert any("the tool 'g': $.minProperties is not enforced" in warning for warning in completion.warnings)
+        await settled(engine)
+
+
+async def test_a_text_that_is_no_json_has_no_snapshot(make_engine: Make) -> None:
+    async with make_engine() as engine:
+        stream = await engine.stream_chat(HELLO, shaped(choice=["yes"]))
+        async for _ in stream:
+            pass
+        with pytest.raises(InvalidRequestError, match="is not JSON"):
+            _ = stream.partial
 
 
 async def test_a_tool_that_can_not_be_held_is_named(make_engine: Make) -> None:

@@ -11,10 +11,11 @@ import numpy as np
 from tokenizers import AddedToken, decoders, models, pre_tokenizers, trainers
 from tokenizers import Tokenizer as Encoder
 
+from aengine import StructuredOutput
 from aengine.chat import ChatMessage, ChatParser, Delta, ReasoningDelta, TextDelta, ToolCallDelta
 from aengine.engine.tokenizer import Tokenizer
 from aengine.grammar.backend import Backend, Compiled, load_backend
-from aengine.grammar.spec import GrammarSpec
+from aengine.grammar.spec import GrammarSpec, spec_of
 from aengine.grammar.vocabulary import Vocabulary
 
 EOS = "<|im_end|>"
@@ -63,6 +64,11 @@ def tokenizer(markers_are: str) -> Tokenizer:
 def backend(markers_are: str) -> Backend:
     known = tokenizer(markers_are)
     return load_backend("llguidance", Vocabulary.of(known, known.vocab_size))
+
+
+def shape_of(**wanted) -> GrammarSpec:
+    """As `compose` takes it: ``shape_of(regex="a*")``."""
+    return spec_of(StructuredOutput(**wanted))
 
 
 @dataclass(frozen=True)

@@ -8,27 +8,27 @@ import sys
 from dataclasses import replace
 
 import pytest
-from chat_harness import Setting, backend, parse_ids, tokenizer
+from chat_harness import Setting, backend, parse_ids, shape_of, tokenizer
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from aengine.chat import FORMATS, ChatParser, ReasoningFormat, Tool, ToolChoice, blame, compose
+from aengine.chat import FORMATS, ChatParser, ReasoningFormat, Tool, ToolChoice, blame, compose, left_out
 from aengine.chat.formats import HERMES, LLAMA3, MISTRAL_ARGS, Markers
 from aengine.chat.lark import literal, literal_regex, symbols, text_lexeme
-from aengine.errors import GrammarError
+from aengine.errors import GrammarError, InvalidRequestError
 from aengine.grammar.spec import GrammarSpec
 
 NO_TOKENS = lambda name: None  # noqa: E731
 
 
-def composed(tools=(), choice="auto", *, tool_format=HERMES, reasoning=None, schema=None, parallel=True, relax=False):
+def composed(tools=(), choice="auto", *, tool_format=HERMES, reasoning=None, shape=None, parallel=True, relax=False):
     return compose(
         tools=tools,
         tool_choice=ToolChoice.of(choice, tools),
         parallel=parallel,
         tool_format=tool_format,
         reasoning=reasoning,
-        schema=schema,
+        shape=shape,
         token_id=NO_TOKENS,
         relax=relax,
     )
@@ -49,11 +49,11 @@ def test_the_same_request_is_the_same_grammar():
 
 
 def test_a_schema_alone():
-    setting = Setting.of(composed(schema='{"type": "integer"}', reasoning=ReasoningFormat()), "text")
+    setting = Setting.of(composed(shape=shape_of(json_schema={"type": "integer"}), reasoning=ReasoningFormat()), "text")
     assert setting.accepts("12") and setting.accepts("<think>x</think>\n\n12")
     assert setting.accepts("<think>x</think>\n12") and not setting.accepts("<think>x</think>" + "\n" * 9 + "12")
     assert not setting.accepts("x") and not setting.accepts("<think>x") and not setting.accepts("\n12")
-    assert Setting.of(composed(schema="true"), "text").accepts("[3]")
+    assert Setting.of(composed(shape=shape_of(json_schema=True)), "text").accepts("[3]")
 
 
 @pytest.mark.parametrize("name", sorted(FORMATS))
@@ -71,38 +71,119 @@ def test_importing_it_imports_no_library():
     assert done.stdout.split() == []
 
 
-@pytest.mark.parametrize(
-    "schema, kind", [("{", "invalid"), ("3", "invalid"), ("[]", "invalid"), ("false", "unsatisfiable")]
-)
-def test_what_is_no_schema_is_refused(schema, kind):
+@pytest.mark.parametrize("tools", [(), (Tool("f"),)])
+def test_a_schema_that_nothing_fits_is_refused(tools):
     with pytest.raises(GrammarError) as caught:
-        composed(schema=schema)
-    assert caught.value.kind == kind
+        Setting.of(composed(tools, shape=shape_of(json_schema=False)), "text")
+    assert caught.value.kind == "unsatisfiable"
+
+
+NOT_THREE = {"type": "integer", "not": {"const": 3}}
 
 
 def test_unsupported_keywords_are_an_error_or_relaxed():
-    tool = Tool("f", parameters={"properties": {"a": {"type": "integer", "not": {"const": 3}}}})
+    tool = Tool("f", parameters={"properties": {"a": NOT_THREE}})
     with pytest.raises(GrammarError) as caught:
         Setting.of(composed([tool]), "text")
     assert caught.value.kind == "unsupported"
     assert Setting.of(composed([tool], relax=True), "text").compiled.warnings
 
 
-def test_blame_names_the_tool_whose_schema_is_at_fault():
-    tools = [Tool("good"), Tool("bad", parameters={"properties": {"a": {"type": "integer", "not": {"const": 3}}}})]
+def test_tools_and_the_answer_are_relaxed_one_without_the_other():
+    shapes = {on: shape_of(json_schema=NOT_THREE, on_unsupported=on) for on in ("error", "relax")}
+    for tool, shape, relax in ((NOT_THREE, shapes["relax"], False), ({}, shapes["error"], True)):
+        with pytest.raises(GrammarError):
+            Setting.of(composed([Tool("f", parameters={"properties": {"a": tool}})], shape=shape, relax=relax), "text")
+    setting = Setting.of(composed([Tool("f")], shape=shapes["relax"]), "text")
+    assert setting.accepts("3") and setting.compiled.warnings
+
+
+def test_counts_that_can_not_be_enforced_are_left_out_with_a_warning():
+    """The library would count the wrong properties, and so refuse what is right."""
+    counted = {"type": "object", "properties": {"a": {"type": "integer"}, "b": {}}, "minProperties": 1}
+    tools, shape = [Tool("f", parameters=counted)], shape_of(json_schema=counted, on_unsupported="relax")
+    setting = Setting.of(composed(tools, shape=shape, relax=True), "text")
+    assert setting.accepts('{"a": 1}')
+    assert setting.accepts('<tool_call>\n{"name": "f", "arguments": {"a": 1}}\n</tool_call>')
+    warnings = left_out(tools=tools, shape=shape, relax=True)
+    assert len(warnings) == 2 and all("$.minProperties is not enforced" in text for text in warnings)
+    assert "the tool 'f'" in warnings[0] and "the schema of the answer" in warnings[1]
+    assert left_out(tools=tools, shape=None, relax=False) == ()
+
+
+def test_blame_names_the_part_that_is_at_fault():
+    tools = [Tool("good"), Tool("bad", parameters={"properties": {"a": NOT_THREE}})]
     compile_spec = backend("text").compile
     with pytest.raises(GrammarError) as caught:
         compile_spec(composed(tools))
-    error = blame(caught.value, compile_spec, tools=tools, schema="true")
+    error = blame(caught.value, compile_spec, tools=tools, shape=shape_of(json_schema=True))
     assert error.kind == "unsupported" and "the tool 'bad'" in str(error)
-    error = blame(caught.value, compile_spec, tools=tools[:1], schema='{"type": "integer", "not": {"const": 3}}')
+    error = blame(caught.value, compile_spec, tools=tools[:1], shape=shape_of(json_schema=NOT_THREE))
     assert error.kind == "unsupported" and "the schema of the answer" in str(error)
-    assert blame(caught.value, compile_spec, tools=tools[:1], schema=None) is caught.value
+    error = blame(caught.value, compile_spec, tools=tools[:1], shape=shape_of(regex="(?=a)b"))
+    assert error.kind == "unsupported" and "the regex of the answer" in str(error)
+    assert blame(caught.value, compile_spec, tools=tools[:1], shape=None) is caught.value
+
+
+@pytest.mark.parametrize("name", sorted(FORMATS))
+def test_a_regex_or_a_choice_beside_calls(name):
+    """What begins as a call is one, even where the shape would take it."""
+    tool_format, tool = FORMATS[name], Tool("f")
+    call = tool_format.openings[0] + tool_format.head("f") + "{}" + tool_format.after_arguments + tool_format.closing
+    broken = tool_format.triggers[0] + "!"
+    shapes = {"any text": shape_of(regex="(?s:.*)"), "a choice": shape_of(choice=["yes", "a/b\n\\", broken])}
+    for said, shape in shapes.items():
+        for reasoning in (None, ReasoningFormat()):
+            setting = Setting.of(composed([tool], tool_format=tool_format, reasoning=reasoning, shape=shape), "text")
+            assert setting.accepts(call) and setting.accepts("yes") and setting.accepts("a/b\n\\")
+            assert not setting.accepts(broken)
+            assert setting.accepts(tool_format.triggers[0][:-1]) == (said == "any text")
+            assert setting.accepts("<think>so</think>\n\nyes") == (reasoning is not None or said == "any text")
+            required = composed([tool], "required", tool_format=tool_format, reasoning=reasoning, shape=shape)
+            assert not Setting.of(required, "text").accepts("yes")
+
+
+def test_a_shape_alone_stays_as_it_is():
+    """So it may be for another library, and a request without a chat shares its compiled grammar."""
+    for shape in (shape_of(grammar='start: "a"'), shape_of(json_object=True, backend="xgrammar")):
+        assert composed(shape=shape) is shape
+        assert composed([Tool("f")], "none", shape=shape) is shape
+        for beside in ({"tools": [Tool("f")]}, {"reasoning": ReasoningFormat()}):
+            with pytest.raises(InvalidRequestError, match="can't be composed with") as caught:
+                composed(shape=shape, **beside)
+            assert caught.value.param == "structured_output"
+
+
+def test_the_blanks_of_an_answer_are_as_its_shape_says():
+    schema = {"type": "object", "properties": {"a": {"type": "integer"}}}
+    for whitespace, takes in (("compact", False), ("any", True)):
+        shape = shape_of(json_schema=schema, whitespace=whitespace)
+        setting = Setting.of(composed([Tool("f")], shape=shape), "text")
+        assert setting.accepts('{\n"a":1}') == takes
+
+
+def test_a_pattern_can_not_leave_its_place():
+    with pytest.raises(GrammarError, match="lone backslash"):
+        composed([Tool("f")], shape=shape_of(regex="a\\"))
+    for pattern in ("a/ | /b", "a\nstart: /b/", ")|(b", "", 'a"'):
+        plain = backend("text").compile
+        try:
+            alone = plain(shape_of(regex=pattern))
+        except GrammarError:
+            with pytest.raises(GrammarError):
+                plain(composed([Tool("f")], shape=shape_of(regex=pattern)))
+            continue
+        beside = Setting.of(composed([Tool("f")], shape=shape_of(regex=pattern)), "text")
+        for text in ("", "a", "b", "a/ | /b", "a/ ", "a\nstart: /b/", 'a"'):
+            assert beside.accepts(text) == Setting(tokenizer("text"), alone).accepts(text), (pattern, text)
 
 
 def test_options_of_the_library_can_not_be_smuggled_in():
     smuggled = {"x-guidance": {"whitespace_flexible": True, "lenient": True}, "type": "object", "properties": {"a": {}}}
-    for spec in (composed(schema=json.dumps(smuggled)), composed([Tool("f", parameters=smuggled)], "required")):
+    for spec in (
+        composed(shape=shape_of(json_schema=smuggled)),
+        composed([Tool("f", parameters=smuggled)], "required"),
+    ):
         setting = Setting.of(spec, "text")
         assert not setting.accepts('{"a" :1}')
         assert not setting.accepts('<tool_call>\n{"name": "f", "arguments": {"a" :1}}\n</tool_call>')
@@ -125,8 +206,8 @@ def test_references_of_a_tool_lead_to_its_own_schema():
         return Tool(name, parameters={"properties": listed, "$defs": {"Node": node}, "additionalProperties": False})
 
     tools = [tool("f", "integer"), tool("g", "string")]
-    for schema in (None, '{"type": "array"}'):
-        setting = Setting.of(composed(tools, tool_format=LLAMA3, schema=schema), "text")
+    for shape in (None, shape_of(json_schema={"type": "array"})):
+        setting = Setting.of(composed(tools, tool_format=LLAMA3, shape=shape), "text")
         assert setting.accepts('{"name": "f", "parameters": {"x": {"next": {"v": 1}, "v": 2}}}')
         assert setting.accepts('{"name": "g", "parameters": {"$ref": "#/a", "x": {"v": "s"}}}')
         assert not setting.accepts('{"name": "g", "parameters": {"x": {"v": 1}}}')
@@ -169,9 +250,9 @@ def test_nothing_that_callers_write_becomes_grammar(names, key, value, name):
     arguments = f"{{{json.dumps(key, ensure_ascii=False)}: {constant}}}"
     text = tool_format.openings[0] + tool_format.head(names[-1]) + arguments
     text += tool_format.after_arguments + tool_format.closing
-    answer = json.dumps({"type": "object", "properties": {key: {"enum": [value]}}})
+    answer = shape_of(json_schema={"type": "object", "properties": {key: {"enum": [value]}}})
     for choice, wanted in (("required", None), ("auto", None), ("auto", answer)):
-        setting = Setting.of(composed(tools, choice, tool_format=tool_format, schema=wanted), "text")
+        setting = Setting.of(composed(tools, choice, tool_format=tool_format, shape=wanted), "text")
         assert setting.accepts(text)
         if choice == "required":
             assert not setting.accepts("x") and not setting.accepts(value)

@@ -6,7 +6,7 @@ import json
 from dataclasses import dataclass, replace
 
 import pytest
-from chat_harness import MARKERS_ARE, Setting, merged, parse, parse_ids, token_id_of, tokenizer
+from chat_harness import MARKERS_ARE, Setting, merged, parse, parse_ids, shape_of, token_id_of, tokenizer
 
 from aengine.chat import FORMATS, ChatParser, ReasoningFormat, ToolChoice, ToolFormat, compose, detect, tools_of
 from aengine.chat.formats import HERMES, JSON, LLAMA3, MISTRAL, MISTRAL_ARGS, MISTRAL_TEKKEN
@@ -127,7 +127,7 @@ def test_the_grammar_takes_it_and_it_is_understood(case, markers_are):
         parallel=True,
         tool_format=case.tool_format,
         reasoning=case.think,
-        schema=json.dumps(case.schema) if case.schema else None,
+        shape=shape_of(json_schema=case.schema) if case.schema else None,
         token_id=token_id,
     )
     setting, ids = Setting.of(spec, markers_are), known.encode(case.text, add_special_tokens=False)

@@ -9,7 +9,7 @@ from chat_harness import EOS, parse_ids, tokenizer
 
 from aengine.chat import FORMATS, ChatMessage, ChatParser, ToolCall, tools_of
 from aengine.chat.history import with_instructions, written_out
-from aengine.engine.chat import plan_chat
+from aengine.engine.chat import ChatRequest, plan_chat
 from aengine.engine.chat_template import ChatTemplate
 from aengine.engine.tokenizer import Tokenizer
 from aengine.errors import InvalidRequestError
@@ -202,9 +202,9 @@ def test_a_turn_as_the_template_shows_it_is_a_completion(name, markers_are):
         tokenizer(markers_are)._encoder, special_tokens={"eos_token": EOS}, chat_templates={"default": TEMPLATES[name]}
     )
     calls = [call(), call("now", {}, id="ghiJKL456")][: 1 if name == "llama3" else 2]
-    plan = plan_chat(known, [HELLO], TOOLS, None, None, None)
+    plan = plan_chat(known, ChatRequest(messages=[HELLO], tools=TOOLS))
     assert plan.tool_format.name == name
-    after = plan_chat(known, [HELLO, calling(*calls), result()], TOOLS, None, None, None)
+    after = plan_chat(known, ChatRequest(messages=[HELLO, calling(*calls), result()], tools=TOOLS))
     before, after = (known.decode(p.prompt, skip_special_tokens=False) for p in (plan, after))
     assert after.startswith(before)
     turn = after.removeprefix(before).split(";" + ("U:" if name == "json" else "T:"))[0]
@@ -216,7 +216,9 @@ def test_a_turn_as_the_template_shows_it_is_a_completion(name, markers_are):
     _, message = parse_ids(parser, known, ids)
     expected = [(c["function"]["name"], json.loads(c["function"]["arguments"])) for c in calls]
     assert [(c.name, c.parsed_arguments()) for c in message.tool_calls] == expected and message.content is None
-    again = plan_chat(known, [HELLO, message.to_dict(), result(id=message.tool_calls[0].id)], TOOLS, None, None, None)
+    again = plan_chat(
+        known, ChatRequest(messages=[HELLO, message.to_dict(), result(id=message.tool_calls[0].id)], tools=TOOLS)
+    )
     shown = known.decode(again.prompt, skip_special_tokens=False)
     assert len(shown) == len(after) and json.dumps(PARIS, ensure_ascii=False) in shown
 
@@ -226,7 +228,7 @@ def test_faults_name_the_message_as_the_caller_counts(name):
     """Also where instructions come before it."""
     known = Tokenizer(tokenizer("text")._encoder, chat_templates={"default": TEMPLATES[name]})
     with pytest.raises(InvalidRequestError, match=r"messages\[1\]"):
-        plan_chat(known, [HELLO, {"content": "x"}], TOOLS, None, None, None)
+        plan_chat(known, ChatRequest(messages=[HELLO, {"content": "x"}], tools=TOOLS))
     if name == "json":
         with pytest.raises(InvalidRequestError, match=r"messages\[1\] must be as OpenAI"):
-            plan_chat(known, [HELLO, {"role": "assistant", "tool_calls": [3]}], TOOLS, None, None, None)
+            plan_chat(known, ChatRequest(messages=[HELLO, {"role": "assistant", "tool_calls": [3]}], tools=TOOLS))

@@ -29,8 +29,8 @@ MARKER_IDS = {name: 100 + i for i, name in enumerate(sorted({m for f in FORMATS.
 MARKER_IDS |= {"<think>": 1, "</think>": 2}
 
 
-def new(tool_format=HERMES, reasoning=None, *, has_schema=False, token_id=NO_TOKENS, tools=TOOLS) -> ChatParser:
-    return ChatParser(tool_format, reasoning, tools, has_schema, token_id)
+def new(tool_format=HERMES, reasoning=None, *, has_shape=False, token_id=NO_TOKENS, tools=TOOLS) -> ChatParser:
+    return ChatParser(tool_format, reasoning, tools, has_shape, token_id)
 
 
 PIECES = st.sampled_from(
@@ -50,11 +50,11 @@ TEXTS = st.lists(PIECES | st.text(max_size=3), max_size=25).map("".join)
     cuts=st.lists(st.integers(0, 60), max_size=8),
     name=st.sampled_from(sorted(FORMATS)),
     reasoning=st.sampled_from([None, ReasoningFormat(), ReasoningFormat(begun=True)]),
-    has_schema=st.booleans(),
+    has_shape=st.booleans(),
 )
-def test_the_split_makes_no_difference_and_nothing_raises(text, cuts, name, reasoning, has_schema):
+def test_the_split_makes_no_difference_and_nothing_raises(text, cuts, name, reasoning, has_shape):
     def parsed(pieces):
-        parser = new(FORMATS[name], reasoning, has_schema=has_schema)
+        parser = new(FORMATS[name], reasoning, has_shape=has_shape)
         deltas, message = parse(parser, pieces)
         return (
             merged(deltas),

@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import json
 import random
+import re
 
 import pytest
-from chat_harness import MARKERS_ARE, Setting, is_valid, merged, parse_ids, token_id_of, tokenizer
+from chat_harness import MARKERS_ARE, Setting, is_valid, merged, parse_ids, shape_of, token_id_of, tokenizer
 
 from aengine.chat import FORMATS, ChatParser, ReasoningFormat, Tool, ToolChoice, compose, tools_of
 from aengine.chat.formats import ID, LLAMA3
@@ -38,6 +39,14 @@ SCHEMA = {
     "required": ["name"],
     "additionalProperties": False,
 }
+PATTERN = r'[a-z<{"\[\n ]{1,12}'
+OPTIONS = ["yes", "no", "<tool_call>", '{"name": "x"}', "[TOOL_CALLS] [", "<think>"]
+SHAPES = {
+    "no shape": None,
+    "schema": {"json_schema": SCHEMA},
+    "regex": {"regex": PATTERN},
+    "choice": {"choice": OPTIONS},
+}
 CHOICES = ("none", "auto", "required", "get_weather")
 REASONING = {"no reasoning": None, "reasoning": ReasoningFormat(), "begun": ReasoningFormat(begun=True)}
 
@@ -50,7 +59,7 @@ def _goals(tool_format) -> list[str]:
     return [*heads, *ends, *again, *tool_format.triggers, "<think>", "</think>", "</think>\n\n", " ", "\n"]
 
 
-def _setting(tool_format, choice, schema, reasoning, markers_are="text", *, parallel=True):
+def _setting(tool_format, choice, wanted, reasoning, markers_are="text", *, parallel=True):
     token_id = token_id_of(tokenizer(markers_are))
     spec = compose(
         tools=TOOLS,
@@ -58,25 +67,25 @@ def _setting(tool_format, choice, schema, reasoning, markers_are="text", *, para
         parallel=parallel,
         tool_format=tool_format,
         reasoning=reasoning,
-        schema=json.dumps(schema) if schema else None,
+        shape=shape_of(**wanted) if wanted else None,
         token_id=token_id,
     )
     chosen = ToolChoice.of(choice, TOOLS).allowed(TOOLS)
 
     def parser() -> ChatParser:
-        return ChatParser(tool_format, reasoning, chosen, schema is not None, token_id)
+        return ChatParser(tool_format, reasoning, chosen, wanted is not None, token_id)
 
     return Setting.of(spec, markers_are), parser
 
 
 @pytest.mark.parametrize("markers_are", MARKERS_ARE)
 @pytest.mark.parametrize("reasoning", REASONING)
-@pytest.mark.parametrize("schema", [SCHEMA, None], ids=["schema", "no schema"])
+@pytest.mark.parametrize("shape", SHAPES)
 @pytest.mark.parametrize("choice", CHOICES)
 @pytest.mark.parametrize("name", FORMATS)
-def test_what_is_allowed_is_understood(name, choice, schema, reasoning, markers_are, rng):
+def test_what_is_allowed_is_understood(name, choice, shape, reasoning, markers_are, rng):
     tool_format = FORMATS[name]
-    setting, new_parser = _setting(tool_format, choice, schema, REASONING[reasoning], markers_are)
+    setting, new_parser = _setting(tool_format, choice, SHAPES[shape], REASONING[reasoning], markers_are)
     ended = tried = 0
     while ended < 4:  # free text is long at times: most walks end within their tokens, not each
         tried += 1
@@ -86,10 +95,10 @@ def test_what_is_allowed_is_understood(name, choice, schema, reasoning, markers_
             continue
         ended += 1
         _, message = parse_ids(new_parser(), setting.tokenizer, walked)
-        _check(message, choice, schema, setting.shown(walked))
+        _check(message, choice, shape, setting.shown(walked))
 
 
-def _check(message, choice, schema, shown) -> None:
+def _check(message, choice, shape, shown) -> None:
     for call in message.tool_calls:
         assert call.is_complete, shown
         assert is_valid(json.loads(call.arguments), BY_NAME[call.name].parameters), shown
@@ -102,17 +111,21 @@ def _check(message, choice, schema, shown) -> None:
         assert names == [choice], shown
     if choice in ("required", "get_weather"):
         assert message.content is None, shown
-    if schema is not None and choice in ("none", "auto") and not names:
-        assert is_valid(json.loads(message.content), schema), shown
-    if schema is not None and names:
+    if shape != "no shape" and names:
         assert message.content is None, shown
+    elif choice in ("none", "auto") and shape == "schema":
+        assert is_valid(json.loads(message.content), SCHEMA), shown
+    elif choice in ("none", "auto") and shape == "regex":  # blanks before an answer may be those after reasoning
+        assert message.content is None or re.fullmatch(PATTERN, message.content), shown
+    elif choice in ("none", "auto") and shape == "choice":
+        assert message.content in OPTIONS, shown
 
 
 @pytest.mark.parametrize("name", FORMATS)
-@pytest.mark.parametrize("schema", [SCHEMA, None], ids=["schema", "no schema"])
-def test_calls_do_come_up_in_walks(name, schema, rng):
+@pytest.mark.parametrize("shape", SHAPES)
+def test_calls_do_come_up_in_walks(name, shape, rng):
     """Else the test above would say little of "auto"."""
-    setting, new_parser = _setting(FORMATS[name], "auto", schema, None)
+    setting, new_parser = _setting(FORMATS[name], "auto", SHAPES[shape], None)
     calls = texts = several = 0
     for _ in range(400):
         if calls and texts and several:
@@ -127,8 +140,8 @@ def test_calls_do_come_up_in_walks(name, schema, rng):
 
 @pytest.mark.parametrize("name", FORMATS)
 def test_without_parallel_calls_there_is_one_at_most(name, rng):
-    for schema in (None, SCHEMA):
-        setting, new_parser = _setting(FORMATS[name], "auto", schema, None, parallel=False)
+    for wanted in SHAPES.values():
+        setting, new_parser = _setting(FORMATS[name], "auto", wanted, None, parallel=False)
         for _ in range(25):
             if (walked := setting.walk(rng, _goals(FORMATS[name]))) is not None:
                 assert len(parse_ids(new_parser(), setting.tokenizer, walked)[1].tool_calls) <= 1
