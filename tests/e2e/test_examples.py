@@ -50,6 +50,12 @@ def test_extract() -> None:
     assert len(lines) == 3 and all(line.startswith(("Review(mood=", "(length)")) for line in lines)
 
 
+def test_agent() -> None:
+    done = run("examples/agent.py", "What is the weather in Paris?")
+    assert done.returncode == 0, done.stderr
+    assert 'calls get_weather({"city": "' in done.stdout and "Report(city=" in done.stdout.splitlines()[-1]
+
+
 def test_chat() -> None:
     done = run("examples/chat.py", stdin="My name is Ada.\nWhat is my name?\n\n")
     assert done.returncode == 0, done.stderr
