@@ -75,6 +75,13 @@ class StructuredOutput:
                 f"but has {' and '.join(given) or 'none'}",
                 param="structured_output",
             )
+        asked: object = self.json_schema
+        if isinstance(asked, type):
+            name = asked.__name__
+            raise InvalidRequestError(
+                f"json_schema is the class {name}: give output_type={name} instead, or its JSON schema",
+                param="json_schema",
+            )
         for name in ("regex", "grammar"):
             value = getattr(self, name)
             if value is not None and not isinstance(value, str):

@@ -130,9 +130,17 @@ _BY_NAME = frozenset({"properties", "patternProperties", "$defs", "definitions",
 
 
 def _moved(schema: Any, to: str) -> Any:
-    """The schema with its references to itself as they must be once it lies at ``to``."""
+    """The schema with its references to itself as they must be once it lies at ``to``. A name of its own would give
+    them another meaning, so it loses that."""
+    if isinstance(schema, Mapping) and isinstance(schema.get("$id"), str):
+        name = schema["$id"].rstrip("#")
+        return _with_references({key: value for key, value in schema.items() if key != "$id"}, to, name)
+    return _with_references(schema, to, "")
+
+
+def _with_references(schema: Any, to: str, name: str) -> Any:
     if isinstance(schema, list):
-        return [_moved(item, to) for item in schema]
+        return [_with_references(item, to, name) for item in schema]
     if not isinstance(schema, Mapping):
         return schema
     moved: dict[str, Any] = {}
@@ -140,9 +148,9 @@ def _moved(schema: Any, to: str) -> Any:
         if key in _DATA_KEYWORDS:
             moved[key] = value
         elif key in _BY_NAME and isinstance(value, Mapping):
-            moved[key] = {name: _moved(member, to) for name, member in value.items()}
-        elif key == "$ref" and isinstance(value, str) and (value == "#" or value.startswith("#/")):
-            moved[key] = to + value[1:]
+            moved[key] = {member: _with_references(part, to, name) for member, part in value.items()}
+        elif key == "$ref" and isinstance(value, str) and value.removeprefix(name)[:2] in ("", "#", "#/"):
+            moved[key] = to + value.removeprefix(name)[1:]
         else:
-            moved[key] = _moved(value, to)
+            moved[key] = _with_references(value, to, name)
     return moved

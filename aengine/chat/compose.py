@@ -19,7 +19,7 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 from ..errors import GrammarError, InvalidRequestError
-from ..grammar.llguidance_json import leave_out_counts
+from ..grammar.llguidance_json import left_out_of
 from ..grammar.spec import GrammarSpec
 from .calls import Calls
 from .formats import Markers, ReasoningFormat, TokenId, ToolFormat
@@ -108,8 +108,8 @@ def left_out(*, tools: Sequence[Tool], shape: GrammarSpec | None, relax: bool) -
     """What of a relaxed grammar's schemas is not enforced, as far as its library does not say so itself."""
     warnings: list[str] = []
     for owner, spec in suspects(tools=tools, shape=shape, relax=relax):
-        if spec.relax and spec.kind == "json_schema" and 'Properties":' in spec.text:
-            warnings += (f"{owner}: {text}" for text in leave_out_counts(json.loads(spec.text)))
+        if spec.relax and spec.kind == "json_schema":
+            warnings += (f"{owner}: {text}" for text in left_out_of(spec.text))
     return tuple(warnings)
 
 

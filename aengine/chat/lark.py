@@ -12,7 +12,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any, Literal
 
 from ..errors import GrammarError
-from ..grammar.llguidance_json import json_options, leave_out_counts
+from ..grammar.llguidance_json import json_options, make_readable, needs_change
 from .formats import BLANKS, Markers
 
 __all__ = [
@@ -99,8 +99,10 @@ def _without_first(texts: Sequence[str], blanks: str = "") -> str:
 
 def inline_schema(schema: Mapping[str, Any], *, relax: bool, whitespace: Literal["compact", "any"] = "compact") -> str:
     """A JSON schema in place of a rule. The options of the library are ours alone."""
-    own = {key: value for key, value in schema.items() if key != "x-guidance"}
-    if relax:
-        own = json.loads(json.dumps(own))
-        leave_out_counts(own)
-    return "%json " + json.dumps({"x-guidance": json_options(whitespace, relax=relax), **own})
+    text = json.dumps(schema)
+    if needs_change(text, relax=relax):
+        readable = json.loads(text)
+        make_readable(readable, relax=relax)
+        text = json.dumps(readable)
+    options = json.dumps({"x-guidance": json_options(whitespace, relax=relax)})
+    return f"%json {options[:-1]}, {text[1:]}" if len(text) > 2 else f"%json {options}"

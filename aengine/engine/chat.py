@@ -231,6 +231,7 @@ class ChatStream:
         self._unread: list[str] = []  # texts that `partial` has not seen yet
         self._deltas: deque[Delta] = deque()
         self._is_read = False
+        self._completion: Completion | None = None
 
     @property
     def request_id(self) -> str:
@@ -278,12 +279,17 @@ class ChatStream:
 
     @property
     def completion(self) -> Completion:
-        """Once it has been read to its end; ``message`` is in it, and ``parsed`` is of the message's content.
+        """Once it has been read to its end, or closed; ``message`` is in it, ``parsed`` is of the message's content.
 
         Raises InvalidRequestError before.
         """
         if not self._is_read:
             raise InvalidRequestError(f"stream {self.request_id} has not been read to its end yet")
+        if self._completion is None:
+            self._completion = self._new_completion()
+        return self._completion
+
+    def _new_completion(self) -> Completion:
         completion, message = self._stream.completion, self.message
         choice = completion.choices[0]
         if self._output_type is not None and choice.finish_reason is FinishReason.STOP and not message.tool_calls:
@@ -299,8 +305,12 @@ class ChatStream:
         return self.completion
 
     async def aclose(self) -> None:
-        """Abort the request if it still runs. Idempotent."""
+        """Abort the request if it still runs; what has come is the message. Idempotent."""
         await self._stream.aclose()
+        if not self._is_read:
+            self._is_read = True
+            self._parser.finish()
+            self._deltas.clear()
 
     async def __aenter__(self) -> Self:
         return self

@@ -19,11 +19,15 @@ from functools import cached_property
 from typing import TYPE_CHECKING, Any, NoReturn
 
 from ..errors import InvalidRequestError
+from ..params import shown as shortly
 
 if TYPE_CHECKING:
     import jinja2
 
 __all__ = ["ChatTemplate"]
+
+_TEXT_PARTS = ("text", "input_text", "output_text")
+"""As chat completions name them, and as responses do."""
 
 
 class ChatTemplate:
@@ -90,6 +94,24 @@ def check_messages(messages: Sequence[Mapping[str, Any]]) -> None:
             raise InvalidRequestError(
                 f"messages[{i}] has no role ('user', 'assistant', 'system', ...)", param="messages"
             )
+        _check_content(message.get("content"), f"messages[{i}].content")
+
+
+def _check_content(content: object, where: str) -> None:
+    if content is None or isinstance(content, str):
+        return
+    if isinstance(content, Mapping) or not isinstance(content, Sequence):
+        raise InvalidRequestError(
+            f"{where} must be a text, a list of text parts, or None, not {type(content).__name__}", param="messages"
+        )
+    for i, part in enumerate(content):
+        kind = part.get("type") if isinstance(part, Mapping) else type(part).__name__
+        if kind not in _TEXT_PARTS or not isinstance(part.get("text"), str):
+            raise InvalidRequestError(
+                f"{where}[{i}] must be {{'type': 'text', 'text': '...'}}, not of type {shortly(kind)}: "
+                "the engine reads text only",
+                param="messages",
+            )
 
 
 class _Arguments(dict[str, Any]):
@@ -106,8 +128,11 @@ class _Arguments(dict[str, Any]):
 
 
 def _as_templates_read(message: Mapping[str, Any]) -> dict[str, Any]:
-    """An assistant's message that says nothing: its content is None beside calls, "" without. No calls: no such key."""
+    """An assistant's message that says nothing: its content is None beside calls, "" without. No calls: no such key.
+    Parts of a text are one text, a line each, as most templates join nothing."""
     shown = dict(message)
+    if not isinstance(shown.get("content"), str | None):
+        shown["content"] = "\n".join(part["text"] for part in shown["content"])
     if shown["role"] != "assistant":
         return shown
     calls = shown.pop("tool_calls", None)

@@ -109,7 +109,7 @@ class Mailbox:
 class ChoiceOutput:
     """One completion under way: the sink of one scheduler `Request`."""
 
-    __slots__ = ("detokenizer", "finish_reason", "index", "logprobs", "mailbox", "texts", "token_ids")
+    __slots__ = ("_parsed", "detokenizer", "finish_reason", "index", "logprobs", "mailbox", "texts", "token_ids")
 
     def __init__(self, mailbox: Mailbox, index: int, detokenizer: IncrementalText | None, want_logprobs: bool) -> None:
         self.mailbox = mailbox
@@ -119,6 +119,7 @@ class ChoiceOutput:
         self.texts: list[str] = []
         self.logprobs: list[tuple[Logprob, ...]] | None = [] if want_logprobs else None
         self.finish_reason: FinishReason | None = None
+        self._parsed: tuple[Any, Exception | None] | None = None  # once: a type's own validators may take their time
 
     def put(self, token_id: int, finish_reason: FinishReason | None, logprobs: tuple[Logprob, ...] = ()) -> bool:
         """Deliver one token. ``logprobs``: the sampled token's first, then the likeliest.
@@ -168,9 +169,9 @@ class ChoiceOutput:
 
     def result(self, output_type: OutputType | None) -> Choice:
         text = "".join(self.texts)
-        parsed, parse_error = None, None
-        if output_type is not None and self.finish_reason is FinishReason.STOP:
-            parsed, parse_error = output_type.parse(text)
+        if self._parsed is None and output_type is not None and self.finish_reason is FinishReason.STOP:
+            self._parsed = output_type.parse(text)
+        parsed, parse_error = self._parsed or (None, None)
         return Choice(
             index=self.index,
             text=text,

@@ -18,7 +18,6 @@ The library's traps, and what is done about each (measured; versions 1.9):
 from __future__ import annotations
 
 import functools
-import json
 import os
 import threading
 import time
@@ -33,7 +32,7 @@ from .compile_process import OnWait
 from .compile_risk import is_hopeless, risk_of
 from .llguidance_errors import grammar_error, matcher_message, trial_error
 from .llguidance_grammar import grammar_of
-from .llguidance_json import leave_out_counts
+from .llguidance_json import left_out_of
 from .llguidance_process import Trials
 from .llguidance_tokenizer import tokenizer_of
 from .spec import GrammarSpec
@@ -137,7 +136,8 @@ class LLGuidanceBackend:
             seconds = time.monotonic() - begun
             self._check(root)
             mask_seconds = self._first_masks(root)
-            warnings = _left_out(spec) + tuple(root.get_grammar_warnings())
+            left_out = left_out_of(spec.text) if spec.relax and spec.kind == "json_schema" else ()
+            warnings = left_out + tuple(root.get_grammar_warnings())
         except GrammarError:
             raise
         except BaseException as error:  # ValueError, and pyo3's PanicException, which is no Exception
@@ -204,12 +204,6 @@ class LLGuidanceBackend:
     def _check(matcher: llguidance.LLMatcher) -> None:
         if matcher.is_error():
             raise ValueError(matcher.get_error())
-
-
-def _left_out(spec: GrammarSpec) -> tuple[str, ...]:
-    if not spec.relax or spec.kind != "json_schema" or 'Properties":' not in spec.text:
-        return ()
-    return leave_out_counts(json.loads(spec.text))
 
 
 def _steps(token_ids: list[int]) -> list[list[int]]:

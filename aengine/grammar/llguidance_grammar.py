@@ -7,7 +7,7 @@ import json
 import llguidance
 
 from ..errors import GrammarError
-from .llguidance_json import json_options, leave_out_counts
+from .llguidance_json import json_options, make_readable, needs_change
 from .spec import GrammarSpec
 
 __all__ = ["grammar_of"]
@@ -30,7 +30,7 @@ def grammar_of(spec: GrammarSpec) -> str:
 
 def _schema_text(spec: GrammarSpec) -> str:
     """To read and to write a large one again takes milliseconds of the GIL, and most need no change."""
-    if spec.text.startswith("{") and not spec.relax and '"x-guidance"' not in spec.text:
+    if spec.text.startswith("{") and not needs_change(spec.text, relax=spec.relax):
         return spec.text
     schema = json.loads(spec.text)
     if schema is False:
@@ -39,9 +39,7 @@ def _schema_text(spec: GrammarSpec) -> str:
         schema = {}
     if not isinstance(schema, dict):
         raise GrammarError("a JSON schema is an object, true or false", kind="invalid", path="$")
-    schema.pop("x-guidance", None)
-    if spec.relax:
-        leave_out_counts(schema)
+    make_readable(schema, relax=spec.relax)
     return json.dumps(schema, ensure_ascii=False)
 
 

@@ -4,18 +4,8 @@
 
 Anything that pydantic can describe will do: models, dataclasses, TypedDicts, enums, Literal, unions, lists, datetime.
 
-The grammar narrows what the model can write, and pydantic has the last word: it also runs what no schema can say, such
-as a field's validator. The schema is pydantic's own, changed where a grammar can't follow it or should be narrower:
-
-* An object with ``properties`` that does not speak of others gets ``additionalProperties: false``. Pydantic ignores
-  other keys by default, but a model that may invent keys rambles. Declare ``extra="allow"`` to let it.
-* The tag of a discriminated union is required even where it has a default: pydantic can't choose without it.
-  ``oneOf`` is written ``anyOf``.
-* ``uniqueItems`` (pydantic drops what a set has twice), formats that no grammar library knows (``path``, ``binary``,
-  ``password``, ...) and a pattern with a look-ahead beside a number (a Decimal's) are left out. A uuid4 is a pattern.
-* The keys of ``dict[Literal["a", "b"], int]`` become optional properties.
-
-Optional fields stay optional.
+The grammar narrows what the model can write (`pydantic_schema` says how), and pydantic has the last word: it also runs
+what no schema can say, such as a field's validator.
 """
 
 from __future__ import annotations
@@ -23,7 +13,6 @@ from __future__ import annotations
 import functools
 import inspect
 import json
-import re
 import threading
 from collections import OrderedDict
 from collections.abc import Mapping
@@ -33,16 +22,9 @@ from typing import Any
 from ..errors import InvalidRequestError
 from ..params import shown
 from .partial import PartialJson
-from .schema_walk import pointed_at, walk
+from .pydantic_schema import adapt, schema_generator
 
-__all__ = ["OutputType"]
-
-KNOWN_FORMATS = frozenset(
-    ("date", "date-time", "duration", "email", "hostname", "ipv4", "ipv6", "time", "unknown", "uri", "uuid")
-)
-"""Those that llguidance turns into a grammar; it refuses others."""
-_UUID = re.compile(r"uuid([1-8])")
-_UUID_PATTERN = "^X{8}-X{4}-VX{3}-[89abAB]X{3}-X{12}$"
+__all__ = ["OutputType", "adapt", "schema_generator"]
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -145,25 +127,13 @@ def _describe(wanted: Any) -> OutputType:
     name = getattr(wanted, "__name__", None) or repr(wanted)
     try:
         adapter = pydantic.TypeAdapter(wanted)
-        schema = adapter.json_schema(by_alias=True, mode="validation", schema_generator=_generator())
-        _adapt(schema)
+        schema = adapter.json_schema(by_alias=True, mode="validation", schema_generator=schema_generator())
+        adapt(schema)
         text = json.dumps(schema, ensure_ascii=False, separators=(",", ":"), allow_nan=False)
     except Exception as error:  # a type's own hooks may raise anything
         reason = (str(error).strip() or type(error).__name__).splitlines()[0]
         raise _refused(f"output_type={name:.80} can't be described by a JSON schema: {reason}") from error
     return OutputType(name, text, adapter)
-
-
-@functools.lru_cache(maxsize=1)
-def _generator() -> Any:
-    from pydantic.json_schema import GenerateJsonSchema
-
-    class Quiet(GenerateJsonSchema):
-        """A default that JSON can't say is left out, as always, but without a warning for each request."""
-
-        ignored_warning_kinds = {"skipped-choice", "non-serializable-default", "skipped-discriminator"}  # noqa: RUF012
-
-    return Quiet
 
 
 def _refused(message: str) -> InvalidRequestError:
@@ -188,61 +158,3 @@ def _check_is_type(wanted: Any) -> None:
     own = type(wanted)
     if hasattr(own, "model_fields") or (hasattr(own, "__dataclass_fields__") and not isinstance(wanted, type)):
         raise _refused(f"output_type is an instance of {own.__name__}; pass the class {own.__name__} itself")
-
-
-def _adapt(schema: dict[str, Any]) -> None:
-    """Change pydantic's schema as the top of the file says."""
-    parts = [part for _, part in walk(schema) if isinstance(part, dict)]
-    merged = any(len(part.get("allOf", ())) > 1 for part in parts)  # a false in one would forbid the other's properties
-    for part in reversed(parts):  # members first: `_adapt_keys` copies them
-        part.pop("uniqueItems", None)
-        _adapt_format(part)
-        _adapt_union(part, schema)
-        _adapt_keys(part, schema)
-        if "properties" in part and not merged and "patternProperties" not in part:
-            part.setdefault("additionalProperties", False)
-
-
-def _adapt_format(part: dict[str, Any]) -> None:
-    name = part.get("format")
-    version = _UUID.fullmatch(name) if isinstance(name, str) else None
-    if version:
-        part["pattern"] = _UUID_PATTERN.replace("V", version[1]).replace("X", "[0-9a-fA-F]")
-    if "format" in part and name not in KNOWN_FORMATS:
-        del part["format"]
-
-
-def _adapt_union(part: dict[str, Any], root: dict[str, Any]) -> None:
-    discriminator = part.get("discriminator")
-    if isinstance(discriminator, dict):
-        for member in part.get("oneOf", ()):
-            target = _resolved(member, root)
-            tag = discriminator.get("propertyName")
-            if tag in target.get("properties", ()) and tag not in target.get("required", ()):
-                target["required"] = [*target.get("required", ()), tag]
-    if "oneOf" in part and "anyOf" not in part:
-        renamed = {"anyOf" if keyword == "oneOf" else keyword: value for keyword, value in part.items()}
-        part.clear()
-        part.update(renamed)
-    members = part.get("anyOf")
-    if isinstance(members, list) and any(isinstance(m, dict) and m.get("type") == "number" for m in members):
-        part["anyOf"] = [m for m in members if not (isinstance(m, dict) and "(?" in m.get("pattern", ""))]
-
-
-def _adapt_keys(part: dict[str, Any], root: dict[str, Any]) -> None:
-    """The names of a dict's keys, where they are listed; otherwise pydantic alone checks them."""
-    names = _resolved(part.pop("propertyNames", {}), root)
-    options = [names["const"]] if "const" in names else names.get("enum")
-    if options and "properties" not in part and all(isinstance(option, str) for option in options):
-        values = part.get("additionalProperties", True)
-        part["properties"] = {option: json.loads(json.dumps(values)) for option in options}
-        part["additionalProperties"] = False
-
-
-def _resolved(schema: Any, root: dict[str, Any]) -> dict[str, Any]:
-    """``schema``, or the one that it refers to; {} if that is none."""
-    target = schema
-    if isinstance(schema, dict) and str(schema.get("$ref", "")).startswith("#/"):
-        found = pointed_at(root, schema["$ref"])
-        target = found[1] if found else {}
-    return target if isinstance(target, dict) else {}

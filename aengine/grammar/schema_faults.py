@@ -12,6 +12,7 @@ import re
 from collections.abc import Callable, Iterator
 from typing import Any, Literal
 
+from .llguidance_json import unreadable
 from .schema_walk import Path, json_path, walk
 
 __all__ = ["explain"]
@@ -20,17 +21,32 @@ ErrorKind = Literal["invalid", "unsupported", "unsatisfiable", "too_complex"]
 _Seen = tuple[Path, str, Any, dict[str, Any]]
 """A keyword's path, its name, its value, and the schema that it is in."""
 _Test = Callable[[str, Any, dict[str, Any]], bool]
+_OF_A_REGEX = re.compile(r"look-?around|look-ahead|backreference|unrecognized", re.IGNORECASE)
 
 
 def explain(schema_text: str, message: str) -> tuple[ErrorKind, str]:
     """The kind of the error ``message`` of llguidance about the schema, and the JSON path of the keyword at fault."""
     schema = json.loads(schema_text)
+    kind, path = _by_rule(schema, message)
+    if not path and _OF_A_REGEX.search(message):  # not each message shows the pattern that it is about
+        path = _unreadable_pattern(schema)
+    return kind, path
+
+
+def _by_rule(schema: object, message: str) -> tuple[ErrorKind, str]:
     for pattern, kind, test_of in _RULES:
         match = pattern.search(message)
         if match is not None:
             test = test_of(match)
             return kind, next((json_path(path) for path, *seen in _keywords(schema) if test(*seen)), "")
     return "unsupported", ""
+
+
+def _unreadable_pattern(schema: object) -> str:
+    for path, keyword, value, _ in _keywords(schema):
+        if keyword == "pattern" and isinstance(value, str) and unreadable(value):
+            return json_path(path)
+    return ""
 
 
 def _keywords(root: object) -> Iterator[_Seen]:

@@ -185,6 +185,18 @@ async def test_what_can_not_be_enforced_is_left_out_on_demand(make_engine: Make)
         await settled(engine)
 
 
+async def test_a_chat_that_is_closed_has_what_came(make_engine: Make) -> None:
+    async with make_engine() as engine:
+        any_token(engine, 7)
+        async with await engine.stream_chat(HELLO, SHORT, output_type=list[bool]) as stream:
+            seen = await anext(stream)
+        assert [delta async for delta in stream] == []
+        completion = stream.completion
+        assert completion.finish_reason == "abort" and completion.message.content.startswith(seen.text)
+        assert stream.completion is completion
+        await settled(engine)
+
+
 async def test_a_text_that_is_no_json_has_no_snapshot(make_engine: Make) -> None:
     async with make_engine() as engine:
         stream = await engine.stream_chat(HELLO, shaped(choice=["yes"]))

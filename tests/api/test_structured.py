@@ -10,7 +10,7 @@ import re
 import threading
 import time
 from collections.abc import Callable
-from typing import Any, Literal
+from typing import Any, ClassVar, Literal
 
 import pytest
 from conftest_api import settled
@@ -58,6 +58,27 @@ async def test_generate_gives_an_instance(make_engine: Make, rng: random.Random)
     for completion in completions:
         assert completion.finish_reason == "stop" and isinstance(completion.parsed, Place), completion
         assert json.loads(completion.text) == completion.parsed.model_dump()
+
+
+class Counted(BaseModel):
+    yes: bool
+    checks: ClassVar[int] = 0
+
+    @field_validator("yes")
+    @classmethod
+    def check(cls, value: bool) -> bool:
+        cls.checks += 1
+        return value
+
+
+async def test_validated_once(make_engine: Make) -> None:
+    Counted.checks = 0
+    async with make_engine() as engine:
+        stream = engine.stream([5], output_type=Counted)
+        await stream.wait()
+        assert stream.completion.parsed is stream.completion.parsed and Counted.checks == 1
+    with pytest.raises(InvalidRequestError, match="output_type=Counted"):
+        StructuredOutput(json_schema=Counted)  # type: ignore[arg-type]
 
 
 class Word(BaseModel):

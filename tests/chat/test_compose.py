@@ -214,6 +214,16 @@ def test_references_of_a_tool_lead_to_its_own_schema():
         assert not setting.accepts('{"name": "f", "parameters": {"x": {"next": {"v": "s"}, "v": 2}}}')
 
 
+@pytest.mark.parametrize("ref", ["#/$defs/V", "https://x.y/s#/$defs/V"])
+def test_a_tool_whose_schema_has_a_name_of_its_own(ref):
+    schema = {"$id": "https://x.y/s", "properties": {"v": {"$ref": ref}}, "$defs": {"V": {"type": "boolean"}}}
+    tool = Tool("f", parameters=schema | {"required": ["v"], "additionalProperties": False})
+    for shape in (None, shape_of(json_schema={"type": "array"})):
+        setting = Setting.of(composed([tool], tool_format=LLAMA3, shape=shape), "text")
+        assert setting.accepts('{"name": "f", "parameters": {"v": true}}')
+        assert not setting.accepts('{"name": "f", "parameters": {"v": 1}}')
+
+
 def test_names_that_are_prefixes_of_each_other():
     tools = [Tool(name) for name in ("a", "ab", "ab.c", "-", ".", "a-b")]
     for tool_format in FORMATS.values():

@@ -110,6 +110,22 @@ def test_the_first_refusal_is_told():
         rendered("{{ raise_exception('not so') }}", calling(call()))
 
 
+def test_parts_of_a_text_are_one_text():
+    parts = [{"type": "text", "text": "a"}, {"type": "input_text", "text": "b"}]
+    assert rendered("{{ messages[0].content + '!' }}", {"role": "user", "content": parts}) == "a\nb!"
+    assert rendered("{{ messages[0].content }}", {"role": "assistant", "content": []}) == ""
+
+
+@pytest.mark.parametrize(
+    "content",
+    [5, {"type": "text", "text": "a"}, ["a"], [{"type": "image_url", "image_url": {}}], [{"type": "text"}], b"a"],
+)
+def test_content_that_is_no_text_names_the_message(content):
+    with pytest.raises(InvalidRequestError, match=r"messages\[1\].content") as caught:
+        rendered("{{ messages }}", HELLO, {"role": "user", "content": content})
+    assert caught.value.param == "messages" and "\n" not in str(caught.value)
+
+
 # -- a message to go on with
 
 

@@ -22,7 +22,8 @@ from pydantic import UUID4, AwareDatetime, BaseModel, ConfigDict, Field, HttpUrl
 from typing_extensions import TypedDict
 
 from aengine import InvalidRequestError, StructuredOutput
-from aengine.grammar.output_type import KNOWN_FORMATS, OutputType
+from aengine.grammar.output_type import OutputType
+from aengine.grammar.pydantic_schema import KNOWN_FORMATS
 from aengine.grammar.schema import check_schema
 from aengine.grammar.spec import spec_of
 

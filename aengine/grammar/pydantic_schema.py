@@ -1,0 +1,146 @@
+"""The JSON schema of a Python type: pydantic's own, changed where a grammar can't follow it or should be narrower.
+
+* An object with ``properties`` that does not speak of others gets ``additionalProperties: false``. Pydantic ignores
+  other keys by default, but a model that may invent keys rambles. Declare ``extra="allow"`` to let it.
+* The tag of a discriminated union is required even where it has a default: pydantic can't choose without it.
+  ``oneOf`` is written ``anyOf``.
+* A Decimal is a number, of as many digits as it may have; pydantic would take any string, too.
+* The keys of a dict are what can be read as them: ``dict[Literal["a", "b"], int]`` has two optional properties, and
+  ``dict[int, str]`` a pattern. (Keys with constraints of their own are checked by pydantic alone.)
+* A NaiveDatetime has no zone: a pattern, as the format demands one. So is a uuid4.
+* ``uniqueItems`` (pydantic drops what a set has twice) and formats that no grammar library knows (``path``, ``binary``,
+  ``password``, ...) are left out.
+
+Optional fields stay optional.
+"""
+
+from __future__ import annotations
+
+import functools
+import json
+import re
+from typing import Any
+
+from .schema_walk import pointed_at, walk
+
+__all__ = ["KNOWN_FORMATS", "adapt", "schema_generator"]
+
+KNOWN_FORMATS = frozenset(
+    ("date", "date-time", "duration", "email", "hostname", "ipv4", "ipv6", "time", "unknown", "uri", "uuid")
+)
+"""Those that llguidance turns into a grammar; it refuses others."""
+_UUID = re.compile(r"uuid([1-8])")
+_UUID_PATTERN = "^X{8}-X{4}-VX{3}-[89abAB]X{3}-X{12}$"
+_HEX = "[0-9a-fA-F]"
+_DATE = (  # without the 29th of February, whose years no pattern knows
+    "[1-9][0-9]{3}-((0[13578]|1[02])-(0[1-9]|[12][0-9]|3[01])|(0[469]|11)-(0[1-9]|[12][0-9]|30)|02-(0[1-9]|1[0-9]|2[0-8]))"
+)
+_NAIVE_DATETIME = f"^{_DATE}T([01][0-9]|2[0-3]):[0-5][0-9]:[0-5][0-9](\\.[0-9]{{1,6}})?$"
+_KEYS = {
+    "bool": "^(true|false)$",
+    "date": f"^{_DATE}$",
+    "float": "^-?(0|[1-9][0-9]{0,14})(\\.[0-9]{1,15})?$",
+    "int": "^(0|-?[1-9][0-9]{0,17})$",
+    "uuid": f"^{_HEX}{{8}}-{_HEX}{{4}}-{_HEX}{{4}}-{_HEX}{{4}}-{_HEX}{{12}}$",
+}
+"""Of dicts, by pydantic's name of their type."""
+
+
+@functools.lru_cache(maxsize=1)
+def schema_generator() -> Any:
+    """A class for pydantic's ``json_schema``. What it makes is still to be given to `adapt`."""
+    from pydantic.json_schema import GenerateJsonSchema
+
+    class Generator(GenerateJsonSchema):
+        # A default that JSON can't say is left out, as always, but without a warning for each request.
+        ignored_warning_kinds = {"skipped-choice", "non-serializable-default", "skipped-discriminator"}  # noqa: RUF012
+
+        def decimal_schema(self, schema: Any) -> Any:
+            made = super().decimal_schema(schema)
+            numbers = [part for part in made.get("anyOf", ()) if part.get("type") == "number"]
+            return _limited(numbers[0], schema.get("max_digits"), schema.get("decimal_places")) if numbers else made
+
+        def dict_schema(self, schema: Any) -> Any:
+            made = super().dict_schema(schema)
+            pattern = _KEYS.get(schema.get("keys_schema", {}).get("type"))
+            if pattern is not None and "patternProperties" not in made:
+                made.pop("propertyNames", None)
+                made["patternProperties"] = {pattern: made.pop("additionalProperties", True)}
+                made["additionalProperties"] = False
+            return made
+
+        def datetime_schema(self, schema: Any) -> Any:
+            made = super().datetime_schema(schema)
+            if schema.get("tz_constraint") == "naive" and made.get("format") == "date-time":
+                return {"type": "string", "pattern": _NAIVE_DATETIME}
+            return made
+
+    return Generator
+
+
+def _limited(number: dict[str, Any], max_digits: int | None, decimal_places: int | None) -> dict[str, Any]:
+    """The schema of a number, with so many digits in all, of which so many after the point, at most."""
+    if decimal_places is not None and "multipleOf" not in number:
+        number["multipleOf"] = 1 if decimal_places == 0 else float(f"1e-{decimal_places}")
+    if max_digits is not None:
+        limit = 10 ** max(0, max_digits - (decimal_places or 0))
+        if "maximum" not in number and number.get("exclusiveMaximum", limit) >= limit:
+            number["exclusiveMaximum"] = limit
+        if "minimum" not in number and number.get("exclusiveMinimum", -limit) <= -limit:
+            number["exclusiveMinimum"] = -limit
+    return number
+
+
+def adapt(schema: dict[str, Any]) -> None:
+    """Change pydantic's schema as the top of the file says."""
+    parts = [part for _, part in walk(schema) if isinstance(part, dict)]
+    merged = any(len(part.get("allOf", ())) > 1 for part in parts)  # a false in one would forbid the other's properties
+    for part in reversed(parts):  # members first: `_adapt_keys` copies them
+        part.pop("uniqueItems", None)
+        _adapt_format(part)
+        _adapt_union(part, schema)
+        _adapt_keys(part, schema)
+        if "properties" in part and not merged and "patternProperties" not in part:
+            part.setdefault("additionalProperties", False)
+
+
+def _adapt_format(part: dict[str, Any]) -> None:
+    name = part.get("format")
+    version = _UUID.fullmatch(name) if isinstance(name, str) else None
+    if version:
+        part["pattern"] = _UUID_PATTERN.replace("V", version[1]).replace("X", "[0-9a-fA-F]")
+    if "format" in part and name not in KNOWN_FORMATS:
+        del part["format"]
+
+
+def _adapt_union(part: dict[str, Any], root: dict[str, Any]) -> None:
+    discriminator = part.get("discriminator")
+    if isinstance(discriminator, dict):
+        for member in part.get("oneOf", ()):
+            target = _resolved(member, root)
+            tag = discriminator.get("propertyName")
+            if tag in target.get("properties", ()) and tag not in target.get("required", ()):
+                target["required"] = [*target.get("required", ()), tag]
+    if "oneOf" in part and "anyOf" not in part:
+        renamed = {"anyOf" if keyword == "oneOf" else keyword: value for keyword, value in part.items()}
+        part.clear()
+        part.update(renamed)
+
+
+def _adapt_keys(part: dict[str, Any], root: dict[str, Any]) -> None:
+    """The names of a dict's keys, where they are listed; otherwise pydantic alone checks them."""
+    names = _resolved(part.pop("propertyNames", {}), root)
+    options = [names["const"]] if "const" in names else names.get("enum")
+    if options and "properties" not in part and all(type(option) in (str, int) for option in options):
+        values = part.get("additionalProperties", True)
+        part["properties"] = {str(option): json.loads(json.dumps(values)) for option in options}
+        part["additionalProperties"] = False
+
+
+def _resolved(schema: Any, root: dict[str, Any]) -> dict[str, Any]:
+    """``schema``, or the one that it refers to; {} if that is none."""
+    target = schema
+    if isinstance(schema, dict) and str(schema.get("$ref", "")).startswith("#/"):
+        found = pointed_at(root, schema["$ref"])
+        target = found[1] if found else {}
+    return target if isinstance(target, dict) else {}
