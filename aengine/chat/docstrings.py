@@ -11,11 +11,14 @@ _UNDERLINE = re.compile(r"-{3,}\s*")
 _GOOGLE_ITEM = re.compile(r"\*{0,2}(\w+)\s*(?:\([^)]*\))?\s*:\s*(.*)")
 _NUMPY_ITEM = re.compile(r"(\*{0,2}\w+(?:\s*,\s*\w+)*)\s*(?::.*)?")
 _REST_ITEM = re.compile(r":(?:param|parameter|arg|argument|key|keyword)\s+(?:[^:]*\s)?\*{0,2}(\w+)\s*:\s*(.*)")
-_REST_FIELD = re.compile(r":\w[^:]*:")
+_REST_FIELD = re.compile(r":\w[^:]*:(?:\s|$)")
+_RESULTS = re.compile(r"(?:Returns?|Yields?|Raises):\s*")
+_LAID_OUT = re.compile(r"\s|[-*+>|#`]|\d+[.)]\s")
+"""A line of a list, a table, code, ...: its paragraph keeps its lines."""
 
 
 def read_docstring(text: str) -> tuple[str, dict[str, str]]:
-    """The first paragraph, and what is said of each parameter. ``text`` as `inspect.getdoc` gives it."""
+    """What it says before its first section, and of each parameter. ``text`` as `inspect.getdoc` gives it."""
     lines = text.splitlines()
     found = _rest(lines)
     for index, line in enumerate(lines):
@@ -24,19 +27,27 @@ def read_docstring(text: str) -> tuple[str, dict[str, str]]:
             found |= _numpy(lines[index + 2 :])
         elif _GOOGLE.fullmatch(line):
             found |= _google(lines[index + 1 :])
-    return _first_paragraph(lines), found
+    return _description(lines), found
 
 
-def _first_paragraph(lines: list[str]) -> str:
-    taken: list[str] = []
+def _description(lines: list[str]) -> str:
+    """The paragraphs before the parameters, results, errors or any underlined title, with a blank line between."""
+    paragraphs: list[list[str]] = [[]]
     for index, line in enumerate(lines):
         following = lines[index + 1].strip() if index + 1 < len(lines) else ""
-        is_section = _GOOGLE.fullmatch(line) or _REST_FIELD.match(line) or _UNDERLINE.fullmatch(following)
-        if is_section or (taken and not line.strip()):
+        if any(section.fullmatch(line) for section in (_GOOGLE, _RESULTS)) or _REST_FIELD.match(line):
+            break
+        if line.strip() and _UNDERLINE.fullmatch(following):
             break
         if line.strip():
-            taken.append(line.strip())
-    return " ".join(taken)
+            paragraphs[-1].append(line.rstrip())
+        else:
+            paragraphs.append([])
+    return "\n\n".join(_unfolded(paragraph) for paragraph in paragraphs if paragraph)
+
+
+def _unfolded(paragraph: list[str]) -> str:
+    return ("\n" if any(map(_LAID_OUT.match, paragraph)) else " ").join(paragraph)
 
 
 def _indent(line: str) -> int:

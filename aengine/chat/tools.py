@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import asyncio
+import difflib
 import inspect
-import json
 import re
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -20,6 +20,11 @@ __all__ = ["MAX_TOOLS", "Tool", "ToolChoice", "tools_of"]
 MAX_TOOLS = 1024
 _NAME = re.compile(r"[A-Za-z0-9_.-]{1,64}")
 _MODES = ("none", "auto", "required")
+_SCHEMA_KEYS = ("parameters", "inputSchema", "input_schema")
+"""Of a tool in a dict, as OpenAI, MCP and Anthropic name the schema of the arguments."""
+_KNOWN_KEYS = ("type", "function", "name", "description", "strict", *_SCHEMA_KEYS)
+_RESULT_KEY = re.compile(r"_*(output|return|response|result)", re.IGNORECASE)
+_LIKE_SCHEMA = re.compile(r"(schema|param|parameter|arg|argument|input)s?|properties", re.IGNORECASE)
 _NO_ARGUMENTS: dict[str, Any] = {"type": "object", "properties": {}, "additionalProperties": False}
 
 
@@ -27,15 +32,18 @@ _NO_ARGUMENTS: dict[str, Any] = {"type": "object", "properties": {}, "additional
 class Tool:
     """A function as a model sees it. `Tool.of` makes one of whatever describes it.
 
+    With a ``function`` and no ``parameters`` they are those of its signature, and so is the description that of its
+    docstring, if none is given. That needs pydantic.
+
     Raises:
-        InvalidRequestError: the name or the parameters can't be used; ``param`` is "tools".
+        InvalidRequestError: the name, the parameters or the function can't be used; ``param`` is "tools".
         GrammarError: ``parameters`` is no JSON schema; ``path`` says where.
     """
 
     name: str
     description: str = ""
-    parameters: Mapping[str, Any] = field(default_factory=lambda: dict(_NO_ARGUMENTS))
-    """JSON schema of an object: the arguments."""
+    parameters: Mapping[str, Any] = field(default_factory=dict)
+    """JSON schema of an object: the arguments. Empty, and without a function: there are none."""
     function: Callable[..., Any] | None = None
     """What `call` runs."""
     strict: bool = True
@@ -48,23 +56,30 @@ class Tool:
             raise _invalid(f"the description of the tool {self.name!r} must be a string")
         if not isinstance(self.strict, bool):
             raise _invalid(f"strict of the tool {self.name!r} must be True or False")
+        if self.function is not None and self.parameters == {}:
+            from .functions import describe
+
+            description, parameters = describe(self.function)
+            object.__setattr__(self, "description", self.description or description)
+            object.__setattr__(self, "parameters", parameters)
         object.__setattr__(self, "parameters", _object_schema(self.name, self.parameters))
 
     @classmethod
     def of(cls, thing: Tool | Mapping[str, Any] | Callable[..., Any]) -> Tool:
-        """Of a Python function (its signature and docstring), an OpenAI tool (a dict), or a Tool.
+        """Of a Python function (its signature and docstring), a dict as OpenAI's, MCP's or Anthropic's, or a Tool.
 
-        Functions need pydantic.
+        A method, a `functools.partial` or an object with ``__call__`` is a function too. Functions need pydantic.
+
+        Raises InvalidRequestError and GrammarError as Tool itself, and for a dict whose parameters are misspelt.
         """
         if isinstance(thing, Tool):
             return thing
         if isinstance(thing, Mapping):
             return _from_dict(thing)
         if callable(thing) and not isinstance(thing, type):
-            from .functions import describe
+            from .functions import name_of
 
-            name, description, parameters = describe(thing)
-            return cls(name, description, parameters, thing)
+            return cls(name_of(thing), function=thing)
         raise _invalid(f"a tool must be a function, a dict as OpenAI's, or a Tool, not {type(thing).__name__}")
 
     @property
@@ -81,17 +96,17 @@ class Tool:
         """Run the function with these arguments, checked and converted by pydantic. A function that is not async runs
         in a thread.
 
-        Raises InvalidRequestError when the arguments are wrong or there is no function; else what the function raises.
+        Raises InvalidRequestError when the arguments are wrong or there is no function; else what the function raises,
+        but a RuntimeError for StopIteration, as generators do: no future can hold it.
         """
         if self.function is None:
             raise _invalid(f"the tool {self.name!r} has no function to call: it was given as a schema")
         from .functions import bind
 
-        given = _read_arguments(self.name, arguments)
-        bound = bind(self.name, self.function, given)
+        bound = bind(self.name, self.function, arguments)
         if _is_async(self.function):
             return await self.function(**bound)
-        result = await asyncio.to_thread(self.function, **bound)
+        result = await asyncio.to_thread(_run, self.name, self.function, bound)
         return await result if inspect.isawaitable(result) else result
 
 
@@ -170,18 +185,51 @@ def _invalid(message: str) -> InvalidRequestError:
 
 def _from_dict(thing: Mapping[str, Any]) -> Tool:
     kind = thing.get("type", "function")
+    if kind == "custom" and "input_schema" in thing:  # Anthropic's word for a function; OpenAI's custom tools take text
+        kind = "function"
     if kind != "function":
         raise _invalid(f"a tool of type {shown(kind)} can't be used: only functions can")
     inner = thing.get("function", thing)
     if not isinstance(inner, Mapping) or "name" not in inner:
         raise _invalid("a tool needs a name: {'type': 'function', 'function': {'name': ..., 'parameters': {...}}}")
-    parameters, strict = inner.get("parameters"), inner.get("strict")
+    strict = inner.get("strict")
     return Tool(
         name=inner["name"],
         description="" if inner.get("description") is None else inner["description"],
-        parameters=dict(_NO_ARGUMENTS) if parameters is None else parameters,
+        parameters=_parameters_of(thing, inner),
         strict=True if strict is None else strict,
     )
+
+
+def _parameters_of(thing: Mapping[str, Any], inner: Mapping[str, Any]) -> Mapping[str, Any]:
+    """``inner`` is ``thing``, or what it has under 'function'. Other keys than Tool's are left to whoever wrote them:
+    MCP has several. But a model that is shown no parameters calls without arguments, so a misspelling is refused.
+    """
+    name = shown(inner["name"])
+    given = [key for key in _SCHEMA_KEYS if inner.get(key) is not None]
+    if len(given) > 1:
+        raise _invalid(f"the tool {name} has both {given[0]!r} and {given[1]!r}: give one of them")
+    for key in _SCHEMA_KEYS if inner is not thing else ():
+        if thing.get(key) is not None:
+            raise _invalid(f"the tool {name} has {key!r} beside 'function': it belongs inside, where the name is")
+    for key, value in inner.items():
+        meant = None if key in _KNOWN_KEYS or value is None else _meant(str(key), value, has_schema=bool(given))
+        if meant is not None:
+            raise _invalid(f"the tool {name} has {shown(key)}, which no tool has: if it is {meant!r}, write that")
+    return inner[given[0]] if given else {}
+
+
+def _meant(key: str, value: object, *, has_schema: bool) -> str | None:
+    """The key that this unknown one seems to be. None: it is somebody's own."""
+    if _RESULT_KEY.match(key):
+        return None
+    near = difflib.get_close_matches(key.lower().replace("-", "_"), [known.lower() for known in _KNOWN_KEYS], 1, 0.8)
+    if near:
+        return next(known for known in _KNOWN_KEYS if known.lower() == near[0])
+    if has_schema or not isinstance(value, Mapping):
+        return None
+    is_schema = value.get("type") == "object" or isinstance(value.get("properties"), Mapping)
+    return "parameters" if is_schema or _LIKE_SCHEMA.fullmatch(re.split(r"[_-]|(?<=[a-z])(?=[A-Z])", key)[-1]) else None
 
 
 def _object_schema(name: str, parameters: object) -> dict[str, Any]:
@@ -202,16 +250,11 @@ def _object_schema(name: str, parameters: object) -> dict[str, Any]:
     return {"type": "object", **schema}
 
 
-def _read_arguments(name: str, arguments: str | Mapping[str, Any]) -> dict[str, Any]:
-    value: object = arguments
-    if isinstance(arguments, str):
-        try:
-            value = json.loads(arguments or "{}")
-        except (ValueError, RecursionError) as error:
-            raise InvalidRequestError(f"the arguments of {name!r} are not JSON: {error}", param="arguments") from None
-    if not isinstance(value, Mapping):
-        raise InvalidRequestError(f"the arguments of {name!r} must be a JSON object", param="arguments")
-    return dict(value)
+def _run(name: str, function: Callable[..., Any], bound: Mapping[str, Any]) -> Any:
+    try:
+        return function(**bound)
+    except StopIteration as error:
+        raise RuntimeError(f"the function of the tool {name!r} raised StopIteration") from error
 
 
 def _is_async(function: Callable[..., Any]) -> bool:

@@ -24,7 +24,7 @@ from ..params import shown
 from .partial import PartialJson
 from .pydantic_schema import adapt, schema_generator
 
-__all__ = ["OutputType", "adapt", "schema_generator"]
+__all__ = ["OutputType"]
 
 
 @dataclass(frozen=True, slots=True, eq=False)

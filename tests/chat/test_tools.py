@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import functools
 import threading
 from enum import Enum
 from typing import Annotated, Literal
@@ -28,7 +27,8 @@ def google(city: str, days: int = 3, *, unit: Unit = Unit.C, note=None) -> str:
     """Weather of a city,
     as forecast.
 
-    Longer talk that models need not read.
+    Longer talk, over
+    two lines.
 
     Args:
         city (str): Where: the city's
@@ -73,7 +73,10 @@ def rest_style(a: float, b: Annotated[int, Field(ge=1, description="from Field")
 
 def test_a_function_with_a_google_docstring():
     tool = Tool.of(google)
-    assert (tool.name, tool.description) == ("google", "Weather of a city, as forecast.")
+    assert (tool.name, tool.description) == (
+        "google",
+        "Weather of a city, as forecast.\n\nLonger talk, over two lines.",
+    )
     assert tool.parameters["type"] == "object" and tool.parameters["additionalProperties"] is False
     assert tool.parameters["required"] == ["city"]
     properties = tool.parameters["properties"]
@@ -93,7 +96,7 @@ def test_numpy_and_rest_docstrings():
     tool = Tool.of(rest_style)
     assert tool.description == "Add numbers."
     assert tool.parameters["properties"]["a"] == {"type": "number", "description": "the first of them"}
-    assert tool.parameters["properties"]["b"]["minimum"] == 1
+    assert tool.parameters["properties"]["b"] == {"type": "integer", "minimum": 1, "description": "from Field"}
 
 
 def test_a_function_without_a_docstring_or_arguments():
@@ -193,7 +196,6 @@ def _no_schema(a: threading.Lock): ...
         (_unknown, "Nowhere"),
         (_no_schema, "_no_schema"),
         (lambda x: x, "lambda"),
-        (functools.partial(google, "x"), "no name"),
         (Place, "must be a function"),
         (3, "must be a function"),
         ({"type": "web_search"}, "web_search"),
@@ -218,6 +220,66 @@ def test_what_is_no_tool_is_refused(thing, said):
     with pytest.raises(InvalidRequestError, match=said) as caught:
         Tool.of(thing)
     assert caught.value.param == "tools"
+
+
+SCHEMA = {"type": "object", "properties": {"city": {"type": "string"}}, "required": ["city"]}
+MCP = {
+    "title": "Weather",
+    "annotations": {"title": "Weather", "readOnlyHint": True},
+    "outputSchema": {"type": "object", "properties": {"degrees": {"type": "number"}}},
+    "icons": None,
+    "_meta": {"schema": {}},
+}
+
+
+@pytest.mark.parametrize(
+    "given",
+    [
+        {"inputSchema": SCHEMA},
+        {"inputSchema": SCHEMA, "parameters": None, **MCP},
+        {"input_schema": SCHEMA, "cache_control": {"type": "ephemeral"}, "input_examples": [{"city": "Rome"}]},
+        {"type": "custom", "input_schema": SCHEMA},
+        {"parameters": SCHEMA, "output_schema": {"type": "object"}, "args": {"x": 1}},
+    ],
+)
+def test_the_dicts_of_mcp_and_anthropic(given):
+    tool = Tool.of({"name": "f", "description": "d", **given})
+    assert (tool.name, tool.description, tool.parameters) == ("f", "d", SCHEMA)
+
+
+def test_other_keys_of_a_dict_are_left_alone():
+    assert Tool.of({"name": "f", **MCP}) == Tool("f")
+    wrapped = {"type": "function", "id": 3, "function": {"name": "f", "input_schema": SCHEMA, 4: {}}}
+    assert Tool.of(wrapped).parameters == SCHEMA
+
+
+@pytest.mark.parametrize(
+    "given, said",
+    [
+        ({"parameters": {}, "inputSchema": SCHEMA}, "both 'parameters' and 'inputSchema'"),
+        ({"inputSchema": SCHEMA, "input_schema": SCHEMA}, "both 'inputSchema' and 'input_schema'"),
+        ({"paramaters": SCHEMA}, "'paramaters', which no tool has: if it is 'parameters'"),
+        ({"params": {"city": "string"}}, "'parameters'"),
+        ({"inputschema": SCHEMA}, "'inputSchema'"),
+        ({"input_shema": SCHEMA}, "'input_schema'"),
+        ({"json_schema": {}}, "'parameters'"),
+        ({"parametersJsonSchema": {}}, "'parameters'"),
+        ({"args": {"city": {"type": "string"}}}, "'parameters'"),
+        ({"properties": {"city": {}}}, "'parameters'"),
+        ({"takes": SCHEMA}, "'parameters'"),
+        ({"parameters": SCHEMA, "desciption": "d"}, "'description'"),
+    ],
+)
+def test_a_misspelt_key_is_refused(given, said):
+    for thing in ({"name": "f", **given}, {"type": "function", "function": {"name": "f", **given}}):
+        with pytest.raises(InvalidRequestError, match=said) as caught:
+            Tool.of(thing)
+        assert caught.value.param == "tools" and "'f'" in str(caught.value)
+
+
+def test_parameters_in_the_wrong_place_are_refused():
+    with pytest.raises(InvalidRequestError, match="belongs inside"):
+        Tool.of({"type": "function", "function": {"name": "f"}, "parameters": SCHEMA})
 
 
 def test_parameters_that_are_no_json_name_the_tool_and_the_place():
