@@ -34,6 +34,8 @@ _SLOW_SECONDS = 0.004
 """CPU time of a row from which it is filled ahead. Rows of ordinary schemas take 0.02 to 1.5 ms."""
 _SLOWNESS = 0.00005
 """Seconds a row that others may lose to it: a twentieth of a GPU's step."""
+_MATCHER_SECONDS = 0.05
+"""CPU time that no matcher takes to be made: when a first row took longer, the next may, too."""
 _MOST_SLOWNESS = 0.001
 """Forgotten after 150 rows that were quick."""
 _SURVEY_SECONDS = 0.006
@@ -76,11 +78,13 @@ class RequestGrammar:
         return self._slowness > _SLOWNESS
 
     def note_time(self, seconds: float, cpu_seconds: float, *, is_first: bool) -> None:
-        """What a row took, on the clock and of this thread. A first one, with its matcher, says nothing."""
+        """What a row took, on the clock and of this thread. A first one, with its matcher, says little."""
         if is_first:
             self.seconds = 0.5
-            return
-        self.seconds = max(seconds, 0.8 * min(self.seconds, 0.002))
+            if cpu_seconds < _MATCHER_SECONDS:
+                return
+        else:
+            self.seconds = max(seconds, 0.8 * min(self.seconds, 0.002))
         # A mean, as nobody can tell which will be the next slow one: of 1,000 optional properties it is one row in 20.
         self._slowness = min(_MOST_SLOWNESS, 0.98 * self._slowness + 0.02 * max(0.0, cpu_seconds - _SLOW_SECONDS))
 

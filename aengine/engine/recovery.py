@@ -78,6 +78,7 @@ class Watchdog:
         self._num_answered = 0
         self._looked = self._beaten = 0.0  # when last
         self._num_beats = -1
+        self._is_paused = False
 
     def begin(self, num_tokens: int) -> None:
         """A step was published."""
@@ -96,11 +97,24 @@ class Watchdog:
         self._seconds_per_token = max(self._seconds_per_token, seconds / max(num_tokens, 16))
         self._num_answered += 1
         if self._steps:
-            self._steps[0] = (self._steps[0][0], now)  # it could not begin earlier
+            self._begin_anew()  # it could not begin earlier
         else:
             self.stop()
 
+    def pause(self) -> None:
+        """The oldest step waits for the host: the time until `resume` is not the worker's. Its heart must beat."""
+        self._is_paused = True
+
+    def resume(self) -> None:
+        self._is_paused = False
+        self._begin_anew()
+
+    def _begin_anew(self) -> None:
+        if self._steps:
+            self._steps[0] = (self._steps[0][0], self._loop.time())
+
     def stop(self) -> None:
+        self._is_paused = False
         self._steps.clear()
         if self._timer is not None:
             self._timer.cancel()
@@ -123,6 +137,8 @@ class Watchdog:
         if late > 1.0:  # the loop itself stood still, and answers may lie unread
             self._beaten = now
             self._steps = deque((num_tokens, max(begun, now - 1.0)) for num_tokens, begun in self._steps)
+        if self._is_paused:
+            self._begin_anew()
         num_tokens, begun = self._steps[0]
         fault = ""
         if now - self._beaten > self._hang_timeout:

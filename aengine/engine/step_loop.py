@@ -259,7 +259,7 @@ class StepLoop:
         return Masks(step, [request for _, request in due], batch_idx_column, rows, shared is not None, filled)
 
     async def _send_masks(self, masks: Masks) -> None:
-        filled = masks.filled if isinstance(masks.filled, Filled) else await masks.filled.filled
+        filled = masks.filled if isinstance(masks.filled, Filled) else await self._filled(masks.filled)
         for row, error in filled.failed.items():
             self.fail_request(masks.due[row], InternalError(f"the grammar of this request failed: {error}"))
         self._gated = None
@@ -268,6 +268,14 @@ class StepLoop:
         if sum(map(len, filled.forced.values())) >= self._forcing.least_tokens * len(masks.step.batch):
             for row, token_ids in filled.forced.items():
                 self.scheduler.force(masks.due[row], token_ids)
+
+    async def _filled(self, filling: Filling) -> Filled:
+        """A grammar's row may take seconds, for which the worker is not to blame."""
+        self._watchdog.pause()
+        try:
+            return await filling.filled
+        finally:
+            self._watchdog.resume()
 
     async def _go_on(self, masks: Masks) -> EngineError | None:
         """Send a bitmask, and the next step with it: what the worker waits for. An error is returned."""

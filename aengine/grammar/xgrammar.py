@@ -20,7 +20,7 @@ from .compile_process import CompilerProcesses, CompilerStartError, CompileTimeo
 from .spec import GrammarSpec
 from .vocabulary import Vocabulary
 from .xgrammar_process import load_core, tokenizer_info
-from .xgrammar_schema import ignored
+from .xgrammar_schema import ignored, without_raw_patterns
 
 __all__ = ["XGrammarBackend", "XGrammarMatcher"]
 
@@ -66,7 +66,8 @@ class XGrammarBackend:
         if passed_over and not spec.relax:
             path, what = passed_over[0]
             raise _error(spec, "unsupported", f"at {path}: xgrammar does not enforce {what}", path)
-        request = {"kind": spec.kind, "text": spec.text, "whitespace": spec.whitespace}
+        text = without_raw_patterns(spec.text) if passed_over else spec.text
+        request = {"kind": spec.kind, "text": text, "whitespace": spec.whitespace}
         try:
             answer = self._processes.compile(request, self._timeout, on_wait)
         except CompileTimeoutError:
@@ -81,13 +82,7 @@ class XGrammarBackend:
             raise _error(spec, "unsupported", said[0])
         grammar = self.core.CompiledGrammar.deserialize_json(answer["grammar"], self.info)
         warnings = tuple(f"{path}: {what} is not enforced" for path, what in passed_over) + said
-        compiled = XGrammarCompiled(self, spec, warnings, grammar)
-        words = memoryview(bytearray(self.vocabulary.row_bytes)).cast("i", (1, self.vocabulary.row_bytes // 4))
-        try:
-            compiled.matcher().fill(words, 0)
-        except MatcherError as error:
-            raise _error(spec, "unsatisfiable", f"no text fits it: {error}") from None
-        return compiled
+        return XGrammarCompiled(self, spec, warnings, grammar, answer["mask_seconds"])
 
     def may_accept(self, token_id: int) -> bool:
         """Whether there is such a token, and it is text or an end."""
@@ -109,19 +104,22 @@ def _first_message(vocabulary: Vocabulary) -> dict[str, Any]:
 class XGrammarCompiled:
     """A compiled grammar, shared by its matchers."""
 
-    __slots__ = ("_backend", "_grammar", "num_bytes", "spec", "warnings")
+    __slots__ = ("_backend", "_grammar", "mask_seconds", "num_bytes", "spec", "warnings")
 
-    def __init__(self, backend: XGrammarBackend, spec: GrammarSpec, warnings: tuple[str, ...], grammar: Any) -> None:
+    def __init__(
+        self,
+        backend: XGrammarBackend,
+        spec: GrammarSpec,
+        warnings: tuple[str, ...],
+        grammar: Any,
+        mask_seconds: float,
+    ) -> None:
         self.spec = spec
         self.warnings = warnings
+        self.mask_seconds = mask_seconds
         self.num_bytes = int(grammar.memory_size_bytes()) + 8 * len(spec.text)
         self._backend = backend
         self._grammar = grammar
-
-    @property
-    def mask_seconds(self) -> float:
-        """Not known: at first they are taken for fast."""
-        return 0.0
 
     def matcher(self) -> XGrammarMatcher:
         return XGrammarMatcher(self._backend, self._backend.core.GrammarMatcher(self._grammar, None, False, -1, None))

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import gc
 import random
+import time
 from collections.abc import Callable
 from typing import Any
 
@@ -15,6 +16,7 @@ from fakes import FakeExecutor
 from aengine import AsyncLLM, Completion, InternalError, SamplingParams, StructuredOutput, WorkerDiedError
 from aengine.engine import recovery
 from aengine.errors import DeadlineExceededError, EngineClosedError
+from aengine.grammar.llguidance import LLGuidanceMatcher
 from aengine.ipc.messages import ModelRunnerOutput, SchedulerOutput, int32
 
 Make = Callable[..., AsyncLLM]
@@ -217,6 +219,24 @@ async def test_a_worker_that_hangs_is_replaced(make_engine: Make) -> None:
         engine.executor.is_hung = True
         assert len((await task).token_ids) == 40
         assert engine.statistics().num_restarts == 1
+
+
+async def test_a_worker_that_waits_for_a_grammar_does_not_hang(
+    make_engine: Make, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    fill, slow = LLGuidanceMatcher.fill, [0.8, 0.8]
+
+    def slowly(self: LLGuidanceMatcher, bitmask: Any, row: int) -> None:
+        if slow and self._token_ids:
+            time.sleep(slow.pop())
+        fill(self, bitmask, row)
+
+    async with make_engine(hang_timeout=0.2, fake={"delay": 0.001}) as engine:
+        await engine.generate([1], SamplingParams(max_tokens=2))  # what comes first may take longer
+        monkeypatch.setattr(LLGuidanceMatcher, "fill", slowly)
+        params = SamplingParams(max_tokens=40, structured_output=StructuredOutput(regex="[a-f]{20,30}"))
+        assert len((await engine.generate([1, 2], params)).text) >= 20
+        assert not slow and engine.statistics().num_restarts == 0
 
 
 async def test_leaving_while_there_is_no_worker(make_engine: Make, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -44,9 +44,15 @@ def test_a_grammar_that_was_slow_when_compiled_is_slow_until_its_rows_say_otherw
     assert told[0] and not told[-1] and told == sorted(told, reverse=True)
 
 
+def test_a_first_row_that_took_longer_than_making_a_matcher_is_held_against_it() -> None:
+    first = grammar()
+    first.note_time(0.2, 0.1, is_first=True)
+    assert first.is_slow and first.seconds == 0.5
+
+
 def test_the_first_row_makes_the_matcher_and_says_nothing_of_the_next() -> None:
     first = grammar()
-    first.note_time(1.0, 1.0, is_first=True)
+    first.note_time(1.0, 0.04, is_first=True)
     assert not first.is_slow and first.seconds == 0.5
     note(first, *[0.00005] * 30)
     assert first.seconds < 0.0002

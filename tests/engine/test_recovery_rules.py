@@ -119,6 +119,25 @@ def test_a_loop_that_was_held_blames_nobody() -> None:
     assert scene.faults == []
 
 
+def test_a_wait_for_the_host_is_not_the_workers() -> None:
+    scene = Scene()
+    scene.steps(5, 64, 0.1)
+    scene.dog.begin(64)
+    scene.dog.pause()
+    scene.loop.run(60.0)
+    scene.dog.resume()
+    scene.loop.run(4.0)
+    assert scene.faults == []
+    scene.loop.run(1.0)
+    assert "a step of 64 tokens" in scene.faults[0]
+    scene.dog.begin(64)
+    scene.dog.pause()
+    scene.lives = False
+    scene.loop.run(5.0)
+    assert "no sign of life" in scene.faults[1]
+    scene.dog.resume()
+
+
 def test_nothing_is_watched_when_nothing_runs() -> None:
     scene = Scene()
     scene.steps(5, 16, 0.05)

@@ -3,20 +3,24 @@
 from __future__ import annotations
 
 import asyncio
+import json
+import math
+import random
 import subprocess
 import sys
 import threading
+import time
 from pathlib import Path
 
 import psutil
 import pytest
-from grammar_helpers import NEEDS_XGRAMMAR, accepts, matcher_of, tiny, vocabulary
+from grammar_helpers import NEEDS_XGRAMMAR, accepts, allowed, backend_of, matcher_of, schema_spec, tiny, vocabulary
 from test_compiler import no_threads, until
 from test_hostile import HOSTILE
 
 from aengine.errors import EngineClosedError, GrammarError
 from aengine.grammar import xgrammar_process
-from aengine.grammar.backend import load_backend
+from aengine.grammar.backend import Matcher, load_backend
 from aengine.grammar.compiler import GrammarCompiler
 from aengine.grammar.spec import GrammarSpec
 
@@ -127,3 +131,61 @@ def test_a_missing_xgrammar_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
     with pytest.raises(GrammarError, match=r"pip install aengine\[xgrammar\]") as caught:
         load_backend("xgrammar", vocabulary("tiny"))
     assert caught.value.kind == "unsupported"
+
+
+LETTERS = [*map(chr, range(32)), "\x7f", "\x85", *'"\\abf019-]Aé\u2028\U0001f600\U0010ffff']
+
+
+def language(matcher: Matcher, most_texts: int) -> set[str]:
+    """Every text that may come, byte by byte."""
+    backend = backend_of("xgrammar", "tiny")
+    ids = {id: text for id, text in enumerate(vocabulary("tiny").token_bytes) if len(text) == 1}
+    texts, todo = set(), [(matcher, b"")]
+    while todo:
+        place, text = todo.pop()
+        if place.is_accepting:
+            texts.add(text.decode(errors="replace"))
+        assert len(texts) + len(todo) <= most_texts, texts
+        for id in allowed(backend, place) & ids.keys():
+            onward = place.clone()
+            assert onward.accept([id]) == 1
+            todo.append((onward, text + ids[id]))
+    return texts
+
+
+@NEEDS_XGRAMMAR
+def test_exactly_the_options_of_a_choice_may_come() -> None:
+    """A newline followed by hex digits came as another character."""
+    rng = random.Random(5)
+    lists = [["a\nb"], ["\n0a", "\x7fb", "\0"], ['"', "\\", "\\n", '\\"']]
+    lists += [["".join(rng.choices(LETTERS, k=rng.randint(1, 5))) for _ in range(4)] for _ in range(40)]
+    for options in lists:
+        matcher = matcher_of(backend_of("xgrammar", "tiny"), GrammarSpec("choice", json.dumps(sorted(set(options)))))
+        assert language(matcher, 200) == set(options)
+
+
+@NEEDS_XGRAMMAR
+@pytest.mark.parametrize(
+    ("regex", "text"), [(r"\x0ab", "\nb"), (r"\x41\x42b", "ABb"), (r"\x7f1", "\x7f1"), (r"\\x41b", r"\x41b")]
+)
+def test_hex_escapes_of_a_regex_have_two_digits(regex: str, text: str) -> None:
+    assert language(matcher_of(backend_of("xgrammar", "tiny"), GrammarSpec("regex", regex)), 9) == {text}
+
+
+@NEEDS_XGRAMMAR
+def test_slow_masks_are_known_when_compiled() -> None:
+    """Some take seconds: not in the host, and not to their end."""
+    backend = backend_of("xgrammar", "smollm2")
+    assert backend.compile(GrammarSpec("regex", r"(\w+\s?){1,20}\.")).mask_seconds > 0.02
+    assert backend.compile(schema_spec({"type": "object"})).mask_seconds < 0.004
+    assert backend.compile(GrammarSpec("regex", "ab")).mask_seconds < 0.004
+
+
+@NEEDS_XGRAMMAR
+def test_masks_that_do_not_end_are_given_up() -> None:
+    begun, before = time.monotonic(), psutil.Process().children()
+    assert xgrammar_process._try_masks(lambda: time.sleep(60) or 0.0) == xgrammar_process._TRIAL_SECONDS
+    assert time.monotonic() - begun < 20
+    assert xgrammar_process._try_masks(lambda: 0.5) == 0.5
+    assert xgrammar_process._try_masks(lambda: math.inf) == math.inf
+    assert psutil.Process().children() == before
