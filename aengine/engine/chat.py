@@ -1,4 +1,4 @@
-"""Chats with tools, reasoning and a schema, over the engine's plain streams.
+"""Chats with tools, reasoning and an answer of a shape, over the engine's plain streams.
 
 ChatRequest ──plan_chat (a thread)──> ChatPlan: prompt ids + GrammarSpec ──submit──> TokenStream
 ChatStream: token ──ChatParser──> deltas, and at the end a ChatMessage
@@ -230,7 +230,8 @@ class ChatStream:
         self._partial = PartialJson()
         self._unread: list[str] = []  # texts that `partial` has not seen yet
         self._deltas: deque[Delta] = deque()
-        self._is_read = False
+        self._is_read = False  # to its end, or it was closed
+        self._has_ended = False  # by itself
         self._completion: Completion | None = None
 
     @property
@@ -247,7 +248,7 @@ class ChatStream:
             try:
                 token = await anext(self._stream)
             except StopAsyncIteration:
-                self._is_read = True
+                self._is_read = self._has_ended = True
                 self._deltas.extend(self._parser.finish())
             else:
                 self._deltas.extend(self._parser.feed(token.text, token.token_id))
@@ -272,7 +273,7 @@ class ChatStream:
         except ValueError as error:
             raise InvalidRequestError(f"the text of {self.request_id} is not JSON: {error}") from error
         self._unread.clear()
-        if self._is_read and not self._deltas and self.completion.finish_reason is FinishReason.STOP:
+        if self._has_ended and not self._deltas and self.completion.finish_reason is FinishReason.STOP:
             with contextlib.suppress(ValueError):  # it may have called tools instead
                 self._partial.finish()  # a number at the top is one only now
         return self._partial.value

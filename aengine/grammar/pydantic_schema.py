@@ -7,7 +7,7 @@
 * A Decimal is a number, of as many digits as it may have; pydantic would take any string, too.
 * The keys of a dict are what can be read as them: ``dict[Literal["a", "b"], int]`` has two optional properties, and
   ``dict[int, str]`` a pattern. (Keys with constraints of their own are checked by pydantic alone.)
-* A NaiveDatetime has no zone: a pattern, as the format demands one. So is a uuid4.
+* A NaiveDatetime has no zone: a pattern, as the format demands one. So is a uuid4, and an HttpUrl with its schemes.
 * ``uniqueItems`` (pydantic drops what a set has twice) and formats that no grammar library knows (``path``, ``binary``,
   ``password``, ...) are left out.
 
@@ -36,6 +36,9 @@ _DATE = (  # without the 29th of February, whose years no pattern knows
     "[1-9][0-9]{3}-((0[13578]|1[02])-(0[1-9]|[12][0-9]|3[01])|(0[469]|11)-(0[1-9]|[12][0-9]|30)|02-(0[1-9]|1[0-9]|2[0-8]))"
 )
 _NAIVE_DATETIME = f"^{_DATE}T([01][0-9]|2[0-3]):[0-5][0-9]:[0-5][0-9](\\.[0-9]{{1,6}})?$"
+_WEB = frozenset(("http", "https", "ws", "wss"))
+_HOST = "[a-zA-Z][a-zA-Z0-9]*([.-][a-zA-Z][a-zA-Z0-9]*)*"
+_URL_LETTER = r"[!#-;=?-\[\]_a-z~]"
 _KEYS = {
     "bool": "^(true|false)$",
     "date": f"^{_DATE}$",
@@ -67,6 +70,16 @@ def schema_generator() -> Any:
                 made.pop("propertyNames", None)
                 made["patternProperties"] = {pattern: made.pop("additionalProperties", True)}
                 made["additionalProperties"] = False
+            return made
+
+        def url_schema(self, schema: Any) -> Any:
+            made = super().url_schema(schema)
+            schemes = schema.get("allowed_schemes")
+            if schemes and _WEB.issuperset(schemes):
+                del made["format"]
+                made["pattern"] = (
+                    f"^({'|'.join(sorted(schemes))})://{_HOST}(:[1-9][0-9]{{0,3}})?([/?#]{_URL_LETTER}*)?$"
+                )
             return made
 
         def datetime_schema(self, schema: Any) -> Any:

@@ -191,6 +191,7 @@ async def test_a_chat_that_is_closed_has_what_came(make_engine: Make) -> None:
         async with await engine.stream_chat(HELLO, SHORT, output_type=list[bool]) as stream:
             seen = await anext(stream)
         assert [delta async for delta in stream] == []
+        assert isinstance(stream.partial, list)
         completion = stream.completion
         assert completion.finish_reason == "abort" and completion.message.content.startswith(seen.text)
         assert stream.completion is completion

@@ -13,7 +13,7 @@ from typing import Annotated, Any
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from pydantic import AwareDatetime, Field, NaiveDatetime
+from pydantic import AnyHttpUrl, AnyUrl, AwareDatetime, Field, HttpUrl, NaiveDatetime, WebsocketUrl
 
 from aengine.grammar.output_type import OutputType
 
@@ -68,6 +68,27 @@ def test_keys_that_are_listed() -> None:
 def test_a_dict_of_strings_stays_open() -> None:
     assert OutputType.of(dict[str, int]).schema == {"type": "object", "additionalProperties": {"type": "integer"}}
     assert "patternProperties" in OutputType.of(dict[Annotated[str, Field(pattern="^a")], int]).schema
+
+
+@pytest.mark.parametrize("kind", [HttpUrl, AnyHttpUrl, WebsocketUrl])
+def test_a_url_has_a_scheme_that_it_may_have(kind: Any) -> None:
+    output = OutputType.of(kind)
+    pattern = re.compile(output.schema["pattern"], re.ASCII)
+    scheme = "ws" if kind is WebsocketUrl else "http"
+    for rest in (
+        "://example.com",
+        "s://Sub-domain.Example.co.uk:8080/a/b.html?x=1&y=[2]#top",
+        "://localhost/~me/%20;v",
+    ):
+        assert pattern.search(scheme + rest)
+    assert not pattern.search("ftp://example.com") and not pattern.search(scheme + ":example")
+
+    @given(st.from_regex(pattern, fullmatch=True).filter(lambda text: len(text) < 2000))
+    def check(text: str) -> None:
+        assert output.parse(json.dumps(text))[1] is None, text
+
+    check()
+    assert "pattern" not in OutputType.of(AnyUrl).schema
 
 
 def test_a_time_without_a_zone() -> None:
