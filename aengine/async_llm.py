@@ -410,19 +410,12 @@ class AsyncLLM:
     # -- internals
 
     def _submit(
-        self,
-        prompt: Prompt,
-        params: SamplingParams | None,
-        *,
-        output_type: Any,
-        on_unsupported: OnUnsupported,
-        final_only: bool,
-        **options: Any,
+        self, prompt: Prompt, params: SamplingParams | None, *, final_only: bool, **options: Any
     ) -> TokenStream:
         from .engine.asked_type import with_output_type
 
         core = self._running_core()
-        params, shape = with_output_type(output_type, on_unsupported, params)
+        params, shape = with_output_type(params, options)
         call = core.admission.submit(prompt, params, final_only=final_only, **shape, **options)
         return self._stream_of(core, call)
 

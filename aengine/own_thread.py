@@ -23,7 +23,7 @@ from typing import TYPE_CHECKING, Any, TypeVar
 from weakref import WeakMethod
 
 from .async_llm import AsyncLLM
-from .engine.asked_type import OnUnsupported, with_output_type
+from .engine.asked_type import with_output_type
 from .engine.core import EngineCore
 from .engine.loop_thread import LoopEndedError, LoopThread
 from .engine.remote_stream import RemoteStream
@@ -221,17 +221,10 @@ class OwnThreadLLM(AsyncLLM):
     # -- internals
 
     def _submit(
-        self,
-        prompt: Prompt,
-        params: SamplingParams | None,
-        *,
-        output_type: Any,
-        on_unsupported: OnUnsupported,
-        final_only: bool,
-        **options: Any,
+        self, prompt: Prompt, params: SamplingParams | None, *, final_only: bool, **options: Any
     ) -> RemoteStream:
         core, thread = self._running()
-        params, shape = with_output_type(output_type, on_unsupported, params)
+        params, shape = with_output_type(params, options)
         prompt = core.admission.check(prompt, params, **options)
         core.admission.check_room(len(self._arriving))
         request_id = options["request_id"] = options["request_id"] or f"own-{next(self._ids)}"

@@ -10,7 +10,7 @@ from ..params import SamplingParams, StructuredOutput, shown
 if TYPE_CHECKING:
     from ..grammar.output_type import OutputType
 
-__all__ = ["AskedType", "OnUnsupported", "check_on_unsupported", "with_output_type"]
+__all__ = ["AskedType", "OnUnsupported", "check_on_unsupported", "constraint_of", "with_output_type"]
 
 OnUnsupported = Literal["error", "relax"]
 
@@ -32,10 +32,12 @@ class AskedType(NamedTuple):
         return known, constraint_of(known, self.on_unsupported)
 
 
-def with_output_type(
-    output_type: Any, on_unsupported: OnUnsupported, params: SamplingParams | None
-) -> tuple[SamplingParams, dict[str, Any]]:
-    """The parameters, and what `Admission.submit` is told of the type beside them. Raises InvalidRequestError."""
+def with_output_type(params: SamplingParams | None, options: dict[str, Any]) -> tuple[SamplingParams, dict[str, Any]]:
+    """The parameters, and what `Admission.submit` is told of the type that is taken out of ``options``.
+
+    Raises InvalidRequestError.
+    """
+    output_type, on_unsupported = options.pop("output_type"), options.pop("on_unsupported")
     if params is None:
         params = SamplingParams()
     check_on_unsupported(on_unsupported)

@@ -119,6 +119,7 @@ def plan_chat(tokenizer: Tokenizer, asked: ChatRequest) -> ChatPlan:
     """Blocking, for a thread: large schemas take their time. Raises InvalidRequestError and GrammarError."""
     known = tools_of(asked.tools)
     choice = ToolChoice.of(asked.tool_choice, known)
+    allowed = choice.allowed(known)
     shape, output_type = asked.shape()
     messages, parallel = asked.messages, asked.parallel_tool_calls
     check_messages(messages)
@@ -147,13 +148,13 @@ def plan_chat(tokenizer: Tokenizer, asked: ChatRequest) -> ChatPlan:
         prompt=tokenizer.encode(text, add_special_tokens=False),
         spec=spec,
         shape=shape,
-        tools=choice.allowed(known),
+        tools=allowed,
         tool_format=tool_format,
         reasoning=reasoning,
         output_type=output_type,
         is_relaxed=asked.is_relaxed,
         # what stands for itself is looked after by the library
-        warnings=() if spec is shape else left_out(tools=choice.allowed(known), shape=shape, relax=asked.is_relaxed),
+        warnings=() if spec is shape else left_out(tools=allowed, shape=shape, relax=asked.is_relaxed),
     )
 
 

@@ -15,7 +15,11 @@ from hypothesis import given
 from hypothesis import strategies as st
 from pydantic import AnyHttpUrl, AnyUrl, AwareDatetime, Field, HttpUrl, NaiveDatetime, WebsocketUrl
 
+from aengine import StructuredOutput
+from aengine.grammar.llguidance import LLGuidanceBackend
 from aengine.grammar.output_type import OutputType
+from aengine.grammar.spec import spec_of
+from aengine.grammar.vocabulary import Vocabulary
 
 
 class Size(enum.IntEnum):
@@ -31,6 +35,16 @@ def test_a_decimal_is_a_number_of_so_many_digits() -> None:
     assert whole == {"type": "number", "multipleOf": 1, "minimum": 0, "exclusiveMaximum": 50}
     wide = OutputType.of(Annotated[Decimal, Field(max_digits=2, lt=5000, multiple_of=5)]).schema
     assert wide == {"type": "number", "multipleOf": 5, "exclusiveMinimum": -100, "exclusiveMaximum": 100}
+
+
+@pytest.mark.parametrize("digits", [12, 15, 16, 20, 25, 38, 60])
+@pytest.mark.parametrize("places", [0, 1, 10, 11, 18, 40])
+def test_a_decimal_of_many_digits_is_no_error(places: int, digits: int) -> None:
+    output = OutputType.of(Annotated[Decimal, Field(decimal_places=places, max_digits=max(digits, places + 2))])
+    letters = (*(bytes([i]) for i in range(128)), b"")
+    backend = LLGuidanceBackend(Vocabulary("{}", 129, letters, (128,), frozenset({128})))
+    matcher = backend.compile(spec_of(StructuredOutput(json_schema=output.schema))).matcher()
+    assert matcher.accept(list(b"17")) == 2 and matcher.is_accepting
 
 
 @pytest.mark.parametrize("key", [int, float, bool, uuid.UUID, datetime.date])
@@ -81,6 +95,10 @@ def test_a_url_has_a_scheme_that_it_may_have(kind: Any) -> None:
         "://localhost/~me/%20;v",
     ):
         assert pattern.search(scheme + rest)
+    for rest in ("://3com.com:50051", "://127.0.0.1:10080/", "://255.255.255.255"):
+        assert pattern.search(scheme + rest)
+    assert not pattern.search(scheme + "://256.1.1.1") and not pattern.search(scheme + "://a.1")
+    assert output.schema.keys() == {"type", "pattern"}  # a length beside it makes each mask slow
     assert not pattern.search("ftp://example.com") and not pattern.search(scheme + ":example")
 
     @given(st.from_regex(pattern, fullmatch=True).filter(lambda text: len(text) < 2000))
