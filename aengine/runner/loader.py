@@ -82,8 +82,8 @@ def load_weights(
     """Fill the model. ``progress(stage, done, total, unit)`` is told bytes.
 
     Raises:
-        ModelLoadError: a file is missing, truncated or corrupt; a tensor is missing or has another shape; the GPU's
-            memory does not hold the model.
+        ModelLoadError: a file is missing, truncated or corrupt; a tensor is missing, has another shape or is stored in
+            codes; the GPU's memory does not hold the model.
     """
     slots = {slot.name: slot for slot in model.slots()}
     place = Place(frozenset(slots), device, model.format.dtype)
@@ -180,6 +180,8 @@ def _in_threads(jobs: Iterable[Callable[[], T]], num_threads: int) -> Iterator[T
 
 _READERS = 8
 """Threads that read files. One copies 2 to 4 GB/s out of the page cache to a GPU; from a disk the more are better."""
+_NUMBERS = frozenset({"F16", "BF16", "F32"})
+"""Formats whose elements are the weights themselves; others are codes, which mean nothing without their scales."""
 
 
 def _safetensors(folder: Path, place: Place) -> Source:
@@ -221,6 +223,13 @@ def _read_safetensors(files: list[Path], place: Place) -> Iterator[Named]:
 def _read_tensor(path: Path, file: Any, name: str, place: Place) -> Named:
     if name not in place.wanted:
         return Named(name, None)
+    with _corrupt(path):
+        stored_as = file.get_slice(name).get_dtype()
+    if stored_as not in _NUMBERS:
+        raise ModelLoadError(
+            f"{path}: {name} is stored as {stored_as}, the codes of a quantised checkpoint, and of those aengine reads "
+            f"GGUF only: give the checkpoint in 16 or 32 bits that it was made from, or a .gguf file of the model"
+        )
     with _corrupt(path):
         tensor = file.get_tensor(name)  # a view of the mapped file: nothing is read yet
     return Named(name, place.put(tensor), tensor.nbytes)

@@ -246,3 +246,57 @@ def test_tokenizer_of_the_tiny_models(tiny_model: TinyModel) -> None:
     assert tokenizer.decode(ids) == text and len(ids) == len(text.encode())
     special = json.loads((folder / "tokenizer_config.json").read_text())
     assert tokenizer.token_to_id(special["bos_token"]) == 256 and tokenizer.token_to_id(special["eos_token"]) == 257
+
+
+def quantised(folder: Path, dtype: torch.dtype, most: float) -> None:
+    """Write the projections as codes of ``dtype`` with a scale a row, as compressed checkpoints have them."""
+
+    def change(tensors: dict[str, torch.Tensor]) -> None:
+        for name in [name for name in tensors if name.endswith("proj.weight")]:
+            scale = tensors[name].abs().amax(1, keepdim=True) / most
+            tensors[name] = (tensors[name] / scale).to(dtype)
+            tensors[f"{name}_scale"] = scale
+
+    rewrite(folder, change)
+
+
+def set_config(folder: Path, **settings: Any) -> None:
+    path = folder / "config.json"
+    path.write_text(json.dumps(json.loads(path.read_text()) | settings))
+
+
+@pytest.mark.parametrize(
+    ("key", "settings", "method"),
+    [
+        ("quantization_config", {"quant_method": "fp8", "activation_scheme": "dynamic"}, "fp8"),
+        (
+            "quantization_config",
+            {"quant_method": "compressed-tensors", "format": "int-quantized"},
+            "compressed-tensors",
+        ),
+        ("compression_config", {"format": "float-quantized"}, "float-quantized"),
+        ("quantization_config", {"bits": 4}, "unknown method"),
+    ],
+)
+def test_a_quantised_checkpoint_is_refused(copied: Path, key: str, settings: dict[str, Any], method: str) -> None:
+    quantised(copied, torch.float8_e4m3fn, 448)
+    set_config(copied, **{key: settings})
+    with pytest.raises(ModelLoadError, match=rf"{key} of config\.json: {method}\).*\.gguf file") as caught:
+        source_of(copied)
+    assert str(copied) in str(caught.value) and "\n" not in str(caught.value)
+    assert source_of(copied, "dummy").hf_config[key] == settings  # its weights are random, and plain
+
+
+@pytest.mark.parametrize(
+    ("dtype", "most", "name"),
+    [(torch.float8_e4m3fn, 448, "F8_E4M3"), (torch.int8, 127, "I8"), (torch.uint8, 127, "U8")],
+)
+def test_codes_are_not_taken_for_weights(copied: Path, dtype: torch.dtype, most: float, name: str) -> None:
+    """Of a checkpoint whose config.json does not tell; codes that the model does not use do no harm."""
+    before = logits(copied)
+    rewrite(copied, lambda tensors: tensors.update({"model.extra.weight": torch.zeros(3, dtype=dtype)}))
+    set_config(copied, quantization_config=None)
+    assert torch.equal(logits(copied), before)
+    quantised(copied, dtype, most)
+    with pytest.raises(ModelLoadError, match=rf"model\.layers\.\d\..*proj\.weight is stored as {name}.*\.gguf file"):
+        load(source_of(copied))
