@@ -13,10 +13,18 @@ from collections.abc import Callable, Mapping
 from dataclasses import asdict, dataclass, fields, replace
 from typing import Any, Literal
 
+from .cgroups import num_usable_cpus
 from .errors import InvalidRequestError
 from .params import unknown_name
 
-__all__ = ["EngineConfig", "StartupProgress", "is_offline", "num_worker_threads", "worker_environment"]
+__all__ = [
+    "EngineConfig",
+    "StartupProgress",
+    "is_offline",
+    "num_worker_threads",
+    "thread_environment",
+    "worker_environment",
+]
 
 DTYPES = ("auto", "float32", "bfloat16", "float16")
 ATTENTION_BACKENDS = ("auto", "triton", "flash-attn-2", "flash-attn-3", "flash-attn-4")
@@ -84,7 +92,8 @@ class EngineConfig:
     enforce_eager: bool = False
     """No CUDA graphs."""
     num_threads: int | None = None
-    """CPU threads of a worker. None: the cores it may use, less one for the host when there are over four."""
+    """CPU threads of a worker. None: the cores that it may use (no more than a container's CPU quota has whole CPUs),
+    less one for the host when there are over four."""
 
     max_num_queued_requests: int = 10_000
     """Most requests waiting; one more is refused or waits, as `admission` says."""
@@ -195,14 +204,11 @@ def _wrong(param: str, value: object, wanted: str) -> InvalidRequestError:
     return InvalidRequestError(f"{param}={value!r} is not valid: it must be {wanted}", param=param)
 
 
-def worker_environment(config: EngineConfig) -> dict[str, str]:
-    """A copy of the host's environment, for a worker that it starts; the host's own is not touched.
-
-    Thread counts must be there before torch is imported, as its libraries read them when they are loaded.
-    """
+def worker_environment() -> dict[str, str]:
+    """A copy of the host's environment, for a worker that it starts; the host's own is not touched. Without the number
+    of threads, see `thread_environment`."""
     environment = dict(os.environ)
-    threads = str(num_worker_threads(config))
-    environment |= {"OMP_NUM_THREADS": threads, "MKL_NUM_THREADS": threads, "PYTHONUNBUFFERED": "1"}
+    environment["PYTHONUNBUFFERED"] = "1"
     environment.setdefault("TOKENIZERS_PARALLELISM", "false")
     # Threads of a parallel loop spin for each other for some microseconds, not milliseconds: beside any other busy
     # process the default makes two threads many times slower than one (benchmarks/cpu.py with --hog).
@@ -210,11 +216,18 @@ def worker_environment(config: EngineConfig) -> dict[str, str]:
     return environment
 
 
+def thread_environment(config: EngineConfig) -> dict[str, str]:
+    """How many threads torch's libraries start, which read it when they are loaded. Blocking: reads files."""
+    threads = str(num_worker_threads(config))
+    return {"OMP_NUM_THREADS": threads, "MKL_NUM_THREADS": threads}
+
+
 def num_worker_threads(config: EngineConfig) -> int:
-    """Threads of a worker's CPU kernels: as set, else the cores it may use, less one for the host when over four."""
+    """Threads of a worker's CPU kernels: as set, else the cores it may use, less one for the host when over four.
+    Blocking: reads files."""
     if config.num_threads is not None:
         return config.num_threads
-    cores = len(os.sched_getaffinity(0))
+    cores = num_usable_cpus()
     return cores - 1 if cores > 4 else cores
 
 

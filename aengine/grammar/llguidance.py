@@ -18,7 +18,6 @@ The library's traps, and what is done about each (measured; versions 1.9):
 from __future__ import annotations
 
 import functools
-import os
 import threading
 import time
 import weakref
@@ -26,6 +25,7 @@ from collections.abc import Callable, Sequence
 
 import llguidance
 
+from ..cgroups import num_usable_cpus
 from ..errors import GrammarError
 from .backend import Bitmask, MatcherError, accept_one, address_of, refused
 from .compile_process import OnWait
@@ -107,9 +107,7 @@ class LLGuidanceBackend:
         self.tokenizer = tokenizer_of(vocabulary)
         self._probes = _probes(vocabulary)
         self._opening = [i for i, text in enumerate(vocabulary.token_bytes) if text == b' "'][:1]
-        self._fill_threads = (
-            max(1, min(12, len(os.sched_getaffinity(0)) * 3 // 4)) if fill_threads is None else fill_threads
-        )
+        self._fill_threads = max(1, min(12, num_usable_cpus() * 3 // 4)) if fill_threads is None else fill_threads
         self._trials = Trials(vocabulary, timeout / 2)
         self._executor: llguidance.LLExecutor | None = None
         self._lock = threading.Lock()

@@ -29,7 +29,7 @@ from collections.abc import Callable
 from pathlib import Path
 from weakref import WeakMethod
 
-from ..config import EngineConfig, worker_environment
+from ..config import EngineConfig, thread_environment, worker_environment
 from ..errors import EngineError, WorkerDiedError
 from ..ipc.channel import HostChannel
 
@@ -82,7 +82,7 @@ class WorkerProcess:
             self._stderr = os.memfd_create(f"aengine-worker-{rank}-stderr", os.MFD_CLOEXEC)
             fcntl.fcntl(self._stderr, fcntl.F_SETFL, os.O_APPEND)  # entry.py may cut it short
             channel.open(loop, self._readable)
-            work = (self._command(config, runner), worker_environment(config))
+            work = (self._command(config, runner), config, worker_environment())
             threading.Thread(target=self._watch, args=work, name=f"aengine-worker-{rank}", daemon=True).start()
         except BaseException as error:
             self._close_fd("_death_read")
@@ -111,10 +111,10 @@ class WorkerProcess:
 
     # -- the watch thread
 
-    def _watch(self, command: list[str], environment: dict[str, str]) -> None:
+    def _watch(self, command: list[str], config: EngineConfig, environment: dict[str, str]) -> None:
         code, error = None, None
         try:
-            process = self._spawn(command, environment)
+            process = self._spawn(command, environment | thread_environment(config))
             if process is not None:
                 code = process.wait()
         except Exception as caught:

@@ -88,6 +88,9 @@ def test_free_memory_respects_a_container(tmp_path: Path) -> None:
     assert free_memory(tmp_path) == 0
     (tmp_path / "proc/meminfo").write_text("MemTotal: 9000 kB\nMemAvailable:    5000 kB\n")
     assert free_memory(tmp_path) == 5000 * 1024
+    (tmp_path / "proc/self").mkdir()
+    (tmp_path / "proc/self/cgroup").write_text("0::/\n")
+    (tmp_path / "proc/self/mountinfo").write_text("31 23 0:28 / /sys/fs/cgroup rw - cgroup2 cgroup2 rw\n")
     folder = tmp_path / "sys/fs/cgroup"
     folder.mkdir(parents=True)
     (folder / "memory.max").write_text("max\n")
