@@ -341,9 +341,15 @@ class AsyncLLM:
         core = self._running_core()
         params = params.replace(structured_output=None)  # the plan has it
         call = core.admission.submit(
-            plan.prompt, params, final_only=False, constraint=plan.spec, since=begun, **settings
+            plan.prompt,
+            params,
+            final_only=False,
+            constraint=plan.spec,
+            since=begun,
+            markers=plan.marker_ids,
+            **settings,
         )
-        return ChatStream(self._stream_of(core, call), plan, tokenizer)
+        return ChatStream(self._stream_of(core, call), plan, tokenizer, params)
 
     def abort(self, request_id: str) -> bool:
         """End a request by its id; its stream ends with FinishReason.ABORT. Returns whether it was running."""

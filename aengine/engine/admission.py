@@ -35,7 +35,7 @@ from .metrics import Counters
 from .prompt import Prompt, check_token_ids, encode_prompt, prompt_kind
 from .request import Request, RequestStatus
 from .step_loop import StepLoop
-from .stream import ChoiceOutput, Mailbox, error_for_waiter
+from .stream import ChoiceOutput, IncrementalText, Mailbox, error_for_waiter
 from .structured import GrammarService
 from .threads import Lane
 from .tokenizer import Tokenizer
@@ -97,12 +97,13 @@ class Admission:
         output_type: OutputType | None = None,
         asked_type: AskedType | None = None,
         since: float | None = None,
+        markers: frozenset[int] = frozenset(),
     ) -> Call:
         """Check what can be checked at once, and register. Nothing is awaited here.
 
         ``output_type``: what ``params.structured_output`` says, as a type; ``asked_type``: one that is yet to be
         described, which may take too long for the loop. ``since``: the loop's time from which both deadlines count;
-        None: now.
+        None: now. ``markers``: control tokens that divide the text into parts, see `MarkedDetokenizer`.
 
         Raises:
             InvalidRequestError, ContextLengthError: see `stream`.
@@ -130,7 +131,7 @@ class Admission:
         call.mailbox.output_type = output_type
         want_logprobs = params.logprobs is not None
         call.mailbox.open(
-            [ChoiceOutput(call.mailbox, i, self._detokenizer(params), want_logprobs) for i in range(params.n)]
+            [ChoiceOutput(call.mailbox, i, self._detokenizer(params, markers), want_logprobs) for i in range(params.n)]
         )
         full = self.num_queued >= self._limits.max_num_queued_requests
         self.check_room()
@@ -366,13 +367,14 @@ class Admission:
         for request in call.requests:
             self.steps.add(request)
 
-    def _detokenizer(self, params: SamplingParams):  # type: ignore[no-untyped-def]  # IncrementalText or None
+    def _detokenizer(self, params: SamplingParams, markers: frozenset[int]) -> IncrementalText | None:
         if self._tokenizer is None or not params.detokenize:
             return None
         return self._tokenizer.detokenizer(
             params.stop,  # type: ignore[arg-type]  # made a tuple by SamplingParams
             include_stop=params.include_stop_str_in_output,
             skip_special_tokens=params.skip_special_tokens,
+            markers=markers,
         )
 
     def _check(

@@ -29,12 +29,13 @@ from ..chat import (
     suspects,
     tools_of,
 )
+from ..chat.formats import Markers
 from ..chat.history import with_instructions, written_out
 from ..errors import DeadlineExceededError, GrammarError, InvalidRequestError
 from ..grammar.output_type import OutputType
 from ..grammar.partial import PartialJson
 from ..grammar.spec import GrammarSpec, spec_of
-from ..outputs import Completion, FinishReason
+from ..outputs import Completion, FinishReason, Token
 from ..params import SamplingParams, StructuredOutput
 from .asked_type import OnUnsupported, check_on_unsupported, constraint_of
 from .chat_template import check_messages
@@ -113,6 +114,7 @@ class ChatPlan:
     output_type: OutputType | None
     is_relaxed: bool
     warnings: tuple[str, ...]
+    marker_ids: frozenset[int]  # control tokens that tell the parts of the answer apart
 
 
 def plan_chat(tokenizer: Tokenizer, asked: ChatRequest) -> ChatPlan:
@@ -155,6 +157,9 @@ def plan_chat(tokenizer: Tokenizer, asked: ChatRequest) -> ChatPlan:
         is_relaxed=asked.is_relaxed,
         # what stands for itself is looked after by the library
         warnings=() if spec is shape else left_out(tools=allowed, shape=shape, relax=asked.is_relaxed),
+        marker_ids=frozenset(
+            token_id for _, token_id in Markers.of(tool_format, reasoning, tokenizer.control_token_id).ids
+        ),
     )
 
 
@@ -221,8 +226,9 @@ class ChatStream:
     Closing, dropping or cancelling it ends the request, as with `TokenStream`.
     """
 
-    def __init__(self, stream: TokenStream, plan: ChatPlan, tokenizer: Tokenizer) -> None:
+    def __init__(self, stream: TokenStream, plan: ChatPlan, tokenizer: Tokenizer, params: SamplingParams) -> None:
         self._stream = stream
+        self._stop_token_ids = tokenizer.eos_token_ids | frozenset(params.stop_token_ids)
         self._output_type = plan.output_type
         self._warnings = plan.warnings
         self._parser = ChatParser(
@@ -252,11 +258,16 @@ class ChatStream:
                 self._is_read = self._has_ended = True
                 self._deltas.extend(self._parser.finish())
             else:
-                self._deltas.extend(self._parser.feed(token.text, token.token_id))
+                self._deltas.extend(self._parser.feed(token.text, self._marker_of(token)))
         delta = self._deltas.popleft()
         if isinstance(delta, TextDelta):
             self._unread.append(delta.text)
         return delta
+
+    def _marker_of(self, token: Token) -> int | None:
+        """The token's id, which may be that of a marker; None if a stop string ended the text before it."""
+        is_cut = token.finish_reason is FinishReason.STOP and token.token_id not in self._stop_token_ids
+        return None if is_cut else token.token_id
 
     @property
     def message(self) -> ChatMessage:

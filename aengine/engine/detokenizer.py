@@ -5,7 +5,7 @@ from __future__ import annotations
 from .stop_strings import StopSearch
 from .token_text import IncrementalDecoder
 
-__all__ = ["Detokenizer"]
+__all__ = ["Detokenizer", "MarkedDetokenizer"]
 
 
 class Detokenizer:
@@ -26,12 +26,17 @@ class Detokenizer:
     def put(self, token_id: int) -> str:
         """The text that is certain now; "" if none is."""
         text = self._put(token_id)
-        if self._stops is None or not text:
+        if self._stops is None:
             return text
-        return self._search(text)
+        if text:
+            return self._search(text)
+        # A stop string may be complete in text that only a later token could change. The completion ends with it, so
+        # no later token comes, and the text is certain after all.
+        likely = self._decoder.take_likely()
+        return self.flush() if likely and self._stops.would_stop(likely) else ""
 
     def flush(self) -> str:
-        """The completion has ended: what was held back, U+FFFD for an incomplete character."""
+        """The completion has ended, or is cut here: what was held back, U+FFFD for an incomplete character."""
         text = self._decoder.flush()
         if self._stops is None:
             return text
@@ -44,3 +49,35 @@ class Detokenizer:
         text = self._stops.put(text)
         self.stopped = self._stops.found
         return text
+
+
+class MarkedDetokenizer(Detokenizer):
+    """A completion that control tokens divide into parts, as tool calls and reasoning do.
+
+    Whatever is held back when a marker comes is returned with it: the bytes and stop strings of one part do not go on
+    in the next. So a reader that is given the text, then the marker, has them in their order.
+    """
+
+    __slots__ = ("_markers",)
+
+    def __init__(
+        self,
+        decoder: IncrementalDecoder,
+        stops: tuple[str, ...] = (),
+        *,
+        include_stop: bool = False,
+        markers: frozenset[int],
+    ) -> None:
+        super().__init__(decoder, stops, include_stop=include_stop)
+        self._markers = markers
+
+    def put(self, token_id: int) -> str:
+        if token_id not in self._markers:
+            return super().put(token_id)
+        before = self.flush()
+        if self.stopped:
+            return before
+        name = self._put(token_id)  # "" unless special tokens are shown
+        if self._stops is not None and name:
+            name = self._search(name) + self._stops.flush()
+        return before + name

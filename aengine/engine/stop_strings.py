@@ -62,17 +62,19 @@ class StopStrings:
 class StopSearch:
     """One text on its way through the automaton."""
 
-    __slots__ = ("_held", "_include_stop", "_state", "_stops", "found")
+    __slots__ = ("_held", "_include_stop", "_likely_state", "_state", "_stops", "found")
 
     def __init__(self, stops: tuple[str, ...], *, include_stop: bool) -> None:
         self._stops = StopStrings(stops)
         self._include_stop = include_stop
         self._state = 0
         self._held = ""  # as long as the state is deep
+        self._likely_state: int | None = None  # after what `would_stop` was told; None: nothing since `put`
         self.found = False
 
     def put(self, text: str) -> str:
         """More of the text; returns what of it, and of what was held, belongs to no stop string."""
+        self._likely_state = None
         stops, state = self._stops, self._state
         if not state and stops.first_chars.isdisjoint(text):
             return text
@@ -93,7 +95,18 @@ class StopSearch:
         self._held = whole[certain:]
         return whole[:certain]
 
+    def would_stop(self, text: str) -> bool:
+        """Whether a stop string would be complete if ``text`` came next; the following call goes on from there."""
+        stops = self._stops
+        state = self._state if self._likely_state is None else self._likely_state
+        for char in text:
+            state = stops.moves[state].get(char, 0)
+            if stops.matches[state]:
+                return True
+        self._likely_state = state
+        return False
+
     def flush(self) -> str:
         """The text has ended: what was held back is no stop string."""
-        held, self._held, self._state = self._held, "", 0
+        held, self._held, self._state, self._likely_state = self._held, "", 0, None
         return held

@@ -137,6 +137,8 @@ class ChoiceOutput:
                     finish_reason = FinishReason.STOP
             if finish_reason is not None and not detokenizer.stopped:
                 text += detokenizer.flush()
+                if detokenizer.stopped:  # a stop string was in what had been held back
+                    finish_reason = FinishReason.STOP
             if text:
                 self.texts.append(text)
         ids = self.token_ids

@@ -7,7 +7,7 @@ the same text piece by piece, each piece as soon as it is certain:
     ByteLevelText       a token is some bytes of UTF-8, perhaps part of a character    GPT-2, Llama 3, Qwen, SmolLM
     ByteFallbackText    a token is a text, or one byte written <0x0A>                  Llama 2, Mistral, Gemma
     WordText            a token is a text, another one at the start                    WordPiece, Metaspace
-    DecodeStreamText    anything else, by the library's own stream; slow
+    WindowText          anything else, by decoding the last few tokens again; slow
 
 Pieces are computed when a token is first seen and kept, so nothing is built at start.
 """
@@ -30,6 +30,7 @@ Piece = str | bytes | None
 """Whole characters; bytes that need company; nothing (an id that is left out)."""
 
 _REPLACEMENT = "\ufffd"
+_MOST_HELD = 16  # U+FFFD at the end of a text that may be parts of characters; so many are none
 _BYTE_TOKEN = re.compile(r"<0x([0-9A-Fa-f]{2})>")
 _new_utf8_decoder = codecs.getincrementaldecoder("utf-8")
 
@@ -58,7 +59,10 @@ class _Pieces(dict[int, Piece]):
 
 
 class IncrementalDecoder(ABC):
-    """One text in the making. The joined answers of `put` and `flush` are what ``decode`` gives for all the ids."""
+    """One text in the making. The joined answers of `put` and a last `flush` are what ``decode`` gives for all the ids.
+
+    A `flush` before the end cuts the text there: bytes before it and after it make no character together.
+    """
 
     __slots__ = ()
 
@@ -68,6 +72,11 @@ class IncrementalDecoder(ABC):
 
     def flush(self) -> str:
         """The end: what an unfinished character turns into."""
+        return ""
+
+    def take_likely(self) -> str:
+        """Characters that have become whole since the last call but that `put` holds back, because a later token may
+        still change them. If the text ends here, they are in it."""
         return ""
 
 
@@ -169,11 +178,12 @@ class ByteFallbackText(IncrementalDecoder):
     U+FFFD, those of complete characters too.
     """
 
-    __slots__ = ("_pieces", "_plain", "_run", "_strip_left")
+    __slots__ = ("_num_taken", "_pieces", "_plain", "_run", "_strip_left")
 
     def __init__(self, pieces: _Pieces, strip_left: int) -> None:
         self._pieces = pieces
         self._run = bytearray()
+        self._num_taken = 0  # bytes of the run that `take_likely` has returned
         self._strip_left = strip_left
         self._plain = not strip_left  # nothing held and nothing to strip: the fast path
 
@@ -192,6 +202,15 @@ class ByteFallbackText(IncrementalDecoder):
     def flush(self) -> str:
         return self._stripped(self._end_of_run())
 
+    def take_likely(self) -> str:
+        num_stripped = min(self._strip_left, len(self._run) - len(self._run.lstrip(b" "))) if self._strip_left else 0
+        try:
+            text = self._run[max(self._num_taken, num_stripped) :].decode()
+        except UnicodeDecodeError:  # a character is incomplete, or the run can't be UTF-8 any more
+            return ""
+        self._num_taken = len(self._run)
+        return text
+
     def _end_of_run(self) -> str:
         if not self._run:
             return ""
@@ -200,6 +219,7 @@ class ByteFallbackText(IncrementalDecoder):
         except UnicodeDecodeError:
             text = _REPLACEMENT * len(self._run)
         self._run.clear()
+        self._num_taken = 0
         return text
 
     def _stripped(self, text: str) -> str:
@@ -250,45 +270,59 @@ class WordText(IncrementalDecoder):
         return piece
 
 
-class DecodeStreamTable(TokenTable):
+class WindowTable(TokenTable):
     def piece(self, token: str) -> Piece:
         decoder = self._encoder.decoder
         assert decoder is not None
         return decoder.decode([token])
 
-    def decoder(self, skip_special_tokens: bool) -> DecodeStreamText:
-        return DecodeStreamText(self._encoder, skip_special_tokens)
+    def decoder(self, skip_special_tokens: bool) -> WindowText:
+        return WindowText(self._encoder, skip_special_tokens)
 
 
-class DecodeStreamText(IncrementalDecoder):
-    """The library's stream, which knows every decoder but not how a text ends: `flush` decodes it all once more."""
+class WindowText(IncrementalDecoder):
+    """For decoders of which nothing is known: a token's text is what it adds to that of the few tokens before it.
 
-    __slots__ = ("_encoder", "_ids", "_sent", "_skip_special_tokens", "_stream")
+        ids     ... | context | held: decoded, but an incomplete character |
+                    <----------------------- window ---------------------->
+
+    Where a decoder changes text that has been returned already, that text stays, and the token counts by itself.
+    """
+
+    __slots__ = ("_context_text", "_encoder", "_num_context", "_skip_special_tokens", "_window")
 
     def __init__(self, encoder: tokenizers.Tokenizer, skip_special_tokens: bool) -> None:
-        from tokenizers.decoders import DecodeStream
-
         self._encoder = encoder
         self._skip_special_tokens = skip_special_tokens
-        self._stream: DecodeStream | None = DecodeStream(skip_special_tokens=skip_special_tokens)
-        self._ids: list[int] = []
-        self._sent = ""
+        self._window: list[int] = []
+        self._num_context = 0
+        self._context_text = ""
 
     def put(self, token_id: int) -> str:
-        self._ids.append(token_id)
-        if self._stream is None:
-            return ""
-        try:
-            text = self._stream.step(self._encoder, token_id) or ""
-        except Exception:  # it lost its place in text that later tokens change; the end will bring the rest
-            self._stream = None
-            return ""
-        self._sent += text
-        return text
+        self._window.append(token_id)
+        return self._taken(is_end=False)
 
     def flush(self) -> str:
-        whole = self._encoder.decode(self._ids, skip_special_tokens=self._skip_special_tokens)
-        return whole[len(self._sent) :] if whole.startswith(self._sent) else ""
+        return self._taken(is_end=True)
+
+    def _taken(self, *, is_end: bool) -> str:
+        if len(self._window) == self._num_context:
+            return ""
+        text = self._decode(self._window)
+        if not is_end and text.endswith(_REPLACEMENT) and not text.endswith(_REPLACEMENT * _MOST_HELD):
+            return ""
+        if text.startswith(self._context_text):
+            added = text[len(self._context_text) :]
+        else:
+            added = self._decode(self._window[self._num_context :])
+        if added:
+            del self._window[: self._num_context]
+            text = self._decode(self._window)
+        self._num_context, self._context_text = len(self._window), text
+        return added
+
+    def _decode(self, ids: list[int]) -> str:
+        return self._encoder.decode(ids, skip_special_tokens=self._skip_special_tokens)
 
 
 def token_table(encoder: tokenizers.Tokenizer, special_ids: frozenset[int], vocab_size: int) -> TokenTable:
@@ -306,7 +340,7 @@ def token_table(encoder: tokenizers.Tokenizer, special_ids: frozenset[int], voca
             return ByteFallbackTable(encoder, special_ids, vocab_size, **options)
         if [step["type"] for step in settings["decoders"]] == ["ByteLevel"]:
             return ByteLevelTable(encoder, special_ids, vocab_size)
-    return DecodeStreamTable(encoder, special_ids, vocab_size)
+    return WindowTable(encoder, special_ids, vocab_size)
 
 
 def _byte_fallback_options(steps: list[dict[str, Any]]) -> dict[str, Any] | None:

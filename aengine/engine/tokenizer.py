@@ -11,7 +11,7 @@ from ..checkpoint.gguf_file import GgufFile
 from ..checkpoint.source import ModelSource, locate, read_json, weights_in
 from ..errors import InvalidRequestError, ModelLoadError
 from .chat_template import ChatTemplate
-from .detokenizer import Detokenizer
+from .detokenizer import Detokenizer, MarkedDetokenizer
 from .gguf_tokenizer import read_gguf_tokenizer
 from .token_text import token_table
 
@@ -95,10 +95,21 @@ class Tokenizer:
         return self._encoder.decode(known, skip_special_tokens=skip_special_tokens)
 
     def detokenizer(
-        self, stop: tuple[str, ...] = (), *, include_stop: bool = False, skip_special_tokens: bool = True
+        self,
+        stop: tuple[str, ...] = (),
+        *,
+        include_stop: bool = False,
+        skip_special_tokens: bool = True,
+        markers: frozenset[int] = frozenset(),
     ) -> Detokenizer:
-        """A decoder for one completion, token by token. The text leaves out ``stop`` unless ``include_stop``."""
-        return Detokenizer(self._table.decoder(skip_special_tokens), stop, include_stop=include_stop)
+        """A decoder for one completion, token by token. The text leaves out ``stop`` unless ``include_stop``.
+
+        ``markers``: control tokens that divide the completion into parts; nothing is held back across one.
+        """
+        decoder = self._table.decoder(skip_special_tokens)
+        if markers:
+            return MarkedDetokenizer(decoder, stop, include_stop=include_stop, markers=markers)
+        return Detokenizer(decoder, stop, include_stop=include_stop)
 
     def token_bytes(self, token_id: int) -> bytes:
         """What the token adds to a text, in UTF-8, perhaps a part of a character; b"" if there is no such token."""

@@ -5,9 +5,11 @@ from __future__ import annotations
 import random
 
 import pytest
+import tokenizers
 from hypothesis import given
 from hypothesis import strategies as st
 from tokenizer_helpers import FAMILIES, TEXTS, clip_style, random_ids, sentencepiece, smollm2
+from tokenizers import decoders, models
 
 from aengine.engine.detokenizer import Detokenizer
 from aengine.engine.stop_strings import StopSearch
@@ -35,8 +37,64 @@ def test_unknown_kind_of_decoder(rng: random.Random) -> None:
         ids = tokenizer.encode(text)
         got = "".join(pieces(tokenizer.detokenizer(), ids))
         assert got == tokenizer.decode(ids)
-    for _ in range(100):  # never raises, whatever comes
-        pieces(tokenizer.detokenizer(), random_ids(tokenizer, rng))
+    for _ in range(400):
+        ids = random_ids(tokenizer, rng)
+        assert "".join(pieces(tokenizer.detokenizer(), ids)) == tokenizer.decode(ids), ids
+
+
+def test_a_decoder_that_changes_what_it_said() -> None:
+    """It takes the blank before a full stop away again: too late, but nothing after it is lost, nor a stop string."""
+    encoder = tokenizers.Tokenizer(models.WordLevel({w: i for i, w in enumerate(["[UNK]", "so", " ", ".", "it"])}))
+    encoder.decoder = decoders.Sequence([decoders.Fuse(), decoders.Replace(" .", ".")])
+    tokenizer = Tokenizer(encoder)
+    ids = [1, 2, 3, 4, 2, 4]
+    assert tokenizer.decode(ids) == "so.it it"
+    assert "".join(pieces(tokenizer.detokenizer(), ids)) == "so .it it"
+    detokenizer = tokenizer.detokenizer(("it i",))
+    assert "".join(pieces(detokenizer, ids)) == "so ." and detokenizer.stopped
+
+
+def test_many_tokens_that_are_no_character_are_not_held(rng: random.Random) -> None:
+    """By a decoder that is known to no family: each is U+FFFD when the next few have not made it more."""
+    encoder = tokenizers.Tokenizer.from_str(smollm2().to_json())
+    encoder.decoder = decoders.Sequence([decoders.ByteLevel(), decoders.Replace("xyz", "zyx")])
+    tokenizer = Tokenizer(encoder)
+    lone = smollm2().encode("\u4e16")[-1]
+    detokenizer = tokenizer.detokenizer(("\ufffd" * 20,))
+    got = "".join(detokenizer.put(lone) for _ in range(60))
+    assert detokenizer.stopped and got == ""
+    for _ in range(200):
+        ids = random_ids(tokenizer, rng)
+        text = tokenizer.decode(ids)
+        assert "".join(pieces(tokenizer.detokenizer(), ids)) == text or "\ufffd" * 16 in text
+
+
+@pytest.mark.parametrize("family", [family for family in FAMILIES if family != "no-decoder"])  # it has no control token
+def test_markers_end_what_is_held_back(family: str, rng: random.Random) -> None:
+    """Each part between markers is there, whole, when its marker comes; as if it had been all of the text."""
+    tokenizer = FAMILIES[family]()
+    markers = tokenizer.special_ids
+    assert markers
+    for _ in range(300):
+        ids = [i for i in random_ids(tokenizer, rng) if i not in markers or rng.random() < 0.5]
+        ids.insert(rng.randrange(len(ids) + 1), rng.choice(sorted(markers)))
+        stops = rng.choice([(), random_stops(tokenizer.decode(ids), rng)])
+        marked = tokenizer.detokenizer(stops, markers=markers)
+        plain = tokenizer.detokenizer()
+        part: list[str] = []
+        got = ""
+        for token_id in ids:
+            got += marked.put(token_id)
+            if token_id not in markers:
+                part.append(plain.put(token_id))
+                if not marked.stopped:
+                    continue
+            expected, found = ended("".join([*part, plain.flush()]), stops, False)
+            assert (got, marked.stopped) == (expected, found), (ids, stops)
+            if found:
+                break
+            plain.put(token_id)
+            part, got = [], ""
 
 
 @pytest.mark.parametrize("text", [*TEXTS, "🙂" * 5, "e\u0301" * 3])
@@ -139,17 +197,37 @@ def test_stop_strings_across_tokens(family: str, rng: random.Random) -> None:
         text = tokenizer.decode(ids)
         stops = random_stops(text, rng)
         include_stop = rng.random() < 0.5
-        expected, found = ended(text, stops, include_stop)
         detokenizer = tokenizer.detokenizer(stops, include_stop=include_stop)
         got = ""
-        for token_id in ids:
+        for num_read, token_id in enumerate(ids, start=1):
             got += detokenizer.put(token_id)
-            assert expected.startswith(got)
+            assert text.startswith(got) or detokenizer.stopped
+            if detokenizer.stopped:
+                break
         got += detokenizer.flush()
+        # the completion ends with the token that completes a stop string, so that is all the text there is
+        expected, found = ended(tokenizer.decode(ids[:num_read]) if ids else "", stops, include_stop)
         assert (got, detokenizer.stopped) == (expected, found), (ids, stops)
         assert not found or detokenizer.put(0) == "" == detokenizer.flush()
         num_found += found
     assert num_found > 20
+
+
+def test_a_stop_string_within_a_run_of_bytes_stops_at_once() -> None:
+    """Such a run is held back, as what comes may still change it; but nothing comes after a stop string."""
+    for tokenizer in (sentencepiece(), sentencepiece(strip=False)):
+        newline, blank = tokenizer.token_id("<0x0A>"), tokenizer.token_id("<0x20>")
+        letter, half = tokenizer.token_id("a"), tokenizer.token_id("<0xE4>")
+        for before in ([], [letter], [blank, blank], [letter, blank]):
+            detokenizer = tokenizer.detokenizer(("\n\n",))
+            got = [detokenizer.put(i) for i in [*before, newline, newline]]
+            assert detokenizer.stopped and "".join(got) == tokenizer.decode(before), before
+        detokenizer = tokenizer.detokenizer(("\n\n", "\ufffd\ufffd\ufffda"))
+        assert not any(detokenizer.put(i) for i in (half, newline, newline))  # three U+FFFD: it is no UTF-8
+        assert not detokenizer.stopped and detokenizer.put(letter) == "" and detokenizer.stopped
+        stripped = tokenizer.detokenizer((" b",))
+        assert not any(stripped.put(i) for i in (blank, tokenizer.token_id("<0x62>")))
+        assert stripped.stopped is (tokenizer.decode([blank]) == " ")
 
 
 def test_newline_that_is_held_comes_with_the_next_text() -> None:
