@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import logging
 import math
 import random
 import struct
@@ -21,6 +22,7 @@ from aengine import AEngineError, EngineConfig
 from aengine.engine.executor import ProcessExecutor
 from aengine.ipc.layout import CONTROL_BYTES, HEAD, NOTHING_WANTED, TAIL, WANTED, WHOLE
 from aengine.ipc.messages import (
+    LOG_TEXTS,
     GrammarOutput,
     Kind,
     LogprobColumns,
@@ -109,6 +111,14 @@ def report(rng: random.Random) -> dict[str, str]:
     return {"type": kind, "message": "it failed", "traceback": "Traceback ..."}
 
 
+def log(rng: random.Random) -> dict[str, Any]:
+    level = rng.choice([logging.DEBUG, logging.INFO])
+    name = rng.choice(["aengine.runner", "aengine", "py.warnings", "torch", "root", ""])
+    text = rng.choice(["it runs on the CPU", "%s %d", ""])
+    at = {"path": "/a/b.py", "line": rng.randrange(999), "function": "f", "thread": "MainThread"}
+    return {"level": level, "name": name, "text": text, "created": 1.7e9 + rng.random(), **at}
+
+
 VALID: dict[Kind, Callable[[random.Random], Any]] = {
     Kind.LOAD: lambda rng: {
         "config": EngineConfig.create("fake", {}).to_wire(),
@@ -126,8 +136,9 @@ VALID: dict[Kind, Callable[[random.Random], Any]] = {
         {"error": report(rng)} if rng.random() < 0.3 else {"value": rng.choice([None, 1, {"a": [2]}])}
     ),
     Kind.ERROR: report,
+    Kind.LOG: log,
 }
-FROM_WORKERS = (Kind.PROGRESS, Kind.READY, Kind.OUTPUT, Kind.REPLY, Kind.ERROR)
+FROM_WORKERS = (Kind.PROGRESS, Kind.READY, Kind.OUTPUT, Kind.REPLY, Kind.ERROR, Kind.LOG)
 
 
 # -- and what becomes of them
@@ -250,6 +261,10 @@ def _fault_in(kind: Kind, message: Any) -> str:
     if kind is Kind.PROGRESS:
         right = type(message["stage"]) is str and type(message.get("done", 0)) is type(message.get("total", 0)) is int
         return "" if right else repr(message)
+    if kind is Kind.LOG:
+        right = type(message["level"]) is type(message["line"]) is int and math.isfinite(message["created"])
+        right = right and all(type(message[name]) is str for name in LOG_TEXTS)
+        return "" if right else repr(message)
     return ""
 
 
@@ -320,7 +335,7 @@ class _Stub:
     """Stands for a worker process whose ring holds one frame."""
 
     def __init__(self, frame: Any) -> None:
-        self.rank = 0
+        self.rank, self.pid = 0, 1
         self.channel = SimpleNamespace(drain=lambda: [frame], unlink=lambda: None)
 
     def kill(self) -> None:

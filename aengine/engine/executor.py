@@ -28,6 +28,7 @@ from ..ipc.channel import Frame, HostChannel
 from ..ipc.messages import GrammarOutput, Kind, MessageError, ModelRunnerOutput, SchedulerOutput, pack, unpack
 from ..workers.supervisor import DEFAULT_RUNNER, WorkerProcess
 from .threads import run_in_thread
+from .worker_logs import level_for_workers, log_for_worker
 
 __all__ = ["Executor", "ProcessExecutor"]
 
@@ -138,7 +139,7 @@ class ProcessExecutor:
             self._workers.append(worker)
             self._ready.append(self._loop.create_future())
         for worker in self._workers:
-            message = {**load, "rank": worker.rank, "world_size": world_size}
+            message = {**load, "rank": worker.rank, "world_size": world_size, "log_level": level_for_workers()}
             await self._publish(worker, Kind.LOAD, 0, pack(message))
 
     def _took_too_long(self) -> ModelLoadError:
@@ -313,6 +314,8 @@ class ProcessExecutor:
             worker.channel.unlink()
             if not self._ready[worker.rank].done():
                 self._ready[worker.rank].set_result(message)
+        elif kind is Kind.LOG:
+            log_for_worker(worker.rank, worker.pid, message)
         elif kind is Kind.ERROR:
             self._fail(_reported_error(worker.rank, message))
         else:

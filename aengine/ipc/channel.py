@@ -217,7 +217,7 @@ class HostChannel:
 
 
 class WorkerChannel:
-    """The worker's end, for one thread."""
+    """The worker's end, for one thread; `beat` and `nudge` are for others."""
 
     def __init__(
         self,
@@ -236,6 +236,8 @@ class WorkerChannel:
         self._producer = Producer(segment.ring(1), fence)
         self._assembler = Assembler(MAX_MESSAGE_BYTES)
         self._spin = spin_us * 1e-6
+        self._is_publishing = False
+        self._is_nudged = False
         self._closed = False
 
     @classmethod
@@ -260,7 +262,8 @@ class WorkerChannel:
         return cls(segment, LoopBell(ticket.event_fd), worker_bell, spin_us, peer_gone)
 
     def consume(self, timeout: float | None) -> Frame | None:
-        """The next message; None when there is none within ``timeout`` seconds (None: wait for ever).
+        """The next message; None when there is none within ``timeout`` seconds (None: wait for ever), or after a
+        `nudge`.
 
         Raises FrameError when the ring holds what the host can't have written, PeerGoneError when it has gone.
         """
@@ -277,17 +280,39 @@ class WorkerChannel:
             frame = self._next()
             if frame is not None:
                 return frame
+            if self._is_nudged:
+                self._is_nudged = False
+                return None
+
+    def nudge(self) -> None:
+        """Have a `consume` that waits return within PARK_SECONDS. From any thread."""
+        self._is_nudged = True
+
+    def try_publish(self, kind: int, step_id: int, payload: Payload) -> bool:
+        """Send, unless the ring has no room for it now, it needs fragments, or a `publish` is under way: then False."""
+        data = _flat(payload)
+        size = frame_bytes(len(data))
+        producer = self._producer
+        if self._is_publishing or len(data) > producer.fragment_length or not producer.has_room(size):
+            return False
+        producer.write(kind, step_id, WHOLE, data)
+        self._loop_bell.ring()
+        return True
 
     def publish(self, kind: int, step_id: int, payload: Payload) -> None:
         """Send, waiting for room. Raises PeerGoneError when the host goes meanwhile, ValueError as HostChannel's."""
         data = _flat(payload)
         producer = self._producer
-        for flags, part in _frames(producer, data):
-            size = frame_bytes(len(part))
-            if not producer.has_room(size):
-                self._wait_for_room(size)
-            producer.write(kind, step_id, flags, part)
-            self._loop_bell.ring()
+        self._is_publishing = True
+        try:
+            for flags, part in _frames(producer, data):
+                size = frame_bytes(len(part))
+                if not producer.has_room(size):
+                    self._wait_for_room(size)
+                producer.write(kind, step_id, flags, part)
+                self._loop_bell.ring()
+        finally:
+            self._is_publishing = False
 
     def beat(self) -> None:
         """Show the host that this process lives. For one thread of its own, until `close`."""

@@ -17,6 +17,7 @@ The direction and content of each kind:
                      OUTPUT           ModelRunnerOutput
                      REPLY            dict: value (any plain data), or error (a dict like ERROR's)
                      ERROR            dict: type, message, traceback; step_id of the frame that failed
+                     LOG              dict: a record of the worker's logging, see LOG_TEXTS; at any time
 """
 
 from __future__ import annotations
@@ -29,6 +30,7 @@ from typing import Any
 import msgpack
 
 __all__ = [
+    "LOG_TEXTS",
     "READY_COUNTS",
     "GrammarOutput",
     "Kind",
@@ -44,6 +46,8 @@ __all__ = [
 ]
 
 
+LOG_TEXTS = ("name", "text", "path", "function", "thread")
+"""Of a LOG message, beside its ``level`` and ``line``, integers, and ``created``, seconds since 1970."""
 READY_COUNTS = ("num_blocks", "block_size", "max_model_len", "max_num_batched_tokens", "vocab_size")
 
 
@@ -62,6 +66,7 @@ class Kind(IntEnum):
     OUTPUT = 18
     REPLY = 19
     ERROR = 20
+    LOG = 21
 
 
 def int32(values: Any = ()) -> array[int]:
@@ -320,6 +325,15 @@ def _error(data: Any) -> None:
         _text(data.get(name))
 
 
+def _log(data: Any) -> None:
+    for name in LOG_TEXTS:
+        _text(data.get(name))
+    if not 0 <= _int(data.get("level")) <= 1000 or not 0 <= _int(data.get("line")) < 1 << 31:
+        raise MessageError(f"LOG with level={data['level']} and line={data['line']}")
+    if not 0 <= _float(data.get("created")) < 1e11:  # NaN is not either
+        raise MessageError(f"LOG created at {data['created']}")
+
+
 def _reply(data: Any) -> None:
     if "error" in data:
         _error(data["error"])
@@ -327,7 +341,7 @@ def _reply(data: Any) -> None:
         raise MessageError("a REPLY with neither a value nor an error")
 
 
-_CHECKS = {Kind.READY: _ready, Kind.PROGRESS: _progress, Kind.ERROR: _error, Kind.REPLY: _reply}
+_CHECKS = {Kind.READY: _ready, Kind.PROGRESS: _progress, Kind.ERROR: _error, Kind.REPLY: _reply, Kind.LOG: _log}
 _REQUEST_INTS = (
     *("req_idx", "num_prompt_tokens", "num_computed_tokens", "top_k", "seed", "logprobs", "min_tokens"),
     "max_num_tokens",

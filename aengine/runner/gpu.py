@@ -50,8 +50,8 @@ def open_gpu(config: EngineConfig) -> GpuDevice | None:
     if isinstance(found, str):
         if config.device != "auto":
             raise ModelLoadError(f"device={config.device!r}: {found}, or use device='cpu'")
-        if _driver_version() is not None:
-            logger.warning("running on the CPU: %s", found)
+        level = logging.INFO if _driver_version() is None else logging.WARNING
+        logger.log(level, "running on the CPU: %s", found)
         return None
     _check_triton(found)
     logger.debug("%s", found)

@@ -64,10 +64,13 @@ def main(argv: list[str]) -> int:
         return _EXIT_HOST_GONE
     die_with_host(int(host_pid), int(death_fd))
 
+    from aengine.workers.logs import WorkerLogs
     from aengine.workers.worker import Worker
 
+    logs = WorkerLogs(channel)
+    logs.install()
     try:
-        return Worker(channel, int(rank), runner).run()
+        return Worker(channel, int(rank), runner, logs).run()
     except PeerGoneError:
         return _EXIT_HOST_GONE
 

@@ -22,6 +22,7 @@ from ..config import EngineConfig
 from ..errors import AEngineError, InvalidRequestError
 from ..ipc.channel import PeerGoneError, WorkerChannel
 from ..ipc.messages import GrammarOutput, Kind, ModelRunnerOutput, SchedulerOutput, pack, unpack
+from .logs import WorkerLogs
 
 __all__ = ["Worker"]
 
@@ -59,10 +60,11 @@ class Runner(Protocol):
 
 
 class Worker:
-    """One rank. ``runner``: the ``module:function`` that loads it, see `run`."""
+    """One rank. ``runner``: the ``module:function`` that loads it, see `run`. ``logs``: what its records go through."""
 
-    def __init__(self, channel: WorkerChannel, rank: int, runner: str) -> None:
+    def __init__(self, channel: WorkerChannel, rank: int, runner: str, logs: WorkerLogs | None = None) -> None:
         self._channel = channel
+        self._logs = logs or WorkerLogs(channel)
         self._rank = rank
         self._runner_name = runner
         self._runner: Runner | None = None
@@ -82,10 +84,12 @@ class Worker:
         except PeerGoneError:
             raise
         except BaseException as error:
+            self._logs.publish()
             self._report_error(error)
             return 1
         finally:
             self._ended.set()
+        self._logs.publish()
         return 0
 
     def _turn(self) -> bool:
@@ -103,6 +107,8 @@ class Worker:
             output = answer.get()
             if self._rank == 0:
                 self._channel.publish(Kind.OUTPUT, self._step_id, pack(output))
+        if self._logs.is_pending:
+            self._logs.publish()
         return True
 
     @property
@@ -116,7 +122,7 @@ class Worker:
     def _patience(self) -> float | None:
         """How long to wait for a frame: for ever, if nothing else can happen."""
         if self._is_idle:
-            return _IDLE if self._may_prepare else None
+            return _IDLE if self._may_prepare or self._logs.is_pending else None
         if time.monotonic() - self._last_event < _EAGER_POLL:
             return 0
         return _POLL if self._answers else None
@@ -166,6 +172,7 @@ class Worker:
 
     def _load(self, message: dict[str, Any]) -> None:
         """``load_runner(config, source, rank, world_size, progress)`` returns the runner and what READY tells."""
+        self._logs.show_from(message.get("log_level", logging.INFO))
         config = EngineConfig.from_wire(message["config"])
         self._set_title(config.model)
         module, _, function = self._runner_name.partition(":")
@@ -199,6 +206,7 @@ class Worker:
         self._last_report = (stage, now)
         report = {"stage": stage, "done": done, "total": total, "unit": unit}
         self._channel.publish(Kind.PROGRESS, self._step_id, pack(report))
+        self._logs.publish()  # of threads that load: the main thread may have no turn for long
 
     # -- collective calls
 

@@ -25,6 +25,10 @@ from aengine.ipc.messages import (
 
 READY = dict.fromkeys(READY_COUNTS, 7)
 ERROR = {"type": "ValueError", "message": "m", "traceback": "t"}
+LOG = {
+    **{"level": 30, "name": "aengine.runner", "text": "it is dark", "created": 1.7e9},
+    **{"path": "/a.py", "line": 3, "function": "f", "thread": "MainThread"},
+}
 COLUMNS = LogprobColumns(int32([1]), float32([-0.5]), int32([2]), int32([3, 4]), float32([-0.5, -1.5]))
 
 
@@ -41,6 +45,7 @@ COLUMNS = LogprobColumns(int32([1]), float32([-0.5]), int32([2]), int32([3, 4]),
         (Kind.REPLY, {"value": None}),
         (Kind.REPLY, {"error": ERROR}),
         (Kind.ERROR, ERROR),
+        (Kind.LOG, LOG),
         (Kind.CALL, ["ping", 0, {"a": [1.5, None, b"x"]}]),
     ],
 )
@@ -67,6 +72,14 @@ def columns(**changes: Any) -> ModelRunnerOutput:
         (Kind.PROGRESS, {"stage": "weights", "colour": "red"}, "unknown 'colour'"),
         (Kind.PROGRESS, {"stage": 5}, "not int"),
         (Kind.ERROR, {"type": "ValueError", "message": "m"}, "not NoneType"),
+        (Kind.LOG, None, "NoneType"),
+        (Kind.LOG, {**LOG, "level": -1}, "level=-1"),
+        (Kind.LOG, {**LOG, "level": "30"}, "not str"),
+        (Kind.LOG, {**LOG, "line": 1 << 40}, "line="),
+        (Kind.LOG, {**LOG, "created": float("nan")}, "nan"),
+        (Kind.LOG, {**LOG, "created": None}, "number"),
+        (Kind.LOG, {**LOG, "text": b"x"}, "not bytes"),
+        (Kind.LOG, {name: value for name, value in LOG.items() if name != "thread"}, "not NoneType"),
         (Kind.REPLY, {}, "neither"),
         (Kind.REPLY, {"error": "text"}, "AttributeError"),
         (Kind.OUTPUT, columns(counts=int32([-1]), token_ids=int32(), values=float32()), "unequal length"),

@@ -6,9 +6,12 @@ A request whose first token is one of these does the thing in its first step.
 from __future__ import annotations
 
 import ctypes
+import logging
 import os
 import signal
+import threading
 import time
+import warnings
 from collections.abc import Callable
 from typing import Any
 
@@ -18,6 +21,7 @@ from aengine.ipc.messages import GrammarOutput, ModelRunnerOutput, SchedulerOutp
 
 RAISE, SEGFAULT, HANG, WRITE_AND_KILL, SLOW = 101, 102, 103, 104, 105
 SURROGATE, UNPRINTABLE, CONNECTION, EXIT, CHATTER = 106, 107, 108, 109, 110
+LOG, LOG_FROM_A_THREAD, LOG_AND_RAISE, LOG_AND_KILL, FLOOD = 111, 112, 113, 114, 115
 CHATTER_BYTES = 4 * 1024 * 1024
 READY = {
     "num_blocks": 20_000,
@@ -112,6 +116,39 @@ def _harm(token_id: int) -> None:
         raise SystemExit(5)
     if token_id == CHATTER:
         os.write(2, b"warning\n" * (CHATTER_BYTES // 8))
+    if LOG <= token_id <= FLOOD:
+        _log(token_id)
+
+
+def _log(token_id: int) -> None:
+    logger = logging.getLogger("aengine.runner")
+    logger.debug("a detail")
+    if token_id == LOG:
+        logger.warning("it is %s here", "dark")
+        try:
+            raise ZeroDivisionError("a bug")
+        except ZeroDivisionError:
+            logger.exception("it went wrong")
+        logging.getLogger("torch.fake").warning("of a library")
+        logging.getLogger("torch.fake").info("of no interest")
+        warnings.warn("do it otherwise", UserWarning, stacklevel=1)
+    if token_id == LOG_FROM_A_THREAD:
+
+        def log() -> None:
+            time.sleep(0.05)  # the main thread waits for a frame by now
+            logger.warning("from a thread")
+
+        threading.Thread(target=log, name="some-thread").start()
+    if token_id == LOG_AND_RAISE:
+        threading.Thread(target=logger.warning, args=("last words",)).start()
+        time.sleep(0.05)
+        raise ZeroDivisionError("a bug in a step")
+    if token_id == LOG_AND_KILL:
+        logger.warning("last words")
+        os.kill(os.getpid(), signal.SIGKILL)
+    if token_id == FLOOD:
+        for i in range(5000):
+            logger.warning("%d %s", i, "x" * 2000)
 
 
 def load_runner(

@@ -1,0 +1,41 @@
+"""What workers log, given on to the host's `logging`. The other end: workers/logs.py."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from typing import Any
+
+__all__ = ["level_for_workers", "log_for_worker"]
+
+
+def level_for_workers() -> int:
+    """From which level on a new worker is to tell of its records: as low as any of aengine's loggers here shows."""
+    names = [name for name in list(logging.root.manager.loggerDict) if name.startswith("aengine.")]
+    lowest = min(logging.getLogger(name).getEffectiveLevel() for name in ("aengine", *names))
+    return min(max(1, lowest), logging.INFO)  # who turns the level up later finds those that are not for debugging
+
+
+def log_for_worker(rank: int, pid: int | None, message: dict[str, Any]) -> None:
+    """Log the content of a LOG frame, if the host shows its level. On the loop.
+
+    A record of a logger that is not one of aengine's goes to "aengine.workers." and its name, so that nothing in a
+    worker can write to the loggers of the application.
+    """
+    name = message["name"]
+    if name != "aengine" and not name.startswith("aengine."):
+        name = f"aengine.workers.{name}"
+    logger, level = logging.getLogger(name), message["level"]
+    if not logger.isEnabledFor(level):
+        return
+    try:
+        extra = {"worker_rank": rank, "worker_pid": pid}
+        at = (message["path"], message["line"])
+        record = logger.makeRecord(name, level, *at, message["text"], (), None, message["function"], extra)
+        record.created, record.msecs = message["created"], message["created"] % 1 * 1000
+        record.process, record.processName = pid, f"aengine worker {rank}"
+        record.threadName, record.thread, record.taskName = message["thread"], None, None
+        logger.handle(record)
+    except Exception as error:  # of a filter or a handler of the application's, and not the worker's fault
+        context = {"message": f"a record of aengine's worker {rank} could not be logged", "exception": error}
+        asyncio.get_running_loop().call_exception_handler(context)
