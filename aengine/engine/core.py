@@ -25,6 +25,7 @@ from .recovery import RestartBudget
 from .scheduler import Scheduler
 from .step_loop import ALWAYS, IN_SMALL_BATCHES, StepLoop
 from .structured import GrammarService
+from .summary import summary_of
 from .threads import run_in_thread
 from .tokenizer import Tokenizer
 
@@ -149,7 +150,7 @@ class EngineCore:
             raise
         seconds = time.monotonic() - begun
         report(StartupProgress("ready", detail=f"{seconds:.1f} s"))
-        logger.info("%s is ready after %.1f s: %s", config.model, seconds, ready)
+        logger.info("%s is ready after %.1f s: %s", config.model, seconds, summary_of(ready))
         return core
 
     async def _run(self) -> None:

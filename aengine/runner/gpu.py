@@ -50,8 +50,10 @@ def open_gpu(config: EngineConfig) -> GpuDevice | None:
     if isinstance(found, str):
         if config.device != "auto":
             raise ModelLoadError(f"device={config.device!r}: {found}, or use device='cpu'")
-        level = logging.INFO if _driver_version() is None else logging.WARNING
-        logger.log(level, "running on the CPU: %s", found)
+        if _driver_version() is None:
+            logger.debug("running on the CPU: there is no NVIDIA driver")
+        else:
+            logger.warning("running on the CPU: %s", found)
         return None
     _check_triton(found)
     logger.debug("%s", found)

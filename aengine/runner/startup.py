@@ -83,6 +83,8 @@ def _load_on_cpu(
     ready = _ready(model, weights, plan, block_size, bytes_per_block)
     ready |= {
         "device": "cpu",
+        "attention_backend": "torch",
+        "num_graphs": 0,
         "max_num_batched_tokens": config.max_num_batched_tokens or CPU_BATCHED_TOKENS,
         "num_threads": torch.get_num_threads(),
     }

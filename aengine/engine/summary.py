@@ -1,0 +1,26 @@
+"""What runs, in one line of the log."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+__all__ = ["summary_of"]
+
+
+def summary_of(ready: Mapping[str, Any]) -> str:
+    """``name=value`` of what READY says that an operator asks first, without what a runner does not tell."""
+    device = ready.get("device")
+    name = ready.get("device_name")
+    shown = {
+        "device": f"{device} ({name})" if name else device,
+        "dtype": ready.get("dtype"),
+        "weights": ready.get("weight_format"),
+        "kv_tokens": ready["num_blocks"] * ready["block_size"],
+        "max_model_len": ready["max_model_len"],
+        "attention": ready.get("attention_backend"),
+        "graphs": ready.get("num_graphs"),
+        "threads": ready.get("num_threads"),
+        "pid": ready.get("pid"),
+    }
+    return " ".join(f"{name}={value}" for name, value in shown.items() if value is not None)
