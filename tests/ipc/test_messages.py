@@ -26,8 +26,14 @@ from aengine.ipc.messages import (
 READY = dict.fromkeys(READY_COUNTS, 7)
 ERROR = {"type": "ValueError", "message": "m", "traceback": "t"}
 LOG = {
-    **{"level": 30, "name": "aengine.runner", "text": "it is dark", "created": 1.7e9},
-    **{"path": "/a.py", "line": 3, "function": "f", "thread": "MainThread"},
+    "level": 30,
+    "name": "aengine.runner",
+    "text": "it is dark",
+    "created": 1.7e9,
+    "path": "/a.py",
+    "line": 3,
+    "function": "f",
+    "thread": "MainThread",
 }
 COLUMNS = LogprobColumns(int32([1]), float32([-0.5]), int32([2]), int32([3, 4]), float32([-0.5, -1.5]))
 

@@ -189,8 +189,14 @@ def test_a_record_made_while_one_is_sent_comes_after_it(channel: FakeChannel, lo
 # -- in the host
 
 MESSAGE = {
-    **{"level": logging.WARNING, "name": "aengine.runner", "text": "100% of it", "created": 1.7e9 + 0.25},
-    **{"path": "/a/b.py", "line": 3, "function": "f", "thread": "some-thread"},
+    "level": logging.WARNING,
+    "name": "aengine.runner",
+    "text": "100% of it",
+    "created": 1.7e9 + 0.25,
+    "path": "/a/b.py",
+    "line": 3,
+    "function": "f",
+    "thread": "some-thread",
 }
 
 
