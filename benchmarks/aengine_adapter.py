@@ -1,4 +1,4 @@
-"""aengine for the client engine_bench.py, which measures any engine with the same prompts. In this folder:
+"""aengine for the clients engine_bench.py and traffic.py, which measure any engine. In this folder:
 
 python engine_bench.py --engine aengine_adapter:Adapter --shape qwen3-0.6b --tasks single,prefill,burst,offline
 """
@@ -9,12 +9,18 @@ import json
 import os
 import time
 from collections.abc import AsyncIterator
-from typing import Any
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from aengine import AsyncLLM
 
 T0 = float(os.environ.get("BENCH_T0", time.time()))
 
 
 class Adapter:
+    OWN_THREAD = ("own_thread=true",)
+    """Settings with which the engine has an event loop of its own."""
+
     async def start(self, model_dir: str, args: Any) -> None:
         import aengine
 
@@ -34,9 +40,14 @@ class Adapter:
             except ValueError:
                 settings[key] = value
         self._params, self._structured = aengine.SamplingParams, aengine.StructuredOutput
-        self._engine = aengine.AsyncLLM(model_dir, **settings)
+        self._engine = self._make(model_dir, settings)
         await self._engine.start()
         self.ready_seconds = time.time() - T0
+
+    def _make(self, model_dir: str, settings: dict[str, Any]) -> AsyncLLM:
+        import aengine
+
+        return aengine.AsyncLLM(model_dir, **settings)
 
     def describe(self) -> dict[str, Any]:
         import aengine
@@ -49,20 +60,36 @@ class Adapter:
             **self._engine.describe(),
         }
 
+    def statistics(self) -> dict[str, int]:
+        """Counters that only grow."""
+        now = self._engine.statistics()
+        names = ("prefix_cache_queries", "prefix_cache_hits", "num_steps", "num_preemptions", "num_restarts")
+        return {name: getattr(now, name) for name in names}
+
     async def stream(self, prompt: list[int], p: dict[str, Any], request_id: str) -> AsyncIterator[int]:
+        """Numbers of new tokens."""
+        if p.get("final_only"):
+            completion = await self._engine.generate(prompt, self._sampling(p), request_id=request_id)
+            yield len(completion.token_ids)
+            return
+        async for _ in self._engine.stream(prompt, self._sampling(p), request_id=request_id):
+            yield 1
+
+    async def stream_ids(self, prompt: list[int], p: dict[str, Any], request_id: str) -> AsyncIterator[list[int]]:
+        """The ids of new tokens."""
+        async for token in self._engine.stream(prompt, self._sampling(p), request_id=request_id):
+            yield [token.token_id]
+
+    def _sampling(self, p: dict[str, Any]) -> Any:
         schema = p.get("json_schema")
-        params = self._params(
+        return self._params(
             max_tokens=p["max_tokens"],
             temperature=p["temperature"],
             ignore_eos=p["ignore_eos"],
             detokenize=p.get("detokenize", False),
             structured_output=None if schema is None else self._structured(json_schema=schema),
+            **(p.get("sampling") or {}),
         )
-        if p.get("final_only"):
-            yield len((await self._engine.generate(prompt, params, request_id=request_id)).token_ids)
-            return
-        async for _ in self._engine.stream(prompt, params, request_id=request_id):
-            yield 1
 
     async def stop(self) -> None:
         await self._engine.aclose()
