@@ -131,3 +131,24 @@ def test_triton_against_the_reference(rng: random.Random, gen: torch.Generator, 
     got = find_cutoff(logits.to(triton_device), *(column.to(triton_device) for column in columns)).cpu()
     torch.testing.assert_close(got[:10], highest_cutoff(logits, *columns)[:10], rtol=1e-6, atol=1e-6)
     assert not (logits[10, 5] < got[10] or logits[11, 5] < got[11])
+
+
+@pytest.mark.timeout(100)
+@pytest.mark.filterwarnings("ignore:overflow encountered:RuntimeWarning")
+def test_triton_ends_whatever_the_logits_span(triton_device: torch.device) -> None:
+    """The distance of two logits, or a temperature's multiple, may be more than a float32 can hold."""
+    most, least = torch.finfo(torch.float32).max, torch.finfo(torch.float32).tiny
+    rows = [
+        [most, -most, 0.0, 1.0, -1.0],
+        [most, most / 2, -most / 2, -most, 0.0],
+        [-most, -most, -most, -most, most],
+        [most, -most, -torch.inf, -torch.inf, -most],
+        [least, -least, least / 2, 1e-45, 0.0],
+        [2e-45, 1e-45, 0.0, -1e-45, -2e-45],
+    ]
+    logits = torch.tensor(rows)
+    for top_k, top_p, temperature in ((2, 1.0, 1.0), (0, 0.999, 1e4)):
+        n = len(rows)
+        columns = torch.full((n,), temperature), torch.full((n,), top_k).int(), torch.full((n,), top_p), torch.zeros(n)
+        got = find_cutoff(logits.to(triton_device), *(column.to(triton_device) for column in columns)).cpu()
+        assert torch.equal(got, highest_cutoff(logits, *columns)), (top_k, top_p, temperature)

@@ -210,7 +210,7 @@ def _search(
             pivot = tl.maximum(peak - step, lowest)
             step *= 4.0
         else:
-            pivot = low + (high - low) * 0.5
+            pivot = low * 0.5 + high * 0.5  # their distance may be more than a float32 holds
             pivot = tl.where(pivot > low, pivot, high)
         count, mass, above, below = _pass(x, ids, peaks, peak, pivot, scale, vocab_size, BLOCK, PADDED, GATHERED)
         reached = (mass if BY_MASS else count) >= wanted
