@@ -79,7 +79,7 @@ class GpuSetup:
             device=self.device,
             graph_sizes=graph_sizes(min(config.max_num_seqs, self.max_batched)),
             max_graph_tokens=min(MAX_GRAPH_TOKENS, self.max_batched),
-            max_in_flight_steps=config.max_in_flight_steps,
+            max_in_flight_steps=max(config.max_in_flight_steps, config.max_leased_steps),
             enforce_eager=config.enforce_eager,
         )
 
