@@ -175,8 +175,11 @@ class BatchAttention:
             if out is not None:
                 return out if n == 0 else torch.cat((out.new_empty((n, out.shape[1])), out))
             self._metadata = None  # the library failed, here and for good
-        if self._prompts is None:
             self._prompts = self._plan_prompts()
+            # The attention reads the plan ahead of its wait (kernels/varlen_attention.py): this launch is not early, so
+            # the plan is written when it begins.
+            qkv.new_zeros(1)
+        assert self._prompts is not None
         where = (self._block_table, self._prompts, len(self._rows))
         return varlen_attention(q, kv_cache, *where, layer.scale, layer.window)
 

@@ -3,16 +3,20 @@
 from __future__ import annotations
 
 import contextlib
+import importlib
+import pkgutil
 import random
 import sys
 from pathlib import Path
 
 import pytest
 import torch
+from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
 
 from aengine.ipc.messages import GrammarOutput, NewRequest, SchedulerOutput, int32
 from aengine.kernels.seat import triton_everywhere
 from aengine.runner.attention import KvCache
+from aengine.runner.attention_backends import TritonPrefill
 from aengine.runner.cuda_graphs import GraphKind, graph_sizes
 from aengine.runner.layers.linear import LinearFormat
 from aengine.runner.loader import load_weights
@@ -49,7 +53,6 @@ def make_runner(folder: Path, *, like_gpu: bool) -> ModelRunner:
     model = build_model(config, LinearFormat.choose("float32", CPU), CPU)
     load_weights(model, source, 0, lambda *report: None)
     if like_gpu:
-        from aengine.runner.attention_backends import TritonPrefill
         from aengine.runner.gpu_attention import GpuKvCache
 
         sizes = {"max_num_seqs": MAX_SEQS, "max_model_len": MAX_LEN, "prefill": TritonPrefill()}
@@ -198,3 +201,99 @@ def test_rows_that_could_not_be_sent_are_sent_again(monkeypatch: pytest.MonkeyPa
         with pytest.raises(torch.OutOfMemoryError):
             step.set_rows(np.array([5, 2]), 4)
     assert step.set_rows(np.array([5, 2]), 4).tolist() == [5, 2, -1, -1]
+
+
+class Launches(TorchDispatchMode):
+    """Within: every launch of a step in order, our kernels' names with what they were given and torch's ops."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        from aengine.kernels import bodies
+        from aengine.kernels.bodies.launch import launch
+
+        super().__init__()
+        self.log: list[tuple[str, dict]] = []
+        self._launch = launch
+        for info in pkgutil.iter_modules(bodies.__path__):
+            module = importlib.import_module(f"{bodies.__name__}.{info.name}")
+            if callable(getattr(module, "launch", None)):
+                monkeypatch.setattr(module, "launch", self.launch)
+
+    def launch(self, kernel, grid, *args, **options) -> None:
+        self.log.append((kernel.fn.__name__, dict(zip(kernel.arg_names, args)) | options))
+        with _disable_current_modes():
+            self._launch(kernel, grid, *args, **options)
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        result = func(*args, **(kwargs or {}))
+        if not func.is_view and not func._schema.name.startswith(("aten::empty", "aten::new_empty", "aten::detach")):
+            self.log.append((str(func), {}))
+        return result
+
+    def check(self) -> int:
+        """Kernels launched with PDL read plans ahead of their wait: something that waits for all before it must come
+        between the plan and them; and no such kernel may write a cache that is read ahead. Returns how many it saw."""
+        written: dict[int, int] = {}
+        checked = 0
+        for i, (name, given) in enumerate(self.log):
+            if name in ("_plan_decode", "_plan_prompts"):
+                written[given["plan"].data_ptr()] = i
+            elif name in ("_decode_attention", "_varlen_attention"):
+                between = self.log[written[given["plan"].data_ptr()] + 1 : i]
+                assert any("PDL" not in options for _, options in between), (name, [name for name, _ in between])
+                checked += 1
+            if name == "_decode_attention" and given["PRELOAD"]:
+                assert given["RAW"], "the token's own key and value are read before they are written"
+        return checked
+
+
+class FailingLibrary(TritonPrefill):
+    """A library that was fine when the engine started."""
+
+    def __init__(self) -> None:
+        self.calls = 0
+
+    def pays(self, query_lens) -> bool:
+        return not self.calls
+
+    def prefill(self, *args) -> None:
+        self.calls += 1
+
+
+@pytest.mark.parametrize("prefill", [TritonPrefill, FailingLibrary])
+def test_what_is_read_before_a_wait_is_written_by_then(
+    tmp_path: Path, rng: random.Random, monkeypatch: pytest.MonkeyPatch, prefill: type[TritonPrefill]
+) -> None:
+    """The order of launches of every kind of step; what happens otherwise is a race that only a GPU shows."""
+    from tiny import write_tiny_model
+
+    runner = make_runner(write_tiny_model(tmp_path, "llama"), like_gpu=True)
+    runner._kv_memory.prefill = backend = prefill()
+    num_checked = []
+    for out in steps(rng):
+        with monkeypatch.context() as patch, triton_everywhere(), Launches(patch) as launches:
+            runner.execute_model(out)
+            runner.sample_tokens(None)
+        num_checked.append(launches.check())
+    # 3 layers: prompts; decodes; both; decodes
+    assert num_checked[:3] == [3, 3, 6] and num_checked[4:] == [3, 3, 3]
+    assert getattr(backend, "calls", 1) == 1
+
+
+@pytest.mark.parametrize(("in_flight", "leased"), [(2, 500), (300, 0)])
+def test_every_step_in_flight_has_a_slot_for_its_answer(tmp_path: Path, in_flight: int, leased: int) -> None:
+    """Also where the graph of each has to be captured first, which takes a slot of its own."""
+    from tiny import write_tiny_model
+
+    from aengine.checkpoint.source import resolve_model
+    from aengine.config import EngineConfig
+    from aengine.runner.gpu_startup import GpuSetup
+
+    steps = {"max_in_flight_steps": in_flight, "max_leased_steps": leased, "max_num_seqs": 4}
+    config = EngineConfig.create(str(write_tiny_model(tmp_path, "llama")), steps)
+    model_config = ModelConfig.from_hf(resolve_model(config).hf_config)
+    model = build_model(model_config, LinearFormat.choose("float32", CPU), CPU)
+    setup = GpuSetup(config, model_config, model, CPU, TritonPrefill(), BLOCK_SIZE, 64, 0, 1)
+    runner = setup.make_runner(NUM_BLOCKS, MAX_LEN)
+    assert runner.graphs is not None
+    answers = [runner.graphs.step.published(4) for _ in range(2 * max(in_flight, leased))]
+    assert len({answer.words.ctypes.data for answer in answers}) == len(answers)

@@ -96,7 +96,8 @@ def decode_step_attention(
         CLEAR=given is None,
         PDL=has_pdl(),
         STAGES=tiling.num_stages,
-        PRELOAD=tiling.preload,
+        # Not raw: the last key, which the launch before has only just written, is among the first.
+        PRELOAD=tiling.preload and is_raw,
         num_warps=tiling.num_warps,
     )
     return out
