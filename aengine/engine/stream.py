@@ -135,9 +135,9 @@ class ChoiceOutput:
                 if detokenizer.stopped:
                     stopped = finish_reason is None
                     finish_reason = FinishReason.STOP
-            if finish_reason is not None and not detokenizer.stopped:
-                text += detokenizer.flush()
-                if detokenizer.stopped:  # a stop string was in what had been held back
+            if finish_reason is not None:
+                text += detokenizer.flush()  # nothing after a stop string
+                if detokenizer.stopped:  # one may have been in what was held back
                     finish_reason = FinishReason.STOP
             if text:
                 self.texts.append(text)
