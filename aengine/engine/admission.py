@@ -12,10 +12,11 @@ from __future__ import annotations
 import asyncio
 import random
 import time
-from collections import deque
+from bisect import insort
 from collections.abc import Iterator
 from contextlib import contextmanager
 from functools import partial
+from operator import attrgetter
 from typing import TYPE_CHECKING, Any
 
 from ..errors import (
@@ -68,7 +69,7 @@ class Admission:
         self._limits = limits
         self._counters = counters
         self._calls: dict[str, Call] = {}
-        self._held: deque[Call] = deque()
+        self._held: list[Call] = []  # the most urgent first; of equals, the first that came
         self._num_encoding = 0
         self._random = random.Random()  # of our own: the host's global one is not touched
         self._lane = Lane("tokenizer")
@@ -145,7 +146,7 @@ class Admission:
             if seconds is not None:
                 call.timers += (self._loop.call_at(since + seconds, expire, call, float(seconds)),)
         if full:
-            self._held.append(call)
+            insort(self._held, call, key=attrgetter("priority"))
         else:
             self._begin(call)
         return call
@@ -199,7 +200,7 @@ class Admission:
     def on_scheduled(self) -> None:
         """The queue may have room again for those held back."""
         while self._held and self.num_queued - len(self._held) < self._limits.max_num_queued_requests:
-            call = self._held.popleft()
+            call = self._held.pop(0)
             if call.request_id in self._calls:
                 self._begin(call)
 

@@ -324,6 +324,24 @@ async def test_full_queue_waits_when_asked_to(make_engine: Make) -> None:
         await settled(engine)
 
 
+async def test_of_those_held_the_most_urgent_is_let_in_first(make_engine: Make) -> None:
+    async with make_engine(max_num_queued_requests=1, max_num_seqs=1, admission="wait") as engine:
+        ended: list[str] = []
+
+        async def one(name: str, priority: int) -> None:
+            await engine.generate([1], SamplingParams(max_tokens=3), priority=priority)
+            ended.append(name)
+
+        tasks = [asyncio.create_task(one(f"usual {i}", 0)) for i in range(12)]
+        await asyncio.sleep(0)  # the first runs or is queued, the others are held
+        tasks += [asyncio.create_task(one("late", 5)), asyncio.create_task(one("urgent", -1))]
+        await asyncio.gather(*tasks)
+        assert ended.index("urgent") <= 2 and ended.pop() == "late", ended
+        ended.remove("urgent")
+        assert ended == [f"usual {i}" for i in range(12)]
+        await settled(engine)
+
+
 @pytest.mark.parametrize("first", ["refused grammar", "refused prompt", "aborted"])
 async def test_whoever_is_held_is_let_in_when_a_place_is_left_without_a_step(make_engine: Make, first: str) -> None:
     async with make_engine(max_num_queued_requests=1, admission="wait") as engine:
