@@ -17,13 +17,14 @@ ROOT = Path(__file__).resolve().parent.parent
 PACKAGE = ROOT / "aengine"
 FILES = sorted(PACKAGE.rglob("*.py"))
 
-# What a room may import of the house. The leaves (errors, params, outputs, config, cgroups) are everybody's.
-LEAVES = {"errors", "params", "outputs", "config", "cgroups"}
+# What a room may import of the house. The leaves (errors, params, outputs, config, cgroups, ulimits) are everybody's.
+LEAVES = {"errors", "params", "outputs", "config", "cgroups", "ulimits"}
 ROOMS: dict[str, set[str]] = {
     "errors": set(),
     "params": {"errors"},
     "outputs": set(),
     "cgroups": set(),
+    "ulimits": set(),
     "config": {"errors", "params", "cgroups"},
     "checkpoint": LEAVES,
     "ipc": LEAVES,

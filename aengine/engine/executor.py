@@ -17,6 +17,7 @@ import asyncio
 import contextlib
 import logging
 import os
+import signal
 import threading
 import warnings
 from collections.abc import Callable
@@ -26,6 +27,7 @@ from ..config import EngineConfig, StartupProgress
 from ..errors import EngineClosedError, EngineError, InternalError, ModelLoadError, WorkerDiedError
 from ..ipc.channel import Frame, HostChannel
 from ..ipc.messages import GrammarOutput, Kind, MessageError, ModelRunnerOutput, SchedulerOutput, pack, unpack
+from ..ulimits import memory_ulimit_hint
 from ..workers.supervisor import DEFAULT_RUNNER, WorkerProcess
 from .threads import run_in_thread
 from .worker_logs import level_for_workers, log_for_worker
@@ -37,6 +39,7 @@ logger = logging.getLogger("aengine")
 ProgressCallback = Callable[[StartupProgress], None]
 
 _MOST_MASKED_ROWS = 512  # as the largest graph of decodes; 10 MB for 151,936 tokens
+_CRASHES = (-signal.SIGSEGV, -signal.SIGABRT, -signal.SIGBUS, -signal.SIGTRAP, 127)  # 127: the dynamic linker
 _REAP_SECONDS = 5.0  # how long to wait for a killed process; one that hangs in the kernel (a GPU driver) takes longer
 
 
@@ -119,6 +122,12 @@ class ProcessExecutor:
             failure = self._took_too_long()
             self.terminate()
             raise failure from None
+        except WorkerDiedError as died:
+            self.terminate()
+            hint = memory_ulimit_hint() if died.exit_code in _CRASHES else ""
+            if hint:
+                raise ModelLoadError(f"the worker crashed while it loaded{hint}\n{died}") from died
+            raise
         except BaseException:
             self.terminate()
             raise
@@ -146,7 +155,7 @@ class ProcessExecutor:
         tail = self._workers[0].stderr_tail() if self._workers else ""
         return ModelLoadError(
             f"the worker was not ready after startup_timeout={self._config.startup_timeout:g} s; "
-            f"it was busy with: {self._stage}{'; it last wrote: ' + tail if tail else ''}"
+            f"it was busy with: {self._stage}{'; it last wrote: ' + tail if tail else ''}{memory_ulimit_hint()}"
         )
 
     def heartbeats(self) -> int:

@@ -17,12 +17,14 @@ import warnings
 from collections.abc import Callable, Iterable
 from typing import TYPE_CHECKING
 
+import posix_ipc
+
 from aengine.errors import EngineClosedError
 
 from .doorbell import LoopBell, WorkerBell, new_fence
 from .layout import WHOLE, FrameError, frame_bytes
 from .ring import Assembler, Consumer, Frame, Producer
-from .shm import Segment, Ticket, new_name, sweep_stale_names
+from .shm import Segment, Ticket, new_name, sweep_stale_names, unusable
 
 if TYPE_CHECKING:
     import asyncio
@@ -69,7 +71,7 @@ class HostChannel:
         """Make the shared memory, ``ring_bytes`` each way and the bitmask's, and the doorbells. Takes milliseconds:
         call it in a thread.
 
-        Raises EngineError when there is no shared memory left.
+        Raises EngineError when there is no shared memory, or none left.
         """
         sweep_stale_names()
         segment = Segment.create(ring_bytes, bitmask_bytes)
@@ -84,8 +86,14 @@ class HostChannel:
 
     def offer(self) -> None:
         """Let the child attach. Call it when its process exists, once, from any thread: from now on there is a name in
-        /dev/shm, which goes when the child has attached, or with the end of whichever lives longer."""
-        self._worker_bell.make()
+        /dev/shm, which goes when the child has attached, or with the end of whichever lives longer.
+
+        Raises EngineError when no semaphore can be made.
+        """
+        try:
+            self._worker_bell.make()
+        except (posix_ipc.Error, OSError) as error:
+            raise unusable(error) from error
 
     def unlink(self) -> None:
         """Take back what a child could attach by. Call it as soon as the child has attached, or has failed to."""

@@ -9,6 +9,7 @@ asks to be killed with the host). `sweep_stale_names` removes those of hosts tha
 from __future__ import annotations
 
 import contextlib
+import errno
 import mmap
 import os
 import time
@@ -17,6 +18,7 @@ from dataclasses import dataclass
 import posix_ipc
 
 from aengine.errors import EngineError
+from aengine.ulimits import memory_ulimit_hint
 
 from .layout import (
     CONTROL_BYTES,
@@ -34,7 +36,7 @@ from .layout import (
     segment_bytes,
 )
 
-__all__ = ["Segment", "Ticket", "new_name", "sweep_stale_names"]
+__all__ = ["Segment", "Ticket", "new_name", "sweep_stale_names", "unusable"]
 
 PREFIX = "aengine-"
 _VOID = b"\xff" * 8  # in place of the label's magic
@@ -81,11 +83,14 @@ class Segment:
 
     @classmethod
     def create(cls, ring_bytes: int, bitmask_bytes: int = 0) -> Segment:
-        """Takes some milliseconds. Raises EngineError when /dev/shm has no room for it."""
+        """Takes some milliseconds. Raises EngineError when /dev/shm has no room for it, or can't be used."""
         capacity = round_capacity(ring_bytes)
         size = segment_bytes(capacity, bitmask_bytes)
-        # Made empty and unlinked at once: a kill in between leaves an empty name, which the sweep finds.
-        shared = posix_ipc.SharedMemory(new_name(), posix_ipc.O_CREX, mode=0o600, size=0)
+        try:
+            # Made empty and unlinked at once: a kill in between leaves an empty name, which the sweep finds.
+            shared = posix_ipc.SharedMemory(new_name(), posix_ipc.O_CREX, mode=0o600, size=0)
+        except (posix_ipc.Error, OSError) as error:
+            raise unusable(error) from error
         try:
             shared.unlink()
             # Takes the pages now. Otherwise a full /dev/shm (64 MB in a container) is a SIGBUS at some later write.
@@ -93,9 +98,12 @@ class Segment:
             memory = _map(shared.fd, size)
         except OSError as error:
             shared.close_fd()
+            if error.errno == errno.ENOMEM:
+                raise EngineError(f"no memory for {size} bytes of rings ({error}){memory_ulimit_hint()}") from error
             raise EngineError(
-                f"no shared memory for rings of {capacity} bytes ({error}): use a smaller ring_bytes, or make "
-                f"/dev/shm larger (docker run --shm-size)"
+                f"no shared memory for the rings, {size} bytes in /dev/shm ({error}): make it larger (docker run "
+                f"--shm-size=64m; in Kubernetes mount an emptyDir with medium: Memory there), or use a smaller "
+                f"ring_bytes (it is {capacity}, each way)"
             ) from error
         nonce = os.urandom(8).hex()
         segment = cls(memory, capacity, bitmask_bytes, nonce, shared.fd)
@@ -161,6 +169,18 @@ class Segment:
 def _map(fd: int, size: int) -> mmap.mmap:
     assert size > LABEL_BYTES
     return mmap.mmap(fd, size, flags=mmap.MAP_SHARED | mmap.MAP_POPULATE)
+
+
+def unusable(error: Exception) -> EngineError:
+    """What to raise, and to do about it, when nothing can be made in /dev/shm."""
+    if getattr(error, "errno", None) == errno.EMFILE:
+        return EngineError(f"no descriptor is left for shared memory ({error}): raise the limit with `ulimit -n`")
+    cause = str(error) if os.path.isdir("/dev/shm") else "there is no such folder"
+    return EngineError(
+        f"/dev/shm can't be used ({cause}): the engine and its worker share memory by it, so it must be a tmpfs that "
+        f"this user may write to. Mount one there: docker run --tmpfs /dev/shm:rw,mode=1777,size=64m, in Kubernetes an "
+        f"emptyDir with medium: Memory, elsewhere mount -t tmpfs -o mode=1777 tmpfs /dev/shm"
+    )
 
 
 def new_name() -> str:

@@ -19,9 +19,10 @@ from importlib import import_module
 from typing import Any, Protocol
 
 from ..config import EngineConfig
-from ..errors import AEngineError, InvalidRequestError
+from ..errors import AEngineError, InvalidRequestError, ModelLoadError
 from ..ipc.channel import PeerGoneError, WorkerChannel
 from ..ipc.messages import GrammarOutput, Kind, ModelRunnerOutput, SchedulerOutput, pack, unpack
+from ..ulimits import is_want_of_memory, memory_ulimit_hint
 from .logs import WorkerLogs
 
 __all__ = ["Worker"]
@@ -179,10 +180,19 @@ class Worker:
         self._prepares = message["world_size"] == 1  # other ranks would have to do the same at the same time
         begun = time.monotonic()
         self._report_progress("import", 0, 0, "")
-        load_runner = getattr(import_module(module), function)
-        self._runner, ready = load_runner(
-            config, message["source"], self._rank, message["world_size"], self._report_progress
-        )
+        try:
+            load_runner = getattr(import_module(module), function)
+            self._runner, ready = load_runner(
+                config, message["source"], self._rank, message["world_size"], self._report_progress
+            )
+        except Exception as error:
+            if isinstance(error, AEngineError) or not is_want_of_memory(error):
+                raise
+            text = "".join(traceback.format_exception_only(error)).strip()
+            cure = (
+                memory_ulimit_hint() or ": take a smaller model, lower kv_cache_memory_bytes, or free memory"
+            )
+            raise ModelLoadError(f"there is not enough memory to load {config.model} ({text}){cure}") from error
         self._runner.share_bitmasks(self._channel.bitmask())
         ready |= {"pid": os.getpid(), "seconds": round(time.monotonic() - begun, 3)}
         threading.Thread(target=self._beat, name="aengine-heartbeat", daemon=True).start()

@@ -163,6 +163,12 @@ def load_runner(
     if source.get("fail") == "hang":
         progress("profile", 0, 0, "")
         time.sleep(3600)
+    if source.get("fail") == "memory":
+        raise MemoryError
+    if source.get("fail") == "map":
+        raise ImportError("libtorch_cpu.so: failed to map segment from shared object")
+    if source.get("fail") == "crash":
+        ctypes.string_at(0)
     if source.get("fail") == "exit":
         os._exit(7)
     return FakeRunner(), READY | {"OMP_NUM_THREADS": os.environ["OMP_NUM_THREADS"]}

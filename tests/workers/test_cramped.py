@@ -1,0 +1,149 @@
+"""Machines that withhold what an engine needs: each is an error that names the cause and the cure, at the start."""
+
+from __future__ import annotations
+
+import errno
+import re
+import resource
+import subprocess
+import sys
+import textwrap
+from collections.abc import Iterator
+
+import posix_ipc
+import pytest
+from worker_helpers import HERE, gone, leftovers, make, start
+
+from aengine.errors import EngineError, InternalError, ModelLoadError, WorkerDiedError
+from aengine.ipc.channel import HostChannel
+from aengine.ipc.shm import Segment
+from aengine.ulimits import is_want_of_memory, memory_ulimit_hint
+
+PROGRAM = """
+    import asyncio, sys
+    sys.path.insert(0, {here!r})
+    from aengine.errors import AEngineError
+    from worker_helpers import make, start
+
+    async def main():
+        executor = make()
+        try:
+            await start(executor)
+        except AEngineError as error:
+            print(type(error).__name__, error)
+        else:
+            print("started")
+            await executor.aclose(5)
+
+    asyncio.run(main())
+"""
+
+
+def program_after(mount: str) -> str:
+    """What a program prints that starts a worker where /dev/shm is another; skips where nothing can be mounted."""
+    if subprocess.run(["unshare", "-m", "true"], capture_output=True).returncode:
+        pytest.skip("needs to mount")
+    code = textwrap.dedent(PROGRAM.format(here=str(HERE)))
+    script = f'set -e; {mount}; exec "$0" -c "$1"'
+    command = ["unshare", "-m", "sh", "-c", script, sys.executable, code]
+    return subprocess.run(command, capture_output=True, text=True, check=True, timeout=120).stdout
+
+
+@pytest.mark.parametrize(
+    "options, text",
+    [
+        ("ro", r"EngineError /dev/shm can't be used \(.*Read-only.*--tmpfs /dev/shm"),
+        ("size=4m", r"EngineError no shared memory for the rings, \d+ bytes .*No space.*--shm-size.*ring_bytes"),
+        ("size=64m", "started"),
+    ],
+)
+def test_another_dev_shm(options: str, text: str) -> None:
+    assert re.match(text, program_after(f"mount -t tmpfs -o {options} tmpfs /dev/shm"))
+
+
+def test_no_dev_shm(tmp_path: object) -> None:
+    nodes = " ".join(f"{tmp_path}/{name}" for name in ("null", "urandom"))
+    bind = "; ".join(f"mount --bind /dev/{name} {tmp_path}/{name}" for name in ("null", "urandom"))
+    out = program_after(f"mount -t tmpfs tmpfs {tmp_path}; touch {nodes}; {bind}; mount --rbind {tmp_path} /dev")
+    assert out.startswith("EngineError /dev/shm can't be used (there is no such folder)")
+
+
+@pytest.mark.parametrize(
+    "error, cause",
+    [
+        (OSError(errno.EROFS, "Read-only file system"), "Read-only"),
+        (posix_ipc.PermissionsError("Permission denied"), "Permission denied"),
+        (posix_ipc.ExistentialError("No shared memory exists with the specified name"), "No shared memory exists"),
+        (OSError(errno.EMFILE, "Too many open files"), "ulimit -n"),
+    ],
+)
+@pytest.mark.parametrize("what", ["SharedMemory", "Semaphore"])
+def test_what_can_not_be_made_there(monkeypatch: pytest.MonkeyPatch, what: str, error: Exception, cause: str) -> None:
+    def refuse(*args: object, **options: object) -> None:
+        raise error
+
+    channel = HostChannel.create(65536)
+    try:
+        monkeypatch.setattr(posix_ipc, what, refuse)
+        with pytest.raises(EngineError, match=cause) as caught:
+            Segment.create(65536) if what == "SharedMemory" else channel.offer()
+        assert caught.value.__cause__ is error
+    finally:
+        channel.close()
+    assert not leftovers()
+
+
+@pytest.fixture
+def ulimit() -> Iterator[None]:
+    """As after ``ulimit -v``, though with room enough; children inherit it."""
+    before = resource.getrlimit(resource.RLIMIT_AS)
+    resource.setrlimit(resource.RLIMIT_AS, (1 << 44, before[1]))
+    yield
+    resource.setrlimit(resource.RLIMIT_AS, before)
+
+
+@pytest.mark.parametrize("how", ["memory", "map", "crash"])
+async def test_a_ulimit_is_named(ulimit: None, how: str) -> None:
+    executor = make()
+    with pytest.raises(ModelLoadError, match=r"`ulimit -v` allows each process 17179869184 kB.*ulimit -v unlimited"):
+        await start(executor, {"fail": how})
+    await gone(executor._workers[0].pid)
+
+
+@pytest.mark.parametrize(
+    "how, error, text",
+    [
+        ("memory", ModelLoadError, "not enough memory to load.*MemoryError.*lower kv_cache_memory_bytes"),
+        ("crash", WorkerDiedError, "died of SIGSEGV"),
+    ],
+)
+async def test_without_a_ulimit_none_is_named(how: str, error: type[Exception], text: str) -> None:
+    executor = make()
+    with pytest.raises(error, match=text) as caught:
+        await start(executor, {"fail": how})
+    assert "ulimit" not in str(caught.value)
+
+
+async def test_a_bug_stays_one_under_a_ulimit(ulimit: None) -> None:
+    with pytest.raises(InternalError, match="KeyError"):
+        await start(make(), {"fail": "bug"})
+
+
+async def test_a_start_that_hangs_names_the_ulimit(ulimit: None) -> None:
+    """OpenBLAS has been seen to try again and again for ever."""
+    with pytest.raises(ModelLoadError, match=r"not ready after.*ulimit -v"):
+        await start(make(startup_timeout=1.5), {"fail": "hang"})
+
+
+def test_what_a_want_of_memory_looks_like() -> None:
+    assert not memory_ulimit_hint()
+    for error in (
+        MemoryError(),
+        OSError(errno.ENOMEM, "Cannot allocate memory"),
+        RuntimeError("[enforce fail at alloc_cpu.cpp:124] DefaultCPUAllocator: can't allocate memory"),
+        RuntimeError("can't start new thread"),
+        ImportError("libmkl.so: failed to map segment from shared object"),
+    ):
+        assert is_want_of_memory(error)
+    for error in (KeyError("x"), RuntimeError("shapes differ"), ImportError("no module x"), ValueError("can't map")):
+        assert not is_want_of_memory(error)
