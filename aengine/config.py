@@ -86,8 +86,8 @@ class EngineConfig:
     max_in_flight_steps: int = 2
     """Steps given to the worker before the oldest has been answered; 1 or more."""
     max_leased_steps: int = 64
-    """The same while the host's loop is often late: so many that the worker goes on alone meanwhile. A new request
-    waits for those that are under way."""
+    """Most steps given to the worker while the host's loop is often late, so that it goes on alone meanwhile. A new
+    request, an abort or a deadline takes back those that it has not begun. 0: no more than max_in_flight_steps."""
     tensor_parallel_size: int = 1
     enforce_eager: bool = False
     """No CUDA graphs."""

@@ -98,7 +98,7 @@ def model_runner_output(rng: random.Random) -> ModelRunnerOutput:
         sampled = float32(rng.uniform(-9, 0) for _ in tokens)
         columns = LogprobColumns(int32(range(len(tokens))), sampled, counts, int32(range(len(values))), values)
     errors = [RowError(rng.randrange(3), "InvalidRequestError", "a message") for _ in range(rng.randrange(2))]
-    return ModelRunnerOutput(rng.randrange(9), tokens, columns, errors)
+    return ModelRunnerOutput(rng.randrange(9), tokens, columns, errors, rng.uniform(0, 1e6))
 
 
 def ready(rng: random.Random) -> dict[str, Any]:
@@ -129,6 +129,7 @@ VALID: dict[Kind, Callable[[random.Random], Any]] = {
     Kind.STEP: scheduler_output,
     Kind.GRAMMAR: lambda rng: GrammarOutput(rng.randrange(9), ids(rng), rng.randbytes(8) if rng.random() < 0.5 else 16),
     Kind.CALL: lambda rng: ["ping", 0],
+    Kind.REVOKED: lambda rng: rng.randrange(3),
     Kind.PROGRESS: lambda rng: {"stage": "weights", "done": rng.randrange(9), "total": 9, "unit": "bytes"},
     Kind.READY: ready,
     Kind.OUTPUT: model_runner_output,
@@ -138,7 +139,7 @@ VALID: dict[Kind, Callable[[random.Random], Any]] = {
     Kind.ERROR: report,
     Kind.LOG: log,
 }
-FROM_WORKERS = (Kind.PROGRESS, Kind.READY, Kind.OUTPUT, Kind.REPLY, Kind.ERROR, Kind.LOG)
+FROM_WORKERS = (Kind.PROGRESS, Kind.READY, Kind.OUTPUT, Kind.REPLY, Kind.ERROR, Kind.LOG, Kind.REVOKED)
 
 
 # -- and what becomes of them

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import time
 from collections.abc import Callable
 from typing import Any
 
@@ -81,7 +82,22 @@ class FakeExecutor:
         if self.is_hung:
             return
         when = loop.call_later if self._delay else lambda _, *args: loop.call_soon(*args)
-        when(self._delay, lambda: None if future.done() else future.set_result(answer))
+
+        def send() -> None:
+            answer.answered_at = time.monotonic()
+            if not future.done():
+                future.set_result(answer)
+
+        when(self._delay, send)
+
+    def try_revoke(self, on_revoked: Callable[[int], None]) -> bool:
+        """It begins each step at once, so there is none to drop."""
+        if self._failure is not None:
+            raise self._failure
+        if self.is_full:
+            return False
+        asyncio.get_running_loop().call_soon(on_revoked, 0)
+        return True
 
     def _answer(self, out: SchedulerOutput) -> ModelRunnerOutput:
         for req_idx in out.removed:

@@ -6,6 +6,7 @@ from array import array
 
 from ..errors import InternalError
 from ..ipc.messages import ModelRunnerOutput, NewRequest, int32
+from .kv_cache import BlockPool
 from .request import Request, RequestStatus
 
 __all__ = ["DecodeBatch", "InFlightStep", "StepDraft"]
@@ -75,7 +76,7 @@ class StepDraft:
 class InFlightStep:
     """A step that was made and has not been answered."""
 
-    __slots__ = ("batch", "chunks", "is_gated", "leavers", "step_id")
+    __slots__ = ("batch", "chunks", "grown_rows", "is_gated", "is_leased", "leavers", "removed", "step_id")
 
     def __init__(self, step_id: int, batch: list[Request], chunks: dict[int, int]) -> None:
         self.step_id = step_id
@@ -83,6 +84,9 @@ class InFlightStep:
         self.chunks = chunks  # batch index of each row that does not sample: its computed tokens after this step
         self.is_gated = False  # a GRAMMAR frame must be sent for it
         self.leavers: list[Request] = []  # their blocks are freed once this step is answered
+        self.is_leased = False  # it may be revoked; then what it told the worker is needed once more:
+        self.removed: array[int] = int32()  # rows that it told as removed
+        self.grown_rows: array[int] = int32()  # rows that it gave a block each
 
     def check(self, answer: ModelRunnerOutput, vocab_size: int) -> None:
         """Raise InternalError unless ``answer`` has the form that the answer to this step must have."""
@@ -99,6 +103,17 @@ class InFlightStep:
             for i, request in enumerate(self.batch):
                 if token_ids[i] < 0 and i not in excused and request.finish_reason is None:
                     raise InternalError(f"step {self.step_id} should have sampled for {request}, but did not")
+
+    def undo(self, pool: BlockPool) -> list[Request]:
+        """Take back what making this leased step changed in its requests; they are returned, but for those that have
+        left since."""
+        requests = {request.req_idx: request for request in self.batch if request.req_idx >= 0}
+        for row in self.grown_rows:
+            if row in requests:
+                pool.release([requests[row].block_ids.pop()])
+        for request in requests.values():
+            request.num_computed_tokens -= 1
+        return list(requests.values())
 
     def constrained(self) -> list[tuple[int, Request]]:
         """(batch index, request) of those that sample under a grammar in this step."""

@@ -95,7 +95,7 @@ class EngineCore:
             self._scheduler,
             executor,
             max_in_flight_steps=config.max_in_flight_steps,
-            max_leased_steps=config.max_leased_steps,
+            max_leased_steps=config.max_leased_steps if config.tensor_parallel_size == 1 else 0,
             counters=self._counters,
             on_scheduled=self.admission.on_scheduled,
             on_end=self.admission.on_request_end,
@@ -233,6 +233,7 @@ class EngineCore:
 
     async def call(self, method: str, *args: Any, timeout: float) -> Any:
         """A collective call of the workers, see `Executor.call`; one that takes longer is an InternalError."""
+        self.steps.break_lease()  # it comes after the steps that were given before
         try:
             return await self._executor.call(method, *args, timeout=timeout)
         except TimeoutError:

@@ -49,11 +49,15 @@ class Executor(Protocol):
     async def start(self, load: dict[str, Any], on_progress: ProgressCallback) -> dict[str, Any]:
         """Start and load; returns what READY says. ``load``: the wire forms of "config" and "source"."""
 
-    async def execute_model(self, out: SchedulerOutput) -> asyncio.Future[ModelRunnerOutput]:
-        """Publish a step, awaiting room for it; the future is its answer."""
+    async def execute_model(self, out: SchedulerOutput) -> asyncio.Future[ModelRunnerOutput | None]:
+        """Publish a step, awaiting room for it; the future is its answer, None if it is revoked."""
 
-    def try_execute_model(self, out: SchedulerOutput) -> asyncio.Future[ModelRunnerOutput] | None:
-        """The same without awaiting: None if it can't be published at once, and then it has not been."""
+    def try_execute_model(self, out: SchedulerOutput) -> asyncio.Future[ModelRunnerOutput | None] | None:
+        """Publish a step without awaiting: None if that can't be done at once, and then it has not been."""
+
+    def try_revoke(self, on_revoked: Callable[[int], None]) -> bool:
+        """Tell the worker to drop all leased steps that it has not begun. ``on_revoked`` gets their number, before
+        their futures are resolved. False if it can't be told at once, and then it has not been."""
 
     def bitmask(self, num_bytes: int) -> memoryview | None:
         """Memory that the worker sees too, for the next `send_grammar`, which then gives ``num_bytes`` for a bitmask.
@@ -88,7 +92,8 @@ class ProcessExecutor:
         self._config = config
         self._runner = runner
         self._workers: list[WorkerProcess] = []
-        self._answers: dict[int, asyncio.Future[ModelRunnerOutput]] = {}  # by step id
+        self._answers: dict[int, asyncio.Future[ModelRunnerOutput | None]] = {}  # by step id, in the order of the steps
+        self._on_revoked: Callable[[int], None] | None = None
         self._replies: dict[int, asyncio.Future[Any]] = {}  # by call id
         self._next_call = 1
         self._ready: list[asyncio.Future[dict[str, Any]]] = []  # by rank
@@ -217,10 +222,10 @@ class ProcessExecutor:
 
     # -- frames out
 
-    async def execute_model(self, out: SchedulerOutput) -> asyncio.Future[ModelRunnerOutput]:
+    async def execute_model(self, out: SchedulerOutput) -> asyncio.Future[ModelRunnerOutput | None]:
         """See `Executor`. Raises the executor's failure, if it has failed."""
         self._check()
-        future: asyncio.Future[ModelRunnerOutput] = asyncio.get_running_loop().create_future()
+        future: asyncio.Future[ModelRunnerOutput | None] = asyncio.get_running_loop().create_future()
         self._answers[out.step_id] = future
         try:
             await self._broadcast(Kind.STEP, out.step_id, pack(out))
@@ -229,17 +234,27 @@ class ProcessExecutor:
             raise
         return future
 
-    def try_execute_model(self, out: SchedulerOutput) -> asyncio.Future[ModelRunnerOutput] | None:
+    def try_execute_model(self, out: SchedulerOutput) -> asyncio.Future[ModelRunnerOutput | None] | None:
         """See `Executor`. Raises the executor's failure, if it has failed."""
         self._check()
         if len(self._workers) > 1:  # all of them must get it, or none
             return None
-        future: asyncio.Future[ModelRunnerOutput] = asyncio.get_running_loop().create_future()
+        future: asyncio.Future[ModelRunnerOutput | None] = asyncio.get_running_loop().create_future()
         self._answers[out.step_id] = future
         if self._workers[0].channel.try_publish(Kind.STEP, out.step_id, pack(out)):
             return future
         del self._answers[out.step_id]
         return None
+
+    def try_revoke(self, on_revoked: Callable[[int], None]) -> bool:
+        """See `Executor`. Raises the executor's failure, if it has failed. With several ranks nothing may be leased:
+        each would drop other steps."""
+        self._check()
+        assert len(self._workers) == 1 and self._on_revoked is None
+        if not self._workers[0].channel.try_publish(Kind.REVOKE, 0, b""):
+            return False
+        self._on_revoked = on_revoked
+        return True
 
     def bitmask(self, num_bytes: int) -> memoryview | None:
         """See `Executor`. Raises the executor's failure, if it has failed."""
@@ -315,6 +330,8 @@ class ProcessExecutor:
                 future.set_result(message)
         elif kind is Kind.REPLY:
             self._settle_reply(worker, self._replies.get(frame.step_id), message)
+        elif kind is Kind.REVOKED:
+            self._take_back(message)
         elif kind is Kind.PROGRESS:
             worker.channel.unlink()
             if worker.rank == 0:
@@ -329,6 +346,16 @@ class ProcessExecutor:
             self._fail(_reported_error(worker.rank, message))
         else:
             raise MessageError(f"a {kind.name} message is not for the host")
+
+    def _take_back(self, num_steps: int) -> None:
+        on_revoked, self._on_revoked = self._on_revoked, None
+        if on_revoked is None or num_steps > len(self._answers):
+            raise MessageError(f"{num_steps} steps were dropped unasked")
+        futures = [self._answers.popitem()[1] for _ in range(num_steps)]
+        on_revoked(num_steps)
+        for future in futures:
+            if not future.done():
+                future.set_result(None)
 
     def _settle_reply(self, worker: WorkerProcess, reply: asyncio.Future[Any] | None, message: dict[str, Any]) -> None:
         if reply is None or reply.done():  # its caller did not wait so long

@@ -3,15 +3,23 @@
 A host that blocks its loop (50 ms of JSON, an unawaited query) neither takes answers nor gives steps meanwhile. The
 scheduler can make steps far ahead: a token in flight counts as known, lengths are known too, and what is sampled past a
 stop is dropped. So when the loop has been late, the worker gets the steps of as long a time as it was late, and runs on
-alone. The price is paid by new requests, which wait for all that is under way; so it is done only then.
+alone.
 
-Grammars need the host between two steps: while any runs, nothing is leased.
+Lateness is the loop's own: the time between the moment at which the worker sent an answer, by the clock that both
+processes share, and the moment at which the step loop takes it. How long a step takes does not enter into it.
+
+    in flight    [step 7][step 8] [step 9 ... step 40]          with a new request, an abort, a deadline:
+                  given anyway     leased                       REVOKE; those not begun are dropped, `Scheduler.revoke`
+
+A leased step does nothing but continue requests that decode (`Scheduler.is_steady`), so it can be taken back, and
+nobody waits for more than the steps that are given anyway.
 """
 
 from __future__ import annotations
 
 import math
 import time
+from collections import deque
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
@@ -22,50 +30,42 @@ __all__ = ["Lease"]
 _LATE = 0.004  # seconds; below, two steps in flight do
 _MARGIN = 1.5
 _HALF_LIFE = 2.0  # seconds in which half of a lateness is forgotten
-_WINDOW = 0.25  # seconds over which steps are counted
+_NUM_INTERVALS = 8
 _SPARE_BLOCKS = 8  # free, for each running request: leased steps take blocks early, and should preempt nobody
 
 
 class Lease:
-    """Measures how long steps take and how late the loop comes back to them, and says how many may be in flight."""
+    """Measures how late the step loop takes answers and how long steps take, and says how many may be in flight."""
 
     def __init__(self, base: int, most: int) -> None:
         """``base`` with a loop that is on time, ``most`` (no less than that) with one that is not."""
-        self._base = base
+        self.base = base
         self._most = max(base, most)
-        self._step_seconds = math.inf
-        self._late = 0.0
-        self._turn = self._begun = time.monotonic()
-        self._num_answered = 0
+        self._late = 0.0  # seconds
+        self._taken_at = time.monotonic()
+        self._answered_at = math.inf  # the last answer, by the worker's clock; inf: none since there was nothing to do
+        self._intervals: deque[float] = deque(maxlen=_NUM_INTERVALS)  # seconds from answer to answer
 
     def begin(self) -> None:
-        """There is work again."""
-        self._turn = self._begun = time.monotonic()
-        self._num_answered = 0
+        """Note that there is work again after a time without any."""
+        self._answered_at = math.inf
 
-    def note_turn(self, num_in_flight: int, num_done: int) -> None:
-        """The step loop has its turn, and finds so many of the steps in flight answered.
-
-        All of them, or more than two: it comes late, by about the time since its last turn. (A timer would not tell:
-        who blocks a loop regularly may spare just the moments at which it looks.)
-        """
+    def note_answer(self, answered_at: float) -> None:
+        """Note that the step loop takes an answer now which the worker sent at ``answered_at`` (monotonic seconds)."""
         now = time.monotonic()
-        seconds, self._turn = now - self._turn, now
-        if self._late:
-            self._late *= 0.5 ** (seconds / _HALF_LIFE)
-        if num_done and (num_done == num_in_flight or num_done > 2):
-            self._late = max(self._late, seconds)
-
-    def note_answer(self) -> None:
-        self._num_answered += 1
-        now = time.monotonic()
-        if now - self._begun > _WINDOW and self._num_answered > 2:
-            self._step_seconds = (now - self._begun) / self._num_answered
-            self._begun, self._num_answered = now, 0
+        self._late *= 0.5 ** ((now - self._taken_at) / _HALF_LIFE)
+        self._late = max(self._late, now - answered_at)
+        self._taken_at = now
+        if answered_at > self._answered_at:
+            self._intervals.append(answered_at - self._answered_at)
+        self._answered_at = answered_at
 
     def num_steps(self, scheduler: Scheduler) -> int:
-        if self._late < _LATE or self._most == self._base or scheduler.num_constrained:
-            return self._base
+        """Most steps that may be in flight now."""
+        if self._late < _LATE or self._most == self.base or not self._intervals or not scheduler.is_steady:
+            return self.base
         if scheduler.num_free_blocks < _SPARE_BLOCKS * scheduler.num_running:
-            return self._base
-        return min(self._most, self._base + math.ceil(_MARGIN * self._late / self._step_seconds))
+            return self.base
+        # A quick one of the last few: while the worker lacks steps, most intervals are the host's.
+        step_seconds = sorted(self._intervals)[len(self._intervals) // 4]
+        return min(self._most, self.base + math.ceil(_MARGIN * self._late / step_seconds))

@@ -101,6 +101,13 @@ class Watchdog:
         else:
             self.stop()
 
+    def drop(self, num_steps: int) -> None:
+        """The newest steps were revoked: the worker will not answer them."""
+        for _ in range(num_steps):
+            self._steps.pop()
+        if not self._steps:
+            self.stop()
+
     def pause(self) -> None:
         """The oldest step waits for the host: the time until `resume` is not the worker's. Its heart must beat."""
         self._is_paused = True

@@ -6,6 +6,7 @@
 
     schedule()  step N+1 is made while step N is under way: a token that N samples counts as known, its id comes later
     update()    the answers, in the order of the steps: ids are committed, stops found, a token past a stop is dropped
+    revoke()    the newest steps were leased, and the worker has dropped them unbegun: as if they had not been made
 
 Order of a step: all that decode (one token each, the budget always covers them), then those that catch up, then the
 waiting, each by (priority, arrival): lower and earlier first. What keeps it right:
@@ -20,6 +21,7 @@ waiting, each by (priority, arrival): lower and earlier first. What keeps it rig
 
 from __future__ import annotations
 
+# large on purpose: one state machine, every part of which reads and changes the same state.
 from collections import deque
 from operator import attrgetter
 
@@ -260,8 +262,17 @@ class Scheduler:
 
     # -- making a step
 
-    def schedule(self) -> SchedulerOutput | None:
-        """The next step, or None when nobody has anything to compute before more answers or requests come."""
+    @property
+    def is_steady(self) -> bool:
+        """Whether the next step does nothing but continue requests that decode: such a step may be leased."""
+        others = self._waiting or self._catching_up or self._held or self._siblings.following or self.num_constrained
+        return not others and self._pool.num_free >= len(self._running)
+
+    def schedule(self, *, is_leased: bool = False) -> SchedulerOutput | None:
+        """The next step, or None when nobody has anything to compute before more answers or requests come.
+
+        ``is_leased``: `revoke` may take it back. Only while `is_steady`.
+        """
         assert len(self._in_flight) < self.max_in_flight_steps, "too many steps in flight"
         decoding = self._decoding.refresh()
         draft = StepDraft(self.max_num_batched_tokens - len(decoding))
@@ -275,7 +286,7 @@ class Scheduler:
             self._admit(draft)
         if not decoding and not draft.extras:
             return None
-        return self._make_step(decoding, draft)
+        return self._make_step(decoding, draft, is_leased)
 
     def _serve_rows(self, due: list[Request], draft: StepDraft) -> None:
         """Blocks for the decoding that need one, tokens and blocks for those that catch up.
@@ -375,7 +386,7 @@ class Scheduler:
             draft.new_requests.append(request.to_message())
             draft.add(request, num_scheduled)
 
-    def _make_step(self, decoding: list[Request], draft: StepDraft) -> SchedulerOutput:
+    def _make_step(self, decoding: list[Request], draft: StepDraft, is_leased: bool) -> SchedulerOutput:
         batch, req_idx, num_scheduled = decoding, self._decoding.req_idx, self._decoding.num_scheduled
         chunks: dict[int, int] = {}
         if draft.extras:
@@ -395,9 +406,11 @@ class Scheduler:
             known[1].extend(forced)
         self._untold.clear()
         grown = (draft.grown_rows, draft.grown_ids)
-        return SchedulerOutput(
-            step_id, removed, draft.new_requests, *known, *grown, req_idx, num_scheduled, sample_now=not step.is_gated
-        )
+        if is_leased:
+            assert not draft.extras and not self._catching_up, "only a step of decodes can be taken back"
+            step.is_leased, step.removed, step.grown_rows = True, removed, draft.grown_rows
+        flags = (not step.is_gated, is_leased)
+        return SchedulerOutput(step_id, removed, draft.new_requests, *known, *grown, req_idx, num_scheduled, *flags)
 
     def _sort_out(self, extras: list[Request], batch_idx: int, chunks: dict[int, int]) -> None:
         """What those that caught up in this step do in the next one."""
@@ -414,6 +427,34 @@ class Scheduler:
             self._catching_up = [request for request in self._catching_up if request.status is _CATCHING_UP]
         if joining:
             self._decoding.join(joining)
+
+    def revoke(self, num_steps: int) -> None:
+        """Undo the newest ``num_steps``: the worker has not begun them, and never will.
+
+        Raises:
+            InternalError: not all of them were leased.
+        """
+        requests: dict[Request, None] = {}
+        leavers: list[Request] = []
+        for _ in range(num_steps):
+            if not self._in_flight or not self._in_flight[-1].is_leased:
+                raise InternalError(f"the worker dropped {num_steps} steps, which were not leased")
+            step = self._in_flight.pop()
+            requests |= dict.fromkeys(step.undo(self._pool))
+            leavers += step.leavers
+            self._removed.extend(step.removed)
+        self._decoding.refresh()
+        self._decoding.join([request for request in requests if request.status is _DRAINING])
+        for request in requests:
+            request.status = _DECODING
+            self._set_limit(request)
+        for step in self._in_flight:
+            step.is_leased = False  # the worker has begun it
+        if self._in_flight:
+            self._in_flight[-1].leavers += leavers
+            return
+        for request in leavers:
+            self._release_blocks(request)
 
     # -- taking an answer
 

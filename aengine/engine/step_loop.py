@@ -16,7 +16,6 @@ import time
 from array import array
 from collections import deque
 from collections.abc import Callable, Coroutine
-from itertools import takewhile
 from typing import Any, NamedTuple
 
 from ..errors import EngineError, InternalError, InvalidRequestError, RequestError, WorkerDiedError
@@ -97,7 +96,9 @@ class StepLoop:
         self._grammars = grammars
         self._forcing = forcing
         self._gated: InFlightStep | None = None  # published, and waits for its bitmask before it samples
-        self._in_flight: deque[asyncio.Future[ModelRunnerOutput]] = deque()
+        self._in_flight: deque[asyncio.Future[ModelRunnerOutput | None]] = deque()
+        self._must_revoke = False  # leased steps, before another step can be made
+        self._is_revoking = False  # the worker was told to, and has not said yet how many it dropped
         self._work = asyncio.Event()
         self._is_idle = False
         self._num_coming = 0  # requests whose first row is being filled
@@ -118,6 +119,7 @@ class StepLoop:
             return
         self.scheduler.add_request(request)
         self._work.set()
+        self.break_lease()
         if self._is_idle:
             self._num_new_tokens += len(request.token_ids)
             if self._num_new_tokens >= self.scheduler.max_num_batched_tokens:
@@ -125,7 +127,9 @@ class StepLoop:
 
     def _send_ahead(self) -> None:
         """A full step waits already, and the host's loop may be busy for long with adding more: send it now."""
-        if self._unsent is not None or self._gated is not None or len(self._in_flight) == self._max_in_flight:
+        if self._unsent is not None or self._gated is not None or self._is_revoking:
+            return
+        if len(self._in_flight) >= self._lease.base:
             return
         self._num_new_tokens = 0
         output = self.scheduler.schedule()
@@ -165,6 +169,30 @@ class StepLoop:
         self.scheduler.finish(request, reason)
         self._on_end(request)
         self._work.set()
+        self.break_lease()
+
+    def break_lease(self) -> None:
+        """Have the worker drop the leased steps that it has not begun: what has come is part of its next one."""
+        newest = self.scheduler.newest_step
+        if newest is not None and newest.is_leased and not self._is_revoking:
+            self._must_revoke = True
+            self._try_to_revoke()
+
+    def _try_to_revoke(self) -> None:
+        try:
+            self._is_revoking = self._executor.try_revoke(self._on_revoked)
+        except EngineError:  # `run` meets it too, and says so
+            return
+        self._must_revoke = not self._is_revoking
+
+    def _on_revoked(self, num_steps: int) -> None:
+        """The worker has dropped so many, the newest of those in flight."""
+        self._is_revoking = False
+        self.scheduler.revoke(num_steps)
+        for _ in range(num_steps):
+            self._in_flight.pop()
+        self._watchdog.drop(num_steps)
+        self._work.set()
 
     async def run(self) -> EngineError:
         """Until the executor fails, whose error is returned, or until cancelled. Raises what a bug raises."""
@@ -184,6 +212,7 @@ class StepLoop:
         condemned = self.scheduler.preempt_all()
         self._executor = executor
         self._in_flight.clear()
+        self._must_revoke = self._is_revoking = False
         self._gated = self._unsent = self._failure = None
         executor.set_on_failure(self._on_executor_failure)
         return condemned
@@ -200,18 +229,20 @@ class StepLoop:
     async def _step(self) -> None:
         """One turn: keep the worker supplied, then take the oldest answer."""
         await self._unlock()
-        num_done = sum(1 for _ in takewhile(asyncio.Future.done, self._in_flight))
-        self._lease.note_turn(len(self._in_flight), num_done)
         self._max_in_flight = self._lease.num_steps(self.scheduler)
+        if self._must_revoke:
+            self._try_to_revoke()
         if await self._supply():
             await self._unlock()
             if len(self._in_flight) < self._max_in_flight and self._gated is None:
                 return
         if self._in_flight:
             answer = await self._in_flight[0]
+            if answer is None:  # revoked meanwhile
+                return
             self._in_flight.popleft()
             self._watchdog.end()
-            self._lease.note_answer()
+            self._lease.note_answer(answer.answered_at)
             await self._apply(answer)
             if self._in_flight and self._in_flight[0].done():  # many have come: others on this loop get their turn
                 await asyncio.sleep(0)
@@ -220,9 +251,14 @@ class StepLoop:
 
     async def _supply(self) -> bool:
         """Publish one more step, if the worker may have one and there is something to compute."""
-        if len(self._in_flight) >= self._max_in_flight or self._gated is not None:
+        if len(self._in_flight) >= self._max_in_flight or self._gated is not None or self._is_revoking:
             return False
-        output, self._unsent = self._unsent or self.scheduler.schedule(), None
+        newest = self.scheduler.newest_step
+        is_leased = len(self._in_flight) >= self._lease.base or (newest is not None and newest.is_leased)
+        if is_leased and not self.scheduler.is_steady:
+            self.break_lease()
+            return False
+        output, self._unsent = self._unsent or self.scheduler.schedule(is_leased=is_leased), None
         if output is None:
             return False
         self._note_scheduled(output)

@@ -11,17 +11,20 @@ The direction and content of each kind:
                      STEP             SchedulerOutput; answered by OUTPUT (at once if sample_now, else after GRAMMAR)
                      GRAMMAR          GrammarOutput: the bitmask of step step_id
                      CALL             [method, reply_rank, *arguments]: a collective call; that rank answers REPLY
+                     REVOKE           nothing; leased steps that were not begun are dropped; answered by REVOKED
                      SHUTDOWN         nothing; the worker ends
     worker -> host   PROGRESS         dict: stage, done, total, unit, detail
                      READY            dict: READY_COUNTS, each at least 1, and device, dtype, ...
                      OUTPUT           ModelRunnerOutput
                      REPLY            dict: value (any plain data), or error (a dict like ERROR's)
+                     REVOKED          how many steps were dropped, the newest ones
                      ERROR            dict: type, message, traceback; step_id of the frame that failed
                      LOG              dict: a record of the worker's logging, see LOG_TEXTS; at any time
 """
 
 from __future__ import annotations
 
+import math
 from array import array
 from dataclasses import dataclass, field
 from enum import IntEnum
@@ -61,12 +64,14 @@ class Kind(IntEnum):
     GRAMMAR = 3
     CALL = 4
     SHUTDOWN = 5
+    REVOKE = 6
     PROGRESS = 16
     READY = 17
     OUTPUT = 18
     REPLY = 19
     ERROR = 20
     LOG = 21
+    REVOKED = 22
 
 
 def int32(values: Any = ()) -> array[int]:
@@ -125,6 +130,7 @@ class SchedulerOutput:
     req_idx: array[int] = field(default_factory=int32)  # [num_reqs] the batch: row of each request
     num_scheduled_tokens: array[int] = field(default_factory=int32)  # [num_reqs] tokens that each computes, >= 1
     sample_now: bool = True  # False: a GRAMMAR frame follows, and gates sampling
+    is_leased: bool = False  # it may be revoked until the worker begins it
 
 
 @dataclass(slots=True)
@@ -166,6 +172,7 @@ class ModelRunnerOutput:
     token_ids: array[int]  # [num_reqs]; -1 where the step did not sample (a chunk of a prompt)
     logprobs: LogprobColumns | None = None
     errors: list[RowError] = field(default_factory=list)
+    answered_at: float = 0.0  # when the worker sent it: seconds of CLOCK_MONOTONIC, which both processes share
 
 
 _packer = msgpack.Packer(autoreset=True, use_bin_type=True)
@@ -187,6 +194,7 @@ def pack(message: object) -> bytes:
                 m.req_idx.tobytes(),
                 m.num_scheduled_tokens.tobytes(),
                 m.sample_now,
+                m.is_leased,
             )
         )
     if type(message) is ModelRunnerOutput:
@@ -200,6 +208,7 @@ def pack(message: object) -> bytes:
                 if lp is None
                 else [c.tobytes() for c in (lp.batch_idx, lp.sampled, lp.counts, lp.token_ids, lp.values)],
                 [(e.batch_idx, e.type, e.message) for e in o.errors],
+                o.answered_at,
             )
         )
     if type(message) is GrammarOutput:
@@ -254,7 +263,8 @@ def _new_request(r: NewRequest) -> tuple[Any, ...]:
 
 
 def _step(data: Any) -> SchedulerOutput:
-    step_id, removed, new, known_rows, known_ids, block_rows, block_ids, req_idx, scheduled, sample_now = data
+    step_id, removed, new, known_rows, known_ids, block_rows, block_ids, req_idx, scheduled, *flags = data
+    sample_now, is_leased = flags
     out = SchedulerOutput(
         _int(step_id),
         _ints(removed),
@@ -266,6 +276,7 @@ def _step(data: Any) -> SchedulerOutput:
         _ints(req_idx),
         _ints(scheduled),
         bool(sample_now),
+        bool(is_leased),
     )
     pairs = (out.known_rows, out.known_ids), (out.block_rows, out.block_ids), (out.req_idx, out.num_scheduled_tokens)
     if any(len(a) != len(b) for a, b in pairs):
@@ -288,7 +299,9 @@ def _request(fields: Any) -> NewRequest:
 
 
 def _output(data: Any) -> ModelRunnerOutput:
-    step_id, ids, logprobs, errors = data
+    step_id, ids, logprobs, errors, answered_at = data
+    if not math.isfinite(_float(answered_at)):
+        raise MessageError(f"answered_at={answered_at}")
     step_id, token_ids = _int(step_id), _ints(ids)
     columns = None
     if logprobs is not None:
@@ -301,7 +314,7 @@ def _output(data: Any) -> ModelRunnerOutput:
         if min(columns.counts, default=0) < 0 or not all(0 <= i < len(token_ids) for i in columns.batch_idx):
             raise MessageError(f"step {step_id}: logprobs of positions that are not in the batch")
     rows = [RowError(_int(i), _text(kind), _text(message)) for i, kind, message in errors]
-    return ModelRunnerOutput(step_id, token_ids, columns, rows)
+    return ModelRunnerOutput(step_id, token_ids, columns, rows, answered_at)
 
 
 def _ready(data: Any) -> None:
@@ -341,7 +354,19 @@ def _reply(data: Any) -> None:
         raise MessageError("a REPLY with neither a value nor an error")
 
 
-_CHECKS = {Kind.READY: _ready, Kind.PROGRESS: _progress, Kind.ERROR: _error, Kind.REPLY: _reply, Kind.LOG: _log}
+def _revoked(data: Any) -> None:
+    if _int(data) < 0:
+        raise MessageError(f"REVOKED with {data}")
+
+
+_CHECKS = {
+    Kind.READY: _ready,
+    Kind.PROGRESS: _progress,
+    Kind.ERROR: _error,
+    Kind.REPLY: _reply,
+    Kind.LOG: _log,
+    Kind.REVOKED: _revoked,
+}
 _REQUEST_INTS = (
     *("req_idx", "num_prompt_tokens", "num_computed_tokens", "top_k", "seed", "logprobs", "min_tokens"),
     "max_num_tokens",

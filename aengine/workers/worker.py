@@ -4,6 +4,12 @@ Every rank reads the same frames in the same order. Rank 0 answers steps; a coll
 answered by the rank it names. An exception while loading is reported and ends the worker; so does one in a step,
 since nobody can say what the device's memory holds after it: the host has every request's tokens and starts anew.
 One in a collective call is that call's answer.
+
+    ring ──> queue of frames ──> launched, at most max_in_flight_steps ──> answered
+                   └── REVOKE, when it arrives: leased steps in the queue are dropped
+
+Steps wait in the queue, not on the device, which could not drop them: so what the host sends next comes soon,
+however many steps it had leased before.
 """
 
 from __future__ import annotations
@@ -20,7 +26,7 @@ from typing import Any, Protocol
 
 from ..config import EngineConfig
 from ..errors import AEngineError, InvalidRequestError, ModelLoadError
-from ..ipc.channel import PeerGoneError, WorkerChannel
+from ..ipc.channel import Frame, PeerGoneError, WorkerChannel
 from ..ipc.messages import GrammarOutput, Kind, ModelRunnerOutput, SchedulerOutput, pack, unpack
 from ..ulimits import is_want_of_memory, memory_ulimit_hint
 from .logs import WorkerLogs
@@ -69,6 +75,8 @@ class Worker:
         self._rank = rank
         self._runner_name = runner
         self._runner: Runner | None = None
+        self._queue: deque[tuple[Kind, int, Any]] = deque()  # kind, step id and message of frames taken, oldest first
+        self._max_launched = 1
         self._answers: deque[tuple[int, Answer]] = deque()  # step ids launched and not yet reported, oldest first
         self._prepares = False  # in idle times
         self._awaits_bitmask = False  # the device works on a step that can't be sampled yet
@@ -94,11 +102,14 @@ class Worker:
         return 0
 
     def _turn(self) -> bool:
-        """Take one frame, if there is one, and report what has become ready. False after SHUTDOWN."""
+        """Take the frames that have come, handle one, and report what has become ready. False after SHUTDOWN."""
         frame = self._channel.consume(self._patience())
-        if frame is not None:
-            self._step_id = frame.step_id
-            if not self._handle(Kind(frame.kind), frame.payload):
+        while frame is not None:
+            self._take(frame)
+            frame = self._channel.consume(0)
+        if self._may_handle:
+            kind, self._step_id, message = self._queue.popleft()
+            if not self._handle(kind, message):
                 return False
             self._last_event = time.monotonic()
         elif self._is_idle and self._may_prepare:
@@ -107,14 +118,36 @@ class Worker:
             self._step_id, answer = self._answers.popleft()
             output = answer.get()
             if self._rank == 0:
+                output.answered_at = time.monotonic()
                 self._channel.publish(Kind.OUTPUT, self._step_id, pack(output))
         if self._logs.is_pending:
             self._logs.publish()
         return True
 
+    def _take(self, frame: Frame) -> None:
+        self._step_id = frame.step_id
+        kind = Kind(frame.kind)
+        message = unpack(kind, frame.payload) if kind not in (Kind.SHUTDOWN, Kind.REVOKE) else None
+        if kind is Kind.REVOKE:
+            self._revoke()
+        else:
+            self._queue.append((kind, frame.step_id, message))
+
+    def _revoke(self) -> None:
+        """Drop the leased steps that have not begun. The host makes no other steps after them until it is answered."""
+        kept = [entry for entry in self._queue if not (entry[0] is Kind.STEP and entry[2].is_leased)]
+        num_dropped = len(self._queue) - len(kept)
+        self._queue = deque(kept)
+        self._channel.publish(Kind.REVOKED, self._step_id, pack(num_dropped))
+
+    @property
+    def _may_handle(self) -> bool:
+        """Whether there is a frame to handle now: a step waits while the device has enough of them."""
+        return bool(self._queue) and (self._queue[0][0] is not Kind.STEP or len(self._answers) < self._max_launched)
+
     @property
     def _is_idle(self) -> bool:
-        return not self._answers and not self._awaits_bitmask
+        return not self._answers and not self._awaits_bitmask and not self._queue
 
     @property
     def _may_prepare(self) -> bool:
@@ -122,6 +155,8 @@ class Worker:
 
     def _patience(self) -> float | None:
         """How long to wait for a frame: for ever, if nothing else can happen."""
+        if self._may_handle:
+            return 0
         if self._is_idle:
             return _IDLE if self._may_prepare or self._logs.is_pending else None
         if time.monotonic() - self._last_event < _EAGER_POLL:
@@ -135,10 +170,9 @@ class Worker:
             logger.warning("what steps may need could not be prepared ahead", exc_info=True)
             self._prepares = False
 
-    def _handle(self, kind: Kind, payload: bytes) -> bool:
+    def _handle(self, kind: Kind, message: Any) -> bool:
         if kind is Kind.SHUTDOWN:
             return False
-        message = unpack(kind, payload)
         if kind is Kind.STEP:
             self._execute(message)
         elif kind is Kind.GRAMMAR:
@@ -176,6 +210,7 @@ class Worker:
         self._logs.show_from(message.get("log_level", logging.INFO))
         config = EngineConfig.from_wire(message["config"])
         self._set_title(config.model)
+        self._max_launched = config.max_in_flight_steps
         module, _, function = self._runner_name.partition(":")
         self._prepares = message["world_size"] == 1  # other ranks would have to do the same at the same time
         begun = time.monotonic()

@@ -127,13 +127,14 @@ class Driver:
         self.depth = depth
         self.budget = limits["max_num_batched_tokens"]
         self.worker = Worker(limits["block_size"])
-        self.in_flight: deque[tuple[SchedulerOutput, dict[int, set[int]]]] = deque()
+        self.in_flight: deque[tuple[SchedulerOutput, dict[int, set[int]], dict[int, list[int]]]] = deque()
         self.tables: dict[int, list[int]] = {}  # row -> blocks, as of the newest step made
         self.requests: list[tuple[Request, list[int]]] = []
         self.stop_after: dict[Request, int] = {}  # a stop string, found by the host after so many tokens
         self.num_steps = 0
         self.num_forced = 0  # tokens that came without being sampled
         self.num_paused = 0
+        self.num_revoked = 0
 
     @property
     def unfinished(self) -> list[Request]:
@@ -164,12 +165,14 @@ class Driver:
 
     def force(self, request: Request, count: int) -> None:
         """Let it know its next tokens, as if a grammar had no choice."""
+        self.revoke(0)  # with a grammar nothing is leased
         output = dict(self.requests)[request]
         begin = len(request.output_token_ids)
         if begin < len(output):
             self.scheduler.force(request, output[begin : begin + count])
 
     def pause(self, request: Request) -> None:
+        self.revoke(0)
         self.scheduler.pause(request)
         self.num_paused += request.is_paused
 
@@ -177,11 +180,15 @@ class Driver:
         for request in self.unfinished:
             self.scheduler.resume(request)
 
-    def schedule(self) -> bool:
+    def schedule(self, is_leased: bool = False) -> bool:
         scheduler = self.scheduler
+        newest = scheduler.newest_step
+        if newest is not None and newest.is_leased and not scheduler.is_steady:
+            self.revoke(0)  # as the engine does, or fewer steps would come after a leased one than it may undo
+        is_leased = scheduler.is_steady and (is_leased or (newest is not None and newest.is_leased))
         had_row = {r for r in scheduler._running if r.status is not RequestStatus.DRAINING}
         decoding = {r for r in had_row if r.status is RequestStatus.DECODING}
-        out = scheduler.schedule()
+        out = scheduler.schedule(is_leased=is_leased)
         lost = {r for r in had_row if r.req_idx < 0}
         kept = [r for r in scheduler._running if r.status is not RequestStatus.DRAINING]
         for victim in lost:
@@ -201,21 +208,32 @@ class Driver:
     def _check_reuse(self, out: SchedulerOutput) -> None:
         """No block that is given out may still be in the table of another row of a step in flight."""
         size = self.worker.block_size
-        for row in out.removed:
-            del self.tables[row]
+        left = {row: self.tables.pop(row) for row in out.removed}
         given = list(zip(out.block_rows, out.block_ids))
         for new in out.new_requests:
             self.tables[new.req_idx] = list(new.block_ids)
             given += [(new.req_idx, block) for block in new.block_ids[new.num_computed_tokens // size :]]
         for row, block in zip(out.block_rows, out.block_ids):
             self.tables[row].append(block)
-        for _, (_, used) in enumerate(self.in_flight):
+        for _, used, _ in self.in_flight:
             for _, block in given:
                 assert all(block not in blocks for blocks in used.values()), "reused under a step in flight"
-        self.in_flight.append((out, {row: set(self.tables[row]) for row in out.req_idx}))
+        self.in_flight.append((out, {row: set(self.tables[row]) for row in out.req_idx}, left))
+
+    def revoke(self, num_begun: int) -> None:
+        """Of the leased steps in flight the worker has begun so many and drops the others."""
+        num_dropped = max(0, sum(step.is_leased for step in self.scheduler._in_flight) - num_begun)
+        for _ in range(num_dropped):
+            out, _, left = self.in_flight.pop()
+            for row, block in zip(reversed(out.block_rows), reversed(out.block_ids)):
+                assert self.tables[row].pop() == block
+            self.tables |= left  # the worker has these rows still
+        self.num_revoked += num_dropped
+        self.scheduler.revoke(num_dropped)
+        self.scheduler.check()
 
     def answer(self) -> None:
-        out, _ = self.in_flight.popleft()
+        out, *_ = self.in_flight.popleft()
         sampled, failed = self.scheduler.update(self.worker.execute(out))
         counts: dict[Request, int] = {}
         for request, _, batch_idx in sampled:

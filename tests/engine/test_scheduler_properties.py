@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import random
 
+import pytest
 from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 from scheduler_harness import VOCAB, Driver
 
+from aengine.errors import InternalError
 from aengine.outputs import FinishReason
 
 STREAMS = [[random.Random(k).randrange(1, VOCAB) for _ in range(200)] for k in range(3)]
@@ -22,7 +24,7 @@ class SchedulerMachine(RuleBasedStateMachine):
         num_tokens=st.integers(24, 160),
         max_num_seqs=st.integers(1, 6),
         budget=st.integers(1, 40),
-        depth=st.integers(1, 3),
+        depth=st.integers(1, 6),
         caching=st.booleans(),
     )
     def start(
@@ -56,9 +58,13 @@ class SchedulerMachine(RuleBasedStateMachine):
         self.driver.add(prompt, max_tokens=max_tokens, arrival_time=self.clock, cache_salt=salt, **more)
 
     @precondition(lambda self: len(self.driver.in_flight) < self.driver.depth)
-    @rule()
-    def schedule(self) -> None:
-        self.driver.schedule()
+    @rule(is_leased=st.booleans())
+    def schedule(self, is_leased: bool) -> None:
+        self.driver.schedule(is_leased)
+
+    @rule(num_begun=st.integers(0, 4))
+    def revoke(self, num_begun: int) -> None:
+        self.driver.revoke(num_begun)
 
     @precondition(lambda self: self.driver.in_flight)
     @rule()
@@ -124,7 +130,7 @@ def play(rng: random.Random, *, num_requests: int, aborts: float) -> Driver:
     block_size = rng.choice([1, 2, 4, 16])
     longest = 64
     driver = Driver(
-        depth=rng.randint(1, 3),
+        depth=rng.choice([1, 2, 3, 12]),
         num_blocks=-(-longest // block_size) * rng.randint(1, 4),
         block_size=block_size,
         max_num_seqs=rng.randint(1, 12),
@@ -145,7 +151,7 @@ def play(rng: random.Random, *, num_requests: int, aborts: float) -> Driver:
         )
         for _ in range(rng.randint(0, 12)):
             if len(driver.in_flight) < driver.depth and rng.random() < 0.7:
-                driver.schedule()
+                driver.schedule(rng.random() < 0.5)
             elif driver.in_flight:
                 driver.answer()
             if driver.unfinished and rng.random() < 0.3:
@@ -156,6 +162,8 @@ def play(rng: random.Random, *, num_requests: int, aborts: float) -> Driver:
                 driver.scheduler.resume(rng.choice(driver.unfinished))
             if driver.unfinished and rng.random() < aborts:
                 driver.scheduler.finish(rng.choice(driver.unfinished), FinishReason.ABORT)
+            if rng.random() < 0.1:
+                driver.revoke(rng.randint(0, 5))
             if rng.random() < aborts / 20:
                 driver.restart()
     driver.drain(rng)
@@ -179,3 +187,49 @@ def test_nothing_is_lost_without_aborts(rng: random.Random) -> None:
         for request, output in driver.requests:
             assert request.finish_reason in (FinishReason.STOP, FinishReason.LENGTH)
             assert request.output_token_ids == output
+
+
+def test_steps_far_ahead_are_taken_back(rng: random.Random) -> None:
+    """Few requests at a time, so that most steps may be leased; what comes and goes revokes those not begun."""
+    revoked = 0
+    for _ in range(20):
+        block_size = rng.choice([1, 2, 4, 16])
+        driver = Driver(
+            depth=24,
+            num_blocks=64 * 8 // block_size,
+            block_size=block_size,
+            max_num_seqs=8,
+            max_num_batched_tokens=rng.choice([8, 64]),
+            enable_prefix_caching=rng.random() < 0.7,
+        )
+        for i in range(20):
+            prompt = rng.choice(STREAMS)[: rng.randint(1, 40)]
+            driver.add(
+                prompt,
+                max_tokens=rng.randint(1, 64 - len(prompt)),
+                seed=rng.randrange(30),
+                arrival_time=float(i),
+                stop_after=rng.choice([0, 0, 3]),
+            )
+            for _ in range(rng.randint(0, 60)):
+                if len(driver.in_flight) < driver.depth and rng.random() < 0.7:
+                    driver.schedule(is_leased=rng.random() < 0.8)
+                elif driver.in_flight:
+                    driver.answer()
+            driver.revoke(rng.randint(0, 3))
+            if driver.unfinished and rng.random() < 0.3:
+                driver.scheduler.finish(rng.choice(driver.unfinished), FinishReason.ABORT)
+            if rng.random() < 0.02:
+                driver.restart()
+        driver.drain(rng)
+        revoked += driver.num_revoked
+    assert revoked > 200, "hardly a step was taken back"
+
+
+def test_only_leased_steps_are_taken_back() -> None:
+    driver = Driver(depth=4, num_blocks=64, block_size=4, max_num_seqs=4, max_num_batched_tokens=64)
+    driver.add([1, 2, 3], max_tokens=20)
+    driver.schedule()
+    driver.schedule(is_leased=True)
+    with pytest.raises(InternalError, match="not leased"):
+        driver.scheduler.revoke(2)

@@ -18,18 +18,25 @@ from aengine.workers.worker import Worker
 
 
 class ListChannel:
-    """Gives the frames of ``incoming``; None stands for a timeout. Then the host is gone."""
+    """Gives the frames of ``incoming``, one at a time; None stands for a timeout. Then the host is gone."""
 
     def __init__(self, *incoming: Frame | None) -> None:
         self.incoming = deque(incoming)
         self.sent: list[tuple[Kind, int, Any]] = []
         self.timeouts: list[float | None] = []
+        self.come_together = False
+        self._gave = False  # a frame, at the last call
 
     def consume(self, timeout: float | None) -> Frame | None:
+        if self._gave and not self.come_together:
+            self._gave = False
+            return None
         self.timeouts.append(timeout)
         if not self.incoming:
             raise PeerGoneError
-        return self.incoming.popleft()
+        frame = self.incoming.popleft()
+        self._gave = frame is not None
+        return frame
 
     def beat(self) -> None:
         pass
@@ -52,6 +59,7 @@ class Slow:
 
     def ready(self) -> bool:
         self.looks -= 1
+        SlowRunner.num_pending -= self.looks == -1
         return self.looks < 0
 
     def get(self) -> ModelRunnerOutput:
@@ -65,6 +73,7 @@ class SlowRunner:
     """Answers after as many looks as the batch has entries; tells ``log`` what it was asked."""
 
     log: list[tuple[str, int]] = []  # noqa: RUF012 (one test at a time fills it)
+    num_pending = most_pending = 0
 
     def execute_model(self, out: SchedulerOutput) -> None:
         self.log.append(("execute", out.step_id))
@@ -80,11 +89,14 @@ class SlowRunner:
 
     def sample_tokens(self, grammar: GrammarOutput | None) -> Slow:
         self.log.append(("sample", -1 if grammar is None else grammar.step_id))
+        SlowRunner.num_pending += 1
+        SlowRunner.most_pending = max(SlowRunner.most_pending, SlowRunner.num_pending)
         return Slow(self.step.step_id, len(self.step.req_idx))
 
 
 def load_slow(config: Any, source: Any, rank: int, world_size: int, progress: Any) -> tuple[SlowRunner, dict]:
     SlowRunner.log = []
+    SlowRunner.num_pending = SlowRunner.most_pending = 0
     return SlowRunner(), dict(READY)
 
 
@@ -119,14 +131,18 @@ def keep_the_title(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(Worker, "_set_title", lambda self, model: None)
 
 
-def run(*frames: Frame | None, rank: int = 0, runner: str = f"{__name__}:load_slow") -> tuple[int, ListChannel]:
+def run(
+    *frames: Frame | None, rank: int = 0, runner: str = f"{__name__}:load_slow", together: bool = False
+) -> tuple[int, ListChannel]:
+    """``together``: the worker finds all frames up to the next None at once."""
     channel = ListChannel(*frames)
+    channel.come_together = together
     return Worker(channel, rank, runner).run(), channel  # type: ignore[arg-type]
 
 
-def asked(step_id: int, looks: int, sample_now: bool = True) -> Frame:
+def asked(step_id: int, looks: int, sample_now: bool = True, is_leased: bool = False) -> Frame:
     out = SchedulerOutput(step_id, req_idx=int32([0] * looks), num_scheduled_tokens=int32([1] * looks))
-    out.sample_now = sample_now
+    out.sample_now, out.is_leased = sample_now, is_leased
     return Frame(Kind.STEP, step_id, pack(out))
 
 
@@ -138,6 +154,34 @@ def test_answers_come_in_the_order_of_the_steps(rng: random.Random) -> None:
     answers = [message for kind, _, message in channel.sent if kind is Kind.OUTPUT]
     assert [answer.step_id for answer in answers] == ids
     assert [answer.token_ids[0] for answer in answers] == ids
+
+
+def test_no_more_steps_are_launched_than_asked_for() -> None:
+    frames = [asked(i, 3) for i in range(1, 9)]
+    code, channel = run(LOAD, *frames, *[None] * 60, SHUTDOWN, None, together=True)
+    assert code == 0
+    assert [step_id for kind, step_id, _ in channel.sent if kind is Kind.OUTPUT] == list(range(1, 9))
+    assert SlowRunner.most_pending == config().max_in_flight_steps == 2
+
+
+def test_leased_steps_that_have_not_begun_are_dropped() -> None:
+    revoke = Frame(Kind.REVOKE, 0, b"")
+    given = [asked(1, 3), asked(2, 3), *(asked(i, 3, is_leased=True) for i in range(3, 9))]
+    # The fourth look finds the answer to the first step, and then one leased step begins.
+    frames = [*given, *[None] * 6, revoke, asked(9, 1), *[None] * 20, SHUTDOWN, None]
+    code, channel = run(LOAD, *frames, together=True)
+    assert code == 0
+    begun = [step_id for what, step_id in SlowRunner.log if what == "execute"]
+    assert begun == [1, 2, 3, 9]
+    assert [message for kind, _, message in channel.sent if kind is Kind.REVOKED] == [5]
+    assert [step_id for kind, step_id, _ in channel.sent if kind is Kind.OUTPUT] == begun
+
+
+def test_a_revoke_without_leased_steps_drops_none() -> None:
+    code, channel = run(LOAD, asked(1, 3), asked(2, 3), asked(3, 0), Frame(Kind.REVOKE, 0, b""), *[None] * 9, SHUTDOWN)
+    assert code == 0
+    assert [message for kind, _, message in channel.sent if kind is Kind.REVOKED] == [0]
+    assert [step_id for kind, step_id, _ in channel.sent if kind is Kind.OUTPUT] == [1, 2, 3]
 
 
 def test_it_parks_for_ever_only_when_nothing_is_pending() -> None:

@@ -1,0 +1,129 @@
+"""Steps given far ahead to a real worker, and taken back when something comes."""
+
+from __future__ import annotations
+
+import asyncio
+import random
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+
+import pytest
+from paced_runner import sampled
+
+from aengine import AsyncLLM, DeadlineExceededError, EngineConfig, SamplingParams
+from aengine.engine.executor import ProcessExecutor
+from aengine.engine.step_loop import StepLoop
+
+NUM_LEASED = 40
+
+
+class PacedLLM(AsyncLLM):
+    def _make_executor(self, config: EngineConfig) -> ProcessExecutor:
+        return ProcessExecutor(config, "paced_runner:load_runner")
+
+
+@asynccontextmanager
+async def paced(monkeypatch: pytest.MonkeyPatch) -> AsyncIterator[PacedLLM]:
+    """An engine that gives its worker as many steps as if the loop were often late."""
+    async with PacedLLM("smollm2-135m", skip_tokenizer=True, preload_grammars=False) as engine:
+        lease = steps_of(engine)._lease
+        monkeypatch.setattr(lease, "num_steps", lambda scheduler: NUM_LEASED if scheduler.is_steady else lease.base)
+        yield engine
+
+
+def steps_of(engine: AsyncLLM) -> StepLoop:
+    assert engine._core is not None
+    return engine._core.steps
+
+
+def params(max_tokens: int) -> SamplingParams:
+    return SamplingParams(max_tokens=max_tokens, ignore_eos=True)
+
+
+def expected(prompt: list[int], num_tokens: int) -> tuple[int, ...]:
+    return tuple(sampled(prompt[0], len(prompt) + i) for i in range(num_tokens))
+
+
+async def leased(engine: AsyncLLM) -> None:
+    """Wait until many steps are under way."""
+    while len(steps_of(engine)._in_flight) < NUM_LEASED - 5:
+        await asyncio.sleep(0.001)
+
+
+async def test_a_new_request_waits_for_the_steps_on_the_device_only(monkeypatch: pytest.MonkeyPatch) -> None:
+    async with paced(monkeypatch) as engine:
+        old = [engine.stream([i, 2, 3], params(300)) for i in range(1, 4)]
+        for stream in old:
+            await anext(stream)
+        for i in range(4, 9):
+            await leased(engine)
+            answers = count_answers(engine, monkeypatch)
+            young = engine.stream([i, 2, 3], params(20))
+            await anext(young)
+            # Two on the device, one whose answer lay unread, and its own.
+            assert len(answers) <= 4, f"{len(answers)} steps were answered before its first token"
+            await young.wait()
+            assert young.completion.choices[0].token_ids == expected([i, 2, 3], 20)
+        for i, stream in enumerate(old, 1):
+            await stream.wait()
+            assert stream.completion.choices[0].token_ids == expected([i, 2, 3], 300)
+
+
+def count_answers(engine: AsyncLLM, monkeypatch: pytest.MonkeyPatch) -> list[float]:
+    """The list gets an entry for each answer that the step loop takes from now on."""
+    answers: list[float] = []
+    monkeypatch.setattr(steps_of(engine)._lease, "note_answer", answers.append)
+    return answers
+
+
+async def test_whatever_comes_in_whatever_order(monkeypatch: pytest.MonkeyPatch, rng: random.Random) -> None:
+    """Arrivals, ends, aborts and deadlines while up to 40 steps are under way: everybody gets the tokens it would get
+    alone."""
+    async with paced(monkeypatch) as engine:
+
+        async def one(i: int) -> None:
+            await asyncio.sleep(rng.random())
+            prompt, num_tokens = [i, *[5] * rng.randrange(1, 30)], rng.randrange(1, 120)
+            fate = rng.choice(["end", "end", "abort", "deadline", "close"])
+            deadline = rng.random() * 0.5 if fate == "deadline" else None
+            stream = engine.stream(prompt, params(num_tokens), deadline=deadline, request_id=f"r{i}")
+            got = []
+            try:
+                async for token in stream:
+                    got.append(token.token_id)
+                    if fate == "abort" and len(got) == num_tokens // 2:
+                        engine.abort(f"r{i}")
+                    if fate == "close" and len(got) == num_tokens // 2:
+                        await stream.aclose()
+            except DeadlineExceededError:
+                assert fate == "deadline"
+            if fate == "end":
+                assert len(got) == num_tokens
+            assert tuple(got) == expected(prompt, len(got))
+
+        await asyncio.gather(*(one(i) for i in range(60)))
+        statistics = engine.statistics()
+        while statistics.num_free_blocks < statistics.num_blocks:  # a step in flight may still write them
+            await asyncio.sleep(0.01)
+            statistics = engine.statistics()
+        steps_of(engine).scheduler.check()
+        assert statistics.num_restarts == 0
+
+
+async def test_a_health_check_is_not_behind_all_of_them(monkeypatch: pytest.MonkeyPatch) -> None:
+    async with paced(monkeypatch) as engine:
+        stream = engine.stream([1, 2], params(200))
+        await leased(engine)
+        await engine.check_health()
+        assert len(steps_of(engine)._in_flight) < NUM_LEASED
+        assert (await stream.wait()).choices[0].token_ids == expected([1, 2], 200)
+
+
+async def test_closing_is_not_behind_all_of_them(monkeypatch: pytest.MonkeyPatch) -> None:
+    async with paced(monkeypatch) as engine:
+        stream = engine.stream([1, 2], params(200))
+        await leased(engine)
+        await stream.aclose()
+        while steps_of(engine)._is_revoking:
+            await asyncio.sleep(0)
+        assert len(steps_of(engine)._in_flight) < NUM_LEASED
