@@ -8,14 +8,16 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import math
+import os
 import time
 from collections import Counter
 from collections.abc import AsyncIterator, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from itertools import count
+from pathlib import Path
 from typing import Any
 
-from engine_bench import child_cpu, pct
+from engine_bench import pct
 
 FIRST_TOKEN_LIMIT_MS = 200.0
 BETWEEN_TOKENS_LIMIT_MS = 20.0
@@ -150,13 +152,30 @@ class Cpu:
     """CPU seconds of this process and of its children, the engine's workers, since this was made."""
 
     def __init__(self) -> None:
-        self._host, self._workers = time.process_time(), child_cpu()
+        self._host, self._workers = time.process_time(), descendants_cpu()
 
     def used(self) -> dict[str, float]:
         return {
             "host_cpu_s": round(time.process_time() - self._host, 3),
-            "worker_cpu_s": round(child_cpu() - self._workers, 3),
+            "worker_cpu_s": round(descendants_cpu() - self._workers, 3),
         }
+
+
+def descendants_cpu() -> float:
+    """CPU seconds, of all threads, of every live process that descends from this one."""
+    parents: dict[int, int] = {}
+    seconds: dict[int, float] = {}
+    for name in filter(str.isdecimal, os.listdir("/proc")):
+        try:
+            fields = Path(f"/proc/{name}/stat").read_text().rpartition(")")[2].split()
+        except OSError:  # it has just ended
+            continue
+        parents[int(name)] = int(fields[1])
+        seconds[int(name)] = (int(fields[11]) + int(fields[12])) / os.sysconf("SC_CLK_TCK")
+    mine = {os.getpid()}
+    while more := {pid for pid, parent in parents.items() if parent in mine} - mine:
+        mine |= more
+    return sum(seconds.get(pid, 0.0) for pid in mine - {os.getpid()})
 
 
 def spread(values: Iterable[float]) -> dict[str, float] | None:
