@@ -9,6 +9,8 @@ again, on any loop, after `aclose` or after its loop was closed. With ``own_thre
 `own_thread.py`.
 """
 
+# large on purpose: the docstrings of the public methods are here.
+
 from __future__ import annotations
 
 import asyncio
@@ -73,7 +75,7 @@ class AsyncLLM:
 
     @property
     def state(self) -> str:
-        """ "new", "starting", "running", "failed" or "closed"."""
+        """ "new", "starting", "running", "draining", "failed" or "closed"."""
         if self._starting is not None and not self._starting.done():
             return "starting"
         if self._core is None:
@@ -88,16 +90,20 @@ class AsyncLLM:
         Raises:
             ModelLoadError: the model can't be found, read or fitted; the message says what helps.
             WorkerDiedError: the worker died while it started.
-            EngineClosedError: the engine runs on another event loop, or was closed meanwhile.
+            EngineClosedError: the engine runs on another event loop, was closed meanwhile, drains (see `resume`), or is
+                being closed: then it can be started again once `aclose` has returned.
         """
         loop = asyncio.get_running_loop()
         core = self._core
-        if core is not None and core.state == "running":
-            if core.loop is loop:
+        if core is not None and not core.loop.is_closed():
+            if core.is_closing:
+                raise EngineClosedError(f"{self!r} is being closed: it can be started again once aclose() has returned")
+            if core.is_alive:
+                if core.loop is not loop:
+                    raise EngineClosedError(f"{self!r} runs on another event loop: close it there first")
+                core.check_accepts()
                 self._has_starter = True
                 return self
-            if not core.loop.is_closed():
-                raise EngineClosedError(f"{self!r} runs on another event loop: close it there first")
         if core is not None:
             core.abandon()  # of a failed engine, or of a loop that was closed: nothing of it must live on
             self._core = None
@@ -145,12 +151,38 @@ class AsyncLLM:
 
         Args:
             drain: seconds that running requests may take to end by themselves. Those that still run then end with
-                EngineClosedError. New ones are refused from the start of the call.
+                EngineClosedError, whose ``completion`` is what had come. See `drain`; new ones are refused from the
+                start of the call.
+
+        Of several calls at once the first whose time is over closes. Cancelling one is `terminate`.
         """
+        drain = _seconds("drain", drain)
         if self._starting is not None and not self._starting.done():
             await _cancel(self._starting)
         if self._core is not None:
             await self._core.aclose(drain=drain)
+
+    async def drain(self, timeout: float | None = None) -> bool:
+        """Take no new requests, and wait for the running ones to end, a dead worker's replacement included.
+
+        Args:
+            timeout: seconds to wait at most; None: for as long as it takes.
+
+        Returns whether all requests have ended. ``state`` is then "draining" until `aclose` or `resume`: new requests
+        are refused with EngineClosedError, everything else works. After `abort_all` it returns at once.
+
+        Raises:
+            EngineClosedError: the engine is not running.
+        """
+        return await self._running_core().drain(None if timeout is None else _seconds("timeout", timeout))
+
+    async def resume(self) -> None:
+        """Take new requests again after `drain`; who waits there is told False if any still run.
+
+        Raises:
+            EngineClosedError: the engine is not running, or is being closed.
+        """
+        self._running_core().resume()
 
     def terminate(self) -> None:
         """Kill the worker at once. For when nothing can be awaited; `aclose` is the polite way."""
@@ -167,7 +199,7 @@ class AsyncLLM:
 
     def __del__(self) -> None:
         core = getattr(self, "_core", None)
-        if core is not None and core.state == "running":
+        if core is not None and core.is_alive:
             warnings.warn(f"{self!r} was dropped without aclose()", ResourceWarning, source=self, stacklevel=2)
             core.abandon()
 
@@ -210,7 +242,7 @@ class AsyncLLM:
             GrammarError: structured_output or output_type can't be used; its kind and path say why and where.
             EngineOverloadedError: the queue is full (with admission="error").
             DeadlineExceededError: from the stream, when one of the deadlines has passed.
-            EngineClosedError: the engine was not started, or is closed.
+            EngineClosedError: the engine was not started, drains, or is closed.
             WorkerDiedError, InternalError: from the stream, when the engine failed.
         """
         return self._submit(
@@ -320,6 +352,7 @@ class AsyncLLM:
         from .engine.chat import ChatRequest, ChatStream, plan_within
 
         core = self._running_core()
+        core.check_accepts()
         params = SamplingParams() if params is None else params
         asked = ChatRequest.of(
             params,
@@ -336,7 +369,7 @@ class AsyncLLM:
         settings = _all(options)
         core.admission.check_options(params, **settings)
         begun = core.loop.time()
-        with core.admission.reserved():
+        with core.admission.reserved(settings["request_id"]) as reservation:
             plan = await plan_within(settings["deadline"], settings["first_token_deadline"], grammars, tokenizer, asked)
         core = self._running_core()
         params = params.replace(structured_output=None)  # the plan has it
@@ -349,11 +382,17 @@ class AsyncLLM:
             markers=plan.marker_ids,
             **settings,
         )
+        if reservation.is_aborted:
+            core.admission.abort(call.request_id)
         return ChatStream(self._stream_of(core, call), plan, tokenizer, params)
 
     def abort(self, request_id: str) -> bool:
         """End a request by its id; its stream ends with FinishReason.ABORT. Returns whether it was running."""
         return self._running_core().admission.abort(request_id)
+
+    def abort_all(self) -> int:
+        """End all requests; their streams end with FinishReason.ABORT. Returns how many there were."""
+        return self._running_core().admission.abort_all()
 
     def statistics(self) -> Statistics:
         """The engine's counters at this moment."""
@@ -373,7 +412,7 @@ class AsyncLLM:
             WorkerDiedError: the worker has died and is being started again; requests wait, and will go on.
             InternalError: no answer within ``timeout`` seconds. The engine acts on that by itself, if it has to.
         """
-        if isinstance(timeout, bool) or not isinstance(timeout, int | float) or not 0 < timeout <= 1e8:
+        if not _seconds("timeout", timeout):
             raise InvalidRequestError("timeout must be a number of seconds above 0", param="timeout")
         return await self._running_core().check_health(timeout)
 
@@ -395,7 +434,7 @@ class AsyncLLM:
             if not isinstance(folder, str | os.PathLike) or not _is_text(os.fspath(folder)):
                 raise InvalidRequestError(f"folder={folder!r} is not valid: it must be a path, or None", param="folder")
             folder = await run_in_thread("abspath", os.path.abspath, folder)  # the worker's own place may be another
-        return _path_of(await core.call("start_profile", folder, timeout=_START_PROFILE_SECONDS))
+        return _path_of(await core.long_call("start_profile", folder, timeout=_START_PROFILE_SECONDS))
 
     async def stop_profile(self) -> str:
         """End the recording and write it: a gzipped Chrome trace, for ui.perfetto.dev. Returns the file's path.
@@ -405,7 +444,7 @@ class AsyncLLM:
         Raises:
             InvalidRequestError: no profile is being recorded.
         """
-        return _path_of(await self._running_core().call("stop_profile", timeout=_STOP_PROFILE_SECONDS))
+        return _path_of(await self._running_core().long_call("stop_profile", timeout=_STOP_PROFILE_SECONDS))
 
     @property
     def has_chat_template(self) -> bool:
@@ -421,6 +460,7 @@ class AsyncLLM:
         from .engine.asked_type import with_output_type
 
         core = self._running_core()
+        core.check_accepts()
         params, shape = with_output_type(params, options)
         call = core.admission.submit(prompt, params, final_only=final_only, **shape, **options)
         return self._stream_of(core, call)
@@ -436,7 +476,7 @@ class AsyncLLM:
             raise EngineClosedError(
                 f"{self!r} was not started: use `async with AsyncLLM(...) as engine`, or `await engine.start()`"
             )
-        if core.state != "running":
+        if not core.is_alive:
             if core.failure is not None:
                 raise EngineClosedError(f"{self!r} failed: {core.failure}") from core.failure
             raise EngineClosedError(f"{self!r} is closed: `await engine.start()` starts it again")
@@ -474,6 +514,13 @@ async def _cancel(task: asyncio.Task[None]) -> None:
     await asyncio.wait([task])
     if not task.cancelled():
         task.exception()
+
+
+def _seconds(name: str, value: object) -> float:
+    """Raises InvalidRequestError for what an event loop's timer can't be set to."""
+    if isinstance(value, bool) or not isinstance(value, int | float) or not 0 <= value <= 1e8:
+        raise InvalidRequestError(f"{name} must be a number of seconds, at least 0 and at most 1e8", param=name)
+    return float(value)
 
 
 def _is_text(path: object) -> bool:

@@ -13,12 +13,17 @@
         ├── EngineClosedError       the engine is not running: not started, or closed
         └── InternalError           a bug in aengine; .worker_traceback when it happened in a worker
 
+Raised from a stream, or from `generate` and `chat`, each has ``.completion``: what had come of the request before.
+
 ``except RequestError`` is what a web handler answers with 4xx, ``except EngineError`` with 5xx.
 """
 
 from __future__ import annotations
 
-from typing import Literal
+from typing import TYPE_CHECKING, Literal
+
+if TYPE_CHECKING:
+    from .outputs import Completion
 
 __all__ = [
     "AEngineError",
@@ -37,7 +42,13 @@ __all__ = [
 
 
 class AEngineError(Exception):
-    """The root: catches everything that aengine raises on purpose."""
+    """The root: catches everything that aengine raises on purpose.
+
+    ``completion`` is what had come of a request that this error cut short, its finish reason ``ERROR``; None if the
+    request had not begun. A chat's has its message so far.
+    """
+
+    completion: Completion | None = None
 
 
 class RequestError(AEngineError):

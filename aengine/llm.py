@@ -77,6 +77,16 @@ class LLM:
         check_no_loop()
         self._engine.close_and_wait(drain=drain)
 
+    def drain(self, timeout: float | None = None) -> bool:
+        """Take no new requests, and wait for those of other threads to end; see `AsyncLLM.drain`."""
+        check_no_loop()
+        return self._engine.wait_for(partial(self._engine.drain, timeout))
+
+    def resume(self) -> None:
+        """Take new requests again after `drain`."""
+        check_no_loop()
+        self._engine.wait_for(self._engine.resume)
+
     def __enter__(self) -> Self:
         return self
 
@@ -193,6 +203,10 @@ class LLM:
     def abort(self, request_id: str) -> bool:
         """End a request of another thread by its id. Returns whether it was running."""
         return self._engine.abort(request_id)
+
+    def abort_all(self) -> int:
+        """End all requests, of all threads. Returns how many there were."""
+        return self._engine.abort_all()
 
     # -- what there is to know
 

@@ -135,6 +135,14 @@ class OwnThreadLLM(AsyncLLM):
         if ended.begun:
             raise EngineClosedError(f"{self!r} was closed while it started") from None
 
+    async def drain(self, timeout: float | None = None) -> bool:
+        """See `AsyncLLM.drain`."""
+        return await self._run(partial(super().drain, timeout))
+
+    async def resume(self) -> None:
+        """See `AsyncLLM.resume`."""
+        await self._run(super().resume)
+
     async def aclose(self, *, drain: float = 0.0) -> None:
         """See `AsyncLLM.aclose`. The thread has ended, too."""
         thread = self._thread
@@ -169,7 +177,8 @@ class OwnThreadLLM(AsyncLLM):
         thread = getattr(self, "_thread", None)
         if thread is None or thread.is_stopping or thread.is_foreign:
             return
-        message = f"{self!r} was dropped without being closed" if self.state == "running" else ""
+        is_open = self.state in ("running", "draining")
+        message = f"{self!r} was dropped without being closed" if is_open else ""
         # This may be the engine's own thread, in the midst of a step: it puts an end to everything when it gets to it.
         thread.stop()
         if message:
@@ -198,6 +207,13 @@ class OwnThreadLLM(AsyncLLM):
         thread.post(abort)
         return True
 
+    def abort_all(self) -> int:
+        """See `AsyncLLM.abort_all`. How many there were when this was called; the engine ends them at its next turn."""
+        core, thread = self._running()
+        number = core.admission.count(self._arriving)
+        thread.post(core.admission.abort_all)
+        return number
+
     async def check_health(self, timeout: float = 10.0) -> float:
         """See `AsyncLLM.check_health`."""
         return await self._run(partial(super().check_health, timeout))
@@ -224,6 +240,7 @@ class OwnThreadLLM(AsyncLLM):
         self, prompt: Prompt, params: SamplingParams | None, *, final_only: bool, **options: Any
     ) -> RemoteStream:
         core, thread = self._running()
+        core.check_accepts()
         params, shape = with_output_type(params, options)
         prompt = core.admission.check(prompt, params, **options)
         core.admission.check_room(len(self._arriving))
@@ -233,8 +250,9 @@ class OwnThreadLLM(AsyncLLM):
         def submit() -> None:
             """On the engine's thread; what it raises is the stream's."""
             try:
-                if core.state != "running":
+                if not core.is_alive:
                     raise self._ended_meanwhile()
+                core.check_accepts()
                 call = core.admission.submit(prompt, params, final_only=final_only, **shape, **options)
                 stream.accept(call.mailbox, core.admission.abort)
             except Exception as error:
@@ -291,11 +309,14 @@ class OwnThreadLLM(AsyncLLM):
             self._stop_unless_used(thread)
 
     async def _close_on(self, thread: LoopThread, drain: float) -> None:
-        await super().aclose(drain=drain)
-        self._stop_unless_used(thread)
+        try:
+            await super().aclose(drain=drain)
+        finally:
+            self._stop_unless_used(thread)
 
     def _stop_unless_used(self, thread: LoopThread) -> None:
-        if self.state not in ("starting", "running"):
+        is_closing = self._core is not None and self._core.is_closing
+        if self.state not in ("starting", "running", "draining") and not is_closing:
             thread.stop()
 
     async def _begin(self) -> None:

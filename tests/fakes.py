@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import time
 from collections.abc import Callable
 from typing import Any
 
 import numpy as np
 
-from aengine.errors import EngineError
+from aengine.errors import EngineClosedError, EngineError
 from aengine.ipc.messages import GrammarOutput, Kind, ModelRunnerOutput, SchedulerOutput, int32, pack, unpack
 
 
@@ -157,14 +158,23 @@ class FakeExecutor:
         if self._failure is not None:
             return
         self._failure = error
-        for future in self._waiting:
-            if not future.done():
-                future.set_exception(error)
-                future.exception()
+        self._fail_waiting()
         self._on_failure(error)
 
+    def _fail_waiting(self) -> None:
+        for future in self._waiting:
+            if not future.done():
+                future.set_exception(self._failure)
+                future.exception()
+
     async def aclose(self, timeout: float) -> None:
-        self.terminated = True
+        self.terminate()
 
     def terminate(self) -> None:
+        """From any thread. Whoever waits for an answer is told."""
         self.terminated = True
+        if self._failure is None:
+            self._failure = EngineClosedError("the engine is closed")
+            with contextlib.suppress(RuntimeError):  # the loop was closed
+                for loop in {future.get_loop() for future in self._waiting}:
+                    loop.call_soon_threadsafe(self._fail_waiting)

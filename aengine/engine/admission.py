@@ -13,7 +13,7 @@ import asyncio
 import random
 import time
 from bisect import insort
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from functools import partial
 from operator import attrgetter
@@ -35,6 +35,7 @@ from .call import Call, Limits
 from .metrics import Counters
 from .prompt import Prompt, check_token_ids, encode_prompt, prompt_kind
 from .request import Request, RequestStatus
+from .reservations import Reservation, Reservations
 from .step_loop import StepLoop
 from .stream import ChoiceOutput, IncrementalText, Mailbox, error_for_waiter
 from .structured import GrammarService
@@ -75,13 +76,19 @@ class Admission:
         self._lane = Lane("tokenizer")
         self._started = time.monotonic()
         self._next_id = 0
-        self._empty: asyncio.Event | None = None  # set when the last call has ended, for wait_empty
+        self._reservations = Reservations(self._reservation_ended)
+        self.on_empty: Callable[[], None] = lambda: None  # called when the last call has ended
         self.steps: StepLoop  # set by the engine, which makes both
 
     @property
     def num_queued(self) -> int:
         """Requests that have no row on the worker yet, in whatever phase."""
-        return len(self._held) + self._num_encoding + self.steps.num_waiting
+        return len(self._held) + len(self._reservations) + self._num_encoding + self.steps.num_waiting
+
+    @property
+    def is_empty(self) -> bool:
+        """Whether every call has ended, those included that are being prepared."""
+        return not self._calls and not self._reservations
 
     def submit(
         self,
@@ -155,7 +162,11 @@ class Admission:
 
     def has(self, request_id: str) -> bool:
         """Whether such a call is under way."""
-        return request_id in self._calls
+        return request_id in self._calls or self._reservations.has(request_id)
+
+    def count(self, others: set[str]) -> int:
+        """How many calls are under way, those of the ids ``others`` included."""
+        return len({*self._calls, *others}) + len(self._reservations)
 
     def check_room(self, num_coming: int = 0) -> None:
         """Raises EngineOverloadedError when the queue is full, or will be with so many more, and callers don't wait."""
@@ -175,10 +186,17 @@ class Admission:
         """End a call in whatever phase it is. Returns whether there was one. Idempotent."""
         call = self._calls.get(request_id) if isinstance(request_id, str) else None
         if call is None:
-            return False
+            return isinstance(request_id, str) and self._reservations.abort(request_id)
         self._counters.num_aborted += 1
         self._end(call, FinishReason.ABORT, None)
         return True
+
+    def abort_all(self) -> int:
+        """End every call, in whatever phase it is. Returns how many there were."""
+        ids = list(self._calls)
+        for request_id in ids:
+            self.abort(request_id)
+        return len(ids) + self._reservations.abort_all()
 
     def on_request_end(self, request: Request) -> None:
         """The step loop's word that one request has left the scheduler."""
@@ -216,16 +234,6 @@ class Admission:
             self._counters.num_failed += 1
             call.mailbox.fail(error_for_waiter(error))
             self._retire(call)
-
-    async def wait_empty(self, timeout: float) -> None:
-        """Until every call has ended, or ``timeout`` seconds have passed."""
-        if not self._calls:
-            return
-        self._empty = asyncio.Event()
-        try:
-            await asyncio.wait_for(self._empty.wait(), timeout)
-        except TimeoutError:
-            pass
 
     def close(self) -> Lane:
         """No more prompts are encoded. Returns the lane, whose thread may be waited for."""
@@ -275,15 +283,16 @@ class Admission:
         self._let_in_soon()
 
     @contextmanager
-    def reserved(self) -> Iterator[None]:
+    def reserved(self, request_id: str | None) -> Iterator[Reservation]:
         """Within: a call that is not made yet counts as queued. Raises EngineOverloadedError when the queue is full."""
         self.check_room()
-        self._num_encoding += 1
-        try:
-            yield
-        finally:
-            self._num_encoding -= 1
-            self._let_in_soon()
+        with self._reservations.hold(request_id) as reservation:
+            yield reservation
+
+    def _reservation_ended(self) -> None:
+        self._let_in_soon()
+        if self.is_empty:
+            self.on_empty()
 
     def check_options(
         self,
@@ -478,8 +487,8 @@ class Admission:
             timer.cancel()
         call.timers = ()
         self._let_in_soon()
-        if self._empty is not None and not self._calls:
-            self._empty.set()
+        if self.is_empty:
+            self.on_empty()
 
 
 def _nth_seed(seed: int, index: int) -> int:

@@ -31,7 +31,7 @@ from ..chat import (
 )
 from ..chat.formats import Markers
 from ..chat.history import with_instructions, written_out
-from ..errors import DeadlineExceededError, GrammarError, InvalidRequestError
+from ..errors import AEngineError, DeadlineExceededError, GrammarError, InvalidRequestError
 from ..grammar.output_type import OutputType
 from ..grammar.partial import PartialJson
 from ..grammar.spec import GrammarSpec, spec_of
@@ -257,6 +257,10 @@ class ChatStream:
             except StopAsyncIteration:
                 self._is_read = self._has_ended = True
                 self._deltas.extend(self._parser.finish())
+            except AEngineError as error:
+                if error.completion is not None:
+                    error.completion = self._new_completion()
+                raise
             else:
                 self._deltas.extend(self._parser.feed(token.text, self._marker_of(token)))
         delta = self._deltas.popleft()

@@ -8,6 +8,7 @@ AsyncLLM --owns--> EngineCore --owns--> Admission --> StepLoop --> Scheduler
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import logging
 import time
 from collections.abc import Awaitable, Callable
@@ -36,6 +37,8 @@ logger = logging.getLogger("aengine")
 _GPU_PATIENCE = 30.0
 """Seconds that a step may take on a GPU, whatever those before took: some kernels are compiled at first use."""
 
+_ALIVE = ("running", "draining")
+
 ProgressCallback = Callable[[StartupProgress], None]
 ExecutorFactory = Callable[[EngineConfig], Executor]
 Restart = Callable[[], tuple[Executor, Callable[[], Awaitable[dict[str, Any]]]]]
@@ -57,7 +60,9 @@ class EngineCore:
         """``grammars``: of this tokenizer, warmed up ahead; None: made here, if there is a tokenizer. ``restart``
         makes an executor that is not started, and what starts it."""
         self.loop = asyncio.get_running_loop()
-        self.state = "running"  # then "failed" or "closed"
+        self.state = "running"  # perhaps "draining"; then "failed" or "closed"
+        self._num_closers = 0  # calls of `aclose` that have not returned
+        self._news: asyncio.Event | None = None  # for those who wait in `drain`
         self.failure: EngineError | None = None
         self._recovering: EngineError | None = None  # what the worker before died of, until the next one runs
         self.ready = ready
@@ -105,6 +110,7 @@ class EngineCore:
             forcing=IN_SMALL_BATCHES if is_gpu else ALWAYS,
         )
         self.admission.steps = self.steps
+        self.admission.on_empty = self._tell_drainers
         self._task = self.loop.create_task(self._run(), name="aengine-step-loop")
         self._task.add_done_callback(self._loop_ended)
 
@@ -153,11 +159,27 @@ class EngineCore:
         logger.info("%s is ready after %.1f s: %s", config.model, seconds, summary_of(ready))
         return core
 
+    @property
+    def is_alive(self) -> bool:
+        """Whether requests run, whether or not new ones are taken."""
+        return self.state in _ALIVE
+
+    @property
+    def is_closing(self) -> bool:
+        """Whether a call of `aclose` is under way."""
+        return self._num_closers > 0
+
+    def check_accepts(self) -> None:
+        """Raises EngineClosedError while the engine drains."""
+        if self.state == "draining":
+            cure = "it will be closed" if self.is_closing else "`await engine.resume()` lets it take them again"
+            raise EngineClosedError(f"the engine is draining: running requests end, and new ones are refused; {cure}")
+
     async def _run(self) -> None:
         """The step loop, over one worker after the other."""
         while True:
             error = await self.steps.run()
-            if self.state != "running":
+            if not self.is_alive:
                 return
             if isinstance(error, EngineClosedError):
                 self._fail(error)
@@ -180,14 +202,16 @@ class EngineCore:
             self._counters.num_restarts += 1
             await self._executor.aclose(0)  # until the dead one has gone: its memory is needed
             await asyncio.sleep(delay)
-            if self.state != "running":
+            if not self.is_alive:
                 return
             self._executor, start = self._restart()
             try:
                 ready = await start()
-            except EngineError as again:
-                if self.state != "running":
+            except (EngineError, OSError, RuntimeError) as again:  # the latter: no descriptor, no thread is left
+                if self.state not in _ALIVE:
                     return
+                if not isinstance(again, EngineError):
+                    again = EngineError(f"the worker could not be started again: {again}")
                 again.__cause__ = error
                 error = again
                 continue
@@ -239,6 +263,11 @@ class EngineCore:
         except TimeoutError:
             raise InternalError(f"the worker did not answer {method} within {timeout:g} s") from None
 
+    async def long_call(self, method: str, *args: Any, timeout: float) -> Any:
+        """The same for what keeps the worker from its steps and its heart from beating: it is not taken for hung."""
+        with self.steps.watchdog.suspended():
+            return await self.call(method, *args, timeout=timeout)
+
     async def check_health(self, timeout: float) -> float:
         """See `AsyncLLM.check_health`."""
         if self._recovering is not None:
@@ -247,12 +276,51 @@ class EngineCore:
         await self.call("ping", timeout=timeout)
         return time.perf_counter() - begun
 
-    async def aclose(self, *, drain: float) -> None:
-        """End the requests, then the worker. Bounded by ``drain`` plus the configured shutdown timeout."""
+    async def drain(self, timeout: float | None) -> bool:
+        """See `AsyncLLM.drain`. Ends early when the engine is resumed, terminated or fails."""
         if self.state == "running":
+            self.state = "draining"
+        try:
+            async with asyncio.timeout(timeout):
+                while self.state == "draining" and not self.admission.is_empty:
+                    self._news = self._news or asyncio.Event()
+                    await self._news.wait()
+        except TimeoutError:
+            pass
+        return self.admission.is_empty
+
+    def resume(self) -> None:
+        """See `AsyncLLM.resume`."""
+        if self.is_closing:
+            raise EngineClosedError("the engine is being closed: it can't be resumed")
+        if self.state == "draining":
+            self.state = "running"
+            self._tell_drainers()
+
+    def _tell_drainers(self) -> None:
+        news, self._news = self._news, None
+        if news is not None:
+            news.set()
+
+    async def aclose(self, *, drain: float) -> None:
+        """End the requests, then the worker. Bounded by ``drain`` plus the configured shutdown timeout.
+
+        Of several calls the first to run out of time ends it; a cancelled one kills the worker at once.
+        """
+        self._num_closers += 1
+        try:
+            if drain > 0 and self.is_alive:
+                await self.drain(drain)
+            await self._end()
+        except BaseException:
+            self.abandon()
+            raise
+        finally:
+            self._num_closers -= 1
+
+    async def _end(self) -> None:
+        if self.is_alive:
             self.state = "closed"
-            if drain > 0:
-                await self.admission.wait_empty(drain)
         self.admission.fail_all(EngineClosedError("the engine was closed while this request ran"))
         lane = self.admission.close()
         self._task.cancel()
@@ -263,20 +331,23 @@ class EngineCore:
         await lane.aclose()
 
     def abandon(self) -> None:
-        """Immediate and synchronous: kill the worker, whatever state the loop is in."""
-        if self.state == "running":
+        """Immediate and synchronous, from any thread: kill the worker, whatever state the loop is in."""
+        if self.is_alive:
             self.state = "closed"
-            if self.loop.is_running():
-                error = EngineClosedError("the engine was terminated while this request ran")
-                self.loop.call_soon_threadsafe(self.admission.fail_all, error)
+            with contextlib.suppress(RuntimeError):  # the loop was closed: nobody waits there
+                self.loop.call_soon_threadsafe(self._end_requests)
         self.admission.close()
         if self.grammars is not None:
             self.grammars.close()
         self._executor.terminate()
 
+    def _end_requests(self) -> None:
+        self.admission.fail_all(EngineClosedError("the engine was terminated while this request ran"))
+        self._task.cancel()
+
     def _fail(self, error: EngineError) -> None:
         """The executor or the step loop has failed: everyone who waits is told, once."""
-        if self.state != "running":
+        if not self.is_alive:
             return
         self.state, self.failure = "failed", error
         logger.error("the engine failed: %s", error)
@@ -288,7 +359,7 @@ class EngineCore:
 
     def _loop_ended(self, task: asyncio.Task[None]) -> None:
         """Cancelled from outside (the host's loop is being closed), or ended by a bug that run() let through."""
-        if self.state != "running":
+        if not self.is_alive:
             return
         if task.cancelled():
             self.state = "closed"

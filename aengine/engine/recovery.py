@@ -11,7 +11,8 @@ from __future__ import annotations
 
 import asyncio
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 
 __all__ = ["RestartBudget", "Watchdog"]
 
@@ -79,6 +80,7 @@ class Watchdog:
         self._looked = self._beaten = 0.0  # when last
         self._num_beats = -1
         self._is_paused = False
+        self._num_suspenders = 0
 
     def begin(self, num_tokens: int) -> None:
         """A step was published."""
@@ -93,9 +95,10 @@ class Watchdog:
         now = self._loop.time()
         num_tokens, begun = self._steps.popleft()
         seconds = now - begun
-        self._longest = max(self._longest, seconds)
-        self._seconds_per_token = max(self._seconds_per_token, seconds / max(num_tokens, 16))
-        self._num_answered += 1
+        if not self._num_suspenders:
+            self._longest = max(self._longest, seconds)
+            self._seconds_per_token = max(self._seconds_per_token, seconds / max(num_tokens, 16))
+            self._num_answered += 1
         if self._steps:
             self._begin_anew()  # it could not begin earlier
         else:
@@ -115,6 +118,17 @@ class Watchdog:
     def resume(self) -> None:
         self._is_paused = False
         self._begin_anew()
+
+    @contextmanager
+    def suspended(self) -> Iterator[None]:
+        """Within: nothing is said about the worker, whose time it is not either."""
+        self._num_suspenders += 1
+        try:
+            yield
+        finally:
+            self._num_suspenders -= 1
+            self._beaten = self._loop.time()
+            self._begin_anew()
 
     def _begin_anew(self) -> None:
         if self._steps:
@@ -144,8 +158,10 @@ class Watchdog:
         if late > 1.0:  # the loop itself stood still, and answers may lie unread
             self._beaten = now
             self._steps = deque((num_tokens, max(begun, now - 1.0)) for num_tokens, begun in self._steps)
-        if self._is_paused:
+        if self._is_paused or self._num_suspenders:
             self._begin_anew()
+        if self._num_suspenders:
+            self._beaten = now
         num_tokens, begun = self._steps[0]
         fault = ""
         if now - self._beaten > self._hang_timeout:

@@ -24,7 +24,7 @@ from ..errors import InvalidRequestError
 from ..outputs import Completion, Token
 from .courier import courier_of, settle
 from .loop_thread import LoopEndedError, LoopThread
-from .stream import Mailbox, TokenStream
+from .stream import Mailbox, TokenStream, end_call
 
 __all__ = ["RemoteStream", "ThreadStream", "check_no_loop", "run_now"]
 
@@ -101,7 +101,7 @@ class RemoteStream(TokenStream):
     def accept(self, mailbox: Mailbox, abort: Callable[[str], object]) -> None:
         """The request is in the engine, with this mailbox."""
         self._mailbox = mailbox
-        self._hatch.wait_at(mailbox, partial(_end_call, mailbox, abort, self.request_id))
+        self._hatch.wait_at(mailbox, partial(end_call, mailbox, abort, self.request_id))
 
     def refuse(self, error: BaseException) -> None:
         """It could not be accepted; the reader gets the error."""
@@ -121,7 +121,7 @@ class RemoteStream(TokenStream):
                 continue
             if has_ended:
                 if self._mailbox.error is not None:
-                    raise self._mailbox.error
+                    raise self._failure()
                 raise StopAsyncIteration
             await self._await_news(any_token=True)
 
@@ -129,7 +129,7 @@ class RemoteStream(TokenStream):
         while not self._hatch.has_ended:
             await self._await_news(any_token=False)
         if self._mailbox.error is not None:
-            raise self._mailbox.error
+            raise self._failure()
         return self.completion
 
     @property
@@ -147,12 +147,12 @@ class RemoteStream(TokenStream):
         """Abort the request if it still runs, and wait until the engine has. Idempotent."""
         if not self._hatch.has_ended and not self._remote.is_foreign:
             try:
-                await self._remote.run(self._end)
+                await self._remote.run(self._end_there)
             except LoopEndedError:
                 pass
         self._hatch.ready.clear()
 
-    async def _end(self) -> None:
+    async def _end_there(self) -> None:
         self._hatch.end()
         await asyncio.sleep(0)  # the hatch is filled
 
@@ -225,7 +225,7 @@ class ThreadStream(RemoteStream):
     async def aclose(self) -> None:
         if not self._hatch.has_ended and not self._remote.is_foreign:
             try:
-                self._remote.wait(self._end)
+                self._remote.wait(self._end_there)
             except LoopEndedError:
                 pass
         self._hatch.ready.clear()
@@ -249,12 +249,6 @@ def check_no_loop() -> None:
     except RuntimeError:
         return
     raise InvalidRequestError("you are on an event loop, which an LLM would block: use AsyncLLM, and await it")
-
-
-def _end_call(mailbox: Mailbox, abort: Callable[[str], object], request_id: str) -> None:
-    """On the engine's thread. Another request may have the id by now: only an open mailbox says that it is this one."""
-    if mailbox.num_open:
-        abort(request_id)
 
 
 def _nothing(*_: object) -> None:

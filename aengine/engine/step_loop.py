@@ -107,7 +107,7 @@ class StepLoop:
         self._failure: EngineError | None = None  # the executor's
         loop = asyncio.get_running_loop()
         self.lag = LoopLag(loop)
-        self._watchdog = Watchdog(
+        self.watchdog = Watchdog(
             loop, hang_timeout, lambda: self._executor.heartbeats(), self._on_hang, patience=step_patience
         )
         executor.set_on_failure(self._on_executor_failure)
@@ -151,7 +151,7 @@ class StepLoop:
         return self.scheduler.num_waiting + self._num_coming
 
     def _note_scheduled(self, output: SchedulerOutput) -> None:
-        self._watchdog.begin(sum(output.num_scheduled_tokens))
+        self.watchdog.begin(sum(output.num_scheduled_tokens))
         newest = self.scheduler.newest_step
         if newest is not None and newest.is_gated:
             self._gated = newest
@@ -191,7 +191,7 @@ class StepLoop:
         self.scheduler.revoke(num_steps)
         for _ in range(num_steps):
             self._in_flight.pop()
-        self._watchdog.drop(num_steps)
+        self.watchdog.drop(num_steps)
         self._work.set()
 
     async def run(self) -> EngineError:
@@ -203,7 +203,7 @@ class StepLoop:
             self._executor.fail(error)  # if it has not failed by itself: a worker that answers nonsense is of no use
             return error.with_traceback(None)  # it is kept, and its frames hold requests
         finally:
-            self._watchdog.stop()
+            self.watchdog.stop()
             self.lag.pause()
 
     def restart(self, executor: Executor) -> list[Request]:
@@ -241,7 +241,7 @@ class StepLoop:
             if answer is None:  # revoked meanwhile
                 return
             self._in_flight.popleft()
-            self._watchdog.end()
+            self.watchdog.end()
             self._lease.note_answer(answer.answered_at)
             await self._apply(answer)
             if self._in_flight and self._in_flight[0].done():  # many have come: others on this loop get their turn
@@ -307,11 +307,11 @@ class StepLoop:
 
     async def _filled(self, filling: Filling) -> Filled:
         """A grammar's row may take seconds, for which the worker is not to blame."""
-        self._watchdog.pause()
+        self.watchdog.pause()
         try:
             return await filling.filled
         finally:
-            self._watchdog.resume()
+            self.watchdog.resume()
 
     async def _go_on(self, masks: Masks) -> EngineError | None:
         """Send a bitmask, and the next step with it: what the worker waits for. An error is returned."""

@@ -16,6 +16,7 @@ import asyncio
 import contextlib
 from collections import deque
 from collections.abc import Callable
+from functools import partial
 from types import TracebackType
 from typing import TYPE_CHECKING, Any, Protocol
 
@@ -28,7 +29,7 @@ if TYPE_CHECKING:
     from ..grammar.output_type import OutputType
     from ..grammar.partial import PartialJson
 
-__all__ = ["ChoiceOutput", "IncrementalText", "Mailbox", "TokenStream"]
+__all__ = ["ChoiceOutput", "IncrementalText", "Mailbox", "TokenStream", "end_call", "error_for_waiter"]
 
 
 class IncrementalText(Protocol):
@@ -197,7 +198,7 @@ class TokenStream:
     Use ``async with stream:`` or `aclose` where a reference to it may outlive the loop over it.
     """
 
-    __slots__ = ("__weakref__", "_abort", "_loop", "_mailbox", "_num_texts_read", "_partial", "request_id")
+    __slots__ = ("__weakref__", "_end", "_loop", "_mailbox", "_num_texts_read", "_partial", "request_id")
 
     def __init__(
         self,
@@ -209,7 +210,7 @@ class TokenStream:
         self.request_id = request_id
         self._mailbox = mailbox
         self._loop = loop
-        self._abort = abort
+        self._end = partial(end_call, mailbox, abort, request_id)
         self._partial: PartialJson | None = None
         self._num_texts_read = 0  # of the first completion's, by `partial`
 
@@ -224,7 +225,7 @@ class TokenStream:
         mailbox = self._mailbox
         while not mailbox.pending:
             if mailbox.error is not None:
-                raise mailbox.error
+                raise self._failure()
             if mailbox.num_open == 0:
                 raise StopAsyncIteration
             await self._wait()
@@ -239,7 +240,7 @@ class TokenStream:
         try:
             await waiter
         except asyncio.CancelledError:
-            self._abort(self.request_id)
+            self._end()
             raise
         finally:
             if mailbox.waiter is waiter:
@@ -285,12 +286,20 @@ class TokenStream:
         while not mailbox.done:
             await self._wait()
         if mailbox.error is not None:
-            raise mailbox.error
+            raise self._failure()
         return mailbox.completion(self.request_id)
+
+    def _failure(self) -> BaseException:
+        """The request's error, with what had come before it."""
+        error = self._mailbox.error
+        assert error is not None
+        if isinstance(error, AEngineError) and error.completion is None and self._mailbox.choices:
+            error.completion = self._mailbox.completion(self.request_id)
+        return error
 
     async def aclose(self) -> None:
         """Abort the request if it still runs. Its KV memory is free from the next step on. Idempotent."""
-        self._abort(self.request_id)
+        self._end()
         self._mailbox.pending.clear()
 
     async def __aenter__(self) -> Self:
@@ -307,9 +316,15 @@ class TokenStream:
             return
         # The garbage collector may run this in any thread, and in the loop's own anywhere, also within the scheduler.
         try:
-            self._loop.call_soon_threadsafe(self._abort, self.request_id)
+            self._loop.call_soon_threadsafe(self._end)
         except RuntimeError:  # the loop was closed since
             pass
+
+
+def end_call(mailbox: Mailbox, abort: Callable[[str], object], request_id: str) -> None:
+    """Abort a request, on the engine's loop, unless it has ended: another may have its id by now."""
+    if mailbox.num_open:
+        abort(request_id)
 
 
 def error_for_waiter(error: AEngineError) -> AEngineError:
