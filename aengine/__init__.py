@@ -35,7 +35,7 @@ if TYPE_CHECKING:
         WorkerDiedError,
     )
     from .llm import LLM
-    from .outputs import Choice, Completion, FinishReason, Logprob, Token, Usage
+    from .outputs import Choice, Completion, FinishReason, Logprob, RequestEnd, Timings, Token, Usage
     from .params import SamplingParams, StructuredOutput
 
 __version__ = "0.1.0"
@@ -63,6 +63,8 @@ _HOME = {
     "Completion": "outputs",
     "FinishReason": "outputs",
     "Logprob": "outputs",
+    "RequestEnd": "outputs",
+    "Timings": "outputs",
     "Token": "outputs",
     "Usage": "outputs",
     "SamplingParams": "params",
@@ -87,11 +89,13 @@ __all__ = [  # noqa: RUF022  # plainly sorted, as a test asks
     "LLM",
     "Logprob",
     "ModelLoadError",
+    "RequestEnd",
     "RequestError",
     "SamplingParams",
     "StartupProgress",
     "Statistics",
     "StructuredOutput",
+    "Timings",
     "Token",
     "TokenStream",
     "Usage",

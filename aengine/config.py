@@ -11,11 +11,14 @@ from __future__ import annotations
 import os
 from collections.abc import Callable, Mapping
 from dataclasses import asdict, dataclass, fields, replace
-from typing import Any, Literal
+from typing import TYPE_CHECKING, Any, Literal
 
 from .cgroups import num_usable_cpus
 from .errors import InvalidRequestError
 from .params import unknown_name
+
+if TYPE_CHECKING:
+    from .outputs import RequestEnd
 
 __all__ = [
     "EngineConfig",
@@ -118,6 +121,9 @@ class EngineConfig:
     """Seconds for which a worker may show no sign of life, or be slower than expected, before it is killed."""
     progress: Callable[[StartupProgress], None] | None = None
     """Called on the loop with each step of the start. None: reports go to the logger "aengine" only."""
+    on_request_end: Callable[[RequestEnd], object] | None = None
+    """Called on the engine's loop with a `RequestEnd` for each request that was accepted and has ended, in whatever
+    way, once. It must return soon; what it raises is logged. With own_thread it is called in the engine's thread."""
 
     @classmethod
     def create(cls, model: str, config: Mapping[str, Any]) -> EngineConfig:
@@ -133,8 +139,8 @@ class EngineConfig:
 
     def to_wire(self) -> dict[str, Any]:
         """What a worker needs of it, as plain data."""
-        wire = asdict(replace(self, progress=None))
-        del wire["progress"]
+        wire = asdict(replace(self, progress=None, on_request_end=None))
+        del wire["progress"], wire["on_request_end"]
         return wire
 
     @classmethod
@@ -172,6 +178,8 @@ class EngineConfig:
             raise _wrong("device", device, "'auto', 'cpu', 'cuda' or 'cuda:N'")
         if self.progress is not None and not callable(self.progress):
             raise _wrong("progress", self.progress, "a callable, or None")
+        if self.on_request_end is not None and not callable(self.on_request_end):
+            raise _wrong("on_request_end", self.on_request_end, "a callable, or None")
 
 
 _AT_LEAST = {

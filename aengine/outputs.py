@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from enum import StrEnum
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 if TYPE_CHECKING:
     from .chat.messages import ChatMessage
 
-__all__ = ["Choice", "Completion", "FinishReason", "Logprob", "Token", "Usage"]
+__all__ = ["Choice", "Completion", "FinishReason", "Logprob", "RequestEnd", "Timings", "Token", "Usage"]
 
 
 class FinishReason(StrEnum):
@@ -58,6 +58,33 @@ class Usage:
 
 
 @dataclass(frozen=True, slots=True)
+class Timings:
+    """Where the time of one request went, in seconds. None: it never came to that."""
+
+    queued: float | None = None
+    """From the call to its first step, or to its end if it had none: encoding, compiling its grammar, waiting."""
+    prefill: float | None = None
+    """From its first step to its first token."""
+    first_token: float | None = None
+    """From the call to its first token; of n completions to that of any. queued and prefill together."""
+    per_token: float | None = None
+    """From one token to the next, on average: from the first to the end, by the longest of n completions."""
+    total: float | None = None
+    """From the call to its end."""
+
+
+@dataclass(frozen=True, slots=True)
+class RequestEnd:
+    """One request that has ended, as ``on_request_end`` gets it."""
+
+    request_id: str
+    finish_reason: FinishReason  # of n completions: the first one's
+    usage: Usage
+    timings: Timings
+    error: BaseException | None = None  # what its caller gets, with FinishReason.ERROR
+
+
+@dataclass(frozen=True, slots=True)
 class Choice:
     """One of the n completions of a request."""
 
@@ -82,6 +109,7 @@ class Completion:
     usage: Usage
     message: ChatMessage | None = None  # of `AsyncLLM.chat`: content, reasoning and tool calls, told apart
     warnings: tuple[str, ...] = ()  # keywords of a schema that on_unsupported="relax" left out
+    timings: Timings = field(default_factory=Timings, compare=False)
 
     @property
     def text(self) -> str:

@@ -153,6 +153,9 @@ class FakeExecutor:
         self._num_beats += not self.is_hung
         return self._num_beats
 
+    def memory(self) -> tuple[int | None, int | None]:
+        return None, None
+
     def fail(self, error: EngineError) -> None:
         """What a worker's death does."""
         if self._failure is not None:

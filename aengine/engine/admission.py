@@ -33,6 +33,7 @@ from .asked_type import AskedType
 from .bitmasks import RequestGrammar
 from .call import Call, Limits
 from .metrics import Counters
+from .observer import Observer
 from .prompt import Prompt, check_token_ids, encode_prompt, prompt_kind
 from .request import Request, RequestStatus
 from .reservations import Reservation, Reservations
@@ -62,6 +63,7 @@ class Admission:
         tokenizer: Tokenizer | None,
         limits: Limits,
         counters: Counters,
+        observer: Observer,
         grammars: GrammarService | None = None,
     ) -> None:
         self._loop = loop
@@ -69,6 +71,7 @@ class Admission:
         self._grammars = grammars
         self._limits = limits
         self._counters = counters
+        self._observer = observer
         self._calls: dict[str, Call] = {}
         self._held: list[Call] = []  # the most urgent first; of equals, the first that came
         self._num_encoding = 0
@@ -124,6 +127,7 @@ class Admission:
             request_id = f"req-{self._next_id}"
         elif request_id in self._calls:
             raise InvalidRequestError(f"request_id {request_id!r} is in use by a running request", param="request_id")
+        seconds_ago = 0.0 if since is None else self._loop.time() - since
         call = Call(
             request_id=request_id,
             prompt=prompt,
@@ -132,7 +136,7 @@ class Admission:
             priority=priority,
             cache_salt=(cache_salt or "").encode(),
             arrival_time=self._loop.time(),
-            mailbox=Mailbox(final_only=final_only),
+            mailbox=Mailbox(final_only=final_only, times=self._observer.new_times(seconds_ago)),
             constraint=constraint or params.structured_output,
             asked_type=asked_type,
         )
@@ -147,6 +151,7 @@ class Admission:
             self._check_ids(call)
         self._calls[request_id] = call
         self._counters.num_requests += 1
+        self._observer.note_queued(call)
         since = call.arrival_time if since is None else since
         # The second one only looks, when it is due, whether a token has come: delivering one costs nothing more.
         for seconds, expire in ((deadline, self._expire), (first_token_deadline, self._expire_unless_begun)):
@@ -172,6 +177,7 @@ class Admission:
         """Raises EngineOverloadedError when the queue is full, or will be with so many more, and callers don't wait."""
         full = self.num_queued + num_coming >= self._limits.max_num_queued_requests
         if full and not self._limits.wait_when_full:
+            self._counters.num_rejected += 1
             raise self._overloaded()
 
     def check(self, prompt: Prompt, params: SamplingParams, **options: Any) -> Prompt:
@@ -214,6 +220,7 @@ class Admission:
         if call.num_left == 0:
             self._counters.num_finished += 1
             self._retire(call)
+            self._observer.note_end(call)
 
     def on_scheduled(self) -> None:
         """The queue may have room again for those held back."""
@@ -231,9 +238,12 @@ class Admission:
         """Every call ends with its own copy of the error."""
         self._held.clear()
         for call in list(self._calls.values()):
+            if call.request_id not in self._calls:  # its caller was told of another's end, and ended it
+                continue
             self._counters.num_failed += 1
             call.mailbox.fail(error_for_waiter(error))
             self._retire(call)
+            self._observer.note_end(call)
 
     def close(self) -> Lane:
         """No more prompts are encoded. Returns the lane, whose thread may be waited for."""
@@ -478,6 +488,7 @@ class Admission:
             self.steps.finish(request, reason)
         for choice in call.mailbox.choices:
             choice.end(reason)
+        self._observer.note_end(call)
 
     def _retire(self, call: Call) -> None:
         self._calls.pop(call.request_id, None)

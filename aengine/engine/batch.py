@@ -50,13 +50,14 @@ class DecodeBatch:
 class StepDraft:
     """The part of a step under construction that is not plain decoding."""
 
-    __slots__ = ("budget", "coming", "counts", "extras", "grown_ids", "grown_rows", "new_requests")
+    __slots__ = ("budget", "coming", "counts", "extras", "grown_ids", "grown_rows", "new_requests", "newcomers")
 
     def __init__(self, budget: int) -> None:
         self.budget = budget  # tokens that may still be scheduled
         self.extras: list[Request] = []  # catching up or new
         self.counts: list[int] = []  # tokens of each
         self.new_requests: list[NewRequest] = []
+        self.newcomers: list[Request] = []  # that were never in a step before
         self.grown_rows: array[int] = int32()
         self.grown_ids: array[int] = int32()
         self.coming: int | None = None  # blocks that answers in flight will free, at most; counted when first needed
@@ -76,13 +77,14 @@ class StepDraft:
 class InFlightStep:
     """A step that was made and has not been answered."""
 
-    __slots__ = ("batch", "chunks", "grown_rows", "is_gated", "is_leased", "leavers", "removed", "step_id")
+    __slots__ = ("batch", "chunks", "grown_rows", "is_gated", "is_leased", "leavers", "newcomers", "removed", "step_id")
 
     def __init__(self, step_id: int, batch: list[Request], chunks: dict[int, int]) -> None:
         self.step_id = step_id
         self.batch = batch
         self.chunks = chunks  # batch index of each row that does not sample: its computed tokens after this step
         self.is_gated = False  # a GRAMMAR frame must be sent for it
+        self.newcomers: list[Request] = []  # whose first step it is
         self.leavers: list[Request] = []  # their blocks are freed once this step is answered
         self.is_leased = False  # it may be revoked; then what it told the worker is needed once more:
         self.removed: array[int] = int32()  # rows that it told as removed

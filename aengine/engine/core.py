@@ -11,6 +11,7 @@ import asyncio
 import contextlib
 import logging
 import time
+from collections import deque
 from collections.abc import Awaitable, Callable
 from functools import partial
 from typing import Any
@@ -21,7 +22,8 @@ from ..errors import EngineClosedError, EngineError, InternalError, WorkerDiedEr
 from .admission import Admission
 from .call import Limits
 from .executor import Executor, ProcessExecutor
-from .metrics import Counters, Statistics
+from .metrics import Counters, Statistics, WorkerRestart
+from .observer import Observer
 from .recovery import RestartBudget
 from .scheduler import Scheduler
 from .step_loop import ALWAYS, IN_SMALL_BATCHES, StepLoop
@@ -38,6 +40,8 @@ _GPU_PATIENCE = 30.0
 """Seconds that a step may take on a GPU, whatever those before took: some kernels are compiled at first use."""
 
 _ALIVE = ("running", "draining")
+_NUM_RESTARTS_TOLD = 5
+_REASON_CHARACTERS = 500  # of what a worker died of, in the statistics
 
 ProgressCallback = Callable[[StartupProgress], None]
 ExecutorFactory = Callable[[EngineConfig], Executor]
@@ -72,6 +76,8 @@ class EngineCore:
         self._budget = RestartBudget(config.max_restarts, config.restart_window)
         self._shutdown_timeout = config.shutdown_timeout
         self._counters = Counters()
+        self._restarts: deque[WorkerRestart] = deque(maxlen=_NUM_RESTARTS_TOLD)
+        self._observer = Observer(config.on_request_end)
         self._scheduler = Scheduler(
             num_blocks=ready["num_blocks"],
             block_size=ready["block_size"],
@@ -95,13 +101,14 @@ class EngineCore:
             grammars = GrammarService(tokenizer, limits.vocab_size)
         self.grammars = grammars
         is_gpu = str(ready["device"]).startswith("cuda")
-        self.admission = Admission(self.loop, tokenizer, limits, self._counters, grammars)
+        self.admission = Admission(self.loop, tokenizer, limits, self._counters, self._observer, grammars)
         self.steps = StepLoop(
             self._scheduler,
             executor,
             max_in_flight_steps=config.max_in_flight_steps,
             max_leased_steps=config.max_leased_steps if config.tensor_parallel_size == 1 else 0,
             counters=self._counters,
+            observer=self._observer,
             on_scheduled=self.admission.on_scheduled,
             on_end=self.admission.on_request_end,
             hang_timeout=config.hang_timeout,
@@ -200,6 +207,7 @@ class EngineCore:
                 return
             logger.warning("the worker is started again%s: %s", f" in {delay:g} s" if delay else "", error)
             self._counters.num_restarts += 1
+            self._restarts.append(WorkerRestart(time.time(), str(error)[:_REASON_CHARACTERS]))
             await self._executor.aclose(0)  # until the dead one has gone: its memory is needed
             await asyncio.sleep(delay)
             if not self.is_alive:
@@ -234,7 +242,8 @@ class EngineCore:
         logger.warning("the worker runs again after %.1f s; all requests go on", time.monotonic() - begun)
 
     def statistics(self) -> Statistics:
-        scheduler, counters = self._scheduler, self._counters
+        scheduler, counters, observer = self._scheduler, self._counters, self._observer
+        worker_memory, device_memory = self._executor.memory()
         return Statistics(
             num_running=scheduler.num_running,
             num_waiting=self.admission.num_queued,
@@ -253,6 +262,13 @@ class EngineCore:
             prefix_cache_queries=scheduler.prefix_cache_queries,
             prefix_cache_hits=scheduler.prefix_cache_hits,
             loop_lag=self.steps.lag.worst,
+            num_rejected=counters.num_rejected,
+            finish_reasons={reason.value: count for reason, count in observer.num_ended.items()},
+            restarts=tuple(self._restarts),
+            worker_memory_bytes=worker_memory,
+            device_memory_bytes=device_memory,
+            device_memory_total_bytes=self.ready.get("device_memory_total_bytes"),
+            histograms=observer.histograms.snapshot(),
         )
 
     async def call(self, method: str, *args: Any, timeout: float) -> Any:

@@ -72,6 +72,9 @@ class Executor(Protocol):
     def heartbeats(self) -> int:
         """A number that grows while all workers live."""
 
+    def memory(self) -> tuple[int | None, int | None]:
+        """Bytes that the workers have: resident in the host's memory, and on their devices. None: not known."""
+
     def fail(self, error: EngineError) -> None:
         """Break it, as a death does: whoever waits gets ``error``. Idempotent."""
 
@@ -166,6 +169,14 @@ class ProcessExecutor:
     def heartbeats(self) -> int:
         """See `Executor`. Of the slowest heart."""
         return 0 if self._released else min(worker.channel.num_heartbeats for worker in self._workers)
+
+    def memory(self) -> tuple[int | None, int | None]:
+        """See `Executor`. The devices' is some seconds old."""
+        if self._released:
+            return None, None
+        resident = sum(worker.resident_bytes() for worker in self._workers)
+        on_devices = sum(worker.channel.device_bytes for worker in self._workers)
+        return resident or None, on_devices or None
 
     def fail(self, error: EngineError) -> None:
         """See `Executor`."""

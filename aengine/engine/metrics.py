@@ -3,9 +3,72 @@
 from __future__ import annotations
 
 import asyncio
+from bisect import bisect_left
 from dataclasses import dataclass
+from itertools import accumulate
+from typing import TYPE_CHECKING
 
-__all__ = ["Counters", "LoopLag", "Statistics"]
+if TYPE_CHECKING:
+    from ..outputs import RequestEnd
+
+__all__ = ["Counters", "Histogram", "HistogramCounts", "Histograms", "LoopLag", "Statistics", "WorkerRestart"]
+
+_SECONDS = (
+    *(0.001, 0.005, 0.01, 0.02, 0.04, 0.06, 0.08, 0.1, 0.25, 0.5, 0.75, 1.0, 2.5, 5.0, 7.5, 10.0, 20.0, 40.0, 80.0),
+    *(160.0, 640.0, 2560.0),
+)
+_SECONDS_PER_TOKEN = (
+    *(0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.075, 0.1, 0.15, 0.2, 0.3, 0.4, 0.5, 0.75, 1.0, 2.5, 5.0, 7.5, 10.0),
+    *(20.0, 40.0, 80.0),
+)
+_REQUEST_SECONDS = (
+    *(0.005, 0.01, 0.025, 0.05, 0.1, 0.3, 0.5, 0.8, 1.0, 1.5, 2.0, 2.5, 5.0, 10.0, 15.0, 20.0, 30.0, 40.0, 50.0, 60.0),
+    *(120.0, 240.0, 480.0, 960.0, 1920.0, 7680.0),
+)
+_TOKENS = tuple(float(digit * 10**power) for power in range(6) for digit in (1, 2, 5)) + (1e6,)
+
+
+@dataclass(frozen=True, slots=True)
+class Histogram:
+    """How values are distributed: those of all requests since the engine's start."""
+
+    bounds: tuple[float, ...]  # ascending
+    counts: tuple[int, ...]  # of values up to the bound of equal index, and above the one before; then above the last
+    sum: float  # of the values
+
+    @property
+    def count(self) -> int:
+        """How many values there are."""
+        return sum(self.counts)
+
+    @property
+    def cumulative(self) -> tuple[int, ...]:
+        """How many values are at most the bound of equal index; then all: the buckets of Prometheus."""
+        return tuple(accumulate(self.counts))
+
+
+@dataclass(frozen=True, slots=True)
+class Histograms:
+    """Times in seconds, lengths in tokens. A request counts when it ends, in whatever way; the time of something that
+    it never came to does not."""
+
+    time_to_first_token: Histogram
+    inter_token_latency: Histogram  # from one step's tokens to the next, once for each request that got one
+    time_per_output_token: Histogram  # the means of requests
+    request_latency: Histogram  # from the call to the end
+    queue_time: Histogram  # from the call to the first step, of requests that got a token
+    prefill_time: Histogram  # from the first step to the first token
+    decode_time: Histogram  # from the first token to the end
+    prompt_tokens: Histogram
+    generation_tokens: Histogram  # of all completions of a request
+
+
+@dataclass(frozen=True, slots=True)
+class WorkerRestart:
+    """A worker that was started in the place of one that had died or hung."""
+
+    time: float  # of the death, in seconds since 1970
+    reason: str
 
 
 @dataclass(frozen=True, slots=True)
@@ -29,6 +92,13 @@ class Statistics:
     prefix_cache_queries: int  # prompt tokens looked up
     prefix_cache_hits: int  # of them found
     loop_lag: float  # seconds by which the host's loop was late lately, at worst; 0.0 when idle
+    num_rejected: int  # calls that were refused because the queue was full
+    finish_reasons: dict[str, int]  # how many requests ended with each FinishReason; of n completions the first counts
+    restarts: tuple[WorkerRestart, ...]  # the last few, the latest last
+    worker_memory_bytes: int | None  # resident memory of the worker processes; None while there is none
+    device_memory_bytes: int | None  # of GPU memory that the worker has taken, weights, KV and all; None on a CPU
+    device_memory_total_bytes: int | None  # that the GPU has
+    histograms: Histograms
 
 
 @dataclass(slots=True)
@@ -39,8 +109,62 @@ class Counters:
     num_failed: int = 0
     num_steps: int = 0
     num_restarts: int = 0
+    num_rejected: int = 0
     prompt_tokens: int = 0
     generated_tokens: int = 0
+
+
+class HistogramCount:
+    """A histogram that is being filled."""
+
+    __slots__ = ("bounds", "counts", "sum")
+
+    def __init__(self, bounds: tuple[float, ...]) -> None:
+        self.bounds = bounds
+        self.counts = [0] * (len(bounds) + 1)
+        self.sum = 0.0
+
+    def add(self, value: float, times: int = 1) -> None:
+        self.counts[bisect_left(self.bounds, value)] += times
+        self.sum += value * times
+
+    def snapshot(self) -> Histogram:
+        return Histogram(self.bounds, tuple(self.counts), self.sum)
+
+
+class HistogramCounts:
+    """The `Histograms` of one engine, being filled."""
+
+    def __init__(self) -> None:
+        self.time_to_first_token = HistogramCount(_SECONDS)
+        self.inter_token_latency = HistogramCount(_SECONDS_PER_TOKEN)
+        self.time_per_output_token = HistogramCount(_SECONDS_PER_TOKEN)
+        self.request_latency = HistogramCount(_REQUEST_SECONDS)
+        self.queue_time = HistogramCount(_REQUEST_SECONDS)
+        self.prefill_time = HistogramCount(_REQUEST_SECONDS)
+        self.decode_time = HistogramCount(_REQUEST_SECONDS)
+        self.prompt_tokens = HistogramCount(_TOKENS)
+        self.generation_tokens = HistogramCount(_TOKENS)
+
+    def add_request(self, end: RequestEnd) -> None:
+        timings, usage = end.timings, end.usage
+        total, first = timings.total, timings.first_token
+        assert total is not None, "it has ended"
+        self.request_latency.add(total)
+        self.prompt_tokens.add(usage.prompt_tokens)
+        self.generation_tokens.add(usage.completion_tokens)
+        if first is None:
+            return
+        self.time_to_first_token.add(first)
+        self.decode_time.add(total - first)
+        if timings.prefill is not None and timings.queued is not None:
+            self.queue_time.add(timings.queued)
+            self.prefill_time.add(timings.prefill)
+        if timings.per_token is not None:
+            self.time_per_output_token.add(timings.per_token)
+
+    def snapshot(self) -> Histograms:
+        return Histograms(**{name: count.snapshot() for name, count in vars(self).items()})
 
 
 class LoopLag:

@@ -80,6 +80,7 @@ class Scheduler:
         self._next_step_id = 0
         self._begin_worker(num_blocks)
 
+        self.begun: list[Request] = []  # that got their first token with the last answer
         self.num_preemptions = 0
         self.prefix_cache_queries = 0  # prompt tokens looked up
         self.prefix_cache_hits = 0  # of them found
@@ -376,6 +377,7 @@ class Scheduler:
             request.req_idx = self._free_rows.pop()
             if request.milestone == 0:  # its first time here: what it finds later may be its own
                 request.num_cached_tokens = num_cached
+                draft.newcomers.append(request)
                 if request.root_hash is not None:
                     self.prefix_cache_queries += num_tokens
                     self.prefix_cache_hits += num_cached
@@ -397,6 +399,7 @@ class Scheduler:
         step_id = self._next_step_id
         self._next_step_id = step_id + 1
         step = InFlightStep(step_id, batch, chunks)
+        step.newcomers = draft.newcomers
         step.is_gated = self.num_constrained > 0 and bool(step.constrained())
         self._in_flight.append(step)
         removed, self._removed = self._removed, int32()
@@ -470,6 +473,7 @@ class Scheduler:
             InternalError: it is not the answer to that step.
         """
         step = self._take_step(output)
+        self.begun = []
         failed: list[tuple[Request, RowError]] = []
         for error in output.errors:
             request = step.batch[error.batch_idx]
@@ -524,6 +528,8 @@ class Scheduler:
             if request.followers:
                 self._release_followers(request)
         num_output = num_tokens - request.num_prompt_tokens
+        if num_output == 1:
+            self.begun.append(request)
         if token_id in request.stop_token_ids and num_output > request.params.min_tokens:
             self.finish(request, FinishReason.STOP)
         elif num_tokens == request.max_num_tokens:

@@ -26,6 +26,7 @@ from .bitmasks import Filled, Filling, MaskJob
 from .executor import Executor
 from .lease import Lease
 from .metrics import Counters, LoopLag
+from .observer import Observer
 from .recovery import Watchdog
 from .request import Request, RequestStatus
 from .scheduler import Scheduler
@@ -79,6 +80,7 @@ class StepLoop:
         max_in_flight_steps: int,
         max_leased_steps: int = 0,
         counters: Counters,
+        observer: Observer,
         on_scheduled: Callable[[], None],
         on_end: Callable[[Request], None],
         hang_timeout: float = math.inf,
@@ -91,6 +93,7 @@ class StepLoop:
         self._lease = Lease(max_in_flight_steps, max_leased_steps)
         self._max_in_flight = max_in_flight_steps
         self._counters = counters
+        self._observer = observer
         self._on_scheduled = on_scheduled
         self._on_end = on_end
         self._grammars = grammars
@@ -153,6 +156,8 @@ class StepLoop:
     def _note_scheduled(self, output: SchedulerOutput) -> None:
         self.watchdog.begin(sum(output.num_scheduled_tokens))
         newest = self.scheduler.newest_step
+        if newest is not None and newest.newcomers:
+            self._observer.note_scheduled(newest.newcomers)
         if newest is not None and newest.is_gated:
             self._gated = newest
             if len(newest.batch) > 1:
@@ -370,6 +375,9 @@ class StepLoop:
         """
         sampled, failed = self.scheduler.update(output)
         self._counters.generated_tokens += len(sampled)
+        # Tokens that a grammar forces come with the one before them.
+        num_rows = len({batch_idx for _, _, batch_idx in sampled}) if self.scheduler.num_constrained else len(sampled)
+        self._observer.note_answer(self.scheduler.begun, num_rows)
         for request, error in failed:
             request.sink.mailbox.fail(_request_error(error))
             self._on_end(request)

@@ -21,7 +21,8 @@ from types import TracebackType
 from typing import TYPE_CHECKING, Any, Protocol
 
 from ..errors import AEngineError, InvalidRequestError
-from ..outputs import Choice, Completion, FinishReason, Logprob, Token, Usage
+from ..outputs import Choice, Completion, FinishReason, Logprob, Timings, Token, Usage
+from .request_times import RequestTimes
 
 if TYPE_CHECKING:
     from typing import Self
@@ -54,11 +55,13 @@ class Mailbox:
         "num_prompt_tokens",
         "output_type",
         "pending",
+        "times",
         "waiter",
         "warnings",
     )
 
-    def __init__(self, *, final_only: bool) -> None:
+    def __init__(self, *, final_only: bool, times: RequestTimes | None = None) -> None:
+        self.times = times or RequestTimes()
         self.final_only = final_only  # nobody reads single tokens: none are made
         self.pending: deque[Token] = deque()
         self.waiter: asyncio.Future[None] | None = None
@@ -99,12 +102,17 @@ class Mailbox:
 
     def completion(self, request_id: str) -> Completion:
         choices = tuple(choice.result(self.output_type) for choice in self.choices)
-        usage = Usage(
+        return Completion(request_id, choices, self.usage(), warnings=self.warnings, timings=self.timings())
+
+    def usage(self) -> Usage:
+        return Usage(
             prompt_tokens=self.num_prompt_tokens,
-            completion_tokens=sum(len(choice.token_ids) for choice in choices),
+            completion_tokens=sum(len(choice.token_ids) for choice in self.choices),
             cached_tokens=self.cached_tokens,
         )
-        return Completion(request_id, choices, usage, warnings=self.warnings)
+
+    def timings(self) -> Timings:
+        return self.times.timings(max((len(choice.token_ids) for choice in self.choices), default=0))
 
 
 class ChoiceOutput:

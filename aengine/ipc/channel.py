@@ -113,6 +113,12 @@ class HostChannel:
         self._check_open()
         return self._segment.heartbeat[0]
 
+    @property
+    def device_bytes(self) -> int:
+        """What the worker told of its device's memory with its last heartbeats."""
+        self._check_open()
+        return self._segment.heartbeat[1]
+
     def bitmask(self, size: int) -> memoryview | None:
         """The first ``size`` bytes of the memory for bitmasks; None if there is not so much. Who holds them keeps them
         mapped. The worker is told in a frame when to read them; until it has answered, they may not change."""
@@ -322,11 +328,13 @@ class WorkerChannel:
         finally:
             self._is_publishing = False
 
-    def beat(self) -> None:
-        """Show the host that this process lives. For one thread of its own, until `close`."""
+    def beat(self, device_bytes: int = 0) -> None:
+        """Show the host that this process lives, and has so much of its device's memory. For one thread of its own,
+        until `close`."""
         if not self._closed:
             heartbeat = self._segment.heartbeat
             heartbeat[0] = (heartbeat[0] + 1) % 2**64
+            heartbeat[1] = device_bytes
 
     def bitmask(self, size: int | None = None) -> memoryview:
         """The first ``size`` bytes of the memory for bitmasks, or all. Raises FrameError when it is shorter."""

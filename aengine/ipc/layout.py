@@ -6,8 +6,9 @@ One segment joins the host with one worker. All numbers are little-endian; offse
               +--------+------------------------+------------------------+  ......  +---------+
               | label  | ring host -> worker    | ring worker -> host    |          | bitmask |      R = 256 + capacity
               +--------+------------------------+------------------------+  ......  +---------+
-    label     magic u64, version u64, capacity u64, bytes of the bitmask u64, nonce [16], 16 unused; then, at 64, how
-              often the worker's heart has beaten, u64, which it counts up
+    label     magic u64, version u64, capacity u64, bytes of the bitmask u64, nonce [16], 16 unused; then, written by
+              the worker, at 64, how often its heart has beaten, u64, and, at 72, the bytes of device memory that it had
+              then, u64
     bitmask   any bytes: where a grammar's threads write what a GRAMMAR frame then speaks of, without a copy
 
     ring      0          8                128        256                  256 + capacity
@@ -63,7 +64,7 @@ class FrameError(ValueError):
 ALIGN = 32
 LABEL = struct.Struct("<QQQQ16s")
 LABEL_BYTES = 128
-HEARTBEAT = slice(64, 72)
+HEARTBEAT = slice(64, 80)
 PAGE_BYTES = 4096
 LABEL_MAGIC = int.from_bytes(b"aengine\0", "little")
 

@@ -123,6 +123,7 @@ def _load_on_gpu(
     ready |= {
         "device": str(gpu.device),
         "device_name": gpu.name,
+        "device_memory_total_bytes": torch.cuda.get_device_properties(gpu.device).total_memory,
         "attention_backend": prefill.name,
         "max_num_batched_tokens": setup.max_batched,
         "num_graphs": 0 if runner.graphs is None else runner.graphs.num_captured,

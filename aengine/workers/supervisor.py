@@ -190,6 +190,21 @@ class WorkerProcess:
         data = os.pread(self._stderr, _STDERR_TAIL, max(0, size - _STDERR_TAIL))
         return data.decode(errors="replace").strip()
 
+    def resident_bytes(self) -> int:
+        """Of the process' memory; 0 when it has none, or none yet."""
+        if self.pid is None or self._ended.is_set():
+            return 0
+        try:
+            statm = os.open(f"/proc/{self.pid}/statm", os.O_RDONLY)
+        except OSError:
+            return 0
+        try:
+            return int(os.pread(statm, 200, 0).split()[1]) * os.sysconf("SC_PAGE_SIZE")
+        except (OSError, IndexError):  # it has just gone
+            return 0
+        finally:
+            os.close(statm)
+
     async def wait(self, timeout: float | None) -> bool:
         """Until the process has ended, at most ``timeout`` seconds. Whether it has."""
         if not self._exit.done():

@@ -36,6 +36,7 @@ __all__ = ["Worker"]
 logger = logging.getLogger("aengine.workers")
 
 _HEARTBEAT_PERIOD = 0.25  # seconds
+_MEMORY_PERIOD = 5.0  # seconds between two looks at the device's memory
 _PROGRESS_PERIOD = 0.05  # seconds between two reports of the same stage
 _EAGER_POLL = 0.01  # seconds for which an answer that the device works on is looked for without a pause, ...
 _POLL = 0.0002  # ... and those between two looks after that, when no frame comes
@@ -230,13 +231,18 @@ class Worker:
             raise ModelLoadError(f"there is not enough memory to load {config.model} ({text}){cure}") from error
         self._runner.share_bitmasks(self._channel.bitmask())
         ready |= {"pid": os.getpid(), "seconds": round(time.monotonic() - begun, 3)}
-        threading.Thread(target=self._beat, name="aengine-heartbeat", daemon=True).start()
+        device = str(ready.get("device"))
+        threading.Thread(target=self._beat, args=(device,), name="aengine-heartbeat", daemon=True).start()
         self._channel.publish(Kind.READY, self._step_id, pack(ready))
 
-    def _beat(self) -> None:
+    def _beat(self, device: str) -> None:
         """As long as Python runs here: not in a process that is stopped, nor while a thread keeps the GIL."""
-        while not self._ended.wait(_HEARTBEAT_PERIOD):
-            self._channel.beat()
+        device_bytes, counted = 0, -_MEMORY_PERIOD
+        while not self._ended.is_set():
+            if device.startswith("cuda") and time.monotonic() - counted >= _MEMORY_PERIOD:
+                device_bytes, counted = _device_memory(device), time.monotonic()
+            self._channel.beat(device_bytes)
+            self._ended.wait(_HEARTBEAT_PERIOD)
 
     def _set_title(self, model: str) -> None:
         from setproctitle import setproctitle
@@ -301,6 +307,14 @@ _CALLS: dict[str, Callable[..., Any]] = {
     "start_profile": Worker._start_profile,
     "stop_profile": Worker._stop_profile,
 }
+
+
+def _device_memory(device: str) -> int:
+    """Bytes that torch has taken of a GPU for this process; the driver's own share is not in it."""
+    import torch
+
+    count: int = torch.cuda.memory_stats_as_nested_dict(device)["reserved_bytes"]["all"]["current"]
+    return count
 
 
 def _or_refused(call: Callable[..., str], *args: Any) -> dict[str, str]:

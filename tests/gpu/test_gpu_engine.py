@@ -136,3 +136,12 @@ async def test_a_trace_shows_the_gpus_kernels(checkpoint: MakeCheckpoint, tmp_pa
         events = json.load(file)["traceEvents"]
     kernels = [event for event in events if event.get("cat") == "kernel"]
     assert len(kernels) > LENGTH or DEVICE == "cpu"
+
+
+async def test_the_gpus_memory_is_told(checkpoint: MakeCheckpoint) -> None:
+    async with running(checkpoint("qwen3").folder) as engine:
+        while (told := engine.statistics().device_memory_bytes) is None:
+            await asyncio.sleep(0.01)
+        total = engine.statistics().device_memory_total_bytes
+        assert total == torch.cuda.get_device_properties(DEVICE).total_memory
+        assert engine.describe()["kv_cache_bytes"] < told < total

@@ -76,6 +76,30 @@ async def test_frames_published_before_open_are_seen(ends: tuple[HostChannel, Wo
     assert await soon(inbox.get()) == Frame(1, 0, b"early")
 
 
+def test_a_heartbeat_tells_of_the_devices_memory(ends: tuple[HostChannel, WorkerChannel]) -> None:
+    host, worker = ends
+    assert (host.num_heartbeats, host.device_bytes) == (0, 0)
+    worker.beat()
+    worker.beat(141 * 10**9)
+    assert (host.num_heartbeats, host.device_bytes) == (2, 141 * 10**9)
+
+
+def test_a_worker_that_waits_can_be_nudged(ends: tuple[HostChannel, WorkerChannel]) -> None:
+    _, worker = ends
+    threading.Timer(0.05, worker.nudge).start()
+    assert worker.consume(None) is None
+
+
+def test_a_message_is_sent_only_if_there_is_room(ends: tuple[HostChannel, WorkerChannel]) -> None:
+    host, worker = ends
+    num_sent = 0
+    while worker.try_publish(1, num_sent, bytes(100)):
+        num_sent += 1
+    assert [frame.step_id for frame in host.drain()] == list(range(num_sent)) and num_sent > 0
+    assert not worker.try_publish(1, 0, bytes(1 << 20)), "it would need fragments"
+    assert worker.try_publish(1, 7, b"")
+
+
 async def test_a_burst_is_drained_at_once(ends: tuple[HostChannel, WorkerChannel]) -> None:
     host, worker = ends
     calls = []

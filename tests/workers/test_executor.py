@@ -33,6 +33,19 @@ async def test_steps_are_answered(ranks: int) -> None:
         assert not leftovers()
 
 
+@pytest.mark.parametrize("ranks", [1, 2])
+async def test_memory_of_the_workers(ranks: int, no_blocking: None) -> None:
+    executor = make(tensor_parallel_size=ranks)
+    assert executor.memory() == (None, None)
+    await start(executor)
+    resident, on_devices = executor.memory()
+    real = sum(psutil.Process(worker.pid).memory_info().rss for worker in executor._workers)
+    assert on_devices is None and resident is not None and 0.5 * real < resident < 2 * real
+    assert real > ranks * 2**20
+    await executor.aclose(5)
+    assert executor.memory() == (None, None)
+
+
 async def test_start_reports_progress() -> None:
     seen: list[StartupProgress] = []
     executor = make()

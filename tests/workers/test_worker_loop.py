@@ -38,7 +38,7 @@ class ListChannel:
         self._gave = frame is not None
         return frame
 
-    def beat(self) -> None:
+    def beat(self, device_bytes: int = 0) -> None:
         pass
 
     def bitmask(self) -> memoryview:

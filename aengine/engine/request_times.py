@@ -1,0 +1,38 @@
+"""When a request arrived, ran, spoke first and ended."""
+
+from __future__ import annotations
+
+from time import perf_counter
+
+from ..outputs import Timings
+
+__all__ = ["RequestTimes"]
+
+
+class RequestTimes:
+    """The moments of one user call, as `time.perf_counter` tells them; None: not yet.
+
+    ``is_logged``: whether its log records are shown, asked once when it arrived.
+    """
+
+    __slots__ = ("arrived", "ended", "first_token", "is_logged", "scheduled")
+
+    def __init__(self, seconds_ago: float = 0.0, is_logged: bool = False) -> None:
+        """``seconds_ago``: how long the call had been under way by then."""
+        self.arrived = perf_counter() - seconds_ago
+        self.scheduled: float | None = None  # its first step was made
+        self.first_token: float | None = None
+        self.ended: float | None = None
+        self.is_logged = is_logged
+
+    def timings(self, num_tokens: int) -> Timings:
+        """As of now, or of its end. ``num_tokens``: of its longest completion."""
+        arrived, scheduled, first, ended = self.arrived, self.scheduled, self.first_token, self.ended
+        left_queue = ended if scheduled is None else scheduled
+        return Timings(
+            queued=None if left_queue is None else left_queue - arrived,
+            prefill=None if first is None or scheduled is None else first - scheduled,
+            first_token=None if first is None else first - arrived,
+            per_token=None if first is None or ended is None or num_tokens < 2 else (ended - first) / (num_tokens - 1),
+            total=None if ended is None else ended - arrived,
+        )
