@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+import subprocess
 import sys
 from collections.abc import AsyncIterator
 from pathlib import Path
@@ -253,3 +254,21 @@ async def test_one_engine_from_start_to_stop(tmp_path: Path, monkeypatch: pytest
     assert found[1]["error"].startswith("TimeoutError")
     assert found[2]["engine_counted"]["hit_rate"] == 0.5 and found[2]["params"]["prefix_tokens"] == 8
     assert stopped == [["a=1"], ["a=1", "own_thread=true"]]
+
+
+@pytest.mark.slow
+def test_no_request_waits_behind_steps_that_were_given_before(tmp_path: Path) -> None:
+    """Counts, not times: arrivals, long prompts beside decodes, and requests while the host's loop is often blocked.
+    At most ``max_in_flight_steps + 1`` steps begin after the engine knew a request and before the one that has it."""
+    out = tmp_path / "results"
+    short = ["--size", "poisson.seconds=3", "--size", "bursty.seconds=3", "--out", str(out)]
+    command = [sys.executable, str(BENCHMARKS / "traffic.py"), "--small", *short]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=150)
+    found = [json.loads(line) for line in (out / "traffic.jsonl").read_text().splitlines()]
+    results = {line["workload"]: line for line in found if line["kind"] == "result"}
+    assert set(results) == {"poisson", "bursty", "prompts_beside_decodes", "blocked_arrivals"}, done.stderr
+    for result in results.values():
+        waited = result["steps_waited"]
+        assert waited["requests"] >= 10 and waited["limit"] == 3 and not result["failures"]
+        assert waited["max"] <= waited["limit"], (result["workload"], waited)
+    assert done.returncode == 0, done.stdout + done.stderr
