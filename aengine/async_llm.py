@@ -30,7 +30,7 @@ if TYPE_CHECKING:
 
     from .engine.asked_type import OnUnsupported
     from .engine.call import Call
-    from .engine.chat import ChatStream
+    from .engine.chat_stream import ChatStream
     from .engine.core import EngineCore
     from .engine.executor import Executor
     from .engine.metrics import Statistics
@@ -336,7 +336,8 @@ class AsyncLLM:
         Args:
             messages: ``[{"role": "user", "content": "..."}]``, also with role "tool" and "tool_calls" as OpenAI's.
             tools: Python functions, OpenAI's dicts, or `aengine.chat.Tool`.
-            tool_choice: "none", "auto" (the default), "required", or a tool's name.
+            tool_choice: "none", "auto" (the default), "required", a tool's name, a list of names (at least one call
+                of these), or a dict as OpenAI's; see `aengine.chat.ToolChoice`.
             parallel_tool_calls: several calls in one answer. None: as the model's chat template allows.
             output_type: as of `stream`; the answer is JSON of it, unless tools are called. Or give another shape in
                 ``params.structured_output``: a JSON schema, a regex, a choice.
@@ -349,7 +350,8 @@ class AsyncLLM:
             GrammarError: a tool's parameters or the type can't be held; it names which.
             DeadlineExceededError: as of `stream`; also here.
         """
-        from .engine.chat import ChatRequest, ChatStream, plan_within
+        from .engine.chat import ChatRequest, plan_within
+        from .engine.chat_stream import ChatStream
 
         core = self._running_core()
         core.check_accepts()

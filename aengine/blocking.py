@@ -20,7 +20,7 @@ if TYPE_CHECKING:
 
     from .chat.messages import ChatMessage
     from .chat.parser import Delta  # noqa: F401  # in quotes below
-    from .engine.chat import ChatStream
+    from .engine.chat_stream import ChatStream
     from .engine.prompt import Prompt
 
 __all__ = ["Batch", "ChatIterator", "Progress", "TokenIterator", "is_many", "one_each", "showing"]
@@ -107,6 +107,12 @@ class ChatIterator(_Blocking["Delta"]):
         """What has come so far; the whole answer once it has been read to its end."""
         message: ChatMessage = self._stream.message
         return message
+
+    @property
+    def messages(self) -> tuple[ChatMessage, ...]:
+        """Likewise, of each of the n answers."""
+        messages: tuple[ChatMessage, ...] = self._stream.messages
+        return messages
 
     @property
     def partial(self) -> Any:

@@ -16,6 +16,7 @@ class FinishReason(StrEnum):
     """Why a completion ended. Compares equal to its lower-case name, which is also OpenAI's spelling."""
 
     STOP = "stop"  # an end-of-sequence token, a stop token, or a stop string
+    TOOL_CALLS = "tool_calls"  # of a chat: the same, and the answer calls a tool
     LENGTH = "length"  # max_tokens, or the end of the model's context
     ABORT = "abort"  # engine.abort(), or the caller went away
     ERROR = "error"  # the stream raised an error
@@ -98,6 +99,8 @@ class Choice:
     """With an output_type: its value, if the text is complete and valid."""
     parse_error: Exception | None = None
     """With an output_type: why there is no value though the text is complete, as a validator's ValidationError."""
+    message: ChatMessage | None = None
+    """Of `AsyncLLM.chat`: content, reasoning and tool calls, told apart."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -107,7 +110,6 @@ class Completion:
     request_id: str
     choices: tuple[Choice, ...]
     usage: Usage
-    message: ChatMessage | None = None  # of `AsyncLLM.chat`: content, reasoning and tool calls, told apart
     warnings: tuple[str, ...] = ()  # keywords of a schema that on_unsupported="relax" left out
     timings: Timings = field(default_factory=Timings, compare=False)
 
@@ -122,6 +124,10 @@ class Completion:
     @property
     def finish_reason(self) -> FinishReason:
         return self.choices[0].finish_reason
+
+    @property
+    def message(self) -> ChatMessage | None:
+        return self.choices[0].message
 
     @property
     def parsed(self) -> Any:

@@ -35,7 +35,7 @@ if TYPE_CHECKING:
 
     from .config import EngineConfig, StartupProgress
     from .engine.call import Call
-    from .engine.chat import ChatStream
+    from .engine.chat_stream import ChatStream
     from .engine.executor import Executor
     from .engine.prompt import Prompt
 

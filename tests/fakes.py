@@ -11,7 +11,17 @@ from typing import Any
 import numpy as np
 
 from aengine.errors import EngineClosedError, EngineError
-from aengine.ipc.messages import GrammarOutput, Kind, ModelRunnerOutput, SchedulerOutput, int32, pack, unpack
+from aengine.ipc.messages import (
+    GrammarOutput,
+    Kind,
+    LogprobColumns,
+    ModelRunnerOutput,
+    SchedulerOutput,
+    float32,
+    int32,
+    pack,
+    unpack,
+)
 
 
 class FakeExecutor:
@@ -42,6 +52,7 @@ class FakeExecutor:
         }
         self._token, self._delay = token, delay
         self._rows: dict[int, list[int]] = {}  # req_idx: [num_tokens, num_computed]
+        self._num_logprobs: dict[int, int] = {}  # req_idx: alternatives that it asked for, if any
         self._on_failure: Callable[[EngineError], None] = lambda error: None
         self._waiting: list[asyncio.Future[ModelRunnerOutput]] = []
         self.terminated = False
@@ -106,6 +117,7 @@ class FakeExecutor:
         for new in out.new_requests:
             assert new.req_idx not in self._rows
             self._rows[new.req_idx] = [len(new.token_ids), new.num_computed_tokens]
+            self._num_logprobs[new.req_idx] = new.logprobs
         for req_idx in out.known_rows:
             self._rows[req_idx][0] += 1
         ids = int32()
@@ -116,7 +128,21 @@ class FakeExecutor:
             samples = row[1] == row[0]
             ids.append(self._token(req_idx, row[0]) if samples else -1)
             row[0] += samples
-        return ModelRunnerOutput(out.step_id, ids)
+        return ModelRunnerOutput(out.step_id, ids, self._logprobs(out, ids))
+
+    def _logprobs(self, out: SchedulerOutput, ids: Any) -> LogprobColumns | None:
+        """Of whatever was sampled -0.5, of its alternatives, the ids from 0 on, -1, -2, ..."""
+        asked = [i for i, row in enumerate(out.req_idx) if self._num_logprobs[row] >= 0 and ids[i] >= 0]
+        if not asked:
+            return None
+        counts = [self._num_logprobs[out.req_idx[i]] for i in asked]
+        return LogprobColumns(
+            int32(asked),
+            float32([-0.5] * len(asked)),
+            int32(counts),
+            int32(k for count in counts for k in range(count)),
+            float32(-1.0 - k for count in counts for k in range(count)),
+        )
 
     def bitmask(self, num_bytes: int) -> memoryview | None:
         """For 20 rows at most."""

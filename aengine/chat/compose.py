@@ -7,6 +7,7 @@
     auto          text and calls, as the format has them    calls, or else the shape
     required      calls, at least one                       calls, at least one
     a name        one call of that tool                     one call of that tool
+    of some       as auto or required, of these tools       likewise
 
 Reasoning is there if the model has it. It is optional, unless the prompt began it. The shape is a JSON schema, a regex
 or a choice of texts; a grammar can't be composed with anything, and neither can what is for another library.

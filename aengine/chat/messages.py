@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import json
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 from ..errors import InvalidRequestError
+from ..outputs import Token
 
 __all__ = [
     "ChatMessage",
@@ -20,22 +21,33 @@ __all__ = [
 ]
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Delta:
+    """What every delta says."""
+
+    choice: int = 0
+    """Which of the chat's n answers it belongs to."""
+    tokens: tuple[Token, ...] = field(default=(), repr=False)
+    """With ``SamplingParams.logprobs``: the tokens since the answer's delta before, each with its ``logprob`` and
+    ``top_logprobs``. Those after its last delta, as the end of sequence, are in the choice's ``logprobs`` only."""
+
+
 @dataclass(frozen=True, slots=True)
-class TextDelta:
+class TextDelta(_Delta):
     """A piece of the answer's text."""
 
     text: str
 
 
 @dataclass(frozen=True, slots=True)
-class ReasoningDelta:
+class ReasoningDelta(_Delta):
     """A piece of what the model thinks before it answers."""
 
     text: str
 
 
 @dataclass(frozen=True, slots=True)
-class ToolCallStart:
+class ToolCallStart(_Delta):
     """A call of a tool begins; its arguments follow."""
 
     index: int
@@ -44,7 +56,7 @@ class ToolCallStart:
 
 
 @dataclass(frozen=True, slots=True)
-class ToolCallDelta:
+class ToolCallDelta(_Delta):
     """A piece of the JSON text of a call's arguments."""
 
     index: int
@@ -52,7 +64,7 @@ class ToolCallDelta:
 
 
 @dataclass(frozen=True, slots=True)
-class ToolCallEnd:
+class ToolCallEnd(_Delta):
     """The call is complete. Never comes for a call that was cut off."""
 
     index: int

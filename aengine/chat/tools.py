@@ -19,7 +19,12 @@ __all__ = ["MAX_TOOLS", "Tool", "ToolChoice", "tools_of"]
 
 MAX_TOOLS = 1024
 _NAME = re.compile(r"[A-Za-z0-9_.-]{1,64}")
-_MODES = ("none", "auto", "required")
+_MODES: dict[str, Literal["none", "auto", "required"]] = {
+    "none": "none",
+    "auto": "auto",
+    "required": "required",
+    "any": "required",
+}
 _SCHEMA_KEYS = ("parameters", "inputSchema", "input_schema")
 """Of a tool in a dict, as OpenAI, MCP and Anthropic name the schema of the arguments."""
 _KNOWN_KEYS = ("type", "function", "name", "description", "strict", *_SCHEMA_KEYS)
@@ -132,51 +137,101 @@ class ToolChoice:
     """Which tools an answer may or must call."""
 
     mode: Literal["none", "auto", "required", "named"]
-    name: str = ""
-    """Of the one tool, if the mode is "named"."""
+    """"required": at least one call. "named": one call, no more."""
+    names: tuple[str, ...] = ()
+    """The tools that may be called; of the mode "named", one. Empty: all."""
 
     @classmethod
-    def of(cls, value: ToolChoice | str | Mapping[str, Any] | None, tools: Sequence[Tool]) -> ToolChoice:
-        """Of "none", "auto", "required", a tool's name, or OpenAI's dict for a name. None: "auto" if there are tools.
+    def of(cls, value: object, tools: Sequence[Tool]) -> ToolChoice:
+        """Read what a caller wants.
 
-        A tool that is named like a mode is chosen by the dict; the string is an error then.
+        Args:
+            value: "none", "auto", "required" (or "any", which means the same), a tool's name, a list of names (at least
+                one call of these), or a dict as OpenAI's, in which a list may be restricted to "auto", or Anthropic's.
+                None: "auto" if there are tools.
+            tools: all that the model is shown.
+
+        A tool that is named like a mode is chosen by a list or a dict; the string is an error then.
 
         Raises InvalidRequestError naming ``tool_choice``.
         """
-        if isinstance(value, ToolChoice):
-            return value if value.mode != "named" else cls.of({"name": value.name}, tools)
-        if value is None:
-            return cls("auto" if tools else "none")
-        if value in _MODES and any(tool.name == value for tool in tools):
-            raise InvalidRequestError(
-                f"tool_choice={value!r} may mean the tool of that name: give "
-                f"{{'type': 'function', 'function': {{'name': {value!r}}}}} for it, ToolChoice({value!r}) for the mode",
-                param="tool_choice",
-            )
-        if value in ("none", "auto"):
-            return cls(value)  # type: ignore[arg-type]
-        if value == "required":
-            if not tools:
-                raise InvalidRequestError("tool_choice='required' needs at least one tool", param="tool_choice")
-            return cls("required")
-        name = value
-        if isinstance(value, Mapping):
-            inner = value.get("function", value)
-            name = inner.get("name") if isinstance(inner, Mapping) else None  # type: ignore[assignment]
-        if not isinstance(name, str) or all(tool.name != name for tool in tools):
-            known = ", ".join(repr(tool.name) for tool in tools[:20]) or "none"
-            raise InvalidRequestError(
-                f"tool_choice={shown(value)} is not valid: it must be 'none', 'auto', 'required' or the name of a tool "
-                f"(there are: {known})",
-                param="tool_choice",
-            )
-        return cls("named", name)
+        choice = _choice_of(value, tools)
+        if choice.mode == "required" and not tools:
+            raise InvalidRequestError("tool_choice='required' needs at least one tool", param="tool_choice")
+        known = {tool.name for tool in tools}
+        if not known.issuperset(choice.names) or (choice.mode == "named" and len(choice.names) != 1):
+            raise _invalid_choice(value, tools)
+        return choice
 
     def allowed(self, tools: Sequence[Tool]) -> tuple[Tool, ...]:
         """Those that the answer may call."""
         if self.mode == "none":
             return ()
-        return tuple(tool for tool in tools if self.mode != "named" or tool.name == self.name)
+        return tuple(tool for tool in tools if not self.names or tool.name in self.names)
+
+
+def _choice_of(value: object, tools: Sequence[Tool]) -> ToolChoice:
+    """Reads the forms; whether there are such tools is not checked here."""
+    if isinstance(value, ToolChoice):
+        return value
+    if value is None:
+        return ToolChoice("auto" if tools else "none")
+    if isinstance(value, str):
+        mode = _mode(value)
+        if mode is None:
+            return ToolChoice("named", (value,))
+        if any(tool.name == value for tool in tools):
+            raise InvalidRequestError(
+                f"tool_choice={value!r} may mean the tool of that name: give "
+                f"{{'type': 'function', 'function': {{'name': {value!r}}}}} for it, ToolChoice({mode!r}) for the mode",
+                param="tool_choice",
+            )
+        return ToolChoice(mode)
+    if isinstance(value, Mapping):
+        return _choice_of_dict(value, tools)
+    if isinstance(value, Sequence) and value and all(isinstance(name, str) for name in value):
+        return ToolChoice("required", tuple(value))
+    raise _invalid_choice(value, tools)
+
+
+def _mode(name: object) -> Literal["none", "auto", "required"] | None:
+    return _MODES.get(name) if isinstance(name, str) else None
+
+
+def _choice_of_dict(value: Mapping[str, Any], tools: Sequence[Tool]) -> ToolChoice:
+    """OpenAI's ``{"type": "function", "function": {"name": ...}}`` and ``{"type": "allowed_tools", "allowed_tools":
+    {"mode": ..., "tools": [...]}}``, of both of its interfaces, and Anthropic's ``{"type": "tool", "name": ...}``,
+    ``{"type": "any"}``."""
+    kind = value.get("type", "function")
+    if kind == "allowed_tools":
+        inner = value.get("allowed_tools", value)
+        mode = _mode(inner.get("mode", "auto")) if isinstance(inner, Mapping) else None
+        listed = inner.get("tools") if isinstance(inner, Mapping) else None
+        if mode in ("auto", "required") and isinstance(listed, Sequence) and listed:
+            return ToolChoice(mode, tuple(_name_in(tool, value, tools) for tool in listed))
+    elif kind in ("function", "tool"):
+        return ToolChoice("named", (_name_in(value, value, tools),))
+    elif (mode := _mode(kind)) is not None:
+        return ToolChoice(mode)
+    raise _invalid_choice(value, tools)
+
+
+def _name_in(thing: object, value: object, tools: Sequence[Tool]) -> str:
+    """The name in a dict that names a function."""
+    inner = thing.get("function", thing) if isinstance(thing, Mapping) else None
+    name = inner.get("name") if isinstance(inner, Mapping) else None
+    if not isinstance(name, str):
+        raise _invalid_choice(value, tools)
+    return name
+
+
+def _invalid_choice(value: object, tools: Sequence[Tool]) -> InvalidRequestError:
+    known = ", ".join(repr(tool.name) for tool in tools[:20]) or "none"
+    return InvalidRequestError(
+        f"tool_choice={shown(value)} is not valid: it must be 'none', 'auto', 'required', the name of a tool or a list "
+        f"of names (there are: {known})",
+        param="tool_choice",
+    )
 
 
 def _invalid(message: str) -> InvalidRequestError:

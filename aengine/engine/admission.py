@@ -28,7 +28,7 @@ from ..errors import (
     InvalidRequestError,
 )
 from ..outputs import FinishReason
-from ..params import SamplingParams, is_unicode, shown
+from ..params import SamplingParams, StructuredOutput, is_unicode, shown
 from .asked_type import AskedType
 from .bitmasks import RequestGrammar
 from .call import Call, Limits
@@ -141,6 +141,7 @@ class Admission:
             asked_type=asked_type,
         )
         call.mailbox.output_type = output_type
+        call.mailbox.is_json = asked_type is not None or _is_json(params.structured_output)
         want_logprobs = params.logprobs is not None
         call.mailbox.open(
             [ChoiceOutput(call.mailbox, i, self._detokenizer(params, markers), want_logprobs) for i in range(params.n)]
@@ -500,6 +501,10 @@ class Admission:
         self._let_in_soon()
         if self.is_empty:
             self.on_empty()
+
+
+def _is_json(shape: StructuredOutput | None) -> bool:
+    return shape is not None and (shape.json_schema is not None or shape.json_object)
 
 
 def _nth_seed(seed: int, index: int) -> int:

@@ -1,25 +1,17 @@
 """Chats with tools, reasoning and an answer of a shape, over the engine's plain streams.
 
-ChatRequest ──plan_chat (a thread)──> ChatPlan: prompt ids + GrammarSpec ──submit──> TokenStream
-ChatStream: token ──ChatParser──> deltas, and at the end a ChatMessage
+ChatRequest ──plan_chat (a thread)──> ChatPlan: prompt ids + GrammarSpec ──submit──> TokenStream ──> ChatStream
 """
 
 from __future__ import annotations
 
 import asyncio
-import contextlib
-from collections import deque
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
-from types import TracebackType
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from ..chat import (
-    ChatMessage,
-    ChatParser,
-    Delta,
     ReasoningFormat,
-    TextDelta,
     Tool,
     ToolChoice,
     ToolFormat,
@@ -31,22 +23,16 @@ from ..chat import (
 )
 from ..chat.formats import Markers
 from ..chat.history import with_instructions, written_out
-from ..errors import AEngineError, DeadlineExceededError, GrammarError, InvalidRequestError
+from ..errors import DeadlineExceededError, GrammarError, InvalidRequestError
 from ..grammar.output_type import OutputType
-from ..grammar.partial import PartialJson
 from ..grammar.spec import GrammarSpec, spec_of
-from ..outputs import Completion, FinishReason, Token
 from ..params import SamplingParams, StructuredOutput
 from .asked_type import OnUnsupported, check_on_unsupported, constraint_of
 from .chat_template import check_messages
-from .stream import TokenStream
 from .structured import GrammarService
 from .tokenizer import Tokenizer
 
-if TYPE_CHECKING:
-    from typing import Self
-
-__all__ = ["ChatPlan", "ChatRequest", "ChatStream", "check_grammar", "plan_chat", "plan_within"]
+__all__ = ["ChatPlan", "ChatRequest", "check_grammar", "plan_chat", "plan_within"]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -80,8 +66,6 @@ class ChatRequest:
         """Raises InvalidRequestError, also for parameters that no chat can have."""
         if not isinstance(params, SamplingParams):
             raise InvalidRequestError(f"params must be SamplingParams, not {type(params).__name__}", param="params")
-        if params.n != 1:
-            raise InvalidRequestError("a chat gives one answer: use generate() for n > 1", param="n")
         if not params.detokenize:
             raise InvalidRequestError("a chat needs the text: detokenize must be True", param="detokenize")
         return cls(structured_output=params.structured_output, **asked)
@@ -213,126 +197,3 @@ async def plan_within(
             message = f"no token within first_token_deadline={limit:g} s (the chat was being prepared)"
         raise DeadlineExceededError(message, deadline=limit) from None
     return plan
-
-
-class ChatStream:
-    """The answer of one chat as it comes: an async iterator of deltas.
-
-        async for delta in stream:      # ReasoningDelta, TextDelta, ToolCallStart, ToolCallDelta, ToolCallEnd
-        stream.message                  # a ChatMessage: content, reasoning, tool_calls; so far, or whole at the end
-        stream.partial                  # with an output_type or a JSON schema: what the answer says so far
-        stream.completion               # once it has ended: usage, finish reason, parsed
-
-    Closing, dropping or cancelling it ends the request, as with `TokenStream`.
-    """
-
-    def __init__(self, stream: TokenStream, plan: ChatPlan, tokenizer: Tokenizer, params: SamplingParams) -> None:
-        self._stream = stream
-        self._stop_token_ids = tokenizer.eos_token_ids | frozenset(params.stop_token_ids)
-        self._output_type = plan.output_type
-        self._warnings = plan.warnings
-        self._parser = ChatParser(
-            plan.tool_format, plan.reasoning, plan.tools, plan.shape is not None, tokenizer.control_token_id
-        )
-        self._partial = PartialJson()
-        self._unread: list[str] = []  # texts that `partial` has not seen yet
-        self._deltas: deque[Delta] = deque()
-        self._is_read = False  # to its end, or it was closed
-        self._has_ended = False  # by itself
-        self._completion: Completion | None = None
-
-    @property
-    def request_id(self) -> str:
-        return self._stream.request_id
-
-    def __aiter__(self) -> Self:
-        return self
-
-    async def __anext__(self) -> Delta:
-        while not self._deltas:
-            if self._is_read:
-                raise StopAsyncIteration
-            try:
-                token = await anext(self._stream)
-            except StopAsyncIteration:
-                self._is_read = self._has_ended = True
-                self._deltas.extend(self._parser.finish())
-            except AEngineError as error:
-                if error.completion is not None:
-                    error.completion = self._new_completion()
-                raise
-            else:
-                self._deltas.extend(self._parser.feed(token.text, self._marker_of(token)))
-        delta = self._deltas.popleft()
-        if isinstance(delta, TextDelta):
-            self._unread.append(delta.text)
-        return delta
-
-    def _marker_of(self, token: Token) -> int | None:
-        """The token's id, which may be that of a marker; None if a stop string ended the text before it."""
-        is_cut = token.finish_reason is FinishReason.STOP and token.token_id not in self._stop_token_ids
-        return None if is_cut else token.token_id
-
-    @property
-    def message(self) -> ChatMessage:
-        """What has come so far; the whole answer once the stream has been read to its end."""
-        return self._parser.message
-
-    @property
-    def partial(self) -> Any:
-        """What the answer's text, a JSON text, says so far, as `TokenStream.partial`; None: nothing yet.
-
-        Raises InvalidRequestError if the text is not JSON.
-        """
-        try:
-            self._partial.feed("".join(self._unread))
-        except ValueError as error:
-            raise InvalidRequestError(f"the text of {self.request_id} is not JSON: {error}") from error
-        self._unread.clear()
-        if self._has_ended and not self._deltas and self.completion.finish_reason is FinishReason.STOP:
-            with contextlib.suppress(ValueError):  # it may have called tools instead
-                self._partial.finish()  # a number at the top is one only now
-        return self._partial.value
-
-    @property
-    def completion(self) -> Completion:
-        """Once it has been read to its end, or closed; ``message`` is in it, ``parsed`` is of the message's content.
-
-        Raises InvalidRequestError before.
-        """
-        if not self._is_read:
-            raise InvalidRequestError(f"stream {self.request_id} has not been read to its end yet")
-        if self._completion is None:
-            self._completion = self._new_completion()
-        return self._completion
-
-    def _new_completion(self) -> Completion:
-        completion, message = self._stream.completion, self.message
-        choice = completion.choices[0]
-        if self._output_type is not None and choice.finish_reason is FinishReason.STOP and not message.tool_calls:
-            parsed, parse_error = self._output_type.parse(message.content or "")
-            choice = replace(choice, parsed=parsed, parse_error=parse_error)
-        warnings = self._warnings + completion.warnings
-        return replace(completion, choices=(choice,), message=message, warnings=warnings)
-
-    async def wait(self) -> Completion:
-        """Read to the end."""
-        async for _ in self:
-            pass
-        return self.completion
-
-    async def aclose(self) -> None:
-        """Abort the request if it still runs; what has come is the message. Idempotent."""
-        await self._stream.aclose()
-        if not self._is_read:
-            self._is_read = True
-            self._parser.finish()
-            self._deltas.clear()
-
-    async def __aenter__(self) -> Self:
-        return self
-
-    async def __aexit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        await self.aclose()

@@ -51,6 +51,7 @@ class Mailbox:
         "choices",
         "error",
         "final_only",
+        "is_json",
         "num_open",
         "num_prompt_tokens",
         "output_type",
@@ -71,6 +72,7 @@ class Mailbox:
         self.num_prompt_tokens = 0
         self.cached_tokens = 0
         self.output_type: OutputType | None = None
+        self.is_json = False  # the text was asked to be
         self.warnings: tuple[str, ...] = ()
 
     def open(self, choices: list[ChoiceOutput]) -> None:
@@ -256,12 +258,14 @@ class TokenStream:
 
     @property
     def partial(self) -> Any:
-        """What the first completion, a JSON text, says so far: dicts, lists, strings and numbers; None: nothing yet.
+        """What the first completion, a JSON text, says so far: dicts, lists, strings and numbers; None: nothing yet,
+        or no JSON was asked for.
 
         Each snapshot is a prefix of the final value: strings and lists grow at their end, a key is there once its value
         has begun, a number once it is complete. Snapshots share their finished parts: copy before changing one.
-        Raises InvalidRequestError if the text is not JSON.
         """
+        if not self._mailbox.is_json:
+            return None
         from ..grammar.partial import PartialJson
 
         if self._partial is None:

@@ -19,12 +19,14 @@ from aengine import (
     DeadlineExceededError,
     EngineClosedError,
     EngineOverloadedError,
+    FinishReason,
     GrammarError,
     InvalidRequestError,
     SamplingParams,
     StructuredOutput,
+    Token,
 )
-from aengine.chat import ToolCallStart
+from aengine.chat import TextDelta, ToolCallStart
 from aengine.engine import chat as chat_module
 
 Make = Callable[..., AsyncLLM]
@@ -60,7 +62,7 @@ async def test_a_required_call_and_its_result(make_engine: Make, rng: random.Ran
         any_token(engine, rng.randrange(10**6))
         params = SHORT.replace(max_tokens=600)
         completion = await engine.chat(HELLO, params, tools=[add], tool_choice="add", output_type=Sum)
-        assert completion.finish_reason == "stop" and completion.parsed is None
+        assert completion.finish_reason is FinishReason.TOOL_CALLS and completion.parsed is None
         (call,) = completion.message.tool_calls
         assert call.name == "add" and set(call.parsed_arguments()) == {"a", "b"}
         history = [*HELLO, completion.message.to_dict(), {"role": "tool", "content": "3", "tool_call_id": call.id}]
@@ -90,7 +92,6 @@ async def test_deltas_come_as_they_are_made(make_engine: Make) -> None:
         ({"output_type": print}, "output_type"),
         ({"deadline": -1}, "deadline"),
         ({"bogus": 1}, "bogus"),
-        ({"params": SamplingParams(n=2)}, "n"),
         ({"params": SamplingParams(detokenize=False)}, "detokenize"),
         ({"params": shaped(regex="a"), "output_type": Sum}, "output_type"),
         ({"params": shaped(grammar='start: "a"'), "tools": [add]}, "structured_output"),
@@ -126,7 +127,8 @@ async def test_an_answer_of_a_json_schema_or_calls(make_engine: Make, rng: rando
             stream = await engine.stream_chat(HELLO, shaped(json_schema=SCHEMA), tools=[add])
             snapshots = [stream.partial async for _ in stream]
             completion, message = stream.completion, stream.message
-            assert completion.finish_reason == "stop" and completion.parsed is None
+            assert completion.finish_reason == ("tool_calls" if message.tool_calls else "stop")
+            assert completion.parsed is None
             calls += bool(message.tool_calls)
             if message.tool_calls:
                 assert message.content is None and stream.partial is None
@@ -198,13 +200,95 @@ async def test_a_chat_that_is_closed_has_what_came(make_engine: Make) -> None:
         await settled(engine)
 
 
-async def test_a_text_that_is_no_json_has_no_snapshot(make_engine: Make) -> None:
+@pytest.mark.parametrize("params", [SHORT, shaped(choice=["yes"]), shaped(regex="[{]+")])
+@pytest.mark.parametrize("own_thread", [False, True])
+async def test_a_text_that_was_not_asked_to_be_json_has_no_snapshot(
+    make_engine: Make, params: SamplingParams, own_thread: bool
+) -> None:
+    async with make_engine(own_thread=own_thread) as engine:
+        stream = await engine.stream_chat(HELLO, params)
+        assert not any([stream.partial async for _ in stream]) and stream.completion.text
+        plain = engine.stream([5], params)
+        assert not any([plain.partial async for _ in plain]) and plain.completion.text
+
+
+async def test_a_call_that_is_cut_off_is_no_call(make_engine: Make) -> None:
     async with make_engine() as engine:
-        stream = await engine.stream_chat(HELLO, shaped(choice=["yes"]))
-        async for _ in stream:
-            pass
-        with pytest.raises(InvalidRequestError, match="is not JSON"):
-            _ = stream.partial
+        any_token(engine, 1)
+        completion = await engine.chat(HELLO, SamplingParams(max_tokens=12), tools=[add], tool_choice="required")
+        assert completion.finish_reason is FinishReason.LENGTH
+        assert not any(call.is_complete for call in completion.message.tool_calls)
+
+
+async def test_one_of_some_tools_must_be_called(make_engine: Make, rng: random.Random) -> None:
+    tools = [add, {"name": "sub"}, {"name": "mul"}]
+    listed = {"type": "allowed_tools", "allowed_tools": {"mode": "required", "tools": [{"function": {"name": "mul"}}]}}
+    async with make_engine() as engine:
+        any_token(engine, rng.randrange(10**6))
+        for choice, allowed in ((["sub", "mul"], {"sub", "mul"}), (listed, {"mul"}), ("any", {"add", "sub", "mul"})):
+            answers = await asyncio.gather(*(engine.chat(HELLO, SHORT, tools=tools, tool_choice=choice) for _ in "abc"))
+            called = {call.name for answer in answers for call in answer.message.tool_calls}
+            assert called and called <= allowed, (choice, called)
+
+
+@pytest.mark.parametrize("own_thread", [False, True])
+async def test_several_answers_of_one_chat(make_engine: Make, rng: random.Random, own_thread: bool) -> None:
+    """Each is parsed by itself, whatever the order of their tokens."""
+    async with make_engine(own_thread=own_thread) as engine:
+        any_token(engine, rng.randrange(10**6))
+        kinds: set[str] = set()
+        while kinds != {"stop", "tool_calls"}:
+            stream = await engine.stream_chat(HELLO, SHORT.replace(n=4), tools=[add], output_type=Sum)
+            seen: dict[int, list[str]] = {}
+            async for delta in stream:
+                if isinstance(delta, TextDelta):
+                    seen.setdefault(delta.choice, []).append(delta.text)
+            completion = stream.completion
+            assert [choice.index for choice in completion.choices] == [0, 1, 2, 3] and len(seen) <= 4
+            assert tuple(choice.message for choice in completion.choices) == stream.messages
+            assert completion.message is completion.choices[0].message and stream.message == completion.message
+            for choice in completion.choices:
+                kinds.add(str(choice.finish_reason))
+                assert "".join(seen.get(choice.index, [])) == (choice.message.content or "")
+                if choice.finish_reason == "stop":
+                    assert isinstance(choice.parsed, Sum) and choice.message.content == choice.text
+                elif choice.finish_reason == "tool_calls":
+                    assert choice.message.tool_calls and choice.parsed is None
+        assert len({choice.text for choice in completion.choices}) > 1
+        whole = await engine.chat(HELLO, SHORT.replace(n=2), tools=[add], tool_choice="required")
+        assert all(choice.message.tool_calls for choice in whole.choices)
+        if not own_thread:
+            await settled(engine)
+
+
+async def test_several_answers_that_are_closed(make_engine: Make) -> None:
+    async with make_engine() as engine:
+        async with await engine.stream_chat(HELLO, SHORT.replace(n=3)) as stream:
+            await anext(stream)
+        assert [choice.finish_reason for choice in stream.completion.choices] == ["abort"] * 3
+        assert len(stream.messages) == 3
+        await settled(engine)
+
+
+@pytest.mark.parametrize("n", [1, 3])
+async def test_deltas_have_the_logprobs_of_their_tokens(make_engine: Make, n: int) -> None:
+    params = SHORT.replace(logprobs=2, n=n, max_tokens=40)
+    async with make_engine() as engine:
+        stream = await engine.stream_chat(HELLO, params)
+        tokens: dict[int, list[Token]] = {i: [] for i in range(n)}
+        async for delta in stream:
+            assert delta.tokens and all(token.index == delta.choice for token in delta.tokens)
+            assert delta.text == "".join(token.text for token in delta.tokens)
+            tokens[delta.choice] += delta.tokens
+        for choice in stream.completion.choices:
+            logprobs = [((t.token_id, t.logprob), *t.top_logprobs) for t in tokens[choice.index]]
+            assert tuple(logprobs) == choice.logprobs and len(logprobs) == 40
+        any_token(engine, 1)
+        stream = await engine.stream_chat(HELLO, SHORT.replace(logprobs=0), tools=[add], tool_choice="required")
+        ids = [token.token_id async for delta in stream for token in delta.tokens]
+        assert ids == [*stream.completion.token_ids[: len(ids)]]  # all up to the last delta, each once
+        plain = await engine.stream_chat(HELLO, SHORT)
+        assert not any([delta.tokens async for delta in plain])
 
 
 async def test_a_tool_that_can_not_be_held_is_named(make_engine: Make) -> None:

@@ -311,7 +311,7 @@ def test_tool_choice():
     assert ToolChoice.of(None, ()).mode == "none" and ToolChoice.of(None, tools).mode == "auto"
     for mode in ("none", "auto", "required"):
         assert ToolChoice.of(mode, tools) == ToolChoice(mode)
-    named = ToolChoice("named", "g")
+    named = ToolChoice("named", ("g",))
     for given in ("g", {"type": "function", "function": {"name": "g"}}, {"type": "function", "name": "g"}, named):
         assert ToolChoice.of(given, tools) == named
     assert [tool.name for tool in named.allowed(tools)] == ["g"]
@@ -324,13 +324,66 @@ def test_a_tool_that_is_named_like_a_mode(name):
     with pytest.raises(InvalidRequestError, match="tool of that name") as caught:
         ToolChoice.of(name, tools)
     assert caught.value.param == "tool_choice"
-    assert ToolChoice.of({"type": "function", "function": {"name": name}}, tools) == ToolChoice("named", name)
-    assert ToolChoice.of(ToolChoice("named", name), tools).allowed(tools) == tools[:1]
+    assert ToolChoice.of({"type": "function", "function": {"name": name}}, tools) == ToolChoice("named", (name,))
+    assert ToolChoice.of(ToolChoice("named", (name,)), tools).allowed(tools) == tools[:1]
     assert ToolChoice.of(ToolChoice(name), tools).mode == name and ToolChoice.of(None, tools).mode == "auto"
 
 
+NAMES_F = {"type": "function", "function": {"name": "f"}}
+
+
 @pytest.mark.parametrize(
-    "choice", ["h", {"function": {"name": "h"}}, {"type": "function"}, 3, [], ToolChoice("named", "h")]
+    ("given", "expected"),
+    [
+        ("any", ToolChoice("required")),
+        (["f"], ToolChoice("required", ("f",))),
+        (("h", "f"), ToolChoice("required", ("h", "f"))),
+        ({"type": "any"}, ToolChoice("required")),
+        ({"type": "auto", "disable_parallel_tool_use": True}, ToolChoice("auto")),
+        ({"type": "tool", "name": "f"}, ToolChoice("named", ("f",))),
+        (
+            {"type": "allowed_tools", "allowed_tools": {"mode": "auto", "tools": [NAMES_F]}},
+            ToolChoice("auto", ("f",)),
+        ),
+        (
+            {"type": "allowed_tools", "mode": "required", "tools": [{"type": "function", "name": "h"}, NAMES_F]},
+            ToolChoice("required", ("h", "f")),
+        ),
+        (ToolChoice("auto", ("g",)), ToolChoice("auto", ("g",))),
+    ],
+)
+def test_a_choice_of_some_tools(given, expected):
+    tools = tools_of([Tool("f"), Tool("g"), Tool("h")])
+    choice = ToolChoice.of(given, tools)
+    assert choice == expected
+    assert {tool.name for tool in choice.allowed(tools)} == set(expected.names or "fgh")
+
+
+@pytest.mark.parametrize(
+    "choice",
+    [
+        {"type": "allowed_tools", "allowed_tools": {"mode": "none", "tools": [NAMES_F]}},
+        {"type": "allowed_tools", "allowed_tools": {"mode": "auto", "tools": []}},
+        {"type": "allowed_tools", "allowed_tools": ["f"]},
+        {"type": "allowed_tools", "tools": ["f"]},
+        {"type": "something"},
+        {"type": "tool", "name": "h"},
+        ["f", "h"],
+        [],
+        ["f", 3],
+        ToolChoice("auto", ("h",)),
+        ToolChoice("named"),
+        ToolChoice("named", ("f", "g")),
+    ],
+)
+def test_a_choice_that_can_not_be(choice):
+    with pytest.raises(InvalidRequestError) as caught:
+        ToolChoice.of(choice, tools_of([Tool("f"), Tool("g")]))
+    assert caught.value.param == "tool_choice"
+
+
+@pytest.mark.parametrize(
+    "choice", ["h", {"function": {"name": "h"}}, {"type": "function"}, 3, [], ToolChoice("named", ("h",))]
 )
 def test_an_unknown_choice_is_refused(choice):
     with pytest.raises(InvalidRequestError) as caught:
