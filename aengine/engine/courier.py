@@ -41,21 +41,27 @@ class Courier:
 
         Once the loop is closed it is called at once, in this thread: it has to find out, and to tell who waits.
         """
-        self._calls.append((function, args))
-        loop = self._loop()
-        if loop is None or loop.is_closed():
-            self.deliver()
-            return
-        if self._is_scheduled:
-            return
         try:
-            self._is_scheduled = True
-            loop.call_soon_threadsafe(self.deliver, context=self._context)
-        except RuntimeError:  # it was closed since
-            self.deliver()
-        except BaseException:  # a KeyboardInterrupt: the next one schedules
-            self._is_scheduled = False
+            self._calls.append((function, args))
+            if not self._is_scheduled or self._is_closed():
+                self._is_scheduled = True
+                self._schedule()
+        except BaseException:  # a KeyboardInterrupt, wherever it was: a turn too many does no harm
+            self._schedule()
             raise
+
+    def _is_closed(self) -> bool:
+        loop = self._loop()
+        return loop is None or loop.is_closed()
+
+    def _schedule(self) -> None:
+        loop = self._loop()
+        try:
+            if loop is None:
+                raise RuntimeError("the loop has gone")
+            loop.call_soon_threadsafe(self.deliver, context=self._context)
+        except RuntimeError:  # it was closed
+            self.deliver()
 
     def deliver(self) -> None:
         self._is_scheduled = False

@@ -107,6 +107,8 @@ class ProcessExecutor:
         self._loop: asyncio.AbstractEventLoop | None = None  # since start()
         self._pid = os.getpid()
         self._released = False
+        self._turn = asyncio.Lock()  # of frames for several ranks
+        self._unfinished: set[asyncio.Task[None]] = set()  # that publish one
 
     def __del__(self) -> None:
         if getattr(self, "_workers", None) and not self._released:
@@ -293,13 +295,30 @@ class ProcessExecutor:
             self._replies.pop(call_id, None)
 
     async def _broadcast(self, kind: Kind, step_id: int, payload: bytes) -> None:
-        for rank, worker in enumerate(self._workers):
-            try:
-                await self._publish(worker, kind, step_id, payload)
-            except asyncio.CancelledError:
-                if rank:  # the ranks must see the same frames, and the others have it already
-                    self._fail(InternalError(f"a {kind.name} frame was cancelled on its way to rank {rank}"))
-                raise
+        """To all ranks, in the same order; once rank 0 has it, it comes to the others also if this is cancelled."""
+        if len(self._workers) == 1:
+            await self._publish(self._workers[0], kind, step_id, payload)
+            return
+        await self._turn.acquire()
+        try:
+            await self._publish(self._workers[0], kind, step_id, payload)
+        except BaseException:
+            self._turn.release()
+            raise
+        others = asyncio.get_running_loop().create_task(self._publish_to_others(kind, step_id, payload))
+        self._unfinished.add(others)
+        others.add_done_callback(self._end_turn)
+        await asyncio.shield(others)
+
+    async def _publish_to_others(self, kind: Kind, step_id: int, payload: bytes) -> None:
+        for worker in self._workers[1:]:
+            await self._publish(worker, kind, step_id, payload)
+
+    def _end_turn(self, published: asyncio.Task[None]) -> None:
+        self._unfinished.discard(published)
+        self._turn.release()
+        if not published.cancelled():
+            published.exception()  # that of a closed channel: who has been cancelled does not ask
 
     async def _publish(self, worker: WorkerProcess, kind: Kind, step_id: int, payload: bytes) -> None:
         try:
