@@ -1,8 +1,8 @@
 """Chat messages to prompt text, by the Jinja template that comes with a model.
 
-Templates are written for Hugging Face's environment, so ours offers the same: a sandbox that can change nothing,
-trimmed blocks, ``break`` and ``continue``, ``raise_exception``, ``strftime_now``, a ``tojson`` that escapes no HTML,
-``{% generation %}``, and the special tokens by role (``bos_token``, ...).
+The environment is Hugging Face's (`template_environment.py`), with the special tokens by role (``bos_token``, ...).
+Whatever is written in messages, tools and the caller's own variables is traced (`traced_text.py`), so that the prompt
+tells the template's own markers from those that a message has in its text.
 
 Messages come as OpenAI writes them, and templates differ in how they read an assistant's: arguments of calls as a
 mapping or as text, calls only where the content is none, or no content but a string. They are rendered so that either
@@ -12,72 +12,172 @@ kind gets what it reads.
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping, Sequence
+import re
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
-from datetime import datetime
 from functools import cached_property
-from typing import TYPE_CHECKING, Any, NoReturn
+from typing import TYPE_CHECKING, Any
 
 from ..errors import InvalidRequestError
 from ..params import shown as shortly
+from .traced_text import Origin, TracedText, traced
 
 if TYPE_CHECKING:
     import jinja2
 
-__all__ = ["ChatTemplate"]
+__all__ = ["ChatTemplate", "check_messages", "check_template_variables"]
 
 _TEXT_PARTS = ("text", "input_text", "output_text")
 """As chat completions name them, and as responses do."""
+_ROLE = re.compile(r"[\w.-]*")
+"""A role is the caller's own word, and may be a part of a marker: "<|" + role + "|>". Others are text as any."""
+_OWN_KEYS = ("content", "reasoning_content", "reasoning", "thinking")
+"""Of an assistant's message: what the model wrote."""
+_RESERVED = (
+    "messages", "tools", "add_generation_prompt", "continue_final_message", "raise_exception", "strftime_now",
+    "bos_token", "eos_token", "unk_token", "pad_token", "sep_token", "cls_token", "mask_token",
+)  # fmt: skip
+"""Variables of a template that a caller can't set, or sets by another name."""
 
 
 class ChatTemplate:
     """One template. Compiled at its first use; may be rendered from several threads."""
 
-    def __init__(self, source: str, special_tokens: Mapping[str, str]) -> None:
+    def __init__(
+        self, source: str, special_tokens: Mapping[str, str], hides: Callable[[str], bool] | None = None
+    ) -> None:
+        """``hides`` says which texts the template can't find in what others than the assistant say."""
         self.source = source
         self._special_tokens = dict(special_tokens)
+        self._theirs = Origin(hides=hides)
 
     def render(
         self,
         messages: Sequence[Mapping[str, Any]],
         *,
-        add_generation_prompt: bool,
-        tools: Sequence[Any] | None,
-        extra: Mapping[str, Any],
-    ) -> str:
-        """Raises InvalidRequestError when the messages are none, or none that this template can show."""
+        add_generation_prompt: bool = True,
+        continue_final_message: bool = False,
+        tools: Sequence[Any] | None = None,
+        extra: Mapping[str, Any] | None = None,
+        trace: bool = True,
+    ) -> TracedText:
+        """The prompt; not ``trace``: as if all of it were the template's own.
+
+        Raises InvalidRequestError when the messages are none, or none that this template can show, or when the last
+        one can't be continued.
+        """
         check_messages(messages)
-        variables = {
-            **self._special_tokens,
-            "tools": list(tools) if tools else None,
-            "documents": None,
-            **extra,
-            "add_generation_prompt": add_generation_prompt,
-        }
+        if continue_final_message:
+            _check_continued(messages[-1])
         shown = [_as_templates_read(message) for message in messages]
         with_texts = [{**m, "content": ""} if m.get("content", "") is None else m for m in shown]
+        last = len(messages) - 1 if continue_final_message else None
+        variables = {"documents": None, **(extra or {}), "tools": list(tools) if tools else None}
+
+        def rendered(messages: list[dict[str, Any]]) -> TracedText:
+            text = self._compiled.render(
+                {
+                    **self._special_tokens,
+                    **self._traced(variables),
+                    "add_generation_prompt": add_generation_prompt,
+                    "messages": [self._traced_message(m, i == last) for i, m in enumerate(messages)],
+                }
+            )
+            assert isinstance(text, TracedText)
+            return text
+
+        text: TracedText | None
         try:
-            return self._compiled.render({**variables, "messages": shown})
+            text = rendered(shown)
         except Exception as error:  # a template is a program: it may raise anything
+            text = None
             if with_texts != shown:
                 with suppress(Exception):
-                    return self._compiled.render({**variables, "messages": with_texts})
-            raise InvalidRequestError(
-                f"the model's chat template refuses these messages: {error or type(error).__name__}", param="messages"
-            ) from error
+                    text = rendered(with_texts)
+            if text is None:
+                raise InvalidRequestError(
+                    f"the model's chat template refuses these messages: {error or type(error).__name__}",
+                    param="messages",
+                ) from error
+        if continue_final_message:
+            text = _up_to_continued(text)
+        return text if trace else TracedText(text.plain())
+
+    def _traced(self, value: Any) -> Any:
+        """A value with all its texts traced, keys too."""
+        return _traced_within(value, self._theirs)
+
+    def _traced_message(self, message: Mapping[str, Any], is_continued: bool) -> dict[str, Any]:
+        """Its role as it is, the rest traced; its own keys are OpenAI's, and stay as they are."""
+        own = Origin(is_own=True, is_continued=is_continued)
+        is_own = message["role"] == "assistant"
+        return {
+            key: value
+            if key == "role" and _ROLE.fullmatch(value)
+            else _traced_within(value, own if is_own and key in _OWN_KEYS else self._theirs)
+            for key, value in message.items()
+        }
 
     @cached_property
     def _compiled(self) -> jinja2.Template:
-        from jinja2.ext import loopcontrols
-        from jinja2.sandbox import ImmutableSandboxedEnvironment
+        from .template_environment import TemplateEnvironment
 
-        environment = ImmutableSandboxedEnvironment(
-            trim_blocks=True, lstrip_blocks=True, extensions=[loopcontrols, _generation_block()]
+        return TemplateEnvironment().from_string(self.source)
+
+
+def _traced_within(value: Any, origin: Origin) -> Any:
+    if isinstance(value, str):
+        return traced(value, origin)
+    if isinstance(value, _Arguments):
+        return _Arguments(_traced_within(dict(value), origin))
+    if isinstance(value, Mapping):
+        return {_traced_within(key, origin): _traced_within(item, origin) for key, item in value.items()}
+    if isinstance(value, list | tuple):
+        return [_traced_within(item, origin) for item in value]
+    return value
+
+
+def _check_continued(message: Mapping[str, Any]) -> None:
+    """Raises InvalidRequestError unless a completion can go on with it."""
+    wrong = None
+    if message["role"] != "assistant":
+        wrong = f"it is of role {shortly(message['role'])}"
+    elif message.get("tool_calls"):
+        wrong = "it has tool calls"
+    elif not any(message.get(key) for key in _OWN_KEYS):
+        wrong = "it has no content: leave it out, and the answer begins as any does"
+    if wrong is not None:
+        raise InvalidRequestError(
+            f"continue_final_message goes on with the last message, which must be an assistant's text; {wrong}",
+            param="continue_final_message",
         )
-        environment.filters["tojson"] = _to_json
-        environment.globals["raise_exception"] = _raise_exception
-        environment.globals["strftime_now"] = _strftime_now
-        return environment.from_string(self.source)
+
+
+def _up_to_continued(text: TracedText) -> TracedText:
+    """Without what the template puts after the message that goes on, blanks at its end that it takes off included."""
+    end = max((end for _, end, origin in text.spans if origin.is_continued), default=None)
+    if end is None:
+        raise InvalidRequestError(
+            "the model's chat template does not show the last message, so that it can't be continued",
+            param="continue_final_message",
+        )
+    return text[:end]
+
+
+def check_template_variables(extra: object) -> None:
+    """Raises InvalidRequestError unless it is a mapping of names to what JSON can say, none of them reserved."""
+    name = "chat_template_kwargs"
+    if not isinstance(extra, Mapping):
+        raise InvalidRequestError(f"{name} must be a mapping of names to values, or None", param=name)
+    for key, value in extra.items():
+        if not isinstance(key, str) or not key.isidentifier():
+            raise InvalidRequestError(f"{name} has {shortly(key)}, which is no name of a variable", param=name)
+        if key in _RESERVED:
+            raise InvalidRequestError(f"{name} can't set {key!r}: it is not a variable of the caller's", param=name)
+        try:
+            json.dumps(value)
+        except (TypeError, ValueError, RecursionError) as error:
+            raise InvalidRequestError(f"{name}[{key!r}] is nothing that JSON can say: {error}", param=name) from None
 
 
 def check_messages(messages: Sequence[Mapping[str, Any]]) -> None:
@@ -118,7 +218,9 @@ class _Arguments(dict[str, Any]):
     """A call's arguments: a mapping for templates that go through it or dump it, JSON where one joins it to a text."""
 
     def __str__(self) -> str:
-        return _to_json(self)
+        from .template_environment import to_json
+
+        return to_json(self)
 
     def __add__(self, other: str) -> str:
         return str(self) + other
@@ -155,39 +257,3 @@ def _with_mapping(call: Any) -> Any:
         except (ValueError, RecursionError):
             return call
     return {**call, "arguments": _Arguments(arguments)} if isinstance(arguments, Mapping) else call
-
-
-def _generation_block() -> type[jinja2.ext.Extension]:
-    """``{% generation %} ... {% endgeneration %}`` marks what the model wrote, for training; here it is its content."""
-    from jinja2 import nodes
-    from jinja2.ext import Extension
-    from jinja2.parser import Parser
-
-    class GenerationBlock(Extension):
-        tags = {"generation"}  # noqa: RUF012  # as jinja2 declares it
-
-        def parse(self, parser: Parser) -> nodes.Node | list[nodes.Node]:
-            next(parser.stream)
-            return parser.parse_statements(("name:endgeneration",), drop_needle=True)
-
-    return GenerationBlock
-
-
-def _to_json(
-    value: Any,
-    ensure_ascii: bool = False,
-    indent: int | None = None,
-    separators: tuple[str, str] | None = None,
-    sort_keys: bool = False,
-) -> str:
-    return json.dumps(value, ensure_ascii=ensure_ascii, indent=indent, separators=separators, sort_keys=sort_keys)
-
-
-def _raise_exception(message: str) -> NoReturn:
-    from jinja2.exceptions import TemplateError
-
-    raise TemplateError(message)
-
-
-def _strftime_now(format: str) -> str:
-    return datetime.now().strftime(format)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import logging
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -13,7 +14,9 @@ from ..errors import InvalidRequestError, ModelLoadError
 from .chat_template import ChatTemplate
 from .detokenizer import Detokenizer, MarkedDetokenizer
 from .gguf_tokenizer import read_gguf_tokenizer
+from .message_encoding import MessageEncoder
 from .token_text import token_table
+from .traced_text import TracedText
 
 if TYPE_CHECKING:
     import tokenizers
@@ -42,6 +45,7 @@ class Tokenizer:
         ends: Sequence[str] = _ENDS_OF_TURN,
     ) -> None:
         self._encoder = encoder
+        self._allows_special_tokens = False
         self._special_tokens = dict(special_tokens or {})
         added = encoder.get_added_tokens_decoder()
         self.vocab_size = max(encoder.get_vocab_size(), max(added, default=-1) + 1)
@@ -51,8 +55,11 @@ class Tokenizer:
         self.eos_token_ids = self._eos_token_ids(eos_token_ids, ends)
         """Every id that ends a completion."""
         self._table = token_table(encoder, self.special_ids, self.vocab_size)
+        templates = chat_templates or {}
+        self._messages = MessageEncoder(encoder, "\n".join(templates.values()))
         self._chat_templates = {
-            name: ChatTemplate(source, self._special_tokens) for name, source in (chat_templates or {}).items()
+            name: ChatTemplate(source, self._special_tokens, self._messages.has_marker)
+            for name, source in templates.items()
         }
 
     @classmethod
@@ -77,16 +84,19 @@ class Tokenizer:
         return tokenizer
 
     def encode(self, text: str, add_special_tokens: bool = True) -> list[int]:
-        """The token ids of ``text``; names of special tokens in it become those tokens.
+        """The token ids of ``text``; names of special tokens in it become those tokens, but for those that came out of
+        a message, in what `apply_chat_template` gives.
 
         ``add_special_tokens``: begin (or end) it as the model was trained to. Lets go of the GIL while it works, so a
         thread may encode a long text without holding up others (the library's ``encode_batch`` does, its ``encode``
         does not). Raises InvalidRequestError if the text is not Unicode.
         """
         try:
-            text.encode()
-        except (UnicodeEncodeError, AttributeError) as error:
+            str.encode(text)
+        except (UnicodeEncodeError, TypeError) as error:
             raise InvalidRequestError(f"the prompt is not valid Unicode text: {error}", param="prompt") from error
+        if isinstance(text, TracedText) and text.spans:
+            return self._messages.encode(text)
         return self._encoder.encode_batch_fast([text], add_special_tokens=add_special_tokens)[0].ids
 
     def decode(self, ids: Sequence[int], skip_special_tokens: bool = True) -> str:
@@ -146,11 +156,13 @@ class Tokenizer:
         messages: Sequence[Mapping[str, Any]],
         *,
         add_generation_prompt: bool = True,
+        continue_final_message: bool = False,
         tools: Sequence[Any] | None = None,
         **extra: Any,
-    ) -> str:
+    ) -> TracedText:
         """The prompt for ``messages``; encode it with ``add_special_tokens=False``.
 
+        ``continue_final_message``: it ends within the last message, an assistant's, for the completion to go on with.
         ``tools``: JSON schemas of functions; ``extra``: variables that this model's template knows. Raises
         InvalidRequestError when there is no template, or when it refuses the messages.
         """
@@ -160,7 +172,20 @@ class Tokenizer:
             )
         template = self._chat_templates.get("tool_use") if tools else None
         template = template or self._chat_templates.get("default") or next(iter(self._chat_templates.values()))
-        return template.render(messages, add_generation_prompt=add_generation_prompt, tools=tools, extra=extra)
+        return template.render(
+            messages,
+            add_generation_prompt=add_generation_prompt,
+            continue_final_message=continue_final_message,
+            tools=tools,
+            extra=extra,
+            trace=not self._allows_special_tokens,
+        )
+
+    def allowing_special_tokens(self) -> Tokenizer:
+        """Another over the same vocabulary, for which the names of special tokens in messages are those tokens."""
+        tokenizer = copy.copy(self)
+        tokenizer._allows_special_tokens = True
+        return tokenizer
 
     def _id_of(self, role: str) -> int | None:
         token = self._special_tokens.get(role)
