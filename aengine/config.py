@@ -65,6 +65,9 @@ class EngineConfig:
     """Of dummy weights. (Requests have seeds of their own.)"""
     skip_tokenizer: bool = False
     """Prompts and outputs are token ids only; no tokenizer is loaded."""
+    allow_special_tokens: bool = False
+    """The names of special tokens in a chat's messages and tools ("<|im_end|>") become those tokens. False: they stay
+    text, so that no message can pretend to be another. Says nothing of prompts that are a text."""
     preload_grammars: bool = True
     """Load the grammar library while the engine starts: 0.5 to 2 s of a thread, mostly with the GIL held. False: at the
     first request with a structured output, which waits for it, and the host's loop with it."""
@@ -159,7 +162,14 @@ class EngineConfig:
         for name, allowed in _ONE_OF.items():
             if getattr(self, name) not in allowed:
                 raise _wrong(name, getattr(self, name), "one of " + ", ".join(map(repr, allowed)))
-        for name in ("skip_tokenizer", "preload_grammars", "enable_prefix_caching", "enforce_eager", "own_thread"):
+        for name in (
+            "skip_tokenizer",
+            "allow_special_tokens",
+            "preload_grammars",
+            "enable_prefix_caching",
+            "enforce_eager",
+            "own_thread",
+        ):
             if not isinstance(getattr(self, name), bool):
                 raise _wrong(name, getattr(self, name), "True or False")
         for name in _POSITIVE:

@@ -49,7 +49,7 @@ class ChatTemplate:
         """``hides`` says which texts the template can't find in what others than the assistant say."""
         self.source = source
         self._special_tokens = dict(special_tokens)
-        self._theirs = Origin(hides=hides)
+        self._hides = hides
 
     def render(
         self,
@@ -72,15 +72,16 @@ class ChatTemplate:
         shown = [_as_templates_read(message) for message in messages]
         with_texts = [{**m, "content": ""} if m.get("content", "") is None else m for m in shown]
         last = len(messages) - 1 if continue_final_message else None
+        theirs = Origin(hides=self._hides if trace else None)
         variables = {"documents": None, **(extra or {}), "tools": list(tools) if tools else None}
 
         def rendered(messages: list[dict[str, Any]]) -> TracedText:
             text = self._compiled.render(
                 {
                     **self._special_tokens,
-                    **self._traced(variables),
+                    **_traced_within(variables, theirs),
                     "add_generation_prompt": add_generation_prompt,
-                    "messages": [self._traced_message(m, i == last) for i, m in enumerate(messages)],
+                    "messages": [_traced_message(m, theirs, i == last) for i, m in enumerate(messages)],
                 }
             )
             assert isinstance(text, TracedText)
@@ -103,26 +104,23 @@ class ChatTemplate:
             text = _up_to_continued(text)
         return text if trace else TracedText(text.plain())
 
-    def _traced(self, value: Any) -> Any:
-        """A value with all its texts traced, keys too."""
-        return _traced_within(value, self._theirs)
-
-    def _traced_message(self, message: Mapping[str, Any], is_continued: bool) -> dict[str, Any]:
-        """Its role as it is, the rest traced; its own keys are OpenAI's, and stay as they are."""
-        own = Origin(is_own=True, is_continued=is_continued)
-        is_own = message["role"] == "assistant"
-        return {
-            key: value
-            if key == "role" and _ROLE.fullmatch(value)
-            else _traced_within(value, own if is_own and key in _OWN_KEYS else self._theirs)
-            for key, value in message.items()
-        }
-
     @cached_property
     def _compiled(self) -> jinja2.Template:
         from .template_environment import TemplateEnvironment
 
         return TemplateEnvironment().from_string(self.source)
+
+
+def _traced_message(message: Mapping[str, Any], theirs: Origin, is_continued: bool) -> dict[str, Any]:
+    """Its role as it is, the rest traced; its own keys are OpenAI's, and stay as they are."""
+    own = Origin(is_own=True, is_continued=is_continued)
+    is_own = message["role"] == "assistant"
+    return {
+        key: value
+        if key == "role" and _ROLE.fullmatch(value)
+        else _traced_within(value, own if is_own and key in _OWN_KEYS else theirs)
+        for key, value in message.items()
+    }
 
 
 def _traced_within(value: Any, origin: Origin) -> Any:

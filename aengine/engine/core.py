@@ -395,6 +395,8 @@ def _log_progress(progress: StartupProgress) -> None:
 async def _load_tokenizer(config: EngineConfig, source: ModelSource) -> tuple[Tokenizer | None, frozenset[int]]:
     if not config.skip_tokenizer:
         tokenizer = await run_in_thread("tokenizer", Tokenizer.load, source, config.tokenizer)
+        if config.allow_special_tokens:
+            tokenizer = tokenizer.allowing_special_tokens()
         return tokenizer, tokenizer.eos_token_ids
     eos = source.generation_config.get("eos_token_id", source.hf_config.get("eos_token_id"))
     ids = eos if isinstance(eos, list) else [] if eos is None else [eos]

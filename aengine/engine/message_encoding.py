@@ -40,6 +40,8 @@ _CONTROL_LIKE = re.compile(
     r"<[|｜].*[|｜]>|\[/?[A-Z_]+\]|</?s>|<(start|end)_of_\w+>|</?(think|tool_call|tool_response)>"
 )
 """Added tokens with such names are markers, also where the template does not name them."""
+_BRACKETED = re.compile(r"[<\[|].*[>\]|]|^[#*]{2,}")
+"""And these where it does; a word is none."""
 
 _Own = tuple[int, int, int]
 """One of the template's markers: characters start to end, token id."""
@@ -57,9 +59,11 @@ class MessageEncoder:
             for i, token in added.items()
             if token.special
             or _CONTROL_LIKE.fullmatch(token.content)
-            or (token.content.strip() and token.content in template_source)
+            or (_BRACKETED.search(token.content) and token.content in template_source)
         }
         """By id: added tokens that are no ordinary text, as others are that only shorten it (blanks, "<table>")."""
+        self.unknown_id = _unknown_id(encoder)
+        """Of what is in no vocabulary; None if there is no such token."""
         self._names = frozenset(self.markers.values())
         self._own_ids = {i for i, name in self.markers.items() if name in OWN_MARKERS} - self._control_ids
         self.has_marker = functools.lru_cache(256)(self._has_marker)
@@ -78,6 +82,8 @@ class MessageEncoder:
             if token_id not in self.markers:
                 continue
             start, end = self._place(plain, token_id, *(encoding.token_to_chars(index) or (0, 0)))
+            if token_id == self.unknown_id and plain[start:end] != self.markers[token_id]:
+                continue  # a text that is in no vocabulary
             if self._is_own(text, start, end, token_id):
                 own.append((start, end, token_id))
             else:
@@ -96,11 +102,7 @@ class MessageEncoder:
 
     def _is_own(self, text: TracedText, start: int, end: int, token_id: int) -> bool:
         origins = text.origin_of(start, end)
-        if not origins:
-            return True
-        if token_id == self._twin_unknown_id:  # what is in no vocabulary, unless it is its name
-            return text.plain()[start:end] != self.markers[token_id]
-        return token_id in self._own_ids and all(origin.is_own for origin in origins)
+        return not origins or (token_id in self._own_ids and all(origin.is_own for origin in origins))
 
     def _encode_around(self, text: str, own: list[_Own]) -> list[int]:
         """The template's markers are given; all else is plain text."""
@@ -112,23 +114,19 @@ class MessageEncoder:
         return self._twin.encode_between(pieces, [token_id for *_, token_id in own])
 
     @functools.cached_property
-    def _twin_unknown_id(self) -> int | None:
-        return _unknown_id(self._encoder)
-
-    @functools.cached_property
     def _twin(self) -> _Twin:
-        return _Twin(self._encoder, self.markers)
+        return _Twin(self._encoder, self.markers, self.unknown_id)
 
 
 class _Twin:
     """The tokenizer over again, its model shared, with secret names for markers."""
 
-    def __init__(self, encoder: tokenizers.Tokenizer, markers: dict[int, str]) -> None:
+    def __init__(self, encoder: tokenizers.Tokenizer, markers: dict[int, str], unknown_id: int | None) -> None:
         from tokenizers import AddedToken, Tokenizer
 
         self._markers = markers
         self._model = encoder.model
-        self._unknown_id = _unknown_id(encoder)
+        self._unknown_id = unknown_id
         self._encoder = twin = Tokenizer(encoder.model)
         if encoder.normalizer is not None:
             twin.normalizer = encoder.normalizer

@@ -83,6 +83,8 @@ class TemplateEnvironment(ImmutableSandboxedEnvironment):
         if isinstance(obj, str):
             if attribute in ("format", "format_map"):
                 return functools.partial(self._format if attribute == "format" else self._format_map, obj)
+            if attribute == "encode":  # bytes can't be followed
+                return self.unsafe_undefined(obj, attribute)
             if type(obj) is str and hasattr(TracedText, attribute):
                 obj = TracedText(obj)  # its arguments may be traced
         return super().getattr(obj, attribute)

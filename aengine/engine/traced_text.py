@@ -211,9 +211,6 @@ class TracedText(str):
             return traced(self.plain().replace(old, new, count), origin_within((self, new)))
         return TracedText(new, spans_of(new)).join(self.split(old, count))
 
-    def encode(self, *encoding: Any, **errors: Any) -> bytes:
-        raise TypeError("a chat template can't encode a message's text to bytes")
-
 
 def _start_of(span: Span) -> int:
     return span[0]
