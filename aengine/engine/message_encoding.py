@@ -7,7 +7,8 @@ one wherever it stands. So the whole prompt is encoded, and each marker among th
     ╰─ template ─────╯╰────────── message ───────────────╯╰ template ╯
     1            ...   forged      forged                   2            what has a character of a message is forged
 
-With none forged, which is nearly always, these are the ids. Otherwise the text is encoded once more by a twin of the
+With none forged, which is nearly always, these are the ids; that can be told from the template's text alone, which
+gives as many markers. Otherwise the text is encoded once more by a twin of the
 tokenizer, in which the markers have other names that nobody can know, with these in place of the template's own. All
 else is as in the tokenizer, so that the text between has the ids that it has in any prompt.
 
@@ -21,7 +22,7 @@ import functools
 import re
 import secrets
 import string
-from collections.abc import Sequence
+from collections.abc import Collection, Iterable, Sequence
 from itertools import zip_longest
 from typing import TYPE_CHECKING
 
@@ -29,6 +30,7 @@ from .traced_text import TracedText
 
 if TYPE_CHECKING:
     import tokenizers
+    from tokenizers import AddedToken
 
 __all__ = ["MessageEncoder"]
 
@@ -64,7 +66,9 @@ class MessageEncoder:
         """By id: added tokens that are no ordinary text, as others are that only shorten it (blanks, "<table>")."""
         self.unknown_id = _unknown_id(encoder)
         """Of what is in no vocabulary; None if there is no such token."""
+        self._unknown = self.markers.get(self.unknown_id, "") if self.unknown_id is not None else ""
         self._names = frozenset(self.markers.values())
+        self._counts_tell = _counts_tell(added.values(), self._names)
         self._own_ids = {i for i, name in self.markers.items() if name in OWN_MARKERS} - self._control_ids
         self.has_marker = functools.lru_cache(256)(self._has_marker)
 
@@ -73,6 +77,20 @@ class MessageEncoder:
 
     def encode(self, text: TracedText) -> list[int]:
         """Lets go of the GIL while the library works, as `Tokenizer.encode`."""
+        plain = text.plain()
+        if self._counts_tell and not (self._unknown and self._unknown in plain):
+            ids = self._ids(plain)
+            if self._marker_ids(ids) == self._marker_ids(self._ids(text.without_messages())):
+                return ids
+        return self._encode_with_places(text)
+
+    def _ids(self, text: str) -> list[int]:
+        return self._encoder.encode_batch_fast([text], add_special_tokens=False)[0].ids
+
+    def _marker_ids(self, ids: list[int]) -> list[int]:
+        return [i for i in ids if i in self.markers and i != self.unknown_id]
+
+    def _encode_with_places(self, text: TracedText) -> list[int]:
         plain = text.plain()
         encoding = self._encoder.encode_batch([plain], add_special_tokens=False)[0]
         ids: list[int] = encoding.ids
@@ -116,6 +134,18 @@ class MessageEncoder:
     @functools.cached_property
     def _twin(self) -> _Twin:
         return _Twin(self._encoder, self.markers, self.unknown_id)
+
+
+def _counts_tell(added: Iterable[AddedToken], markers: Collection[str]) -> bool:
+    """Whether a message's text can't do away with a marker of the template's beside it, so that any that it adds is
+    one more: none looks at its neighbours, none begins within an added token, and none is the beginning of another."""
+    firsts = {name[0] for name in markers}
+    return not any(
+        not firsts.isdisjoint(token.content[1:])
+        or (token.content in markers and (token.single_word or token.normalized))
+        or any(token.content[:length] in markers for length in range(1, len(token.content)))
+        for token in added
+    )
 
 
 class _Twin:

@@ -64,6 +64,14 @@ class TracedText(str):
         """The text alone."""
         return str.__str__(self)
 
+    def without_messages(self) -> str:
+        """The template's own text, with one code point that is no character for each stretch of a message's."""
+        pieces, place = [], 0
+        for start, end, _ in self.spans:
+            pieces.append(str.__getitem__(self, slice(place, start)))
+            place = end
+        return _NOTHING.join([*pieces, str.__getitem__(self, slice(place, None))])
+
     def wholly(self, text: str) -> TracedText:
         """Text made of this one in a way that is not followed."""
         return traced(text, least_trusted(origin for *_, origin in self.spans))

@@ -295,7 +295,7 @@ def test_documents_and_other_variables() -> None:
         ("{% macro g() %}{{ caller(x) }}{% endmacro %}{% call(y) g() %}<A>{{ y }}{% endcall %}", "A"),
         ("{{ x | replace('q', '<A>') }}{{ x.replace('<', '<A>', 1) }}", "A"),
         (
-            "{{ x.partition('A')[1] }}{{ x.splitlines()[0] }}{{ x.removeprefix('<') }}{{ x.center(9) }}{{ x | center }}",
+            "{{ x.partition('A')[1] }}{{ x.splitlines()[0] }}{{ x.removeprefix('<') }}{{ x.center(9) }}",
             "",
         ),
         ("{{ x | e }}{{ x | title }}{{ x | capitalize }}{{ x | safe }}{{ x | truncate(5) }}{{ x | format }}", ""),
