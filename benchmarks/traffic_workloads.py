@@ -104,19 +104,17 @@ async def prompts_beside_decodes(
     prompts: int = 20,
     prompt_tokens: int = 4096,
     answer_tokens: int = 8,
-    pause: float = 0.05,
+    interval: float = 0.15,
     quiet: float = 1.0,
 ) -> None:
-    """Long prompts, one after the other, while streams decode: the prompts' first token, and the streams' gaps, beside
-    what these are without prompts."""
-    to_come = [run.prompt(prompt_tokens) for _ in range(prompts)]  # now: it takes milliseconds of the loop
+    """Long prompts, one every ``interval`` seconds, while streams decode: the prompts' first token, and the streams'
+    gaps, beside what these are without prompts."""
+    plan = [(i * interval, run.prompt(prompt_tokens), answer_tokens) for i in range(prompts)]
     async with run.client.steady([run.prompt(stream_prompt) for _ in range(streams)], stream_tokens) as steady:
         await asyncio.sleep(quiet)
         begun = time.perf_counter()
-        records = []
-        for prompt in to_come:
-            records.append(await run.client.request(prompt, answer_tokens))
-            await asyncio.sleep(pause)
+        records = await run.client.open_loop(plan)
+        await asyncio.sleep(max(0.0, begun + prompts * interval - time.perf_counter()))  # as long for all engines
         ended = time.perf_counter()
     run.report(
         "prompts_beside_decodes",

@@ -146,7 +146,7 @@ async def test_an_agents_context_grows_by_its_answers() -> None:
 async def test_the_other_workloads_report() -> None:
     engine = FakeEngine()
     for name, sizes in {
-        "prompts_beside_decodes": {"streams": 2, "stream_tokens": 10**6, "prompts": 2, "quiet": 0.01, "pause": 0.001},
+        "prompts_beside_decodes": {"streams": 2, "stream_tokens": 10**6, "prompts": 2, "quiet": 0.01, "interval": 0.01},
         "shared_prefix": {"requests": 3, "prefix_tokens": 20, "own_tokens": 4, "output_tokens": 5},
         "skewed_lengths": {"short": 3, "long": 1, "long_tokens": 50, "output_tokens": 5},
         "rare_parameters": {"streams": 2, "stream_tokens": 10**6, "quiet": 0.01},
