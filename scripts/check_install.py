@@ -3,8 +3,9 @@
 Each line of the output is a dry run of installing aengine with all extras: with the pins of constraints.txt, or
 without any, which is what a user's project gets. `uv` resolves them from the metadata of the wheels alone (no
 package is downloaded), and for a Python and a processor that this machine does not have, which pip can't: it
-evaluates the markers of requirements for the Python that runs it, and refuses source archives. Settings of pip on this machine (find-links, extra indexes)
-are not used, because they hide what everybody else would see; UV_DEFAULT_INDEX names a mirror of PyPI.
+evaluates the markers of requirements for the Python that runs it, and refuses source archives. Settings of pip on
+this machine (find-links, extra indexes) are not used, because they hide what everybody else would see;
+UV_DEFAULT_INDEX names a mirror of PyPI.
 
 Exit status: 0 if all succeed or the index cannot be reached (which is said), 1 if one fails.
 """
@@ -59,7 +60,7 @@ def unreachable(url: str) -> str:
 
 
 def resolve(python: str, platform: str, folder: Path, constraints: Path | None) -> tuple[bool, str]:
-    """Resolve ``folder``/requirements.in by the settings in its uv.toml. Returns whether it succeeded, uv's messages."""
+    """Resolve ``folder``/requirements.in by its uv.toml. Returns whether it succeeded, and uv's messages."""
     command = [sys.executable, "-m", "uv", "pip", "compile", "--quiet", "--no-header", "--no-annotate"]
     command += ["--python", sys.executable, "--no-python-downloads"]  # of its own; the version below is the target
     command += ["--config-file", str(folder / "uv.toml"), "--python-version", python, "--python-platform", platform]
@@ -68,7 +69,8 @@ def resolve(python: str, platform: str, folder: Path, constraints: Path | None) 
         command += ["--constraints", str(constraints)]
     keep = ("UV_CACHE_DIR", "UV_HTTP_TIMEOUT", "UV_NATIVE_TLS", "UV_SYSTEM_CERTS")
     environment = {k: v for k, v in os.environ.items() if not k.startswith("UV_") or k in keep}
-    done = subprocess.run([*command, str(folder / "requirements.in")], capture_output=True, text=True, env=environment, cwd="/")
+    command += [str(folder / "requirements.in")]
+    done = subprocess.run(command, capture_output=True, text=True, env=environment, cwd="/")
     return done.returncode == 0, done.stderr.strip()
 
 
