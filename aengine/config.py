@@ -11,6 +11,7 @@ from __future__ import annotations
 import os
 from collections.abc import Callable, Mapping
 from dataclasses import asdict, dataclass, fields, replace
+from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
 from .cgroups import num_usable_cpus
@@ -24,6 +25,7 @@ __all__ = [
     "EngineConfig",
     "StartupProgress",
     "is_offline",
+    "model_cache",
     "num_worker_threads",
     "thread_environment",
     "worker_environment",
@@ -50,9 +52,12 @@ class EngineConfig:
     """Every setting of an engine. Sizes are in tokens, requests or bytes as named; times in seconds."""
 
     model: str
-    """An embedded default ("smollm2-135m"), a folder, a .gguf file, or a hub id ("Qwen/Qwen3-0.6B")."""
+    """An embedded default ("smollm2-135m"), a folder, a .gguf file, or a hub id: "Qwen/Qwen3-0.6B", or with a GGUF's
+    quantisation "Qwen/Qwen3-0.6B-GGUF:Q8_0"."""
     revision: str | None = None
     """Branch, tag or commit of a hub id."""
+    gguf_file: str | None = None
+    """The GGUF file to load of a hub repository or folder: its name, or a pattern that fits one model ("*Q4_K_M*")."""
     tokenizer: str | None = None
     """Another folder, .gguf file or hub id to take the tokenizer from. None: the model's."""
     load_format: Literal["auto", "safetensors", "gguf", "dummy"] = "auto"
@@ -178,7 +183,7 @@ class EngineConfig:
                 raise _wrong(name, value, "a number above 0")
         if self.gpu_memory_utilization > 1:
             raise _wrong("gpu_memory_utilization", self.gpu_memory_utilization, "at most 1")
-        for name in ("revision", "tokenizer"):
+        for name in ("revision", "gguf_file", "tokenizer"):
             if getattr(self, name) is not None and not isinstance(getattr(self, name), str):
                 raise _wrong(name, getattr(self, name), "a string, or None")
         device = self.device
@@ -247,6 +252,14 @@ def num_worker_threads(config: EngineConfig) -> int:
         return config.num_threads
     cores = num_usable_cpus()
     return cores - 1 if cores > 4 else cores
+
+
+def model_cache() -> Path:
+    """Where `aengine model add` keeps models: aengine/models in $XDG_CACHE_HOME, which is ~/.cache if not set."""
+    given = os.environ.get("XDG_CACHE_HOME", "")
+    home = os.path.expanduser("~")  # stays "~" for a user id without an account, as in some containers
+    base = Path(given) if os.path.isabs(given) else Path("/" if home == "~" else home, ".cache")
+    return base / "aengine" / "models"
 
 
 def is_offline() -> bool:

@@ -31,7 +31,7 @@ from ..errors import ModelLoadError
 if TYPE_CHECKING:
     import numpy as np
 
-__all__ = ["GGML_TYPES", "GgmlType", "GgufFile", "GgufMetadata", "GgufTensor", "shard_paths"]
+__all__ = ["GGML_TYPES", "SHARD_NAME", "GgmlType", "GgufFile", "GgufMetadata", "GgufTensor", "shard_paths"]
 
 
 class GgmlType(NamedTuple):
@@ -97,7 +97,7 @@ _MAX_DIMS = 4
 _MAX_ARRAY_DEPTH = 4
 _MIN_PAIR_BYTES = 8 + 4 + 1  # an empty key, the type, a one-byte value
 _MIN_TENSOR_BYTES = 8 + 4 + 8 + 4 + 8  # an empty name, one dimension
-_SHARD_NAME = re.compile(r"(?P<stem>.+)-(?P<number>\d{5})-of-(?P<count>\d{5})\.gguf")
+SHARD_NAME = re.compile(r"(?P<stem>.+)-(?P<number>\d{5})-of-(?P<count>\d{5})\.gguf")
 
 
 @dataclass(frozen=True, slots=True)
@@ -199,7 +199,7 @@ class GgufFile:
 
 def shard_paths(path: Path) -> list[Path]:
     """All files of the model that ``path`` is one of, in order. Raises ModelLoadError if one is missing."""
-    match = _SHARD_NAME.fullmatch(path.name)
+    match = SHARD_NAME.fullmatch(path.name)
     if match is None or (count := int(match["count"])) <= 1:
         return [path]
     paths = [path.with_name(f"{match['stem']}-{i:05d}-of-{match['count']}.gguf") for i in range(1, count + 1)]

