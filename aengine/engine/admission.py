@@ -28,10 +28,11 @@ from ..errors import (
     InvalidRequestError,
 )
 from ..outputs import FinishReason
-from ..params import SamplingParams, StructuredOutput, is_unicode, shown
+from ..params import SamplingParams, StructuredOutput
 from .asked_type import AskedType
 from .bitmasks import RequestGrammar
 from .call import Call, Limits
+from .call_checks import check_call
 from .metrics import Counters
 from .observer import Observer
 from .prompt import Prompt, check_token_ids, encode_prompt, prompt_kind
@@ -48,10 +49,6 @@ if TYPE_CHECKING:
     from ..grammar.spec import GrammarSpec
 
 __all__ = ["Admission"]
-
-
-MAX_DEADLINE = 1e8
-"""Seconds; three years, which every event loop's timers can hold."""
 
 
 class Admission:
@@ -121,7 +118,8 @@ class Admission:
             EngineOverloadedError: the queue is full and admission is "error".
         """
         kind = prompt_kind(prompt)
-        self._check(kind, params, deadline, first_token_deadline, priority, request_id, cache_salt)
+        limits = (deadline, first_token_deadline, priority, request_id, cache_salt)
+        check_call(self._limits, self._tokenizer is not None, kind, params, *limits)
         if request_id is None:
             self._next_id += 1
             request_id = f"req-{self._next_id}"
@@ -184,7 +182,7 @@ class Admission:
     def check(self, prompt: Prompt, params: SamplingParams, **options: Any) -> Prompt:
         """Raises what `submit` would of the call by itself. Returns the prompt, no longer the caller's to change."""
         kind = prompt_kind(prompt)
-        self._check(kind, params, **options)
+        check_call(self._limits, self._tokenizer is not None, kind, params, **options)
         if kind == "token_ids":
             return check_token_ids(prompt, self._limits.vocab_size, self._limits.max_model_len)  # type: ignore[arg-type]
         return prompt if kind == "text" else list(prompt)  # type: ignore[return-value]
@@ -316,7 +314,8 @@ class Admission:
         cache_salt: str | None,
     ) -> None:
         """What `submit` would refuse of a call whose prompt is not known yet. Raises InvalidRequestError."""
-        self._check("messages", params, deadline, first_token_deadline, priority, request_id, cache_salt)
+        limits = (deadline, first_token_deadline, priority, request_id, cache_salt)
+        check_call(self._limits, self._tokenizer is not None, "messages", params, *limits)
         if request_id in self._calls:
             raise InvalidRequestError(f"request_id {request_id!r} is in use by a running request", param="request_id")
 
@@ -397,43 +396,6 @@ class Admission:
             skip_special_tokens=params.skip_special_tokens,
             markers=markers,
         )
-
-    def _check(
-        self,
-        kind: str,
-        params: SamplingParams,
-        deadline: float | None,
-        first_token_deadline: float | None,
-        priority: int,
-        request_id: str | None,
-        cache_salt: str | None,
-    ) -> None:
-        if not isinstance(params, SamplingParams):
-            raise InvalidRequestError(f"params must be SamplingParams, not {type(params).__name__}", param="params")
-        for name, limit in (("deadline", deadline), ("first_token_deadline", first_token_deadline)):
-            if limit is not None and (
-                isinstance(limit, bool) or not isinstance(limit, int | float) or not 0 < limit <= MAX_DEADLINE
-            ):
-                raise InvalidRequestError(
-                    f"{name} must be a number of seconds above 0 and at most {MAX_DEADLINE:g}", param=name
-                )
-        if isinstance(priority, bool) or not isinstance(priority, int):
-            raise InvalidRequestError(f"priority={shown(priority)} is not valid: an integer", param="priority")
-        for name, value in (("request_id", request_id), ("cache_salt", cache_salt)):
-            if value is not None and (not isinstance(value, str) or not value or not is_unicode(value)):
-                raise InvalidRequestError(f"{name}={shown(value)} is not valid: a non-empty string", param=name)
-        if self._tokenizer is None and (kind != "token_ids" or params.stop):
-            what = "stop strings need" if kind == "token_ids" else f"a prompt of {kind} needs"
-            raise InvalidRequestError(
-                f"{what} a tokenizer, and the engine was started with skip_tokenizer=True", param="prompt"
-            )
-        vocab_size = self._limits.vocab_size
-        for name, ids in (("logit_bias", params.logit_bias), ("stop_token_ids", params.stop_token_ids)):
-            for token_id in ids:
-                if token_id >= vocab_size:
-                    raise InvalidRequestError(
-                        f"{name} names token {token_id}, but this model has {vocab_size} tokens", param=name
-                    )
 
     def _overloaded(self) -> EngineOverloadedError:
         elapsed = time.monotonic() - self._started
