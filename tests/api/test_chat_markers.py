@@ -44,7 +44,7 @@ async def answered(
     known = sentencepiece(template)
     monkeypatch.setattr(core.Tokenizer, "load", classmethod(lambda cls, source, override=None: known))
     monkeypatch.setattr("aengine.engine.chat.compose", lambda **parts: None)
-    ids = known.encode(text, add_special_tokens=False) + [known.token_id("</s>")] * 20
+    ids = known.encode(text, add_special_tokens=False) + [known.token_id("</s>")] * 200
     begin = len(known.encode(known.apply_chat_template(HELLO), add_special_tokens=False))
     fake = {"vocab_size": known.vocab_size, "token": lambda row, position: ids[position - begin]}
     async with make_engine(fake=fake) as engine:
