@@ -65,6 +65,7 @@ class AsyncLLM:
         self._starting: asyncio.Task[None] | None = None
         self._num_starters = 0  # callers that wait for it
         self._has_starter = False  # one of them was told that it runs
+        self._pid: int | None = None  # of the process that has started it
         if self.config.own_thread:
             from .own_thread import give_own_thread
 
@@ -75,7 +76,9 @@ class AsyncLLM:
 
     @property
     def state(self) -> str:
-        """ "new", "starting", "running", "draining", "failed" or "closed"."""
+        """ "new", "starting", "running", "draining", "failed" or "closed"; in a fork of its process "closed"."""
+        if self._is_foreign:
+            return "closed"
         if self._starting is not None and not self._starting.done():
             return "starting"
         if self._core is None:
@@ -90,17 +93,25 @@ class AsyncLLM:
         Raises:
             ModelLoadError: the model can't be found, read or fitted; the message says what helps.
             WorkerDiedError: the worker died while it started.
-            EngineClosedError: the engine runs on another event loop, was closed meanwhile, drains (see `resume`), or is
-                being closed: then it can be started again once `aclose` has returned.
+            EngineClosedError: the engine runs on another event loop or in the process that forked this one, was closed
+                meanwhile, drains (see `resume`), or is being closed: then it can be started again once `aclose` has
+                returned.
+            InvalidRequestError: no asyncio event loop runs here.
+            EngineError: the machine lacks something that an engine needs, as /dev/shm; the message says what helps.
         """
-        loop = asyncio.get_running_loop()
+        from .engine.home import foreign_process, other_loop, running_loop
+
+        loop = running_loop()
+        if self._is_foreign:
+            raise foreign_process(self._pid or 0)
+        self._pid = os.getpid()
         core = self._core
         if core is not None and not core.loop.is_closed():
             if core.is_closing:
                 raise EngineClosedError(f"{self!r} is being closed: it can be started again once aclose() has returned")
             if core.is_alive:
                 if core.loop is not loop:
-                    raise EngineClosedError(f"{self!r} runs on another event loop: close it there first")
+                    raise other_loop(self, is_closed=False)
                 core.check_accepts()
                 self._has_starter = True
                 return self
@@ -157,6 +168,8 @@ class AsyncLLM:
         Of several calls at once the first whose time is over closes. Cancelling one is `terminate`.
         """
         drain = _seconds("drain", drain)
+        if self._is_foreign:
+            return
         if self._starting is not None and not self._starting.done():
             await _cancel(self._starting)
         if self._core is not None:
@@ -186,8 +199,16 @@ class AsyncLLM:
 
     def terminate(self) -> None:
         """Kill the worker at once. For when nothing can be awaited; `aclose` is the polite way."""
-        if self._core is not None:
+        if self._core is not None and not self._is_foreign:
             self._core.abandon()
+
+    @property
+    def _is_foreign(self) -> bool:
+        """Whether this is a fork of the process in which it runs: nothing of it may be touched here."""
+        if self._pid is None or self._pid == os.getpid():
+            return False
+        is_starting = self._starting is not None and not self._starting.done()
+        return is_starting or (self._core is not None and self._core.is_alive)
 
     async def __aenter__(self) -> Self:
         return await self.start()
@@ -199,7 +220,7 @@ class AsyncLLM:
 
     def __del__(self) -> None:
         core = getattr(self, "_core", None)
-        if core is not None and core.is_alive:
+        if core is not None and core.is_alive and not self._is_foreign:
             warnings.warn(f"{self!r} was dropped without aclose()", ResourceWarning, source=self, stacklevel=2)
             core.abandon()
 
@@ -474,6 +495,10 @@ class AsyncLLM:
 
     def _open_core(self) -> EngineCore:
         core = self._core
+        if self._is_foreign:
+            from .engine.home import foreign_process
+
+            raise foreign_process(self._pid or 0)
         if core is None:
             raise EngineClosedError(
                 f"{self!r} was not started: use `async with AsyncLLM(...) as engine`, or `await engine.start()`"
@@ -492,10 +517,11 @@ class AsyncLLM:
         except RuntimeError:
             here = None
         if here is not core.loop:
+            from .engine.home import other_loop
+
             if core.loop.is_closed():
                 core.abandon()
-                raise EngineClosedError(f"the event loop of {self!r} was closed: start it again on this one")
-            raise EngineClosedError(f"{self!r} belongs to another event loop: call it from there")
+            raise other_loop(self, is_closed=core.loop.is_closed())
         return core
 
     def _make_executor(self, config: EngineConfig) -> Executor:

@@ -25,6 +25,7 @@ from weakref import WeakMethod
 from .async_llm import AsyncLLM
 from .engine.asked_type import with_output_type
 from .engine.core import EngineCore
+from .engine.home import running_loop
 from .engine.loop_thread import LoopEndedError, LoopThread
 from .engine.remote_stream import RemoteStream
 from .errors import EngineClosedError
@@ -67,7 +68,7 @@ class OwnThreadLLM(AsyncLLM):
 
     async def start(self) -> Self:
         """See `AsyncLLM.start`. The thread's loop is of the kind of the caller's: asyncio's or uvloop's."""
-        loop = asyncio.get_running_loop()
+        loop = running_loop()
         while True:
             thread = self._thread_to_start_on(loop)
             if thread is None:

@@ -23,8 +23,9 @@ from functools import partial
 from queue import SimpleQueue
 from typing import Any, Generic, TypeVar
 
-from ..errors import EngineClosedError, EngineError
+from ..errors import EngineError
 from .courier import Courier, courier_of, settle
+from .home import foreign_process, running_loop
 
 __all__ = ["LoopEndedError", "LoopThread"]
 
@@ -78,7 +79,7 @@ class LoopThread:
     def check_process(self) -> None:
         """Raises EngineClosedError in a fork."""
         if self.is_foreign:
-            raise EngineClosedError("the engine belongs to the process that forked this one: make one here")
+            raise foreign_process(self._pid)
 
     def post(self, function: Callable[..., object], *args: Any) -> None:
         """Have it called on the loop, soon; see `Courier.post`. Raises EngineClosedError in a fork."""
@@ -103,9 +104,9 @@ class LoopThread:
     async def run(self, function: Callable[[], Awaitable[T]]) -> T:
         """Await ``function()`` on the thread's loop. To cancel it is to cancel that, and to wait for its end.
 
-        Raises what it raises; LoopEndedError; EngineClosedError in a fork.
+        Raises what it raises; LoopEndedError; EngineClosedError in a fork; InvalidRequestError without a loop.
         """
-        loop = asyncio.get_running_loop()
+        loop = running_loop()
         if loop is self.loop:
             return await function()
         ended = loop.create_future()

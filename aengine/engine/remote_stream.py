@@ -23,6 +23,7 @@ from typing import Any, TypeVar
 from ..errors import InvalidRequestError
 from ..outputs import Completion, Token
 from .courier import courier_of, settle
+from .home import running_loop
 from .loop_thread import LoopEndedError, LoopThread
 from .stream import Mailbox, TokenStream, end_call
 
@@ -163,7 +164,7 @@ class RemoteStream(TokenStream):
 
     async def _await_news(self, *, any_token: bool) -> None:
         """Until there is a token (if any will do), or the end. Being cancelled here ends the request."""
-        loop = asyncio.get_running_loop()
+        loop = running_loop()
         courier = self._courier = courier_of(loop)
         self._begin_wait()
         self._hatch.loop = loop

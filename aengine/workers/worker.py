@@ -225,9 +225,7 @@ class Worker:
             if isinstance(error, AEngineError) or not is_want_of_memory(error):
                 raise
             text = "".join(traceback.format_exception_only(error)).strip()
-            cure = (
-                memory_ulimit_hint() or ": take a smaller model, lower kv_cache_memory_bytes, or free memory"
-            )
+            cure = memory_ulimit_hint() or ": take a smaller model, lower kv_cache_memory_bytes, or free memory"
             raise ModelLoadError(f"there is not enough memory to load {config.model} ({text}){cure}") from error
         self._runner.share_bitmasks(self._channel.bitmask())
         ready |= {"pid": os.getpid(), "seconds": round(time.monotonic() - begun, 3)}

@@ -1,0 +1,41 @@
+"""Where an engine belongs, one process and one event loop, and what is said to those who ask elsewhere."""
+
+from __future__ import annotations
+
+import asyncio
+
+from ..errors import EngineClosedError, InvalidRequestError
+
+__all__ = ["foreign_process", "other_loop", "running_loop"]
+
+
+def running_loop() -> asyncio.AbstractEventLoop:
+    """The event loop that the caller runs on. Raises InvalidRequestError where there is none of asyncio's."""
+    try:
+        return asyncio.get_running_loop()
+    except RuntimeError:
+        raise InvalidRequestError(
+            "no asyncio event loop runs here, and AsyncLLM needs one (asyncio's or uvloop's). Under trio or curio, or "
+            "in a thread without a loop, use the blocking aengine.LLM in a thread: "
+            "await trio.to_thread.run_sync(llm.generate, prompt)"
+        ) from None
+
+
+def other_loop(engine: object, *, is_closed: bool) -> EngineClosedError:
+    """For a call on another event loop than the engine's."""
+    if is_closed:
+        what = f"the event loop of {engine!r} was closed: start it again on this one"
+    else:
+        what = f"{engine!r} belongs to another event loop, and can be called on that one only"
+    return EngineClosedError(
+        f"{what}. Or make it with own_thread=True: then it may be called on any loop, and outlives them. In tests with "
+        f'pytest-asyncio, give the fixture that starts it and its tests one loop: loop_scope="session" for both'
+    )
+
+
+def foreign_process(pid: int) -> EngineClosedError:
+    """For a call in a fork of process ``pid``, which has the engine."""
+    return EngineClosedError(
+        f"the engine belongs to process {pid}, which forked this one, and can't be shared by a fork: make and start an "
+        f"engine here, after the fork (under gunicorn in each worker's start-up, not before --preload forks them)"
+    )
