@@ -33,7 +33,7 @@ Make = Callable[..., AsyncLLM]
 pytestmark = pytest.mark.usefixtures("no_blocking")
 FIVE = SamplingParams(max_tokens=5, ignore_eos=True)
 ENDLESS = SamplingParams(max_tokens=900, ignore_eos=True)
-SLOW: dict[str, Any] = {"fake": {"delay": 0.002}}
+SLOW: dict[str, Any] = {"fake": {"delay": 0.002}, "max_leased_steps": 0}
 
 
 class Ends(list[RequestEnd]):
