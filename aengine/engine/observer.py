@@ -33,7 +33,8 @@ class Observer:
     def __init__(self, on_request_end: Callable[[RequestEnd], object] | None = None) -> None:
         self._on_request_end = on_request_end
         self.histograms = HistogramCounts()
-        self.num_ended = dict.fromkeys(FinishReason, 0)
+        reasons = (FinishReason.STOP, FinishReason.LENGTH, FinishReason.ABORT, FinishReason.ERROR)
+        self.num_ended = dict.fromkeys(reasons, 0)
         self._answered = perf_counter()  # when the last step was
 
     def new_times(self, seconds_ago: float) -> RequestTimes:
