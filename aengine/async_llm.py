@@ -422,8 +422,10 @@ class AsyncLLM:
         return self._running_core().statistics()
 
     def describe(self) -> dict[str, Any]:
-        """What runs: vocab_size, max_model_len, num_blocks, block_size, device, dtype, weight_format, pid, ..."""
-        return dict(self._running_core().ready)
+        """What runs: vocab_size, max_model_len, num_blocks, block_size, device, dtype, weight_format, pid, ...;
+        ``sampling_defaults``: what the checkpoint's generation_config.json says for requests that don't."""
+        core = self._running_core()
+        return core.ready | {"sampling_defaults": dict(core.sampling.values)}
 
     async def check_health(self, timeout: float = 10.0) -> float:
         """Ask the worker, through everything that a request's steps go through; it answers once it has launched the

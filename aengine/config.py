@@ -68,6 +68,9 @@ class EngineConfig:
     """"auto", "cpu", "cuda" or "cuda:N"."""
     seed: int = 0
     """Of dummy weights. (Requests have seeds of their own.)"""
+    generation_config: Literal["auto", "none"] = "auto"
+    """"auto": where a request gives no temperature, top_p, top_k, min_p or repetition_penalty, it has the value of the
+    checkpoint's generation_config.json, if there is one. "none": it has the default of `SamplingParams`."""
     skip_tokenizer: bool = False
     """Prompts and outputs are token ids only; no tokenizer is loaded."""
     allow_special_tokens: bool = False
@@ -220,6 +223,7 @@ _ONE_OF: dict[str, tuple[str, ...]] = {
     "dtype": DTYPES,
     "attention_backend": ATTENTION_BACKENDS,
     "admission": ("error", "wait"),
+    "generation_config": ("auto", "none"),
 }
 
 

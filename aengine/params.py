@@ -100,9 +100,28 @@ class StructuredOutput:
                 raise _fail(name, getattr(self, name), "one of " + ", ".join(map(repr, allowed)))
 
 
+class DefaultFloat(float):
+    """A value that the caller did not give: a checkpoint's generation_config.json may say another."""
+
+    __slots__ = ()
+
+
+class DefaultInt(int):
+    """Likewise."""
+
+    __slots__ = ()
+
+
+DEFAULT_TYPES = (DefaultFloat, DefaultInt)
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SamplingParams:
     """How one request is sampled and when it stops; names and meanings as OpenAI's and vLLM's.
+
+    Where ``temperature``, ``top_p``, ``top_k``, ``min_p`` or ``repetition_penalty`` is not given, the checkpoint's
+    generation_config.json has a say, unless the engine has ``generation_config="none"``. A value that is given is never
+    changed, also if it is the default.
 
     The order in which the parameters act on the logits of a position: ``logit_bias`` and ``min_tokens``;
     repetition, frequency and presence penalties; ``temperature``; ``top_k``; ``top_p``; ``min_p``.
@@ -113,17 +132,18 @@ class SamplingParams:
     """
 
     max_tokens: int | None = None
-    """Most tokens to generate, >= 1. None: as many as the model's context has room for."""
+    """Most tokens to generate, >= 1. None: until the model ends its answer, at most to the end of its context
+    (``max_model_len``)."""
     min_tokens: int = 0
     """No end-of-sequence or stop token is sampled before this many tokens."""
-    temperature: float = 1.0
+    temperature: float = DefaultFloat(1.0)
     """>= 0; 0 is greedy: the likeliest token, whatever top_k, top_p and min_p say."""
-    top_p: float = 1.0
+    top_p: float = DefaultFloat(1.0)
     """Nucleus sampling, 0 < top_p <= 1: the smallest set of likeliest tokens whose probability reaches top_p.
     Holtzman et al. 2020, https://arxiv.org/abs/1904.09751."""
-    top_k: int = 0
+    top_k: int = DefaultInt(0)
     """Only the k likeliest tokens; 0 or -1: all."""
-    min_p: float = 0.0
+    min_p: float = DefaultFloat(0.0)
     """Only tokens at least min_p times as likely as the likeliest, 0 <= min_p <= 1.
     Nguyen et al. 2024, https://arxiv.org/abs/2407.01082."""
     seed: int | None = None
@@ -141,7 +161,7 @@ class SamplingParams:
     """-2 to 2: subtracted once from the logit of each token already generated."""
     frequency_penalty: float = 0.0
     """-2 to 2: subtracted from a token's logit for each time that it was generated."""
-    repetition_penalty: float = 1.0
+    repetition_penalty: float = DefaultFloat(1.0)
     """> 0: divides positive logits, and multiplies negative ones, of tokens in prompt or completion.
     Keskar et al. 2019, https://arxiv.org/abs/1909.05858."""
     logit_bias: Mapping[int, float] = field(default_factory=dict)
@@ -160,7 +180,8 @@ class SamplingParams:
     def __post_init__(self) -> None:
         for name, check in _CHECKS.items():
             value = getattr(self, name)
-            if value is not _DEFAULTS[name]:  # most are left as they are, and a request can't wait for 20 checks
+            # Most are left as they are, and a request can't wait for 20 checks. (A copy's defaults are other objects.)
+            if value is not _DEFAULTS[name] and type(value) not in DEFAULT_TYPES:
                 object.__setattr__(self, name, check(name, value))
         if self.stop and not self.detokenize:
             raise InvalidRequestError("stop strings need detokenize=True", param="stop")

@@ -120,6 +120,7 @@ class Admission:
         kind = prompt_kind(prompt)
         limits = (deadline, first_token_deadline, priority, request_id, cache_salt)
         check_call(self._limits, self._tokenizer is not None, kind, params, *limits)
+        params = self._limits.sampling.applied(params)
         if request_id is None:
             self._next_id += 1
             request_id = f"req-{self._next_id}"

@@ -10,6 +10,7 @@ from ..params import SamplingParams, StructuredOutput
 from .asked_type import AskedType
 from .prompt import Prompt
 from .request import Request
+from .sampling_defaults import SamplingDefaults
 from .stream import Mailbox
 
 if TYPE_CHECKING:
@@ -28,6 +29,7 @@ class Limits:
     max_num_queued_requests: int
     wait_when_full: bool
     eos_token_ids: frozenset[int]
+    sampling: SamplingDefaults
 
 
 @dataclass(slots=True, eq=False)

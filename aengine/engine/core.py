@@ -25,6 +25,7 @@ from .executor import Executor, ProcessExecutor
 from .metrics import Counters, Statistics, WorkerRestart
 from .observer import Observer
 from .recovery import RestartBudget
+from .sampling_defaults import SamplingDefaults
 from .scheduler import Scheduler
 from .step_loop import ALWAYS, IN_SMALL_BATCHES, StepLoop
 from .structured import GrammarService
@@ -60,6 +61,7 @@ class EngineCore:
         eos_token_ids: frozenset[int],
         grammars: GrammarService | None,
         restart: Restart,
+        sampling: SamplingDefaults,
     ) -> None:
         """``grammars``: of this tokenizer, warmed up ahead; None: made here, if there is a tokenizer. ``restart``
         makes an executor that is not started, and what starts it."""
@@ -71,6 +73,7 @@ class EngineCore:
         self._recovering: EngineError | None = None  # what the worker before died of, until the next one runs
         self.ready = ready
         self.tokenizer = tokenizer
+        self.sampling = sampling
         self._executor = executor
         self._restart = restart
         self._budget = RestartBudget(config.max_restarts, config.restart_window)
@@ -94,6 +97,7 @@ class EngineCore:
             max_num_queued_requests=config.max_num_queued_requests,
             wait_when_full=config.admission == "wait",
             eos_token_ids=eos_token_ids,
+            sampling=sampling,
         )
         if tokenizer is not None and (grammars is None or grammars.vocab_size != limits.vocab_size):
             if grammars is not None:
@@ -150,7 +154,8 @@ class EngineCore:
                 grammars = GrammarService(tokenizer, source.hf_config.get("vocab_size") or tokenizer.vocab_size)
                 grammars.begin_warm_up()
             ready = await starting
-            core = cls(config, executor, ready, tokenizer, eos_token_ids, grammars, restart)
+            sampling = SamplingDefaults(source.generation_config if config.generation_config == "auto" else {})
+            core = cls(config, executor, ready, tokenizer, eos_token_ids, grammars, restart, sampling)
         except BaseException:
             starting.cancel()
             executor.terminate()
