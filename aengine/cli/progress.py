@@ -33,8 +33,9 @@ class StartupLine:
         self._begun = time.monotonic()
 
     def __call__(self, progress: StartupProgress) -> None:
-        new_stage = progress.stage != self._stage
-        self._stage = progress.stage
+        stage = _stage(progress)
+        new_stage = stage != self._stage
+        self._stage = stage
         if not self._tty:
             if new_stage:
                 self._write(f"{self._text(progress)}\n")
@@ -45,7 +46,7 @@ class StartupLine:
 
     def _text(self, progress: StartupProgress) -> str:
         seconds = time.monotonic() - self._begun
-        text = f"[{seconds:4.1f} s] {_STAGES.get(progress.stage, progress.stage)}"
+        text = f"[{seconds:4.1f} s] {_STAGES.get(self._stage, self._stage)}"
         if progress.total and self._tty:
             share = min(1.0, progress.done / progress.total)
             bar = "#" * round(share * _WIDTH)
@@ -59,6 +60,10 @@ class StartupLine:
     def _write(self, text: str) -> None:
         self._out.write(text)
         self._out.flush()
+
+
+def _stage(progress: StartupProgress) -> str:
+    return "download" if progress.stage == "resolve" and progress.unit == "bytes" else progress.stage
 
 
 def engine_config(args: argparse.Namespace) -> dict[str, Any]:
