@@ -1,29 +1,94 @@
 """A model inside a FastAPI application. Run: python examples/fastapi_embed.py, then
 
     curl -N localhost:8000/generate -H 'content-type: application/json' -d '{"prompt": "Once upon a time"}'
+    curl localhost:8000/chat -H 'content-type: application/json' -d '{"prompt": "What is the capital of France?"}'
 
-When the client disconnects, Starlette cancels the response, the stream is closed, and the request's KV memory is
-free at the next step: watch /statistics.
+When a client leaves, its request is aborted and its KV memory is free at the next step: watch /statistics. On SIGTERM
+running requests have GRACE_SECONDS to end, then they end where they are, and so does the process.
 """
 
-from collections.abc import AsyncIterator
-from contextlib import aclosing, asynccontextmanager
+import asyncio
+import os
+import signal
+import threading
+from collections.abc import AsyncIterator, Callable, Coroutine, Iterator
+from contextlib import aclosing, asynccontextmanager, contextmanager
 from dataclasses import asdict
-from typing import Any
+from typing import Any, TypeVar
 
 import uvicorn
-from fastapi import FastAPI, Request
+from fastapi import FastAPI, HTTPException, Request
 from fastapi.responses import JSONResponse, StreamingResponse
 from pydantic import BaseModel
 
 from aengine import AsyncLLM, EngineError, EngineOverloadedError, RequestError, SamplingParams
 
+T = TypeVar("T")
+GRACE_SECONDS = 3.0
+
 
 @asynccontextmanager
 async def lifespan(app: FastAPI) -> AsyncIterator[None]:
-    async with AsyncLLM("smollm2-135m", max_num_queued_requests=256) as engine:
+    model = os.environ.get("MODEL", "smollm2-135m")
+    async with AsyncLLM(model, max_num_queued_requests=256) as engine:
         app.state.engine = engine
+        with when_told_to_stop(lambda: wind_down(engine)):
+            yield
+
+
+async def wind_down(engine: AsyncLLM) -> None:
+    """No new requests; those that run may end by themselves for a while."""
+    if not await engine.drain(GRACE_SECONDS):
+        engine.abort_all()
+
+
+@contextmanager
+def when_told_to_stop(function: Callable[[], Coroutine[Any, Any, None]]) -> Iterator[None]:
+    """Within: when SIGTERM or SIGINT comes, ``function()`` runs on this loop, and the server's own handler as before.
+
+    A lifespan is told too late: uvicorn, alone or under gunicorn, ends it when every response has ended.
+    """
+    loop, tasks = asyncio.get_running_loop(), set[asyncio.Task[None]]()
+    in_main_thread = threading.current_thread() is threading.main_thread()  # no other may set handlers
+    numbers = (signal.SIGTERM, signal.SIGINT) if in_main_thread else ()
+    handlers = {number: handler for number in numbers if callable(handler := signal.getsignal(number))}
+
+    def begin() -> None:
+        if not tasks:
+            tasks.add(loop.create_task(function()))
+
+    def told(number: int, frame: Any) -> None:
+        loop.call_soon_threadsafe(begin)
+        handlers[signal.Signals(number)](number, frame)
+
+    for number in handlers:
+        signal.signal(number, told)
+    try:
         yield
+    finally:
+        for number, handler in handlers.items():
+            if signal.getsignal(number) is told:
+                signal.signal(number, handler)
+        for task in tasks:
+            task.cancel()
+
+
+async def while_connected(request: Request, work: Coroutine[Any, Any, T]) -> T:
+    """What ``work`` gives. It is cancelled when the client leaves, which Starlette does for streamed responses only."""
+
+    async def left() -> None:
+        while (await request.receive())["type"] != "http.disconnect":
+            pass
+
+    working, leaving = asyncio.create_task(work), asyncio.create_task(left())
+    try:
+        await asyncio.wait([working, leaving], return_when=asyncio.FIRST_COMPLETED)
+        if not working.done():
+            raise HTTPException(499, "the client has left")
+        return working.result()
+    finally:
+        working.cancel()
+        leaving.cancel()
 
 
 app = FastAPI(lifespan=lifespan)
@@ -34,16 +99,29 @@ class Body(BaseModel):
     max_tokens: int = 128
     temperature: float = 0.7
 
+    def params(self) -> SamplingParams:
+        return SamplingParams(max_tokens=self.max_tokens, temperature=self.temperature)
+
+
+def engine_of(request: Request) -> AsyncLLM:
+    engine: AsyncLLM = request.app.state.engine
+    return engine
+
 
 @app.post("/generate")
 async def generate(body: Body, request: Request) -> StreamingResponse:
-    params = SamplingParams(max_tokens=body.max_tokens, temperature=body.temperature)
-    stream = request.app.state.engine.stream(body.prompt, params)
-    first = await anext(stream)  # whatever is wrong with the request is known by now, and can still be a 400
+    stream = engine_of(request).stream(body.prompt, body.params())
+
+    async def first_text() -> str:
+        async for token in stream:
+            return token.text
+        return ""  # it was aborted before
+
+    first = await while_connected(request, first_text())  # what is wrong with the request can still be a 400
 
     async def text() -> AsyncIterator[str]:
         async with aclosing(stream):
-            yield first.text
+            yield first
             async for token in stream:
                 if token.text:
                     yield token.text
@@ -51,9 +129,33 @@ async def generate(body: Body, request: Request) -> StreamingResponse:
     return StreamingResponse(text(), media_type="text/plain; charset=utf-8")
 
 
+@app.post("/chat")
+async def chat(body: Body, request: Request) -> dict[str, Any]:
+    messages = [{"role": "user", "content": body.prompt}]
+    answer = await while_connected(request, engine_of(request).chat(messages, body.params()))
+    return {"text": answer.text, "finish_reason": answer.finish_reason, "usage": asdict(answer.usage)}
+
+
 @app.get("/statistics")
 async def statistics(request: Request) -> dict[str, Any]:
-    return asdict(request.app.state.engine.statistics())
+    return asdict(engine_of(request).statistics())
+
+
+@app.get("/livez")
+async def is_alive(request: Request) -> JSONResponse:
+    """Whether the process is of use: a worker that is being replaced is no reason to kill it."""
+    state = engine_of(request).state
+    return JSONResponse({"state": state}, 503 if state in ("failed", "closed") else 200)
+
+
+@app.get("/readyz")
+async def is_ready(request: Request) -> dict[str, Any]:
+    """Whether it should get new requests; an EngineError is a 503."""
+    engine = engine_of(request)
+    seconds = await engine.check_health(timeout=2)
+    if engine.state != "running":
+        raise HTTPException(503, engine.state)
+    return {"state": engine.state, "seconds": seconds}
 
 
 @app.exception_handler(RequestError)
@@ -69,4 +171,5 @@ async def fail(request: Request, error: EngineError) -> JSONResponse:
 
 
 if __name__ == "__main__":
-    uvicorn.run(app, host="127.0.0.1", port=8000)
+    # Whoever does not read what is sent to them can hold up a response for ever: the server has the last word.
+    uvicorn.run(app, host="127.0.0.1", port=8000, timeout_graceful_shutdown=int(GRACE_SECONDS) + 2)

@@ -8,11 +8,13 @@ import signal
 import socket
 import subprocess
 import sys
+import threading
 import time
 from collections.abc import Iterator
 from pathlib import Path
 
 import httpx
+import psutil
 import pytest
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -64,26 +66,39 @@ def test_chat() -> None:
     assert cached[1] > cached[0]
 
 
-@pytest.fixture
-def server() -> Iterator[str]:
+UVICORN = [sys.executable, "-m", "uvicorn", "--app-dir", "examples", "fastapi_embed:app"]
+
+
+def free_port() -> int:
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
-        port = probe.getsockname()[1]
-    command = [sys.executable, "-m", "uvicorn", "--app-dir", "examples", "fastapi_embed:app", "--port", str(port)]
+        port: int = probe.getsockname()[1]
+        return port
+
+
+@pytest.fixture
+def server() -> Iterator[str]:
+    port = free_port()
+    command = [*UVICORN, "--port", str(port)]
     process = subprocess.Popen(command, cwd=ROOT, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
     url = f"http://127.0.0.1:{port}"
     try:
-        for _ in range(300):
-            try:
-                httpx.get(f"{url}/statistics")
-                break
-            except httpx.TransportError:
-                assert process.poll() is None, "the server ended"
-                time.sleep(0.1)
+        wait_until_up(process, url)
         yield url
     finally:
         process.send_signal(signal.SIGINT)
         process.wait(20)
+
+
+def wait_until_up(process: subprocess.Popen, url: str) -> None:
+    for _ in range(600):
+        try:
+            httpx.get(f"{url}/statistics", timeout=30)
+            return
+        except httpx.TransportError:
+            assert process.poll() is None, "the server ended"
+            time.sleep(0.1)
+    pytest.fail("the server does not answer")
 
 
 def statistics(url: str) -> dict:
@@ -99,12 +114,68 @@ def test_fastapi(server: str) -> None:
     assert long.status_code == 400 and "max_model_len" in long.json()["error"]
     with httpx.stream("POST", f"{server}/generate", json=body | {"max_tokens": 5000}, timeout=60) as response:
         next(response.iter_text())
-    for _ in range(100):  # the client has gone: its request is aborted and its memory free
+    assert num_aborted(server) == 1  # the client has gone: its request is aborted and its memory free
+    assert httpx.post(f"{server}/chat", json=body, timeout=60).json()["usage"]["completion_tokens"] == 8
+    with pytest.raises(httpx.ReadTimeout):
+        httpx.post(f"{server}/chat", json=LONG, timeout=httpx.Timeout(1, connect=30))
+    assert num_aborted(server) == 2
+    assert httpx.get(f"{server}/livez").status_code == httpx.get(f"{server}/readyz", timeout=30).status_code == 200
+
+
+def num_aborted(server: str) -> int:
+    """Requests so far, once nothing runs."""
+    for _ in range(400):
         now = statistics(server)
-        if now["num_aborted"] == 1 and now["num_free_blocks"] == now["num_blocks"]:
+        if now["num_free_blocks"] == now["num_blocks"]:
             break
         time.sleep(0.05)
-    assert now["num_aborted"] == 1 and now["num_free_blocks"] == now["num_blocks"], now
+    assert now["num_free_blocks"] == now["num_blocks"], now
+    number: int = now["num_aborted"]
+    return number
+
+
+LONG = {"prompt": "Write down the numbers from 1 to 1000, in words.", "max_tokens": 5000, "temperature": 0}
+
+
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
+def test_fastapi_is_told_to_stop(number: signal.Signals, tmp_path: Path) -> None:
+    """With twenty streams and some chats under way: they end where they are, nothing is left, nothing is shouted."""
+    port, log = free_port(), tmp_path / "log"
+    with log.open("w") as out:
+        process = subprocess.Popen([*UVICORN, "--port", str(port)], cwd=ROOT, stdout=out, stderr=out)
+    url, texts, answers = f"http://127.0.0.1:{port}", [""] * 20, [{}] * 3
+    lines: list[threading.Thread] = []
+    try:
+        wait_until_up(process, url)
+        children = psutil.Process(process.pid).children(recursive=True)
+
+        def read(i: int) -> None:
+            with httpx.stream("POST", f"{url}/generate", json=LONG, timeout=120) as response:
+                for text in response.iter_text():
+                    texts[i] += text
+
+        def ask(i: int) -> None:
+            answers[i] = httpx.post(f"{url}/chat", json=LONG, timeout=120).json()
+
+        lines = [threading.Thread(target=read, args=(i,), daemon=True) for i in range(20)]
+        lines += [threading.Thread(target=ask, args=(i,), daemon=True) for i in range(3)]
+        for line in lines:
+            line.start()
+        while not all(texts) or statistics(url)["num_running"] < 23:
+            assert process.poll() is None and all(line.is_alive() for line in lines)
+            time.sleep(0.1)
+        process.send_signal(number)
+        process.wait(30)
+    finally:
+        if process.poll() is None:
+            process.kill()
+    for line in lines:
+        line.join(30)
+    said = log.read_text()
+    assert "Traceback" not in said and "ERROR" not in said, said
+    assert "Application shutdown complete" in said
+    assert [answer["finish_reason"] for answer in answers] == ["abort"] * 3
+    assert not [child for child in children if child.is_running() and child.status() != psutil.STATUS_ZOMBIE]
 
 
 def test_command_line() -> None:
