@@ -12,11 +12,16 @@ posts only where it reads 0, which costs no system call unless the worker really
 Both sides store, fence, then load what the other stores. So at least one of them sees the other: the host reads 0 and
 posts, or the worker finds the frame. Neither order of events loses a wake-up. Reading the value takes 25 ns; measured
 over whole round trips it can't be told from posting always (7.0 us each, benchmarks/ring.py).
+
+The worker's waits are measured by the monotonic clock (`sem_clockwait`, glibc 2.30): `sem_timedwait`, which posix_ipc
+calls, waits for a time of day, and a clock that is set back by an hour makes it an hour longer.
 """
 
 from __future__ import annotations
 
 import contextlib
+import ctypes
+import functools
 import os
 import platform
 import threading
@@ -57,6 +62,17 @@ def new_fence() -> Callable[[], None]:
     return fence
 
 
+@functools.cache
+def _libc() -> ctypes.CDLL | None:
+    """The C library; None when its semaphores can't be awaited by the monotonic clock."""
+    libc = ctypes.CDLL(None)
+    if not hasattr(libc, "sem_clockwait"):
+        return None
+    libc.sem_open.restype = ctypes.c_void_p
+    return libc
+
+
+_MONOTONIC = time.CLOCK_MONOTONIC
 _LOOK_AGAIN = 0.001  # seconds between two looks for a name that the host is about to make
 
 
@@ -67,6 +83,7 @@ class WorkerBell:
         self._name = name
         self._fence = fence
         self._semaphore: posix_ipc.Semaphore | None = None  # before `make`, and after `close`
+        self._monotonic: _MonotonicSemaphore | None = None  # the same, for who waits, where that can be had
 
     def make(self) -> None:
         """Give it its name. The worker's process must exist by now: who lives longer takes the name back."""
@@ -85,6 +102,9 @@ class WorkerBell:
                 if gone:
                     raise FileNotFoundError(f"the semaphore {name} does not exist: the host has gone") from None
                 time.sleep(_LOOK_AGAIN)
+        libc = _libc()
+        if libc is not None:
+            bell._monotonic = _MonotonicSemaphore(libc, name)
         bell.unlink()
         return bell
 
@@ -98,6 +118,8 @@ class WorkerBell:
         """Sleep until rung, at most ``timeout`` seconds. True: rung (or interrupted), look again."""
         assert self._semaphore is not None
         try:
+            if self._monotonic is not None:
+                return self._monotonic.acquire(timeout)
             self._semaphore.acquire(timeout)
         except posix_ipc.BusyError:
             return False
@@ -117,6 +139,29 @@ class WorkerBell:
         if self._semaphore is not None:
             self._semaphore.close()
             self._semaphore = None
+        if self._monotonic is not None:
+            self._monotonic.close()
+            self._monotonic = None
+
+
+class _MonotonicSemaphore:
+    """A named semaphore that exists, opened once more by the C library, which gives the same mapping to all."""
+
+    def __init__(self, libc: ctypes.CDLL, name: str) -> None:
+        self._libc = libc
+        self._address = ctypes.c_void_p(libc.sem_open(name.encode(), 0))
+        self._clockwait = libc.sem_clockwait
+        self._timespec = (ctypes.c_long * 2)()
+
+    def acquire(self, timeout: float) -> bool:
+        """Take 1, waiting at most ``timeout`` seconds. True also when a signal interrupted it. For one thread."""
+        clock, timespec = time.monotonic_ns, self._timespec
+        deadline = clock() + int(timeout * 1e9)
+        timespec[0], timespec[1] = divmod(deadline, 1_000_000_000)
+        return not self._clockwait(self._address, _MONOTONIC, timespec) or clock() < deadline
+
+    def close(self) -> None:
+        self._libc.sem_close(self._address)
 
 
 class LoopBell:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import platform
 import stat
 import subprocess
 import sys
@@ -25,6 +26,20 @@ def made(fence: Callable[[], None] | None = None, name: str = "") -> WorkerBell:
     bell = WorkerBell(name or new_name(), fence or new_fence())
     bell.make()
     return bell
+
+
+def attached(fence: Callable[[], None] | None = None) -> tuple[WorkerBell, WorkerBell]:
+    """The host's and the worker's, whose name is gone."""
+    host = made()
+    worker = WorkerBell.attach(host._name, fence or new_fence(), lambda: False)
+    assert worker.wait(0), "rung when it was made"
+    return host, worker
+
+
+@pytest.fixture(params=["monotonic", "old libc"])
+def both_ways(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
+    if request.param == "old libc":
+        monkeypatch.setattr("aengine.ipc.doorbell._libc", lambda: None)
 
 
 def test_only_x86_is_trusted_with_order(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -68,27 +83,76 @@ def test_rings_do_not_pile_up() -> None:
     assert own_names() == []
 
 
-def test_a_waiter_fences_before_it_looks_again() -> None:
+def test_a_waiter_fences_before_it_looks_again(both_ways: None) -> None:
     fences: list[None] = []
-    bell = made(lambda: fences.append(None))
-    bell.ring()
-    assert bell.wait(0) and len(fences) == 1
-    assert not bell.wait(0.001) and len(fences) == 2
-    bell.unlink()
-    bell.close()
+    host, worker = attached(lambda: fences.append(None))
+    fences.clear()
+    host.ring()
+    assert worker.wait(0) and len(fences) == 1
+    assert not worker.wait(0.001) and len(fences) == 2
+    host.close()
+    worker.close()
 
 
-def test_a_ring_wakes_a_sleeper() -> None:
-    bell = made()
+def test_a_ring_wakes_a_sleeper(both_ways: None) -> None:
+    host, worker = attached()
     woken = []
-    thread = threading.Thread(target=lambda: woken.append(bell.wait(60)))
+    thread = threading.Thread(target=lambda: woken.append(worker.wait(60)))
     thread.start()
     time.sleep(0.02)
-    bell.ring()
+    host.ring()
     thread.join(30)
     assert woken == [True]
-    bell.unlink()
-    bell.close()
+    host.close()
+    worker.close()
+
+
+def test_a_wait_ends_when_its_time_is_over(both_ways: None) -> None:
+    host, worker = attached()
+    begun = time.monotonic()
+    assert not worker.wait(0.05)
+    assert time.monotonic() - begun >= 0.05
+    host.close()
+    host.close()
+    worker.close()
+    worker.close()
+
+
+def test_a_wait_does_not_look_at_the_time_of_day() -> None:
+    """A clock that is set back would make it longer: the kernel is told which clock counts."""
+    host, worker = attached()
+    if worker._monotonic is None:
+        pytest.skip("a C library before glibc 2.30")
+    thread = threading.Thread(target=worker.wait, args=(60,))
+    thread.start()
+    try:
+        assert not _futex_operation(thread) & FUTEX_CLOCK_REALTIME
+    finally:
+        host.ring()
+        thread.join()
+        host.close()
+        worker.close()
+
+
+FUTEX_NUMBERS = {"x86_64": 202, "aarch64": 98}
+FUTEX_CLOCK_REALTIME = 256
+
+
+def _futex_operation(thread: threading.Thread) -> int:
+    """The second argument of the futex call in which the thread waits for a semaphore."""
+    number = FUTEX_NUMBERS.get(platform.machine())
+    while True:
+        try:
+            words = Path(f"/proc/self/task/{thread.native_id}/syscall").read_text().split()
+        except PermissionError:
+            pytest.skip("system calls can't be looked at here")
+        if number is None or words[0] == str(number):
+            if number is None:
+                pytest.skip("the number of the futex call is not known")
+            # A lock of Python's own waits for ever: it has no time in the fourth argument.
+            if int(words[4], 16):
+                return int(words[2], 16)
+        time.sleep(0.001)
 
 
 def test_a_bell_without_a_name_says_who_has_gone() -> None:
