@@ -24,9 +24,10 @@ from typing import TYPE_CHECKING, Any
 from .config import EngineConfig, StartupProgress
 from .errors import EngineClosedError, InvalidRequestError
 from .params import SamplingParams, unknown_name
+from .settings import ENGINE_SETTINGS, described
 
 if TYPE_CHECKING:
-    from typing import Self
+    from typing import Self, Unpack
 
     from .engine.asked_type import OnUnsupported
     from .engine.call import Call
@@ -37,6 +38,7 @@ if TYPE_CHECKING:
     from .engine.prompt import Prompt
     from .engine.stream import TokenStream
     from .outputs import Completion
+    from .settings import Settings
 
 __all__ = ["AsyncLLM"]
 
@@ -50,8 +52,9 @@ class AsyncLLM:
     """An LLM engine inside an asyncio application.
 
     Args:
-        model: an embedded default ("smollm2-135m"), a folder with a checkpoint, a .gguf file, or a hub id.
-        config: settings by name; see `EngineConfig` for all of them, their units and defaults.
+        model: an embedded default ("smollm2-135m"), a folder with a checkpoint, a .gguf file, or a hub id; or an
+            `EngineConfig`.
+        config: settings by name, as listed below; with an `EngineConfig`, in place of its own.
 
     Raises:
         InvalidRequestError: an unknown setting, or a wrong value; ``param`` names it.
@@ -59,7 +62,7 @@ class AsyncLLM:
     Nothing is loaded before `start`, which ``async with`` calls.
     """
 
-    def __init__(self, model: str, **config: Any) -> None:
+    def __init__(self, model: str | EngineConfig, **config: Unpack[Settings]) -> None:
         self.config = EngineConfig.create(model, config)
         self._core: EngineCore | None = None
         self._starting: asyncio.Task[None] | None = None
@@ -536,6 +539,9 @@ class AsyncLLM:
         logger.debug("%s: %s", self.config.model, progress)
         if self.config.progress is not None:
             self.config.progress(progress)
+
+
+AsyncLLM.__doc__ = described(AsyncLLM.__doc__, ENGINE_SETTINGS)
 
 
 async def _cancel(task: asyncio.Task[None]) -> None:

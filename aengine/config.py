@@ -17,9 +17,13 @@ from typing import TYPE_CHECKING, Any, Literal
 from .cgroups import num_usable_cpus
 from .errors import InvalidRequestError
 from .params import unknown_name
+from .settings import ENGINE_SETTINGS, described
 
 if TYPE_CHECKING:
+    from typing import Unpack
+
     from .outputs import RequestEnd
+    from .settings import Settings
 
 __all__ = [
     "EngineConfig",
@@ -49,7 +53,11 @@ class StartupProgress:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class EngineConfig:
-    """Every setting of an engine. Sizes are in tokens, requests or bytes as named; times in seconds."""
+    """Every setting of an engine. Sizes are in tokens, requests or bytes as named; times in seconds.
+
+    Raises:
+        InvalidRequestError: a wrong value; ``param`` names it.
+    """
 
     model: str
     """An embedded default ("smollm2-135m"), a folder, a .gguf file, or a hub id: "Qwen/Qwen3-0.6B", or with a GGUF's
@@ -61,16 +69,18 @@ class EngineConfig:
     tokenizer: str | None = None
     """Another folder, .gguf file or hub id to take the tokenizer from. None: the model's."""
     load_format: Literal["auto", "safetensors", "gguf", "dummy"] = "auto"
-    """"dummy": random weights, no files but config.json read; for benchmarks."""
+    """Kind of the weights' files; "auto" looks which there are. "dummy": random weights, no files but config.json read;
+    for benchmarks."""
     dtype: Literal["auto", "float32", "bfloat16", "float16"] = "auto"
-    """Of weights, activations and KV. "auto": the checkpoint's on a GPU, the fastest lossless enough on a CPU."""
+    """Number format of weights, activations and KV. "auto": the checkpoint's on a GPU, the fastest lossless enough on a
+    CPU."""
     device: str = "auto"
-    """"auto", "cpu", "cuda" or "cuda:N"."""
+    """Where the model runs: "auto" (a GPU if there is one), "cpu", "cuda" or "cuda:N"."""
     seed: int = 0
-    """Of dummy weights. (Requests have seeds of their own.)"""
+    """Seed of dummy weights. (Requests have seeds of their own.)"""
     generation_config: Literal["auto", "none"] = "auto"
-    """"auto": where a request gives no temperature, top_p, top_k, min_p or repetition_penalty, it has the value of the
-    checkpoint's generation_config.json, if there is one. "none": it has the default of `SamplingParams`."""
+    """What temperature, top_p, top_k, min_p and repetition_penalty are where a request does not give them. "auto": as the
+    checkpoint's generation_config.json says, if there is one. "none": the defaults of `SamplingParams`."""
     skip_tokenizer: bool = False
     """Prompts and outputs are token ids only; no tokenizer is loaded."""
     allow_special_tokens: bool = False
@@ -103,33 +113,36 @@ class EngineConfig:
     """Most steps given to the worker while the host's loop is often late, so that it goes on alone meanwhile. A new
     request, an abort or a deadline takes back those that it has not begun. 0: no more than max_in_flight_steps."""
     tensor_parallel_size: int = 1
+    """GPUs that share the model. Only 1 is supported so far."""
     enforce_eager: bool = False
-    """No CUDA graphs."""
+    """No CUDA graphs: each step's kernels are launched one by one."""
     num_threads: int | None = None
     """CPU threads of a worker. None: the cores that it may use (no more than a container's CPU quota has whole CPUs),
     less one for the host when there are over four."""
 
     max_num_queued_requests: int = 10_000
-    """Most requests waiting; one more is refused or waits, as `admission` says."""
+    """Most requests waiting; one more is refused or waits, as admission says."""
     admission: Literal["error", "wait"] = "error"
     """When the queue is full: raise EngineOverloadedError, or let the caller await its turn."""
 
     own_thread: bool = False
     """The engine runs on an event loop of its own, in a daemon thread: its methods may be called from any loop in any
-    thread, and a blocked loop of yours doesn't hold it up. `progress` is called in that thread."""
+    thread, and a blocked loop of yours doesn't hold it up. progress and on_request_end are called in that thread."""
     worker_spin_us: int = 100
     """How long an idle worker spins on its ring before it parks."""
     ring_bytes: int = 4 * 1024 * 1024
     """Size of each shared-memory ring; larger messages travel in fragments."""
     startup_timeout: float = 600.0
+    """How long a worker may take from its start until it can serve; a download of the model is not part of it."""
     shutdown_timeout: float = 5.0
     """How long aclose() lets the workers end by themselves before it kills them."""
     max_restarts: int = 10
-    """A worker that dies or hangs is started again, and all requests go on; but no more often than so many times within
-    ``restart_window`` seconds: then the engine fails. 0: it fails at the first death."""
+    """Most restarts of workers within restart_window. A worker that dies or hangs is started again, and all requests go
+    on; one more, and the engine fails. 0: it fails at the first death."""
     restart_window: float = 600.0
+    """For how long a restart counts towards max_restarts."""
     hang_timeout: float = 4.0
-    """Seconds for which a worker may show no sign of life, or be slower than expected, before it is killed."""
+    """How long a worker may show no sign of life, or be slower than expected, before it is killed."""
     progress: Callable[[StartupProgress], None] | None = None
     """Called on the loop with each step of the start. None: reports go to the logger "aengine" only."""
     on_request_end: Callable[[RequestEnd], object] | None = None
@@ -137,15 +150,47 @@ class EngineConfig:
     way, once. It must return soon; what it raises is logged. With own_thread it is called in the engine's thread."""
 
     @classmethod
-    def create(cls, model: str, config: Mapping[str, Any]) -> EngineConfig:
-        """Check and build. Raises InvalidRequestError naming an unknown setting or a wrong value."""
+    def create(cls, model: str | EngineConfig, settings: Mapping[str, Any]) -> EngineConfig:
+        """Check and build; from a configuration, with ``settings`` in place of its own.
+
+        Raises InvalidRequestError naming an unknown setting or a wrong value.
+        """
         known = {f.name for f in fields(cls)} - {"model"}
-        for name in config:
+        for name in settings:
             if name not in known:
                 raise InvalidRequestError(unknown_name(name, known), param=name)
-        return cls(model=model, **config)
+        if isinstance(model, EngineConfig):
+            return model.replace(**settings) if settings else model
+        return cls(model=model, **settings)
+
+    @classmethod
+    def from_env(
+        cls, prefix: str = "AENGINE_", *, model: str | None = None, **settings: Unpack[Settings]
+    ) -> EngineConfig:
+        """Settings out of environment variables: AENGINE_MODEL, AENGINE_MAX_NUM_SEQS, and so on for each setting.
+
+        Numbers are written as in Python; True and False as 1 and 0, true and false, yes and no, or on and off; None as
+        "none". An empty variable counts as one that is not set. Arguments come before the environment.
+
+        Raises InvalidRequestError for a variable with the prefix that names no setting, or has a wrong value.
+        """
+        from .env_settings import read_settings
+
+        read = read_settings(cls, prefix, os.environ)
+        given: dict[str, Any] = {**read, **settings}
+        if model is not None:
+            given["model"] = model
+        if "model" not in given:
+            raise InvalidRequestError(f"no model was given, and {prefix}MODEL is not set", param="model")
+        try:
+            return cls.create(given.pop("model"), given)
+        except InvalidRequestError as error:
+            if error.param not in read.keys() - settings.keys():
+                raise
+            raise InvalidRequestError(f"{prefix}{error.param.upper()}: {error}", param=error.param) from None
 
     def replace(self, **changes: Any) -> EngineConfig:
+        """A copy with some settings changed, checked like a new one."""
         return replace(self, **changes)
 
     def to_wire(self) -> dict[str, Any]:
@@ -199,6 +244,8 @@ class EngineConfig:
         if self.on_request_end is not None and not callable(self.on_request_end):
             raise _wrong("on_request_end", self.on_request_end, "a callable, or None")
 
+
+EngineConfig.__doc__ = described(EngineConfig.__doc__, ENGINE_SETTINGS)
 
 _AT_LEAST = {
     "seed": -(2**63),

@@ -23,13 +23,16 @@ from .errors import InvalidRequestError
 from .outputs import Completion
 from .own_thread import OwnThreadLLM
 from .params import SamplingParams
+from .settings import ENGINE_SETTINGS, described
 
 if TYPE_CHECKING:
-    from typing import Self
+    from typing import Self, Unpack
 
+    from .config import EngineConfig
     from .engine.asked_type import OnUnsupported
     from .engine.metrics import Statistics
     from .engine.prompt import Prompt
+    from .settings import Settings
 
 __all__ = ["LLM"]
 
@@ -39,7 +42,7 @@ class LLM:
 
     Args:
         model: as of `AsyncLLM`.
-        settings: as of `AsyncLLM`, but that callers wait when the queue is full (``admission="wait"``).
+        settings: as listed below. Unless ``admission`` is given here, callers wait when the queue is full.
 
     Raises:
         InvalidRequestError: a wrong setting; or you are on an event loop: use AsyncLLM there.
@@ -49,7 +52,7 @@ class LLM:
     EngineClosedError after `close`.
     """
 
-    def __init__(self, model: str, **settings: Any) -> None:
+    def __init__(self, model: str | EngineConfig, **settings: Unpack[Settings]) -> None:
         check_no_loop()
         if settings.setdefault("own_thread", True) is not True:
             raise InvalidRequestError("an LLM has a thread of its own: own_thread can't be False", param="own_thread")
@@ -61,7 +64,7 @@ class LLM:
             self._engine.terminate()
             raise
 
-    def _make_engine(self, model: str, settings: dict[str, Any]) -> OwnThreadLLM:
+    def _make_engine(self, model: str | EngineConfig, settings: dict[str, Any]) -> OwnThreadLLM:
         """The seam for tests."""
         return OwnThreadLLM(model, **settings)
 
@@ -250,3 +253,6 @@ class LLM:
         """How many prompts of a list the engine has at once: enough to fill its batches for a while."""
         config = self._engine.config
         return max(1, min(config.max_num_queued_requests, max(64, 2 * config.max_num_seqs)))
+
+
+LLM.__doc__ = described(LLM.__doc__, ENGINE_SETTINGS)

@@ -7,6 +7,7 @@ from dataclasses import dataclass, field, fields, replace
 from typing import Any, Literal
 
 from .errors import InvalidRequestError
+from .settings import SAMPLING_SETTINGS, STRUCTURED_OUTPUT_SETTINGS, described
 
 __all__ = ["SamplingParams", "StructuredOutput"]
 
@@ -53,14 +54,23 @@ class StructuredOutput:
     """
 
     json_schema: Mapping[str, Any] | str | bool | None = None
+    """JSON that this JSON schema allows; the schema as a mapping or as JSON."""
     regex: str | None = None
+    """A text that this regular expression matches as a whole."""
     choice: Sequence[str] | None = None
-    grammar: str | None = None  # EBNF or Lark
-    json_object: bool = False  # any JSON object
+    """One of these texts."""
+    grammar: str | None = None
+    """A text of this grammar, in EBNF or Lark."""
+    json_object: bool = False
+    """Any JSON object."""
 
     backend: Literal["auto", "llguidance", "xgrammar"] = "auto"
+    """The library that holds the completion to its shape. "auto": llguidance."""
     on_unsupported: Literal["error", "relax"] = "error"
+    """What becomes of a keyword of the schema that can't be held: a GrammarError, or with "relax" a warning on the
+    completion."""
     whitespace: Literal["compact", "any"] = "compact"
+    """White space of JSON: none but after commas and colons, or any that JSON allows, within bounds."""
 
     def __post_init__(self) -> None:
         if not isinstance(self.json_object, bool):
@@ -200,6 +210,10 @@ class SamplingParams:
     def replace(self, **changes: Any) -> SamplingParams:
         """A copy with some values changed, checked like a new one."""
         return replace(self, **changes)
+
+
+StructuredOutput.__doc__ = described(StructuredOutput.__doc__, STRUCTURED_OUTPUT_SETTINGS)
+SamplingParams.__doc__ = described(SamplingParams.__doc__, SAMPLING_SETTINGS)
 
 
 def unknown_name(name: object, known: set[str]) -> str:

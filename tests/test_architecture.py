@@ -18,14 +18,16 @@ PACKAGE = ROOT / "aengine"
 FILES = sorted(PACKAGE.rglob("*.py"))
 
 # What a room may import of the house. The leaves (errors, params, outputs, config, cgroups, ulimits) are everybody's.
-LEAVES = {"errors", "params", "outputs", "config", "cgroups", "ulimits"}
+LEAVES = {"errors", "params", "outputs", "config", "cgroups", "ulimits", "settings"}
 ROOMS: dict[str, set[str]] = {
     "errors": set(),
-    "params": {"errors"},
+    "params": {"errors", "settings"},
+    "settings": set(),
+    "env_settings": {"errors", "params"},
     "outputs": set(),
     "cgroups": set(),
     "ulimits": set(),
-    "config": {"errors", "params", "cgroups"},
+    "config": {"errors", "params", "cgroups", "settings", "env_settings"},
     "checkpoint": LEAVES,
     "ipc": LEAVES,
     "kernels": {"errors"},

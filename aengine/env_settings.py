@@ -1,0 +1,61 @@
+"""Settings out of environment variables, see `EngineConfig.from_env`."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from .errors import InvalidRequestError
+from .params import unknown_name
+
+__all__ = ["read_settings"]
+
+_BOOLEANS = {
+    **dict.fromkeys(("1", "true", "yes", "on"), True),
+    **dict.fromkeys(("0", "false", "no", "off"), False),
+}
+
+
+def read_settings(config_class: type, prefix: str, environment: Mapping[str, str]) -> dict[str, Any]:
+    """Name to value of the settings that variables with ``prefix`` give; those that are empty give none.
+
+    Raises InvalidRequestError for a variable that names no setting, or can't be read as its type.
+    """
+    if not isinstance(prefix, str) or not prefix:
+        raise InvalidRequestError(f"prefix={prefix!r} is not valid: it must be a non-empty string", param="prefix")
+    types: dict[str, str] = config_class.__annotations__
+    names = {f"{prefix}{name.upper()}": name for name in types}
+    read: dict[str, Any] = {}
+    for variable, text in environment.items():
+        if not variable.startswith(prefix):
+            continue
+        name = names.get(variable)
+        if name is None:
+            message = unknown_name(variable, set(names)).replace("parameter", "setting", 1)
+            raise InvalidRequestError(f"in the environment: {message}", param=variable)
+        text = text.strip()
+        if text:
+            read[name] = _value(variable, name, types[name], text)
+    return read
+
+
+def _value(variable: str, name: str, type_name: str, text: str) -> Any:
+    """``type_name``: as it stands in the class, "int | None"."""
+    if type_name.startswith("Callable"):
+        raise InvalidRequestError(f"{variable}: a function can't be given in the environment", param=name)
+    kind = type_name.removesuffix(" | None")
+    if kind != type_name and text.lower() == "none":
+        return None
+    wanted = "1 or 0, true or false, yes or no, on or off"
+    try:
+        if kind == "bool":
+            return _BOOLEANS[text.lower()]
+        if kind == "int":
+            wanted = "an integer"
+            return int(text)
+        if kind == "float":
+            wanted = "a number"
+            return float(text)
+    except (KeyError, ValueError):
+        raise InvalidRequestError(f"{variable}={text!r} is not valid: it must be {wanted}", param=name) from None
+    return text

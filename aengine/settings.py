@@ -1,0 +1,286 @@
+"""All settings by name: for editors, for type checkers, and for `help()`.
+
+Written by scripts/settings.py from `EngineConfig`, `SamplingParams` and `StructuredOutput`: edit those, and run it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Literal, TypedDict
+
+if TYPE_CHECKING:
+    from .config import StartupProgress
+    from .outputs import RequestEnd
+
+__all__ = ["ENGINE_SETTINGS", "SAMPLING_SETTINGS", "STRUCTURED_OUTPUT_SETTINGS", "Settings", "described"]
+
+
+def described(doc: str | None, settings: str) -> str:
+    """A class' docstring with its settings at the end."""
+    return f"{(doc or '').rstrip()}\n\n{settings}"
+
+
+class Settings(TypedDict, total=False):
+    """The keyword arguments of `AsyncLLM` and `LLM`, as `EngineConfig` defines them."""
+
+    revision: str | None
+    """Branch, tag or commit of a hub id. Default: None."""
+    gguf_file: str | None
+    """The GGUF file to load of a hub repository or folder: its name, or a pattern that fits one model ("*Q4_K_M*").
+    Default: None."""
+    tokenizer: str | None
+    """Another folder, .gguf file or hub id to take the tokenizer from. None: the model's. Default: None."""
+    load_format: Literal["auto", "safetensors", "gguf", "dummy"]
+    """Kind of the weights' files; "auto" looks which there are. "dummy": random weights, no files but config.json read;
+    for benchmarks. Default: "auto"."""
+    dtype: Literal["auto", "float32", "bfloat16", "float16"]
+    """Number format of weights, activations and KV. "auto": the checkpoint's on a GPU, the fastest lossless enough on a
+    CPU. Default: "auto"."""
+    device: str
+    """Where the model runs: "auto" (a GPU if there is one), "cpu", "cuda" or "cuda:N". Default: "auto"."""
+    seed: int
+    """Seed of dummy weights. (Requests have seeds of their own.) Default: 0."""
+    generation_config: Literal["auto", "none"]
+    """What temperature, top_p, top_k, min_p and repetition_penalty are where a request does not give them. "auto": as
+    the checkpoint's generation_config.json says, if there is one. "none": the defaults of `SamplingParams`. Default:
+    "auto"."""
+    skip_tokenizer: bool
+    """Prompts and outputs are token ids only; no tokenizer is loaded. Default: False."""
+    allow_special_tokens: bool
+    """The names of special tokens in a chat's messages and tools ("<|im_end|>") become those tokens. False: they stay
+    text, so that no message can pretend to be another. Says nothing of prompts that are a text. Default: False."""
+    preload_grammars: bool
+    """Load the grammar library while the engine starts: 0.5 to 2 s of a thread, mostly with the GIL held. False: at the
+    first request with a structured output, which waits for it, and the host's loop with it. Default: True."""
+    max_model_len: int | None
+    """Most tokens of prompt and completion together. None: the model's own, as far as the KV memory reaches. In tokens.
+    Default: None."""
+    max_num_seqs: int
+    """Most requests in one batch. In requests. Default: 256."""
+    max_num_batched_tokens: int | None
+    """Most tokens computed in one step. None: 8192 on a GPU, 512 on a CPU. In tokens. Default: None."""
+    attention_backend: Literal["auto", "triton", "flash-attn-2", "flash-attn-3", "flash-attn-4"]
+    """What attends to long prompts on a GPU. "auto": the fastest that is installed and fits the GPU, else "triton".
+    Default: "auto"."""
+    block_size: int | None
+    """Tokens in a KV block. None: the attention back end's default. In tokens. Default: None."""
+    gpu_memory_utilization: float
+    """Share of the GPU's memory that the engine may use, weights and KV together. Default: 0.9."""
+    kv_cache_memory_bytes: int | None
+    """Memory for the KV cache. None: what gpu_memory_utilization leaves; on a CPU a quarter of what is free, at most 4
+    GiB. In bytes. Default: None."""
+    enable_prefix_caching: bool
+    """Prompts that begin alike share KV. Default: True."""
+    max_in_flight_steps: int
+    """Steps given to the worker before the oldest has been answered; 1 or more. In steps. Default: 2."""
+    max_leased_steps: int
+    """Most steps given to the worker while the host's loop is often late, so that it goes on alone meanwhile. A new
+    request, an abort or a deadline takes back those that it has not begun. 0: no more than max_in_flight_steps. In
+    steps. Default: 64."""
+    tensor_parallel_size: int
+    """GPUs that share the model. Only 1 is supported so far. In GPUs. Default: 1."""
+    enforce_eager: bool
+    """No CUDA graphs: each step's kernels are launched one by one. Default: False."""
+    num_threads: int | None
+    """CPU threads of a worker. None: the cores that it may use (no more than a container's CPU quota has whole CPUs),
+    less one for the host when there are over four. In threads. Default: None."""
+    max_num_queued_requests: int
+    """Most requests waiting; one more is refused or waits, as admission says. In requests. Default: 10000."""
+    admission: Literal["error", "wait"]
+    """When the queue is full: raise EngineOverloadedError, or let the caller await its turn. Default: "error"."""
+    own_thread: bool
+    """The engine runs on an event loop of its own, in a daemon thread: its methods may be called from any loop in any
+    thread, and a blocked loop of yours doesn't hold it up. progress and on_request_end are called in that thread.
+    Default: False."""
+    worker_spin_us: int
+    """How long an idle worker spins on its ring before it parks. In microseconds. Default: 100."""
+    ring_bytes: int
+    """Size of each shared-memory ring; larger messages travel in fragments. In bytes. Default: 4194304."""
+    startup_timeout: float
+    """How long a worker may take from its start until it can serve; a download of the model is not part of it. In
+    seconds. Default: 600.0."""
+    shutdown_timeout: float
+    """How long aclose() lets the workers end by themselves before it kills them. In seconds. Default: 5.0."""
+    max_restarts: int
+    """Most restarts of workers within restart_window. A worker that dies or hangs is started again, and all requests go
+    on; one more, and the engine fails. 0: it fails at the first death. In restarts. Default: 10."""
+    restart_window: float
+    """For how long a restart counts towards max_restarts. In seconds. Default: 600.0."""
+    hang_timeout: float
+    """How long a worker may show no sign of life, or be slower than expected, before it is killed. In seconds. Default:
+    4.0."""
+    progress: Callable[[StartupProgress], None] | None
+    """Called on the loop with each step of the start. None: reports go to the logger "aengine" only. Default: None."""
+    on_request_end: Callable[[RequestEnd], object] | None
+    """Called on the engine's loop with a `RequestEnd` for each request that was accepted and has ended, in whatever
+    way, once. It must return soon; what it raises is logged. With own_thread it is called in the engine's thread.
+    Default: None."""
+
+
+ENGINE_SETTINGS = """\
+    Settings:
+        revision: str | None = None
+            Branch, tag or commit of a hub id.
+        gguf_file: str | None = None
+            The GGUF file to load of a hub repository or folder: its name, or a pattern that fits one model
+            ("*Q4_K_M*").
+        tokenizer: str | None = None
+            Another folder, .gguf file or hub id to take the tokenizer from. None: the model's.
+        load_format: Literal["auto", "safetensors", "gguf", "dummy"] = "auto"
+            Kind of the weights' files; "auto" looks which there are. "dummy": random weights, no files but
+            config.json read; for benchmarks.
+        dtype: Literal["auto", "float32", "bfloat16", "float16"] = "auto"
+            Number format of weights, activations and KV. "auto": the checkpoint's on a GPU, the fastest
+            lossless enough on a CPU.
+        device: str = "auto"
+            Where the model runs: "auto" (a GPU if there is one), "cpu", "cuda" or "cuda:N".
+        seed: int = 0
+            Seed of dummy weights. (Requests have seeds of their own.)
+        generation_config: Literal["auto", "none"] = "auto"
+            What temperature, top_p, top_k, min_p and repetition_penalty are where a request does not give
+            them. "auto": as the checkpoint's generation_config.json says, if there is one. "none": the
+            defaults of `SamplingParams`.
+        skip_tokenizer: bool = False
+            Prompts and outputs are token ids only; no tokenizer is loaded.
+        allow_special_tokens: bool = False
+            The names of special tokens in a chat's messages and tools ("<|im_end|>") become those tokens.
+            False: they stay text, so that no message can pretend to be another. Says nothing of prompts
+            that are a text.
+        preload_grammars: bool = True
+            Load the grammar library while the engine starts: 0.5 to 2 s of a thread, mostly with the GIL
+            held. False: at the first request with a structured output, which waits for it, and the host's
+            loop with it.
+        max_model_len: int | None = None  (tokens)
+            Most tokens of prompt and completion together. None: the model's own, as far as the KV memory
+            reaches.
+        max_num_seqs: int = 256  (requests)
+            Most requests in one batch.
+        max_num_batched_tokens: int | None = None  (tokens)
+            Most tokens computed in one step. None: 8192 on a GPU, 512 on a CPU.
+        attention_backend: Literal["auto", "triton", "flash-attn-2", "flash-attn-3", "flash-attn-4"] = "auto"
+            What attends to long prompts on a GPU. "auto": the fastest that is installed and fits the GPU,
+            else "triton".
+        block_size: int | None = None  (tokens)
+            Tokens in a KV block. None: the attention back end's default.
+        gpu_memory_utilization: float = 0.9  (share)
+            Share of the GPU's memory that the engine may use, weights and KV together.
+        kv_cache_memory_bytes: int | None = None  (bytes)
+            Memory for the KV cache. None: what gpu_memory_utilization leaves; on a CPU a quarter of what is
+            free, at most 4 GiB.
+        enable_prefix_caching: bool = True
+            Prompts that begin alike share KV.
+        max_in_flight_steps: int = 2  (steps)
+            Steps given to the worker before the oldest has been answered; 1 or more.
+        max_leased_steps: int = 64  (steps)
+            Most steps given to the worker while the host's loop is often late, so that it goes on alone
+            meanwhile. A new request, an abort or a deadline takes back those that it has not begun. 0: no
+            more than max_in_flight_steps.
+        tensor_parallel_size: int = 1  (GPUs)
+            GPUs that share the model. Only 1 is supported so far.
+        enforce_eager: bool = False
+            No CUDA graphs: each step's kernels are launched one by one.
+        num_threads: int | None = None  (threads)
+            CPU threads of a worker. None: the cores that it may use (no more than a container's CPU quota
+            has whole CPUs), less one for the host when there are over four.
+        max_num_queued_requests: int = 10000  (requests)
+            Most requests waiting; one more is refused or waits, as admission says.
+        admission: Literal["error", "wait"] = "error"
+            When the queue is full: raise EngineOverloadedError, or let the caller await its turn.
+        own_thread: bool = False
+            The engine runs on an event loop of its own, in a daemon thread: its methods may be called from
+            any loop in any thread, and a blocked loop of yours doesn't hold it up. progress and
+            on_request_end are called in that thread.
+        worker_spin_us: int = 100  (microseconds)
+            How long an idle worker spins on its ring before it parks.
+        ring_bytes: int = 4194304  (bytes)
+            Size of each shared-memory ring; larger messages travel in fragments.
+        startup_timeout: float = 600.0  (seconds)
+            How long a worker may take from its start until it can serve; a download of the model is not
+            part of it.
+        shutdown_timeout: float = 5.0  (seconds)
+            How long aclose() lets the workers end by themselves before it kills them.
+        max_restarts: int = 10  (restarts)
+            Most restarts of workers within restart_window. A worker that dies or hangs is started again,
+            and all requests go on; one more, and the engine fails. 0: it fails at the first death.
+        restart_window: float = 600.0  (seconds)
+            For how long a restart counts towards max_restarts.
+        hang_timeout: float = 4.0  (seconds)
+            How long a worker may show no sign of life, or be slower than expected, before it is killed.
+        progress: Callable[[StartupProgress], None] | None = None
+            Called on the loop with each step of the start. None: reports go to the logger "aengine" only.
+        on_request_end: Callable[[RequestEnd], object] | None = None
+            Called on the engine's loop with a `RequestEnd` for each request that was accepted and has
+            ended, in whatever way, once. It must return soon; what it raises is logged. With own_thread it
+            is called in the engine's thread.
+"""
+
+SAMPLING_SETTINGS = """\
+    Settings:
+        max_tokens: int | None = None  (tokens)
+            Most tokens to generate, >= 1. None: until the model ends its answer, at most to the end of its
+            context (``max_model_len``).
+        min_tokens: int = 0  (tokens)
+            No end-of-sequence or stop token is sampled before this many tokens.
+        temperature: float = 1.0
+            >= 0; 0 is greedy: the likeliest token, whatever top_k, top_p and min_p say.
+        top_p: float = 1.0
+            Nucleus sampling, 0 < top_p <= 1: the smallest set of likeliest tokens whose probability reaches
+            top_p. Holtzman et al. 2020, https://arxiv.org/abs/1904.09751.
+        top_k: int = 0  (tokens)
+            Only the k likeliest tokens; 0 or -1: all.
+        min_p: float = 0.0
+            Only tokens at least min_p times as likely as the likeliest, 0 <= min_p <= 1. Nguyen et al.
+            2024, https://arxiv.org/abs/2407.01082.
+        seed: int | None = None
+            Same seed, same prompt, same tokens: whatever else is in the batch, after a preemption, after a
+            restart. -2**63 <= seed < 2**63. None: a fresh one for each request.
+        stop: str | Sequence[str] = ()
+            The completion ends before the first of these strings; they never appear in it.
+        stop_token_ids: Sequence[int] = ()
+            Ends the completion, besides the model's own end-of-sequence tokens; at most 1024 of them.
+        ignore_eos: bool = False
+            Goes on past end-of-sequence tokens. stop_token_ids still stop.
+        include_stop_str_in_output: bool = False
+            Keeps the stop string at the end of the text.
+        presence_penalty: float = 0.0
+            -2 to 2: subtracted once from the logit of each token already generated.
+        frequency_penalty: float = 0.0
+            -2 to 2: subtracted from a token's logit for each time that it was generated.
+        repetition_penalty: float = 1.0
+            > 0: divides positive logits, and multiplies negative ones, of tokens in prompt or completion.
+            Keskar et al. 2019, https://arxiv.org/abs/1909.05858.
+        logit_bias: Mapping[int, float] = {}
+            Token id to a number added to its logit, -100 to 100; at most 1024 of them.
+        logprobs: int | None = None
+            With each token, the log-probability of it and of this many of the likeliest, 0 to 64. True
+            means 1.
+        n: int = 1
+            How many completions of the same prompt; they share its KV. Seeds are seed, seed + 1, ...
+        structured_output: StructuredOutput | None = None
+            A shape that the text must have.
+        detokenize: bool = True
+            False: no text, only token ids (stop strings are then refused).
+        skip_special_tokens: bool = True
+            False: the text shows special tokens, as <|im_end|>.
+"""
+
+STRUCTURED_OUTPUT_SETTINGS = """\
+    Settings:
+        json_schema: Mapping[str, Any] | str | bool | None = None
+            JSON that this JSON schema allows; the schema as a mapping or as JSON.
+        regex: str | None = None
+            A text that this regular expression matches as a whole.
+        choice: Sequence[str] | None = None
+            One of these texts.
+        grammar: str | None = None
+            A text of this grammar, in EBNF or Lark.
+        json_object: bool = False
+            Any JSON object.
+        backend: Literal["auto", "llguidance", "xgrammar"] = "auto"
+            The library that holds the completion to its shape. "auto": llguidance.
+        on_unsupported: Literal["error", "relax"] = "error"
+            What becomes of a keyword of the schema that can't be held: a GrammarError, or with "relax" a
+            warning on the completion.
+        whitespace: Literal["compact", "any"] = "compact"
+            White space of JSON: none but after commas and colons, or any that JSON allows, within bounds.
+"""

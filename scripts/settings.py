@@ -1,0 +1,223 @@
+"""Writes what editors, `help()` and the docs show of all settings, from the classes that define them.
+
+    python scripts/settings.py            # write aengine/settings.py and docs/settings.md
+    python scripts/settings.py --check    # exit status 1 if they are not what would be written
+
+A setting's meaning is the docstring below it; its unit, if it is a number, stands in UNITS here.
+"""
+
+from __future__ import annotations
+
+import ast
+import dataclasses
+import inspect
+import re
+import sys
+import textwrap
+from collections.abc import Iterator
+from pathlib import Path
+from typing import NamedTuple
+
+ROOT = Path(__file__).resolve().parents[1]
+sys.path.insert(0, str(ROOT))
+
+from aengine.config import EngineConfig  # noqa: E402
+from aengine.params import SamplingParams, StructuredOutput  # noqa: E402
+
+CLASSES = (EngineConfig, SamplingParams, StructuredOutput)
+NAMES = {field.name for cls in CLASSES for field in dataclasses.fields(cls)}
+MODULE, PAGE = ROOT / "aengine" / "settings.py", ROOT / "docs" / "settings.md"
+NONE = ""
+UNITS = {
+    **dict.fromkeys(("seed", "temperature", "top_p", "min_p", "repetition_penalty", "n", "logprobs"), NONE),
+    **dict.fromkeys(("presence_penalty", "frequency_penalty"), NONE),
+    **dict.fromkeys(("max_model_len", "max_num_batched_tokens", "block_size"), "tokens"),
+    **dict.fromkeys(("max_tokens", "min_tokens", "top_k"), "tokens"),
+    **dict.fromkeys(("max_num_seqs", "max_num_queued_requests"), "requests"),
+    **dict.fromkeys(("kv_cache_memory_bytes", "ring_bytes"), "bytes"),
+    **dict.fromkeys(("max_in_flight_steps", "max_leased_steps"), "steps"),
+    **dict.fromkeys(("startup_timeout", "shutdown_timeout", "restart_window", "hang_timeout"), "seconds"),
+    "gpu_memory_utilization": "share",
+    "tensor_parallel_size": "GPUs",
+    "num_threads": "threads",
+    "worker_spin_us": "microseconds",
+    "max_restarts": "restarts",
+}
+
+MODULE_HEAD = '''\
+"""All settings by name: for editors, for type checkers, and for `help()`.
+
+Written by scripts/settings.py from `EngineConfig`, `SamplingParams` and `StructuredOutput`: edit those, and run it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Literal, TypedDict
+
+if TYPE_CHECKING:
+    from .config import StartupProgress
+    from .outputs import RequestEnd
+
+__all__ = ["ENGINE_SETTINGS", "SAMPLING_SETTINGS", "STRUCTURED_OUTPUT_SETTINGS", "Settings", "described"]
+
+
+def described(doc: str | None, settings: str) -> str:
+    """A class' docstring with its settings at the end."""
+    return f"{(doc or '').rstrip()}\\n\\n{settings}"
+
+
+class Settings(TypedDict, total=False):
+    """The keyword arguments of `AsyncLLM` and `LLM`, as `EngineConfig` defines them."""
+
+'''
+
+PAGE_HEAD = """\
+# Settings
+
+Written by `scripts/settings.py` from the docstrings of `EngineConfig`, `SamplingParams` and `StructuredOutput`.
+`help()` of these classes, of `AsyncLLM` and of `LLM` shows the same, and so do editors where they complete a name.
+
+```python
+from aengine import AsyncLLM, EngineConfig
+
+AsyncLLM("smollm2-135m", max_model_len=2048)                        # settings by name
+config = EngineConfig(model="smollm2-135m", max_model_len=2048)     # or as an object: frozen, checked when it is made
+AsyncLLM(config)
+AsyncLLM(config, max_num_seqs=64)                                   # with some settings in place of its own
+```
+
+`LLM` takes the same; its `own_thread` is always on, and `admission` is "wait" unless given by name. An unknown name and
+a wrong value raise `InvalidRequestError`, whose `param` is the name.
+
+## From the environment
+
+`EngineConfig.from_env()` reads each setting from `AENGINE_` and its name in capitals; another prefix is
+`from_env("MYAPP_LLM_")`.
+
+```python
+config = EngineConfig.from_env(model="smollm2-135m")                # AENGINE_MAX_NUM_SEQS=64, AENGINE_DTYPE=float32
+```
+
+* Arguments come before the environment. AENGINE_MODEL names the model, if no argument does.
+* Numbers are written as in Python. True and False: `1` and `0`, `true` and `false`, `yes` and `no`, `on` and `off`.
+  None: `none`. An empty variable counts as one that is not set.
+* A variable with the prefix that names no setting raises `InvalidRequestError`, with the nearest name that there is; so
+  does a value that can't be read. Functions (`progress`, `on_request_end`) are given as arguments.
+
+"""
+
+
+class Field(NamedTuple):
+    name: str
+    type: str
+    default: str  # "": it must be given
+    unit: str
+    doc: str  # one line
+
+
+def fields_of(cls: type) -> list[Field]:
+    """Raises ValueError for a field without a docstring, or a number without a unit."""
+    body = ast.parse(textwrap.dedent(inspect.getsource(cls))).body[0].body  # type: ignore[attr-defined]
+    defaults = {field.name: _default(field) for field in dataclasses.fields(cls)}
+    found = []
+    for node, following in zip(body, [*body[1:], None]):
+        if not isinstance(node, ast.AnnAssign):
+            continue
+        name, kind = ast.unparse(node.target), ast.unparse(node.annotation).replace("'", '"')
+        doc = (
+            following.value.value
+            if isinstance(following, ast.Expr) and isinstance(following.value, ast.Constant)
+            else ""
+        )
+        if not doc:
+            raise ValueError(f"{cls.__name__}.{name} has no docstring")
+        if kind.removesuffix(" | None") in ("int", "float") and name not in UNITS:
+            raise ValueError(
+                f"{cls.__name__}.{name} is a number without a unit: add it to UNITS in scripts/settings.py"
+            )
+        found.append(Field(name, kind, defaults[name], UNITS.get(name, NONE), " ".join(doc.split())))
+    return found
+
+
+def _default(field: dataclasses.Field) -> str:
+    if field.default_factory is not dataclasses.MISSING:
+        return repr(field.default_factory())
+    return "" if field.default is dataclasses.MISSING else _written(field.default)
+
+
+def _written(value: object) -> str:
+    return f'"{value}"' if isinstance(value, str) else repr(value)
+
+
+def help_of(fields: list[Field]) -> str:
+    lines = ["    Settings:"]
+    for field in fields:
+        default = f" = {field.default}" if field.default else ""
+        lines.append(f"        {field.name}: {field.type}{default}{f'  ({field.unit})' if field.unit else ''}")
+        lines += textwrap.wrap(field.doc, 108, initial_indent=" " * 12, subsequent_indent=" " * 12)
+    return "\n".join(lines) + "\n"
+
+
+def module() -> str:
+    engine = [field for field in fields_of(EngineConfig) if field.name != "model"]
+    text = MODULE_HEAD
+    for field in engine:
+        text += f"    {field.name}: {field.type}\n"
+        unit = f" In {field.unit}." if field.unit and field.unit != "share" else ""
+        text += _docstring(f"{field.doc}{unit} Default: {field.default}.")
+    text += "\n"
+    for name, fields in (
+        ("ENGINE_SETTINGS", engine),
+        ("SAMPLING_SETTINGS", fields_of(SamplingParams)),
+        ("STRUCTURED_OUTPUT_SETTINGS", fields_of(StructuredOutput)),
+    ):
+        text += f'\n{name} = """\\\n{help_of(fields)}"""\n'
+    return text
+
+
+def _docstring(text: str) -> str:
+    quoted = f'"""{" " if text.startswith(chr(34)) else ""}{text}"""'
+    return textwrap.fill(quoted, 120, initial_indent="    ", subsequent_indent="    ", break_on_hyphens=False) + "\n"
+
+
+def page() -> str:
+    text = PAGE_HEAD
+    text += "## Of an engine\n\n" + "\n".join(_table(fields_of(EngineConfig)))
+    text += "\n\n## Of a request: `SamplingParams`\n\n" + "\n".join(_table(fields_of(SamplingParams)))
+    text += "\n\n## Of a shape: `StructuredOutput`\n\nExactly one of the first five is given.\n\n"
+    return text + "\n".join(_table(fields_of(StructuredOutput))) + "\n"
+
+
+def _table(fields: list[Field]) -> Iterator[str]:
+    yield "| name | type | default | unit | meaning |"
+    yield "|---|---|---|---|---|"
+    for field in fields:
+        kind, default = (f"`{_code(text)}`" if text else "(required)" for text in (field.type, field.default))
+        yield f"| `{field.name}` | {kind} | {default} | {field.unit} | {_prose(field.doc)} |"
+
+
+def _code(text: str) -> str:
+    return text.replace("|", r"\|")
+
+
+def _prose(text: str) -> str:
+    """As Markdown shows it, in a table's cell; names of settings that can't be taken for words are code."""
+    text = text.replace("`", "").replace("|", r"\|").replace("<", "&lt;").replace("*", r"\*")
+    return re.sub(r"\b[a-z]+_\w+\b", lambda name: f"`{name[0]}`" if name[0] in NAMES else name[0], text)
+
+
+def main() -> int:
+    stale = []
+    for path, text in ((MODULE, module()), (PAGE, page())):
+        if not path.exists() or path.read_text() != text:
+            stale.append(path)
+            if "--check" not in sys.argv:
+                path.write_text(text)
+    for path in stale:
+        print(f"{path.relative_to(ROOT)} {'is stale: run scripts/settings.py' if '--check' in sys.argv else 'written'}")
+    return int("--check" in sys.argv and bool(stale))
+
+
+if __name__ == "__main__":
+    raise SystemExit(main())

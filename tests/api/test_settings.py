@@ -1,0 +1,184 @@
+"""Settings as a user meets them: in `help()`, in the docs, in the environment, as an object."""
+
+from __future__ import annotations
+
+import importlib.util
+import inspect
+import pydoc
+from collections.abc import Callable
+from dataclasses import fields
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+import pytest
+
+from aengine import LLM, AsyncLLM, EngineConfig, InvalidRequestError, SamplingParams, StructuredOutput
+from aengine.own_thread import OwnThreadLLM
+from aengine.settings import Settings
+
+ROOT = Path(__file__).parents[2]
+Make = Callable[..., AsyncLLM]
+
+
+@pytest.fixture(scope="module")
+def script() -> ModuleType:
+    spec = importlib.util.spec_from_file_location("settings_script", ROOT / "scripts" / "settings.py")
+    assert spec is not None and spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
+# -- documented
+
+
+@pytest.mark.parametrize(("name", "file"), [("page", "docs/settings.md"), ("module", "aengine/settings.py")])
+def test_what_is_written_from_the_docstrings_is_current(script: ModuleType, name: str, file: str) -> None:
+    assert getattr(script, name)() == (ROOT / file).read_text(), f"{file} is stale: run python scripts/settings.py"
+
+
+@pytest.mark.parametrize("shown_by", [AsyncLLM, LLM, EngineConfig, SamplingParams, StructuredOutput])
+def test_help_shows_every_setting_and_what_it_means(script: ModuleType, shown_by: type) -> None:
+    text = pydoc.render_doc(shown_by, renderer=pydoc.plaintext)
+    cls = shown_by if hasattr(shown_by, "__dataclass_fields__") else EngineConfig
+    for field in script.fields_of(cls):
+        if field.name != "model":
+            assert f"     {field.name}: {field.type} = {field.default}" in text
+            assert field.doc.split(".")[0].split(",")[0][:40] in text
+
+
+def test_editors_know_every_setting() -> None:
+    assert set(Settings.__annotations__) == {field.name for field in fields(EngineConfig)} - {"model"}
+    for cls in (AsyncLLM, LLM):
+        assert list(inspect.signature(cls).parameters.values())[-1].annotation == "Unpack[Settings]"
+
+
+def test_a_setting_without_a_docstring_or_a_unit_is_found(script: ModuleType) -> None:
+    assert all(field.doc for cls in script.CLASSES for field in script.fields_of(cls))
+    script.UNITS.pop("ring_bytes")
+    try:
+        with pytest.raises(ValueError, match=r"EngineConfig\.ring_bytes is a number without a unit"):
+            script.fields_of(EngineConfig)
+    finally:
+        script.UNITS["ring_bytes"] = "bytes"
+
+
+# -- as an object
+
+
+def test_an_engine_of_a_configuration() -> None:
+    config = EngineConfig(model="smollm2-135m", max_num_seqs=3)
+    assert AsyncLLM(config).config is config
+    assert AsyncLLM(config, seed=5).config == EngineConfig(model="smollm2-135m", max_num_seqs=3, seed=5)
+    assert isinstance(AsyncLLM(config, own_thread=True), OwnThreadLLM)
+    assert isinstance(AsyncLLM(config.replace(own_thread=True)), OwnThreadLLM)
+    with pytest.raises(InvalidRequestError, match="did you mean max_num_seqs"):
+        AsyncLLM(config, max_num_seq=5)  # type: ignore[call-arg]
+    with pytest.raises(InvalidRequestError, match="max_num_seqs"):
+        AsyncLLM(config, max_num_seqs=0)
+
+
+def test_a_blocking_engine_of_a_configuration(monkeypatch: pytest.MonkeyPatch) -> None:
+    class Unstarted(OwnThreadLLM):
+        def start_and_wait(self) -> None:
+            pass
+
+    monkeypatch.setattr(LLM, "_make_engine", lambda self, model, settings: Unstarted(model, **settings))
+    config = EngineConfig(model="smollm2-135m", max_num_seqs=3)
+    waits = config.replace(own_thread=True, admission="wait")
+    assert LLM(config)._engine.config == LLM("smollm2-135m", max_num_seqs=3)._engine.config == waits
+    assert LLM(config, admission="error")._engine.config.admission == "error"
+    with pytest.raises(InvalidRequestError, match="own_thread"):
+        LLM(config, own_thread=False)
+
+
+# -- from the environment
+
+
+@pytest.fixture
+def env(monkeypatch: pytest.MonkeyPatch) -> Callable[..., None]:
+    def put(**variables: str) -> None:
+        for name, value in variables.items():
+            monkeypatch.setenv(name, value)
+
+    return put
+
+
+def test_settings_of_every_type(env: Callable[..., None]) -> None:
+    env(
+        AENGINE_MODEL="smollm2-135m",
+        AENGINE_REVISION=" main ",
+        AENGINE_MAX_NUM_SEQS="64",
+        AENGINE_MAX_MODEL_LEN="2_048",
+        AENGINE_BLOCK_SIZE="none",
+        AENGINE_NUM_THREADS="",
+        AENGINE_GPU_MEMORY_UTILIZATION="5e-1",
+        AENGINE_ENFORCE_EAGER="Yes",
+        AENGINE_ENABLE_PREFIX_CACHING="0",
+        AENGINE_DTYPE="float32",
+    )
+    expected = EngineConfig(
+        model="smollm2-135m",
+        revision="main",
+        max_num_seqs=64,
+        max_model_len=2048,
+        gpu_memory_utilization=0.5,
+        enforce_eager=True,
+        enable_prefix_caching=False,
+        dtype="float32",
+    )
+    assert EngineConfig.from_env() == expected
+    assert EngineConfig.from_env(model="other", dtype="auto") == expected.replace(model="other", dtype="auto")
+    assert AsyncLLM(EngineConfig.from_env(), seed=3).config.seed == 3
+
+
+def test_another_prefix(env: Callable[..., None]) -> None:
+    env(MYAPP_LLM_SEED="7", AENGINE_SEED="8", MYAPP_PORT="80")
+    assert EngineConfig.from_env("MYAPP_LLM_", model="m").seed == 7
+    with pytest.raises(InvalidRequestError, match="prefix"):
+        EngineConfig.from_env("", model="m")
+
+
+def test_a_model_must_be_named_somewhere() -> None:
+    with pytest.raises(InvalidRequestError, match="AENGINE_MODEL is not set"):
+        EngineConfig.from_env()
+
+
+@pytest.mark.parametrize(
+    ("variable", "value", "message", "param"),
+    [
+        (
+            "AENGINE_MAX_NUM_SEQ",
+            "5",
+            "there is no setting 'AENGINE_MAX_NUM_SEQ'; did you mean AENGINE_MAX_NUM_SEQS?",
+            None,
+        ),
+        ("AENGINE_max_num_seqs", "5", "there is no setting 'AENGINE_max_num_seqs'", None),
+        (
+            "AENGINE_MAX_NUM_SEQS",
+            "many",
+            "AENGINE_MAX_NUM_SEQS='many' is not valid: it must be an integer",
+            "max_num_seqs",
+        ),
+        ("AENGINE_MAX_NUM_SEQS", "0", "AENGINE_MAX_NUM_SEQS: max_num_seqs=0 is not valid", "max_num_seqs"),
+        ("AENGINE_HANG_TIMEOUT", "5 s", "must be a number", "hang_timeout"),
+        ("AENGINE_HANG_TIMEOUT", "nan", "AENGINE_HANG_TIMEOUT: ", "hang_timeout"),
+        ("AENGINE_ENFORCE_EAGER", "maybe", "true or false", "enforce_eager"),
+        ("AENGINE_DTYPE", "float64", "AENGINE_DTYPE: dtype='float64' is not valid", "dtype"),
+        ("AENGINE_SEED", "none", "an integer", "seed"),
+        ("AENGINE_PROGRESS", "print", "a function can't be given in the environment", "progress"),
+    ],
+)
+def test_a_wrong_variable_is_named(env: Any, variable: str, value: str, message: str, param: str | None) -> None:
+    env(**{variable: value})
+    with pytest.raises(InvalidRequestError) as caught:
+        EngineConfig.from_env(model="m")
+    assert message in str(caught.value)
+    assert caught.value.param == (param or variable)
+
+
+def test_a_wrong_argument_is_not_the_environments_fault(env: Callable[..., None]) -> None:
+    env(AENGINE_SEED="1")
+    with pytest.raises(InvalidRequestError, match="^seed='x'"):
+        EngineConfig.from_env(model="m", seed="x")  # type: ignore[arg-type]
