@@ -124,6 +124,9 @@ class EngineConfig:
     """Most requests waiting; one more is refused or waits, as admission says."""
     admission: Literal["error", "wait"] = "error"
     """When the queue is full: raise EngineOverloadedError, or let the caller await its turn."""
+    unread_timeout: float | None = 300.0
+    """Seconds after which a stream ends with DeadlineExceededError when tokens lie unread and nobody has asked for one,
+    though it is held somewhere. None: it runs on to its max_tokens, or to the end of the model's context."""
 
     own_thread: bool = False
     """The engine runs on an event loop of its own, in a daemon thread: its methods may be called from any loop in any
@@ -229,6 +232,9 @@ class EngineConfig:
             value = getattr(self, name)
             if isinstance(value, bool) or not isinstance(value, int | float) or not value > 0:
                 raise _wrong(name, value, "a number above 0")
+        unread = self.unread_timeout
+        if unread is not None and (isinstance(unread, bool) or not isinstance(unread, int | float) or not unread > 0):
+            raise _wrong("unread_timeout", unread, "a number above 0, or None")
         if self.gpu_memory_utilization > 1:
             raise _wrong("gpu_memory_utilization", self.gpu_memory_utilization, "at most 1")
         for name in ("revision", "gguf_file", "tokenizer"):

@@ -105,9 +105,10 @@ class EngineOverloadedError(RequestError):
 
 
 class DeadlineExceededError(RequestError):
-    """The request's deadline passed before it was done, or its first_token_deadline before it had a token.
+    """The request's deadline passed before it was done, or its first_token_deadline before it had a token; or nobody
+    read its stream for the engine's unread_timeout.
 
-    ``deadline`` is the one of the two that passed, as it was given, in seconds; the message says which it is.
+    ``deadline`` is the one that passed, as it was given, in seconds; the message says which it is.
     """
 
     def __init__(self, message: str, *, deadline: float) -> None:

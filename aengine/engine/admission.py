@@ -43,6 +43,7 @@ from .stream import ChoiceOutput, IncrementalText, Mailbox, error_for_waiter
 from .structured import GrammarService
 from .threads import Lane
 from .tokenizer import Tokenizer
+from .unread import UnreadWatch
 
 if TYPE_CHECKING:
     from ..grammar.output_type import OutputType
@@ -77,6 +78,7 @@ class Admission:
         self._started = time.monotonic()
         self._next_id = 0
         self._reservations = Reservations(self._reservation_ended)
+        self._unread = UnreadWatch(loop, limits.unread_timeout, self._calls, self._fail)
         self.on_empty: Callable[[], None] = lambda: None  # called when the last call has ended
         self.steps: StepLoop  # set by the engine, which makes both
 
@@ -157,6 +159,8 @@ class Admission:
         for seconds, expire in ((deadline, self._expire), (first_token_deadline, self._expire_unless_begun)):
             if seconds is not None:
                 call.timers += (self._loop.call_at(since + seconds, expire, call, float(seconds)),)
+        if not final_only:
+            self._unread.begin()
         if full:
             insort(self._held, call, key=attrgetter("priority"))
         else:
@@ -236,6 +240,7 @@ class Admission:
 
     def fail_all(self, error: AEngineError) -> None:
         """Every call ends with its own copy of the error."""
+        self._unread.stop()
         self._held.clear()
         for call in list(self._calls.values()):
             if call.request_id not in self._calls:  # its caller was told of another's end, and ended it
@@ -246,7 +251,7 @@ class Admission:
             self._observer.note_end(call)
 
     def close(self) -> Lane:
-        """No more prompts are encoded. Returns the lane, whose thread may be waited for."""
+        """No more prompts are encoded. Returns the lane, whose thread may be waited for. From any thread."""
         self._lane.close()
         return self._lane
 

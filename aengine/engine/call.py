@@ -29,6 +29,7 @@ class Limits:
     max_num_queued_requests: int
     wait_when_full: bool
     eos_token_ids: frozenset[int]
+    unread_timeout: float | None
     sampling: SamplingDefaults
 
 

@@ -96,6 +96,7 @@ class EngineCore:
             max_model_len=min(ready["max_model_len"], self._scheduler.max_tokens_capacity),
             max_num_queued_requests=config.max_num_queued_requests,
             wait_when_full=config.admission == "wait",
+            unread_timeout=config.unread_timeout,
             eos_token_ids=eos_token_ids,
             sampling=sampling,
         )

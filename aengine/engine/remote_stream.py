@@ -48,9 +48,17 @@ class Hatch:
 
     def wait_at(self, mailbox: Mailbox, end: Callable[[], object]) -> None:
         self._mailbox, self.end = mailbox, end
+        mailbox.hatch = self
         mailbox.waiter = self  # type: ignore[assignment]  # all that it needs of a future
         if mailbox.pending or mailbox.num_open == 0:
             mailbox.wake()
+
+    def oldest_unread(self) -> Token | None:
+        """See `Mailbox.oldest_unread`."""
+        try:
+            return self.ready[0] if self.wake is None else None
+        except IndexError:  # the reader has just taken the last
+            return None
 
     def done(self) -> bool:
         return False

@@ -29,6 +29,7 @@ if TYPE_CHECKING:
 
     from ..grammar.output_type import OutputType
     from ..grammar.partial import PartialJson
+    from .remote_stream import Hatch
 
 __all__ = ["ChoiceOutput", "IncrementalText", "Mailbox", "TokenStream", "end_call", "error_for_waiter"]
 
@@ -51,6 +52,7 @@ class Mailbox:
         "choices",
         "error",
         "final_only",
+        "hatch",
         "is_json",
         "num_open",
         "num_prompt_tokens",
@@ -66,6 +68,7 @@ class Mailbox:
         self.final_only = final_only  # nobody reads single tokens: none are made
         self.pending: deque[Token] = deque()
         self.waiter: asyncio.Future[None] | None = None
+        self.hatch: Hatch | None = None  # where a reader on another thread takes them from
         self.error: BaseException | None = None
         self.choices: list[ChoiceOutput] = []
         self.num_open = 0  # completions that have not ended
@@ -101,6 +104,12 @@ class Mailbox:
                 choice.finish_reason = FinishReason.ERROR
         self.num_open = 0
         self.wake()
+
+    def oldest_unread(self) -> Token | None:
+        """The first token that the reader has not taken; None: there is none, or the reader waits for more."""
+        if self.hatch is not None:
+            return self.hatch.oldest_unread()
+        return self.pending[0] if self.pending and self.waiter is None else None
 
     def completion(self, request_id: str) -> Completion:
         choices = tuple(choice.result(self.output_type) for choice in self.choices)
@@ -200,7 +209,8 @@ class TokenStream:
     """The tokens of one request, as an async iterator of `Token`\\ s.
 
     The request runs from the moment that the stream exists, whether or not somebody reads. It is aborted, and its KV
-    memory freed, when the stream is closed, dropped, or when the task that reads it is cancelled.
+    memory freed, when the stream is closed, dropped, or when the task that reads it is cancelled; and it fails when its
+    tokens lie unread for ``unread_timeout``, see `EngineConfig`.
 
         async for token in stream: ...          # until the end; raises the request's error, typed
         stream.completion                       # text, usage and finish reason, once it has ended
@@ -225,8 +235,8 @@ class TokenStream:
         self._num_texts_read = 0  # of the first completion's, by `partial`
 
     def __repr__(self) -> str:
-        state = "ended" if self._mailbox.done else "open"
-        return f"<TokenStream {self.request_id} {state}>"
+        state = "ended" if self._mailbox.done else "running"
+        return f"<TokenStream {self.request_id} {state}: {sum(len(c.token_ids) for c in self._mailbox.choices)} tokens>"
 
     def __aiter__(self) -> Self:
         return self

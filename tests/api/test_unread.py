@@ -1,0 +1,135 @@
+"""Streams that somebody holds and nobody reads: a notebook's Out[], a variable after a break."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+from own_thread_helpers import until
+
+from aengine import AsyncLLM, DeadlineExceededError, FinishReason, InvalidRequestError, SamplingParams, Token
+from aengine.engine.unread import UnreadWatch
+
+Make = Callable[..., AsyncLLM]
+pytestmark = pytest.mark.usefixtures("no_blocking", "no_thread_left")
+ENDLESS = SamplingParams(max_tokens=900, ignore_eos=True)
+
+
+@pytest.fixture(params=["on this loop", "own thread"])
+def make(make_engine: Make, request: pytest.FixtureRequest) -> Make:
+    settings = {"own_thread": request.param == "own thread", "max_leased_steps": 0, "fake": {"delay": 0.01}}
+    return lambda **config: make_engine(**(settings | config))
+
+
+@pytest.mark.parametrize("kind", ["never read", "left off", "chat"])
+async def test_what_nobody_reads_ends(make: Make, kind: str) -> None:
+    async with make(unread_timeout=0.4) as engine:
+        if kind == "chat":
+            out: Any = await engine.stream_chat([{"role": "user", "content": "Hello"}], ENDLESS)
+        else:
+            out = engine.stream([1], ENDLESS)
+        if kind == "left off":
+            async for token in out:
+                if token.position == 5:
+                    break
+        await until(lambda: engine.statistics().num_failed == 1)
+        assert engine.statistics().generated_tokens < 900
+        assert "tokens" in repr(out) or kind == "chat"
+        seen: list[Any] = []
+        with pytest.raises(DeadlineExceededError, match=r"unread_timeout=0.4 s.*Out\[\]") as caught:
+            while True:  # what had come is still delivered
+                seen.append(await anext(out))
+        assert seen and caught.value.deadline == 0.4
+        assert caught.value.completion is not None and caught.value.completion.text
+
+
+@pytest.mark.parametrize("how", ["a token now and then", "waits for the end", "generate", "None"])
+async def test_what_somebody_reads_goes_on(make: Make, how: str) -> None:
+    async with make(unread_timeout=None if how == "None" else 0.6) as engine:
+        params = ENDLESS.replace(max_tokens=300)  # over a second
+        if how == "generate":
+            completion = await engine.generate([1], params)
+        else:
+            stream = engine.stream([1], params)
+            if how == "a token now and then":
+                async for token in stream:
+                    if token.position % 10 == 0:
+                        await asyncio.sleep(0.02)
+            elif how == "None":
+                await asyncio.sleep(0.5)
+            completion = await stream.wait()
+        assert completion.finish_reason is FinishReason.LENGTH and len(completion.token_ids) == 300
+
+
+async def test_a_stream_that_has_ended_is_kept(make: Make) -> None:
+    async with make(unread_timeout=0.2, fake={}) as engine:
+        stream = engine.stream([1], ENDLESS.replace(max_tokens=5))
+        await asyncio.sleep(1)
+        assert len([token async for token in stream]) == 5
+
+
+class Times:
+    """A loop that keeps one timer."""
+
+    timer: Any = None
+
+    def call_later(self, seconds: float, function: Callable[[], None]) -> Any:
+        assert self.timer is None
+        self.timer = function
+        return self
+
+    def cancel(self) -> None:
+        self.timer = None
+
+    def look(self) -> None:
+        function, self.timer = self.timer, None
+        function()
+
+
+class FakeCall:
+    """One whose reader has left ``oldest`` lying."""
+
+    request_id = "r"
+
+    def __init__(self) -> None:
+        self.mailbox = self
+        self.final_only = False
+        self.oldest: Token | None = None
+
+    def oldest_unread(self) -> Token | None:
+        return self.oldest
+
+
+def test_a_loop_that_stood_still_counts_as_one_look() -> None:
+    """A debugger, a laptop that slept: however long, the reader had no turn."""
+    loop, call = Times(), FakeCall()
+    calls: Any = {"r": call}
+    failed: list[Any] = []
+    watch = UnreadWatch(loop, 4.0, calls, lambda call, error: failed.append(call))  # type: ignore[arg-type]
+    watch.begin()
+    watch.begin()
+    loop.look()
+    call.oldest = Token("a", 1)
+    for _ in range(4):
+        loop.look()
+    assert not failed
+    call.oldest = Token("a", 1)  # an equal one, but the next
+    for _ in range(4):
+        loop.look()
+    assert not failed
+    loop.look()
+    assert failed == [call]
+    calls.clear()
+    loop.look()
+    assert loop.timer is None  # nothing to watch
+    watch.begin()
+    watch.stop()
+    assert loop.timer is None
+
+
+@pytest.mark.parametrize("value", [0, -1, "5", True, float("nan")])
+def test_a_timeout_that_is_none(value: Any) -> None:
+    with pytest.raises(InvalidRequestError, match="unread_timeout"):
+        AsyncLLM("x", unread_timeout=value)
