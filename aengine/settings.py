@@ -88,6 +88,10 @@ class Settings(TypedDict, total=False):
     """Most requests waiting; one more is refused or waits, as admission says. In requests. Default: 10000."""
     admission: Literal["error", "wait"]
     """When the queue is full: raise EngineOverloadedError, or let the caller await its turn. Default: "error"."""
+    unread_timeout: float | None
+    """Seconds after which a stream ends with DeadlineExceededError when tokens lie unread and nobody has asked for one,
+    though it is held somewhere. None: it runs on to its max_tokens, or to the end of the model's context. In seconds.
+    Default: 300.0."""
     own_thread: bool
     """The engine runs on an event loop of its own, in a daemon thread: its methods may be called from any loop in any
     thread, and a blocked loop of yours doesn't hold it up. progress and on_request_end are called in that thread.
@@ -186,6 +190,10 @@ ENGINE_SETTINGS = """\
             Most requests waiting; one more is refused or waits, as admission says.
         admission: Literal["error", "wait"] = "error"
             When the queue is full: raise EngineOverloadedError, or let the caller await its turn.
+        unread_timeout: float | None = 300.0  (seconds)
+            Seconds after which a stream ends with DeadlineExceededError when tokens lie unread and nobody
+            has asked for one, though it is held somewhere. None: it runs on to its max_tokens, or to the
+            end of the model's context.
         own_thread: bool = False
             The engine runs on an event loop of its own, in a daemon thread: its methods may be called from
             any loop in any thread, and a blocked loop of yours doesn't hold it up. progress and

@@ -3,7 +3,7 @@
     python scripts/settings.py            # write aengine/settings.py and docs/settings.md
     python scripts/settings.py --check    # exit status 1 if they are not what would be written
 
-A setting's meaning is the docstring below it; its unit, if it is a number, stands in UNITS here.
+A setting's meaning is the docstring below it. Its unit, if it is a number, is in UNITS here or told by its name.
 """
 
 from __future__ import annotations
@@ -31,18 +31,17 @@ NONE = ""
 UNITS = {
     **dict.fromkeys(("seed", "temperature", "top_p", "min_p", "repetition_penalty", "n", "logprobs"), NONE),
     **dict.fromkeys(("presence_penalty", "frequency_penalty"), NONE),
-    **dict.fromkeys(("max_model_len", "max_num_batched_tokens", "block_size"), "tokens"),
-    **dict.fromkeys(("max_tokens", "min_tokens", "top_k"), "tokens"),
+    **dict.fromkeys(("max_model_len", "block_size", "top_k"), "tokens"),
     **dict.fromkeys(("max_num_seqs", "max_num_queued_requests"), "requests"),
-    **dict.fromkeys(("kv_cache_memory_bytes", "ring_bytes"), "bytes"),
-    **dict.fromkeys(("max_in_flight_steps", "max_leased_steps"), "steps"),
-    **dict.fromkeys(("startup_timeout", "shutdown_timeout", "restart_window", "hang_timeout"), "seconds"),
+    "restart_window": "seconds",
     "gpu_memory_utilization": "share",
     "tensor_parallel_size": "GPUs",
     "num_threads": "threads",
     "worker_spin_us": "microseconds",
     "max_restarts": "restarts",
 }
+
+UNIT_OF_ENDING = {"timeout": "seconds", "bytes": "bytes", "steps": "steps", "tokens": "tokens"}
 
 MODULE_HEAD = '''\
 """All settings by name: for editors, for type checkers, and for `help()`.
@@ -132,11 +131,14 @@ def fields_of(cls: type) -> list[Field]:
         )
         if not doc:
             raise ValueError(f"{cls.__name__}.{name} has no docstring")
-        if kind.removesuffix(" | None") in ("int", "float") and name not in UNITS:
+        unit: str | None = NONE
+        if kind.removesuffix(" | None") in ("int", "float"):
+            unit = UNITS.get(name, UNIT_OF_ENDING.get(name.rsplit("_", 1)[-1]))
+        if unit is None:
             raise ValueError(
                 f"{cls.__name__}.{name} is a number without a unit: add it to UNITS in scripts/settings.py"
             )
-        found.append(Field(name, kind, defaults[name], UNITS.get(name, NONE), " ".join(doc.split())))
+        found.append(Field(name, kind, defaults[name], unit, " ".join(doc.split())))
     return found
 
 

@@ -56,12 +56,12 @@ def test_editors_know_every_setting() -> None:
 
 def test_a_setting_without_a_docstring_or_a_unit_is_found(script: ModuleType) -> None:
     assert all(field.doc for cls in script.CLASSES for field in script.fields_of(cls))
-    script.UNITS.pop("ring_bytes")
+    script.UNITS.pop("num_threads")
     try:
-        with pytest.raises(ValueError, match=r"EngineConfig\.ring_bytes is a number without a unit"):
+        with pytest.raises(ValueError, match=r"EngineConfig\.num_threads is a number without a unit"):
             script.fields_of(EngineConfig)
     finally:
-        script.UNITS["ring_bytes"] = "bytes"
+        script.UNITS["num_threads"] = "threads"
 
 
 # -- as an object
