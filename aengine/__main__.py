@@ -12,6 +12,7 @@ import sys
 from collections.abc import Coroutine, Sequence
 from typing import Any
 
+from .cli.doctor import add_doctor_parser, doctor
 from .cli.model import add_model_parser, model
 from .errors import AEngineError
 
@@ -23,6 +24,7 @@ examples:
   aengine chat smollm2-135m --system "You answer in one sentence."
   aengine bench smollm2-135m --streams 1 8 32
   aengine model add smollm2-135m
+  aengine doctor
 
 MODEL is an embedded default (smollm2-135m), a folder with a checkpoint, a .gguf file, or a hub id (Qwen/Qwen3-0.6B;
 of a repository of GGUF files with a quantisation behind it, as OWNER/REPOSITORY:Q4_K_M).
@@ -61,6 +63,7 @@ def build_parser() -> argparse.ArgumentParser:
     _engine(bench)
 
     add_model_parser(commands)
+    add_doctor_parser(commands)
     return parser
 
 
@@ -111,6 +114,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     try:
         if args.command == "model":
             return model(args)
+        if args.command == "doctor":
+            return doctor(args, _version())
         return _run(_command(args))
     except AEngineError as error:
         print(f"aengine: {error}", file=sys.stderr)

@@ -29,7 +29,7 @@ from ..errors import ModelLoadError
 from .input_batch import Rows
 from .transfer import to_device
 
-__all__ = ["PrefillBackend", "PrefillMetadata", "choose_prefill_backend"]
+__all__ = ["PrefillBackend", "PrefillMetadata", "choose_library", "choose_prefill_backend"]
 
 logger = logging.getLogger("aengine.runner")
 
@@ -209,19 +209,30 @@ def choose_prefill_backend(
     """
     if setting == "triton":
         return TritonPrefill()
+    name, module = choose_library(setting, torch.cuda.get_device_capability(device), dtype, head_dim)
+    if not module:
+        return TritonPrefill()
+    load = partial(_load_varlen, module, device, dtype, num_heads, num_kv_heads, head_dim)
+    return LibraryPrefill(name, load, required=setting != "auto")
+
+
+def choose_library(setting: str, capability: tuple[int, int], dtype: torch.dtype, head_dim: int) -> tuple[str, str]:
+    """The library's name and its module, which is installed and not imported yet; ("triton", "") if "auto" finds none.
+
+    Raises ModelLoadError if the library that was asked for can't be used here.
+    """
     for name in list(_LIBRARIES) if setting == "auto" else [setting]:
         library = _LIBRARIES[name]
-        reason, module = _why_not(library, torch.cuda.get_device_capability(device), dtype, head_dim), ""
+        reason, module = _why_not(library, capability, dtype, head_dim), ""
         if reason is None:
             module = next((m for m in library.modules if _is_installed(m)), "")
             if not module:
                 reason = f"it is not installed: {library.cure}"
         if reason is None:
-            load = partial(_load_varlen, module, device, dtype, num_heads, num_kv_heads, head_dim)
-            return LibraryPrefill(name, load, required=setting != "auto")
+            return name, module
         if setting != "auto":
             raise ModelLoadError(f"attention_backend={setting!r} can't be used: {reason}")
-    return TritonPrefill()
+    return "triton", ""
 
 
 def _why_not(library: _Library, capability: tuple[int, int], dtype: torch.dtype, head_dim: int) -> str | None:

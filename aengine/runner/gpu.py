@@ -19,7 +19,7 @@ from ..config import EngineConfig
 from ..errors import ModelLoadError
 from .model_config import ModelConfig
 
-__all__ = ["GpuDevice", "gpu_dtype", "open_gpu"]
+__all__ = ["GpuDevice", "check_triton", "driver_version", "find_gpu", "gpu_dtype", "open_gpu"]
 
 logger = logging.getLogger("aengine.runner")
 
@@ -46,16 +46,16 @@ def open_gpu(config: EngineConfig) -> GpuDevice | None:
     """
     if config.device == "cpu":
         return None
-    found = _find(config.device)
+    found = find_gpu(config.device)
     if isinstance(found, str):
         if config.device != "auto":
             raise ModelLoadError(f"device={config.device!r}: {found}, or use device='cpu'")
-        if _driver_version() is None:
+        if driver_version() is None:
             logger.debug("running on the CPU: there is no NVIDIA driver")
         else:
             logger.warning("running on the CPU: %s", found)
         return None
-    _check_triton(found)
+    check_triton(found)
     logger.debug("%s", found)
     return found
 
@@ -82,7 +82,7 @@ def gpu_dtype(dtype: str, model_config: ModelConfig, gpu: GpuDevice) -> str:
 # -- the GPU
 
 
-def _find(setting: str) -> GpuDevice | str:
+def find_gpu(setting: str) -> GpuDevice | str:
     """The GPU, or why there is none, with the cure, as a clause."""
     with warnings.catch_warnings(record=True) as caught:  # torch says there why it sees none
         warnings.simplefilter("always")
@@ -114,7 +114,7 @@ def _find(setting: str) -> GpuDevice | str:
 def _why_unavailable(warning: str) -> str:
     """From what torch warned of when it looked for a GPU; "" if it did not."""
     built_for = torch.version.cuda
-    driver = _driver_version()
+    driver = driver_version()
     if built_for is None:
         return f"torch {torch.__version__} was built without CUDA: install a torch that has it (pytorch.org says how)"
     too_old = "too old" in warning or "insufficient" in warning
@@ -132,7 +132,7 @@ def _why_unavailable(warning: str) -> str:
     )
 
 
-def _driver_version() -> str | None:
+def driver_version() -> str | None:
     """Of the loaded NVIDIA driver, such as "580.65"; None: there is none."""
     try:
         words = _DRIVER_VERSION.read_text().split()
@@ -144,8 +144,11 @@ def _driver_version() -> str | None:
 # -- Triton
 
 
-def _check_triton(gpu: GpuDevice) -> None:
-    """Triton compiles with its own compiler, but what launches a kernel with the system's, on first use."""
+def check_triton(gpu: GpuDevice) -> None:
+    """Raise ModelLoadError if Triton is missing, or can't launch kernels on ``gpu``; one line with what helps.
+
+    Triton compiles with its own compiler, but what launches a kernel with the system's, on first use.
+    """
     or_else = "or use device='cpu'"
     try:
         import triton

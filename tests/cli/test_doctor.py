@@ -1,0 +1,177 @@
+"""``aengine doctor``: what it finds on this machine, and what it says of machines where something is wrong."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from aengine import diagnosis
+from aengine.__main__ import main
+from aengine.config import EngineConfig
+from aengine.diagnosis import Finding
+from aengine.errors import EngineError
+
+CONFIG = EngineConfig(model="-")
+REPORT: dict[str, Any] = {
+    "torch": "2.13.0",
+    "cuda": "13.0",
+    "driver": "580.65",
+    "triton": "3.7.1",
+    "cpu_capability": "AVX512",
+    "free_memory": 8 << 30,
+    "gpu": None,
+    "gpu_problem": "",
+    "triton_problem": "",
+    "cpu_problem": "",
+    "choices": {"device": "cpu", "threads": 1, "attention": "torch", "kv_cache_bytes": 1 << 30},
+}
+GPU = {"name": "NVIDIA H200", "capability": "9.0", "free_memory": 139 << 30, "total_memory": 140 << 30}
+
+
+def finding(findings: list[Finding], name: str) -> Finding:
+    return next(item for item in findings if item.name == name)
+
+
+def test_this_machine_in_one_page_and_without_torch_in_the_process() -> None:
+    code = (
+        "import sys\n"
+        "from aengine.__main__ import main\n"
+        "status = main(['doctor', '--json'])\n"
+        "assert 'torch' not in sys.modules\n"
+        "sys.exit(status)\n"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
+    assert done.returncode == 0, done.stdout + done.stderr
+    told = json.loads(done.stdout)
+    assert told["ok"] is True
+    names = [item["name"] for item in told["findings"]]
+    assert names == [
+        "Python",
+        "packages",
+        "torch",
+        "GPU",
+        "Triton",
+        "C compiler",
+        "CPU",
+        "memory",
+        "/dev/shm",
+        "descriptors",
+        "hub cache",
+        "models",
+    ]
+    assert not [item for item in told["findings"] if item["status"] == "error" or not item["found"]]
+    assert told["choices"]["threads"] >= 1
+    assert told["choices"]["kv_cache_bytes"] > 0
+
+
+def test_an_error_is_told_with_its_cure_and_by_the_exit_status(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def create(*sizes: int) -> None:
+        raise EngineError("/dev/shm can't be used: mount a tmpfs there")
+
+    monkeypatch.setattr(diagnosis.HostChannel, "create", create)
+    monkeypatch.setattr(diagnosis, "_read_probe", lambda process: REPORT)
+    assert main(["doctor"]) == 1
+    page = capsys.readouterr().out
+    assert "ERROR   /dev/shm      an engine's 13 MB can't be shared\n" in page
+    assert "-> /dev/shm can't be used: mount a tmpfs there\n" in page
+    assert "no engine can run here until the errors are mended (1 error, " in page
+    assert len(page.splitlines()) <= 50
+    assert all(len(line) <= 110 for line in page.splitlines())
+
+
+@pytest.mark.parametrize(
+    ("body", "said"),
+    [
+        ("raise ImportError('libcudart.so.13: cannot open shared object file')", "libcudart.so.13: cannot open"),
+        ("import os; os.kill(os.getpid(), 11)", "killed by signal 11"),
+    ],
+)
+def test_a_torch_that_cannot_be_imported(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, body: str, said: str) -> None:
+    (tmp_path / "torch.py").write_text(body)
+    monkeypatch.setenv("PYTHONPATH", f"{tmp_path}:{Path(diagnosis.__file__).parent.parent}")
+    told = diagnosis.diagnose()
+    torch = finding(told.findings, "torch")
+    assert torch.status == "error" and said in torch.found and "pip install" in torch.advice
+    assert not told.ok
+    assert told.choices == {}
+
+
+@pytest.mark.parametrize(
+    ("changes", "name", "status", "said"),
+    [
+        ({"gpu": GPU}, "GPU", "ok", "NVIDIA H200, compute capability 9.0, 139.0 of 140.0 GiB free, driver 580.65"),
+        ({"gpu": GPU, "triton_problem": "needs a C compiler: apt install gcc"}, "Triton", "error", "apt install gcc"),
+        ({"gpu_problem": "the driver is too old: update it"}, "GPU", "warning", "update it"),
+        ({"cuda": None, "gpu_problem": "built without CUDA: install another"}, "GPU", "warning", "install another"),
+        ({"driver": None}, "torch", "note", "its CPU build is 3 GB smaller"),
+        ({"driver": None}, "GPU", "ok", "there is no NVIDIA driver"),
+        ({"cpu_problem": "no kernel for this CPU"}, "torch", "error", "no kernel for this CPU"),
+    ],
+)
+def test_devices(changes: dict[str, Any], name: str, status: str, said: str) -> None:
+    item = finding(list(diagnosis._devices(REPORT | changes)), name)
+    assert item.status == status
+    assert said in f"{item.found} {item.advice}"
+
+
+def test_packages_that_are_missing_or_too_old(monkeypatch: pytest.MonkeyPatch) -> None:
+    needs = ["numpy>=1.26", "pytest>=9999", "no-such-package-anywhere>=1", 'uvloop>=9999; extra == "uvloop"']
+    monkeypatch.setattr(diagnosis.importlib.metadata, "requires", lambda name: needs)
+    item = diagnosis._packages()
+    assert item.status == "error"
+    assert item.advice == "pip install 'pytest>=9999' no-such-package-anywhere"
+
+
+def test_a_quota_of_cpu_time(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(diagnosis, "cpu_quota", lambda: 0.5)
+    monkeypatch.setattr(diagnosis, "num_usable_cpus", lambda: 1)
+    item = diagnosis._cpu(CONFIG)
+    assert item.status == "warning" and "a quota of 0.5 CPUs" in item.found and "--cpus" in item.advice
+    monkeypatch.setattr(diagnosis, "cpu_quota", lambda: 1.5)
+    monkeypatch.setattr(diagnosis.os, "sched_getaffinity", lambda pid: set(range(8)))
+    item = diagnosis._cpu(CONFIG)
+    assert item.status == "note" and "8 cores, a quota of 1.5 CPUs" in item.found and "num_threads=1" in item.advice
+
+
+def test_little_memory_and_few_descriptors(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(diagnosis, "memory_ulimit_hint", lambda: "")
+    monkeypatch.setattr(diagnosis, "memory_limit", lambda: 2 << 30)
+    monkeypatch.setattr(diagnosis, "memory_left", lambda: 1 << 30)
+    item = diagnosis._memory()
+    assert item.status == "warning" and "1.0 GiB of" in item.found and "the container may use 2.0 GiB" in item.found
+    monkeypatch.setattr(diagnosis, "memory_ulimit_hint", lambda: "; lift `ulimit -v`")
+    assert diagnosis._memory().advice == "lift `ulimit -v`"
+    monkeypatch.setattr(diagnosis.resource, "getrlimit", lambda kind: (64, 64))
+    assert diagnosis._descriptors().status == "warning"
+
+
+def test_models_and_caches(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    from huggingface_hub import constants
+
+    monkeypatch.setattr(constants, "HF_HUB_CACHE", str(tmp_path / "hub"))
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    monkeypatch.setenv("HF_HUB_OFFLINE", "0")
+    monkeypatch.setattr(diagnosis, "EMBEDDED_MODELS", {"smollm2-135m": None})
+    monkeypatch.setattr(diagnosis, "find_embedded", _nothing_embedded)
+    assert diagnosis._models().advice == "aengine model add smollm2-135m fetches a small one"
+    snapshot = tmp_path / "hub" / "models--owner--one-GGUF" / "snapshots" / "0" / "Q4_0"
+    snapshot.mkdir(parents=True)
+    assert diagnosis._models().status == "note"  # no weights yet
+    (snapshot / "one.gguf").touch()
+    assert diagnosis._models().found == "owner/one-GGUF"
+    assert diagnosis._hub_cache().status == "ok"
+    monkeypatch.setattr(constants, "HF_HUB_CACHE", str(snapshot / "one.gguf" / "hub"))  # in no folder
+    assert "set HF_HOME" in diagnosis._hub_cache().advice
+    monkeypatch.setenv("HF_HUB_OFFLINE", "1")
+    assert "HF_HUB_OFFLINE is set" in diagnosis._hub_cache().advice
+
+
+def _nothing_embedded(name: str) -> Path:
+    raise diagnosis.ModelLoadError("not here")
