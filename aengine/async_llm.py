@@ -37,6 +37,7 @@ if TYPE_CHECKING:
     from .engine.metrics import Statistics
     from .engine.prompt import Prompt
     from .engine.stream import TokenStream
+    from .engine.tokenizer_view import TokenizerView
     from .outputs import Completion
     from .settings import Settings
 
@@ -323,6 +324,9 @@ class AsyncLLM:
         parallel_tool_calls: bool | None = None,
         output_type: Any = None,
         on_unsupported: OnUnsupported = "error",
+        chat_template_kwargs: Mapping[str, Any] | None = None,
+        add_generation_prompt: bool | None = None,
+        continue_final_message: bool = False,
         **options: Any,
     ) -> Completion:
         """The answer to chat messages, whole. Arguments and errors as of `stream_chat`.
@@ -338,6 +342,9 @@ class AsyncLLM:
             parallel_tool_calls=parallel_tool_calls,
             output_type=output_type,
             on_unsupported=on_unsupported,
+            chat_template_kwargs=chat_template_kwargs,
+            add_generation_prompt=add_generation_prompt,
+            continue_final_message=continue_final_message,
             **options,
         )
         async with stream:
@@ -353,6 +360,9 @@ class AsyncLLM:
         parallel_tool_calls: bool | None = None,
         output_type: Any = None,
         on_unsupported: OnUnsupported = "error",
+        chat_template_kwargs: Mapping[str, Any] | None = None,
+        add_generation_prompt: bool | None = None,
+        continue_final_message: bool = False,
         **options: Any,
     ) -> ChatStream:
         """Begin to answer chat messages, with tools and a shape for the answer in one grammar, after reasoning.
@@ -366,6 +376,10 @@ class AsyncLLM:
             output_type: as of `stream`; the answer is JSON of it, unless tools are called. Or give another shape in
                 ``params.structured_output``: a JSON schema, a regex, a choice.
             on_unsupported: of the tools' schemas and the answer's: "error", or "relax" as in `StructuredOutput`.
+            chat_template_kwargs: variables of the model's chat template, such as ``{"enable_thinking": False}``.
+            add_generation_prompt: end the prompt with the beginning of an answer. None: yes, unless the next is True.
+            continue_final_message: the last message, an assistant's, is the beginning of the answer; the completion
+                is what follows it.
             options: deadline, first_token_deadline, priority, request_id, cache_salt, as of `stream`. The deadlines
                 count from this call, and what it takes to prepare the chat counts too.
 
@@ -388,6 +402,9 @@ class AsyncLLM:
             parallel_tool_calls=parallel_tool_calls,
             output_type=output_type,
             on_unsupported=on_unsupported,
+            chat_template_kwargs=chat_template_kwargs,
+            add_generation_prompt=add_generation_prompt,
+            continue_final_message=continue_final_message,
         )
         tokenizer, grammars = core.tokenizer, core.grammars
         if tokenizer is None or grammars is None:
@@ -473,6 +490,13 @@ class AsyncLLM:
             InvalidRequestError: no profile is being recorded.
         """
         return _path_of(await self._running_core().long_call("stop_profile", timeout=_STOP_PROFILE_SECONDS))
+
+    @property
+    def tokenizer(self) -> TokenizerView:
+        """The model's tokenizer: encode, decode, count, render. Raises InvalidRequestError with skip_tokenizer=True."""
+        from .engine.tokenizer_view import TokenizerView
+
+        return TokenizerView(self._open_core().tokenizer)
 
     @property
     def has_chat_template(self) -> bool:

@@ -32,6 +32,7 @@ if TYPE_CHECKING:
     from .engine.asked_type import OnUnsupported
     from .engine.metrics import Statistics
     from .engine.prompt import Prompt
+    from .engine.tokenizer_view import TokenizerView
     from .settings import Settings
 
 __all__ = ["LLM"]
@@ -225,6 +226,11 @@ class LLM:
         """Ask the worker. Arguments and errors as of `AsyncLLM.check_health`."""
         check_no_loop()
         return self._engine.wait_for(partial(self._engine.check_health, timeout))
+
+    @property
+    def tokenizer(self) -> TokenizerView:
+        """See `AsyncLLM.tokenizer`."""
+        return self._engine.tokenizer
 
     @property
     def has_chat_template(self) -> bool:

@@ -38,6 +38,7 @@ ROOMS: dict[str, set[str]] = {
     "chat": LEAVES | {"grammar"},
     "engine": LEAVES | {"ipc", "checkpoint", "grammar"},
     "engine.chat": LEAVES | {"grammar", "chat"},
+    "engine.chat_prompt": LEAVES | {"chat"},
     "engine.chat_stream": LEAVES | {"grammar", "chat"},
     "engine.executor": LEAVES | {"ipc", "workers.supervisor"},
     "async_llm": LEAVES | {"engine", "grammar", "chat", "own_thread"},  # which is a subclass that it makes itself

@@ -101,6 +101,8 @@ class ReasoningFormat:
     end: str = "</think>"
     begun: bool = False
     """The prompt ends with ``begin``, so the completion is reasoning from its first character on."""
+    is_continued: bool = False
+    """The prompt ends in the midst of it."""
 
     def after_prompt(self, prompt: str) -> ReasoningFormat | None:
         """As it is after this prompt: begun by it, or None if the prompt has it closed already (thinking is off)."""

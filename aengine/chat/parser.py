@@ -56,7 +56,10 @@ class ChatParser:
         self._begin = markers.encode(reasoning.begin) if reasoning else ""
         self._end = markers.encode(reasoning.end) if reasoning else ""
 
-        self._record = Record(tool_format.id_length if tool_format else None)
+        self._record = Record(
+            tool_format.id_length if tool_format else None,
+            is_continued=reasoning is not None and reasoning.is_continued,
+        )
         if reasoning and reasoning.begun:
             self._record.start_afresh()
         self._scanner = ObjectScanner()

@@ -31,8 +31,9 @@ class Record:
     To know, it holds them back until something follows.
     """
 
-    def __init__(self, id_length: int | None) -> None:
-        """``id_length``: of the calls' ids, if they must have a certain one."""
+    def __init__(self, id_length: int | None, *, is_continued: bool = False) -> None:
+        """``id_length``: of the calls' ids, if they must have a certain one; ``is_continued``: the prompt has the
+        beginning of the reasoning, so that blanks that come first belong to it."""
         self._id_length = id_length
         self._deltas: list[Delta] = []
         self._text: list[str] = []
@@ -42,6 +43,7 @@ class Record:
         self._is_open = False  # the last call may go on
         self._blanks: list[str] | None = []  # held back; None: text has begun, and all of it counts
         self._blanks_are_text = True
+        self._is_continued = is_continued
         self._thought_blanks: list[str] = []  # likewise, those that may end the reasoning
 
     @property
@@ -72,7 +74,7 @@ class Record:
     def think(self, text: str) -> None:
         """Reasoning."""
         text = without_tokens(text)
-        if not self._thoughts:
+        if not self._thoughts and not self._is_continued:
             text = text.lstrip(BLANKS)
         body = text.rstrip(BLANKS)
         if body:

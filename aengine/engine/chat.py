@@ -16,19 +16,17 @@ from ..chat import (
     ToolChoice,
     ToolFormat,
     compose,
-    detect,
     left_out,
     suspects,
     tools_of,
 )
 from ..chat.formats import Markers
-from ..chat.history import with_instructions, written_out
 from ..errors import DeadlineExceededError, GrammarError, InvalidRequestError
 from ..grammar.output_type import OutputType
 from ..grammar.spec import GrammarSpec, spec_of
 from ..params import SamplingParams, StructuredOutput
 from .asked_type import OnUnsupported, check_on_unsupported, constraint_of
-from .chat_template import check_messages
+from .chat_prompt import ChatPrompt, PromptOptions
 from .structured import GrammarService
 from .tokenizer import Tokenizer
 
@@ -48,6 +46,9 @@ class ChatRequest:
     """The shape of the answer, if it is not that of ``output_type``."""
     on_unsupported: OnUnsupported = "error"
     """Of the tools' schemas and the answer's."""
+    chat_template_kwargs: Mapping[str, Any] | None = None
+    add_generation_prompt: bool | None = None
+    continue_final_message: bool = False
 
     def __post_init__(self) -> None:
         messages, parallel = self.messages, self.parallel_tool_calls
@@ -60,6 +61,11 @@ class ChatRequest:
         if self.output_type is not None and self.structured_output is not None:
             raise InvalidRequestError("give output_type or params.structured_output, not both", param="output_type")
         check_on_unsupported(self.on_unsupported)
+        _ = self.prompt_options
+
+    @property
+    def prompt_options(self) -> PromptOptions:
+        return PromptOptions.of(self.chat_template_kwargs, self.add_generation_prompt, self.continue_final_message)
 
     @classmethod
     def of(cls, params: SamplingParams, **asked: Any) -> ChatRequest:
@@ -107,19 +113,9 @@ def plan_chat(tokenizer: Tokenizer, asked: ChatRequest) -> ChatPlan:
     choice = ToolChoice.of(asked.tool_choice, known)
     allowed = choice.allowed(known)
     shape, output_type = asked.shape()
-    messages, parallel = asked.messages, asked.parallel_tool_calls
-    check_messages(messages)
-    tool_format, reasoning = detect(tokenizer.chat_template_source)
-    shown = [tool.for_template() for tool in known]
-    if tool_format.instructions:  # the template shows neither tools nor calls, or in a way that is not known
-        messages = written_out(messages, tool_format)
-        if shown:
-            takes_system = _takes_system(tokenizer)
-            messages = with_instructions(messages, tool_format.describe(shown), takes_system=takes_system)
-        shown = []
-    text = tokenizer.apply_chat_template(messages, tools=shown or None)
-    if reasoning is not None:
-        reasoning = reasoning.after_prompt(text)
+    parallel = asked.parallel_tool_calls
+    prompt = ChatPrompt.of(tokenizer, asked.messages, known, asked.prompt_options)
+    tool_format, reasoning = prompt.tool_format, prompt.reasoning
     spec = compose(
         tools=known,
         tool_choice=choice,
@@ -131,7 +127,7 @@ def plan_chat(tokenizer: Tokenizer, asked: ChatRequest) -> ChatPlan:
         relax=asked.is_relaxed,
     )
     return ChatPlan(
-        prompt=tokenizer.encode(text, add_special_tokens=False),
+        prompt=prompt.ids(tokenizer),
         spec=spec,
         shape=shape,
         tools=allowed,
@@ -145,15 +141,6 @@ def plan_chat(tokenizer: Tokenizer, asked: ChatRequest) -> ChatPlan:
             token_id for _, token_id in Markers.of(tool_format, reasoning, tokenizer.control_token_id).ids
         ),
     )
-
-
-def _takes_system(tokenizer: Tokenizer) -> bool:
-    """Whether the chat template shows a system message; some raise, some pass over it."""
-    probe = [{"role": "system", "content": "system-probe"}, {"role": "user", "content": "Hello"}]
-    try:
-        return "system-probe" in tokenizer.apply_chat_template(probe)
-    except InvalidRequestError:
-        return False
 
 
 async def check_grammar(grammars: GrammarService, plan: ChatPlan) -> None:

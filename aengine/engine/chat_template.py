@@ -25,7 +25,7 @@ from .traced_text import Origin, TracedText, traced
 if TYPE_CHECKING:
     import jinja2
 
-__all__ = ["ChatTemplate", "check_messages", "check_template_variables"]
+__all__ = ["ChatTemplate", "check_continued", "check_messages", "check_template_variables"]
 
 _TEXT_PARTS = ("text", "input_text", "output_text")
 """As chat completions name them, and as responses do."""
@@ -68,7 +68,7 @@ class ChatTemplate:
         """
         check_messages(messages)
         if continue_final_message:
-            _check_continued(messages[-1])
+            check_continued(messages[-1])
         shown = [_as_templates_read(message) for message in messages]
         with_texts = [{**m, "content": ""} if m.get("content", "") is None else m for m in shown]
         last = len(messages) - 1 if continue_final_message else None
@@ -135,7 +135,7 @@ def _traced_within(value: Any, origin: Origin) -> Any:
     return value
 
 
-def _check_continued(message: Mapping[str, Any]) -> None:
+def check_continued(message: Mapping[str, Any]) -> None:
     """Raises InvalidRequestError unless a completion can go on with it."""
     wrong = None
     if message["role"] != "assistant":

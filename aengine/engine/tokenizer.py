@@ -91,13 +91,15 @@ class Tokenizer:
         thread may encode a long text without holding up others (the library's ``encode_batch`` does, its ``encode``
         does not). Raises InvalidRequestError if the text is not Unicode.
         """
-        try:
-            str.encode(text)
-        except (UnicodeEncodeError, TypeError) as error:
-            raise InvalidRequestError(f"the prompt is not valid Unicode text: {error}", param="prompt") from error
+        _check_unicode(text)
         if isinstance(text, TracedText) and text.spans:
             return self._messages.encode(text)
         return self._encoder.encode_batch_fast([text], add_special_tokens=add_special_tokens)[0].ids
+
+    def encode_plain(self, text: str, add_special_tokens: bool = True) -> list[int]:
+        """As `encode`, but names of special tokens stay text."""
+        _check_unicode(text)
+        return self._messages.encode_plain(text, add_special_tokens)
 
     def decode(self, ids: Sequence[int], skip_special_tokens: bool = True) -> str:
         """The text of ``ids``; unknown ones are left out, incomplete characters become U+FFFD."""
@@ -129,6 +131,12 @@ class Tokenizer:
         """`token_bytes` as text, with U+FFFD for parts of characters."""
         return self._table.token_bytes(token_id).decode(errors="replace")
 
+    @property
+    def special_tokens(self) -> dict[str, int]:
+        """The ids of control tokens, by name."""
+        added = self._encoder.get_added_tokens_decoder()
+        return {added[i].content: i for i in sorted(self.special_ids)}
+
     def token_id(self, token: str) -> int | None:
         """The id of a token by its name in the vocabulary, as "<|im_end|>"."""
         return self._encoder.token_to_id(token)
@@ -154,6 +162,7 @@ class Tokenizer:
     def apply_chat_template(
         self,
         messages: Sequence[Mapping[str, Any]],
+        /,
         *,
         add_generation_prompt: bool = True,
         continue_final_message: bool = False,
@@ -196,6 +205,13 @@ class Tokenizer:
         found = {i for i in named if i is not None and i in self.special_ids} | set(given)
         eos = self._id_of("eos_token")
         return frozenset(found | {eos} if eos is not None else found)
+
+
+def _check_unicode(text: str) -> None:
+    try:
+        str.encode(text)
+    except (UnicodeEncodeError, TypeError) as error:
+        raise InvalidRequestError(f"the prompt is not valid Unicode text: {error}", param="prompt") from error
 
 
 def _from_gguf(path: Path, eos_token_ids: list[int]) -> Tokenizer:

@@ -1,0 +1,153 @@
+"""`TokenizerView`: what a user sees of the model's tokenizer, as ``engine.tokenizer``."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import TYPE_CHECKING, Any
+
+from ..errors import InvalidRequestError
+
+if TYPE_CHECKING:
+    from .chat_prompt import ChatPrompt
+    from .tokenizer import Tokenizer
+
+__all__ = ["TokenizerView"]
+
+
+class TokenizerView:
+    """The model's tokenizer and chat template.
+
+    Its methods block: about 0.2 ms for each kB of text, most of it without the GIL. On an event loop, give long texts
+    to a thread: ``await asyncio.to_thread(engine.tokenizer.count, text)``. Any thread may call them, also several at
+    once, and after the engine was closed.
+    """
+
+    def __init__(self, tokenizer: Tokenizer | None) -> None:
+        """Raises InvalidRequestError if there is none."""
+        if tokenizer is None:
+            raise InvalidRequestError(
+                "there is no tokenizer: the engine was started with skip_tokenizer=True", param="skip_tokenizer"
+            )
+        self._tokenizer = tokenizer
+
+    def __repr__(self) -> str:
+        return f"<TokenizerView of {self.vocab_size} tokens>"
+
+    @property
+    def vocab_size(self) -> int:
+        """One more than the largest token id."""
+        return self._tokenizer.vocab_size
+
+    @property
+    def bos_token_id(self) -> int | None:
+        """What a text begins with, if the model has such a token."""
+        return self._tokenizer.bos_token_id
+
+    @property
+    def eos_token_ids(self) -> frozenset[int]:
+        """Every id that ends a completion."""
+        return self._tokenizer.eos_token_ids
+
+    @property
+    def special_tokens(self) -> dict[str, int]:
+        """The ids of the model's control tokens, by name."""
+        return self._tokenizer.special_tokens
+
+    @property
+    def has_chat_template(self) -> bool:
+        """Whether there is a template for messages."""
+        return self._tokenizer.has_chat_template
+
+    def encode(self, text: str, *, add_special_tokens: bool = True, allow_special: bool = True) -> list[int]:
+        """The token ids of a text; without further arguments those that ``generate(text)`` gives the model.
+
+        Args:
+            add_special_tokens: begin it as the model was trained to, with its BOS token as a rule.
+            allow_special: names of special tokens in the text ("<|im_end|>") become those tokens. False: they stay
+                text; for texts of others that you put into a prompt of your own.
+
+        Raises:
+            InvalidRequestError: it is no text, or not Unicode (a lone surrogate).
+        """
+        if not isinstance(text, str):
+            raise InvalidRequestError(f"text must be a string, not {type(text).__name__}", param="text")
+        if allow_special:
+            return self._tokenizer.encode(str.__str__(text), add_special_tokens)
+        return self._tokenizer.encode_plain(text, add_special_tokens)
+
+    def decode(self, ids: Sequence[int], *, skip_special_tokens: bool = True) -> str:
+        """The text of token ids; incomplete characters become U+FFFD, ids that no token has are left out."""
+        try:
+            return self._tokenizer.decode(ids, skip_special_tokens)
+        except (TypeError, OverflowError) as error:
+            raise InvalidRequestError(f"ids must be a list of token ids: {error}", param="ids") from error
+
+    def count(
+        self,
+        prompt: str | Sequence[Mapping[str, Any]],
+        tools: Sequence[Any] | None = None,
+        *,
+        chat_template_kwargs: Mapping[str, Any] | None = None,
+        add_generation_prompt: bool | None = None,
+        continue_final_message: bool = False,
+    ) -> int:
+        """How many tokens a prompt has: ``usage.prompt_tokens`` of ``generate`` with this text, or of ``chat`` with
+        these messages and options. Errors as of `encode` and `render`."""
+        if isinstance(prompt, str):
+            return len(self.encode(prompt))
+        return len(
+            self.render_ids(
+                prompt,
+                tools,
+                chat_template_kwargs=chat_template_kwargs,
+                add_generation_prompt=add_generation_prompt,
+                continue_final_message=continue_final_message,
+            )
+        )
+
+    def render(
+        self,
+        messages: Sequence[Mapping[str, Any]],
+        tools: Sequence[Any] | None = None,
+        *,
+        chat_template_kwargs: Mapping[str, Any] | None = None,
+        add_generation_prompt: bool | None = None,
+        continue_final_message: bool = False,
+    ) -> str:
+        """The prompt that ``chat`` makes of messages, as a text to look at. Arguments as of `AsyncLLM.stream_chat`.
+
+        For a prompt to generate from take `render_ids`: in a text, what a message says can't be told any more from
+        what the template says.
+
+        Raises:
+            InvalidRequestError: there is no chat template, it refuses the messages, or an option is wrong.
+        """
+        return self._prompt(
+            messages, tools, chat_template_kwargs, add_generation_prompt, continue_final_message
+        ).text.plain()
+
+    def render_ids(
+        self,
+        messages: Sequence[Mapping[str, Any]],
+        tools: Sequence[Any] | None = None,
+        *,
+        chat_template_kwargs: Mapping[str, Any] | None = None,
+        add_generation_prompt: bool | None = None,
+        continue_final_message: bool = False,
+    ) -> list[int]:
+        """The token ids of the prompt that ``chat`` makes of messages. Arguments and errors as of `render`."""
+        prompt = self._prompt(messages, tools, chat_template_kwargs, add_generation_prompt, continue_final_message)
+        return prompt.ids(self._tokenizer)
+
+    def _prompt(
+        self,
+        messages: Sequence[Mapping[str, Any]],
+        tools: Sequence[Any] | None,
+        chat_template_kwargs: Mapping[str, Any] | None,
+        add_generation_prompt: bool | None,
+        continue_final_message: bool,
+    ) -> ChatPrompt:
+        from .chat_prompt import ChatPrompt, PromptOptions  # brings all of chats with it
+
+        options = PromptOptions.of(chat_template_kwargs, add_generation_prompt, continue_final_message)
+        return ChatPrompt.of(self._tokenizer, messages, tools, options)
