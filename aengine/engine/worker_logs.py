@@ -34,7 +34,7 @@ def log_for_worker(rank: int, pid: int | None, message: dict[str, Any]) -> None:
         record = logger.makeRecord(name, level, *at, message["text"], (), None, message["function"], extra)
         record.created, record.msecs = message["created"], message["created"] % 1 * 1000
         record.process, record.processName = pid, f"aengine worker {rank}"
-        record.threadName, record.thread, record.taskName = message["thread"], None, None
+        record.threadName, record.thread, record.taskName = message["thread"], 0, None
         logger.handle(record)
     except Exception as error:  # of a filter or a handler of the application's, and not the worker's fault
         context = {"message": f"a record of aengine's worker {rank} could not be logged", "exception": error}

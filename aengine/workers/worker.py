@@ -14,6 +14,7 @@ however many steps it had leased before.
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import os
 import threading
@@ -238,7 +239,9 @@ class Worker:
         device_bytes, counted = 0, -_MEMORY_PERIOD
         while not self._ended.is_set():
             if device.startswith("cuda") and time.monotonic() - counted >= _MEMORY_PERIOD:
-                device_bytes, counted = _device_memory(device), time.monotonic()
+                counted = time.monotonic()
+                with contextlib.suppress(Exception):  # the heart beats on, whatever becomes of the device
+                    device_bytes = _device_memory(device)
             self._channel.beat(device_bytes)
             self._ended.wait(_HEARTBEAT_PERIOD)
 
