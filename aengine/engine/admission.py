@@ -329,8 +329,8 @@ class Admission:
         assert self._tokenizer is not None and call.prompt is not None
         try:
             encoding = self._lane.run(encode_prompt, call.prompt, call.kind, self._tokenizer)
-        except RuntimeError as error:  # no thread is to be had
-            self._fail(call, InternalError(f"the prompt could not be encoded: {error}"))
+        except AEngineError as error:  # no thread is to be had
+            self._fail(call, error)
             return
         self._num_encoding += 1
         encoding.add_done_callback(partial(self._encoded, call))

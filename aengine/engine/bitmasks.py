@@ -133,6 +133,12 @@ class BitmaskFiller:
     def row_bytes(self) -> int:
         return 4 * self._row_words
 
+    def begin(self) -> None:
+        """Start the threads. Without them the step of a request that has a grammar could not go on, nor any other's.
+        Raises EngineOverloadedError when they can't be started."""
+        self._lane.begin()
+        self._slow_lane.begin()
+
     def fill(self, jobs: Sequence[MaskJob], rows: memoryview | bytearray) -> Filled | Filling:
         """Fill ``rows``, int32 [len(jobs), ceil(vocab_size / 32)]: at once, or begin to. Failed ones allow all.
 
@@ -160,11 +166,7 @@ class BitmaskFiller:
         def on_fill(expected_seconds: float) -> None:
             loop.call_soon_threadsafe(_settle, free_until, time.perf_counter() + expected_seconds)
 
-        try:
-            return self._lane.run(self._fill, jobs, rows, on_fill)
-        except RuntimeError:
-            self.check_open()
-            raise
+        return self._lane.run(self._fill, jobs, rows, on_fill)
 
     def fill_ahead(
         self, grammar: RequestGrammar, is_wanted: Callable[[], bool]

@@ -13,7 +13,7 @@ import asyncio
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any, TypeVar
 
-from ..errors import EngineClosedError, GrammarError
+from ..errors import AEngineError, EngineClosedError
 from ..params import StructuredOutput
 from .bitmasks import BitmaskFiller
 from .threads import Lane, run_in_thread
@@ -51,8 +51,8 @@ class GrammarService:
     async def _warm_up(self) -> None:
         try:
             await (await self._started()).warm_up()
-        except (GrammarError, EngineClosedError):
-            pass  # whoever asks for a grammar is told
+        except AEngineError:
+            pass  # whoever asks for a grammar is told, or finds that it works then
 
     async def _started(self) -> GrammarCompiler:
         if self._closed:
@@ -61,17 +61,23 @@ class GrammarService:
             return self._compiler
         if self._starting is None:
             self._starting = asyncio.get_running_loop().create_task(self._start(), name="aengine-grammar-start")
+            self._starting.add_done_callback(lambda task: task.cancelled() or task.exception())  # if nobody waits now
         return await asyncio.shield(self._starting)
 
     async def _start(self) -> GrammarCompiler:
+        """Raises EngineError or EngineOverloadedError when no thread can be started; the next request tries again."""
         from ..grammar.compiler import GrammarCompiler
         from ..grammar.vocabulary import Vocabulary
 
-        vocabulary = await run_in_thread("vocabulary", Vocabulary.of, self._tokenizer, self.vocab_size)
-        if self._closed:
-            raise EngineClosedError("the engine is closed: it compiles no more grammars")
-        self._compiler = GrammarCompiler(vocabulary)
-        return self._compiler
+        try:
+            self.bitmasks.begin()
+            vocabulary = await run_in_thread("vocabulary", Vocabulary.of, self._tokenizer, self.vocab_size)
+            if self._closed:
+                raise EngineClosedError("the engine is closed: it compiles no more grammars")
+            self._compiler = GrammarCompiler(vocabulary)
+            return self._compiler
+        finally:
+            self._starting = None
 
     async def prepare(self, wanted: StructuredOutput | GrammarSpec) -> Compiled:
         """The compiled grammar. Raises GrammarError, EngineOverloadedError, EngineClosedError, InternalError."""

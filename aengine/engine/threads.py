@@ -10,6 +10,8 @@ from functools import partial
 from queue import SimpleQueue
 from typing import Any, TypeVar
 
+from ..errors import EngineClosedError, EngineError, EngineOverloadedError
+
 __all__ = ["Lane", "run_in_thread"]
 
 T = TypeVar("T")
@@ -19,7 +21,7 @@ async def run_in_thread(name: str, function: Callable[..., T], *args: Any) -> T:
     """Run ``function(*args)`` in a thread of its own that ends with it.
 
     Unlike ``asyncio.to_thread`` it makes no pool on the host's loop that would outlive the engine. When the caller is
-    cancelled the thread, a daemon, runs on and its result is dropped.
+    cancelled the thread, a daemon, runs on and its result is dropped. Raises EngineError when none can be started.
     """
     loop = asyncio.get_running_loop()
     result: asyncio.Future[T] = loop.create_future()
@@ -43,8 +45,18 @@ async def run_in_thread(name: str, function: Callable[..., T], *args: Any) -> T:
         except RuntimeError:  # the loop was closed meanwhile: nobody is left to tell
             pass
 
-    threading.Thread(target=body, name=f"aengine-{name}", daemon=True).start()
+    try:
+        threading.Thread(target=body, name=f"aengine-{name}", daemon=True).start()
+    except RuntimeError as error:
+        raise EngineError(_no_thread(error)) from error
     return await result
+
+
+def _no_thread(error: RuntimeError) -> str:
+    return (
+        f"no thread can be started ({error}): this process, user or container has as many as it may have; raise "
+        f"`ulimit -u` or the container's pids limit"
+    )
 
 
 class Lane:
@@ -67,22 +79,35 @@ class Lane:
     def run(self, function: Callable[..., T], *args: Any) -> asyncio.Future[T]:
         """Begin ``function(*args)`` in a thread. A future that is cancelled before saves it the work.
 
-        Raises RuntimeError when no thread can be started, or it is closed.
+        Raises EngineOverloadedError when there is no thread and none can be started, EngineClosedError when closed.
         """
         if self._closed:
-            raise RuntimeError(f"{self._name} is closed")
+            raise EngineClosedError(f"the engine is closed, and {self._name} with it")
         loop = asyncio.get_running_loop()
         future: asyncio.Future[T] = loop.create_future()
         if self._num_pending >= len(self._threads) < self._num_threads:
-            thread = threading.Thread(target=_work, args=(self._jobs, self._closed), name=self._name, daemon=True)
-            thread.start()
-            self._threads.append(thread)
+            self._add_thread()
         self._num_pending += 1
         future.add_done_callback(self._note_done)
         self._jobs.put(partial(_do, loop, future, partial(function, *args)))
         if self._closed:  # from another thread, meanwhile: nobody may be there to take it
             future.cancel()
         return future
+
+    def begin(self) -> None:
+        """Start the first thread now; then `run` never lacks one. Raises EngineOverloadedError."""
+        if not self._threads:
+            self._add_thread()
+
+    def _add_thread(self) -> None:
+        thread = threading.Thread(target=_work, args=(self._jobs, self._closed), name=self._name, daemon=True)
+        try:
+            thread.start()
+        except RuntimeError as error:
+            if not self._threads:  # else those that there are do the work
+                raise EngineOverloadedError(_no_thread(error), retry_after=1.0) from error
+        else:
+            self._threads.append(thread)
 
     def close(self) -> None:
         """What was not begun is cancelled. Nothing is awaited."""

@@ -18,6 +18,7 @@ The library's traps, and what is done about each (measured; versions 1.9):
 from __future__ import annotations
 
 import functools
+import logging
 import threading
 import time
 import weakref
@@ -39,6 +40,8 @@ from .spec import GrammarSpec
 from .vocabulary import Vocabulary
 
 __all__ = ["LLGuidanceBackend", "LLGuidanceMatcher"]
+
+logger = logging.getLogger("aengine.grammar")
 
 _MIN_PARALLEL = 8
 """Fewer rows are filled one by one: handing them to threads takes longer."""
@@ -164,7 +167,11 @@ class LLGuidanceBackend:
             return None
         with self._lock:
             if self._executor is None:
-                self._executor = llguidance.LLExecutor(self._fill_threads)
+                try:
+                    self._executor = llguidance.LLExecutor(self._fill_threads)
+                except ValueError as error:
+                    logger.warning("bitmasks are filled in one thread: no others can be started (%s)", error)
+                    self._fill_threads = 1
             return self._executor
 
     def _first_masks(self, root: llguidance.LLMatcher) -> float:

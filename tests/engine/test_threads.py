@@ -9,7 +9,8 @@ import time
 
 import pytest
 
-from aengine.engine.threads import Lane
+from aengine.engine.threads import Lane, run_in_thread
+from aengine.errors import EngineClosedError, EngineError, EngineOverloadedError
 
 
 def threads(name: str) -> list[threading.Thread]:
@@ -58,7 +59,7 @@ async def test_closed_with_work_left() -> None:
     second = lane.run(time.sleep, 0)
     await asyncio.to_thread(begun.wait, 30)
     lane.close()
-    with pytest.raises(RuntimeError, match="is closed"):
+    with pytest.raises(EngineClosedError, match="is closed"):
         lane.run(time.sleep, 0)
     gate.set()
     assert await first
@@ -76,3 +77,27 @@ async def test_dropped_without_being_closed() -> None:
     gc.collect()
     await asyncio.to_thread(thread.join, 30)
     assert not thread.is_alive()
+
+
+def refuse(self: threading.Thread) -> None:
+    raise RuntimeError("can't start new thread")
+
+
+async def test_no_thread_to_be_had(monkeypatch: pytest.MonkeyPatch) -> None:
+    lane = Lane("refused", 2)
+    with monkeypatch.context() as patch:
+        patch.setattr(threading.Thread, "start", refuse)
+        for attempt in (lane.begin, lambda: lane.run(time.sleep, 0)):
+            with pytest.raises(EngineOverloadedError, match=r"can't start new thread.*ulimit -u.*pids limit"):
+                attempt()
+        with pytest.raises(EngineError, match=r"can't start new thread.*ulimit -u"):
+            await run_in_thread("refused", time.sleep, 0)
+    lane.begin()
+    gate = threading.Event()
+    first = lane.run(gate.wait, 30)
+    with monkeypatch.context() as patch:
+        patch.setattr(threading.Thread, "start", refuse)
+        second = lane.run(int, "7")  # a second thread can't be started: the first one does it
+    gate.set()
+    assert (await first, await second) == (True, 7)
+    await lane.aclose()
