@@ -1,0 +1,57 @@
+"""Run the Python blocks of a Markdown page in their order, as one session: python page_runner.py PAGE.
+
+A block with ``await``, ``async for`` or ``async with`` outside of a function runs on the session's event loop, as in a
+notebook or in ``python -m asyncio``; any other runs as a file does, without a running loop. All blocks of a page share
+their names. Exit code 1 and the traceback, with the page's line numbers, at the first that fails.
+"""
+
+from __future__ import annotations
+
+import ast
+import asyncio
+import inspect
+import re
+import sys
+import traceback
+from pathlib import Path
+from typing import Any
+
+_BLOCK = re.compile(r"^```python\n(.*?)^```$", re.MULTILINE | re.DOTALL)
+
+
+def blocks_of(page: Path) -> list[tuple[int, str]]:
+    """(line of its first statement, text) of each Python block."""
+    text = page.read_text()
+    return [(text.count("\n", 0, found.start(1)) + 1, found.group(1)) for found in _BLOCK.finditer(text)]
+
+
+def run_page(page: Path) -> None:
+    names: dict[str, Any] = {"__name__": "__main__", "__file__": str(page)}
+    with asyncio.Runner() as runner:
+        for line, text in blocks_of(page):
+            flags = ast.PyCF_ALLOW_TOP_LEVEL_AWAIT
+            code = compile("\n" * (line - 1) + text, str(page), "exec", flags=flags, dont_inherit=True)
+            if code.co_flags & inspect.CO_COROUTINE:
+                runner.run(_awaited(code, names))
+            else:
+                exec(code, names)
+        runner.run(_close(names))
+
+
+async def _awaited(code: Any, names: dict[str, Any]) -> None:
+    await eval(code, names)
+
+
+async def _close(names: dict[str, Any]) -> None:
+    """End what a page leaves open, as the end of a notebook's kernel does."""
+    for value in list(names.values()):
+        if hasattr(value, "aclose") and getattr(value, "state", "") == "running":
+            await value.aclose()
+
+
+if __name__ == "__main__":
+    try:
+        run_page(Path(sys.argv[1]))
+    except BaseException:
+        traceback.print_exc()
+        sys.exit(1)

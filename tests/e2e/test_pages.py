@@ -1,0 +1,33 @@
+"""Every Python block of README.md and docs/ runs as it stands."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from page_runner import blocks_of
+
+ROOT = Path(__file__).resolve().parents[2]
+PAGES = [page for page in (ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))) if blocks_of(page)]
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.stem)
+def test_page(page: Path, tmp_path: Path) -> None:
+    runner = Path(__file__).with_name("page_runner.py")
+    done = subprocess.run(
+        [sys.executable, "-W", "error", str(runner), str(page)],
+        cwd=tmp_path,
+        capture_output=True,
+        text=True,
+        timeout=170,
+    )
+    assert done.returncode == 0, f"{done.stdout[-2000:]}\n{done.stderr[-4000:]}"
+
+
+def test_the_first_program_is_whole() -> None:
+    """It is copied into a file: no await outside of a function, no names from elsewhere."""
+    _, text = blocks_of(ROOT / "README.md")[0]
+    compile(text, "README.md", "exec")
+    assert "import asyncio" in text and text.rstrip().endswith("asyncio.run(main())")

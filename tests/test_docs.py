@@ -1,0 +1,135 @@
+"""What README.md and docs/ name exists: links, files, commands; every page has its place.
+
+Their Python blocks run in tests/e2e/test_pages.py.
+"""
+
+from __future__ import annotations
+
+import ast
+import re
+import shlex
+import subprocess
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from aengine.__main__ import build_parser
+
+ROOT = Path(__file__).resolve().parents[1]
+DOCS = sorted((ROOT / "docs").glob("*.md"))
+PAGES = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", ROOT / "CHANGELOG.md", ROOT / "examples" / "README.md", *DOCS]
+LANGUAGES = {"python", "bash", "sh", "text", "toml", "yaml", "dockerfile", "ini", "json", ""}
+USERS_FILES = {"main.py", "app.py", "conftest.py", "requirements.txt", "fake_runner.py", "results/traffic.jsonl"}
+
+_BLOCK = re.compile(r"^( *)```(\w*)\n(.*?)^\1```$", re.MULTILINE | re.DOTALL)
+_LINK = re.compile(r"\[[^\]]+\]\(([^)\s]+)\)")
+_CODE = re.compile(r"`([^`\n]+)`")
+_FILE = re.compile(r"(?<![\w*-])[\w-][\w./-]*\.(?:py|sh|md|jsonl)\b(?!\.\w)")
+
+each_page = pytest.mark.parametrize("page", PAGES, ids=lambda page: page.stem)
+
+
+def prose(page: Path) -> str:
+    return _BLOCK.sub("", page.read_text())
+
+
+def blocks(page: Path, *languages: str) -> list[str]:
+    return [text for _, language, text in _BLOCK.findall(page.read_text()) if language in languages]
+
+
+def commands(page: Path) -> Iterator[list[str]]:
+    """The words of each `aengine` command: in shell blocks, Dockerfiles, and as code in the prose."""
+    lines = [code for code in _CODE.findall(prose(page)) if code.startswith("aengine ")]
+    for text in blocks(page, "bash", "sh", "dockerfile"):
+        lines += text.replace("\\\n", " ").splitlines()
+    for line in lines:
+        found = re.search(r"(?:^|[\s/|]|-m )aengine +((?:run|chat|bench|model|doctor|-)[^|;&>]*)", line.split(" #")[0])
+        if found and "..." not in line:
+            yield shlex.split(found[1])
+
+
+@each_page
+def test_links_lead_somewhere(page: Path) -> None:
+    for target in _LINK.findall(_CODE.sub("", prose(page))):
+        if target.startswith(("http://", "https://")):
+            continue
+        path, _, anchor = target.partition("#")
+        file = page.parent / path if path else page
+        assert file.exists(), target
+        titles = re.findall(r"^#+ (.*)$", prose(file), re.MULTILINE) if anchor else []
+        anchors = [re.sub(r"[^\w\- ]", "", title.lower()).replace(" ", "-") for title in titles]
+        assert not anchor or anchor in anchors, f"{target}: there are {anchors}"
+
+
+@each_page
+def test_files_that_are_named_exist(page: Path) -> None:
+    """Those of the repository, by their name or the end of their path."""
+    listed = subprocess.run(
+        ["git", "ls-files", "-co", "--exclude-standard"], cwd=ROOT, capture_output=True, text=True, check=True
+    ).stdout
+    known = ["/" + name for name in listed.splitlines()]
+    for code in _CODE.findall(prose(page)):
+        for name in set(_FILE.findall(code)) - USERS_FILES:
+            assert any(path.endswith("/" + name) for path in known), f"`{code}`: there is no {name}"
+
+
+@each_page
+def test_commands_are_understood(page: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    for words in commands(page):
+        try:
+            build_parser().parse_args(words)
+        except SystemExit as end:
+            said = capsys.readouterr().err
+            is_just_named = len(words) == 1 and "arguments are required" in said  # in the prose, as `aengine run`
+            assert end.code == 0 or is_just_named, f"aengine {shlex.join(words)}: {said}"
+
+
+@each_page
+def test_shell_blocks_are_shell(page: Path) -> None:
+    for text in blocks(page, "bash", "sh"):
+        done = subprocess.run(["bash", "-n"], input=text, capture_output=True, text=True)
+        assert done.returncode == 0, f"{text}\n{done.stderr}"
+
+
+@each_page
+def test_make_targets_exist(page: Path) -> None:
+    targets = set(re.findall(r"^([a-z]+):", (ROOT / "Makefile").read_text(), re.MULTILINE))
+    said = [*_CODE.findall(prose(page)), *"\n".join(blocks(page, "bash", "sh")).splitlines()]
+    for line in said:
+        if found := re.match(r"make ([a-z]+)\b", line):
+            assert found[1] in targets, line
+
+
+@each_page
+def test_blocks_say_what_they_are(page: Path) -> None:
+    """A Python block within a list, or under another name, would not be run by test_pages.py."""
+    for indent, language, text in _BLOCK.findall(page.read_text()):
+        assert language in LANGUAGES, language
+        assert language != "python" or not indent, text
+
+
+def test_index_places_every_page() -> None:
+    placed = {target.partition("#")[0] for target in _LINK.findall(prose(ROOT / "docs" / "index.md"))}
+    assert {page.name for page in DOCS} - {"index.md"} <= placed
+
+
+def test_examples_are_all_described() -> None:
+    text = (ROOT / "examples" / "README.md").read_text()
+    for example in (ROOT / "examples").glob("*.py"):
+        assert f"]({example.name})" in text, example.name
+
+
+def test_errors_page_has_every_error_and_what_it_carries() -> None:
+    page = prose(ROOT / "docs" / "errors.md")
+    rows = re.findall(r"^\| `(\w+)` \|.*\| ([^|]+) \|$", page, re.MULTILINE)
+    carried = {name: set(_CODE.findall(attributes)) - {'""'} for name, attributes in rows}
+    tree = ast.parse((ROOT / "aengine" / "errors.py").read_text())
+    classes = {node.name: node for node in tree.body if isinstance(node, ast.ClassDef)}
+    for base in ("AEngineError", "RequestError", "EngineError"):  # in the text around the tables
+        assert f"`{base}`" in page
+        del classes[base]
+    assert carried.keys() == classes.keys()
+    for name, node in classes.items():
+        assigned = [target for part in ast.walk(node) if isinstance(part, ast.Assign) for target in part.targets]
+        assert carried[name] == {target.attr for target in assigned if isinstance(target, ast.Attribute)}, name
