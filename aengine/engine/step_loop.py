@@ -378,6 +378,7 @@ class StepLoop:
         # Tokens that a grammar forces come with the one before them.
         num_rows = len({batch_idx for _, _, batch_idx in sampled}) if self.scheduler.num_constrained else len(sampled)
         self._observer.note_answer(self.scheduler.begun, num_rows)
+        self.scheduler.begun.clear()  # an idle engine holds no request
         for request, error in failed:
             request.sink.mailbox.fail(_request_error(error))
             self._on_end(request)

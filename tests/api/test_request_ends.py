@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import gc
 import logging
 import threading
 from collections.abc import Callable
@@ -28,6 +29,7 @@ from aengine import (
     WorkerDiedError,
 )
 from aengine.engine import observer
+from aengine.engine.request import Request
 
 Make = Callable[..., AsyncLLM]
 pytestmark = pytest.mark.usefixtures("no_blocking")
@@ -112,6 +114,15 @@ async def test_partial_completions_have_what_there_is(make_engine: Make) -> None
             await anext(stream)
         await stream.aclose()
         check(stream.completion.timings, len(stream.completion.token_ids))
+
+
+async def test_an_idle_engine_holds_no_request(make_engine: Make) -> None:
+    async with make_engine() as engine:
+        await engine.generate([1, 2], FIVE.replace(max_tokens=1), request_id="held by nobody")
+        await settled(engine)
+        gc.collect()
+        requests = [found for found in gc.get_objects() if isinstance(found, Request)]
+        assert not [request for request in requests if request.request_id == "held by nobody"]
 
 
 # -- on_request_end
