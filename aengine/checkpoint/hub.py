@@ -48,8 +48,8 @@ def fetch(
 ) -> Path:
     """Bring a model into the hub's cache. Returns its folder, or the (first) .gguf file of a model in GGUF.
 
-    That is taken if ``name`` ends in ":QUANTISATION", if there is a ``choice``, or if the repository holds nothing
-    else. Of other repositories come settings and tokenizer, and ``weights`` if asked for. Blocking. What is cached
+    That is taken if ``name`` ends in ":QUANTISATION", if there is a ``choice``, or if the repository holds no
+    safetensors (no tokenizer, if no ``weights`` are asked for). Of other repositories come settings and tokenizer, and ``weights`` if asked for. Blocking. What is cached
     already is not fetched again; with HF_HUB_OFFLINE only the cache is looked at. Raises ModelLoadError with the
     cause and what helps.
     """
@@ -63,7 +63,7 @@ def fetch(
         if choice is None:
             patterns = [*_TOKENIZER_FILES, *(_WEIGHT_FILES if weights else ())]
             folder = _snapshot(repo, revision, patterns, progress)
-            if not weights or any(folder.glob("*.safetensors")):
+            if any(folder.glob("*.safetensors")) if weights else (folder / "tokenizer.json").is_file():
                 return folder
         sizes, where = _file_sizes(repo, revision)
         if choice is None and not any(file.endswith(".gguf") for file in sizes):

@@ -110,12 +110,13 @@ def test_a_gguf_file_of_a_repository(resolve: Resolve, hub: Hub, tmp_path: Path)
         {"model": "maker/one-GGUF"},
         {"model": "maker/both"},
         {"model": "maker/both", "load_format": "gguf"},
+        {"model": "maker/one-GGUF", "load_format": "dummy"},  # as a tokenizer is looked for: no weights, but a file
     )
     names = [Path(item.get("path", str(item))).name for item in found]
     split = "many-F16-00001-of-00002.gguf"
     assert names[:4] == ["many-Q4_K_M.gguf", "many-q8_0.gguf", split, "one.Q4_0.gguf"]
-    assert [item["format"] for item in found] == ["gguf"] * 4 + ["safetensors", "gguf"]
-    assert names[5] == "both-Q8_0.gguf"
+    assert [item["format"] for item in found] == ["gguf"] * 4 + ["safetensors", "gguf", "dummy"]
+    assert names[5:] == ["both-Q8_0.gguf", "one.Q4_0.gguf"]
     assert all(Path(item["path"]).is_relative_to(tmp_path / "hf" / "hub") for item in found)
     assert (Path(found[2]["path"]).parent / "many-F16-00002-of-00002.gguf").is_file()
     assert "mmproj-many-f16.gguf" not in hub.downloads  # nor anything twice

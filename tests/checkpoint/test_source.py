@@ -149,6 +149,7 @@ def test_hub_id(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     import huggingface_hub
 
     folder = make_folder(tmp_path / "snapshot")
+    (folder / "tokenizer.json").write_text("{}")
     calls: list[dict[str, Any]] = []
 
     def snapshot_download(name: str, **options: Any) -> str:
