@@ -49,9 +49,9 @@ def fetch(
     """Bring a model into the hub's cache. Returns its folder, or the (first) .gguf file of a model in GGUF.
 
     That is taken if ``name`` ends in ":QUANTISATION", if there is a ``choice``, or if the repository holds no
-    safetensors (no tokenizer, if no ``weights`` are asked for). Of other repositories come settings and tokenizer, and ``weights`` if asked for. Blocking. What is cached
-    already is not fetched again; with HF_HUB_OFFLINE only the cache is looked at. Raises ModelLoadError with the
-    cause and what helps.
+    safetensors (no tokenizer, if no ``weights`` are asked for). Of other repositories come settings and tokenizer, and
+    ``weights`` if asked for. Blocking. What is cached already is not fetched again; with HF_HUB_OFFLINE only the cache
+    is looked at. Raises ModelLoadError with the cause and what helps.
     """
     match = _HUB_ID.fullmatch(name)
     assert match is not None
