@@ -128,7 +128,7 @@ def check(device: torch.device, dtype: torch.dtype) -> dict[str, float]:
     starts = [sum(query_lens[:i]) for i in range(len(lens) + 1)]
     q = torch.randn(starts[-1], heads, dim, dtype=dtype, device=device)
     places = torch.tensor(starts, dtype=torch.int32, device=device)
-    prompts = plan_prompts(case.rows, places, case.seq_lens, len(q), heads // kv_heads, dtype, skip_single=False)
+    prompts = plan_prompts(case.rows, places, case.seq_lens, len(q), heads // kv_heads, dtype, dim, skip_single=False)
     q = q.clone()
     out = varlen_attention(q, case.caches[0], case.table, prompts, len(lens), dim**-0.5, None)
     errors["prefill"] = relative_error(out, case, q, starts, dim**-0.5)
@@ -202,7 +202,8 @@ def time_prefills(device: torch.device) -> Iterator[dict[str, Any]]:
         places = torch.tensor(starts, dtype=torch.int32, device=device)
 
         def calls_of(case: Case = case, places: Tensor = places, q: Tensor = q) -> list[Callable[[], Any]]:
-            plan = plan_prompts(case.rows, places, case.seq_lens, len(q), heads // kv_heads, q.dtype, skip_single=False)
+            batch = (case.rows, places, case.seq_lens, len(q))
+            plan = plan_prompts(*batch, heads // kv_heads, q.dtype, dim, skip_single=False)
             where = (case.table, plan, len(case.rows), dim**-0.5, None)
             return [partial(varlen_attention, q, cache, *where) for cache in case.caches]
 

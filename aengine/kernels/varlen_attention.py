@@ -23,6 +23,7 @@ def plan_prompts(
     num_tokens: int,
     group: int,
     dtype: torch.dtype,
+    head_dim: int,
     *,
     skip_single: bool,
 ) -> Tensor:
@@ -34,14 +35,14 @@ def plan_prompts(
     Args:
         rows: int64 [n]; seq_lens: int32 [n]
         query_start_loc: int32 [n + 1], up to num_tokens; sequences without tokens are left out
-        group: query heads that share a key-value head; dtype: of the queries
+        group: query heads that share a key-value head; dtype, head_dim: of the queries
         skip_single: sequences of one new token are left out too; their place in the result is not written
     """
     assert rows.shape == seq_lens.shape and query_start_loc.shape[0] == rows.shape[0] + 1
     if uses_triton(rows):
         from .bodies import varlen_attention as body
 
-        return body.plan_prompts(rows, query_start_loc, seq_lens, num_tokens, group, dtype, skip_single)
+        return body.plan_prompts(rows, query_start_loc, seq_lens, num_tokens, group, dtype, head_dim, skip_single)
     query_lens = query_start_loc.diff()
     facts = torch.stack((rows.int(), query_start_loc[:-1], query_lens, seq_lens), 1)
     return facts[query_lens > int(skip_single)]

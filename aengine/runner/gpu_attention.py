@@ -160,7 +160,8 @@ class BatchAttention:
     def _plan_prompts(self) -> Tensor:
         inputs, cache = self._inputs, self._cache
         where = (self._rows, inputs.query_start_loc, inputs.seq_lens, len(inputs.positions))
-        return plan_prompts(*where, cache.group, cache.layers[0].dtype, skip_single=True)
+        layer = cache.layers[0]
+        return plan_prompts(*where, cache.group, layer.dtype, layer.shape[-1], skip_single=True)
 
     def _attend_to_prompts(self, layer: AttentionLayer, qkv: Tensor) -> Tensor:
         """[num_tokens, num_heads * head_dim]; the decodes' rows are not written."""

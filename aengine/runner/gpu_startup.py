@@ -15,6 +15,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 import torch
+from triton import OutOfResources
 
 from ..config import EngineConfig
 from ..errors import ModelLoadError
@@ -85,7 +86,8 @@ class GpuSetup:
 
 
 def start_on_gpu(setup: GpuSetup, progress: Progress) -> tuple[ModelRunner, KvPlan]:
-    """Raises ModelLoadError when the memory does not suffice; the message says for what, and what helps."""
+    """Raises ModelLoadError when the memory, or what a multiprocessor has of it, does not suffice; the message says for
+    what, and what helps."""
     try:
         return _start(setup, progress)
     except torch.OutOfMemoryError as error:
@@ -94,6 +96,14 @@ def start_on_gpu(setup: GpuSetup, progress: Progress) -> tuple[ModelRunner, KvPl
             f"the GPU ran out of memory while the engine started: {_gib(total)} in all, {_gib(free)} free, weights "
             f"{_gib(setup.weight_bytes)}: lower gpu_memory_utilization, max_num_batched_tokens or max_num_seqs, or end "
             f"other processes on the GPU ({str(error).partition('. ')[0]})"
+        ) from error
+    except OutOfResources as error:
+        model = setup.model_config
+        raise ModelLoadError(
+            f"a kernel needs more {error.name} than a program may have on {torch.cuda.get_device_name(setup.device)} "
+            f"({error.required} of {error.limit}), with heads of {model.head_dim} in {setup.model.format.name}, "
+            f"{model.num_heads // model.num_kv_heads} for a key-value head: use "
+            f"{'' if setup.model.format.dtype.itemsize == 2 else 'a 16-bit dtype, '}another GPU or device='cpu'"
         ) from error
 
 
@@ -104,7 +114,7 @@ def _start(setup: GpuSetup, progress: Progress) -> tuple[ModelRunner, KvPlan]:
     num_blocks = -(-min(wanted_len, setup.max_batched) // setup.block_size)  # of one request, which all share
     runner = setup.make_runner(num_blocks, wanted_len)
     progress("compile", 0, 0, "")
-    compile_kernels(runner, setup.max_batched, setup.num_threads)
+    compile_kernels(runner, setup.max_batched, setup.model_config.num_kv_heads, setup.num_threads)
     setup.prefill.join()  # before anything is captured
     compiled = time.monotonic()
     progress("profile", 0, 0, "")

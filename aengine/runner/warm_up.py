@@ -5,6 +5,7 @@ from __future__ import annotations
 import torch
 
 from ..kernels.bitmask import apply_bitmask
+from ..kernels.decode_attention import BatchSize
 from ..kernels.gumbel import gumbel_sample
 from ..kernels.input_prep import PreparedInputs, append_tokens, prepare_decode, prepare_inputs
 from ..kernels.logprobs import top_logprobs
@@ -17,26 +18,44 @@ from .request_state import COLUMNS
 __all__ = ["compile_kernels"]
 
 _DECODE_SIZES = (1, 2, 8, 16, 32, 64, 128, 256, 512)
-"""Batches between which the choice of kernels changes (kernels/bodies/linear.py)."""
+_NUM_TOKENS = (8, 16, 32, 64, 128, 256)
+"""Between these the choice of kernels changes (kernels/bodies/linear.py)."""
+_MOST_OF_SMALL_TILES = 64  # tokens (kernels/bodies/varlen_attention.py)
 
 
-def compile_kernels(runner: ModelRunner, max_batched: int, num_threads: int) -> None:
+def compile_kernels(runner: ModelRunner, max_batched: int, num_kv_heads: int, num_threads: int) -> None:
     """Walk through decode steps and prompts of every kind of size, launching nothing of ours.
 
-    What the walk misses is compiled when it is first launched; what is in Triton's cache on disk takes no time.
+    What the walk misses is compiled when it is first launched, while all requests wait; what is in Triton's cache on
+    disk takes no time.
     """
     from ..kernels.bodies.launch import compiling
 
+    max_num_seqs = len(runner.requests.in_use)
     with torch.inference_mode(), compiling(num_threads):
         if runner.graphs is not None:
-            for size in _DECODE_SIZES:
-                if size <= runner.graphs.max_size:
-                    _decode(runner, runner.graphs.step, size)
-        for num_tokens in (16, 64, 256, 2048):
-            for num_reqs in (8, 200, 1000):
-                if num_reqs <= len(runner.requests.in_use) and num_tokens <= max_batched:
-                    _prompts(runner, num_tokens, num_reqs)
+            for size in sorted({min(rows, runner.graphs.max_size) for rows in _DECODE_SIZES}):
+                _decode(runner, runner.graphs.step, size)
+        for num_tokens, num_reqs in _prompt_shapes(max_num_seqs, max_batched, num_kv_heads):
+            _prompts(runner, num_tokens, num_reqs)
         _sampling(runner)
+
+
+def _prompt_shapes(max_num_seqs: int, max_batched: int, num_kv_heads: int) -> list[tuple[int, int]]:
+    """(tokens, requests) of steps with prompts, such that any other step launches what these do."""
+    from ..kernels.bodies.launch import bucket
+    from ..kernels.bodies.varlen_attention import LARGE_TILES_FROM
+
+    def kernels_of(num_reqs: int) -> tuple[BatchSize, int]:
+        return next(size for size in BatchSize if num_reqs * num_kv_heads <= size.value), bucket(num_reqs)
+
+    counts = {kernels_of(num_reqs): num_reqs for num_reqs in range(max_num_seqs, 0, -1)}.values()  # the least of each
+    shapes = {(num_tokens, 1) for num_tokens in _NUM_TOKENS}
+    shapes |= {(_MOST_OF_SMALL_TILES, count) for count in counts if count <= _MOST_OF_SMALL_TILES}
+    shapes |= {(max(2 * _MOST_OF_SMALL_TILES, count), count) for count in counts}
+    shapes = {(min(num_tokens, max_batched), count) for num_tokens, count in shapes}
+    shapes |= {(LARGE_TILES_FROM * count, count) for count in counts if LARGE_TILES_FROM * count <= max_batched}
+    return sorted(shapes)
 
 
 def _decode(runner: ModelRunner, step: DecodeStep, size: int) -> None:

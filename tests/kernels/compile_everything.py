@@ -1,13 +1,22 @@
-"""Compile every Triton kernel for a GPU that is not there: the interpreter accepts what the compiler refuses.
+"""Compile the Triton kernels for GPUs that are not there: the interpreter accepts what the compiler refuses.
 
-python tests/kernels/compile_everything.py 90      # for compute capability 9.0
+python tests/kernels/compile_everything.py 90                 # for compute capability 9.0: each kernel, and the largest
+python tests/kernels/compile_everything.py --largest 75 89    # what takes the most shared memory, for several
+python tests/kernels/compile_everything.py --grid 75 89       # every tiling, format and head size; some minutes each
+
+Fails if a kernel takes more shared memory than a program may have there.
 """
 
 from __future__ import annotations
 
+import argparse
+import importlib
 import inspect
+import itertools
 import os
+import pkgutil
 import sys
+from collections.abc import Iterator
 from typing import Any
 
 os.environ.pop("TRITON_INTERPRET", None)
@@ -17,8 +26,40 @@ import triton
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 
+from aengine.kernels import (
+    activation,
+    bitmask,
+    bodies,
+    decode_attention,
+    gumbel,
+    input_prep,
+    linear,
+    logit_bias,
+    logprobs,
+    rms_norm,
+    staged_write,
+    top_k_top_p,
+    varlen_attention,
+    write_qkv,
+)
 from aengine.kernels.bodies import launch as launching
+from aengine.kernels.decode_attention import BatchSize
+from aengine.kernels.seat import triton_everywhere
 
+LIMITS = {
+    75: 65_536,
+    80: 166_912,
+    86: 101_376,
+    87: 166_912,
+    89: 101_376,
+    90: 232_448,
+    100: 232_448,
+    103: 232_448,
+    120: 101_376,
+    121: 101_376,
+}
+"""Bytes of shared memory that a program may have, by compute capability (CUDA programming guide, "Compute
+Capabilities": maximum amount of shared memory per thread block)."""
 TYPES = {
     torch.bfloat16: "*bf16",
     torch.float16: "*fp16",
@@ -28,78 +69,129 @@ TYPES = {
     torch.uint8: "*u8",
 }
 OPTIONS = {"num_warps", "num_stages", "launch_pdl"}
-seen: dict[tuple, str] = {}
 
 
-def compile_only(kernel: Any, grid: tuple, *args: Any, **options: Any) -> None:
-    """In place of `launch`."""
-    has_pdl = CAPABILITY >= 90
-    if "PDL" in options:
-        options["PDL"] = has_pdl
-    values = dict(zip(kernel.arg_names, args)) | {k: v for k, v in options.items() if k not in OPTIONS}
-    signature, constants = {}, {}
-    for i, name in enumerate(kernel.arg_names):
-        value = values[name]
-        if isinstance(value, torch.Tensor):
-            signature[name] = TYPES[value.dtype]
-        elif value is None or kernel.params[i].is_constexpr:
-            signature[name] = "constexpr"
-            constants[(i,)] = value
-        elif isinstance(value, bool):
-            signature[name] = "i1"
-        else:
-            signature[name] = "fp32" if isinstance(value, float) else "i32"
-    key = (kernel.__name__, tuple(signature.items()), tuple(constants.items()))
-    if key in seen:
-        return
-    asked = {k: v for k, v in options.items() if k in OPTIONS}
-    source = ASTSource(kernel, signature, constants)
-    compiled = triton.compile(source, target=GPUTarget("cuda", CAPABILITY, 32), options=asked)
-    seen[key] = f"{kernel.__name__}: {compiled.metadata.shared} bytes of shared memory"
+class Compiler:
+    """In place of `launch` for one compute capability. ``shared``: bytes of shared memory by kernel and what it was
+    compiled for."""
+
+    def __init__(self, capability: int) -> None:
+        self.capability = capability
+        self.shared: dict[str, int] = {}
+        self.note = ""  # of the launches to come
+        self._seen: set[tuple] = set()
+
+    def __call__(self, kernel: Any, grid: tuple, *args: Any, **options: Any) -> None:
+        if "PDL" in options:
+            options["PDL"] = self.capability >= 90
+        values = dict(zip(kernel.arg_names, args)) | {k: v for k, v in options.items() if k not in OPTIONS}
+        signature, constants, attributes = {}, {}, {}
+        for i, param in enumerate(kernel.params):
+            value = values[param.name]
+            if isinstance(value, torch.Tensor):
+                signature[param.name] = TYPES[value.dtype]
+                is_aligned = not (param.do_not_specialize or param.do_not_specialize_on_alignment)
+            elif value is None or param.is_constexpr:
+                signature[param.name] = "constexpr"
+                constants[(i,)] = value
+                is_aligned = False
+            else:
+                signature[param.name] = "fp32" if isinstance(value, float) else "i32"
+                is_aligned = isinstance(value, int) and value % 16 == 0 and not param.do_not_specialize
+            if is_aligned:  # as at run time: what is copied without registers, and so the shared memory, depends on it
+                attributes[(i,)] = [["tt.divisibility", 16]]
+        key = (kernel.__name__, tuple(signature.items()), tuple(constants.items()), tuple(attributes))
+        if key in self._seen:
+            return
+        self._seen.add(key)
+        asked = {k: v for k, v in options.items() if k in OPTIONS}
+        source = ASTSource(kernel, signature, constants, attributes)
+        compiled = triton.compile(source, target=GPUTarget("cuda", self.capability, 32), options=asked)
+        sizes = " ".join(f"{n}={values[n]}" for n in ("BM", "BN", "GROUPS", "BK", "STAGES") if n in values)
+        name = f"{kernel.__name__} {self.note} {sizes}"
+        self.shared[name] = max(self.shared.get(name, 0), compiled.metadata.shared)
+
+    @property
+    def half(self) -> torch.dtype:
+        """What serving takes for 16 bit there (runner/gpu.py)."""
+        return torch.bfloat16 if self.capability >= 80 else torch.float16
+
+    def install(self) -> None:
+        for info in pkgutil.iter_modules(bodies.__path__):
+            module = importlib.import_module(f"{bodies.__name__}.{info.name}")
+            for name, value in (("launch", self), ("max_shared_memory", lambda: LIMITS[self.capability])):
+                if name in vars(module) and not inspect.ismodule(getattr(module, name)):
+                    setattr(module, name, value)
+        vars(launching).update(launch=self)
 
 
-def drive() -> None:
-    """Call the ops with CPU tensors; nothing is computed."""
-    from aengine.kernels import (
-        activation,
-        decode_attention,
-        gumbel,
-        input_prep,
-        linear,
-        rms_norm,
-        varlen_attention,
-        write_qkv,
-    )
+# -- calls of the ops with CPU tensors; nothing is computed
 
-    for dtype in (torch.bfloat16,) if CAPABILITY >= 80 else (torch.float16,):
-        for rows in (1, 8, 16, 64):
-            for k in (576, 1024):
-                x, norm = torch.zeros(rows, k, dtype=dtype), torch.zeros(k, dtype=dtype)
-                weight, bias = torch.zeros(1024, k, dtype=dtype), torch.zeros(1024, dtype=dtype)
-                linear.norm_linear(x, norm, 1e-6, weight, bias, torch.float32)
-                linear.norm_gated_linear(x, norm, 1e-6, weight, None)
-                linear.add_linear(torch.zeros(rows, 1024, dtype=dtype), x, weight)
-        rms_norm.rms_norm(torch.zeros(3, 576, dtype=dtype), torch.zeros(576, dtype=dtype), 1e-6)
-        activation.silu_and_mul(torch.zeros(3, 64, dtype=dtype))
-        for heads, kv_heads, dim, window in ((16, 8, 128, None), (9, 3, 64, 40)):
-            for n in (1, 64, 300):
-                qkv = torch.zeros(n, (heads + 2 * kv_heads) * dim, dtype=dtype)
-                cache = torch.zeros(4, 2, kv_heads, 16, dim, dtype=dtype).permute(0, 3, 1, 2, 4)
-                table, rows = torch.zeros(n, 8, dtype=torch.int32), torch.zeros(n, dtype=torch.int64)
-                lens, rope = torch.zeros(n, dtype=torch.int32), torch.zeros(99, dim)
-                workspace = decode_attention.DecodeWorkspace(n, heads, kv_heads, dim, torch.device("cpu"))
-                plan = decode_attention.plan_decode(rows, lens, workspace)
-                for norm in (None, torch.zeros(dim, dtype=dtype)):
-                    for is_raw in (True, False):
-                        where = (cache, table, rope, norm, norm, 1e-6, heads, 0.1, window, plan, workspace)
-                        decode_attention.decode_step_attention(qkv, *where, is_raw=is_raw)
-                    write_qkv.turn_and_write(qkv, rows, rows, rope, norm, norm, 1e-6, heads, cache)
-                q = qkv.view(n, -1, dim)[:, :heads]
-                starts = torch.zeros(n + 1, dtype=torch.int32)
-                prompts = varlen_attention.plan_prompts(
-                    rows, starts, lens, n, heads // kv_heads, dtype, skip_single=n > 1
-                )
-                varlen_attention.varlen_attention(q, cache, table, prompts, n, 0.1, window)
+
+def products(compiler: Compiler, rows: int, n: int, k: int, kind: str, biased: bool = False) -> None:
+    dtype = compiler.half
+    compiler.note = f"{kind} {rows}x{k}x{n}"
+    x, norm = torch.zeros(rows, k, dtype=dtype), torch.zeros(k, dtype=dtype)
+    weight = torch.zeros(1, dtype=dtype).expand(n * (2 if kind == "gated" else 1), k)
+    bias = torch.zeros(len(weight), dtype=dtype) if biased else None
+    if kind == "add":
+        linear.add_linear(torch.zeros(rows, n, dtype=dtype), x, weight, bias)
+    elif kind == "gated":
+        linear.norm_gated_linear(x, norm, 1e-6, weight, bias)
+    else:
+        linear.norm_linear(x, norm, 1e-6, weight, bias, torch.float32)
+
+
+Heads = tuple[int, int, int]  # query heads, key-value heads, size
+
+
+def decodes(
+    compiler: Compiler,
+    dtype: torch.dtype,
+    heads: Heads,
+    size: BatchSize,
+    *,
+    is_raw: bool = True,
+    window: int | None = None,
+    with_norm: bool = False,
+) -> None:
+    num_heads, num_kv_heads, dim = heads
+    compiler.note = f"{dtype} {heads} {size.name} {'raw' if is_raw else 'turned'}"
+    n = {BatchSize.SMALL: 1, BatchSize.MIDDLING: 64, BatchSize.LARGE: 512}[size] // num_kv_heads + 1
+    qkv, cache, table = kv_of(dtype, heads, n)
+    rows, lens, rope = torch.zeros(n, dtype=torch.int64), torch.zeros(n, dtype=torch.int32), torch.zeros(99, dim)
+    workspace = decode_attention.DecodeWorkspace(n, *heads, torch.device("cpu"))
+    assert workspace.batch_size(n) is size
+    plan = decode_attention.plan_decode(rows, lens, workspace)
+    norm = torch.zeros(dim, dtype=dtype) if with_norm else None
+    where = (cache, table, rope, norm, norm, 1e-6, num_heads, 0.1, window, plan, workspace)
+    decode_attention.decode_step_attention(qkv, *where, is_raw=is_raw)
+    write_qkv.turn_and_write(qkv, rows, rows, rope, norm, norm, 1e-6, num_heads, cache)
+
+
+def prompts(
+    compiler: Compiler, dtype: torch.dtype, heads: Heads, num_tokens: int, n: int = 1, window: int | None = None
+) -> None:
+    num_heads, num_kv_heads, dim = heads
+    compiler.note = f"{dtype} {heads} {num_tokens} tokens"
+    qkv, cache, table = kv_of(dtype, heads, num_tokens)
+    q = qkv.view(num_tokens, -1, dim)[:, :num_heads]
+    starts, lens = torch.zeros(n + 1, dtype=torch.int32), torch.zeros(n, dtype=torch.int32)
+    batch = (torch.zeros(n, dtype=torch.int64), starts, lens, num_tokens)
+    plan = varlen_attention.plan_prompts(*batch, num_heads // num_kv_heads, dtype, dim, skip_single=n > 1)
+    varlen_attention.varlen_attention(q, cache, table, plan, n, 0.1, window)
+
+
+def kv_of(dtype: torch.dtype, heads: Heads, n: int) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """qkv of n tokens, a cache, a block table."""
+    num_heads, num_kv_heads, dim = heads
+    qkv = torch.zeros(n, (num_heads + 2 * num_kv_heads) * dim, dtype=dtype)
+    cache = torch.zeros(4, 2, num_kv_heads, 16, dim, dtype=dtype).permute(0, 3, 1, 2, 4)
+    return qkv, cache, torch.zeros(n, 16, dtype=torch.int32)
+
+
+def inputs_and_sampling(compiler: Compiler) -> None:
+    compiler.note = ""
     ids, table = torch.zeros(4, 32, dtype=torch.int32), torch.zeros(4, 2, dtype=torch.int32)
     scalars, rows = torch.zeros(4, 16, dtype=torch.int32), torch.zeros(4, dtype=torch.int64)
     columns = input_prep.ScalarColumns(0, 2, 10, 11)
@@ -108,45 +200,96 @@ def drive() -> None:
     input_prep.append_tokens(ids, scalars[:, 10], rows, rows)
     published, cursor = torch.zeros(3, 2, 4, dtype=torch.int32), torch.zeros(1, dtype=torch.int32)
     input_prep.commit_decode(ids, scalars, columns, rows, rows, torch.zeros(4), published, cursor)
-    logits = torch.zeros(4, 1000)
+    logits, ones = torch.zeros(4, 200_000), torch.ones(4)
     gumbel.gumbel_sample(logits, inputs.temperature, inputs.seeds, inputs.sample_positions)
-    drive_sampler(logits, inputs)
-
-
-def drive_sampler(logits: torch.Tensor, inputs: Any) -> None:
-    from aengine.kernels import bitmask, gumbel, logit_bias, logprobs, staged_write, top_k_top_p
-
-    ones = torch.ones(4)
     cutoff = top_k_top_p.find_cutoff(logits, inputs.temperature, torch.zeros(4, dtype=torch.int32), ones, ones)
     ids, _ = gumbel.gumbel_sample(logits, inputs.temperature, inputs.seeds, inputs.sample_positions, cutoff)
     logprobs.top_logprobs(logits, ids, 4)
     logit_bias.add_bias(logits, ids, ids, ones)
     logit_bias.ban_tokens(logits, ids, ids)
-    bitmask.apply_bitmask(logits, ids, torch.zeros(4, 128, dtype=torch.uint8))
+    bitmask.apply_bitmask(logits, ids, torch.zeros(4, 25_000, dtype=torch.uint8))
     starts = torch.zeros(2, dtype=torch.int64)
     nothing = torch.zeros(0, dtype=torch.int32)
     staged_write.apply_staged_writes(torch.zeros(9, dtype=torch.int32), starts, starts, nothing)
 
 
+# -- what to call
+
+
+def largest(compiler: Compiler) -> None:
+    """What takes the most shared memory: of each kernel whose tilings depend on the GPU, those that come near."""
+    half, full = compiler.half, torch.float32
+    for rows, n, kind in ((8, 1024, "add"), (32, 1024, "add"), (8, 4096, "add"), (64, 1024, "gated"), (128, 1024, "")):
+        products(compiler, rows, n, 2048, kind)
+    decodes(compiler, half, (16, 8, 128), BatchSize.SMALL, is_raw=False)
+    decodes(compiler, half, (16, 8, 256), BatchSize.MIDDLING)
+    decodes(compiler, full, (16, 8, 128), BatchSize.SMALL)
+    for dim in (64, 128, 256):
+        prompts(compiler, half, (16, 8, dim), 4096)
+    prompts(compiler, full, (16, 8, 256), 1024)
+
+
+def every_kernel(compiler: Compiler) -> None:
+    dtype = compiler.half
+    for rows, kind in itertools.product((1, 8, 16, 64), ("", "gated", "add")):
+        products(compiler, rows, 1024, 2048, kind, biased=kind == "")
+    products(compiler, 1, 1023, 576, "gated")
+    compiler.note = ""
+    rms_norm.rms_norm(torch.zeros(3, 576, dtype=dtype), torch.zeros(576, dtype=dtype), 1e-6)
+    activation.silu_and_mul(torch.zeros(3, 64, dtype=dtype))
+    for size in BatchSize:
+        decodes(compiler, dtype, (9, 3, 64), size, window=40, with_norm=True)
+        decodes(compiler, dtype, (9, 3, 64), size, is_raw=False)
+    for num_tokens, n in ((16, 1), (300, 300), (3072, 1)):
+        prompts(compiler, dtype, (9, 3, 64), num_tokens, n, window=40)
+        prompts(compiler, dtype, (16, 8, 128), num_tokens, n)
+    inputs_and_sampling(compiler)
+
+
+def grid(compiler: Compiler) -> None:
+    for kind, rows, n in itertools.product(("", "gated", "add"), (2, 16, 32, 64, 128), (1024, 4096)):
+        for k in (2048, 2048 + 64):
+            products(compiler, rows, n, k, kind)
+    for dtype, dim in itertools.product((compiler.half, torch.float16, torch.float32), (16, 64, 80, 128, 256)):
+        for size, is_raw in itertools.product(BatchSize, (True, False)):
+            decodes(compiler, dtype, (16, 8, dim), size, is_raw=is_raw)
+        for num_tokens in (64, 1024, 4096):
+            prompts(compiler, dtype, (16, 8, dim), num_tokens)
+            prompts(compiler, dtype, (7, 1, dim), num_tokens, window=40)
+        decodes(compiler, dtype, (7, 1, dim), BatchSize.SMALL, window=40, with_norm=True)
+    for dim, size in itertools.product((64, 128), BatchSize):
+        decodes(compiler, compiler.half, (33, 1, dim), size)
+
+
+def too_large(compiler: Compiler) -> Iterator[str]:
+    limit = LIMITS[compiler.capability]
+    for name, shared in sorted(compiler.shared.items()):
+        if shared > limit:
+            yield f"{compiler.capability}: {name} takes {shared} bytes of shared memory, of {limit}"
+
+
 def main() -> None:
-    import importlib
-    import pkgutil
-
-    from aengine.kernels import bodies
-    from aengine.kernels.seat import triton_everywhere
-
-    for info in pkgutil.iter_modules(bodies.__path__):
-        module = importlib.import_module(f"{bodies.__name__}.{info.name}")
-        if "launch" in vars(module) and not inspect.ismodule(module.launch):
-            module.launch = compile_only
-    launching.launch = compile_only
-    with triton_everywhere():
-        drive()
-    print(f"{len(seen)} kernels")
-    for line in sorted(set(seen.values())):
-        print(line)
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("capability", type=int, nargs="+", choices=LIMITS)
+    parser.add_argument("--largest", action="store_true")
+    parser.add_argument("--grid", action="store_true")
+    args = parser.parse_args()
+    failures: list[str] = []
+    for capability in args.capability:
+        compiler = Compiler(capability)
+        compiler.install()
+        with triton_everywhere():
+            largest(compiler)
+            if args.grid:
+                grid(compiler)
+            if not args.largest:
+                every_kernel(compiler)
+        print(f"{len(compiler._seen)} kernels for {capability}")
+        for name, shared in sorted(compiler.shared.items()):
+            print(f"{capability} {shared:7} {name}")
+        failures += too_large(compiler)
+    sys.exit("\n".join(failures) or 0)
 
 
 if __name__ == "__main__":
-    CAPABILITY = int(sys.argv[1])
     main()

@@ -1,4 +1,4 @@
-"""What the interpreter accepts the compiler may refuse: every kernel is compiled for a Hopper GPU, without one."""
+"""What the interpreter accepts the compiler may refuse, or a GPU may have too little shared memory for; without one."""
 
 from __future__ import annotations
 
@@ -8,17 +8,106 @@ import sys
 from pathlib import Path
 
 import pytest
+import torch
+
+SCRIPT = Path(__file__).with_name("compile_everything.py")
+HALF, FULL = torch.float16, torch.float32
+
+
+def compiled(*args: str) -> str:
+    """What the script prints. It fails if a kernel takes more shared memory than there is."""
+    environment = {key: value for key, value in os.environ.items() if key != "TRITON_INTERPRET"}
+    done = subprocess.run([sys.executable, str(SCRIPT), *args], capture_output=True, text=True, env=environment)
+    assert done.returncode == 0, done.stdout + done.stderr
+    return done.stdout
 
 
 @pytest.mark.slow
 @pytest.mark.timeout(600)
 def test_every_kernel_compiles() -> None:
     pytest.importorskip("triton")
-    script = Path(__file__).with_name("compile_everything.py")
-    environment = {key: value for key, value in os.environ.items() if key != "TRITON_INTERPRET"}
-    done = subprocess.run([sys.executable, str(script), "90"], capture_output=True, text=True, env=environment)
-    assert done.returncode == 0, done.stdout + done.stderr
-    count = int(done.stdout.split()[0])
+    count = int(compiled("90").split()[0])
     bodies = Path(__file__).parents[2] / "aengine/kernels/bodies"
     defined = sum(path.read_text().count("@triton.jit") for path in bodies.glob("*.py"))
     assert count >= defined / 2, f"{count} kernels were compiled, of {defined} functions"
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(600)
+def test_the_largest_fit_other_gpus() -> None:
+    """Of Turing, Ampere, Ada and Blackwell; 8.6 has the limit and the instructions of 8.9."""
+    pytest.importorskip("triton")
+    compiled("--largest", "75", "80", "89", "100", "120")
+
+
+class TestChoices:
+    """On an H100 and an H200 they are what was measured there; elsewhere the kernel's need decides, and no other."""
+
+    @pytest.fixture(autouse=True)
+    def shared_memory(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        pytest.importorskip("triton")
+        self.limit = 232_448
+        from aengine.kernels.bodies import decode_attention, linear_skinny, linear_tiled, varlen_attention
+
+        for module in (decode_attention, linear_skinny, linear_tiled, varlen_attention):
+            monkeypatch.setattr(module, "max_shared_memory", lambda: self.limit)
+
+    def test_products_on_hopper(self) -> None:
+        from aengine.kernels.bodies.linear import _tiling
+        from aengine.kernels.bodies.linear_skinny import SkinnyTiling as S
+        from aengine.kernels.bodies.linear_tiled import TiledTiling as T
+
+        def choice(rows: int, n: int, kind: str, k: int = 2048) -> S | T | None:
+            x, weight = torch.empty(rows, k, dtype=HALF), torch.empty(1, dtype=HALF).expand(n, k)
+            return _tiling(x, weight, gated=kind == "gated", add=kind == "add")
+
+        for rows, plain, gated in (
+            (2, S(8, 16, 2, 256, 2, 4), S(8, 16, 4, 64, 4, 4)),
+            (16, S(16, 16, 2, 256, 4, 4), S(16, 16, 4, 64, 4, 4)),
+            (17, T(64, 32, 4, 5), T(64, 32, 8, 4)),
+            (64, T(64, 32, 4, 5), T(64, 32, 8, 4)),
+            (128, T(64, 64, 4, 5), T(64, 64, 4, 3)),
+            (129, None, None),
+        ):
+            assert choice(rows, 1024, "") == plain and choice(rows, 1024, "gated") == gated
+            assert choice(rows, 8192, "") is None
+        for rows, narrow, wide in (
+            (8, S(8, 16, 4, 256, 4, 4), S(8, 32, 2, 256, 2, 4)),
+            (16, S(16, 16, 2, 256, 2, 4), S(16, 32, 2, 128, 2, 4)),
+            (32, S(32, 16, 2, 256, 2, 4), None),
+            (33, None, None),
+        ):
+            assert choice(rows, 1024, "add") == narrow and choice(rows, 4096, "add") == wide
+        assert choice(8, 1024, "add", k=576) == S(8, 16, 2, 32, 4, 4)
+        assert choice(64, 1024, "", k=576) is None and choice(64, 1008, "") is None
+
+    def test_attention_on_hopper(self) -> None:
+        from aengine.kernels.bodies import decode_attention, varlen_attention
+        from aengine.kernels.decode_attention import BatchSize
+
+        for head_bytes in (32, 64, 128, 256, 512, 1024):
+            for rows in (16, 32):
+                sizes = [tuple(decode_attention._tiling(size, rows, head_bytes)) for size in BatchSize]
+                keys = {32: 256, 64: 256, 128: 256, 256: 256, 512: 128, 1024: 64}[head_bytes]
+                assert sizes == [(keys, 8, 1, True), (64, 2, 4, False), (32, 1, 3, False)]
+        for head_dim in (16, 64, 80, 128, 256):
+            large = (64, 32, 4, 2, 2) if head_dim > 128 else (128, 128, 8, 3, 1)
+            of_16_bit = [tuple(varlen_attention._tiling(HALF, head_dim, n, 1)) for n in (64, 65, 3071, 3072)]
+            assert of_16_bit == [(32, 32, 4, 2, 1), (64, 32, 4, 2, 2), (64, 32, 4, 2, 2), large]
+            assert varlen_attention._tiling(FULL, head_dim, 3072, 1) == (32, 32, 4, 2, 1)
+
+    @pytest.mark.parametrize("limit", [65_536, 101_376, 166_912])
+    def test_smaller_gpus_get_smaller_tiles(self, limit: int) -> None:
+        from aengine.kernels.bodies import decode_attention, varlen_attention
+        from aengine.kernels.decode_attention import BatchSize
+
+        self.limit = limit
+        for head_bytes in (32, 128, 256, 512):
+            for size in BatchSize:
+                tiling = decode_attention._tiling(size, 16, head_bytes)
+                assert tiling.shared_bytes(16, head_bytes) <= limit and tiling.block_n in (16, 32, 64, 128, 256)
+        for head_dim in (64, 128, 256):
+            for num_tokens in (64, 1024, 3072):
+                attention = varlen_attention._tiling(HALF, head_dim, num_tokens, 1)
+                assert attention.shared_bytes(2 * head_dim) <= limit
+                assert attention.block_m % attention.max_pack == 0

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import random
 from dataclasses import dataclass
+from typing import Any
 
 import pytest
 import torch
@@ -236,8 +237,33 @@ def test_prompts(
         rows = torch.cat((case.rows, torch.tensor([-1])))
         seq_lens = torch.tensor([*case.seq_lens, 0], dtype=torch.int32)
         table, *on = (t.to(triton_device) for t in (case.table, rows, padded, seq_lens))
-        plan = plan_prompts(*on, len(q), case.num_heads // case.num_kv_heads, dtype, skip_single=False)
+        plan = plan_prompts(*on, len(q), case.num_heads // case.num_kv_heads, dtype, case.head_dim, skip_single=False)
         out = varlen_attention(q, cache, table, plan, len(rows), case.head_dim**-0.5, case.window)
+        assert close(out, case.expected(), dtype), case
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+def test_tiles_of_gpus_with_little_shared_memory(
+    rng: random.Random, gen: torch.Generator, triton_device: torch.device, dtype: torch.dtype, monkeypatch: Any
+) -> None:
+    """Of both kernels; less than any GPU has, so that all tiles are cut."""
+    from aengine.kernels.bodies import decode_attention as decodes
+    from aengine.kernels.bodies import varlen_attention as prompts
+
+    for body in (decodes, prompts):
+        monkeypatch.setattr(body, "max_shared_memory", lambda: 30_000)
+    for head_dim, longest in ((128, 150), (256, 60)):
+        lens = [rng.randint(1, longest) for _ in range(3)]
+        case = Case(4, 2, head_dim, 16, None, lens, [1] * 3, dtype, gen, True)
+        cache = moved_cache(case, triton_device)
+        assert close(case.decode(triton_device, case.qkv.to(triton_device), cache, is_raw=True), case.expected(), dtype)
+        case = Case(4, 2, head_dim, 16, None, lens, lens, dtype, gen, True)
+        cache = moved_cache(case, triton_device)
+        qkv = case.write(triton_device, cache)
+        q = qkv.view(len(qkv), -1, head_dim)[:, :4]
+        on = (t.to(triton_device) for t in (case.rows, case.query_start_loc, torch.tensor(lens, dtype=torch.int32)))
+        plan = plan_prompts(*on, len(q), 2, dtype, head_dim, skip_single=False)
+        out = varlen_attention(q, cache, case.table.to(triton_device), plan, 3, head_dim**-0.5, None)
         assert close(out, case.expected(), dtype), case
 
 
@@ -264,7 +290,9 @@ def test_the_torch_bodies(rng: random.Random, gen: torch.Generator) -> None:
             q = qkv.view(len(qkv), -1, case.head_dim)[:, : case.num_heads]
             lens = torch.tensor(case.seq_lens, dtype=torch.int32)
             scale = case.head_dim**-0.5
-            plan = plan_prompts(case.rows, case.query_start_loc, lens, len(q), 1, q.dtype, skip_single=False)
+            plan = plan_prompts(
+                case.rows, case.query_start_loc, lens, len(q), 1, q.dtype, case.head_dim, skip_single=False
+            )
             out = varlen_attention(q, cache, case.table, plan, len(lens), scale, case.window)
         assert close(out, expected, torch.float32), case
 

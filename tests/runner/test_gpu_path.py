@@ -8,6 +8,7 @@ import pkgutil
 import random
 import sys
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import pytest
 import torch
@@ -24,6 +25,9 @@ from aengine.runner.mask_memory import HostBitmasks
 from aengine.runner.model_config import ModelConfig
 from aengine.runner.model_runner import ModelRunner
 from aengine.runner.models import build_model
+
+if TYPE_CHECKING:
+    from aengine.runner.gpu_startup import GpuSetup
 
 CPU = torch.device("cpu")
 NUM_BLOCKS, BLOCK_SIZE, MAX_LEN, MAX_SEQS = 32, 16, 96, 8
@@ -142,7 +146,7 @@ def test_what_is_compiled_ahead_can_run(tmp_path: Path, monkeypatch: pytest.Monk
     monkeypatch.setattr(launch, "compiling", lambda num_threads: contextlib.nullcontext())
     runner = make_runner(write_tiny_model(tmp_path, "qwen3", seed=2), like_gpu=True)
     with triton_everywhere():
-        compile_kernels(runner, 16, 1)
+        compile_kernels(runner, 16, 2, 1)
 
 
 def test_graph_sizes() -> None:
@@ -279,21 +283,42 @@ def test_what_is_read_before_a_wait_is_written_by_then(
     assert getattr(backend, "calls", 1) == 1
 
 
-@pytest.mark.parametrize(("in_flight", "leased"), [(2, 500), (300, 0)])
-def test_every_step_in_flight_has_a_slot_for_its_answer(tmp_path: Path, in_flight: int, leased: int) -> None:
-    """Also where the graph of each has to be captured first, which takes a slot of its own."""
+def make_setup(folder: Path, **settings) -> GpuSetup:
     from tiny import write_tiny_model
 
     from aengine.checkpoint.source import resolve_model
     from aengine.config import EngineConfig
     from aengine.runner.gpu_startup import GpuSetup
 
-    steps = {"max_in_flight_steps": in_flight, "max_leased_steps": leased, "max_num_seqs": 4}
-    config = EngineConfig.create(str(write_tiny_model(tmp_path, "llama")), steps)
+    config = EngineConfig.create(str(write_tiny_model(folder, "llama")), {"max_num_seqs": 4, **settings})
     model_config = ModelConfig.from_hf(resolve_model(config).hf_config)
     model = build_model(model_config, LinearFormat.choose("float32", CPU), CPU)
-    setup = GpuSetup(config, model_config, model, CPU, TritonPrefill(), BLOCK_SIZE, 64, 0, 1)
+    return GpuSetup(config, model_config, model, CPU, TritonPrefill(), BLOCK_SIZE, 64, 0, 1)
+
+
+@pytest.mark.parametrize(("in_flight", "leased"), [(2, 500), (300, 0)])
+def test_every_step_in_flight_has_a_slot_for_its_answer(tmp_path: Path, in_flight: int, leased: int) -> None:
+    """Also where the graph of each has to be captured first, which takes a slot of its own."""
+    setup = make_setup(tmp_path, max_in_flight_steps=in_flight, max_leased_steps=leased)
     runner = setup.make_runner(NUM_BLOCKS, MAX_LEN)
     assert runner.graphs is not None
     answers = [runner.graphs.step.published(4) for _ in range(2 * max(in_flight, leased))]
     assert len({answer.words.ctypes.data for answer in answers}) == len(answers)
+
+
+def test_a_kernel_that_no_tile_makes_fit_is_an_error_of_one_line(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from triton import OutOfResources
+
+    from aengine.errors import ModelLoadError
+    from aengine.runner import gpu_startup
+
+    def start(*args: object) -> None:
+        raise OutOfResources(131_072, 65_536, "shared memory")
+
+    monkeypatch.setattr(gpu_startup, "_start", start)
+    monkeypatch.setattr(torch.cuda, "get_device_name", lambda device: "Tesla T4")
+    with pytest.raises(ModelLoadError, match=r"shared memory .*Tesla T4 \(131072 of 65536\).*device='cpu'") as caught:
+        gpu_startup.start_on_gpu(make_setup(tmp_path), lambda *report: None)
+    assert "\n" not in str(caught.value)

@@ -16,7 +16,7 @@ from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from ..decode_attention import PLAN_COLUMNS, BatchSize
 from .decode_parts import finish, load_kv, norm_weights, rotary_at, turn, turned_own, write_own
-from .launch import has_pdl, launch
+from .launch import has_pdl, launch, max_shared_memory
 from .write_qkv import Norms
 
 if TYPE_CHECKING:
@@ -31,9 +31,21 @@ class _Tiling(NamedTuple):
     num_stages: int
     preload: bool  # the first keys before the wait for the product, in registers
 
+    def shared_bytes(self, rows: int, head_bytes: int) -> int:
+        """Of shared memory, at most: keys, values and queries, and the scores in float32; counters and the like."""
+        return (2 * self.block_n + rows) * head_bytes + 4 * rows * self.block_n + 1024
 
-def _tiling(size: BatchSize, head_bytes: int) -> _Tiling:
-    """Measured on an H200, between the products of a layer."""
+
+def _tiling(size: BatchSize, rows: int, head_bytes: int) -> _Tiling:
+    """``rows``: query heads of a program, padded; ``head_bytes``: of a key, padded."""
+    tiling = _measured(size, head_bytes)
+    while tiling.shared_bytes(rows, head_bytes) > max_shared_memory() and tiling.block_n > 16:
+        tiling = tiling._replace(block_n=tiling.block_n // 2)
+    return tiling
+
+
+def _measured(size: BatchSize, head_bytes: int) -> _Tiling:
+    """On an H200, between the products of a layer."""
     if size is BatchSize.SMALL:  # as many keys as registers hold
         return _Tiling(min(256, 2**16 // head_bytes), 8, 1, True)
     if size is BatchSize.MIDDLING:
@@ -59,7 +71,8 @@ def decode_step_attention(
     block_size, _, num_kv_heads, head_dim = kv_cache.shape[1:]
     q_norm, k_norm, eps = norms
     padded = max(16, triton.next_power_of_2(head_dim))
-    tiling = _tiling(workspace.batch_size(n), padded * qkv.itemsize)
+    group = triton.next_power_of_2(num_heads // num_kv_heads)
+    tiling = _tiling(workspace.batch_size(n), max(16, group), padded * qkv.itemsize)
     out = torch.empty((n, num_heads * head_dim), dtype=qkv.dtype, device=qkv.device) if given is None else given
     launch(
         _decode_attention,
@@ -84,7 +97,7 @@ def decode_step_attention(
         block_table.stride(0),
         H=num_heads,
         KV=num_kv_heads,
-        PADDED=triton.next_power_of_2(num_heads // num_kv_heads),
+        PADDED=group,
         D=head_dim,
         DP=padded,
         BLOCK_SIZE=block_size,

@@ -20,7 +20,7 @@ import torch
 import triton
 import triton.language as tl
 
-__all__ = ["bucket", "compiling", "has_pdl", "is_interpreted", "launch", "prefetch"]
+__all__ = ["bucket", "compiling", "has_pdl", "is_interpreted", "launch", "max_shared_memory", "prefetch"]
 
 is_interpreted = bool(triton.knobs.runtime.interpret)
 _compile_only = False
@@ -30,6 +30,19 @@ _compile_only = False
 def has_pdl() -> bool:
     """Whether this GPU overlaps launches: compute capability 9.0 or more."""
     return not is_interpreted and torch.cuda.is_available() and torch.cuda.get_device_capability() >= (9, 0)
+
+
+@functools.cache
+def max_shared_memory() -> int:
+    """Bytes of shared memory that a program may have on this GPU; an H200's where there is none.
+
+    232,448 on compute capability 9.0 and 10.0, 166,912 on 8.0, 101,376 on 8.6, 8.9 and 12.0, 65,536 on 7.5. Tilings are
+    chosen by what the kernels need at most; tests/kernels/test_compiles.py compares that with what the compiler takes.
+    """
+    if is_interpreted or not torch.cuda.is_available():
+        return 232_448
+    properties = triton.runtime.driver.active.utils.get_device_properties(torch.cuda.current_device())
+    return int(properties["max_shared_mem"])
 
 
 def launch(kernel: Any, grid: tuple[int, ...], *args: Any, **options: Any) -> None:

@@ -13,11 +13,11 @@ import torch
 import triton
 from torch import Tensor
 
-from . import activation, rms_norm
+from . import activation, linear_skinny, linear_tiled, rms_norm
 from .launch import is_interpreted
 from .linear_gemv import gemv
-from .linear_skinny import SkinnyTiling, fit, skinny
-from .linear_tiled import BLOCK_K, TiledTiling, tiled
+from .linear_skinny import SkinnyTiling, skinny
+from .linear_tiled import TiledTiling, tiled
 
 __all__ = ["add_linear", "norm_gated_linear", "norm_linear"]
 
@@ -107,9 +107,8 @@ def _tiling(x: Tensor, weight: Tensor, *, gated: bool, add: bool) -> SkinnyTilin
     size = n // 2 if gated else n
     choice = _choose_add(rows, n) if add else _choose(rows, n * k, gated)
     if isinstance(choice, SkinnyTiling):
-        return fit(choice, size, k)
-    fits = choice is not None and k % BLOCK_K == 0 and size % choice.block_n == 0
-    return choice if fits else None
+        return linear_skinny.fit(choice, size, k, gated)
+    return None if choice is None else linear_tiled.fit(choice, size, k, gated)
 
 
 def _choose(rows: int, num_weights: int, gated: bool) -> SkinnyTiling | TiledTiling | None:

@@ -13,7 +13,7 @@ import triton.language as tl
 from torch import Tensor
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
-from .launch import has_pdl, launch, prefetch
+from .launch import has_pdl, launch, max_shared_memory, prefetch
 
 __all__ = ["SkinnyTiling", "fit", "skinny"]
 
@@ -26,9 +26,17 @@ class SkinnyTiling(NamedTuple):
     num_warps: int
     num_stages: int
 
+    def shared_bytes(self, gated: bool) -> int:
+        """Of shared memory, at most: a stretch of W and x, in 16 bit, a stage."""
+        rows = self.block_n * (2 if gated else 1) + self.block_m
+        return 2 * rows * self.num_groups * self.block_k * self.num_stages
 
-def fit(tiling: SkinnyTiling, n: int, k: int) -> SkinnyTiling | None:
-    """The tiling with shorter stretches of K if need be; None if it can't cut the shape."""
+
+def fit(tiling: SkinnyTiling, n: int, k: int, gated: bool) -> SkinnyTiling | None:
+    """The tiling with shorter stretches of K if the shape or the GPU's shared memory demands it; None if it can't cut
+    the shape."""
+    while tiling.shared_bytes(gated) > max_shared_memory() and tiling.block_k > 32:
+        tiling = tiling._replace(block_k=tiling.block_k // 2)
     while k % (tiling.num_groups * tiling.block_k) and tiling.block_k > 32:
         tiling = tiling._replace(block_k=tiling.block_k // 2)
     while k % (tiling.num_groups * tiling.block_k) and tiling.num_groups > 1:

@@ -12,11 +12,9 @@ import triton.language as tl
 from torch import Tensor
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
-from .launch import has_pdl, launch, prefetch
+from .launch import has_pdl, launch, max_shared_memory, prefetch
 
-__all__ = ["BLOCK_K", "TiledTiling", "tiled"]
-
-BLOCK_K = 128
+__all__ = ["TiledTiling", "fit", "tiled"]
 
 
 class TiledTiling(NamedTuple):
@@ -24,12 +22,25 @@ class TiledTiling(NamedTuple):
     block_n: int
     num_warps: int
     num_stages: int
+    block_k: int = 128
+
+    def shared_bytes(self, gated: bool) -> int:
+        """Of shared memory, at most: a stretch of W and x, in 16 bit, a stage."""
+        rows = self.block_n * (2 if gated else 1) + self.block_m
+        return 2 * rows * self.block_k * self.num_stages
+
+
+def fit(tiling: TiledTiling, n: int, k: int, gated: bool) -> TiledTiling | None:
+    """The tiling with shorter stretches of K if the GPU's shared memory demands it; None if it can't cut the shape."""
+    while tiling.shared_bytes(gated) > max_shared_memory() and tiling.block_k > 32:
+        tiling = tiling._replace(block_k=tiling.block_k // 2)
+    return None if k % tiling.block_k or n % tiling.block_n else tiling
 
 
 def tiled(
     tiling: TiledTiling, x: Tensor, weight: Tensor, bias: Tensor | None, out: Tensor, *, add: bool, gated: bool
 ) -> None:
-    """out [M, N] = the product, or is added to; N a multiple of block_n, K of BLOCK_K."""
+    """out [M, N] = the product, or is added to; N a multiple of block_n, K of block_k."""
     rows, size = out.shape
     launch(
         _tiled,
@@ -43,7 +54,7 @@ def tiled(
         K=weight.shape[1],
         BM=tiling.block_m,
         BN=tiling.block_n,
-        BK=BLOCK_K,
+        BK=tiling.block_k,
         BIAS=bias is not None,
         ADD=add,
         GATED=gated,

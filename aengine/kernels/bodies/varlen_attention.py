@@ -16,7 +16,7 @@ import triton.language as tl
 from torch import Tensor
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
-from .launch import bucket, has_pdl, launch
+from .launch import bucket, has_pdl, launch, max_shared_memory
 
 __all__ = ["plan_prompts", "varlen_attention"]
 
@@ -30,12 +30,42 @@ class _Tiling(NamedTuple):
     num_stages: int
     max_pack: int  # heads in a block
 
+    def shared_bytes(self, head_bytes: int) -> int:
+        """Of shared memory, at most: queries, keys and values of the stages under way, and the scores in float32."""
+        keys = 2 * self.block_n * max(2, self.num_stages - 1)
+        return (self.block_m + keys) * head_bytes + 4 * self.block_m * self.block_n + 1024
 
-def _tiling(dtype: torch.dtype, num_tokens: int, num_seqs: int) -> _Tiling:
+
+LARGE_TILES_FROM = 3072
+"""Tokens for each sequence of a step, with which larger tiles pay: nearly all of them are then below the diagonal."""
+
+
+def _tiling(dtype: torch.dtype, head_dim: int, num_tokens: int, num_seqs: int) -> _Tiling:
+    padded = _padded(head_dim)
+    head_bytes = padded * dtype.itemsize
+    tiling = _measured(dtype, padded, num_tokens, num_seqs)
+    while tiling.shared_bytes(head_bytes) > max_shared_memory():
+        if tiling.block_n > 32:
+            tiling = tiling._replace(block_n=tiling.block_n // 2)
+        elif tiling.block_m > 32:
+            tiling = tiling._replace(block_m=tiling.block_m // 2, num_warps=4)
+        elif tiling.block_n > 16:
+            tiling = tiling._replace(block_n=16)
+        else:
+            break
+    return tiling
+
+
+def _measured(dtype: torch.dtype, padded: int, num_tokens: int, num_seqs: int) -> _Tiling:
+    """On an H200 (benchmarks/gpu_attention.py), with heads of 64 and 128."""
     if dtype == torch.float32 or num_tokens <= 64:
         return _Tiling(32, 32, 4, 2, 1)
-    # Measured on an H200 (benchmarks/gpu_attention.py): larger tiles pay when nearly all are below the diagonal.
-    return _Tiling(64, 32, 4, 2, 2) if num_tokens < 3072 * num_seqs else _Tiling(128, 128, 8, 3, 1)
+    is_small = num_tokens < LARGE_TILES_FROM * num_seqs or padded > 128
+    return _Tiling(64, 32, 4, 2, 2) if is_small else _Tiling(128, 128, 8, 3, 1)
+
+
+def _padded(head_dim: int) -> int:
+    return max(16, triton.next_power_of_2(head_dim))
 
 
 def _queries(tiling: _Tiling, group: int) -> int:
@@ -55,11 +85,12 @@ def plan_prompts(
     num_tokens: int,
     group: int,
     dtype: torch.dtype,
+    head_dim: int,
     skip_single: bool,
 ) -> Tensor:
     """int32 [blocks, 8], with room for every sequence's last, partly filled one; row -1: none."""
     n = rows.shape[0]
-    queries = _queries(_tiling(dtype, num_tokens, n), group)
+    queries = _queries(_tiling(dtype, head_dim, num_tokens, n), group)
     num_blocks = triton.cdiv(num_tokens, queries) + n
     plan = torch.empty((num_blocks, _FACTS), dtype=torch.int32, device=rows.device)
     sizes = {"BM": queries, "REQS": bucket(n), "SHORTEST": 2 if skip_single else 1, "FACTS": _FACTS}
@@ -73,7 +104,7 @@ def varlen_attention(
     num_tokens, num_heads, head_dim = q.shape
     group = num_heads // kv_cache.shape[3]
     out = torch.empty((num_tokens, num_heads * head_dim), dtype=q.dtype, device=q.device)
-    tiling = _tiling(q.dtype, num_tokens, num_seqs)
+    tiling = _tiling(q.dtype, head_dim, num_tokens, num_seqs)
     launch(
         _varlen_attention,
         (plan.shape[0], num_heads // _pack(tiling, group)),
@@ -93,7 +124,7 @@ def varlen_attention(
         GROUP=group,
         PACK=_pack(tiling, group),
         D=head_dim,
-        DP=max(16, triton.next_power_of_2(head_dim)),
+        DP=_padded(head_dim),
         BLOCK_SIZE=kv_cache.shape[1],
         BM=tiling.block_m,
         BN=tiling.block_n,

@@ -1,0 +1,149 @@
+"""The kernels that are compiled before the first request, against those that steps of all kinds launch."""
+
+from __future__ import annotations
+
+import contextlib
+import importlib
+import pkgutil
+import random
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from aengine.ipc.messages import NewRequest, SchedulerOutput, int32
+from aengine.kernels.seat import triton_everywhere
+from aengine.runner.attention_backends import TritonPrefill
+from aengine.runner.layers.linear import LinearFormat
+from aengine.runner.loader import load_weights
+from aengine.runner.model_config import ModelConfig
+from aengine.runner.model_runner import ModelRunner
+from aengine.runner.models import build_model
+
+sys.path.append(str(Path(__file__).parents[1] / "models"))  # behind all else: that folder has a conftest.py too
+
+CPU = torch.device("cpu")
+HALF = LinearFormat("half", torch.float16)  # as on a GPU
+BLOCK_SIZE, MAX_LEN = 16, 320
+RUN = ("_prepare_inputs", "_prepare_decode", "_write_kernel")
+"""What must run for the next op to find sensible indices; the rest is only recorded."""
+
+
+class Recorder:
+    """In place of `launch`: which kernels would have to be compiled."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        from aengine.kernels import bodies
+        from aengine.kernels.bodies.launch import launch
+
+        self.compiled: set[tuple] = set()
+        self.runs = True
+        self._launch = launch
+        for info in pkgutil.iter_modules(bodies.__path__):
+            module = importlib.import_module(f"{bodies.__name__}.{info.name}")
+            if callable(getattr(module, "launch", None)):
+                monkeypatch.setattr(module, "launch", self)
+
+    def __call__(self, kernel: Any, grid: tuple, *args: Any, **options: Any) -> None:
+        self.compiled.add((kernel.fn.__name__, *self._key(kernel, dict(zip(kernel.arg_names, args)) | options)))
+        if self.runs and kernel.fn.__name__ in RUN:
+            self._launch(kernel, grid, *args, **options)
+
+    def _key(self, kernel: Any, values: dict[str, Any]) -> Iterator[tuple]:
+        """As Triton's cache of compiled kernels: constants, types, what is aligned or 1."""
+        from triton.runtime.jit import JITFunction
+
+        for param in JITFunction(kernel.fn, **kernel.kwargs).params:
+            value = values.pop(param.name)
+            if isinstance(value, torch.Tensor):
+                is_any = param.do_not_specialize or param.do_not_specialize_on_alignment
+                is_aligned = value.data_ptr() % 16 == 0 and not is_any
+                yield param.name, value.dtype, is_aligned
+            elif param.is_constexpr or value is None or (value == 1 and not param.do_not_specialize):
+                yield param.name, value
+            else:
+                yield param.name, type(value), not param.do_not_specialize and value % 16 == 0
+        yield tuple(values.items())
+
+
+def make_runner(folder: Path, max_num_seqs: int) -> tuple[ModelRunner, ModelConfig]:
+    from aengine.checkpoint.source import resolve_model
+    from aengine.config import EngineConfig
+    from aengine.runner.gpu_attention import GpuKvCache
+
+    source = resolve_model(EngineConfig.create(str(folder), {}))
+    config = ModelConfig.from_hf(source.hf_config)
+    model = build_model(config, HALF, CPU)
+    load_weights(model, source, 0, lambda *report: None)
+    sizes = {"max_num_seqs": max_num_seqs, "max_model_len": MAX_LEN, "prefill": TritonPrefill()}
+    num_blocks = MAX_LEN // BLOCK_SIZE
+    cache = GpuKvCache(config, num_blocks, BLOCK_SIZE, HALF.dtype, CPU, **sizes)
+    runner = ModelRunner(
+        model,
+        cache,
+        vocab_size=config.vocab_size,
+        max_num_seqs=max_num_seqs,
+        max_model_len=MAX_LEN,
+        num_blocks=num_blocks,
+        block_size=BLOCK_SIZE,
+        device=CPU,
+        graph_sizes=[size for size in (1, 2, 4, 8, 16, 40, 128) if size < max_num_seqs] + [max_num_seqs],
+        enforce_eager=True,
+    )
+    return runner, config
+
+
+def step(rng: random.Random, num_decodes: int, prompts: list[int]) -> Iterator[SchedulerOutput]:
+    """Requests prefilled, then one step of them all with ``prompts``, then they go. All write the same blocks."""
+    blocks = int32(range(MAX_LEN // BLOCK_SIZE))
+
+    def new(row: int, length: int) -> NewRequest:
+        return NewRequest(row, int32(rng.randrange(300) for _ in range(length)), length, 0, blocks, temperature=0.0)
+
+    rows = list(range(num_decodes + len(prompts)))
+    early = [new(row, 2) for row in rows[:num_decodes]]
+    counts = int32([2] * num_decodes)
+    yield SchedulerOutput(0, new_requests=early, req_idx=int32(rows[:num_decodes]), num_scheduled_tokens=counts)
+    late = [new(row, length) for row, length in zip(rows[num_decodes:], prompts, strict=True)]
+    counts = int32([1] * num_decodes + prompts)
+    yield SchedulerOutput(1, new_requests=late, req_idx=int32(rows), num_scheduled_tokens=counts)
+    yield SchedulerOutput(2, removed=int32(rows))
+
+
+@pytest.mark.filterwarnings("ignore::RuntimeWarning")  # it computes with whatever lies in memory
+@pytest.mark.parametrize("max_num_seqs", [1, 3, 40, 90])
+def test_serving_compiles_nothing(
+    tmp_path: Path, rng: random.Random, monkeypatch: pytest.MonkeyPatch, max_num_seqs: int
+) -> None:
+    """With two key-value heads, so that 90 sequences are of two sizes, and with large tiles from 260 tokens on."""
+    pytest.importorskip("triton")
+    from tiny import write_tiny_model
+
+    from aengine.kernels.bodies import launch, varlen_attention
+    from aengine.runner.warm_up import compile_kernels
+
+    monkeypatch.setattr(launch, "compiling", lambda num_threads: contextlib.nullcontext())
+    monkeypatch.setattr(varlen_attention, "LARGE_TILES_FROM", 260)
+    shape = {"hidden_size": 512, "intermediate_size": 256, "num_hidden_layers": 1, "head_dim": 32}
+    runner, config = make_runner(write_tiny_model(tmp_path, "qwen3", **shape), max_num_seqs)
+    recorder = Recorder(monkeypatch)
+    with triton_everywhere():
+        recorder.runs = False
+        compile_kernels(runner, 1200, config.num_kv_heads, 1)
+        ahead, recorder.compiled, recorder.runs = recorder.compiled, set(), True
+        for _ in range(12):
+            num_prompts = rng.randint(0, min(4, max_num_seqs))
+            num_decodes = min(rng.choice([0, 1, 7, 16, 17, 32, 33, 89]), max_num_seqs - num_prompts)
+            prompts = [rng.choice([2, 7, 20, 33, 64, 90, 250, 270, 300]) for _ in range(num_prompts)]
+            if num_decodes + num_prompts:
+                for out in step(rng, num_decodes, prompts):
+                    runner.execute_model(out)
+                    runner.sample_tokens(None)
+    assert {key[0] for key in recorder.compiled} >= {"_varlen_attention", "_decode_attention", "_skinny"} or (
+        max_num_seqs == 1
+    )
+    missed = recorder.compiled - ahead
+    assert not missed, sorted(missed, key=str)
