@@ -158,7 +158,7 @@ class _Composer:
         self.reasoning = reasoning
         self.markers = markers
         triggers = [markers.encode(trigger) for trigger in tool_format.triggers]
-        self.text_triggers = [trigger for trigger in triggers if markers.id_of(trigger[0]) is None]
+        self.text_triggers = [text for trigger in triggers if (text := markers.in_text(trigger))]
         self.rules: dict[str, str] = {}
 
     def grammar(self) -> str:
@@ -173,14 +173,13 @@ class _Composer:
             if self.reasoning.begun:
                 self.rules["start"] = f"{thought} after"
             else:
-                begin_as_text = begin if self.markers.id_of(begin[0]) is None else ""
-                self.rules["first"] = self.answer("first", begin_as_text)
+                self.rules["first"] = self.answer("first", self.markers.in_text(begin))
                 self.rules["start"] = f"{symbols(begin, self.markers)} {thought} after | first"
         return "".join(f"{name}: {body}\n" for name, body in (self.rules | self.calls.rules).items())
 
     def thought(self, end: str) -> str:
         if self.markers.id_of(end[0]) is not None:
-            self.rules["THOUGHT"] = "/(?s:.+)/"
+            self.rules["THOUGHT"] = text_lexeme([text] if (text := self.markers.in_text(end)) else [])
             return f"THOUGHT? {symbols(end, self.markers)}"
         self.rules["thought[lazy]"] = f"/{ANY}{literal_regex(end)}/"
         return "thought"

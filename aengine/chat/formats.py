@@ -18,11 +18,16 @@ from collections.abc import Callable, Collection, Iterable, Mapping
 from dataclasses import dataclass, replace
 from typing import Any, Literal
 
-__all__ = ["FORMATS", "ID", "Markers", "ReasoningFormat", "TokenId", "ToolFormat", "detect"]
+__all__ = ["FORMATS", "ID", "Markers", "ReasoningFormat", "TextTokenId", "TokenId", "ToolFormat", "detect"]
+
+
+class TextTokenId(int):
+    """The id of an added token that is not special: it marks as a control token does, but its name is also text, and
+    may stand in one."""
+
 
 TokenId = Callable[[str], int | None]
-"""The id of a control token, one whose text never comes through; None for anything else, also for added tokens that
-are not special: those are text."""
+"""The id of the token that has this name as a whole: a control token, or a `TextTokenId`. None: it is but a text."""
 
 ID = "{id}"
 """Stands for a call's id in a format's strings; no tool's name has braces."""
@@ -214,7 +219,7 @@ def _reasoning_format(template: str) -> ReasoningFormat | None:
 
 @dataclass(frozen=True, slots=True)
 class Markers:
-    """Which markers are control tokens of a vocabulary.
+    """Which markers are tokens of a vocabulary. Only these mark then, and not their names in other tokens' letters.
 
     Within this package such a token is written as one lone surrogate, which no text contains, so that text and tokens
     together are one string to search in.
@@ -240,3 +245,16 @@ class Markers:
         """The token that a letter stands for."""
         index = ord(letter) - 0xD800
         return self.ids[index][1] if 0 <= index < len(self.ids) else None
+
+    @property
+    def names_of_text(self) -> dict[str, str]:
+        """What the letters stand for whose tokens are text (`TextTokenId`)."""
+        return {
+            chr(0xD800 + index): name
+            for index, (name, token_id) in enumerate(self.ids)
+            if isinstance(token_id, TextTokenId)
+        }
+
+    def in_text(self, encoded: str) -> str:
+        """What text must be kept from, for this string to stand out; "" if it begins with a control token."""
+        return encoded if self.id_of(encoded[0]) is None else self.names_of_text.get(encoded[0], "")

@@ -45,6 +45,8 @@ class ChatParser:
         """``token_id`` as for `compose`; ``has_shape``: an answer without calls has one, so calls only stand first."""
         self._markers = markers = Markers.of(tool_format, reasoning, token_id)
         self._sentinels = {known: (name, markers.encode(name)) for name, known in markers.ids}
+        self._names_of_text = markers.names_of_text
+        self._shown = str.maketrans(self._names_of_text)
         self._format = tool_format if tools else None
         self._names = [tool.name for tool in tools]
         self._scans = self._format is not None and self._format.text != "instead" and not has_shape
@@ -88,7 +90,7 @@ class ChatParser:
             text = TOKENS.sub("\ufffd", text)
         if token_id in self._sentinels:
             name, sentinel = self._sentinels[token_id]
-            text = text.removesuffix(name) + sentinel  # with skip_special_tokens=False its name is there
+            text = text.removesuffix(name) + sentinel  # its name is there if it is shown
         for start in range(0, len(text), _PIECE):  # a state copies what it leaves in the buffer, so that must be short
             self._buffer += text[start : start + _PIECE]
             while self._state():
@@ -98,9 +100,9 @@ class ChatParser:
     def finish(self) -> list[Delta]:
         """The completion ended: what was held back."""
         if self._state == self._reasoning:
-            self._record.think(self._buffer)
+            self._think(self._buffer)
         elif self._state not in (self._after, self._between):  # there it is a part of calls
-            self._record.write(self._buffer)
+            self._write(self._buffer)
         self._buffer = ""
         self._record.finish()
         self._state = self._plain
@@ -117,10 +119,10 @@ class ChatParser:
         body, end, rest = self._buffer.partition(self._end)
         if not end:
             held = held_back(body, (self._end,))
-            self._record.think(body[: len(body) - held])
+            self._think(body[: len(body) - held])
             self._buffer = body[len(body) - held :]
             return False
-        self._record.think(body)
+        self._think(body)
         self._record.start_afresh()
         return self._go(self._after_reasoning, rest)
 
@@ -150,10 +152,10 @@ class ChatParser:
         first = min((place for place in places if place >= 0), default=None)
         if first is None:
             keep = len(self._buffer) - held_back(self._buffer, self._triggers)
-            self._record.write(self._buffer[:keep])
+            self._write(self._buffer[:keep])
             self._buffer = self._buffer[keep:]
             return False
-        self._record.write(self._buffer[:first])
+        self._write(self._buffer[:first])
         return self._go(self._heading, self._buffer[first:])
 
     def _heading(self) -> bool:
@@ -163,7 +165,7 @@ class ChatParser:
             return False
         if found:
             return self._call(self._triggers[trigger], found)
-        self._record.write(trigger)
+        self._write(trigger)
         return self._go(self._scanning, self._buffer[len(trigger) :])
 
     def _arguments(self) -> bool:
@@ -172,6 +174,8 @@ class ChatParser:
         self._record.add_arguments(self._buffer[:end])
         if is_whole:
             return self._go(self._after, rest)
+        if rest and self._scanner.is_in_string and rest[0] in self._names_of_text:
+            return self._go(self._arguments, self._names_of_text[rest[0]] + rest[1:])
         if rest:  # a control token inside the arguments
             return self._give_up(rest)
         self._buffer = ""
@@ -202,11 +206,17 @@ class ChatParser:
         return self._go(self._plain, self._buffer[len(found) :])
 
     def _plain(self) -> bool:
-        self._record.write(self._buffer)
+        self._write(self._buffer)
         self._buffer = ""
         return False
 
     # What the states share.
+
+    def _write(self, text: str) -> None:
+        self._record.write(text.translate(self._shown))
+
+    def _think(self, text: str) -> None:
+        self._record.think(text.translate(self._shown))
 
     def _go(self, state: Callable[[], bool], rest: str) -> bool:
         self._state, self._buffer = state, rest

@@ -24,6 +24,10 @@ class ObjectScanner:
         self._depth = 0
         self._in_string = self._escaped = False
 
+    @property
+    def is_in_string(self) -> bool:
+        return self._in_string
+
     def scan(self, text: str) -> tuple[int, bool]:
         """The next piece: how much of it belongs to the object, and whether the object is whole with that.
 

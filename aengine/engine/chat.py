@@ -26,7 +26,7 @@ from ..grammar.output_type import OutputType
 from ..grammar.spec import GrammarSpec, spec_of
 from ..params import SamplingParams, StructuredOutput
 from .asked_type import OnUnsupported, check_on_unsupported, constraint_of
-from .chat_prompt import ChatPrompt, PromptOptions
+from .chat_prompt import ChatPrompt, PromptOptions, marker_ids
 from .structured import GrammarService
 from .tokenizer import Tokenizer
 
@@ -123,7 +123,7 @@ def plan_chat(tokenizer: Tokenizer, asked: ChatRequest) -> ChatPlan:
         tool_format=tool_format,
         reasoning=reasoning,
         shape=shape,
-        token_id=tokenizer.control_token_id,
+        token_id=marker_ids(tokenizer),
         relax=asked.is_relaxed,
     )
     return ChatPlan(
@@ -137,9 +137,7 @@ def plan_chat(tokenizer: Tokenizer, asked: ChatRequest) -> ChatPlan:
         is_relaxed=asked.is_relaxed,
         # what stands for itself is looked after by the library
         warnings=() if spec is shape else left_out(tools=allowed, shape=shape, relax=asked.is_relaxed),
-        marker_ids=frozenset(
-            token_id for _, token_id in Markers.of(tool_format, reasoning, tokenizer.control_token_id).ids
-        ),
+        marker_ids=frozenset(token_id for _, token_id in Markers.of(tool_format, reasoning, marker_ids(tokenizer)).ids),
     )
 
 

@@ -7,13 +7,14 @@ from dataclasses import dataclass, field, replace
 from typing import Any
 
 from ..chat import ReasoningFormat, ToolFormat, detect, tools_of
+from ..chat.formats import TextTokenId, TokenId
 from ..chat.history import with_instructions, written_out
 from ..errors import InvalidRequestError
 from .chat_template import check_continued, check_messages, check_template_variables
 from .tokenizer import Tokenizer
 from .traced_text import TracedText
 
-__all__ = ["ChatPrompt", "PromptOptions"]
+__all__ = ["ChatPrompt", "PromptOptions", "marker_ids"]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -101,6 +102,16 @@ class ChatPrompt:
 
     def ids(self, tokenizer: Tokenizer) -> list[int]:
         return tokenizer.encode(self.text, add_special_tokens=False)  # the template wrote them
+
+
+def marker_ids(tokenizer: Tokenizer) -> TokenId:
+    """Which names are tokens of the model's, for `aengine.chat`."""
+
+    def token_id(name: str) -> int | None:
+        found = tokenizer.added_token_id(name)
+        return found if found is None or found in tokenizer.special_ids else TextTokenId(found)
+
+    return token_id
 
 
 def _within(reasoning: ReasoningFormat, continued: Mapping[str, Any]) -> ReasoningFormat | None:

@@ -17,6 +17,7 @@ from ..grammar.partial import PartialJson
 from ..outputs import Choice, Completion, FinishReason, Token
 from ..params import SamplingParams
 from .chat import ChatPlan
+from .chat_prompt import marker_ids
 from .stream import TokenStream
 from .tokenizer import Tokenizer
 
@@ -34,7 +35,7 @@ class _Answer:
         self._output_type = plan.output_type
         self._stop_token_ids = tokenizer.eos_token_ids | frozenset(params.stop_token_ids)
         self._parser = ChatParser(
-            plan.tool_format, plan.reasoning, plan.tools, plan.shape is not None, tokenizer.control_token_id
+            plan.tool_format, plan.reasoning, plan.tools, plan.shape is not None, marker_ids(tokenizer)
         )
         self._tokens: list[Token] | None = None if params.logprobs is None else []  # since the last delta
 

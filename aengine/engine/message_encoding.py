@@ -55,6 +55,7 @@ class MessageEncoder:
     def __init__(self, encoder: tokenizers.Tokenizer, template_source: str) -> None:
         self._encoder = encoder
         added = encoder.get_added_tokens_decoder()
+        self.added_ids = frozenset(added)
         self._control_ids = frozenset(i for i, token in added.items() if token.special)
         self.markers = {
             i: token.content

@@ -141,10 +141,10 @@ class Tokenizer:
         """The id of a token by its name in the vocabulary, as "<|im_end|>"."""
         return self._encoder.token_to_id(token)
 
-    def control_token_id(self, name: str) -> int | None:
-        """The id of a control token by its name; None for any other, which is text."""
+    def added_token_id(self, name: str) -> int | None:
+        """The id of an added token by its name: one that is found in a text as a whole. None for any other."""
         found = self._encoder.token_to_id(name)
-        return found if found in self.special_ids else None
+        return found if found in self._messages.added_ids else None
 
     @property
     def chat_template_source(self) -> str:

@@ -44,13 +44,16 @@ THINKING = """{% for m in messages %}{% set content = m.content | trim %}{{ '<|i
 {%- endif %}"""
 
 
-@pytest.fixture
-def thinking(smollm2_tokenizer: Tokenizer, make_engine: Make, monkeypatch: pytest.MonkeyPatch) -> Make:
-    """A model whose reasoning stands between tokens that are text."""
+@pytest.fixture(params=["added tokens", "text"])
+def thinking(
+    request: pytest.FixtureRequest, smollm2_tokenizer: Tokenizer, make_engine: Make, monkeypatch: pytest.MonkeyPatch
+) -> Make:
+    """A model whose reasoning stands between tokens that are text, or between letters."""
     from tokenizers import Tokenizer as Encoder
 
     encoder = Encoder.from_str(smollm2_tokenizer.to_json())
-    encoder.add_tokens([AddedToken(name, special=False, normalized=False) for name in ("<think>", "</think>")])
+    if request.param != "text":
+        encoder.add_tokens([AddedToken(name, special=False, normalized=False) for name in ("<think>", "</think>")])
     known = Tokenizer(encoder, special_tokens={"eos_token": "<|im_end|>"}, chat_templates={"default": THINKING})
     monkeypatch.setattr(core.Tokenizer, "load", classmethod(lambda cls, source, override=None: known))
     return make_engine

@@ -13,6 +13,7 @@ from tokenizers import Tokenizer as Encoder
 
 from aengine import StructuredOutput
 from aengine.chat import ChatMessage, ChatParser, Delta, ReasoningDelta, TextDelta, ToolCallDelta
+from aengine.engine.chat_prompt import marker_ids
 from aengine.engine.tokenizer import Tokenizer
 from aengine.grammar.backend import Backend, Compiled, load_backend
 from aengine.grammar.spec import GrammarSpec, spec_of
@@ -124,13 +125,8 @@ class Setting:
 
 
 def token_id_of(known: Tokenizer):
-    """The ids of control tokens, as `compose` and `ChatParser` want them."""
-
-    def token_id(name: str) -> int | None:
-        found = known.token_id(name)
-        return found if found in known.special_ids else None
-
-    return token_id
+    """The ids of markers, as `compose` and `ChatParser` want them."""
+    return marker_ids(known)
 
 
 def parse_ids(parser: ChatParser, known: Tokenizer, token_ids: Sequence[int]) -> tuple[list[Delta], ChatMessage]:

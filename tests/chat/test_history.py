@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 
 import pytest
-from chat_harness import EOS, parse_ids, tokenizer
+from chat_harness import EOS, parse_ids, token_id_of, tokenizer
 
 from aengine.chat import FORMATS, ChatMessage, ChatParser, ToolCall, tools_of
 from aengine.chat.history import with_instructions, written_out
@@ -228,7 +228,7 @@ def test_a_turn_as_the_template_shows_it_is_a_completion(name, markers_are):
     ids = known.encode(turn, add_special_tokens=False)
     matcher = load_backend("llguidance", Vocabulary.of(known, known.vocab_size)).compile(plan.spec).matcher()
     assert matcher.accept(ids) == len(ids) and matcher.is_accepting, turn
-    parser = ChatParser(plan.tool_format, plan.reasoning, plan.tools, False, known.control_token_id)
+    parser = ChatParser(plan.tool_format, plan.reasoning, plan.tools, False, token_id_of(known))
     _, message = parse_ids(parser, known, ids)
     expected = [(c["function"]["name"], json.loads(c["function"]["arguments"])) for c in calls]
     assert [(c.name, c.parsed_arguments()) for c in message.tool_calls] == expected and message.content is None
