@@ -129,9 +129,12 @@ class AsyncLLM:
         return self
 
     async def _begin(self) -> None:
+        self._core = await self._core_class().start(self.config, self._report, self._make_executor)
+
+    def _core_class(self) -> type[EngineCore]:
         from .engine.core import EngineCore
 
-        self._core = await EngineCore.start(self.config, self._report, self._make_executor)
+        return EngineCore
 
     async def _wait_started(self, starting: asyncio.Task[None]) -> None:
         """One of perhaps several callers of `start`: only when the last one is cancelled, so is the start."""

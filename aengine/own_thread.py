@@ -333,7 +333,7 @@ class OwnThreadLLM(AsyncLLM):
             return method(config)
 
         # The core is held by the thread, and may not hold what is to end both when it is dropped.
-        self._core = await EngineCore.start(self.config, report_if_there, make_if_there)
+        self._core = await self._core_class().start(self.config, report_if_there, make_if_there)
 
 
 def give_own_thread(engine: AsyncLLM) -> None:

@@ -49,6 +49,7 @@ ROOMS: dict[str, set[str]] = {
     "cli": LEAVES | {"async_llm", "engine", "checkpoint", "diagnosis"},
     "server": LEAVES | {"async_llm"},
     "integrations": LEAVES | {"async_llm"},
+    "testing": LEAVES | {"async_llm", "llm", "own_thread", "engine", "chat", "grammar", "checkpoint", "ipc.messages"},
     "__main__": LEAVES | {"cli"},
     "__init__": LEAVES | {"async_llm", "llm", "engine"},
 }

@@ -27,7 +27,7 @@ from .observer import Observer
 from .recovery import RestartBudget
 from .sampling_defaults import SamplingDefaults
 from .scheduler import Scheduler
-from .step_loop import ALWAYS, IN_SMALL_BATCHES, StepLoop
+from .step_loop import ALWAYS, IN_SMALL_BATCHES, Forcing, StepLoop
 from .structured import GrammarService
 from .summary import summary_of
 from .threads import run_in_thread
@@ -106,7 +106,7 @@ class EngineCore:
             grammars = GrammarService(tokenizer, limits.vocab_size)
         self.grammars = grammars
         is_gpu = str(ready["device"]).startswith("cuda")
-        self.admission = Admission(self.loop, tokenizer, limits, self._counters, self._observer, grammars)
+        self.admission = self._new_admission(limits)
         self.steps = StepLoop(
             self._scheduler,
             executor,
@@ -119,7 +119,7 @@ class EngineCore:
             hang_timeout=config.hang_timeout,
             step_patience=_GPU_PATIENCE if is_gpu else 0.0,
             grammars=grammars,
-            forcing=IN_SMALL_BATCHES if is_gpu else ALWAYS,
+            forcing=self._forcing(is_gpu),
         )
         self.admission.steps = self.steps
         self.admission.on_empty = self._tell_drainers
@@ -138,7 +138,7 @@ class EngineCore:
             loop.call_soon_threadsafe(report, progress)
 
         report(StartupProgress("resolve", detail=config.model))
-        source = await run_in_thread("resolve", resolve_model, config, report_from_thread)
+        source = await cls._resolve(config, report_from_thread)
         report(StartupProgress("worker", detail=source.path))
         executor = make_executor(config)
         load = {"config": config.to_wire(), "source": source.to_wire()}
@@ -150,7 +150,7 @@ class EngineCore:
         starting = loop.create_task(executor.start(load, report), name="aengine-worker-start")
         grammars: GrammarService | None = None
         try:
-            tokenizer, eos_token_ids = await _load_tokenizer(config, source)
+            tokenizer, eos_token_ids = await cls._load_tokenizer(config, source)
             if tokenizer is not None and config.preload_grammars:
                 grammars = GrammarService(tokenizer, source.hf_config.get("vocab_size") or tokenizer.vocab_size)
                 grammars.begin_warm_up()
@@ -171,6 +171,33 @@ class EngineCore:
         report(StartupProgress("ready", detail=f"{seconds:.1f} s"))
         logger.info("%s is ready after %.1f s: %s", config.model, seconds, summary_of(ready))
         return core
+
+    # What is another's in `aengine.testing`.
+
+    def _forcing(self, is_gpu: bool) -> Forcing:
+        return IN_SMALL_BATCHES if is_gpu else ALWAYS
+
+    @classmethod
+    async def _resolve(cls, config: EngineConfig, report: ProgressCallback) -> ModelSource:
+        """``report`` is for whatever thread."""
+        return await run_in_thread("resolve", resolve_model, config, report)
+
+    @classmethod
+    async def _load_tokenizer(
+        cls, config: EngineConfig, source: ModelSource
+    ) -> tuple[Tokenizer | None, frozenset[int]]:
+        """The tokenizer, if there is to be one, and the ids that end a completion."""
+        if not config.skip_tokenizer:
+            tokenizer = await run_in_thread("tokenizer", Tokenizer.load, source, config.tokenizer)
+            if config.allow_special_tokens:
+                tokenizer = tokenizer.allowing_special_tokens()
+            return tokenizer, tokenizer.eos_token_ids
+        eos = source.generation_config.get("eos_token_id", source.hf_config.get("eos_token_id"))
+        ids = eos if isinstance(eos, list) else [] if eos is None else [eos]
+        return None, frozenset(ids)
+
+    def _new_admission(self, limits: Limits) -> Admission:
+        return Admission(self.loop, self.tokenizer, limits, self._counters, self._observer, self.grammars)
 
     @property
     def is_alive(self) -> bool:
@@ -396,14 +423,3 @@ class EngineCore:
 
 def _log_progress(progress: StartupProgress) -> None:
     logger.debug("restart: %s %s", progress.stage, progress.detail)
-
-
-async def _load_tokenizer(config: EngineConfig, source: ModelSource) -> tuple[Tokenizer | None, frozenset[int]]:
-    if not config.skip_tokenizer:
-        tokenizer = await run_in_thread("tokenizer", Tokenizer.load, source, config.tokenizer)
-        if config.allow_special_tokens:
-            tokenizer = tokenizer.allowing_special_tokens()
-        return tokenizer, tokenizer.eos_token_ids
-    eos = source.generation_config.get("eos_token_id", source.hf_config.get("eos_token_id"))
-    ids = eos if isinstance(eos, list) else [] if eos is None else [eos]
-    return None, frozenset(ids)

@@ -24,7 +24,7 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     import tokenizers
 
-__all__ = ["IncrementalDecoder", "TokenTable", "token_table"]
+__all__ = ["IncrementalDecoder", "TokenTable", "gpt2_bytes", "token_table"]
 
 Piece = str | bytes | None
 """Whole characters; bytes that need company; nothing (an id that is left out)."""
@@ -35,7 +35,7 @@ _BYTE_TOKEN = re.compile(r"<0x([0-9A-Fa-f]{2})>")
 _new_utf8_decoder = codecs.getincrementaldecoder("utf-8")
 
 
-def _gpt2_bytes() -> dict[str, int]:
+def gpt2_bytes() -> dict[str, int]:
     """GPT-2's letters for bytes: printable ones stand for themselves, the rest are moved to U+0100 and on."""
     printable = [*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)]
     moved = [byte for byte in range(256) if byte not in set(printable)]
@@ -109,7 +109,7 @@ class TokenTable(ABC):
 
 
 class ByteLevelTable(TokenTable):
-    _bytes = _gpt2_bytes()
+    _bytes = gpt2_bytes()
 
     def piece(self, token: str) -> Piece:
         try:

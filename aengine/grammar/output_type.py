@@ -36,6 +36,8 @@ class OutputType:
     """The JSON schema that holds the model to it."""
     adapter: Any
     """pydantic's TypeAdapter."""
+    wanted: Any
+    """The type itself."""
 
     @classmethod
     def of(cls, wanted: Any) -> OutputType:
@@ -133,7 +135,7 @@ def _describe(wanted: Any) -> OutputType:
     except Exception as error:  # a type's own hooks may raise anything
         reason = (str(error).strip() or type(error).__name__).splitlines()[0]
         raise _refused(f"output_type={name:.80} can't be described by a JSON schema: {reason}") from error
-    return OutputType(name, text, adapter)
+    return OutputType(name, text, adapter, wanted)
 
 
 def _refused(message: str) -> InvalidRequestError:

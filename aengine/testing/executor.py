@@ -1,0 +1,241 @@
+"""`ScriptedExecutor`: a worker that says what the script says, in the host's own process and on its loop."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from ..config import EngineConfig
+from ..errors import EngineClosedError, EngineError, WorkerDiedError
+from ..ipc.messages import (
+    GrammarOutput,
+    LogprobColumns,
+    ModelRunnerOutput,
+    NewRequest,
+    RowError,
+    SchedulerOutput,
+    float32,
+    int32,
+)
+from .script import Line, Script
+from .vocabulary import END_OF_TURN, tokenizer
+
+__all__ = ["SCRIPT_ERROR", "ScriptedExecutor"]
+
+SCRIPT_ERROR = "ScriptError"
+"""The type of a row's error: what its line has, or that the grammar forbids its text."""
+_BLOCK_SIZE = 16
+_NUM_BLOCKS = 8192
+_MAX_MODEL_LEN = 32_768
+_UNLIKELY = -20.0
+_LETTERS = b"abcdfghijklmnopqrstuvwxyz"  # an e would lengthen a number
+_PREFERRED = [END_OF_TURN, *b'"', *_LETTERS, *b"}],", *b"0123456789", *range(32, 127), *range(256)]
+"""Of what a grammar allows to a row that has nothing to say: whatever comes to its end soon."""
+
+Future = asyncio.Future[ModelRunnerOutput | None]
+
+
+@dataclass(slots=True)
+class Row:
+    """A request on the worker."""
+
+    line: Line
+    num_prompt_tokens: int
+    num_tokens: int
+    num_computed_tokens: int
+    num_logprobs: int  # -1: none
+    has_strayed: bool = False  # a grammar did not allow the line's text
+
+    @property
+    def place(self) -> int:
+        """Of the token that comes next, in the completion."""
+        return self.num_tokens - self.num_prompt_tokens
+
+
+class ScriptedExecutor:
+    """See `Executor`. A step takes ``token_delay`` seconds, one after the other."""
+
+    def __init__(self, config: EngineConfig, script: Script, *, token_delay: float, thinks: bool) -> None:
+        self.script = script
+        self.thinks = thinks
+        self._config = config
+        self._token_delay = token_delay
+        self._rows: dict[int, Row] = {}
+        self._waiting: list[Future] = []
+        self._gated: tuple[SchedulerOutput, Future, list[int]] | None = None  # a step that waits for its bitmask
+        self._busy_until = 0.0
+        self._failure: EngineError | None = None
+        self._on_failure: Callable[[EngineError], None] = lambda error: None
+        self._num_beats = 0
+
+    async def start(self, load: dict[str, Any], on_progress: Callable[..., None]) -> dict[str, Any]:
+        return {
+            "num_blocks": _NUM_BLOCKS,
+            "block_size": _BLOCK_SIZE,
+            "max_model_len": self._config.max_model_len or _MAX_MODEL_LEN,
+            "max_num_batched_tokens": self._config.max_num_batched_tokens or 8192,
+            "vocab_size": tokenizer(self.thinks).vocab_size,
+            "device": "none",
+            "weight_format": "none",
+        }
+
+    # -- steps
+
+    async def execute_model(self, out: SchedulerOutput) -> Future:
+        return self.try_execute_model(out)
+
+    def try_execute_model(self, out: SchedulerOutput) -> Future:
+        self._check()
+        rows = self._advance(out)
+        loop = asyncio.get_running_loop()
+        future: Future = loop.create_future()
+        self._waiting = [other for other in self._waiting if not other.done()] + [future]
+        if out.sample_now:
+            self._answer(out, future, rows, {})
+        else:
+            self._gated = out, future, rows
+        return future
+
+    def _advance(self, out: SchedulerOutput) -> list[int]:
+        """The batch positions that sample."""
+        for req_idx in out.removed:
+            del self._rows[req_idx]
+        for new in out.new_requests:
+            self._rows[new.req_idx] = self._new_row(new)
+        for req_idx in out.known_rows:
+            self._rows[req_idx].num_tokens += 1
+        sampling = []
+        for batch_idx, (req_idx, num_scheduled) in enumerate(zip(out.req_idx, out.num_scheduled_tokens, strict=True)):
+            row = self._rows[req_idx]
+            row.num_computed_tokens += num_scheduled
+            if row.num_computed_tokens == row.num_tokens:
+                sampling.append(batch_idx)
+        return sampling
+
+    def _new_row(self, new: NewRequest) -> Row:
+        line = self.script.lines[new.seed]
+        return Row(line, new.num_prompt_tokens, len(new.token_ids), new.num_computed_tokens, new.logprobs)
+
+    def bitmask(self, num_bytes: int) -> None:
+        return None
+
+    async def send_grammar(self, out: GrammarOutput) -> None:
+        self._check()
+        assert self._gated is not None and not isinstance(out.bitmask, int)
+        (step, future, sampling), self._gated = self._gated, None
+        size = len(out.bitmask) // max(1, len(out.batch_idx))
+        masks = {i: bytes(out.bitmask[n * size : (n + 1) * size]) for n, i in enumerate(out.batch_idx)}
+        self._answer(step, future, sampling, masks)
+
+    def _answer(self, out: SchedulerOutput, future: Future, sampling: list[int], masks: dict[int, bytes]) -> None:
+        answer = ModelRunnerOutput(out.step_id, int32([-1] * len(out.req_idx)))
+        for batch_idx in sampling:
+            row = self._rows[out.req_idx[batch_idx]]
+            if row.line.kills_at(row.place):
+                self.fail(WorkerDiedError("the worker died, as the script says"))
+                return
+            token_id = self._token(row, masks.get(batch_idx))
+            if token_id is None:
+                answer.errors.append(RowError(batch_idx, SCRIPT_ERROR, ""))
+            else:
+                answer.token_ids[batch_idx] = token_id
+            row.num_tokens += 1
+        asked = [i for i in sampling if self._rows[out.req_idx[i]].num_logprobs >= 0 and answer.token_ids[i] >= 0]
+        if asked:
+            counts = [self._rows[out.req_idx[i]].num_logprobs for i in asked]
+            answer.logprobs = _logprobs(asked, [answer.token_ids[i] for i in asked], counts)
+        loop = asyncio.get_running_loop()
+        self._busy_until = max(self._busy_until, loop.time()) + self._token_delay
+        if self._token_delay:
+            loop.call_at(self._busy_until, _settle, future, answer)
+        else:
+            loop.call_soon(_settle, future, answer)
+
+    def _token(self, row: Row, mask: bytes | None) -> int | None:
+        """What the row says next; None if it fails."""
+        line = row.line
+        if line.fails_at(row.place):
+            return None
+        token_id = line.token(row.place)
+        if mask is None or (not row.has_strayed and _allows(mask, token_id)):
+            return token_id
+        if not line.is_free:
+            return None
+        row.has_strayed = True
+        return next((token_id for token_id in _PREFERRED if _allows(mask, token_id)), END_OF_TURN)
+
+    def try_revoke(self, on_revoked: Callable[[int], None]) -> bool:
+        """Each step is begun at once: there is none to drop."""
+        self._check()
+        asyncio.get_running_loop().call_soon(on_revoked, 0)
+        return True
+
+    # -- the rest
+
+    async def call(self, method: str, *args: Any, timeout: float) -> Any:
+        self._check()
+        return {"refused": "a fake engine has no worker to profile"} if "profile" in method else None
+
+    def heartbeats(self) -> int:
+        self._num_beats += 1
+        return self._num_beats
+
+    def memory(self) -> tuple[None, None]:
+        return None, None
+
+    def set_on_failure(self, callback: Callable[[EngineError], None]) -> None:
+        self._on_failure = callback
+        if self._failure is not None:
+            callback(self._failure)
+
+    def fail(self, error: EngineError) -> None:
+        if self._failure is None:
+            self._failure = error
+            self._fail_waiting()
+            self._on_failure(error)
+
+    async def aclose(self, timeout: float) -> None:
+        self.terminate()
+
+    def terminate(self) -> None:
+        """From any thread."""
+        if self._failure is None:
+            self._failure = EngineClosedError("the engine is closed")
+            with contextlib.suppress(RuntimeError):  # the loop was closed
+                for loop in {future.get_loop() for future in self._waiting}:
+                    loop.call_soon_threadsafe(self._fail_waiting)
+
+    def _fail_waiting(self) -> None:
+        assert self._failure is not None
+        for future in self._waiting:
+            if not future.done():
+                future.set_exception(self._failure)
+                future.exception()  # seen, if nobody waits for it
+
+    def _check(self) -> None:
+        if self._failure is not None:
+            raise self._failure
+
+
+def _allows(mask: bytes, token_id: int) -> bool:
+    return bool(mask[token_id >> 3] >> (token_id & 7) & 1)
+
+
+def _settle(future: Future, answer: ModelRunnerOutput) -> None:
+    answer.answered_at = time.monotonic()
+    if not future.done():
+        future.set_result(answer)
+
+
+def _logprobs(batch_idx: Sequence[int], token_ids: Sequence[int], counts: Sequence[int]) -> LogprobColumns:
+    """What was said is certain; the alternatives are whatever ids come first."""
+    likeliest, values = int32(), float32()
+    for token_id, count in zip(token_ids, counts, strict=True):
+        others = [i for i in range(count + 1) if i != token_id]
+        likeliest.extend([token_id, *others][:count])
+        values.extend([0.0, *[_UNLIKELY] * count][:count])
+    return LogprobColumns(int32(batch_idx), float32([0.0] * len(batch_idx)), int32(counts), likeliest, values)

@@ -1,0 +1,99 @@
+"""`FakeAsyncLLM` and `FakeLLM`: engines whose worker follows a script."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import TYPE_CHECKING, Any
+
+from ..async_llm import AsyncLLM
+from ..chat import tools_of
+from ..config import EngineConfig
+from ..errors import InvalidRequestError
+from ..llm import LLM
+from ..own_thread import OwnThreadLLM
+from ..params import SamplingParams
+from .script import FakeRequest, Script
+
+if TYPE_CHECKING:
+    from ..engine.chat_stream import ChatStream
+    from ..engine.core import EngineCore
+    from .executor import ScriptedExecutor
+
+__all__ = ["FakeAsyncLLM", "FakeLLM"]
+
+_SETTINGS = {"preload_grammars": False, "max_leased_steps": 0, "hang_timeout": 1e6}
+
+
+class FakeAsyncLLM(AsyncLLM):
+    """An `AsyncLLM` without a model: what it says is scripted, all else is real.
+
+    Args:
+        script: what the completions are, each a text, a `Reply`, an error to be raised, data for JSON (a pydantic
+            object, a dict), or None: whatever the request's grammar allows, the shortest. A list has one for each
+            completion, in order, and no more; a function gets the `FakeRequest`, on the engine's loop; anything else is
+            for all of them.
+        token_delay: seconds between two tokens, each of which is a byte.
+        thinks: the model may reason before it answers.
+        config: settings, as of `AsyncLLM`.
+    """
+
+    def __init__(self, script: Any = None, *, token_delay: float = 0.0, thinks: bool = False, **config: Any) -> None:
+        if isinstance(token_delay, bool) or not isinstance(token_delay, int | float) or not token_delay >= 0:
+            raise InvalidRequestError("token_delay must be a number of seconds, 0 or more", param="token_delay")
+        self._script = Script(script)
+        self._token_delay = token_delay
+        self._thinks = thinks
+        super().__init__("fake", **{**_SETTINGS, **config})
+
+    @property
+    def requests(self) -> list[FakeRequest]:
+        """The completions that were asked for so far, in order; without those that were refused."""
+        return self._script.requests
+
+    async def stream_chat(
+        self, messages: Sequence[Mapping[str, Any]], params: SamplingParams | None = None, **options: Any
+    ) -> ChatStream:
+        from .core import asked_chat
+
+        asked = {
+            "prompt": messages,
+            "params": SamplingParams() if params is None else params,
+            "tools": tools_of(options.get("tools")),
+            "tool_choice": options.get("tool_choice"),
+            "output_type": options.get("output_type"),
+        }
+        token = asked_chat.set(asked)
+        try:
+            return await super().stream_chat(messages, params, **options)
+        finally:
+            asked_chat.reset(token)
+
+    def _core_class(self) -> type[EngineCore]:
+        from .core import ScriptedCore, ThinkingCore
+
+        return ThinkingCore if self._thinks else ScriptedCore
+
+    def _make_executor(self, config: EngineConfig) -> ScriptedExecutor:
+        from .executor import ScriptedExecutor
+
+        return ScriptedExecutor(config, self._script, token_delay=self._token_delay, thinks=self._thinks)
+
+
+class FakeLLM(LLM):
+    """An `LLM` without a model. Arguments as of `FakeAsyncLLM`."""
+
+    def __init__(self, script: Any = None, **settings: Any) -> None:
+        self._script = script
+        super().__init__("fake", **settings)
+
+    @property
+    def requests(self) -> list[FakeRequest]:
+        """See `FakeAsyncLLM.requests`."""
+        engine: Any = self._engine
+        requests: list[FakeRequest] = engine.requests
+        return requests
+
+    def _make_engine(self, model: str | EngineConfig, settings: dict[str, Any]) -> OwnThreadLLM:
+        engine: Any = FakeAsyncLLM(self._script, **settings)
+        assert isinstance(engine, OwnThreadLLM)
+        return engine
