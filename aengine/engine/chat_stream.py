@@ -33,7 +33,9 @@ class _Answer:
     def __init__(self, index: int, plan: ChatPlan, tokenizer: Tokenizer, params: SamplingParams) -> None:
         self._index = index
         self._output_type = plan.output_type
+        self._tokenizer = tokenizer
         self._stop_token_ids = tokenizer.eos_token_ids | frozenset(params.stop_token_ids)
+        self._stops = params.stop
         self._parser = ChatParser(
             plan.tool_format, plan.reasoning, plan.tools, plan.shape is not None, marker_ids(tokenizer)
         )
@@ -58,8 +60,11 @@ class _Answer:
 
     def _marker_of(self, token: Token) -> int | None:
         """The token's id, which may be that of a marker; None if a stop string ended the text before it."""
-        is_cut = token.finish_reason is FinishReason.STOP and token.token_id not in self._stop_token_ids
-        return None if is_cut else token.token_id
+        token_id = token.token_id
+        if token.finish_reason is not FinishReason.STOP or token_id in self._stop_token_ids:
+            return token_id
+        name = self._tokenizer.token_text(token_id)
+        return token_id if any(stop in name for stop in self._stops) else None
 
     def _signed(self, deltas: list[Delta]) -> list[Delta]:
         """With the index of the answer; the first one with the tokens."""

@@ -22,6 +22,7 @@ TURNS = "{% for m in messages %}{{ m['content'] }}{% endfor %}"
 MISTRAL = TURNS + "{# [TOOL_CALLS] [{ #}"
 MISTRAL_ARGS = TURNS + "{# [TOOL_CALLS] [ARGS] #}"
 THINKING = TURNS + "{# <think> </think> #}{% if add_generation_prompt %}{% endif %}"
+HERMES = TURNS + "{# <tool_call> #}"
 TIME = {"name": "get_time", "parameters": {}}
 
 
@@ -34,6 +35,7 @@ def sentencepiece(template: str) -> Tokenizer:
     encoder.normalizer = normalizers.Replace(" ", "▁")
     encoder.decoder = decoders.Sequence([decoders.Replace("▁", " "), decoders.ByteFallback(), decoders.Fuse()])
     encoder.add_special_tokens([AddedToken(name, normalized=False) for name in ("</s>", *CONTROLS)])
+    encoder.add_tokens([AddedToken(name, special=False, normalized=False) for name in ("<tool_call>", "</tool_call>")])
     return Tokenizer(encoder, special_tokens={"eos_token": "</s>"}, chat_templates={"default": template})
 
 
@@ -71,6 +73,22 @@ async def test_a_call_after_text_that_is_held_back(
     message = completion.message
     assert [call.name for call in message.tool_calls if call.is_complete] == ["get_time"]
     assert message.content.strip() == "Sure."
+
+
+@pytest.mark.parametrize("include", [False, True])
+@pytest.mark.parametrize("how", [{"stop": "</tool_call>"}, {"stop": ("}\n\n", "call>x")}, {"stop_token_ids": True}])
+async def test_a_marker_that_is_a_stop_string_ends_the_call(
+    make_engine: Make, monkeypatch: pytest.MonkeyPatch, how: dict[str, object], include: bool
+) -> None:
+    """As many ask for one call only."""
+    if "stop_token_ids" in how:
+        how = {"stop_token_ids": [sentencepiece(HERMES).token_id("</tool_call>")]}
+    call = '<tool_call>\n{"name": "get_time", "arguments": {}}\n</tool_call>'
+    params = SamplingParams(include_stop_str_in_output=include, **how)
+    completion = await answered(make_engine, monkeypatch, HERMES, f"Sure.{call}\n{call}", params, tools=[TIME])
+    calls = completion.message.tool_calls
+    assert all(call.is_complete for call in calls) and len(calls) == (2 if "call>x" in how.get("stop", ()) else 1)
+    assert completion.finish_reason == "tool_calls" and completion.message.content == "Sure."
 
 
 @pytest.mark.parametrize("stop", [(), "\n\n", "t\ns"])

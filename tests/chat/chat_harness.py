@@ -14,6 +14,7 @@ from tokenizers import Tokenizer as Encoder
 from aengine import StructuredOutput
 from aengine.chat import ChatMessage, ChatParser, Delta, ReasoningDelta, TextDelta, ToolCallDelta
 from aengine.engine.chat_prompt import marker_ids
+from aengine.engine.detokenizer import Detokenizer
 from aengine.engine.tokenizer import Tokenizer
 from aengine.grammar.backend import Backend, Compiled, load_backend
 from aengine.grammar.spec import GrammarSpec, spec_of
@@ -129,9 +130,11 @@ def token_id_of(known: Tokenizer):
     return marker_ids(known)
 
 
-def parse_ids(parser: ChatParser, known: Tokenizer, token_ids: Sequence[int]) -> tuple[list[Delta], ChatMessage]:
+def parse_ids(
+    parser: ChatParser, known: Tokenizer, token_ids: Sequence[int], detokenizer: Detokenizer | None = None
+) -> tuple[list[Delta], ChatMessage]:
     """Through the engine's own detokeniser."""
-    detokenizer = known.detokenizer()
+    detokenizer = detokenizer or known.detokenizer()
     deltas: list[Delta] = []
     for token_id in token_ids:
         deltas += parser.feed(detokenizer.put(token_id), token_id)

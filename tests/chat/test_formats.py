@@ -9,7 +9,7 @@ import pytest
 from chat_harness import MARKERS_ARE, Setting, merged, parse, parse_ids, shape_of, token_id_of, tokenizer
 
 from aengine.chat import FORMATS, ChatParser, ReasoningFormat, ToolChoice, ToolFormat, compose, detect, tools_of
-from aengine.chat.formats import HERMES, JSON, LLAMA3, MISTRAL, MISTRAL_ARGS, MISTRAL_TEKKEN
+from aengine.chat.formats import HERMES, JSON, LLAMA3, MISTRAL, MISTRAL_ARGS, MISTRAL_TEKKEN, Markers
 
 ANY_OBJECT = {"type": "object", "properties": {"city": {"type": "string"}}}
 TOOLS = tools_of([{"name": "get_weather", "parameters": ANY_OBJECT}, {"name": "now"}])
@@ -151,6 +151,24 @@ def test_however_it_is_split(case):
         deltas, message = parse(new(), [case.text[:at], case.text[at:]])
         assert merged(deltas) == merged(whole)
         _check(case, message)
+
+
+@pytest.mark.parametrize("markers_are", MARKERS_ARE)
+@pytest.mark.parametrize("case", CASES, ids=IDS)
+def test_whatever_is_held_back_for_a_stop_string(case, markers_are, rng):
+    """Stop strings that begin everywhere and never come hold back text, also just before markers."""
+    known = tokenizer(markers_are)
+    token_id = token_id_of(known)
+    ids = known.encode(case.text, add_special_tokens=False)
+    markers = frozenset(i for _, i in Markers.of(case.tool_format, case.think, token_id).ids)
+    expected = parse_ids(_parser(case, token_id), known, ids)
+    for _ in range(20):
+        places = [rng.randrange(len(case.text) + 1) for _ in range(3)]
+        stops = tuple({case.text[at : at + rng.randrange(1, 12)] + "\0" for at in places})
+        detokenizer = known.detokenizer(stops, markers=markers)
+        deltas, message = parse_ids(_parser(case, token_id), known, ids, detokenizer)
+        assert merged(deltas) == merged(expected[0]), stops
+        assert (message.content, message.reasoning) == (expected[1].content, expected[1].reasoning)
 
 
 @pytest.mark.parametrize("name", FORMATS)
