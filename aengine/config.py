@@ -80,7 +80,7 @@ class EngineConfig:
     """Seed of dummy weights. (Requests have seeds of their own.)"""
     generation_config: Literal["auto", "none"] = "auto"
     """What temperature, top_p, top_k, min_p and repetition_penalty are where a request does not give them. "auto": as
-    the checkpoint's generation_config.json says, if there is one. "none": the defaults of `SamplingParams`."""
+    the checkpoint's file of that name says, if there is one. "none": the defaults of `SamplingParams`."""
     skip_tokenizer: bool = False
     """Prompts and outputs are token ids only; no tokenizer is loaded."""
     allow_special_tokens: bool = False

@@ -42,7 +42,7 @@ class Settings(TypedDict, total=False):
     """Seed of dummy weights. (Requests have seeds of their own.) Default: 0."""
     generation_config: Literal["auto", "none"]
     """What temperature, top_p, top_k, min_p and repetition_penalty are where a request does not give them. "auto": as
-    the checkpoint's generation_config.json says, if there is one. "none": the defaults of `SamplingParams`. Default:
+    the checkpoint's file of that name says, if there is one. "none": the defaults of `SamplingParams`. Default:
     "auto"."""
     skip_tokenizer: bool
     """Prompts and outputs are token ids only; no tokenizer is loaded. Default: False."""
@@ -142,8 +142,8 @@ ENGINE_SETTINGS = """\
             Seed of dummy weights. (Requests have seeds of their own.)
         generation_config: Literal["auto", "none"] = "auto"
             What temperature, top_p, top_k, min_p and repetition_penalty are where a request does not give
-            them. "auto": as the checkpoint's generation_config.json says, if there is one. "none": the
-            defaults of `SamplingParams`.
+            them. "auto": as the checkpoint's file of that name says, if there is one. "none": the defaults
+            of `SamplingParams`.
         skip_tokenizer: bool = False
             Prompts and outputs are token ids only; no tokenizer is loaded.
         allow_special_tokens: bool = False

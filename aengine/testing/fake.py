@@ -15,8 +15,11 @@ from ..params import SamplingParams
 from .script import FakeRequest, Script
 
 if TYPE_CHECKING:
+    from typing import Unpack
+
     from ..engine.chat_stream import ChatStream
     from ..engine.core import EngineCore
+    from ..settings import Settings
     from .executor import ScriptedExecutor
 
 __all__ = ["FakeAsyncLLM", "FakeLLM"]
@@ -37,13 +40,16 @@ class FakeAsyncLLM(AsyncLLM):
         config: settings, as of `AsyncLLM`.
     """
 
-    def __init__(self, script: Any = None, *, token_delay: float = 0.0, thinks: bool = False, **config: Any) -> None:
+    def __init__(
+        self, script: Any = None, *, token_delay: float = 0.0, thinks: bool = False, **config: Unpack[Settings]
+    ) -> None:
         if isinstance(token_delay, bool) or not isinstance(token_delay, int | float) or not token_delay >= 0:
             raise InvalidRequestError("token_delay must be a number of seconds, 0 or more", param="token_delay")
         self._script = Script(script)
         self._token_delay = token_delay
         self._thinks = thinks
-        super().__init__("fake", **{**_SETTINGS, **config})
+        settings: Any = {**_SETTINGS, **config}
+        super().__init__("fake", **settings)
 
     @property
     def requests(self) -> list[FakeRequest]:

@@ -27,6 +27,7 @@ from aengine import (
     SamplingParams,
     StructuredOutput,
     WorkerDiedError,
+    testing,
 )
 from aengine.chat import TextDelta, ToolCallStart
 from aengine.testing import FakeAsyncLLM, FakeLLM, FakeRequest, Reply, ScriptError
@@ -348,6 +349,10 @@ def test_blocking(no_thread_left: None) -> None:
         assert "".join(token.text for token in llm.stream("abc")) == "ABC"
         assert llm.chat(HELLO, output_type=Report).parsed == Report(city="Paris")
         assert len(llm.requests) == 4
+
+
+def test_the_names_are_those_that_are_public() -> None:
+    assert testing.__all__ == ["FakeAsyncLLM", "FakeLLM", "FakeRequest", "Reply", "ScriptError"]
 
 
 def test_wrong_settings() -> None:
