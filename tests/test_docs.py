@@ -114,6 +114,15 @@ def test_index_places_every_page() -> None:
     assert {page.name for page in DOCS} - {"index.md"} <= placed
 
 
+def test_architecture_places_every_module() -> None:
+    named = set(_CODE.findall(prose(ROOT / "docs" / "architecture.md")))
+    for path in (ROOT / "aengine").iterdir():
+        if path.is_dir() and (path / "__init__.py").exists():
+            assert f"{path.name}/" in named, path.name
+        elif path.suffix == ".py" and path.name != "__init__.py":
+            assert path.name in named, path.name
+
+
 def test_examples_are_all_described() -> None:
     text = (ROOT / "examples" / "README.md").read_text()
     for example in (ROOT / "examples").glob("*.py"):
