@@ -297,7 +297,7 @@ def _devices(report: dict[str, Any]) -> Iterator[Finding]:
     found = f"{report['torch']}, built {build}; CPU kernels: {report['cpu_capability']}{units}"
     if report["cpu_problem"]:
         yield Finding(
-            "torch", "error", found, f"its kernels fail on this CPU ({report['cpu_problem']}): reinstall torch"
+            "torch", "error", found, f"its kernels fail on this CPU ({report['cpu_problem']}): use dtype='float32'"
         )
     elif report["cuda"] and not report["driver"]:
         advice = "of no use here: its CPU build is 3 GB smaller, see docs/install.md"

@@ -57,7 +57,8 @@ def _cpu_choices(config: EngineConfig, report: dict[str, Any]) -> dict[str, Any]
     }
     try:
         linear_format = LinearFormat.choose(config.dtype, torch.device("cpu"))
-        report["matrix_units"] = float16_plan().large is not None
+        if linear_format.name == "float16":
+            report["matrix_units"] = float16_plan().large is not None
     except RuntimeError as error:
         report["cpu_problem"] = str(error).splitlines()[0]
         return choices

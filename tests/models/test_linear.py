@@ -8,6 +8,7 @@ import pytest
 import torch
 from driver import CPU
 
+from aengine.errors import ModelLoadError
 from aengine.runner.layers import linear
 from aengine.runner.layers.linear import Float16Plan, Linear, LinearFormat, half_linear
 
@@ -82,3 +83,25 @@ def test_the_plan_is_one_of_what_was_measured() -> None:
     plan = linear.float16_plan()
     assert plan is linear.float16_plan(), "measured once"
     assert (plan.large is None and plan.first_large == 0) or (plan.large is half_linear and plan.first_large > 1)
+
+
+def test_without_fbgemm_auto_is_float32(monkeypatch: pytest.MonkeyPatch, gen: torch.Generator) -> None:
+    """As on arm64, where packing float16 weights is an error of torch's."""
+    linear.float16_plan.cache_clear()
+    monkeypatch.setattr(linear, "has_fbgemm", lambda: False)
+    monkeypatch.setattr(torch.ops.quantized, "linear_prepack_fp16", None)
+    weight = torch.randn(8, 16, generator=gen)
+    made, format_ = layer([weight], None, "auto")
+    assert format_ == LinearFormat("float32", torch.float32)
+    x = torch.randn(3, 16, generator=gen)
+    assert torch.equal(made(x), torch.nn.functional.linear(x, weight))
+    with pytest.raises(ModelLoadError, match="dtype='float16' on a CPU needs FBGEMM.*use dtype='auto'"):
+        LinearFormat.choose("float16", CPU)
+
+
+def test_fbgemm_is_known_where_it_is() -> None:
+    if linear.has_fbgemm():
+        torch.ops.quantized.linear_prepack_fp16(torch.zeros(8, 16), None)
+    else:
+        with pytest.raises(RuntimeError):
+            torch.ops.quantized.linear_prepack_fp16(torch.zeros(8, 16), None)

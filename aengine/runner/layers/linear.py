@@ -8,7 +8,7 @@
 
 On a GPU they are as they are called. In the float16 format on a CPU a batch of a few rows goes through FBGEMM, which
 reads float16 weights and multiplies in float32; a larger one through whichever is faster on this processor,
-measured once (`Float16Plan`).
+measured once (`Float16Plan`). FBGEMM is for x86-64 with AVX2: elsewhere, as on arm64, "auto" is float32.
 """
 
 from __future__ import annotations
@@ -24,6 +24,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from ...errors import ModelLoadError
 from ...kernels.activation import silu_and_mul
 from ...kernels.linear import add_linear, norm_gated_linear, norm_linear
 from .norm import RMSNorm
@@ -96,6 +97,11 @@ class Float16Plan:
     first_large: int
 
 
+def has_fbgemm() -> bool:
+    """Whether this processor can multiply by packed float16 weights."""
+    return "fbgemm" in torch.backends.quantized.supported_engines
+
+
 @cache
 def float16_plan() -> Float16Plan:
     """Time both on a matrix of middling size; some 20 ms, once a process.
@@ -132,8 +138,18 @@ class LinearFormat:
 
     @classmethod
     def choose(cls, dtype: str, device: torch.device) -> LinearFormat:
-        """From the setting ``dtype``, see the table above."""
+        """From the setting ``dtype``, see the table above.
+
+        Raises ModelLoadError if float16 was asked for on a CPU that has no product for it.
+        """
         if device.type == "cpu" and dtype in ("auto", "float16"):
+            if not has_fbgemm():
+                if dtype == "float16":
+                    raise ModelLoadError(
+                        "dtype='float16' on a CPU needs FBGEMM, which torch has for x86-64 with AVX2 only: use "
+                        "dtype='auto', 'float32' or 'bfloat16'"
+                    )
+                return cls("float32", torch.float32)
             float16_plan()  # now, while nothing else runs that would disturb its measurement
             return cls("float16", torch.float32)
         name = "bfloat16" if dtype == "auto" else dtype
