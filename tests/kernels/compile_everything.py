@@ -234,6 +234,7 @@ def every_kernel(compiler: Compiler) -> None:
     for rows, kind in itertools.product((1, 8, 16, 64), ("", "gated", "add")):
         products(compiler, rows, 1024, 2048, kind, biased=kind == "")
     products(compiler, 1, 1023, 576, "gated")
+    products(compiler, 1, 1001, 4864, "gated")
     compiler.note = ""
     rms_norm.rms_norm(torch.zeros(3, 576, dtype=dtype), torch.zeros(576, dtype=dtype), 1e-6)
     activation.silu_and_mul(torch.zeros(3, 64, dtype=dtype))

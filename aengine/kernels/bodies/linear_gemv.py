@@ -119,9 +119,11 @@ def _gemv(
             us = us + (_load_tile(row + N * K, n, k0 + k, N, K, EVEN),)  # type: ignore[assignment]
     if PDL:
         if HELD < K:
-            prefetch(w_ptr + tl.program_id(0) * (BN * K), BN * K)
-            if GATED:
-                prefetch(w_ptr + N * K + tl.program_id(0) * (BN * K), BN * K)
+            if tl.program_id(0) * BN + BN <= N:  # the last program's rows may be fewer, and what follows not ours
+                begin = tl.program_id(0).to(tl.int64) * (BN * K)
+                prefetch(w_ptr + begin, BN * K)
+                if GATED:
+                    prefetch(w_ptr + N * K + begin, BN * K)
         gdc_wait()
     squares = tl.zeros((BK,), tl.float32)
     for k0 in tl.static_range(0, K, BK):
