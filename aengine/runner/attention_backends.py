@@ -88,7 +88,8 @@ class PrefillBackend(Protocol):
         scale: float,
         window: int | None,
     ) -> Tensor | None:
-        """[num_tokens, num_heads * head_dim]; None: it failed, and `pays` is false from now on.
+        """[num_tokens, num_heads * head_dim]; None: it can't, and `varlen_attention` is called for the rest of the
+        step. If it failed, `pays` is false from then on; if it had no memory, only this step is affected.
 
         Args:
             q, k, v: [num_tokens, heads, head_dim] of the new tokens, strided by token; in the cache already
@@ -125,6 +126,7 @@ class LibraryPrefill:
         self._function: Varlen | None = None
         self._required = required
         self._error: Exception | None = None
+        self._had_no_memory = False
         self._thread = threading.Thread(target=self._load, args=(load,), name=f"import {name}", daemon=True)
         self._thread.start()
 
@@ -163,14 +165,18 @@ class LibraryPrefill:
         if self._function is None:
             return None
         starts_k = m.query_start_loc
-        if m.has_context:
-            places, starts_k = m.places(kv_cache.shape[1])
-            k, v = kv_cache[places[0], places[1]].unbind(1)
         longest, longest_k = int(m.query_lens.max()), int(m.seq_lens.max())
         try:
+            if m.has_context:
+                places, starts_k = m.places(kv_cache.shape[1])
+                k, v = kv_cache[places[0], places[1]].unbind(1)
             out = _call(self._function, q, k, v, m.query_start_loc, starts_k, longest, longest_k, scale, window)
-        except torch.OutOfMemoryError:
-            raise  # not the library's fault
+        except torch.OutOfMemoryError as error:  # of the contexts' copy, which no profile knows: our kernel needs none
+            if not self._had_no_memory:
+                how = f"{self.name} has no memory for {int(m.seq_lens.sum())} tokens of prompts and their contexts"
+                logger.warning("%s; such steps go through triton: lower gpu_memory_utilization (%s)", how, error)
+            self._had_no_memory = True
+            return None
         except Exception as error:
             logger.warning("%s failed and is not used any more; prompts go through triton: %r", self.name, error)
             self._function = None

@@ -19,7 +19,7 @@ from torch import Tensor
 
 from ..kernels.input_prep import PreparedInputs, prepare_inputs
 from .block_tables import BlockTables
-from .cuda_graphs import capturing
+from .cuda_graphs import capturing, fits
 from .input_batch import BatchPlan
 from .request_state import RequestState
 from .transfer import to_device
@@ -51,6 +51,7 @@ class BatchGraphs:
         self._reqs = [*(r for r in _REQUESTS if r < max_num_seqs), max_num_seqs]
         self._columns = torch.empty((2, max_num_seqs), dtype=torch.int64, device=requests.token_ids.device)
         self._graphs: dict[BatchShape, tuple[torch.cuda.CUDAGraph, tuple[Tensor, Tensor, Tensor]]] = {}
+        self._too_large: set[BatchShape] = set()  # there was no memory for these
         self._pool: Any = None
 
     @property
@@ -64,16 +65,22 @@ class BatchGraphs:
         return [shape for shape in wanted if shape not in self._graphs]
 
     def shape_for(self, plan: BatchPlan) -> BatchShape | None:
-        """The smallest shape that holds the batch; None if it is too large."""
+        """The smallest shape that holds the batch, captured; None if it is too large, or there is no memory for it."""
         place = bisect.bisect_left(self._tokens, plan.num_tokens)
         if place == len(self._tokens):
             return None
-        return BatchShape(self._tokens[place], self._reqs[bisect.bisect_left(self._reqs, plan.num_reqs)])
+        shape = BatchShape(self._tokens[place], self._reqs[bisect.bisect_left(self._reqs, plan.num_reqs)])
+        if shape in self._graphs:
+            return shape
+        what = f"{shape.num_tokens} tokens of {shape.num_reqs} requests"
+        if shape in self._too_large or not fits(lambda: self.capture(shape), what):
+            self._too_large.add(shape)
+            return None
+        return shape
 
     def run(self, plan: BatchPlan, shape: BatchShape) -> tuple[Tensor, Tensor, Tensor]:
-        """Queue the step. Returns hidden states [shape.num_tokens, hidden_size], rows int64 [num_reqs] and seq_lens
-        int32 [num_reqs] on the device, valid until the next step."""
-        self.capture(shape)
+        """Queue the step, in the shape that `shape_for` gave. Returns hidden states [shape.num_tokens, hidden_size],
+        rows int64 [num_reqs] and seq_lens int32 [num_reqs] on the device, valid until the next step."""
         self._send(plan.rows, plan.query_lens, shape)
         graph, (hidden, rows, seq_lens) = self._graphs[shape]
         graph.replay()

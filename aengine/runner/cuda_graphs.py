@@ -18,6 +18,7 @@ from __future__ import annotations
 
 import bisect
 import gc
+import logging
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from enum import Enum
@@ -37,7 +38,9 @@ from .mask_memory import HostBitmasks, MaskMemory
 from .request_state import COLUMNS, RequestState
 from .transfer import to_device
 
-__all__ = ["BatchDescriptor", "CudaGraphManager", "DecodeStep", "GraphKind", "capturing", "graph_sizes"]
+__all__ = ["BatchDescriptor", "CudaGraphManager", "DecodeStep", "GraphKind", "capturing", "fits", "graph_sizes"]
+
+logger = logging.getLogger("aengine.runner")
 
 _LEAST_SLOTS = 160
 
@@ -76,6 +79,34 @@ def capturing(graph: torch.cuda.CUDAGraph, pool: Any) -> Iterator[None]:
         torch.cuda.set_stream(stream)
         if was_enabled:
             gc.enable()
+
+
+def fits(capture: Callable[[], None], what: str) -> bool:
+    """Capture a graph that a step needs now. False: there is no memory for it, not even when torch has given back what
+    it keeps; the step, which needs less, then runs op by op."""
+    reason: str | None = None
+    for _ in range(2):
+        try:
+            capture()
+        except RuntimeError as error:
+            reason = _out_of_memory(error)
+            if reason is None:
+                raise
+        else:
+            return True
+        torch.cuda.empty_cache()
+    advice = "such steps run op by op, more slowly: lower gpu_memory_utilization"
+    logger.warning("no memory for the graph of %s (%s); %s", what, reason, advice)
+    return False
+
+
+def _out_of_memory(error: BaseException | None) -> str | None:
+    """What torch says, or CUDA where it makes the graph; it may be what led to the error. None: it is another error."""
+    while error is not None:
+        if "out of memory" in str(error):
+            return str(error).partition(". ")[0].partition("\n")[0]
+        error = error.__context__
+    return None
 
 
 class DecodeModel(Protocol):
@@ -201,7 +232,8 @@ class DecodeStep:
 class CudaGraphManager:
     """Captures `DecodeStep.run` for batches of the given sizes, and replays it.
 
-    With ``enforce_eager`` it runs the step as it is, padded alike, so that both give the same bits.
+    With ``enforce_eager``, and where there is no memory for a graph, it runs the step as it is, padded alike, so that
+    both give the same bits.
     """
 
     def __init__(self, step: DecodeStep, sizes: list[int], *, enforce_eager: bool) -> None:
@@ -209,6 +241,7 @@ class CudaGraphManager:
         self._sizes = sorted(sizes)
         self._is_eager = enforce_eager
         self._graphs: dict[BatchDescriptor, tuple[torch.cuda.CUDAGraph, Tensor | None]] = {}
+        self._too_large: set[BatchDescriptor] = set()  # there was no memory for these
         self._second: dict[int, torch.cuda.CUDAGraph] = {}  # by size: of MASKED steps
         self._unmasked: tuple[int, Unmasked | None] | None = None  # size of the MASKED step that waits
         self._pool: Any = None
@@ -242,19 +275,28 @@ class CudaGraphManager:
         wanted = [BatchDescriptor(size, kind) for size in self._sizes for kind in GraphKind]
         return [descriptor for descriptor in wanted if descriptor not in self._graphs]
 
+    def _runs_as_graph(self, descriptor: BatchDescriptor) -> bool:
+        if descriptor in self._graphs:
+            return True
+        if self._is_eager or descriptor in self._too_large:
+            return False
+        if fits(lambda: self.capture(descriptor), f"{descriptor.size} decodes"):
+            return True
+        self._too_large.add(descriptor)
+        return False
+
     def run(self, rows: Rows, kind: GraphKind) -> Tensor | None:
         """Queue a step of these requests, of a MASKED one the first half. LOGITS: float32 [len(rows), vocab_size]."""
         size = self.size_for(len(rows))
         assert size is not None, f"a batch of {len(rows)} has no graph"
         descriptor = BatchDescriptor(size, kind)
-        if self._is_eager:
+        if not self._runs_as_graph(descriptor):
             self.step.set_rows(rows, size)
             hidden = self.step.run(descriptor)
             if isinstance(hidden, Unmasked):
                 self._unmasked = (size, hidden)
                 return None
         else:
-            self.capture(descriptor)
             self.step.set_rows(rows, size)
             graph, hidden = self._graphs[descriptor]
             graph.replay()

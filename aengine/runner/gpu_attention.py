@@ -175,7 +175,7 @@ class BatchAttention:
             out = self._cache.prefill.prefill(q[n:], k[n:], v[n:], kv_cache, self._metadata, layer.scale, layer.window)
             if out is not None:
                 return out if n == 0 else torch.cat((out.new_empty((n, out.shape[1])), out))
-            self._metadata = None  # the library failed, here and for good
+            self._metadata = None
             self._prompts = self._plan_prompts()
             # The attention reads the plan ahead of its wait (kernels/varlen_attention.py): this launch is not early, so
             # the plan is written when it begins.

@@ -48,7 +48,7 @@ def triton() -> None:
         pytest.skip("the same is tested on the GPU itself")
 
 
-def make_runner(folder: Path, *, like_gpu: bool) -> ModelRunner:
+def make_runner(folder: Path, *, like_gpu: bool, enforce_eager: bool = True) -> ModelRunner:
     from aengine.checkpoint.source import resolve_model
     from aengine.config import EngineConfig
 
@@ -73,7 +73,8 @@ def make_runner(folder: Path, *, like_gpu: bool) -> ModelRunner:
         block_size=BLOCK_SIZE,
         device=CPU,
         graph_sizes=[1, 2, 4, 8] if like_gpu else None,
-        enforce_eager=True,
+        max_graph_tokens=64,
+        enforce_eager=enforce_eager,
     )
 
 
@@ -107,7 +108,39 @@ def test_the_same_tokens(tmp_path: Path, rng: random.Random, arch: str) -> None:
     from tiny import write_tiny_model
 
     folder = write_tiny_model(tmp_path, arch, **SHAPES[arch])
-    plain, like_gpu = make_runner(folder, like_gpu=False), make_runner(folder, like_gpu=True)
+    check_tokens(make_runner(folder, like_gpu=False), make_runner(folder, like_gpu=True), rng)
+
+
+def test_the_same_tokens_without_memory_for_graphs(
+    tmp_path: Path, rng: random.Random, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Steps run op by op, and no step tries again what failed twice."""
+    from tiny import write_tiny_model
+
+    folder = write_tiny_model(tmp_path, "llama")
+    plain, like_gpu = make_runner(folder, like_gpu=False), make_runner(folder, like_gpu=True, enforce_eager=False)
+    tried: list[object] = []
+
+    def capture(shape: object) -> None:
+        tried.append(shape)
+        if len(tried) % 3 == 0:
+            raise RuntimeError("CUDA error: out of memory\n...")
+        try:
+            raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate ...")
+        except RuntimeError:
+            if len(tried) % 3 == 1:
+                raise
+            torch.zeros(1).view(2)  # the capture's end fails as well
+
+    assert like_gpu.graphs is not None and like_gpu.batch_graphs is not None
+    monkeypatch.setattr(like_gpu.graphs, "capture", capture)
+    monkeypatch.setattr(like_gpu.batch_graphs, "capture", capture)
+    check_tokens(plain, like_gpu, rng)
+    assert len(tried) == 2 * len(set(tried)) > 4
+    assert caplog.text.count("op by op, more slowly: lower gpu_memory_utilization") == len(set(tried))
+
+
+def check_tokens(plain: ModelRunner, like_gpu: ModelRunner, rng: random.Random) -> None:
     kinds, vocab_size = [], plain.vocab_size
     run = like_gpu.graphs.run
     like_gpu.graphs.run = lambda rows, kind: (kinds.append(kind), run(rows, kind))[1]
@@ -322,3 +355,31 @@ def test_a_kernel_that_no_tile_makes_fit_is_an_error_of_one_line(
     with pytest.raises(ModelLoadError, match=r"shared memory .*Tesla T4 \(131072 of 65536\).*device='cpu'") as caught:
         gpu_startup.start_on_gpu(make_setup(tmp_path), lambda *report: None)
     assert "\n" not in str(caught.value)
+
+
+def test_a_library_without_memory_for_a_step_is_used_again(caplog: pytest.LogCaptureFixture) -> None:
+    """It needs a copy of all contexts, which the profile does not know; our own kernel needs none."""
+    import numpy as np
+
+    from aengine.runner.attention_backends import LibraryPrefill, PrefillMetadata
+
+    calls: list[int] = []
+
+    def attend(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, **how: object) -> torch.Tensor:
+        calls.append(len(k))
+        if len(k) > 3000:
+            raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB.")
+        return q
+
+    library = LibraryPrefill("flash-attn-4", lambda: attend, required=True)
+    library.join()
+    cache = torch.zeros(300, 16, 2, 1, 8)
+    new = torch.zeros(2048, 1, 8)
+    for context, wanted in ((0, True), (2000, False), (0, True), (2000, False), (500, True)):
+        lens = np.array([2048]), np.array([2048 + context])
+        metadata = PrefillMetadata.of(torch.zeros(1, dtype=torch.int64), torch.zeros(1, 300, dtype=torch.int32), *lens)
+        assert library.pays(lens[0])
+        out = library.prefill(new, new, new, cache, metadata, 1.0, None)
+        assert (out is not None) == wanted
+    assert calls == [2048, 4048, 2048, 4048, 2548]
+    assert caplog.text.count("no memory for 4048 tokens") == 1 and "lower gpu_memory_utilization" in caplog.text
