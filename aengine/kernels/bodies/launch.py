@@ -73,11 +73,12 @@ def compiling(num_threads: int) -> Iterator[None]:
 
 
 @triton.jit
-def prefetch(pointer, COUNT: tl.constexpr):
-    """Have (most of) COUNT elements from ``pointer`` on fetched into the L2 cache: for kernels with PDL, ahead of their
-    wait. In 128 pieces of a multiple of 16 bytes; the pointer is aligned to 16."""
+def prefetch(pointer, index, COUNT: tl.constexpr):
+    """Have (most of) the ``index``-th COUNT elements from ``pointer`` on fetched into the L2 cache: for kernels with
+    PDL, ahead of their wait. In 128 pieces of a multiple of 16 bytes; where they begin is aligned to 16."""
     PIECE: tl.constexpr = COUNT * pointer.dtype.element_ty.primitive_bitwidth // 8 // 2048 * 16
-    at = pointer.to(tl.int64, bitcast=True) + tl.arange(0, 128).to(tl.int64) * PIECE
+    begin = pointer + index.to(tl.int64) * COUNT
+    at = begin.to(tl.int64, bitcast=True) + tl.arange(0, 128).to(tl.int64) * PIECE
     tl.inline_asm_elementwise(
         "cp.async.bulk.prefetch.L2.global [$1], $2; mov.u32 $0, 0;",
         "=r,l,r",

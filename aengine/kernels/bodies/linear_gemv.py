@@ -120,10 +120,9 @@ def _gemv(
     if PDL:
         if HELD < K:
             if tl.program_id(0) * BN + BN <= N:  # the last program's rows may be fewer, and what follows not ours
-                begin = tl.program_id(0).to(tl.int64) * (BN * K)
-                prefetch(w_ptr + begin, BN * K)
+                prefetch(w_ptr, tl.program_id(0), BN * K)
                 if GATED:
-                    prefetch(w_ptr + N * K + begin, BN * K)
+                    prefetch(w_ptr + N * K, tl.program_id(0), BN * K)
         gdc_wait()
     squares = tl.zeros((BK,), tl.float32)
     for k0 in tl.static_range(0, K, BK):

@@ -93,10 +93,9 @@ def _tiled(
     if PDL:
         gdc_launch_dependents()
         if tl.program_id(1) == 0:
-            begin = tl.program_id(0).to(tl.int64) * (BN * K)
-            prefetch(w_ptr + begin, BN * K)
+            prefetch(w_ptr, tl.program_id(0), BN * K)
             if GATED:
-                prefetch(w_ptr + N * K + begin, BN * K)
+                prefetch(w_ptr + N * K, tl.program_id(0), BN * K)
         gdc_wait()
     for k0 in tl.range(0, K, BK, num_stages=STAGES):
         x = tl.load(x_ptrs + k0, mask=is_row, other=0.0)
