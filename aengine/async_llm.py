@@ -18,6 +18,7 @@ import logging
 import os
 import warnings
 from collections.abc import Mapping, Sequence
+from importlib import import_module
 from types import TracebackType
 from typing import TYPE_CHECKING, Any
 
@@ -129,6 +130,9 @@ class AsyncLLM:
         return self
 
     async def _begin(self) -> None:
+        from .engine.threads import run_in_thread
+
+        await run_in_thread("import", import_module, "aengine.engine.core")  # 0.1 s, of which the loop sees little
         self._core = await self._core_class().start(self.config, self._report, self._make_executor)
 
     def _core_class(self) -> type[EngineCore]:

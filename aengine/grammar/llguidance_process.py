@@ -52,7 +52,6 @@ class Trials:
 
 def _message_of(vocabulary: Vocabulary) -> dict[str, Any]:
     return {
-        "tokenizer_json": vocabulary.tokenizer_json,
         "vocab_size": vocabulary.vocab_size,
         "token_bytes": vocabulary.token_bytes,
         "eos_ids": vocabulary.eos_ids,
@@ -68,7 +67,6 @@ def prepare(first: dict[str, Any]) -> Callable[[dict[str, Any]], dict[str, Any]]
     from .llguidance import LLGuidanceBackend
 
     vocabulary = Vocabulary(
-        tokenizer_json=first["tokenizer_json"],
         vocab_size=first["vocab_size"],
         token_bytes=tuple(first["token_bytes"]),
         eos_ids=tuple(first["eos_ids"]),

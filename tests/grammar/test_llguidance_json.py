@@ -22,7 +22,7 @@ from aengine.grammar.vocabulary import Vocabulary
 def letters() -> LLGuidanceBackend:
     """A token a byte, and the end."""
     tokens = [bytes([byte]) for byte in range(128)]
-    return LLGuidanceBackend(Vocabulary("{}", 129, (*tokens, b""), (128,), frozenset({128})))
+    return LLGuidanceBackend(Vocabulary(129, (*tokens, b""), (128,), frozenset({128})))
 
 
 def compiled(backend: LLGuidanceBackend, schema: Any, *, relax: bool = False) -> Compiled:

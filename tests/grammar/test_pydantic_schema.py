@@ -42,7 +42,7 @@ def test_a_decimal_is_a_number_of_so_many_digits() -> None:
 def test_a_decimal_of_many_digits_is_no_error(places: int, digits: int) -> None:
     output = OutputType.of(Annotated[Decimal, Field(decimal_places=places, max_digits=max(digits, places + 2))])
     letters = (*(bytes([i]) for i in range(128)), b"")
-    backend = LLGuidanceBackend(Vocabulary("{}", 129, letters, (128,), frozenset({128})))
+    backend = LLGuidanceBackend(Vocabulary(129, letters, (128,), frozenset({128})))
     matcher = backend.compile(spec_of(StructuredOutput(json_schema=output.schema))).matcher()
     assert matcher.accept(list(b"17")) == 2 and matcher.is_accepting
 

@@ -2,17 +2,17 @@
 
 from __future__ import annotations
 
-import json
 import re
 
 import numpy as np
 import pytest
 import tokenizers
-from grammar_helpers import TOKENIZERS, allowed_by, smollm2, tiny, vocabulary
+from grammar_helpers import TOKENIZERS, allowed_by, tiny, vocabulary
 from tokenizers import AddedToken, decoders, models, normalizers, pre_tokenizers
 
 from aengine.engine.tokenizer import Tokenizer
 from aengine.grammar.backend import load_backend
+from aengine.grammar.llguidance_tokenizer import _ByBytes
 from aengine.grammar.spec import GrammarSpec
 from aengine.grammar.vocabulary import Vocabulary, row_of
 
@@ -35,22 +35,30 @@ def test_added_tokens_that_are_not_special_are_text() -> None:
         assert words.token_bytes[token_id] == text.encode()
 
 
-def test_ids_survive_the_renaming(vocabulary_name: str) -> None:
+def test_forced_tokens_are_the_tokenizers_own(vocabulary_name: str) -> None:
+    """As the model would write them, and those of names of control tokens are text."""
     load, _ = TOKENIZERS[vocabulary_name]
-    before, after = load(), tokenizers.Tokenizer.from_str(vocabulary(vocabulary_name).tokenizer_json)
-    for token_id in range(before.vocab_size):
-        if token_id in before.special_ids:
-            assert after.id_to_token(token_id) == f"<|aeng:{token_id}|>"
-        assert after.token_to_id(after.id_to_token(token_id)) == token_id
+    words, cut = vocabulary(vocabulary_name), _ByBytes(vocabulary(vocabulary_name))
     text = 'The "quick" brown <tool_cal> naïve 世界 🙂 {"a": 12}'
-    assert after.encode(text).ids == before.encode(text)
+    assert cut(text.encode()) == load().encode(text, False)
+    for name in ("</tool_call>", *(load().decode([i], False) for i in sorted(words.special_ids)[:3])):
+        ids = cut(name.encode())
+        assert b"".join(words.token_bytes[i] for i in ids) == name.encode()
+        assert not set(ids) & words.special_ids
+    assert b"".join(words.token_bytes[i] for i in cut("🙂".encode()[:3])) == "🙂".encode()[:3]
 
 
-def test_names_of_control_tokens_in_a_text_are_spelled() -> None:
-    after = tokenizers.Tokenizer.from_str(vocabulary("smollm2").tokenizer_json)
-    ids = after.encode("<|im_end|>").ids
-    assert not set(ids) & vocabulary("smollm2").special_ids
-    assert smollm2().decode(ids) == "<|im_end|>"
+def test_the_blank_that_a_tokenizer_puts_first_is_no_part_of_a_text() -> None:
+    raw = {f"<0x{byte:02X}>": byte + 3 for byte in range(256)}
+    vocab = {"<unk>": 0, "<s>": 1, "</s>": 2, **raw, "▁": 259, "a": 260, "b": 261, "ab": 262, "▁ab": 263}
+    merges = [("a", "b"), ("▁", "ab")]
+    encoder = tokenizers.Tokenizer(models.BPE(vocab, merges, unk_token="<unk>", byte_fallback=True))
+    encoder.normalizer = normalizers.Sequence([normalizers.Prepend("▁"), normalizers.Replace(" ", "▁")])
+    encoder.decoder = decoders.Sequence([decoders.Replace("▁", " "), decoders.ByteFallback(), decoders.Fuse()])
+    encoder.add_special_tokens(["<unk>", "</s>"])
+    tokenizer = Tokenizer(encoder, special_tokens={"eos_token": "</s>"})
+    assert tokenizer.encode("ab", False) == [263]
+    assert _ByBytes(Vocabulary.of(tokenizer, 264))(b"ab ab") == [262, 263]
 
 
 def test_end_row_has_the_end_ids_and_nothing_else() -> None:
@@ -78,7 +86,6 @@ def test_an_added_token_whose_text_is_another_token() -> None:
     encoder.add_tokens([AddedToken(" a", special=False, normalized=False)])
     words = Vocabulary.of(Tokenizer(encoder, special_tokens={"eos_token": "<end>"}), 6)
     assert words.token_bytes == (b"a", b" ", b"b", b" a", b"", b" a")
-    assert json.loads(words.tokenizer_json)["model"]["vocab"]["Ġa"] == 3
     matcher = load_backend("llguidance", words).compile(GrammarSpec("regex", "b a")).matcher()
     assert matcher.accept([2, 3, 4]) == 3
 
