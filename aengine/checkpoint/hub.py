@@ -60,14 +60,13 @@ def fetch(
         choice = GgufChoice(quant=match["quant"])
     logger.info("looking for %s on the hub%s", name, " (its cache only: HF_HUB_OFFLINE)" if is_offline() else "")
     with _explained(repo, revision):
-        if choice is None:
-            patterns = [*_TOKENIZER_FILES, *(_WEIGHT_FILES if weights else ())]
-            folder = _snapshot(repo, revision, patterns, progress)
-            if any(folder.glob("*.safetensors")) if weights else (folder / "tokenizer.json").is_file():
-                return folder
         sizes, where = _file_sizes(repo, revision)
-        if choice is None and not any(file.endswith(".gguf") for file in sizes):
-            return folder  # the caller says what is wrong with it
+        wanted = ".safetensors" if weights else "tokenizer.json"
+        has_wanted = any(file.endswith(wanted) and "/" not in file for file in sizes)
+        has_gguf = any(file.lower().endswith(".gguf") for file in sizes)
+        # Settings alone are fetched too: the caller says what is missing beside them.
+        if choice is None and (has_wanted or ("config.json" in sizes and not has_gguf)):
+            return _snapshot(repo, revision, [*_TOKENIZER_FILES, *(_WEIGHT_FILES if weights else ())], progress)
         files = choose_gguf(sizes, choice or GgufChoice(), where)
         folder = _snapshot(repo, revision, [glob.escape(file) for file in files], progress)
         return folder / files[0]

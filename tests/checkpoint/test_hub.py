@@ -72,6 +72,7 @@ def hub(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Hub]:
             "maker/one-GGUF": {"one.Q4_0.gguf": whole},
             "maker/both": {"config.json": config, "model.safetensors": b"", "both-Q8_0.gguf": whole},
             "maker/neither": {"config.json": config, "pytorch_model.bin": b"x"},
+            "maker/text": {"README.md": b"# text"},
             "maker/torn-GGUF": {"torn-Q4_0-00001-of-00002.gguf": parts[0]},
             "maker/gated": {"config.json": config, "gated-Q4_0.gguf": whole},
         }
@@ -132,12 +133,13 @@ def test_the_download_is_reported_in_bytes(resolve: Resolve, hub: Hub) -> None:
 
 
 def test_what_is_not_there_is_said_with_what_is(resolve: Resolve) -> None:
-    many, torn, missing, absent, neither = resolve(
+    many, torn, missing, absent, neither, text = resolve(
         {"model": "maker/many-GGUF"},
         {"model": "maker/torn-GGUF"},
         {"model": "maker/many-GGUF:Q5_K_M"},
         {"model": "maker/absent:Q4_K_M"},
         {"model": "maker/neither"},
+        {"model": "maker/text"},
     )
     assert "several GGUF models: choose one by gguf_file" in many["error"]
     assert "F16/many-F16-00001-of-00002.gguf (0 MB, 2 files), many-Q4_K_M.gguf (0 MB), many-q8_0.gguf" in many["error"]
@@ -145,6 +147,7 @@ def test_what_is_not_there_is_said_with_what_is(resolve: Resolve) -> None:
     assert "lacks 1 of the 00002 files of torn-Q4_0-00001-of-00002.gguf" in torn["error"]
     assert "has no GGUF file for quantisation 'Q5_K_M'; it has: " in missing["error"]
     assert "there is no model 'maker/absent' on the hub (is it spelled right?" in absent["error"]
+    assert "the hub's maker/text holds no .gguf file; it has: README.md" in text["error"]
     assert "holds no model" in neither["error"] and "config.json" in neither["error"]
 
 
@@ -153,6 +156,11 @@ def test_a_token_opens_a_gated_repository(resolve: Resolve, hub: Hub) -> None:
     assert "ask for access on the hub, and to be known: set HF_TOKEN" in resolve(gated)[0]["error"]
     assert "the hub answered 401; is the token valid? set HF_TOKEN" in resolve(gated, HF_TOKEN="hf_wrong")[0]["error"]
     assert resolve(gated, HF_TOKEN=hub.token)[0]["format"] == "gguf"
+
+
+def test_nothing_is_said_on_stderr(resolve: Resolve, capfd: pytest.CaptureFixture[str]) -> None:
+    resolve({"model": "maker/one-GGUF"}, {"model": "maker/both"})
+    assert capfd.readouterr().err == ""
 
 
 def test_offline_only_the_cache_is_looked_at(resolve: Resolve, hub: Hub) -> None:

@@ -149,7 +149,6 @@ def test_hub_id(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     import huggingface_hub
 
     folder = make_folder(tmp_path / "snapshot")
-    (folder / "tokenizer.json").write_text("{}")
     calls: list[dict[str, Any]] = []
 
     def snapshot_download(name: str, **options: Any) -> str:
@@ -163,6 +162,7 @@ def test_hub_id(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
         return str(folder)
 
     monkeypatch.setattr(huggingface_hub, "snapshot_download", snapshot_download)
+    monkeypatch.setattr(hub, "_file_sizes", lambda *args: ({"model.safetensors": 1, "model.gguf": 1}, ""))
     monkeypatch.setattr(hub, "is_offline", lambda: True)
     reports: list[StartupProgress] = []
     found = resolve_model(EngineConfig(model="owner/name", revision="v1"), reports.append)
@@ -172,6 +172,7 @@ def test_hub_id(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     assert calls[0]["local_files_only"] is True
     assert "*.safetensors" in calls[0]["allow_patterns"]
     assert reports[-1] == StartupProgress("resolve", 40, 100, "bytes", "owner/name")
+    monkeypatch.setattr(hub, "_file_sizes", lambda *args: ({"tokenizer.json": 1, "model.gguf": 1}, ""))
     resolve("owner/name", load_format="dummy")
     assert "*.safetensors" not in calls[1]["allow_patterns"]
 
@@ -202,6 +203,7 @@ def test_hub_failures_are_load_errors(monkeypatch: pytest.MonkeyPatch) -> None:
     def snapshot_download(*args: Any, **options: Any) -> str:
         raise ConnectionError("the cable is out")
 
+    monkeypatch.setattr(hub, "_file_sizes", lambda *args: ({"model.safetensors": 1}, ""))
     monkeypatch.setattr(huggingface_hub, "snapshot_download", snapshot_download)
     with pytest.raises(ModelLoadError, match="the cable is out"):
         resolve("owner/name")
