@@ -8,7 +8,7 @@ Both read the same `ToolFormat` and `ReasoningFormat`. Nothing here knows of the
 """
 
 from .compose import blame, compose, left_out, suspects
-from .formats import FORMATS, ReasoningFormat, ToolFormat, detect
+from .formats import FORMATS, ReasoningFormat, TextTokenId, ToolFormat, detect
 from .messages import (
     ChatMessage,
     Delta,
@@ -30,6 +30,7 @@ __all__ = [
     "ReasoningDelta",
     "ReasoningFormat",
     "TextDelta",
+    "TextTokenId",
     "Tool",
     "ToolCall",
     "ToolCallDelta",
