@@ -212,7 +212,7 @@ class EngineCore:
     def check_accepts(self) -> None:
         """Raises EngineClosedError while the engine drains."""
         if self.state == "draining":
-            cure = "it will be closed" if self.is_closing else "`await engine.resume()` lets it take them again"
+            cure = "it will be closed" if self.is_closing else "resume() lets it take them again"
             raise EngineClosedError(f"the engine is draining: running requests end, and new ones are refused; {cure}")
 
     async def _run(self) -> None:

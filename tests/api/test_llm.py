@@ -380,6 +380,21 @@ def test_close_and_use(make_llm: MakeLLM) -> None:
     llm.close()
 
 
+def test_drain_resume_and_abort_all(make_llm: MakeLLM) -> None:
+    with make_llm(max_leased_steps=0, fake={"delay": 0.01}) as llm:
+        streams = [llm.stream([i + 1], ENDLESS) for i in range(3)]
+        assert llm.drain(0.02) is False
+        for refused in (lambda: llm.generate([1]), lambda: llm.stream([1]), lambda: llm.chat(HELLO)):
+            with pytest.raises(EngineClosedError, match="draining"):
+                refused()
+        assert llm.statistics().num_running == 3
+        assert llm.abort_all() == 3
+        assert llm.drain() is True
+        assert [stream.wait().finish_reason for stream in streams] == [FinishReason.ABORT] * 3
+        llm.resume()
+        assert len(llm.generate([1], SHORT).token_ids) == 5
+
+
 def test_close_lets_other_threads_finish_if_asked(make_llm: MakeLLM) -> None:
     for drain, ended in ((20.0, True), (0.0, False)):
         llm = make_llm(fake={"delay": 0.001})
