@@ -29,7 +29,14 @@ MEDIUM = {
     "num_key_value_heads": 2,
     "head_dim": 128,
     "vocab_size": 4096,
-    "max_position_embeddings": 2048,
+    "max_position_embeddings": 8192,
+}
+SIZES: dict[str, dict[str, Any]] = {
+    "tiny": {},
+    "medium": MEDIUM,
+    "9 heads": MEDIUM | {"hidden_size": 576, "num_attention_heads": 9, "num_key_value_heads": 3, "head_dim": 64},
+    "14 heads": MEDIUM | {"hidden_size": 896, "num_attention_heads": 14, "num_key_value_heads": 2, "head_dim": 64},
+    "heads of 256": MEDIUM | {"head_dim": 256, "num_hidden_layers": 3},
 }
 SETTINGS: dict[str, Any] = {
     "device": DEVICE,
@@ -48,12 +55,11 @@ class Checkpoint:
 
     def __init__(self, folder: Path, arch: str, dtype: str, size: str) -> None:
         self.folder, self.arch = folder, arch
-        fields = dict(VARIANTS[arch])
-        if size == "medium":
-            fields |= MEDIUM
+        fields = VARIANTS[arch] | SIZES[size]
+        if size != "tiny":
             fields.pop("sliding_window", None)
         model = make_tiny_model(arch, seed=11, **fields)
-        if size == "medium":
+        if size != "tiny":
             _scale(model)
         model = model.to(getattr(torch, dtype))
         _quietly(lambda: model.save_pretrained(folder))
