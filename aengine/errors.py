@@ -67,12 +67,16 @@ class InvalidRequestError(RequestError, ValueError):
 
 
 class ContextLengthError(RequestError):
-    """The prompt leaves no room for a single generated token in the model's context."""
+    """The prompt leaves no room for a single generated token in the model's context.
 
-    def __init__(self, num_prompt_tokens: int, max_model_len: int) -> None:
+    ``num_prompt_tokens`` is a lower bound where the message says "at least": a text that can't fit is not encoded.
+    """
+
+    def __init__(self, num_prompt_tokens: int, max_model_len: int, *, at_least: bool = False) -> None:
         super().__init__(
-            f"the prompt has {num_prompt_tokens} tokens, but prompt and completion together may have "
-            f"{max_model_len} (max_model_len): shorten the prompt, or start the engine with a larger max_model_len"
+            f"the prompt has {'at least ' if at_least else ''}{num_prompt_tokens} tokens, but prompt and completion "
+            f"together may have {max_model_len} (max_model_len): shorten the prompt, or start the engine with a larger "
+            "max_model_len"
         )
         self.num_prompt_tokens = num_prompt_tokens
         self.max_model_len = max_model_len

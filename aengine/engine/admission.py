@@ -35,7 +35,7 @@ from .call import Call, Limits
 from .call_checks import check_call
 from .metrics import Counters
 from .observer import Observer
-from .prompt import Prompt, check_token_ids, encode_prompt, prompt_kind
+from .prompt import Prompt, check_token_ids, encode_prompt, is_long, prompt_kind
 from .request import Request, RequestStatus
 from .reservations import Reservation, Reservations
 from .step_loop import StepLoop
@@ -75,6 +75,7 @@ class Admission:
         self._num_encoding = 0
         self._random = random.Random()  # of our own: the host's global one is not touched
         self._lane = Lane("tokenizer")
+        self._long_lane = Lane("tokenizer-long")  # for texts that would hold up others
         self._started = time.monotonic()
         self._next_id = 0
         self._reservations = Reservations(self._reservation_ended)
@@ -250,10 +251,12 @@ class Admission:
             self._retire(call)
             self._observer.note_end(call)
 
-    def close(self) -> Lane:
-        """No more prompts are encoded. Returns the lane, whose thread may be waited for. From any thread."""
-        self._lane.close()
-        return self._lane
+    def close(self) -> tuple[Lane, ...]:
+        """No more prompts are encoded. Returns the lanes, whose threads may be waited for. From any thread."""
+        lanes = self._lane, self._long_lane
+        for lane in lanes:
+            lane.close()
+        return lanes
 
     # -- the way in
 
@@ -328,7 +331,8 @@ class Admission:
     def _encode(self, call: Call) -> None:
         assert self._tokenizer is not None and call.prompt is not None
         try:
-            encoding = self._lane.run(encode_prompt, call.prompt, call.kind, self._tokenizer)
+            lane = self._long_lane if is_long(call.prompt, call.kind) else self._lane
+            encoding = lane.run(encode_prompt, call.prompt, call.kind, self._tokenizer, self._limits.max_model_len)
         except AEngineError as error:  # no thread is to be had
             self._fail(call, error)
             return

@@ -371,13 +371,14 @@ class EngineCore:
         if self.is_alive:
             self.state = "closed"
         self.admission.fail_all(EngineClosedError("the engine was closed while this request ran"))
-        lane = self.admission.close()
+        lanes = self.admission.close()
         self._task.cancel()
         await asyncio.wait([self._task])
         if self.grammars is not None:
             await self.grammars.aclose()
         await self._executor.aclose(self._shutdown_timeout)
-        await lane.aclose()
+        for lane in lanes:
+            await lane.aclose()
 
     def abandon(self) -> None:
         """Immediate and synchronous, from any thread: kill the worker, whatever state the loop is in."""

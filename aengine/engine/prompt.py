@@ -13,7 +13,7 @@ from ..params import shown
 if TYPE_CHECKING:
     from .tokenizer import Tokenizer
 
-__all__ = ["Prompt", "check_token_ids", "encode_prompt", "prompt_kind"]
+__all__ = ["Prompt", "check_token_ids", "encode_prompt", "is_long", "prompt_kind"]
 
 Prompt = str | Sequence[int] | Sequence[Mapping[str, Any]]
 
@@ -38,23 +38,49 @@ def prompt_kind(prompt: Prompt) -> str:
     raise InvalidRequestError(f"a prompt must be {_WANTED}, not a list of {type(first).__name__}", param="prompt")
 
 
-def encode_prompt(prompt: Prompt, kind: str, tokenizer: Tokenizer) -> list[int]:
+LONG_TEXT = 50_000
+"""Characters from which on a text is a matter of many milliseconds."""
+
+
+def is_long(prompt: Prompt, kind: str) -> bool:
+    """Whether it takes so long to encode that others should not wait for it."""
+    if kind == "text":
+        return len(prompt) > LONG_TEXT
+    size = 0
+    for message in prompt:
+        content = message.get("content") if isinstance(message, Mapping) else None
+        parts = content if isinstance(content, list | tuple) else [content]
+        texts = (part.get("text") if isinstance(part, Mapping) else part for part in parts)
+        size += sum(len(text) for text in texts if isinstance(text, str))
+    return size > LONG_TEXT
+
+
+def encode_prompt(prompt: Prompt, kind: str, tokenizer: Tokenizer, max_model_len: int) -> list[int]:
     """Token ids of a text or of chat messages. Takes its time on long ones: call it off the loop.
 
     Raises:
+        ContextLengthError: the text is so long that it can't fit, and was not encoded.
         InvalidRequestError: the messages do not fit the model's chat template, the text is not Unicode (a lone
             surrogate), or it has no tokens.
     """
     if kind == "messages":
         _check_messages(prompt)  # type: ignore[arg-type]
         text = tokenizer.apply_chat_template(prompt)  # type: ignore[arg-type]
+        _check_length(text, tokenizer, max_model_len)
         ids = tokenizer.encode(text, add_special_tokens=False)  # the template wrote them
     else:
         assert isinstance(prompt, str)
+        _check_length(prompt, tokenizer, max_model_len)
         ids = tokenizer.encode(str.__str__(prompt))  # whatever methods a class of its own has
     if not ids:
         raise InvalidRequestError("the prompt has no tokens", param="prompt")
     return ids
+
+
+def _check_length(text: str, tokenizer: Tokenizer, max_model_len: int) -> None:
+    length = str.__len__(text)
+    if length > LONG_TEXT and (least := tokenizer.least_tokens(length)) >= max_model_len:
+        raise ContextLengthError(least, max_model_len, at_least=True)
 
 
 def _check_messages(messages: Sequence[Mapping[str, Any]]) -> None:

@@ -15,6 +15,7 @@ from .chat_template import ChatTemplate
 from .detokenizer import Detokenizer, MarkedDetokenizer
 from .gguf_tokenizer import read_gguf_tokenizer
 from .message_encoding import MessageEncoder
+from .text_bound import most_characters
 from .token_text import token_table
 from .traced_text import TracedText
 
@@ -47,6 +48,7 @@ class Tokenizer:
         self._encoder = encoder
         self._allows_special_tokens = False
         self._special_tokens = dict(special_tokens or {})
+        self._most_characters: int | None = None  # of one token; 0: not known
         added = encoder.get_added_tokens_decoder()
         self.vocab_size = max(encoder.get_vocab_size(), max(added, default=-1) + 1)
         """One more than the largest token id. A model's own may be larger, padded."""
@@ -100,6 +102,12 @@ class Tokenizer:
         """As `encode`, but names of special tokens stay text."""
         _check_unicode(text)
         return self._messages.encode_plain(text, add_special_tokens)
+
+    def least_tokens(self, num_characters: int) -> int:
+        """How many tokens at least a text of this length has. Blocking: the first time all tokens are looked at."""
+        if self._most_characters is None:
+            self._most_characters = most_characters(self._encoder)
+        return num_characters // self._most_characters if self._most_characters else 0
 
     def decode(self, ids: Sequence[int], skip_special_tokens: bool = True) -> str:
         """The text of ``ids``; unknown ones are left out, incomplete characters become U+FFFD."""
