@@ -79,11 +79,13 @@ class TracedText(str):
     def seen_for(self, wanted: str | tuple[str, ...]) -> str:
         """The text, as a template sees it that looks for ``wanted``: as long, without what is hidden from it."""
         searched = wanted if isinstance(wanted, str) else "\n".join(wanted)
-        seen = self.plain()
+        text, place = self.plain(), 0
+        pieces: list[str] = []
         for start, end, origin in self.spans:
             if origin.hides is not None and origin.hides(searched):
-                seen = f"{seen[:start]}{_NOTHING * (end - start)}{seen[end:]}"
-        return seen
+                pieces += (text[place:start], _NOTHING * (end - start))
+                place = end
+        return "".join([*pieces, text[place:]])
 
     # -- operators
 

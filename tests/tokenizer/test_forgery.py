@@ -164,7 +164,7 @@ def _pieces(name: str) -> st.SearchStrategy[str]:
 
 
 @pytest.mark.parametrize("name", NAMES)
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=60, deadline=None)
 @given(data=st.data())
 def test_hostile_texts_add_no_marker(name: str, data: st.DataObject) -> None:
     known = family(name)
