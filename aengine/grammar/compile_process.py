@@ -203,9 +203,15 @@ class CompilerProcesses:
                 raise EOFError("it was closed")
             if self._idle:
                 return self._idle.pop()
-            process = CompilerProcess(self._module, self._vocabulary())
-            self._all.add(process)
-            return process
+        process = CompilerProcess(self._module, self._vocabulary())  # may take a while: close() does not wait for it
+        with self._lock:
+            was_closed: bool = self._closed
+            if not was_closed:
+                self._all.add(process)
+        if was_closed:
+            process.kill()
+            raise EOFError("it was closed")
+        return process
 
     def _give_back(self, process: CompilerProcess) -> None:
         with self._lock:

@@ -344,3 +344,37 @@ def test_the_vocabulary_comes_whole() -> None:
     assert tuple(message["token_bytes"]) == words.token_bytes
     assert (tuple(message["eos_ids"]), frozenset(message["special_ids"])) == (words.eos_ids, words.special_ids)
     assert message["vocab_size"] == words.vocab_size
+
+
+def test_close_waits_for_no_process_that_is_being_started(monkeypatch: pytest.MonkeyPatch) -> None:
+    """It is called on the event loop, and a fork may be slow. What was started meanwhile is killed."""
+    begun, go_on, killed = threading.Event(), threading.Event(), threading.Event()
+
+    class Slow:
+        def __init__(self, module: str, vocabulary: object) -> None:
+            begun.set()
+            assert go_on.wait(60)
+
+        def kill(self) -> None:
+            killed.set()
+
+    monkeypatch.setattr(compile_process, "CompilerProcess", Slow)
+    processes = compile_process.CompilerProcesses("no.module", dict)
+    told: list[BaseException] = []
+
+    def start() -> None:
+        try:
+            processes.start()
+        except compile_process.CompilerStartError as error:
+            told.append(error)
+
+    thread = threading.Thread(target=start)
+    thread.start()
+    assert begun.wait(60)
+    closing = threading.Thread(target=processes.close, daemon=True)
+    closing.start()
+    closing.join(30)
+    assert not closing.is_alive(), "it waits for the start"
+    go_on.set()
+    thread.join(60)
+    assert killed.is_set() and "closed" in str(told[0])
