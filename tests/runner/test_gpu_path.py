@@ -250,8 +250,9 @@ class Launches(TorchDispatchMode):
         super().__init__()
         self.log: list[tuple[str, dict]] = []
         self._launch = launch
-        for info in pkgutil.iter_modules(bodies.__path__):
-            module = importlib.import_module(f"{bodies.__name__}.{info.name}")
+        names = [info.name for info in pkgutil.iter_modules(bodies.__path__)]
+        # All are imported before the first is changed: they take `launch` from one another.
+        for module in [importlib.import_module(f"{bodies.__name__}.{name}") for name in names]:
             if callable(getattr(module, "launch", None)):
                 monkeypatch.setattr(module, "launch", self.launch)
 

@@ -42,8 +42,9 @@ class Recorder:
         self.compiled: set[tuple] = set()
         self.runs = True
         self._launch = launch
-        for info in pkgutil.iter_modules(bodies.__path__):
-            module = importlib.import_module(f"{bodies.__name__}.{info.name}")
+        names = [info.name for info in pkgutil.iter_modules(bodies.__path__)]
+        # All are imported before the first is changed: they take `launch` from one another.
+        for module in [importlib.import_module(f"{bodies.__name__}.{name}") for name in names]:
             if callable(getattr(module, "launch", None)):
                 monkeypatch.setattr(module, "launch", self)
 
