@@ -66,6 +66,7 @@ class Admission:
     ) -> None:
         self._loop = loop
         self._tokenizer = tokenizer
+        self._has_tokenizer = tokenizer is not None  # stays when it is dropped
         self._grammars = grammars
         self._limits = limits
         self._counters = counters
@@ -122,7 +123,7 @@ class Admission:
         """
         kind = prompt_kind(prompt)
         limits = (deadline, first_token_deadline, priority, request_id, cache_salt)
-        check_call(self._limits, self._tokenizer is not None, kind, params, *limits)
+        check_call(self._limits, self._has_tokenizer, kind, params, *limits)
         params = self._limits.sampling.applied(params)
         if request_id is None:
             self._next_id += 1
@@ -188,7 +189,7 @@ class Admission:
     def check(self, prompt: Prompt, params: SamplingParams, **options: Any) -> Prompt:
         """Raises what `submit` would of the call by itself. Returns the prompt, no longer the caller's to change."""
         kind = prompt_kind(prompt)
-        check_call(self._limits, self._tokenizer is not None, kind, params, **options)
+        check_call(self._limits, self._has_tokenizer, kind, params, **options)
         if kind == "token_ids":
             return check_token_ids(prompt, self._limits.vocab_size, self._limits.max_model_len)  # type: ignore[arg-type]
         return prompt if kind == "text" else list(prompt)  # type: ignore[return-value]
@@ -258,6 +259,10 @@ class Admission:
             lane.close()
         return lanes
 
+    def drop_tables(self) -> None:
+        """Free the tokenizer and the grammars, after `fail_all` and `close`: streams that are kept hold the rest."""
+        self._tokenizer = self._grammars = None
+
     # -- the way in
 
     def _begin(self, call: Call) -> None:
@@ -324,7 +329,7 @@ class Admission:
     ) -> None:
         """What `submit` would refuse of a call whose prompt is not known yet. Raises InvalidRequestError."""
         limits = (deadline, first_token_deadline, priority, request_id, cache_salt)
-        check_call(self._limits, self._tokenizer is not None, "messages", params, *limits)
+        check_call(self._limits, self._has_tokenizer, "messages", params, *limits)
         if request_id in self._calls:
             raise InvalidRequestError(f"request_id {request_id!r} is in use by a running request", param="request_id")
 

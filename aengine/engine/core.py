@@ -408,9 +408,23 @@ class EngineCore:
         self._executor.terminate()
 
     def _loop_ended(self, task: asyncio.Task[None]) -> None:
+        if self.is_alive:
+            self._note_unasked_end(task)
+        self._drop_tables()
+
+    def _drop_tables(self) -> None:
+        """Free what requests needed, tens of MB: a closed engine may be kept for long, as may streams, which know it.
+
+        What `aclose` has still to wait for stays, and what tells the end: ``state``, ``failure``, ``ready``.
+        """
+        self.tokenizer = None
+        self.admission.drop_tables()
+        self._scheduler.drop_tables()
+        if self.grammars is not None:
+            self.grammars.drop_tables()
+
+    def _note_unasked_end(self, task: asyncio.Task[None]) -> None:
         """Cancelled from outside (the host's loop is being closed), or ended by a bug that run() let through."""
-        if not self.is_alive:
-            return
         if task.cancelled():
             self.state = "closed"
             self.admission.fail_all(EngineClosedError("the event loop of the engine was shut down"))

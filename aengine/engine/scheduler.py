@@ -96,6 +96,10 @@ class Scheduler:
         self._in_flight: deque[InFlightStep] = deque()
         self._untold: list[tuple[Request, list[int]]] = []  # forced tokens that the worker has not been told of
 
+    def drop_tables(self) -> None:
+        """Free what is known of blocks and steps, when nothing is scheduled any more."""
+        self._begin_worker(0)
+
     @property
     def oldest_step(self) -> InFlightStep | None:
         """The step whose answer comes next."""

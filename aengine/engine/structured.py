@@ -35,7 +35,7 @@ class GrammarService:
     """Compiles for one engine, and has what fills its bitmasks; lives on its loop."""
 
     def __init__(self, tokenizer: Tokenizer, vocab_size: int) -> None:
-        self._tokenizer = tokenizer
+        self._tokenizer: Tokenizer | None = tokenizer
         self.vocab_size = vocab_size
         self._compiler: GrammarCompiler | None = None
         self._starting: asyncio.Task[GrammarCompiler] | None = None
@@ -93,6 +93,13 @@ class GrammarService:
         if self._closed:
             raise EngineClosedError("the engine is closed")
         return await self._planner.run(function, *args)
+
+    def drop_tables(self) -> None:
+        """Free the tokenizer and the library's tables, once requests have ended. `aclose` may follow."""
+        self._closed = True
+        self._tokenizer = None
+        if self._compiler is not None:
+            self._compiler.drop_tables()
 
     def close(self) -> None:
         """From any thread; nothing is awaited. Threads end by themselves."""

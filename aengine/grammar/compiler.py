@@ -77,7 +77,7 @@ class GrammarCompiler:
         self._cache_bytes = cache_bytes
         self._pool = CompilePool(num_threads)
         self._slow_pool = CompilePool(num_threads)
-        self._backends = Backends(vocabulary, timeout, load or load_backend)
+        self._backends: Backends | None = Backends(vocabulary, timeout, load or load_backend)
         self._cache: OrderedDict[GrammarSpec, Compiled] = OrderedDict()
         self._cached_bytes = 0
         self._failures: OrderedDict[GrammarSpec, tuple[AEngineError, float]] = OrderedDict()
@@ -93,12 +93,12 @@ class GrammarCompiler:
 
         Raises GrammarError when the backend can't serve this model.
         """
-        self._check_open()
+        backends = self._open_backends()
         loop = asyncio.get_running_loop()
         done: asyncio.Future[None] = loop.create_future()
         self._warming.add(done)
         try:
-            self._submit(self._pool, functools.partial(_build, loop, self._backends, backend, done))
+            self._submit(self._pool, functools.partial(_build, loop, backends, backend, done))
             await done
         finally:
             self._warming.discard(done)
@@ -109,14 +109,14 @@ class GrammarCompiler:
         Raises GrammarError: it can't be used, or took longer than the time limit (kind "too_complex");
         EngineOverloadedError: too many are queued; EngineClosedError; InternalError.
         """
-        self._check_open()
+        backends = self._open_backends()
         loop = asyncio.get_running_loop()
         found = self._cache.get(spec)
         if found is not None:
             self._cache.move_to_end(spec)
             return found
         self._raise_known_failure(spec, loop.time())
-        work = self._works.get(spec) or self._enqueue(spec, loop)
+        work = self._works.get(spec) or self._enqueue(spec, loop, backends)
         waiter: asyncio.Future[Compiled] = loop.create_future()
         work.waiters.append(waiter)
         try:
@@ -152,9 +152,18 @@ class GrammarCompiler:
 
     # -- on the loop
 
-    def _check_open(self) -> None:
-        if self._closed:
+    def drop_tables(self) -> None:
+        """`abandon`, and free what grammars were compiled with; a compile in progress has it until it ends."""
+        self.abandon()
+        self._cache.clear()
+        self._cached_bytes = 0
+        self._failures.clear()
+        self._backends = None
+
+    def _open_backends(self) -> Backends:
+        if self._closed or self._backends is None:
             raise EngineClosedError("the engine is closed: it compiles no more grammars")
+        return self._backends
 
     def _raise_known_failure(self, spec: GrammarSpec, now: float) -> None:
         known = self._failures.get(spec)
@@ -165,14 +174,14 @@ class GrammarCompiler:
             raise _again(error)
         del self._failures[spec]
 
-    def _enqueue(self, spec: GrammarSpec, loop: asyncio.AbstractEventLoop) -> _Work:
+    def _enqueue(self, spec: GrammarSpec, loop: asyncio.AbstractEventLoop, backends: Backends) -> _Work:
         if self._num_queued >= self._max_queued:
             raise EngineOverloadedError(
                 f"{self._num_queued} grammars are waiting to be compiled, the most allowed: try again later",
                 retry_after=max(0.1, self._num_queued * self._seconds_each),
             )
         work = _Work(spec)
-        work.job = functools.partial(_run, loop, weakref.ref(self), self._backends, work)
+        work.job = functools.partial(_run, loop, weakref.ref(self), backends, work)
         self._submit(self._pool, work.job)
         self._works[spec] = work
         self._num_queued += 1
