@@ -75,6 +75,9 @@ class ChatPrompt:
     ) -> ChatPrompt:
         """``tools`` as of `tools_of`. Raises InvalidRequestError for those and for messages that can't be shown."""
         check_messages(messages)
+        messages = [message for message in messages]  # noqa: C416 (list() would believe what a sequence says of its length)
+        if not messages:
+            raise InvalidRequestError("messages must be a list of at least one message", param="messages")
         if options.continue_final_message:
             check_continued(messages[-1])
         last = messages[-1]

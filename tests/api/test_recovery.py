@@ -188,9 +188,10 @@ class Poisoned(FakeExecutor):
         for new in out.new_requests:
             if new.token_ids[0] == 667:
                 self.poisoned = new.req_idx
+        self.is_hung = self.is_hung or dies  # nothing from this step on is answered; what came before it is
         future = super()._execute(out)
         if dies:
-            asyncio.get_running_loop().call_soon(self.fail, death())
+            asyncio.get_running_loop().call_later(self._delay, self.fail, death())
         return future
 
 

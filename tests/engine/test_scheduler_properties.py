@@ -130,7 +130,7 @@ def play(rng: random.Random, *, num_requests: int, aborts: float) -> Driver:
     block_size = rng.choice([1, 2, 4, 16])
     longest = 64
     driver = Driver(
-        depth=rng.choice([1, 2, 3, 12]),
+        depth=rng.randint(1, 3),
         num_blocks=-(-longest // block_size) * rng.randint(1, 4),
         block_size=block_size,
         max_num_seqs=rng.randint(1, 12),

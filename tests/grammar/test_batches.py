@@ -110,6 +110,7 @@ def roots(matchers: list[LLGuidanceMatcher]) -> int:
 
 def test_many_requests_of_one_grammar_have_several_lexers(parallel: LLGuidanceBackend) -> None:
     compiled = parallel.compile(SPECS[1])
+    compiled._may_repeat = True  # also where a busy machine has made a slow compile of it
     few = [compiled.matcher() for _ in range(4)]
     assert roots(few) == 1
     many = few + [compiled.matcher() for _ in range(60)]
