@@ -39,6 +39,8 @@ _TURN = 32
 """Tokens delivered before the host's loop gets a turn: some 100 us of work, their consumers' included."""
 _TURN_BESIDE_FILL = 8
 """The same while rows of bitmasks are filled, which may end sooner than expected."""
+_MOST_SENT_AHEAD = 4
+"""Full steps of prompts that are sent while a burst is still being submitted: no stream decodes that would wait."""
 
 
 class Forcing(NamedTuple):
@@ -132,7 +134,7 @@ class StepLoop:
         """A full step waits already, and the host's loop may be busy for long with adding more: send it now."""
         if self._unsent is not None or self._gated is not None or self._is_revoking:
             return
-        if len(self._in_flight) >= self._lease.base:
+        if len(self._in_flight) >= min(_MOST_SENT_AHEAD, self.scheduler.max_in_flight_steps):
             return
         self._num_new_tokens = 0
         output = self.scheduler.schedule()
