@@ -71,10 +71,8 @@ class MessageEncoder:
         self._names = frozenset(self.markers.values())
         self._counts_tell = _counts_tell(added.values(), self._names)
         self._own_ids = {i for i, name in self.markers.items() if name in OWN_MARKERS} - self._control_ids
-        self.has_marker = functools.lru_cache(256)(self._has_marker)
-
-    def _has_marker(self, text: str) -> bool:
-        return any(name in text for name in self._names)
+        # Not over a method: that cycle would keep the encoder until a garbage collection.
+        self.has_marker = functools.lru_cache(256)(functools.partial(_has_any, self._names))
 
     def encode(self, text: TracedText) -> list[int]:
         """Lets go of the GIL while the library works, as `Tokenizer.encode`."""
@@ -147,6 +145,10 @@ def _counts_tell(added: Iterable[AddedToken], markers: Collection[str]) -> bool:
         or any(token.content[:length] in markers for length in range(1, len(token.content)))
         for token in added
     )
+
+
+def _has_any(names: frozenset[str], text: str) -> bool:
+    return any(name in text for name in names)
 
 
 class _Twin:

@@ -184,6 +184,7 @@ class ChoiceOutput:
 
     def _end(self, reason: FinishReason) -> None:
         self.finish_reason = reason
+        self.detokenizer = None  # it holds the tokenizer, and a stream may be kept for long
         mailbox = self.mailbox
         mailbox.num_open -= 1
         if mailbox.num_open == 0:

@@ -15,10 +15,12 @@ Pieces are computed when a token is first seen and kept, so nothing is built at 
 from __future__ import annotations
 
 import codecs
+import copy
 import json
 import re
 from abc import ABC, abstractmethod
 from collections.abc import Callable
+from functools import cached_property
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
@@ -86,8 +88,17 @@ class TokenTable(ABC):
     def __init__(self, encoder: tokenizers.Tokenizer, special_ids: frozenset[int], vocab_size: int) -> None:
         self._encoder = encoder
         self._special_ids = special_ids
-        self._shown = _Pieces(self._piece_of_id, vocab_size)
-        self._skipped = _Pieces(lambda i: None if i in special_ids else self._shown[i], vocab_size)
+        self._vocab_size = vocab_size
+
+    @cached_property
+    def _shown(self) -> _Pieces:
+        # A copy makes them: a cycle with this table would keep the encoder, of tens of MB, until a garbage collection.
+        return _Pieces(copy.copy(self)._piece_of_id, self._vocab_size)
+
+    @cached_property
+    def _skipped(self) -> _Pieces:
+        shown, special_ids = self._shown, self._special_ids
+        return _Pieces(lambda i: None if i in special_ids else shown[i], self._vocab_size)
 
     def _piece_of_id(self, token_id: int) -> Piece:
         token = self._encoder.id_to_token(token_id)

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import asyncio
+import gc
 import json
 import threading
 import time
+import weakref
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
@@ -215,3 +217,19 @@ async def test_many_threads_at_once() -> None:
     with ThreadPoolExecutor(8) as pool:
         jobs = [loop.run_in_executor(pool, tokenizer.encode, text) for text in TEXTS * 20]
         assert await asyncio.gather(*jobs) == expected * 20
+
+
+def test_a_tokenizer_is_freed_by_reference_counting() -> None:
+    """It is of tens of MB, which would wait for a garbage collection of the oldest generation."""
+    tokenizer = Tokenizer(smollm2()._encoder, chat_templates={"default": "{{ messages[0].content }}"})
+    ids = tokenizer.encode(tokenizer.apply_chat_template([{"role": "user", "content": "<|im_end|> x"}]))
+    decoder = tokenizer.detokenizer((), include_stop=False, skip_special_tokens=True, markers=frozenset())
+    assert "".join(map(decoder.put, ids)) and tokenizer.token_bytes(300)
+    parts = [weakref.ref(part) for part in (tokenizer, tokenizer._table, tokenizer._messages)]
+    gc.collect()
+    gc.disable()
+    try:
+        del tokenizer, decoder
+        assert [part() for part in parts] == [None] * 3
+    finally:
+        gc.enable()
