@@ -80,10 +80,10 @@ Written by `scripts/settings.py` from the docstrings of `EngineConfig`, `Samplin
 ```python
 from aengine import AsyncLLM, EngineConfig
 
-AsyncLLM("smollm2-135m", max_model_len=2048)                        # settings by name
-config = EngineConfig(model="smollm2-135m", max_model_len=2048)     # or as an object: frozen, checked when it is made
+AsyncLLM("smollm2-135m", max_model_len=2048)  # settings by name
+config = EngineConfig(model="smollm2-135m", max_model_len=2048)  # or as an object: frozen, checked when it is made
 AsyncLLM(config)
-AsyncLLM(config, max_num_seqs=64)                                   # with some settings in place of its own
+AsyncLLM(config, max_num_seqs=64)  # with some settings in place of its own
 ```
 
 `LLM` takes the same; its `own_thread` is always on, and `admission` is "wait" unless given by name. An unknown name and
@@ -95,7 +95,7 @@ a wrong value raise `InvalidRequestError`, whose `param` is the name.
 `from_env("MYAPP_LLM_")`.
 
 ```python
-config = EngineConfig.from_env(model="smollm2-135m")                # AENGINE_MAX_NUM_SEQS=64, AENGINE_DTYPE=float32
+config = EngineConfig.from_env(model="smollm2-135m")  # AENGINE_MAX_NUM_SEQS=64, AENGINE_DTYPE=float32
 ```
 
 * Arguments come before the environment. AENGINE_MODEL names the model, if no argument does.

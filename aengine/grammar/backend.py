@@ -119,7 +119,7 @@ class Backend(Protocol):
 
 
 def load_backend(name: str, vocabulary: Vocabulary, timeout: float = 2.0) -> Backend:
-    """The backend of that name for ``vocabulary``. Blocking: up to 2 s, most of it with the GIL held.
+    """The backend of that name for ``vocabulary``. Blocking: some 0.5 s, part of it with the GIL held.
 
     ``timeout``: seconds for a compile, after which one that runs in a process of its own is killed. Raises
     GrammarError when the library is missing or can't read the tokenizer.

@@ -93,7 +93,7 @@ def _small_limits() -> llguidance.LLParserLimits:
 
 
 class LLGuidanceBackend:
-    """Holds the tokenizer in the library's form (33 MB for 49,152 tokens). Making it holds the GIL for up to 2 s."""
+    """Holds the tokenizer in the library's form (33 MB for 49,152 tokens). See `tokenizer_of` for how long it takes."""
 
     name = "llguidance"
 
