@@ -214,8 +214,9 @@ class EngineConfig:
             value = getattr(self, name)
             if value is None and name in _OPTIONAL:
                 continue
-            if isinstance(value, bool) or not isinstance(value, int) or value < low:
-                raise _wrong(name, value, f"an integer >= {low}" + (", or None" if name in _OPTIONAL else ""))
+            if isinstance(value, bool) or not isinstance(value, int) or not low <= value < 2**63:
+                wanted = f"an integer >= {low}, of at most 63 bits" + (", or None" if name in _OPTIONAL else "")
+                raise _wrong(name, value, wanted)
         for name, allowed in _ONE_OF.items():
             if getattr(self, name) not in allowed:
                 raise _wrong(name, getattr(self, name), "one of " + ", ".join(map(repr, allowed)))

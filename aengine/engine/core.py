@@ -28,6 +28,7 @@ from .recovery import RestartBudget
 from .sampling_defaults import SamplingDefaults
 from .scheduler import Scheduler
 from .step_loop import ALWAYS, IN_SMALL_BATCHES, Forcing, StepLoop
+from .stream import error_for_waiter
 from .structured import GrammarService
 from .summary import summary_of
 from .threads import run_in_thread
@@ -125,6 +126,8 @@ class EngineCore:
         self.admission.on_empty = self._tell_drainers
         self._task = self.loop.create_task(self._run(), name="aengine-step-loop")
         self._task.add_done_callback(self._loop_ended)
+        # Dropping an engine warns by itself, and ends the task; what asyncio would log of it besides tells nothing.
+        self._task._log_destroy_pending = False  # type: ignore[attr-defined]
 
     @classmethod
     async def start(
@@ -235,8 +238,7 @@ class EngineCore:
         while True:
             delay = self._budget.next_delay(time.monotonic())
             if delay is None:
-                error.add_note(f"the engine gave up after {self._budget} (max_restarts, restart_window)")
-                self._fail(error)
+                self._fail(_given_up(error, self._budget))
                 return
             logger.warning("the worker is started again%s: %s", f" in {delay:g} s" if delay else "", error)
             self._counters.num_restarts += 1
@@ -434,6 +436,15 @@ class EngineCore:
             failure.__cause__ = bug
             self._fail(failure)
         self.abandon()
+
+
+def _given_up(error: EngineError, budget: RestartBudget) -> EngineError:
+    """What a worker died of, and that it is not started again, as an error of the same class."""
+    failure = error_for_waiter(error)
+    assert isinstance(failure, EngineError)
+    failure.args = (f"{error}; the engine gave up after {budget} (max_restarts, restart_window)", *error.args[1:])
+    failure.__cause__ = error
+    return failure
 
 
 def _log_progress(progress: StartupProgress) -> None:

@@ -26,6 +26,8 @@ __all__ = ["Observer"]
 
 logger = logging.getLogger("aengine.requests")
 
+_ID_CHARACTERS = 200  # of a request's id that a record's text shows
+
 
 class Observer:
     """Of one engine. ``on_request_end``: the user's, called once for each request that was accepted."""
@@ -97,7 +99,8 @@ class Observer:
 
 
 def _log(request_id: str, text: str, *args: object) -> None:
-    logger.debug(text, request_id, *args, extra={"request_id": request_id})
+    shown = request_id if request_id.isprintable() else ascii(request_id)[1:-1]  # it may come out of an HTTP header
+    logger.debug(text, shown[:_ID_CHARACTERS], *args, extra={"request_id": request_id})
 
 
 def _log_end(end: RequestEnd) -> None:

@@ -316,7 +316,8 @@ class TokenStream:
         """The request's error, with what had come before it."""
         error = self._mailbox.error
         assert error is not None
-        if isinstance(error, AEngineError) and error.completion is None and self._mailbox.choices:
+        has_begun = self._mailbox.times.scheduled is not None
+        if has_begun and isinstance(error, AEngineError) and error.completion is None:
             error.completion = self._mailbox.completion(self.request_id)
         return error
 
