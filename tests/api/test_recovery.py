@@ -106,7 +106,7 @@ async def test_too_many_deaths_end_the_engine_with_the_cause(make_engine: Make) 
         for task in tasks:
             with pytest.raises(WorkerDiedError, match="SIGKILL") as caught:
                 await task
-            assert any("max_restarts" in note for note in caught.value.__notes__)
+            assert "max_restarts" in str(caught.value)
         with pytest.raises(EngineClosedError, match="SIGKILL"):
             await engine.generate([1])
 
