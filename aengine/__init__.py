@@ -18,8 +18,6 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from .async_llm import AsyncLLM
     from .config import EngineConfig, StartupProgress
-    from .engine.metrics import Statistics
-    from .engine.stream import TokenStream
     from .errors import (
         AEngineError,
         ContextLengthError,
@@ -37,6 +35,8 @@ if TYPE_CHECKING:
     from .llm import LLM
     from .outputs import Choice, Completion, FinishReason, Logprob, RequestEnd, Timings, Token, Usage
     from .params import SamplingParams, StructuredOutput
+    from .streams.token_stream import TokenStream
+    from .telemetry.metrics import Statistics
 
 __version__ = "0.1.0"
 
@@ -44,8 +44,8 @@ _HOME = {
     "AsyncLLM": "async_llm",
     "EngineConfig": "config",
     "StartupProgress": "config",
-    "Statistics": "engine.metrics",
-    "TokenStream": "engine.stream",
+    "Statistics": "telemetry.metrics",
+    "TokenStream": "streams.token_stream",
     "AEngineError": "errors",
     "ContextLengthError": "errors",
     "DeadlineExceededError": "errors",

@@ -30,17 +30,17 @@ from .settings import ENGINE_SETTINGS, described
 if TYPE_CHECKING:
     from typing import Self, Unpack
 
-    from .engine.asked_type import OnUnsupported
-    from .engine.call import Call
-    from .engine.chat_stream import ChatStream
     from .engine.core import EngineCore
     from .engine.executor import Executor
-    from .engine.metrics import Statistics
-    from .engine.prompt import Prompt
-    from .engine.stream import TokenStream
     from .engine.tokenizer_view import TokenizerView
+    from .engine.user_request import Call
     from .outputs import Completion
     from .settings import Settings
+    from .streams.chat_stream import ChatStream
+    from .streams.token_stream import TokenStream
+    from .structured.asked_type import OnUnsupported
+    from .telemetry.metrics import Statistics
+    from .tokenizer.prompt import Prompt
 
 __all__ = ["AsyncLLM"]
 
@@ -104,7 +104,7 @@ class AsyncLLM:
             InvalidRequestError: no asyncio event loop runs here.
             EngineError: the machine lacks something that an engine needs, as /dev/shm; the message says what helps.
         """
-        from .engine.home import foreign_process, other_loop, running_loop
+        from .threads.loop_ownership import foreign_process, other_loop, running_loop
 
         loop = running_loop()
         if self._is_foreign:
@@ -130,7 +130,7 @@ class AsyncLLM:
         return self
 
     async def _begin(self) -> None:
-        from .engine.threads import run_in_thread
+        from .threads.pools import run_in_thread
 
         await run_in_thread("import", import_module, "aengine.engine.core")  # 0.1 s, of which the loop sees little
         self._core = await self._core_class().start(self.config, self._report, self._make_executor)
@@ -395,8 +395,8 @@ class AsyncLLM:
             GrammarError: a tool's parameters or the type can't be held; it names which.
             DeadlineExceededError: as of `stream`; also here.
         """
-        from .engine.chat import ChatRequest, plan_within
-        from .engine.chat_stream import ChatStream
+        from .chat.plan import ChatRequest, plan_within
+        from .streams.chat_stream import ChatStream
 
         core = self._running_core()
         core.check_accepts()
@@ -479,7 +479,7 @@ class AsyncLLM:
         Raises:
             InvalidRequestError: a profile is being recorded already, or the folder can't be written to.
         """
-        from .engine.threads import run_in_thread
+        from .threads.pools import run_in_thread
 
         core = self._running_core()
         if folder is not None:
@@ -516,7 +516,7 @@ class AsyncLLM:
     def _submit(
         self, prompt: Prompt, params: SamplingParams | None, *, final_only: bool, **options: Any
     ) -> TokenStream:
-        from .engine.asked_type import with_output_type
+        from .structured.asked_type import with_output_type
 
         core = self._running_core()
         core.check_accepts()
@@ -525,14 +525,14 @@ class AsyncLLM:
         return self._stream_of(core, call)
 
     def _stream_of(self, core: EngineCore, call: Call) -> TokenStream:
-        from .engine.stream import TokenStream
+        from .streams.token_stream import TokenStream
 
         return TokenStream(call.request_id, call.mailbox, core.loop, core.admission.abort)
 
     def _open_core(self) -> EngineCore:
         core = self._core
         if self._is_foreign:
-            from .engine.home import foreign_process
+            from .threads.loop_ownership import foreign_process
 
             raise foreign_process(self._pid or 0)
         if core is None:
@@ -553,7 +553,7 @@ class AsyncLLM:
         except RuntimeError:
             here = None
         if here is not core.loop:
-            from .engine.home import other_loop
+            from .threads.loop_ownership import other_loop
 
             if core.loop.is_closed():
                 core.abandon()

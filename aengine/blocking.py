@@ -10,18 +10,18 @@ from queue import SimpleQueue
 from types import TracebackType
 from typing import TYPE_CHECKING, Any, Generic, TextIO, TypeVar
 
-from .engine.remote_stream import ThreadStream, check_no_loop, run_now
 from .errors import AEngineError, InvalidRequestError
 from .outputs import Completion, Token
 from .params import SamplingParams
+from .streams.cross_thread_stream import ThreadStream, check_no_loop, run_now
 
 if TYPE_CHECKING:
     from typing import Self
 
     from .chat.messages import ChatMessage
     from .chat.parser import Delta  # noqa: F401  # in quotes below
-    from .engine.chat_stream import ChatStream
-    from .engine.prompt import Prompt
+    from .streams.chat_stream import ChatStream
+    from .tokenizer.prompt import Prompt
 
 __all__ = ["Batch", "ChatIterator", "Progress", "TokenIterator", "is_many", "one_each", "showing"]
 

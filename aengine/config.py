@@ -14,10 +14,10 @@ from dataclasses import asdict, dataclass, fields, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
-from .cgroups import num_usable_cpus
 from .errors import InvalidRequestError
 from .params import unknown_name
 from .settings import ENGINE_SETTINGS, described
+from .system.cgroups import num_usable_cpus
 
 if TYPE_CHECKING:
     from typing import Unpack

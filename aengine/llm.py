@@ -18,22 +18,22 @@ from types import TracebackType
 from typing import TYPE_CHECKING, Any, overload
 
 from .blocking import Batch, ChatIterator, Progress, TokenIterator, is_many, one_each, showing
-from .engine.remote_stream import ThreadStream, check_no_loop, run_now
 from .errors import InvalidRequestError
 from .outputs import Completion
 from .own_thread import OwnThreadLLM
 from .params import SamplingParams
 from .settings import ENGINE_SETTINGS, described
+from .streams.cross_thread_stream import ThreadStream, check_no_loop, run_now
 
 if TYPE_CHECKING:
     from typing import Self, Unpack
 
     from .config import EngineConfig
-    from .engine.asked_type import OnUnsupported
-    from .engine.metrics import Statistics
-    from .engine.prompt import Prompt
     from .engine.tokenizer_view import TokenizerView
     from .settings import Settings
+    from .structured.asked_type import OnUnsupported
+    from .telemetry.metrics import Statistics
+    from .tokenizer.prompt import Prompt
 
 __all__ = ["LLM"]
 

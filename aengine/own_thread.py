@@ -23,22 +23,22 @@ from typing import TYPE_CHECKING, Any, TypeVar
 from weakref import WeakMethod
 
 from .async_llm import AsyncLLM
-from .engine.asked_type import with_output_type
 from .engine.core import EngineCore
-from .engine.home import running_loop
-from .engine.loop_thread import LoopEndedError, LoopThread
-from .engine.remote_stream import RemoteStream
 from .errors import EngineClosedError
 from .params import SamplingParams
+from .streams.cross_thread_stream import RemoteStream
+from .structured.asked_type import with_output_type
+from .threads.loop_ownership import running_loop
+from .threads.loop_thread import LoopEndedError, LoopThread
 
 if TYPE_CHECKING:
     from typing import Self
 
     from .config import EngineConfig, StartupProgress
-    from .engine.call import Call
-    from .engine.chat_stream import ChatStream
     from .engine.executor import Executor
-    from .engine.prompt import Prompt
+    from .engine.user_request import Call
+    from .streams.chat_stream import ChatStream
+    from .tokenizer.prompt import Prompt
 
 __all__ = ["OwnThreadLLM", "give_own_thread"]
 

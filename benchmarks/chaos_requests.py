@@ -16,9 +16,9 @@ import psutil
 from chaos_common import MIB, FakeWorkerLLM, Possessions, Promises, say, settle
 
 from aengine import AsyncLLM, DeadlineExceededError, SamplingParams
-from aengine.engine.call import Call
-from aengine.engine.request import Request
-from aengine.engine.stream import ChoiceOutput, Mailbox, TokenStream
+from aengine.engine.user_request import Call
+from aengine.scheduler.request import Request
+from aengine.streams.token_stream import ChoiceOutput, Mailbox, TokenStream
 
 WATCHED = (Call, Request, ChoiceOutput, Mailbox, TokenStream)
 WORDS = "one two three four five six seven eight nine ten"

@@ -22,11 +22,11 @@ import torch
 import triton
 from torch import Tensor
 
-from aengine.kernels.bodies import decode_attention as body
-from aengine.kernels.bodies import varlen_attention as varlen_body
-from aengine.kernels.bodies.launch import compiling
 from aengine.kernels.decode_attention import DecodeWorkspace, decode_step_attention, plan_decode
-from aengine.kernels.seat import triton_everywhere
+from aengine.kernels.dispatch import triton_everywhere
+from aengine.kernels.triton import decode_attention as body
+from aengine.kernels.triton import varlen_attention as varlen_body
+from aengine.kernels.triton.launch import compiling
 from aengine.kernels.varlen_attention import plan_prompts, varlen_attention
 
 BLOCK = 16

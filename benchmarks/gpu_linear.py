@@ -19,8 +19,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from aengine.kernels.dispatch import triton_everywhere
 from aengine.kernels.linear import add_linear, norm_gated_linear, norm_linear
-from aengine.kernels.seat import triton_everywhere
 
 SHAPES = {  # hidden, q, qkv, inner, layers
     "qwen3-0.6b": (1024, 2048, 4096, 3072, 28),

@@ -34,13 +34,13 @@ import numpy as np
 
 from aengine.checkpoint.source import resolve_model
 from aengine.config import EngineConfig
-from aengine.engine.tokenizer import Tokenizer
 from aengine.errors import GrammarError
-from aengine.grammar.backend import Backend, Compiled, Matcher, MatcherError, load_backend
-from aengine.grammar.schema_walk import pointed_at
-from aengine.grammar.spec import spec_of
-from aengine.grammar.vocabulary import Vocabulary
 from aengine.params import StructuredOutput
+from aengine.structured.backend import Backend, Compiled, Matcher, MatcherError, load_backend
+from aengine.structured.schema_walk import pointed_at
+from aengine.structured.spec import spec_of
+from aengine.structured.vocabulary import Vocabulary
+from aengine.tokenizer.tokenizer import Tokenizer
 
 NAMED = (
     "compiles slower than 2 s",

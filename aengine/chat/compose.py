@@ -20,8 +20,8 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 from ..errors import GrammarError, InvalidRequestError
-from ..grammar.llguidance_json import left_out_of
-from ..grammar.spec import GrammarSpec
+from ..structured.llguidance.json_schema import left_out_of
+from ..structured.spec import GrammarSpec
 from .calls import Calls
 from .formats import Markers, ReasoningFormat, TokenId, ToolFormat
 from .lark import (

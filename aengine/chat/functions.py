@@ -18,7 +18,7 @@ from collections.abc import Callable, Mapping
 from typing import TYPE_CHECKING, Annotated, Any, NotRequired, get_args, get_origin
 
 from ..errors import InvalidRequestError
-from ..grammar.pydantic_schema import adapt, schema_generator
+from ..structured.pydantic_schema import adapt, schema_generator
 from .docstrings import read_docstring
 
 if TYPE_CHECKING:

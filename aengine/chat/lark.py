@@ -12,7 +12,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any, Literal
 
 from ..errors import GrammarError
-from ..grammar.llguidance_json import json_options, make_readable, needs_change
+from ..structured.llguidance.json_schema import json_options, make_readable, needs_change
 from .formats import BLANKS, Markers
 
 __all__ = [

@@ -11,9 +11,9 @@ from dataclasses import dataclass, field
 from typing import Any, Literal
 
 from ..errors import GrammarError, InvalidRequestError
-from ..grammar.schema import check_schema
-from ..grammar.spec import plain_json
 from ..params import shown
+from ..structured.schema import check_schema
+from ..structured.spec import plain_json
 
 __all__ = ["MAX_TOOLS", "Tool", "ToolChoice", "tools_of"]
 

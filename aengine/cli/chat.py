@@ -13,9 +13,9 @@ import sys
 from typing import Any
 
 from ..async_llm import AsyncLLM
-from ..engine.threads import run_in_thread
 from ..errors import ContextLengthError, RequestError
 from ..params import SamplingParams
+from ..threads.pools import run_in_thread
 from .progress import engine_config, sampling_params
 
 __all__ = ["chat"]

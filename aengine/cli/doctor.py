@@ -8,7 +8,7 @@ import sys
 import textwrap
 from typing import Any
 
-from ..diagnosis import Diagnosis, diagnose
+from .diagnosis import Diagnosis, diagnose
 
 __all__ = ["add_doctor_parser", "doctor"]
 

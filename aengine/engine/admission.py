@@ -29,25 +29,25 @@ from ..errors import (
 )
 from ..outputs import FinishReason
 from ..params import SamplingParams, StructuredOutput
-from .asked_type import AskedType
-from .bitmasks import RequestGrammar
-from .call import Call, Limits
-from .call_checks import check_call
-from .metrics import Counters
-from .observer import Observer
-from .prompt import Prompt, check_token_ids, encode_prompt, is_long, prompt_kind
-from .request import Request, RequestStatus
+from ..scheduler.request import Request, RequestStatus
+from ..streams.token_stream import ChoiceOutput, IncrementalText, Mailbox, error_for_waiter
+from ..structured.asked_type import AskedType
+from ..structured.bitmasks import RequestGrammar
+from ..structured.service import GrammarService
+from ..telemetry.metrics import Counters
+from ..telemetry.observer import Observer
+from ..threads.pools import Lane
+from ..tokenizer.prompt import Prompt, check_token_ids, encode_prompt, is_long, prompt_kind
+from ..tokenizer.tokenizer import Tokenizer
+from .request_checks import check_call
 from .reservations import Reservation, Reservations
 from .step_loop import StepLoop
-from .stream import ChoiceOutput, IncrementalText, Mailbox, error_for_waiter
-from .structured import GrammarService
-from .threads import Lane
-from .tokenizer import Tokenizer
 from .unread import UnreadWatch
+from .user_request import Call, Limits
 
 if TYPE_CHECKING:
-    from ..grammar.output_type import OutputType
-    from ..grammar.spec import GrammarSpec
+    from ..structured.output_type import OutputType
+    from ..structured.spec import GrammarSpec
 
 __all__ = ["Admission"]
 

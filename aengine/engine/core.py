@@ -19,20 +19,20 @@ from typing import Any
 from ..checkpoint.source import ModelSource, resolve_model
 from ..config import EngineConfig, StartupProgress
 from ..errors import EngineClosedError, EngineError, InternalError, WorkerDiedError
+from ..scheduler.scheduler import Scheduler
+from ..streams.token_stream import error_for_waiter
+from ..structured.service import GrammarService
+from ..telemetry.metrics import Counters, Statistics, WorkerRestart
+from ..telemetry.observer import Observer
+from ..threads.pools import run_in_thread
+from ..tokenizer.tokenizer import Tokenizer
 from .admission import Admission
-from .call import Limits
 from .executor import Executor, ProcessExecutor
-from .metrics import Counters, Statistics, WorkerRestart
-from .observer import Observer
 from .recovery import RestartBudget
 from .sampling_defaults import SamplingDefaults
-from .scheduler import Scheduler
 from .step_loop import ALWAYS, IN_SMALL_BATCHES, Forcing, StepLoop
-from .stream import error_for_waiter
-from .structured import GrammarService
 from .summary import summary_of
-from .threads import run_in_thread
-from .tokenizer import Tokenizer
+from .user_request import Limits
 
 __all__ = ["EngineCore"]
 

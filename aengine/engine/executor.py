@@ -27,10 +27,10 @@ from ..config import EngineConfig, StartupProgress
 from ..errors import EngineClosedError, EngineError, InternalError, ModelLoadError, WorkerDiedError
 from ..ipc.channel import Frame, HostChannel
 from ..ipc.messages import GrammarOutput, Kind, MessageError, ModelRunnerOutput, SchedulerOutput, pack, unpack
-from ..ulimits import memory_ulimit_hint
+from ..system.ulimits import memory_ulimit_hint
+from ..telemetry.worker_logs import level_for_workers, log_for_worker
+from ..threads.pools import run_in_thread
 from ..workers.supervisor import DEFAULT_RUNNER, WorkerProcess
-from .threads import run_in_thread
-from .worker_logs import level_for_workers, log_for_worker
 
 __all__ = ["Executor", "ProcessExecutor"]
 

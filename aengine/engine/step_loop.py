@@ -21,16 +21,16 @@ from typing import Any, NamedTuple
 from ..errors import EngineError, InternalError, InvalidRequestError, RequestError, WorkerDiedError
 from ..ipc.messages import GrammarOutput, LogprobColumns, ModelRunnerOutput, RowError, SchedulerOutput, int32
 from ..outputs import FinishReason, Logprob
-from .batch import InFlightStep
-from .bitmasks import Filled, Filling, MaskJob
+from ..scheduler.request import Request, RequestStatus
+from ..scheduler.scheduler import Scheduler
+from ..scheduler.step import InFlightStep
+from ..structured.bitmasks import Filled, Filling, MaskJob
+from ..structured.service import GrammarService
+from ..telemetry.metrics import Counters, LoopLag
+from ..telemetry.observer import Observer
 from .executor import Executor
-from .lease import Lease
-from .metrics import Counters, LoopLag
-from .observer import Observer
+from .in_flight_limit import Lease
 from .recovery import Watchdog
-from .request import Request, RequestStatus
-from .scheduler import Scheduler
-from .structured import GrammarService
 
 __all__ = ["ALWAYS", "IN_SMALL_BATCHES", "Forcing", "StepLoop"]
 

@@ -8,8 +8,8 @@ from typing import TYPE_CHECKING, Any
 from ..errors import InvalidRequestError
 
 if TYPE_CHECKING:
-    from .chat_prompt import ChatPrompt
-    from .tokenizer import Tokenizer
+    from ..chat.prompt import ChatPrompt
+    from ..tokenizer.tokenizer import Tokenizer
 
 __all__ = ["TokenizerView"]
 
@@ -147,7 +147,7 @@ class TokenizerView:
         add_generation_prompt: bool | None,
         continue_final_message: bool,
     ) -> ChatPrompt:
-        from .chat_prompt import ChatPrompt, PromptOptions  # brings all of chats with it
+        from ..chat.prompt import ChatPrompt, PromptOptions  # brings all of chats with it
 
         options = PromptOptions.of(chat_template_kwargs, add_generation_prompt, continue_final_message)
         return ChatPrompt.of(self._tokenizer, messages, tools, options)

@@ -12,7 +12,7 @@ from collections.abc import Callable, Mapping
 
 from ..errors import AEngineError, DeadlineExceededError
 from ..outputs import Token
-from .call import Call
+from .user_request import Call
 
 __all__ = ["UnreadWatch"]
 

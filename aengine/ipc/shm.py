@@ -18,7 +18,7 @@ from dataclasses import dataclass
 import posix_ipc
 
 from aengine.errors import EngineError
-from aengine.ulimits import memory_ulimit_hint
+from aengine.system.ulimits import memory_ulimit_hint
 
 from .layout import (
     CONTROL_BYTES,

@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch.nn.functional as F
 from torch import Tensor
 
-from .seat import uses_triton
+from .dispatch import uses_triton
 
 __all__ = ["silu_and_mul"]
 
@@ -14,7 +14,7 @@ def silu_and_mul(gate_up: Tensor) -> Tensor:
     """silu(gate) * up, [n, size], for gate_up [n, 2 * size]: the gate's half first."""
     assert gate_up.dim() == 2 and gate_up.shape[1] % 2 == 0, f"gate_up has the shape {tuple(gate_up.shape)}"
     if uses_triton(gate_up):
-        from .bodies import activation as body
+        from .triton import activation as body
 
         return body.silu_and_mul(gate_up)
     gate, up = gate_up.chunk(2, -1)

@@ -7,7 +7,7 @@ import functools
 import torch
 from torch import Tensor
 
-from .seat import uses_triton
+from .dispatch import uses_triton
 
 __all__ = ["add_bits", "apply_bitmask"]
 
@@ -24,7 +24,7 @@ def apply_bitmask(logits: Tensor, rows: Tensor, bitmask: Tensor) -> None:
     vocab_size = logits.shape[1]
     assert bitmask.dtype == torch.uint8 and bitmask.shape == (rows.shape[0], 4 * ((vocab_size + 31) // 32))
     if uses_triton(logits):
-        from .bodies import bitmask as body
+        from .triton import bitmask as body
 
         return body.apply_bitmask(logits, rows, bitmask)
     if rows.numel() and int(rows.min()) < 0:

@@ -17,8 +17,8 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from .dispatch import uses_triton
 from .paged_attention import decode_attention as attend_on_cpu
-from .seat import uses_triton
 
 __all__ = ["PLAN_COLUMNS", "BatchSize", "DecodeWorkspace", "Sharing", "decode_step_attention", "plan_decode"]
 
@@ -73,12 +73,12 @@ def plan_decode(rows: Tensor, seq_lens: Tensor, workspace: DecodeWorkspace) -> T
 
     rows: int64 [n]; seq_lens: int32 [n], those of length 0 get one item, which does nothing. Between it and the
     attention there must be a kernel that is not launched ahead of its predecessor's end (in a step: the lookup of the
-    embeddings), as the attention reads the plan before it waits (bodies/launch.py).
+    embeddings), as the attention reads the plan before it waits (triton/launch.py).
     """
     assert seq_lens.dtype == torch.int32 and seq_lens.dim() == 1 and rows.shape == seq_lens.shape
     least, extra = workspace.sharing(len(seq_lens))
     if uses_triton(seq_lens):
-        from .bodies import decode_plan as body
+        from .triton import decode_plan as body
 
         return body.plan_decode(rows, seq_lens, Sharing(least, extra))
     lens = seq_lens.long()
@@ -130,7 +130,7 @@ def decode_step_attention(
     assert width == (num_heads + 2 * num_kv_heads) * head_dim and qkv.stride(1) == 1 and kv_cache.stride(4) == 1
     assert rope.shape[1] == head_dim
     if uses_triton(qkv):
-        from .bodies import decode_attention as body
+        from .triton import decode_attention as body
 
         return body.decode_step_attention(
             qkv,

@@ -19,8 +19,8 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from .dispatch import uses_triton
 from .philox import philox4x32
-from .seat import uses_triton
 
 __all__ = ["BLOCK", "draw_or_greedy", "gumbel_noise", "gumbel_sample"]
 
@@ -57,7 +57,7 @@ def gumbel_sample(
     assert temperature.shape == seeds.shape == positions.shape == logits.shape[:1]
     assert cutoff is None or cutoff.shape == seeds.shape
     if uses_triton(logits):
-        from .bodies import gumbel as body
+        from .triton import gumbel as body
 
         return body.gumbel_sample(logits, temperature, seeds, positions, cutoff)
     return draw_or_greedy(logits, temperature, seeds, positions, cutoff)

@@ -7,7 +7,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from .seat import uses_triton
+from .dispatch import uses_triton
 
 __all__ = [
     "DecodeInputs",
@@ -76,7 +76,7 @@ def prepare_inputs(
     assert idx_mapping.dtype == num_scheduled_tokens.dtype == torch.int64
     assert idx_mapping.shape == num_scheduled_tokens.shape
     if uses_triton(token_ids):
-        from .bodies import input_prep as body
+        from .triton import input_prep as body
 
         return body.prepare_inputs(
             token_ids, num_computed_tokens, block_table, idx_mapping, num_scheduled_tokens, block_size, num_tokens
@@ -133,7 +133,7 @@ def append_tokens(token_ids: Tensor, num_tokens: Tensor, rows: Tensor, sampled: 
     """
     assert rows.dtype == sampled.dtype == torch.int64 and rows.shape == sampled.shape
     if uses_triton(token_ids):
-        from .bodies import input_prep as body
+        from .triton import input_prep as body
 
         return body.append_tokens(token_ids, num_tokens, rows, sampled)
     end = num_tokens.index_select(0, rows)
@@ -153,7 +153,7 @@ def prepare_decode(token_ids: Tensor, scalars: Tensor, columns: ScalarColumns, r
     """
     assert rows.dtype == torch.int64 and rows.dim() == 1
     if uses_triton(token_ids):
-        from .bodies import input_prep as body
+        from .triton import input_prep as body
 
         return body.prepare_decode(token_ids, scalars, columns, rows)
     real = rows >= 0
@@ -190,7 +190,7 @@ def commit_decode(
     """
     assert rows.shape == sampled.shape == checks.shape and published.shape[2] >= rows.shape[0]
     if uses_triton(token_ids):
-        from .bodies import input_prep as body
+        from .triton import input_prep as body
 
         return body.commit_decode(token_ids, scalars, columns, rows, sampled, checks, published, cursor)
     real = rows >= 0

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from torch import Tensor
 
-from .seat import no_body
+from .dispatch import no_body
 
 __all__ = ["write_kv"]
 

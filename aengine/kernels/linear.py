@@ -15,8 +15,8 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from .activation import silu_and_mul
+from .dispatch import uses_triton
 from .rms_norm import rms_norm
-from .seat import uses_triton
 
 __all__ = ["add_linear", "norm_gated_linear", "norm_linear"]
 
@@ -38,7 +38,7 @@ def norm_linear(
     """
     _check(x, weight, bias)
     if uses_triton(x):
-        from .bodies import linear as body
+        from .triton import linear as body
 
         return body.norm_linear(x, norm_weight, eps, weight, bias, out_dtype or x.dtype)
     return F.linear(rms_norm(x, norm_weight, eps), weight, bias).to(out_dtype or x.dtype)
@@ -48,7 +48,7 @@ def norm_gated_linear(x: Tensor, norm_weight: Tensor, eps: float, weight: Tensor
     """[n, size]; weight is [2 * size, in_features], the gate's rows first, bias [2 * size]."""
     _check(x, weight, bias)
     if uses_triton(x):
-        from .bodies import linear as body
+        from .triton import linear as body
 
         return body.norm_gated_linear(x, norm_weight, eps, weight, bias)
     return silu_and_mul(F.linear(rms_norm(x, norm_weight, eps), weight, bias))
@@ -59,7 +59,7 @@ def add_linear(residual: Tensor, x: Tensor, weight: Tensor, bias: Tensor | None 
     _check(x, weight, bias)
     assert residual.shape == (x.shape[0], weight.shape[0]), f"{tuple(residual.shape)} gets {tuple(weight.shape)}"
     if uses_triton(x):
-        from .bodies import linear as body
+        from .triton import linear as body
 
         body.add_linear(residual, x, weight, bias)
     else:

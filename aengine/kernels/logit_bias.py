@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from .seat import uses_triton
+from .dispatch import uses_triton
 
 __all__ = ["add_bias", "add_pairs", "ban_pairs", "ban_tokens"]
 
@@ -14,7 +14,7 @@ def add_bias(logits: Tensor, rows: Tensor, token_ids: Tensor, values: Tensor) ->
     """``logits[rows[i], token_ids[i]] += values[i]`` in place; rows, token_ids int64 [m], values float32 [m]."""
     assert rows.shape == token_ids.shape == values.shape
     if uses_triton(logits):
-        from .bodies import logit_bias as body
+        from .triton import logit_bias as body
 
         return body.add_bias(logits, rows, token_ids, values)
     add_pairs(logits, rows, token_ids, values)
@@ -30,7 +30,7 @@ def ban_tokens(logits: Tensor, rows: Tensor, token_ids: Tensor) -> None:
     """``logits[rows[i], token_ids[i]] = -inf`` in place; rows, token_ids int64 [m]."""
     assert rows.shape == token_ids.shape
     if uses_triton(logits):
-        from .bodies import logit_bias as body
+        from .triton import logit_bias as body
 
         return body.ban_tokens(logits, rows, token_ids)
     ban_pairs(logits, rows, token_ids)

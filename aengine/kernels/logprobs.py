@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from torch import Tensor
 
-from .seat import uses_triton
+from .dispatch import uses_triton
 
 __all__ = ["by_logsumexp", "top_logprobs"]
 
@@ -22,7 +22,7 @@ def top_logprobs(logits: Tensor, sampled: Tensor, k: int) -> tuple[Tensor, Tenso
     """
     assert logits.dim() == 2 and sampled.shape == logits.shape[:1]
     if uses_triton(logits):
-        from .bodies import logprobs as body
+        from .triton import logprobs as body
 
         return body.top_logprobs(logits, sampled, k)
     return by_logsumexp(logits, sampled, k)

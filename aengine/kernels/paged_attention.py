@@ -15,7 +15,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from .seat import no_body
+from .dispatch import no_body
 
 __all__ = ["decode_attention", "prefill_attention"]
 

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from .seat import uses_triton
+from .dispatch import uses_triton
 
 __all__ = ["PenaltyInputs", "apply_penalties", "count_sampled", "count_tokens", "penalize"]
 
@@ -36,7 +36,7 @@ def count_tokens(counts: Tensor, token_ids: Tensor) -> None:
     assert counts.dtype == torch.int32 and counts.dim() == token_ids.dim() == 1
     counts.zero_()
     if uses_triton(counts):
-        from .bodies import penalties as body
+        from .triton import penalties as body
 
         return body.add_counts(counts, token_ids)
     counts.index_add_(0, token_ids, torch.ones_like(token_ids, dtype=torch.int32))
@@ -50,7 +50,7 @@ def count_sampled(counts: Tensor, rows: Tensor, sampled: Tensor, batch_rows: Ten
     """
     assert counts.dtype == torch.int32 and rows.shape == sampled.shape
     if uses_triton(counts):
-        from .bodies import penalties as body
+        from .triton import penalties as body
 
         return body.count_sampled(counts, rows, sampled, batch_rows)
     place = (rows.index_select(0, batch_rows), sampled.index_select(0, batch_rows))
@@ -65,7 +65,7 @@ def apply_penalties(logits: Tensor, batch_rows: Tensor, inputs: PenaltyInputs) -
     """
     assert inputs.rows.shape == inputs.num_tokens.shape == inputs.repetition.shape == logits.shape[:1]
     if uses_triton(logits):
-        from .bodies import penalties as body
+        from .triton import penalties as body
 
         return body.apply_penalties(logits, batch_rows, inputs)
     penalize(logits, batch_rows, inputs)

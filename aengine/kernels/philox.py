@@ -14,7 +14,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from .seat import uses_triton
+from .dispatch import uses_triton
 
 __all__ = ["philox4x32", "philox_rounds"]
 
@@ -37,7 +37,7 @@ def philox4x32(keys: Tensor, c0: Tensor, c1: Tensor) -> Tensor:
     """
     assert keys.dtype == c0.dtype == c1.dtype == torch.int64 and keys.shape == c1.shape and c0.dim() == 1
     if uses_triton(keys):
-        from .bodies import philox as body
+        from .triton import philox as body
 
         return body.philox4x32(keys, c0, c1)
     n, m = keys.shape[0], c0.shape[0]

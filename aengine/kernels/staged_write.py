@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from .seat import uses_triton
+from .dispatch import uses_triton
 
 __all__ = ["apply_staged_writes", "write_runs"]
 
@@ -21,7 +21,7 @@ def apply_staged_writes(target: Tensor, starts: Tensor, lengths: Tensor, values:
     assert target.dtype == values.dtype == torch.int32 and target.dim() == values.dim() == 1
     assert starts.dtype == lengths.dtype == torch.int64 and starts.shape == lengths.shape
     if uses_triton(target):
-        from .bodies import staged_write as body
+        from .triton import staged_write as body
 
         return body.apply_staged_writes(target, starts, lengths, values)
     write_runs(target, starts, lengths, values)

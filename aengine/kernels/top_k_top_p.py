@@ -17,7 +17,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from .seat import uses_triton
+from .dispatch import uses_triton
 
 __all__ = ["find_cutoff", "highest_cutoff"]
 
@@ -41,7 +41,7 @@ def find_cutoff(logits: Tensor, temperature: Tensor, top_k: Tensor, top_p: Tenso
     """
     assert logits.dim() == 2 and top_k.shape == top_p.shape == min_p.shape == temperature.shape == logits.shape[:1]
     if uses_triton(logits):
-        from .bodies import top_k_top_p as body
+        from .triton import top_k_top_p as body
 
         return body.find_cutoff(logits, temperature, top_k, top_p, min_p)
     return highest_cutoff(logits, temperature, top_k, top_p, min_p)

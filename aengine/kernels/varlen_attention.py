@@ -10,8 +10,8 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from .dispatch import uses_triton
 from .paged_attention import prefill_attention
-from .seat import uses_triton
 
 __all__ = ["plan_prompts", "varlen_attention"]
 
@@ -40,7 +40,7 @@ def plan_prompts(
     """
     assert rows.shape == seq_lens.shape and query_start_loc.shape[0] == rows.shape[0] + 1
     if uses_triton(rows):
-        from .bodies import varlen_attention as body
+        from .triton import varlen_attention as body
 
         return body.plan_prompts(rows, query_start_loc, seq_lens, num_tokens, group, dtype, head_dim, skip_single)
     query_lens = query_start_loc.diff()
@@ -61,7 +61,7 @@ def varlen_attention(
     """
     assert q.stride(2) == 1 and q.stride(1) == q.shape[2] and kv_cache.stride(4) == 1
     if uses_triton(q):
-        from .bodies import varlen_attention as body
+        from .triton import varlen_attention as body
 
         return body.varlen_attention(q, kv_cache, block_table, plan, num_seqs, scale, window)
     out = torch.zeros((q.shape[0], q.shape[1] * q.shape[2]), dtype=q.dtype)

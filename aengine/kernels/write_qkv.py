@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from .seat import uses_triton
+from .dispatch import uses_triton
 
 __all__ = ["turn_and_write"]
 
@@ -34,7 +34,7 @@ def turn_and_write(
     assert qkv.shape[1] == (num_heads + 2 * num_kv_heads) * head_dim and qkv.is_contiguous()
     assert positions.shape == slot_mapping.shape == qkv.shape[:1] and kv_cache.stride(4) == 1
     if uses_triton(qkv):
-        from .bodies import write_qkv as body
+        from .triton import write_qkv as body
 
         body.turn_and_write(qkv, positions, slot_mapping, rope, (q_norm, k_norm, eps), num_heads, kv_cache)
         return

@@ -18,7 +18,7 @@ from torch import Tensor
 
 from ..ipc.messages import LogprobColumns, ModelRunnerOutput, RowError, float32, int32
 from .input_batch import Rows
-from .sampler import LogprobTensors, SamplerOutput
+from .sampling.sampler import LogprobTensors, SamplerOutput
 
 __all__ = ["AsyncOutput", "OutputCopier", "Published"]
 

@@ -14,8 +14,8 @@ from torch import Tensor
 
 from ..errors import InternalError
 from ..ipc.messages import GrammarOutput, SchedulerOutput
+from ..kernels.dispatch import uses_triton
 from ..kernels.input_prep import PreparedInputs, gather_block_table, prepare_inputs
-from ..kernels.seat import uses_triton
 from .block_tables import BlockTables
 from .request_state import RequestState, Scalars
 from .transfer import to_device

@@ -26,13 +26,13 @@ from ..errors import InternalError
 from ..ipc.messages import GrammarOutput, NewRequest, RowError, SchedulerOutput
 from ..kernels.input_prep import PreparedInputs
 from .async_output import AsyncOutput, OutputCopier, Published
-from .batch_graphs import BatchGraphs
 from .block_tables import BlockTables
-from .cuda_graphs import CudaGraphManager, DecodeStep, GraphKind
+from .graphs.batch_graphs import BatchGraphs
+from .graphs.cuda_graphs import CudaGraphManager, DecodeStep, GraphKind
 from .input_batch import BatchPlan, InputBatch, SampleBatch
-from .mask_memory import HostBitmasks
 from .request_state import SCALAR_WORDS, RequestState
-from .sampler import Sampler, SamplerOutput
+from .sampling.bitmask_memory import HostBitmasks
+from .sampling.sampler import Sampler, SamplerOutput
 from .staged_writes import StagedArena
 from .transfer import to_device
 

@@ -9,13 +9,13 @@ from typing import Any, ClassVar
 from ..checkpoint.source import ModelSource
 from ..config import EngineConfig
 from ..engine.admission import Admission
-from ..engine.call import Call, Limits
 from ..engine.core import EngineCore, ProgressCallback
-from ..engine.prompt import Prompt
-from ..engine.request import Request
 from ..engine.step_loop import Forcing
-from ..engine.tokenizer import Tokenizer
+from ..engine.user_request import Call, Limits
 from ..params import SamplingParams, shown
+from ..scheduler.request import Request
+from ..tokenizer.prompt import Prompt
+from ..tokenizer.tokenizer import Tokenizer
 from .executor import ScriptedExecutor
 from .script import Line, Script, ScriptError
 from .vocabulary import tokenizer

@@ -17,9 +17,9 @@ from .script import FakeRequest, Script
 if TYPE_CHECKING:
     from typing import Unpack
 
-    from ..engine.chat_stream import ChatStream
     from ..engine.core import EngineCore
     from ..settings import Settings
+    from ..streams.chat_stream import ChatStream
     from .executor import ScriptedExecutor
 
 __all__ = ["FakeAsyncLLM", "FakeLLM"]

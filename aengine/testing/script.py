@@ -17,7 +17,7 @@ from ..params import SamplingParams, shown
 from .vocabulary import END_OF_TURN, ids_of
 
 if TYPE_CHECKING:
-    from ..engine.prompt import Prompt
+    from ..tokenizer.prompt import Prompt
 
 __all__ = ["FakeRequest", "Line", "Reply", "Script", "ScriptError"]
 
@@ -189,7 +189,7 @@ def _of_type(value: Any, output_type: Any) -> Any:
     """The value as the type writes it: its keys in order, its defaults; as it is, if the type refuses it."""
     if output_type is None:
         return value
-    from ..grammar.output_type import OutputType
+    from ..structured.output_type import OutputType
 
     adapter = OutputType.of(output_type).adapter
     try:

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import functools
 
-from ..engine.token_text import gpt2_bytes
-from ..engine.tokenizer import Tokenizer
+from ..tokenizer.token_text import gpt2_bytes
+from ..tokenizer.tokenizer import Tokenizer
 
 __all__ = ["END_OF_TURN", "TEMPLATE", "THINKING_TEMPLATE", "ids_of", "tokenizer"]
 

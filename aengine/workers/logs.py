@@ -1,6 +1,6 @@
 """The worker's log records on their way to the host's `logging`.
 
-    any thread: logging, warnings ──> WorkerLogs.emit ──> queue ──publish()──> LOG frames ──> engine/worker_logs.py
+    any thread: logging, warnings ──> WorkerLogs.emit ──> queue ──publish()──> LOG frames ──> telemetry/worker_logs.py
                                       rate-limited        main thread only
 
 The ring has one producer, the main thread. A record of the main thread is published at once; one of another thread at

@@ -37,7 +37,7 @@ __all__ = ["DEFAULT_RUNNER", "WorkerProcess"]
 
 logger = logging.getLogger("aengine.workers")
 
-DEFAULT_RUNNER = "aengine.runner.startup:load_runner"
+DEFAULT_RUNNER = "aengine.runner.startup.load:load_runner"
 """``module:function`` that makes the runner in the worker; tests give their own."""
 
 _ENTRY = Path(__file__).with_name("entry.py")

@@ -29,7 +29,7 @@ from ..config import EngineConfig
 from ..errors import AEngineError, InvalidRequestError, ModelLoadError
 from ..ipc.channel import Frame, PeerGoneError, WorkerChannel
 from ..ipc.messages import GrammarOutput, Kind, ModelRunnerOutput, SchedulerOutput, pack, unpack
-from ..ulimits import is_want_of_memory, memory_ulimit_hint
+from ..system.ulimits import is_want_of_memory, memory_ulimit_hint
 from .logs import WorkerLogs
 
 __all__ = ["Worker"]

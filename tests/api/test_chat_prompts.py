@@ -14,8 +14,8 @@ from tokenizers import AddedToken
 from aengine import LLM, AsyncLLM, EngineClosedError, InvalidRequestError, SamplingParams
 from aengine.chat import ReasoningDelta, TextDelta
 from aengine.engine import core
-from aengine.engine.tokenizer import Tokenizer
 from aengine.engine.tokenizer_view import TokenizerView
+from aengine.tokenizer.tokenizer import Tokenizer
 
 Make = Callable[..., AsyncLLM]
 pytestmark = pytest.mark.usefixtures("no_blocking")

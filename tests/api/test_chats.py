@@ -27,7 +27,7 @@ from aengine import (
     Token,
 )
 from aengine.chat import TextDelta, ToolCallStart
-from aengine.engine import chat as chat_module
+from aengine.chat import plan as chat_module
 
 Make = Callable[..., AsyncLLM]
 pytestmark = pytest.mark.usefixtures("no_blocking")

@@ -12,7 +12,7 @@ import pytest
 
 from aengine import AsyncLLM, EngineClosedError, SamplingParams, StructuredOutput
 from aengine.engine import core as core_module
-from aengine.engine.tokenizer import Tokenizer
+from aengine.tokenizer.tokenizer import Tokenizer
 
 Make = Callable[..., AsyncLLM]
 SHAPE = SamplingParams(max_tokens=4, structured_output=StructuredOutput(regex="[ab]{2,8}"))

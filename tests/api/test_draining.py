@@ -23,7 +23,7 @@ from aengine import (
     SamplingParams,
     WorkerDiedError,
 )
-from aengine.engine import chat as chat_module
+from aengine.chat import plan as chat_module
 from aengine.engine import recovery
 
 Make = Callable[..., AsyncLLM]

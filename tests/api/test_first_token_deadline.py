@@ -28,8 +28,8 @@ from aengine import (
     StructuredOutput,
     WorkerDiedError,
 )
+from aengine.chat import plan as chat_module
 from aengine.engine import admission
-from aengine.engine import chat as chat_module
 
 Make = Callable[..., AsyncLLM]
 pytestmark = pytest.mark.usefixtures("no_blocking")

@@ -35,7 +35,7 @@ from aengine import (
     WorkerDiedError,
 )
 from aengine.chat import ToolCallStart
-from aengine.engine import loop_thread
+from aengine.threads import loop_thread
 
 MakeLLM = Callable[..., LLM]
 pytestmark = pytest.mark.usefixtures("no_blocking")

@@ -11,8 +11,8 @@ import pytest
 from conftest_api import settled
 
 from aengine import AsyncLLM, ContextLengthError, SamplingParams
-from aengine.engine.prompt import LONG_TEXT, is_long
-from aengine.engine.tokenizer import Tokenizer
+from aengine.tokenizer.prompt import LONG_TEXT, is_long
+from aengine.tokenizer.tokenizer import Tokenizer
 
 Make = Callable[..., AsyncLLM]
 ONE = SamplingParams(max_tokens=1, ignore_eos=True)

@@ -31,8 +31,8 @@ from aengine import (
     StructuredOutput,
     TokenStream,
 )
-from aengine.engine.courier import courier_of
 from aengine.own_thread import OwnThreadLLM
+from aengine.threads.courier import courier_of
 
 pytestmark = pytest.mark.usefixtures("no_blocking", "no_thread_left")
 

@@ -24,7 +24,7 @@ from aengine import (
     TokenStream,
     WorkerDiedError,
 )
-from aengine.engine import remote_stream
+from aengine.streams import cross_thread_stream as remote_stream
 
 pytestmark = pytest.mark.usefixtures("no_blocking", "no_thread_left")
 

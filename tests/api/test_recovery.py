@@ -16,8 +16,8 @@ from fakes import FakeExecutor
 from aengine import AsyncLLM, Completion, InternalError, SamplingParams, StructuredOutput, WorkerDiedError
 from aengine.engine import recovery
 from aengine.errors import DeadlineExceededError, EngineClosedError
-from aengine.grammar.llguidance import LLGuidanceMatcher
 from aengine.ipc.messages import ModelRunnerOutput, SchedulerOutput, int32
+from aengine.structured.llguidance.backend import LLGuidanceMatcher
 
 Make = Callable[..., AsyncLLM]
 pytestmark = pytest.mark.usefixtures("no_blocking")

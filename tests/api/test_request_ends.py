@@ -28,8 +28,8 @@ from aengine import (
     Timings,
     WorkerDiedError,
 )
-from aengine.engine import observer
-from aengine.engine.request import Request
+from aengine.scheduler.request import Request
+from aengine.telemetry import observer
 
 Make = Callable[..., AsyncLLM]
 pytestmark = pytest.mark.usefixtures("no_blocking")

@@ -27,9 +27,9 @@ from aengine import (
     WorkerDiedError,
 )
 from aengine.engine import recovery
-from aengine.engine.bitmasks import BitmaskFiller, RequestGrammar
-from aengine.grammar.backend import MatcherError
-from aengine.grammar.llguidance import LLGuidanceMatcher
+from aengine.structured.backend import MatcherError
+from aengine.structured.bitmasks import BitmaskFiller, RequestGrammar
+from aengine.structured.llguidance.backend import LLGuidanceMatcher
 
 Make = Callable[..., AsyncLLM]
 pytestmark = pytest.mark.usefixtures("no_blocking")

@@ -13,12 +13,12 @@ from tokenizers import Tokenizer as Encoder
 
 from aengine import StructuredOutput
 from aengine.chat import ChatMessage, ChatParser, Delta, ReasoningDelta, TextDelta, ToolCallDelta
-from aengine.engine.chat_prompt import marker_ids
-from aengine.engine.detokenizer import Detokenizer
-from aengine.engine.tokenizer import Tokenizer
-from aengine.grammar.backend import Backend, Compiled, load_backend
-from aengine.grammar.spec import GrammarSpec, spec_of
-from aengine.grammar.vocabulary import Vocabulary
+from aengine.chat.prompt import marker_ids
+from aengine.structured.backend import Backend, Compiled, load_backend
+from aengine.structured.spec import GrammarSpec, spec_of
+from aengine.structured.vocabulary import Vocabulary
+from aengine.tokenizer.detokenizer import Detokenizer
+from aengine.tokenizer.tokenizer import Tokenizer
 
 EOS = "<|im_end|>"
 MARKERS = (

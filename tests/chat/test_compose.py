@@ -16,7 +16,7 @@ from aengine.chat import FORMATS, ChatParser, ReasoningFormat, Tool, ToolChoice,
 from aengine.chat.formats import HERMES, LLAMA3, MISTRAL_ARGS, Markers
 from aengine.chat.lark import literal, literal_regex, symbols, text_lexeme
 from aengine.errors import GrammarError, InvalidRequestError
-from aengine.grammar.spec import GrammarSpec
+from aengine.structured.spec import GrammarSpec
 
 NO_TOKENS = lambda name: None  # noqa: E731
 

@@ -9,12 +9,12 @@ from chat_harness import EOS, parse_ids, token_id_of, tokenizer
 
 from aengine.chat import FORMATS, ChatMessage, ChatParser, ToolCall, tools_of
 from aengine.chat.history import with_instructions, written_out
-from aengine.engine.chat import ChatRequest, plan_chat
-from aengine.engine.chat_template import ChatTemplate
-from aengine.engine.tokenizer import Tokenizer
+from aengine.chat.plan import ChatRequest, plan_chat
 from aengine.errors import InvalidRequestError
-from aengine.grammar.backend import load_backend
-from aengine.grammar.vocabulary import Vocabulary
+from aengine.structured.backend import load_backend
+from aengine.structured.vocabulary import Vocabulary
+from aengine.tokenizer.chat_template import ChatTemplate
+from aengine.tokenizer.tokenizer import Tokenizer
 
 PARIS = {"city": 'Zürich "HB"', "days": [1, None]}
 HELLO = {"role": "user", "content": "Hello"}

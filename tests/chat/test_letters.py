@@ -6,7 +6,7 @@ import pytest
 from chat_harness import EOS, MARKERS, Setting, parse_ids, token_id_of, tokenizer
 
 from aengine.chat import FORMATS, ChatParser, ReasoningFormat, ToolChoice, compose, tools_of
-from aengine.engine.tokenizer import Tokenizer
+from aengine.tokenizer.tokenizer import Tokenizer
 
 TOOLS = tools_of([{"name": "get", "parameters": {"type": "object", "properties": {"x": {"type": "string"}}}}])
 CALL = '<tool_call>\n{"name": "get", "arguments": {}}\n</tool_call>'

@@ -10,10 +10,10 @@ from typing import Any
 
 import pytest
 
-from aengine import diagnosis
 from aengine.__main__ import main
+from aengine.cli import diagnosis
+from aengine.cli.diagnosis import Finding
 from aengine.config import EngineConfig
-from aengine.diagnosis import Finding
 from aengine.errors import EngineError
 
 CONFIG = EngineConfig(model="-")

@@ -6,7 +6,8 @@ from typing import Any
 
 import torch
 
-from aengine.runner import gpu, startup
+from aengine.runner.platforms import cuda as gpu
+from aengine.runner.startup.load import load as startup
 
 
 class Driver:

@@ -17,7 +17,7 @@ from aengine.checkpoint.source import resolve_model
 from aengine.config import EngineConfig
 from aengine.ipc.messages import GrammarOutput, ModelRunnerOutput, SchedulerOutput, int32
 from aengine.runner.model_runner import ModelRunner
-from aengine.runner.startup import load_runner
+from aengine.runner.startup.load import load_runner
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"  # so that the tests themselves can be tried without a GPU
 MIB = 2**20

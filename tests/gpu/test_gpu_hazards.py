@@ -13,7 +13,7 @@ from runner_fakes import request
 from torch import Tensor
 
 from aengine.ipc.messages import ModelRunnerOutput
-from aengine.runner.attention_backends import TritonPrefill
+from aengine.runner.attention.library import TritonPrefill
 from aengine.runner.model_runner import ModelRunner
 
 pytestmark = pytest.mark.gpu
@@ -168,7 +168,7 @@ def test_serving_compiles_nothing(
 
 @pytest.mark.skipif(DEVICE == "cpu", reason="there is no shared memory")
 def test_the_limit_is_what_the_driver_says() -> None:
-    from aengine.kernels.bodies.launch import max_shared_memory
+    from aengine.kernels.triton.launch import max_shared_memory
 
     properties = torch.cuda.get_device_properties(0)
     assert max_shared_memory() == properties.shared_memory_per_block_optin

@@ -17,10 +17,10 @@ from aengine.checkpoint.source import ModelSource, resolve_model
 from aengine.config import EngineConfig
 from aengine.errors import ModelLoadError
 from aengine.runner.layers.linear import LinearFormat
-from aengine.runner.loader import load_weights
 from aengine.runner.model_config import ModelConfig
 from aengine.runner.models import build_model
 from aengine.runner.models.decoder import DecoderModel
+from aengine.runner.weights.loader import load_weights
 
 pytestmark = pytest.mark.gpu
 

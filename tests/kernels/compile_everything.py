@@ -29,7 +29,6 @@ from triton.compiler import ASTSource
 from aengine.kernels import (
     activation,
     bitmask,
-    bodies,
     decode_attention,
     gumbel,
     input_prep,
@@ -42,9 +41,10 @@ from aengine.kernels import (
     varlen_attention,
     write_qkv,
 )
-from aengine.kernels.bodies import launch as launching
+from aengine.kernels import triton as bodies
 from aengine.kernels.decode_attention import BatchSize
-from aengine.kernels.seat import triton_everywhere
+from aengine.kernels.dispatch import triton_everywhere
+from aengine.kernels.triton import launch as launching
 
 LIMITS = {
     75: 65_536,
@@ -113,7 +113,7 @@ class Compiler:
 
     @property
     def half(self) -> torch.dtype:
-        """What serving takes for 16 bit there (runner/gpu.py)."""
+        """What serving takes for 16 bit there (runner/platforms/cuda.py)."""
         return torch.bfloat16 if self.capability >= 80 else torch.float16
 
     def install(self) -> None:

@@ -8,7 +8,7 @@ from collections.abc import Iterator
 import pytest
 import torch
 
-from aengine.kernels.seat import triton_everywhere
+from aengine.kernels.dispatch import triton_everywhere
 
 
 @pytest.fixture(autouse=True)

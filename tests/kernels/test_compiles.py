@@ -27,7 +27,7 @@ def compiled(*args: str) -> str:
 def test_every_kernel_compiles() -> None:
     pytest.importorskip("triton")
     count = int(compiled("90").split()[0])
-    bodies = Path(__file__).parents[2] / "aengine/kernels/bodies"
+    bodies = Path(__file__).parents[2] / "aengine/kernels/triton"
     defined = sum(path.read_text().count("@triton.jit") for path in bodies.glob("*.py"))
     assert count >= defined / 2, f"{count} kernels were compiled, of {defined} functions"
 
@@ -47,15 +47,15 @@ class TestChoices:
     def shared_memory(self, monkeypatch: pytest.MonkeyPatch) -> None:
         pytest.importorskip("triton")
         self.limit = 232_448
-        from aengine.kernels.bodies import decode_attention, linear_skinny, linear_tiled, varlen_attention
+        from aengine.kernels.triton import decode_attention, linear_skinny, linear_tiled, varlen_attention
 
         for module in (decode_attention, linear_skinny, linear_tiled, varlen_attention):
             monkeypatch.setattr(module, "max_shared_memory", lambda: self.limit)
 
     def test_products_on_hopper(self) -> None:
-        from aengine.kernels.bodies.linear import _tiling
-        from aengine.kernels.bodies.linear_skinny import SkinnyTiling as S
-        from aengine.kernels.bodies.linear_tiled import TiledTiling as T
+        from aengine.kernels.triton.linear import _tiling
+        from aengine.kernels.triton.linear_skinny import SkinnyTiling as S
+        from aengine.kernels.triton.linear_tiled import TiledTiling as T
 
         def choice(rows: int, n: int, kind: str, k: int = 2048) -> S | T | None:
             x, weight = torch.empty(rows, k, dtype=HALF), torch.empty(1, dtype=HALF).expand(n, k)
@@ -82,8 +82,8 @@ class TestChoices:
         assert choice(64, 1024, "", k=576) is None and choice(64, 1008, "") is None
 
     def test_attention_on_hopper(self) -> None:
-        from aengine.kernels.bodies import decode_attention, varlen_attention
         from aengine.kernels.decode_attention import BatchSize
+        from aengine.kernels.triton import decode_attention, varlen_attention
 
         for head_bytes in (32, 64, 128, 256, 512, 1024):
             for rows in (16, 32):
@@ -98,8 +98,8 @@ class TestChoices:
 
     @pytest.mark.parametrize("limit", [65_536, 101_376, 166_912])
     def test_smaller_gpus_get_smaller_tiles(self, limit: int) -> None:
-        from aengine.kernels.bodies import decode_attention, varlen_attention
         from aengine.kernels.decode_attention import BatchSize
+        from aengine.kernels.triton import decode_attention, varlen_attention
 
         self.limit = limit
         for head_bytes in (32, 128, 256, 512):

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from aengine.kernels.decode_attention import BatchSize, DecodeWorkspace, decode_step_attention, plan_decode
-from aengine.kernels.seat import torch_bodies
+from aengine.kernels.dispatch import torch_bodies
 from aengine.kernels.varlen_attention import plan_prompts, varlen_attention
 from aengine.kernels.write_qkv import turn_and_write
 
@@ -225,7 +225,7 @@ def test_prompts(
 ) -> None:
     """``pack``: with blocks of that many heads, if the group allows it; None: as the tiling is."""
     if pack is not None:
-        from aengine.kernels.bodies import varlen_attention as body
+        from aengine.kernels.triton import varlen_attention as body
 
         monkeypatch.setattr(body, "_tiling", lambda *_: body._Tiling(32, 16, 4, 2, pack))
     for _ in range(4):
@@ -247,8 +247,8 @@ def test_tiles_of_gpus_with_little_shared_memory(
     rng: random.Random, gen: torch.Generator, triton_device: torch.device, dtype: torch.dtype, monkeypatch: Any
 ) -> None:
     """Of both kernels; less than any GPU has, so that all tiles are cut."""
-    from aengine.kernels.bodies import decode_attention as decodes
-    from aengine.kernels.bodies import varlen_attention as prompts
+    from aengine.kernels.triton import decode_attention as decodes
+    from aengine.kernels.triton import varlen_attention as prompts
 
     for body in (decodes, prompts):
         monkeypatch.setattr(body, "max_shared_memory", lambda: 30_000)

@@ -6,6 +6,7 @@ import random
 
 import torch
 
+from aengine.kernels.dispatch import torch_bodies as plain
 from aengine.kernels.input_prep import (
     ScalarColumns,
     append_tokens,
@@ -14,7 +15,6 @@ from aengine.kernels.input_prep import (
     prepare_decode,
     prepare_inputs,
 )
-from aengine.kernels.seat import torch_bodies as plain
 
 COLUMNS = ScalarColumns(seed=0, temperature=2, num_tokens=10, num_computed_tokens=11)
 

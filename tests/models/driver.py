@@ -11,12 +11,12 @@ from torch import Tensor
 
 from aengine.checkpoint.source import ModelSource, resolve_model
 from aengine.config import EngineConfig
-from aengine.runner.attention import Attention, AttentionMetadata, KvCache
+from aengine.runner.attention.torch_attention import Attention, AttentionMetadata, KvCache
 from aengine.runner.layers.linear import LinearFormat
-from aengine.runner.loader import LoadedWeights, load_weights
 from aengine.runner.model_config import ModelConfig
 from aengine.runner.models import build_model
 from aengine.runner.models.decoder import DecoderModel
+from aengine.runner.weights.loader import LoadedWeights, load_weights
 
 CPU = torch.device("cpu")
 

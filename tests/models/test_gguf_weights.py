@@ -19,7 +19,7 @@ from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedModel
 
 from aengine.checkpoint.gguf_file import GgufFile
 from aengine.errors import ModelLoadError
-from aengine.runner import loader
+from aengine.runner.weights import loader
 
 ARCHS = {
     "llama": gguf.MODEL_ARCH.LLAMA,

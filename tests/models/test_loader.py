@@ -17,11 +17,11 @@ from safetensors.torch import load_file, save_file
 from tiny import load_reference, make_tiny_model
 
 from aengine.errors import ModelLoadError
-from aengine.runner import loader
 from aengine.runner.layers.linear import LinearFormat
-from aengine.runner.loader import load_weights
 from aengine.runner.model_config import ModelConfig
 from aengine.runner.models import build_model
+from aengine.runner.weights import loader
+from aengine.runner.weights.loader import load_weights
 
 TinyModel = Callable[..., Path]
 TOKENS = list(range(40, 60))

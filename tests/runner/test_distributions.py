@@ -14,12 +14,12 @@ from runner_fakes import ConstantModel, make_runner, request
 from scipy import stats
 
 from aengine.ipc.messages import GrammarOutput, NewRequest, SchedulerOutput, int32
-from aengine.kernels.seat import triton_everywhere
+from aengine.kernels.dispatch import triton_everywhere
 from aengine.runner.input_batch import SampleBatch
-from aengine.runner.mask_memory import HostBitmasks
 from aengine.runner.model_runner import ModelRunner
 from aengine.runner.request_state import SCALAR_WORDS, RequestState
-from aengine.runner.sampler import Sampler, SamplerOutput
+from aengine.runner.sampling.bitmask_memory import HostBitmasks
+from aengine.runner.sampling.sampler import Sampler, SamplerOutput
 from aengine.runner.staged_writes import StagedArena
 
 VOCAB, ROWS, DRAWS, P_MIN = 40, 500, 10_000, 1e-6

@@ -16,8 +16,8 @@ import torch
 
 from aengine.config import EngineConfig
 from aengine.errors import ModelLoadError
-from aengine.runner import gpu as gpu_module
-from aengine.runner.gpu import GpuDevice, gpu_dtype, open_gpu
+from aengine.runner.platforms import cuda as gpu_module
+from aengine.runner.platforms.cuda import GpuDevice, gpu_dtype, open_gpu
 
 Patch = pytest.MonkeyPatch
 

@@ -15,19 +15,19 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
 
 from aengine.ipc.messages import GrammarOutput, NewRequest, SchedulerOutput, int32
-from aengine.kernels.seat import triton_everywhere
-from aengine.runner.attention import KvCache
-from aengine.runner.attention_backends import TritonPrefill
-from aengine.runner.cuda_graphs import GraphKind, graph_sizes
+from aengine.kernels.dispatch import triton_everywhere
+from aengine.runner.attention.library import TritonPrefill
+from aengine.runner.attention.torch_attention import KvCache
+from aengine.runner.graphs.cuda_graphs import GraphKind, graph_sizes
 from aengine.runner.layers.linear import LinearFormat
-from aengine.runner.loader import load_weights
-from aengine.runner.mask_memory import HostBitmasks
 from aengine.runner.model_config import ModelConfig
 from aengine.runner.model_runner import ModelRunner
 from aengine.runner.models import build_model
+from aengine.runner.sampling.bitmask_memory import HostBitmasks
+from aengine.runner.weights.loader import load_weights
 
 if TYPE_CHECKING:
-    from aengine.runner.gpu_startup import GpuSetup
+    from aengine.runner.startup.cuda import GpuSetup
 
 CPU = torch.device("cpu")
 NUM_BLOCKS, BLOCK_SIZE, MAX_LEN, MAX_SEQS = 32, 16, 96, 8
@@ -57,7 +57,7 @@ def make_runner(folder: Path, *, like_gpu: bool, enforce_eager: bool = True) -> 
     model = build_model(config, LinearFormat.choose("float32", CPU), CPU)
     load_weights(model, source, 0, lambda *report: None)
     if like_gpu:
-        from aengine.runner.gpu_attention import GpuKvCache
+        from aengine.runner.attention.triton_attention import GpuKvCache
 
         sizes = {"max_num_seqs": MAX_SEQS, "max_model_len": MAX_LEN, "prefill": TritonPrefill()}
         cache = GpuKvCache(config, NUM_BLOCKS, BLOCK_SIZE, torch.float32, CPU, **sizes)
@@ -173,8 +173,8 @@ def test_what_is_compiled_ahead_can_run(tmp_path: Path, monkeypatch: pytest.Monk
     """The walk that compiles the kernels, here launching them: their arguments are those of a real step."""
     from tiny import write_tiny_model
 
-    from aengine.kernels.bodies import launch
-    from aengine.runner.warm_up import compile_kernels
+    from aengine.kernels.triton import launch
+    from aengine.runner.startup.warm_up import compile_kernels
 
     monkeypatch.setattr(launch, "compiling", lambda num_threads: contextlib.nullcontext())
     runner = make_runner(write_tiny_model(tmp_path, "qwen3", seed=2), like_gpu=True)
@@ -193,7 +193,7 @@ def test_graph_sizes() -> None:
 def test_rows_are_sent_only_when_they_change(monkeypatch: pytest.MonkeyPatch) -> None:
     import numpy as np
 
-    from aengine.runner import cuda_graphs
+    from aengine.runner.graphs import cuda_graphs
     from aengine.runner.request_state import SCALAR_WORDS, RequestState
     from aengine.runner.staged_writes import StagedArena
 
@@ -222,7 +222,7 @@ def test_rows_are_sent_only_when_they_change(monkeypatch: pytest.MonkeyPatch) ->
 def test_rows_that_could_not_be_sent_are_sent_again(monkeypatch: pytest.MonkeyPatch) -> None:
     import numpy as np
 
-    from aengine.runner import cuda_graphs
+    from aengine.runner.graphs import cuda_graphs
     from aengine.runner.request_state import SCALAR_WORDS, RequestState
     from aengine.runner.staged_writes import StagedArena
 
@@ -244,8 +244,8 @@ class Launches(TorchDispatchMode):
     """Within: every launch of a step in order, our kernels' names with what they were given and torch's ops."""
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
-        from aengine.kernels import bodies
-        from aengine.kernels.bodies.launch import launch
+        from aengine.kernels import triton as bodies
+        from aengine.kernels.triton.launch import launch
 
         super().__init__()
         self.log: list[tuple[str, dict]] = []
@@ -322,7 +322,7 @@ def make_setup(folder: Path, **settings) -> GpuSetup:
 
     from aengine.checkpoint.source import resolve_model
     from aengine.config import EngineConfig
-    from aengine.runner.gpu_startup import GpuSetup
+    from aengine.runner.startup.cuda import GpuSetup
 
     config = EngineConfig.create(str(write_tiny_model(folder, "llama")), {"max_num_seqs": 4, **settings})
     model_config = ModelConfig.from_hf(resolve_model(config).hf_config)
@@ -346,7 +346,7 @@ def test_a_kernel_that_no_tile_makes_fit_is_an_error_of_one_line(
     from triton import OutOfResources
 
     from aengine.errors import ModelLoadError
-    from aengine.runner import gpu_startup
+    from aengine.runner.startup.load import cuda as gpu_startup
 
     def start(*args: object) -> None:
         raise OutOfResources(131_072, 65_536, "shared memory")
@@ -362,7 +362,7 @@ def test_a_library_without_memory_for_a_step_is_used_again(caplog: pytest.LogCap
     """It needs a copy of all contexts, which the profile does not know; our own kernel needs none."""
     import numpy as np
 
-    from aengine.runner.attention_backends import LibraryPrefill, PrefillMetadata
+    from aengine.runner.attention.library import LibraryPrefill, PrefillMetadata
 
     calls: list[int] = []
 

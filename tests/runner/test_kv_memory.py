@@ -11,8 +11,15 @@ from runner_fakes import FakeModel, expected_logits, make_runner, request, step
 
 from aengine.config import EngineConfig
 from aengine.errors import ModelLoadError
-from aengine.runner.kv_memory import GIB, cpu_budget, gpu_budget, plan_kv, profile_run, resolve_max_model_len
-from aengine.runner.machine import free_memory
+from aengine.runner.startup.kv_memory import (
+    GIB,
+    cpu_budget,
+    gpu_budget,
+    plan_kv,
+    profile_run,
+    resolve_max_model_len,
+)
+from aengine.system.memory import free_memory
 
 
 def config(**settings: Any) -> EngineConfig:

@@ -12,8 +12,8 @@ from runner_fakes import ConstantModel, FakeModel, expected_logits, make_runner,
 
 from aengine.errors import InternalError
 from aengine.ipc.messages import GrammarOutput, SchedulerOutput, int32
-from aengine.runner import features
 from aengine.runner.model_runner import ModelRunner
+from aengine.runner.sampling import features
 
 VOCAB = 97
 

@@ -13,7 +13,7 @@ from aengine.checkpoint.source import ModelSource
 from aengine.config import EngineConfig
 from aengine.errors import ModelLoadError
 from aengine.runner.model_runner import ModelRunner
-from aengine.runner.startup import load_runner
+from aengine.runner.startup.load import load_runner
 
 VOCAB = 120
 TINY = {

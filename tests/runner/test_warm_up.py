@@ -15,13 +15,13 @@ import pytest
 import torch
 
 from aengine.ipc.messages import NewRequest, SchedulerOutput, int32
-from aengine.kernels.seat import triton_everywhere
-from aengine.runner.attention_backends import TritonPrefill
+from aengine.kernels.dispatch import triton_everywhere
+from aengine.runner.attention.library import TritonPrefill
 from aengine.runner.layers.linear import LinearFormat
-from aengine.runner.loader import load_weights
 from aengine.runner.model_config import ModelConfig
 from aengine.runner.model_runner import ModelRunner
 from aengine.runner.models import build_model
+from aengine.runner.weights.loader import load_weights
 
 sys.path.append(str(Path(__file__).parents[1] / "models"))  # behind all else: that folder has a conftest.py too
 
@@ -36,8 +36,8 @@ class Recorder:
     """In place of `launch`: which kernels would have to be compiled."""
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
-        from aengine.kernels import bodies
-        from aengine.kernels.bodies.launch import launch
+        from aengine.kernels import triton as bodies
+        from aengine.kernels.triton.launch import launch
 
         self.compiled: set[tuple] = set()
         self.runs = True
@@ -73,7 +73,7 @@ class Recorder:
 def make_runner(folder: Path, max_num_seqs: int) -> tuple[ModelRunner, ModelConfig]:
     from aengine.checkpoint.source import resolve_model
     from aengine.config import EngineConfig
-    from aengine.runner.gpu_attention import GpuKvCache
+    from aengine.runner.attention.triton_attention import GpuKvCache
 
     source = resolve_model(EngineConfig.create(str(folder), {}))
     config = ModelConfig.from_hf(source.hf_config)
@@ -123,8 +123,8 @@ def test_serving_compiles_nothing(
     pytest.importorskip("triton")
     from tiny import write_tiny_model
 
-    from aengine.kernels.bodies import launch, varlen_attention
-    from aengine.runner.warm_up import compile_kernels
+    from aengine.kernels.triton import launch, varlen_attention
+    from aengine.runner.startup.warm_up import compile_kernels
 
     monkeypatch.setattr(launch, "compiling", lambda num_threads: contextlib.nullcontext())
     monkeypatch.setattr(varlen_attention, "LARGE_TILES_FROM", 260)

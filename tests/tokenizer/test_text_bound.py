@@ -10,8 +10,8 @@ from tokenizers import AddedToken, decoders, models, normalizers, pre_tokenizers
 
 from aengine import EngineConfig
 from aengine.checkpoint.source import resolve_model
-from aengine.engine.text_bound import most_characters
-from aengine.engine.tokenizer import Tokenizer
+from aengine.tokenizer.text_bound import most_characters
+from aengine.tokenizer.tokenizer import Tokenizer
 
 BYTES = {f"<0x{byte:02X}>": byte for byte in range(256)}
 

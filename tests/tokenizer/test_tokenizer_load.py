@@ -16,8 +16,8 @@ import pytest
 from tokenizer_helpers import TEXTS, smollm2, wordpiece
 
 from aengine.checkpoint import ModelSource
-from aengine.engine.tokenizer import Tokenizer
 from aengine.errors import InvalidRequestError, ModelLoadError
+from aengine.tokenizer.tokenizer import Tokenizer
 
 MESSAGES = [
     {"role": "system", "content": "Be brief."},

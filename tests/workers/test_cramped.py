@@ -17,7 +17,7 @@ from worker_helpers import HERE, gone, leftovers, make, start
 from aengine.errors import EngineError, InternalError, ModelLoadError, WorkerDiedError
 from aengine.ipc.channel import HostChannel
 from aengine.ipc.shm import Segment
-from aengine.ulimits import is_want_of_memory, memory_ulimit_hint
+from aengine.system.ulimits import is_want_of_memory, memory_ulimit_hint
 
 PROGRAM = """
     import asyncio, sys

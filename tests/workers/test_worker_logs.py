@@ -14,9 +14,9 @@ import pytest
 from fake_runner import FLOOD, LOG, LOG_AND_KILL, LOG_AND_RAISE, LOG_FROM_A_THREAD
 from worker_helpers import running, step
 
-from aengine.engine.worker_logs import level_for_workers, log_for_worker
 from aengine.errors import InternalError, WorkerDiedError
 from aengine.ipc.messages import Kind, unpack
+from aengine.telemetry.worker_logs import level_for_workers, log_for_worker
 from aengine.workers import logs as module
 from aengine.workers.logs import BURST, MOST_QUEUED, WorkerLogs
 

@@ -16,9 +16,9 @@ from typing import Protocol
 from torch import Tensor
 
 from ..model_config import ModelConfig
+from ..weights.slot import Slot
 from .linear import Linear, LinearFormat
 from .norm import RMSNorm
-from .slot import Slot
 
 __all__ = ["AttentionCall", "AttentionLayer", "DecoderLayer"]
 
@@ -38,7 +38,7 @@ class AttentionLayer:
 
 
 class AttentionCall(Protocol):
-    """What the layers need of the step's attention (runner/attention.py)."""
+    """What the layers need of the step's attention (runner/attention/torch_attention.py)."""
 
     def begin(self, positions: Tensor) -> None:
         """Once a step, before its first layer. positions: int64 [num_tokens]."""

@@ -7,8 +7,8 @@ from collections.abc import Callable, Iterator
 import torch
 from torch import Tensor
 
+from ..weights.slot import Slot
 from .linear import LinearFormat
-from .slot import Slot
 
 __all__ = ["Embedding"]
 

@@ -27,8 +27,8 @@ from torch import Tensor
 from ...errors import ModelLoadError
 from ...kernels.activation import silu_and_mul
 from ...kernels.linear import add_linear, norm_gated_linear, norm_linear
+from ..weights.slot import Slot
 from .norm import RMSNorm
-from .slot import Slot
 
 __all__ = ["Linear", "LinearFormat", "Weight"]
 

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from ...kernels.rms_norm import rms_norm
-from .slot import Slot
+from ..weights.slot import Slot
 
 __all__ = ["RMSNorm"]
 

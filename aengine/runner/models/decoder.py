@@ -11,8 +11,8 @@ from ..layers.decoder import AttentionCall, DecoderLayer
 from ..layers.embedding import Embedding
 from ..layers.linear import Linear, LinearFormat
 from ..layers.norm import RMSNorm
-from ..layers.slot import Slot
 from ..model_config import ModelConfig
+from ..weights.slot import Slot
 
 __all__ = ["DecoderModel"]
 

@@ -1,0 +1,184 @@
+"""Chats with tools, reasoning and an answer of a shape, over the engine's plain streams.
+
+ChatRequest ──plan_chat (a thread)──> ChatPlan: prompt ids + GrammarSpec ──submit──> TokenStream ──> ChatStream
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+from ..errors import DeadlineExceededError, GrammarError, InvalidRequestError
+from ..params import SamplingParams, StructuredOutput
+from ..structured.asked_type import OnUnsupported, check_on_unsupported, constraint_of
+from ..structured.output_type import OutputType
+from ..structured.service import GrammarService
+from ..structured.spec import GrammarSpec, spec_of
+from ..tokenizer.tokenizer import Tokenizer
+from . import (
+    ReasoningFormat,
+    Tool,
+    ToolChoice,
+    ToolFormat,
+    compose,
+    left_out,
+    suspects,
+    tools_of,
+)
+from .formats import Markers
+from .prompt import ChatPrompt, PromptOptions, marker_ids
+
+__all__ = ["ChatPlan", "ChatRequest", "check_grammar", "plan_chat", "plan_within"]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ChatRequest:
+    """What a caller asks for, besides how to sample. Raises InvalidRequestError for what can be told at once."""
+
+    messages: Sequence[Mapping[str, Any]]
+    tools: Sequence[Any] | None = None
+    tool_choice: Any = None
+    parallel_tool_calls: bool | None = None
+    output_type: Any = None
+    structured_output: StructuredOutput | None = None
+    """The shape of the answer, if it is not that of ``output_type``."""
+    on_unsupported: OnUnsupported = "error"
+    """Of the tools' schemas and the answer's."""
+    chat_template_kwargs: Mapping[str, Any] | None = None
+    add_generation_prompt: bool | None = None
+    continue_final_message: bool = False
+
+    def __post_init__(self) -> None:
+        messages, parallel = self.messages, self.parallel_tool_calls
+        if not isinstance(messages, Sequence) or not all(isinstance(m, Mapping) for m in messages):
+            raise InvalidRequestError(
+                "chat needs a list of messages such as {'role': 'user', 'content': '...'}", param="messages"
+            )
+        if parallel is not None and not isinstance(parallel, bool):
+            raise InvalidRequestError("parallel_tool_calls must be True, False or None", param="parallel_tool_calls")
+        if self.output_type is not None and self.structured_output is not None:
+            raise InvalidRequestError("give output_type or params.structured_output, not both", param="output_type")
+        check_on_unsupported(self.on_unsupported)
+        _ = self.prompt_options
+
+    @property
+    def prompt_options(self) -> PromptOptions:
+        return PromptOptions.of(self.chat_template_kwargs, self.add_generation_prompt, self.continue_final_message)
+
+    @classmethod
+    def of(cls, params: SamplingParams, **asked: Any) -> ChatRequest:
+        """Raises InvalidRequestError, also for parameters that no chat can have."""
+        if not isinstance(params, SamplingParams):
+            raise InvalidRequestError(f"params must be SamplingParams, not {type(params).__name__}", param="params")
+        if not params.detokenize:
+            raise InvalidRequestError("a chat needs the text: detokenize must be True", param="detokenize")
+        return cls(structured_output=params.structured_output, **asked)
+
+    @property
+    def is_relaxed(self) -> bool:
+        return self.on_unsupported == "relax"
+
+    def shape(self) -> tuple[GrammarSpec | None, OutputType | None]:
+        """Of an answer that calls no tool, and the type that it has. Raises GrammarError and InvalidRequestError."""
+        wanted, known = self.structured_output, None
+        if self.output_type is not None:
+            known = OutputType.of(self.output_type)
+            wanted = constraint_of(known, self.on_unsupported)
+        if wanted is None:
+            return None, None
+        return spec_of(replace(wanted, on_unsupported="relax") if self.is_relaxed else wanted), known
+
+
+@dataclass(frozen=True, slots=True)
+class ChatPlan:
+    """What a chat asks of the engine, and how its answer is read."""
+
+    prompt: list[int]
+    spec: GrammarSpec | None
+    shape: GrammarSpec | None  # of an answer that calls nothing; a part of the spec
+    tools: tuple[Tool, ...]  # that the answer may call
+    tool_format: ToolFormat
+    reasoning: ReasoningFormat | None
+    output_type: OutputType | None
+    is_relaxed: bool
+    warnings: tuple[str, ...]
+    marker_ids: frozenset[int]  # control tokens that tell the parts of the answer apart
+
+
+def plan_chat(tokenizer: Tokenizer, asked: ChatRequest) -> ChatPlan:
+    """Blocking, for a thread: large schemas take their time. Raises InvalidRequestError and GrammarError."""
+    known = tools_of(asked.tools)
+    choice = ToolChoice.of(asked.tool_choice, known)
+    allowed = choice.allowed(known)
+    shape, output_type = asked.shape()
+    parallel = asked.parallel_tool_calls
+    prompt = ChatPrompt.of(tokenizer, asked.messages, known, asked.prompt_options)
+    tool_format, reasoning = prompt.tool_format, prompt.reasoning
+    spec = compose(
+        tools=known,
+        tool_choice=choice,
+        parallel=tool_format.parallel if parallel is None else parallel,
+        tool_format=tool_format,
+        reasoning=reasoning,
+        shape=shape,
+        token_id=marker_ids(tokenizer),
+        relax=asked.is_relaxed,
+    )
+    return ChatPlan(
+        prompt=prompt.ids(tokenizer),
+        spec=spec,
+        shape=shape,
+        tools=allowed,
+        tool_format=tool_format,
+        reasoning=reasoning,
+        output_type=output_type,
+        is_relaxed=asked.is_relaxed,
+        # what stands for itself is looked after by the library
+        warnings=() if spec is shape else left_out(tools=allowed, shape=shape, relax=asked.is_relaxed),
+        marker_ids=frozenset(token_id for _, token_id in Markers.of(tool_format, reasoning, marker_ids(tokenizer)).ids),
+    )
+
+
+async def check_grammar(grammars: GrammarService, plan: ChatPlan) -> None:
+    """Compile the plan's grammar; whoever asks next finds it. A GrammarError names the tool, or the answer's schema."""
+    if plan.spec is None:
+        return
+    try:
+        await grammars.prepare(plan.spec)
+    except GrammarError as error:
+        if error.kind == "too_complex":  # the parts would take as long
+            raise
+        for owner, spec in suspects(tools=plan.tools, shape=plan.shape, relax=plan.is_relaxed):
+            try:
+                await grammars.prepare(spec)
+            except GrammarError as found:
+                raise GrammarError(f"{owner}: {found}", kind=found.kind, path=found.path) from None
+        raise
+
+
+async def plan_within(
+    deadline: float | None,
+    first_token_deadline: float | None,
+    grammars: GrammarService,
+    tokenizer: Tokenizer,
+    asked: ChatRequest,
+) -> ChatPlan:
+    """`plan_chat`, in a thread, and `check_grammar`, for as many seconds as both deadlines allow.
+
+    Raises what those do, and DeadlineExceededError.
+    """
+    limit = min((seconds for seconds in (deadline, first_token_deadline) if seconds is not None), default=None)
+    try:
+        async with asyncio.timeout(limit) as timeout:
+            plan = await grammars.run(plan_chat, tokenizer, asked)
+            await check_grammar(grammars, plan)
+    except TimeoutError:
+        if limit is None or not timeout.expired():
+            raise
+        message = f"the chat was not begun within its deadline of {limit:g} s"
+        if limit != deadline:
+            message = f"no token within first_token_deadline={limit:g} s (the chat was being prepared)"
+        raise DeadlineExceededError(message, deadline=limit) from None
+    return plan

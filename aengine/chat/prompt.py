@@ -1,0 +1,135 @@
+"""From chat messages and tools to the prompt that a model is given for them."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+from ..errors import InvalidRequestError
+from ..tokenizer.chat_template import check_continued, check_messages, check_template_variables
+from ..tokenizer.tokenizer import Tokenizer
+from ..tokenizer.traced_text import TracedText
+from . import ReasoningFormat, ToolFormat, detect, tools_of
+from .formats import TextTokenId, TokenId
+from .history import with_instructions, written_out
+
+__all__ = ["ChatPrompt", "PromptOptions", "marker_ids"]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PromptOptions:
+    """How messages are put through the chat template. Raises InvalidRequestError for what is no such option."""
+
+    chat_template_kwargs: Mapping[str, Any] = field(default_factory=dict)
+    add_generation_prompt: bool = True
+    continue_final_message: bool = False
+
+    @classmethod
+    def of(
+        cls,
+        chat_template_kwargs: Mapping[str, Any] | None,
+        add_generation_prompt: bool | None,
+        continue_final_message: bool,
+    ) -> PromptOptions:
+        """``add_generation_prompt`` None: unless the final message is continued."""
+        for name, value in (
+            ("add_generation_prompt", add_generation_prompt),
+            ("continue_final_message", continue_final_message),
+        ):
+            if not isinstance(value, bool) and not (value is None and name == "add_generation_prompt"):
+                raise InvalidRequestError(f"{name} must be True or False", param=name)
+        if add_generation_prompt and continue_final_message:
+            raise InvalidRequestError(
+                "continue_final_message goes on with the last message, and add_generation_prompt begins another: "
+                "give one of them",
+                param="continue_final_message",
+            )
+        if chat_template_kwargs is not None:
+            check_template_variables(chat_template_kwargs)
+        return cls(
+            chat_template_kwargs=dict(chat_template_kwargs or {}),
+            add_generation_prompt=not continue_final_message
+            if add_generation_prompt is None
+            else add_generation_prompt,
+            continue_final_message=continue_final_message,
+        )
+
+
+@dataclass(frozen=True, slots=True)
+class ChatPrompt:
+    """The text, and in which formats the answer to it comes."""
+
+    text: TracedText
+    tool_format: ToolFormat
+    reasoning: ReasoningFormat | None
+    """As it is after the prompt: begun by it, or None if it can't come any more."""
+
+    @classmethod
+    def of(
+        cls,
+        tokenizer: Tokenizer,
+        messages: Sequence[Mapping[str, Any]],
+        tools: Sequence[Any] | None,
+        options: PromptOptions,
+    ) -> ChatPrompt:
+        """``tools`` as of `tools_of`. Raises InvalidRequestError for those and for messages that can't be shown."""
+        check_messages(messages)
+        messages = [message for message in messages]  # noqa: C416 (list() would believe what a sequence says of its length)
+        if not messages:
+            raise InvalidRequestError("messages must be a list of at least one message", param="messages")
+        if options.continue_final_message:
+            check_continued(messages[-1])
+        last = messages[-1]
+        tool_format, reasoning = detect(tokenizer.chat_template_source)
+        shown = [tool.for_template() for tool in tools_of(tools)]
+        if tool_format.instructions:  # the template shows neither tools nor calls, or in a way that is not known
+            messages = written_out(messages, tool_format)
+            if shown:
+                takes_system = _takes_system(tokenizer)
+                messages = with_instructions(messages, tool_format.describe(shown), takes_system=takes_system)
+            shown = []
+        text = tokenizer.apply_chat_template(
+            messages,
+            tools=shown or None,
+            add_generation_prompt=options.add_generation_prompt,
+            continue_final_message=options.continue_final_message,
+            **options.chat_template_kwargs,
+        )
+        if reasoning is not None:
+            if options.continue_final_message:
+                reasoning = _within(reasoning, last)
+            else:  # a message's own "<think>" begins nothing
+                reasoning = reasoning.after_prompt(text.without_messages())
+        return cls(text, tool_format, reasoning)
+
+    def ids(self, tokenizer: Tokenizer) -> list[int]:
+        return tokenizer.encode(self.text, add_special_tokens=False)  # the template wrote them
+
+
+def marker_ids(tokenizer: Tokenizer) -> TokenId:
+    """Which names are tokens of the model's, for `aengine.chat`."""
+
+    def token_id(name: str) -> int | None:
+        found = tokenizer.added_token_id(name)
+        return found if found is None or found in tokenizer.special_ids else TextTokenId(found)
+
+    return token_id
+
+
+def _within(reasoning: ReasoningFormat, continued: Mapping[str, Any]) -> ReasoningFormat | None:
+    """In an answer that goes on: reasoning in which it is, or None if the answer proper has begun."""
+    content = continued.get("content")
+    if content and not isinstance(content, str):
+        content = "\n".join(part["text"] for part in content)
+    is_open = content.rfind(reasoning.begin) > content.rfind(reasoning.end) if content else True
+    return replace(reasoning, begun=True, is_continued=True) if is_open else None
+
+
+def _takes_system(tokenizer: Tokenizer) -> bool:
+    """Whether the chat template shows a system message; some raise, some pass over it."""
+    probe = [{"role": "system", "content": "system-probe"}, {"role": "user", "content": "Hello"}]
+    try:
+        return "system-probe" in tokenizer.apply_chat_template(probe)
+    except InvalidRequestError:
+        return False

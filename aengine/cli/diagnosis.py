@@ -1,0 +1,320 @@
+"""`diagnose`: what the engine finds on this machine, what it would choose, and what to do about what is wrong.
+
+Everything is tried as an engine would do it when it starts: shared memory is made, torch is imported in a process of
+its own (`aengine.runner.platforms.probe`), models are looked for where they would be. The network is not asked.
+"""
+
+from __future__ import annotations
+
+import importlib.metadata
+import importlib.util
+import json
+import os
+import platform
+import re
+import resource
+import shutil
+import subprocess
+import sys
+import sysconfig
+from collections.abc import Iterator
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any, Literal
+
+from ..checkpoint.embedded import EMBEDDED_MODELS, find_embedded
+from ..config import EngineConfig, is_offline, model_cache, thread_environment, worker_environment
+from ..errors import EngineError, ModelLoadError
+from ..ipc.channel import HostChannel
+from ..system.cgroups import cpu_quota, memory_left, memory_limit, num_usable_cpus
+from ..system.ulimits import memory_ulimit_hint
+
+__all__ = ["Diagnosis", "Finding", "diagnose"]
+
+Status = Literal["ok", "note", "warning", "error"]
+
+GIB = 1024**3
+_PROBE_TIMEOUT = 120.0  # a cold disk and a large torch; usually two seconds
+_MASK_BYTES = 5_000_000  # shared with the worker beside the rings, for a vocabulary of 150,000
+_FEW_DESCRIPTORS = 256
+_SHOWN_MODELS = 6
+
+
+@dataclass(frozen=True, slots=True)
+class Finding:
+    """One thing that was looked at. "error": no engine starts; "warning": it runs, but not as it could."""
+
+    name: str
+    status: Status
+    found: str
+    advice: str = ""
+    """What it means and what to do; "" if there is nothing to do."""
+
+
+@dataclass(frozen=True, slots=True)
+class Diagnosis:
+    version: str
+    findings: list[Finding]
+    choices: dict[str, Any]
+    """What an engine with default settings would take: device, weights, dtype, threads, attention, kv_cache_bytes."""
+
+    @property
+    def ok(self) -> bool:
+        """Whether nothing was found that keeps an engine from running."""
+        return all(finding.status != "error" for finding in self.findings)
+
+    def to_json(self) -> dict[str, Any]:
+        return {"ok": self.ok, **asdict(self)}
+
+
+def diagnose(version: str = "") -> Diagnosis:
+    """Look at everything. Blocking: two or three seconds, most of them torch's import in another process."""
+    config = EngineConfig(model="-")  # the defaults are what is wanted of it
+    with _start_probe(config) as process:
+        try:
+            findings = [_python(), _packages(), _compiler(), _cpu(config), _memory(), _shared_memory(config)]
+            findings += [_descriptors(), _hub_cache(), _models()]
+            report = _read_probe(process)
+        finally:
+            process.kill()  # nothing, if it has ended
+    devices = [report] if isinstance(report, Finding) else list(_devices(report))
+    findings[2:2] = devices
+    choices = {} if isinstance(report, Finding) else report["choices"]
+    return Diagnosis(version, findings, choices)
+
+
+# -- Python and packages
+
+
+def _python() -> Finding:
+    libc = " ".join(platform.libc_ver()).strip() or "unknown C library"
+    found = f"{platform.python_version()} ({sys.executable}), {platform.system()} {platform.release()}, {libc}"
+    if sys.platform != "linux" or platform.machine() not in ("x86_64", "aarch64"):
+        return Finding("Python", "error", f"{found}, {platform.machine()}", "aengine runs on Linux, x86-64 and arm64")
+    return Finding("Python", "ok", f"{found}, {platform.machine()}")
+
+
+def _packages() -> Finding:
+    try:
+        needs = importlib.metadata.requires("aengine") or []
+    except importlib.metadata.PackageNotFoundError:
+        advice = "it runs from a folder: what it needs can't be compared with what is here; pip install -e that folder"
+        return Finding("packages", "note", "aengine is not installed as a package", advice)
+    wrong: list[str] = []
+    for need in needs:
+        match = re.match(r"([\w.-]+)(?:>=([\d.]+))?", need)
+        if match is None or "extra ==" in need:
+            continue
+        try:
+            version = importlib.metadata.version(match[1])
+        except importlib.metadata.PackageNotFoundError:
+            wrong.append(match[1])
+            continue
+        if match[2] and _numbers(version) < _numbers(match[2]):
+            wrong.append(f"'{match[1]}>={match[2]}'")
+    if wrong:
+        return Finding("packages", "error", f"missing or too old: {', '.join(wrong)}", f"pip install {' '.join(wrong)}")
+    extras = [name for name in ("uvloop", "pydantic", "xgrammar") if importlib.util.find_spec(name) is not None]
+    return Finding("packages", "ok", "all that is needed" + (f", and {', '.join(extras)}" if extras else ""))
+
+
+def _numbers(version: str) -> tuple[int, ...]:
+    return tuple(int(word) for word in re.findall(r"\d+", version.partition("+")[0])[:3])
+
+
+def _compiler() -> Finding:
+    compiler = next((path for name in ("gcc", "clang") if (path := shutil.which(name)) is not None), "")
+    headers = (Path(sysconfig.get_paths()["include"]) / "Python.h").is_file()
+    found = f"{compiler or 'none'}, Python's headers: {'yes' if headers else 'no'}"
+    if compiler and headers:
+        return Finding("C compiler", "ok", found)
+    advice = "only a GPU needs them, for Triton's launchers: apt install gcc python3-dev"
+    return Finding("C compiler", "note", found, advice)
+
+
+# -- the machine
+
+
+def _cpu(config: EngineConfig) -> Finding:
+    cores, quota, usable = len(os.sched_getaffinity(0)), cpu_quota(), num_usable_cpus()
+    text = _read("/proc/cpuinfo")
+    model = re.search(r"^model name\s*: (.*)$", text, re.MULTILINE)
+    flags = set((re.search(r"^(?:flags|Features)\s*: (.*)$", text, re.MULTILINE) or ["", ""])[1].split())
+    known = (
+        "avx2",
+        "avx512f",
+        "avx512_bf16",
+        "avx512_fp16",
+        "amx_bf16",
+        "amx_fp16",
+        "asimd",
+        "asimdhp",
+        "bf16",
+        "i8mm",
+    )
+    found = f"{cores} cores" + (f", a quota of {quota:g} CPUs" if quota is not None else "")
+    found += f"; {model[1] if model else platform.machine()}; {' '.join(name for name in known if name in flags)}"
+    if platform.machine() == "x86_64" and "avx2" not in flags:
+        return Finding(
+            "CPU", "warning", found, "without AVX2 a model on the CPU is several times slower: use another machine"
+        )
+    if quota is not None and quota < 1:
+        advice = "less than one CPU: the whole process is stopped for a part of each 100 ms. Raise the limit (docker "
+        return Finding("CPU", "warning", found, advice + "run --cpus, in Kubernetes resources.limits.cpu)")
+    if usable < cores:
+        return Finding(
+            "CPU", "note", found, f"threads are bounded by the quota; num_threads={usable} is the most that pays"
+        )
+    return Finding("CPU", "ok", found)
+
+
+def _memory() -> Finding:
+    total = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+    limit, left = memory_limit(), memory_left()
+    available = re.search(r"^MemAvailable:\s+(\d+) kB$", _read("/proc/meminfo"), re.MULTILINE)
+    free = min(int(available[1]) * 1024 if available else total, total if left is None else left)
+    found = f"{free / GIB:.1f} GiB of {total / GIB:.1f} GiB are free"
+    if limit is not None and limit < total:
+        found += f", the container may use {limit / GIB:.1f} GiB"
+    hint = memory_ulimit_hint().lstrip("; ")
+    if hint:
+        return Finding("memory", "warning", found, hint)
+    if free < 2 * GIB:
+        advice = "a worker takes 1 GiB, and twice the model's file on a CPU: take a small model, or free memory"
+        return Finding("memory", "warning", found, advice)
+    return Finding("memory", "ok", found)
+
+
+def _shared_memory(config: EngineConfig) -> Finding:
+    needed = 2 * config.ring_bytes + _MASK_BYTES
+    try:
+        HostChannel.create(config.ring_bytes, _MASK_BYTES).close()
+        room = os.statvfs("/dev/shm")
+    except (EngineError, OSError) as error:
+        return Finding("/dev/shm", "error", f"an engine's {needed / 1e6:.0f} MB can't be shared", str(error))
+    free = room.f_bavail * room.f_frsize
+    found = f"{free / 1e6:.0f} MB free; an engine takes {needed / 1e6:.0f} MB"
+    return Finding("/dev/shm", "ok", found)
+
+
+def _descriptors() -> Finding:
+    limit = resource.getrlimit(resource.RLIMIT_NOFILE)[0]
+    found = "no limit" if limit == resource.RLIM_INFINITY else f"{limit} may be open"
+    if limit != resource.RLIM_INFINITY and limit < _FEW_DESCRIPTORS:
+        return Finding("descriptors", "warning", found, "few for a server beside an engine: ulimit -n 4096")
+    return Finding("descriptors", "ok", found)
+
+
+def _read(path: str) -> str:
+    try:
+        return Path(path).read_text(errors="replace")
+    except OSError:
+        return ""
+
+
+# -- models
+
+
+def _hub_cache() -> Finding:
+    try:
+        from huggingface_hub import constants, get_token
+    except Exception as error:
+        return Finding(
+            "hub cache", "error", f"huggingface_hub can't be imported: {error}", "pip install huggingface-hub"
+        )
+    folder = Path(constants.HF_HUB_CACHE)
+    found = f"{folder}; {'a token is set' if get_token() else 'no token'}"
+    if is_offline():
+        return Finding("hub cache", "note", found, "HF_HUB_OFFLINE is set: only models in the cache can be loaded")
+    if not _can_write(folder):
+        advice = "models of the hub can't be fetched: set HF_HOME to a folder that can be written"
+        return Finding("hub cache", "warning", found + "; can't be written", advice)
+    return Finding("hub cache", "ok", found)
+
+
+def _models() -> Finding:
+    names = []
+    for name in EMBEDDED_MODELS:
+        try:
+            find_embedded(name)
+            names.append(name)
+        except ModelLoadError:
+            pass
+    names += sorted(_hub_models())
+    if not names:
+        name = next(iter(EMBEDDED_MODELS))
+        advice = f"aengine model add {name} fetches a small one"
+        if not _can_write(model_cache()):
+            advice += "; first set XDG_CACHE_HOME to a folder that can be written"
+        return Finding("models", "note", "none is here", advice)
+    more = f", and {len(names) - _SHOWN_MODELS} more" if len(names) > _SHOWN_MODELS else ""
+    return Finding("models", "ok", ", ".join(names[:_SHOWN_MODELS]) + more)
+
+
+def _hub_models() -> Iterator[str]:
+    """Ids of the repositories in the hub's cache that have weights."""
+    from huggingface_hub import constants
+
+    for folder in Path(constants.HF_HUB_CACHE).glob("models--*--*"):
+        if any(folder.glob("snapshots/*/*.safetensors")) or any(folder.glob("snapshots/*/**/*.gguf")):
+            yield folder.name.removeprefix("models--").replace("--", "/", 1)
+
+
+def _can_write(folder: Path) -> bool:
+    """Whether ``folder`` may be written to, or made."""
+    there = next((path for path in (folder, *folder.parents) if path.exists()), folder)
+    return there.is_dir() and os.access(there, os.W_OK | os.X_OK)
+
+
+# -- torch and the GPU, asked in another process
+
+
+def _start_probe(config: EngineConfig) -> subprocess.Popen[str]:
+    environment = worker_environment() | thread_environment(config)
+    command = [sys.executable, "-m", "aengine.runner.platforms.probe"]
+    return subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, env=environment)
+
+
+def _read_probe(process: subprocess.Popen[str]) -> dict[str, Any] | Finding:
+    try:
+        out, errors = process.communicate(timeout=_PROBE_TIMEOUT)
+    except subprocess.TimeoutExpired:
+        advice = "a driver or a disk that does not answer: try `python -c 'import torch; torch.cuda.init()'`"
+        return Finding("torch", "error", f"no answer within {_PROBE_TIMEOUT:.0f} s", advice)
+    if process.returncode == 0:
+        report: dict[str, Any] = json.loads(out.splitlines()[-1])
+        return report
+    last = errors.strip().splitlines()[-1] if errors.strip() else "it said nothing"
+    advice = "install it again: pip install --force-reinstall torch (on a machine without a GPU from torch's CPU index)"
+    if process.returncode < 0:
+        last = f"the process was killed by signal {-process.returncode}; {last}"
+    return Finding("torch", "error", f"can't be used: {last}", advice)
+
+
+def _devices(report: dict[str, Any]) -> Iterator[Finding]:
+    build = f"for CUDA {report['cuda']}" if report["cuda"] else "for the CPU"
+    units = ", 16-bit matrix products are faster" if report.get("matrix_units") else ""
+    found = f"{report['torch']}, built {build}; CPU kernels: {report['cpu_capability']}{units}"
+    if report["cpu_problem"]:
+        yield Finding(
+            "torch", "error", found, f"its kernels fail on this CPU ({report['cpu_problem']}): use dtype='float32'"
+        )
+    elif report["cuda"] and not report["driver"]:
+        advice = "of no use here: its CPU build is 3 GB smaller, see docs/install.md"
+        yield Finding("torch", "note", found, advice)
+    else:
+        yield Finding("torch", "ok", found)
+    gpu = report["gpu"]
+    if gpu is not None:
+        memory = f"{gpu['free_memory'] / GIB:.1f} of {gpu['total_memory'] / GIB:.1f} GiB free"
+        text = f"{gpu['name']}, compute capability {gpu['capability']}, {memory}, driver {report['driver']}"
+        yield Finding("GPU", "ok", text)
+    elif report["driver"]:
+        yield Finding("GPU", "warning", f"not used, though driver {report['driver']} is here", report["gpu_problem"])
+    else:
+        yield Finding("GPU", "ok", "none: there is no NVIDIA driver")
+    triton = report["triton"] or "not installed"
+    if report["triton_problem"]:
+        yield Finding("Triton", "error", triton, report["triton_problem"])
+    else:
+        yield Finding("Triton", "ok", triton if gpu is not None else f"{triton} (only a GPU needs it)")

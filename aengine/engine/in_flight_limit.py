@@ -1,0 +1,71 @@
+"""How many steps the worker is given ahead: two, or as many as it takes while the host's loop is busy elsewhere.
+
+A host that blocks its loop (50 ms of JSON, an unawaited query) neither takes answers nor gives steps meanwhile. The
+scheduler can make steps far ahead: a token in flight counts as known, lengths are known too, and what is sampled past a
+stop is dropped. So when the loop has been late, the worker gets the steps of as long a time as it was late, and runs on
+alone.
+
+Lateness is the loop's own: the time between the moment at which the worker sent an answer, by the clock that both
+processes share, and the moment at which the step loop takes it. How long a step takes does not enter into it.
+
+    in flight    [step 7][step 8] [step 9 ... step 40]          with a new request, an abort, a deadline:
+                  given anyway     leased                       REVOKE; those not begun are dropped, `Scheduler.revoke`
+
+A leased step does nothing but continue requests that decode (`Scheduler.is_steady`), so it can be taken back, and
+nobody waits for more than the steps that are given anyway.
+"""
+
+from __future__ import annotations
+
+import math
+import time
+from collections import deque
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from ..scheduler.scheduler import Scheduler
+
+__all__ = ["Lease"]
+
+_LATE = 0.004  # seconds; below, two steps in flight do
+_MARGIN = 1.5
+_HALF_LIFE = 2.0  # seconds in which half of a lateness is forgotten
+_NUM_INTERVALS = 8
+_SPARE_BLOCKS = 8  # free, for each running request: leased steps take blocks early, and should preempt nobody
+
+
+class Lease:
+    """Measures how late the step loop takes answers and how long steps take, and says how many may be in flight."""
+
+    def __init__(self, base: int, most: int) -> None:
+        """``base`` with a loop that is on time, ``most`` (no less than that) with one that is not."""
+        self.base = base
+        self._most = max(base, most)
+        self._late = 0.0  # seconds
+        self._taken_at = time.monotonic()
+        self._answered_at = math.inf  # the last answer, by the worker's clock; inf: none since there was nothing to do
+        self._intervals: deque[float] = deque(maxlen=_NUM_INTERVALS)  # seconds from answer to answer
+
+    def begin(self) -> None:
+        """Note that there is work again after a time without any."""
+        self._answered_at = math.inf
+
+    def note_answer(self, answered_at: float) -> None:
+        """Note that the step loop takes an answer now which the worker sent at ``answered_at`` (monotonic seconds)."""
+        now = time.monotonic()
+        self._late *= 0.5 ** ((now - self._taken_at) / _HALF_LIFE)
+        self._late = max(self._late, now - answered_at)
+        self._taken_at = now
+        if answered_at > self._answered_at:
+            self._intervals.append(answered_at - self._answered_at)
+        self._answered_at = answered_at
+
+    def num_steps(self, scheduler: Scheduler) -> int:
+        """Most steps that may be in flight now."""
+        if self._late < _LATE or self._most == self.base or not self._intervals or not scheduler.is_steady:
+            return self.base
+        if scheduler.num_free_blocks < _SPARE_BLOCKS * scheduler.num_running:
+            return self.base
+        # A quick one of the last few: while the worker lacks steps, most intervals are the host's.
+        step_seconds = sorted(self._intervals)[len(self._intervals) // 4]
+        return min(self._most, self.base + math.ceil(_MARGIN * self._late / step_seconds))

@@ -1,0 +1,1 @@
+"""Attention over the paged KV: torch, Triton, and libraries for prompts."""

@@ -1,0 +1,303 @@
+"""What attends to prompts on a GPU: our own kernel, or a library that is faster for long ones.
+
+    triton          ours; reads the paged cache; works everywhere
+    flash-attn-4    pip install flash-attn-4; Hopper and later
+    flash-attn-3    flash_attn_interface, built from source, or sglang-kernel; Hopper
+    flash-attn-2    flash-attn; Ampere and later
+
+The libraries get keys and values in one piece: those of this step where every prompt begins here, else a copy of them
+together with their context. So they know nothing of blocks, and no block size suits one of them better.
+"""
+
+from __future__ import annotations
+
+import importlib
+import importlib.util
+import logging
+import threading
+import warnings
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from functools import partial
+from typing import Any, NamedTuple, Protocol
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from ...errors import ModelLoadError
+from ..input_batch import Rows
+from ..transfer import to_device
+
+__all__ = ["PrefillBackend", "PrefillMetadata", "choose_library", "choose_prefill_backend"]
+
+logger = logging.getLogger("aengine.runner")
+
+
+@dataclass(slots=True)
+class PrefillMetadata:
+    """The prompts of a step, or chunks of them: n sequences."""
+
+    rows: Tensor  # int64 [n]
+    block_table: Tensor  # int32 [max_num_seqs, width], by row
+    query_start_loc: Tensor  # int32 [n + 1], from 0 on
+    query_lens: Rows  # [n], on the host
+    seq_lens: Rows  # [n], on the host
+    _gathered: tuple[Tensor, Tensor] | None = field(default=None, repr=False)  # places, cu_seqlens_k
+
+    @classmethod
+    def of(cls, rows: Tensor, block_table: Tensor, query_lens: Rows, seq_lens: Rows) -> PrefillMetadata:
+        starts = np.zeros(len(query_lens) + 1, dtype=np.int32)
+        np.cumsum(query_lens, out=starts[1:])
+        return cls(rows, block_table, to_device(starts, rows.device), query_lens, seq_lens)
+
+    @property
+    def has_context(self) -> bool:
+        """Whether any of them had tokens before this step."""
+        return bool((self.seq_lens > self.query_lens).any())
+
+    def places(self, block_size: int) -> tuple[Tensor, Tensor]:
+        """Where all tokens of all sequences are: (int64 [2, total] block and offset, int32 [n + 1] starts)."""
+        if self._gathered is None:
+            starts = np.zeros(len(self.seq_lens) + 1, dtype=np.int32)
+            np.cumsum(self.seq_lens, out=starts[1:])
+            owner = np.repeat(np.arange(len(self.seq_lens)), self.seq_lens)
+            position = np.arange(starts[-1]) - starts[owner]
+            sent = to_device(np.stack((owner, position)), self.rows.device)
+            blocks = self.block_table[self.rows[sent[0]], sent[1] // block_size].long()
+            self._gathered = torch.stack((blocks, sent[1] % block_size)), to_device(starts, self.rows.device)
+        return self._gathered
+
+
+class PrefillBackend(Protocol):
+    name: str
+
+    def join(self) -> None:
+        """Wait until it is ready. Raises ModelLoadError if it can't be used, and was asked for by name."""
+
+    def pays(self, query_lens: Rows) -> bool:
+        """Whether `prefill` is worth its start for prompts of these lengths; if not, `varlen_attention` is called."""
+
+    def prefill(
+        self,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        kv_cache: Tensor,
+        metadata: PrefillMetadata,
+        scale: float,
+        window: int | None,
+    ) -> Tensor | None:
+        """[num_tokens, num_heads * head_dim]; None: it can't, and `varlen_attention` is called for the rest of the
+        step. If it failed, `pays` is false from then on; if it had no memory, only this step is affected.
+
+        Args:
+            q, k, v: [num_tokens, heads, head_dim] of the new tokens, strided by token; in the cache already
+            kv_cache: [num_blocks, block_size, 2, num_kv_heads, head_dim]
+        """
+
+
+class TritonPrefill:
+    """No library: `varlen_attention` is called for all prompts."""
+
+    name = "triton"
+
+    def join(self) -> None:
+        pass
+
+    def pays(self, query_lens: Rows) -> bool:
+        return False
+
+    def prefill(self, *args: Any) -> Tensor | None:
+        return None
+
+
+Varlen = Callable[..., Any]
+
+
+class LibraryPrefill:
+    """A varlen function of the flash-attn family. If it fails, it is said once, and our own kernel takes over.
+
+    Importing such a library and compiling its kernel takes seconds, so a thread does it while the engine starts.
+    """
+
+    def __init__(self, name: str, load: Callable[[], Varlen], *, required: bool) -> None:
+        self.name = name
+        self._function: Varlen | None = None
+        self._required = required
+        self._error: Exception | None = None
+        self._had_no_memory = False
+        self._thread = threading.Thread(target=self._load, args=(load,), name=f"import {name}", daemon=True)
+        self._thread.start()
+
+    def _load(self, load: Callable[[], Varlen]) -> None:
+        try:
+            self._function = load()
+        except Exception as error:  # whatever a library's own import may do
+            self._error = error
+
+    def join(self) -> None:
+        self._thread.join()
+        if self._error is None:
+            return
+        if self._required:
+            raise ModelLoadError(
+                f"attention_backend={self.name!r} can't be used: {self._error!r}; {_LIBRARIES[self.name].cure}, "
+                f"or leave attention_backend at 'auto'"
+            )
+        logger.warning("%s is installed, but can't be used; prompts go through triton: %r", self.name, self._error)
+        self.name = TritonPrefill.name
+
+    def pays(self, query_lens: Rows) -> bool:
+        return self._function is not None and query_lens.sum() >= _WORTHWHILE and query_lens.max() >= _LONG
+
+    def prefill(
+        self,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        kv_cache: Tensor,
+        metadata: PrefillMetadata,
+        scale: float,
+        window: int | None,
+    ) -> Tensor | None:
+        m = metadata
+        if self._function is None:
+            return None
+        starts_k = m.query_start_loc
+        longest, longest_k = int(m.query_lens.max()), int(m.seq_lens.max())
+        try:
+            if m.has_context:
+                places, starts_k = m.places(kv_cache.shape[1])
+                k, v = kv_cache[places[0], places[1]].unbind(1)
+            out = _call(self._function, q, k, v, m.query_start_loc, starts_k, longest, longest_k, scale, window)
+        except torch.OutOfMemoryError as error:  # of the contexts' copy, which no profile knows: our kernel needs none
+            if not self._had_no_memory:
+                how = f"{self.name} has no memory for {int(m.seq_lens.sum())} tokens of prompts and their contexts"
+                logger.warning("%s; such steps go through triton: lower gpu_memory_utilization (%s)", how, error)
+            self._had_no_memory = True
+            return None
+        except Exception as error:
+            logger.warning("%s failed and is not used any more; prompts go through triton: %r", self.name, error)
+            self._function = None
+            return None
+        return out.flatten(1)
+
+
+_WORTHWHILE = 2048
+"""Prompt tokens in a step from which a library pays; below, the layers are one launch with our own kernel in it."""
+_LONG = 512
+"""Tokens of the longest prompt from which it pays: for many short ones our own kernel is faster."""
+
+
+class _Library(NamedTuple):
+    modules: tuple[str, ...]  # the first that is installed counts
+    least: tuple[int, int]  # compute capability
+    below: tuple[int, int]
+    cure: str
+
+
+_LIBRARIES = {
+    "flash-attn-4": _Library(("flash_attn.cute",), (9, 0), (13, 0), "pip install 'aengine[flash]'"),
+    "flash-attn-3": _Library(
+        ("flash_attn_interface", "sgl_kernel.flash_attn"), (9, 0), (10, 0), "pip install sglang-kernel"
+    ),
+    "flash-attn-2": _Library(("flash_attn",), (8, 0), (13, 0), "pip install flash-attn"),
+}
+
+
+def choose_prefill_backend(
+    setting: str, device: torch.device, dtype: torch.dtype, num_heads: int, num_kv_heads: int, head_dim: int
+) -> PrefillBackend:
+    """``setting``: "triton", a library by name, or "auto": the first of the libraries that can be used, else triton.
+
+    Raises ModelLoadError if the library that was asked for can't be used here.
+    """
+    if setting == "triton":
+        return TritonPrefill()
+    name, module = choose_library(setting, torch.cuda.get_device_capability(device), dtype, head_dim)
+    if not module:
+        return TritonPrefill()
+    load = partial(_load_varlen, module, device, dtype, num_heads, num_kv_heads, head_dim)
+    return LibraryPrefill(name, load, required=setting != "auto")
+
+
+def choose_library(setting: str, capability: tuple[int, int], dtype: torch.dtype, head_dim: int) -> tuple[str, str]:
+    """The library's name and its module, which is installed and not imported yet; ("triton", "") if "auto" finds none.
+
+    Raises ModelLoadError if the library that was asked for can't be used here.
+    """
+    for name in list(_LIBRARIES) if setting == "auto" else [setting]:
+        library = _LIBRARIES[name]
+        reason, module = _why_not(library, capability, dtype, head_dim), ""
+        if reason is None:
+            module = next((m for m in library.modules if _is_installed(m)), "")
+            if not module:
+                reason = f"it is not installed: {library.cure}"
+        if reason is None:
+            return name, module
+        if setting != "auto":
+            raise ModelLoadError(f"attention_backend={setting!r} can't be used: {reason}")
+    return "triton", ""
+
+
+def _why_not(library: _Library, capability: tuple[int, int], dtype: torch.dtype, head_dim: int) -> str | None:
+    if dtype not in (torch.float16, torch.bfloat16):
+        return f"it can't compute in {str(dtype).removeprefix('torch.')}: leave attention_backend at 'auto'"
+    if not library.least <= capability < library.below:
+        return f"it has no kernels for compute capability {capability[0]}.{capability[1]}: use 'triton'"
+    if head_dim % 8 or head_dim > (128 if capability >= (10, 0) else 256):
+        return f"it has no kernels for head_dim={head_dim}: use 'triton'"
+    return None
+
+
+def _is_installed(module: str) -> bool:
+    """Without importing more than the packages around it, and those not either if they are not there."""
+    try:
+        return importlib.util.find_spec(module) is not None
+    except (ImportError, ValueError):
+        return False
+
+
+def _load_varlen(
+    module: str, device: torch.device, dtype: torch.dtype, num_heads: int, num_kv_heads: int, head_dim: int
+) -> Varlen:
+    """Import it, and call it once, so that it is compiled. Raises whatever the library does."""
+    with warnings.catch_warnings(), torch.cuda.device(device), torch.cuda.stream(torch.cuda.Stream(device)):
+        warnings.simplefilter("ignore")
+        function: Varlen = importlib.import_module(module).flash_attn_varlen_func
+        q, k, v = (
+            torch.zeros((128, heads, head_dim), dtype=dtype, device=device)
+            for heads in (num_heads, num_kv_heads, num_kv_heads)
+        )
+        starts = torch.tensor([0, 128], dtype=torch.int32, device=device)
+        _call(function, q, k, v, starts, starts, 128, 128, head_dim**-0.5, None)
+        torch.cuda.current_stream().synchronize()
+    return function
+
+
+def _call(
+    function: Varlen,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    starts_q: Tensor,
+    starts_k: Tensor,
+    longest_q: int,
+    longest_k: int,
+    scale: float,
+    window: int | None,
+) -> Tensor:
+    out = function(
+        q,
+        k,
+        v,
+        cu_seqlens_q=starts_q,
+        cu_seqlens_k=starts_k,
+        max_seqlen_q=longest_q,
+        max_seqlen_k=longest_k,
+        softmax_scale=scale,
+        causal=True,
+        **({} if window is None else {"window_size": (window - 1, 0)}),
+    )
+    return out[0] if isinstance(out, tuple) else out

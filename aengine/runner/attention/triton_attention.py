@@ -1,0 +1,191 @@
+"""Attention on a GPU: the paged KV cache, and the two ways in which a step reads it.
+
+    bind_decode         every request has one new token: norm of q and k, rotary, KV write and attention are one launch
+    bind, bind_batch    any batch: one launch turns and writes all tokens; then decodes and prompts, each its kernel
+
+A layer's cache is [num_blocks, block_size, 2, num_kv_heads, head_dim] to whoever indexes it, and lies in memory as
+[num_blocks, 2, num_kv_heads, block_size, head_dim], so that a head's tokens of a block are one run.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from ...kernels.decode_attention import DecodeWorkspace, decode_step_attention, plan_decode
+from ...kernels.input_prep import PreparedInputs
+from ...kernels.varlen_attention import plan_prompts, varlen_attention
+from ...kernels.write_qkv import turn_and_write
+from ..input_batch import BatchPlan, InputBatch
+from ..layers.decoder import AttentionLayer
+from ..model_config import ModelConfig
+from .library import PrefillBackend, PrefillMetadata
+
+__all__ = ["BatchAttention", "DecodeAttention", "GpuKvCache"]
+
+
+class GpuKvCache:
+    """The KV of all layers, and what the attention kernels share."""
+
+    clears_blocks = False  # the kernels never read past a sequence's end
+
+    def __init__(
+        self,
+        config: ModelConfig,
+        num_blocks: int,
+        block_size: int,
+        dtype: torch.dtype,
+        device: torch.device,
+        *,
+        max_num_seqs: int,
+        max_model_len: int,
+        prefill: PrefillBackend,
+    ) -> None:
+        shape = (num_blocks, 2, config.num_kv_heads, block_size, config.head_dim)
+        self.layers = [
+            torch.zeros(shape, dtype=dtype, device=device).permute(0, 3, 1, 2, 4) for _ in range(config.num_layers)
+        ]
+        self.group = config.num_heads // config.num_kv_heads  # query heads that share a key-value head
+        self.prefill = prefill
+        self.rope = rope_table(config, max_model_len, device)
+        self.workspace = DecodeWorkspace(max_num_seqs, config.num_heads, config.num_kv_heads, config.head_dim, device)
+
+    def bind(self, batch: InputBatch) -> BatchAttention:
+        return BatchAttention(self, batch.inputs, batch.idx_mapping, batch.block_table, batch.plan)
+
+    def bind_batch(self, inputs: PreparedInputs, rows: Tensor, block_table: Tensor) -> BatchAttention:
+        return BatchAttention(self, inputs, rows, block_table, None)
+
+    def bind_decode(self, rows: Tensor, seq_lens: Tensor, block_table: Tensor) -> DecodeAttention:
+        return DecodeAttention(self, rows, seq_lens, block_table)
+
+    def clear_blocks(self, block_ids: Tensor) -> None:
+        raise AssertionError("nothing needs to be cleared")
+
+    @staticmethod
+    def bytes_per_block(config: ModelConfig, block_size: int, dtype: torch.dtype) -> int:
+        return config.num_layers * block_size * 2 * config.num_kv_heads * config.head_dim * dtype.itemsize
+
+
+def rope_table(config: ModelConfig, num_positions: int, device: torch.device) -> Tensor:
+    """float32 [num_positions, head_dim]: cosines, then sines, of position times each frequency, times the factor."""
+    inv_freq, factor = config.rope.inv_freq()
+    angles = torch.arange(num_positions, dtype=torch.float32, device=device)[:, None] * inv_freq.to(device)
+    return torch.cat((angles.cos(), angles.sin()), dim=1).mul_(factor)
+
+
+class DecodeAttention:
+    """Of a step, or a part of one, whose every request has one token; all in memory that a graph may replay.
+
+    rows: int64 [n], -1 for padding; seq_lens: int32 [n]; block_table: int32 [max_num_seqs, width].
+    """
+
+    def __init__(self, cache: GpuKvCache, rows: Tensor, seq_lens: Tensor, block_table: Tensor) -> None:
+        self._cache = cache
+        self._block_table = block_table
+        self._plan = plan_decode(rows, seq_lens, cache.workspace)
+        self.size = len(rows)
+
+    def begin(self, positions: Tensor) -> None:
+        pass
+
+    def forward(self, layer: AttentionLayer, qkv: Tensor) -> Tensor:
+        return self._call(layer, qkv, None)
+
+    def forward_turned(self, layer: AttentionLayer, qkv: Tensor, out: Tensor) -> None:
+        """The same where q and k are turned, and k and v written, already; into the first rows of ``out``."""
+        self._call(layer, qkv, out)
+
+    def _call(self, layer: AttentionLayer, qkv: Tensor, out: Tensor | None) -> Tensor:
+        return decode_step_attention(
+            qkv,
+            self._cache.layers[layer.index],
+            self._block_table,
+            self._cache.rope,
+            *_norms(layer),
+            layer.num_heads,
+            layer.scale,
+            layer.window,
+            self._plan,
+            self._cache.workspace,
+            is_raw=out is None,
+            out=out,
+        )
+
+
+class BatchAttention:
+    """Of any batch: decodes lead, prompts and chunks of prompts follow.
+
+    ``plan``: what the host knows of it; None inside a graph, where nothing may depend on it: both kernels run, and skip
+    on the device what is the other's.
+    """
+
+    def __init__(
+        self, cache: GpuKvCache, inputs: PreparedInputs, rows: Tensor, block_table: Tensor, plan: BatchPlan | None
+    ) -> None:
+        self._cache = cache
+        self._inputs = inputs
+        self._rows = rows
+        self._block_table = block_table
+        self._has_prompts = plan is None or plan.num_decodes < plan.num_reqs
+        self._prompts: Tensor | None = None
+        self._metadata: PrefillMetadata | None = None
+        self._num_decodes = 0 if plan is None else plan.num_decodes
+        if plan is not None and self._has_prompts and cache.prefill.pays(plan.query_lens[self._num_decodes :]):
+            n = self._num_decodes
+            self._metadata = PrefillMetadata.of(rows[n:], block_table, plan.query_lens[n:], plan.seq_lens[n:])
+        elif self._has_prompts:
+            self._prompts = self._plan_prompts()
+        self._decodes: DecodeAttention | None = None
+        if plan is None or plan.num_decodes:
+            n = min(len(rows), len(inputs.positions))
+            query_lens = inputs.query_start_loc[1 : n + 1] - inputs.query_start_loc[:n]
+            lens = torch.where(query_lens == 1, inputs.seq_lens[:n], 0)
+            self._decodes = DecodeAttention(cache, rows[:n], lens, block_table)
+
+    def begin(self, positions: Tensor) -> None:
+        pass
+
+    def forward(self, layer: AttentionLayer, qkv: Tensor) -> Tensor:
+        cache, inputs = self._cache, self._inputs
+        kv_cache = cache.layers[layer.index]
+        turn_and_write(
+            qkv, inputs.positions, inputs.slot_mapping, cache.rope, *_norms(layer), layer.num_heads, kv_cache
+        )
+        out = self._attend_to_prompts(layer, qkv)
+        if self._decodes is not None:
+            self._decodes.forward_turned(layer, qkv[: self._decodes.size], out)
+        return out
+
+    def _plan_prompts(self) -> Tensor:
+        inputs, cache = self._inputs, self._cache
+        where = (self._rows, inputs.query_start_loc, inputs.seq_lens, len(inputs.positions))
+        layer = cache.layers[0]
+        return plan_prompts(*where, cache.group, layer.dtype, layer.shape[-1], skip_single=True)
+
+    def _attend_to_prompts(self, layer: AttentionLayer, qkv: Tensor) -> Tensor:
+        """[num_tokens, num_heads * head_dim]; the decodes' rows are not written."""
+        kv_cache = self._cache.layers[layer.index]
+        heads = qkv.view(len(qkv), -1, layer.head_dim)
+        q, k, v = heads.split([layer.num_heads, layer.num_kv_heads, layer.num_kv_heads], dim=1)
+        if not self._has_prompts:
+            return torch.empty((len(qkv), layer.num_heads * layer.head_dim), dtype=qkv.dtype, device=qkv.device)
+        if self._metadata is not None:
+            n = self._num_decodes
+            out = self._cache.prefill.prefill(q[n:], k[n:], v[n:], kv_cache, self._metadata, layer.scale, layer.window)
+            if out is not None:
+                return out if n == 0 else torch.cat((out.new_empty((n, out.shape[1])), out))
+            self._metadata = None
+            self._prompts = self._plan_prompts()
+            # The attention reads the plan ahead of its wait (kernels/varlen_attention.py): this launch is not early, so
+            # the plan is written when it begins.
+            qkv.new_zeros(1)
+        assert self._prompts is not None
+        where = (self._block_table, self._prompts, len(self._rows))
+        return varlen_attention(q, kv_cache, *where, layer.scale, layer.window)
+
+
+def _norms(layer: AttentionLayer) -> tuple[Tensor | None, Tensor | None, float]:
+    if layer.q_norm is None or layer.k_norm is None:
+        return None, None, 0.0
+    return layer.q_norm.weight, layer.k_norm.weight, layer.q_norm.eps

@@ -1,0 +1,120 @@
+"""Steps with prompts in them as CUDA graphs, up to a few thousand tokens; larger ones keep the GPU busy without.
+
+    columns of the batch ─> [ gather inputs ─> layers ] ─> hidden states ─> logits of those that sample (op by op)
+    (static memory)
+
+Padded in two ways: to a number of tokens and to a number of requests. A request that pads has row -1 and no tokens.
+"""
+
+from __future__ import annotations
+
+import bisect
+from collections.abc import Callable
+from itertools import pairwise
+from typing import Any, NamedTuple
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from ...kernels.input_prep import PreparedInputs, prepare_inputs
+from ..block_tables import BlockTables
+from ..input_batch import BatchPlan
+from ..request_state import RequestState
+from ..transfer import to_device
+from .cuda_graphs import capturing, fits
+
+__all__ = ["BatchGraphs", "BatchShape"]
+
+_TOKENS = (16, 32, 64, 128, 192, 256, 384, 512, 768, 1024, 1536, 2048)
+_REQUESTS = (8, 64, 256, 1024)
+
+Forward = Callable[[PreparedInputs, Tensor], Tensor]
+"""Hidden states [num_tokens, hidden_size] of prepared inputs and rows (int64 [num_reqs], on the device)."""
+
+
+class BatchShape(NamedTuple):
+    num_tokens: int
+    num_reqs: int
+
+
+class BatchGraphs:
+    """Captures a shape when it is first needed, or before: some tens of milliseconds, once."""
+
+    def __init__(
+        self, requests: RequestState, tables: BlockTables, forward: Forward, max_num_seqs: int, max_tokens: int
+    ) -> None:
+        self._requests = requests
+        self._tables = tables
+        self._forward = forward
+        self._tokens = [t for t in _TOKENS if t <= max_tokens]
+        self._reqs = [*(r for r in _REQUESTS if r < max_num_seqs), max_num_seqs]
+        self._columns = torch.empty((2, max_num_seqs), dtype=torch.int64, device=requests.token_ids.device)
+        self._graphs: dict[BatchShape, tuple[torch.cuda.CUDAGraph, tuple[Tensor, Tensor, Tensor]]] = {}
+        self._too_large: set[BatchShape] = set()  # there was no memory for these
+        self._pool: Any = None
+
+    @property
+    def largest(self) -> BatchShape | None:
+        return BatchShape(self._tokens[-1], self._reqs[-1]) if self._tokens else None
+
+    def missing(self) -> list[BatchShape]:
+        """What has not been captured, the smallest first."""
+        sizes = list(pairwise([0, *self._reqs]))  # of more requests than the first, and at most the second
+        wanted = [BatchShape(tokens, most) for tokens in self._tokens for fewer, most in sizes if fewer < tokens]
+        return [shape for shape in wanted if shape not in self._graphs]
+
+    def shape_for(self, plan: BatchPlan) -> BatchShape | None:
+        """The smallest shape that holds the batch, captured; None if it is too large, or there is no memory for it."""
+        place = bisect.bisect_left(self._tokens, plan.num_tokens)
+        if place == len(self._tokens):
+            return None
+        shape = BatchShape(self._tokens[place], self._reqs[bisect.bisect_left(self._reqs, plan.num_reqs)])
+        if shape in self._graphs:
+            return shape
+        what = f"{shape.num_tokens} tokens of {shape.num_reqs} requests"
+        if shape in self._too_large or not fits(lambda: self.capture(shape), what):
+            self._too_large.add(shape)
+            return None
+        return shape
+
+    def run(self, plan: BatchPlan, shape: BatchShape) -> tuple[Tensor, Tensor, Tensor]:
+        """Queue the step, in the shape that `shape_for` gave. Returns hidden states [shape.num_tokens, hidden_size],
+        rows int64 [num_reqs] and seq_lens int32 [num_reqs] on the device, valid until the next step."""
+        self._send(plan.rows, plan.query_lens, shape)
+        graph, (hidden, rows, seq_lens) = self._graphs[shape]
+        graph.replay()
+        return hidden, rows[: plan.num_reqs], seq_lens[: plan.num_reqs]
+
+    def capture(self, shape: BatchShape) -> None:
+        if shape in self._graphs:
+            return
+        nothing = np.empty(0, dtype=np.int64)
+        self._send(nothing, nothing, shape)
+        self._step(shape)  # what is done once (loading a kernel) may not be captured
+        graph = torch.cuda.CUDAGraph()
+        if self._pool is None:
+            self._pool = torch.cuda.graph_pool_handle()
+        with capturing(graph, self._pool):
+            outputs = self._step(shape)
+        self._graphs[shape] = (graph, outputs)
+
+    def _send(self, rows: np.ndarray, query_lens: np.ndarray, shape: BatchShape) -> None:
+        columns = np.empty((2, shape.num_reqs), dtype=np.int64)
+        columns[0], columns[1] = -1, 0
+        columns[0, : len(rows)], columns[1, : len(rows)] = rows, query_lens
+        self._columns[:, : shape.num_reqs].copy_(to_device(columns, self._columns.device), non_blocking=True)
+
+    def _step(self, shape: BatchShape) -> tuple[Tensor, Tensor, Tensor]:
+        requests = self._requests
+        rows, query_lens = self._columns[0, : shape.num_reqs], self._columns[1, : shape.num_reqs]
+        inputs = prepare_inputs(
+            requests.token_ids,
+            requests.scalars.num_computed_tokens,
+            self._tables.table,
+            rows,
+            query_lens,
+            self._tables.block_size,
+            shape.num_tokens,
+        )
+        return self._forward(inputs, rows), rows, inputs.seq_lens

@@ -1,0 +1,100 @@
+"""Report what torch finds on this machine and what the engine would choose, as JSON on stdout.
+
+`aengine.cli.diagnosis` runs ``python -m aengine.runner.platforms.probe`` in a process of its own, as the host half
+never imports torch. Everything is asked of the code that a worker asks when it starts.
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+from typing import Any
+
+import torch
+
+from ...config import EngineConfig, num_worker_threads
+from ...errors import ModelLoadError
+from ...system.memory import free_memory
+from ..attention.library import choose_library
+from ..layers.linear import LinearFormat, float16_plan
+from ..startup.kv_memory import CPU_DEFAULT
+from .cuda import GpuDevice, check_triton, driver_version, find_gpu
+
+__all__ = ["probe"]
+
+
+def probe() -> dict[str, Any]:
+    """Keys as below. ``gpu_problem``, ``triton_problem``, ``cpu_problem``: "" or one line with its cure."""
+    config = EngineConfig(model="-")  # the defaults are what is wanted of it
+    torch.set_num_threads(num_worker_threads(config))
+    report: dict[str, Any] = {
+        "torch": torch.__version__,
+        "cuda": torch.version.cuda,
+        "driver": driver_version(),
+        "triton": _triton_version(),
+        "cpu_capability": torch.backends.cpu.get_cpu_capability(),
+        "free_memory": free_memory(),
+        "gpu": None,
+        "gpu_problem": "",
+        "triton_problem": "",
+        "cpu_problem": "",
+    }
+    found = find_gpu(config.device)
+    if isinstance(found, str):
+        report["gpu_problem"] = found
+        report["choices"] = _cpu_choices(config, report)
+    else:
+        report["choices"] = _gpu_choices(config, found, report)
+    return report
+
+
+def _cpu_choices(config: EngineConfig, report: dict[str, Any]) -> dict[str, Any]:
+    choices = {
+        "device": "cpu",
+        "threads": torch.get_num_threads(),
+        "attention": "torch",
+        "kv_cache_bytes": min(CPU_DEFAULT, report["free_memory"] // 4),
+    }
+    try:
+        linear_format = LinearFormat.choose(config.dtype, torch.device("cpu"))
+        if linear_format.name == "float16":
+            report["matrix_units"] = float16_plan().large is not None
+    except RuntimeError as error:
+        report["cpu_problem"] = str(error).splitlines()[0]
+        return choices
+    return choices | {"weights": linear_format.name, "dtype": str(linear_format.dtype).removeprefix("torch.")}
+
+
+def _gpu_choices(config: EngineConfig, gpu: GpuDevice, report: dict[str, Any]) -> dict[str, Any]:
+    free, total = torch.cuda.mem_get_info(gpu.device)
+    capability = "{}.{}".format(*gpu.compute_capability)
+    report["gpu"] = {"name": gpu.name, "capability": capability, "free_memory": free, "total_memory": total}
+    try:
+        check_triton(gpu)
+    except ModelLoadError as error:
+        report["triton_problem"] = str(error)
+    dtype = torch.bfloat16 if gpu.supports_bf16 else torch.float16
+    # Of the shape that most models have; a model with larger heads may get another.
+    attention, _ = choose_library(config.attention_backend, gpu.compute_capability, dtype, head_dim=128)
+    name = str(dtype).removeprefix("torch.")
+    return {
+        "device": str(gpu.device),
+        "threads": torch.get_num_threads(),
+        "attention": attention,
+        "kv_cache_bytes": max(0, int(total * config.gpu_memory_utilization) - (total - free)),
+        "weights": name,
+        "dtype": name,
+    }
+
+
+def _triton_version() -> str | None:
+    try:
+        import triton
+    except Exception:  # whatever a broken installation raises; check_triton says what of it on a GPU
+        return None
+    return str(triton.__version__)
+
+
+if __name__ == "__main__":
+    logging.disable()
+    print(json.dumps(probe()))  # noqa: T201

@@ -1,0 +1,1 @@
+"""From a checkpoint to a runner that is ready: load, profile, allocate, warm up, capture."""

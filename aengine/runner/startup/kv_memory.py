@@ -1,0 +1,138 @@
+"""How many KV blocks there are, and how long a request may be.
+
+      the machine's (or the GPU's) memory
+    ┌─────────────────────────────────────────┬──────────────────────────┬───────────┐
+    │ in use: weights, the largest batch's    │ KV cache: num_blocks     │ left free │
+    │ activations, other processes            │ blocks of block_size     │           │
+    └─────────────────────────────────────────┴──────────────────────────┴───────────┘
+
+The KV's share is kv_cache_memory_bytes if given. Else on a GPU what gpu_memory_utilization leaves above the peak of the
+largest batch, run through `execute_model` itself; on a CPU a quarter of what is free, at most 4 GiB. Never more
+than max_num_seqs requests of max_model_len tokens can use.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+
+from ...config import EngineConfig
+from ...errors import ModelLoadError
+from ...ipc.messages import NewRequest, SchedulerOutput, int32
+from ..model_runner import ModelRunner
+
+__all__ = ["KvPlan", "cpu_budget", "gpu_budget", "plan_kv", "profile_run", "resolve_max_model_len"]
+
+GIB = 1024**3
+CPU_DEFAULT = 4 * GIB
+_FEWEST_TOKENS = 16  # a pool that can't hold even this is a mistake, not a choice
+
+
+@dataclass(frozen=True, slots=True)
+class KvPlan:
+    num_blocks: int
+    max_model_len: int  # tokens of prompt and completion; the pool holds at least one request as long
+
+
+def resolve_max_model_len(config: EngineConfig, model_max_len: int) -> int:
+    """The length wanted, before memory is looked at. Raises ModelLoadError if it is more than the model has."""
+    if config.max_model_len is not None and config.max_model_len > model_max_len:
+        raise ModelLoadError(
+            f"max_model_len={config.max_model_len}, but the model's context is {model_max_len} tokens: "
+            f"give at most that, or leave it out"
+        )
+    return config.max_model_len or model_max_len
+
+
+def plan_kv(config: EngineConfig, *, wanted_len: int, block_size: int, bytes_per_block: int, budget: int) -> KvPlan:
+    """Split ``budget`` bytes into blocks.
+
+    Raises:
+        ModelLoadError: they do not hold one request of ``config.max_model_len`` tokens; or, if that is not given,
+            hardly any tokens at all.
+    """
+    most = config.max_num_seqs * -(-wanted_len // block_size)
+    num_blocks = min(budget // bytes_per_block, most)
+    room = num_blocks * block_size
+    needed = config.max_model_len or min(_FEWEST_TOKENS, wanted_len)
+    if room < needed:
+        per_token = bytes_per_block / block_size
+        raise ModelLoadError(
+            f"the KV cache has {_size(budget)}, room for {room} tokens at {_size(per_token)} each, but "
+            f"{'max_model_len=' if config.max_model_len else 'at least '}{needed} are needed: "
+            f"raise kv_cache_memory_bytes to {-(-needed // block_size) * bytes_per_block} or more"
+            + (", or lower max_model_len" if config.max_model_len else ", or free memory")
+        )
+    return KvPlan(num_blocks, min(wanted_len, room))
+
+
+def cpu_budget(config: EngineConfig, *, free: int, weights: int) -> int:
+    """Bytes for KV on a CPU. ``free``: what is free now that ``weights`` bytes of weights are loaded.
+
+    Raises ModelLoadError if kv_cache_memory_bytes is more than that: the machine would kill the worker later, when the
+    cache fills.
+    """
+    asked = config.kv_cache_memory_bytes
+    if asked is None:
+        return min(CPU_DEFAULT, free // 4)
+    if asked > free:
+        raise ModelLoadError(
+            f"kv_cache_memory_bytes={asked} ({_size(asked)}), but only {_size(free)} is free after {_size(weights)} of "
+            f"weights: lower kv_cache_memory_bytes, or free memory"
+        )
+    return asked
+
+
+def gpu_budget(config: EngineConfig, *, total: int, peak: int, others: int, weights: int) -> int:
+    """Bytes for KV on a GPU of ``total`` bytes. ``peak``: this process's most during the largest batch, weights
+    included; ``others``: what other processes hold.
+
+    Raises ModelLoadError if nothing is left.
+    """
+    if config.kv_cache_memory_bytes is not None:
+        return config.kv_cache_memory_bytes
+    budget = int(total * config.gpu_memory_utilization) - peak - others
+    if budget <= 0:
+        raise ModelLoadError(
+            f"no GPU memory is left for the KV cache: of {_size(total)}, gpu_memory_utilization="
+            f"{config.gpu_memory_utilization} allows {_size(total * config.gpu_memory_utilization)}; weights take "
+            f"{_size(weights)}, the largest batch {_size(peak - weights)}, other processes {_size(others)}: raise "
+            f"gpu_memory_utilization, lower max_num_batched_tokens or max_num_seqs, or end the other processes"
+        )
+    return budget
+
+
+def profile_run(
+    runner: ModelRunner, *, max_num_seqs: int, max_num_batched_tokens: int, max_model_len: int, block_size: int
+) -> None:
+    """Run the largest batch: as many requests as may be share out the most tokens, and all of them sample.
+
+    The runner's rows are free again afterwards. All write the same blocks, as nobody reads what they hold, so the pool
+    needs no more of them than one request of max_model_len tokens.
+    """
+    requests: list[NewRequest] = []
+    num_reqs = min(max_num_seqs, max_num_batched_tokens)
+    for row in range(num_reqs):
+        length = max_num_batched_tokens // num_reqs + (row < max_num_batched_tokens % num_reqs)
+        length = min(length, max(1, max_model_len - 1))  # the sampled token needs a place
+        blocks = int32(range(-(-length // block_size)))
+        requests.append(NewRequest(row, int32([0]) * length, length, 0, blocks, temperature=1.0, top_p=0.9))
+    rows = int32(range(num_reqs))
+    lengths = int32(len(r.token_ids) for r in requests)
+    for out in (
+        SchedulerOutput(0, new_requests=requests, req_idx=rows, num_scheduled_tokens=lengths),
+        SchedulerOutput(0, removed=rows),
+    ):
+        runner.execute_model(out)
+        answer = runner.sample_tokens(None).get()
+        if answer.errors:
+            raise torch.OutOfMemoryError(f"the largest batch does not fit: {answer.errors[0].message}")
+
+
+def _size(count: float) -> str:
+    for unit in ("bytes", "KiB", "MiB"):
+        if count < 1024:
+            return f"{count:.4g} {unit}"
+        count /= 1024
+    return f"{count:.4g} GiB"

@@ -1,0 +1,96 @@
+"""Compile the kernels that steps will launch, many at a time, before the first of them runs."""
+
+from __future__ import annotations
+
+import torch
+
+from ...kernels.bitmask import apply_bitmask
+from ...kernels.decode_attention import BatchSize
+from ...kernels.gumbel import gumbel_sample
+from ...kernels.input_prep import PreparedInputs, append_tokens, prepare_decode, prepare_inputs
+from ...kernels.logprobs import top_logprobs
+from ...kernels.staged_write import apply_staged_writes
+from ...kernels.top_k_top_p import find_cutoff
+from ..graphs.cuda_graphs import DecodeStep
+from ..model_runner import ModelRunner
+from ..request_state import COLUMNS
+
+__all__ = ["compile_kernels"]
+
+_DECODE_SIZES = (1, 2, 8, 16, 32, 64, 128, 256, 512)
+_NUM_TOKENS = (8, 16, 32, 64, 128, 256)
+"""Between these the choice of kernels changes (kernels/triton/linear.py)."""
+_MOST_OF_SMALL_TILES = 64  # tokens (kernels/triton/varlen_attention.py)
+
+
+def compile_kernels(runner: ModelRunner, max_batched: int, num_kv_heads: int, num_threads: int) -> None:
+    """Walk through decode steps and prompts of every kind of size, launching nothing of ours.
+
+    What the walk misses is compiled when it is first launched, while all requests wait; what is in Triton's cache on
+    disk takes no time.
+    """
+    from ...kernels.triton.launch import compiling
+
+    max_num_seqs = len(runner.requests.in_use)
+    with torch.inference_mode(), compiling(num_threads):
+        if runner.graphs is not None:
+            for size in sorted({min(rows, runner.graphs.max_size) for rows in _DECODE_SIZES}):
+                _decode(runner, runner.graphs.step, size)
+        for num_tokens, num_reqs in _prompt_shapes(max_num_seqs, max_batched, num_kv_heads):
+            _prompts(runner, num_tokens, num_reqs)
+        _sampling(runner)
+
+
+def _prompt_shapes(max_num_seqs: int, max_batched: int, num_kv_heads: int) -> list[tuple[int, int]]:
+    """(tokens, requests) of steps with prompts, such that any other step launches what these do."""
+    from ...kernels.triton.launch import bucket
+    from ...kernels.triton.varlen_attention import LARGE_TILES_FROM
+
+    def kernels_of(num_reqs: int) -> tuple[BatchSize, int]:
+        return next(size for size in BatchSize if num_reqs * num_kv_heads <= size.value), bucket(num_reqs)
+
+    counts = {kernels_of(num_reqs): num_reqs for num_reqs in range(max_num_seqs, 0, -1)}.values()  # the least of each
+    shapes = {(num_tokens, 1) for num_tokens in _NUM_TOKENS}
+    shapes |= {(_MOST_OF_SMALL_TILES, count) for count in counts if count <= _MOST_OF_SMALL_TILES}
+    shapes |= {(max(2 * _MOST_OF_SMALL_TILES, count), count) for count in counts}
+    shapes = {(min(num_tokens, max_batched), count) for num_tokens, count in shapes}
+    shapes |= {(LARGE_TILES_FROM * count, count) for count in counts if LARGE_TILES_FROM * count <= max_batched}
+    return sorted(shapes)
+
+
+def _decode(runner: ModelRunner, step: DecodeStep, size: int) -> None:
+    requests = runner.requests
+    device = requests.token_ids.device
+    rows = torch.full((size,), -1, dtype=torch.int64, device=device)
+    zeros = torch.zeros(size, dtype=torch.int64, device=device)
+    inputs = prepare_decode(requests.token_ids, requests.scalars.words, COLUMNS, rows)
+    logits = runner.compute_logits(runner.decode(zeros, zeros, rows, zeros.int()))
+    ids, checks = gumbel_sample(logits, inputs.temperature, inputs.seeds, inputs.sample_positions)
+    step.commit(rows, ids, checks)
+
+
+def _prompts(runner: ModelRunner, num_tokens: int, num_reqs: int) -> None:
+    requests, tables = runner.requests, runner.tables
+    device = requests.token_ids.device
+    rows = torch.zeros(num_reqs, dtype=torch.int64, device=device)
+    computed = requests.scalars.num_computed_tokens
+    prepare_inputs(requests.token_ids, computed, tables.table, rows, rows, tables.block_size, num_tokens)
+    zeros = torch.zeros(num_tokens, dtype=torch.int64, device=device)
+    lens = torch.zeros(num_reqs, dtype=torch.int32, device=device)
+    starts = torch.zeros(num_reqs + 1, dtype=torch.int32, device=device)
+    runner.forward_batch(PreparedInputs(zeros, zeros, zeros - 1, starts, lens), rows)
+
+
+def _sampling(runner: ModelRunner) -> None:
+    requests = runner.requests
+    logits = torch.zeros((1, runner.vocab_size), device=requests.token_ids.device)
+    row = requests.scalars.select(torch.zeros(1, dtype=torch.int64, device=logits.device))
+    cutoff = find_cutoff(logits, row.temperature, row.top_k, row.top_p, row.min_p)
+    ids, _ = gumbel_sample(logits, row.temperature, row.seed, row.num_tokens, cutoff)
+    gumbel_sample(logits, row.temperature, row.seed, row.num_tokens)
+    words = (runner.vocab_size + 31) // 32
+    apply_bitmask(logits, ids - 1, torch.zeros((1, 4 * words), dtype=torch.uint8, device=logits.device))
+    top_logprobs(logits, ids, 4)
+    append_tokens(requests.token_ids, requests.scalars.num_tokens, ids * 0, ids)
+    starts = torch.zeros(1, dtype=torch.int64, device=logits.device)
+    apply_staged_writes(torch.zeros(4, dtype=torch.int32, device=logits.device), starts, starts, starts.int())

@@ -1,0 +1,1 @@
+"""The checkpoint's tensors: reading, checking, and placing them."""

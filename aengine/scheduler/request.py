@@ -1,0 +1,193 @@
+"""One request, as the scheduler sees it: its tokens, how far they are computed, its row and its blocks.
+
+                                                all known tokens          its last token
+                                                  are scheduled             is scheduled
+    NEW ── add_request ──> WAITING ── schedule ──> CATCHING_UP ──> DECODING ──> DRAINING
+                │           ^  ^                       │    ^         │ │
+                └> FOLLOWING┘  └──────── HELD <── preempted ├─────────┘ │
+                                          ^                 └ no block ─┤
+                                          └──────────── preempted ──────┘
+
+Any of them becomes FINISHED. Everything a request does is one rule: let ``num_computed_tokens`` catch up with the
+number of its tokens. A token that a step in flight samples counts as known from the moment that the step is made,
+although its id comes later. So while a request computes prompt or resumed tokens, ``num_computed_tokens`` is less
+than ``len(token_ids)``; and once it samples in each step,
+
+    position    0 ............. len(token_ids) - 1 | len(token_ids) ......... num_computed_tokens
+                ids known here                     | ids in flight: num_pending of them
+                <---------- KV written, by steps answered or in flight -----> the next step's input
+
+which is why ``num_pending`` needs no counter.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from enum import Enum, auto
+from typing import TYPE_CHECKING, Any
+
+from ..ipc.messages import NewRequest, float32, int32
+from ..outputs import FinishReason
+from ..params import SamplingParams
+
+if TYPE_CHECKING:
+    from ..structured.bitmasks import RequestGrammar
+
+__all__ = ["Request", "RequestStatus"]
+
+
+class RequestStatus(Enum):
+    NEW = auto()  # not in the scheduler yet
+    WAITING = auto()  # in the queue, without a row or blocks
+    FOLLOWING = auto()  # one of n completions, waits until the prompt of index 0 is computed
+    HELD = auto()  # preempted; steps in flight may still bring tokens and write its blocks
+    CATCHING_UP = auto()  # has a row; tokens known but not computed, or short of a block
+    DECODING = auto()  # has a row; in every step, one token each
+    DRAINING = auto()  # has a row; its last token is in flight, nothing is left to schedule
+    FINISHED = auto()
+
+
+class Request:
+    """What is to be computed for one completion.
+
+    ``priority``: lower is more urgent; among equals the earlier ``arrival_time`` (any unit), then the earlier added.
+    ``max_num_tokens`` counts prompt and completion. ``stop_token_ids`` includes the model's end-of-sequence tokens
+    unless those are ignored. ``cache_salt``: only requests of equal salt share prefixes. ``sink`` is the caller's;
+    ``grammar`` what its tokens must obey.
+    """
+
+    __slots__ = (
+        "arrival_time",
+        "block_hashes",
+        "block_ids",
+        "cache_salt",
+        "finish_reason",
+        "followers",
+        "forced",
+        "grammar",
+        "index",
+        "is_paused",
+        "limit",
+        "max_num_tokens",
+        "milestone",
+        "num_cached_tokens",
+        "num_computed_tokens",
+        "num_deaths",
+        "num_prompt_tokens",
+        "num_shared_blocks",
+        "num_tokens_at_death",
+        "num_trials",
+        "params",
+        "priority",
+        "req_idx",
+        "request_id",
+        "root_hash",
+        "seed",
+        "sink",
+        "sort_key",
+        "status",
+        "stop_token_ids",
+        "token_ids",
+    )
+
+    def __init__(
+        self,
+        request_id: str,
+        prompt_token_ids: Iterable[int],
+        params: SamplingParams,
+        *,
+        seed: int,
+        max_num_tokens: int,
+        stop_token_ids: frozenset[int],
+        index: int = 0,
+        priority: int = 0,
+        arrival_time: float = 0.0,
+        cache_salt: bytes = b"",
+        sink: Any = None,
+        grammar: RequestGrammar | None = None,
+    ) -> None:
+        self.request_id = request_id
+        self.token_ids = list(prompt_token_ids)  # prompt, then the committed output
+        self.num_prompt_tokens = len(self.token_ids)
+        self.params = params
+        self.seed = seed
+        self.max_num_tokens = max_num_tokens
+        self.stop_token_ids = stop_token_ids
+        self.index = index
+        self.priority = priority
+        self.arrival_time = arrival_time
+        self.cache_salt = cache_salt
+        self.sink = sink
+        self.grammar = grammar
+        assert 0 < self.num_prompt_tokens < max_num_tokens, "admission leaves room for one token at least"
+
+        self.status = RequestStatus.NEW
+        self.is_paused = False  # no step has it until it is resumed, although it keeps its row
+        self.finish_reason: FinishReason | None = None
+        self.sort_key: tuple[int, float, int] = (priority, arrival_time, 0)  # add_request sets the last
+        self.req_idx = -1  # row on the worker, -1: none
+        self.block_ids: list[int] = []
+        self.num_computed_tokens = 0  # steps in flight included
+        self.num_cached_tokens = 0  # prompt tokens found in the prefix cache when it first ran
+        # Two precomputed turns, so that the loop over all requests compares one number with another:
+        self.limit = 0  # while DECODING: num_computed_tokens at which a block or the end is due
+        self.milestone = 0  # len(token_ids) at which update has more to do than append
+
+        self.forced: list[int] = []
+        """Ids that must follow the token in flight, by the grammar; committed when that one has come."""
+
+        # See suspects.py: deaths of workers that had it in a step, of late; those of them on its trial; and its length
+        # at the last of them.
+        self.num_deaths = self.num_trials = 0
+        self.num_tokens_at_death = -(1 << 31)
+
+        self.root_hash: bytes | None = None  # None: its blocks are not shared
+        self.block_hashes: list[bytes] = []  # of its leading full blocks, as far as they were needed
+        self.num_shared_blocks = 0  # leading blocks that came from the prefix cache or were offered to it
+        self.followers: list[Request] = []  # completions 1 .. n-1 that wait for this one's prompt
+
+    def __repr__(self) -> str:
+        return (
+            f"<Request {self.request_id}/{self.index} {self.status.name} "
+            f"computed {self.num_computed_tokens} of {len(self.token_ids)}>"
+        )
+
+    @property
+    def num_pending(self) -> int:
+        """Tokens that steps in flight sample: they count as known, their ids have not come yet."""
+        return max(0, self.num_computed_tokens + 1 - len(self.token_ids))
+
+    @property
+    def num_known(self) -> int:
+        """Tokens whose ids are certain: while ``forced`` waits, the one in flight and those count already."""
+        return len(self.token_ids) + (1 + len(self.forced) if self.forced else 0)
+
+    @property
+    def output_token_ids(self) -> list[int]:
+        return self.token_ids[self.num_prompt_tokens :]
+
+    def to_message(self) -> NewRequest:
+        """What a worker must know of it to run it from here on."""
+        params = self.params
+        bias = params.logit_bias
+        return NewRequest(
+            req_idx=self.req_idx,
+            token_ids=int32(self.token_ids),
+            num_prompt_tokens=self.num_prompt_tokens,
+            num_computed_tokens=self.num_computed_tokens,
+            block_ids=int32(self.block_ids),
+            temperature=params.temperature,
+            top_p=params.top_p,
+            top_k=params.top_k,
+            min_p=params.min_p,
+            seed=self.seed,
+            presence_penalty=params.presence_penalty,
+            frequency_penalty=params.frequency_penalty,
+            repetition_penalty=params.repetition_penalty,
+            logprobs=-1 if params.logprobs is None else params.logprobs,
+            min_tokens=params.min_tokens,
+            max_num_tokens=self.max_num_tokens,
+            stop_token_ids=int32(sorted(self.stop_token_ids)),
+            bias_token_ids=int32(bias.keys()),
+            bias_values=float32(bias.values()),
+        )

@@ -1,0 +1,544 @@
+"""Which requests compute how many tokens in the next step. A pure function of its state: no clock, no I/O, no tensors.
+
+    add_request ──> waiting ──> rows: catching up ──> decoding ──> draining ──> gone
+                       ^                  └─────────────┴── preempted, for want of a block
+                       └─────────────────────────────────────────┘
+
+    schedule()  step N+1 is made while step N is under way: a token that N samples counts as known, its id comes later
+    update()    the answers, in the order of the steps: ids are committed, stops found, a token past a stop is dropped
+    revoke()    the newest steps were leased, and the worker has dropped them unbegun: as if they had not been made
+
+Order of a step: all that decode (one token each, the budget always covers them), then those that catch up, then the
+waiting, each by (priority, arrival): lower and earlier first. What keeps it right:
+
+* A row that is left is told as ``removed`` in the next step made, and may be given anew in that same step.
+* Blocks that are left are freed when the newest step made so far has been answered: no step in flight writes them.
+* A preempted request waits for its answers in flight (HELD), then its prompt and output are computed again.
+* Only a less urgent request is preempted, so the most urgent one with a row always gets its blocks; every request fits
+  into the pool alone (`max_tokens_capacity`); and one that lacks a block was given all that were free, so nobody is
+  admitted past it. Hence all end.
+"""
+
+from __future__ import annotations
+
+# large on purpose: one state machine, every part of which reads and changes the same state.
+from collections import deque
+from operator import attrgetter
+
+from ..errors import InternalError
+from ..ipc.messages import ModelRunnerOutput, RowError, SchedulerOutput, int32
+from ..outputs import FinishReason
+from .crash_quarantine import Suspects
+from .invariants import check_scheduler
+from .kv_cache import BlockPool, PrefixCache, private_root, shared_root
+from .parallel_sampling import Siblings
+from .request import Request, RequestStatus
+from .step import DecodeBatch, InFlightStep, StepDraft
+from .waiting_queue import WaitingQueue
+
+__all__ = ["Scheduler"]
+
+_sort_key = attrgetter("sort_key")
+_CATCHING_UP, _DECODING, _DRAINING = RequestStatus.CATCHING_UP, RequestStatus.DECODING, RequestStatus.DRAINING
+
+
+class Scheduler:
+    """Owns the requests, the rows and the KV blocks of one worker group.
+
+    ``num_blocks`` of ``block_size`` tokens each; ``max_num_batched_tokens`` in one step. At most ``max_num_seqs``
+    requests have a row, and no more than the token budget covers, so that whoever decodes is in every step.
+    """
+
+    def __init__(
+        self,
+        *,
+        num_blocks: int,
+        block_size: int,
+        max_num_seqs: int,
+        max_num_batched_tokens: int,
+        max_model_len: int,
+        enable_prefix_caching: bool = True,
+        max_in_flight_steps: int = 2,
+        vocab_size: int = 1 << 31,
+    ) -> None:
+        self.block_size = block_size
+        self.num_rows = min(max_num_seqs, max_num_batched_tokens)
+        self.max_num_batched_tokens = max_num_batched_tokens
+        self.max_tokens_capacity = min(max_model_len, num_blocks * block_size)
+        """Most tokens, prompt and completion, that one request may have; admission sees to it."""
+        self.enable_prefix_caching = enable_prefix_caching
+        self.max_in_flight_steps = max_in_flight_steps
+        self._vocab_size = vocab_size  # ids beyond it are no answer
+
+        self._waiting = WaitingQueue()
+        self._siblings = Siblings()
+        self._held: set[Request] = set()
+        self._running: set[Request] = set()  # all that have a row
+        self._suspects = Suspects()
+        self._num_added = 0
+        self.num_constrained = 0  # unfinished requests with a grammar; those preempted may still get tokens
+        self._next_step_id = 0
+        self._begin_worker(num_blocks)
+
+        self.begun: list[Request] = []  # that got their first token with the last answer
+        self.num_preemptions = 0
+        self.prefix_cache_queries = 0  # prompt tokens looked up
+        self.prefix_cache_hits = 0  # of them found
+
+    def _begin_worker(self, num_blocks: int) -> None:
+        """What is known of a worker that has not been told anything."""
+        self._pool = BlockPool(num_blocks)
+        self._cache = PrefixCache(self._pool, self.block_size)
+        self._free_rows = list(range(self.num_rows - 1, -1, -1))
+        self._removed = int32()  # rows to be told as removed
+        self._decoding = DecodeBatch()
+        self._catching_up: list[Request] = []
+        self._in_flight: deque[InFlightStep] = deque()
+        self._untold: list[tuple[Request, list[int]]] = []  # forced tokens that the worker has not been told of
+
+    def drop_tables(self) -> None:
+        """Free what is known of blocks and steps, when nothing is scheduled any more."""
+        self._begin_worker(0)
+
+    @property
+    def oldest_step(self) -> InFlightStep | None:
+        """The step whose answer comes next."""
+        return self._in_flight[0] if self._in_flight else None
+
+    @property
+    def newest_step(self) -> InFlightStep | None:
+        return self._in_flight[-1] if self._in_flight else None
+
+    @property
+    def num_running(self) -> int:
+        return len(self._running)
+
+    @property
+    def num_waiting(self) -> int:
+        return len(self._waiting) + len(self._siblings.following) + len(self._held)
+
+    @property
+    def num_blocks(self) -> int:
+        return self._pool.num_blocks
+
+    @property
+    def num_free_blocks(self) -> int:
+        return self._pool.num_free
+
+    # -- coming and going
+
+    def add_request(self, request: Request) -> None:
+        """Queue it. Completions 1 .. n-1 of a call are added after its index 0, whose prompt they share."""
+        assert request.status is RequestStatus.NEW, f"{request} was added before"
+        assert request.max_num_tokens <= self.max_tokens_capacity, f"{request} does not fit into the KV cache"
+        self._num_added += 1
+        self.num_constrained += request.grammar is not None
+        request.sort_key = (request.priority, request.arrival_time, self._num_added)
+        if self.enable_prefix_caching:
+            request.root_hash = shared_root(request.cache_salt)
+        if request.params.n > 1 and request.num_prompt_tokens > self.block_size:
+            if request.index == 0:
+                self._siblings.lead(request)
+                if not self.enable_prefix_caching:
+                    request.root_hash = private_root(self._num_added)
+            elif self._siblings.follow(request):
+                return
+        self._enqueue(request)
+
+    def _enqueue(self, request: Request) -> None:
+        request.status = RequestStatus.WAITING
+        self._waiting.add(request)
+
+    def finish(self, request: Request, reason: FinishReason) -> None:
+        """End a request in whatever state it is. Idempotent: the first reason counts."""
+        if request.finish_reason is not None:
+            return
+        status = request.status
+        request.finish_reason = reason
+        if status is not RequestStatus.NEW:
+            self.num_constrained -= request.grammar is not None
+        request.status = RequestStatus.FINISHED
+        self._suspects.drop(request)
+        if status is RequestStatus.WAITING:
+            self._waiting.discard(request)
+        elif status is RequestStatus.HELD:
+            self._held.discard(request)
+        elif status is RequestStatus.FOLLOWING:
+            self._siblings.drop(request)
+        elif status is not RequestStatus.NEW:
+            self._leave_row(request, status)
+        self._release_followers(request)
+
+    def _release_followers(self, leader: Request) -> None:
+        for request in self._siblings.release(leader):
+            self._enqueue(request)
+
+    def force(self, request: Request, token_ids: list[int]) -> None:
+        """The request's grammar leaves no choice: it will sample ``token_ids[0]`` in the newest step, whose bitmask
+        allows nothing else, and the others must follow. They need not be sampled: the next step computes all of them.
+
+        Nothing happens unless the request decodes. A stop token and what comes after it are left out, and so is what
+        would be its last token, since that is sampled.
+        """
+        first, *rest = token_ids
+        if request.status is not _DECODING or request.num_pending != 1 or first in request.stop_token_ids:
+            return
+        rest = rest[: max(0, request.max_num_tokens - len(request.token_ids) - 2)]
+        stop = next((i for i, token_id in enumerate(rest) if token_id in request.stop_token_ids), len(rest))
+        if not stop:
+            return
+        request.forced = rest[:stop]
+        self._untold.append((request, request.forced))
+        self._stop_decoding(request)
+
+    def pause(self, request: Request) -> None:
+        """Leave a request that decodes out of the steps to come, until `resume`. It keeps its row and its blocks.
+        Nothing happens if its last token is in flight."""
+        if request.status is _DECODING and request.num_computed_tokens < request.max_num_tokens - 1:
+            request.is_paused = True
+            self._stop_decoding(request)
+
+    @staticmethod
+    def resume(request: Request) -> None:
+        request.is_paused = False
+
+    def _stop_decoding(self, request: Request) -> None:
+        request.status = _CATCHING_UP
+        self._catching_up.append(request)
+        self._decoding.leave()
+
+    def _leave_row(self, request: Request, status: RequestStatus) -> None:
+        if self._untold:
+            self._untold = [entry for entry in self._untold if entry[0] is not request]
+        self._running.discard(request)
+        self._removed.append(request.req_idx)
+        self._free_rows.append(request.req_idx)
+        request.req_idx = -1
+        if status is _DECODING:
+            self._decoding.leave()
+        elif status is _CATCHING_UP:
+            self._catching_up.remove(request)
+        # The newest step, not the request's own last one: a step later than need be at most, and nothing to count.
+        if self._in_flight:
+            self._in_flight[-1].leavers.append(request)
+        else:
+            self._release_blocks(request)
+
+    def _release_blocks(self, request: Request) -> None:
+        """No step in flight knows it any more."""
+        self._pool.release(request.block_ids)
+        self._reset(request)
+        if request.finish_reason is None:
+            self._held.discard(request)
+            self._enqueue(request)
+
+    @staticmethod
+    def _reset(request: Request) -> None:
+        request.block_ids = []
+        request.num_computed_tokens = request.num_shared_blocks = 0
+        request.req_idx = -1
+        request.is_paused = False
+        request.forced = []
+
+    def _preempt(self, request: Request) -> None:
+        self.num_preemptions += 1
+        status, request.status = request.status, RequestStatus.HELD
+        self._held.add(request)
+        self._leave_row(request, status)
+
+    def preempt_all(self) -> list[Request]:
+        """The worker is a new one: no row, no KV, no answer on its way. Every request will be computed again.
+
+        Returns the unfinished requests of which the worker before, and others before it, can be said to have died.
+        They should be finished.
+        """
+        in_flight = {request: None for step in self._in_flight for request in step.batch}
+        condemned = self._suspects.note_death(request for request in in_flight if request.finish_reason is None)
+        leaving = [request for step in self._in_flight for request in step.leavers]
+        unfinished = (*self._running, *self._held)
+        for request in (*unfinished, *leaving):
+            self._reset(request)
+        for request in unfinished:
+            self._enqueue(request)
+        self._running.clear()
+        self._held.clear()
+        self._begin_worker(self.num_blocks)
+        return condemned
+
+    # -- making a step
+
+    @property
+    def is_steady(self) -> bool:
+        """Whether the next step does nothing but continue requests that decode: such a step may be leased."""
+        others = self._waiting or self._catching_up or self._held or self._siblings.following or self.num_constrained
+        return not others and self._pool.num_free >= len(self._running)
+
+    def schedule(self, *, is_leased: bool = False) -> SchedulerOutput | None:
+        """The next step, or None when nobody has anything to compute before more answers or requests come.
+
+        ``is_leased``: `revoke` may take it back. Only while `is_steady`.
+        """
+        assert len(self._in_flight) < self.max_in_flight_steps, "too many steps in flight"
+        decoding = self._decoding.refresh()
+        draft = StepDraft(self.max_num_batched_tokens - len(decoding))
+        due = [request for request in decoding if request.num_computed_tokens == request.limit]
+        if due or self._catching_up:
+            self._serve_rows(due, draft)
+            decoding = self._decoding.refresh()
+        for request in decoding:
+            request.num_computed_tokens += 1
+        if self._waiting:
+            self._admit(draft)
+        if not decoding and not draft.extras:
+            return None
+        return self._make_step(decoding, draft, is_leased)
+
+    def _serve_rows(self, due: list[Request], draft: StepDraft) -> None:
+        """Blocks for the decoding that need one, tokens and blocks for those that catch up.
+
+        In order of urgency, and before anybody's progress is noted: whoever is preempted for another comes later in
+        this order, so nothing of this step has to be undone.
+        """
+        # A decode short of a block catches up too. Its one token is kept for it, whatever chunks come before.
+        needy = [request for request in self._catching_up if not request.is_paused]
+        kept = sum(r.num_computed_tokens + 1 >= r.num_known for r in needy)
+        for request in due:
+            if request.num_computed_tokens < request.max_num_tokens - 1:
+                needy.append(request)
+            else:  # the token in flight is its last
+                request.status = _DRAINING
+                self._decoding.leave()
+        needy.sort(key=_sort_key)
+        for request in needy:
+            if request.status is _DECODING:
+                self._continue_decode(request, draft)
+            elif request.status is _CATCHING_UP:
+                to_go = max(1, request.num_known - request.num_computed_tokens)
+                kept -= to_go == 1
+                self._catch_up(request, min(to_go, draft.budget - kept), draft)
+
+    def _continue_decode(self, request: Request, draft: StepDraft) -> None:
+        """Its next token needs a block."""
+        if self._make_room(request, 1, draft):
+            draft.grow(request, self._pool.allocate(1))
+            self._set_limit(request)
+        else:
+            self._stop_decoding(request)
+
+    def _set_limit(self, request: Request) -> None:
+        request.limit = min(len(request.block_ids) * self.block_size, request.max_num_tokens - 1)
+
+    def _catch_up(self, request: Request, num_tokens: int, draft: StepDraft) -> None:
+        room = len(request.block_ids) * self.block_size - request.num_computed_tokens
+        if num_tokens > room:
+            granted = self._make_room(request, self._blocks_for(num_tokens - room), draft)
+            num_tokens = min(num_tokens, room + granted * self.block_size)
+            draft.grow(request, self._pool.allocate(granted))
+        if num_tokens > 0:
+            draft.add(request, num_tokens)
+
+    def _blocks_for(self, num_tokens: int) -> int:
+        return -(-num_tokens // self.block_size)
+
+    def _make_room(self, request: Request, num_wanted: int, draft: StepDraft) -> int:
+        """How many of ``num_wanted`` blocks it can have now; preempts the least urgent as far as that helps."""
+        pool = self._pool
+        if pool.num_free < num_wanted:
+            if draft.coming is None:
+                leaving = [r for step in self._in_flight for r in step.leavers]
+                leaving += [r for r in self._running if r.status is _DRAINING]
+                draft.coming = sum(len(r.block_ids) for r in leaving)
+            while pool.num_free + draft.coming < num_wanted:
+                victim = max((r for r in self._running if r.status is not _DRAINING), key=_sort_key)
+                if victim is request:
+                    break
+                if self._in_flight:
+                    draft.coming += len(victim.block_ids)
+                self._preempt(victim)
+        return min(num_wanted, pool.num_free)
+
+    def _admit(self, draft: StepDraft) -> None:
+        """Give rows to the waiting, while their known tokens fit and everybody with a row could grow by a block."""
+        pool, waiting = self._pool, self._waiting
+        while waiting and draft.budget > 0 and self._free_rows:
+            spare = pool.num_free - len(self._running)
+            if spare <= 0:
+                return
+            request = self._suspects.first if self._suspects else waiting.peek()
+            if request.status is not RequestStatus.WAITING:  # a suspect is on trial: nobody else comes in
+                return
+            num_tokens = len(request.token_ids)
+            hits = self._cache.match(request)
+            if spare - pool.count_idle(hits) < self._blocks_for(num_tokens) - len(hits):
+                return
+            waiting.discard(request)
+            num_cached = len(hits) * self.block_size
+            num_scheduled = min(num_tokens - num_cached, draft.budget)
+            pool.acquire(hits)
+            request.block_ids = hits + pool.allocate(self._blocks_for(num_cached + num_scheduled) - len(hits))
+            request.num_shared_blocks = len(hits)
+            request.num_computed_tokens = num_cached
+            request.req_idx = self._free_rows.pop()
+            if request.milestone == 0:  # its first time here: what it finds later may be its own
+                request.num_cached_tokens = num_cached
+                draft.newcomers.append(request)
+                if request.root_hash is not None:
+                    self.prefix_cache_queries += num_tokens
+                    self.prefix_cache_hits += num_cached
+            request.milestone = num_tokens + 1
+            request.status = _CATCHING_UP
+            self._catching_up.append(request)
+            self._running.add(request)
+            draft.new_requests.append(request.to_message())
+            draft.add(request, num_scheduled)
+
+    def _make_step(self, decoding: list[Request], draft: StepDraft, is_leased: bool) -> SchedulerOutput:
+        batch, req_idx, num_scheduled = decoding, self._decoding.req_idx, self._decoding.num_scheduled
+        chunks: dict[int, int] = {}
+        if draft.extras:
+            batch = decoding + draft.extras
+            req_idx = req_idx + int32([request.req_idx for request in draft.extras])
+            num_scheduled = num_scheduled + int32(draft.counts)
+            self._sort_out(draft.extras, len(decoding), chunks)
+        step_id = self._next_step_id
+        self._next_step_id = step_id + 1
+        step = InFlightStep(step_id, batch, chunks)
+        step.newcomers = draft.newcomers
+        step.is_gated = self.num_constrained > 0 and bool(step.constrained())
+        self._in_flight.append(step)
+        removed, self._removed = self._removed, int32()
+        known = (int32(), int32())
+        for request, forced in self._untold:
+            known[0].extend([request.req_idx] * len(forced))
+            known[1].extend(forced)
+        self._untold.clear()
+        grown = (draft.grown_rows, draft.grown_ids)
+        if is_leased:
+            assert not draft.extras and not self._catching_up, "only a step of decodes can be taken back"
+            step.is_leased, step.removed, step.grown_rows = True, removed, draft.grown_rows
+        flags = (not step.is_gated, is_leased)
+        return SchedulerOutput(step_id, removed, draft.new_requests, *known, *grown, req_idx, num_scheduled, *flags)
+
+    def _sort_out(self, extras: list[Request], batch_idx: int, chunks: dict[int, int]) -> None:
+        """What those that caught up in this step do in the next one."""
+        joining = []
+        for request in extras:
+            if request.num_computed_tokens < request.num_known:
+                chunks[batch_idx] = request.num_computed_tokens
+            else:
+                request.status = _DECODING
+                self._set_limit(request)
+                joining.append(request)
+            batch_idx += 1
+        if len(chunks) < len(extras):
+            self._catching_up = [request for request in self._catching_up if request.status is _CATCHING_UP]
+        if joining:
+            self._decoding.join(joining)
+
+    def revoke(self, num_steps: int) -> None:
+        """Undo the newest ``num_steps``: the worker has not begun them, and never will.
+
+        Raises:
+            InternalError: not all of them were leased.
+        """
+        requests: dict[Request, None] = {}
+        leavers: list[Request] = []
+        for _ in range(num_steps):
+            if not self._in_flight or not self._in_flight[-1].is_leased:
+                raise InternalError(f"the worker dropped {num_steps} steps, which were not leased")
+            step = self._in_flight.pop()
+            requests |= dict.fromkeys(step.undo(self._pool))
+            leavers += step.leavers
+            self._removed.extend(step.removed)
+        self._decoding.refresh()
+        self._decoding.join([request for request in requests if request.status is _DRAINING])
+        for request in requests:
+            request.status = _DECODING
+            self._set_limit(request)
+        for step in self._in_flight:
+            step.is_leased = False  # the worker has begun it
+        if self._in_flight:
+            self._in_flight[-1].leavers += leavers
+            return
+        for request in leavers:
+            self._release_blocks(request)
+
+    # -- taking an answer
+
+    def update(
+        self, output: ModelRunnerOutput
+    ) -> tuple[list[tuple[Request, int, int]], list[tuple[Request, RowError]]]:
+        """Apply the answer to the oldest step in flight.
+
+        Returns ``(request, token_id, batch_idx)`` of each token committed, and the requests that failed. Those that
+        ended have their ``finish_reason`` set.
+
+        Raises:
+            InternalError: it is not the answer to that step.
+        """
+        step = self._take_step(output)
+        self.begun = []
+        failed: list[tuple[Request, RowError]] = []
+        for error in output.errors:
+            request = step.batch[error.batch_idx]
+            if request.finish_reason is None:
+                self.finish(request, FinishReason.ERROR)
+                failed.append((request, error))
+        sampled: list[tuple[Request, int, int]] = []
+        batch_idx = -1
+        for request, token_id in zip(step.batch, output.token_ids, strict=True):
+            batch_idx += 1
+            if request.finish_reason is not None:  # sampled past its end
+                continue
+            if token_id < 0:
+                self._cache.offer(request, step.chunks[batch_idx])
+                continue
+            token_ids = request.token_ids
+            token_ids.append(token_id)
+            sampled.append((request, token_id, batch_idx))
+            if len(token_ids) == request.milestone or token_id in request.stop_token_ids:
+                self._pass_milestone(request, token_id)
+            if request.forced and request.finish_reason is None:
+                sampled += self._commit_forced(request, batch_idx)
+        for request in step.leavers:
+            self._release_blocks(request)
+        return sampled, failed
+
+    def _commit_forced(self, request: Request, batch_idx: int) -> list[tuple[Request, int, int]]:
+        """The token before them has come. Their KV is of a step to come, so no block of them is offered yet."""
+        forced, request.forced = request.forced, []
+        request.token_ids += forced
+        request.milestone = len(request.token_ids) + 1
+        return [(request, token_id, batch_idx) for token_id in forced]
+
+    def _take_step(self, output: ModelRunnerOutput) -> InFlightStep:
+        """All of it is checked before anything is committed: afterwards the step is computed again, or never."""
+        if not self._in_flight or self._in_flight[0].step_id != output.step_id:
+            wanted = f"step {self._in_flight[0].step_id}" if self._in_flight else "none"
+            raise InternalError(f"the worker answered step {output.step_id}, but {wanted} is due")
+        self._in_flight[0].check(output, self._vocab_size)
+        return self._in_flight.popleft()
+
+    def _pass_milestone(self, request: Request, token_id: int) -> None:
+        """A stop token, the last token, the first one after (re)starting, or one past a full block."""
+        num_tokens = len(request.token_ids)
+        if num_tokens == request.milestone:
+            # Its last token was sampled just now, so the KV of all before it is written, however many steps overlap.
+            self._cache.offer(request, num_tokens - 1)
+            next_full = ((num_tokens - 1) // self.block_size + 1) * self.block_size
+            if self._suspects and self._suspects.is_on_trial(request):
+                next_full = num_tokens
+            request.milestone = min(next_full + 1, request.max_num_tokens)
+            if request.followers:
+                self._release_followers(request)
+        num_output = num_tokens - request.num_prompt_tokens
+        if num_output == 1:
+            self.begun.append(request)
+        if token_id in request.stop_token_ids and num_output > request.params.min_tokens:
+            self.finish(request, FinishReason.STOP)
+        elif num_tokens == request.max_num_tokens:
+            self.finish(request, FinishReason.LENGTH)
+
+    def check(self) -> None:
+        """Assert what must hold between any two calls. Costs a walk over everything: for tests, and for idle times."""
+        check_scheduler(self)

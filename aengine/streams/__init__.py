@@ -1,0 +1,1 @@
+"""What a caller reads: the mailbox of a request and its readers, on the loop and across threads."""

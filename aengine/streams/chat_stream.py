@@ -1,0 +1,211 @@
+"""`ChatStream`: the answers of one chat as they come.
+
+TokenStream: token ──_Answer (of the token's index): ChatParser──> deltas, and at the end a ChatMessage
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections import deque
+from dataclasses import replace
+from types import TracebackType
+from typing import TYPE_CHECKING, Any
+
+from ..chat import ChatMessage, ChatParser, Delta, TextDelta
+from ..chat.plan import ChatPlan
+from ..chat.prompt import marker_ids
+from ..errors import AEngineError, InvalidRequestError
+from ..outputs import Choice, Completion, FinishReason, Token
+from ..params import SamplingParams
+from ..structured.partial import PartialJson
+from ..tokenizer.tokenizer import Tokenizer
+from .token_stream import TokenStream
+
+if TYPE_CHECKING:
+    from typing import Self
+
+__all__ = ["ChatStream"]
+
+
+class _Answer:
+    """One of a chat's n answers, as far as its tokens have been read."""
+
+    def __init__(self, index: int, plan: ChatPlan, tokenizer: Tokenizer, params: SamplingParams) -> None:
+        self._index = index
+        self._output_type = plan.output_type
+        self._tokenizer = tokenizer
+        self._stop_token_ids = tokenizer.eos_token_ids | frozenset(params.stop_token_ids)
+        self._stops = params.stop
+        self._parser = ChatParser(
+            plan.tool_format, plan.reasoning, plan.tools, plan.shape is not None, marker_ids(tokenizer)
+        )
+        self._tokens: list[Token] | None = None if params.logprobs is None else []  # since the last delta
+
+    @property
+    def message(self) -> ChatMessage:
+        return self._parser.message
+
+    def read(self, token: Token) -> list[Delta]:
+        """The deltas that the token makes certain."""
+        if self._tokens is not None:
+            self._tokens.append(token)
+        deltas = self._parser.feed(token.text, self._marker_of(token))
+        if token.finish_reason is not None:
+            deltas += self._parser.finish()
+        return self._signed(deltas)
+
+    def finish(self) -> list[Delta]:
+        """The end, if no token has brought it; idempotent."""
+        return self._signed(self._parser.finish())
+
+    def _marker_of(self, token: Token) -> int | None:
+        """The token's id, which may be that of a marker; None if a stop string ended the text before it."""
+        token_id = token.token_id
+        if token.finish_reason is not FinishReason.STOP or token_id in self._stop_token_ids:
+            return token_id
+        name = self._tokenizer.token_text(token_id)
+        return token_id if any(stop in name for stop in self._stops) else None
+
+    def _signed(self, deltas: list[Delta]) -> list[Delta]:
+        """With the index of the answer; the first one with the tokens."""
+        if deltas and self._index:
+            deltas = [replace(delta, choice=self._index) for delta in deltas]
+        if deltas and self._tokens:
+            deltas[0] = replace(deltas[0], tokens=tuple(self._tokens))
+            self._tokens.clear()
+        return deltas
+
+    def choice(self, plain: Choice) -> Choice:
+        """The completion's choice with what the chat knows of it."""
+        message = self.message
+        choice = replace(plain, message=message)
+        if choice.finish_reason is not FinishReason.STOP:
+            return choice
+        if any(call.is_complete for call in message.tool_calls):
+            return replace(choice, finish_reason=FinishReason.TOOL_CALLS)
+        if self._output_type is not None and not message.tool_calls:
+            parsed, parse_error = self._output_type.parse(message.content or "")
+            choice = replace(choice, parsed=parsed, parse_error=parse_error)
+        return choice
+
+
+class ChatStream:
+    """The answer of one chat as it comes: an async iterator of deltas.
+
+        async for delta in stream:      # ReasoningDelta, TextDelta, ToolCallStart, ToolCallDelta, ToolCallEnd
+        stream.message                  # a ChatMessage: content, reasoning, tool_calls; so far, or whole at the end
+        stream.partial                  # with an output_type or a JSON schema: what the answer says so far
+        stream.completion               # once it has ended: usage, finish reason, parsed
+
+    With ``n`` answers, ``delta.choice`` says whose the delta is, ``stream.messages`` has all of them, and ``message``
+    and ``partial`` are the first one's. With ``logprobs``, ``delta.tokens`` are the tokens that it was made of.
+
+    Closing, dropping or cancelling it ends the request, as with `TokenStream`.
+    """
+
+    def __init__(self, stream: TokenStream, plan: ChatPlan, tokenizer: Tokenizer, params: SamplingParams) -> None:
+        self._stream = stream
+        self._warnings = plan.warnings
+        self._answers = [_Answer(i, plan, tokenizer, params) for i in range(params.n)]
+        is_json = plan.shape is not None and plan.shape.kind == "json_schema"
+        self._partial = PartialJson() if is_json else None
+        self._unread: list[str] = []  # texts that `partial` has not seen yet
+        self._deltas: deque[Delta] = deque()
+        self._is_read = False  # to its end, or it was closed
+        self._has_ended = False  # by itself
+        self._completion: Completion | None = None
+
+    @property
+    def request_id(self) -> str:
+        return self._stream.request_id
+
+    def __aiter__(self) -> Self:
+        return self
+
+    async def __anext__(self) -> Delta:
+        while not self._deltas:
+            if self._is_read:
+                raise StopAsyncIteration
+            try:
+                token = await anext(self._stream)
+            except StopAsyncIteration:
+                self._is_read = self._has_ended = True
+                for answer in self._answers:
+                    self._deltas.extend(answer.finish())
+            except AEngineError as error:
+                if error.completion is not None:
+                    error.completion = self._new_completion()
+                raise
+            else:
+                self._deltas.extend(self._answers[token.index].read(token))
+        delta = self._deltas.popleft()
+        if self._partial is not None and isinstance(delta, TextDelta) and delta.choice == 0:
+            self._unread.append(delta.text)
+        return delta
+
+    @property
+    def message(self) -> ChatMessage:
+        """What has come so far; the whole answer once the stream has been read to its end."""
+        return self._answers[0].message
+
+    @property
+    def messages(self) -> tuple[ChatMessage, ...]:
+        """Likewise, of each of the n answers."""
+        return tuple(answer.message for answer in self._answers)
+
+    @property
+    def partial(self) -> Any:
+        """What the answer's text, a JSON text, says so far, as `TokenStream.partial`; None: nothing yet, or no JSON was
+        asked for."""
+        if self._partial is None:
+            return None
+        try:
+            self._partial.feed("".join(self._unread))
+        except ValueError as error:
+            raise InvalidRequestError(f"the text of {self.request_id} is not JSON: {error}") from error
+        self._unread.clear()
+        if self._has_ended and not self._deltas and self.completion.finish_reason is FinishReason.STOP:
+            with contextlib.suppress(ValueError):  # a stop string may have cut it
+                self._partial.finish()  # a number at the top is one only now
+        return self._partial.value
+
+    @property
+    def completion(self) -> Completion:
+        """Once it has been read to its end, or closed: each choice with its ``message``; ``parsed`` is of the message's
+        content.
+
+        Raises InvalidRequestError before.
+        """
+        if not self._is_read:
+            raise InvalidRequestError(f"stream {self.request_id} has not been read to its end yet")
+        if self._completion is None:
+            self._completion = self._new_completion()
+        return self._completion
+
+    def _new_completion(self) -> Completion:
+        completion = self._stream.completion
+        choices = tuple(answer.choice(plain) for answer, plain in zip(self._answers, completion.choices, strict=True))
+        return replace(completion, choices=choices, warnings=self._warnings + completion.warnings)
+
+    async def wait(self) -> Completion:
+        """Read to the end."""
+        async for _ in self:
+            pass
+        return self.completion
+
+    async def aclose(self) -> None:
+        """Abort the request if it still runs; what has come is the message. Idempotent."""
+        await self._stream.aclose()
+        if not self._is_read:
+            self._is_read = True
+            for answer in self._answers:
+                answer.finish()
+            self._deltas.clear()
+
+    async def __aenter__(self) -> Self:
+        return self
+
+    async def __aexit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        await self.aclose()

@@ -1,0 +1,264 @@
+"""`RemoteStream`: a `TokenStream` whose reader is on another thread than the engine.
+
+    engine's thread                                                        reader's
+    ChoiceOutput --put()--> Mailbox --wake()--> Hatch.fill, when the       __anext__ takes from Hatch.ready;
+                                                loop's turn is over        if there is nothing, waits
+                                                  | wake                       ^
+                                                  +--------- Courier ----------+  of all streams on a loop: one wake-up
+
+The reader sees what the engine has done in whole turns only: a stream that has ended is out of the scheduler, its
+usage is complete. No lock is needed, and no wake-up is lost: who waits sets ``Hatch.wake``, then looks again; the
+engine fills, then looks at ``wake``. Nothing is said to a reader that is busy.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import threading
+from collections import deque
+from collections.abc import Callable, Coroutine
+from functools import partial
+from typing import Any, TypeVar
+
+from ..errors import InvalidRequestError
+from ..outputs import Completion, Token
+from ..threads.courier import courier_of, settle
+from ..threads.loop_ownership import running_loop
+from ..threads.loop_thread import LoopEndedError, LoopThread
+from .token_stream import Mailbox, TokenStream, end_call
+
+__all__ = ["RemoteStream", "ThreadStream", "check_no_loop", "run_now"]
+
+T = TypeVar("T")
+
+
+class Hatch:
+    """Where the engine's thread puts what a reader on another takes. It waits at a `Mailbox`, in place of a future."""
+
+    __slots__ = ("_mailbox", "_thread", "end", "has_ended", "loop", "ready", "wake")
+
+    def __init__(self, thread: LoopThread) -> None:
+        self._thread = thread
+        self._mailbox: Mailbox | None = None
+        self.ready: deque[Token] = deque()  # bounded as the mailbox is, by the request's own max_tokens
+        self.has_ended = False  # the last that is set
+        self.wake: Callable[[], object] | None = None
+        self.loop: asyncio.AbstractEventLoop | None = None  # on which somebody waits
+        self.end: Callable[[], object] = _nothing  # to be called on the engine's thread: aborts the request
+
+    def wait_at(self, mailbox: Mailbox, end: Callable[[], object]) -> None:
+        self._mailbox, self.end = mailbox, end
+        mailbox.hatch = self
+        mailbox.waiter = self  # type: ignore[assignment]  # all that it needs of a future
+        if mailbox.pending or mailbox.num_open == 0:
+            mailbox.wake()
+
+    def oldest_unread(self) -> Token | None:
+        """See `Mailbox.oldest_unread`."""
+        try:
+            return self.ready[0] if self.wake is None else None
+        except IndexError:  # the reader has just taken the last
+            return None
+
+    def done(self) -> bool:
+        return False
+
+    def set_result(self, result: None) -> None:
+        """Called by `Mailbox.wake`, on the engine's thread, with the first news of a turn."""
+        self._thread.defer(self._fill)
+
+    def _fill(self) -> None:
+        mailbox = self._mailbox
+        if mailbox is None:
+            return
+        if mailbox.pending:
+            self.ready.extend(mailbox.pending)
+            mailbox.pending.clear()
+        if mailbox.num_open:
+            mailbox.waiter = self  # type: ignore[assignment]
+            if self.loop is not None and self.loop.is_closed():  # who waits there will never read
+                self._thread.post(self.end)
+        else:
+            self._mailbox, self.end = None, _nothing
+            self.has_ended = True
+        wake, self.wake = self.wake, None
+        if wake is not None:
+            wake()
+
+
+class RemoteStream(TokenStream):
+    """See `TokenStream`; read on any event loop, by one task at a time.
+
+    It exists before the engine has heard of the request, so an error about that comes from the stream, too.
+    ``owner``: the engine, which is not to be dropped while somebody reads.
+    """
+
+    __slots__ = ("_courier", "_hatch", "_is_waited_for", "_owner", "_remote")
+
+    def __init__(self, remote: LoopThread, owner: object, request_id: str) -> None:
+        nothing_yet = Mailbox(final_only=True)
+        nothing_yet.num_open = 1
+        super().__init__(request_id, nothing_yet, remote.loop, _nothing)
+        self._remote = remote
+        self._owner = owner
+        self._hatch = Hatch(remote)
+        self._courier: object = None  # held, so that the next wait finds it
+        self._is_waited_for = False
+
+    # -- on the engine's thread
+
+    def accept(self, mailbox: Mailbox, abort: Callable[[str], object]) -> None:
+        """The request is in the engine, with this mailbox."""
+        self._mailbox = mailbox
+        self._hatch.wait_at(mailbox, partial(end_call, mailbox, abort, self.request_id))
+
+    def refuse(self, error: BaseException) -> None:
+        """It could not be accepted; the reader gets the error."""
+        self._mailbox.fail(error)
+        self._hatch.wait_at(self._mailbox, _nothing)
+
+    # -- on the reader's
+
+    async def __anext__(self) -> Token:
+        hatch = self._hatch
+        while True:
+            has_ended = hatch.has_ended  # asked before the tokens are: all of them are there then
+            try:
+                if hatch.ready:
+                    return hatch.ready.popleft()
+            except IndexError:  # somebody else reads, who should not
+                continue
+            if has_ended:
+                if self._mailbox.error is not None:
+                    raise self._failure()
+                raise StopAsyncIteration
+            await self._await_news(any_token=True)
+
+    async def wait(self) -> Completion:
+        while not self._hatch.has_ended:
+            await self._await_news(any_token=False)
+        if self._mailbox.error is not None:
+            raise self._failure()
+        return self.completion
+
+    @property
+    def completion(self) -> Completion:
+        mailbox = self._mailbox
+        if not self._hatch.has_ended:
+            raise InvalidRequestError(
+                f"stream {self.request_id} has not ended yet: read it to its end, or close it, before its completion"
+            )
+        if mailbox.error is not None and not mailbox.choices:  # it never began
+            raise mailbox.error
+        return mailbox.completion(self.request_id)
+
+    async def aclose(self) -> None:
+        """Abort the request if it still runs, and wait until the engine has. Idempotent."""
+        if not self._hatch.has_ended and not self._remote.is_foreign:
+            try:
+                await self._remote.run(self._end_there)
+            except LoopEndedError:
+                pass
+        self._hatch.ready.clear()
+
+    async def _end_there(self) -> None:
+        self._hatch.end()
+        await asyncio.sleep(0)  # the hatch is filled
+
+    def end_soon(self) -> None:
+        """Have it aborted; from any thread, without waiting."""
+        hatch = self._hatch
+        self._remote.post(lambda: hatch.end())  # looked up there: it may not be in the engine yet
+
+    async def _await_news(self, *, any_token: bool) -> None:
+        """Until there is a token (if any will do), or the end. Being cancelled here ends the request."""
+        loop = running_loop()
+        courier = self._courier = courier_of(loop)
+        self._begin_wait()
+        self._hatch.loop = loop
+        waiter = loop.create_future()
+        try:
+            if not self._asked(partial(courier.post, settle, waiter), any_token):
+                await waiter
+        except asyncio.CancelledError:
+            self.end_soon()
+            raise
+        finally:
+            self._end_wait()
+
+    def _begin_wait(self) -> None:
+        self._remote.check_process()
+        if self._is_waited_for:
+            raise InvalidRequestError(f"stream {self.request_id} is already being read by another task")
+        self._is_waited_for = True
+
+    def _asked(self, wake: Callable[[], object], any_token: bool) -> bool:
+        """Have ``wake`` called at the next news. Whether there are some already."""
+        hatch = self._hatch
+        hatch.wake = wake
+        return hatch.has_ended or (any_token and bool(hatch.ready))
+
+    def _end_wait(self) -> None:
+        self._hatch.wake = self._hatch.loop = None
+        self._is_waited_for = False
+
+    def __del__(self) -> None:
+        hatch = getattr(self, "_hatch", None)
+        if hatch is not None and not hatch.has_ended and not self._remote.is_foreign:
+            self._remote.post(hatch.end)
+
+
+class ThreadStream(RemoteStream):
+    """The same, read by a thread that has no event loop: its coroutines block instead of suspending. See `run_now`."""
+
+    __slots__ = ()
+
+    async def _await_news(self, *, any_token: bool) -> None:
+        self._begin_wait()
+        lock = threading.Lock()
+        lock.acquire()
+        try:
+            if not self._asked(lock.release, any_token):
+                lock.acquire()
+        except BaseException:  # Ctrl-C
+            self.end_soon()
+            raise
+        finally:
+            self._end_wait()
+
+    def when_ended(self, tell: Callable[[], object]) -> None:
+        """Have ``tell`` called, from whatever thread, when it has ended; perhaps twice. Of a stream without tokens."""
+        if self._asked(tell, any_token=False):
+            tell()
+
+    async def aclose(self) -> None:
+        if not self._hatch.has_ended and not self._remote.is_foreign:
+            try:
+                self._remote.wait(self._end_there)
+            except LoopEndedError:
+                pass
+        self._hatch.ready.clear()
+
+
+def run_now(coroutine: Coroutine[Any, Any, T]) -> T:
+    """The outcome of a coroutine that never suspends, as those of `ThreadStream`, and of what reads from one."""
+    try:
+        coroutine.send(None)
+    except StopIteration as end:
+        value: T = end.value
+        return value
+    coroutine.close()
+    raise AssertionError("a coroutine that must not suspend did")
+
+
+def check_no_loop() -> None:
+    """Raises InvalidRequestError on the thread of a running event loop, which must not be blocked."""
+    try:
+        asyncio.get_running_loop()
+    except RuntimeError:
+        return
+    raise InvalidRequestError("you are on an event loop, which an LLM would block: use AsyncLLM, and await it")
+
+
+def _nothing(*_: object) -> None:
+    """Of a request that is not in the engine: whoever ends one comes after it."""

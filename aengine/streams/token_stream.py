@@ -1,0 +1,360 @@
+"""`TokenStream`: what a caller reads, over a mailbox that merges.
+
+    step loop --put()--> ChoiceOutput (one per completion) --> Mailbox (one per user call) <--__anext__-- TokenStream
+
+The mailbox is a list: a consumer that is slow finds all that came meanwhile at its next turn and is woken once, not
+once a token. No queue, no task, and at most one future while somebody waits. It can't outgrow the request's own
+max_tokens.
+
+The engine holds mailboxes, never streams: dropping a `TokenStream` (``break``, a finished task, garbage collection)
+runs its finaliser, which aborts the request.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+from collections import deque
+from collections.abc import Callable
+from functools import partial
+from types import TracebackType
+from typing import TYPE_CHECKING, Any, Protocol
+
+from ..errors import AEngineError, InvalidRequestError
+from ..outputs import Choice, Completion, FinishReason, Logprob, Timings, Token, Usage
+from ..telemetry.request_times import RequestTimes
+
+if TYPE_CHECKING:
+    from typing import Self
+
+    from ..structured.output_type import OutputType
+    from ..structured.partial import PartialJson
+    from .cross_thread_stream import Hatch
+
+__all__ = ["ChoiceOutput", "IncrementalText", "Mailbox", "TokenStream", "end_call", "error_for_waiter"]
+
+
+class IncrementalText(Protocol):
+    """What the stream needs of a detokenizer."""
+
+    stopped: bool
+
+    def put(self, token_id: int) -> str: ...
+
+    def flush(self) -> str: ...
+
+
+class Mailbox:
+    """All that one user call gets: tokens of its completions as they come, then the end or an error."""
+
+    __slots__ = (
+        "cached_tokens",
+        "choices",
+        "error",
+        "final_only",
+        "hatch",
+        "is_json",
+        "num_open",
+        "num_prompt_tokens",
+        "output_type",
+        "pending",
+        "times",
+        "waiter",
+        "warnings",
+    )
+
+    def __init__(self, *, final_only: bool, times: RequestTimes | None = None) -> None:
+        self.times = times or RequestTimes()
+        self.final_only = final_only  # nobody reads single tokens: none are made
+        self.pending: deque[Token] = deque()
+        self.waiter: asyncio.Future[None] | None = None
+        self.hatch: Hatch | None = None  # where a reader on another thread takes them from
+        self.error: BaseException | None = None
+        self.choices: list[ChoiceOutput] = []
+        self.num_open = 0  # completions that have not ended
+        self.num_prompt_tokens = 0
+        self.cached_tokens = 0
+        self.output_type: OutputType | None = None
+        self.is_json = False  # the text was asked to be
+        self.warnings: tuple[str, ...] = ()
+
+    def open(self, choices: list[ChoiceOutput]) -> None:
+        self.choices = choices
+        self.num_open = len(choices)
+
+    @property
+    def done(self) -> bool:
+        """Whether nothing more will come."""
+        return self.num_open == 0 or self.error is not None
+
+    def wake(self) -> None:
+        waiter = self.waiter
+        if waiter is not None:
+            self.waiter = None
+            if not waiter.done():
+                waiter.set_result(None)
+
+    def fail(self, error: BaseException) -> None:
+        """End every open completion with an error; tokens already here are still delivered first."""
+        if self.done:
+            return
+        self.error = error
+        for choice in self.choices:
+            if choice.finish_reason is None:
+                choice.finish_reason = FinishReason.ERROR
+        self.num_open = 0
+        self.wake()
+
+    def oldest_unread(self) -> Token | None:
+        """The first token that the reader has not taken; None: there is none, or the reader waits for more."""
+        if self.hatch is not None:
+            return self.hatch.oldest_unread()
+        return self.pending[0] if self.pending and self.waiter is None else None
+
+    def completion(self, request_id: str) -> Completion:
+        choices = tuple(choice.result(self.output_type) for choice in self.choices)
+        return Completion(request_id, choices, self.usage(), warnings=self.warnings, timings=self.timings())
+
+    def usage(self) -> Usage:
+        return Usage(
+            prompt_tokens=self.num_prompt_tokens,
+            completion_tokens=sum(len(choice.token_ids) for choice in self.choices),
+            cached_tokens=self.cached_tokens,
+        )
+
+    def timings(self) -> Timings:
+        return self.times.timings(max((len(choice.token_ids) for choice in self.choices), default=0))
+
+
+class ChoiceOutput:
+    """One completion under way: the sink of one scheduler `Request`."""
+
+    __slots__ = ("_parsed", "detokenizer", "finish_reason", "index", "logprobs", "mailbox", "texts", "token_ids")
+
+    def __init__(self, mailbox: Mailbox, index: int, detokenizer: IncrementalText | None, want_logprobs: bool) -> None:
+        self.mailbox = mailbox
+        self.index = index
+        self.detokenizer = detokenizer
+        self.token_ids: list[int] = []
+        self.texts: list[str] = []
+        self.logprobs: list[tuple[Logprob, ...]] | None = [] if want_logprobs else None
+        self.finish_reason: FinishReason | None = None
+        self._parsed: tuple[Any, Exception | None] | None = None  # once: a type's own validators may take their time
+
+    def put(self, token_id: int, finish_reason: FinishReason | None, logprobs: tuple[Logprob, ...] = ()) -> bool:
+        """Deliver one token. ``logprobs``: the sampled token's first, then the likeliest.
+
+        Returns whether a stop string has just ended the completion, which the scheduler can't know.
+        """
+        stopped = False
+        text = ""
+        detokenizer = self.detokenizer
+        if detokenizer is not None:
+            if finish_reason is not FinishReason.STOP:  # the text of a stop token is not part of the completion
+                text = detokenizer.put(token_id)
+                if detokenizer.stopped:
+                    stopped = finish_reason is None
+                    finish_reason = FinishReason.STOP
+            if finish_reason is not None:
+                text += detokenizer.flush()  # nothing after a stop string
+                if detokenizer.stopped:  # one may have been in what was held back
+                    finish_reason = FinishReason.STOP
+            if text:
+                self.texts.append(text)
+        ids = self.token_ids
+        ids.append(token_id)
+        if self.logprobs is not None:
+            self.logprobs.append(logprobs)
+        mailbox = self.mailbox
+        if not mailbox.final_only:
+            logprob = logprobs[0].logprob if logprobs else None
+            mailbox.pending.append(
+                Token(text, token_id, self.index, logprob, finish_reason, len(ids) - 1, logprobs[1:])
+            )
+            if mailbox.waiter is not None:
+                mailbox.wake()
+        if finish_reason is not None:
+            self._end(finish_reason)
+        return stopped
+
+    def end(self, reason: FinishReason) -> None:
+        """End the completion without another token (an abort)."""
+        if self.finish_reason is None:
+            self._end(reason)
+
+    def _end(self, reason: FinishReason) -> None:
+        self.finish_reason = reason
+        self.detokenizer = None  # it holds the tokenizer, and a stream may be kept for long
+        mailbox = self.mailbox
+        mailbox.num_open -= 1
+        if mailbox.num_open == 0:
+            mailbox.wake()
+
+    def result(self, output_type: OutputType | None) -> Choice:
+        text = "".join(self.texts)
+        if self._parsed is None and output_type is not None and self.finish_reason is FinishReason.STOP:
+            self._parsed = output_type.parse(text)
+        parsed, parse_error = self._parsed or (None, None)
+        return Choice(
+            index=self.index,
+            text=text,
+            token_ids=tuple(self.token_ids),
+            finish_reason=self.finish_reason or FinishReason.ABORT,
+            logprobs=None if self.logprobs is None else tuple(self.logprobs),
+            parsed=parsed,
+            parse_error=parse_error,
+        )
+
+
+class TokenStream:
+    """The tokens of one request, as an async iterator of `Token`\\ s.
+
+    The request runs from the moment that the stream exists, whether or not somebody reads. It is aborted, and its KV
+    memory freed, when the stream is closed, dropped, or when the task that reads it is cancelled; and it fails when its
+    tokens lie unread for ``unread_timeout``, see `EngineConfig`.
+
+        async for token in stream: ...          # until the end; raises the request's error, typed
+        stream.completion                       # text, usage and finish reason, once it has ended
+
+    Use ``async with stream:`` or `aclose` where a reference to it may outlive the loop over it.
+    """
+
+    __slots__ = ("__weakref__", "_end", "_loop", "_mailbox", "_num_texts_read", "_partial", "request_id")
+
+    def __init__(
+        self,
+        request_id: str,
+        mailbox: Mailbox,
+        loop: asyncio.AbstractEventLoop,
+        abort: Callable[[str], object],
+    ) -> None:
+        self.request_id = request_id
+        self._mailbox = mailbox
+        self._loop = loop
+        self._end = partial(end_call, mailbox, abort, request_id)
+        self._partial: PartialJson | None = None
+        self._num_texts_read = 0  # of the first completion's, by `partial`
+
+    def __repr__(self) -> str:
+        state = "ended" if self._mailbox.done else "running"
+        return f"<TokenStream {self.request_id} {state}: {sum(len(c.token_ids) for c in self._mailbox.choices)} tokens>"
+
+    def __aiter__(self) -> Self:
+        return self
+
+    async def __anext__(self) -> Token:
+        mailbox = self._mailbox
+        while not mailbox.pending:
+            if mailbox.error is not None:
+                raise self._failure()
+            if mailbox.num_open == 0:
+                raise StopAsyncIteration
+            await self._wait()
+        return mailbox.pending.popleft()
+
+    async def _wait(self) -> None:
+        """Until there is news. Being cancelled here ends the request, as it would end an async generator."""
+        mailbox = self._mailbox
+        if mailbox.waiter is not None:
+            raise InvalidRequestError(f"stream {self.request_id} is already being read by another task")
+        mailbox.waiter = waiter = self._loop.create_future()
+        try:
+            await waiter
+        except asyncio.CancelledError:
+            self._end()
+            raise
+        finally:
+            if mailbox.waiter is waiter:
+                mailbox.waiter = None
+
+    @property
+    def partial(self) -> Any:
+        """What the first completion, a JSON text, says so far: dicts, lists, strings and numbers; None: nothing yet,
+        or no JSON was asked for.
+
+        Each snapshot is a prefix of the final value: strings and lists grow at their end, a key is there once its value
+        has begun, a number once it is complete. Snapshots share their finished parts: copy before changing one.
+        """
+        if not self._mailbox.is_json:
+            return None
+        from ..structured.partial import PartialJson
+
+        if self._partial is None:
+            self._partial = PartialJson()
+        choices = self._mailbox.choices
+        has_ended = self._mailbox.done  # asked first: with own_thread more may come between any two lines
+        texts = choices[0].texts[self._num_texts_read :] if choices else []
+        try:
+            self._partial.feed("".join(texts))
+            self._num_texts_read += len(texts)
+        except ValueError as error:
+            raise InvalidRequestError(f"the text of {self.request_id} is not JSON: {error}") from error
+        if has_ended and choices and choices[0].finish_reason is FinishReason.STOP:
+            with contextlib.suppress(ValueError):  # a stop string may have cut it
+                self._partial.finish()  # a number at the top is one only now
+        return self._partial.value
+
+    @property
+    def completion(self) -> Completion:
+        """The whole answer, once the stream has ended. Raises InvalidRequestError before."""
+        if not self._mailbox.done:
+            raise InvalidRequestError(
+                f"stream {self.request_id} has not ended yet: read it to its end, or close it, before its completion"
+            )
+        return self._mailbox.completion(self.request_id)
+
+    async def wait(self) -> Completion:
+        """Wait for the end without reading single tokens. Raises the request's error."""
+        mailbox = self._mailbox
+        while not mailbox.done:
+            await self._wait()
+        if mailbox.error is not None:
+            raise self._failure()
+        return mailbox.completion(self.request_id)
+
+    def _failure(self) -> BaseException:
+        """The request's error, with what had come before it."""
+        error = self._mailbox.error
+        assert error is not None
+        has_begun = self._mailbox.times.scheduled is not None
+        if has_begun and isinstance(error, AEngineError) and error.completion is None:
+            error.completion = self._mailbox.completion(self.request_id)
+        return error
+
+    async def aclose(self) -> None:
+        """Abort the request if it still runs. Its KV memory is free from the next step on. Idempotent."""
+        self._end()
+        self._mailbox.pending.clear()
+
+    async def __aenter__(self) -> Self:
+        return self
+
+    async def __aexit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        await self.aclose()
+
+    def __del__(self) -> None:
+        mailbox = getattr(self, "_mailbox", None)
+        if mailbox is None or mailbox.done or self._loop.is_closed():
+            return
+        # The garbage collector may run this in any thread, and in the loop's own anywhere, also within the scheduler.
+        try:
+            self._loop.call_soon_threadsafe(self._end)
+        except RuntimeError:  # the loop was closed since
+            pass
+
+
+def end_call(mailbox: Mailbox, abort: Callable[[str], object], request_id: str) -> None:
+    """Abort a request, on the engine's loop, unless it has ended: another may have its id by now."""
+    if mailbox.num_open:
+        abort(request_id)
+
+
+def error_for_waiter(error: AEngineError) -> AEngineError:
+    """A copy of an error for one of several waiters: tracebacks of one must not grow on another's."""
+    clone = error.__class__.__new__(error.__class__, *error.args)
+    clone.args = error.args
+    clone.__dict__.update(error.__dict__)
+    clone.__cause__ = error.__cause__ or error
+    return clone

@@ -1,0 +1,308 @@
+"""`BitmaskFiller`: which tokens may come next, for the requests of a step that have a grammar.
+
+    loop   answer N ─> fill(jobs) ..............................................> GRAMMAR frame N+1
+    lane               └─> matchers accept the ids of N ─> rows are filled ─┘
+                           (little Python)                (without the GIL: meanwhile the loop delivers N)
+
+The ids of an answer are only noted by the loop. The lane, one thread, lets the matchers accept them and fills the rows,
+in the grammar library's threads where there are many; so each matcher is touched by one thread at a time.
+
+A step samples when all of its rows are filled. So that a grammar whose rows take long holds up nobody else, its request
+is left out of the steps (`Scheduler.pause`) until its next row has been filled ahead, in a lane of its own.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import math
+import time
+from collections.abc import Callable, Sequence
+from typing import TYPE_CHECKING, NamedTuple
+
+from ..errors import EngineClosedError
+from ..threads.pools import Lane
+
+if TYPE_CHECKING:
+    from .backend import Compiled, Matcher
+
+__all__ = ["BitmaskFiller", "Filled", "Filling", "MaskJob", "RequestGrammar"]
+
+_FEW_ROWS = 4
+_SHORT_SECONDS = 0.0002
+"""Rows that took no longer lately are filled on the loop: a thread's two turns take 100 us and more."""
+_SLOW_SECONDS = 0.004
+"""CPU time of a row from which it is filled ahead. Rows of ordinary schemas take 0.02 to 1.5 ms."""
+_SLOWNESS = 0.00005
+"""Seconds a row that others may lose to it: a twentieth of a GPU's step."""
+_MATCHER_SECONDS = 0.05
+"""CPU time that no matcher takes to be made: when a first row took longer, the next may, too."""
+_MOST_SLOWNESS = 0.001
+"""Forgotten after 150 rows that were quick."""
+_SURVEY_SECONDS = 0.006
+"""A batch of rows that took longer is followed by one whose rows are timed, one by one,"""
+_SURVEY_PERIOD = 1.0
+"""at most so often."""
+_MOST_GROWTH = 1.1
+"""What a fill is expected to take follows what it took: downwards at once, upwards so fast."""
+
+
+class RequestGrammar:
+    """One request's place in its grammar, and the ids that it has got since."""
+
+    __slots__ = ("_compiled", "_matcher", "_slowness", "ahead", "pending", "seconds")
+
+    def __init__(self, compiled: Compiled) -> None:
+        self._compiled = compiled
+        self._matcher: Matcher | None = None
+        # What its rows take beyond _SLOW_SECONDS: seconds, the mean of some 50 rows.
+        self._slowness = _MOST_SLOWNESS if compiled.mask_seconds > _SLOW_SECONDS else 0.0
+        self.pending: list[int] = []  # committed, not yet accepted
+        self.seconds = math.inf  # what a row of it took lately, at the worst
+        self.ahead: asyncio.Future[tuple[bytearray, Filled]] | None = None  # its next row, filled or being filled
+
+    @property
+    def matcher(self) -> Matcher:
+        """Made when first asked for, by the lane: it may take milliseconds."""
+        if self._matcher is None:
+            self._matcher = self._compiled.matcher()
+        return self._matcher
+
+    def take_pending(self) -> list[int]:
+        """The ids to accept, for whoever sees to it that the matcher does."""
+        token_ids, self.pending = self.pending, []
+        return token_ids
+
+    @property
+    def is_slow(self) -> bool:
+        """Whether its rows take so long that nobody else should wait for them."""
+        return self._slowness > _SLOWNESS
+
+    def note_time(self, seconds: float, cpu_seconds: float, *, is_first: bool) -> None:
+        """What a row took, on the clock and of this thread. A first one, with its matcher, says little."""
+        if is_first:
+            self.seconds = 0.5
+            if cpu_seconds < _MATCHER_SECONDS:
+                return
+        else:
+            self.seconds = max(seconds, 0.8 * min(self.seconds, 0.002))
+        # A mean, as nobody can tell which will be the next slow one: of 1,000 optional properties it is one row in 20.
+        self._slowness = min(_MOST_SLOWNESS, 0.98 * self._slowness + 0.02 * max(0.0, cpu_seconds - _SLOW_SECONDS))
+
+
+class MaskJob(NamedTuple):
+    """One row of a bitmask that is due."""
+
+    batch_idx: int
+    grammar: RequestGrammar
+    token_ids: list[int]  # to accept first
+    wants_forced: bool = False  # say what must come, if it is more than one token
+
+
+class Filled(NamedTuple):
+    """What has become of some jobs, by their place."""
+
+    failed: dict[int, Exception]
+    forced: dict[int, list[int]]  # where nothing else is allowed: the ids that must come, two at least
+
+
+OnFill = Callable[[float], None]
+
+
+class Filling(NamedTuple):
+    """Rows that a thread fills."""
+
+    filled: asyncio.Future[Filled]
+    free_until: asyncio.Future[float]
+    """Done when the thread goes on without the GIL, or has ended. Until that time of ``perf_counter`` the loop may
+    work; later the thread would have to wait for it."""
+
+
+class BitmaskFiller:
+    """Fills for one engine; `fill` and `fill_ahead` are for its loop."""
+
+    def __init__(self, vocab_size: int) -> None:
+        self._row_words = (vocab_size + 31) // 32
+        self._lane = Lane("grammar")
+        self._slow_lane = Lane("grammar-slow")
+        self._is_surveying = False  # the next rows are timed one by one
+        self._surveyed = -math.inf
+        self._expected_seconds = 0.001  # of a fill without the GIL
+        self._closed = False
+
+    @property
+    def row_bytes(self) -> int:
+        return 4 * self._row_words
+
+    def begin(self) -> None:
+        """Start the threads. Without them the step of a request that has a grammar could not go on, nor any other's.
+        Raises EngineOverloadedError when they can't be started."""
+        self._lane.begin()
+        self._slow_lane.begin()
+
+    def fill(self, jobs: Sequence[MaskJob], rows: memoryview | bytearray) -> Filled | Filling:
+        """Fill ``rows``, int32 [len(jobs), ceil(vocab_size / 32)]: at once, or begin to. Failed ones allow all.
+
+        Raises EngineClosedError: see `check_open`.
+        """
+        has_ahead = any(job.grammar.ahead is not None for job in jobs)
+        if not has_ahead and _are_short(jobs):
+            return self._fill(jobs, rows)  # sooner done than a thread is woken
+        self.check_open()
+        loop = asyncio.get_running_loop()
+        free_until: asyncio.Future[float] = loop.create_future()
+        filled: asyncio.Future[Filled]
+        if has_ahead:
+            filled = loop.create_task(self._fill_with_ahead(jobs, rows, free_until), name="aengine-fill")
+        else:
+            filled = self._begin_fill(jobs, rows, free_until)
+        filled.add_done_callback(lambda filled: _settle(free_until, 0.0))
+        return Filling(filled, free_until)
+
+    def _begin_fill(
+        self, jobs: Sequence[MaskJob], rows: memoryview | bytearray, free_until: asyncio.Future[float]
+    ) -> asyncio.Future[Filled]:
+        loop = free_until.get_loop()
+
+        def on_fill(expected_seconds: float) -> None:
+            loop.call_soon_threadsafe(_settle, free_until, time.perf_counter() + expected_seconds)
+
+        return self._lane.run(self._fill, jobs, rows, on_fill)
+
+    def fill_ahead(
+        self, grammar: RequestGrammar, is_wanted: Callable[[], bool]
+    ) -> asyncio.Future[tuple[bytearray, Filled]]:
+        """Begin to fill its next row, which `fill` will find, if it is still wanted when its turn comes.
+
+        Nobody else may touch the grammar until it is done.
+        """
+        self.check_open()
+        job = MaskJob(0, grammar, grammar.take_pending())
+        grammar.ahead = self._slow_lane.run(self._fill_one, job, is_wanted)
+        return grammar.ahead
+
+    def check_open(self) -> None:
+        """Raises EngineClosedError."""
+        if self._closed:
+            raise EngineClosedError("the engine is closed: it fills no more bitmasks")
+
+    def _fill_one(self, job: MaskJob, is_wanted: Callable[[], bool]) -> tuple[bytearray, Filled]:
+        rows = bytearray(b"\xff") * self.row_bytes
+        return rows, self._fill([job], rows) if is_wanted() else Filled({}, {})
+
+    async def _fill_with_ahead(
+        self, jobs: Sequence[MaskJob], rows: memoryview | bytearray, free_until: asyncio.Future[float]
+    ) -> Filled:
+        """The others first; by then what was begun ahead is most likely done."""
+        size = self.row_bytes
+        others = [row for row, job in enumerate(jobs) if job.grammar.ahead is None]
+        target = bytearray(size * len(others))
+        filled = await self._begin_fill([jobs[row] for row in others], target, free_until)
+        for i, row in enumerate(others):
+            rows[row * size : (row + 1) * size] = target[i * size : (i + 1) * size]
+        failed = {others[i]: error for i, error in filled.failed.items()}
+        forced = {others[i]: token_ids for i, token_ids in filled.forced.items()}
+        for row, job in enumerate(jobs):
+            if job.grammar.ahead is not None:
+                ready, one = await job.grammar.ahead
+                job.grammar.ahead = None
+                rows[row * size : (row + 1) * size] = ready
+                if one.failed:
+                    failed[row] = one.failed[0]
+        return Filled(failed, forced)
+
+    def _fill(
+        self, jobs: Sequence[MaskJob], rows: memoryview | bytearray, on_fill: OnFill = lambda expected_seconds: None
+    ) -> Filled:
+        """In whatever thread; the jobs' grammars are its own meanwhile. ``on_fill``: called when what is left is mostly
+        done without the GIL, with the seconds that it may take."""
+        if len(jobs) <= _FEW_ROWS:
+            on_fill(sum(min(job.grammar.seconds, 1.0) for job in jobs))
+            return self._fill_one_by_one(jobs, rows)
+        if self._is_surveying:
+            self._is_surveying, self._surveyed = False, time.perf_counter()
+            return self._fill_one_by_one(jobs, rows)
+        begun = waited = time.perf_counter()
+
+        def note_fill() -> None:
+            nonlocal waited
+            waited = time.perf_counter()
+            on_fill(self._expected_seconds)
+
+        filled = self._fill_rows(jobs, rows, note_fill)
+        ended = time.perf_counter()
+        self._expected_seconds = min(ended - waited, _MOST_GROWTH * self._expected_seconds)
+        self._is_surveying = ended - begun > _SURVEY_SECONDS and ended - self._surveyed > _SURVEY_PERIOD
+        return filled
+
+    def _fill_one_by_one(self, jobs: Sequence[MaskJob], rows: memoryview | bytearray) -> Filled:
+        """The same, and each one's time is noted."""
+        failed: dict[int, Exception] = {}
+        forced: dict[int, list[int]] = {}
+        size = self.row_bytes
+        view = memoryview(rows)
+        for row, job in enumerate(jobs):
+            is_first = job.grammar.seconds == math.inf and not job.token_ids
+            begun, begun_cpu = time.perf_counter(), time.thread_time()
+            one = self._fill_rows([job], view[row * size : (row + 1) * size])
+            if one.failed:
+                failed[row] = one.failed[0]
+            if one.forced:
+                forced[row] = one.forced[0]
+            seconds, cpu_seconds = time.perf_counter() - begun, time.thread_time() - begun_cpu
+            job.grammar.note_time(seconds, cpu_seconds, is_first=is_first)
+        return Filled(failed, forced)
+
+    def _fill_rows(
+        self, jobs: Sequence[MaskJob], rows: memoryview | bytearray, on_fill: Callable[[], None] = lambda: None
+    ) -> Filled:
+        from .backend import advance_batch
+
+        bitmask = memoryview(rows).cast("i", shape=[len(jobs), self._row_words])
+        items = [(job.grammar.matcher, job.token_ids) for job in jobs]
+        failed = advance_batch(items, bitmask, on_fill)
+        size = self.row_bytes
+        for row in failed:
+            rows[row * size : (row + 1) * size] = b"\xff" * size
+        forced = {}
+        for row in (row for row, job in enumerate(jobs) if job.wants_forced and row not in failed):
+            ids = _forced_ids(items[row][0], rows[row * size : (row + 1) * size])
+            if len(ids) > 1:
+                forced[row] = ids
+        return Filled(dict(failed), forced)
+
+    def close(self) -> None:
+        """From any thread; nothing is awaited. Threads end by themselves."""
+        self._closed = True
+        for lane in (self._lane, self._slow_lane):
+            lane.close()
+
+    async def aclose(self) -> None:
+        """`close`, and wait for the threads."""
+        self.close()
+        for lane in (self._lane, self._slow_lane):
+            await lane.aclose()
+
+
+def _are_short(jobs: Sequence[MaskJob]) -> bool:
+    """Whether the loop may fill them. Not a slow grammar's, however quick the last were: nobody knows the next."""
+    if len(jobs) > _FEW_ROWS or any(job.grammar.is_slow for job in jobs):
+        return False
+    return sum(job.grammar.seconds for job in jobs) < _SHORT_SECONDS
+
+
+def _forced_ids(matcher: Matcher, row: memoryview | bytearray) -> list[int]:
+    """What must come, if the bitmask says so too: for a grammar with several ways to write a text it may not."""
+    from .backend import MatcherError
+
+    try:
+        ids = matcher.forced_tokens()
+    except MatcherError:  # the next row will say it
+        return []
+    if len(ids) < 2 or int.from_bytes(row, "little") != 1 << ids[0]:
+        return []
+    return ids
+
+
+def _settle(free_until: asyncio.Future[float], value: float) -> None:
+    if not free_until.done():
+        free_until.set_result(value)

@@ -1,0 +1,327 @@
+"""`GrammarSpec`: what is to be compiled, as plain text; equal specs are the same grammar.
+
+A spec is a few strings, so that it is hashable (a cache key) and can be sent to another process. A JSON schema is in it
+as canonical JSON text: no blanks, and keys in the order given, because both libraries make the model write an object's
+properties in the order of ``properties``.
+
+Whatever a caller passes as a schema comes through `plain_json`, which walks it without recursion, so that a schema that
+is nested a million deep, refers to itself, or is huge through shared parts, costs a bounded time and an error.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import marshal
+import math
+import re
+import threading
+from collections import OrderedDict
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, Literal
+
+from ..errors import GrammarError
+from ..params import StructuredOutput, is_unicode
+from .schema import COUNTS, MAX_OPTIONS, check_schema
+from .schema_walk import json_path, walk
+from .yield_gil import breathe
+
+__all__ = ["GrammarSpec", "Kind", "plain_json", "spec_of"]
+
+Kind = Literal["json_schema", "regex", "choice", "lark", "ebnf"]
+
+MAX_JSON_BYTES = 1 << 20
+"""Of a schema or a list of choices: a compile takes longer with its length, and can't be stopped."""
+MAX_PATTERN_BYTES = 64 << 10
+"""Of a regex or a grammar: written by hand, so far smaller; automata grow faster than their pattern."""
+MAX_DEPTH = 128
+"""Levels of lists and objects in a schema. llguidance refuses 200, and readers that recurse must be safe."""
+MAX_NUMBER_BITS = 4096
+"""Of an integer. Python refuses to write one of more than 4300 digits, and no grammar needs one."""
+
+_BREATH = 64
+"""Members of a schema, walked in 0.06 ms, after which other threads get their turn. A step takes several turns."""
+
+_BRACKETS = re.compile(r'"(?:[^"\\]|\\.)*+"?|[\[{]|[\]}]', re.DOTALL)
+_EBNF_RULE = re.compile(r"^[ \t]*+[\w.<>-]++[ \t]*+::=", re.MULTILINE)
+_LARK_RULE = re.compile(r"^[ \t]*+(?:[!?]*+start\b[^:\n]*+:(?!:?=)|%[a-z])", re.MULTILINE)
+
+
+@dataclass(frozen=True, slots=True)
+class GrammarSpec:
+    """One grammar to compile. Made by `spec_of`, which checks it."""
+
+    kind: Kind
+    text: str
+    """Canonical JSON of the schema | the pattern | JSON list of the options | the grammar."""
+    whitespace: Literal["compact", "any"] = "compact"
+    relax: bool = False
+    """Keywords that the backend can't enforce are left out, with a warning, instead of refused."""
+    backend: Literal["llguidance", "xgrammar"] = "llguidance"
+
+
+def spec_of(wanted: StructuredOutput) -> GrammarSpec:
+    """What ``wanted`` says, checked as far as it can be without a grammar library. Raises GrammarError."""
+    kind, text = _kind_and_text(wanted)
+    return GrammarSpec(
+        kind=kind,
+        text=text,
+        whitespace=wanted.whitespace,
+        relax=wanted.on_unsupported == "relax",
+        backend="xgrammar" if wanted.backend == "xgrammar" else "llguidance",
+    )
+
+
+def _kind_and_text(wanted: StructuredOutput) -> tuple[Kind, str]:
+    if wanted.json_schema is not None:
+        return "json_schema", _schema_text(wanted.json_schema)
+    if wanted.regex is not None:
+        return "regex", _pattern(wanted.regex, "regex")
+    if wanted.choice is not None:
+        return "choice", _choice_text(wanted.choice)
+    if wanted.grammar is not None:
+        text = _pattern(wanted.grammar, "grammar")
+        return _notation(text), text
+    return "json_schema", '{"type":"object"}'
+
+
+def _schema_text(schema: Mapping[str, Any] | str | bool) -> str:
+    """The same schema comes with many requests: checked and written once."""
+    image = _image(schema)
+    if image is None:
+        return _checked_text(schema)
+    key = hashlib.blake2b(image).digest()
+    text = _texts.get(key)
+    if text is None:
+        text = _checked_text(schema)
+        _texts.add(key, text)
+    return text
+
+
+def _image(schema: Any) -> bytes | None:
+    """Bytes that only equal schemas (or texts) have; None for what is no plain data, or is nested too deeply."""
+    if isinstance(schema, str):
+        return b"text" + str.encode(schema, "utf-8", "surrogatepass")
+    try:
+        # Version 4 writes a part that is used often once, so a small schema has a small image. Which parts those are
+        # may differ between equal schemas; then one is checked again.
+        return marshal.dumps(schema, 4)
+    except ValueError:
+        return None
+
+
+class _Texts:
+    """Those used last, of four of the longest in all. Safe in threads."""
+
+    def __init__(self, max_bytes: int = 4 * MAX_JSON_BYTES) -> None:
+        self._max_bytes = max_bytes
+        self._num_bytes = 0
+        self._texts: OrderedDict[bytes, str] = OrderedDict()
+        self._lock = threading.Lock()
+
+    def get(self, key: bytes) -> str | None:
+        with self._lock:
+            text = self._texts.get(key)
+            if text is not None:
+                self._texts.move_to_end(key)
+            return text
+
+    def add(self, key: bytes, text: str) -> None:
+        size = len(key) + len(text)
+        with self._lock:
+            if key not in self._texts:
+                self._texts[key] = text
+                self._num_bytes += size
+            while self._num_bytes > self._max_bytes:
+                oldest, gone = self._texts.popitem(last=False)
+                self._num_bytes -= len(oldest) + len(gone)
+
+
+_texts = _Texts()
+
+
+def _checked_text(schema: Mapping[str, Any] | str | bool) -> str:
+    value = plain_json(_read_json(schema) if isinstance(schema, str) else schema)
+    check_schema(value)
+    for _, part in walk(value):
+        if isinstance(part, dict):  # 2.0 is an integer in JSON schema, but not to the libraries
+            part.update({k: int(part[k]) for k in COUNTS if isinstance(part.get(k), float)})
+    text = json.dumps(value, ensure_ascii=False, separators=(",", ":"))
+    if len(text.encode()) > MAX_JSON_BYTES:
+        raise _too_large("the JSON schema", MAX_JSON_BYTES)
+    return text
+
+
+def _read_json(text: str) -> object:
+    if len(text) > MAX_JSON_BYTES:
+        raise _too_large("the JSON schema", MAX_JSON_BYTES)
+    depth = 0
+    for bracket in _BRACKETS.finditer(text):
+        first = text[bracket.start()]
+        depth += (first in "[{") - (first in "]}")
+        if depth > MAX_DEPTH:
+            raise _too_deep("")
+    try:
+        return json.loads(text)
+    except ValueError as error:
+        raise GrammarError(f"the JSON schema is not JSON: {error}", kind="invalid") from None
+
+
+def _choice_text(choice: Sequence[str]) -> str:
+    if len(choice) > MAX_OPTIONS:
+        raise GrammarError(f"choice has {len(choice)} options; at most {MAX_OPTIONS} can be used", kind="too_complex")
+    seen: set[str] = set()
+    for index, option in enumerate(choice):
+        path = f"$[{index}]"
+        if not option:
+            raise GrammarError(f"{path}: an option of choice is the empty string", kind="invalid", path=path)
+        if not is_unicode(option):
+            raise GrammarError(f"{path}: an option of choice has a lone surrogate", kind="invalid", path=path)
+        if option in seen:
+            raise GrammarError(f"{path}: choice has {option[:80]!r} twice", kind="invalid", path=path)
+        seen.add(option)
+    text = json.dumps([str(option) for option in choice], ensure_ascii=False, separators=(",", ":"))
+    if len(text.encode()) > MAX_JSON_BYTES:
+        raise _too_large("choice", MAX_JSON_BYTES)
+    return text
+
+
+def _pattern(text: str, name: str) -> str:
+    if not is_unicode(text):
+        raise GrammarError(f"{name} has a lone surrogate: it can't be written as UTF-8", kind="invalid")
+    if len(text.encode()) > MAX_PATTERN_BYTES:
+        raise _too_large(name, MAX_PATTERN_BYTES)
+    return text
+
+
+def _notation(grammar: str) -> Literal["lark", "ebnf"]:
+    """By the first line that is a rule of either."""
+    ebnf, lark = _EBNF_RULE.search(grammar), _LARK_RULE.search(grammar)
+    if lark is not None and (ebnf is None or lark.start() < ebnf.start()):
+        return "lark"
+    if ebnf is not None:
+        return "ebnf"
+    raise GrammarError(
+        'grammar is in no known notation: Lark has a rule named start, as in \'start: "yes" | "no"\', '
+        'and EBNF (GBNF) a rule named root, as in \'root ::= "yes" | "no"\'',
+        kind="invalid",
+    )
+
+
+class _Level:
+    """A list or an object of which `plain_json` has copied the members up to ``key``."""
+
+    __slots__ = ("copy", "key", "members", "source_id")
+
+    def __init__(self, source: Any) -> None:
+        self.source_id = id(source)
+        self.key: str | int = 0
+        self.members: Iterator[tuple[Any, object]]
+        self.copy: dict[str, object] | list[object]
+        if isinstance(source, Mapping):
+            self.members, self.copy = iter(source.items()), {}
+        else:
+            self.members, self.copy = iter(enumerate(source)), []
+
+    def add(self, value: object) -> None:
+        if isinstance(self.copy, list):
+            self.copy.append(value)
+        else:
+            self.copy[str(self.key)] = value
+
+
+def plain_json(source: object) -> Any:
+    """A copy of ``source`` in dicts, lists, strings, numbers, booleans and None.
+
+    Raises GrammarError: kind "invalid" with the path of what JSON can't say, "too_complex" for too deep or too large.
+    """
+    if not _is_container(source):
+        return _scalar(source, [])
+    levels = [_Level(source)]
+    size = num_members = 0
+    while True:
+        top = levels[-1]
+        member = next(top.members, None)
+        if member is None:
+            levels.pop()
+            if not levels:
+                return top.copy
+            levels[-1].add(top.copy)
+            continue
+        key, value = member
+        num_members += 1
+        if num_members % _BREATH == 0:
+            breathe()
+        size += _enter(key, levels) + (len(value) if isinstance(value, str) else 1)
+        if size > MAX_JSON_BYTES:
+            raise _too_large("the JSON schema", MAX_JSON_BYTES)
+        if _is_container(value):
+            _check_level(value, levels)
+            levels.append(_Level(value))
+        else:
+            top.add(_scalar(value, levels))
+
+
+def _enter(key: object, levels: list[_Level]) -> int:
+    """Go to the next member. Returns the least that it adds to the text besides its value: a comma and its key."""
+    top = levels[-1]
+    if isinstance(top.copy, list):
+        top.key = len(top.copy)
+        return 1
+    if not isinstance(key, str):
+        raise _invalid(levels[:-1], f"has the key {key!r:.80}; keys of JSON objects are strings")
+    top.key = key
+    if not is_unicode(key):
+        raise _invalid(levels, "has a lone surrogate in its name: it can't be written as UTF-8")
+    return len(key) + 4
+
+
+def _check_level(value: object, levels: list[_Level]) -> None:
+    if any(level.source_id == id(value) for level in levels):
+        raise _invalid(levels, "refers to an object that it is a part of")
+    if len(levels) >= MAX_DEPTH:
+        raise _too_deep(_path(levels))
+
+
+def _is_container(value: object) -> bool:
+    return isinstance(value, Mapping | list | tuple)
+
+
+def _scalar(value: object, levels: list[_Level]) -> object:
+    if value is None or isinstance(value, bool):
+        return value
+    if isinstance(value, str):
+        if not is_unicode(value):
+            raise _invalid(levels, "has a lone surrogate: it can't be written as UTF-8")
+        return str.__str__(value)
+    if isinstance(value, int):
+        if value.bit_length() > MAX_NUMBER_BITS:
+            raise _invalid(levels, f"is an integer of more than {MAX_NUMBER_BITS} bits")
+        return int(value)
+    if isinstance(value, float):
+        if not math.isfinite(value):
+            raise _invalid(levels, f"is {value}, which JSON does not have")
+        return float(value)
+    raise _invalid(levels, f"is of type {type(value).__name__}, which JSON does not have")
+
+
+def _path(levels: list[_Level]) -> str:
+    return json_path([level.key for level in levels])
+
+
+def _invalid(levels: list[_Level], fault: str) -> GrammarError:
+    path = _path(levels)
+    return GrammarError(f"the JSON schema is not JSON: {path} {fault}", kind="invalid", path=path)
+
+
+def _too_deep(path: str) -> GrammarError:
+    return GrammarError(
+        f"the JSON schema is nested deeper than {MAX_DEPTH} levels: move parts of it to $defs and use $ref",
+        kind="too_complex",
+        path=path,
+    )
+
+
+def _too_large(what: str, limit: int) -> GrammarError:
+    return GrammarError(f"{what} is larger than {limit >> 10} KiB, the most that can be used", kind="too_complex")

@@ -1,0 +1,23 @@
+"""How much memory this machine has left, by Linux's own files."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from .cgroups import memory_left
+
+__all__ = ["free_memory"]
+
+
+def free_memory(root: Path = Path("/")) -> int:
+    """Bytes that this process may still use: what the kernel calls available, or what a container leaves."""
+    available = 0
+    try:
+        lines = (root / "proc/meminfo").read_text().splitlines()
+    except OSError:
+        lines = []
+    for line in lines:
+        if line.startswith("MemAvailable:"):
+            available = int(line.split()[1]) * 1024
+    left = memory_left(root)
+    return available if left is None else min(available, left)

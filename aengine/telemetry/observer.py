@@ -1,0 +1,116 @@
+"""What is told of requests while they run and when they have ended: timings, log records, histograms, the user's hook.
+
+    Admission ── queued, ended ──> Observer ──> RequestTimes, "aengine.requests", Histograms, on_request_end
+    StepLoop ─── scheduled, answers ──^
+
+A step costs one look at the clock and one count; a request a dozen counts at its end. Records are made for requests
+that arrived while the logger showed DEBUG.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Collection, Iterable
+from time import perf_counter
+from typing import TYPE_CHECKING
+
+from ..outputs import FinishReason, RequestEnd
+from .metrics import HistogramCounts
+from .request_times import RequestTimes
+
+if TYPE_CHECKING:
+    from ..engine.user_request import Call
+    from ..scheduler.request import Request
+
+__all__ = ["Observer"]
+
+logger = logging.getLogger("aengine.requests")
+
+_ID_CHARACTERS = 200  # of a request's id that a record's text shows
+
+
+class Observer:
+    """Of one engine. ``on_request_end``: the user's, called once for each request that was accepted."""
+
+    def __init__(self, on_request_end: Callable[[RequestEnd], object] | None = None) -> None:
+        self._on_request_end = on_request_end
+        self.histograms = HistogramCounts()
+        reasons = (FinishReason.STOP, FinishReason.LENGTH, FinishReason.ABORT, FinishReason.ERROR)
+        self.num_ended = dict.fromkeys(reasons, 0)
+        self._answered = perf_counter()  # when the last step was
+
+    def new_times(self, seconds_ago: float) -> RequestTimes:
+        """For a request that arrives now, or did so long ago."""
+        return RequestTimes(seconds_ago, logger.isEnabledFor(logging.DEBUG))
+
+    def note_queued(self, call: Call) -> None:
+        if call.mailbox.times.is_logged:
+            params = call.params
+            text = "request %s: queued, max_tokens=%s, n=%d, priority=%d"
+            _log(call.request_id, text, params.max_tokens, params.n, call.priority)
+
+    def note_scheduled(self, requests: Iterable[Request]) -> None:
+        """A step was made, the first one of these."""
+        now = perf_counter()
+        for request in requests:
+            times = request.sink.mailbox.times
+            if times.scheduled is None:  # it is the first of n
+                times.scheduled = now
+
+    def note_answer(self, begun: Collection[Request], num_rows: int) -> None:
+        """A step was answered: ``num_rows`` requests got tokens, and those of ``begun`` their first one."""
+        now = perf_counter()
+        gap, self._answered = now - self._answered, now
+        for request in begun:
+            self._note_first_token(request, now)
+        num_later = num_rows - len(begun)
+        if num_later > 0:
+            self.histograms.inter_token_latency.add(gap, num_later)
+
+    def _note_first_token(self, request: Request, now: float) -> None:
+        times = request.sink.mailbox.times
+        if times.first_token is not None:  # of another of n
+            return
+        times.first_token = now
+        if times.is_logged:
+            timings = times.timings(1)
+            text = "request %s: first token after %.4f s, queued for %.4f s of them, prefilled in %.4f s"
+            _log(request.request_id, text, timings.first_token, timings.queued, timings.prefill)
+
+    def note_end(self, call: Call) -> None:
+        """It has ended, in whatever way; its mailbox is in its last state."""
+        mailbox = call.mailbox
+        times = mailbox.times
+        if times.ended is not None:
+            return
+        times.ended = perf_counter()
+        reason = FinishReason.ERROR if mailbox.error is not None else mailbox.choices[0].finish_reason
+        assert reason is not None, "it has ended"
+        self.num_ended[reason] += 1
+        end = RequestEnd(call.request_id, reason, mailbox.usage(), mailbox.timings(), mailbox.error)
+        self.histograms.add_request(end)
+        if times.is_logged:
+            _log_end(end)
+        if self._on_request_end is not None:
+            try:
+                self._on_request_end(end)
+            except Exception:
+                logger.exception("on_request_end failed for request %s", end.request_id)
+
+
+def _log(request_id: str, text: str, *args: object) -> None:
+    shown = request_id if request_id.isprintable() else ascii(request_id)[1:-1]  # it may come out of an HTTP header
+    logger.debug(text, shown[:_ID_CHARACTERS], *args, extra={"request_id": request_id})
+
+
+def _log_end(end: RequestEnd) -> None:
+    usage, error = end.usage, end.error
+    timings = ", ".join(
+        f"{name} {seconds:.4f} s"
+        for name in ("queued", "prefill", "first_token", "per_token", "total")
+        if (seconds := getattr(end.timings, name)) is not None
+    )
+    text = "request %s: %s after %d prompt tokens (%d cached) and %d generated; %s%s"
+    why = "" if error is None else f"; {type(error).__name__}: {error}"
+    counts = (usage.prompt_tokens, usage.cached_tokens, usage.completion_tokens)
+    _log(end.request_id, text, end.finish_reason, *counts, timings, why)

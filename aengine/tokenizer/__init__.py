@@ -1,0 +1,1 @@
+"""Text and tokens: encoding off the loop, chat templates, incremental decoding, stop strings."""

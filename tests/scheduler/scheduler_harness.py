@@ -1,0 +1,300 @@
+"""A model of the worker that checks everything it is told, and a driver that plays host.
+
+The model keeps, for each slot of KV memory, a number that stands for the whole chain of tokens up to it. So whoever
+attends to a wrong, stale or unwritten slot is found out at once, and a sampled token depends on all that was attended.
+"""
+
+from __future__ import annotations
+
+import random
+from collections import deque
+from dataclasses import dataclass, field
+from typing import Any
+
+from aengine.ipc.messages import Kind, ModelRunnerOutput, NewRequest, RowError, SchedulerOutput, int32, pack, unpack
+from aengine.outputs import FinishReason
+from aengine.params import SamplingParams
+from aengine.scheduler.request import Request, RequestStatus
+from aengine.scheduler.scheduler import Scheduler
+
+VOCAB = 50
+STOP_ID = 0
+
+
+def extend(chain: int, token_id: int, position: int) -> int:
+    return hash((chain, token_id, position))
+
+
+def sample(chain: int, seed: int, position: int) -> int:
+    return hash((chain, seed, position)) % VOCAB
+
+
+def expected_output(prompt: list[int], seed: int, max_num_tokens: int, min_tokens: int = 0) -> list[int]:
+    """What a request alone gets, computed the plain way."""
+    chain = 0
+    for position, token_id in enumerate(prompt):
+        chain = extend(chain, token_id, position)
+    output: list[int] = []
+    for position in range(len(prompt), max_num_tokens):
+        token_id = sample(chain, seed, position)
+        output.append(token_id)
+        if token_id == STOP_ID and len(output) > min_tokens:
+            break
+        chain = extend(chain, token_id, position)
+    return output
+
+
+@dataclass
+class Row:
+    tokens: list[int]
+    num_computed: int
+    blocks: list[int]
+    seed: int
+    failed: bool = False
+
+
+@dataclass
+class Worker:
+    block_size: int
+    rows: dict[int, Row] = field(default_factory=dict)
+    kv: dict[tuple[int, int], int] = field(default_factory=dict)  # (block, offset) -> chain; written ones only
+    fail_next: bool = False
+    num_computed: int = 0
+
+    def execute(self, out: SchedulerOutput) -> ModelRunnerOutput:
+        for row in out.removed:
+            del self.rows[row]  # told once, and only of rows in use
+        for new in out.new_requests:
+            self._add(new)
+        for row, token_id in zip(out.known_rows, out.known_ids, strict=True):
+            self.rows[row].tokens.append(token_id)
+        for row, block in zip(out.block_rows, out.block_ids, strict=True):
+            self.rows[row].blocks.append(block)
+            self._begin_generation(block)
+        assert len(set(out.req_idx)) == len(out.req_idx)
+        answer = ModelRunnerOutput(out.step_id, int32())
+        for batch_idx, (row_idx, count) in enumerate(zip(out.req_idx, out.num_scheduled_tokens, strict=True)):
+            row = self.rows[row_idx]
+            if self.fail_next:
+                self.fail_next, row.failed = False, True
+            if row.failed:
+                row.num_computed += count  # nothing is written: whoever hits these blocks finds nothing
+                row.tokens.extend([-7] * (row.num_computed + 1 - len(row.tokens)))
+                answer.errors.append(RowError(batch_idx, "InternalError", "made to fail"))
+                answer.token_ids.append(-1)
+            else:
+                answer.token_ids.append(self._compute(row, count))
+        return unpack(Kind.OUTPUT, pack(answer))
+
+    def _add(self, new: NewRequest) -> None:
+        assert new.req_idx not in self.rows, "a row given anew before its removal was told"
+        full, rest = divmod(new.num_computed_tokens, self.block_size)
+        assert rest == 0 and new.num_computed_tokens < len(new.token_ids)
+        for block in new.block_ids[full:]:
+            self._begin_generation(block)
+        self.rows[new.req_idx] = Row(list(new.token_ids), new.num_computed_tokens, list(new.block_ids), new.seed)
+
+    def _begin_generation(self, block: int) -> None:
+        for offset in range(self.block_size):
+            self.kv.pop((block, offset), None)
+
+    def _compute(self, row: Row, count: int) -> int:
+        size = self.block_size
+        assert count >= 1 and row.num_computed + count <= len(row.tokens), "more tokens scheduled than known"
+        chain = 0
+        for position in range(row.num_computed + count):
+            chain = extend(chain, row.tokens[position], position)
+            slot = (row.blocks[position // size], position % size)
+            if position >= row.num_computed:
+                assert slot not in self.kv, "a token computed twice in one generation of its block"
+                self.kv[slot] = chain
+            else:
+                assert self.kv.get(slot) == chain, "attended to a slot that holds something else"
+        self.num_computed += count
+        row.num_computed += count
+        if row.num_computed < len(row.tokens):
+            return -1
+        token_id = sample(chain, row.seed, row.num_computed)
+        row.tokens.append(token_id)
+        return token_id
+
+
+class Driver:
+    """The host's side: keeps up to ``depth`` steps in flight and knows what each request must get."""
+
+    def __init__(self, *, depth: int = 2, **limits: Any) -> None:
+        self.scheduler = Scheduler(max_in_flight_steps=depth, max_model_len=10_000, **limits)
+        self.depth = depth
+        self.budget = limits["max_num_batched_tokens"]
+        self.worker = Worker(limits["block_size"])
+        self.in_flight: deque[tuple[SchedulerOutput, dict[int, set[int]], dict[int, list[int]]]] = deque()
+        self.tables: dict[int, list[int]] = {}  # row -> blocks, as of the newest step made
+        self.requests: list[tuple[Request, list[int]]] = []
+        self.stop_after: dict[Request, int] = {}  # a stop string, found by the host after so many tokens
+        self.num_steps = 0
+        self.num_forced = 0  # tokens that came without being sampled
+        self.num_paused = 0
+        self.num_revoked = 0
+
+    @property
+    def unfinished(self) -> list[Request]:
+        return [request for request, _ in self.requests if request.finish_reason is None]
+
+    def add(self, prompt: list[int], *, max_tokens: int, seed: int = 0, n: int = 1, stop_after: int = 0, **more: Any):
+        made = []
+        params = SamplingParams(n=n, max_tokens=max_tokens, min_tokens=more.pop("min_tokens", 0))
+        for index in range(n):
+            request = Request(
+                f"req-{len(self.requests) - index}",
+                prompt,
+                params,
+                seed=seed + index,
+                max_num_tokens=len(prompt) + max_tokens,
+                stop_token_ids=frozenset({STOP_ID}),
+                index=index,
+                **more,
+            )
+            output = expected_output(prompt, seed + index, len(prompt) + max_tokens, params.min_tokens)
+            if 0 < stop_after < len(output):
+                self.stop_after[request] = stop_after
+                output = output[:stop_after]
+            self.requests.append((request, output))
+            self.scheduler.add_request(request)
+            made.append(request)
+        return made
+
+    def force(self, request: Request, count: int) -> None:
+        """Let it know its next tokens, as if a grammar had no choice."""
+        self.revoke(0)  # with a grammar nothing is leased
+        output = dict(self.requests)[request]
+        begin = len(request.output_token_ids)
+        if begin < len(output):
+            self.scheduler.force(request, output[begin : begin + count])
+
+    def pause(self, request: Request) -> None:
+        self.revoke(0)
+        self.scheduler.pause(request)
+        self.num_paused += request.is_paused
+
+    def resume_all(self) -> None:
+        for request in self.unfinished:
+            self.scheduler.resume(request)
+
+    def schedule(self, is_leased: bool = False) -> bool:
+        scheduler = self.scheduler
+        newest = scheduler.newest_step
+        if newest is not None and newest.is_leased and not scheduler.is_steady:
+            self.revoke(0)  # as the engine does, or fewer steps would come after a leased one than it may undo
+        is_leased = scheduler.is_steady and (is_leased or (newest is not None and newest.is_leased))
+        had_row = {r for r in scheduler._running if r.status is not RequestStatus.DRAINING}
+        decoding = {r for r in had_row if r.status is RequestStatus.DECODING}
+        out = scheduler.schedule(is_leased=is_leased)
+        lost = {r for r in had_row if r.req_idx < 0}
+        kept = [r for r in scheduler._running if r.status is not RequestStatus.DRAINING]
+        for victim in lost:
+            assert all(victim.sort_key > other.sort_key for other in kept), "preempted for a less urgent one"
+        if out is None:
+            return False
+        out = unpack(Kind.STEP, pack(out))
+        self.num_steps += 1
+        assert sum(out.num_scheduled_tokens) <= self.budget
+        batch = set(out.req_idx)
+        assert not any(r.is_paused for r in scheduler.newest_step.batch), "paused, and in a step"
+        for request in decoding - lost:
+            assert request.req_idx in batch or request.status in (RequestStatus.DRAINING, RequestStatus.CATCHING_UP)
+        self._check_reuse(out)
+        return True
+
+    def _check_reuse(self, out: SchedulerOutput) -> None:
+        """No block that is given out may still be in the table of another row of a step in flight."""
+        size = self.worker.block_size
+        left = {row: self.tables.pop(row) for row in out.removed}
+        given = list(zip(out.block_rows, out.block_ids))
+        for new in out.new_requests:
+            self.tables[new.req_idx] = list(new.block_ids)
+            given += [(new.req_idx, block) for block in new.block_ids[new.num_computed_tokens // size :]]
+        for row, block in zip(out.block_rows, out.block_ids):
+            self.tables[row].append(block)
+        for _, used, _ in self.in_flight:
+            for _, block in given:
+                assert all(block not in blocks for blocks in used.values()), "reused under a step in flight"
+        self.in_flight.append((out, {row: set(self.tables[row]) for row in out.req_idx}, left))
+
+    def revoke(self, num_begun: int) -> None:
+        """Of the leased steps in flight the worker has begun so many and drops the others."""
+        num_dropped = max(0, sum(step.is_leased for step in self.scheduler._in_flight) - num_begun)
+        for _ in range(num_dropped):
+            out, _, left = self.in_flight.pop()
+            for row, block in zip(reversed(out.block_rows), reversed(out.block_ids)):
+                assert self.tables[row].pop() == block
+            self.tables |= left  # the worker has these rows still
+        self.num_revoked += num_dropped
+        self.scheduler.revoke(num_dropped)
+        self.scheduler.check()
+
+    def answer(self) -> None:
+        out, *_ = self.in_flight.popleft()
+        sampled, failed = self.scheduler.update(self.worker.execute(out))
+        counts: dict[Request, int] = {}
+        for request, _, batch_idx in sampled:
+            assert out.num_scheduled_tokens[batch_idx] >= 1
+            counts[request] = counts.get(request, 0) + 1
+        for request, count in counts.items():
+            self.num_forced += count - 1
+            assert [t for r, t, _ in sampled if r is request] == request.token_ids[-count:]
+            stop = self.stop_after.get(request)
+            length = len(request.output_token_ids)
+            if stop is not None and length - count < stop <= length:
+                del request.token_ids[request.num_prompt_tokens + stop :]  # the others are not delivered
+                self.scheduler.finish(request, FinishReason.STOP)
+        for request, error in failed:
+            assert request.finish_reason is FinishReason.ERROR and error.message == "made to fail"
+        self.verify()
+
+    def restart(self) -> None:
+        self.scheduler.preempt_all()
+        self.worker = Worker(self.worker.block_size)
+        self.in_flight.clear()
+        self.tables.clear()
+        self.verify()
+
+    def verify(self) -> None:
+        self.scheduler.check()
+        for request, output in self.requests:
+            got = request.output_token_ids
+            if request.finish_reason in (FinishReason.STOP, FinishReason.LENGTH):
+                assert got == output, f"{request} got {got} rather than {output}"
+                stopped = request in self.stop_after or output[-1] == STOP_ID
+                # A stop id within min_tokens does not stop; ending on one at full length still says LENGTH or STOP.
+                if request.finish_reason is FinishReason.LENGTH:
+                    assert len(request.token_ids) == request.max_num_tokens
+                else:
+                    assert stopped
+            else:
+                assert got == output[: len(got)]
+
+    def drain(self, rng: random.Random | None = None) -> None:
+        """Run to the end. Fails when no progress is possible, or it takes more steps than anything reasonable."""
+        bound = 1000 + 60 * sum(request.max_num_tokens for request in self.unfinished)
+        while True:
+            bound -= 1
+            assert bound > 0, "requests go round in circles"
+            self.resume_all()
+            if len(self.in_flight) < self.depth and (rng is None or rng.random() < 0.7 or not self.in_flight):
+                if self.schedule():
+                    continue
+            if self.in_flight:
+                self.answer()
+            elif self.unfinished:
+                assert self.schedule(), f"stuck with {self.unfinished}"
+            else:
+                break
+        self.verify()
+        self.expect_idle()
+
+    def expect_idle(self) -> None:
+        scheduler = self.scheduler
+        assert scheduler.num_running == scheduler.num_waiting == 0
+        assert scheduler.num_free_blocks == scheduler.num_blocks
+        assert not scheduler._siblings._leaders and len(scheduler._free_rows) == scheduler.num_rows
+        assert all(request.finish_reason is not None for request, _ in self.requests)

@@ -1,0 +1,71 @@
+"""One request's own state, and what a worker is told of it."""
+
+from __future__ import annotations
+
+from array import array
+
+import pytest
+
+from aengine.ipc.messages import Kind, SchedulerOutput, pack, unpack
+from aengine.params import SamplingParams
+from aengine.scheduler.request import Request, RequestStatus
+
+
+def make(prompt: list[int], params: SamplingParams | None = None, **more: object) -> Request:
+    settings = {"seed": 7, "max_num_tokens": len(prompt) + 8, "stop_token_ids": frozenset({9, 2})} | more
+    return Request("r", prompt, params or SamplingParams(), **settings)
+
+
+def test_the_prompt_is_copied() -> None:
+    prompt = [5, 6, 7]
+    first, second = make(prompt), make(prompt)
+    first.token_ids.append(8)
+    assert prompt == [5, 6, 7] == second.token_ids
+    assert first.output_token_ids == [8] and first.num_prompt_tokens == 3
+    assert first.status is RequestStatus.NEW and first.finish_reason is None and first.req_idx == -1
+
+
+@pytest.mark.parametrize(("computed", "pending"), [(0, 0), (2, 0), (3, 1), (5, 3)])
+def test_pending_tokens_follow_from_the_computed_ones(computed: int, pending: int) -> None:
+    request = make([1, 2, 3])
+    request.num_computed_tokens = computed
+    assert request.num_pending == pending
+
+
+def test_every_parameter_reaches_the_worker() -> None:
+    params = SamplingParams(
+        temperature=0.5,
+        top_p=0.75,
+        top_k=40,
+        min_p=0.25,
+        presence_penalty=0.5,
+        frequency_penalty=-0.5,
+        repetition_penalty=1.25,
+        logprobs=0,
+        min_tokens=3,
+        logit_bias={11: -1.5, 4: 2.0},
+    )
+    request = make([1, 2, 3], params, seed=-(2**63))
+    request.token_ids.append(50)  # generated before a preemption
+    request.req_idx, request.block_ids, request.num_computed_tokens = 3, [8, 1], 2
+    (message,) = unpack(Kind.STEP, pack(SchedulerOutput(0, new_requests=[request.to_message()]))).new_requests
+    assert message.req_idx == 3 and message.seed == -(2**63)
+    assert message.token_ids == array("i", [1, 2, 3, 50]) and message.num_prompt_tokens == 3
+    assert message.block_ids == array("i", [8, 1]) and message.num_computed_tokens == 2
+    for name in ("temperature", "top_p", "top_k", "min_p", "presence_penalty", "frequency_penalty"):
+        assert getattr(message, name) == getattr(params, name), name
+    assert (message.repetition_penalty, message.logprobs, message.min_tokens) == (1.25, 0, 3)
+    assert message.max_num_tokens == 11
+    assert message.stop_token_ids == array("i", [2, 9])
+    assert dict(zip(message.bias_token_ids, message.bias_values)) == {11: -1.5, 4: 2.0}
+
+
+def test_no_logprobs_is_minus_one() -> None:
+    assert make([1]).to_message().logprobs == -1
+
+
+def test_a_request_without_room_for_a_token_is_our_bug() -> None:
+    with pytest.raises(AssertionError):
+        make([1, 2], max_num_tokens=2)
+    with pytest.raises(AssertionError):
+        make([])

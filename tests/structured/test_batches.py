@@ -1,0 +1,170 @@
+"""Many matchers at a time: accepted and filled in threads as one by one; several lexers for one grammar."""
+
+from __future__ import annotations
+
+import gc
+import random
+
+import numpy as np
+import pytest
+from grammar_helpers import allowed, schema_spec, smollm2
+
+from aengine.structured.backend import MatcherError, accept_batch, advance_batch, fill_batch
+from aengine.structured.llguidance.backend import LLGuidanceBackend, LLGuidanceMatcher
+from aengine.structured.spec import GrammarSpec
+from aengine.structured.vocabulary import Vocabulary
+from aengine.tokenizer.tokenizer import Tokenizer
+
+SPECS = [
+    GrammarSpec("regex", "[a-z]{1,9}( [0-9]{2,30})?"),
+    schema_spec({"type": "object", "properties": {"a": {"type": "string", "maxLength": 9}}, "required": ["a"]}),
+    schema_spec({"type": "array", "items": {"type": "integer", "minimum": 5}, "minItems": 2}),
+]
+
+
+@pytest.fixture
+def parallel(tokenizer: Tokenizer) -> LLGuidanceBackend:
+    return LLGuidanceBackend(Vocabulary.of(tokenizer, tokenizer.vocab_size), fill_threads=4)
+
+
+def test_in_threads_as_one_by_one(parallel: LLGuidanceBackend, rng: random.Random) -> None:
+    compiled = [parallel.compile(spec) for spec in SPECS]
+    some = [compiled[i % 3].matcher() for i in range(24)]
+    others = [compiled[i % 3].matcher() for i in range(24)]
+    words = parallel.row_bytes // 4
+    eos = parallel.vocabulary.eos_ids[0]
+    for _ in range(12):
+        bitmask = np.zeros((24, words), np.int32)
+        assert fill_batch([(m, i) for i, m in enumerate(some)], memoryview(bitmask)) == {}
+        chosen = []
+        for i, matcher in enumerate(others):
+            may = np.flatnonzero(np.unpackbits(bitmask[i].view(np.uint8), bitorder="little"))
+            assert set(may.tolist()) == allowed(parallel, matcher)
+            chosen.append([rng.choice(may.tolist())])
+            if chosen[-1] == [eos] or rng.random() < 0.2:
+                chosen[-1].append(eos)  # a token too many, or an end that may not come: not taken
+        results = accept_batch(list(zip(some, chosen, strict=True)))
+        assert results == [matcher.accept(ids) for matcher, ids in zip(others, chosen, strict=True)]
+        assert all(isinstance(result, int) for result in results)
+        assert all(result or matcher.is_finished for result, matcher in zip(results, some, strict=True))
+
+
+@pytest.mark.parametrize("odd", ["none", "ends", "several"])
+def test_advanced_at_once_as_one_by_one(parallel: LLGuidanceBackend, rng: random.Random, odd: str) -> None:
+    """With ends, and with several tokens at a time, it goes another way, to the same bits."""
+    compiled = [parallel.compile(spec) for spec in SPECS]
+    some = [compiled[i % 3].matcher() for i in range(24)]
+    others = [compiled[i % 3].matcher() for i in range(24)]
+    words = parallel.row_bytes // 4
+    eos = parallel.vocabulary.eos_ids[0]
+    bitmask, expected = np.zeros((24, words), np.int32), np.zeros((24, words), np.int32)
+    chosen: list[list[int]] = [[] for _ in some]
+    order = []
+    for _ in range(12):
+        order.append("begin")
+        assert advance_batch(list(zip(some, chosen, strict=True)), memoryview(bitmask), lambda: order.append("f")) == {}
+        for i, matcher in enumerate(others):
+            assert matcher.accept(chosen[i]) == len(chosen[i])
+            matcher.fill(memoryview(expected), i)
+        assert (bitmask == expected).all()
+        chosen = []
+        for i, matcher in enumerate(others):
+            may = np.flatnonzero(np.unpackbits(bitmask[i].view(np.uint8), bitorder="little")).tolist()
+            ids = [rng.choice([t for t in may if t != eos or odd == "ends"] or [eos])]
+            next_one = matcher.clone()
+            if matcher.is_finished and not next_one.accept(ids):
+                ids = []
+            elif odd == "several" and next_one.accept(ids):
+                ids += next_one.forced_tokens()
+            chosen.append(ids)
+        if odd == "none" and not all(len(ids) == 1 and ids != [eos] for ids in chosen):
+            break
+    assert order.count("f") == order.count("begin") and order[1] == "f"
+
+
+def test_one_that_is_advanced_by_a_wrong_token_fails_alone(parallel: LLGuidanceBackend, tokenizer: Tokenizer) -> None:
+    compiled = parallel.compile(SPECS[0])
+    matchers = [compiled.matcher() for _ in range(10)]
+    bitmask = memoryview(np.zeros((10, parallel.row_bytes // 4), np.int32))
+    good, wrong = tokenizer.encode("a", False), tokenizer.encode("!", False)
+    for ids in (wrong, [-1], [parallel.vocabulary.vocab_size], parallel.vocabulary.eos_ids[:1]):
+        failed = advance_batch([(m, list(ids) if i == 3 else good) for i, m in enumerate(matchers[:9])], bitmask)
+        assert list(failed) == [3] and "not allow" in str(failed[3])
+        matchers = [compiled.matcher() for _ in range(10)]
+    assert advance_batch([(m, good) for m in matchers], bitmask) == {}
+
+
+def test_a_token_that_is_not_allowed_is_told_in_threads_too(parallel: LLGuidanceBackend, tokenizer: Tokenizer) -> None:
+    compiled = parallel.compile(SPECS[0])
+    matchers = [compiled.matcher() for _ in range(10)]
+    ids = [tokenizer.encode("a", False) for _ in matchers]
+    ids[3] = tokenizer.encode("!", False)
+    results = accept_batch(list(zip(matchers, ids, strict=True)))
+    assert [result for i, result in enumerate(results) if i != 3] == [1] * 9
+    assert results[3] == 0 or isinstance(results[3], MatcherError)
+
+
+def roots(matchers: list[LLGuidanceMatcher]) -> int:
+    return len({id(matcher._root) for matcher in matchers})
+
+
+def test_many_requests_of_one_grammar_have_several_lexers(parallel: LLGuidanceBackend) -> None:
+    compiled = parallel.compile(SPECS[1])
+    compiled._may_repeat = True  # also where a busy machine has made a slow compile of it
+    few = [compiled.matcher() for _ in range(4)]
+    assert roots(few) == 1
+    many = few + [compiled.matcher() for _ in range(60)]
+    assert roots(many) == 4 == parallel.max_roots
+    counts = [sum(m._root is root for m in many) for root in {m._root for m in many}]
+    assert max(counts) - min(counts) <= 1
+    assert len({frozenset(allowed(parallel, m)) for m in many}) == 1
+    clone = many[-1].clone()
+    del many, few
+    gc.collect()
+    assert len(compiled._more) == (clone._root is not compiled._first)
+    del clone
+    gc.collect()
+    assert len(compiled._more) == 0 and compiled._first.num_copies == 0
+
+
+GREEDY_PATTERN = {
+    "type": "object",
+    "properties": {
+        "k": {"enum": [1, 2]},
+        "a": {"type": "string", "pattern": r"^(?:\S+\s+){0,99}\S+$", "maxLength": 5000},
+        "z": {"type": "string"},
+    },
+    "required": ["k"],
+    "additionalProperties": False,
+}
+
+
+@pytest.mark.parametrize("count", [3, 12])
+def test_a_request_that_exceeds_the_limits_harms_no_other(
+    count: int,
+) -> None:
+    """All of one grammar, whose lexer they share; one runs out of fuel."""
+    tokenizer = smollm2()
+    parallel = LLGuidanceBackend(Vocabulary.of(tokenizer, tokenizer.vocab_size), fill_threads=4)
+    compiled = parallel.compile(schema_spec(GREEDY_PATTERN))
+    words = parallel.row_bytes // 4
+    others = [compiled.matcher() for _ in range(count)]
+    started = tokenizer.encode('{"k": 1, "z": "some', False)
+    assert all(matcher.accept(started) == len(started) for matcher in others)
+    culprit = compiled.matcher()
+    begun = tokenizer.encode('{"k": 1, "a": "', False)
+    assert culprit.accept(begun) == len(begun)
+    everybody = [*others, culprit]
+    bitmask = np.zeros((len(everybody), words), np.int32)
+    failed: dict[int, MatcherError] = {}
+    for _ in range(3):
+        failed |= fill_batch([(m, i) for i, m in enumerate(everybody)], memoryview(bitmask))
+    assert set(failed) <= {count}, failed
+    rest = tokenizer.encode(' text"}', False)
+    assert accept_batch([(matcher, rest) for matcher in others]) == [len(rest)] * count
+    fresh = compiled.matcher()
+    whole = tokenizer.encode('{"k": 2}', False)
+    for token_id in whole:
+        assert fill_batch([(fresh, 0)], memoryview(bitmask)) == {}
+        assert fresh.accept([token_id]) == 1
+    assert fresh.is_accepting

@@ -1,0 +1,75 @@
+"""Which grammars hold others up, and what a fill is expected to take."""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+from typing import Any
+
+from aengine.structured.bitmasks import MaskJob, RequestGrammar, _are_short
+
+
+def grammar(mask_seconds: float = 0.0) -> RequestGrammar:
+    compiled: Any = SimpleNamespace(mask_seconds=mask_seconds)
+    return RequestGrammar(compiled)
+
+
+def note(grammar: RequestGrammar, *cpu_seconds: float) -> list[bool]:
+    told = []
+    for seconds in cpu_seconds:
+        grammar.note_time(2 * seconds, seconds, is_first=False)
+        told.append(grammar.is_slow)
+    return told
+
+
+def test_rows_of_ordinary_schemas_hold_up_nobody() -> None:
+    assert not any(note(grammar(), *([0.0001, 0.0015, 0.003] * 100)))
+
+
+def test_a_slow_row_in_twenty_is_remembered_until_the_next() -> None:
+    """As where an object may have any of 1,000 properties."""
+    slow = grammar()
+    told = note(slow, *(([0.0002] * 19 + [0.02]) * 20))
+    assert not any(told[:19]) and all(told[19:])
+    note(slow, *[0.0002] * 160)
+    assert not slow.is_slow
+
+
+def test_one_row_that_took_a_little_long_is_not_held_against_it() -> None:
+    assert not any(note(grammar(), 0.0002, 0.005, *[0.0002] * 50, 0.006, *[0.0002] * 50))
+
+
+def test_a_grammar_that_was_slow_when_compiled_is_slow_until_its_rows_say_otherwise() -> None:
+    assert grammar(0.02).is_slow and not grammar(0.003).is_slow
+    told = note(grammar(0.02), *[0.0002] * 200)
+    assert told[0] and not told[-1] and told == sorted(told, reverse=True)
+
+
+def test_a_first_row_that_took_longer_than_making_a_matcher_is_held_against_it() -> None:
+    first = grammar()
+    first.note_time(0.2, 0.1, is_first=True)
+    assert first.is_slow and first.seconds == 0.5
+
+
+def test_the_first_row_makes_the_matcher_and_says_nothing_of_the_next() -> None:
+    first = grammar()
+    first.note_time(1.0, 0.04, is_first=True)
+    assert not first.is_slow and first.seconds == 0.5
+    note(first, *[0.00005] * 30)
+    assert first.seconds < 0.0002
+    note(first, 0.001)
+    assert first.seconds == 0.002
+
+
+def test_the_loop_fills_few_quick_rows_and_none_of_a_slow_grammar() -> None:
+    quick, slow = grammar(), grammar()
+    note(slow, 0.02, *[0.00001] * 60)
+    note(quick, *[0.00001] * 60)
+    assert quick.seconds == slow.seconds < 0.0001 and slow.is_slow  # the last rows of both were quick
+
+    def are_short(*grammars: RequestGrammar) -> bool:
+        return _are_short([MaskJob(i, each, [5]) for i, each in enumerate(grammars)])
+
+    assert are_short(quick) and are_short(quick, quick, quick, quick)
+    assert not are_short(slow) and not are_short(quick, slow)
+    assert not are_short(*[quick] * 5)
+    assert not are_short(grammar())  # nobody knows it yet

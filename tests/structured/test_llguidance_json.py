@@ -1,0 +1,112 @@
+"""What llguidance reads wrongly is told to it otherwise, and what can't be enforced is said."""
+
+from __future__ import annotations
+
+import copy
+import itertools
+import json
+from typing import Any
+
+import pytest
+from jsonschema import Draft202012Validator
+
+from aengine import GrammarError, StructuredOutput
+from aengine.structured.backend import Compiled
+from aengine.structured.llguidance.backend import LLGuidanceBackend
+from aengine.structured.llguidance.json_schema import left_out_of, make_readable, unreadable
+from aengine.structured.spec import spec_of
+from aengine.structured.vocabulary import Vocabulary
+
+
+@pytest.fixture(scope="module")
+def letters() -> LLGuidanceBackend:
+    """A token a byte, and the end."""
+    tokens = [bytes([byte]) for byte in range(128)]
+    return LLGuidanceBackend(Vocabulary(129, (*tokens, b""), (128,), frozenset({128})))
+
+
+def compiled(backend: LLGuidanceBackend, schema: Any, *, relax: bool = False) -> Compiled:
+    return backend.compile(spec_of(StructuredOutput(json_schema=schema, on_unsupported="relax" if relax else "error")))
+
+
+def accepts(grammar: Compiled, text: str) -> bool:
+    matcher = grammar.matcher()
+    return matcher.accept(list(text.encode())) == len(text) and matcher.is_accepting
+
+
+BOUNDS = (-10, -1.5, -1, -0.5, -0.1, 0, 0.1, 0.5, 1, 1.5, 2, 10, 10.5)
+NUMBERS = ("0", "-0", "0.0", "0.05", "0.1", "0.5", "-0.5", "-0.05", "1", "-1", "1.0", "1.25", "-1.0", "-1.25", "1.5")
+NUMBERS += ("2", "-2", "10", "10.0", "10.25", "10.5", "-10")
+
+
+def test_bounds_that_are_left_out_are_left_out(letters: LLGuidanceBackend) -> None:
+    """The library's own reading takes 0 for {"exclusiveMinimum": 0, "maximum": 0.5}."""
+    names = [*itertools.product(("minimum", "exclusiveMinimum"), ("maximum", "exclusiveMaximum"))]
+    for low, high in itertools.combinations(BOUNDS, 2):
+        for lower, upper in names:
+            schema = {"type": "number", lower: low, upper: high}
+            grammar, judge = compiled(letters, schema), Draft202012Validator(schema)
+            for text in NUMBERS:
+                accepted, fits = accepts(grammar, text), judge.is_valid(json.loads(text))
+                assert fits or not accepted, (schema, text)
+                if low < json.loads(text) < high and json.loads(text) > 0:  # at a bound, 1.0 may not do for 1
+                    assert accepted, (schema, text)
+
+
+def test_what_needs_no_change_is_not_changed() -> None:
+    schema = {
+        "type": "object",
+        "properties": {"exclusiveMinimum": {"type": "integer", "exclusiveMinimum": 0, "maximum": 1}, "uniqueItems": {}},
+        "enum": [{"uniqueItems": False}],
+        "exclusiveMinimum": 0,
+        "maximum": 1,
+        "propertyNames": {"maxLength": 3},
+        "uniqueItems": True,
+    }
+    before = copy.deepcopy(schema)
+    assert make_readable(schema, relax=False) == () and schema == before
+
+
+@pytest.mark.parametrize("limit", [{}, True, {"type": "string"}])
+def test_keywords_that_say_nothing_are_no_fault(letters: LLGuidanceBackend, limit: Any) -> None:
+    schema = {
+        "type": "array",
+        "uniqueItems": False,
+        "items": {"type": "object", "propertyNames": limit, "additionalProperties": {"type": "integer"}},
+    }
+    assert accepts(compiled(letters, schema), '[{"a": 1}, {"a": 1}]')
+    with pytest.raises(GrammarError) as caught:
+        compiled(letters, schema | {"uniqueItems": True})
+    assert caught.value.path == "$.uniqueItems"
+
+
+@pytest.mark.parametrize(
+    "pattern",
+    [
+        r"^(?=.*\d)[a-z\d]{4,8}$",
+        "^(?!x)a+$",
+        "(?<=a)b",
+        "(?<!a)b",
+        r"\bfoo\b",
+        r"^a\Bb",
+        r"(a)\1",
+        r"\AabZ\Z",
+        "(?>a)b",
+    ],
+)
+def test_a_pattern_of_another_dialect_has_a_place_and_can_be_left_out(letters: LLGuidanceBackend, pattern: str) -> None:
+    schema = {"type": "object", "properties": {"e": {"type": "string", "pattern": pattern}}, "required": ["e"]}
+    schema["additionalProperties"] = False
+    with pytest.raises(GrammarError) as caught:
+        compiled(letters, schema)
+    assert caught.value.path == "$.properties.e.pattern" and caught.value.kind in ("unsupported", "invalid")
+    grammar = compiled(letters, schema, relax=True)
+    assert accepts(grammar, '{"e": "anything"}')
+    (warning,) = grammar.warnings
+    assert warning.startswith("$.properties.e.pattern is not enforced: ")
+    assert left_out_of(json.dumps(schema)) == grammar.warnings
+
+
+@pytest.mark.parametrize("pattern", [r"\\b", r"a\\1", "[(]?=", r"\(?=", r"\d{2}", "(?:a)", "(?i)a", r"\p{L}", ""])
+def test_patterns_that_only_look_so(pattern: str) -> None:
+    assert unreadable(pattern) == ""

@@ -1,0 +1,315 @@
+"""Python types as output types: every schema passes our check and compiles, and the answer comes back as the type."""
+
+from __future__ import annotations
+
+import datetime
+import decimal
+import enum
+import fractions
+import ipaddress
+import json
+import pathlib
+import subprocess
+import sys
+import uuid
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Annotated, Any, Literal, NamedTuple
+
+import pydantic
+import pytest
+from pydantic import UUID4, AwareDatetime, BaseModel, ConfigDict, Field, HttpUrl, SecretStr, TypeAdapter
+from typing_extensions import TypedDict
+
+from aengine import InvalidRequestError, StructuredOutput
+from aengine.structured.output_type import OutputType
+from aengine.structured.pydantic_schema import KNOWN_FORMATS
+from aengine.structured.schema import check_schema
+from aengine.structured.spec import spec_of
+
+
+class Colour(enum.Enum):
+    RED = "red"
+    BLUE = "blue"
+
+
+class Cat(BaseModel):
+    kind: Literal["cat"] = "cat"
+    lives: int = Field(default=9, ge=0, le=9)
+
+
+class Dog(BaseModel):
+    kind: Literal["dog"] = "dog"
+    name: str
+
+
+class Node(BaseModel):
+    """A tree."""
+
+    value: int
+    children: list[Node] = []
+
+
+class Aliased(BaseModel):
+    model_config = ConfigDict(extra="forbid")
+    first: str = Field(alias="First Name", description="given name", examples=["Ada"], min_length=1, max_length=20)
+    born: datetime.date | None = None
+
+
+class Open(BaseModel):
+    model_config = ConfigDict(extra="allow")
+    a: int
+
+
+@dataclass
+class Point:
+    x: float
+    y: float = 0.0
+
+
+class Options(TypedDict, total=False):
+    a: int
+    b: str
+
+
+class Pair(NamedTuple):
+    left: int
+    right: str
+
+
+class Everything(BaseModel):
+    animal: Annotated[Cat | Dog, Field(discriminator="kind")]
+    colours: dict[Colour, list[set[int]]]
+    when: datetime.datetime
+    took: datetime.timedelta
+    tags: frozenset[str]
+    path: pathlib.Path
+    price: decimal.Decimal
+    node: Node | None
+
+
+PET = Annotated[Cat | Dog, Field(discriminator="kind")]
+SAMPLES: list[tuple[Any, str, Any]] = [
+    (int, "3", 3),
+    (str, '"x"', "x"),
+    (type(None), "null", None),
+    (Any, "[1]", [1]),
+    (list[int], "[1, 2]", [1, 2]),
+    (int | None, "null", None),
+    (Literal["a", "b"], '"a"', "a"),
+    (Colour, '"blue"', Colour.BLUE),
+    (Cat, '{"lives": 3}', Cat(lives=3)),
+    (PET, '{"kind": "dog", "name": "Rex"}', Dog(name="Rex")),
+    (list[PET], '[{"kind": "cat"}]', [Cat()]),
+    (Node, '{"value": 1, "children": [{"value": 2}]}', Node(value=1, children=[Node(value=2)])),
+    (Aliased, '{"First Name": "Ada"}', Aliased.model_validate({"First Name": "Ada"})),
+    (Open, '{"a": 1}', Open(a=1)),
+    (Point, '{"x": 1.5}', Point(1.5)),
+    (Options, '{"b": "x"}', {"b": "x"}),
+    (Pair, '[1, "x"]', Pair(1, "x")),
+    (tuple[int, str], '[1, "x"]', (1, "x")),
+    (set[int], "[1, 2]", {1, 2}),
+    (dict[str, int], '{"a": 1}', {"a": 1}),
+    (dict[Literal["a", "b"], int], '{"b": 1}', {"b": 1}),
+    (dict[Colour, set[int]], '{"red": [1]}', {Colour.RED: {1}}),
+    (bytes, '"x"', b"x"),
+    (pathlib.Path, '"a/b"', pathlib.Path("a/b")),
+    (uuid.UUID, '"6b9a5b6e-0000-4000-8000-000000000000"', uuid.UUID("6b9a5b6e-0000-4000-8000-000000000000")),
+    (UUID4, '"6b9a5b6e-0000-4000-8000-000000000000"', uuid.UUID("6b9a5b6e-0000-4000-8000-000000000000")),
+    (datetime.date, '"2026-11-21"', datetime.date(2026, 11, 21)),
+    (datetime.timedelta, '"PT5S"', datetime.timedelta(seconds=5)),
+    (AwareDatetime, '"2026-11-21T10:00:00Z"', datetime.datetime(2026, 11, 21, 10, tzinfo=datetime.UTC)),
+    (decimal.Decimal, "1.5", decimal.Decimal("1.5")),
+    (fractions.Fraction, '"1/3"', fractions.Fraction(1, 3)),
+    (ipaddress.IPv4Network, '"10.0.0.0/8"', ipaddress.IPv4Network("10.0.0.0/8")),
+    (SecretStr, '"x"', SecretStr("x")),
+    (HttpUrl, '"https://a.b/"', HttpUrl("https://a.b/")),
+    (Annotated[int, Field(multiple_of=3, gt=0, lt=10)], "6", 6),
+    (Annotated[dict[str, int], Field(min_length=1, max_length=3)], '{"a": 1}', {"a": 1}),
+    (Annotated[str, Field(pattern="^a+$"), ["unhashable"]], '"aa"', "aa"),
+]
+IDS = [str(getattr(wanted, "__name__", wanted))[:40] for wanted, _, _ in SAMPLES]
+
+
+@pytest.fixture(scope="module")
+def refusal() -> Callable[[str], str]:
+    """What llguidance says against a schema; "" if nothing."""
+    llguidance = pytest.importorskip("llguidance")
+    tokenizer = llguidance.LLTokenizer("byte")
+
+    def of(schema_text: str) -> str:
+        options = {"whitespace_flexible": False, "lenient": False, "coerce_one_of": False}
+        grammar = llguidance.LLMatcher.grammar_from_json_schema(schema_text, overrides=options)
+        matcher = llguidance.LLMatcher(tokenizer, grammar, log_level=0)
+        return matcher.get_error() if matcher.is_error() else ""
+
+    return of
+
+
+@pytest.mark.parametrize(("wanted", "text", "value"), SAMPLES, ids=IDS)
+def test_to_a_schema_and_back(wanted: Any, text: str, value: Any, refusal: Callable[[str], str]) -> None:
+    output = OutputType.of(wanted)
+    check_schema(output.schema)
+    spec = spec_of(StructuredOutput(json_schema=output.schema))
+    assert refusal(spec.text) == ""
+    parsed, error = output.parse(text)
+    assert error is None and parsed == value and type(parsed) is type(value)
+
+
+@pytest.mark.parametrize(("wanted", "text", "value"), SAMPLES, ids=IDS)
+def test_what_pydantic_writes_itself_passes_the_check(wanted: Any, text: str, value: Any) -> None:
+    for mode in ("validation", "serialization"):
+        check_schema(TypeAdapter(wanted).json_schema(mode=mode))
+
+
+@pytest.mark.parametrize(("wanted", "text", "value"), SAMPLES, ids=IDS)
+def test_the_sample_fits_its_own_schema(wanted: Any, text: str, value: Any) -> None:
+    jsonschema = pytest.importorskip("jsonschema")
+    schema = OutputType.of(wanted).schema
+    jsonschema.validate(json.loads(text), schema)
+
+
+def test_a_large_model_compiles(refusal: Callable[[str], str]) -> None:
+    assert refusal(OutputType.of(Everything).schema_text) == ""
+    assert refusal(json.dumps(Everything.model_json_schema())) != "", "the changes are needed"
+
+
+def test_extra_keys_are_forbidden_unless_declared() -> None:
+    assert OutputType.of(Cat).schema["additionalProperties"] is False
+    assert OutputType.of(Options).schema["additionalProperties"] is False
+    assert OutputType.of(Point).schema["additionalProperties"] is False
+    assert OutputType.of(Open).schema["additionalProperties"] is True
+    assert OutputType.of(Node).schema["$defs"]["Node"]["additionalProperties"] is False
+    assert OutputType.of(dict[str, int]).schema["additionalProperties"] == {"type": "integer"}
+
+
+def test_optional_fields_stay_optional_and_ordered() -> None:
+    schema = OutputType.of(Aliased).schema
+    assert list(schema["properties"]) == ["First Name", "born"] and schema["required"] == ["First Name"]
+
+
+def test_the_tag_of_a_union_is_required() -> None:
+    schema = OutputType.of(PET).schema
+    assert "oneOf" not in schema and len(schema["anyOf"]) == 2
+    assert schema["$defs"]["Cat"]["required"] == ["kind"]
+    assert sorted(schema["$defs"]["Dog"]["required"]) == ["kind", "name"]
+    assert OutputType.of(PET).parse("{}")[1] is not None, "pydantic can't choose without it"
+
+
+def test_the_keys_of_a_dict_are_listed() -> None:
+    schema = OutputType.of(dict[Colour, set[int]]).schema
+    assert list(schema["properties"]) == ["red", "blue"] and schema["additionalProperties"] is False
+    assert schema["properties"]["red"] == {"items": {"type": "integer"}, "type": "array"}
+
+
+def test_the_version_of_a_uuid_is_kept() -> None:
+    import re
+
+    pattern = OutputType.of(UUID4).schema["pattern"]
+    assert re.search(pattern, str(uuid.uuid4())) and not re.search(pattern, str(uuid.uuid1()))
+
+
+def test_known_formats_are_those_of_llguidance(refusal: Callable[[str], str]) -> None:
+    for name in KNOWN_FORMATS:
+        assert refusal(json.dumps({"type": "string", "format": name})) == ""
+
+
+def test_the_schema_is_a_copy() -> None:
+    OutputType.of(Cat).schema["properties"].clear()
+    assert OutputType.of(Cat).schema["properties"]
+
+
+def test_made_once() -> None:
+    assert OutputType.of(Cat) is OutputType.of(Cat)
+
+
+@pytest.mark.parametrize("text", ['{"lives": 3', "", "[]", '{"lives": "many"}', '{"lives": 99}', '"\ud800"'])
+def test_an_answer_that_does_not_fit_is_no_exception(text: str) -> None:
+    value, error = OutputType.of(Cat).parse(text)
+    assert value is None and isinstance(error, ValueError)
+
+
+def test_a_validator_may_raise_anything() -> None:
+    class Strange(BaseModel):
+        a: int
+
+        @pydantic.field_validator("a")
+        @classmethod
+        def check(cls, value: int) -> int:
+            raise KeyError("strange")
+
+    value, error = OutputType.of(Strange).parse('{"a": 1}')
+    assert value is None and isinstance(error, KeyError)
+
+
+def test_partial() -> None:
+    output = OutputType.of(Node)
+    assert output.partial("") is None
+    assert output.partial('{"value": 1, "children": [{"val') == {"value": 1, "children": [{}]}
+    assert output.partial("garbage") is None
+
+
+class Plain:
+    pass
+
+
+@pytest.mark.parametrize(
+    ("wanted", "reason"),
+    [
+        ({"type": "object"}, "json_schema"),
+        (True, "json_schema"),
+        (None, "no type"),
+        ("int", "string"),
+        (5, "a value"),
+        ([int], "a value"),
+        (lambda x: x, "function"),
+        (len, "function"),
+        (Plain, "can't be described"),
+        (Plain(), "can't be described"),
+        (Cat(), "instance of Cat"),
+        (Point(1.0), "instance of Point"),
+        (Colour.RED, "can't be described"),
+        (Callable[[int], str], "can't be described"),
+        (list[Plain], "can't be described"),
+        (type, "can't be described"),
+        (int.__add__, "function"),
+        (list["Nowhere"], "can't be described"),  # noqa: F821
+    ],
+    ids=lambda value: repr(value).split(" at 0x")[0],  # each of several test processes must see the same names
+)
+def test_what_is_no_type_is_refused(wanted: Any, reason: str) -> None:
+    with pytest.raises(InvalidRequestError, match=reason) as error:
+        OutputType.of(wanted)
+    assert error.value.param == "output_type"
+    assert "\n" not in str(error.value)
+
+
+def test_a_type_whose_own_hook_fails_is_refused() -> None:
+    class Broken:
+        @classmethod
+        def __get_pydantic_core_schema__(cls, source: Any, handler: Any) -> Any:
+            raise ZeroDivisionError("hook")
+
+    with pytest.raises(InvalidRequestError, match="Broken can't be described by a JSON schema: hook"):
+        OutputType.of(Broken)
+
+
+def test_a_default_that_json_can_not_say_is_no_warning() -> None:
+    class Strange(BaseModel):
+        a: Any = Plain()
+
+    assert "default" not in OutputType.of(Strange).schema["properties"]["a"]
+
+
+def test_without_pydantic() -> None:
+    code = """
+import sys
+sys.modules["pydantic"] = None
+from aengine.structured.output_type import OutputType
+try:
+    OutputType.of(int)
+except Exception as error:
+    print(type(error).__name__, error.param, error)
+"""
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert done.stdout == "InvalidRequestError output_type output_type needs pydantic: pip install aengine[pydantic]\n"

@@ -1,0 +1,126 @@
+"""What the schema of a type allows, pydantic takes: numbers of so many digits, keys that are no strings, times."""
+
+from __future__ import annotations
+
+import datetime
+import enum
+import json
+import re
+import uuid
+from decimal import Decimal
+from typing import Annotated, Any
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from pydantic import AnyHttpUrl, AnyUrl, AwareDatetime, Field, HttpUrl, NaiveDatetime, WebsocketUrl
+
+from aengine import StructuredOutput
+from aengine.structured.llguidance.backend import LLGuidanceBackend
+from aengine.structured.output_type import OutputType
+from aengine.structured.spec import spec_of
+from aengine.structured.vocabulary import Vocabulary
+
+
+class Size(enum.IntEnum):
+    SMALL = 1
+    LARGE = 2
+
+
+def test_a_decimal_is_a_number_of_so_many_digits() -> None:
+    assert OutputType.of(Decimal).schema == {"type": "number"}
+    money = OutputType.of(Annotated[Decimal, Field(max_digits=5, decimal_places=2)]).schema
+    assert money == {"type": "number", "multipleOf": 0.01, "exclusiveMinimum": -1000, "exclusiveMaximum": 1000}
+    whole = OutputType.of(Annotated[Decimal, Field(max_digits=3, decimal_places=0, ge=0, lt=50)]).schema
+    assert whole == {"type": "number", "multipleOf": 1, "minimum": 0, "exclusiveMaximum": 50}
+    wide = OutputType.of(Annotated[Decimal, Field(max_digits=2, lt=5000, multiple_of=5)]).schema
+    assert wide == {"type": "number", "multipleOf": 5, "exclusiveMinimum": -100, "exclusiveMaximum": 100}
+
+
+@pytest.mark.parametrize("digits", [12, 15, 16, 20, 25, 38, 60])
+@pytest.mark.parametrize("places", [0, 1, 10, 11, 18, 40])
+def test_a_decimal_of_many_digits_is_no_error(places: int, digits: int) -> None:
+    output = OutputType.of(Annotated[Decimal, Field(decimal_places=places, max_digits=max(digits, places + 2))])
+    letters = (*(bytes([i]) for i in range(128)), b"")
+    backend = LLGuidanceBackend(Vocabulary(129, letters, (128,), frozenset({128})))
+    matcher = backend.compile(spec_of(StructuredOutput(json_schema=output.schema))).matcher()
+    assert matcher.accept(list(b"17")) == 2 and matcher.is_accepting
+
+
+@pytest.mark.parametrize("key", [int, float, bool, uuid.UUID, datetime.date])
+def test_keys_that_are_no_strings(key: Any) -> None:
+    output = OutputType.of(dict[key, str])
+    schema = output.schema
+    assert schema["additionalProperties"] is False and "propertyNames" not in schema
+    ((pattern, values),) = schema["patternProperties"].items()
+    assert values == {"type": "string"}
+
+    @given(st.dictionaries(st.from_regex(re.compile(pattern, re.ASCII), fullmatch=True), st.text(), max_size=3))
+    def check(value: dict[str, str]) -> None:
+        parsed, error = output.parse(json.dumps(value))
+        assert error is None and all(type(k) is key for k in parsed), (value, error)
+
+    check()
+    assert re.search(pattern, str(OUT_OF_EACH[key]).lower())
+
+
+OUT_OF_EACH = {
+    int: -17,
+    float: 2.5,
+    bool: True,
+    uuid.UUID: uuid.UUID(int=5),
+    datetime.date: datetime.date(2024, 12, 31),
+}
+
+
+def test_keys_that_are_listed() -> None:
+    schema = OutputType.of(dict[Size, int]).schema
+    assert schema["properties"] == {"1": {"type": "integer"}, "2": {"type": "integer"}}
+    assert OutputType.of(dict[Size, int]).parse('{"1": 3}') == ({Size.SMALL: 3}, None)
+
+
+def test_a_dict_of_strings_stays_open() -> None:
+    assert OutputType.of(dict[str, int]).schema == {"type": "object", "additionalProperties": {"type": "integer"}}
+    assert "patternProperties" in OutputType.of(dict[Annotated[str, Field(pattern="^a")], int]).schema
+
+
+@pytest.mark.parametrize("kind", [HttpUrl, AnyHttpUrl, WebsocketUrl])
+def test_a_url_has_a_scheme_that_it_may_have(kind: Any) -> None:
+    output = OutputType.of(kind)
+    pattern = re.compile(output.schema["pattern"], re.ASCII)
+    scheme = "ws" if kind is WebsocketUrl else "http"
+    for rest in (
+        "://example.com",
+        "s://Sub-domain.Example.co.uk:8080/a/b.html?x=1&y=[2]#top",
+        "://localhost/~me/%20;v",
+    ):
+        assert pattern.search(scheme + rest)
+    for rest in ("://3com.com:50051", "://127.0.0.1:10080/", "://255.255.255.255"):
+        assert pattern.search(scheme + rest)
+    assert not pattern.search(scheme + "://256.1.1.1") and not pattern.search(scheme + "://a.1")
+    assert output.schema.keys() == {"type", "pattern"}  # a length beside it makes each mask slow
+    assert not pattern.search("ftp://example.com") and not pattern.search(scheme + ":example")
+
+    @given(st.from_regex(pattern, fullmatch=True).filter(lambda text: len(text) < 2000))
+    def check(text: str) -> None:
+        assert output.parse(json.dumps(text))[1] is None, text
+
+    check()
+    assert "pattern" not in OutputType.of(AnyUrl).schema
+
+
+def test_a_time_without_a_zone() -> None:
+    output = OutputType.of(NaiveDatetime)
+    pattern = re.compile(output.schema["pattern"], re.ASCII)
+
+    @given(st.from_regex(pattern, fullmatch=True))
+    def check(text: str) -> None:
+        assert output.parse(json.dumps(text))[1] is None
+
+    check()
+    day = datetime.datetime(2023, 1, 1, 23, 59, 59)
+    for _ in range(365):
+        assert pattern.search(day.isoformat())
+        day += datetime.timedelta(days=1)
+    assert not pattern.search("2023-02-29T00:00:00") and not pattern.search("2023-01-01T00:00:00Z")
+    assert OutputType.of(AwareDatetime).schema == {"type": "string", "format": "date-time"}

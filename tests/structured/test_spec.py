@@ -1,0 +1,254 @@
+"""What a request asks for becomes a spec: canonical, bounded, and refused with its place."""
+
+from __future__ import annotations
+
+import enum
+import json
+import types
+from typing import Any
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from aengine import GrammarError, StructuredOutput
+from aengine.structured import spec
+from aengine.structured.spec import (
+    MAX_DEPTH,
+    MAX_JSON_BYTES,
+    MAX_NUMBER_BITS,
+    MAX_PATTERN_BYTES,
+    GrammarSpec,
+    plain_json,
+    spec_of,
+)
+
+
+def schema_spec(schema: Any, **options: Any) -> GrammarSpec:
+    return spec_of(StructuredOutput(json_schema=schema, **options))
+
+
+def refused(schema: Any) -> GrammarError:
+    with pytest.raises(GrammarError) as error:
+        schema_spec(schema)
+    return error.value
+
+
+def nested(depth: int) -> Any:
+    schema: dict[str, Any] = {}
+    for _ in range(depth - 1):
+        schema = {"not": schema}
+    return schema
+
+
+def test_each_kind() -> None:
+    assert schema_spec({"type": "object"}) == GrammarSpec("json_schema", '{"type":"object"}')
+    assert schema_spec(True).text == "true"
+    assert spec_of(StructuredOutput(json_object=True)) == schema_spec({"type": "object"})
+    assert spec_of(StructuredOutput(regex="a+")) == GrammarSpec("regex", "a+")
+    assert spec_of(StructuredOutput(choice=("yes", 'n"é'))) == GrammarSpec("choice", '["yes","n\\"é"]')
+
+
+def test_options() -> None:
+    spec = schema_spec({}, whitespace="any", on_unsupported="relax", backend="xgrammar")
+    assert (spec.whitespace, spec.relax, spec.backend) == ("any", True, "xgrammar")
+    spec = schema_spec({}, backend="auto")
+    assert (spec.whitespace, spec.relax, spec.backend) == ("compact", False, "llguidance")
+
+
+def test_equal_schemas_are_one_grammar_and_the_order_of_properties_counts() -> None:
+    schema = {"properties": {"b": {"type": "string"}, "a": {}}, "required": ("b",)}
+    assert schema_spec(schema) == schema_spec(json.dumps(schema, indent=4))
+    assert hash(schema_spec(schema)) == hash(schema_spec(types.MappingProxyType(schema)))
+    assert schema_spec({"properties": {"a": {}, "b": {}}}) != schema_spec({"properties": {"b": {}, "a": {}}})
+
+
+@pytest.mark.parametrize(
+    ("grammar", "kind"),
+    [
+        ('start: "a"', "lark"),
+        ('# EBNF is ::=\n  start: x\nx: "::="', "lark"),
+        ('?start: "a"', "lark"),
+        ('%llguidance {}\nroot: "a"', "lark"),
+        ('start[capture]: "a"', "lark"),
+        ('root ::= "start: "', "ebnf"),
+        ('root ::= x\nx ::= "a"', "ebnf"),
+        ('<root> ::= "a"', "ebnf"),
+        ('my-rule ::=\n  "start: x"', "ebnf"),
+        ('start ::= "a"', "ebnf"),
+    ],
+)
+def test_the_notation_of_a_grammar(grammar: str, kind: str) -> None:
+    assert spec_of(StructuredOutput(grammar=grammar)) == GrammarSpec(kind, grammar)  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize("grammar", ["", "hello", 'begin: "a"', '"start: x"'])
+def test_a_grammar_in_no_notation(grammar: str) -> None:
+    with pytest.raises(GrammarError, match="no known notation") as error:
+        spec_of(StructuredOutput(grammar=grammar))
+    assert error.value.kind == "invalid"
+
+
+class Level(enum.IntEnum):
+    LOW = 1
+
+
+class Name(enum.StrEnum):
+    A = "a"
+
+
+def test_plain_json_makes_plain_copies() -> None:
+    source = {"a": (1, 2.5, True, None), Name.A: Level.LOW, "m": types.MappingProxyType({"x": Name.A})}
+    copy = plain_json(source)
+    assert copy == {"a": 1, "m": {"x": "a"}} | {"a": Level.LOW}
+    assert type(copy["a"]) is int and type(copy["m"]) is dict and type(copy["m"]["x"]) is str
+    assert all(type(key) is str for key in copy)
+
+
+JSON = st.recursive(
+    st.none() | st.booleans() | st.integers() | st.floats(allow_nan=False, allow_infinity=False) | st.text(),
+    lambda inner: st.lists(inner) | st.dictionaries(st.text(), inner),
+    max_leaves=20,
+)
+
+
+@given(JSON)
+def test_plain_json_keeps_values_and_order(value: Any) -> None:
+    assert json.dumps(plain_json(value)) == json.dumps(value)
+
+
+@given(JSON)
+def test_text_and_mapping_are_the_same(value: Any) -> None:
+    schema = {"default": value}
+    assert schema_spec(schema) == schema_spec(json.dumps(schema))
+    assert json.loads(schema_spec(schema).text) == schema
+
+
+def cyclic() -> Any:
+    inner: list[Any] = []
+    inner.append({"deep": inner})
+    return {"default": inner}
+
+
+@pytest.mark.parametrize(
+    ("schema", "path", "reason"),
+    [
+        ({"default": {1, 2}}, "$.default", "of type set"),
+        ({"default": [0, b"x"]}, "$.default[1]", "of type bytes"),
+        ({"default": {"a b": float("nan")}}, '$.default["a b"]', "nan"),
+        ({"default": float("inf")}, "$.default", "inf"),
+        ('{"default": 1e999}', "$.default", "inf"),
+        ('{"default": [NaN]}', "$.default[0]", "nan"),
+        ({"default": {1: 2}}, "$.default", "key 1"),
+        ({None: 2}, "$", "key None"),
+        ({"default": "\ud800"}, "$.default", "surrogate"),
+        ({"\ud800": 1}, '$["\\ud800"]', "surrogate"),
+        ('{"default": "\\ud800"}', "$.default", "surrogate"),
+        (cyclic(), "$.default[0].deep", "part of"),
+        ({"default": 1 << MAX_NUMBER_BITS}, "$.default", "bits"),
+        ('{"default": ' + "9" * 5000 + "}", "", "not JSON"),
+        ("{", "", "not JSON"),
+        ('"\ud800"', "$", "surrogate"),
+        ("", "", "not JSON"),
+        ("{} x", "", "not JSON"),
+        ("[" * 100, "", "not JSON"),
+        ("]" * 100, "", "not JSON"),
+    ],
+)
+def test_what_is_not_json_is_refused_with_its_path(schema: Any, path: str, reason: str) -> None:
+    error = refused(schema)
+    assert (error.kind, error.path) == ("invalid", path)
+    assert reason in str(error)
+
+
+def test_depth() -> None:
+    schema_spec(nested(MAX_DEPTH))
+    schema_spec(json.dumps(nested(MAX_DEPTH)))
+    for schema in (nested(MAX_DEPTH + 1), json.dumps(nested(MAX_DEPTH + 1)), nested(100_000), "[" * 500_000):
+        assert refused(schema).kind == "too_complex"
+    assert schema_spec('{"default": "' + "[" * 500 + '\\"{{{{"}'), "brackets in a string are no depth"
+
+
+def test_a_small_schema_that_is_huge_when_written() -> None:
+    shared: dict[str, Any] = {}
+    for _ in range(MAX_DEPTH - 2):
+        shared = {"a": shared, "b": shared}
+    assert refused({"default": shared}).kind == "too_complex"
+
+
+def test_size() -> None:
+    room = MAX_JSON_BYTES - len('{"default":""}')
+    assert len(schema_spec({"default": "x" * room}).text) == MAX_JSON_BYTES
+    for schema in ({"default": "x" * (room + 1)}, {"default": "é" * (room // 2 + 1)}, " " * MAX_JSON_BYTES + "{}"):
+        assert refused(schema).kind == "too_complex"
+
+
+@pytest.mark.parametrize("name", ["regex", "grammar"])
+def test_patterns_are_bounded_unicode(name: str) -> None:
+    start = 'start: "' if name == "grammar" else ""
+    fits = start + "x" * (MAX_PATTERN_BYTES - len(start))
+    assert spec_of(StructuredOutput(**{name: fits})).text == fits
+    for pattern, kind in ((fits + "x", "too_complex"), (start + "\ud800", "invalid")):
+        with pytest.raises(GrammarError, match=name) as error:
+            spec_of(StructuredOutput(**{name: pattern}))
+        assert error.value.kind == kind
+
+
+@pytest.mark.parametrize(
+    ("choice", "kind", "path"),
+    [
+        (["a", ""], "invalid", "$[1]"),
+        (["a", "b", "a"], "invalid", "$[2]"),
+        (["\ud800"], "invalid", "$[0]"),
+        ([str(i) for i in range(100_001)], "too_complex", ""),
+        (["x" * MAX_JSON_BYTES], "too_complex", ""),
+    ],
+)
+def test_choices(choice: list[str], kind: str, path: str) -> None:
+    with pytest.raises(GrammarError) as error:
+        spec_of(StructuredOutput(choice=choice))
+    assert (error.value.kind, error.value.path) == (kind, path)
+
+
+def test_a_schema_is_checked() -> None:
+    error = refused({"properties": {"age": {"type": "int"}}})
+    assert (error.kind, error.path) == ("invalid", "$.properties.age.type")
+    assert refused(False).kind == "unsatisfiable"
+    assert refused("3").kind == "invalid"
+
+
+def test_a_whole_number_is_an_integer_where_one_is_meant() -> None:
+    schema = {"items": {"maxLength": 2.0, "const": 2.0}, "default": {"maxLength": 2.0}}
+    assert schema_spec(schema).text == '{"items":{"maxLength":2,"const":2.0},"default":{"maxLength":2.0}}'
+
+
+def test_numbers_beyond_a_floats_range() -> None:
+    schema_spec({"type": "integer", "minimum": 1, "maximum": 10**400})
+    schema_spec({"type": "integer", "exclusiveMinimum": -(10**400), "maximum": 10**400})
+    assert refused({"type": "integer", "minimum": 10**400, "maximum": 1}).kind == "unsatisfiable"
+
+
+def test_as_many_optional_properties_as_the_library_takes() -> None:
+    def wide(count: int, **more: Any) -> dict[str, Any]:
+        return {"type": "object", "properties": {f"p{i}": {} for i in range(count)}, **more}
+
+    error = refused(wide(1251))
+    assert (error.kind, error.path) == ("too_complex", "$.properties")
+    assert refused({"properties": wide(1251)["properties"]}).kind == "too_complex"
+    schema_spec(wide(1250))
+    schema_spec(wide(3000, required=["p1000", "p2000"]))
+    schema_spec(wide(3000, type="string"))
+    schema_spec(wide(3000, enum=[{}]))
+    schema_spec({"$defs": {"unused": wide(1251)}, "items": wide(1251)})
+
+
+def test_a_schema_is_checked_once_however_long_it_is(monkeypatch: pytest.MonkeyPatch) -> None:
+    options = [f"an option {i}" for i in range(20_000)]
+    first = spec_of(StructuredOutput(json_schema={"enum": options}))
+    as_text = spec_of(StructuredOutput(json_schema=json.dumps({"enum": options})))
+    assert as_text == first
+    monkeypatch.setattr(spec, "_checked_text", None)
+    assert spec_of(StructuredOutput(json_schema={"enum": options})) == first
+    assert spec_of(StructuredOutput(json_schema=json.dumps({"enum": options}))) == first
+    with pytest.raises(TypeError):  # another
+        spec_of(StructuredOutput(json_schema={"enum": options[1:]}))
