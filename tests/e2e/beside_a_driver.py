@@ -7,7 +7,7 @@ from typing import Any
 import torch
 
 from aengine.runner.platforms import cuda as gpu
-from aengine.runner.startup.load import load as startup
+from aengine.runner.startup import load as startup
 
 
 class Driver:

@@ -346,7 +346,7 @@ def test_a_kernel_that_no_tile_makes_fit_is_an_error_of_one_line(
     from triton import OutOfResources
 
     from aengine.errors import ModelLoadError
-    from aengine.runner.startup.load import cuda as gpu_startup
+    from aengine.runner.startup import cuda as gpu_startup
 
     def start(*args: object) -> None:
         raise OutOfResources(131_072, 65_536, "shared memory")
