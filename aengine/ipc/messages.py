@@ -35,7 +35,9 @@ import msgpack
 __all__ = [
     "LOG_TEXTS",
     "READY_COUNTS",
+    "STATE_BLOCK_SIZE",
     "GrammarOutput",
+    "KVCacheGroup",
     "Kind",
     "LogprobColumns",
     "MessageError",
@@ -82,6 +84,26 @@ def int32(values: Any = ()) -> array[int]:
 def float32(values: Any = ()) -> array[float]:
     """A float32 column."""
     return array("f", values)
+
+
+STATE_BLOCK_SIZE = 1 << 30
+"""Tokens in a block that is a state: any sequence has one."""
+
+
+@dataclass(frozen=True, slots=True)
+class KVCacheGroup:
+    """Layers that keep the same of a sequence, and share a block table (runner/kv_spec.py)."""
+
+    kind: str  # "full": all tokens; "window": the last ones; "state": a state of fixed size
+    block_size: int  # tokens in a block
+    window: int = 0  # tokens that a query looks back on, itself included; 0: all
+
+    def most_blocks(self, num_tokens: int, step_tokens: int) -> int:
+        """Most blocks of a sequence of ``num_tokens`` that is computed by at most ``step_tokens`` in a step."""
+        needed = -(-num_tokens // self.block_size)
+        if not self.window:
+            return needed
+        return min(needed, -(-(self.window - 1 + step_tokens) // self.block_size) + 1)
 
 
 @dataclass(slots=True)

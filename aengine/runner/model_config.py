@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 
 from ..errors import ModelLoadError
+from .kv_spec import FullKV, LayerKV, WindowKV
 
 __all__ = ["ModelConfig", "RopeConfig"]
 
@@ -145,6 +146,12 @@ class ModelConfig:
             sliding_windows=_sliding_windows(hf, model_type, layers),
             checkpoint_dtype=str(hf.get("dtype") or hf.get("torch_dtype") or "").removeprefix("torch."),
         )
+
+    @property
+    def kv_layers(self) -> tuple[LayerKV, ...]:
+        """What each layer keeps of a sequence."""
+        heads = self.num_kv_heads, self.head_dim
+        return tuple(WindowKV(*heads, window) if window else FullKV(*heads) for window in self.sliding_windows)
 
     @property
     def q_size(self) -> int:
