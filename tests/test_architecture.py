@@ -161,7 +161,6 @@ LARGE_CLASSES = {
     "scheduler.Scheduler": 39,
     "step_loop.StepLoop": 28,
     "compiler.GrammarCompiler": 21,
-    "partial.PartialJson": 24,
     "llm.LLM": 26,
     "own_thread.OwnThreadLLM": 28,
     "worker.Worker": 24,

@@ -5,7 +5,6 @@ TokenStream: token ──_Answer (of the token's index): ChatParser──> delta
 
 from __future__ import annotations
 
-import contextlib
 from collections import deque
 from dataclasses import replace
 from types import TracebackType
@@ -17,7 +16,7 @@ from ..chat.prompt import marker_ids
 from ..errors import AEngineError, InvalidRequestError
 from ..outputs import Choice, Completion, FinishReason, Token
 from ..params import SamplingParams
-from ..structured.partial import PartialJson
+from ..structured.partial_json import partial_json
 from ..tokenizer.tokenizer import Tokenizer
 from .token_stream import TokenStream
 
@@ -107,9 +106,8 @@ class ChatStream:
         self._stream = stream
         self._warnings = plan.warnings
         self._answers = [_Answer(i, plan, tokenizer, params) for i in range(params.n)]
-        is_json = plan.shape is not None and plan.shape.kind == "json_schema"
-        self._partial = PartialJson() if is_json else None
-        self._unread: list[str] = []  # texts that `partial` has not seen yet
+        self._is_json = plan.shape is not None and plan.shape.kind == "json_schema"
+        self._texts: list[str] = []  # of the first answer, as far as its deltas have been read
         self._deltas: deque[Delta] = deque()
         self._is_read = False  # to its end, or it was closed
         self._has_ended = False  # by itself
@@ -139,8 +137,8 @@ class ChatStream:
             else:
                 self._deltas.extend(self._answers[token.index].read(token))
         delta = self._deltas.popleft()
-        if self._partial is not None and isinstance(delta, TextDelta) and delta.choice == 0:
-            self._unread.append(delta.text)
+        if self._is_json and isinstance(delta, TextDelta) and delta.choice == 0:
+            self._texts.append(delta.text)
         return delta
 
     @property
@@ -157,17 +155,10 @@ class ChatStream:
     def partial(self) -> Any:
         """What the answer's text, a JSON text, says so far, as `TokenStream.partial`; None: nothing yet, or no JSON was
         asked for."""
-        if self._partial is None:
+        if not self._is_json:
             return None
-        try:
-            self._partial.feed("".join(self._unread))
-        except ValueError as error:
-            raise InvalidRequestError(f"the text of {self.request_id} is not JSON: {error}") from error
-        self._unread.clear()
-        if self._has_ended and not self._deltas and self.completion.finish_reason is FinishReason.STOP:
-            with contextlib.suppress(ValueError):  # a stop string may have cut it
-                self._partial.finish()  # a number at the top is one only now
-        return self._partial.value
+        has_ended = self._has_ended and not self._deltas and self.completion.finish_reason is FinishReason.STOP
+        return partial_json("".join(self._texts), has_ended=has_ended)
 
     @property
     def completion(self) -> Completion:

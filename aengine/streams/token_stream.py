@@ -13,7 +13,6 @@ runs its finaliser, which aborts the request.
 from __future__ import annotations
 
 import asyncio
-import contextlib
 from collections import deque
 from collections.abc import Callable
 from functools import partial
@@ -28,7 +27,6 @@ if TYPE_CHECKING:
     from typing import Self
 
     from ..structured.output_type import OutputType
-    from ..structured.partial import PartialJson
     from .cross_thread_stream import Hatch
 
 __all__ = ["ChoiceOutput", "IncrementalText", "Mailbox", "TokenStream", "end_call", "error_for_waiter"]
@@ -219,7 +217,7 @@ class TokenStream:
     Use ``async with stream:`` or `aclose` where a reference to it may outlive the loop over it.
     """
 
-    __slots__ = ("__weakref__", "_end", "_loop", "_mailbox", "_num_texts_read", "_partial", "request_id")
+    __slots__ = ("__weakref__", "_end", "_loop", "_mailbox", "request_id")
 
     def __init__(
         self,
@@ -232,8 +230,6 @@ class TokenStream:
         self._mailbox = mailbox
         self._loop = loop
         self._end = partial(end_call, mailbox, abort, request_id)
-        self._partial: PartialJson | None = None
-        self._num_texts_read = 0  # of the first completion's, by `partial`
 
     def __repr__(self) -> str:
         state = "ended" if self._mailbox.done else "running"
@@ -273,26 +269,18 @@ class TokenStream:
         or no JSON was asked for.
 
         Each snapshot is a prefix of the final value: strings and lists grow at their end, a key is there once its value
-        has begun, a number once it is complete. Snapshots share their finished parts: copy before changing one.
+        has begun, a number once it is complete. The text is read anew each time. Needs pydantic.
         """
         if not self._mailbox.is_json:
             return None
-        from ..structured.partial import PartialJson
+        from ..structured.partial_json import partial_json
 
-        if self._partial is None:
-            self._partial = PartialJson()
         choices = self._mailbox.choices
-        has_ended = self._mailbox.done  # asked first: with own_thread more may come between any two lines
-        texts = choices[0].texts[self._num_texts_read :] if choices else []
-        try:
-            self._partial.feed("".join(texts))
-            self._num_texts_read += len(texts)
-        except ValueError as error:
-            raise InvalidRequestError(f"the text of {self.request_id} is not JSON: {error}") from error
-        if has_ended and choices and choices[0].finish_reason is FinishReason.STOP:
-            with contextlib.suppress(ValueError):  # a stop string may have cut it
-                self._partial.finish()  # a number at the top is one only now
-        return self._partial.value
+        is_done = self._mailbox.done  # asked first: with own_thread more may come between any two lines
+        if not choices:
+            return None
+        has_ended = is_done and choices[0].finish_reason is FinishReason.STOP
+        return partial_json("".join(choices[0].texts), has_ended=has_ended)
 
     @property
     def completion(self) -> Completion:

@@ -21,7 +21,7 @@ from typing import Any
 
 from ..errors import InvalidRequestError
 from ..params import shown
-from .partial import PartialJson
+from .partial_json import partial_json
 from .pydantic_schema import adapt, schema_generator
 
 __all__ = ["OutputType"]
@@ -77,17 +77,14 @@ class OutputType:
             return None, error
 
     def partial(self, text: str) -> Any:
-        """What the beginning ``text`` of an answer says so far, in dicts, lists, strings, numbers; see `PartialJson`.
+        """What the beginning ``text`` of an answer says so far, in dicts, lists, strings, numbers; see `partial_json`.
 
         None when nothing has begun, or the text is not JSON. Not of the type: a required field may not have come.
-        One who reads a stream feeds a `PartialJson` of his own; this reads ``text`` from its beginning.
         """
-        reader = PartialJson()
         try:
-            reader.feed(text)
-        except ValueError:
+            return partial_json(text)
+        except InvalidRequestError:
             return None
-        return reader.value
 
 
 class _Described:
