@@ -15,7 +15,7 @@ TORCH_INDEX ?= $(if $(NVIDIA_DRIVER),,https://download.pytorch.org/whl/cpu)
 PIP    := $(BIN)/python -m pip install -q --disable-pip-version-check -c constraints.txt
 
 .DEFAULT_GOAL := help
-.PHONY: help install run chat test check bench chaos clean
+.PHONY: help install run chat test check bench stress clean
 
 help: ## this list
 	@grep -E '^[a-z]+:.*##' Makefile | sed -E 's/:.*## /\t/' | expand -t 12
@@ -53,8 +53,9 @@ bench: $(STAMP) ## the benchmarks, JSON lines on stdout
 
 CHAOS := kills_--kills_12 hangs_--hangs_3 hosts_--hosts_16 cancels_--cancels_50000 cancels_--cancels_20000_--blocks_300_--tokens_300 requests_--count_200000
 
-chaos: $(STAMP) ## attacks, seeded: ten minutes; fails if a promise is broken
-	@failed=0; for part in $(CHAOS); do $(BIN)/python benchmarks/chaos.py $${part//_/ } || failed=1; done; exit $$failed
+stress: $(STAMP) ## attacks and malformed input, seeded: fifteen minutes; fails if a promise is broken
+	@failed=0; for part in $(CHAOS); do $(BIN)/python tests/stress/chaos.py $${part//_/ } || failed=1; done; \
+		$(BIN)/python tests/stress/fuzz.py || failed=1; exit $$failed
 
 clean: ## remove what make made
 	rm -rf $(VENV) build *.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis

@@ -18,6 +18,8 @@ from aengine import AsyncLLM, EngineConfig
 from aengine.engine.executor import ProcessExecutor
 
 HERE = Path(__file__).parent
+REPOSITORY = HERE.parents[1]
+WORKER_PATH = [str(HERE), str(REPOSITORY / "benchmarks"), str(REPOSITORY)]  # chaos_worker.py, fake_worker.py, aengine
 MIB = 2**20
 
 
@@ -25,7 +27,7 @@ class FakeWorkerLLM(AsyncLLM):
     """A real worker process, in which a runner without a model answers (chaos_worker.py)."""
 
     def _make_executor(self, config: EngineConfig) -> ProcessExecutor:
-        os.environ["PYTHONPATH"] = str(HERE)  # this is our own process: the worker finds chaos_worker.py
+        os.environ["PYTHONPATH"] = os.pathsep.join(WORKER_PATH)  # this is our own process
         return ProcessExecutor(config, "chaos_worker:load_runner")
 
 

@@ -1,4 +1,4 @@
-"""A few hundred of what benchmarks/fuzz.py does by the ten thousand, and what hypothesis makes up."""
+"""A few hundred of what fuzz.py does by the ten thousand, and what hypothesis makes up."""
 
 from __future__ import annotations
 

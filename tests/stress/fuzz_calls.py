@@ -27,7 +27,7 @@ from aengine import (
 )
 from aengine.ipc.messages import Kind, MessageError, ModelRunnerOutput, pack, unpack
 
-sys.path.append(str(Path(__file__).parents[1] / "tests"))
+sys.path.append(str(Path(__file__).parents[1]))
 from fakes import FakeExecutor
 
 PATIENCE = 60.0  # seconds until a call is said to hang

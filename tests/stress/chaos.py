@@ -1,10 +1,10 @@
 """Attacks on an engine, seeded. A JSON line for each part to stdout; exit code 1 if a promise was broken.
 
-    python benchmarks/chaos.py kills                100 workers of SmolLM2 killed under 64 streams (--kills 12: 3 min)
-    python benchmarks/chaos.py hangs                workers stopped in mid-step
-    python benchmarks/chaos.py hosts                hosts killed while they start and while they stream
-    python benchmarks/chaos.py cancels              100,000 requests cancelled in ten ways, at any moment
-    python benchmarks/chaos.py requests             1,000,000 tiny requests
+    python tests/stress/chaos.py kills                100 workers of SmolLM2 killed under 64 streams (--kills 12: 3 min)
+    python tests/stress/chaos.py hangs                workers stopped in mid-step
+    python tests/stress/chaos.py hosts                hosts killed while they start and while they stream
+    python tests/stress/chaos.py cancels              100,000 requests cancelled in ten ways, at any moment
+    python tests/stress/chaos.py requests             1,000,000 tiny requests
 
 The last two have a real worker process with a runner that answers at once, so that what is measured is the engine.
 Without --seed a fresh one is taken; it is part of the line. Moments are drawn from it, but what a moment meets is the

@@ -1,6 +1,6 @@
 """Malformed frames, calls and answers, thousands of them: each must end in a result or in one typed error.
 
-    python benchmarks/fuzz.py [--calls 10000] [--frames 10000] [--answers 3000] [--seed S]
+    python tests/stress/fuzz.py [--calls 10000] [--frames 10000] [--answers 3000] [--seed S]
 
 Prints one JSON object: how often what came of it, and the findings, of which there should be none: else the exit code
 is 1. One call can be made again alone: --calls 1 --first N with the same seed.

@@ -1,4 +1,4 @@
-"""benchmarks/chaos.py, a little of each part: it runs, and no promise is broken."""
+"""A little of each part of chaos.py: it runs, and no promise is broken."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-SCRIPT = Path(__file__).parents[2] / "benchmarks" / "chaos.py"
+SCRIPT = Path(__file__).parent / "chaos.py"
 SMALL = "--streams 6 --tokens 12"
 
 
