@@ -64,8 +64,9 @@ class StructuredOutput:
     json_object: bool = False
     """Any JSON object."""
 
-    backend: Literal["auto", "llguidance", "xgrammar"] = "auto"
-    """The library that holds the completion to its shape. "auto": llguidance."""
+    backend: str = "auto"
+    """The library that holds the completion to its shape. "auto": llguidance; or one that a package has added by an
+    entry point of the group "aengine.grammar_backends"."""
     on_unsupported: Literal["error", "relax"] = "error"
     """What becomes of a keyword of the schema that can't be held: a GrammarError, or with "relax" a warning on the
     completion."""
@@ -101,8 +102,9 @@ class StructuredOutput:
             is_list = isinstance(options, Collection) and not isinstance(options, str)
             if not is_list or not options or not all(isinstance(c, str) for c in options):
                 raise _fail("choice", options, "a non-empty list of strings")
+        if not isinstance(self.backend, str) or not self.backend:
+            raise _fail("backend", self.backend, "the name of a grammar backend")
         for name, allowed in (
-            ("backend", ("auto", "llguidance", "xgrammar")),
             ("on_unsupported", ("error", "relax")),
             ("whitespace", ("compact", "any")),
         ):

@@ -285,8 +285,9 @@ STRUCTURED_OUTPUT_SETTINGS = """\
             A text of this grammar, in EBNF or Lark.
         json_object: bool = False
             Any JSON object.
-        backend: Literal["auto", "llguidance", "xgrammar"] = "auto"
-            The library that holds the completion to its shape. "auto": llguidance.
+        backend: str = "auto"
+            The library that holds the completion to its shape. "auto": llguidance; or one that a package
+            has added by an entry point of the group "aengine.grammar_backends".
         on_unsupported: Literal["error", "relax"] = "error"
             What becomes of a keyword of the schema that can't be held: a GrammarError, or with "relax" a
             warning on the completion.

@@ -114,7 +114,7 @@ def _packages() -> Finding:
             wrong.append(f"'{match[1]}>={match[2]}'")
     if wrong:
         return Finding("packages", "error", f"missing or too old: {', '.join(wrong)}", f"pip install {' '.join(wrong)}")
-    extras = [name for name in ("uvloop", "pydantic", "xgrammar") if importlib.util.find_spec(name) is not None]
+    extras = [name for name in ("uvloop", "pydantic") if importlib.util.find_spec(name) is not None]
     return Finding("packages", "ok", "all that is needed" + (f", and {', '.join(extras)}" if extras else ""))
 
 

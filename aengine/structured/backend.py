@@ -11,30 +11,22 @@ token ``id`` may come. It is anything with a writable buffer: a numpy array, a m
 from __future__ import annotations
 
 import ctypes
-import threading
-from collections import defaultdict
 from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any, Protocol
-
-from ..errors import EngineClosedError, GrammarError
 
 if TYPE_CHECKING:
     from .compile_process import OnWait
     from .spec import GrammarSpec
-    from .vocabulary import Vocabulary
 
 __all__ = [
     "Backend",
-    "Backends",
     "Bitmask",
     "Compiled",
-    "Load",
     "Matcher",
     "MatcherError",
     "address_of",
     "advance_batch",
     "fill_batch",
-    "load_backend",
 ]
 
 Bitmask = Any
@@ -118,65 +110,17 @@ class Backend(Protocol):
         """Ends what it started. A compile in progress may fail; matchers stay usable."""
 
 
-def load_backend(name: str, vocabulary: Vocabulary, timeout: float = 2.0) -> Backend:
-    """The backend of that name for ``vocabulary``. Blocking: some 0.5 s, part of it with the GIL held.
-
-    ``timeout``: seconds for a compile, after which one that runs in a process of its own is killed. Raises
-    GrammarError when the library is missing or can't read the tokenizer.
-    """
-    if name == "xgrammar":
-        from .xgrammar import XGrammarBackend
-
-        return XGrammarBackend(vocabulary, timeout=timeout)
-    from .llguidance.backend import LLGuidanceBackend
-
-    return LLGuidanceBackend(vocabulary, timeout=timeout)
-
-
-Load = Callable[[str, "Vocabulary", float], Backend]
-"""Makes a backend, as `load_backend` does."""
-
-
-class Backends:
-    """The backends that were asked for, each built once, in whichever thread needs it first."""
-
-    def __init__(self, vocabulary: Vocabulary, timeout: float, load: Load = load_backend) -> None:
-        self._vocabulary = vocabulary
-        self._timeout = timeout
-        self._load = load
-        self._locks: defaultdict[str, threading.Lock] = defaultdict(threading.Lock)  # one library waits for no other
-        self._built: dict[str, Backend | GrammarError] = {}
-        self._closed = False
-
-    def get(self, name: str) -> Backend:
-        """Raises GrammarError when it can't serve this model, and EngineClosedError."""
-        with self._locks[name]:
-            if self._closed:
-                raise EngineClosedError("the engine is closed: it compiles no more grammars")
-            if name not in self._built:
-                try:
-                    self._built[name] = self._load(name, self._vocabulary, self._timeout)
-                except GrammarError as error:
-                    self._built[name] = error
-            found = self._built[name]
-        if isinstance(found, GrammarError):
-            raise GrammarError(str(found), kind=found.kind, path=found.path)
-        return found
-
-    def close(self) -> None:
-        """Does not wait for a backend that is being built; that one is never used."""
-        self._closed = True
-        for backend in list(self._built.values()):
-            if not isinstance(backend, GrammarError):
-                backend.close()
-
-
 def accept_one(matcher: Matcher, token_ids: Sequence[int]) -> int | MatcherError:
     """`Matcher.accept`, whose error is returned."""
     try:
         return matcher.accept(token_ids)
-    except MatcherError as error:
-        return error
+    except Exception as error:
+        return _matcher_error(error)
+
+
+def _matcher_error(error: Exception) -> MatcherError:
+    """Return ``error`` as what ends one request: a plug-in may raise anything."""
+    return error if isinstance(error, MatcherError) else MatcherError(f"{type(error).__name__}: {error}")
 
 
 def accept_batch(items: Sequence[tuple[Matcher, list[int]]]) -> list[int | MatcherError]:
@@ -242,8 +186,8 @@ def _one_by_one(items: Sequence[tuple[Matcher, int]], bitmask: Bitmask) -> dict[
     for matcher, row in items:
         try:
             matcher.fill(bitmask, row)
-        except MatcherError as error:
-            failed[row] = error
+        except Exception as error:
+            failed[row] = _matcher_error(error)
     return failed
 
 

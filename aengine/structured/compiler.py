@@ -30,7 +30,8 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from ..errors import AEngineError, EngineClosedError, EngineOverloadedError, GrammarError, InternalError
-from .backend import Backend, Backends, Compiled, Load, load_backend
+from .backend import Backend, Compiled
+from .backends import Backends, Load, load_backend
 from .compile_pool import CompilePool, settle, tell
 from .spec import GrammarSpec
 from .vocabulary import Vocabulary

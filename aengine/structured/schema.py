@@ -25,7 +25,7 @@ MAX_OPTIONS: Final = 100_000
 
 MAX_LEADING_OPTIONS: Final = 1_250
 """Properties of the outermost object that may be left out, before the first that may not. llguidance refuses more, but
-only after up to 12 s; xgrammar runs out of memory at 1,000."""
+only after up to 12 s."""
 
 COUNTS: Final = tuple(
     f"{bound}{what}" for bound in ("min", "max") for what in ("Length", "Items", "Contains", "Properties")

@@ -58,7 +58,7 @@ class GrammarSpec:
     whitespace: Literal["compact", "any"] = "compact"
     relax: bool = False
     """Keywords that the backend can't enforce are left out, with a warning, instead of refused."""
-    backend: Literal["llguidance", "xgrammar"] = "llguidance"
+    backend: str = "llguidance"
 
 
 def spec_of(wanted: StructuredOutput) -> GrammarSpec:
@@ -69,7 +69,7 @@ def spec_of(wanted: StructuredOutput) -> GrammarSpec:
         text=text,
         whitespace=wanted.whitespace,
         relax=wanted.on_unsupported == "relax",
-        backend="xgrammar" if wanted.backend == "xgrammar" else "llguidance",
+        backend="llguidance" if wanted.backend == "auto" else wanted.backend,
     )
 
 

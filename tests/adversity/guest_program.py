@@ -1,8 +1,8 @@
 """A host that looks at itself before, while and after it has an engine, and tells on stdout what has changed:
 
-    python guest_program.py LOOP BACKEND
+    python guest_program.py LOOP
 
-LOOP: "asyncio" or "uvloop"; BACKEND: "llguidance" or "xgrammar". The answer is a line of JSON at each stage: its name,
+LOOP: "asyncio" or "uvloop". The answer is a line of JSON at each stage: its name,
 and each thing that is not as it was before aengine was imported, as [before, after].
 """
 
@@ -50,7 +50,7 @@ from typing import Any
 import psutil
 
 sys.path.append(str(Path(__file__).parents[1] / "workers"))
-loop_kind, backend = sys.argv[1:]
+(loop_kind,) = sys.argv[1:]
 concurrent.futures.ThreadPoolExecutor  # noqa: B018  # this module makes its names when they are asked for
 
 PATCHABLE = (
@@ -240,7 +240,7 @@ async def use(engine: Any) -> None:
         {"json_schema": {"type": "object"}},
         {"choice": ["yes", "no"]},
     ]
-    for wanted in (shape | {"backend": backend} for shape in shapes):
+    for wanted in shapes:
         await engine.generate("Hello", short.replace(structured_output=StructuredOutput(**wanted)))
     await engine.generate("Hello", short, output_type=list[int])
     await engine.chat([{"role": "user", "content": "Hello"}], short)

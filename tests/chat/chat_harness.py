@@ -14,7 +14,8 @@ from tokenizers import Tokenizer as Encoder
 from aengine import StructuredOutput
 from aengine.chat import ChatMessage, ChatParser, Delta, ReasoningDelta, TextDelta, ToolCallDelta
 from aengine.chat.prompt import marker_ids
-from aengine.structured.backend import Backend, Compiled, load_backend
+from aengine.structured.backend import Backend, Compiled
+from aengine.structured.backends import load_backend
 from aengine.structured.spec import GrammarSpec, spec_of
 from aengine.structured.vocabulary import Vocabulary
 from aengine.tokenizer.detokenizer import Detokenizer

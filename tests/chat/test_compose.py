@@ -145,7 +145,7 @@ def test_a_regex_or_a_choice_beside_calls(name):
 
 def test_a_shape_alone_stays_as_it_is():
     """So it may be for another library, and a request without a chat shares its compiled grammar."""
-    for shape in (shape_of(grammar='start: "a"'), shape_of(json_object=True, backend="xgrammar")):
+    for shape in (shape_of(grammar='start: "a"'), shape_of(json_object=True, backend="other")):
         assert composed(shape=shape) is shape
         assert composed([Tool("f")], "none", shape=shape) is shape
         for beside in ({"tools": [Tool("f")]}, {"reasoning": ReasoningFormat()}):

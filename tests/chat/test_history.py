@@ -11,7 +11,7 @@ from aengine.chat import FORMATS, ChatMessage, ChatParser, ToolCall, tools_of
 from aengine.chat.history import with_instructions, written_out
 from aengine.chat.plan import ChatRequest, plan_chat
 from aengine.errors import InvalidRequestError
-from aengine.structured.backend import load_backend
+from aengine.structured.backends import load_backend
 from aengine.structured.vocabulary import Vocabulary
 from aengine.tokenizer.chat_template import ChatTemplate
 from aengine.tokenizer.tokenizer import Tokenizer

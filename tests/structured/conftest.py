@@ -1,11 +1,11 @@
-"""What the tests of grammars are run with: each backend, each vocabulary."""
+"""What the tests of grammars are run with: the backend over each vocabulary."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator
 
 import pytest
-from grammar_helpers import BACKENDS, BUILT, TOKENIZERS, backend_of
+from grammar_helpers import BUILT, TOKENIZERS, backend_of
 
 from aengine.structured.backend import Backend
 from aengine.tokenizer.tokenizer import Tokenizer
@@ -20,19 +20,14 @@ def _close_backends() -> Iterator[None]:
     BUILT.clear()
 
 
-@pytest.fixture(params=BACKENDS)
-def backend_name(request: pytest.FixtureRequest) -> str:
-    return str(request.param)
-
-
 @pytest.fixture(params=list(TOKENIZERS))
 def vocabulary_name(request: pytest.FixtureRequest) -> str:
     return str(request.param)
 
 
 @pytest.fixture
-def backend(backend_name: str, vocabulary_name: str) -> Backend:
-    return backend_of(backend_name, vocabulary_name)
+def backend(vocabulary_name: str) -> Backend:
+    return backend_of(vocabulary_name)
 
 
 @pytest.fixture

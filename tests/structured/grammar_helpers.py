@@ -1,4 +1,4 @@
-"""Two vocabularies, SmolLM2's own and a tiny one of single bytes, and both backends over them."""
+"""Two vocabularies, SmolLM2's own and a tiny one of single bytes, and the backend over them."""
 
 from __future__ import annotations
 
@@ -14,13 +14,11 @@ from tokenizers import AddedToken, decoders, models, pre_tokenizers
 
 from aengine.checkpoint.source import resolve_model
 from aengine.config import EngineConfig
-from aengine.structured.backend import Backend, Matcher, load_backend
+from aengine.structured.backend import Backend, Matcher
+from aengine.structured.backends import load_backend
 from aengine.structured.spec import GrammarSpec
 from aengine.structured.vocabulary import Vocabulary
 from aengine.tokenizer.tokenizer import Tokenizer
-
-NEEDS_XGRAMMAR = pytest.mark.skipif(importlib.util.find_spec("xgrammar") is None, reason="xgrammar is not installed")
-BACKENDS = ["llguidance", pytest.param("xgrammar", marks=NEEDS_XGRAMMAR)]
 
 
 @functools.cache
@@ -56,14 +54,13 @@ def vocabulary(name: str) -> Vocabulary:
     return Vocabulary.of(load(), vocab_size)
 
 
-BUILT: dict[tuple[str, str], Backend] = {}
+BUILT: dict[str, Backend] = {}
 
 
-def backend_of(name: str, vocabulary_name: str) -> Backend:
-    key = (name, vocabulary_name)
-    if key not in BUILT:
-        BUILT[key] = load_backend(name, vocabulary(vocabulary_name), 60.0)
-    return BUILT[key]
+def backend_of(vocabulary_name: str) -> Backend:
+    if vocabulary_name not in BUILT:
+        BUILT[vocabulary_name] = load_backend("llguidance", vocabulary(vocabulary_name), 60.0)
+    return BUILT[vocabulary_name]
 
 
 def schema_spec(schema: Any, **options: Any) -> GrammarSpec:

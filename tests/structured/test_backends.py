@@ -1,4 +1,4 @@
-"""What both backends promise, on a real vocabulary and on a tiny one; then what they do with hostile input."""
+"""What a backend promises, on a real vocabulary and on a tiny one; then what it refuses."""
 
 from __future__ import annotations
 
@@ -9,7 +9,6 @@ from typing import Any
 import numpy as np
 import pytest
 from grammar_helpers import (
-    BACKENDS,
     accepts,
     allowed,
     allowed_by,
@@ -27,7 +26,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from aengine.errors import GrammarError
-from aengine.structured.backend import Backend, Matcher, MatcherError, fill_batch, load_backend
+from aengine.structured.backend import Backend, Matcher, MatcherError, fill_batch
+from aengine.structured.backends import load_backend
 from aengine.structured.spec import GrammarSpec
 from aengine.tokenizer.tokenizer import Tokenizer
 
@@ -80,7 +80,7 @@ def test_mask_says_exactly_what_is_accepted(
     words = backend.vocabulary  # type: ignore[attr-defined]
     for token_id in [*text_ids(tokenizer, right), None]:
         may = allowed(backend, matcher)
-        complete = mask_is_complete(backend, spec, matcher)
+        complete = mask_is_complete(matcher)
         assert max(may) < words.vocab_size
         assert matcher.is_accepting == bool(may & set(words.eos_ids))
         assert all(words.token_bytes[i] for i in may - set(words.eos_ids))
@@ -94,20 +94,19 @@ def test_mask_says_exactly_what_is_accepted(
             assert matcher.accept([token_id]) == 1
 
 
-def mask_is_complete(backend: Backend, spec: GrammarSpec, matcher: Matcher) -> bool:
+def mask_is_complete(matcher: Matcher) -> bool:
     """Whether a mask has all that `accept` takes. Where text is forced, llguidance's have only the token that the
-    tokenizer would write; for recursive grammars xgrammar's lack tokens such as "))"."""
-    return not matcher.forced_tokens() and (backend.name == "llguidance" or spec.kind not in ("lark", "ebnf"))
+    tokenizer would write."""
+    return not matcher.forced_tokens()
 
 
 @settings(max_examples=25)
 @given(data=st.data())
-@pytest.mark.parametrize("name", BACKENDS)
 @pytest.mark.parametrize("words_name", ["tiny", "smollm2"])
-def test_random_walks_with_rollback(name: str, words_name: str, data: st.DataObject) -> None:
+def test_random_walks_with_rollback(words_name: str, data: st.DataObject) -> None:
     """At each step the mask is the same whether the place was reached straight or by going back; refusals change
     nothing; what is allowed is accepted; what is forced is accepted."""
-    backend = backend_of(name, words_name)
+    backend = backend_of(words_name)
     words = vocabulary(words_name)
     spec = data.draw(st.sampled_from([spec for spec, _, _ in SPECS.values()]))
     matcher = matcher_of(backend, spec)
@@ -115,7 +114,7 @@ def test_random_walks_with_rollback(name: str, words_name: str, data: st.DataObj
     for _ in range(data.draw(st.integers(1, 12))):
         may = allowed(backend, matcher)
         refused = data.draw(st.integers(0, words.vocab_size - 1))
-        if refused not in may and mask_is_complete(backend, spec, matcher):
+        if refused not in may and mask_is_complete(matcher):
             assert matcher.accept([refused]) == 0
             assert allowed(backend, matcher) == may
         forced = matcher.forced_tokens()
@@ -277,7 +276,7 @@ def vocabulary_bytes(backend: Backend) -> tuple[bytes, ...]:
 
 
 def test_a_control_token_by_its_id_in_lark() -> None:
-    backend, tokenizer = backend_of("llguidance", "smollm2"), smollm2()
+    backend, tokenizer = backend_of("smollm2"), smollm2()
     start = tokenizer.token_id("<|im_start|>")
     assert start is not None
     matcher = matcher_of(backend, GrammarSpec("lark", f"start: <[{start}]> /[a-z]+/ <[{start}]>"))
@@ -288,7 +287,7 @@ def test_a_control_token_by_its_id_in_lark() -> None:
 
 
 def test_forced_tokens_are_as_the_tokenizer_writes_them() -> None:
-    backend, tokenizer = backend_of("llguidance", "smollm2"), smollm2()
+    backend, tokenizer = backend_of("smollm2"), smollm2()
     matcher = matcher_of(backend, schema_spec({"const": {"temperature": 21, "unit": "celsius"}}))
     forced = matcher.forced_tokens()
     whole = tokenizer.encode('{"temperature": 21, "unit": "celsius"}', False)
@@ -299,7 +298,7 @@ def test_forced_tokens_are_as_the_tokenizer_writes_them() -> None:
 
 def test_many_tokens_without_masks_between() -> None:
     """As when a request is prefilled again: the answer is the same as with a mask before each token."""
-    backend, tokenizer = backend_of("llguidance", "smollm2"), smollm2()
+    backend, tokenizer = backend_of("smollm2"), smollm2()
     text = json.dumps(" ".join(["word"] * 50))
     spec = schema_spec({"type": "string", "pattern": r"^(?:\S+\s+){0,49}\S+$"})
     assert accepts(matcher_of(backend, spec), tokenizer, text)
@@ -308,7 +307,7 @@ def test_many_tokens_without_masks_between() -> None:
 
 def test_a_failed_matcher_says_so_and_the_others_go_on() -> None:
     """A grammar that runs into the library's limit while it is followed: never a silent row of ends."""
-    backend, tokenizer = backend_of("llguidance", "smollm2"), smollm2()
+    backend, tokenizer = backend_of("smollm2"), smollm2()
     many = schema_spec({"type": "object", "properties": {"x": {"type": "object", "properties": wide(1500)}}})
     bad, good = matcher_of(backend, many), matcher_of(backend, GrammarSpec("regex", "a+"))
     start = text_ids(tokenizer, '{"x": {"')
@@ -346,9 +345,9 @@ STRICT = [
 
 
 @pytest.mark.parametrize(("schema", "kind"), STRICT, ids=[json.dumps(schema)[:40] for schema, _ in STRICT])
-def test_schemas_that_can_not_be_held_are_refused(backend_name: str, schema: Any, kind: str) -> None:
+def test_schemas_that_can_not_be_held_are_refused(schema: Any, kind: str) -> None:
     with pytest.raises(GrammarError) as caught:
-        backend_of(backend_name, "tiny").compile(schema_spec(schema))
+        backend_of("tiny").compile(schema_spec(schema))
     assert caught.value.kind == kind
     assert "\n" not in str(caught.value)
     assert len(str(caught.value)) < 500
@@ -360,10 +359,9 @@ def test_true_is_any_json(backend: Backend, tokenizer: Tokenizer) -> None:
     assert not accepts(matcher_of(backend, schema_spec(True)), tokenizer, "{a}")
 
 
-@pytest.mark.parametrize("name", BACKENDS)
-def test_relaxed_schemas_say_what_they_leave_out(name: str) -> None:
+def test_relaxed_schemas_say_what_they_leave_out() -> None:
     spec = schema_spec({"type": "array", "items": {"type": "integer"}, "uniqueItems": True}, relax=True)
-    compiled = backend_of(name, "tiny").compile(spec)
+    compiled = backend_of("tiny").compile(spec)
     assert any("uniqueItems" in warning for warning in compiled.warnings)
     assert accepts(compiled.matcher(), tiny(), "[1, 1]")
     assert not accepts(compiled.matcher(), tiny(), '["1"]')
@@ -372,7 +370,7 @@ def test_relaxed_schemas_say_what_they_leave_out(name: str) -> None:
 def test_a_schema_can_not_change_the_options() -> None:
     """The key "x-guidance" is options for the library, not a keyword."""
     guidance = {"lenient": True, "whitespace_flexible": True, "item_separator": ";", "whitespace_pattern": "x*"}
-    backend = backend_of("llguidance", "tiny")
+    backend = backend_of("tiny")
     schema = {"x-guidance": guidance, "type": "array", "items": {"type": "integer"}}
     for text, right in (("[1, 2]", True), ("[1;2]", False), ("[1,2]", False), ("[ 1, 2]", False), ("[1, x2]", False)):
         assert accepts(matcher_of(backend, schema_spec(schema)), tiny(), text) == right
@@ -382,8 +380,8 @@ def test_a_schema_can_not_change_the_options() -> None:
         assert accepts(matcher_of(backend, schema_spec({**schema, "x-guidance": odd})), tiny(), "[1, 2]")
 
 
-def test_blanks_only_where_json_dumps_writes_them(backend_name: str) -> None:
-    backend = backend_of(backend_name, "tiny")
+def test_blanks_only_where_json_dumps_writes_them() -> None:
+    backend = backend_of("tiny")
     schema = {"type": "array", "items": {"type": "integer"}}
     loose = "[ 1,\n 2 ]"
     assert accepts(matcher_of(backend, schema_spec(schema, whitespace="any")), tiny(), loose)
@@ -434,9 +432,9 @@ def test_a_long_run_of_forced_text_is_not_made_into_tokens() -> None:
         ("ebnf", "root ::= nowhere", "invalid"),
     ],
 )
-def test_grammars_with_a_fault(backend_name: str, kind: Any, text: str, error: str) -> None:
+def test_grammars_with_a_fault(kind: Any, text: str, error: str) -> None:
     with pytest.raises(GrammarError) as caught:
-        backend_of(backend_name, "tiny").compile(GrammarSpec(kind, text))
+        backend_of("tiny").compile(GrammarSpec(kind, text))
     assert caught.value.kind in (error, "invalid")
     assert "\n" not in str(caught.value)
 
@@ -444,5 +442,5 @@ def test_grammars_with_a_fault(backend_name: str, kind: Any, text: str, error: s
 def test_no_text_at_all_is_unsatisfiable() -> None:
     for spec in (GrammarSpec("regex", r"[^\s\S]"), GrammarSpec("lark", "start: start"), schema_spec({"$ref": "#"})):
         with pytest.raises(GrammarError) as caught:
-            backend_of("llguidance", "tiny").compile(spec)
+            backend_of("tiny").compile(spec)
         assert caught.value.kind == "unsatisfiable"

@@ -15,7 +15,7 @@ def test_a_first_string_beyond_the_limits_is_refused_at_once() -> None:
     text = {"type": "string", "maxLength": 5000, "pattern": WORDS}
     spec = schema_spec({"type": "object", "properties": {"question": text}, "required": ["question"]})
     with pytest.raises(GrammarError) as error:
-        backend_of("llguidance", "smollm2").compile(spec)
+        backend_of("smollm2").compile(spec)
     assert error.value.kind == "too_complex"
 
 
@@ -32,4 +32,4 @@ def test_a_first_string_beyond_the_limits_is_refused_at_once() -> None:
     ],
 )
 def test_what_is_within_the_limits_compiles(schema: object, text: str) -> None:
-    assert accepts(matcher_of(backend_of("llguidance", "smollm2"), schema_spec(schema)), smollm2(), text)
+    assert accepts(matcher_of(backend_of("smollm2"), schema_spec(schema)), smollm2(), text)

@@ -86,7 +86,7 @@ def test_a_sample_is_spread_evenly(script: ModuleType, directory: Path, lines: P
 
 @pytest.mark.parametrize("source", ["lines", "directory"])
 def test_counts_what_happens(script: ModuleType, source: str, request: pytest.FixtureRequest) -> None:
-    backend, words = backend_of("llguidance", "tiny"), vocabulary("tiny")
+    backend, words = backend_of("tiny"), vocabulary("tiny")
     suite = script.Suite(backend, tiny(), words, relax=False, time_limit=10.0)
     for group in script.Groups(request.getfixturevalue(source), optional=True):
         suite.group(group)

@@ -314,7 +314,7 @@ def test_long_messages_are_packed_in_pieces_that_fit_together(rng: random.Random
 def test_a_compiler_that_is_killed_writes_into_no_file_that_is_opened_then(monkeypatch: pytest.MonkeyPatch) -> None:
     """The numbers of its pipes are given anew as soon as they are closed: not while they are in use."""
     message = llguidance_process._message_of(vocabulary("smollm2"))
-    process = compile_process.CompilerProcess("aengine.structured.llguidance.process", message)
+    process = compile_process.CompilerProcess("aengine.structured.llguidance.child", message)
     fds = [process._process.stdin.fileno(), process._process.stdout.fileno()]  # type: ignore[union-attr]
     ready, write = threading.Event(), os.write
     open_when_written = []

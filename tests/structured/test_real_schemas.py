@@ -32,7 +32,7 @@ def test_there_are_many_kinds_of_them() -> None:
 
 @pytest.mark.parametrize("name", SCHEMAS)
 def test_each_compiles_strictly(name: str) -> None:
-    compiled = backend_of("llguidance", "tiny").compile(spec(name))
+    compiled = backend_of("tiny").compile(spec(name))
     assert compiled.warnings == () and not compiled.matcher().is_accepting
 
 
@@ -182,7 +182,7 @@ def is_valid(name: str, instance: Any) -> bool:
 def test_an_instance_is_taken_and_a_broken_one_is_not(
     name: str, instance: Any, path: tuple[Any, ...], value: Any
 ) -> None:
-    backend = backend_of("llguidance", "tiny")
+    backend = backend_of("tiny")
     assert is_valid(name, instance)
     assert accepts(matcher_of(backend, spec(name)), tiny(), json.dumps(instance, ensure_ascii=False))
     wrong = broken(instance, path, value)

@@ -10,7 +10,7 @@ import tokenizers
 from grammar_helpers import TOKENIZERS, allowed_by, tiny, vocabulary
 from tokenizers import AddedToken, decoders, models, normalizers, pre_tokenizers
 
-from aengine.structured.backend import load_backend
+from aengine.structured.backends import load_backend
 from aengine.structured.llguidance.tokenizer import _ByBytes
 from aengine.structured.spec import GrammarSpec
 from aengine.structured.vocabulary import Vocabulary, row_of

@@ -7,9 +7,7 @@ where it takes about as long.
 from __future__ import annotations
 
 import dataclasses
-import resource
 import weakref
-from collections.abc import Callable
 from typing import Any
 
 from ...errors import GrammarError
@@ -18,9 +16,9 @@ from ..spec import GrammarSpec
 from ..vocabulary import Vocabulary
 from .errors import trial_error
 
-__all__ = ["Trials", "prepare"]
+__all__ = ["MAX_BYTES", "Trials"]
 
-_MAX_BYTES = 1 << 30
+MAX_BYTES = 1 << 30
 """What a trial may take: a grammar that passes takes as much in the host."""
 
 
@@ -29,7 +27,7 @@ class Trials:
 
     def __init__(self, vocabulary: Vocabulary, seconds: float) -> None:
         self._seconds = seconds
-        self._processes = CompilerProcesses(__name__, lambda: _message_of(vocabulary))
+        self._processes = CompilerProcesses(f"{__package__}.child", lambda: _message_of(vocabulary))
         weakref.finalize(self, self._processes.close)
 
     def run(self, spec: GrammarSpec, on_wait: OnWait | None) -> None:
@@ -42,7 +40,7 @@ class Trials:
             cause = f"it may take long to compile, and the process to try that in does not start ({error})"
             raise trial_error(spec, cause) from None
         except EOFError as error:
-            raise trial_error(spec, f"compiling it takes more than {_MAX_BYTES >> 30} GB ({error})") from None
+            raise trial_error(spec, f"compiling it takes more than {MAX_BYTES >> 30} GB ({error})") from None
         if answer:
             raise GrammarError(answer["error"], kind=answer["kind"], path=answer["path"])
 
@@ -58,37 +56,3 @@ def _message_of(vocabulary: Vocabulary) -> dict[str, Any]:
         "special_ids": list(vocabulary.special_ids),
     }
 
-
-# -- the child
-
-
-def prepare(first: dict[str, Any]) -> Callable[[dict[str, Any]], dict[str, Any]]:
-    """What answers requests; ``first`` is the vocabulary. See `compile_process`."""
-    from .backend import LLGuidanceBackend
-
-    vocabulary = Vocabulary(
-        vocab_size=first["vocab_size"],
-        token_bytes=tuple(first["token_bytes"]),
-        eos_ids=tuple(first["eos_ids"]),
-        special_ids=frozenset(first["special_ids"]),
-    )
-    backend = LLGuidanceBackend(vocabulary, fill_threads=1)
-
-    def answer(request: dict[str, Any]) -> dict[str, Any]:
-        _limit_memory()
-        try:
-            backend.compile_here(GrammarSpec(**request))
-        except GrammarError as error:
-            return {"error": str(error), "kind": error.kind, "path": error.path}
-        return {}
-
-    return answer
-
-
-def _limit_memory() -> None:
-    """From what it has now. Beyond, the library ends the process."""
-    with open("/proc/self/statm") as file:
-        pages = int(file.read().split()[0])
-    _, hard = resource.getrlimit(resource.RLIMIT_AS)
-    limit = pages * resource.getpagesize() + _MAX_BYTES
-    resource.setrlimit(resource.RLIMIT_AS, (limit if hard == resource.RLIM_INFINITY else min(limit, hard), hard))
