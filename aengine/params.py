@@ -14,6 +14,7 @@ __all__ = ["SamplingParams", "StructuredOutput"]
 _INT32_MAX = 2**31 - 1
 MAX_LOGPROBS = 64
 MAX_STOP_STRINGS = 64
+MAX_STOP_CHARACTERS = 1024
 MAX_STOP_TOKEN_IDS = 1024
 MAX_LOGIT_BIAS = 1024
 
@@ -162,7 +163,8 @@ class SamplingParams:
     """Same seed, same prompt, same tokens: whatever else is in the batch, after a preemption, after a restart.
     -2**63 <= seed < 2**63. None: a fresh one for each request."""
     stop: str | Sequence[str] = ()
-    """The completion ends before the first of these strings; they never appear in it."""
+    """The completion ends before the first of these strings; they never appear in it. At most 64, of at most 1024
+    characters."""
     stop_token_ids: Sequence[int] = ()
     """Ends the completion, besides the model's own end-of-sequence tokens; at most 1024 of them."""
     ignore_eos: bool = False
@@ -231,10 +233,10 @@ def _stop_strings(param: str, value: object) -> tuple[str, ...]:
     if value is None:
         return ()
     strings = (value,) if isinstance(value, str) else value
-    wanted = f"a non-empty string or a list of at most {MAX_STOP_STRINGS} of them"
+    wanted = f"a string of 1 to {MAX_STOP_CHARACTERS} characters, or a list of at most {MAX_STOP_STRINGS} of them"
     if not isinstance(strings, Sequence) or len(strings) > MAX_STOP_STRINGS:
         raise _fail(param, value, wanted)
-    if not all(isinstance(s, str) and s and is_unicode(s) for s in strings):
+    if not all(isinstance(s, str) and 0 < len(s) <= MAX_STOP_CHARACTERS and is_unicode(s) for s in strings):
         raise _fail(param, value, wanted)
     return tuple(strings)
 

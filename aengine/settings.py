@@ -244,7 +244,8 @@ SAMPLING_SETTINGS = """\
             Same seed, same prompt, same tokens: whatever else is in the batch, after a preemption, after a
             restart. -2**63 <= seed < 2**63. None: a fresh one for each request.
         stop: str | Sequence[str] = ()
-            The completion ends before the first of these strings; they never appear in it.
+            The completion ends before the first of these strings; they never appear in it. At most 64, of
+            at most 1024 characters.
         stop_token_ids: Sequence[int] = ()
             Ends the completion, besides the model's own end-of-sequence tokens; at most 1024 of them.
         ignore_eos: bool = False

@@ -1,112 +1,79 @@
 """Finding stop strings in a text that comes in pieces, without ever letting out a part of one.
 
-An Aho-Corasick automaton over characters. A state is the longest end of the text so far that begins some stop string;
-its depth is the number of characters that must be held back. Stops ("ab", "b!"), states drawn as what they stand for:
-
-    ""  --a-->  "a"  --b-->  "ab"*          * completes a stop string
-    ""  --b-->  "b"  --!-->  "b!"*
-
-The match that is complete first wins; of several complete at the same character, the longest. So the answer does not
-depend on how the text was cut into tokens.
+The stop string that is complete first ends the text; of several complete at the same character, the longest. So the
+answer does not depend on how the text was cut into tokens.
 """
 
 from __future__ import annotations
 
-from collections import deque
+from bisect import bisect_right
 
-__all__ = ["StopSearch", "StopStrings"]
-
-
-class StopStrings:
-    """The automaton; immutable. A few microseconds to build for stop strings of the usual length."""
-
-    __slots__ = ("depths", "first_chars", "matches", "moves")
-
-    def __init__(self, stops: tuple[str, ...]) -> None:
-        assert stops and all(stops), "stop strings must not be empty"
-        self.moves: list[dict[str, int]] = [{}]  # state -> character -> state; a character not named leads to 0
-        self.depths = [0]
-        self.matches = [0]  # length of the longest stop string that ends in this state; 0: none
-        for stop in stops:
-            self._add(stop)
-        self.first_chars = frozenset(self.moves[0])
-        self._complete()
-
-    def _add(self, stop: str) -> None:
-        state = 0
-        for char in stop:
-            following = self.moves[state].get(char)
-            if following is None:
-                following = self.moves[state][char] = len(self.moves)
-                self.moves.append({})
-                self.depths.append(self.depths[state] + 1)
-                self.matches.append(0)
-            state = following
-        self.matches[state] = len(stop)
-
-    def _complete(self) -> None:
-        """Breadth first: give each state the moves of its fallback, the longest state that is a proper end of it."""
-        fallback = [0] * len(self.moves)
-        queue = deque(self.moves[0].values())
-        while queue:
-            state = queue.popleft()
-            inherited = self.moves[fallback[state]]
-            own = self.moves[state]
-            for char, following in own.items():
-                fallback[following] = inherited.get(char, 0)
-                queue.append(following)
-            self.moves[state] = {**inherited, **own}
-            self.matches[state] = self.matches[state] or self.matches[fallback[state]]
+__all__ = ["StopSearch"]
 
 
 class StopSearch:
-    """One text on its way through the automaton."""
+    """One text that is searched for stop strings.
 
-    __slots__ = ("_held", "_include_stop", "_likely_state", "_state", "_stops", "found")
+    Held back is the longest end of the text that begins a stop string. Most pieces have no character that begins one:
+    they are passed on as they are. Others take a few lookups a character, however many stop strings there are.
+    """
+
+    __slots__ = ("_firsts", "_held", "_include_stop", "_lasts", "_lengths", "_likely", "_sorted", "_stops", "found")
 
     def __init__(self, stops: tuple[str, ...], *, include_stop: bool) -> None:
-        self._stops = StopStrings(stops)
+        self._stops = frozenset(stops)
+        self._sorted = sorted(self._stops)
+        self._lengths = sorted(set(map(len, stops)), reverse=True)
+        self._firsts = frozenset(stop[0] for stop in stops)
+        self._lasts = frozenset(stop[-1] for stop in stops)
         self._include_stop = include_stop
-        self._state = 0
-        self._held = ""  # as long as the state is deep
-        self._likely_state: int | None = None  # after what `would_stop` was told; None: nothing since `put`
+        self._held = ""
+        self._likely: str | None = None  # the text's end with what `would_stop` was told; None: nothing since `put`
         self.found = False
 
     def put(self, text: str) -> str:
         """More of the text; returns what of it, and of what was held, belongs to no stop string."""
-        self._likely_state = None
-        stops, state = self._stops, self._state
-        if not state and stops.first_chars.isdisjoint(text):
-            return text
+        self._likely = None
         if self.found:
             return ""
-        moves, matches = stops.moves, stops.matches
+        if not self._held and self._firsts.isdisjoint(text):
+            return text
         whole = self._held + text
-        position = len(self._held)
-        for char in text:
-            position += 1
-            state = moves[state].get(char, 0)
-            if matches[state]:
-                self.found = True
-                self._state, self._held = state, ""
-                return whole[: position if self._include_stop else position - matches[state]]
-        self._state = state
-        certain = len(whole) - stops.depths[state]
+        end, length = self._first_match(whole, len(text))
+        if end:
+            self.found, self._held = True, ""
+            return whole[: end if self._include_stop else end - length]
+        certain = self._begin_of_held(whole)
         self._held = whole[certain:]
         return whole[:certain]
 
     def would_stop(self, text: str) -> bool:
         """Whether a stop string would be complete if ``text`` came next; the following call goes on from there."""
-        stops = self._stops
-        state = self._state if self._likely_state is None else self._likely_state
-        for char in text:
-            state = stops.moves[state].get(char, 0)
-            if stops.matches[state]:
-                return True
-        self._likely_state = state
-        return False
+        before = self._held if self._likely is None else self._likely
+        whole = before + text
+        self._likely = whole[max(0, len(whole) - self._lengths[0]) :]
+        return self._first_match(whole, len(text))[0] > 0
 
     def flush(self) -> str:
         """The text has ended: what was held back is no stop string."""
-        held, self._held, self._state, self._likely_state = self._held, "", 0, None
+        held, self._held, self._likely = self._held, "", None
         return held
+
+    def _first_match(self, whole: str, num_new: int) -> tuple[int, int]:
+        """The end and the length of the first stop string that ends in the last ``num_new`` characters; or 0, 0."""
+        for end in range(len(whole) - num_new + 1, len(whole) + 1):
+            if whole[end - 1] in self._lasts:
+                for length in self._lengths:
+                    if length <= end and whole[end - length : end] in self._stops:
+                        return end, length
+        return 0, 0
+
+    def _begin_of_held(self, whole: str) -> int:
+        """Where the longest end of the text begins that is the beginning of a stop string."""
+        for place in range(max(0, len(whole) - self._lengths[0] + 1), len(whole)):
+            if whole[place] in self._firsts:
+                begun = whole[place:]
+                following = bisect_right(self._sorted, begun)  # in order, what begins with a text comes right after it
+                if following < len(self._sorted) and self._sorted[following].startswith(begun):
+                    return place
+        return len(whole)

@@ -52,6 +52,7 @@ BAD = [
     ("stop", ["a", ""]),
     ("stop", 7),
     ("stop", ["x"] * 65),
+    ("stop", "x" * 1025),
     ("stop_token_ids", [-1]),
     ("stop_token_ids", ["1"]),
     ("stop_token_ids", 5),
