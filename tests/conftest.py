@@ -16,7 +16,7 @@ from hypothesis import HealthCheck, settings
 
 HAS_GPU = os.path.exists("/dev/nvidiactl")
 if not HAS_GPU:
-    os.environ["TRITON_INTERPRET"] = "1"  # read when a Triton body is imported
+    os.environ["TRITON_INTERPRET"] = "1"  # read when a Triton kernel is imported
 
 for number in (signal.SIGINT, signal.SIGQUIT, signal.SIGHUP):  # a shell has some ignored in what it starts behind it,
     if signal.getsignal(number) is signal.SIG_IGN:  # and our children would inherit that

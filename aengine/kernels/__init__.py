@@ -1,1 +1,1 @@
-"""One op a file: a checked wrapper, a torch body that is also the reference, and the seat of a Triton body."""
+"""One op a file: a wrapper that checks, the torch implementation, which is the reference, and its Triton kernel."""

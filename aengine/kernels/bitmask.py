@@ -24,9 +24,9 @@ def apply_bitmask(logits: Tensor, rows: Tensor, bitmask: Tensor) -> None:
     vocab_size = logits.shape[1]
     assert bitmask.dtype == torch.uint8 and bitmask.shape == (rows.shape[0], 4 * ((vocab_size + 31) // 32))
     if uses_triton(logits):
-        from .triton import bitmask as body
+        from .triton import bitmask as triton_op
 
-        return body.apply_bitmask(logits, rows, bitmask)
+        return triton_op.apply_bitmask(logits, rows, bitmask)
     if rows.numel() and int(rows.min()) < 0:
         bitmask, rows = bitmask[rows >= 0], rows[rows >= 0]
     add_bits(logits, rows, bitmask)

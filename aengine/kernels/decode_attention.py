@@ -11,61 +11,14 @@ and once for all layers: the chunks that there are then fill the GPU evenly, be 
 
 from __future__ import annotations
 
-from enum import Enum
-from typing import NamedTuple
-
 import torch
 from torch import Tensor
 
+from .decode_plan import PLAN_COLUMNS, DecodeWorkspace, Sharing
 from .dispatch import uses_triton
 from .paged_attention import decode_attention as attend_on_cpu
 
-__all__ = ["PLAN_COLUMNS", "BatchSize", "DecodeWorkspace", "Sharing", "decode_step_attention", "plan_decode"]
-
-
-class BatchSize(Enum):
-    """By the number of (sequence, key-value head) pairs, which decides what the time is spent on."""
-
-    SMALL = (
-        64  # at most; each has a multiprocessor for itself: latency, and putting parts together costs more than keys
-    )
-    MIDDLING = 512
-    LARGE = 2**31  # there are more programs than fit on the GPU at once
-
-
-class Sharing(NamedTuple):
-    """The least keys that are worth a program, and how many more items than sequences there may be."""
-
-    least_chunk: int
-    max_extra: int
-
-
-_SHARING = {BatchSize.SMALL: (256, 528), BatchSize.MIDDLING: (128, 1056), BatchSize.LARGE: (128, 2112)}
-"""Least chunk, and how many more programs than pairs there are at most: 4, 8 and 16 for each multiprocessor of an H200.
-Measured there; in large batches the programs are small, and a long sequence is to be no longer than the others."""
-
-
-PLAN_COLUMNS = 8
-"""Of an item: sequence (-1: none), its row and length, begin and end of the item's keys, the sequence's first item and
-how many it has. A sector of memory, so that a program learns all of it in one read."""
-
-
-class DecodeWorkspace:
-    """Memory for parts of the softmax and for counting them; one for all layers, as they run one after the other."""
-
-    def __init__(self, max_num_seqs: int, num_heads: int, num_kv_heads: int, head_dim: int, device: torch.device):
-        padded = max(16, 1 << (head_dim - 1).bit_length())
-        self._num_kv_heads = num_kv_heads
-        num_items = max_num_seqs + max(-(-programs // num_kv_heads) for _, programs in _SHARING.values())
-        self.parts = torch.empty(num_items * num_heads * (padded + 2), dtype=torch.float32, device=device)
-        self.counters = torch.zeros(max_num_seqs * num_kv_heads, dtype=torch.int32, device=device)  # left at zero
-
-    def batch_size(self, num_seqs: int) -> BatchSize:
-        return next(size for size in BatchSize if num_seqs * self._num_kv_heads <= size.value)
-
-    def sharing(self, num_seqs: int) -> Sharing:
-        least_chunk, programs = _SHARING[self.batch_size(num_seqs)]
-        return Sharing(least_chunk, -(-programs // self._num_kv_heads))
+__all__ = ["DecodeWorkspace", "decode_step_attention", "plan_decode"]
 
 
 def plan_decode(rows: Tensor, seq_lens: Tensor, workspace: DecodeWorkspace) -> Tensor:
@@ -78,9 +31,9 @@ def plan_decode(rows: Tensor, seq_lens: Tensor, workspace: DecodeWorkspace) -> T
     assert seq_lens.dtype == torch.int32 and seq_lens.dim() == 1 and rows.shape == seq_lens.shape
     least, extra = workspace.sharing(len(seq_lens))
     if uses_triton(seq_lens):
-        from .triton import decode_plan as body
+        from .triton import decode_plan as triton_op
 
-        return body.plan_decode(rows, seq_lens, Sharing(least, extra))
+        return triton_op.plan_decode(rows, seq_lens, Sharing(least, extra))
     lens = seq_lens.long()
     share = -(-int(lens.sum()) // extra)
     chunk = max(least, -(-share // least) * least)
@@ -122,7 +75,7 @@ def decode_step_attention(
         window: tokens that a query looks back on, itself included.
         plan: of the sequences, lengths with the new token; of length 0 are those that pad: they get zeros, and write
             nothing.
-        is_raw: False if q and k are turned, and k and v in the cache, already.
+        is_raw: False if q and k are rotated, and k and v in the cache, already.
         out: where to put the rows that are not padding, [>= n, num_heads * head_dim]; None: a new tensor.
     """
     n, width = qkv.shape
@@ -130,9 +83,9 @@ def decode_step_attention(
     assert width == (num_heads + 2 * num_kv_heads) * head_dim and qkv.stride(1) == 1 and kv_cache.stride(4) == 1
     assert rope.shape[1] == head_dim
     if uses_triton(qkv):
-        from .triton import decode_attention as body
+        from .triton import decode_attention as triton_op
 
-        return body.decode_step_attention(
+        return triton_op.decode_step_attention(
             qkv,
             kv_cache,
             block_table,
@@ -146,7 +99,7 @@ def decode_step_attention(
             is_raw,
             out,
         )
-    from .write_qkv import turn_and_write
+    from .write_qkv import apply_rope_and_write_kv
 
     if out is None:
         out = torch.zeros((n, num_heads * head_dim), dtype=qkv.dtype)
@@ -158,7 +111,7 @@ def decode_step_attention(
         block_size = kv_cache.shape[1]
         blocks = table.gather(1, (positions // block_size)[:, None]).squeeze(1).long()
         slots = blocks * block_size + positions % block_size
-        turn_and_write(own, positions, slots, rope, q_norm, k_norm, eps, num_heads, kv_cache)
+        apply_rope_and_write_kv(own, positions, slots, rope, q_norm, k_norm, eps, num_heads, kv_cache)
     q = own[:, : num_heads * head_dim].view(-1, num_heads, head_dim)
     out[real] = attend_on_cpu(q, kv_cache, table.long(), lens.tolist(), scale, window)
     return out

@@ -1,6 +1,6 @@
-"""Which body of an op runs: torch on the CPU, Triton on CUDA.
+"""Which implementation of an op runs: torch on the CPU, Triton on any other device.
 
-The Triton bodies live in ``triton/``, one module an op, imported when first needed: a CPU worker never imports Triton.
+The Triton kernels lie in ``triton/``, one module an op, imported when first needed: a CPU worker never imports Triton.
 """
 
 from __future__ import annotations
@@ -12,23 +12,23 @@ from torch import Tensor
 
 from ..errors import InternalError
 
-__all__ = ["no_body", "torch_bodies", "triton_everywhere", "uses_triton"]
+__all__ = ["cpu_only", "torch_reference", "triton_everywhere", "uses_triton"]
 
 _everywhere = False
 
 
 def uses_triton(tensor: Tensor) -> bool:
-    """Whether the op on ``tensor`` takes its Triton body."""
-    return tensor.is_cuda or _everywhere
+    """Whether the op on ``tensor`` takes its Triton kernel."""
+    return not tensor.is_cpu or _everywhere
 
 
 def triton_everywhere() -> AbstractContextManager[None]:
-    """Within: CPU tensors take the Triton bodies too. For tests, in Triton's interpreter (TRITON_INTERPRET=1)."""
+    """Run ops on CPU tensors by their Triton kernels: for tests, in Triton's interpreter (TRITON_INTERPRET=1)."""
     return _set_everywhere(True)
 
 
-def torch_bodies() -> AbstractContextManager[None]:
-    """Within `triton_everywhere`: the torch bodies again."""
+def torch_reference() -> AbstractContextManager[None]:
+    """Run ops on CPU tensors by torch again, inside `triton_everywhere`."""
     return _set_everywhere(False)
 
 
@@ -42,6 +42,6 @@ def _set_everywhere(value: bool) -> Iterator[None]:
         _everywhere = before
 
 
-def no_body(op: str, tensor: Tensor) -> InternalError:
+def cpu_only(op: str, tensor: Tensor) -> InternalError:
     """The error of an op that the runner of ``tensor``'s device does not use."""
-    return InternalError(f"{op} has no body for device {tensor.device}: the CPU's runner alone uses it")
+    return InternalError(f"{op} runs on the CPU only, not on {tensor.device}")

@@ -57,9 +57,9 @@ def gumbel_sample(
     assert temperature.shape == seeds.shape == positions.shape == logits.shape[:1]
     assert cutoff is None or cutoff.shape == seeds.shape
     if uses_triton(logits):
-        from .triton import gumbel as body
+        from .triton import gumbel as triton_op
 
-        return body.gumbel_sample(logits, temperature, seeds, positions, cutoff)
+        return triton_op.gumbel_sample(logits, temperature, seeds, positions, cutoff)
     return draw_or_greedy(logits, temperature, seeds, positions, cutoff)
 
 
@@ -86,7 +86,7 @@ def draw_or_greedy(
 def _draw(
     logits: Tensor, temperature: Tensor, seeds: Tensor, positions: Tensor, cutoff: Tensor | None
 ) -> tuple[Tensor, Tensor]:
-    """The same for rows of which none is greedy."""
+    """Draw one token a row; no row is greedy."""
     vocab_size = logits.shape[1]
     temperature = temperature[:, None]
     limit = None if cutoff is None else cutoff[:, None]

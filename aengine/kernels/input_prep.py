@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-from typing import NamedTuple
-
 import torch
 from torch import Tensor
 
 from .dispatch import uses_triton
+from .step_inputs import DecodeInputs, PreparedInputs, ScalarColumns
 
 __all__ = [
     "DecodeInputs",
@@ -19,36 +18,6 @@ __all__ = [
     "prepare_decode",
     "prepare_inputs",
 ]
-
-
-class ScalarColumns(NamedTuple):
-    """Columns of the persistent rows, in words of 4 bytes (runner/request_state.py)."""
-
-    seed: int  # two words
-    temperature: int
-    num_tokens: int
-    num_computed_tokens: int
-
-
-class DecodeInputs(NamedTuple):
-    """Of a step in which every request computes its newest token; [n] each. Padding: id 0 at position 0, greedy."""
-
-    input_ids: Tensor  # int64
-    positions: Tensor  # int64
-    seq_lens: Tensor  # int32, the new token included; 0 for padding
-    temperature: Tensor  # float32
-    seeds: Tensor  # int64
-    sample_positions: Tensor  # int64: the position that the sampled token will have
-
-
-class PreparedInputs(NamedTuple):
-    """What the model and the attention read; requests lie one after the other in the token dimension."""
-
-    input_ids: Tensor  # int64 [num_tokens]
-    positions: Tensor  # int64 [num_tokens], counted from the begin of the request
-    slot_mapping: Tensor  # int64 [num_tokens]: block id * block_size + offset in the block; -1: padding
-    query_start_loc: Tensor  # int32 [num_reqs + 1]: request i has the tokens query_start_loc[i] to [i + 1]
-    seq_lens: Tensor  # int32 [num_reqs]: tokens of a request in the KV cache, this step's included
 
 
 def prepare_inputs(
@@ -70,15 +39,15 @@ def prepare_inputs(
         num_scheduled_tokens: int64 [num_reqs], each >= 1
         num_tokens: their sum, which the caller knows without asking the device
 
-    With the Triton body a batch may be padded, to be of one shape with others: requests of row -1 and no tokens, and a
+    The Triton kernel takes padded batches, so that many have one shape: requests of row -1 and no tokens, and a
     ``num_tokens`` larger than the sum; the tokens past it get id 0, position 0 and slot -1.
     """
     assert idx_mapping.dtype == num_scheduled_tokens.dtype == torch.int64
     assert idx_mapping.shape == num_scheduled_tokens.shape
     if uses_triton(token_ids):
-        from .triton import input_prep as body
+        from .triton import input_prep as triton_op
 
-        return body.prepare_inputs(
+        return triton_op.prepare_inputs(
             token_ids, num_computed_tokens, block_table, idx_mapping, num_scheduled_tokens, block_size, num_tokens
         )
     num_reqs = idx_mapping.shape[0]
@@ -133,9 +102,9 @@ def append_tokens(token_ids: Tensor, num_tokens: Tensor, rows: Tensor, sampled: 
     """
     assert rows.dtype == sampled.dtype == torch.int64 and rows.shape == sampled.shape
     if uses_triton(token_ids):
-        from .triton import input_prep as body
+        from .triton import input_prep as triton_op
 
-        return body.append_tokens(token_ids, num_tokens, rows, sampled)
+        return triton_op.append_tokens(token_ids, num_tokens, rows, sampled)
     end = num_tokens.index_select(0, rows)
     token_ids[rows, end.long()] = sampled.int()
     num_tokens.index_copy_(0, rows, end + 1)
@@ -153,9 +122,9 @@ def prepare_decode(token_ids: Tensor, scalars: Tensor, columns: ScalarColumns, r
     """
     assert rows.dtype == torch.int64 and rows.dim() == 1
     if uses_triton(token_ids):
-        from .triton import input_prep as body
+        from .triton import input_prep as triton_op
 
-        return body.prepare_decode(token_ids, scalars, columns, rows)
+        return triton_op.prepare_decode(token_ids, scalars, columns, rows)
     real = rows >= 0
     words = scalars.index_select(0, rows.clamp(min=0)) * real[:, None]
     positions = words[:, columns.num_computed_tokens].long()
@@ -190,9 +159,9 @@ def commit_decode(
     """
     assert rows.shape == sampled.shape == checks.shape and published.shape[2] >= rows.shape[0]
     if uses_triton(token_ids):
-        from .triton import input_prep as body
+        from .triton import input_prep as triton_op
 
-        return body.commit_decode(token_ids, scalars, columns, rows, sampled, checks, published, cursor)
+        return triton_op.commit_decode(token_ids, scalars, columns, rows, sampled, checks, published, cursor)
     real = rows >= 0
     own = rows[real]
     scalars[own, columns.num_computed_tokens] += 1

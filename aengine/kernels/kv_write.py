@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from torch import Tensor
 
-from .dispatch import no_body
+from .dispatch import cpu_only
 
 __all__ = ["write_kv"]
 
@@ -19,5 +19,5 @@ def write_kv(kv: Tensor, kv_cache: Tensor, slot_mapping: Tensor) -> None:
     """
     assert kv.dim() == kv_cache.dim() == 2 and kv.shape[1] == kv_cache.shape[1], f"{kv.shape} into {kv_cache.shape}"
     if kv.device.type != "cpu":
-        raise no_body("write_kv", kv)
+        raise cpu_only("write_kv", kv)
     kv_cache.index_copy_(0, slot_mapping, kv)

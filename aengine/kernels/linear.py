@@ -38,9 +38,9 @@ def norm_linear(
     """
     _check(x, weight, bias)
     if uses_triton(x):
-        from .triton import linear as body
+        from .triton import linear as triton_op
 
-        return body.norm_linear(x, norm_weight, eps, weight, bias, out_dtype or x.dtype)
+        return triton_op.norm_linear(x, norm_weight, eps, weight, bias, out_dtype or x.dtype)
     return F.linear(rms_norm(x, norm_weight, eps), weight, bias).to(out_dtype or x.dtype)
 
 
@@ -48,9 +48,9 @@ def norm_gated_linear(x: Tensor, norm_weight: Tensor, eps: float, weight: Tensor
     """[n, size]; weight is [2 * size, in_features], the gate's rows first, bias [2 * size]."""
     _check(x, weight, bias)
     if uses_triton(x):
-        from .triton import linear as body
+        from .triton import linear as triton_op
 
-        return body.norm_gated_linear(x, norm_weight, eps, weight, bias)
+        return triton_op.norm_gated_linear(x, norm_weight, eps, weight, bias)
     return silu_and_mul(F.linear(rms_norm(x, norm_weight, eps), weight, bias))
 
 
@@ -59,9 +59,9 @@ def add_linear(residual: Tensor, x: Tensor, weight: Tensor, bias: Tensor | None 
     _check(x, weight, bias)
     assert residual.shape == (x.shape[0], weight.shape[0]), f"{tuple(residual.shape)} gets {tuple(weight.shape)}"
     if uses_triton(x):
-        from .triton import linear as body
+        from .triton import linear as triton_op
 
-        body.add_linear(residual, x, weight, bias)
+        triton_op.add_linear(residual, x, weight, bias)
     else:
         residual.add_(F.linear(x, weight, bias))
 

@@ -14,9 +14,9 @@ def add_bias(logits: Tensor, rows: Tensor, token_ids: Tensor, values: Tensor) ->
     """``logits[rows[i], token_ids[i]] += values[i]`` in place; rows, token_ids int64 [m], values float32 [m]."""
     assert rows.shape == token_ids.shape == values.shape
     if uses_triton(logits):
-        from .triton import logit_bias as body
+        from .triton import logit_bias as triton_op
 
-        return body.add_bias(logits, rows, token_ids, values)
+        return triton_op.add_bias(logits, rows, token_ids, values)
     add_pairs(logits, rows, token_ids, values)
     return None
 
@@ -30,9 +30,9 @@ def ban_tokens(logits: Tensor, rows: Tensor, token_ids: Tensor) -> None:
     """``logits[rows[i], token_ids[i]] = -inf`` in place; rows, token_ids int64 [m]."""
     assert rows.shape == token_ids.shape
     if uses_triton(logits):
-        from .triton import logit_bias as body
+        from .triton import logit_bias as triton_op
 
-        return body.ban_tokens(logits, rows, token_ids)
+        return triton_op.ban_tokens(logits, rows, token_ids)
     ban_pairs(logits, rows, token_ids)
     return None
 

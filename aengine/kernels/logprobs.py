@@ -22,9 +22,9 @@ def top_logprobs(logits: Tensor, sampled: Tensor, k: int) -> tuple[Tensor, Tenso
     """
     assert logits.dim() == 2 and sampled.shape == logits.shape[:1]
     if uses_triton(logits):
-        from .triton import logprobs as body
+        from .triton import logprobs as triton_op
 
-        return body.top_logprobs(logits, sampled, k)
+        return triton_op.top_logprobs(logits, sampled, k)
     return by_logsumexp(logits, sampled, k)
 
 

@@ -15,7 +15,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from .dispatch import no_body
+from .dispatch import cpu_only
 
 __all__ = ["decode_attention", "prefill_attention"]
 
@@ -36,7 +36,7 @@ def prefill_attention(
         [query_len, num_heads * head_dim].
     """
     if q.device.type != "cpu":
-        raise no_body("prefill_attention", q)
+        raise cpu_only("prefill_attention", q)
     query_len, num_heads, head_dim = q.shape
     num_kv_heads = kv_cache.shape[3]
     if seq_len > query_len:
@@ -72,7 +72,7 @@ def decode_attention(
         [num_seqs, num_heads * head_dim].
     """
     if q.device.type != "cpu":
-        raise no_body("decode_attention", q)
+        raise cpu_only("decode_attention", q)
     num_seqs, num_heads, head_dim = q.shape
     block_size, num_kv_heads = kv_cache.shape[1], kv_cache.shape[3]
     longest = max(seq_lens)

@@ -36,9 +36,9 @@ def count_tokens(counts: Tensor, token_ids: Tensor) -> None:
     assert counts.dtype == torch.int32 and counts.dim() == token_ids.dim() == 1
     counts.zero_()
     if uses_triton(counts):
-        from .triton import penalties as body
+        from .triton import penalties as triton_op
 
-        return body.add_counts(counts, token_ids)
+        return triton_op.add_counts(counts, token_ids)
     counts.index_add_(0, token_ids, torch.ones_like(token_ids, dtype=torch.int32))
     return None
 
@@ -50,9 +50,9 @@ def count_sampled(counts: Tensor, rows: Tensor, sampled: Tensor, batch_rows: Ten
     """
     assert counts.dtype == torch.int32 and rows.shape == sampled.shape
     if uses_triton(counts):
-        from .triton import penalties as body
+        from .triton import penalties as triton_op
 
-        return body.count_sampled(counts, rows, sampled, batch_rows)
+        return triton_op.count_sampled(counts, rows, sampled, batch_rows)
     place = (rows.index_select(0, batch_rows), sampled.index_select(0, batch_rows))
     counts.index_put_(place, torch.ones(len(batch_rows), dtype=torch.int32), accumulate=True)
     return None
@@ -65,9 +65,9 @@ def apply_penalties(logits: Tensor, batch_rows: Tensor, inputs: PenaltyInputs) -
     """
     assert inputs.rows.shape == inputs.num_tokens.shape == inputs.repetition.shape == logits.shape[:1]
     if uses_triton(logits):
-        from .triton import penalties as body
+        from .triton import penalties as triton_op
 
-        return body.apply_penalties(logits, batch_rows, inputs)
+        return triton_op.apply_penalties(logits, batch_rows, inputs)
     penalize(logits, batch_rows, inputs)
     return None
 

@@ -37,9 +37,9 @@ def philox4x32(keys: Tensor, c0: Tensor, c1: Tensor) -> Tensor:
     """
     assert keys.dtype == c0.dtype == c1.dtype == torch.int64 and keys.shape == c1.shape and c0.dim() == 1
     if uses_triton(keys):
-        from .triton import philox as body
+        from .triton import philox as triton_op
 
-        return body.philox4x32(keys, c0, c1)
+        return triton_op.philox4x32(keys, c0, c1)
     n, m = keys.shape[0], c0.shape[0]
     counter = torch.zeros(4, n, m, dtype=torch.int64)
     counter[0] = c0

@@ -19,7 +19,7 @@ def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
     """Normalised rows, in x's dtype, for x [..., size] and weight [size]."""
     assert x.shape[-1] == weight.shape[0], f"rms_norm of rows of {x.shape[-1]} with a weight of {weight.shape[0]}"
     if uses_triton(x):
-        from .triton import rms_norm as body
+        from .triton import rms_norm as triton_op
 
-        return body.rms_norm(x.contiguous(), weight, eps)
+        return triton_op.rms_norm(x.contiguous(), weight, eps)
     return torch.rms_norm(x, weight.shape, weight, eps)

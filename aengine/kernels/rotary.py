@@ -1,10 +1,10 @@
-"""Rotary position embedding: pair i of a head, elements i and i + head_dim / 2, is turned by position * inv_freq[i]."""
+"""Rotary position embedding: elements i and i + head_dim / 2 of a head are rotated by position * inv_freq[i]."""
 
 from __future__ import annotations
 
 from torch import Tensor
 
-from .dispatch import no_body
+from .dispatch import cpu_only
 
 __all__ = ["apply_rotary", "rotary_rows"]
 
@@ -31,6 +31,6 @@ def apply_rotary(x: Tensor, cos: Tensor, sin: Tensor) -> None:
     """Turn x [num_tokens, num_heads, head_dim] in place; cos and sin as `rotary_rows` gives them."""
     assert x.dim() == 3 and cos.shape == (x.shape[0], 1, x.shape[2]), f"{tuple(x.shape)} by {tuple(cos.shape)}"
     if x.device.type != "cpu":
-        raise no_body("apply_rotary", x)
-    turned = x.roll(x.shape[2] // 2, -1)
-    x.mul_(cos).addcmul_(turned, sin)
+        raise cpu_only("apply_rotary", x)
+    rotated = x.roll(x.shape[2] // 2, -1)
+    x.mul_(cos).addcmul_(rotated, sin)

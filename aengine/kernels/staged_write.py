@@ -21,9 +21,9 @@ def apply_staged_writes(target: Tensor, starts: Tensor, lengths: Tensor, values:
     assert target.dtype == values.dtype == torch.int32 and target.dim() == values.dim() == 1
     assert starts.dtype == lengths.dtype == torch.int64 and starts.shape == lengths.shape
     if uses_triton(target):
-        from .triton import staged_write as body
+        from .triton import staged_write as triton_op
 
-        return body.apply_staged_writes(target, starts, lengths, values)
+        return triton_op.apply_staged_writes(target, starts, lengths, values)
     write_runs(target, starts, lengths, values)
     return None
 

@@ -41,9 +41,9 @@ def find_cutoff(logits: Tensor, temperature: Tensor, top_k: Tensor, top_p: Tenso
     """
     assert logits.dim() == 2 and top_k.shape == top_p.shape == min_p.shape == temperature.shape == logits.shape[:1]
     if uses_triton(logits):
-        from .triton import top_k_top_p as body
+        from .triton import top_k_top_p as triton_op
 
-        return body.find_cutoff(logits, temperature, top_k, top_p, min_p)
+        return triton_op.find_cutoff(logits, temperature, top_k, top_p, min_p)
     return highest_cutoff(logits, temperature, top_k, top_p, min_p)
 
 

@@ -40,9 +40,9 @@ def plan_prompts(
     """
     assert rows.shape == seq_lens.shape and query_start_loc.shape[0] == rows.shape[0] + 1
     if uses_triton(rows):
-        from .triton import varlen_attention as body
+        from .triton import varlen_attention as triton_op
 
-        return body.plan_prompts(rows, query_start_loc, seq_lens, num_tokens, group, dtype, head_dim, skip_single)
+        return triton_op.plan_prompts(rows, query_start_loc, seq_lens, num_tokens, group, dtype, head_dim, skip_single)
     query_lens = query_start_loc.diff()
     facts = torch.stack((rows.int(), query_start_loc[:-1], query_lens, seq_lens), 1)
     return facts[query_lens > int(skip_single)]
@@ -54,16 +54,16 @@ def varlen_attention(
     """[num_tokens, num_heads * head_dim], in q's dtype.
 
     Args:
-        q: [num_tokens, num_heads, head_dim], turned by position; strided by token
+        q: [num_tokens, num_heads, head_dim], rotated by position; strided by token
         kv_cache: [num_blocks, block_size, 2, num_kv_heads, head_dim], any strides but the last
         block_table: int32 [max_num_seqs, width], by row
         plan: of these sequences, `plan_prompts`; num_seqs: how many they are
     """
     assert q.stride(2) == 1 and q.stride(1) == q.shape[2] and kv_cache.stride(4) == 1
     if uses_triton(q):
-        from .triton import varlen_attention as body
+        from .triton import varlen_attention as triton_op
 
-        return body.varlen_attention(q, kv_cache, block_table, plan, num_seqs, scale, window)
+        return triton_op.varlen_attention(q, kv_cache, block_table, plan, num_seqs, scale, window)
     out = torch.zeros((q.shape[0], q.shape[1] * q.shape[2]), dtype=q.dtype)
     block_size = kv_cache.shape[1]
     for row, start, query_len, seq_len in plan.tolist():

@@ -1,4 +1,4 @@
-"""What new tokens need before attention: q and k normalised and turned by position, k and v in the cache."""
+"""What new tokens need before attention: q and k normalised and rotated by position, k and v in the cache."""
 
 from __future__ import annotations
 
@@ -7,10 +7,10 @@ from torch import Tensor
 
 from .dispatch import uses_triton
 
-__all__ = ["turn_and_write"]
+__all__ = ["apply_rope_and_write_kv"]
 
 
-def turn_and_write(
+def apply_rope_and_write_kv(
     qkv: Tensor,
     positions: Tensor,
     slot_mapping: Tensor,
@@ -34,9 +34,11 @@ def turn_and_write(
     assert qkv.shape[1] == (num_heads + 2 * num_kv_heads) * head_dim and qkv.is_contiguous()
     assert positions.shape == slot_mapping.shape == qkv.shape[:1] and kv_cache.stride(4) == 1
     if uses_triton(qkv):
-        from .triton import write_qkv as body
+        from .triton import write_qkv as triton_op
 
-        body.turn_and_write(qkv, positions, slot_mapping, rope, (q_norm, k_norm, eps), num_heads, kv_cache)
+        triton_op.apply_rope_and_write_kv(
+            qkv, positions, slot_mapping, rope, (q_norm, k_norm, eps), num_heads, kv_cache
+        )
         return
     heads = qkv.view(qkv.shape[0], -1, head_dim)
     cos, sin = rope.index_select(0, positions)[:, None].chunk(2, -1)

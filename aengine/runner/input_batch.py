@@ -88,7 +88,7 @@ class InputBatch:
     idx_mapping: Tensor  # int64 [num_reqs]: rows
     inputs: PreparedInputs
     block_table: Tensor  # int32 [num_reqs, ceil(max_seq_len / block_size)]; past a request's own, its first.
-    # Where the Triton bodies run: the persistent table [max_num_seqs, max_blocks_per_seq], read by idx_mapping.
+    # Where the Triton kernels run: the persistent table [max_num_seqs, max_blocks_per_seq], read by idx_mapping.
 
     @property
     def num_reqs(self) -> int:

@@ -24,8 +24,8 @@ import torch
 from torch import Tensor
 
 from ..kernels.staged_write import apply_staged_writes
+from .lazy_zeros import lazy_zeros
 from .transfer import to_device
-from .untouched import untouched_zeros
 
 __all__ = ["StagedArena"]
 
@@ -36,7 +36,7 @@ class StagedArena:
     def __init__(self, shapes: Mapping[str, tuple[int, int]], device: torch.device) -> None:
         self._device = device
         size = sum(rows * width for rows, width in shapes.values())
-        self._data = untouched_zeros((size,), torch.int32, device)
+        self._data = lazy_zeros((size,), torch.int32, device)
         self._begin: dict[str, int] = {}
         self._shapes = dict(shapes)
         begin = 0

@@ -41,8 +41,8 @@ from aengine.kernels import (
     varlen_attention,
     write_qkv,
 )
-from aengine.kernels import triton as bodies
-from aengine.kernels.decode_attention import BatchSize
+from aengine.kernels import triton as triton_kernels
+from aengine.kernels.decode_plan import BatchSize
 from aengine.kernels.dispatch import triton_everywhere
 from aengine.kernels.triton import launch as launching
 
@@ -117,8 +117,8 @@ class Compiler:
         return torch.bfloat16 if self.capability >= 80 else torch.float16
 
     def install(self) -> None:
-        for info in pkgutil.iter_modules(bodies.__path__):
-            module = importlib.import_module(f"{bodies.__name__}.{info.name}")
+        for info in pkgutil.iter_modules(triton_kernels.__path__):
+            module = importlib.import_module(f"{triton_kernels.__name__}.{info.name}")
             for name, value in (("launch", self), ("max_shared_memory", lambda: LIMITS[self.capability])):
                 if name in vars(module) and not inspect.ismodule(getattr(module, name)):
                     setattr(module, name, value)
@@ -166,7 +166,7 @@ def decodes(
     norm = torch.zeros(dim, dtype=dtype) if with_norm else None
     where = (cache, table, rope, norm, norm, 1e-6, num_heads, 0.1, window, plan, workspace)
     decode_attention.decode_step_attention(qkv, *where, is_raw=is_raw)
-    write_qkv.turn_and_write(qkv, rows, rows, rope, norm, norm, 1e-6, num_heads, cache)
+    write_qkv.apply_rope_and_write_kv(qkv, rows, rows, rope, norm, norm, 1e-6, num_heads, cache)
 
 
 def prompts(

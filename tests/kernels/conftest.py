@@ -24,7 +24,7 @@ def gen(rng: random.Random) -> torch.Generator:
 
 @pytest.fixture
 def triton_device() -> Iterator[torch.device]:
-    """Where the Triton bodies run: on the GPU, or else on the CPU in Triton's interpreter."""
+    """Where the Triton kernels run: on the GPU, or else on the CPU in Triton's interpreter."""
     if torch.cuda.is_available():
         yield torch.device("cuda")
     else:

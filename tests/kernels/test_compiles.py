@@ -27,8 +27,8 @@ def compiled(*args: str) -> str:
 def test_every_kernel_compiles() -> None:
     pytest.importorskip("triton")
     count = int(compiled("90").split()[0])
-    bodies = Path(__file__).parents[2] / "aengine/kernels/triton"
-    defined = sum(path.read_text().count("@triton.jit") for path in bodies.glob("*.py"))
+    sources = Path(__file__).parents[2] / "aengine/kernels/triton"
+    defined = sum(path.read_text().count("@triton.jit") for path in sources.glob("*.py"))
     assert count >= defined / 2, f"{count} kernels were compiled, of {defined} functions"
 
 
@@ -82,7 +82,7 @@ class TestChoices:
         assert choice(64, 1024, "", k=576) is None and choice(64, 1008, "") is None
 
     def test_attention_on_hopper(self) -> None:
-        from aengine.kernels.decode_attention import BatchSize
+        from aengine.kernels.decode_plan import BatchSize
         from aengine.kernels.triton import decode_attention, varlen_attention
 
         for head_bytes in (32, 64, 128, 256, 512, 1024):
@@ -98,7 +98,7 @@ class TestChoices:
 
     @pytest.mark.parametrize("limit", [65_536, 101_376, 166_912])
     def test_smaller_gpus_get_smaller_tiles(self, limit: int) -> None:
-        from aengine.kernels.decode_attention import BatchSize
+        from aengine.kernels.decode_plan import BatchSize
         from aengine.kernels.triton import decode_attention, varlen_attention
 
         self.limit = limit

@@ -1,4 +1,4 @@
-"""Fused products against their definition in float64, on the Triton bodies."""
+"""Fused products against their definition in float64, on the Triton kernels."""
 
 from __future__ import annotations
 

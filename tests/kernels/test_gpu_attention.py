@@ -1,4 +1,4 @@
-"""The attention of the GPU runner, on its Triton bodies, against its definition in float64."""
+"""The attention of the GPU runner, on its Triton kernels, against its definition in float64."""
 
 from __future__ import annotations
 
@@ -10,10 +10,11 @@ import pytest
 import torch
 from torch import Tensor
 
-from aengine.kernels.decode_attention import BatchSize, DecodeWorkspace, decode_step_attention, plan_decode
-from aengine.kernels.dispatch import torch_bodies
+from aengine.kernels.decode_attention import DecodeWorkspace, decode_step_attention, plan_decode
+from aengine.kernels.decode_plan import BatchSize
+from aengine.kernels.dispatch import torch_reference
 from aengine.kernels.varlen_attention import plan_prompts, varlen_attention
-from aengine.kernels.write_qkv import turn_and_write
+from aengine.kernels.write_qkv import apply_rope_and_write_kv
 
 DTYPES = [torch.float32, torch.float16] + ([torch.bfloat16] if torch.cuda.is_available() else [])
 TOLERANCE = {torch.float32: 3e-6, torch.float16: 2e-3, torch.bfloat16: 1.2e-2}
@@ -116,10 +117,10 @@ class Case:
         return self.q_norm.to(device), self.k_norm.to(device), EPS
 
     def write(self, device: torch.device, cache: Tensor) -> Tensor:
-        """`turn_and_write` of all new tokens; returns qkv afterwards."""
+        """`apply_rope_and_write_kv` of all new tokens; returns qkv afterwards."""
         qkv = self.qkv.clone().to(device)
         args = [self.on(device, name) for name in ("positions", "slots", "rope")]
-        turn_and_write(qkv, *args, *self.norms(device), self.num_heads, cache)
+        apply_rope_and_write_kv(qkv, *args, *self.norms(device), self.num_heads, cache)
         return qkv
 
     def decode(self, device: torch.device, qkv: Tensor, cache: Tensor, *, is_raw: bool, padding: int = 0) -> Tensor:
@@ -225,9 +226,9 @@ def test_prompts(
 ) -> None:
     """``pack``: with blocks of that many heads, if the group allows it; None: as the tiling is."""
     if pack is not None:
-        from aengine.kernels.triton import varlen_attention as body
+        from aengine.kernels.triton import varlen_attention as kernel
 
-        monkeypatch.setattr(body, "_tiling", lambda *_: body._Tiling(32, 16, 4, 2, pack))
+        monkeypatch.setattr(kernel, "_tiling", lambda *_: kernel._Tiling(32, 16, 4, 2, pack))
     for _ in range(4):
         case = draw(rng, gen, decode=False, dtype=dtype, longest=150)
         cache = moved_cache(case, triton_device)
@@ -250,8 +251,8 @@ def test_tiles_of_gpus_with_little_shared_memory(
     from aengine.kernels.triton import decode_attention as decodes
     from aengine.kernels.triton import varlen_attention as prompts
 
-    for body in (decodes, prompts):
-        monkeypatch.setattr(body, "max_shared_memory", lambda: 30_000)
+    for kernel in (decodes, prompts):
+        monkeypatch.setattr(kernel, "max_shared_memory", lambda: 30_000)
     for head_dim, longest in ((128, 150), (256, 60)):
         lens = [rng.randint(1, longest) for _ in range(3)]
         case = Case(4, 2, head_dim, 16, None, lens, [1] * 3, dtype, gen, True)
@@ -272,13 +273,13 @@ def test_a_slot_of_minus_one_is_not_written(gen: torch.Generator, triton_device:
     case.slots[2] = -1
     cache = moved_cache(case, triton_device)
     case.write(triton_device, cache)
-    with torch_bodies():
+    with torch_reference():
         expected = case.cache.clone()
         case.write(torch.device("cpu"), expected)
     torch.testing.assert_close(cache.cpu(), expected, equal_nan=True)
 
 
-def test_the_torch_bodies(rng: random.Random, gen: torch.Generator) -> None:
+def test_the_torch_reference(rng: random.Random, gen: torch.Generator) -> None:
     for _ in range(10):
         case = draw(rng, gen, decode=rng.random() < 0.5, dtype=torch.float32, longest=100)
         cache = case.cache.nan_to_num()  # the CPU's runner clears the blocks that change hands
@@ -305,7 +306,7 @@ def test_plans(rng: random.Random, triton_device: torch.device) -> None:
         seq_lens = torch.tensor(lens, dtype=torch.int32)
         rows = torch.randperm(n)
         plan = plan_decode(rows.to(triton_device), seq_lens.to(triton_device), workspace).cpu()
-        with torch_bodies():
+        with torch_reference():
             expected = plan_decode(rows, seq_lens, workspace)
         assert torch.equal(plan[:, 0], expected[:, 0])
         real = expected[:, 0] >= 0

@@ -27,7 +27,7 @@ def draw(logits: torch.Tensor, seeds: torch.Tensor, positions: torch.Tensor) -> 
 
 
 def test_definition(rng: random.Random, gen: torch.Generator) -> None:
-    """Which noise goes where, spelled out: what any other body of the op has to give as well."""
+    """Which noise goes where, spelled out: what any other implementation of the op has to give as well."""
     for vocab_size in (100, BLOCK, 4 * BLOCK + 7):
         logits, temperature = torch.randn(vocab_size, generator=gen) * 3, rng.uniform(0.2, 2)
         seed, position = rng.randrange(-(2**63), 2**63), rng.randrange(2**31)

@@ -6,7 +6,7 @@ import random
 
 import torch
 
-from aengine.kernels.dispatch import torch_bodies as plain
+from aengine.kernels.dispatch import torch_reference as plain
 from aengine.kernels.input_prep import (
     ScalarColumns,
     append_tokens,

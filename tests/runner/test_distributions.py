@@ -1,5 +1,5 @@
 """What the runner samples, against a naive float64 pipeline: chi-square, each parameter alone and together; the Triton
-bodies together against the CPU's."""
+kernels together against the CPU's."""
 
 from __future__ import annotations
 
@@ -186,7 +186,7 @@ def some_requests(rng: random.Random, count: int, vocab_size: int) -> list[NewRe
     return new
 
 
-def test_triton_bodies_sample_the_same(rng: random.Random, gen: torch.Generator) -> None:
+def test_triton_kernels_sample_the_same(rng: random.Random, gen: torch.Generator) -> None:
     vocab_size, count = 600, 16
     requests = some_requests(rng, count, vocab_size)
     logits = torch.randn(count, vocab_size, generator=gen) * 3

@@ -244,15 +244,15 @@ class Launches(TorchDispatchMode):
     """Within: every launch of a step in order, our kernels' names with what they were given and torch's ops."""
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
-        from aengine.kernels import triton as bodies
+        from aengine.kernels import triton as triton_kernels
         from aengine.kernels.triton.launch import launch
 
         super().__init__()
         self.log: list[tuple[str, dict]] = []
         self._launch = launch
-        names = [info.name for info in pkgutil.iter_modules(bodies.__path__)]
+        names = [info.name for info in pkgutil.iter_modules(triton_kernels.__path__)]
         # All are imported before the first is changed: they take `launch` from one another.
-        for module in [importlib.import_module(f"{bodies.__name__}.{name}") for name in names]:
+        for module in [importlib.import_module(f"{triton_kernels.__name__}.{name}") for name in names]:
             if callable(getattr(module, "launch", None)):
                 monkeypatch.setattr(module, "launch", self.launch)
 

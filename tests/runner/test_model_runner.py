@@ -347,7 +347,7 @@ def test_penalties_without_memory_fail_their_request(monkeypatch: pytest.MonkeyP
     def no_memory(*args: Any) -> Any:
         raise torch.OutOfMemoryError("CUDA out of memory")
 
-    monkeypatch.setattr(features, "untouched_zeros", no_memory)
+    monkeypatch.setattr(features, "lazy_zeros", no_memory)
     new = [request(0, [1, 2, 3], [0, 1]), request(1, [4, 5], [2, 3], frequency_penalty=1.0)]
     answer = step(runner, {0: 3, 1: 2}, new=new)
     assert [e.batch_idx for e in answer.errors] == [1] and "penalties" in answer.errors[0].message

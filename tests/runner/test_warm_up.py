@@ -36,15 +36,15 @@ class Recorder:
     """In place of `launch`: which kernels would have to be compiled."""
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
-        from aengine.kernels import triton as bodies
+        from aengine.kernels import triton as triton_kernels
         from aengine.kernels.triton.launch import launch
 
         self.compiled: set[tuple] = set()
         self.runs = True
         self._launch = launch
-        names = [info.name for info in pkgutil.iter_modules(bodies.__path__)]
+        names = [info.name for info in pkgutil.iter_modules(triton_kernels.__path__)]
         # All are imported before the first is changed: they take `launch` from one another.
-        for module in [importlib.import_module(f"{bodies.__name__}.{name}") for name in names]:
+        for module in [importlib.import_module(f"{triton_kernels.__name__}.{name}") for name in names]:
             if callable(getattr(module, "launch", None)):
                 monkeypatch.setattr(module, "launch", self)
 

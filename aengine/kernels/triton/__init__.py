@@ -1,1 +1,1 @@
-"""The Triton bodies of the ops in aengine.kernels: one module an op, with the same name and the same contract."""
+"""The ops of aengine.kernels as Triton kernels: one module an op, with the same name and the same contract."""

@@ -6,21 +6,17 @@ the arithmetic limit, so the query heads of a group are padded to the 16 rows of
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, NamedTuple
+from typing import NamedTuple
 
 import torch
 import triton
 import triton.language as tl
 from torch import Tensor
-from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
-from ..decode_attention import PLAN_COLUMNS, BatchSize
-from .decode_parts import finish, load_kv, norm_weights, rotary_at, turn, turned_own, write_own
-from .launch import has_pdl, launch, max_shared_memory
+from ..decode_plan import PLAN_COLUMNS, BatchSize, DecodeWorkspace
+from .decode_parts import apply_rope, finish, load_kv, norm_weights, own_key_value, rotary_at, write_own_kv
+from .launch import gdc_launch_dependents, gdc_wait, has_pdl, launch, max_shared_memory
 from .write_qkv import Norms
-
-if TYPE_CHECKING:
-    from ..decode_attention import DecodeWorkspace
 
 __all__ = ["decode_step_attention"]
 
@@ -32,7 +28,7 @@ class _Tiling(NamedTuple):
     preload: bool  # the first keys before the wait for the product, in registers
 
     def shared_bytes(self, rows: int, head_bytes: int) -> int:
-        """Of shared memory, at most: keys, values and queries, and the scores in float32; counters and the like."""
+        """Shared memory needed at most: keys, values and queries, scores in float32; counters and the like."""
         return (2 * self.block_n + rows) * head_bytes + 4 * rows * self.block_n + 1024
 
 
@@ -222,13 +218,13 @@ def _decode_attention(
     if RAW:
         at_other = kv_head * (GROUP * D) + g[:, None] * D + other[None, :]
         q_other = tl.load(token + at_other, mask=is_query, other=0.0).to(tl.float32)
-        q = turn(q, q_other, q_weight, q_other_weight, cos, sin, eps, D, NORM)
+        q = apply_rope(q, q_other, q_weight, q_other_weight, cos, sin, eps, D, NORM)
     q = q.to(qkv.dtype.element_ty)  # as the un-fused path leaves it in memory
     if RAW:
         if is_last:
             own = token + (H + kv_head) * D
-            k1, v1 = turned_own(own, k_weight, k_other_weight, cos, sin, other, eps, KV, D, DP, NORM)
-            write_own(keys, blocks, position, k1, v1, stride_block, stride_token, stride_kv, BLOCK_SIZE, D, DP)
+            k1, v1 = own_key_value(own, k_weight, k_other_weight, cos, sin, other, eps, KV, D, DP, NORM)
+            write_own_kv(keys, blocks, position, k1, v1, stride_block, stride_token, stride_kv, BLOCK_SIZE, D, DP)
             top = tl.sum(q.to(tl.float32) * k1.to(tl.float32), 1) * scale
             total = tl.full((ROWS,), 1.0, tl.float32)
             acc = tl.zeros((ROWS, DP), tl.float32) + v1.to(tl.float32)

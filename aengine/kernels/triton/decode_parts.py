@@ -5,11 +5,11 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-__all__ = ["finish", "load_kv", "norm_weights", "rotary_at", "turn", "turned_own", "write_own"]
+__all__ = ["apply_rope", "finish", "load_kv", "norm_weights", "own_key_value", "rotary_at", "write_own_kv"]
 
 
 @triton.jit
-def turn(x, partner, weight, other_weight, cos, sin, eps, D: tl.constexpr, NORM: tl.constexpr):
+def apply_rope(x, partner, weight, other_weight, cos, sin, eps, D: tl.constexpr, NORM: tl.constexpr):
     """Norm and rotary of rows x [rows, DP]; ``partner``: each element's other half of the pair. sin is signed."""
     if NORM:
         scale = 1.0 / tl.sqrt(tl.sum(x * x, 1) / D + eps)
@@ -66,7 +66,7 @@ def norm_weights(norm, other, D: tl.constexpr, DP: tl.constexpr, NORM: tl.conste
 
 
 @triton.jit
-def turned_own(
+def own_key_value(
     own,
     weight,
     other_weight,
@@ -79,18 +79,18 @@ def turned_own(
     DP: tl.constexpr,
     NORM: tl.constexpr,
 ):
-    """Key and value [1, DP] of the token itself, out of the product; the key turned, and rounded as in the cache."""
+    """Key and value [1, DP] of the token itself, out of the product; the key rotated, and rounded as in the cache."""
     d = tl.arange(0, DP)
     in_head = d < D
     raw = tl.load(own + d, mask=in_head, other=0.0)
     k = raw.to(tl.float32)[None, :]
     partner = tl.load(own + other, mask=in_head, other=0.0).to(tl.float32)[None, :]
     value = tl.load(own + KV * D + d, mask=in_head, other=0.0)[None, :]
-    return turn(k, partner, weight, other_weight, cos, sin, eps, D, NORM).to(raw.dtype), value
+    return apply_rope(k, partner, weight, other_weight, cos, sin, eps, D, NORM).to(raw.dtype), value
 
 
 @triton.jit
-def write_own(
+def write_own_kv(
     keys,
     blocks,
     position,

@@ -6,10 +6,9 @@ import torch
 import triton
 import triton.language as tl
 from torch import Tensor
-from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
-from ..decode_attention import PLAN_COLUMNS, Sharing
-from .launch import bucket, has_pdl, launch
+from ..decode_plan import PLAN_COLUMNS, Sharing
+from .launch import bucket, gdc_launch_dependents, gdc_wait, has_pdl, launch
 
 __all__ = ["plan_decode"]
 

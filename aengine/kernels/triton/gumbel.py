@@ -16,9 +16,8 @@ import torch
 import triton
 import triton.language as tl
 from torch import Tensor
-from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
-from .launch import has_pdl, launch
+from .launch import gdc_launch_dependents, gdc_wait, has_pdl, launch
 from .philox import draw_word
 
 __all__ = ["gumbel_sample"]

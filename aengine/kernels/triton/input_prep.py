@@ -6,10 +6,9 @@ import torch
 import triton
 import triton.language as tl
 from torch import Tensor
-from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
-from ..input_prep import DecodeInputs, PreparedInputs, ScalarColumns
-from .launch import bucket, has_pdl, launch
+from ..step_inputs import DecodeInputs, PreparedInputs, ScalarColumns
+from .launch import bucket, gdc_launch_dependents, gdc_wait, has_pdl, launch
 
 __all__ = ["append_tokens", "commit_decode", "prepare_decode", "prepare_inputs"]
 

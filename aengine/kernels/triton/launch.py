@@ -1,4 +1,4 @@
-"""How the Triton bodies are launched: at once, or, while `compiling`, only compiled, many at a time.
+"""Launching the Triton kernels: at once, or, while `compiling`, only compiled, many at a time.
 
 Programmatic dependent launch (Hopper and later): each kernel lets the next one begin at once (`gdc_launch_dependents`),
 which then waits (`gdc_wait`) before it reads what its predecessors write. So the time to start a grid, and its reads of
@@ -16,20 +16,44 @@ from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from typing import Any
 
-import torch
 import triton
 import triton.language as tl
 
-__all__ = ["bucket", "compiling", "has_pdl", "is_interpreted", "launch", "max_shared_memory", "prefetch"]
+try:
+    from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
+except ImportError:  # a Triton for other GPUs; there `has_pdl` is False, and neither is ever called
+    gdc_launch_dependents = gdc_wait = None
+
+__all__ = [
+    "bucket",
+    "compiling",
+    "gdc_launch_dependents",
+    "gdc_wait",
+    "has_pdl",
+    "is_interpreted",
+    "launch",
+    "max_shared_memory",
+    "prefetch",
+]
 
 is_interpreted = bool(triton.knobs.runtime.interpret)
 _compile_only = False
 
 
 @functools.cache
+def _target() -> Any:
+    """Triton's description of the GPU that it compiles for: its backend and arch; None where there is no GPU."""
+    try:
+        return None if is_interpreted else triton.runtime.driver.active.get_current_target()
+    except RuntimeError:  # no driver is active
+        return None
+
+
+@functools.cache
 def has_pdl() -> bool:
-    """Whether this GPU overlaps launches: compute capability 9.0 or more."""
-    return not is_interpreted and torch.cuda.is_available() and torch.cuda.get_device_capability() >= (9, 0)
+    """Whether this GPU overlaps launches: NVIDIA's, of compute capability 9.0 or more."""
+    target = _target()
+    return target is not None and target.backend == "cuda" and target.arch >= 90
 
 
 @functools.cache
@@ -39,9 +63,10 @@ def max_shared_memory() -> int:
     232,448 on compute capability 9.0 and 10.0, 166,912 on 8.0, 101,376 on 8.6, 8.9 and 12.0, 65,536 on 7.5. Tilings are
     chosen by what the kernels need at most; tests/kernels/test_compiles.py compares that with what the compiler takes.
     """
-    if is_interpreted or not torch.cuda.is_available():
+    if _target() is None:
         return 232_448
-    properties = triton.runtime.driver.active.utils.get_device_properties(torch.cuda.current_device())
+    driver = triton.runtime.driver.active
+    properties = driver.utils.get_device_properties(driver.get_current_device())
     return int(properties["max_shared_mem"])
 
 

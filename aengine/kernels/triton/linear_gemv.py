@@ -9,9 +9,8 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 from torch import Tensor
-from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
-from .launch import has_pdl, launch, prefetch
+from .launch import gdc_launch_dependents, gdc_wait, has_pdl, launch, prefetch
 
 __all__ = ["gemv"]
 

@@ -11,9 +11,8 @@ from typing import NamedTuple
 import triton
 import triton.language as tl
 from torch import Tensor
-from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
-from .launch import has_pdl, launch, max_shared_memory, prefetch
+from .launch import gdc_launch_dependents, gdc_wait, has_pdl, launch, max_shared_memory, prefetch
 
 __all__ = ["SkinnyTiling", "fit", "skinny"]
 
@@ -27,7 +26,7 @@ class SkinnyTiling(NamedTuple):
     num_stages: int
 
     def shared_bytes(self, gated: bool) -> int:
-        """Of shared memory, at most: a stretch of W and x, in 16 bit, a stage."""
+        """Shared memory needed at most: a stretch of W and x, in 16 bit, a stage."""
         rows = self.block_n * (2 if gated else 1) + self.block_m
         return 2 * rows * self.num_groups * self.block_k * self.num_stages
 

@@ -10,9 +10,8 @@ from typing import NamedTuple
 import triton
 import triton.language as tl
 from torch import Tensor
-from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
-from .launch import has_pdl, launch, max_shared_memory, prefetch
+from .launch import gdc_launch_dependents, gdc_wait, has_pdl, launch, max_shared_memory, prefetch
 
 __all__ = ["TiledTiling", "fit", "tiled"]
 
@@ -25,7 +24,7 @@ class TiledTiling(NamedTuple):
     block_k: int = 128
 
     def shared_bytes(self, gated: bool) -> int:
-        """Of shared memory, at most: a stretch of W and x, in 16 bit, a stage."""
+        """Shared memory needed at most: a stretch of W and x, in 16 bit, a stage."""
         rows = self.block_n * (2 if gated else 1) + self.block_m
         return 2 * rows * self.block_k * self.num_stages
 

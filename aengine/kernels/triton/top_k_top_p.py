@@ -238,7 +238,7 @@ def _pass(
     PADDED: tl.constexpr,
     GATHERED: tl.constexpr,
 ) -> tl.tensor:
-    """Of the logits >= pivot: their count, the sum of exp((x - peak) / T) and the lowest; and the highest below."""
+    """Count of the logits >= pivot, their sum of exp((x - peak) / T), the lowest of them, and the highest below."""
     block = tl.arange(0, PADDED)
     reaches = peaks >= pivot
     place = tl.cumsum(reaches.to(tl.int32), axis=0) - 1

@@ -14,9 +14,8 @@ import torch
 import triton
 import triton.language as tl
 from torch import Tensor
-from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
-from .launch import bucket, has_pdl, launch, max_shared_memory
+from .launch import bucket, gdc_launch_dependents, gdc_wait, has_pdl, launch, max_shared_memory
 
 __all__ = ["plan_prompts", "varlen_attention"]
 
@@ -31,7 +30,7 @@ class _Tiling(NamedTuple):
     max_pack: int  # heads in a block
 
     def shared_bytes(self, head_bytes: int) -> int:
-        """Of shared memory, at most: queries, keys and values of the stages under way, and the scores in float32."""
+        """Shared memory needed at most: queries, keys and values of the stages under way, scores in float32."""
         keys = 2 * self.block_n * max(2, self.num_stages - 1)
         return (self.block_m + keys) * head_bytes + 4 * self.block_m * self.block_n + 1024
 
@@ -69,7 +68,7 @@ def _padded(head_dim: int) -> int:
 
 
 def _queries(tiling: _Tiling, group: int) -> int:
-    """Of a block, when ``group`` heads share a key-value head."""
+    """How many queries a block has when ``group`` heads share a key-value head."""
     return tiling.block_m // _pack(tiling, group)
 
 

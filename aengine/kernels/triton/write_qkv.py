@@ -5,22 +5,21 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 from torch import Tensor
-from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
-from .launch import has_pdl, launch
+from .launch import gdc_launch_dependents, gdc_wait, has_pdl, launch
 
-__all__ = ["Norms", "turn_and_write"]
+__all__ = ["Norms", "apply_rope_and_write_kv"]
 
 Norms = tuple[Tensor | None, Tensor | None, float]  # weights of q's and k's, and their eps
 
 
-def turn_and_write(
+def apply_rope_and_write_kv(
     qkv: Tensor, positions: Tensor, slot_mapping: Tensor, rope: Tensor, norms: Norms, num_heads: int, kv_cache: Tensor
 ) -> None:
     q_norm, k_norm, eps = norms
     block_size, _, num_kv_heads, head_dim = kv_cache.shape[1:]
     launch(
-        _turn_and_write,
+        _apply_rope_and_write_kv,
         (qkv.shape[0],),
         qkv,
         positions,
@@ -47,7 +46,7 @@ def turn_and_write(
 
 
 @triton.jit(do_not_specialize_on_alignment=["positions", "slots"])
-def _turn_and_write(
+def _apply_rope_and_write_kv(
     qkv,
     positions,
     slots,
@@ -94,11 +93,11 @@ def _turn_and_write(
         second = second * scale[:, None] * w2.to(tl.float32)
     cos = tl.load(rope + position * D + i, mask=i < half, other=0.0)
     sin = tl.load(rope + position * D + half + i, mask=i < half, other=0.0)
-    turned = head < H + KV
-    one = tl.where(turned, (first * cos - second * sin).to(qkv.dtype.element_ty), first_raw)
-    two = tl.where(turned, (second * cos + first * sin).to(qkv.dtype.element_ty), second_raw)
-    tl.store(at, one, mask=inside & turned)
-    tl.store(at + half, two, mask=inside & turned)
+    rotated = head < H + KV
+    one = tl.where(rotated, (first * cos - second * sin).to(qkv.dtype.element_ty), first_raw)
+    two = tl.where(rotated, (second * cos + first * sin).to(qkv.dtype.element_ty), second_raw)
+    tl.store(at, one, mask=inside & rotated)
+    tl.store(at + half, two, mask=inside & rotated)
     is_value = head >= H + KV
     kv_head = tl.where(is_value, head - H - KV, head - H)
     place = cache + slot // BLOCK_SIZE * stride_block + slot % BLOCK_SIZE * stride_token

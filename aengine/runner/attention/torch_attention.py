@@ -17,8 +17,8 @@ from ...kernels.paged_attention import decode_attention, prefill_attention
 from ...kernels.rotary import apply_rotary, rotary_rows
 from ..input_batch import InputBatch
 from ..layers.decoder import AttentionLayer
+from ..lazy_zeros import lazy_zeros
 from ..model_config import ModelConfig
-from ..untouched import untouched_zeros
 
 __all__ = ["Attention", "AttentionMetadata", "KvCache"]
 
@@ -35,7 +35,7 @@ class KvCache:
 
     def __init__(self, config: ModelConfig, num_blocks: int, block_size: int, dtype: torch.dtype, device: torch.device):
         shape = (num_blocks, block_size, 2, config.num_kv_heads, config.head_dim)
-        self.layers = [untouched_zeros(shape, dtype, device) for _ in range(config.num_layers)]
+        self.layers = [lazy_zeros(shape, dtype, device) for _ in range(config.num_layers)]
         self.block_size = block_size
         self.dtype = dtype
         inv_freq, self.rotary_factor = config.rope.inv_freq()
@@ -101,7 +101,7 @@ class Attention:
         self._cos, self._sin = (t.to(self._kv_cache.dtype) for t in rows)
 
     def forward(self, layer: AttentionLayer, qkv: Tensor) -> Tensor:
-        """See `AttentionCall`: q and k are normalised and turned in place, the KV of all tokens is written, then all
+        """See `AttentionCall`: q and k are normalised and rotated in place, the KV of all tokens is written, then all
         attend."""
         heads = qkv.view(qkv.shape[0], -1, layer.head_dim)  # q heads, k heads, v heads of each token
         q_and_k = heads[:, : layer.num_heads + layer.num_kv_heads]

@@ -1,7 +1,7 @@
 """Attention on a GPU: the paged KV cache, and the two ways in which a step reads it.
 
     bind_decode         every request has one new token: norm of q and k, rotary, KV write and attention are one launch
-    bind, bind_batch    any batch: one launch turns and writes all tokens; then decodes and prompts, each its kernel
+    bind, bind_batch    any batch: one launch rotates and writes all tokens; then decodes and prompts, each its kernel
 
 A layer's cache is [num_blocks, block_size, 2, num_kv_heads, head_dim] to whoever indexes it, and lies in memory as
 [num_blocks, 2, num_kv_heads, block_size, head_dim], so that a head's tokens of a block are one run.
@@ -15,7 +15,7 @@ from torch import Tensor
 from ...kernels.decode_attention import DecodeWorkspace, decode_step_attention, plan_decode
 from ...kernels.input_prep import PreparedInputs
 from ...kernels.varlen_attention import plan_prompts, varlen_attention
-from ...kernels.write_qkv import turn_and_write
+from ...kernels.write_qkv import apply_rope_and_write_kv
 from ..input_batch import BatchPlan, InputBatch
 from ..layers.decoder import AttentionLayer
 from ..model_config import ModelConfig
@@ -92,8 +92,8 @@ class DecodeAttention:
     def forward(self, layer: AttentionLayer, qkv: Tensor) -> Tensor:
         return self._call(layer, qkv, None)
 
-    def forward_turned(self, layer: AttentionLayer, qkv: Tensor, out: Tensor) -> None:
-        """The same where q and k are turned, and k and v written, already; into the first rows of ``out``."""
+    def forward_rotated(self, layer: AttentionLayer, qkv: Tensor, out: Tensor) -> None:
+        """`forward` where q and k are rotated, and k and v written, already; into the first rows of ``out``."""
         self._call(layer, qkv, out)
 
     def _call(self, layer: AttentionLayer, qkv: Tensor, out: Tensor | None) -> Tensor:
@@ -149,12 +149,12 @@ class BatchAttention:
     def forward(self, layer: AttentionLayer, qkv: Tensor) -> Tensor:
         cache, inputs = self._cache, self._inputs
         kv_cache = cache.layers[layer.index]
-        turn_and_write(
+        apply_rope_and_write_kv(
             qkv, inputs.positions, inputs.slot_mapping, cache.rope, *_norms(layer), layer.num_heads, kv_cache
         )
         out = self._attend_to_prompts(layer, qkv)
         if self._decodes is not None:
-            self._decodes.forward_turned(layer, qkv[: self._decodes.size], out)
+            self._decodes.forward_rotated(layer, qkv[: self._decodes.size], out)
         return out
 
     def _plan_prompts(self) -> Tensor:

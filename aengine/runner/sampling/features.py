@@ -18,8 +18,8 @@ from ...kernels.bitmask import apply_bitmask
 from ...kernels.logit_bias import add_bias, ban_tokens
 from ...kernels.penalties import PenaltyInputs, apply_penalties, count_sampled, count_tokens
 from ..input_batch import Rows, SampleBatch, to_device
+from ..lazy_zeros import lazy_zeros
 from ..request_state import RequestState
-from ..untouched import untouched_zeros
 from .bitmask_memory import HostBitmasks
 
 __all__ = ["Bitmask", "LogitBias", "MinTokens", "Penalties", "SamplingFeature", "make_features"]
@@ -187,7 +187,7 @@ class Penalties(_Feature):
         try:
             if self._counts is None:
                 shape = (len(self.uses), self._vocab_size)
-                self._counts = untouched_zeros(shape, torch.int32, self._device)
+                self._counts = lazy_zeros(shape, torch.int32, self._device)
             for row, begin, end in new:
                 count_tokens(self._counts[row], self._requests.token_ids[row, begin:end])
         except torch.OutOfMemoryError:

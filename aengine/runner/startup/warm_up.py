@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 
 from ...kernels.bitmask import apply_bitmask
-from ...kernels.decode_attention import BatchSize
+from ...kernels.decode_plan import BatchSize
 from ...kernels.gumbel import gumbel_sample
 from ...kernels.input_prep import PreparedInputs, append_tokens, prepare_decode, prepare_inputs
 from ...kernels.logprobs import top_logprobs

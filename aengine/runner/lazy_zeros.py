@@ -8,15 +8,15 @@ import numpy as np
 import torch
 from torch import Tensor
 
-__all__ = ["untouched_zeros"]
+__all__ = ["lazy_zeros"]
 
 _LINE = 64  # bytes of a cache line, and of an AVX-512 register
 
 
-def untouched_zeros(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> Tensor:
-    """Like torch.zeros, but on the CPU the memory is calloc's: what is never written is never resident.
+def lazy_zeros(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> Tensor:
+    """A tensor of zeros; on the CPU its memory is calloc's: what is never written is never resident.
 
-    torch.zeros fills, so the rows and the KV cache of an idle engine would take gigabytes and a second of its start.
+    torch.zeros fills it: the rows and the KV cache of an idle engine would take gigabytes and a second of its start.
     """
     if device.type != "cpu":
         return torch.zeros(shape, dtype=dtype, device=device)
