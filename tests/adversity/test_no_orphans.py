@@ -134,9 +134,7 @@ def test_a_host_that_becomes_another_program() -> None:
     """exec, as servers do to load new code: the pid goes on, and can't reap the worker that it does not know of."""
     with Host("leave_by_exec") as host:
         host.until("executed")
-        begun = time.monotonic()
         while any(process.status() != psutil.STATUS_ZOMBIE for process in host.others()):
-            assert time.monotonic() - begun < 10, host.others()
             time.sleep(0.005)
         assert not host.names()
         assert not [f for f in host.descriptors() if "aengine" in f]
@@ -187,9 +185,7 @@ def test_a_compiler_process_goes_with_its_host(rng: random.Random) -> None:
     """It takes half a second to start; then it compiles for the second that it is given."""
     with Host("compiling") as host:
         host.until("asked")
-        begun = time.monotonic()
         while len(host.others()) < 2:  # a worker and a compiler
-            assert time.monotonic() - begun < 30
             time.sleep(0.01)
         sleep_a_while(rng, 3.0)
         host.kill()

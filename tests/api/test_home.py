@@ -38,7 +38,7 @@ def is_refused(engine: AsyncLLM, stream: TokenStream | None) -> bool:
         try:
             result = function()
             if hasattr(result, "__await__"):
-                await asyncio.wait_for(result, 5)
+                await asyncio.wait_for(result, 60)
         except EngineClosedError as error:
             told.append(str(error))
 

@@ -293,7 +293,7 @@ def _is_refused_here(engine: AsyncLLM, stream: TokenStream) -> bool:
         try:
             result = function()
             if result is not None and not isinstance(result, TokenStream | bool):
-                await asyncio.wait_for(result, 5)
+                await asyncio.wait_for(result, 60)
         except EngineClosedError:
             refused.append(function)
 

@@ -90,7 +90,7 @@ def test_memory_of_a_sharded_checkpoint(tmp_path: Path, stored: str, peak: Any) 
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 def test_dummy(dtype: str, peak: Any) -> None:
-    """A billion weights in well under a second, in little more memory than they take."""
+    """A billion weights take little more memory than their own while they are made."""
     fields = {**MEDIUM, "hidden_size": 4096, "intermediate_size": 14336, "num_hidden_layers": 4, "vocab_size": 32000}
     fields |= {"num_attention_heads": 32, "num_key_value_heads": 8}
     begun = time.monotonic()
@@ -101,7 +101,7 @@ def test_dummy(dtype: str, peak: Any) -> None:
     size = torch.finfo(getattr(torch, dtype)).bits // 8
     fused = 2 * size * fields["intermediate_size"] * fields["hidden_size"]
     print(f"{now / 2**30:.2f} GiB in {seconds:.2f} s, at most {most / 2**30:.2f} GiB")
-    assert most <= now + fused + 2**29 and seconds < 5
+    assert most <= now + fused + 2**29
     assert model._embed._table.dtype == getattr(torch, dtype)
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import zlib
 from array import array
 from typing import Any
 
@@ -23,7 +24,7 @@ def make_scheduler(**changes: Any) -> Scheduler:
 
 
 def make(prompt: int | list[int], max_tokens: int = 8, name: str = "r", n: int = 1, **more: Any) -> Request:
-    ids = [name.__hash__() % 1000 + 1 + i for i in range(prompt)] if isinstance(prompt, int) else prompt
+    ids = [zlib.crc32(name.encode()) % 1000 + 1 + i for i in range(prompt)] if isinstance(prompt, int) else prompt
     params = SamplingParams(n=n, min_tokens=more.pop("min_tokens", 0))
     settings = {"seed": 0, "max_num_tokens": len(ids) + max_tokens, "stop_token_ids": frozenset({STOP_ID})} | more
     return Request(name, ids, params, **settings)

@@ -177,7 +177,7 @@ async def test_who_waits_for_room_hears_of_the_death_too() -> None:
     os.kill(executor._workers[0].pid, signal.SIGKILL)
     for task in blocked:
         with pytest.raises(WorkerDiedError, match="SIGKILL"):
-            await asyncio.wait_for(task, 10)
+            await asyncio.wait_for(task, 60)
     await executor.aclose(5)
 
 
