@@ -22,6 +22,7 @@ from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
+from .parts import Choice, Json, Part, Regex, leaves
 from .spec import GrammarSpec
 
 __all__ = ["Risk", "is_hopeless", "risk_of"]
@@ -89,9 +90,29 @@ def risk_of(spec: GrammarSpec) -> Risk:
         risk = "costly"
     elif spec.kind == "json_schema" and _is_telling(spec.text):
         risk = max(risk, _risk_of_schemas([spec.text]), key=_RISKS.index)
+    elif spec.root is not None:
+        risk = _risk_of_parts(spec.root)
     elif spec.kind == "lark":
         risk = max(risk, _risk_of_lark(spec.text), key=_RISKS.index)
     return risk
+
+
+def _risk_of_parts(root: Part) -> Risk:
+    """Told from the structure: of each schema, regex and choice by itself, and of how much they are together."""
+    risk: Risk = "safe"
+    num_letters = weight = 0
+    for leaf in leaves(root):
+        if isinstance(leaf, Json):
+            num_letters += len(leaf.schema)
+            if _is_telling(leaf.schema):
+                risk = max(risk, _risk_of_schemas([leaf.schema]), key=_RISKS.index)
+        elif isinstance(leaf, Choice):
+            num_letters += sum(map(len, leaf.options))
+        elif isinstance(leaf, Regex):
+            weight += _weight(leaf.pattern)
+            if leaf.not_first and len(_LOOSE.findall(_ANY_TEXT.sub("", leaf.pattern))) > _MAX_LOOSE:
+                return "wild"
+    return "costly" if risk == "safe" and (num_letters > _MAX_LETTERS or weight > _MAX_WEIGHT) else risk
 
 
 def is_hopeless(spec: GrammarSpec) -> bool:

@@ -1,7 +1,7 @@
-"""`GrammarSpec`: what is to be compiled, as plain text; equal specs are the same grammar.
+"""`GrammarSpec`: what is to be compiled, as plain values; equal specs are the same grammar.
 
-A spec is a few strings, so that it is hashable (a cache key) and can be sent to another process. A JSON schema is in it
-as canonical JSON text: no blanks, and keys in the order given, because both libraries make the model write an object's
+A spec is hashable: a cache key. It is one text, or `parts` that are composed. A JSON schema is in it
+as canonical JSON text: no blanks, and keys in the order given, because a library makes the model write an object's
 properties in the order of ``properties``.
 
 Whatever a caller passes as a schema comes through `plain_json`, which walks it without recursion, so that a schema that
@@ -18,18 +18,19 @@ import re
 import threading
 from collections import OrderedDict
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, Literal
 
 from ..errors import GrammarError
 from ..params import StructuredOutput, is_unicode
+from .parts import Choice, Json, Part, Regex, leaves
 from .schema import COUNTS, MAX_OPTIONS, check_schema
 from .schema_walk import json_path, walk
 from .yield_gil import breathe
 
-__all__ = ["GrammarSpec", "Kind", "plain_json", "spec_of"]
+__all__ = ["GrammarSpec", "Kind", "composed_of", "plain_json", "spec_of", "spec_of_part", "specs_by_origin"]
 
-Kind = Literal["json_schema", "regex", "choice", "lark", "ebnf"]
+Kind = Literal["json_schema", "regex", "choice", "lark", "ebnf", "composed"]
 
 MAX_JSON_BYTES = 1 << 20
 """Of a schema or a list of choices: a compile takes longer with its length, and can't be stopped."""
@@ -50,15 +51,56 @@ _LARK_RULE = re.compile(r"^[ \t]*+(?:[!?]*+start\b[^:\n]*+:(?!:?=)|%[a-z])", re.
 
 @dataclass(frozen=True, slots=True)
 class GrammarSpec:
-    """One grammar to compile. Made by `spec_of`, which checks it."""
+    """One grammar to compile. Made by `spec_of`, which checks it, or `composed_of`."""
 
     kind: Kind
     text: str
-    """Canonical JSON of the schema | the pattern | JSON list of the options | the grammar."""
+    """Canonical JSON of the schema | the pattern | JSON list of the options | the grammar | empty, if composed."""
     whitespace: Literal["compact", "any"] = "compact"
     relax: bool = False
     """Keywords that the backend can't enforce are left out, with a warning, instead of refused."""
     backend: str = "llguidance"
+    root: Part | None = None
+    """What a composed grammar consists of; llguidance alone compiles those."""
+
+    def part(self, origin: str = "", not_first: tuple[str, ...] = ()) -> Part:
+        """Return the schema, regex or choice as a part of a larger grammar; ``not_first``: how a text may not begin.
+
+        Raises ValueError for a grammar, which stands for itself."""
+        if self.kind == "json_schema":
+            return Json(self.text, origin, self.whitespace, self.relax)
+        if self.kind == "regex":
+            return Regex(self.text, origin, not_first)
+        if self.kind == "choice":
+            return Choice(tuple(json.loads(self.text)), origin, not_first)
+        raise ValueError(f"a spec of kind {self.kind!r} is no part of another")
+
+
+def composed_of(root: Part) -> GrammarSpec:
+    """Return the spec of a composed grammar; of a single part with nothing around it, if it is that."""
+    return spec_of_part(root) or GrammarSpec("composed", "", root=root)
+
+
+def spec_of_part(part: Part) -> GrammarSpec | None:
+    """Return the grammar that a schema, a regex or a choice is by itself; None for other parts."""
+    if isinstance(part, Json):
+        return GrammarSpec("json_schema", part.schema, part.whitespace, part.relax)
+    if isinstance(part, Regex) and not part.not_first:
+        return GrammarSpec("regex", part.pattern)
+    if isinstance(part, Choice) and not part.not_first:
+        return GrammarSpec("choice", json.dumps(part.options, ensure_ascii=False, separators=(",", ":")))
+    return None
+
+
+def specs_by_origin(root: Part) -> Iterator[tuple[str, GrammarSpec]]:
+    """Yield the schemas, regexes and choices of a composed grammar that name their origin, each by itself."""
+    for leaf in leaves(root):
+        if isinstance(leaf, Json) and leaf.made_of:
+            yield from ((part.origin, spec) for part in leaf.made_of if (spec := spec_of_part(part)))
+        elif isinstance(leaf, Json | Regex | Choice) and leaf.origin:
+            spec = spec_of_part(replace(leaf, not_first=()) if isinstance(leaf, Regex | Choice) else leaf)
+            if spec is not None:
+                yield leaf.origin, spec
 
 
 def spec_of(wanted: StructuredOutput) -> GrammarSpec:
@@ -77,7 +119,10 @@ def _kind_and_text(wanted: StructuredOutput) -> tuple[Kind, str]:
     if wanted.json_schema is not None:
         return "json_schema", _schema_text(wanted.json_schema)
     if wanted.regex is not None:
-        return "regex", _pattern(wanted.regex, "regex")
+        pattern = _pattern(wanted.regex, "regex")
+        if (len(pattern) - len(pattern.rstrip("\\"))) % 2:  # the library would read on, or leave it out
+            raise GrammarError("the regex can't be used: it ends with a lone backslash", kind="invalid")
+        return "regex", pattern
     if wanted.choice is not None:
         return "choice", _choice_text(wanted.choice)
     if wanted.grammar is not None:

@@ -49,6 +49,17 @@ def test_each_kind() -> None:
     assert spec_of(StructuredOutput(choice=("yes", 'n"é'))) == GrammarSpec("choice", '["yes","n\\"é"]')
 
 
+@pytest.mark.parametrize(("pattern", "is_right"), [("a\\\\", True), ("a\\", False), ("\\\\\\", False), ("\\", False)])
+def test_a_regex_that_ends_with_a_lone_backslash_is_refused(pattern: str, is_right: bool) -> None:
+    """The library would take "a" for it."""
+    if is_right:
+        assert spec_of(StructuredOutput(regex=pattern)).text == pattern
+        return
+    with pytest.raises(GrammarError, match="lone backslash") as caught:
+        spec_of(StructuredOutput(regex=pattern))
+    assert caught.value.kind == "invalid"
+
+
 def test_options() -> None:
     spec = schema_spec({}, whitespace="any", on_unsupported="relax", backend="other")
     assert (spec.whitespace, spec.relax, spec.backend) == ("any", True, "other")

@@ -31,7 +31,8 @@ from ...system.cgroups import num_usable_cpus
 from ..backend import Bitmask, MatcherError, accept_one, address_of, refused
 from ..compile_process import OnWait
 from ..compile_risk import is_hopeless, risk_of
-from ..spec import GrammarSpec
+from ..parts import Part
+from ..spec import GrammarSpec, specs_by_origin
 from ..vocabulary import Vocabulary
 from .errors import grammar_error, matcher_message, trial_error
 from .grammar import grammar_of
@@ -119,6 +120,26 @@ class LLGuidanceBackend:
         return risk_of(spec) == "safe"
 
     def compile(self, spec: GrammarSpec, on_wait: OnWait | None = None) -> LLGuidanceCompiled:
+        """Raises GrammarError, of a composed grammar with the origin of the part at fault."""
+        try:
+            return self._compile(spec, on_wait)
+        except GrammarError as error:
+            if spec.root is None:
+                raise
+            raise self._blamed(spec.root, error, on_wait) from None
+
+    def _blamed(self, root: Part, error: GrammarError, on_wait: OnWait | None) -> GrammarError:
+        """Return the error of the part that is at fault when it is compiled by itself, or ``error``."""
+        for origin, spec in specs_by_origin(root):
+            if error.kind == "too_complex" and risk_of(spec) == "safe":
+                continue  # the others are more likely, and there may be many
+            try:
+                self._compile(spec, on_wait)
+            except GrammarError as found:
+                return GrammarError(f"{origin}: {found}", kind=found.kind, path=found.path)
+        return error
+
+    def _compile(self, spec: GrammarSpec, on_wait: OnWait | None) -> LLGuidanceCompiled:
         risk = risk_of(spec)
         if risk == "wild" or (risk == "costly" and (len(spec.text) > _LONG or not self._is_small(spec))):
             if risk == "costly" and is_hopeless(spec):
@@ -131,25 +152,35 @@ class LLGuidanceBackend:
 
     def compile_here(self, spec: GrammarSpec, limits: llguidance.LLParserLimits | None = None) -> LLGuidanceCompiled:
         """In this thread, however long it takes."""
-        begun = time.monotonic()
         try:
-            root = self.root(spec, limits)
-            seconds = time.monotonic() - begun
-            self._check(root)
-            mask_seconds = self._first_masks(root)
-            left_out = left_out_of(spec.text) if spec.relax and spec.kind == "json_schema" else ()
-            warnings = left_out + tuple(root.get_grammar_warnings())
+            grammar = grammar_of(spec)
+            root, seconds, mask_seconds = self.try_out(grammar, limits)
+            warnings = _left_out(spec) + tuple(root.get_grammar_warnings())
         except GrammarError:
             raise
         except BaseException as error:  # ValueError, and pyo3's PanicException, which is no Exception
             if isinstance(error, KeyboardInterrupt | SystemExit | MemoryError):
                 raise
             raise grammar_error(spec, str(error)) from None
-        return LLGuidanceCompiled(self, spec, warnings, root, mask_seconds, may_repeat=seconds < _MOST_ROOT_SECONDS)
+        may_repeat = seconds < _MOST_ROOT_SECONDS
+        return LLGuidanceCompiled(self, spec, warnings, _Root(root, grammar), mask_seconds, may_repeat=may_repeat)
 
-    def root(self, spec: GrammarSpec, limits: llguidance.LLParserLimits | None = None) -> llguidance.LLMatcher:
-        """At the start of the grammar, with a lexer of its own; may be in the error state."""
-        return llguidance.LLMatcher(self.tokenizer, grammar_of(spec), log_level=0, limits=limits or _limits())
+    def try_out(
+        self, grammar: str, limits: llguidance.LLParserLimits | None = None
+    ) -> tuple[llguidance.LLMatcher, float, float]:
+        """Return a matcher at the start, the seconds that it took, and the CPU time of a mask near the start.
+
+        Raises ValueError, or pyo3's PanicException, with what the library says.
+        """
+        begun = time.monotonic()
+        root = self.root(grammar, limits)
+        seconds = time.monotonic() - begun
+        self._check(root)
+        return root, seconds, self._first_masks(root)
+
+    def root(self, grammar: str, limits: llguidance.LLParserLimits | None = None) -> llguidance.LLMatcher:
+        """Return a matcher at the start, with a lexer of its own; it may be in the error state."""
+        return llguidance.LLMatcher(self.tokenizer, grammar, log_level=0, limits=limits or _limits())
 
     @property
     def max_roots(self) -> int:
@@ -230,16 +261,24 @@ def _probes(vocabulary: Vocabulary) -> list[list[int]]:
     return [[ids[b"{"], ids[b'"']]] if len(ids) == 2 else []
 
 
+def _left_out(spec: GrammarSpec) -> tuple[str, ...]:
+    """Return what is left out of relaxed schemas before the library sees them."""
+    if spec.root is None:
+        return left_out_of(spec.text) if spec.relax and spec.kind == "json_schema" else ()
+    parts = [(origin, part) for origin, part in specs_by_origin(spec.root) if part.relax]
+    return tuple(f"{origin}: {text}" for origin, part in parts for text in left_out_of(part.text))
+
+
 class _Root:
     """A matcher that stays at the start, for others to be copied from. Its copies share what its lexer has learnt, and
     a lock with it: their masks are computed one after the other. They share its end, too: when one of them exceeds the
     lexer's limits, none can go on."""
 
-    __slots__ = ("__weakref__", "inner", "is_spoilt", "num_copies", "spec")
+    __slots__ = ("__weakref__", "grammar", "inner", "is_spoilt", "num_copies")
 
-    def __init__(self, inner: llguidance.LLMatcher, spec: GrammarSpec) -> None:
+    def __init__(self, inner: llguidance.LLMatcher, grammar: str) -> None:
         self.inner = inner
-        self.spec = spec
+        self.grammar = grammar
         self.num_copies = 0  # alive
         self.is_spoilt = False
 
@@ -255,7 +294,7 @@ class LLGuidanceCompiled:
         backend: LLGuidanceBackend,
         spec: GrammarSpec,
         warnings: tuple[str, ...],
-        root: llguidance.LLMatcher,
+        root: _Root,
         mask_seconds: float,
         *,
         may_repeat: bool,
@@ -264,23 +303,27 @@ class LLGuidanceCompiled:
         self.spec = spec
         self.warnings = warnings
         self.mask_seconds = mask_seconds
-        self.num_bytes = _BYTES_PER_GRAMMAR + 8 * len(spec.text)
+        self.num_bytes = _BYTES_PER_GRAMMAR + 8 * len(root.grammar)
         self._backend = backend
         self._may_repeat = may_repeat
         self._lock = threading.Lock()
-        self._first = _Root(root, spec)
+        self._first = root
         self._more: weakref.WeakSet[_Root] = weakref.WeakSet()
 
     def matcher(self) -> LLGuidanceMatcher:
         with self._lock:
             if self._first.is_spoilt:
-                self._first = _Root(self._backend.root(self.spec), self.spec)
+                self._first = self._new_root()
             roots = [self._first, *(root for root in self._more if not root.is_spoilt)]
             root = min(roots, key=lambda root: root.num_copies)
             if root.num_copies >= _COPIES_PER_ROOT and self._may_repeat and len(roots) < self._backend.max_roots:
-                root = _Root(self._backend.root(self.spec), self.spec)
+                root = self._new_root()
                 self._more.add(root)
             return LLGuidanceMatcher(self._backend, root, root.inner.deep_copy())
+
+    def _new_root(self) -> _Root:
+        grammar = self._first.grammar
+        return _Root(self._backend.root(grammar), grammar)
 
 
 class LLGuidanceMatcher:
@@ -476,7 +519,7 @@ class LLGuidanceMatcher:
         if self._is_revived:
             self._check()
         self._is_revived = True
-        root = _Root(self._backend.root(self._root.spec), self._root.spec)
+        root = _Root(self._backend.root(self._root.grammar), self._root.grammar)
         inner = root.inner.deep_copy()
         if self._token_ids and inner.try_consume_tokens(self._token_ids) != len(self._token_ids):
             self._check()

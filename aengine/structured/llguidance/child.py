@@ -6,8 +6,6 @@ import resource
 from collections.abc import Callable
 from typing import Any
 
-from ...errors import GrammarError
-from ..spec import GrammarSpec
 from ..vocabulary import Vocabulary
 from .backend import LLGuidanceBackend
 from .process import MAX_BYTES
@@ -28,9 +26,11 @@ def prepare(first: dict[str, Any]) -> Callable[[dict[str, Any]], dict[str, Any]]
     def answer(request: dict[str, Any]) -> dict[str, Any]:
         _limit_memory()
         try:
-            backend.compile_here(GrammarSpec(**request))
-        except GrammarError as error:
-            return {"error": str(error), "kind": error.kind, "path": error.path}
+            backend.try_out(request["grammar"])
+        except (KeyboardInterrupt, SystemExit, MemoryError):
+            raise
+        except BaseException as error:  # ValueError, and pyo3's PanicException, which is no Exception
+            return {"error": str(error)}
         return {}
 
     return answer

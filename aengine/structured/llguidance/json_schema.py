@@ -16,9 +16,10 @@ import math
 import re
 from typing import Any, Literal
 
+from ...errors import GrammarError
 from ..schema_walk import Path, json_path, walk
 
-__all__ = ["json_options", "left_out_of", "make_readable", "needs_change", "unreadable"]
+__all__ = ["json_options", "left_out_of", "make_readable", "needs_change", "readable_text", "unreadable"]
 
 _TELLING = re.compile(r'"(?:x-guidance|exclusiveM(?:in|ax)imum|uniqueItems|propertyNames)"')
 _TELLING_RELAXED = re.compile(r'"(?:m(?:in|ax)Properties|pattern)"')
@@ -50,6 +51,24 @@ def json_options(whitespace: Literal["compact", "any"], *, relax: bool) -> dict[
 def needs_change(text: str, *, relax: bool) -> bool:
     """Whether `make_readable` may find something in a schema, told by its text."""
     return relax or _TELLING.search(text) is not None
+
+
+def readable_text(text: str, *, relax: bool) -> str:
+    """Return the schema ``text`` as the library is given it: an object, changed as the top of the file says.
+
+    To read and to write a large one again takes milliseconds of the GIL, and most need no change. Raises GrammarError.
+    """
+    if text.startswith("{") and not needs_change(text, relax=relax):
+        return text
+    schema = json.loads(text)
+    if schema is False:
+        raise GrammarError("the JSON schema is false, which no value fits", kind="unsatisfiable", path="$")
+    if schema is True:
+        schema = {}
+    if not isinstance(schema, dict):
+        raise GrammarError("a JSON schema is an object, true or false", kind="invalid", path="$")
+    make_readable(schema, relax=relax)
+    return json.dumps(schema, ensure_ascii=False)
 
 
 def make_readable(schema: Any, *, relax: bool) -> tuple[str, ...]:

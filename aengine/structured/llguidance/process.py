@@ -6,15 +6,14 @@ where it takes about as long.
 
 from __future__ import annotations
 
-import dataclasses
 import weakref
 from typing import Any
 
-from ...errors import GrammarError
 from ..compile_process import CompilerProcesses, CompilerStartError, CompileTimeoutError, OnWait
 from ..spec import GrammarSpec
 from ..vocabulary import Vocabulary
-from .errors import trial_error
+from .errors import grammar_error, trial_error
+from .grammar import grammar_of
 
 __all__ = ["MAX_BYTES", "Trials"]
 
@@ -33,7 +32,11 @@ class Trials:
     def run(self, spec: GrammarSpec, on_wait: OnWait | None) -> None:
         """Blocking. Raises GrammarError: what the library says, or that it takes too long or too much memory."""
         try:
-            answer = self._processes.compile(dataclasses.asdict(spec), self._seconds, on_wait)
+            grammar = grammar_of(spec)
+        except ValueError as error:
+            raise grammar_error(spec, str(error)) from None
+        try:
+            answer = self._processes.compile({"grammar": grammar}, self._seconds, on_wait)
         except CompileTimeoutError:
             raise trial_error(spec, f"it takes longer than {self._seconds:g} s to compile") from None
         except CompilerStartError as error:
@@ -42,7 +45,7 @@ class Trials:
         except EOFError as error:
             raise trial_error(spec, f"compiling it takes more than {MAX_BYTES >> 30} GB ({error})") from None
         if answer:
-            raise GrammarError(answer["error"], kind=answer["kind"], path=answer["path"])
+            raise grammar_error(spec, answer["error"])
 
     def close(self) -> None:
         self._processes.close()
