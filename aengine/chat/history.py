@@ -7,20 +7,18 @@ tool, tool                     ──> user        {"tool_results": [{"name": ..
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from typing import Any
 
 from ..errors import InvalidRequestError
+from ..tokenizer.messages import Messages
 from .formats import ToolFormat
 
 __all__ = ["with_instructions", "written_out"]
 
-_Message = Mapping[str, Any]
-
-
-def written_out(messages: Sequence[_Message], tool_format: ToolFormat) -> list[_Message]:
+def written_out(messages: Messages, tool_format: ToolFormat) -> Messages:
     """The messages with calls and results as texts. Raises InvalidRequestError if calls are not as OpenAI's."""
-    written: list[_Message] = []
+    written: Messages = []
     names: dict[Any, str] = {}  # by the calls' ids
     results: list[dict[str, Any]] = []  # of the last written message
     for index, message in enumerate(messages):
@@ -36,20 +34,14 @@ def written_out(messages: Sequence[_Message], tool_format: ToolFormat) -> list[_
             names |= {_key(call.get("id")): name for call, name, _ in _calls_of(index, message)}
             message = _with_calls_as_text(index, message, tool_format)
         written.append(message)
-    if not written:
-        raise InvalidRequestError("messages must be a list of at least one message", param="messages")
     return written
 
 
-def _with_calls_as_text(index: int, message: _Message, known: ToolFormat) -> _Message:
+def _with_calls_as_text(index: int, message: dict[str, Any], known: ToolFormat) -> dict[str, Any]:
     calls = _calls_of(index, message)
     texts = [known.head(name) + _as_json(index, arguments) + known.after_arguments for _, name, arguments in calls]
     written = known.openings[0] + known.separator.join(texts) + known.closing
     content = message.get("content") or ""
-    if not isinstance(content, str | list):
-        raise InvalidRequestError(
-            f"the content of messages[{index}] must be a text or a list of parts", param="messages"
-        )
     content = [*content, {"type": "text", "text": written}] if isinstance(content, list) else content + written
     return {key: value for key, value in message.items() if key != "tool_calls"} | {"content": content}
 
@@ -75,7 +67,7 @@ def _json_of(index: int, value: Any) -> str:
         raise InvalidRequestError(f"messages[{index}] has what JSON can't say: {error}", param="messages") from None
 
 
-def _calls_of(index: int, message: _Message) -> list[tuple[_Message, str, Any]]:
+def _calls_of(index: int, message: Mapping[str, Any]) -> list[tuple[Mapping[str, Any], str, Any]]:
     """Each call with its name and its arguments."""
     try:
         functions = [(call, call.get("function", call)) for call in message["tool_calls"]]
@@ -88,7 +80,7 @@ def _calls_of(index: int, message: _Message) -> list[tuple[_Message, str, Any]]:
         ) from None
 
 
-def with_instructions(messages: Sequence[_Message], instructions: str, *, takes_system: bool) -> list[_Message]:
+def with_instructions(messages: Messages, instructions: str, *, takes_system: bool) -> Messages:
     """The tools' description before all else: in the system message, or the first of a user."""
     if takes_system:
         at = 0 if messages[0].get("role") == "system" else None

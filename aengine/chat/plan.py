@@ -16,6 +16,7 @@ from ..structured.asked_type import OnUnsupported, check_on_unsupported, constra
 from ..structured.output_type import OutputType
 from ..structured.service import GrammarService
 from ..structured.spec import GrammarSpec, spec_of
+from ..tokenizer.messages import Messages, checked_messages
 from ..tokenizer.tokenizer import Tokenizer
 from . import (
     ReasoningFormat,
@@ -37,7 +38,7 @@ __all__ = ["ChatPlan", "ChatRequest", "check_grammar", "plan_chat", "plan_within
 class ChatRequest:
     """What a caller asks for, besides how to sample. Raises InvalidRequestError for what can be told at once."""
 
-    messages: Sequence[Mapping[str, Any]]
+    messages: Messages
     tools: Sequence[Any] | None = None
     tool_choice: Any = None
     parallel_tool_calls: bool | None = None
@@ -51,11 +52,8 @@ class ChatRequest:
     continue_final_message: bool = False
 
     def __post_init__(self) -> None:
-        messages, parallel = self.messages, self.parallel_tool_calls
-        if not isinstance(messages, Sequence) or not all(isinstance(m, Mapping) for m in messages):
-            raise InvalidRequestError(
-                "chat needs a list of messages such as {'role': 'user', 'content': '...'}", param="messages"
-            )
+        object.__setattr__(self, "messages", checked_messages(self.messages))
+        parallel = self.parallel_tool_calls
         if parallel is not None and not isinstance(parallel, bool):
             raise InvalidRequestError("parallel_tool_calls must be True, False or None", param="parallel_tool_calls")
         if self.output_type is not None and self.structured_output is not None:

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
 from ..errors import InvalidRequestError
-from ..tokenizer.chat_template import check_continued, check_messages, check_template_variables
+from ..params import shown
+from ..tokenizer.messages import WRITTEN_BY_MODEL, Messages
 from ..tokenizer.tokenizer import Tokenizer
 from ..tokenizer.traced_text import TracedText
 from . import ReasoningFormat, ToolFormat, detect, tools_of
@@ -15,6 +17,13 @@ from .formats import TextTokenId, TokenId
 from .history import with_instructions, written_out
 
 __all__ = ["ChatPrompt", "PromptOptions", "marker_ids"]
+
+
+_RESERVED = (
+    "messages", "tools", "add_generation_prompt", "continue_final_message", "raise_exception", "strftime_now",
+    "bos_token", "eos_token", "unk_token", "pad_token", "sep_token", "cls_token", "mask_token",
+)  # fmt: skip
+"""Variables of a template that a caller can't set, or sets by another name."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -46,7 +55,7 @@ class PromptOptions:
                 param="continue_final_message",
             )
         if chat_template_kwargs is not None:
-            check_template_variables(chat_template_kwargs)
+            _check_variables(chat_template_kwargs)
         return cls(
             chat_template_kwargs=dict(chat_template_kwargs or {}),
             add_generation_prompt=not continue_final_message
@@ -69,17 +78,13 @@ class ChatPrompt:
     def of(
         cls,
         tokenizer: Tokenizer,
-        messages: Sequence[Mapping[str, Any]],
+        messages: Messages,
         tools: Sequence[Any] | None,
         options: PromptOptions,
     ) -> ChatPrompt:
         """``tools`` as of `tools_of`. Raises InvalidRequestError for those and for messages that can't be shown."""
-        check_messages(messages)
-        messages = [message for message in messages]  # noqa: C416 (list() would believe what a sequence says of its length)
-        if not messages:
-            raise InvalidRequestError("messages must be a list of at least one message", param="messages")
         if options.continue_final_message:
-            check_continued(messages[-1])
+            _check_continued(messages[-1])
         last = messages[-1]
         tool_format, reasoning = detect(tokenizer.chat_template_source)
         shown = [tool.for_template() for tool in tools_of(tools)]
@@ -133,3 +138,35 @@ def _takes_system(tokenizer: Tokenizer) -> bool:
         return "system-probe" in tokenizer.apply_chat_template(probe)
     except InvalidRequestError:
         return False
+
+
+def _check_variables(extra: object) -> None:
+    """Raises InvalidRequestError unless it is a mapping of names to what JSON can say, none of them reserved."""
+    name = "chat_template_kwargs"
+    if not isinstance(extra, Mapping):
+        raise InvalidRequestError(f"{name} must be a mapping of names to values, or None", param=name)
+    for key, value in extra.items():
+        if not isinstance(key, str) or not key.isidentifier():
+            raise InvalidRequestError(f"{name} has {shown(key)}, which is no name of a variable", param=name)
+        if key in _RESERVED:
+            raise InvalidRequestError(f"{name} can't set {key!r}: it is not a variable of the caller's", param=name)
+        try:
+            json.dumps(value)
+        except (TypeError, ValueError, RecursionError) as error:
+            raise InvalidRequestError(f"{name}[{key!r}] is nothing that JSON can say: {error}", param=name) from None
+
+
+def _check_continued(message: Mapping[str, Any]) -> None:
+    """Raises InvalidRequestError unless a completion can go on with it."""
+    wrong = None
+    if message["role"] != "assistant":
+        wrong = f"it is of role {shown(message['role'])}"
+    elif message.get("tool_calls"):
+        wrong = "it has tool calls"
+    elif not any(message.get(key) for key in WRITTEN_BY_MODEL):
+        wrong = "it has no content: leave it out, and the answer begins as any does"
+    if wrong is not None:
+        raise InvalidRequestError(
+            f"continue_final_message goes on with the last message, which must be an assistant's text; {wrong}",
+            param="continue_final_message",
+        )

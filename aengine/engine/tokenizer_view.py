@@ -148,6 +148,7 @@ class TokenizerView:
         continue_final_message: bool,
     ) -> ChatPrompt:
         from ..chat.prompt import ChatPrompt, PromptOptions  # brings all of chats with it
+        from ..tokenizer.messages import checked_messages
 
         options = PromptOptions.of(chat_template_kwargs, add_generation_prompt, continue_final_message)
-        return ChatPrompt.of(self._tokenizer, messages, tools, options)
+        return ChatPrompt.of(self._tokenizer, checked_messages(messages), tools, options)

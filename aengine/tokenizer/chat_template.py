@@ -19,25 +19,16 @@ from functools import cached_property
 from typing import TYPE_CHECKING, Any
 
 from ..errors import InvalidRequestError
-from ..params import shown as shortly
+from .messages import WRITTEN_BY_MODEL, Messages
 from .traced_text import Origin, TracedText, traced
 
 if TYPE_CHECKING:
     import jinja2
 
-__all__ = ["ChatTemplate", "check_continued", "check_messages", "check_template_variables"]
+__all__ = ["ChatTemplate"]
 
-_TEXT_PARTS = ("text", "input_text", "output_text")
-"""As chat completions name them, and as responses do."""
 _ROLE = re.compile(r"[\w.-]*")
 """A role is the caller's own word, and may be a part of a marker: "<|" + role + "|>". Others are text as any."""
-_OWN_KEYS = ("content", "reasoning_content", "reasoning", "thinking")
-"""Of an assistant's message: what the model wrote."""
-_RESERVED = (
-    "messages", "tools", "add_generation_prompt", "continue_final_message", "raise_exception", "strftime_now",
-    "bos_token", "eos_token", "unk_token", "pad_token", "sep_token", "cls_token", "mask_token",
-)  # fmt: skip
-"""Variables of a template that a caller can't set, or sets by another name."""
 
 
 class ChatTemplate:
@@ -53,7 +44,7 @@ class ChatTemplate:
 
     def render(
         self,
-        messages: Sequence[Mapping[str, Any]],
+        messages: Messages,
         *,
         add_generation_prompt: bool = True,
         continue_final_message: bool = False,
@@ -63,12 +54,8 @@ class ChatTemplate:
     ) -> TracedText:
         """The prompt; not ``trace``: as if all of it were the template's own.
 
-        Raises InvalidRequestError when the messages are none, or none that this template can show, or when the last
-        one can't be continued.
+        Raises InvalidRequestError when the template can't show the messages, or the last one can't be continued.
         """
-        check_messages(messages)
-        if continue_final_message:
-            check_continued(messages[-1])
         shown = [_as_templates_read(message) for message in messages]
         with_texts = [{**m, "content": ""} if m.get("content", "") is None else m for m in shown]
         last = len(messages) - 1 if continue_final_message else None
@@ -118,7 +105,7 @@ def _traced_message(message: Mapping[str, Any], theirs: Origin, is_continued: bo
     return {
         key: value
         if key == "role" and _ROLE.fullmatch(value)
-        else _traced_within(value, own if is_own and key in _OWN_KEYS else theirs)
+        else _traced_within(value, own if is_own and key in WRITTEN_BY_MODEL else theirs)
         for key, value in message.items()
     }
 
@@ -135,22 +122,6 @@ def _traced_within(value: Any, origin: Origin) -> Any:
     return value
 
 
-def check_continued(message: Mapping[str, Any]) -> None:
-    """Raises InvalidRequestError unless a completion can go on with it."""
-    wrong = None
-    if message["role"] != "assistant":
-        wrong = f"it is of role {shortly(message['role'])}"
-    elif message.get("tool_calls"):
-        wrong = "it has tool calls"
-    elif not any(message.get(key) for key in _OWN_KEYS):
-        wrong = "it has no content: leave it out, and the answer begins as any does"
-    if wrong is not None:
-        raise InvalidRequestError(
-            f"continue_final_message goes on with the last message, which must be an assistant's text; {wrong}",
-            param="continue_final_message",
-        )
-
-
 def _up_to_continued(text: TracedText) -> TracedText:
     """Without what the template puts after the message that goes on, blanks at its end that it takes off included."""
     end = max((end for _, end, origin in text.spans if origin.is_continued), default=None)
@@ -160,56 +131,6 @@ def _up_to_continued(text: TracedText) -> TracedText:
             param="continue_final_message",
         )
     return text[:end]
-
-
-def check_template_variables(extra: object) -> None:
-    """Raises InvalidRequestError unless it is a mapping of names to what JSON can say, none of them reserved."""
-    name = "chat_template_kwargs"
-    if not isinstance(extra, Mapping):
-        raise InvalidRequestError(f"{name} must be a mapping of names to values, or None", param=name)
-    for key, value in extra.items():
-        if not isinstance(key, str) or not key.isidentifier():
-            raise InvalidRequestError(f"{name} has {shortly(key)}, which is no name of a variable", param=name)
-        if key in _RESERVED:
-            raise InvalidRequestError(f"{name} can't set {key!r}: it is not a variable of the caller's", param=name)
-        try:
-            json.dumps(value)
-        except (TypeError, ValueError, RecursionError) as error:
-            raise InvalidRequestError(f"{name}[{key!r}] is nothing that JSON can say: {error}", param=name) from None
-
-
-def check_messages(messages: Sequence[Mapping[str, Any]]) -> None:
-    """Raises InvalidRequestError unless these are messages, each with a role."""
-    if isinstance(messages, str | bytes | Mapping) or not isinstance(messages, Sequence) or not messages:
-        raise InvalidRequestError("messages must be a list of at least one message", param="messages")
-    for i, message in enumerate(messages):
-        if not isinstance(message, Mapping):
-            raise InvalidRequestError(
-                f"messages[{i}] must be a mapping with role and content, not {type(message).__name__}",
-                param="messages",
-            )
-        if not isinstance(message.get("role"), str):
-            raise InvalidRequestError(
-                f"messages[{i}] has no role ('user', 'assistant', 'system', ...)", param="messages"
-            )
-        _check_content(message.get("content"), f"messages[{i}].content")
-
-
-def _check_content(content: object, where: str) -> None:
-    if content is None or isinstance(content, str):
-        return
-    if isinstance(content, Mapping) or not isinstance(content, Sequence):
-        raise InvalidRequestError(
-            f"{where} must be a text, a list of text parts, or None, not {type(content).__name__}", param="messages"
-        )
-    for i, part in enumerate(content):
-        kind = part.get("type") if isinstance(part, Mapping) else type(part).__name__
-        if kind not in _TEXT_PARTS or not isinstance(part.get("text"), str):
-            raise InvalidRequestError(
-                f"{where}[{i}] must be {{'type': 'text', 'text': '...'}}, not of type {shortly(kind)}: "
-                "the engine reads text only",
-                param="messages",
-            )
 
 
 class _Arguments(dict[str, Any]):

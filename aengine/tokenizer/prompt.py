@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 from ..errors import ContextLengthError, InvalidRequestError
 from ..params import shown
+from .messages import checked_messages
 
 if TYPE_CHECKING:
     from .tokenizer import Tokenizer
@@ -64,8 +65,7 @@ def encode_prompt(prompt: Prompt, kind: str, tokenizer: Tokenizer, max_model_len
             surrogate), or it has no tokens.
     """
     if kind == "messages":
-        _check_messages(prompt)  # type: ignore[arg-type]
-        text = tokenizer.apply_chat_template(prompt)  # type: ignore[arg-type]
+        text = tokenizer.apply_chat_template(checked_messages(prompt))
         _check_length(text, tokenizer, max_model_len)
         ids = tokenizer.encode(text, add_special_tokens=False)  # the template wrote them
     else:
@@ -81,15 +81,6 @@ def _check_length(text: str, tokenizer: Tokenizer, max_model_len: int) -> None:
     length = str.__len__(text)
     if length > LONG_TEXT and (least := tokenizer.least_tokens(length)) >= max_model_len:
         raise ContextLengthError(least, max_model_len, at_least=True)
-
-
-def _check_messages(messages: Sequence[Mapping[str, Any]]) -> None:
-    """What a template would say in words of its own. Whatever else is wrong with a message, it says."""
-    for i, message in enumerate(messages):
-        if not isinstance(message, Mapping) or not isinstance(message.get("role"), str):
-            raise InvalidRequestError(f"messages[{i}] must be a mapping with a 'role'", param="messages")
-        if message.get("content") is None and not message.get("tool_calls"):
-            raise InvalidRequestError(f"messages[{i}] has no 'content'", param="messages")
 
 
 def check_token_ids(ids: Sequence[int], vocab_size: int, max_model_len: int) -> list[int]:

@@ -15,6 +15,7 @@ from .chat_template import ChatTemplate
 from .detokenizer import Detokenizer, MarkedDetokenizer
 from .gguf_tokenizer import read_gguf_tokenizer
 from .message_encoding import MessageEncoder
+from .messages import Messages
 from .text_bound import most_characters
 from .token_text import token_table
 from .traced_text import TracedText
@@ -169,7 +170,7 @@ class Tokenizer:
 
     def apply_chat_template(
         self,
-        messages: Sequence[Mapping[str, Any]],
+        messages: Messages,
         /,
         *,
         add_generation_prompt: bool = True,
@@ -177,7 +178,7 @@ class Tokenizer:
         tools: Sequence[Any] | None = None,
         **extra: Any,
     ) -> TracedText:
-        """The prompt for ``messages``; encode it with ``add_special_tokens=False``.
+        """The prompt for messages, as `checked_messages` gives them; encode it with ``add_special_tokens=False``.
 
         ``continue_final_message``: it ends within the last message, an assistant's, for the completion to go on with.
         ``tools``: JSON schemas of functions; ``extra``: variables that this model's template knows. Raises

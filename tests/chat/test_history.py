@@ -14,6 +14,7 @@ from aengine.errors import InvalidRequestError
 from aengine.structured.backends import load_backend
 from aengine.structured.vocabulary import Vocabulary
 from aengine.tokenizer.chat_template import ChatTemplate
+from aengine.tokenizer.messages import checked_messages
 from aengine.tokenizer.tokenizer import Tokenizer
 
 PARIS = {"city": 'Zürich "HB"', "days": [1, None]}
@@ -122,7 +123,7 @@ def test_parts_of_a_text_are_one_text():
 )
 def test_content_that_is_no_text_names_the_message(content):
     with pytest.raises(InvalidRequestError, match=r"messages\[1\].content") as caught:
-        rendered("{{ messages }}", HELLO, {"role": "user", "content": content})
+        checked_messages([HELLO, {"role": "user", "content": content}])
     assert caught.value.param == "messages" and "\n" not in str(caught.value)
 
 

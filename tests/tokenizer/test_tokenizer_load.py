@@ -17,6 +17,7 @@ from tokenizer_helpers import TEXTS, smollm2, wordpiece
 
 from aengine.checkpoint import ModelSource
 from aengine.errors import InvalidRequestError, ModelLoadError
+from aengine.tokenizer.messages import checked_messages
 from aengine.tokenizer.tokenizer import Tokenizer
 
 MESSAGES = [
@@ -161,7 +162,7 @@ def test_templates_render_as_in_transformers(tmp_path: Path, name: str, add_gene
 )
 def test_bad_messages(messages: Any) -> None:
     with pytest.raises(InvalidRequestError) as caught:
-        smollm2().apply_chat_template(messages)
+        checked_messages(messages)
     assert caught.value.param == "messages"
 
 
