@@ -140,6 +140,16 @@ def test_environment_is_read_in_one_file(path: Path) -> None:
         assert "os.environ" not in text and "os.getenv" not in text
 
 
+def test_one_device_is_named_in_one_room() -> None:
+    """Streams, events, graphs and memory of CUDA are asked of a `Platform`; kernel bodies need no CUDA to be
+    imported."""
+    for path in FILES:
+        if "torch.cuda" in path.read_text():
+            assert within(module_of(path), {"runner.platforms"}), path
+        if within(module_of(path), {"kernels"}) and path.stem != "launch":
+            assert not [name for name, *_ in imports_of(path) if ".cuda" in name or ".nvidia" in name], path
+
+
 def test_functions_stay_small() -> None:
     too_big: list[str] = []
     for path in FILES:

@@ -279,7 +279,7 @@ def _read_probe(process: subprocess.Popen[str]) -> dict[str, Any] | Finding:
     try:
         out, errors = process.communicate(timeout=_PROBE_TIMEOUT)
     except subprocess.TimeoutExpired:
-        advice = "a driver or a disk that does not answer: try `python -c 'import torch; torch.cuda.init()'`"
+        advice = "a driver or a disk that does not answer: try `nvidia-smi` and `python -c 'import torch'`"
         return Finding("torch", "error", f"no answer within {_PROBE_TIMEOUT:.0f} s", advice)
     if process.returncode == 0:
         report: dict[str, Any] = json.loads(out.splitlines()[-1])

@@ -106,7 +106,7 @@ class EngineCore:
                 grammars.close()
             grammars = GrammarService(tokenizer, limits.vocab_size)
         self.grammars = grammars
-        is_gpu = str(ready["device"]).startswith("cuda")
+        is_gpu = bool(ready.get("is_accelerator"))
         self.admission = self._new_admission(limits)
         self.steps = StepLoop(
             self._scheduler,

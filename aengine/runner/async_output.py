@@ -1,8 +1,8 @@
 """The answer to a step on its way to the host: the one place of the runner that reads the device.
 
 CPU                          the tensors themselves
-CUDA                         copied into pinned memory on a side stream; an event says when they are there
-CUDA, sampled in a graph     written by the graph's last kernel into memory that the host reads (`Published`)
+an accelerator               copied into pinned memory on a side stream; an event says when they are there
+  sampled in a graph             written by the graph's last kernel into memory that the host reads (`Published`)
 """
 
 from __future__ import annotations
@@ -13,11 +13,11 @@ from dataclasses import dataclass
 from typing import NamedTuple, Protocol
 
 import numpy as np
-import torch
 from torch import Tensor
 
 from ..ipc.messages import LogprobColumns, ModelRunnerOutput, RowError, float32, int32
 from .input_batch import Rows
+from .platforms.platform import Event, Platform
 from .sampling.sampler import LogprobTensors, SamplerOutput
 
 __all__ = ["AsyncOutput", "OutputCopier", "Published"]
@@ -91,33 +91,20 @@ class AsyncOutput:
 class OutputCopier:
     """Brings samples of one device to the host."""
 
-    def __init__(self, device: torch.device) -> None:
-        self._stream = torch.cuda.Stream(device) if device.type == "cuda" else None
+    def __init__(self, platform: Platform) -> None:
+        self._stream = platform.copy_stream()
 
     def __call__(self, sampled: SamplerOutput) -> Source:
         tensors = [sampled.token_ids, sampled.checks]
         if sampled.logprobs is not None:
             tensors += [sampled.logprobs.sampled, sampled.logprobs.token_ids, sampled.logprobs.values]
-        if self._stream is None:
-            return _Copied(tensors, None)
-        stream = self._stream
-        stream.wait_stream(torch.cuda.current_stream())
-        pinned = []
-        with torch.cuda.stream(stream):
-            for tensor in tensors:
-                copy = torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=True)
-                copy.copy_(tensor, non_blocking=True)
-                tensor.record_stream(stream)  # its memory is not given anew before the copy has run
-                pinned.append(copy)
-            event = torch.cuda.Event()
-            event.record(stream)
-        return _Copied(pinned, event)
+        return _Copied(*self._stream.to_host(tensors))
 
 
 @dataclass(slots=True)
 class _Copied:
     tensors: list[Tensor]  # on the CPU
-    event: torch.cuda.Event | None
+    event: Event | None
 
     def ready(self) -> bool:
         return self.event is None or self.event.query()
@@ -135,7 +122,7 @@ class Published:
 
     words: np.ndarray  # int32 [2, m]: ids, bits of checks
     num_rows: int
-    event: torch.cuda.Event | None
+    event: Event | None
 
     def ready(self) -> bool:
         return self.event is None or self.event.query()

@@ -30,6 +30,7 @@ from .block_tables import BlockTables
 from .graphs.batch_graphs import BatchGraphs
 from .graphs.cuda_graphs import CudaGraphManager, DecodeStep, GraphKind
 from .input_batch import BatchPlan, InputBatch, SampleBatch
+from .platforms.platform import Platform
 from .request_state import SCALAR_WORDS, RequestState
 from .sampling.bitmask_memory import HostBitmasks
 from .sampling.sampler import Sampler, SamplerOutput
@@ -96,7 +97,7 @@ class ModelRunner:
         max_model_len: int,
         num_blocks: int,
         block_size: int,
-        device: torch.device,
+        platform: Platform,
         graph_sizes: list[int] | None = None,
         max_graph_tokens: int = 0,
         max_in_flight_steps: int = 2,
@@ -107,14 +108,14 @@ class ModelRunner:
         self._model = model
         self._kv_memory = kv_memory
         self.vocab_size = vocab_size
-        self._device = device
+        self.platform = platform
         self._arena = StagedArena(
             {
                 "scalars": (max_num_seqs, SCALAR_WORDS),
                 "token_ids": (max_num_seqs, max_model_len),
                 "block_table": (max_num_seqs, -(-max_model_len // block_size)),
             },
-            device,
+            platform.device,
         )
         self.requests = RequestState(self._arena)
         self.tables = BlockTables(self._arena, num_blocks=num_blocks, block_size=block_size)
@@ -122,15 +123,15 @@ class ModelRunner:
         self._sampler = Sampler(self.requests, vocab_size, self._bitmasks)
         self._row_faults: dict[int, tuple[str, str]] = {}  # row: type and message of what is wrong with its request
         self._state: ExecuteModelState | None = None
-        self._copy_out = OutputCopier(device)
+        self._copy_out = OutputCopier(platform)
         self.graphs: CudaGraphManager | None = None
         if graph_sizes:
-            step = DecodeStep(self.requests, self, max(graph_sizes), max_in_flight_steps, self._bitmasks)
-            self.graphs = CudaGraphManager(step, graph_sizes, enforce_eager=enforce_eager)
+            step = DecodeStep(self.requests, self, max(graph_sizes), max_in_flight_steps, self._bitmasks, platform)
+            self.graphs = CudaGraphManager(step, graph_sizes, platform, enforce_eager=enforce_eager)
         self.batch_graphs: BatchGraphs | None = None
         if graph_sizes and not enforce_eager:
             self.batch_graphs = BatchGraphs(
-                self.requests, self.tables, self.forward_batch, max_num_seqs, max_graph_tokens
+                self.requests, self.tables, self.forward_batch, max_num_seqs, max_graph_tokens, platform
             )
 
         self._uncaptured: deque[Callable[[], None]] | None = None  # not looked for yet
@@ -180,13 +181,13 @@ class ModelRunner:
     def _run_with_less(self, out: SchedulerOutput, plan: BatchPlan) -> ExecuteModelState:
         """The device has no memory for the step. Once more with all that torch kept for later given back; then without
         the prompts, which need the most: they fail, and whoever decodes goes on."""
-        torch.cuda.empty_cache()
+        self.platform.release_cached()
         state, reason = self._try(out, plan)
         if state is not None:
             return state
         if plan.num_decodes == plan.num_reqs:
             raise torch.OutOfMemoryError(reason)
-        torch.cuda.empty_cache()
+        self.platform.release_cached()
         state = ExecuteModelState(out.step_id)
         if plan.num_decodes:
             state = self._run(out, plan.first(plan.num_decodes))
@@ -298,7 +299,7 @@ class ModelRunner:
 
     def share_bitmasks(self, memory: memoryview) -> None:
         """Bitmasks of GRAMMAR frames will lie in ``memory``, which is shared with the host."""
-        self._bitmasks.register(memory, self._device)
+        self._bitmasks.register(memory, self.platform)
 
     def _try_sampling(self, logits: Tensor, batch: SampleBatch) -> tuple[SamplerOutput | None, str]:
         """As `_try`."""
@@ -311,7 +312,7 @@ class ModelRunner:
         self, state: ExecuteModelState, logits: Tensor, batch: SampleBatch, reason: str
     ) -> SamplerOutput:
         """The device has no memory for what some rows ask of the sampler: they fail, the others are sampled."""
-        torch.cuda.empty_cache()
+        self.platform.release_cached()
         failed = batch.batch_idx[self._sampler.is_demanding(batch)]
         if not len(failed):
             raise torch.OutOfMemoryError(reason)

@@ -1,4 +1,4 @@
-"""Traces of what the worker and its GPU do, by torch's profiler; torch has one a process, so its state is the module's.
+"""Traces of what the worker and its device do, by torch's profiler. torch has one a process: so its state is here.
 
 A trace is Chrome's format, gzipped: chrome://tracing and ui.perfetto.dev open it.
 """
@@ -9,17 +9,17 @@ import os
 import tempfile
 import time
 
-import torch
 from torch.profiler import ProfilerActivity, profile
 
 from ..errors import InvalidRequestError
+from .platforms.platform import Platform
 
 __all__ = ["start", "stop"]
 
 _running: tuple[profile, str] | None = None  # and the folder
 
 
-def start(folder: str | None) -> str:
+def start(folder: str | None, platform: Platform) -> str:
     """Begin to record. ``folder``: absolute, made if need be; None: a new temporary one. Returns the folder.
 
     Raises InvalidRequestError if a profile is being recorded already, or the folder can't be written to.
@@ -35,9 +35,7 @@ def start(folder: str | None) -> str:
             tempfile.TemporaryFile(dir=folder).close()
         except (OSError, ValueError) as error:
             raise InvalidRequestError(f"folder={folder!r} can't be written to: {error}", param="folder") from error
-    activities = [ProfilerActivity.CPU]
-    if torch.cuda.is_available():
-        activities.append(ProfilerActivity.CUDA)
+    activities = [ProfilerActivity.CPU, *platform.profiler_activities]
     # acc_events: else it warns that a trace of several cycles has the last one only, though this has but one.
     recording = profile(activities=activities, acc_events=True)
     recording.start()
@@ -45,7 +43,7 @@ def start(folder: str | None) -> str:
     return folder
 
 
-def stop(rank: int) -> str:
+def stop(rank: int, platform: Platform) -> str:
     """End the recording when the device has done what it was given, and write it. Returns the file's path.
 
     Raises InvalidRequestError if none is being recorded; OSError if it can't be written, which ends it all the same.
@@ -54,8 +52,7 @@ def stop(rank: int) -> str:
     if _running is None:
         raise InvalidRequestError("no profile is being recorded: start_profile begins one")
     (recording, folder), _running = _running, None
-    if torch.cuda.is_initialized():
-        torch.cuda.synchronize()
+    platform.synchronize()
     recording.stop()
     now = time.time()
     stamp = time.strftime("%Y%m%d-%H%M%S", time.localtime(now)) + f"-{int(now % 1 * 1000):03}"

@@ -230,18 +230,18 @@ class Worker:
             raise ModelLoadError(f"there is not enough memory to load {config.model} ({text}){cure}") from error
         self._runner.share_bitmasks(self._channel.bitmask())
         ready |= {"pid": os.getpid(), "seconds": round(time.monotonic() - begun, 3)}
-        device = str(ready.get("device"))
-        threading.Thread(target=self._beat, args=(device,), name="aengine-heartbeat", daemon=True).start()
+        threading.Thread(target=self._beat, name="aengine-heartbeat", daemon=True).start()
         self._channel.publish(Kind.READY, self._step_id, pack(ready))
 
-    def _beat(self, device: str) -> None:
+    def _beat(self) -> None:
         """As long as Python runs here: not in a process that is stopped, nor while a thread keeps the GIL."""
+        platform = _platform_of(self._runner)
         device_bytes, counted = 0, -_MEMORY_PERIOD
         while not self._ended.is_set():
-            if device.startswith("cuda") and time.monotonic() - counted >= _MEMORY_PERIOD:
+            if platform is not None and time.monotonic() - counted >= _MEMORY_PERIOD:
                 counted = time.monotonic()
                 with contextlib.suppress(Exception):  # the heart beats on, whatever becomes of the device
-                    device_bytes = _device_memory(device)
+                    device_bytes = platform.memory_taken()
             self._channel.beat(device_bytes)
             self._ended.wait(_HEARTBEAT_PERIOD)
 
@@ -289,12 +289,12 @@ class Worker:
     def _start_profile(self, folder: str | None) -> dict[str, str]:
         from ..runner import profiler
 
-        return _or_refused(profiler.start, folder)
+        return _or_refused(profiler.start, folder, _platform_of(self._runner))
 
     def _stop_profile(self) -> dict[str, str]:
         from ..runner import profiler
 
-        return _or_refused(profiler.stop, self._rank)
+        return _or_refused(profiler.stop, self._rank, _platform_of(self._runner))
 
     # -- errors
 
@@ -310,12 +310,8 @@ _CALLS: dict[str, Callable[..., Any]] = {
 }
 
 
-def _device_memory(device: str) -> int:
-    """Bytes that torch has taken of a GPU for this process; the driver's own share is not in it."""
-    import torch
-
-    count: int = torch.cuda.memory_stats_as_nested_dict(device)["reserved_bytes"]["all"]["current"]
-    return count
+def _platform_of(runner: Runner | None) -> Any:
+    return getattr(runner, "platform", None)
 
 
 def _or_refused(call: Callable[..., str], *args: Any) -> dict[str, str]:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import random
 from collections.abc import Mapping, Sequence
 from pathlib import Path
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -29,9 +30,11 @@ def source_of(model: str | Path, load_format: str = "auto") -> ModelSource:
     return resolve_model(EngineConfig.create(str(model), {"load_format": load_format}))
 
 
-def load(source: ModelSource, dtype: str = "float32", seed: int = 0) -> tuple[DecoderModel, LoadedWeights]:
+def load(
+    source: ModelSource, dtype: str = "float32", seed: int = 0, memory: Any = None
+) -> tuple[DecoderModel, LoadedWeights]:
     model = build_model(ModelConfig.from_hf(source.hf_config), LinearFormat.choose(dtype, CPU), CPU)
-    return model, load_weights(model, source, seed, no_progress)
+    return model, load_weights(model, source, seed, no_progress, memory=memory)
 
 
 class Driver:

@@ -20,6 +20,7 @@ from aengine.errors import ModelLoadError
 from aengine.runner.layers.linear import LinearFormat
 from aengine.runner.model_config import ModelConfig
 from aengine.runner.models import build_model
+from aengine.runner.platforms.platform import DeviceMemory
 from aengine.runner.weights import loader
 from aengine.runner.weights.loader import load_weights
 
@@ -226,10 +227,9 @@ def test_out_of_gpu_memory(copied: Path, monkeypatch: pytest.MonkeyPatch) -> Non
         return tensor
 
     monkeypatch.setattr(loader.Place, "put", put)
-    monkeypatch.setattr(torch.cuda, "mem_get_info", lambda device: (2**30, 8 * 2**30))
-    monkeypatch.setattr(torch.cuda, "memory_allocated", lambda device: 7 * 2**30)
+    memory = DeviceMemory(total=8 * 2**30, free=2**30, allocated=7 * 2**30, reserved=7 * 2**30)
     with pytest.raises(ModelLoadError) as caught:
-        load(source_of(copied))
+        load(source_of(copied), memory=lambda: memory)
     text = str(caught.value)
     assert "\n" not in text and "8.00 GiB" in text and "1.00 GiB is free" in text and "dtype='bfloat16'" in text
     assert "ran out at" in text and "larger GPU" in text

@@ -11,6 +11,7 @@ from torch import Tensor
 from aengine.ipc.messages import ModelRunnerOutput, NewRequest, SchedulerOutput, float32, int32
 from aengine.runner.input_batch import InputBatch
 from aengine.runner.model_runner import ModelRunner
+from aengine.runner.platforms.cpu import CpuPlatform
 
 PRIME = 1_000_003
 
@@ -101,7 +102,7 @@ class ConstantModel:
 
 def make_runner(model: FakeModel | ConstantModel, vocab_size: int, **limits: int) -> ModelRunner:
     settings = {"max_num_seqs": 8, "max_model_len": 64, "num_blocks": 40, "block_size": 4, **limits}
-    return ModelRunner(model, model, vocab_size=vocab_size, device=torch.device("cpu"), **settings)
+    return ModelRunner(model, model, vocab_size=vocab_size, platform=CpuPlatform(), **settings)
 
 
 def request(row: int, token_ids: Sequence[int], blocks: Sequence[int], **fields: Any) -> NewRequest:

@@ -14,22 +14,19 @@ from typing import Any
 import pytest
 import torch
 
-from aengine.config import EngineConfig
 from aengine.errors import ModelLoadError
 from aengine.runner.platforms import cuda as gpu_module
-from aengine.runner.platforms.cuda import GpuDevice, gpu_dtype, open_gpu
+from aengine.runner.platforms.choice import choose_platform
+from aengine.runner.platforms.cpu import CpuPlatform
+from aengine.runner.platforms.cuda import CudaPlatform
 
 Patch = pytest.MonkeyPatch
-
-
-def config(device: str = "cuda", **settings: Any) -> EngineConfig:
-    return EngineConfig.create("m", {"device": device, **settings})
 
 
 def refuse(device: str = "cuda") -> str:
     """The error, which is one line that names the CPU as a way out."""
     with pytest.raises(ModelLoadError) as caught:
-        open_gpu(config(device))
+        choose_platform(device)
     text = str(caught.value)
     assert "\n" not in text and "device='cpu'" in text
     return text
@@ -119,7 +116,7 @@ def triton(monkeypatch: Patch) -> FakeTriton:
 
 def test_the_cpu_asks_nothing_of_cuda(monkeypatch: Patch) -> None:
     monkeypatch.setattr(torch.cuda, "is_available", lambda: pytest.fail("CUDA was asked"))
-    assert open_gpu(config("cpu")) is None
+    assert isinstance(choose_platform("cpu"), CpuPlatform)
 
 
 def test_torch_without_cuda(no_cuda: Callable[..., None], monkeypatch: Patch) -> None:
@@ -132,7 +129,7 @@ def test_no_driver(no_cuda: Callable[..., None], driver: Path, caplog: pytest.Lo
     no_cuda("CUDA initialization: Found no NVIDIA driver on your system. Please check that you have an NVIDIA GPU")
     driver.unlink()
     assert "no NVIDIA driver" in refuse()
-    assert open_gpu(config("auto")) is None
+    assert isinstance(choose_platform("auto"), CpuPlatform)
     assert not caplog.records, "a machine without a GPU is nothing to warn of"
 
 
@@ -145,7 +142,7 @@ def test_a_driver_too_old(no_cuda: Callable[..., None], driver: Path, known: boo
     assert "too old" in text and "CUDA 13.0" in text and torch.__version__ in text and "update the driver" in text
     assert ("580.159.03" in text) is known
     with caplog.at_level(logging.WARNING, logger="aengine"):
-        assert open_gpu(config("auto")) is None
+        assert isinstance(choose_platform("auto"), CpuPlatform)
     assert ("running on the CPU: the NVIDIA driver 580.159.03 is too old" in caplog.text) is known
 
 
@@ -171,9 +168,9 @@ def test_an_odd_driver_file(no_cuda: Callable[..., None], driver: Path) -> None:
 
 def test_a_good_one(cuda: FakeCuda, triton: FakeTriton) -> None:
     for setting, index in (("auto", 0), ("cuda", 0), ("cuda:1", 1)):
-        gpu = open_gpu(config(setting))
-        assert gpu == GpuDevice(torch.device("cuda", index), "NVIDIA H200", (9, 0))
-        assert gpu is not None and gpu.supports_bf16
+        gpu = choose_platform(setting)
+        assert gpu == CudaPlatform(torch.device("cuda", index), "NVIDIA H200", (9, 0))
+        assert isinstance(gpu, CudaPlatform) and gpu.supports_bf16
 
 
 def test_an_index_out_of_range(cuda: FakeCuda, triton: FakeTriton, monkeypatch: Patch) -> None:
@@ -189,15 +186,15 @@ def test_too_old(cuda: FakeCuda, triton: FakeTriton, capability: tuple[int, int]
     text = refuse()
     assert f"Tesla V100 (compute capability {capability[0]}.{capability[1]}) is too old" in text and "7.5" in text
     with caplog.at_level(logging.WARNING, logger="aengine"):
-        assert open_gpu(config("auto")) is None
+        assert isinstance(choose_platform("auto"), CpuPlatform)
     assert "running on the CPU: Tesla V100" in caplog.text
 
 
 @pytest.mark.parametrize("capability", [(7, 5), (8, 0), (8, 9), (9, 0), (12, 0)])
 def test_what_generations_have(cuda: FakeCuda, triton: FakeTriton, capability: tuple[int, int]) -> None:
     cuda.capability = capability
-    gpu = open_gpu(config())
-    assert gpu is not None
+    gpu = choose_platform("cuda")
+    assert isinstance(gpu, CudaPlatform)
     assert gpu.supports_bf16 is (capability >= (8, 0))
 
 
@@ -212,30 +209,26 @@ def test_a_gpu_that_fails(cuda: FakeCuda, triton: FakeTriton) -> None:
 # -- dtypes
 
 
-def model(dtype: str) -> Any:
-    return SimpleNamespace(checkpoint_dtype=dtype)
-
-
-def device(capability: tuple[int, int]) -> GpuDevice:
-    return GpuDevice(torch.device("cuda", 0), "G", capability)
+def device(capability: tuple[int, int]) -> CudaPlatform:
+    return CudaPlatform(torch.device("cuda", 0), "G", capability)
 
 
 @pytest.mark.parametrize("own", ["", "float32", "bfloat16", "float16", "float8_e4m3fn"])
 def test_auto_dtype(own: str, caplog: pytest.LogCaptureFixture) -> None:
     wanted = "float16" if own == "float16" else "bfloat16"
     with caplog.at_level(logging.WARNING, logger="aengine"):
-        assert gpu_dtype("auto", model(own), device((8, 0))) == wanted
+        assert device((8, 0)).choose_dtype("auto", own) == wanted
         assert not caplog.records
-        assert gpu_dtype("auto", model(own), device((7, 5))) == "float16"
+        assert device((7, 5)).choose_dtype("auto", own) == "float16"
     assert ("has no bfloat16" in caplog.text) is (wanted == "bfloat16")
 
 
 def test_explicit_dtype() -> None:
     for dtype in ("float32", "float16"):
-        assert gpu_dtype(dtype, model("bfloat16"), device((7, 5))) == dtype
-    assert gpu_dtype("bfloat16", model("float16"), device((8, 0))) == "bfloat16"
+        assert device((7, 5)).choose_dtype(dtype, "bfloat16") == dtype
+    assert device((8, 0)).choose_dtype("bfloat16", "float16") == "bfloat16"
     with pytest.raises(ModelLoadError, match=r"compute capability 7\.5.*no bfloat16.*dtype='auto'"):
-        gpu_dtype("bfloat16", model("bfloat16"), device((7, 5)))
+        device((7, 5)).choose_dtype("bfloat16", "bfloat16")
 
 
 # -- Triton
@@ -255,13 +248,13 @@ def test_no_compiler(cuda: FakeCuda, triton: FakeTriton, monkeypatch: Patch) -> 
     triton.knobs.build.cc = "/opt/cc"
     assert "CC='/opt/cc'" in refuse()
     triton.knobs.build.impl = lambda *args: "made otherwise"
-    assert open_gpu(config()) is not None
+    assert isinstance(choose_platform("cuda"), CudaPlatform)
 
 
 @pytest.mark.parametrize("name", ["gcc", "clang"])
 def test_either_compiler_does(cuda: FakeCuda, triton: FakeTriton, name: str, monkeypatch: Patch) -> None:
     monkeypatch.setattr(shutil, "which", lambda wanted: f"/bin/{name}" if wanted == name else None)
-    assert open_gpu(config()) is not None
+    assert isinstance(choose_platform("cuda"), CudaPlatform)
 
 
 def test_triton_that_fails(cuda: FakeCuda, triton: FakeTriton) -> None:
@@ -272,6 +265,6 @@ def test_triton_that_fails(cuda: FakeCuda, triton: FakeTriton) -> None:
 
 @pytest.mark.gpu
 def test_the_gpu_of_this_machine() -> None:
-    gpu = open_gpu(config())
-    assert gpu is not None and gpu.device == torch.device("cuda", 0)
+    gpu = choose_platform("cuda")
+    assert gpu.device == torch.device("cuda", 0)
     assert "GPUs" in refuse("cuda:99") or "only GPU" in refuse("cuda:99")

@@ -16,6 +16,7 @@ from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_mod
 
 from aengine.ipc.messages import GrammarOutput, NewRequest, SchedulerOutput, int32
 from aengine.kernels.dispatch import triton_everywhere
+from aengine.runner.attention.backend import TritonAttention
 from aengine.runner.attention.library import TritonPrefill
 from aengine.runner.attention.torch_attention import KvCache
 from aengine.runner.graphs.cuda_graphs import GraphKind, graph_sizes
@@ -23,11 +24,12 @@ from aengine.runner.layers.linear import LinearFormat
 from aengine.runner.model_config import ModelConfig
 from aengine.runner.model_runner import ModelRunner
 from aengine.runner.models import build_model
+from aengine.runner.platforms.cpu import CpuPlatform
 from aengine.runner.sampling.bitmask_memory import HostBitmasks
 from aengine.runner.weights.loader import load_weights
 
 if TYPE_CHECKING:
-    from aengine.runner.startup.cuda import GpuSetup
+    from aengine.runner.startup.setup import RunnerSetup
 
 CPU = torch.device("cpu")
 NUM_BLOCKS, BLOCK_SIZE, MAX_LEN, MAX_SEQS = 32, 16, 96, 8
@@ -71,7 +73,7 @@ def make_runner(folder: Path, *, like_gpu: bool, enforce_eager: bool = True) -> 
         max_model_len=MAX_LEN,
         num_blocks=NUM_BLOCKS,
         block_size=BLOCK_SIZE,
-        device=CPU,
+        platform=CpuPlatform(),
         graph_sizes=[1, 2, 4, 8] if like_gpu else None,
         max_graph_tokens=64,
         enforce_eager=enforce_eager,
@@ -200,7 +202,7 @@ def test_rows_are_sent_only_when_they_change(monkeypatch: pytest.MonkeyPatch) ->
     sent = []
     monkeypatch.setattr(cuda_graphs, "to_device", lambda column, device: (sent.append(1), torch.from_numpy(column))[1])
     requests = RequestState(StagedArena({"scalars": (9, SCALAR_WORDS), "token_ids": (9, 4)}, CPU))
-    step = cuda_graphs.DecodeStep(requests, None, 8, 2, HostBitmasks(64))
+    step = cuda_graphs.DecodeStep(requests, None, 8, 2, HostBitmasks(64), CpuPlatform())
     for rows, size, is_new in (
         ([3, 1], 2, True),
         ([3, 1], 2, False),
@@ -227,7 +229,7 @@ def test_rows_that_could_not_be_sent_are_sent_again(monkeypatch: pytest.MonkeyPa
     from aengine.runner.staged_writes import StagedArena
 
     requests = RequestState(StagedArena({"scalars": (9, SCALAR_WORDS), "token_ids": (9, 4)}, CPU))
-    step = cuda_graphs.DecodeStep(requests, None, 8, 2, HostBitmasks(64))
+    step = cuda_graphs.DecodeStep(requests, None, 8, 2, HostBitmasks(64), CpuPlatform())
     step.set_rows(np.array([3, 1]), 4)
 
     def no_memory(column: object, device: object) -> torch.Tensor:
@@ -317,17 +319,25 @@ def test_what_is_read_before_a_wait_is_written_by_then(
     assert getattr(backend, "calls", 1) == 1
 
 
-def make_setup(folder: Path, **settings) -> GpuSetup:
+class LikeGpu(CpuPlatform):
+    """The CPU, started as an accelerator is."""
+
+    name = "Tesla T4"
+    is_accelerator = True
+
+
+def make_setup(folder: Path, **settings) -> RunnerSetup:
     from tiny import write_tiny_model
 
     from aengine.checkpoint.source import resolve_model
     from aengine.config import EngineConfig
-    from aengine.runner.startup.cuda import GpuSetup
+    from aengine.runner.startup.setup import RunnerSetup
 
     config = EngineConfig.create(str(write_tiny_model(folder, "llama")), {"max_num_seqs": 4, **settings})
     model_config = ModelConfig.from_hf(resolve_model(config).hf_config)
     model = build_model(model_config, LinearFormat.choose("float32", CPU), CPU)
-    return GpuSetup(config, model_config, model, CPU, TritonPrefill(), BLOCK_SIZE, 64, 0, 1)
+    attention = TritonAttention(TritonPrefill())
+    return RunnerSetup(config, model_config, model, LikeGpu(), attention, BLOCK_SIZE, 64, 0, 1)
 
 
 @pytest.mark.parametrize(("in_flight", "leased"), [(2, 500), (300, 0)])
@@ -346,15 +356,14 @@ def test_a_kernel_that_no_tile_makes_fit_is_an_error_of_one_line(
     from triton import OutOfResources
 
     from aengine.errors import ModelLoadError
-    from aengine.runner.startup import cuda as gpu_startup
+    from aengine.runner.startup import profile as module
 
-    def start(*args: object) -> None:
+    def compile_kernels(*args: object) -> None:
         raise OutOfResources(131_072, 65_536, "shared memory")
 
-    monkeypatch.setattr(gpu_startup, "_start", start)
-    monkeypatch.setattr(torch.cuda, "get_device_name", lambda device: "Tesla T4")
+    monkeypatch.setattr(module, "compile_kernels", compile_kernels)
     with pytest.raises(ModelLoadError, match=r"shared memory .*Tesla T4 \(131072 of 65536\).*device='cpu'") as caught:
-        gpu_startup.start_on_gpu(make_setup(tmp_path), lambda *report: None)
+        module.profile(make_setup(tmp_path), lambda *report: None)
     assert "\n" not in str(caught.value)
 
 

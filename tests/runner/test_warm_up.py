@@ -21,6 +21,7 @@ from aengine.runner.layers.linear import LinearFormat
 from aengine.runner.model_config import ModelConfig
 from aengine.runner.model_runner import ModelRunner
 from aengine.runner.models import build_model
+from aengine.runner.platforms.cpu import CpuPlatform
 from aengine.runner.weights.loader import load_weights
 
 sys.path.append(str(Path(__file__).parents[1] / "models"))  # behind all else: that folder has a conftest.py too
@@ -90,7 +91,7 @@ def make_runner(folder: Path, max_num_seqs: int) -> tuple[ModelRunner, ModelConf
         max_model_len=MAX_LEN,
         num_blocks=num_blocks,
         block_size=BLOCK_SIZE,
-        device=CPU,
+        platform=CpuPlatform(),
         graph_sizes=[size for size in (1, 2, 4, 8, 16, 40, 128) if size < max_num_seqs] + [max_num_seqs],
         enforce_eager=True,
     )

@@ -17,6 +17,7 @@ import logging
 import threading
 import warnings
 from collections.abc import Callable
+from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Any, NamedTuple, Protocol
@@ -207,18 +208,26 @@ _LIBRARIES = {
 
 
 def choose_prefill_backend(
-    setting: str, device: torch.device, dtype: torch.dtype, num_heads: int, num_kv_heads: int, head_dim: int
+    setting: str,
+    capability: tuple[int, int],
+    device: torch.device,
+    aside: Callable[[], AbstractContextManager[None]],
+    dtype: torch.dtype,
+    num_heads: int,
+    num_kv_heads: int,
+    head_dim: int,
 ) -> PrefillBackend:
     """``setting``: "triton", a library by name, or "auto": the first of the libraries that can be used, else triton.
+    ``aside``: within, launches go to a stream of their own, and have run at its end.
 
     Raises ModelLoadError if the library that was asked for can't be used here.
     """
     if setting == "triton":
         return TritonPrefill()
-    name, module = choose_library(setting, torch.cuda.get_device_capability(device), dtype, head_dim)
+    name, module = choose_library(setting, capability, dtype, head_dim)
     if not module:
         return TritonPrefill()
-    load = partial(_load_varlen, module, device, dtype, num_heads, num_kv_heads, head_dim)
+    load = partial(_load_varlen, module, device, aside, dtype, num_heads, num_kv_heads, head_dim)
     return LibraryPrefill(name, load, required=setting != "auto")
 
 
@@ -260,10 +269,16 @@ def _is_installed(module: str) -> bool:
 
 
 def _load_varlen(
-    module: str, device: torch.device, dtype: torch.dtype, num_heads: int, num_kv_heads: int, head_dim: int
+    module: str,
+    device: torch.device,
+    aside: Callable[[], AbstractContextManager[None]],
+    dtype: torch.dtype,
+    num_heads: int,
+    num_kv_heads: int,
+    head_dim: int,
 ) -> Varlen:
     """Import it, and call it once, so that it is compiled. Raises whatever the library does."""
-    with warnings.catch_warnings(), torch.cuda.device(device), torch.cuda.stream(torch.cuda.Stream(device)):
+    with warnings.catch_warnings(), aside():
         warnings.simplefilter("ignore")
         function: Varlen = importlib.import_module(module).flash_attn_varlen_func
         q, k, v = (
@@ -272,7 +287,6 @@ def _load_varlen(
         )
         starts = torch.tensor([0, 128], dtype=torch.int32, device=device)
         _call(function, q, k, v, starts, starts, 128, 128, head_dim**-0.5, None)
-        torch.cuda.current_stream().synchronize()
     return function
 
 

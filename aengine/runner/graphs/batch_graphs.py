@@ -20,9 +20,10 @@ from torch import Tensor
 from ...kernels.input_prep import PreparedInputs, prepare_inputs
 from ..block_tables import BlockTables
 from ..input_batch import BatchPlan
+from ..platforms.platform import Graph, Platform
 from ..request_state import RequestState
 from ..transfer import to_device
-from .cuda_graphs import capturing, fits
+from .cuda_graphs import fits
 
 __all__ = ["BatchGraphs", "BatchShape"]
 
@@ -42,15 +43,22 @@ class BatchGraphs:
     """Captures a shape when it is first needed, or before: some tens of milliseconds, once."""
 
     def __init__(
-        self, requests: RequestState, tables: BlockTables, forward: Forward, max_num_seqs: int, max_tokens: int
+        self,
+        requests: RequestState,
+        tables: BlockTables,
+        forward: Forward,
+        max_num_seqs: int,
+        max_tokens: int,
+        platform: Platform,
     ) -> None:
+        self._platform = platform
         self._requests = requests
         self._tables = tables
         self._forward = forward
         self._tokens = [t for t in _TOKENS if t <= max_tokens]
         self._reqs = [*(r for r in _REQUESTS if r < max_num_seqs), max_num_seqs]
         self._columns = torch.empty((2, max_num_seqs), dtype=torch.int64, device=requests.token_ids.device)
-        self._graphs: dict[BatchShape, tuple[torch.cuda.CUDAGraph, tuple[Tensor, Tensor, Tensor]]] = {}
+        self._graphs: dict[BatchShape, tuple[Graph, tuple[Tensor, Tensor, Tensor]]] = {}
         self._too_large: set[BatchShape] = set()  # there was no memory for these
         self._pool: Any = None
 
@@ -73,7 +81,7 @@ class BatchGraphs:
         if shape in self._graphs:
             return shape
         what = f"{shape.num_tokens} tokens of {shape.num_reqs} requests"
-        if shape in self._too_large or not fits(lambda: self.capture(shape), what):
+        if shape in self._too_large or not fits(lambda: self.capture(shape), what, self._platform):
             self._too_large.add(shape)
             return None
         return shape
@@ -92,10 +100,9 @@ class BatchGraphs:
         nothing = np.empty(0, dtype=np.int64)
         self._send(nothing, nothing, shape)
         self._step(shape)  # what is done once (loading a kernel) may not be captured
-        graph = torch.cuda.CUDAGraph()
         if self._pool is None:
-            self._pool = torch.cuda.graph_pool_handle()
-        with capturing(graph, self._pool):
+            self._pool = self._platform.graph_pool()
+        with self._platform.capture(self._pool) as graph:
             outputs = self._step(shape)
         self._graphs[shape] = (graph, outputs)
 

@@ -17,10 +17,8 @@ finds the first one's logits in the pool, since no other graph is launched in be
 from __future__ import annotations
 
 import bisect
-import gc
 import logging
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from enum import Enum
 from typing import Any, NamedTuple, Protocol
 
@@ -34,11 +32,12 @@ from ...kernels.gumbel import gumbel_sample
 from ...kernels.input_prep import DecodeInputs, commit_decode, prepare_decode
 from ..async_output import Published
 from ..input_batch import Rows
+from ..platforms.platform import Graph, Platform
 from ..request_state import COLUMNS, RequestState
 from ..sampling.bitmask_memory import HostBitmasks, MaskMemory
 from ..transfer import to_device
 
-__all__ = ["BatchDescriptor", "CudaGraphManager", "DecodeStep", "GraphKind", "capturing", "fits", "graph_sizes"]
+__all__ = ["BatchDescriptor", "CudaGraphManager", "DecodeStep", "GraphKind", "fits", "graph_sizes"]
 
 logger = logging.getLogger("aengine.runner")
 
@@ -65,23 +64,7 @@ def graph_sizes(max_num_seqs: int, most: int = 512) -> list[int]:
     return [size for size in sizes if size < largest] + [largest]
 
 
-@contextmanager
-def capturing(graph: torch.cuda.CUDAGraph, pool: Any) -> Iterator[None]:
-    """What is launched within goes into ``graph``. No garbage is collected meanwhile: to free an old graph, say, would
-    spoil the new one. A capture that fails leaves the stream as it was."""
-    was_enabled = gc.isenabled()
-    stream = torch.cuda.current_stream()
-    gc.disable()
-    try:
-        with torch.cuda.graph(graph, pool=pool, capture_error_mode="thread_local"):
-            yield
-    finally:
-        torch.cuda.set_stream(stream)
-        if was_enabled:
-            gc.enable()
-
-
-def fits(capture: Callable[[], None], what: str) -> bool:
+def fits(capture: Callable[[], None], what: str, platform: Platform) -> bool:
     """Capture a graph that a step needs now. False: there is no memory for it, not even when torch has given back what
     it keeps; the step, which needs less, then runs op by op."""
     reason: str | None = None
@@ -94,7 +77,7 @@ def fits(capture: Callable[[], None], what: str) -> bool:
                 raise
         else:
             return True
-        torch.cuda.empty_cache()
+        platform.release_cached()
     advice = "such steps run op by op, more slowly: lower gpu_memory_utilization"
     logger.warning("no memory for the graph of %s (%s); %s", what, reason, advice)
     return False
@@ -136,17 +119,18 @@ class DecodeStep:
         max_size: int,
         max_in_flight_steps: int,
         bitmasks: HostBitmasks,
+        platform: Platform,
     ) -> None:
         """At most ``max_in_flight_steps`` answers may be under way or unread."""
         num_slots = max(_LEAST_SLOTS, 2 * max_in_flight_steps)
         self._requests = requests
         self._model = model
         self._device = requests.token_ids.device
-        pinned = self._device.type == "cuda"
+        self._platform = platform
         self._rows = torch.full((max_size,), -1, dtype=torch.int64, device=self._device)
         self._rows_host = np.full(max_size, -1, dtype=np.int64)  # what _rows holds, or will when its copies have run
         self._filled = (0, 0)  # how many rows set_rows was given last, and the size that it padded them to
-        self._published = torch.zeros((num_slots, 2, max_size), dtype=torch.int32, pin_memory=pinned)
+        self._published = torch.zeros((num_slots, 2, max_size), dtype=torch.int32, pin_memory=platform.pins_memory)
         self._published_host = self._published.numpy()
         self._cursor = torch.zeros(1, dtype=torch.int32, device=self._device)
         self._next_slot = 0  # what the cursor will be when all steps launched so far have run
@@ -211,11 +195,7 @@ class DecodeStep:
         """Where the answer of the SAMPLED or MASKED step queued last will be."""
         slot = self._next_slot
         self._next_slot = (slot + 1) % len(self._published_host)
-        event = None
-        if self._device.type == "cuda":
-            event = torch.cuda.Event()
-            event.record()
-        return Published(self._published_host[slot], num_rows, event)
+        return Published(self._published_host[slot], num_rows, self._platform.record_event())
 
     def rehearse(self, descriptor: BatchDescriptor) -> None:
         """Run the step with nothing but padding: kernels and libraries load what they need, no row changes."""
@@ -236,13 +216,14 @@ class CudaGraphManager:
     both give the same bits.
     """
 
-    def __init__(self, step: DecodeStep, sizes: list[int], *, enforce_eager: bool) -> None:
+    def __init__(self, step: DecodeStep, sizes: list[int], platform: Platform, *, enforce_eager: bool) -> None:
+        self._platform = platform
         self.step = step
         self._sizes = sorted(sizes)
         self._is_eager = enforce_eager
-        self._graphs: dict[BatchDescriptor, tuple[torch.cuda.CUDAGraph, Tensor | None]] = {}
+        self._graphs: dict[BatchDescriptor, tuple[Graph, Tensor | None]] = {}
         self._too_large: set[BatchDescriptor] = set()  # there was no memory for these
-        self._second: dict[int, torch.cuda.CUDAGraph] = {}  # by size: of MASKED steps
+        self._second: dict[int, Graph] = {}  # by size: of MASKED steps
         self._unmasked: tuple[int, Unmasked | None] | None = None  # size of the MASKED step that waits
         self._pool: Any = None
 
@@ -280,7 +261,7 @@ class CudaGraphManager:
             return True
         if self._is_eager or descriptor in self._too_large:
             return False
-        if fits(lambda: self.capture(descriptor), f"{descriptor.size} decodes"):
+        if fits(lambda: self.capture(descriptor), f"{descriptor.size} decodes", self._platform):
             return True
         self._too_large.add(descriptor)
         return False
@@ -320,14 +301,12 @@ class CudaGraphManager:
         if descriptor in self._graphs:
             return
         self.step.rehearse(descriptor)  # what is done once (loading a kernel) may not be captured
-        graph = torch.cuda.CUDAGraph()
         if self._pool is None:
-            self._pool = torch.cuda.graph_pool_handle()
-        with capturing(graph, self._pool):
+            self._pool = self._platform.graph_pool()
+        with self._platform.capture(self._pool) as graph:
             output = self.step.run(descriptor)
         if isinstance(output, Unmasked):
-            second = torch.cuda.CUDAGraph()
-            with capturing(second, self._pool):
+            with self._platform.capture(self._pool) as second:
                 self.step.run_masked(output)
             self._second[descriptor.size], output = second, None
         self._graphs[descriptor] = (graph, output)

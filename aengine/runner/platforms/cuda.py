@@ -1,4 +1,4 @@
-"""The GPU that a worker runs on: found, checked, described.
+"""NVIDIA GPUs as a platform: found, checked, opened; and the one file that calls ``torch.cuda``.
 
 A GPU that can't be used ends the start with one line that says why and what helps, or, with device="auto", is passed
 over for the CPU with that line as a warning. What is missing beside a good GPU (Triton, a compiler) ends the start
@@ -7,19 +7,28 @@ either way: its cure is quick, and nobody who has the GPU wants the CPU.
 
 from __future__ import annotations
 
+import contextlib
+import gc
 import logging
 import shutil
 import warnings
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import TYPE_CHECKING, Any, ClassVar
 
 import torch
+from torch import Tensor
+from torch.profiler import ProfilerActivity
 
 from ...config import EngineConfig
 from ...errors import ModelLoadError
+from ..attention.backend import AttentionBackend, TritonAttention
+from ..attention.library import choose_prefill_backend
 from ..model_config import ModelConfig
+from .platform import CopyStream, DeviceMemory, Event, Graph, Platform, Unavailable
 
-__all__ = ["GpuDevice", "check_triton", "driver_version", "find_gpu", "gpu_dtype", "open_gpu"]
+__all__ = ["CudaPlatform", "driver_version"]
 
 logger = logging.getLogger("aengine.runner")
 
@@ -27,94 +36,192 @@ _LEAST_CAPABILITY = (7, 5)  # Turing: what CUDA 13 and Triton still compile for
 _DRIVER_VERSION = Path("/proc/driver/nvidia/version")
 
 
-@dataclass(frozen=True, slots=True)
-class GpuDevice:
+@dataclass
+class CudaPlatform:
+    """One GPU."""
+
     device: torch.device
     name: str
     compute_capability: tuple[int, int]
+    is_accelerator = True
+    pins_memory = True
+    default_batched_tokens = 8192
+    profiler_activities: ClassVar[Sequence[Any]] = (ProfilerActivity.CUDA,)
+
+    @classmethod
+    def find(cls, setting: str) -> CudaPlatform | Unavailable:
+        """``setting``: "cuda", for the first, or "cuda:N"."""
+        with warnings.catch_warnings(record=True) as caught:  # torch says there why it sees none
+            warnings.simplefilter("always")
+            available = torch.cuda.is_available()
+        if not available:
+            return _why_unavailable(" ".join(str(warning.message) for warning in caught))
+        index, count = int(setting.partition(":")[2] or 0), torch.cuda.device_count()
+        if index >= count:
+            there = (
+                "'cuda:0' is the only GPU" if count == 1 else f"there are {count} GPUs, 'cuda:0' to 'cuda:{count - 1}'"
+            )
+            return Unavailable(f"{there} here: use one of them")
+        device = torch.device("cuda", index)
+        try:
+            torch.empty(1, device=device).fill_(1).sum().item()  # a context, memory, a kernel of torch's own
+            properties = torch.cuda.get_device_properties(device)
+        except torch.OutOfMemoryError:
+            name = torch.cuda.get_device_name(device)
+            return Unavailable(f"cuda:{index} ({name}) has no free memory: end other processes on it")
+        except RuntimeError as error:
+            return Unavailable(f"CUDA fails on cuda:{index}: {_first_line(error)}: see what nvidia-smi says of it")
+        gpu = cls(device, properties.name, (properties.major, properties.minor))
+        if gpu.compute_capability < _LEAST_CAPABILITY:
+            return Unavailable(f"{gpu.title} is too old: use a GPU of compute capability 7.5 (Turing) or more")
+        return gpu
+
+    def check(self) -> None:
+        """See `Platform`: Triton is looked for, and what it needs to launch kernels."""
+        _check_triton(self)
+
+    def open(self) -> None:
+        torch.cuda.set_device(self.device)
+        # cuBLAS may cut a product along K; the parts are then added in float32 too.
+        torch.backends.cuda.matmul.allow_bf16_reduced_precision_reduction = False
+        torch.backends.cuda.matmul.allow_fp16_reduced_precision_reduction = False
+
+    @property
+    def title(self) -> str:
+        major, minor = self.compute_capability
+        return f"{self.name} (compute capability {major}.{minor})"
 
     @property
     def supports_bf16(self) -> bool:
         return self.compute_capability >= (8, 0)
 
+    # -- choices
 
-def open_gpu(config: EngineConfig) -> GpuDevice | None:
-    """The GPU of the setting ``device``, checked to run kernels; None: run on the CPU.
+    def choose_dtype(self, setting: str, checkpoint_dtype: str) -> str:
+        """The setting ``dtype``, "auto" resolved: the checkpoint's own 16-bit format, else bfloat16; float16 on a GPU
+        that has no bfloat16.
 
-    Raises:
-        ModelLoadError: there is no such GPU, it is too old, CUDA or Triton can't use it; one line with what helps.
-    """
-    if config.device == "cpu":
-        return None
-    found = find_gpu(config.device)
-    if isinstance(found, str):
-        if config.device != "auto":
-            raise ModelLoadError(f"device={config.device!r}: {found}, or use device='cpu'")
-        if driver_version() is None:
-            logger.debug("running on the CPU: there is no NVIDIA driver")
-        else:
-            logger.warning("running on the CPU: %s", found)
-        return None
-    check_triton(found)
-    logger.debug("%s", found)
-    return found
+        Raises ModelLoadError if bfloat16 was asked for and the GPU has none.
+        """
+        wanted = setting
+        if setting == "auto":
+            wanted = checkpoint_dtype if checkpoint_dtype in ("float16", "bfloat16") else "bfloat16"
+        if wanted != "bfloat16" or self.supports_bf16:
+            return wanted
+        why = f"{self.title} has no bfloat16, which needs compute capability 8.0"
+        if setting != "auto":
+            raise ModelLoadError(f"dtype={setting!r}: {why}: use dtype='auto', 'float16' or 'float32'")
+        logger.warning("%s: running in float16; should logits overflow, use dtype='float32'", why)
+        return "float16"
+
+    def choose_attention(self, config: EngineConfig, model_config: ModelConfig, dtype: torch.dtype) -> AttentionBackend:
+        """See `Platform`. A library for long prompts is imported in a thread, see `AttentionBackend.join`."""
+        heads = (model_config.num_heads, model_config.num_kv_heads, model_config.head_dim)
+        capability = self.compute_capability
+        setting = config.attention_backend
+        return TritonAttention(choose_prefill_backend(setting, capability, self.device, self._aside, dtype, *heads))
+
+    @contextlib.contextmanager
+    def _aside(self) -> Iterator[None]:
+        """Within: launches of this thread go to a stream of their own; at the end they have run."""
+        stream = torch.cuda.Stream(self.device)
+        with torch.cuda.device(self.device), torch.cuda.stream(stream):
+            yield
+            stream.synchronize()
+
+    # -- memory
+
+    def memory(self) -> DeviceMemory:
+        free, total = torch.cuda.mem_get_info(self.device)
+        allocated, reserved = torch.cuda.memory_allocated(self.device), torch.cuda.memory_reserved(self.device)
+        return DeviceMemory(total, free, allocated, reserved)
+
+    def memory_taken(self) -> int:
+        """See `Platform`: what torch has taken; the driver's own share is not in it."""
+        count: int = torch.cuda.memory_stats_as_nested_dict(self.device)["reserved_bytes"]["all"]["current"]
+        return count
+
+    def release_cached(self) -> None:
+        torch.cuda.empty_cache()
+
+    def peak_of(self, work: Callable[[], None]) -> int:
+        torch.cuda.synchronize(self.device)
+        torch.cuda.empty_cache()
+        torch.cuda.reset_peak_memory_stats(self.device)
+        work()
+        return torch.cuda.max_memory_allocated(self.device)
+
+    def share(self, memory: Tensor) -> bool:
+        if int(torch.cuda.cudart().cudaHostRegister(memory.data_ptr(), memory.nbytes, 0)) == 0:
+            return True
+        with contextlib.suppress(RuntimeError):  # whoever uses CUDA next would be told of the failure
+            torch.zeros(1, device=self.device)
+        return False
+
+    # -- the order of work
+
+    def synchronize(self) -> None:
+        torch.cuda.synchronize(self.device)
+
+    def record_event(self) -> Event | None:
+        event = torch.cuda.Event()
+        event.record()
+        return event
+
+    def copy_stream(self) -> CopyStream:
+        return _CopyStream(torch.cuda.Stream(self.device))
+
+    def graph_pool(self) -> Any:
+        return torch.cuda.graph_pool_handle()
+
+    @contextlib.contextmanager
+    def capture(self, pool: Any) -> Iterator[Graph]:
+        """See `Platform`. No garbage is collected meanwhile: to free an old graph, say, would spoil the new one."""
+        graph = torch.cuda.CUDAGraph()
+        was_enabled = gc.isenabled()
+        stream = torch.cuda.current_stream()
+        gc.disable()
+        try:
+            with torch.cuda.graph(graph, pool=pool, capture_error_mode="thread_local"):
+                yield graph
+        finally:
+            torch.cuda.set_stream(stream)
+            if was_enabled:
+                gc.enable()
 
 
-def gpu_dtype(dtype: str, model_config: ModelConfig, gpu: GpuDevice) -> str:
-    """The setting ``dtype``, "auto" resolved: the checkpoint's own 16-bit format, else bfloat16; float16 on a GPU that
-    has no bfloat16.
+class _CopyStream:
+    """See `CopyStream`: into pinned memory, on a stream of its own."""
 
-    Raises ModelLoadError if bfloat16 was asked for and the GPU has none.
-    """
-    own = model_config.checkpoint_dtype
-    wanted = dtype
-    if dtype == "auto":
-        wanted = own if own in ("float16", "bfloat16") else "bfloat16"
-    if wanted != "bfloat16" or gpu.supports_bf16:
-        return wanted
-    why = f"{_title(gpu)} has no bfloat16, which needs compute capability 8.0"
-    if dtype != "auto":
-        raise ModelLoadError(f"dtype={dtype!r}: {why}: use dtype='auto', 'float16' or 'float32'")
-    logger.warning("%s: running in float16; should logits overflow, use dtype='float32'", why)
-    return "float16"
+    def __init__(self, stream: torch.cuda.Stream) -> None:
+        self._stream = stream
 
-
-# -- the GPU
-
-
-def find_gpu(setting: str) -> GpuDevice | str:
-    """The GPU, or why there is none, with the cure, as a clause."""
-    with warnings.catch_warnings(record=True) as caught:  # torch says there why it sees none
-        warnings.simplefilter("always")
-        available = torch.cuda.is_available()
-    if not available:
-        return _why_unavailable(" ".join(str(warning.message) for warning in caught))
-    index, count = int(setting.partition(":")[2] or 0), torch.cuda.device_count()
-    if index >= count:
-        there = "'cuda:0' is the only GPU" if count == 1 else f"there are {count} GPUs, 'cuda:0' to 'cuda:{count - 1}'"
-        return f"{there} here: use one of them"
-    device = torch.device("cuda", index)
-    try:
-        torch.empty(1, device=device).fill_(1).sum().item()  # a context, memory, a kernel of torch's own
-        properties = torch.cuda.get_device_properties(device)
-    except torch.OutOfMemoryError:
-        return f"cuda:{index} ({torch.cuda.get_device_name(device)}) has no free memory: end other processes on it"
-    except RuntimeError as error:
-        return f"CUDA fails on cuda:{index}: {_first_line(error)}: see what nvidia-smi says of it"
-    gpu = GpuDevice(
-        device=device,
-        name=properties.name,
-        compute_capability=(properties.major, properties.minor),
-    )
-    if gpu.compute_capability < _LEAST_CAPABILITY:
-        return f"{_title(gpu)} is too old: use a GPU of compute capability 7.5 (Turing) or more"
-    return gpu
+    def to_host(self, tensors: Sequence[Tensor]) -> tuple[list[Tensor], Event | None]:
+        stream = self._stream
+        stream.wait_stream(torch.cuda.current_stream())
+        pinned = []
+        with torch.cuda.stream(stream):
+            for tensor in tensors:
+                copy = torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=True)
+                copy.copy_(tensor, non_blocking=True)
+                tensor.record_stream(stream)  # its memory is not given anew before the copy has run
+                pinned.append(copy)
+            event = torch.cuda.Event()
+            event.record(stream)
+        return pinned, event
 
 
-def _why_unavailable(warning: str) -> str:
-    """From what torch warned of when it looked for a GPU; "" if it did not."""
-    built_for = torch.version.cuda
+# -- what is missing
+
+
+def _why_unavailable(warning: str) -> Unavailable:
+    """From what torch warned of when it looked for a GPU; "" if it did not. Expected where there is no driver."""
     driver = driver_version()
+    return Unavailable(_reason(driver, warning), is_expected=driver is None)
+
+
+def _reason(driver: str | None, warning: str) -> str:
+    built_for = torch.version.cuda
     if built_for is None:
         return f"torch {torch.__version__} was built without CUDA: install a torch that has it (pytorch.org says how)"
     too_old = "too old" in warning or "insufficient" in warning
@@ -144,7 +251,7 @@ def driver_version() -> str | None:
 # -- Triton
 
 
-def check_triton(gpu: GpuDevice) -> None:
+def _check_triton(gpu: CudaPlatform) -> None:
     """Raise ModelLoadError if Triton is missing, or can't launch kernels on ``gpu``; one line with what helps.
 
     Triton compiles with its own compiler, but what launches a kernel with the system's, on first use.
@@ -176,11 +283,10 @@ def check_triton(gpu: GpuDevice) -> None:
         ) from error
 
 
-def _title(gpu: GpuDevice) -> str:
-    major, minor = gpu.compute_capability
-    return f"{gpu.name} (compute capability {major}.{minor})"
-
-
 def _first_line(error: object) -> str:
     lines = str(error).strip().splitlines()
     return lines[0].rstrip(".") if lines else type(error).__name__
+
+
+if TYPE_CHECKING:
+    _: type[Platform] = CudaPlatform

@@ -18,7 +18,8 @@ from ...system.memory import free_memory
 from ..attention.library import choose_library
 from ..layers.linear import LinearFormat, float16_plan
 from ..startup.kv_memory import CPU_DEFAULT
-from .cuda import GpuDevice, check_triton, driver_version, find_gpu
+from .cuda import CudaPlatform, driver_version
+from .platform import Unavailable
 
 __all__ = ["probe"]
 
@@ -39,9 +40,9 @@ def probe() -> dict[str, Any]:
         "triton_problem": "",
         "cpu_problem": "",
     }
-    found = find_gpu(config.device)
-    if isinstance(found, str):
-        report["gpu_problem"] = found
+    found = CudaPlatform.find("cuda")
+    if isinstance(found, Unavailable):
+        report["gpu_problem"] = found.reason
         report["choices"] = _cpu_choices(config, report)
     else:
         report["choices"] = _gpu_choices(config, found, report)
@@ -65,12 +66,12 @@ def _cpu_choices(config: EngineConfig, report: dict[str, Any]) -> dict[str, Any]
     return choices | {"weights": linear_format.name, "dtype": str(linear_format.dtype).removeprefix("torch.")}
 
 
-def _gpu_choices(config: EngineConfig, gpu: GpuDevice, report: dict[str, Any]) -> dict[str, Any]:
-    free, total = torch.cuda.mem_get_info(gpu.device)
+def _gpu_choices(config: EngineConfig, gpu: CudaPlatform, report: dict[str, Any]) -> dict[str, Any]:
+    total, free, *_ = gpu.memory()
     capability = "{}.{}".format(*gpu.compute_capability)
     report["gpu"] = {"name": gpu.name, "capability": capability, "free_memory": free, "total_memory": total}
     try:
-        check_triton(gpu)
+        gpu.check()
     except ModelLoadError as error:
         report["triton_problem"] = str(error)
     dtype = torch.bfloat16 if gpu.supports_bf16 else torch.float16
@@ -90,7 +91,7 @@ def _gpu_choices(config: EngineConfig, gpu: GpuDevice, report: dict[str, Any]) -
 def _triton_version() -> str | None:
     try:
         import triton
-    except Exception:  # whatever a broken installation raises; check_triton says what of it on a GPU
+    except Exception:  # whatever a broken installation raises; `CudaPlatform.check` says what of it on a GPU
         return None
     return str(triton.__version__)
 

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
-
 import numpy as np
 import numpy.typing as npt
 import torch
@@ -12,6 +10,7 @@ from torch import Tensor
 from ...errors import InternalError
 from ...ipc.messages import GrammarOutput
 from ..input_batch import Rows
+from ..platforms.platform import Platform
 
 __all__ = ["HostBitmasks", "MaskMemory"]
 
@@ -19,23 +18,21 @@ __all__ = ["HostBitmasks", "MaskMemory"]
 class HostBitmasks:
     """Bitmasks as a GRAMMAR frame brings them: bytes of its own, or memory shared with the host.
 
-    The shared memory is made known to CUDA once, so that the device reads it without the CPU.
+    The shared memory is made known to the device once, so that the device reads it without the CPU.
     """
 
     def __init__(self, row_bytes: int) -> None:
         self.row_bytes = row_bytes
         self._shared: Tensor | None = None  # uint8 [bytes]
 
-    def register(self, memory: memoryview, device: torch.device) -> None:
-        """``memory`` is where bitmasks will lie, for as long as this process lives."""
-        if device.type != "cuda" or not len(memory):
+    def register(self, memory: memoryview, platform: Platform) -> None:
+        """``memory`` is where bitmasks will lie, for as long as this process lives; they are copied if it can't be
+        shared with the device."""
+        if not platform.is_accelerator or not len(memory):
             return
         tensor = torch.from_numpy(np.frombuffer(memory, dtype=np.uint8))
-        if int(torch.cuda.cudart().cudaHostRegister(tensor.data_ptr(), len(memory), 0)) == 0:
+        if platform.share(tensor):
             self._shared = tensor
-            return
-        with contextlib.suppress(RuntimeError):  # whoever uses CUDA next would be told of it: bitmasks are copied then
-            torch.zeros(1, device=device)
 
     def shared_rows(self, count: int) -> Tensor | None:
         """uint8 [count, row_bytes], on the host, from the beginning of memory that the device sees; None if there is
@@ -70,7 +67,7 @@ class HostBitmasks:
     def to_device(self, rows: npt.NDArray[np.uint8], place: Tensor) -> None:
         """Copy into ``place``, uint8 of that shape. Shared memory may not change until the step has been answered."""
         tensor = torch.from_numpy(rows)
-        if place.is_cuda and not self._is_shared(rows.ctypes.data):
+        if place.device.type != "cpu" and not self._is_shared(rows.ctypes.data):
             tensor = tensor.pin_memory()
         place.copy_(tensor, non_blocking=True)
 
@@ -113,7 +110,7 @@ class MaskMemory:
         wanted[:n] = rows
         if not np.array_equal(self._rows_host[:size], wanted):
             sent = torch.from_numpy(wanted)
-            self.rows[:size].copy_(sent.pin_memory() if self.rows.is_cuda else sent, non_blocking=True)
+            self.rows[:size].copy_(sent if self._device.type == "cpu" else sent.pin_memory(), non_blocking=True)
             self._rows_host[:size] = wanted
         if bits is None or bits.ctypes.data == self.bits.data_ptr():
             return

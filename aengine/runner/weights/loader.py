@@ -28,6 +28,7 @@ from ...checkpoint.gguf_file import GgufFile
 from ...checkpoint.source import ModelSource
 from ...errors import ModelLoadError
 from ..models.decoder import DecoderModel
+from ..platforms.platform import DeviceMemory
 from .slot import Slot
 
 __all__ = ["LoadedWeights", "load_weights"]
@@ -77,9 +78,14 @@ class Place(NamedTuple):
 
 
 def load_weights(
-    model: DecoderModel, source: ModelSource, seed: int, progress: Progress, device: torch.device = CPU
+    model: DecoderModel,
+    source: ModelSource,
+    seed: int,
+    progress: Progress,
+    device: torch.device = CPU,
+    memory: Callable[[], DeviceMemory] | None = None,
 ) -> LoadedWeights:
-    """Fill the model. ``progress(stage, done, total, unit)`` is told bytes.
+    """Fill the model. ``progress(stage, done, total, unit)`` is told bytes; ``memory()`` is the device's, for errors.
 
     Raises:
         ModelLoadError: a file is missing, truncated or corrupt; a tensor is missing, has another shape or is stored in
@@ -111,7 +117,7 @@ def load_weights(
             del tensor  # else it waits here until the next one has come
 
     progress("weights", 0, total, "bytes")
-    with _out_of_memory(loaded, total, place):
+    with _out_of_memory(loaded, total, place, memory):
         for _ in _placing(to_place(), place):
             progress("weights", min(loaded.num_bytes, total), total, "bytes")
     progress("weights", total, total, "bytes")
@@ -125,18 +131,23 @@ def load_weights(
 
 
 @contextmanager
-def _out_of_memory(loaded: LoadedWeights, total: int, place: Place) -> Iterator[None]:
+def _out_of_memory(
+    loaded: LoadedWeights, total: int, place: Place, memory: Callable[[], DeviceMemory] | None
+) -> Iterator[None]:
     """Running out of GPU memory within is an error that says how far the weights came and what helps."""
     try:
         yield
     except torch.OutOfMemoryError as error:
-        free, whole = torch.cuda.mem_get_info(place.device)
+        whole = ""
+        if memory is not None:
+            now = memory()
+            whole = f"; the GPU has {_gib(now.total)}, of which this process holds {_gib(now.allocated)} and "
+            whole += f"{_gib(now.free)} is free"
         smaller = "dtype='bfloat16' or 'float16', " if place.dtype == torch.float32 else ""
         raise ModelLoadError(
             f"the weights do not fit into the memory of {place.device}: it ran out at {loaded.last or 'the first'}, "
-            f"{_gib(loaded.num_bytes)} of {_gib(total)}; the GPU has {_gib(whole)}, of which this process holds "
-            f"{_gib(torch.cuda.memory_allocated(place.device))} and {_gib(free)} is free: use {smaller}a smaller model "
-            f"or a larger GPU, or end other processes on this one"
+            f"{_gib(loaded.num_bytes)} of {_gib(total)}{whole}: use {smaller}a smaller model or a larger GPU, or end "
+            f"other processes on this one"
         ) from error
 
 

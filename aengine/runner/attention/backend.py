@@ -1,0 +1,99 @@
+"""What attends in a platform's steps: chosen before the weights are loaded, makes the KV cache when memory is known."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any, Protocol
+
+import torch
+
+from ..model_config import ModelConfig
+from .torch_attention import KvCache
+from .triton_attention import GpuKvCache
+
+if TYPE_CHECKING:
+    from .library import PrefillBackend
+
+__all__ = ["AttentionBackend", "TorchAttention", "TritonAttention"]
+
+
+class AttentionBackend(Protocol):
+    """Shapes and sizes of a KV cache, and what makes one."""
+
+    @property
+    def name(self) -> str:
+        """What attends to long prompts."""
+
+    def join(self) -> None:
+        """Wait until it is ready, before anything is captured. Raises ModelLoadError."""
+
+    def bytes_per_block(self, config: ModelConfig, block_size: int, dtype: torch.dtype) -> int:
+        """Of all layers."""
+
+    def make_cache(
+        self,
+        config: ModelConfig,
+        num_blocks: int,
+        block_size: int,
+        dtype: torch.dtype,
+        device: torch.device,
+        *,
+        max_num_seqs: int,
+        max_model_len: int,
+    ) -> Any:
+        """A `KvMemory` of the runner."""
+
+
+class TorchAttention:
+    """The torch bodies, on a CPU."""
+
+    name = "torch"
+
+    def join(self) -> None:
+        pass
+
+    def bytes_per_block(self, config: ModelConfig, block_size: int, dtype: torch.dtype) -> int:
+        return KvCache.bytes_per_block(config, block_size, dtype)
+
+    def make_cache(
+        self,
+        config: ModelConfig,
+        num_blocks: int,
+        block_size: int,
+        dtype: torch.dtype,
+        device: torch.device,
+        *,
+        max_num_seqs: int,
+        max_model_len: int,
+    ) -> KvCache:
+        return KvCache(config, num_blocks, block_size, dtype, device)
+
+
+class TritonAttention:
+    """The Triton bodies, with ``prefill`` for long prompts."""
+
+    def __init__(self, prefill: PrefillBackend) -> None:
+        self._prefill = prefill
+
+    @property
+    def name(self) -> str:
+        return self._prefill.name
+
+    def join(self) -> None:
+        self._prefill.join()
+
+    def bytes_per_block(self, config: ModelConfig, block_size: int, dtype: torch.dtype) -> int:
+        return GpuKvCache.bytes_per_block(config, block_size, dtype)
+
+    def make_cache(
+        self,
+        config: ModelConfig,
+        num_blocks: int,
+        block_size: int,
+        dtype: torch.dtype,
+        device: torch.device,
+        *,
+        max_num_seqs: int,
+        max_model_len: int,
+    ) -> Any:
+        sizes: dict[str, Any] = {"max_num_seqs": max_num_seqs, "max_model_len": max_model_len}
+        return GpuKvCache(config, num_blocks, block_size, dtype, device, prefill=self._prefill, **sizes)

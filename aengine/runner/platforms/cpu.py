@@ -1,0 +1,86 @@
+"""The CPU as a platform: what is called has run when the call returns, and memory is the machine's."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager
+from typing import TYPE_CHECKING, Any, ClassVar
+
+import torch
+from torch import Tensor
+
+from ...config import EngineConfig
+from ...errors import InternalError
+from ...system.memory import free_memory
+from ..attention.backend import AttentionBackend, TorchAttention
+from ..model_config import ModelConfig
+from .platform import DeviceMemory, Event, Graph, Platform, Unavailable
+
+__all__ = ["CpuPlatform"]
+
+
+class CpuPlatform:
+    """The cores that this process may use."""
+
+    device = torch.device("cpu")
+    name = "cpu"
+    is_accelerator = False
+    pins_memory = False
+    default_batched_tokens = 512
+    profiler_activities: ClassVar[Sequence[Any]] = ()
+
+    @classmethod
+    def find(cls, setting: str) -> CpuPlatform | Unavailable:
+        return cls()
+
+    def check(self) -> None:
+        pass
+
+    def open(self) -> None:
+        pass
+
+    def choose_dtype(self, setting: str, checkpoint_dtype: str) -> str:
+        """The setting itself: what "auto" is depends on what the CPU's kernels are good at, see `LinearFormat`."""
+        return setting
+
+    def choose_attention(self, config: EngineConfig, model_config: ModelConfig, dtype: torch.dtype) -> AttentionBackend:
+        return TorchAttention()
+
+    def memory(self) -> DeviceMemory:
+        free = free_memory()
+        return DeviceMemory(free, free, 0, 0)
+
+    def memory_taken(self) -> int:
+        return 0
+
+    def release_cached(self) -> None:
+        pass
+
+    def peak_of(self, work: Callable[[], None]) -> int:
+        raise InternalError("the memory of a CPU is not profiled")
+
+    def share(self, memory: Tensor) -> bool:
+        return False
+
+    def synchronize(self) -> None:
+        pass
+
+    def record_event(self) -> Event | None:
+        return None
+
+    def copy_stream(self) -> CpuPlatform:
+        return self
+
+    def to_host(self, tensors: Sequence[Tensor]) -> tuple[list[Tensor], Event | None]:
+        """See `CopyStream`: the tensors themselves."""
+        return list(tensors), None
+
+    def graph_pool(self) -> Any:
+        return None
+
+    def capture(self, pool: Any) -> AbstractContextManager[Graph]:
+        raise InternalError("there are no graphs on a CPU")
+
+
+if TYPE_CHECKING:
+    _: type[Platform] = CpuPlatform

@@ -1,0 +1,136 @@
+"""The seam to the device: what start-up, the runner and its graphs ask of one kind of hardware.
+
+`CpuPlatform` and `CudaPlatform` are one file each. Another kind is a file with a class like theirs, in a package that
+names it as an entry point in the group ``aengine.platforms``; the setting ``device`` then takes that name.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, ClassVar, NamedTuple, Protocol
+
+import torch
+from torch import Tensor
+
+if TYPE_CHECKING:
+    from ...config import EngineConfig
+    from ..attention.backend import AttentionBackend
+    from ..model_config import ModelConfig
+
+__all__ = ["CopyStream", "DeviceMemory", "Event", "Graph", "Platform", "Unavailable"]
+
+
+class Event(Protocol):
+    """A point in a device's queue of work."""
+
+    def query(self) -> bool:
+        """Whether the device has got there."""
+
+    def synchronize(self) -> None:
+        """Wait until it has."""
+
+
+class Graph(Protocol):
+    """Launches that were captured."""
+
+    def replay(self) -> None:
+        """Queue all of them."""
+
+
+class CopyStream(Protocol):
+    """Copies to the host beside the device's own work."""
+
+    def to_host(self, tensors: Sequence[Tensor]) -> tuple[list[Tensor], Event | None]:
+        """Host tensors, and what tells that they are filled; None: they are."""
+
+
+class DeviceMemory(NamedTuple):
+    """Bytes."""
+
+    total: int
+    free: int  # that nobody has taken
+    allocated: int  # that this process' tensors take
+    reserved: int  # that this process has taken, those of its tensors included
+
+
+@dataclass(frozen=True, slots=True)
+class Unavailable:
+    """Why a device can't be used, with the cure, as a clause."""
+
+    reason: str
+    is_expected: bool = False  # the machine has none, and nobody need be warned of that
+
+    def __str__(self) -> str:
+        return self.reason
+
+
+class Platform(Protocol):
+    """One device, open or about to be opened. Its methods raise torch.OutOfMemoryError where memory runs out."""
+
+    device: torch.device
+    name: str
+    """Of the hardware, as an operator knows it."""
+    is_accelerator: bool
+    """Has memory of its own and a queue of work, and runs the Triton bodies. Else: the CPU, and the torch bodies."""
+    pins_memory: bool
+    """Host memory that it reads and writes by itself is to be pinned."""
+    default_batched_tokens: int
+    """Most tokens computed in one step where max_num_batched_tokens is not set."""
+    profiler_activities: ClassVar[Sequence[Any]]
+    """Those of `torch.profiler` that record it, the CPU's aside."""
+
+    @classmethod
+    def find(cls, setting: str) -> Platform | Unavailable:
+        """The device of ``setting``, the platform's name with perhaps ":" and an index, checked to compute at all."""
+
+    def check(self) -> None:
+        """Raise ModelLoadError, one line with its cure, if something beside the device keeps kernels from running."""
+
+    def open(self) -> None:
+        """Make it what this process computes on. Called once, before any of what follows."""
+
+    # -- choices
+
+    def choose_dtype(self, setting: str, checkpoint_dtype: str) -> str:
+        """The setting ``dtype``, with "auto" resolved as far as the device decides it. Raises ModelLoadError."""
+
+    def choose_attention(self, config: EngineConfig, model_config: ModelConfig, dtype: torch.dtype) -> AttentionBackend:
+        """What attends, and keeps the KV cache. Raises ModelLoadError."""
+
+    # -- memory
+
+    def memory(self) -> DeviceMemory:
+        """What the device has, and who has taken it."""
+
+    def memory_taken(self) -> int:
+        """Bytes that this process has taken on the device; from any thread, also while it computes."""
+
+    def release_cached(self) -> None:
+        """Give back what torch keeps for later."""
+
+    def peak_of(self, work: Callable[[], None]) -> int:
+        """The most bytes that this process' tensors take while ``work`` runs, those there before included."""
+
+    def share(self, memory: Tensor) -> bool:
+        """Have the device read and write this host memory by itself, for as long as the process lives. Whether it
+        can."""
+
+    # -- the order of work
+
+    def synchronize(self) -> None:
+        """Wait until all that was queued is done."""
+
+    def record_event(self) -> Event | None:
+        """What tells that all queued so far is done; None: it is."""
+
+    def copy_stream(self) -> CopyStream:
+        """A new one."""
+
+    def graph_pool(self) -> Any:
+        """Memory for graphs of which no two run at once."""
+
+    def capture(self, pool: Any) -> AbstractContextManager[Graph]:
+        """What is launched within goes into the graph instead, which is complete at the end. If capturing fails, the
+        current stream is what it was."""

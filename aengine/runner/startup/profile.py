@@ -1,0 +1,91 @@
+"""How much of the device's memory the KV cache may have.
+
+the CPU           a share of what is free
+an accelerator    compile: every kernel that decode steps and prompts need, many at a time; from the disk cache if
+                           they are there
+                  profile: the largest batch through `execute_model`, and the largest graph, over a KV cache of one
+                           request; the KV cache may have what they leave
+"""
+
+from __future__ import annotations
+
+import gc
+import logging
+import time
+
+from ...system.memory import free_memory
+from ..graphs.cuda_graphs import BatchDescriptor, GraphKind
+from ..model_runner import ModelRunner
+from .kv_memory import KvPlan, cpu_budget, gpu_budget, plan_kv, profile_run, resolve_max_model_len
+from .setup import Progress, RunnerSetup
+from .warm_up import compile_kernels
+
+__all__ = ["profile"]
+
+logger = logging.getLogger("aengine.runner")
+
+
+def profile(setup: RunnerSetup, progress: Progress) -> KvPlan:
+    """What this rank alone would take. Raises ModelLoadError when the memory does not suffice; the message says for
+    what, and what helps."""
+    wanted_len = resolve_max_model_len(setup.config, setup.model_config.max_position_embeddings)
+    with setup.errors_explained():
+        if setup.platform.is_accelerator:
+            budget = _accelerator_budget(setup, wanted_len, progress)
+        else:
+            progress("profile", 0, 0, "")
+            budget = cpu_budget(setup.config, free=free_memory(), weights=setup.weight_bytes)
+    return plan_kv(
+        setup.config,
+        wanted_len=wanted_len,
+        block_size=setup.block_size,
+        bytes_per_block=setup.bytes_per_block,
+        budget=budget,
+    )
+
+
+def _accelerator_budget(setup: RunnerSetup, wanted_len: int, progress: Progress) -> int:
+    """Bytes for KV, beside everything else that this process will need at most."""
+    begun = time.monotonic()
+    num_blocks = -(-min(wanted_len, setup.max_batched) // setup.block_size)  # of one request, which all share
+    runner = setup.make_runner(num_blocks, wanted_len)
+    progress("compile", 0, 0, "")
+    compile_kernels(runner, setup.max_batched, setup.model_config.num_kv_heads, setup.num_threads)
+    setup.attention.join()  # before anything is captured
+    compiled = time.monotonic()
+    progress("profile", 0, 0, "")
+    peak = _peak(setup, runner, wanted_len) - num_blocks * setup.bytes_per_block
+    del runner
+    gc.collect()  # the runner and its graphs know each other
+    setup.platform.release_cached()
+    memory = setup.platform.memory()
+    logger.info("kernels compiled in %.1f s, memory profiled in %.1f s", compiled - begun, time.monotonic() - compiled)
+    return gpu_budget(
+        setup.config,
+        total=memory.total,
+        peak=peak,
+        others=max(0, memory.total - memory.free - memory.reserved),
+        weights=setup.weight_bytes,
+    )
+
+
+def _peak(setup: RunnerSetup, runner: ModelRunner, max_model_len: int) -> int:
+    """Bytes that this process needs at most: weights, rows, the runner's KV cache, the largest batch, the graphs."""
+    platform = setup.platform
+    peak = platform.peak_of(
+        lambda: profile_run(
+            runner,
+            max_num_seqs=setup.config.max_num_seqs,
+            max_num_batched_tokens=setup.max_batched,
+            max_model_len=max_model_len,
+            block_size=setup.block_size,
+        )
+    )
+    if runner.graphs is None or setup.config.enforce_eager:
+        return peak
+    platform.release_cached()
+    before = platform.memory().reserved
+    runner.graphs.capture(BatchDescriptor(runner.graphs.max_size, GraphKind.SAMPLED))
+    if runner.batch_graphs is not None and runner.batch_graphs.largest is not None:
+        runner.batch_graphs.capture(runner.batch_graphs.largest)
+    return peak + platform.memory().reserved - before

@@ -1,0 +1,104 @@
+"""What is settled before memory is looked at, and how a runner is made of it."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from ...config import EngineConfig
+from ...errors import ModelLoadError
+from ..attention.backend import AttentionBackend
+from ..graphs.cuda_graphs import graph_sizes
+from ..model_config import ModelConfig
+from ..model_runner import ModelRunner
+from ..models.decoder import DecoderModel
+from ..platforms.platform import Platform
+
+__all__ = ["Progress", "RunnerSetup"]
+
+Progress = Callable[[str, int, int, str], None]
+"""Is told stage, done, total (0: not known) and their unit."""
+
+MAX_GRAPH_TOKENS = 2048
+"""Of a step with prompts: a larger one takes the GPU longer than the host takes to queue it op by op."""
+
+
+@dataclass(frozen=True, slots=True)
+class RunnerSetup:
+    """A loaded model on a device, and the settings that the device resolves."""
+
+    config: EngineConfig
+    model_config: ModelConfig
+    model: DecoderModel
+    platform: Platform
+    attention: AttentionBackend
+    block_size: int
+    max_batched: int  # tokens in a step
+    weight_bytes: int
+    num_threads: int  # that compile kernels
+
+    @property
+    def bytes_per_block(self) -> int:
+        return self.attention.bytes_per_block(self.model_config, self.block_size, self.model.format.dtype)
+
+    def make_runner(self, num_blocks: int, max_model_len: int) -> ModelRunner:
+        """A runner over a KV cache of ``num_blocks``; no graph is captured yet."""
+        config, platform = self.config, self.platform
+        kv_cache = self.attention.make_cache(
+            self.model_config,
+            num_blocks,
+            self.block_size,
+            self.model.format.dtype,
+            platform.device,
+            max_num_seqs=config.max_num_seqs,
+            max_model_len=max_model_len,
+        )
+        return ModelRunner(
+            self.model,
+            kv_cache,
+            vocab_size=self.model_config.vocab_size,
+            max_num_seqs=config.max_num_seqs,
+            max_model_len=max_model_len,
+            num_blocks=num_blocks,
+            block_size=self.block_size,
+            platform=platform,
+            graph_sizes=graph_sizes(min(config.max_num_seqs, self.max_batched)) if platform.is_accelerator else None,
+            max_graph_tokens=min(MAX_GRAPH_TOKENS, self.max_batched),
+            max_in_flight_steps=max(config.max_in_flight_steps, config.max_leased_steps),
+            enforce_eager=config.enforce_eager,
+        )
+
+    @contextmanager
+    def errors_explained(self) -> Iterator[None]:
+        """Within: too little memory, of the device or of a multiprocessor, is a ModelLoadError that says for what, and
+        what helps."""
+        try:
+            yield
+        except torch.OutOfMemoryError as error:
+            memory = self.platform.memory()
+            raise ModelLoadError(
+                f"the GPU ran out of memory while the engine started: {_gib(memory.total)} in all, {_gib(memory.free)} "
+                f"free, weights {_gib(self.weight_bytes)}: lower gpu_memory_utilization, max_num_batched_tokens or "
+                f"max_num_seqs, or end other processes on the GPU ({str(error).partition('. ')[0]})"
+            ) from error
+        except Exception as error:
+            if type(error).__name__ != "OutOfResources":  # Triton's, which need not be installed
+                raise
+            raise self._too_small(error) from error
+
+    def _too_small(self, error: Any) -> ModelLoadError:
+        model, dtype = self.model_config, self.model.format.dtype
+        return ModelLoadError(
+            f"a kernel needs more {error.name} than a program may have on {self.platform.name} ({error.required} of "
+            f"{error.limit}), with heads of {model.head_dim} in {self.model.format.name}, "
+            f"{model.num_heads // model.num_kv_heads} for a key-value head: use "
+            f"{'' if dtype.itemsize == 2 else 'a 16-bit dtype, '}another GPU or device='cpu'"
+        )
+
+
+def _gib(count: int) -> str:
+    return f"{count / 1024**3:.2f} GiB"
