@@ -22,7 +22,7 @@ import random
 import time
 from collections import deque
 
-from aengine.ipc.messages import ModelRunnerOutput, SchedulerOutput, int32
+from aengine.ipc.messages import KVCacheGroup, ModelRunnerOutput, SchedulerOutput, int32
 from aengine.params import SamplingParams
 from aengine.scheduler.request import Request
 from aengine.scheduler.scheduler import Scheduler
@@ -35,7 +35,7 @@ PARAMS = SamplingParams()
 def make_scheduler(num_running: int, num_blocks: int) -> Scheduler:
     return Scheduler(
         num_blocks=num_blocks,
-        block_size=BLOCK_SIZE,
+        kv_groups=[KVCacheGroup("full", BLOCK_SIZE)],
         max_num_seqs=num_running,
         max_num_batched_tokens=8192,
         max_model_len=32768,

@@ -29,7 +29,7 @@ from ..errors import (
 )
 from ..outputs import FinishReason
 from ..params import SamplingParams, StructuredOutput
-from ..scheduler.request import Request, RequestStatus
+from ..scheduler.request import CacheKey, Request, RequestStatus
 from ..streams.token_stream import ChoiceOutput, IncrementalText, Mailbox, error_for_waiter
 from ..structured.asked_type import AskedType
 from ..structured.bitmasks import RequestGrammar
@@ -391,7 +391,7 @@ class Admission:
                 index=i,
                 priority=call.priority,
                 arrival_time=call.arrival_time,
-                cache_salt=call.cache_salt,
+                cache_key=CacheKey(call.cache_salt),
                 sink=output,
                 grammar=None if call.compiled is None else RequestGrammar(call.compiled),
             )

@@ -19,6 +19,7 @@ from typing import Any
 from ..checkpoint.source import ModelSource, resolve_model
 from ..config import EngineConfig, StartupProgress
 from ..errors import EngineClosedError, EngineError, InternalError, WorkerDiedError
+from ..ipc.messages import KVCacheGroup
 from ..scheduler.scheduler import Scheduler
 from ..streams.token_stream import error_for_waiter
 from ..structured.service import GrammarService
@@ -84,7 +85,7 @@ class EngineCore:
         self._observer = Observer(config.on_request_end)
         self._scheduler = Scheduler(
             num_blocks=ready["num_blocks"],
-            block_size=ready["block_size"],
+            kv_groups=KVCacheGroup.from_ready(ready),
             max_num_seqs=config.max_num_seqs,
             max_num_batched_tokens=ready["max_num_batched_tokens"],
             max_model_len=ready["max_model_len"],

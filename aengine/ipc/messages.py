@@ -14,7 +14,7 @@ The direction and content of each kind:
                      REVOKE           nothing; leased steps that were not begun are dropped; answered by REVOKED
                      SHUTDOWN         nothing; the worker ends
     worker -> host   PROGRESS         dict: stage, done, total, unit, detail
-                     READY            dict: READY_COUNTS, each at least 1, and device, dtype, ...
+                     READY            dict: READY_COUNTS, each at least 1, kv_groups, device, dtype, ...
                      OUTPUT           ModelRunnerOutput
                      REPLY            dict: value (any plain data), or error (a dict like ERROR's)
                      REVOKED          how many steps were dropped, the newest ones
@@ -98,6 +98,12 @@ class KVCacheGroup:
     block_size: int  # tokens in a block
     window: int = 0  # tokens that a query looks back on, itself included; 0: all
 
+    @staticmethod
+    def from_ready(ready: dict[str, Any]) -> tuple[KVCacheGroup, ...]:
+        """The groups of a READY message; one that names none has one of full attention."""
+        groups = ready.get("kv_groups") or [("full", ready["block_size"], 0)]
+        return tuple(KVCacheGroup(*group) for group in groups)
+
     def most_blocks(self, num_tokens: int, step_tokens: int) -> int:
         """Most blocks of a sequence of ``num_tokens`` that is computed by at most ``step_tokens`` in a step."""
         needed = -(-num_tokens // self.block_size)
@@ -117,7 +123,7 @@ class NewRequest:
     token_ids: array[int]  # int32 [num_tokens]: prompt, then what was generated before a preemption
     num_prompt_tokens: int  # how many of them are the prompt
     num_computed_tokens: int  # how many have their KV already (prefix cache); < len(token_ids)
-    block_ids: array[int]  # int32: the blocks of the computed tokens and of those of this step
+    block_ids: array[int]  # int32: the blocks of the computed tokens and of those of this step, group after group
     temperature: float = 1.0
     top_p: float = 1.0
     top_k: int = 0
@@ -132,6 +138,9 @@ class NewRequest:
     stop_token_ids: array[int] = field(default_factory=int32)  # every id that ends it; banned before min_tokens
     bias_token_ids: array[int] = field(default_factory=int32)
     bias_values: array[float] = field(default_factory=float32)
+    block_spans: array[int] = field(default_factory=int32)
+    """int32 [2 * num_groups], a pair for each KV group: how many leading blocks of its table are left out, as they are
+    before the window, and how many of ``block_ids`` follow. Empty: one group, and all its blocks."""
 
 
 @dataclass(slots=True)
@@ -148,7 +157,8 @@ class SchedulerOutput:
     known_rows: array[int] = field(default_factory=int32)  # [k] rows that get one more token each without sampling, ...
     known_ids: array[int] = field(default_factory=int32)  # [k] ... and that token, which follows what they sampled last
     block_rows: array[int] = field(default_factory=int32)  # [k] rows that get one more block each, ...
-    block_ids: array[int] = field(default_factory=int32)  # [k] ... and that block, appended to the row's table
+    block_ids: array[int] = field(default_factory=int32)  # [k] ... that block, appended to the row's table ...
+    block_groups: array[int] = field(default_factory=int32)  # [k] ... of that KV group; empty: all of the first one
     req_idx: array[int] = field(default_factory=int32)  # [num_reqs] the batch: row of each request
     num_scheduled_tokens: array[int] = field(default_factory=int32)  # [num_reqs] tokens that each computes, >= 1
     sample_now: bool = True  # False: a GRAMMAR frame follows, and gates sampling
@@ -213,6 +223,7 @@ def pack(message: object) -> bytes:
                 m.known_ids.tobytes(),
                 m.block_rows.tobytes(),
                 m.block_ids.tobytes(),
+                m.block_groups.tobytes(),
                 m.req_idx.tobytes(),
                 m.num_scheduled_tokens.tobytes(),
                 m.sample_now,
@@ -281,11 +292,12 @@ def _new_request(r: NewRequest) -> tuple[Any, ...]:
         r.stop_token_ids.tobytes(),
         r.bias_token_ids.tobytes(),
         r.bias_values.tobytes(),
+        r.block_spans.tobytes(),
     )
 
 
 def _step(data: Any) -> SchedulerOutput:
-    step_id, removed, new, known_rows, known_ids, block_rows, block_ids, req_idx, scheduled, *flags = data
+    step_id, removed, new, known_rows, known_ids, block_rows, block_ids, block_groups, req_idx, scheduled, *flags = data
     sample_now, is_leased = flags
     out = SchedulerOutput(
         _int(step_id),
@@ -295,13 +307,14 @@ def _step(data: Any) -> SchedulerOutput:
         _ints(known_ids),
         _ints(block_rows),
         _ints(block_ids),
+        _ints(block_groups),
         _ints(req_idx),
         _ints(scheduled),
         bool(sample_now),
         bool(is_leased),
     )
     pairs = (out.known_rows, out.known_ids), (out.block_rows, out.block_ids), (out.req_idx, out.num_scheduled_tokens)
-    if any(len(a) != len(b) for a, b in pairs):
+    if any(len(a) != len(b) for a, b in pairs) or len(out.block_groups) not in (0, len(out.block_ids)):
         raise MessageError(f"step {out.step_id}: columns of unequal length")
     return out
 
@@ -314,9 +327,11 @@ def _request(fields: Any) -> NewRequest:
         _float(getattr(r, name))
     r.token_ids, r.block_ids = _ints(r.token_ids), _ints(r.block_ids)
     r.stop_token_ids, r.bias_token_ids = _ints(r.stop_token_ids), _ints(r.bias_token_ids)
-    r.bias_values = _floats(r.bias_values)
+    r.bias_values, r.block_spans = _floats(r.bias_values), _ints(r.block_spans)
     if not 0 <= r.num_computed_tokens < len(r.token_ids) or not 0 < r.num_prompt_tokens <= len(r.token_ids):
         raise MessageError(f"request of row {r.req_idx}: token counts do not fit together")
+    if len(r.block_spans) % 2 or (r.block_spans and sum(r.block_spans[1::2]) != len(r.block_ids)):
+        raise MessageError(f"request of row {r.req_idx}: blocks of groups do not fit together")
     return r
 
 
@@ -343,6 +358,9 @@ def _ready(data: Any) -> None:
     for name in READY_COUNTS:
         if _int(data.get(name)) < 1:
             raise MessageError(f"READY with {name}={data[name]}")
+    for kind, block_size, window in data.get("kv_groups", ()):
+        if _text(kind) not in ("full", "window", "state") or _int(block_size) < 1 or _int(window) < 0:
+            raise MessageError(f"READY with a KV group of kind={kind:.80} block_size={block_size} window={window}")
 
 
 def _progress(data: Any) -> None:

@@ -17,7 +17,7 @@ _CATCHING_UP, _DECODING, _DRAINING = RequestStatus.CATCHING_UP, RequestStatus.DE
 def check_scheduler(scheduler: Scheduler) -> None:
     """Raises AssertionError. Walks over everything."""
     leaving = [request for step in scheduler._in_flight for request in step.leavers]
-    scheduler._pool.check(request.block_ids for request in (*scheduler._running, *leaving))
+    scheduler._kv.check((*scheduler._running, *leaving))
     rows = [request.req_idx for request in scheduler._running]
     unfinished = (*scheduler._running, *scheduler._held, *scheduler._waiting, *scheduler._siblings.following)
     assert scheduler.num_constrained == sum(request.grammar is not None for request in unfinished)
@@ -31,8 +31,9 @@ def check_scheduler(scheduler: Scheduler) -> None:
     assert set(scheduler._catching_up) == by_status[_CATCHING_UP]
     assert sum(map(len, by_status.values())) == len(decoding) + len(scheduler._catching_up) + len(by_status[_DRAINING])
     for request in scheduler._running:
-        room = len(request.block_ids) * scheduler.block_size
-        assert 0 < request.num_computed_tokens <= room, f"{request} has no block for what it computed"
+        assert 0 < request.num_computed_tokens <= scheduler._kv.room(request), (
+            f"{request} has no block for what it computed"
+        )
         assert len(request.token_ids) + request.num_pending <= request.max_num_tokens
     keys = [request.sort_key for request in scheduler._waiting]
     assert keys == sorted(keys) and all(r.status is RequestStatus.WAITING for r in scheduler._waiting)

@@ -24,16 +24,17 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 from enum import Enum, auto
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from ..ipc.messages import NewRequest, float32, int32
 from ..outputs import FinishReason
 from ..params import SamplingParams
+from .block_pool import BlockTable
 
 if TYPE_CHECKING:
     from ..structured.bitmasks import RequestGrammar
 
-__all__ = ["Request", "RequestStatus"]
+__all__ = ["CacheKey", "Request", "RequestStatus"]
 
 
 class RequestStatus(Enum):
@@ -47,20 +48,27 @@ class RequestStatus(Enum):
     FINISHED = auto()
 
 
+class CacheKey(NamedTuple):
+    """What KV depends on beside the tokens, and who may share it: only requests of equal key share prefixes."""
+
+    salt: bytes = b""  # of the caller
+    adapter: bytes = b""  # by which the weights are changed
+    media: bytes = b""  # digest of what stands for tokens of the prompt
+
+
 class Request:
     """What is to be computed for one completion.
 
     ``priority``: lower is more urgent; among equals the earlier ``arrival_time`` (any unit), then the earlier added.
     ``max_num_tokens`` counts prompt and completion. ``stop_token_ids`` includes the model's end-of-sequence tokens
-    unless those are ignored. ``cache_salt``: only requests of equal salt share prefixes. ``sink`` is the caller's;
-    ``grammar`` what its tokens must obey.
+    unless those are ignored. ``sink`` is the caller's; ``grammar`` what its tokens must obey.
     """
 
     __slots__ = (
         "arrival_time",
         "block_hashes",
-        "block_ids",
-        "cache_salt",
+        "block_tables",
+        "cache_key",
         "finish_reason",
         "followers",
         "forced",
@@ -73,8 +81,8 @@ class Request:
         "num_cached_tokens",
         "num_computed_tokens",
         "num_deaths",
+        "num_offered_tokens",
         "num_prompt_tokens",
-        "num_shared_blocks",
         "num_tokens_at_death",
         "num_trials",
         "params",
@@ -102,7 +110,7 @@ class Request:
         index: int = 0,
         priority: int = 0,
         arrival_time: float = 0.0,
-        cache_salt: bytes = b"",
+        cache_key: CacheKey = CacheKey(),  # noqa: B008 - a tuple, which nobody changes
         sink: Any = None,
         grammar: RequestGrammar | None = None,
     ) -> None:
@@ -116,7 +124,7 @@ class Request:
         self.index = index
         self.priority = priority
         self.arrival_time = arrival_time
-        self.cache_salt = cache_salt
+        self.cache_key = cache_key
         self.sink = sink
         self.grammar = grammar
         assert 0 < self.num_prompt_tokens < max_num_tokens, "admission leaves room for one token at least"
@@ -126,7 +134,7 @@ class Request:
         self.finish_reason: FinishReason | None = None
         self.sort_key: tuple[int, float, int] = (priority, arrival_time, 0)  # add_request sets the last
         self.req_idx = -1  # row on the worker, -1: none
-        self.block_ids: list[int] = []
+        self.block_tables: list[BlockTable] = []  # of each KV group, while it has a row
         self.num_computed_tokens = 0  # steps in flight included
         self.num_cached_tokens = 0  # prompt tokens found in the prefix cache when it first ran
         # Two precomputed turns, so that the loop over all requests compares one number with another:
@@ -143,7 +151,7 @@ class Request:
 
         self.root_hash: bytes | None = None  # None: its blocks are not shared
         self.block_hashes: list[bytes] = []  # of its leading full blocks, as far as they were needed
-        self.num_shared_blocks = 0  # leading blocks that came from the prefix cache or were offered to it
+        self.num_offered_tokens = 0  # whose blocks came from the prefix cache or were offered to it
         self.followers: list[Request] = []  # completions 1 .. n-1 that wait for this one's prompt
 
     def __repr__(self) -> str:
@@ -168,14 +176,19 @@ class Request:
 
     def to_message(self) -> NewRequest:
         """What a worker must know of it to run it from here on."""
-        params = self.params
-        bias = params.logit_bias
+        params, bias, tables = self.params, self.params.logit_bias, self.block_tables
+        block_ids, spans = int32(), int32()
+        for table in tables:
+            block_ids.extend(table.block_ids)
+        if len(tables) > 1 or any(table.begin for table in tables):
+            spans.extend(count for table in tables for count in (table.begin, len(table.block_ids)))
         return NewRequest(
             req_idx=self.req_idx,
             token_ids=int32(self.token_ids),
             num_prompt_tokens=self.num_prompt_tokens,
             num_computed_tokens=self.num_computed_tokens,
-            block_ids=int32(self.block_ids),
+            block_ids=block_ids,
+            block_spans=spans,
             temperature=params.temperature,
             top_p=params.top_p,
             top_k=params.top_k,

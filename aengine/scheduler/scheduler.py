@@ -23,14 +23,15 @@ from __future__ import annotations
 
 # large on purpose: one state machine, every part of which reads and changes the same state.
 from collections import deque
+from collections.abc import Sequence
 from operator import attrgetter
 
 from ..errors import InternalError
-from ..ipc.messages import ModelRunnerOutput, RowError, SchedulerOutput, int32
+from ..ipc.messages import KVCacheGroup, ModelRunnerOutput, RowError, SchedulerOutput, int32
 from ..outputs import FinishReason
 from .crash_quarantine import Suspects
 from .invariants import check_scheduler
-from .kv_cache import BlockPool, PrefixCache, private_root, shared_root
+from .kv_cache_manager import KVCacheManager, private_root, shared_root
 from .parallel_sampling import Siblings
 from .request import Request, RequestStatus
 from .step import DecodeBatch, InFlightStep, StepDraft
@@ -45,15 +46,16 @@ _CATCHING_UP, _DECODING, _DRAINING = RequestStatus.CATCHING_UP, RequestStatus.DE
 class Scheduler:
     """Owns the requests, the rows and the KV blocks of one worker group.
 
-    ``num_blocks`` of ``block_size`` tokens each; ``max_num_batched_tokens`` in one step. At most ``max_num_seqs``
-    requests have a row, and no more than the token budget covers, so that whoever decodes is in every step.
+    ``num_blocks`` pages, which the ``kv_groups`` share; ``max_num_batched_tokens`` in one step. At most
+    ``max_num_seqs`` requests have a row, and no more than the token budget covers, so that whoever decodes is in every
+    step.
     """
 
     def __init__(
         self,
         *,
         num_blocks: int,
-        block_size: int,
+        kv_groups: Sequence[KVCacheGroup],
         max_num_seqs: int,
         max_num_batched_tokens: int,
         max_model_len: int,
@@ -61,10 +63,11 @@ class Scheduler:
         max_in_flight_steps: int = 2,
         vocab_size: int = 1 << 31,
     ) -> None:
-        self.block_size = block_size
         self.num_rows = min(max_num_seqs, max_num_batched_tokens)
         self.max_num_batched_tokens = max_num_batched_tokens
-        self.max_tokens_capacity = min(max_model_len, num_blocks * block_size)
+        self._kv_groups = kv_groups
+        self._begin_worker(num_blocks)
+        self.max_tokens_capacity = self._kv.capacity(max_model_len)
         """Most tokens, prompt and completion, that one request may have; admission sees to it."""
         self.enable_prefix_caching = enable_prefix_caching
         self.max_in_flight_steps = max_in_flight_steps
@@ -78,7 +81,6 @@ class Scheduler:
         self._num_added = 0
         self.num_constrained = 0  # unfinished requests with a grammar; those preempted may still get tokens
         self._next_step_id = 0
-        self._begin_worker(num_blocks)
 
         self.begun: list[Request] = []  # that got their first token with the last answer
         self.num_preemptions = 0
@@ -87,8 +89,7 @@ class Scheduler:
 
     def _begin_worker(self, num_blocks: int) -> None:
         """What is known of a worker that has not been told anything."""
-        self._pool = BlockPool(num_blocks)
-        self._cache = PrefixCache(self._pool, self.block_size)
+        self._kv = KVCacheManager(num_blocks, self._kv_groups, self.max_num_batched_tokens)
         self._free_rows = list(range(self.num_rows - 1, -1, -1))
         self._removed = int32()  # rows to be told as removed
         self._decoding = DecodeBatch()
@@ -119,11 +120,11 @@ class Scheduler:
 
     @property
     def num_blocks(self) -> int:
-        return self._pool.num_blocks
+        return self._kv.num_blocks
 
     @property
     def num_free_blocks(self) -> int:
-        return self._pool.num_free
+        return self._kv.num_free
 
     # -- coming and going
 
@@ -135,8 +136,8 @@ class Scheduler:
         self.num_constrained += request.grammar is not None
         request.sort_key = (request.priority, request.arrival_time, self._num_added)
         if self.enable_prefix_caching:
-            request.root_hash = shared_root(request.cache_salt)
-        if request.params.n > 1 and request.num_prompt_tokens > self.block_size:
+            request.root_hash = shared_root(request.cache_key)
+        if request.params.n > 1 and request.num_prompt_tokens > self._kv.block_size:
             if request.index == 0:
                 self._siblings.lead(request)
                 if not self.enable_prefix_caching:
@@ -226,7 +227,7 @@ class Scheduler:
 
     def _release_blocks(self, request: Request) -> None:
         """No step in flight knows it any more."""
-        self._pool.release(request.block_ids)
+        self._kv.release(request)
         self._reset(request)
         if request.finish_reason is None:
             self._held.discard(request)
@@ -234,8 +235,8 @@ class Scheduler:
 
     @staticmethod
     def _reset(request: Request) -> None:
-        request.block_ids = []
-        request.num_computed_tokens = request.num_shared_blocks = 0
+        request.block_tables = []
+        request.num_computed_tokens = request.num_offered_tokens = 0
         request.req_idx = -1
         request.is_paused = False
         request.forced = []
@@ -271,7 +272,7 @@ class Scheduler:
     def is_steady(self) -> bool:
         """Whether the next step does nothing but continue requests that decode: such a step may be leased."""
         others = self._waiting or self._catching_up or self._held or self._siblings.following or self.num_constrained
-        return not others and self._pool.num_free >= len(self._running)
+        return not others and self._kv.num_free >= len(self._running) * self._kv.num_groups
 
     def schedule(self, *, is_leased: bool = False) -> SchedulerOutput | None:
         """The next step, or None when nobody has anything to compute before more answers or requests come.
@@ -318,66 +319,74 @@ class Scheduler:
                 self._catch_up(request, min(to_go, draft.budget - kept), draft)
 
     def _continue_decode(self, request: Request, draft: StepDraft) -> None:
-        """Its next token needs a block."""
-        if self._make_room(request, 1, draft):
-            draft.grow(request, self._pool.allocate(1))
-            self._set_limit(request)
-        else:
-            self._stop_decoding(request)
+        """Its next token needs a block, in some group."""
+        kv, num_tokens = self._kv, request.num_computed_tokens + 1
+        if kv.num_free < kv.num_groups:
+            lacking = kv.num_lacking(request, num_tokens)
+            if self._make_room(request, lacking, draft) < lacking:
+                self._stop_decoding(request)
+                return
+        draft.grow(request, kv.grow(request, num_tokens))
+        self._set_limit(request)
 
     def _set_limit(self, request: Request) -> None:
-        request.limit = min(len(request.block_ids) * self.block_size, request.max_num_tokens - 1)
+        request.limit = min(self._kv.room(request), request.max_num_tokens - 1)
 
     def _catch_up(self, request: Request, num_tokens: int, draft: StepDraft) -> None:
-        room = len(request.block_ids) * self.block_size - request.num_computed_tokens
-        if num_tokens > room:
-            granted = self._make_room(request, self._blocks_for(num_tokens - room), draft)
-            num_tokens = min(num_tokens, room + granted * self.block_size)
-            draft.grow(request, self._pool.allocate(granted))
+        kv, begin = self._kv, request.num_computed_tokens
+        lacking = kv.num_lacking(request, begin + num_tokens)
+        if lacking:
+            granted = self._make_room(request, lacking, draft)
+            if granted < lacking:
+                num_tokens = kv.reach(request, granted, begin + num_tokens) - begin
+            draft.grow(request, kv.grow(request, begin + num_tokens))
         if num_tokens > 0:
             draft.add(request, num_tokens)
 
-    def _blocks_for(self, num_tokens: int) -> int:
-        return -(-num_tokens // self.block_size)
-
     def _make_room(self, request: Request, num_wanted: int, draft: StepDraft) -> int:
         """How many of ``num_wanted`` blocks it can have now; preempts the least urgent as far as that helps."""
-        pool = self._pool
-        if pool.num_free < num_wanted:
+        kv = self._kv
+        if kv.num_free < num_wanted:
             if draft.coming is None:
-                leaving = [r for step in self._in_flight for r in step.leavers]
-                leaving += [r for r in self._running if r.status is _DRAINING]
-                draft.coming = sum(len(r.block_ids) for r in leaving)
-            while pool.num_free + draft.coming < num_wanted:
+                draft.coming = self._count_coming()
+            while kv.num_free + draft.coming < num_wanted:
                 victim = max((r for r in self._running if r.status is not _DRAINING), key=_sort_key)
                 if victim is request:
                     break
                 if self._in_flight:
-                    draft.coming += len(victim.block_ids)
+                    draft.coming += kv.num_held(victim)
                 self._preempt(victim)
-        return min(num_wanted, pool.num_free)
+        return min(num_wanted, kv.num_free)
+
+    def _count_coming(self) -> int:
+        """Blocks that answers in flight will free, at most."""
+        kv = self._kv
+        leaving = [request for step in self._in_flight for request in step.leavers]
+        leaving += [request for request in self._running if request.status is _DRAINING]
+        coming = sum(map(kv.num_held, leaving))
+        if self._in_flight and kv.has_windows:
+            coming += sum(kv.num_leaving(request) for request in self._catching_up if not request.is_paused)
+        return coming
 
     def _admit(self, draft: StepDraft) -> None:
         """Give rows to the waiting, while their known tokens fit and everybody with a row could grow by a block."""
-        pool, waiting = self._pool, self._waiting
+        kv, waiting = self._kv, self._waiting
         while waiting and draft.budget > 0 and self._free_rows:
-            spare = pool.num_free - len(self._running)
+            spare = kv.num_free - len(self._running) * kv.num_groups
             if spare <= 0:
                 return
             request = self._suspects.first if self._suspects else waiting.peek()
             if request.status is not RequestStatus.WAITING:  # a suspect is on trial: nobody else comes in
                 return
             num_tokens = len(request.token_ids)
-            hits = self._cache.match(request)
-            if spare - pool.count_idle(hits) < self._blocks_for(num_tokens) - len(hits):
+            hit = kv.match(request)
+            if spare < kv.num_missing(hit, num_tokens):
                 return
             waiting.discard(request)
-            num_cached = len(hits) * self.block_size
+            num_cached = hit.num_tokens
             num_scheduled = min(num_tokens - num_cached, draft.budget)
-            pool.acquire(hits)
-            request.block_ids = hits + pool.allocate(self._blocks_for(num_cached + num_scheduled) - len(hits))
-            request.num_shared_blocks = len(hits)
-            request.num_computed_tokens = num_cached
+            kv.begin(request, hit)
+            kv.grow(request, num_cached + num_scheduled)
             request.req_idx = self._free_rows.pop()
             if request.milestone == 0:  # its first time here: what it finds later may be its own
                 request.num_cached_tokens = num_cached
@@ -412,10 +421,11 @@ class Scheduler:
             known[0].extend([request.req_idx] * len(forced))
             known[1].extend(forced)
         self._untold.clear()
-        grown = (draft.grown_rows, draft.grown_ids)
+        grown = (draft.grown_rows, draft.grown_ids, draft.grown_groups)
         if is_leased:
             assert not draft.extras and not self._catching_up, "only a step of decodes can be taken back"
-            step.is_leased, step.removed, step.grown_rows = True, removed, draft.grown_rows
+            step.is_leased, step.removed = True, removed
+            step.grown_rows, step.grown_groups = draft.grown_rows, draft.grown_groups
         flags = (not step.is_gated, is_leased)
         return SchedulerOutput(step_id, removed, draft.new_requests, *known, *grown, req_idx, num_scheduled, *flags)
 
@@ -447,7 +457,7 @@ class Scheduler:
             if not self._in_flight or not self._in_flight[-1].is_leased:
                 raise InternalError(f"the worker dropped {num_steps} steps, which were not leased")
             step = self._in_flight.pop()
-            requests |= dict.fromkeys(step.undo(self._pool))
+            requests |= dict.fromkeys(step.undo(self._kv))
             leavers += step.leavers
             self._removed.extend(step.removed)
         self._decoding.refresh()
@@ -491,7 +501,7 @@ class Scheduler:
             if request.finish_reason is not None:  # sampled past its end
                 continue
             if token_id < 0:
-                self._cache.offer(request, step.chunks[batch_idx])
+                self._kv.note_written(request, step.chunks[batch_idx])
                 continue
             token_ids = request.token_ids
             token_ids.append(token_id)
@@ -524,8 +534,9 @@ class Scheduler:
         num_tokens = len(request.token_ids)
         if num_tokens == request.milestone:
             # Its last token was sampled just now, so the KV of all before it is written, however many steps overlap.
-            self._cache.offer(request, num_tokens - 1)
-            next_full = ((num_tokens - 1) // self.block_size + 1) * self.block_size
+            self._kv.note_written(request, num_tokens - 1)
+            block_size = self._kv.block_size
+            next_full = ((num_tokens - 1) // block_size + 1) * block_size
             if self._suspects and self._suspects.is_on_trial(request):
                 next_full = num_tokens
             request.milestone = min(next_full + 1, request.max_num_tokens)

@@ -3,13 +3,18 @@
 from __future__ import annotations
 
 from array import array
+from itertools import zip_longest
 
 from ..errors import InternalError
 from ..ipc.messages import ModelRunnerOutput, NewRequest, int32
-from .kv_cache import BlockPool
+from .kv_cache_manager import KVCacheManager
 from .request import Request, RequestStatus
 
 __all__ = ["DecodeBatch", "InFlightStep", "StepDraft"]
+
+
+_NOTHING: array[int] = int32()
+"""For columns that are replaced, never changed in place."""
 
 
 class DecodeBatch:
@@ -50,7 +55,10 @@ class DecodeBatch:
 class StepDraft:
     """The part of a step under construction that is not plain decoding."""
 
-    __slots__ = ("budget", "coming", "counts", "extras", "grown_ids", "grown_rows", "new_requests", "newcomers")
+    __slots__ = (
+        *("budget", "coming", "counts", "extras", "grown_groups", "grown_ids", "grown_rows", "new_requests"),
+        "newcomers",
+    )
 
     def __init__(self, budget: int) -> None:
         self.budget = budget  # tokens that may still be scheduled
@@ -60,6 +68,7 @@ class StepDraft:
         self.newcomers: list[Request] = []  # that were never in a step before
         self.grown_rows: array[int] = int32()
         self.grown_ids: array[int] = int32()
+        self.grown_groups = _NOTHING  # empty: all are of the first group
         self.coming: int | None = None  # blocks that answers in flight will free, at most; counted when first needed
 
     def add(self, request: Request, num_tokens: int) -> None:
@@ -68,16 +77,31 @@ class StepDraft:
         self.budget -= num_tokens
         request.num_computed_tokens += num_tokens
 
-    def grow(self, request: Request, block_ids: list[int]) -> None:
-        request.block_ids += block_ids
-        self.grown_ids.extend(block_ids)
-        self.grown_rows.extend([request.req_idx] * len(block_ids))
+    def grow(self, request: Request, grown: list[tuple[int, list[int]]]) -> None:
+        """Tell the worker of the blocks that the request got, (group, block ids)."""
+        for group, block_ids in grown:
+            if group or self.grown_groups:
+                told = self.grown_groups or int32([0] * len(self.grown_ids))
+                self.grown_groups = told + int32([group] * len(block_ids))
+            self.grown_ids.extend(block_ids)
+            self.grown_rows.extend([request.req_idx] * len(block_ids))
 
 
 class InFlightStep:
     """A step that was made and has not been answered."""
 
-    __slots__ = ("batch", "chunks", "grown_rows", "is_gated", "is_leased", "leavers", "newcomers", "removed", "step_id")
+    __slots__ = (
+        "batch",
+        "chunks",
+        "grown_groups",
+        "grown_rows",
+        "is_gated",
+        "is_leased",
+        "leavers",
+        "newcomers",
+        "removed",
+        "step_id",
+    )
 
     def __init__(self, step_id: int, batch: list[Request], chunks: dict[int, int]) -> None:
         self.step_id = step_id
@@ -87,8 +111,9 @@ class InFlightStep:
         self.newcomers: list[Request] = []  # whose first step it is
         self.leavers: list[Request] = []  # their blocks are freed once this step is answered
         self.is_leased = False  # it may be revoked; then what it told the worker is needed once more:
-        self.removed: array[int] = int32()  # rows that it told as removed
-        self.grown_rows: array[int] = int32()  # rows that it gave a block each
+        self.removed = _NOTHING  # rows that it told as removed
+        self.grown_rows = _NOTHING  # rows that it gave a block each, ...
+        self.grown_groups = _NOTHING  # ... and in which group; empty: in the first
 
     def check(self, answer: ModelRunnerOutput, vocab_size: int) -> None:
         """Raise InternalError unless ``answer`` has the form that the answer to this step must have."""
@@ -106,13 +131,13 @@ class InFlightStep:
                 if token_ids[i] < 0 and i not in excused and request.finish_reason is None:
                     raise InternalError(f"step {self.step_id} should have sampled for {request}, but did not")
 
-    def undo(self, pool: BlockPool) -> list[Request]:
+    def undo(self, kv: KVCacheManager) -> list[Request]:
         """Take back what making this leased step changed in its requests; they are returned, but for those that have
         left since."""
         requests = {request.req_idx: request for request in self.batch if request.req_idx >= 0}
-        for row in self.grown_rows:
+        for row, group in zip_longest(self.grown_rows, self.grown_groups, fillvalue=0):
             if row in requests:
-                pool.release([requests[row].block_ids.pop()])
+                kv.take_back(requests[row], group)
         for request in requests.values():
             request.num_computed_tokens -= 1
         return list(requests.values())

@@ -2,16 +2,29 @@
 
 The model keeps, for each slot of KV memory, a number that stands for the whole chain of tokens up to it. So whoever
 attends to a wrong, stale or unwritten slot is found out at once, and a sampled token depends on all that was attended.
+Each KV group has slots of its own for every token, and attends to as many of them as its window has.
 """
 
 from __future__ import annotations
 
 import random
 from collections import deque
+from collections.abc import Sequence
 from dataclasses import dataclass, field
+from itertools import zip_longest
 from typing import Any
 
-from aengine.ipc.messages import Kind, ModelRunnerOutput, NewRequest, RowError, SchedulerOutput, int32, pack, unpack
+from aengine.ipc.messages import (
+    Kind,
+    KVCacheGroup,
+    ModelRunnerOutput,
+    NewRequest,
+    RowError,
+    SchedulerOutput,
+    int32,
+    pack,
+    unpack,
+)
 from aengine.outputs import FinishReason
 from aengine.params import SamplingParams
 from aengine.scheduler.request import Request, RequestStatus
@@ -44,20 +57,50 @@ def expected_output(prompt: list[int], seed: int, max_num_tokens: int, min_token
     return output
 
 
+Table = dict[int, int]
+"""Index of a block in its sequence: block id. What has left a window may still be there."""
+
+
+def first_needed(group: KVCacheGroup, position: int) -> int:
+    """Index of the first block that a query at ``position`` reads."""
+    return max(0, position - group.window + 1) // group.block_size if group.window else 0
+
+
+def tables_of(new: NewRequest, groups: Sequence[KVCacheGroup]) -> list[Table]:
+    ids, tables = list(new.block_ids), []
+    spans = list(new.block_spans) or [0, len(ids)]
+    assert len(spans) == 2 * len(groups)
+    for begin, count in zip(spans[::2], spans[1::2]):
+        tables.append({begin + i: ids.pop(0) for i in range(count)})
+    return tables
+
+
+def growth_of(out: SchedulerOutput) -> list[tuple[int, int, int]]:
+    """(row, group, block id) of each block that a row was given."""
+    return [
+        (row, group, i) for row, i, group in zip_longest(out.block_rows, out.block_ids, out.block_groups, fillvalue=0)
+    ]
+
+
+def append(table: Table, block: int) -> None:
+    table[max(table, default=-1) + 1] = block
+
+
 @dataclass
 class Row:
     tokens: list[int]
     num_computed: int
-    blocks: list[int]
+    tables: list[Table]  # of each KV group
     seed: int
     failed: bool = False
 
 
 @dataclass
 class Worker:
-    block_size: int
+    groups: Sequence[KVCacheGroup]
     rows: dict[int, Row] = field(default_factory=dict)
-    kv: dict[tuple[int, int], int] = field(default_factory=dict)  # (block, offset) -> chain; written ones only
+    kv: dict[int, dict[int, tuple[int, int]]] = field(default_factory=dict)
+    """block: {offset: (group, chain)}, written ones only"""
     fail_next: bool = False
     num_computed: int = 0
 
@@ -68,9 +111,9 @@ class Worker:
             self._add(new)
         for row, token_id in zip(out.known_rows, out.known_ids, strict=True):
             self.rows[row].tokens.append(token_id)
-        for row, block in zip(out.block_rows, out.block_ids, strict=True):
-            self.rows[row].blocks.append(block)
-            self._begin_generation(block)
+        for row_idx, group, block in growth_of(out):
+            append(self.rows[row_idx].tables[group], block)
+            self.kv[block] = {}
         assert len(set(out.req_idx)) == len(out.req_idx)
         answer = ModelRunnerOutput(out.step_id, int32())
         for batch_idx, (row_idx, count) in enumerate(zip(out.req_idx, out.num_scheduled_tokens, strict=True)):
@@ -88,28 +131,30 @@ class Worker:
 
     def _add(self, new: NewRequest) -> None:
         assert new.req_idx not in self.rows, "a row given anew before its removal was told"
-        full, rest = divmod(new.num_computed_tokens, self.block_size)
-        assert rest == 0 and new.num_computed_tokens < len(new.token_ids)
-        for block in new.block_ids[full:]:
-            self._begin_generation(block)
-        self.rows[new.req_idx] = Row(list(new.token_ids), new.num_computed_tokens, list(new.block_ids), new.seed)
-
-    def _begin_generation(self, block: int) -> None:
-        for offset in range(self.block_size):
-            self.kv.pop((block, offset), None)
+        assert new.num_computed_tokens < len(new.token_ids)
+        tables = tables_of(new, self.groups)
+        for group, table in zip(self.groups, tables):
+            full, rest = divmod(new.num_computed_tokens, group.block_size)
+            assert rest == 0
+            for index, block in table.items():
+                if index >= full:
+                    self.kv[block] = {}
+        self.rows[new.req_idx] = Row(list(new.token_ids), new.num_computed_tokens, tables, new.seed)
 
     def _compute(self, row: Row, count: int) -> int:
-        size = self.block_size
         assert count >= 1 and row.num_computed + count <= len(row.tokens), "more tokens scheduled than known"
         chain = 0
         for position in range(row.num_computed + count):
             chain = extend(chain, row.tokens[position], position)
-            slot = (row.blocks[position // size], position % size)
-            if position >= row.num_computed:
-                assert slot not in self.kv, "a token computed twice in one generation of its block"
-                self.kv[slot] = chain
-            else:
-                assert self.kv.get(slot) == chain, "attended to a slot that holds something else"
+            for i, group in enumerate(self.groups):
+                index, offset = divmod(position, group.block_size)
+                if position >= row.num_computed:
+                    slots = self.kv[row.tables[i][index]]
+                    assert offset not in slots, "a token computed twice in one generation of its block"
+                    slots[offset] = i, chain
+                elif not group.window or position > row.num_computed - group.window:
+                    slots = self.kv[row.tables[i][index]]
+                    assert slots.get(offset) == (i, chain), "attended to a slot that holds something else"
         self.num_computed += count
         row.num_computed += count
         if row.num_computed < len(row.tokens):
@@ -123,12 +168,15 @@ class Driver:
     """The host's side: keeps up to ``depth`` steps in flight and knows what each request must get."""
 
     def __init__(self, *, depth: int = 2, **limits: Any) -> None:
+        if "block_size" in limits:
+            limits["kv_groups"] = [KVCacheGroup("full", limits.pop("block_size"))]
         self.scheduler = Scheduler(max_in_flight_steps=depth, max_model_len=10_000, **limits)
         self.depth = depth
         self.budget = limits["max_num_batched_tokens"]
-        self.worker = Worker(limits["block_size"])
-        self.in_flight: deque[tuple[SchedulerOutput, dict[int, set[int]], dict[int, list[int]]]] = deque()
-        self.tables: dict[int, list[int]] = {}  # row -> blocks, as of the newest step made
+        self.groups: Sequence[KVCacheGroup] = limits["kv_groups"]
+        self.worker = Worker(self.groups)
+        self.in_flight: deque[tuple[SchedulerOutput, dict[int, set[int]], dict[int, tuple[int, list[Table]]]]] = deque()
+        self.tables: dict[int, tuple[int, list[Table]]] = {}  # row -> computed tokens, blocks; as of the newest step
         self.requests: list[tuple[Request, list[int]]] = []
         self.stop_after: dict[Request, int] = {}  # a stop string, found by the host after so many tokens
         self.num_steps = 0
@@ -207,26 +255,44 @@ class Driver:
 
     def _check_reuse(self, out: SchedulerOutput) -> None:
         """No block that is given out may still be in the table of another row of a step in flight."""
-        size = self.worker.block_size
         left = {row: self.tables.pop(row) for row in out.removed}
-        given = list(zip(out.block_rows, out.block_ids))
+        given = [(row, block) for row, _, block in growth_of(out)]
         for new in out.new_requests:
-            self.tables[new.req_idx] = list(new.block_ids)
-            given += [(new.req_idx, block) for block in new.block_ids[new.num_computed_tokens // size :]]
-        for row, block in zip(out.block_rows, out.block_ids):
-            self.tables[row].append(block)
+            tables = tables_of(new, self.groups)
+            self.tables[new.req_idx] = new.num_computed_tokens, tables
+            for group, table in zip(self.groups, tables):
+                full = new.num_computed_tokens // group.block_size
+                given += [(new.req_idx, block) for index, block in table.items() if index >= full]
+        for row, i, block in growth_of(out):
+            append(self.tables[row][1][i], block)
         for _, used, _ in self.in_flight:
             for _, block in given:
                 assert all(block not in blocks for blocks in used.values()), "reused under a step in flight"
-        self.in_flight.append((out, {row: set(self.tables[row]) for row in out.req_idx}, left))
+        self.in_flight.append((out, {row: self._read_by(row) for row in out.req_idx}, left))
+        for row, count in zip(out.req_idx, out.num_scheduled_tokens):
+            computed, tables = self.tables[row]
+            self.tables[row] = computed + count, tables
+
+    def _read_by(self, row: int) -> set[int]:
+        """The blocks that the row's next query, or a later one, reads or writes."""
+        computed, tables = self.tables[row]
+        return {
+            block
+            for group, table in zip(self.groups, tables)
+            for index, block in table.items()
+            if index >= first_needed(group, computed)
+        }
 
     def revoke(self, num_begun: int) -> None:
         """Of the leased steps in flight the worker has begun so many and drops the others."""
         num_dropped = max(0, sum(step.is_leased for step in self.scheduler._in_flight) - num_begun)
         for _ in range(num_dropped):
             out, _, left = self.in_flight.pop()
-            for row, block in zip(reversed(out.block_rows), reversed(out.block_ids)):
-                assert self.tables[row].pop() == block
+            for row, group, block in reversed(growth_of(out)):
+                assert self.tables[row][1][group].popitem() == (max(self.tables[row][1][group], default=-1) + 1, block)
+            for row in out.req_idx:
+                computed, tables = self.tables[row]
+                self.tables[row] = computed - 1, tables
             self.tables |= left  # the worker has these rows still
         self.num_revoked += num_dropped
         self.scheduler.revoke(num_dropped)
@@ -253,7 +319,7 @@ class Driver:
 
     def restart(self) -> None:
         self.scheduler.preempt_all()
-        self.worker = Worker(self.worker.block_size)
+        self.worker = Worker(self.groups)
         self.in_flight.clear()
         self.tables.clear()
         self.verify()

@@ -6,26 +6,45 @@ import random
 
 import pytest
 
+from aengine.ipc.messages import STATE_BLOCK_SIZE, KVCacheGroup
 from aengine.params import SamplingParams
-from aengine.scheduler.kv_cache import BlockPool, PrefixCache, private_root, shared_root
-from aengine.scheduler.request import Request
+from aengine.scheduler.block_pool import BlockPool
+from aengine.scheduler.kv_cache_manager import KVCacheManager, private_root, shared_root
+from aengine.scheduler.request import CacheKey, Request
 from aengine.scheduler.waiting_queue import WaitingQueue
 
 SIZE = 4
+ROOT = shared_root(CacheKey())
+FULL = KVCacheGroup("full", SIZE)
 
 
-def make(tokens: list[int], root: bytes | None = shared_root(b"")) -> Request:
+def make(tokens: list[int], root: bytes | None = ROOT) -> Request:
     request = Request("r", tokens, SamplingParams(), seed=0, max_num_tokens=1000, stop_token_ids=frozenset())
     request.root_hash = root
     return request
 
 
-def written(pool: BlockPool, cache: PrefixCache, tokens: list[int], root: bytes | None = shared_root(b"")) -> Request:
-    """A request whose prompt is computed, from scratch, and offered."""
-    request = make(tokens, root)
-    request.block_ids = pool.allocate(-(-len(tokens) // SIZE))
-    cache.offer(request, len(tokens))
+def manager(num_blocks: int, *groups: KVCacheGroup) -> KVCacheManager:
+    return KVCacheManager(num_blocks, groups or (FULL,), step_tokens=8)
+
+
+def blocks(request: Request, group: int = 0) -> list[int]:
+    return request.block_tables[group].block_ids
+
+
+def run(kv: KVCacheManager, request: Request, chunk: int = 8) -> Request:
+    """Compute its prompt: what is not a hit in steps of ``chunk`` tokens, each answered at once."""
+    kv.begin(request, kv.match(request))
+    while request.num_computed_tokens < len(request.token_ids):
+        request.num_computed_tokens = min(request.num_computed_tokens + chunk, len(request.token_ids))
+        kv.grow(request, request.num_computed_tokens)
+        kv.note_written(request, request.num_computed_tokens)
     return request
+
+
+def written(kv: KVCacheManager, tokens: list[int], root: bytes | None = ROOT) -> Request:
+    """A request whose prompt is computed and offered."""
+    return run(kv, make(tokens, root))
 
 
 def test_blocks_move_between_the_three_places() -> None:
@@ -83,70 +102,174 @@ def test_the_older_of_two_equal_blocks_keeps_the_name() -> None:
 
 @pytest.mark.parametrize(("num_tokens", "num_hits"), [(3, 0), (4, 0), (5, 1), (8, 1), (9, 2), (12, 2), (30, 2)])
 def test_a_hit_is_whole_blocks_and_leaves_one_token(num_tokens: int, num_hits: int) -> None:
-    pool = BlockPool(8)
-    cache = PrefixCache(pool, SIZE)
-    first = written(pool, cache, list(range(11)))
-    assert cache.match(make(list(range(num_tokens)))) == first.block_ids[:num_hits]
+    kv = manager(8)
+    first = written(kv, list(range(11)))
+    hit = kv.match(make(list(range(num_tokens))))
+    assert hit.block_ids == blocks(first)[:num_hits] and hit.num_tokens == SIZE * num_hits
 
 
 def test_equal_tokens_after_different_ones_do_not_hit() -> None:
-    pool = BlockPool(8)
-    cache = PrefixCache(pool, SIZE)
-    first = written(pool, cache, [1, 2, 3, 4, 5, 6, 7, 8, 9])
-    assert cache.match(make([0, 2, 3, 4, 5, 6, 7, 8, 9])) == []
-    assert cache.match(make([5, 6, 7, 8, 9])) == []
-    assert cache.match(make([1, 2, 3, 4, 5, 6, 0, 8, 9])) == first.block_ids[:1]
+    kv = manager(8)
+    first = written(kv, [1, 2, 3, 4, 5, 6, 7, 8, 9])
+    assert kv.match(make([0, 2, 3, 4, 5, 6, 7, 8, 9])).block_ids == []
+    assert kv.match(make([5, 6, 7, 8, 9])).block_ids == []
+    assert kv.match(make([1, 2, 3, 4, 5, 6, 0, 8, 9])).block_ids == blocks(first)[:1]
 
 
-def test_salts_and_groups_do_not_share() -> None:
-    pool = BlockPool(8)
-    cache = PrefixCache(pool, SIZE)
+def test_salts_adapters_media_and_private_groups_do_not_share() -> None:
     tokens = list(range(9))
-    roots = [shared_root(b""), shared_root(b"a"), shared_root(b"b"), private_root(0), private_root(1)]
-    roots.append(shared_root((0).to_bytes(8, "little")))  # a salt made to look like a group
+    keys = [CacheKey(), CacheKey(b"a"), CacheKey(b"b"), CacheKey(adapter=b"a"), CacheKey(media=b"a"), CacheKey(b"aa")]
+    keys += [CacheKey(b"a", b"a"), CacheKey((0).to_bytes(8, "little"))]  # the last one looks like a private group
+    roots = [*map(shared_root, keys), private_root(0), private_root(1)]
     assert len(set(roots)) == len(roots)
-    first = written(pool, cache, tokens, roots[1])
-    for root in roots:
-        assert cache.match(make(tokens, root)) == (first.block_ids[:2] if root == roots[1] else [])
+    for used in roots:
+        kv = manager(8)
+        first = written(kv, tokens, used)
+        for root in roots:
+            assert kv.match(make(tokens, root)).block_ids == (blocks(first)[:2] if root == used else [])
 
 
 def test_without_a_root_nothing_is_hashed() -> None:
-    pool = BlockPool(8)
-    cache = PrefixCache(pool, SIZE)
-    request = written(pool, cache, list(range(9)), None)
-    assert request.block_hashes == [] and cache.match(make(list(range(9)), None)) == []
+    kv = manager(8)
+    request = written(kv, list(range(9)), None)
+    assert request.block_hashes == [] and kv.match(make(list(range(9)), None)).num_tokens == 0
 
 
 def test_hashes_grow_with_the_request(rng: random.Random) -> None:
     """Offered bit by bit or at once: the same chain."""
     tokens = [rng.randrange(1000) for _ in range(50)]
-    pool = BlockPool(40)
-    cache = PrefixCache(pool, SIZE)
-    whole = written(pool, cache, tokens)
+    kv = manager(40)
+    whole = written(kv, tokens)
     bit_by_bit = make(tokens)
-    bit_by_bit.block_ids = pool.allocate(13)
+    kv.begin(bit_by_bit, manager(1).match(bit_by_bit))
+    kv.grow(bit_by_bit, 50)
     for num_written in sorted(rng.sample(range(50), 10)) + [50]:
-        cache.offer(bit_by_bit, num_written)
-        assert bit_by_bit.num_shared_blocks == num_written // SIZE
+        kv.note_written(bit_by_bit, num_written)
+        assert bit_by_bit.num_offered_tokens == num_written // SIZE * SIZE
     assert bit_by_bit.block_hashes == whole.block_hashes and len(whole.block_hashes) == 12
 
 
-def test_a_random_pool_stays_whole(rng: random.Random) -> None:
-    pool = BlockPool(12)
-    cache = PrefixCache(pool, SIZE)
+GROUPS = {
+    "full": [FULL],
+    "window": [KVCacheGroup("window", SIZE, 5)],
+    "both": [FULL, KVCacheGroup("window", SIZE, 6)],
+    "three": [KVCacheGroup("window", SIZE, 3), KVCacheGroup("full", 2 * SIZE), KVCacheGroup("window", SIZE, 9)],
+    "state": [KVCacheGroup("state", STATE_BLOCK_SIZE), FULL],
+}
+
+
+@pytest.mark.parametrize("name", GROUPS)
+def test_a_random_pool_stays_whole(rng: random.Random, name: str) -> None:
+    groups = GROUPS[name]
+    kv = manager(14 * len(groups), *groups)
     alive: list[Request] = []
     for _ in range(400):
-        if alive and (rng.random() < 0.5 or pool.num_free < 4):
-            pool.release(alive.pop(rng.randrange(len(alive))).block_ids)
+        if alive and (rng.random() < 0.5 or kv.num_free < 5 * len(groups)):
+            kv.release(alive.pop(rng.randrange(len(alive))))
         else:
-            request = make([rng.randrange(2)] * rng.randint(1, 16))
-            hits = cache.match(request)
-            request.num_shared_blocks = len(hits)
-            pool.acquire(hits)
-            request.block_ids = hits + pool.allocate(-(-len(request.token_ids) // SIZE) - len(hits))
-            cache.offer(request, len(request.token_ids))
-            alive.append(request)
-        pool.check(request.block_ids for request in alive)
+            alive.append(run(kv, make([rng.randrange(2)] * rng.randint(1, 16)), chunk=rng.randint(1, 8)))
+        kv.check(alive)
+
+
+# -- windows
+
+
+def test_blocks_that_have_left_the_window_are_freed() -> None:
+    kv = manager(100, KVCacheGroup("window", SIZE, 10))
+    request = make([1] * 100)
+    kv.begin(request, kv.match(request))
+    for num_tokens in range(1, 101):
+        kv.grow(request, num_tokens)
+        kv.note_written(request, num_tokens)
+        # Those of the last 9 tokens, which the next query reads beside its own.
+        first = max(0, num_tokens - 9) // SIZE
+        assert request.block_tables[0].begin == first and request.block_tables[0].room == -(-num_tokens // SIZE) * SIZE
+        assert kv.num_blocks - kv.num_free == kv.num_held(request) <= 4
+    assert kv.room(request) == 100 and kv.num_lacking(request, 101) == 1
+
+
+def test_a_windows_hit_needs_its_last_blocks_alone() -> None:
+    """The blocks before have been given to others, but with the last ones the prompt still need not be computed."""
+    kv = manager(12, KVCacheGroup("window", SIZE, 6))
+    first = written(kv, list(range(40)), ROOT)
+    assert first.block_tables[0].begin == 8 and kv.num_held(first) == 2
+    kv.release(run(kv, make(list(range(100, 140)), None), chunk=40))  # it takes all the other blocks
+    hit = kv.match(make(list(range(45))))
+    assert hit.num_tokens == 40 and hit.tables[0].begin == 8 and hit.block_ids == blocks(first)
+    # A prefix that ends before: at 36 the block of tokens 28 to 31 is needed too.
+    shorter = kv.match(make([*range(38), 0, 0]))
+    assert shorter.num_tokens == 0
+    begun = make(list(range(45)))
+    kv.begin(begun, hit)
+    assert kv.grow(begun, 45) and begun.block_tables[0].room == 48
+    kv.check([first, begun])
+
+
+def test_groups_agree_on_a_hit() -> None:
+    """The full group has 40 tokens; the window has those around 16 and 32 alone."""
+    kv = manager(40, FULL, KVCacheGroup("window", SIZE, 6))
+    first = written(kv, list(range(40)))
+    table = first.block_tables[1]
+    assert (first.block_tables[0].begin, table.begin, table.room) == (0, 8, 40)
+    hit = kv.match(make(list(range(60))))
+    assert hit.num_tokens == 40 and [t.begin for t in hit.tables] == [0, 8]
+    assert [len(t.block_ids) for t in hit.tables] == [10, 2]
+    assert hit.tables[0].block_ids == blocks(first, 0) and hit.tables[1].block_ids == blocks(first, 1)
+    assert not set(blocks(first, 0)) & set(blocks(first, 1))
+
+
+def test_the_longest_hit_is_found_whatever_was_forgotten(rng: random.Random) -> None:
+    """Against the plain rule: every length tried, every block that it needs looked for."""
+    groups = [FULL, KVCacheGroup("window", SIZE, 7), KVCacheGroup("window", 2 * SIZE, 11)]
+    tokens = list(range(64))
+    for _ in range(60):
+        kv = manager(60, *groups)
+        first = written(kv, tokens)
+        kv.release(first)
+        # Others take some blocks of the first's, the longest unused ones.
+        taken = make([rng.randrange(1000) for _ in range(4 * rng.randint(1, 13))], None)
+        kv.begin(taken, kv.match(taken))
+        kv.grow(taken, min(len(taken.token_ids), 4 * (kv.num_free // 3)))
+        asked = make(tokens[: rng.randint(1, 64)])
+        hit = kv.match(asked)
+        assert hit.num_tokens == _plain_hit(kv, groups, asked)
+        kv.begin(asked, hit)
+        kv.check([taken, asked])
+
+
+def _plain_hit(kv: KVCacheManager, groups: list[KVCacheGroup], request: Request) -> int:
+    for length in range(len(request.token_ids) - 1, 0, -1):
+        if length % (2 * SIZE) == 0 and all(_has(kv, i, group, request, length) for i, group in enumerate(groups)):
+            return length
+    return 0
+
+
+def _has(kv: KVCacheManager, index: int, group: KVCacheGroup, request: Request, length: int) -> bool:
+    first = max(0, length - group.window + 1) // group.block_size if group.window else 0
+    step = group.block_size // SIZE
+    suffix = bytes([index]) if index else b""
+    whole = make(list(range(64)))
+    run(manager(100), whole)  # knows all hashes
+    names = [whole.block_hashes[(i + 1) * step - 1] + suffix for i in range(first, length // group.block_size)]
+    return all(kv._pool.find(name) is not None for name in names)
+
+
+def test_a_model_with_a_state_computes_every_prefix_again() -> None:
+    kv = manager(20, KVCacheGroup("state", STATE_BLOCK_SIZE), FULL)
+    first = written(kv, list(range(20)))
+    assert [len(table.block_ids) for table in first.block_tables] == [1, 5]
+    assert kv.match(make(list(range(20)))).num_tokens == 0
+    kv.release(first)
+    assert kv.num_free == 20
+
+
+def test_how_much_one_request_can_hold() -> None:
+    assert manager(10).capacity(1000) == 40
+    assert manager(10).capacity(39) == 39
+    window = KVCacheGroup("window", SIZE, 9)  # a step of 8 tokens sees 16: five blocks at most
+    assert manager(5, window).capacity(1000) == 1000
+    assert manager(4, window).capacity(1000) == 16
+    assert manager(10, FULL, window).capacity(1000) == 20
 
 
 def test_the_waiting_queue_sorts_and_lets_go(rng: random.Random) -> None:

@@ -8,6 +8,7 @@ import pytest
 
 from aengine.ipc.messages import Kind, SchedulerOutput, pack, unpack
 from aengine.params import SamplingParams
+from aengine.scheduler.block_pool import BlockTable
 from aengine.scheduler.request import Request, RequestStatus
 
 
@@ -47,7 +48,7 @@ def test_every_parameter_reaches_the_worker() -> None:
     )
     request = make([1, 2, 3], params, seed=-(2**63))
     request.token_ids.append(50)  # generated before a preemption
-    request.req_idx, request.block_ids, request.num_computed_tokens = 3, [8, 1], 2
+    request.req_idx, request.block_tables, request.num_computed_tokens = 3, [BlockTable(1, 0, [8, 1])], 2
     (message,) = unpack(Kind.STEP, pack(SchedulerOutput(0, new_requests=[request.to_message()]))).new_requests
     assert message.req_idx == 3 and message.seed == -(2**63)
     assert message.token_ids == array("i", [1, 2, 3, 50]) and message.num_prompt_tokens == 3

@@ -10,17 +10,23 @@ import pytest
 from scheduler_harness import STOP_ID, Driver, expected_output
 
 from aengine.errors import InternalError
-from aengine.ipc.messages import ModelRunnerOutput, RowError, SchedulerOutput, int32
+from aengine.ipc.messages import KVCacheGroup, ModelRunnerOutput, RowError, SchedulerOutput, int32
 from aengine.outputs import FinishReason
 from aengine.params import SamplingParams
-from aengine.scheduler.request import Request, RequestStatus
+from aengine.scheduler.request import CacheKey, Request, RequestStatus
 from aengine.scheduler.scheduler import Scheduler
 
 LIMITS: dict[str, Any] = {"num_blocks": 64, "block_size": 4, "max_num_seqs": 8, "max_num_batched_tokens": 32}
 
 
 def make_scheduler(**changes: Any) -> Scheduler:
-    return Scheduler(**({**LIMITS, "max_model_len": 1000} | changes))
+    limits = {**LIMITS, "max_model_len": 1000} | changes
+    return Scheduler(kv_groups=[KVCacheGroup("full", limits.pop("block_size"))], **limits)
+
+
+def blocks_of(request: Request) -> list[int]:
+    (table,) = request.block_tables
+    return table.block_ids
 
 
 def make(prompt: int | list[int], max_tokens: int = 8, name: str = "r", n: int = 1, **more: Any) -> Request:
@@ -61,7 +67,7 @@ def test_prompts_share_a_step_and_decode_in_the_next() -> None:
     assert a.num_pending == b.num_pending == 2
     assert reply(scheduler, first, [10, 20]) == ([(a, 10, 0), (b, 20, 1)], [])
     third = step(scheduler)  # b's fourth token fills its block, its fifth needs another
-    assert list(third.block_rows) == [b.req_idx] and b.block_ids[1:] == list(third.block_ids)
+    assert list(third.block_rows) == [b.req_idx] and blocks_of(b)[1:] == list(third.block_ids)
     assert third.req_idx is second.req_idx and third.num_scheduled_tokens is second.num_scheduled_tokens
 
 
@@ -227,10 +233,10 @@ def test_a_prefix_is_shared_once_its_step_is_answered() -> None:
     second = step(scheduler)
     assert second.new_requests[0].num_computed_tokens == 0  # not yet answered
     reply(scheduler, first, [50])
-    add(scheduler, c := make(prompt, name="c"), d := make(prompt, name="d", cache_salt=b"other"))
+    add(scheduler, c := make(prompt, name="c"), d := make(prompt, name="d", cache_key=CacheKey(b"other")))
     third = step(scheduler)
     assert [new.num_computed_tokens for new in third.new_requests] == [8, 0]
-    assert list(third.new_requests[0].block_ids)[:2] == a.block_ids[:2]
+    assert list(third.new_requests[0].block_ids)[:2] == blocks_of(a)[:2]
     assert (b.num_cached_tokens, c.num_cached_tokens, d.num_cached_tokens) == (0, 8, 0)
     assert (scheduler.prefix_cache_queries, scheduler.prefix_cache_hits) == (40, 8)
     assert list(third.num_scheduled_tokens) == [1, 1, 2, 10]
@@ -272,8 +278,8 @@ def test_siblings_wait_for_the_prompt_and_share_it(caching: bool) -> None:
     reply(scheduler, first, [50])
     third = step(scheduler)
     assert [new.num_computed_tokens for new in third.new_requests] == [8, 8]
-    assert {tuple(request.block_ids[:2]) for request in group} == {tuple(group[0].block_ids[:2])}
-    assert len({request.block_ids[2] for request in group}) == 3
+    assert {tuple(blocks_of(request)[:2]) for request in group} == {tuple(blocks_of(group[0])[:2])}
+    assert len({blocks_of(request)[2] for request in group}) == 3
     other = [make(prompt, n=2, index=i, name="other") for i in range(2)]
     add(scheduler, *other)
     reply(scheduler, second, [51])
@@ -377,11 +383,12 @@ def test_a_decode_that_lacked_a_block_is_not_held_up_by_a_more_urgent_chunk() ->
     add(scheduler, high)
     for _ in range(4):
         reply(scheduler, step(scheduler), [7, -1])
-    taken = scheduler._pool.allocate(scheduler.num_free_blocks - 2)  # what is left is just enough for high's next chunk
+    # What is left is just enough for high's next chunk.
+    taken = scheduler._kv._pool.allocate(scheduler.num_free_blocks - 2)
     out = scheduler.schedule()
     assert out is not None and list(out.req_idx) == [high.req_idx] and low.status is RequestStatus.CATCHING_UP
     scheduler.update(ModelRunnerOutput(out.step_id, int32([-1])))
-    scheduler._pool.release(taken)
+    scheduler._kv._pool.release(taken)
     out = step(scheduler)
     assert dict(zip(out.req_idx, out.num_scheduled_tokens)) == {high.req_idx: 7, low.req_idx: 1}
 
@@ -460,7 +467,8 @@ def test_the_model_of_the_worker_tells_right_from_wrong() -> None:
     driver.schedule()
     driver.answer()
     driver.schedule()
-    next(iter(driver.worker.rows.values())).blocks.reverse()
+    (table,) = next(iter(driver.worker.rows.values())).tables
+    table[0], table[1] = table[1], table[0]
     with pytest.raises(AssertionError, match="something else"):
         driver.answer()
 

@@ -58,4 +58,3 @@ def _message_of(vocabulary: Vocabulary) -> dict[str, Any]:
         "eos_ids": vocabulary.eos_ids,
         "special_ids": list(vocabulary.special_ids),
     }
-

@@ -1,0 +1,131 @@
+"""Which KV blocks are in use, and which of the others still hold something worth finding. Ids only: the memory is the
+worker's. A block is a page of the one pool that all KV groups share.
+
+    a block is in one of three places
+
+       empty (a stack)  ── allocate ──>  in use (ref_count >= 1)  ── release, name known ──> idle (LRU order)
+       no content       <── release ──   in the tables of        <── acquire (a hit) ─────   ref_count 0, name known
+                            no name      ref_count requests      <── allocate: when none is empty the oldest idle
+                                                                     block is taken and its name forgotten
+
+    free = empty + idle;  free + in use == num_blocks;  every move is O(1)
+"""
+
+from __future__ import annotations
+
+from collections import OrderedDict
+from collections.abc import Iterable
+
+__all__ = ["BlockPool", "BlockTable"]
+
+
+class BlockTable:
+    """The blocks of one request in one KV group. They hold its tokens up to ``room`` - 1, but for the ``begin`` first
+    blocks, which have left the window."""
+
+    __slots__ = ("begin", "block_ids", "block_size", "room")
+
+    def __init__(self, block_size: int, begin: int, block_ids: list[int]) -> None:
+        self.block_size = block_size
+        self.begin = begin
+        self.block_ids = block_ids
+        self.room = (begin + len(block_ids)) * block_size
+
+    def append(self, block_ids: list[int]) -> None:
+        self.block_ids += block_ids
+        self.room += len(block_ids) * self.block_size
+
+    def pop(self) -> int:
+        self.room -= self.block_size
+        return self.block_ids.pop()
+
+
+class BlockPool:
+    """The blocks 0 .. num_blocks - 1."""
+
+    __slots__ = ("_by_name", "_empty", "_idle", "_name_of", "_ref_counts", "num_blocks")
+
+    def __init__(self, num_blocks: int) -> None:
+        self.num_blocks = num_blocks
+        self._ref_counts = [0] * num_blocks
+        self._empty = list(range(num_blocks - 1, -1, -1))
+        self._idle: OrderedDict[int, None] = OrderedDict()  # least recently used first
+        self._name_of: list[bytes | None] = [None] * num_blocks
+        self._by_name: dict[bytes, int] = {}
+
+    @property
+    def num_free(self) -> int:
+        return len(self._empty) + len(self._idle)
+
+    def allocate(self, count: int) -> list[int]:
+        """``count`` blocks of no particular content, in use once. The caller has checked `num_free`."""
+        assert count <= self.num_free, "allocate() beyond what is free"
+        empty, idle, ref_counts = self._empty, self._idle, self._ref_counts
+        taken = []
+        for _ in range(count):
+            if empty:
+                block_id = empty.pop()
+            else:
+                block_id, _ = idle.popitem(last=False)
+                self._forget(block_id)
+            ref_counts[block_id] = 1
+            taken.append(block_id)
+        return taken
+
+    def acquire(self, block_ids: Iterable[int]) -> None:
+        """One more user for each of these cached blocks."""
+        ref_counts = self._ref_counts
+        for block_id in block_ids:
+            if ref_counts[block_id] == 0:
+                del self._idle[block_id]
+            ref_counts[block_id] += 1
+
+    def release(self, block_ids: list[int]) -> None:
+        """One user less for each block of a table. The end of a table is forgotten before its beginning."""
+        ref_counts, name_of = self._ref_counts, self._name_of
+        for block_id in reversed(block_ids):
+            ref_count = ref_counts[block_id] - 1
+            assert ref_count >= 0, "a block was released more often than taken"
+            ref_counts[block_id] = ref_count
+            if ref_count == 0:
+                if name_of[block_id] is None:
+                    self._empty.append(block_id)
+                else:
+                    self._idle[block_id] = None
+
+    def find(self, name: bytes) -> int | None:
+        return self._by_name.get(name)
+
+    def count_idle(self, block_ids: Iterable[int]) -> int:
+        """How many of these would no longer be free once acquired."""
+        ref_counts = self._ref_counts
+        return sum(ref_counts[block_id] == 0 for block_id in block_ids)
+
+    def offer(self, block_id: int, name: bytes) -> None:
+        """Let others find this block. Where the same content is known already, the older block keeps the name."""
+        if name not in self._by_name and self._name_of[block_id] is None:
+            self._by_name[name] = block_id
+            self._name_of[block_id] = name
+
+    def _forget(self, block_id: int) -> None:
+        name = self._name_of[block_id]
+        if name is not None:
+            del self._by_name[name]
+            self._name_of[block_id] = None
+
+    def check(self, tables: Iterable[list[int]]) -> None:
+        """Assert the picture above, given the block tables of all who hold blocks."""
+        counts = [0] * self.num_blocks
+        for table in tables:
+            assert len(set(table)) == len(table), f"a block twice in one table: {table}"
+            for block_id in table:
+                counts[block_id] += 1
+        assert counts == self._ref_counts, "reference counts do not match the block tables"
+        empty, idle = set(self._empty), set(self._idle)
+        in_use = {block_id for block_id, count in enumerate(counts) if count}
+        assert len(empty) == len(self._empty), "a block is empty twice"
+        assert empty | idle | in_use == set(range(self.num_blocks)), "a block was lost"
+        assert len(empty) + len(idle) + len(in_use) == self.num_blocks, "a block is in two places"
+        named = {block_id: n for block_id, n in enumerate(self._name_of) if n is not None}
+        assert {n: block_id for block_id, n in named.items()} == self._by_name, "names and blocks disagree"
+        assert idle <= named.keys() and not empty & named.keys(), "idle blocks have a name, empty ones have none"

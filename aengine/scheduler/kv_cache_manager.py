@@ -1,0 +1,280 @@
+"""Which blocks each request has in each KV group, and which prefixes others can take over. All groups draw on one pool.
+
+    group      needs for the query at position p    a prefix of L tokens is a hit when
+    full       the blocks of tokens 0 to p          all its blocks are found
+    window w   those of tokens p - w + 1 to p       the blocks of its last w - 1 tokens are found
+    state      its one block                        never: states of the past are not kept
+
+A hit is the longest prefix that all groups agree on.
+
+A block that has left a window is freed when the answer is in of the step that passed it (`note_written`). By then the
+next query of that request, also in any step in flight, is past the window of all tokens in the block: nobody reads it
+any more, and a step that is revoked does not either, since only unanswered steps are. Whoever gets the block writes it
+in a later step. The worker is not told: its table keeps the number, and the kernels never look at what is before a
+window.
+
+Prefixes are known by a hash that chains through all tokens before, so equal hash means equal tokens from position 0:
+
+    root = H(parts)      hash[0] = H(root, tokens[0:B])      hash[i] = H(hash[i-1], tokens[iB:(i+1)B])
+
+``parts`` are all else that the KV depends on, and who may share it: the cache's salt, an adapter, media. H is BLAKE2b
+with 32 bytes: nobody can make a prompt that hits another's blocks by accident or by craft, and a tenant without the
+salt can't even tell whether a prompt is cached. B is the smallest block size of the groups; a block of several B goes
+by the last of its hashes. A block is offered to others only after the step that wrote its last slot was answered
+without an error for that request (see scheduling.md for why not earlier).
+"""
+
+from __future__ import annotations
+
+from array import array
+from bisect import bisect_right
+from collections.abc import Iterable, Sequence
+from hashlib import blake2b
+
+from ..ipc.messages import KVCacheGroup
+from .block_pool import BlockPool, BlockTable
+from .request import Request
+
+__all__ = ["KVCacheManager", "PrefixHit", "private_root", "shared_root"]
+
+_DIGEST_SIZE = 32
+_TOKEN_BYTES = array("i").itemsize
+
+
+def shared_root(parts: Sequence[bytes]) -> bytes:
+    """Root of the hashes of all requests that are equal in these parts: (salt, adapter, media)."""
+    root = blake2b(digest_size=_DIGEST_SIZE, person=b"shared root")
+    for part in parts:
+        root.update(len(part).to_bytes(8, "little") + part)
+    return root.digest()
+
+
+def private_root(number: int) -> bytes:
+    """Root for the n completions of one call, which share among themselves alone."""
+    return blake2b(number.to_bytes(8, "little"), digest_size=_DIGEST_SIZE, person=b"private root").digest()
+
+
+class PrefixHit:
+    """What a request may begin with."""
+
+    __slots__ = ("block_ids", "num_tokens", "tables")
+
+    def __init__(self, num_tokens: int, tables: list[BlockTable]) -> None:
+        self.num_tokens = num_tokens
+        self.tables = tables  # of each group
+        self.block_ids = tables[0].block_ids if len(tables) == 1 else [i for t in tables for i in t.block_ids]
+
+
+class KVCacheManager:
+    """``num_blocks`` pages, which ``groups`` share. At most ``step_tokens`` tokens of a request are in one step."""
+
+    __slots__ = (
+        "_groups",
+        "_pool",
+        "_step_tokens",
+        "_strictest_last",
+        "block_size",
+        "caches_prefixes",
+        "has_windows",
+        "num_groups",
+    )
+
+    def __init__(self, num_blocks: int, groups: Sequence[KVCacheGroup], step_tokens: int) -> None:
+        self.num_groups = len(groups)  # as many blocks as one token more can need
+        self.block_size = min(group.block_size for group in groups)
+        self.caches_prefixes = all(group.kind != "state" for group in groups)
+        self.has_windows = any(group.window for group in groups)
+        self._pool = BlockPool(num_blocks)
+        self._groups = [_Group(group, index, self.block_size) for index, group in enumerate(groups)]
+        # A full group looks up a prefix from its begin, and so tells the windows cheaply how far to look at most.
+        self._strictest_last = sorted(self._groups, key=lambda group: group.window)
+        self._step_tokens = step_tokens
+
+    @property
+    def num_blocks(self) -> int:
+        return self._pool.num_blocks
+
+    @property
+    def num_free(self) -> int:
+        return self._pool.num_free
+
+    def capacity(self, most: int) -> int:
+        """The most tokens, up to ``most``, of which a request can be computed when it is alone."""
+        return bisect_right(range(1, most + 1), self.num_blocks, key=self._num_needed)
+
+    def _num_needed(self, num_tokens: int) -> int:
+        return sum(group.most_blocks(num_tokens, self._step_tokens) for group in self._groups)
+
+    # -- prefixes
+
+    def match(self, request: Request) -> PrefixHit:
+        """The longest prefix of ``request`` that all groups have; one token at least is left to compute."""
+        tables = [BlockTable(group.block_size, 0, []) for group in self._groups]
+        length = len(request.token_ids) - 1
+        num_agreed = 0
+        while request.root_hash is not None and self.caches_prefixes and num_agreed < len(tables):
+            for group in self._strictest_last:
+                table = tables[group.index] = group.longest_hit(self._pool, request, length)
+                num_agreed = num_agreed + 1 if table.room == length else 1
+                length = table.room
+        return PrefixHit(tables[0].room, tables)
+
+    def num_missing(self, hit: PrefixHit, num_tokens: int) -> int:
+        """How many blocks must be free for a request of so many tokens that begins with this hit."""
+        needed = self._pool.count_idle(hit.block_ids)
+        for group, table in zip(self._groups, hit.tables, strict=True):
+            most = group.most_blocks(num_tokens, self._step_tokens)
+            to_come = -((table.room - num_tokens) // group.block_size)
+            needed += min(most - len(table.block_ids), to_come)
+        return needed
+
+    def begin(self, request: Request, hit: PrefixHit) -> None:
+        """Give the request its hit."""
+        self._pool.acquire(hit.block_ids)
+        request.block_tables = hit.tables
+        request.num_computed_tokens = hit.num_tokens
+        request.num_offered_tokens = hit.num_tokens
+
+    def note_written(self, request: Request, num_tokens: int) -> None:
+        """The KV of the first ``num_tokens`` tokens is surely written by now, and the next query is at that position.
+
+        Offers their full blocks, and frees those that have left a window.
+        """
+        first, last = request.num_offered_tokens, num_tokens // self.block_size * self.block_size
+        if last > first and request.root_hash is not None and self.caches_prefixes:
+            extend_hashes(request, last // self.block_size, self.block_size)
+            for group in self._groups:
+                group.offer(self._pool, request, first, last)
+            request.num_offered_tokens = last
+        if self.has_windows:
+            for group, table in zip(self._groups, request.block_tables, strict=True):
+                num_left = min(group.first_needed(num_tokens) - table.begin, len(table.block_ids))
+                if num_left > 0:
+                    self._pool.release(table.block_ids[:num_left])
+                    del table.block_ids[:num_left]
+                    table.begin += num_left
+
+    # -- room
+
+    @staticmethod
+    def room(request: Request) -> int:
+        """How many tokens its blocks hold."""
+        tables = request.block_tables
+        return tables[0].room if len(tables) == 1 else min(table.room for table in tables)
+
+    @staticmethod
+    def num_lacking(request: Request, num_tokens: int) -> int:
+        """How many blocks it needs to hold so many tokens, beside those that it has."""
+        lacking = 0
+        for table in request.block_tables:
+            if num_tokens > table.room:
+                lacking -= (table.room - num_tokens) // table.block_size
+        return lacking
+
+    def reach(self, request: Request, num_blocks: int, num_tokens: int) -> int:
+        """How many tokens, at most ``num_tokens``, it can hold with so many blocks more."""
+        size, held = self.block_size, self.room(request)
+        ends = range(held + size, num_tokens, size)  # where a block more is needed for each token after
+        fitting = bisect_right(ends, num_blocks, key=lambda end: self.num_lacking(request, end))
+        return held + size * fitting
+
+    def grow(self, request: Request, num_tokens: int) -> list[tuple[int, list[int]]]:
+        """Give it the blocks that it lacks to hold so many tokens. Returns (group, block ids) where there are any."""
+        grown = []
+        for group, table in enumerate(request.block_tables):
+            if num_tokens > table.room:
+                block_ids = self._pool.allocate(-((table.room - num_tokens) // table.block_size))
+                table.append(block_ids)
+                grown.append((group, block_ids))
+        return grown
+
+    def take_back(self, request: Request, group: int) -> None:
+        """Take the newest block of that group's table."""
+        self._pool.release([request.block_tables[group].pop()])
+
+    def release(self, request: Request) -> None:
+        """Free all its blocks."""
+        for table in request.block_tables:
+            self._pool.release(table.block_ids)
+
+    @staticmethod
+    def num_held(request: Request) -> int:
+        return sum(len(table.block_ids) for table in request.block_tables)
+
+    def num_leaving(self, request: Request) -> int:
+        """How many of its blocks are freed when its prompt is computed as far as it has been scheduled."""
+        position = request.num_computed_tokens
+        tables = zip(self._groups, request.block_tables, strict=True)
+        return sum(max(0, min(g.first_needed(position) - t.begin, len(t.block_ids))) for g, t in tables)
+
+    def check(self, requests: Iterable[Request]) -> None:
+        """Assert that the pool agrees with the tables of all who hold blocks."""
+        self._pool.check([i for t in request.block_tables for i in t.block_ids] for request in requests)
+
+
+class _Group:
+    """The rules of a KV group: which blocks a query needs, and which prefix is a hit."""
+
+    __slots__ = ("_hashes_per_block", "_suffix", "block_size", "index", "most_blocks", "window")
+
+    def __init__(self, group: KVCacheGroup, index: int, hash_size: int) -> None:
+        self.index = index
+        self.block_size = group.block_size
+        self.window = group.window
+        self.most_blocks = group.most_blocks
+        self._hashes_per_block = group.block_size // hash_size
+        self._suffix = bytes([index]) if index else b""  # tells the names of this group's blocks from the others'
+
+    def first_needed(self, position: int) -> int:
+        """Index of the first block that queries from ``position`` on read."""
+        return max(0, position - self.window + 1) // self.block_size if self.window else 0
+
+    def longest_hit(self, pool: BlockPool, request: Request, length: int) -> BlockTable:
+        """The blocks of the longest prefix of at most ``length`` tokens with which this group can begin.
+
+        A full group hashes no further than twice the hits: a long prompt that is new here costs one hash now, the
+        others as its chunks are offered. A window must know all hashes up to the length.
+        """
+        hashes, step, suffix = request.block_hashes, self._hashes_per_block, self._suffix
+        end = length // self.block_size
+        hits: list[int] = []
+        if not self.window:
+            for i in range(end):
+                if (i + 1) * step > len(hashes):
+                    extend_hashes(request, min(end, 2 * i + 1) * step, self.block_size // step)
+                block_id = pool.find(hashes[(i + 1) * step - 1] + suffix)
+                if block_id is None:
+                    break
+                hits.append(block_id)
+            return BlockTable(self.block_size, 0, hits)
+        extend_hashes(request, end * step, self.block_size // step)
+        i = end
+        while i > self.first_needed(end * self.block_size):
+            i -= 1
+            block_id = pool.find(hashes[(i + 1) * step - 1] + suffix)
+            if block_id is None:
+                end, hits = i, []
+            else:
+                hits.append(block_id)
+        return BlockTable(self.block_size, i, hits[::-1])
+
+    def offer(self, pool: BlockPool, request: Request, first: int, last: int) -> None:
+        """Offer the blocks that have become full with the tokens ``first`` to ``last`` - 1."""
+        table, step = request.block_tables[self.index], self._hashes_per_block
+        for i in range(max(first // self.block_size, table.begin), last // self.block_size):
+            pool.offer(table.block_ids[i - table.begin], request.block_hashes[(i + 1) * step - 1] + self._suffix)
+
+
+def extend_hashes(request: Request, num_hashes: int, size: int) -> None:
+    """Know the hashes of the first ``num_hashes`` times ``size`` tokens."""
+    hashes = request.block_hashes
+    first = len(hashes)
+    if num_hashes <= first:
+        return
+    parent = hashes[-1] if hashes else request.root_hash
+    assert parent is not None
+    tokens = array("i", request.token_ids[first * size : num_hashes * size]).tobytes()
+    width = size * _TOKEN_BYTES
+    for start in range(0, len(tokens), width):
+        parent = blake2b(parent + tokens[start : start + width], digest_size=_DIGEST_SIZE).digest()
+        hashes.append(parent)
