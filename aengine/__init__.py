@@ -17,7 +17,20 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from .async_llm import AsyncLLM
+    from .blocking import ChatIterator, TokenIterator
+    from .chat.messages import (
+        ChatMessage,
+        Delta,
+        ReasoningDelta,
+        TextDelta,
+        ToolCall,
+        ToolCallDelta,
+        ToolCallEnd,
+        ToolCallStart,
+    )
+    from .chat.tools import Tool, ToolChoice
     from .config import EngineConfig, StartupProgress
+    from .engine.tokenizer_view import TokenizerView
     from .errors import (
         AEngineError,
         ContextLengthError,
@@ -33,19 +46,53 @@ if TYPE_CHECKING:
         WorkerDiedError,
     )
     from .llm import LLM
-    from .outputs import Choice, Completion, FinishReason, Logprob, RequestEnd, Timings, Token, Usage
+    from .options import ChatOptions, GenerateOptions, RequestOptions
+    from .outputs import (
+        ChatChoice,
+        ChatCompletion,
+        Choice,
+        Completion,
+        FinishReason,
+        Logprob,
+        RequestEnd,
+        Timings,
+        Token,
+        Usage,
+    )
     from .params import SamplingParams, StructuredOutput
+    from .settings import Settings
+    from .streams.chat_stream import ChatStream
     from .streams.token_stream import TokenStream
-    from .telemetry.metrics import Statistics
+    from .sync_llm import SyncLLM
+    from .telemetry.metrics import Histogram, Histograms, Statistics, WorkerRestart
 
 __version__ = "0.1.0"
 
 _HOME = {
+    "TokenizerView": "engine.tokenizer_view",
     "AsyncLLM": "async_llm",
+    "SyncLLM": "sync_llm",
+    "LLM": "llm",
+    "ChatIterator": "blocking",
+    "TokenIterator": "blocking",
     "EngineConfig": "config",
     "StartupProgress": "config",
-    "Statistics": "telemetry.metrics",
-    "TokenStream": "streams.token_stream",
+    "Settings": "settings",
+    "ChatOptions": "options",
+    "GenerateOptions": "options",
+    "RequestOptions": "options",
+    "SamplingParams": "params",
+    "StructuredOutput": "params",
+    "ChatChoice": "outputs",
+    "ChatCompletion": "outputs",
+    "Choice": "outputs",
+    "Completion": "outputs",
+    "FinishReason": "outputs",
+    "Logprob": "outputs",
+    "RequestEnd": "outputs",
+    "Timings": "outputs",
+    "Token": "outputs",
+    "Usage": "outputs",
     "AEngineError": "errors",
     "ContextLengthError": "errors",
     "DeadlineExceededError": "errors",
@@ -58,48 +105,77 @@ _HOME = {
     "ModelLoadError": "errors",
     "RequestError": "errors",
     "WorkerDiedError": "errors",
-    "LLM": "llm",
-    "Choice": "outputs",
-    "Completion": "outputs",
-    "FinishReason": "outputs",
-    "Logprob": "outputs",
-    "RequestEnd": "outputs",
-    "Timings": "outputs",
-    "Token": "outputs",
-    "Usage": "outputs",
-    "SamplingParams": "params",
-    "StructuredOutput": "params",
+    "ChatMessage": "chat.messages",
+    "Delta": "chat.messages",
+    "ReasoningDelta": "chat.messages",
+    "TextDelta": "chat.messages",
+    "ToolCall": "chat.messages",
+    "ToolCallDelta": "chat.messages",
+    "ToolCallEnd": "chat.messages",
+    "ToolCallStart": "chat.messages",
+    "Tool": "chat.tools",
+    "ToolChoice": "chat.tools",
+    "TokenStream": "streams.token_stream",
+    "ChatStream": "streams.chat_stream",
+    "Histogram": "telemetry.metrics",
+    "Histograms": "telemetry.metrics",
+    "Statistics": "telemetry.metrics",
+    "WorkerRestart": "telemetry.metrics",
 }
 
 __all__ = [  # noqa: RUF022  # plainly sorted, as a test asks
     "AEngineError",
     "AsyncLLM",
+    "ChatChoice",
+    "ChatCompletion",
+    "ChatIterator",
+    "ChatMessage",
+    "ChatOptions",
+    "ChatStream",
     "Choice",
     "Completion",
     "ContextLengthError",
     "DeadlineExceededError",
+    "Delta",
     "EngineClosedError",
     "EngineConfig",
     "EngineError",
     "EngineOverloadedError",
     "FinishReason",
+    "GenerateOptions",
     "GrammarError",
+    "Histogram",
+    "Histograms",
     "InternalError",
     "InvalidRequestError",
     "LLM",
     "Logprob",
     "ModelLoadError",
+    "ReasoningDelta",
     "RequestEnd",
     "RequestError",
+    "RequestOptions",
     "SamplingParams",
+    "Settings",
     "StartupProgress",
     "Statistics",
     "StructuredOutput",
+    "SyncLLM",
+    "TextDelta",
     "Timings",
     "Token",
+    "TokenIterator",
     "TokenStream",
+    "TokenizerView",
+    "Tool",
+    "ToolCall",
+    "ToolCallDelta",
+    "ToolCallEnd",
+    "ToolCallStart",
+    "ToolChoice",
     "Usage",
     "WorkerDiedError",
+    "WorkerRestart",
     "__version__",
 ]
 

@@ -1,4 +1,4 @@
-"""What `LLM` works with: iterators that block, a list of prompts on its way, and the line that shows how far it is."""
+"""What `SyncLLM` works with: iterators that block, a list of prompts on its way, and the line of its progress."""
 
 from __future__ import annotations
 
@@ -11,9 +11,10 @@ from types import TracebackType
 from typing import TYPE_CHECKING, Any, Generic, TextIO, TypeVar
 
 from .errors import AEngineError, InvalidRequestError
-from .outputs import Completion, Token
+from .options import Progress, Show
+from .outputs import ChatCompletion, Completion, Token
 from .params import SamplingParams
-from .streams.cross_thread_stream import ThreadStream, check_no_loop, run_now
+from .streams.cross_thread_stream import BlockingStream, run_now
 
 if TYPE_CHECKING:
     from typing import Self
@@ -23,22 +24,21 @@ if TYPE_CHECKING:
     from .streams.chat_stream import ChatStream
     from .tokenizer.prompt import Prompt
 
-__all__ = ["Batch", "ChatIterator", "Progress", "TokenIterator", "is_many", "one_each", "showing"]
+__all__ = ["Batch", "ChatIterator", "TokenIterator", "is_many", "one_each", "showing"]
 
 T = TypeVar("T")
-Show = Callable[[int, int], object]
-Progress = bool | Show
 _SHOW_SECONDS = 0.1
 
 
 class _Blocking(Generic[T]):
     """A stream as an iterator. Its request is aborted when it is closed, dropped, or interrupted while it waits.
 
-    Raises what the stream does; InvalidRequestError on the thread of a running event loop.
+    Raises what the stream does, and what ``check`` does where a thread may not be blocked.
     """
 
-    def __init__(self, stream: Any) -> None:
-        self._stream = stream  # over a `ThreadStream`, so that nothing of it ever suspends
+    def __init__(self, stream: Any, check: Callable[[], None]) -> None:
+        self._stream = stream  # over a `BlockingStream`, so that nothing of it ever suspends
+        self._check = check
 
     def __repr__(self) -> str:
         return f"<{type(self).__name__} {self.request_id}>"
@@ -52,7 +52,7 @@ class _Blocking(Generic[T]):
         return self
 
     def __next__(self) -> T:
-        check_no_loop()
+        self._check()
         stream: AsyncIterator[T] = self._stream
         try:
             return run_now(stream.__anext__())  # type: ignore[arg-type]  # a coroutine, not just an awaitable
@@ -61,7 +61,7 @@ class _Blocking(Generic[T]):
 
     def wait(self) -> Completion:
         """Wait for the end without looking at what comes. Raises the request's error."""
-        check_no_loop()
+        self._check()
         return run_now(self._stream.wait())
 
     @property
@@ -72,7 +72,7 @@ class _Blocking(Generic[T]):
 
     def close(self) -> None:
         """Abort the request if it still runs. Idempotent."""
-        check_no_loop()
+        self._check()
         run_now(self._stream.aclose())
 
     def __enter__(self) -> Self:
@@ -87,8 +87,8 @@ class _Blocking(Generic[T]):
 class TokenIterator(_Blocking[Token]):
     """The tokens of one request, see `TokenStream`; ``for token in iterator``."""
 
-    def __init__(self, stream: ThreadStream) -> None:
-        super().__init__(stream)
+    def __init__(self, stream: BlockingStream, check: Callable[[], None]) -> None:
+        super().__init__(stream, check)
 
     @property
     def partial(self) -> Any:
@@ -99,8 +99,20 @@ class TokenIterator(_Blocking[Token]):
 class ChatIterator(_Blocking["Delta"]):
     """The deltas of one chat's answer, see `ChatStream`; ``for delta in iterator``."""
 
-    def __init__(self, stream: ChatStream) -> None:
-        super().__init__(stream)
+    def __init__(self, stream: ChatStream, check: Callable[[], None]) -> None:
+        super().__init__(stream, check)
+
+    def wait(self) -> ChatCompletion:
+        """Wait for the end without looking at what comes. Raises the request's error."""
+        completion = super().wait()
+        assert isinstance(completion, ChatCompletion)
+        return completion
+
+    @property
+    def completion(self) -> ChatCompletion:
+        """The whole answer, once it has ended. Raises InvalidRequestError before."""
+        completion: ChatCompletion = self._stream.completion
+        return completion
 
     @property
     def message(self) -> ChatMessage:
@@ -129,7 +141,7 @@ class Batch:
 
     def __init__(
         self,
-        begin: Callable[[Prompt, SamplingParams | None], ThreadStream],
+        begin: Callable[[Prompt, SamplingParams | None], BlockingStream],
         prompts: Sequence[Prompt],
         params: Sequence[SamplingParams | None],
         window: int,
@@ -140,7 +152,7 @@ class Batch:
         self._num_done = 0
         self._window = window
         self._return_exceptions = return_exceptions
-        self._running: dict[int, ThreadStream] = {}
+        self._running: dict[int, BlockingStream] = {}
         self._ended: SimpleQueue[int] = SimpleQueue()
         self._results: list[Any] = [None] * len(prompts)
 

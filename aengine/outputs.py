@@ -4,12 +4,36 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 from enum import StrEnum
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, Any, Generic, NamedTuple
 
 if TYPE_CHECKING:
+    from typing_extensions import TypeVar
+
     from .chat.messages import ChatMessage
 
-__all__ = ["Choice", "Completion", "FinishReason", "Logprob", "RequestEnd", "Timings", "Token", "Usage"]
+    T = TypeVar("T", default=None)  # of what a call with an ``output_type`` returns
+    T_co = TypeVar("T_co", default=Any, covariant=True)
+else:
+    from typing import TypeVar
+
+    T = TypeVar("T")
+    T_co = TypeVar("T_co", covariant=True)
+
+__all__ = [
+    "ChatChoice",
+    "ChatCompletion",
+    "Choice",
+    "Completion",
+    "FinishReason",
+    "Logprob",
+    "RequestEnd",
+    "Timings",
+    "Token",
+    "Usage",
+]
+
+
+_NO_VALUE: Any = None
 
 
 class FinishReason(StrEnum):
@@ -86,7 +110,7 @@ class RequestEnd:
 
 
 @dataclass(frozen=True, slots=True)
-class Choice:
+class Choice(Generic[T_co]):
     """One of the n completions of a request."""
 
     index: int
@@ -95,20 +119,27 @@ class Choice:
     finish_reason: FinishReason
     logprobs: tuple[tuple[Logprob, ...], ...] | None = None
     """One entry a token: the sampled token first, then the likeliest, likeliest first. None unless asked for."""
-    parsed: Any = None
-    """With an output_type: its value, if the text is complete and valid."""
+    parsed: T_co = _NO_VALUE
+    """With an output_type: its value. None if the text is not complete or not valid, which ``finish_reason`` and
+    ``parse_error`` tell; the type leaves that out."""
     parse_error: Exception | None = None
     """With an output_type: why there is no value though the text is complete, as a validator's ValidationError."""
-    message: ChatMessage | None = None
-    """Of `AsyncLLM.chat`: content, reasoning and tool calls, told apart."""
 
 
 @dataclass(frozen=True, slots=True)
-class Completion:
+class ChatChoice(Choice[T_co]):
+    """One of the n answers of a chat."""
+
+    message: ChatMessage = field(kw_only=True)
+    """Content, reasoning and tool calls, told apart."""
+
+
+@dataclass(frozen=True, slots=True)
+class Completion(Generic[T_co]):
     """The whole answer to a request. ``text``, ``token_ids``, ... are those of its first choice."""
 
     request_id: str
-    choices: tuple[Choice, ...]
+    choices: tuple[Choice[T_co], ...]
     usage: Usage
     warnings: tuple[str, ...] = ()  # keywords of a schema that on_unsupported="relax" left out
     timings: Timings = field(default_factory=Timings, compare=False)
@@ -126,11 +157,8 @@ class Completion:
         return self.choices[0].finish_reason
 
     @property
-    def message(self) -> ChatMessage | None:
-        return self.choices[0].message
-
-    @property
-    def parsed(self) -> Any:
+    def parsed(self) -> T_co:
+        """The value of the ``output_type``; None if the text is not complete or not valid, see `Choice`."""
         return self.choices[0].parsed
 
     @property
@@ -140,3 +168,14 @@ class Completion:
     @property
     def logprobs(self) -> tuple[tuple[Logprob, ...], ...] | None:
         return self.choices[0].logprobs
+
+
+@dataclass(frozen=True, slots=True)
+class ChatCompletion(Completion[T_co]):
+    """The whole answer to a chat. ``message`` is that of its first choice."""
+
+    choices: tuple[ChatChoice[T_co], ...]
+
+    @property
+    def message(self) -> ChatMessage:
+        return self.choices[0].message

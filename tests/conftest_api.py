@@ -9,7 +9,7 @@ from aengine import AsyncLLM
 
 async def settled(engine: AsyncLLM) -> None:
     """Wait until no request is left; then nothing of any may be: no block, no row, no call."""
-    core = engine._core
+    core = engine._handle.core
     assert core is not None
     for _ in range(2000):
         statistics = engine.statistics()

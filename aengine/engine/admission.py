@@ -46,6 +46,7 @@ from .unread import UnreadWatch
 from .user_request import Call, Limits
 
 if TYPE_CHECKING:
+    from ..chat.plan import ChatRequest
     from ..structured.output_type import OutputType
     from ..structured.spec import GrammarSpec
 
@@ -110,6 +111,7 @@ class Admission:
         asked_type: AskedType | None = None,
         since: float | None = None,
         markers: frozenset[int] = frozenset(),
+        chat: ChatRequest | None = None,
     ) -> Call:
         """Check what can be checked at once, and register. Nothing is awaited here.
 
@@ -142,6 +144,7 @@ class Admission:
             mailbox=Mailbox(final_only=final_only, times=self._observer.new_times(seconds_ago)),
             constraint=constraint or params.structured_output,
             asked_type=asked_type,
+            chat=chat,
         )
         call.mailbox.output_type = output_type
         call.mailbox.is_json = asked_type is not None or _is_json(params.structured_output)

@@ -14,6 +14,7 @@ from ..tokenizer.prompt import Prompt
 from .sampling_defaults import SamplingDefaults
 
 if TYPE_CHECKING:
+    from ..chat.plan import ChatRequest
     from ..structured.backend import Compiled
     from ..structured.spec import GrammarSpec
 
@@ -45,6 +46,7 @@ class Call:
     cache_salt: bytes
     arrival_time: float
     mailbox: Mailbox
+    chat: ChatRequest | None = None  # that it answers
     requests: list[Request] = field(default_factory=list)
     num_left: int = 0  # requests that have not ended
     timers: tuple[asyncio.TimerHandle, ...] = ()  # of its limits in time

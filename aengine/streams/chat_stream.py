@@ -14,7 +14,7 @@ from ..chat import ChatMessage, ChatParser, Delta, TextDelta
 from ..chat.plan import ChatPlan
 from ..chat.prompt import marker_ids
 from ..errors import AEngineError, InvalidRequestError
-from ..outputs import Choice, Completion, FinishReason, Token
+from ..outputs import ChatChoice, ChatCompletion, Choice, FinishReason, Token
 from ..params import SamplingParams
 from ..structured.partial_json import partial_json
 from ..tokenizer.tokenizer import Tokenizer
@@ -74,10 +74,12 @@ class _Answer:
             self._tokens.clear()
         return deltas
 
-    def choice(self, plain: Choice) -> Choice:
+    def choice(self, plain: Choice) -> ChatChoice:
         """The completion's choice with what the chat knows of it."""
         message = self.message
-        choice = replace(plain, message=message)
+        choice = ChatChoice(
+            plain.index, plain.text, plain.token_ids, plain.finish_reason, plain.logprobs, message=message
+        )
         if choice.finish_reason is not FinishReason.STOP:
             return choice
         if any(call.is_complete for call in message.tool_calls):
@@ -111,7 +113,7 @@ class ChatStream:
         self._deltas: deque[Delta] = deque()
         self._is_read = False  # to its end, or it was closed
         self._has_ended = False  # by itself
-        self._completion: Completion | None = None
+        self._completion: ChatCompletion | None = None
 
     @property
     def request_id(self) -> str:
@@ -161,7 +163,7 @@ class ChatStream:
         return partial_json("".join(self._texts), has_ended=has_ended)
 
     @property
-    def completion(self) -> Completion:
+    def completion(self) -> ChatCompletion:
         """Once it has been read to its end, or closed: each choice with its ``message``; ``parsed`` is of the message's
         content.
 
@@ -173,12 +175,13 @@ class ChatStream:
             self._completion = self._new_completion()
         return self._completion
 
-    def _new_completion(self) -> Completion:
+    def _new_completion(self) -> ChatCompletion:
         completion = self._stream.completion
         choices = tuple(answer.choice(plain) for answer, plain in zip(self._answers, completion.choices, strict=True))
-        return replace(completion, choices=choices, warnings=self._warnings + completion.warnings)
+        warnings = self._warnings + completion.warnings
+        return ChatCompletion(completion.request_id, choices, completion.usage, warnings, completion.timings)
 
-    async def wait(self) -> Completion:
+    async def wait(self) -> ChatCompletion:
         """Read to the end."""
         async for _ in self:
             pass

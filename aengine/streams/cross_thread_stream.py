@@ -1,14 +1,15 @@
-"""`RemoteStream`: a `TokenStream` whose reader is on another thread than the engine.
+"""`CrossThreadStream`: a `TokenStream` whose reader is on another thread than the engine.
 
-    engine's thread                                                        reader's
-    ChoiceOutput --put()--> Mailbox --wake()--> Hatch.fill, when the       __anext__ takes from Hatch.ready;
-                                                loop's turn is over        if there is nothing, waits
-                                                  | wake                       ^
-                                                  +--------- Courier ----------+  of all streams on a loop: one wake-up
+    engine's thread                                                 reader's
+    ChoiceOutput --put()--> Mailbox --wake()--> CrossThreadBuffer   __anext__ takes from ``ready``;
+                                                (filled when the    if there is nothing, waits
+                                                loop's turn is over)   ^
+                                                  | wake               |
+                                                  +----- CallQueue ----+  one wake-up for all streams of a loop
 
 The reader sees what the engine has done in whole turns only: a stream that has ended is out of the scheduler, its
-usage is complete. No lock is needed, and no wake-up is lost: who waits sets ``Hatch.wake``, then looks again; the
-engine fills, then looks at ``wake``. Nothing is said to a reader that is busy.
+usage is complete. No lock is needed, and no wake-up is lost: who waits sets the buffer's ``wake``, then looks again;
+the engine fills, then looks at ``wake``. Nothing is said to a reader that is busy.
 """
 
 from __future__ import annotations
@@ -22,36 +23,37 @@ from typing import Any, TypeVar
 
 from ..errors import InvalidRequestError
 from ..outputs import Completion, Token
-from ..threads.courier import courier_of, settle
+from ..threads.call_queue import call_queue_of, settle
 from ..threads.loop_ownership import running_loop
 from ..threads.loop_thread import LoopEndedError, LoopThread
 from .token_stream import Mailbox, TokenStream, end_call
 
-__all__ = ["RemoteStream", "ThreadStream", "check_no_loop", "run_now"]
+__all__ = ["BlockingStream", "CrossThreadStream", "run_now"]
 
 T = TypeVar("T")
 
 
-class Hatch:
-    """Where the engine's thread puts what a reader on another takes. It waits at a `Mailbox`, in place of a future."""
+class CrossThreadBuffer:
+    """Where the engine's thread puts what a reader on another takes."""
 
-    __slots__ = ("_mailbox", "_thread", "end", "has_ended", "loop", "ready", "wake")
+    __slots__ = ("_is_due", "_mailbox", "_thread", "end", "has_ended", "loop", "ready", "wake")
 
     def __init__(self, thread: LoopThread) -> None:
         self._thread = thread
         self._mailbox: Mailbox | None = None
+        self._is_due = False  # it will be filled at the end of this turn
         self.ready: deque[Token] = deque()  # bounded as the mailbox is, by the request's own max_tokens
         self.has_ended = False  # the last that is set
         self.wake: Callable[[], object] | None = None
         self.loop: asyncio.AbstractEventLoop | None = None  # on which somebody waits
         self.end: Callable[[], object] = _nothing  # to be called on the engine's thread: aborts the request
 
-    def wait_at(self, mailbox: Mailbox, end: Callable[[], object]) -> None:
+    def read_from(self, mailbox: Mailbox, end: Callable[[], object]) -> None:
+        """Take what this mailbox gets from now on. ``end`` aborts its request, on the engine's thread."""
         self._mailbox, self.end = mailbox, end
-        mailbox.hatch = self
-        mailbox.waiter = self  # type: ignore[assignment]  # all that it needs of a future
+        mailbox.buffer = self
         if mailbox.pending or mailbox.num_open == 0:
-            mailbox.wake()
+            self.note_news()
 
     def oldest_unread(self) -> Token | None:
         """See `Mailbox.oldest_unread`."""
@@ -60,14 +62,14 @@ class Hatch:
         except IndexError:  # the reader has just taken the last
             return None
 
-    def done(self) -> bool:
-        return False
-
-    def set_result(self, result: None) -> None:
-        """Called by `Mailbox.wake`, on the engine's thread, with the first news of a turn."""
-        self._thread.defer(self._fill)
+    def note_news(self) -> None:
+        """Fill it when the turn of the engine's loop is over. On its thread."""
+        if not self._is_due:
+            self._is_due = True
+            self._thread.defer(self._fill)
 
     def _fill(self) -> None:
+        self._is_due = False
         mailbox = self._mailbox
         if mailbox is None:
             return
@@ -75,7 +77,6 @@ class Hatch:
             self.ready.extend(mailbox.pending)
             mailbox.pending.clear()
         if mailbox.num_open:
-            mailbox.waiter = self  # type: ignore[assignment]
             if self.loop is not None and self.loop.is_closed():  # who waits there will never read
                 self._thread.post(self.end)
         else:
@@ -86,14 +87,14 @@ class Hatch:
             wake()
 
 
-class RemoteStream(TokenStream):
+class CrossThreadStream(TokenStream):
     """See `TokenStream`; read on any event loop, by one task at a time.
 
     It exists before the engine has heard of the request, so an error about that comes from the stream, too.
     ``owner``: the engine, which is not to be dropped while somebody reads.
     """
 
-    __slots__ = ("_courier", "_hatch", "_is_waited_for", "_owner", "_remote")
+    __slots__ = ("_buffer", "_call_queue", "_is_waited_for", "_owner", "_remote")
 
     def __init__(self, remote: LoopThread, owner: object, request_id: str) -> None:
         nothing_yet = Mailbox(final_only=True)
@@ -101,8 +102,8 @@ class RemoteStream(TokenStream):
         super().__init__(request_id, nothing_yet, remote.loop, _nothing)
         self._remote = remote
         self._owner = owner
-        self._hatch = Hatch(remote)
-        self._courier: object = None  # held, so that the next wait finds it
+        self._buffer = CrossThreadBuffer(remote)
+        self._call_queue: object = None  # held, so that the next wait finds it
         self._is_waited_for = False
 
     # -- on the engine's thread
@@ -110,22 +111,22 @@ class RemoteStream(TokenStream):
     def accept(self, mailbox: Mailbox, abort: Callable[[str], object]) -> None:
         """The request is in the engine, with this mailbox."""
         self._mailbox = mailbox
-        self._hatch.wait_at(mailbox, partial(end_call, mailbox, abort, self.request_id))
+        self._buffer.read_from(mailbox, partial(end_call, mailbox, abort, self.request_id))
 
     def refuse(self, error: BaseException) -> None:
         """It could not be accepted; the reader gets the error."""
         self._mailbox.fail(error)
-        self._hatch.wait_at(self._mailbox, _nothing)
+        self._buffer.read_from(self._mailbox, _nothing)
 
     # -- on the reader's
 
     async def __anext__(self) -> Token:
-        hatch = self._hatch
+        buffer = self._buffer
         while True:
-            has_ended = hatch.has_ended  # asked before the tokens are: all of them are there then
+            has_ended = buffer.has_ended  # asked before the tokens are: all of them are there then
             try:
-                if hatch.ready:
-                    return hatch.ready.popleft()
+                if buffer.ready:
+                    return buffer.ready.popleft()
             except IndexError:  # somebody else reads, who should not
                 continue
             if has_ended:
@@ -135,7 +136,7 @@ class RemoteStream(TokenStream):
             await self._await_news(any_token=True)
 
     async def wait(self) -> Completion:
-        while not self._hatch.has_ended:
+        while not self._buffer.has_ended:
             await self._await_news(any_token=False)
         if self._mailbox.error is not None:
             raise self._failure()
@@ -144,7 +145,7 @@ class RemoteStream(TokenStream):
     @property
     def completion(self) -> Completion:
         mailbox = self._mailbox
-        if not self._hatch.has_ended:
+        if not self._buffer.has_ended:
             raise InvalidRequestError(
                 f"stream {self.request_id} has not ended yet: read it to its end, or close it, before its completion"
             )
@@ -154,31 +155,31 @@ class RemoteStream(TokenStream):
 
     async def aclose(self) -> None:
         """Abort the request if it still runs, and wait until the engine has. Idempotent."""
-        if not self._hatch.has_ended and not self._remote.is_foreign:
+        if not self._buffer.has_ended and not self._remote.is_foreign:
             try:
                 await self._remote.run(self._end_there)
             except LoopEndedError:
                 pass
-        self._hatch.ready.clear()
+        self._buffer.ready.clear()
 
     async def _end_there(self) -> None:
-        self._hatch.end()
-        await asyncio.sleep(0)  # the hatch is filled
+        self._buffer.end()
+        await asyncio.sleep(0)  # the buffer is filled
 
     def end_soon(self) -> None:
         """Have it aborted; from any thread, without waiting."""
-        hatch = self._hatch
-        self._remote.post(lambda: hatch.end())  # looked up there: it may not be in the engine yet
+        buffer = self._buffer
+        self._remote.post(lambda: buffer.end())  # looked up there: it may not be in the engine yet
 
     async def _await_news(self, *, any_token: bool) -> None:
         """Until there is a token (if any will do), or the end. Being cancelled here ends the request."""
         loop = running_loop()
-        courier = self._courier = courier_of(loop)
+        call_queue = self._call_queue = call_queue_of(loop)
         self._begin_wait()
-        self._hatch.loop = loop
+        self._buffer.loop = loop
         waiter = loop.create_future()
         try:
-            if not self._asked(partial(courier.post, settle, waiter), any_token):
+            if not self._asked(partial(call_queue.post, settle, waiter), any_token):
                 await waiter
         except asyncio.CancelledError:
             self.end_soon()
@@ -194,22 +195,22 @@ class RemoteStream(TokenStream):
 
     def _asked(self, wake: Callable[[], object], any_token: bool) -> bool:
         """Have ``wake`` called at the next news. Whether there are some already."""
-        hatch = self._hatch
-        hatch.wake = wake
-        return hatch.has_ended or (any_token and bool(hatch.ready))
+        buffer = self._buffer
+        buffer.wake = wake
+        return buffer.has_ended or (any_token and bool(buffer.ready))
 
     def _end_wait(self) -> None:
-        self._hatch.wake = self._hatch.loop = None
+        self._buffer.wake = self._buffer.loop = None
         self._is_waited_for = False
 
     def __del__(self) -> None:
-        hatch = getattr(self, "_hatch", None)
-        if hatch is not None and not hatch.has_ended and not self._remote.is_foreign:
-            self._remote.post(hatch.end)
+        buffer = getattr(self, "_buffer", None)
+        if buffer is not None and not buffer.has_ended and not self._remote.is_foreign:
+            self._remote.post(buffer.end)
 
 
-class ThreadStream(RemoteStream):
-    """The same, read by a thread that has no event loop: its coroutines block instead of suspending. See `run_now`."""
+class BlockingStream(CrossThreadStream):
+    """A stream whose coroutines block the reading thread instead of suspending. See `run_now`."""
 
     __slots__ = ()
 
@@ -232,16 +233,16 @@ class ThreadStream(RemoteStream):
             tell()
 
     async def aclose(self) -> None:
-        if not self._hatch.has_ended and not self._remote.is_foreign:
+        if not self._buffer.has_ended and not self._remote.is_foreign:
             try:
                 self._remote.wait(self._end_there)
             except LoopEndedError:
                 pass
-        self._hatch.ready.clear()
+        self._buffer.ready.clear()
 
 
 def run_now(coroutine: Coroutine[Any, Any, T]) -> T:
-    """The outcome of a coroutine that never suspends, as those of `ThreadStream`, and of what reads from one."""
+    """The outcome of a coroutine that never suspends, as those of `BlockingStream`, and of what reads from one."""
     try:
         coroutine.send(None)
     except StopIteration as end:
@@ -249,15 +250,6 @@ def run_now(coroutine: Coroutine[Any, Any, T]) -> T:
         return value
     coroutine.close()
     raise AssertionError("a coroutine that must not suspend did")
-
-
-def check_no_loop() -> None:
-    """Raises InvalidRequestError on the thread of a running event loop, which must not be blocked."""
-    try:
-        asyncio.get_running_loop()
-    except RuntimeError:
-        return
-    raise InvalidRequestError("you are on an event loop, which an LLM would block: use AsyncLLM, and await it")
 
 
 def _nothing(*_: object) -> None:

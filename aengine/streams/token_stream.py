@@ -27,9 +27,8 @@ if TYPE_CHECKING:
     from typing import Self
 
     from ..structured.output_type import OutputType
-    from .cross_thread_stream import Hatch
 
-__all__ = ["ChoiceOutput", "IncrementalText", "Mailbox", "TokenStream", "end_call", "error_for_waiter"]
+__all__ = ["Buffer", "ChoiceOutput", "IncrementalText", "Mailbox", "TokenStream", "end_call", "error_for_waiter"]
 
 
 class IncrementalText(Protocol):
@@ -42,15 +41,23 @@ class IncrementalText(Protocol):
     def flush(self) -> str: ...
 
 
+class Buffer(Protocol):
+    """What a mailbox needs of the buffer that a reader on another thread takes tokens from."""
+
+    def note_news(self) -> None: ...
+
+    def oldest_unread(self) -> Token | None: ...
+
+
 class Mailbox:
     """All that one user call gets: tokens of its completions as they come, then the end or an error."""
 
     __slots__ = (
+        "buffer",
         "cached_tokens",
         "choices",
         "error",
         "final_only",
-        "hatch",
         "is_json",
         "num_open",
         "num_prompt_tokens",
@@ -65,8 +72,8 @@ class Mailbox:
         self.times = times or RequestTimes()
         self.final_only = final_only  # nobody reads single tokens: none are made
         self.pending: deque[Token] = deque()
-        self.waiter: asyncio.Future[None] | None = None
-        self.hatch: Hatch | None = None  # where a reader on another thread takes them from
+        self.waiter: asyncio.Future[None] | None = None  # of a reader on this loop
+        self.buffer: Buffer | None = None  # of a reader on another thread
         self.error: BaseException | None = None
         self.choices: list[ChoiceOutput] = []
         self.num_open = 0  # completions that have not ended
@@ -91,6 +98,8 @@ class Mailbox:
             self.waiter = None
             if not waiter.done():
                 waiter.set_result(None)
+        elif self.buffer is not None:
+            self.buffer.note_news()
 
     def fail(self, error: BaseException) -> None:
         """End every open completion with an error; tokens already here are still delivered first."""
@@ -105,8 +114,8 @@ class Mailbox:
 
     def oldest_unread(self) -> Token | None:
         """The first token that the reader has not taken; None: there is none, or the reader waits for more."""
-        if self.hatch is not None:
-            return self.hatch.oldest_unread()
+        if self.buffer is not None:
+            return self.buffer.oldest_unread()
         return self.pending[0] if self.pending and self.waiter is None else None
 
     def completion(self, request_id: str) -> Completion:
@@ -169,7 +178,7 @@ class ChoiceOutput:
             mailbox.pending.append(
                 Token(text, token_id, self.index, logprob, finish_reason, len(ids) - 1, logprobs[1:])
             )
-            if mailbox.waiter is not None:
+            if mailbox.waiter is not None or mailbox.buffer is not None:
                 mailbox.wake()
         if finish_reason is not None:
             self._end(finish_reason)

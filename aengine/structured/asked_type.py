@@ -2,17 +2,16 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any, Literal, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from ..errors import InvalidRequestError
+from ..options import OnUnsupported
 from ..params import SamplingParams, StructuredOutput, shown
 
 if TYPE_CHECKING:
     from .output_type import OutputType
 
-__all__ = ["AskedType", "OnUnsupported", "check_on_unsupported", "constraint_of", "with_output_type"]
-
-OnUnsupported = Literal["error", "relax"]
+__all__ = ["AskedType", "check_on_unsupported", "constraint_of", "with_output_type"]
 
 
 class AskedType(NamedTuple):

@@ -2,28 +2,23 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from contextvars import ContextVar
 from typing import Any, ClassVar
 
+from ..chat import tools_of
 from ..checkpoint.source import ModelSource
 from ..config import EngineConfig
 from ..engine.admission import Admission
 from ..engine.core import EngineCore, ProgressCallback
 from ..engine.step_loop import Forcing
 from ..engine.user_request import Call, Limits
-from ..params import SamplingParams, shown
+from ..params import shown
 from ..scheduler.request import Request
-from ..tokenizer.prompt import Prompt
 from ..tokenizer.tokenizer import Tokenizer
 from .executor import ScriptedExecutor
 from .script import Line, Script, ScriptError
 from .vocabulary import tokenizer
 
-__all__ = ["ScriptedCore", "ThinkingCore", "asked_chat"]
-
-asked_chat: ContextVar[Mapping[str, Any] | None] = ContextVar("asked_chat", default=None)
-"""What `stream_chat` was called with, for the request that it submits."""
+__all__ = ["ScriptedCore", "ThinkingCore"]
 
 _MOST_CHOICES = 1024  # of one call
 
@@ -66,23 +61,10 @@ class ScriptedAdmission(Admission):
         super().__init__(*args)
         self._script = script
         self._num_lines = 0
-        self._submitted: Mapping[str, Any] | None = None  # of the chat that is being submitted
-        self._held_chats: dict[str, Mapping[str, Any] | None] = {}  # of calls that `_begin` has not seen, by id
-
-    def submit(self, prompt: Prompt, params: SamplingParams, **options: Any) -> Call:
-        chat = self._submitted = asked_chat.get()
-        try:
-            call = super().submit(prompt, params, **options)
-        finally:
-            self._submitted = None
-        if call in self._held:
-            self._held_chats[call.request_id] = chat
-        return call
 
     def _begin(self, call: Call) -> None:
-        chat = self._held_chats.pop(call.request_id, self._submitted)
         try:
-            lines = [self._next_line(call, chat, choice) for choice in range(call.params.n)]
+            lines = [self._next_line(call, choice) for choice in range(call.params.n)]
         except Exception as error:  # the script's own, too
             self._fail(call, error)  # type: ignore[arg-type]
             return
@@ -103,11 +85,16 @@ class ScriptedAdmission(Admission):
         if self._calls.get(call.request_id) is call:
             super()._begin(call)
 
-    def _next_line(self, call: Call, chat: Mapping[str, Any] | None, choice: int) -> Line:
-        output_type = call.asked_type.wanted if call.asked_type is not None else None
-        if call.mailbox.output_type is not None:
-            output_type = call.mailbox.output_type.wanted
-        asked = {"prompt": call.prompt, "params": call.params, "output_type": output_type} | dict(chat or {})
+    def _next_line(self, call: Call, choice: int) -> Line:
+        asked: dict[str, Any] = {"prompt": call.prompt, "params": call.params}
+        if (chat := call.chat) is not None:
+            asked["prompt"], asked["output_type"] = chat.messages, chat.output_type
+            asked["params"] = call.params.replace(structured_output=chat.structured_output)
+            asked["tools"], asked["tool_choice"] = tools_of(chat.tools), chat.tool_choice
+        elif call.asked_type is not None:
+            asked["output_type"] = call.asked_type.wanted
+        elif call.mailbox.output_type is not None:
+            asked["output_type"] = call.mailbox.output_type.wanted
         return self._script.next_line(request_id=call.request_id, choice=choice, **asked)
 
     def on_request_end(self, request: Request) -> None:

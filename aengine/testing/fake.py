@@ -2,16 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 from ..async_llm import AsyncLLM
-from ..chat import tools_of
 from ..config import EngineConfig
 from ..errors import InvalidRequestError
 from ..llm import LLM
-from ..own_thread import OwnThreadLLM
-from ..params import SamplingParams
 from .script import FakeRequest, Script
 
 if TYPE_CHECKING:
@@ -19,7 +15,6 @@ if TYPE_CHECKING:
 
     from ..engine.core import EngineCore
     from ..settings import Settings
-    from ..streams.chat_stream import ChatStream
     from .executor import ScriptedExecutor
 
 __all__ = ["FakeAsyncLLM", "FakeLLM"]
@@ -56,24 +51,6 @@ class FakeAsyncLLM(AsyncLLM):
         """The completions that were asked for so far, in order; without those that were refused."""
         return self._script.requests
 
-    async def stream_chat(
-        self, messages: Sequence[Mapping[str, Any]], params: SamplingParams | None = None, **options: Any
-    ) -> ChatStream:
-        from .core import asked_chat
-
-        asked = {
-            "prompt": messages,
-            "params": SamplingParams() if params is None else params,
-            "tools": tools_of(options.get("tools")),
-            "tool_choice": options.get("tool_choice"),
-            "output_type": options.get("output_type"),
-        }
-        token = asked_chat.set(asked)
-        try:
-            return await super().stream_chat(messages, params, **options)
-        finally:
-            asked_chat.reset(token)
-
     def _core_class(self) -> type[EngineCore]:
         from .core import ScriptedCore, ThinkingCore
 
@@ -95,11 +72,8 @@ class FakeLLM(LLM):
     @property
     def requests(self) -> list[FakeRequest]:
         """See `FakeAsyncLLM.requests`."""
-        engine: Any = self._engine
-        requests: list[FakeRequest] = engine.requests
-        return requests
+        return self._fake.requests
 
-    def _make_engine(self, model: str | EngineConfig, settings: dict[str, Any]) -> OwnThreadLLM:
-        engine: Any = FakeAsyncLLM(self._script, **settings)
-        assert isinstance(engine, OwnThreadLLM)
-        return engine
+    def _make_engine(self, model: str | EngineConfig, settings: dict[str, Any]) -> AsyncLLM:
+        self._fake = FakeAsyncLLM(self._script, **settings)
+        return self._fake

@@ -6,7 +6,7 @@ import asyncio
 
 from ..errors import EngineClosedError, InvalidRequestError
 
-__all__ = ["foreign_process", "other_loop", "running_loop"]
+__all__ = ["check_may_block", "foreign_process", "other_loop", "running_loop"]
 
 
 def running_loop() -> asyncio.AbstractEventLoop:
@@ -19,6 +19,25 @@ def running_loop() -> asyncio.AbstractEventLoop:
             "in a thread without a loop, use the blocking aengine.LLM in a thread: "
             "await trio.to_thread.run_sync(llm.generate, prompt)"
         ) from None
+
+
+def check_may_block(engine_loop: asyncio.AbstractEventLoop | None, *, any_thread: bool) -> None:
+    """Raises InvalidRequestError in the engine's own thread, which a blocking call would wait for; and, unless
+    ``any_thread`` may be blocked, on the thread of any running event loop."""
+    try:
+        here = asyncio.get_running_loop()
+    except RuntimeError:
+        return
+    if here is engine_loop:
+        raise InvalidRequestError(
+            "a blocking call in the engine's own thread would wait for itself: let on_request_end and progress only "
+            "note what happened, and act in a thread of yours"
+        )
+    if not any_thread:
+        raise InvalidRequestError(
+            "you are on an event loop, which an LLM would block: use AsyncLLM, and await it. Where blocking is meant, "
+            "as in a notebook's cell: LLM(..., block_running_loop=True)"
+        )
 
 
 def other_loop(engine: object, *, is_closed: bool) -> EngineClosedError:

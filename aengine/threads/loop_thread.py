@@ -1,7 +1,7 @@
 """`LoopThread`: an event loop in a thread of its own, and the ways to have it do something.
 
     another loop      await thread.run(function)  --\
-    a plain thread    thread.wait(function)       ---+--> Courier --> Job: a task on the thread's loop --> its outcome
+    a plain thread    thread.wait(function)       ---+--> CallQueue --> Job: a task on the thread's loop --> its outcome
     anybody           thread.post(function)       --/
 
 It is a guest as the rest is: a daemon, which a hook at the interpreter's exit ends in good order. The loop is made
@@ -24,7 +24,7 @@ from queue import SimpleQueue
 from typing import Any, Generic, TypeVar
 
 from ..errors import EngineError
-from .courier import Courier, courier_of, settle
+from .call_queue import CallQueue, call_queue_of, settle
 from .loop_ownership import foreign_process, running_loop
 
 __all__ = ["LoopEndedError", "LoopThread"]
@@ -61,7 +61,7 @@ class LoopThread:
         except OSError as error:
             raise EngineError(f"no event loop could be made for the engine's thread: {error}") from error
         self._until_stopped = self.loop.create_future()
-        self._courier = Courier(self.loop)
+        self._calls = CallQueue(self.loop)
         try:
             self._thread.start()
         except RuntimeError as error:
@@ -82,9 +82,9 @@ class LoopThread:
             raise foreign_process(self._pid)
 
     def post(self, function: Callable[..., object], *args: Any) -> None:
-        """Have it called on the loop, soon; see `Courier.post`. Raises EngineClosedError in a fork."""
+        """Have it called on the loop, soon; see `CallQueue.post`. Raises EngineClosedError in a fork."""
         self.check_process()
-        self._courier.post(function, *args)
+        self._calls.post(function, *args)
 
     def defer(self, function: Callable[[], object]) -> None:
         """Have it called when what the loop is doing now is done; it may not raise. On the loop's thread only."""
@@ -110,7 +110,7 @@ class LoopThread:
         if loop is self.loop:
             return await function()
         ended = loop.create_future()
-        job = Job(self, function, partial(courier_of(loop).post, settle, ended))
+        job = Job(self, function, partial(call_queue_of(loop).post, settle, ended))
         self.post(job.begin)
         try:
             await asyncio.wait([ended])
@@ -141,13 +141,13 @@ class LoopThread:
         """Cancel what runs on the loop, and end the thread. From any thread, also from a finaliser; returns at once."""
         if not self.is_foreign:
             self.is_stopping = True
-            self._courier.post(settle, self._until_stopped)
+            self._calls.post(settle, self._until_stopped)
 
     async def ended(self) -> None:
         """Until the thread has done its last."""
         loop = asyncio.get_running_loop()
         waiter = loop.create_future()
-        self._when_ended(partial(courier_of(loop).post, settle, waiter))
+        self._when_ended(partial(call_queue_of(loop).post, settle, waiter))
         await waiter
 
     def join(self, timeout: float | None = None) -> None:
@@ -179,7 +179,7 @@ class LoopThread:
         self.at_end()
         self.at_end = _nothing
         self.loop.close()
-        self._courier.deliver()  # what came too late; who comes later finds the loop closed
+        self._calls.deliver()  # what came too late; who comes later finds the loop closed
         self._run_deferred()
         atexit.unregister(self._at_exit)
         self.has_ended = True

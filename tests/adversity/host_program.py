@@ -87,9 +87,9 @@ async def churn() -> None:
 async def restarts() -> None:
     """Its worker is killed again and again, and replaced by another, while streams go on."""
     engine = await begin()
-    assert engine._core is not None
+    assert engine._handle.core is not None
     while True:
-        executor = engine._core._executor
+        executor = engine._handle.core._executor
         assert isinstance(executor, ProcessExecutor)
         pid = executor._workers[0].pid
         assert pid is not None

@@ -49,7 +49,7 @@ def in_threads(number: int, work: Callable[[int], Any]) -> list[Any]:
 
 async def settled(engine: AsyncLLM) -> None:
     """Looked at in the engine's thread, between two turns."""
-    await engine._thread.run(lambda: settled_here(engine))
+    await engine._handle.thread.run(lambda: settled_here(engine))
 
 
 async def until(condition: Callable[[], bool]) -> None:

@@ -447,7 +447,7 @@ async def test_worker_death_reaches_every_waiter(make_engine: Make) -> None:
 
 async def test_a_bug_in_the_step_loop_is_an_internal_error(make_engine: Make, monkeypatch: pytest.MonkeyPatch) -> None:
     async with make_engine() as engine:
-        steps = engine._core.steps  # type: ignore[union-attr]
+        steps = engine._handle.core.steps  # type: ignore[union-attr]
 
         def broken() -> None:
             raise ZeroDivisionError("bug")
@@ -603,7 +603,7 @@ async def test_the_starter_is_cancelled_in_the_turn_in_which_it_is_up(make_engin
     """Nobody would close it, unless there is another who waits for it, or has been told."""
     engine = make_engine()
     starting = asyncio.create_task(engine.start())
-    while engine._starting is None:
+    while engine._handle._starting is None:
         await asyncio.sleep(0)
     loop = asyncio.get_running_loop()
     second = asyncio.create_task(engine.start()) if others in ("waits", "cancelled") else None
@@ -619,7 +619,7 @@ async def test_the_starter_is_cancelled_in_the_turn_in_which_it_is_up(make_engin
             second.cancel()  # type: ignore[union-attr]
 
     await asyncio.sleep(0)
-    engine._starting.add_done_callback(interfere)
+    engine._handle._starting.add_done_callback(interfere)
     with pytest.raises(asyncio.CancelledError):
         await starting
     if others == "has it":
@@ -657,12 +657,12 @@ async def test_a_late_loop_is_given_more_steps_ahead(make_engine: Make, monkeypa
         expected = [await engine.generate([i, 2, 3], params) for i in range(1, 5)]
         stopped = await engine.generate([7], stopping)
     async with make_engine(fake={"delay": 0.002}) as engine:
-        monkeypatch.setattr(engine._core.steps._lease, "num_steps", lambda scheduler: 30)
+        monkeypatch.setattr(engine._handle.core.steps._lease, "num_steps", lambda scheduler: 30)
         tasks = [asyncio.create_task(engine.generate([i, 2, 3], params)) for i in range(1, 5)]
         tasks.append(asyncio.create_task(engine.generate([7], stopping)))
         deepest = 0
         while not all(task.done() for task in tasks):
-            deepest = max(deepest, len(engine._core.steps._in_flight))
+            deepest = max(deepest, len(engine._handle.core.steps._in_flight))
             await asyncio.sleep(0)
         got = [task.result() for task in tasks]
         await settled(engine)

@@ -28,7 +28,7 @@ def no_gc() -> Iterator[None]:
 
 
 def tables_of(engine: AsyncLLM) -> dict[str, weakref.ref[Any]]:
-    core = engine._core
+    core = engine._handle.core
     assert core is not None and core.grammars is not None and core.grammars._compiler is not None
     backends = core.grammars._compiler._backends
     assert backends is not None
@@ -62,7 +62,7 @@ async def test_the_end_frees_tokenizer_and_grammars(make_own: Make, no_gc: None,
     texts = [token.text async for token in stream]
     completion = await stream.wait()
     tables = tables_of(engine)
-    scheduler = engine._core._scheduler  # type: ignore[union-attr]
+    scheduler = engine._handle.core._scheduler  # type: ignore[union-attr]
     if end == "aclose":
         await engine.aclose()
     else:

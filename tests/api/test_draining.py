@@ -306,7 +306,7 @@ async def test_a_death_in_a_drain_is_recovered(make: Make) -> None:
     closing = asyncio.create_task(engine.aclose(drain=1000))
     await until(lambda: engine.state == "draining")
     first = engine.executor  # type: ignore[attr-defined]
-    core = engine._core
+    core = engine._handle.core
     assert core is not None
     core.loop.call_soon_threadsafe(first.fail, WorkerDiedError("worker 0 died of SIGKILL"))
     async with asyncio.timeout(60):
@@ -322,7 +322,7 @@ async def test_a_death_in_a_drain_that_is_not_recovered_says_its_cause(make: Mak
     await running(engine)
     closing = asyncio.create_task(engine.aclose(drain=1000))
     await until(lambda: engine.state == "draining")
-    core = engine._core
+    core = engine._handle.core
     assert core is not None
     core.loop.call_soon_threadsafe(engine.executor.fail, WorkerDiedError("worker 0 died of SIGKILL"))  # type: ignore[attr-defined]
     await fails_with(WorkerDiedError, stream.wait(), match="SIGKILL")
@@ -390,7 +390,7 @@ async def test_a_worker_that_writes_a_profile_is_not_hung(
 
 def expire(engine: AsyncLLM, request_id: str) -> None:
     """Its deadline has passed."""
-    core = engine._core
+    core = engine._handle.core
     assert core is not None
     (timer,) = core.admission._calls[request_id].timers
     core.loop.call_soon_threadsafe(core.admission._expire, core.admission._calls[request_id], 1000.0)

@@ -77,9 +77,9 @@ class Clock:
     """The loop, as admission sees it: its timers fire when the test says so."""
 
     def __init__(self, engine: AsyncLLM) -> None:
-        self._loop = engine._core.loop
+        self._loop = engine._handle.core.loop
         self.timers: list[Timer] = []
-        engine._core.admission._loop = self
+        engine._handle.core.admission._loop = self
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self._loop, name)
@@ -115,7 +115,7 @@ async def check_late(engine: AsyncLLM, phase: str, prompt: Any = (1, 2), params:
     """Both ways to ask get the error, which says where the request was; no timer of theirs is left."""
     failed = engine.statistics().num_failed
     streams = [engine.stream(prompt, params, first_token_deadline=SOON, deadline=1000)]
-    calls = list(engine._core.admission._calls.values())
+    calls = list(engine._handle.core.admission._calls.values())
     assert len(calls[-1].timers) == 2
     with pytest.raises(DeadlineExceededError, match=rf"first_token_deadline=0\.02 s \(.*{phase}") as caught:
         await anext(streams[0])
@@ -153,7 +153,7 @@ async def test_its_id_is_free_while_it_is_still_encoded(make_engine: Make, slow_
 async def test_while_the_grammar_is_prepared(make_engine: Make, monkeypatch: pytest.MonkeyPatch) -> None:
     async with make_engine() as engine:
         with monkeypatch.context() as patched:
-            patched.setattr(engine._core.grammars, "prepare", lambda wanted: asyncio.Event().wait())
+            patched.setattr(engine._handle.core.grammars, "prepare", lambda wanted: asyncio.Event().wait())
             params = PARAMS.replace(structured_output=StructuredOutput(regex="a+"), ignore_eos=False)
             await check_late(engine, "its grammar was being prepared", params=params)
         await settled(engine)
@@ -214,7 +214,7 @@ async def test_while_the_worker_is_started_again(make_engine: Make, monkeypatch:
         second = engine.stream([3], PARAMS, first_token_deadline=30)
         monkeypatch.setattr(FakeExecutor, "start", slowly)
         engine.executor.fail(WorkerDiedError("worker 0 died of SIGKILL", rank=0, exit_code=-9))
-        await until(lambda: engine._core._recovering is not None)
+        await until(lambda: engine._handle.core._recovering is not None)
         for timer in clock.timers:
             timer.fire()
         with pytest.raises(DeadlineExceededError, match="still queued"):
@@ -247,7 +247,7 @@ async def test_once_a_token_has_come(make_engine: Make, changes: dict[str, Any],
         else:
             task = asyncio.create_task(engine.generate([1], params, first_token_deadline=30))
         await until(lambda: engine.statistics().generated_tokens > generated)
-        (call,) = engine._core.admission._calls.values()
+        (call,) = engine._handle.core.admission._calls.values()
         await until(lambda: bool(call.mailbox.choices[0].token_ids))
         assert not streamed or call.mailbox.pending
         assert "stop" not in changes or not call.mailbox.choices[0].texts
@@ -354,7 +354,7 @@ async def test_own_thread(make: Make, slow_planning: threading.Event) -> None:
             await engine.chat(HELLO, PARAMS, first_token_deadline=SOON)
         with pytest.raises(InvalidRequestError, match="first_token_deadline"):
             engine.stream([1], first_token_deadline=0)
-        engine._thread.post(held.let_go)
+        engine._handle.thread.post(held.let_go)
         slow_planning.set()
         assert len((await engine.generate([1], PARAMS, first_token_deadline=1000)).token_ids) == 20
         await own_thread_helpers.settled(engine)
@@ -367,7 +367,7 @@ def test_llm(make_engine: Make, slow_planning: threading.Event) -> None:
             return make_engine(**settings)
 
     with FakeSyncLLM("smollm2-135m") as llm:
-        engine = llm._engine
+        engine = llm.as_async()
         held = Held(engine)
         late = pytest.raises(DeadlineExceededError, match="first_token_deadline")
         with late:
@@ -379,10 +379,10 @@ def test_llm(make_engine: Make, slow_planning: threading.Event) -> None:
                 ask(HELLO, PARAMS, first_token_deadline=SOON)
         results = llm.generate([[1], [2]], PARAMS, first_token_deadline=SOON, return_exceptions=True)
         assert [type(result) for result in results] == [DeadlineExceededError] * 2
-        engine._thread.post(held.let_go)
+        engine._handle.thread.post(held.let_go)
         slow_planning.set()
         assert len(llm.generate([1], PARAMS, first_token_deadline=1000).token_ids) == 20
-        engine.wait_for(lambda: settled(engine))
+        llm._handle.wait(lambda core: settled(engine))
 
 
 @pytest.mark.parametrize("value", [True, 0, -1, float("nan"), float("inf"), 1e9, 10**400, "soon", [1]], ids=repr)

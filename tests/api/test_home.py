@@ -74,14 +74,14 @@ async def test_a_fork_is_told_so_and_leaves_the_engine_alone(make_engine: Make) 
 
 async def test_a_fork_in_the_midst_of_the_start(make_engine: Make, monkeypatch: pytest.MonkeyPatch) -> None:
     engine = make_engine()
-    begin = engine._begin
+    begin = engine._handle._begin
     go_on = asyncio.Event()
 
     async def slow_begin() -> None:
         await go_on.wait()
         await begin()
 
-    monkeypatch.setattr(engine, "_begin", slow_begin)
+    monkeypatch.setattr(engine._handle, "_begin", slow_begin)
     starting = asyncio.create_task(engine.start())
     await asyncio.sleep(0.01)
     assert engine.state == "starting"

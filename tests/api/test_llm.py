@@ -79,7 +79,7 @@ def make_llm(
 
 def is_idle(llm: LLM) -> bool:
     """Nothing of any request is left; looked at in the engine's thread."""
-    llm._engine.wait_for(lambda: settled(llm._engine))
+    llm._handle.wait(lambda core: settled(llm.as_async()))
     return True
 
 
@@ -135,7 +135,7 @@ def test_output_types(make_llm: MakeLLM) -> None:
         yes: bool
 
     llm = make_llm()
-    llm._engine.executor.choose = random.Random(5).choice
+    llm.as_async().executor.choose = random.Random(5).choice
     completions = llm.generate(["x", "y"], SamplingParams(max_tokens=300), output_type=Answer)
     done = [c for c in completions if c.finish_reason == "stop"]
     assert all(isinstance(c.parsed, Answer) for c in done)
@@ -179,7 +179,7 @@ def test_chats(make_llm: MakeLLM) -> None:
         return a + b
 
     llm = make_llm()
-    llm._engine.executor.choose = random.Random(1).choice
+    llm.as_async().executor.choose = random.Random(1).choice
     params = SamplingParams(max_tokens=300)
     stream = llm.stream_chat(HELLO, params, tools=[add], tool_choice="required", parallel_tool_calls=False)
     deltas = list(stream)
@@ -435,7 +435,7 @@ def test_a_dead_worker_reaches_every_thread(make_llm: MakeLLM) -> None:
         thread.start()
     while llm.statistics().num_running < 8:
         time.sleep(0.001)
-    llm._engine._thread.post(llm._engine.executor.fail, WorkerDiedError("killed", rank=0, exit_code=-9))
+    llm._handle.thread.post(llm.as_async().executor.fail, WorkerDiedError("killed", rank=0, exit_code=-9))
     for thread in threads:
         thread.join(10)
     assert [type(error) for error in errors] == [WorkerDiedError] * 6
@@ -452,7 +452,7 @@ def test_an_interrupt_at_any_place_of_a_wait(make_llm: MakeLLM) -> None:
 
         def trace(frame: Any, event: str, arg: Any, left: list[int] = lines_left) -> Any:
             name = frame.f_code.co_filename
-            if not name.endswith(("loop_thread.py", "threading.py", "courier.py", "llm.py")):
+            if not name.endswith(("loop_thread.py", "threading.py", "queue.py", "llm.py")):
                 return None
             left[0] -= 1
             if left[0] == 0:
@@ -481,7 +481,6 @@ import asyncio, sys, threading
 sys.path[:0] = [{tests!r}]
 from fakes import FakeExecutor
 from aengine import LLM, AsyncLLM, EngineClosedError, SamplingParams, StructuredOutput
-from aengine.own_thread import OwnThreadLLM
 class Fake(AsyncLLM):
     def _make_executor(self, config):
         return FakeExecutor(delay=0.001)

@@ -7,6 +7,7 @@ import contextvars
 import gc
 import inspect
 import random
+import re
 import threading
 import time
 import weakref
@@ -22,6 +23,7 @@ from aengine import (
     AsyncLLM,
     DeadlineExceededError,
     EngineClosedError,
+    EngineConfig,
     EngineOverloadedError,
     FinishReason,
     GrammarError,
@@ -31,8 +33,9 @@ from aengine import (
     StructuredOutput,
     TokenStream,
 )
-from aengine.own_thread import OwnThreadLLM
-from aengine.threads.courier import courier_of
+from aengine.handles.local import LocalHandle
+from aengine.handles.on_thread import ThreadHandle
+from aengine.threads.call_queue import call_queue_of
 
 pytestmark = pytest.mark.usefixtures("no_blocking", "no_thread_left")
 
@@ -152,7 +155,7 @@ async def test_a_profile(make: Make, monkeypatch: pytest.MonkeyPatch) -> None:
         async def call(method: str, *args: Any, timeout: float) -> dict[str, str]:
             return {"path": method} if threading.current_thread().name == "aengine" else {"refused": "here"}
 
-        monkeypatch.setattr(engine._core, "call", call)
+        monkeypatch.setattr(engine._handle.core, "call", call)
         assert await engine.start_profile("x") == "start_profile"
         assert await engine.stop_profile() == "stop_profile"
 
@@ -167,7 +170,7 @@ async def test_health(make: Make, monkeypatch: pytest.MonkeyPatch) -> None:
             if timeout < 1:
                 raise InternalError("late")
 
-        monkeypatch.setattr(engine._core, "call", ping)
+        monkeypatch.setattr(engine._handle.core, "call", ping)
         assert 0 < await engine.check_health() < 10
         with pytest.raises(InternalError, match="late"):
             await engine.check_health(timeout=0.5)
@@ -176,12 +179,13 @@ async def test_health(make: Make, monkeypatch: pytest.MonkeyPatch) -> None:
         await engine.check_health()
 
 
-def test_nothing_that_is_awaited_runs_on_the_callers_loop() -> None:
-    """Each coroutine method of `AsyncLLM` goes to the thread, or is made of those that do."""
-    made_of_others = {"__aenter__", "__aexit__", "generate", "chat", "_wait_started", "_undo_start"}
-    for name, method in vars(AsyncLLM).items():
-        if inspect.iscoroutinefunction(method) and name not in made_of_others:
-            assert name in vars(OwnThreadLLM), name
+def test_both_handles_have_what_an_engine_asks_of_them() -> None:
+    source = inspect.getsource(AsyncLLM)
+    asked = set(re.findall(r"self\._handle\.(\w+)", source)) | {"drop", "core", "wording"}
+    assert {"start", "run", "submit", "running_core"} < asked
+    for kind in (LocalHandle, ThreadHandle):
+        handle = kind(AsyncLLM("smollm2-135m"), EngineConfig(model="smollm2-135m"))
+        assert [name for name in asked if not hasattr(handle, name)] == []
 
 
 async def test_prompts_are_the_engines_once_given(make: Make) -> None:
@@ -228,9 +232,9 @@ async def test_the_thread_has_a_loop_like_the_callers(make: Make) -> None:
     policy = asyncio.get_event_loop_policy()
     loop = asyncio.get_running_loop()
     async with make() as engine:
-        assert type(engine._core.loop) in (type(loop), asyncio.SelectorEventLoop)
-        assert isinstance(engine._core.loop, uvloop.Loop) == isinstance(loop, uvloop.Loop)
-        assert engine._core.loop.get_debug() == loop.get_debug()
+        assert type(engine._handle.core.loop) in (type(loop), asyncio.SelectorEventLoop)
+        assert isinstance(engine._handle.core.loop, uvloop.Loop) == isinstance(loop, uvloop.Loop)
+        assert engine._handle.core.loop.get_debug() == loop.get_debug()
         (thread,) = own_threads()
         assert thread.daemon
     assert asyncio.get_event_loop_policy() is policy
@@ -353,7 +357,7 @@ async def test_a_stream_in_a_cycle_is_collected_in_the_engines_thread(make: Make
         cycle: list[Any] = [stream]
         cycle.append(cycle)
         del stream, cycle
-        engine._thread.post(gc.collect)
+        engine._handle.thread.post(gc.collect)
         await until(lambda: engine.statistics().num_aborted == 1)
         await settled(engine)
 
@@ -400,18 +404,18 @@ async def test_a_slow_reader_costs_little(make: Make) -> None:
 
         readers = [asyncio.create_task(read(stream)) for stream in streams]
         await asyncio.sleep(0)
-        courier = courier_of(loop)
-        deliver = courier.deliver
+        queue = call_queue_of(loop)
+        deliver = queue.deliver
 
         def counted() -> None:
-            turns.append(len(courier._calls))
+            turns.append(len(queue._calls))
             deliver()
 
-        courier.deliver = counted  # type: ignore[method-assign]
+        queue.deliver = counted  # type: ignore[method-assign]
         while engine.statistics().num_finished < 100:
             time.sleep(0.01)
-        assert len(courier._calls) <= 100
-        assert all(len(stream._hatch.ready) <= 400 for stream in streams)
+        assert len(queue._calls) <= 100
+        assert all(len(stream._buffer.ready) <= 400 for stream in streams)
         assert await asyncio.gather(*readers) == [400] * 100
         assert len(turns) <= 20, turns  # for 40,000 tokens
         await settled(engine)

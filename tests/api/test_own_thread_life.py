@@ -24,7 +24,7 @@ from aengine import (
     TokenStream,
     WorkerDiedError,
 )
-from aengine.streams import cross_thread_stream as remote_stream
+from aengine.threads.loop_ownership import check_may_block
 
 pytestmark = pytest.mark.usefixtures("no_blocking", "no_thread_left")
 
@@ -93,7 +93,7 @@ async def test_the_starter_is_cancelled_while_it_comes_up(make: Make, others: st
     while engine.state != "running":
         time.sleep(0.001)  # this loop can't be told meanwhile
     if others == "has it":
-        thread = threading.Thread(target=engine.start_and_wait)
+        thread = threading.Thread(target=engine.sync.start)
         thread.start()
         thread.join()
     starting.cancel()
@@ -143,7 +143,7 @@ async def test_a_failure_reaches_every_waiter_in_every_thread(make: Make) -> Non
 
     waiting = asyncio.create_task(asyncio.to_thread(in_threads, 6, lambda i: run(wait(i), LOOPS[i % 2])))
     await asyncio.to_thread(begun.wait)
-    engine._thread.post(engine.executor.fail, WorkerDiedError("killed", rank=0, exit_code=-9))
+    engine._handle.thread.post(engine.executor.fail, WorkerDiedError("killed", rank=0, exit_code=-9))
     assert await waiting == [None] * 6
     assert engine.state == "failed"
     async with engine:  # and again
@@ -154,7 +154,7 @@ async def test_a_worker_that_is_replaced(make: Make) -> None:
     async with make(fake={"delay": 0.002}) as engine:
         stream = engine.stream([1], SamplingParams(max_tokens=50, ignore_eos=True))
         await anext(stream)
-        engine._thread.post(engine.executor.fail, WorkerDiedError("killed", rank=0, exit_code=-9))
+        engine._handle.thread.post(engine.executor.fail, WorkerDiedError("killed", rank=0, exit_code=-9))
         assert len((await stream.wait()).token_ids) == 50
         assert engine.statistics().num_restarts == 1
 
@@ -312,7 +312,7 @@ def _is_refused_here(engine: AsyncLLM, stream: TokenStream) -> bool:
         run(engine.aclose())
         run(stream.aclose())
         engine.terminate()
-        engine._thread.stop()
+        engine._handle.thread.stop()
 
     thread = threading.Thread(target=all_of_them, daemon=True)  # the fork's main thread is on the parent's loop
     thread.start()
@@ -322,4 +322,4 @@ def _is_refused_here(engine: AsyncLLM, stream: TokenStream) -> bool:
 
 async def test_the_reader_that_must_not_be_here(make: Make) -> None:
     with pytest.raises(InvalidRequestError, match="use AsyncLLM"):
-        remote_stream.check_no_loop()
+        check_may_block(None, any_thread=False)

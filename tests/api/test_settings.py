@@ -14,7 +14,6 @@ from typing import Any
 import pytest
 
 from aengine import LLM, AsyncLLM, EngineConfig, InvalidRequestError, SamplingParams, StructuredOutput
-from aengine.own_thread import OwnThreadLLM
 from aengine.settings import Settings
 
 ROOT = Path(__file__).parents[2]
@@ -71,8 +70,10 @@ def test_an_engine_of_a_configuration() -> None:
     config = EngineConfig(model="smollm2-135m", max_num_seqs=3)
     assert AsyncLLM(config).config is config
     assert AsyncLLM(config, seed=5).config == EngineConfig(model="smollm2-135m", max_num_seqs=3, seed=5)
-    assert isinstance(AsyncLLM(config, own_thread=True), OwnThreadLLM)
-    assert isinstance(AsyncLLM(config.replace(own_thread=True)), OwnThreadLLM)
+    assert AsyncLLM(config, own_thread=True).sync is not None
+    assert AsyncLLM(config.replace(own_thread=True)).sync is not None
+    with pytest.raises(InvalidRequestError, match="own_thread=True"):
+        _ = AsyncLLM(config).sync
     with pytest.raises(InvalidRequestError, match="did you mean max_num_seqs"):
         AsyncLLM(config, max_num_seq=5)  # type: ignore[call-arg]
     with pytest.raises(InvalidRequestError, match="max_num_seqs"):
@@ -80,15 +81,11 @@ def test_an_engine_of_a_configuration() -> None:
 
 
 def test_a_blocking_engine_of_a_configuration(monkeypatch: pytest.MonkeyPatch) -> None:
-    class Unstarted(OwnThreadLLM):
-        def start_and_wait(self) -> None:
-            pass
-
-    monkeypatch.setattr(LLM, "_make_engine", lambda self, model, settings: Unstarted(model, **settings))
+    monkeypatch.setattr(LLM, "start", lambda self: self)
     config = EngineConfig(model="smollm2-135m", max_num_seqs=3)
     waits = config.replace(own_thread=True, admission="wait")
-    assert LLM(config)._engine.config == LLM("smollm2-135m", max_num_seqs=3)._engine.config == waits
-    assert LLM(config, admission="error")._engine.config.admission == "error"
+    assert LLM(config).as_async().config == LLM("smollm2-135m", max_num_seqs=3).as_async().config == waits
+    assert LLM(config, admission="error").as_async().config.admission == "error"
     with pytest.raises(InvalidRequestError, match="own_thread"):
         LLM(config, own_thread=False)
 

@@ -49,7 +49,7 @@ async def running(**config: Any) -> AsyncIterator[AsyncLLM]:
 
 
 def prompts_of(engine: AsyncLLM) -> list[list[int]]:
-    tokenizer = engine._core.tokenizer  # type: ignore[union-attr]
+    tokenizer = engine._handle.core.tokenizer  # type: ignore[union-attr]
     chats = (tokenizer.apply_chat_template([{"role": "user", "content": text}]) for text in CHAT)
     return [tokenizer.encode(text) for text in PLAIN] + [tokenizer.encode(c, add_special_tokens=False) for c in chats]
 

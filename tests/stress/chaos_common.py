@@ -82,7 +82,7 @@ async def settle(engine: AsyncLLM, promises: Promises) -> None:
         if not now.num_running and not now.num_waiting and now.num_free_blocks == now.num_blocks:
             break
         await asyncio.sleep(0.01)
-    core = engine._core
+    core = engine._handle.core
     assert core is not None
     left = (now.num_running, now.num_waiting, now.num_blocks - now.num_free_blocks)
     promises.hold("no request and no KV block is left (running, waiting, blocks)", left == (0, 0, 0), left)

@@ -63,7 +63,7 @@ class Canceller:
 
     def _note(self, request_id: str) -> None:
         """In which phase the request is that is about to be cancelled."""
-        call = self.engine._core.admission._calls.get(request_id)  # type: ignore[union-attr]
+        call = self.engine._handle.core.admission._calls.get(request_id)  # type: ignore[union-attr]
         if call is None:
             phase = "ended"
         elif not call.requests:

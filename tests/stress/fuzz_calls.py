@@ -283,7 +283,7 @@ async def check_alive(engine: AsyncLLM, to: Report, after: int) -> None:
     )
     if len(completion.token_ids) != 3:
         to.found(f"after call {after}: a plain request gave {completion}")
-    core = engine._core
+    core = engine._handle.core
     assert core is not None
     for _ in range(500):
         now = engine.statistics()
@@ -372,8 +372,8 @@ async def fuzz_answers(count: int, seed: int) -> Report:
     engine = LiedToLLM("smollm2-135m", max_num_seqs=8)
     for _ in range(0, count, 10):
         await engine.start()
-        assert engine._core is not None
-        engine._core._budget.next_delay = lambda now: 0.0  # type: ignore[method-assign]
+        assert engine._handle.core is not None
+        engine._handle.core._budget.next_delay = lambda now: 0.0  # type: ignore[method-assign]
         await asyncio.gather(*(one(engine) for _ in range(10)))
         to.outcomes[f"engine: {engine.state}"] += 1
     await engine.aclose()

@@ -32,8 +32,8 @@ async def paced(monkeypatch: pytest.MonkeyPatch) -> AsyncIterator[PacedLLM]:
 
 
 def steps_of(engine: AsyncLLM) -> StepLoop:
-    assert engine._core is not None
-    return engine._core.steps
+    assert engine._handle.core is not None
+    return engine._handle.core.steps
 
 
 def params(max_tokens: int) -> SamplingParams:

@@ -17,15 +17,15 @@ from collections import deque
 from collections.abc import Callable
 from typing import Any
 
-__all__ = ["Courier", "courier_of", "settle"]
+__all__ = ["CallQueue", "call_queue_of", "settle"]
 
 logger = logging.getLogger("aengine")
 
 Call = tuple[Callable[..., object], tuple[Any, ...]]
 
 
-class Courier:
-    """Brings calls to one loop, in their order, each exactly once."""
+class CallQueue:
+    """Calls for one loop, made there in their order, each exactly once."""
 
     def __init__(self, loop: asyncio.AbstractEventLoop) -> None:
         self._loop = weakref.ref(loop)
@@ -77,16 +77,16 @@ class Courier:
                 logger.exception("a call from another thread failed")
 
 
-_couriers: weakref.WeakValueDictionary[int, Courier] = weakref.WeakValueDictionary()
-"""By the loop's id. Weak, so that a loop is not kept by calls that it will never make; who waits holds the courier."""
+_queues: weakref.WeakValueDictionary[int, CallQueue] = weakref.WeakValueDictionary()
+"""By the loop's id. Weak, so that a loop is not kept by calls that it will never make; who waits holds the queue."""
 
 
-def courier_of(loop: asyncio.AbstractEventLoop) -> Courier:
+def call_queue_of(loop: asyncio.AbstractEventLoop) -> CallQueue:
     """The one that all share who wait on this loop. Call it there, and hold it while waiting."""
-    courier = _couriers.get(id(loop))
-    if courier is None or not courier.serves(loop):
-        _couriers[id(loop)] = courier = Courier(loop)
-    return courier
+    queue = _queues.get(id(loop))
+    if queue is None or not queue.serves(loop):
+        _queues[id(loop)] = queue = CallQueue(loop)
+    return queue
 
 
 def settle(waiter: asyncio.Future[None]) -> None:

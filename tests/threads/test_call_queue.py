@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from aengine.threads.courier import Courier
+from aengine.threads.call_queue import CallQueue
 
 
 class Interrupted:
@@ -32,21 +32,21 @@ class Interrupted:
 @pytest.mark.parametrize("when", ["before", "after"])
 async def test_an_interrupted_post_is_made(when: str) -> None:
     loop: Any = Interrupted(asyncio.get_running_loop(), when)
-    courier = Courier(loop)
+    queue = CallQueue(loop)
     calls: list[int] = []
     with pytest.raises(KeyboardInterrupt):
-        courier.post(calls.append, 1)
+        queue.post(calls.append, 1)
     for _ in range(3):
         await asyncio.sleep(0)
     assert calls == [1]
-    courier.post(calls.append, 2)
+    queue.post(calls.append, 2)
     for _ in range(3):
         await asyncio.sleep(0)
     assert calls == [1, 2]
 
 
 async def test_each_of_many_threads_calls_comes_once_and_in_its_order() -> None:
-    courier = Courier(asyncio.get_running_loop())
+    queue = CallQueue(asyncio.get_running_loop())
     calls: list[tuple[int, int]] = []
     done = asyncio.Event()
 
@@ -56,7 +56,7 @@ async def test_each_of_many_threads_calls_comes_once_and_in_its_order() -> None:
             done.set()
 
     threads = [
-        threading.Thread(target=lambda i=i: [courier.post(note, i, j) for j in range(1000)])  # type: ignore[misc]
+        threading.Thread(target=lambda i=i: [queue.post(note, i, j) for j in range(1000)])  # type: ignore[misc]
         for i in range(4)
     ]
     for thread in threads:
@@ -69,9 +69,9 @@ async def test_each_of_many_threads_calls_comes_once_and_in_its_order() -> None:
 
 def test_after_the_end_of_the_loop_it_is_called_at_once() -> None:
     loop = asyncio.new_event_loop()
-    courier = Courier(loop)
+    queue = CallQueue(loop)
     calls: list[int] = []
-    courier.post(calls.append, 1)
+    queue.post(calls.append, 1)
     loop.close()
-    courier.post(calls.append, 2)
+    queue.post(calls.append, 2)
     assert calls == [1, 2]

@@ -1,0 +1,267 @@
+"""`LocalHandle`: an engine on the event loop that starts it, from one start to the next close, again and again.
+
+AsyncLLM --> LocalHandle --> EngineCore (one life of the engine)
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import os
+import warnings
+import weakref
+from collections.abc import Awaitable, Callable, Mapping, Sequence
+from importlib import import_module
+from typing import TYPE_CHECKING, Any, NamedTuple, Protocol, TypeVar
+
+from ..errors import EngineClosedError
+from ..threads.loop_ownership import foreign_process, other_loop, running_loop
+
+if TYPE_CHECKING:
+    from ..config import EngineConfig, StartupProgress
+    from ..engine.core import EngineCore
+    from ..engine.executor import Executor
+    from ..engine.user_request import Call
+    from ..params import SamplingParams
+    from ..streams.chat_stream import ChatStream
+    from ..streams.token_stream import TokenStream
+    from ..tokenizer.prompt import Prompt
+
+__all__ = ["LocalHandle", "Owner", "Wording"]
+
+logger = logging.getLogger("aengine")
+
+T = TypeVar("T")
+
+
+class Owner(Protocol):
+    """What a handle asks of the user's object that has it: the seams for tests and for executors of other kinds."""
+
+    def _core_class(self) -> type[EngineCore]: ...
+
+    def _make_executor(self, config: EngineConfig) -> Executor: ...
+
+
+class Wording(NamedTuple):
+    """How messages name the user's object, and what they advise."""
+
+    name: str = "AsyncLLM"
+    start: str = "use `async with AsyncLLM(...) as engine`, or `await engine.start()`"
+    start_again: str = "`await engine.start()` starts it again"
+
+
+class LocalHandle:
+    """Starts and closes the cores of one engine, and submits requests to the one that runs."""
+
+    def __init__(self, owner: Owner, config: EngineConfig) -> None:
+        """``owner`` is not held: an engine whose owner is dropped is to end."""
+        self.config = config
+        self.core: EngineCore | None = None
+        self.wording = Wording()
+        self._owner = weakref.ref(owner)
+        self._starting: asyncio.Task[None] | None = None
+        self._num_starters = 0  # callers that wait for it
+        self._has_starter = False  # one of them was told that it runs
+        self._pid: int | None = None  # of the process that has started it
+
+    def __repr__(self) -> str:
+        return f"<{self.wording.name} {self.config.model} {self.state}>"
+
+    @property
+    def state(self) -> str:
+        """See `AsyncLLM.state`."""
+        if self.is_foreign:
+            return "closed"
+        if self.is_starting:
+            return "starting"
+        return "new" if self.core is None else self.core.state
+
+    @property
+    def is_starting(self) -> bool:
+        return self._starting is not None and not self._starting.done()
+
+    @property
+    def is_foreign(self) -> bool:
+        """Whether this is a fork of the process in which it runs: nothing of it may be touched here."""
+        if self._pid is None or self._pid == os.getpid():
+            return False
+        return self.is_starting or (self.core is not None and self.core.is_alive)
+
+    # -- life
+
+    async def start(self) -> None:
+        """See `AsyncLLM.start`."""
+        loop = running_loop()
+        if self.is_foreign:
+            raise foreign_process(self._pid or 0)
+        self._pid = os.getpid()
+        core = self.core
+        if core is not None and not core.loop.is_closed():
+            if core.is_closing:
+                raise EngineClosedError(f"{self!r} is being closed: it can be started again once aclose() has returned")
+            if core.is_alive:
+                if core.loop is not loop:
+                    raise other_loop(self, is_closed=False)
+                core.check_accepts()
+                self._has_starter = True
+                return
+        if core is not None:
+            core.abandon()  # of a failed engine, or of a loop that was closed: nothing of it must live on
+            self.core = None
+        if self._starting is None or self._starting.done() or self._starting.get_loop() is not loop:
+            self._starting = loop.create_task(self._begin(), name="aengine-start")
+            self._num_starters, self._has_starter = 0, False
+        await self._wait_started(self._starting)
+
+    async def _begin(self) -> None:
+        from ..threads.pools import run_in_thread
+
+        await run_in_thread("import", import_module, "aengine.engine.core")  # 0.1 s, of which the loop sees little
+        core_class, owner, config = self.owner()._core_class(), self._owner, self.config
+
+        def make_executor(config: EngineConfig) -> Executor:
+            """For the core, which must not hold what ends it when it is dropped."""
+            return _alive(owner)._make_executor(config)
+
+        def report(progress: StartupProgress) -> None:
+            logger.debug("%s: %s", config.model, progress)
+            if config.progress is not None:
+                config.progress(progress)
+
+        self.core = await core_class.start(config, report, make_executor)
+
+    def owner(self) -> Owner:
+        """The user's object. Raises EngineClosedError if it was dropped."""
+        return _alive(self._owner)
+
+    async def _wait_started(self, starting: asyncio.Task[None]) -> None:
+        """Wait as one of perhaps several callers of `start`: when the last one is cancelled, so is the start."""
+        self._num_starters += 1
+        try:
+            await asyncio.shield(starting)
+            self._has_starter = True
+        except asyncio.CancelledError:
+            task = asyncio.current_task()
+            if starting.cancelled() and not (task is not None and task.cancelling()):
+                raise EngineClosedError(f"{self!r} was closed while it started") from None
+            if self._num_starters == 1:
+                await _cancel(starting)
+                await self._undo_start()
+            raise
+        finally:
+            self._num_starters -= 1
+
+    async def _undo_start(self) -> None:
+        """Close what came up in the turn of the loop in which its last caller was cancelled: nobody else will."""
+        core = self.core
+        if core is None or core.state != "running" or self._has_starter:
+            return
+        self.core = None
+        try:
+            await core.aclose(drain=0.0)
+        finally:
+            core.abandon()  # if that was cancelled, too
+
+    async def aclose(self, drain: float) -> None:
+        """See `AsyncLLM.aclose`."""
+        if self.is_foreign:
+            return
+        if self._starting is not None and not self._starting.done():
+            await _cancel(self._starting)
+        if self.core is not None:
+            await self.core.aclose(drain=drain)
+
+    def terminate(self) -> None:
+        """See `AsyncLLM.terminate`."""
+        if self.core is not None and not self.is_foreign:
+            self.core.abandon()
+
+    def drop(self, engine: object) -> None:
+        """End what is left open when ``engine``, its owner, is collected; warn of it."""
+        if self.core is not None and self.core.is_alive and not self.is_foreign:
+            warnings.warn(f"{self!r} was dropped without aclose()", ResourceWarning, source=engine, stacklevel=3)
+            self.core.abandon()
+
+    # -- the core
+
+    def open_core(self) -> EngineCore:
+        """The core, for what may be asked on any loop. Raises EngineClosedError if none runs."""
+        core = self.core
+        if self.is_foreign:
+            raise foreign_process(self._pid or 0)
+        if core is None:
+            raise EngineClosedError(f"{self!r} was not started: {self.wording.start}")
+        if not core.is_alive:
+            if core.failure is not None:
+                raise EngineClosedError(f"{self!r} failed: {core.failure}") from core.failure
+            raise EngineClosedError(f"{self!r} is closed: {self.wording.start_again}")
+        return core
+
+    def running_core(self) -> EngineCore:
+        """The core, for what may be done on its loop only. Raises EngineClosedError elsewhere."""
+        core = self.open_core()
+        try:
+            here = asyncio.get_running_loop()
+        except RuntimeError:
+            here = None
+        if here is not core.loop:
+            if core.loop.is_closed():
+                core.abandon()
+            raise other_loop(self, is_closed=core.loop.is_closed())
+        return core
+
+    async def run(self, function: Callable[[EngineCore], Awaitable[T]]) -> T:
+        """Await ``function(core)`` on the engine's loop, which is the caller's."""
+        return await function(self.running_core())
+
+    # -- requests
+
+    def submit(self, prompt: Prompt, params: SamplingParams | None, **options: Any) -> TokenStream:
+        """Register a request. ``options``: all that `Admission.submit` takes of a call."""
+        from ..structured.asked_type import with_output_type
+
+        core = self.running_core()
+        core.check_accepts()
+        params, shape = with_output_type(params, options)
+        return self.stream_of(core, core.admission.submit(prompt, params, **shape, **options))
+
+    async def stream_chat(
+        self,
+        messages: Sequence[Mapping[str, Any]],
+        params: SamplingParams | None,
+        chat: dict[str, Any],
+        request: dict[str, Any],
+    ) -> ChatStream:
+        """Register a chat."""
+        from .chats import begin_chat
+
+        core = self.running_core()
+        return await begin_chat(self.running_core, core, self.stream_of, messages, params, chat, request)
+
+    def stream_of(self, core: EngineCore, call: Call) -> TokenStream:
+        from ..streams.token_stream import TokenStream
+
+        return TokenStream(call.request_id, call.mailbox, core.loop, core.admission.abort)
+
+    def abort(self, request_id: str) -> bool:
+        """See `AsyncLLM.abort`."""
+        return self.running_core().admission.abort(request_id)
+
+    def abort_all(self) -> int:
+        """See `AsyncLLM.abort_all`."""
+        return self.running_core().admission.abort_all()
+
+
+def _alive(owner: weakref.ref[Owner]) -> Owner:
+    found = owner()
+    if found is None:
+        raise EngineClosedError("the engine was dropped")
+    return found
+
+
+async def _cancel(task: asyncio.Task[None]) -> None:
+    """Cancel a task and wait for its end; what it raises instead is of no interest to anybody any more."""
+    task.cancel()
+    await asyncio.wait([task])
+    if not task.cancelled():
+        task.exception()

@@ -1,0 +1,285 @@
+"""`SyncLLM`: the blocking calls of an engine that has a thread of its own, as ``engine.sync`` and as an `LLM`."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from functools import partial
+from typing import TYPE_CHECKING, Any, overload
+
+from .blocking import Batch, ChatIterator, TokenIterator, is_many, one_each, showing
+from .errors import InvalidRequestError
+from .handles.calls import positive_seconds, resume, seconds, start_profile, stop_profile
+from .handles.on_thread import ThreadHandle
+from .options import ChatOptions, GenerateOptions, RequestOptions, chat_options, generate_options, request_options
+from .params import SamplingParams
+from .streams.cross_thread_stream import BlockingStream, run_now
+from .threads.loop_ownership import check_may_block
+
+if TYPE_CHECKING:
+    from os import PathLike
+    from types import TracebackType
+    from typing import Protocol, Self, Unpack
+
+    from .engine.tokenizer_view import TokenizerView
+    from .outputs import ChatCompletion, Completion, T
+    from .telemetry.metrics import Statistics
+    from .tokenizer.prompt import Prompt
+
+    class Engine(Protocol):
+        """What is asked of the `AsyncLLM` itself: what never waits."""
+
+        @property
+        def state(self) -> str: ...
+        @property
+        def tokenizer(self) -> TokenizerView: ...
+        @property
+        def has_chat_template(self) -> bool: ...
+        def abort(self, request_id: str) -> bool: ...
+        def abort_all(self) -> int: ...
+        def statistics(self) -> Statistics: ...
+        def describe(self) -> dict[str, Any]: ...
+
+
+__all__ = ["SyncLLM"]
+
+
+class SyncLLM:
+    """An engine's calls for code that awaits nothing. Each blocks its thread until it has what it returns.
+
+    Any number of threads may use it at once; their requests are batched together, with those of the `AsyncLLM`.
+    In the engine's own thread (``progress``, ``on_request_end``) the calls that block raise InvalidRequestError.
+    """
+
+    def __init__(self, engine: Engine, handle: ThreadHandle, *, block_running_loop: bool = True) -> None:
+        self._engine = engine  # held: it is not to be dropped while somebody has this
+        self._handle = handle
+        self._block_running_loop = block_running_loop
+
+    def __repr__(self) -> str:
+        return repr(self._handle)
+
+    @property
+    def state(self) -> str:
+        """See `AsyncLLM.state`."""
+        return self._engine.state
+
+    # -- life
+
+    def start(self) -> Self:
+        """Start the engine, also one that was closed. Idempotent while running. Errors as of `AsyncLLM.start`."""
+        self._check()
+        self._handle.start_and_wait()
+        return self
+
+    def close(self, *, drain: float = 0.0) -> None:
+        """End the engine, its worker and its thread. Bounded and idempotent.
+
+        Args:
+            drain: seconds that requests of other threads may take to end by themselves; see `AsyncLLM.aclose`.
+        """
+        self._check()
+        self._handle.close_and_wait(seconds("drain", drain))
+
+    def drain(self, timeout: float | None = None) -> bool:
+        """Take no new requests, and wait for those of other threads to end; see `AsyncLLM.drain`."""
+        self._check()
+        limit = None if timeout is None else seconds("timeout", timeout)
+        return self._handle.wait(lambda core: core.drain(limit))
+
+    def resume(self) -> None:
+        """Take new requests again after `drain`."""
+        self._check()
+        self._handle.wait(resume)
+
+    def __enter__(self) -> Self:
+        return self.start()
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.close()
+
+    # -- requests
+
+    @overload
+    def generate(
+        self,
+        prompts: str,
+        params: SamplingParams | None = None,
+        *,
+        output_type: type[T] | None = None,
+        **options: Unpack[GenerateOptions],
+    ) -> Completion[T]: ...
+
+    @overload
+    def generate(
+        self,
+        prompts: list[str] | tuple[str, ...],
+        params: SamplingParams | Sequence[SamplingParams] | None = None,
+        *,
+        output_type: type[T] | None = None,
+        **options: Unpack[GenerateOptions],
+    ) -> list[Completion[T]]: ...
+
+    @overload
+    def generate(
+        self,
+        prompts: Prompt | Sequence[Prompt],
+        params: SamplingParams | Sequence[SamplingParams] | None = None,
+        *,
+        output_type: Any = None,
+        **options: Unpack[GenerateOptions],
+    ) -> Any: ...
+
+    def generate(
+        self,
+        prompts: Prompt | Sequence[Prompt],
+        params: SamplingParams | Sequence[SamplingParams] | None = None,
+        *,
+        output_type: Any = None,
+        **options: Unpack[GenerateOptions],
+    ) -> Any:
+        """The `Completion` of one prompt, or a list with that of each of a list of prompts; they run side by side.
+
+        Args:
+            prompts: one prompt (a text, token ids, or chat messages, as of `AsyncLLM.stream`), or a list of them.
+            params: for all, or a list with one for each.
+            output_type: for each, as of `AsyncLLM.stream`.
+            options: those of `AsyncLLM.stream`, for each prompt; also progress and return_exceptions, see
+                `GenerateOptions`. A deadline counts from when the engine takes the prompt in; of a long list it takes
+                in some hundreds at a time.
+
+        Raises what `AsyncLLM.generate` does. An exception in this thread, as Ctrl-C's KeyboardInterrupt, aborts the
+        requests and leaves the engine as it was.
+        """
+        self._check()
+        request, progress, return_exceptions = generate_options(options)
+        begin = partial(self._handle.submit_as, BlockingStream, final_only=True, output_type=output_type, **request)
+        if not is_many(prompts):
+            if params is not None and not isinstance(params, SamplingParams):
+                raise InvalidRequestError("one prompt takes one SamplingParams", param="params")
+            return run_now(begin(prompts, params).wait())  # type: ignore[call-arg, arg-type]
+        if request["request_id"] is not None:
+            raise InvalidRequestError("a request_id is for one prompt, not for a list", param="request_id")
+        every: Sequence[Any] = prompts
+        with showing(progress, len(prompts)) as show:
+            return Batch(begin, every, one_each(params, len(every)), self._window, return_exceptions).run(show)
+
+    def stream(
+        self,
+        prompt: Prompt,
+        params: SamplingParams | None = None,
+        *,
+        output_type: Any = None,
+        **options: Unpack[RequestOptions],
+    ) -> TokenIterator:
+        """Begin a request and return its tokens as they come. Arguments and errors as of `AsyncLLM.stream`."""
+        self._check()
+        request = request_options(options)
+        stream = self._handle.submit_as(
+            BlockingStream, prompt, params, final_only=False, output_type=output_type, **request
+        )
+        return TokenIterator(stream, self._check)
+
+    @overload
+    def chat(
+        self,
+        messages: Sequence[Mapping[str, Any]],
+        params: SamplingParams | None = None,
+        *,
+        output_type: type[T] | None = None,
+        **options: Unpack[ChatOptions],
+    ) -> ChatCompletion[T]: ...
+
+    @overload
+    def chat(
+        self,
+        messages: Sequence[Mapping[str, Any]],
+        params: SamplingParams | None = None,
+        *,
+        output_type: Any,
+        **options: Unpack[ChatOptions],
+    ) -> ChatCompletion[Any]: ...
+
+    def chat(
+        self,
+        messages: Sequence[Mapping[str, Any]],
+        params: SamplingParams | None = None,
+        *,
+        output_type: Any = None,
+        **options: Unpack[ChatOptions],
+    ) -> ChatCompletion[Any]:
+        """The answer to chat messages, whole. Arguments and errors as of `AsyncLLM.chat`."""
+        with self.stream_chat(messages, params, output_type=output_type, **options) as stream:
+            return stream.wait()
+
+    def stream_chat(
+        self,
+        messages: Sequence[Mapping[str, Any]],
+        params: SamplingParams | None = None,
+        *,
+        output_type: Any = None,
+        **options: Unpack[ChatOptions],
+    ) -> ChatIterator:
+        """Begin to answer chat messages. Arguments and errors as of `AsyncLLM.stream_chat`."""
+        self._check()
+        chat, request = chat_options(options)
+        stream = self._handle.stream_chat_and_wait(messages, params, {"output_type": output_type, **chat}, request)
+        return ChatIterator(stream, self._check)
+
+    def abort(self, request_id: str) -> bool:
+        """End a request of another thread by its id. Returns whether it was running."""
+        return self._engine.abort(request_id)
+
+    def abort_all(self) -> int:
+        """End all requests, of all threads. Returns how many there were."""
+        return self._engine.abort_all()
+
+    # -- what there is to know
+
+    def statistics(self) -> Statistics:
+        """The engine's counters at this moment."""
+        return self._engine.statistics()
+
+    def describe(self) -> dict[str, Any]:
+        """See `AsyncLLM.describe`."""
+        return self._engine.describe()
+
+    @property
+    def tokenizer(self) -> TokenizerView:
+        """See `AsyncLLM.tokenizer`."""
+        return self._engine.tokenizer
+
+    @property
+    def has_chat_template(self) -> bool:
+        """Whether chat messages can be given as a prompt."""
+        return self._engine.has_chat_template
+
+    def check_health(self, timeout: float = 10.0) -> float:
+        """Ask the worker. Arguments and errors as of `AsyncLLM.check_health`."""
+        self._check()
+        limit = positive_seconds("timeout", timeout)
+        return self._handle.wait(lambda core: core.check_health(limit))
+
+    def start_profile(self, folder: str | PathLike[str] | None = None) -> str:
+        """See `AsyncLLM.start_profile`."""
+        self._check()
+        return self._handle.wait(lambda core: start_profile(core, folder))
+
+    def stop_profile(self) -> str:
+        """See `AsyncLLM.stop_profile`."""
+        self._check()
+        return self._handle.wait(stop_profile)
+
+    # -- internals
+
+    def _check(self) -> None:
+        """Raises InvalidRequestError where this thread must not be blocked."""
+        thread = self._handle.thread
+        check_may_block(None if thread is None else thread.loop, any_thread=self._block_running_loop)
+
+    @property
+    def _window(self) -> int:
+        """How many prompts of a list the engine has at once: enough to fill its batches for a while."""
+        config = self._handle.config
+        return max(1, min(config.max_num_queued_requests, max(64, 2 * config.max_num_seqs)))
