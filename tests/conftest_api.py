@@ -19,5 +19,5 @@ async def settled(engine: AsyncLLM) -> None:
         await asyncio.sleep(0.001)
     assert statistics.num_free_blocks == statistics.num_blocks, statistics
     assert statistics.num_running == statistics.num_waiting == 0
-    assert not core.admission._calls and not core.admission._held
+    assert core.admission.is_empty
     core.steps.scheduler.check()

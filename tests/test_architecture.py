@@ -173,7 +173,6 @@ MOST_METHODS = 20
 LARGE_CLASSES = {
     "traced_text.TracedText": 40,  # str's own methods
     "async_llm.AsyncLLM": 22,  # the public contract, a method for each of its calls, and two seams for tests
-    "admission.Admission": 34,
     "core.EngineCore": 26,
     "executor.ProcessExecutor": 32,
     "scheduler.Scheduler": 39,

@@ -1,22 +1,24 @@
 """Chats with tools, reasoning and an answer of a shape, over the engine's plain streams.
 
-ChatRequest ──plan_chat (a thread)──> ChatPlan: prompt ids + GrammarSpec ──submit──> TokenStream ──> ChatStream
+ChatRequest ──Admission.submit──> UserRequest ──plan_chat (a thread)──> ChatPlan: prompt ids + GrammarSpec
+                                      │                                     │
+                                      └──> TokenStream ──> ChatStream <─────┘ how the answer is read
 """
 
 from __future__ import annotations
 
-import asyncio
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
-from typing import Any
+from dataclasses import dataclass, field, replace
+from typing import TYPE_CHECKING, Any, ClassVar
 
-from ..errors import DeadlineExceededError, GrammarError, InvalidRequestError
+from ..errors import GrammarError, InvalidRequestError
 from ..params import SamplingParams, StructuredOutput
 from ..structured.asked_type import OnUnsupported, check_on_unsupported, constraint_of
 from ..structured.output_type import OutputType
 from ..structured.service import GrammarService
 from ..structured.spec import GrammarSpec, spec_of
 from ..tokenizer.messages import Messages, checked_messages
+from ..tokenizer.prompt import PromptPart
 from ..tokenizer.tokenizer import Tokenizer
 from . import (
     ReasoningFormat,
@@ -31,12 +33,20 @@ from . import (
 from .formats import Markers
 from .prompt import ChatPrompt, PromptOptions, marker_ids
 
-__all__ = ["ChatPlan", "ChatRequest", "check_grammar", "plan_chat", "plan_within"]
+if TYPE_CHECKING:
+    from ..structured.backend import Compiled
+
+__all__ = ["ChatPlan", "ChatRequest", "compiled_grammar", "plan_chat"]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class ChatRequest:
-    """What a caller asks for, besides how to sample. Raises InvalidRequestError for what can be told at once."""
+class ChatRequest(PromptPart):
+    """What a caller asks for, besides how to sample; a prompt, for `Admission.submit`.
+
+    Raises InvalidRequestError for what can be told at once. Its messages are checked, and a list of its own.
+    """
+
+    kind: ClassVar[str] = "chat"
 
     messages: Messages
     tools: Sequence[Any] | None = None
@@ -51,6 +61,9 @@ class ChatRequest:
     add_generation_prompt: bool | None = None
     continue_final_message: bool = False
 
+    prompt_options: PromptOptions = field(init=False)
+    """The last three."""
+
     def __post_init__(self) -> None:
         object.__setattr__(self, "messages", checked_messages(self.messages))
         parallel = self.parallel_tool_calls
@@ -59,11 +72,8 @@ class ChatRequest:
         if self.output_type is not None and self.structured_output is not None:
             raise InvalidRequestError("give output_type or params.structured_output, not both", param="output_type")
         check_on_unsupported(self.on_unsupported)
-        _ = self.prompt_options
-
-    @property
-    def prompt_options(self) -> PromptOptions:
-        return PromptOptions.of(self.chat_template_kwargs, self.add_generation_prompt, self.continue_final_message)
+        options = PromptOptions.of(self.chat_template_kwargs, self.add_generation_prompt, self.continue_final_message)
+        object.__setattr__(self, "prompt_options", options)
 
     @classmethod
     def of(cls, params: SamplingParams, **asked: Any) -> ChatRequest:
@@ -105,8 +115,12 @@ class ChatPlan:
     marker_ids: frozenset[int]  # control tokens that tell the parts of the answer apart
 
 
-def plan_chat(tokenizer: Tokenizer, asked: ChatRequest) -> ChatPlan:
-    """Blocking, for a thread: large schemas take their time. Raises InvalidRequestError and GrammarError."""
+def plan_chat(tokenizer: Tokenizer, asked: ChatRequest, max_model_len: int | None = None) -> ChatPlan:
+    """Blocking, for a thread: large schemas take their time.
+
+    Raises InvalidRequestError, GrammarError, and ContextLengthError for a prompt that can't be of fewer than
+    ``max_model_len`` tokens.
+    """
     known = tools_of(asked.tools)
     choice = ToolChoice.of(asked.tool_choice, known)
     allowed = choice.allowed(known)
@@ -125,7 +139,7 @@ def plan_chat(tokenizer: Tokenizer, asked: ChatRequest) -> ChatPlan:
         relax=asked.is_relaxed,
     )
     return ChatPlan(
-        prompt=prompt.ids(tokenizer),
+        prompt=prompt.ids(tokenizer, max_model_len),
         spec=spec,
         shape=shape,
         tools=allowed,
@@ -139,12 +153,12 @@ def plan_chat(tokenizer: Tokenizer, asked: ChatRequest) -> ChatPlan:
     )
 
 
-async def check_grammar(grammars: GrammarService, plan: ChatPlan) -> None:
-    """Compile the plan's grammar; whoever asks next finds it. A GrammarError names the tool, or the answer's schema."""
+async def compiled_grammar(grammars: GrammarService, plan: ChatPlan) -> Compiled | None:
+    """The plan's grammar, if it has one. A GrammarError names the tool, or the answer's schema."""
     if plan.spec is None:
-        return
+        return None
     try:
-        await grammars.prepare(plan.spec)
+        return await grammars.prepare(plan.spec)
     except GrammarError as error:
         if error.kind == "too_complex":  # the parts would take as long
             raise
@@ -154,29 +168,3 @@ async def check_grammar(grammars: GrammarService, plan: ChatPlan) -> None:
             except GrammarError as found:
                 raise GrammarError(f"{owner}: {found}", kind=found.kind, path=found.path) from None
         raise
-
-
-async def plan_within(
-    deadline: float | None,
-    first_token_deadline: float | None,
-    grammars: GrammarService,
-    tokenizer: Tokenizer,
-    asked: ChatRequest,
-) -> ChatPlan:
-    """`plan_chat`, in a thread, and `check_grammar`, for as many seconds as both deadlines allow.
-
-    Raises what those do, and DeadlineExceededError.
-    """
-    limit = min((seconds for seconds in (deadline, first_token_deadline) if seconds is not None), default=None)
-    try:
-        async with asyncio.timeout(limit) as timeout:
-            plan = await grammars.run(plan_chat, tokenizer, asked)
-            await check_grammar(grammars, plan)
-    except TimeoutError:
-        if limit is None or not timeout.expired():
-            raise
-        message = f"the chat was not begun within its deadline of {limit:g} s"
-        if limit != deadline:
-            message = f"no token within first_token_deadline={limit:g} s (the chat was being prepared)"
-        raise DeadlineExceededError(message, deadline=limit) from None
-    return plan

@@ -10,6 +10,7 @@ from typing import Any
 from ..errors import InvalidRequestError
 from ..params import shown
 from ..tokenizer.messages import WRITTEN_BY_MODEL, Messages
+from ..tokenizer.prompt import check_length
 from ..tokenizer.tokenizer import Tokenizer
 from ..tokenizer.traced_text import TracedText
 from . import ReasoningFormat, ToolFormat, detect, tools_of
@@ -108,7 +109,10 @@ class ChatPrompt:
                 reasoning = reasoning.after_prompt(text.without_messages())
         return cls(text, tool_format, reasoning)
 
-    def ids(self, tokenizer: Tokenizer) -> list[int]:
+    def ids(self, tokenizer: Tokenizer, max_model_len: int | None = None) -> list[int]:
+        """The token ids. Raises ContextLengthError, before any work, for a text that can't fit into so many."""
+        if max_model_len is not None:
+            check_length(self.text, tokenizer, max_model_len)
         return tokenizer.encode(self.text, add_special_tokens=False)  # the template wrote them
 
 

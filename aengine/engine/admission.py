@@ -1,103 +1,99 @@
-"""The way in and the way out of the engine: validate, count, encode, admit; abort, time out, retire.
+"""`Admission`: the one owner of a request's life, from its registration to its end.
 
-    stream() -> Call: held (queue full, admission="wait") -> its grammar is compiled, if it has one (compile pool)
-                                                          -> encoding (tokenizer thread) -> in the scheduler -> gone
+    submit ──> HELD ──────> PLANNING ─> COMPILING ─> ENCODING ──> SCHEDULED ──> ended
+               the queue    a chat      a grammar    a text       StepLoop
+               is full      └──────── Preparation ─────────┘
+                  │                                                   │
+                  └── WaitingLine: until its first step is made ──────┤
+                                                                      │
+    abort, deadline, unread, engine's end ─> Admission ─> Mailbox <───┴─ tokens, stop, failure: through the sink
 
-A `Call` is one user call, with one scheduler `Request` for each of its n completions. It is registered before anything
-is awaited, so an abort finds it in every phase. It is forgotten when its last completion has ended.
+A `UserRequest` is registered before anything is awaited, so that an abort finds it in every phase. It has a scheduler
+`Request` for each of its n completions, and each of these has a sink in the request's `Mailbox`. Whatever ends a
+request ends its mailbox, once; the mailbox tells Admission, which alone undoes what the request still has: its place in
+the queue, its timers, its preparation, its rows. Calls go one way: Admission to the step loop, that to the sinks.
 """
 
 from __future__ import annotations
 
 import asyncio
 import random
-import time
-from bisect import insort
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from functools import partial
-from operator import attrgetter
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
-from ..errors import (
-    AEngineError,
-    DeadlineExceededError,
-    EngineOverloadedError,
-    GrammarError,
-    InternalError,
-    InvalidRequestError,
-)
+from ..errors import AEngineError, DeadlineExceededError, InternalError, InvalidRequestError
 from ..outputs import FinishReason
 from ..params import SamplingParams, StructuredOutput
 from ..scheduler.request import CacheKey, Request, RequestStatus
-from ..streams.token_stream import ChoiceOutput, IncrementalText, Mailbox, error_for_waiter
+from ..streams.token_stream import ChoiceOutput, Mailbox, error_for_waiter
 from ..structured.asked_type import AskedType
 from ..structured.bitmasks import RequestGrammar
-from ..structured.service import GrammarService
 from ..telemetry.metrics import Counters
 from ..telemetry.observer import Observer
 from ..threads.pools import Lane
-from ..tokenizer.prompt import Prompt, check_token_ids, encode_prompt, is_long, prompt_kind
+from ..tokenizer.prompt import Prompt, PromptPart, TokensPart, part_of
 from ..tokenizer.tokenizer import Tokenizer
-from .request_checks import check_call
-from .reservations import Reservation, Reservations
+from .preparation import Preparation
 from .step_loop import StepLoop
 from .unread import UnreadWatch
-from .user_request import Call, Limits
+from .user_request import Limits, Phase, Prepared, UserRequest, check_request
+from .waiting_line import WaitingLine
 
 if TYPE_CHECKING:
-    from ..chat.plan import ChatRequest
     from ..structured.output_type import OutputType
-    from ..structured.spec import GrammarSpec
 
 __all__ = ["Admission"]
 
+_UNSCHEDULED = (RequestStatus.NEW, RequestStatus.WAITING, RequestStatus.HELD)
+
 
 class Admission:
-    """Registers calls and brings them to the step loop. Lives on the engine's event loop."""
+    """Registers requests, brings them to the step loop, and ends them. Lives on the engine's event loop."""
 
     def __init__(
         self,
         loop: asyncio.AbstractEventLoop,
+        steps: StepLoop,
+        line: WaitingLine,
+        preparation: Preparation,
         tokenizer: Tokenizer | None,
         limits: Limits,
         counters: Counters,
         observer: Observer,
-        grammars: GrammarService | None = None,
+        on_empty: Callable[[], None],
     ) -> None:
+        """``on_empty`` is called whenever the last request has ended."""
         self._loop = loop
+        self._steps = steps
+        self._line = line
+        self._preparation = preparation
         self._tokenizer = tokenizer
         self._has_tokenizer = tokenizer is not None  # stays when it is dropped
-        self._grammars = grammars
         self._limits = limits
         self._counters = counters
         self._observer = observer
-        self._calls: dict[str, Call] = {}
-        self._held: list[Call] = []  # the most urgent first; of equals, the first that came
-        self._num_encoding = 0
+        self._on_empty = on_empty
+        self._requests: dict[str, UserRequest] = {}
         self._random = random.Random()  # of our own: the host's global one is not touched
-        self._lane = Lane("tokenizer")
-        self._long_lane = Lane("tokenizer-long")  # for texts that would hold up others
-        self._started = time.monotonic()
         self._next_id = 0
-        self._reservations = Reservations(self._reservation_ended)
-        self._unread = UnreadWatch(loop, limits.unread_timeout, self._calls, self._fail)
-        self.on_empty: Callable[[], None] = lambda: None  # called when the last call has ended
-        self.steps: StepLoop  # set by the engine, which makes both
-
-    @property
-    def num_queued(self) -> int:
-        """Requests that have no row on the worker yet, in whatever phase."""
-        return len(self._held) + len(self._reservations) + self._num_encoding + self.steps.num_waiting
+        self._unread = UnreadWatch(loop, limits.unread_timeout, self._requests)
 
     @property
     def is_empty(self) -> bool:
-        """Whether every call has ended, those included that are being prepared."""
-        return not self._calls and not self._reservations
+        """Whether every request has ended, those included that were being prepared."""
+        return not self._requests
+
+    @property
+    def num_preempted(self) -> int:
+        """Completions that have had a row, and wait for another."""
+        return sum(one.is_preempted for request in self._requests.values() for one in request.requests)
+
+    # -- the way in
 
     def submit(
         self,
-        prompt: Prompt,
+        prompt: Prompt | PromptPart,
         params: SamplingParams,
         *,
         deadline: float | None,
@@ -106,381 +102,244 @@ class Admission:
         request_id: str | None,
         cache_salt: str | None,
         final_only: bool,
-        constraint: GrammarSpec | None = None,
         output_type: OutputType | None = None,
         asked_type: AskedType | None = None,
-        since: float | None = None,
-        markers: frozenset[int] = frozenset(),
-        chat: ChatRequest | None = None,
-    ) -> Call:
+    ) -> UserRequest:
         """Check what can be checked at once, and register. Nothing is awaited here.
 
+        ``prompt``: a `ChatRequest` has the shape of its answer in it; what `check` has returned is not checked again.
         ``output_type``: what ``params.structured_output`` says, as a type; ``asked_type``: one that is yet to be
-        described, which may take too long for the loop. ``since``: the loop's time from which both deadlines count;
-        None: now. ``markers``: control tokens that divide the text into parts, see `MarkedDetokenizer`.
+        described, which may take too long for the loop.
 
         Raises:
             InvalidRequestError, ContextLengthError: see `stream`.
             EngineOverloadedError: the queue is full and admission is "error".
         """
-        kind = prompt_kind(prompt)
-        limits = (deadline, first_token_deadline, priority, request_id, cache_salt)
-        check_call(self._limits, self._has_tokenizer, kind, params, *limits)
+        options = (deadline, first_token_deadline, priority, request_id, cache_salt)
+        part = self.check(prompt, params, *options)
         params = self._limits.sampling.applied(params)
         if request_id is None:
             self._next_id += 1
             request_id = f"req-{self._next_id}"
-        elif request_id in self._calls:
+        elif request_id in self._requests:
             raise InvalidRequestError(f"request_id {request_id!r} is in use by a running request", param="request_id")
-        seconds_ago = 0.0 if since is None else self._loop.time() - since
-        call = Call(
+        self._line.check_room()
+        constraint = None if part.kind == "chat" else params.structured_output
+        on_end = partial(self._ended, request_id)
+        mailbox = Mailbox(final_only=final_only, times=self._observer.new_times(), on_end=on_end)
+        mailbox.output_type = output_type
+        mailbox.is_json = asked_type is not None or _is_json(constraint)
+        want_logprobs = params.logprobs is not None
+        mailbox.open([ChoiceOutput(mailbox, i, want_logprobs) for i in range(params.n)])
+        request = UserRequest(
             request_id=request_id,
-            prompt=prompt,
-            kind=kind,
+            prompt=part,
             params=params,
             priority=priority,
             cache_salt=(cache_salt or "").encode(),
             arrival_time=self._loop.time(),
-            mailbox=Mailbox(final_only=final_only, times=self._observer.new_times(seconds_ago)),
-            constraint=constraint or params.structured_output,
+            mailbox=mailbox,
+            constraint=constraint,
             asked_type=asked_type,
-            chat=chat,
         )
-        call.mailbox.output_type = output_type
-        call.mailbox.is_json = asked_type is not None or _is_json(params.structured_output)
-        want_logprobs = params.logprobs is not None
-        call.mailbox.open(
-            [ChoiceOutput(call.mailbox, i, self._detokenizer(params, markers), want_logprobs) for i in range(params.n)]
-        )
-        full = self.num_queued >= self._limits.max_num_queued_requests
-        self.check_room()
-        if kind == "token_ids":
-            self._check_ids(call)
-        self._calls[request_id] = call
+        self._requests[request_id] = request
         self._counters.num_requests += 1
-        self._observer.note_queued(call)
-        since = call.arrival_time if since is None else since
+        self._observer.note_queued(request)
         # The second one only looks, when it is due, whether a token has come: delivering one costs nothing more.
         for seconds, expire in ((deadline, self._expire), (first_token_deadline, self._expire_unless_begun)):
             if seconds is not None:
-                call.timers += (self._loop.call_at(since + seconds, expire, call, float(seconds)),)
+                timer = self._loop.call_at(request.arrival_time + seconds, expire, request, float(seconds))
+                request.timers += (timer,)
         if not final_only:
             self._unread.begin()
-        if full:
-            insort(self._held, call, key=attrgetter("priority"))
-        else:
-            self._begin(call)
-        return call
+        self._begin(request, self._line.join(request_id, priority))
+        return request
 
-    # For another thread than the loop's, ahead of `submit`.
-
-    def has(self, request_id: str) -> bool:
-        """Whether such a call is under way."""
-        return request_id in self._calls or self._reservations.has(request_id)
-
-    def count(self, others: set[str]) -> int:
-        """How many calls are under way, those of the ids ``others`` included."""
-        return len({*self._calls, *others}) + len(self._reservations)
-
-    def check_room(self, num_coming: int = 0) -> None:
-        """Raises EngineOverloadedError when the queue is full, or will be with so many more, and callers don't wait."""
-        full = self.num_queued + num_coming >= self._limits.max_num_queued_requests
-        if full and not self._limits.wait_when_full:
-            self._counters.num_rejected += 1
-            raise self._overloaded()
-
-    def check(self, prompt: Prompt, params: SamplingParams, **options: Any) -> Prompt:
-        """Raises what `submit` would of the call by itself. Returns the prompt, no longer the caller's to change."""
-        kind = prompt_kind(prompt)
-        check_call(self._limits, self._has_tokenizer, kind, params, **options)
-        if kind == "token_ids":
-            return check_token_ids(prompt, self._limits.vocab_size, self._limits.max_model_len)  # type: ignore[arg-type]
-        return prompt if kind == "text" else list(prompt)  # type: ignore[return-value]
-
-    def abort(self, request_id: str) -> bool:
-        """End a call in whatever phase it is. Returns whether there was one. Idempotent."""
-        call = self._calls.get(request_id) if isinstance(request_id, str) else None
-        if call is None:
-            return isinstance(request_id, str) and self._reservations.abort(request_id)
-        self._counters.num_aborted += 1
-        self._end(call, FinishReason.ABORT, None)
-        return True
-
-    def abort_all(self) -> int:
-        """End every call, in whatever phase it is. Returns how many there were."""
-        ids = list(self._calls)
-        for request_id in ids:
-            self.abort(request_id)
-        return len(ids) + self._reservations.abort_all()
-
-    def on_request_end(self, request: Request) -> None:
-        """The step loop's word that one request has left the scheduler."""
-        call = self._calls.get(request.request_id)
-        if call is None:
-            return
-        mailbox = call.mailbox
-        if mailbox.error is not None:
-            self._counters.num_failed += 1
-            self._end(call, FinishReason.ERROR, None)
-            return
-        if request.index == 0:
-            mailbox.cached_tokens = request.num_cached_tokens
-        call.num_left -= 1
-        if call.num_left == 0:
-            self._counters.num_finished += 1
-            self._retire(call)
-            self._observer.note_end(call)
-
-    def on_scheduled(self) -> None:
-        """The queue may have room again for those held back."""
-        while self._held and self.num_queued - len(self._held) < self._limits.max_num_queued_requests:
-            call = self._held.pop(0)
-            if call.request_id in self._calls:
-                self._begin(call)
-
-    def _let_in_soon(self) -> None:
-        """Not every place in the queue is left by way of a step."""
-        if self._held:
-            self._loop.call_soon(self.on_scheduled)
-
-    def fail_all(self, error: AEngineError) -> None:
-        """Every call ends with its own copy of the error."""
-        self._unread.stop()
-        self._held.clear()
-        for call in list(self._calls.values()):
-            if call.request_id not in self._calls:  # its caller was told of another's end, and ended it
-                continue
-            self._counters.num_failed += 1
-            call.mailbox.fail(error_for_waiter(error))
-            self._retire(call)
-            self._observer.note_end(call)
-
-    def close(self) -> tuple[Lane, ...]:
-        """No more prompts are encoded. Returns the lanes, whose threads may be waited for. From any thread."""
-        lanes = self._lane, self._long_lane
-        for lane in lanes:
-            lane.close()
-        return lanes
-
-    def drop_tables(self) -> None:
-        """Free the tokenizer and the grammars, after `fail_all` and `close`: streams that are kept hold the rest."""
-        self._tokenizer = self._grammars = None
-
-    # -- the way in
-
-    def _begin(self, call: Call) -> None:
-        if call.constraint is not None or call.asked_type is not None:
-            self._num_encoding += 1  # from now on, not from when the task runs: the queue's limit counts it
-            call.preparing = self._loop.create_task(self._prepare(call), name="aengine-grammar")
-            call.preparing.add_done_callback(self._prepared)
-        elif call.kind == "token_ids":
-            self._enqueue(call)
-        else:
-            self._encode(call)
-
-    async def _prepare(self, call: Call) -> None:
-        """Its grammar first, so that a prompt is not encoded for a request that is refused."""
-        try:
-            if self._grammars is None:
-                raise GrammarError("a grammar needs a tokenizer: start without skip_tokenizer=True", kind="unsupported")
-            if call.asked_type is not None:
-                call.mailbox.output_type, call.constraint = await self._grammars.run(call.asked_type.described)
-                call.asked_type = None
-            assert call.constraint is not None
-            call.compiled = await self._grammars.prepare(call.constraint)
-        except AEngineError as ours:
-            self._fail(call, ours)
-            return
-        except Exception as bug:
-            failure = InternalError(f"the grammar could not be prepared: {bug!r}")
-            failure.__cause__ = bug
-            self._fail(call, failure)
-            return
-        call.preparing = None
-        call.mailbox.warnings = call.compiled.warnings
-        if self._calls.get(call.request_id) is call:
-            if call.kind == "token_ids":
-                self._enqueue(call)
-            else:
-                self._encode(call)
-
-    def _prepared(self, task: asyncio.Task[None]) -> None:
-        self._num_encoding -= 1
-        self._let_in_soon()
-
-    @contextmanager
-    def reserved(self, request_id: str | None) -> Iterator[Reservation]:
-        """Within: a call that is not made yet counts as queued. Raises EngineOverloadedError when the queue is full."""
-        self.check_room()
-        with self._reservations.hold(request_id) as reservation:
-            yield reservation
-
-    def _reservation_ended(self) -> None:
-        self._let_in_soon()
-        if self.is_empty:
-            self.on_empty()
-
-    def check_options(
+    def check(
         self,
+        prompt: Prompt | PromptPart,
         params: SamplingParams,
-        *,
         deadline: float | None,
         first_token_deadline: float | None,
         priority: int,
         request_id: str | None,
         cache_salt: str | None,
-    ) -> None:
-        """What `submit` would refuse of a call whose prompt is not known yet. Raises InvalidRequestError."""
-        limits = (deadline, first_token_deadline, priority, request_id, cache_salt)
-        check_call(self._limits, self._has_tokenizer, "messages", params, *limits)
-        if request_id in self._calls:
-            raise InvalidRequestError(f"request_id {request_id!r} is in use by a running request", param="request_id")
+    ) -> PromptPart:
+        """Raise what `submit` would of the request by itself. From any thread.
 
-    def _encode(self, call: Call) -> None:
-        assert self._tokenizer is not None and call.prompt is not None
-        try:
-            lane = self._long_lane if is_long(call.prompt, call.kind) else self._lane
-            encoding = lane.run(encode_prompt, call.prompt, call.kind, self._tokenizer, self._limits.max_model_len)
-        except AEngineError as error:  # no thread is to be had
-            self._fail(call, error)
-            return
-        self._num_encoding += 1
-        encoding.add_done_callback(partial(self._encoded, call))
+        Returns the prompt, no longer the caller's to change. ``request_id`` may be in use.
+        """
+        part = prompt if isinstance(prompt, PromptPart) else part_of(prompt)
+        options = (deadline, first_token_deadline, priority, request_id, cache_salt)
+        check_request(self._limits, self._has_tokenizer, part.kind, params, *options)
+        if part is not prompt and isinstance(part, TokensPart):
+            return TokensPart(self._preparation.check_ids(part.token_ids))
+        return part
 
-    def _encoded(self, call: Call, future: asyncio.Future[list[int]]) -> None:
-        self._num_encoding -= 1
-        self._let_in_soon()
-        if future.cancelled():
+    # For another thread than the loop's, ahead of `submit`.
+
+    def has(self, request_id: str) -> bool:
+        """Whether such a request is under way."""
+        return request_id in self._requests
+
+    def count(self, others: set[str]) -> int:
+        """How many requests are under way, those of the ids ``others`` included."""
+        return len({*self._requests, *others})
+
+    def check_room(self, num_coming: int = 0) -> None:
+        """See `WaitingLine.check_room`."""
+        self._line.check_room(num_coming)
+
+    def _begin(self, request: UserRequest, turn: asyncio.Future[None] | None) -> None:
+        """Have it prepared, if need be, once it is its turn."""
+        if turn is None and not request.must_be_prepared:
+            assert isinstance(request.prompt, TokensPart)
+            self._schedule(request, Prepared(request.prompt.token_ids))
             return
-        error = future.exception()
-        if self._calls.get(call.request_id) is not call:  # ended meanwhile; another may have its id
-            return
+        request.preparing = self._loop.create_task(self._prepare(request, turn), name="aengine-prepare")
+
+    async def _prepare(self, request: UserRequest, turn: asyncio.Future[None] | None) -> None:
+        error: AEngineError
         try:
-            if error is not None:
-                raise error
-            call.prompt = future.result()
-            self._check_ids(call)
+            if turn is not None:
+                await turn
+            prepared = await self._preparation.prepare(request)
         except AEngineError as ours:
-            self._fail(call, ours)
+            error = ours
         except Exception as bug:
-            failure = InternalError(f"the prompt could not be encoded: {bug!r}")
-            failure.__cause__ = bug
-            self._fail(call, failure)
+            error = InternalError(f"the request could not be prepared ({request.phase.value}): {bug!r}")
+            error.__cause__ = bug
         else:
-            self._enqueue(call)
+            request.preparing = None
+            self._schedule(request, prepared)
+            return
+        request.preparing = None
+        request.mailbox.fail(error)
 
-    def _check_ids(self, call: Call) -> None:
-        call.prompt = check_token_ids(call.prompt, self._limits.vocab_size, self._limits.max_model_len)  # type: ignore[arg-type]
-
-    def _enqueue(self, call: Call) -> None:
-        params, limits = call.params, self._limits
-        ids: list[int] = call.prompt  # type: ignore[assignment]
-        call.prompt = None  # the requests hold it now
+    def _schedule(self, request: UserRequest, prepared: Prepared) -> None:
+        """Hand it to the step loop."""
+        params, limits, mailbox = request.params, self._limits, request.mailbox
+        ids, grammar = prepared.token_ids, prepared.grammar
+        request.prompt = None  # the requests hold it now
+        request.phase = Phase.SCHEDULED
         stop_ids = frozenset(params.stop_token_ids)
-        if not params.ignore_eos or call.compiled is not None:  # past its end a grammar allows nothing else
+        if not params.ignore_eos or grammar is not None:  # past its end a grammar allows nothing else
             stop_ids |= limits.eos_token_ids
         room = limits.max_model_len - len(ids)
         max_num_tokens = len(ids) + (room if params.max_tokens is None else min(room, params.max_tokens))
         seed = self._random.getrandbits(63) if params.seed is None else params.seed
-        call.mailbox.num_prompt_tokens = len(ids)
-        call.requests = [
+        mailbox.num_prompt_tokens = len(ids)
+        if grammar is not None:
+            mailbox.warnings = grammar.warnings
+        if self._tokenizer is not None and params.detokenize:
+            for choice in mailbox.choices:
+                detokenizer = self._tokenizer.detokenizer(
+                    params.stop,  # type: ignore[arg-type]  # made a tuple by SamplingParams
+                    include_stop=params.include_stop_str_in_output,
+                    skip_special_tokens=params.skip_special_tokens,
+                    markers=prepared.markers,
+                )
+                choice.begin(detokenizer)
+        request.requests = [
             Request(
-                call.request_id,
+                request.request_id,
                 ids,
                 params,
                 seed=_nth_seed(seed, i),
                 max_num_tokens=max_num_tokens,
                 stop_token_ids=stop_ids,
                 index=i,
-                priority=call.priority,
-                arrival_time=call.arrival_time,
-                cache_key=CacheKey(call.cache_salt),
-                sink=output,
-                grammar=None if call.compiled is None else RequestGrammar(call.compiled),
+                priority=request.priority,
+                arrival_time=request.arrival_time,
+                cache_key=CacheKey(request.cache_salt),
+                sink=choice,
+                grammar=None if grammar is None else RequestGrammar(grammar),
             )
-            for i, output in enumerate(call.mailbox.choices)
+            for i, choice in enumerate(mailbox.choices)
         ]
-        call.num_left = params.n
         self._counters.prompt_tokens += len(ids)
-        for request in call.requests:
-            self.steps.add(request)
-
-    def _detokenizer(self, params: SamplingParams, markers: frozenset[int]) -> IncrementalText | None:
-        if self._tokenizer is None or not params.detokenize:
-            return None
-        return self._tokenizer.detokenizer(
-            params.stop,  # type: ignore[arg-type]  # made a tuple by SamplingParams
-            include_stop=params.include_stop_str_in_output,
-            skip_special_tokens=params.skip_special_tokens,
-            markers=markers,
-        )
-
-    def _overloaded(self) -> EngineOverloadedError:
-        elapsed = time.monotonic() - self._started
-        rate = self._counters.num_finished / elapsed if elapsed > 0 else 0.0
-        retry_after = min(60.0, max(0.1, 1.0 / rate)) if rate else 1.0
-        limit = self._limits.max_num_queued_requests
-        return EngineOverloadedError(
-            f"{self.num_queued} requests are waiting, and max_num_queued_requests is {limit}: try again in about "
-            f"{retry_after:.1f} s, raise the limit, or start the engine with admission='wait'",
-            retry_after=retry_after,
-        )
+        for one in request.requests:
+            self._steps.add(one)
 
     # -- the way out
 
-    def _expire(self, call: Call, deadline: float) -> None:
-        done = sum(len(choice.token_ids) for choice in call.mailbox.choices)
-        error = DeadlineExceededError(
-            f"request {call.request_id} did not end within its deadline of {deadline:g} s "
-            f"({done} tokens were generated)",
-            deadline=deadline,
+    def abort(self, request_id: str) -> bool:
+        """End a request in whatever phase it is. Returns whether there was one. Idempotent."""
+        request = self._requests.get(request_id) if isinstance(request_id, str) else None
+        if request is None:
+            return False
+        request.mailbox.abort()
+        return True
+
+    def abort_all(self) -> int:
+        """End every request, in whatever phase it is. Returns how many there were."""
+        return sum(self.abort(request_id) for request_id in list(self._requests))
+
+    def fail_all(self, error: AEngineError) -> None:
+        """End every request with its own copy of the error."""
+        self._unread.stop()
+        for request in list(self._requests.values()):
+            request.mailbox.fail(error_for_waiter(error))
+
+    def _expire(self, request: UserRequest, deadline: float) -> None:
+        done = sum(len(choice.token_ids) for choice in request.mailbox.choices)
+        text = (
+            f"request {request.request_id} did not end within its deadline of {deadline:g} s "
+            f"({done} tokens were generated)"
         )
-        self._fail(call, error)
+        request.mailbox.fail(DeadlineExceededError(text, deadline=deadline))
 
-    def _expire_unless_begun(self, call: Call, limit: float) -> None:
-        if not any(choice.token_ids for choice in call.mailbox.choices):
-            text = f"request {call.request_id}: no token within first_token_deadline={limit:g} s ({self._phase(call)})"
-            self._fail(call, DeadlineExceededError(text, deadline=limit))
+    def _expire_unless_begun(self, request: UserRequest, limit: float) -> None:
+        if not any(choice.token_ids for choice in request.mailbox.choices):
+            where = _where(request)
+            text = f"request {request.request_id}: no token within first_token_deadline={limit:g} s ({where})"
+            request.mailbox.fail(DeadlineExceededError(text, deadline=limit))
 
-    def _phase(self, call: Call) -> str:
-        """Where a call is that has no token yet."""
-        if call in self._held:
-            return "the request waited for a place in the queue"
-        if not call.requests:
-            return "its prompt was being encoded" if call.preparing is None else "its grammar was being prepared"
-        first = call.requests[0]
-        if first.status in (RequestStatus.NEW, RequestStatus.WAITING, RequestStatus.HELD):
-            return "the request was still queued"
-        num_begun = min(first.num_computed_tokens, first.num_prompt_tokens)
-        return f"{num_begun} of {first.num_prompt_tokens} prompt tokens were computed or being computed"
-
-    def _fail(self, call: Call, error: AEngineError) -> None:
-        self._counters.num_failed += 1
-        self._end(call, FinishReason.ERROR, error)
-
-    def _end(self, call: Call, reason: FinishReason, error: AEngineError | None) -> None:
-        """The one place where a call ends early."""
-        self._retire(call)
-        if error is not None:
-            call.mailbox.fail(error)
-        if call in self._held:
-            self._held.remove(call)
-        for request in call.requests:
-            self.steps.finish(request, reason)
-        for choice in call.mailbox.choices:
-            choice.end(reason)
-        self._observer.note_end(call)
-
-    def _retire(self, call: Call) -> None:
-        self._calls.pop(call.request_id, None)
-        if call.preparing is not None and call.preparing is not asyncio.current_task():
-            call.preparing.cancel()
-        for timer in call.timers:
+    def _ended(self, request_id: str) -> None:
+        """Undo what a request still has, and count it. Its mailbox calls this, once, whatever has ended it."""
+        request = self._requests.pop(request_id)
+        mailbox = request.mailbox
+        reason = mailbox.finish_reason
+        assert reason is not None
+        self._line.leave(request_id)
+        if request.preparing is not None:
+            request.preparing.cancel()
+        for timer in request.timers:
             timer.cancel()
-        call.timers = ()
-        self._let_in_soon()
+        request.timers = ()
+        if request.requests:
+            mailbox.cached_tokens = request.requests[0].num_cached_tokens
+        for one in request.requests:
+            self._steps.drop(one, reason)
+        if reason is FinishReason.ERROR:
+            self._counters.num_failed += 1
+        elif reason is FinishReason.ABORT:
+            self._counters.num_aborted += 1
+        else:
+            self._counters.num_finished += 1
         if self.is_empty:
-            self.on_empty()
+            self._on_empty()
+        self._observer.note_end(request)
+
+    def close(self) -> tuple[Lane, ...]:
+        """See `Preparation.close`."""
+        return self._preparation.close()
+
+    def drop_tables(self) -> None:
+        """Free the tokenizer and the grammars, after `fail_all` and `close`: streams that are kept hold the rest."""
+        self._tokenizer = None
+        self._preparation.drop_tables()
+
+
+def _where(request: UserRequest) -> str:
+    """Where a request is that has no token yet."""
+    if not request.requests:
+        return request.phase.value
+    first = request.requests[0]
+    if first.status in _UNSCHEDULED:
+        return "the request was still queued"
+    num_begun = min(first.num_computed_tokens, first.num_prompt_tokens)
+    return f"{num_begun} of {first.num_prompt_tokens} prompt tokens were computed or being computed"
 
 
 def _is_json(shape: StructuredOutput | None) -> bool:

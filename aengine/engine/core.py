@@ -1,8 +1,9 @@
 """`EngineCore`: one life of an engine, from its start on one event loop to its end.
 
 AsyncLLM --owns--> EngineCore --owns--> Admission --> StepLoop --> Scheduler
-                                                         |
-                                                         +-------> Executor --> worker process
+                                           |             |
+                                           |             +-------> Executor --> worker process
+                                           +--> Preparation, WaitingLine
 """
 
 from __future__ import annotations
@@ -29,11 +30,13 @@ from ..threads.pools import run_in_thread
 from ..tokenizer.tokenizer import Tokenizer
 from .admission import Admission
 from .executor import Executor, ProcessExecutor
+from .preparation import Preparation
 from .recovery import RestartBudget
 from .sampling_defaults import SamplingDefaults
 from .step_loop import ALWAYS, IN_SMALL_BATCHES, Forcing, StepLoop
 from .summary import summary_of
 from .user_request import Limits
+from .waiting_line import WaitingLine
 
 __all__ = ["EngineCore"]
 
@@ -108,7 +111,7 @@ class EngineCore:
             grammars = GrammarService(tokenizer, limits.vocab_size)
         self.grammars = grammars
         is_gpu = bool(ready.get("is_accelerator"))
-        self.admission = self._new_admission(limits)
+        self._line = WaitingLine(limits.max_num_queued_requests, self._counters, wait_when_full=limits.wait_when_full)
         self.steps = StepLoop(
             self._scheduler,
             executor,
@@ -116,15 +119,13 @@ class EngineCore:
             max_leased_steps=config.max_leased_steps if config.tensor_parallel_size == 1 else 0,
             counters=self._counters,
             observer=self._observer,
-            on_scheduled=self.admission.on_scheduled,
-            on_end=self.admission.on_request_end,
+            line=self._line,
             hang_timeout=config.hang_timeout,
             step_patience=_GPU_PATIENCE if is_gpu else 0.0,
             grammars=grammars,
             forcing=self._forcing(is_gpu),
         )
-        self.admission.steps = self.steps
-        self.admission.on_empty = self._tell_drainers
+        self.admission = self._new_admission(limits)
         self._task = self.loop.create_task(self._run(), name="aengine-step-loop")
         self._task.add_done_callback(self._loop_ended)
         # Dropping an engine warns by itself, and ends the task; what asyncio would log of it besides tells nothing.
@@ -201,7 +202,20 @@ class EngineCore:
         return None, frozenset(ids)
 
     def _new_admission(self, limits: Limits) -> Admission:
-        return Admission(self.loop, self.tokenizer, limits, self._counters, self._observer, self.grammars)
+        return Admission(**self._parts_of_admission(limits))
+
+    def _parts_of_admission(self, limits: Limits) -> dict[str, Any]:
+        return {
+            "loop": self.loop,
+            "steps": self.steps,
+            "line": self._line,
+            "preparation": Preparation(self.tokenizer, self.grammars, limits),
+            "tokenizer": self.tokenizer,
+            "limits": limits,
+            "counters": self._counters,
+            "observer": self._observer,
+            "on_empty": self._tell_drainers,
+        }
 
     @property
     def is_alive(self) -> bool:
@@ -273,7 +287,7 @@ class EngineCore:
                 f"the only suspect: {error}"
             )
             blame.__cause__ = error
-            self.steps.fail_request(request, blame)
+            request.sink.mailbox.fail(blame)
         self._recovering, self.ready = None, ready
         logger.warning("the worker runs again after %.1f s; all requests go on", time.monotonic() - begun)
 
@@ -282,7 +296,7 @@ class EngineCore:
         worker_memory, device_memory = self._executor.memory()
         return Statistics(
             num_running=scheduler.num_running,
-            num_waiting=self.admission.num_queued,
+            num_waiting=len(self._line) + self.admission.num_preempted,
             num_blocks=scheduler.num_blocks,
             num_free_blocks=scheduler.num_free_blocks,
             block_size=self.ready["block_size"],

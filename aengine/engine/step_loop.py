@@ -4,8 +4,9 @@
     update()   <-ModelRunnerOutput- future   <--frame-- worker
 
 Up to ``max_in_flight_steps`` steps are on their way at once, so that the worker finds the next one in its ring when it
-ends the last. What the loop decides from is the scheduler's state alone; what it does to a request goes through the
-request's ``sink`` (a `ChoiceOutput`).
+ends the last. What the loop decides from is the scheduler's state alone; what it says of a request, its tokens, its end
+and its failure, goes to the request's ``sink`` (a `ChoiceOutput`). `Admission`, which gave it the request, hears of an
+end from there, and takes what is left of the request out by `drop`.
 """
 
 from __future__ import annotations
@@ -15,7 +16,7 @@ import math
 import time
 from array import array
 from collections import deque
-from collections.abc import Callable, Coroutine
+from collections.abc import Coroutine
 from typing import Any, NamedTuple
 
 from ..errors import EngineError, InternalError, InvalidRequestError, RequestError, WorkerDiedError
@@ -31,6 +32,7 @@ from ..telemetry.observer import Observer
 from .executor import Executor
 from .in_flight_limit import Lease
 from .recovery import Watchdog
+from .waiting_line import WaitingLine
 
 __all__ = ["ALWAYS", "IN_SMALL_BATCHES", "Forcing", "StepLoop"]
 
@@ -69,9 +71,8 @@ class Masks(NamedTuple):
 class StepLoop:
     """Runs the requests of one engine on one event loop.
 
-    ``on_scheduled`` is called after each schedule that made a step (the queue may have become shorter), ``on_end``
-    for each request that has left, in whatever way. `run` ends when the executor has failed; after `restart` with
-    another one it goes on where it was.
+    Requests leave ``line`` with their first step. `run` ends when the executor has failed; after `restart` with another
+    one it goes on where it was.
     """
 
     def __init__(
@@ -83,8 +84,7 @@ class StepLoop:
         max_leased_steps: int = 0,
         counters: Counters,
         observer: Observer,
-        on_scheduled: Callable[[], None],
-        on_end: Callable[[Request], None],
+        line: WaitingLine,
         hang_timeout: float = math.inf,
         step_patience: float = 0.0,
         grammars: GrammarService | None = None,
@@ -96,8 +96,7 @@ class StepLoop:
         self._max_in_flight = max_in_flight_steps
         self._counters = counters
         self._observer = observer
-        self._on_scheduled = on_scheduled
-        self._on_end = on_end
+        self._line = line
         self._grammars = grammars
         self._forcing = forcing
         self._gated: InFlightStep | None = None  # published, and waits for its bitmask before it samples
@@ -106,7 +105,6 @@ class StepLoop:
         self._is_revoking = False  # the worker was told to, and has not said yet how many it dropped
         self._work = asyncio.Event()
         self._is_idle = False
-        self._num_coming = 0  # requests whose first row is being filled
         self._num_new_tokens = 0  # of requests added since it became idle
         self._unsent: SchedulerOutput | None = None
         self._failure: EngineError | None = None  # the executor's
@@ -120,7 +118,6 @@ class StepLoop:
     def add(self, request: Request) -> None:
         if request.grammar is not None and request.grammar.is_slow and request.grammar.ahead is None:
             self._fill_ahead(request)  # and is added then
-            self._num_coming += 1
             return
         self.scheduler.add_request(request)
         self._work.set()
@@ -148,18 +145,15 @@ class StepLoop:
             self._unsent = output
             return
         self._in_flight.append(answer)
-        self._note_scheduled(output)  # only now: it may add requests
-
-    @property
-    def num_waiting(self) -> int:
-        """Requests that were added and have no row, those included whose grammar is not ready yet."""
-        return self.scheduler.num_waiting + self._num_coming
+        self._note_scheduled(output)
 
     def _note_scheduled(self, output: SchedulerOutput) -> None:
         self.watchdog.begin(sum(output.num_scheduled_tokens))
         newest = self.scheduler.newest_step
         if newest is not None and newest.newcomers:
             self._observer.note_scheduled(newest.newcomers)
+            for request in newest.newcomers:
+                self._line.leave(request.request_id)
         if newest is not None and newest.is_gated:
             self._gated = newest
             if len(newest.batch) > 1:
@@ -167,14 +161,12 @@ class StepLoop:
                     if request.grammar is not None and request.grammar.is_slow:
                         self.scheduler.pause(request)
         self._counters.num_steps += 1
-        self._on_scheduled()
 
-    def finish(self, request: Request, reason: FinishReason) -> None:
-        """End a request from outside the scheduler: an abort, a deadline, a stop string. Idempotent."""
+    def drop(self, request: Request, reason: FinishReason) -> None:
+        """Compute nothing more for a request that has ended. Idempotent."""
         if request.finish_reason is not None:
             return
         self.scheduler.finish(request, reason)
-        self._on_end(request)
         self._work.set()
         self.break_lease()
 
@@ -304,7 +296,8 @@ class StepLoop:
     async def _send_masks(self, masks: Masks) -> None:
         filled = masks.filled if isinstance(masks.filled, Filled) else await self._filled(masks.filled)
         for row, error in filled.failed.items():
-            self.fail_request(masks.due[row], InternalError(f"the grammar of this request failed: {error}"))
+            failure = InternalError(f"the grammar of this request failed: {error}")
+            masks.due[row].sink.mailbox.fail(failure)
         self._gated = None
         bitmask = len(masks.rows) if masks.is_shared else masks.rows
         await self._executor.send_grammar(GrammarOutput(masks.step.step_id, masks.batch_idx, bitmask))
@@ -337,10 +330,7 @@ class StepLoop:
         def go_on(row: asyncio.Future[Any]) -> None:
             if not row.cancelled():
                 row.exception()  # whoever takes the row gets it
-            self._num_coming -= is_new
             if request.finish_reason is not None:
-                if is_new:  # there is room for another
-                    self._on_scheduled()
                 return
             if is_new:
                 self.add(request)
@@ -349,12 +339,6 @@ class StepLoop:
 
         row = self._grammars.bitmasks.fill_ahead(request.grammar, lambda: request.finish_reason is None)
         row.add_done_callback(go_on)
-
-    def fail_request(self, request: Request, error: RequestError | EngineError) -> None:
-        if request.finish_reason is None:
-            self.scheduler.finish(request, FinishReason.ERROR)
-            request.sink.mailbox.fail(error)
-            self._on_end(request)
 
     async def _idle(self) -> None:
         """Nothing can be scheduled: wait for a request, or for one to leave. Costs nothing."""
@@ -383,7 +367,6 @@ class StepLoop:
         self.scheduler.begun.clear()  # an idle engine holds no request
         for request, error in failed:
             request.sink.mailbox.fail(_request_error(error))
-            self._on_end(request)
         masks: Masks | None = None
         failure: EngineError | None = None  # raised at the end: these tokens are known, and won't be sampled again
         if self.scheduler.num_constrained:
@@ -458,9 +441,7 @@ class StepLoop:
             entry = logprobs.get(batch_idx, _NO_LOGPROBS) if logprobs else _NO_LOGPROBS
             if sink.put(token_id, reason, _with_token(entry, token_id) if entry else entry):
                 self.scheduler.finish(request, FinishReason.STOP)
-                reason = FinishReason.STOP
-            if reason is not None:
-                self._on_end(request)
+                sink.end(FinishReason.STOP)
 
 
 def _may_force(request: Request) -> bool:

@@ -8,11 +8,11 @@ token costs nothing, an engine without streams neither.
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 
-from ..errors import AEngineError, DeadlineExceededError
+from ..errors import DeadlineExceededError
 from ..outputs import Token
-from .user_request import Call
+from .user_request import UserRequest
 
 __all__ = ["UnreadWatch"]
 
@@ -20,28 +20,24 @@ _LOOKS = 4
 
 
 class UnreadWatch:
-    """Watches ``calls``. ``timeout`` in seconds, None: never; ``fail`` ends one of them with an error."""
+    """Watches ``requests``. ``timeout`` in seconds, None: never."""
 
     def __init__(
-        self,
-        loop: asyncio.AbstractEventLoop,
-        timeout: float | None,
-        calls: Mapping[str, Call],
-        fail: Callable[[Call, AEngineError], None],
+        self, loop: asyncio.AbstractEventLoop, timeout: float | None, requests: Mapping[str, UserRequest]
     ) -> None:
         self._loop = loop
         self._timeout = timeout
-        self._calls = calls
-        self._fail = fail
+        self._requests = requests
         self._timer: asyncio.TimerHandle | None = None
-        self._met: dict[Call, tuple[Token, int]] = {}  # the oldest unread token, and how often it was met again
+        self._met: dict[UserRequest, tuple[Token, int]] = {}  # the oldest unread token, and how often it was met again
 
     def begin(self) -> None:
-        """There is a stream."""
+        """Note that there is a stream."""
         if self._timer is None and self._timeout is not None:
             self._timer = self._loop.call_later(self._timeout / _LOOKS, self._look)
 
     def stop(self) -> None:
+        """Watch no more, until the next `begin`."""
         if self._timer is not None:
             self._timer.cancel()
             self._timer = None
@@ -49,23 +45,23 @@ class UnreadWatch:
     def _look(self) -> None:
         self._timer = None
         met, self._met = self._met, {}
-        for call in [call for call in self._calls.values() if not call.mailbox.final_only]:
+        for request in [request for request in self._requests.values() if not request.mailbox.final_only]:
             self.begin()
-            oldest = call.mailbox.oldest_unread()
+            oldest = request.mailbox.oldest_unread()
             if oldest is None:
                 continue
-            token, count = met.get(call, (None, -1))
+            token, count = met.get(request, (None, -1))
             count = count + 1 if token is oldest else 0
             if count < _LOOKS:
-                self._met[call] = oldest, count
+                self._met[request] = oldest, count
             else:
-                self._end(call)
+                self._end(request)
 
-    def _end(self, call: Call) -> None:
+    def _end(self, request: UserRequest) -> None:
         assert self._timeout is not None
         error = DeadlineExceededError(
-            f"request {call.request_id}: its stream was not read for unread_timeout={self._timeout:g} s: read it, "
+            f"request {request.request_id}: its stream was not read for unread_timeout={self._timeout:g} s: read it, "
             "close it, or drop it (a notebook's Out[] holds what a cell ends with)",
             deadline=self._timeout,
         )
-        self._fail(call, error)
+        request.mailbox.fail(error)

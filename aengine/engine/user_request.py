@@ -1,24 +1,28 @@
-"""`Call`: one user call under way. `Limits`: what bounds all of them."""
+"""`UserRequest`: a user's call under way. `Limits`: what bounds all of them. `check_request` compares the two."""
 
 from __future__ import annotations
 
 import asyncio
+from collections.abc import Sequence
 from dataclasses import dataclass, field
+from enum import Enum
 from typing import TYPE_CHECKING
 
-from ..params import SamplingParams, StructuredOutput
+from ..errors import InvalidRequestError
+from ..params import SamplingParams, StructuredOutput, is_unicode, shown
 from ..scheduler.request import Request
 from ..streams.token_stream import Mailbox
 from ..structured.asked_type import AskedType
-from ..tokenizer.prompt import Prompt
+from ..tokenizer.prompt import PromptPart
 from .sampling_defaults import SamplingDefaults
 
 if TYPE_CHECKING:
-    from ..chat.plan import ChatRequest
     from ..structured.backend import Compiled
-    from ..structured.spec import GrammarSpec
 
-__all__ = ["Call", "Limits"]
+__all__ = ["MAX_DEADLINE", "Limits", "Phase", "Prepared", "UserRequest", "check_request"]
+
+MAX_DEADLINE = 1e8
+"""Seconds; three years, which every event loop's timers can hold."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -34,23 +38,88 @@ class Limits:
     sampling: SamplingDefaults
 
 
+class Phase(Enum):
+    """Where a request is that has not come to the step loop, as an error says it."""
+
+    HELD = "the request waited for a place in the queue"
+    PLANNING = "the chat was being prepared"
+    COMPILING = "its grammar was being prepared"
+    ENCODING = "its prompt was being encoded"
+    SCHEDULED = "the request was in the step loop"
+
+
 @dataclass(slots=True, eq=False)
-class Call:
-    """One user call under way."""
+class UserRequest:
+    """One call of a user's: n completions of one prompt. `Admission` moves it from phase to phase."""
 
     request_id: str
-    prompt: Prompt | None
-    kind: str
+    prompt: PromptPart | None  # None once the requests hold it
     params: SamplingParams
     priority: int
     cache_salt: bytes
     arrival_time: float
     mailbox: Mailbox
-    chat: ChatRequest | None = None  # that it answers
-    requests: list[Request] = field(default_factory=list)
-    num_left: int = 0  # requests that have not ended
-    timers: tuple[asyncio.TimerHandle, ...] = ()  # of its limits in time
+    constraint: StructuredOutput | None = None  # of a chat: see its plan
     asked_type: AskedType | None = None  # it will be the constraint
-    constraint: StructuredOutput | GrammarSpec | None = None
-    compiled: Compiled | None = None  # of the constraint
+    phase: Phase = Phase.HELD
     preparing: asyncio.Task[None] | None = None
+    requests: list[Request] = field(default_factory=list)  # one for each of the n completions
+    timers: tuple[asyncio.TimerHandle, ...] = ()  # of its limits in time
+
+    @property
+    def must_be_prepared(self) -> bool:
+        """Whether there is more to do for it than to hand its token ids on."""
+        assert self.prompt is not None
+        return self.prompt.kind != "token_ids" or self.constraint is not None or self.asked_type is not None
+
+
+@dataclass(frozen=True, slots=True)
+class Prepared:
+    """What preparing a request has brought."""
+
+    token_ids: Sequence[int]
+    grammar: Compiled | None = None
+    markers: frozenset[int] = frozenset()  # control tokens that divide the text into parts, see `MarkedDetokenizer`
+
+
+def check_request(
+    limits: Limits,
+    has_tokenizer: bool,
+    kind: str,
+    params: SamplingParams,
+    deadline: float | None,
+    first_token_deadline: float | None,
+    priority: int,
+    request_id: str | None,
+    cache_salt: str | None,
+) -> None:
+    """Raise InvalidRequestError for options and parameters that this engine can't take. ``kind``: of the prompt."""
+    if not isinstance(params, SamplingParams):
+        raise InvalidRequestError(f"params must be SamplingParams, not {type(params).__name__}", param="params")
+    for name, limit in (("deadline", deadline), ("first_token_deadline", first_token_deadline)):
+        if limit is not None and (
+            isinstance(limit, bool) or not isinstance(limit, int | float) or not 0 < limit <= MAX_DEADLINE
+        ):
+            raise InvalidRequestError(
+                f"{name} must be a number of seconds above 0 and at most {MAX_DEADLINE:g}", param=name
+            )
+    if isinstance(priority, bool) or not isinstance(priority, int):
+        raise InvalidRequestError(f"priority={shown(priority)} is not valid: an integer", param="priority")
+    for name, value in (("request_id", request_id), ("cache_salt", cache_salt)):
+        if value is not None and (not isinstance(value, str) or not value or not is_unicode(value)):
+            raise InvalidRequestError(f"{name}={shown(value)} is not valid: a non-empty string", param=name)
+    if not has_tokenizer:
+        if kind == "chat":
+            raise InvalidRequestError("a chat needs a tokenizer: start without skip_tokenizer=True", param="messages")
+        if kind != "token_ids" or params.stop:
+            what = "stop strings need" if kind == "token_ids" else f"a prompt of {kind} needs"
+            raise InvalidRequestError(
+                f"{what} a tokenizer, and the engine was started with skip_tokenizer=True", param="prompt"
+            )
+    vocab_size = limits.vocab_size
+    for name, ids in (("logit_bias", params.logit_bias), ("stop_token_ids", params.stop_token_ids)):
+        for token_id in ids:
+            if token_id >= vocab_size:
+                raise InvalidRequestError(
+                    f"{name} names token {token_id}, but this model has {vocab_size} tokens", param=name
+                )

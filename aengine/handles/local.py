@@ -21,7 +21,7 @@ if TYPE_CHECKING:
     from ..config import EngineConfig, StartupProgress
     from ..engine.core import EngineCore
     from ..engine.executor import Executor
-    from ..engine.user_request import Call
+    from ..engine.user_request import UserRequest
     from ..params import SamplingParams
     from ..streams.chat_stream import ChatStream
     from ..streams.token_stream import TokenStream
@@ -236,12 +236,12 @@ class LocalHandle:
         from .chats import begin_chat
 
         core = self.running_core()
-        return await begin_chat(self.running_core, core, self.stream_of, messages, params, chat, request)
+        return await begin_chat(core, self.stream_of, messages, params, chat, request)
 
-    def stream_of(self, core: EngineCore, call: Call) -> TokenStream:
+    def stream_of(self, core: EngineCore, request: UserRequest) -> TokenStream:
         from ..streams.token_stream import TokenStream
 
-        return TokenStream(call.request_id, call.mailbox, core.loop, core.admission.abort)
+        return TokenStream(request.request_id, request.mailbox, core.loop, core.admission.abort)
 
     def abort(self, request_id: str) -> bool:
         """See `AsyncLLM.abort`."""

@@ -27,7 +27,7 @@ from .thread_life import ThreadLife
 
 if TYPE_CHECKING:
     from ..config import EngineConfig
-    from ..engine.user_request import Call
+    from ..engine.user_request import UserRequest
     from ..streams.chat_stream import ChatStream
     from ..tokenizer.prompt import Prompt
 
@@ -92,7 +92,7 @@ class ThreadHandle(ThreadLife):
         core.check_accepts()
         params, shape = with_output_type(params, options)
         final_only = options.pop("final_only")
-        prompt = core.admission.check(prompt, params, **options)
+        part = core.admission.check(prompt, params, **options)
         core.admission.check_room(len(self._arriving))
         request_id = options["request_id"] = options["request_id"] or f"own-{next(self._ids)}"
         stream = stream_class(thread, self.local.owner(), request_id)
@@ -103,8 +103,8 @@ class ThreadHandle(ThreadLife):
                 if not core.is_alive:
                     raise self._ended_meanwhile()
                 core.check_accepts()
-                call = core.admission.submit(prompt, params, final_only=final_only, **shape, **options)
-                stream.accept(call.mailbox, core.admission.abort)
+                request = core.admission.submit(part, params, final_only=final_only, **shape, **options)
+                stream.accept(request.mailbox, core.admission.abort)
             except Exception as error:
                 stream.refuse(error)
             finally:
@@ -149,11 +149,13 @@ class ThreadHandle(ThreadLife):
         core: EngineCore,
     ) -> Coroutine[Any, Any, ChatStream]:
         stream_of = partial(self._stream_of, stream_class)
-        return begin_chat(self.local.running_core, core, stream_of, messages, params, chat, request)
+        return begin_chat(core, stream_of, messages, params, chat, request)
 
-    def _stream_of(self, stream_class: type[CrossThreadStream], core: EngineCore, call: Call) -> CrossThreadStream:
-        stream = stream_class(self._running()[1], self.local.owner(), call.request_id)
-        stream.accept(call.mailbox, core.admission.abort)
+    def _stream_of(
+        self, stream_class: type[CrossThreadStream], core: EngineCore, request: UserRequest
+    ) -> CrossThreadStream:
+        stream = stream_class(self._running()[1], self.local.owner(), request.request_id)
+        stream.accept(request.mailbox, core.admission.abort)
         return stream
 
     def abort(self, request_id: str) -> bool:

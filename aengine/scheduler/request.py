@@ -161,6 +161,11 @@ class Request:
         )
 
     @property
+    def is_preempted(self) -> bool:
+        """Whether it has had a row, and waits for another."""
+        return self.milestone > 0 and self.status in (RequestStatus.WAITING, RequestStatus.HELD)
+
+    @property
     def num_pending(self) -> int:
         """Tokens that steps in flight sample: they count as known, their ids have not come yet."""
         return max(0, self.num_computed_tokens + 1 - len(self.token_ids))

@@ -77,9 +77,7 @@ class _Answer:
     def choice(self, plain: Choice) -> ChatChoice:
         """The completion's choice with what the chat knows of it."""
         message = self.message
-        choice = ChatChoice(
-            plain.index, plain.text, plain.token_ids, plain.finish_reason, plain.logprobs, message=message
-        )
+        choice = _chat_choice(plain, message)
         if choice.finish_reason is not FinishReason.STOP:
             return choice
         if any(call.is_complete for call in message.tool_calls):
@@ -88,6 +86,12 @@ class _Answer:
             parsed, parse_error = self._output_type.parse(message.content or "")
             choice = replace(choice, parsed=parsed, parse_error=parse_error)
         return choice
+
+
+def _chat_choice(plain: Choice, message: ChatMessage) -> ChatChoice:
+    return ChatChoice(
+        plain.index, plain.text, plain.token_ids, plain.finish_reason, plain.logprobs, message=message
+    )
 
 
 class ChatStream:
@@ -104,11 +108,13 @@ class ChatStream:
     Closing, dropping or cancelling it ends the request, as with `TokenStream`.
     """
 
-    def __init__(self, stream: TokenStream, plan: ChatPlan, tokenizer: Tokenizer, params: SamplingParams) -> None:
+    def __init__(self, stream: TokenStream, tokenizer: Tokenizer, params: SamplingParams) -> None:
+        """``stream``: of a request whose prompt is a `ChatRequest`. How its answers are read is in its plan, which is
+        there before the first token."""
         self._stream = stream
-        self._warnings = plan.warnings
-        self._answers = [_Answer(i, plan, tokenizer, params) for i in range(params.n)]
-        self._is_json = plan.shape is not None and plan.shape.kind == "json_schema"
+        self._tokenizer = tokenizer
+        self._params = params
+        self._answers: list[_Answer] = []  # none before there is a plan
         self._texts: list[str] = []  # of the first answer, as far as its deltas have been read
         self._deltas: deque[Delta] = deque()
         self._is_read = False  # to its end, or it was closed
@@ -130,6 +136,7 @@ class ChatStream:
                 token = await anext(self._stream)
             except StopAsyncIteration:
                 self._is_read = self._has_ended = True
+                self._begin()
                 for answer in self._answers:
                     self._deltas.extend(answer.finish())
             except AEngineError as error:
@@ -137,27 +144,31 @@ class ChatStream:
                     error.completion = self._new_completion()
                 raise
             else:
+                self._begin()
                 self._deltas.extend(self._answers[token.index].read(token))
         delta = self._deltas.popleft()
-        if self._is_json and isinstance(delta, TextDelta) and delta.choice == 0:
+        if isinstance(delta, TextDelta) and delta.choice == 0:
             self._texts.append(delta.text)
         return delta
 
     @property
     def message(self) -> ChatMessage:
         """What has come so far; the whole answer once the stream has been read to its end."""
-        return self._answers[0].message
+        return self.messages[0]
 
     @property
     def messages(self) -> tuple[ChatMessage, ...]:
         """Likewise, of each of the n answers."""
+        if not self._answers:
+            return (ChatMessage(),) * self._params.n
         return tuple(answer.message for answer in self._answers)
 
     @property
     def partial(self) -> Any:
         """What the answer's text, a JSON text, says so far, as `TokenStream.partial`; None: nothing yet, or no JSON was
         asked for."""
-        if not self._is_json:
+        plan = self._plan
+        if plan is None or plan.shape is None or plan.shape.kind != "json_schema":
             return None
         has_ended = self._has_ended and not self._deltas and self.completion.finish_reason is FinishReason.STOP
         return partial_json("".join(self._texts), has_ended=has_ended)
@@ -176,10 +187,26 @@ class ChatStream:
         return self._completion
 
     def _new_completion(self) -> ChatCompletion:
-        completion = self._stream.completion
-        choices = tuple(answer.choice(plain) for answer, plain in zip(self._answers, completion.choices, strict=True))
-        warnings = self._warnings + completion.warnings
+        completion, plan = self._stream.completion, self._plan
+        self._begin()
+        if plan is None:  # it ended before it was planned
+            choices = tuple(_chat_choice(plain, ChatMessage()) for plain in completion.choices)
+            warnings = completion.warnings
+        else:
+            pairs = zip(self._answers, completion.choices, strict=True)
+            choices = tuple(answer.choice(plain) for answer, plain in pairs)
+            warnings = plan.warnings + completion.warnings
         return ChatCompletion(completion.request_id, choices, completion.usage, warnings, completion.timings)
+
+    @property
+    def _plan(self) -> ChatPlan | None:
+        return self._stream._mailbox.plan
+
+    def _begin(self) -> None:
+        """Be ready to read the answers, if they are planned."""
+        plan = self._plan
+        if not self._answers and plan is not None:
+            self._answers = [_Answer(i, plan, self._tokenizer, self._params) for i in range(self._params.n)]
 
     async def wait(self) -> ChatCompletion:
         """Read to the end."""

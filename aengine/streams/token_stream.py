@@ -1,6 +1,7 @@
 """`TokenStream`: what a caller reads, over a mailbox that merges.
 
     step loop --put()--> ChoiceOutput (one per completion) --> Mailbox (one per user call) <--__anext__-- TokenStream
+                                                               Mailbox --on_end()--> Admission, once
 
 The mailbox is a list: a consumer that is slow finds all that came meanwhile at its next turn and is woken once, not
 once a token. No queue, no task, and at most one future while somebody waits. It can't outgrow the request's own
@@ -26,6 +27,7 @@ from ..telemetry.request_times import RequestTimes
 if TYPE_CHECKING:
     from typing import Self
 
+    from ..chat.plan import ChatPlan
     from ..structured.output_type import OutputType
 
 __all__ = ["Buffer", "ChoiceOutput", "IncrementalText", "Mailbox", "TokenStream", "end_call", "error_for_waiter"]
@@ -53,6 +55,7 @@ class Mailbox:
     """All that one user call gets: tokens of its completions as they come, then the end or an error."""
 
     __slots__ = (
+        "_on_end",
         "buffer",
         "cached_tokens",
         "choices",
@@ -63,12 +66,17 @@ class Mailbox:
         "num_prompt_tokens",
         "output_type",
         "pending",
+        "plan",
         "times",
         "waiter",
         "warnings",
     )
 
-    def __init__(self, *, final_only: bool, times: RequestTimes | None = None) -> None:
+    def __init__(
+        self, *, final_only: bool, times: RequestTimes | None = None, on_end: Callable[[], None] = lambda: None
+    ) -> None:
+        """``on_end`` is called when nothing more will come, once."""
+        self._on_end: Callable[[], None] | None = on_end
         self.times = times or RequestTimes()
         self.final_only = final_only  # nobody reads single tokens: none are made
         self.pending: deque[Token] = deque()
@@ -82,6 +90,7 @@ class Mailbox:
         self.output_type: OutputType | None = None
         self.is_json = False  # the text was asked to be
         self.warnings: tuple[str, ...] = ()
+        self.plan: ChatPlan | None = None  # of a chat, once it is made
 
     def open(self, choices: list[ChoiceOutput]) -> None:
         self.choices = choices
@@ -91,6 +100,15 @@ class Mailbox:
     def done(self) -> bool:
         """Whether nothing more will come."""
         return self.num_open == 0 or self.error is not None
+
+    @property
+    def finish_reason(self) -> FinishReason | None:
+        """How all of it ended: by an error, by an abort, or as its first completion did."""
+        if self.error is not None:
+            return FinishReason.ERROR
+        if any(choice.finish_reason is FinishReason.ABORT for choice in self.choices):
+            return FinishReason.ABORT
+        return self.choices[0].finish_reason
 
     def wake(self) -> None:
         waiter = self.waiter
@@ -107,9 +125,21 @@ class Mailbox:
             return
         self.error = error
         for choice in self.choices:
-            if choice.finish_reason is None:
-                choice.finish_reason = FinishReason.ERROR
-        self.num_open = 0
+            choice.end(FinishReason.ERROR)
+        if self.num_open:  # of a stream whose request was never made
+            self.num_open = 0
+            self.close()
+
+    def abort(self) -> None:
+        """End every open completion without an error. Idempotent."""
+        for choice in self.choices:
+            choice.end(FinishReason.ABORT)
+
+    def close(self) -> None:
+        """Tell who waits that nothing more will come. Idempotent."""
+        on_end, self._on_end = self._on_end, None
+        if on_end is not None:
+            on_end()
         self.wake()
 
     def oldest_unread(self) -> Token | None:
@@ -138,20 +168,25 @@ class ChoiceOutput:
 
     __slots__ = ("_parsed", "detokenizer", "finish_reason", "index", "logprobs", "mailbox", "texts", "token_ids")
 
-    def __init__(self, mailbox: Mailbox, index: int, detokenizer: IncrementalText | None, want_logprobs: bool) -> None:
+    def __init__(self, mailbox: Mailbox, index: int, want_logprobs: bool) -> None:
         self.mailbox = mailbox
         self.index = index
-        self.detokenizer = detokenizer
+        self.detokenizer: IncrementalText | None = None  # without one, there is no text
         self.token_ids: list[int] = []
         self.texts: list[str] = []
         self.logprobs: list[tuple[Logprob, ...]] | None = [] if want_logprobs else None
         self.finish_reason: FinishReason | None = None
         self._parsed: tuple[Any, Exception | None] | None = None  # once: a type's own validators may take their time
 
+    def begin(self, detokenizer: IncrementalText) -> None:
+        """Have the text of the tokens to come made by ``detokenizer``."""
+        self.detokenizer = detokenizer
+
     def put(self, token_id: int, finish_reason: FinishReason | None, logprobs: tuple[Logprob, ...] = ()) -> bool:
         """Deliver one token. ``logprobs``: the sampled token's first, then the likeliest.
 
-        Returns whether a stop string has just ended the completion, which the scheduler can't know.
+        Returns whether a stop string ends the completion here, which the scheduler can't know: whoever delivers takes
+        it out there, and then calls `end`.
         """
         stopped = False
         text = ""
@@ -180,22 +215,20 @@ class ChoiceOutput:
             )
             if mailbox.waiter is not None or mailbox.buffer is not None:
                 mailbox.wake()
-        if finish_reason is not None:
-            self._end(finish_reason)
+        if finish_reason is not None and not stopped:
+            self.end(finish_reason)
         return stopped
 
     def end(self, reason: FinishReason) -> None:
-        """End the completion without another token (an abort)."""
-        if self.finish_reason is None:
-            self._end(reason)
-
-    def _end(self, reason: FinishReason) -> None:
+        """End the completion: no token comes any more. Idempotent: the first reason counts."""
+        if self.finish_reason is not None:
+            return
         self.finish_reason = reason
         self.detokenizer = None  # it holds the tokenizer, and a stream may be kept for long
         mailbox = self.mailbox
         mailbox.num_open -= 1
         if mailbox.num_open == 0:
-            mailbox.wake()
+            mailbox.close()
 
     def result(self, output_type: OutputType | None) -> Choice:
         text = "".join(self.texts)

@@ -76,7 +76,7 @@ class Statistics:
     """The engine at one moment. Counts are since its start."""
 
     num_running: int  # requests with a row on the worker
-    num_waiting: int  # requests in the queue, those being tokenised included
+    num_waiting: int  # requests whose first step has not been made, and those that were preempted
     num_blocks: int  # KV blocks in all
     num_free_blocks: int  # of them not in use by a request (the prefix cache may still remember their content)
     block_size: int  # tokens in a block

@@ -19,7 +19,7 @@ from .metrics import HistogramCounts
 from .request_times import RequestTimes
 
 if TYPE_CHECKING:
-    from ..engine.user_request import Call
+    from ..engine.user_request import UserRequest
     from ..scheduler.request import Request
 
 __all__ = ["Observer"]
@@ -39,15 +39,16 @@ class Observer:
         self.num_ended = dict.fromkeys(reasons, 0)
         self._answered = perf_counter()  # when the last step was
 
-    def new_times(self, seconds_ago: float) -> RequestTimes:
-        """For a request that arrives now, or did so long ago."""
-        return RequestTimes(seconds_ago, logger.isEnabledFor(logging.DEBUG))
+    def new_times(self) -> RequestTimes:
+        """The times of a request that arrives now."""
+        return RequestTimes(logger.isEnabledFor(logging.DEBUG))
 
-    def note_queued(self, call: Call) -> None:
-        if call.mailbox.times.is_logged:
-            params = call.params
+    def note_queued(self, request: UserRequest) -> None:
+        """Note that a request was registered."""
+        if request.mailbox.times.is_logged:
+            params = request.params
             text = "request %s: queued, max_tokens=%s, n=%d, priority=%d"
-            _log(call.request_id, text, params.max_tokens, params.n, call.priority)
+            _log(request.request_id, text, params.max_tokens, params.n, request.priority)
 
     def note_scheduled(self, requests: Iterable[Request]) -> None:
         """A step was made, the first one of these."""
@@ -77,17 +78,15 @@ class Observer:
             text = "request %s: first token after %.4f s, queued for %.4f s of them, prefilled in %.4f s"
             _log(request.request_id, text, timings.first_token, timings.queued, timings.prefill)
 
-    def note_end(self, call: Call) -> None:
-        """It has ended, in whatever way; its mailbox is in its last state."""
-        mailbox = call.mailbox
+    def note_end(self, request: UserRequest) -> None:
+        """Note that a request has ended, in whatever way; its mailbox is in its last state."""
+        mailbox = request.mailbox
         times = mailbox.times
-        if times.ended is not None:
-            return
         times.ended = perf_counter()
-        reason = FinishReason.ERROR if mailbox.error is not None else mailbox.choices[0].finish_reason
+        reason = mailbox.finish_reason
         assert reason is not None, "it has ended"
         self.num_ended[reason] += 1
-        end = RequestEnd(call.request_id, reason, mailbox.usage(), mailbox.timings(), mailbox.error)
+        end = RequestEnd(request.request_id, reason, mailbox.usage(), mailbox.timings(), mailbox.error)
         self.histograms.add_request(end)
         if times.is_logged:
             _log_end(end)

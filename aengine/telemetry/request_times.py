@@ -17,9 +17,8 @@ class RequestTimes:
 
     __slots__ = ("arrived", "ended", "first_token", "is_logged", "scheduled")
 
-    def __init__(self, seconds_ago: float = 0.0, is_logged: bool = False) -> None:
-        """``seconds_ago``: how long the call had been under way by then."""
-        self.arrived = perf_counter() - seconds_ago
+    def __init__(self, is_logged: bool = False) -> None:
+        self.arrived = perf_counter()
         self.scheduled: float | None = None  # its first step was made
         self.first_token: float | None = None
         self.ended: float | None = None

@@ -2,25 +2,27 @@
 
 from __future__ import annotations
 
+import asyncio
 from typing import Any, ClassVar
 
 from ..chat import tools_of
+from ..chat.plan import ChatRequest
 from ..checkpoint.source import ModelSource
 from ..config import EngineConfig
 from ..engine.admission import Admission
 from ..engine.core import EngineCore, ProgressCallback
 from ..engine.step_loop import Forcing
-from ..engine.user_request import Call, Limits
+from ..engine.user_request import Limits, UserRequest
+from ..errors import InternalError
+from ..outputs import FinishReason
 from ..params import shown
-from ..scheduler.request import Request
+from ..tokenizer.prompt import MessagesPart, TextPart, TokensPart
 from ..tokenizer.tokenizer import Tokenizer
-from .executor import ScriptedExecutor
+from .executor import SCRIPT_ERROR, ScriptedExecutor
 from .script import Line, Script, ScriptError
 from .vocabulary import tokenizer
 
 __all__ = ["ScriptedCore", "ThinkingCore"]
-
-_MOST_CHOICES = 1024  # of one call
 
 
 class ScriptedCore(EngineCore):
@@ -44,10 +46,7 @@ class ScriptedCore(EngineCore):
         return Forcing(most_rows=0, least_tokens=0.0)  # each token is sampled: the script's must be what comes
 
     def _new_admission(self, limits: Limits) -> Admission:
-        script = self._executor.script
-        return ScriptedAdmission(
-            self.loop, self.tokenizer, limits, self._counters, self._observer, self.grammars, script=script
-        )
+        return ScriptedAdmission(self._executor.script, **self._parts_of_admission(limits))
 
 
 class ThinkingCore(ScriptedCore):
@@ -55,54 +54,75 @@ class ThinkingCore(ScriptedCore):
 
 
 class ScriptedAdmission(Admission):
-    """Asks the script when a call begins, and so only for calls that nothing is wrong with."""
+    """Asks the script when a request begins, and so only for requests that nothing is wrong with."""
 
-    def __init__(self, *args: Any, script: Script) -> None:
-        super().__init__(*args)
+    def __init__(self, script: Script, **parts: Any) -> None:
+        super().__init__(**parts)
         self._script = script
         self._num_lines = 0
 
-    def _begin(self, call: Call) -> None:
-        try:
-            lines = [self._next_line(call, choice) for choice in range(call.params.n)]
-        except Exception as error:  # the script's own, too
-            self._fail(call, error)  # type: ignore[arg-type]
-            return
+    def _begin(self, request: UserRequest, turn: asyncio.Future[None] | None) -> None:
+        delay = 0.0
+        if turn is None:
+            try:
+                delay = self._take_lines(request)
+            except Exception as error:  # the script's own, too
+                request.mailbox.fail(error)
+                return
+        if turn is None and not delay:
+            super()._begin(request, None)
+        else:
+            request.preparing = self._loop.create_task(self._begin_late(request, turn, delay), name="aengine-script")
+
+    async def _begin_late(self, request: UserRequest, turn: asyncio.Future[None] | None, delay: float) -> None:
+        if turn is not None:
+            await turn
+            try:
+                delay = self._take_lines(request)
+            except Exception as error:
+                request.preparing = None
+                request.mailbox.fail(error)
+                return
+        await asyncio.sleep(delay)
+        request.preparing = None
+        super()._begin(request, None)
+
+    def _take_lines(self, request: UserRequest) -> float:
+        """Have the script say what its completions are. Returns the seconds after which they may begin."""
+        lines = [self._next_line(request, choice) for choice in range(request.params.n)]
         # Rows know a request by its seed.
-        call.params = call.params.replace(seed=self._num_lines)
+        request.params = request.params.replace(seed=self._num_lines)
         self._script.lines.update(enumerate(lines, start=self._num_lines))
         self._num_lines += len(lines)
-        delay = max(line.delay for line in lines)
-        if delay:
-            self._num_encoding += 1
-            self._loop.call_later(delay, self._begin_late, call)
+        return max(line.delay for line in lines)
+
+    def _next_line(self, request: UserRequest, choice: int) -> Line:
+        prompt, params = request.prompt, request.params
+        asked: dict[str, Any] = {"params": params}
+        if isinstance(prompt, ChatRequest):
+            asked["prompt"], asked["output_type"] = prompt.messages, prompt.output_type
+            asked["tools"], asked["tool_choice"] = tools_of(prompt.tools), prompt.tool_choice
+        elif isinstance(prompt, MessagesPart):
+            asked["prompt"] = prompt.messages
+        elif isinstance(prompt, TextPart):
+            asked["prompt"] = prompt.text
         else:
-            super()._begin(call)
+            assert isinstance(prompt, TokensPart)
+            asked["prompt"] = prompt.token_ids
+        if request.asked_type is not None:
+            asked["output_type"] = request.asked_type.wanted
+        elif request.mailbox.output_type is not None:
+            asked["output_type"] = request.mailbox.output_type.wanted
+        return self._script.next_line(request_id=request.request_id, choice=choice, **asked)
 
-    def _begin_late(self, call: Call) -> None:
-        self._num_encoding -= 1
-        self._let_in_soon()
-        if self._calls.get(call.request_id) is call:
-            super()._begin(call)
-
-    def _next_line(self, call: Call, choice: int) -> Line:
-        asked: dict[str, Any] = {"prompt": call.prompt, "params": call.params}
-        if (chat := call.chat) is not None:
-            asked["prompt"], asked["output_type"] = chat.messages, chat.output_type
-            asked["params"] = call.params.replace(structured_output=chat.structured_output)
-            asked["tools"], asked["tool_choice"] = tools_of(chat.tools), chat.tool_choice
-        elif call.asked_type is not None:
-            asked["output_type"] = call.asked_type.wanted
-        elif call.mailbox.output_type is not None:
-            asked["output_type"] = call.mailbox.output_type.wanted
-        return self._script.next_line(request_id=call.request_id, choice=choice, **asked)
-
-    def on_request_end(self, request: Request) -> None:
-        call = self._calls.get(request.request_id)
-        if call is not None and call.mailbox.error is not None:
-            line = self._script.lines[request.seed]
-            call.mailbox.error = line.error or ScriptError(
+    def _ended(self, request_id: str) -> None:
+        request = self._requests[request_id]
+        mailbox = request.mailbox
+        if isinstance(mailbox.error, InternalError) and str(mailbox.error) == SCRIPT_ERROR:
+            failed = next(one for one in request.requests if one.finish_reason is FinishReason.ERROR)
+            line = self._script.lines[failed.seed]
+            mailbox.error = line.error or ScriptError(
                 f"the request's grammar does not allow what the script says, {shown(line.text)}: it stops after "
-                f"{shown(''.join(call.mailbox.choices[request.index].texts), 200)}"
+                f"{shown(''.join(mailbox.choices[failed.index].texts), 200)}"
             )
-        super().on_request_end(request)
+        super()._ended(request_id)

@@ -140,7 +140,7 @@ class ScriptedExecutor:
                 return
             token_id = self._token(row, masks.get(batch_idx))
             if token_id is None:
-                answer.errors.append(RowError(batch_idx, SCRIPT_ERROR, ""))
+                answer.errors.append(RowError(batch_idx, SCRIPT_ERROR, SCRIPT_ERROR))
             else:
                 answer.token_ids[batch_idx] = token_id
             row.num_tokens += 1

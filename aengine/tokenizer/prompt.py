@@ -1,86 +1,143 @@
-"""From what the caller wrote as prompt to checked token ids."""
+"""What a caller wrote as prompt: checked and taken over at once, encoded off the loop.
+
+    str             ──> TextPart      ─┐
+    token ids       ──> TokensPart    ─┼─ encode(tokenizer, max_model_len) ──> token ids
+    chat messages   ──> MessagesPart  ─┘
+
+`part_of` checks all that can be told without a tokenizer, and copies what a caller could change later. Nobody looks at
+the form of a prompt after it. A chat with tools is a part as well: see `aengine.chat.plan.ChatRequest`.
+"""
 
 from __future__ import annotations
 
 import operator
 from array import array
-from collections.abc import Mapping, Sequence
-from typing import TYPE_CHECKING, Any
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, ClassVar
 
 from ..errors import ContextLengthError, InvalidRequestError
 from ..params import shown
-from .messages import checked_messages
+from .messages import Messages, checked_messages
 
 if TYPE_CHECKING:
     from .tokenizer import Tokenizer
 
-__all__ = ["Prompt", "check_token_ids", "encode_prompt", "is_long", "prompt_kind"]
+__all__ = [
+    "MessagesPart",
+    "Prompt",
+    "PromptPart",
+    "TextPart",
+    "TokensPart",
+    "check_length",
+    "check_token_ids",
+    "part_of",
+]
 
 Prompt = str | Sequence[int] | Sequence[Mapping[str, Any]]
 
 _WANTED = "a text, a list of token ids, or a list of chat messages such as {'role': 'user', 'content': '...'}"
 
+LONG_TEXT = 50_000
+"""Characters from which on a text is a matter of many milliseconds."""
 
-def prompt_kind(prompt: Prompt) -> str:
-    """ "text", "token_ids" or "messages". Raises InvalidRequestError for anything else, or for nothing."""
+
+class PromptPart:
+    """One kind of prompt, checked, and no longer the caller's to change."""
+
+    __slots__ = ()
+    kind: ClassVar[str]
+    """"text", "token_ids", "messages" or "chat"."""
+
+
+@dataclass(frozen=True, slots=True)
+class TextPart(PromptPart):
+    """A text, not empty."""
+
+    kind: ClassVar[str] = "text"
+    text: str
+
+    @property
+    def is_long(self) -> bool:
+        """Whether it takes so long to encode that others should not wait for it."""
+        return str.__len__(self.text) > LONG_TEXT
+
+    def encode(self, tokenizer: Tokenizer, max_model_len: int) -> list[int]:
+        """The token ids. Takes its time on long texts: call it off the loop.
+
+        Raises:
+            ContextLengthError: the text is so long that it can't fit, and was not encoded.
+            InvalidRequestError: it is not Unicode (a lone surrogate), or has no tokens.
+        """
+        check_length(self.text, tokenizer, max_model_len)
+        return _not_empty(tokenizer.encode(str.__str__(self.text)))  # whatever methods a class of its own has
+
+
+@dataclass(frozen=True, slots=True)
+class TokensPart(PromptPart):
+    """Token ids that a caller has encoded; `check_token_ids` says whether they are this model's."""
+
+    kind: ClassVar[str] = "token_ids"
+    token_ids: Sequence[int]
+
+
+@dataclass(frozen=True, slots=True)
+class MessagesPart(PromptPart):
+    """Chat messages, for the model's chat template."""
+
+    kind: ClassVar[str] = "messages"
+    messages: Messages
+
+    @property
+    def is_long(self) -> bool:
+        """See `TextPart.is_long`."""
+        return sum(map(len, _texts_of(self.messages))) > LONG_TEXT
+
+    def encode(self, tokenizer: Tokenizer, max_model_len: int) -> list[int]:
+        """See `TextPart.encode`; InvalidRequestError also if the messages don't fit the template."""
+        text = tokenizer.apply_chat_template(self.messages)
+        check_length(text, tokenizer, max_model_len)
+        return _not_empty(tokenizer.encode(text, add_special_tokens=False))  # the template wrote them
+
+
+def part_of(prompt: Prompt) -> TextPart | TokensPart | MessagesPart:
+    """The prompt, checked. Raises InvalidRequestError for what is none, or is empty."""
     if isinstance(prompt, str):
         if not prompt:
             raise InvalidRequestError("the prompt is empty: give it at least one character", param="prompt")
-        return "text"
+        return TextPart(prompt)
     if isinstance(prompt, bytes | bytearray | Mapping) or not isinstance(prompt, Sequence):
         raise InvalidRequestError(f"a prompt must be {_WANTED}, not {type(prompt).__name__}", param="prompt")
     if not prompt:
         raise InvalidRequestError("the prompt is empty: give it at least one token or message", param="prompt")
     first = next(iter(prompt), None)
     if isinstance(first, Mapping):
-        return "messages"
+        return MessagesPart(checked_messages(prompt))
     if isinstance(first, int) and not isinstance(first, bool):
-        return "token_ids"
+        return TokensPart(prompt)  # type: ignore[arg-type]
     raise InvalidRequestError(f"a prompt must be {_WANTED}, not a list of {type(first).__name__}", param="prompt")
 
 
-LONG_TEXT = 50_000
-"""Characters from which on a text is a matter of many milliseconds."""
-
-
-def is_long(prompt: Prompt, kind: str) -> bool:
-    """Whether it takes so long to encode that others should not wait for it."""
-    if kind == "text":
-        return len(prompt) > LONG_TEXT
-    size = 0
-    for message in prompt:
-        content = message.get("content") if isinstance(message, Mapping) else None
-        parts = content if isinstance(content, list | tuple) else [content]
-        texts = (part.get("text") if isinstance(part, Mapping) else part for part in parts)
-        size += sum(len(text) for text in texts if isinstance(text, str))
-    return size > LONG_TEXT
-
-
-def encode_prompt(prompt: Prompt, kind: str, tokenizer: Tokenizer, max_model_len: int) -> list[int]:
-    """Token ids of a text or of chat messages. Takes its time on long ones: call it off the loop.
-
-    Raises:
-        ContextLengthError: the text is so long that it can't fit, and was not encoded.
-        InvalidRequestError: the messages do not fit the model's chat template, the text is not Unicode (a lone
-            surrogate), or it has no tokens.
-    """
-    if kind == "messages":
-        text = tokenizer.apply_chat_template(checked_messages(prompt))
-        _check_length(text, tokenizer, max_model_len)
-        ids = tokenizer.encode(text, add_special_tokens=False)  # the template wrote them
-    else:
-        assert isinstance(prompt, str)
-        _check_length(prompt, tokenizer, max_model_len)
-        ids = tokenizer.encode(str.__str__(prompt))  # whatever methods a class of its own has
-    if not ids:
-        raise InvalidRequestError("the prompt has no tokens", param="prompt")
-    return ids
-
-
-def _check_length(text: str, tokenizer: Tokenizer, max_model_len: int) -> None:
+def check_length(text: str, tokenizer: Tokenizer, max_model_len: int) -> None:
+    """Raises ContextLengthError for a text that can't fit, whatever its tokens are."""
     length = str.__len__(text)
     if length > LONG_TEXT and (least := tokenizer.least_tokens(length)) >= max_model_len:
         raise ContextLengthError(least, max_model_len, at_least=True)
+
+
+def _texts_of(messages: Messages) -> Iterator[str]:
+    for message in messages:
+        content = message.get("content")
+        if isinstance(content, str):
+            yield content
+        elif content is not None:
+            yield from (part["text"] for part in content)
+
+
+def _not_empty(ids: list[int]) -> list[int]:
+    if not ids:
+        raise InvalidRequestError("the prompt has no tokens", param="prompt")
+    return ids
 
 
 def check_token_ids(ids: Sequence[int], vocab_size: int, max_model_len: int) -> list[int]:

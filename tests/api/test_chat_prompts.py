@@ -220,10 +220,12 @@ async def test_the_last_message_goes_on(
 )
 async def test_wrong_options(make_engine: Make, options: dict[str, Any], param: str) -> None:
     async with make_engine() as engine:
-        for ask in (engine.chat, engine.stream_chat):
-            with pytest.raises(InvalidRequestError) as caught:
-                await ask(HELLO, SHORT, **options)
-            assert caught.value.param == param
+        with pytest.raises(InvalidRequestError) as caught:
+            await engine.chat(HELLO, SHORT, **options)
+        assert caught.value.param == param
+        with pytest.raises(InvalidRequestError) as caught:
+            await anext(await engine.stream_chat(HELLO, SHORT, **options))
+        assert caught.value.param == param
         with pytest.raises(InvalidRequestError) as caught:
             engine.tokenizer.count(HELLO, **options)
         assert caught.value.param == param

@@ -392,8 +392,9 @@ def expire(engine: AsyncLLM, request_id: str) -> None:
     """Its deadline has passed."""
     core = engine._handle.core
     assert core is not None
-    (timer,) = core.admission._calls[request_id].timers
-    core.loop.call_soon_threadsafe(core.admission._expire, core.admission._calls[request_id], 1000.0)
+    request = core.admission._requests[request_id]
+    (timer,) = request.timers
+    core.loop.call_soon_threadsafe(core.admission._expire, request, 1000.0)
     assert timer.when() > core.loop.time()
 
 

@@ -88,7 +88,7 @@ class Times:
         function()
 
 
-class FakeCall:
+class FakeRequest:
     """One whose reader has left ``oldest`` lying."""
 
     request_id = "r"
@@ -97,31 +97,34 @@ class FakeCall:
         self.mailbox = self
         self.final_only = False
         self.oldest: Token | None = None
+        self.failed: list[Exception] = []
 
     def oldest_unread(self) -> Token | None:
         return self.oldest
 
+    def fail(self, error: Exception) -> None:
+        self.failed.append(error)
+
 
 def test_a_loop_that_stood_still_counts_as_one_look() -> None:
     """A debugger, a laptop that slept: however long, the reader had no turn."""
-    loop, call = Times(), FakeCall()
-    calls: Any = {"r": call}
-    failed: list[Any] = []
-    watch = UnreadWatch(loop, 4.0, calls, lambda call, error: failed.append(call))  # type: ignore[arg-type]
+    loop, request = Times(), FakeRequest()
+    requests: Any = {"r": request}
+    watch = UnreadWatch(loop, 4.0, requests)  # type: ignore[arg-type]
     watch.begin()
     watch.begin()
     loop.look()
-    call.oldest = Token("a", 1)
+    request.oldest = Token("a", 1)
     for _ in range(4):
         loop.look()
-    assert not failed
-    call.oldest = Token("a", 1)  # an equal one, but the next
+    assert not request.failed
+    request.oldest = Token("a", 1)  # an equal one, but the next
     for _ in range(4):
         loop.look()
-    assert not failed
+    assert not request.failed
     loop.look()
-    assert failed == [call]
-    calls.clear()
+    assert len(request.failed) == 1
+    requests.clear()
     loop.look()
     assert loop.timer is None  # nothing to watch
     watch.begin()

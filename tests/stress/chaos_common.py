@@ -86,8 +86,8 @@ async def settle(engine: AsyncLLM, promises: Promises) -> None:
     assert core is not None
     left = (now.num_running, now.num_waiting, now.num_blocks - now.num_free_blocks)
     promises.hold("no request and no KV block is left (running, waiting, blocks)", left == (0, 0, 0), left)
-    calls = len(core.admission._calls) + len(core.admission._held)
-    promises.hold("the engine holds no call", calls == 0, calls)
+    num_requests = core.admission.count(set())
+    promises.hold("the engine holds no request", num_requests == 0, num_requests)
     try:
         core.steps.scheduler.check()
     except AssertionError as error:

@@ -16,11 +16,11 @@ import psutil
 from chaos_common import MIB, FakeWorkerLLM, Possessions, Promises, say, settle
 
 from aengine import AsyncLLM, DeadlineExceededError, SamplingParams
-from aengine.engine.user_request import Call
+from aengine.engine.user_request import UserRequest
 from aengine.scheduler.request import Request
 from aengine.streams.token_stream import ChoiceOutput, Mailbox, TokenStream
 
-WATCHED = (Call, Request, ChoiceOutput, Mailbox, TokenStream)
+WATCHED = (UserRequest, Request, ChoiceOutput, Mailbox, TokenStream)
 WORDS = "one two three four five six seven eight nine ten"
 
 
@@ -63,13 +63,13 @@ class Canceller:
 
     def _note(self, request_id: str) -> None:
         """In which phase the request is that is about to be cancelled."""
-        call = self.engine._handle.core.admission._calls.get(request_id)  # type: ignore[union-attr]
-        if call is None:
+        request = self.engine._handle.core.admission._requests.get(request_id)  # type: ignore[union-attr]
+        if request is None:
             phase = "ended"
-        elif not call.requests:
+        elif not request.requests:
             phase = "before_the_queue"
         else:
-            phase = call.requests[0].status.name.lower()
+            phase = request.requests[0].status.name.lower()
         self.phases[phase] += 1
 
     async def _a_while(self) -> None:

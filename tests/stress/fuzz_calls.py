@@ -287,10 +287,11 @@ async def check_alive(engine: AsyncLLM, to: Report, after: int) -> None:
     assert core is not None
     for _ in range(500):
         now = engine.statistics()
-        if now.num_free_blocks == now.num_blocks and not (now.num_running or now.num_waiting or core.admission._calls):
+        is_free = now.num_free_blocks == now.num_blocks and not now.num_running and not now.num_waiting
+        if is_free and core.admission.is_empty:
             return
         await asyncio.sleep(0.01)
-    to.found(f"after call {after}: something is left: {now}, {list(core.admission._calls)}")
+    to.found(f"after call {after}: something is left: {now}")
 
 
 def shown(value: Any) -> str:

@@ -1,0 +1,90 @@
+"""`Preparation`: all that is done for a request between its registration and the step loop.
+
+    chat       plan (a pool of threads) ──> its grammar, compiled ──┐
+    other      type, if any, described ──> its grammar, compiled ──> prompt encoded (a thread) ──> Prepared
+
+The grammar comes first, so that a prompt is not encoded for a request that is refused. Each is one coroutine: to cancel
+it, at whatever await, is all that it takes to leave nothing of it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from ..errors import GrammarError
+from ..structured.service import GrammarService
+from ..threads.pools import Lane
+from ..tokenizer.prompt import MessagesPart, TextPart, TokensPart, check_token_ids
+from ..tokenizer.tokenizer import Tokenizer
+from .user_request import Limits, Phase, Prepared, UserRequest
+
+__all__ = ["Preparation"]
+
+
+class Preparation:
+    """Prepares the requests of one engine, on its loop."""
+
+    def __init__(self, tokenizer: Tokenizer | None, grammars: GrammarService | None, limits: Limits) -> None:
+        self._tokenizer = tokenizer
+        self._grammars = grammars
+        self._limits = limits
+        self._lane = Lane("tokenizer")
+        self._long_lane = Lane("tokenizer-long")  # for texts that would hold up others
+
+    async def prepare(self, request: UserRequest) -> Prepared:
+        """Its token ids and its grammar. Moves its `phase` along.
+
+        Raises InvalidRequestError, ContextLengthError, GrammarError, EngineOverloadedError, EngineClosedError.
+        """
+        prompt = request.prompt
+        assert prompt is not None
+        if prompt.kind == "chat":
+            return await self._plan(request)
+        grammar = None
+        if request.constraint is not None or request.asked_type is not None:
+            request.phase = Phase.COMPILING
+            grammars = self._grammar_service()
+            if request.asked_type is not None:
+                described = await grammars.run(request.asked_type.described)
+                request.mailbox.output_type, request.constraint = described
+                request.asked_type = None
+            assert request.constraint is not None
+            grammar = await grammars.prepare(request.constraint)
+        if isinstance(prompt, TokensPart):
+            return Prepared(prompt.token_ids, grammar)
+        request.phase = Phase.ENCODING
+        assert isinstance(prompt, TextPart | MessagesPart) and self._tokenizer is not None
+        lane = self._long_lane if prompt.is_long else self._lane
+        ids = await lane.run(prompt.encode, self._tokenizer, self._limits.max_model_len)
+        return Prepared(self.check_ids(ids), grammar)
+
+    async def _plan(self, request: UserRequest) -> Prepared:
+        from ..chat import plan  # brings all of chats with it
+
+        assert self._tokenizer is not None and isinstance(request.prompt, plan.ChatRequest)
+        request.phase = Phase.PLANNING
+        grammars = self._grammar_service()
+        asked = await grammars.run(plan.plan_chat, self._tokenizer, request.prompt, self._limits.max_model_len)
+        grammar = await plan.compiled_grammar(grammars, asked)
+        request.mailbox.plan = asked
+        return Prepared(self.check_ids(asked.prompt), grammar, asked.marker_ids)
+
+    def check_ids(self, ids: Sequence[int]) -> list[int]:
+        """The ids of a prompt, if they are this model's and leave room for one more. Raises as `check_token_ids`."""
+        return check_token_ids(ids, self._limits.vocab_size, self._limits.max_model_len)
+
+    def _grammar_service(self) -> GrammarService:
+        if self._grammars is None:
+            raise GrammarError("a grammar needs a tokenizer: start without skip_tokenizer=True", kind="unsupported")
+        return self._grammars
+
+    def close(self) -> tuple[Lane, ...]:
+        """Begin no more work. Returns the lanes, whose threads may be waited for. From any thread."""
+        lanes = self._lane, self._long_lane
+        for lane in lanes:
+            lane.close()
+        return lanes
+
+    def drop_tables(self) -> None:
+        """Free the tokenizer and the grammars, after `close`, when no request is left."""
+        self._tokenizer = self._grammars = None
