@@ -319,7 +319,8 @@ class AsyncLLM:
         """The model's tokenizer: encode, decode, count, render. Raises InvalidRequestError with skip_tokenizer=True."""
         from .engine.tokenizer_view import TokenizerView
 
-        return TokenizerView(self._handle.open_core().tokenizer)
+        core = self._handle.open_core()
+        return TokenizerView(core.tokenizer, core.ready["vocab_size"])
 
     @property
     def has_chat_template(self) -> bool:

@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
 from .errors import InvalidRequestError
-from .params import unknown_name
+from .params import refuses_unknown_names, unknown_name
 from .settings import ENGINE_SETTINGS, described
 from .system.cgroups import num_usable_cpus
 
@@ -51,6 +51,7 @@ class StartupProgress:
     detail: str = ""
 
 
+@refuses_unknown_names
 @dataclass(frozen=True, slots=True, kw_only=True)
 class EngineConfig:
     """Every setting of an engine. Sizes are in tokens, requests or bytes as named; times in seconds.
@@ -159,7 +160,7 @@ class EngineConfig:
 
         Raises InvalidRequestError naming an unknown setting or a wrong value.
         """
-        known = {f.name for f in fields(cls)} - {"model"}
+        known = {f.name for f in fields(cls)}
         for name in settings:
             if name not in known:
                 raise InvalidRequestError(unknown_name(name, known), param=name)

@@ -4,12 +4,15 @@ from __future__ import annotations
 
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field, fields, replace
-from typing import Any, Literal
+from functools import wraps
+from typing import Any, Literal, TypeVar
 
 from .errors import InvalidRequestError
 from .settings import SAMPLING_SETTINGS, STRUCTURED_OUTPUT_SETTINGS, described
 
 __all__ = ["SamplingParams", "StructuredOutput"]
+
+T = TypeVar("T")
 
 _INT32_MAX = 2**31 - 1
 MAX_LOGPROBS = 64
@@ -17,6 +20,24 @@ MAX_STOP_STRINGS = 64
 MAX_STOP_CHARACTERS = 1024
 MAX_STOP_TOKEN_IDS = 1024
 MAX_LOGIT_BIAS = 1024
+
+
+def refuses_unknown_names(cls: type[T]) -> type[T]:
+    """Have a dataclass' constructor raise InvalidRequestError, with the nearest name, for one that it does not know."""
+    construct = cls.__init__
+
+    @wraps(construct)
+    def __init__(self: Any, *args: Any, **values: Any) -> None:
+        try:
+            construct(self, *args, **values)
+        except TypeError:
+            known = {f.name for f in fields(cls)}  # type: ignore[arg-type]
+            for name in values.keys() - known:
+                raise InvalidRequestError(unknown_name(name, known), param=name) from None
+            raise
+
+    cls.__init__ = __init__  # type: ignore[method-assign]
+    return cls
 
 
 def shown(value: object, length: int = 80) -> str:
@@ -46,6 +67,7 @@ def _integer(param: str, value: object, low: int, high: int, wanted: str) -> int
     return value
 
 
+@refuses_unknown_names
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StructuredOutput:
     """A shape that the completion must have. Give exactly one of the first five.
@@ -128,6 +150,7 @@ class DefaultInt(int):
 DEFAULT_TYPES = (DefaultFloat, DefaultInt)
 
 
+@refuses_unknown_names
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SamplingParams:
     """How one request is sampled and when it stops; names and meanings as OpenAI's and vLLM's.
@@ -225,7 +248,7 @@ def unknown_name(name: object, known: set[str]) -> str:
     import difflib
 
     near = difflib.get_close_matches(str(name), sorted(known), n=1)
-    hint = f"; did you mean {near[0]}?" if near else f"; the known ones are {', '.join(sorted(known))}"
+    hint = f"; did you mean {near[0]!r}?" if near else f"; the known ones are {', '.join(sorted(known))}"
     return f"there is no parameter {name!r}{hint}"
 
 

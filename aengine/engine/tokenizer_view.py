@@ -6,6 +6,7 @@ from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 from ..errors import InvalidRequestError
+from ..params import shown
 
 if TYPE_CHECKING:
     from ..chat.prompt import ChatPrompt
@@ -22,13 +23,15 @@ class TokenizerView:
     once, and after the engine was closed.
     """
 
-    def __init__(self, tokenizer: Tokenizer | None) -> None:
-        """Raises InvalidRequestError if there is none."""
+    def __init__(self, tokenizer: Tokenizer | None, num_model_ids: int) -> None:
+        """``num_model_ids``: of the model, which may know more ids than the tokenizer. Raises InvalidRequestError if
+        there is no tokenizer."""
         if tokenizer is None:
             raise InvalidRequestError(
                 "there is no tokenizer: the engine was started with skip_tokenizer=True", param="skip_tokenizer"
             )
         self._tokenizer = tokenizer
+        self._num_ids = max(num_model_ids, tokenizer.vocab_size)
 
     def __repr__(self) -> str:
         return f"<TokenizerView of {self.vocab_size} tokens>"
@@ -76,8 +79,17 @@ class TokenizerView:
         return self._tokenizer.encode_plain(text, add_special_tokens)
 
     def decode(self, ids: Sequence[int], *, skip_special_tokens: bool = True) -> str:
-        """The text of token ids; incomplete characters become U+FFFD, ids that no token has are left out."""
+        """The text of token ids; incomplete characters become U+FFFD, and the model's ids without a text are left out.
+
+        Raises:
+            InvalidRequestError: one of them is no id of the model.
+        """
         try:
+            for i in ids:
+                if not 0 <= i < self._num_ids:
+                    raise InvalidRequestError(
+                        f"there is no token {shown(i)}: ids are 0 to {self._num_ids - 1}", param="ids"
+                    )
             return self._tokenizer.decode(ids, skip_special_tokens)
         except (TypeError, OverflowError) as error:
             raise InvalidRequestError(f"ids must be a list of token ids: {error}", param="ids") from error

@@ -63,7 +63,7 @@ async def saying(make: Make, text: str, messages: list[dict[str, Any]], **option
     """What a chat says whose completion is ``text``: its reasoning and its content."""
     known = core.Tokenizer.load(None)  # the test's own
     ids = known.encode(text, add_special_tokens=False)
-    begin = TokenizerView(known).count(messages, **options)
+    begin = TokenizerView(known, known.vocab_size).count(messages, **options)
 
     def token(row: int, position: int) -> int:
         return ids[min(max(0, position - begin), len(ids) - 1)]
@@ -126,6 +126,10 @@ async def test_the_tokenizer(make_engine: Make) -> None:
         plain = tokenizer.encode("a<|im_end|>", allow_special=False)
         assert 2 not in plain and tokenizer.decode(plain) == "a<|im_end|>"
         assert tokenizer.decode([1, *plain]) == "a<|im_end|>" and tokenizer.count("") == 0
+        for no_id in (tokenizer.vocab_size, 10**9, -1):
+            with pytest.raises(InvalidRequestError, match="there is no token") as caught:
+                tokenizer.decode([1, no_id])
+            assert caught.value.param == "ids"
         for method, wrong in (
             ("encode", 5),
             ("encode", "\ud800"),

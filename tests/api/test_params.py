@@ -105,11 +105,21 @@ def test_spellings_are_normalised() -> None:
 
 
 def test_unknown_names_get_a_hint() -> None:
-    with pytest.raises(InvalidRequestError, match=r"temprature.*did you mean temperature"):
+    with pytest.raises(InvalidRequestError, match=r"temprature.*did you mean .temperature"):
         SamplingParams.from_dict({"temprature": 1})
     with pytest.raises(InvalidRequestError, match="max_num_seqs"):
         EngineConfig.create("m", {"max_num_seq": 1})
     assert SamplingParams.from_dict({"top_k": 4}).top_k == 4
+    for make, wrong, right in (
+        (lambda **values: EngineConfig.create("m", values), "modle", "model"),
+        (EngineConfig, "modle", "model"),
+        (SamplingParams, "temprature", "temperature"),
+        (SamplingParams().replace, "topp", "top_p"),
+        (StructuredOutput, "jsonschema", "json_schema"),
+    ):
+        with pytest.raises(InvalidRequestError, match=f"{wrong}.*did you mean '{right}'") as caught:
+            make(**{wrong: 1})
+        assert caught.value.param == wrong
 
 
 def test_params_are_frozen_and_replaceable() -> None:

@@ -74,7 +74,7 @@ def test_an_engine_of_a_configuration() -> None:
     assert AsyncLLM(config.replace(own_thread=True)).sync is not None
     with pytest.raises(InvalidRequestError, match="own_thread=True"):
         _ = AsyncLLM(config).sync
-    with pytest.raises(InvalidRequestError, match="did you mean max_num_seqs"):
+    with pytest.raises(InvalidRequestError, match="did you mean .max_num_seqs"):
         AsyncLLM(config, max_num_seq=5)  # type: ignore[call-arg]
     with pytest.raises(InvalidRequestError, match="max_num_seqs"):
         AsyncLLM(config, max_num_seqs=0)
@@ -148,7 +148,7 @@ def test_a_model_must_be_named_somewhere() -> None:
         (
             "AENGINE_MAX_NUM_SEQ",
             "5",
-            "there is no setting 'AENGINE_MAX_NUM_SEQ'; did you mean AENGINE_MAX_NUM_SEQS?",
+            "there is no setting 'AENGINE_MAX_NUM_SEQ'; did you mean 'AENGINE_MAX_NUM_SEQS'?",
             None,
         ),
         ("AENGINE_max_num_seqs", "5", "there is no setting 'AENGINE_max_num_seqs'", None),
