@@ -7,7 +7,7 @@
 Both read the same `ToolFormat` and `ReasoningFormat`. Nothing here knows of the engine.
 """
 
-from .compose import blame, compose, left_out, suspects
+from .compose import compose
 from .formats import FORMATS, ReasoningFormat, TextTokenId, ToolFormat, detect
 from .messages import (
     ChatMessage,
@@ -38,10 +38,7 @@ __all__ = [
     "ToolCallStart",
     "ToolChoice",
     "ToolFormat",
-    "blame",
     "compose",
     "detect",
-    "left_out",
-    "suspects",
     "tools_of",
 ]

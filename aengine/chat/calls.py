@@ -1,10 +1,10 @@
-"""`Calls`: the rules for a group of tool calls, out of a `ToolFormat`.
+"""`Calls`: the grammar of a group of tool calls, out of a `ToolFormat`.
 
-Two ways to the same texts. As a rule, the format's strings are literals around the schemas of the arguments:
+As a rule, the format's strings are texts around the schemas of the arguments:
 
-    "\\n{\\"name\\": \\"get_time\\", \\"arguments\\": " %json {...} "}\\n</tool_call>"
+    "\\n{\\"name\\": \\"get_time\\", \\"arguments\\": "  Json({...})  "}\\n</tool_call>"
 
-Where calls stand beside an answer that is JSON too, the lexer could not tell the two apart (see `aengine.chat.lark`).
+Where calls stand beside an answer that is JSON too, a lexer could not tell the two apart (see `structured.parts`).
 There, a format whose calls are JSON becomes a JSON schema itself: a call is written out, read as JSON, and turned into
 the schema of such values.
 """
@@ -15,8 +15,10 @@ import json
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+from ..params import StructuredOutput
+from ..structured.parts import Json, Part, Regex, Repeat, any_of, seq
+from ..structured.spec import spec_of
 from .formats import ID, Markers, ToolFormat
-from .lark import inline_schema, symbols
 from .tools import Tool
 
 __all__ = ["Calls"]
@@ -26,7 +28,10 @@ _ARGUMENTS: dict[str, Any] = {"the arguments": 0}
 
 
 class Calls:
-    """What a group of calls of these tools looks like. `rules` are those that have been asked for."""
+    """The calls of some tools, in one format. ``relax``: leave out keywords of schemas that can't be enforced.
+
+    Raises GrammarError for a tool's schema, if it is larger than any grammar's may be.
+    """
 
     def __init__(
         self, tools: Sequence[Tool], tool_format: ToolFormat, markers: Markers, parallel: bool, relax: bool
@@ -35,62 +40,50 @@ class Calls:
         self.format = tool_format
         self.markers = markers
         self.parallel = parallel
-        self.relax = relax
-        self.rules: dict[str, str] = {}
+        self._relax = relax
+        self._arguments = [_arguments_of(tool, relax) for tool in tools]
 
-    def group(self, *, beside_json: bool = False) -> str:
-        """One group from its opening to its closing. ``beside_json``: a JSON value may stand in its place."""
-        options: list[str] = []
+    def group(self, *, beside_json: bool = False) -> Part:
+        """Return one group, from its opening to its closing. ``beside_json``: a JSON value may stand in its place."""
+        options: list[Part] = []
         for index, opening in enumerate(self.format.openings):
             example = self._example(opening) if beside_json else None
             if example is None:
-                trigger = self.markers.encode(self.format.triggers[index])
-                options.append(f"{symbols(trigger, self.markers)} {self._after_trigger(index, single=False)}")
+                options.append(seq(self.markers.part(self.format.triggers[index]), self._after_trigger(index)))
             else:
-                options.append(self._as_schema(example, index))
-        return f"({' | '.join(options)})"
+                options.append(self._as_json(example, index))
+        return any_of(*options)
 
-    def after_triggers(self, single: bool = False) -> list[tuple[str, str]]:
-        """For each trigger, encoded: what follows it, up to the closing. ``single``: one call, even if parallel."""
-        triggers = [self.markers.encode(trigger) for trigger in self.format.triggers]
-        return [(trigger, self._after_trigger(index, single=single)) for index, trigger in enumerate(triggers)]
+    def after_triggers(self, single: bool = False) -> list[tuple[str, Part]]:
+        """Return each trigger, encoded, and what follows it to the closing. ``single``: one call, even if parallel."""
+        triggers = enumerate(self.format.triggers)
+        return [(self.markers.encode(trigger), self._after_trigger(index, single)) for index, trigger in triggers]
 
-    def _after_trigger(self, index: int, *, single: bool) -> str:
+    def _after_trigger(self, index: int, single: bool = False) -> Part:
         known = self.format
-        skipped = len(known.triggers[index])
-        first = self._alternatives(f"first_{index}", known.openings[index], skipped)
-        after = self._one_of(known.ends)
-        more = ""
+        end = any_of(*map(self._text, known.ends))
+        parts = [self._one_of_the_tools(known.openings[index], len(known.triggers[index])), end]
         if self.parallel and not single:
-            next_call = self._alternatives("next", known.separator)
-            more = f"({next_call} {after})*"
-        return " ".join(filter(None, (first, after, more, self._symbols(known.closing))))
+            parts.append(Repeat(seq(self._one_of_the_tools(known.separator), end)))
+        return seq(*parts, self._text(known.closing))
 
-    def _alternatives(self, rule: str, before: str, skipped: int = 0) -> str:
-        """One of the tools: its head, then its arguments. ``skipped``: characters of the head that came already."""
-        options: list[str] = []
-        for index, tool in enumerate(self.tools):
-            self.rules[f"arguments_{index}"] = inline_schema(tool.argument_schema, relax=self.relax)
+    def _one_of_the_tools(self, before: str, skipped: int = 0) -> Part:
+        """Return a call up to the end of its arguments. ``skipped``: characters of its head that came already."""
+        options: list[Part] = []
+        for tool, arguments in zip(self.tools, self._arguments, strict=True):
             heads = [(before + head)[skipped:] for head in self.format.heads(tool.name)]
-            options.append(f"{self._one_of(heads)} arguments_{index}")
-        self.rules[rule] = " | ".join(options)
-        return rule
+            options.append(seq(any_of(*map(self._text, heads)), arguments))
+        return any_of(*options)
 
-    def _one_of(self, texts: Sequence[str]) -> str:
-        if len(texts) == 1:
-            return self._symbols(texts[0])
-        return f"({' | '.join(map(self._symbols, texts))})"
-
-    def _symbols(self, text: str) -> str:
+    def _text(self, text: str) -> Part:
         before, with_id, after = text.partition(ID)
-        parts = [symbols(self.markers.encode(part), self.markers) for part in (before, after)]
         if not with_id:
-            return parts[0]
-        self.rules["CALL_ID"] = f"/[A-Za-z0-9]{{{self.format.id_length}}}/"
-        return " ".join(filter(None, (parts[0], "CALL_ID", parts[1])))
+            return self.markers.part(text)
+        call_id = Regex(f"[A-Za-z0-9]{{{self.format.id_length}}}")
+        return seq(self.markers.part(before), call_id, self.markers.part(after))
 
     def _example(self, opening: str) -> Any:
-        """A group of one call as a JSON value, or None if it is none."""
+        """Return a group of one call as a JSON value, or None if it is none."""
         known = self.format
         text = opening + known.head(_NAME) + json.dumps(_ARGUMENTS) + known.after_arguments + known.closing
         try:
@@ -98,22 +91,24 @@ class Calls:
         except ValueError:
             return None
 
-    def _as_schema(self, example: Any, index: int) -> str:
-        arguments = {f"arguments_{i}": tool.argument_schema for i, tool in enumerate(self.tools)}
-        definitions = {name: _moved(schema, f"#/$defs/{name}") for name, schema in arguments.items()}
+    def _as_json(self, example: Any, index: int) -> Part:
+        definitions = {
+            f"arguments_{i}": _moved(json.loads(arguments.schema), f"#/$defs/arguments_{i}")
+            for i, arguments in enumerate(self._arguments)
+        }
         is_group = bool(self.format.openings[index] + self.format.closing)  # one value with all calls in an array
         schema = self._schema_of(example) if is_group else {"anyOf": self._each_tool(example)}
-        rule = f"json_calls_{index}"
-        self.rules[rule] = inline_schema({**schema, "$defs": definitions}, relax=self.relax)
+        text = json.dumps({**schema, "$defs": definitions}, ensure_ascii=False, separators=(",", ":"))
+        calls = Json(text, relax=self._relax, made_of=tuple(self._arguments))
         if is_group or not self.parallel:
-            return rule
-        return f"{rule} ({self._symbols(self.format.separator)} {rule})*"
+            return calls
+        return seq(calls, Repeat(seq(self._text(self.format.separator), calls)))
 
     def _each_tool(self, call: Any) -> list[dict[str, Any]]:
         return [self._schema_of(call, i) for i in range(len(self.tools))]
 
     def _schema_of(self, value: Any, tool: int | None = None) -> dict[str, Any]:
-        """The schema of values like ``value``: calls of the given tool, arrays with calls of any."""
+        """Return the schema of values like ``value``: calls of the given tool, arrays with calls of any."""
         if value == _ARGUMENTS:
             return {"$ref": f"#/$defs/arguments_{tool}"}
         if isinstance(value, dict):
@@ -125,13 +120,20 @@ class Calls:
         return {"const": self.tools[tool].name if value == _NAME and tool is not None else value}
 
 
+def _arguments_of(tool: Tool, relax: bool) -> Json:
+    spec = spec_of(StructuredOutput(json_schema=tool.argument_schema))
+    return Json(spec.text, f"the parameters of the tool {tool.name!r}", relax=relax)
+
+
 _DATA_KEYWORDS = frozenset({"const", "enum", "default", "examples"})
 _BY_NAME = frozenset({"properties", "patternProperties", "$defs", "definitions", "dependentSchemas"})
 
 
 def _moved(schema: Any, to: str) -> Any:
-    """The schema with its references to itself as they must be once it lies at ``to``. A name of its own would give
-    them another meaning, so it loses that."""
+    """Return the schema with its references to itself as they must be once it lies at ``to``.
+
+    A name of its own would give them another meaning, so it loses that.
+    """
     if isinstance(schema, Mapping) and isinstance(schema.get("$id"), str):
         name = schema["$id"].rstrip("#")
         return _with_references({key: value for key, value in schema.items() if key != "$id"}, to, name)

@@ -15,28 +15,21 @@ or a choice of texts; a grammar can't be composed with anything, and neither can
 
 from __future__ import annotations
 
-import json
-from collections.abc import Callable, Sequence
-from typing import Any
+from collections.abc import Sequence
 
-from ..errors import GrammarError, InvalidRequestError
-from ..structured.llguidance.json_schema import left_out_of
-from ..structured.spec import GrammarSpec
+from ..errors import InvalidRequestError
+from ..structured.parts import BLANKS, FreeText, Part, Regex, Repeat, Text, TextUpTo, any_of, seq
+from ..structured.spec import GrammarSpec, composed_of
 from .calls import Calls
 from .formats import Markers, ReasoningFormat, TokenId, ToolFormat
-from .lark import (
-    ANY,
-    BLANK_CLASS,
-    choice_lexeme,
-    inline_schema,
-    literal_regex,
-    regex_lexeme,
-    symbols,
-    text_lexeme,
-)
 from .tools import Tool, ToolChoice
 
-__all__ = ["blame", "compose", "left_out", "suspects"]
+__all__ = ["compose"]
+
+_ORIGINS = {"json_schema": "the schema of the answer", "regex": "the regex of the answer"}
+_FEW_BLANKS = Repeat(Regex(f"[{BLANKS}]{{1,4}}"), most=1)
+"""Few, so that no model loops on them."""
+_BLANKS = Repeat(Regex(f"[{BLANKS}]+"), most=1)
 
 
 def compose(
@@ -50,14 +43,14 @@ def compose(
     token_id: TokenId,
     relax: bool = False,
 ) -> GrammarSpec | None:
-    """The grammar of a chat completion, or None where anything goes.
+    """Return the grammar of a chat completion, or None where anything goes.
 
     ``parallel``: several calls in one answer; ``shape``: of an answer that calls nothing, as `spec_of` makes it;
     ``relax``: leave out keywords of the tools' schemas that can't be enforced.
 
     Raises:
-        GrammarError: no text has the ``shape``.
-        InvalidRequestError: it can't stand beside reasoning or calls.
+        GrammarError: a tool's parameters are larger than a grammar may be.
+        InvalidRequestError: the shape can't stand beside reasoning or calls.
     """
     if not tools and shape is None:
         return None
@@ -68,53 +61,8 @@ def compose(
         _check_composable(shape, "tools" if callable_tools else "the reasoning of this model")
     markers = Markers.of(tool_format, reasoning, token_id)
     calls = Calls(callable_tools, tool_format, markers, parallel and tool_choice.mode != "named", relax)
-    composer = _Composer(calls, tool_choice, tool_format, reasoning, markers, shape)
-    is_relaxed = relax or (shape is not None and shape.relax)
-    return GrammarSpec(kind="lark", text=composer.grammar(), relax=is_relaxed)
-
-
-def blame(
-    error: GrammarError,
-    compile_spec: Callable[[GrammarSpec], object],
-    *,
-    tools: Sequence[Tool],
-    shape: GrammarSpec | None,
-    relax: bool = False,
-) -> GrammarError:
-    """Whose fault it is that a composed grammar was refused with ``error``: each part is compiled by itself.
-
-    Blocking, so for the thread that compiles. Returns an error that names the tool, or the one given.
-    """
-    for owner, spec in suspects(tools=tools, shape=shape, relax=relax):
-        try:
-            compile_spec(spec)
-        except GrammarError as found:
-            return GrammarError(f"{owner}: {found}", kind=found.kind, path=found.path)
-    return error
-
-
-def suspects(*, tools: Sequence[Tool], shape: GrammarSpec | None, relax: bool = False) -> list[tuple[str, GrammarSpec]]:
-    """The parts of a composed grammar, each with whose it is, to be compiled by itself when the whole is refused."""
-    parts = [
-        (
-            f"the parameters of the tool {tool.name!r}",
-            GrammarSpec(kind="json_schema", text=json.dumps(tool.argument_schema), relax=relax),
-        )
-        for tool in tools
-    ]
-    return parts if shape is None else [*parts, (_SHAPES.get(shape.kind, "the answer"), shape)]
-
-
-def left_out(*, tools: Sequence[Tool], shape: GrammarSpec | None, relax: bool) -> tuple[str, ...]:
-    """What of a relaxed grammar's schemas is not enforced, as far as its library does not say so itself."""
-    warnings: list[str] = []
-    for owner, spec in suspects(tools=tools, shape=shape, relax=relax):
-        if spec.relax and spec.kind == "json_schema":
-            warnings += (f"{owner}: {text}" for text in left_out_of(spec.text))
-    return tuple(warnings)
-
-
-_SHAPES = {"json_schema": "the schema of the answer", "regex": "the regex of the answer"}
+    must_call = tool_choice.mode in ("required", "named")
+    return composed_of(_Composer(calls, tool_format, markers, None if must_call else shape, must_call).all(reasoning))
 
 
 def _check_composable(shape: GrammarSpec, beside: str) -> None:
@@ -131,134 +79,89 @@ def _check_composable(shape: GrammarSpec, beside: str) -> None:
     )
 
 
-def _schema_of(text: str) -> dict[str, Any]:
-    schema = json.loads(text)
-    if schema is False:
-        raise GrammarError("the JSON schema is false, which no value fits", kind="unsatisfiable", path="$")
-    return {} if schema is True else schema
-
-
 class _Composer:
-    """Writes the rules. ``first`` ones are for an answer with no reasoning before it, ``after`` ones for one with."""
+    """Composes the answer. ``begin``: how reasoning begins, where a text can't begin with that; else ""."""
 
     def __init__(
-        self,
-        calls: Calls,
-        tool_choice: ToolChoice,
-        tool_format: ToolFormat,
-        reasoning: ReasoningFormat | None,
-        markers: Markers,
-        shape: GrammarSpec | None,
+        self, calls: Calls, tool_format: ToolFormat, markers: Markers, shape: GrammarSpec | None, must_call: bool
     ) -> None:
         self.calls = calls
         self.may_call = bool(calls.tools)
-        self.must_call = tool_choice.mode in ("required", "named")
-        self.shape = None if self.must_call else shape
+        self.must_call = must_call
+        self.shape = shape
         self.format = tool_format
-        self.reasoning = reasoning
         self.markers = markers
         triggers = [markers.encode(trigger) for trigger in tool_format.triggers]
-        self.text_triggers = [text for trigger in triggers if (text := markers.in_text(trigger))]
-        self.rules: dict[str, str] = {}
+        self.text_triggers = tuple(text for trigger in triggers if (text := markers.in_text(trigger)))
 
-    def grammar(self) -> str:
-        self.rules["start"] = ""  # the first line
-        if self.reasoning is None:
-            self.rules["start"] = self.answer("first", "")
-        else:
-            begin, end = self.markers.encode(self.reasoning.begin), self.markers.encode(self.reasoning.end)
-            thought = self.thought(end)
-            after = self.answer("after", "")
-            self.rules["after"] = after
-            if self.reasoning.begun:
-                self.rules["start"] = f"{thought} after"
-            else:
-                self.rules["first"] = self.answer("first", self.markers.in_text(begin))
-                self.rules["start"] = f"{symbols(begin, self.markers)} {thought} after | first"
-        return "".join(f"{name}: {body}\n" for name, body in (self.rules | self.calls.rules).items())
+    def all(self, reasoning: ReasoningFormat | None) -> Part:
+        if reasoning is None:
+            return self.answer("")
+        begin, end = self.markers.encode(reasoning.begin), self.markers.encode(reasoning.end)
+        thought = seq(self.thought(end), self.answer("", after_reasoning=True))
+        if reasoning.begun:
+            return thought
+        return any_of(seq(self.markers.part(begin), thought), self.answer(self.markers.in_text(begin)))
 
-    def thought(self, end: str) -> str:
-        if self.markers.id_of(end[0]) is not None:
-            self.rules["THOUGHT"] = text_lexeme([text] if (text := self.markers.in_text(end)) else [])
-            return f"THOUGHT? {symbols(end, self.markers)}"
-        self.rules["thought[lazy]"] = f"/{ANY}{literal_regex(end)}/"
-        return "thought"
+    def thought(self, end: str) -> Part:
+        if self.markers.id_of(end[0]) is None:
+            return TextUpTo(end)
+        return seq(_maybe(FreeText(without=_given(self.markers.in_text(end)))), self.markers.part(end))
 
-    def answer(self, where: str, begin: str) -> str:
-        """What an answer is; ``begin``: of reasoning, where text can't begin with it."""
-        blanks = ""
-        if where == "after" and (self.must_call or self.shape is not None):
-            self.rules["BLANKS"] = f"/{BLANK_CLASS}{{1,4}}/"  # few, so that no model loops on them
-            blanks = "BLANKS? "
+    def answer(self, begin: str, *, after_reasoning: bool = False) -> Part:
+        blanks = [_FEW_BLANKS] if after_reasoning else []
         if self.must_call:
-            return blanks + self.calls.group()
+            return seq(*blanks, self.calls.group())
         if self.shape is not None:
-            shaped = self.shaped(self.shape, where, begin)
-            if not self.may_call:
-                return blanks + shaped
-            return f"{blanks}({self.calls.group(beside_json=self.shape.kind == 'json_schema')} | {shaped})"
+            shaped = self.shaped(self.shape, begin)
+            if self.may_call:
+                shaped = any_of(self.calls.group(beside_json=self.shape.kind == "json_schema"), shaped)
+            return seq(*blanks, shaped)
         if self.format.text == "instead":
-            return self.text_or_calls(where, begin)
-        if not self.may_call:
-            return self.text(where, begin) + "?"
-        return self.text_and_calls(where, begin)
+            return self.text_or_calls(begin, after_reasoning)
+        return self.text_and_calls(begin) if self.may_call else self.text(begin)
 
-    def shaped(self, shape: GrammarSpec, where: str, begin: str) -> str:
-        """An answer of the shape; the name of its rule or lexeme."""
-        if shape.kind == "json_schema":
-            schema = _schema_of(shape.text)
-            self.rules["answer"] = inline_schema(schema, relax=shape.relax, whitespace=shape.whitespace)
-            return "answer"
-        name = f"ANSWER_{where.upper()}"
-        not_first = [*(self.text_triggers if self.may_call else ()), *[begin] * bool(begin)]
-        if shape.kind == "choice":
-            self.rules[name] = choice_lexeme(json.loads(shape.text), not_first)
-        else:
-            self.rules[name] = regex_lexeme(shape.text, not_first)
-        return name
+    def shaped(self, shape: GrammarSpec, begin: str) -> Part:
+        not_first = (*(self.text_triggers if self.may_call else ()), *_given(begin))
+        return shape.part(_ORIGINS.get(shape.kind, "the answer"), not_first)
 
-    def text(self, where: str, begin: str) -> str:
-        """Free text without the triggers; the name of its lexeme."""
-        name = f"TEXT_{where.upper()}"
-        self.rules[name] = text_lexeme(self.text_triggers, [begin] * bool(begin))
-        return name
+    def text(self, begin: str) -> Part:
+        """Return free text without the triggers, or nothing."""
+        return _maybe(FreeText(self.text_triggers, _given(begin)))
 
-    def text_or_calls(self, where: str, begin: str) -> str:
-        name = f"TEXT_{where.upper()}"
-        blanks = where == "after"
-        not_first = [*self.text_triggers, *[begin] * bool(begin)]
-        self.rules[name] = text_lexeme([], not_first, after_blanks=blanks)
-        if not self.may_call:
-            return name + "?"
-        options = [f"{name}?"]
-        for trigger, rest in self.calls.after_triggers():
-            if self.markers.id_of(trigger[0]) is not None:
-                head = ("BLANK_RUN? " if blanks else "") + symbols(trigger, self.markers)
-                self.rules |= {"BLANK_RUN": f"/{BLANK_CLASS}+/"} if blanks else {}
-            else:
-                head = f"/{BLANK_CLASS + '*' if blanks else ''}{literal_regex(trigger)}/"
-            options.append(f"{head} {rest}")
-        return " | ".join(options)
+    def text_or_calls(self, begin: str, after_blanks: bool) -> Part:
+        text = _maybe(FreeText(not_first=(*self.text_triggers, *_given(begin)), after_blanks=after_blanks))
+        options: list[Part] = [text]
+        for trigger, rest in self.calls.after_triggers() if self.may_call else ():
+            head = self.markers.part(trigger)
+            if self.markers.id_of(trigger[0]) is None:
+                head = Text(trigger, after_blanks)
+            elif after_blanks:
+                head = seq(_BLANKS, head)
+            options.append(seq(head, rest))
+        return any_of(*options)
 
-    def text_and_calls(self, where: str, begin: str) -> str:
+    def text_and_calls(self, begin: str) -> Part:
         around = self.format.text == "around"
-        first = [f"{self.head(trigger, where, begin)} {rest}" for trigger, rest in self.calls.after_triggers(around)]
-        text = self.text(where, begin) + "?"
+        first = [seq(self.head(trigger, begin), rest) for trigger, rest in self.calls.after_triggers(around)]
         if not around:
-            return f"{text} | {' | '.join(first)}"
-        tail = self.text("later", "") + "?"
-        more = ""
+            return any_of(self.text(begin), *first)
+        more: list[Part] = []
         if self.calls.parallel:
-            later = [f"{self.head(trigger, 'later', '')} {rest}" for trigger, rest in self.calls.after_triggers(True)]
-            more = f"({' | '.join(later)})* "
-        return f"{text} | ({' | '.join(first)}) {more}{tail}"
+            later = [seq(self.head(trigger, ""), rest) for trigger, rest in self.calls.after_triggers(True)]
+            more.append(Repeat(any_of(*later)))
+        return any_of(self.text(begin), seq(any_of(*first), *more, self.text("")))
 
-    def head(self, trigger: str, where: str, begin: str) -> str:
-        """Any text up to and with the first trigger."""
-        if self.markers.id_of(trigger[0]) is not None:
-            return f"{self.text(where, begin)}? {symbols(trigger, self.markers)}"
-        name = f"head_{where}"
-        exclusion = f" & ~/{literal_regex(begin)}{ANY}/" if begin else ""
-        self.rules[f"HEAD_{where.upper()}"] = f"/{ANY}{literal_regex(trigger)}/{exclusion}"
-        self.rules[f"{name}[lazy]"] = f"HEAD_{where.upper()}"
-        return name
+    def head(self, trigger: str, begin: str) -> Part:
+        """Return any text up to and with the first trigger."""
+        if self.markers.id_of(trigger[0]) is None:
+            return TextUpTo(trigger, _given(begin))
+        return seq(self.text(begin), self.markers.part(trigger))
+
+
+def _maybe(part: Part) -> Part:
+    return Repeat(part, most=1)
+
+
+def _given(text: str) -> tuple[str, ...]:
+    return (text,) if text else ()

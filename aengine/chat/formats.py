@@ -14,9 +14,12 @@ exact, blanks included.
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Callable, Collection, Iterable, Mapping
 from dataclasses import dataclass, replace
 from typing import Any, Literal
+
+from ..structured.parts import BLANKS, Part, SpecialToken, Text, seq
 
 __all__ = ["FORMATS", "ID", "Markers", "ReasoningFormat", "TextTokenId", "TokenId", "ToolFormat", "detect"]
 
@@ -31,9 +34,6 @@ TokenId = Callable[[str], int | None]
 
 ID = "{id}"
 """Stands for a call's id in a format's strings; no tool's name has braces."""
-
-BLANKS = " \t\r\n"
-"""What may stand between reasoning, text and calls, and is part of none."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -184,6 +184,9 @@ JSON = ToolFormat(
 FORMATS = {known.name: known for known in (HERMES, LLAMA3, MISTRAL, MISTRAL_TEKKEN, MISTRAL_ARGS, JSON)}
 
 
+_TOKEN = re.compile("([\ud800-\udfff])")
+"""A control token, as `Markers` writes it."""
+
 _OTHERS_IN_TOOL_CALL = ("<function=", "<arg_key>", "```json")
 """What is not JSON alone between <tool_call> and </tool_call>: Qwen3-Coder's, GLM's, Hunyuan's."""
 
@@ -240,6 +243,11 @@ class Markers:
         for index, (name, _) in enumerate(self.ids):
             text = text.replace(name, chr(0xD800 + index))
         return text
+
+    def part(self, text: str) -> Part:
+        """Return a format's string, encoded or not, as a part of a grammar: texts and tokens, in order."""
+        pieces = _TOKEN.split(self.encode(text))  # texts and tokens in turn
+        return seq(*(SpecialToken(self.ids[ord(p) - 0xD800][1]) if i % 2 else Text(p) for i, p in enumerate(pieces)))
 
     def id_of(self, letter: str) -> int | None:
         """The token that a letter stands for."""

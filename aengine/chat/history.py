@@ -16,6 +16,7 @@ from .formats import ToolFormat
 
 __all__ = ["with_instructions", "written_out"]
 
+
 def written_out(messages: Messages, tool_format: ToolFormat) -> Messages:
     """The messages with calls and results as texts. Raises InvalidRequestError if calls are not as OpenAI's."""
     written: Messages = []

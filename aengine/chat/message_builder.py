@@ -7,7 +7,7 @@ import secrets
 import string
 from dataclasses import replace
 
-from .formats import BLANKS
+from ..structured.parts import BLANKS
 from .messages import (
     ChatMessage,
     Delta,

@@ -20,7 +20,8 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
 
-from .formats import BLANKS, ID, Markers, ReasoningFormat, TokenId, ToolFormat
+from ..structured.parts import BLANKS
+from .formats import ID, Markers, ReasoningFormat, TokenId, ToolFormat
 from .message_builder import Record
 from .messages import ChatMessage, Delta
 from .scan import ID_LETTER, TOKENS, ObjectScanner, begins_with, held_back

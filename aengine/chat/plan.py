@@ -9,13 +9,12 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from typing import TYPE_CHECKING, Any, ClassVar
+from typing import Any, ClassVar
 
-from ..errors import GrammarError, InvalidRequestError
+from ..errors import InvalidRequestError
 from ..params import SamplingParams, StructuredOutput
 from ..structured.asked_type import OnUnsupported, check_on_unsupported, constraint_of
 from ..structured.output_type import OutputType
-from ..structured.service import GrammarService
 from ..structured.spec import GrammarSpec, spec_of
 from ..tokenizer.messages import Messages, checked_messages
 from ..tokenizer.prompt import PromptPart
@@ -26,17 +25,12 @@ from . import (
     ToolChoice,
     ToolFormat,
     compose,
-    left_out,
-    suspects,
     tools_of,
 )
 from .formats import Markers
 from .prompt import ChatPrompt, PromptOptions, marker_ids
 
-if TYPE_CHECKING:
-    from ..structured.backend import Compiled
-
-__all__ = ["ChatPlan", "ChatRequest", "compiled_grammar", "plan_chat"]
+__all__ = ["ChatPlan", "ChatRequest", "plan_chat"]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -110,8 +104,6 @@ class ChatPlan:
     tool_format: ToolFormat
     reasoning: ReasoningFormat | None
     output_type: OutputType | None
-    is_relaxed: bool
-    warnings: tuple[str, ...]
     marker_ids: frozenset[int]  # control tokens that tell the parts of the answer apart
 
 
@@ -146,25 +138,5 @@ def plan_chat(tokenizer: Tokenizer, asked: ChatRequest, max_model_len: int | Non
         tool_format=tool_format,
         reasoning=reasoning,
         output_type=output_type,
-        is_relaxed=asked.is_relaxed,
-        # what stands for itself is looked after by the library
-        warnings=() if spec is shape else left_out(tools=allowed, shape=shape, relax=asked.is_relaxed),
         marker_ids=frozenset(token_id for _, token_id in Markers.of(tool_format, reasoning, marker_ids(tokenizer)).ids),
     )
-
-
-async def compiled_grammar(grammars: GrammarService, plan: ChatPlan) -> Compiled | None:
-    """The plan's grammar, if it has one. A GrammarError names the tool, or the answer's schema."""
-    if plan.spec is None:
-        return None
-    try:
-        return await grammars.prepare(plan.spec)
-    except GrammarError as error:
-        if error.kind == "too_complex":  # the parts would take as long
-            raise
-        for owner, spec in suspects(tools=plan.tools, shape=plan.shape, relax=plan.is_relaxed):
-            try:
-                await grammars.prepare(spec)
-            except GrammarError as found:
-                raise GrammarError(f"{owner}: {found}", kind=found.kind, path=found.path) from None
-        raise

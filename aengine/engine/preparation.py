@@ -65,7 +65,7 @@ class Preparation:
         request.phase = Phase.PLANNING
         grammars = self._grammar_service()
         asked = await grammars.run(plan.plan_chat, self._tokenizer, request.prompt, self._limits.max_model_len)
-        grammar = await plan.compiled_grammar(grammars, asked)
+        grammar = None if asked.spec is None else await grammars.prepare(asked.spec)
         request.mailbox.plan = asked
         return Prepared(self.check_ids(asked.prompt), grammar, asked.marker_ids)
 

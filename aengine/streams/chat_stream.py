@@ -89,9 +89,7 @@ class _Answer:
 
 
 def _chat_choice(plain: Choice, message: ChatMessage) -> ChatChoice:
-    return ChatChoice(
-        plain.index, plain.text, plain.token_ids, plain.finish_reason, plain.logprobs, message=message
-    )
+    return ChatChoice(plain.index, plain.text, plain.token_ids, plain.finish_reason, plain.logprobs, message=message)
 
 
 class ChatStream:
@@ -191,12 +189,10 @@ class ChatStream:
         self._begin()
         if plan is None:  # it ended before it was planned
             choices = tuple(_chat_choice(plain, ChatMessage()) for plain in completion.choices)
-            warnings = completion.warnings
         else:
             pairs = zip(self._answers, completion.choices, strict=True)
             choices = tuple(answer.choice(plain) for answer, plain in pairs)
-            warnings = plan.warnings + completion.warnings
-        return ChatCompletion(completion.request_id, choices, completion.usage, warnings, completion.timings)
+        return ChatCompletion(completion.request_id, choices, completion.usage, completion.warnings, completion.timings)
 
     @property
     def _plan(self) -> ChatPlan | None:

@@ -12,11 +12,10 @@ from chat_harness import Setting, backend, parse_ids, shape_of, tokenizer
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from aengine.chat import FORMATS, ChatParser, ReasoningFormat, Tool, ToolChoice, blame, compose, left_out
+from aengine.chat import FORMATS, ChatParser, ReasoningFormat, Tool, ToolChoice, compose
 from aengine.chat.formats import HERMES, LLAMA3, MISTRAL_ARGS, Markers
-from aengine.chat.lark import literal, literal_regex, symbols, text_lexeme
 from aengine.errors import GrammarError, InvalidRequestError
-from aengine.structured.spec import GrammarSpec
+from aengine.structured.parts import SpecialToken, Text, seq
 
 NO_TOKENS = lambda name: None  # noqa: E731
 
@@ -32,10 +31,6 @@ def composed(tools=(), choice="auto", *, tool_format=HERMES, reasoning=None, sha
         token_id=NO_TOKENS,
         relax=relax,
     )
-
-
-def lark(text: str) -> Setting:
-    return Setting.of(GrammarSpec(kind="lark", text=text), "text")
 
 
 def test_without_tools_and_schema_nothing_is_constrained():
@@ -105,24 +100,24 @@ def test_counts_that_can_not_be_enforced_are_left_out_with_a_warning():
     setting = Setting.of(composed(tools, shape=shape, relax=True), "text")
     assert setting.accepts('{"a": 1}')
     assert setting.accepts('<tool_call>\n{"name": "f", "arguments": {"a": 1}}\n</tool_call>')
-    warnings = left_out(tools=tools, shape=shape, relax=True)
-    assert len(warnings) == 2 and all("$.minProperties is not enforced" in text for text in warnings)
+    warnings = [text for text in setting.compiled.warnings if "$.minProperties is not enforced" in text]
+    assert len(warnings) == 2
     assert "the tool 'f'" in warnings[0] and "the schema of the answer" in warnings[1]
-    assert left_out(tools=tools, shape=None, relax=False) == ()
 
 
-def test_blame_names_the_part_that_is_at_fault():
-    tools = [Tool("good"), Tool("bad", parameters={"properties": {"a": NOT_THREE}})]
-    compile_spec = backend("text").compile
-    with pytest.raises(GrammarError) as caught:
-        compile_spec(composed(tools))
-    error = blame(caught.value, compile_spec, tools=tools, shape=shape_of(json_schema=True))
-    assert error.kind == "unsupported" and "the tool 'bad'" in str(error)
-    error = blame(caught.value, compile_spec, tools=tools[:1], shape=shape_of(json_schema=NOT_THREE))
-    assert error.kind == "unsupported" and "the schema of the answer" in str(error)
-    error = blame(caught.value, compile_spec, tools=tools[:1], shape=shape_of(regex="(?=a)b"))
-    assert error.kind == "unsupported" and "the regex of the answer" in str(error)
-    assert blame(caught.value, compile_spec, tools=tools[:1], shape=None) is caught.value
+@pytest.mark.parametrize("name", sorted(FORMATS))
+def test_the_part_that_is_at_fault_is_named(name):
+    good, bad = Tool("good"), Tool("bad", parameters={"properties": {"a": NOT_THREE}})
+    for tools, shape, culprit in (
+        ([good, bad], None, "the tool 'bad'"),
+        ([good, bad], {"json_schema": True}, "the tool 'bad'"),
+        ([good], {"json_schema": NOT_THREE}, "the schema of the answer"),
+        ([good], {"regex": "(?=a)b"}, "the regex of the answer"),
+    ):
+        spec = composed(tools, tool_format=FORMATS[name], shape=shape and shape_of(**shape))
+        with pytest.raises(GrammarError) as caught:
+            Setting.of(spec, "text")
+        assert caught.value.kind == "unsupported" and culprit in str(caught.value)
 
 
 @pytest.mark.parametrize("name", sorted(FORMATS))
@@ -273,24 +268,10 @@ def test_nothing_that_callers_write_becomes_grammar(names, key, value, name):
         assert [(call.name, call.arguments) for call in message.tool_calls] == [(names[-1], arguments)]
 
 
-@settings(max_examples=60)
-@given(text=st.text(min_size=1, max_size=12) | DATA.filter(bool), other=st.text(max_size=12))
-def test_literals_are_exact(text, other):
-    for grammar in (f"start: {literal(text)}\n", f"start: T\nT: /{literal_regex(text)}/\n"):
-        setting = lark(grammar)
-        assert setting.accepts(text)
-        assert setting.accepts(other) == (other == text)
-    excluding = lark(f"start: T\nT: {text_lexeme([text])}\n")
-    for around in (other + text, text + other, other + text + other, other):
-        assert excluding.accepts(around) == (bool(around) and text not in around)
-    beginning = lark(f"start: T\nT: {text_lexeme([], [text], after_blanks=True)}\n")
-    assert not beginning.accepts(text + other) and not beginning.accepts(" \n" + text + other)
-
-
 def test_control_tokens_are_named_by_their_ids():
     markers = Markers.of(MISTRAL_ARGS, None, {"[TOOL_CALLS]": 7, "[ARGS]": 8}.get)
-    assert symbols(markers.encode("[TOOL_CALLS]f[ARGS]"), markers) == '<[7]> "f" <[8]>'
-    assert symbols("", markers) == ""
+    assert markers.part("[TOOL_CALLS]f[ARGS]") == seq(SpecialToken(7), Text("f"), SpecialToken(8))
+    assert markers.part("") == seq()
     nested = replace(HERMES, markers=("<tool", "<tool_call>"))
     markers = Markers.of(nested, None, {"<tool": 7, "<tool_call>": 8}.get)
-    assert symbols(markers.encode("<tool_call><tool"), markers) == "<[8]> <[7]>"
+    assert markers.part("<tool_call><tool") == seq(SpecialToken(8), SpecialToken(7))

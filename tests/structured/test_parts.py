@@ -44,6 +44,7 @@ CASES: list[tuple[Part, list[str], list[str]]] = [
     (seq(Text("x"), Text("y", after_blanks=True)), ["xy", "x \n\t\r y"], ["x", "x\x0by"]),
     (seq(Text("n="), NUMBER, Text(";")), ["n=12;", "n=-3;"], ["n=", "n=1.5;", "n=12"]),
     (any_of(NUMBER, Text("none")), ["7", "none"], ["", "nonenone"]),
+    (any_of(seq(Text("a"), any_of(NUMBER, Text("b"))), Text("c")), ["a7", "ab", "c"], ["7", "aa7", "a"]),
     (seq(Repeat(Text("a"), most=1), Repeat(Text("b"), 1), Repeat(Text("c"), 2, 3)), ["bcc", "abbccc"], ["acc", "bc"]),
     (Repeat(seq(Text("a"), any_of(Text("b"), Text("c")))), ["", "abac"], ["a", "abc"]),
     (FreeText(), ["x", "any </s>\n text", "\x01"], [""]),

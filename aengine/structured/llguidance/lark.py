@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import re
 from collections.abc import Sequence
+from itertools import count
 
 from ...errors import GrammarError
 from ..parts import BLANKS, AnyOf, Choice, FreeText, Json, Part, Regex, Repeat, Seq, SpecialToken, Text, TextUpTo
@@ -36,6 +37,7 @@ class _Writer:
     def __init__(self) -> None:
         self.rules: dict[str, str] = {}
         self._names: dict[Part, str] = {}
+        self._numbers = count()
 
     def alternatives(self, part: Part) -> str:
         """Return the body of a rule for ``part``."""
@@ -52,7 +54,7 @@ class _Writer:
         if isinstance(part, Repeat):
             return f"({self._symbol(part.part)}){_quantifier(part)}"
         if part not in self._names:
-            self._names[part] = self._define(part, len(self._names))
+            self._names[part] = self._define(part, next(self._numbers))
         return self._names[part]
 
     def _define(self, part: Json | Regex | Choice | FreeText | TextUpTo | AnyOf, number: int) -> str:
