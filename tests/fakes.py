@@ -16,7 +16,6 @@ from aengine.ipc.messages import (
     Kind,
     LogprobColumns,
     ModelRunnerOutput,
-    RowError,
     SchedulerOutput,
     float32,
     int32,
@@ -165,11 +164,7 @@ class FakeExecutor:
         for row, batch_idx in enumerate(out.batch_idx):
             bits = np.frombuffer(bitmask, np.uint8, count=4 * words, offset=4 * words * row)
             allowed = np.flatnonzero(np.unpackbits(bits, bitorder="little")[: self.ready["vocab_size"]])
-            if len(allowed):
-                answer.token_ids[batch_idx] = self.choose(allowed.tolist())
-            else:  # as the sampler says it
-                answer.token_ids[batch_idx] = -1
-                answer.errors.append(RowError(batch_idx, "InvalidRequestError", "no token is left to sample"))
+            answer.token_ids[batch_idx] = self.choose(allowed.tolist())
         self._answer_later(future, answer)
 
     async def call(self, method: str, *args: Any, timeout: float) -> Any:

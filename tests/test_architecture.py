@@ -135,6 +135,27 @@ def test_one_kernel_file_knows_of_cuda() -> None:
     assert found == {"kernels.triton.launch"}
 
 
+DEVICE_ROOMS = {"runner", "kernels", "checkpoint", "workers", "scheduler", "engine", "ipc"}
+
+
+def test_families_are_named_in_their_own_room() -> None:
+    """What holds for one family of models is written in its file; tokenizers and chat formats have names of their own,
+    some of them alike."""
+    registry = (PACKAGE / "runner/models/__init__.py").read_text()
+    families = next(
+        ast.literal_eval(node.value)
+        for node in ast.parse(registry).body
+        if isinstance(node, ast.Assign) and ast.unparse(node.targets[0]) == "FAMILIES"
+    )
+    names = {*families, *(place.partition(".")[2] for place in families.values())}
+    assert len(names) == 2 * len(families)
+    for path in FILES:
+        if within(module_of(path), DEVICE_ROOMS) and not within(module_of(path), {"runner.models"}):
+            for node in ast.walk(ast.parse(path.read_text())):
+                value = node.value if isinstance(node, ast.Constant) else getattr(node, "id", None)
+                assert value not in names and not str(value).endswith("ForCausalLM"), f"{path}:{node.lineno}: {value}"
+
+
 @pytest.mark.parametrize("path", FILES, ids=module_of)
 def test_environment_is_read_in_one_file(path: Path) -> None:
     if module_of(path) != "config":

@@ -12,30 +12,18 @@ from typing import Any, TypeVar
 from ..errors import ModelLoadError
 from .gguf_file import GgufFile
 
-__all__ = ["GGUF_ARCHITECTURES", "gguf_generation_config", "gguf_hf_config"]
-
-# general.architecture -> HF class name
-GGUF_ARCHITECTURES = {
-    "llama": "LlamaForCausalLM",
-    "mistral": "MistralForCausalLM",
-    "qwen2": "Qwen2ForCausalLM",
-    "qwen3": "Qwen3ForCausalLM",
-}
+__all__ = ["gguf_generation_config", "gguf_hf_config"]
 
 _T = TypeVar("_T", int, float, str)
 
 
 def gguf_hf_config(file: GgufFile) -> dict[str, Any]:
-    """``file``'s settings, as config.json would have them.
+    """``file``'s settings, as config.json would have them, and ``gguf_architecture``. Which architectures there are is
+    the runner's to know.
 
     Raises ModelLoadError naming what is missing or not supported.
     """
     arch = _get(file, "general.architecture", str)
-    if arch not in GGUF_ARCHITECTURES:
-        known = ", ".join(GGUF_ARCHITECTURES)
-        raise ModelLoadError(f"{file.path} holds a model of architecture {arch!r}; aengine runs: {known}")
-    if _get(file, f"{arch}.expert_count", int, 0):
-        raise ModelLoadError(f"{file.path} holds a mixture of experts ({arch}); aengine runs dense models only")
     hidden_size = _get(file, f"{arch}.embedding_length", int)
     num_heads = _get(file, f"{arch}.attention.head_count", int)
     num_kv_heads = _get(file, f"{arch}.attention.head_count_kv", int, num_heads)
@@ -45,13 +33,11 @@ def gguf_hf_config(file: GgufFile) -> dict[str, Any]:
             f"hidden size {hidden_size} don't go together"
         )
     sliding_window = _get(file, f"{arch}.attention.sliding_window", int, 0)
-    # Mistral's models are converted as "llama", with the window beside.
-    model_type = "mistral" if arch == "llama" and sliding_window else arch
     head_dim = _head_dim(file, arch, hidden_size // num_heads)
     rope_theta = _get(file, f"{arch}.rope.freq_base", float, 10000.0)
-    config: dict[str, Any] = {
-        "architectures": [GGUF_ARCHITECTURES[model_type]],
-        "model_type": model_type,
+    return {
+        "gguf_architecture": arch,
+        "model_type": arch,
         "hidden_act": "silu",
         "hidden_size": hidden_size,
         "intermediate_size": _get(file, f"{arch}.feed_forward_length", int),
@@ -68,10 +54,9 @@ def gguf_hf_config(file: GgufFile) -> dict[str, Any]:
         "attention_bias": "blk.0.attn_q.bias" in file.tensors,
         "mlp_bias": "blk.0.ffn_up.bias" in file.tensors,
         "sliding_window": sliding_window or None,
+        "use_sliding_window": bool(sliding_window),
+        "num_local_experts": _get(file, f"{arch}.expert_count", int, 0),
     }
-    if model_type in ("qwen2", "qwen3"):
-        config["use_sliding_window"] = bool(sliding_window)
-    return config
 
 
 def gguf_generation_config(file: GgufFile) -> dict[str, Any]:
@@ -94,7 +79,9 @@ def round_float32(value: float) -> float:
 def _get(file: GgufFile, key: str, kind: type[_T], default: _T | None = None) -> _T:
     value = file.metadata.get(key, default)
     if value is None:
-        raise ModelLoadError(f"{file.path} lacks the metadata {key!r}")
+        raise ModelLoadError(
+            f"{file.path} lacks the metadata {key!r}, without which it is no decoder that aengine runs"
+        )
     if kind is float and isinstance(value, int) and not isinstance(value, bool):
         value = float(value)
     if not isinstance(value, kind) or isinstance(value, bool):

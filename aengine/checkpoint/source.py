@@ -75,8 +75,6 @@ def resolve_model(config: EngineConfig, progress: Progress | None = None) -> Mod
             path = file.path
         return ModelSource(config.model, str(path), "dummy" if dummy else "gguf", settings, generation)
     settings = read_json(path / "config.json")
-    if not dummy:
-        _check_not_quantised(path, settings)
     generation_file = path / "generation_config.json"
     generation = read_json(generation_file) if generation_file.is_file() else {}
     return ModelSource(config.model, str(path), "dummy" if dummy else "safetensors", settings, generation)
@@ -154,20 +152,6 @@ def _check_index(folder: Path) -> None:
     if missing:
         shown = ", ".join(missing[:3]) + (", ..." if len(missing) > 3 else "")
         raise ModelLoadError(f"{folder} lacks {len(missing)} of the files that {index.name} names: {shown}")
-
-
-def _check_not_quantised(folder: Path, settings: Mapping[str, Any]) -> None:
-    """Raises ModelLoadError if config.json says that the tensors are codes of numbers, not the numbers themselves."""
-    for key in ("quantization_config", "compression_config"):  # the second: llm-compressor's, until 2024
-        how = settings.get(key)
-        if not how:
-            continue
-        method = how.get("quant_method") or how.get("format") if isinstance(how, Mapping) else None
-        raise ModelLoadError(
-            f"the weights in {folder} are quantised ({key} of config.json: {method or 'unknown method'}), and of "
-            f"quantised checkpoints aengine reads GGUF only: give the checkpoint in 16 or 32 bits that they were made "
-            f"from, or a .gguf file of the model"
-        )
 
 
 def _not_a_model(folder: Path, load_format: str, has_config: bool) -> str:

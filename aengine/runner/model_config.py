@@ -1,11 +1,15 @@
-"""A model's shape, read and checked once; everything else takes it from here."""
+"""A model's shape, read and checked once; everything else takes it from here.
+
+`ModelConfig` has what the runner needs of any model, and what dense decoders have in common. A family's own config, in
+its file, adds what only its layers need, and says by which rules a config.json is read (`ConfigReader` helps).
+"""
 
 from __future__ import annotations
 
 import math
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Self
 
 import torch
 from torch import Tensor
@@ -13,7 +17,7 @@ from torch import Tensor
 from ..errors import ModelLoadError
 from .kv_spec import FullKV, LayerKV, WindowKV
 
-__all__ = ["ModelConfig", "RopeConfig"]
+__all__ = ["ConfigReader", "ModelConfig", "RopeConfig"]
 
 ROPE_TYPES = ("default", "linear", "dynamic", "yarn", "llama3")
 
@@ -57,7 +61,7 @@ class RopeConfig:
         context = float(scaling.get("original_max_position_embeddings") or self.max_position_embeddings)
 
         def dimension_of(rotations: float) -> float:
-            """The dimension whose wave turns that often within the original context."""
+            """The dimension whose wave has that many periods within the original context."""
             return self.head_dim * math.log(context / (rotations * 2 * math.pi)) / (2 * math.log(self.theta))
 
         first = dimension_of(float(scaling.get("beta_fast") or 32))
@@ -99,53 +103,17 @@ class ModelConfig:
     rms_norm_eps: float
     max_position_embeddings: int
     tie_word_embeddings: bool
-    qkv_bias: bool
-    o_bias: bool
-    mlp_bias: bool
-    qk_norm: bool
     rope: RopeConfig
     sliding_windows: tuple[int | None, ...]
     checkpoint_dtype: str  # "float32", "bfloat16", "float16", or "" when the checkpoint does not say
 
     @classmethod
-    def from_hf(cls, hf: Mapping[str, Any]) -> ModelConfig:
-        """From the content of a config.json. Raises ModelLoadError naming the key that is missing or unsupported."""
-        reader = _Reader(hf)
-        model_type = reader.text("model_type")
-        heads = reader.integer("num_attention_heads")
-        hidden = reader.integer("hidden_size")
-        head_dim = reader.integer("head_dim", default=hidden // heads)
-        layers = reader.integer("num_hidden_layers")
-        activation = hf.get("hidden_act", "silu")
-        if activation not in ("silu", "swish"):
-            raise ModelLoadError(f"config.json: hidden_act={activation!r} is not supported; only 'silu' is")
-        kv_heads = reader.integer("num_key_value_heads", default=heads)
-        if heads % kv_heads:
-            raise ModelLoadError(f"config.json: {heads} attention heads can't share {kv_heads} key-value heads")
-        if head_dim % 2:
-            raise ModelLoadError(f"config.json: head_dim={head_dim} is odd, and rotary embeddings turn pairs")
-        attention_bias = bool(hf.get("attention_bias", False))
-        max_positions = reader.integer("max_position_embeddings")
-        return cls(
-            model_type=model_type,
-            vocab_size=reader.integer("vocab_size"),
-            hidden_size=hidden,
-            intermediate_size=reader.integer("intermediate_size"),
-            num_layers=layers,
-            num_heads=heads,
-            num_kv_heads=kv_heads,
-            head_dim=head_dim,
-            rms_norm_eps=float(hf.get("rms_norm_eps", 1e-6)),
-            max_position_embeddings=max_positions,
-            tie_word_embeddings=bool(hf.get("tie_word_embeddings", False)),
-            qkv_bias=attention_bias or model_type == "qwen2",
-            o_bias=attention_bias and model_type != "qwen2",
-            mlp_bias=bool(hf.get("mlp_bias", False)) and model_type == "llama",
-            qk_norm=model_type == "qwen3",
-            rope=_rope(hf, head_dim, max_positions),
-            sliding_windows=_sliding_windows(hf, model_type, layers),
-            checkpoint_dtype=str(hf.get("dtype") or hf.get("torch_dtype") or "").removeprefix("torch."),
-        )
+    def from_hf(cls, hf: Mapping[str, Any]) -> Self:
+        """Read the content of a config.json by the family's rules.
+
+        Raises ModelLoadError naming the key that is missing or unsupported.
+        """
+        raise NotImplementedError(f"{cls.__name__} is no family's config")
 
     @property
     def kv_layers(self) -> tuple[LayerKV, ...]:
@@ -162,11 +130,18 @@ class ModelConfig:
         return self.num_kv_heads * self.head_dim
 
 
-class _Reader:
+class ConfigReader:
+    """The content of a config.json. Whatever is missing or not supported raises a ModelLoadError that names the key."""
+
     def __init__(self, hf: Mapping[str, Any]) -> None:
         self._hf = hf
 
+    def get(self, key: str) -> Any:
+        """The value as it is; None if there is none."""
+        return self._hf.get(key)
+
     def integer(self, key: str, default: int | None = None) -> int:
+        """An integer >= 1; without a default the key must be there."""
         value = self._hf.get(key)
         if value is None:
             if default is None:
@@ -176,41 +151,67 @@ class _Reader:
             raise ModelLoadError(f"config.json: {key}={value!r} must be an integer >= 1")
         return value
 
-    def text(self, key: str) -> str:
-        value = self._hf.get(key)
-        if not isinstance(value, str):
-            raise ModelLoadError(f"config.json: {key}={value!r} must be a string")
-        return value
+    def flag(self, key: str) -> bool:
+        """Whether the key is there and true."""
+        return bool(self._hf.get(key, False))
 
+    def decoder(self) -> dict[str, Any]:
+        """The fields of `ModelConfig` that all dense decoders spell alike; ``sliding_windows`` is the family's."""
+        hf = self._hf
+        heads, hidden = self.integer("num_attention_heads"), self.integer("hidden_size")
+        kv_heads = self.integer("num_key_value_heads", default=heads)
+        head_dim = self.integer("head_dim", default=hidden // heads)
+        max_positions = self.integer("max_position_embeddings")
+        activation = hf.get("hidden_act", "silu")
+        if activation not in ("silu", "swish"):
+            raise ModelLoadError(f"config.json: hidden_act={activation!r} is not supported; only 'silu' is")
+        if heads % kv_heads:
+            raise ModelLoadError(f"config.json: {heads} attention heads can't share {kv_heads} key-value heads")
+        if head_dim % 2:
+            raise ModelLoadError(f"config.json: head_dim={head_dim} is odd, and rotary embeddings rotate pairs")
+        for key in ("num_local_experts", "num_experts"):
+            if hf.get(key):
+                raise ModelLoadError(f"config.json: {key}={hf[key]!r}: mixtures of experts are not supported")
+        return {
+            "model_type": hf["model_type"],
+            "vocab_size": self.integer("vocab_size"),
+            "hidden_size": hidden,
+            "intermediate_size": self.integer("intermediate_size"),
+            "num_layers": self.integer("num_hidden_layers"),
+            "num_heads": heads,
+            "num_kv_heads": kv_heads,
+            "head_dim": head_dim,
+            "rms_norm_eps": float(hf.get("rms_norm_eps", 1e-6)),
+            "max_position_embeddings": max_positions,
+            "tie_word_embeddings": self.flag("tie_word_embeddings"),
+            "rope": self._rope(head_dim, max_positions),
+            "checkpoint_dtype": str(hf.get("dtype") or hf.get("torch_dtype") or "").removeprefix("torch."),
+        }
 
-def _rope(hf: Mapping[str, Any], head_dim: int, max_positions: int) -> RopeConfig:
-    """Both spellings: transformers 5's ``rope_parameters``, and ``rope_scaling`` with ``rope_theta`` beside it."""
-    scaling = dict(hf.get("rope_parameters") or hf.get("rope_scaling") or {})
-    rope_type = scaling.pop("rope_type", None) or scaling.pop("type", None) or "default"
-    if rope_type not in ROPE_TYPES:
-        raise ModelLoadError(f"rope_type {rope_type!r} is not supported; these are: {', '.join(ROPE_TYPES)}")
-    if scaling.get("partial_rotary_factor", hf.get("partial_rotary_factor", 1.0)) not in (None, 1, 1.0):
-        raise ModelLoadError("partial_rotary_factor is not supported")
-    needed = {
-        "linear": ("factor",),
-        "yarn": ("factor",),
-        "llama3": ("factor", "low_freq_factor", "high_freq_factor", "original_max_position_embeddings"),
-    }
-    for key in needed.get(rope_type, ()):
-        if not isinstance(scaling.get(key), int | float):
-            raise ModelLoadError(f"rope_type {rope_type!r} needs a number for {key!r}, not {scaling.get(key)!r}")
-    theta = float(scaling.pop("rope_theta", None) or hf.get("rope_theta") or 10000.0)
-    return RopeConfig(rope_type, theta, scaling, head_dim, max_positions)
+    def windows(self, window: int | None, first_layer: int = 0) -> tuple[int | None, ...]:
+        """Each layer's window: as ``layer_types`` says, else ``window`` from ``first_layer`` on; None: none has one."""
+        layers = self.integer("num_hidden_layers")
+        kinds = self._hf.get("layer_types")
+        if window is not None and kinds is not None:
+            return tuple(window if kind == "sliding_attention" else None for kind in kinds)
+        return tuple(window if layer >= first_layer else None for layer in range(layers))
 
-
-def _sliding_windows(hf: Mapping[str, Any], model_type: str, layers: int) -> tuple[int | None, ...]:
-    window = hf.get("sliding_window")
-    if window is None or model_type == "llama" or (model_type != "mistral" and not hf.get("use_sliding_window")):
-        return (None,) * layers
-    kinds = hf.get("layer_types")
-    if kinds is not None:
-        return tuple(window if kind == "sliding_attention" else None for kind in kinds)
-    if model_type == "mistral":
-        return (window,) * layers
-    first = int(hf.get("max_window_layers", 28))
-    return tuple(window if layer >= first else None for layer in range(layers))
+    def _rope(self, head_dim: int, max_positions: int) -> RopeConfig:
+        """Both spellings: transformers 5's ``rope_parameters``, and ``rope_scaling`` with ``rope_theta`` beside it."""
+        hf = self._hf
+        scaling = dict(hf.get("rope_parameters") or hf.get("rope_scaling") or {})
+        rope_type = scaling.pop("rope_type", None) or scaling.pop("type", None) or "default"
+        if rope_type not in ROPE_TYPES:
+            raise ModelLoadError(f"rope_type {rope_type!r} is not supported; these are: {', '.join(ROPE_TYPES)}")
+        if scaling.get("partial_rotary_factor", hf.get("partial_rotary_factor", 1.0)) not in (None, 1, 1.0):
+            raise ModelLoadError("partial_rotary_factor is not supported")
+        needed = {
+            "linear": ("factor",),
+            "yarn": ("factor",),
+            "llama3": ("factor", "low_freq_factor", "high_freq_factor", "original_max_position_embeddings"),
+        }
+        for key in needed.get(rope_type, ()):
+            if not isinstance(scaling.get(key), int | float):
+                raise ModelLoadError(f"rope_type {rope_type!r} needs a number for {key!r}, not {scaling.get(key)!r}")
+        theta = float(scaling.pop("rope_theta", None) or hf.get("rope_theta") or 10000.0)
+        return RopeConfig(rope_type, theta, scaling, head_dim, max_positions)

@@ -131,6 +131,10 @@ def no_tokenizer(folder: Path) -> None:
     (folder / "tokenizer.json").unlink()
 
 
+def quantised(folder: Path) -> None:
+    edit_config(folder, quantization_config={"quant_method": "fp8", "activation_scheme": "dynamic"})
+
+
 def intact(folder: Path) -> None:
     pass
 
@@ -144,6 +148,7 @@ BAD: dict[str, tuple[Callable[[Path], None], dict[str, Any], str]] = {
     "no config": (no_config, {}, r"holds no model: looked for config\.json"),
     "config no JSON": (config_that_is_no_json, {}, r"config\.json is not valid JSON"),
     "architecture": (unknown_architecture, {}, r"'mamba' is not supported; these are: .*llama"),
+    "quantised": (quantised, {}, r"are quantised \(quantization_config of config\.json: fp8\).*in 16 or 32 bits"),
     "missing tensor": (missing_tensor, {}, r"lacks 1 tensors of the model: model\.layers\.1\.mlp\.\w*up"),
     "wrong shape": (wrong_shape, {}, r"has the shape \[.*80.*\], but by the config it is \[.*96.*\]"),
     "truncated": (truncated, {}, r"model\.safetensors is truncated or corrupt: .*fetch it again"),

@@ -5,6 +5,7 @@ from __future__ import annotations
 import gc
 import time
 from collections.abc import Iterator
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -16,10 +17,9 @@ from tiny import make_tiny_model, write_tiny_model
 from aengine.checkpoint.source import ModelSource, resolve_model
 from aengine.config import EngineConfig
 from aengine.errors import ModelLoadError
-from aengine.runner.layers.linear import LinearFormat
-from aengine.runner.model_config import ModelConfig
-from aengine.runner.models import build_model
-from aengine.runner.models.decoder import DecoderModel
+from aengine.runner.models import build_model, read_config
+from aengine.runner.models.causal_lm import CausalLM
+from aengine.runner.weights.formats import choose_formats
 from aengine.runner.weights.loader import load_weights
 
 pytestmark = pytest.mark.gpu
@@ -27,18 +27,18 @@ pytestmark = pytest.mark.gpu
 GPU = torch.device("cuda", 0)
 
 
-def load(source: ModelSource, dtype: str) -> DecoderModel:
-    model = build_model(ModelConfig.from_hf(source.hf_config), LinearFormat.choose(dtype, GPU), GPU)
+def load(source: ModelSource, dtype: str) -> CausalLM:
+    model = build_model(read_config(source.hf_config), choose_formats(dtype, GPU))
     load_weights(model, source, 3, lambda *report: None, GPU)
     return model
 
 
 def given(source: ModelSource, dtype: str, device: torch.device) -> dict[str, torch.Tensor]:
-    """What the slots get, by name, on the CPU in float32."""
-    model = build_model(ModelConfig.from_hf(source.hf_config), LinearFormat.choose(dtype, device), device)
+    """What the places get, by name, on the CPU in float32."""
+    model = build_model(read_config(source.hf_config), choose_formats(dtype, device))
     got: dict[str, torch.Tensor] = {}
-    slots = [slot._replace(set=lambda t, name=slot.name: got.__setitem__(name, t)) for slot in model.slots()]
-    model.slots = lambda: iter(slots)  # type: ignore[method-assign]
+    for name, own in model.weights.places.items():
+        own[:] = [own[0]._replace(put=partial(got.__setitem__, name))]
     load_weights(model, source, 3, lambda *report: None, device)
     assert {(t.device.type, t.dtype) for t in got.values()} == {(device.type, getattr(torch, dtype))}
     return {name: tensor.float().cpu() for name, tensor in got.items()}
@@ -102,7 +102,7 @@ def test_dummy(dtype: str, peak: Any) -> None:
     fused = 2 * size * fields["intermediate_size"] * fields["hidden_size"]
     print(f"{now / 2**30:.2f} GiB in {seconds:.2f} s, at most {most / 2**30:.2f} GiB")
     assert most <= now + fused + 2**29
-    assert model._embed._table.dtype == getattr(torch, dtype)
+    assert model.embed.table.dtype == getattr(torch, dtype)
 
 
 def test_dummy_is_told_by_the_seed() -> None:

@@ -13,10 +13,9 @@ from torch import Tensor
 from aengine.checkpoint.source import ModelSource, resolve_model
 from aengine.config import EngineConfig
 from aengine.runner.attention.torch_attention import Attention, AttentionMetadata, KvCache
-from aengine.runner.layers.linear import LinearFormat
-from aengine.runner.model_config import ModelConfig
-from aengine.runner.models import build_model
-from aengine.runner.models.decoder import DecoderModel
+from aengine.runner.models import build_model, read_config
+from aengine.runner.models.causal_lm import CausalLM
+from aengine.runner.weights.formats import choose_formats
 from aengine.runner.weights.loader import LoadedWeights, load_weights
 
 CPU = torch.device("cpu")
@@ -30,20 +29,26 @@ def source_of(model: str | Path, load_format: str = "auto") -> ModelSource:
     return resolve_model(EngineConfig.create(str(model), {"load_format": load_format}))
 
 
+def build(source: ModelSource, dtype: str = "float32", device: torch.device = CPU) -> CausalLM:
+    """The model without its weights."""
+    stored = None if source.format == "dummy" else source.hf_config
+    return build_model(read_config(source.hf_config), choose_formats(dtype, device, stored))
+
+
 def load(
     source: ModelSource, dtype: str = "float32", seed: int = 0, memory: Any = None
-) -> tuple[DecoderModel, LoadedWeights]:
-    model = build_model(ModelConfig.from_hf(source.hf_config), LinearFormat.choose(dtype, CPU), CPU)
+) -> tuple[CausalLM, LoadedWeights]:
+    model = build(source, dtype)
     return model, load_weights(model, source, seed, no_progress, memory=memory)
 
 
 class Driver:
     """Sequences by name. Each owns scattered blocks; what it has computed is in the KV cache."""
 
-    def __init__(self, model: DecoderModel, rng: random.Random, *, num_blocks: int = 128, block_size: int = 4) -> None:
+    def __init__(self, model: CausalLM, rng: random.Random, *, num_blocks: int = 128, block_size: int = 4) -> None:
         self._model = model
         self._block_size = block_size
-        self._cache = KvCache(model.config, num_blocks, block_size, model.format.dtype, CPU)
+        self._cache = KvCache(model.config, num_blocks, block_size, model.weights.formats.dtype, CPU)
         self._free = list(range(num_blocks))
         rng.shuffle(self._free)
         self._rng = rng

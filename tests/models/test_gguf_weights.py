@@ -19,7 +19,8 @@ from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedModel
 
 from aengine.checkpoint.gguf_file import GgufFile
 from aengine.errors import ModelLoadError
-from aengine.runner.weights import loader
+from aengine.runner.weights import gguf_source
+from aengine.runner.weights.reading import Target
 
 ARCHS = {
     "llama": gguf.MODEL_ARCH.LLAMA,
@@ -108,7 +109,7 @@ def test_against_transformers(
     path = tmp_path / "tiny.gguf"
     write_gguf(path, reference, arch, kinds)
     source = source_of(path)
-    assert source.hf_config["model_type"] == arch
+    assert source.hf_config["model_type"] == gguf.MODEL_ARCH_NAMES[ARCHS[arch]]
     model, loaded = load(source)
     assert loaded.num_parameters == sum(p.numel() for p in reference.parameters())
     tokens = [rng.randrange(VOCAB_SIZE) for _ in range(20)]
@@ -129,7 +130,7 @@ def test_a_type_that_can_not_be_dequantised_is_named(tmp_path: Path) -> None:
         patch.setitem(file.tensors, tensor.name, odd)
         patch.setattr(file, "tensor_data", lambda name: np.zeros((256, 292), np.uint8))
         with pytest.raises(ModelLoadError, match=r"blk\.0\.attn_q\.weight is quantised as Q8_K"):
-            loader._dequantise(file, tensor.name)
+            gguf_source._dequantise(file, tensor.name)
 
 
 def test_only_a_few_tensors_are_read_ahead(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -137,19 +138,19 @@ def test_only_a_few_tensors_are_read_ahead(tmp_path: Path, monkeypatch: pytest.M
     path = tmp_path / "tiny.gguf"
     write_gguf(path, make_tiny_model("llama", num_hidden_layers=12, **SIZES), "llama", [Q.F32])
     begun: list[str] = []
-    dequantise = loader._dequantise
+    dequantise = gguf_source._dequantise
 
     def counted(file: GgufFile, name: str) -> torch.Tensor:
         begun.append(name)
         return dequantise(file, name)
 
-    monkeypatch.setattr(loader, "_dequantise", counted)
+    monkeypatch.setattr(gguf_source, "_dequantise", counted)
     source = source_of(path)
     model, _ = load(source)
     total = len(begun)
     begun.clear()
-    place = loader.Place(frozenset(slot.name for slot in model.slots()), CPU, torch.float32)
-    tensors, _ = loader._gguf(source, model, place)
+    target = Target({name: own[0] for name, own in model.weights.places.items()}, CPU)
+    tensors, _ = gguf_source.read_gguf(source.path, model.gguf, model.config.head_dim, target)
     next(iter(tensors))
     count = -1
     while count != len(begun):  # until the threads have come to rest
@@ -178,7 +179,6 @@ def smollm2_reference(path: str, settings: dict[str, Any]) -> PreTrainedModel:
     return model
 
 
-@pytest.mark.slow
 def test_smollm2(rng: random.Random) -> None:
     """Logits of a prompt, then 32 greedy tokens, one by one through the paged cache."""
     source = source_of("smollm2-135m")

@@ -12,17 +12,16 @@ from typing import Any
 
 import pytest
 import torch
-from driver import CPU, Driver, load, source_of
+from driver import CPU, Driver, build, load, source_of
 from safetensors.torch import load_file, save_file
 from tiny import load_reference, make_tiny_model
 
 from aengine.errors import ModelLoadError
-from aengine.runner.layers.linear import LinearFormat
-from aengine.runner.model_config import ModelConfig
-from aengine.runner.models import build_model
 from aengine.runner.platforms.platform import DeviceMemory
-from aengine.runner.weights import loader
+from aengine.runner.weights import random_source, safetensors_source
 from aengine.runner.weights.loader import load_weights
+from aengine.runner.weights.reading import Target
+from aengine.runner.weights.scope import Place
 
 TinyModel = Callable[..., Path]
 TOKENS = list(range(40, 60))
@@ -61,7 +60,7 @@ def test_bfloat16_checkpoint_runs_in_float32(tiny_model: TinyModel) -> None:
 @pytest.mark.parametrize("tied", [False, True])
 def test_what_is_reported(tiny_model: TinyModel, tied: bool) -> None:
     source = source_of(tiny_model("llama", seed=3, tie_word_embeddings=tied))
-    model = build_model(ModelConfig.from_hf(source.hf_config), LinearFormat.choose("float32", CPU), CPU)
+    model = build(source)
     reports: list[tuple[str, int, int, str]] = []
     loaded = load_weights(model, source, 0, lambda *report: reports.append(report))
     assert loaded.num_parameters == make_tiny_model("llama", tie_word_embeddings=tied).num_parameters()
@@ -168,22 +167,21 @@ META = torch.device("meta")
 def test_another_device_gets_tensors_in_the_models_format(tiny_model: TinyModel, dtype: str) -> None:
     """So that parts of a matrix that wait for the others take no more room than it will. (meta: needs no GPU.)"""
     source = source_of(tiny_model("qwen3", seed=3, max_shard_size="30KB", tie_word_embeddings=True))
-    model = build_model(ModelConfig.from_hf(source.hf_config), LinearFormat.choose(dtype, META), META)
+    model = build(source, dtype, META)
     seen: list[torch.Tensor] = []
-    slots = [slot._replace(set=lambda t, put=slot.set: (seen.append(t), put(t))) for slot in model.slots()]
-    model.slots = lambda: iter(slots)  # type: ignore[method-assign]
+    for own in model.weights.places.values():
+        own.append(own[0]._replace(put=seen.append))
     loaded = load_weights(model, source, 0, lambda *report: None, META)
-    assert len(seen) == len(slots)
+    assert len(seen) == len(model.weights.places)
     assert {(t.device, t.dtype) for t in seen} == {(META, getattr(torch, dtype))}
     assert loaded.num_bytes == 4 * loaded.num_parameters, "of the checkpoint, which is float32"
-    table = model._embed._table
-    assert model._lm_head._weight.weight is table, "a tied table is there once"
+    assert model.lm_head.weight.weight is model.embed.table, "a tied table is there once"
 
 
 def test_what_is_not_wanted_is_not_read(copied: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     rewrite(copied, lambda tensors: tensors.update({"model.vision.weight": torch.ones(3)}))
     put: list[torch.Tensor] = []
-    monkeypatch.setattr(loader.Place, "put", lambda self, tensor: put.append(tensor) or tensor)
+    monkeypatch.setattr(Target, "put", lambda self, name, tensor: put.append(tensor) or tensor)
     load(source_of(copied))
     assert len(put) == len(load_file(copied / "model.safetensors")) - 1
 
@@ -191,29 +189,28 @@ def test_what_is_not_wanted_is_not_read(copied: Path, monkeypatch: pytest.Monkey
 def test_few_tensors_are_read_ahead(tiny_model: TinyModel, monkeypatch: pytest.MonkeyPatch) -> None:
     """Of several files, by turns."""
     source = source_of(tiny_model("llama", seed=3, num_hidden_layers=12, max_shard_size="60KB"))
-    model = build_model(ModelConfig.from_hf(source.hf_config), LinearFormat.choose("float32", CPU), CPU)
-    monkeypatch.setattr(loader, "_READERS", 3)
+    model = build(source)
+    monkeypatch.setattr(safetensors_source, "_READERS", 3)
     put: list[torch.Tensor] = []
-    monkeypatch.setattr(loader.Place, "put", lambda self, tensor: put.append(tensor) or tensor)
-    place = loader.Place(frozenset(slot.name for slot in model.slots()), CPU, torch.float32)
-    tensors, total = loader._safetensors(Path(source.path), place)
+    monkeypatch.setattr(Target, "put", lambda self, name, tensor: put.append(tensor) or tensor)
+    target = Target({name: own[0] for name, own in model.weights.places.items()}, CPU)
+    tensors, total = safetensors_source.read_safetensors(Path(source.path), target)
     first = [next(tensors).name for _ in range(3)]
     assert len(put) <= 3 + 3 + 1
     files = [load_file(path).keys() for path in sorted(Path(source.path).glob("*.safetensors"))]
     assert len(files) > 3 and all(name in names for name, names in zip(first, files))
     names = first + [named.name for named in tensors]
-    assert sorted(names) == sorted(place.wanted) and total > 4 * sum(t.numel() for t in put)
+    assert sorted(names) == sorted(target.places) and total > 4 * sum(t.numel() for t in put)
 
 
 @pytest.mark.parametrize("name", ["a.weight", "a.norm.weight"])
 def test_dummy_weights_of_a_gpu_are_alike_in_every_format(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """Made chunk by chunk. (Here on the CPU.)"""
-    monkeypatch.setattr(loader, "_DUMMY_CHUNK", 100)
+    monkeypatch.setattr(random_source, "_CHUNK", 100)
     made = []
     for dtype in (torch.float32, torch.bfloat16):
-        place = loader.Place(frozenset(), CPU, dtype)
-        slot = loader.Slot(name, (37, 11), lambda tensor: None)
-        made.append(loader._random_on_gpu(slot, torch.Generator().manual_seed(5), place))
+        place = Place(name, (37, 11), dtype, 37 * 11, lambda tensor: None)
+        made.append(random_source._on_gpu(place, torch.Generator().manual_seed(5)))
     assert made[1].dtype == torch.bfloat16 and torch.equal(made[0].bfloat16(), made[1])
     middle = 1.0 if "norm" in name else 0.0
     assert float((made[0] - middle).abs().max()) <= 0.04 and 0.02 < float(made[0].std()) < 0.027
@@ -221,12 +218,12 @@ def test_dummy_weights_of_a_gpu_are_alike_in_every_format(name: str, monkeypatch
 
 
 def test_out_of_gpu_memory(copied: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    def put(place: loader.Place, tensor: torch.Tensor) -> torch.Tensor:
+    def put(target: Target, name: str, tensor: torch.Tensor) -> torch.Tensor:
         if tensor.shape == (48,):
             raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate a lot\nof memory")
         return tensor
 
-    monkeypatch.setattr(loader.Place, "put", put)
+    monkeypatch.setattr(Target, "put", put)
     memory = DeviceMemory(total=8 * 2**30, free=2**30, allocated=7 * 2**30, reserved=7 * 2**30)
     with pytest.raises(ModelLoadError) as caught:
         load(source_of(copied), memory=lambda: memory)
@@ -271,7 +268,7 @@ def set_config(folder: Path, **settings: Any) -> None:
         ("quantization_config", {"quant_method": "fp8", "activation_scheme": "dynamic"}, "fp8"),
         (
             "quantization_config",
-            {"quant_method": "compressed-tensors", "format": "int-quantized"},
+            {"quant_method": "compressed-tensors", "format": "float-quantized"},
             "compressed-tensors",
         ),
         ("compression_config", {"format": "float-quantized"}, "float-quantized"),
@@ -282,9 +279,9 @@ def test_a_quantised_checkpoint_is_refused(copied: Path, key: str, settings: dic
     quantised(copied, torch.float8_e4m3fn, 448)
     set_config(copied, **{key: settings})
     with pytest.raises(ModelLoadError, match=rf"{key} of config\.json: {method}\).*\.gguf file") as caught:
-        source_of(copied)
-    assert str(copied) in str(caught.value) and "\n" not in str(caught.value)
-    assert source_of(copied, "dummy").hf_config[key] == settings  # its weights are random, and plain
+        load(source_of(copied))
+    assert "\n" not in str(caught.value)
+    assert load(source_of(copied, "dummy"))[1].num_parameters, "random weights are plain"
 
 
 @pytest.mark.parametrize(

@@ -6,12 +6,12 @@ from dataclasses import FrozenInstanceError
 from typing import Any
 
 import pytest
-from driver import CPU
+import torch
 
 from aengine.errors import ModelLoadError
-from aengine.runner.layers.linear import LinearFormat
 from aengine.runner.model_config import ModelConfig
-from aengine.runner.models import build_model
+from aengine.runner.models import build_model, read_config
+from aengine.runner.weights.formats import choose_formats
 
 BASE: dict[str, Any] = {
     "model_type": "llama",
@@ -27,7 +27,7 @@ BASE: dict[str, Any] = {
 
 
 def config(**changes: Any) -> ModelConfig:
-    return ModelConfig.from_hf({**BASE, **changes})
+    return read_config({**BASE, **changes})
 
 
 @pytest.mark.parametrize(
@@ -38,7 +38,7 @@ def test_a_missing_key_is_named(key: str) -> None:
     settings = dict(BASE)
     del settings[key]
     with pytest.raises(ModelLoadError, match=key):
-        ModelConfig.from_hf(settings)
+        read_config(settings)
 
 
 @pytest.mark.parametrize(
@@ -56,6 +56,7 @@ def test_a_missing_key_is_named(key: str) -> None:
         ({"rope_scaling": {"type": "linear", "factor": "2"}}, "factor"),
         ({"rope_scaling": {"rope_type": "llama3", "factor": 8.0}}, "low_freq_factor"),
         ({"rope_parameters": {"rope_type": "default", "partial_rotary_factor": 0.5}}, "partial_rotary_factor"),
+        ({"num_local_experts": 8}, "mixtures of experts"),
     ],
 )
 def test_an_unsupported_value_is_named(changes: dict[str, Any], named: str) -> None:
@@ -65,7 +66,7 @@ def test_an_unsupported_value_is_named(changes: dict[str, Any], named: str) -> N
 
 def test_an_unknown_architecture_lists_those_there_are() -> None:
     with pytest.raises(ModelLoadError, match=r"'gpt_neox' .*llama, mistral, qwen2, qwen3"):
-        build_model(config(model_type="gpt_neox"), LinearFormat.choose("float32", CPU), CPU)
+        config(model_type="gpt_neox")
 
 
 def test_what_is_derived() -> None:
@@ -74,15 +75,21 @@ def test_what_is_derived() -> None:
     assert not plain.tie_word_embeddings and plain.sliding_windows == (None, None, None)
     assert config(head_dim=12).q_size == 72
     settings = {key: value for key, value in BASE.items() if key != "num_key_value_heads"}
-    assert ModelConfig.from_hf(settings).num_kv_heads == 6
+    assert read_config(settings).num_kv_heads == 6
     assert config(torch_dtype="bfloat16").checkpoint_dtype == config(dtype="bfloat16").checkpoint_dtype == "bfloat16"
+
+
+def tensors_of_a_layer(**changes: Any) -> set[str]:
+    """Names of the tensors that layer 1 wants, the last two parts of each."""
+    model = build_model(config(**changes), choose_formats("float32", torch.device("cpu")))
+    return {".".join(name.split(".")[-2:]) for name in model.weights.places if ".layers.1." in name}
 
 
 def test_biases_and_norms_of_each_architecture() -> None:
     facts = {
-        name: (c.qkv_bias, c.o_bias, c.mlp_bias, c.qk_norm)
+        name: (*(f"{part}.bias" in wanted for part in ("q_proj", "o_proj", "up_proj")), "q_norm.weight" in wanted)
         for name in ("llama", "mistral", "qwen2", "qwen3")
-        for c in [config(model_type=name)]
+        for wanted in [tensors_of_a_layer(model_type=name)]
     }
     assert facts == {
         "llama": (False, False, False, False),
@@ -90,14 +97,14 @@ def test_biases_and_norms_of_each_architecture() -> None:
         "qwen2": (True, False, False, False),
         "qwen3": (False, False, False, True),
     }
-    llama = config(attention_bias=True, mlp_bias=True)
-    assert (llama.qkv_bias, llama.o_bias, llama.mlp_bias) == (True, True, True)
+    assert {"q_proj.bias", "o_proj.bias", "down_proj.bias"} <= tensors_of_a_layer(attention_bias=True, mlp_bias=True)
 
 
 @pytest.mark.parametrize(
     ("changes", "windows"),
     [
         ({"model_type": "llama", "sliding_window": 9}, (None, None, None)),
+        ({"model_type": "llama", "sliding_window": 9, "gguf_architecture": "llama"}, (9, 9, 9)),
         ({"model_type": "mistral", "sliding_window": 9}, (9, 9, 9)),
         ({"model_type": "mistral", "sliding_window": None}, (None, None, None)),
         ({"model_type": "qwen2", "sliding_window": 9, "max_window_layers": 0}, (None, None, None)),

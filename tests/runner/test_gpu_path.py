@@ -20,12 +20,11 @@ from aengine.runner.attention.backend import TritonAttention
 from aengine.runner.attention.library import TritonPrefill
 from aengine.runner.attention.torch_attention import KvCache
 from aengine.runner.graphs.cuda_graphs import GraphKind, graph_sizes
-from aengine.runner.layers.linear import LinearFormat
-from aengine.runner.model_config import ModelConfig
 from aengine.runner.model_runner import ModelRunner
-from aengine.runner.models import build_model
+from aengine.runner.models import build_model, read_config
 from aengine.runner.platforms.cpu import CpuPlatform
 from aengine.runner.sampling.bitmask_memory import HostBitmasks
+from aengine.runner.weights.formats import choose_formats
 from aengine.runner.weights.loader import load_weights
 
 if TYPE_CHECKING:
@@ -33,7 +32,6 @@ if TYPE_CHECKING:
 
 CPU = torch.device("cpu")
 NUM_BLOCKS, BLOCK_SIZE, MAX_LEN, MAX_SEQS = 32, 16, 96, 8
-pytestmark = pytest.mark.slow
 SHAPES = {
     "llama": {"attention_bias": True, "tie_word_embeddings": False},
     "mistral": {"sliding_window": 20},
@@ -56,8 +54,8 @@ def make_runner(folder: Path, *, like_gpu: bool, enforce_eager: bool = True) -> 
     from aengine.config import EngineConfig
 
     source = resolve_model(EngineConfig.create(str(folder), {}))
-    config = ModelConfig.from_hf(source.hf_config)
-    model = build_model(config, LinearFormat.choose("float32", CPU), CPU)
+    config = read_config(source.hf_config)
+    model = build_model(config, choose_formats("float32", CPU))
     load_weights(model, source, 0, lambda *report: None)
     if like_gpu:
         from aengine.runner.attention.triton_attention import GpuKvCache
@@ -335,10 +333,10 @@ def make_setup(folder: Path, **settings) -> RunnerSetup:
     from aengine.runner.startup.setup import RunnerSetup
 
     config = EngineConfig.create(str(write_tiny_model(folder, "llama")), {"max_num_seqs": 4, **settings})
-    model_config = ModelConfig.from_hf(resolve_model(config).hf_config)
-    model = build_model(model_config, LinearFormat.choose("float32", CPU), CPU)
+    model_config = read_config(resolve_model(config).hf_config)
+    model = build_model(model_config, choose_formats("float32", CPU))
     attention = TritonAttention(TritonPrefill())
-    return RunnerSetup(config, model_config, model, LikeGpu(), attention, BLOCK_SIZE, 64, 0, 1)
+    return RunnerSetup(config, model_config, model, LikeGpu(), attention, torch.float32, BLOCK_SIZE, 64, 0, 1)
 
 
 @pytest.mark.parametrize(("in_flight", "leased"), [(2, 500), (300, 0)])

@@ -17,17 +17,18 @@ import torch
 from aengine.ipc.messages import NewRequest, SchedulerOutput, int32
 from aengine.kernels.dispatch import triton_everywhere
 from aengine.runner.attention.library import TritonPrefill
-from aengine.runner.layers.linear import LinearFormat
 from aengine.runner.model_config import ModelConfig
 from aengine.runner.model_runner import ModelRunner
-from aengine.runner.models import build_model
+from aengine.runner.models import build_model, read_config
 from aengine.runner.platforms.cpu import CpuPlatform
+from aengine.runner.weights.formats import WeightFormats
 from aengine.runner.weights.loader import load_weights
+from aengine.runner.weights.plain import PlainFormat
 
 sys.path.append(str(Path(__file__).parents[1] / "models"))  # behind all else: that folder has a conftest.py too
 
 CPU = torch.device("cpu")
-HALF = LinearFormat("half", torch.float16)  # as on a GPU
+HALF = WeightFormats(torch.float16, torch.float16, PlainFormat(torch.float16))  # as on a GPU
 BLOCK_SIZE, MAX_LEN = 16, 320
 RUN = ("_prepare_inputs", "_prepare_decode", "_write_kernel")
 """What must run for the next op to find sensible indices; the rest is only recorded."""
@@ -77,8 +78,8 @@ def make_runner(folder: Path, max_num_seqs: int) -> tuple[ModelRunner, ModelConf
     from aengine.runner.attention.triton_attention import GpuKvCache
 
     source = resolve_model(EngineConfig.create(str(folder), {}))
-    config = ModelConfig.from_hf(source.hf_config)
-    model = build_model(config, HALF, CPU)
+    config = read_config(source.hf_config)
+    model = build_model(config, HALF)
     load_weights(model, source, 0, lambda *report: None)
     sizes = {"max_num_seqs": max_num_seqs, "max_model_len": MAX_LEN, "prefill": TritonPrefill()}
     num_blocks = MAX_LEN // BLOCK_SIZE

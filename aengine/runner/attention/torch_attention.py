@@ -16,7 +16,7 @@ from ...kernels.kv_write import write_kv
 from ...kernels.paged_attention import decode_attention, prefill_attention
 from ...kernels.rotary import apply_rotary, rotary_rows
 from ..input_batch import InputBatch
-from ..layers.decoder import AttentionLayer
+from ..layers.attention import AttentionLayer
 from ..lazy_zeros import lazy_zeros
 from ..model_config import ModelConfig
 

@@ -17,7 +17,7 @@ from ...kernels.input_prep import PreparedInputs
 from ...kernels.varlen_attention import plan_prompts, varlen_attention
 from ...kernels.write_qkv import apply_rope_and_write_kv
 from ..input_batch import BatchPlan, InputBatch
-from ..layers.decoder import AttentionLayer
+from ..layers.attention import AttentionLayer
 from ..model_config import ModelConfig
 from .library import PrefillBackend, PrefillMetadata
 

@@ -2,27 +2,24 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-
-import torch
 from torch import Tensor
 
 from ...kernels.rms_norm import rms_norm
-from ..weights.slot import Slot
+from ..weights.scope import WeightScope
 
 __all__ = ["RMSNorm"]
 
 
 class RMSNorm:
-    def __init__(self, name: str, size: int, eps: float, dtype: torch.dtype) -> None:
-        self._name, self._size, self._dtype = name, size, dtype
-        self.eps = eps
+    """x * weight / sqrt(mean(x^2) + eps), over the last dimension."""
+
+    def __init__(self, scope: WeightScope, size: int, eps: float) -> None:
         self.weight: Tensor  # [size]
+        self.eps = eps
+        self._dtype = scope.formats.dtype
+        scope.want("weight", (size,), self._dtype, self._put)
 
-    def slots(self) -> Iterator[Slot]:
-        yield Slot(f"{self._name}.weight", (self._size,), self._load)
-
-    def _load(self, tensor: Tensor) -> None:
+    def _put(self, tensor: Tensor) -> None:
         self.weight = tensor.to(self._dtype)
 
     def __call__(self, x: Tensor) -> Tensor:

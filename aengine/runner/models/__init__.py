@@ -1,30 +1,47 @@
-"""The registry: which architectures there are, by the ``model_type`` of config.json.
-
-To add one, see docs/adding-a-model.md.
-"""
+"""The registry: which families of models there are. To add one, see docs/adding-a-model.md."""
 
 from __future__ import annotations
 
-import torch
+from collections.abc import Mapping
+from importlib import import_module
+from typing import Any
 
 from ...errors import ModelLoadError
-from ..layers.linear import LinearFormat
 from ..model_config import ModelConfig
-from .decoder import DecoderModel
-from .llama import Llama
-from .mistral import Mistral
-from .qwen2 import Qwen2
-from .qwen3 import Qwen3
+from ..weights.formats import WeightFormats
+from ..weights.scope import WeightScope
+from .causal_lm import CausalLM
 
-__all__ = ["ARCHITECTURES", "build_model"]
+__all__ = ["FAMILIES", "build_model", "read_config"]
 
-ARCHITECTURES: dict[str, type[DecoderModel]] = {"llama": Llama, "mistral": Mistral, "qwen2": Qwen2, "qwen3": Qwen3}
+FAMILIES = {
+    "llama": "llama.Llama",
+    "mistral": "mistral.Mistral",
+    "qwen2": "qwen2.Qwen2",
+    "qwen3": "qwen3.Qwen3",
+}
+"""By ``model_type`` of config.json, or ``general.architecture`` of a GGUF: the family's file and its class."""
 
 
-def build_model(config: ModelConfig, linear_format: LinearFormat, device: torch.device) -> DecoderModel:
-    """The model without weights. Raises ModelLoadError for an unknown architecture, naming the known ones."""
-    architecture = ARCHITECTURES.get(config.model_type)
-    if architecture is None:
-        known = ", ".join(sorted(ARCHITECTURES))
-        raise ModelLoadError(f"model_type {config.model_type!r} is not supported; these are: {known}")
-    return architecture(config, linear_format, device)
+def read_config(hf_config: Mapping[str, Any]) -> ModelConfig:
+    """The config of a model, by the rules of its family.
+
+    Raises ModelLoadError: no family has this ``model_type``; a key is missing, or its value not supported.
+    """
+    return _family(hf_config.get("model_type")).config_class.from_hf(hf_config)
+
+
+def build_model(config: ModelConfig, formats: WeightFormats) -> CausalLM:
+    """The model, whose weights are yet to be loaded. Raises ModelLoadError."""
+    return _family(config.model_type)(config, WeightScope(formats))
+
+
+def _family(model_type: object) -> type[CausalLM]:
+    if not isinstance(model_type, str):
+        raise ModelLoadError(f"config.json: model_type={model_type!r} must be a string")
+    if model_type not in FAMILIES:
+        known = ", ".join(sorted(FAMILIES))
+        raise ModelLoadError(f"model_type {model_type!r} is not supported; these are: {known}")
+    file, _, name = FAMILIES[model_type].partition(".")
+    family: type[CausalLM] = getattr(import_module(f".{file}", __name__), name)
+    return family

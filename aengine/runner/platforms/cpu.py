@@ -40,7 +40,7 @@ class CpuPlatform:
         pass
 
     def choose_dtype(self, setting: str, checkpoint_dtype: str) -> str:
-        """The setting itself: what "auto" is depends on what the CPU's kernels are good at, see `LinearFormat`."""
+        """The setting itself: what "auto" is depends on what the CPU's kernels are good at, see `choose_formats`."""
         return setting
 
     def choose_attention(self, config: EngineConfig, model_config: ModelConfig, dtype: torch.dtype) -> AttentionBackend:

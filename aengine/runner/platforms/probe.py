@@ -16,8 +16,9 @@ from ...config import EngineConfig, num_worker_threads
 from ...errors import ModelLoadError
 from ...system.memory import free_memory
 from ..attention.library import choose_library
-from ..layers.linear import LinearFormat, float16_plan
 from ..startup.kv_memory import CPU_DEFAULT
+from ..weights.float16_cpu import float16_plan
+from ..weights.formats import choose_formats
 from .cuda import CudaPlatform, driver_version
 from .platform import Unavailable
 
@@ -57,13 +58,13 @@ def _cpu_choices(config: EngineConfig, report: dict[str, Any]) -> dict[str, Any]
         "kv_cache_bytes": min(CPU_DEFAULT, report["free_memory"] // 4),
     }
     try:
-        linear_format = LinearFormat.choose(config.dtype, torch.device("cpu"))
-        if linear_format.name == "float16":
+        formats = choose_formats(config.dtype, torch.device("cpu"))
+        if formats.name == "float16":
             report["matrix_units"] = float16_plan().large is not None
     except RuntimeError as error:
         report["cpu_problem"] = str(error).splitlines()[0]
         return choices
-    return choices | {"weights": linear_format.name, "dtype": str(linear_format.dtype).removeprefix("torch.")}
+    return choices | {"weights": formats.name, "dtype": str(formats.dtype).removeprefix("torch.")}
 
 
 def _gpu_choices(config: EngineConfig, gpu: CudaPlatform, report: dict[str, Any]) -> dict[str, Any]:

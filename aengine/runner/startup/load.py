@@ -13,11 +13,10 @@ from ...checkpoint.source import ModelSource
 from ...config import EngineConfig, num_worker_threads
 from ...errors import ModelLoadError
 from ..attention.torch_attention import DEFAULT_BLOCK_SIZE
-from ..layers.linear import LinearFormat
-from ..model_config import ModelConfig
 from ..model_runner import ModelRunner
-from ..models import build_model
+from ..models import build_model, read_config
 from ..platforms.choice import choose_platform
+from ..weights.formats import choose_formats
 from ..weights.loader import LoadedWeights, load_weights
 from .kv_memory import KvPlan
 from .profile import profile
@@ -50,13 +49,14 @@ def load(config: EngineConfig, source: Mapping[str, Any], progress: Progress) ->
     torch.set_num_threads(num_threads)
     torch.set_grad_enabled(False)
     checkpoint = ModelSource.from_wire(source)
-    model_config = ModelConfig.from_hf(checkpoint.hf_config)
+    model_config = read_config(checkpoint.hf_config)
     platform = choose_platform(config.device)
     platform.open()
     dtype = platform.choose_dtype(config.dtype, model_config.checkpoint_dtype)
-    linear_format = LinearFormat.choose(dtype, platform.device)
-    model = build_model(model_config, linear_format, platform.device)
-    attention = platform.choose_attention(config, model_config, linear_format.dtype)
+    stored = None if checkpoint.format == "dummy" else checkpoint.hf_config  # random weights are never quantised
+    formats = choose_formats(dtype, platform.device, stored)
+    model = build_model(model_config, formats)
+    attention = platform.choose_attention(config, model_config, formats.dtype)
     weights = load_weights(model, checkpoint, config.seed, progress, platform.device, platform.memory)
     setup = RunnerSetup(
         config=config,
@@ -64,6 +64,7 @@ def load(config: EngineConfig, source: Mapping[str, Any], progress: Progress) ->
         model=model,
         platform=platform,
         attention=attention,
+        kv_dtype=formats.dtype,
         block_size=config.block_size or DEFAULT_BLOCK_SIZE,
         max_batched=config.max_num_batched_tokens or platform.default_batched_tokens,
         weight_bytes=platform.memory().allocated if platform.is_accelerator else weights.num_bytes,
@@ -86,15 +87,15 @@ def allocate(setup: RunnerSetup, plan: KvPlan, progress: Progress) -> ModelRunne
 
 
 def _ready(setup: RunnerSetup, weights: LoadedWeights, plan: KvPlan, runner: ModelRunner) -> dict[str, Any]:
-    platform, linear_format = setup.platform, setup.model.format
+    platform, formats = setup.platform, setup.model.weights.formats
     ready = {
         "num_blocks": plan.num_blocks,
         "block_size": setup.block_size,
         "max_model_len": plan.max_model_len,
         "max_num_batched_tokens": setup.max_batched,
         "vocab_size": setup.model_config.vocab_size,
-        "dtype": str(linear_format.dtype).removeprefix("torch."),
-        "weight_format": linear_format.name,
+        "dtype": str(formats.dtype).removeprefix("torch."),
+        "weight_format": formats.name,
         "model_type": setup.model_config.model_type,
         "num_parameters": weights.num_parameters,
         "kv_cache_bytes": plan.num_blocks * setup.bytes_per_block,
@@ -106,5 +107,5 @@ def _ready(setup: RunnerSetup, weights: LoadedWeights, plan: KvPlan, runner: Mod
     }
     if platform.is_accelerator:
         ready |= {"device_name": platform.name, "device_memory_total_bytes": platform.memory().total}
-        logger.info("%s, %s, long prompts through %s", platform.name, linear_format.name, setup.attention.name)
+        logger.info("%s, %s, long prompts through %s", platform.name, formats.name, setup.attention.name)
     return ready

@@ -15,7 +15,7 @@ from ..attention.backend import AttentionBackend
 from ..graphs.cuda_graphs import graph_sizes
 from ..model_config import ModelConfig
 from ..model_runner import ModelRunner
-from ..models.decoder import DecoderModel
+from ..models.causal_lm import CausalLM
 from ..platforms.platform import Platform
 
 __all__ = ["Progress", "RunnerSetup"]
@@ -33,9 +33,10 @@ class RunnerSetup:
 
     config: EngineConfig
     model_config: ModelConfig
-    model: DecoderModel
+    model: CausalLM
     platform: Platform
     attention: AttentionBackend
+    kv_dtype: torch.dtype  # of keys and values in the cache
     block_size: int
     max_batched: int  # tokens in a step
     weight_bytes: int
@@ -43,7 +44,7 @@ class RunnerSetup:
 
     @property
     def bytes_per_block(self) -> int:
-        return self.attention.bytes_per_block(self.model_config, self.block_size, self.model.format.dtype)
+        return self.attention.bytes_per_block(self.model_config, self.block_size, self.kv_dtype)
 
     def make_runner(self, num_blocks: int, max_model_len: int) -> ModelRunner:
         """A runner over a KV cache of ``num_blocks``; no graph is captured yet."""
@@ -52,7 +53,7 @@ class RunnerSetup:
             self.model_config,
             num_blocks,
             self.block_size,
-            self.model.format.dtype,
+            self.kv_dtype,
             platform.device,
             max_num_seqs=config.max_num_seqs,
             max_model_len=max_model_len,
@@ -91,12 +92,12 @@ class RunnerSetup:
             raise self._too_small(error) from error
 
     def _too_small(self, error: Any) -> ModelLoadError:
-        model, dtype = self.model_config, self.model.format.dtype
+        model, formats = self.model_config, self.model.weights.formats
         return ModelLoadError(
             f"a kernel needs more {error.name} than a program may have on {self.platform.name} ({error.required} of "
-            f"{error.limit}), with heads of {model.head_dim} in {self.model.format.name}, "
+            f"{error.limit}), with heads of {model.head_dim} in {formats.name}, "
             f"{model.num_heads // model.num_kv_heads} for a key-value head: use "
-            f"{'' if dtype.itemsize == 2 else 'a 16-bit dtype, '}another GPU or device='cpu'"
+            f"{'' if formats.dtype.itemsize == 2 else 'a 16-bit dtype, '}another GPU or device='cpu'"
         )
 
 

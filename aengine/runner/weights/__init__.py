@@ -1,1 +1,1 @@
-"""The checkpoint's tensors: reading, checking, and placing them."""
+"""Weights: the formats in which they are kept and multiply, and how a checkpoint is loaded into them."""

@@ -1,0 +1,116 @@
+"""Which format each matrix of a model is kept in.
+
+    format     weights              activations   when
+    float32    float32              float32       dtype="float32": exact
+    bfloat16   bfloat16             bfloat16      dtype="bfloat16"
+    float16    float16, twice       float32       on a CPU, dtype="auto" and "float16" (float16_cpu.py)
+    float16    float16              float16       on a GPU, dtype="float16"
+    int8       int8, a scale a row  as above      the checkpoint's quantization_config says so (int8.py)
+
+To add a format, write its file and name it in `_QUANTISED`.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+import torch
+
+from ...errors import ModelLoadError
+from . import float16_cpu
+from .int8 import read_int8
+from .plain import PlainFormat
+from .weight import WeightFormat
+
+__all__ = ["QuantisedMatrices", "WeightFormats", "choose_formats"]
+
+_QUANTISED: tuple[Callable[[Mapping[str, Any]], WeightFormat | None], ...] = (read_int8,)
+"""Each reads a quantization_config: the format that it describes, or None if that is another one."""
+
+
+class QuantisedMatrices(NamedTuple):
+    """A checkpoint's quantised matrices: their format, and the names of those that are left plain."""
+
+    format: WeightFormat
+    ignored: tuple[str, ...]  # a name, or "re:" and a regular expression that matches a name's beginning
+
+    def has(self, name: str) -> bool:
+        return not any(
+            re.match(entry[3:], name) if entry.startswith("re:") else entry == name for entry in self.ignored
+        )
+
+
+@dataclass(frozen=True, slots=True)
+class WeightFormats:
+    """The formats of a model's matrices, and the dtypes of what is beside them."""
+
+    dtype: torch.dtype  # of activations and norms
+    table_dtype: torch.dtype  # of embeddings
+    plain: WeightFormat  # of matrices that the checkpoint keeps as plain numbers
+    quantised: QuantisedMatrices | None = None
+
+    @property
+    def name(self) -> str:
+        return self.plain.name if self.quantised is None else self.quantised.format.name
+
+    def of(self, names: Sequence[str]) -> WeightFormat:
+        """The format of the matrices of these names, which become one weight.
+
+        Raises ModelLoadError if only some of them are quantised.
+        """
+        if self.quantised is None:
+            return self.plain
+        are_quantised = {self.quantised.has(name) for name in names}
+        if len(are_quantised) > 1:
+            raise ModelLoadError(
+                f"quantization_config of config.json: of {', '.join(names)}, which are multiplied together, some are "
+                f"quantised and some are not, which aengine does not read"
+            )
+        return self.quantised.format if are_quantised == {True} else self.plain
+
+
+def choose_formats(dtype: str, device: torch.device, hf_config: Mapping[str, Any] | None = None) -> WeightFormats:
+    """The formats for the setting ``dtype`` on a device, see the table above.
+
+    Args:
+        dtype: "auto" (float16 on a CPU that has FBGEMM, bfloat16 on a GPU) or a dtype's name
+        hf_config: the content of config.json, for its quantization_config; None: nothing is quantised
+
+    Raises:
+        ModelLoadError: the checkpoint is quantised in a way that no format reads, or float16 was asked for on a CPU
+            that has no product for it.
+    """
+    quantised = None if hf_config is None else _read_quantization(hf_config)
+    if device.type == "cpu" and dtype in ("auto", "float16"):
+        if float16_cpu.has_fbgemm():
+            float16_cpu.float16_plan()  # now, while nothing else runs that would disturb its measurement
+            return WeightFormats(torch.float32, torch.float16, float16_cpu.Float16Format(), quantised)
+        if dtype == "float16":
+            raise ModelLoadError(
+                "dtype='float16' on a CPU needs FBGEMM, which torch has for x86-64 with AVX2 only: use dtype='auto', "
+                "'float32' or 'bfloat16'"
+            )
+        dtype = "float32"
+    torch_dtype: torch.dtype = getattr(torch, "bfloat16" if dtype == "auto" else dtype)
+    return WeightFormats(torch_dtype, torch_dtype, PlainFormat(torch_dtype), quantised)
+
+
+def _read_quantization(hf_config: Mapping[str, Any]) -> QuantisedMatrices | None:
+    for key in ("quantization_config", "compression_config"):  # the second: llm-compressor's, until 2024
+        how = hf_config.get(key)
+        if not how:
+            continue
+        how = how if isinstance(how, Mapping) else {}
+        for read in _QUANTISED:
+            if (found := read(how)) is not None:
+                return QuantisedMatrices(found, tuple(map(str, how.get("ignore") or ())))
+        method = how.get("quant_method") or how.get("format") or "unknown method"
+        raise ModelLoadError(
+            f"the weights are quantised ({key} of config.json: {method}), and of quantised checkpoints aengine reads "
+            f"GGUF and 8-bit integers of compressed-tensors with a scale a row: give the checkpoint in 16 or 32 bits "
+            f"that they were made from, or a .gguf file of the model"
+        )
+    return None

@@ -1,0 +1,49 @@
+"""llama.cpp's names of a dense decoder's tensors, and transformers'."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+
+__all__ = ["GgufNames"]
+
+_TOP = {
+    "token_embd": "model.embed_tokens",
+    "output_norm": "model.norm",
+    "output": "lm_head",
+}
+_LAYER = {
+    "attn_norm": "input_layernorm",
+    "ffn_norm": "post_attention_layernorm",
+    "attn_q": "self_attn.q_proj",
+    "attn_k": "self_attn.k_proj",
+    "attn_v": "self_attn.v_proj",
+    "attn_output": "self_attn.o_proj",
+    "attn_q_norm": "self_attn.q_norm",
+    "attn_k_norm": "self_attn.k_norm",
+    "ffn_gate": "mlp.gate_proj",
+    "ffn_up": "mlp.up_proj",
+    "ffn_down": "mlp.down_proj",
+}
+
+
+@dataclass(frozen=True, slots=True)
+class GgufNames:
+    """What a family's GGUF files call its tensors, and how they differ from transformers'."""
+
+    top: Mapping[str, str] = field(default_factory=lambda: _TOP)
+    layer: Mapping[str, str] = field(default_factory=lambda: _LAYER)  # behind "blk.N." and "model.layers.N."
+    interleaved: tuple[str, ...] = ()
+    """Matrices in which llama.cpp's converter puts the two elements of each rotary pair side by side, head by head;
+    names as transformers' end. Elsewhere the first halves of a head come first."""
+
+    def hf_name(self, name: str) -> str:
+        """transformers' name of a GGUF tensor; names that have none are returned as they are."""
+        stem, _, kind = name.rpartition(".")
+        if stem.startswith("blk."):
+            _, layer, part = stem.split(".", 2)
+            return f"model.layers.{layer}.{self.layer[part]}.{kind}" if part in self.layer else name
+        return f"{self.top[stem]}.{kind}" if stem in self.top else name
+
+    def is_interleaved(self, hf_name: str) -> bool:
+        return hf_name.split(".")[-2] in self.interleaved

@@ -1,0 +1,59 @@
+"""Weights from a GGUF file, dequantised to float32 on the CPU (numpy lets the GIL go)."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from functools import partial
+from math import prod
+
+import torch
+from torch import Tensor
+
+from ...checkpoint.gguf_file import GgufFile
+from ...errors import ModelLoadError
+from .gguf_names import GgufNames
+from .reading import Named, Source, Target, in_threads
+
+__all__ = ["read_gguf"]
+
+
+def read_gguf(path: str, names: GgufNames, head_dim: int, target: Target) -> Source:
+    """``names``: of the model's family. Raises ModelLoadError: the file is damaged, or of a type that can't be read."""
+    file = GgufFile(path)
+    total = sum(4 * prod(tensor.shape) for tensor in file.tensors.values())
+    return Source(_read(file, names, head_dim, target), total)
+
+
+def _read(file: GgufFile, names: GgufNames, head_dim: int, target: Target) -> Iterator[Named]:
+    def read(name: str) -> Named:
+        hf_name = names.hf_name(name)
+        if hf_name not in target.places:
+            return Named(hf_name, None)
+        tensor = _dequantise(file, name)
+        if names.is_interleaved(hf_name):
+            tensor = _separate_halves(tensor, head_dim)
+        return Named(hf_name, target.put(hf_name, tensor), tensor.nbytes)
+
+    return in_threads((partial(read, name) for name in file.tensors), max(1, torch.get_num_threads()))
+
+
+def _dequantise(file: GgufFile, name: str) -> Tensor:
+    from gguf import GGMLQuantizationType
+    from gguf.quants import dequantize
+
+    tensor = file.tensors[name]
+    try:
+        data = dequantize(file.tensor_data(name), GGMLQuantizationType(tensor.type_code))
+    except (NotImplementedError, KeyError, ValueError) as error:
+        raise ModelLoadError(
+            f"{file.path}: tensor {name} is quantised as {tensor.type.name}, which the gguf package can't read: {error}"
+        ) from error
+    if not data.flags.writeable:  # float32 already: a view of the file
+        data = data.copy()
+    return torch.from_numpy(data.reshape(tensor.shape))
+
+
+def _separate_halves(tensor: Tensor, head_dim: int) -> Tensor:
+    """Put the first halves of each head's rotary pairs first, which the file has pair by pair: rows or a bias."""
+    pairs = tensor.view(-1, head_dim // 2, 2, *tensor.shape[1:])
+    return pairs.transpose(1, 2).reshape(tensor.shape)

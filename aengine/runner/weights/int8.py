@@ -1,0 +1,83 @@
+"""8-bit integer weights with a scale a row, as compressed-tensors keeps them: W = codes * scale.
+
+    format of the config   tensors
+    "int-quantized"        weight int8 [N, K], weight_scale [N, 1]
+    "pack-quantized"       weight_packed int32 [N, K / 4]: four codes, each plus 128, the first in the lowest byte;
+                           weight_scale [N, 1]
+
+Both mean symmetric codes of 8 bits, one scale for each output feature. Activations are not quantised, also where the
+checkpoint's recipe would (W8A8): that is nearer to the model that it was made from.
+
+The codes become numbers for each product: half the memory of 16 bits, and slower than they are. torch's own product
+for 8-bit weights is not used: with float32 it is slower still, and some shapes crash it (torch 2.13).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from .weight import StoredTensor, Weight, join_rows
+
+__all__ = ["Int8Format", "Int8Weight", "read_int8"]
+
+
+class Int8Weight(Weight):
+    """codes int8 [out_features, in_features]; scale float32 [out_features]."""
+
+    __slots__ = ("_bias", "_codes", "_scale")
+
+    def __init__(self, codes: Tensor, scale: Tensor, bias: Tensor | None) -> None:
+        self._codes = codes
+        self._scale = scale
+        self._bias = bias
+
+    def multiply(self, x: Tensor) -> Tensor:
+        out = F.linear(x, self._codes.to(x.dtype)).mul_(self._scale)  # codes are exact in bfloat16, W would not be
+        return out if self._bias is None else out.add_(self._bias)
+
+
+@dataclass(frozen=True, slots=True)
+class Int8Format:
+    is_packed: bool
+    name: str = "int8"
+
+    def tensors(self, out_features: int, in_features: int, has_bias: bool) -> list[StoredTensor]:
+        count = out_features * in_features
+        if self.is_packed:
+            found = [StoredTensor("weight_packed", (out_features, in_features // 4), torch.int32, count)]
+        else:
+            found = [StoredTensor("weight", (out_features, in_features), torch.int8, count)]
+        found.append(StoredTensor("weight_scale", (out_features, 1), torch.float32, 0))
+        if has_bias:
+            found.append(StoredTensor("bias", (out_features,), torch.float32, out_features))
+        return found
+
+    def make(self, parts: Sequence[Mapping[str, Tensor]]) -> Weight:
+        if self.is_packed:
+            codes = join_rows(parts, "weight_packed").view(torch.int8) ^ -128  # which is minus 128
+        else:
+            codes = join_rows(parts, "weight")
+        bias = join_rows(parts, "bias").float() if "bias" in parts[0] else None
+        return Int8Weight(codes, join_rows(parts, "weight_scale").float().flatten(), bias)
+
+
+def read_int8(config: Mapping[str, Any]) -> Int8Format | None:
+    """The format that a quantization_config describes; None if that is not this one."""
+    if config.get("quant_method", "compressed-tensors") != "compressed-tensors":
+        return None
+    kind = config.get("format")
+    groups = config.get("config_groups")
+    if kind not in ("int-quantized", "pack-quantized") or not isinstance(groups, Mapping) or len(groups) != 1:
+        return None
+    (group,) = groups.values()
+    weights = group.get("weights") or {}
+    asked = {"num_bits": 8, "type": "int", "symmetric": True, "strategy": "channel"}
+    if group.get("targets") != ["Linear"] or any(weights.get(key) != value for key, value in asked.items()):
+        return None
+    return Int8Format(kind == "pack-quantized")

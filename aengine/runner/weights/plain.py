@@ -1,0 +1,59 @@
+"""Weights as torch has them: float32, bfloat16 or float16 on a GPU, float32 or bfloat16 on a CPU."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from ...kernels.linear import add_linear, norm_gated_linear, norm_linear
+from .weight import Norm, StoredTensor, Weight, join_rows
+
+__all__ = ["PlainFormat", "PlainWeight", "plain_tensors"]
+
+
+class PlainWeight(Weight):
+    """Multiplied as it is; every verb is an op of its own (kernels/linear.py)."""
+
+    __slots__ = ("bias", "weight")
+
+    def __init__(self, weight: Tensor, bias: Tensor | None) -> None:
+        self.weight = weight
+        self.bias = bias
+
+    def multiply(self, x: Tensor) -> Tensor:
+        return F.linear(x, self.weight, self.bias)
+
+    def after_norm(self, x: Tensor, norm: Norm, out_dtype: torch.dtype | None = None) -> Tensor:
+        return norm_linear(x, norm.weight, norm.eps, self.weight, self.bias, out_dtype)
+
+    def gated_after_norm(self, x: Tensor, norm: Norm) -> Tensor:
+        return norm_gated_linear(x, norm.weight, norm.eps, self.weight, self.bias)
+
+    def add_to(self, residual: Tensor, x: Tensor) -> None:
+        add_linear(residual, x, self.weight, self.bias)
+
+
+def plain_tensors(out_features: int, in_features: int, has_bias: bool, dtype: torch.dtype) -> list[StoredTensor]:
+    """The tensors of a matrix that the checkpoint keeps as plain numbers."""
+    weight = StoredTensor("weight", (out_features, in_features), dtype, out_features * in_features)
+    return [weight, StoredTensor("bias", (out_features,), dtype, out_features)] if has_bias else [weight]
+
+
+@dataclass(frozen=True, slots=True)
+class PlainFormat:
+    dtype: torch.dtype
+
+    @property
+    def name(self) -> str:
+        return str(self.dtype).removeprefix("torch.")
+
+    def tensors(self, out_features: int, in_features: int, has_bias: bool) -> list[StoredTensor]:
+        return plain_tensors(out_features, in_features, has_bias, self.dtype)
+
+    def make(self, parts: Sequence[Mapping[str, Tensor]]) -> Weight:
+        bias = join_rows(parts, "bias").to(self.dtype) if "bias" in parts[0] else None
+        return PlainWeight(join_rows(parts, "weight").to(self.dtype), bias)

@@ -1,0 +1,41 @@
+"""Random weights, for models of which there is only the config."""
+
+from __future__ import annotations
+
+from math import prod
+
+import torch
+from torch import Tensor
+
+from .reading import Named, Source, Target
+from .scope import Place
+
+__all__ = ["make_random"]
+
+_CHUNK = 2**26
+"""Numbers made at once on a GPU: 256 MiB of float32, for weights of any format."""
+
+
+def make_random(target: Target, seed: int) -> Source:
+    """Norm weights near one, the rest small: activations keep their size through any number of layers."""
+    is_cpu = target.device.type == "cpu"
+    generator = torch.Generator(target.device).manual_seed(seed)
+    sizes = [(place, (4 if is_cpu else place.dtype.itemsize) * prod(place.shape)) for place in target.places.values()]
+    make = _on_cpu if is_cpu else _on_gpu
+    tensors = (Named(place.name, make(place, generator), size) for place, size in sizes)
+    return Source(tensors, sum(size for _, size in sizes))
+
+
+def _on_cpu(place: Place, generator: torch.Generator) -> Tensor:
+    tensor = torch.empty(place.shape).uniform_(-0.04, 0.04, generator=generator)
+    return tensor.add_(1.0) if "norm" in place.name else tensor
+
+
+def _on_gpu(place: Place, generator: torch.Generator) -> Tensor:
+    """Make the numbers in float32, whatever the format, so that they are alike in all up to rounding."""
+    tensor = torch.empty(place.shape, dtype=place.dtype, device=generator.device)
+    middle = 1.0 if "norm" in place.name else 0.0
+    for chunk in tensor.view(-1).split(_CHUNK):
+        numbers = torch.empty(chunk.shape, device=generator.device)
+        chunk.copy_(numbers.uniform_(middle - 0.04, middle + 0.04, generator=generator))
+    return tensor

@@ -1,0 +1,60 @@
+"""What the sources of weights have in common: tensors by name, read in threads, a few ahead."""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from concurrent.futures import Future, ThreadPoolExecutor
+from typing import NamedTuple, TypeVar
+
+import torch
+from torch import Tensor
+
+from .scope import Place
+
+__all__ = ["NUMBERS", "Named", "Source", "Target", "in_threads"]
+
+NUMBERS = frozenset({torch.float16, torch.bfloat16, torch.float32})
+"""Formats whose elements are the weights themselves; others are codes, which mean nothing without their scales."""
+
+T = TypeVar("T")
+
+
+class Named(NamedTuple):
+    name: str  # in transformers' spelling
+    tensor: Tensor | None  # where the model is; None: not wanted, and not read
+    num_bytes: int = 0  # in the checkpoint's format
+
+
+class Source(NamedTuple):
+    """Tensors of a checkpoint, ``total`` bytes of them."""
+
+    tensors: Iterator[Named]
+    total: int
+
+
+class Target(NamedTuple):
+    """What is wanted of a checkpoint, by name, and on which device."""
+
+    places: Mapping[str, Place]
+    device: torch.device
+
+    def put(self, name: str, tensor: Tensor) -> Tensor:
+        """The tensor on the device, in the dtype of its place; on a CPU numbers stay as they are.
+
+        Converted before it is copied: fewer bytes to copy, and no room on the device but its own.
+        """
+        return tensor if self.device.type == "cpu" else tensor.to(self.places[name].dtype).to(self.device)
+
+
+def in_threads(jobs: Iterable[Callable[[], T]], num_threads: int) -> Iterator[T]:
+    """What the jobs return, in their order; no more than one a thread is ahead of who takes it."""
+    # Not pool.map: it takes all jobs at once, and a model larger than memory would be read into it.
+    ahead: deque[Future[T]] = deque()
+    with ThreadPoolExecutor(num_threads, thread_name_prefix="weights") as pool:
+        for job in jobs:
+            ahead.append(pool.submit(job))
+            if len(ahead) > num_threads:
+                yield ahead.popleft().result()
+        while ahead:
+            yield ahead.popleft().result()

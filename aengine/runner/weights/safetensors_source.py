@@ -1,0 +1,106 @@
+"""Weights from the safetensors files of a folder."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager
+from functools import partial
+from itertools import chain, zip_longest
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from ...errors import ModelLoadError
+from .reading import NUMBERS, Named, Source, Target, in_threads
+
+__all__ = ["read_safetensors"]
+
+_READERS = 8
+"""Threads that read files. One copies 2 to 4 GB/s out of the page cache to a GPU; from a disk the more are better."""
+_DTYPES = {
+    "F16": torch.float16,
+    "BF16": torch.bfloat16,
+    "F32": torch.float32,
+    "I8": torch.int8,
+    "U8": torch.uint8,
+    "I32": torch.int32,
+    "I64": torch.int64,
+    "F8_E4M3": torch.float8_e4m3fn,
+    "F8_E5M2": torch.float8_e5m2,
+}
+
+
+def read_safetensors(folder: Path, target: Target) -> Source:
+    """Raises ModelLoadError: a file is missing, truncated or corrupt; a tensor is not stored as its place needs it."""
+    files = _shards(folder)
+    return Source(_read(files, target), sum(path.stat().st_size for path in files))
+
+
+def _shards(folder: Path) -> list[Path]:
+    index = folder / "model.safetensors.index.json"
+    if index.is_file():
+        try:
+            names = sorted(set(json.loads(index.read_text())["weight_map"].values()))
+        except (ValueError, KeyError, TypeError, AttributeError) as error:
+            raise ModelLoadError(f"{index} can't be read: {error!r}") from error
+        missing = [name for name in names if not (folder / name).is_file()]
+        if missing:
+            shown = ", ".join(missing[:5]) + (", ..." if len(missing) > 5 else "")
+            raise ModelLoadError(f"{index} names {shown}, which are not in {folder}")
+        return [folder / name for name in names]
+    files = sorted(folder.glob("*.safetensors"))
+    if not files:
+        raise ModelLoadError(f"{folder} has no .safetensors file")
+    return files
+
+
+def _read(files: list[Path], target: Target) -> Iterator[Named]:
+    """Take a tensor of each file in turn, so that several files are read at once."""
+    from safetensors import safe_open
+
+    with ExitStack() as stack:
+        jobs: list[list[Callable[[], Named]]] = []
+        for path in files:
+            with _corrupt(path):
+                file = stack.enter_context(safe_open(path, framework="pt"))
+                jobs.append([partial(_read_tensor, path, file, name, target) for name in file.keys()])  # noqa: SIM118
+        in_turn = chain.from_iterable(zip_longest(*jobs))
+        yield from in_threads((job for job in in_turn if job is not None), _READERS)
+
+
+def _read_tensor(path: Path, file: Any, name: str, target: Target) -> Named:
+    if name not in target.places:
+        return Named(name, None)
+    with _corrupt(path):
+        stored_as = file.get_slice(name).get_dtype()
+    _check_dtype(path, name, stored_as, target.places[name].dtype)
+    with _corrupt(path):
+        tensor = file.get_tensor(name)  # a view of the mapped file: nothing is read yet
+    return Named(name, target.put(name, tensor), tensor.nbytes)
+
+
+def _check_dtype(path: Path, name: str, stored_as: str, wanted: torch.dtype) -> None:
+    dtype = _DTYPES.get(stored_as)
+    if wanted in NUMBERS and dtype not in NUMBERS:
+        raise ModelLoadError(
+            f"{path}: {name} is stored as {stored_as}, the codes of a quantised checkpoint, and config.json has no "
+            f"quantization_config that says what they mean: give the checkpoint in 16 or 32 bits that it was made "
+            f"from, or a .gguf file of the model"
+        )
+    if wanted not in NUMBERS and dtype != wanted:
+        expected = next(key for key, value in _DTYPES.items() if value == wanted)
+        raise ModelLoadError(
+            f"{path}: {name} is stored as {stored_as}, but by the quantization_config of config.json it is {expected}"
+        )
+
+
+@contextmanager
+def _corrupt(path: Path) -> Iterator[None]:
+    from safetensors import SafetensorError
+
+    try:
+        yield
+    except (SafetensorError, OSError, ValueError) as error:
+        raise ModelLoadError(f"{path} is truncated or corrupt: {error}; fetch it again") from error

@@ -1,0 +1,83 @@
+"""`Weight`: a matrix that multiplies, in whatever format it is kept; and what such a format is.
+
+A format is one file: it says which tensors of the checkpoint make a matrix [out_features, in_features], and makes a
+`Weight` of them, which knows how to multiply. `Weight` has the products of a layer as verbs, together with what comes
+right before and after them. A format that can do both in one kernel overrides the verb; others multiply, and the rest
+is done beside.
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Mapping, Sequence
+from typing import NamedTuple, Protocol
+
+import torch
+from torch import Tensor
+
+from ...kernels.activation import silu_and_mul
+from ...kernels.rms_norm import rms_norm
+
+__all__ = ["Norm", "StoredTensor", "Weight", "WeightFormat", "join_rows"]
+
+
+class Norm(Protocol):
+    """An RMS norm, as a product after it needs to know it."""
+
+    weight: Tensor  # [in_features]
+    eps: float
+
+
+class Weight(ABC):
+    """A matrix [out_features, in_features] with its bias, if it has one."""
+
+    __slots__ = ()
+
+    @abstractmethod
+    def multiply(self, x: Tensor) -> Tensor:
+        """[n, out_features] in x's dtype, for x [n, in_features]; the bias included."""
+
+    def after_norm(self, x: Tensor, norm: Norm, out_dtype: torch.dtype | None = None) -> Tensor:
+        """The product by norm(x): [n, out_features] in x's dtype or ``out_dtype``, a new tensor."""
+        return self.multiply(rms_norm(x, norm.weight, norm.eps)).to(out_dtype or x.dtype)
+
+    def gated_after_norm(self, x: Tensor, norm: Norm) -> Tensor:
+        """silu(gate) * up, [n, out_features / 2]: gate and up are the halves of the product by norm(x)."""
+        return silu_and_mul(self.multiply(rms_norm(x, norm.weight, norm.eps)))
+
+    def add_to(self, residual: Tensor, x: Tensor) -> None:
+        """Add the product by x to ``residual`` [n, out_features], in place."""
+        residual.add_(self.multiply(x))
+
+
+class StoredTensor(NamedTuple):
+    """One of the tensors in which a checkpoint keeps a matrix."""
+
+    suffix: str  # of its name, behind the matrix's: "weight", "bias", "weight_scale"
+    shape: tuple[int, ...]
+    dtype: torch.dtype  # see `Place`
+    num_parameters: int  # that it stands for: none for a scale
+
+
+class WeightFormat(Protocol):
+    """How matrices are kept, in the checkpoint and in memory."""
+
+    @property
+    def name(self) -> str:
+        """For people, such as "bfloat16"."""
+
+    def tensors(self, out_features: int, in_features: int, has_bias: bool) -> list[StoredTensor]:
+        """What the checkpoint has of one matrix."""
+
+    def make(self, parts: Sequence[Mapping[str, Tensor]]) -> Weight:
+        """One weight of several matrices over the same input, put below each other (q, k, v; gate, up).
+
+        Args:
+            parts: for each matrix its tensors by suffix, as `tensors` names them, on the model's device. They are the
+                format's to keep.
+        """
+
+
+def join_rows(parts: Sequence[Mapping[str, Tensor]], suffix: str) -> Tensor:
+    """The tensors of one suffix below each other; the tensor itself if there is one part."""
+    return parts[0][suffix] if len(parts) == 1 else torch.cat([part[suffix] for part in parts])

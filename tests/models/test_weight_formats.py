@@ -1,0 +1,192 @@
+"""Formats of weights: what one that only multiplies gets for nothing, and 8-bit integers kept as they are stored."""
+
+from __future__ import annotations
+
+import json
+import random
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from driver import CPU, Driver, build, load, source_of
+from safetensors.torch import load_file, save_file
+
+from aengine.errors import ModelLoadError
+from aengine.runner.weights.int8 import Int8Weight
+from aengine.runner.weights.plain import PlainWeight
+from aengine.runner.weights.weight import Weight
+
+TinyModel = Callable[..., Path]
+TOKENS = list(range(40, 70))
+KINDS = ["int-quantized", "pack-quantized"]
+CONFIG: dict[str, Any] = {
+    "quant_method": "compressed-tensors",
+    "config_groups": {
+        "group_0": {
+            "targets": ["Linear"],
+            "weights": {"num_bits": 8, "type": "int", "symmetric": True, "strategy": "channel", "dynamic": False},
+            "input_activations": {"num_bits": 8, "type": "int", "strategy": "token", "dynamic": True},
+        }
+    },
+    "ignore": ["lm_head"],
+}
+
+
+class OnlyMultiplies(Weight):
+    def __init__(self, weight: torch.Tensor, bias: torch.Tensor) -> None:
+        self.weight, self.bias = weight, bias
+
+    def multiply(self, x: torch.Tensor) -> torch.Tensor:
+        return x @ self.weight.t() + self.bias
+
+
+@pytest.mark.parametrize("rows", [1, 7])
+def test_a_weight_that_only_multiplies_has_all_verbs(rows: int, rng: random.Random) -> None:
+    gen = torch.Generator().manual_seed(rng.getrandbits(60))
+    weight, bias = torch.randn(64, 48, generator=gen), torch.randn(64, generator=gen)
+    x, residual = torch.randn(rows, 48, generator=gen), torch.randn(rows, 64, generator=gen)
+    norm = SimpleNamespace(weight=torch.rand(48, generator=gen) + 0.5, eps=0.1)
+    outcomes = []
+    for made in (PlainWeight(weight, bias), OnlyMultiplies(weight, bias)):
+        added = residual.clone()
+        made.add_to(added, x)
+        wider = made.after_norm(x, norm, torch.float64)
+        assert wider.dtype == torch.float64
+        outcomes.append([made.multiply(x), made.after_norm(x, norm), made.gated_after_norm(x, norm), added, wider])
+    for plain, other in zip(*outcomes, strict=True):
+        torch.testing.assert_close(other, plain, rtol=1e-4, atol=1e-5)
+    normed = x / (x.square().mean(-1, keepdim=True) + 0.1).sqrt() * norm.weight
+    gate, up = (normed @ weight.t() + bias).chunk(2, -1)
+    torch.testing.assert_close(outcomes[1][2], gate * up / (1 + (-gate).exp()), rtol=1e-4, atol=1e-4)
+
+
+def quantise(folder: Path, kind: str, ignored: tuple[str, ...] = ()) -> dict[str, torch.Tensor]:
+    """Write the folder's matrices as codes; returns all tensors as numbers again, by name."""
+    path = folder / "model.safetensors"
+    tensors, exact = load_file(path), {}
+    for name, tensor in list(tensors.items()):
+        exact[name] = tensor.clone()
+        if not name.endswith("proj.weight") or any(part in name for part in ignored):
+            continue
+        scale = tensor.abs().amax(1, keepdim=True) / 127
+        codes = (tensor / scale).round()
+        exact[name] = codes * scale
+        del tensors[name]
+        if kind == "pack-quantized":
+            parts = (codes.long() + 128).view(len(codes), -1, 4)
+            words = sum(parts[..., i] << 8 * i for i in range(4))
+            tensors[f"{name}_packed"] = torch.where(words >= 2**31, words - 2**32, words).int()
+            tensors[f"{name}_shape"] = torch.tensor(tensor.shape)
+        else:
+            tensors[name] = codes.to(torch.int8)
+        tensors[f"{name}_scale"] = scale
+    save_file({name: tensor.contiguous() for name, tensor in tensors.items()}, path)
+    set_quantization(folder, {**CONFIG, "format": kind, "ignore": [*CONFIG["ignore"], *(f"re:.*{i}" for i in ignored)]})
+    return exact
+
+
+def set_quantization(folder: Path, config: dict[str, Any]) -> None:
+    path = folder / "config.json"
+    path.write_text(json.dumps(json.loads(path.read_text()) | {"quantization_config": config}))
+
+
+def logits(folder: Path, dtype: str = "float32") -> torch.Tensor:
+    driver = Driver(load(source_of(folder), dtype)[0], random.Random(0))
+    return torch.cat([driver.step({"a": part})["a"] for part in (TOKENS[:20], TOKENS[20:21], TOKENS[21:])])
+
+
+@pytest.fixture
+def copied(tiny_model: TinyModel, tmp_path: Path) -> Callable[..., Path]:
+    return lambda arch, **fields: Path(
+        shutil.copytree(tiny_model(arch, seed=3, **fields), tmp_path / f"{arch}-{len(list(tmp_path.iterdir()))}")
+    )
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize(
+    ("arch", "fields"),
+    [
+        ("llama", {"attention_bias": True, "mlp_bias": True}),
+        ("mistral", {"sliding_window": 7}),
+        ("qwen2", {}),
+        ("qwen3", {"tie_word_embeddings": True}),
+    ],
+)
+def test_int8_is_the_dequantised_model(
+    arch: str, fields: dict[str, Any], kind: str, copied: Callable[..., Path]
+) -> None:
+    folder, plain = copied(arch, **fields), copied(arch, **fields)
+    save_file(quantise(folder, kind), plain / "model.safetensors")
+    torch.testing.assert_close(logits(folder), logits(plain), rtol=0, atol=2e-4)
+    coarse, wanted = logits(folder, "bfloat16"), logits(plain, "bfloat16")
+    assert float((coarse - wanted).norm() / wanted.norm()) < 0.03
+    model, loaded = load(source_of(folder))
+    assert loaded.num_parameters == load(source_of(plain))[1].num_parameters
+    assert model.weights.formats.name == "int8"
+    layer: Any = model.layers[0]  # type: ignore[attr-defined]
+    for linear in (layer.attention.qkv, layer.attention.o, layer.mlp.gate_up, layer.mlp.down):
+        assert isinstance(linear.weight, Int8Weight) and linear.weight._codes.dtype == torch.int8
+    assert isinstance(model.lm_head.weight, PlainWeight)  # type: ignore[attr-defined]
+
+
+@pytest.mark.parametrize("rows", [1, 16, 17, 40])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_int8_product(rows: int, dtype: torch.dtype, rng: random.Random) -> None:
+    gen = torch.Generator().manual_seed(rng.getrandbits(60))
+    codes = torch.randint(-128, 128, (80, 96), generator=gen).to(torch.int8)
+    scale, bias = torch.rand(80, generator=gen) / 127, torch.randn(80, generator=gen)
+    x = torch.randn(rows, 96, generator=gen).to(dtype)
+    wanted = x.double() @ (codes.double() * scale[:, None].double()).t() + bias
+    out = Int8Weight(codes, scale, bias).multiply(x)
+    assert out.dtype == dtype
+    off = float((out.double() - wanted).norm() / wanted.norm())
+    assert off < (1e-6 if dtype == torch.float32 else 6e-3)
+
+
+def test_what_the_config_ignores_is_plain(copied: Callable[..., Path]) -> None:
+    folder, plain = copied("llama"), copied("llama")
+    save_file(quantise(folder, "int-quantized", ignored=("o_proj", "mlp")), plain / "model.safetensors")
+    torch.testing.assert_close(logits(folder), logits(plain), rtol=0, atol=2e-4)
+
+
+def test_parts_of_a_matrix_are_quantised_together(copied: Callable[..., Path]) -> None:
+    folder = copied("llama")
+    quantise(folder, "int-quantized", ignored=("v_proj",))
+    with pytest.raises(ModelLoadError, match=r"q_proj, .*v_proj, which are multiplied together"):
+        build(source_of(folder))
+
+
+def test_tensors_that_contradict_the_config(copied: Callable[..., Path]) -> None:
+    folder = copied("llama")
+    quantise(folder, "int-quantized")
+    path = folder / "model.safetensors"
+    tensors = load_file(path)
+    name = "model.layers.1.mlp.down_proj.weight"
+    save_file(tensors | {name: tensors[name].float()}, path)
+    with pytest.raises(ModelLoadError, match=r"down_proj\.weight is stored as F32.*it is I8"):
+        load(source_of(folder))
+    del tensors[f"{name}_scale"]
+    save_file(tensors, path)
+    with pytest.raises(ModelLoadError, match=r"lacks 1 tensors.*down_proj\.weight_scale"):
+        load(source_of(folder))
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        {"num_bits": 4},
+        {"type": "float"},
+        {"symmetric": False},
+        {"strategy": "group", "group_size": 128},
+    ],
+)
+def test_other_integers_are_refused(change: dict[str, Any], copied: Callable[..., Path]) -> None:
+    folder = copied("llama")
+    groups = {"group_0": {"targets": ["Linear"], "weights": CONFIG["config_groups"]["group_0"]["weights"] | change}}
+    set_quantization(folder, {**CONFIG, "format": "pack-quantized", "config_groups": groups})
+    with pytest.raises(ModelLoadError, match=r"compressed-tensors\).*16 or 32 bits"):
+        build(source_of(folder), "float32", CPU)
