@@ -264,11 +264,10 @@ class AsyncLLM:
         ``completion.message`` has its content, reasoning and tool calls; ``completion.parsed`` the value of an
         ``output_type``, if the answer was one.
         """
-        stream = await self.stream_chat(messages, params, output_type=output_type, **options)
-        async with stream:
+        async with self.stream_chat(messages, params, output_type=output_type, **options) as stream:
             return await stream.wait()
 
-    async def stream_chat(
+    def stream_chat(
         self,
         messages: Sequence[Mapping[str, Any]],
         params: SamplingParams | None = None,
@@ -277,6 +276,8 @@ class AsyncLLM:
         **options: Unpack[ChatOptions],
     ) -> ChatStream:
         """Begin to answer chat messages, with tools and a shape for the answer in one grammar, after reasoning.
+
+        Returns at once, as `stream` does; what preparing the chat finds wrong is raised by the stream.
 
         Args:
             messages: ``[{"role": "user", "content": "..."}]``, also with role "tool" and "tool_calls" as OpenAI's.
@@ -290,10 +291,13 @@ class AsyncLLM:
         Raises (here, or from the stream):
             InvalidRequestError: as of `stream`; also for tools and tool_choice.
             GrammarError: a tool's parameters or the type can't be held; it names which.
-            DeadlineExceededError: as of `stream`; also here.
+            ContextLengthError, EngineOverloadedError, DeadlineExceededError, EngineClosedError: as of `stream`.
         """
+        from .handles.chats import begin_chat  # brings all of chats with it
+
         chat, request = chat_options(options)
-        return await self._handle.stream_chat(messages, params, {"output_type": output_type, **chat}, request)
+        core, asked = self._handle.running_core(), {"output_type": output_type, **chat}
+        return begin_chat(core, self._handle.submit, messages, params, asked, request)
 
     def abort(self, request_id: str) -> bool:
         """End a request by its id; its stream ends with FinishReason.ABORT. Returns whether it was running."""

@@ -97,8 +97,8 @@ def chat_options(given: ChatOptions) -> tuple[dict[str, Any], dict[str, Any]]:
     """The options that are given of the chat, and all of the request that it makes. Raises InvalidRequestError."""
     _check_names(given, ChatOptions.__annotations__.keys())
     chat = {name: value for name, value in given.items() if name in _OF_CHAT}
-    request = {name: given.get(name, default) for name, default in _REQUEST.items() if name not in _OF_CHAT}
-    return chat, request
+    request = {name: given.get(name, default) for name, default in _REQUEST.items()}
+    return chat, request | {"on_unsupported": "error", "output_type": None}  # those are the chat's
 
 
 def generate_options(given: GenerateOptions) -> tuple[dict[str, Any], Progress, bool]:

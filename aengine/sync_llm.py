@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any, overload
 from .blocking import Batch, ChatIterator, TokenIterator, is_many, one_each, showing
 from .errors import InvalidRequestError
 from .handles.calls import positive_seconds, resume, seconds, start_profile, stop_profile
+from .handles.chats import begin_chat
 from .handles.on_thread import ThreadHandle
 from .options import ChatOptions, GenerateOptions, RequestOptions, chat_options, generate_options, request_options
 from .params import SamplingParams
@@ -224,7 +225,9 @@ class SyncLLM:
         """Begin to answer chat messages. Arguments and errors as of `AsyncLLM.stream_chat`."""
         self._check()
         chat, request = chat_options(options)
-        stream = self._handle.stream_chat_and_wait(messages, params, {"output_type": output_type, **chat}, request)
+        core, asked = self._handle.running_core(), {"output_type": output_type, **chat}
+        submit = partial(self._handle.submit_as, BlockingStream)
+        stream = begin_chat(core, submit, messages, params, asked, request)
         return ChatIterator(stream, self._check)
 
     def abort(self, request_id: str) -> bool:

@@ -30,7 +30,7 @@ async def get_weather(city: str) -> str:
 
 async def answer(engine: AsyncLLM, messages: list[dict], params: SamplingParams, **options) -> tuple:
     """One turn, shown as it comes. Returns its message and, if it did not call a tool, its `Report`."""
-    stream = await engine.stream_chat(messages, params, output_type=Report, **options)
+    stream = engine.stream_chat(messages, params, output_type=Report, **options)
     async for delta in stream:
         match delta:
             case ReasoningDelta(text=text):

@@ -8,28 +8,28 @@ from typing import TYPE_CHECKING, Any
 from ..chat.plan import ChatRequest
 from ..params import SamplingParams
 from ..streams.chat_stream import ChatStream
-from ..streams.token_stream import TokenStream
 
 if TYPE_CHECKING:
     from ..engine.core import EngineCore
-    from ..engine.user_request import UserRequest
+    from ..streams.token_stream import TokenStream
 
 __all__ = ["begin_chat"]
 
 
-async def begin_chat(
+def begin_chat(
     core: EngineCore,
-    stream_of: Callable[[EngineCore, UserRequest], TokenStream],
+    submit: Callable[..., TokenStream],
     messages: Sequence[Mapping[str, Any]],
     params: SamplingParams | None,
     chat: dict[str, Any],
     options: dict[str, Any],
 ) -> ChatStream:
-    """See `AsyncLLM.stream_chat`; ``chat`` and ``options`` are those of the chat and of the request. On the engine's
-    loop, at once."""
+    """See `AsyncLLM.stream_chat`; ``chat`` and ``options`` are those of the chat and of the request. ``submit``: of the
+    handle that has this core."""
     core.check_accepts()
     params = SamplingParams() if params is None else params
     asked = ChatRequest.of(params, messages=messages, **chat)
-    request = core.admission.submit(asked, params, final_only=False, **options)
-    assert core.tokenizer is not None  # without one the request was refused
-    return ChatStream(stream_of(core, request), core.tokenizer, params)
+    tokenizer = core.tokenizer
+    stream = submit(asked, params, final_only=False, **options)
+    assert tokenizer is not None  # without one the request was refused
+    return ChatStream(stream, tokenizer, params)

@@ -10,7 +10,7 @@ import logging
 import os
 import warnings
 import weakref
-from collections.abc import Awaitable, Callable, Mapping, Sequence
+from collections.abc import Awaitable, Callable
 from importlib import import_module
 from typing import TYPE_CHECKING, Any, NamedTuple, Protocol, TypeVar
 
@@ -21,11 +21,9 @@ if TYPE_CHECKING:
     from ..config import EngineConfig, StartupProgress
     from ..engine.core import EngineCore
     from ..engine.executor import Executor
-    from ..engine.user_request import UserRequest
     from ..params import SamplingParams
-    from ..streams.chat_stream import ChatStream
     from ..streams.token_stream import TokenStream
-    from ..tokenizer.prompt import Prompt
+    from ..tokenizer.prompt import Prompt, PromptPart
 
 __all__ = ["LocalHandle", "Owner", "Wording"]
 
@@ -216,31 +214,15 @@ class LocalHandle:
 
     # -- requests
 
-    def submit(self, prompt: Prompt, params: SamplingParams | None, **options: Any) -> TokenStream:
-        """Register a request. ``options``: all that `Admission.submit` takes of a call."""
+    def submit(self, prompt: Prompt | PromptPart, params: SamplingParams | None, **options: Any) -> TokenStream:
+        """Register a request. ``options``: those of `request_options`, ``output_type`` and ``final_only``."""
+        from ..streams.token_stream import TokenStream
         from ..structured.asked_type import with_output_type
 
         core = self.running_core()
         core.check_accepts()
         params, shape = with_output_type(params, options)
-        return self.stream_of(core, core.admission.submit(prompt, params, **shape, **options))
-
-    async def stream_chat(
-        self,
-        messages: Sequence[Mapping[str, Any]],
-        params: SamplingParams | None,
-        chat: dict[str, Any],
-        request: dict[str, Any],
-    ) -> ChatStream:
-        """Register a chat."""
-        from .chats import begin_chat
-
-        core = self.running_core()
-        return await begin_chat(core, self.stream_of, messages, params, chat, request)
-
-    def stream_of(self, core: EngineCore, request: UserRequest) -> TokenStream:
-        from ..streams.token_stream import TokenStream
-
+        request = core.admission.submit(prompt, params, **shape, **options)
         return TokenStream(request.request_id, request.mailbox, core.loop, core.admission.abort)
 
     def abort(self, request_id: str) -> bool:

@@ -12,24 +12,20 @@ dropped without being closed takes the thread along.
 from __future__ import annotations
 
 import itertools
-from collections.abc import Awaitable, Callable, Coroutine, Mapping, Sequence
-from functools import partial
+from collections.abc import Awaitable, Callable
 from typing import TYPE_CHECKING, Any, TypeVar
 
 from ..engine.core import EngineCore
 from ..params import SamplingParams
-from ..streams.cross_thread_stream import BlockingStream, CrossThreadStream
+from ..streams.cross_thread_stream import CrossThreadStream
 from ..structured.asked_type import with_output_type
 from ..threads.loop_thread import LoopEndedError, LoopThread
-from .chats import begin_chat
 from .local import Owner
 from .thread_life import ThreadLife
 
 if TYPE_CHECKING:
     from ..config import EngineConfig
-    from ..engine.user_request import UserRequest
-    from ..streams.chat_stream import ChatStream
-    from ..tokenizer.prompt import Prompt
+    from ..tokenizer.prompt import Prompt, PromptPart
 
 __all__ = ["ThreadHandle"]
 
@@ -82,11 +78,13 @@ class ThreadHandle(ThreadLife):
 
     # -- requests
 
-    def submit(self, prompt: Prompt, params: SamplingParams | None, **options: Any) -> CrossThreadStream:
-        """Register a request. ``options``: all that `Admission.submit` takes of a call."""
+    def submit(self, prompt: Prompt | PromptPart, params: SamplingParams | None, **options: Any) -> CrossThreadStream:
+        """Register a request. ``options``: those of `request_options`, ``output_type`` and ``final_only``."""
         return self.submit_as(CrossThreadStream, prompt, params, **options)
 
-    def submit_as(self, stream_class: type[S], prompt: Prompt, params: SamplingParams | None, **options: Any) -> S:
+    def submit_as(
+        self, stream_class: type[S], prompt: Prompt | PromptPart, params: SamplingParams | None, **options: Any
+    ) -> S:
         """Register a request, and return a stream of this class."""
         core, thread = self._running()
         core.check_accepts()
@@ -117,45 +115,6 @@ class ThreadHandle(ThreadLife):
         except BaseException:  # a Ctrl-C
             self._arriving.discard(request_id)
             raise
-        return stream
-
-    async def stream_chat(
-        self,
-        messages: Sequence[Mapping[str, Any]],
-        params: SamplingParams | None,
-        chat: dict[str, Any],
-        request: dict[str, Any],
-    ) -> ChatStream:
-        """Register a chat."""
-        return await self.run(partial(self._begin_chat, CrossThreadStream, messages, params, chat, request))
-
-    def stream_chat_and_wait(
-        self,
-        messages: Sequence[Mapping[str, Any]],
-        params: SamplingParams | None,
-        chat: dict[str, Any],
-        request: dict[str, Any],
-    ) -> ChatStream:
-        """Register a chat, for a thread that blocks meanwhile."""
-        return self.wait(partial(self._begin_chat, BlockingStream, messages, params, chat, request))
-
-    def _begin_chat(
-        self,
-        stream_class: type[CrossThreadStream],
-        messages: Sequence[Mapping[str, Any]],
-        params: SamplingParams | None,
-        chat: dict[str, Any],
-        request: dict[str, Any],
-        core: EngineCore,
-    ) -> Coroutine[Any, Any, ChatStream]:
-        stream_of = partial(self._stream_of, stream_class)
-        return begin_chat(core, stream_of, messages, params, chat, request)
-
-    def _stream_of(
-        self, stream_class: type[CrossThreadStream], core: EngineCore, request: UserRequest
-    ) -> CrossThreadStream:
-        stream = stream_class(self._running()[1], self.local.owner(), request.request_id)
-        stream.accept(request.mailbox, core.admission.abort)
         return stream
 
     def abort(self, request_id: str) -> bool:

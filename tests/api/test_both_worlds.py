@@ -10,7 +10,18 @@ from typing import Any
 import pytest
 from own_thread_helpers import LOOPS, Make, run
 
-from aengine import LLM, AsyncLLM, EngineClosedError, FinishReason, InvalidRequestError, SamplingParams, SyncLLM
+from aengine import (
+    LLM,
+    AsyncLLM,
+    ChatCompletion,
+    ChatMessage,
+    ChatStream,
+    EngineClosedError,
+    FinishReason,
+    InvalidRequestError,
+    SamplingParams,
+    SyncLLM,
+)
 
 pytestmark = pytest.mark.usefixtures("no_thread_left")
 SHORT = SamplingParams(max_tokens=5, ignore_eos=True)
@@ -145,3 +156,23 @@ def test_a_request_id_is_for_one_prompt(make: Make) -> None:
         with pytest.raises(InvalidRequestError) as caught:
             sync.generate([[1], [2]], SHORT, request_id="mine")
         assert caught.value.param == "request_id"
+
+
+@pytest.mark.parametrize("own_thread", [False, True])
+async def test_a_chats_stream_is_there_at_once(make_engine: Make, own_thread: bool) -> None:
+    """As `stream`: nothing is awaited to begin it, and it can be aborted by its id from the first moment."""
+    async with make_engine(own_thread=own_thread) as engine:
+        stream = engine.stream_chat(HELLO, ENDLESS, request_id="mine")
+        assert isinstance(stream, ChatStream) and stream.request_id == "mine"
+        assert engine.abort("mine")
+        completion = await stream.wait()
+        assert isinstance(completion, ChatCompletion) and completion.finish_reason is FinishReason.ABORT
+        assert isinstance(completion.message, ChatMessage) and completion.message is completion.choices[0].message
+        async with engine.stream_chat(HELLO, SHORT) as again:
+            assert [delta async for delta in again]
+        assert again.completion.usage.completion_tokens == 5
+        with pytest.raises(InvalidRequestError, match="tool_choice"):
+            engine.stream_chat(HELLO, tool_choises="auto")  # type: ignore[call-arg]
+        refused = engine.stream_chat(HELLO, SHORT, tools=[3])  # what only planning finds
+        with pytest.raises(InvalidRequestError, match="tool"):
+            await anext(refused)

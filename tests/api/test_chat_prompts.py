@@ -70,7 +70,7 @@ async def saying(make: Make, text: str, messages: list[dict[str, Any]], **option
 
     async with make(fake={"vocab_size": known.vocab_size, "token": token}) as engine:
         params = SamplingParams(max_tokens=len(ids), ignore_eos=True)
-        stream = await engine.stream_chat(messages, params, **options)
+        stream = engine.stream_chat(messages, params, **options)
         deltas = [delta async for delta in stream]
         assert stream.completion.usage.prompt_tokens == begin
     return ["".join(d.text for d in deltas if isinstance(d, kind)) for kind in (ReasoningDelta, TextDelta)]
@@ -228,7 +228,7 @@ async def test_wrong_options(make_engine: Make, options: dict[str, Any], param: 
             await engine.chat(HELLO, SHORT, **options)
         assert caught.value.param == param
         with pytest.raises(InvalidRequestError) as caught:
-            await anext(await engine.stream_chat(HELLO, SHORT, **options))
+            await anext(engine.stream_chat(HELLO, SHORT, **options))
         assert caught.value.param == param
         with pytest.raises(InvalidRequestError) as caught:
             engine.tokenizer.count(HELLO, **options)

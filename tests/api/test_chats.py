@@ -74,7 +74,7 @@ async def test_a_required_call_and_its_result(make_engine: Make, rng: random.Ran
 async def test_deltas_come_as_they_are_made(make_engine: Make) -> None:
     async with make_engine() as engine:
         any_token(engine, 1)
-        stream = await engine.stream_chat(HELLO, SHORT, tools=[add], tool_choice="required", parallel_tool_calls=False)
+        stream = engine.stream_chat(HELLO, SHORT, tools=[add], tool_choice="required", parallel_tool_calls=False)
         with pytest.raises(InvalidRequestError, match="read to its end"):
             _ = stream.completion
         deltas = [delta async for delta in stream]
@@ -124,7 +124,7 @@ async def test_an_answer_of_a_json_schema_or_calls(make_engine: Make, rng: rando
         any_token(engine, rng.randrange(10**6))
         texts = calls = 0
         while not (texts and calls):
-            stream = await engine.stream_chat(HELLO, shaped(json_schema=SCHEMA), tools=[add])
+            stream = engine.stream_chat(HELLO, shaped(json_schema=SCHEMA), tools=[add])
             snapshots = [stream.partial async for _ in stream]
             completion, message = stream.completion, stream.message
             assert completion.finish_reason == ("tool_calls" if message.tool_calls else "stop")
@@ -164,7 +164,7 @@ async def test_an_answer_of_another_shape(make_engine: Make, wanted: dict[str, A
 async def test_a_number_is_whole_only_at_the_end(make_engine: Make) -> None:
     async with make_engine() as engine:
         any_token(engine, 5)
-        stream = await engine.stream_chat(HELLO, SHORT, output_type=int)
+        stream = engine.stream_chat(HELLO, SHORT, output_type=int)
         assert [stream.partial async for _ in stream].count(None) > 0
         assert stream.completion.finish_reason == "length" or stream.partial == stream.completion.parsed
 
@@ -189,7 +189,7 @@ async def test_what_can_not_be_enforced_is_left_out_on_demand(make_engine: Make)
 async def test_a_chat_that_is_closed_has_what_came(make_engine: Make) -> None:
     async with make_engine() as engine:
         any_token(engine, 7)
-        async with await engine.stream_chat(HELLO, SHORT, output_type=list[bool]) as stream:
+        async with engine.stream_chat(HELLO, SHORT, output_type=list[bool]) as stream:
             seen = await anext(stream)
         assert [delta async for delta in stream] == []
         assert isinstance(stream.partial, list)
@@ -205,7 +205,7 @@ async def test_a_text_that_was_not_asked_to_be_json_has_no_snapshot(
     make_engine: Make, params: SamplingParams, own_thread: bool
 ) -> None:
     async with make_engine(own_thread=own_thread) as engine:
-        stream = await engine.stream_chat(HELLO, params)
+        stream = engine.stream_chat(HELLO, params)
         assert not any([stream.partial async for _ in stream]) and stream.completion.text
         plain = engine.stream([5], params)
         assert not any([plain.partial async for _ in plain]) and plain.completion.text
@@ -237,7 +237,7 @@ async def test_several_answers_of_one_chat(make_engine: Make, rng: random.Random
         any_token(engine, rng.randrange(10**6))
         kinds: set[str] = set()
         while kinds != {"stop", "tool_calls"}:
-            stream = await engine.stream_chat(HELLO, SHORT.replace(n=4), tools=[add], output_type=Sum)
+            stream = engine.stream_chat(HELLO, SHORT.replace(n=4), tools=[add], output_type=Sum)
             seen: dict[int, list[str]] = {}
             async for delta in stream:
                 if isinstance(delta, TextDelta):
@@ -262,7 +262,7 @@ async def test_several_answers_of_one_chat(make_engine: Make, rng: random.Random
 
 async def test_several_answers_that_are_closed(make_engine: Make) -> None:
     async with make_engine() as engine:
-        async with await engine.stream_chat(HELLO, SHORT.replace(n=3)) as stream:
+        async with engine.stream_chat(HELLO, SHORT.replace(n=3)) as stream:
             await anext(stream)
         assert [choice.finish_reason for choice in stream.completion.choices] == ["abort"] * 3
         assert len(stream.messages) == 3
@@ -273,7 +273,7 @@ async def test_several_answers_that_are_closed(make_engine: Make) -> None:
 async def test_deltas_have_the_logprobs_of_their_tokens(make_engine: Make, n: int) -> None:
     params = SHORT.replace(logprobs=2, n=n, max_tokens=40)
     async with make_engine() as engine:
-        stream = await engine.stream_chat(HELLO, params)
+        stream = engine.stream_chat(HELLO, params)
         tokens: dict[int, list[Token]] = {i: [] for i in range(n)}
         async for delta in stream:
             assert delta.tokens and all(token.index == delta.choice for token in delta.tokens)
@@ -283,10 +283,10 @@ async def test_deltas_have_the_logprobs_of_their_tokens(make_engine: Make, n: in
             logprobs = [((t.token_id, t.logprob), *t.top_logprobs) for t in tokens[choice.index]]
             assert tuple(logprobs) == choice.logprobs and len(logprobs) == 40
         any_token(engine, 1)
-        stream = await engine.stream_chat(HELLO, SHORT.replace(logprobs=0), tools=[add], tool_choice="required")
+        stream = engine.stream_chat(HELLO, SHORT.replace(logprobs=0), tools=[add], tool_choice="required")
         ids = [token.token_id async for delta in stream for token in delta.tokens]
         assert ids == [*stream.completion.token_ids[: len(ids)]]  # all up to the last delta, each once
-        plain = await engine.stream_chat(HELLO, SHORT)
+        plain = engine.stream_chat(HELLO, SHORT)
         assert not any([delta.tokens async for delta in plain])
 
 

@@ -77,12 +77,13 @@ async def test_while_it_drains(make: Make) -> None:
         for refused in (
             lambda: engine.generate([1]),
             lambda: engine.chat(MESSAGES),
-            lambda: engine.stream_chat(MESSAGES),
             engine.start,
         ):
             await fails_with(EngineClosedError, refused(), match="is draining.*resume")
         with pytest.raises(EngineClosedError, match="is draining"):
             engine.stream([1])
+        with pytest.raises(EngineClosedError, match="is draining"):
+            engine.stream_chat(MESSAGES)
         assert engine.statistics().num_running >= 1
         assert engine.describe()["num_blocks"] and engine.has_chat_template
         assert await engine.check_health() > 0

@@ -109,7 +109,7 @@ async def test_tool_calls_are_python_data() -> None:
     calls = [("get_weather", {"days": 2, "city": "Köln"}), ("get_weather", {"city": 'a "b"'})]
     script = [Reply("Let me see.", tool_calls=calls), Reply(tool_calls=calls[:1]), "Sunny."]
     async with FakeAsyncLLM(script) as engine:
-        stream = await engine.stream_chat(HELLO, tools=[get_weather])
+        stream = engine.stream_chat(HELLO, tools=[get_weather])
         deltas = [delta async for delta in stream]
         assert "".join(d.text for d in deltas if isinstance(d, TextDelta)) == "Let me see." == stream.message.content
         assert [d.name for d in deltas if isinstance(d, ToolCallStart)] == ["get_weather"] * 2

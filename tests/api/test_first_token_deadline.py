@@ -308,7 +308,7 @@ async def test_while_a_chat_is_planned(make_engine: Make, slow_planning: threadi
                 await engine.chat(HELLO, PARAMS, **limits)
             assert caught.value.deadline == SOON
         with pytest.raises(DeadlineExceededError, match=r"within its deadline of 0\.02 s"):
-            await anext(await engine.stream_chat(HELLO, PARAMS, first_token_deadline=1000, deadline=SOON))
+            await anext(engine.stream_chat(HELLO, PARAMS, first_token_deadline=1000, deadline=SOON))
         slow_planning.set()
         assert (await engine.chat(HELLO, PARAMS, first_token_deadline=1000)).usage.completion_tokens == 20
         await settled(engine)
@@ -319,7 +319,7 @@ async def test_a_chat_counts_from_the_call(make_engine: Make, slow_planning: thr
     async with make_engine() as engine:
         clock, held = Clock(engine), Held(engine)
         for place, limit in ((0, 60), (1, 30)):
-            stream = await engine.stream_chat(HELLO, PARAMS, deadline=60, first_token_deadline=30)
+            stream = engine.stream_chat(HELLO, PARAMS, deadline=60, first_token_deadline=30)
             timers = clock.timers[-2:]
             assert timers[0].when - 60 == timers[1].when - 30
             timers[place].fire()

@@ -104,7 +104,7 @@ async def test_chats(make: Make) -> None:
     async with make() as engine:
         engine.executor.choose = random.Random(1).choice
         params = SamplingParams(max_tokens=300)
-        stream = await engine.stream_chat(hello, params, tools=[add], tool_choice="required")
+        stream = engine.stream_chat(hello, params, tools=[add], tool_choice="required")
         async for _ in stream:
             pass
         assert stream.message.tool_calls[0].name == "add" and stream.completion.message == stream.message
@@ -112,7 +112,7 @@ async def test_chats(make: Make) -> None:
         with pytest.raises(InvalidRequestError, match="bogus"):
             await engine.chat(hello, bogus=1)
         engine.executor._delay = 0.001
-        half_read = await engine.stream_chat(hello, SamplingParams(max_tokens=900, ignore_eos=True))
+        half_read = engine.stream_chat(hello, SamplingParams(max_tokens=900, ignore_eos=True))
         async with half_read:
             await anext(half_read)
         assert half_read._stream.completion.finish_reason is FinishReason.ABORT

@@ -229,7 +229,7 @@ async def test_use_before_start(make: Make) -> None:
     with pytest.raises(EngineClosedError, match="not started"):
         engine.stream([1])
     with pytest.raises(EngineClosedError, match="not started"):
-        await engine.stream_chat([{"role": "user", "content": "x"}])
+        engine.stream_chat([{"role": "user", "content": "x"}])
     await engine.aclose()
     engine.terminate()
 

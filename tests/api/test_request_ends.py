@@ -81,7 +81,7 @@ async def test_every_completion_has_its_timings(make_engine: Make) -> None:
 async def test_a_chat_is_timed_from_its_call(make_engine: Make, monkeypatch: pytest.MonkeyPatch) -> None:
     async with make_engine() as engine:
         loop, begun = asyncio.get_running_loop(), asyncio.get_running_loop().time()
-        stream = await engine.stream_chat([{"role": "user", "content": "Hi"}], FIVE)
+        stream = engine.stream_chat([{"role": "user", "content": "Hi"}], FIVE)
         prepared = loop.time() - begun
         completion = await stream.wait()
         assert completion.timings.queued is not None

@@ -27,7 +27,7 @@ def make(make_engine: Make, request: pytest.FixtureRequest) -> Make:
 async def test_what_nobody_reads_ends(make: Make, kind: str) -> None:
     async with make(unread_timeout=0.4) as engine:
         if kind == "chat":
-            out: Any = await engine.stream_chat([{"role": "user", "content": "Hello"}], ENDLESS)
+            out: Any = engine.stream_chat([{"role": "user", "content": "Hello"}], ENDLESS)
         else:
             out = engine.stream([1], ENDLESS)
         if kind == "left off":

@@ -144,7 +144,7 @@ async def test_chats_with_tools_and_a_type(choice: str) -> None:
     messages = [{"role": "user", "content": "What will the weather in Paris be?"}]
     params = SamplingParams(max_tokens=120, temperature=0.7, seed=3)
     async with AsyncLLM("smollm2-135m", **CONFIG) as engine:
-        stream = await engine.stream_chat(
+        stream = engine.stream_chat(
             messages, params, tools=[get_weather], tool_choice=choice, parallel_tool_calls=False, output_type=Address
         )
         deltas = [delta async for delta in stream]

@@ -229,7 +229,7 @@ async def chat(engine: AsyncLLM, choice: Choice) -> Any:
         if choice.place == name or rng.random() < 0.5:
             asked[name] = choice.spoil(name, {name}, rng.choice(values))
     if rng.random() < 0.2:
-        async with await engine.stream_chat(messages, **asked) as stream:
+        async with engine.stream_chat(messages, **asked) as stream:
             async for _ in stream:
                 pass
         return stream.message

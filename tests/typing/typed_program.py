@@ -85,7 +85,7 @@ def settings() -> None:
 
 
 async def chat_stream(engine: AsyncLLM) -> None:
-    stream = await engine.stream_chat([{"role": "user", "content": "x"}], tool_choice="none")
+    stream = engine.stream_chat([{"role": "user", "content": "x"}], tool_choice="none")
     assert_type(stream, ChatStream)
     assert_type(stream.message, ChatMessage)
     assert_type((await stream.wait()).message, ChatMessage)
