@@ -18,7 +18,7 @@ _LAID_OUT = re.compile(r"\s|[-*+>|#`]|\d+[.)]\s")
 
 
 def read_docstring(text: str) -> tuple[str, dict[str, str]]:
-    """What it says before its first section, and of each parameter. ``text`` as `inspect.getdoc` gives it."""
+    """Return the description, and what is said of each parameter. ``text``: as `inspect.getdoc` gives it."""
     lines = text.splitlines()
     found = _rest(lines)
     for index, line in enumerate(lines):
@@ -31,7 +31,7 @@ def read_docstring(text: str) -> tuple[str, dict[str, str]]:
 
 
 def _description(lines: list[str]) -> str:
-    """The paragraphs before the parameters, results, errors or any underlined title, with a blank line between."""
+    """Return the paragraphs before the parameters, results, errors or any underlined title."""
     paragraphs: list[list[str]] = [[]]
     for index, line in enumerate(lines):
         following = lines[index + 1].strip() if index + 1 < len(lines) else ""
@@ -55,7 +55,7 @@ def _indent(line: str) -> int:
 
 
 def _google(lines: list[str]) -> dict[str, str]:
-    """``name (type): text`` a parameter, further lines deeper."""
+    """Read ``name (type): text`` for each parameter, further lines deeper."""
     found: dict[str, list[str]] = {}
     level, current = 0, None
     for line in lines:
@@ -74,7 +74,7 @@ def _google(lines: list[str]) -> dict[str, str]:
 
 
 def _numpy(lines: list[str]) -> dict[str, str]:
-    """``name : type`` at the margin, the text deeper, until the next underlined title."""
+    """Read ``name : type`` at the margin and the text below it, deeper, until the next underlined title."""
     found: dict[str, list[str]] = {}
     current: list[str] = []
     for index, line in enumerate(lines):
@@ -96,7 +96,7 @@ def _numpy(lines: list[str]) -> dict[str, str]:
 
 
 def _rest(lines: list[str]) -> dict[str, str]:
-    """``:param name: text``, further lines deeper."""
+    """Read ``:param name: text``, further lines deeper."""
     found: dict[str, list[str]] = {}
     current: list[str] | None = None
     for line in lines:

@@ -51,23 +51,23 @@ class ToolFormat:
     """What a group may begin with: one of these."""
     closing: str = ""
     triggers: tuple[str, ...]
-    """For each of ``openings``: what tells a call from text. A prefix of ``opening + before_name``; what follows it is
-    forced, and text can't contain it."""
+    """What tells a call from text, one for each of ``openings``. A prefix of ``opening + before_name``; what follows
+    it is forced, and text can't contain it."""
     text: Literal["around", "before", "instead"] = "before"
     """Text may stand before, between and after calls; before them only; or only where there are no calls."""
     markers: tuple[str, ...] = ()
     """The parts of these strings that are control tokens in some vocabularies."""
     id_length: int | None = None
-    """Of a call's id, where the family's chat template insists on one."""
+    """Length of a call's id, where the family's chat template insists on one."""
     before_arguments_with_id: str = ""
-    """In place of ``before_arguments`` where the model writes the call's id too, which it may: "{id}" stands for
+    """Replaces ``before_arguments`` where the model writes the call's id too, which it may: "{id}" stands for
     ``id_length`` letters and digits. They are read over: ids are the parser's own."""
     after_arguments_with_id: str = ""
-    """Likewise, in place of ``after_arguments``."""
+    """Replaces ``after_arguments`` there."""
     parallel: bool = True
     """Several calls in one answer are usual. False: the family's chat templates can't show them in the next turn."""
     instructions: str = ""
-    """For the system prompt, with ``{tools}`` in it, if no chat template tells such a model of its tools."""
+    """Text for the system prompt, with ``{tools}`` in it, if no chat template tells such a model of its tools."""
 
     def __post_init__(self) -> None:
         if len(self.triggers) != len(self.openings):
@@ -79,21 +79,21 @@ class ToolFormat:
             raise ValueError(f"the format {self.name} must say how long an id is")
 
     def head(self, tool_name: str) -> str:
-        """A call up to its arguments, as it is written without an id."""
+        """Return a call up to its arguments, as it is written without an id."""
         return f"{self.before_name}{tool_name}{self.before_arguments}"
 
     def heads(self, tool_name: str) -> tuple[str, ...]:
-        """The same, and the one with an id (see `ID`) if there is one."""
+        """Return the `head`, and the one with an id (see `ID`) if there is one."""
         with_id = f"{self.before_name}{tool_name}{self.before_arguments_with_id}"
         return (self.head(tool_name), with_id) if self.before_arguments_with_id else (self.head(tool_name),)
 
     @property
     def ends(self) -> tuple[str, ...]:
-        """What may follow the arguments."""
+        """The texts that may follow the arguments."""
         return (self.after_arguments, self.after_arguments_with_id)[: 1 + bool(self.after_arguments_with_id)]
 
     def describe(self, tools: Iterable[Mapping[str, Any]]) -> str:
-        """What a system prompt must say of these tools (`Tool.for_template`); "" if the chat template does."""
+        """Return what a system prompt must say of these tools (`Tool.for_template`); "" if the chat template does."""
         lines = (json.dumps(tool.get("function", tool), ensure_ascii=False) for tool in tools)
         return self.instructions.replace("{tools}", "\n".join(lines)) if self.instructions else ""
 
@@ -110,7 +110,7 @@ class ReasoningFormat:
     """The prompt ends in the midst of it."""
 
     def after_prompt(self, prompt: str) -> ReasoningFormat | None:
-        """As it is after this prompt: begun by it, or None if the prompt has it closed already (thinking is off)."""
+        """Return the format after this prompt: begun by it; None if it is closed already (thinking is off)."""
         prompt = prompt.rstrip(BLANKS)
         if prompt.endswith(self.end) and prompt.removesuffix(self.end).rstrip(BLANKS).endswith(self.begin):
             return None
@@ -192,7 +192,7 @@ _OTHERS_IN_TOOL_CALL = ("<function=", "<arg_key>", "```json")
 
 
 def detect(chat_template: str, token_names: Collection[str] = ()) -> tuple[ToolFormat, ReasoningFormat | None]:
-    """The formats of a model, by what its chat template says; by its special tokens where the template is silent."""
+    """Find a model's formats by what its chat template says; by its special tokens where the template is silent."""
     return _tool_format(chat_template, token_names), _reasoning_format(chat_template)
 
 
@@ -211,7 +211,7 @@ def _tool_format(template: str, token_names: Collection[str]) -> ToolFormat:
 
 
 def _reasoning_format(template: str) -> ReasoningFormat | None:
-    """Whether it is begun by the template is a guess here; `ReasoningFormat.after_prompt` knows."""
+    """Find the reasoning; whether the prompt begins it is a guess that `ReasoningFormat.after_prompt` corrects."""
     found = ReasoningFormat()
     if found.end not in template:
         return None
@@ -239,7 +239,7 @@ class Markers:
         return cls(tuple((name, known) for name, known in found.items() if known is not None))
 
     def encode(self, text: str) -> str:
-        """A format's string, its tokens as surrogates."""
+        """Return a format's string with its tokens as surrogates."""
         for index, (name, _) in enumerate(self.ids):
             text = text.replace(name, chr(0xD800 + index))
         return text
@@ -250,13 +250,13 @@ class Markers:
         return seq(*(SpecialToken(self.ids[ord(p) - 0xD800][1]) if i % 2 else Text(p) for i, p in enumerate(pieces)))
 
     def id_of(self, letter: str) -> int | None:
-        """The token that a letter stands for."""
+        """Return the token that a letter stands for."""
         index = ord(letter) - 0xD800
         return self.ids[index][1] if 0 <= index < len(self.ids) else None
 
     @property
     def names_of_text(self) -> dict[str, str]:
-        """What the letters stand for whose tokens are text (`TextTokenId`)."""
+        """The names of tokens that are text (`TextTokenId`), by letter."""
         return {
             chr(0xD800 + index): name
             for index, (name, token_id) in enumerate(self.ids)
@@ -264,5 +264,5 @@ class Markers:
         }
 
     def in_text(self, encoded: str) -> str:
-        """What text must be kept from, for this string to stand out; "" if it begins with a control token."""
+        """Return what text must be kept from, for this string to stand out; "" if it begins with a control token."""
         return encoded if self.id_of(encoded[0]) is None else self.names_of_text.get(encoded[0], "")

@@ -35,7 +35,7 @@ _WORD_START = re.compile(r"(?<=[a-z0-9])(?=[A-Z])|(?<=[A-Z])(?=[A-Z][a-z])")
 
 
 def name_of(function: Callable[..., Any]) -> str:
-    """Its own, or its class's in snake_case if it is an object with ``__call__``.
+    """Return its own name, or its class's in snake_case if it is an object with ``__call__``.
 
     Raises InvalidRequestError for a lambda.
     """
@@ -49,7 +49,7 @@ def name_of(function: Callable[..., Any]) -> str:
 
 
 def describe(function: Callable[..., Any]) -> tuple[str, dict[str, Any]]:
-    """Its description, and the JSON schema of its arguments. Raises InvalidRequestError."""
+    """Return its description, and the JSON schema of its arguments. Raises InvalidRequestError."""
     _check_pydantic()
     try:
         schema = _adapter(function).json_schema(schema_generator=_generator())
@@ -64,7 +64,7 @@ def describe(function: Callable[..., Any]) -> tuple[str, dict[str, Any]]:
 
 
 def bind(name: str, function: Callable[..., Any], arguments: str | Mapping[str, Any]) -> dict[str, Any]:
-    """The arguments as the function's annotations say. Raises InvalidRequestError, in words for the model too."""
+    """Convert the arguments as the annotations say. Raises InvalidRequestError, in words for the model too."""
     _check_pydantic()
     from pydantic import ValidationError
 
@@ -93,7 +93,7 @@ def _read(name: str, arguments: str | Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _as_json(values: dict[str, Any]) -> str | None:
-    """None if JSON can't say them, as a mapping may hold a date or a model."""
+    """Return them as JSON; None if JSON can't say them, as a mapping may hold a date or a model."""
     try:
         return json.dumps(values)
     except (TypeError, ValueError, RecursionError):
@@ -101,7 +101,7 @@ def _as_json(values: dict[str, Any]) -> str | None:
 
 
 def _from_json(adapter: TypeAdapter[Any], text: str) -> dict[str, Any] | None:
-    """None if pydantic can't read the text: it takes less depth than Python, and no halves of surrogate pairs."""
+    """Validate the text; None if pydantic can't read it: less deep than Python, and no halves of surrogate pairs."""
     from pydantic import ValidationError
 
     try:
@@ -137,7 +137,7 @@ _cached_adapter = functools.lru_cache(maxsize=256)(_new_adapter)
 
 
 def _parameters(function: Callable[..., Any]) -> list[inspect.Parameter]:
-    """Those that arguments are wanted for."""
+    """Return the parameters that arguments are wanted for."""
     try:
         signature = inspect.signature(function, eval_str=True)
     except (NameError, SyntaxError) as error:
@@ -165,7 +165,7 @@ def _check_has_self(function: Callable[..., Any], parameters: list[inspect.Param
 
 
 def _member(parameter: inspect.Parameter, documented: str | None) -> Any:
-    """The parameter's annotation, with what else is said of it, as that of a typed dict's key."""
+    """Return the parameter's annotation, with what else is said of it, as that of a typed dict's key."""
     from pydantic import Field
     from pydantic.fields import FieldInfo
 
@@ -189,7 +189,7 @@ def _member(parameter: inspect.Parameter, documented: str | None) -> Any:
 
 
 def _default_in_json(default: object) -> list[Any]:
-    """The default, if JSON can say it: an infinite number and most objects it can't."""
+    """Return the default in a list, empty if JSON can't say it, as an infinite number or most objects."""
     from pydantic_core import to_jsonable_python
 
     try:
@@ -202,7 +202,7 @@ def _default_in_json(default: object) -> list[Any]:
 
 @functools.lru_cache(maxsize=1)
 def _generator() -> Any:
-    """A class for pydantic's ``json_schema``."""
+    """Return a class for pydantic's ``json_schema``."""
     from pydantic_core import PydanticSerializationError
 
     base: Any = schema_generator()
@@ -227,7 +227,7 @@ def _unwrapped(function: Callable[..., Any]) -> Any:
 
 
 def _filled_in(function: Callable[..., Any]) -> set[str]:
-    """The keywords that `functools.partial` was given. Of its positional values the signature knows."""
+    """Return the keywords given to `functools.partial`. Its positional values are left out of the signature already."""
     filled: set[str] = set()
     while isinstance(function, functools.partial):
         filled |= function.keywords.keys()
@@ -236,12 +236,12 @@ def _filled_in(function: Callable[..., Any]) -> set[str]:
 
 
 def _is_object(inner: Any) -> bool:
-    """Has only its class's ``__call__``."""
+    """Whether it has no name of its own, only its class's ``__call__``."""
     return not isinstance(getattr(inner, "__name__", None), str)
 
 
 def _documented(function: Callable[..., Any]) -> tuple[str, dict[str, str]]:
-    """The description, and what is said of each parameter."""
+    """Return the description, and what is said of each parameter."""
     inner = _unwrapped(function)
     if not _is_object(inner):
         return read_docstring(inspect.getdoc(inner) or "")
@@ -254,7 +254,7 @@ def _documented(function: Callable[..., Any]) -> tuple[str, dict[str, str]]:
 
 
 def _called(function: Callable[..., Any]) -> str:
-    """For messages."""
+    """Return the name that error messages use."""
     inner = _unwrapped(function)
     return repr(type(inner).__name__ if _is_object(inner) else inner.__name__)
 

@@ -18,7 +18,7 @@ __all__ = ["with_instructions", "written_out"]
 
 
 def written_out(messages: Messages, tool_format: ToolFormat) -> Messages:
-    """The messages with calls and results as texts. Raises InvalidRequestError if calls are not as OpenAI's."""
+    """Return the messages with calls and results as texts. Raises InvalidRequestError if calls are not as OpenAI's."""
     written: Messages = []
     names: dict[Any, str] = {}  # by the calls' ids
     results: list[dict[str, Any]] = []  # of the last written message
@@ -48,7 +48,7 @@ def _with_calls_as_text(index: int, message: dict[str, Any], known: ToolFormat) 
 
 
 def _key(call_id: Any) -> Any:
-    """A call's id is a string; whatever else it is given as must not be looked up."""
+    """Return the call's id if it is one: whatever else is given as id must not be looked up."""
     return call_id if isinstance(call_id, str | int) else None
 
 
@@ -69,7 +69,7 @@ def _json_of(index: int, value: Any) -> str:
 
 
 def _calls_of(index: int, message: Mapping[str, Any]) -> list[tuple[Mapping[str, Any], str, Any]]:
-    """Each call with its name and its arguments."""
+    """Return each call with its name and its arguments."""
     try:
         functions = [(call, call.get("function", call)) for call in message["tool_calls"]]
         return [(call, function["name"], function["arguments"]) for call, function in functions]
@@ -82,7 +82,7 @@ def _calls_of(index: int, message: Mapping[str, Any]) -> list[tuple[Mapping[str,
 
 
 def with_instructions(messages: Messages, instructions: str, *, takes_system: bool) -> Messages:
-    """The tools' description before all else: in the system message, or the first of a user."""
+    """Put the tools' description before all else: in the system message, or the first of a user."""
     if takes_system:
         at = 0 if messages[0].get("role") == "system" else None
     else:

@@ -1,4 +1,4 @@
-"""`Record`: what a completion has said so far, as deltas to hand out and as the whole message."""
+"""`MessageBuilder`: what a completion has said so far, as deltas to hand out and as the whole message."""
 
 from __future__ import annotations
 
@@ -20,15 +20,15 @@ from .messages import (
 )
 from .scan import without_tokens
 
-__all__ = ["Record"]
+__all__ = ["MessageBuilder"]
 
 _ALPHANUMERIC = string.ascii_letters + string.digits
 
 
-class Record:
-    """Leaves out blanks that belong to nothing: at the ends of reasoning, and where nothing else stands beside calls.
+class MessageBuilder:
+    """Collects the parts of an answer, without blanks that belong to none: at the ends of reasoning, and beside calls.
 
-    To know, it holds them back until something follows.
+    Blanks are held back until something follows.
     """
 
     def __init__(self, id_length: int | None, *, is_continued: bool = False) -> None:
@@ -54,12 +54,12 @@ class Record:
         return ChatMessage("".join(self._text) or None, "".join(self._thoughts) or None, tuple(calls))
 
     def taken(self) -> list[Delta]:
-        """The deltas since the last time."""
+        """Return the deltas since the last time."""
         taken, self._deltas = self._deltas, []
         return taken
 
     def write(self, text: str) -> None:
-        """Text of the answer."""
+        """Add text of the answer."""
         text = without_tokens(text)
         if self._blanks is not None and text:
             self._blanks.append(text)
@@ -72,7 +72,7 @@ class Record:
             self._deltas.append(TextDelta(text))
 
     def think(self, text: str) -> None:
-        """Reasoning."""
+        """Add reasoning."""
         text = without_tokens(text)
         if not self._thoughts and not self._is_continued:
             text = text.lstrip(BLANKS)
@@ -85,11 +85,11 @@ class Record:
         self._thought_blanks.append(text[len(body) :])
 
     def start_afresh(self) -> None:
-        """After reasoning or a call: blanks that come next, and nothing after them, are no text."""
+        """Begin a part after reasoning or a call: blanks that come next, and nothing after them, are no text."""
         self._blanks, self._blanks_are_text = [], False
 
     def finish(self) -> None:
-        """The end: blanks that are all the answer are its text."""
+        """End the message: blanks that are all the answer are its text."""
         if self._blanks and self._blanks_are_text:
             text = "".join(self._blanks)
             self._text.append(text)
@@ -109,7 +109,7 @@ class Record:
             self._deltas.append(ToolCallDelta(len(self._calls) - 1, piece))
 
     def close_call(self, *, is_complete: bool) -> None:
-        """Complete only if the arguments are JSON, too: a model that nothing constrains may write anything."""
+        """End the last call; complete only if its arguments are JSON: an unconstrained model may write anything."""
         text = "".join(self._arguments)
         is_complete = is_complete and _is_object(text)
         self._calls[-1] = replace(self._calls[-1], arguments=text, is_complete=is_complete)

@@ -28,7 +28,7 @@ class _Delta:
     choice: int = 0
     """Which of the chat's n answers it belongs to."""
     tokens: tuple[Token, ...] = field(default=(), repr=False)
-    """With ``SamplingParams.logprobs``: the tokens since the answer's delta before, each with its ``logprob`` and
+    """The tokens since the answer's delta before, with ``SamplingParams.logprobs``: each with its ``logprob`` and
     ``top_logprobs``. Those after its last delta, as the end of sequence, are in the choice's ``logprobs`` only."""
 
 
@@ -85,7 +85,7 @@ class ToolCall:
     """False: the completion ended inside it, or it is not JSON. Don't run it."""
 
     def parsed_arguments(self) -> dict[str, Any]:
-        """The arguments as a dict. Raises InvalidRequestError if the call is incomplete."""
+        """Return the arguments as a dict. Raises InvalidRequestError if the call is incomplete."""
         if not self.is_complete:
             raise InvalidRequestError(
                 f"the call of {self.name!r} was cut off: let the model finish it with a larger max_tokens",
@@ -104,7 +104,7 @@ class ChatMessage:
     tool_calls: tuple[ToolCall, ...] = ()
 
     def to_dict(self) -> dict[str, Any]:
-        """As OpenAI writes it, to go on with: ``messages.append(completion.message.to_dict())``.
+        """Return it as OpenAI writes it, to go on with: ``messages.append(completion.message.to_dict())``.
 
         ``reasoning_content`` is for chat templates, which know how long a model should see it. Calls that were cut off
         are left out, and so are blanks between text and calls, which a template writes itself.

@@ -22,7 +22,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 
 from ..structured.parts import BLANKS
 from .formats import ID, Markers, ReasoningFormat, TokenId, ToolFormat
-from .message_builder import Record
+from .message_builder import MessageBuilder
 from .messages import ChatMessage, Delta
 from .scan import ID_LETTER, TOKENS, ObjectScanner, begins_with, held_back
 from .tools import Tool
@@ -33,7 +33,7 @@ _PIECE = 1024
 
 
 class ChatParser:
-    """Takes one completion. Give it the tools that the completion may call: none for ``tool_choice="none"``."""
+    """Parses one completion. Give it the tools that the completion may call: none for ``tool_choice="none"``."""
 
     def __init__(
         self,
@@ -59,18 +59,18 @@ class ChatParser:
         self._begin = markers.encode(reasoning.begin) if reasoning else ""
         self._end = markers.encode(reasoning.end) if reasoning else ""
 
-        self._record = Record(
+        self._builder = MessageBuilder(
             tool_format.id_length if tool_format else None,
             is_continued=reasoning is not None and reasoning.is_continued,
         )
         if reasoning and reasoning.begun:
-            self._record.start_afresh()
+            self._builder.start_afresh()
         self._scanner = ObjectScanner()
         self._buffer = ""
         self._state: Callable[[], bool] = self._reasoning if reasoning and reasoning.begun else self._start
 
     def _set_strings(self) -> None:
-        """The format's strings for these tools. A head includes the brace that opens the arguments."""
+        """Collect the format's strings for these tools. A head includes the brace that opens the arguments."""
         known = self._format
         if known is None:
             return
@@ -96,23 +96,23 @@ class ChatParser:
             self._buffer += text[start : start + _PIECE]
             while self._state():
                 pass
-        return self._record.taken()
+        return self._builder.taken()
 
     def finish(self) -> list[Delta]:
-        """The completion ended: what was held back."""
+        """Return what was held back: the completion has ended."""
         if self._state == self._reasoning:
             self._think(self._buffer)
         elif self._state not in (self._after, self._between):  # there it is a part of calls
             self._write(self._buffer)
         self._buffer = ""
-        self._record.finish()
+        self._builder.finish()
         self._state = self._plain
-        return self._record.taken()
+        return self._builder.taken()
 
     @property
     def message(self) -> ChatMessage:
-        """All of it so far."""
-        return self._record.message
+        """The message so far."""
+        return self._builder.message
 
     # States: each takes from the buffer and says whether the next state should go on at once.
 
@@ -124,7 +124,7 @@ class ChatParser:
             self._buffer = body[len(body) - held :]
             return False
         self._think(body)
-        self._record.start_afresh()
+        self._builder.start_afresh()
         return self._go(self._after_reasoning, rest)
 
     def _after_reasoning(self) -> bool:
@@ -133,7 +133,7 @@ class ChatParser:
         return bool(self._buffer) and self._go(self._start, self._buffer)
 
     def _start(self) -> bool:
-        """The first of the answer: reasoning, a call where no text may precede it, or text."""
+        """Begin the answer: with reasoning, a call where no text may precede it, or text."""
         heads: dict[str, str] = {}
         if not self._scans:
             for group in self._triggers.values():
@@ -142,7 +142,7 @@ class ChatParser:
         if found is None:
             return False
         if found and found == self._begin:
-            self._record.start_afresh()
+            self._builder.start_afresh()
             return self._go(self._reasoning, self._buffer[len(found) :])
         if found:
             return self._call(heads, found)
@@ -172,7 +172,7 @@ class ChatParser:
     def _arguments(self) -> bool:
         end, is_whole = self._scanner.scan(self._buffer)
         rest = self._buffer[end:]
-        self._record.add_arguments(self._buffer[:end])
+        self._builder.add_arguments(self._buffer[:end])
         if is_whole:
             return self._go(self._after, rest)
         if rest and self._scanner.is_in_string and rest[0] in self._names_of_text:
@@ -188,12 +188,12 @@ class ChatParser:
             return False
         if not found and "" not in self._ends:
             return self._give_up(self._buffer)
-        self._record.close_call(is_complete=True)
-        self._record.start_afresh()
+        self._builder.close_call(is_complete=True)
+        self._builder.start_afresh()
         return self._go(self._between, self._buffer[len(found) :])
 
     def _between(self) -> bool:
-        """After a complete call."""
+        """Go on after a complete call."""
         assert self._format is not None
         if self._scans and self._format.text == "around":
             return self._go(self._scanning, self._buffer)
@@ -214,17 +214,17 @@ class ChatParser:
     # What the states share.
 
     def _write(self, text: str) -> None:
-        self._record.write(text.translate(self._shown))
+        self._builder.write(text.translate(self._shown))
 
     def _think(self, text: str) -> None:
-        self._record.think(text.translate(self._shown))
+        self._builder.think(text.translate(self._shown))
 
     def _go(self, state: Callable[[], bool], rest: str) -> bool:
         self._state, self._buffer = state, rest
         return True
 
     def _expect(self, wanted: Iterable[str]) -> str | None:
-        """Which of ``wanted`` the buffer begins with: "" if it can't be any; None if it takes more to say."""
+        """Return which of ``wanted`` the buffer begins with: "" if it can't be any; None if it takes more to say."""
         undecided = False
         for text in wanted:
             begins = begins_with(self._buffer, text)
@@ -234,11 +234,11 @@ class ChatParser:
         return None if undecided else ""
 
     def _call(self, heads: Mapping[str, str], head: str) -> bool:
-        self._record.open_call(heads[head])
+        self._builder.open_call(heads[head])
         self._scanner = ObjectScanner()
         return self._go(self._arguments, "{" + self._buffer[len(head) :])
 
     def _give_up(self, rest: str) -> bool:
-        """On a call that does not follow the format."""
-        self._record.close_call(is_complete=False)
+        """End a call that does not follow the format."""
+        self._builder.close_call(is_complete=False)
         return self._go(self._scanning if self._scans else self._plain, rest)

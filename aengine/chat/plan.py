@@ -50,7 +50,7 @@ class ChatRequest(PromptPart):
     structured_output: StructuredOutput | None = None
     """The shape of the answer, if it is not that of ``output_type``."""
     on_unsupported: OnUnsupported = "error"
-    """Of the tools' schemas and the answer's."""
+    """Whether keywords that can't be enforced, of the tools' schemas and the answer's, are left out."""
     chat_template_kwargs: Mapping[str, Any] | None = None
     add_generation_prompt: bool | None = None
     continue_final_message: bool = False
@@ -83,7 +83,7 @@ class ChatRequest(PromptPart):
         return self.on_unsupported == "relax"
 
     def shape(self) -> tuple[GrammarSpec | None, OutputType | None]:
-        """Of an answer that calls no tool, and the type that it has. Raises GrammarError and InvalidRequestError."""
+        """Return the shape of an answer without calls, and its type. Raises GrammarError and InvalidRequestError."""
         wanted, known = self.structured_output, None
         if self.output_type is not None:
             known = OutputType.of(self.output_type)
@@ -108,7 +108,7 @@ class ChatPlan:
 
 
 def plan_chat(tokenizer: Tokenizer, asked: ChatRequest, max_model_len: int | None = None) -> ChatPlan:
-    """Blocking, for a thread: large schemas take their time.
+    """Plan a chat. Blocking, for a thread: large schemas take their time.
 
     Raises InvalidRequestError, GrammarError, and ContextLengthError for a prompt that can't be of fewer than
     ``max_model_len`` tokens.

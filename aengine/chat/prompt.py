@@ -1,4 +1,4 @@
-"""From chat messages and tools to the prompt that a model is given for them."""
+"""`ChatPrompt`: the prompt that a model is given for chat messages and tools."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ class PromptOptions:
         add_generation_prompt: bool | None,
         continue_final_message: bool,
     ) -> PromptOptions:
-        """``add_generation_prompt`` None: unless the final message is continued."""
+        """Check them. ``add_generation_prompt`` None: unless the final message is continued."""
         for name, value in (
             ("add_generation_prompt", add_generation_prompt),
             ("continue_final_message", continue_final_message),
@@ -73,7 +73,7 @@ class ChatPrompt:
     text: TracedText
     tool_format: ToolFormat
     reasoning: ReasoningFormat | None
-    """As it is after the prompt: begun by it, or None if it can't come any more."""
+    """Begun by the prompt, or None if it can't come any more."""
 
     @classmethod
     def of(
@@ -83,7 +83,10 @@ class ChatPrompt:
         tools: Sequence[Any] | None,
         options: PromptOptions,
     ) -> ChatPrompt:
-        """``tools`` as of `tools_of`. Raises InvalidRequestError for those and for messages that can't be shown."""
+        """Render the prompt. ``tools``: as of `tools_of`.
+
+        Raises InvalidRequestError for those and for messages that can't be shown.
+        """
         if options.continue_final_message:
             _check_continued(messages[-1])
         last = messages[-1]
@@ -117,7 +120,7 @@ class ChatPrompt:
 
 
 def marker_ids(tokenizer: Tokenizer) -> TokenId:
-    """Which names are tokens of the model's, for `aengine.chat`."""
+    """Return a function that finds the model's token of a name, for `aengine.chat`."""
 
     def token_id(name: str) -> int | None:
         found = tokenizer.added_token_id(name)
@@ -127,7 +130,7 @@ def marker_ids(tokenizer: Tokenizer) -> TokenId:
 
 
 def _within(reasoning: ReasoningFormat, continued: Mapping[str, Any]) -> ReasoningFormat | None:
-    """In an answer that goes on: reasoning in which it is, or None if the answer proper has begun."""
+    """Return the reasoning that a continued message is in, or None if its answer proper has begun."""
     content = continued.get("content")
     if content and not isinstance(content, str):
         content = "\n".join(part["text"] for part in content)

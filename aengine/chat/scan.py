@@ -10,7 +10,7 @@ __all__ = ["ID_LETTER", "ObjectScanner", "begins_with", "held_back", "without_to
 TOKENS = re.compile("[\ud800-\udfff]")
 """Control tokens, as `aengine.chat.formats.Markers` writes them."""
 ID_LETTER = "\udfff"
-"""In a string that is looked for: any letter or digit."""
+"""Stands for any letter or digit in a string that is looked for."""
 _OUTSIDE_STRINGS = re.compile('["{}\\[\\]\ud800-\udfff]')
 _INSIDE_STRINGS = re.compile('["\\\\\ud800-\udfff]')
 
@@ -29,7 +29,7 @@ class ObjectScanner:
         return self._in_string
 
     def scan(self, text: str) -> tuple[int, bool]:
-        """The next piece: how much of it belongs to the object, and whether the object is whole with that.
+        """Read the next piece; return how much of it belongs to the object, and whether the object is whole with that.
 
         Less than all of it and not whole: there is a control token, which no JSON has.
         """
@@ -67,7 +67,7 @@ def begins_with(text: str, wanted: str) -> bool | None:
 
 
 def held_back(text: str, wanted: Iterable[str]) -> int:
-    """How many characters at the end of ``text`` may be the first ones of a string of ``wanted``."""
+    """Return how many characters at the end of ``text`` may be the first ones of a string of ``wanted``."""
     longest = 0
     for whole in wanted:
         for length in range(min(len(whole) - 1, len(text)), longest, -1):
@@ -78,5 +78,5 @@ def held_back(text: str, wanted: Iterable[str]) -> int:
 
 
 def without_tokens(text: str) -> str:
-    """What of it is text."""
+    """Return the text without control tokens."""
     return TOKENS.sub("", text)

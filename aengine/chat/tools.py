@@ -26,7 +26,7 @@ _MODES: dict[str, Literal["none", "auto", "required"]] = {
     "any": "required",
 }
 _SCHEMA_KEYS = ("parameters", "inputSchema", "input_schema")
-"""Of a tool in a dict, as OpenAI, MCP and Anthropic name the schema of the arguments."""
+"""Names of the arguments' schema in a dict, by OpenAI, MCP and Anthropic."""
 _KNOWN_KEYS = ("type", "function", "name", "description", "strict", *_SCHEMA_KEYS)
 _RESULT_KEY = re.compile(r"_*(output|return|response|result)", re.IGNORECASE)
 _LIKE_SCHEMA = re.compile(r"(schema|param|parameter|arg|argument|input)s?|properties", re.IGNORECASE)
@@ -71,7 +71,7 @@ class Tool:
 
     @classmethod
     def of(cls, thing: Tool | Mapping[str, Any] | Callable[..., Any]) -> Tool:
-        """Of a Python function (its signature and docstring), a dict as OpenAI's, MCP's or Anthropic's, or a Tool.
+        """Make a tool of a Python function (by signature and docstring), or a dict as OpenAI's, MCP's or Anthropic's.
 
         A method, a `functools.partial` or an object with ``__call__`` is a function too. Functions need pydantic.
 
@@ -89,11 +89,11 @@ class Tool:
 
     @property
     def argument_schema(self) -> Mapping[str, Any]:
-        """What the grammar holds the arguments to."""
+        """The schema that the grammar holds the arguments to."""
         return self.parameters if self.strict else {"type": "object"}
 
     def for_template(self) -> dict[str, Any]:
-        """As OpenAI writes it, which is what chat templates expect."""
+        """Return it as OpenAI writes it, which is what chat templates expect."""
         function = {"name": self.name, "description": self.description, "parameters": dict(self.parameters)}
         return {"type": "function", "function": function}
 
@@ -116,7 +116,7 @@ class Tool:
 
 
 def tools_of(things: Sequence[Any] | None) -> tuple[Tool, ...]:
-    """A list of tools, each of what `Tool.of` takes. Raises InvalidRequestError if two have one name."""
+    """Return the tools of a list, each of what `Tool.of` takes. Raises InvalidRequestError if two have one name."""
     if things is None:
         return ()
     if isinstance(things, str | Mapping) or not isinstance(things, Sequence):
@@ -164,14 +164,14 @@ class ToolChoice:
         return choice
 
     def allowed(self, tools: Sequence[Tool]) -> tuple[Tool, ...]:
-        """Those that the answer may call."""
+        """Return the tools that the answer may call."""
         if self.mode == "none":
             return ()
         return tuple(tool for tool in tools if not self.names or tool.name in self.names)
 
 
 def _choice_of(value: object, tools: Sequence[Tool]) -> ToolChoice:
-    """Reads the forms; whether there are such tools is not checked here."""
+    """Read each form of it; whether there are such tools is not checked here."""
     if isinstance(value, ToolChoice):
         return value
     if value is None:
@@ -199,9 +199,11 @@ def _mode(name: object) -> Literal["none", "auto", "required"] | None:
 
 
 def _choice_of_dict(value: Mapping[str, Any], tools: Sequence[Tool]) -> ToolChoice:
-    """OpenAI's ``{"type": "function", "function": {"name": ...}}`` and ``{"type": "allowed_tools", "allowed_tools":
-    {"mode": ..., "tools": [...]}}``, of both of its interfaces, and Anthropic's ``{"type": "tool", "name": ...}``,
-    ``{"type": "any"}``."""
+    """Read a choice as OpenAI's interfaces and Anthropic's have it.
+
+    ``{"type": "function", "function": {"name": ...}}``, ``{"type": "allowed_tools", "allowed_tools": {"mode": ...,
+    "tools": [...]}}``, ``{"type": "tool", "name": ...}``, ``{"type": "any"}``.
+    """
     kind = value.get("type", "function")
     if kind == "allowed_tools":
         inner = value.get("allowed_tools", value)
@@ -217,7 +219,7 @@ def _choice_of_dict(value: Mapping[str, Any], tools: Sequence[Tool]) -> ToolChoi
 
 
 def _name_in(thing: object, value: object, tools: Sequence[Tool]) -> str:
-    """The name in a dict that names a function."""
+    """Return the name in a dict that names a function."""
     inner = thing.get("function", thing) if isinstance(thing, Mapping) else None
     name = inner.get("name") if isinstance(inner, Mapping) else None
     if not isinstance(name, str):
@@ -257,8 +259,10 @@ def _from_dict(thing: Mapping[str, Any]) -> Tool:
 
 
 def _parameters_of(thing: Mapping[str, Any], inner: Mapping[str, Any]) -> Mapping[str, Any]:
-    """``inner`` is ``thing``, or what it has under 'function'. Other keys than Tool's are left to whoever wrote them:
-    MCP has several. But a model that is shown no parameters calls without arguments, so a misspelling is refused.
+    """Return the schema in ``inner``, which is ``thing`` or what it has under 'function'.
+
+    Other keys than Tool's are left to whoever wrote them: MCP has several. But a model that is shown no parameters
+    calls without arguments, so a misspelling is refused.
     """
     name = shown(inner["name"])
     given = [key for key in _SCHEMA_KEYS if inner.get(key) is not None]
@@ -275,7 +279,7 @@ def _parameters_of(thing: Mapping[str, Any], inner: Mapping[str, Any]) -> Mappin
 
 
 def _meant(key: str, value: object, *, has_schema: bool) -> str | None:
-    """The key that this unknown one seems to be. None: it is somebody's own."""
+    """Return the key that this unknown one seems to be. None: it is somebody's own."""
     if _RESULT_KEY.match(key):
         return None
     near = difflib.get_close_matches(key.lower().replace("-", "_"), [known.lower() for known in _KNOWN_KEYS], 1, 0.8)

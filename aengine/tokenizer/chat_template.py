@@ -52,7 +52,7 @@ class ChatTemplate:
         extra: Mapping[str, Any] | None = None,
         trace: bool = True,
     ) -> TracedText:
-        """The prompt; not ``trace``: as if all of it were the template's own.
+        """Return the prompt; not ``trace``: as if all of it were the template's own.
 
         Raises InvalidRequestError when the template can't show the messages, or the last one can't be continued.
         """
@@ -99,7 +99,7 @@ class ChatTemplate:
 
 
 def _traced_message(message: Mapping[str, Any], theirs: Origin, is_continued: bool) -> dict[str, Any]:
-    """Its role as it is, the rest traced; its own keys are OpenAI's, and stay as they are."""
+    """Trace all of a message but its role; its own keys are OpenAI's, and stay as they are."""
     own = Origin(is_own=True, is_continued=is_continued)
     is_own = message["role"] == "assistant"
     return {
@@ -123,7 +123,7 @@ def _traced_within(value: Any, origin: Origin) -> Any:
 
 
 def _up_to_continued(text: TracedText) -> TracedText:
-    """Without what the template puts after the message that goes on, blanks at its end that it takes off included."""
+    """Cut off what the template puts after the message that goes on."""
     end = max((end for _, end, origin in text.spans if origin.is_continued), default=None)
     if end is None:
         raise InvalidRequestError(
@@ -149,8 +149,11 @@ class _Arguments(dict[str, Any]):
 
 
 def _as_templates_read(message: Mapping[str, Any]) -> dict[str, Any]:
-    """An assistant's message that says nothing: its content is None beside calls, "" without. No calls: no such key.
-    Parts of a text are one text, a line each, as most templates join nothing."""
+    """Return the message in the form that most templates read.
+
+    The content of an assistant's message that says nothing is None beside calls, "" without. No calls: no such key.
+    Parts of a text are one text, a line each, as most templates join nothing.
+    """
     shown = dict(message)
     if not isinstance(shown.get("content"), str | None):
         shown["content"] = "\n".join(part["text"] for part in shown["content"])

@@ -24,7 +24,7 @@ class Detokenizer:
         self.stopped = False
 
     def put(self, token_id: int) -> str:
-        """The text that is certain now; "" if none is."""
+        """Add a token; return the text that is certain now, "" if none is."""
         text = self._put(token_id)
         if self._stops is None:
             return text
@@ -36,7 +36,7 @@ class Detokenizer:
         return self.flush() if likely and self._stops.would_stop(likely) else ""
 
     def flush(self) -> str:
-        """The completion has ended, or is cut here: what was held back, U+FFFD for an incomplete character."""
+        """End the completion, or cut it here; return what was held back, U+FFFD for an incomplete character."""
         text = self._decoder.flush()
         if self._stops is None:
             return text

@@ -148,7 +148,7 @@ def _sentencepiece(file: GgufFile, tokens: list[str], types: list[int]) -> tuple
 
 
 def _merges(vocab: dict[str, int], scores: Sequence[float]) -> list[tuple[str, str]]:
-    """SentencePiece joins the neighbours whose union scores highest: each way to split a token is a merge."""
+    """Return each way to split a token as a merge: SentencePiece joins the neighbours whose union scores highest."""
     merges = []
     for token, token_id in vocab.items():
         for cut in range(1, len(token)):
@@ -181,7 +181,7 @@ def _add_tokens(encoder: tokenizers.Tokenizer, tokens: list[str], types: list[in
 
 
 def _add_template(file: GgufFile, encoder: tokenizers.Tokenizer, special_tokens: dict[str, str], add_bos: bool) -> None:
-    """Which special tokens ``add_special_tokens=True`` puts round a text."""
+    """Set which special tokens ``add_special_tokens=True`` puts round a text."""
     from tokenizers import processors
 
     pieces, used = ["$A"], []

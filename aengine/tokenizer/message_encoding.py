@@ -22,7 +22,7 @@ import functools
 import re
 import secrets
 import string
-from collections.abc import Collection, Iterable, Sequence
+from collections.abc import Callable, Collection, Iterable, Sequence
 from itertools import zip_longest
 from typing import TYPE_CHECKING
 
@@ -43,14 +43,14 @@ _CONTROL_LIKE = re.compile(
 )
 """Added tokens with such names are markers, also where the template does not name them."""
 _BRACKETED = re.compile(r"[<\[|].*[>\]|]|^[#*]{2,}")
-"""And these where it does; a word is none."""
+"""Added tokens with such names are markers where the template names them; a word is none."""
 
 _Own = tuple[int, int, int]
 """One of the template's markers: characters start to end, token id."""
 
 
 class MessageEncoder:
-    """Over one tokenizer. May be used by several threads."""
+    """Encodes rendered chats with one tokenizer. May be used by several threads."""
 
     def __init__(self, encoder: tokenizers.Tokenizer, template_source: str) -> None:
         self._encoder = encoder
@@ -64,18 +64,17 @@ class MessageEncoder:
             or _CONTROL_LIKE.fullmatch(token.content)
             or (_BRACKETED.search(token.content) and token.content in template_source)
         }
-        """By id: added tokens that are no ordinary text, as others are that only shorten it (blanks, "<table>")."""
+        """Added tokens, by id, that are no ordinary text, as others are that only shorten it (blanks, "<table>")."""
         self.unknown_id = _unknown_id(encoder)
-        """Of what is in no vocabulary; None if there is no such token."""
+        """Id of what is in no vocabulary; None if there is no such token."""
         self._unknown = self.markers.get(self.unknown_id, "") if self.unknown_id is not None else ""
         self._names = frozenset(self.markers.values())
         self._counts_tell = _counts_tell(added.values(), self._names)
         self._own_ids = {i for i, name in self.markers.items() if name in OWN_MARKERS} - self._control_ids
-        # Not over a method: that cycle would keep the encoder until a garbage collection.
-        self.has_marker = functools.lru_cache(256)(functools.partial(_has_any, self._names))
+        self.has_marker = _finder(self._names)
 
     def encode(self, text: TracedText) -> list[int]:
-        """Lets go of the GIL while the library works, as `Tokenizer.encode`."""
+        """Return the token ids. Lets go of the GIL while the library works, as `Tokenizer.encode`."""
         plain = text.plain()
         if self._counts_tell and not (self._unknown and self._unknown in plain):
             ids = self._ids(plain)
@@ -108,11 +107,11 @@ class MessageEncoder:
         return self._encode_around(plain, own) if forged else ids
 
     def encode_plain(self, text: str, add_special_tokens: bool = False) -> list[int]:
-        """With no marker but those that ``add_special_tokens`` puts round the text."""
+        """Return the token ids, with no marker but those that ``add_special_tokens`` puts round the text."""
         return self._twin.encode(text, add_special_tokens)
 
     def _place(self, text: str, token_id: int, start: int, end: int) -> tuple[int, int]:
-        """Of the marker itself, without blanks that its token takes in on either side."""
+        """Return the place of the marker itself, without blanks that its token takes in on either side."""
         name = self.markers[token_id]
         found = text.find(name, start, end)
         return (found, found + len(name)) if found >= 0 else (start, end)
@@ -122,7 +121,7 @@ class MessageEncoder:
         return not origins or (token_id in self._own_ids and all(origin.is_own for origin in origins))
 
     def _encode_around(self, text: str, own: list[_Own]) -> list[int]:
-        """The template's markers are given; all else is plain text."""
+        """Return the ids of a text in which ``own`` are markers, and all else is plain text."""
         pieces, place = [], 0
         for start, end, _ in own:
             pieces.append(text[place:start])
@@ -136,8 +135,10 @@ class MessageEncoder:
 
 
 def _counts_tell(added: Iterable[AddedToken], markers: Collection[str]) -> bool:
-    """Whether a message's text can't do away with a marker of the template's beside it, so that any that it adds is
-    one more: none looks at its neighbours, none begins within an added token, and none is the beginning of another."""
+    """Whether a message's text can only add to the number of markers, and not undo one of the template's beside it.
+
+    So it is if no marker looks at its neighbours, begins within an added token, or is the beginning of another.
+    """
     firsts = {name[0] for name in markers}
     return not any(
         not firsts.isdisjoint(token.content[1:])
@@ -147,12 +148,14 @@ def _counts_tell(added: Iterable[AddedToken], markers: Collection[str]) -> bool:
     )
 
 
-def _has_any(names: frozenset[str], text: str) -> bool:
-    return any(name in text for name in names)
+def _finder(names: Collection[str]) -> Callable[[str], bool]:
+    """Return a function that says whether any of the names is in a text."""
+    pattern = re.compile("|".join(map(re.escape, names)) or "(?!)")
+    return lambda text: pattern.search(text) is not None
 
 
 class _Twin:
-    """The tokenizer over again, its model shared, with secret names for markers."""
+    """A copy of the tokenizer with secret names for markers; it shares the model."""
 
     def __init__(self, encoder: tokenizers.Tokenizer, markers: dict[int, str], unknown_id: int | None) -> None:
         from tokenizers import AddedToken, Tokenizer
@@ -195,7 +198,7 @@ class _Twin:
         self._marker_ids = {i for i, real in self._real_ids.items() if real in markers}
 
     def _add_fillers(self) -> None:
-        """New tokens take the ids after the model's own; of a model whose ids have gaps, those may be its own, too."""
+        """Add tokens until their ids are none of the model's own, whose ids may have gaps."""
         from tokenizers import AddedToken
 
         while True:
@@ -206,12 +209,12 @@ class _Twin:
                 return
 
     def encode(self, text: str, add_special_tokens: bool = False) -> list[int]:
-        """Plain text."""
+        """Return the ids of plain text."""
         found = self._encoder.encode_batch([text], add_special_tokens=add_special_tokens)[0]
         return self._real(found.ids, found.special_tokens_mask)
 
     def encode_between(self, pieces: list[str], between: list[int]) -> list[int]:
-        """Pieces of plain text, and between each two the marker of this id."""
+        """Return the ids of pieces of plain text with a marker of the given id between each two."""
         named = [pieces[0]]
         for token_id, piece in zip(between, pieces[1:], strict=True):
             named += (self._names[token_id], piece)
@@ -224,8 +227,10 @@ class _Twin:
         return ids
 
     def _real(self, ids: list[int], is_around: Sequence[int] = ()) -> list[int]:
-        """The ids of the tokenizer itself. Some models have the names of markers among their own words: these are
-        spelled. ``is_around``: 1 for what is put round a text."""
+        """Return the ids of the tokenizer itself. ``is_around``: 1 for what is put round a text.
+
+        Some models have the names of markers among their own words: these are spelled.
+        """
         real: list[int] = []
         for token_id, keep in zip_longest(ids, is_around, fillvalue=0):
             if token_id in self._real_ids and not keep:
@@ -243,13 +248,13 @@ class _Twin:
 
 
 def _unknown_id(encoder: tokenizers.Tokenizer) -> int | None:
-    """The id of what is in no vocabulary."""
+    """Return the id of what is in no vocabulary."""
     name = getattr(encoder.model, "unk_token", None)
     return encoder.token_to_id(name if isinstance(name, str) else "<unk>")
 
 
 def _in_letters(number: int) -> str:
-    """Four letters: no name begins another."""
+    """Return four letters: no name begins another."""
     letters = ""
     for _ in range(4):
         number, digit = divmod(number, 26)

@@ -17,7 +17,7 @@ WRITTEN_BY_MODEL = ("content", "reasoning_content", "reasoning", "thinking")
 """Keys of an assistant's message under which chat templates look for what the model wrote."""
 
 _TEXT_PARTS = ("text", "input_text", "output_text")
-"""As chat completions name them, and as responses do."""
+"""Names of the types of text parts, in chat completions and in responses."""
 
 
 def checked_messages(messages: object) -> Messages:

@@ -32,7 +32,7 @@ class StopSearch:
         self.found = False
 
     def put(self, text: str) -> str:
-        """More of the text; returns what of it, and of what was held, belongs to no stop string."""
+        """Add more of the text; return what of it, and of what was held, belongs to no stop string."""
         self._likely = None
         if self.found:
             return ""
@@ -55,7 +55,7 @@ class StopSearch:
         return self._first_match(whole, len(text))[0] > 0
 
     def flush(self) -> str:
-        """The text has ended: what was held back is no stop string."""
+        """End the text; return what was held back, which is no stop string."""
         held, self._held, self._likely = self._held, "", None
         return held
 
@@ -69,7 +69,7 @@ class StopSearch:
         return 0, 0
 
     def _begin_of_held(self, whole: str) -> int:
-        """Where the longest end of the text begins that is the beginning of a stop string."""
+        """Return where the longest end of the text begins that is the beginning of a stop string."""
         for place in range(max(0, len(whole) - self._lengths[0] + 1), len(whole)):
             if whole[place] in self._firsts:
                 begun = whole[place:]

@@ -40,7 +40,7 @@ _TEXT_FILTERS = (
 
 class _Compiler(CodeGenerator):
     def visit_Concat(self, node: nodes.Concat, frame: Frame) -> None:
-        """``a ~ b``, which Jinja would join to a plain string."""
+        """Compile ``a ~ b``, which Jinja would join to a plain string."""
         self.write("environment.joined((")
         for part in node.nodes:
             self.visit(part, frame)
@@ -59,7 +59,7 @@ class _GenerationBlock(Extension):
 
 
 class TemplateEnvironment(ImmutableSandboxedEnvironment):
-    """See the head of this file. One may compile several templates, and be used by several threads."""
+    """The environment that this file's head describes. It may compile several templates, in several threads."""
 
     code_generator_class = _Compiler
     concat = staticmethod(concatenated)
@@ -95,7 +95,7 @@ class TemplateEnvironment(ImmutableSandboxedEnvironment):
         return super().getitem(obj, argument)
 
     def _format(self, template: str, *args: Any, **kwargs: Any) -> TracedText:
-        """``template.format(...)``. With nothing but {} in it, character by character."""
+        """Return ``template.format(...)``. With nothing but {} in it, character by character."""
         pieces = TracedText(template, getattr(template, "spans", ())).split("{}")
         if len(pieces) == len(args) + 1 and not kwargs and not any(brace in "".join(pieces) for brace in "{}"):
             return concatenated(text for pair in zip(pieces, [*map(text_of, args), ""], strict=True) for text in pair)
@@ -107,7 +107,7 @@ class TemplateEnvironment(ImmutableSandboxedEnvironment):
 
 
 def _followed(make: Callable[..., Any]) -> Callable[..., Any]:
-    """A filter whose text, unless it follows by itself, comes wholly from what its arguments come from."""
+    """Wrap a filter: its text, unless traced by itself, comes wholly from what its arguments come from."""
 
     @functools.wraps(make)
     def made(*args: Any, **kwargs: Any) -> Any:
@@ -146,7 +146,7 @@ def to_json(
     separators: tuple[str, str] | None = None,
     sort_keys: bool = False,
 ) -> str:
-    """The ``tojson`` of chat templates. What has any of a message in it is the message's as a whole."""
+    """Return JSON, as chat templates' ``tojson``. What has any of a message in it is the message's as a whole."""
     text = json.dumps(value, ensure_ascii=ensure_ascii, indent=indent, separators=separators, sort_keys=sort_keys)
     origin = origin_within(value)
     return text if origin is None else traced(text, origin)

@@ -19,7 +19,7 @@ _COMPOSED = 4
 
 
 def most_characters(encoder: tokenizers.Tokenizer) -> int:
-    """Most characters of a text that one token may stand for; 0: nobody knows. Blocking: looks at each token."""
+    """The most characters that one token may stand for; 0 if that is not known. Blocking: looks at each token."""
     model = encoder.model
     keeps_unknown = "ByteLevel" in _types(encoder.pre_tokenizer) or bool(getattr(model, "byte_fallback", False))
     added = encoder.get_added_tokens_decoder().values()
@@ -33,7 +33,7 @@ def most_characters(encoder: tokenizers.Tokenizer) -> int:
 
 
 def _shrinking(state: dict[str, Any] | None) -> int:
-    """By how much a normalizer may shorten a text; 0: nobody knows."""
+    """Return by how much a normalizer may shorten a text; 0 if that is not known."""
     if state is None:
         return 1
     kind = state.get("type")
@@ -67,7 +67,7 @@ def _types(part: Any) -> str:
 
 
 def _state(part: Any) -> dict[str, Any] | None:
-    """What the library writes of a normalizer or a pre-tokenizer into tokenizer.json."""
+    """Return what the library writes of a normalizer or a pre-tokenizer into tokenizer.json."""
     if part is None:
         return None
     state: dict[str, Any] = json.loads(part.__getstate__())

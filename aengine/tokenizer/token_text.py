@@ -38,14 +38,14 @@ _new_utf8_decoder = codecs.getincrementaldecoder("utf-8")
 
 
 def gpt2_bytes() -> dict[str, int]:
-    """GPT-2's letters for bytes: printable ones stand for themselves, the rest are moved to U+0100 and on."""
+    """Return GPT-2's letters for bytes: printable ones stand for themselves, the rest are moved to U+0100 and on."""
     printable = [*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)]
     moved = [byte for byte in range(256) if byte not in set(printable)]
     return {chr(byte): byte for byte in printable} | {chr(0x100 + i): byte for i, byte in enumerate(moved)}
 
 
 class _Pieces(dict[int, Piece]):
-    """id -> piece, filled as ids are asked for; at most one entry for each id of the vocabulary."""
+    """Pieces by id, filled as ids are asked for; at most one entry for each id of the vocabulary."""
 
     __slots__ = ("_make", "_vocab_size")
 
@@ -70,15 +70,15 @@ class IncrementalDecoder(ABC):
 
     @abstractmethod
     def put(self, token_id: int) -> str:
-        """The text that this token makes certain: whole characters, "" while one is incomplete."""
+        """Add a token; return the text that it makes certain: whole characters, "" while one is incomplete."""
 
     def flush(self) -> str:
-        """The end: what an unfinished character turns into."""
+        """End the text; return what an unfinished character turns into."""
         return ""
 
     def take_likely(self) -> str:
-        """Characters that have become whole since the last call but that `put` holds back, because a later token may
-        still change them. If the text ends here, they are in it."""
+        """Return characters that have become whole since the last call but that `put` holds back, because a later token
+        may still change them. If the text ends here, they are in it."""
         return ""
 
 
@@ -108,7 +108,7 @@ class TokenTable(ABC):
         return self._skipped if skip_special_tokens else self._shown
 
     def token_bytes(self, token_id: int) -> bytes:
-        """The bytes that the token stands for within a text; b"" if there is no such token."""
+        """Return the bytes that the token stands for within a text; b"" if there is no such token."""
         piece = self._shown[token_id]
         return piece.encode() if isinstance(piece, str) else piece or b""
 
@@ -164,7 +164,7 @@ class ByteLevelText(IncrementalDecoder):
 
 
 class ByteFallbackTable(TokenTable):
-    """``replace`` is applied to each token, ``strip_left`` spaces are taken off the whole text."""
+    """Tokens to which ``replace`` is applied; ``strip_left`` spaces are taken off the whole text."""
 
     def __init__(self, *args: Any, replace: list[tuple[str, str]], byte_fallback: bool, strip_left: int) -> None:
         super().__init__(*args)
@@ -255,7 +255,7 @@ class WordTable(TokenTable):
         return self._decode(["a", token])[len(self._decode(["a"])) :]
 
     def first(self, token_id: int) -> str:
-        """The text of a token that begins a text; the id must be a known one."""
+        """Return the text of a token that begins a text; the id must be a known one."""
         return self._decode([self._encoder.id_to_token(token_id) or ""])
 
     def decoder(self, skip_special_tokens: bool) -> WordText:
@@ -292,7 +292,7 @@ class WindowTable(TokenTable):
 
 
 class WindowText(IncrementalDecoder):
-    """For decoders of which nothing is known: a token's text is what it adds to that of the few tokens before it.
+    """Decodes where nothing is known of the decoder: a token's text is what it adds to the few tokens before it.
 
         ids     ... | context | held: decoded, but an incomplete character |
                     <----------------------- window ---------------------->
@@ -337,7 +337,7 @@ class WindowText(IncrementalDecoder):
 
 
 def token_table(encoder: tokenizers.Tokenizer, special_ids: frozenset[int], vocab_size: int) -> TokenTable:
-    """The table for an encoder's kind of decoder."""
+    """Return the table for an encoder's kind of decoder."""
     decoder = encoder.decoder
     settings: dict[str, Any] = {} if decoder is None else json.loads(decoder.__getstate__())
     kind = settings.get("type")
@@ -355,7 +355,7 @@ def token_table(encoder: tokenizers.Tokenizer, special_ids: frozenset[int], voca
 
 
 def _byte_fallback_options(steps: list[dict[str, Any]]) -> dict[str, Any] | None:
-    """Of a sequence Replace*, ByteFallback?, Fuse, Strip? (on the left): its options. None: another sequence."""
+    """Return the options of a sequence Replace*, ByteFallback?, Fuse, Strip? (on the left); None for another one."""
     kinds = [step["type"] for step in steps]
     if not re.fullmatch(r"(Replace )*(ByteFallback )?Fuse( Strip)?", " ".join(kinds)):
         return None

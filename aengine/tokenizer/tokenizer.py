@@ -100,18 +100,18 @@ class Tokenizer:
         return self._encoder.encode_batch_fast([text], add_special_tokens=add_special_tokens)[0].ids
 
     def encode_plain(self, text: str, add_special_tokens: bool = True) -> list[int]:
-        """As `encode`, but names of special tokens stay text."""
+        """Return the token ids of ``text``, in which names of special tokens stay text."""
         _check_unicode(text)
         return self._messages.encode_plain(text, add_special_tokens)
 
     def least_tokens(self, num_characters: int) -> int:
-        """How many tokens at least a text of this length has. Blocking: the first time all tokens are looked at."""
+        """Return the least tokens that a text of this length has. Blocking: the first time all tokens are looked at."""
         if self._most_characters is None:
             self._most_characters = most_characters(self._encoder)
         return num_characters // self._most_characters if self._most_characters else 0
 
     def decode(self, ids: Sequence[int], skip_special_tokens: bool = True) -> str:
-        """The text of ``ids``; unknown ones are left out, incomplete characters become U+FFFD."""
+        """Return the text of ``ids``; unknown ones are left out, incomplete characters become U+FFFD."""
         known = [i for i in ids if 0 <= i < self.vocab_size]
         return self._encoder.decode(known, skip_special_tokens=skip_special_tokens)
 
@@ -123,7 +123,7 @@ class Tokenizer:
         skip_special_tokens: bool = True,
         markers: frozenset[int] = frozenset(),
     ) -> Detokenizer:
-        """A decoder for one completion, token by token. The text leaves out ``stop`` unless ``include_stop``.
+        """Return a decoder for one completion, token by token. The text leaves out ``stop`` unless ``include_stop``.
 
         ``markers``: control tokens that divide the completion into parts; nothing is held back across one.
         """
@@ -133,11 +133,11 @@ class Tokenizer:
         return Detokenizer(decoder, stop, include_stop=include_stop)
 
     def token_bytes(self, token_id: int) -> bytes:
-        """What the token adds to a text, in UTF-8, perhaps a part of a character; b"" if there is no such token."""
+        """Return what the token adds to a text in UTF-8, perhaps a part of a character; b"": there is no such token."""
         return self._table.token_bytes(token_id)
 
     def token_text(self, token_id: int) -> str:
-        """`token_bytes` as text, with U+FFFD for parts of characters."""
+        """Return `token_bytes` as text, with U+FFFD for parts of characters."""
         return self._table.token_bytes(token_id).decode(errors="replace")
 
     @property
@@ -147,11 +147,11 @@ class Tokenizer:
         return {added[i].content: i for i in sorted(self.special_ids)}
 
     def token_id(self, token: str) -> int | None:
-        """The id of a token by its name in the vocabulary, as "<|im_end|>"."""
+        """Return the id of a token by its name in the vocabulary, as "<|im_end|>"."""
         return self._encoder.token_to_id(token)
 
     def added_token_id(self, name: str) -> int | None:
-        """The id of an added token by its name: one that is found in a text as a whole. None for any other."""
+        """Return the id of an added token by its name: one that is found in a text as a whole. None for any other."""
         found = self._encoder.token_to_id(name)
         return found if found in self._messages.added_ids else None
 
@@ -200,7 +200,7 @@ class Tokenizer:
         )
 
     def allowing_special_tokens(self) -> Tokenizer:
-        """Another over the same vocabulary, for which the names of special tokens in messages are those tokens."""
+        """Return a tokenizer for which the names of special tokens in messages are those tokens."""
         tokenizer = copy.copy(self)
         tokenizer._allows_special_tokens = True
         return tokenizer
@@ -268,14 +268,14 @@ def _optional_json(path: Path) -> dict[str, Any]:
 
 
 def _token_text(value: Any) -> str | None:
-    """A special token is written as a text, or as an object with its content."""
+    """Return a special token's text: it is written as that, or as an object with its content."""
     if isinstance(value, Mapping):
         value = value.get("content")
     return value if isinstance(value, str) else None
 
 
 def _add_missing_tokens(encoder: tokenizers.Tokenizer, listed: Any) -> None:
-    """Tokens that tokenizer_config.json lists and tokenizer.json lacks; they take the next ids, in order."""
+    """Add the tokens that tokenizer_config.json lists and tokenizer.json lacks; they take the next ids, in order."""
     from tokenizers import AddedToken
 
     if not isinstance(listed, Mapping):
@@ -289,7 +289,7 @@ def _add_missing_tokens(encoder: tokenizers.Tokenizer, listed: Any) -> None:
 
 
 def _chat_templates(folder: Path, configured: Any) -> dict[str, str]:
-    """By name. chat_template.jinja goes before the one in tokenizer_config.json, as in transformers."""
+    """Return templates by name. chat_template.jinja goes before the one in tokenizer_config.json."""
     templates: dict[str, str] = {}
     if isinstance(configured, str):
         templates["default"] = configured

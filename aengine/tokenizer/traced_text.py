@@ -25,12 +25,12 @@ __all__ = ["Origin", "Span", "TracedText", "concatenated", "origin_within", "per
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Origin:
-    """Where characters come from; compared by identity."""
+    """The place that characters come from; compared by identity."""
 
     is_own: bool = False
-    """From what the model itself wrote earlier: an assistant's content or reasoning."""
+    """Whether the model itself wrote it earlier, as an assistant's content or reasoning."""
     is_continued: bool = False
-    """From the message that the completion goes on with."""
+    """Whether it is from the message that the completion goes on with."""
     hides: Callable[[str], bool] | None = None
     """Says which texts a template can't find in it: a user's "</think>" must not steer the template."""
 
@@ -40,7 +40,7 @@ Span = tuple[int, int, Origin]
 
 
 class TracedText(str):
-    """The text, and as ``spans`` those of its characters that came out of messages, in order, not overlapping."""
+    """A text, and as ``spans`` those of its characters that came out of messages, in order, not overlapping."""
 
     __slots__ = ("spans",)
     spans: tuple[Span, ...]
@@ -51,7 +51,7 @@ class TracedText(str):
         return made
 
     def origin_of(self, start: int, end: int) -> list[Origin]:
-        """Of the characters start to end: where those come from that came out of messages."""
+        """Return where those of the characters start to end come from that came out of messages."""
         found = []
         for first, last, origin in self.spans[max(0, bisect_right(self.spans, start, key=_start_of) - 1) :]:
             if first >= end:
@@ -61,23 +61,19 @@ class TracedText(str):
         return found
 
     def plain(self) -> str:
-        """The text alone."""
+        """Return the text alone."""
         return str.__str__(self)
 
     def without_messages(self) -> str:
-        """The template's own text, with one code point that is no character for each stretch of a message's."""
+        """Return the template's own text, with one code point that is no character for each stretch of a message's."""
         pieces, place = [], 0
         for start, end, _ in self.spans:
             pieces.append(str.__getitem__(self, slice(place, start)))
             place = end
         return _NOTHING.join([*pieces, str.__getitem__(self, slice(place, None))])
 
-    def wholly(self, text: str) -> TracedText:
-        """Text made of this one in a way that is not followed."""
-        return traced(text, least_trusted(origin for *_, origin in self.spans))
-
     def seen_for(self, wanted: str | tuple[str, ...]) -> str:
-        """The text, as a template sees it that looks for ``wanted``: as long, without what is hidden from it."""
+        """Return the text as a template sees it that looks for ``wanted``: as long, without what is hidden from it."""
         searched = wanted if isinstance(wanted, str) else "\n".join(wanted)
         text, place = self.plain(), 0
         pieces: list[str] = []
@@ -111,14 +107,13 @@ class TracedText(str):
 
     def __getitem__(self, key: SupportsIndex | slice) -> TracedText:
         text = str.__getitem__(self, key)
-        if not isinstance(key, slice):
-            place = key.__index__() % len(self)
-            return self._cut(text, place, place + 1)
-        start, end, step = key.indices(len(self))
-        return self._cut(text, start, end) if step == 1 else self.wholly(text)
-
-    def _cut(self, text: str, start: int, end: int) -> TracedText:
-        """``text``, which is self[start:end]."""
+        if isinstance(key, slice):
+            start, end, step = key.indices(len(self))
+            if step != 1:
+                return traced(text, origin_within(self))
+        else:
+            start = key.__index__() % len(self)
+            end = start + 1
         spans = tuple(
             (max(first, start) - start, min(last, end) - start, origin)
             for first, last, origin in self.spans
@@ -132,39 +127,13 @@ class TracedText(str):
     def __contains__(self, wanted: object) -> bool:
         return isinstance(wanted, str) and str.__str__(wanted) in self.seen_for(wanted)
 
-    # -- methods that take a part of it
-
-    def lstrip(self, chars: str | None = None, /) -> TracedText:
-        return self[len(self) - len(str.lstrip(self, chars)) :]
-
-    def rstrip(self, chars: str | None = None, /) -> TracedText:
-        return self[: len(str.rstrip(self, chars))]
-
-    def strip(self, chars: str | None = None, /) -> TracedText:
-        return self.lstrip(chars).rstrip(chars)
+    # -- methods; more of them follow below the class
 
     def removeprefix(self, prefix: str, /) -> TracedText:
         return self[len(prefix) :] if self.startswith(prefix) else self
 
     def removesuffix(self, suffix: str, /) -> TracedText:
         return self[: len(self) - len(suffix)] if suffix and self.endswith(suffix) else self
-
-    def split(self, sep: str | None = None, maxsplit: SupportsIndex = -1) -> list[str]:
-        return self._located(self.seen_for(sep or "").split(sep, maxsplit), sep)
-
-    def rsplit(self, sep: str | None = None, maxsplit: SupportsIndex = -1) -> list[str]:
-        return self._located(self.seen_for(sep or "").rsplit(sep, maxsplit), sep)
-
-    def _located(self, parts: list[str], sep: str | None) -> list[str]:
-        """Parts of the text, in order, with ``sep`` or blanks between them."""
-        found: list[str] = []
-        seen, place = self.plain(), 0
-        for part in parts:
-            if sep is None:  # a part begins with no blank, but for the first of an rsplit, which begins the text
-                place = seen.find(part, place)
-            found.append(self[place : place + len(part)])
-            place += len(part) + len(sep or "")
-        return found
 
     def splitlines(self, keepends: bool = False) -> list[str]:
         found: list[str] = []
@@ -173,42 +142,6 @@ class TracedText(str):
             found.append(self[place : place + len(line)])
             place += len(whole)
         return found
-
-    def partition(self, sep: str, /) -> tuple[str, str, str]:
-        before, found, _ = self.seen_for(sep).partition(sep)
-        return self._three(len(before), len(found))
-
-    def rpartition(self, sep: str, /) -> tuple[str, str, str]:
-        before, found, _ = self.seen_for(sep).rpartition(sep)
-        return self._three(len(before), len(found))
-
-    def _three(self, before: int, found: int) -> tuple[str, str, str]:
-        return self[:before], self[before : before + found], self[before + found :]
-
-    # -- methods that look for something
-
-    def find(self, wanted: str, *within: Any) -> int:
-        return self.seen_for(wanted).find(wanted, *within)
-
-    def rfind(self, wanted: str, *within: Any) -> int:
-        return self.seen_for(wanted).rfind(wanted, *within)
-
-    def index(self, wanted: str, *within: Any) -> int:
-        return self.seen_for(wanted).index(wanted, *within)
-
-    def rindex(self, wanted: str, *within: Any) -> int:
-        return self.seen_for(wanted).rindex(wanted, *within)
-
-    def count(self, wanted: str, *within: Any) -> int:
-        return self.seen_for(wanted).count(wanted, *within)
-
-    def startswith(self, wanted: str | tuple[str, ...], *within: Any) -> bool:
-        return self.seen_for(wanted).startswith(wanted, *within)
-
-    def endswith(self, wanted: str | tuple[str, ...], *within: Any) -> bool:
-        return self.seen_for(wanted).endswith(wanted, *within)
-
-    # -- methods that make another text
 
     def join(self, parts: Iterable[str], /) -> TracedText:
         pieces: list[str] = []
@@ -230,11 +163,11 @@ _NOTHING = "\uffff"  # a code point that is no character
 
 
 def _same_length(name: str) -> Any:
-    """A method of str that changes characters one by one, as a rule."""
+    """Return a method of str that changes characters one by one, as a rule."""
 
     def method(self: TracedText) -> TracedText:
         text: str = getattr(self.plain(), name)()
-        return TracedText(text, self.spans) if len(text) == len(self) else self.wholly(text)
+        return TracedText(text, self.spans) if len(text) == len(self) else traced(text, origin_within(self))
 
     return method
 
@@ -247,14 +180,58 @@ def _not_followed(name: str) -> Any:
     return method
 
 
-for _name in ("upper", "lower", "capitalize", "title", "swapcase", "casefold"):
-    setattr(TracedText, _name, _same_length(_name))
-for _name in ("center", "ljust", "rjust", "zfill", "expandtabs", "translate"):
-    setattr(TracedText, _name, _not_followed(_name))
+def _searching(name: str) -> Any:
+    def method(self: TracedText, wanted: str | tuple[str, ...], *within: Any) -> Any:
+        return getattr(self.seen_for(wanted), name)(wanted, *within)
+
+    return method
+
+
+def _stripping(name: str) -> Any:
+    def method(self: TracedText, chars: str | None = None, /) -> TracedText:
+        start = 0 if name == "rstrip" else len(self) - len(str.lstrip(self, chars))
+        return self[start : start + len(getattr(self.plain(), name)(chars))]
+
+    return method
+
+
+def _splitting(name: str) -> Any:
+    def method(self: TracedText, sep: str | None = None, maxsplit: SupportsIndex = -1) -> list[str]:
+        found: list[str] = []
+        seen, place = self.plain(), 0
+        for part in getattr(self.seen_for(sep or ""), name)(sep, maxsplit):
+            if sep is None:  # a part begins with no blank, but for the first of an rsplit, which begins the text
+                place = seen.find(part, place)
+            found.append(self[place : place + len(part)])
+            place += len(part) + len(sep or "")
+        return found
+
+    return method
+
+
+def _parting(name: str) -> Any:
+    def method(self: TracedText, sep: str, /) -> tuple[str, str, str]:
+        before, found, _ = map(len, getattr(self.seen_for(sep), name)(sep))
+        return self[:before], self[before : before + found], self[before + found :]
+
+    return method
+
+
+_METHODS = {
+    _same_length: ("upper", "lower", "capitalize", "title", "swapcase", "casefold"),
+    _not_followed: ("center", "ljust", "rjust", "zfill", "expandtabs", "translate"),
+    _searching: ("find", "rfind", "index", "rindex", "count", "startswith", "endswith"),
+    _stripping: ("strip", "lstrip", "rstrip"),
+    _splitting: ("split", "rsplit"),
+    _parting: ("partition", "rpartition"),
+}
+for _make, _names in _METHODS.items():
+    for _name in _names:
+        setattr(TracedText, _name, _make(_name))
 
 
 def traced(text: str, origin: Origin | None) -> TracedText:
-    """A text that comes from ``origin`` from its first to its last character; from no message, if that is None."""
+    """Return a text all of which comes from ``origin``; from no message, if that is None."""
     return TracedText(text, ((0, len(text), origin),) if origin is not None and text else ())
 
 
@@ -272,7 +249,7 @@ def least_trusted(origins: Iterable[Origin]) -> Origin | None:
 
 
 def origin_within(value: Any) -> Origin | None:
-    """The least trusted origin of the texts in a value, however deep; None if none came out of a message."""
+    """Return the least trusted origin of the texts in a value, however deep; None if none came out of a message."""
     if isinstance(value, TracedText):
         return least_trusted(origin for *_, origin in value.spans)
     if isinstance(value, Mapping):
@@ -283,7 +260,7 @@ def origin_within(value: Any) -> Origin | None:
 
 
 def text_of(value: Any) -> str:
-    """``str(value)``; of a list or mapping, all of it comes from what the least trusted text in it comes from."""
+    """Return ``str(value)``; of a list or mapping, all of it comes from where the least trusted text in it does."""
     if isinstance(value, str):
         return value
     text, origin = str(value), origin_within(value)
@@ -291,7 +268,7 @@ def text_of(value: Any) -> str:
 
 
 def concatenated(parts: Iterable[str]) -> TracedText:
-    """``"".join(parts)``."""
+    """Return ``"".join(parts)``."""
     spans: list[Span] = []
     place = 0
     parts = list(parts)
@@ -306,7 +283,7 @@ def concatenated(parts: Iterable[str]) -> TracedText:
 
 
 def percent(template: str, values: Any) -> TracedText:
-    """``template % values``. With nothing but %s in it, character by character."""
+    """Return ``template % values``. With nothing but %s in it, character by character."""
     every = values if isinstance(values, tuple) else (values,)
     pieces = TracedText(template, spans_of(template)).split("%s")
     if len(pieces) == len(every) + 1 and "%" not in "".join(pieces) and not isinstance(values, Mapping):
