@@ -324,7 +324,7 @@ class AsyncLLM:
         from .engine.tokenizer_view import TokenizerView
 
         core = self._handle.open_core()
-        return TokenizerView(core.tokenizer, core.ready["vocab_size"])
+        return TokenizerView(core.tokenizer, core.worker.ready["vocab_size"])
 
     @property
     def has_chat_template(self) -> bool:
@@ -343,7 +343,7 @@ class AsyncLLM:
             InternalError: no answer within ``timeout`` seconds. The engine acts on that by itself, if it has to.
         """
         limit = positive_seconds("timeout", timeout)
-        return await self._handle.run(lambda core: core.check_health(limit))
+        return await self._handle.run(lambda core: core.worker.check_health(limit))
 
     async def start_profile(self, folder: str | os.PathLike[str] | None = None) -> str:
         """Record what the worker and its GPU do, until `stop_profile`. For seconds, not minutes: all is kept in memory.

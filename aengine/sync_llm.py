@@ -262,7 +262,7 @@ class SyncLLM:
         """Ask the worker. Arguments and errors as of `AsyncLLM.check_health`."""
         self._check()
         limit = positive_seconds("timeout", timeout)
-        return self._handle.wait(lambda core: core.check_health(limit))
+        return self._handle.wait(lambda core: core.worker.check_health(limit))
 
     def start_profile(self, folder: str | PathLike[str] | None = None) -> str:
         """See `AsyncLLM.start_profile`."""

@@ -1,9 +1,10 @@
 """`EngineCore`: one life of an engine, from its start on one event loop to its end.
 
-AsyncLLM --owns--> EngineCore --owns--> Admission --> StepLoop --> Scheduler
-                                           |             |
-                                           |             +-------> Executor --> worker process
-                                           +--> Preparation, WaitingLine
+AsyncLLM --owns--> EngineCore --owns--> Admission ───────> StepLoop ──> Scheduler
+                         |          | Preparation    |
+                         |          | WaitingLine    +──> Executor ──> worker process
+                         |                           |
+                         +──owns──> WorkerControl ───+     replaces the executor when its worker dies
 """
 
 from __future__ import annotations
@@ -12,31 +13,30 @@ import asyncio
 import contextlib
 import logging
 import time
-from collections import deque
 from collections.abc import Awaitable, Callable
 from functools import partial
 from typing import Any
 
+from ..checkpoint.sampling_defaults import SamplingDefaults
 from ..checkpoint.source import ModelSource, resolve_model
 from ..config import EngineConfig, StartupProgress
-from ..errors import EngineClosedError, EngineError, InternalError, WorkerDiedError
+from ..errors import EngineClosedError, EngineError, InternalError
 from ..ipc.messages import KVCacheGroup
 from ..scheduler.scheduler import Scheduler
-from ..streams.token_stream import error_for_waiter
 from ..structured.service import GrammarService
-from ..telemetry.metrics import Counters, Statistics, WorkerRestart
+from ..telemetry.metrics import Counters, Statistics
 from ..telemetry.observer import Observer
+from ..telemetry.summary import summary_of
 from ..threads.pools import run_in_thread
 from ..tokenizer.tokenizer import Tokenizer
 from .admission import Admission
 from .executor import Executor, ProcessExecutor
 from .preparation import Preparation
 from .recovery import RestartBudget
-from .sampling_defaults import SamplingDefaults
 from .step_loop import ALWAYS, IN_SMALL_BATCHES, Forcing, StepLoop
-from .summary import summary_of
 from .user_request import Limits
 from .waiting_line import WaitingLine
+from .worker_control import Restart, WorkerControl
 
 __all__ = ["EngineCore"]
 
@@ -46,12 +46,9 @@ _GPU_PATIENCE = 30.0
 """Seconds that a step may take on a GPU, whatever those before took: some kernels are compiled at first use."""
 
 _ALIVE = ("running", "draining")
-_NUM_RESTARTS_TOLD = 5
-_REASON_CHARACTERS = 500  # of what a worker died of, in the statistics
 
 ProgressCallback = Callable[[StartupProgress], None]
 ExecutorFactory = Callable[[EngineConfig], Executor]
-Restart = Callable[[], tuple[Executor, Callable[[], Awaitable[dict[str, Any]]]]]
 
 
 class EngineCore:
@@ -75,16 +72,10 @@ class EngineCore:
         self._num_closers = 0  # calls of `aclose` that have not returned
         self._news: asyncio.Event | None = None  # for those who wait in `drain`
         self.failure: EngineError | None = None
-        self._recovering: EngineError | None = None  # what the worker before died of, until the next one runs
-        self.ready = ready
         self.tokenizer = tokenizer
         self.sampling = sampling
-        self._executor = executor
-        self._restart = restart
-        self._budget = RestartBudget(config.max_restarts, config.restart_window)
         self._shutdown_timeout = config.shutdown_timeout
         self._counters = Counters()
-        self._restarts: deque[WorkerRestart] = deque(maxlen=_NUM_RESTARTS_TOLD)
         self._observer = Observer(config.on_request_end)
         self._scheduler = Scheduler(
             num_blocks=ready["num_blocks"],
@@ -125,7 +116,19 @@ class EngineCore:
             grammars=grammars,
             forcing=self._forcing(is_gpu),
         )
-        self.admission = self._new_admission(limits)
+        budget = RestartBudget(config.max_restarts, config.restart_window)
+        self.worker = WorkerControl(executor, ready, restart, self.steps, budget, self._counters)
+        self.admission = self._new_admission(
+            loop=self.loop,
+            steps=self.steps,
+            line=self._line,
+            preparation=Preparation(tokenizer, grammars, limits),
+            tokenizer=tokenizer,
+            limits=limits,
+            counters=self._counters,
+            observer=self._observer,
+            on_empty=self._tell_drainers,
+        )
         self._task = self.loop.create_task(self._run(), name="aengine-step-loop")
         self._task.add_done_callback(self._loop_ended)
         # Dropping an engine warns by itself, and ends the task; what asyncio would log of it besides tells nothing.
@@ -201,21 +204,8 @@ class EngineCore:
         ids = eos if isinstance(eos, list) else [] if eos is None else [eos]
         return None, frozenset(ids)
 
-    def _new_admission(self, limits: Limits) -> Admission:
-        return Admission(**self._parts_of_admission(limits))
-
-    def _parts_of_admission(self, limits: Limits) -> dict[str, Any]:
-        return {
-            "loop": self.loop,
-            "steps": self.steps,
-            "line": self._line,
-            "preparation": Preparation(self.tokenizer, self.grammars, limits),
-            "tokenizer": self.tokenizer,
-            "limits": limits,
-            "counters": self._counters,
-            "observer": self._observer,
-            "on_empty": self._tell_drainers,
-        }
+    def _new_admission(self, **parts: Any) -> Admission:
+        return Admission(**parts)
 
     @property
     def is_alive(self) -> bool:
@@ -242,64 +232,21 @@ class EngineCore:
             if isinstance(error, EngineClosedError):
                 self._fail(error)
                 return
-            await self._recover(error)
+            failure = await self.worker.replace(error, lambda: self.is_alive)
+            if failure is not None:
+                self._fail(failure)
+                return
             del error
-
-    async def _recover(self, error: EngineError) -> None:
-        """Another worker instead of the one that has failed. Tries again while the budget allows; then the engine fails
-        with what went wrong last."""
-        begun = time.monotonic()
-        self._recovering = error
-        while True:
-            delay = self._budget.next_delay(time.monotonic())
-            if delay is None:
-                self._fail(_given_up(error, self._budget))
-                return
-            logger.warning("the worker is started again%s: %s", f" in {delay:g} s" if delay else "", error)
-            self._counters.num_restarts += 1
-            self._restarts.append(WorkerRestart(time.time(), str(error)[:_REASON_CHARACTERS]))
-            await self._executor.aclose(0)  # until the dead one has gone: its memory is needed
-            await asyncio.sleep(delay)
-            if not self.is_alive:
-                return
-            self._executor, start = self._restart()
-            try:
-                ready = await start()
-            except (EngineError, OSError, RuntimeError) as again:  # the latter: no descriptor, no thread is left
-                if self.state not in _ALIVE:
-                    return
-                if not isinstance(again, EngineError):
-                    again = EngineError(f"the worker could not be started again: {again}")
-                again.__cause__ = error
-                error = again
-                continue
-            if ready["num_blocks"] < self._scheduler.num_blocks:
-                error = InternalError(
-                    f"the worker that was started again has memory for {ready['num_blocks']} KV blocks, and the one "
-                    f"before had {self._scheduler.num_blocks}: something else has taken the device's memory"
-                )
-                self._executor.fail(error)
-                continue
-            break
-        for request in self.steps.restart(self._executor):
-            blame = WorkerDiedError(
-                f"workers died again and again while they computed request {request.request_id}, also when it was "
-                f"the only suspect: {error}"
-            )
-            blame.__cause__ = error
-            request.sink.mailbox.fail(blame)
-        self._recovering, self.ready = None, ready
-        logger.warning("the worker runs again after %.1f s; all requests go on", time.monotonic() - begun)
 
     def statistics(self) -> Statistics:
         scheduler, counters, observer = self._scheduler, self._counters, self._observer
-        worker_memory, device_memory = self._executor.memory()
+        worker_memory, device_memory = self.worker.executor.memory()
         return Statistics(
             num_running=scheduler.num_running,
             num_waiting=len(self._line) + self.admission.num_preempted,
             num_blocks=scheduler.num_blocks,
             num_free_blocks=scheduler.num_free_blocks,
-            block_size=self.ready["block_size"],
+            block_size=self.worker.ready["block_size"],
             num_preemptions=scheduler.num_preemptions,
             num_restarts=counters.num_restarts,
             num_requests=counters.num_requests,
@@ -314,33 +261,12 @@ class EngineCore:
             loop_lag=self.steps.lag.worst,
             num_rejected=counters.num_rejected,
             finish_reasons={reason.value: count for reason, count in observer.num_ended.items()},
-            restarts=tuple(self._restarts),
+            restarts=tuple(self.worker.restarts),
             worker_memory_bytes=worker_memory,
             device_memory_bytes=device_memory,
-            device_memory_total_bytes=self.ready.get("device_memory_total_bytes"),
+            device_memory_total_bytes=self.worker.ready.get("device_memory_total_bytes"),
             histograms=observer.histograms.snapshot(),
         )
-
-    async def call(self, method: str, *args: Any, timeout: float) -> Any:
-        """A collective call of the workers, see `Executor.call`; one that takes longer is an InternalError."""
-        self.steps.break_lease()  # it comes after the steps that were given before
-        try:
-            return await self._executor.call(method, *args, timeout=timeout)
-        except TimeoutError:
-            raise InternalError(f"the worker did not answer {method} within {timeout:g} s") from None
-
-    async def long_call(self, method: str, *args: Any, timeout: float) -> Any:
-        """The same for what keeps the worker from its steps and its heart from beating: it is not taken for hung."""
-        with self.steps.watchdog.suspended():
-            return await self.call(method, *args, timeout=timeout)
-
-    async def check_health(self, timeout: float) -> float:
-        """See `AsyncLLM.check_health`."""
-        if self._recovering is not None:
-            raise WorkerDiedError(f"the worker is being started again: {self._recovering}")
-        begun = time.perf_counter()  # uvloop's time() counts whole milliseconds
-        await self.call("ping", timeout=timeout)
-        return time.perf_counter() - begun
 
     async def drain(self, timeout: float | None) -> bool:
         """See `AsyncLLM.drain`. Ends early when the engine is resumed, terminated or fails."""
@@ -393,7 +319,7 @@ class EngineCore:
         await asyncio.wait([self._task])
         if self.grammars is not None:
             await self.grammars.aclose()
-        await self._executor.aclose(self._shutdown_timeout)
+        await self.worker.executor.aclose(self._shutdown_timeout)
         for lane in lanes:
             await lane.aclose()
 
@@ -406,7 +332,7 @@ class EngineCore:
         self.admission.close()
         if self.grammars is not None:
             self.grammars.close()
-        self._executor.terminate()
+        self.worker.executor.terminate()
 
     def _end_requests(self) -> None:
         self.admission.fail_all(EngineClosedError("the engine was terminated while this request ran"))
@@ -422,11 +348,22 @@ class EngineCore:
         self._task.cancel()
         if self.grammars is not None:
             self.grammars.close()
-        self._executor.terminate()
+        self.worker.executor.terminate()
 
     def _loop_ended(self, task: asyncio.Task[None]) -> None:
-        if self.is_alive:
-            self._note_unasked_end(task)
+        if not self.is_alive:
+            self._drop_tables()
+            return
+        # Nobody asked it to: the host's loop is being closed, or `StepLoop.run` let a bug through.
+        if task.cancelled():
+            self.state = "closed"
+            self.admission.fail_all(EngineClosedError("the event loop of the engine was shut down"))
+        else:
+            bug = task.exception()
+            failure = InternalError(f"the step loop failed: {bug!r}")
+            failure.__cause__ = bug
+            self._fail(failure)
+        self.abandon()
         self._drop_tables()
 
     def _drop_tables(self) -> None:
@@ -439,27 +376,6 @@ class EngineCore:
         self._scheduler.drop_tables()
         if self.grammars is not None:
             self.grammars.drop_tables()
-
-    def _note_unasked_end(self, task: asyncio.Task[None]) -> None:
-        """Cancelled from outside (the host's loop is being closed), or ended by a bug that run() let through."""
-        if task.cancelled():
-            self.state = "closed"
-            self.admission.fail_all(EngineClosedError("the event loop of the engine was shut down"))
-        else:
-            bug = task.exception()
-            failure = InternalError(f"the step loop failed: {bug!r}")
-            failure.__cause__ = bug
-            self._fail(failure)
-        self.abandon()
-
-
-def _given_up(error: EngineError, budget: RestartBudget) -> EngineError:
-    """What a worker died of, and that it is not started again, as an error of the same class."""
-    failure = error_for_waiter(error)
-    assert isinstance(failure, EngineError)
-    failure.args = (f"{error}; the engine gave up after {budget} (max_restarts, restart_window)", *error.args[1:])
-    failure.__cause__ = error
-    return failure
 
 
 def _log_progress(progress: StartupProgress) -> None:

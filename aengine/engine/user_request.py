@@ -8,13 +8,13 @@ from dataclasses import dataclass, field
 from enum import Enum
 from typing import TYPE_CHECKING
 
+from ..checkpoint.sampling_defaults import SamplingDefaults
 from ..errors import InvalidRequestError
 from ..params import SamplingParams, StructuredOutput, is_unicode, shown
 from ..scheduler.request import Request
 from ..streams.token_stream import Mailbox
 from ..structured.asked_type import AskedType
 from ..tokenizer.prompt import PromptPart
-from .sampling_defaults import SamplingDefaults
 
 if TYPE_CHECKING:
     from ..structured.backend import Compiled

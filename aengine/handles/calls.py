@@ -19,7 +19,7 @@ _STOP_PROFILE_SECONDS = 600.0  # of a long recording some GB of JSON are written
 
 def describe(core: EngineCore) -> dict[str, Any]:
     """See `AsyncLLM.describe`."""
-    return core.ready | {"sampling_defaults": dict(core.sampling.values)}
+    return core.worker.ready | {"sampling_defaults": dict(core.sampling.values)}
 
 
 async def resume(core: EngineCore) -> None:
@@ -33,12 +33,12 @@ async def start_profile(core: EngineCore, folder: str | os.PathLike[str] | None)
         if not isinstance(folder, str | os.PathLike) or not _is_text(os.fspath(folder)):
             raise InvalidRequestError(f"folder={folder!r} is not valid: it must be a path, or None", param="folder")
         folder = await run_in_thread("abspath", os.path.abspath, folder)  # the worker's own place may be another
-    return _path_of(await core.long_call("start_profile", folder, timeout=_START_PROFILE_SECONDS))
+    return _path_of(await core.worker.long_call("start_profile", folder, timeout=_START_PROFILE_SECONDS))
 
 
 async def stop_profile(core: EngineCore) -> str:
     """See `AsyncLLM.stop_profile`."""
-    return _path_of(await core.long_call("stop_profile", timeout=_STOP_PROFILE_SECONDS))
+    return _path_of(await core.worker.long_call("stop_profile", timeout=_STOP_PROFILE_SECONDS))
 
 
 def seconds(name: str, value: object) -> float:

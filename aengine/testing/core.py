@@ -12,7 +12,7 @@ from ..config import EngineConfig
 from ..engine.admission import Admission
 from ..engine.core import EngineCore, ProgressCallback
 from ..engine.step_loop import Forcing
-from ..engine.user_request import Limits, UserRequest
+from ..engine.user_request import UserRequest
 from ..errors import InternalError
 from ..outputs import FinishReason
 from ..params import shown
@@ -26,7 +26,6 @@ __all__ = ["ScriptedCore", "ThinkingCore"]
 
 
 class ScriptedCore(EngineCore):
-    _executor: ScriptedExecutor
     thinks: ClassVar[bool] = False
 
     @classmethod
@@ -45,8 +44,10 @@ class ScriptedCore(EngineCore):
     def _forcing(self, is_gpu: bool) -> Forcing:
         return Forcing(most_rows=0, least_tokens=0.0)  # each token is sampled: the script's must be what comes
 
-    def _new_admission(self, limits: Limits) -> Admission:
-        return ScriptedAdmission(self._executor.script, **self._parts_of_admission(limits))
+    def _new_admission(self, **parts: Any) -> Admission:
+        executor = self.worker.executor
+        assert isinstance(executor, ScriptedExecutor)
+        return ScriptedAdmission(executor.script, **parts)
 
 
 class ThinkingCore(ScriptedCore):

@@ -89,7 +89,7 @@ async def restarts() -> None:
     engine = await begin()
     assert engine._handle.core is not None
     while True:
-        executor = engine._handle.core._executor
+        executor = engine._handle.core.worker.executor
         assert isinstance(executor, ProcessExecutor)
         pid = executor._workers[0].pid
         assert pid is not None

@@ -12,8 +12,8 @@ from typing import Any
 import pytest
 
 from aengine import AsyncLLM, InvalidRequestError, SamplingParams
+from aengine.checkpoint.sampling_defaults import SamplingDefaults
 from aengine.engine import core
-from aengine.engine.sampling_defaults import SamplingDefaults
 from aengine.ipc.messages import NewRequest
 
 Make = Callable[..., AsyncLLM]

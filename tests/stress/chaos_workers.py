@@ -175,7 +175,7 @@ class Backoff(logging.Handler):
 
 def worker_pid(engine: AsyncLLM) -> int:
     """Of the newest worker, which may be in its start; 0: it is yet to be made."""
-    workers = engine._handle.core._executor._workers  # type: ignore[union-attr]
+    workers = engine._handle.core.worker.executor._workers  # type: ignore[union-attr]
     return (workers[0].pid or 0) if workers else 0
 
 
@@ -191,7 +191,7 @@ async def another_worker(engine: AsyncLLM, pid: int, *, ready: bool) -> int:
             core = engine._handle.core
             assert core is not None
             new = worker_pid(engine)
-            if new not in (0, pid) and (not ready or core.steps._executor is core._executor):
+            if new not in (0, pid) and (not ready or core.steps._executor is core.worker.executor):
                 return new
             if core.state != "running":
                 raise TimeoutError(f"the engine has {core.state}: {core.failure!r}")

@@ -374,7 +374,7 @@ async def fuzz_answers(count: int, seed: int) -> Report:
     for _ in range(0, count, 10):
         await engine.start()
         assert engine._handle.core is not None
-        engine._handle.core._budget.next_delay = lambda now: 0.0  # type: ignore[method-assign]
+        engine._handle.core.worker._budget.next_delay = lambda now: 0.0  # type: ignore[method-assign]
         await asyncio.gather(*(one(engine) for _ in range(10)))
         to.outcomes[f"engine: {engine.state}"] += 1
     await engine.aclose()

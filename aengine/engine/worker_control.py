@@ -1,0 +1,131 @@
+"""`WorkerControl`: an engine's workers, as the engine asks them things and replaces them when they die.
+
+StepLoop.run ends with an error ──replace──> RestartBudget: when ──> another executor ──> StepLoop.restart with it
+                                                          or never ──> the error that the engine fails with
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import time
+from collections import deque
+from collections.abc import Awaitable, Callable
+from typing import Any
+
+from ..errors import EngineError, InternalError, WorkerDiedError
+from ..streams.token_stream import error_for_waiter
+from ..telemetry.metrics import Counters, WorkerRestart
+from .executor import Executor
+from .recovery import RestartBudget
+from .step_loop import StepLoop
+
+__all__ = ["Restart", "WorkerControl"]
+
+logger = logging.getLogger("aengine")
+
+_NUM_RESTARTS_TOLD = 5
+_REASON_CHARACTERS = 500  # of what a worker died of, in the statistics
+
+Restart = Callable[[], tuple[Executor, Callable[[], Awaitable[dict[str, Any]]]]]
+"""Makes an executor that is not started, and what starts it."""
+
+
+class WorkerControl:
+    """Has the executor that runs, and what its workers said when they were ready."""
+
+    def __init__(
+        self,
+        executor: Executor,
+        ready: dict[str, Any],
+        restart: Restart,
+        steps: StepLoop,
+        budget: RestartBudget,
+        counters: Counters,
+    ) -> None:
+        self.executor = executor
+        self.ready = ready
+        self.restarts: deque[WorkerRestart] = deque(maxlen=_NUM_RESTARTS_TOLD)  # the latest
+        self.recovering: EngineError | None = None  # what the worker before died of, until the next one runs
+        self._restart = restart
+        self._steps = steps
+        self._budget = budget
+        self._counters = counters
+
+    async def replace(self, error: EngineError, is_wanted: Callable[[], bool]) -> EngineError | None:
+        """Start another worker instead of the one that has failed, again and again while the budget allows.
+
+        Returns what went wrong last if it gave up. Ends early, with None, once ``is_wanted`` says no.
+        """
+        begun = time.monotonic()
+        self.recovering = error
+        while True:
+            delay = self._budget.next_delay(time.monotonic())
+            if delay is None:
+                return _given_up(error, self._budget)
+            logger.warning("the worker is started again%s: %s", f" in {delay:g} s" if delay else "", error)
+            self._counters.num_restarts += 1
+            self.restarts.append(WorkerRestart(time.time(), str(error)[:_REASON_CHARACTERS]))
+            await self.executor.aclose(0)  # until the dead one has gone: its memory is needed
+            await asyncio.sleep(delay)
+            if not is_wanted():
+                return None
+            self.executor, start = self._restart()
+            try:
+                ready = await start()
+            except (EngineError, OSError, RuntimeError) as again:  # the latter: no descriptor, no thread is left
+                if not is_wanted():
+                    return None
+                if not isinstance(again, EngineError):
+                    again = EngineError(f"the worker could not be started again: {again}")
+                again.__cause__ = error
+                error = again
+                continue
+            num_blocks = self._steps.scheduler.num_blocks
+            if ready["num_blocks"] >= num_blocks:
+                break
+            error = InternalError(
+                f"the worker that was started again has memory for {ready['num_blocks']} KV blocks, and the one "
+                f"before had {num_blocks}: something else has taken the device's memory"
+            )
+            self.executor.fail(error)
+        for request in self._steps.restart(self.executor):
+            blame = WorkerDiedError(
+                f"workers died again and again while they computed request {request.request_id}, also when it was "
+                f"the only suspect: {error}"
+            )
+            blame.__cause__ = error
+            request.sink.mailbox.fail(blame)
+        self.recovering, self.ready = None, ready
+        logger.warning("the worker runs again after %.1f s; all requests go on", time.monotonic() - begun)
+        return None
+
+    async def call(self, method: str, *args: Any, timeout: float) -> Any:
+        """Make a collective call of the workers, see `Executor.call`; one that takes longer is an InternalError."""
+        self._steps.break_lease()  # it comes after the steps that were given before
+        try:
+            return await self.executor.call(method, *args, timeout=timeout)
+        except TimeoutError:
+            raise InternalError(f"the worker did not answer {method} within {timeout:g} s") from None
+
+    async def long_call(self, method: str, *args: Any, timeout: float) -> Any:
+        """Make a call that keeps the worker from its steps and its heart from beating: it is not taken for hung."""
+        with self._steps.watchdog.suspended():
+            return await self.call(method, *args, timeout=timeout)
+
+    async def check_health(self, timeout: float) -> float:
+        """See `AsyncLLM.check_health`."""
+        if self.recovering is not None:
+            raise WorkerDiedError(f"the worker is being started again: {self.recovering}")
+        begun = time.perf_counter()  # uvloop's time() counts whole milliseconds
+        await self.call("ping", timeout=timeout)
+        return time.perf_counter() - begun
+
+
+def _given_up(error: EngineError, budget: RestartBudget) -> EngineError:
+    """What a worker died of, and that it is not started again, as an error of the same class."""
+    failure = error_for_waiter(error)
+    assert isinstance(failure, EngineError)
+    failure.args = (f"{error}; the engine gave up after {budget} (max_restarts, restart_window)", *error.args[1:])
+    failure.__cause__ = error
+    return failure
