@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING, Any, Literal
 
 from .errors import InvalidRequestError
 from .params import refuses_unknown_names, unknown_name
+from .plugins import PLATFORMS, WORKERS, registered, target_of
 from .settings import ENGINE_SETTINGS, described
 from .system.cgroups import num_usable_cpus
 
@@ -76,7 +77,8 @@ class EngineConfig:
     """Number format of weights, activations and KV. "auto": the checkpoint's on a GPU, the fastest lossless enough on a
     CPU."""
     device: str = "auto"
-    """Where the model runs: "auto" (a GPU if there is one), "cpu", "cuda" or "cuda:N"."""
+    """Where the model runs: "auto" (a GPU if there is one), "cpu", "cuda", "cuda:N", or the name of an entry point in
+    the group "aengine.platforms", perhaps with ":N"."""
     seed: int = 0
     """Seed of dummy weights. (Requests have seeds of their own.)"""
     generation_config: Literal["auto", "none"] = "auto"
@@ -130,6 +132,9 @@ class EngineConfig:
     """Seconds after which a stream ends with DeadlineExceededError when tokens lie unread and nobody has asked for one,
     though it is held somewhere. None: it runs on to its max_tokens, or to the end of the model's context."""
 
+    worker: str = "default"
+    """What loads and runs the model in a worker process: "default", the name of an entry point in the group
+    "aengine.workers", or "module:function" (docs/workers.md)."""
     own_thread: bool = False
     """The engine runs on an event loop of its own, in a daemon thread: its methods may be called from any loop in any
     thread, and a blocked loop of yours doesn't hold it up. progress and on_request_end are called in that thread."""
@@ -243,11 +248,8 @@ class EngineConfig:
         for name in ("revision", "gguf_file", "tokenizer"):
             if getattr(self, name) is not None and not isinstance(getattr(self, name), str):
                 raise _wrong(name, getattr(self, name), "a string, or None")
-        device = self.device
-        if not isinstance(device, str) or not (
-            device in ("auto", "cpu", "cuda") or (device.startswith("cuda:") and device[5:].isdecimal())
-        ):
-            raise _wrong("device", device, "'auto', 'cpu', 'cuda' or 'cuda:N'")
+        _check_device(self.device)
+        _check_worker(self.worker)
         if self.progress is not None and not callable(self.progress):
             raise _wrong("progress", self.progress, "a callable, or None")
         if self.on_request_end is not None and not callable(self.on_request_end):
@@ -281,6 +283,30 @@ _ONE_OF: dict[str, tuple[str, ...]] = {
     "admission": ("error", "wait"),
     "generation_config": ("auto", "none"),
 }
+
+
+def _check_device(device: object) -> None:
+    """Raise InvalidRequestError unless it is "auto", or a platform's name with perhaps an index."""
+    if device in ("auto", "cpu", "cuda"):
+        return
+    name, colon, index = device.partition(":") if isinstance(device, str) else ("", "", "")
+    wanted = "'auto', 'cpu', 'cuda' or 'cuda:N'"
+    if not name or name == "cpu" or bool(colon) != index.isdecimal():
+        raise _wrong("device", device, wanted)
+    if target_of(PLATFORMS, name) is None:
+        others = [name for name in registered(PLATFORMS) if name not in ("cpu", "cuda")]
+        raise _wrong("device", device, wanted + "".join(f", {name!r}" for name in others))
+
+
+def _check_worker(worker: object) -> None:
+    """Raise InvalidRequestError unless it is a known name, or looks like "module:function"."""
+    if isinstance(worker, str):
+        module, colon, function = worker.partition(":")
+        if colon and function.isidentifier() and all(part.isidentifier() for part in module.split(".")):
+            return
+        if not colon and target_of(WORKERS, worker) is not None:
+            return
+    raise _wrong("worker", worker, f"'module:function', or one of {', '.join(map(repr, registered(WORKERS)))}")
 
 
 def _wrong(param: str, value: object, wanted: str) -> InvalidRequestError:

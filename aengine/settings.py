@@ -37,7 +37,8 @@ class Settings(TypedDict, total=False):
     """Number format of weights, activations and KV. "auto": the checkpoint's on a GPU, the fastest lossless enough on a
     CPU. Default: "auto"."""
     device: str
-    """Where the model runs: "auto" (a GPU if there is one), "cpu", "cuda" or "cuda:N". Default: "auto"."""
+    """Where the model runs: "auto" (a GPU if there is one), "cpu", "cuda", "cuda:N", or the name of an entry point in
+    the group "aengine.platforms", perhaps with ":N". Default: "auto"."""
     seed: int
     """Seed of dummy weights. (Requests have seeds of their own.) Default: 0."""
     generation_config: Literal["auto", "none"]
@@ -93,6 +94,9 @@ class Settings(TypedDict, total=False):
     """Seconds after which a stream ends with DeadlineExceededError when tokens lie unread and nobody has asked for one,
     though it is held somewhere. None: it runs on to its max_tokens, or to the end of the model's context. In seconds.
     Default: 300.0."""
+    worker: str
+    """What loads and runs the model in a worker process: "default", the name of an entry point in the group
+    "aengine.workers", or "module:function" (docs/workers.md). Default: "default"."""
     own_thread: bool
     """The engine runs on an event loop of its own, in a daemon thread: its methods may be called from any loop in any
     thread, and a blocked loop of yours doesn't hold it up. progress and on_request_end are called in that thread.
@@ -138,7 +142,8 @@ ENGINE_SETTINGS = """\
             Number format of weights, activations and KV. "auto": the checkpoint's on a GPU, the fastest
             lossless enough on a CPU.
         device: str = "auto"
-            Where the model runs: "auto" (a GPU if there is one), "cpu", "cuda" or "cuda:N".
+            Where the model runs: "auto" (a GPU if there is one), "cpu", "cuda", "cuda:N", or the name of an
+            entry point in the group "aengine.platforms", perhaps with ":N".
         seed: int = 0
             Seed of dummy weights. (Requests have seeds of their own.)
         generation_config: Literal["auto", "none"] = "auto"
@@ -195,6 +200,9 @@ ENGINE_SETTINGS = """\
             Seconds after which a stream ends with DeadlineExceededError when tokens lie unread and nobody
             has asked for one, though it is held somewhere. None: it runs on to its max_tokens, or to the
             end of the model's context.
+        worker: str = "default"
+            What loads and runs the model in a worker process: "default", the name of an entry point in the
+            group "aengine.workers", or "module:function" (docs/workers.md).
         own_thread: bool = False
             The engine runs on an event loop of its own, in a daemon thread: its methods may be called from
             any loop in any thread, and a blocked loop of yours doesn't hold it up. progress and

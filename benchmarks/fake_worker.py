@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import os
 import time
-from collections.abc import Callable
 from typing import Any
 
 from aengine.config import EngineConfig
 from aengine.ipc.messages import GrammarOutput, ModelRunnerOutput, SchedulerOutput, int32
+from aengine.workers.loaded import FixedModel, Progress
+from aengine.workers.rank import Rank
 
 STEP_SECONDS = float(os.environ.get("FAKE_STEP_US", "0")) * 1e-6
 
@@ -63,8 +64,6 @@ class FakeRunner:
         return Done(ModelRunnerOutput(self._step.step_id, int32(ids)))
 
 
-def load_runner(
-    config: EngineConfig, source: dict[str, Any], rank: int, world_size: int, progress: Callable[..., None]
-) -> tuple[FakeRunner, dict[str, Any]]:
+def load_model(config: EngineConfig, source: dict[str, Any], rank: Rank, progress: Progress) -> FixedModel:
     ready = {"num_blocks": 40_000, "block_size": 16, "max_model_len": 8192, "max_num_batched_tokens": 8192}
-    return FakeRunner(), ready | {"vocab_size": 49152, "weight_format": "none", "device": "none"}
+    return FixedModel(FakeRunner(), ready | {"vocab_size": 49152, "weight_format": "none", "device": "none"})

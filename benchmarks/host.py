@@ -30,7 +30,7 @@ PACED_TOKENS_PER_SECOND = 50_000
 
 class FakeWorkerLLM(AsyncLLM):
     def _make_executor(self, config: EngineConfig) -> ProcessExecutor:
-        return ProcessExecutor(config, "fake_worker:load_runner")
+        return ProcessExecutor(config.replace(worker="fake_worker:load_model"))
 
 
 async def burst(engine: AsyncLLM, streams: int, tokens: int) -> int:

@@ -25,7 +25,7 @@ HERE = str(Path(__file__).resolve().parent)
 
 class PacedLLM(AsyncLLM):
     def _make_executor(self, config: EngineConfig) -> ProcessExecutor:
-        return ProcessExecutor(config, "paced_worker:load_runner")
+        return ProcessExecutor(config.replace(worker="paced_worker:load_model"))
 
 
 class Adapter(aengine_adapter.Adapter):

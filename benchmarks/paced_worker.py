@@ -10,13 +10,14 @@ from __future__ import annotations
 import json
 import os
 import time
-from collections.abc import Callable
 from typing import Any
 
 from fake_worker import FakeRunner
 
 from aengine.config import EngineConfig
 from aengine.ipc.messages import GrammarOutput, ModelRunnerOutput, SchedulerOutput
+from aengine.workers.loaded import FixedModel, Progress
+from aengine.workers.rank import Rank
 
 TAG_TOKENS = 4  # of a prompt, random: they tell it from all others
 
@@ -53,9 +54,7 @@ class PacedRunner(FakeRunner):
         return Paced(super().sample_tokens(grammar).get(), self._free_at)
 
 
-def load_runner(
-    config: EngineConfig, source: dict[str, Any], rank: int, world_size: int, progress: Callable[..., None]
-) -> tuple[PacedRunner, dict[str, Any]]:
+def load_model(config: EngineConfig, source: dict[str, Any], rank: Rank, progress: Progress) -> FixedModel:
     # Room for all that waits in one step: a request that was not in the next one was kept from it by steps before.
     ready = {"num_blocks": 100_000, "block_size": 16, "max_model_len": 16_384, "max_num_batched_tokens": 262_144}
-    return PacedRunner(), ready | {"vocab_size": 49_152, "weight_format": "none", "device": "none"}
+    return FixedModel(PacedRunner(), ready | {"vocab_size": 49_152, "weight_format": "none", "device": "none"})

@@ -2,11 +2,11 @@
 
 `Executor` is what the step loop needs; `ProcessExecutor` gives it with one process a rank. Every future made here ends
 in exactly one of answer, error and cancelled: an ERROR frame, a nonsensical frame or a death reaches all of them with
-its cause, through `_fail`, the one place where the executor breaks.
+its cause, through `fail`, the one place where the executor breaks.
 
     running --aclose()--> closing ---+
        |                             v
-       +--_fail(), terminate()--> released: workers killed, channels closed; `_failure` says why
+       +--fail(), terminate()----> released: workers killed, channels closed; `workers.failure` says why
 
 An executor that broke is of no further use: the host holds every request's tokens, and makes a new one.
 """
@@ -14,23 +14,25 @@ An executor that broke is of no further use: the host holds every request's toke
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import logging
 import os
 import signal
-import threading
 import warnings
 from collections.abc import Callable
 from typing import Any, Protocol
 
 from ..config import EngineConfig, StartupProgress
 from ..errors import EngineClosedError, EngineError, InternalError, ModelLoadError, WorkerDiedError
-from ..ipc.channel import Frame, HostChannel
-from ..ipc.messages import GrammarOutput, Kind, MessageError, ModelRunnerOutput, SchedulerOutput, pack, unpack
+from ..ipc.messages import GrammarOutput, Kind, MessageError, SchedulerOutput, pack, unpack
+from ..plugins import WORKERS, target_of
 from ..system.ulimits import memory_ulimit_hint
 from ..telemetry.worker_logs import level_for_workers, log_for_worker
 from ..threads.pools import run_in_thread
-from ..workers.supervisor import DEFAULT_RUNNER, WorkerProcess
+from ..workers.answers import AnswerFuture, PendingAnswers, reported_error
+from ..workers.group import WorkerGroup
+from ..workers.handshake import Handshake
+from ..workers.rank import ranks_of
+from ..workers.supervisor import WorkerProcess
 
 __all__ = ["Executor", "ProcessExecutor"]
 
@@ -49,10 +51,10 @@ class Executor(Protocol):
     async def start(self, load: dict[str, Any], on_progress: ProgressCallback) -> dict[str, Any]:
         """Start and load; returns what READY says. ``load``: the wire forms of "config" and "source"."""
 
-    async def execute_model(self, out: SchedulerOutput) -> asyncio.Future[ModelRunnerOutput | None]:
+    async def execute_model(self, out: SchedulerOutput) -> AnswerFuture:
         """Publish a step, awaiting room for it; the future is its answer, None if it is revoked."""
 
-    def try_execute_model(self, out: SchedulerOutput) -> asyncio.Future[ModelRunnerOutput | None] | None:
+    def try_execute_model(self, out: SchedulerOutput) -> AnswerFuture | None:
         """Publish a step without awaiting: None if that can't be done at once, and then it has not been."""
 
     def try_revoke(self, on_revoked: Callable[[int], None]) -> bool:
@@ -89,29 +91,20 @@ class Executor(Protocol):
 
 
 class ProcessExecutor:
-    """One worker process a rank, over the rings. ``runner``: what makes the runner in a worker, see worker.py."""
+    """One worker process a rank, over the rings. The setting ``worker`` says what loads the model there."""
 
-    def __init__(self, config: EngineConfig, runner: str = DEFAULT_RUNNER) -> None:
+    def __init__(self, config: EngineConfig) -> None:
         self._config = config
-        self._runner = runner
-        self._workers: list[WorkerProcess] = []
-        self._answers: dict[int, asyncio.Future[ModelRunnerOutput | None]] = {}  # by step id, in the order of the steps
-        self._on_revoked: Callable[[int], None] | None = None
-        self._replies: dict[int, asyncio.Future[Any]] = {}  # by call id
-        self._next_call = 1
-        self._ready: list[asyncio.Future[dict[str, Any]]] = []  # by rank
-        self._failure: EngineError | None = None
+        self.workers = WorkerGroup()
+        self._answers = PendingAnswers()
+        self._handshake: Handshake | None = None  # since start()
         self._on_failure: Callable[[EngineError], None] | None = None
-        self._on_progress: ProgressCallback = lambda progress: None
-        self._stage = "exec"  # what rank 0 last said that it was doing
         self._loop: asyncio.AbstractEventLoop | None = None  # since start()
         self._pid = os.getpid()
         self._released = False
-        self._turn = asyncio.Lock()  # of frames for several ranks
-        self._unfinished: set[asyncio.Task[None]] = set()  # that publish one
 
     def __del__(self) -> None:
-        if getattr(self, "_workers", None) and not self._released:
+        if getattr(self, "workers", None) and not self._released:
             if os.getpid() == self._pid:
                 warnings.warn("a ProcessExecutor was not closed", ResourceWarning, source=self, stacklevel=2)
             self.terminate()
@@ -119,17 +112,19 @@ class ProcessExecutor:
     # -- life
 
     async def start(self, load: dict[str, Any], on_progress: ProgressCallback) -> dict[str, Any]:
-        """See `Executor`. Raises what the worker raised while it loaded, WorkerDiedError, or ModelLoadError for a
-        start that takes longer than ``startup_timeout``. A failed start leaves nothing behind."""
+        """See `Executor`. Raises what a worker raised while it loaded, ModelLoadError where ranks can't agree or the
+        start takes longer than ``startup_timeout``, WorkerDiedError. A failed start leaves nothing behind."""
         assert self._loop is None, "an executor is started once"
         self._loop = asyncio.get_running_loop()
-        self._on_progress = on_progress
+        handshake = self._handshake = Handshake(ranks_of(self._config), on_progress)
         try:
             async with asyncio.timeout(self._config.startup_timeout):
-                await self._spawn(load)
-                ready = await asyncio.gather(*self._ready)
+                await self._start_workers(load, handshake)
+                plan = await handshake.agreed()
+                await self.workers.broadcast(Kind.ALLOCATE, 0, pack(plan))
+                return await handshake.ready()
         except TimeoutError:
-            failure = self._took_too_long()
+            failure = _took_too_long(self._config, handshake, self.workers)
             self.terminate()
             raise failure from None
         except WorkerDiedError as died:
@@ -141,53 +136,32 @@ class ProcessExecutor:
         except BaseException:
             self.terminate()
             raise
-        return ready[0]
 
-    async def _spawn(self, load: dict[str, Any]) -> None:
-        assert self._loop is not None
-        world_size = self._config.tensor_parallel_size
-        bitmask_bytes = _bitmask_bytes(self._config, load) if world_size == 1 else 0
-        for rank in range(world_size):
-            channel = await _new_channel(self._config.ring_bytes, bitmask_bytes)
-            if self._failure is not None:
-                channel.close()
-                raise self._failure
-            worker = WorkerProcess(
-                self._config, rank, channel, self._loop, self._on_frames, self._on_death, self._runner
-            )
-            self._workers.append(worker)
-            self._ready.append(self._loop.create_future())
-        for worker in self._workers:
-            message = {**load, "rank": worker.rank, "world_size": world_size, "log_level": level_for_workers()}
-            await self._publish(worker, Kind.LOAD, 0, pack(message))
-
-    def _took_too_long(self) -> ModelLoadError:
-        tail = self._workers[0].stderr_tail() if self._workers else ""
-        return ModelLoadError(
-            f"the worker was not ready after startup_timeout={self._config.startup_timeout:g} s; "
-            f"it was busy with: {self._stage}{'; it last wrote: ' + tail if tail else ''}{memory_ulimit_hint()}"
-        )
+    async def _start_workers(self, load: dict[str, Any], handshake: Handshake) -> None:
+        """Processes for all ranks, which load side by side."""
+        ranks = handshake.ranks
+        bitmask_bytes = _bitmask_bytes(self._config, load) if len(ranks) == 1 else 0
+        target = await run_in_thread("worker", _target_of, self._config.worker)
+        for rank in ranks:
+            await self.workers.start(self._config, rank, target, bitmask_bytes, self._on_frames, self._on_death)
+            self.workers.check()
+        for rank in ranks:
+            message = {**load, "rank": rank.to_wire(), "log_level": level_for_workers()}
+            await self.workers.publish(rank.index, Kind.LOAD, 0, pack(message))
 
     def heartbeats(self) -> int:
         """See `Executor`. Of the slowest heart."""
-        return 0 if self._released else min(worker.channel.num_heartbeats for worker in self._workers)
+        return 0 if self._released else self.workers.heartbeats()
 
     def memory(self) -> tuple[int | None, int | None]:
         """See `Executor`. The devices' is some seconds old."""
-        if self._released:
-            return None, None
-        resident = sum(worker.resident_bytes() for worker in self._workers)
-        on_devices = sum(worker.channel.device_bytes for worker in self._workers)
+        resident, on_devices = (0, 0) if self._released else self.workers.memory()
         return resident or None, on_devices or None
-
-    def fail(self, error: EngineError) -> None:
-        """See `Executor`."""
-        self._fail(error)
 
     def set_on_failure(self, callback: Callable[[EngineError], None]) -> None:
         self._on_failure = callback
-        if self._failure is not None and not isinstance(self._failure, EngineClosedError):
-            callback(self._failure)
+        if self.workers.failure is not None and not isinstance(self.workers.failure, EngineClosedError):
+            callback(self.workers.failure)
 
     async def aclose(self, timeout: float) -> None:
         """See `Executor`. Takes at most ``timeout`` seconds, and then what the kernel takes to end a process."""
@@ -195,20 +169,20 @@ class ProcessExecutor:
             self.terminate()
             return
         try:
-            if self._failure is None:
-                self._failure = _closed_error()
-                self._fail_waiters()
+            if self.workers.failure is None:
+                self.workers.failure = _closed_error()
+                self._answers.fail(self.workers.failure)
                 async with asyncio.timeout(timeout):
-                    for worker in self._workers:
+                    for worker in self.workers:
                         await worker.channel.publish(Kind.SHUTDOWN, 0, b"")
-                    await asyncio.gather(*(worker.wait(None) for worker in self._workers))
+                    await self.workers.wait(None)
         except TimeoutError:
             logger.warning("a worker did not end within %g s and is killed", timeout)
         except EngineClosedError:  # somebody else called terminate() meanwhile
             pass
         finally:
             self.terminate()
-        await asyncio.gather(*(worker.wait(_REAP_SECONDS) for worker in self._workers))
+        await self.workers.wait(_REAP_SECONDS)
 
     def terminate(self) -> None:
         """See `Executor`. From any thread, also while the loop runs in another; in a fork of the host it leaves the
@@ -216,121 +190,79 @@ class ProcessExecutor:
         if self._released:
             return
         self._released = True
-        self._failure = self._failure or _closed_error()
+        failure = self.workers.failure = self.workers.failure or _closed_error()
         if os.getpid() != self._pid:
-            for worker in self._workers:
-                worker.close()
+            self.workers.close()
             return
-        for worker in self._workers:
-            worker.kill()
-        if self._loop is not None and self._loop.is_running() and not _is_current(self._loop):
-            self._loop.call_soon_threadsafe(self._let_go)
-        else:
-            self._let_go()
+        self.workers.kill()
 
-    def _let_go(self) -> None:
-        self._fail_waiters()
-        for worker in self._workers:
-            worker.close()
+        def let_go() -> None:
+            self._answers.fail(failure)
+            if self._handshake is not None:
+                self._handshake.fail(failure)
+            self.workers.close()
+
+        if self._loop is not None and self._loop.is_running() and not _is_current(self._loop):
+            self._loop.call_soon_threadsafe(let_go)
+        else:
+            let_go()
 
     # -- frames out
 
-    async def execute_model(self, out: SchedulerOutput) -> asyncio.Future[ModelRunnerOutput | None]:
+    async def execute_model(self, out: SchedulerOutput) -> AnswerFuture:
         """See `Executor`. Raises the executor's failure, if it has failed."""
-        self._check()
-        future: asyncio.Future[ModelRunnerOutput | None] = asyncio.get_running_loop().create_future()
-        self._answers[out.step_id] = future
+        self.workers.check()
+        future = self._answers.expect_answer(out.step_id)
         try:
-            await self._broadcast(Kind.STEP, out.step_id, pack(out))
+            await self.workers.broadcast(Kind.STEP, out.step_id, pack(out))
         except BaseException:
-            self._answers.pop(out.step_id, None)
+            self._answers.steps.pop(out.step_id, None)
             raise
         return future
 
-    def try_execute_model(self, out: SchedulerOutput) -> asyncio.Future[ModelRunnerOutput | None] | None:
+    def try_execute_model(self, out: SchedulerOutput) -> AnswerFuture | None:
         """See `Executor`. Raises the executor's failure, if it has failed."""
-        self._check()
-        if len(self._workers) > 1:  # all of them must get it, or none
+        self.workers.check()
+        if len(self.workers) > 1:  # all of them must get it, or none
             return None
-        future: asyncio.Future[ModelRunnerOutput | None] = asyncio.get_running_loop().create_future()
-        self._answers[out.step_id] = future
-        if self._workers[0].channel.try_publish(Kind.STEP, out.step_id, pack(out)):
+        future = self._answers.expect_answer(out.step_id)
+        if self.workers[0].channel.try_publish(Kind.STEP, out.step_id, pack(out)):
             return future
-        del self._answers[out.step_id]
+        del self._answers.steps[out.step_id]
         return None
 
     def try_revoke(self, on_revoked: Callable[[int], None]) -> bool:
         """See `Executor`. Raises the executor's failure, if it has failed. With several ranks nothing may be leased:
         each would drop other steps."""
-        self._check()
-        assert len(self._workers) == 1 and self._on_revoked is None
-        if not self._workers[0].channel.try_publish(Kind.REVOKE, 0, b""):
+        self.workers.check()
+        assert len(self.workers) == 1 and self._answers.on_revoked is None
+        if not self.workers[0].channel.try_publish(Kind.REVOKE, 0, b""):
             return False
-        self._on_revoked = on_revoked
+        self._answers.on_revoked = on_revoked
         return True
 
     def bitmask(self, num_bytes: int) -> memoryview | None:
         """See `Executor`. Raises the executor's failure, if it has failed."""
-        self._check()
+        self.workers.check()
         # A step's bitmask is filled when the step before was answered: the one before that has been read.
-        return self._workers[0].channel.bitmask(num_bytes) if len(self._workers) == 1 else None
+        return self.workers[0].channel.bitmask(num_bytes) if len(self.workers) == 1 else None
 
     async def send_grammar(self, out: GrammarOutput) -> None:
-        self._check()
-        await self._broadcast(Kind.GRAMMAR, out.step_id, pack(out))
+        """See `Executor`. Raises the executor's failure, if it has failed."""
+        self.workers.check()
+        await self.workers.broadcast(Kind.GRAMMAR, out.step_id, pack(out))
 
     async def call(self, method: str, *args: Any, timeout: float) -> Any:
         """See `Executor`. Raises TimeoutError after ``timeout`` seconds; InternalError when it failed in the worker,
         which goes on."""
-        self._check()
-        call_id = self._next_call
-        self._next_call += 1
-        future: asyncio.Future[Any] = asyncio.get_running_loop().create_future()
-        self._replies[call_id] = future
+        self.workers.check()
+        call_id, future = self._answers.expect_reply()
         try:
             async with asyncio.timeout(timeout):
-                await self._broadcast(Kind.CALL, call_id, pack([method, 0, *args]))
+                await self.workers.broadcast(Kind.CALL, call_id, pack([method, 0, *args]))
                 return await future
         finally:
-            self._replies.pop(call_id, None)
-
-    async def _broadcast(self, kind: Kind, step_id: int, payload: bytes) -> None:
-        """To all ranks, in the same order; once rank 0 has it, it comes to the others also if this is cancelled."""
-        if len(self._workers) == 1:
-            await self._publish(self._workers[0], kind, step_id, payload)
-            return
-        await self._turn.acquire()
-        try:
-            await self._publish(self._workers[0], kind, step_id, payload)
-        except BaseException:
-            self._turn.release()
-            raise
-        others = asyncio.get_running_loop().create_task(self._publish_to_others(kind, step_id, payload))
-        self._unfinished.add(others)
-        others.add_done_callback(self._end_turn)
-        await asyncio.shield(others)
-
-    async def _publish_to_others(self, kind: Kind, step_id: int, payload: bytes) -> None:
-        for worker in self._workers[1:]:
-            await self._publish(worker, kind, step_id, payload)
-
-    def _end_turn(self, published: asyncio.Task[None]) -> None:
-        self._unfinished.discard(published)
-        self._turn.release()
-        if not published.cancelled():
-            published.exception()  # that of a closed channel: who has been cancelled does not ask
-
-    async def _publish(self, worker: WorkerProcess, kind: Kind, step_id: int, payload: bytes) -> None:
-        try:
-            if not worker.channel.try_publish(kind, step_id, payload):
-                await worker.channel.publish(kind, step_id, payload)
-        except EngineClosedError:
-            self._check()
-            raise
-
-    def _check(self) -> None:
-        if self._failure is not None:
-            raise self._failure.with_traceback(None)  # it may be raised often, and would gather all of them
+            self._answers.replies.pop(call_id, None)
 
     # -- frames in
 
@@ -340,91 +272,60 @@ class ProcessExecutor:
         except Exception as error:
             failure = InternalError(f"worker {worker.rank} sent nonsense: {error!r}")
             failure.__cause__ = error
-            self._fail(failure)
+            self.fail(failure)
 
     def _take_frames(self, worker: WorkerProcess) -> None:
+        """Raises anything when a frame is not one that a worker sends."""
+        assert self._handshake is not None
         for frame in worker.channel.drain():
             if self._released:  # by the frame before
                 return
-            self._handle(worker, frame)
-
-    def _handle(self, worker: WorkerProcess, frame: Frame) -> None:
-        """Raises anything when the frame is not one that a worker sends."""
-        kind = Kind(frame.kind)
-        message = unpack(kind, frame.payload)
-        if kind is Kind.OUTPUT:
-            if message.step_id != frame.step_id or (frame.step_id not in self._answers and self._failure is None):
-                raise MessageError(f"an answer to step {frame.step_id}, which was not asked")
-            future = self._answers.pop(frame.step_id, None)  # not before: what fails has to reach who waits
-            if future is not None and not future.done():
-                future.set_result(message)
-        elif kind is Kind.REPLY:
-            self._settle_reply(worker, self._replies.get(frame.step_id), message)
-        elif kind is Kind.REVOKED:
-            self._take_back(message)
-        elif kind is Kind.PROGRESS:
-            worker.channel.unlink()
-            if worker.rank == 0:
-                self._report(StartupProgress(**message))
-        elif kind is Kind.READY:
-            worker.channel.unlink()
-            if not self._ready[worker.rank].done():
-                self._ready[worker.rank].set_result(message)
-        elif kind is Kind.LOG:
-            log_for_worker(worker.rank, worker.pid, message)
-        elif kind is Kind.ERROR:
-            self._fail(_reported_error(worker.rank, message))
-        else:
-            raise MessageError(f"a {kind.name} message is not for the host")
-
-    def _take_back(self, num_steps: int) -> None:
-        on_revoked, self._on_revoked = self._on_revoked, None
-        if on_revoked is None or num_steps > len(self._answers):
-            raise MessageError(f"{num_steps} steps were dropped unasked")
-        futures = [self._answers.popitem()[1] for _ in range(num_steps)]
-        on_revoked(num_steps)
-        for future in futures:
-            if not future.done():
-                future.set_result(None)
-
-    def _settle_reply(self, worker: WorkerProcess, reply: asyncio.Future[Any] | None, message: dict[str, Any]) -> None:
-        if reply is None or reply.done():  # its caller did not wait so long
-            return
-        if "error" in message:
-            reply.set_exception(_reported_error(worker.rank, message["error"]))
-        else:
-            reply.set_result(message["value"])
-
-    def _report(self, progress: StartupProgress) -> None:
-        self._stage = progress.stage
-        try:
-            self._on_progress(progress)
-        except Exception:
-            logger.exception("the callback for the progress of the start failed")
+            kind = Kind(frame.kind)
+            message = unpack(kind, frame.payload)
+            if kind in PendingAnswers.KINDS:
+                self._answers.take(worker.rank, kind, frame.step_id, message)
+            elif kind in Handshake.KINDS:
+                worker.channel.unlink()
+                self._handshake.take(worker.rank, kind, message)
+            elif kind is Kind.LOG:
+                log_for_worker(worker.rank, worker.pid, message)
+            elif kind is Kind.ERROR:
+                self.fail(reported_error(worker.rank, message))
+            else:
+                raise MessageError(f"a {kind.name} message is not for the host")
 
     def _on_death(self, worker: WorkerProcess, error: WorkerDiedError) -> None:
         try:
             self._take_frames(worker)  # its last words may explain it better
         except Exception:
             logger.debug("worker %d left nonsense behind", worker.rank, exc_info=True)
-        self._fail(error)
+        self.fail(error)
 
-    def _fail(self, error: EngineError) -> None:
-        if self._failure is not None:
+    def fail(self, error: EngineError) -> None:
+        """See `Executor`."""
+        if self.workers.failure is not None:
             return
-        self._failure = error
+        self.workers.failure = error
         self.terminate()
         if self._on_failure is not None:
             self._on_failure(error)
 
-    def _fail_waiters(self) -> None:
-        assert self._failure is not None
-        waiters: list[asyncio.Future[Any]] = [*self._ready, *self._answers.values(), *self._replies.values()]
-        self._answers.clear()
-        for future in waiters:
-            if not future.done() and not future.get_loop().is_closed():
-                future.set_exception(self._failure)
-                future.exception()  # whoever still awaits it gets it; nobody else need be warned
+
+def _target_of(worker: str) -> str:
+    """The ``module:function`` of the setting ``worker``."""
+    target = worker if ":" in worker else target_of(WORKERS, worker)
+    assert target is not None, "the configuration has checked it"
+    return target
+
+
+def _took_too_long(config: EngineConfig, handshake: Handshake, workers: WorkerGroup) -> ModelLoadError:
+    index, stage = handshake.slowest()
+    tail = workers[index].stderr_tail() if index < len(workers) else ""
+    who = "the worker" if len(handshake.ranks) == 1 else f"worker {index}"
+    return ModelLoadError(
+        f"{who} was not ready after startup_timeout={config.startup_timeout:g} s; it was busy with: {stage}"
+        f"{'; it last wrote: ' + tail if tail else ''}{memory_ulimit_hint()}"
+    )
 
 
 def _is_current(loop: asyncio.AbstractEventLoop) -> bool:
@@ -442,43 +343,5 @@ def _bitmask_bytes(config: EngineConfig, load: dict[str, Any]) -> int:
     return 4 * ((vocab_size + 31) // 32) * min(config.max_num_seqs, _MOST_MASKED_ROWS)
 
 
-async def _new_channel(ring_bytes: int, bitmask_bytes: int) -> HostChannel:
-    """Made in a thread, as it takes milliseconds. When the caller is cancelled meanwhile, it is closed again."""
-    made: list[HostChannel] = []
-    given_up = threading.Event()
-
-    def take_back() -> None:
-        given_up.set()
-        with contextlib.suppress(IndexError):  # of the two threads one finds it
-            made.pop().close()
-
-    def make() -> HostChannel:
-        channel = HostChannel.create(ring_bytes, bitmask_bytes)
-        made.append(channel)
-        if given_up.is_set():
-            take_back()
-        return channel
-
-    try:
-        return await run_in_thread("channel", make)
-    except BaseException:
-        take_back()
-        raise
-
-
 def _closed_error() -> EngineClosedError:
     return EngineClosedError("the engine is closed")
-
-
-def _reported_error(rank: int, message: dict[str, Any]) -> EngineError:
-    """The error of an ERROR frame: of the class that the worker raised where that says whose fault it is."""
-    kind, text, trace = str(message["type"]), str(message["message"]), str(message["traceback"])
-    error: EngineError
-    if kind == "ModelLoadError":
-        error = ModelLoadError(text)
-    else:
-        shown = text if kind == "InternalError" else f"{kind}: {text}"
-        error = InternalError(f"worker {rank}: {shown}", worker_traceback=trace)
-    if trace:
-        error.add_note(f"in worker {rank}:\n{trace}")
-    return error

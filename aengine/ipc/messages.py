@@ -7,14 +7,17 @@ and nothing is ever unpickled.
 
 The direction and content of each kind:
 
-    host -> worker   LOAD             dict: config, model source, rank; answered by PROGRESS..., then READY or ERROR
+    host -> worker   LOAD             dict: config, model source, rank; answered by PROGRESS..., then PROFILED or ERROR
+                     ALLOCATE         dict: PLAN_LIMITS, agreed for all ranks; answered by PROGRESS..., READY or ERROR
                      STEP             SchedulerOutput; answered by OUTPUT (at once if sample_now, else after GRAMMAR)
                      GRAMMAR          GrammarOutput: the bitmask of step step_id
                      CALL             [method, reply_rank, *arguments]: a collective call; that rank answers REPLY
                      REVOKE           nothing; leased steps that were not begun are dropped; answered by REVOKED
                      SHUTDOWN         nothing; the worker ends
     worker -> host   PROGRESS         dict: stage, done, total, unit, detail
-                     READY            dict: READY_COUNTS, each at least 1, kv_groups, device, dtype, ...
+                     PROFILED         dict: PLAN_LIMITS, the most that this rank can keep; block_size, vocab_size,
+                                      kv_groups, and whatever else must be equal on all ranks
+                     READY            dict: as PROFILED, and device, num_graphs, ...
                      OUTPUT           ModelRunnerOutput
                      REPLY            dict: value (any plain data), or error (a dict like ERROR's)
                      REVOKED          how many steps were dropped, the newest ones
@@ -34,7 +37,7 @@ import msgpack
 
 __all__ = [
     "LOG_TEXTS",
-    "READY_COUNTS",
+    "PLAN_LIMITS",
     "STATE_BLOCK_SIZE",
     "GrammarOutput",
     "KVCacheGroup",
@@ -53,7 +56,9 @@ __all__ = [
 
 LOG_TEXTS = ("name", "text", "path", "function", "thread")
 """Of a LOG message, beside its ``level`` and ``line``, integers, and ``created``, seconds since 1970."""
-READY_COUNTS = ("num_blocks", "block_size", "max_model_len", "max_num_batched_tokens", "vocab_size")
+PLAN_LIMITS = ("num_blocks", "max_model_len", "max_num_batched_tokens")
+"""Of these the least of all ranks holds; each is at least 1."""
+_OFFER_COUNTS = (*PLAN_LIMITS, "block_size", "vocab_size")
 
 
 class MessageError(ValueError):
@@ -67,6 +72,7 @@ class Kind(IntEnum):
     CALL = 4
     SHUTDOWN = 5
     REVOKE = 6
+    ALLOCATE = 7
     PROGRESS = 16
     READY = 17
     OUTPUT = 18
@@ -74,6 +80,7 @@ class Kind(IntEnum):
     ERROR = 20
     LOG = 21
     REVOKED = 22
+    PROFILED = 23
 
 
 def int32(values: Any = ()) -> array[int]:
@@ -354,13 +361,21 @@ def _output(data: Any) -> ModelRunnerOutput:
     return ModelRunnerOutput(step_id, token_ids, columns, rows, answered_at)
 
 
-def _ready(data: Any) -> None:
-    for name in READY_COUNTS:
+def _offer(data: Any) -> None:
+    _at_least_one(data, _OFFER_COUNTS)
+
+
+def _plan(data: Any) -> None:
+    _at_least_one(data, PLAN_LIMITS)
+
+
+def _at_least_one(data: Any, names: tuple[str, ...]) -> None:
+    for name in names:
         if _int(data.get(name)) < 1:
-            raise MessageError(f"READY with {name}={data[name]}")
+            raise MessageError(f"{name}={data[name]} is not possible")
     for kind, block_size, window in data.get("kv_groups", ()):
         if _text(kind) not in ("full", "window", "state") or _int(block_size) < 1 or _int(window) < 0:
-            raise MessageError(f"READY with a KV group of kind={kind:.80} block_size={block_size} window={window}")
+            raise MessageError(f"a KV group of kind={kind:.80} block_size={block_size} window={window} is not possible")
 
 
 def _progress(data: Any) -> None:
@@ -400,7 +415,9 @@ def _revoked(data: Any) -> None:
 
 
 _CHECKS = {
-    Kind.READY: _ready,
+    Kind.PROFILED: _offer,
+    Kind.ALLOCATE: _plan,
+    Kind.READY: _offer,
     Kind.PROGRESS: _progress,
     Kind.ERROR: _error,
     Kind.REPLY: _reply,

@@ -102,9 +102,13 @@ class ModelRunner:
         max_graph_tokens: int = 0,
         max_in_flight_steps: int = 2,
         enforce_eager: bool = False,
+        is_alone: bool = True,
     ) -> None:
         """``graph_sizes``: batch sizes of decode steps that run as one launch; None: all steps run op by op.
-        ``max_graph_tokens``: most tokens of a step with prompts whose layers run as one launch."""
+        ``max_graph_tokens``: most tokens of a step with prompts whose layers run as one launch.
+        ``is_alone``: no other rank computes the same steps, so that this one decides by itself what to leave out of a
+        step that it has no memory for; else that is an InternalError, as the others are in the step already."""
+        self._is_alone = is_alone
         self._model = model
         self._kv_memory = kv_memory
         self.vocab_size = vocab_size
@@ -176,7 +180,7 @@ class ModelRunner:
         try:
             return self._run(out, plan), ""
         except torch.OutOfMemoryError as error:
-            return None, str(error).partition(". ")[0]
+            return None, _reason(error, self._is_alone)
 
     def _run_with_less(self, out: SchedulerOutput, plan: BatchPlan) -> ExecuteModelState:
         """The device has no memory for the step. Once more with all that torch kept for later given back; then without
@@ -306,7 +310,7 @@ class ModelRunner:
         try:
             return self._sampler.sample(logits, batch), ""
         except torch.OutOfMemoryError as error:
-            return None, str(error).partition(". ")[0]
+            return None, _reason(error, self._is_alone)
 
     def _sample_with_less(
         self, state: ExecuteModelState, logits: Tensor, batch: SampleBatch, reason: str
@@ -343,6 +347,8 @@ class ModelRunner:
             self._kv_memory.clear_blocks(to_device(fresh, self.requests.token_ids.device))
         self._arena.apply()
         for row in self._sampler.apply_staged_writes():
+            if not self._is_alone:
+                raise InternalError(_NO_MEMORY_ON_A_RANK)
             self._row_faults[row] = ("InternalError", _NO_MEMORY_TO_SAMPLE)
 
     def _errors_of(self, plan: BatchPlan) -> dict[int, RowError]:
@@ -352,10 +358,22 @@ class ModelRunner:
         return {i: RowError(i, *fault) for i, fault in places if fault is not None}
 
 
+_NO_MEMORY_ON_A_RANK = (
+    "the device ran out of memory in a step that other ranks compute too, so that all of them start again: lower "
+    "gpu_memory_utilization, max_num_batched_tokens or max_num_seqs"
+)
 _NO_MEMORY_TO_SAMPLE = (
     "the device has no memory for this request's penalties, log-probabilities, grammar or truncation: lower "
     "gpu_memory_utilization or max_num_seqs"
 )
+
+
+def _reason(error: torch.OutOfMemoryError, is_alone: bool) -> str:
+    """What torch says of the memory. Raises InternalError unless the rank is alone."""
+    reason = str(error).partition(". ")[0]
+    if not is_alone:
+        raise InternalError(f"{_NO_MEMORY_ON_A_RANK} ({reason})") from None
+    return reason
 
 
 def _check_tokens(request: NewRequest, vocab_size: int) -> str | None:

@@ -1,6 +1,6 @@
 """What a worker process executes, as a script:
 
-    python -P entry.py HOST_PID DEATH_FD RANK SPIN_US CHANNEL RUNNER SEARCH_PATH
+    python -P entry.py HOST_PID DEATH_FD RANK SPIN_US CHANNEL TARGET SEARCH_PATH
 
 Before anything heavy is imported it attaches to the rings, whose names are gone from then on, and makes sure that it
 can't outlive the host. In this order: a host that was killed before has left a name that only this process knows of.
@@ -52,7 +52,7 @@ def import_host_package(search_path: list[str]) -> None:
 
 
 def main(argv: list[str]) -> int:
-    host_pid, death_fd, rank, spin_us, description, runner, search_path = argv
+    host_pid, death_fd, rank, spin_us, description, target, search_path = argv
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # the host decides when a worker ends
     import_host_package(search_path.split(os.pathsep))
 
@@ -70,7 +70,7 @@ def main(argv: list[str]) -> int:
     logs = WorkerLogs(channel)
     logs.install()
     try:
-        return Worker(channel, int(rank), runner, logs).run()
+        return Worker(channel, int(rank), target, logs).run()
     except PeerGoneError:
         return _EXIT_HOST_GONE
 

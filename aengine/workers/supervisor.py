@@ -33,12 +33,9 @@ from ..config import EngineConfig, thread_environment, worker_environment
 from ..errors import EngineError, WorkerDiedError
 from ..ipc.channel import HostChannel
 
-__all__ = ["DEFAULT_RUNNER", "WorkerProcess"]
+__all__ = ["WorkerProcess"]
 
 logger = logging.getLogger("aengine.workers")
-
-DEFAULT_RUNNER = "aengine.runner.startup.load:load_runner"
-"""``module:function`` that makes the runner in the worker; tests give their own."""
 
 _ENTRY = Path(__file__).with_name("entry.py")
 _STDERR_TAIL = 4096  # bytes of a dead worker's stderr that its error shows
@@ -60,9 +57,12 @@ class WorkerProcess:
         loop: asyncio.AbstractEventLoop,
         on_frames: Callable[[WorkerProcess], None],
         on_death: Callable[[WorkerProcess, WorkerDiedError], None],
-        runner: str = DEFAULT_RUNNER,
+        target: str,
     ) -> None:
-        """Raises EngineError when there is no Python to run, or no thread or descriptor left."""
+        """``target``: the ``module:function`` that loads the model there.
+
+        Raises EngineError when there is no Python to run, or no thread or descriptor left.
+        """
         self.rank = rank
         self.pid: int | None = None  # until it is there; never a number by which a kill() would mean somebody else
         self.channel = channel
@@ -82,7 +82,7 @@ class WorkerProcess:
             self._stderr = os.memfd_create(f"aengine-worker-{rank}-stderr", os.MFD_CLOEXEC)
             fcntl.fcntl(self._stderr, fcntl.F_SETFL, os.O_APPEND)  # entry.py may cut it short
             channel.open(loop, self._readable)
-            work = (self._command(config, runner), config, worker_environment())
+            work = (self._command(config, target), config, worker_environment())
             threading.Thread(target=self._watch, args=work, name=f"aengine-worker-{rank}", daemon=True).start()
         except BaseException as error:
             self._close_fd("_death_read")
@@ -91,7 +91,7 @@ class WorkerProcess:
                 raise EngineError(f"worker {rank} can't be started: {error}") from error
             raise
 
-    def _command(self, config: EngineConfig, runner: str) -> list[str]:
+    def _command(self, config: EngineConfig, target: str) -> list[str]:
         """argv of the child: -P and a file of ours, so that nothing in its working directory can shadow a module."""
         package_parent = str(Path(__file__).parents[2])
         search_path = [package_parent, *(folder for folder in sys.path if os.path.isabs(folder))]
@@ -105,7 +105,7 @@ class WorkerProcess:
             str(self.rank),
             str(config.worker_spin_us),
             self.channel.description,
-            runner,
+            target,
             os.pathsep.join(search_path),
         ]
 

@@ -1,9 +1,9 @@
 """The worker's busy loop: frame -> runner -> frame.
 
-Every rank reads the same frames in the same order. Rank 0 answers steps; a collective call is executed by all and
+Every rank reads the same frames in the same order. One of them answers steps; a collective call is executed by all and
 answered by the rank it names. An exception while loading is reported and ends the worker; so does one in a step,
-since nobody can say what the device's memory holds after it: the host has every request's tokens and starts anew.
-One in a collective call is that call's answer.
+since nobody can say what the device's memory holds after it: the host has every request's tokens and starts anew, all
+ranks together. One in a collective call is that call's answer.
 
     ring ──> queue of frames ──> launched, at most max_in_flight_steps ──> answered
                    └── REVOKE, when it arrives: leased steps in the queue are dropped
@@ -16,20 +16,18 @@ from __future__ import annotations
 
 import contextlib
 import logging
-import os
 import threading
 import time
 import traceback
 from collections import deque
-from collections.abc import Callable
-from importlib import import_module
-from typing import Any, Protocol
+from typing import Any
 
-from ..config import EngineConfig
-from ..errors import AEngineError, InvalidRequestError, ModelLoadError
+from ..errors import AEngineError
 from ..ipc.channel import Frame, PeerGoneError, WorkerChannel
-from ..ipc.messages import GrammarOutput, Kind, ModelRunnerOutput, SchedulerOutput, pack, unpack
-from ..system.ulimits import is_want_of_memory, memory_ulimit_hint
+from ..ipc.messages import GrammarOutput, Kind, SchedulerOutput, pack, unpack
+from .calls import CALLS
+from .loaded import Answer, Runner
+from .loading import Loading
 from .logs import WorkerLogs
 
 __all__ = ["Worker"]
@@ -38,44 +36,18 @@ logger = logging.getLogger("aengine.workers")
 
 _HEARTBEAT_PERIOD = 0.25  # seconds
 _MEMORY_PERIOD = 5.0  # seconds between two looks at the device's memory
-_PROGRESS_PERIOD = 0.05  # seconds between two reports of the same stage
 _EAGER_POLL = 0.01  # seconds for which an answer that the device works on is looked for without a pause, ...
 _POLL = 0.0002  # ... and those between two looks after that, when no frame comes
 _IDLE = 0.25  # seconds without anything to do after which the runner may prepare, for 25 ms, what it will need later
 
 
-class Answer(Protocol):
-    """What `sample_tokens` returns."""
-
-    def ready(self) -> bool: ...
-
-    def get(self) -> ModelRunnerOutput: ...
-
-
-class Runner(Protocol):
-    def execute_model(self, out: SchedulerOutput) -> None: ...
-
-    def sample_tokens(self, grammar: GrammarOutput | None) -> Answer: ...
-
-    def share_bitmasks(self, memory: memoryview) -> None:
-        """Where the bitmasks of GRAMMAR frames will lie."""
-
-    @property
-    def has_more(self) -> bool:
-        """Whether `prepare_more` has anything to do."""
-
-    def prepare_more(self) -> None:
-        """Do now, in some 20 ms, a part of what the first steps of some kinds would have to wait for."""
-
-
 class Worker:
-    """One rank. ``runner``: the ``module:function`` that loads it, see `run`. ``logs``: what its records go through."""
+    """One rank. ``target``: the ``module:function`` that loads its model. ``logs``: what its records go through."""
 
-    def __init__(self, channel: WorkerChannel, rank: int, runner: str, logs: WorkerLogs | None = None) -> None:
+    def __init__(self, channel: WorkerChannel, rank: int, target: str, logs: WorkerLogs | None = None) -> None:
         self._channel = channel
         self._logs = logs or WorkerLogs(channel)
-        self._rank = rank
-        self._runner_name = runner
+        self._loading = Loading(channel, rank, target, self._logs)
         self._runner: Runner | None = None
         self._queue: deque[tuple[Kind, int, Any]] = deque()  # kind, step id and message of frames taken, oldest first
         self._max_launched = 1
@@ -85,7 +57,6 @@ class Worker:
         self._step_id = 0  # of the frame in hand, for error reports
         self._ended = threading.Event()
         self._last_event = 0.0  # when a frame came last
-        self._last_report = ("", 0.0)
 
     def run(self) -> int:
         """Until SHUTDOWN (exit code 0) or an error that was reported (1)."""
@@ -119,7 +90,7 @@ class Worker:
         while self._answers and self._answers[0][1].ready():
             self._step_id, answer = self._answers.popleft()
             output = answer.get()
-            if self._rank == 0:
+            if self._loading.rank.answers:
                 output.answered_at = time.monotonic()
                 self._channel.publish(Kind.OUTPUT, self._step_id, pack(output))
         if self._logs.is_pending:
@@ -183,6 +154,8 @@ class Worker:
             self._call(message)
         elif kind is Kind.LOAD:
             self._load(message)
+        elif kind is Kind.ALLOCATE:
+            self._allocate(message)
         else:
             raise ValueError(f"a {kind.name} message is not for a worker")
         return True
@@ -202,124 +175,51 @@ class Worker:
 
     def _loaded(self) -> Runner:
         if self._runner is None:
-            raise ValueError("a step came before LOAD")
+            raise ValueError("a step came before ALLOCATE")
         return self._runner
 
     # -- loading
 
     def _load(self, message: dict[str, Any]) -> None:
-        """``load_runner(config, source, rank, world_size, progress)`` returns the runner and what READY tells."""
-        self._logs.show_from(message.get("log_level", logging.INFO))
-        config = EngineConfig.from_wire(message["config"])
-        self._set_title(config.model)
+        config = self._loading.load(message)
         self._max_launched = config.max_in_flight_steps
-        module, _, function = self._runner_name.partition(":")
-        self._prepares = message["world_size"] == 1  # other ranks would have to do the same at the same time
-        begun = time.monotonic()
-        self._report_progress("import", 0, 0, "")
-        try:
-            load_runner = getattr(import_module(module), function)
-            self._runner, ready = load_runner(
-                config, message["source"], self._rank, message["world_size"], self._report_progress
-            )
-        except Exception as error:
-            if isinstance(error, AEngineError) or not is_want_of_memory(error):
-                raise
-            text = "".join(traceback.format_exception_only(error)).strip()
-            cure = memory_ulimit_hint() or ": take a smaller model, lower kv_cache_memory_bytes, or free memory"
-            raise ModelLoadError(f"there is not enough memory to load {config.model} ({text}){cure}") from error
-        self._runner.share_bitmasks(self._channel.bitmask())
-        ready |= {"pid": os.getpid(), "seconds": round(time.monotonic() - begun, 3)}
+        self._prepares = self._loading.rank.world_size == 1  # other ranks would have to do the same at the same time
+
+    def _allocate(self, plan: dict[str, int]) -> None:
+        self._runner = self._loading.allocate(plan)
         threading.Thread(target=self._beat, name="aengine-heartbeat", daemon=True).start()
-        self._channel.publish(Kind.READY, self._step_id, pack(ready))
 
     def _beat(self) -> None:
         """As long as Python runs here: not in a process that is stopped, nor while a thread keeps the GIL."""
-        platform = _platform_of(self._runner)
         device_bytes, counted = 0, -_MEMORY_PERIOD
         while not self._ended.is_set():
-            if platform is not None and time.monotonic() - counted >= _MEMORY_PERIOD:
+            if time.monotonic() - counted >= _MEMORY_PERIOD:
                 counted = time.monotonic()
                 with contextlib.suppress(Exception):  # the heart beats on, whatever becomes of the device
-                    device_bytes = platform.memory_taken()
+                    assert self._loading.model is not None
+                    device_bytes = self._loading.model.device_bytes()
             self._channel.beat(device_bytes)
             self._ended.wait(_HEARTBEAT_PERIOD)
-
-    def _set_title(self, model: str) -> None:
-        from setproctitle import setproctitle
-
-        setproctitle(f"aengine worker {self._rank}: {os.path.basename(model)}")
-
-    def _report_progress(self, stage: str, done: int, total: int, unit: str) -> None:
-        now = time.monotonic()
-        last_stage, last_time = self._last_report
-        if stage == last_stage and done < total and now - last_time < _PROGRESS_PERIOD:
-            return
-        self._last_report = (stage, now)
-        report = {"stage": stage, "done": done, "total": total, "unit": unit}
-        self._channel.publish(Kind.PROGRESS, self._step_id, pack(report))
-        self._logs.publish()  # of threads that load: the main thread may have no turn for long
 
     # -- collective calls
 
     def _call(self, message: list[Any]) -> None:
-        """``[method, reply_rank, *arguments]``; the method is one of _CALLS, never a name looked up elsewhere."""
+        """``[method, reply_rank, *arguments]``; the method is one of CALLS, never a name looked up elsewhere."""
         method, reply_rank, *arguments = message
         try:
-            call = _CALLS.get(method)
+            call = CALLS.get(method)
             if call is None:
-                raise ValueError(f"there is no collective call {method!r}; there are {', '.join(_CALLS)}")
-            reply = {"value": call(self, *arguments)}
+                raise ValueError(f"there is no collective call {method!r}; there are {', '.join(CALLS)}")
+            reply = {"value": call(self._loading.rank, self._loading.model, *arguments)}
         except Exception as error:
             reply = {"error": _report_of(error)}
-        if self._rank == reply_rank:
+        if self._loading.rank.index == reply_rank:
             self._channel.publish(Kind.REPLY, self._step_id, pack(reply))
-
-    def _ping(self) -> dict[str, Any]:
-        """Alive from end to end: all steps before it have been launched."""
-        return {"rank": self._rank, "pid": os.getpid(), "num_launched": len(self._answers)}
-
-    def _memory_info(self) -> dict[str, int]:
-        """In bytes: ``resident`` memory of this process, and how much of it is ``shared`` with files and others."""
-        with open("/proc/self/statm") as statm:
-            _, resident, shared, *_ = map(int, statm.read().split())
-        page = os.sysconf("SC_PAGE_SIZE")
-        return {"resident": resident * page, "shared": shared * page}
-
-    def _start_profile(self, folder: str | None) -> dict[str, str]:
-        from ..runner import profiler
-
-        return _or_refused(profiler.start, folder, _platform_of(self._runner))
-
-    def _stop_profile(self) -> dict[str, str]:
-        from ..runner import profiler
-
-        return _or_refused(profiler.stop, self._rank, _platform_of(self._runner))
 
     # -- errors
 
     def _report_error(self, error: BaseException) -> None:
         self._channel.publish(Kind.ERROR, self._step_id, pack(_report_of(error)))
-
-
-_CALLS: dict[str, Callable[..., Any]] = {
-    "ping": Worker._ping,
-    "memory_info": Worker._memory_info,
-    "start_profile": Worker._start_profile,
-    "stop_profile": Worker._stop_profile,
-}
-
-
-def _platform_of(runner: Runner | None) -> Any:
-    return getattr(runner, "platform", None)
-
-
-def _or_refused(call: Callable[..., str], *args: Any) -> dict[str, str]:
-    """``{"path": ...}``, or ``{"refused": ...}`` where the caller asked for what can't be: no fault of the worker."""
-    try:
-        return {"path": call(*args)}
-    except InvalidRequestError as error:
-        return {"refused": str(error)}
 
 
 def _report_of(error: BaseException) -> dict[str, str]:

@@ -259,7 +259,7 @@ def make() -> Any:
 
     class FakeLLM(AsyncLLM):
         def _make_executor(self, config: Any) -> ProcessExecutor:
-            return ProcessExecutor(config, "slow_runner:load_obedient_runner")
+            return ProcessExecutor(config.replace(worker="slow_runner:load_obedient_model"))
 
     return FakeLLM("smollm2-135m")
 

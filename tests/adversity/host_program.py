@@ -39,7 +39,7 @@ def say(word: str) -> None:
 
 class FakeLLM(AsyncLLM):
     def _make_executor(self, config: EngineConfig) -> ProcessExecutor:
-        return ProcessExecutor(config, "slow_runner:load_runner")
+        return ProcessExecutor(config.replace(worker="slow_runner:load_model"))
 
 
 def make() -> AsyncLLM:
@@ -91,7 +91,7 @@ async def restarts() -> None:
     while True:
         executor = engine._handle.core.worker.executor
         assert isinstance(executor, ProcessExecutor)
-        pid = executor._workers[0].pid
+        pid = executor.workers[0].pid
         assert pid is not None
         os.kill(pid, signal.SIGKILL)
         await engine.generate([1, 2], SHORT)

@@ -7,7 +7,6 @@ import ctypes
 import gc
 import random
 import time
-from collections.abc import Callable
 from typing import Any
 
 from fake_runner import READY, Done, FakeRunner
@@ -16,6 +15,8 @@ from aengine.config import EngineConfig
 from aengine.ipc.channel import WorkerChannel
 from aengine.ipc.layout import CONTROL_BYTES, HEAD
 from aengine.ipc.messages import GrammarOutput, SchedulerOutput
+from aengine.workers.loaded import FixedModel, Progress
+from aengine.workers.rank import Rank
 
 SLEEP, HOLD_GIL, SCRIBBLE = 201, 202, 203  # what a request whose prompt begins so does to its worker
 LOAD_SECONDS, STEP_SECONDS = 0.3, 0.004
@@ -46,8 +47,8 @@ class ObedientRunner(FakeRunner):
         return done
 
 
-def load_obedient_runner(*args: Any) -> tuple[ObedientRunner, dict[str, Any]]:
-    return ObedientRunner(), dict(READY)
+def load_obedient_model(*args: Any) -> FixedModel:
+    return FixedModel(ObedientRunner(), READY)
 
 
 class ScribblingRunner(FakeRunner):
@@ -67,14 +68,12 @@ class ScribblingRunner(FakeRunner):
                 time.sleep(3600)
 
 
-def load_scribbling_runner(*args: Any) -> tuple[ScribblingRunner, dict[str, Any]]:
-    return ScribblingRunner(), dict(READY)
+def load_scribbling_model(*args: Any) -> FixedModel:
+    return FixedModel(ScribblingRunner(), READY)
 
 
-def load_runner(
-    config: EngineConfig, source: dict[str, Any], rank: int, world_size: int, progress: Callable[..., None]
-) -> tuple[SlowRunner, dict[str, Any]]:
+def load_model(config: EngineConfig, source: dict[str, Any], rank: Rank, progress: Progress) -> FixedModel:
     for done in range(10):
         progress("weights", done, 10, "bytes")
         time.sleep(LOAD_SECONDS / 10)
-    return SlowRunner(), dict(READY)
+    return FixedModel(SlowRunner(), READY)

@@ -88,7 +88,7 @@ def test_a_label_that_is_guessed_wrong_is_refused() -> None:
 async def test_a_running_engine_has_no_name() -> None:
     async with running(tensor_parallel_size=2) as executor:
         assert not leftovers()
-        for worker in executor._workers:
+        for worker in executor.workers:
             assert not [line for line in Path(f"/proc/{worker.pid}/maps").read_text().splitlines()
                         if "aengine-" in line and "(deleted)" not in line]  # fmt: skip
 

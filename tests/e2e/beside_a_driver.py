@@ -15,8 +15,8 @@ class Driver:
         return "NVRM version: NVIDIA UNIX x86_64 Kernel Module  580.65.06  Sun Jul 27 07:17:28 UTC 2025"
 
 
-def load_runner(*args: Any) -> Any:
+def load_model(*args: Any) -> Any:
     gpu._DRIVER_VERSION = Driver()  # type: ignore[assignment]
     torch.cuda.is_available = lambda: False
     torch.version.cuda = None
-    return startup.load_runner(*args)
+    return startup.load_model(*args)

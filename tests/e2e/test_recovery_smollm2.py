@@ -31,7 +31,7 @@ KINDS = [
 
 
 def worker_of(engine: AsyncLLM) -> psutil.Process:
-    return psutil.Process(engine._handle.core.worker.executor._workers[0].pid)
+    return psutil.Process(engine._handle.core.worker.executor.workers[0].pid)
 
 
 async def texts(engine: AsyncLLM) -> list[Any]:

@@ -14,7 +14,7 @@ from aengine.engine.executor import ProcessExecutor
 
 class BesideADriver(AsyncLLM):
     def _make_executor(self, config: EngineConfig) -> ProcessExecutor:
-        return ProcessExecutor(config, "beside_a_driver:load_runner")
+        return ProcessExecutor(config.replace(worker="beside_a_driver:load_model"))
 
 
 SMALL = {"load_format": "dummy", "kv_cache_memory_bytes": 16 * 2**20, "max_model_len": 256}

@@ -44,7 +44,7 @@ def arch(request: pytest.FixtureRequest) -> str:
 
 @pytest.fixture(autouse=True)
 def tidy() -> Iterator[None]:
-    """What `load_runner` sets for a process of its own is set back."""
+    """What `load_model` sets for a process of its own is set back."""
     threads, grad = torch.get_num_threads(), torch.is_grad_enabled()
     yield
     torch.set_num_threads(threads)

@@ -17,7 +17,8 @@ from aengine.checkpoint.source import resolve_model
 from aengine.config import EngineConfig
 from aengine.ipc.messages import GrammarOutput, ModelRunnerOutput, SchedulerOutput, int32
 from aengine.runner.model_runner import ModelRunner
-from aengine.runner.startup.load import load_runner
+from aengine.runner.startup.load import load_model
+from aengine.workers.rank import ranks_of
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"  # so that the tests themselves can be tried without a GPU
 MIB = 2**20
@@ -111,7 +112,9 @@ def _scale(model: PreTrainedModel) -> None:
 def make_runner(folder: Path, **settings: Any) -> ModelRunner:
     config = EngineConfig.create(str(folder), SETTINGS | settings)
     source = resolve_model(config).to_wire()
-    return load_runner(config, source, 0, 1, lambda *report: None)[0]
+    (rank,) = ranks_of(config)
+    model = load_model(config, source, rank, lambda *report: None)
+    return model.allocate(model.offer)[0]
 
 
 class Batch:

@@ -8,7 +8,7 @@ import msgpack
 import pytest
 
 from aengine.ipc.messages import (
-    READY_COUNTS,
+    PLAN_LIMITS,
     GrammarOutput,
     Kind,
     LogprobColumns,
@@ -23,7 +23,7 @@ from aengine.ipc.messages import (
     unpack,
 )
 
-READY = dict.fromkeys(READY_COUNTS, 7)
+READY = dict.fromkeys((*PLAN_LIMITS, "block_size", "vocab_size"), 7)
 ERROR = {"type": "ValueError", "message": "m", "traceback": "t"}
 LOG = {
     "level": 30,

@@ -13,7 +13,8 @@ from aengine.checkpoint.source import ModelSource
 from aengine.config import EngineConfig
 from aengine.errors import ModelLoadError
 from aengine.runner.model_runner import ModelRunner
-from aengine.runner.startup.load import load_runner
+from aengine.runner.startup.load import load_model
+from aengine.workers.rank import ranks_of
 
 VOCAB = 120
 TINY = {
@@ -35,7 +36,10 @@ def start(**settings: Any) -> tuple[ModelRunner, dict[str, Any]]:
     settings = {"load_format": "dummy", "dtype": "float32", "block_size": BLOCK, "num_threads": 1} | settings
     config = EngineConfig.create("tiny", settings)
     source = ModelSource("tiny", "/nowhere", "dummy", TINY).to_wire()
-    return load_runner(config, source, 0, 1, lambda *report: None)
+    (rank,) = ranks_of(config)
+    model = load_model(config, source, rank, lambda *report: None)
+    runner, facts = model.allocate(model.offer)
+    return runner, model.offer | facts
 
 
 def generate(runner: ModelRunner, prompt: list[int], blocks: range, count: int = 12) -> list[int]:

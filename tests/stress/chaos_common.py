@@ -28,7 +28,7 @@ class FakeWorkerLLM(AsyncLLM):
 
     def _make_executor(self, config: EngineConfig) -> ProcessExecutor:
         os.environ["PYTHONPATH"] = os.pathsep.join(WORKER_PATH)  # this is our own process
-        return ProcessExecutor(config, "chaos_worker:load_runner")
+        return ProcessExecutor(config.replace(worker="chaos_worker:load_model"))
 
 
 class Promises:

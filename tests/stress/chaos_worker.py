@@ -7,11 +7,11 @@ from typing import Any
 
 import fake_worker
 
+from aengine.workers.loaded import FixedModel
 
-def load_runner(*args: Any) -> tuple[fake_worker.FakeRunner, dict[str, Any]]:
-    runner, ready = fake_worker.load_runner(*args)
-    return runner, ready | {
-        "num_blocks": int(os.environ["CHAOS_BLOCKS"]),
-        "max_num_batched_tokens": 1024,
-        "device": "cpu",
-    }
+
+def load_model(*args: Any) -> FixedModel:
+    model: FixedModel = fake_worker.load_model(*args)
+    sizes = {"num_blocks": int(os.environ["CHAOS_BLOCKS"]), "max_num_batched_tokens": 1024, "device": "cpu"}
+    model.offer = {**model.offer, **sizes}
+    return model

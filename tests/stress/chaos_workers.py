@@ -175,7 +175,7 @@ class Backoff(logging.Handler):
 
 def worker_pid(engine: AsyncLLM) -> int:
     """Of the newest worker, which may be in its start; 0: it is yet to be made."""
-    workers = engine._handle.core.worker.executor._workers  # type: ignore[union-attr]
+    workers = engine._handle.core.worker.executor.workers  # type: ignore[union-attr]
     return (workers[0].pid or 0) if workers else 0
 
 

@@ -37,6 +37,8 @@ from aengine.ipc.messages import (
     unpack,
 )
 from aengine.ipc.ring import Assembler, Consumer, FrameError, Producer
+from aengine.workers.handshake import Handshake
+from aengine.workers.rank import Rank
 
 SLOW = 2.0  # seconds that one frame may take; the machine may be busy
 
@@ -360,15 +362,17 @@ async def executing(rng: random.Random, to: Report) -> None:
     loop = asyncio.get_running_loop()
     stub: Any = _Stub(Frame(number, rng.choice([3, 3, 3, 0, 2**63]), payload))
     waiting = [loop.create_future() for _ in range(3)]
-    executor._workers, executor._ready = [stub], [waiting[0]]
-    executor._answers, executor._replies = {3: waiting[1]}, {3: waiting[2]}
+    executor.workers._workers = [stub]
+    executor._handshake = Handshake([Rank()], lambda progress: None)
+    executor._handshake._readies = [waiting[0]]
+    executor._answers.steps, executor._answers.replies = {3: waiting[1]}, {3: waiting[2]}
     begun = time.perf_counter()
     what = f"executor: kind {number}, {payload[:200]!r}"
     try:
         executor._on_frames(stub)
     except BaseException as error:
         to.found(what, error)
-    failure = executor._failure
+    failure = executor.workers.failure
     errors = [future.exception() for future in waiting if future.done()]
     if failure is None:
         to.outcomes["executor: taken"] += 1

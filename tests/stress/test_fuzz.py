@@ -144,7 +144,7 @@ def test_nothing_is_unpickled(kind: Kind, capsys: pytest.CaptureFixture[str]) ->
 @pytest.mark.parametrize("seed", range(6))
 async def test_a_worker_that_scribbles_on_its_rings(seed: int) -> None:
     """A real one, as a stray pointer in a kernel library would: who waits gets one typed error, and it is killed."""
-    executor = ProcessExecutor(config(), "slow_runner:load_scribbling_runner")
+    executor = ProcessExecutor(config(worker="slow_runner:load_scribbling_model"))
     failures: list[EngineError] = []
     executor.set_on_failure(failures.append)
     await start(executor)
@@ -152,7 +152,7 @@ async def test_a_worker_that_scribbles_on_its_rings(seed: int) -> None:
     with pytest.raises(InternalError, match="sent nonsense: FrameError"):
         await asyncio.wait_for(future, 30)
     assert len(failures) == 1
-    pid = executor._workers[0].pid
+    pid = executor.workers[0].pid
     await executor.aclose(5)
     await gone(pid)
 

@@ -12,16 +12,19 @@ import signal
 import threading
 import time
 import warnings
-from collections.abc import Callable
+from collections.abc import Mapping
 from typing import Any
 
 from aengine.config import EngineConfig
-from aengine.errors import ModelLoadError
+from aengine.errors import InternalError, ModelLoadError
 from aengine.ipc.messages import GrammarOutput, ModelRunnerOutput, SchedulerOutput, int32
+from aengine.workers.loaded import FixedModel, Progress, Runner
+from aengine.workers.rank import Rank
 
 RAISE, SEGFAULT, HANG, WRITE_AND_KILL, SLOW = 101, 102, 103, 104, 105
 SURROGATE, UNPRINTABLE, CONNECTION, EXIT, CHATTER = 106, 107, 108, 109, 110
 LOG, LOG_FROM_A_THREAD, LOG_AND_RAISE, LOG_AND_KILL, FLOOD = 111, 112, 113, 114, 115
+NO_MEMORY_ON_RANK_1 = 116
 CHATTER_BYTES = 4 * 1024 * 1024
 READY = {
     "num_blocks": 20_000,
@@ -50,7 +53,8 @@ class FakeRunner:
     """Keeps rows as a runner does; the id sampled at a position is 260 + position % 997, or, under a bitmask, the first
     byte of its row."""
 
-    def __init__(self) -> None:
+    def __init__(self, rank: Rank = Rank()) -> None:
+        self._rank = rank
         self._rows: dict[int, list[int]] = {}
         self._step: SchedulerOutput | None = None
 
@@ -60,6 +64,8 @@ class FakeRunner:
         for new in out.new_requests:
             self._rows[new.req_idx] = [len(new.token_ids), new.num_computed_tokens]
             _harm(new.token_ids[0])
+            if new.token_ids[0] == NO_MEMORY_ON_RANK_1 and self._rank.index == 1:
+                raise InternalError("the device ran out of memory in a step that other ranks compute too")
         for row in out.known_rows:
             self._rows[row][0] += 1
         self._step = out
@@ -151,9 +157,15 @@ def _log(token_id: int) -> None:
             logger.warning("%d %s", i, "x" * 2000)
 
 
-def load_runner(
-    config: EngineConfig, source: dict[str, Any], rank: int, world_size: int, progress: Callable[..., None]
-) -> tuple[FakeRunner, dict[str, Any]]:
+class AllocatedModel(FixedModel):
+    """Tells what it was given."""
+
+    def allocate(self, plan: Mapping[str, int]) -> tuple[Runner, dict[str, Any]]:
+        runner, facts = super().allocate(plan)
+        return runner, facts | {"was_given": dict(plan)}
+
+
+def load_model(config: EngineConfig, source: dict[str, Any], rank: Rank, progress: Progress) -> FixedModel:
     for done in range(5):
         progress("weights", done * 100, 400, "bytes")
     if source.get("fail") == "load":
@@ -171,4 +183,6 @@ def load_runner(
         ctypes.string_at(0)
     if source.get("fail") == "exit":
         os._exit(7)
-    return FakeRunner(), READY | {"OMP_NUM_THREADS": os.environ["OMP_NUM_THREADS"]}
+    offer = READY | source.get("offers", {}).get(str(rank.index), {})
+    facts = {"device_memory_total_bytes": 1000, "tp_rank": rank.tp_rank}
+    return AllocatedModel(FakeRunner(rank), offer, facts | {"OMP_NUM_THREADS": os.environ["OMP_NUM_THREADS"]})

@@ -5,13 +5,14 @@ they are; a row is told of its blocks as a real one is, and a position without a
 from __future__ import annotations
 
 import time
-from collections.abc import Callable
 from typing import Any
 
 from fake_runner import READY
 
 from aengine.config import EngineConfig
 from aengine.ipc.messages import GrammarOutput, ModelRunnerOutput, SchedulerOutput, int32
+from aengine.workers.loaded import FixedModel, Progress
+from aengine.workers.rank import Rank
 
 STEP_SECONDS = 0.004
 BLOCK_SIZE = 4
@@ -79,7 +80,5 @@ class PacedRunner:
         return Later(ModelRunnerOutput(self._step.step_id, ids), self._done_at, self._launched)
 
 
-def load_runner(
-    config: EngineConfig, source: dict[str, Any], rank: int, world_size: int, progress: Callable[..., None]
-) -> tuple[PacedRunner, dict[str, Any]]:
-    return PacedRunner(), READY | {"block_size": BLOCK_SIZE, "num_blocks": 4000}
+def load_model(config: EngineConfig, source: dict[str, Any], rank: Rank, progress: Progress) -> FixedModel:
+    return FixedModel(PacedRunner(), READY | {"block_size": BLOCK_SIZE, "num_blocks": 4000})

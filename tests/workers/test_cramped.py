@@ -107,7 +107,7 @@ async def test_a_ulimit_is_named(ulimit: None, how: str) -> None:
     executor = make()
     with pytest.raises(ModelLoadError, match=r"`ulimit -v` allows each process 17179869184 kB.*ulimit -v unlimited"):
         await start(executor, {"fail": how})
-    await gone(executor._workers[0].pid)
+    await gone(executor.workers[0].pid)
 
 
 @pytest.mark.parametrize(

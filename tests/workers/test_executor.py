@@ -39,7 +39,7 @@ async def test_memory_of_the_workers(ranks: int, no_blocking: None) -> None:
     assert executor.memory() == (None, None)
     await start(executor)
     resident, on_devices = executor.memory()
-    real = sum(psutil.Process(worker.pid).memory_info().rss for worker in executor._workers)
+    real = sum(psutil.Process(worker.pid).memory_info().rss for worker in executor.workers)
     assert on_devices is None and resident is not None and 0.5 * real < resident < 2 * real
     assert real > ranks * 2**20
     await executor.aclose(5)
@@ -51,7 +51,7 @@ async def test_start_reports_progress() -> None:
     executor = make()
     ready = await start(executor, report=seen.append)
     assert ready["num_blocks"] == fake_runner.READY["num_blocks"]
-    assert ready["pid"] == executor._workers[0].pid
+    assert ready["pid"] == executor.workers[0].pid
     assert seen[0].stage == "import"
     assert (seen[-1].stage, seen[-1].done, seen[-1].total) == ("weights", 400, 400)
     await executor.aclose(5)
@@ -76,7 +76,7 @@ async def test_failures_of_loading(how: str, error: type[Exception], text: str) 
     executor = make()
     with pytest.raises(error, match=text):
         await start(executor, {"fail": how})
-    await gone(executor._workers[0].pid)
+    await gone(executor.workers[0].pid)
     assert not leftovers()
 
 
@@ -84,18 +84,18 @@ async def test_a_start_that_hangs_names_its_stage() -> None:
     executor = make(startup_timeout=1.5)
     with pytest.raises(ModelLoadError, match=r"startup_timeout=1.5 s.*profile"):
         await start(executor, {"fail": "hang"})
-    await gone(executor._workers[0].pid)
+    await gone(executor.workers[0].pid)
 
 
 async def test_cancelling_the_start_kills_the_worker() -> None:
     executor = make()
     task = asyncio.create_task(start(executor, {"fail": "hang"}))
-    while not executor._workers or executor._stage != "profile":
+    while not executor.workers or executor._handshake.slowest()[1] != "profile":
         await asyncio.sleep(0.01)
     task.cancel()
     with pytest.raises(asyncio.CancelledError):
         await task
-    await gone(executor._workers[0].pid)
+    await gone(executor.workers[0].pid)
 
 
 @pytest.mark.parametrize(
@@ -122,7 +122,7 @@ async def test_a_death_reaches_every_waiter_with_its_cause(token_id: int, error:
         await executor.execute_model(decode(3, [0]))
     with pytest.raises(error):
         await executor.call("ping", timeout=1)
-    pid = executor._workers[0].pid
+    pid = executor.workers[0].pid
     await executor.aclose(5)
     await gone(pid)
     if error is InternalError:
@@ -135,7 +135,7 @@ async def test_killed_from_outside() -> None:
     executor.set_on_failure(failures.append)
     await start(executor)
     future = await executor.execute_model(step(0, [fake_runner.HANG]))
-    os.kill(executor._workers[0].pid, signal.SIGKILL)
+    os.kill(executor.workers[0].pid, signal.SIGKILL)
     with pytest.raises(WorkerDiedError) as caught:
         await future
     assert caught.value.exit_code == -9 and caught.value.rank == 0
@@ -147,7 +147,7 @@ async def test_close_of_a_hanging_worker_is_bounded() -> None:
     executor = make()
     await start(executor)
     future = await executor.execute_model(step(0, [fake_runner.HANG]))
-    pid = executor._workers[0].pid
+    pid = executor.workers[0].pid
     await executor.aclose(0.3)
     with pytest.raises(EngineClosedError):
         await future
@@ -162,7 +162,7 @@ async def test_nonsense_from_the_worker_is_a_failure_and_no_hang() -> None:
     failures: list[EngineError] = []
     executor.set_on_failure(failures.append)
     await start(executor)
-    worker = executor._workers[0]
+    worker = executor.workers[0]
     future = await executor.execute_model(step(0, [fake_runner.SLOW]))
     for payload in (b"\xc1", b"\x90"):  # no msgpack; an empty list
         from aengine.ipc.channel import Frame
@@ -202,7 +202,7 @@ async def test_nothing_is_left_behind() -> None:
 async def test_an_idle_worker_costs_nothing() -> None:
     async with running() as executor:
         await (await executor.execute_model(step(0, [5])))
-        process = psutil.Process(executor._workers[0].pid)
+        process = psutil.Process(executor.workers[0].pid)
         await asyncio.sleep(0.3)
         before = process.cpu_times()
         await asyncio.sleep(1.0)
@@ -236,10 +236,10 @@ from worker_helpers import make, start, step
 async def main():
     executor = make()
     if {when!r} == "starting":
-        asyncio.get_running_loop().call_later(0.05, lambda: print(executor._workers[0].pid, flush=True))
+        asyncio.get_running_loop().call_later(0.05, lambda: print(executor.workers[0].pid, flush=True))
         await start(executor, {{"fail": "hang"}})
     await start(executor)
-    print(executor._workers[0].pid, flush=True)
+    print(executor.workers[0].pid, flush=True)
     if {when!r} == "exit":
         os._exit(0)
     if {when!r} == "unclosed":
@@ -272,6 +272,6 @@ def test_the_host_dies(when: str) -> None:
 
 async def test_an_interrupt_in_the_terminal_does_not_reach_the_worker() -> None:
     async with running() as executor:
-        assert os.getpgid(executor._workers[0].pid) != os.getpgid(0)
-        os.kill(executor._workers[0].pid, signal.SIGINT)
+        assert os.getpgid(executor.workers[0].pid) != os.getpgid(0)
+        os.kill(executor.workers[0].pid, signal.SIGINT)
         assert (await (await executor.execute_model(step(0, [5])))).token_ids[0] == 261

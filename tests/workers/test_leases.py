@@ -19,7 +19,7 @@ NUM_LEASED = 40
 
 class PacedLLM(AsyncLLM):
     def _make_executor(self, config: EngineConfig) -> ProcessExecutor:
-        return ProcessExecutor(config, "paced_runner:load_runner")
+        return ProcessExecutor(config.replace(worker="paced_runner:load_model"))
 
 
 @asynccontextmanager

@@ -27,7 +27,7 @@ from aengine.workers import supervisor
 
 def inject(executor: ProcessExecutor, kind: int, step_id: int, payload: bytes) -> None:
     """As if the worker had sent it."""
-    worker = executor._workers[0]
+    worker = executor.workers[0]
     worker.channel.drain = lambda: [Frame(kind, step_id, payload)]  # type: ignore[method-assign]
     executor._on_frames(worker)
 
@@ -38,7 +38,7 @@ def inject(executor: ProcessExecutor, kind: int, step_id: int, payload: bytes) -
 async def test_a_graceful_end_has_exit_code_zero() -> None:
     executor = make()
     await start(executor)
-    process = executor._workers[0]._process
+    process = executor.workers[0]._process
     assert process is not None
     await executor.aclose(5)
     assert process.returncode == 0
@@ -47,7 +47,7 @@ async def test_a_graceful_end_has_exit_code_zero() -> None:
 async def test_dropped_without_close() -> None:
     executor = make()
     await start(executor)
-    pid = executor._workers[0].pid
+    pid = executor.workers[0].pid
     with pytest.warns(ResourceWarning, match="ProcessExecutor was not closed"):
         del executor
         gc.collect()
@@ -58,7 +58,7 @@ async def test_close_that_is_cancelled_still_kills() -> None:
     executor = make()
     await start(executor)
     await executor.execute_model(step(0, [fake_runner.HANG]))
-    pid = executor._workers[0].pid
+    pid = executor.workers[0].pid
     closing = asyncio.create_task(executor.aclose(60))
     await asyncio.sleep(0.05)
     closing.cancel()
@@ -70,12 +70,12 @@ async def test_close_that_is_cancelled_still_kills() -> None:
 async def test_close_during_the_start() -> None:
     executor = make()
     starting = asyncio.create_task(start(executor, {"fail": "hang"}))
-    while executor._stage != "profile":
+    while executor._handshake.slowest()[1] != "profile":
         await asyncio.sleep(0.01)
     await executor.aclose(60)
     with pytest.raises(EngineClosedError):
         await starting
-    await gone(executor._workers[0].pid)
+    await gone(executor.workers[0].pid)
 
 
 async def test_close_is_possible_before_the_start() -> None:
@@ -113,7 +113,7 @@ async def test_a_start_cancelled_at_any_time_leaves_nothing(delay: float) -> Non
 def test_terminate_after_the_loop_was_closed(any_loop: asyncio.AbstractEventLoop) -> None:
     executor = make()
     any_loop.run_until_complete(start(executor))
-    pid = executor._workers[0].pid
+    pid = executor.workers[0].pid
     any_loop.close()
     executor.terminate()
     executor.terminate()
@@ -130,7 +130,7 @@ def test_terminate_from_another_thread_reaches_the_waiters(any_loop: asyncio.Abs
         with pytest.raises(EngineClosedError):
             await future
         thread.join()
-        await gone(executor._workers[0].pid)
+        await gone(executor.workers[0].pid)
 
     any_loop.run_until_complete(main())
 
@@ -138,7 +138,7 @@ def test_terminate_from_another_thread_reaches_the_waiters(any_loop: asyncio.Abs
 def test_an_executor_on_a_loop_that_died_closes_on_another(any_loop: asyncio.AbstractEventLoop) -> None:
     executor = make()
     any_loop.run_until_complete(start(executor))
-    pid = executor._workers[0].pid
+    pid = executor.workers[0].pid
     any_loop.close()
 
     async def elsewhere() -> None:
@@ -174,7 +174,7 @@ async def test_who_waits_for_room_hears_of_the_death_too() -> None:
     blocked = [asyncio.create_task(executor.execute_model(step(i, [5] * 200_000, i))) for i in (1, 2)]
     await asyncio.sleep(0.05)
     assert not any(task.done() for task in blocked)
-    os.kill(executor._workers[0].pid, signal.SIGKILL)
+    os.kill(executor.workers[0].pid, signal.SIGKILL)
     for task in blocked:
         with pytest.raises(WorkerDiedError, match="SIGKILL"):
             await asyncio.wait_for(task, 60)
@@ -184,7 +184,7 @@ async def test_who_waits_for_room_hears_of_the_death_too() -> None:
 async def test_one_rank_dies_and_all_are_ended() -> None:
     executor = make(tensor_parallel_size=2)
     await start(executor)
-    pids = [worker.pid for worker in executor._workers]
+    pids = [worker.pid for worker in executor.workers]
     future = await executor.execute_model(step(0, [fake_runner.HANG]))
     os.kill(pids[1], signal.SIGTERM)
     with pytest.raises(WorkerDiedError, match="worker 1 .* died of SIGTERM") as caught:
@@ -200,7 +200,7 @@ async def test_a_call_that_times_out_between_two_ranks_reaches_both(monkeypatch:
     async with running(tensor_parallel_size=2) as executor:
         failures: list[EngineError] = []
         executor.set_on_failure(failures.append)
-        channel = executor._workers[1].channel
+        channel = executor.workers[1].channel
         is_full, room, published = True, asyncio.Event(), []
         try_publish, publish = channel.try_publish, channel.publish
 
@@ -227,7 +227,7 @@ async def test_a_call_that_times_out_between_two_ranks_reaches_both(monkeypatch:
 async def test_a_close_ends_what_is_between_two_ranks(monkeypatch: pytest.MonkeyPatch) -> None:
     executor = make(tensor_parallel_size=2)
     await start(executor)
-    channel = executor._workers[1].channel
+    channel = executor.workers[1].channel
 
     async def never(*frame: Any) -> None:
         while not channel._closed:
@@ -240,7 +240,7 @@ async def test_a_close_ends_what_is_between_two_ranks(monkeypatch: pytest.Monkey
         await executor.call("ping", timeout=0.01)
     await executor.aclose(0.1)
     await asyncio.sleep(0.05)
-    assert not executor._unfinished
+    assert not executor.workers._unfinished
 
 
 @pytest.mark.parametrize(
@@ -271,8 +271,8 @@ async def test_frames_that_no_worker_sends(kind: int, message: Any) -> None:
 async def test_a_failure_before_anybody_listens_is_told_at_once() -> None:
     executor = make()
     await start(executor)
-    os.kill(executor._workers[0].pid, signal.SIGKILL)
-    while executor._failure is None:
+    os.kill(executor.workers[0].pid, signal.SIGKILL)
+    while executor.workers.failure is None:
         await asyncio.sleep(0.01)
     failures: list[EngineError] = []
     executor.set_on_failure(failures.append)
@@ -324,7 +324,7 @@ async def test_calls() -> None:
         with pytest.raises(TimeoutError):
             await executor.call("ping", timeout=0.05)
         assert (await executor.call("ping", timeout=5))["rank"] == 0, "the late reply to the first did no harm"
-        assert not executor._replies
+        assert not executor._answers.replies
 
 
 async def test_a_step_waits_for_its_bitmask() -> None:
@@ -378,10 +378,10 @@ async def test_the_worker_finds_what_the_host_finds(tmp_path: Path, monkeypatch:
     for name in ("signal", "msgpack", "torch", "aengine", "queue"):
         (tmp_path / f"{name}.py").write_text("raise SystemExit('shadowed')")
         (tmp_path / "late" / f"{name}.py").write_text("raise SystemExit('shadowed')")
-    (tmp_path / "late" / "house_runner.py").write_text("from fake_runner import load_runner")
+    (tmp_path / "late" / "house_runner.py").write_text("from fake_runner import load_model")
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr(sys, "path", [*sys.path, str(tmp_path / "late")])
-    executor = ProcessExecutor(config(), "house_runner:load_runner")
+    executor = ProcessExecutor(config(worker="house_runner:load_model"))
     await start(executor)
     await executor.aclose(5)
 
@@ -427,8 +427,8 @@ async def test_a_semaphore_that_can_not_be_made(monkeypatch: pytest.MonkeyPatch)
     executor = make()
     with pytest.raises(WorkerDiedError, match="could not be started.*No space left"):
         await start(executor)
-    assert executor._workers[0].pid > 0
-    await gone(executor._workers[0].pid)
+    assert executor.workers[0].pid > 0
+    await gone(executor.workers[0].pid)
     assert not leftovers()
 
 
@@ -454,7 +454,7 @@ async def test_a_chatty_worker_does_not_fill_the_memory(monkeypatch: pytest.Monk
     entry.write_text(text.replace("_TRIM_PERIOD = 30_000", "_TRIM_PERIOD = 20"))
     monkeypatch.setattr(supervisor, "_ENTRY", entry)
     async with running() as executor:
-        worker = executor._workers[0]
+        worker = executor.workers[0]
         await (await executor.execute_model(step(0, [fake_runner.CHATTER])))
         for _ in range(500):
             if os.fstat(worker._stderr).st_size < fake_runner.CHATTER_BYTES // 2:

@@ -265,7 +265,7 @@ async def test_all_that_a_worker_says_is_seen_while_it_lives(caplog: pytest.LogC
         await executor.call("ping", timeout=30)
         dark, wrong, library, warning = [record for record in caplog.records if hasattr(record, "worker_rank")]
         assert dark.name == "aengine.runner" and dark.getMessage() == "it is dark here"
-        assert dark.process == executor._workers[0].pid
+        assert dark.process == executor.workers[0].pid
         assert wrong.levelno == logging.ERROR and wrong.getMessage().endswith("ZeroDivisionError: a bug")
         assert library.name == "aengine.workers.torch.fake" and library.getMessage() == "of a library"
         assert warning.name == "aengine.workers.py.warnings" and "UserWarning: do it otherwise" in warning.getMessage()

@@ -12,8 +12,21 @@ from fake_runner import READY
 from worker_helpers import config, step
 
 from aengine.ipc.channel import Frame, PeerGoneError
-from aengine.ipc.messages import GrammarOutput, Kind, ModelRunnerOutput, SchedulerOutput, int32, pack, unpack
+from aengine.ipc.messages import (
+    PLAN_LIMITS,
+    GrammarOutput,
+    Kind,
+    ModelRunnerOutput,
+    SchedulerOutput,
+    int32,
+    pack,
+    unpack,
+)
+from aengine.workers import loading
 from aengine.workers import worker as module
+from aengine.workers.loaded import FixedModel
+from aengine.workers.loading import Loading
+from aengine.workers.rank import Rank
 from aengine.workers.worker import Worker
 
 
@@ -94,10 +107,10 @@ class SlowRunner:
         return Slow(self.step.step_id, len(self.step.req_idx))
 
 
-def load_slow(config: Any, source: Any, rank: int, world_size: int, progress: Any) -> tuple[SlowRunner, dict]:
+def load_slow(config: Any, source: Any, rank: Rank, progress: Any) -> FixedModel:
     SlowRunner.log = []
     SlowRunner.num_pending = SlowRunner.most_pending = 0
-    return SlowRunner(), dict(READY)
+    return FixedModel(SlowRunner(), READY)
 
 
 class EagerRunner(SlowRunner):
@@ -117,25 +130,33 @@ class EagerRunner(SlowRunner):
         self.log.append(("more", self.left))
 
 
-def load_eager(*args: Any) -> tuple[SlowRunner, dict]:
+def load_eager(*args: Any) -> FixedModel:
     SlowRunner.log = []
-    return EagerRunner(), dict(READY)
+    return FixedModel(EagerRunner(), READY)
 
 
-LOAD = Frame(Kind.LOAD, 0, pack({"config": config().to_wire(), "source": {}, "rank": 0, "world_size": 1}))
+def load_of(rank: Rank) -> Frame:
+    return Frame(Kind.LOAD, 0, pack({"config": config().to_wire(), "source": {}, "rank": rank.to_wire()}))
+
+
+LOAD = load_of(Rank())
+ALLOCATE = Frame(Kind.ALLOCATE, 0, pack({name: READY[name] for name in PLAN_LIMITS}))
 SHUTDOWN = Frame(Kind.SHUTDOWN, 0, b"")
 
 
 @pytest.fixture(autouse=True)
 def keep_the_title(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(Worker, "_set_title", lambda self, model: None)
+    monkeypatch.setattr(Loading, "_set_title", lambda self, model: None)
 
 
 def run(
     *frames: Frame | None, rank: int = 0, runner: str = f"{__name__}:load_slow", together: bool = False
 ) -> tuple[int, ListChannel]:
-    """``together``: the worker finds all frames up to the next None at once."""
-    channel = ListChannel(*frames)
+    """``together``: the worker finds all frames up to the next None at once. After LOAD comes what was agreed."""
+    given = [
+        part for frame in frames for part in ((frame, ALLOCATE) if frame and frame.kind == Kind.LOAD else (frame,))
+    ]
+    channel = ListChannel(*given)
     channel.come_together = together
     return Worker(channel, rank, runner).run(), channel  # type: ignore[arg-type]
 
@@ -167,8 +188,8 @@ def test_no_more_steps_are_launched_than_asked_for() -> None:
 def test_leased_steps_that_have_not_begun_are_dropped() -> None:
     revoke = Frame(Kind.REVOKE, 0, b"")
     given = [asked(1, 3), asked(2, 3), *(asked(i, 3, is_leased=True) for i in range(3, 9))]
-    # The fourth look finds the answer to the first step, and then one leased step begins.
-    frames = [*given, *[None] * 6, revoke, asked(9, 1), *[None] * 20, SHUTDOWN, None]
+    # After LOAD and ALLOCATE, the fourth look finds the answer to the first step; then one leased step begins.
+    frames = [*given, *[None] * 7, revoke, asked(9, 1), *[None] * 20, SHUTDOWN, None]
     code, channel = run(LOAD, *frames, together=True)
     assert code == 0
     begun = [step_id for what, step_id in SlowRunner.log if what == "execute"]
@@ -187,8 +208,8 @@ def test_a_revoke_without_leased_steps_drops_none() -> None:
 def test_it_parks_for_ever_only_when_nothing_is_pending() -> None:
     _, channel = run(LOAD, asked(1, 3), None, None, None, None, SHUTDOWN)
     pending = [timeout is not None for timeout in channel.timeouts]
-    # LOAD and STEP are awaited without end; then three looks with a timeout until the answer is ready; then parked.
-    assert pending == [False, False, True, True, True, False, False]
+    # LOAD, ALLOCATE and STEP are awaited without end; then three looks until the answer is ready; then parked.
+    assert pending == [False, False, False, True, True, True, False, False]
 
 
 def test_graphs_that_no_step_has_needed_are_captured_when_there_is_nothing_else_to_do() -> None:
@@ -206,14 +227,12 @@ def test_a_capture_ahead_that_fails_is_the_last(
     code, channel = run(LOAD, None, None, asked(1, 0), SHUTDOWN, runner=f"{__name__}:load_eager")
     assert code == 0 and "out of memory" in caplog.text
     assert SlowRunner.log == [("more", 2), ("execute", 1), ("sample", -1)]
-    assert channel.timeouts == [None, module._IDLE, module._IDLE, None, None]
+    assert channel.timeouts == [None, None, module._IDLE, module._IDLE, None, None]
 
 
 def test_nothing_is_captured_ahead_where_other_ranks_would_have_to_as_well() -> None:
-    message = {"config": config().to_wire(), "source": {}, "rank": 0, "world_size": 2}
-    load = Frame(Kind.LOAD, 0, pack(message))
-    _, channel = run(load, None, SHUTDOWN, runner=f"{__name__}:load_eager")
-    assert SlowRunner.log == [] and channel.timeouts == [None, None, None]
+    _, channel = run(load_of(Rank(tp_size=2)), None, SHUTDOWN, runner=f"{__name__}:load_eager")
+    assert SlowRunner.log == [] and channel.timeouts == [None] * 4
 
 
 def test_nothing_is_captured_between_a_step_and_its_bitmask() -> None:
@@ -223,9 +242,9 @@ def test_nothing_is_captured_between_a_step_and_its_bitmask() -> None:
 
 
 def test_other_ranks_compute_and_are_silent() -> None:
-    code, channel = run(LOAD, asked(1, 0), asked(2, 0), SHUTDOWN, rank=1)
+    code, channel = run(load_of(Rank(index=1, tp_rank=1, tp_size=2)), asked(1, 0), asked(2, 0), SHUTDOWN, rank=1)
     assert code == 0
-    assert channel.kinds() == [Kind.READY]
+    assert channel.kinds() == [Kind.PROFILED, Kind.READY]
     assert [what for what, _ in SlowRunner.log] == ["execute", "sample"] * 2
 
 
@@ -266,7 +285,7 @@ def test_malformed_frames_are_reported_and_end_the_worker(frame: Frame) -> None:
 
 def test_a_step_before_the_model() -> None:
     code, channel = run(Frame(Kind.STEP, 5, pack(step(5, [1]))))
-    assert code == 1 and "before LOAD" in channel.sent[-1][2]["message"]
+    assert code == 1 and "before ALLOCATE" in channel.sent[-1][2]["message"]
 
 
 @pytest.mark.parametrize("runner", ["no_such_module:load", "fake_runner:no_such_function"])
@@ -282,11 +301,11 @@ def test_only_the_asked_rank_replies() -> None:
     assert channel.sent[0][2]["value"]["rank"] == 1
 
 
-def load_talkative(config: Any, source: Any, rank: int, world_size: int, progress: Any) -> tuple[SlowRunner, dict]:
+def load_talkative(config: Any, source: Any, rank: Rank, progress: Any) -> FixedModel:
     for done in range(10_001):
         progress("weights", done, 10_000, "bytes")
     progress("profile", 0, 0, "")
-    return SlowRunner(), dict(READY)
+    return FixedModel(SlowRunner(), READY)
 
 
 def test_progress_is_throttled_and_its_ends_are_told(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -296,7 +315,7 @@ def test_progress_is_throttled_and_its_ends_are_told(monkeypatch: pytest.MonkeyP
         now[0] += 1e-4  # a second for ten thousand reports
         return now[0]
 
-    monkeypatch.setattr(module.time, "monotonic", clock)
+    monkeypatch.setattr(loading.time, "monotonic", clock)
     _, channel = run(LOAD, SHUTDOWN, runner=f"{__name__}:load_talkative")
     reports = [(m["stage"], m["done"]) for kind, _, m in channel.sent if kind is Kind.PROGRESS]
     assert reports[0] == ("import", 0) and reports[1] == ("weights", 0)

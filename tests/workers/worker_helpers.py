@@ -24,7 +24,7 @@ def config(**settings: Any) -> EngineConfig:
 
 
 def make(**settings: Any) -> ProcessExecutor:
-    return ProcessExecutor(config(**settings), "fake_runner:load_runner")
+    return ProcessExecutor(config(**{"worker": "fake_runner:load_model", **settings}))
 
 
 async def start(

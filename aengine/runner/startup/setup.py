@@ -41,6 +41,7 @@ class RunnerSetup:
     max_batched: int  # tokens in a step
     weight_bytes: int
     num_threads: int  # that compile kernels
+    is_alone: bool = True  # no other rank computes the same steps
 
     @property
     def bytes_per_block(self) -> int:
@@ -71,6 +72,7 @@ class RunnerSetup:
             max_graph_tokens=min(MAX_GRAPH_TOKENS, self.max_batched),
             max_in_flight_steps=max(config.max_in_flight_steps, config.max_leased_steps),
             enforce_eager=config.enforce_eager,
+            is_alone=self.is_alone,
         )
 
     @contextmanager

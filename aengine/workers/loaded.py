@@ -1,0 +1,88 @@
+"""What the setting ``worker`` names: a function that loads the model of one rank, and what it returns.
+
+    load(config, source, rank, progress) -> LoadedModel ──allocate(plan)──> Runner
+
+``config``: EngineConfig; ``source``: a mapping, `ModelSource.to_wire`; ``rank``: Rank; ``progress``: Progress. It may
+raise ModelLoadError, whose message the host's caller sees.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from typing import Any, Protocol
+
+from ..errors import InvalidRequestError
+from ..ipc.messages import GrammarOutput, ModelRunnerOutput, SchedulerOutput
+
+__all__ = ["Answer", "FixedModel", "LoadedModel", "Progress", "Runner"]
+
+Progress = Callable[[str, int, int, str], None]
+"""Is told stage, done, total (0: not known) and their unit."""
+
+
+class Answer(Protocol):
+    """What `Runner.sample_tokens` returns."""
+
+    def ready(self) -> bool: ...
+
+    def get(self) -> ModelRunnerOutput: ...
+
+
+class Runner(Protocol):
+    """Computes steps. Its methods are called by one thread."""
+
+    def execute_model(self, out: SchedulerOutput) -> None: ...
+
+    def sample_tokens(self, grammar: GrammarOutput | None) -> Answer: ...
+
+    def share_bitmasks(self, memory: memoryview) -> None:
+        """Where the bitmasks of GRAMMAR frames will lie."""
+
+    @property
+    def has_more(self) -> bool:
+        """Whether `prepare_more` has anything to do."""
+
+    def prepare_more(self) -> None:
+        """Do now, in some 20 ms, a part of what the first steps of some kinds would have to wait for."""
+
+
+class LoadedModel(Protocol):
+    """A model on its device, before it has memory for sequences."""
+
+    @property
+    def offer(self) -> Mapping[str, Any]:
+        """Plain data: of each PLAN_LIMITS the most that this rank can keep; whatever else is in it must be equal on all
+        ranks, ``block_size`` and ``vocab_size`` at least."""
+
+    def allocate(self, plan: Mapping[str, int]) -> tuple[Runner, dict[str, Any]]:
+        """Take the memory that ``plan``, PLAN_LIMITS, needs; and what more READY tells of this rank."""
+
+    def device_bytes(self) -> int:
+        """What this process has taken on the device; called by another thread, at any time."""
+
+    def start_profile(self, folder: str | None) -> str:
+        """Begin to record a trace of the device's work. Returns the folder. Raises InvalidRequestError."""
+
+    def stop_profile(self) -> str:
+        """End it, and write it. Returns the file's path. Raises InvalidRequestError."""
+
+
+class FixedModel:
+    """A `LoadedModel` whose runner is there already, whatever is agreed: for workers that keep no KV."""
+
+    def __init__(self, runner: Runner, offer: Mapping[str, Any], facts: Mapping[str, Any] | None = None) -> None:
+        self._runner = runner
+        self.offer = offer
+        self._facts = facts or {}
+
+    def allocate(self, plan: Mapping[str, int]) -> tuple[Runner, dict[str, Any]]:
+        return self._runner, dict(self._facts)
+
+    def device_bytes(self) -> int:
+        return 0
+
+    def start_profile(self, folder: str | None) -> str:
+        raise InvalidRequestError("this worker can't be profiled")
+
+    def stop_profile(self) -> str:
+        raise InvalidRequestError("no profile is being recorded: start_profile begins one")

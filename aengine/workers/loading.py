@@ -1,0 +1,103 @@
+"""The start of one rank, in its process: load and profile, then, when all ranks have agreed, allocate and capture."""
+
+from __future__ import annotations
+
+import logging
+import os
+import time
+import traceback
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from importlib import import_module
+from typing import Any
+
+from ..config import EngineConfig
+from ..errors import AEngineError, ModelLoadError
+from ..ipc.channel import WorkerChannel
+from ..ipc.messages import Kind, pack
+from ..system.ulimits import is_want_of_memory, memory_ulimit_hint
+from .loaded import LoadedModel, Runner
+from .logs import WorkerLogs
+from .rank import Rank
+
+__all__ = ["Loading"]
+
+_PROGRESS_PERIOD = 0.05  # seconds between two reports of the same stage
+
+
+class Loading:
+    """Answers LOAD with PROFILED and ALLOCATE with READY. ``target``: the ``module:function`` that loads the model."""
+
+    def __init__(self, channel: WorkerChannel, rank: int, target: str, logs: WorkerLogs) -> None:
+        self._channel = channel
+        self._target = target
+        self._logs = logs
+        self.rank = Rank(index=rank)
+        self.config: EngineConfig | None = None
+        self.model: LoadedModel | None = None
+        self._begun = 0.0
+        self._last_report = ("", 0.0)
+
+    def load(self, message: Mapping[str, Any]) -> EngineConfig:
+        """Handle LOAD."""
+        self._begun = time.monotonic()
+        self._logs.show_from(message.get("log_level", logging.INFO))
+        config = self.config = EngineConfig.from_wire(message["config"])
+        self.rank = Rank.from_wire(message["rank"])
+        self._set_title(config.model)
+        self._report_progress("import", 0, 0, "")
+        with self._want_of_memory_told():
+            load = _imported(self._target)
+            model: LoadedModel = load(config, message["source"], self.rank, self._report_progress)
+        self.model = model
+        self._channel.publish(Kind.PROFILED, 0, pack(dict(model.offer)))
+        return config
+
+    def allocate(self, plan: Mapping[str, int]) -> Runner:
+        """Handle ALLOCATE."""
+        if self.model is None:
+            raise ValueError("ALLOCATE came before LOAD")
+        with self._want_of_memory_told():
+            runner, facts = self.model.allocate(plan)
+        runner.share_bitmasks(self._channel.bitmask())
+        seconds = round(time.monotonic() - self._begun, 3)
+        ready = {**self.model.offer, **plan, **facts, "pid": os.getpid(), "seconds": seconds}
+        self._channel.publish(Kind.READY, 0, pack(ready))
+        return runner
+
+    @contextmanager
+    def _want_of_memory_told(self) -> Iterator[None]:
+        """Within: a library's error that says that the system has no memory is a ModelLoadError with a cure."""
+        try:
+            yield
+        except Exception as error:
+            if isinstance(error, AEngineError) or not is_want_of_memory(error):
+                raise
+            assert self.config is not None
+            text = "".join(traceback.format_exception_only(error)).strip()
+            cure = memory_ulimit_hint() or ": take a smaller model, lower kv_cache_memory_bytes, or free memory"
+            raise ModelLoadError(f"there is not enough memory to load {self.config.model} ({text}){cure}") from error
+
+    def _set_title(self, model: str) -> None:
+        from setproctitle import setproctitle
+
+        setproctitle(f"aengine worker {self.rank.index}: {os.path.basename(model)}")
+
+    def _report_progress(self, stage: str, done: int, total: int, unit: str) -> None:
+        now = time.monotonic()
+        last_stage, last_time = self._last_report
+        if stage == last_stage and done < total and now - last_time < _PROGRESS_PERIOD:
+            return
+        self._last_report = (stage, now)
+        report = {"stage": stage, "done": done, "total": total, "unit": unit}
+        self._channel.publish(Kind.PROGRESS, 0, pack(report))
+        self._logs.publish()  # of threads that load: the main thread may have no turn for long
+
+
+def _imported(target: str) -> Any:
+    """Raises ModelLoadError if there is no such function; what else an import raises."""
+    module, _, name = target.partition(":")
+    try:
+        return getattr(import_module(module), name)
+    except (AttributeError, ModuleNotFoundError) as error:
+        raise ModelLoadError(f"worker={target!r} can't be imported here: {error}") from error
