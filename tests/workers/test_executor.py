@@ -15,7 +15,7 @@ import time
 import fake_runner
 import psutil
 import pytest
-from worker_helpers import HERE, decode, descriptors, gone, leftovers, make, running, start, step
+from worker_helpers import HERE, decode, descriptors, gone, leftovers, make, running, stage, start, step
 
 from aengine.config import StartupProgress
 from aengine.errors import EngineClosedError, EngineError, InternalError, ModelLoadError, WorkerDiedError
@@ -90,7 +90,7 @@ async def test_a_start_that_hangs_names_its_stage() -> None:
 async def test_cancelling_the_start_kills_the_worker() -> None:
     executor = make()
     task = asyncio.create_task(start(executor, {"fail": "hang"}))
-    while not executor.workers or executor._handshake.slowest()[1] != "profile":
+    while stage(executor) != "profile":
         await asyncio.sleep(0.01)
     task.cancel()
     with pytest.raises(asyncio.CancelledError):

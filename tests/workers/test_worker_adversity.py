@@ -15,7 +15,7 @@ from typing import Any
 import fake_runner
 import psutil
 import pytest
-from worker_helpers import config, decode, descriptors, gone, leftovers, make, running, start, step
+from worker_helpers import config, decode, descriptors, gone, leftovers, make, running, stage, start, step
 
 from aengine.config import StartupProgress
 from aengine.engine.executor import ProcessExecutor
@@ -70,7 +70,7 @@ async def test_close_that_is_cancelled_still_kills() -> None:
 async def test_close_during_the_start() -> None:
     executor = make()
     starting = asyncio.create_task(start(executor, {"fail": "hang"}))
-    while executor._handshake.slowest()[1] != "profile":
+    while stage(executor) != "profile":
         await asyncio.sleep(0.01)
     await executor.aclose(60)
     with pytest.raises(EngineClosedError):

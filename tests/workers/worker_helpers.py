@@ -33,6 +33,11 @@ async def start(
     return await executor.start({"config": config().to_wire(), "source": source or {}}, report)
 
 
+def stage(executor: ProcessExecutor) -> str:
+    """What the slowest worker is busy with."""
+    return "" if executor._handshake is None else executor._handshake.slowest()[1]
+
+
 @asynccontextmanager
 async def running(source: dict | None = None, **settings: Any) -> AsyncIterator[ProcessExecutor]:
     executor = make(**settings)
