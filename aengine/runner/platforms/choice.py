@@ -36,11 +36,16 @@ def _find_any() -> Platform:
     if not isinstance(gpu, Unavailable):
         return gpu
     for name in registered(PLATFORMS):
-        if name not in ("cuda", "cpu"):
+        if name in ("cuda", "cpu"):
+            continue
+        try:
             found = _class_of(name).find(name)
-            if not isinstance(found, Unavailable):
-                return found
-            logger.debug("device='auto' passes over %s: %s", name, found)
+        except ModelLoadError as error:
+            logger.warning("device='auto' passes over %s: %s", name, error)
+            continue
+        if not isinstance(found, Unavailable):
+            return found
+        logger.debug("device='auto' passes over %s: %s", name, found)
     logger.log(logging.DEBUG if gpu.is_expected else logging.WARNING, "running on the CPU: %s", gpu)
     return CpuPlatform()
 
