@@ -204,6 +204,10 @@ class Admission:
             if turn is not None:
                 await turn
             prepared = await self._preparation.prepare(request)
+        except asyncio.CancelledError:
+            request.preparing = None
+            request.mailbox.abort()  # unless its end is what has cancelled this
+            raise
         except AEngineError as ours:
             error = ours
         except Exception as bug:
