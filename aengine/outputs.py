@@ -103,9 +103,7 @@ class RequestEnd:
     """One request that has ended, as ``on_request_end`` gets it."""
 
     request_id: str
-    finish_reason: (
-        FinishReason  # STOP, LENGTH, ABORT or ERROR; of n completions that were not aborted the first one's
-    )
+    finish_reason: FinishReason  # STOP, LENGTH, ABORT or ERROR; of n completions that were not aborted the first one's
     usage: Usage
     timings: Timings
     error: BaseException | None = None  # what its caller gets, with FinishReason.ERROR

@@ -37,8 +37,6 @@ class FakeRunner:
             del self._rows[row]
         for new in out.new_requests:
             self._rows[new.req_idx] = [len(new.token_ids), new.num_computed_tokens]
-        for row in out.known_rows:
-            self._rows[row][0] += 1
         self._step = out
         if STEP_SECONDS:
             now = time.perf_counter()

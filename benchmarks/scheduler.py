@@ -78,7 +78,7 @@ class Feed:
                 return 0
         answer = self.answers.popleft()
         start = time.perf_counter()
-        sampled, _ = self.scheduler.update(answer)
+        sampled = self.scheduler.update(answer)[0]
         self.seconds += time.perf_counter() - start
         self.num_tokens += len(sampled)
         return sum(request.finish_reason is not None for request, _, _ in sampled)

@@ -16,6 +16,7 @@ from aengine.ipc.messages import (
     Kind,
     LogprobColumns,
     ModelRunnerOutput,
+    RowError,
     SchedulerOutput,
     float32,
     int32,
@@ -64,6 +65,7 @@ class FakeExecutor:
         self.is_hung = False  # answers nothing, and its heart stands still
         self.is_full = False  # as a ring without room is
         self.num_tried = 0
+        self.num_accepted = 0  # drafts
 
     async def start(self, load: dict[str, Any], on_progress: Callable[..., None]) -> dict[str, Any]:
         return self.ready
@@ -76,7 +78,7 @@ class FakeExecutor:
         return None if self.is_full else self._execute(out)
 
     def _execute(self, out: SchedulerOutput) -> asyncio.Future[ModelRunnerOutput]:
-        answer = unpack(Kind.OUTPUT, pack(self._answer(unpack(Kind.STEP, pack(out)))))
+        due = self._begin(unpack(Kind.STEP, pack(out)))
         loop = asyncio.get_running_loop()
         future: asyncio.Future[ModelRunnerOutput] = loop.create_future()
         self._waiting = [f for f in self._waiting if not f.done()] + [future]
@@ -84,9 +86,9 @@ class FakeExecutor:
         if self._failure is not None:
             raise self._failure
         if out.sample_now:
-            self._answer_later(future, answer)
+            self._answer_later(future, self._say(out, due, {}))
         else:
-            self._gated = (out, future, answer)
+            self._gated = (out, future, due)
         return future
 
     def _answer_later(self, future: asyncio.Future[ModelRunnerOutput], answer: ModelRunnerOutput) -> None:
@@ -111,31 +113,66 @@ class FakeExecutor:
         asyncio.get_running_loop().call_soon(on_revoked, 0)
         return True
 
-    def _answer(self, out: SchedulerOutput) -> ModelRunnerOutput:
+    def _begin(self, out: SchedulerOutput) -> list[bool]:
+        """Which of the batch sample."""
         for req_idx in out.removed:
             del self._rows[req_idx]
         for new in out.new_requests:
             assert new.req_idx not in self._rows
             self._rows[new.req_idx] = [len(new.token_ids), new.num_computed_tokens]
             self._num_logprobs[new.req_idx] = new.logprobs
-        for req_idx in out.known_rows:
-            self._rows[req_idx][0] += 1
-        ids = int32()
-        for req_idx, scheduled in zip(out.req_idx, out.num_scheduled_tokens, strict=True):
+        drafts = [0] * len(out.req_idx) if out.drafts is None else out.drafts.counts
+        due = []
+        for req_idx, scheduled, num_drafts in zip(out.req_idx, out.num_scheduled_tokens, drafts, strict=True):
             row = self._rows[req_idx]
-            row[1] += scheduled
+            row[1] += scheduled - num_drafts
             assert row[1] <= row[0]
-            samples = row[1] == row[0]
-            ids.append(self._token(req_idx, row[0]) if samples else -1)
-            row[0] += samples
-        return ModelRunnerOutput(out.step_id, ids, self._logprobs(out, ids))
+            due.append(row[1] == row[0])
+        return due
 
-    def _logprobs(self, out: SchedulerOutput, ids: Any) -> LogprobColumns | None:
+    def _say(self, out: SchedulerOutput, due: list[bool], masks: dict[int, list[list[int]]]) -> ModelRunnerOutput:
+        """Each row that is due says tokens up to the first that is not its draft."""
+        said: list[list[int]] = []
+        errors: list[RowError] = []
+        start = 0
+        for batch_idx, (req_idx, is_due) in enumerate(zip(out.req_idx, due, strict=True)):
+            stop = start + (0 if out.drafts is None else out.drafts.counts[batch_idx])
+            drafts = [] if out.drafts is None else list(out.drafts.token_ids[start:stop])
+            row, tokens = self._rows[req_idx], []
+            while is_due:
+                allowed = masks.get(batch_idx)
+                if allowed is not None and not allowed[len(tokens)]:  # as the sampler says it
+                    errors.append(RowError(batch_idx, "InvalidRequestError", "no token is left to sample"))
+                    tokens, row[0] = [], row[0] + 1
+                    break
+                token = self._token(req_idx, row[0]) if allowed is None else self.choose(allowed[len(tokens)])
+                tokens.append(token)
+                row[0] += 1
+                if tokens != drafts[: len(tokens)]:
+                    break
+                row[1] += 1
+            said.append(tokens)
+            start = stop
+        if out.drafts is None:
+            answer = ModelRunnerOutput(out.step_id, int32(tokens[0] if tokens else -1 for tokens in said))
+        else:
+            ids = int32(token for tokens in said for token in tokens)
+            answer = ModelRunnerOutput(out.step_id, ids, counts=int32(map(len, said)))
+            self.num_accepted += len(ids) - sum(map(bool, said))
+        answer.logprobs, answer.errors = self._logprobs(out, said), errors
+        return unpack(Kind.OUTPUT, pack(answer))
+
+    def _logprobs(self, out: SchedulerOutput, said: list[list[int]]) -> LogprobColumns | None:
         """Of whatever was sampled -0.5, of its alternatives, the ids from 0 on, -1, -2, ..."""
-        asked = [i for i, row in enumerate(out.req_idx) if self._num_logprobs[row] >= 0 and ids[i] >= 0]
+        asked, counts = [], []
+        place = 0
+        for req_idx, tokens in zip(out.req_idx, said, strict=True):
+            if self._num_logprobs[req_idx] >= 0:
+                asked += range(place, place + len(tokens))
+                counts += [self._num_logprobs[req_idx]] * len(tokens)
+            place += len(tokens) if out.drafts is not None else 1
         if not asked:
             return None
-        counts = [self._num_logprobs[out.req_idx[i]] for i in asked]
         return LogprobColumns(
             int32(asked),
             float32([-0.5] * len(asked)),
@@ -156,16 +193,17 @@ class FakeExecutor:
         if self._failure is not None:
             raise self._failure
         assert self._gated is not None, "a bitmask that no step waits for"
-        (step, future, answer), self._gated = self._gated, None
+        (step, future, due), self._gated = self._gated, None
         assert out.step_id == step.step_id
         words = (self.ready["vocab_size"] + 31) // 32
         bitmask = self._bitmask[: out.bitmask] if isinstance(out.bitmask, int) else out.bitmask
         assert len(bitmask) == 4 * words * len(out.batch_idx)
+        masks: dict[int, list[list[int]]] = {}
         for row, batch_idx in enumerate(out.batch_idx):
             bits = np.frombuffer(bitmask, np.uint8, count=4 * words, offset=4 * words * row)
             allowed = np.flatnonzero(np.unpackbits(bits, bitorder="little")[: self.ready["vocab_size"]])
-            answer.token_ids[batch_idx] = self.choose(allowed.tolist())
-        self._answer_later(future, answer)
+            masks.setdefault(batch_idx, []).append(allowed.tolist())
+        self._answer_later(future, self._say(step, due, masks))
 
     async def call(self, method: str, *args: Any, timeout: float) -> Any:
         return method

@@ -193,7 +193,7 @@ MOST_METHODS = 20
 # Each with the number of methods that it may have, and why.
 LARGE_CLASSES = {
     "async_llm.AsyncLLM": 22,  # the public contract, a method for each of its calls, and two seams for tests
-    "scheduler.Scheduler": 39,
+    "scheduler.Scheduler": 43,
     "step_loop.StepLoop": 28,
 }
 

@@ -22,6 +22,7 @@ from typing import Any, NamedTuple
 from ..errors import EngineError, InternalError, InvalidRequestError, RequestError, WorkerDiedError
 from ..ipc.messages import GrammarOutput, LogprobColumns, ModelRunnerOutput, RowError, SchedulerOutput, int32
 from ..outputs import FinishReason, Logprob
+from ..scheduler.proposers import ForcedTokens, Proposer
 from ..scheduler.request import Request, RequestStatus
 from ..scheduler.scheduler import Scheduler
 from ..scheduler.step import InFlightStep
@@ -46,7 +47,7 @@ _MOST_SENT_AHEAD = 4
 
 
 class Forcing(NamedTuple):
-    """When tokens that a grammar forces are computed together, without being sampled one by one."""
+    """When tokens that a grammar forces are drafted."""
 
     most_rows: int  # with a grammar in the step: to ask for each what it forces takes some 10 us
     least_tokens: float  # forced, a request of the step: below, the steps that are saved cost less than the odd one
@@ -61,8 +62,8 @@ class Masks(NamedTuple):
     """The bitmask of a step that waits for it, filled or being filled."""
 
     step: InFlightStep
-    due: list[Request]  # of each row
-    batch_idx: array[int]
+    due: list[Request]  # of each job
+    batch_idx: array[int]  # of each row
     rows: bytearray | memoryview
     is_shared: bool  # the worker sees the rows
     filled: Filled | Filling
@@ -99,6 +100,7 @@ class StepLoop:
         self._line = line
         self._grammars = grammars
         self._forcing = forcing
+        self._proposer: Proposer = ForcedTokens()
         self._gated: InFlightStep | None = None  # published, and waits for its bitmask before it samples
         self._in_flight: deque[asyncio.Future[ModelRunnerOutput | None]] = deque()
         self._must_revoke = False  # leased steps, before another step can be made
@@ -278,7 +280,10 @@ class StepLoop:
         assert self._grammars is not None
         due = [(i, request) for i, request in step.constrained() if request.finish_reason is None]
         bitmasks = self._grammars.bitmasks
-        num_bytes = bitmasks.row_bytes * len(due)
+        batch_idx_column = int32(i for i, _ in due)
+        if step.drafts:
+            batch_idx_column = int32(i for i, _ in due for _ in range(1 + len(step.drafts.get(i, ()))))
+        num_bytes = bitmasks.row_bytes * len(batch_idx_column)
         shared = self._executor.bitmask(num_bytes)
         rows = bytearray(num_bytes) if shared is None else shared
         bitmasks.check_open()
@@ -288,22 +293,25 @@ class StepLoop:
         for batch_idx, request in due:
             grammar = request.grammar
             assert grammar is not None
-            jobs.append(MaskJob(batch_idx, grammar, grammar.take_pending(), wants_forced and _may_force(request)))
+            drafts = step.drafts.get(batch_idx, ()) if step.drafts else ()
+            jobs.append(MaskJob(grammar, grammar.take_pending(), drafts, wants_forced and request.takes_drafts))
         filled = bitmasks.fill(jobs, rows)
-        batch_idx_column = int32([batch_idx for batch_idx, _ in due])
         return Masks(step, [request for _, request in due], batch_idx_column, rows, shared is not None, filled)
 
     async def _send_masks(self, masks: Masks) -> None:
         filled = masks.filled if isinstance(masks.filled, Filled) else await self._filled(masks.filled)
-        for row, error in filled.failed.items():
+        for job, error in filled.failed.items():
             failure = InternalError(f"the grammar of this request failed: {error}")
-            masks.due[row].sink.mailbox.fail(failure)
+            masks.due[job].sink.mailbox.fail(failure)
         self._gated = None
         bitmask = len(masks.rows) if masks.is_shared else masks.rows
         await self._executor.send_grammar(GrammarOutput(masks.step.step_id, masks.batch_idx, bitmask))
         if sum(map(len, filled.forced.values())) >= self._forcing.least_tokens * len(masks.step.batch):
-            for row, token_ids in filled.forced.items():
-                self.scheduler.force(masks.due[row], token_ids)
+            for job, token_ids in filled.forced.items():
+                request = masks.due[job]
+                assert request.grammar is not None
+                request.grammar.forced = token_ids
+                self.scheduler.propose(request, self._proposer.propose(request))
 
     async def _filled(self, filling: Filling) -> Filled:
         """A grammar's row may take seconds, for which the worker is not to blame."""
@@ -359,14 +367,14 @@ class StepLoop:
 
         What the worker waits for goes first: whoever reads waits a millisecond longer.
         """
-        sampled, failed = self.scheduler.update(output)
+        sampled, failed, pooled, num_rows = self.scheduler.update(output)
         self._counters.generated_tokens += len(sampled)
-        # Tokens that a grammar forces come with the one before them.
-        num_rows = len({batch_idx for _, _, batch_idx in sampled}) if self.scheduler.num_constrained else len(sampled)
         self._observer.note_answer(self.scheduler.begun, num_rows)
         self.scheduler.begun.clear()  # an idle engine holds no request
         for request, error in failed:
             request.sink.mailbox.fail(_request_error(error))
+        for request, vector in pooled:
+            request.sink.put_vector(vector)
         masks: Masks | None = None
         failure: EngineError | None = None  # raised at the end: these tokens are known, and won't be sampled again
         if self.scheduler.num_constrained:
@@ -375,7 +383,7 @@ class StepLoop:
                 masks = self._begin_masks()
             except EngineError as error:
                 failure = error
-        logprobs = _by_row(output.logprobs) if output.logprobs is not None else {}
+        logprobs = _by_token(output.logprobs) if output.logprobs is not None else {}
         if masks is None:
             await self._deliver_all(sampled, logprobs)
         elif isinstance(masks.filled, Filled):
@@ -434,31 +442,26 @@ class StepLoop:
             self._fill_ahead(request)
 
     def _deliver(self, sampled: list[tuple[Request, int, int]], logprobs: dict[int, tuple[Logprob, ...]]) -> None:
-        for request, token_id, batch_idx in sampled:
+        for request, token_id, place in sampled:
             sink, reason = request.sink, request.finish_reason
             if sink.finish_reason is not None:  # its caller left while others got their turn
                 continue
-            entry = logprobs.get(batch_idx, _NO_LOGPROBS) if logprobs else _NO_LOGPROBS
+            if reason is not None and len(sink.token_ids) + 1 < request.num_output_tokens:
+                reason = None  # others of this answer follow
+            entry = logprobs.get(place, _NO_LOGPROBS) if logprobs else _NO_LOGPROBS
             if sink.put(token_id, reason, _with_token(entry, token_id) if entry else entry):
                 self.scheduler.finish(request, FinishReason.STOP)
                 sink.end(FinishReason.STOP)
 
 
-def _may_force(request: Request) -> bool:
-    """Whether tokens may come unsampled: their log-probabilities are not computed, penalties not counted."""
-    params = request.params
-    penalties = (params.presence_penalty, params.frequency_penalty, params.repetition_penalty)
-    return params.logprobs is None and penalties == (0, 0, 1)
-
-
-def _by_row(columns: LogprobColumns) -> dict[int, tuple[Logprob, ...]]:
-    """Batch position to its log-probabilities: the sampled token's first (with -1 for its id), then the likeliest."""
+def _by_token(columns: LogprobColumns) -> dict[int, tuple[Logprob, ...]]:
+    """Place in the answer to log-probabilities: the token's own first (with -1 for its id), then the likeliest."""
     rows: dict[int, tuple[Logprob, ...]] = {}
     start = 0
-    for batch_idx, sampled, count in zip(columns.batch_idx, columns.sampled, columns.counts, strict=True):
+    for place, sampled, count in zip(columns.token_idx, columns.sampled, columns.counts, strict=True):
         stop = start + count
         likeliest = zip(columns.token_ids[start:stop], columns.values[start:stop], strict=True)
-        rows[batch_idx] = (Logprob(-1, sampled), *(Logprob(i, value) for i, value in likeliest))
+        rows[place] = (Logprob(-1, sampled), *(Logprob(i, value) for i, value in likeliest))
         start = stop
     return rows
 

@@ -29,6 +29,7 @@ from __future__ import annotations
 
 import math
 from array import array
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from enum import IntEnum
 from typing import Any
@@ -39,6 +40,7 @@ __all__ = [
     "LOG_TEXTS",
     "PLAN_LIMITS",
     "STATE_BLOCK_SIZE",
+    "DraftColumns",
     "GrammarOutput",
     "KVCacheGroup",
     "Kind",
@@ -46,6 +48,7 @@ __all__ = [
     "MessageError",
     "ModelRunnerOutput",
     "NewRequest",
+    "PooledColumns",
     "RowError",
     "SchedulerOutput",
     "int32",
@@ -148,6 +151,16 @@ class NewRequest:
     block_spans: array[int] = field(default_factory=int32)
     """int32 [2 * num_groups], a pair for each KV group: how many leading blocks of its table are left out, as they are
     before the window, and how many of ``block_ids`` follow. Empty: one group, and all its blocks."""
+    is_pooled: bool = False  # it gets no token, but the last hidden state of its prompt
+
+
+@dataclass(slots=True)
+class DraftColumns:
+    """Guesses at the tokens that come next. A row's drafts follow all its other tokens, those in flight included, and
+    are computed with them; the row samples after its last known token and after each draft."""
+
+    counts: array[int]  # [num_reqs] drafts of each, 0 or more; num_scheduled_tokens includes them
+    token_ids: array[int]  # [sum(counts)]
 
 
 @dataclass(slots=True)
@@ -156,13 +169,15 @@ class SchedulerOutput:
 
     A worker applies it in the order of the fields. A row whose known tokens are all computed by this step samples one
     more: both sides know that without asking, as ``num_computed + num_scheduled == num_tokens``.
+
+    A row with k drafts gets 1 to 1 + k tokens: both sides count 1 + k, until a later step settles how many it was.
     """
 
     step_id: int
+    settled_rows: array[int] = field(default_factory=int32)  # [k] rows of which a step with drafts was answered, ...
+    num_rejected: array[int] = field(default_factory=int32)  # [k] ... and how many of its drafts were wrong
     removed: array[int] = field(default_factory=int32)  # rows freed: finished, aborted or preempted
     new_requests: list[NewRequest] = field(default_factory=list)
-    known_rows: array[int] = field(default_factory=int32)  # [k] rows that get one more token each without sampling, ...
-    known_ids: array[int] = field(default_factory=int32)  # [k] ... and that token, which follows what they sampled last
     block_rows: array[int] = field(default_factory=int32)  # [k] rows that get one more block each, ...
     block_ids: array[int] = field(default_factory=int32)  # [k] ... that block, appended to the row's table ...
     block_groups: array[int] = field(default_factory=int32)  # [k] ... of that KV group; empty: all of the first one
@@ -170,11 +185,15 @@ class SchedulerOutput:
     num_scheduled_tokens: array[int] = field(default_factory=int32)  # [num_reqs] tokens that each computes, >= 1
     sample_now: bool = True  # False: a GRAMMAR frame follows, and gates sampling
     is_leased: bool = False  # it may be revoked until the worker begins it
+    drafts: DraftColumns | None = None  # None: nobody has any
 
 
 @dataclass(slots=True)
 class GrammarOutput:
-    """The bitmask of one step: row i of ``bitmask`` belongs to batch position ``batch_idx[i]``."""
+    """The bitmask of one step: row i of ``bitmask`` belongs to batch position ``batch_idx[i]``.
+
+    A position with k drafts has 1 + k rows, one after the other: of the token that follows its known ones, and of those
+    that follow each draft."""
 
     step_id: int
     batch_idx: array[int]
@@ -185,13 +204,26 @@ class GrammarOutput:
 
 @dataclass(slots=True)
 class LogprobColumns:
-    """Log-probabilities of the batch positions that asked for them. m entries; each has ``counts[i]`` alternatives."""
+    """Log-probabilities of the tokens for which they were asked. m entries; each has ``counts[i]`` alternatives."""
 
-    batch_idx: array[int]  # [m]
+    token_idx: array[int]  # [m] places in the answer's token_ids
     sampled: array[float]  # [m] of the sampled token
     counts: array[int]  # [m]
     token_ids: array[int]  # [sum(counts)] likeliest first
     values: array[float]  # [sum(counts)]
+
+
+@dataclass(slots=True)
+class PooledColumns:
+    """The vectors of the requests that get one rather than tokens. m of them, all of one width."""
+
+    batch_idx: array[int]  # [m]
+    values: array[float]  # [m * width]
+
+    def vectors(self) -> list[tuple[int, array[float]]]:
+        """(batch position, vector) of each."""
+        width = len(self.values) // max(1, len(self.batch_idx))
+        return [(i, self.values[k * width : (k + 1) * width]) for k, i in enumerate(self.batch_idx)]
 
 
 @dataclass(slots=True)
@@ -208,10 +240,16 @@ class ModelRunnerOutput:
     """The answer to one step, in the order of its batch."""
 
     step_id: int
-    token_ids: array[int]  # [num_reqs]; -1 where the step did not sample (a chunk of a prompt)
+    token_ids: array[int]  # [num_reqs]; -1 where the step did not sample (a chunk of a prompt). With counts: their sum
     logprobs: LogprobColumns | None = None
     errors: list[RowError] = field(default_factory=list)
     answered_at: float = 0.0  # when the worker sent it: seconds of CLOCK_MONOTONIC, which both processes share
+    counts: array[int] | None = None  # [num_reqs] tokens of each, of a step with drafts; None: one each, or -1
+    pooled: PooledColumns | None = None
+
+    def num_tokens(self) -> Sequence[int]:
+        """[num_reqs]: how many tokens each got."""
+        return [int(token_id >= 0) for token_id in self.token_ids] if self.counts is None else self.counts
 
 
 _packer = msgpack.Packer(autoreset=True, use_bin_type=True)
@@ -224,10 +262,10 @@ def pack(message: object) -> bytes:
         return _packer.pack(
             (
                 m.step_id,
+                m.settled_rows.tobytes(),
+                m.num_rejected.tobytes(),
                 m.removed.tobytes(),
                 [_new_request(r) for r in m.new_requests],
-                m.known_rows.tobytes(),
-                m.known_ids.tobytes(),
                 m.block_rows.tobytes(),
                 m.block_ids.tobytes(),
                 m.block_groups.tobytes(),
@@ -235,6 +273,7 @@ def pack(message: object) -> bytes:
                 m.num_scheduled_tokens.tobytes(),
                 m.sample_now,
                 m.is_leased,
+                None if m.drafts is None else (m.drafts.counts.tobytes(), m.drafts.token_ids.tobytes()),
             )
         )
     if type(message) is ModelRunnerOutput:
@@ -246,9 +285,11 @@ def pack(message: object) -> bytes:
                 o.token_ids.tobytes(),
                 None
                 if lp is None
-                else [c.tobytes() for c in (lp.batch_idx, lp.sampled, lp.counts, lp.token_ids, lp.values)],
+                else [c.tobytes() for c in (lp.token_idx, lp.sampled, lp.counts, lp.token_ids, lp.values)],
                 [(e.batch_idx, e.type, e.message) for e in o.errors],
                 o.answered_at,
+                None if o.counts is None else o.counts.tobytes(),
+                None if o.pooled is None else (o.pooled.batch_idx.tobytes(), o.pooled.values.tobytes()),
             )
         )
     if type(message) is GrammarOutput:
@@ -300,18 +341,19 @@ def _new_request(r: NewRequest) -> tuple[Any, ...]:
         r.bias_token_ids.tobytes(),
         r.bias_values.tobytes(),
         r.block_spans.tobytes(),
+        r.is_pooled,
     )
 
 
 def _step(data: Any) -> SchedulerOutput:
-    step_id, removed, new, known_rows, known_ids, block_rows, block_ids, block_groups, req_idx, scheduled, *flags = data
-    sample_now, is_leased = flags
+    step_id, settled_rows, num_rejected, removed, new, block_rows, block_ids, block_groups, req_idx, *rest = data
+    scheduled, sample_now, is_leased, drafts = rest
     out = SchedulerOutput(
         _int(step_id),
+        _ints(settled_rows),
+        _ints(num_rejected),
         _ints(removed),
         [_request(r) for r in new],
-        _ints(known_rows),
-        _ints(known_ids),
         _ints(block_rows),
         _ints(block_ids),
         _ints(block_groups),
@@ -319,10 +361,16 @@ def _step(data: Any) -> SchedulerOutput:
         _ints(scheduled),
         bool(sample_now),
         bool(is_leased),
+        None if drafts is None else DraftColumns(_ints(drafts[0]), _ints(drafts[1])),
     )
-    pairs = (out.known_rows, out.known_ids), (out.block_rows, out.block_ids), (out.req_idx, out.num_scheduled_tokens)
+    batch = out.req_idx, out.num_scheduled_tokens
+    pairs = (out.settled_rows, out.num_rejected), (out.block_rows, out.block_ids), batch
     if any(len(a) != len(b) for a, b in pairs) or len(out.block_groups) not in (0, len(out.block_ids)):
         raise MessageError(f"step {out.step_id}: columns of unequal length")
+    if out.drafts is not None:
+        counts = out.drafts.counts
+        if len(counts) != len(out.req_idx) or min(counts, default=0) < 0 or sum(counts) != len(out.drafts.token_ids):
+            raise MessageError(f"step {out.step_id}: drafts that do not fit the batch")
     return out
 
 
@@ -335,6 +383,7 @@ def _request(fields: Any) -> NewRequest:
     r.token_ids, r.block_ids = _ints(r.token_ids), _ints(r.block_ids)
     r.stop_token_ids, r.bias_token_ids = _ints(r.stop_token_ids), _ints(r.bias_token_ids)
     r.bias_values, r.block_spans = _floats(r.bias_values), _ints(r.block_spans)
+    r.is_pooled = bool(r.is_pooled)
     if not 0 <= r.num_computed_tokens < len(r.token_ids) or not 0 < r.num_prompt_tokens <= len(r.token_ids):
         raise MessageError(f"request of row {r.req_idx}: token counts do not fit together")
     if len(r.block_spans) % 2 or (r.block_spans and sum(r.block_spans[1::2]) != len(r.block_ids)):
@@ -343,22 +392,34 @@ def _request(fields: Any) -> NewRequest:
 
 
 def _output(data: Any) -> ModelRunnerOutput:
-    step_id, ids, logprobs, errors, answered_at = data
+    step_id, ids, logprobs, errors, answered_at, counts, pooled = data
     if not math.isfinite(_float(answered_at)):
         raise MessageError(f"answered_at={answered_at}")
     step_id, token_ids = _int(step_id), _ints(ids)
-    columns = None
-    if logprobs is not None:
-        batch_idx, sampled, counts, likeliest, values = logprobs
-        columns = LogprobColumns(_ints(batch_idx), _floats(sampled), _ints(counts), _ints(likeliest), _floats(values))
-        if not len(columns.batch_idx) == len(columns.sampled) == len(columns.counts):
-            raise MessageError(f"step {step_id}: logprob columns of unequal length")
-        if not sum(columns.counts) == len(columns.token_ids) == len(columns.values):
-            raise MessageError(f"step {step_id}: logprob columns of unequal length")
-        if min(columns.counts, default=0) < 0 or not all(0 <= i < len(token_ids) for i in columns.batch_idx):
-            raise MessageError(f"step {step_id}: logprobs of positions that are not in the batch")
+    columns = None if logprobs is None else _logprobs(step_id, len(token_ids), logprobs)
     rows = [RowError(_int(i), _text(kind), _text(message)) for i, kind, message in errors]
-    return ModelRunnerOutput(step_id, token_ids, columns, rows, answered_at)
+    output = ModelRunnerOutput(step_id, token_ids, columns, rows, answered_at)
+    if counts is not None:
+        output.counts = _ints(counts)
+        if min(output.counts, default=0) < 0 or sum(output.counts) != len(token_ids):
+            raise MessageError(f"step {step_id}: counts that do not fit the tokens")
+    if pooled is not None:
+        output.pooled = PooledColumns(_ints(pooled[0]), _floats(pooled[1]))
+        if len(output.pooled.values) % max(1, len(output.pooled.batch_idx)):
+            raise MessageError(f"step {step_id}: pooled vectors of unequal length")
+    return output
+
+
+def _logprobs(step_id: int, num_tokens: int, data: Any) -> LogprobColumns:
+    token_idx, sampled, counts, likeliest, values = data
+    columns = LogprobColumns(_ints(token_idx), _floats(sampled), _ints(counts), _ints(likeliest), _floats(values))
+    if not len(columns.token_idx) == len(columns.sampled) == len(columns.counts):
+        raise MessageError(f"step {step_id}: logprob columns of unequal length")
+    if not sum(columns.counts) == len(columns.token_ids) == len(columns.values):
+        raise MessageError(f"step {step_id}: logprob columns of unequal length")
+    if min(columns.counts, default=0) < 0 or not all(0 <= i < num_tokens for i in columns.token_idx):
+        raise MessageError(f"step {step_id}: logprobs of tokens that are not in the answer")
+    return columns
 
 
 def _offer(data: Any) -> None:

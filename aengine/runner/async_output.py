@@ -8,27 +8,40 @@ an accelerator               copied into pinned memory on a side stream; an even
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from array import array
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import NamedTuple, Protocol
+from typing import Any, NamedTuple, Protocol
 
 import numpy as np
 from torch import Tensor
 
-from ..ipc.messages import LogprobColumns, ModelRunnerOutput, RowError, float32, int32
+from ..ipc.messages import LogprobColumns, ModelRunnerOutput, PooledColumns, RowError, float32, int32
 from .input_batch import Rows
 from .platforms.platform import Event, Platform
-from .sampling.sampler import LogprobTensors, SamplerOutput
+from .sampling.sampler import LogprobTensors
 
-__all__ = ["AsyncOutput", "OutputCopier", "Published"]
+__all__ = ["AsyncOutput", "DeviceOutput", "OutputCopier", "Published"]
 
 
 class HostOutput(NamedTuple):
     """What was sampled, on the host. n rows; of the log-probabilities those of `LogprobTensors`."""
 
-    token_ids: np.ndarray  # [n]
-    checks: np.ndarray  # float32 [n]
-    logprobs: tuple[np.ndarray, np.ndarray, np.ndarray] | None  # sampled, token_ids, values
+    token_ids: np.ndarray | None = None  # [n]
+    checks: np.ndarray | None = None  # float32 [n]
+    logprobs: tuple[np.ndarray, np.ndarray, np.ndarray] | None = None  # sampled, token_ids, values
+    counts: np.ndarray | None = None  # [requests with rows of logits]: tokens that each gets; None: one
+    vectors: np.ndarray | None = None  # float32 [m, hidden_size]
+
+
+class DeviceOutput(NamedTuple):
+    """The same on the device."""
+
+    token_ids: Tensor | None = None
+    checks: Tensor | None = None
+    logprobs: tuple[Tensor, Tensor, Tensor] | None = None
+    counts: Tensor | None = None
+    vectors: Tensor | None = None
 
 
 class Source(Protocol):
@@ -40,10 +53,12 @@ class Source(Protocol):
 
 
 class AsyncOutput:
-    """Of a step with ``num_reqs`` requests; those at batch positions ``sampling`` (host int64 [n]) got a token.
+    """Of a step with ``num_reqs`` requests, in which n rows of logits were sampled: those of the requests at batch
+    positions ``sampling`` (host int64 [n]).
 
     ``source``: their tokens; None if nothing was sampled. ``logprobs``: whose they are. ``row_errors``: batch position
-    to the error of a request that failed before it was sampled.
+    to the error of a request that failed before it was sampled. ``is_ragged``: some had drafts; then ``places`` [n]
+    says how many drafts are before each row. ``pooled``: the batch positions of those that get a vector.
     """
 
     def __init__(
@@ -54,6 +69,10 @@ class AsyncOutput:
         source: Source | None,
         row_errors: Mapping[int, RowError],
         logprobs: LogprobTensors | None = None,
+        *,
+        is_ragged: bool = False,
+        places: Rows | None = None,
+        pooled: Rows | None = None,
     ) -> None:
         self._step_id = step_id
         self._num_reqs = num_reqs
@@ -61,6 +80,9 @@ class AsyncOutput:
         self._source = source
         self._row_errors = row_errors
         self._logprobs = logprobs
+        self._is_ragged = is_ragged
+        self._places = places
+        self._pooled = pooled
 
     def ready(self) -> bool:
         """Whether `get` returns without waiting."""
@@ -68,24 +90,59 @@ class AsyncOutput:
 
     def get(self) -> ModelRunnerOutput:
         """Wait for the device and put the answer together."""
-        token_ids = np.full(self._num_reqs, -1, dtype=np.int32)
+        host = HostOutput() if self._source is None else self._source.get()
+        # Which rows of logits the answer has, in its order, and their errors; None: all, in any order.
+        kept = None if not self._is_ragged else self._accepted(host)
+        errors = self._errors(host, kept)
+        output = self._ragged(host, kept, errors) if kept is not None else self._one_each(host, errors)
+        output.errors = [errors[i] for i in sorted(errors)]
+        if host.vectors is not None and self._pooled is not None:
+            output.pooled = PooledColumns(int32(self._pooled.tolist()), _float_column(host.vectors))
+        return output
+
+    def _errors(self, host: HostOutput, kept: Rows | None) -> dict[int, RowError]:
         errors = dict(self._row_errors)
-        logprobs = None
-        if self._source is not None:
-            host = self._source.get()
-            finite = np.isfinite(host.checks)
-            if not finite.all():
-                for i in np.flatnonzero(~finite):
+        if host.checks is not None:
+            is_bad = ~np.isfinite(host.checks)
+            if is_bad.any():
+                for i in np.flatnonzero(is_bad) if kept is None else kept[is_bad[kept]]:
                     batch_idx = int(self._sampling[i])
                     errors.setdefault(batch_idx, _unsampled(batch_idx, float(host.checks[i])))
+        return errors
+
+    def _one_each(self, host: HostOutput, errors: Mapping[int, RowError]) -> ModelRunnerOutput:
+        token_ids = np.full(self._num_reqs, -1, dtype=np.int32)
+        logprobs = None
+        if host.token_ids is not None:
             token_ids[self._sampling] = host.token_ids
             if errors:
                 token_ids[list(errors)] = -1
             if self._logprobs is not None and host.logprobs is not None:
-                logprobs = _columns(self._logprobs, host.logprobs, errors)
-        column = int32()
-        column.frombytes(token_ids.tobytes())
-        return ModelRunnerOutput(self._step_id, column, logprobs, [errors[i] for i in sorted(errors)])
+                keep = [i for i in np.argsort(self._logprobs.batch_idx) if self._logprobs.batch_idx[i] not in errors]
+                logprobs = _columns(self._logprobs, host.logprobs, keep, self._logprobs.batch_idx)
+        return ModelRunnerOutput(self._step_id, _int_column(token_ids), logprobs)
+
+    def _accepted(self, host: HostOutput) -> Rows:
+        """The rows whose tokens the requests get, in the order of the batch."""
+        order = np.argsort(self._sampling, kind="stable")
+        if host.counts is None or self._places is None:
+            return order
+        counts = host.counts[np.cumsum(self._places == 0) - 1]  # of the request of each row
+        return order[(self._places < counts)[order]]
+
+    def _ragged(self, host: HostOutput, kept: Rows, errors: Mapping[int, RowError]) -> ModelRunnerOutput:
+        if errors:
+            kept = kept[~np.isin(self._sampling[kept], list(errors))]
+        counts = np.bincount(self._sampling[kept], minlength=self._num_reqs).astype(np.int32)
+        token_ids = np.empty(0, dtype=np.int32) if host.token_ids is None else host.token_ids[kept].astype(np.int32)
+        logprobs = None
+        if self._logprobs is not None and host.logprobs is not None:
+            token_idx = np.full(len(self._sampling), -1, dtype=np.int64)
+            token_idx[kept] = np.arange(len(kept))
+            token_idx = token_idx[self._logprobs.rows]
+            keep = [i for i in np.argsort(token_idx) if token_idx[i] >= 0]
+            logprobs = _columns(self._logprobs, host.logprobs, keep, token_idx)
+        return ModelRunnerOutput(self._step_id, _int_column(token_ids), logprobs, counts=_int_column(counts))
 
 
 class OutputCopier:
@@ -94,16 +151,19 @@ class OutputCopier:
     def __init__(self, platform: Platform) -> None:
         self._stream = platform.copy_stream()
 
-    def __call__(self, sampled: SamplerOutput) -> Source:
-        tensors = [sampled.token_ids, sampled.checks]
-        if sampled.logprobs is not None:
-            tensors += [sampled.logprobs.sampled, sampled.logprobs.token_ids, sampled.logprobs.values]
-        return _Copied(*self._stream.to_host(tensors))
+    def __call__(self, sampled: DeviceOutput) -> Source:
+        logprobs = sampled.logprobs or ()
+        all_of_it = [sampled.token_ids, sampled.checks, sampled.counts, sampled.vectors, *logprobs]
+        copies, event = self._stream.to_host([tensor for tensor in all_of_it if tensor is not None])
+        left = iter(copies)
+        ids, checks, counts, vectors = (None if tensor is None else next(left) for tensor in all_of_it[:4])
+        pinned = DeviceOutput(ids, checks, (next(left), next(left), next(left)) if logprobs else None, counts, vectors)
+        return _Copied(pinned, event)
 
 
 @dataclass(slots=True)
 class _Copied:
-    tensors: list[Tensor]  # on the CPU
+    tensors: DeviceOutput  # on the CPU
     event: Event | None
 
     def ready(self) -> bool:
@@ -112,8 +172,13 @@ class _Copied:
     def get(self) -> HostOutput:
         if self.event is not None:
             self.event.synchronize()
-        token_ids, checks, *rest = (t.numpy() for t in self.tensors)
-        return HostOutput(token_ids, checks, (rest[0], rest[1], rest[2]) if rest else None)
+        token_ids, checks, logprobs, counts, vectors = self.tensors
+        arrays: Any = None if logprobs is None else tuple(t.numpy() for t in logprobs)
+        return HostOutput(_array(token_ids), _array(checks), arrays, _array(counts), _array(vectors))
+
+
+def _array(tensor: Tensor | None) -> np.ndarray | None:
+    return None if tensor is None else tensor.numpy()
 
 
 @dataclass(slots=True)
@@ -131,7 +196,7 @@ class Published:
         if self.event is not None:
             self.event.synchronize()
         ids, checks = self.words[:, : self.num_rows]
-        return HostOutput(ids, checks.view(np.float32), None)
+        return HostOutput(ids, checks.view(np.float32))
 
 
 def _unsampled(batch_idx: int, check: float) -> RowError:
@@ -147,19 +212,34 @@ def _unsampled(batch_idx: int, check: float) -> RowError:
 
 
 def _columns(
-    whose: LogprobTensors, arrays: tuple[np.ndarray, np.ndarray, np.ndarray], errors: Mapping[int, RowError]
+    whose: LogprobTensors,
+    arrays: tuple[np.ndarray, np.ndarray, np.ndarray],
+    keep: Sequence[int],
+    token_idx: Rows,
 ) -> LogprobColumns | None:
-    """Cut each row to the alternatives that it asked for, leave out failed rows, order by batch position."""
-    keep = [i for i in np.argsort(whose.batch_idx) if int(whose.batch_idx[i]) not in errors]
+    """The entries that ``keep`` names, each cut to the alternatives that it asked for. ``token_idx``: where the answer
+    has the token of each entry."""
     if not keep:
         return None
     sampled, token_ids, values = arrays
     counts = whose.counts[keep]
     wanted = np.arange(values.shape[1]) < counts[:, None]
     return LogprobColumns(
-        int32(whose.batch_idx[keep].tolist()),
+        int32(token_idx[keep].tolist()),
         float32(sampled[keep].tolist()),
         int32(counts.tolist()),
         int32(token_ids[keep][wanted].tolist()),
         float32(values[keep][wanted].tolist()),
     )
+
+
+def _int_column(values: np.ndarray) -> array[int]:
+    column = int32()
+    column.frombytes(values.tobytes())
+    return column
+
+
+def _float_column(values: np.ndarray) -> array[float]:
+    column = float32()
+    column.frombytes(values.astype(np.float32).tobytes())
+    return column

@@ -17,6 +17,7 @@ from ..ipc.messages import GrammarOutput, SchedulerOutput
 from ..kernels.dispatch import uses_triton
 from ..kernels.input_prep import PreparedInputs, gather_block_table, prepare_inputs
 from .block_tables import BlockTables
+from .drafts import DraftPlan, Verification
 from .request_state import RequestState, Scalars
 from .transfer import to_device
 
@@ -27,7 +28,9 @@ Rows = npt.NDArray[np.int64]
 
 @dataclass(slots=True)
 class BatchPlan:
-    """What the host knows of a step: all numpy int64, nothing is asked of the device. Decodes first."""
+    """What the host knows of a step: all numpy int64, nothing is asked of the device. Decodes first.
+
+    Of a row whose drafts are not settled yet, ``seq_lens`` is an upper bound; the device knows."""
 
     batch_idx: Rows  # [num_reqs]: position of each request in the SchedulerOutput
     rows: Rows  # [num_reqs]: row of each request
@@ -36,6 +39,8 @@ class BatchPlan:
     sampling: Rows  # [num_sampled]: which requests sample, ascending
     num_tokens: int  # over all requests
     num_decodes: int  # leading requests of one token
+    drafts: DraftPlan | None = None  # None: nobody has any
+    is_exact: bool = True  # no seq_len of a request with more than one token is an upper bound
 
     @property
     def num_reqs(self) -> int:
@@ -44,7 +49,17 @@ class BatchPlan:
     @property
     def is_decode(self) -> bool:
         """Every request computes its newest token and samples."""
-        return self.num_decodes == len(self.rows) == len(self.sampling)
+        return self.num_decodes == len(self.rows) == len(self.sampling) and self.drafts is None
+
+    def logits_indices(self) -> Rows:
+        """[n]: which tokens of the batch need logits: the last of each request that samples, and those before its
+        drafts."""
+        last = np.cumsum(self.query_lens)[self.sampling] - 1
+        if self.drafts is None:
+            return last
+        num_drafts = self.drafts.counts[self.sampling]
+        owner, places = self.drafts.rows_of(self.sampling)
+        return (last - num_drafts)[owner] + places
 
     def first(self, n: int) -> BatchPlan:
         """The first n of its requests alone."""
@@ -56,10 +71,12 @@ class BatchPlan:
             sampling=self.sampling[self.sampling < n],
             num_tokens=int(self.query_lens[:n].sum()),
             num_decodes=min(n, self.num_decodes),
+            drafts=None if self.drafts is None else self.drafts.first(n),
+            is_exact=self.is_exact,
         )
 
     @classmethod
-    def make(cls, out: SchedulerOutput, requests: RequestState, tables: BlockTables) -> BatchPlan:
+    def make(cls, out: SchedulerOutput, requests: RequestState, tables: BlockTables, vocab_size: int) -> BatchPlan:
         """Raises InternalError if the step does not fit the rows, before anything has run."""
         query_lens = np.array(out.num_scheduled_tokens, dtype=np.int64)
         rows = np.array(out.req_idx, dtype=np.int64)
@@ -73,11 +90,22 @@ class BatchPlan:
         _check(rows, query_lens, requests)
         seq_lens = requests.num_computed_tokens[rows] + query_lens
         num_tokens_of_row = requests.num_tokens[rows]
+        drafts = None
+        if out.drafts is not None:
+            drafts = DraftPlan.make(out.drafts, batch_idx, vocab_size)
+            num_tokens_of_row = num_tokens_of_row + drafts.counts
+            if ((drafts.counts > 0) & (seq_lens != num_tokens_of_row)).any():
+                raise InternalError(f"step {out.step_id} has drafts of a row that does not sample")
         if (seq_lens > num_tokens_of_row).any():
             raise InternalError(f"step {out.step_id} computes tokens that are not known yet")
         tables.check_room(rows, seq_lens)
-        sampling = np.flatnonzero(seq_lens == num_tokens_of_row)
-        return cls(batch_idx, rows, query_lens, seq_lens, sampling, int(query_lens.sum()), num_decodes)
+        is_last = seq_lens == num_tokens_of_row
+        if requests.num_pooled:
+            is_last &= ~requests.is_pooled[rows]
+        sampling = np.flatnonzero(is_last)
+        num_tokens = int(query_lens.sum())
+        is_exact = num_decodes == len(rows) or not requests.num_unsettled[rows].any()
+        return cls(batch_idx, rows, query_lens, seq_lens, sampling, num_tokens, num_decodes, drafts, is_exact)
 
 
 @dataclass(slots=True)
@@ -131,21 +159,24 @@ def _check(rows: Rows, query_lens: Rows, requests: RequestState) -> None:
 
 @dataclass(slots=True)
 class SampleBatch:
-    """The requests of a batch that sample in this step; n of them, one row of logits each."""
+    """The n rows of logits of a step: one of each request that samples; of one with drafts, one more after each."""
 
-    rows: Rows  # host int64 [n]
+    rows: Rows  # host int64 [n]: the request's row
     batch_idx: Rows  # host int64 [n]: position in the SchedulerOutput
-    num_generated: Rows  # host int64 [n]: tokens of the completion so far
+    num_generated: Rows  # host int64 [n]: tokens of the completion so far, drafts included
     rows_device: Tensor  # int64 [n]: rows
-    scalars: Scalars  # columns of [n]
+    scalars: Scalars  # columns of [n]; num_tokens with the drafts before each
     max_num_tokens: int  # of these rows
     grammar: GrammarOutput | None
+    drafted: Verification | None = None  # None: there are no drafts
 
     @classmethod
     def gather(
         cls, plan: BatchPlan, idx_mapping: Tensor, requests: RequestState, grammar: GrammarOutput | None
     ) -> SampleBatch:
         """``idx_mapping``: int64 [num_reqs], the plan's rows on the device."""
+        if plan.drafts is not None:
+            return cls._gather_drafted(plan, plan.drafts, requests, grammar)
         rows = plan.rows[plan.sampling]
         whole = len(rows) == plan.num_reqs
         rows_device = idx_mapping if whole else to_device(rows, idx_mapping.device)
@@ -157,4 +188,26 @@ class SampleBatch:
             scalars=requests.scalars.select(rows_device),
             max_num_tokens=int(requests.num_tokens[rows].max()),
             grammar=grammar,
+        )
+
+    @classmethod
+    def _gather_drafted(
+        cls, plan: BatchPlan, drafts: DraftPlan, requests: RequestState, grammar: GrammarOutput | None
+    ) -> SampleBatch:
+        rows, device = plan.rows[plan.sampling], requests.token_ids.device
+        drafted = Verification.gather(rows, drafts.counts[plan.sampling], drafts.token_ids, device)
+        owner = drafted.owner_host
+        rows_device = drafted.rows.index_select(0, drafted.owner)
+        scalars = requests.scalars.select(rows_device)
+        scalars.num_tokens.add_(drafted.places_device)
+        num_tokens = requests.num_tokens[rows][owner] + drafted.places
+        return cls(
+            rows=rows[owner],
+            batch_idx=plan.batch_idx[plan.sampling][owner],
+            num_generated=num_tokens - requests.num_prompt_tokens[rows][owner],
+            rows_device=rows_device,
+            scalars=scalars,
+            max_num_tokens=int(num_tokens.max()),
+            grammar=grammar,
+            drafted=drafted,
         )

@@ -25,12 +25,13 @@ from torch import Tensor
 from ..errors import InternalError
 from ..ipc.messages import GrammarOutput, NewRequest, RowError, SchedulerOutput
 from ..kernels.input_prep import PreparedInputs
-from .async_output import AsyncOutput, OutputCopier, Published
+from .async_output import AsyncOutput, DeviceOutput, OutputCopier, Published
 from .block_tables import BlockTables
 from .graphs.batch_graphs import BatchGraphs
 from .graphs.cuda_graphs import CudaGraphManager, DecodeStep, GraphKind
 from .input_batch import BatchPlan, InputBatch, SampleBatch
 from .platforms.platform import Platform
+from .pooling import PooledTensors, pool
 from .request_state import SCALAR_WORDS, RequestState
 from .sampling.bitmask_memory import HostBitmasks
 from .sampling.sampler import Sampler, SamplerOutput
@@ -79,8 +80,10 @@ class ExecuteModelState:
     idx_mapping: Tensor | None = None  # int64 [num_reqs]: the plan's rows on the device
     logits: Tensor | None = None  # float32 [num_sampled, vocab_size]; None: nothing samples, or has been sampled
     published: Published | None = None  # the samples, where the forward's graph has made them already
+    pooled: PooledTensors | None = None  # of the requests that get a vector
     is_masked: bool = False  # the second half of its graph waits for the bitmasks
     num_reqs: int = 0  # of the step, those that could not be run included
+    is_ragged: bool = False  # the step has drafts
     row_errors: dict[int, RowError] = field(default_factory=dict)  # by position in the SchedulerOutput
 
 
@@ -161,11 +164,13 @@ class ModelRunner:
         if not out.req_idx:
             self._state = ExecuteModelState(out.step_id)
             return
-        plan = BatchPlan.make(out, self.requests, self.tables)
+        plan = BatchPlan.make(out, self.requests, self.tables, self.vocab_size)
+        if plan.drafts is not None:
+            self.requests.write_drafts(plan.rows, plan.drafts)
         state = self._try(out, plan)[0] or self._run_with_less(out, plan)
         if state.plan is not None:
             self.requests.advance(state.plan.rows, state.plan.seq_lens)
-        state.num_reqs = plan.num_reqs
+        state.num_reqs, state.is_ragged = plan.num_reqs, plan.drafts is not None
         state.row_errors |= self._errors_of(plan)
         self._state = state
 
@@ -214,7 +219,7 @@ class ModelRunner:
             return ExecuteModelState(out.step_id, plan, published=graphs.step.published(plan.num_reqs))
         logits = graphs.run(plan.rows, GraphKind.LOGITS)
         idx_mapping = graphs.step.rows(plan.num_reqs)
-        self.requests.advance_device(idx_mapping, to_device(plan.seq_lens.astype(np.int32), idx_mapping.device))
+        self.requests.advance_device_by_one(idx_mapping)
         return ExecuteModelState(out.step_id, plan, idx_mapping, logits)
 
     def _run_batch(self, out: SchedulerOutput, plan: BatchPlan) -> ExecuteModelState:
@@ -225,14 +230,14 @@ class ModelRunner:
             batch = InputBatch.gather(plan, self.requests, self.tables)
             hidden = self._model.forward(batch.inputs.input_ids, batch.inputs.positions, self._kv_memory.bind(batch))
             rows, seq_lens = batch.idx_mapping, batch.inputs.seq_lens
-        logits = None
+        logits, pooled = None, pool(plan, hidden, self.requests)
         if len(plan.sampling):
-            if len(plan.sampling) < len(hidden):
-                last = np.cumsum(plan.query_lens)[plan.sampling] - 1
-                hidden = hidden.index_select(0, to_device(last, hidden.device))
+            wanted = plan.logits_indices()
+            if len(wanted) < len(hidden):
+                hidden = hidden.index_select(0, to_device(wanted, hidden.device))
             logits = self._model.compute_logits(hidden)
         self.requests.advance_device(rows, seq_lens)
-        return ExecuteModelState(out.step_id, plan, rows, logits)
+        return ExecuteModelState(out.step_id, plan, rows, logits, pooled=pooled)
 
     def forward_batch(self, inputs: PreparedInputs, rows: Tensor) -> Tensor:
         """See `BatchGraphs`: the forward of a step with prompts over a graph's memory."""
@@ -262,23 +267,40 @@ class ModelRunner:
             raise InternalError(f"the bitmask of step {grammar.step_id} came for step {state.step_id}")
         plan = state.plan
         if plan is None:
-            return AsyncOutput(state.step_id, state.num_reqs, np.empty(0, dtype=np.int64), None, state.row_errors)
+            nothing = (state.step_id, state.num_reqs, _NOBODY, None, state.row_errors)
+            return AsyncOutput(*nothing, is_ragged=state.is_ragged)
         sampling = plan.batch_idx[plan.sampling]
         if state.is_masked:
             state.published = self._sample_masked(plan, grammar)
         if state.published is not None:
             self.requests.append(plan.rows)
             return AsyncOutput(state.step_id, state.num_reqs, sampling, state.published, state.row_errors)
-        if state.logits is None or state.idx_mapping is None:
-            return AsyncOutput(state.step_id, state.num_reqs, sampling, None, state.row_errors)
-        batch = SampleBatch.gather(plan, state.idx_mapping, self.requests, grammar)
-        sampled, reason = self._try_sampling(state.logits, batch)
-        if sampled is None:
-            sampled = self._sample_with_less(state, state.logits, batch, reason)
-        self.requests.append(batch.rows)
-        self.requests.append_device(batch.rows_device, sampled.token_ids)
-        source = self._copy_out(sampled)
-        return AsyncOutput(state.step_id, state.num_reqs, sampling, source, state.row_errors, sampled.logprobs)
+        return self._sample_op_by_op(state, plan, grammar)
+
+    def _sample_op_by_op(self, state: ExecuteModelState, plan: BatchPlan, grammar: GrammarOutput | None) -> AsyncOutput:
+        batch = logprobs = None
+        tensors = DeviceOutput(vectors=None if state.pooled is None else state.pooled.vectors)
+        if state.logits is not None and state.idx_mapping is not None:
+            batch = SampleBatch.gather(plan, state.idx_mapping, self.requests, grammar)
+            sampled, reason = self._try_sampling(state.logits, batch)
+            if sampled is None:
+                sampled = self._sample_with_less(state, state.logits, batch, reason)
+            logprobs = sampled.logprobs
+            counts = self.requests.append_sampled(batch.rows, batch.rows_device, sampled.token_ids, batch.drafted)
+            tensors = tensors._replace(token_ids=sampled.token_ids, checks=sampled.checks, counts=counts)
+            if logprobs is not None:
+                tensors = tensors._replace(logprobs=(logprobs.sampled, logprobs.token_ids, logprobs.values))
+        return AsyncOutput(
+            state.step_id,
+            state.num_reqs,
+            _NOBODY if batch is None else batch.batch_idx,
+            None if batch is None and state.pooled is None else self._copy_out(tensors),
+            state.row_errors,
+            logprobs,
+            is_ragged=state.is_ragged,
+            places=None if batch is None or batch.drafted is None else batch.drafted.places,
+            pooled=_NOBODY if state.pooled is None else state.pooled.batch_idx,
+        )
 
     def _sample_masked(self, plan: BatchPlan, grammar: GrammarOutput | None) -> Published:
         assert self.graphs is not None
@@ -326,6 +348,8 @@ class ModelRunner:
 
     def _update_rows(self, out: SchedulerOutput) -> None:
         """In the order of the SchedulerOutput's fields, so that a row may be freed and taken in one step."""
+        if out.settled_rows:
+            self.requests.settle(np.array(out.settled_rows), np.array(out.num_rejected))
         for row in out.removed:
             self.requests.remove_request(row)
             self._sampler.remove_request(row)
@@ -337,10 +361,6 @@ class ModelRunner:
             self.requests.add_request(request)
             self._sampler.add_request(request)
             self.tables.replace(request.req_idx, request.block_ids, request.num_computed_tokens)
-        if out.known_ids:
-            if not all(0 <= token_id < self.vocab_size for token_id in out.known_ids):
-                raise InternalError(f"step {out.step_id} gives a row a token that the model does not have")
-            self.requests.append_known(out.known_rows, out.known_ids)
         self.tables.append(out.block_rows, out.block_ids)
         fresh = self.tables.take_fresh()
         if len(fresh) and self._kv_memory.clears_blocks:
@@ -362,6 +382,7 @@ _NO_MEMORY_ON_A_RANK = (
     "the device ran out of memory in a step that other ranks compute too, so that all of them start again: lower "
     "gpu_memory_utilization, max_num_batched_tokens or max_num_seqs"
 )
+_NOBODY = np.empty(0, dtype=np.int64)
 _NO_MEMORY_TO_SAMPLE = (
     "the device has no memory for this request's penalties, log-probabilities, grammar or truncation: lower "
     "gpu_memory_utilization or max_num_seqs"

@@ -1,7 +1,8 @@
 """The persistent rows: all that the device knows of a request, from when it is added until it is removed.
 
 A row is written once, when its request comes; after that the device itself moves it on (`advance`, `append`). The
-host keeps copies of the few numbers that decide which ops a step needs, so that it never has to ask the device.
+host keeps copies of the few numbers that decide which ops a step needs, so that it never has to ask the device. Of a
+row that had drafts in a step they are upper bounds, until a later step settles how many were rejected.
 
 One row of ``scalars``, 16 words of 4 bytes, a cache line:
 
@@ -18,7 +19,6 @@ One row of ``scalars``, 16 words of 4 bytes, a cache line:
 from __future__ import annotations
 
 import struct
-from collections.abc import Iterable
 
 import numpy as np
 import numpy.typing as npt
@@ -28,7 +28,9 @@ from torch import Tensor
 from ..errors import InternalError
 from ..ipc.messages import NewRequest
 from ..kernels.input_prep import ScalarColumns, append_tokens
+from .drafts import DraftPlan, Verification
 from .staged_writes import StagedArena
+from .transfer import to_device
 
 __all__ = ["COLUMNS", "SCALAR_WORDS", "RequestState", "Scalars"]
 
@@ -71,11 +73,15 @@ class RequestState:
         self.token_ids = arena.part("token_ids")  # int32 [max_num_seqs, max_model_len]: prompt, then completion
         self.scalars = Scalars(arena.part("scalars"))
         max_num_seqs = self.token_ids.shape[0]
+        self._ones = torch.ones(max_num_seqs, dtype=torch.int32, device=self.token_ids.device)
         # The host's copies, [max_num_seqs] each.
         self.in_use = np.zeros(max_num_seqs, dtype=bool)
         self.num_prompt_tokens = np.zeros(max_num_seqs, dtype=np.int64)
         self.num_tokens = np.zeros(max_num_seqs, dtype=np.int64)
         self.num_computed_tokens = np.zeros(max_num_seqs, dtype=np.int64)
+        self.num_unsettled = np.zeros(max_num_seqs, dtype=np.int64)  # steps with drafts since which nothing was settled
+        self.is_pooled = np.zeros(max_num_seqs, dtype=bool)
+        self.num_pooled = 0  # rows of which it holds
         self.is_random = np.zeros(max_num_seqs, dtype=bool)
         self.top_k = np.zeros(max_num_seqs, dtype=np.int64)
         self.has_top_p = np.zeros(max_num_seqs, dtype=bool)
@@ -97,6 +103,9 @@ class RequestState:
         self.num_prompt_tokens[row] = request.num_prompt_tokens
         self.num_tokens[row] = length
         self.num_computed_tokens[row] = request.num_computed_tokens
+        self.num_unsettled[row] = 0
+        self.is_pooled[row] = request.is_pooled
+        self.num_pooled += request.is_pooled
         self.is_random[row] = not greedy
         self.top_k[row] = request.top_k
         self.has_top_p[row] = request.top_p < 1
@@ -122,6 +131,8 @@ class RequestState:
         if not (0 <= row < len(self.in_use) and self.in_use[row]):
             raise InternalError(f"row {row} is removed, but has no request")
         self.in_use[row] = False
+        self.num_pooled -= int(self.is_pooled[row])
+        self.is_pooled[row] = False
 
     def advance(self, rows: npt.NDArray[np.int64], seq_lens: npt.NDArray[np.int64]) -> None:
         """On the host: the rows have computed their tokens up to ``seq_lens`` [n]."""
@@ -131,29 +142,50 @@ class RequestState:
         """The same on the device: int64 [n], int32 [n]."""
         self.scalars.num_computed_tokens.index_copy_(0, rows, seq_lens)
 
-    def append_known(self, rows: Iterable[int], token_ids: Iterable[int]) -> None:
-        """Each of the rows gets the token that stands beside it, on the host and, staged, on the device. Of one row
-        they follow each other, and what it has sampled so far."""
-        given: dict[int, list[int]] = {}
-        for row, token_id in zip(rows, token_ids, strict=True):
-            given.setdefault(row, []).append(token_id)
-        for row, ids in given.items():
-            if not (0 <= row < len(self.in_use) and self.in_use[row]):
-                raise InternalError(f"row {row} gets tokens, but has no request")
-            begin = int(self.num_tokens[row])
-            if begin + len(ids) >= self.token_ids.shape[1]:
-                raise InternalError(f"a row is full: it holds {self.token_ids.shape[1]} tokens")
-            self.num_tokens[row] += len(ids)
-            self._arena.stage("token_ids", row, begin, np.array(ids, dtype=np.int32))
-            end = np.array([begin + len(ids)], dtype=np.int32)
-            self._arena.stage("scalars", row, COLUMNS.num_tokens, end)
+    def advance_device_by_one(self, rows: Tensor) -> None:
+        """The same for rows that have computed one token each: int64 [n], distinct."""
+        self.scalars.num_computed_tokens.index_add_(0, rows, self._ones[: len(rows)])
 
-    def append(self, rows: npt.NDArray[np.int64]) -> None:
-        """On the host: each of the rows has one token more."""
-        if len(rows) and self.num_tokens[rows].max() >= self.token_ids.shape[1]:
+    def settle(self, rows: npt.NDArray[np.int64], num_rejected: npt.NDArray[np.int64]) -> None:
+        """On the host: one step with drafts of each of the rows was answered, and so many of the drafts were wrong. On
+        the device they never counted. A row may be named several times."""
+        if not all(0 <= row < len(self.in_use) and self.in_use[row] for row in rows):
+            raise InternalError("drafts are settled of a row that has no request")
+        np.subtract.at(self.num_tokens, rows, num_rejected)
+        np.subtract.at(self.num_computed_tokens, rows, num_rejected)
+        np.subtract.at(self.num_unsettled, rows, 1)
+
+    def write_drafts(self, rows: npt.NDArray[np.int64], drafts: DraftPlan) -> None:
+        """On the device: the drafts of the rows (host, [n]) behind their tokens, where a step reads its input."""
+        owner, places = drafts.places()
+        sent = to_device(np.stack((rows[owner], places, drafts.token_ids)), self.token_ids.device)
+        end = self.scalars.num_tokens.index_select(0, sent[0])
+        self.token_ids.index_put_((sent[0], end + sent[1]), sent[2].int())
+
+    def append(self, rows: npt.NDArray[np.int64], counts: npt.NDArray[np.int64] | int = 1) -> None:
+        """On the host: each of the rows has so many tokens more, at most."""
+        if len(rows) and (self.num_tokens[rows] + counts).max() > self.token_ids.shape[1]:
             raise InternalError(f"a row is full: it holds {self.token_ids.shape[1]} tokens")
-        self.num_tokens[rows] += 1
+        self.num_tokens[rows] += counts
 
-    def append_device(self, rows: Tensor, sampled: Tensor) -> None:
-        """The same on the device: int64 [n] each."""
-        append_tokens(self.token_ids, self.scalars.num_tokens, rows, sampled)
+    def append_sampled(
+        self, rows: npt.NDArray[np.int64], rows_device: Tensor, sampled: Tensor, drafted: Verification | None
+    ) -> Tensor | None:
+        """Give the rows (host and device, int64 [n]) the tokens that were sampled for them, int64 [n].
+
+        With drafts, which count as computed already, a row is named several times, and gets its tokens up to the first
+        that is not what was drafted. Returns how many each request gets, int64 [s]; None without drafts.
+        """
+        if drafted is None:
+            self.append(rows)
+            append_tokens(self.token_ids, self.scalars.num_tokens, rows_device, sampled)
+            return None
+        self.append(drafted.rows_host, drafted.lengths_host)
+        self.num_unsettled[drafted.rows_host[drafted.lengths_host > 1]] += 1
+        counts = drafted.count_accepted(sampled)
+        end = self.scalars.num_tokens.index_select(0, rows_device)
+        # What was sampled after a rejected draft is written too: nobody reads it before it is overwritten.
+        self.token_ids.index_put_((rows_device, end + drafted.places_device), sampled.int())
+        self.scalars.num_tokens.index_add_(0, drafted.rows, counts.int())
+        self.scalars.num_computed_tokens.index_add_(0, drafted.rows, (counts - drafted.lengths).int())
+        return counts

@@ -75,6 +75,7 @@ class KVCacheManager:
         "_strictest_last",
         "block_size",
         "caches_prefixes",
+        "has_states",
         "has_windows",
         "num_groups",
     )
@@ -82,7 +83,8 @@ class KVCacheManager:
     def __init__(self, num_blocks: int, groups: Sequence[KVCacheGroup], step_tokens: int) -> None:
         self.num_groups = len(groups)  # as many blocks as one token more can need
         self.block_size = min(group.block_size for group in groups)
-        self.caches_prefixes = all(group.kind != "state" for group in groups)
+        self.has_states = any(group.kind == "state" for group in groups)
+        self.caches_prefixes = not self.has_states
         self.has_windows = any(group.window for group in groups)
         self._pool = BlockPool(num_blocks)
         self._groups = [_Group(group, index, self.block_size) for index, group in enumerate(groups)]

@@ -18,6 +18,9 @@ than ``len(token_ids)``; and once it samples in each step,
                 <---------- KV written, by steps answered or in flight -----> the next step's input
 
 which is why ``num_pending`` needs no counter.
+
+A step in which it has k drafts brings 1 to 1 + k tokens. Until its answer comes it counts as 1 + k, so that
+``num_computed_tokens`` is an upper bound, for which there are blocks; the answer takes back what was rejected.
 """
 
 from __future__ import annotations
@@ -60,8 +63,9 @@ class Request:
     """What is to be computed for one completion.
 
     ``priority``: lower is more urgent; among equals the earlier ``arrival_time`` (any unit), then the earlier added.
-    ``max_num_tokens`` counts prompt and completion. ``stop_token_ids`` includes the model's end-of-sequence tokens
-    unless those are ignored. ``sink`` is the caller's; ``grammar`` what its tokens must obey.
+    ``max_num_tokens`` counts prompt and completion. ``is_pooled``: it gets one vector in place of the one token that
+    ``max_num_tokens`` leaves room for. ``stop_token_ids`` includes the model's end-of-sequence tokens unless those are
+    ignored. ``sink`` is the caller's; ``grammar`` what its tokens must obey.
     """
 
     __slots__ = (
@@ -69,12 +73,13 @@ class Request:
         "block_hashes",
         "block_tables",
         "cache_key",
+        "draft_token_ids",
         "finish_reason",
         "followers",
-        "forced",
         "grammar",
         "index",
         "is_paused",
+        "is_pooled",
         "limit",
         "max_num_tokens",
         "milestone",
@@ -113,6 +118,7 @@ class Request:
         cache_key: CacheKey = CacheKey(),  # noqa: B008 - a tuple, which nobody changes
         sink: Any = None,
         grammar: RequestGrammar | None = None,
+        is_pooled: bool = False,
     ) -> None:
         self.request_id = request_id
         self.token_ids = list(prompt_token_ids)  # prompt, then the committed output
@@ -127,7 +133,9 @@ class Request:
         self.cache_key = cache_key
         self.sink = sink
         self.grammar = grammar
+        self.is_pooled = is_pooled
         assert 0 < self.num_prompt_tokens < max_num_tokens, "admission leaves room for one token at least"
+        assert not is_pooled or max_num_tokens == self.num_prompt_tokens + 1
 
         self.status = RequestStatus.NEW
         self.is_paused = False  # no step has it until it is resumed, although it keeps its row
@@ -135,14 +143,14 @@ class Request:
         self.sort_key: tuple[int, float, int] = (priority, arrival_time, 0)  # add_request sets the last
         self.req_idx = -1  # row on the worker, -1: none
         self.block_tables: list[BlockTable] = []  # of each KV group, while it has a row
-        self.num_computed_tokens = 0  # steps in flight included
+        self.num_computed_tokens = 0  # steps in flight included, and all of their drafts
         self.num_cached_tokens = 0  # prompt tokens found in the prefix cache when it first ran
         # Two precomputed turns, so that the loop over all requests compares one number with another:
         self.limit = 0  # while DECODING: num_computed_tokens at which a block or the end is due
         self.milestone = 0  # len(token_ids) at which update has more to do than append
 
-        self.forced: list[int] = []
-        """Ids that must follow the token in flight, by the grammar; committed when that one has come."""
+        self.draft_token_ids: list[int] = []
+        """Guesses at what follows the tokens in flight, for the next step."""
 
         # See suspects.py: deaths of workers that had it in a step, of late; those of them on its trial; and its length
         # at the last of them.
@@ -167,13 +175,20 @@ class Request:
 
     @property
     def num_pending(self) -> int:
-        """Tokens that steps in flight sample: they count as known, their ids have not come yet."""
+        """Tokens that steps in flight sample, at most: they count as known, their ids have not come yet."""
         return max(0, self.num_computed_tokens + 1 - len(self.token_ids))
 
     @property
-    def num_known(self) -> int:
-        """Tokens whose ids are certain: while ``forced`` waits, the one in flight and those count already."""
-        return len(self.token_ids) + (1 + len(self.forced) if self.forced else 0)
+    def takes_drafts(self) -> bool:
+        """Whether what it asks of the sampler is the same at each of several positions of one step. Penalties depend on
+        the tokens between them, and ``min_tokens`` on how many there are."""
+        params = self.params
+        has_penalties = params.presence_penalty or params.frequency_penalty or params.repetition_penalty != 1
+        return not has_penalties and self.num_output_tokens >= params.min_tokens
+
+    @property
+    def num_output_tokens(self) -> int:
+        return len(self.token_ids) - self.num_prompt_tokens
 
     @property
     def output_token_ids(self) -> list[int]:
@@ -208,4 +223,5 @@ class Request:
             stop_token_ids=int32(sorted(self.stop_token_ids)),
             bias_token_ids=int32(bias.keys()),
             bias_values=float32(bias.values()),
+            is_pooled=self.is_pooled,
         )

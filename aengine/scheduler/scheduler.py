@@ -5,7 +5,9 @@
                        └─────────────────────────────────────────┘
 
     schedule()  step N+1 is made while step N is under way: a token that N samples counts as known, its id comes later
-    update()    the answers, in the order of the steps: ids are committed, stops found, a token past a stop is dropped
+    propose()   drafts: a request's next step computes and samples at several positions, and brings 1 to 1 + k tokens
+    update()    the answers, in the order of the steps: ids are committed, stops found, a token past a stop is dropped;
+                what was counted for drafts that were rejected is taken back, and the worker is told with the next step
     revoke()    the newest steps were leased, and the worker has dropped them unbegun: as if they had not been made
 
 Order of a step: all that decode (one token each, the budget always covers them), then those that catch up, then the
@@ -22,12 +24,22 @@ waiting, each by (priority, arrival): lower and earlier first. What keeps it rig
 from __future__ import annotations
 
 # large on purpose: one state machine, every part of which reads and changes the same state.
+from array import array
 from collections import deque
 from collections.abc import Sequence
 from operator import attrgetter
+from typing import NamedTuple
 
 from ..errors import InternalError
-from ..ipc.messages import KVCacheGroup, ModelRunnerOutput, RowError, SchedulerOutput, int32
+from ..ipc.messages import (
+    DraftColumns,
+    KVCacheGroup,
+    ModelRunnerOutput,
+    PooledColumns,
+    RowError,
+    SchedulerOutput,
+    int32,
+)
 from ..outputs import FinishReason
 from .crash_quarantine import Suspects
 from .invariants import check_scheduler
@@ -37,10 +49,21 @@ from .request import Request, RequestStatus
 from .step import DecodeBatch, InFlightStep, StepDraft
 from .waiting_queue import WaitingQueue
 
-__all__ = ["Scheduler"]
+__all__ = ["Scheduler", "StepResult"]
 
 _sort_key = attrgetter("sort_key")
+_LEAST_LOGITS = 64
+"""Rows of logits that a step may have, drafts included, however few rows there are."""
 _CATCHING_UP, _DECODING, _DRAINING = RequestStatus.CATCHING_UP, RequestStatus.DECODING, RequestStatus.DRAINING
+
+
+class StepResult(NamedTuple):
+    """What an answer has brought."""
+
+    sampled: list[tuple[Request, int, int]]  # request, token id, and its place in the answer's ``token_ids``
+    failed: list[tuple[Request, RowError]]
+    pooled: list[tuple[Request, array[float]]]  # with the vector of each, which ends it
+    num_rows: int  # requests that got tokens
 
 
 class Scheduler:
@@ -95,7 +118,7 @@ class Scheduler:
         self._decoding = DecodeBatch()
         self._catching_up: list[Request] = []
         self._in_flight: deque[InFlightStep] = deque()
-        self._untold: list[tuple[Request, list[int]]] = []  # forced tokens that the worker has not been told of
+        self._settled = int32(), int32()  # rows of which a step with drafts was answered, and what was rejected
 
     def drop_tables(self) -> None:
         """Free what is known of blocks and steps, when nothing is scheduled any more."""
@@ -174,23 +197,22 @@ class Scheduler:
         for request in self._siblings.release(leader):
             self._enqueue(request)
 
-    def force(self, request: Request, token_ids: list[int]) -> None:
-        """The request's grammar leaves no choice: it will sample ``token_ids[0]`` in the newest step, whose bitmask
-        allows nothing else, and the others must follow. They need not be sampled: the next step computes all of them.
+    def propose(self, request: Request, token_ids: Sequence[int]) -> None:
+        """Guess that ``token_ids`` follow what the request has sampled, all steps in flight included.
 
-        Nothing happens unless the request decodes. A stop token and what comes after it are left out, and so is what
-        would be its last token, since that is sampled.
+        Its next step computes them too and samples after each, as far as there is room. Whatever they are, the tokens
+        that it gets are those of a run without. Nothing happens unless it decodes and `Request.takes_drafts`, nor with
+        a model that keeps a state, out of which a rejected token could not be taken again.
         """
-        first, *rest = token_ids
-        if request.status is not _DECODING or request.num_pending != 1 or first in request.stop_token_ids:
+        if request.status is not _DECODING or not request.takes_drafts or self._kv.has_states:
             return
-        rest = rest[: max(0, request.max_num_tokens - len(request.token_ids) - 2)]
-        stop = next((i for i, token_id in enumerate(rest) if token_id in request.stop_token_ids), len(rest))
-        if not stop:
-            return
-        request.forced = rest[:stop]
-        self._untold.append((request, request.forced))
-        self._stop_decoding(request)
+        stops = request.stop_token_ids
+        stop = next((i for i, token_id in enumerate(token_ids) if token_id in stops), len(token_ids))
+        most = request.max_num_tokens - 2 - request.num_computed_tokens  # the last token is sampled
+        drafts = list(token_ids[: max(0, min(stop, most))])
+        if drafts:
+            request.draft_token_ids = drafts
+            self._stop_decoding(request)
 
     def pause(self, request: Request) -> None:
         """Leave a request that decodes out of the steps to come, until `resume`. It keeps its row and its blocks.
@@ -209,8 +231,6 @@ class Scheduler:
         self._decoding.leave()
 
     def _leave_row(self, request: Request, status: RequestStatus) -> None:
-        if self._untold:
-            self._untold = [entry for entry in self._untold if entry[0] is not request]
         self._running.discard(request)
         self._removed.append(request.req_idx)
         self._free_rows.append(request.req_idx)
@@ -239,7 +259,7 @@ class Scheduler:
         request.num_computed_tokens = request.num_offered_tokens = 0
         request.req_idx = -1
         request.is_paused = False
-        request.forced = []
+        request.draft_token_ids = []
 
     def _preempt(self, request: Request) -> None:
         self.num_preemptions += 1
@@ -281,7 +301,9 @@ class Scheduler:
         """
         assert len(self._in_flight) < self.max_in_flight_steps, "too many steps in flight"
         decoding = self._decoding.refresh()
-        draft = StepDraft(self.max_num_batched_tokens - len(decoding))
+        num_sampling = len(self._running) + min(len(self._free_rows), len(self._waiting))  # at most
+        most_drafts = max(self.num_rows, _LEAST_LOGITS) - num_sampling
+        draft = StepDraft(self.max_num_batched_tokens - len(decoding), most_drafts)
         due = [request for request in decoding if request.num_computed_tokens == request.limit]
         if due or self._catching_up:
             self._serve_rows(due, draft)
@@ -302,7 +324,7 @@ class Scheduler:
         """
         # A decode short of a block catches up too. Its one token is kept for it, whatever chunks come before.
         needy = [request for request in self._catching_up if not request.is_paused]
-        kept = sum(r.num_computed_tokens + 1 >= r.num_known for r in needy)
+        kept = sum(r.num_computed_tokens + 1 >= len(r.token_ids) for r in needy)
         for request in due:
             if request.num_computed_tokens < request.max_num_tokens - 1:
                 needy.append(request)
@@ -314,9 +336,9 @@ class Scheduler:
             if request.status is _DECODING:
                 self._continue_decode(request, draft)
             elif request.status is _CATCHING_UP:
-                to_go = max(1, request.num_known - request.num_computed_tokens)
+                to_go = max(1, len(request.token_ids) - request.num_computed_tokens)
                 kept -= to_go == 1
-                self._catch_up(request, min(to_go, draft.budget - kept), draft)
+                self._catch_up(request, to_go, draft.budget - kept, draft)
 
     def _continue_decode(self, request: Request, draft: StepDraft) -> None:
         """Its next token needs a block, in some group."""
@@ -332,16 +354,33 @@ class Scheduler:
     def _set_limit(self, request: Request) -> None:
         request.limit = min(self._kv.room(request), request.max_num_tokens - 1)
 
-    def _catch_up(self, request: Request, num_tokens: int, draft: StepDraft) -> None:
-        kv, begin = self._kv, request.num_computed_tokens
+    def _catch_up(self, request: Request, to_go: int, most: int, draft: StepDraft) -> None:
+        """As many of ``to_go`` tokens as ``most`` and the blocks allow; then its drafts."""
+        kv, begin, num_tokens = self._kv, request.num_computed_tokens, min(to_go, most)
         lacking = kv.num_lacking(request, begin + num_tokens)
         if lacking:
             granted = self._make_room(request, lacking, draft)
             if granted < lacking:
                 num_tokens = kv.reach(request, granted, begin + num_tokens) - begin
             draft.grow(request, kv.grow(request, begin + num_tokens))
-        if num_tokens > 0:
-            draft.add(request, num_tokens)
+        if num_tokens <= 0:
+            return
+        drafts: list[int] = []
+        if request.draft_token_ids and num_tokens == to_go:
+            drafts, request.draft_token_ids = request.draft_token_ids, []
+            end = begin + num_tokens
+            drafts = drafts[: self._num_drafts(request, end, min(len(drafts), most - num_tokens, draft.most_drafts))]
+            draft.grow(request, kv.grow(request, end + len(drafts)))
+        draft.add(request, num_tokens, drafts)
+
+    def _num_drafts(self, request: Request, end: int, wanted: int) -> int:
+        """How many drafts, after ``end`` tokens, there are blocks for: nobody is preempted for them, and all others
+        can still grow by one block."""
+        kv = self._kv
+        spare = max(0, kv.num_free - len(self._running) * kv.num_groups)
+        if kv.num_lacking(request, end + wanted) > spare:
+            wanted = min(wanted, kv.reach(request, spare, end + wanted) - end)
+        return max(0, wanted)
 
     def _make_room(self, request: Request, num_wanted: int, draft: StepDraft) -> int:
         """How many of ``num_wanted`` blocks it can have now; preempts the least urgent as far as that helps."""
@@ -404,6 +443,7 @@ class Scheduler:
     def _make_step(self, decoding: list[Request], draft: StepDraft, is_leased: bool) -> SchedulerOutput:
         batch, req_idx, num_scheduled = decoding, self._decoding.req_idx, self._decoding.num_scheduled
         chunks: dict[int, int] = {}
+        drafts = {len(decoding) + place: token_ids for place, token_ids in draft.drafts.items()}
         if draft.extras:
             batch = decoding + draft.extras
             req_idx = req_idx + int32([request.req_idx for request in draft.extras])
@@ -411,29 +451,27 @@ class Scheduler:
             self._sort_out(draft.extras, len(decoding), chunks)
         step_id = self._next_step_id
         self._next_step_id = step_id + 1
-        step = InFlightStep(step_id, batch, chunks)
+        step = InFlightStep(step_id, batch, chunks, drafts)
         step.newcomers = draft.newcomers
         step.is_gated = self.num_constrained > 0 and bool(step.constrained())
         self._in_flight.append(step)
         removed, self._removed = self._removed, int32()
-        known = (int32(), int32())
-        for request, forced in self._untold:
-            known[0].extend([request.req_idx] * len(forced))
-            known[1].extend(forced)
-        self._untold.clear()
+        settled, self._settled = self._settled, (int32(), int32())
         grown = (draft.grown_rows, draft.grown_ids, draft.grown_groups)
         if is_leased:
             assert not draft.extras and not self._catching_up, "only a step of decodes can be taken back"
-            step.is_leased, step.removed = True, removed
+            step.is_leased, step.settled, step.removed = True, settled, removed
             step.grown_rows, step.grown_groups = draft.grown_rows, draft.grown_groups
         flags = (not step.is_gated, is_leased)
-        return SchedulerOutput(step_id, removed, draft.new_requests, *known, *grown, req_idx, num_scheduled, *flags)
+        columns = _draft_columns(len(batch), drafts) if drafts else None
+        changes = (*settled, removed, draft.new_requests, *grown)
+        return SchedulerOutput(step_id, *changes, req_idx, num_scheduled, *flags, columns)
 
     def _sort_out(self, extras: list[Request], batch_idx: int, chunks: dict[int, int]) -> None:
         """What those that caught up in this step do in the next one."""
         joining = []
         for request in extras:
-            if request.num_computed_tokens < request.num_known:
+            if request.num_computed_tokens < len(request.token_ids):
                 chunks[batch_idx] = request.num_computed_tokens
             else:
                 request.status = _DECODING
@@ -460,6 +498,8 @@ class Scheduler:
             requests |= dict.fromkeys(step.undo(self._kv))
             leavers += step.leavers
             self._removed.extend(step.removed)
+            for column, told in zip(self._settled, step.settled, strict=True):
+                column.extend(told)
         self._decoding.refresh()
         self._decoding.join([request for request in requests if request.status is _DRAINING])
         for request in requests:
@@ -475,13 +515,8 @@ class Scheduler:
 
     # -- taking an answer
 
-    def update(
-        self, output: ModelRunnerOutput
-    ) -> tuple[list[tuple[Request, int, int]], list[tuple[Request, RowError]]]:
-        """Apply the answer to the oldest step in flight.
-
-        Returns ``(request, token_id, batch_idx)`` of each token committed, and the requests that failed. Those that
-        ended have their ``finish_reason`` set.
+    def update(self, output: ModelRunnerOutput) -> StepResult:
+        """Apply the answer to the oldest step in flight. Requests that ended have their ``finish_reason`` set.
 
         Raises:
             InternalError: it is not the answer to that step.
@@ -494,32 +529,84 @@ class Scheduler:
             if request.finish_reason is None:
                 self.finish(request, FinishReason.ERROR)
                 failed.append((request, error))
+        if output.counts is None:
+            sampled = self._commit(step, output.token_ids)
+            num_rows = len(sampled)
+        else:
+            sampled, num_rows = self._commit_ragged(step, output.token_ids, output.counts)
+        pooled = [] if output.pooled is None else self._commit_pooled(step, output.pooled)
+        for request in step.leavers:
+            self._release_blocks(request)
+        return StepResult(sampled, failed, pooled, num_rows)
+
+    def _commit(self, step: InFlightStep, column: array[int]) -> list[tuple[Request, int, int]]:
+        """One token for each request, or -1."""
         sampled: list[tuple[Request, int, int]] = []
         batch_idx = -1
-        for request, token_id in zip(step.batch, output.token_ids, strict=True):
+        for request, token_id in zip(step.batch, column, strict=True):
             batch_idx += 1
             if request.finish_reason is not None:  # sampled past its end
                 continue
             if token_id < 0:
-                self._kv.note_written(request, step.chunks[batch_idx])
+                self._kv.note_written(request, step.chunks.get(batch_idx, 0))
                 continue
             token_ids = request.token_ids
             token_ids.append(token_id)
             sampled.append((request, token_id, batch_idx))
             if len(token_ids) == request.milestone or token_id in request.stop_token_ids:
                 self._pass_milestone(request, token_id)
-            if request.forced and request.finish_reason is None:
-                sampled += self._commit_forced(request, batch_idx)
-        for request in step.leavers:
-            self._release_blocks(request)
-        return sampled, failed
+        return sampled
 
-    def _commit_forced(self, request: Request, batch_idx: int) -> list[tuple[Request, int, int]]:
-        """The token before them has come. Their KV is of a step to come, so no block of them is offered yet."""
-        forced, request.forced = request.forced, []
-        request.token_ids += forced
-        request.milestone = len(request.token_ids) + 1
-        return [(request, token_id, batch_idx) for token_id in forced]
+    def _commit_ragged(
+        self, step: InFlightStep, column: array[int], counts: Sequence[int]
+    ) -> tuple[list[tuple[Request, int, int]], int]:
+        """``counts[i]`` tokens for request i; and how many requests got some."""
+        sampled: list[tuple[Request, int, int]] = []
+        num_rows = end = 0
+        for batch_idx, (request, count) in enumerate(zip(step.batch, counts, strict=True)):
+            begin, end = end, end + count
+            if request.finish_reason is not None:
+                continue
+            if batch_idx in step.chunks:
+                self._kv.note_written(request, step.chunks[batch_idx])
+            num_rows += count > 0
+            places = range(begin, end)
+            sampled += [(request, column[place], place) for place in places if self._append(request, column[place])]
+            if batch_idx in step.drafts and request.req_idx >= 0:
+                self._settle(request, 1 + len(step.drafts[batch_idx]) - count)
+        return sampled, num_rows
+
+    def _append(self, request: Request, token_id: int) -> bool:
+        """False: the request has ended, and this one was sampled past its end."""
+        if request.finish_reason is not None:
+            return False
+        request.token_ids.append(token_id)
+        if len(request.token_ids) == request.milestone or token_id in request.stop_token_ids:
+            self._pass_milestone(request, token_id)
+        return True
+
+    def _settle(self, request: Request, num_rejected: int) -> None:
+        """A step in which it had drafts was answered: it has computed so many tokens less than was counted."""
+        rows, rejected = self._settled
+        rows.append(request.req_idx)
+        rejected.append(num_rejected)
+        request.num_computed_tokens -= num_rejected
+        if request.status is _DRAINING and request.num_computed_tokens < request.max_num_tokens - 1:
+            self._decoding.refresh()
+            request.status = _DECODING
+            self._set_limit(request)
+            self._decoding.join([request])
+
+    def _commit_pooled(self, step: InFlightStep, columns: PooledColumns) -> list[tuple[Request, array[float]]]:
+        """A vector is all that these requests wait for."""
+        pooled = []
+        for batch_idx, vector in columns.vectors():
+            request = step.batch[batch_idx]
+            if request.finish_reason is None:
+                self._kv.note_written(request, len(request.token_ids))
+                self.finish(request, FinishReason.STOP)
+                pooled.append((request, vector))
+        return pooled
 
     def _take_step(self, output: ModelRunnerOutput) -> InFlightStep:
         """All of it is checked before anything is committed: afterwards the step is computed again, or never."""
@@ -553,3 +640,11 @@ class Scheduler:
     def check(self) -> None:
         """Assert what must hold between any two calls. Costs a walk over everything: for tests, and for idle times."""
         check_scheduler(self)
+
+
+def _draft_columns(num_reqs: int, drafts: dict[int, list[int]]) -> DraftColumns:
+    counts, token_ids = int32(bytes(4 * num_reqs)), int32()
+    for batch_idx in sorted(drafts):
+        counts[batch_idx] = len(drafts[batch_idx])
+        token_ids.extend(drafts[batch_idx])
+    return DraftColumns(counts, token_ids)

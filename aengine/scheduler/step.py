@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from array import array
+from collections.abc import Sequence
 from itertools import zip_longest
 
 from ..errors import InternalError
@@ -56,12 +57,14 @@ class StepDraft:
     """The part of a step under construction that is not plain decoding."""
 
     __slots__ = (
-        *("budget", "coming", "counts", "extras", "grown_groups", "grown_ids", "grown_rows", "new_requests"),
-        "newcomers",
+        *("budget", "coming", "counts", "drafts", "extras", "grown_groups", "grown_ids", "grown_rows"),
+        *("most_drafts", "new_requests", "newcomers"),
     )
 
-    def __init__(self, budget: int) -> None:
+    def __init__(self, budget: int, most_drafts: int) -> None:
         self.budget = budget  # tokens that may still be scheduled
+        self.most_drafts = most_drafts  # of them, those that may be guesses
+        self.drafts: dict[int, list[int]] = {}  # place in ``extras`` of a request that has some
         self.extras: list[Request] = []  # catching up or new
         self.counts: list[int] = []  # tokens of each
         self.new_requests: list[NewRequest] = []
@@ -71,7 +74,11 @@ class StepDraft:
         self.grown_groups = _NOTHING  # empty: all are of the first group
         self.coming: int | None = None  # blocks that answers in flight will free, at most; counted when first needed
 
-    def add(self, request: Request, num_tokens: int) -> None:
+    def add(self, request: Request, num_tokens: int, drafts: Sequence[int] = ()) -> None:
+        if drafts:
+            self.drafts[len(self.extras)] = list(drafts)
+            self.most_drafts -= len(drafts)
+            num_tokens += len(drafts)
         self.extras.append(request)
         self.counts.append(num_tokens)
         self.budget -= num_tokens
@@ -91,45 +98,49 @@ class InFlightStep:
     """A step that was made and has not been answered."""
 
     __slots__ = (
-        "batch",
-        "chunks",
-        "grown_groups",
-        "grown_rows",
-        "is_gated",
-        "is_leased",
-        "leavers",
-        "newcomers",
-        "removed",
-        "step_id",
+        *("batch", "chunks", "drafts", "grown_groups", "grown_rows", "is_gated", "is_leased"),
+        *("leavers", "newcomers", "removed", "settled", "step_id"),
     )
 
-    def __init__(self, step_id: int, batch: list[Request], chunks: dict[int, int]) -> None:
+    def __init__(
+        self, step_id: int, batch: list[Request], chunks: dict[int, int], drafts: dict[int, list[int]]
+    ) -> None:
         self.step_id = step_id
         self.batch = batch
         self.chunks = chunks  # batch index of each row that does not sample: its computed tokens after this step
+        self.drafts = drafts  # batch index of each row that has some
         self.is_gated = False  # a GRAMMAR frame must be sent for it
         self.newcomers: list[Request] = []  # whose first step it is
         self.leavers: list[Request] = []  # their blocks are freed once this step is answered
         self.is_leased = False  # it may be revoked; then what it told the worker is needed once more:
         self.removed = _NOTHING  # rows that it told as removed
+        self.settled = _NOTHING, _NOTHING  # rows that it told as settled, and how
         self.grown_rows = _NOTHING  # rows that it gave a block each, ...
         self.grown_groups = _NOTHING  # ... and in which group; empty: in the first
 
     def check(self, answer: ModelRunnerOutput, vocab_size: int) -> None:
         """Raise InternalError unless ``answer`` has the form that the answer to this step must have."""
         token_ids, num_reqs = answer.token_ids, len(self.batch)
+        pooled = () if answer.pooled is None else answer.pooled.batch_idx
         if (
-            len(token_ids) != num_reqs
-            or any(token_ids[i] >= 0 for i in self.chunks)
+            (answer.counts is None) == bool(self.drafts)
+            or len(token_ids if answer.counts is None else answer.counts) != num_reqs
             or not all(0 <= error.batch_idx < num_reqs for error in answer.errors)
+            or not all(0 <= i < num_reqs and self.batch[i].is_pooled for i in pooled)
             or max(token_ids, default=0) >= vocab_size
         ):
             raise InternalError(f"the worker's answer to step {self.step_id} does not have the form of its batch")
-        if min(token_ids, default=0) < 0:
-            excused = self.chunks.keys() | {error.batch_idx for error in answer.errors}
-            for i, request in enumerate(self.batch):
-                if token_ids[i] < 0 and i not in excused and request.finish_reason is None:
-                    raise InternalError(f"step {self.step_id} should have sampled for {request}, but did not")
+        if answer.counts is None and not self.chunks and not pooled and min(token_ids, default=0) >= 0:
+            return  # one token each: as most answers
+        excused = self.chunks.keys() | {error.batch_idx for error in answer.errors} | set(pooled)
+        for i, (request, count) in enumerate(zip(self.batch, answer.num_tokens(), strict=True)):
+            most = 0 if i in self.chunks or request.is_pooled else 1 + len(self.drafts.get(i, ()))
+            if count > most:
+                raise InternalError(f"step {self.step_id} sampled {count} tokens for {request}, but {most} were due")
+            if count < 1 and i not in excused and request.finish_reason is None:
+                raise InternalError(f"step {self.step_id} should have sampled for {request}, but did not")
+        if answer.counts is not None and min(token_ids, default=0) < 0:
+            raise InternalError(f"step {self.step_id} sampled tokens that the model does not have")
 
     def undo(self, kv: KVCacheManager) -> list[Request]:
         """Take back what making this leased step changed in its requests; they are returned, but for those that have

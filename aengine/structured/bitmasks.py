@@ -17,6 +17,7 @@ import asyncio
 import math
 import time
 from collections.abc import Callable, Sequence
+from itertools import accumulate
 from typing import TYPE_CHECKING, NamedTuple
 
 from ..errors import EngineClosedError
@@ -49,7 +50,7 @@ _MOST_GROWTH = 1.1
 class RequestGrammar:
     """One request's place in its grammar, and the ids that it has got since."""
 
-    __slots__ = ("_compiled", "_matcher", "_slowness", "ahead", "pending", "seconds")
+    __slots__ = ("_compiled", "_matcher", "_slowness", "ahead", "forced", "pending", "seconds")
 
     def __init__(self, compiled: Compiled) -> None:
         self._compiled = compiled
@@ -57,6 +58,7 @@ class RequestGrammar:
         # What its rows take beyond _SLOW_SECONDS: seconds, the mean of some 50 rows.
         self._slowness = _MOST_SLOWNESS if compiled.mask_seconds > _SLOW_SECONDS else 0.0
         self.pending: list[int] = []  # committed, not yet accepted
+        self.forced: list[int] = []  # what must come from the step in flight on, as far as it was looked for
         self.seconds = math.inf  # what a row of it took lately, at the worst
         self.ahead: asyncio.Future[tuple[bytearray, Filled]] | None = None  # its next row, filled or being filled
 
@@ -90,12 +92,16 @@ class RequestGrammar:
 
 
 class MaskJob(NamedTuple):
-    """One row of a bitmask that is due."""
+    """The rows of a bitmask that are due for a request: one, and one more after each of its drafts."""
 
-    batch_idx: int
     grammar: RequestGrammar
     token_ids: list[int]  # to accept first
-    wants_forced: bool = False  # say what must come, if it is more than one token
+    drafts: Sequence[int] = ()
+    wants_forced: bool = False  # say what must come after the drafts, if it is more than one token
+
+    @property
+    def num_rows(self) -> int:
+        return 1 + len(self.drafts)
 
 
 class Filled(NamedTuple):
@@ -140,7 +146,7 @@ class BitmaskFiller:
         self._slow_lane.begin()
 
     def fill(self, jobs: Sequence[MaskJob], rows: memoryview | bytearray) -> Filled | Filling:
-        """Fill ``rows``, int32 [len(jobs), ceil(vocab_size / 32)]: at once, or begin to. Failed ones allow all.
+        """Fill ``rows``, int32 [rows of all jobs, ceil(vocab_size / 32)]: at once, or begin to. Failed ones allow all.
 
         Raises EngineClosedError: see `check_open`.
         """
@@ -176,7 +182,7 @@ class BitmaskFiller:
         Nobody else may touch the grammar until it is done.
         """
         self.check_open()
-        job = MaskJob(0, grammar, grammar.take_pending())
+        job = MaskJob(grammar, grammar.take_pending())
         grammar.ahead = self._slow_lane.run(self._fill_one, job, is_wanted)
         return grammar.ahead
 
@@ -193,29 +199,35 @@ class BitmaskFiller:
         self, jobs: Sequence[MaskJob], rows: memoryview | bytearray, free_until: asyncio.Future[float]
     ) -> Filled:
         """The others first; by then what was begun ahead is most likely done."""
-        size = self.row_bytes
-        others = [row for row, job in enumerate(jobs) if job.grammar.ahead is None]
-        target = bytearray(size * len(others))
-        filled = await self._begin_fill([jobs[row] for row in others], target, free_until)
-        for i, row in enumerate(others):
-            rows[row * size : (row + 1) * size] = target[i * size : (i + 1) * size]
+        parts = self._parts(jobs)
+        others = [place for place, job in enumerate(jobs) if job.grammar.ahead is None]
+        target = bytearray(sum(parts[place].stop - parts[place].start for place in others))
+        filled = await self._begin_fill([jobs[place] for place in others], target, free_until)
+        for place, part in zip(others, self._parts([jobs[place] for place in others]), strict=True):
+            rows[parts[place]] = target[part]
         failed = {others[i]: error for i, error in filled.failed.items()}
         forced = {others[i]: token_ids for i, token_ids in filled.forced.items()}
-        for row, job in enumerate(jobs):
+        for place, job in enumerate(jobs):
             if job.grammar.ahead is not None:
                 ready, one = await job.grammar.ahead
                 job.grammar.ahead = None
-                rows[row * size : (row + 1) * size] = ready
+                assert not job.drafts, "a request that is left out of the steps has no drafts"
+                rows[parts[place]] = ready
                 if one.failed:
-                    failed[row] = one.failed[0]
+                    failed[place] = one.failed[0]
         return Filled(failed, forced)
+
+    def _parts(self, jobs: Sequence[MaskJob]) -> list[slice]:
+        """Where the bytes of each are, one after the other."""
+        ends = list(accumulate(self.row_bytes * job.num_rows for job in jobs))
+        return [slice(begin, end) for begin, end in zip([0, *ends], ends)]
 
     def _fill(
         self, jobs: Sequence[MaskJob], rows: memoryview | bytearray, on_fill: OnFill = lambda expected_seconds: None
     ) -> Filled:
         """In whatever thread; the jobs' grammars are its own meanwhile. ``on_fill``: called when what is left is mostly
         done without the GIL, with the seconds that it may take."""
-        if len(jobs) <= _FEW_ROWS:
+        if len(jobs) <= _FEW_ROWS or any(job.drafts for job in jobs):
             on_fill(sum(min(job.grammar.seconds, 1.0) for job in jobs))
             return self._fill_one_by_one(jobs, rows)
         if self._is_surveying:
@@ -238,19 +250,52 @@ class BitmaskFiller:
         """The same, and each one's time is noted."""
         failed: dict[int, Exception] = {}
         forced: dict[int, list[int]] = {}
-        size = self.row_bytes
         view = memoryview(rows)
-        for row, job in enumerate(jobs):
+        for place, (job, part) in enumerate(zip(jobs, self._parts(jobs), strict=True)):
             is_first = job.grammar.seconds == math.inf and not job.token_ids
             begun, begun_cpu = time.perf_counter(), time.thread_time()
-            one = self._fill_rows([job], view[row * size : (row + 1) * size])
+            one = self._fill_drafted(job, view[part]) if job.drafts else self._fill_rows([job], view[part])
             if one.failed:
-                failed[row] = one.failed[0]
+                failed[place] = one.failed[0]
             if one.forced:
-                forced[row] = one.forced[0]
+                forced[place] = one.forced[0]
             seconds, cpu_seconds = time.perf_counter() - begun, time.thread_time() - begun_cpu
             job.grammar.note_time(seconds, cpu_seconds, is_first=is_first)
         return Filled(failed, forced)
+
+    def _fill_drafted(self, job: MaskJob, rows: memoryview) -> Filled:
+        """The rows of one request with drafts. The matcher follows them to the first that it does not allow, and comes
+        back: which of them are accepted, the answer says. Rows past a draft that is not allowed allow all."""
+        from .backend import refused
+
+        matcher, drafts, size = job.grammar.matcher, job.drafts, self.row_bytes
+        rows[:] = b"\xff" * len(rows)
+        bitmask = rows.cast("i", shape=[job.num_rows, self._row_words])
+        forced: list[int] = []
+        num_accepted = 0
+        try:
+            accepted = matcher.accept(job.token_ids)
+            if accepted < len(job.token_ids):
+                raise refused(job.token_ids[accepted])
+            known = matcher.forced_tokens()
+            for row, draft in enumerate(drafts):
+                if known[row : row + 1] == [draft]:  # no need to ask for a row with one bit
+                    rows[row * size : (row + 1) * size] = (1 << draft).to_bytes(size, "little")
+                else:
+                    known = []
+                    matcher.fill(bitmask, row)
+                if not rows[row * size + draft // 8] >> draft % 8 & 1 or not matcher.accept([draft]):
+                    break
+                num_accepted += 1
+            else:
+                matcher.fill(bitmask, len(drafts))
+                if job.wants_forced:
+                    forced = _forced_ids(matcher, rows[len(drafts) * size :])
+            matcher.rollback(num_accepted)
+        except Exception as error:  # whatever a plug-in may raise
+            rows[:] = b"\xff" * len(rows)
+            return Filled({0: error}, {})
+        return Filled({}, {0: forced} if len(forced) > 1 else {})
 
     def _fill_rows(
         self, jobs: Sequence[MaskJob], rows: memoryview | bytearray, on_fill: Callable[[], None] = lambda: None

@@ -11,7 +11,6 @@ from ..checkpoint.source import ModelSource
 from ..config import EngineConfig
 from ..engine.admission import Admission
 from ..engine.core import EngineCore, ProgressCallback
-from ..engine.step_loop import Forcing
 from ..engine.user_request import UserRequest
 from ..errors import InternalError
 from ..outputs import FinishReason
@@ -40,9 +39,6 @@ class ScriptedCore(EngineCore):
         if config.allow_special_tokens:
             known = known.allowing_special_tokens()
         return None if config.skip_tokenizer else known, known.eos_token_ids
-
-    def _forcing(self, is_gpu: bool) -> Forcing:
-        return Forcing(most_rows=0, least_tokens=0.0)  # each token is sampled: the script's must be what comes
 
     def _new_admission(self, **parts: Any) -> Admission:
         executor = self.worker.executor

@@ -5,8 +5,10 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import time
+from array import array
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from itertools import accumulate, pairwise
 from typing import Any
 
 from ..config import EngineConfig
@@ -106,12 +108,11 @@ class ScriptedExecutor:
             del self._rows[req_idx]
         for new in out.new_requests:
             self._rows[new.req_idx] = self._new_row(new)
-        for req_idx in out.known_rows:
-            self._rows[req_idx].num_tokens += 1
+        drafts = out.drafts.counts if out.drafts is not None else [0] * len(out.req_idx)
         sampling = []
         for batch_idx, (req_idx, num_scheduled) in enumerate(zip(out.req_idx, out.num_scheduled_tokens, strict=True)):
             row = self._rows[req_idx]
-            row.num_computed_tokens += num_scheduled
+            row.num_computed_tokens += num_scheduled - drafts[batch_idx]  # those accepted are counted when they come
             if row.num_computed_tokens == row.num_tokens:
                 sampling.append(batch_idx)
         return sampling
@@ -128,32 +129,49 @@ class ScriptedExecutor:
         assert self._gated is not None and not isinstance(out.bitmask, int)
         (step, future, sampling), self._gated = self._gated, None
         size = len(out.bitmask) // max(1, len(out.batch_idx))
-        masks = {i: bytes(out.bitmask[n * size : (n + 1) * size]) for n, i in enumerate(out.batch_idx)}
+        masks: dict[int, list[bytes]] = {}
+        for n, i in enumerate(out.batch_idx):
+            masks.setdefault(i, []).append(bytes(out.bitmask[n * size : (n + 1) * size]))
         self._answer(step, future, sampling, masks)
 
-    def _answer(self, out: SchedulerOutput, future: Future, sampling: list[int], masks: dict[int, bytes]) -> None:
-        answer = ModelRunnerOutput(out.step_id, int32([-1] * len(out.req_idx)))
-        for batch_idx in sampling:
+    def _answer(self, out: SchedulerOutput, future: Future, sampling: list[int], masks: dict[int, list[bytes]]) -> None:
+        tokens: list[list[int]] = [[] for _ in out.req_idx]
+        errors = []
+        for batch_idx, drafts in zip(range(len(tokens)), _drafts(out), strict=True):
+            if batch_idx not in sampling:
+                continue
             row = self._rows[out.req_idx[batch_idx]]
             if row.line.kills_at(row.place):
                 self.fail(WorkerDiedError("the worker died, as the script says"))
                 return
-            token_id = self._token(row, masks.get(batch_idx))
-            if token_id is None:
-                answer.errors.append(RowError(batch_idx, SCRIPT_ERROR, SCRIPT_ERROR))
-            else:
-                answer.token_ids[batch_idx] = token_id
-            row.num_tokens += 1
-        asked = [i for i in sampling if self._rows[out.req_idx[i]].num_logprobs >= 0 and answer.token_ids[i] >= 0]
-        if asked:
-            counts = [self._rows[out.req_idx[i]].num_logprobs for i in asked]
-            answer.logprobs = _logprobs(asked, [answer.token_ids[i] for i in asked], counts)
+            tokens[batch_idx] = said = self._tokens(row, drafts, masks.get(batch_idx))
+            if not said:
+                errors.append(RowError(batch_idx, SCRIPT_ERROR, SCRIPT_ERROR))
+        if out.drafts is None:
+            answer = ModelRunnerOutput(out.step_id, int32(said[0] if said else -1 for said in tokens), errors=errors)
+        else:
+            column = int32(token_id for said in tokens for token_id in said)
+            answer = ModelRunnerOutput(out.step_id, column, errors=errors, counts=int32(map(len, tokens)))
+        answer.logprobs = _logprobs(out, tokens, self._rows)
         loop = asyncio.get_running_loop()
         self._busy_until = max(self._busy_until, loop.time()) + self._token_delay
         if self._token_delay:
             loop.call_at(self._busy_until, _settle, future, answer)
         else:
             loop.call_soon(_settle, future, answer)
+
+    def _tokens(self, row: Row, drafts: Sequence[int], masks: list[bytes] | None) -> list[int]:
+        """What the row says, up to the first token that is not its draft; none if it fails, or ends the worker next."""
+        said: list[int] = []
+        while True:
+            token_id = self._token(row, None if masks is None else masks[len(said)])
+            row.num_tokens += 1
+            if token_id is None:
+                return []
+            said.append(token_id)
+            if said != list(drafts[: len(said)]) or row.line.kills_at(row.place) or row.line.fails_at(row.place):
+                row.num_computed_tokens += len(said) - 1
+                return said
 
     def _token(self, row: Row, mask: bytes | None) -> int | None:
         """What the row says next; None if it fails."""
@@ -231,11 +249,26 @@ def _settle(future: Future, answer: ModelRunnerOutput) -> None:
         future.set_result(answer)
 
 
-def _logprobs(batch_idx: Sequence[int], token_ids: Sequence[int], counts: Sequence[int]) -> LogprobColumns:
+def _drafts(out: SchedulerOutput) -> list[array[int]]:
+    """Those of each request of the batch."""
+    if out.drafts is None:
+        return [int32()] * len(out.req_idx)
+    ends = [0, *accumulate(out.drafts.counts)]
+    return [out.drafts.token_ids[begin:end] for begin, end in pairwise(ends)]
+
+
+def _logprobs(out: SchedulerOutput, tokens: list[list[int]], rows: dict[int, Row]) -> LogprobColumns | None:
     """What was said is certain; the alternatives are whatever ids come first."""
-    likeliest, values = int32(), float32()
-    for token_id, count in zip(token_ids, counts, strict=True):
-        others = [i for i in range(count + 1) if i != token_id]
-        likeliest.extend([token_id, *others][:count])
-        values.extend([0.0, *[_UNLIKELY] * count][:count])
-    return LogprobColumns(int32(batch_idx), float32([0.0] * len(batch_idx)), int32(counts), likeliest, values)
+    asked, sampled, counts, likeliest, values = int32(), float32(), int32(), int32(), float32()
+    place = 0
+    for req_idx, said in zip(out.req_idx, tokens, strict=True):
+        count = rows[req_idx].num_logprobs
+        for i, token_id in enumerate(said if count >= 0 else []):
+            others = [other for other in range(count + 1) if other != token_id]
+            asked.append(place + i)
+            sampled.append(0.0)
+            counts.append(count)
+            likeliest.extend([token_id, *others][:count])
+            values.extend([0.0, *[_UNLIKELY] * count][:count])
+        place += len(said) if out.drafts is not None else 1
+    return LogprobColumns(asked, sampled, counts, likeliest, values) if asked else None

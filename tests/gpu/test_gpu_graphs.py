@@ -126,7 +126,7 @@ def test_a_nan_stays_in_its_row(checkpoint: MakeCheckpoint, eager: bool, logprob
         assert [answer.token_ids[i] for i in others] == [wanted.token_ids[i] for i in others]
         if logprobs >= 0:
             assert answer.logprobs is not None and wanted.logprobs is not None
-            assert list(answer.logprobs.batch_idx) == others
+            assert list(answer.logprobs.token_idx) == others
             kept = [float(wanted.logprobs.sampled[i]) for i in others]
             assert list(answer.logprobs.sampled) == kept
     assert spoilt[6:] == clean[6:]

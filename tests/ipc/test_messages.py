@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from array import array
 from typing import Any
 
 import msgpack
@@ -9,12 +10,14 @@ import pytest
 
 from aengine.ipc.messages import (
     PLAN_LIMITS,
+    DraftColumns,
     GrammarOutput,
     Kind,
     LogprobColumns,
     MessageError,
     ModelRunnerOutput,
     NewRequest,
+    PooledColumns,
     RowError,
     SchedulerOutput,
     float32,
@@ -35,13 +38,22 @@ LOG = {
     "function": "f",
     "thread": "MainThread",
 }
+
+
+def drafted(counts: array[int], token_ids: array[int]) -> SchedulerOutput:
+    batch = {"req_idx": int32([1, 2]), "num_scheduled_tokens": int32([1, 3])}
+    return SchedulerOutput(3, **batch, drafts=DraftColumns(counts, token_ids))
+
+
 COLUMNS = LogprobColumns(int32([1]), float32([-0.5]), int32([2]), int32([3, 4]), float32([-0.5, -1.5]))
 
 
 @pytest.mark.parametrize(
     ("kind", "message"),
     [
-        (Kind.STEP, SchedulerOutput(3, int32([1]), [NewRequest(0, int32([5, 6]), 2, 0, int32([9]), temperature=0)])),
+        (Kind.STEP, SchedulerOutput(3, new_requests=[NewRequest(0, int32([5, 6]), 2, 0, int32([9]), temperature=0)])),
+        (Kind.STEP, SchedulerOutput(3, int32([4]), int32([2]), int32([1]))),
+        (Kind.STEP, drafted(int32([0, 2]), int32([7, 8]))),
         (Kind.GRAMMAR, GrammarOutput(3, int32([0]), b"\x01\x02\x03\x04")),
         (Kind.GRAMMAR, GrammarOutput(3, int32([0]), 4)),
         (Kind.OUTPUT, ModelRunnerOutput(3, int32([5, -1]), COLUMNS, [RowError(1, "InvalidRequestError", "nan")])),
@@ -52,6 +64,8 @@ COLUMNS = LogprobColumns(int32([1]), float32([-0.5]), int32([2]), int32([3, 4]),
         (Kind.REVOKED, 40),
         (Kind.STEP, SchedulerOutput(3, req_idx=int32([1]), num_scheduled_tokens=int32([1]), is_leased=True)),
         (Kind.OUTPUT, ModelRunnerOutput(3, int32([5]), answered_at=12.25)),
+        (Kind.OUTPUT, ModelRunnerOutput(3, int32([5, 6]), counts=int32([0, 2]))),
+        (Kind.OUTPUT, ModelRunnerOutput(3, int32([-1]), pooled=PooledColumns(int32([0]), float32([1, 2])))),
         (Kind.REPLY, {"error": ERROR}),
         (Kind.ERROR, ERROR),
         (Kind.LOG, LOG),
@@ -92,10 +106,10 @@ def columns(**changes: Any) -> ModelRunnerOutput:
         (Kind.REPLY, {}, "neither"),
         (Kind.REPLY, {"error": "text"}, "AttributeError"),
         (Kind.OUTPUT, columns(counts=int32([-1]), token_ids=int32(), values=float32()), "unequal length"),
-        (Kind.OUTPUT, columns(batch_idx=int32([2])), "not in the batch"),
-        (Kind.OUTPUT, columns(batch_idx=int32([-1])), "not in the batch"),
-        (Kind.OUTPUT, [3, b"", None, [[0, "kind", 5]], 1.0], "expected a text"),
-        (Kind.OUTPUT, [3, b"123", None, [], 1.0], "ValueError"),
+        (Kind.OUTPUT, columns(token_idx=int32([2])), "not in the answer"),
+        (Kind.OUTPUT, columns(token_idx=int32([-1])), "not in the answer"),
+        (Kind.OUTPUT, [3, b"", None, [[0, "kind", 5]], 1.0, None, None], "expected a text"),
+        (Kind.OUTPUT, [3, b"123", None, [], 1.0, None, None], "ValueError"),
         (Kind.OUTPUT, ModelRunnerOutput(3, int32(), answered_at=float("nan")), "answered_at=nan"),
         (Kind.OUTPUT, ModelRunnerOutput(3, int32(), answered_at="1"), "expected a number"),  # type: ignore[arg-type]
         (Kind.REVOKED, -1, "REVOKED with -1"),
@@ -105,6 +119,13 @@ def columns(**changes: Any) -> ModelRunnerOutput:
         (Kind.STEP, SchedulerOutput(3, new_requests=[NewRequest(0, int32([5]), 1, 0, int32(), top_p="1")]), "number"),  # type: ignore[arg-type]
         (Kind.STEP, SchedulerOutput(3, new_requests=[NewRequest(0, int32([5]), 1, 1, int32())]), "fit together"),
         (Kind.STEP, SchedulerOutput(3, req_idx=int32([1])), "unequal length"),
+        (Kind.STEP, SchedulerOutput(3, settled_rows=int32([1])), "unequal length"),
+        (Kind.STEP, drafted(int32([2]), int32([7, 8])), "do not fit"),
+        (Kind.STEP, drafted(int32([3, -1]), int32([7, 8])), "do not fit"),
+        (Kind.STEP, drafted(int32([0, 1]), int32([7, 8])), "do not fit"),
+        (Kind.OUTPUT, ModelRunnerOutput(3, int32([5, 6]), counts=int32([1])), "do not fit"),
+        (Kind.OUTPUT, ModelRunnerOutput(3, int32([5, 6]), counts=int32([3, -1])), "do not fit"),
+        (Kind.OUTPUT, ModelRunnerOutput(3, int32(), pooled=PooledColumns(int32([0, 1]), float32([1]))), "unequal"),
     ],
 )
 def test_what_does_not_have_its_form_is_refused(kind: Kind, message: Any, text: str) -> None:
@@ -113,8 +134,8 @@ def test_what_does_not_have_its_form_is_refused(kind: Kind, message: Any, text: 
 
 
 def test_counts_that_cancel_out_are_found() -> None:
-    two = columns(batch_idx=int32([0, 1]), sampled=float32([0, 0]), counts=int32([3, -1]))
-    with pytest.raises(MessageError, match="not in the batch"):
+    two = columns(token_idx=int32([0, 1]), sampled=float32([0, 0]), counts=int32([3, -1]))
+    with pytest.raises(MessageError, match="not in the answer"):
         unpack(Kind.OUTPUT, pack(two))
 
 

@@ -14,7 +14,7 @@ import pytest
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
 
-from aengine.ipc.messages import GrammarOutput, NewRequest, SchedulerOutput, int32
+from aengine.ipc.messages import DraftColumns, GrammarOutput, NewRequest, SchedulerOutput, int32
 from aengine.kernels.dispatch import triton_everywhere
 from aengine.runner.attention.backend import TritonAttention
 from aengine.runner.attention.library import TritonPrefill
@@ -139,6 +139,51 @@ def test_the_same_tokens_without_memory_for_graphs(
     check_tokens(plain, like_gpu, rng)
     assert len(tried) == 2 * len(set(tried)) > 4
     assert caplog.text.count("op by op, more slowly: lower gpu_memory_utilization") == len(set(tried))
+
+
+def test_the_same_tokens_with_drafts(tmp_path: Path, rng: random.Random) -> None:
+    """Verified beside decodes and a prompt, op by op; then decodes of rows whose lengths the host does not know."""
+    from tiny import write_tiny_model
+
+    folder = write_tiny_model(tmp_path, "qwen3", **SHAPES["qwen3"])
+    plain, like_gpu = make_runner(folder, like_gpu=False), make_runner(folder, like_gpu=True)
+    prompts = [[rng.randrange(300) for _ in range(rng.randint(2, 20))] for _ in range(3)]
+
+    def answers(runner: ModelRunner, batch: dict[int, int], **more):
+        out = SchedulerOutput(0, req_idx=int32(batch), num_scheduled_tokens=int32(batch.values()), **more)
+        runner.execute_model(out)
+        answer = runner.sample_tokens(None).get()
+        assert answer.errors == []
+        return answer.counts, answer.token_ids
+
+    def begin(runner: ModelRunner) -> list[int]:
+        new = [
+            NewRequest(i, int32(ids), len(ids), 0, int32(range(6 * i, 6 * i + 6)), temperature=float(i % 2), seed=i)
+            for i, ids in enumerate(prompts)
+        ]
+        return answers(runner, {i: len(ids) for i, ids in enumerate(prompts)}, new_requests=new)[1]
+
+    first = begin(plain)
+    alone = [[token_id] for token_id in first]
+    for _ in range(7):
+        for tokens, token_id in zip(alone, answers(plain, dict.fromkeys(range(3), 1))[1], strict=True):
+            tokens.append(token_id)
+    with triton_everywhere():
+        assert begin(like_gpu) == first
+        drafts = [[], alone[1][1:4], [alone[2][1], 299 - alone[2][2], 5]]
+        columns = DraftColumns(int32(map(len, drafts)), int32(i for ids in drafts for i in ids))
+        counts, token_ids = answers(like_gpu, {i: 1 + len(ids) for i, ids in enumerate(drafts)}, drafts=columns)
+        assert list(counts) == [1, 4, 2]
+        assert list(token_ids) == alone[0][1:2] + alone[1][1:5] + alone[2][1:3]
+        for k in range(2):  # nothing is settled: to the host row 2 is two tokens longer than it is
+            _, token_ids = answers(like_gpu, dict.fromkeys(range(3), 1))
+            assert list(token_ids) == [alone[0][2 + k], alone[1][5 + k], alone[2][3 + k]]
+        settled = {"settled_rows": int32([1, 2]), "num_rejected": int32([0, 2])}
+        _, token_ids = answers(like_gpu, {2: 1}, **settled)
+        assert list(token_ids) == [alone[2][5]] and list(like_gpu.requests.num_unsettled[:3]) == [0, 0, 0]
+        lengths = [len(prompts[i]) + n for i, n in enumerate((4, 7, 6))]
+        assert like_gpu.requests.num_tokens[:3].tolist() == lengths
+        assert like_gpu.requests.scalars.num_tokens[:3].tolist() == lengths
 
 
 def check_tokens(plain: ModelRunner, like_gpu: ModelRunner, rng: random.Random) -> None:

@@ -162,7 +162,7 @@ def test_nan_logits_fail_their_request_only(temperature: float) -> None:
     assert out.token_ids[1] == -1 and out.token_ids[0] >= 0 and out.token_ids[2] >= 0
     assert [(e.batch_idx, e.type) for e in out.errors] == [(1, "InternalError")]
     assert "NaN" in out.errors[0].message
-    assert out.logprobs is not None and list(out.logprobs.batch_idx) == [0, 2]
+    assert out.logprobs is not None and list(out.logprobs.token_idx) == [0, 2]
     assert step(runner, {0: 1, 2: 1}, removed=[1]).errors == []
 
 
@@ -233,10 +233,10 @@ def test_logprobs_are_the_models_own() -> None:
     assert out.token_ids[1] == 50
     columns = out.logprobs
     assert columns is not None
-    assert list(columns.batch_idx) == [1, 2, 3] and list(columns.counts) == [3, 64, 0]
+    assert list(columns.token_idx) == [1, 2, 3] and list(columns.counts) == [3, 64, 0]
     tokens = {1: [3, 4], 2: [7], 3: [6]}
     begin = 0
-    for i, batch_idx in enumerate(columns.batch_idx):
+    for i, batch_idx in enumerate(columns.token_idx):
         wanted = torch.log_softmax(expected_logits(tokens[batch_idx], VOCAB).double(), 0)
         assert columns.sampled[i] == pytest.approx(float(wanted[out.token_ids[batch_idx]]), abs=1e-5)
         top = wanted.sort(descending=True)

@@ -93,6 +93,7 @@ class Row:
     tables: list[Table]  # of each KV group
     seed: int
     failed: bool = False
+    num_unsettled: int = 0  # drafts that were rejected, as far as no step has said so
 
 
 @dataclass
@@ -103,30 +104,41 @@ class Worker:
     """block: {offset: (group, chain)}, written ones only"""
     fail_next: bool = False
     num_computed: int = 0
+    num_accepted: int = 0  # drafts
 
     def execute(self, out: SchedulerOutput) -> ModelRunnerOutput:
+        for row, num_rejected in zip(out.settled_rows, out.num_rejected, strict=True):
+            self.rows[row].num_unsettled -= num_rejected
+            assert self.rows[row].num_unsettled >= 0, "settled more than was rejected"
         for row in out.removed:
             del self.rows[row]  # told once, and only of rows in use
         for new in out.new_requests:
             self._add(new)
-        for row, token_id in zip(out.known_rows, out.known_ids, strict=True):
-            self.rows[row].tokens.append(token_id)
         for row_idx, group, block in growth_of(out):
             append(self.rows[row_idx].tables[group], block)
             self.kv[block] = {}
         assert len(set(out.req_idx)) == len(out.req_idx)
-        answer = ModelRunnerOutput(out.step_id, int32())
+        answer = ModelRunnerOutput(out.step_id, int32(), counts=None if out.drafts is None else int32())
+        start = 0
         for batch_idx, (row_idx, count) in enumerate(zip(out.req_idx, out.num_scheduled_tokens, strict=True)):
             row = self.rows[row_idx]
+            stop = start + (0 if out.drafts is None else out.drafts.counts[batch_idx])
+            drafts = [] if out.drafts is None else list(out.drafts.token_ids[start:stop])
+            start = stop
             if self.fail_next:
                 self.fail_next, row.failed = False, True
             if row.failed:
                 row.num_computed += count  # nothing is written: whoever hits these blocks finds nothing
                 row.tokens.extend([-7] * (row.num_computed + 1 - len(row.tokens)))
                 answer.errors.append(RowError(batch_idx, "InternalError", "made to fail"))
-                answer.token_ids.append(-1)
+                said = []
             else:
-                answer.token_ids.append(self._compute(row, count))
+                said = self._compute(row, count, drafts)
+            if answer.counts is None:
+                answer.token_ids.append(said[0] if said else -1)
+            else:
+                answer.token_ids.extend(said)
+                answer.counts.append(len(said))
         return unpack(Kind.OUTPUT, pack(answer))
 
     def _add(self, new: NewRequest) -> None:
@@ -141,10 +153,20 @@ class Worker:
                     self.kv[block] = {}
         self.rows[new.req_idx] = Row(list(new.token_ids), new.num_computed_tokens, tables, new.seed)
 
-    def _compute(self, row: Row, count: int) -> int:
-        assert count >= 1 and row.num_computed + count <= len(row.tokens), "more tokens scheduled than known"
-        chain = 0
-        for position in range(row.num_computed + count):
+    def _compute(self, row: Row, count: int, drafts: list[int]) -> list[int]:
+        """The tokens that it gets: up to the first that is not its draft."""
+        known = row.num_computed + count - len(drafts)
+        assert count > len(drafts) and known <= len(row.tokens), "more tokens scheduled than known"
+        assert not drafts or known == len(row.tokens), "drafts, but not all known tokens are computed"
+        for group, table in zip(self.groups, row.tables, strict=True):
+            room = (max(table) + 1) * group.block_size
+            assert known + len(drafts) + row.num_unsettled <= room, "no room for what both sides count"
+        chain, said = 0, []
+        for position in range(known + len(drafts)):
+            if position >= known:
+                if said[-1] != drafts[position - known]:
+                    break  # what follows is rejected, and its slots will be written again
+                row.tokens.append(said[-1])
             chain = extend(chain, row.tokens[position], position)
             for i, group in enumerate(self.groups):
                 index, offset = divmod(position, group.block_size)
@@ -155,13 +177,15 @@ class Worker:
                 elif not group.window or position > row.num_computed - group.window:
                     slots = self.kv[row.tables[i][index]]
                     assert slots.get(offset) == (i, chain), "attended to a slot that holds something else"
+            if position + 1 == len(row.tokens):
+                said.append(sample(chain, row.seed, position + 1))
         self.num_computed += count
-        row.num_computed += count
-        if row.num_computed < len(row.tokens):
-            return -1
-        token_id = sample(chain, row.seed, row.num_computed)
-        row.tokens.append(token_id)
-        return token_id
+        row.num_computed = known + max(0, len(said) - 1)
+        if said:
+            row.tokens.append(said[-1])
+            row.num_unsettled += 1 + len(drafts) - len(said)
+            self.num_accepted += len(said) - 1
+        return said
 
 
 class Driver:
@@ -180,7 +204,7 @@ class Driver:
         self.requests: list[tuple[Request, list[int]]] = []
         self.stop_after: dict[Request, int] = {}  # a stop string, found by the host after so many tokens
         self.num_steps = 0
-        self.num_forced = 0  # tokens that came without being sampled
+        self.num_drafted = 0
         self.num_paused = 0
         self.num_revoked = 0
 
@@ -211,13 +235,14 @@ class Driver:
             made.append(request)
         return made
 
-    def force(self, request: Request, count: int) -> None:
-        """Let it know its next tokens, as if a grammar had no choice."""
-        self.revoke(0)  # with a grammar nothing is leased
-        output = dict(self.requests)[request]
-        begin = len(request.output_token_ids)
-        if begin < len(output):
-            self.scheduler.force(request, output[begin : begin + count])
+    def propose(self, request: Request, count: int, num_right: int) -> None:
+        """Drafts of which the first ones are right, if those in flight were all accepted."""
+        self.revoke(0)  # whoever has drafts is in no leased step
+        begin = request.num_output_tokens + request.num_pending
+        drafts = dict(self.requests)[request][begin : begin + count]
+        drafts += [VOCAB // 2] * (count - len(drafts))
+        drafts[num_right:] = [(token_id + 1) % VOCAB for token_id in drafts[num_right:]]
+        self.scheduler.propose(request, drafts)
 
     def pause(self, request: Request) -> None:
         self.revoke(0)
@@ -300,19 +325,23 @@ class Driver:
 
     def answer(self) -> None:
         out, *_ = self.in_flight.popleft()
-        sampled, failed = self.scheduler.update(self.worker.execute(out))
+        answer = self.worker.execute(out)
+        sampled, failed, _, num_rows = self.scheduler.update(answer)
         counts: dict[Request, int] = {}
-        for request, _, batch_idx in sampled:
-            assert out.num_scheduled_tokens[batch_idx] >= 1
+        for request, token_id, place in sampled:
+            assert answer.token_ids[place] == token_id
             counts[request] = counts.get(request, 0) + 1
+        assert num_rows == len(counts)
+        if out.drafts is not None:
+            self.num_drafted += len(out.drafts.token_ids)
         for request, count in counts.items():
-            self.num_forced += count - 1
             assert [t for r, t, _ in sampled if r is request] == request.token_ids[-count:]
             stop = self.stop_after.get(request)
             length = len(request.output_token_ids)
             if stop is not None and length - count < stop <= length:
                 del request.token_ids[request.num_prompt_tokens + stop :]  # the others are not delivered
                 self.scheduler.finish(request, FinishReason.STOP)
+                request.finish_reason = FinishReason.STOP  # as its caller is told, if it ended in the same answer
         for request, error in failed:
             assert request.finish_reason is FinishReason.ERROR and error.message == "made to fail"
         self.verify()

@@ -10,11 +10,11 @@ import pytest
 from scheduler_harness import STOP_ID, Driver, expected_output
 
 from aengine.errors import InternalError
-from aengine.ipc.messages import KVCacheGroup, ModelRunnerOutput, RowError, SchedulerOutput, int32
+from aengine.ipc.messages import KVCacheGroup, ModelRunnerOutput, PooledColumns, RowError, SchedulerOutput, int32
 from aengine.outputs import FinishReason
 from aengine.params import SamplingParams
 from aengine.scheduler.request import CacheKey, Request, RequestStatus
-from aengine.scheduler.scheduler import Scheduler
+from aengine.scheduler.scheduler import Scheduler, StepResult
 
 LIMITS: dict[str, Any] = {"num_blocks": 64, "block_size": 4, "max_num_seqs": 8, "max_num_batched_tokens": 32}
 
@@ -51,7 +51,7 @@ def step(scheduler: Scheduler) -> SchedulerOutput:
 def reply(scheduler: Scheduler, out: SchedulerOutput, token_ids: list[int], errors: list[RowError] | None = None):
     result = scheduler.update(ModelRunnerOutput(out.step_id, int32(token_ids), errors=errors or []))
     scheduler.check()
-    return result
+    return result[:2]
 
 
 def test_prompts_share_a_step_and_decode_in_the_next() -> None:
@@ -473,58 +473,162 @@ def test_the_model_of_the_worker_tells_right_from_wrong() -> None:
         driver.answer()
 
 
-def test_forced_tokens_are_computed_together() -> None:
+def ragged(scheduler: Scheduler, out: SchedulerOutput, tokens: list[list[int]]) -> StepResult:
+    column = int32(token_id for said in tokens for token_id in said)
+    return scheduler.update(ModelRunnerOutput(out.step_id, column, counts=int32(map(len, tokens))))
+
+
+def test_drafts_are_computed_with_the_token_before_them() -> None:
     scheduler = make_scheduler()
     a, b = make(5, max_tokens=20, name="a"), make(3, max_tokens=20, name="b")
     add(scheduler, a, b)
     first = step(scheduler)
-    scheduler.force(a, [11, 12, 13, 14])  # step 0 samples 11
-    assert a.status is RequestStatus.CATCHING_UP and a.num_known == 9
+    scheduler.propose(a, [12, 13, 14])  # step 0 samples 11, say
     second = step(scheduler)
-    assert (list(second.known_rows), list(second.known_ids)) == ([a.req_idx] * 3, [12, 13, 14])
+    assert second.drafts is not None and first.drafts is None
     assert dict(zip(second.req_idx, second.num_scheduled_tokens)) == {b.req_idx: 1, a.req_idx: 4}
-    sampled, _ = reply(scheduler, first, [11, 30])
-    assert [(r.request_id, t) for r, t, _ in sampled] == [("a", 11), ("a", 12), ("a", 13), ("a", 14), ("b", 30)]
-    assert a.output_token_ids == [11, 12, 13, 14] and a.forced == [] and a.num_pending == 1
-    third = step(scheduler)
-    assert not third.known_rows and set(third.num_scheduled_tokens) == {1}
-    by_row = {row: [15, 31][row != a.req_idx] for row in second.req_idx}
-    reply(scheduler, second, [by_row[row] for row in second.req_idx])
-    assert a.output_token_ids == [11, 12, 13, 14, 15]
+    assert (list(second.drafts.counts), list(second.drafts.token_ids)) == ([0, 3], [12, 13, 14])
+    reply(scheduler, first, [11, 30])
+    assert a.num_pending == 4
+    third = step(scheduler)  # from wherever step 1 gets to
+    assert set(third.num_scheduled_tokens) == {1} and not third.settled_rows and a.num_pending == 5
+    result = ragged(scheduler, second, [[31], [12, 13, 99]])
+    assert [(r.request_id, t, place) for r, t, place in result.sampled] == [
+        ("b", 31, 0),
+        ("a", 12, 1),
+        ("a", 13, 2),
+        ("a", 99, 3),
+    ]
+    assert a.output_token_ids == [11, 12, 13, 99] and a.num_pending == 1 and result.num_rows == 2
+    fourth = step(scheduler)
+    assert (list(fourth.settled_rows), list(fourth.num_rejected)) == ([a.req_idx], [1])
+    reply(scheduler, third, [32, 15])
+    assert not step(scheduler).settled_rows
 
 
 @pytest.mark.parametrize(
-    ("forced", "kept"),
+    ("proposed", "kept"),
     [
-        ([11], []),
+        ([], []),
         ([STOP_ID, 12], []),
-        ([11, STOP_ID, 12], []),
-        ([11, 12, STOP_ID, 13], [12]),
-        ([11, 12, 13, 14, 15], [12, 13]),  # the last of 4 is sampled
+        ([11, STOP_ID, 12], [11]),
+        ([11, 12, 13, 14, 15], [11, 12]),  # 4 tokens: one is in flight, and the last is sampled
     ],
 )
-def test_what_is_forced_ends_before_a_stop_and_before_the_last_token(forced: list[int], kept: list[int]) -> None:
+def test_drafts_end_before_a_stop_and_before_the_last_token(proposed: list[int], kept: list[int]) -> None:
     scheduler = make_scheduler()
     request = make(5, max_tokens=4)
     add(scheduler, request)
     step(scheduler)
-    scheduler.force(request, forced)
-    assert request.forced == kept
+    scheduler.propose(request, proposed)
+    assert request.draft_token_ids == kept
     assert (request.status is RequestStatus.DECODING) == (not kept)
 
 
-def test_a_row_that_is_left_is_told_of_nothing() -> None:
+@pytest.mark.parametrize("params", [{"frequency_penalty": 0.5}, {"repetition_penalty": 1.1}, {"min_tokens": 2}])
+def test_whose_logits_depend_on_the_tokens_between_has_no_drafts(params: dict[str, float]) -> None:
+    scheduler = make_scheduler()
+    request = make(5, max_tokens=9)
+    request.params = request.params.replace(**params)
+    add(scheduler, request)
+    first = step(scheduler)
+    scheduler.propose(request, [11, 12])
+    assert request.draft_token_ids == []
+    if request.params.min_tokens:  # which it has later
+        reply(scheduler, first, [11])
+        reply(scheduler, step(scheduler), [12])
+        step(scheduler)
+        scheduler.propose(request, [11, 12])
+        assert request.draft_token_ids
+
+
+def test_an_end_within_an_answer() -> None:
+    """A stop token, or the last one, at any place: what comes after it is dropped."""
+    scheduler = make_scheduler()
+    a, b = make(5, max_tokens=20, name="a"), make(5, max_tokens=3, name="b")
+    add(scheduler, a, b)
+    first = step(scheduler)
+    scheduler.propose(a, [12, 13])
+    scheduler.propose(b, [22, 23])
+    second = step(scheduler)
+    reply(scheduler, first, [11, 21])
+    ragged(scheduler, second, [[12, STOP_ID, 14], [22, 23]])
+    assert a.output_token_ids == [11, 12, STOP_ID] and a.finish_reason is FinishReason.STOP
+    assert b.output_token_ids == [21, 22, 23] and b.finish_reason is FinishReason.LENGTH
+
+
+def test_who_seemed_to_be_at_its_end_goes_on_when_drafts_are_rejected() -> None:
+    scheduler = make_scheduler(max_in_flight_steps=3)
+    request = make(5, max_tokens=4)
+    add(scheduler, request)
+    first = step(scheduler)
+    scheduler.propose(request, [12, 13])
+    second = step(scheduler)
+    assert scheduler.schedule() is None and request.status is RequestStatus.DRAINING
+    reply(scheduler, first, [11])
+    ragged(scheduler, second, [[99]])
+    assert request.status is RequestStatus.DECODING
+    for token_id in (98, 97):
+        reply(scheduler, step(scheduler), [token_id])
+    assert request.output_token_ids == [11, 99, 98, 97] and request.finish_reason is FinishReason.LENGTH
+    scheduler.check()
+
+
+@pytest.mark.parametrize(
+    "wrong",
+    [
+        {"counts": None},
+        {"counts": int32([1, 4]), "token_ids": int32([1] * 5)},  # the second has two drafts
+        {"counts": int32([2, 1]), "token_ids": int32([1] * 3)},  # the first none
+        {"counts": int32([1, 0]), "token_ids": int32([1])},  # and both sample
+        {"counts": int32([4]), "token_ids": int32([1] * 4)},
+        {"counts": int32([1, 1]), "token_ids": int32([1, -1])},
+    ],
+)
+def test_an_answer_with_counts_that_can_not_be_is_refused_whole(wrong: dict[str, array[int] | None]) -> None:
+    scheduler = make_scheduler()
+    a, b = make(5, max_tokens=20, name="a"), make(3, max_tokens=20, name="b")
+    add(scheduler, b, a)
+    first = step(scheduler)
+    scheduler.propose(a, [12, 13])
+    second = step(scheduler)
+    reply(scheduler, first, [11, 30])
+    fields = {"token_ids": int32([1, 1]), **wrong}
+    with pytest.raises(InternalError):
+        scheduler.update(ModelRunnerOutput(second.step_id, **fields))
+    assert len(a.output_token_ids) == len(b.output_token_ids) == 1
+
+
+def test_a_row_that_is_left_is_not_settled() -> None:
     scheduler = make_scheduler()
     request = make(5, max_tokens=9)
     add(scheduler, request)
     first = step(scheduler)
-    scheduler.force(request, [11, 12, 13])
+    scheduler.propose(request, [11, 12, 13])
+    second = step(scheduler)
     scheduler.finish(request, FinishReason.ABORT)
+    reply(scheduler, first, [11])
+    ragged(scheduler, second, [[5]])
     other = make(5, name="other")
     add(scheduler, other)
-    second = step(scheduler)
-    assert not second.known_rows and list(second.removed) == [0]
-    reply(scheduler, first, [11])
+    third = step(scheduler)
+    assert not third.settled_rows and list(third.removed) == [0]
+
+
+def test_a_request_without_tokens_ends_with_its_vector() -> None:
+    scheduler = make_scheduler(max_num_batched_tokens=4)
+    request = make(6, max_tokens=1, is_pooled=True)
+    other = make(2, max_tokens=3, name="other")
+    add(scheduler, request, other)
+    first, second = step(scheduler), step(scheduler)
+    assert first.new_requests[0].is_pooled and list(second.num_scheduled_tokens) == [2, 2]
+    reply(scheduler, first, [-1])
+    column = PooledColumns(int32([0]), array("f", [1.0, 2.0]))
+    result = scheduler.update(ModelRunnerOutput(second.step_id, int32([-1, 7]), pooled=column))
+    assert result.pooled == [(request, array("f", [1.0, 2.0]))] and request.output_token_ids == []
+    assert request.finish_reason is FinishReason.STOP and [r for r, *_ in result.sampled] == [other]
+    third = step(scheduler)
+    assert list(third.req_idx) == [other.req_idx] and list(third.removed) == [0]
 
 
 def test_a_paused_request_keeps_its_row_and_is_in_no_step() -> None:

@@ -103,9 +103,9 @@ class SchedulerMachine(RuleBasedStateMachine):
 
     @precondition(lambda self: self.driver.unfinished)
     @rule(data=st.data(), count=st.integers(1, 7))
-    def force(self, data: st.DataObject, count: int) -> None:
+    def propose(self, data: st.DataObject, count: int) -> None:
         place = data.draw(st.integers(0, len(self.driver.unfinished) - 1))
-        self.driver.force(self.driver.unfinished[place], count)
+        self.driver.propose(self.driver.unfinished[place], count, data.draw(st.integers(0, count)))
 
     @precondition(lambda self: self.driver.unfinished)
     @rule(data=st.data())
@@ -172,7 +172,7 @@ def play(rng: random.Random, model: str, *, num_requests: int, aborts: float) ->
             elif driver.in_flight:
                 driver.answer()
             if driver.unfinished and rng.random() < 0.3:
-                driver.force(rng.choice(driver.unfinished), rng.randint(1, 9))
+                driver.propose(rng.choice(driver.unfinished), rng.randint(1, 9), rng.choice([0, 1, 3, 9]))
             if driver.unfinished and rng.random() < 0.2:
                 driver.pause(rng.choice(driver.unfinished))
             if driver.unfinished and rng.random() < 0.1:
@@ -189,15 +189,17 @@ def play(rng: random.Random, model: str, *, num_requests: int, aborts: float) ->
 
 @pytest.mark.parametrize("model", MODELS)
 def test_random_lives(rng: random.Random, model: str) -> None:
-    preemptions = hits = forced = paused = 0
+    preemptions = hits = drafted = accepted = paused = 0
     for _ in range(25):
         driver = play(rng, model, num_requests=25, aborts=0.03)
         preemptions += driver.scheduler.num_preemptions
         hits += driver.scheduler.prefix_cache_hits
-        forced += driver.num_forced
+        drafted += driver.num_drafted
+        accepted += driver.worker.num_accepted
         paused += driver.num_paused
     assert hits or model == "hybrid", "no prefix was found"
-    assert preemptions and forced > 60 and paused > 60, "these lives were too easy to show anything"
+    assert 60 < accepted < drafted or model == "hybrid", "no drafts were made"
+    assert preemptions and paused > 60, "these lives were too easy to show anything"
 
 
 @pytest.mark.parametrize("model", MODELS)

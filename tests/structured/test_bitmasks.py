@@ -67,7 +67,7 @@ def test_the_loop_fills_few_quick_rows_and_none_of_a_slow_grammar() -> None:
     assert quick.seconds == slow.seconds < 0.0001 and slow.is_slow  # the last rows of both were quick
 
     def are_short(*grammars: RequestGrammar) -> bool:
-        return _are_short([MaskJob(i, each, [5]) for i, each in enumerate(grammars)])
+        return _are_short([MaskJob(each, [5]) for each in grammars])
 
     assert are_short(quick) and are_short(quick, quick, quick, quick)
     assert not are_short(slow) and not are_short(quick, slow)

@@ -51,7 +51,7 @@ class Done:
 
 class FakeRunner:
     """Keeps rows as a runner does; the id sampled at a position is 260 + position % 997, or, under a bitmask, the first
-    byte of its row."""
+    byte of its row. No draft is ever accepted."""
 
     def __init__(self, rank: Rank = Rank()) -> None:
         self._rank = rank
@@ -66,8 +66,6 @@ class FakeRunner:
             _harm(new.token_ids[0])
             if new.token_ids[0] == NO_MEMORY_ON_RANK_1 and self._rank.index == 1:
                 raise InternalError("the device ran out of memory in a step that other ranks compute too")
-        for row in out.known_rows:
-            self._rows[row][0] += 1
         self._step = out
 
     has_more = False
@@ -82,17 +80,21 @@ class FakeRunner:
         out, self._step = self._step, None
         assert out is not None
         ids = []
-        for row, scheduled in zip(out.req_idx, out.num_scheduled_tokens, strict=True):
+        drafts = [0] * len(out.req_idx) if out.drafts is None else out.drafts.counts
+        for row, scheduled, num_drafts in zip(out.req_idx, out.num_scheduled_tokens, drafts, strict=True):
             state = self._rows[row]
-            state[1] += scheduled
+            state[1] += scheduled - num_drafts
             samples = state[1] == state[0]
             ids.append(260 + state[0] % 997 if samples else -1)
             state[0] += samples
         if grammar is not None:
             size = len(grammar.bitmask) // len(grammar.batch_idx)
-            for i, batch_idx in enumerate(grammar.batch_idx):
+            for i, batch_idx in reversed(list(enumerate(grammar.batch_idx))):
                 ids[batch_idx] = grammar.bitmask[i * size]
-        return Done(ModelRunnerOutput(out.step_id, int32(ids)))
+        if out.drafts is None:
+            return Done(ModelRunnerOutput(out.step_id, int32(ids)))
+        counts = int32(int(token_id >= 0) for token_id in ids)
+        return Done(ModelRunnerOutput(out.step_id, int32(i for i in ids if i >= 0), counts=counts))
 
 
 class Unprintable(Exception):

@@ -45,7 +45,7 @@ class KvCache:
         """The attention of one step."""
         metadata = AttentionMetadata(
             query_lens=batch.plan.query_lens.tolist(),
-            seq_lens=batch.plan.seq_lens.tolist(),
+            seq_lens=batch.inputs.seq_lens.tolist(),  # the plan's may be upper bounds
             block_table=batch.block_table.long(),
             slot_mapping=batch.inputs.slot_mapping,
         )

@@ -42,8 +42,8 @@ class HostBitmasks:
         return self._shared[: count * self.row_bytes].view(count, self.row_bytes)
 
     def of_batch(self, grammar: GrammarOutput | None, batch_idx: Rows) -> tuple[Rows, npt.NDArray[np.uint8] | None]:
-        """(rows [n], bits [n, row_bytes] over the frame's memory): bits[i] belongs to the request that is at rows[i] in
-        ``batch_idx``, the positions of the requests that sample.
+        """(rows [n], bits [n, row_bytes] over the frame's memory): bits[i] belongs to the row of logits rows[i], where
+        ``batch_idx`` has the batch position of each row of logits; those of one position follow each other.
 
         Raises InternalError when the frame does not hold as much as it should.
         """
@@ -58,8 +58,12 @@ class HostBitmasks:
         bits = np.frombuffer(memory, dtype=np.uint8).reshape(count, self.row_bytes)
         masked = np.frombuffer(grammar.batch_idx, dtype=np.int32)
         place = np.full(int(max(batch_idx.max(initial=0), masked.max())) + 1, -1, dtype=np.int64)
-        place[batch_idx] = np.arange(len(batch_idx))
+        place[batch_idx[::-1]] = np.arange(len(batch_idx))[::-1]  # the first row of each position
         rows = place[masked]
+        if len(masked) > 1:
+            again = np.arange(len(masked))
+            again -= np.maximum.accumulate(np.where(np.diff(masked, prepend=-1) != 0, again, 0))
+            rows = np.where(rows < 0, rows, rows + again)
         if rows.min() < 0:  # a request that does not sample, for want of memory for its prompt
             bits, rows = bits[rows >= 0], rows[rows >= 0]
         return rows, bits

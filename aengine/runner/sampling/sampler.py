@@ -28,6 +28,7 @@ __all__ = ["LogprobTensors", "Sampler", "SamplerOutput"]
 class LogprobTensors:
     """Of the m rows that asked; row i wants only the first counts[i] of its k alternatives."""
 
+    rows: Rows  # host int64 [m]: which rows of logits these are
     batch_idx: Rows  # host int64 [m]: positions in the step's batch
     counts: Rows  # host int64 [m]
     sampled: Tensor  # float32 [m]
@@ -129,4 +130,4 @@ class Sampler:
         """Of the rows of the batch that ``wants`` names, in its order; logits and sampled are theirs alone."""
         counts = np.minimum(self._num_logprobs[batch.rows[wants]], self._vocab_size)
         of_sampled, ids, values = top_logprobs(logits, sampled, int(counts.max()))
-        return LogprobTensors(batch.batch_idx[wants], counts, of_sampled, ids, values)
+        return LogprobTensors(wants, batch.batch_idx[wants], counts, of_sampled, ids, values)

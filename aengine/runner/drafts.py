@@ -1,0 +1,103 @@
+"""Drafts in a step: where they are computed, and how many of them are accepted.
+
+    a row        ... known tokens | drafts                      token_ids[row, num_tokens + j] = draft j
+                              x     a    b    c
+    logits of                 x     a    b    c                 1 + k rows, one after the other
+    sampled                   a'    b'   c'   d'                each with the noise of its own position
+
+A sampled token is the request's if every draft before it is what was sampled there: a' always, b' if a = a', and so on.
+So a draft changes how many tokens a step brings, and never which. What the rejected ones left in the row and in the KV
+cache is past the row's end, and is overwritten by the tokens that come to be there.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import numpy as np
+import numpy.typing as npt
+import torch
+from torch import Tensor
+
+from ..errors import InternalError
+from ..ipc.messages import DraftColumns
+from .transfer import to_device
+
+__all__ = ["DraftPlan", "Verification"]
+
+Rows = npt.NDArray[np.int64]
+
+
+@dataclass(slots=True)
+class DraftPlan:
+    """The drafts of a step, in the order of its plan; on the host."""
+
+    counts: Rows  # [num_reqs]
+    token_ids: Rows  # [sum(counts)]
+
+    @classmethod
+    def make(cls, columns: DraftColumns, batch_idx: Rows, vocab_size: int) -> DraftPlan:
+        """``batch_idx``: where the columns have the requests of the plan. Raises InternalError for an id that the model
+        does not have."""
+        counts = np.array(columns.counts, dtype=np.int64)
+        token_ids = np.array(columns.token_ids, dtype=np.int64)
+        if len(token_ids) and not 0 <= token_ids.min() <= token_ids.max() < vocab_size:
+            raise InternalError("a draft is a token that the model does not have")
+        parts = np.split(token_ids, np.cumsum(counts)[:-1])
+        return cls(counts[batch_idx], np.concatenate([parts[i] for i in batch_idx]))
+
+    def first(self, n: int) -> DraftPlan:
+        """The drafts of the first n requests alone."""
+        counts = self.counts[:n]
+        return DraftPlan(counts, self.token_ids[: counts.sum()])
+
+    def places(self) -> tuple[Rows, Rows]:
+        """Of each draft: its request, and how many drafts that has before it."""
+        return _places(self.counts)
+
+    def rows_of(self, sampling: Rows) -> tuple[Rows, Rows]:
+        """Of each row of logits of the requests that ``sampling`` names: its request, a place in ``sampling``, and how
+        many drafts that has before it."""
+        return _places(self.counts[sampling] + 1)
+
+
+@dataclass(slots=True)
+class Verification:
+    """The rows of logits of s requests: n rows, those of a request one after the other. int64 on the device where
+    nothing else is said."""
+
+    places: Rows  # host [n]: drafts before each row
+    owner_host: Rows  # host [n]
+    rows_host: Rows  # host [s]
+    lengths_host: Rows  # host [s]
+    owner: Tensor  # [n]: the request of each row
+    draft_ids: Tensor  # [n]: the draft after each row; -1: none
+    places_device: Tensor  # [n]
+    rows: Tensor  # [s]: row of each request
+    starts: Tensor  # [s]: its first row of logits
+    lengths: Tensor  # [s]: how many it has
+
+    @classmethod
+    def gather(cls, rows: Rows, num_drafts: Rows, token_ids: Rows, device: torch.device) -> Verification:
+        """rows, num_drafts: host [s]; token_ids: host [sum(num_drafts)], theirs."""
+        lengths = num_drafts + 1
+        owner, places = _places(lengths)
+        draft_ids = np.full(len(owner), -1, dtype=np.int64)
+        draft_ids[places < num_drafts[owner]] = token_ids
+        of_logits = to_device(np.stack((owner, draft_ids, places)), device)
+        of_requests = to_device(np.stack((rows, np.cumsum(lengths) - lengths, lengths)), device)
+        return cls(places, owner, rows, lengths, *of_logits.unbind(0), *of_requests.unbind(0))
+
+    def count_accepted(self, sampled: Tensor) -> Tensor:
+        """How many of its sampled tokens (int64 [n], all requests') each request gets: int64 [s], at least 1."""
+        is_miss = (sampled != self.draft_ids).long()
+        misses_before = is_miss.cumsum(0) - is_miss
+        of_owner = misses_before.index_select(0, self.starts).index_select(0, self.owner)
+        counts = torch.zeros_like(self.starts)
+        return counts.index_add_(0, self.owner, (misses_before == of_owner).long())
+
+
+def _places(counts: Rows) -> tuple[Rows, Rows]:
+    """(owner, place within it) of the items of several owners with so many each."""
+    owner = np.repeat(np.arange(len(counts)), counts)
+    return owner, np.arange(len(owner)) - (np.cumsum(counts) - counts)[owner]

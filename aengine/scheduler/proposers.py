@@ -1,0 +1,32 @@
+"""Who guesses the tokens that a request gets next.
+
+A guess costs its computation and changes no token: the worker samples after each drafted token, and keeps those that
+agree with what it sampled (`Scheduler.propose`).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Protocol
+
+from .request import Request
+
+__all__ = ["ForcedTokens", "Proposer"]
+
+
+class Proposer(Protocol):
+    def propose(self, request: Request) -> Sequence[int]:
+        """Ids that may follow what ``request`` has sampled, steps in flight included. None: an empty sequence."""
+
+
+class ForcedTokens:
+    """What a request's grammar leaves no choice about. The guess is always right."""
+
+    def propose(self, request: Request) -> Sequence[int]:
+        """What was found to be forced when the request's last bitmask was filled; each is proposed once."""
+        grammar = request.grammar
+        if grammar is None or not grammar.forced:
+            return ()
+        # The step in flight samples the first, as its bitmask allows nothing else.
+        (_, *following), grammar.forced = grammar.forced, []
+        return following
