@@ -6,8 +6,7 @@ the same text piece by piece, each piece as soon as it is certain:
 
     ByteLevelText       a token is some bytes of UTF-8, perhaps part of a character    GPT-2, Llama 3, Qwen, SmolLM
     ByteFallbackText    a token is a text, or one byte written <0x0A>                  Llama 2, Mistral, Gemma
-    WordText            a token is a text, another one at the start                    WordPiece, Metaspace
-    WindowText          anything else, by decoding the last few tokens again; slow
+    StreamedText        anything else, by the library's own stream; slow               WordPiece, Metaspace, ...
 
 Pieces are computed when a token is first seen and kept, so nothing is built at start.
 """
@@ -32,7 +31,7 @@ Piece = str | bytes | None
 """Whole characters; bytes that need company; nothing (an id that is left out)."""
 
 _REPLACEMENT = "\ufffd"
-_MOST_HELD = 16  # U+FFFD at the end of a text that may be parts of characters; so many are none
+_MOST_HELD = 16  # tokens that may be parts of one character; so many are not
 _BYTE_TOKEN = re.compile(r"<0x([0-9A-Fa-f]{2})>")
 _new_utf8_decoder = codecs.getincrementaldecoder("utf-8")
 
@@ -244,96 +243,58 @@ class ByteFallbackText(IncrementalDecoder):
         return text
 
 
-class WordTable(TokenTable):
-    """Decoders that treat each token alone, but the first of a text in a way of its own (no space before it)."""
+class StreamedTable(TokenTable):
+    def piece(self, token: str) -> Piece:
+        return self._decode(["a", token])[len(self._decode(["a"])) :]  # the first of a text may be special
 
     def _decode(self, tokens: list[str]) -> str:
         decoder = self._encoder.decoder
         return " ".join(tokens) if decoder is None else decoder.decode(tokens)
 
-    def piece(self, token: str) -> Piece:
-        return self._decode(["a", token])[len(self._decode(["a"])) :]
-
-    def first(self, token_id: int) -> str:
-        """Return the text of a token that begins a text; the id must be a known one."""
-        return self._decode([self._encoder.id_to_token(token_id) or ""])
-
-    def decoder(self, skip_special_tokens: bool) -> WordText:
-        return WordText(self.pieces(skip_special_tokens), self.first)
+    def decoder(self, skip_special_tokens: bool) -> StreamedText:
+        return StreamedText(self._encoder, self.pieces(skip_special_tokens))
 
 
-class WordText(IncrementalDecoder):
-    __slots__ = ("_at_start", "_first", "_pieces")
+class StreamedText(IncrementalDecoder):
+    """Decodes by the library's own stream, which decodes the last tokens again with each.
 
-    def __init__(self, pieces: _Pieces, first: Callable[[int], str]) -> None:
-        self._pieces = pieces
-        self._first = first
-        self._at_start = True
-
-    def put(self, token_id: int) -> str:
-        piece = self._pieces[token_id]
-        if piece is None:
-            return ""
-        if self._at_start:
-            self._at_start = False
-            return self._first(token_id)
-        assert isinstance(piece, str)
-        return piece
-
-
-class WindowTable(TokenTable):
-    def piece(self, token: str) -> Piece:
-        decoder = self._encoder.decoder
-        assert decoder is not None
-        return decoder.decode([token])
-
-    def decoder(self, skip_special_tokens: bool) -> WindowText:
-        return WindowText(self._encoder, skip_special_tokens)
-
-
-class WindowText(IncrementalDecoder):
-    """Decodes where nothing is known of the decoder: a token's text is what it adds to the few tokens before it.
-
-        ids     ... | context | held: decoded, but an incomplete character |
-                    <----------------------- window ---------------------->
-
-    Where a decoder changes text that has been returned already, that text stays, and the token counts by itself.
+    Where the decoder changes text that has been returned already, that text stays, and the token counts by itself.
     """
 
-    __slots__ = ("_context_text", "_encoder", "_num_context", "_skip_special_tokens", "_window")
+    __slots__ = ("_encoder", "_held", "_pieces", "_stream")
 
-    def __init__(self, encoder: tokenizers.Tokenizer, skip_special_tokens: bool) -> None:
+    def __init__(self, encoder: tokenizers.Tokenizer, pieces: _Pieces) -> None:
         self._encoder = encoder
-        self._skip_special_tokens = skip_special_tokens
-        self._window: list[int] = []
-        self._num_context = 0
-        self._context_text = ""
+        self._pieces = pieces
+        self._held: list[int] = []  # without text so far
+        self._stream = _new_stream()
 
     def put(self, token_id: int) -> str:
-        self._window.append(token_id)
-        return self._taken(is_end=False)
+        if self._pieces[token_id] is None:
+            return ""
+        self._held.append(token_id)
+        try:
+            text: str | None = self._stream.step(self._encoder, token_id)
+        except Exception:  # plain ones of the library: what was decoded before begins otherwise now
+            return self.flush()
+        if text is None:
+            return self.flush() if len(self._held) == _MOST_HELD else ""
+        self._held.clear()
+        return text
 
     def flush(self) -> str:
-        return self._taken(is_end=True)
-
-    def _taken(self, *, is_end: bool) -> str:
-        if len(self._window) == self._num_context:
+        if not self._held:
             return ""
-        text = self._decode(self._window)
-        if not is_end and text.endswith(_REPLACEMENT) and not text.endswith(_REPLACEMENT * _MOST_HELD):
-            return ""
-        if text.startswith(self._context_text):
-            added = text[len(self._context_text) :]
-        else:
-            added = self._decode(self._window[self._num_context :])
-        if added:
-            del self._window[: self._num_context]
-            text = self._decode(self._window)
-        self._num_context, self._context_text = len(self._window), text
-        return added
+        text = self._encoder.decode(self._held, skip_special_tokens=False)
+        self._held.clear()
+        self._stream = _new_stream()
+        return text
 
-    def _decode(self, ids: list[int]) -> str:
-        return self._encoder.decode(ids, skip_special_tokens=self._skip_special_tokens)
+
+def _new_stream() -> Any:
+    from tokenizers.decoders import DecodeStream
+
+    return DecodeStream(skip_special_tokens=False)
 
 
 def token_table(encoder: tokenizers.Tokenizer, special_ids: frozenset[int], vocab_size: int) -> TokenTable:
@@ -343,15 +304,13 @@ def token_table(encoder: tokenizers.Tokenizer, special_ids: frozenset[int], voca
     kind = settings.get("type")
     if kind == "ByteLevel":
         return ByteLevelTable(encoder, special_ids, vocab_size)
-    if kind in (None, "WordPiece", "Metaspace"):
-        return WordTable(encoder, special_ids, vocab_size)
     if kind == "Sequence":
         options = _byte_fallback_options(settings["decoders"])
         if options is not None:
             return ByteFallbackTable(encoder, special_ids, vocab_size, **options)
         if [step["type"] for step in settings["decoders"]] == ["ByteLevel"]:
             return ByteLevelTable(encoder, special_ids, vocab_size)
-    return WindowTable(encoder, special_ids, vocab_size)
+    return StreamedTable(encoder, special_ids, vocab_size)
 
 
 def _byte_fallback_options(steps: list[dict[str, Any]]) -> dict[str, Any] | None:
