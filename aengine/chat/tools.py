@@ -5,15 +5,15 @@ from __future__ import annotations
 import asyncio
 import difflib
 import inspect
+import json
 import re
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
 from ..errors import GrammarError, InvalidRequestError
-from ..params import shown
-from ..structured.schema import check_schema
-from ..structured.spec import plain_json
+from ..params import StructuredOutput, shown
+from ..structured.spec import spec_of
 
 __all__ = ["MAX_TOOLS", "Tool", "ToolChoice", "tools_of"]
 
@@ -295,8 +295,7 @@ def _object_schema(name: str, parameters: object) -> dict[str, Any]:
     if not isinstance(parameters, Mapping):
         raise _invalid(f"the parameters of the tool {name!r} must be a JSON schema (a dict), not {shown(parameters)}")
     try:
-        schema: dict[str, Any] = plain_json(parameters)
-        check_schema(schema)
+        schema: dict[str, Any] = json.loads(spec_of(StructuredOutput(json_schema=parameters)).text)  # checked once
     except GrammarError as error:
         raise GrammarError(f"the tool {name!r}: {error}", kind=error.kind, path=error.path) from None
     if not schema:
