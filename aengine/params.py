@@ -173,7 +173,7 @@ class SamplingParams:
     min_tokens: int = 0
     """No end-of-sequence or stop token is sampled before this many tokens."""
     temperature: float = DefaultFloat(1.0)
-    """>= 0; 0 is greedy: the likeliest token, whatever top_k, top_p and min_p say."""
+    """0, or 1e-10 to 10000; 0 is greedy: the likeliest token, whatever top_k, top_p and min_p say."""
     top_p: float = DefaultFloat(1.0)
     """Nucleus sampling, 0 < top_p <= 1: the smallest set of likeliest tokens whose probability reaches top_p.
     Holtzman et al. 2020, https://arxiv.org/abs/1904.09751."""
@@ -199,7 +199,7 @@ class SamplingParams:
     frequency_penalty: float = 0.0
     """-2 to 2: subtracted from a token's logit for each time that it was generated."""
     repetition_penalty: float = DefaultFloat(1.0)
-    """> 0: divides positive logits, and multiplies negative ones, of tokens in prompt or completion.
+    """0.0001 to 10000: divides positive logits, and multiplies negative ones, of tokens in prompt or completion.
     Keskar et al. 2019, https://arxiv.org/abs/1909.05858."""
     logit_bias: Mapping[int, float] = field(default_factory=dict)
     """Token id to a number added to its logit, -100 to 100; at most 1024 of them."""
@@ -295,6 +295,13 @@ def _logit_bias(param: str, value: object) -> dict[int, float]:
     return bias
 
 
+def _temperature(param: str, value: object) -> float:
+    """0, or what a float32 logit can be divided by without becoming infinite."""
+    wanted = "0, or a number from 1e-10 to 10000"
+    number = _number(param, value, 0, 1e4, wanted)
+    return number and _number(param, value, 1e-10, 1e4, wanted)
+
+
 def _boolean(param: str, value: object) -> bool:
     if not isinstance(value, bool):
         raise _fail(param, value, "True or False")
@@ -310,7 +317,7 @@ def _structured(param: str, value: object) -> StructuredOutput | None:
 _CHECKS: dict[str, Any] = {
     "max_tokens": lambda p, v: None if v is None else _integer(p, v, 1, _INT32_MAX, "an integer >= 1, or None"),
     "min_tokens": lambda p, v: _integer(p, v, 0, _INT32_MAX, "an integer >= 0"),
-    "temperature": lambda p, v: _number(p, v, 0, 1e4, "a number from 0 to 10000"),
+    "temperature": _temperature,
     "top_p": lambda p, v: _number(p, v, 0, 1, "a number above 0 and at most 1", open_low=True),
     "top_k": lambda p, v: max(0, _integer(p, v, -1, _INT32_MAX, "an integer >= 1, or 0 or -1 for all tokens")),
     "min_p": lambda p, v: _number(p, v, 0, 1, "a number from 0 to 1"),
@@ -321,7 +328,7 @@ _CHECKS: dict[str, Any] = {
     "include_stop_str_in_output": _boolean,
     "presence_penalty": lambda p, v: _number(p, v, -2, 2, "a number from -2 to 2"),
     "frequency_penalty": lambda p, v: _number(p, v, -2, 2, "a number from -2 to 2"),
-    "repetition_penalty": lambda p, v: _number(p, v, 0, 1e4, "a number above 0", open_low=True),
+    "repetition_penalty": lambda p, v: _number(p, v, 1e-4, 1e4, "a number from 0.0001 to 10000"),
     "logit_bias": _logit_bias,
     "logprobs": lambda p, v: (
         None

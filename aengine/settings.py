@@ -239,7 +239,7 @@ SAMPLING_SETTINGS = """\
         min_tokens: int = 0  (tokens)
             No end-of-sequence or stop token is sampled before this many tokens.
         temperature: float = 1.0
-            >= 0; 0 is greedy: the likeliest token, whatever top_k, top_p and min_p say.
+            0, or 1e-10 to 10000; 0 is greedy: the likeliest token, whatever top_k, top_p and min_p say.
         top_p: float = 1.0
             Nucleus sampling, 0 < top_p <= 1: the smallest set of likeliest tokens whose probability reaches
             top_p. Holtzman et al. 2020, https://arxiv.org/abs/1904.09751.
@@ -265,8 +265,8 @@ SAMPLING_SETTINGS = """\
         frequency_penalty: float = 0.0
             -2 to 2: subtracted from a token's logit for each time that it was generated.
         repetition_penalty: float = 1.0
-            > 0: divides positive logits, and multiplies negative ones, of tokens in prompt or completion.
-            Keskar et al. 2019, https://arxiv.org/abs/1909.05858.
+            0.0001 to 10000: divides positive logits, and multiplies negative ones, of tokens in prompt or
+            completion. Keskar et al. 2019, https://arxiv.org/abs/1909.05858.
         logit_bias: Mapping[int, float] = {}
             Token id to a number added to its logit, -100 to 100; at most 1024 of them.
         logprobs: int | None = None

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import asyncio
+import gc
 import json
 import random
 import re
+import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import pytest
@@ -337,3 +339,106 @@ async def test_terminate_tells_who_waits(make_engine: Make) -> None:
     done, pending = await asyncio.wait(tasks, timeout=10)
     assert not pending and all(isinstance(task.exception(), EngineClosedError) for task in done)
     await engine.aclose()
+
+
+# -- a chat is a request like any other before it is planned
+
+
+@pytest.fixture
+def slow_planning(monkeypatch: pytest.MonkeyPatch) -> Iterator[threading.Event]:
+    """Chats are planned once it is set."""
+    gate, plan = threading.Event(), chat_module.plan_chat
+    monkeypatch.setattr(chat_module, "plan_chat", lambda *args: (gate.wait(60), plan(*args))[1])
+    yield gate
+    gate.set()
+
+
+@pytest.mark.parametrize("how", ["abort", "abort_all", "close", "drop", "deadline"])
+async def test_a_chat_ends_while_it_is_planned(make_engine: Make, slow_planning: threading.Event, how: str) -> None:
+    async with make_engine() as engine:
+        deadline = 0.02 if how == "deadline" else None
+        stream = engine.stream_chat(HELLO, SHORT, tools=[add], request_id="chat", deadline=deadline)
+        assert engine.statistics().num_waiting == 1
+        if how == "abort":
+            assert engine.abort("chat") and not engine.abort("chat")
+        elif how == "abort_all":
+            assert engine.abort_all() == 1
+        elif how == "close":
+            await stream.aclose()
+        elif how == "drop":
+            del stream
+            gc.collect()
+            await settled(engine)
+        if how == "deadline":
+            with pytest.raises(DeadlineExceededError):
+                await stream.wait()
+        elif how != "drop":
+            assert [delta async for delta in stream] == []
+            assert stream.completion.finish_reason == "abort" and stream.message.content is None
+        await settled(engine)
+        assert not slow_planning.is_set()
+        again = engine.stream_chat(HELLO, SHORT.replace(max_tokens=3), request_id="chat")
+        slow_planning.set()
+        assert len((await again.wait()).token_ids) == 3
+        await settled(engine)
+        assert engine.statistics().generated_tokens == 3  # the first one did not come after all
+
+
+async def test_a_chat_waits_for_its_place_in_the_queue(make_engine: Make, slow_planning: threading.Event) -> None:
+    async with make_engine(max_num_queued_requests=1, admission="wait") as engine:
+        params = SHORT.replace(max_tokens=3)
+        first = engine.stream_chat(HELLO, params)
+        held = engine.stream_chat(HELLO, params, first_token_deadline=0.02)
+        late = engine.stream_chat(HELLO, params, request_id="late")
+        urgent = engine.stream_chat(HELLO, params, priority=-1)
+        assert engine.statistics().num_waiting == 4
+        with pytest.raises(DeadlineExceededError, match="waited for a place in the queue"):
+            await held.wait()
+        assert engine.abort("late") and engine.statistics().num_waiting == 2
+        assert (await late.wait()).finish_reason == "abort"
+        slow_planning.set()
+        for stream in (first, urgent):
+            assert len((await stream.wait()).token_ids) == 3
+        await settled(engine)
+
+
+@pytest.mark.parametrize("how", ["cancel", "abort", "deadline"])
+async def test_end_a_chat_at_every_await(make_engine: Make, how: str) -> None:
+    """After k turns of the loop, for every k until it ends by itself: while it is planned, compiled, decoded."""
+    async with make_engine() as engine:
+        any_token(engine, 3)
+        params = SHORT.replace(max_tokens=12)
+        await engine.chat(HELLO, params, tools=[add], output_type=Sum)  # the grammar is compiled
+        for turns in range(300):
+            chat = engine.chat(HELLO, params, tools=[add], output_type=Sum, request_id="chat", deadline=1000)
+            task = asyncio.create_task(chat)
+            for _ in range(turns):
+                await asyncio.sleep(0)
+            if task.done():
+                assert task.result().usage.completion_tokens > 0
+                break
+            if how == "abort" and engine.abort("chat"):
+                assert (await task).finish_reason == "abort"
+            elif how == "deadline" and turns and (request := engine._handle.core.admission._requests.get("chat")):
+                engine._handle.core.admission._expire(request, 1000.0)
+                with pytest.raises(DeadlineExceededError):
+                    await task
+            else:
+                task.cancel()
+                await asyncio.wait([task])
+            await settled(engine)
+        else:
+            pytest.fail("never ended by itself")
+
+
+async def test_messages_are_the_callers_own_again_at_once(make_engine: Make, slow_planning: threading.Event) -> None:
+    messages = [dict(HELLO[0])]
+    async with make_engine() as engine:
+        count = engine.tokenizer.count(messages)
+        stream = engine.stream_chat(messages, SHORT.replace(max_tokens=1))
+        plain = engine.stream(messages, SHORT.replace(max_tokens=1))
+        messages[0]["content"] = "x" * 100
+        messages.append({"role": "user", "content": "y"})
+        slow_planning.set()
+        for asked in (stream, plain):
+            assert (await asked.wait()).usage.prompt_tokens == count

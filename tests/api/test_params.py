@@ -62,6 +62,8 @@ BAD = [
     ("presence_penalty", 2.1),
     ("frequency_penalty", -2.1),
     ("repetition_penalty", 0),
+    ("repetition_penalty", 1e-39),  # logits would be infinite
+    ("temperature", 1e-39),
     ("logit_bias", {"a": 1}),
     ("logit_bias", {1: 101}),
     ("logit_bias", {-1: 1}),

@@ -139,9 +139,11 @@ async def test_a_matcher_that_fails_among_many_ends_its_request_alone(
 
     def failing(items: Any, *args: Any) -> Any:
         done = advance(items, *args)
+        if done is None:  # no row is filled yet
+            return None
         for row, (matcher, _) in enumerate(items):
-            if "z" in matcher._root.spec.text and len(matcher._token_ids) > 5:
-                return (done or {}) | {row: MatcherError("a bug")}
+            if "y-z" in matcher._root.grammar and len(matcher._token_ids) > 5:
+                return done | {row: MatcherError("a bug")}
         return done
 
     monkeypatch.setattr(LLGuidanceMatcher, "advance_group", staticmethod(failing))
@@ -154,6 +156,32 @@ async def test_a_matcher_that_fails_among_many_ends_its_request_alone(
         await settled(engine)
     assert all(re.fullmatch("[a-f]{30}", completion.text) for completion in results[:12])
     assert isinstance(results[12], InternalError) and "a bug" in str(results[12])
+
+
+@pytest.mark.parametrize("count", [1, 4])
+async def test_a_row_that_allows_nothing_ends_its_request_alone(
+    make_engine: Make, monkeypatch: pytest.MonkeyPatch, count: int
+) -> None:
+    """A bug of the host's: a bitmask that was not filled comes to the worker."""
+    fill_rows = BitmaskFiller._fill_rows
+
+    def forgetful(self: Any, jobs: Any, rows: Any, *args: Any) -> Any:
+        filled = fill_rows(self, jobs, rows, *args)
+        for row, job in enumerate(jobs):
+            if "y-z" in job.grammar.matcher._root.grammar and len(job.grammar.matcher._token_ids) > 5:
+                rows[row * self.row_bytes : (row + 1) * self.row_bytes] = bytes(self.row_bytes)
+        return filled
+
+    monkeypatch.setattr(BitmaskFiller, "_fill_rows", forgetful)
+    async with make_engine() as engine:
+        plain = engine.generate([1, 2, 3], SamplingParams(max_tokens=30, ignore_eos=True))
+        good = [engine.generate([i], constrained(regex="[a-f]{30}")) for i in range(count)]
+        bad = engine.generate([99], constrained(regex="[y-z]{30}"))
+        *others, failed = await asyncio.gather(plain, *good, bad, return_exceptions=True)
+        await settled(engine)
+    assert len(others[0].token_ids) == 30
+    assert all(re.fullmatch("[a-f]{30}", completion.text) for completion in others[1:])
+    assert isinstance(failed, InvalidRequestError) and "no token is left" in str(failed)
 
 
 @pytest.mark.parametrize("count", [1, 10])

@@ -9,6 +9,7 @@ import pytest
 import torch
 
 from aengine.kernels.bitmask import add_bits, apply_bitmask
+from aengine.kernels.gumbel import gumbel_sample
 
 
 @pytest.mark.parametrize("vocab_size", [1, 31, 32, 33, 1000])
@@ -37,3 +38,18 @@ def test_triton_against_the_reference(
     apply_bitmask(got, rows.to(triton_device), bits.to(triton_device))
     add_bits(logits, rows, bits)
     assert torch.equal(got.cpu(), logits)
+
+
+@pytest.mark.parametrize("temperature", [0.0, 0.7])
+def test_a_row_that_allows_nothing_shows_and_harms_no_other(
+    gen: torch.Generator, triton_device: torch.device, temperature: float
+) -> None:
+    """The sampler's check of it is -inf, and the other rows are those of a batch without it."""
+    logits = torch.randn(3, 100, generator=gen).to(triton_device)
+    columns = torch.full((3,), temperature), torch.tensor([7, 8, 9]), torch.tensor([1, 2, 3])
+    columns = tuple(column.to(triton_device) for column in columns)
+    alone, _ = gumbel_sample(logits.clone(), *columns)
+    apply_bitmask(logits, torch.tensor([1]).to(triton_device), torch.zeros(1, 16, dtype=torch.uint8).to(triton_device))
+    ids, checks = gumbel_sample(logits, *columns)
+    assert checks[1] == -torch.inf and checks[[0, 2]].isfinite().all()
+    assert torch.equal(ids[[0, 2]], alone[[0, 2]]) and 0 <= ids[1] < 100
