@@ -15,10 +15,10 @@ TORCH_INDEX ?= $(if $(NVIDIA_DRIVER),,https://download.pytorch.org/whl/cpu)
 PIP    := $(BIN)/python -m pip install -q --disable-pip-version-check -c constraints.txt
 
 .DEFAULT_GOAL := help
-.PHONY: help install run chat test check bench stress clean
+.PHONY: help install run chat test test-fast check bench stress clean
 
 help: ## this list
-	@grep -E '^[a-z]+:.*##' Makefile | sed -E 's/:.*## /\t/' | expand -t 12
+	@grep -E '^[a-z-]+:.*##' Makefile | sed -E 's/:.*## /\t/' | expand -t 12
 
 install: $(STAMP) ## set up .venv with everything, the embedded model included
 
@@ -41,6 +41,9 @@ chat: $(STAMP) ## a chat in the terminal
 
 test: $(STAMP) ## the tests, JOBS=2 at a time
 	$(BIN)/python -m pytest -n $(JOBS) --dist worksteal
+
+test-fast: $(STAMP) ## the tests that need no processes and no real model: under two minutes
+	$(BIN)/python -m pytest -q -n $(JOBS) --dist worksteal -m "not slow"
 
 check: $(STAMP) ## lint, types, architecture, and that every Python can install it
 	$(BIN)/ruff check .

@@ -1,4 +1,4 @@
-"""Shared by all tests: every async test runs on asyncio in debug mode and on uvloop, and may not block its loop."""
+"""Shared by all tests: loops (asyncio in debug mode, with I/O uvloop too), which no test may block, and seeds."""
 
 from __future__ import annotations
 
@@ -36,18 +36,35 @@ def _debug_loop() -> asyncio.AbstractEventLoop:
 LOOPS = {"asyncio-debug": _debug_loop, "uvloop": uvloop.new_event_loop}
 
 
+SLOW = {"adversity", "e2e", "gpu", "stress", "workers"}
+"""Folders that `make test-fast` leaves out: their tests start processes or load the real model."""
+WITH_IO = {"adversity", "ipc", "stress", "threads", "workers"}
+"""Folders whose tests wait for bytes, processes or threads, and so run on both loops."""
+WITH_IO_FILES = {
+    "test_async_llm.py",
+    "test_both_worlds.py",
+    "test_home.py",
+    "test_own_thread.py",
+    "test_own_thread_life.py",
+}
+
+
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """``gpu`` tests are skipped where there is none."""
-    if not HAS_GPU:
-        for item in items:
-            if item.get_closest_marker("gpu"):
-                item.add_marker(pytest.mark.skip(reason="needs a CUDA device"))
+    """Skip ``gpu`` tests where there is no GPU, and mark what is in a slow folder."""
+    for item in items:
+        if not HAS_GPU and item.get_closest_marker("gpu"):
+            item.add_marker(pytest.mark.skip(reason="needs a CUDA device"))
+        if SLOW.intersection(item.path.parts):
+            item.add_marker(pytest.mark.slow)
 
 
 def pytest_asyncio_loop_factories(config: pytest.Config, item: pytest.Item) -> dict:
-    if "e2e" in item.path.parts:  # what takes seconds runs on one of them
+    """Both loops where there is I/O; the fast one for what takes seconds; else the debug one, which finds more."""
+    if "e2e" in item.path.parts:
         return {"uvloop": LOOPS["uvloop"]}
-    return LOOPS
+    if WITH_IO.intersection(item.path.parts) or item.path.name in WITH_IO_FILES:
+        return LOOPS
+    return {"asyncio-debug": LOOPS["asyncio-debug"]}
 
 
 @pytest.fixture

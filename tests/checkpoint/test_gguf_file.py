@@ -93,6 +93,7 @@ def test_type_sizes_are_those_of_the_gguf_package() -> None:
         assert gguf.GGML_QUANT_SIZES[theirs] == (block_len, block_bytes)
 
 
+@pytest.mark.slow
 def test_smollm2_reads_as_with_the_gguf_package() -> None:
     assert_same_as_reader(smollm2_path())
 

@@ -176,6 +176,7 @@ def margins(
     return torch.where(temperature > 0, smallest, torch.inf)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("vocab_size", [3, BLOCK - 1, BLOCK, 20 * BLOCK + 7])
 @pytest.mark.parametrize("cut", [False, True])
 def test_triton_against_the_reference(
@@ -230,6 +231,7 @@ def test_triton_in_any_batch(rng: random.Random, gen: torch.Generator, triton_de
     assert torch.equal(gumbel_sample(*(column[order] for column in columns))[0], together[order])
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("vocab_size", [7, BLOCK + 44])
 def test_triton_distribution_is_softmax(
     rng: random.Random, gen: torch.Generator, triton_device: torch.device, vocab_size: int

@@ -97,6 +97,7 @@ def test_nan_stays_to_be_found() -> None:
     assert not logits[0, 1] < cutoff[0] and cutoff[1] == 2.0
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("vocab_size", [1, 9, 257, 6000])
 @pytest.mark.parametrize("spread", [0.01, 1.0, 5.0])
 def test_triton_against_naive(

@@ -179,6 +179,7 @@ def smollm2_reference(path: str, settings: dict[str, Any]) -> PreTrainedModel:
     return model
 
 
+@pytest.mark.slow
 def test_smollm2(rng: random.Random) -> None:
     """Logits of a prompt, then 32 greedy tokens, one by one through the paged cache."""
     source = source_of("smollm2-135m")

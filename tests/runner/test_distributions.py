@@ -186,6 +186,7 @@ def some_requests(rng: random.Random, count: int, vocab_size: int) -> list[NewRe
     return new
 
 
+@pytest.mark.slow
 def test_triton_kernels_sample_the_same(rng: random.Random, gen: torch.Generator) -> None:
     vocab_size, count = 600, 16
     requests = some_requests(rng, count, vocab_size)

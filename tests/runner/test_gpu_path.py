@@ -32,6 +32,7 @@ if TYPE_CHECKING:
 
 CPU = torch.device("cpu")
 NUM_BLOCKS, BLOCK_SIZE, MAX_LEN, MAX_SEQS = 32, 16, 96, 8
+pytestmark = pytest.mark.slow
 SHAPES = {
     "llama": {"attention_bias": True, "tie_word_embeddings": False},
     "mistral": {"sliding_window": 20},
