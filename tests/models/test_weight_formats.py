@@ -12,7 +12,7 @@ from typing import Any
 
 import pytest
 import torch
-from driver import CPU, Driver, build, load, source_of
+from driver import Driver, build, load, source_of
 from safetensors.torch import load_file, save_file
 
 from aengine.errors import ModelLoadError
@@ -189,4 +189,12 @@ def test_other_integers_are_refused(change: dict[str, Any], copied: Callable[...
     groups = {"group_0": {"targets": ["Linear"], "weights": CONFIG["config_groups"]["group_0"]["weights"] | change}}
     set_quantization(folder, {**CONFIG, "format": "pack-quantized", "config_groups": groups})
     with pytest.raises(ModelLoadError, match=r"compressed-tensors\).*16 or 32 bits"):
-        build(source_of(folder), "float32", CPU)
+        build(source_of(folder))
+
+
+def test_rotated_weights_are_refused(copied: Callable[..., Path]) -> None:
+    """Their activations would have to be rotated as well."""
+    folder = copied("llama")
+    set_quantization(folder, {**CONFIG, "format": "int-quantized", "transform_config": {"config_groups": {"u": {}}}})
+    with pytest.raises(ModelLoadError, match=r"compressed-tensors\).*16 or 32 bits"):
+        build(source_of(folder))

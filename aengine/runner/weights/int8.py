@@ -73,7 +73,12 @@ def read_int8(config: Mapping[str, Any]) -> Int8Format | None:
         return None
     kind = config.get("format")
     groups = config.get("config_groups")
-    if kind not in ("int-quantized", "pack-quantized") or not isinstance(groups, Mapping) or len(groups) != 1:
+    if (
+        kind not in ("int-quantized", "pack-quantized")
+        or config.get("transform_config")
+        or not isinstance(groups, Mapping)
+        or len(groups) != 1
+    ):
         return None
     (group,) = groups.values()
     weights = group.get("weights") or {}
