@@ -31,9 +31,10 @@ from ..threads.pools import run_in_thread
 from ..tokenizer.tokenizer import Tokenizer
 from .admission import Admission
 from .executor import Executor, ProcessExecutor
+from .grammar_gate import ALWAYS, IN_SMALL_BATCHES, Forcing
 from .preparation import Preparation
 from .recovery import RestartBudget
-from .step_loop import ALWAYS, IN_SMALL_BATCHES, Forcing, StepLoop
+from .step_loop import StepLoop
 from .user_request import Limits
 from .waiting_line import WaitingLine
 from .worker_control import Restart, WorkerControl

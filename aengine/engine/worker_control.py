@@ -95,7 +95,7 @@ class WorkerControl:
                 f"the only suspect: {error}"
             )
             blame.__cause__ = error
-            request.sink.mailbox.fail(blame)
+            request.sink.fail(blame)
         self.recovering, self.ready = None, ready
         logger.warning("the worker runs again after %.1f s; all requests go on", time.monotonic() - begun)
         return None

@@ -219,6 +219,10 @@ class ChoiceOutput:
             self.end(finish_reason)
         return stopped
 
+    def fail(self, error: BaseException) -> None:
+        """End the whole request, of which this is one completion, with an error. Idempotent."""
+        self.mailbox.fail(error)
+
     def end(self, reason: FinishReason) -> None:
         """End the completion: no token comes any more. Idempotent: the first reason counts."""
         if self.finish_reason is not None:

@@ -14,7 +14,7 @@ from pydantic import BaseModel, Field, TypeAdapter
 
 from aengine import AsyncLLM, SamplingParams, StructuredOutput
 from aengine.engine import core
-from aengine.engine.step_loop import Forcing
+from aengine.engine.grammar_gate import Forcing
 
 
 class Colour(enum.Enum):

@@ -1,0 +1,106 @@
+"""`Delivery`: from an answer's tokens to the sinks of the requests that they belong to, in turns of the host's loop."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import Coroutine
+from typing import Any
+
+from ..errors import EngineError, InternalError, InvalidRequestError, RequestError
+from ..ipc.messages import LogprobColumns, RowError
+from ..outputs import FinishReason, Logprob
+from ..scheduler.request import Request
+from ..scheduler.scheduler import Scheduler
+from ..structured.bitmasks import Filling
+
+__all__ = ["Delivery", "Logprobs", "Sampled", "logprobs_by_token", "request_error"]
+
+Sampled = list[tuple[Request, int, int]]
+"""Of each token of an answer: its request, its id, its place in the answer."""
+Logprobs = dict[int, tuple[Logprob, ...]]
+"""By the place of a token: its own first (with -1 for its id), then the likeliest."""
+
+_NO_LOGPROBS: tuple[Logprob, ...] = ()
+_TURN = 32
+"""Tokens delivered before the host's loop gets a turn: some 100 us of work, their consumers' included."""
+_TURN_BESIDE_FILL = 8
+"""The same while rows of bitmasks are filled, which may end sooner than expected."""
+
+
+class Delivery:
+    """Delivers for one step loop. Whom a stop string ends is taken out of the scheduler first, then told."""
+
+    def __init__(self, scheduler: Scheduler) -> None:
+        self._scheduler = scheduler
+
+    async def deliver_beside(
+        self,
+        filling: Filling,
+        going_on: Coroutine[Any, Any, EngineError | None],
+        sampled: Sampled,
+        logprobs: Logprobs,
+    ) -> EngineError | None:
+        """Deliver as many tokens as there is time for while rows are filled, and the others when the worker has all it
+        needs: ``going_on`` gives it that, and returns an error, if any, which is returned here.
+
+        Two threads that run Python take turns, and the one that fills would wait for all that the loop finds to do.
+        """
+        task = asyncio.get_running_loop().create_task(going_on, name="aengine-masks")
+        task.add_done_callback(lambda task: task.cancelled() or task.exception())  # seen, whoever else fails meanwhile
+        try:
+            until = await filling.free_until
+            start = 0
+            while start < len(sampled) and time.perf_counter() < until:
+                self._deliver(sampled[start : start + _TURN_BESIDE_FILL], logprobs)
+                start += _TURN_BESIDE_FILL
+                await asyncio.sleep(0)
+            failure = await task
+            await self.deliver_all(sampled[start:], logprobs)
+            return failure
+        finally:
+            if not task.done():
+                task.cancel()
+                await asyncio.wait([task])
+
+    async def deliver_all(self, sampled: Sampled, logprobs: Logprobs) -> None:
+        """Deliver these tokens, giving the host's loop a turn after every few."""
+        self._deliver(sampled[:_TURN], logprobs)
+        for start in range(_TURN, len(sampled), _TURN):
+            await asyncio.sleep(0)
+            self._deliver(sampled[start : start + _TURN], logprobs)
+
+    def _deliver(self, sampled: Sampled, logprobs: Logprobs) -> None:
+        for request, token_id, place in sampled:
+            sink, reason = request.sink, request.finish_reason
+            if sink.finish_reason is not None:  # its caller left while others got their turn
+                continue
+            if reason is not None and len(sink.token_ids) + 1 < request.num_output_tokens:
+                reason = None  # others of this answer follow
+            entry = logprobs.get(place, _NO_LOGPROBS) if logprobs else _NO_LOGPROBS
+            if sink.put(token_id, reason, _with_token(entry, token_id) if entry else entry):
+                self._scheduler.finish(request, FinishReason.STOP)
+                sink.end(FinishReason.STOP)
+
+
+def logprobs_by_token(columns: LogprobColumns) -> Logprobs:
+    """Read the columns of an answer, for `Delivery`."""
+    rows: Logprobs = {}
+    start = 0
+    for place, sampled, count in zip(columns.token_idx, columns.sampled, columns.counts, strict=True):
+        stop = start + count
+        likeliest = zip(columns.token_ids[start:stop], columns.values[start:stop], strict=True)
+        rows[place] = (Logprob(-1, sampled), *(Logprob(i, value) for i, value in likeliest))
+        start = stop
+    return rows
+
+
+def _with_token(entry: tuple[Logprob, ...], token_id: int) -> tuple[Logprob, ...]:
+    return (Logprob(token_id, entry[0].logprob), *entry[1:])
+
+
+def request_error(error: RowError) -> RequestError | EngineError:
+    """The error that a request which failed by itself on the worker raises in its caller."""
+    if error.type == "InvalidRequestError":
+        return InvalidRequestError(error.message)
+    return InternalError(error.message)

@@ -1,0 +1,145 @@
+"""`GrammarGate`: a step in which a grammar has a say does not sample before its bitmask has come.
+
+published ──> `step` ──begin──> rows are filled (loop or thread) ──send──> GRAMMAR frame; forced tokens are drafted
+"""
+
+from __future__ import annotations
+
+import asyncio
+from array import array
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+from ..errors import InternalError
+from ..ipc.messages import GrammarOutput, int32
+from ..scheduler.proposers import ForcedTokens, Proposer
+from ..scheduler.request import Request
+from ..scheduler.scheduler import Scheduler
+from ..scheduler.step import InFlightStep
+from ..structured.bitmasks import Filled, Filling, MaskJob
+from ..structured.service import GrammarService
+from .delivery import Sampled
+from .executor import Executor
+from .recovery import Watchdog
+
+__all__ = ["ALWAYS", "IN_SMALL_BATCHES", "Forcing", "GrammarGate", "Masks"]
+
+
+class Forcing(NamedTuple):
+    """When tokens that a grammar forces are drafted."""
+
+    most_rows: int  # with a grammar in the step: to ask for each what it forces takes some 10 us
+    least_tokens: float  # forced, a request of the step: below, the steps that are saved cost less than the odd one
+
+
+ALWAYS = Forcing(1 << 30, 0.0)
+IN_SMALL_BATCHES = Forcing(4, 2.0)
+"""On a GPU, where a step of several tokens a request is no decode graph, and takes about as long as two."""
+
+
+class Masks(NamedTuple):
+    """The bitmask of a step that waits for it, filled or being filled."""
+
+    step: InFlightStep
+    due: list[Request]  # of each job
+    batch_idx: array[int]  # of each row
+    rows: bytearray | memoryview
+    is_shared: bool  # the worker sees the rows
+    filled: Filled | Filling
+
+
+class GrammarGate:
+    """Keeps the step that waits for its bitmask, and sees to it that it gets one."""
+
+    def __init__(
+        self, scheduler: Scheduler, grammars: GrammarService | None, forcing: Forcing, watchdog: Watchdog
+    ) -> None:
+        self.step: InFlightStep | None = None  # published, and waits for its bitmask before it samples
+        self._scheduler = scheduler
+        self._grammars = grammars
+        self._forcing = forcing
+        self._watchdog = watchdog
+        self._proposer: Proposer = ForcedTokens()
+
+    def close_for(self, step: InFlightStep) -> None:
+        """Note that ``step`` was published, and waits. Requests whose rows take long are left out of the next ones."""
+        self.step = step
+        if len(step.batch) > 1:
+            for _, request in step.constrained():
+                if request.grammar is not None and request.grammar.is_slow:
+                    self._scheduler.pause(request)
+
+    def begin(self, executor: Executor) -> Masks | None:
+        """Begin to fill the bitmask of the step that waits for one, if all answers before it are known."""
+        step = self.step
+        if step is None or step is not self._scheduler.oldest_step:
+            return None
+        assert self._grammars is not None
+        due = [(i, request) for i, request in step.constrained() if request.finish_reason is None]
+        bitmasks = self._grammars.bitmasks
+        batch_idx_column = int32(i for i, _ in due)
+        if step.drafts:
+            batch_idx_column = int32(i for i, _ in due for _ in range(1 + len(step.drafts.get(i, ()))))
+        num_bytes = bitmasks.row_bytes * len(batch_idx_column)
+        shared = executor.bitmask(num_bytes)
+        rows = bytearray(num_bytes) if shared is None else shared
+        bitmasks.check_open()
+        # Nothing may fail from here on: tokens that are taken must come to the matchers, which outlive a worker.
+        jobs = []
+        wants_forced = len(due) <= self._forcing.most_rows
+        for batch_idx, request in due:
+            grammar = request.grammar
+            assert grammar is not None
+            drafts = step.drafts.get(batch_idx, ()) if step.drafts else ()
+            jobs.append(MaskJob(grammar, grammar.take_pending(), drafts, wants_forced and request.takes_drafts))
+        filled = bitmasks.fill(jobs, rows)
+        return Masks(step, [request for _, request in due], batch_idx_column, rows, shared is not None, filled)
+
+    async def send(self, masks: Masks, executor: Executor) -> None:
+        """Send a bitmask, and draft what its grammars force."""
+        filled = masks.filled if isinstance(masks.filled, Filled) else await self._filled(masks.filled)
+        for job, error in filled.failed.items():
+            failure = InternalError(f"the grammar of this request failed: {error}")
+            masks.due[job].sink.fail(failure)
+        self.step = None
+        bitmask = len(masks.rows) if masks.is_shared else masks.rows
+        await executor.send_grammar(GrammarOutput(masks.step.step_id, masks.batch_idx, bitmask))
+        if sum(map(len, filled.forced.values())) >= self._forcing.least_tokens * len(masks.step.batch):
+            for job, token_ids in filled.forced.items():
+                request = masks.due[job]
+                assert request.grammar is not None
+                request.grammar.forced = token_ids
+                self._scheduler.propose(request, self._proposer.propose(request))
+
+    async def _filled(self, filling: Filling) -> Filled:
+        """A grammar's row may take seconds, for which the worker is not to blame."""
+        self._watchdog.pause()
+        try:
+            return await filling.filled
+        finally:
+            self._watchdog.resume()
+
+    def note_tokens(self, sampled: Sampled) -> set[Request]:
+        """Note tokens for the grammars, whose matchers will accept them. Returns those paused whose next row is due."""
+        paused: set[Request] = set()
+        for request, token_id, _ in sampled:
+            grammar = request.grammar
+            if grammar is None:
+                continue
+            grammar.pending.append(token_id)
+            if request.is_paused and request.num_pending == 0 and request.finish_reason is None:
+                paused.add(request)
+        return paused
+
+    def fill_ahead(self, request: Request, when_filled: Callable[[], None]) -> None:
+        """Fill the next row of a request with a slow grammar, which is in no step meanwhile."""
+        assert self._grammars is not None and request.grammar is not None
+
+        def tell(row: asyncio.Future[Any]) -> None:
+            if not row.cancelled():
+                row.exception()  # whoever takes the row gets it
+            if request.finish_reason is None:
+                when_filled()
+
+        row = self._grammars.bitmasks.fill_ahead(request.grammar, lambda: request.finish_reason is None)
+        row.add_done_callback(tell)
