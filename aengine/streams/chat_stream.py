@@ -113,7 +113,8 @@ class ChatStream:
         self._tokenizer = tokenizer
         self._params = params
         self._answers: list[_Answer] = []  # none before there is a plan
-        self._texts: list[str] = []  # of the first answer, as far as its deltas have been read
+        self._is_json = False  # a JSON schema is the answer's shape
+        self._texts: list[str] = []  # of the first answer, if it is JSON, as far as its deltas have been read
         self._deltas: deque[Delta] = deque()
         self._is_read = False  # to its end, or it was closed
         self._has_ended = False  # by itself
@@ -145,7 +146,7 @@ class ChatStream:
                 self._begin()
                 self._deltas.extend(self._answers[token.index].read(token))
         delta = self._deltas.popleft()
-        if isinstance(delta, TextDelta) and delta.choice == 0:
+        if self._is_json and isinstance(delta, TextDelta) and delta.choice == 0:
             self._texts.append(delta.text)
         return delta
 
@@ -165,8 +166,7 @@ class ChatStream:
     def partial(self) -> Any:
         """What the answer's text, a JSON text, says so far, as `TokenStream.partial`; None: nothing yet, or no JSON was
         asked for."""
-        plan = self._plan
-        if plan is None or plan.shape is None or plan.shape.kind != "json_schema":
+        if not self._is_json:
             return None
         has_ended = self._has_ended and not self._deltas and self.completion.finish_reason is FinishReason.STOP
         return partial_json("".join(self._texts), has_ended=has_ended)
@@ -202,6 +202,7 @@ class ChatStream:
         """Be ready to read the answers, if they are planned."""
         plan = self._plan
         if not self._answers and plan is not None:
+            self._is_json = plan.shape is not None and plan.shape.kind == "json_schema"
             self._answers = [_Answer(i, plan, self._tokenizer, self._params) for i in range(self._params.n)]
 
     async def wait(self) -> ChatCompletion:
