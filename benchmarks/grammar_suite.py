@@ -162,7 +162,7 @@ class Suite:
 
     def _is_forced(self, matcher: Matcher) -> bool:
         """Whether the mask allows one token alone, and it is how the tokenizer writes a text that must come."""
-        forced = matcher.clone().forced_tokens()
+        forced = matcher.forced_tokens()
         return bool(forced) and self._allows(forced[0]) and int.from_bytes(self._mask.tobytes()).bit_count() == 1
 
 

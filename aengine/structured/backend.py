@@ -15,7 +15,6 @@ from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any, Protocol
 
 if TYPE_CHECKING:
-    from .compile_process import OnWait
     from .spec import GrammarSpec
 
 __all__ = [
@@ -24,10 +23,15 @@ __all__ = [
     "Compiled",
     "Matcher",
     "MatcherError",
+    "OnWait",
     "address_of",
     "advance_batch",
-    "fill_batch",
+    "note_failure",
+    "refused",
 ]
+
+OnWait = Callable[[bool], None]
+"""Told True when a compile begins to wait for a process to start, and False when it waits no more."""
 
 Bitmask = Any
 """int32 [rows, ceil(vocab_size / 32)], C-contiguous, writable, on the host."""
@@ -53,22 +57,8 @@ class Matcher(Protocol):
         MatcherError.
         """
 
-    def rollback(self, num_tokens: int) -> None:
-        """Undo the last ``num_tokens`` accepted. Raises MatcherError if there were fewer."""
-
     def forced_tokens(self) -> list[int]:
         """What must come next, if it is certain, as the tokenizer would write it; may be empty."""
-
-    def clone(self) -> Matcher:
-        """Another matcher at the same place."""
-
-    @property
-    def is_accepting(self) -> bool:
-        """Whether the text may end here."""
-
-    @property
-    def is_finished(self) -> bool:
-        """Whether end-of-sequence was accepted, or nothing else can come."""
 
 
 class Compiled(Protocol):
@@ -110,85 +100,55 @@ class Backend(Protocol):
         """Ends what it started. A compile in progress may fail; matchers stay usable."""
 
 
-def accept_one(matcher: Matcher, token_ids: Sequence[int]) -> int | MatcherError:
-    """`Matcher.accept`, whose error is returned."""
-    try:
-        return matcher.accept(token_ids)
-    except Exception as error:
-        return _matcher_error(error)
-
-
-def _matcher_error(error: Exception) -> MatcherError:
-    """Return ``error`` as what ends one request: a plug-in may raise anything."""
-    return error if isinstance(error, MatcherError) else MatcherError(f"{type(error).__name__}: {error}")
-
-
-def accept_batch(items: Sequence[tuple[Matcher, list[int]]]) -> list[int | MatcherError]:
-    """`Matcher.accept` for several requests, in several threads where the library can. A matcher that has refused a
-    token may be spoilt by it."""
-    kinds = {type(matcher) for matcher, _ in items}
-    accept_group = getattr(next(iter(kinds)), "accept_group", None) if len(kinds) == 1 else None
-    if accept_group is not None:
-        done: list[int | MatcherError] = accept_group(items)
-        return done
-    return [accept_one(matcher, token_ids) for matcher, token_ids in items]
-
-
-def fill_batch(items: Sequence[tuple[Matcher, int]], bitmask: Bitmask) -> dict[int, MatcherError]:
-    """`Matcher.fill` for several requests, in several threads where the library can.
-
-    Each item is a matcher and the row that is its own. Returns the rows that failed, with why; the others are filled.
-    Rows that are not listed stay as they were.
-    """
-    failed: dict[int, MatcherError] = {}
-    groups: dict[type, list[tuple[Any, int]]] = {}
-    for matcher, row in items:
-        groups.setdefault(type(matcher), []).append((matcher, row))
-    for kind, group in groups.items():
-        fill_group = getattr(kind, "fill_group", _one_by_one)
-        failed |= fill_group(group, bitmask)
-    return failed
-
-
 def advance_batch(
     items: Sequence[tuple[Matcher, list[int]]], bitmask: Bitmask, on_fill: Callable[[], None] = lambda: None
 ) -> dict[int, MatcherError]:
-    """Each matcher accepts its tokens, and then its row is filled, ``bitmask[i]`` for ``items[i]``.
+    """Let each matcher accept its tokens, and then fill its row, ``bitmask[i]`` for ``items[i]``.
 
-    ``on_fill`` is called in between: what is left is mostly done without the GIL. Returns the rows that failed, with
-    why: one whose tokens the grammar does not allow, too. The others are filled.
+    A class of matchers may have a static method ``advance_group(items, bitmask, on_fill)``, whose items are (row,
+    matcher, token ids), to do so in threads. ``on_fill`` is called in between: what is left is mostly done without the
+    GIL. Returns the rows that failed, with why; one whose tokens the grammar does not allow, too.
     """
-    kinds = {type(matcher) for matcher, _ in items}
-    advance_group = getattr(next(iter(kinds)), "advance_group", None) if len(kinds) == 1 else None
-    if advance_group is not None:
-        done: dict[int, MatcherError] | None = advance_group(items, bitmask, on_fill)
-        if done is not None:
-            return done
+    groups: dict[type, list[tuple[int, Any, list[int]]]] = {}
+    for row, (matcher, token_ids) in enumerate(items):
+        groups.setdefault(type(matcher), []).append((row, matcher, token_ids))
     failed: dict[int, MatcherError] = {}
-    due: list[tuple[Matcher, int]] = []
-    for row, ((matcher, token_ids), result) in enumerate(zip(items, accept_batch(items), strict=True)):
-        if isinstance(result, MatcherError):
-            failed[row] = result
-        elif result < len(token_ids):
-            failed[row] = refused(token_ids[result])
-        else:
-            due.append((matcher, row))
+    for kind, group in groups.items():
+        is_last = kind is next(reversed(groups))
+        advance_group = getattr(kind, "advance_group", _one_by_one)
+        failed |= advance_group(group, bitmask, on_fill if is_last else lambda: None)
+    return failed
+
+
+def _one_by_one(
+    items: Sequence[tuple[int, Matcher, list[int]]], bitmask: Bitmask, on_fill: Callable[[], None]
+) -> dict[int, MatcherError]:
+    def advance(row: int, matcher: Matcher, token_ids: list[int]) -> None:
+        accepted = matcher.accept(token_ids)
+        if accepted < len(token_ids):
+            raise refused(token_ids[accepted])
+        matcher.fill(bitmask, row)
+
     on_fill()
-    return failed | fill_batch(due, bitmask)
+    failed: dict[int, MatcherError] = {}
+    for row, matcher, token_ids in items:
+        note_failure(failed, row, advance, row, matcher, token_ids)
+    return failed
+
+
+def note_failure(failed: dict[int, MatcherError], row: int, function: Callable[..., object], *args: Any) -> None:
+    """Call ``function``, and note under ``row`` what it raises: a plug-in may raise anything."""
+    try:
+        function(*args)
+    except MatcherError as error:
+        failed[row] = error
+    except Exception as error:
+        failed[row] = MatcherError(f"{type(error).__name__}: {error}")
 
 
 def refused(token_id: int) -> MatcherError:
+    """Return the error of a token that the grammar does not allow."""
     return MatcherError(f"token {token_id} was sampled, which it does not allow here")
-
-
-def _one_by_one(items: Sequence[tuple[Matcher, int]], bitmask: Bitmask) -> dict[int, MatcherError]:
-    failed: dict[int, MatcherError] = {}
-    for matcher, row in items:
-        try:
-            matcher.fill(bitmask, row)
-        except Exception as error:
-            failed[row] = _matcher_error(error)
-    return failed
 
 
 def address_of(bitmask: Bitmask, rows: Sequence[int], row_bytes: int) -> tuple[int, memoryview]:

@@ -15,9 +15,9 @@ from collections.abc import Iterable, Iterator
 from typing import Any
 from urllib.parse import unquote
 
-from .yield_gil import breathe
+from ..threads.yield_gil import yield_gil
 
-__all__ = ["Path", "json_path", "pointed_at", "subschemas", "walk"]
+__all__ = ["Path", "json_path", "pointed_at", "relocated", "subschemas", "walk"]
 
 Path = tuple[str | int, ...]
 
@@ -38,7 +38,7 @@ _ONE = frozenset(
 )
 _LIST = frozenset(("allOf", "anyOf", "items", "oneOf", "prefixItems"))
 _NAMED = frozenset(("$defs", "definitions", "dependencies", "dependentSchemas", "patternProperties", "properties"))
-_BREATH = 32
+_YIELD_EVERY = 32
 _NAME = re.compile(r"[A-Za-z_$][\w$-]*")
 
 
@@ -79,8 +79,8 @@ def walk(root: object, at: Path = ()) -> Iterator[tuple[Path, Any]]:
         path, schema = stack.pop()
         yield path, schema
         num_walked += 1
-        if num_walked % _BREATH == 0:
-            breathe()
+        if num_walked % _YIELD_EVERY == 0:
+            yield_gil()
         stack.extend(reversed([(path + keys, member) for keys, member in subschemas(schema)]))
 
 
@@ -99,3 +99,36 @@ def pointed_at(root: object, ref: str) -> tuple[Path, Any] | None:
         value = value[key]
         path.append(key)
     return tuple(path), value
+
+
+_DATA = frozenset(("const", "default", "enum", "examples"))
+
+
+def relocated(schema: Any, to: str) -> Any:
+    """Return a copy of ``schema`` whose references to itself are right once it lies at the pointer ``to``.
+
+    A name of its own (``$id``, or ``id`` of draft 4) would give them another meaning, so it loses that.
+    """
+    if not isinstance(schema, dict):
+        return schema
+    names = {key: schema[key] for key in ("$id", "id") if isinstance(schema.get(key), str)}
+    own = next(iter(names.values()), "").rstrip("#")
+    return _with_references({k: v for k, v in schema.items() if k not in names}, to, own)
+
+
+def _with_references(part: Any, to: str, name: str, *, is_schema: bool = True) -> Any:
+    """Recurses: a schema is `plain_json`, so its depth is bounded. Parts under unknown keywords may be referred to."""
+    if isinstance(part, list):
+        return [_with_references(member, to, name, is_schema=is_schema) for member in part]
+    if not isinstance(part, dict):
+        return part
+    copy: dict[str, Any] = {}
+    for key, value in part.items():
+        if is_schema and key in _DATA:
+            copy[key] = value
+        elif is_schema and key == "$ref" and isinstance(value, str):
+            rest = value.removeprefix(name)
+            copy[key] = to + rest[1:] if rest[:2] in ("", "#", "#/") else value
+        else:
+            copy[key] = _with_references(value, to, name, is_schema=not (is_schema and key in _NAMED))
+    return copy

@@ -10,13 +10,11 @@ is nested a million deep, refers to itself, or is huge through shared parts, cos
 
 from __future__ import annotations
 
-import hashlib
+import functools
 import json
 import marshal
 import math
 import re
-import threading
-from collections import OrderedDict
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, Literal
@@ -24,9 +22,8 @@ from typing import Any, Literal
 from ..errors import GrammarError
 from ..params import StructuredOutput, is_unicode
 from .parts import Choice, Json, Part, Regex, leaves
-from .schema import COUNTS, MAX_OPTIONS, check_schema
-from .schema_walk import json_path, walk
-from .yield_gil import breathe
+from .schema_walk import json_path
+from ..threads.yield_gil import yield_gil
 
 __all__ = ["GrammarSpec", "Kind", "composed_of", "plain_json", "spec_of", "spec_of_part", "specs_by_origin"]
 
@@ -41,7 +38,7 @@ MAX_DEPTH = 128
 MAX_NUMBER_BITS = 4096
 """Of an integer. Python refuses to write one of more than 4300 digits, and no grammar needs one."""
 
-_BREATH = 64
+_YIELD_EVERY = 64
 """Members of a schema, walked in 0.06 ms, after which other threads get their turn. A step takes several turns."""
 
 _BRACKETS = re.compile(r'"(?:[^"\\]|\\.)*+"?|[\[{]|[\]}]', re.DOTALL)
@@ -132,66 +129,25 @@ def _kind_and_text(wanted: StructuredOutput) -> tuple[Kind, str]:
 
 
 def _schema_text(schema: Mapping[str, Any] | str | bool) -> str:
-    """The same schema comes with many requests: checked and written once."""
-    image = _image(schema)
-    if image is None:
-        return _checked_text(schema)
-    key = hashlib.blake2b(image).digest()
-    text = _texts.get(key)
-    if text is None:
-        text = _checked_text(schema)
-        _texts.add(key, text)
-    return text
-
-
-def _image(schema: Any) -> bytes | None:
-    """Bytes that only equal schemas (or texts) have; None for what is no plain data, or is nested too deeply."""
-    if isinstance(schema, str):
-        return b"text" + str.encode(schema, "utf-8", "surrogatepass")
+    """Return the canonical text. The same schema comes with many requests: it is checked and written once."""
     try:
         # Version 4 writes a part that is used often once, so a small schema has a small image. Which parts those are
         # may differ between equal schemas; then one is checked again.
-        return marshal.dumps(schema, 4)
-    except ValueError:
-        return None
+        image = marshal.dumps(schema, 4)
+    except ValueError:  # no plain data, or nested too deeply
+        return _checked_text(schema)
+    return _text_of_image(image) if len(image) <= MAX_JSON_BYTES else _checked_text(schema)
 
 
-class _Texts:
-    """Those used last, of four of the longest in all. Safe in threads."""
-
-    def __init__(self, max_bytes: int = 4 * MAX_JSON_BYTES) -> None:
-        self._max_bytes = max_bytes
-        self._num_bytes = 0
-        self._texts: OrderedDict[bytes, str] = OrderedDict()
-        self._lock = threading.Lock()
-
-    def get(self, key: bytes) -> str | None:
-        with self._lock:
-            text = self._texts.get(key)
-            if text is not None:
-                self._texts.move_to_end(key)
-            return text
-
-    def add(self, key: bytes, text: str) -> None:
-        size = len(key) + len(text)
-        with self._lock:
-            if key not in self._texts:
-                self._texts[key] = text
-                self._num_bytes += size
-            while self._num_bytes > self._max_bytes:
-                oldest, gone = self._texts.popitem(last=False)
-                self._num_bytes -= len(oldest) + len(gone)
-
-
-_texts = _Texts()
+@functools.lru_cache(maxsize=16)
+def _text_of_image(image: bytes) -> str:
+    return _checked_text(marshal.loads(image))
 
 
 def _checked_text(schema: Mapping[str, Any] | str | bool) -> str:
     value = plain_json(_read_json(schema) if isinstance(schema, str) else schema)
-    check_schema(value)
-    for _, part in walk(value):
-        if isinstance(part, dict):  # 2.0 is an integer in JSON schema, but not to the libraries
-            part.update({k: int(part[k]) for k in COUNTS if isinstance(part.get(k), float)})
+    if not isinstance(value, dict | bool):
+        raise GrammarError(f"a JSON schema is an object, true or false, not {value!r:.60}", kind="invalid", path="$")
     text = json.dumps(value, ensure_ascii=False, separators=(",", ":"))
     if len(text.encode()) > MAX_JSON_BYTES:
         raise _too_large("the JSON schema", MAX_JSON_BYTES)
@@ -214,8 +170,6 @@ def _read_json(text: str) -> object:
 
 
 def _choice_text(choice: Sequence[str]) -> str:
-    if len(choice) > MAX_OPTIONS:
-        raise GrammarError(f"choice has {len(choice)} options; at most {MAX_OPTIONS} can be used", kind="too_complex")
     seen: set[str] = set()
     for index, option in enumerate(choice):
         path = f"$[{index}]"
@@ -296,8 +250,8 @@ def plain_json(source: object) -> Any:
             continue
         key, value = member
         num_members += 1
-        if num_members % _BREATH == 0:
-            breathe()
+        if num_members % _YIELD_EVERY == 0:
+            yield_gil()
         size += _enter(key, levels) + (len(value) if isinstance(value, str) else 1)
         if size > MAX_JSON_BYTES:
             raise _too_large("the JSON schema", MAX_JSON_BYTES)

@@ -17,7 +17,7 @@ from aengine import AsyncLLM, Completion, InternalError, SamplingParams, Structu
 from aengine.engine import recovery
 from aengine.errors import DeadlineExceededError, EngineClosedError
 from aengine.ipc.messages import ModelRunnerOutput, SchedulerOutput, int32
-from aengine.structured.llguidance.backend import LLGuidanceMatcher
+from aengine.structured.llguidance.matcher import LLGuidanceMatcher
 
 Make = Callable[..., AsyncLLM]
 pytestmark = pytest.mark.usefixtures("no_blocking")

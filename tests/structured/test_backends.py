@@ -26,7 +26,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from aengine.errors import GrammarError
-from aengine.structured.backend import Backend, Matcher, MatcherError, fill_batch
+from aengine.structured.backend import Backend, Matcher, MatcherError, advance_batch
 from aengine.structured.backends import load_backend
 from aengine.structured.spec import GrammarSpec
 from aengine.tokenizer.tokenizer import Tokenizer
@@ -78,6 +78,7 @@ def test_mask_says_exactly_what_is_accepted(
     spec, right, _ = case
     matcher = matcher_of(backend, spec)
     words = backend.vocabulary  # type: ignore[attr-defined]
+    taken: list[int] = []
     for token_id in [*text_ids(tokenizer, right), None]:
         may = allowed(backend, matcher)
         complete = mask_is_complete(matcher)
@@ -88,8 +89,10 @@ def test_mask_says_exactly_what_is_accepted(
         for one, wanted in [(i, 1) for i in rng.sample(sorted(may), min(6, len(may)))] + [
             (i, 0) for i in rng.sample(others, 12) if complete
         ]:
-            assert matcher.clone().accept([one]) == wanted, f"{one} {words.token_bytes[one]!r}"
+            other = matcher_of(backend, spec)
+            assert other.accept([*taken, one]) == len(taken) + wanted, f"{one} {words.token_bytes[one]!r}"
         if token_id is not None:
+            taken.append(token_id)
             assert token_id in may or not complete
             assert matcher.accept([token_id]) == 1
 
@@ -103,13 +106,14 @@ def mask_is_complete(matcher: Matcher) -> bool:
 @settings(max_examples=25)
 @given(data=st.data())
 @pytest.mark.parametrize("words_name", ["tiny", "smollm2"])
-def test_random_walks_with_rollback(words_name: str, data: st.DataObject) -> None:
-    """At each step the mask is the same whether the place was reached straight or by going back; refusals change
-    nothing; what is allowed is accepted; what is forced is accepted."""
+def test_random_walks(words_name: str, data: st.DataObject) -> None:
+    """At each step the mask is the same whether masks were computed on the way or not; refusals change nothing; what is
+    allowed is accepted; what is forced is accepted."""
     backend = backend_of(words_name)
     words = vocabulary(words_name)
     spec = data.draw(st.sampled_from([spec for spec, _, _ in SPECS.values()]))
-    matcher = matcher_of(backend, spec)
+    compiled = backend.compile(spec)
+    matcher = compiled.matcher()
     taken: list[int] = []
     for _ in range(data.draw(st.integers(1, 12))):
         may = allowed(backend, matcher)
@@ -117,21 +121,16 @@ def test_random_walks_with_rollback(words_name: str, data: st.DataObject) -> Non
         if refused not in may and mask_is_complete(matcher):
             assert matcher.accept([refused]) == 0
             assert allowed(backend, matcher) == may
+        straight = compiled.matcher()
+        assert straight.accept(taken) == len(taken)
+        assert allowed(backend, straight) == may
         forced = matcher.forced_tokens()
-        assert matcher.clone().accept(forced) == len(forced)
-        token_id = data.draw(st.sampled_from(sorted(may)))
-        assert matcher.accept([token_id]) == 1
-        taken.append(token_id)
-        if token_id in words.eos_ids:
+        assert straight.accept(forced) == len(forced)
+        taken.append(data.draw(st.sampled_from(sorted(may))))
+        assert matcher.accept(taken[-1:]) == 1
+        if taken[-1] in words.eos_ids:
             assert matcher.is_finished
             break
-        if data.draw(st.booleans()):
-            back = data.draw(st.integers(0, len(taken)))
-            matcher.rollback(back)
-            del taken[len(taken) - back :]
-            straight = matcher_of(backend, spec)
-            assert straight.accept(taken) == len(taken)
-            assert allowed(backend, straight) == allowed(backend, matcher)
 
 
 def test_end_of_sequence_is_one_token(backend: Backend, tokenizer: Tokenizer) -> None:
@@ -144,29 +143,15 @@ def test_end_of_sequence_is_one_token(backend: Backend, tokenizer: Tokenizer) ->
     assert matcher.is_accepting
     assert allowed(backend, matcher) == ends
     assert matcher.accept(tokenizer.encode("b", False)) == 0
-    matcher.rollback(1)
-    assert not matcher.is_finished
-    assert matcher.is_accepting
-    assert matcher.accept(tokenizer.encode("b", False)) == 1
-    assert matcher.is_finished  # nothing but the end can come
-    assert allowed(backend, matcher) == ends
-    assert matcher.accept([max(ends)]) == 1
-    matcher.rollback(3)
-    assert allowed(backend, matcher) == allowed(backend, matcher_of(backend, GrammarSpec("regex", "ab?")))
+    closed = matcher_of(backend, GrammarSpec("regex", "ab?"))
+    assert closed.accept([*tokenizer.encode("ab", False)]) == len(tokenizer.encode("ab", False))
+    assert closed.is_finished  # nothing but the end can come
+    assert allowed(backend, closed) == ends
+    assert closed.accept([max(ends)]) == 1
 
 
 def vocabulary_ends(backend: Backend) -> tuple[int, ...]:
     return backend.vocabulary.eos_ids  # type: ignore[attr-defined, no-any-return]
-
-
-def test_end_after_a_closed_text_is_undone_alone(backend: Backend, tokenizer: Tokenizer) -> None:
-    schema = {"type": "object", "properties": {"a": {"const": 1}}, "required": ["a"], "additionalProperties": False}
-    matcher = matcher_of(backend, schema_spec(schema))
-    ids = [*tokenizer.encode('{"a": 1}', False), vocabulary_ends(backend)[0]]
-    assert matcher.accept(ids) == len(ids)
-    matcher.rollback(1)
-    assert allowed(backend, matcher) == set(vocabulary_ends(backend))
-    assert matcher.accept(ids[-1:]) == 1
 
 
 @pytest.mark.parametrize("wrong", [[-1], [10**6], [2**40], []])
@@ -177,52 +162,20 @@ def test_ids_that_do_not_exist_are_refused(backend: Backend, wrong: list[int]) -
     assert allowed(backend, matcher) == before
 
 
-def test_rollback_too_far_is_told_and_harms_nothing(backend: Backend, tokenizer: Tokenizer) -> None:
-    matcher = matcher_of(backend, GrammarSpec("regex", "[ab]*"))
-    assert matcher.accept(tokenizer.encode("a", False)) == 1
-    with pytest.raises(MatcherError, match="2 tokens"):
-        matcher.rollback(2)
-    assert accepts(matcher, tokenizer, "b")
-
-
-def test_clones_go_their_own_ways(backend: Backend, tokenizer: Tokenizer) -> None:
-    one = matcher_of(backend, GrammarSpec("choice", '["xa","xb"]'))
-    assert one.accept(tokenizer.encode("x", False)) == 1
-    other = one.clone()
-    assert accepts(one, tokenizer, "a")
-    assert not accepts(other.clone(), tokenizer, "c")
-    assert accepts(other, tokenizer, "b")
-    other.rollback(3)
-    assert other.accept(tokenizer.encode("x", False)) == 1
-
-
-def test_batch_fills_its_rows_and_no_other(backend: Backend, tokenizer: Tokenizer) -> None:
-    specs = [spec for spec, _, _ in SPECS.values()]
-    matchers = [matcher_of(backend, spec) for spec in specs]
-    ended = matcher_of(backend, GrammarSpec("regex", "a?"))
-    assert ended.accept([vocabulary_ends(backend)[0]]) == 1
-    matchers.append(ended)
-    mask = bitmask(backend, 2 * len(matchers))
-    mask[:] = 0x55555555
-    rows = [2 * i + 1 for i in range(len(matchers))]
-    assert fill_batch(list(zip(matchers, rows)), mask) == {}
-    for matcher, row in zip(matchers, rows):
-        assert set(allowed_by(mask[row])) == allowed(backend, matcher)
-        assert (mask[row - 1] == 0x55555555).all()
-    assert fill_batch([], mask) == {}
-
-
-def test_a_batch_is_the_same_in_threads() -> None:
+def test_a_batch_in_threads_is_as_one_by_one() -> None:
     from aengine.structured.llguidance.backend import LLGuidanceBackend
 
     backend = LLGuidanceBackend(vocabulary("smollm2"), fill_threads=2)
-    matchers = [matcher_of(backend, spec) for spec, _, _ in SPECS.values()] + [
-        matcher_of(backend, spec) for spec, _, _ in SPECS.values()
-    ]
+    matchers = [matcher_of(backend, spec) for spec, _, _ in SPECS.values()]
+    matchers += [matcher_of(backend, spec) for spec, _, _ in SPECS.values()]
+    ended = matcher_of(backend, GrammarSpec("regex", "a?"))
+    assert ended.accept([vocabulary_ends(backend)[0]]) == 1
+    matchers.append(ended)
     mask = bitmask(backend, len(matchers))
-    assert fill_batch([(m, i) for i, m in enumerate(matchers)], mask) == {}
+    assert advance_batch([(matcher, []) for matcher in matchers], mask) == {}
     for i, matcher in enumerate(matchers):
         assert set(allowed_by(mask[i])) == allowed(backend, matcher)
+    assert advance_batch([], mask) == {}
     backend.close()
 
 
@@ -314,7 +267,7 @@ def test_a_failed_matcher_says_so_and_the_others_go_on() -> None:
     mask = bitmask(backend, 2)
     try:
         assert bad.accept(start) == len(start)
-        failed = fill_batch([(bad, 0), (good, 1)], mask)
+        failed = advance_batch([(bad, []), (good, [])], mask)
         assert set(failed) == {0}
         assert isinstance(failed[0], MatcherError)
     except MatcherError as error:
@@ -324,7 +277,7 @@ def test_a_failed_matcher_says_so_and_the_others_go_on() -> None:
     with pytest.raises(MatcherError):
         bad.accept(start[:1])
     assert not bad.is_finished
-    assert fill_batch([(good, 1)], mask) == {}
+    assert advance_batch([(good, [])], mask) == {}
 
 
 # -- refusals

@@ -67,6 +67,15 @@ def test_what_needs_no_change_is_not_changed() -> None:
     assert make_readable(schema, relax=False) == () and schema == before
 
 
+def test_a_whole_number_is_an_integer_where_one_is_meant(letters: LLGuidanceBackend) -> None:
+    schema = {"type": "array", "items": {"type": "string", "maxLength": 2.0}, "minItems": 1e0}
+    grammar = compiled(letters, schema)
+    assert accepts(grammar, '["ab"]') and not accepts(grammar, '["abc"]') and not accepts(grammar, "[]")
+    with pytest.raises(GrammarError) as caught:
+        compiled(letters, {"type": "string", "maxLength": 2.5})
+    assert caught.value.path == "$.maxLength"
+
+
 @pytest.mark.parametrize("limit", [{}, True, {"type": "string"}])
 def test_keywords_that_say_nothing_are_no_fault(letters: LLGuidanceBackend, limit: Any) -> None:
     schema = {

@@ -1,4 +1,4 @@
-"""Python types as output types: every schema passes our check and compiles, and the answer comes back as the type."""
+"""Python types as output types: every schema compiles, and the answer comes back as the type."""
 
 from __future__ import annotations
 
@@ -18,13 +18,12 @@ from typing import Annotated, Any, Literal, NamedTuple
 
 import pydantic
 import pytest
-from pydantic import UUID4, AwareDatetime, BaseModel, ConfigDict, Field, HttpUrl, SecretStr, TypeAdapter
+from pydantic import UUID4, AwareDatetime, BaseModel, ConfigDict, Field, HttpUrl, SecretStr
 from typing_extensions import TypedDict
 
 from aengine import InvalidRequestError, StructuredOutput
 from aengine.structured.output_type import OutputType
 from aengine.structured.pydantic_schema import KNOWN_FORMATS
-from aengine.structured.schema import check_schema
 from aengine.structured.spec import spec_of
 
 
@@ -149,17 +148,10 @@ def refusal() -> Callable[[str], str]:
 @pytest.mark.parametrize(("wanted", "text", "value"), SAMPLES, ids=IDS)
 def test_to_a_schema_and_back(wanted: Any, text: str, value: Any, refusal: Callable[[str], str]) -> None:
     output = OutputType.of(wanted)
-    check_schema(output.schema)
     spec = spec_of(StructuredOutput(json_schema=output.schema))
     assert refusal(spec.text) == ""
     parsed, error = output.parse(text)
     assert error is None and parsed == value and type(parsed) is type(value)
-
-
-@pytest.mark.parametrize(("wanted", "text", "value"), SAMPLES, ids=IDS)
-def test_what_pydantic_writes_itself_passes_the_check(wanted: Any, text: str, value: Any) -> None:
-    for mode in ("validation", "serialization"):
-        check_schema(TypeAdapter(wanted).json_schema(mode=mode))
 
 
 @pytest.mark.parametrize(("wanted", "text", "value"), SAMPLES, ids=IDS)

@@ -4,6 +4,7 @@ Some of what a schema may say the library reads wrongly, or refuses for nothing:
 
 - Of ``{"exclusiveMinimum": 0, "maximum": 0.5}`` it would take 0, as wherever a whole number is the bound that is left
   out and the other bound is less than 1 away. Such a bound is moved by a trillionth.
+- 2.0 is no integer to it.
 - It knows neither ``uniqueItems`` nor ``propertyNames``: they are taken out where they say nothing.
 - Relaxed, it would count the properties only that are not named, so that ``{"a": 1}`` would not do. Such counts are
   left out, and so are patterns that it can't read, of which it would refuse the whole schema.
@@ -21,7 +22,10 @@ from ..schema_walk import Path, json_path, walk
 
 __all__ = ["json_options", "left_out_of", "make_readable", "needs_change", "readable_text", "unreadable"]
 
-_TELLING = re.compile(r'"(?:x-guidance|exclusiveM(?:in|ax)imum|uniqueItems|propertyNames)"')
+_TELLING = re.compile(
+    r'"(?:x-guidance|exclusiveM(?:in|ax)imum|uniqueItems|propertyNames)"|"m(?:in|ax)[LICP][a-z]+": ?[0-9]+[.eE]'
+)
+_COUNTS = [f"{bound}{what}" for bound in ("min", "max") for what in ("Length", "Items", "Contains", "Properties")]
 _TELLING_RELAXED = re.compile(r'"(?:m(?:in|ax)Properties|pattern)"')
 _NO_LIMIT: tuple[Any, ...] = ({}, True, {"type": "string"})
 _TRILLIONTH = 1e-12
@@ -83,6 +87,7 @@ def make_readable(schema: Any, *, relax: bool) -> tuple[str, ...]:
             del part["uniqueItems"]
         if "propertyNames" in part and part["propertyNames"] in _NO_LIMIT:
             del part["propertyNames"]
+        part.update({key: int(part[key]) for key in _COUNTS if _is_whole_float(part.get(key))})
         _move_bounds(part)
         if relax:
             left_out += _leave_out_counts(path, part)
@@ -114,6 +119,10 @@ def _move_bounds(part: dict[str, Any]) -> None:
 def _number(value: object) -> float:
     """NaN for what is none, which no comparison holds of."""
     return value if isinstance(value, int | float) and not isinstance(value, bool) else math.nan
+
+
+def _is_whole_float(value: object) -> bool:
+    return isinstance(value, float) and value.is_integer()
 
 
 def _is_whole(value: float) -> bool:

@@ -8,7 +8,7 @@ import llguidance
 
 from ...errors import GrammarError, InvalidRequestError
 from ..vocabulary import Vocabulary, in_turns, name_of
-from .errors import matcher_message
+from .faults import matcher_message
 
 __all__ = ["tokenizer_of"]
 

@@ -1,4 +1,4 @@
-"""`breathe`: let other threads have the GIL, in the midst of much Python.
+"""Lets other threads have the GIL, in the midst of much Python.
 
 A thread that computes keeps the GIL from the host's loop for 5 ms at a time, each time that the loop wants it.
 """
@@ -8,10 +8,10 @@ from __future__ import annotations
 import asyncio
 import time
 
-__all__ = ["breathe"]
+__all__ = ["yield_gil"]
 
 
-def breathe() -> None:
-    """Does nothing on a loop's own thread, which would only come to wait for whoever computes."""
+def yield_gil() -> None:
+    """Let others run. Does nothing on a loop's own thread, which would only come to wait for whoever computes."""
     if asyncio._get_running_loop() is None:
         time.sleep(0)

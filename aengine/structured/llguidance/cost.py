@@ -1,0 +1,152 @@
+"""Which grammars llguidance is sure to compile quickly, told from their structure by crude upper bounds.
+
+The others are tried in a process first, which costs that process and a second compile, so an error on that side costs
+little. The limits are measured: a pattern of 100,000 atoms takes 0.1 s and 40 MB, a constant of 200,000 letters 0.5 s,
+an object with 3,500 properties that may be left out 2 s, ``{"multipleOf": 99991}`` 0.5 s, an ``allOf`` of 20 patterns
+``.*a.*`` more than 6 GB, 900 ``patternProperties`` more than 6 s.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import re
+from collections.abc import Iterator
+from typing import Any
+
+from ..parts import Choice, Json, Part, Regex, leaves
+from ..spec import GrammarSpec
+
+__all__ = ["is_quick"]
+
+_MAX_LETTERS = 200_000
+_MAX_WEIGHT = 5_000
+"""Letters of a pattern, repeats counted."""
+_MAX_DIVISOR = 20_000
+"""Product of all ``multipleOf``: a state machine of that many states."""
+_MAX_PROPERTIES = 1_250
+"""Of one object."""
+_MAX_NAME_PATTERNS = 30
+"""``patternProperties`` of one object: each is compared with each."""
+_MAX_WIDTH = 50_000
+"""Ways in which patterns that may be intersected can go on at once."""
+_MAX_LOOSE = 6
+"""Operators of a pattern that is intersected with what a text may not begin with: states may double with each."""
+_MAX_GRAMMAR_LETTERS = 2_000
+_MAX_TERMINALS = 24
+"""Names of terminals in a grammar: a terminal of terminals of terminals may double with each."""
+
+_TELLING = re.compile(r'"(?:pattern|patternProperties|multipleOf)"')
+"""No JSON schema without one of these is at risk, unless it is long."""
+# A search holds the GIL until it ends, and callers write what is searched: no part gives back what it took.
+_COUNT = re.compile(r"(?P<again>(?<=[)}?*+]))?\{\s*+([0-9]*+)[\s,]*+([0-9]*+)\s*+\}")
+_VERBOSE = re.compile(r"\(\?[A-Za-wyz]*+x")
+_LOOSE = re.compile(r"[.*+?\[{|\\]")
+_NOT_PLAIN = re.compile(r"[&~%{]|::(?!=)")
+_TERMINAL = re.compile(r"\b_?[A-Z]")
+_JOINING = ("$ref", "$dynamicRef", "allOf", "anyOf", "oneOf", "if")
+_ANNOTATIONS = frozenset({"$comment", "$defs", "$id", "$schema", "default", "definitions", "description", "title"})
+
+
+def is_quick(spec: GrammarSpec) -> bool:
+    """Return whether the library takes no more than some 0.3 s. Takes microseconds for most schemas."""
+    if spec.root is not None:
+        return _are_quick(spec.root)
+    if len(spec.text) > _MAX_LETTERS:
+        return False
+    if spec.kind == "json_schema":
+        return _is_quick_schema(spec.text)
+    if spec.kind == "regex":
+        return _weight(spec.text) <= _MAX_WEIGHT
+    return spec.kind == "choice" or _is_plain_grammar(spec.text)
+
+
+def _are_quick(root: Part) -> bool:
+    num_letters = weight = 0.0
+    for leaf in leaves(root):
+        if isinstance(leaf, Json):
+            num_letters += len(leaf.schema)
+            if not _is_quick_schema(leaf.schema):
+                return False
+        elif isinstance(leaf, Choice):
+            num_letters += sum(map(len, leaf.options))
+        elif isinstance(leaf, Regex):
+            weight += _weight(leaf.pattern)
+            if leaf.not_first and len(_LOOSE.findall(leaf.pattern)) > _MAX_LOOSE:
+                return False
+    return num_letters <= _MAX_LETTERS and weight <= _MAX_WEIGHT
+
+
+def _is_plain_grammar(text: str) -> bool:
+    """Return whether a Lark or EBNF text is short, and has neither repeats, intersections nor schemas."""
+    if len(text) > _MAX_GRAMMAR_LETTERS or _NOT_PLAIN.search(text):
+        return False
+    return len(_TERMINAL.findall(text)) <= _MAX_TERMINALS
+
+
+def _weight(pattern: str) -> float:
+    """Return at least how many letters a regex has, repeats counted: a repeat of a group multiplies all of them."""
+    if _VERBOSE.search(pattern):
+        return math.inf  # its parts are not where they seem to be
+    letters, times = float(len(pattern)), 1.0
+    for count in _COUNT.finditer(pattern):
+        most = float(count[3] or count[2] or "1")
+        if count["again"] is not None:
+            times *= max(1.0, most)
+        else:
+            letters += most
+    return letters * times
+
+
+def _is_quick_schema(text: str) -> bool:
+    if not _TELLING.search(text) and text.count(":") <= _MAX_PROPERTIES:
+        return True
+    weight, divisor = 0.0, 1
+    joins = False  # schemas may be merged, and their patterns with them
+    patterns: set[str] = set()
+    try:
+        for part in _objects(json.loads(text)):
+            name_patterns = _mapping(part.get("patternProperties"))
+            if len(name_patterns) > _MAX_NAME_PATTERNS or len(_mapping(part.get("properties"))) > _MAX_PROPERTIES:
+                return False
+            patterns.update(name_patterns)
+            if isinstance(part.get("pattern"), str):
+                patterns.add(part["pattern"])
+            divisor = min(divisor * _divisor(part.get("multipleOf")), _MAX_DIVISOR + 1)
+            if any(keyword in part for keyword in _JOINING):
+                listed = part.get("allOf")
+                joins |= len(part.keys() - _ANNOTATIONS) > 1 or (isinstance(listed, list) and len(listed) > 1)
+    except (ValueError, RecursionError):
+        return False
+    weight = sum(map(_weight, patterns))
+    width = math.prod(map(_width, patterns)) if joins and len(patterns) > 1 else 1
+    return weight <= _MAX_WEIGHT and divisor <= _MAX_DIVISOR and width <= _MAX_WIDTH
+
+
+def _width(pattern: str) -> float:
+    """Return in how many ways a pattern can go on at once, at most, at its start."""
+    return 1.0 + len(re.findall(r"[|*+?{]", pattern)) + (not pattern.startswith("^"))
+
+
+def _divisor(number: object) -> int:
+    """Return the digits of a ``multipleOf``: 250 for 250, 25 for 0.25 (moving the point costs nothing)."""
+    if isinstance(number, bool) or not isinstance(number, int | float):
+        return 1
+    digits = re.sub(r"[^0-9]", "", repr(number).partition("e")[0])[:20]
+    return int(digits.strip("0") or 1) if isinstance(number, float) else int(digits or 1) or 1
+
+
+def _mapping(value: object) -> dict[str, Any]:
+    return value if isinstance(value, dict) else {}
+
+
+def _objects(value: Any) -> Iterator[dict[str, Any]]:
+    """Yield every object, wherever it is: "$ref" may point to any place."""
+    rest = [value]
+    while rest:
+        part = rest.pop()
+        if isinstance(part, dict):
+            yield part
+            rest += part.values()
+        elif isinstance(part, list):
+            rest += part
