@@ -12,11 +12,12 @@ the schema of such values.
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 from ..params import StructuredOutput
 from ..structured.parts import Json, Part, Regex, Repeat, any_of, seq
+from ..structured.schema_walk import relocated
 from ..structured.spec import spec_of
 from .formats import ID, Markers, ToolFormat
 from .tools import Tool
@@ -93,7 +94,7 @@ class Calls:
 
     def _as_json(self, example: Any, index: int) -> Part:
         definitions = {
-            f"arguments_{i}": _moved(json.loads(arguments.schema), f"#/$defs/arguments_{i}")
+            f"arguments_{i}": relocated(json.loads(arguments.schema), f"#/$defs/arguments_{i}")
             for i, arguments in enumerate(self._arguments)
         }
         is_group = bool(self.format.openings[index] + self.format.closing)  # one value with all calls in an array
@@ -123,36 +124,3 @@ class Calls:
 def _arguments_of(tool: Tool, relax: bool) -> Json:
     spec = spec_of(StructuredOutput(json_schema=tool.argument_schema))
     return Json(spec.text, f"the parameters of the tool {tool.name!r}", relax=relax)
-
-
-_DATA_KEYWORDS = frozenset({"const", "enum", "default", "examples"})
-_BY_NAME = frozenset({"properties", "patternProperties", "$defs", "definitions", "dependentSchemas"})
-
-
-def _moved(schema: Any, to: str) -> Any:
-    """Return the schema with its references to itself as they must be once it lies at ``to``.
-
-    A name of its own would give them another meaning, so it loses that.
-    """
-    if isinstance(schema, Mapping) and isinstance(schema.get("$id"), str):
-        name = schema["$id"].rstrip("#")
-        return _with_references({key: value for key, value in schema.items() if key != "$id"}, to, name)
-    return _with_references(schema, to, "")
-
-
-def _with_references(schema: Any, to: str, name: str) -> Any:
-    if isinstance(schema, list):
-        return [_with_references(item, to, name) for item in schema]
-    if not isinstance(schema, Mapping):
-        return schema
-    moved: dict[str, Any] = {}
-    for key, value in schema.items():
-        if key in _DATA_KEYWORDS:
-            moved[key] = value
-        elif key in _BY_NAME and isinstance(value, Mapping):
-            moved[key] = {member: _with_references(part, to, name) for member, part in value.items()}
-        elif key == "$ref" and isinstance(value, str) and value.removeprefix(name)[:2] in ("", "#", "#/"):
-            moved[key] = to + value.removeprefix(name)[1:]
-        else:
-            moved[key] = _with_references(value, to, name)
-    return moved

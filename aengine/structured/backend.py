@@ -57,6 +57,9 @@ class Matcher(Protocol):
         MatcherError.
         """
 
+    def rollback(self, num_tokens: int) -> None:
+        """Undo the last ``num_tokens`` accepted. Raises MatcherError if there were fewer."""
+
     def forced_tokens(self) -> list[int]:
         """What must come next, if it is certain, as the tokenizer would write it; may be empty."""
 

@@ -16,6 +16,7 @@ from __future__ import annotations
 import asyncio
 import math
 import time
+from collections import deque
 from collections.abc import Callable, Sequence
 from itertools import accumulate
 from typing import TYPE_CHECKING, NamedTuple
@@ -32,63 +33,58 @@ _FEW_ROWS = 4
 _SHORT_SECONDS = 0.0002
 """Rows that took no longer lately are filled on the loop: a thread's two turns take 100 us and more."""
 _SLOW_SECONDS = 0.004
-"""CPU time of a row from which it is filled ahead. Rows of ordinary schemas take 0.02 to 1.5 ms."""
-_SLOWNESS = 0.00005
-"""Seconds a row that others may lose to it: a twentieth of a GPU's step."""
-_MATCHER_SECONDS = 0.05
-"""CPU time that no matcher takes to be made: when a first row took longer, the next may, too."""
-_MOST_SLOWNESS = 0.001
-"""Forgotten after 150 rows that were quick."""
-_SURVEY_SECONDS = 0.006
-"""A batch of rows that took longer is followed by one whose rows are timed, one by one,"""
+"""CPU time of a row from which its grammar is filled ahead. Rows of ordinary schemas take 0.02 to 1.5 ms."""
+_SLOW_ROWS = 150
+"""A grammar is slow until so many rows were not: of 1,000 optional properties one row in 20 is."""
 _SURVEY_PERIOD = 1.0
-"""at most so often."""
-_MOST_GROWTH = 1.1
-"""What a fill is expected to take follows what it took: downwards at once, upwards so fast."""
+"""Seconds: a batch of rows that took `_SLOW_SECONDS` is followed by one whose rows are timed, at most so often."""
 
 
 class RequestGrammar:
-    """One request's place in its grammar, and the ids that it has got since."""
+    """Keeps one request's place in its grammar, and the ids that it has got since."""
 
-    __slots__ = ("_compiled", "_matcher", "_slowness", "ahead", "forced", "pending", "seconds")
+    __slots__ = ("_compiled", "_lately", "_matcher", "_num_slow_rows", "ahead", "forced", "pending")
 
     def __init__(self, compiled: Compiled) -> None:
         self._compiled = compiled
         self._matcher: Matcher | None = None
-        # What its rows take beyond _SLOW_SECONDS: seconds, the mean of some 50 rows.
-        self._slowness = _MOST_SLOWNESS if compiled.mask_seconds > _SLOW_SECONDS else 0.0
+        self._lately: deque[float] = deque(maxlen=4)  # seconds of the last rows
+        self._num_slow_rows = _SLOW_ROWS if compiled.mask_seconds > _SLOW_SECONDS else 0
         self.pending: list[int] = []  # committed, not yet accepted
         self.forced: list[int] = []  # what must come from the step in flight on, as far as it was looked for
-        self.seconds = math.inf  # what a row of it took lately, at the worst
         self.ahead: asyncio.Future[tuple[bytearray, Filled]] | None = None  # its next row, filled or being filled
 
     @property
+    def is_new(self) -> bool:
+        """Whether it has no matcher yet."""
+        return self._matcher is None
+
+    @property
     def matcher(self) -> Matcher:
-        """Made when first asked for, by the lane: it may take milliseconds."""
+        """Make the matcher when first asked for, by the lane: it may take milliseconds."""
         if self._matcher is None:
             self._matcher = self._compiled.matcher()
         return self._matcher
 
     def take_pending(self) -> list[int]:
-        """The ids to accept, for whoever sees to it that the matcher does."""
+        """Return the ids to accept, for whoever sees to it that the matcher does."""
         token_ids, self.pending = self.pending, []
         return token_ids
 
     @property
     def is_slow(self) -> bool:
         """Whether its rows take so long that nobody else should wait for them."""
-        return self._slowness > _SLOWNESS
+        return self._num_slow_rows > 0
 
-    def note_time(self, seconds: float, cpu_seconds: float, *, is_first: bool) -> None:
-        """What a row took, on the clock and of this thread. A first one, with its matcher, says little."""
-        if is_first:
-            self.seconds = 0.5
-            if cpu_seconds < _MATCHER_SECONDS:
-                return
-        else:
-            self.seconds = max(seconds, 0.8 * min(self.seconds, 0.002))
-        # A mean, as nobody can tell which will be the next slow one: of 1,000 optional properties it is one row in 20.
-        self._slowness = min(_MOST_SLOWNESS, 0.98 * self._slowness + 0.02 * max(0.0, cpu_seconds - _SLOW_SECONDS))
+    @property
+    def seconds(self) -> float:
+        """What a row took lately, at the worst; infinity while too few are known."""
+        return max(self._lately) if len(self._lately) == self._lately.maxlen else math.inf
+
+    def note_time(self, seconds: float, cpu_seconds: float) -> None:
+        """Note what a row took, on the clock and of this thread."""
+        self._lately.append(seconds)
+        self._num_slow_rows = _SLOW_ROWS if cpu_seconds > _SLOW_SECONDS else max(0, self._num_slow_rows - 1)
 
 
 class MaskJob(NamedTuple):
@@ -132,7 +128,7 @@ class BitmaskFiller:
         self._slow_lane = Lane("grammar-slow")
         self._is_surveying = False  # the next rows are timed one by one
         self._surveyed = -math.inf
-        self._expected_seconds = 0.001  # of a fill without the GIL
+        self._last_seconds = self._expected_seconds = 0.001  # of a fill without the GIL
         self._closed = False
 
     @property
@@ -242,8 +238,9 @@ class BitmaskFiller:
 
         filled = self._fill_rows(jobs, rows, note_fill)
         ended = time.perf_counter()
-        self._expected_seconds = min(ended - waited, _MOST_GROWTH * self._expected_seconds)
-        self._is_surveying = ended - begun > _SURVEY_SECONDS and ended - self._surveyed > _SURVEY_PERIOD
+        self._expected_seconds = min(ended - waited, self._last_seconds)  # one that took long says little of the next
+        self._last_seconds = ended - waited
+        self._is_surveying = ended - begun > _SLOW_SECONDS and ended - self._surveyed > _SURVEY_PERIOD
         return filled
 
     def _fill_one_by_one(self, jobs: Sequence[MaskJob], rows: memoryview | bytearray) -> Filled:
@@ -252,15 +249,15 @@ class BitmaskFiller:
         forced: dict[int, list[int]] = {}
         view = memoryview(rows)
         for place, (job, part) in enumerate(zip(jobs, self._parts(jobs), strict=True)):
-            is_first = job.grammar.seconds == math.inf and not job.token_ids
+            is_first = job.grammar.is_new
             begun, begun_cpu = time.perf_counter(), time.thread_time()
             one = self._fill_drafted(job, view[part]) if job.drafts else self._fill_rows([job], view[part])
             if one.failed:
                 failed[place] = one.failed[0]
             if one.forced:
                 forced[place] = one.forced[0]
-            seconds, cpu_seconds = time.perf_counter() - begun, time.thread_time() - begun_cpu
-            job.grammar.note_time(seconds, cpu_seconds, is_first=is_first)
+            if not is_first:  # making its matcher took most of it
+                job.grammar.note_time(time.perf_counter() - begun, time.thread_time() - begun_cpu)
         return Filled(failed, forced)
 
     def _fill_drafted(self, job: MaskJob, rows: memoryview) -> Filled:

@@ -212,22 +212,16 @@ class GrammarCompiler:
             return
         loop = asyncio.get_running_loop()
         work.job = functools.partial(_compile, loop, weakref.ref(self), backend, work)
+        num_slow = self._slow_pool.num_queued
         try:
-            self._check_slow_queue()
+            if num_slow >= max(1, self._max_queued // 2):  # quick ones would be refused for minutes otherwise
+                message = f"{num_slow} grammars that may take long are waiting to be compiled, the most allowed"
+                raise EngineOverloadedError(f"{message}: try again later", retry_after=self._timeout)
             self._submit(self._slow_pool, work.job)
         except EngineOverloadedError as error:
             self._num_queued -= 1
             self._forget(work)
             _settle_all(work, error)
-
-    def _check_slow_queue(self) -> None:
-        """Half of the places are left to quick grammars, which would be refused for minutes otherwise."""
-        num_slow = self._slow_pool.num_queued
-        if num_slow >= max(1, self._max_queued // 2):
-            raise EngineOverloadedError(
-                f"{num_slow} grammars that may take long are waiting to be compiled, the most allowed: try again later",
-                retry_after=self._timeout,
-            )
 
     def _begun(self, work: _Work) -> None:
         loop = asyncio.get_running_loop()

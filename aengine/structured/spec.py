@@ -21,9 +21,9 @@ from typing import Any, Literal
 
 from ..errors import GrammarError
 from ..params import StructuredOutput, is_unicode
+from ..threads.yield_gil import yield_gil
 from .parts import Choice, Json, Part, Regex, leaves
 from .schema_walk import json_path
-from ..threads.yield_gil import yield_gil
 
 __all__ = ["GrammarSpec", "Kind", "composed_of", "plain_json", "spec_of", "spec_of_part", "specs_by_origin"]
 
@@ -133,7 +133,7 @@ def _schema_text(schema: Mapping[str, Any] | str | bool) -> str:
     try:
         # Version 4 writes a part that is used often once, so a small schema has a small image. Which parts those are
         # may differ between equal schemas; then one is checked again.
-        image = marshal.dumps(schema, 4)
+        image = marshal.dumps(schema, 4)  # type: ignore[arg-type]
     except ValueError:  # no plain data, or nested too deeply
         return _checked_text(schema)
     return _text_of_image(image) if len(image) <= MAX_JSON_BYTES else _checked_text(schema)

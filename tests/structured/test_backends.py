@@ -107,8 +107,8 @@ def mask_is_complete(matcher: Matcher) -> bool:
 @given(data=st.data())
 @pytest.mark.parametrize("words_name", ["tiny", "smollm2"])
 def test_random_walks(words_name: str, data: st.DataObject) -> None:
-    """At each step the mask is the same whether masks were computed on the way or not; refusals change nothing; what is
-    allowed is accepted; what is forced is accepted."""
+    """At each step the mask is the same whether the place was reached straight or by going back; refusals change
+    nothing; what is allowed is accepted; what is forced is accepted."""
     backend = backend_of(words_name)
     words = vocabulary(words_name)
     spec = data.draw(st.sampled_from([spec for spec, _, _ in SPECS.values()]))
@@ -131,6 +131,10 @@ def test_random_walks(words_name: str, data: st.DataObject) -> None:
         if taken[-1] in words.eos_ids:
             assert matcher.is_finished
             break
+        if data.draw(st.booleans()):
+            back = data.draw(st.integers(0, len(taken)))
+            matcher.rollback(back)
+            del taken[len(taken) - back :]
 
 
 def test_end_of_sequence_is_one_token(backend: Backend, tokenizer: Tokenizer) -> None:
@@ -143,11 +147,18 @@ def test_end_of_sequence_is_one_token(backend: Backend, tokenizer: Tokenizer) ->
     assert matcher.is_accepting
     assert allowed(backend, matcher) == ends
     assert matcher.accept(tokenizer.encode("b", False)) == 0
-    closed = matcher_of(backend, GrammarSpec("regex", "ab?"))
-    assert closed.accept([*tokenizer.encode("ab", False)]) == len(tokenizer.encode("ab", False))
-    assert closed.is_finished  # nothing but the end can come
-    assert allowed(backend, closed) == ends
-    assert closed.accept([max(ends)]) == 1
+    matcher.rollback(1)
+    assert not matcher.is_finished
+    assert matcher.is_accepting
+    assert matcher.accept(tokenizer.encode("b", False)) == 1
+    assert matcher.is_finished  # nothing but the end can come
+    assert allowed(backend, matcher) == ends
+    assert matcher.accept([max(ends)]) == 1
+    matcher.rollback(3)
+    assert allowed(backend, matcher) == allowed(backend, matcher_of(backend, GrammarSpec("regex", "ab?")))
+    with pytest.raises(MatcherError, match="1 tokens"):
+        matcher.rollback(1)
+    assert accepts(matcher, tokenizer, "a")
 
 
 def vocabulary_ends(backend: Backend) -> tuple[int, ...]:

@@ -32,6 +32,9 @@ class Matcher:
             self.rest = self.rest[1:]
         return len(token_ids)
 
+    def rollback(self, num_tokens):
+        raise NotImplementedError
+
     def forced_tokens(self):
         return []
 

@@ -2,9 +2,11 @@
 
 The library's traps, and what is done about each (measured; versions 1.9):
 
-- `consume_token` of a wrong token makes its matcher useless for ever, and masks of such a matcher
-  say "only the end", silently. So tokens are tried, and the error state is looked at after each call.
-- End of sequence is counted in some states and not in others. So it is never given to the library: it is a flag here.
+- `consume_token` of a wrong token or a rollback too far makes its matcher useless for ever, and masks of such a matcher
+  say "only the end", silently. So tokens are tried, rollbacks are counted, and the error state is looked at after each
+  call.
+- End of sequence is counted by ``rollback`` in some states and not in others. So it is never given to the library: it
+  is a flag here.
 - Constructors don't raise, and limits may only be noticed by the first masks. So those are computed at compile time.
 - Consuming several tokens without masks between them runs out of the default lexer fuel, and so rejects right texts.
   Hence the higher `_limits`.

@@ -132,6 +132,19 @@ class LLGuidanceMatcher:
                 break
         return accepted
 
+    def rollback(self, num_tokens: int) -> None:
+        self._check()
+        num_accepted = len(self._token_ids) + self._ended
+        if not 0 <= num_tokens <= num_accepted:
+            raise MatcherError(f"can't undo {num_tokens} tokens: {num_accepted} were accepted")
+        if num_tokens and self._ended:
+            self._ended = False
+            num_tokens -= 1
+        if num_tokens:
+            self._inner.rollback(num_tokens)
+            del self._token_ids[-num_tokens:]
+            self._check()
+
     def forced_tokens(self) -> list[int]:
         if self._ended:
             return []
