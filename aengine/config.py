@@ -106,6 +106,8 @@ class EngineConfig:
     """Tokens in a KV block. None: the attention back end's default."""
     gpu_memory_utilization: float = 0.9
     """Share of the GPU's memory that the engine may use, weights and KV together."""
+    kv_cache_dtype: Literal["auto", "float32", "bfloat16", "float16"] = "auto"
+    """What keys and values are kept in. "auto": the dtype that the model computes in."""
     kv_cache_memory_bytes: int | None = None
     """Memory for the KV cache. None: what gpu_memory_utilization leaves; on a CPU a quarter of what is free, at most
     4 GiB."""
@@ -223,6 +225,10 @@ class EngineConfig:
             if isinstance(value, bool) or not isinstance(value, int) or not low <= value < 2**63:
                 wanted = f"an integer >= {low}, of at most 63 bits" + (", or None" if name in _OPTIONAL else "")
                 raise _wrong(name, value, wanted)
+        kept = self.kv_cache_dtype
+        if isinstance(kept, str) and kept.startswith("fp8"):
+            message = f"kv_cache_dtype={kept!r} is not supported yet: use 'auto', or 'bfloat16' to halve float32"
+            raise InvalidRequestError(message, param="kv_cache_dtype")
         for name, allowed in _ONE_OF.items():
             if getattr(self, name) not in allowed:
                 raise _wrong(name, getattr(self, name), "one of " + ", ".join(map(repr, allowed)))
@@ -279,6 +285,7 @@ _OPTIONAL = {"max_model_len", "max_num_batched_tokens", "block_size", "kv_cache_
 _ONE_OF: dict[str, tuple[str, ...]] = {
     "load_format": LOAD_FORMATS,
     "dtype": DTYPES,
+    "kv_cache_dtype": DTYPES,
     "attention_backend": ATTENTION_BACKENDS,
     "admission": ("error", "wait"),
     "generation_config": ("auto", "none"),

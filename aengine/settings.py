@@ -68,6 +68,8 @@ class Settings(TypedDict, total=False):
     """Tokens in a KV block. None: the attention back end's default. In tokens. Default: None."""
     gpu_memory_utilization: float
     """Share of the GPU's memory that the engine may use, weights and KV together. Default: 0.9."""
+    kv_cache_dtype: Literal["auto", "float32", "bfloat16", "float16"]
+    """What keys and values are kept in. "auto": the dtype that the model computes in. Default: "auto"."""
     kv_cache_memory_bytes: int | None
     """Memory for the KV cache. None: what gpu_memory_utilization leaves; on a CPU a quarter of what is free, at most 4
     GiB. In bytes. Default: None."""
@@ -174,6 +176,8 @@ ENGINE_SETTINGS = """\
             Tokens in a KV block. None: the attention back end's default.
         gpu_memory_utilization: float = 0.9  (share)
             Share of the GPU's memory that the engine may use, weights and KV together.
+        kv_cache_dtype: Literal["auto", "float32", "bfloat16", "float16"] = "auto"
+            What keys and values are kept in. "auto": the dtype that the model computes in.
         kv_cache_memory_bytes: int | None = None  (bytes)
             Memory for the KV cache. None: what gpu_memory_utilization leaves; on a CPU a quarter of what is
             free, at most 4 GiB.

@@ -29,6 +29,7 @@ from __future__ import annotations
 
 import math
 from array import array
+from bisect import bisect_right
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from enum import IntEnum
@@ -52,6 +53,7 @@ __all__ = [
     "RowError",
     "SchedulerOutput",
     "int32",
+    "kv_capacity",
     "pack",
     "unpack",
 ]
@@ -120,6 +122,16 @@ class KVCacheGroup:
         if not self.window:
             return needed
         return min(needed, -(-(self.window - 1 + step_tokens) // self.block_size) + 1)
+
+
+def kv_capacity(groups: Sequence[KVCacheGroup], num_blocks: int, most: int, step_tokens: int) -> int:
+    """The most tokens, up to ``most``, of which a request can be computed when it has ``num_blocks`` pages to itself
+    and is computed by at most ``step_tokens`` in a step."""
+
+    def needed(num_tokens: int) -> int:
+        return sum(group.most_blocks(num_tokens, step_tokens) for group in groups)
+
+    return bisect_right(range(1, most + 1), num_blocks, key=needed)
 
 
 @dataclass(slots=True)

@@ -21,11 +21,12 @@ from .paged_attention import decode_attention as attend_on_cpu
 __all__ = ["DecodeWorkspace", "decode_step_attention", "plan_decode"]
 
 
-def plan_decode(rows: Tensor, seq_lens: Tensor, workspace: DecodeWorkspace) -> Tensor:
+def plan_decode(rows: Tensor, seq_lens: Tensor, workspace: DecodeWorkspace, window: int | None = None) -> Tensor:
     """How the keys of n sequences are shared out: int32 [n + max_extra, PLAN_COLUMNS].
 
-    rows: int64 [n]; seq_lens: int32 [n], those of length 0 get one item, which does nothing. Between it and the
-    attention there must be a kernel that is not launched ahead of its predecessor's end (in a step: the lookup of the
+    rows: int64 [n]; seq_lens: int32 [n], those of length 0 get one item, which does nothing. With a ``window`` only the
+    last so many keys of a sequence are shared out: no program looks at what is before. Between it and the attention
+    there must be a kernel that is not launched ahead of its predecessor's end (in a step: the lookup of the
     embeddings), as the attention reads the plan before it waits (triton/launch.py).
     """
     assert seq_lens.dtype == torch.int32 and seq_lens.dim() == 1 and rows.shape == seq_lens.shape
@@ -33,14 +34,15 @@ def plan_decode(rows: Tensor, seq_lens: Tensor, workspace: DecodeWorkspace) -> T
     if uses_triton(seq_lens):
         from .triton import decode_plan as triton_op
 
-        return triton_op.plan_decode(rows, seq_lens, Sharing(least, extra))
+        return triton_op.plan_decode(rows, seq_lens, Sharing(least, extra), window)
     lens = seq_lens.long()
-    share = -(-int(lens.sum()) // extra)
+    num_keys = lens if window is None else lens.clamp(max=window)
+    share = -(-int(num_keys.sum()) // extra)
     chunk = max(least, -(-share // least) * least)
-    counts = (-(-lens // chunk)).clamp(min=1)
+    counts = (-(-num_keys // chunk)).clamp(min=1)
     seq = torch.arange(len(lens)).repeat_interleave(counts)
     first = (counts.cumsum(0) - counts)[seq]
-    begin = (torch.arange(len(seq)) - first) * chunk
+    begin = (lens - num_keys)[seq] + (torch.arange(len(seq)) - first) * chunk
     plan = torch.full((len(lens) + extra, PLAN_COLUMNS), -1, dtype=torch.int32)
     columns = (seq, rows[seq], lens[seq], begin, torch.minimum(begin + chunk, lens[seq]), first, counts[seq])
     plan[: len(seq), :7] = torch.stack(columns, 1).int()
@@ -72,7 +74,7 @@ def decode_step_attention(
         block_table: int32 [max_num_seqs, width], by row.
         rope: float32 [num_positions, head_dim]: cosines, then sines.
         q_norm, k_norm: [head_dim], or None.
-        window: tokens that a query looks back on, itself included.
+        window: tokens that a query looks back on, itself included; as the plan was made for.
         plan: of the sequences, lengths with the new token; of length 0 are those that pad: they get zeros, and write
             nothing.
         is_raw: False if q and k are rotated, and k and v in the cache, already.
@@ -93,7 +95,6 @@ def decode_step_attention(
             (q_norm, k_norm, eps),
             num_heads,
             scale,
-            window,
             plan,
             workspace,
             is_raw,
@@ -103,7 +104,7 @@ def decode_step_attention(
 
     if out is None:
         out = torch.zeros((n, num_heads * head_dim), dtype=qkv.dtype)
-    first = plan[(plan[:, 3] == 0) & (plan[:, 2] > 0)]  # of each sequence that is no padding
+    first = plan[(plan[:, 5] == torch.arange(len(plan))) & (plan[:, 2] > 0)]  # of each sequence that is no padding
     real, lens = first[:, 0].long(), first[:, 2]
     own, table = qkv[real], block_table[first[:, 1].long()]
     if is_raw:

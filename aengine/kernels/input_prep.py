@@ -26,7 +26,7 @@ def prepare_inputs(
     block_table: Tensor,
     idx_mapping: Tensor,
     num_scheduled_tokens: Tensor,
-    block_size: int,
+    block_sizes: Tensor,
     num_tokens: int,
 ) -> PreparedInputs:
     """Gather the batch: request i computes ``num_scheduled_tokens[i]`` tokens from where its row stands.
@@ -34,10 +34,11 @@ def prepare_inputs(
     Args:
         token_ids: int32 [max_num_seqs, max_model_len]
         num_computed_tokens: int32 [max_num_seqs]
-        block_table: int32 [max_num_seqs, max_blocks_per_seq]
+        block_table: int32 [num_groups, max_num_seqs, max_blocks_per_seq], of each KV group
         idx_mapping: int64 [num_reqs], the row of each request
         num_scheduled_tokens: int64 [num_reqs], each >= 1
-        num_tokens: their sum, which the caller knows without asking the device
+        block_sizes: int32 [num_groups], tokens in a block
+        num_tokens: the sum of ``num_scheduled_tokens``, which the caller knows without asking the device
 
     The Triton kernel takes padded batches, so that many have one shape: requests of row -1 and no tokens, and a
     ``num_tokens`` larger than the sum; the tokens past it get id 0, position 0 and slot -1.
@@ -48,7 +49,7 @@ def prepare_inputs(
         from .triton import input_prep as triton_op
 
         return triton_op.prepare_inputs(
-            token_ids, num_computed_tokens, block_table, idx_mapping, num_scheduled_tokens, block_size, num_tokens
+            token_ids, num_computed_tokens, block_table, idx_mapping, num_scheduled_tokens, block_sizes, num_tokens
         )
     num_reqs = idx_mapping.shape[0]
     first = num_computed_tokens.index_select(0, idx_mapping).long()
@@ -60,35 +61,49 @@ def prepare_inputs(
         # The token at place t of the batch is the (t - begin of its request)-th from where that request stands.
         positions = torch.arange(num_tokens) + (first - end + num_scheduled_tokens).index_select(0, request)
         rows = idx_mapping.index_select(0, request)
+    slots = [
+        table[rows, positions // size].long() * size + positions % size
+        for table, size in zip(block_table, block_sizes.tolist(), strict=True)
+    ]
     query_start_loc = torch.zeros(num_reqs + 1, dtype=torch.int32)
     query_start_loc[1:] = end
     return PreparedInputs(
         input_ids=token_ids[rows, positions].long(),
         positions=positions,
-        slot_mapping=block_table[rows, positions // block_size].long() * block_size + positions % block_size,
+        slot_mapping=torch.stack(slots) if len(slots) > 1 else slots[0][None],
         query_start_loc=query_start_loc,
         seq_lens=(first + num_scheduled_tokens).int(),
     )
 
 
 def gather_block_table(
-    block_table: Tensor, idx_mapping: Tensor, seq_lens: Tensor, block_size: int, width: int
+    block_table: Tensor,
+    idx_mapping: Tensor,
+    seq_lens: Tensor,
+    block_size: int,
+    width: int,
+    first: Tensor | None = None,
 ) -> Tensor:
-    """int32 [num_reqs, width]: the blocks of each request; past its own, its first one again.
+    """int32 [num_reqs, width]: the blocks of each request, from the ``first`` on; past its own, that one again.
 
     What a row holds there belongs to others by now. Attention gathers it under a mask, but a NaN times the mask's zero
     is a NaN: another request's must not come near.
 
     Args:
-        block_table: int32 [max_num_seqs, max_blocks_per_seq]
+        block_table: int32 [max_num_seqs, max_blocks_per_seq], of one KV group
         idx_mapping: int64 [num_reqs]
-        seq_lens: int32 [num_reqs], at most width * block_size
+        seq_lens: int32 [num_reqs], at most (first + width) * block_size
+        first: int64 [num_reqs], index of the first block that is wanted; None: all are
     """
     assert idx_mapping.dtype == torch.int64 and seq_lens.shape == idx_mapping.shape
     assert block_table.device.type == "cpu", "kernels on a GPU read the table itself"
-    blocks = block_table[:, :width].index_select(0, idx_mapping)
-    own = torch.arange(0, width * block_size, block_size) < seq_lens[:, None]
-    return torch.where(own, blocks, blocks[:, :1])
+    columns = torch.arange(width)
+    if first is None:
+        blocks = block_table[:, :width].index_select(0, idx_mapping)
+    else:
+        columns = columns + first[:, None]
+        blocks = block_table[idx_mapping[:, None], columns.clamp(max=block_table.shape[1] - 1)]
+    return torch.where(columns * block_size < seq_lens[:, None], blocks, blocks[:, :1])
 
 
 def append_tokens(token_ids: Tensor, num_tokens: Tensor, rows: Tensor, sampled: Tensor) -> None:

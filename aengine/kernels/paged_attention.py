@@ -41,6 +41,7 @@ def prefill_attention(
     num_kv_heads = kv_cache.shape[3]
     if seq_len > query_len:
         kv = kv_cache.index_select(0, block_ids).flatten(0, 1)[:seq_len]
+    kv = kv.to(q.dtype)
     groups = num_heads // num_kv_heads
     # Key-value heads as batch, the query heads of each as heads; keys are shared by a stride of 0, not copied.
     grouped = q.view(query_len, num_kv_heads, groups, head_dim).permute(1, 2, 0, 3)
@@ -77,7 +78,7 @@ def decode_attention(
     block_size, num_kv_heads = kv_cache.shape[1], kv_cache.shape[3]
     longest = max(seq_lens)
     num_blocks = -(-longest // block_size)
-    gathered = kv_cache.index_select(0, block_table[:, :num_blocks].reshape(-1))
+    gathered = kv_cache.index_select(0, block_table[:, :num_blocks].reshape(-1)).to(q.dtype)
     keys, values = gathered.view(num_seqs, num_blocks * block_size, 2, num_kv_heads, head_dim).unbind(2)
     mask = None
     if min(seq_lens) == longest and window is None:

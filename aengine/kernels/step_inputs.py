@@ -34,6 +34,6 @@ class PreparedInputs(NamedTuple):
 
     input_ids: Tensor  # int64 [num_tokens]
     positions: Tensor  # int64 [num_tokens], counted from the begin of the request
-    slot_mapping: Tensor  # int64 [num_tokens]: block id * block_size + offset in the block; -1: padding
+    slot_mapping: Tensor  # int64 [num_groups, num_tokens]: block id * block_size + offset in the block; -1: padding
     query_start_loc: Tensor  # int32 [num_reqs + 1]: request i has the tokens query_start_loc[i] to [i + 1]
     seq_lens: Tensor  # int32 [num_reqs]: tokens of a request in the KV cache, this step's included

@@ -1,43 +1,73 @@
-"""Which KV blocks each row owns: block_table[row, i] holds its tokens i * block_size to (i + 1) * block_size - 1."""
+"""Which KV blocks each row owns: table[group, row, i] holds its tokens i * block_size to (i + 1) * block_size - 1.
+
+Each KV group has its table, and its block size. Entries before a row's window are stale, or were never written: the
+host has given those blocks to others, and no kernel looks at them.
+"""
 
 from __future__ import annotations
 
 from array import array
+from collections.abc import Sequence
+from itertools import zip_longest
 
 import numpy as np
 import numpy.typing as npt
+import torch
 
 from ..errors import InternalError
+from ..ipc.messages import KVCacheGroup, NewRequest
 from .staged_writes import StagedArena
 
-__all__ = ["BlockTables"]
+__all__ = ["BlockTables", "table_shape"]
 
 Rows = npt.NDArray[np.int64]
 
 
-class BlockTables:
-    """The device table, and how long each row is. The host decides who gets which block; this only keeps the lists."""
+def table_shape(groups: Sequence[KVCacheGroup], max_num_seqs: int, max_model_len: int) -> tuple[int, int]:
+    """Of the arena's part for the tables of all groups, one below the other."""
+    return len(groups) * max_num_seqs, max(-(-max_model_len // group.block_size) for group in groups)
 
-    def __init__(self, arena: StagedArena, *, num_blocks: int, block_size: int) -> None:
+
+class BlockTables:
+    """The device tables, and how long each row is. The host decides who gets which block; this only keeps the lists."""
+
+    def __init__(self, arena: StagedArena, *, num_blocks: int, groups: Sequence[KVCacheGroup]) -> None:
         self._arena = arena
         self._num_blocks = num_blocks
-        self.block_size = block_size
-        self.table = arena.part("block_table")  # int32 [max_num_seqs, max_blocks_per_seq]
-        self._length = np.zeros(self.table.shape[0], dtype=np.int64)  # [max_num_seqs] blocks of each row
+        self.groups = tuple(groups)
+        part = arena.part("block_table")
+        self.table = part.view(len(groups), -1, part.shape[1])  # int32 [num_groups, max_num_seqs, max_blocks_per_seq]
+        sizes = [group.block_size for group in groups]
+        self.block_sizes = torch.tensor(sizes, dtype=torch.int32, device=part.device)  # [num_groups]
+        self._num_rows = self.table.shape[1]
+        self._length = np.zeros((len(groups), self._num_rows), dtype=np.int64)  # blocks up to each row's last one
         self._fresh: list[int] = []  # given to someone since take_fresh, and holding what their last owner left
 
-    def replace(self, row: int, block_ids: array[int], num_computed_tokens: int) -> None:
-        """A new request's blocks, of which the first hold ``num_computed_tokens`` tokens already."""
-        self._length[row] = 0
-        self._append(row, np.array(block_ids, dtype=np.int32))
-        self._fresh.extend(block_ids[-(-num_computed_tokens // self.block_size) :])
+    def replace(self, request: NewRequest) -> None:
+        """A new request's blocks, of which the first hold its computed tokens already."""
+        row, block_ids = request.req_idx, request.block_ids
+        spans = request.block_spans or (0, len(block_ids))
+        if len(spans) != 2 * len(self.groups):
+            raise InternalError(f"row {row} was given blocks of {len(spans) // 2} groups, not {len(self.groups)}")
+        start = 0
+        for i, group in enumerate(self.groups):
+            begin, count = spans[2 * i : 2 * i + 2]
+            own = block_ids[start : start + count]
+            self._length[i, row] = begin
+            self._append(i, row, np.array(own, dtype=np.int32))
+            self._fresh.extend(own[max(0, -(-request.num_computed_tokens // group.block_size) - begin) :])
+            start += count
 
-    def append(self, rows: array[int], block_ids: array[int]) -> None:
-        """One more block for each of ``rows``; a row that gets several is there several times."""
-        for row, block_id in zip(rows, block_ids, strict=True):
-            if not 0 <= row < len(self._length):
-                raise InternalError(f"a block for row {row}, but there are {len(self._length)} rows")
-            self._append(row, np.array([block_id], dtype=np.int32))
+    def append(self, rows: array[int], block_ids: array[int], groups: array[int]) -> None:
+        """One more block for each of ``rows``, in the table of the group beside it (none named: the first); a row that
+        gets several is there several times."""
+        for row, block_id, group in zip_longest(rows, block_ids, groups, fillvalue=0):
+            if not 0 <= row < self._num_rows or not 0 <= group < len(self.groups):
+                raise InternalError(
+                    f"a block for row {row} of group {group}, but there are {self._num_rows} rows and "
+                    f"{len(self.groups)} groups"
+                )
+            self._append(group, row, np.array([block_id], dtype=np.int32))
         self._fresh.extend(block_ids)
 
     def take_fresh(self) -> Rows:
@@ -47,18 +77,19 @@ class BlockTables:
 
     def check_room(self, rows: Rows, seq_lens: Rows) -> None:
         """Raise InternalError if a row's tokens would pass its blocks: they would land in another request's KV."""
-        short = seq_lens > self._length[rows] * self.block_size
-        if short.any():
-            row, need = int(rows[short][0]), int(seq_lens[short][0])
-            raise InternalError(
-                f"row {row} needs room for {need} tokens, but has {self._length[row]} blocks of {self.block_size}"
-            )
+        for length, group in zip(self._length, self.groups, strict=True):
+            short = seq_lens > length[rows] * group.block_size
+            if short.any():
+                row, need = int(rows[short][0]), int(seq_lens[short][0])
+                raise InternalError(
+                    f"row {row} needs room for {need} tokens, but has {length[row]} blocks of {group.block_size}"
+                )
 
-    def _append(self, row: int, block_ids: npt.NDArray[np.int32]) -> None:
-        end = int(self._length[row]) + len(block_ids)
-        if end > self.table.shape[1]:
-            raise InternalError(f"row {row} would have {end} blocks, but a row holds {self.table.shape[1]}")
+    def _append(self, group: int, row: int, block_ids: npt.NDArray[np.int32]) -> None:
+        end = int(self._length[group, row]) + len(block_ids)
+        if end > self.table.shape[2]:
+            raise InternalError(f"row {row} would have {end} blocks, but a row holds {self.table.shape[2]}")
         if len(block_ids) and not 0 <= block_ids.min() <= block_ids.max() < self._num_blocks:
             raise InternalError(f"row {row} was given a block outside 0 to {self._num_blocks - 1}")
-        self._arena.stage("block_table", row, end - len(block_ids), block_ids)
-        self._length[row] = end
+        self._arena.stage("block_table", group * self._num_rows + row, end - len(block_ids), block_ids)
+        self._length[group, row] = end

@@ -10,10 +10,11 @@ from dataclasses import dataclass
 
 import numpy as np
 import numpy.typing as npt
+import torch
 from torch import Tensor
 
 from ..errors import InternalError
-from ..ipc.messages import GrammarOutput, SchedulerOutput
+from ..ipc.messages import GrammarOutput, KVCacheGroup, SchedulerOutput
 from ..kernels.dispatch import uses_triton
 from ..kernels.input_prep import PreparedInputs, gather_block_table, prepare_inputs
 from .block_tables import BlockTables
@@ -109,14 +110,36 @@ class BatchPlan:
 
 
 @dataclass(slots=True)
+class GroupBatch:
+    """The blocks of a batch in one KV group, from the first that any query of this step looks at."""
+
+    block_table: Tensor  # int32 [num_reqs, width]; past a request's own blocks, the first of them again
+    seq_lens: Rows  # host [num_reqs]: tokens in those blocks, this step's included
+
+    @classmethod
+    def gather(
+        cls, plan: BatchPlan, group: KVCacheGroup, table: Tensor, idx_mapping: Tensor, seq_lens: Tensor
+    ) -> GroupBatch:
+        """``seq_lens``: int32 [num_reqs], on the CPU; the plan's may be upper bounds."""
+        size, lens = group.block_size, seq_lens.numpy().astype(np.int64)
+        if not group.window:
+            width = -(-int(lens.max()) // size)
+            return cls(gather_block_table(table, idx_mapping, seq_lens, size, width), lens)
+        first = np.maximum(lens - plan.query_lens - group.window + 1, 0) // size
+        left = lens - first * size
+        width = -(-int(left.max()) // size)
+        return cls(gather_block_table(table, idx_mapping, seq_lens, size, width, torch.from_numpy(first)), left)
+
+
+@dataclass(slots=True)
 class InputBatch:
     """The requests of a step, decodes first. Tensors are on the device; "host" marks numpy."""
 
     plan: BatchPlan
     idx_mapping: Tensor  # int64 [num_reqs]: rows
     inputs: PreparedInputs
-    block_table: Tensor  # int32 [num_reqs, ceil(max_seq_len / block_size)]; past a request's own, its first.
-    # Where the Triton kernels run: the persistent table [max_num_seqs, max_blocks_per_seq], read by idx_mapping.
+    block_table: Tensor  # int32 [num_groups, max_num_seqs, max_blocks_per_seq], the persistent one, by idx_mapping
+    groups: list[GroupBatch]  # of each KV group; empty where the Triton kernels run, which read the table itself
 
     @property
     def num_reqs(self) -> int:
@@ -133,18 +156,19 @@ class InputBatch:
             tables.table,
             idx_mapping,
             columns[1],
-            tables.block_size,
+            tables.block_sizes,
             plan.num_tokens,
         )
-        table = tables.table
-        if not uses_triton(table):
-            width = -(-int(plan.seq_lens.max()) // tables.block_size)
-            table = gather_block_table(table, idx_mapping, inputs.seq_lens, tables.block_size, width)
+        groups: list[GroupBatch] = []
+        if not uses_triton(tables.table):
+            for group, table in zip(tables.groups, tables.table, strict=True):
+                groups.append(GroupBatch.gather(plan, group, table, idx_mapping, inputs.seq_lens))
         return cls(
             plan=plan,
             idx_mapping=idx_mapping,
             inputs=inputs,
-            block_table=table,
+            block_table=tables.table,
+            groups=groups,
         )
 
 

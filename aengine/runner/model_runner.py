@@ -23,10 +23,10 @@ import torch
 from torch import Tensor
 
 from ..errors import InternalError
-from ..ipc.messages import GrammarOutput, NewRequest, RowError, SchedulerOutput
+from ..ipc.messages import GrammarOutput, KVCacheGroup, NewRequest, RowError, SchedulerOutput
 from ..kernels.input_prep import PreparedInputs
 from .async_output import AsyncOutput, DeviceOutput, OutputCopier, Published
-from .block_tables import BlockTables
+from .block_tables import BlockTables, table_shape
 from .graphs.batch_graphs import BatchGraphs
 from .graphs.cuda_graphs import CudaGraphManager, DecodeStep, GraphKind
 from .input_batch import BatchPlan, InputBatch, SampleBatch
@@ -62,7 +62,7 @@ class KvMemory(Protocol):
 
     def bind_decode(self, rows: Tensor, seq_lens: Tensor, block_table: Tensor) -> Any:
         """The same for a step of one token each, over memory that graphs replay: rows int64 [n], -1 for padding;
-        seq_lens int32 [n]; block_table int32 [max_num_seqs, width], by row."""
+        seq_lens int32 [n]; block_table int32 [num_groups, max_num_seqs, width], by KV group and row."""
 
     def bind_batch(self, inputs: PreparedInputs, rows: Tensor, block_table: Tensor) -> Any:
         """The same for any batch, padded; rows as above."""
@@ -99,7 +99,7 @@ class ModelRunner:
         max_num_seqs: int,
         max_model_len: int,
         num_blocks: int,
-        block_size: int,
+        kv_groups: Sequence[KVCacheGroup],
         platform: Platform,
         graph_sizes: list[int] | None = None,
         max_graph_tokens: int = 0,
@@ -120,12 +120,12 @@ class ModelRunner:
             {
                 "scalars": (max_num_seqs, SCALAR_WORDS),
                 "token_ids": (max_num_seqs, max_model_len),
-                "block_table": (max_num_seqs, -(-max_model_len // block_size)),
+                "block_table": table_shape(kv_groups, max_num_seqs, max_model_len),
             },
             platform.device,
         )
         self.requests = RequestState(self._arena)
-        self.tables = BlockTables(self._arena, num_blocks=num_blocks, block_size=block_size)
+        self.tables = BlockTables(self._arena, num_blocks=num_blocks, groups=kv_groups)
         self._bitmasks = HostBitmasks(4 * ((vocab_size + 31) // 32))
         self._sampler = Sampler(self.requests, vocab_size, self._bitmasks)
         self._row_faults: dict[int, tuple[str, str]] = {}  # row: type and message of what is wrong with its request
@@ -360,8 +360,8 @@ class ModelRunner:
                 self._row_faults[request.req_idx] = ("InvalidRequestError", fault)
             self.requests.add_request(request)
             self._sampler.add_request(request)
-            self.tables.replace(request.req_idx, request.block_ids, request.num_computed_tokens)
-        self.tables.append(out.block_rows, out.block_ids)
+            self.tables.replace(request)
+        self.tables.append(out.block_rows, out.block_ids, out.block_groups)
         fresh = self.tables.take_fresh()
         if len(fresh) and self._kv_memory.clears_blocks:
             self._kv_memory.clear_blocks(to_device(fresh, self.requests.token_ids.device))

@@ -31,7 +31,7 @@ from bisect import bisect_right
 from collections.abc import Iterable, Sequence
 from hashlib import blake2b
 
-from ..ipc.messages import KVCacheGroup
+from ..ipc.messages import KVCacheGroup, kv_capacity
 from .block_pool import BlockPool, BlockTable
 from .request import Request
 
@@ -70,6 +70,7 @@ class KVCacheManager:
 
     __slots__ = (
         "_groups",
+        "_kinds",
         "_pool",
         "_step_tokens",
         "_strictest_last",
@@ -87,6 +88,7 @@ class KVCacheManager:
         self.caches_prefixes = not self.has_states
         self.has_windows = any(group.window for group in groups)
         self._pool = BlockPool(num_blocks)
+        self._kinds = groups
         self._groups = [_Group(group, index, self.block_size) for index, group in enumerate(groups)]
         # A full group looks up a prefix from its begin, and so tells the windows cheaply how far to look at most.
         self._strictest_last = sorted(self._groups, key=lambda group: group.window)
@@ -102,10 +104,7 @@ class KVCacheManager:
 
     def capacity(self, most: int) -> int:
         """The most tokens, up to ``most``, of which a request can be computed when it is alone."""
-        return bisect_right(range(1, most + 1), self.num_blocks, key=self._num_needed)
-
-    def _num_needed(self, num_tokens: int) -> int:
-        return sum(group.most_blocks(num_tokens, self._step_tokens) for group in self._groups)
+        return kv_capacity(self._kinds, self.num_blocks, most, self._step_tokens)
 
     # -- prefixes
 

@@ -24,6 +24,14 @@ from aengine import AsyncLLM, Completion, SamplingParams
 sys.path.append(str(Path(__file__).parents[1] / "models"))  # behind all else: that folder has a conftest.py too
 from tiny import VARIANTS, VOCAB_SIZE, load_reference, write_tiny_model
 
+MODELS = VARIANTS | {
+    "mixed": {
+        "use_sliding_window": True,
+        "sliding_window": 6,
+        "layer_types": ["sliding_attention", "full_attention", "sliding_attention"],
+    }
+}
+"""The last is a Qwen2 whose three layers are a KV group each: two windows, and one that keeps all tokens."""
 GREEDY = SamplingParams(max_tokens=24, temperature=0, ignore_eos=True)
 SETTINGS: dict[str, Any] = {"dtype": "float32", "max_model_len": 96, "block_size": 4, "num_threads": 1}
 MIB = 2**20
@@ -35,7 +43,8 @@ class Model:
     """A tiny model's folder, and what transformers says about sequences of its tokens."""
 
     def __init__(self, folder: Path, arch: str) -> None:
-        self.folder = write_tiny_model(folder, arch, seed=11, **VARIANTS[arch])
+        fields, arch = MODELS[arch], "qwen2" if arch == "mixed" else arch
+        self.folder = write_tiny_model(folder, arch, seed=11, **fields)
         self._reference: PreTrainedModel = load_reference(self.folder, arch)
 
     @torch.inference_mode()
@@ -68,7 +77,7 @@ def models(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Model]:
     return model_of
 
 
-@pytest.fixture(params=list(VARIANTS))
+@pytest.fixture(params=list(MODELS))
 def model(request: pytest.FixtureRequest, models: Callable[[str], Model]) -> Model:
     return models(request.param)
 
@@ -134,9 +143,14 @@ async def test_chunked(model: Model, rng: random.Random) -> None:
 async def test_preempted(model: Model, rng: random.Random) -> None:
     """A pool for little more than one request of the greatest length, and 19 of them at once."""
     prompts = some_prompts(rng)
-    bytes_per_block = 3 * 2 * 2 * (16 if "qwen3" in model.folder.name else 8) * 4 * 4
-    async with running(model, kv_cache_memory_bytes=30 * bytes_per_block) as engine:
-        assert engine.describe()["num_blocks"] == 30
+    is_mixed, is_windowed = ("mixed" in model.folder.name), ("mistral" in model.folder.name)
+    num_slabs, num_groups = (1, 3) if is_mixed else (3, 1)
+    page_bytes = num_slabs * 2 * 2 * (16 if "qwen3" in model.folder.name else 8) * 4 * 4
+    num_pages = 9 if is_windowed else 30 * num_groups
+    small = {"max_num_batched_tokens": 16} if is_windowed else {}  # a window and a step: 7 pages
+    async with running(model, kv_cache_memory_bytes=num_pages * page_bytes, **small) as engine:
+        assert engine.describe()["num_blocks"] == num_pages
+        assert len(engine.describe()["kv_groups"]) == num_groups
         completions = await all_at_once(engine, prompts)
         assert engine.statistics().num_preemptions > 0, engine.statistics()
         model.check_all(prompts, completions)

@@ -162,7 +162,7 @@ def decodes(
     rows, lens, rope = torch.zeros(n, dtype=torch.int64), torch.zeros(n, dtype=torch.int32), torch.zeros(99, dim)
     workspace = decode_attention.DecodeWorkspace(n, *heads, torch.device("cpu"))
     assert workspace.batch_size(n) is size
-    plan = decode_attention.plan_decode(rows, lens, workspace)
+    plan = decode_attention.plan_decode(rows, lens, workspace, window)
     norm = torch.zeros(dim, dtype=dtype) if with_norm else None
     where = (cache, table, rope, norm, norm, 1e-6, num_heads, 0.1, window, plan, workspace)
     decode_attention.decode_step_attention(qkv, *where, is_raw=is_raw)
@@ -192,10 +192,10 @@ def kv_of(dtype: torch.dtype, heads: Heads, n: int) -> tuple[torch.Tensor, torch
 
 def inputs_and_sampling(compiler: Compiler) -> None:
     compiler.note = ""
-    ids, table = torch.zeros(4, 32, dtype=torch.int32), torch.zeros(4, 2, dtype=torch.int32)
+    ids, table = torch.zeros(4, 32, dtype=torch.int32), torch.zeros(1, 4, 2, dtype=torch.int32)
     scalars, rows = torch.zeros(4, 16, dtype=torch.int32), torch.zeros(4, dtype=torch.int64)
     columns = input_prep.ScalarColumns(0, 2, 10, 11)
-    input_prep.prepare_inputs(ids, scalars[:, 11], table, rows, rows, 16, 4)
+    input_prep.prepare_inputs(ids, scalars[:, 11], table, rows, rows, torch.full((1,), 16, dtype=torch.int32), 4)
     inputs = input_prep.prepare_decode(ids, scalars, columns, rows)
     input_prep.append_tokens(ids, scalars[:, 10], rows, rows)
     published, cursor = torch.zeros(3, 2, 4, dtype=torch.int32), torch.zeros(1, dtype=torch.int32)

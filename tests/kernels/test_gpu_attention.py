@@ -55,8 +55,11 @@ class Case:
             begin += count
             kv = torch.randn(seq_len, 2, self.num_kv_heads, d, generator=gen).to(self.dtype)
             old = seq_len - self.query_lens[i]
-            t = torch.arange(old)
-            self.cache[blocks[t // bs].long(), t % bs] = kv[:old]
+            # What is before the first query's window is another's by now: the table's entries are stale.
+            gone = max(0, old - self.window + 1) // bs if self.window else 0
+            self.table[self.rows[i], :gone] = torch.randint(0, num_blocks, (gone,), generator=gen).int()
+            t = torch.arange(gone * bs, old)
+            self.cache[blocks[t // bs].long(), t % bs] = kv[t]
             self.context.append(kv)
         width = (self.num_heads + 2 * self.num_kv_heads) * d
         self.qkv = torch.randn(sum(self.query_lens), width, generator=gen).to(self.dtype)
@@ -130,7 +133,7 @@ class Case:
         qkv = torch.cat((qkv, torch.full((padding, qkv.shape[1]), torch.nan, dtype=qkv.dtype, device=device)))
         workspace = DecodeWorkspace(len(rows), self.num_heads, self.num_kv_heads, self.head_dim, device)
         table, rope = self.on(device, "table"), self.on(device, "rope")
-        plan = plan_decode(rows.to(device), seq_lens.to(device), workspace)
+        plan = plan_decode(rows.to(device), seq_lens.to(device), workspace, self.window)
         out = decode_step_attention(
             qkv,
             cache,

@@ -23,20 +23,30 @@ def test_against_loops(rng: random.Random, gen: torch.Generator) -> None:
     for _ in range(30):
         rows, width, block_size = rng.randint(1, 12), rng.randint(8, 60), rng.choice([1, 4, 16])
         token_ids = torch.randint(0, 1000, (rows, width), generator=gen, dtype=torch.int32)
-        blocks = torch.randint(0, 500, (rows, -(-width // block_size)), generator=gen, dtype=torch.int32)
+        sizes = [block_size, *rng.choice([[], [2 * block_size], [block_size, 8 * block_size]])]  # of each KV group
+        shape = (len(sizes), rows, -(-width // block_size))
+        blocks = torch.randint(0, 500, shape, generator=gen, dtype=torch.int32)
         computed = torch.tensor([rng.randint(0, width - 4) for _ in range(rows)], dtype=torch.int32)
         batch = rng.sample(range(rows), rng.randint(1, rows))
         decode = rng.random() < 0.3
         scheduled = [1 if decode else rng.randint(1, width - int(computed[r])) for r in batch]
         got = prepare_inputs(
-            token_ids, computed, blocks, torch.tensor(batch), torch.tensor(scheduled), block_size, sum(scheduled)
+            token_ids,
+            computed,
+            blocks,
+            torch.tensor(batch),
+            torch.tensor(scheduled),
+            torch.tensor(sizes, dtype=torch.int32),
+            sum(scheduled),
         )
-        ids, positions, slots, starts = [], [], [], [0]
+        ids, positions, starts = [], [], [0]
+        slots: list[list[int]] = [[] for _ in sizes]
         for row, count in zip(batch, scheduled):
             for position in range(int(computed[row]), int(computed[row]) + count):
                 ids.append(int(token_ids[row, position]))
                 positions.append(position)
-                slots.append(int(blocks[row, position // block_size]) * block_size + position % block_size)
+                for group, size in enumerate(sizes):
+                    slots[group].append(int(blocks[group, row, position // size]) * size + position % size)
             starts.append(len(ids))
         assert got.input_ids.tolist() == ids
         assert got.positions.tolist() == positions
@@ -54,6 +64,12 @@ def test_block_table_shows_own_blocks_only(gen: torch.Generator) -> None:
         [t[3][0], t[3][1], t[3][0], t[3][0]],
         [t[0][0]] * 4,
         t[4][:4],
+    ]
+    first = torch.tensor([1, 0, 2])  # of a window
+    assert gather_block_table(table, rows, seq_lens, 4, 3, first).tolist() == [
+        [t[3][1]] * 3,
+        [t[0][0]] * 3,
+        [t[4][2], t[4][3], t[4][2]],
     ]
 
 
@@ -83,31 +99,34 @@ def test_triton_prepare_inputs(rng: random.Random, gen: torch.Generator, triton_
     for _ in range(6):
         rows, width, block_size = rng.randint(1, 9), rng.randint(8, 300), rng.choice([1, 4, 16])
         token_ids = torch.randint(0, 1000, (rows, width), generator=gen, dtype=torch.int32)
-        blocks = torch.randint(0, 500, (rows, -(-width // block_size)), generator=gen, dtype=torch.int32)
+        sizes = [block_size, *rng.choice([[], [2 * block_size], [block_size, 8 * block_size]])]  # of each KV group
+        shape = (len(sizes), rows, -(-width // block_size))
+        blocks = torch.randint(0, 500, shape, generator=gen, dtype=torch.int32)
         scalars = torch.zeros(rows, 16, dtype=torch.int32)
         scalars[:, 11] = torch.tensor([rng.randint(0, width - 4) for _ in range(rows)], dtype=torch.int32)
         batch = rng.sample(range(rows), rng.randint(1, rows))
         scheduled = [rng.randint(1, width - int(scalars[r, 11])) for r in batch]
         padding, extra = rng.randint(0, 3), rng.randint(0, 200)
         total = sum(scheduled)
-        on = [t.to(triton_device) for t in (token_ids, scalars, blocks)]
+        block_sizes = torch.tensor(sizes, dtype=torch.int32)
+        on = [t.to(triton_device) for t in (token_ids, scalars, blocks, block_sizes)]
         got = prepare_inputs(
             on[0],
             on[1][:, 11],
             on[2],
             torch.tensor(batch + [-1] * padding).to(triton_device),
             torch.tensor(scheduled + [0] * padding).to(triton_device),
-            block_size,
+            on[3],
             total + extra,
         )
         got = type(got)(*(t.cpu() for t in got))
         was = torch.tensor(batch), torch.tensor(scheduled)
         with plain():
-            expected = prepare_inputs(token_ids, scalars[:, 11], blocks, *was, block_size, total)
+            expected = prepare_inputs(token_ids, scalars[:, 11], blocks, *was, block_sizes, total)
         for name in ("input_ids", "positions", "slot_mapping"):
-            assert torch.equal(getattr(got, name)[:total], getattr(expected, name)), name
+            assert torch.equal(getattr(got, name)[..., :total], getattr(expected, name)), name
         assert (got.input_ids[total:] == 0).all() and (got.positions[total:] == 0).all()
-        assert (got.slot_mapping[total:] == -1).all()
+        assert (got.slot_mapping[:, total:] == -1).all()
         n = len(batch)
         assert torch.equal(got.query_start_loc[: n + 1], expected.query_start_loc)
         assert (got.query_start_loc[n:] == total).all()

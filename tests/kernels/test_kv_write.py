@@ -13,21 +13,23 @@ from aengine.kernels.kv_write import write_kv
 
 def test_against_a_loop(rng: random.Random, gen: torch.Generator) -> None:
     for _ in range(20):
-        num_slots, row = rng.randint(1, 50), rng.randint(1, 20)
-        num_tokens = rng.randint(1, num_slots)
-        slots = torch.tensor(rng.sample(range(num_slots), num_tokens))
-        # As in the model: the rows are parts of wider ones.
-        kv = torch.randn(num_tokens, row + 5, generator=gen)[:, 5:]
-        cache = torch.randn(num_slots, row, generator=gen)
+        num_blocks, size, heads, width = rng.randint(1, 10), rng.randint(1, 5), rng.randint(1, 3), rng.randint(1, 6)
+        num_tokens = rng.randint(1, num_blocks * size)
+        slots = torch.tensor(rng.sample(range(num_blocks * size), num_tokens))
+        # As in the model: key and value heads are parts of wider rows; blocks may have something between them.
+        kv = torch.randn(num_tokens, heads + 2 * heads, width, generator=gen)[:, heads:].unflatten(1, (2, heads))
+        pages = torch.randn(num_blocks, size * 2 * heads * width + rng.choice([0, 7]), generator=gen)
+        cache = pages[:, : size * 2 * heads * width].unflatten(1, (size, 2, heads, width))
         wanted = cache.clone()
         for token, slot in enumerate(slots.tolist()):
-            wanted[slot] = kv[token]
+            wanted[slot // size, slot % size] = kv[token]
         write_kv(kv, cache, slots)
         assert torch.equal(cache, wanted)
 
 
 def test_wrong_shapes_and_devices() -> None:
     with pytest.raises(AssertionError):
-        write_kv(torch.zeros(1, 4), torch.zeros(3, 5), torch.tensor([0]))
+        write_kv(torch.zeros(1, 2, 1, 4), torch.zeros(3, 1, 2, 1, 5), torch.tensor([0]))
     with pytest.raises(InternalError, match="write_kv runs on the CPU only, not on meta"):
-        write_kv(torch.zeros(1, 4, device="meta"), torch.zeros(3, 4, device="meta"), torch.tensor([0]))
+        meta = torch.zeros(1, 2, 1, 4, device="meta")
+        write_kv(meta, meta[None], torch.tensor([0]))

@@ -12,7 +12,7 @@ from torch import Tensor
 
 from aengine.checkpoint.source import ModelSource, resolve_model
 from aengine.config import EngineConfig
-from aengine.runner.attention.torch_attention import Attention, AttentionMetadata, KvCache
+from aengine.runner.attention.torch_attention import Attention, AttentionMetadata, GroupMetadata, KvCache
 from aengine.runner.models import build_model, read_config
 from aengine.runner.models.causal_lm import CausalLM
 from aengine.runner.weights.formats import choose_formats
@@ -43,53 +43,57 @@ def load(
 
 
 class Driver:
-    """Sequences by name. Each owns scattered blocks; what it has computed is in the KV cache."""
+    """Sequences by name. Each owns scattered blocks, the same number in every KV group; what it has computed is in the
+    KV cache."""
 
     def __init__(self, model: CausalLM, rng: random.Random, *, num_blocks: int = 128, block_size: int = 4) -> None:
         self._model = model
         self._block_size = block_size
         self._cache = KvCache(model.config, num_blocks, block_size, model.weights.formats.dtype, CPU)
+        self._num_groups = len(self._cache.layout.groups)
+        self._num_blocks = num_blocks
         self._free = list(range(num_blocks))
         rng.shuffle(self._free)
         self._rng = rng
         self._tokens: dict[str, list[int]] = {}
-        self._blocks: dict[str, list[int]] = {}
+        self._blocks: dict[str, list[list[int]]] = {}  # of each group
 
     def share_prefix(self, name: str, owner: str, num_tokens: int) -> None:
         """Sequence ``name`` begins with the first blocks of ``owner``: a prefix hit of ``num_tokens``, whole blocks."""
         assert num_tokens % self._block_size == 0
         self._tokens[name] = self._tokens[owner][:num_tokens]
-        self._blocks[name] = self._blocks[owner][: num_tokens // self._block_size]
+        self._blocks[name] = [blocks[: num_tokens // self._block_size] for blocks in self._blocks[owner]]
 
     @torch.inference_mode()
     def step(self, batch: Mapping[str, Sequence[int]]) -> dict[str, Tensor]:
         """Compute the new tokens of each sequence, in this order; returns logits [num_new_tokens, vocab_size] each."""
-        slots: list[int] = []
+        slots: list[list[int]] = [[] for _ in range(self._num_groups)]
         positions: list[int] = []
         for name, new in batch.items():
-            tokens, blocks = self._tokens.setdefault(name, []), self._blocks.setdefault(name, [])
+            tokens = self._tokens.setdefault(name, [])
+            tables = self._blocks.setdefault(name, [[] for _ in range(self._num_groups)])
             for token in new:
-                if len(tokens) % self._block_size == 0:
-                    blocks.append(self._free.pop())
+                for group, blocks in enumerate(tables):
+                    if len(tokens) % self._block_size == 0:
+                        blocks.append(self._free.pop())
+                    slots[group].append(blocks[-1] * self._block_size + len(tokens) % self._block_size)
                 positions.append(len(tokens))
-                slots.append(blocks[-1] * self._block_size + len(tokens) % self._block_size)
                 tokens.append(token)
-        metadata = AttentionMetadata(
-            query_lens=[len(new) for new in batch.values()],
-            seq_lens=[len(self._tokens[name]) for name in batch],
-            block_table=self._table(list(batch)),
-            slot_mapping=torch.tensor(slots),
-        )
+        seq_lens = [len(self._tokens[name]) for name in batch]
+        groups = [
+            GroupMetadata(seq_lens, self._table(list(batch), i), torch.tensor(own)) for i, own in enumerate(slots)
+        ]
+        metadata = AttentionMetadata([len(new) for new in batch.values()], groups)
         ids = torch.tensor([token for new in batch.values() for token in new])
         attn = Attention(self._cache, metadata)
         logits = self._model.compute_logits(self._model.forward(ids, torch.tensor(positions), attn))
         return dict(zip(batch, logits.split(metadata.query_lens)))
 
-    def _table(self, names: list[str]) -> Tensor:
+    def _table(self, names: list[str], group: int) -> Tensor:
         """Places past a sequence's own blocks hold the id of any block, as they do in the runner."""
-        width = max(len(self._blocks[name]) for name in names)
-        num_blocks = self._cache.layers[0].shape[0]
-        table = torch.tensor([[self._rng.randrange(num_blocks) for _ in range(width)] for _ in names])
-        for i, name in enumerate(names):
-            table[i, : len(self._blocks[name])] = torch.tensor(self._blocks[name])
+        own = [self._blocks[name][group] for name in names]
+        width = max(map(len, own))
+        table = torch.tensor([[self._rng.randrange(self._num_blocks) for _ in range(width)] for _ in names])
+        for i, blocks in enumerate(own):
+            table[i, : len(blocks)] = torch.tensor(blocks)
         return table

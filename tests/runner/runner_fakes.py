@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from aengine.ipc.messages import ModelRunnerOutput, NewRequest, SchedulerOutput, float32, int32
+from aengine.ipc.messages import KVCacheGroup, ModelRunnerOutput, NewRequest, SchedulerOutput, float32, int32
 from aengine.runner.input_batch import InputBatch
 from aengine.runner.model_runner import ModelRunner
 from aengine.runner.platforms.cpu import CpuPlatform
@@ -36,7 +36,7 @@ class FakeModel:
         """Nothing of others where a masked gather would read: own blocks only, clean past the own tokens."""
         if self.has_drafts:
             return
-        for table, seq_len in zip(attn.block_table.tolist(), attn.inputs.seq_lens.tolist()):
+        for table, seq_len in zip(attn.groups[0].block_table.tolist(), attn.inputs.seq_lens.tolist()):
             own = -(-seq_len // self.block_size)
             assert set(table[own:]) <= {table[0]}
             begin = table[own - 1] * self.block_size
@@ -44,12 +44,15 @@ class FakeModel:
             assert (tail == -7).all(), "another request's KV behind the last token"
 
     def forward(self, input_ids: Tensor, positions: Tensor, attn: Any) -> Tensor:
-        self.kv[attn.inputs.slot_mapping] = pair(input_ids, positions)
+        self.kv[attn.inputs.slot_mapping[0]] = pair(input_ids, positions)
         self.check_tails(attn)
         hidden = torch.empty(len(input_ids), 2, dtype=torch.int64)
         for i in range(attn.num_reqs):
             slots = torch.arange(int(attn.inputs.seq_lens[i]))
-            slots = attn.block_table[i].long()[slots // self.block_size] * self.block_size + slots % self.block_size
+            slots = (
+                attn.groups[0].block_table[i].long()[slots // self.block_size] * self.block_size
+                + slots % self.block_size
+            )
             begin, end = int(attn.inputs.query_start_loc[i]), int(attn.inputs.query_start_loc[i + 1])
             seen = weighted(self.kv[slots]).cumsum(0) % PRIME
             hidden[begin:end, 0] = seen[len(seen) - (end - begin) :]
@@ -105,7 +108,8 @@ class ConstantModel:
 
 def make_runner(model: FakeModel | ConstantModel, vocab_size: int, **limits: int) -> ModelRunner:
     settings = {"max_num_seqs": 8, "max_model_len": 64, "num_blocks": 40, "block_size": 4, **limits}
-    return ModelRunner(model, model, vocab_size=vocab_size, platform=CpuPlatform(), **settings)
+    groups = [KVCacheGroup("full", settings.pop("block_size"))]
+    return ModelRunner(model, model, vocab_size=vocab_size, platform=CpuPlatform(), kv_groups=groups, **settings)
 
 
 def request(row: int, token_ids: Sequence[int], blocks: Sequence[int], **fields: Any) -> NewRequest:

@@ -72,7 +72,7 @@ def make_runner(folder: Path, *, like_gpu: bool, enforce_eager: bool = True) -> 
         max_num_seqs=MAX_SEQS,
         max_model_len=MAX_LEN,
         num_blocks=NUM_BLOCKS,
-        block_size=BLOCK_SIZE,
+        kv_groups=cache.layout.groups,
         platform=CpuPlatform(),
         graph_sizes=[1, 2, 4, 8] if like_gpu else None,
         max_graph_tokens=64,
@@ -416,7 +416,9 @@ def test_a_library_without_memory_for_a_step_is_used_again(caplog: pytest.LogCap
     """It needs a copy of all contexts, which the profile does not know; our own kernel needs none."""
     import numpy as np
 
+    from aengine.runner.attention.kv_pages import AttentionLayerKV
     from aengine.runner.attention.library import LibraryPrefill, PrefillMetadata
+    from aengine.runner.kv_spec import FullKV, LayerPlace
 
     calls: list[int] = []
 
@@ -428,13 +430,65 @@ def test_a_library_without_memory_for_a_step_is_used_again(caplog: pytest.LogCap
 
     library = LibraryPrefill("flash-attn-4", lambda: attend, required=True)
     library.join()
-    cache = torch.zeros(300, 16, 2, 1, 8)
+    kept = AttentionLayerKV(LayerPlace(FullKV(1, 8), 0, 0), torch.zeros(300, 16, 2, 1, 8))
+    table = torch.zeros(1, 1, 300, dtype=torch.int32)
     new = torch.zeros(2048, 1, 8)
     for context, wanted in ((0, True), (2000, False), (0, True), (2000, False), (500, True)):
         lens = np.array([2048]), np.array([2048 + context])
-        metadata = PrefillMetadata.of(torch.zeros(1, dtype=torch.int64), torch.zeros(1, 300, dtype=torch.int32), *lens)
+        metadata = PrefillMetadata.of(torch.zeros(1, dtype=torch.int64), table, *lens)
         assert library.pays(lens[0])
-        out = library.prefill(new, new, new, cache, metadata, 1.0, None)
+        out = library.prefill(new, new, new, kept, metadata, 1.0)
         assert (out is not None) == wanted
     assert calls == [2048, 4048, 2048, 4048, 2548]
     assert caplog.text.count("no memory for 4048 tokens") == 1 and "lower gpu_memory_utilization" in caplog.text
+
+
+@pytest.mark.parametrize("window", [1, 5, 16, 100])
+def test_a_library_gets_the_keys_of_the_window_alone(gen: torch.Generator, window: int) -> None:
+    """With a context: it sees as many keys before a chunk as the window has, whatever the length."""
+    import numpy as np
+
+    from aengine.kernels.paged_attention import prefill_attention
+    from aengine.runner.attention.kv_pages import AttentionLayerKV
+    from aengine.runner.attention.library import LibraryPrefill, PrefillMetadata
+    from aengine.runner.kv_spec import LayerPlace, WindowKV
+
+    seen: list[int] = []
+
+    def attend(q, k, v, *, cu_seqlens_q, cu_seqlens_k, softmax_scale, window_size, max_seqlen_k, **how):
+        assert window_size == (window - 1, 0) and how["causal"]
+        out = torch.empty_like(q)
+        for i in range(len(cu_seqlens_q) - 1):
+            own, keys = (slice(int(starts[i]), int(starts[i + 1])) for starts in (cu_seqlens_q, cu_seqlens_k))
+            length = keys.stop - keys.start
+            cache = torch.stack((k[keys], v[keys]), 1)[None]
+            blocks = torch.zeros(1, dtype=torch.int64)
+            alone = prefill_attention(
+                q[own], cache[0, own.start - own.stop :], cache, blocks, length, softmax_scale, window
+            )
+            out[own] = alone.view(out[own].shape)
+            seen.append(length)
+        assert max_seqlen_k == max(seen[-2:])
+        return out
+
+    library = LibraryPrefill("flash-attn-4", lambda: attend, required=True)
+    library.join()
+    cache = torch.randn(300, 4, 2, 1, 8, generator=gen)
+    table = torch.randperm(300, generator=gen)[:80].view(1, 2, 40).int()
+    rows, query_lens, seq_lens = torch.tensor([1, 0]), np.array([30, 7]), np.array([100, 7])
+    for row, gone in ((1, max(0, 70 - window + 1) // 4), (0, 0)):
+        cache[table[0, row, :gone].long()] = torch.nan  # others' by now
+    kept = AttentionLayerKV(LayerPlace(WindowKV(1, 8, window), 0, 0), cache)
+    q, k, v = torch.randn(3, 37, 1, 8, generator=gen)
+    for i, (row, begin) in enumerate(((1, 70), (0, 0))):
+        positions = torch.arange(begin, begin + int(query_lens[i]))
+        own = slice(0, 30) if i == 0 else slice(30, 37)
+        cache[table[0, row, positions // 4].long(), positions % 4] = torch.stack((k[own], v[own]), 1)
+    metadata = PrefillMetadata.of(rows, table, query_lens, seq_lens)
+    out = library.prefill(q, k, v, kept, metadata, 0.3)
+    assert seen == [min(100, 30 + window - 1), 7]
+    for i, (row, own) in enumerate(((1, slice(0, 30)), (0, slice(30, 37)))):
+        blocks, length = table[0, row, : -(-int(seq_lens[i]) // 4)].long(), int(seq_lens[i])
+        kv = torch.stack((k[own], v[own]), 1)
+        alone = prefill_attention(q[own], kv, cache.nan_to_num(), blocks, length, 0.3, window)
+        torch.testing.assert_close(out[own], alone)

@@ -11,8 +11,10 @@ from runner_fakes import FakeModel, expected_logits, make_runner, request, step
 
 from aengine.config import EngineConfig
 from aengine.errors import ModelLoadError
+from aengine.ipc.messages import KVCacheGroup
 from aengine.runner.startup.kv_memory import (
     GIB,
+    KvPlan,
     cpu_budget,
     gpu_budget,
     plan_kv,
@@ -26,29 +28,45 @@ def config(**settings: Any) -> EngineConfig:
     return EngineConfig.create("m", settings)
 
 
+FULL, WINDOW = KVCacheGroup("full", 16), KVCacheGroup("window", 16, 64)
+
+
+def plan(wanted_len: int, budget: int, *, page_bytes: int = 1000, groups: Any = (FULL,), **settings: Any) -> KvPlan:
+    sizes: dict[str, Any] = {"wanted_len": wanted_len, "groups": groups, "page_bytes": page_bytes, "budget": budget}
+    return plan_kv(config(**settings), step_tokens=32, **sizes)
+
+
 def test_a_budget_becomes_blocks() -> None:
-    plan = plan_kv(config(), wanted_len=4096, block_size=16, bytes_per_block=1000, budget=1_000_999)
-    assert (plan.num_blocks, plan.max_model_len) == (1000, 4096)
+    assert plan(4096, 1_000_999) == KvPlan(1000, 4096)
 
 
 def test_no_more_blocks_than_requests_can_use() -> None:
-    plan = plan_kv(config(max_num_seqs=3), wanted_len=33, block_size=16, bytes_per_block=10, budget=10**9)
-    assert (plan.num_blocks, plan.max_model_len) == (9, 33)
+    assert plan(33, 10**9, page_bytes=10, max_num_seqs=3) == KvPlan(9, 33)
 
 
 def test_the_models_length_is_capped_to_the_pool_but_one_asked_for_is_not() -> None:
-    sizes: dict[str, int] = {"wanted_len": 8192, "block_size": 16, "bytes_per_block": 1000, "budget": 100_000}
-    assert plan_kv(config(), **sizes).max_model_len == 1600
+    assert plan(8192, 100_000).max_model_len == 1600
     with pytest.raises(
         ModelLoadError, match=r"room for 1600 tokens.*max_model_len=8192 are needed.*512000 or more.*low"
     ):
-        plan_kv(config(max_model_len=8192), **sizes)
-    assert plan_kv(config(kv_cache_memory_bytes=512_000), **{**sizes, "budget": 512_000}).max_model_len == 8192
+        plan(8192, 100_000, max_model_len=8192)
+    assert plan(8192, 512_000, kv_cache_memory_bytes=512_000).max_model_len == 8192
+
+
+def test_a_window_needs_no_more_than_itself_and_a_step() -> None:
+    """64 tokens, and 32 of a step: seven pages, whatever the length."""
+    assert plan(100_000, 7_000, groups=(WINDOW,)) == KvPlan(7, 100_000)
+    assert plan(100_000, 6_999, groups=(WINDOW,)).max_model_len == 96
+    assert plan(100_000, 10**9, groups=(WINDOW,), max_num_seqs=3).num_blocks == 21
+    both = plan(100_000, 107_000, groups=(FULL, WINDOW))
+    assert both == KvPlan(107, 1600)
+    with pytest.raises(ModelLoadError, match="raise kv_cache_memory_bytes to 7000 or more"):
+        plan(100_000, 6_000, groups=(WINDOW,), max_model_len=50_000)
 
 
 def test_a_hopeless_budget_is_an_error() -> None:
     with pytest.raises(ModelLoadError, match=r"at least 16 are needed: raise kv_cache_memory_bytes to 1000 or more"):
-        plan_kv(config(), wanted_len=8192, block_size=16, bytes_per_block=1000, budget=999)
+        plan(8192, 999)
 
 
 def test_max_model_len_beyond_the_models() -> None:
@@ -84,7 +102,7 @@ def test_profile_runs_the_largest_batch_and_leaves_no_trace(max_num_seqs: int, t
     model.forward = lambda ids, *rest: shapes.append((len(ids), 0)) or forward(ids, *rest)
     model.compute_logits = lambda hidden: shapes.append((0, len(hidden))) or compute_logits(hidden)
     runner = make_runner(model, 50, max_num_seqs=max_num_seqs, num_blocks=16)
-    profile_run(runner, max_num_seqs=max_num_seqs, max_num_batched_tokens=tokens, max_model_len=64, block_size=4)
+    profile_run(runner, max_num_seqs=max_num_seqs, max_num_batched_tokens=tokens, max_model_len=64)
     assert shapes == [(min(tokens, 63 * max_num_seqs), 0), (0, min(max_num_seqs, tokens))]
     out = step(runner, {0: 2}, new=[request(0, [4, 5], [3])])
     assert out.token_ids[0] == int(expected_logits([4, 5], 50).argmax())

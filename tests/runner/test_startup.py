@@ -80,7 +80,7 @@ def test_what_a_block_held_before_can_not_spoil_its_new_owner(rng: random.Random
     prompts = [[rng.randrange(VOCAB) for _ in range(n)] for n in (3, 14)]
     alone = [generate(runner, prompt, range(16), 6) for prompt in prompts]
     for layer in runner._kv_memory.layers:  # type: ignore[attr-defined]
-        layer.fill_(torch.nan)
+        layer.cache.fill_(torch.nan)
     new = [request(i, prompt, range(16 * i, 16 * i + 16)) for i, prompt in enumerate(prompts)]
     got = [list(step(runner, {0: 3, 1: 14}, new=new).token_ids)]
     got += [list(step(runner, {0: 1, 1: 1}).token_ids) for _ in range(5)]

@@ -91,7 +91,7 @@ def make_runner(folder: Path, max_num_seqs: int) -> tuple[ModelRunner, ModelConf
         max_num_seqs=max_num_seqs,
         max_model_len=MAX_LEN,
         num_blocks=num_blocks,
-        block_size=BLOCK_SIZE,
+        kv_groups=cache.layout.groups,
         platform=CpuPlatform(),
         graph_sizes=[size for size in (1, 2, 4, 8, 16, 40, 128) if size < max_num_seqs] + [max_num_seqs],
         enforce_eager=True,

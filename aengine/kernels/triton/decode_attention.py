@@ -57,7 +57,6 @@ def decode_step_attention(
     norms: Norms,
     num_heads: int,
     scale: float,
-    window: int | None,
     plan: Tensor,
     workspace: DecodeWorkspace,
     is_raw: bool,
@@ -99,7 +98,6 @@ def decode_step_attention(
         BLOCK_SIZE=block_size,
         COLUMNS=PLAN_COLUMNS,
         BN=tiling.block_n,
-        WINDOW=window or 0,
         NORM=q_norm is not None and is_raw,
         RAW=is_raw,
         CLEAR=given is None,
@@ -115,6 +113,7 @@ def decode_step_attention(
 @triton.jit
 def _attend(q, k, v, scale, known, top, total, acc):
     """One stretch of keys into the running softmax: maximum and sum [rows], weighted values [rows, DP]."""
+    k, v = k.to(q.dtype), v.to(q.dtype)
     s = tl.dot(q, tl.trans(k), input_precision="ieee") * scale
     s = tl.where(known[None, :], s, -float("inf"))
     higher = tl.maximum(top, tl.max(s, 1))
@@ -154,7 +153,6 @@ def _decode_attention(
     BLOCK_SIZE: tl.constexpr,
     COLUMNS: tl.constexpr,
     BN: tl.constexpr,
-    WINDOW: tl.constexpr,
     NORM: tl.constexpr,
     RAW: tl.constexpr,
     CLEAR: tl.constexpr,
@@ -193,8 +191,6 @@ def _decode_attention(
             tl.store(out_at + at_head, tl.zeros((ROWS, DP), out.dtype.element_ty), mask=is_query)
         return
     is_last = end == seq_len
-    if WINDOW > 0:  # an item whose keys are all older has none, and says so
-        begin = tl.maximum(begin, tl.minimum(end, tl.maximum(0, seq_len - WINDOW) // BN * BN))
     blocks = table + row.to(tl.int64) * stride_table
     keys = cache + kv_head * stride_head
     position = seq_len - 1
@@ -225,21 +221,18 @@ def _decode_attention(
             own = token + (H + kv_head) * D
             k1, v1 = own_key_value(own, k_weight, k_other_weight, cos, sin, other, eps, KV, D, DP, NORM)
             write_own_kv(keys, blocks, position, k1, v1, stride_block, stride_token, stride_kv, BLOCK_SIZE, D, DP)
+            k1, v1 = k1.to(cache.dtype.element_ty), v1.to(cache.dtype.element_ty)  # as a later query reads them
             top = tl.sum(q.to(tl.float32) * k1.to(tl.float32), 1) * scale
             total = tl.full((ROWS,), 1.0, tl.float32)
             acc = tl.zeros((ROWS, DP), tl.float32) + v1.to(tl.float32)
     rest = begin
     if PRELOAD:
-        if WINDOW > 0:
-            known = known & (t >= seq_len - WINDOW)
         top, total, acc = _attend(q, k, v, scale, known, top, total, acc)
         rest = begin + BN
     for j in tl.range(rest, end, BN, num_stages=STAGES):
         tj = j + tl.arange(0, BN)
         known_j = tj < end
         kj, vj = load_kv(keys, blocks, tj, known_j, in_head, stride_block, stride_token, stride_kv, BLOCK_SIZE, DP)
-        if WINDOW > 0:
-            known_j = known_j & (tj >= seq_len - WINDOW)
         top, total, acc = _attend(q, kj, vj, scale, known_j, top, total, acc)
     finish(
         acc,

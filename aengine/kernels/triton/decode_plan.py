@@ -13,11 +13,13 @@ from .launch import bucket, gdc_launch_dependents, gdc_wait, has_pdl, launch
 __all__ = ["plan_decode"]
 
 
-def plan_decode(rows: Tensor, seq_lens: Tensor, sharing: Sharing) -> Tensor:
+def plan_decode(rows: Tensor, seq_lens: Tensor, sharing: Sharing, window: int | None) -> Tensor:
     n, extra = seq_lens.shape[0], sharing.max_extra
     plan = torch.empty((n + extra, PLAN_COLUMNS), dtype=torch.int32, device=seq_lens.device)
     sizes = {"EXTRA": extra, "LEAST": sharing.least_chunk, "SEQS": bucket(n), "ITEMS": triton.next_power_of_2(extra)}
-    launch(_plan_decode, (1,), rows, seq_lens, plan, n, **sizes, COLUMNS=PLAN_COLUMNS, PDL=has_pdl())
+    launch(
+        _plan_decode, (1,), rows, seq_lens, plan, n, **sizes, COLUMNS=PLAN_COLUMNS, WINDOW=window or 0, PDL=has_pdl()
+    )
     return plan
 
 
@@ -32,6 +34,7 @@ def _plan_decode(
     SEQS: tl.constexpr,
     ITEMS: tl.constexpr,
     COLUMNS: tl.constexpr,
+    WINDOW: tl.constexpr,
     PDL: tl.constexpr,
 ):
     if PDL:
@@ -40,9 +43,12 @@ def _plan_decode(
     i = tl.arange(0, SEQS)
     lens = tl.load(seq_lens + i, mask=i < n, other=0)
     row = tl.load(rows + i, mask=i < n, other=-1).to(tl.int32)
-    share = tl.cdiv(tl.sum(lens.to(tl.int64), 0), EXTRA)
+    keys = lens
+    if WINDOW > 0:
+        keys = tl.minimum(lens, WINDOW)
+    share = tl.cdiv(tl.sum(keys.to(tl.int64), 0), EXTRA)
     chunk = (tl.maximum(1, tl.cdiv(share, LEAST)) * LEAST).to(tl.int32)
-    counts = tl.where(i < n, tl.maximum(1, tl.cdiv(lens, chunk)), 0)
+    counts = tl.where(i < n, tl.maximum(1, tl.cdiv(keys, chunk)), 0)
     ends = tl.cumsum(counts, 0)
     first = ends - counts
     most = tl.max(counts, 0)
@@ -53,8 +59,8 @@ def _plan_decode(
         tl.store(item, i, mask=has)
         tl.store(item + 1, row, mask=has)
         tl.store(item + 2, lens, mask=has)
-        tl.store(item + 3, tl.zeros((SEQS,), tl.int32) + part * chunk, mask=has)
-        tl.store(item + 4, tl.minimum((part + 1) * chunk, lens), mask=has)
+        tl.store(item + 3, lens - keys + part * chunk, mask=has)
+        tl.store(item + 4, tl.minimum(lens - keys + (part + 1) * chunk, lens), mask=has)
         tl.store(item + 5, first, mask=has)
         tl.store(item + 6, counts, mask=has)
         part += 1

@@ -21,28 +21,30 @@ def prepare_inputs(
     block_table: Tensor,
     idx_mapping: Tensor,
     num_scheduled_tokens: Tensor,
-    block_size: int,
+    block_sizes: Tensor,
     num_tokens: int,
 ) -> PreparedInputs:
     num_reqs, device = idx_mapping.shape[0], idx_mapping.device
-    words = torch.empty((3, num_tokens), dtype=torch.int64, device=device)
+    num_groups = len(block_sizes)
+    words = torch.empty((2 + num_groups, num_tokens), dtype=torch.int64, device=device)
     counts = torch.empty(2 * num_reqs + 1, dtype=torch.int32, device=device)
-    out = PreparedInputs(words[0], words[1], words[2], counts[: num_reqs + 1], counts[num_reqs + 1 :])
+    out = PreparedInputs(words[0], words[1], words[2:], counts[: num_reqs + 1], counts[num_reqs + 1 :])
     launch(
         _prepare_inputs,
-        (num_reqs + 1,),
+        (num_reqs + 1, num_groups),
         token_ids,
         num_computed_tokens,
         block_table,
         idx_mapping,
         num_scheduled_tokens,
+        block_sizes,
         *out,
         num_reqs,
         num_tokens,
         token_ids.stride(0),
         num_computed_tokens.stride(0),
         block_table.stride(0),
-        BLOCK_SIZE=block_size,
+        block_table.stride(1),
         BLOCK=_BLOCK,
         REQS=bucket(num_reqs),
     )
@@ -59,6 +61,7 @@ def _prepare_inputs(
     table,
     idx_mapping,
     num_scheduled,
+    block_sizes,
     input_ids,
     positions,
     slots,
@@ -68,12 +71,14 @@ def _prepare_inputs(
     num_tokens,
     stride_ids,
     stride_computed,
+    stride_group,
     stride_table,
-    BLOCK_SIZE: tl.constexpr,
     BLOCK: tl.constexpr,
     REQS: tl.constexpr,
 ):
     request = tl.program_id(0)
+    group = tl.program_id(1).to(tl.int64)  # what all groups have alike, each of their programs writes
+    slots += group * num_tokens
     others = tl.arange(0, REQS)
     lens = tl.load(num_scheduled + others, mask=others < num_reqs, other=0)
     begin = tl.sum(tl.where(others < request, lens, 0), 0)
@@ -92,16 +97,18 @@ def _prepare_inputs(
         count = tl.load(num_scheduled + request)
         first = tl.load(num_computed + row * stride_computed, mask=row >= 0, other=0).to(tl.int64)
         tl.store(seq_lens + request, tl.where(row >= 0, first + count, 0).to(tl.int32))
+        own_table = table + group * stride_group + row * stride_table
+        block_size = tl.load(block_sizes + group).to(tl.int64)
         i = count * 0
         while i < count:
             at = i + tl.arange(0, BLOCK)
             own = at < count
             position = first + at
             ids = tl.load(token_ids + row * stride_ids + position, mask=own, other=0)
-            block = tl.load(table + row * stride_table + position // BLOCK_SIZE, mask=own, other=0).to(tl.int64)
+            block = tl.load(own_table + position // block_size, mask=own, other=0).to(tl.int64)
             tl.store(input_ids + begin + at, ids.to(tl.int64), mask=own)
             tl.store(positions + begin + at, position, mask=own)
-            tl.store(slots + begin + at, block * BLOCK_SIZE + position % BLOCK_SIZE, mask=own)
+            tl.store(slots + begin + at, block * block_size + position % block_size, mask=own)
             i += BLOCK
 
 

@@ -189,6 +189,7 @@ def _attend(
     base,
     blocks,
     j,
+    lowest,
     last,
     position,
     scale,
@@ -209,6 +210,8 @@ def _attend(
     t = j + tl.arange(0, BN)
     d = tl.arange(0, DP)
     known = t < last
+    if WINDOW > 0:  # blocks before the window are others' by now: what they hold may be anything
+        known = known & (t >= lowest)
     if MASKED:
         block = tl.load(blocks + t // BLOCK_SIZE, mask=known, other=0).to(tl.int64)
         real = known[:, None] & (d < D)[None, :]
@@ -216,8 +219,8 @@ def _attend(
         block = tl.load(blocks + t // BLOCK_SIZE).to(tl.int64)
         real = (t >= 0)[:, None] & (d < D)[None, :]
     place = (base + block * stride_block + (t % BLOCK_SIZE) * stride_token)[:, None] + d[None, :]
-    k = tl.load(place, mask=real, other=0.0)
-    v = tl.load(place + stride_kv, mask=real, other=0.0)
+    k = tl.load(place, mask=real, other=0.0).to(tile.dtype)
+    v = tl.load(place + stride_kv, mask=real, other=0.0).to(tile.dtype)
     s = tl.dot(tile, tl.trans(k), input_precision="ieee") * scale
     if MASKED:
         seen = (t[None, :] <= position[:, None]) & known[None, :]
@@ -290,15 +293,20 @@ def _varlen_attention(
         base = cache + (head // GROUP) * stride_head
         blocks = table + row.to(tl.int64) * stride_table
         strides = (stride_block, stride_token, stride_kv)
+        lowest = 0  # position of the first key that any of these queries sees
+        full = 0  # from here to rest every query sees all keys
+        rest = (begin + 1) // BN * BN
         if WINDOW > 0:
-            rest = tl.maximum(0, begin - WINDOW + 1) // BN * BN
-        else:
-            rest = (begin + 1) // BN * BN
-            for j in tl.range(0, rest, BN, num_stages=STAGES):
-                state = (last, position, scale, top, total, acc)
-                top, total, acc = _attend(tile, base, blocks, j, *state, *strides, D, DP, BLOCK_SIZE, BN, WINDOW, False)
+            lowest = tl.maximum(0, begin - WINDOW + 1)
+            full = tl.minimum(rest, tl.cdiv(tl.maximum(0, begin + BM // PACK - WINDOW), BN) * BN)
+            for j in tl.range(lowest // BN * BN, full, BN, num_stages=STAGES):
+                state = (lowest, last, position, scale, top, total, acc)
+                top, total, acc = _attend(tile, base, blocks, j, *state, *strides, D, DP, BLOCK_SIZE, BN, WINDOW, True)
+        for j in tl.range(full, rest, BN, num_stages=STAGES):
+            state = (lowest, last, position, scale, top, total, acc)
+            top, total, acc = _attend(tile, base, blocks, j, *state, *strides, D, DP, BLOCK_SIZE, BN, WINDOW, False)
         for j in tl.range(rest, last, BN, num_stages=STAGES):
-            state = (last, position, scale, top, total, acc)
+            state = (lowest, last, position, scale, top, total, acc)
             top, total, acc = _attend(tile, base, blocks, j, *state, *strides, D, DP, BLOCK_SIZE, BN, WINDOW, True)
         y = acc / tl.where(total == 0.0, 1.0, total)[:, None]  # 0: past the last query
         tl.store(out + token[:, None] * (H * D) + at_head, y.to(out.dtype.element_ty), mask=is_query)

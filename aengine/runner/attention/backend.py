@@ -17,7 +17,7 @@ __all__ = ["AttentionBackend", "TorchAttention", "TritonAttention"]
 
 
 class AttentionBackend(Protocol):
-    """Shapes and sizes of a KV cache, and what makes one."""
+    """Makes the KV cache, and attends."""
 
     @property
     def name(self) -> str:
@@ -25,9 +25,6 @@ class AttentionBackend(Protocol):
 
     def join(self) -> None:
         """Wait until it is ready, before anything is captured. Raises ModelLoadError."""
-
-    def bytes_per_block(self, config: ModelConfig, block_size: int, dtype: torch.dtype) -> int:
-        """Of all layers."""
 
     def make_cache(
         self,
@@ -37,6 +34,7 @@ class AttentionBackend(Protocol):
         dtype: torch.dtype,
         device: torch.device,
         *,
+        kv_dtype: torch.dtype,
         max_num_seqs: int,
         max_model_len: int,
     ) -> Any:
@@ -51,9 +49,6 @@ class TorchAttention:
     def join(self) -> None:
         pass
 
-    def bytes_per_block(self, config: ModelConfig, block_size: int, dtype: torch.dtype) -> int:
-        return KvCache.bytes_per_block(config, block_size, dtype)
-
     def make_cache(
         self,
         config: ModelConfig,
@@ -62,10 +57,11 @@ class TorchAttention:
         dtype: torch.dtype,
         device: torch.device,
         *,
+        kv_dtype: torch.dtype,
         max_num_seqs: int,
         max_model_len: int,
     ) -> KvCache:
-        return KvCache(config, num_blocks, block_size, dtype, device)
+        return KvCache(config, num_blocks, block_size, dtype, device, kv_dtype=kv_dtype)
 
 
 class TritonAttention:
@@ -81,9 +77,6 @@ class TritonAttention:
     def join(self) -> None:
         self._prefill.join()
 
-    def bytes_per_block(self, config: ModelConfig, block_size: int, dtype: torch.dtype) -> int:
-        return GpuKvCache.bytes_per_block(config, block_size, dtype)
-
     def make_cache(
         self,
         config: ModelConfig,
@@ -92,8 +85,18 @@ class TritonAttention:
         dtype: torch.dtype,
         device: torch.device,
         *,
+        kv_dtype: torch.dtype,
         max_num_seqs: int,
         max_model_len: int,
     ) -> Any:
-        sizes: dict[str, Any] = {"max_num_seqs": max_num_seqs, "max_model_len": max_model_len}
-        return GpuKvCache(config, num_blocks, block_size, dtype, device, prefill=self._prefill, **sizes)
+        return GpuKvCache(
+            config,
+            num_blocks,
+            block_size,
+            dtype,
+            device,
+            kv_dtype=kv_dtype,
+            max_num_seqs=max_num_seqs,
+            max_model_len=max_model_len,
+            prefill=self._prefill,
+        )

@@ -29,6 +29,7 @@ from torch import Tensor
 from ...errors import ModelLoadError
 from ..input_batch import Rows
 from ..transfer import to_device
+from .kv_pages import AttentionLayerKV
 
 __all__ = ["PrefillBackend", "PrefillMetadata", "choose_library", "choose_prefill_backend"]
 
@@ -40,11 +41,11 @@ class PrefillMetadata:
     """The prompts of a step, or chunks of them: n sequences."""
 
     rows: Tensor  # int64 [n]
-    block_table: Tensor  # int32 [max_num_seqs, width], by row
+    block_table: Tensor  # int32 [num_groups, max_num_seqs, width], by KV group and row
     query_start_loc: Tensor  # int32 [n + 1], from 0 on
     query_lens: Rows  # [n], on the host
     seq_lens: Rows  # [n], on the host
-    _gathered: tuple[Tensor, Tensor] | None = field(default=None, repr=False)  # places, cu_seqlens_k
+    _gathered: dict[int, tuple[Tensor, Tensor]] = field(default_factory=dict, repr=False)  # `places`, by group
 
     @classmethod
     def of(cls, rows: Tensor, block_table: Tensor, query_lens: Rows, seq_lens: Rows) -> PrefillMetadata:
@@ -57,17 +58,22 @@ class PrefillMetadata:
         """Whether any of them had tokens before this step."""
         return bool((self.seq_lens > self.query_lens).any())
 
-    def places(self, block_size: int) -> tuple[Tensor, Tensor]:
-        """Where all tokens of all sequences are: (int64 [2, total] block and offset, int32 [n + 1] starts)."""
-        if self._gathered is None:
-            starts = np.zeros(len(self.seq_lens) + 1, dtype=np.int32)
-            np.cumsum(self.seq_lens, out=starts[1:])
-            owner = np.repeat(np.arange(len(self.seq_lens)), self.seq_lens)
-            position = np.arange(starts[-1]) - starts[owner]
+    def key_lens(self, window: int | None) -> Rows:
+        """Host [n]: how many of the last tokens of each sequence any of its queries looks at."""
+        return self.seq_lens if window is None else np.minimum(self.seq_lens, self.query_lens + window - 1)
+
+    def places(self, group: int, block_size: int, window: int | None) -> tuple[Tensor, Tensor]:
+        """Where the tokens are that the queries look at: (int64 [2, total] block and offset, int32 [n + 1] starts)."""
+        if group not in self._gathered:
+            lens = self.key_lens(window)
+            starts = np.zeros(len(lens) + 1, dtype=np.int32)
+            np.cumsum(lens, out=starts[1:])
+            owner = np.repeat(np.arange(len(lens)), lens)
+            position = np.arange(starts[-1]) + (self.seq_lens - lens - starts[:-1])[owner]
             sent = to_device(np.stack((owner, position)), self.rows.device)
-            blocks = self.block_table[self.rows[sent[0]], sent[1] // block_size].long()
-            self._gathered = torch.stack((blocks, sent[1] % block_size)), to_device(starts, self.rows.device)
-        return self._gathered
+            blocks = self.block_table[group][self.rows[sent[0]], sent[1] // block_size].long()
+            self._gathered[group] = torch.stack((blocks, sent[1] % block_size)), to_device(starts, self.rows.device)
+        return self._gathered[group]
 
 
 class PrefillBackend(Protocol):
@@ -84,17 +90,16 @@ class PrefillBackend(Protocol):
         q: Tensor,
         k: Tensor,
         v: Tensor,
-        kv_cache: Tensor,
+        kept: AttentionLayerKV,
         metadata: PrefillMetadata,
         scale: float,
-        window: int | None,
     ) -> Tensor | None:
         """[num_tokens, num_heads * head_dim]; None: it can't, and `varlen_attention` is called for the rest of the
         step. If it failed, `pays` is false from then on; if it had no memory, only this step is affected.
 
         Args:
             q, k, v: [num_tokens, heads, head_dim] of the new tokens, strided by token; in the cache already
-            kv_cache: [num_blocks, block_size, 2, num_kv_heads, head_dim]
+            kept: the layer's cache, its group and window
         """
 
 
@@ -157,21 +162,21 @@ class LibraryPrefill:
         q: Tensor,
         k: Tensor,
         v: Tensor,
-        kv_cache: Tensor,
+        kept: AttentionLayerKV,
         metadata: PrefillMetadata,
         scale: float,
-        window: int | None,
     ) -> Tensor | None:
         m = metadata
         if self._function is None:
             return None
         starts_k = m.query_start_loc
-        longest, longest_k = int(m.query_lens.max()), int(m.seq_lens.max())
+        longest, longest_k = int(m.query_lens.max()), int(m.key_lens(kept.window).max())
         try:
             if m.has_context:
-                places, starts_k = m.places(kv_cache.shape[1])
-                k, v = kv_cache[places[0], places[1]].unbind(1)
-            out = _call(self._function, q, k, v, m.query_start_loc, starts_k, longest, longest_k, scale, window)
+                places, starts_k = m.places(kept.group, kept.cache.shape[1], kept.window)
+                k, v = kept.cache[places[0], places[1]].unbind(1)
+            k, v = (t.to(kept.cache.dtype).to(q.dtype) for t in (k, v))  # as our own kernel sees them
+            out = _call(self._function, q, k, v, m.query_start_loc, starts_k, longest, longest_k, scale, kept.window)
         except torch.OutOfMemoryError as error:  # of the contexts' copy, which no profile knows: our kernel needs none
             if not self._had_no_memory:
                 how = f"{self.name} has no memory for {int(m.seq_lens.sum())} tokens of prompts and their contexts"

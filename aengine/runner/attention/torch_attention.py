@@ -1,12 +1,13 @@
 """Attention of one step: the batch's metadata and the KV cache, as the model's layers call them.
 
 InputBatch ──> AttentionMetadata ──┐
-KvCache (one tensor a layer) ──────┴──> Attention.forward(layer, q, k, v): writes KV, attends
+KvCache (the pages of the pool) ───┴──> Attention.forward(layer, q, k, v): writes KV, attends
 """
 
 from __future__ import annotations
 
 from dataclasses import dataclass
+from itertools import accumulate
 
 import torch
 from torch import Tensor
@@ -16,40 +17,49 @@ from ...kernels.kv_write import write_kv
 from ...kernels.paged_attention import decode_attention, prefill_attention
 from ...kernels.rotary import apply_rotary, rotary_rows
 from ..input_batch import InputBatch
+from ..kv_spec import lay_out_kv
 from ..layers.attention import AttentionLayer
-from ..lazy_zeros import lazy_zeros
 from ..model_config import ModelConfig
+from .kv_pages import KVPages
 
-__all__ = ["Attention", "AttentionMetadata", "KvCache"]
+__all__ = ["Attention", "AttentionMetadata", "GroupMetadata", "KvCache"]
 
 DEFAULT_BLOCK_SIZE = 16
 
 
 class KvCache:
-    """The paged KV of all layers: one tensor [num_blocks, block_size, 2, num_kv_heads, head_dim] each.
+    """The paged KV of all layers. On a CPU the memory is taken from the system when a block is first written.
 
-    On a CPU the memory is taken from the system when a block is first written.
+    ``dtype``: of what is computed; ``kv_dtype``: of what is kept, None: the same.
     """
 
     clears_blocks = True
 
-    def __init__(self, config: ModelConfig, num_blocks: int, block_size: int, dtype: torch.dtype, device: torch.device):
-        shape = (num_blocks, block_size, 2, config.num_kv_heads, config.head_dim)
-        self.layers = [lazy_zeros(shape, dtype, device) for _ in range(config.num_layers)]
-        self.block_size = block_size
+    def __init__(
+        self,
+        config: ModelConfig,
+        num_blocks: int,
+        block_size: int,
+        dtype: torch.dtype,
+        device: torch.device,
+        *,
+        kv_dtype: torch.dtype | None = None,
+    ):
+        kv_dtype = kv_dtype or dtype
+        self.layout = lay_out_kv(config.kv_layers, block_size, kv_dtype.itemsize)
+        self._pages = KVPages(self.layout, num_blocks, kv_dtype, device)
+        self.layers = self._pages.layers(heads_first=False)
         self.dtype = dtype
         inv_freq, self.rotary_factor = config.rope.inv_freq()
         self.inv_freq = inv_freq.to(device)
 
     def bind(self, batch: InputBatch) -> Attention:
         """The attention of one step."""
-        metadata = AttentionMetadata(
-            query_lens=batch.plan.query_lens.tolist(),
-            seq_lens=batch.inputs.seq_lens.tolist(),  # the plan's may be upper bounds
-            block_table=batch.block_table.long(),
-            slot_mapping=batch.inputs.slot_mapping,
-        )
-        return Attention(self, metadata)
+        groups = [
+            GroupMetadata(group.seq_lens.tolist(), group.block_table.long(), slots)
+            for group, slots in zip(batch.groups, batch.inputs.slot_mapping, strict=True)
+        ]
+        return Attention(self, AttentionMetadata(batch.plan.query_lens.tolist(), groups))
 
     def bind_decode(self, rows: Tensor, seq_lens: Tensor, block_table: Tensor) -> Attention:
         raise AssertionError("there are no graphs on a CPU")
@@ -59,12 +69,16 @@ class KvCache:
 
     def clear_blocks(self, block_ids: Tensor) -> None:
         """Blocks (int64 [m]) have a new owner. Places past its tokens are read too, under a mask: 0 * NaN is NaN."""
-        for layer in self.layers:
-            layer.index_fill_(0, block_ids, 0)
+        self._pages.clear(block_ids)
 
-    @staticmethod
-    def bytes_per_block(config: ModelConfig, block_size: int, dtype: torch.dtype) -> int:
-        return config.num_layers * block_size * 2 * config.num_kv_heads * config.head_dim * dtype.itemsize
+
+@dataclass(slots=True)
+class GroupMetadata:
+    """Of one step and one KV group, the same for all its layers. Blocks that no query looks at are left out."""
+
+    seq_lens: list[int]  # host [num_reqs]: tokens of each request in these blocks, those of this step included
+    block_table: Tensor  # int64 [num_reqs, max_blocks]
+    slot_mapping: Tensor  # int64 [num_tokens]
 
 
 @dataclass(slots=True)
@@ -72,9 +86,7 @@ class AttentionMetadata:
     """Of one step, the same for all its layers."""
 
     query_lens: list[int]  # host [num_reqs]: tokens that each request computes
-    seq_lens: list[int]  # host [num_reqs]: its tokens in all, those of this step included
-    block_table: Tensor  # int64 [num_reqs, max_blocks]
-    slot_mapping: Tensor  # int64 [num_tokens]
+    groups: list[GroupMetadata]  # of each KV group
 
 
 class Attention:
@@ -82,18 +94,12 @@ class Attention:
 
     def __init__(self, kv_cache: KvCache, metadata: AttentionMetadata) -> None:
         self._kv_cache = kv_cache
-        self._slot_mapping = metadata.slot_mapping
+        self._groups = metadata.groups
         query_lens = metadata.query_lens
         self._num_decodes = next((i for i, n in enumerate(query_lens) if n > 1), len(query_lens))
-        self._decode_lens = metadata.seq_lens[: self._num_decodes]
-        self._decode_table = metadata.block_table[: self._num_decodes]
-        self._prefills: list[tuple[int, int, int, Tensor]] = []  # first token, past the last, seq_len, block ids
-        start = self._num_decodes
-        for i in range(self._num_decodes, len(query_lens)):
-            seq_len = metadata.seq_lens[i]
-            num_blocks = -(-seq_len // kv_cache.block_size)
-            self._prefills.append((start, start + query_lens[i], seq_len, metadata.block_table[i, :num_blocks]))
-            start += query_lens[i]
+        ends = list(accumulate(query_lens))
+        # Of each prompt: its place in the batch, its first token, past the last.
+        self._prompts = [(i, ends[i] - query_lens[i], ends[i]) for i in range(self._num_decodes, len(query_lens))]
 
     def begin(self, positions: Tensor) -> None:
         """Cosines and sines of the step's tokens (int64 [num_tokens]), for all layers."""
@@ -114,12 +120,17 @@ class Attention:
 
     def _attend(self, layer: AttentionLayer, q: Tensor, kv: Tensor) -> Tensor:
         """q: [num_tokens, num_heads, head_dim]; kv: [num_tokens, 2, num_kv_heads, head_dim]."""
-        cache, scale, window = self._kv_cache.layers[layer.index], layer.scale, layer.window
-        write_kv(kv.flatten(1), cache.view(cache.shape[0] * cache.shape[1], -1), self._slot_mapping)
+        kept = self._kv_cache.layers[layer.index]
+        cache, group, n = kept.cache, self._groups[kept.group], self._num_decodes
+        block_size = cache.shape[1]
+        kv = kv.to(cache.dtype)
+        write_kv(kv, cache, group.slot_mapping)
+        how = layer.scale, kept.window
         parts = []
-        if self._num_decodes:
-            decode = q[: self._num_decodes]
-            parts.append(decode_attention(decode, cache, self._decode_table, self._decode_lens, scale, window))
-        for start, stop, seq_len, block_ids in self._prefills:
-            parts.append(prefill_attention(q[start:stop], kv[start:stop], cache, block_ids, seq_len, scale, window))
+        if n:
+            parts.append(decode_attention(q[:n], cache, group.block_table[:n], group.seq_lens[:n], *how))
+        for i, start, stop in self._prompts:
+            seq_len = group.seq_lens[i]
+            blocks = group.block_table[i, : -(-seq_len // block_size)]
+            parts.append(prefill_attention(q[start:stop], kv[start:stop], cache, blocks, seq_len, *how))
         return parts[0] if len(parts) == 1 else torch.cat(parts)

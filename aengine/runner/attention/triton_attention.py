@@ -17,17 +17,20 @@ from ...kernels.input_prep import PreparedInputs
 from ...kernels.varlen_attention import plan_prompts, varlen_attention
 from ...kernels.write_qkv import apply_rope_and_write_kv
 from ..input_batch import BatchPlan, InputBatch
+from ..kv_spec import lay_out_kv
 from ..layers.attention import AttentionLayer
 from ..model_config import ModelConfig
+from .kv_pages import KVPages
 from .library import PrefillBackend, PrefillMetadata
 
 __all__ = ["BatchAttention", "DecodeAttention", "GpuKvCache"]
 
 
 class GpuKvCache:
-    """The KV of all layers, and what the attention kernels share."""
+    """The KV of all layers, and what the attention kernels share. ``kv_dtype``: of what is kept; None: ``dtype``, in
+    which all is computed."""
 
-    clears_blocks = False  # the kernels never read past a sequence's end
+    clears_blocks = False  # the kernels never read past a sequence's end, nor before its window
 
     def __init__(
         self,
@@ -40,15 +43,19 @@ class GpuKvCache:
         max_num_seqs: int,
         max_model_len: int,
         prefill: PrefillBackend,
+        kv_dtype: torch.dtype | None = None,
     ) -> None:
-        shape = (num_blocks, 2, config.num_kv_heads, block_size, config.head_dim)
-        self.layers = [
-            torch.zeros(shape, dtype=dtype, device=device).permute(0, 3, 1, 2, 4) for _ in range(config.num_layers)
-        ]
-        self.group = config.num_heads // config.num_kv_heads  # query heads that share a key-value head
+        kv_dtype = kv_dtype or dtype
+        self.layout = lay_out_kv(config.kv_layers, block_size, kv_dtype.itemsize)
+        self.layers = KVPages(self.layout, num_blocks, kv_dtype, device).layers(heads_first=True)
+        self.dtype = dtype
+        self.num_heads = config.num_heads
         self.prefill = prefill
         self.rope = rope_table(config, max_model_len, device)
-        self.workspace = DecodeWorkspace(max_num_seqs, config.num_heads, config.num_kv_heads, config.head_dim, device)
+        self.workspaces = {
+            shape: DecodeWorkspace(max_num_seqs, config.num_heads, *shape, device)
+            for shape in {layer.heads for layer in self.layers}
+        }
 
     def bind(self, batch: InputBatch) -> BatchAttention:
         return BatchAttention(self, batch.inputs, batch.idx_mapping, batch.block_table, batch.plan)
@@ -62,10 +69,6 @@ class GpuKvCache:
     def clear_blocks(self, block_ids: Tensor) -> None:
         raise AssertionError("nothing needs to be cleared")
 
-    @staticmethod
-    def bytes_per_block(config: ModelConfig, block_size: int, dtype: torch.dtype) -> int:
-        return config.num_layers * block_size * 2 * config.num_kv_heads * config.head_dim * dtype.itemsize
-
 
 def rope_table(config: ModelConfig, num_positions: int, device: torch.device) -> Tensor:
     """float32 [num_positions, head_dim]: cosines, then sines, of position times each frequency, times the factor."""
@@ -77,13 +80,17 @@ def rope_table(config: ModelConfig, num_positions: int, device: torch.device) ->
 class DecodeAttention:
     """Of a step, or a part of one, whose every request has one token; all in memory that a graph may replay.
 
-    rows: int64 [n], -1 for padding; seq_lens: int32 [n]; block_table: int32 [max_num_seqs, width].
+    rows: int64 [n], -1 for padding; seq_lens: int32 [n]; block_table: int32 [num_groups, max_num_seqs, width].
     """
 
     def __init__(self, cache: GpuKvCache, rows: Tensor, seq_lens: Tensor, block_table: Tensor) -> None:
         self._cache = cache
         self._block_table = block_table
-        self._plan = plan_decode(rows, seq_lens, cache.workspace)
+        # A plan for each kind of layer: which keys there are depends on the window, how they are cut on the heads.
+        self._plans = {
+            kind: plan_decode(rows, seq_lens, cache.workspaces[kind[0]], kind[1])
+            for kind in dict.fromkeys((kept.heads, kept.window) for kept in cache.layers)
+        }
         self.size = len(rows)
 
     def begin(self, positions: Tensor) -> None:
@@ -97,17 +104,18 @@ class DecodeAttention:
         self._call(layer, qkv, out)
 
     def _call(self, layer: AttentionLayer, qkv: Tensor, out: Tensor | None) -> Tensor:
+        kept = self._cache.layers[layer.index]
         return decode_step_attention(
             qkv,
-            self._cache.layers[layer.index],
-            self._block_table,
+            kept.cache,
+            self._block_table[kept.group],
             self._cache.rope,
             *_norms(layer),
             layer.num_heads,
             layer.scale,
-            layer.window,
-            self._plan,
-            self._cache.workspace,
+            kept.window,
+            self._plans[kept.heads, kept.window],
+            self._cache.workspaces[kept.heads],
             is_raw=out is None,
             out=out,
         )
@@ -128,7 +136,7 @@ class BatchAttention:
         self._rows = rows
         self._block_table = block_table
         self._has_prompts = plan is None or plan.num_decodes < plan.num_reqs
-        self._prompts: Tensor | None = None
+        self._prompts: dict[tuple[int, int], Tensor] = {}  # plans, by the layer's key-value heads and their size
         self._metadata: PrefillMetadata | None = None
         self._num_decodes = 0 if plan is None else plan.num_decodes
         n = self._num_decodes
@@ -148,31 +156,32 @@ class BatchAttention:
 
     def forward(self, layer: AttentionLayer, qkv: Tensor) -> Tensor:
         cache, inputs = self._cache, self._inputs
-        kv_cache = cache.layers[layer.index]
-        apply_rope_and_write_kv(
-            qkv, inputs.positions, inputs.slot_mapping, cache.rope, *_norms(layer), layer.num_heads, kv_cache
-        )
+        kept = cache.layers[layer.index]
+        slots = inputs.slot_mapping[kept.group]
+        apply_rope_and_write_kv(qkv, inputs.positions, slots, cache.rope, *_norms(layer), layer.num_heads, kept.cache)
         out = self._attend_to_prompts(layer, qkv)
         if self._decodes is not None:
             self._decodes.forward_rotated(layer, qkv[: self._decodes.size], out)
         return out
 
-    def _plan_prompts(self) -> Tensor:
+    def _plan_prompts(self) -> dict[tuple[int, int], Tensor]:
         inputs, cache = self._inputs, self._cache
         where = (self._rows, inputs.query_start_loc, inputs.seq_lens, len(inputs.positions))
-        layer = cache.layers[0]
-        return plan_prompts(*where, cache.group, layer.dtype, layer.shape[-1], skip_single=True)
+        return {
+            (heads, head_dim): plan_prompts(*where, cache.num_heads // heads, cache.dtype, head_dim, skip_single=True)
+            for heads, head_dim in cache.workspaces
+        }
 
     def _attend_to_prompts(self, layer: AttentionLayer, qkv: Tensor) -> Tensor:
         """[num_tokens, num_heads * head_dim]; the decodes' rows are not written."""
-        kv_cache = self._cache.layers[layer.index]
+        kept = self._cache.layers[layer.index]
         heads = qkv.view(len(qkv), -1, layer.head_dim)
         q, k, v = heads.split([layer.num_heads, layer.num_kv_heads, layer.num_kv_heads], dim=1)
         if not self._has_prompts:
             return torch.empty((len(qkv), layer.num_heads * layer.head_dim), dtype=qkv.dtype, device=qkv.device)
         if self._metadata is not None:
             n = self._num_decodes
-            out = self._cache.prefill.prefill(q[n:], k[n:], v[n:], kv_cache, self._metadata, layer.scale, layer.window)
+            out = self._cache.prefill.prefill(q[n:], k[n:], v[n:], kept, self._metadata, layer.scale)
             if out is not None:
                 return out if n == 0 else torch.cat((out.new_empty((n, out.shape[1])), out))
             self._metadata = None
@@ -180,9 +189,8 @@ class BatchAttention:
             # The attention reads the plan ahead of its wait (kernels/varlen_attention.py): this launch is not early, so
             # the plan is written when it begins.
             qkv.new_zeros(1)
-        assert self._prompts is not None
-        where = (self._block_table, self._prompts, len(self._rows))
-        return varlen_attention(q, kv_cache, *where, layer.scale, layer.window)
+        where = (self._block_table[kept.group], self._prompts[kept.heads], len(self._rows))
+        return varlen_attention(q, kept.cache, *where, layer.scale, kept.window)
 
 
 def _norms(layer: AttentionLayer) -> tuple[Tensor | None, Tensor | None, float]:

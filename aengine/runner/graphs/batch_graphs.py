@@ -121,7 +121,7 @@ class BatchGraphs:
             self._tables.table,
             rows,
             query_lens,
-            self._tables.block_size,
+            self._tables.block_sizes,
             shape.num_tokens,
         )
         return self._forward(inputs, rows), rows, inputs.seq_lens

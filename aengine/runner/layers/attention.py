@@ -26,7 +26,6 @@ class AttentionLayer:
     num_kv_heads: int
     head_dim: int
     scale: float  # of q k^T
-    window: int | None  # tokens that a query looks back on, itself included; None: all
     q_norm: RMSNorm | None  # head by head
     k_norm: RMSNorm | None
 
@@ -41,7 +40,6 @@ class AttentionLayer:
             num_kv_heads=config.num_kv_heads,
             head_dim=config.head_dim,
             scale=config.head_dim**-0.5,
-            window=config.sliding_windows[index],
             q_norm=q_norm,
             k_norm=k_norm,
         )

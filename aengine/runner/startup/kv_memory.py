@@ -3,7 +3,7 @@
       the machine's (or the GPU's) memory
     ┌─────────────────────────────────────────┬──────────────────────────┬───────────┐
     │ in use: weights, the largest batch's    │ KV cache: num_blocks     │ left free │
-    │ activations, other processes            │ blocks of block_size     │           │
+    │ activations, other processes            │ pages for all KV groups  │           │
     └─────────────────────────────────────────┴──────────────────────────┴───────────┘
 
 The KV's share is kv_cache_memory_bytes if given. Else on a GPU what gpu_memory_utilization leaves above the peak of the
@@ -13,16 +13,17 @@ than max_num_seqs requests of max_model_len tokens can use.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
 
 from ...config import EngineConfig
 from ...errors import ModelLoadError
-from ...ipc.messages import NewRequest, SchedulerOutput, int32
+from ...ipc.messages import KVCacheGroup, NewRequest, SchedulerOutput, int32, kv_capacity
 from ..model_runner import ModelRunner
 
-__all__ = ["KvPlan", "cpu_budget", "gpu_budget", "plan_kv", "profile_run", "resolve_max_model_len"]
+__all__ = ["KvPlan", "choose_kv_dtype", "cpu_budget", "gpu_budget", "plan_kv", "profile_run", "resolve_max_model_len"]
 
 GIB = 1024**3
 CPU_DEFAULT = 4 * GIB
@@ -45,26 +46,42 @@ def resolve_max_model_len(config: EngineConfig, model_max_len: int) -> int:
     return config.max_model_len or model_max_len
 
 
-def plan_kv(config: EngineConfig, *, wanted_len: int, block_size: int, bytes_per_block: int, budget: int) -> KvPlan:
-    """Split ``budget`` bytes into blocks.
+def choose_kv_dtype(setting: str, dtype: torch.dtype) -> torch.dtype:
+    """Of the KV cache, where the model computes in ``dtype``."""
+    return dtype if setting == "auto" else getattr(torch, setting)
+
+
+def plan_kv(
+    config: EngineConfig,
+    *,
+    wanted_len: int,
+    groups: Sequence[KVCacheGroup],
+    page_bytes: int,
+    budget: int,
+    step_tokens: int,
+) -> KvPlan:
+    """Split ``budget`` bytes into pages. ``step_tokens``: most tokens of a request in a step.
 
     Raises:
         ModelLoadError: they do not hold one request of ``config.max_model_len`` tokens; or, if that is not given,
             hardly any tokens at all.
     """
-    most = config.max_num_seqs * -(-wanted_len // block_size)
-    num_blocks = min(budget // bytes_per_block, most)
-    room = num_blocks * block_size
+
+    def pages_for(num_tokens: int) -> int:
+        return sum(group.most_blocks(num_tokens, step_tokens) for group in groups)
+
+    num_blocks = min(budget // page_bytes, config.max_num_seqs * pages_for(wanted_len))
+    room = kv_capacity(groups, num_blocks, wanted_len, step_tokens)
     needed = config.max_model_len or min(_FEWEST_TOKENS, wanted_len)
     if room < needed:
-        per_token = bytes_per_block / block_size
+        per_token = sum(page_bytes / group.block_size for group in groups)
         raise ModelLoadError(
             f"the KV cache has {_size(budget)}, room for {room} tokens at {_size(per_token)} each, but "
             f"{'max_model_len=' if config.max_model_len else 'at least '}{needed} are needed: "
-            f"raise kv_cache_memory_bytes to {-(-needed // block_size) * bytes_per_block} or more"
+            f"raise kv_cache_memory_bytes to {pages_for(needed) * page_bytes} or more"
             + (", or lower max_model_len" if config.max_model_len else ", or free memory")
         )
-    return KvPlan(num_blocks, min(wanted_len, room))
+    return KvPlan(num_blocks, room)
 
 
 def cpu_budget(config: EngineConfig, *, free: int, weights: int) -> int:
@@ -103,9 +120,7 @@ def gpu_budget(config: EngineConfig, *, total: int, peak: int, others: int, weig
     return budget
 
 
-def profile_run(
-    runner: ModelRunner, *, max_num_seqs: int, max_num_batched_tokens: int, max_model_len: int, block_size: int
-) -> None:
+def profile_run(runner: ModelRunner, *, max_num_seqs: int, max_num_batched_tokens: int, max_model_len: int) -> None:
     """Run the largest batch: as many requests as may be share out the most tokens, and all of them sample.
 
     The runner's rows are free again afterwards. All write the same blocks, as nobody reads what they hold, so the pool
@@ -116,8 +131,11 @@ def profile_run(
     for row in range(num_reqs):
         length = max_num_batched_tokens // num_reqs + (row < max_num_batched_tokens % num_reqs)
         length = min(length, max(1, max_model_len - 1))  # the sampled token needs a place
-        blocks = int32(range(-(-length // block_size)))
-        requests.append(NewRequest(row, int32([0]) * length, length, 0, blocks, temperature=1.0, top_p=0.9))
+        counts = [-(-length // group.block_size) for group in runner.tables.groups]
+        blocks = int32(i for count in counts for i in range(count))
+        spans = int32(n for count in counts for n in (0, count))
+        new = NewRequest(row, int32([0]) * length, length, 0, blocks, temperature=1.0, top_p=0.9, block_spans=spans)
+        requests.append(new)
     rows = int32(range(num_reqs))
     lengths = int32(len(r.token_ids) for r in requests)
     for out in (

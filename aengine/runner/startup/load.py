@@ -26,7 +26,7 @@ from ..models import build_model, read_config
 from ..platforms.choice import choose_platform
 from ..weights.formats import choose_formats
 from ..weights.loader import LoadedWeights, load_weights
-from .kv_memory import KvPlan
+from .kv_memory import KvPlan, choose_kv_dtype
 from .profile import profile
 from .setup import Progress, RunnerSetup
 
@@ -70,7 +70,7 @@ def _load(
         model=model,
         platform=platform,
         attention=attention,
-        kv_dtype=formats.dtype,
+        kv_dtype=choose_kv_dtype(config.kv_cache_dtype, formats.dtype),
         block_size=config.block_size or DEFAULT_BLOCK_SIZE,
         max_batched=config.max_num_batched_tokens or platform.default_batched_tokens,
         weight_bytes=platform.memory().allocated if platform.is_accelerator else weights.num_bytes,
@@ -90,12 +90,14 @@ class LocalModel:
         self._weights = weights
         self._rank = rank
         self._progress = progress
-        formats = setup.model.weights.formats
+        formats, groups = setup.model.weights.formats, setup.kv_layout.groups
         self.offer: dict[str, Any] = {
             "num_blocks": plan.num_blocks,
             "max_model_len": plan.max_model_len,
             "max_num_batched_tokens": setup.max_batched,
-            "block_size": setup.block_size,
+            "block_size": min(group.block_size for group in groups),
+            "kv_groups": [[group.kind, group.block_size, group.window] for group in groups],
+            "kv_cache_dtype": str(setup.kv_dtype).removeprefix("torch."),
             "vocab_size": setup.model_config.vocab_size,
             "dtype": str(formats.dtype).removeprefix("torch."),
             "weight_format": formats.name,
@@ -115,7 +117,7 @@ class LocalModel:
                 logger.info("%d graphs captured in %.1f s", runner.graphs.num_captured, seconds)
         facts = {
             "num_parameters": self._weights.num_parameters,
-            "kv_cache_bytes": plan["num_blocks"] * setup.bytes_per_block,
+            "kv_cache_bytes": plan["num_blocks"] * setup.kv_layout.page_bytes,
             "device": str(platform.device),
             "is_accelerator": platform.is_accelerator,
             "attention_backend": setup.attention.name,

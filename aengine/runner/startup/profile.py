@@ -35,26 +35,29 @@ def profile(setup: RunnerSetup, progress: Progress) -> KvPlan:
         else:
             progress("profile", 0, 0, "")
             budget = cpu_budget(setup.config, free=free_memory(), weights=setup.weight_bytes)
+    layout = setup.kv_layout
     return plan_kv(
         setup.config,
         wanted_len=wanted_len,
-        block_size=setup.block_size,
-        bytes_per_block=setup.bytes_per_block,
+        groups=layout.groups,
+        page_bytes=layout.page_bytes,
         budget=budget,
+        step_tokens=setup.max_batched,
     )
 
 
 def _accelerator_budget(setup: RunnerSetup, wanted_len: int, progress: Progress) -> int:
     """Bytes for KV, beside everything else that this process will need at most."""
     begun = time.monotonic()
-    num_blocks = -(-min(wanted_len, setup.max_batched) // setup.block_size)  # of one request, which all share
+    longest = min(wanted_len, setup.max_batched)
+    num_blocks = max(-(-longest // group.block_size) for group in setup.kv_layout.groups)  # which all requests share
     runner = setup.make_runner(num_blocks, wanted_len)
     progress("compile", 0, 0, "")
     compile_kernels(runner, setup.max_batched, setup.model_config.num_kv_heads, setup.num_threads)
     setup.attention.join()  # before anything is captured
     compiled = time.monotonic()
     progress("profile", 0, 0, "")
-    peak = _peak(setup, runner, wanted_len) - num_blocks * setup.bytes_per_block
+    peak = _peak(setup, runner, wanted_len) - num_blocks * setup.kv_layout.page_bytes
     del runner
     gc.collect()  # the runner and its graphs know each other
     setup.platform.release_cached()
@@ -78,7 +81,6 @@ def _peak(setup: RunnerSetup, runner: ModelRunner, max_model_len: int) -> int:
             max_num_seqs=setup.config.max_num_seqs,
             max_num_batched_tokens=setup.max_batched,
             max_model_len=max_model_len,
-            block_size=setup.block_size,
         )
     )
     if runner.graphs is None or setup.config.enforce_eager:

@@ -13,6 +13,7 @@ from ...config import EngineConfig
 from ...errors import ModelLoadError
 from ..attention.backend import AttentionBackend
 from ..graphs.cuda_graphs import graph_sizes
+from ..kv_spec import KVLayout, lay_out_kv
 from ..model_config import ModelConfig
 from ..model_runner import ModelRunner
 from ..models.causal_lm import CausalLM
@@ -36,7 +37,7 @@ class RunnerSetup:
     model: CausalLM
     platform: Platform
     attention: AttentionBackend
-    kv_dtype: torch.dtype  # of keys and values in the cache
+    kv_dtype: torch.dtype  # of the KV cache
     block_size: int
     max_batched: int  # tokens in a step
     weight_bytes: int
@@ -44,8 +45,8 @@ class RunnerSetup:
     is_alone: bool = True  # no other rank computes the same steps
 
     @property
-    def bytes_per_block(self) -> int:
-        return self.attention.bytes_per_block(self.model_config, self.block_size, self.kv_dtype)
+    def kv_layout(self) -> KVLayout:
+        return lay_out_kv(self.model_config.kv_layers, self.block_size, self.kv_dtype.itemsize)
 
     def make_runner(self, num_blocks: int, max_model_len: int) -> ModelRunner:
         """A runner over a KV cache of ``num_blocks``; no graph is captured yet."""
@@ -54,8 +55,9 @@ class RunnerSetup:
             self.model_config,
             num_blocks,
             self.block_size,
-            self.kv_dtype,
+            self.model.weights.formats.dtype,
             platform.device,
+            kv_dtype=self.kv_dtype,
             max_num_seqs=config.max_num_seqs,
             max_model_len=max_model_len,
         )
@@ -66,7 +68,7 @@ class RunnerSetup:
             max_num_seqs=config.max_num_seqs,
             max_model_len=max_model_len,
             num_blocks=num_blocks,
-            block_size=self.block_size,
+            kv_groups=self.kv_layout.groups,
             platform=platform,
             graph_sizes=graph_sizes(min(config.max_num_seqs, self.max_batched)) if platform.is_accelerator else None,
             max_graph_tokens=min(MAX_GRAPH_TOKENS, self.max_batched),

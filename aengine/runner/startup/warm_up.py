@@ -74,11 +74,12 @@ def _prompts(runner: ModelRunner, num_tokens: int, num_reqs: int) -> None:
     device = requests.token_ids.device
     rows = torch.zeros(num_reqs, dtype=torch.int64, device=device)
     computed = requests.scalars.num_computed_tokens
-    prepare_inputs(requests.token_ids, computed, tables.table, rows, rows, tables.block_size, num_tokens)
+    prepare_inputs(requests.token_ids, computed, tables.table, rows, rows, tables.block_sizes, num_tokens)
     zeros = torch.zeros(num_tokens, dtype=torch.int64, device=device)
+    slots = torch.full((len(tables.groups), num_tokens), -1, dtype=torch.int64, device=device)
     lens = torch.zeros(num_reqs, dtype=torch.int32, device=device)
     starts = torch.zeros(num_reqs + 1, dtype=torch.int32, device=device)
-    runner.forward_batch(PreparedInputs(zeros, zeros, zeros - 1, starts, lens), rows)
+    runner.forward_batch(PreparedInputs(zeros, zeros, slots, starts, lens), rows)
 
 
 def _sampling(runner: ModelRunner) -> None:

@@ -1,0 +1,53 @@
+"""The memory of the one pool of pages (runner/kv_spec.py), and a layer's part of it."""
+
+from __future__ import annotations
+
+import math
+
+import torch
+from torch import Tensor
+
+from ..kv_spec import FullKV, KVLayout, LayerPlace, WindowKV
+from ..lazy_zeros import lazy_zeros
+
+__all__ = ["AttentionLayerKV", "KVPages"]
+
+
+class AttentionLayerKV:
+    """What attention needs to know of a layer's KV."""
+
+    __slots__ = ("cache", "group", "heads", "window")
+
+    def __init__(self, place: LayerPlace, cache: Tensor) -> None:
+        assert isinstance(place.kv, FullKV | WindowKV)
+        self.cache = cache  # [num_blocks, block_size, 2, num_kv_heads, head_dim], any strides but the last
+        self.group = place.group  # whose block table leads to it
+        self.heads = place.kv.num_kv_heads, place.kv.head_dim
+        self.window = place.kv.window if isinstance(place.kv, WindowKV) else None  # tokens, the query's own included
+
+
+class KVPages:
+    """One tensor a slab, [num_pages, elements], zeroed."""
+
+    def __init__(self, layout: KVLayout, num_pages: int, dtype: torch.dtype, device: torch.device) -> None:
+        self.layout = layout
+        shape = (num_pages, layout.slab_bytes // dtype.itemsize)
+        self.slabs = [lazy_zeros(shape, dtype, device) for _ in range(layout.num_slabs)]
+
+    def layers(self, *, heads_first: bool) -> list[AttentionLayerKV]:
+        """Of all layers. ``heads_first``: a block is [2, num_kv_heads, block_size, head_dim] in memory, so that a
+        head's tokens are one run; else [block_size, 2, num_kv_heads, head_dim], so that a token is."""
+        return [AttentionLayerKV(place, self._view(place, heads_first)) for place in self.layout.layers]
+
+    def _view(self, place: LayerPlace, heads_first: bool) -> Tensor:
+        assert isinstance(place.kv, FullKV | WindowKV)
+        size = self.layout.groups[place.group].block_size
+        heads, head_dim = place.kv.num_kv_heads, place.kv.head_dim
+        shape = (2, heads, size, head_dim) if heads_first else (size, 2, heads, head_dim)
+        blocks = self.slabs[place.slab][:, : math.prod(shape)].unflatten(1, shape)
+        return blocks.permute(0, 3, 1, 2, 4) if heads_first else blocks
+
+    def clear(self, block_ids: Tensor) -> None:
+        """Zero these pages (int64 [m])."""
+        for slab in self.slabs:
+            slab.index_fill_(0, block_ids, 0)
