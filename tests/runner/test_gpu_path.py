@@ -20,8 +20,10 @@ from aengine.runner.attention.backend import TritonAttention
 from aengine.runner.attention.library import TritonPrefill
 from aengine.runner.attention.torch_attention import KvCache
 from aengine.runner.graphs.cuda_graphs import GraphKind, graph_sizes
+from aengine.runner.model_config import ModelConfig
 from aengine.runner.model_runner import ModelRunner
 from aengine.runner.models import build_model, read_config
+from aengine.runner.models.causal_lm import CausalLM
 from aengine.runner.platforms.cpu import CpuPlatform
 from aengine.runner.sampling.bitmask_memory import HostBitmasks
 from aengine.runner.weights.formats import choose_formats
@@ -50,7 +52,7 @@ def triton() -> None:
         pytest.skip("the same is tested on the GPU itself")
 
 
-def make_runner(folder: Path, *, like_gpu: bool, enforce_eager: bool = True) -> ModelRunner:
+def make_model(folder: Path) -> tuple[ModelConfig, CausalLM]:
     from aengine.checkpoint.source import resolve_model
     from aengine.config import EngineConfig
 
@@ -58,6 +60,11 @@ def make_runner(folder: Path, *, like_gpu: bool, enforce_eager: bool = True) -> 
     config = read_config(source.hf_config)
     model = build_model(config, choose_formats("float32", CPU))
     load_weights(model, source, 0, lambda *report: None)
+    return config, model
+
+
+def make_runner(folder: Path, *, like_gpu: bool, enforce_eager: bool = True) -> ModelRunner:
+    config, model = make_model(folder)
     if like_gpu:
         from aengine.runner.attention.triton_attention import GpuKvCache
 
