@@ -168,9 +168,9 @@ def test_right_tokens_from_a_small_pool(model: Any, rng: random.Random) -> None:
 def test_right_tokens_after_preemption_and_a_death(model: Any, rng: random.Random) -> None:
     name, folder, reference = model
     engine = Engine(folder, pages(name, 20, 10), like_gpu=False)
-    for prompt in prompts_of(rng)[1:]:
-        engine.add(prompt, 24)
-    engine.run(num_steps=12)
+    for length in (9, 30, 12, 5):
+        engine.add([rng.randrange(300) for _ in range(length)], 40)  # begun together, too long to end together
+    engine.run(num_steps=25)
     engine.die()
     engine.run()
     check(engine, reference)
