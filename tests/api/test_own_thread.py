@@ -155,7 +155,7 @@ async def test_a_profile(make: Make, monkeypatch: pytest.MonkeyPatch) -> None:
         async def call(method: str, *args: Any, timeout: float) -> dict[str, str]:
             return {"path": method} if threading.current_thread().name == "aengine" else {"refused": "here"}
 
-        monkeypatch.setattr(engine._handle.core, "call", call)
+        monkeypatch.setattr(engine._handle.core.worker, "call", call)
         assert await engine.start_profile("x") == "start_profile"
         assert await engine.stop_profile() == "stop_profile"
 
@@ -170,7 +170,7 @@ async def test_health(make: Make, monkeypatch: pytest.MonkeyPatch) -> None:
             if timeout < 1:
                 raise InternalError("late")
 
-        monkeypatch.setattr(engine._handle.core, "call", ping)
+        monkeypatch.setattr(engine._handle.core.worker, "call", ping)
         assert 0 < await engine.check_health() < 10
         with pytest.raises(InternalError, match="late"):
             await engine.check_health(timeout=0.5)
