@@ -144,8 +144,8 @@ class Nonsense(FakeExecutor):
 
     spoil: Callable[[ModelRunnerOutput], None] | None = None
 
-    def _answer(self, out: SchedulerOutput) -> ModelRunnerOutput:
-        answer = super()._answer(out)
+    def _say(self, out: SchedulerOutput, *args: Any) -> ModelRunnerOutput:
+        answer = super()._say(out, *args)
         if Nonsense.spoil is not None and len(out.req_idx) == 3 and not out.new_requests:
             spoil, Nonsense.spoil = Nonsense.spoil, None
             spoil(answer)
