@@ -35,7 +35,7 @@ class HostOutput(NamedTuple):
 
 
 class DeviceOutput(NamedTuple):
-    """The same on the device."""
+    """What a step sampled, while it is on the device."""
 
     token_ids: Tensor | None = None
     checks: Tensor | None = None
@@ -53,8 +53,8 @@ class Source(Protocol):
 
 
 class AsyncOutput:
-    """Of a step with ``num_reqs`` requests, in which n rows of logits were sampled: those of the requests at batch
-    positions ``sampling`` (host int64 [n]).
+    """The answer of a step with ``num_reqs`` requests, in which n rows of logits were sampled: those of the requests at
+    batch positions ``sampling`` (host int64 [n]).
 
     ``source``: their tokens; None if nothing was sampled. ``logprobs``: whose they are. ``row_errors``: batch position
     to the error of a request that failed before it was sampled. ``is_ragged``: some had drafts; then ``places`` [n]

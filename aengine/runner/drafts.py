@@ -52,12 +52,12 @@ class DraftPlan:
         return DraftPlan(counts, self.token_ids[: counts.sum()])
 
     def places(self) -> tuple[Rows, Rows]:
-        """Of each draft: its request, and how many drafts that has before it."""
+        """Return for each draft its request, and how many drafts that has before it."""
         return _places(self.counts)
 
     def rows_of(self, sampling: Rows) -> tuple[Rows, Rows]:
-        """Of each row of logits of the requests that ``sampling`` names: its request, a place in ``sampling``, and how
-        many drafts that has before it."""
+        """Return for each row of logits of the requests that ``sampling`` names its request, a place in ``sampling``,
+        and how many drafts that has before it."""
         return _places(self.counts[sampling] + 1)
 
 

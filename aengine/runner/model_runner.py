@@ -61,11 +61,11 @@ class KvMemory(Protocol):
         """The attention of one step: the cache together with the batch's metadata."""
 
     def bind_decode(self, rows: Tensor, seq_lens: Tensor, block_table: Tensor) -> Any:
-        """The same for a step of one token each, over memory that graphs replay: rows int64 [n], -1 for padding;
+        """`bind` for a step of one token each, over memory that graphs replay: rows int64 [n], -1 for padding;
         seq_lens int32 [n]; block_table int32 [num_groups, max_num_seqs, width], by KV group and row."""
 
     def bind_batch(self, inputs: PreparedInputs, rows: Tensor, block_table: Tensor) -> Any:
-        """The same for any batch, padded; rows as above."""
+        """`bind` for any batch, padded, over memory that graphs replay; rows as above."""
 
     def clear_blocks(self, block_ids: Tensor) -> None:
         """Blocks (int64 [m]) have a new owner, who must not find there what could spoil a sum under a mask."""
@@ -328,7 +328,7 @@ class ModelRunner:
         self._bitmasks.register(memory, self.platform)
 
     def _try_sampling(self, logits: Tensor, batch: SampleBatch) -> tuple[SamplerOutput | None, str]:
-        """As `_try`."""
+        """Sample the batch. None if there is no memory for it, and what torch says; see `_try`."""
         try:
             return self._sampler.sample(logits, batch), ""
         except torch.OutOfMemoryError as error:

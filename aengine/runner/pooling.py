@@ -23,7 +23,7 @@ class PooledTensors:
 
 
 def pool(plan: BatchPlan, hidden: Tensor, requests: RequestState) -> PooledTensors | None:
-    """Of the prompts that end in this step. hidden [num_tokens, hidden_size]. None: there is no such prompt."""
+    """Pool the prompts that end in this step; None if none does. hidden: [num_tokens, hidden_size]."""
     if not requests.num_pooled:
         return None
     pooled = np.flatnonzero(requests.is_pooled[plan.rows] & (plan.seq_lens == requests.num_tokens[plan.rows]))

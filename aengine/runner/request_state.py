@@ -139,11 +139,11 @@ class RequestState:
         self.num_computed_tokens[rows] = seq_lens
 
     def advance_device(self, rows: Tensor, seq_lens: Tensor) -> None:
-        """The same on the device: int64 [n], int32 [n]."""
+        """`advance` on the device: int64 [n], int32 [n]."""
         self.scalars.num_computed_tokens.index_copy_(0, rows, seq_lens)
 
     def advance_device_by_one(self, rows: Tensor) -> None:
-        """The same for rows that have computed one token each: int64 [n], distinct."""
+        """`advance_device` of rows that have computed one token each: int64 [n], distinct."""
         self.scalars.num_computed_tokens.index_add_(0, rows, self._ones[: len(rows)])
 
     def settle(self, rows: npt.NDArray[np.int64], num_rejected: npt.NDArray[np.int64]) -> None:

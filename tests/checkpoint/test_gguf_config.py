@@ -95,8 +95,10 @@ def test_optional_settings(tmp_path: Path) -> None:
         rope__dimension_count=16,
         attention__sliding_window=128,
         attention__head_count_kv=[2, 2],
+        expert_count=8,
     )
     config = gguf_hf_config(file)
+    assert config["num_local_experts"] == 8
     assert config["head_dim"] == 16
     assert config["num_key_value_heads"] == 2
     assert (config["use_sliding_window"], config["sliding_window"]) == (True, 128)

@@ -240,7 +240,7 @@ def _reason(driver: str | None, warning: str) -> str:
 
 
 def driver_version() -> str | None:
-    """Of the loaded NVIDIA driver, such as "580.65"; None: there is none."""
+    """Version of the loaded NVIDIA driver, such as "580.65"; None: there is none."""
     try:
         words = _DRIVER_VERSION.read_text().split()
     except OSError:

@@ -71,9 +71,9 @@ class Platform(Protocol):
 
     device: torch.device
     name: str
-    """Of the hardware, as an operator knows it."""
+    """The hardware's name, as an operator knows it."""
     is_accelerator: bool
-    """Has memory of its own and a queue of work, and runs the Triton bodies. Else: the CPU, and the torch bodies."""
+    """Has memory of its own and a queue of work, and runs the Triton kernels. Else: the CPU, where ops run in torch."""
     pins_memory: bool
     """Host memory that it reads and writes by itself is to be pinned."""
     default_batched_tokens: int

@@ -26,7 +26,7 @@ __all__ = ["LogprobTensors", "Sampler", "SamplerOutput"]
 
 @dataclass(slots=True)
 class LogprobTensors:
-    """Of the m rows that asked; row i wants only the first counts[i] of its k alternatives."""
+    """Log-probabilities for the m rows that asked; row i wants only the first counts[i] of its k alternatives."""
 
     rows: Rows  # host int64 [m]: which rows of logits these are
     batch_idx: Rows  # host int64 [m]: positions in the step's batch
@@ -127,7 +127,7 @@ class Sampler:
         return gumbel_sample(logits, scalars.temperature, scalars.seed, scalars.num_tokens, cutoff)
 
     def _logprobs(self, logits: Tensor, sampled: Tensor, wants: Rows, batch: SampleBatch) -> LogprobTensors:
-        """Of the rows of the batch that ``wants`` names, in its order; logits and sampled are theirs alone."""
+        """Find them for the rows of the batch that ``wants`` names, in its order; logits and sampled are theirs."""
         counts = np.minimum(self._num_logprobs[batch.rows[wants]], self._vocab_size)
         of_sampled, ids, values = top_logprobs(logits, sampled, int(counts.max()))
         return LogprobTensors(wants, batch.batch_idx[wants], counts, of_sampled, ids, values)

@@ -25,7 +25,8 @@ Progress = Callable[[str, int, int, str], None]
 """Is told stage, done, total (0: not known) and their unit."""
 
 MAX_GRAPH_TOKENS = 2048
-"""Of a step with prompts: a larger one takes the GPU longer than the host takes to queue it op by op."""
+"""Tokens of the largest step with prompts that has a graph: a larger one takes the GPU longer than the host takes to
+queue it op by op."""
 
 
 @dataclass(frozen=True, slots=True)
