@@ -126,7 +126,7 @@ def _describe(wanted: Any) -> OutputType:
     name = getattr(wanted, "__name__", None) or repr(wanted)
     try:
         adapter = pydantic.TypeAdapter(wanted)
-        schema = adapter.json_schema(by_alias=True, mode="validation", schema_generator=schema_generator())
+        schema = adapter.json_schema(by_alias=True, mode="validation", schema_generator=schema_generator(narrow=True))
         adapt(schema)
         text = json.dumps(schema, ensure_ascii=False, separators=(",", ":"), allow_nan=False)
     except Exception as error:  # a type's own hooks may raise anything

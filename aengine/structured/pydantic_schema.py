@@ -7,7 +7,10 @@
 * A Decimal is a number, of as many digits as it may have; pydantic would take any string, too.
 * The keys of a dict are what can be read as them: ``dict[Literal["a", "b"], int]`` has two optional properties, and
   ``dict[int, str]`` a pattern. (Keys with constraints of their own are checked by pydantic alone.)
-* A NaiveDatetime has no zone: a pattern, as the format demands one. So is a uuid4, and an HttpUrl with its schemes.
+* A uuid4 is a pattern, and so is an HttpUrl with its schemes.
+* Dates, times, durations and complex numbers of an output type are patterns, by which every text is one that pydantic
+  reads: no 29 February of a common year, no second 60, a zone only where there may be one, durations of bounded length.
+  A tool's schema, which the model is shown, keeps their formats (but a NaiveDatetime, as the format demands a zone).
 * ``uniqueItems`` (pydantic drops what a set has twice) and formats that no grammar library knows (``path``, ``binary``,
   ``password``, ...) are left out.
 
@@ -32,10 +35,18 @@ KNOWN_FORMATS = frozenset(
 _UUID = re.compile(r"uuid([1-8])")
 _UUID_PATTERN = "^X{8}-X{4}-VX{3}-[89abAB]X{3}-X{12}$"
 _HEX = "[0-9a-fA-F]"
-_DATE = (  # without the 29th of February, whose years no pattern knows
-    "[1-9][0-9]{3}-((0[13578]|1[02])-(0[1-9]|[12][0-9]|3[01])|(0[469]|11)-(0[1-9]|[12][0-9]|30)|02-(0[1-9]|1[0-9]|2[0-8]))"
+_DATE = (
+    "([1-9][0-9]{3}-((0[13578]|1[02])-(0[1-9]|[12][0-9]|3[01])|(0[469]|11)-(0[1-9]|[12][0-9]|30)|02-(0[1-9]|1[0-9]|2[0-8]))"
+    "|([1-9][0-9](0[48]|[2468][048]|[13579][26])|([2468][048]|[13579][26])00)-02-29)"
 )
-_NAIVE_DATETIME = f"^{_DATE}T([01][0-9]|2[0-3]):[0-5][0-9]:[0-5][0-9](\\.[0-9]{{1,6}})?$"
+_TIME = "([01][0-9]|2[0-3]):[0-5][0-9]:[0-5][0-9](\\.[0-9]{1,6})?"
+_ZONE = {"naive": "", "aware": "(Z|[+-]([01][0-9]|2[0-3]):[0-5][0-9])", None: "(Z|[+-]([01][0-9]|2[0-3]):[0-5][0-9])?"}
+"""By pydantic's ``tz_constraint``."""
+_SECONDS = "[0-9]{1,4}(\\.[0-9]{1,6})?S"
+_DAYS = "([0-9]{1,3}Y([0-9]{1,3}M)?([0-9]{1,4}D)?|[0-9]{1,3}M([0-9]{1,4}D)?|[0-9]{1,6}D|[0-9]{1,4}W)"
+_HOURS = f"T([0-9]{{1,4}}H([0-9]{{1,4}}M)?({_SECONDS})?|[0-9]{{1,4}}M({_SECONDS})?|{_SECONDS})"
+_DURATION = f"^-?P({_DAYS}({_HOURS})?|{_HOURS})$"
+_REAL = "(0|[1-9][0-9]{0,14})(\\.[0-9]{1,15})?([eE][+-]?[0-9]{1,2})?"
 _MOST_PLACES = 10
 _MOST_WHOLE_DIGITS = 15
 """Of a Decimal. llguidance refuses a ``multipleOf`` and bounds of some more digits: pydantic alone counts those."""
@@ -55,9 +66,12 @@ _KEYS = {
 """Of dicts, by pydantic's name of their type."""
 
 
-@functools.lru_cache(maxsize=1)
-def schema_generator() -> Any:
-    """A class for pydantic's ``json_schema``. What it makes is still to be given to `adapt`."""
+@functools.cache
+def schema_generator(*, narrow: bool = False) -> Any:
+    """Make a class for pydantic's ``json_schema``. What it makes is still to be given to `adapt`.
+
+    ``narrow``: patterns stand for the formats of times, which a model that is shown the schema would not read easily.
+    """
     from pydantic.json_schema import GenerateJsonSchema
 
     class Generator(GenerateJsonSchema):
@@ -71,10 +85,11 @@ def schema_generator() -> Any:
 
         def dict_schema(self, schema: Any) -> Any:
             made = super().dict_schema(schema)
-            pattern = _KEYS.get(schema.get("keys_schema", {}).get("type"))
-            if pattern is not None and "patternProperties" not in made:
+            name = schema.get("keys_schema", {}).get("type")
+            if name in _KEYS and "patternProperties" not in made:
                 made.pop("propertyNames", None)
-                made["patternProperties"] = {pattern: made.pop("additionalProperties", True)}
+                made["patternProperties"] = {_KEYS[name]: made.pop("additionalProperties", True)}
+            if name in _KEYS or (narrow and name in ("complex", "datetime", "time", "timedelta")):
                 made["additionalProperties"] = False
             return made
 
@@ -88,12 +103,34 @@ def schema_generator() -> Any:
             return made
 
         def datetime_schema(self, schema: Any) -> Any:
-            made = super().datetime_schema(schema)
-            if schema.get("tz_constraint") == "naive" and made.get("format") == "date-time":
-                return {"type": "string", "pattern": _NAIVE_DATETIME}
-            return made
+            zone = schema.get("tz_constraint")
+            pattern = f"^{_DATE}T{_TIME}{_zone(zone)}$"
+            return _narrowed(super().datetime_schema(schema), pattern, narrow or zone == "naive")
+
+        def date_schema(self, schema: Any) -> Any:
+            return _narrowed(super().date_schema(schema), f"^{_DATE}$", narrow)
+
+        def time_schema(self, schema: Any) -> Any:
+            return _narrowed(super().time_schema(schema), f"^{_TIME}{_zone(schema.get('tz_constraint'))}$", narrow)
+
+        def timedelta_schema(self, schema: Any) -> Any:
+            return _narrowed(super().timedelta_schema(schema), _DURATION, narrow)
+
+        def complex_schema(self, schema: Any) -> Any:
+            return _narrowed(super().complex_schema(schema), f"^-?{_REAL}(j|[+-]{_REAL}j)?$", narrow)
 
     return Generator
+
+
+def _zone(constraint: object) -> str:
+    return _ZONE[constraint] if constraint in ("naive", "aware") else _ZONE[None]
+
+
+def _narrowed(made: dict[str, Any], pattern: str, narrow: bool) -> dict[str, Any]:
+    """Return the schema of a text with ``pattern`` instead of its format; a number, as pydantic may ask for, stays."""
+    if not narrow or made.get("type") != "string":
+        return made
+    return {**{key: value for key, value in made.items() if key != "format"}, "pattern": pattern}
 
 
 def _limited(number: dict[str, Any], max_digits: int | None, decimal_places: int | None) -> dict[str, Any]:

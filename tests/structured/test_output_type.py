@@ -9,6 +9,7 @@ import fractions
 import ipaddress
 import json
 import pathlib
+import random
 import subprocess
 import sys
 import uuid
@@ -18,6 +19,7 @@ from typing import Annotated, Any, Literal, NamedTuple
 
 import pydantic
 import pytest
+from grammar_helpers import accepts, allowed, backend_of, matcher_of, tiny, vocabulary
 from pydantic import UUID4, AwareDatetime, BaseModel, ConfigDict, Field, HttpUrl, SecretStr
 from typing_extensions import TypedDict
 
@@ -305,3 +307,46 @@ except Exception as error:
 """
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     assert done.stdout == "InvalidRequestError output_type output_type needs pydantic: pip install aengine[pydantic]\n"
+
+
+TIMES: list[Any] = [
+    *(datetime.datetime, datetime.time, datetime.timedelta, datetime.date, complex),
+    *(pydantic.NaiveDatetime, AwareDatetime, dict[datetime.date, int], dict[datetime.datetime, int]),
+]
+
+
+@pytest.mark.parametrize("wanted", TIMES, ids=str)
+def test_every_time_that_can_be_written_is_one(wanted: Any, rng: random.Random) -> None:
+    """29 February, second 60, an endless duration could once be written, and a time without a zone could not."""
+    backend = backend_of("tiny")
+    output = OutputType.of(wanted)
+    compiled = backend.compile(spec_of(StructuredOutput(json_schema=output.schema_text)))
+    ends = set(vocabulary("tiny").eos_ids)
+    for _ in range(60):
+        matcher, text = compiled.matcher(), b""
+        while not ends & (may := allowed(backend, matcher)) or len(may) > len(ends) and rng.random() < 0.9:
+            token_id = rng.choice(sorted(may - ends))
+            assert matcher.accept([token_id]) == 1
+            text += vocabulary("tiny").token_bytes[token_id]
+            if len(text) > 150 and isinstance(wanted, type(dict[str, int])):
+                break  # any number of keys
+        else:
+            assert output.parse(text.decode())[1] is None, text
+
+
+@pytest.mark.parametrize(
+    ("wanted", "right", "wrong"),
+    [
+        (datetime.datetime, ["2024-02-29T10:00:00", "2023-01-01T10:00:00.5+01:00"], ["2023-02-29T10:00:00"]),
+        (datetime.time, ["23:59:59", "23:59:59Z"], ["23:59:60", "24:00:00"]),
+        (datetime.date, ["2000-02-29"], ["1900-02-29", "0000-01-01", "2023-04-31"]),
+        (datetime.timedelta, ["PT1.5S", "P1DT2H", "-P2W", "P1Y2M3D"], ["P", "PT", "P99999999D", ""]),
+        (AwareDatetime, ["2024-01-01T10:00:00Z"], ["2024-01-01T10:00:00"]),
+        (complex, ["1+2j", "-1.5e3-2j", "3", "2j"], ["abc", "1+j2", ""]),
+    ],
+    ids=str,
+)
+def test_the_texts_of_times(wanted: Any, right: list[str], wrong: list[str]) -> None:
+    spec = spec_of(StructuredOutput(json_schema=OutputType.of(wanted).schema_text))
+    for text in right + wrong:
+        assert accepts(matcher_of(backend_of("tiny"), spec), tiny(), f'"{text}"') == (text in right), text
