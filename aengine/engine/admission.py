@@ -31,7 +31,7 @@ from ..structured.asked_type import AskedType
 from ..structured.bitmasks import RequestGrammar
 from ..telemetry.metrics import Counters
 from ..telemetry.observer import Observer
-from ..threads.pools import Lane
+from ..threads.pools import ThreadPool
 from ..tokenizer.prompt import Prompt, PromptPart, TokensPart, part_of
 from ..tokenizer.tokenizer import Tokenizer
 from .preparation import Preparation
@@ -325,7 +325,7 @@ class Admission:
             self._on_empty()
         self._observer.note_end(request)
 
-    def close(self) -> tuple[Lane, ...]:
+    def close(self) -> tuple[ThreadPool, ...]:
         """See `Preparation.close`."""
         return self._preparation.close()
 

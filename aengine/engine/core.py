@@ -315,14 +315,14 @@ class EngineCore:
         if self.is_alive:
             self.state = "closed"
         self.admission.fail_all(EngineClosedError("the engine was closed while this request ran"))
-        lanes = self.admission.close()
+        pools = self.admission.close()
         self._task.cancel()
         await asyncio.wait([self._task])
         if self.grammars is not None:
             await self.grammars.aclose()
         await self.worker.executor.aclose(self._shutdown_timeout)
-        for lane in lanes:
-            await lane.aclose()
+        for pool in pools:
+            await pool.aclose()
 
     def abandon(self) -> None:
         """Immediate and synchronous, from any thread: kill the worker, whatever state the loop is in."""

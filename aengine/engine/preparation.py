@@ -13,7 +13,7 @@ from collections.abc import Sequence
 
 from ..errors import GrammarError
 from ..structured.service import GrammarService
-from ..threads.pools import Lane
+from ..threads.pools import ThreadPool
 from ..tokenizer.prompt import MessagesPart, TextPart, TokensPart, check_token_ids
 from ..tokenizer.tokenizer import Tokenizer
 from .user_request import Limits, Phase, Prepared, UserRequest
@@ -28,8 +28,8 @@ class Preparation:
         self._tokenizer = tokenizer
         self._grammars = grammars
         self._limits = limits
-        self._lane = Lane("tokenizer")
-        self._long_lane = Lane("tokenizer-long")  # for texts that would hold up others
+        self._pool = ThreadPool("tokenizer")
+        self._long_pool = ThreadPool("tokenizer-long")  # for texts that would hold up others
 
     async def prepare(self, request: UserRequest) -> Prepared:
         """Its token ids and its grammar. Moves its `phase` along.
@@ -54,8 +54,8 @@ class Preparation:
             return Prepared(prompt.token_ids, grammar)
         request.phase = Phase.ENCODING
         assert isinstance(prompt, TextPart | MessagesPart) and self._tokenizer is not None
-        lane = self._long_lane if prompt.is_long else self._lane
-        ids = await lane.run(prompt.encode, self._tokenizer, self._limits.max_model_len)
+        pool = self._long_pool if prompt.is_long else self._pool
+        ids = await pool.run(prompt.encode, self._tokenizer, self._limits.max_model_len)
         return Prepared(self.check_ids(ids), grammar)
 
     async def _plan(self, request: UserRequest) -> Prepared:
@@ -78,12 +78,12 @@ class Preparation:
             raise GrammarError("a grammar needs a tokenizer: start without skip_tokenizer=True", kind="unsupported")
         return self._grammars
 
-    def close(self) -> tuple[Lane, ...]:
-        """Begin no more work. Returns the lanes, whose threads may be waited for. From any thread."""
-        lanes = self._lane, self._long_lane
-        for lane in lanes:
-            lane.close()
-        return lanes
+    def close(self) -> tuple[ThreadPool, ...]:
+        """Begin no more work. Returns the pools, whose threads may be waited for. From any thread."""
+        pools = self._pool, self._long_pool
+        for pool in pools:
+            pool.close()
+        return pools
 
     def drop_tables(self) -> None:
         """Free the tokenizer and the grammars, after `close`, when no request is left."""

@@ -1,14 +1,14 @@
 """`BitmaskFiller`: which tokens may come next, for the requests of a step that have a grammar.
 
     loop   answer N ─> fill(jobs) ..............................................> GRAMMAR frame N+1
-    lane               └─> matchers accept the ids of N ─> rows are filled ─┘
+    pool               └─> matchers accept the ids of N ─> rows are filled ─┘
                            (little Python)                (without the GIL: meanwhile the loop delivers N)
 
-The ids of an answer are only noted by the loop. The lane, one thread, lets the matchers accept them and fills the rows,
+The ids of an answer are only noted by the loop. The pool, one thread, lets the matchers accept them and fills the rows,
 in the grammar library's threads where there are many; so each matcher is touched by one thread at a time.
 
 A step samples when all of its rows are filled. So that a grammar whose rows take long holds up nobody else, its request
-is left out of the steps (`Scheduler.pause`) until its next row has been filled ahead, in a lane of its own.
+is left out of the steps (`Scheduler.pause`) until its next row has been filled ahead, in a pool of its own.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from itertools import accumulate
 from typing import TYPE_CHECKING, NamedTuple
 
 from ..errors import EngineClosedError
-from ..threads.pools import Lane
+from ..threads.pools import ThreadPool
 
 if TYPE_CHECKING:
     from .backend import Compiled, Matcher
@@ -61,7 +61,7 @@ class RequestGrammar:
 
     @property
     def matcher(self) -> Matcher:
-        """Make the matcher when first asked for, by the lane: it may take milliseconds."""
+        """Make the matcher when first asked for, by the pool: it may take milliseconds."""
         if self._matcher is None:
             self._matcher = self._compiled.matcher()
         return self._matcher
@@ -124,8 +124,8 @@ class BitmaskFiller:
 
     def __init__(self, vocab_size: int) -> None:
         self._row_words = (vocab_size + 31) // 32
-        self._lane = Lane("grammar")
-        self._slow_lane = Lane("grammar-slow")
+        self._pool = ThreadPool("grammar")
+        self._slow_pool = ThreadPool("grammar-slow")
         self._is_surveying = False  # the next rows are timed one by one
         self._surveyed = -math.inf
         self._last_seconds = self._expected_seconds = 0.001  # of a fill without the GIL
@@ -138,8 +138,8 @@ class BitmaskFiller:
     def begin(self) -> None:
         """Start the threads. Without them the step of a request that has a grammar could not go on, nor any other's.
         Raises EngineOverloadedError when they can't be started."""
-        self._lane.begin()
-        self._slow_lane.begin()
+        self._pool.begin()
+        self._slow_pool.begin()
 
     def fill(self, jobs: Sequence[MaskJob], rows: memoryview | bytearray) -> Filled | Filling:
         """Fill ``rows``, int32 [rows of all jobs, ceil(vocab_size / 32)]: at once, or begin to. Failed ones allow all.
@@ -168,7 +168,7 @@ class BitmaskFiller:
         def on_fill(expected_seconds: float) -> None:
             loop.call_soon_threadsafe(_settle, free_until, time.perf_counter() + expected_seconds)
 
-        return self._lane.run(self._fill, jobs, rows, on_fill)
+        return self._pool.run(self._fill, jobs, rows, on_fill)
 
     def fill_ahead(
         self, grammar: RequestGrammar, is_wanted: Callable[[], bool]
@@ -179,7 +179,7 @@ class BitmaskFiller:
         """
         self.check_open()
         job = MaskJob(grammar, grammar.take_pending())
-        grammar.ahead = self._slow_lane.run(self._fill_one, job, is_wanted)
+        grammar.ahead = self._slow_pool.run(self._fill_one, job, is_wanted)
         return grammar.ahead
 
     def check_open(self) -> None:
@@ -315,14 +315,14 @@ class BitmaskFiller:
     def close(self) -> None:
         """From any thread; nothing is awaited. Threads end by themselves."""
         self._closed = True
-        for lane in (self._lane, self._slow_lane):
-            lane.close()
+        for pool in (self._pool, self._slow_pool):
+            pool.close()
 
     async def aclose(self) -> None:
         """`close`, and wait for the threads."""
         self.close()
-        for lane in (self._lane, self._slow_lane):
-            await lane.aclose()
+        for pool in (self._pool, self._slow_pool):
+            await pool.aclose()
 
 
 def _are_short(jobs: Sequence[MaskJob]) -> bool:

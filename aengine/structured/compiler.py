@@ -30,9 +30,9 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from ..errors import AEngineError, EngineClosedError, EngineOverloadedError, GrammarError, InternalError
+from ..threads.pools import Job, ThreadPool, settle, tell
 from .backend import Backend, Compiled
 from .backends import Backends, Load, load_backend
-from .compile_pool import CompilePool, settle, tell
 from .spec import GrammarSpec
 from .vocabulary import Vocabulary
 
@@ -53,7 +53,7 @@ class _Work:
 
     spec: GrammarSpec
     waiters: list[asyncio.Future[Compiled]] = field(default_factory=list)
-    job: Callable[[], None] | None = None
+    job: Job | None = None  # until a thread has begun it
     timer: asyncio.TimerHandle | None = None
     begun: float | None = None  # loop time
 
@@ -76,8 +76,8 @@ class GrammarCompiler:
         self._timeout = timeout
         self._max_queued = max_queued
         self._cache_bytes = cache_bytes
-        self._pool = CompilePool(num_threads)
-        self._slow_pool = CompilePool(num_threads)
+        self._pool = ThreadPool("grammar-compile", num_threads)
+        self._slow_pool = ThreadPool("grammar-compile-slow", num_threads)
         self._backends: Backends | None = Backends(vocabulary, timeout, load or load_backend)
         self._cache: OrderedDict[GrammarSpec, Compiled] = OrderedDict()
         self._cached_bytes = 0
@@ -99,7 +99,7 @@ class GrammarCompiler:
         done: asyncio.Future[None] = loop.create_future()
         self._warming.add(done)
         try:
-            self._submit(self._pool, functools.partial(_build, loop, backends, backend, done))
+            self._pool.submit(functools.partial(_build, loop, backends, backend, done))
             await done
         finally:
             self._warming.discard(done)
@@ -129,16 +129,12 @@ class GrammarCompiler:
 
     async def aclose(self) -> None:
         """Fail who waits, end the threads; waits for a compile in progress a second at most. May be called twice."""
-        loop = asyncio.get_running_loop()
-        ended, slow_ended = asyncio.Event(), asyncio.Event()
         self._fail_all()
-        self._pool.close(functools.partial(tell, loop, ended.set))
-        self._slow_pool.close(functools.partial(tell, loop, slow_ended.set))
         self._finalizer()
         try:
             async with asyncio.timeout(_CLOSE_SECONDS):
-                await ended.wait()
-                await slow_ended.wait()
+                await self._pool.aclose()
+                await self._slow_pool.aclose()
         except TimeoutError:
             logger.info("a grammar is still being compiled; its thread ends with it")
 
@@ -149,7 +145,7 @@ class GrammarCompiler:
         waiters: list[asyncio.Future[Any]] = [*self._warming]
         waiters += [waiter for work in list(self._works.values()) for waiter in work.waiters]
         for waiter in waiters:
-            tell(waiter.get_loop(), settle, waiter, EngineClosedError("the engine was closed"))
+            tell(waiter.get_loop(), settle, waiter, None, EngineClosedError("the engine was closed"))
 
     # -- on the loop
 
@@ -182,18 +178,10 @@ class GrammarCompiler:
                 retry_after=max(0.1, self._num_queued * self._seconds_each),
             )
         work = _Work(spec)
-        work.job = functools.partial(_run, loop, weakref.ref(self), backends, work)
-        self._submit(self._pool, work.job)
+        work.job = self._pool.submit(functools.partial(_run, loop, weakref.ref(self), backends, work))
         self._works[spec] = work
         self._num_queued += 1
         return work
-
-    def _submit(self, pool: CompilePool, job: Callable[[], None]) -> None:
-        try:
-            pool.submit(job)
-        except RuntimeError as error:
-            message = f"no thread can be started to compile a grammar: {error}"
-            raise EngineOverloadedError(message, retry_after=1.0) from error
 
     def _drop_if_unwanted(self, work: _Work) -> None:
         if work.waiters or work.job is None:
@@ -211,13 +199,12 @@ class GrammarCompiler:
             self._forget(work)
             return
         loop = asyncio.get_running_loop()
-        work.job = functools.partial(_compile, loop, weakref.ref(self), backend, work)
         num_slow = self._slow_pool.num_queued
         try:
             if num_slow >= max(1, self._max_queued // 2):  # quick ones would be refused for minutes otherwise
                 message = f"{num_slow} grammars that may take long are waiting to be compiled, the most allowed"
                 raise EngineOverloadedError(f"{message}: try again later", retry_after=self._timeout)
-            self._submit(self._slow_pool, work.job)
+            work.job = self._slow_pool.submit(functools.partial(_compile, loop, weakref.ref(self), backend, work))
         except EngineOverloadedError as error:
             self._num_queued -= 1
             self._forget(work)
@@ -291,7 +278,7 @@ class GrammarCompiler:
                 work.timer.cancel()
             _settle_all(work, EngineClosedError("the engine was closed while the grammar was compiled"))
         for waiter in self._warming:
-            settle(waiter, EngineClosedError("the engine was closed while its grammar library was loaded"))
+            settle(waiter, None, EngineClosedError("the engine was closed while its grammar library was loaded"))
         self._works.clear()
         self._cache.clear()
         self._cached_bytes = 0
@@ -308,7 +295,7 @@ def _build(loop: asyncio.AbstractEventLoop, backends: Backends, name: str, done:
         backends.get(name)
     except BaseException as caught:
         error = caught
-    tell(loop, settle, done, error)
+    tell(loop, settle, done, None, error)
 
 
 def _run(loop: asyncio.AbstractEventLoop, owner: _Owner, backends: Backends, work: _Work) -> None:
@@ -345,7 +332,10 @@ def _to(owner: _Owner, method: Callable[..., None], *args: object) -> None:
 def _settle_all(work: _Work, result: Compiled | BaseException) -> None:
     waiters, work.waiters = work.waiters, []
     for waiter in waiters:
-        settle(waiter, _again(result) if isinstance(result, AEngineError) else result)
+        if isinstance(result, BaseException):
+            settle(waiter, None, _again(result) if isinstance(result, AEngineError) else result)
+        else:
+            settle(waiter, result)
 
 
 def _again(error: AEngineError) -> AEngineError:
@@ -357,7 +347,7 @@ def _again(error: AEngineError) -> AEngineError:
     return type(error)(str(error))
 
 
-def _stop(pool: CompilePool, slow_pool: CompilePool, backends: Backends) -> None:
+def _stop(pool: ThreadPool, slow_pool: ThreadPool, backends: Backends) -> None:
     pool.close()
     slow_pool.close()
     backends.close()

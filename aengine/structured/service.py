@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any, TypeVar
 
 from ..errors import AEngineError, EngineClosedError
 from ..params import StructuredOutput
-from ..threads.pools import Lane, run_in_thread
+from ..threads.pools import ThreadPool, run_in_thread
 from .bitmasks import BitmaskFiller
 
 if TYPE_CHECKING:
@@ -40,7 +40,7 @@ class GrammarService:
         self._compiler: GrammarCompiler | None = None
         self._starting: asyncio.Task[GrammarCompiler] | None = None
         self.bitmasks = BitmaskFiller(vocab_size)
-        self._planner = Lane("grammar-plan", 2)
+        self._planner = ThreadPool("grammar-plan", 2)
         self._warming: asyncio.Task[None] | None = None
         self._closed = False
 

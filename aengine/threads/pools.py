@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import threading
 import weakref
+from collections import deque
 from collections.abc import Callable
 from functools import partial
 from queue import SimpleQueue
@@ -12,9 +13,11 @@ from typing import Any, TypeVar
 
 from ..errors import EngineClosedError, EngineError, EngineOverloadedError
 
-__all__ = ["Lane", "run_in_thread"]
+__all__ = ["Job", "ThreadPool", "run_in_thread", "settle", "tell"]
 
 T = TypeVar("T")
+Job = Callable[[bool], None]
+"""Work for a thread, which tells it whether the pool was closed before it had its turn."""
 
 
 async def run_in_thread(name: str, function: Callable[..., T], *args: Any) -> T:
@@ -26,24 +29,13 @@ async def run_in_thread(name: str, function: Callable[..., T], *args: Any) -> T:
     loop = asyncio.get_running_loop()
     result: asyncio.Future[T] = loop.create_future()
 
-    def settle(value: T | None, error: BaseException | None) -> None:
-        if result.done():
-            return
-        if error is not None:
-            result.set_exception(error)
-        else:
-            result.set_result(value)  # type: ignore[arg-type]
-
     def body() -> None:
         value, error = None, None
         try:
             value = function(*args)
         except BaseException as caught:
             error = caught
-        try:
-            loop.call_soon_threadsafe(settle, value, error)
-        except RuntimeError:  # the loop was closed meanwhile: nobody is left to tell
-            pass
+        tell(loop, settle, result, value, error)
 
     try:
         threading.Thread(target=body, name=f"aengine-{name}", daemon=True).start()
@@ -59,48 +51,77 @@ def _no_thread(error: RuntimeError) -> str:
     )
 
 
-class Lane:
-    """A few threads for the work of one kind, in its order; started when needed, ended by `close`.
+class ThreadPool:
+    """A few threads for the work of one kind, begun in its order; started when needed, ended by `close`.
 
     They are daemons, other than those of ``concurrent.futures``, which refuse work once the main thread has ended,
-    though other threads of the host may still use the engine. `run` is for the loop's thread, the rest for any.
+    though other threads of the host may still use the engine. All but `close` is for the
+    loop's thread.
+
+    Nothing takes a lock, as finalisers close pools. What holds instead is an order: a job is there before its ticket
+    is, and a thread is counted as idle until it has taken a ticket, so that a job never waits for a thread that could
+    be started.
     """
 
     def __init__(self, name: str, num_threads: int = 1) -> None:
         self._name = f"aengine-{name}"
         self._num_threads = num_threads
-        self._jobs: SimpleQueue[Callable[[bool], None] | None] = SimpleQueue()
-        self._closed: list[bool] = []  # not empty: it is closed; a plain thing, as finalisers close, too
+        self._work = _Work()
         self._threads: list[threading.Thread] = []
-        self._num_pending = 0
-        self._end = weakref.finalize(self, _end, self._jobs, self._closed, num_threads)
+        self._end = weakref.finalize(self, self._work.close, num_threads)
         self._end.atexit = False
+
+    @property
+    def num_queued(self) -> int:
+        """Jobs that no thread has begun."""
+        return len(self._work.jobs)
 
     def run(self, function: Callable[..., T], *args: Any) -> asyncio.Future[T]:
         """Begin ``function(*args)`` in a thread. A future that is cancelled before saves it the work.
 
         Raises EngineOverloadedError when there is no thread and none can be started, EngineClosedError when closed.
         """
-        if self._closed:
-            raise EngineClosedError(f"the engine is closed, and {self._name} with it")
         loop = asyncio.get_running_loop()
         future: asyncio.Future[T] = loop.create_future()
-        if self._num_pending >= len(self._threads) < self._num_threads:
-            self._add_thread()
-        self._num_pending += 1
-        future.add_done_callback(self._note_done)
-        self._jobs.put(partial(_do, loop, future, partial(function, *args)))
-        if self._closed:  # from another thread, meanwhile: nobody may be there to take it
+        self._put(partial(_do, loop, future, partial(function, *args)))
+        if self._work.is_closed:  # from another thread, meanwhile: nobody may be there to take it
             future.cancel()
         return future
+
+    def submit(self, job: Callable[[], object]) -> Job:
+        """Begin ``job()``, which may not raise, in a thread; it is dropped when the pool is closed before. Errors as of
+        `run`."""
+        return self._put(partial(_unless_closed, job))
+
+    def discard(self, job: Job) -> bool:
+        """Take a job back that no thread has begun; whether that was so."""
+        try:
+            self._work.jobs.remove(job)
+        except ValueError:
+            return False
+        return True
 
     def begin(self) -> None:
         """Start the first thread now; then `run` never lacks one. Raises EngineOverloadedError."""
         if not self._threads:
             self._add_thread()
 
+    def _put(self, job: Job) -> Job:
+        work = self._work
+        if work.is_closed:
+            raise EngineClosedError(f"the engine is closed, and {self._name} with it")
+        work.jobs.append(job)
+        if len(work.jobs) > len(work.idle) and len(self._threads) < self._num_threads:
+            try:
+                self._add_thread()
+            except EngineOverloadedError:
+                self.discard(job)
+                raise
+        work.tickets.put(None)
+        return job
+
     def _add_thread(self) -> None:
-        thread = threading.Thread(target=_work, args=(self._jobs, self._closed), name=self._name, daemon=True)
+        thread = threading.Thread(target=self._work.do, name=self._name, daemon=True)
         try:
             thread.start()
         except RuntimeError as error:
@@ -110,29 +131,49 @@ class Lane:
             self._threads.append(thread)
 
     def close(self) -> None:
-        """What was not begun is cancelled. Nothing is awaited."""
+        """Drop or cancel what was not begun. Nothing is awaited."""
         self._end()
 
     async def aclose(self) -> None:
-        """The same, and wait for the threads."""
+        """Close, and wait for the threads."""
         self.close()
         for thread in self._threads:
-            await run_in_thread("lane-end", thread.join)
-
-    def _note_done(self, future: asyncio.Future[Any]) -> None:
-        self._num_pending -= 1
+            await run_in_thread("pool-end", thread.join)
 
 
-def _work(jobs: SimpleQueue[Callable[[bool], None] | None], closed: list[bool]) -> None:
-    while (job := jobs.get()) is not None:
-        job(bool(closed))
-        del job  # not to be held while idle
+class _Work:
+    """What the threads of a pool share with it. They don't hold the pool, which is closed when it is dropped."""
+
+    def __init__(self) -> None:
+        self.jobs: deque[Job] = deque()
+        self.tickets: SimpleQueue[None] = SimpleQueue()  # one a job, discarded ones too; to end, one a thread
+        self.idle: deque[None] = deque()  # an entry for each thread that waits for a ticket
+        self.is_closed = False
+
+    def do(self) -> None:
+        """A thread's whole life."""
+        while True:
+            self.idle.append(None)
+            self.tickets.get()
+            self.idle.pop()
+            try:
+                job = self.jobs.popleft()
+            except IndexError:
+                if self.is_closed:
+                    return
+                continue  # it was discarded
+            job(self.is_closed)
+            del job  # not to be held while idle
+
+    def close(self, num_threads: int) -> None:
+        self.is_closed = True
+        for _ in range(num_threads):
+            self.tickets.put(None)
 
 
-def _end(jobs: SimpleQueue[Callable[[bool], None] | None], closed: list[bool], num_threads: int) -> None:
-    closed.append(True)
-    for _ in range(num_threads):
-        jobs.put(None)
+def _unless_closed(job: Callable[[], object], is_closed: bool) -> None:
+    if not is_closed:
+        job()
 
 
 def _do(loop: asyncio.AbstractEventLoop, future: asyncio.Future[T], call: Callable[[], T], is_closed: bool) -> None:
@@ -142,18 +183,25 @@ def _do(loop: asyncio.AbstractEventLoop, future: asyncio.Future[T], call: Callab
             value = call()
         except BaseException as caught:
             error = caught
+    if is_closed:
+        tell(loop, future.cancel)
+    else:
+        tell(loop, settle, future, value, error)
+
+
+def tell(loop: asyncio.AbstractEventLoop, callback: Callable[..., object], *args: object) -> None:
+    """Have ``callback(*args)`` called on the loop, from any thread."""
     try:
-        loop.call_soon_threadsafe(_settle, future, value, error, is_closed)
-    except RuntimeError:  # the loop was closed meanwhile: nobody is left to tell
+        loop.call_soon_threadsafe(callback, *args)
+    except RuntimeError:  # the loop is closed: nobody is left to tell
         pass
 
 
-def _settle(future: asyncio.Future[Any], value: object, error: BaseException | None, is_closed: bool) -> None:
+def settle(future: asyncio.Future[Any], value: object, error: BaseException | None = None) -> None:
+    """Give a future its value, or its error; one that was cancelled needs none."""
     if future.done():
         return
-    if is_closed:
-        future.cancel()
-    elif error is not None:
+    if error is not None:
         future.set_exception(error)
     else:
         future.set_result(value)

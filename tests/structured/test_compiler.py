@@ -96,7 +96,7 @@ async def compiling(**options: Any) -> AsyncIterator[tuple[GrammarCompiler, Fake
 
 
 def grammar_threads() -> list[threading.Thread]:
-    return [thread for thread in threading.enumerate() if thread.name == "aengine-grammar"]
+    return [thread for thread in threading.enumerate() if thread.name.startswith("aengine-grammar-compile")]
 
 
 async def no_threads() -> None:
@@ -333,7 +333,7 @@ async def test_threads_are_as_many_as_needed_and_no_more() -> None:
     async with compiling(num_threads=3) as (compiler, backend):
         for text in "abc":
             await compiler.compile(regex(text))
-            await until(lambda: compiler._pool._num_idle == 1)  # it answers a moment before it is free again
+            await until(lambda: len(compiler._pool._work.idle) == 1)  # it answers a moment before it is free again
         assert len(grammar_threads()) == 1
         tasks = [asyncio.create_task(compiler.compile(regex(f"wait{i}"))) for i in range(7)]
         for _ in range(3):
@@ -460,7 +460,11 @@ async def test_an_error_of_is_quick_is_the_grammars() -> None:
 
 async def test_no_thread_for_a_slow_grammar() -> None:
     async with compiling() as (compiler, backend):
-        compiler._slow_pool.close()
+
+        def no_thread() -> None:
+            raise EngineOverloadedError("no thread can be started", retry_after=1.0)
+
+        compiler._slow_pool._add_thread = no_thread  # type: ignore[method-assign]
         for _ in range(2):
             with pytest.raises(EngineOverloadedError, match="no thread can be started"):
                 await compiler.compile(regex("slow"))
@@ -480,7 +484,7 @@ async def test_closing_with_both_kinds_of_threads_busy(is_abandoned: bool) -> No
         for result in await asyncio.gather(*tasks, return_exceptions=True):
             assert isinstance(result, EngineClosedError)
         backend.gate.set()
-        await until(lambda: compiler._pool.num_alive == 0)
+        await until(lambda: [thread.name for thread in grammar_threads()] == ["aengine-grammar-compile-slow"])
         assert not closing.done()
         backend.slow_gate.set()
         await closing

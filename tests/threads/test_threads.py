@@ -10,7 +10,7 @@ import time
 import pytest
 
 from aengine.errors import EngineClosedError, EngineError, EngineOverloadedError
-from aengine.threads.pools import Lane, run_in_thread
+from aengine.threads.pools import ThreadPool, run_in_thread
 
 
 def threads(name: str) -> list[threading.Thread]:
@@ -18,62 +18,104 @@ def threads(name: str) -> list[threading.Thread]:
 
 
 async def test_in_its_order_in_one_thread() -> None:
-    lane = Lane("one")
+    pool = ThreadPool("one")
     seen: list[int] = []
-    await asyncio.gather(*(lane.run(seen.append, i) for i in range(50)))
+    await asyncio.gather(*(pool.run(seen.append, i) for i in range(50)))
     assert seen == list(range(50)) and len(threads("one")) == 1
     with pytest.raises(ZeroDivisionError):
-        await lane.run(lambda: 1 // 0)
-    assert await lane.run(max, 3, 4) == 4
-    await lane.aclose()
+        await pool.run(lambda: 1 // 0)
+    assert await pool.run(max, 3, 4) == 4
+    await pool.aclose()
     assert not threads("one")
-    await lane.aclose()
+    await pool.aclose()
 
 
 async def test_several_threads_when_there_is_work_for_them() -> None:
-    lane, both = Lane("two", 2), threading.Barrier(2)
+    pool, both = ThreadPool("two", 2), threading.Barrier(2)
     for _ in range(3):
-        await lane.run(time.sleep, 0)
+        await pool.run(time.sleep, 0)
+        while not pool._work.idle:  # it answers a moment before it is free again
+            await asyncio.sleep(0)
     assert len(threads("two")) == 1
-    await asyncio.gather(lane.run(both.wait, 30), lane.run(both.wait, 30))
+    await asyncio.gather(pool.run(both.wait, 30), pool.run(both.wait, 30))
     assert len(threads("two")) == 2
-    await lane.aclose()
+    await pool.aclose()
     assert not threads("two")
 
 
 async def test_cancelled_before_its_turn() -> None:
-    lane, gate = Lane("gated"), threading.Event()
+    pool, gate = ThreadPool("gated"), threading.Event()
     done: list[int] = []
-    first = lane.run(gate.wait, 30)
-    second, third = lane.run(done.append, 2), lane.run(done.append, 3)
+    first = pool.run(gate.wait, 30)
+    second, third = pool.run(done.append, 2), pool.run(done.append, 3)
     second.cancel()
     gate.set()
     await third
     assert await first and done == [3]
-    await lane.aclose()
+    await pool.aclose()
 
 
 async def test_closed_with_work_left() -> None:
-    lane, gate, begun = Lane("closed"), threading.Event(), threading.Event()
-    first = lane.run(lambda: (begun.set(), gate.wait(30)))
-    second = lane.run(time.sleep, 0)
+    pool, gate, begun = ThreadPool("closed"), threading.Event(), threading.Event()
+    first = pool.run(lambda: (begun.set(), gate.wait(30)))
+    second = pool.run(time.sleep, 0)
     await asyncio.to_thread(begun.wait, 30)
-    lane.close()
+    pool.close()
     with pytest.raises(EngineClosedError, match="is closed"):
-        lane.run(time.sleep, 0)
+        pool.run(time.sleep, 0)
     gate.set()
     assert await first
     with pytest.raises(asyncio.CancelledError):
         await second
-    await lane.aclose()
+    await pool.aclose()
     assert not threads("closed")
 
 
+async def test_jobs_that_are_taken_back() -> None:
+    pool, gate, begun = ThreadPool("jobs"), threading.Event(), threading.Event()
+    done: list[int] = []
+    first = pool.submit(lambda: (begun.set(), gate.wait(30), done.append(1)))
+    second, third = pool.submit(lambda: done.append(2)), pool.submit(lambda: done.append(3))
+    await asyncio.to_thread(begun.wait, 30)
+    assert pool.num_queued == 2 and pool.discard(second) and not pool.discard(second) and not pool.discard(first)
+    assert pool.num_queued == 1
+    gate.set()
+    await pool.run(time.sleep, 0)
+    assert done == [1, 3] and not pool.discard(third)
+    begun.clear(), gate.clear()
+    pool.submit(lambda: (begun.set(), gate.wait(30), done.append(4)))
+    pool.submit(lambda: done.append(5))
+    await asyncio.to_thread(begun.wait, 30)
+    pool.close()
+    gate.set()
+    await pool.aclose()
+    assert done == [1, 3, 4] and not threads("jobs")  # what was not begun is dropped
+
+
+async def test_closed_from_another_thread_while_work_comes() -> None:
+    """However they fall together: each job is done or dropped, each future ends, each thread ends."""
+    for _ in range(50):
+        pool, done = ThreadPool("storm", 3), []
+        closing = asyncio.create_task(asyncio.to_thread(pool.close))
+        futures = []
+        try:
+            while True:
+                pool.submit(lambda: done.append(1))
+                futures.append(pool.run(done.append, 2))
+                await asyncio.sleep(0)
+        except EngineClosedError:
+            pass
+        await closing
+        await pool.aclose()
+        await asyncio.gather(*futures, return_exceptions=True)
+        assert done.count(2) == sum(not future.cancelled() for future in futures) and not threads("storm")
+
+
 async def test_dropped_without_being_closed() -> None:
-    lane = Lane("dropped")
-    await lane.run(time.sleep, 0)
+    pool = ThreadPool("dropped")
+    await pool.run(time.sleep, 0)
     (thread,) = threads("dropped")
-    del lane
+    del pool
     gc.collect()
     await asyncio.to_thread(thread.join, 30)
     assert not thread.is_alive()
@@ -84,20 +126,20 @@ def refuse(self: threading.Thread) -> None:
 
 
 async def test_no_thread_to_be_had(monkeypatch: pytest.MonkeyPatch) -> None:
-    lane = Lane("refused", 2)
+    pool = ThreadPool("refused", 2)
     with monkeypatch.context() as patch:
         patch.setattr(threading.Thread, "start", refuse)
-        for attempt in (lane.begin, lambda: lane.run(time.sleep, 0)):
+        for attempt in (pool.begin, lambda: pool.run(time.sleep, 0)):
             with pytest.raises(EngineOverloadedError, match=r"can't start new thread.*ulimit -u.*pids limit"):
                 attempt()
         with pytest.raises(EngineError, match=r"can't start new thread.*ulimit -u"):
             await run_in_thread("refused", time.sleep, 0)
-    lane.begin()
+    pool.begin()
     gate = threading.Event()
-    first = lane.run(gate.wait, 30)
+    first = pool.run(gate.wait, 30)
     with monkeypatch.context() as patch:
         patch.setattr(threading.Thread, "start", refuse)
-        second = lane.run(int, "7")  # a second thread can't be started: the first one does it
+        second = pool.run(int, "7")  # a second thread can't be started: the first one does it
     gate.set()
     assert (await first, await second) == (True, 7)
-    await lane.aclose()
+    await pool.aclose()
