@@ -95,23 +95,9 @@ PLACES = (
 )
 
 
-class QuickExecutor(FakeExecutor):
-    """Under a bitmask it takes the first id that is allowed."""
-
-    async def send_grammar(self, out: Any) -> None:
-        gated: Any = self._gated  # type: ignore[has-type]
-        (_, future, answer), self._gated = gated, None
-        bitmask = self._bitmask[: out.bitmask] if isinstance(out.bitmask, int) else out.bitmask
-        size = 4 * ((self.ready["vocab_size"] + 31) // 32)
-        for row, batch_idx in enumerate(out.batch_idx):
-            bits = int.from_bytes(bitmask[size * row : size * (row + 1)], "little")
-            answer.token_ids[batch_idx] = (bits & -bits).bit_length() - 1
-        self._answer_later(future, answer)
-
-
 class FuzzedLLM(AsyncLLM):
-    def _make_executor(self, config: EngineConfig) -> QuickExecutor:
-        return QuickExecutor(max_model_len=320, token=lambda req_idx, position: 260 + position % 997)
+    def _make_executor(self, config: EngineConfig) -> FakeExecutor:
+        return FakeExecutor(max_model_len=320, token=lambda req_idx, position: 260 + position % 997)
 
 
 # -- calls
@@ -329,7 +315,7 @@ async def fuzz_calls(count: int, seed: int, every: int = 100, first: int = 0) ->
 # -- answers
 
 
-class LyingExecutor(QuickExecutor):
+class LyingExecutor(FakeExecutor):
     """Its answers are spoiled now and then, as a broken worker's would be."""
 
     def __init__(self, rng: random.Random, to: Report) -> None:

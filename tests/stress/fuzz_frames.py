@@ -86,9 +86,8 @@ def new_request(rng: random.Random) -> NewRequest:
 def scheduler_output(rng: random.Random) -> SchedulerOutput:
     new = [new_request(rng) for _ in range(rng.randrange(3))]
     blocks, rows = ids(rng), ids(rng)
-    return SchedulerOutput(
-        rng.randrange(9), ids(rng), new, block_rows=blocks, block_ids=blocks, req_idx=rows, num_scheduled_tokens=rows
-    )
+    columns = {"block_rows": blocks, "block_ids": blocks, "req_idx": rows, "num_scheduled_tokens": rows}
+    return SchedulerOutput(rng.randrange(9), removed=ids(rng), new_requests=new, **columns)
 
 
 def model_runner_output(rng: random.Random) -> ModelRunnerOutput:
