@@ -24,7 +24,7 @@ Rows = npt.NDArray[np.int64]
 
 
 def table_shape(groups: Sequence[KVCacheGroup], max_num_seqs: int, max_model_len: int) -> tuple[int, int]:
-    """Of the arena's part for the tables of all groups, one below the other."""
+    """Shape of the arena's part for the tables of all groups, one below the other."""
     return len(groups) * max_num_seqs, max(-(-max_model_len // group.block_size) for group in groups)
 
 

@@ -121,7 +121,7 @@ def lay_out_kv(layers: Sequence[LayerKV], block_size: int, itemsize: int) -> KVL
 
 
 _MOST_WASTE = 1 / 8
-"""Of the slabs of all groups together; those of a group that has fewer layers than there are slabs stay empty."""
+"""Share of all groups' slabs that may stay empty: those of a group that has fewer layers than there are slabs."""
 
 
 def _choose_num_slabs(counts: list[int]) -> int:

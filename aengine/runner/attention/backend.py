@@ -42,7 +42,7 @@ class AttentionBackend(Protocol):
 
 
 class TorchAttention:
-    """The torch bodies, on a CPU."""
+    """Attention by torch, on a CPU."""
 
     name = "torch"
 
@@ -65,7 +65,7 @@ class TorchAttention:
 
 
 class TritonAttention:
-    """The Triton bodies, with ``prefill`` for long prompts."""
+    """Attention by the Triton kernels, with ``prefill`` for long prompts."""
 
     def __init__(self, prefill: PrefillBackend) -> None:
         self._prefill = prefill

@@ -35,8 +35,8 @@ class KVPages:
         self.slabs = [lazy_zeros(shape, dtype, device) for _ in range(layout.num_slabs)]
 
     def layers(self, *, heads_first: bool) -> list[AttentionLayerKV]:
-        """Of all layers. ``heads_first``: a block is [2, num_kv_heads, block_size, head_dim] in memory, so that a
-        head's tokens are one run; else [block_size, 2, num_kv_heads, head_dim], so that a token is."""
+        """The caches of all layers. ``heads_first``: a block is [2, num_kv_heads, block_size, head_dim] in memory, so
+        that a head's tokens are one run; else [block_size, 2, num_kv_heads, head_dim], so that a token is."""
         return [AttentionLayerKV(place, self._view(place, heads_first)) for place in self.layout.layers]
 
     def _view(self, place: LayerPlace, heads_first: bool) -> Tensor:

@@ -74,7 +74,7 @@ class KvCache:
 
 @dataclass(slots=True)
 class GroupMetadata:
-    """Of one step and one KV group, the same for all its layers. Blocks that no query looks at are left out."""
+    """What a step's attention needs to know of one KV group. Blocks that no query looks at are left out."""
 
     seq_lens: list[int]  # host [num_reqs]: tokens of each request in these blocks, those of this step included
     block_table: Tensor  # int64 [num_reqs, max_blocks]
@@ -83,7 +83,7 @@ class GroupMetadata:
 
 @dataclass(slots=True)
 class AttentionMetadata:
-    """Of one step, the same for all its layers."""
+    """What a step's attention needs to know, in all layers."""
 
     query_lens: list[int]  # host [num_reqs]: tokens that each request computes
     groups: list[GroupMetadata]  # of each KV group

@@ -78,7 +78,7 @@ def rope_table(config: ModelConfig, num_positions: int, device: torch.device) ->
 
 
 class DecodeAttention:
-    """Of a step, or a part of one, whose every request has one token; all in memory that a graph may replay.
+    """Attention of a step, or a part of one, whose every request has one token; all in memory that a graph may replay.
 
     rows: int64 [n], -1 for padding; seq_lens: int32 [n]; block_table: int32 [num_groups, max_num_seqs, width].
     """
@@ -122,7 +122,7 @@ class DecodeAttention:
 
 
 class BatchAttention:
-    """Of any batch: decodes lead, prompts and chunks of prompts follow.
+    """Attention of any batch: decodes lead, prompts and chunks of prompts follow.
 
     ``plan``: what the host knows of it; None inside a graph, where nothing may depend on it: both kernels run, and skip
     on the device what is the other's.

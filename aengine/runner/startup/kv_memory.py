@@ -47,7 +47,7 @@ def resolve_max_model_len(config: EngineConfig, model_max_len: int) -> int:
 
 
 def choose_kv_dtype(setting: str, dtype: torch.dtype) -> torch.dtype:
-    """Of the KV cache, where the model computes in ``dtype``."""
+    """The dtype of the KV cache, where the model computes in ``dtype``."""
     return dtype if setting == "auto" else getattr(torch, setting)
 
 
