@@ -103,7 +103,7 @@ def decode(num_running: int, num_steps: int) -> float:
     rng = random.Random(num_running)
     for _ in range(num_running):
         feed.add([rng.randrange(3, 1000) for _ in range(rng.randint(16, 32))], num_steps + 32)
-    while feed.scheduler.num_waiting or feed.scheduler._catching_up:
+    while feed.scheduler.num_waiting or feed.scheduler.rows.catching_up:
         feed.turn()
     feed.seconds, feed.num_tokens = 0.0, 0
     for _ in range(num_steps):
@@ -137,7 +137,7 @@ def measure(num_steps: int) -> dict[str, float]:
     figures["shared_256"], scheduler = churn(num_steps, common=1024)
     assert scheduler.prefix_cache_hits > scheduler.prefix_cache_queries // 2
     figures["pressure_256"], scheduler = churn(num_steps, num_blocks=256 * 14 // 3)
-    assert scheduler.num_preemptions
+    assert scheduler.rows.num_preemptions
     return figures
 
 

@@ -193,7 +193,6 @@ MOST_METHODS = 20
 # Each with the number of methods that it may have, and why.
 LARGE_CLASSES = {
     "async_llm.AsyncLLM": 22,  # the public contract, a method for each of its calls, and two seams for tests
-    "scheduler.Scheduler": 43,
 }
 
 

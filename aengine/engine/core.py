@@ -248,7 +248,7 @@ class EngineCore:
             num_blocks=scheduler.num_blocks,
             num_free_blocks=scheduler.num_free_blocks,
             block_size=self.worker.ready["block_size"],
-            num_preemptions=scheduler.num_preemptions,
+            num_preemptions=scheduler.rows.num_preemptions,
             num_restarts=counters.num_restarts,
             num_requests=counters.num_requests,
             num_finished=counters.num_finished,

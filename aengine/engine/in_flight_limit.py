@@ -25,7 +25,7 @@ from typing import TYPE_CHECKING
 if TYPE_CHECKING:
     from ..scheduler.scheduler import Scheduler
 
-__all__ = ["Lease"]
+__all__ = ["InFlightLimit"]
 
 _LATE = 0.004  # seconds; below, two steps in flight do
 _MARGIN = 1.5
@@ -34,7 +34,7 @@ _NUM_INTERVALS = 8
 _SPARE_BLOCKS = 8  # free, for each running request: leased steps take blocks early, and should preempt nobody
 
 
-class Lease:
+class InFlightLimit:
     """Measures how late the step loop takes answers and how long steps take, and says how many may be in flight."""
 
     def __init__(self, base: int, most: int) -> None:

@@ -27,7 +27,7 @@ from ..telemetry.observer import Observer
 from .delivery import Delivery, logprobs_by_token, request_error
 from .executor import Executor
 from .grammar_gate import ALWAYS, Forcing, GrammarGate, Masks
-from .in_flight_limit import Lease
+from .in_flight_limit import InFlightLimit
 from .recovery import Watchdog
 from .waiting_line import WaitingLine
 
@@ -61,7 +61,7 @@ class StepLoop:
     ) -> None:
         self.scheduler = scheduler
         self._executor = executor
-        self._lease = Lease(max_in_flight_steps, max_leased_steps)
+        self._limit = InFlightLimit(max_in_flight_steps, max_leased_steps)
         self._max_in_flight = max_in_flight_steps
         self._counters = counters
         self._observer = observer
@@ -172,13 +172,13 @@ class StepLoop:
     def restart(self, executor: Executor) -> list[Request]:
         """Have ``executor`` compute all requests again from the ids that are known. Returns those of which several
         workers died one after the other; they are not run again."""
-        condemned = self.scheduler.preempt_all()
+        at_fault = self.scheduler.preempt_all()
         self._executor = executor
         self._in_flight.clear()
         self._must_revoke = self._is_revoking = False
         self._gate.step = self._unsent = self._failure = None
         executor.set_on_failure(self._on_executor_failure)
-        return condemned
+        return at_fault
 
     def _on_executor_failure(self, error: EngineError) -> None:
         """Whoever waits for an answer gets it by that; the idle loop must be woken."""
@@ -192,7 +192,7 @@ class StepLoop:
     async def _step(self) -> None:
         """One turn: keep the worker supplied, then take the oldest answer."""
         await self._unlock()
-        self._max_in_flight = self._lease.num_steps(self.scheduler)
+        self._max_in_flight = self._limit.num_steps(self.scheduler)
         if self._must_revoke:
             self._try_to_revoke()
         if await self._supply():
@@ -205,7 +205,7 @@ class StepLoop:
                 return
             self._in_flight.popleft()
             self.watchdog.end()
-            self._lease.note_answer(answer.answered_at)
+            self._limit.note_answer(answer.answered_at)
             await self._apply(answer)
             if self._in_flight and self._in_flight[0].done():  # many have come: others on this loop get their turn
                 await asyncio.sleep(0)
@@ -217,7 +217,7 @@ class StepLoop:
         if len(self._in_flight) >= self._max_in_flight or self._gate.step is not None or self._is_revoking:
             return False
         newest = self.scheduler.newest_step
-        is_leased = len(self._in_flight) >= self._lease.base or (newest is not None and newest.is_leased)
+        is_leased = len(self._in_flight) >= self._limit.base or (newest is not None and newest.is_leased)
         if is_leased and not self.scheduler.is_steady:
             self.break_lease()
             return False
@@ -246,11 +246,13 @@ class StepLoop:
     def _fill_ahead(self, request: Request) -> None:
         """Have a request with a slow grammar take part in a step again when its next row is there."""
         is_new = request.status is RequestStatus.NEW
+        num_pauses = request.num_pauses
 
         def go_on() -> None:
             if is_new:
                 self.add(request)
-            self.scheduler.resume(request)
+            if request.num_pauses == num_pauses:  # else it was preempted meanwhile, and is paused for a later row
+                self.scheduler.resume(request)
             self._work.set()
 
         self._gate.fill_ahead(request, go_on)
@@ -267,17 +269,17 @@ class StepLoop:
         if self._failure is not None:
             raise self._failure
         self.lag.resume()
-        self._lease.begin()
+        self._limit.begin()
 
     async def _apply(self, output: ModelRunnerOutput) -> None:
         """Commit an answer and deliver its tokens, giving the host's loop a turn after every few.
 
         What the worker waits for goes first: whoever reads waits a millisecond longer.
         """
-        sampled, failed, pooled, num_rows = self.scheduler.update(output)
+        sampled, failed, pooled, num_rows, begun = self.scheduler.update(output)
         self._counters.generated_tokens += len(sampled)
-        self._observer.note_answer(self.scheduler.begun, num_rows)
-        self.scheduler.begun.clear()  # an idle engine holds no request
+        self._observer.note_answer(begun, num_rows)
+        begun.clear()  # an idle engine holds no request
         for request, error in failed:
             request.sink.fail(request_error(error))
         for request, vector in pooled:

@@ -1,12 +1,13 @@
-"""Requests that workers may have died of, and their trials.
+"""Requests that workers may have died of, and how the one at fault is found.
 
-A worker's death says nothing of who caused it: all that were in its steps may have. Who was so at several deaths, and
-hardly got a token in between, is a suspect. Suspects are let in first, and one at a time, until each has got a few
-tokens; then it runs on beside the next. Of whom the worker dies again and again on trial, is condemned.
+A worker's death says nothing of who caused it: all that were in its steps may have. A request that was there at several
+deaths, and hardly got a token in between, is put into quarantine. Quarantined requests are let in before all others,
+and one at a time, until each has got a few tokens; then it runs on beside the next. The one that is let in while worker
+after worker dies is at fault.
 
 Workers may also be killed by something that has nothing to do with any request, and often. So only a death before the
-second token counts (who kills by a prefill gets none in each life, who kills by a decode one), and a death without the
-one on trial in a step speaks for it.
+second token counts (a request that kills by a prefill gets none in each life, one that kills by a decode one), and a
+death without the first of the quarantine in a step speaks for it.
 """
 
 from __future__ import annotations
@@ -16,57 +17,57 @@ from collections.abc import Iterable
 
 from .request import Request
 
-__all__ = ["Suspects"]
+__all__ = ["CrashQuarantine"]
 
-_SUSPICIOUS_DEATHS = 2
-_MOST_TRIALS = 4
-_FEW_TOKENS = 4
-"""Who gets so many has passed a prefill and some decode steps, and is no suspect any more."""
-_DAMNING_TOKENS = 1
-"""A death on trial after more than so many says nothing."""
+_DEATHS_TO_ENTER = 2
+_MOST_DEATHS_ALONE = 4
+_TOKENS_TO_LEAVE = 4
+"""With so many a request has passed a prefill and some decode steps."""
+_TOKENS_OF_A_CRASH = 1
+"""A death after more than so many tokens says nothing."""
 
 
-class Suspects:
-    """The first is, or comes next, on trial."""
+class CrashQuarantine:
+    """The requests in quarantine. The first one runs, or comes next."""
 
-    __slots__ = ("_queue",)
+    __slots__ = ("_requests",)
 
     def __init__(self) -> None:
-        self._queue: deque[Request] = deque()
+        self._requests: deque[Request] = deque()
 
     def __bool__(self) -> bool:
-        return bool(self._queue)
+        return bool(self._requests)
 
     @property
     def first(self) -> Request:
-        return self._queue[0]
+        return self._requests[0]
 
     def note_death(self, in_flight: Iterable[Request]) -> list[Request]:
-        """A worker died with these unfinished requests in its steps. Returns the condemned."""
-        on_trial = self._queue[0] if self._queue else None
+        """A worker died with these unfinished requests in its steps. Returns those that are at fault."""
+        first = self._requests[0] if self._requests else None
         present = list(in_flight)
-        if on_trial is not None and on_trial not in present:
-            on_trial.num_trials = 0
+        if first is not None and first not in present:
+            first.num_deaths_alone = 0
         for request in present:
             gained = len(request.token_ids) - request.num_tokens_at_death
-            if gained >= _FEW_TOKENS:
-                request.num_deaths = request.num_trials = 0
+            if gained >= _TOKENS_TO_LEAVE:
+                request.num_deaths = request.num_deaths_alone = 0
             request.num_tokens_at_death = len(request.token_ids)
             request.num_deaths += 1
-            request.num_trials += request is on_trial and gained <= _DAMNING_TOKENS
-            if request.num_deaths >= _SUSPICIOUS_DEATHS and request not in self._queue:
-                self._queue.append(request)
-        return [request for request in self._queue if request.num_trials >= _MOST_TRIALS]
+            request.num_deaths_alone += request is first and gained <= _TOKENS_OF_A_CRASH
+            if request.num_deaths >= _DEATHS_TO_ENTER and request not in self._requests:
+                self._requests.append(request)
+        return [request for request in self._requests if request.num_deaths_alone >= _MOST_DEATHS_ALONE]
 
-    def is_on_trial(self, request: Request) -> bool:
-        """Whether it is, still. It is not any more once it has got a few tokens."""
-        if request not in self._queue:
+    def holds(self, request: Request) -> bool:
+        """Whether it is in quarantine, still. It leaves once it has got a few tokens."""
+        if request not in self._requests:
             return False
-        if len(request.token_ids) >= request.num_tokens_at_death + _FEW_TOKENS:
-            self._queue.remove(request)
-        return request in self._queue
+        if len(request.token_ids) >= request.num_tokens_at_death + _TOKENS_TO_LEAVE:
+            self._requests.remove(request)
+        return request in self._requests
 
-    def drop(self, request: Request) -> None:
-        """It has ended."""
-        if request in self._queue:
-            self._queue.remove(request)
+    def discard(self, request: Request) -> None:
+        """Drop a request that has ended."""
+        if request in self._requests:
+            self._requests.remove(request)

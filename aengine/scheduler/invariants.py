@@ -16,25 +16,24 @@ _CATCHING_UP, _DECODING, _DRAINING = RequestStatus.CATCHING_UP, RequestStatus.DE
 
 def check_scheduler(scheduler: Scheduler) -> None:
     """Raises AssertionError. Walks over everything."""
-    leaving = [request for step in scheduler._in_flight for request in step.leavers]
-    scheduler._kv.check((*scheduler._running, *leaving))
-    rows = [request.req_idx for request in scheduler._running]
-    unfinished = (*scheduler._running, *scheduler._held, *scheduler._waiting, *scheduler._siblings.following)
+    rows, waiting, parallel_sampling = scheduler.rows, scheduler.waiting, scheduler.parallel_sampling
+    leaving = [request for step in rows.in_flight for request in step.leavers]
+    rows.kv.check((*rows.running, *leaving))
+    used = [request.req_idx for request in rows.running]
+    unfinished = (*rows.running, *rows.held, *waiting, *parallel_sampling.waiting)
     assert scheduler.num_constrained == sum(request.grammar is not None for request in unfinished)
-    assert sorted(rows + scheduler._free_rows) == list(range(scheduler.num_rows)), "a row was lost or given twice"
-    assert scheduler._held == {request for request in leaving if request.finish_reason is None}
-    assert all(r.status is _CATCHING_UP for r in scheduler._running if r.is_paused)
-    by_status = {status: {r for r in scheduler._running if r.status is status} for status in RequestStatus}
-    decoding = [request for request in scheduler._decoding.requests if request.status is _DECODING]
+    assert sorted(used + rows.free_rows) == list(range(scheduler.num_rows)), "a row was lost or given twice"
+    assert rows.held == {request for request in leaving if request.finish_reason is None}
+    assert all(r.status is _CATCHING_UP for r in rows.running if r.is_paused)
+    by_status = {status: {r for r in rows.running if r.status is status} for status in RequestStatus}
+    decoding = [request for request in rows.decoding.requests if request.status is _DECODING]
     assert len(decoding) == len(by_status[_DECODING]) and set(decoding) == by_status[_DECODING]
-    assert len(scheduler._catching_up) == len(by_status[_CATCHING_UP])
-    assert set(scheduler._catching_up) == by_status[_CATCHING_UP]
-    assert sum(map(len, by_status.values())) == len(decoding) + len(scheduler._catching_up) + len(by_status[_DRAINING])
-    for request in scheduler._running:
-        assert 0 < request.num_computed_tokens <= scheduler._kv.room(request), (
-            f"{request} has no block for what it computed"
-        )
+    assert len(rows.catching_up) == len(by_status[_CATCHING_UP])
+    assert set(rows.catching_up) == by_status[_CATCHING_UP]
+    assert sum(map(len, by_status.values())) == len(decoding) + len(rows.catching_up) + len(by_status[_DRAINING])
+    for request in rows.running:
+        assert 0 < request.num_computed_tokens <= rows.kv.room(request), f"{request} has no block for what it computed"
         assert len(request.token_ids) + request.num_pending <= request.max_num_tokens
-    keys = [request.sort_key for request in scheduler._waiting]
-    assert keys == sorted(keys) and all(r.status is RequestStatus.WAITING for r in scheduler._waiting)
-    scheduler._siblings.check()
+    keys = [request.sort_key for request in waiting]
+    assert keys == sorted(keys) and all(r.status is RequestStatus.WAITING for r in waiting)
+    parallel_sampling.check()

@@ -2,7 +2,7 @@
 
     index 0   prompt ................ first token committed (or gone)
                                        │ its full prompt blocks are in the prefix cache
-    index 1   FOLLOWING .............. └> WAITING -> finds them there, computes the tail of the prompt, samples
+    index 1   WAITING_FOR_PROMPT ..... └> WAITING -> finds them there, computes the tail of the prompt, samples
 
 Where prefix caching is off, the call has a root hash of its own, so that it shares with itself and nobody else.
 """
@@ -11,48 +11,49 @@ from __future__ import annotations
 
 from .request import Request, RequestStatus
 
-__all__ = ["Siblings"]
+__all__ = ["ParallelSampling"]
 
 
-class Siblings:
-    """Who follows whom."""
+class ParallelSampling:
+    """Which requests wait for the prompt of their call's index 0."""
 
-    __slots__ = ("_leaders", "following")
+    __slots__ = ("_first", "waiting")
 
     def __init__(self) -> None:
-        self.following: set[Request] = set()
-        self._leaders: dict[str, Request] = {}  # by request_id; until its prompt is computed
+        self.waiting: set[Request] = set()
+        self._first: dict[str, Request] = {}  # index 0 by request_id; until its prompt is computed
 
-    def lead(self, request: Request) -> None:
-        self._leaders[request.request_id] = request
+    def add_first(self, request: Request) -> None:
+        """Note a call's index 0."""
+        self._first[request.request_id] = request
 
-    def follow(self, request: Request) -> bool:
+    def wait_for_first(self, request: Request) -> bool:
         """Let it wait for its index 0. False: that one's prompt is computed already, or it is gone."""
-        leader = self._leaders.get(request.request_id)
-        if leader is None:
+        first = self._first.get(request.request_id)
+        if first is None:
             return False
-        request.root_hash = leader.root_hash
-        request.status = RequestStatus.FOLLOWING
-        leader.followers.append(request)
-        self.following.add(request)
+        request.root_hash = first.root_hash
+        request.status = RequestStatus.WAITING_FOR_PROMPT
+        first.dependents.append(request)
+        self.waiting.add(request)
         return True
 
-    def drop(self, follower: Request) -> None:
-        """It ended while it waited."""
-        self.following.discard(follower)
-        self._leaders[follower.request_id].followers.remove(follower)
+    def discard(self, request: Request) -> None:
+        """Drop a request that ended while it waited."""
+        self.waiting.discard(request)
+        self._first[request.request_id].dependents.remove(request)
 
-    def release(self, leader: Request) -> list[Request]:
-        """Nobody need wait for this one any more. Returns those that did."""
-        if self._leaders.get(leader.request_id) is not leader:
+    def release(self, first: Request) -> list[Request]:
+        """Let nobody wait for this one any more. Returns those that did."""
+        if self._first.get(first.request_id) is not first:
             return []
-        del self._leaders[leader.request_id]
-        followers, leader.followers = leader.followers, []
-        self.following.difference_update(followers)
-        return followers
+        del self._first[first.request_id]
+        released, first.dependents = first.dependents, []
+        self.waiting.difference_update(released)
+        return released
 
     def check(self) -> None:
         """Assert that the two views agree."""
-        followers = [follower for leader in self._leaders.values() for follower in leader.followers]
-        assert len(followers) == len(self.following) and self.following == set(followers)
-        assert all(follower.status is RequestStatus.FOLLOWING for follower in followers)
+        dependents = [request for first in self._first.values() for request in first.dependents]
+        assert len(dependents) == len(self.waiting) and self.waiting == set(dependents)
+        assert all(request.status is RequestStatus.WAITING_FOR_PROMPT for request in dependents)

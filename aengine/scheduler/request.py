@@ -4,9 +4,9 @@
                                                   are scheduled             is scheduled
     NEW ── add_request ──> WAITING ── schedule ──> CATCHING_UP ──> DECODING ──> DRAINING
                 │           ^  ^                       │    ^         │ │
-                └> FOLLOWING┘  └──────── HELD <── preempted ├─────────┘ │
-                                          ^                 └ no block ─┤
-                                          └──────────── preempted ──────┘
+                │           │  └──────── HELD <── preempted ├─────────┘ │
+                └> WAITING_ ┘             ^                 └ no block ─┤
+                   FOR_PROMPT             └──────────── preempted ──────┘
 
 Any of them becomes FINISHED. Everything a request does is one rule: let ``num_computed_tokens`` catch up with the
 number of its tokens. A token that a step in flight samples counts as known from the moment that the step is made,
@@ -43,7 +43,7 @@ __all__ = ["CacheKey", "Request", "RequestStatus"]
 class RequestStatus(Enum):
     NEW = auto()  # not in the scheduler yet
     WAITING = auto()  # in the queue, without a row or blocks
-    FOLLOWING = auto()  # one of n completions, waits until the prompt of index 0 is computed
+    WAITING_FOR_PROMPT = auto()  # one of n completions, waits until the prompt of index 0 is computed
     HELD = auto()  # preempted; steps in flight may still bring tokens and write its blocks
     CATCHING_UP = auto()  # has a row; tokens known but not computed, or short of a block
     DECODING = auto()  # has a row; in every step, one token each
@@ -73,9 +73,9 @@ class Request:
         "block_hashes",
         "block_tables",
         "cache_key",
+        "dependents",
         "draft_token_ids",
         "finish_reason",
-        "followers",
         "grammar",
         "index",
         "is_paused",
@@ -86,10 +86,11 @@ class Request:
         "num_cached_tokens",
         "num_computed_tokens",
         "num_deaths",
+        "num_deaths_alone",
         "num_offered_tokens",
+        "num_pauses",
         "num_prompt_tokens",
         "num_tokens_at_death",
-        "num_trials",
         "params",
         "priority",
         "req_idx",
@@ -139,6 +140,7 @@ class Request:
 
         self.status = RequestStatus.NEW
         self.is_paused = False  # no step has it until it is resumed, although it keeps its row
+        self.num_pauses = 0  # so far
         self.finish_reason: FinishReason | None = None
         self.sort_key: tuple[int, float, int] = (priority, arrival_time, 0)  # add_request sets the last
         self.req_idx = -1  # row on the worker, -1: none
@@ -152,15 +154,15 @@ class Request:
         self.draft_token_ids: list[int] = []
         """Guesses at what follows the tokens in flight, for the next step."""
 
-        # See suspects.py: deaths of workers that had it in a step, of late; those of them on its trial; and its length
-        # at the last of them.
-        self.num_deaths = self.num_trials = 0
+        # See crash_quarantine.py: deaths of workers that had it in a step, of late; those of them while it was the
+        # first in quarantine; and its length at the last of them.
+        self.num_deaths = self.num_deaths_alone = 0
         self.num_tokens_at_death = -(1 << 31)
 
         self.root_hash: bytes | None = None  # None: its blocks are not shared
         self.block_hashes: list[bytes] = []  # of its leading full blocks, as far as they were needed
         self.num_offered_tokens = 0  # whose blocks came from the prefix cache or were offered to it
-        self.followers: list[Request] = []  # completions 1 .. n-1 that wait for this one's prompt
+        self.dependents: list[Request] = []  # completions 1 .. n-1 that wait for this one's prompt
 
     def __repr__(self) -> str:
         return (
@@ -177,6 +179,14 @@ class Request:
     def num_pending(self) -> int:
         """Tokens that steps in flight sample, at most: they count as known, their ids have not come yet."""
         return max(0, self.num_computed_tokens + 1 - len(self.token_ids))
+
+    def forget_worker(self) -> None:
+        """It has no row, no blocks and nothing computed any more."""
+        self.block_tables = []
+        self.num_computed_tokens = self.num_offered_tokens = 0
+        self.req_idx = -1
+        self.is_paused = False
+        self.draft_token_ids = []
 
     @property
     def takes_drafts(self) -> bool:

@@ -1,21 +1,21 @@
-"""What a step is made of on the host: those that decode, the rest of it under construction, and steps in flight."""
+"""What a step is made of on the host: those that decode, and steps in flight."""
 
 from __future__ import annotations
 
 from array import array
-from collections.abc import Sequence
 from itertools import zip_longest
 
 from ..errors import InternalError
-from ..ipc.messages import ModelRunnerOutput, NewRequest, int32
+from ..ipc.messages import ModelRunnerOutput, int32
 from .kv_cache_manager import KVCacheManager
 from .request import Request, RequestStatus
 
-__all__ = ["DecodeBatch", "InFlightStep", "StepDraft"]
+__all__ = ["NOTHING", "NOT_SETTLED", "DecodeBatch", "InFlightStep"]
 
 
-_NOTHING: array[int] = int32()
+NOTHING: array[int] = int32()
 """For columns that are replaced, never changed in place."""
+NOT_SETTLED = NOTHING, NOTHING
 
 
 class DecodeBatch:
@@ -53,47 +53,6 @@ class DecodeBatch:
             self.num_scheduled = int32((1,)) * len(requests)
 
 
-class StepDraft:
-    """The part of a step under construction that is not plain decoding."""
-
-    __slots__ = (
-        *("budget", "coming", "counts", "drafts", "extras", "grown_groups", "grown_ids", "grown_rows"),
-        *("most_drafts", "new_requests", "newcomers"),
-    )
-
-    def __init__(self, budget: int, most_drafts: int) -> None:
-        self.budget = budget  # tokens that may still be scheduled
-        self.most_drafts = most_drafts  # of them, those that may be guesses
-        self.drafts: dict[int, list[int]] = {}  # place in ``extras`` of a request that has some
-        self.extras: list[Request] = []  # catching up or new
-        self.counts: list[int] = []  # tokens of each
-        self.new_requests: list[NewRequest] = []
-        self.newcomers: list[Request] = []  # that were never in a step before
-        self.grown_rows: array[int] = int32()
-        self.grown_ids: array[int] = int32()
-        self.grown_groups = _NOTHING  # empty: all are of the first group
-        self.coming: int | None = None  # blocks that answers in flight will free, at most; counted when first needed
-
-    def add(self, request: Request, num_tokens: int, drafts: Sequence[int] = ()) -> None:
-        if drafts:
-            self.drafts[len(self.extras)] = list(drafts)
-            self.most_drafts -= len(drafts)
-            num_tokens += len(drafts)
-        self.extras.append(request)
-        self.counts.append(num_tokens)
-        self.budget -= num_tokens
-        request.num_computed_tokens += num_tokens
-
-    def grow(self, request: Request, grown: list[tuple[int, list[int]]]) -> None:
-        """Tell the worker of the blocks that the request got, (group, block ids)."""
-        for group, block_ids in grown:
-            if group or self.grown_groups:
-                told = self.grown_groups or int32([0] * len(self.grown_ids))
-                self.grown_groups = told + int32([group] * len(block_ids))
-            self.grown_ids.extend(block_ids)
-            self.grown_rows.extend([request.req_idx] * len(block_ids))
-
-
 class InFlightStep:
     """A step that was made and has not been answered."""
 
@@ -113,14 +72,17 @@ class InFlightStep:
         self.newcomers: list[Request] = []  # whose first step it is
         self.leavers: list[Request] = []  # their blocks are freed once this step is answered
         self.is_leased = False  # it may be revoked; then what it told the worker is needed once more:
-        self.removed = _NOTHING  # rows that it told as removed
-        self.settled = _NOTHING, _NOTHING  # rows that it told as settled, and how
-        self.grown_rows = _NOTHING  # rows that it gave a block each, ...
-        self.grown_groups = _NOTHING  # ... and in which group; empty: in the first
+        self.removed = NOTHING  # rows that it told as removed
+        self.settled = NOT_SETTLED  # rows that it told as settled, and how
+        self.grown_rows = NOTHING  # rows that it gave a block each, ...
+        self.grown_groups = NOTHING  # ... and in which group; empty: in the first
 
     def check(self, answer: ModelRunnerOutput, vocab_size: int) -> None:
         """Raise InternalError unless ``answer`` has the form that the answer to this step must have."""
         token_ids, num_reqs = answer.token_ids, len(self.batch)
+        is_odd = answer.errors or answer.pooled or self.drafts or self.chunks or answer.counts is not None
+        if not is_odd and len(token_ids) == num_reqs and min(token_ids) >= 0 and max(token_ids) < vocab_size:
+            return  # one token each: as most answers
         pooled = () if answer.pooled is None else answer.pooled.batch_idx
         if (
             (answer.counts is None) == bool(self.drafts)
@@ -130,8 +92,6 @@ class InFlightStep:
             or max(token_ids, default=0) >= vocab_size
         ):
             raise InternalError(f"the worker's answer to step {self.step_id} does not have the form of its batch")
-        if answer.counts is None and not self.chunks and not pooled and min(token_ids, default=0) >= 0:
-            return  # one token each: as most answers
         excused = self.chunks.keys() | {error.batch_idx for error in answer.errors} | set(pooled)
         for i, (request, count) in enumerate(zip(self.batch, answer.num_tokens(), strict=True)):
             most = 0 if i in self.chunks or request.is_pooled else 1 + len(self.drafts.get(i, ()))

@@ -6,7 +6,7 @@ from bisect import bisect_left, insort
 from collections.abc import Iterator
 from operator import attrgetter
 
-from .request import Request
+from .request import Request, RequestStatus
 
 __all__ = ["WaitingQueue"]
 
@@ -32,6 +32,7 @@ class WaitingQueue:
         return iter(self._requests)
 
     def add(self, request: Request) -> None:
+        request.status = RequestStatus.WAITING
         insort(self._requests, request, key=_sort_key)
 
     def peek(self) -> Request:

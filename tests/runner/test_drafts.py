@@ -123,7 +123,7 @@ def run(seed: int, budget: int, expected: dict[str, list[int]] | None, *, death_
                 scheduler.propose(each, guess(rng, each, expected[each.request_id]))
         scheduler.check()
     outcome.tokens = {each.request_id: each.output_token_ids for each in requests}
-    outcome.num_preemptions, outcome.num_hits = scheduler.num_preemptions, scheduler.prefix_cache_hits
+    outcome.num_preemptions, outcome.num_hits = scheduler.rows.num_preemptions, scheduler.prefix_cache_hits
     return outcome
 
 
@@ -139,7 +139,7 @@ def take_answer(scheduler: Scheduler, runner: ModelRunner, out: SchedulerOutput,
     runner.execute_model(out)
     grammar = masks_of(step) if step.is_gated else None
     answer = unpack(Kind.OUTPUT, pack(runner.sample_tokens(grammar).get()))
-    sampled, failed, _, num_rows = scheduler.update(answer)
+    sampled, failed, _, num_rows, _ = scheduler.update(answer)
     assert not failed
     outcome.num_accepted += len(sampled) - num_rows
     whose = {place: each for each, _, place in sampled}

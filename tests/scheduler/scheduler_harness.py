@@ -259,11 +259,11 @@ class Driver:
         if newest is not None and newest.is_leased and not scheduler.is_steady:
             self.revoke(0)  # as the engine does, or fewer steps would come after a leased one than it may undo
         is_leased = scheduler.is_steady and (is_leased or (newest is not None and newest.is_leased))
-        had_row = {r for r in scheduler._running if r.status is not RequestStatus.DRAINING}
+        had_row = {r for r in scheduler.rows.running if r.status is not RequestStatus.DRAINING}
         decoding = {r for r in had_row if r.status is RequestStatus.DECODING}
         out = scheduler.schedule(is_leased=is_leased)
         lost = {r for r in had_row if r.req_idx < 0}
-        kept = [r for r in scheduler._running if r.status is not RequestStatus.DRAINING]
+        kept = [r for r in scheduler.rows.running if r.status is not RequestStatus.DRAINING]
         for victim in lost:
             assert all(victim.sort_key > other.sort_key for other in kept), "preempted for a less urgent one"
         if out is None:
@@ -310,7 +310,7 @@ class Driver:
 
     def revoke(self, num_begun: int) -> None:
         """Of the leased steps in flight the worker has begun so many and drops the others."""
-        num_dropped = max(0, sum(step.is_leased for step in self.scheduler._in_flight) - num_begun)
+        num_dropped = max(0, sum(step.is_leased for step in self.scheduler.rows.in_flight) - num_begun)
         for _ in range(num_dropped):
             out, _, left = self.in_flight.pop()
             for row, group, block in reversed(growth_of(out)):
@@ -326,7 +326,7 @@ class Driver:
     def answer(self) -> None:
         out, *_ = self.in_flight.popleft()
         answer = self.worker.execute(out)
-        sampled, failed, _, num_rows = self.scheduler.update(answer)
+        sampled, failed, _, num_rows, _ = self.scheduler.update(answer)
         counts: dict[Request, int] = {}
         for request, token_id, place in sampled:
             assert answer.token_ids[place] == token_id
@@ -391,5 +391,5 @@ class Driver:
         scheduler = self.scheduler
         assert scheduler.num_running == scheduler.num_waiting == 0
         assert scheduler.num_free_blocks == scheduler.num_blocks
-        assert not scheduler._siblings._leaders and len(scheduler._free_rows) == scheduler.num_rows
+        assert not scheduler.parallel_sampling._first and len(scheduler.rows.free_rows) == scheduler.num_rows
         assert all(request.finish_reason is not None for request, _ in self.requests)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import random
 
 from aengine.params import SamplingParams
-from aengine.scheduler.crash_quarantine import Suspects
+from aengine.scheduler.crash_quarantine import CrashQuarantine
 from aengine.scheduler.request import Request
 
 
@@ -17,53 +17,53 @@ def gain(request: Request, count: int) -> None:
     request.token_ids += [7] * count
 
 
-def test_who_kills_by_a_prefill_or_by_a_decode_is_condemned() -> None:
+def test_who_kills_by_a_prefill_or_by_a_decode_is_at_fault() -> None:
     for tokens_a_life in (0, 1):
-        suspects, poison, other = Suspects(), make("poison"), make("other")
-        condemned: list[Request] = []
+        quarantine, poison, other = CrashQuarantine(), make("poison"), make("other")
+        at_fault: list[Request] = []
         deaths = 0
-        while not condemned:
+        while not at_fault:
             deaths += 1
             assert deaths <= 6
-            alone = suspects and suspects.first is poison
+            alone = quarantine and quarantine.first is poison
             gain(poison, tokens_a_life)
-            condemned = suspects.note_death([poison] if alone else [poison, other])
-            if suspects and suspects.first is other:  # its trial, which it passes
+            at_fault = quarantine.note_death([poison] if alone else [poison, other])
+            if quarantine and quarantine.first is other:  # its trial, which it passes
                 gain(other, 4)
-                assert not suspects.is_on_trial(other)
-        assert condemned == [poison] and deaths == 6
+                assert not quarantine.holds(other)
+        assert at_fault == [poison] and deaths == 6
 
 
 def test_a_death_without_the_one_on_trial_speaks_for_it() -> None:
-    suspects, request = Suspects(), make("r")
+    quarantine, request = CrashQuarantine(), make("r")
     for _ in range(5):
-        assert not suspects.note_death([request])
+        assert not quarantine.note_death([request])
     for _ in range(5):
-        assert not suspects.note_death([])  # as of a worker that is killed while it starts
+        assert not quarantine.note_death([])  # as of a worker that is killed while it starts
         for _ in range(3):
-            assert not suspects.note_death([request])
-    assert suspects.note_death([request]) == [request]
+            assert not quarantine.note_death([request])
+    assert quarantine.note_death([request]) == [request]
 
 
 def test_some_progress_is_no_proof() -> None:
-    suspects, request = Suspects(), make("r")
+    quarantine, request = CrashQuarantine(), make("r")
     for _ in range(50):
         gain(request, 2)
-        assert not suspects.note_death([request])
+        assert not quarantine.note_death([request])
     gain(request, 4)
-    assert not suspects.is_on_trial(request) and not suspects
+    assert not quarantine.holds(request) and not quarantine
 
 
 def test_kills_at_random_condemn_hardly_anybody(rng: random.Random) -> None:
     """A worker lives for 3 to 60 tokens, in one life of five for 0 to 3; one life of four ends before any request."""
-    condemned = 0
+    at_fault = 0
     for _ in range(1500):
-        suspects, request = Suspects(), make("r")
+        quarantine, request = CrashQuarantine(), make("r")
         for _ in range(30):
             gained = rng.randint(0, 3) if rng.random() < 0.2 else rng.randint(3, 60)
             for _ in range(gained):
                 gain(request, 1)
-                if suspects:
-                    suspects.is_on_trial(request)
-            condemned += bool(suspects.note_death([] if rng.random() < 0.25 else [request]))
-    assert condemned <= 9, "of 45,000 deaths; with three deaths on trial, and four tokens to pass it, 17 to 27"
+                if quarantine:
+                    quarantine.holds(request)
+            at_fault += bool(quarantine.note_death([] if rng.random() < 0.25 else [request]))
+    assert at_fault <= 9, "of 45,000 deaths; with three deaths alone, and four tokens to pass it, 17 to 27"

@@ -6,7 +6,7 @@ import pytest
 from scheduler_harness import Driver
 
 from aengine.engine import in_flight_limit as lease
-from aengine.engine.in_flight_limit import Lease
+from aengine.engine.in_flight_limit import InFlightLimit
 from aengine.scheduler.scheduler import Scheduler
 
 LIMITS = {"num_blocks": 200, "block_size": 4, "max_num_seqs": 8, "max_num_batched_tokens": 64}
@@ -19,7 +19,7 @@ class Clock:
         self.now = 100.0
         self.sent = 100.0
 
-    def answer(self, given: Lease, step: float = 0.002, late: float = 0.0) -> None:
+    def answer(self, given: InFlightLimit, step: float = 0.002, late: float = 0.0) -> None:
         self.sent += step
         self.now = max(self.now, self.sent + late)
         given.note_answer(self.sent)
@@ -40,8 +40,8 @@ def decoding() -> Scheduler:
     return driver.scheduler
 
 
-def used(clock: Clock, most: int = 64) -> Lease:
-    given = Lease(2, most)
+def used(clock: Clock, most: int = 64) -> InFlightLimit:
+    given = InFlightLimit(2, most)
     for _ in range(200):
         clock.answer(given)
     return given
@@ -49,7 +49,7 @@ def used(clock: Clock, most: int = 64) -> Lease:
 
 def test_as_many_steps_as_the_loop_is_late(clock: Clock) -> None:
     scheduler = decoding()
-    assert Lease(2, 64).num_steps(scheduler) == 2
+    assert InFlightLimit(2, 64).num_steps(scheduler) == 2
     given = used(clock)
     assert given.num_steps(scheduler) == 2
     clock.answer(given, late=0.05)
@@ -96,5 +96,5 @@ def test_only_where_nothing_but_decodes_is_to_be_done(clock: Clock) -> None:
     driver.scheduler.num_constrained = 1
     assert given.num_steps(driver.scheduler) == 2, "a grammar needs the host between two steps"
     driver.scheduler.num_constrained = 0
-    driver.scheduler._kv._pool.allocate(driver.scheduler.num_free_blocks - 3)
+    driver.scheduler.rows.kv._pool.allocate(driver.scheduler.num_free_blocks - 3)
     assert given.num_steps(driver.scheduler) == 2, "it would take the last blocks early"

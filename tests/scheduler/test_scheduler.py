@@ -323,7 +323,7 @@ def test_the_least_urgent_is_preempted_and_resumes_with_its_tokens(caching: bool
         row = low.req_idx
     # high must have low's blocks, but not as long as a step in flight may know them: low lacked a block already
     scheduler.check()
-    assert scheduler.num_preemptions == 1 and scheduler.num_free_blocks == 0
+    assert scheduler.rows.num_preemptions == 1 and scheduler.num_free_blocks == 0
     assert low.status is RequestStatus.HELD and high.status is RequestStatus.CATCHING_UP
     (oldest,) = steps
     reply(scheduler, oldest, [7] * len(oldest.req_idx))
@@ -337,7 +337,7 @@ def test_the_least_urgent_is_preempted_and_resumes_with_its_tokens(caching: bool
         reply(scheduler, out, [7])
     (resumed,) = step(scheduler).new_requests
     assert list(resumed.token_ids) == low.token_ids and resumed.num_prompt_tokens == 4
-    assert low.num_cached_tokens == 0 and scheduler.num_preemptions == 1
+    assert low.num_cached_tokens == 0 and scheduler.rows.num_preemptions == 1
 
 
 def test_blocks_about_to_come_are_awaited_rather_than_taken() -> None:
@@ -354,12 +354,12 @@ def test_blocks_about_to_come_are_awaited_rather_than_taken() -> None:
     assert scheduler.num_free_blocks == 0
     out = step(scheduler)  # urgent's 13th token lacks a block; ending's four are on their way
     assert ending.status is RequestStatus.DRAINING and urgent.status is RequestStatus.CATCHING_UP
-    assert list(out.req_idx) == [low.req_idx] and scheduler.num_preemptions == 0
+    assert list(out.req_idx) == [low.req_idx] and scheduler.rows.num_preemptions == 0
     reply(scheduler, steps.pop(0), [7] * 3)
     assert ending.finish_reason is FinishReason.LENGTH
     reply(scheduler, out, [7])
     out = step(scheduler)
-    assert {urgent.req_idx, low.req_idx} == set(out.req_idx) and scheduler.num_preemptions == 0
+    assert {urgent.req_idx, low.req_idx} == set(out.req_idx) and scheduler.rows.num_preemptions == 0
 
 
 def test_no_more_are_preempted_than_needed() -> None:
@@ -384,11 +384,11 @@ def test_a_decode_that_lacked_a_block_is_not_held_up_by_a_more_urgent_chunk() ->
     for _ in range(4):
         reply(scheduler, step(scheduler), [7, -1])
     # What is left is just enough for high's next chunk.
-    taken = scheduler._kv._pool.allocate(scheduler.num_free_blocks - 2)
+    taken = scheduler.rows.kv._pool.allocate(scheduler.num_free_blocks - 2)
     out = scheduler.schedule()
     assert out is not None and list(out.req_idx) == [high.req_idx] and low.status is RequestStatus.CATCHING_UP
     scheduler.update(ModelRunnerOutput(out.step_id, int32([-1])))
-    scheduler._kv._pool.release(taken)
+    scheduler.rows.kv._pool.release(taken)
     out = step(scheduler)
     assert dict(zip(out.req_idx, out.num_scheduled_tokens)) == {high.req_idx: 7, low.req_idx: 1}
 

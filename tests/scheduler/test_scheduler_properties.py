@@ -192,7 +192,7 @@ def test_random_lives(rng: random.Random, model: str) -> None:
     preemptions = hits = drafted = accepted = paused = 0
     for _ in range(25):
         driver = play(rng, model, num_requests=25, aborts=0.03)
-        preemptions += driver.scheduler.num_preemptions
+        preemptions += driver.scheduler.rows.num_preemptions
         hits += driver.scheduler.prefix_cache_hits
         drafted += driver.num_drafted
         accepted += driver.worker.num_accepted

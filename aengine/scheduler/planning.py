@@ -1,0 +1,241 @@
+"""One step in the making: who computes how many tokens in it, and what the worker is told with it.
+
+All that decode are in it with one token each. Then, by urgency, those that catch up: chunks of prompts, decodes that
+lack a block, requests with drafts. Then the waiting. What keeps it right is drawn in scheduler.py.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from operator import attrgetter
+
+from ..ipc.messages import DraftColumns, NewRequest, SchedulerOutput, int32
+from .crash_quarantine import CrashQuarantine
+from .request import Request, RequestStatus
+from .rows import Rows
+from .step import NOT_SETTLED, NOTHING, InFlightStep
+from .waiting_queue import WaitingQueue
+
+__all__ = ["StepPlan"]
+
+_sort_key = attrgetter("sort_key")
+_LEAST_LOGITS = 64
+"""Rows of logits that a step may have, drafts included, however few rows there are."""
+_CATCHING_UP, _DECODING, _DRAINING = RequestStatus.CATCHING_UP, RequestStatus.DECODING, RequestStatus.DRAINING
+
+
+class StepPlan:
+    """The part of a step that is not plain decoding, until `make`."""
+
+    __slots__ = (
+        *("_budget", "_coming", "_counts", "_drafts", "_grown_groups", "_grown_ids", "_grown_rows", "_new_requests"),
+        *("_num_drafts", "_num_waiting", "_rows", "extras", "newcomers", "num_cache_hits", "num_cache_queries"),
+    )
+
+    def __init__(self, rows: Rows, budget: int, num_waiting: int) -> None:
+        """``budget``: tokens that may be scheduled; ``num_waiting``: requests that may be admitted."""
+        self._rows = rows
+        self._budget = budget
+        self._num_waiting = num_waiting
+        self._num_drafts = 0
+        self.extras: list[Request] = []  # catching up or new
+        self._counts: list[int] = []  # tokens of each
+        self._drafts: dict[int, list[int]] = {}  # place in ``extras`` of a request that has some
+        self._new_requests: list[NewRequest] = []
+        self.newcomers: list[Request] = []  # that were never in a step before
+        self.num_cache_queries = self.num_cache_hits = 0  # of their tokens
+        self._grown_rows = self._grown_ids = self._grown_groups = NOTHING
+        self._coming: int | None = None  # blocks that answers in flight will free, at most; counted when first needed
+
+    def serve_rows(self, due: list[Request]) -> None:
+        """Blocks for the decoding that need one, tokens and blocks for those that catch up.
+
+        In order of urgency, and before anybody's progress is noted: whoever is preempted for another comes later in
+        this order, so nothing of this step has to be undone.
+        """
+        # A decode short of a block catches up too. Its one token is kept for it, whatever chunks come before.
+        needy = [request for request in self._rows.catching_up if not request.is_paused]
+        kept = sum(r.num_computed_tokens + 1 >= len(r.token_ids) for r in needy)
+        for request in due:
+            if request.num_computed_tokens < request.max_num_tokens - 1:
+                needy.append(request)
+            else:  # the token in flight is its last
+                self._rows.drain(request)
+        needy.sort(key=_sort_key)
+        for request in needy:
+            if request.status is _DECODING:
+                self._continue_decode(request)
+            elif request.status is _CATCHING_UP:
+                to_go = max(1, len(request.token_ids) - request.num_computed_tokens)
+                kept -= to_go == 1
+                self._catch_up(request, to_go, self._budget - kept)
+
+    def _continue_decode(self, request: Request) -> None:
+        """Its next token needs a block, in some group."""
+        kv, num_tokens = self._rows.kv, request.num_computed_tokens + 1
+        if kv.num_free < kv.num_groups:
+            lacking = kv.num_lacking(request, num_tokens)
+            if self._make_room(request, lacking) < lacking:
+                self._rows.stop_decoding(request)
+                return
+        self._grow(request, kv.grow(request, num_tokens))
+        self._rows.set_limit(request)
+
+    def _catch_up(self, request: Request, to_go: int, most: int) -> None:
+        """As many of ``to_go`` tokens as ``most`` and the blocks allow; then its drafts."""
+        kv, begin, num_tokens = self._rows.kv, request.num_computed_tokens, min(to_go, most)
+        lacking = kv.num_lacking(request, begin + num_tokens)
+        if lacking:
+            granted = self._make_room(request, lacking)
+            if granted < lacking:
+                num_tokens = kv.reach(request, granted, begin + num_tokens) - begin
+            self._grow(request, kv.grow(request, begin + num_tokens))
+        if num_tokens <= 0:
+            return
+        drafts: list[int] = []
+        if request.draft_token_ids and num_tokens == to_go:
+            drafts, request.draft_token_ids = request.draft_token_ids, []
+            end = begin + num_tokens
+            drafts = drafts[: self._room_for_drafts(request, end, min(len(drafts), most - num_tokens))]
+            self._grow(request, kv.grow(request, end + len(drafts)))
+        self._add(request, num_tokens, drafts)
+
+    def _room_for_drafts(self, request: Request, end: int, wanted: int) -> int:
+        """How many drafts, after ``end`` tokens, there are rows of logits and blocks for: nobody is preempted for them,
+        and all others can still grow by one block."""
+        rows, kv = self._rows, self._rows.kv
+        num_logits = len(rows.running) + min(len(rows.free_rows), self._num_waiting) + self._num_drafts  # at most
+        wanted = min(wanted, max(rows.num_rows, _LEAST_LOGITS) - num_logits)
+        spare = max(0, kv.num_free - len(rows.running) * kv.num_groups)
+        if kv.num_lacking(request, end + wanted) > spare:
+            wanted = min(wanted, kv.reach(request, spare, end + wanted) - end)
+        return max(0, wanted)
+
+    def _make_room(self, request: Request, num_wanted: int) -> int:
+        """How many of ``num_wanted`` blocks it can have now; preempts the least urgent as far as that helps."""
+        kv = self._rows.kv
+        if kv.num_free < num_wanted:
+            if self._coming is None:
+                self._coming = self._count_coming()
+            while kv.num_free + self._coming < num_wanted:
+                victim = max((r for r in self._rows.running if r.status is not _DRAINING), key=_sort_key)
+                if victim is request:
+                    break
+                if self._rows.in_flight:
+                    self._coming += kv.num_held(victim)
+                self._rows.preempt(victim)
+        return min(num_wanted, kv.num_free)
+
+    def _count_coming(self) -> int:
+        """Blocks that answers in flight will free, at most."""
+        kv = self._rows.kv
+        leaving = [request for step in self._rows.in_flight for request in step.leavers]
+        leaving += [request for request in self._rows.running if request.status is _DRAINING]
+        coming = sum(map(kv.num_held, leaving))
+        if self._rows.in_flight and kv.has_windows:
+            coming += sum(kv.num_leaving(request) for request in self._rows.catching_up if not request.is_paused)
+        return coming
+
+    def admit(self, waiting: WaitingQueue, quarantine: CrashQuarantine) -> None:
+        """Give rows to the waiting, while their known tokens fit and everybody with a row could grow by a block."""
+        rows, kv = self._rows, self._rows.kv
+        while waiting and self._budget > 0 and rows.free_rows:
+            spare = kv.num_free - len(rows.running) * kv.num_groups
+            if spare <= 0:
+                return
+            request = quarantine.first if quarantine else waiting.peek()
+            if request.status is not RequestStatus.WAITING:  # one of the quarantine runs: nobody else comes in
+                return
+            num_tokens = len(request.token_ids)
+            hit = kv.match(request)
+            if spare < kv.num_missing(hit, num_tokens):
+                return
+            waiting.discard(request)
+            num_cached = hit.num_tokens
+            num_scheduled = min(num_tokens - num_cached, self._budget)
+            kv.begin(request, hit)
+            kv.grow(request, num_cached + num_scheduled)
+            rows.take(request)
+            if request.milestone == 0:  # its first time here: what it finds later may be its own
+                request.num_cached_tokens = num_cached
+                self.newcomers.append(request)
+                if request.root_hash is not None:
+                    self.num_cache_queries += num_tokens
+                    self.num_cache_hits += num_cached
+            request.milestone = num_tokens + 1
+            self._new_requests.append(request.to_message())
+            self._add(request, num_scheduled)
+
+    def _add(self, request: Request, num_tokens: int, drafts: Sequence[int] = ()) -> None:
+        if drafts:
+            self._drafts[len(self.extras)] = list(drafts)
+            self._num_drafts += len(drafts)
+            num_tokens += len(drafts)
+        self.extras.append(request)
+        self._counts.append(num_tokens)
+        self._budget -= num_tokens
+        request.num_computed_tokens += num_tokens
+
+    def _grow(self, request: Request, grown: list[tuple[int, list[int]]]) -> None:
+        """Tell the worker of the blocks that the request got, (group, block ids)."""
+        if grown and not self._grown_ids:
+            self._grown_rows, self._grown_ids = int32(), int32()
+        for group, block_ids in grown:
+            if group or self._grown_groups:
+                told = self._grown_groups or int32([0] * len(self._grown_ids))
+                self._grown_groups = told + int32([group] * len(block_ids))
+            self._grown_ids.extend(block_ids)
+            self._grown_rows.extend([request.req_idx] * len(block_ids))
+
+    def make(self, step_id: int, *, has_grammars: bool, is_leased: bool) -> SchedulerOutput:
+        """The step, which is in flight from now on."""
+        rows, decoding = self._rows, self._rows.decoding
+        batch, req_idx, num_scheduled = decoding.requests, decoding.req_idx, decoding.num_scheduled
+        chunks: dict[int, int] = {}
+        drafts = self._drafts
+        if self.extras:
+            drafts = {len(batch) + place: token_ids for place, token_ids in drafts.items()}
+            req_idx = req_idx + int32([request.req_idx for request in self.extras])
+            num_scheduled = num_scheduled + int32(self._counts)
+            chunks = self._sort_out(len(batch))
+            batch = batch + self.extras
+        step = InFlightStep(step_id, batch, chunks, drafts)
+        step.newcomers = self.newcomers
+        step.is_gated = has_grammars and bool(step.constrained())
+        rows.in_flight.append(step)
+        removed, rows.removed = rows.removed, NOTHING
+        settled, rows.settled = rows.settled, NOT_SETTLED
+        grown = (self._grown_rows, self._grown_ids, self._grown_groups)
+        if is_leased:
+            assert not self.extras and not rows.catching_up, "only a step of decodes can be taken back"
+            step.is_leased, step.settled, step.removed = True, settled, removed
+            step.grown_rows, step.grown_groups = self._grown_rows, self._grown_groups
+        flags = (not step.is_gated, is_leased)
+        columns = _draft_columns(len(batch), drafts) if drafts else None
+        changes = (*settled, removed, self._new_requests, *grown)
+        return SchedulerOutput(step_id, *changes, req_idx, num_scheduled, *flags, columns)
+
+    def _sort_out(self, batch_idx: int) -> dict[int, int]:
+        """Say what those that catch up in this step do in the next one: the first is at ``batch_idx``. Returns the
+        chunks of prompts, see `InFlightStep`."""
+        chunks: dict[int, int] = {}
+        joining = []
+        for request in self.extras:
+            if request.num_computed_tokens < len(request.token_ids):
+                chunks[batch_idx] = request.num_computed_tokens
+            else:
+                joining.append(request)
+            batch_idx += 1
+        self._rows.join(joining)
+        if joining:
+            rows = self._rows
+            rows.catching_up = [request for request in rows.catching_up if request.status is _CATCHING_UP]
+        return chunks
+
+
+def _draft_columns(num_reqs: int, drafts: dict[int, list[int]]) -> DraftColumns:
+    counts, token_ids = int32(bytes(4 * num_reqs)), int32()
+    for batch_idx in sorted(drafts):
+        counts[batch_idx] = len(drafts[batch_idx])
+        token_ids.extend(drafts[batch_idx])
+    return DraftColumns(counts, token_ids)

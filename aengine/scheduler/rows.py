@@ -1,0 +1,159 @@
+"""Who has a row on the worker, with which blocks, and in which steps: what planning and answers have in common.
+
+All of it is as of the newest step made. A row that is left is told as ``removed`` in the next one, and may be given
+anew in that same step. Blocks that are left are freed when the newest step made so far has been answered.
+"""
+
+from __future__ import annotations
+
+from array import array
+from collections import deque
+from collections.abc import Callable, Sequence
+
+from ..errors import InternalError
+from ..ipc.messages import KVCacheGroup, int32
+from .kv_cache_manager import KVCacheManager
+from .request import Request, RequestStatus
+from .step import NOT_SETTLED, NOTHING, DecodeBatch, InFlightStep
+
+__all__ = ["Rows"]
+
+_CATCHING_UP, _DECODING, _DRAINING = RequestStatus.CATCHING_UP, RequestStatus.DECODING, RequestStatus.DRAINING
+
+
+class Rows:
+    """The rows of one worker. ``on_free`` gets each unfinished request whose blocks nobody uses any more."""
+
+    def __init__(
+        self,
+        num_rows: int,
+        num_blocks: int,
+        kv_groups: Sequence[KVCacheGroup],
+        max_num_batched_tokens: int,
+        on_free: Callable[[Request], None],
+    ) -> None:
+        self.num_rows = num_rows
+        self.running: set[Request] = set()  # all that have a row
+        self.held: set[Request] = set()
+        self.num_preemptions = 0
+        self._kv_groups = kv_groups
+        self._max_num_batched_tokens = max_num_batched_tokens
+        self._on_free = on_free
+        self.begin_worker(num_blocks)
+
+    def begin_worker(self, num_blocks: int) -> None:
+        """Know what is known of a worker that has not been told anything."""
+        self.kv = KVCacheManager(num_blocks, self._kv_groups, self._max_num_batched_tokens)
+        self.free_rows = list(range(self.num_rows - 1, -1, -1))
+        self.removed = NOTHING  # rows to be told as removed
+        self.settled = NOT_SETTLED  # rows of which a step with drafts was answered, and what was rejected
+        self.decoding = DecodeBatch()
+        self.catching_up: list[Request] = []
+        self.in_flight: deque[InFlightStep] = deque()
+
+    def take(self, request: Request) -> None:
+        """Give it a row."""
+        request.req_idx = self.free_rows.pop()
+        request.status = _CATCHING_UP
+        self.catching_up.append(request)
+        self.running.add(request)
+
+    def stop_decoding(self, request: Request) -> None:
+        """Leave it out of the batch that decodes; it keeps its row."""
+        request.status = _CATCHING_UP
+        self.catching_up.append(request)
+        self.decoding.leave()
+
+    def drain(self, request: Request) -> None:
+        """Its last token is in flight."""
+        request.status = _DRAINING
+        self.decoding.leave()
+
+    def join(self, requests: list[Request]) -> None:
+        """They decode from the next step on."""
+        for request in requests:
+            request.status = _DECODING
+            self.set_limit(request)
+        if requests:
+            self.decoding.join(requests)
+
+    def set_limit(self, request: Request) -> None:
+        request.limit = min(self.kv.room(request), request.max_num_tokens - 1)
+
+    def preempt(self, request: Request) -> None:
+        """Take its row. It is free when its answers in flight have come."""
+        self.num_preemptions += 1
+        status, request.status = request.status, RequestStatus.HELD
+        self.held.add(request)
+        self.leave(request, status)
+
+    def leave(self, request: Request, status: RequestStatus) -> None:
+        """Free the row of a request that had this status."""
+        self.running.discard(request)
+        self.removed = self.removed + int32([request.req_idx])
+        self.free_rows.append(request.req_idx)
+        request.req_idx = -1
+        if status is _DECODING:
+            self.decoding.leave()
+        elif status is _CATCHING_UP:
+            self.catching_up.remove(request)
+        # The newest step, not the request's own last one: a step later than need be at most, and nothing to count.
+        if self.in_flight:
+            self.in_flight[-1].leavers.append(request)
+        else:
+            self.release(request)
+
+    def release(self, request: Request) -> None:
+        """No step in flight knows it any more."""
+        self.kv.release(request)
+        request.forget_worker()
+        if request.finish_reason is None:
+            self.held.discard(request)
+            self._on_free(request)
+
+    def settle(self, request: Request, num_rejected: int) -> None:
+        """A step in which it had drafts was answered: it has computed so many tokens less than was counted."""
+        self._tell_settled(int32([request.req_idx]), int32([num_rejected]))
+        request.num_computed_tokens -= num_rejected
+        if request.status is _DRAINING and request.num_computed_tokens < request.max_num_tokens - 1:
+            self.decoding.refresh()
+            self.join([request])
+
+    def _tell_settled(self, rows: array[int], num_rejected: array[int]) -> None:
+        self.settled = self.settled[0] + rows, self.settled[1] + num_rejected
+
+    def revoke(self, num_steps: int) -> None:
+        """Undo the newest ``num_steps``. Raises InternalError if not all of them were leased."""
+        requests: dict[Request, None] = {}
+        leavers: list[Request] = []
+        for _ in range(num_steps):
+            if not self.in_flight or not self.in_flight[-1].is_leased:
+                raise InternalError(f"the worker dropped {num_steps} steps, which were not leased")
+            step = self.in_flight.pop()
+            requests |= dict.fromkeys(step.undo(self.kv))
+            leavers += step.leavers
+            self.removed = self.removed + step.removed
+            self._tell_settled(*step.settled)
+        self.decoding.refresh()
+        self.join([request for request in requests if request.status is _DRAINING])
+        for request in requests:
+            self.set_limit(request)
+        for step in self.in_flight:
+            step.is_leased = False  # the worker has begun it
+        if self.in_flight:
+            self.in_flight[-1].leavers += leavers
+            return
+        for request in leavers:
+            self.release(request)
+
+    def preempt_all(self) -> None:
+        """The worker is a new one: no row, no KV, no answer on its way."""
+        leaving = [request for step in self.in_flight for request in step.leavers]
+        unfinished = (*self.running, *self.held)
+        for request in (*unfinished, *leaving):
+            request.forget_worker()
+        self.running.clear()
+        self.held.clear()
+        self.begin_worker(self.kv.num_blocks)
+        for request in unfinished:
+            self._on_free(request)
