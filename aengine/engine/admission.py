@@ -125,10 +125,13 @@ class Admission:
             raise InvalidRequestError(f"request_id {request_id!r} is in use by a running request", param="request_id")
         self._line.check_room()
         constraint = None if part.kind == "chat" else params.structured_output
-        on_end = partial(self._ended, request_id)
-        mailbox = Mailbox(final_only=final_only, times=self._observer.new_times(), on_end=on_end)
-        mailbox.output_type = output_type
-        mailbox.is_json = asked_type is not None or _is_json(constraint)
+        mailbox = Mailbox(
+            final_only=final_only,
+            times=self._observer.new_times(),
+            output_type=output_type,
+            is_json=asked_type is not None or _is_json(constraint),
+            on_end=partial(self._ended, request_id),
+        )
         want_logprobs = params.logprobs is not None
         mailbox.open([ChoiceOutput(mailbox, i, want_logprobs) for i in range(params.n)])
         request = UserRequest(

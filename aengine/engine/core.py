@@ -240,6 +240,7 @@ class EngineCore:
             del error
 
     def statistics(self) -> Statistics:
+        """See `AsyncLLM.statistics`."""
         scheduler, counters, observer = self._scheduler, self._counters, self._observer
         worker_memory, device_memory = self.worker.executor.memory()
         return Statistics(

@@ -84,6 +84,7 @@ class StepLoop:
         executor.set_on_failure(self._on_executor_failure)
 
     def add(self, request: Request) -> None:
+        """Compute a request. Its tokens, its end and its failure go to its sink."""
         if request.grammar is not None and request.grammar.is_slow and request.grammar.ahead is None:
             self._fill_ahead(request)  # and is added then
             return
@@ -158,7 +159,7 @@ class StepLoop:
         self._work.set()
 
     async def run(self) -> EngineError:
-        """Until the executor fails, whose error is returned, or until cancelled. Raises what a bug raises."""
+        """Run until the executor fails, whose error is returned, or until cancelled. Raises what a bug raises."""
         try:
             while True:
                 await self._step()

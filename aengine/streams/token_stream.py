@@ -73,9 +73,15 @@ class Mailbox:
     )
 
     def __init__(
-        self, *, final_only: bool, times: RequestTimes | None = None, on_end: Callable[[], None] = lambda: None
+        self,
+        *,
+        final_only: bool,
+        times: RequestTimes | None = None,
+        output_type: OutputType | None = None,
+        is_json: bool = False,
+        on_end: Callable[[], None] = lambda: None,
     ) -> None:
-        """``on_end`` is called when nothing more will come, once."""
+        """``is_json``: the text was asked to be; ``on_end`` is called when nothing more will come, once."""
         self._on_end: Callable[[], None] | None = on_end
         self.times = times or RequestTimes()
         self.final_only = final_only  # nobody reads single tokens: none are made
@@ -87,8 +93,8 @@ class Mailbox:
         self.num_open = 0  # completions that have not ended
         self.num_prompt_tokens = 0
         self.cached_tokens = 0
-        self.output_type: OutputType | None = None
-        self.is_json = False  # the text was asked to be
+        self.output_type = output_type
+        self.is_json = is_json
         self.warnings: tuple[str, ...] = ()
         self.plan: ChatPlan | None = None  # of a chat, once it is made
 
