@@ -12,6 +12,7 @@ from typing import Any
 import pytest
 import torch
 from gpu_models import MEDIUM
+from test_weight_formats import quantise
 from tiny import make_tiny_model, write_tiny_model
 
 from aengine.checkpoint.source import ModelSource, resolve_model
@@ -28,7 +29,8 @@ GPU = torch.device("cuda", 0)
 
 
 def load(source: ModelSource, dtype: str) -> CausalLM:
-    model = build_model(read_config(source.hf_config), choose_formats(dtype, GPU))
+    stored = None if source.format == "dummy" else source.hf_config
+    model = build_model(read_config(source.hf_config), choose_formats(dtype, GPU, stored))
     load_weights(model, source, 3, lambda *report: None, GPU)
     return model
 
@@ -70,6 +72,19 @@ def test_the_same_values_as_on_a_cpu(tmp_path: Path, dtype: str) -> None:
     got = given(source, dtype, GPU)
     assert got.keys() == wanted.keys()
     assert all(torch.equal(got[name], wanted[name].to(getattr(torch, dtype)).float()) for name in got)
+
+
+@pytest.mark.parametrize("kind", ["int-quantized", "pack-quantized"])
+def test_codes_stay_codes(tmp_path: Path, kind: str) -> None:
+    folder = write_tiny_model(tmp_path, "qwen3", seed=3)
+    exact = quantise(folder, kind)
+    model: Any = load(source_of(folder), "bfloat16")
+    weight = model.layers[1].mlp.down.weight
+    assert weight._codes.dtype == torch.int8 and weight._codes.device == GPU
+    for rows in (1, 5, 200):
+        x = torch.randn(rows, weight._codes.shape[1], device=GPU).bfloat16()
+        wanted = x.double() @ exact["model.layers.1.mlp.down_proj.weight"].to(GPU).double().t()
+        assert float((weight.multiply(x).double() - wanted).norm() / wanted.norm()) < 6e-3
 
 
 @pytest.mark.parametrize("stored", ["float32", "bfloat16"])
