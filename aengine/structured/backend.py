@@ -112,14 +112,13 @@ def advance_batch(
     matcher, token ids), to do so in threads. ``on_fill`` is called in between: what is left is mostly done without the
     GIL. Returns the rows that failed, with why; one whose tokens the grammar does not allow, too.
     """
-    groups: dict[type, list[tuple[int, Any, list[int]]]] = {}
-    for row, (matcher, token_ids) in enumerate(items):
-        groups.setdefault(type(matcher), []).append((row, matcher, token_ids))
+    numbered: list[tuple[int, Any, list[int]]] = [(row, *item) for row, item in enumerate(items)]
+    kinds = [*{type(matcher) for matcher, _ in items}]
     failed: dict[int, MatcherError] = {}
-    for kind, group in groups.items():
-        is_last = kind is next(reversed(groups))
+    for kind in kinds:
+        group = numbered if len(kinds) == 1 else [item for item in numbered if type(item[1]) is kind]
         advance_group = getattr(kind, "advance_group", _one_by_one)
-        failed |= advance_group(group, bitmask, on_fill if is_last else lambda: None)
+        failed |= advance_group(group, bitmask, on_fill if kind is kinds[-1] else lambda: None)
     return failed
 
 

@@ -81,12 +81,15 @@ class LLGuidanceMatcher:
                     note_failure(failed, row, matcher.fill, bitmask, row)
             return failed
         vocab_size, eos_ids = backend.vocabulary.vocab_size, backend.eos_ids
-        plain: list[tuple[int, LLGuidanceMatcher, list[int]]] = []
-        others = plain.copy()
-        for item in items:
-            _, matcher, ids = item
-            is_plain = len(ids) == 1 and 0 <= ids[0] < vocab_size and ids[0] not in eos_ids and not matcher._ended
-            (plain if is_plain else others).append(item)
+        plain = [
+            item
+            for item in items
+            if len(ids := item[2]) == 1 and 0 <= ids[0] < vocab_size and ids[0] not in eos_ids and not item[1]._ended
+        ]
+        others: Sequence[tuple[int, LLGuidanceMatcher, list[int]]] = []
+        if len(plain) < len(items):
+            rows = {row for row, _, _ in plain}
+            others = [item for item in items if item[0] not in rows]
         tokens = [(matcher._inner, ids[0]) for _, matcher, ids in plain]
         accepted = executor.consume_token_par(tokens) if tokens else []
         for (row, matcher, ids), is_accepted in zip(plain, accepted, strict=True):
@@ -99,7 +102,7 @@ class LLGuidanceMatcher:
         on_fill()
         running = [(matcher._inner, row) for row, matcher, _ in items if row not in failed and not matcher._ended]
         if running:
-            address, view = address_of(bitmask, [row for _, row in running], backend.row_bytes)
+            address, view = address_of(bitmask, (running[0][1], running[-1][1]), backend.row_bytes)
             executor.unsafe_compute_mask_ptr(running, address, backend.row_bytes, len(view) // backend.row_bytes)
         for row, matcher, _ in items:
             if row not in failed and (matcher._ended or matcher._inner.is_error()):
