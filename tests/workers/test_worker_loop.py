@@ -177,8 +177,9 @@ def test_answers_come_in_the_order_of_the_steps(rng: random.Random) -> None:
     assert [answer.token_ids[0] for answer in answers] == ids
 
 
-def test_no_more_steps_are_launched_than_asked_for() -> None:
-    frames = [asked(i, 3) for i in range(1, 9)]
+@pytest.mark.parametrize("is_leased", [False, True])
+def test_no_more_steps_are_launched_than_asked_for(is_leased: bool) -> None:
+    frames = [asked(i, 3, is_leased=is_leased) for i in range(1, 9)]
     code, channel = run(LOAD, *frames, *[None] * 60, SHUTDOWN, None, together=True)
     assert code == 0
     assert [step_id for kind, step_id, _ in channel.sent if kind is Kind.OUTPUT] == list(range(1, 9))

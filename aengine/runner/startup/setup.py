@@ -73,7 +73,7 @@ class RunnerSetup:
             platform=platform,
             graph_sizes=graph_sizes(min(config.max_num_seqs, self.max_batched)) if platform.is_accelerator else None,
             max_graph_tokens=min(MAX_GRAPH_TOKENS, self.max_batched),
-            max_in_flight_steps=max(config.max_in_flight_steps, config.max_leased_steps),
+            max_in_flight_steps=config.max_in_flight_steps,  # leased steps beyond these wait in the worker's queue
             enforce_eager=config.enforce_eager,
             is_alone=self.is_alone,
         )
