@@ -226,7 +226,7 @@ class EngineConfig:
                 wanted = f"an integer >= {low}, of at most 63 bits" + (", or None" if name in _OPTIONAL else "")
                 raise _wrong(name, value, wanted)
             if name in _AT_MOST and value > _AT_MOST[name]:
-                raise _wrong(name, value, f"at most {_AT_MOST[name]}")
+                raise _wrong(name, value, f"at most {_AT_MOST[name]} here")
         kept = self.kv_cache_dtype
         if isinstance(kept, str) and kept.startswith("fp8"):
             message = f"kv_cache_dtype={kept!r} is not supported yet: use 'auto', or 'bfloat16' to halve float32"
@@ -284,7 +284,7 @@ _AT_LEAST = {
 }
 _AT_MOST = {
     "max_in_flight_steps": 1024,  # the device keeps room for the answer of each
-    "num_threads": 4096,  # a thread has a stack, and counts towards the container's pids.max
+    "num_threads": max(64, os.cpu_count() or 1),  # beyond the cores each makes all of them slower
 }
 _POSITIVE = ("gpu_memory_utilization", "startup_timeout", "shutdown_timeout", "restart_window", "hang_timeout")
 _OPTIONAL = {"max_model_len", "max_num_batched_tokens", "block_size", "kv_cache_memory_bytes", "num_threads"}

@@ -26,7 +26,7 @@ from ..checkpoint.embedded import EMBEDDED_MODELS, find_embedded
 from ..config import EngineConfig, is_offline, model_cache, thread_environment, worker_environment
 from ..errors import EngineError, ModelLoadError
 from ..ipc.channel import HostChannel
-from ..system.cgroups import cpu_quota, memory_left, memory_limit, num_usable_cpus
+from ..system.cgroups import cpu_quota, memory_left, memory_limit, num_usable_cpus, threads_limit
 from ..system.ulimits import memory_ulimit_hint
 
 __all__ = ["Diagnosis", "Finding", "diagnose"]
@@ -37,6 +37,7 @@ GIB = 1024**3
 _PROBE_TIMEOUT = 120.0  # a cold disk and a large torch; usually two seconds
 _MASK_BYTES = 5_000_000  # shared with the worker beside the rings, for a vocabulary of 150,000
 _FEW_DESCRIPTORS = 256
+_FEW_THREADS = 64
 _SHOWN_MODELS = 6
 
 
@@ -73,7 +74,7 @@ def diagnose(version: str = "") -> Diagnosis:
     with _start_probe(config) as process:
         try:
             findings = [_python(), _packages(), _compiler(), _cpu(config), _memory(), _shared_memory(config)]
-            findings += [_descriptors(), _hub_cache(), _models()]
+            findings += [_descriptors(), _threads(), _hub_cache(), _models()]
             report = _read_probe(process)
         finally:
             process.kill()  # nothing, if it has ended
@@ -203,6 +204,18 @@ def _descriptors() -> Finding:
     if limit != resource.RLIM_INFINITY and limit < _FEW_DESCRIPTORS:
         return Finding("descriptors", "warning", found, "few for a server beside an engine: ulimit -n 4096")
     return Finding("descriptors", "ok", found)
+
+
+def _threads() -> Finding:
+    user, group = resource.getrlimit(resource.RLIMIT_NPROC)[0], threads_limit()
+    limits = [limit for limit in (group, None if user == resource.RLIM_INFINITY else user) if limit is not None]
+    if not limits:
+        return Finding("threads", "ok", "no limit")
+    found = f"{min(limits)} may run"
+    if min(limits) < _FEW_THREADS + 2 * num_usable_cpus():
+        cure = "raise the container's pids.max (docker run --pids-limit)" if min(limits) == group else "raise ulimit -u"
+        return Finding("threads", "warning", found, f"few for a server beside an engine and its worker: {cure}")
+    return Finding("threads", "ok", found)
 
 
 def _read(path: str) -> str:

@@ -25,7 +25,7 @@ from ..config import EngineConfig, StartupProgress
 from ..errors import EngineClosedError, EngineError, InternalError, ModelLoadError, WorkerDiedError
 from ..ipc.messages import GrammarOutput, Kind, MessageError, SchedulerOutput, pack, unpack
 from ..plugins import WORKERS, target_of
-from ..system.ulimits import memory_ulimit_hint
+from ..system.ulimits import limit_hint, memory_ulimit_hint
 from ..telemetry.worker_logs import level_for_workers, log_for_worker
 from ..threads.pools import run_in_thread
 from ..workers.answers import AnswerFuture, PendingAnswers, reported_error
@@ -130,7 +130,9 @@ class ProcessExecutor:
         except WorkerDiedError as died:
             self.terminate()
             hint = memory_ulimit_hint() if died.exit_code in _CRASHES else ""
-            if hint:
+            if died.exit_code is None:  # there was none
+                raise EngineError(str(died)) from died
+            if hint := hint or limit_hint(str(died)):
                 raise ModelLoadError(f"the worker crashed while it loaded{hint}\n{died}") from died
             raise
         except BaseException:

@@ -15,7 +15,7 @@ import re
 from collections.abc import Iterator
 from pathlib import Path
 
-__all__ = ["cpu_quota", "memory_left", "memory_limit", "num_usable_cpus"]
+__all__ = ["cpu_quota", "memory_left", "memory_limit", "num_usable_cpus", "threads_limit"]
 
 _ROOT = Path("/")
 _UNLIMITED = 1 << 62  # version 1 writes the largest multiple of a page instead of a word
@@ -58,6 +58,12 @@ def memory_left(root: Path = _ROOT) -> int | None:
         if used.isdecimal():
             left.append(max(0, most - int(used) + _cached(folder)))
     return min(left, default=None)
+
+
+def threads_limit(root: Path = _ROOT) -> int | None:
+    """Threads of all processes that the group may have (its pids.max); None: no limit."""
+    limits = [_read(folder / "pids.max").strip() for folder in _groups(root, "pids")]
+    return min((int(limit) for limit in limits if limit.isdecimal()), default=None)
 
 
 def _memory_limits(root: Path) -> Iterator[tuple[Path, int]]:

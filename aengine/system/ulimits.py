@@ -1,7 +1,7 @@
-"""The limits of memory that a shell sets for what it starts (``ulimit``): of addresses, not of use.
+"""The limits that a shell sets for what it starts (``ulimit``), and what to say where one was hit.
 
-Libraries map far more than they use, and some of them crash or spin where a mapping is refused. So whatever goes wrong
-while a worker loads under such a limit is told together with it.
+Those of memory are of addresses, not of use. Libraries map far more than they use, and some of them crash or spin where
+a mapping is refused. So whatever goes wrong while a worker loads under such a limit is told together with it.
 """
 
 from __future__ import annotations
@@ -10,7 +10,14 @@ import errno
 import re
 import resource
 
-__all__ = ["is_want_of_memory", "memory_ulimit_hint"]
+from .cgroups import threads_limit
+
+__all__ = ["is_want_of_memory", "limit_hint", "memory_ulimit_hint"]
+
+_NO_FILES = re.compile(r"too many open files", re.IGNORECASE)
+_NO_THREADS = re.compile(
+    r"can't start new thread|thread creation failed|pthread_create|resource temporarily unavailable", re.IGNORECASE
+)
 
 _WANTS_MEMORY = re.compile(
     r"(can't|cannot|can not|unable to|failed to) (allocate|map)|not enough memory|can't start new thread", re.IGNORECASE
@@ -28,6 +35,26 @@ def memory_ulimit_hint() -> str:
                 f"Lift it with `ulimit {option} unlimited`, and limit memory by a cgroup, if at all"
             )
     return ""
+
+
+def limit_hint(text: str) -> str:
+    """What to add to the text of an error that a limit of open files, or of processes and threads, brought about; "" if
+    it tells of neither. Blocking: reads files."""
+    if _NO_FILES.search(text):
+        limit = resource.getrlimit(resource.RLIMIT_NOFILE)[0]
+        return f"; `ulimit -n` allows each process {limit} open files: raise it to 1024 or more, or close some"
+    if not _NO_THREADS.search(text):
+        return ""
+    limits = []
+    user = resource.getrlimit(resource.RLIMIT_NPROC)[0]
+    if user != resource.RLIM_INFINITY:
+        limits.append(f"`ulimit -u` allows this user {user} threads")
+    group = threads_limit()
+    if group is not None:
+        limits.append(f"the container's pids.max allows {group} (docker run --pids-limit)")
+    return (
+        f"; no thread can be started: {', '.join(limits) or 'the machine has too many'}: raise that, or set num_threads"
+    )
 
 
 def is_want_of_memory(error: BaseException) -> bool:

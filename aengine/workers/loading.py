@@ -15,7 +15,7 @@ from ..config import EngineConfig
 from ..errors import AEngineError, ModelLoadError
 from ..ipc.channel import WorkerChannel
 from ..ipc.messages import Kind, pack
-from ..system.ulimits import is_want_of_memory, memory_ulimit_hint
+from ..system.ulimits import is_want_of_memory, limit_hint, memory_ulimit_hint
 from .loaded import LoadedModel, Runner
 from .logs import WorkerLogs
 from .rank import Rank
@@ -46,7 +46,7 @@ class Loading:
         self.rank = Rank.from_wire(message["rank"])
         self._set_title(config.model)
         self._report_progress("import", 0, 0, "")
-        with self._want_of_memory_told():
+        with self._limits_explained():
             load = _imported(self._target)
             model: LoadedModel = load(config, message["source"], self.rank, self._report_progress)
         self.model = model
@@ -57,7 +57,7 @@ class Loading:
         """Handle ALLOCATE."""
         if self.model is None:
             raise ValueError("ALLOCATE came before LOAD")
-        with self._want_of_memory_told():
+        with self._limits_explained():
             runner, facts = self.model.allocate(plan)
         runner.share_bitmasks(self._channel.bitmask())
         seconds = round(time.monotonic() - self._begun, 3)
@@ -66,15 +66,21 @@ class Loading:
         return runner
 
     @contextmanager
-    def _want_of_memory_told(self) -> Iterator[None]:
-        """Within: a library's error that says that the system has no memory is a ModelLoadError with a cure."""
+    def _limits_explained(self) -> Iterator[None]:
+        """Within: a library's error that says that the system has no memory, or that a limit of files or threads was
+        hit, is a ModelLoadError with a cure."""
         try:
             yield
         except Exception as error:
-            if isinstance(error, AEngineError) or not is_want_of_memory(error):
+            if isinstance(error, AEngineError):
                 raise
             assert self.config is not None
             text = "".join(traceback.format_exception_only(error)).strip()
+            hint = "" if memory_ulimit_hint() else limit_hint(text)
+            if hint:
+                raise ModelLoadError(f"{self.config.model} can't be loaded ({text}){hint}") from error
+            if not is_want_of_memory(error):
+                raise
             cure = memory_ulimit_hint() or ": take a smaller model, lower kv_cache_memory_bytes, or free memory"
             raise ModelLoadError(f"there is not enough memory to load {self.config.model} ({text}){cure}") from error
 

@@ -32,6 +32,7 @@ from weakref import WeakMethod
 from ..config import EngineConfig, thread_environment, worker_environment
 from ..errors import EngineError, WorkerDiedError
 from ..ipc.channel import HostChannel
+from ..system.ulimits import limit_hint
 
 __all__ = ["WorkerProcess"]
 
@@ -88,7 +89,7 @@ class WorkerProcess:
             self._close_fd("_death_read")
             self.close()
             if isinstance(error, OSError | RuntimeError):
-                raise EngineError(f"worker {rank} can't be started: {error}") from error
+                raise EngineError(f"worker {rank} can't be started: {error}{limit_hint(str(error))}") from error
             raise
 
     def _command(self, config: EngineConfig, target: str) -> list[str]:
@@ -167,7 +168,8 @@ class WorkerProcess:
 
     def _explain(self, code: int | None, error: Exception | None) -> WorkerDiedError:
         if code is None:
-            died = WorkerDiedError(f"worker {self.rank} could not be started: {error}", rank=self.rank)
+            hint = limit_hint(str(error))
+            died = WorkerDiedError(f"worker {self.rank} could not be started: {error}{hint}", rank=self.rank)
             died.__cause__ = error
             return died
         how = f"with exit code {code}"

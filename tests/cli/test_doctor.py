@@ -61,6 +61,7 @@ def test_this_machine_in_one_page_and_without_torch_in_the_process() -> None:
         "memory",
         "/dev/shm",
         "descriptors",
+        "threads",
         "hub cache",
         "models",
     ]

@@ -181,6 +181,13 @@ def load_model(config: EngineConfig, source: dict[str, Any], rank: Rank, progres
         raise MemoryError
     if source.get("fail") == "map":
         raise ImportError("libtorch_cpu.so: failed to map segment from shared object")
+    if source.get("fail") == "files":
+        raise OSError(24, "Too many open files")
+    if source.get("fail") == "threads":
+        raise RuntimeError("can't start new thread")
+    if source.get("fail") == "libgomp":
+        print("libgomp: Thread creation failed: Resource temporarily unavailable", flush=True)
+        os._exit(1)
     if source.get("fail") == "crash":
         ctypes.string_at(0)
     if source.get("fail") == "exit":

@@ -9,15 +9,18 @@ import subprocess
 import sys
 import textwrap
 from collections.abc import Iterator
+from pathlib import Path
 
 import posix_ipc
 import pytest
 from worker_helpers import HERE, gone, leftovers, make, start
 
-from aengine.errors import EngineError, InternalError, ModelLoadError, WorkerDiedError
+from aengine.errors import EngineError, InternalError, InvalidRequestError, ModelLoadError, WorkerDiedError
 from aengine.ipc.channel import HostChannel
 from aengine.ipc.shm import Segment
-from aengine.system.ulimits import is_want_of_memory, memory_ulimit_hint
+from aengine.system import ulimits
+from aengine.system.cgroups import threads_limit
+from aengine.system.ulimits import is_want_of_memory, limit_hint, memory_ulimit_hint
 
 PROGRAM = """
     import asyncio, sys
@@ -147,3 +150,65 @@ def test_what_a_want_of_memory_looks_like() -> None:
         assert is_want_of_memory(error)
     for error in (KeyError("x"), RuntimeError("shapes differ"), ImportError("no module x"), ValueError("can't map")):
         assert not is_want_of_memory(error)
+
+
+# -- files, threads
+
+
+def test_what_is_said_of_a_limit(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(ulimits, "threads_limit", lambda: 77)
+    monkeypatch.setattr(resource, "getrlimit", lambda kind: (33, 33))
+    assert "`ulimit -n` allows each process 33 open files" in limit_hint(
+        str(OSError(errno.EMFILE, "Too many open files"))
+    )
+    for text in (
+        "can't start new thread",
+        "[Errno 11] Resource temporarily unavailable",
+        "libgomp: Thread creation failed: Resource temporarily unavailable",
+        "OpenBLAS blas_thread_init: pthread_create failed for thread 3 of 8",
+    ):
+        hint = limit_hint(text)
+        assert "`ulimit -u` allows this user 33" in hint and "pids.max allows 77" in hint and "num_threads" in hint
+    assert limit_hint("KeyError: 'weight'") == ""
+
+
+@pytest.mark.parametrize("how, text", [("files", "`ulimit -n` allows"), ("threads", "no thread can be started")])
+async def test_a_limit_that_is_hit_while_the_model_loads(how: str, text: str) -> None:
+    executor = make()
+    with pytest.raises(ModelLoadError, match=text) as caught:
+        await start(executor, {"fail": how})
+    assert "\n" not in str(caught.value)
+    await gone(executor.workers[0].pid)
+
+
+async def test_a_library_that_ends_the_worker_for_want_of_threads() -> None:
+    with pytest.raises(ModelLoadError, match="(?s)no thread can be started.*libgomp: Thread creation failed"):
+        await start(make(), {"fail": "libgomp"})
+
+
+@pytest.mark.parametrize("limit", [12, 13])
+def test_few_descriptors(limit: int) -> None:
+    """Too few for the rings, or for the worker's process."""
+    code = f"import resource; resource.setrlimit(resource.RLIMIT_NOFILE, ({limit}, {limit}))\n"
+    code += textwrap.dedent(PROGRAM.format(here=str(HERE)))
+    out = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=120).stdout
+    assert re.match(rf"EngineError .*Too many open files.*`ulimit -n` allows each process {limit} open files", out)
+
+
+def test_more_threads_than_any_machine_runs() -> None:
+    with pytest.raises(InvalidRequestError, match="num_threads=1000000 is not valid: it must be at most") as caught:
+        make(num_threads=10**6)
+    assert caught.value.param == "num_threads"
+
+
+def test_the_most_threads_of_a_container(tmp_path: Path) -> None:
+    (tmp_path / "proc/self").mkdir(parents=True)
+    (tmp_path / "proc/self/mountinfo").write_text("1 1 0:1 / /sys/fs/cgroup rw - cgroup2 cgroup2 rw\n")
+    (tmp_path / "proc/self/cgroup").write_text("0::/pod/box\n")
+    group = tmp_path / "sys/fs/cgroup/pod/box"
+    group.mkdir(parents=True)
+    assert threads_limit(tmp_path) is None
+    (group / "pids.max").write_text("max\n")
+    assert threads_limit(tmp_path) is None
+    (group.parent / "pids.max").write_text("512\n")
+    assert threads_limit(tmp_path) == 512

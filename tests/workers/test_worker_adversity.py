@@ -412,7 +412,7 @@ async def test_no_descriptor_left(monkeypatch: pytest.MonkeyPatch) -> None:
 
 async def test_an_interpreter_that_can_not_be_run(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.setattr(sys, "executable", str(tmp_path / "python"))
-    with pytest.raises(WorkerDiedError, match="could not be started.*No such file"):
+    with pytest.raises(EngineError, match="could not be started.*No such file"):
         await start(make())
     assert not leftovers()
 
@@ -425,7 +425,7 @@ async def test_a_semaphore_that_can_not_be_made(monkeypatch: pytest.MonkeyPatch)
 
     monkeypatch.setattr(HostChannel, "offer", full)
     executor = make()
-    with pytest.raises(WorkerDiedError, match="could not be started.*No space left"):
+    with pytest.raises(EngineError, match="could not be started.*No space left"):
         await start(executor)
     assert executor.workers[0].pid > 0
     await gone(executor.workers[0].pid)
