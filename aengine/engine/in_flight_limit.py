@@ -31,7 +31,7 @@ _LATE = 0.004  # seconds; below, two steps in flight do
 _MARGIN = 1.5
 _HALF_LIFE = 2.0  # seconds in which half of a lateness is forgotten
 _NUM_INTERVALS = 8
-_SPARE_BLOCKS = 8  # free, for each running request: leased steps take blocks early, and should preempt nobody
+_SPARE_BLOCKS = 8  # free, for each running request and KV group: leased steps take blocks early, and should preempt nobody
 
 
 class InFlightLimit:
@@ -64,7 +64,7 @@ class InFlightLimit:
         """Most steps that may be in flight now."""
         if self._late < _LATE or self._most == self.base or not self._intervals or not scheduler.is_steady:
             return self.base
-        if scheduler.num_free_blocks < _SPARE_BLOCKS * scheduler.num_running:
+        if scheduler.num_free_blocks < _SPARE_BLOCKS * scheduler.num_running * scheduler.rows.kv.num_groups:
             return self.base
         # A quick one of the last few: while the worker lacks steps, most intervals are the host's.
         step_seconds = sorted(self._intervals)[len(self._intervals) // 4]

@@ -79,7 +79,7 @@ class Statistics:
     num_waiting: int  # requests whose first step has not been made, and those that were preempted
     num_blocks: int  # KV blocks in all
     num_free_blocks: int  # of them not in use by a request (the prefix cache may still remember their content)
-    block_size: int  # tokens in a block
+    block_size: int  # tokens in a block; of the KV group with the smallest ones
     num_preemptions: int
     num_restarts: int  # of worker processes
     num_requests: int  # accepted so far

@@ -16,7 +16,7 @@ def summary_of(ready: Mapping[str, Any]) -> str:
         "device": f"{device} ({name})" if name else device,
         "dtype": ready.get("dtype"),
         "weights": ready.get("weight_format"),
-        "kv_tokens": ready["num_blocks"] * ready["block_size"],
+        "kv_tokens": ready["num_blocks"] // max(1, len(ready.get("kv_groups", ()))) * ready["block_size"],
         "max_model_len": ready["max_model_len"],
         "attention": ready.get("attention_backend"),
         "graphs": ready.get("num_graphs"),
