@@ -174,7 +174,7 @@ def test_right_tokens_after_preemption_and_a_death(model: Any, rng: random.Rando
     engine.die()
     engine.run()
     check(engine, reference)
-    assert name == "window" or engine.scheduler.num_preemptions
+    assert name == "window" or engine.scheduler.rows.num_preemptions
 
 
 def test_completions_of_one_prompt_share_it(model: Any, rng: random.Random) -> None:
