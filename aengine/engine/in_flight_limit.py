@@ -31,7 +31,7 @@ _LATE = 0.004  # seconds; below, two steps in flight do
 _MARGIN = 1.5
 _HALF_LIFE = 2.0  # seconds in which half of a lateness is forgotten
 _NUM_INTERVALS = 8
-_SPARE_BLOCKS = 8  # free, for each running request and KV group: leased steps take blocks early, and should preempt nobody
+_SPARE_BLOCKS = 8  # free, for each running request and KV group: leased steps take blocks early, and preempt nobody
 
 
 class InFlightLimit:

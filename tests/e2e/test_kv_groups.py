@@ -1,4 +1,4 @@
-"""Models with windows through the whole engine: bounded KV, a death, several completions; and KV in a dtype of its own."""
+"""Models with windows through the whole engine: bounded KV, a death, several completions; and the dtype of KV."""
 
 from __future__ import annotations
 
@@ -73,7 +73,9 @@ async def test_a_death_costs_no_token(models: Callable[[str], Model], rng: rando
 
 
 @pytest.mark.parametrize("name", ["mistral", "mixed"])
-async def test_several_completions_share_a_prompt(models: Callable[[str], Model], rng: random.Random, name: str) -> None:
+async def test_several_completions_share_a_prompt(
+    models: Callable[[str], Model], rng: random.Random, name: str
+) -> None:
     model = models(name)
     prompt = [rng.randrange(320) for _ in range(50)]
     params = SamplingParams(max_tokens=20, temperature=0, ignore_eos=True, n=3)
