@@ -43,7 +43,7 @@ WITH_IO = {"adversity", "ipc", "stress", "threads", "workers"}
 WITH_IO_FILES = {
     "test_async_llm.py",
     "test_both_worlds.py",
-    "test_home.py",
+    "test_loop_ownership.py",
     "test_own_thread.py",
     "test_own_thread_life.py",
 }

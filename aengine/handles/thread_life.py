@@ -13,7 +13,7 @@ import warnings
 from functools import partial
 from typing import TYPE_CHECKING
 
-from ..errors import EngineClosedError
+from ..errors import AEngineError, EngineClosedError
 from ..threads.loop_ownership import running_loop
 from ..threads.loop_thread import LoopEndedError, LoopThread
 from .local import LocalHandle, Owner, Wording
@@ -110,6 +110,9 @@ class ThreadLife:
                 return
             except LoopEndedError as ended:
                 self._begin_again_after(ended)
+            except AEngineError:
+                _join_if_stopping(thread)  # nothing is left of a start that failed
+                raise
 
     def _thread_to_start_on(self, like: asyncio.AbstractEventLoop | None) -> LoopThread | None:
         """The thread that there is, or a new one; None while somebody else makes one. Never two: a life of the engine
@@ -151,8 +154,7 @@ class ThreadLife:
             thread.wait(partial(self._close_on, thread, drain))
         except LoopEndedError:
             pass
-        if thread.is_stopping:
-            thread.join()
+        _join_if_stopping(thread)
 
     def terminate(self) -> None:
         """See `AsyncLLM.terminate`. From any thread; the engine's ends by itself."""
@@ -197,3 +199,8 @@ class ThreadLife:
 
     def _ended_meanwhile(self) -> EngineClosedError:
         return EngineClosedError(f"{self!r} was closed meanwhile")
+
+
+def _join_if_stopping(thread: LoopThread) -> None:
+    if thread.is_stopping:
+        thread.join()
