@@ -79,7 +79,7 @@ class StepPlan:
                 self._rows.stop_decoding(request)
                 return
         self._grow(request, kv.grow(request, num_tokens))
-        self._rows.set_limit(request)
+        request.limit = min(kv.room(request), request.max_num_tokens - 1)
 
     def _catch_up(self, request: Request, to_go: int, most: int) -> None:
         """As many of ``to_go`` tokens as ``most`` and the blocks allow; then its drafts."""

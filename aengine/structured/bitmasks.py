@@ -257,7 +257,8 @@ class BitmaskFiller:
             if one.forced:
                 forced[place] = one.forced[0]
             if not is_first:  # making its matcher took most of it
-                job.grammar.note_time(time.perf_counter() - begun, time.thread_time() - begun_cpu)
+                seconds, cpu_seconds = time.perf_counter() - begun, time.thread_time() - begun_cpu
+                job.grammar.note_time(seconds / job.num_rows, cpu_seconds / job.num_rows)
         return Filled(failed, forced)
 
     def _fill_drafted(self, job: MaskJob, rows: memoryview) -> Filled:

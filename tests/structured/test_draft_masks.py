@@ -1,0 +1,91 @@
+"""The bitmasks of a request with drafts: one for the token after its known ones, and one after each draft."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import AsyncIterator
+
+import numpy as np
+import pytest
+from grammar_helpers import allowed_by, backend_of, schema_spec, smollm2, text_ids
+
+from aengine.structured.backend import Backend
+from aengine.structured.bitmasks import BitmaskFiller, Filled, MaskJob, RequestGrammar
+
+SCHEMA = {
+    "type": "object",
+    "properties": {"is_a_customer": {"enum": ["yes", "no"]}, "name": {"type": "string", "maxLength": 9}},
+    "required": ["is_a_customer", "name"],
+    "additionalProperties": False,
+}
+TEXT = '{"is_a_customer": "no", "name": "Ada"}'
+
+
+@pytest.fixture(scope="module")
+def backend() -> Backend:
+    return backend_of("smollm2")
+
+
+async def fill(filler: BitmaskFiller, jobs: list[MaskJob]) -> tuple[Filled, np.ndarray]:
+    rows = bytearray(filler.row_bytes * sum(job.num_rows for job in jobs))
+    filled = filler.fill(jobs, rows)
+    done = filled if isinstance(filled, Filled) else await filled.filled
+    return done, np.frombuffer(rows, dtype="<i4").reshape(-1, filler.row_bytes // 4)
+
+
+@pytest.fixture
+async def filler(backend: Backend) -> AsyncIterator[BitmaskFiller]:
+    made = BitmaskFiller(backend.vocabulary.vocab_size)
+    yield made
+    await made.aclose()
+
+
+async def test_each_row_is_that_of_the_drafts_before_it(
+    backend: Backend, filler: BitmaskFiller, rng: random.Random
+) -> None:
+    """Whatever is drafted: to the first draft that is not allowed the rows are those of a request that got them; and
+    the next rows are those of what the request really got."""
+    ids = text_ids(smollm2(), TEXT)
+    vocab_size = backend.vocabulary.vocab_size
+    compiled = backend.compile(schema_spec(SCHEMA))
+    for _ in range(12):
+        grammar = RequestGrammar(compiled)
+        place, known = 0, []
+        while place < len(ids):
+            drafts = [
+                i if rng.random() < 0.8 else rng.randrange(vocab_size) for i in ids[place : place + rng.randint(0, 9)]
+            ]
+            filled, rows = await fill(filler, [MaskJob(grammar, known, drafts)])
+            assert not filled.failed and len(rows) == len(drafts) + 1
+            reference, is_allowed = compiled.matcher(), True
+            assert reference.accept(ids[:place]) == place
+            for row, draft in zip(rows, [*drafts, None], strict=True):
+                if not is_allowed:
+                    assert (row == -1).all()
+                    continue
+                expected = np.zeros((1, rows.shape[1]), dtype=np.int32)
+                reference.fill(expected, 0)
+                assert (row == expected[0]).all()
+                is_allowed = draft is not None and draft in allowed_by(row) and reference.accept([draft]) == 1
+            known = ids[place : place + rng.randint(1, len(drafts) + 1)]
+            place += len(known)
+
+
+async def test_what_is_forced_after_drafts(backend: Backend, filler: BitmaskFiller) -> None:
+    """As when nothing was drafted, and all of it had come."""
+    compiled = backend.compile(schema_spec(SCHEMA))
+    ids = text_ids(smollm2(), '{"is_a_customer": "yes')
+    after = text_ids(smollm2(), '{"is_a_customer": "yes", "name": "')[len(ids) :]
+    job = MaskJob(RequestGrammar(compiled), ids[:1], ids[1:], wants_forced=True)
+    forced = (await fill(filler, [job]))[0].forced[0]
+    plain = MaskJob(RequestGrammar(compiled), ids, wants_forced=True)
+    assert forced == (await fill(filler, [plain]))[0].forced[0] and forced[: len(after)] == after[: len(forced)]
+
+
+async def test_a_refused_token_before_the_drafts_fails_alone(backend: Backend, filler: BitmaskFiller) -> None:
+    compiled = backend.compile(schema_spec(SCHEMA))
+    ids = text_ids(smollm2(), TEXT)
+    jobs = [MaskJob(RequestGrammar(compiled), known, ids[1:3]) for known in (ids[:1], [ids[5]], ids[:1])]
+    filled, rows = await fill(filler, jobs)
+    assert list(filled.failed) == [1] and (rows[3:6] == -1).all()
+    assert (rows[:3] == rows[6:]).all() and (rows[0] != -1).any()
