@@ -93,7 +93,7 @@ class Backend(Protocol):
     def name(self) -> str: ...
 
     def is_quick(self, spec: GrammarSpec) -> bool:
-        """Whether it is sure to be compiled, or refused, in no time; told without compiling it."""
+        """Return whether it is sure to be compiled, or refused, in no time; told without compiling it."""
 
     def compile(self, spec: GrammarSpec, on_wait: OnWait | None = None) -> Compiled:
         """Blocking, for a thread of a pool. ``on_wait``: told while time passes that is not the grammar's. Raises

@@ -56,7 +56,7 @@ class RequestGrammar:
 
     @property
     def is_new(self) -> bool:
-        """Whether it has no matcher yet."""
+        """Tell whether it has no matcher yet."""
         return self._matcher is None
 
     @property
@@ -73,7 +73,7 @@ class RequestGrammar:
 
     @property
     def is_slow(self) -> bool:
-        """Whether its rows take so long that nobody else should wait for them."""
+        """Tell whether its rows take so long that nobody else should wait for them."""
         return self._num_slow_rows > 0
 
     @property
@@ -221,8 +221,8 @@ class BitmaskFiller:
     def _fill(
         self, jobs: Sequence[MaskJob], rows: memoryview | bytearray, on_fill: OnFill = lambda expected_seconds: None
     ) -> Filled:
-        """In whatever thread; the jobs' grammars are its own meanwhile. ``on_fill``: called when what is left is mostly
-        done without the GIL, with the seconds that it may take."""
+        """Fill, in whatever thread; the jobs' grammars are its own meanwhile. ``on_fill``: called when what is left is
+        mostly done without the GIL, with the seconds that it may take."""
         if len(jobs) <= _FEW_ROWS or any(job.drafts for job in jobs):
             on_fill(sum(min(job.grammar.seconds, 1.0) for job in jobs))
             return self._fill_one_by_one(jobs, rows)
@@ -244,7 +244,7 @@ class BitmaskFiller:
         return filled
 
     def _fill_one_by_one(self, jobs: Sequence[MaskJob], rows: memoryview | bytearray) -> Filled:
-        """The same, and each one's time is noted."""
+        """Fill one row after the other, and note each one's time."""
         failed: dict[int, Exception] = {}
         forced: dict[int, list[int]] = {}
         view = memoryview(rows)
@@ -314,7 +314,7 @@ class BitmaskFiller:
         return Filled(dict(failed), forced)
 
     def close(self) -> None:
-        """From any thread; nothing is awaited. Threads end by themselves."""
+        """End the threads, from any thread; nothing is awaited."""
         self._closed = True
         for pool in (self._pool, self._slow_pool):
             pool.close()
@@ -327,7 +327,7 @@ class BitmaskFiller:
 
 
 def _are_short(jobs: Sequence[MaskJob]) -> bool:
-    """Whether the loop may fill them. Not a slow grammar's, however quick the last were: nobody knows the next."""
+    """Return whether the loop may fill them: not a slow grammar's, however quick its last rows were."""
     if len(jobs) > _FEW_ROWS or any(job.grammar.is_slow for job in jobs):
         return False
     return sum(job.grammar.seconds for job in jobs) < _SHORT_SECONDS

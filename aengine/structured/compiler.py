@@ -139,7 +139,7 @@ class GrammarCompiler:
             logger.info("a grammar is still being compiled; its thread ends with it")
 
     def abandon(self) -> None:
-        """The same without waiting, from any thread: who waits is told when the loop runs next, if it does."""
+        """Close without waiting, from any thread: who waits is told when the loop runs next, if it does."""
         self._closed = True
         self._finalizer()
         waiters: list[asyncio.Future[Any]] = [*self._warming]

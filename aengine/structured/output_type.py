@@ -41,8 +41,8 @@ class OutputType:
 
     @classmethod
     def of(cls, wanted: Any) -> OutputType:
-        """Of a type. The last ones are kept, so it is cheap for each request but the first: pydantic takes 0.4 s of
-        Python for some hundreds of models.
+        """Describe a type. The last ones are kept, so it is cheap for each request but the first: pydantic takes 0.4 s
+        of Python for some hundreds of models.
 
         Raises:
             InvalidRequestError: ``wanted`` is no type, pydantic can't describe it, or pydantic is not installed.

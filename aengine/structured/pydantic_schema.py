@@ -41,7 +41,7 @@ _DATE = (
 )
 _TIME = "([01][0-9]|2[0-3]):[0-5][0-9]:[0-5][0-9](\\.[0-9]{1,6})?"
 _ZONE = {"naive": "", "aware": "(Z|[+-]([01][0-9]|2[0-3]):[0-5][0-9])", None: "(Z|[+-]([01][0-9]|2[0-3]):[0-5][0-9])?"}
-"""By pydantic's ``tz_constraint``."""
+"""What may follow a time, by pydantic's ``tz_constraint``."""
 _SECONDS = "[0-9]{1,4}(\\.[0-9]{1,6})?S"
 _DAYS = "([0-9]{1,3}Y([0-9]{1,3}M)?([0-9]{1,4}D)?|[0-9]{1,3}M([0-9]{1,4}D)?|[0-9]{1,6}D|[0-9]{1,4}W)"
 _HOURS = f"T([0-9]{{1,4}}H([0-9]{{1,4}}M)?({_SECONDS})?|[0-9]{{1,4}}M({_SECONDS})?|{_SECONDS})"
@@ -49,7 +49,7 @@ _DURATION = f"^-?P({_DAYS}({_HOURS})?|{_HOURS})$"
 _REAL = "(0|[1-9][0-9]{0,14})(\\.[0-9]{1,15})?([eE][+-]?[0-9]{1,2})?"
 _MOST_PLACES = 10
 _MOST_WHOLE_DIGITS = 15
-"""Of a Decimal. llguidance refuses a ``multipleOf`` and bounds of some more digits: pydantic alone counts those."""
+"""Digits of a Decimal. llguidance refuses a ``multipleOf`` and bounds of some more: pydantic alone counts those."""
 _WEB = frozenset(("http", "https", "ws", "wss"))
 _OCTET = "(25[0-5]|2[0-4][0-9]|1[0-9]{2}|[1-9]?[0-9])"
 _HOST = f"(([a-zA-Z0-9]+[.-])*[a-zA-Z][a-zA-Z0-9]*|{_OCTET}([.]{_OCTET}){{3}})"
@@ -63,7 +63,7 @@ _KEYS = {
     "int": "^(0|-?[1-9][0-9]{0,17})$",
     "uuid": f"^{_HEX}{{8}}-{_HEX}{{4}}-{_HEX}{{4}}-{_HEX}{{4}}-{_HEX}{{12}}$",
 }
-"""Of dicts, by pydantic's name of their type."""
+"""Patterns of the keys of dicts, by pydantic's name of their type."""
 
 
 @functools.cache

@@ -43,7 +43,7 @@ _NAME = re.compile(r"[A-Za-z_$][\w$-]*")
 
 
 def json_path(keys: Iterable[str | int]) -> str:
-    """As ``$.properties.age.enum[3]``; a key that is no plain name is quoted: ``$.properties["my age"]``."""
+    """Return ``$.properties.age.enum[3]``; a key that is no plain name is quoted: ``$.properties["my age"]``."""
     parts = ["$"]
     for key in keys:
         if isinstance(key, int):

@@ -102,7 +102,7 @@ class GrammarService:
             self._compiler.drop_tables()
 
     def close(self) -> None:
-        """From any thread; nothing is awaited. Threads end by themselves."""
+        """End the threads, from any thread; nothing is awaited."""
         self._closed = True
         if self._compiler is not None:
             self._compiler.abandon()
@@ -127,6 +127,6 @@ class GrammarService:
 
 
 def _is_short(wanted: StructuredOutput) -> bool:
-    """Whether it is read faster than a thread is asked to."""
+    """Return whether it is read faster than a thread is asked to."""
     text = wanted.json_schema if isinstance(wanted.json_schema, str) else wanted.regex or wanted.grammar
     return wanted.json_object or (text is not None and len(text) < _SHORT)

@@ -30,13 +30,13 @@ __all__ = ["GrammarSpec", "Kind", "composed_of", "plain_json", "spec_of", "spec_
 Kind = Literal["json_schema", "regex", "choice", "lark", "ebnf", "composed"]
 
 MAX_JSON_BYTES = 1 << 20
-"""Of a schema or a list of choices: a compile takes longer with its length, and can't be stopped."""
+"""Size of a schema or a list of choices: a compile takes longer with its length, and can't be stopped."""
 MAX_PATTERN_BYTES = 64 << 10
-"""Of a regex or a grammar: written by hand, so far smaller; automata grow faster than their pattern."""
+"""Size of a regex or a grammar: written by hand, so far smaller; automata grow faster than their pattern."""
 MAX_DEPTH = 128
 """Levels of lists and objects in a schema. llguidance refuses 200, and readers that recurse must be safe."""
 MAX_NUMBER_BITS = 4096
-"""Of an integer. Python refuses to write one of more than 4300 digits, and no grammar needs one."""
+"""Bits of an integer. Python refuses to write one of more than 4300 digits, and no grammar needs one."""
 
 _YIELD_EVERY = 64
 """Members of a schema, walked in 0.06 ms, after which other threads get their turn. A step takes several turns."""
@@ -195,7 +195,7 @@ def _pattern(text: str, name: str) -> str:
 
 
 def _notation(grammar: str) -> Literal["lark", "ebnf"]:
-    """By the first line that is a rule of either."""
+    """Return the notation by the first line that is a rule of either."""
     ebnf, lark = _EBNF_RULE.search(grammar), _LARK_RULE.search(grammar)
     if lark is not None and (ebnf is None or lark.start() < ebnf.start()):
         return "lark"

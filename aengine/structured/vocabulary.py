@@ -49,7 +49,7 @@ class Vocabulary:
 
     @classmethod
     def of(cls, tokenizer: TokenizerLike, vocab_size: int) -> Vocabulary:
-        """Of a tokenizer and a model whose logits are ``vocab_size`` wide. Blocking: 0.2 s for a large one."""
+        """Make the vocabulary of a model whose logits are ``vocab_size`` wide. Blocking: 0.2 s for a large one."""
         known = min(tokenizer.vocab_size, vocab_size)
         eos_ids = tuple(sorted(i for i in tokenizer.eos_token_ids if 0 <= i < known))
         special_ids = frozenset(i for i in tokenizer.special_ids if i < vocab_size) | frozenset(eos_ids)

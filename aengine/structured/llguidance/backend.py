@@ -46,7 +46,7 @@ logger = logging.getLogger("aengine.structured")
 _MAX_FORCED = 256
 """Tokens that the first masks follow."""
 _MAX_FIRST_MASKS = 4
-"""Of those with a mask each: the library goes through all that is forced for each mask, 26 ms for 90,000 bytes."""
+"""Forced tokens with a mask each: the library goes through all that is forced for each mask, 26 ms for 90,000 bytes."""
 _RISKY_MASK_SECONDS = 0.02
 """Assumed of the masks of a grammar that may be slow, until some of them were not."""
 _COPIES_PER_ROOT = 4

@@ -25,7 +25,7 @@ _MAX_WEIGHT = 5_000
 _MAX_DIVISOR = 20_000
 """Product of all ``multipleOf``: a state machine of that many states."""
 _MAX_PROPERTIES = 1_250
-"""Of one object."""
+"""Properties of one object."""
 _MAX_NAME_PATTERNS = 30
 """``patternProperties`` of one object: each is compared with each."""
 _MAX_WIDTH = 50_000

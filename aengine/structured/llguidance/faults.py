@@ -141,7 +141,7 @@ def _parts(root: Any, path: Path) -> list[Path]:
 
 
 def _is_same(said: str, found: str) -> bool:
-    """Whether a part is refused for what the whole is; or whatever makes it unsatisfiable."""
+    """Return whether a part is refused for what the whole is; or whatever makes it unsatisfiable."""
     if "nsatisfiable" in found:
         return "nsatisfiable" in said
     return said.partition("\n")[0] == found.partition("\n")[0]

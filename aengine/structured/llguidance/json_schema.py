@@ -53,7 +53,7 @@ def json_options(whitespace: Literal["compact", "any"], *, relax: bool) -> dict[
 
 
 def needs_change(text: str, *, relax: bool) -> bool:
-    """Whether `make_readable` may find something in a schema, told by its text."""
+    """Return whether `make_readable` may find something in a schema, told by its text."""
     return relax or _TELLING.search(text) is not None
 
 
@@ -130,7 +130,7 @@ def _is_whole(value: float) -> bool:
 
 
 def _leave_out_counts(path: Path, part: dict[str, Any]) -> list[str]:
-    """Of properties, where some of those that are named are optional."""
+    """Leave out counts of properties, where some of those that are named are optional."""
     if not isinstance(part.get("properties"), dict):
         return []
     if part.get("additionalProperties") is False and not part.get("patternProperties"):

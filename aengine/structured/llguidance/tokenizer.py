@@ -23,7 +23,7 @@ then takes it 1.3 ms (151,936 tokens), and at most 1.1 with these. Sets of all o
 
 
 def tokenizer_of(vocabulary: Vocabulary) -> llguidance.LLTokenizer:
-    """From the bytes of each token. The library holds the GIL for 0.1 s meanwhile (49,152 tokens); to read a
+    """Build it from the bytes of each token. The library holds the GIL for 0.1 s meanwhile (49,152 tokens); to read a
     tokenizer.json by itself would take it four times as long, and as much memory once more."""
     if not vocabulary.eos_ids:
         raise GrammarError(
@@ -62,8 +62,8 @@ class _ByBytes:
         return self._cut(text) if ids is None else ids
 
     def _encoded(self, text: bytes) -> list[int] | None:
-        """As the model's tokenizer does, if that gives the same bytes. One that puts a blank before a text does so
-        before the first of its words: that is a byte which no text has, and is taken away again."""
+        """Encode as the model's tokenizer does, if that gives the same bytes. One that puts a blank before a text does
+        so before the first of its words: that is a byte which no text has, and is taken away again."""
         if self._encode is None:
             return None
         try:
