@@ -657,7 +657,7 @@ async def test_a_late_loop_is_given_more_steps_ahead(make_engine: Make, monkeypa
         expected = [await engine.generate([i, 2, 3], params) for i in range(1, 5)]
         stopped = await engine.generate([7], stopping)
     async with make_engine(fake={"delay": 0.002}) as engine:
-        monkeypatch.setattr(engine._handle.core.steps._lease, "num_steps", lambda scheduler: 30)
+        monkeypatch.setattr(engine._handle.core.steps._limit, "num_steps", lambda scheduler: 30)
         tasks = [asyncio.create_task(engine.generate([i, 2, 3], params)) for i in range(1, 5)]
         tasks.append(asyncio.create_task(engine.generate([7], stopping)))
         deepest = 0

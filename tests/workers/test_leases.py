@@ -26,7 +26,7 @@ class PacedLLM(AsyncLLM):
 async def paced(monkeypatch: pytest.MonkeyPatch) -> AsyncIterator[PacedLLM]:
     """An engine that gives its worker as many steps as if the loop were often late."""
     async with PacedLLM("smollm2-135m", skip_tokenizer=True, preload_grammars=False) as engine:
-        lease = steps_of(engine)._lease
+        lease = steps_of(engine)._limit
         monkeypatch.setattr(lease, "num_steps", lambda scheduler: NUM_LEASED if scheduler.is_steady else lease.base)
         yield engine
 
@@ -72,7 +72,7 @@ async def test_a_new_request_waits_for_the_steps_on_the_device_only(monkeypatch:
 def count_answers(engine: AsyncLLM, monkeypatch: pytest.MonkeyPatch) -> list[float]:
     """The list gets an entry for each answer that the step loop takes from now on."""
     answers: list[float] = []
-    monkeypatch.setattr(steps_of(engine)._lease, "note_answer", answers.append)
+    monkeypatch.setattr(steps_of(engine)._limit, "note_answer", answers.append)
     return answers
 
 
