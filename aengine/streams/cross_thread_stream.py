@@ -36,12 +36,12 @@ T = TypeVar("T")
 class CrossThreadBuffer:
     """Where the engine's thread puts what a reader on another takes."""
 
-    __slots__ = ("_is_due", "_mailbox", "_thread", "end", "has_ended", "loop", "ready", "wake")
+    __slots__ = ("_mailbox", "_thread", "end", "has_ended", "is_due", "loop", "ready", "wake")
 
     def __init__(self, thread: LoopThread) -> None:
         self._thread = thread
         self._mailbox: Mailbox | None = None
-        self._is_due = False  # it will be filled at the end of this turn
+        self.is_due = False  # it will be filled at the end of this turn
         self.ready: deque[Token] = deque()  # bounded as the mailbox is, by the request's own max_tokens
         self.has_ended = False  # the last that is set
         self.wake: Callable[[], object] | None = None
@@ -64,12 +64,12 @@ class CrossThreadBuffer:
 
     def note_news(self) -> None:
         """Fill it when the turn of the engine's loop is over. On its thread."""
-        if not self._is_due:
-            self._is_due = True
+        if not self.is_due:
+            self.is_due = True
             self._thread.defer(self._fill)
 
     def _fill(self) -> None:
-        self._is_due = False
+        self.is_due = False
         mailbox = self._mailbox
         if mailbox is None:
             return

@@ -46,6 +46,8 @@ class IncrementalText(Protocol):
 class Buffer(Protocol):
     """What a mailbox needs of the buffer that a reader on another thread takes tokens from."""
 
+    is_due: bool  # it has news, and takes them when this turn of the loop is over
+
     def note_news(self) -> None: ...
 
     def oldest_unread(self) -> Token | None: ...
@@ -219,7 +221,7 @@ class ChoiceOutput:
             mailbox.pending.append(
                 Token(text, token_id, self.index, logprob, finish_reason, len(ids) - 1, logprobs[1:])
             )
-            if mailbox.waiter is not None or mailbox.buffer is not None:
+            if mailbox.waiter is not None or (mailbox.buffer is not None and not mailbox.buffer.is_due):
                 mailbox.wake()
         if finish_reason is not None and not stopped:
             self.end(finish_reason)
