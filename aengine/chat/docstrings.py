@@ -1,4 +1,4 @@
-"""What a docstring says of a function and its parameters, in the three styles that are written."""
+"""Parses docstrings: the description of a function and of its parameters, in the three common styles."""
 
 from __future__ import annotations
 

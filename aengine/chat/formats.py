@@ -1,4 +1,4 @@
-"""How models write tool calls and reasoning: a few strings for each family.
+"""Formats in which models write tool calls and reasoning: a few strings for each family.
 
     <tool_call>\\n {"name": "  get_time  ", "arguments":   {"zone": "UTC"}  }\\n</tool_call>     hermes
     └ trigger                  name                       arguments        after_arguments
@@ -38,7 +38,7 @@ ID = "{id}"
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ToolFormat:
-    """How one family of models calls tools. A name stands in it as it is: its letters need no quoting anywhere."""
+    """The tool call format of one family of models. Names stand in it as they are: their letters need no quoting."""
 
     name: str
     before_name: str
@@ -51,8 +51,8 @@ class ToolFormat:
     """What a group may begin with: one of these."""
     closing: str = ""
     triggers: tuple[str, ...]
-    """What tells a call from text, one for each of ``openings``. A prefix of ``opening + before_name``; what follows
-    it is forced, and text can't contain it."""
+    """Marks of the beginning of a call, one for each of ``openings``. A prefix of ``opening + before_name``; what
+    follows it is forced, and text can't contain it."""
     text: Literal["around", "before", "instead"] = "before"
     """Text may stand before, between and after calls; before them only; or only where there are no calls."""
     markers: tuple[str, ...] = ()
@@ -93,14 +93,14 @@ class ToolFormat:
         return (self.after_arguments, self.after_arguments_with_id)[: 1 + bool(self.after_arguments_with_id)]
 
     def describe(self, tools: Iterable[Mapping[str, Any]]) -> str:
-        """Return what a system prompt must say of these tools (`Tool.for_template`); "" if the chat template does."""
+        """Return these tools' description (`Tool.for_template`) for a system prompt; "" if the template has it."""
         lines = (json.dumps(tool.get("function", tool), ensure_ascii=False) for tool in tools)
         return self.instructions.replace("{tools}", "\n".join(lines)) if self.instructions else ""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ReasoningFormat:
-    """What a model thinks before it answers. Optional, unless the prompt has begun it already."""
+    """The format of reasoning, which precedes the answer. Optional, unless the prompt has begun it already."""
 
     begin: str = "<think>"
     end: str = "</think>"
@@ -192,7 +192,7 @@ _OTHERS_IN_TOOL_CALL = ("<function=", "<arg_key>", "```json")
 
 
 def detect(chat_template: str, token_names: Collection[str] = ()) -> tuple[ToolFormat, ReasoningFormat | None]:
-    """Find a model's formats by what its chat template says; by its special tokens where the template is silent."""
+    """Find a model's formats by its chat template; by its special tokens where the template has no sign of them."""
     return _tool_format(chat_template, token_names), _reasoning_format(chat_template)
 
 

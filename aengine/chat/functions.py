@@ -64,7 +64,7 @@ def describe(function: Callable[..., Any]) -> tuple[str, dict[str, Any]]:
 
 
 def bind(name: str, function: Callable[..., Any], arguments: str | Mapping[str, Any]) -> dict[str, Any]:
-    """Convert the arguments as the annotations say. Raises InvalidRequestError, in words for the model too."""
+    """Convert the arguments to the annotated types. Raises InvalidRequestError, worded for the model too."""
     _check_pydantic()
     from pydantic import ValidationError
 

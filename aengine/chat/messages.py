@@ -1,4 +1,4 @@
-"""What a chat completion consists of, as it streams and as a whole."""
+"""Values of a chat completion, as it streams and as a whole."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ __all__ = [
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _Delta:
-    """What every delta says."""
+    """Fields of every delta."""
 
     choice: int = 0
     """Which of the chat's n answers it belongs to."""

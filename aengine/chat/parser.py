@@ -193,7 +193,7 @@ class ChatParser:
         return self._go(self._between, self._buffer[len(found) :])
 
     def _between(self) -> bool:
-        """Go on after a complete call."""
+        """Continue after a complete call."""
         assert self._format is not None
         if self._scans and self._format.text == "around":
             return self._go(self._scanning, self._buffer)

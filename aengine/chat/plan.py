@@ -35,7 +35,7 @@ __all__ = ["ChatPlan", "ChatRequest", "plan_chat"]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ChatRequest(PromptPart):
-    """What a caller asks for, besides how to sample; a prompt, for `Admission.submit`.
+    """A caller's chat request, without sampling parameters; a prompt, for `Admission.submit`.
 
     Raises InvalidRequestError for what can be told at once. Its messages are checked, and a list of its own.
     """
@@ -95,7 +95,7 @@ class ChatRequest(PromptPart):
 
 @dataclass(frozen=True, slots=True)
 class ChatPlan:
-    """What a chat asks of the engine, and how its answer is read."""
+    """The prompt and the constraint of a chat, and how its answer is read."""
 
     prompt: list[int]
     spec: GrammarSpec | None

@@ -29,7 +29,7 @@ _RESERVED = (
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PromptOptions:
-    """How messages are put through the chat template. Raises InvalidRequestError for what is no such option."""
+    """Options for rendering messages through the chat template. Raises InvalidRequestError for an unknown option."""
 
     chat_template_kwargs: Mapping[str, Any] = field(default_factory=dict)
     add_generation_prompt: bool = True

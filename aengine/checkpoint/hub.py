@@ -119,7 +119,7 @@ def _file_sizes(repo: str, revision: str | None) -> tuple[dict[str, int], str]:
 
 @contextlib.contextmanager
 def _explained(repo: str, revision: str | None) -> Iterator[None]:
-    """Every failure within becomes a ModelLoadError that says what helps."""
+    """Convert every failure within to a ModelLoadError whose message names the cure."""
     from huggingface_hub.errors import (
         GatedRepoError,
         HfHubHTTPError,
@@ -159,7 +159,7 @@ def _explained(repo: str, revision: str | None) -> Iterator[None]:
 
 
 def _disk_problem(error: BaseException | None) -> ModelLoadError | None:
-    """What to raise when a failed write to the cache is behind ``error``; None if it is something else."""
+    """Return the error to raise when a failed write to the cache is behind ``error``; None if it is something else."""
     while error is not None:
         if isinstance(error, OSError) and error.errno in _DISK_ERRORS:
             where = f" ({error.filename})" if error.filename else ""

@@ -1,4 +1,4 @@
-"""`SamplingDefaults`: how a model's makers want it sampled, for the requests that don't say."""
+"""`SamplingDefaults`: a model's recommended sampling parameters, for requests that leave them unset."""
 
 from __future__ import annotations
 
@@ -17,9 +17,9 @@ _NAMES = ("temperature", "top_p", "top_k", "min_p", "repetition_penalty")
 
 
 class SamplingDefaults:
-    """What a generation_config.json says; ``values`` by the names of `SamplingParams`.
+    """The sampling parameters of a generation_config.json; ``values`` by the names of `SamplingParams`.
 
-    Its lengths (max_new_tokens) and ``do_sample`` say nothing here.
+    Its lengths (max_new_tokens) and ``do_sample`` are ignored.
     """
 
     def __init__(self, generation_config: Mapping[str, Any]) -> None:

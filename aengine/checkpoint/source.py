@@ -141,7 +141,7 @@ def weights_in(folder: Path, load_format: str, choice: GgufChoice | None = None)
 
 
 def _check_index(folder: Path) -> None:
-    """Every file that the index of a sharded checkpoint names must be there."""
+    """Raise unless every file that the index of a sharded checkpoint names exists."""
     index = folder / "model.safetensors.index.json"
     if not index.is_file():
         return

@@ -4,7 +4,7 @@
     HostChannel.publish --> ring host -> worker, semaphore if asleep --> WorkerChannel.consume
     HostChannel.drain <--- eventfd, ring worker -> host <--------------- WorkerChannel.publish
 
-The host never blocks: it awaits room in a full ring, and is told of frames by its loop. The worker spins, then parks.
+The host never blocks: it awaits room in a full ring, and its loop wakes it for frames. The worker spins, then parks.
 A message that doesn't fit into a quarter of the ring travels in fragments and arrives as one. Every wait of the worker
 is bounded, so that it can ask ``peer_gone``; the host learns of a worker's death elsewhere (workers/supervisor.py).
 """
@@ -36,7 +36,7 @@ Payload = bytes | bytearray | memoryview
 MAX_MESSAGE_BYTES = 1024**3
 """Most bytes of one message; the receiver assembles no more than that, whatever the other side claims."""
 PARK_SECONDS = 0.5
-"""Longest sleep of a worker before it asks whether the host is still there."""
+"""Longest sleep of a worker, in seconds, before it checks whether the host still runs."""
 
 
 class PeerGoneError(ConnectionError):
@@ -85,8 +85,8 @@ class HostChannel:
         return cls(segment, loop_bell, WorkerBell(name, new_fence()), str(ticket))
 
     def offer(self) -> None:
-        """Let the child attach. Call it when its process exists, once, from any thread: from now on there is a name in
-        /dev/shm, which goes when the child has attached, or with the end of whichever lives longer.
+        """Offer the channel to the child. Call it when its process exists, once, from any thread: from now on a name
+        is in /dev/shm, which goes when the child has attached, or with the end of whichever lives longer.
 
         Raises EngineError when no semaphore can be made.
         """
@@ -101,7 +101,7 @@ class HostChannel:
         self._worker_bell.unlink()
 
     def open(self, loop: asyncio.AbstractEventLoop, on_readable: Callable[[], None]) -> None:
-        """Have ``on_readable`` called on the loop when there is something to drain, also if it came before."""
+        """Register ``on_readable``, called on the loop when there is something to drain, also if it came before."""
         self._check_open()
         self._loop = loop
         self._on_readable = on_readable
@@ -109,19 +109,19 @@ class HostChannel:
 
     @property
     def num_heartbeats(self) -> int:
-        """How often the worker's heart has beaten."""
+        """Number of heartbeats of the worker so far."""
         self._check_open()
         return self._segment.heartbeat[0]
 
     @property
     def device_bytes(self) -> int:
-        """What the worker told of its device's memory with its last heartbeats."""
+        """Bytes of device memory in use, as the worker reported with its last heartbeats."""
         self._check_open()
         return self._segment.heartbeat[1]
 
     def bitmask(self, size: int) -> memoryview | None:
         """The first ``size`` bytes of the memory for bitmasks; None if there is not so much. Who holds them keeps them
-        mapped. The worker is told in a frame when to read them; until it has answered, they may not change."""
+        mapped. A frame tells the worker when to read them; until it has answered, they may not change."""
         self._check_open()
         return self._segment.bitmask()[:size] if size <= self._segment.bitmask_bytes else None
 
@@ -157,7 +157,7 @@ class HostChannel:
             self._num_publishing -= 1
 
     def drain(self) -> list[Frame]:
-        """Every message that is complete by now.
+        """Return all messages that are complete by now.
 
         Raises FrameError when the ring holds what the worker can't have written; the channel is of no use then.
         """
@@ -176,7 +176,7 @@ class HostChannel:
         return frames
 
     def close(self) -> None:
-        """Let go of everything. Whoever awaits publish() gets EngineClosedError. Idempotent; fine on a closed loop.
+        """Release everything. Pending publish() calls raise EngineClosedError. Idempotent; works on a closed loop.
 
         In a fork of the host only the fork's copies go: the loop's epoll and the names are the host's, too.
         """
@@ -260,7 +260,7 @@ class WorkerChannel:
     ) -> WorkerChannel:
         """Take over the inherited descriptors, await the host's offer, and unlink the name. Call it first thing, once.
 
-        ``peer_gone`` is asked at least every PARK_SECONDS while waiting; True raises PeerGoneError.
+        ``peer_gone`` is called at least every PARK_SECONDS while waiting; True raises PeerGoneError.
         Raises ValueError for a malformed description, FileNotFoundError or FrameError for one that isn't (or is no
         longer) this process' to use.
         """
@@ -299,7 +299,7 @@ class WorkerChannel:
                 return None
 
     def nudge(self) -> None:
-        """Have a `consume` that waits return within PARK_SECONDS. From any thread."""
+        """Make a waiting `consume` return within PARK_SECONDS. From any thread."""
         self._is_nudged = True
 
     def try_publish(self, kind: int, step_id: int, payload: Payload) -> bool:
@@ -345,7 +345,7 @@ class WorkerChannel:
         return self._segment.bitmask()[:size]
 
     def close(self) -> None:
-        """Let go of everything. Idempotent."""
+        """Release everything. Idempotent."""
         if self._closed:
             return
         self._closed = True

@@ -1,4 +1,4 @@
-"""How one side wakes the other: a semaphore for the worker, an eventfd for the host's loop; and the memory fence.
+"""Wake-ups between the two sides: a semaphore for the worker, an eventfd for the host's loop; and the memory fence.
 
 The worker's semaphore is kept at 0 or 1, and its value is all the "parked" flag there is: 1 means *rung and not yet
 answered*. A worker about to sleep takes the 1 away and looks at the ring again; only at 0 does it sleep. So the host

@@ -55,7 +55,7 @@ __all__ = ["FrameError"]
 
 
 class FrameError(ValueError):
-    """What lies in the shared memory is not what the other side must have written: torn, foreign or out of range.
+    """The shared memory holds what the other side can't have written: torn, foreign or out of range.
 
     The channel can't be used further; nothing after a bad frame can be trusted.
     """
@@ -105,7 +105,7 @@ def segment_bytes(capacity: int, bitmask_bytes: int = 0) -> int:
 
 
 def bitmask_span(capacity: int, bitmask_bytes: int) -> slice:
-    """Where the bitmask lies in the segment."""
+    """Return the place of the bitmask in the segment, in bytes."""
     start = (_rings_end(capacity) + PAGE_BYTES - 1) & -PAGE_BYTES
     return slice(start, start + bitmask_bytes)
 
@@ -115,6 +115,6 @@ def _rings_end(capacity: int) -> int:
 
 
 def ring_span(index: int, capacity: int) -> slice:
-    """Where ring 0 (host -> worker) or 1 (worker -> host) lies in the segment."""
+    """Return the place of ring 0 (host -> worker) or 1 (worker -> host) in the segment, in bytes."""
     start = LABEL_BYTES + index * (CONTROL_BYTES + capacity)
     return slice(start, start + CONTROL_BYTES + capacity)

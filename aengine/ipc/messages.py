@@ -1,4 +1,4 @@
-"""What travels over the rings: plain data, columns rather than rows.
+"""Messages of the rings: plain data, columns rather than rows.
 
 A decode step of 256 requests is five int32 columns, packed as raw bytes (0.7 us), not 256 objects (126 us). Columns
 are ``array('i')`` on both sides: they have the buffer protocol, so the runner wraps them with ``torch.frombuffer``,

@@ -59,7 +59,7 @@ class Frame(NamedTuple):
 
 
 class _End:
-    """What both ends of a ring hold. ``region``: the ring's control words and data, see `layout`."""
+    """The state that both ends of a ring have. ``region``: the ring's control words and data, see `layout`."""
 
     __slots__ = ("_data", "_data_words", "_fence", "_head", "_order", "_tail", "_words", "capacity")
 
@@ -73,7 +73,7 @@ class _End:
         self._head = self._tail = 0  # what this end knows of them; a ring is used from its very beginning
 
     def release(self) -> None:
-        """Let go of the memory, so that it can be unmapped; nothing else may be called after."""
+        """Release the memory, so that it can be unmapped; nothing else may be called after."""
         self._words.release()
         self._data_words.release()
         self._data.release()
@@ -103,7 +103,7 @@ class Producer(_End):
         return self._head + size - tail <= self.capacity
 
     def want_room(self, size: int) -> None:
-        """Ask to be woken when ``size`` bytes fit. Then look once more with has_room() before going to sleep."""
+        """Request a wake-up for when ``size`` bytes fit. Check has_room() once more after it, before sleeping."""
         self._words[WANTED] = self._head + size - self.capacity
         self._fence()
 

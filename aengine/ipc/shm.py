@@ -47,7 +47,7 @@ hosts that share /dev/shm but not the pid namespace (containers): theirs look de
 
 @dataclass(frozen=True, slots=True)
 class Ticket:
-    """What a child needs to attach, as one word for its argv; worth nothing without the inherited descriptors."""
+    """All that a child needs to attach, as one word for its argv; useless without the inherited descriptors."""
 
     shm_fd: int
     event_fd: int
@@ -148,7 +148,7 @@ class Segment:
         return self._view[:8] == _VOID
 
     def void(self) -> None:
-        """Spoil the label: nobody can attach from now on."""
+        """Invalidate the label: no process can attach from now on."""
         self._view[:8] = _VOID
 
     def close_fd(self) -> None:
@@ -172,7 +172,7 @@ def _map(fd: int, size: int) -> mmap.mmap:
 
 
 def unusable(error: Exception) -> EngineError:
-    """What to raise, and to do about it, when nothing can be made in /dev/shm."""
+    """Return the error to raise, with its cure, when nothing can be made in /dev/shm."""
     if getattr(error, "errno", None) == errno.EMFILE:
         return EngineError(f"no descriptor is left for shared memory ({error}): raise the limit with `ulimit -n`")
     cause = str(error) if os.path.isdir("/dev/shm") else "there is no such folder"
@@ -184,7 +184,7 @@ def unusable(error: Exception) -> EngineError:
 
 
 def new_name() -> str:
-    """A name for a semaphore or a segment that says whose it is and that nobody can guess."""
+    """Return a name for a semaphore or a segment that names its owner and can't be guessed."""
     return f"/{PREFIX}{os.getpid()}-{os.urandom(12).hex()}"
 
 

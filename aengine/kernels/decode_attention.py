@@ -22,7 +22,7 @@ __all__ = ["DecodeWorkspace", "decode_step_attention", "plan_decode"]
 
 
 def plan_decode(rows: Tensor, seq_lens: Tensor, workspace: DecodeWorkspace, window: int | None = None) -> Tensor:
-    """How the keys of n sequences are shared out: int32 [n + max_extra, PLAN_COLUMNS].
+    """Plan how the keys of n sequences are split among programs: int32 [n + max_extra, PLAN_COLUMNS].
 
     rows: int64 [n]; seq_lens: int32 [n], those of length 0 get one item, which does nothing. With a ``window`` only the
     last so many keys of a sequence are shared out: no program looks at what is before. Between it and the attention

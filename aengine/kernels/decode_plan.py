@@ -1,4 +1,4 @@
-"""What the host and the kernels know of a decode plan: its columns, how finely keys are cut, memory for the parts."""
+"""The layout of a decode plan: its columns, how finely keys are cut, memory for the parts."""
 
 from __future__ import annotations
 

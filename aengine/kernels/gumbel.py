@@ -39,7 +39,7 @@ def gumbel_noise(seeds: Tensor, positions: Tensor, num_draws: int) -> Tensor:
 def gumbel_sample(
     logits: Tensor, temperature: Tensor, seeds: Tensor, positions: Tensor, cutoff: Tensor | None = None
 ) -> tuple[Tensor, Tensor]:
-    """One token id a row; greedy and random rows in any mixture. The logits stay as they are.
+    """Sample one token id a row; greedy and random rows in any mixture. The logits are not changed.
 
     Args:
         logits: float32 [n, vocab_size], not scaled; -inf where a token is banned.

@@ -1,4 +1,4 @@
-"""From the persistent rows to the inputs of one step, and back: a sampled token into its row."""
+"""Gathers the inputs of one step from the persistent rows, and writes sampled tokens back to them."""
 
 from __future__ import annotations
 

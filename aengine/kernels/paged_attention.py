@@ -23,7 +23,7 @@ __all__ = ["decode_attention", "prefill_attention"]
 def prefill_attention(
     q: Tensor, kv: Tensor, kv_cache: Tensor, block_ids: Tensor, seq_len: int, scale: float, window: int | None
 ) -> Tensor:
-    """One sequence of which the last tokens are new.
+    """Attention of one sequence of which the last tokens are new.
 
     Args:
         q: [query_len, num_heads, head_dim] of the new tokens.
@@ -61,7 +61,7 @@ def _causal_mask(query_len: int, seq_len: int, window: int | None, device: torch
 def decode_attention(
     q: Tensor, kv_cache: Tensor, block_table: Tensor, seq_lens: Sequence[int], scale: float, window: int | None
 ) -> Tensor:
-    """One new token a sequence.
+    """Attention of one new token a sequence.
 
     Args:
         q: [num_seqs, num_heads, head_dim].

@@ -19,7 +19,7 @@ __all__ = ["PenaltyInputs", "apply_penalties", "count_sampled", "count_tokens", 
 
 @dataclass(slots=True)
 class PenaltyInputs:
-    """What the penalties of a batch of n rows depend on; the tables hold all R rows that there are."""
+    """Inputs of the penalties of a batch of n rows; the tables hold all R rows that there are."""
 
     rows: Tensor  # int64 [n]: row of the tables
     token_ids: Tensor  # int32 [R, max_model_len]: prompt and completion; the tail past num_tokens is ignored
@@ -59,7 +59,7 @@ def count_sampled(counts: Tensor, rows: Tensor, sampled: Tensor, batch_rows: Ten
 
 
 def apply_penalties(logits: Tensor, batch_rows: Tensor, inputs: PenaltyInputs) -> None:
-    """In place, on the rows of logits float32 [n, vocab_size] that ``batch_rows`` int64 [r], distinct, names.
+    """Apply in place to the rows ``batch_rows`` (int64 [r], distinct) of ``logits`` (float32 [n, vocab_size]).
 
     Only the tokens that occur are touched: r * max_num_tokens elements instead of r * vocab_size.
     """

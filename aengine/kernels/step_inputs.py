@@ -30,7 +30,7 @@ class DecodeInputs(NamedTuple):
 
 
 class PreparedInputs(NamedTuple):
-    """What the model and the attention read; requests lie one after the other in the token dimension."""
+    """Inputs of the model and of attention; requests lie one after the other in the token dimension."""
 
     input_ids: Tensor  # int64 [num_tokens]
     positions: Tensor  # int64 [num_tokens], counted from the begin of the request

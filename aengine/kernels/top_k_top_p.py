@@ -1,4 +1,4 @@
-"""Where top-k, top-p and min-p cut a row's logits.
+"""The logit at which top-k, top-p and min-p cut a row.
 
 Each of the three keeps the tokens at or above some logit, so they are three cutoffs, of which the highest holds.
 With x_1 >= x_2 >= ... the row's logits in order, T its temperature, Z_k the sum of exp(x / T) over the first k:
@@ -26,7 +26,7 @@ _PIECE = 2**19  # logits that are scaled at a time on the CPU, so that the copy 
 
 
 def find_cutoff(logits: Tensor, temperature: Tensor, top_k: Tensor, top_p: Tensor, min_p: Tensor) -> Tensor:
-    """The highest of the three cutoffs of each row; -inf for greedy rows and for those that ask for none.
+    """Return the highest of the three cutoffs of each row; -inf for greedy rows and for those without a cutoff.
 
     Args:
         logits: float32 [n, vocab_size], not scaled
@@ -48,7 +48,7 @@ def find_cutoff(logits: Tensor, temperature: Tensor, top_k: Tensor, top_p: Tenso
 
 
 def highest_cutoff(logits: Tensor, temperature: Tensor, top_k: Tensor, top_p: Tensor, min_p: Tensor) -> Tensor:
-    """The reference, which on the CPU may look which rows ask for what."""
+    """The reference, which on the CPU may read which rows have which cutoff."""
     vocab_size = logits.shape[1]
     cutoff = torch.full((len(logits), 1), -torch.inf)
     k = top_k.long().masked_fill((top_k <= 0) | (top_k > vocab_size), vocab_size)

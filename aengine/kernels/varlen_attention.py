@@ -27,7 +27,7 @@ def plan_prompts(
     *,
     skip_single: bool,
 ) -> Tensor:
-    """How the queries of a batch are cut into blocks, for all layers: what `varlen_attention` wants as its ``plan``.
+    """Plan how the queries of a batch are cut into blocks, for all layers: the ``plan`` of `varlen_attention`.
 
     Between it and the attention there must be a kernel that is not launched ahead of its predecessor's end, as for
     `plan_decode`.

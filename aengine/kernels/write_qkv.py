@@ -1,4 +1,4 @@
-"""What new tokens need before attention: q and k normalised and rotated by position, k and v in the cache."""
+"""Prepares new tokens for attention: normalises q and k, rotates them by position, writes k and v to the cache."""
 
 from __future__ import annotations
 

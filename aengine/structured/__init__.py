@@ -1,1 +1,1 @@
-"""What a text may be: constraints, and the two libraries that hold a model to them."""
+"""Structured output: constraints on a text, their grammars, and the bitmasks that hold a model to them."""

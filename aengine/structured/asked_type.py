@@ -1,4 +1,4 @@
-"""The ``output_type`` of a request: from what a caller gives to what admission is told of it."""
+"""The ``output_type`` of a request: from what a caller gives to the options that admission takes."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ class AskedType(NamedTuple):
 
 
 def with_output_type(params: SamplingParams | None, options: dict[str, Any]) -> tuple[SamplingParams, dict[str, Any]]:
-    """The parameters, and what `Admission.submit` is told of the type that is taken out of ``options``.
+    """Return the parameters, and the options for `Admission.submit`, with the output type taken out of ``options``.
 
     Raises InvalidRequestError.
     """

@@ -1,4 +1,4 @@
-"""What a grammar library must be able to do, and the one place that names them.
+"""The interface of a grammar library, and the one place that names the libraries.
 
     GrammarSpec ──Backend.compile──> Compiled ──matcher()──> Matcher      one request's place in the grammar
      (text)      (slow, in a pool)   (cached)   (< 0.1 ms)     ├─ fill     which tokens may come next: one row of bits
@@ -61,7 +61,7 @@ class Matcher(Protocol):
         """Undo the last ``num_tokens`` accepted. Raises MatcherError if there were fewer."""
 
     def forced_tokens(self) -> list[int]:
-        """What must come next, if it is certain, as the tokenizer would write it; may be empty."""
+        """Return the ids that must come next, as the tokenizer would encode them; empty if none are certain."""
 
 
 class Compiled(Protocol):
@@ -72,7 +72,7 @@ class Compiled(Protocol):
 
     @property
     def warnings(self) -> tuple[str, ...]:
-        """What of the schema is not enforced; only with ``relax``."""
+        """The parts of the schema that are not enforced; only with ``relax``."""
 
     @property
     def num_bytes(self) -> int:
@@ -106,7 +106,7 @@ class Backend(Protocol):
 def advance_batch(
     items: Sequence[tuple[Matcher, list[int]]], bitmask: Bitmask, on_fill: Callable[[], None] = lambda: None
 ) -> dict[int, MatcherError]:
-    """Let each matcher accept its tokens, and then fill its row, ``bitmask[i]`` for ``items[i]``.
+    """Advance each matcher by its tokens, then fill its row: ``bitmask[i]`` for ``items[i]``.
 
     A class of matchers may have a static method ``advance_group(items, bitmask, on_fill)``, whose items are (row,
     matcher, token ids), to do so in threads. ``on_fill`` is called in between: what is left is mostly done without the
@@ -154,7 +154,7 @@ def refused(token_id: int) -> MatcherError:
 
 
 def address_of(bitmask: Bitmask, rows: Sequence[int], row_bytes: int) -> tuple[int, memoryview]:
-    """Where ``bitmask`` lies in memory, and its bytes, which must be kept while the address is used.
+    """Return the address of ``bitmask`` in memory, and its bytes, which must be kept while the address is used.
 
     Raises ValueError if it has not the shape that the libraries write blindly, or lacks one of ``rows``.
     """

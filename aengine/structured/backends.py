@@ -63,7 +63,7 @@ Load = Callable[[str, Vocabulary, float], Backend]
 
 
 class Backends:
-    """Builds each backend that is asked for once, in whichever thread needs it first."""
+    """Builds each backend once, in the first thread that needs it."""
 
     def __init__(self, vocabulary: Vocabulary, timeout: float, load: Load = load_backend) -> None:
         self._vocabulary = vocabulary

@@ -67,7 +67,7 @@ class RequestGrammar:
         return self._matcher
 
     def take_pending(self) -> list[int]:
-        """Return the ids to accept, for whoever sees to it that the matcher does."""
+        """Return the ids to accept; the caller advances the matcher by them."""
         token_ids, self.pending = self.pending, []
         return token_ids
 
@@ -78,7 +78,7 @@ class RequestGrammar:
 
     @property
     def seconds(self) -> float:
-        """What a row took lately, at the worst; infinity while too few are known."""
+        """Seconds of the slowest of the last rows; infinity while too few are known."""
         return max(self._lately) if len(self._lately) == self._lately.maxlen else math.inf
 
     def note_time(self, seconds: float, cpu_seconds: float) -> None:
@@ -101,7 +101,7 @@ class MaskJob(NamedTuple):
 
 
 class Filled(NamedTuple):
-    """What has become of some jobs, by their place."""
+    """The results of some jobs, by their index."""
 
     failed: dict[int, Exception]
     forced: dict[int, list[int]]  # where nothing else is allowed: the ids that must come, two at least
@@ -214,7 +214,7 @@ class BitmaskFiller:
         return Filled(failed, forced)
 
     def _parts(self, jobs: Sequence[MaskJob]) -> list[slice]:
-        """Where the bytes of each are, one after the other."""
+        """Return the place of each job's rows in the buffer, in bytes, one after the other."""
         ends = list(accumulate(self.row_bytes * job.num_rows for job in jobs))
         return [slice(begin, end) for begin, end in zip([0, *ends], ends)]
 
@@ -334,7 +334,7 @@ def _are_short(jobs: Sequence[MaskJob]) -> bool:
 
 
 def _forced_ids(matcher: Matcher, row: memoryview | bytearray) -> list[int]:
-    """What must come, if the bitmask says so too: for a grammar with several ways to write a text it may not."""
+    """Return the matcher's forced ids if the bitmask agrees: a grammar with several ways to write a text may not."""
     from .backend import MatcherError
 
     try:

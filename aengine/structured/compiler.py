@@ -49,7 +49,7 @@ _CLOSE_SECONDS = 1.0
 
 @dataclass(slots=True, eq=False)
 class _Work:
-    """One grammar in the works."""
+    """The compile of one grammar: its waiters, its place in the queue, its timer."""
 
     spec: GrammarSpec
     waiters: list[asyncio.Future[Compiled]] = field(default_factory=list)
@@ -191,7 +191,7 @@ class GrammarCompiler:
             self._forget(work)
 
     def _hand_on(self, work: _Work, backend: Backend) -> None:
-        """To the slow threads; a quick one has found that it may take long. It stays queued."""
+        """Move a compile to the slow threads, once a quick one has found that it may take long. It stays queued."""
         if self._closed:
             return
         if not work.waiters:  # they were cancelled while that was found out
@@ -218,7 +218,7 @@ class GrammarCompiler:
         self._waits(work, False)
 
     def _waits(self, work: _Work, is_waiting: bool) -> None:
-        """Its time is not counted while a process is started for it, and begins anew then."""
+        """Stop the time of a compile while a process is started for it; start it anew when it runs."""
         if work.timer is not None:
             work.timer.cancel()
             work.timer = None

@@ -77,7 +77,7 @@ class OutputType:
             return None, error
 
     def partial(self, text: str) -> Any:
-        """What the beginning ``text`` of an answer says so far, in dicts, lists, strings, numbers; see `partial_json`.
+        """Parse the beginning ``text`` of an answer to dicts, lists, strings, numbers; see `partial_json`.
 
         None when nothing has begun, or the text is not JSON. Not of the type: a required field may not have come.
         """
@@ -88,7 +88,7 @@ class OutputType:
 
 
 class _Described:
-    """Those used last. Safe in threads."""
+    """Cache of the types used last, at most ``most``. Thread-safe."""
 
     def __init__(self, most: int = 128) -> None:
         self._most = most
@@ -140,7 +140,7 @@ def _refused(message: str) -> InvalidRequestError:
 
 
 def _check_is_type(wanted: Any) -> None:
-    """What pydantic would take, and describe as something that was not meant, is refused here."""
+    """Refuse what pydantic would accept, and describe as something that was not meant."""
     if isinstance(wanted, Mapping | bool):
         raise _refused(
             "output_type is a Python type; for a JSON schema use "

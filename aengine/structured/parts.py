@@ -41,7 +41,7 @@ BLANKS = " \t\r\n"
 
 @dataclass(frozen=True, slots=True)
 class Text:
-    """These characters."""
+    """A fixed text."""
 
     text: str
     after_blanks: bool = False

@@ -1,10 +1,10 @@
-"""Where the schemas are inside a JSON schema: every part that is one, in the order of the text, without recursion.
+"""Finds the schemas inside a JSON schema: every part that is one, in the order of the text, without recursion.
 
     {"properties": {"not": {...}},  "enum": [{"not": 1}],  "items": {...}}
                      ^name  ^schema          ^data                   ^schema
 
 Names under ``properties`` and data under ``enum``, ``const``, ``default`` and ``examples`` look like keywords and are
-none; so are the members of a keyword that nobody knows.
+none; so do the members of an unknown keyword.
 """
 
 from __future__ import annotations
@@ -85,7 +85,7 @@ def walk(root: object, at: Path = ()) -> Iterator[tuple[Path, Any]]:
 
 
 def pointed_at(root: object, ref: str) -> tuple[Path, Any] | None:
-    """What the JSON pointer of ``ref``, "#" or "#/...", points at, with its path; None if there is nothing."""
+    """Return the target of the JSON pointer ``ref``, "#" or "#/...", with its path; None if there is nothing."""
     value: Any = root
     path: list[str | int] = []
     for part in unquote(ref[1:]).split("/")[1:]:

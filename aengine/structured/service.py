@@ -52,7 +52,7 @@ class GrammarService:
         try:
             await (await self._started()).warm_up()
         except AEngineError:
-            pass  # whoever asks for a grammar is told, or finds that it works then
+            pass  # the first request with a grammar gets the error, or finds that it works then
 
     async def _started(self) -> GrammarCompiler:
         if self._closed:
@@ -89,7 +89,7 @@ class GrammarService:
         return await (await self._started()).compile(wanted)
 
     async def run(self, function: Callable[..., T], *args: Any) -> T:
-        """In one of the two threads that all requests share for what precedes a grammar."""
+        """Run ``function(*args)`` in one of the two threads that prepare grammars for all requests."""
         if self._closed:
             raise EngineClosedError("the engine is closed")
         return await self._planner.run(function, *args)

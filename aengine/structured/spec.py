@@ -101,7 +101,7 @@ def specs_by_origin(root: Part) -> Iterator[tuple[str, GrammarSpec]]:
 
 
 def spec_of(wanted: StructuredOutput) -> GrammarSpec:
-    """What ``wanted`` says, checked as far as it can be without a grammar library. Raises GrammarError."""
+    """Convert ``wanted``, checked as far as it can be without a grammar library. Raises GrammarError."""
     kind, text = _kind_and_text(wanted)
     return GrammarSpec(
         kind=kind,
@@ -263,7 +263,7 @@ def plain_json(source: object) -> Any:
 
 
 def _enter(key: object, levels: list[_Level]) -> int:
-    """Go to the next member. Returns the least that it adds to the text besides its value: a comma and its key."""
+    """Enter the next member. Returns the fewest characters that it adds besides its value: a comma and its key."""
     top = levels[-1]
     if isinstance(top.copy, list):
         top.key = len(top.copy)

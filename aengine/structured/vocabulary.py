@@ -21,7 +21,7 @@ __all__ = ["Vocabulary", "in_turns"]
 
 
 class TokenizerLike(Protocol):
-    """What is needed of `aengine.tokenizer.tokenizer.Tokenizer`."""
+    """The part of `aengine.tokenizer.tokenizer.Tokenizer` that is needed."""
 
     vocab_size: int
     special_ids: frozenset[int]
@@ -80,7 +80,7 @@ def row_of(token_ids: Sequence[int], row_bytes: int) -> bytes:
 
 
 def name_of(token_id: int) -> str:
-    """What a token that is no text is called inside the libraries; a grammar writes ``<[ID]>`` instead."""
+    """Return the libraries' name of a token that is no text; a grammar writes ``<[ID]>`` instead."""
     return f"<|aeng:{token_id}|>"
 
 

@@ -1,1 +1,1 @@
-"""What the machine grants: limits of the container and of the shell, free memory. Never imports torch."""
+"""Limits of the system: of the container and of the shell, free memory. Never imports torch."""

@@ -1,4 +1,4 @@
-"""What the cgroups of this process (a container's, a systemd unit's) let it use: CPU time and memory.
+"""Limits of this process' cgroups (a container's, a systemd unit's): CPU time, memory, threads.
 
 A limit holds for a group and all groups below it, so each is looked for from the process' own group up to the topmost
 that is visible, and the least one counts. Both versions of cgroups are read; on a machine with both (hybrid) each
@@ -34,7 +34,7 @@ def cpu_quota(root: Path = _ROOT) -> float | None:
 
 
 def num_usable_cpus(root: Path = _ROOT) -> int:
-    """How many threads may be busy at once: the cores of the affinity mask, but no more than the quota has whole CPUs.
+    """Return how many threads may be busy at once: the cores of the affinity mask, at most the quota's whole CPUs.
 
     A thread more than that makes all of them stop for a part of each period (100 ms, usually), and the others wait for
     those that stopped first.

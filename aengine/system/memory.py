@@ -1,4 +1,4 @@
-"""How much memory this machine has left, by Linux's own files."""
+"""Free memory of this machine, read from Linux's own files."""
 
 from __future__ import annotations
 

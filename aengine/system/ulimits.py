@@ -1,4 +1,4 @@
-"""The limits that a shell sets for what it starts (``ulimit``), and what to say where one was hit.
+"""The limits that a shell sets for what it starts (``ulimit``), and hints for messages where one was hit.
 
 Those of memory are of addresses, not of use. Libraries map far more than they use, and some of them crash or spin where
 a mapping is refused. So whatever goes wrong while a worker loads under such a limit is told together with it.
@@ -25,7 +25,7 @@ _WANTS_MEMORY = re.compile(
 
 
 def memory_ulimit_hint() -> str:
-    """What to add to a message about memory: "" where no limit is set."""
+    """Return a hint for a message about memory: "" where no limit is set."""
     for option, kind in (("-v", resource.RLIMIT_AS), ("-d", resource.RLIMIT_DATA)):
         limit = resource.getrlimit(kind)[0]
         if limit != resource.RLIM_INFINITY:

@@ -1,1 +1,1 @@
-"""What can be observed of an engine: counters, histograms, times of a request, the worker's log records."""
+"""Observability of an engine: counters, histograms, times of a request, the worker's log records."""

@@ -30,7 +30,7 @@ _TOKENS = tuple(float(digit * 10**power) for power in range(6) for digit in (1, 
 
 @dataclass(frozen=True, slots=True)
 class Histogram:
-    """How values are distributed: those of all requests since the engine's start."""
+    """Distribution of values: those of all requests since the engine's start."""
 
     bounds: tuple[float, ...]  # ascending
     counts: tuple[int, ...]  # of values up to the bound of equal index, and above the one before; then above the last
@@ -38,12 +38,12 @@ class Histogram:
 
     @property
     def count(self) -> int:
-        """How many values there are."""
+        """Number of values."""
         return sum(self.counts)
 
     @property
     def cumulative(self) -> tuple[int, ...]:
-        """How many values are at most the bound of equal index; then all: the buckets of Prometheus."""
+        """Number of values at most the bound of equal index; then of all: the buckets of Prometheus."""
         return tuple(accumulate(self.counts))
 
 
@@ -168,7 +168,7 @@ class HistogramCounts:
 
 
 class LoopLag:
-    """How late the host's loop runs its timers, sampled ten times a second while requests run, and not when idle."""
+    """Delay of the host's loop in running timers, sampled ten times a second while requests run, and not when idle."""
 
     PERIOD = 0.1
     DECAY = 0.9  # of the remembered worst, each period: a stall fades from view in a few seconds

@@ -1,4 +1,4 @@
-"""What is told of requests while they run and when they have ended: timings, log records, histograms, the user's hook.
+"""Reports on requests while they run and when they have ended: timings, log records, histograms, the user's hook.
 
     Admission ── queued, ended ──> Observer ──> RequestTimes, "aengine.requests", Histograms, on_request_end
     StepLoop ─── scheduled, answers ──^
@@ -30,7 +30,7 @@ _ID_CHARACTERS = 200  # of a request's id that a record's text shows
 
 
 class Observer:
-    """Of one engine. ``on_request_end``: the user's, called once for each request that was accepted."""
+    """Observes the requests of one engine. ``on_request_end``: the user's, called once for each accepted request."""
 
     def __init__(self, on_request_end: Callable[[RequestEnd], object] | None = None) -> None:
         self._on_request_end = on_request_end

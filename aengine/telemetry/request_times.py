@@ -1,4 +1,4 @@
-"""When a request arrived, ran, spoke first and ended."""
+"""Times at which a request arrived, ran, had its first token and ended."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ __all__ = ["RequestTimes"]
 
 
 class RequestTimes:
-    """The moments of one user call, as `time.perf_counter` tells them; None: not yet.
+    """The moments of one user call, as of `time.perf_counter`; None: not yet.
 
     ``is_logged``: whether its log records are shown, asked once when it arrived.
     """
@@ -25,7 +25,7 @@ class RequestTimes:
         self.is_logged = is_logged
 
     def timings(self, num_tokens: int) -> Timings:
-        """As of now, or of its end. ``num_tokens``: of its longest completion."""
+        """Return the timings until now, or until its end. ``num_tokens``: of its longest completion."""
         arrived, scheduled, first, ended = self.arrived, self.scheduled, self.first_token, self.ended
         left_queue = ended if scheduled is None else scheduled
         return Timings(

@@ -1,4 +1,4 @@
-"""What runs, in one line of the log."""
+"""One log line that describes the running engine."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ __all__ = ["summary_of"]
 
 
 def summary_of(ready: Mapping[str, Any]) -> str:
-    """``name=value`` of what READY says that an operator asks first, without what a runner does not tell."""
+    """Format the main fields of READY as ``name=value``; fields that a runner does not send are left out."""
     device = ready.get("device")
     name = ready.get("device_name")
     shown = {

@@ -1,4 +1,4 @@
-"""What workers log, given on to the host's `logging`. The other end: workers/logs.py."""
+"""Hands log records of workers to the host's `logging`. The other end: workers/logs.py."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ __all__ = ["level_for_workers", "log_for_worker"]
 
 
 def level_for_workers() -> int:
-    """From which level on a new worker is to tell of its records: as low as any of aengine's loggers here shows."""
+    """Return the level from which a new worker sends its log records: the lowest that aengine's loggers here show."""
     names = [name for name in list(logging.root.manager.loggerDict) if name.startswith("aengine.")]
     lowest = min(logging.getLogger(name).getEffectiveLevel() for name in ("aengine", *names))
     return min(max(1, lowest), logging.INFO)  # who turns the level up later finds those that are not for debugging

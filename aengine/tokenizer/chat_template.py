@@ -37,7 +37,7 @@ class ChatTemplate:
     def __init__(
         self, source: str, special_tokens: Mapping[str, str], hides: Callable[[str], bool] | None = None
     ) -> None:
-        """``hides`` says which texts the template can't find in what others than the assistant say."""
+        """``hides``: whether a text is hidden from the template in messages of others than the assistant."""
         self.source = source
         self._special_tokens = dict(special_tokens)
         self._hides = hides

@@ -39,7 +39,7 @@ _TEKKEN = (
 
 @dataclass(frozen=True, slots=True)
 class _Splitting:
-    """What happens to a text before the merges. ``pattern`` None: GPT-2's, which ByteLevel has built in."""
+    """The splitting of a text before the merges. ``pattern`` None: GPT-2's, which ByteLevel has built in."""
 
     pattern: str | None = None
     single_digits: bool = False
@@ -64,7 +64,7 @@ _SPLITTINGS = {
 
 @dataclass(frozen=True, slots=True)
 class GgufTokenizer:
-    """What the file says: the encoder, the special tokens by role ("bos_token", ...), the templates by name."""
+    """The tokenizer of a file: encoder, special tokens by role ("bos_token", ...), chat templates by name."""
 
     encoder: tokenizers.Tokenizer
     special_tokens: dict[str, str]
@@ -167,7 +167,7 @@ def _vocab(tokens: list[str]) -> dict[str, int]:
 
 
 def _add_tokens(encoder: tokenizers.Tokenizer, tokens: list[str], types: list[int], special: Iterable[str]) -> None:
-    """Tell the encoder which tokens are found in the text as they are, before it is split."""
+    """Register with the encoder the tokens that are found in the text as they are, before it is split."""
     from tokenizers import AddedToken
 
     is_special = set(special)

@@ -111,7 +111,7 @@ class MessageEncoder:
         return self._twin.encode(text, add_special_tokens)
 
     def _place(self, text: str, token_id: int, start: int, end: int) -> tuple[int, int]:
-        """Return the place of the marker itself, without blanks that its token takes in on either side."""
+        """Return the place of the marker itself, without the blanks that its token includes on either side."""
         name = self.markers[token_id]
         found = text.find(name, start, end)
         return (found, found + len(name)) if found >= 0 else (start, end)
@@ -149,7 +149,7 @@ def _counts_tell(added: Iterable[AddedToken], markers: Collection[str]) -> bool:
 
 
 def _finder(names: Collection[str]) -> Callable[[str], bool]:
-    """Return a function that says whether any of the names is in a text."""
+    """Return a function that checks whether any of the names is in a text."""
     pattern = re.compile("|".join(map(re.escape, names)) or "(?!)")
     return lambda text: pattern.search(text) is not None
 

@@ -1,4 +1,4 @@
-"""`checked_messages`: what a caller gives as chat messages, checked once; whoever comes after relies on it."""
+"""`checked_messages`: validates a caller's chat messages, once for all later steps."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ _TEXT_PARTS = ("text", "input_text", "output_text")
 
 
 def checked_messages(messages: object) -> Messages:
-    """Copy the messages, which are no longer the caller's to change. Raises InvalidRequestError, which says where."""
+    """Copy and validate the messages. Raises InvalidRequestError, which names the place."""
     if isinstance(messages, str | bytes | Mapping) or not isinstance(messages, Sequence):
         raise _invalid("messages must be a list of messages such as {'role': 'user', 'content': '...'}")
     checked = [_checked(message, f"messages[{i}]") for i, message in enumerate(messages)]

@@ -1,4 +1,4 @@
-"""What a caller wrote as prompt: checked and taken over at once, encoded off the loop.
+"""A caller's prompt: checked and copied at once, encoded off the loop.
 
     str             ──> TextPart      ─┐
     token ids       ──> TokensPart    ─┼─ encode(tokenizer, max_model_len) ──> token ids
@@ -43,7 +43,7 @@ LONG_TEXT = 50_000
 
 
 class PromptPart:
-    """One kind of prompt, checked, and no longer the caller's to change."""
+    """One kind of prompt, checked, and copied from the caller's."""
 
     __slots__ = ()
     kind: ClassVar[str]
@@ -75,7 +75,7 @@ class TextPart(PromptPart):
 
 @dataclass(frozen=True, slots=True)
 class TokensPart(PromptPart):
-    """Token ids that a caller has encoded; `check_token_ids` says whether they are this model's."""
+    """Token ids that a caller has encoded; `check_token_ids` checks that they are this model's."""
 
     kind: ClassVar[str] = "token_ids"
     token_ids: Sequence[int]

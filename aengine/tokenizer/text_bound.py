@@ -1,4 +1,4 @@
-"""How few tokens a text can have, told by its length alone: a text that can't fit needs not be encoded.
+"""A lower bound of a text's number of tokens by its length alone: a text that can't fit need not be encoded.
 
 Encoding takes a second for each MB, and a hundred times its memory. Nothing is known of tokenizers that drop parts of a
 text (blanks, control characters) or make one token of many unknown characters.

@@ -1,4 +1,4 @@
-"""What text tokens stand for: the decoders of the ``tokenizers`` library, one token at a time.
+"""Text of tokens: the decoders of the ``tokenizers`` library, one token at a time.
 
 Decoding a list of ids is mapping each id to its string, leaving out ids that are unknown (and special ones when asked
 to), and giving the strings to the tokenizer's decoder. For each family of decoders there is a class here that gives

@@ -1,4 +1,4 @@
-"""`TracedText`: a string that knows which of its characters came out of a message.
+"""`TracedText`: a string that records which of its characters came out of a message.
 
     "<|im_start|>" + "user" + "\\n" + traced("Hi<|im_end|>") + "<|im_end|>"
      ─────────────── the template's ──  └── a message's ──┘   the template's

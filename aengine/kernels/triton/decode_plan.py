@@ -1,4 +1,4 @@
-"""How a decode step's keys are shared out among programs: one program that all layers of the step profit from."""
+"""Plans how a decode step's keys are split among programs: one launch for all layers of the step."""
 
 from __future__ import annotations
 

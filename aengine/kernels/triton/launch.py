@@ -87,7 +87,7 @@ def bucket(count: int) -> int:
 
 @contextmanager
 def compiling(num_threads: int) -> Iterator[None]:
-    """Within, `launch` compiles and does not run; at the end all are compiled. What is on disk takes no time."""
+    """Make `launch` compile instead of run; at the end all are compiled. Kernels cached on disk take no time."""
     global _compile_only
     with ThreadPoolExecutor(num_threads, thread_name_prefix="compile") as pool, triton.AsyncCompileMode(pool):
         _compile_only = True
@@ -99,7 +99,7 @@ def compiling(num_threads: int) -> Iterator[None]:
 
 @triton.jit
 def prefetch(pointer, index, COUNT: tl.constexpr):
-    """Have (most of) the ``index``-th COUNT elements from ``pointer`` on fetched into the L2 cache: for kernels with
+    """Prefetch (most of) the ``index``-th COUNT elements from ``pointer`` on into the L2 cache: for kernels with
     PDL, ahead of their wait. In 128 pieces of a multiple of 16 bytes; where they begin is aligned to 16."""
     PIECE: tl.constexpr = COUNT * pointer.dtype.element_ty.primitive_bitwidth // 8 // 2048 * 16
     begin = pointer + index.to(tl.int64) * COUNT

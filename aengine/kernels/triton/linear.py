@@ -61,7 +61,7 @@ def _after_norm(
     *,
     gated: bool,
 ) -> Tensor | None:
-    """By a kernel of ours; None: cuBLAS is faster."""
+    """Compute the product with our own kernel; None: cuBLAS is faster."""
     tiling = None if x.shape[0] == 1 else _tiling(x, weight, gated=gated, add=False)
     if x.shape[0] > 1 and tiling is None:
         return None
@@ -100,7 +100,7 @@ def _matmul(x: Tensor, weight: Tensor, bias: Tensor | None, out_dtype: torch.dty
 
 
 def _tiling(x: Tensor, weight: Tensor, *, gated: bool, add: bool) -> SkinnyTiling | TiledTiling | None:
-    """How a kernel of ours shall cut the product of two or more rows; None: cuBLAS is faster, or the shape unfit."""
+    """Return the tiling of our kernel for a product of two or more rows; None: cuBLAS is faster, or the shape unfit."""
     if x.dtype == torch.float32 and not is_interpreted:
         return None
     rows, (n, k) = x.shape[0], weight.shape

@@ -56,7 +56,7 @@ def _tiling(dtype: torch.dtype, head_dim: int, num_tokens: int, num_seqs: int) -
 
 
 def _measured(dtype: torch.dtype, padded: int, num_tokens: int, num_seqs: int) -> _Tiling:
-    """On an H200 (benchmarks/gpu_attention.py), with heads of 64 and 128."""
+    """Return the tiling measured fastest on an H200 (benchmarks/gpu_attention.py), with heads of 64 and 128."""
     if dtype == torch.float32 or num_tokens <= 64:
         return _Tiling(32, 32, 4, 2, 1)
     is_small = num_tokens < LARGE_TILES_FROM * num_seqs or padded > 128
@@ -68,12 +68,12 @@ def _padded(head_dim: int) -> int:
 
 
 def _queries(tiling: _Tiling, group: int) -> int:
-    """How many queries a block has when ``group`` heads share a key-value head."""
+    """Return the number of queries in a block when ``group`` heads share a key-value head."""
     return tiling.block_m // _pack(tiling, group)
 
 
 def _pack(tiling: _Tiling, group: int) -> int:
-    """How many heads a block has: those of a group, as far as they are a power of two."""
+    """Return the number of heads in a block: those of a group, as far as they are a power of two."""
     return min(tiling.max_pack, group & -group)
 
 

@@ -58,7 +58,7 @@ _BYTES_PER_GRAMMAR = 256 << 10
 
 @functools.cache
 def _limits() -> llguidance.LLParserLimits:
-    """For requests, too: those of a compile are those of its matchers."""
+    """Return the library's limits for compiles, which hold for the matchers made of them too."""
     return llguidance.LLParserLimits(
         max_items_in_row=5000,  # about 1,250 optional properties, whose masks take 5 ms; the default refuses 500
         initial_lexer_fuel=4_000_000,
@@ -156,7 +156,7 @@ class LLGuidanceBackend:
 
     @property
     def max_roots(self) -> int:
-        """How many masks of one grammar can be computed at a time, if each has a lexer of its own."""
+        """Return the number of masks of one grammar that can be computed at a time, each with a lexer of its own."""
         return self._fill_threads
 
     def close(self) -> None:

@@ -12,7 +12,7 @@ _GUARD_SECONDS = 0.5
 
 
 def main(host_pid: int, vocabulary_fd: int, grammar_fd: int, answer_fd: int, max_bytes: int, search_path: str) -> None:
-    """Compile the grammar and say what the library says against it."""
+    """Compile the grammar, and write the library's error message if it refuses."""
     threading.Thread(target=_guard, args=(host_pid,), daemon=True).start()
     sys.path[:] = search_path.split(os.pathsep)
     import msgpack

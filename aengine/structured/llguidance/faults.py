@@ -1,4 +1,4 @@
-"""What a refusal of llguidance means: whose fault it is, in one line, and where in a JSON schema.
+"""Explains a refusal of llguidance: whose fault it is, in one line, and where in a JSON schema.
 
 The library names no place, so it is asked again. A part of a schema that it refuses by itself holds the fault, and so
 on down, until no part of the part is at fault; there, the keyword is the one that the message speaks of.

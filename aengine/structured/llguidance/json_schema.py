@@ -1,4 +1,4 @@
-"""What llguidance is told of a JSON schema, by itself or inside a Lark grammar. Needs no library.
+"""JSON schemas as llguidance reads them, by themselves or inside a Lark grammar. Needs no library.
 
 Some of what a schema may say the library reads wrongly, or refuses for nothing:
 
@@ -41,7 +41,7 @@ _UNREADABLE = {
 
 
 def json_options(whitespace: Literal["compact", "any"], *, relax: bool) -> dict[str, Any]:
-    """How JSON is written and what is enforced: the meaning of "x-guidance" in a schema."""
+    """Return the "x-guidance" of a schema: how JSON is written, and what is enforced."""
     compact = whitespace == "compact"
     return {
         "whitespace_flexible": not compact,
@@ -96,12 +96,12 @@ def make_readable(schema: Any, *, relax: bool) -> tuple[str, ...]:
 
 
 def left_out_of(text: str) -> tuple[str, ...]:
-    """What `make_readable` leaves out of a schema that is relaxed."""
+    """Return what `make_readable` leaves out of a schema that is relaxed."""
     return make_readable(json.loads(text), relax=True) if _TELLING_RELAXED.search(text) else ()
 
 
 def unreadable(pattern: str) -> str:
-    """What in a regex the library can't read; "" if nothing is known to be."""
+    """Return the part of a regex that the library can't read; "" if none is known."""
     return next((_UNREADABLE[found[0]] for found in _ESCAPE_OR_GROUP.finditer(pattern) if found[0] in _UNREADABLE), "")
 
 

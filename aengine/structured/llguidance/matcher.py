@@ -1,4 +1,4 @@
-"""One request's place in a grammar of llguidance; many are advanced at a time in the library's threads."""
+"""Matchers of llguidance: a request's place in a grammar; many are advanced at a time in the library's threads."""
 
 from __future__ import annotations
 
@@ -164,7 +164,7 @@ class LLGuidanceMatcher:
         return self._ended or (self._inner.is_stopped() and not self._inner.is_error())
 
     def _is_plain(self, token_ids: Sequence[int]) -> bool:
-        """One token, and not the end."""
+        """Whether it is one token, and not the end."""
         return (
             len(token_ids) == 1
             and 0 <= token_ids[0] < self._backend.vocabulary.vocab_size

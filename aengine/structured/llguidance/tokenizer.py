@@ -80,7 +80,7 @@ class _ByBytes:
         return None
 
     def _cut(self, text: bytes) -> list[int]:
-        """Into the longest tokens."""
+        """Split ``text`` into the longest tokens, up to what no token begins."""
         if not self._ids:
             self._ids = {text: i for i, text in enumerate(self._texts) if text}
             self._longest = max(map(len, self._ids), default=1)

@@ -53,7 +53,7 @@ class Trials:
         self._closed = False
 
     def run(self, grammar: str, on_wait: OnWait | None = None) -> str:
-        """Return what the library says against ``grammar``; "" if it compiles. Blocking. Raises TrialError.
+        """Return the library's error message for ``grammar``; "" if it compiles. Blocking. Raises TrialError.
 
         ``on_wait``: told True when it begins to wait for the process to start, and False when it waits no more.
         """
