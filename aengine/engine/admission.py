@@ -186,7 +186,7 @@ class Admission:
         return request_id in self._requests
 
     def count(self, others: set[str]) -> int:
-        """How many requests are under way, those of the ids ``others`` included."""
+        """Return how many requests are under way, those of the ids ``others`` included."""
         return len({*self._requests, *others})
 
     def check_room(self, num_coming: int = 0) -> None:
@@ -194,7 +194,7 @@ class Admission:
         self._line.check_room(num_coming)
 
     def _begin(self, request: UserRequest, turn: asyncio.Future[None] | None) -> None:
-        """Have it prepared, if need be, once it is its turn."""
+        """Prepare the request, if need be, once it is its turn."""
         if turn is None and not request.must_be_prepared:
             assert isinstance(request.prompt, TokensPart)
             self._schedule(request, Prepared(request.prompt.token_ids))
@@ -224,7 +224,7 @@ class Admission:
         request.mailbox.fail(error)
 
     def _schedule(self, request: UserRequest, prepared: Prepared) -> None:
-        """Hand it to the step loop."""
+        """Hand the request to the step loop."""
         params, limits, mailbox = request.params, self._limits, request.mailbox
         ids, grammar = prepared.token_ids, prepared.grammar
         request.prompt = None  # the requests hold it now
@@ -339,7 +339,7 @@ class Admission:
 
 
 def _where(request: UserRequest) -> str:
-    """Where a request is that has no token yet."""
+    """Describe where a request is that has no token yet."""
     if not request.requests:
         return request.phase.value
     first = request.requests[0]

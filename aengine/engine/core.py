@@ -53,7 +53,7 @@ ExecutorFactory = Callable[[EngineConfig], Executor]
 
 
 class EngineCore:
-    """Everything that lives as long as a started engine does. Made by `start`."""
+    """The parts of a started engine, which live as long as it does. Made by `start`."""
 
     def __init__(
         self,
@@ -341,7 +341,7 @@ class EngineCore:
         self._task.cancel()
 
     def _fail(self, error: EngineError) -> None:
-        """The executor or the step loop has failed: everyone who waits is told, once."""
+        """Fail all that waits, once: the executor or the step loop has failed."""
         if not self.is_alive:
             return
         self.state, self.failure = "failed", error

@@ -46,7 +46,7 @@ _REAP_SECONDS = 5.0  # how long to wait for a killed process; one that hangs in 
 
 
 class Executor(Protocol):
-    """What runs the steps. Its methods are called on one event loop."""
+    """Interface of what runs the steps. Its methods are called on one event loop."""
 
     async def start(self, load: dict[str, Any], on_progress: ProgressCallback) -> dict[str, Any]:
         """Start and load; returns what READY says. ``load``: the wire forms of "config" and "source"."""
@@ -58,8 +58,8 @@ class Executor(Protocol):
         """Publish a step without awaiting: None if that can't be done at once, and then it has not been."""
 
     def try_revoke(self, on_revoked: Callable[[int], None]) -> bool:
-        """Tell the worker to drop all leased steps that it has not begun. ``on_revoked`` gets their number, before
-        their futures are resolved. False if it can't be told at once, and then it has not been."""
+        """Publish a request to drop all leased steps that were not begun. ``on_revoked`` gets their number, before
+        their futures are resolved. False if that can't be done at once, and then it has not been."""
 
     def bitmask(self, num_bytes: int) -> memoryview | None:
         """Memory that the worker sees too, for the next `send_grammar`, which then gives ``num_bytes`` for a bitmask.
@@ -78,20 +78,20 @@ class Executor(Protocol):
         """Bytes that the workers have: resident in the host's memory, and on their devices. None: not known."""
 
     def fail(self, error: EngineError) -> None:
-        """Break it, as a death does: whoever waits gets ``error``. Idempotent."""
+        """Fail the executor, as a worker's death does: all that waits gets ``error``. Idempotent."""
 
     def set_on_failure(self, callback: Callable[[EngineError], None]) -> None:
         """``callback`` gets the error that broke the executor, at most once."""
 
     async def aclose(self, timeout: float) -> None:
-        """Let the workers end, at most ``timeout`` seconds, then kill them. Idempotent."""
+        """Shut the workers down, wait at most ``timeout`` seconds, then kill them. Idempotent."""
 
     def terminate(self) -> None:
         """Kill the workers at once. Idempotent, synchronous, from any state."""
 
 
 class ProcessExecutor:
-    """One worker process a rank, over the rings. The setting ``worker`` says what loads the model there."""
+    """Runs one worker process a rank, over the rings. The setting ``worker`` names what loads the model there."""
 
     def __init__(self, config: EngineConfig) -> None:
         self._config = config
@@ -152,7 +152,7 @@ class ProcessExecutor:
             await self.workers.publish(rank.index, Kind.LOAD, 0, pack(message))
 
     def heartbeats(self) -> int:
-        """See `Executor`. Of the slowest heart."""
+        """See `Executor`. Of several workers the slowest counts."""
         return 0 if self._released else self.workers.heartbeats()
 
     def memory(self) -> tuple[int | None, int | None]:
@@ -338,7 +338,7 @@ def _is_current(loop: asyncio.AbstractEventLoop) -> bool:
 
 
 def _bitmask_bytes(config: EngineConfig, load: dict[str, Any]) -> int:
-    """For as many requests with a grammar in one step as are likely; more of them go through the ring."""
+    """Return the bytes for as many bitmasks in one step as are likely; others go through the ring."""
     vocab_size = load["source"].get("hf_config", {}).get("vocab_size")
     if not isinstance(vocab_size, int) or not 0 < vocab_size < 1 << 20:
         return 0

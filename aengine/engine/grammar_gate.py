@@ -26,7 +26,7 @@ __all__ = ["ALWAYS", "IN_SMALL_BATCHES", "Forcing", "GrammarGate", "Masks"]
 
 
 class Forcing(NamedTuple):
-    """When tokens that a grammar forces are drafted."""
+    """Conditions under which tokens that a grammar forces are drafted."""
 
     most_rows: int  # with a grammar in the step: to ask for each what it forces takes some 10 us
     least_tokens: float  # forced, a request of the step: below, the steps that are saved cost less than the odd one
@@ -49,7 +49,7 @@ class Masks(NamedTuple):
 
 
 class GrammarGate:
-    """Keeps the step that waits for its bitmask, and sees to it that it gets one."""
+    """Holds the step that waits for its bitmask, and fills and sends that."""
 
     def __init__(
         self, scheduler: Scheduler, grammars: GrammarService | None, forcing: Forcing, watchdog: Watchdog

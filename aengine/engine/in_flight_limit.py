@@ -1,4 +1,4 @@
-"""How many steps the worker is given ahead: two, or as many as it takes while the host's loop is busy elsewhere.
+"""The limit of steps in flight: two, or as many as the worker needs while the host's loop is busy elsewhere.
 
 A host that blocks its loop (50 ms of JSON, an unawaited query) neither takes answers nor gives steps meanwhile. The
 scheduler can make steps far ahead: a token in flight counts as known, lengths are known too, and what is sampled past a

@@ -32,7 +32,7 @@ class Preparation:
         self._long_pool = ThreadPool("tokenizer-long")  # for texts that would hold up others
 
     async def prepare(self, request: UserRequest) -> Prepared:
-        """Its token ids and its grammar. Moves its `phase` along.
+        """Make the request's token ids and its grammar. Updates its `phase`.
 
         Raises InvalidRequestError, ContextLengthError, GrammarError, EngineOverloadedError, EngineClosedError.
         """

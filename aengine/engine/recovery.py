@@ -1,4 +1,4 @@
-"""What is decided when a worker has died, or seems to hang: whether to start another, when, and who is to blame.
+"""Decisions when a worker has died, or seems to hang: whether to start another, when, and which request to blame.
 
     steps under way, no answer ──Watchdog──> executor.fail(WorkerDiedError)   like any other death from here on
     death ──RestartBudget──> start again after `delay` seconds, or give up
@@ -25,7 +25,7 @@ _LATER_STEPS = 4.0
 
 
 class RestartBudget:
-    """At most ``most`` restarts within ``window`` seconds, each later than the one before."""
+    """Limits restarts to ``most`` within ``window`` seconds, each delayed longer than the one before."""
 
     def __init__(self, most: int, window: float) -> None:
         self._most = most
@@ -65,8 +65,8 @@ class Watchdog:
         *,
         patience: float = 0.0,
     ) -> None:
-        """``heartbeats``: how often the worker's heart has beaten; ``on_hang``: is told what was seen, once;
-        ``patience``: seconds that any step may take as long as the heart beats."""
+        """``heartbeats``: returns the worker's number of heartbeats; ``on_hang``: called with a description, once;
+        ``patience``: seconds that any step may take while heartbeats come."""
         self._loop = loop
         self._hang_timeout = hang_timeout
         self._heartbeats = heartbeats
@@ -112,7 +112,7 @@ class Watchdog:
             self.stop()
 
     def pause(self) -> None:
-        """The oldest step waits for the host: the time until `resume` is not the worker's. Its heart must beat."""
+        """Stop the step's time until `resume`: the oldest step waits for the host. Heartbeats are still checked."""
         self._is_paused = True
 
     def resume(self) -> None:
@@ -121,7 +121,7 @@ class Watchdog:
 
     @contextmanager
     def suspended(self) -> Iterator[None]:
-        """Within: nothing is said about the worker, whose time it is not either."""
+        """Suspend the watch of the worker; the time within is not counted as its own."""
         self._num_suspenders += 1
         try:
             yield

@@ -1,4 +1,4 @@
-"""The engine's heart: a coroutine that schedules step N+1, publishes it, then awaits and applies the answer of N.
+"""The step loop: a coroutine that schedules step N+1, publishes it, then awaits and applies the answer of N.
 
     schedule() --SchedulerOutput--> executor --frame--> worker
     update()   <-ModelRunnerOutput- future   <--frame-- worker
@@ -136,7 +136,7 @@ class StepLoop:
         self.break_lease()
 
     def break_lease(self) -> None:
-        """Have the worker drop the leased steps that it has not begun: what has come is part of its next one."""
+        """Revoke the leased steps that the worker has not begun: what has come is part of its next one."""
         newest = self.scheduler.newest_step
         if newest is not None and newest.is_leased and not self._is_revoking:
             self._must_revoke = True
@@ -171,7 +171,7 @@ class StepLoop:
             self.lag.pause()
 
     def restart(self, executor: Executor) -> list[Request]:
-        """Have ``executor`` compute all requests again from the ids that are known. Returns those of which several
+        """Compute all requests again with ``executor``, from the ids that are known. Returns those of which several
         workers died one after the other; they are not run again."""
         at_fault = self.scheduler.preempt_all()
         self._executor = executor
@@ -182,7 +182,7 @@ class StepLoop:
         return at_fault
 
     def _on_executor_failure(self, error: EngineError) -> None:
-        """Whoever waits for an answer gets it by that; the idle loop must be woken."""
+        """Wake the idle loop; the futures of answers have the error."""
         self._failure = error
         self._work.set()
 
@@ -191,7 +191,7 @@ class StepLoop:
         self._executor.fail(error)
 
     async def _step(self) -> None:
-        """One turn: keep the worker supplied, then take the oldest answer."""
+        """Run one turn: keep the worker supplied, then take the oldest answer."""
         await self._unlock()
         self._max_in_flight = self._limit.num_steps(self.scheduler)
         if self._must_revoke:
@@ -245,7 +245,7 @@ class StepLoop:
         return None
 
     def _fill_ahead(self, request: Request) -> None:
-        """Have a request with a slow grammar take part in a step again when its next row is there."""
+        """Resume a request with a slow grammar when its next row is there."""
         is_new = request.status is RequestStatus.NEW
         num_pauses = request.num_pauses
 
@@ -259,7 +259,7 @@ class StepLoop:
         self._gate.fill_ahead(request, go_on)
 
     async def _idle(self) -> None:
-        """Nothing can be scheduled: wait for a request, or for one to leave. Costs nothing."""
+        """Wait for a request, or for one to leave, while nothing can be scheduled. Uses no CPU."""
         self.lag.pause()
         self._is_idle, self._num_new_tokens = True, 0
         try:
@@ -275,7 +275,7 @@ class StepLoop:
     async def _apply(self, output: ModelRunnerOutput) -> None:
         """Commit an answer and deliver its tokens, giving the host's loop a turn after every few.
 
-        What the worker waits for goes first: whoever reads waits a millisecond longer.
+        What the worker waits for goes first: readers wait a millisecond longer.
         """
         sampled, failed, pooled, num_rows, begun = self.scheduler.update(output)
         self._counters.generated_tokens += len(sampled)

@@ -38,17 +38,17 @@ class TokenizerView:
 
     @property
     def vocab_size(self) -> int:
-        """One more than the largest token id."""
+        """The largest token id plus one."""
         return self._tokenizer.vocab_size
 
     @property
     def bos_token_id(self) -> int | None:
-        """What a text begins with, if the model has such a token."""
+        """The id that begins a text, if the model has such a token."""
         return self._tokenizer.bos_token_id
 
     @property
     def eos_token_ids(self) -> frozenset[int]:
-        """Every id that ends a completion."""
+        """The ids that end a completion."""
         return self._tokenizer.eos_token_ids
 
     @property
@@ -103,7 +103,7 @@ class TokenizerView:
         add_generation_prompt: bool | None = None,
         continue_final_message: bool = False,
     ) -> int:
-        """How many tokens a prompt has: ``usage.prompt_tokens`` of ``generate`` with this text, or of ``chat`` with
+        """Return a prompt's number of tokens: ``usage.prompt_tokens`` of ``generate`` with this text, or of ``chat`` with
         these messages and options. Errors as of `encode` and `render`."""
         if isinstance(prompt, str):
             return len(self.encode(prompt))

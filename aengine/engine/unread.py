@@ -1,4 +1,4 @@
-"""`UnreadWatch`: ends streams that somebody holds and nobody reads, as the ``Out[]`` of a notebook does.
+"""`UnreadWatch`: ends streams that are held and not read, as by the ``Out[]`` of a notebook.
 
 Four times in ``unread_timeout`` it looks at the oldest token that each stream has not been asked for. One that it has
 met in five looks in a row, while nobody waited, was left lying for so long by a reader whose loop had its turns. A

@@ -27,7 +27,7 @@ MAX_DEADLINE = 1e8
 
 @dataclass(frozen=True, slots=True)
 class Limits:
-    """What the running engine can take; known once the worker is ready."""
+    """Limits of the running engine; known once the worker is ready."""
 
     vocab_size: int
     max_model_len: int  # tokens of prompt and completion together
@@ -39,7 +39,7 @@ class Limits:
 
 
 class Phase(Enum):
-    """Where a request is that has not come to the step loop, as an error says it."""
+    """Place of a request that has not come to the step loop, as error messages name it."""
 
     HELD = "the request waited for a place in the queue"
     PLANNING = "the chat was being prepared"
@@ -50,7 +50,7 @@ class Phase(Enum):
 
 @dataclass(slots=True, eq=False)
 class UserRequest:
-    """One call of a user's: n completions of one prompt. `Admission` moves it from phase to phase."""
+    """A user's call: n completions of one prompt. `Admission` moves it from phase to phase."""
 
     request_id: str
     prompt: PromptPart | None  # None once the requests hold it
@@ -75,7 +75,7 @@ class UserRequest:
 
 @dataclass(frozen=True, slots=True)
 class Prepared:
-    """What preparing a request has brought."""
+    """The result of preparing a request."""
 
     token_ids: Sequence[int]
     grammar: Compiled | None = None

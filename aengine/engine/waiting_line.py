@@ -19,7 +19,7 @@ _Place = tuple[int, int, str]  # among those that are held: priority, order of a
 
 
 class WaitingLine:
-    """Knows who waits, by request_id. Its length is the number that ``max_num_queued_requests`` bounds."""
+    """The waiting requests, by request_id. Its length is the number that ``max_num_queued_requests`` bounds."""
 
     def __init__(self, limit: int, counters: Counters, *, wait_when_full: bool) -> None:
         """``wait_when_full``: those that come when it is full are held, and not refused."""
@@ -62,7 +62,7 @@ class WaitingLine:
         return turn
 
     def leave(self, request_id: str) -> None:
-        """Let one go, whose first step is made or who has ended; let in those for whom there is room. Idempotent."""
+        """Remove a request whose first step is made, or that has ended; admit others as far as there is room. Idempotent."""
         if request_id in self._inside:
             self._inside.remove(request_id)
         elif request_id in self._turns:

@@ -1,4 +1,4 @@
-"""`WorkerControl`: an engine's workers, as the engine asks them things and replaces them when they die.
+"""`WorkerControl`: calls an engine's workers, and replaces them when they die.
 
 StepLoop.run ends with an error ──replace──> RestartBudget: when ──> another executor ──> StepLoop.restart with it
                                                           or never ──> the error that the engine fails with
@@ -32,7 +32,7 @@ Restart = Callable[[], tuple[Executor, Callable[[], Awaitable[dict[str, Any]]]]]
 
 
 class WorkerControl:
-    """Has the executor that runs, and what its workers said when they were ready."""
+    """Holds the executor that runs, and what its workers answered with READY."""
 
     def __init__(
         self,
@@ -109,7 +109,7 @@ class WorkerControl:
             raise InternalError(f"the worker did not answer {method} within {timeout:g} s") from None
 
     async def long_call(self, method: str, *args: Any, timeout: float) -> Any:
-        """Make a call that keeps the worker from its steps and its heart from beating: it is not taken for hung."""
+        """Make a call that stops the worker's steps and heartbeats, without taking the worker for hung."""
         with self._steps.watchdog.suspended():
             return await self.call(method, *args, timeout=timeout)
 
@@ -123,7 +123,7 @@ class WorkerControl:
 
 
 def _given_up(error: EngineError, budget: RestartBudget) -> EngineError:
-    """What a worker died of, and that it is not started again, as an error of the same class."""
+    """Return the cause of a worker's death, and that it is not started again, as an error of the same class."""
     failure = error_for_waiter(error)
     assert isinstance(failure, EngineError)
     failure.args = (f"{error}; the engine gave up after {budget} (max_restarts, restart_window)", *error.args[1:])

@@ -17,7 +17,7 @@ __all__ = ["Answers", "StepResult"]
 
 
 class StepResult(NamedTuple):
-    """What an answer has brought."""
+    """The result of applying an answer."""
 
     sampled: list[tuple[Request, int, int]]  # request, token id, and its place in the answer's ``token_ids``
     failed: list[tuple[Request, RowError]]
@@ -27,7 +27,7 @@ class StepResult(NamedTuple):
 
 
 class Answers:
-    """``finish`` ends a request; ``on_prompt`` is told when a prompt is computed that other requests wait for."""
+    """``finish`` ends a request; ``on_prompt`` is called when a prompt is computed that other requests wait for."""
 
     def __init__(
         self,

@@ -73,7 +73,7 @@ class BlockPool:
         return taken
 
     def acquire(self, block_ids: Iterable[int]) -> None:
-        """One more user for each of these cached blocks."""
+        """Add a user to each of these cached blocks."""
         ref_counts = self._ref_counts
         for block_id in block_ids:
             if ref_counts[block_id] == 0:
@@ -81,7 +81,7 @@ class BlockPool:
             ref_counts[block_id] += 1
 
     def release(self, block_ids: list[int]) -> None:
-        """One user less for each block of a table. The end of a table is forgotten before its beginning."""
+        """Remove a user from each block of a table. The end of a table is evicted before its beginning."""
         ref_counts, name_of = self._ref_counts, self._name_of
         for block_id in reversed(block_ids):
             ref_count = ref_counts[block_id] - 1
@@ -97,12 +97,12 @@ class BlockPool:
         return self._by_name.get(name)
 
     def count_idle(self, block_ids: Iterable[int]) -> int:
-        """How many of these would no longer be free once acquired."""
+        """Return how many of these would no longer be free once acquired."""
         ref_counts = self._ref_counts
         return sum(ref_counts[block_id] == 0 for block_id in block_ids)
 
     def offer(self, block_id: int, name: bytes) -> None:
-        """Let others find this block. Where the same content is known already, the older block keeps the name."""
+        """Register this block's name for prefix hits. If another block has the same content, the older keeps the name."""
         if name not in self._by_name and self._name_of[block_id] is None:
             self._by_name[name] = block_id
             self._name_of[block_id] = name

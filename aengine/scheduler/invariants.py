@@ -1,4 +1,4 @@
-"""What holds of a `Scheduler` between any two calls, whatever was called before."""
+"""Invariants of a `Scheduler`, which hold between any two calls."""
 
 from __future__ import annotations
 

@@ -55,7 +55,7 @@ def private_root(number: int) -> bytes:
 
 
 class PrefixHit:
-    """What a request may begin with."""
+    """The cached prefix that a request may begin with."""
 
     __slots__ = ("block_ids", "num_tokens", "tables")
 
@@ -121,7 +121,7 @@ class KVCacheManager:
         return PrefixHit(tables[0].room, tables)
 
     def num_missing(self, hit: PrefixHit, num_tokens: int) -> int:
-        """How many blocks must be free for a request of so many tokens that begins with this hit."""
+        """Return how many blocks must be free for a request of so many tokens that begins with this hit."""
         needed = self._pool.count_idle(hit.block_ids)
         for group, table in zip(self._groups, hit.tables, strict=True):
             most = group.most_blocks(num_tokens, self._step_tokens)
@@ -159,13 +159,13 @@ class KVCacheManager:
 
     @staticmethod
     def room(request: Request) -> int:
-        """How many tokens its blocks hold."""
+        """Return how many tokens its blocks hold."""
         tables = request.block_tables
         return tables[0].room if len(tables) == 1 else min(table.room for table in tables)
 
     @staticmethod
     def num_lacking(request: Request, num_tokens: int) -> int:
-        """How many blocks it needs to hold so many tokens, beside those that it has."""
+        """Return how many blocks it needs for so many tokens, beside those that it has."""
         lacking = 0
         for table in request.block_tables:
             if num_tokens > table.room:
@@ -173,7 +173,7 @@ class KVCacheManager:
         return lacking
 
     def reach(self, request: Request, num_blocks: int, num_tokens: int) -> int:
-        """How many tokens, at most ``num_tokens``, it can hold with so many blocks more."""
+        """Return how many tokens, at most ``num_tokens``, it can hold with so many blocks more."""
         size, held = self.block_size, self.room(request)
         ends = range(held + size, num_tokens, size)  # where a block more is needed for each token after
         fitting = bisect_right(ends, num_blocks, key=lambda end: self.num_lacking(request, end))
@@ -203,7 +203,7 @@ class KVCacheManager:
         return sum(len(table.block_ids) for table in request.block_tables)
 
     def num_leaving(self, request: Request) -> int:
-        """How many of its blocks are freed when its prompt is computed as far as it has been scheduled."""
+        """Return how many of its blocks are freed when its prompt is computed as far as it has been scheduled."""
         position = request.num_computed_tokens
         tables = zip(self._groups, request.block_tables, strict=True)
         return sum(max(0, min(g.first_needed(position) - t.begin, len(t.block_ids))) for g, t in tables)

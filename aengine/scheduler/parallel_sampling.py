@@ -28,7 +28,7 @@ class ParallelSampling:
         self._first[request.request_id] = request
 
     def wait_for_first(self, request: Request) -> bool:
-        """Let it wait for its index 0. False: that one's prompt is computed already, or it is gone."""
+        """Make the request wait for its index 0. False: that one's prompt is computed already, or it is gone."""
         first = self._first.get(request.request_id)
         if first is None:
             return False
@@ -44,7 +44,7 @@ class ParallelSampling:
         self._first[request.request_id].dependents.remove(request)
 
     def release(self, first: Request) -> list[Request]:
-        """Let nobody wait for this one any more. Returns those that did."""
+        """Release the requests that wait for this one, and return them."""
         if self._first.get(first.request_id) is not first:
             return []
         del self._first[first.request_id]

@@ -1,4 +1,4 @@
-"""One step in the making: who computes how many tokens in it, and what the worker is told with it.
+"""A step being planned: which requests compute how many tokens in it, and the changes that it carries.
 
 All that decode are in it with one token each. Then, by urgency, those that catch up: chunks of prompts, decodes that
 lack a block, requests with drafts. Then the waiting. What keeps it right is drawn in scheduler.py.
@@ -71,7 +71,7 @@ class StepPlan:
                 self._catch_up(request, to_go, self._budget - kept)
 
     def _continue_decode(self, request: Request) -> None:
-        """Its next token needs a block, in some group."""
+        """Continue a decode whose next token needs a block, in some group."""
         kv, num_tokens = self._rows.kv, request.num_computed_tokens + 1
         if kv.num_free < kv.num_groups:
             lacking = kv.num_lacking(request, num_tokens)
@@ -82,7 +82,7 @@ class StepPlan:
         request.limit = min(kv.room(request), request.max_num_tokens - 1)
 
     def _catch_up(self, request: Request, to_go: int, most: int) -> None:
-        """As many of ``to_go`` tokens as ``most`` and the blocks allow; then its drafts."""
+        """Schedule as many of ``to_go`` tokens as ``most`` and the blocks allow; then its drafts."""
         kv, begin, num_tokens = self._rows.kv, request.num_computed_tokens, min(to_go, most)
         lacking = kv.num_lacking(request, begin + num_tokens)
         if lacking:
@@ -101,7 +101,7 @@ class StepPlan:
         self._add(request, num_tokens, drafts)
 
     def _room_for_drafts(self, request: Request, end: int, wanted: int) -> int:
-        """How many drafts, after ``end`` tokens, there are rows of logits and blocks for: nobody is preempted for them,
+        """Return for how many drafts, after ``end`` tokens, there are rows of logits and blocks: they preempt no request,
         and all others can still grow by one block."""
         rows, kv = self._rows, self._rows.kv
         num_logits = len(rows.running) + min(len(rows.free_rows), self._num_waiting) + self._num_drafts  # at most
@@ -112,7 +112,7 @@ class StepPlan:
         return max(0, wanted)
 
     def _make_room(self, request: Request, num_wanted: int) -> int:
-        """How many of ``num_wanted`` blocks it can have now; preempts the least urgent as far as that helps."""
+        """Return how many of ``num_wanted`` blocks it can have now; preempts the least urgent as far as that helps."""
         kv = self._rows.kv
         if kv.num_free < num_wanted:
             if self._coming is None:
@@ -177,7 +177,7 @@ class StepPlan:
         request.num_computed_tokens += num_tokens
 
     def _grow(self, request: Request, grown: list[tuple[int, list[int]]]) -> None:
-        """Tell the worker of the blocks that the request got, (group, block ids)."""
+        """Add the request's new blocks, (group, block ids), to the step."""
         if grown and not self._grown_ids:
             self._grown_rows, self._grown_ids = int32(), int32()
         for group, block_ids in grown:
@@ -216,7 +216,7 @@ class StepPlan:
         return SchedulerOutput(step_id, *changes, req_idx, num_scheduled, *flags, columns)
 
     def _sort_out(self, batch_idx: int) -> dict[int, int]:
-        """Say what those that catch up in this step do in the next one: the first is at ``batch_idx``. Returns the
+        """Set what the requests that catch up in this step do in the next: the first is at ``batch_idx``. Returns the
         chunks of prompts, see `InFlightStep`."""
         chunks: dict[int, int] = {}
         joining = []

@@ -20,10 +20,10 @@ class Proposer(Protocol):
 
 
 class ForcedTokens:
-    """What a request's grammar leaves no choice about. The guess is always right."""
+    """Proposes tokens that a request's grammar forces. They are always accepted."""
 
     def propose(self, request: Request) -> Sequence[int]:
-        """What was found to be forced when the request's last bitmask was filled; each is proposed once."""
+        """Return the tokens found to be forced when the request's last bitmask was filled; each is proposed once."""
         grammar = request.grammar
         if grammar is None or not grammar.forced:
             return ()

@@ -1,4 +1,4 @@
-"""One request, as the scheduler sees it: its tokens, how far they are computed, its row and its blocks.
+"""A request in the scheduler: its tokens, how far they are computed, its row and its blocks.
 
                                                 all known tokens          its last token
                                                   are scheduled             is scheduled
@@ -52,7 +52,7 @@ class RequestStatus(Enum):
 
 
 class CacheKey(NamedTuple):
-    """What KV depends on beside the tokens, and who may share it: only requests of equal key share prefixes."""
+    """The key of KV besides the tokens: only requests of equal key share prefixes."""
 
     salt: bytes = b""  # of the caller
     adapter: bytes = b""  # by which the weights are changed
@@ -60,7 +60,7 @@ class CacheKey(NamedTuple):
 
 
 class Request:
-    """What is to be computed for one completion.
+    """The computation of one completion.
 
     ``priority``: lower is more urgent; among equals the earlier ``arrival_time`` (any unit), then the earlier added.
     ``max_num_tokens`` counts prompt and completion. ``is_pooled``: it gets one vector in place of the one token that
@@ -181,7 +181,7 @@ class Request:
         return max(0, self.num_computed_tokens + 1 - len(self.token_ids))
 
     def forget_worker(self) -> None:
-        """It has no row, no blocks and nothing computed any more."""
+        """Forget the row, the blocks and what is computed."""
         self.block_tables = []
         self.num_computed_tokens = self.num_offered_tokens = 0
         self.req_idx = -1
@@ -205,7 +205,7 @@ class Request:
         return self.token_ids[self.num_prompt_tokens :]
 
     def to_message(self) -> NewRequest:
-        """What a worker must know of it to run it from here on."""
+        """Return the message from which a worker can run it from here on."""
         params, bias, tables = self.params, self.params.logit_bias, self.block_tables
         block_ids, spans = int32(), int32()
         for table in tables:

@@ -22,7 +22,7 @@ _CATCHING_UP, _DECODING, _DRAINING = RequestStatus.CATCHING_UP, RequestStatus.DE
 
 
 class Rows:
-    """The rows of one worker. ``on_free`` gets each unfinished request whose blocks nobody uses any more."""
+    """The rows of one worker. ``on_free`` gets each unfinished request once no step in flight uses its blocks."""
 
     def __init__(
         self,
@@ -65,7 +65,7 @@ class Rows:
         self.decoding.leave()
 
     def drain(self, request: Request) -> None:
-        """Its last token is in flight."""
+        """Take the request out of later steps: its last token is in flight."""
         request.status = _DRAINING
         self.decoding.leave()
 
@@ -104,7 +104,7 @@ class Rows:
             self.release(request)
 
     def release(self, request: Request) -> None:
-        """No step in flight knows it any more."""
+        """Free the request's blocks, which no step in flight uses."""
         self.kv.release(request)
         request.forget_worker()
         if request.finish_reason is None:

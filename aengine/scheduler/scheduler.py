@@ -207,7 +207,7 @@ class Scheduler:
         return not others and rows.kv.num_free >= len(rows.running) * rows.kv.num_groups
 
     def schedule(self, *, is_leased: bool = False) -> SchedulerOutput | None:
-        """The next step, or None when nobody has anything to compute before more answers or requests come.
+        """Make the next step; None when there is nothing to compute before more answers or requests come.
 
         ``is_leased``: `revoke` may take it back. Only while `is_steady`.
         """

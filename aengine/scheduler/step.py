@@ -1,4 +1,4 @@
-"""What a step is made of on the host: those that decode, and steps in flight."""
+"""Steps on the host: the batch of decoding requests, and steps in flight."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ class DecodeBatch:
         self._is_stale = False
 
     def leave(self) -> None:
-        """One of them is not DECODING any more: `refresh` leaves it out."""
+        """Note that one of them is not DECODING any more: `refresh` leaves it out."""
         self._is_stale = True
 
     def join(self, requests: list[Request]) -> None:
