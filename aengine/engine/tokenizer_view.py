@@ -103,8 +103,8 @@ class TokenizerView:
         add_generation_prompt: bool | None = None,
         continue_final_message: bool = False,
     ) -> int:
-        """Return a prompt's number of tokens: ``usage.prompt_tokens`` of ``generate`` with this text, or of ``chat`` with
-        these messages and options. Errors as of `encode` and `render`."""
+        """Return a prompt's number of tokens: ``usage.prompt_tokens`` of ``generate`` with this text, or of ``chat``
+        with these messages and options. Errors as of `encode` and `render`."""
         if isinstance(prompt, str):
             return len(self.encode(prompt))
         return len(

@@ -62,7 +62,7 @@ class WaitingLine:
         return turn
 
     def leave(self, request_id: str) -> None:
-        """Remove a request whose first step is made, or that has ended; admit others as far as there is room. Idempotent."""
+        """Remove a request whose first step is made, or that has ended; admit others if there is room. Idempotent."""
         if request_id in self._inside:
             self._inside.remove(request_id)
         elif request_id in self._turns:

@@ -25,7 +25,7 @@ __all__ = ["AsyncOutput", "DeviceOutput", "OutputCopier", "Published"]
 
 
 class HostOutput(NamedTuple):
-    """What was sampled, on the host. n rows; of the log-probabilities those of `LogprobTensors`."""
+    """Sampled tokens on the host. n rows; of the log-probabilities those of `LogprobTensors`."""
 
     token_ids: np.ndarray | None = None  # [n]
     checks: np.ndarray | None = None  # float32 [n]
@@ -35,7 +35,7 @@ class HostOutput(NamedTuple):
 
 
 class DeviceOutput(NamedTuple):
-    """What a step sampled, while it is on the device."""
+    """Sampled tokens of a step on the device."""
 
     token_ids: Tensor | None = None
     checks: Tensor | None = None
@@ -45,7 +45,7 @@ class DeviceOutput(NamedTuple):
 
 
 class Source(Protocol):
-    """Where the sampled tokens come from."""
+    """Source of the sampled tokens."""
 
     def ready(self) -> bool: ...
 

@@ -1,4 +1,4 @@
-"""One step's batch, planned on the host and gathered from the persistent rows; nothing of it outlives the step.
+"""A step's batch, planned on the host and gathered from the persistent rows; nothing of it outlives the step.
 
 The requests are put in the order that the attention likes, those that compute one token first; ``batch_idx`` remembers
 where the scheduler had them.
@@ -29,7 +29,7 @@ Rows = npt.NDArray[np.int64]
 
 @dataclass(slots=True)
 class BatchPlan:
-    """What the host knows of a step: all numpy int64, nothing is asked of the device. Decodes first.
+    """A step as the host plans it: all numpy int64, nothing is read from the device. Decodes first.
 
     Of a row whose drafts are not settled yet, ``seq_lens`` is an upper bound; the device knows."""
 
@@ -49,7 +49,7 @@ class BatchPlan:
 
     @property
     def is_decode(self) -> bool:
-        """Every request computes its newest token and samples."""
+        """Whether every request computes its newest token and samples."""
         return self.num_decodes == len(self.rows) == len(self.sampling) and self.drafts is None
 
     def logits_indices(self) -> Rows:

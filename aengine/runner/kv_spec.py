@@ -1,4 +1,4 @@
-"""What each layer of a model keeps of a sequence, and how that lies in the pages of one pool.
+"""Specs of what each layer of a model keeps of a sequence, and its layout in the pages of one pool.
 
 A model's config says it layer by layer, in plain values (`LayerKV`). Layers that keep the same form a group, which has
 a block table of its own; all groups take their blocks from one pool of equal pages. With six layers, every other one of
@@ -44,7 +44,7 @@ class WindowKV:
 
 @dataclass(frozen=True, slots=True)
 class LatentKV:
-    """One vector of ``width`` elements a token, which all heads share (multi-head latent attention)."""
+    """A vector of ``width`` elements a token, which all heads share (multi-head latent attention)."""
 
     width: int
 
@@ -58,7 +58,7 @@ class StateKV:
 
 @dataclass(frozen=True, slots=True)
 class SharedKV:
-    """Nothing of its own: the layer reads what layer ``layer`` keeps."""
+    """Shared KV: the layer reads what layer ``layer`` keeps."""
 
     layer: int
 
@@ -68,7 +68,7 @@ LayerKV = FullKV | WindowKV | LatentKV | StateKV | SharedKV
 
 @dataclass(frozen=True, slots=True)
 class LayerPlace:
-    """Where what a layer keeps is found."""
+    """Place of a layer's KV."""
 
     kv: FullKV | WindowKV | LatentKV | StateKV
     group: int  # whose block table leads to it
@@ -125,7 +125,7 @@ _MOST_WASTE = 1 / 8
 
 
 def _choose_num_slabs(counts: list[int]) -> int:
-    """For kinds of so many layers each: as gives the fewest groups, with little waste; of those the least waste."""
+    """Choose for kinds of so many layers each: the fewest groups with little waste; of those the least waste."""
 
     def cost(num_slabs: int) -> tuple[bool, int, int]:
         num_groups = sum(-(-count // num_slabs) for count in counts)

@@ -117,7 +117,7 @@ class ModelConfig:
 
     @property
     def kv_layers(self) -> tuple[LayerKV, ...]:
-        """What each layer keeps of a sequence."""
+        """The specs of what each layer keeps of a sequence."""
         heads = self.num_kv_heads, self.head_dim
         return tuple(WindowKV(*heads, window) if window else FullKV(*heads) for window in self.sliding_windows)
 
@@ -189,7 +189,7 @@ class ConfigReader:
         }
 
     def windows(self, window: int | None, first_layer: int = 0) -> tuple[int | None, ...]:
-        """Each layer's window: as ``layer_types`` says, else ``window`` from ``first_layer`` on; None: none has one."""
+        """Return each layer's window: by ``layer_types``, else ``window`` from ``first_layer`` on; None: no window."""
         layers = self.integer("num_hidden_layers")
         kinds = self._hf.get("layer_types")
         if window is not None and kinds is not None:

@@ -42,7 +42,7 @@ __all__ = ["ExecuteModelState", "KvMemory", "Model", "ModelRunner"]
 
 
 class Model(Protocol):
-    """What the runner needs of a model. ``attn`` is what ``KvMemory.bind`` makes of a batch."""
+    """Interface of a model for the runner. ``attn`` is what ``KvMemory.bind`` makes of a batch."""
 
     def forward(self, input_ids: Tensor, positions: Tensor, attn: Any) -> Tensor:
         """hidden [num_tokens, hidden_size] for int64 [num_tokens] ids and positions; writes and reads KV by attn."""
@@ -73,7 +73,7 @@ class KvMemory(Protocol):
 
 @dataclass(slots=True)
 class ExecuteModelState:
-    """What the second phase needs of the first."""
+    """State of a step between its two phases."""
 
     step_id: int
     plan: BatchPlan | None = None  # what was run; None: nothing
@@ -180,8 +180,8 @@ class ModelRunner:
         return self._run_batch(out, plan)
 
     def _try(self, out: SchedulerOutput, plan: BatchPlan) -> tuple[ExecuteModelState | None, str]:
-        """None if there is no memory for it, and what torch says. The error itself, which holds on to all that the
-        attempt had allocated, is gone when this returns."""
+        """Execute the step; (None, torch's message) if memory runs out. The error itself, which refers to all that the
+        attempt had allocated, is freed when this returns."""
         try:
             return self._run(out, plan), ""
         except torch.OutOfMemoryError as error:
@@ -189,7 +189,7 @@ class ModelRunner:
 
     def _run_with_less(self, out: SchedulerOutput, plan: BatchPlan) -> ExecuteModelState:
         """The device has no memory for the step. Once more with all that torch kept for later given back; then without
-        the prompts, which need the most: they fail, and whoever decodes goes on."""
+        the prompts, which need the most: they fail, and the requests that decode go on."""
         self.platform.release_cached()
         state, reason = self._try(out, plan)
         if state is not None:
@@ -317,7 +317,7 @@ class ModelRunner:
 
     @torch.inference_mode()
     def prepare_more(self) -> None:
-        """For idle times: the first step that needs a graph would wait for its capture, and all requests with it."""
+        """Capture a graph in idle time: the first step that needs it would wait for that, and all requests with it."""
         if not self.has_more or self._state is not None:
             return
         assert self._uncaptured is not None
@@ -347,7 +347,7 @@ class ModelRunner:
         return self._sampler.sample_plainly(logits, batch)
 
     def _update_rows(self, out: SchedulerOutput) -> None:
-        """In the order of the SchedulerOutput's fields, so that a row may be freed and taken in one step."""
+        """Apply changes in the order of the SchedulerOutput's fields: a row may be freed and taken in one step."""
         if out.settled_rows:
             self.requests.settle(np.array(out.settled_rows), np.array(out.num_rejected))
         for row in out.removed:
@@ -390,7 +390,7 @@ _NO_MEMORY_TO_SAMPLE = (
 
 
 def _reason(error: torch.OutOfMemoryError, is_alone: bool) -> str:
-    """What torch says of the memory. Raises InternalError unless the rank is alone."""
+    """Return torch's message about memory. Raises InternalError unless there is one rank."""
     reason = str(error).partition(". ")[0]
     if not is_alone:
         raise InternalError(f"{_NO_MEMORY_ON_A_RANK} ({reason})") from None
@@ -398,7 +398,7 @@ def _reason(error: torch.OutOfMemoryError, is_alone: bool) -> str:
 
 
 def _check_tokens(request: NewRequest, vocab_size: int) -> str | None:
-    """What is wrong with the request's token ids, which are then made harmless; None if nothing.
+    """Return the fault of the request's token ids, which are then replaced by valid ones; None if there is none.
 
     The host has checked them. A wrong index would still kill the worker, and every other request with it.
     """

@@ -1,4 +1,4 @@
-"""The persistent rows: all that the device knows of a request, from when it is added until it is removed.
+"""The persistent rows: a request's state on the device, from when it is added until it is removed.
 
 A row is written once, when its request comes; after that the device itself moves it on (`advance`, `append`). The
 host keeps copies of the few numbers that decide which ops a step needs, so that it never has to ask the device. Of a
@@ -135,7 +135,7 @@ class RequestState:
         self.is_pooled[row] = False
 
     def advance(self, rows: npt.NDArray[np.int64], seq_lens: npt.NDArray[np.int64]) -> None:
-        """On the host: the rows have computed their tokens up to ``seq_lens`` [n]."""
+        """Set on the host that the rows have computed their tokens up to ``seq_lens`` [n]."""
         self.num_computed_tokens[rows] = seq_lens
 
     def advance_device(self, rows: Tensor, seq_lens: Tensor) -> None:
@@ -147,8 +147,8 @@ class RequestState:
         self.scalars.num_computed_tokens.index_add_(0, rows, self._ones[: len(rows)])
 
     def settle(self, rows: npt.NDArray[np.int64], num_rejected: npt.NDArray[np.int64]) -> None:
-        """On the host: one step with drafts of each of the rows was answered, and so many of the drafts were wrong. On
-        the device they never counted. A row may be named several times."""
+        """Subtract on the host the drafts that were rejected in an answered step of each of the rows (the device never
+        counted them). A row may be named several times."""
         if not all(0 <= row < len(self.in_use) and self.in_use[row] for row in rows):
             raise InternalError("drafts are settled of a row that has no request")
         np.subtract.at(self.num_tokens, rows, num_rejected)
@@ -156,14 +156,14 @@ class RequestState:
         np.subtract.at(self.num_unsettled, rows, 1)
 
     def write_drafts(self, rows: npt.NDArray[np.int64], drafts: DraftPlan) -> None:
-        """On the device: the drafts of the rows (host, [n]) behind their tokens, where a step reads its input."""
+        """Write on the device the drafts of the rows (host, [n]) behind their tokens, where a step reads its input."""
         owner, places = drafts.places()
         sent = to_device(np.stack((rows[owner], places, drafts.token_ids)), self.token_ids.device)
         end = self.scalars.num_tokens.index_select(0, sent[0])
         self.token_ids.index_put_((sent[0], end + sent[1]), sent[2].int())
 
     def append(self, rows: npt.NDArray[np.int64], counts: npt.NDArray[np.int64] | int = 1) -> None:
-        """On the host: each of the rows has so many tokens more, at most."""
+        """Add on the host so many tokens, an upper bound, to each of the rows."""
         if len(rows) and (self.num_tokens[rows] + counts).max() > self.token_ids.shape[1]:
             raise InternalError(f"a row is full: it holds {self.token_ids.shape[1]} tokens")
         self.num_tokens[rows] += counts

@@ -102,7 +102,7 @@ class BlockPool:
         return sum(ref_counts[block_id] == 0 for block_id in block_ids)
 
     def offer(self, block_id: int, name: bytes) -> None:
-        """Register this block's name for prefix hits. If another block has the same content, the older keeps the name."""
+        """Register this block's name for prefix hits. If another block has this content, the older keeps the name."""
         if name not in self._by_name and self._name_of[block_id] is None:
             self._by_name[name] = block_id
             self._name_of[block_id] = name

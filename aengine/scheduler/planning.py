@@ -101,7 +101,7 @@ class StepPlan:
         self._add(request, num_tokens, drafts)
 
     def _room_for_drafts(self, request: Request, end: int, wanted: int) -> int:
-        """Return for how many drafts, after ``end`` tokens, there are rows of logits and blocks: they preempt no request,
+        """Return for how many drafts after ``end`` tokens there are rows of logits and blocks: they preempt no request,
         and all others can still grow by one block."""
         rows, kv = self._rows, self._rows.kv
         num_logits = len(rows.running) + min(len(rows.free_rows), self._num_waiting) + self._num_drafts  # at most

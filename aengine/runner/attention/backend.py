@@ -1,4 +1,4 @@
-"""What attends in a platform's steps: chosen before the weights are loaded, makes the KV cache when memory is known."""
+"""Attention backend of a platform: chosen before the weights are loaded; makes the KV cache when memory is known."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ class AttentionBackend(Protocol):
 
     @property
     def name(self) -> str:
-        """What attends to long prompts."""
+        """Name of what computes attention to long prompts."""
 
     def join(self) -> None:
         """Wait until it is ready, before anything is captured. Raises ModelLoadError."""

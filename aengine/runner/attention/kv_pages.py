@@ -14,7 +14,7 @@ __all__ = ["AttentionLayerKV", "KVPages"]
 
 
 class AttentionLayerKV:
-    """What attention needs to know of a layer's KV."""
+    """A layer's KV as attention uses it."""
 
     __slots__ = ("cache", "group", "heads", "window")
 
@@ -27,7 +27,7 @@ class AttentionLayerKV:
 
 
 class KVPages:
-    """One tensor a slab, [num_pages, elements], zeroed."""
+    """The pages of KV: one tensor a slab, [num_pages, elements], zeroed."""
 
     def __init__(self, layout: KVLayout, num_pages: int, dtype: torch.dtype, device: torch.device) -> None:
         self.layout = layout

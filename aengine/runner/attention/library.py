@@ -1,4 +1,4 @@
-"""What attends to prompts on a GPU: our own kernel, or a library that is faster for long ones.
+"""Attention to prompts on a GPU: by our own kernel, or by a library that is faster for long ones.
 
     triton          ours; reads the paged cache; works everywhere
     flash-attn-4    pip install flash-attn-4; Hopper and later
@@ -63,7 +63,7 @@ class PrefillMetadata:
         return self.seq_lens if window is None else np.minimum(self.seq_lens, self.query_lens + window - 1)
 
     def places(self, group: int, block_size: int, window: int | None) -> tuple[Tensor, Tensor]:
-        """Where the tokens are that the queries look at: (int64 [2, total] block and offset, int32 [n + 1] starts)."""
+        """Return the places of the tokens attended to: (int64 [2, total] block and offset, int32 [n + 1] starts)."""
         if group not in self._gathered:
             lens = self.key_lens(window)
             starts = np.zeros(len(lens) + 1, dtype=np.int32)
@@ -266,7 +266,7 @@ def _why_not(library: _Library, capability: tuple[int, int], dtype: torch.dtype,
 
 
 def _is_installed(module: str) -> bool:
-    """Without importing more than the packages around it, and those not either if they are not there."""
+    """Whether a module is installed; only the packages around it are imported."""
     try:
         return importlib.util.find_spec(module) is not None
     except (ImportError, ValueError):

@@ -74,7 +74,7 @@ class KvCache:
 
 @dataclass(slots=True)
 class GroupMetadata:
-    """What a step's attention needs to know of one KV group. Blocks that no query looks at are left out."""
+    """Attention inputs of a step for one KV group. Blocks that no query attends to are left out."""
 
     seq_lens: list[int]  # host [num_reqs]: tokens of each request in these blocks, those of this step included
     block_table: Tensor  # int64 [num_reqs, max_blocks]
@@ -83,7 +83,7 @@ class GroupMetadata:
 
 @dataclass(slots=True)
 class AttentionMetadata:
-    """What a step's attention needs to know, in all layers."""
+    """Attention inputs of a step, for all layers."""
 
     query_lens: list[int]  # host [num_reqs]: tokens that each request computes
     groups: list[GroupMetadata]  # of each KV group

@@ -67,7 +67,7 @@ class BatchGraphs:
         return BatchShape(self._tokens[-1], self._reqs[-1]) if self._tokens else None
 
     def missing(self) -> list[BatchShape]:
-        """What has not been captured, the smallest first."""
+        """Return the graphs that are not captured, the smallest first."""
         sizes = list(pairwise([0, *self._reqs]))  # of more requests than the first, and at most the second
         wanted = [BatchShape(tokens, most) for tokens in self._tokens for fewer, most in sizes if fewer < tokens]
         return [shape for shape in wanted if shape not in self._graphs]

@@ -84,7 +84,8 @@ def fits(capture: Callable[[], None], what: str, platform: Platform) -> bool:
 
 
 def _out_of_memory(error: BaseException | None) -> str | None:
-    """What torch says, or CUDA where it makes the graph; it may be what led to the error. None: it is another error."""
+    """Return the message of an out-of-memory error of torch, or of CUDA in making a graph, also if it is the cause of
+    ``error``; None for other errors."""
     while error is not None:
         if "out of memory" in str(error):
             return str(error).partition(". ")[0].partition("\n")[0]
@@ -93,7 +94,7 @@ def _out_of_memory(error: BaseException | None) -> str | None:
 
 
 class DecodeModel(Protocol):
-    """What a step runs (runner/model_runner.py's Model and KvMemory together)."""
+    """The computation of a step (runner/model_runner.py's Model and KvMemory together)."""
 
     def decode(self, input_ids: Tensor, positions: Tensor, rows: Tensor, seq_lens: Tensor) -> Tensor:
         """Hidden states [n, hidden_size]; rows int64 [n], seq_lens int32 [n]."""
@@ -103,7 +104,7 @@ class DecodeModel(Protocol):
 
 
 class Unmasked(NamedTuple):
-    """What the first half of a MASKED step leaves for the second."""
+    """State of a MASKED step between its two halves."""
 
     logits: Tensor  # float32 [size, vocab_size]
     inputs: DecodeInputs
@@ -121,7 +122,7 @@ class DecodeStep:
         bitmasks: HostBitmasks,
         platform: Platform,
     ) -> None:
-        """At most ``max_in_flight_steps`` answers may be under way or unread."""
+        """``max_in_flight_steps``: most answers that may be under way or unread."""
         num_slots = max(_LEAST_SLOTS, 2 * max_in_flight_steps)
         self._requests = requests
         self._model = model
@@ -168,7 +169,7 @@ class DecodeStep:
         return None
 
     def set_bitmasks(self, rows: Rows, bits: npt.NDArray[np.uint8] | None, size: int) -> None:
-        """For the `run_masked` to come: ``bits`` [n, row_bytes] are of the batch's ``rows`` [n]."""
+        """Set the bitmasks of the next `run_masked`: ``bits`` [n, row_bytes] are of the batch's ``rows`` [n]."""
         self._masks.set(rows, bits, size)
 
     def run_masked(self, unmasked: Unmasked) -> None:
@@ -192,7 +193,7 @@ class DecodeStep:
         commit_decode(*where, ids, checks, self._published, self._cursor)
 
     def published(self, num_rows: int) -> Published:
-        """Where the answer of the SAMPLED or MASKED step queued last will be."""
+        """Return the memory of the answer of the SAMPLED or MASKED step queued last."""
         slot = self._next_slot
         self._next_slot = (slot + 1) % len(self._published_host)
         return Published(self._published_host[slot], num_rows, self._platform.record_event())
@@ -250,7 +251,7 @@ class CudaGraphManager:
         progress(len(self._sizes), len(self._sizes))
 
     def missing(self) -> list[BatchDescriptor]:
-        """What has not been captured, the smallest first."""
+        """Return the graphs that are not captured, the smallest first."""
         if self._is_eager:
             return []
         wanted = [BatchDescriptor(size, kind) for size in self._sizes for kind in GraphKind]

@@ -1,1 +1,1 @@
-"""What the models are made of. Layers hold weights and take what they use; nothing here is global."""
+"""Layers of the models. They hold weights and take what they use; nothing here is global."""

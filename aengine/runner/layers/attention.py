@@ -1,4 +1,4 @@
-"""What a layer and the step's attention know of each other.
+"""Interface between a layer and the step's attention.
 
 Between the product that gives q, k and v and the one that takes the attention's output lies what belongs to the
 attention: norms of q and k, rotary, the KV cache. So all of it can be one kernel.
@@ -19,7 +19,7 @@ __all__ = ["AttentionCall", "AttentionLayer"]
 
 @dataclass(frozen=True, slots=True)
 class AttentionLayer:
-    """What attention needs to know of one layer."""
+    """One layer's parameters of attention."""
 
     index: int
     num_heads: int
@@ -46,7 +46,7 @@ class AttentionLayer:
 
 
 class AttentionCall(Protocol):
-    """What the layers need of the step's attention (runner/attention/)."""
+    """Interface of the step's attention for layers (runner/attention/)."""
 
     def begin(self, positions: Tensor) -> None:
         """Called once a step, before its first layer. positions: int64 [num_tokens]."""

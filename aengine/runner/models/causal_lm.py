@@ -1,4 +1,4 @@
-"""What every family's class is to the rest of the runner."""
+"""Interface of every family's class."""
 
 from __future__ import annotations
 

@@ -38,7 +38,7 @@ _DRIVER_VERSION = Path("/proc/driver/nvidia/version")
 
 @dataclass
 class CudaPlatform:
-    """One GPU."""
+    """CUDA: one GPU."""
 
     device: torch.device
     name: str
@@ -123,7 +123,7 @@ class CudaPlatform:
 
     @contextlib.contextmanager
     def _aside(self) -> Iterator[None]:
-        """Within: launches of this thread go to a stream of their own; at the end they have run."""
+        """Put this thread's launches on a stream of their own; at the end they have run."""
         stream = torch.cuda.Stream(self.device)
         with torch.cuda.device(self.device), torch.cuda.stream(stream):
             yield
@@ -215,7 +215,7 @@ class _CopyStream:
 
 
 def _why_unavailable(warning: str) -> Unavailable:
-    """From what torch warned of when it looked for a GPU; "" if it did not. Expected where there is no driver."""
+    """Explain torch's warning from its search for a GPU; "" if it gave none. Expected where there is no driver."""
     driver = driver_version()
     return Unavailable(_reason(driver, warning), is_expected=driver is None)
 

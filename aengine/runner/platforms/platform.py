@@ -71,7 +71,7 @@ class Platform(Protocol):
 
     device: torch.device
     name: str
-    """The hardware's name, as an operator knows it."""
+    """The hardware's name, for logs and messages."""
     is_accelerator: bool
     """Has memory of its own and a queue of work, and runs the Triton kernels. Else: the CPU, where ops run in torch."""
     pins_memory: bool
@@ -97,12 +97,12 @@ class Platform(Protocol):
         """The setting ``dtype``, with "auto" resolved as far as the device decides it. Raises ModelLoadError."""
 
     def choose_attention(self, config: EngineConfig, model_config: ModelConfig, dtype: torch.dtype) -> AttentionBackend:
-        """What attends, and keeps the KV cache. Raises ModelLoadError."""
+        """Choose the attention backend, which also makes the KV cache. Raises ModelLoadError."""
 
     # -- memory
 
     def memory(self) -> DeviceMemory:
-        """What the device has, and who has taken it."""
+        """Return the device's memory, and who has taken it, in bytes."""
 
     def memory_taken(self) -> int:
         """Bytes that this process has taken on the device; from any thread, also while it computes."""
@@ -114,8 +114,7 @@ class Platform(Protocol):
         """The most bytes that this process' tensors take while ``work`` runs, those there before included."""
 
     def share(self, memory: Tensor) -> bool:
-        """Have the device read and write this host memory by itself, for as long as the process lives. Whether it
-        can."""
+        """Let the device read and write this host memory by itself, until the process ends. Returns whether it can."""
 
     # -- the order of work
 
@@ -123,7 +122,7 @@ class Platform(Protocol):
         """Wait until all that was queued is done."""
 
     def record_event(self) -> Event | None:
-        """What tells that all queued so far is done; None: it is."""
+        """Return an event that is done when all queued so far is; None: it is already."""
 
     def copy_stream(self) -> CopyStream:
         """A new one."""
@@ -132,5 +131,5 @@ class Platform(Protocol):
         """Memory for graphs of which no two run at once."""
 
     def capture(self, pool: Any) -> AbstractContextManager[Graph]:
-        """What is launched within goes into the graph instead, which is complete at the end. If capturing fails, the
+        """Record launches into a graph instead of running them; it is complete at the end. If capturing fails, the
         current stream is what it was."""

@@ -1,1 +1,1 @@
-"""From logits to ids: the sampler, its features, and the memory of bitmasks."""
+"""Sampling of ids from logits: the sampler, its features, and the memory of bitmasks."""

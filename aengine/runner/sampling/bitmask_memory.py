@@ -1,4 +1,4 @@
-"""Where a graph reads the bitmasks of its step."""
+"""Memory from which a graph reads the bitmasks of its step."""
 
 from __future__ import annotations
 
@@ -80,7 +80,7 @@ class HostBitmasks:
 
 
 class MaskMemory:
-    """Where graphs read bitmasks: one for each of at most ``max_size`` rows of logits that have one.
+    """Memory of a graph's bitmasks: one for each of at most ``max_size`` rows of logits that have one.
 
     The bits are read where the host has written them, if that is memory shared with it: nothing is copied, and the
     kernel takes as long as a copy would. Otherwise they are on the device.
@@ -105,9 +105,9 @@ class MaskMemory:
         return self._bits
 
     def set(self, rows: Rows, bits: npt.NDArray[np.uint8] | None, size: int) -> None:
-        """For the next launch of a graph of ``size`` rows: ``bits`` [n, row_bytes], or None, are of ``rows`` [n].
+        """Set the bitmasks of the next launch, of ``size`` rows: ``bits`` [n, row_bytes], or None, of ``rows`` [n].
 
-        A bitmask comes when the step before has been answered, so nobody reads the old.
+        A bitmask comes when the step before has been answered, so the old one is not read any more.
         """
         n = len(rows)
         wanted = np.full(size, -1, dtype=np.int64)

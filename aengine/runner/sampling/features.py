@@ -1,4 +1,4 @@
-"""What requests may ask of the logits, each a state object with the same verbs.
+"""Features that change logits, each a state object with the same verbs.
 
 A feature keeps what it needs of the rows that use it, and is skipped in a step where no sampling row does. Lists of
 uneven length (biases, stop ids) stay one small tensor a row, and are joined for the rows of a step.
@@ -48,7 +48,7 @@ class SamplingFeature(Protocol):
 
 
 def make_features(requests: RequestState, vocab_size: int, bitmasks: HostBitmasks) -> list[SamplingFeature]:
-    """In the order in which they act."""
+    """Make the features, in the order in which they act."""
     return [
         LogitBias(requests),
         MinTokens(requests, vocab_size),

@@ -84,7 +84,7 @@ class Sampler:
         return not self._special[rows].any() and not self._is_pending(rows)
 
     def sample(self, logits: Tensor, batch: SampleBatch) -> SamplerOutput:
-        """One token for each row of logits float32 [n, vocab_size], which are used up."""
+        """Sample one token for each row of logits float32 [n, vocab_size], which are overwritten."""
         rows = batch.rows
         wants = np.flatnonzero(self._num_logprobs[rows] >= 0)
         index = to_device(wants, logits.device) if 0 < len(wants) < len(rows) else None
@@ -125,7 +125,7 @@ class Sampler:
         return self._special[batch.rows]
 
     def sample_plainly(self, logits: Tensor, batch: SampleBatch) -> SamplerOutput:
-        """By temperature and seed alone: right for the rows that are not demanding."""
+        """Sample by temperature and seed alone: right for rows without other parameters."""
         scalars = batch.scalars
         ids, checks = gumbel_sample(logits, scalars.temperature, scalars.seed, scalars.num_tokens)
         return SamplerOutput(ids, checks, None)

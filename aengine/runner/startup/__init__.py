@@ -1,1 +1,1 @@
-"""From a checkpoint to a runner that is ready: load, profile, allocate, warm up, capture."""
+"""Start-up of a runner from a checkpoint: load, profile, allocate, warm up, capture."""

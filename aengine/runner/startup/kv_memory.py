@@ -1,4 +1,4 @@
-"""How many KV blocks there are, and how long a request may be.
+"""Numbers of KV blocks by memory, and the longest request.
 
       the machine's (or the GPU's) memory
     ┌─────────────────────────────────────────┬──────────────────────────┬───────────┐

@@ -1,4 +1,4 @@
-"""How much of the device's memory the KV cache may have.
+"""Profile of the device's memory, and the KV cache's share of it.
 
 the CPU           a share of what is free
 an accelerator    compile: every kernel that decode steps and prompts need, many at a time; from the disk cache if
@@ -26,8 +26,8 @@ logger = logging.getLogger("aengine.runner")
 
 
 def profile(setup: RunnerSetup, progress: Progress) -> KvPlan:
-    """What this rank alone would take. Raises ModelLoadError when the memory does not suffice; the message says for
-    what, and what helps."""
+    """Measure the plan that this rank alone would take. Raises ModelLoadError when the memory does not suffice; the
+    message names its use and the cure."""
     wanted_len = resolve_max_model_len(setup.config, setup.model_config.max_position_embeddings)
     with setup.errors_explained():
         if setup.platform.is_accelerator:

@@ -1,4 +1,4 @@
-"""What is settled before memory is looked at, and how a runner is made of it."""
+"""The set-up of a runner: what is decided before memory is measured, and how the runner is made of it."""
 
 from __future__ import annotations
 
@@ -80,8 +80,7 @@ class RunnerSetup:
 
     @contextmanager
     def errors_explained(self) -> Iterator[None]:
-        """Within: too little memory, of the device or of a multiprocessor, is a ModelLoadError that says for what, and
-        what helps."""
+        """Convert a lack of memory, of the device or of a multiprocessor, to a ModelLoadError with its use and cure."""
         try:
             yield
         except torch.OutOfMemoryError as error:

@@ -72,7 +72,7 @@ def half_linear(x: Tensor, weight: Tensor, scale: Tensor, bias: Tensor | None) -
 
 @dataclass(frozen=True, slots=True)
 class Float16Plan:
-    """What the measurement found: from ``first_large`` rows on, ``large`` is faster than FBGEMM; None: it never is."""
+    """The measurement's result: from ``first_large`` rows on ``large`` is faster than FBGEMM; None: it never is."""
 
     large: Callable[..., Tensor] | None
     first_large: int

@@ -29,7 +29,7 @@ _LAYER = {
 
 @dataclass(frozen=True, slots=True)
 class GgufNames:
-    """What a family's GGUF files call its tensors, and how they differ from transformers'."""
+    """Tensor names of a family's GGUF files, and how the tensors differ from transformers'."""
 
     top: Mapping[str, str] = field(default_factory=lambda: _TOP)
     layer: Mapping[str, str] = field(default_factory=lambda: _LAYER)  # behind "blk.N." and "model.layers.N."

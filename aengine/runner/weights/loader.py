@@ -43,7 +43,7 @@ _IGNORED = re.compile(
 
 
 class LoadedWeights:
-    """What was loaded: ``num_parameters``, and ``num_bytes`` in the checkpoint's format; ``last`` names a tensor."""
+    """The loaded weights: ``num_parameters``, and ``num_bytes`` in the checkpoint's format; ``last`` names a tensor."""
 
     def __init__(self) -> None:
         self.num_parameters = 0
@@ -112,7 +112,7 @@ def _put(places: list[Place], tensor: Tensor) -> None:
 
 
 def _putting(jobs: Iterable[Callable[[], None]], device: torch.device) -> Iterator[None]:
-    """Do the jobs. On a CPU weights are packed, which takes most of a start: 26 ns each, in one thread."""
+    """Run the jobs. On a CPU weights are packed, which takes most of a start: 26 ns each, in one thread."""
     if device.type == "cpu":
         yield from in_threads(jobs, max(1, torch.get_num_threads()))
     else:

@@ -1,4 +1,4 @@
-"""What the sources of weights have in common: tensors by name, read in threads, a few ahead."""
+"""Common parts of the sources of weights: tensors by name, read in threads, a few ahead."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ class Source(NamedTuple):
 
 
 class Target(NamedTuple):
-    """What is wanted of a checkpoint, by name, and on which device."""
+    """The tensors to read of a checkpoint, by name, and their device."""
 
     places: Mapping[str, Place]
     device: torch.device
@@ -48,7 +48,7 @@ class Target(NamedTuple):
 
 
 def in_threads(jobs: Iterable[Callable[[], T]], num_threads: int) -> Iterator[T]:
-    """What the jobs return, in their order; no more than one a thread is ahead of who takes it."""
+    """Yield what the jobs return, in their order; no more than one a thread is ahead of the consumer."""
     # Not pool.map: it takes all jobs at once, and a model larger than memory would be read into it.
     ahead: deque[Future[T]] = deque()
     with ThreadPoolExecutor(num_threads, thread_name_prefix="weights") as pool:

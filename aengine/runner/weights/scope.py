@@ -1,4 +1,4 @@
-"""What a model's layers want of its checkpoint: tensors by name, each with its places.
+"""Tensors that a model's layers request of its checkpoint: by name, each with its destinations.
 
 A model is built over a `WeightScope`, a view of the checkpoint's names below a prefix. Each layer that has weights says
 there what it wants; the loader then finds all the places, in the order in which the model was built, and fills them.
@@ -20,7 +20,7 @@ __all__ = ["Place", "WeightScope"]
 
 
 class Place(NamedTuple):
-    """Where a tensor of the checkpoint goes.
+    """Destination of a tensor of the checkpoint.
 
     A floating ``dtype`` of 16 or 32 bits means numbers: the checkpoint may hold them in any such format, and they come
     in ``dtype``, but on a CPU in the checkpoint's. Any other means codes, which are stored so and come as they are.
@@ -61,7 +61,7 @@ class WeightScope:
         put: Callable[[Tensor], None],
         num_parameters: int | None = None,
     ) -> None:
-        """Have the tensor ``name`` handed to ``put``. ``num_parameters``: None means as many as it has elements."""
+        """Request the tensor ``name``, which the loader passes to ``put``. ``num_parameters``: None: its elements."""
         count = prod(shape) if num_parameters is None else num_parameters
         place = Place(self._prefix + name, shape, dtype, count, put)
         self.places.setdefault(place.name, []).append(place)

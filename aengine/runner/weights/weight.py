@@ -51,7 +51,7 @@ class Weight(ABC):
 
 
 class StoredTensor(NamedTuple):
-    """One of the tensors in which a checkpoint keeps a matrix."""
+    """A tensor of those in which a checkpoint keeps a matrix."""
 
     suffix: str  # of its name, behind the matrix's: "weight", "bias", "weight_scale"
     shape: tuple[int, ...]
@@ -60,17 +60,17 @@ class StoredTensor(NamedTuple):
 
 
 class WeightFormat(Protocol):
-    """How matrices are kept, in the checkpoint and in memory."""
+    """A format of matrices, in the checkpoint and in memory."""
 
     @property
     def name(self) -> str:
-        """For people, such as "bfloat16"."""
+        """Name for messages, such as "bfloat16"."""
 
     def tensors(self, out_features: int, in_features: int, has_bias: bool) -> list[StoredTensor]:
-        """What the checkpoint has of one matrix."""
+        """Return the tensors in which the checkpoint keeps one matrix."""
 
     def make(self, parts: Sequence[Mapping[str, Tensor]]) -> Weight:
-        """One weight of several matrices over the same input, put below each other (q, k, v; gate, up).
+        """Make one weight of several matrices over the same input, stacked by rows (q, k, v; gate, up).
 
         Args:
             parts: for each matrix its tensors by suffix, as `tensors` names them, on the model's device. They are the
