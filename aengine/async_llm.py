@@ -76,7 +76,7 @@ class AsyncLLM:
 
     @property
     def sync(self) -> SyncLLM:
-        """The same engine for code that blocks: `LLM`'s methods. It needs ``own_thread=True``.
+        """The engine's blocking calls: `LLM`'s methods. They need ``own_thread=True``.
 
         Its calls block the thread that makes them until they have what they return, also one whose event loop runs, as
         a notebook's. Not to be called in the engine's own thread (``progress``, ``on_request_end``).
@@ -139,7 +139,7 @@ class AsyncLLM:
         return await self._handle.run(lambda core: core.drain(limit))
 
     async def resume(self) -> None:
-        """Take new requests again after `drain`; who waits there is told False if any still run.
+        """Take new requests again after `drain`; a pending `drain` returns False if any still run.
 
         Raises:
             EngineClosedError: the engine is not running, or is being closed.
@@ -147,7 +147,7 @@ class AsyncLLM:
         await self._handle.run(resume)
 
     def terminate(self) -> None:
-        """Kill the worker at once. For when nothing can be awaited; `aclose` is the polite way."""
+        """Kill the worker at once. For when nothing can be awaited; `aclose` lets requests and worker end."""
         self._handle.terminate()
 
     async def __aenter__(self) -> Self:
@@ -224,7 +224,7 @@ class AsyncLLM:
         output_type: Any = None,
         **options: Unpack[RequestOptions],
     ) -> Completion[Any]:
-        """The whole completion at once; cheaper than `stream` when nobody watches. Arguments and errors as there.
+        """The whole completion at once; cheaper than `stream`. Arguments and errors as there.
 
         Cancelling the task that awaits it aborts the request.
         """
@@ -333,8 +333,8 @@ class AsyncLLM:
         return tokenizer is not None and tokenizer.has_chat_template
 
     async def check_health(self, timeout: float = 10.0) -> float:
-        """Ask the worker, through everything that a request's steps go through; it answers once it has launched the
-        steps before. Returns the seconds that it took.
+        """Send a ping the way of a request's steps; the worker answers once it has launched the steps before. Returns
+        the seconds that it took.
 
         Raises:
             InvalidRequestError: ``timeout`` is no number of seconds above 0.

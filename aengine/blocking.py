@@ -1,4 +1,4 @@
-"""What `SyncLLM` works with: iterators that block, a list of prompts on its way, and the line of its progress."""
+"""Parts of `SyncLLM`: iterators that block, a list of prompts on its way, and the line of its progress."""
 
 from __future__ import annotations
 
@@ -122,7 +122,7 @@ class ChatIterator(_Blocking["Delta"]):
 
     @property
     def messages(self) -> tuple[ChatMessage, ...]:
-        """Likewise, of each of the n answers."""
+        """The messages of the n answers, as `message`."""
         messages: tuple[ChatMessage, ...] = self._stream.messages
         return messages
 
@@ -226,7 +226,7 @@ def one_each(params: Any, number: int) -> Sequence[SamplingParams | None]:
 
 @contextlib.contextmanager
 def showing(progress: Progress, number: int) -> Iterator[Show]:
-    """What to call with each completion. Raises InvalidRequestError for what is no progress."""
+    """Return the function to call with each completion. Raises InvalidRequestError for other types."""
     if callable(progress):
         yield progress
     elif not isinstance(progress, bool):

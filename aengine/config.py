@@ -206,7 +206,7 @@ class EngineConfig:
         return replace(self, **changes)
 
     def to_wire(self) -> dict[str, Any]:
-        """What a worker needs of it, as plain data."""
+        """Return what a worker needs of it, as plain data."""
         wire = asdict(replace(self, progress=None, on_request_end=None))
         del wire["progress"], wire["on_request_end"]
         return wire
@@ -339,7 +339,7 @@ def worker_environment() -> dict[str, str]:
 
 
 def thread_environment(config: EngineConfig) -> dict[str, str]:
-    """How many threads torch's libraries start, which read it when they are loaded. Blocking: reads files."""
+    """Return the variables that bound the threads of torch's libraries, read at their load. Blocking: reads files."""
     threads = str(num_worker_threads(config))
     return {"OMP_NUM_THREADS": threads, "MKL_NUM_THREADS": threads}
 
@@ -354,7 +354,7 @@ def num_worker_threads(config: EngineConfig) -> int:
 
 
 def model_cache() -> Path:
-    """Where `aengine model add` keeps models: aengine/models in $XDG_CACHE_HOME, which is ~/.cache if not set."""
+    """Return the folder of `aengine model add`: aengine/models in $XDG_CACHE_HOME, which is ~/.cache if not set."""
     given = os.environ.get("XDG_CACHE_HOME", "")
     home = os.path.expanduser("~")  # stays "~" for a user id without an account, as in some containers
     base = Path(given) if os.path.isabs(given) else Path("/" if home == "~" else home, ".cache")

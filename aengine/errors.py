@@ -1,4 +1,4 @@
-"""Every error that aengine raises on purpose, and whose fault it is.
+"""Errors that aengine raises on purpose, by whose fault they are.
 
     AEngineError
     ├── RequestError                the caller's request; every other request goes on

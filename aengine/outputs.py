@@ -1,4 +1,4 @@
-"""What a request gets back."""
+"""Results of requests."""
 
 from __future__ import annotations
 
@@ -84,7 +84,7 @@ class Usage:
 
 @dataclass(frozen=True, slots=True)
 class Timings:
-    """Where the time of one request went, in seconds. None: it never came to that."""
+    """Times of one request, in seconds. None: it never came to that."""
 
     queued: float | None = None
     """From the call to its first step, or to its end if it had none: encoding, compiling its grammar, waiting."""

@@ -1,4 +1,4 @@
-"""What a request asks for: how to sample, when to stop, what shape the answer must have."""
+"""Parameters of a request: how to sample, when to stop, what shape the answer must have."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ MAX_LOGIT_BIAS = 1024
 
 
 def refuses_unknown_names(cls: type[T]) -> type[T]:
-    """Have a dataclass' constructor raise InvalidRequestError, with the nearest name, for one that it does not know."""
+    """Make a dataclass' constructor raise InvalidRequestError, with the nearest name, for an unknown one."""
     construct = cls.__init__
 
     @wraps(construct)
@@ -41,7 +41,7 @@ def refuses_unknown_names(cls: type[T]) -> type[T]:
 
 
 def shown(value: object, length: int = 80) -> str:
-    """At most so much of its repr: for messages about values that may be anything."""
+    """Return at most ``length`` characters of its repr, for messages about values that may be anything."""
     try:
         text = repr(value)
     except Exception:  # an integer of thousands of digits, a list nested as deeply, or its own __repr__
@@ -142,7 +142,7 @@ class DefaultFloat(float):
 
 
 class DefaultInt(int):
-    """Likewise."""
+    """An integer that the caller did not give, as `DefaultFloat`."""
 
     __slots__ = ()
 
@@ -153,7 +153,7 @@ DEFAULT_TYPES = (DefaultFloat, DefaultInt)
 @refuses_unknown_names
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SamplingParams:
-    """How one request is sampled and when it stops; names and meanings as OpenAI's and vLLM's.
+    """Parameters of sampling and stopping of one request; names and meanings as OpenAI's and vLLM's.
 
     Where ``temperature``, ``top_p``, ``top_k``, ``min_p`` or ``repetition_penalty`` is not given, the checkpoint's
     generation_config.json has a say, unless the engine has ``generation_config="none"``. A value that is given is never

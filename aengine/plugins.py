@@ -25,8 +25,8 @@ _OWN = {
 
 
 def target_of(group: str, name: str) -> str | None:
-    """What ``name`` stands for, as "module:attribute"; None: nobody registers it. Blocking: reads files, unless the
-    name is one of our own."""
+    """Return the "module:attribute" registered as ``name``; None: there is none. Blocking: reads files, unless the name
+    is one of our own."""
     return _OWN[group].get(name) or registered(group).get(name)
 
 

@@ -27,7 +27,7 @@ if TYPE_CHECKING:
     from .tokenizer.prompt import Prompt
 
     class Engine(Protocol):
-        """What is asked of the `AsyncLLM` itself: what never waits."""
+        """Interface of the `AsyncLLM`'s calls that never wait."""
 
         @property
         def state(self) -> str: ...
@@ -259,7 +259,7 @@ class SyncLLM:
         return self._engine.has_chat_template
 
     def check_health(self, timeout: float = 10.0) -> float:
-        """Ask the worker. Arguments and errors as of `AsyncLLM.check_health`."""
+        """Check that the worker answers. Arguments and errors as of `AsyncLLM.check_health`."""
         self._check()
         limit = positive_seconds("timeout", timeout)
         return self._handle.wait(lambda core: core.worker.check_health(limit))
@@ -283,6 +283,6 @@ class SyncLLM:
 
     @property
     def _window(self) -> int:
-        """How many prompts of a list the engine has at once: enough to fill its batches for a while."""
+        """Return how many prompts of a list the engine has at once: enough to fill its batches for a while."""
         config = self._handle.config
         return max(1, min(config.max_num_queued_requests, max(64, 2 * config.max_num_seqs)))

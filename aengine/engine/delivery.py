@@ -25,7 +25,7 @@ _NO_LOGPROBS: tuple[Logprob, ...] = ()
 _TURN = 32
 """Tokens delivered before the host's loop gets a turn: some 100 us of work, their consumers' included."""
 _TURN_BESIDE_FILL = 8
-"""The same while rows of bitmasks are filled, which may end sooner than expected."""
+"""Tokens likewise while rows of bitmasks are filled, which may end sooner than expected."""
 
 
 class Delivery:

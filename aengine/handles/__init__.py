@@ -1,1 +1,1 @@
-"""How an engine is held: on the event loop that started it, or on a thread of its own that serves all loops."""
+"""Handles of an engine: on the event loop that started it, or on a thread of its own that serves all loops."""

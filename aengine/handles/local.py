@@ -33,7 +33,7 @@ T = TypeVar("T")
 
 
 class Owner(Protocol):
-    """What a handle asks of the user's object that has it: the seams for tests and for executors of other kinds."""
+    """Interface of the user's object that has a handle: the seams for tests and for executors of other kinds."""
 
     def _core_class(self) -> type[EngineCore]: ...
 
@@ -41,7 +41,7 @@ class Owner(Protocol):
 
 
 class Wording(NamedTuple):
-    """How messages name the user's object, and what they advise."""
+    """The words of messages for the user's object, and for what they advise."""
 
     name: str = "AsyncLLM"
     start: str = "use `async with AsyncLLM(...) as engine`, or `await engine.start()`"
@@ -118,7 +118,7 @@ class LocalHandle:
         core_class, owner, config = self.owner()._core_class(), self._owner, self.config
 
         def make_executor(config: EngineConfig) -> Executor:
-            """For the core, which must not hold what ends it when it is dropped."""
+            """Make the core's executor. It holds the owner weakly: the core ends when that is dropped."""
             return _alive(owner)._make_executor(config)
 
         def report(progress: StartupProgress) -> None:

@@ -34,7 +34,7 @@ S = TypeVar("S", bound=CrossThreadStream)
 
 
 class ThreadHandle(ThreadLife):
-    """Has a `LocalHandle` do its work on a thread of its own; each call may come from any loop in any thread.
+    """Runs a `LocalHandle` on a thread of its own; each call may come from any loop in any thread.
 
     What differs from a `LocalHandle`: `submit` and `abort` return before the engine has seen them, so a request_id that
     is in use, or a queue that others fill at this moment, is an error of the stream.
@@ -69,7 +69,7 @@ class ThreadHandle(ThreadLife):
             raise self._ended_meanwhile() from None
 
     def wait(self, function: Callable[[EngineCore], Awaitable[T]]) -> T:
-        """Like `run`, for a thread that blocks meanwhile."""
+        """Run ``function(core)`` as `run` does, blocking this thread."""
         thread = self._running()[1]
         try:
             return thread.wait(lambda: self.local.run(function))
@@ -96,7 +96,7 @@ class ThreadHandle(ThreadLife):
         stream = stream_class(thread, self.local.owner(), request_id)
 
         def submit() -> None:
-            """On the engine's thread; what it raises is the stream's."""
+            """Submit on the engine's thread; what it raises goes to the stream."""
             try:
                 if not core.is_alive:
                     raise self._ended_meanwhile()

@@ -1,1 +1,1 @@
-"""What a caller reads: the mailbox of a request and its readers, on the loop and across threads."""
+"""Streams that callers read: the mailbox of a request and its readers, on the loop and across threads."""

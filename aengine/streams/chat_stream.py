@@ -27,7 +27,7 @@ __all__ = ["ChatStream"]
 
 
 class _Answer:
-    """One of a chat's n answers, as far as its tokens have been read."""
+    """An answer of a chat's n, as far as its tokens have been read."""
 
     def __init__(self, index: int, plan: ChatPlan, tokenizer: Tokenizer, params: SamplingParams) -> None:
         self._index = index
@@ -66,7 +66,7 @@ class _Answer:
         return token_id if any(stop in name for stop in self._stops) else None
 
     def _signed(self, deltas: list[Delta]) -> list[Delta]:
-        """With the index of the answer; the first one with the tokens."""
+        """Add the answer's index to all deltas, and the tokens to the first."""
         if deltas and self._index:
             deltas = [replace(delta, choice=self._index) for delta in deltas]
         if deltas and self._tokens:
@@ -75,7 +75,7 @@ class _Answer:
         return deltas
 
     def choice(self, plain: Choice) -> ChatChoice:
-        """The completion's choice with what the chat knows of it."""
+        """Make the chat's choice from the completion's."""
         message = self.message
         choice = _chat_choice(plain, message)
         if choice.finish_reason is not FinishReason.STOP:
@@ -157,7 +157,7 @@ class ChatStream:
 
     @property
     def messages(self) -> tuple[ChatMessage, ...]:
-        """Likewise, of each of the n answers."""
+        """The messages of the n answers, as `message`."""
         if not self._answers:
             return (ChatMessage(),) * self._params.n
         return tuple(answer.message for answer in self._answers)
@@ -199,7 +199,7 @@ class ChatStream:
         return self._stream._mailbox.plan
 
     def _begin(self) -> None:
-        """Be ready to read the answers, if they are planned."""
+        """Make the readers of the answers, if the chat is planned."""
         plan = self._plan
         if not self._answers and plan is not None:
             self._is_json = plan.shape is not None and plan.shape.kind == "json_schema"

@@ -34,7 +34,7 @@ T = TypeVar("T")
 
 
 class CrossThreadBuffer:
-    """Where the engine's thread puts what a reader on another takes."""
+    """Buffer that the engine's thread fills and a reader on another thread empties."""
 
     __slots__ = ("_mailbox", "_thread", "end", "has_ended", "is_due", "loop", "ready", "wake")
 
@@ -114,7 +114,7 @@ class CrossThreadStream(TokenStream):
         self._buffer.read_from(mailbox, partial(end_call, mailbox, abort, self.request_id))
 
     def refuse(self, error: BaseException) -> None:
-        """It could not be accepted; the reader gets the error."""
+        """Fail a request that could not be accepted; the reader gets the error."""
         self._mailbox.fail(error)
         self._buffer.read_from(self._mailbox, _nothing)
 
@@ -167,12 +167,12 @@ class CrossThreadStream(TokenStream):
         await asyncio.sleep(0)  # the buffer is filled
 
     def end_soon(self) -> None:
-        """Have it aborted; from any thread, without waiting."""
+        """Abort the request, from any thread, without waiting."""
         buffer = self._buffer
         self._remote.post(lambda: buffer.end())  # looked up there: it may not be in the engine yet
 
     async def _await_news(self, *, any_token: bool) -> None:
-        """Until there is a token (if any will do), or the end. Being cancelled here ends the request."""
+        """Wait for a token (if ``any_token``), or the end. Being cancelled here ends the request."""
         loop = running_loop()
         call_queue = self._call_queue = call_queue_of(loop)
         self._begin_wait()
@@ -194,7 +194,7 @@ class CrossThreadStream(TokenStream):
         self._is_waited_for = True
 
     def _asked(self, wake: Callable[[], object], any_token: bool) -> bool:
-        """Have ``wake`` called at the next news. Whether there are some already."""
+        """Register ``wake``, called when something new comes. Returns whether something has come already."""
         buffer = self._buffer
         buffer.wake = wake
         return buffer.has_ended or (any_token and bool(buffer.ready))
@@ -228,7 +228,7 @@ class BlockingStream(CrossThreadStream):
             self._end_wait()
 
     def when_ended(self, tell: Callable[[], object]) -> None:
-        """Have ``tell`` called, from whatever thread, when it has ended; perhaps twice. Of a stream without tokens."""
+        """Register ``tell``, called from any thread at the stream's end; perhaps twice. For streams without tokens."""
         if self._asked(tell, any_token=False):
             tell()
 
@@ -253,4 +253,4 @@ def run_now(coroutine: Coroutine[Any, Any, T]) -> T:
 
 
 def _nothing(*_: object) -> None:
-    """Of a request that is not in the engine: whoever ends one comes after it."""
+    """Do nothing: the end of a request that is not in the engine yet; a call that ends it is queued after this."""

@@ -34,7 +34,7 @@ __all__ = ["Buffer", "ChoiceOutput", "IncrementalText", "Mailbox", "TokenStream"
 
 
 class IncrementalText(Protocol):
-    """What the stream needs of a detokenizer."""
+    """Interface of a detokenizer for the stream."""
 
     stopped: bool
 
@@ -44,7 +44,7 @@ class IncrementalText(Protocol):
 
 
 class Buffer(Protocol):
-    """What a mailbox needs of the buffer that a reader on another thread takes tokens from."""
+    """Interface of the buffer from which a reader on another thread takes tokens."""
 
     is_due: bool  # it has news, and takes them when this turn of the loop is over
 
@@ -111,7 +111,7 @@ class Mailbox:
 
     @property
     def finish_reason(self) -> FinishReason | None:
-        """How all of it ended: by an error, by an abort, or as its first completion did."""
+        """Why the call ended: by an error, by an abort, or as its first completion did."""
         if self.error is not None:
             return FinishReason.ERROR
         if any(choice.finish_reason is FinishReason.ABORT for choice in self.choices):
@@ -144,7 +144,7 @@ class Mailbox:
             choice.end(FinishReason.ABORT)
 
     def close(self) -> None:
-        """Tell who waits that nothing more will come. Idempotent."""
+        """Wake the reader: nothing more will come. Idempotent."""
         on_end, self._on_end = self._on_end, None
         if on_end is not None:
             on_end()
@@ -172,7 +172,7 @@ class Mailbox:
 
 
 class ChoiceOutput:
-    """One completion under way: the sink of one scheduler `Request`."""
+    """A completion under way: the sink of one scheduler `Request`."""
 
     __slots__ = ("_parsed", "detokenizer", "finish_reason", "index", "logprobs", "mailbox", "texts", "token_ids")
 
@@ -187,7 +187,7 @@ class ChoiceOutput:
         self._parsed: tuple[Any, Exception | None] | None = None  # once: a type's own validators may take their time
 
     def begin(self, detokenizer: IncrementalText) -> None:
-        """Have the text of the tokens to come made by ``detokenizer``."""
+        """Set the ``detokenizer`` that makes the text of the tokens to come."""
         self.detokenizer = detokenizer
 
     def put(self, token_id: int, finish_reason: FinishReason | None, logprobs: tuple[Logprob, ...] = ()) -> bool:
@@ -303,7 +303,7 @@ class TokenStream:
         return mailbox.pending.popleft()
 
     async def _wait(self) -> None:
-        """Until there is news. Being cancelled here ends the request, as it would end an async generator."""
+        """Wait until something has come. Being cancelled here ends the request, as it would end an async generator."""
         mailbox = self._mailbox
         if mailbox.waiter is not None:
             raise InvalidRequestError(f"stream {self.request_id} is already being read by another task")

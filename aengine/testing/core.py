@@ -51,7 +51,7 @@ class ThinkingCore(ScriptedCore):
 
 
 class ScriptedAdmission(Admission):
-    """Asks the script when a request begins, and so only for requests that nothing is wrong with."""
+    """Takes a completion's line from the script when the request begins, and so for valid requests only."""
 
     def __init__(self, script: Script, **parts: Any) -> None:
         super().__init__(**parts)
@@ -85,7 +85,7 @@ class ScriptedAdmission(Admission):
         super()._begin(request, None)
 
     def _take_lines(self, request: UserRequest) -> float:
-        """Have the script say what its completions are. Returns the seconds after which they may begin."""
+        """Take the lines of the request's completions from the script. Returns the seconds until they may begin."""
         lines = [self._next_line(request, choice) for choice in range(request.params.n)]
         # Rows know a request by its seed.
         request.params = request.params.replace(seed=self._num_lines)

@@ -1,4 +1,4 @@
-"""`ScriptedExecutor`: a worker that says what the script says, in the host's own process and on its loop."""
+"""`ScriptedExecutor`: a worker whose tokens come from the script, in the host's own process and on its loop."""
 
 from __future__ import annotations
 
@@ -54,7 +54,7 @@ class Row:
 
     @property
     def place(self) -> int:
-        """Of the token that comes next, in the completion."""
+        """Index of the next token in the completion."""
         return self.num_tokens - self.num_prompt_tokens
 
 
@@ -161,7 +161,7 @@ class ScriptedExecutor:
             loop.call_soon(_settle, future, answer)
 
     def _tokens(self, row: Row, drafts: Sequence[int], masks: list[bytes] | None) -> list[int]:
-        """What the row says, up to the first token that is not its draft; none if it fails, or ends the worker next."""
+        """Return the row's tokens up to the first that is not its draft; none if it fails, or ends the worker next."""
         said: list[int] = []
         while True:
             token_id = self._token(row, None if masks is None else masks[len(said)])
@@ -174,7 +174,7 @@ class ScriptedExecutor:
                 return said
 
     def _token(self, row: Row, mask: bytes | None) -> int | None:
-        """What the row says next; None if it fails."""
+        """Return the row's next token; None if it fails."""
         line = row.line
         if line.fails_at(row.place):
             return None
@@ -187,7 +187,7 @@ class ScriptedExecutor:
         return next((token_id for token_id in _PREFERRED if _allows(mask, token_id)), END_OF_TURN)
 
     def try_revoke(self, on_revoked: Callable[[int], None]) -> bool:
-        """Each step is begun at once: there is none to drop."""
+        """Drop nothing: each step is begun at once."""
         self._check()
         asyncio.get_running_loop().call_soon(on_revoked, 0)
         return True
@@ -220,7 +220,7 @@ class ScriptedExecutor:
         self.terminate()
 
     def terminate(self) -> None:
-        """From any thread."""
+        """Kill the worker, from any thread."""
         if self._failure is None:
             self._failure = EngineClosedError("the engine is closed")
             with contextlib.suppress(RuntimeError):  # the loop was closed
@@ -250,7 +250,7 @@ def _settle(future: Future, answer: ModelRunnerOutput) -> None:
 
 
 def _drafts(out: SchedulerOutput) -> list[array[int]]:
-    """Those of each request of the batch."""
+    """Return the drafts of each request of the batch."""
     if out.drafts is None:
         return [int32()] * len(out.req_idx)
     ends = [0, *accumulate(out.drafts.counts)]
@@ -258,7 +258,7 @@ def _drafts(out: SchedulerOutput) -> list[array[int]]:
 
 
 def _logprobs(out: SchedulerOutput, tokens: list[list[int]], rows: dict[int, Row]) -> LogprobColumns | None:
-    """What was said is certain; the alternatives are whatever ids come first."""
+    """Make log-probabilities: 0 for the scripted token; the alternatives are the ids that come first."""
     asked, sampled, counts, likeliest, values = int32(), float32(), int32(), int32(), float32()
     place = 0
     for req_idx, said in zip(out.req_idx, tokens, strict=True):

@@ -1,4 +1,4 @@
-"""What a fake engine answers: `Reply`, the `Script` that gives one to each completion, and what a script may be.
+"""Answers of a fake engine: `Reply`, the `Script` that gives one to each completion, and what a script may be.
 
 script: one for all, a list, or a function ──reply_to(FakeRequest)──> Reply ──Line.of──> token ids
 """
@@ -31,7 +31,7 @@ class ScriptError(AssertionError):
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class FakeRequest:
-    """What was asked for: one completion. A request with n > 1 is n of them."""
+    """A completion that was asked for. A request with n > 1 is n of them."""
 
     index: int
     """Completions that the engine was asked for before this one."""
@@ -62,7 +62,7 @@ class FakeRequest:
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Reply:
-    """One completion, from its beginning to its end.
+    """A completion, from its beginning to its end.
 
     ``Reply("text")``, ``Reply(tool_calls=[("get_weather", {"city": "Paris"})])``, ``Reply(value=Report(...))``, ...
     """
@@ -83,7 +83,7 @@ class Reply:
     """After all of that, the worker dies so many times, before the completion ends as usual."""
 
     def written(self, request: FakeRequest) -> str:
-        """As the model would write it."""
+        """Return the text as the model would write it."""
         text = self.text
         if self.value is not _NOTHING:
             text = _json(_of_type(self.value, request.output_type))
@@ -105,7 +105,7 @@ ReplyLike = Any
 
 
 class Line:
-    """What one completion's row says: its token at each place."""
+    """The tokens of a completion's row, by place."""
 
     def __init__(self, reply: Reply | None, text: str) -> None:
         """``reply``: None for one of no importance."""
@@ -176,7 +176,7 @@ def _is_json(params: SamplingParams) -> bool:
 
 
 def _json(value: Any) -> str:
-    """As the grammar of JSON has it: blanks after commas and colons, and nowhere else."""
+    """Format as the grammar of JSON does: blanks after commas and colons, and nowhere else."""
     try:
         return json.dumps(value, ensure_ascii=False)
     except TypeError:

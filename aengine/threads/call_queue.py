@@ -37,7 +37,7 @@ class CallQueue:
         return self._loop() is loop
 
     def post(self, function: Callable[..., object], *args: Any) -> None:
-        """Have ``function(*args)`` called on the loop, from any thread; it may not raise.
+        """Call ``function(*args)`` on the loop, from any thread; it may not raise.
 
         Once the loop is closed it is called at once, in this thread: it has to find out, and to tell who waits.
         """
@@ -82,7 +82,7 @@ _queues: weakref.WeakValueDictionary[int, CallQueue] = weakref.WeakValueDictiona
 
 
 def call_queue_of(loop: asyncio.AbstractEventLoop) -> CallQueue:
-    """The one that all share who wait on this loop. Call it there, and hold it while waiting."""
+    """Return the queue that all waits on this loop share. Call it on the loop, and hold it while waiting."""
     queue = _queues.get(id(loop))
     if queue is None or not queue.serves(loop):
         _queues[id(loop)] = queue = CallQueue(loop)
@@ -90,6 +90,6 @@ def call_queue_of(loop: asyncio.AbstractEventLoop) -> CallQueue:
 
 
 def settle(waiter: asyncio.Future[None]) -> None:
-    """End a wait, unless nobody waits any more."""
+    """End a wait, unless it has ended."""
     if not waiter.done() and not waiter.get_loop().is_closed():
         waiter.set_result(None)

@@ -1,4 +1,4 @@
-"""Where an engine belongs, one process and one event loop, and what is said to those who ask elsewhere."""
+"""Checks that an engine is used in its process and on its event loop, and the errors for calls from elsewhere."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ def check_may_block(engine_loop: asyncio.AbstractEventLoop | None, *, any_thread
 
 
 def other_loop(engine: object, *, is_closed: bool) -> EngineClosedError:
-    """For a call on another event loop than the engine's."""
+    """Make the error for a call on another event loop than the engine's."""
     if is_closed:
         what = f"the event loop of {engine!r} was closed: start it again on this one"
     else:
@@ -53,7 +53,7 @@ def other_loop(engine: object, *, is_closed: bool) -> EngineClosedError:
 
 
 def foreign_process(pid: int) -> EngineClosedError:
-    """For a call in a fork of process ``pid``, which has the engine."""
+    """Make the error for a call in a fork of process ``pid``, which has the engine."""
     return EngineClosedError(
         f"the engine belongs to process {pid}, which forked this one, and can't be shared by a fork: make and start an "
         f"engine here, after the fork (under gunicorn in each worker's start-up, not before --preload forks them)"

@@ -82,12 +82,12 @@ class LoopThread:
             raise foreign_process(self._pid)
 
     def post(self, function: Callable[..., object], *args: Any) -> None:
-        """Have it called on the loop, soon; see `CallQueue.post`. Raises EngineClosedError in a fork."""
+        """Call it on the loop, soon; see `CallQueue.post`. Raises EngineClosedError in a fork."""
         self.check_process()
         self._calls.post(function, *args)
 
     def defer(self, function: Callable[[], object]) -> None:
-        """Have it called when what the loop is doing now is done; it may not raise. On the loop's thread only."""
+        """Call it after the loop's current callback; it may not raise. On the loop's thread only."""
         self._deferred.append(function)
         if len(self._deferred) > 1:
             return
@@ -121,7 +121,7 @@ class LoopThread:
         return job.result()
 
     def wait(self, function: Callable[[], Awaitable[T]]) -> T:
-        """The same for a thread without a loop, which blocks. An exception here, as Ctrl-C's, cancels it."""
+        """Run ``function()`` as `run` does, blocking a thread without a loop. An exception, as Ctrl-C's, cancels it."""
         self.check_process()
         # In C throughout: an exception within threading.Event's Python could leave its lock taken, for the thread to
         # wait for.
@@ -144,14 +144,14 @@ class LoopThread:
             self._calls.post(settle, self._until_stopped)
 
     async def ended(self) -> None:
-        """Until the thread has done its last."""
+        """Wait until the thread has ended."""
         loop = asyncio.get_running_loop()
         waiter = loop.create_future()
         self._when_ended(partial(call_queue_of(loop).post, settle, waiter))
         await waiter
 
     def join(self, timeout: float | None = None) -> None:
-        """The same for a thread without a loop."""
+        """Wait for the thread's end as `ended` does, in a thread without a loop."""
         if not self.is_foreign:
             self._thread.join(timeout)
 
@@ -267,7 +267,7 @@ class Job(Generic[T]):
 
 
 def _nothing() -> None:
-    """Before there is something."""
+    """Do nothing, until there is something to call."""
 
 
 def _new_loop(like: asyncio.AbstractEventLoop | None) -> asyncio.AbstractEventLoop:

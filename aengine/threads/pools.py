@@ -142,7 +142,7 @@ class ThreadPool:
 
 
 class _Work:
-    """What the threads of a pool share with it. They don't hold the pool, which is closed when it is dropped."""
+    """State that the threads of a pool share with it. They don't hold the pool, which is closed when it is dropped."""
 
     def __init__(self) -> None:
         self.jobs: deque[Job] = deque()
@@ -190,7 +190,7 @@ def _do(loop: asyncio.AbstractEventLoop, future: asyncio.Future[T], call: Callab
 
 
 def tell(loop: asyncio.AbstractEventLoop, callback: Callable[..., object], *args: object) -> None:
-    """Have ``callback(*args)`` called on the loop, from any thread."""
+    """Call ``callback(*args)`` on the loop, from any thread."""
     try:
         loop.call_soon_threadsafe(callback, *args)
     except RuntimeError:  # the loop is closed: nobody is left to tell

@@ -12,6 +12,6 @@ __all__ = ["yield_gil"]
 
 
 def yield_gil() -> None:
-    """Let others run. Does nothing on a loop's own thread, which would only come to wait for whoever computes."""
+    """Let other threads run. Does nothing on a loop's own thread, which would only wait for threads that compute."""
     if asyncio._get_running_loop() is None:
         time.sleep(0)

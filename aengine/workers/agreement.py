@@ -1,4 +1,4 @@
-"""What all ranks of an engine agree on while they start: of each limit the least, of everything else the same.
+"""Agreement of an engine's ranks at start: of each limit the least; everything else must be equal.
 
     worker                                    host
     load, profile ──PROFILED: its offer──>    agree: a plan for all, or ModelLoadError
@@ -39,7 +39,7 @@ def merge(
     plan: Mapping[str, int],
     readies: Sequence[Mapping[str, Any]],
 ) -> dict[str, Any]:
-    """What the engine is told: what was agreed, sums, for the rest what rank 0 says; and under "ranks" each rank's own.
+    """Merge the ranks' READYs: agreed values, sums, for the rest those of rank 0; and under "ranks" each rank's own.
 
     Raises ModelLoadError, which names the rank, where one has something else than what was agreed.
     """

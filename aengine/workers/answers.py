@@ -1,4 +1,4 @@
-"""What the workers owe: answers to steps, replies to calls, and the number of steps that a REVOKE took back."""
+"""Pending answers of the workers: to steps, to calls, and the number of steps that a REVOKE took back."""
 
 from __future__ import annotations
 
@@ -70,7 +70,7 @@ class PendingAnswers:
                 future.set_result(None)
 
     def fail(self, error: EngineError) -> None:
-        """Whoever waits gets ``error``. Idempotent."""
+        """Fail everything that waits with ``error``. Idempotent."""
         self._has_failed = True
         waiters: list[asyncio.Future[Any]] = [*self.steps.values(), *self.replies.values()]
         self.steps.clear()

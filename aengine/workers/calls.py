@@ -14,12 +14,12 @@ __all__ = ["CALLS"]
 
 
 def ping(rank: Rank, model: LoadedModel | None) -> dict[str, Any]:
-    """Alive from end to end: all steps before it have been launched."""
+    """Answer: all steps before have been launched."""
     return {"rank": rank.index, "pid": os.getpid()}
 
 
 def memory_info(rank: Rank, model: LoadedModel | None) -> dict[str, int]:
-    """In bytes: ``resident`` memory of this process, and how much of it is ``shared`` with files and others."""
+    """Return the bytes of ``resident`` memory of this process, and of these the ``shared`` with files and others."""
     with open("/proc/self/statm") as statm:
         _, resident, shared, *_ = map(int, statm.read().split())
     page = os.sysconf("SC_PAGE_SIZE")

@@ -1,4 +1,4 @@
-"""What a worker process executes, as a script:
+"""The script that a worker process executes:
 
     python -P entry.py HOST_PID DEATH_FD RANK SPIN_US CHANNEL TARGET SEARCH_PATH
 
@@ -22,7 +22,7 @@ _TRIM_BYTES = 1024 * 1024  # more than that is thrown away: it is memory, and on
 
 
 def die_with_host(host_pid: int, death_fd: int) -> None:
-    """By the kernel's signal, and by the end of the death pipe (for what the signal misses: see supervisor.py)."""
+    """End this process with its host, by the kernel's signal and by the end of the death pipe; see supervisor.py."""
     import ctypes
 
     ctypes.CDLL(None, use_errno=True).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0)

@@ -19,7 +19,7 @@ __all__ = ["WorkerGroup"]
 
 
 class WorkerGroup:
-    """Used on one loop; `kill` also from other threads."""
+    """The worker processes of all ranks. Used on one loop; `kill` also from other threads."""
 
     def __init__(self) -> None:
         self._workers: list[WorkerProcess] = []
@@ -63,7 +63,7 @@ class WorkerGroup:
             raise self.failure.with_traceback(None)  # it may be raised often, and would gather all of them
 
     async def publish(self, index: int, kind: Kind, step_id: int, payload: bytes) -> None:
-        """To one rank, awaiting room. Raises as `broadcast` does."""
+        """Publish to one rank, awaiting room. Raises as `broadcast` does."""
         channel = self._workers[index].channel
         try:
             if not channel.try_publish(kind, step_id, payload):
@@ -100,7 +100,7 @@ class WorkerGroup:
             published.exception()  # that of a closed channel: who has been cancelled does not ask
 
     def heartbeats(self) -> int:
-        """Of the slowest heart."""
+        """Return the least number of heartbeats of all workers."""
         return min(worker.channel.num_heartbeats for worker in self._workers)
 
     def memory(self) -> tuple[int, int]:
@@ -111,7 +111,7 @@ class WorkerGroup:
         )
 
     async def wait(self, timeout: float | None) -> None:
-        """Until all processes have ended, at most ``timeout`` seconds."""
+        """Wait until all processes have ended, at most ``timeout`` seconds."""
         await asyncio.gather(*(worker.wait(timeout) for worker in self._workers))
 
     def kill(self) -> None:
@@ -120,13 +120,13 @@ class WorkerGroup:
             worker.kill()
 
     def close(self) -> None:
-        """Let go of everything of the host's, see `WorkerProcess.close`."""
+        """Release everything of the host's, see `WorkerProcess.close`."""
         for worker in self._workers:
             worker.close()
 
 
 async def _new_channel(ring_bytes: int, bitmask_bytes: int) -> HostChannel:
-    """Made in a thread, as it takes milliseconds. When the caller is cancelled meanwhile, it is closed again."""
+    """Make a channel in a thread, as it takes milliseconds. If the caller is cancelled meanwhile, it is closed."""
     made: list[HostChannel] = []
     given_up = threading.Event()
 

@@ -49,12 +49,12 @@ class Handshake:
         return self._plan
 
     async def ready(self) -> dict[str, Any]:
-        """What the engine is told of its ranks, when all are ready. Raises as `agreed` does."""
+        """Return the merged READY of all ranks, when all are ready. Raises as `agreed` does."""
         readies = await asyncio.gather(*self._readies)
         return merge(self.ranks, [offer.result() for offer in self._offers], self._plan, readies)
 
     def fail(self, error: EngineError) -> None:
-        """Whoever waits gets ``error``. Idempotent."""
+        """Fail everything that waits with ``error``. Idempotent."""
         for future in (*self._offers, *self._readies):
             if not future.done() and not future.get_loop().is_closed():
                 future.set_exception(error)

@@ -1,4 +1,4 @@
-"""What the setting ``worker`` names: a function that loads the model of one rank, and what it returns.
+"""Interface of the setting ``worker``: a function that loads the model of one rank, and what it returns.
 
     load(config, source, rank, progress) -> LoadedModel ──allocate(plan)──> Runner
 
@@ -21,7 +21,7 @@ Progress = Callable[[str, int, int, str], None]
 
 
 class Answer(Protocol):
-    """What `Runner.sample_tokens` returns."""
+    """The result of `Runner.sample_tokens`."""
 
     def ready(self) -> bool: ...
 
@@ -36,14 +36,14 @@ class Runner(Protocol):
     def sample_tokens(self, grammar: GrammarOutput | None) -> Answer: ...
 
     def share_bitmasks(self, memory: memoryview) -> None:
-        """Where the bitmasks of GRAMMAR frames will lie."""
+        """Set the memory in which bitmasks of GRAMMAR frames will lie."""
 
     @property
     def has_more(self) -> bool:
         """Whether `prepare_more` has anything to do."""
 
     def prepare_more(self) -> None:
-        """Do now, in some 20 ms, a part of what the first steps of some kinds would have to wait for."""
+        """Prepare for some 20 ms something that the first steps of some kinds would have to wait for."""
 
 
 class LoadedModel(Protocol):
@@ -58,7 +58,7 @@ class LoadedModel(Protocol):
         """Take the memory that ``plan``, PLAN_LIMITS, needs; and what more READY tells of this rank."""
 
     def device_bytes(self) -> int:
-        """What this process has taken on the device; called by another thread, at any time."""
+        """Return the bytes that this process has taken on the device; called by another thread, at any time."""
 
     def start_profile(self, folder: str | None) -> str:
         """Begin to record a trace of the device's work. Returns the folder. Raises InvalidRequestError."""

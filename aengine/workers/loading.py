@@ -67,8 +67,8 @@ class Loading:
 
     @contextmanager
     def _limits_explained(self) -> Iterator[None]:
-        """Within: a library's error that says that the system has no memory, or that a limit of files or threads was
-        hit, is a ModelLoadError with a cure."""
+        """Convert a library's error about the system's memory, or about a limit of files or threads, to a
+        ModelLoadError with its cure."""
         try:
             yield
         except Exception as error:

@@ -89,7 +89,7 @@ class WorkerLogs(logging.Handler):
             self._is_publishing = False
 
     def _sum_up(self) -> None:
-        """Tell of the records that were left out, at most once a second."""
+        """Log the number of records that were left out, at most once a second."""
         assert self.lock is not None
         with self.lock:
             if self._queue or time.monotonic() - self._left_out_since < 1.0:

@@ -26,7 +26,7 @@ class Rank:
 
     @property
     def world_size(self) -> int:
-        """How many ranks there are."""
+        """Number of ranks."""
         return self.tp_size * self.pp_size * self.dp_size
 
     @property
@@ -38,7 +38,7 @@ class Rank:
         return f"rank {self.index}"
 
     def to_wire(self) -> dict[str, Any]:
-        """As plain data."""
+        """Return it as plain data."""
         return asdict(self)
 
     @classmethod

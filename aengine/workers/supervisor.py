@@ -1,4 +1,4 @@
-"""One worker process, seen from the host: start it, watch it, end it.
+"""The host's side of a worker process: starts it, watches it, ends it.
 
     host                                             worker
     ┌───────────────────────────────┐                ┌───────────────────────────────┐
@@ -43,7 +43,7 @@ _STDERR_TAIL = 4096  # bytes of a dead worker's stderr that its error shows
 
 
 class WorkerProcess:
-    """One worker. ``on_death`` is called on the loop, once, with what is known, unless `kill` or `close` came first.
+    """A worker process. ``on_death`` is called on the loop, once, with its cause, unless `kill` or `close` came first.
 
     ``channel``: made by ``HostChannel.create`` (in a thread: it takes milliseconds), from now on this object's.
     ``on_frames`` and ``on_death`` are methods, held weakly: the watch thread and the loop hold this object, and may not
@@ -127,7 +127,7 @@ class WorkerProcess:
             pass
 
     def _spawn(self, command: list[str], environment: dict[str, str]) -> subprocess.Popen[bytes] | None:
-        """None when it was killed before it was started."""
+        """Start the process; None when it was killed before it was started."""
         try:
             with self._lock:
                 if self._killed:
@@ -193,7 +193,7 @@ class WorkerProcess:
         return data.decode(errors="replace").strip()
 
     def resident_bytes(self) -> int:
-        """Of the process' memory; 0 when it has none, or none yet."""
+        """Return the process' resident memory; 0 when it has ended, or is not started."""
         if self.pid is None or self._ended.is_set():
             return 0
         try:
@@ -208,7 +208,7 @@ class WorkerProcess:
             os.close(statm)
 
     async def wait(self, timeout: float | None) -> bool:
-        """Until the process has ended, at most ``timeout`` seconds. Whether it has."""
+        """Wait until the process has ended, at most ``timeout`` seconds. Returns whether it has."""
         if not self._exit.done():
             await asyncio.wait([self._exit], timeout=timeout)
         return self._ended.is_set()
@@ -226,7 +226,7 @@ class WorkerProcess:
                 self._process.kill()
 
     def close(self) -> None:
-        """Let go of everything of the host's, once the process has ended or was killed. Idempotent.
+        """Release everything of the host's, once the process has ended or was killed. Idempotent.
 
         On the loop's thread, or when the loop does not run.
         """

@@ -42,7 +42,7 @@ _IDLE = 0.25  # seconds without anything to do after which the runner may prepar
 
 
 class Worker:
-    """One rank. ``target``: the ``module:function`` that loads its model. ``logs``: what its records go through."""
+    """The main loop of a rank. ``target``: the ``module:function`` that loads its model. ``logs``: its log handler."""
 
     def __init__(self, channel: WorkerChannel, rank: int, target: str, logs: WorkerLogs | None = None) -> None:
         self._channel = channel
@@ -59,7 +59,7 @@ class Worker:
         self._last_event = 0.0  # when a frame came last
 
     def run(self) -> int:
-        """Until SHUTDOWN (exit code 0) or an error that was reported (1)."""
+        """Run until SHUTDOWN (exit code 0) or an error that was reported (1)."""
         try:
             while self._turn():
                 pass
@@ -127,7 +127,7 @@ class Worker:
         return self._prepares and self._runner is not None and self._runner.has_more
 
     def _patience(self) -> float | None:
-        """How long to wait for a frame: for ever, if nothing else can happen."""
+        """Return how long to wait for a frame, in seconds: for ever, if nothing else can happen."""
         if self._may_handle:
             return 0
         if self._is_idle:
@@ -190,7 +190,7 @@ class Worker:
         threading.Thread(target=self._beat, name="aengine-heartbeat", daemon=True).start()
 
     def _beat(self) -> None:
-        """As long as Python runs here: not in a process that is stopped, nor while a thread keeps the GIL."""
+        """Publish heartbeats while Python runs here: not in a stopped process, nor while a thread keeps the GIL."""
         device_bytes, counted = 0, -_MEMORY_PERIOD
         while not self._ended.is_set():
             if time.monotonic() - counted >= _MEMORY_PERIOD:
@@ -223,7 +223,7 @@ class Worker:
 
 
 def _report_of(error: BaseException) -> dict[str, str]:
-    """What an ERROR frame tells. Never raises, whatever the error's own __str__ does."""
+    """Return the content of an ERROR frame. Never raises, whatever the error's own __str__ does."""
     if isinstance(error, AEngineError):
         kind, message = type(error).__name__, str(error)
     else:
