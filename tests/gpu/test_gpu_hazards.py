@@ -27,7 +27,7 @@ def poison(runner: ModelRunner, positions: list[int]) -> None:
     width = MAX_LEN // BLOCK_SIZE
     for layer in runner._kv_memory.layers:  # type: ignore[attr-defined]
         for row, position in enumerate(positions):
-            layer[row * width + position // BLOCK_SIZE, position % BLOCK_SIZE] = torch.nan
+            layer.cache[row * width + position // BLOCK_SIZE, position % BLOCK_SIZE] = torch.nan
     if DEVICE == "cuda":
         torch.cuda.synchronize()
 
