@@ -24,7 +24,7 @@ if TYPE_CHECKING:
     from .streams.chat_stream import ChatStream
     from .tokenizer.prompt import Prompt
 
-__all__ = ["Batch", "ChatIterator", "TokenIterator", "is_many", "one_each", "showing"]
+__all__ = ["Batch", "ChatIterator", "TokenIterator", "is_list_of_prompts", "one_each", "showing"]
 
 T = TypeVar("T")
 _SHOW_SECONDS = 0.1
@@ -206,7 +206,7 @@ class Batch:
             run_now(streams[-1].aclose())  # they are ended in their order
 
 
-def is_many(prompts: Any) -> bool:
+def is_list_of_prompts(prompts: Any) -> bool:
     """Whether it is a list of prompts rather than one: a text, token ids, or messages."""
     if isinstance(prompts, str | bytes | bytearray | Mapping) or not isinstance(prompts, Sequence):
         return False

@@ -49,7 +49,7 @@ class Settings(TypedDict, total=False):
     """Prompts and outputs are token ids only; no tokenizer is loaded. Default: False."""
     allow_special_tokens: bool
     """The names of special tokens in a chat's messages and tools ("<|im_end|>") become those tokens. False: they stay
-    text, so that no message can pretend to be another. Says nothing of prompts that are a text. Default: False."""
+    text, so that no message can pretend to be another. Prompts that are a text are not affected. Default: False."""
     preload_grammars: bool
     """Load the grammar library while the engine starts: some 0.5 s of a thread. Two of its calls hold the GIL, and the
     host's loop stands still for 0.1 to 0.3 s (49,152 tokens). False: at the first request with a structured output,
@@ -156,8 +156,8 @@ ENGINE_SETTINGS = """\
             Prompts and outputs are token ids only; no tokenizer is loaded.
         allow_special_tokens: bool = False
             The names of special tokens in a chat's messages and tools ("<|im_end|>") become those tokens.
-            False: they stay text, so that no message can pretend to be another. Says nothing of prompts
-            that are a text.
+            False: they stay text, so that no message can pretend to be another. Prompts that are a text are
+            not affected.
         preload_grammars: bool = True
             Load the grammar library while the engine starts: some 0.5 s of a thread. Two of its calls hold
             the GIL, and the host's loop stands still for 0.1 to 0.3 s (49,152 tokens). False: at the first

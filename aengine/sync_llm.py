@@ -6,7 +6,7 @@ from collections.abc import Mapping, Sequence
 from functools import partial
 from typing import TYPE_CHECKING, Any, overload
 
-from .blocking import Batch, ChatIterator, TokenIterator, is_many, one_each, showing
+from .blocking import Batch, ChatIterator, TokenIterator, is_list_of_prompts, one_each, showing
 from .errors import InvalidRequestError
 from .handles.calls import positive_seconds, resume, seconds, start_profile, stop_profile
 from .handles.chats import begin_chat
@@ -156,7 +156,7 @@ class SyncLLM:
         self._check()
         request, progress, return_exceptions = generate_options(options)
         begin = partial(self._handle.submit_as, BlockingStream, final_only=True, output_type=output_type, **request)
-        if not is_many(prompts):
+        if not is_list_of_prompts(prompts):
             if params is not None and not isinstance(params, SamplingParams):
                 raise InvalidRequestError("one prompt takes one SamplingParams", param="params")
             return run_now(begin(prompts, params).wait())  # type: ignore[call-arg, arg-type]

@@ -25,7 +25,7 @@ _BIN_SECONDS = 0.2  # of the series of gaps that a plot shows
 
 
 @dataclass(slots=True)
-class Record:
+class RequestRecord:
     """One request as its client saw it."""
 
     due: float  # when it should be sent; the first token's time counts from here
@@ -82,14 +82,14 @@ class Client:
         temperature: float = 0.6,
         sampling: dict[str, Any] | None = None,
         wants_ids: bool = False,
-        into: Record | None = None,
-    ) -> Record:
+        into: RequestRecord | None = None,
+    ) -> RequestRecord:
         """Send one request and read it to its end. An error is kept in its record, not raised.
 
         ``sampling``: further parameters by OpenAI's names. ``into``: a record to fill, for who watches meanwhile.
         """
         params = {"temperature": temperature, "max_tokens": max_tokens, "ignore_eos": True, "sampling": sampling}
-        record = into or Record(0.0, 0.0, len(prompt))
+        record = into or RequestRecord(0.0, 0.0, len(prompt))
         record.sent = time.perf_counter()
         record.due = record.sent if due is None else due
         request_id = f"r{next(self._ids)}"
@@ -111,12 +111,12 @@ class Client:
             record.error = f"{type(error).__name__}: {error}"[:200]
         return record
 
-    async def at_once(self, requests: Iterable[tuple[list[int], int]]) -> list[Record]:
+    async def at_once(self, requests: Iterable[tuple[list[int], int]]) -> list[RequestRecord]:
         """Send all of these (prompt, max_tokens) now; each is due now."""
         due = time.perf_counter()
         return await asyncio.gather(*(self.request(prompt, most, due=due) for prompt, most in requests))
 
-    async def open_loop(self, arrivals: Sequence[tuple[float, list[int], int]]) -> list[Record]:
+    async def open_loop(self, arrivals: Sequence[tuple[float, list[int], int]]) -> list[RequestRecord]:
         """Send (seconds from now, prompt, max_tokens), in order of time, each at its time, without awaiting answers."""
         begun = time.perf_counter()
         tasks = []
@@ -131,9 +131,9 @@ class Client:
     @contextlib.asynccontextmanager
     async def steady(
         self, prompts: Sequence[list[int]], max_tokens: int, *, temperature: float = 0.6, ready_after: int = 10
-    ) -> AsyncIterator[list[Record]]:
+    ) -> AsyncIterator[list[RequestRecord]]:
         """Streams that run while the block does, and are aborted at its end. Entered when each has so many tokens."""
-        records = [Record(0.0, 0.0, len(prompt)) for prompt in prompts]
+        records = [RequestRecord(0.0, 0.0, len(prompt)) for prompt in prompts]
         tasks = [
             asyncio.create_task(self.request(prompt, max_tokens, temperature=temperature, into=record))
             for prompt, record in zip(prompts, records)
@@ -186,11 +186,11 @@ def spread(values: Iterable[float]) -> dict[str, float] | None:
     return {"p50": round(pct(ordered, 0.5), 3), "p99": round(pct(ordered, 0.99), 3), "max": round(ordered[-1], 3)}
 
 
-def failures(records: Iterable[Record]) -> dict[str, int]:
+def failures(records: Iterable[RequestRecord]) -> dict[str, int]:
     return dict(Counter(record.error for record in records if record.error is not None))
 
 
-def is_good(record: Record, *, every_gap: bool = False) -> bool:
+def is_good(record: RequestRecord, *, every_gap: bool = False) -> bool:
     """Within both limits: by its mean time between tokens, or by its longest one."""
     if record.error is not None or not record.times:
         return False
@@ -198,7 +198,7 @@ def is_good(record: Record, *, every_gap: bool = False) -> bool:
     return record.first_token_ms <= FIRST_TOKEN_LIMIT_MS and gap <= BETWEEN_TOKENS_LIMIT_MS
 
 
-def summary(records: Sequence[Record], since: float, until: float) -> dict[str, Any]:
+def summary(records: Sequence[RequestRecord], since: float, until: float) -> dict[str, Any]:
     """Figures of requests that ran from ``since`` to ``until``. Those that failed count as such, and as not good."""
     seconds = until - since
     whole = [record for record in records if record.error is None]
@@ -225,7 +225,7 @@ def summary(records: Sequence[Record], since: float, until: float) -> dict[str, 
     }
 
 
-def series(records: Sequence[Record], since: float) -> dict[str, Any]:
+def series(records: Sequence[RequestRecord], since: float) -> dict[str, Any]:
     """What a plot shows over time: each request, and the times between tokens in bins."""
     bins: dict[int, list[float]] = {}
     for record in records:

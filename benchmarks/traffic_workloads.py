@@ -14,7 +14,7 @@ import time
 from collections.abc import Callable
 from typing import Any
 
-from traffic_client import Client, Cpu, Record, failures, series, spread, summary
+from traffic_client import Client, Cpu, RequestRecord, failures, series, spread, summary
 
 RARE = {
     "top_p": 0.9,
@@ -153,7 +153,7 @@ async def agents(
     think_seconds: float = 0.1,
 ) -> None:
     """Agents, each of which adds its answer and a tool's result to its context, after some time, and asks again."""
-    records: list[Record] = []
+    records: list[RequestRecord] = []
     plans = [
         [(run.lengths.expovariate(1 / think_seconds), run.prompt(tool_tokens)) for _ in range(turns)]
         for _ in range(agents)
@@ -238,7 +238,7 @@ async def blocked_loop(
     """Tokens a second while other code holds the event loop for ``held`` of every ``held + free`` seconds, against the
     same without."""
     rates: list[tuple[float, float]] = []
-    failed: list[Record] = []
+    failed: list[RequestRecord] = []
     for _ in range(pairs):
         pair = []
         for held_now in (0.0, held):
@@ -301,11 +301,11 @@ async def _hold(held: float, free: float) -> None:
         await asyncio.sleep(free)
 
 
-def _gaps(records: list[Record], since: float, until: float) -> dict[str, float] | None:
+def _gaps(records: list[RequestRecord], since: float, until: float) -> dict[str, float] | None:
     return spread(gap for record in records for _, gap in record.gaps(since, until))
 
 
-def _tokens_per_s(records: list[Record], since: float, until: float) -> float:
+def _tokens_per_s(records: list[RequestRecord], since: float, until: float) -> float:
     """Tokens that came after ``since``, and not after ``until``, a second."""
     came = sum(size for r in records for at, size in zip(r.times, r.sizes) if since < at <= until)
     return round(came / (until - since), 1)

@@ -198,16 +198,16 @@ class ProcessExecutor:
             return
         self.workers.kill()
 
-        def let_go() -> None:
+        def release_all() -> None:
             self._answers.fail(failure)
             if self._handshake is not None:
                 self._handshake.fail(failure)
             self.workers.close()
 
         if self._loop is not None and self._loop.is_running() and not _is_current(self._loop):
-            self._loop.call_soon_threadsafe(let_go)
+            self._loop.call_soon_threadsafe(release_all)
         else:
-            let_go()
+            release_all()
 
     # -- frames out
 

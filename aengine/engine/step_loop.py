@@ -90,7 +90,7 @@ class StepLoop:
             return
         self.scheduler.add_request(request)
         self._work.set()
-        self.break_lease()
+        self.revoke_leased()
         if self._is_idle:
             self._num_new_tokens += len(request.token_ids)
             if self._num_new_tokens >= self.scheduler.max_num_batched_tokens:
@@ -133,9 +133,9 @@ class StepLoop:
             return
         self.scheduler.finish(request, reason)
         self._work.set()
-        self.break_lease()
+        self.revoke_leased()
 
-    def break_lease(self) -> None:
+    def revoke_leased(self) -> None:
         """Revoke the leased steps that the worker has not begun: what has come is part of its next one."""
         newest = self.scheduler.newest_step
         if newest is not None and newest.is_leased and not self._is_revoking:
@@ -192,12 +192,12 @@ class StepLoop:
 
     async def _step(self) -> None:
         """Run one turn: keep the worker supplied, then take the oldest answer."""
-        await self._unlock()
+        await self._send_due_bitmask()
         self._max_in_flight = self._limit.num_steps(self.scheduler)
         if self._must_revoke:
             self._try_to_revoke()
-        if await self._supply():
-            await self._unlock()
+        if await self._publish_next():
+            await self._send_due_bitmask()
             if len(self._in_flight) < self._max_in_flight and self._gate.step is None:
                 return
         if self._in_flight:
@@ -213,14 +213,14 @@ class StepLoop:
         else:
             await self._idle()
 
-    async def _supply(self) -> bool:
+    async def _publish_next(self) -> bool:
         """Publish one more step, if the worker may have one and there is something to compute."""
         if len(self._in_flight) >= self._max_in_flight or self._gate.step is not None or self._is_revoking:
             return False
         newest = self.scheduler.newest_step
         is_leased = len(self._in_flight) >= self._limit.base or (newest is not None and newest.is_leased)
         if is_leased and not self.scheduler.is_steady:
-            self.break_lease()
+            self.revoke_leased()
             return False
         output, self._unsent = self._unsent or self.scheduler.schedule(is_leased=is_leased), None
         if output is None:
@@ -229,17 +229,17 @@ class StepLoop:
         self._in_flight.append(await self._executor.execute_model(output))
         return True
 
-    async def _unlock(self) -> None:
+    async def _send_due_bitmask(self) -> None:
         """Fill and send the bitmask of the step that waits for one, if all answers before it are known."""
         masks = self._gate.begin(self._executor)
         if masks is not None:
             await self._gate.send(masks, self._executor)
 
-    async def _go_on(self, masks: Masks) -> EngineError | None:
+    async def _send_and_publish(self, masks: Masks) -> EngineError | None:
         """Send a bitmask, and the next step with it: what the worker waits for. An error is returned."""
         try:
             await self._gate.send(masks, self._executor)
-            await self._supply()
+            await self._publish_next()
         except EngineError as error:
             return error
         return None
@@ -298,9 +298,11 @@ class StepLoop:
         if masks is None:
             await self._delivery.deliver_all(sampled, logprobs)
         elif isinstance(masks.filled, Filled):
-            failure = await self._go_on(masks)
+            failure = await self._send_and_publish(masks)
             await self._delivery.deliver_all(sampled, logprobs)
         else:
-            failure = await self._delivery.deliver_beside(masks.filled, self._go_on(masks), sampled, logprobs)
+            failure = await self._delivery.deliver_beside(
+                masks.filled, self._send_and_publish(masks), sampled, logprobs
+            )
         if failure is not None:
             raise failure

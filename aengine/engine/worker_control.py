@@ -102,7 +102,7 @@ class WorkerControl:
 
     async def call(self, method: str, *args: Any, timeout: float) -> Any:
         """Make a collective call of the workers, see `Executor.call`; one that takes longer is an InternalError."""
-        self._steps.break_lease()  # it comes after the steps that were given before
+        self._steps.revoke_leased()  # it comes after the steps that were given before
         try:
             return await self.executor.call(method, *args, timeout=timeout)
         except TimeoutError:

@@ -119,7 +119,7 @@ class LocalHandle:
 
         def make_executor(config: EngineConfig) -> Executor:
             """Make the core's executor. It holds the owner weakly: the core ends when that is dropped."""
-            return _alive(owner)._make_executor(config)
+            return _owner_of(owner)._make_executor(config)
 
         def report(progress: StartupProgress) -> None:
             logger.debug("%s: %s", config.model, progress)
@@ -130,7 +130,7 @@ class LocalHandle:
 
     def owner(self) -> Owner:
         """The user's object. Raises EngineClosedError if it was dropped."""
-        return _alive(self._owner)
+        return _owner_of(self._owner)
 
     async def _wait_started(self, starting: asyncio.Task[None]) -> None:
         """Wait as one of perhaps several callers of `start`: when the last one is cancelled, so is the start."""
@@ -234,7 +234,7 @@ class LocalHandle:
         return self.running_core().admission.abort_all()
 
 
-def _alive(owner: weakref.ref[Owner]) -> Owner:
+def _owner_of(owner: weakref.ref[Owner]) -> Owner:
     found = owner()
     if found is None:
         raise EngineClosedError("the engine was dropped")

@@ -267,7 +267,7 @@ class ModelRunner:
             raise InternalError(f"the bitmask of step {grammar.step_id} came for step {state.step_id}")
         plan = state.plan
         if plan is None:
-            nothing = (state.step_id, state.num_reqs, _NOBODY, None, state.row_errors)
+            nothing = (state.step_id, state.num_reqs, _NO_ROWS, None, state.row_errors)
             return AsyncOutput(*nothing, is_ragged=state.is_ragged)
         sampling = plan.batch_idx[plan.sampling]
         if state.is_masked:
@@ -293,13 +293,13 @@ class ModelRunner:
         return AsyncOutput(
             state.step_id,
             state.num_reqs,
-            _NOBODY if batch is None else batch.batch_idx,
+            _NO_ROWS if batch is None else batch.batch_idx,
             None if batch is None and state.pooled is None else self._copy_out(tensors),
             state.row_errors,
             logprobs,
             is_ragged=state.is_ragged,
             places=None if batch is None or batch.drafted is None else batch.drafted.places,
-            pooled=_NOBODY if state.pooled is None else state.pooled.batch_idx,
+            pooled=_NO_ROWS if state.pooled is None else state.pooled.batch_idx,
         )
 
     def _sample_masked(self, plan: BatchPlan, grammar: GrammarOutput | None) -> Published:
@@ -339,7 +339,7 @@ class ModelRunner:
     ) -> SamplerOutput:
         """The device has no memory for what some rows ask of the sampler: they fail, the others are sampled."""
         self.platform.release_cached()
-        failed = batch.batch_idx[self._sampler.is_demanding(batch)]
+        failed = batch.batch_idx[self._sampler.needs_memory(batch)]
         if not len(failed):
             raise torch.OutOfMemoryError(reason)
         for i in map(int, failed):
@@ -382,7 +382,7 @@ _NO_MEMORY_ON_A_RANK = (
     "the device ran out of memory in a step that other ranks compute too, so that all of them start again: lower "
     "gpu_memory_utilization, max_num_batched_tokens or max_num_seqs"
 )
-_NOBODY = np.empty(0, dtype=np.int64)
+_NO_ROWS = np.empty(0, dtype=np.int64)
 _NO_MEMORY_TO_SAMPLE = (
     "the device has no memory for this request's penalties, log-probabilities, grammar or truncation: lower "
     "gpu_memory_utilization or max_num_seqs"

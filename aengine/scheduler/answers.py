@@ -78,7 +78,7 @@ class Answers:
             token_ids.append(token_id)
             sampled.append((request, token_id, batch_idx))
             if len(token_ids) == request.milestone or token_id in request.stop_token_ids:
-                self._pass_milestone(request, token_id)
+                self._on_milestone(request, token_id)
         return sampled
 
     def _commit_ragged(
@@ -106,7 +106,7 @@ class Answers:
             return False
         request.token_ids.append(token_id)
         if len(request.token_ids) == request.milestone or token_id in request.stop_token_ids:
-            self._pass_milestone(request, token_id)
+            self._on_milestone(request, token_id)
         return True
 
     def _commit_pooled(self, step: InFlightStep, columns: PooledColumns) -> list[tuple[Request, array[float]]]:
@@ -120,8 +120,8 @@ class Answers:
                 pooled.append((request, vector))
         return pooled
 
-    def _pass_milestone(self, request: Request, token_id: int) -> None:
-        """A stop token, the last token, the first one after (re)starting, or one past a full block."""
+    def _on_milestone(self, request: Request, token_id: int) -> None:
+        """Handle a stop token, the last token, the first one after (re)starting, or one past a full block."""
         num_tokens = len(request.token_ids)
         if num_tokens == request.milestone:
             # Its last token was sampled just now, so the KV of all before it is written, however many steps overlap.

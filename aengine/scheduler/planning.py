@@ -197,7 +197,7 @@ class StepPlan:
             drafts = {len(batch) + place: token_ids for place, token_ids in drafts.items()}
             req_idx = req_idx + int32([request.req_idx for request in self.extras])
             num_scheduled = num_scheduled + int32(self._counts)
-            chunks = self._sort_out(len(batch))
+            chunks = self._plan_next_step(len(batch))
             batch = batch + self.extras
         step = InFlightStep(step_id, batch, chunks, drafts)
         step.newcomers = self.newcomers
@@ -215,7 +215,7 @@ class StepPlan:
         changes = (*settled, removed, self._new_requests, *grown)
         return SchedulerOutput(step_id, *changes, req_idx, num_scheduled, *flags, columns)
 
-    def _sort_out(self, batch_idx: int) -> dict[int, int]:
+    def _plan_next_step(self, batch_idx: int) -> dict[int, int]:
         """Set what the requests that catch up in this step do in the next: the first is at ``batch_idx``. Returns the
         chunks of prompts, see `InFlightStep`."""
         chunks: dict[int, int] = {}

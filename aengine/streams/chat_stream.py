@@ -51,11 +51,11 @@ class _Answer:
         deltas = self._parser.feed(token.text, self._marker_of(token))
         if token.finish_reason is not None:
             deltas += self._parser.finish()
-        return self._signed(deltas)
+        return self._with_index(deltas)
 
     def finish(self) -> list[Delta]:
         """The end, if no token has brought it; idempotent."""
-        return self._signed(self._parser.finish())
+        return self._with_index(self._parser.finish())
 
     def _marker_of(self, token: Token) -> int | None:
         """The token's id, which may be that of a marker; None if a stop string ended the text before it."""
@@ -65,7 +65,7 @@ class _Answer:
         name = self._tokenizer.token_text(token_id)
         return token_id if any(stop in name for stop in self._stops) else None
 
-    def _signed(self, deltas: list[Delta]) -> list[Delta]:
+    def _with_index(self, deltas: list[Delta]) -> list[Delta]:
         """Add the answer's index to all deltas, and the tokens to the first."""
         if deltas and self._index:
             deltas = [replace(delta, choice=self._index) for delta in deltas]

@@ -179,7 +179,7 @@ class CrossThreadStream(TokenStream):
         self._buffer.loop = loop
         waiter = loop.create_future()
         try:
-            if not self._asked(partial(call_queue.post, settle, waiter), any_token):
+            if not self._register_wake(partial(call_queue.post, settle, waiter), any_token):
                 await waiter
         except asyncio.CancelledError:
             self.end_soon()
@@ -193,7 +193,7 @@ class CrossThreadStream(TokenStream):
             raise InvalidRequestError(f"stream {self.request_id} is already being read by another task")
         self._is_waited_for = True
 
-    def _asked(self, wake: Callable[[], object], any_token: bool) -> bool:
+    def _register_wake(self, wake: Callable[[], object], any_token: bool) -> bool:
         """Register ``wake``, called when something new comes. Returns whether something has come already."""
         buffer = self._buffer
         buffer.wake = wake
@@ -219,7 +219,7 @@ class BlockingStream(CrossThreadStream):
         lock = threading.Lock()
         lock.acquire()
         try:
-            if not self._asked(lock.release, any_token):
+            if not self._register_wake(lock.release, any_token):
                 lock.acquire()
         except BaseException:  # Ctrl-C
             self.end_soon()
@@ -229,7 +229,7 @@ class BlockingStream(CrossThreadStream):
 
     def when_ended(self, tell: Callable[[], object]) -> None:
         """Register ``tell``, called from any thread at the stream's end; perhaps twice. For streams without tokens."""
-        if self._asked(tell, any_token=False):
+        if self._register_wake(tell, any_token=False):
             tell()
 
     async def aclose(self) -> None:

@@ -168,7 +168,7 @@ class GrammarCompiler:
             return
         error, until = known
         if now < until:
-            raise _again(error)
+            raise _copy_of(error)
         del self._failures[spec]
 
     def _enqueue(self, spec: GrammarSpec, loop: asyncio.AbstractEventLoop, backends: Backends) -> _Work:
@@ -190,7 +190,7 @@ class GrammarCompiler:
             self._num_queued -= 1
             self._forget(work)
 
-    def _hand_on(self, work: _Work, backend: Backend) -> None:
+    def _move_to_slow(self, work: _Work, backend: Backend) -> None:
         """Move a compile to the slow threads, once a quick one has found that it may take long. It stays queued."""
         if self._closed:
             return
@@ -215,9 +215,9 @@ class GrammarCompiler:
         self._num_queued -= 1
         work.job = None
         work.begun = loop.time()
-        self._waits(work, False)
+        self._set_waiting(work, False)
 
-    def _waits(self, work: _Work, is_waiting: bool) -> None:
+    def _set_waiting(self, work: _Work, is_waiting: bool) -> None:
         """Stop the time of a compile while a process is started for it; start it anew when it runs."""
         if work.timer is not None:
             work.timer.cancel()
@@ -309,12 +309,12 @@ def _run(loop: asyncio.AbstractEventLoop, owner: _Owner, backends: Backends, wor
     if is_quick:
         _compile(loop, owner, backend, work)
     else:
-        tell(loop, _to, owner, GrammarCompiler._hand_on, work, backend)
+        tell(loop, _to, owner, GrammarCompiler._move_to_slow, work, backend)
 
 
 def _compile(loop: asyncio.AbstractEventLoop, owner: _Owner, backend: Backend, work: _Work) -> None:
     tell(loop, _to, owner, GrammarCompiler._begun, work)  # its time counts from here
-    on_wait = functools.partial(tell, loop, _to, owner, GrammarCompiler._waits, work)
+    on_wait = functools.partial(tell, loop, _to, owner, GrammarCompiler._set_waiting, work)
     result: Compiled | BaseException
     try:
         result = backend.compile(work.spec, on_wait)
@@ -333,12 +333,12 @@ def _settle_all(work: _Work, result: Compiled | BaseException) -> None:
     waiters, work.waiters = work.waiters, []
     for waiter in waiters:
         if isinstance(result, BaseException):
-            settle(waiter, None, _again(result) if isinstance(result, AEngineError) else result)
+            settle(waiter, None, _copy_of(result) if isinstance(result, AEngineError) else result)
         else:
             settle(waiter, result)
 
 
-def _again(error: AEngineError) -> AEngineError:
+def _copy_of(error: AEngineError) -> AEngineError:
     """A fresh one for each who gets it: a traceback grows each time an exception is raised."""
     if isinstance(error, GrammarError):
         return GrammarError(str(error), kind=error.kind, path=error.path)

@@ -12,7 +12,7 @@ import resource
 
 from .cgroups import threads_limit
 
-__all__ = ["is_want_of_memory", "limit_hint", "memory_ulimit_hint"]
+__all__ = ["is_out_of_memory", "limit_hint", "memory_ulimit_hint"]
 
 _NO_FILES = re.compile(r"too many open files", re.IGNORECASE)
 _NO_THREADS = re.compile(
@@ -57,7 +57,7 @@ def limit_hint(text: str) -> str:
     )
 
 
-def is_want_of_memory(error: BaseException) -> bool:
+def is_out_of_memory(error: BaseException) -> bool:
     """Whether a library's error says that no memory was to be had from the system."""
     if isinstance(error, MemoryError) or (isinstance(error, OSError) and error.errno == errno.ENOMEM):
         return True

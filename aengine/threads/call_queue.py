@@ -21,7 +21,7 @@ __all__ = ["CallQueue", "call_queue_of", "settle"]
 
 logger = logging.getLogger("aengine")
 
-Call = tuple[Callable[..., object], tuple[Any, ...]]
+_PostedCall = tuple[Callable[..., object], tuple[Any, ...]]
 
 
 class CallQueue:
@@ -29,7 +29,7 @@ class CallQueue:
 
     def __init__(self, loop: asyncio.AbstractEventLoop) -> None:
         self._loop = weakref.ref(loop)
-        self._calls: deque[Call] = deque()
+        self._calls: deque[_PostedCall] = deque()
         self._is_scheduled = False
         self._context = contextvars.Context()  # an empty one: what a caller has in its own is not the loop's to keep
 

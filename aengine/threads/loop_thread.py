@@ -163,11 +163,11 @@ class LoopThread:
         finally:
             self.is_stopping = True
             try:
-                self._wind_up()
+                self._shut_down()
             finally:
                 self._end()
 
-    def _wind_up(self) -> None:
+    def _shut_down(self) -> None:
         while tasks := asyncio.all_tasks(self.loop):
             for task in tasks:
                 task.cancel()

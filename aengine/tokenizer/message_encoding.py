@@ -108,7 +108,7 @@ class MessageEncoder:
 
     def encode_plain(self, text: str, add_special_tokens: bool = False) -> list[int]:
         """Return the token ids, with no marker but those that ``add_special_tokens`` puts round the text."""
-        return self._twin.encode(text, add_special_tokens)
+        return self._secret_names.encode(text, add_special_tokens)
 
     def _place(self, text: str, token_id: int, start: int, end: int) -> tuple[int, int]:
         """Return the place of the marker itself, without the blanks that its token includes on either side."""
@@ -127,11 +127,11 @@ class MessageEncoder:
             pieces.append(text[place:start])
             place = end
         pieces.append(text[place:])
-        return self._twin.encode_between(pieces, [token_id for *_, token_id in own])
+        return self._secret_names.encode_between(pieces, [token_id for *_, token_id in own])
 
     @functools.cached_property
-    def _twin(self) -> _Twin:
-        return _Twin(self._encoder, self.markers, self.unknown_id)
+    def _secret_names(self) -> _SecretNames:
+        return _SecretNames(self._encoder, self.markers, self.unknown_id)
 
 
 def _counts_tell(added: Iterable[AddedToken], markers: Collection[str]) -> bool:
@@ -154,7 +154,7 @@ def _finder(names: Collection[str]) -> Callable[[str], bool]:
     return lambda text: pattern.search(text) is not None
 
 
-class _Twin:
+class _SecretNames:
     """A copy of the tokenizer with secret names for markers; it shares the model."""
 
     def __init__(self, encoder: tokenizers.Tokenizer, markers: dict[int, str], unknown_id: int | None) -> None:

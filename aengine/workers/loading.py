@@ -15,7 +15,7 @@ from ..config import EngineConfig
 from ..errors import AEngineError, ModelLoadError
 from ..ipc.channel import WorkerChannel
 from ..ipc.messages import Kind, pack
-from ..system.ulimits import is_want_of_memory, limit_hint, memory_ulimit_hint
+from ..system.ulimits import is_out_of_memory, limit_hint, memory_ulimit_hint
 from .loaded import LoadedModel, Runner
 from .logs import WorkerLogs
 from .rank import Rank
@@ -79,7 +79,7 @@ class Loading:
             hint = "" if memory_ulimit_hint() else limit_hint(text)
             if hint:
                 raise ModelLoadError(f"{self.config.model} can't be loaded ({text}){hint}") from error
-            if not is_want_of_memory(error):
+            if not is_out_of_memory(error):
                 raise
             cure = memory_ulimit_hint() or ": take a smaller model, lower kv_cache_memory_bytes, or free memory"
             raise ModelLoadError(f"there is not enough memory to load {self.config.model} ({text}){cure}") from error

@@ -82,13 +82,13 @@ class WorkerLogs(logging.Handler):
         self._is_publishing = True
         try:
             if self._num_left_out:
-                self._sum_up()
+                self._report_left_out()
             while self._queue and self._channel.try_publish(Kind.LOG, 0, self._queue[0]):
                 self._queue.popleft()
         finally:
             self._is_publishing = False
 
-    def _sum_up(self) -> None:
+    def _report_left_out(self) -> None:
         """Log the number of records that were left out, at most once a second."""
         assert self.lock is not None
         with self.lock:

@@ -76,7 +76,7 @@ class Worker:
 
     def _turn(self) -> bool:
         """Take the frames that have come, handle one, and report what has become ready. False after SHUTDOWN."""
-        frame = self._channel.consume(self._patience())
+        frame = self._channel.consume(self._wait_seconds())
         while frame is not None:
             self._take(frame)
             frame = self._channel.consume(0)
@@ -126,7 +126,7 @@ class Worker:
     def _may_prepare(self) -> bool:
         return self._prepares and self._runner is not None and self._runner.has_more
 
-    def _patience(self) -> float | None:
+    def _wait_seconds(self) -> float | None:
         """Return how long to wait for a frame, in seconds: for ever, if nothing else can happen."""
         if self._may_handle:
             return 0
@@ -187,9 +187,9 @@ class Worker:
 
     def _allocate(self, plan: dict[str, int]) -> None:
         self._runner = self._loading.allocate(plan)
-        threading.Thread(target=self._beat, name="aengine-heartbeat", daemon=True).start()
+        threading.Thread(target=self._publish_heartbeats, name="aengine-heartbeat", daemon=True).start()
 
-    def _beat(self) -> None:
+    def _publish_heartbeats(self) -> None:
         """Publish heartbeats while Python runs here: not in a stopped process, nor while a thread keeps the GIL."""
         device_bytes, counted = 0, -_MEMORY_PERIOD
         while not self._ended.is_set():

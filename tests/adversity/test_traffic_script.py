@@ -18,7 +18,7 @@ sys.path.append(str(BENCHMARKS))
 
 import traffic  # noqa: E402
 import traffic_workloads  # noqa: E402
-from traffic_client import Client, Record, failures, series, summary  # noqa: E402
+from traffic_client import Client, RequestRecord, failures, series, summary  # noqa: E402
 from traffic_report import table, value  # noqa: E402
 
 
@@ -58,8 +58,8 @@ def run_of(adapter: Any, name: str, round_number: int = 0) -> tuple[traffic_work
     return traffic_workloads.Run(Client(adapter), name, 3, round_number, results.__setitem__), results
 
 
-def record(due: float, times: list[float], sizes: list[int] | None = None, error: str | None = None) -> Record:
-    return Record(due, due + 0.002, 10, times, sizes or [1] * len(times), error=error)
+def record(due: float, times: list[float], sizes: list[int] | None = None, error: str | None = None) -> RequestRecord:
+    return RequestRecord(due, due + 0.002, 10, times, sizes or [1] * len(times), error=error)
 
 
 async def test_arrivals_do_not_wait_for_answers() -> None:

@@ -87,7 +87,7 @@ class FailingLibrary(TritonPrefill):
 
     failed = False
 
-    def pays(self, query_lens: Any) -> bool:
+    def is_faster(self, query_lens: Any) -> bool:
         return not self.failed
 
     def prefill(self, *args: Any) -> None:

@@ -344,7 +344,7 @@ class FailingLibrary(TritonPrefill):
     def __init__(self) -> None:
         self.calls = 0
 
-    def pays(self, query_lens) -> bool:
+    def is_faster(self, query_lens) -> bool:
         return not self.calls
 
     def prefill(self, *args) -> None:
@@ -444,7 +444,7 @@ def test_a_library_without_memory_for_a_step_is_used_again(caplog: pytest.LogCap
     for context, wanted in ((0, True), (2000, False), (0, True), (2000, False), (500, True)):
         lens = np.array([2048]), np.array([2048 + context])
         metadata = PrefillMetadata.of(torch.zeros(1, dtype=torch.int64), table, *lens)
-        assert library.pays(lens[0])
+        assert library.is_faster(lens[0])
         out = library.prefill(new, new, new, kept, metadata, 1.0)
         assert (out is not None) == wanted
     assert calls == [2048, 4048, 2048, 4048, 2548]

@@ -47,8 +47,8 @@ def say(text: str) -> None:
     print(text, file=sys.stderr, flush=True)
 
 
-class Possessions:
-    """What a process should not have more of after its work than before: memory, descriptors, threads."""
+class ProcessResources:
+    """Resources that a process should not have more of after its work than before: memory, descriptors, threads."""
 
     def __init__(self) -> None:
         gc.collect()

@@ -13,7 +13,7 @@ from collections.abc import Sequence
 from typing import Any
 
 import psutil
-from chaos_common import MIB, FakeWorkerLLM, Possessions, Promises, say, settle
+from chaos_common import MIB, FakeWorkerLLM, ProcessResources, Promises, say, settle
 
 from aengine import AsyncLLM, DeadlineExceededError, SamplingParams
 from aengine.engine.user_request import UserRequest
@@ -190,14 +190,14 @@ async def cancels(args: argparse.Namespace, promises: Promises) -> dict[str, Any
     warm_up = max(args.cancels // 20, min(args.cancels, 2000))
     await in_slots(args.slots, warm_up, canceller.one)
     await settle(engine, promises)
-    possessions, begun, before = Possessions(), time.monotonic(), canceller.num_begun
+    resources, begun, before = ProcessResources(), time.monotonic(), canceller.num_begun
     for part in range(10):
         await in_slots(args.slots, args.cancels // 10, canceller.one)
-        say(f"{(part + 1) * 10} %: RSS {possessions.growth()['rss_growth_mib']:+.1f} MiB")
+        say(f"{(part + 1) * 10} %: RSS {resources.growth()['rss_growth_mib']:+.1f} MiB")
     took, done = time.monotonic() - begun, canceller.num_begun - before
     gc.collect()
     await settle(engine, promises)
-    growth, left, statistics = possessions.growth(), objects(), engine.statistics()
+    growth, left, statistics = resources.growth(), objects(), engine.statistics()
     others = [task.get_name() for task in asyncio.all_tasks() - tasks]
     promises.hold("no object of a request is left", not left, left)
     promises.hold("no task but the engine's own is left", not others, others)
@@ -237,13 +237,13 @@ async def requests(args: argparse.Namespace, promises: Promises) -> dict[str, An
 
         worker = psutil.Process(engine.describe()["pid"])
         await in_slots(args.slots, max(args.count // 20, 1), one)
-        possessions, worker_before, begun = Possessions(), worker.memory_info().rss, time.monotonic()
+        resources, worker_before, begun = ProcessResources(), worker.memory_info().rss, time.monotonic()
         for part in range(10):
             await in_slots(args.slots, args.count // 10, one)
-            say(f"{(part + 1) * 10} %: RSS {possessions.growth()['rss_growth_mib']:+.2f} MiB")
+            say(f"{(part + 1) * 10} %: RSS {resources.growth()['rss_growth_mib']:+.2f} MiB")
         took, done = time.monotonic() - begun, args.count // 10 * 10
         await settle(engine, promises)
-        growth, left, worker_growth = possessions.growth(), objects(), worker.memory_info().rss - worker_before
+        growth, left, worker_growth = resources.growth(), objects(), worker.memory_info().rss - worker_before
     promises.hold("no object of a request is left", not left, left)
     promises.hold("no descriptor is kept", growth["fds_growth"] <= 0, growth)
     promises.hold("memory does not grow by 20 bytes a request, or 8 MiB", _bounded(growth, done, 20), growth)

@@ -16,7 +16,7 @@ from contextlib import asynccontextmanager
 from typing import Any, NamedTuple
 
 import psutil
-from chaos_common import Possessions, Promises, say, seconds, settle
+from chaos_common import ProcessResources, Promises, say, seconds, settle
 
 from aengine import AEngineError, AsyncLLM, SamplingParams, StructuredOutput
 
@@ -253,7 +253,7 @@ async def kills(args: argparse.Namespace, promises: Promises) -> dict[str, Any]:
         streams = Streams(engine, jobs, args.seed)
         await streams.learn()
         say("the undisturbed run is done")
-        possessions = Possessions()
+        resources = ProcessResources()
         begun = time.monotonic()
         async with streams.flowing(args.streams):
             series = await killer(streams, rng, args.kills, args.mean, backoff)
@@ -262,7 +262,7 @@ async def kills(args: argparse.Namespace, promises: Promises) -> dict[str, Any]:
         check_own_processes(promises)
         result = {"kills": args.kills, "restarts": engine.statistics().num_restarts, **streams.report(promises)}
         promises.hold("one restart a kill", result["restarts"] == args.kills, result["restarts"])
-        growth = possessions.growth()
+        growth = resources.growth()
     single = [k for k in series if k.deaths == 1]
     several = [k for k in series if k.deaths > 1]
     promises.hold("no descriptor is kept", growth["fds_growth"] <= 4, growth)

@@ -20,7 +20,7 @@ from aengine.ipc.channel import HostChannel
 from aengine.ipc.shm import Segment
 from aengine.system import ulimits
 from aengine.system.cgroups import threads_limit
-from aengine.system.ulimits import is_want_of_memory, limit_hint, memory_ulimit_hint
+from aengine.system.ulimits import is_out_of_memory, limit_hint, memory_ulimit_hint
 
 PROGRAM = """
     import asyncio, sys
@@ -147,9 +147,9 @@ def test_what_a_want_of_memory_looks_like() -> None:
         RuntimeError("can't start new thread"),
         ImportError("libmkl.so: failed to map segment from shared object"),
     ):
-        assert is_want_of_memory(error)
+        assert is_out_of_memory(error)
     for error in (KeyError("x"), RuntimeError("shapes differ"), ImportError("no module x"), ValueError("can't map")):
-        assert not is_want_of_memory(error)
+        assert not is_out_of_memory(error)
 
 
 # -- files, threads

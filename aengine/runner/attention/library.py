@@ -82,8 +82,8 @@ class PrefillBackend(Protocol):
     def join(self) -> None:
         """Wait until it is ready. Raises ModelLoadError if it can't be used, and was asked for by name."""
 
-    def pays(self, query_lens: Rows) -> bool:
-        """Whether `prefill` is worth its start for prompts of these lengths; if not, `varlen_attention` is called."""
+    def is_faster(self, query_lens: Rows) -> bool:
+        """Whether `prefill` is the faster for prompts of these lengths; if not, `varlen_attention` is called."""
 
     def prefill(
         self,
@@ -95,7 +95,7 @@ class PrefillBackend(Protocol):
         scale: float,
     ) -> Tensor | None:
         """[num_tokens, num_heads * head_dim]; None: it can't, and `varlen_attention` is called for the rest of the
-        step. If it failed, `pays` is false from then on; if it had no memory, only this step is affected.
+        step. If it failed, `is_faster` is false from then on; if it had no memory, only this step is affected.
 
         Args:
             q, k, v: [num_tokens, heads, head_dim] of the new tokens, strided by token; in the cache already
@@ -111,7 +111,7 @@ class TritonPrefill:
     def join(self) -> None:
         pass
 
-    def pays(self, query_lens: Rows) -> bool:
+    def is_faster(self, query_lens: Rows) -> bool:
         return False
 
     def prefill(self, *args: Any) -> Tensor | None:
@@ -154,7 +154,7 @@ class LibraryPrefill:
         logger.warning("%s is installed, but can't be used; prompts go through triton: %r", self.name, self._error)
         self.name = TritonPrefill.name
 
-    def pays(self, query_lens: Rows) -> bool:
+    def is_faster(self, query_lens: Rows) -> bool:
         return self._function is not None and query_lens.sum() >= _WORTHWHILE and query_lens.max() >= _LONG
 
     def prefill(
@@ -191,9 +191,9 @@ class LibraryPrefill:
 
 
 _WORTHWHILE = 2048
-"""Prompt tokens in a step from which a library pays; below, the layers are one launch with our own kernel in it."""
+"""Prompt tokens in a step from which a library is faster; below, the layers are one launch with our own kernel."""
 _LONG = 512
-"""Tokens of the longest prompt from which it pays: for many short ones our own kernel is faster."""
+"""Tokens of the longest prompt from which it is faster: for many short ones our own kernel is faster."""
 
 
 class _Library(NamedTuple):

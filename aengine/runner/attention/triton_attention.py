@@ -140,7 +140,7 @@ class BatchAttention:
         self._metadata: PrefillMetadata | None = None
         self._num_decodes = 0 if plan is None else plan.num_decodes
         n = self._num_decodes
-        if plan is not None and self._has_prompts and plan.is_exact and cache.prefill.pays(plan.query_lens[n:]):
+        if plan is not None and self._has_prompts and plan.is_exact and cache.prefill.is_faster(plan.query_lens[n:]):
             self._metadata = PrefillMetadata.of(rows[n:], block_table, plan.query_lens[n:], plan.seq_lens[n:])
         elif self._has_prompts:
             self._prompts = self._plan_prompts()

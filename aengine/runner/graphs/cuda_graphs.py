@@ -198,13 +198,13 @@ class DecodeStep:
         self._next_slot = (slot + 1) % len(self._published_host)
         return Published(self._published_host[slot], num_rows, self._platform.record_event())
 
-    def rehearse(self, descriptor: BatchDescriptor) -> None:
+    def run_padded(self, descriptor: BatchDescriptor) -> None:
         """Run the step with nothing but padding: kernels and libraries load what they need, no row changes."""
-        nobody = np.empty(0, dtype=np.int64)
-        self.set_rows(nobody, descriptor.size)
+        no_rows = np.empty(0, dtype=np.int64)
+        self.set_rows(no_rows, descriptor.size)
         half = self.run(descriptor)
         if isinstance(half, Unmasked):
-            self.set_bitmasks(nobody, None, descriptor.size)
+            self.set_bitmasks(no_rows, None, descriptor.size)
             self.run_masked(half)
         if descriptor.kind is not GraphKind.LOGITS:
             self._next_slot = (self._next_slot + 1) % len(self._published_host)
@@ -301,7 +301,7 @@ class CudaGraphManager:
         """Capture one graph, unless it is there; the rows that the step reads are left as padding."""
         if descriptor in self._graphs:
             return
-        self.step.rehearse(descriptor)  # what is done once (loading a kernel) may not be captured
+        self.step.run_padded(descriptor)  # what is done once (loading a kernel) may not be captured
         if self._pool is None:
             self._pool = self._platform.graph_pool()
         with self._platform.capture(self._pool) as graph:

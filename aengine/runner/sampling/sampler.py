@@ -88,10 +88,10 @@ class Sampler:
         rows = batch.rows
         wants = np.flatnonzero(self._num_logprobs[rows] >= 0)
         index = to_device(wants, logits.device) if 0 < len(wants) < len(rows) else None
-        untouched = None
+        raw_logits = None
         if batch.grammar is not None or self._altered[rows].any() or self._is_pending(rows):
             if len(wants):
-                untouched = logits.clone() if index is None else logits.index_select(0, index)
+                raw_logits = logits.clone() if index is None else logits.index_select(0, index)
             for feature in self._features:
                 feature.apply(logits, batch)
             if batch.drafted is not None:
@@ -101,10 +101,10 @@ class Sampler:
             feature.commit(token_ids, batch)
         logprobs = None
         if len(wants):
-            if untouched is None:
-                untouched = logits if index is None else logits.index_select(0, index)
+            if raw_logits is None:
+                raw_logits = logits if index is None else logits.index_select(0, index)
             chosen = token_ids if index is None else token_ids.index_select(0, index)
-            logprobs = self._logprobs(untouched, chosen, wants, batch)
+            logprobs = self._logprobs(raw_logits, chosen, wants, batch)
         return SamplerOutput(token_ids, checks, logprobs)
 
     def _take_forced(self, batch: SampleBatch) -> None:
@@ -118,7 +118,7 @@ class Sampler:
             is_forced = ((bits != 0).sum(axis=1) == 1) & (largest & (largest - 1) == 0)
             batch.scalars.temperature.index_fill_(0, to_device(rows[is_forced], batch.rows_device.device), 0.0)
 
-    def is_demanding(self, batch: SampleBatch) -> npt.NDArray[np.bool_]:
+    def needs_memory(self, batch: SampleBatch) -> npt.NDArray[np.bool_]:
         """[n]: which of the rows may need memory to be sampled, for more than temperature and seed."""
         if batch.grammar is not None or self._is_pending(batch.rows):
             return np.ones(len(batch.rows), dtype=bool)

@@ -38,7 +38,7 @@ class Root:
 class LLGuidanceMatcher:
     """One request's place; see `aengine.structured.backend.Matcher`."""
 
-    __slots__ = ("_backend", "_ended", "_inner", "_is_revived", "_root", "_token_ids")
+    __slots__ = ("_backend", "_ended", "_inner", "_is_restarted", "_root", "_token_ids")
 
     def __init__(self, backend: LLGuidanceBackend, root: Root, inner: llguidance.LLMatcher) -> None:
         root.num_copies += 1
@@ -46,7 +46,7 @@ class LLGuidanceMatcher:
         self._root = root
         self._inner = inner
         self._token_ids: list[int] = []  # accepted by the library: without the end
-        self._is_revived = False
+        self._is_restarted = False
         self._ended = False
 
     def __del__(self) -> None:
@@ -60,7 +60,7 @@ class LLGuidanceMatcher:
             return
         self._inner.unsafe_compute_mask_ptr(address + row * row_bytes, row_bytes)
         if self._inner.is_error():
-            self._revive()
+            self._restart()
             self._inner.unsafe_compute_mask_ptr(address + row * row_bytes, row_bytes)
             self._check()
 
@@ -120,7 +120,7 @@ class LLGuidanceMatcher:
             self._token_ids.append(token_ids[0])
             return 1
         if self._inner.is_error():
-            self._revive()
+            self._restart()
         eos_ids = self._backend.eos_ids
         ids = list(token_ids)
         accepted = 0
@@ -178,20 +178,20 @@ class LLGuidanceMatcher:
         consumed = self._inner.try_consume_tokens(token_ids[:known]) if known else 0  # stops before the first wrong one
         self._token_ids += token_ids[:consumed]
         if self._inner.is_error():
-            self._revive()
+            self._restart()
             more = self._inner.try_consume_tokens(token_ids[consumed:known])
             self._token_ids += token_ids[consumed : consumed + more]
             consumed += more
             self._check()
         return consumed
 
-    def _revive(self) -> None:
-        """The library can't go on: perhaps for what another request did, whose lexer this one shares. So it gets one of
-        its own, once, and comes as far as it was; if it is to blame itself, it fails again. Raises MatcherError."""
+    def _restart(self) -> None:
+        """Make the library's matcher anew with a lexer of its own, once, and advance it as far as it was: the failure
+        may be due to another request that shares the lexer; if not, it fails again. Raises MatcherError."""
         self._root.is_spoilt = True
-        if self._is_revived:
+        if self._is_restarted:
             self._check()
-        self._is_revived = True
+        self._is_restarted = True
         root = Root(self._backend.root(self._root.grammar), self._root.grammar)
         inner = root.inner.deep_copy()
         if self._token_ids and inner.try_consume_tokens(self._token_ids) != len(self._token_ids):
