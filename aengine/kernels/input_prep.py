@@ -63,14 +63,14 @@ def prepare_inputs(
         rows = idx_mapping.index_select(0, request)
     slots = [
         table[rows, positions // size].long() * size + positions % size
-        for table, size in zip(block_table, block_sizes.tolist(), strict=True)
+        for table, size in zip(block_table.unbind(0), block_sizes.tolist(), strict=True)
     ]
     query_start_loc = torch.zeros(num_reqs + 1, dtype=torch.int32)
     query_start_loc[1:] = end
     return PreparedInputs(
         input_ids=token_ids[rows, positions].long(),
         positions=positions,
-        slot_mapping=torch.stack(slots) if len(slots) > 1 else slots[0][None],
+        slot_mapping=torch.stack(slots) if len(slots) > 1 else slots[0].unsqueeze(0),
         query_start_loc=query_start_loc,
         seq_lens=(first + num_scheduled_tokens).int(),
     )
@@ -97,13 +97,14 @@ def gather_block_table(
     """
     assert idx_mapping.dtype == torch.int64 and seq_lens.shape == idx_mapping.shape
     assert block_table.device.type == "cpu", "kernels on a GPU read the table itself"
-    columns = torch.arange(width)
+    begins = torch.arange(0, width * block_size, block_size)  # the first position of each block
     if first is None:
         blocks = block_table[:, :width].index_select(0, idx_mapping)
     else:
-        columns = columns + first[:, None]
+        columns = torch.arange(width) + first[:, None]
+        begins = columns * block_size
         blocks = block_table[idx_mapping[:, None], columns.clamp(max=block_table.shape[1] - 1)]
-    return torch.where(columns * block_size < seq_lens[:, None], blocks, blocks[:, :1])
+    return torch.where(begins < seq_lens[:, None], blocks, blocks[:, :1])
 
 
 def append_tokens(token_ids: Tensor, num_tokens: Tensor, rows: Tensor, sampled: Tensor) -> None:

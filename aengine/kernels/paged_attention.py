@@ -29,7 +29,7 @@ def prefill_attention(
         q: [query_len, num_heads, head_dim] of the new tokens.
         kv: [query_len, 2, num_kv_heads, head_dim], what the cache holds of them already.
         kv_cache: see above.
-        block_ids: int64 [ceil(seq_len / block_size)]: the sequence's blocks.
+        block_ids: int32 or int64 [ceil(seq_len / block_size)]: the sequence's blocks.
         seq_len: tokens in all, the new ones included.
 
     Returns:
@@ -66,7 +66,7 @@ def decode_attention(
     Args:
         q: [num_seqs, num_heads, head_dim].
         kv_cache: see above; the new tokens' keys and values are in it.
-        block_table: int64 [num_seqs, num_blocks]; entries past a sequence's own are ignored.
+        block_table: int32 or int64 [num_seqs, num_blocks]; entries past a sequence's own are ignored.
         seq_lens: tokens of each sequence, the new one included.
 
     Returns:

@@ -11,7 +11,7 @@ import math
 from array import array
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, NamedTuple, Protocol
+from typing import NamedTuple, Protocol
 
 import numpy as np
 from torch import Tensor
@@ -21,7 +21,7 @@ from .input_batch import Rows
 from .platforms.platform import Event, Platform
 from .sampling.sampler import LogprobTensors
 
-__all__ = ["AsyncOutput", "DeviceOutput", "OutputCopier", "Published"]
+__all__ = ["AsyncOutput", "OutputCopier", "Published"]
 
 
 class HostOutput(NamedTuple):
@@ -29,19 +29,11 @@ class HostOutput(NamedTuple):
 
     token_ids: np.ndarray | None = None  # [n]
     checks: np.ndarray | None = None  # float32 [n]
-    logprobs: tuple[np.ndarray, np.ndarray, np.ndarray] | None = None  # sampled, token_ids, values
     counts: np.ndarray | None = None  # [requests with rows of logits]: tokens that each gets; None: one
     vectors: np.ndarray | None = None  # float32 [m, hidden_size]
-
-
-class DeviceOutput(NamedTuple):
-    """Sampled tokens of a step on the device."""
-
-    token_ids: Tensor | None = None
-    checks: Tensor | None = None
-    logprobs: tuple[Tensor, Tensor, Tensor] | None = None
-    counts: Tensor | None = None
-    vectors: Tensor | None = None
+    sampled_logprobs: np.ndarray | None = None
+    top_token_ids: np.ndarray | None = None
+    top_logprobs: np.ndarray | None = None
 
 
 class Source(Protocol):
@@ -117,9 +109,9 @@ class AsyncOutput:
             token_ids[self._sampling] = host.token_ids
             if errors:
                 token_ids[list(errors)] = -1
-            if self._logprobs is not None and host.logprobs is not None:
+            if self._logprobs is not None:
                 keep = [i for i in np.argsort(self._logprobs.batch_idx) if self._logprobs.batch_idx[i] not in errors]
-                logprobs = _columns(self._logprobs, host.logprobs, keep, self._logprobs.batch_idx)
+                logprobs = _columns(self._logprobs, host, keep, self._logprobs.batch_idx)
         return ModelRunnerOutput(self._step_id, _int_column(token_ids), logprobs)
 
     def _accepted(self, host: HostOutput) -> Rows:
@@ -136,12 +128,12 @@ class AsyncOutput:
         counts = np.bincount(self._sampling[kept], minlength=self._num_reqs).astype(np.int32)
         token_ids = np.empty(0, dtype=np.int32) if host.token_ids is None else host.token_ids[kept].astype(np.int32)
         logprobs = None
-        if self._logprobs is not None and host.logprobs is not None:
+        if self._logprobs is not None:
             token_idx = np.full(len(self._sampling), -1, dtype=np.int64)
             token_idx[kept] = np.arange(len(kept))
             token_idx = token_idx[self._logprobs.rows]
             keep = [i for i in np.argsort(token_idx) if token_idx[i] >= 0]
-            logprobs = _columns(self._logprobs, host.logprobs, keep, token_idx)
+            logprobs = _columns(self._logprobs, host, keep, token_idx)
         return ModelRunnerOutput(self._step_id, _int_column(token_ids), logprobs, counts=_int_column(counts))
 
 
@@ -151,19 +143,15 @@ class OutputCopier:
     def __init__(self, platform: Platform) -> None:
         self._stream = platform.copy_stream()
 
-    def __call__(self, sampled: DeviceOutput) -> Source:
-        logprobs = sampled.logprobs or ()
-        all_of_it = [sampled.token_ids, sampled.checks, sampled.counts, sampled.vectors, *logprobs]
-        copies, event = self._stream.to_host([tensor for tensor in all_of_it if tensor is not None])
-        left = iter(copies)
-        ids, checks, counts, vectors = (None if tensor is None else next(left) for tensor in all_of_it[:4])
-        pinned = DeviceOutput(ids, checks, (next(left), next(left), next(left)) if logprobs else None, counts, vectors)
-        return _Copied(pinned, event)
+    def __call__(self, tensors: Mapping[str, Tensor]) -> Source:
+        """``tensors``: what there is, by field of `HostOutput`."""
+        copies, event = self._stream.to_host(list(tensors.values()))
+        return _Copied(dict(zip(tensors, copies, strict=True)), event)
 
 
 @dataclass(slots=True)
 class _Copied:
-    tensors: DeviceOutput  # on the CPU
+    tensors: dict[str, Tensor]  # on the CPU, by field of HostOutput
     event: Event | None
 
     def ready(self) -> bool:
@@ -172,13 +160,7 @@ class _Copied:
     def get(self) -> HostOutput:
         if self.event is not None:
             self.event.synchronize()
-        token_ids, checks, logprobs, counts, vectors = self.tensors
-        arrays: Any = None if logprobs is None else tuple(t.numpy() for t in logprobs)
-        return HostOutput(_array(token_ids), _array(checks), arrays, _array(counts), _array(vectors))
-
-
-def _array(tensor: Tensor | None) -> np.ndarray | None:
-    return None if tensor is None else tensor.numpy()
+        return HostOutput(**{name: tensor.numpy() for name, tensor in self.tensors.items()})
 
 
 @dataclass(slots=True)
@@ -213,15 +195,15 @@ def _unsampled(batch_idx: int, check: float) -> RowError:
 
 def _columns(
     whose: LogprobTensors,
-    arrays: tuple[np.ndarray, np.ndarray, np.ndarray],
+    host: HostOutput,
     keep: Sequence[int],
     token_idx: Rows,
 ) -> LogprobColumns | None:
     """The entries that ``keep`` names, each cut to the alternatives that it asked for. ``token_idx``: where the answer
     has the token of each entry."""
-    if not keep:
+    sampled, token_ids, values = host.sampled_logprobs, host.top_token_ids, host.top_logprobs
+    if not keep or sampled is None or token_ids is None or values is None:
         return None
-    sampled, token_ids, values = arrays
     counts = whose.counts[keep]
     wanted = np.arange(values.shape[1]) < counts[:, None]
     return LogprobColumns(

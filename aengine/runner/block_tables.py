@@ -37,10 +37,12 @@ class BlockTables:
         self.groups = tuple(groups)
         part = arena.part("block_table")
         self.table = part.view(len(groups), -1, part.shape[1])  # int32 [num_groups, max_num_seqs, max_blocks_per_seq]
+        self.of_group = self.table.unbind(0)  # int32 [max_num_seqs, max_blocks_per_seq] each
         sizes = [group.block_size for group in groups]
         self.block_sizes = torch.tensor(sizes, dtype=torch.int32, device=part.device)  # [num_groups]
         self._num_rows = self.table.shape[1]
-        self._length = np.zeros((len(groups), self._num_rows), dtype=np.int64)  # blocks up to each row's last one
+        # Of each group, the blocks up to each row's last one.
+        self._lengths = [np.zeros(self._num_rows, dtype=np.int64) for _ in groups]
         self._fresh: list[int] = []  # given to someone since take_fresh, and holding what their last owner left
 
     def replace(self, request: NewRequest) -> None:
@@ -53,7 +55,7 @@ class BlockTables:
         for i, group in enumerate(self.groups):
             begin, count = spans[2 * i : 2 * i + 2]
             own = block_ids[start : start + count]
-            self._length[i, row] = begin
+            self._lengths[i][row] = begin
             self._append(i, row, np.array(own, dtype=np.int32))
             self._fresh.extend(own[max(0, -(-request.num_computed_tokens // group.block_size) - begin) :])
             start += count
@@ -77,7 +79,7 @@ class BlockTables:
 
     def check_room(self, rows: Rows, seq_lens: Rows) -> None:
         """Raise InternalError if a row's tokens would pass its blocks: they would land in another request's KV."""
-        for length, group in zip(self._length, self.groups, strict=True):
+        for length, group in zip(self._lengths, self.groups, strict=True):
             short = seq_lens > length[rows] * group.block_size
             if short.any():
                 row, need = int(rows[short][0]), int(seq_lens[short][0])
@@ -86,10 +88,10 @@ class BlockTables:
                 )
 
     def _append(self, group: int, row: int, block_ids: npt.NDArray[np.int32]) -> None:
-        end = int(self._length[group, row]) + len(block_ids)
+        end = int(self._lengths[group][row]) + len(block_ids)
         if end > self.table.shape[2]:
             raise InternalError(f"row {row} would have {end} blocks, but a row holds {self.table.shape[2]}")
         if len(block_ids) and not 0 <= block_ids.min() <= block_ids.max() < self._num_blocks:
             raise InternalError(f"row {row} was given a block outside 0 to {self._num_blocks - 1}")
         self._arena.stage("block_table", group * self._num_rows + row, end - len(block_ids), block_ids)
-        self._length[group, row] = end
+        self._lengths[group][row] = end

@@ -52,9 +52,14 @@ class BatchPlan:
         """Whether every request computes its newest token and samples."""
         return self.num_decodes == len(self.rows) == len(self.sampling) and self.drafts is None
 
+    @property
+    def num_logits(self) -> int:
+        """How many tokens of the batch need logits."""
+        return len(self.sampling) + (0 if self.drafts is None else len(self.drafts.token_ids))
+
     def logits_indices(self) -> Rows:
-        """[n]: which tokens of the batch need logits: the last of each request that samples, and those before its
-        drafts."""
+        """[num_logits]: which tokens of the batch need logits: the last of each request that samples, and those before
+        its drafts."""
         last = np.cumsum(self.query_lens)[self.sampling] - 1
         if self.drafts is None:
             return last
@@ -114,21 +119,21 @@ class GroupBatch:
     """The blocks of a batch in one KV group, from the first that any query of this step looks at."""
 
     block_table: Tensor  # int32 [num_reqs, width]; past a request's own blocks, the first of them again
-    seq_lens: Rows  # host [num_reqs]: tokens in those blocks, this step's included
+    seq_lens: list[int]  # host [num_reqs]: tokens in those blocks, this step's included
 
     @classmethod
     def gather(
         cls, plan: BatchPlan, group: KVCacheGroup, table: Tensor, idx_mapping: Tensor, seq_lens: Tensor
     ) -> GroupBatch:
         """``seq_lens``: int32 [num_reqs], on the CPU; the plan's may be upper bounds."""
-        size, lens = group.block_size, seq_lens.numpy().astype(np.int64)
-        if not group.window:
-            width = -(-int(lens.max()) // size)
-            return cls(gather_block_table(table, idx_mapping, seq_lens, size, width), lens)
-        first = np.maximum(lens - plan.query_lens - group.window + 1, 0) // size
-        left = lens - first * size
-        width = -(-int(left.max()) // size)
-        return cls(gather_block_table(table, idx_mapping, seq_lens, size, width, torch.from_numpy(first)), left)
+        size, lens = group.block_size, seq_lens.tolist()
+        first: Tensor | None = None
+        if group.window:
+            skipped = np.maximum(np.array(lens) - plan.query_lens - group.window + 1, 0) // size
+            lens = (lens - skipped * size).tolist()
+            first = torch.from_numpy(skipped)
+        width = -(-max(lens) // size)
+        return cls(gather_block_table(table, idx_mapping, seq_lens, size, width, first), lens)
 
 
 @dataclass(slots=True)
@@ -161,7 +166,7 @@ class InputBatch:
         )
         groups: list[GroupBatch] = []
         if not uses_triton(tables.table):
-            for group, table in zip(tables.groups, tables.table, strict=True):
+            for group, table in zip(tables.groups, tables.of_group, strict=True):
                 groups.append(GroupBatch.gather(plan, group, table, idx_mapping, inputs.seq_lens))
         return cls(
             plan=plan,
@@ -204,13 +209,14 @@ class SampleBatch:
         rows = plan.rows[plan.sampling]
         whole = len(rows) == plan.num_reqs
         rows_device = idx_mapping if whole else to_device(rows, idx_mapping.device)
+        num_tokens = requests.num_tokens[rows]
         return cls(
             rows=rows,
             batch_idx=plan.batch_idx[plan.sampling],
-            num_generated=requests.num_tokens[rows] - requests.num_prompt_tokens[rows],
+            num_generated=num_tokens - requests.num_prompt_tokens[rows],
             rows_device=rows_device,
             scalars=requests.scalars.select(rows_device),
-            max_num_tokens=int(requests.num_tokens[rows].max()),
+            max_num_tokens=int(num_tokens.max()),
             grammar=grammar,
         )
 

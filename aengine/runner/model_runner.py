@@ -25,7 +25,7 @@ from torch import Tensor
 from ..errors import InternalError
 from ..ipc.messages import GrammarOutput, KVCacheGroup, NewRequest, RowError, SchedulerOutput
 from ..kernels.input_prep import PreparedInputs
-from .async_output import AsyncOutput, DeviceOutput, OutputCopier, Published
+from .async_output import AsyncOutput, OutputCopier, Published
 from .block_tables import BlockTables, table_shape
 from .graphs.batch_graphs import BatchGraphs
 from .graphs.cuda_graphs import CudaGraphManager, DecodeStep, GraphKind
@@ -232,9 +232,8 @@ class ModelRunner:
             rows, seq_lens = batch.idx_mapping, batch.inputs.seq_lens
         logits, pooled = None, pool(plan, hidden, self.requests)
         if len(plan.sampling):
-            wanted = plan.logits_indices()
-            if len(wanted) < len(hidden):
-                hidden = hidden.index_select(0, to_device(wanted, hidden.device))
+            if plan.num_logits < len(hidden):
+                hidden = hidden.index_select(0, to_device(plan.logits_indices(), hidden.device))
             logits = self._model.compute_logits(hidden)
         self.requests.advance_device(rows, seq_lens)
         return ExecuteModelState(out.step_id, plan, rows, logits, pooled=pooled)
@@ -269,17 +268,17 @@ class ModelRunner:
         if plan is None:
             nothing = (state.step_id, state.num_reqs, _NO_ROWS, None, state.row_errors)
             return AsyncOutput(*nothing, is_ragged=state.is_ragged)
-        sampling = plan.batch_idx[plan.sampling]
         if state.is_masked:
             state.published = self._sample_masked(plan, grammar)
         if state.published is not None:
             self.requests.append(plan.rows)
+            sampling = plan.batch_idx[plan.sampling]
             return AsyncOutput(state.step_id, state.num_reqs, sampling, state.published, state.row_errors)
         return self._sample_op_by_op(state, plan, grammar)
 
     def _sample_op_by_op(self, state: ExecuteModelState, plan: BatchPlan, grammar: GrammarOutput | None) -> AsyncOutput:
         batch = logprobs = None
-        tensors = DeviceOutput(vectors=None if state.pooled is None else state.pooled.vectors)
+        tensors = {} if state.pooled is None else {"vectors": state.pooled.vectors}
         if state.logits is not None and state.idx_mapping is not None:
             batch = SampleBatch.gather(plan, state.idx_mapping, self.requests, grammar)
             sampled, reason = self._try_sampling(state.logits, batch)
@@ -287,14 +286,20 @@ class ModelRunner:
                 sampled = self._sample_with_less(state, state.logits, batch, reason)
             logprobs = sampled.logprobs
             counts = self.requests.append_sampled(batch.rows, batch.rows_device, sampled.token_ids, batch.drafted)
-            tensors = tensors._replace(token_ids=sampled.token_ids, checks=sampled.checks, counts=counts)
+            tensors |= {"token_ids": sampled.token_ids, "checks": sampled.checks}
+            if counts is not None:
+                tensors["counts"] = counts
             if logprobs is not None:
-                tensors = tensors._replace(logprobs=(logprobs.sampled, logprobs.token_ids, logprobs.values))
+                tensors |= {
+                    "sampled_logprobs": logprobs.sampled,
+                    "top_token_ids": logprobs.token_ids,
+                    "top_logprobs": logprobs.values,
+                }
         return AsyncOutput(
             state.step_id,
             state.num_reqs,
             _NO_ROWS if batch is None else batch.batch_idx,
-            None if batch is None and state.pooled is None else self._copy_out(tensors),
+            self._copy_out(tensors) if tensors else None,
             state.row_errors,
             logprobs,
             is_ragged=state.is_ragged,

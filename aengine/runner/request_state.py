@@ -164,9 +164,10 @@ class RequestState:
 
     def append(self, rows: npt.NDArray[np.int64], counts: npt.NDArray[np.int64] | int = 1) -> None:
         """Add on the host so many tokens, an upper bound, to each of the rows."""
-        if len(rows) and (self.num_tokens[rows] + counts).max() > self.token_ids.shape[1]:
+        num_tokens = self.num_tokens[rows] + counts
+        if len(rows) and num_tokens.max() > self.token_ids.shape[1]:
             raise InternalError(f"a row is full: it holds {self.token_ids.shape[1]} tokens")
-        self.num_tokens[rows] += counts
+        self.num_tokens[rows] = num_tokens
 
     def append_sampled(
         self, rows: npt.NDArray[np.int64], rows_device: Tensor, sampled: Tensor, drafted: Verification | None

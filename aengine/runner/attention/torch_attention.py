@@ -56,8 +56,8 @@ class KvCache:
     def bind(self, batch: InputBatch) -> Attention:
         """The attention of one step."""
         groups = [
-            GroupMetadata(group.seq_lens.tolist(), group.block_table.long(), slots)
-            for group, slots in zip(batch.groups, batch.inputs.slot_mapping, strict=True)
+            GroupMetadata(group.seq_lens, group.block_table, slots)
+            for group, slots in zip(batch.groups, batch.inputs.slot_mapping.unbind(0), strict=True)
         ]
         return Attention(self, AttentionMetadata(batch.plan.query_lens.tolist(), groups))
 
@@ -77,7 +77,7 @@ class GroupMetadata:
     """Attention inputs of a step for one KV group. Blocks that no query attends to are left out."""
 
     seq_lens: list[int]  # host [num_reqs]: tokens of each request in these blocks, those of this step included
-    block_table: Tensor  # int64 [num_reqs, max_blocks]
+    block_table: Tensor  # int32 or int64 [num_reqs, max_blocks]
     slot_mapping: Tensor  # int64 [num_tokens]
 
 
@@ -96,7 +96,8 @@ class Attention:
         self._kv_cache = kv_cache
         self._groups = metadata.groups
         query_lens = metadata.query_lens
-        self._num_decodes = next((i for i, n in enumerate(query_lens) if n > 1), len(query_lens))
+        n = self._num_decodes = next((i for i, n in enumerate(query_lens) if n > 1), len(query_lens))
+        self._decodes = [(group.block_table[:n], group.seq_lens[:n]) for group in metadata.groups]
         ends = list(accumulate(query_lens))
         # Of each prompt: its place in the batch, its first token, past the last.
         self._prompts = [(i, ends[i] - query_lens[i], ends[i]) for i in range(self._num_decodes, len(query_lens))]
@@ -123,12 +124,13 @@ class Attention:
         kept = self._kv_cache.layers[layer.index]
         cache, group, n = kept.cache, self._groups[kept.group], self._num_decodes
         block_size = cache.shape[1]
-        kv = kv.to(cache.dtype)
+        if kv.dtype != cache.dtype:
+            kv = kv.to(cache.dtype)
         write_kv(kv, cache, group.slot_mapping)
         how = layer.scale, kept.window
         parts = []
         if n:
-            parts.append(decode_attention(q[:n], cache, group.block_table[:n], group.seq_lens[:n], *how))
+            parts.append(decode_attention(q[:n], cache, *self._decodes[kept.group], *how))
         for i, start, stop in self._prompts:
             seq_len = group.seq_lens[i]
             blocks = group.block_table[i, : -(-seq_len // block_size)]
