@@ -8,14 +8,16 @@ This is the one file that reads ``os.environ``.
 
 from __future__ import annotations
 
+import math
 import os
+import sys
 from collections.abc import Callable, Mapping
 from dataclasses import asdict, dataclass, fields, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
 from .errors import InvalidRequestError
-from .params import refuses_unknown_names, unknown_name
+from .params import refuses_unknown_names, shown, unknown_name
 from .plugins import PLATFORMS, WORKERS, registered, target_of
 from .settings import ENGINE_SETTINGS, described
 from .system.cgroups import num_usable_cpus
@@ -45,7 +47,7 @@ LOAD_FORMATS = ("auto", "safetensors", "gguf", "dummy")
 class StartupProgress:
     """One report of a long start: ``done`` of ``total`` in ``unit``s ("bytes", "steps"); total 0: not known."""
 
-    stage: str  # "resolve", "worker", "weights", "profile", "ready"
+    stage: str  # "import", "resolve", "download", "worker", "weights", "profile", "ready"
     done: int = 0
     total: int = 0
     unit: str = ""
@@ -245,12 +247,10 @@ class EngineConfig:
             if not isinstance(getattr(self, name), bool):
                 raise _wrong(name, getattr(self, name), "True or False")
         for name in _POSITIVE:
-            value = getattr(self, name)
-            if isinstance(value, bool) or not isinstance(value, int | float) or not value > 0:
-                raise _wrong(name, value, "a number above 0")
-        unread = self.unread_timeout
-        if unread is not None and (isinstance(unread, bool) or not isinstance(unread, int | float) or not unread > 0):
-            raise _wrong("unread_timeout", unread, "a number above 0, or None")
+            if not _is_positive(getattr(self, name)):
+                raise _wrong(name, getattr(self, name), "a number above 0 that a float can hold")
+        if self.unread_timeout is not None and not _is_positive(self.unread_timeout):
+            raise _wrong("unread_timeout", self.unread_timeout, "a number above 0 that a float can hold, or None")
         if self.gpu_memory_utilization > 1:
             raise _wrong("gpu_memory_utilization", self.gpu_memory_utilization, "at most 1")
         for name in ("revision", "gguf_file", "tokenizer"):
@@ -283,6 +283,8 @@ _AT_LEAST = {
     "ring_bytes": 64 * 1024,
 }
 _AT_MOST = {
+    "ring_bytes": 2**40,
+    "max_num_seqs": 2**20,
     "max_in_flight_steps": 1024,  # the device keeps room for the answer of each
     "num_threads": max(64, os.cpu_count() or 1),  # beyond the cores each makes all of them slower
 }
@@ -296,6 +298,13 @@ _ONE_OF: dict[str, tuple[str, ...]] = {
     "admission": ("error", "wait"),
     "generation_config": ("auto", "none"),
 }
+
+
+def _is_positive(value: object) -> bool:
+    """Tell whether it is a number above 0, infinity included, that a float can hold."""
+    if isinstance(value, bool) or not isinstance(value, int | float):
+        return False
+    return 0 < value <= sys.float_info.max or value == math.inf
 
 
 def _check_device(device: object) -> None:
@@ -323,7 +332,7 @@ def _check_worker(worker: object) -> None:
 
 
 def _wrong(param: str, value: object, wanted: str) -> InvalidRequestError:
-    return InvalidRequestError(f"{param}={value!r} is not valid: it must be {wanted}", param=param)
+    return InvalidRequestError(f"{param}={shown(value)} is not valid: it must be {wanted}", param=param)
 
 
 def worker_environment() -> dict[str, str]:

@@ -16,6 +16,7 @@ _WIDTH = 24
 _STAGES = {
     "resolve": "finding the model",
     "download": "downloading",
+    "import": "importing the engine",
     "worker": "starting the worker",
     "weights": "loading weights",
     "profile": "measuring memory",

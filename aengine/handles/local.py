@@ -124,7 +124,10 @@ class LocalHandle:
         def report(progress: StartupProgress) -> None:
             logger.debug("%s: %s", config.model, progress)
             if config.progress is not None:
-                config.progress(progress)
+                try:
+                    config.progress(progress)
+                except Exception:
+                    logger.exception("the callback for the progress of the start failed")
 
         self.core = await core_class.start(config, report, make_executor)
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from typing import Any
 
 import pytest
 from hypothesis import given
@@ -192,3 +193,20 @@ def test_config_names_wrong_values(name: str, value: object) -> None:
 def test_config_survives_the_wire() -> None:
     config = EngineConfig.create("m", {"max_num_seqs": 3, "progress": print})
     assert EngineConfig.from_wire(config.to_wire()) == config.replace(progress=None)
+
+
+@pytest.mark.parametrize(
+    "setting",
+    [
+        {"hang_timeout": 10**400},
+        {"unread_timeout": 10**400},
+        {"startup_timeout": float("nan")},
+        {"ring_bytes": 2**62},
+        {"max_num_seqs": 2**62},
+    ],
+    ids=lambda setting: next(iter(setting)),
+)
+def test_settings_that_no_machine_holds(setting: dict[str, Any]) -> None:
+    with pytest.raises(InvalidRequestError) as caught:
+        EngineConfig.create("x", setting)
+    assert caught.value.param == next(iter(setting)) and len(str(caught.value)) < 300

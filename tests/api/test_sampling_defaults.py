@@ -40,17 +40,17 @@ async def sampled_with(engine: AsyncLLM, params: SamplingParams | None) -> dict[
     """The sampling values that reach the worker."""
     seen: list[NewRequest] = []
     executor = engine.executor
-    answer = executor._answer
+    execute = executor._execute
 
     def noted(out: Any) -> Any:
         seen.extend(out.new_requests)
-        return answer(out)
+        return execute(out)
 
-    executor._answer = noted
+    executor._execute = noted
     stream = engine.stream([1, 2], params)
     async with stream:
         await anext(stream)
-    executor._answer = answer
+    executor._execute = execute
     return {name: getattr(seen[0], name) for name in NEUTRAL}
 
 
