@@ -136,12 +136,19 @@ def _schema_text(schema: Mapping[str, Any] | str | bool) -> str:
         image = marshal.dumps(schema, 4)  # type: ignore[arg-type]
     except ValueError:  # no plain data, or nested too deeply
         return _checked_text(schema)
+    if len(image) <= _SMALL_IMAGE:
+        return _text_of_small_image(image)
     return _text_of_image(image) if len(image) <= MAX_JSON_BYTES else _checked_text(schema)
 
 
-@functools.lru_cache(maxsize=16)
-def _text_of_image(image: bytes) -> str:
+def _checked_text_of_image(image: bytes) -> str:
     return _checked_text(marshal.loads(image))
+
+
+_SMALL_IMAGE = 1 << 14  # bytes
+# Tools and answers of many kinds come in turn, each with a schema of its own: some MB for all of them.
+_text_of_small_image = functools.lru_cache(maxsize=512)(_checked_text_of_image)
+_text_of_image = functools.lru_cache(maxsize=16)(_checked_text_of_image)
 
 
 def _checked_text(schema: Mapping[str, Any] | str | bool) -> str:
