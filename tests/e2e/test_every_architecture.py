@@ -153,7 +153,7 @@ async def test_preempted(model: Model, rng: random.Random) -> None:
         assert engine.describe()["num_blocks"] == num_pages
         assert len(engine.describe()["kv_groups"]) == num_groups
         completions = await all_at_once(engine, prompts)
-        if not is_mixed:  # whose windows give back enough for most draws of lengths
+        if not (is_mixed or is_windowed):  # windows give back enough for some draws of lengths
             assert engine.statistics().num_preemptions > 0, engine.statistics()
         model.check_all(prompts, completions)
 
