@@ -1,25 +1,12 @@
-"""Mistral (Jiang et al. 2023, arXiv:2310.06825): in the first release every layer has a sliding window.
-
-            ┌─ norm ─ qkv ─ rotary ─ attention ─ o ─┐     ┌─ norm ─ gate, up ─ silu·mul ─ down ─┐
-residual ───┴───────────────────────────────────────+─────┴─────────────────────────────────────+───
-
-Each norm is a part of the product after it, each sum of the product before it, so that both can be one kernel; rotary
-is a part of the attention, for the same reason.
-"""
+"""Mistral (Jiang et al. 2023, arXiv:2310.06825): in the first release every layer has a sliding window."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping
 from typing import Any, Self
 
-import torch
-from torch import Tensor
-
-from ..layers.attention import AttentionCall, AttentionLayer
-from ..layers.embedding import Embedding
-from ..layers.linear import Linear
+from ..layers.decoder import Decoder, DecoderLayer, SelfAttention
 from ..layers.mlp import GatedMLP
-from ..layers.norm import RMSNorm
 from ..model_config import ConfigReader, ModelConfig
 from ..weights.gguf_names import GgufNames
 from ..weights.scope import WeightScope
@@ -34,54 +21,12 @@ class MistralConfig(ModelConfig):
         return cls(**keys.decoder(), sliding_windows=keys.windows(keys.get("sliding_window")))
 
 
-class Attention:
-    def __init__(self, config: MistralConfig, index: int, weights: WeightScope) -> None:
-        qkv = {"q_proj": config.q_size, "k_proj": config.kv_size, "v_proj": config.kv_size}
-        self.qkv = Linear(weights, config.hidden_size, qkv)
-        self.o = Linear(weights, config.q_size, {"o_proj": config.hidden_size})
-        self.layer = AttentionLayer.make(config, index)
-
-    def __call__(self, residual: Tensor, norm: RMSNorm, attn: AttentionCall) -> None:
-        qkv = self.qkv.after_norm(residual, norm)
-        self.o.add_to(residual, attn.forward(self.layer, qkv))
-
-
-class DecoderLayer:
-    def __init__(self, config: MistralConfig, index: int, weights: WeightScope) -> None:
-        size, eps = config.hidden_size, config.rms_norm_eps
-        self.input_norm = RMSNorm(weights.at("input_layernorm"), size, eps)
-        self.attention = Attention(config, index, weights.at("self_attn"))
-        self.post_attention_norm = RMSNorm(weights.at("post_attention_layernorm"), size, eps)
-        self.mlp = GatedMLP(weights.at("mlp"), size, config.intermediate_size)
-
-    def __call__(self, residual: Tensor, attn: AttentionCall) -> None:
-        """Change the residual stream [num_tokens, hidden_size] in place."""
-        self.attention(residual, self.input_norm, attn)
-        self.mlp(residual, self.post_attention_norm)
-
-
-class Mistral:
+class Mistral(Decoder[MistralConfig]):
     config_class = MistralConfig
     gguf = GgufNames(interleaved=("q_proj", "k_proj"))
 
-    def __init__(self, config: MistralConfig, weights: WeightScope) -> None:
-        self.config = config
-        self.weights = weights
-        size, vocab_size = config.hidden_size, config.vocab_size
-        self.embed = Embedding(weights.at("model.embed_tokens"), vocab_size, size)
-        self.layers = [DecoderLayer(config, i, weights.at(f"model.layers.{i}")) for i in range(config.num_layers)]
-        self.norm = RMSNorm(weights.at("model.norm"), size, config.rms_norm_eps)
-        head = "model.embed_tokens" if config.tie_word_embeddings else "lm_head"
-        self.lm_head = Linear(weights, size, {head: vocab_size})
-
-    def forward(self, input_ids: Tensor, positions: Tensor, attn: AttentionCall) -> Tensor:
-        """The residual stream after the last layer, [num_tokens, hidden_size]; ids, positions: int64 [num_tokens]."""
-        residual = self.embed(input_ids)
-        attn.begin(positions)
-        for layer in self.layers:
-            layer(residual, attn)
-        return residual
-
-    def compute_logits(self, hidden: Tensor) -> Tensor:
-        """float32 [n, vocab_size] for n rows of what `forward` returns."""
-        return self.lm_head.after_norm(hidden, self.norm, torch.float32)
+    def make_layer(self, index: int, weights: WeightScope) -> DecoderLayer:
+        config, scope = self.config, weights.at("self_attn")
+        attention = SelfAttention(config, index, scope)
+        mlp = GatedMLP(weights.at("mlp"), config.hidden_size, config.intermediate_size)
+        return DecoderLayer(config, weights, attention, mlp)

@@ -1,0 +1,98 @@
+"""The decoder of Llama and its kin: layers of attention and feed-forward on a residual stream.
+
+            ┌─ norm ─ qkv ─ rotary ─ attention ─ o ─┐     ┌─ norm ─ gate, up ─ silu·mul ─ down ─┐
+residual ───┴───────────────────────────────────────+─────┴─────────────────────────────────────+───
+
+Each norm is a part of the product after it, each sum of the product before it, so that both can be one kernel; rotary
+(and norms of q and k) is a part of the attention, for the same reason.
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Callable
+from typing import Generic, TypeVar
+
+import torch
+from torch import Tensor
+
+from ..model_config import ModelConfig
+from ..weights.scope import WeightScope
+from .attention import AttentionCall, AttentionLayer
+from .embedding import Embedding
+from .linear import Linear
+from .mlp import GatedMLP
+from .norm import RMSNorm
+
+__all__ = ["Decoder", "DecoderLayer", "SelfAttention"]
+
+Config = TypeVar("Config", bound=ModelConfig)
+
+
+class SelfAttention:
+    """Attention with grouped queries; q and k are normalised head by head if the norms are given."""
+
+    def __init__(
+        self,
+        config: ModelConfig,
+        index: int,
+        weights: WeightScope,
+        *,
+        qkv_bias: bool = False,
+        o_bias: bool = False,
+        q_norm: RMSNorm | None = None,
+        k_norm: RMSNorm | None = None,
+    ) -> None:
+        qkv = {"q_proj": config.q_size, "k_proj": config.kv_size, "v_proj": config.kv_size}
+        self.qkv = Linear(weights, config.hidden_size, qkv, qkv_bias)
+        self.o = Linear(weights, config.q_size, {"o_proj": config.hidden_size}, o_bias)
+        self.layer = AttentionLayer.make(config, index, q_norm, k_norm)
+
+    def __call__(self, residual: Tensor, norm: RMSNorm, attn: AttentionCall) -> None:
+        """Add the output for norm(residual) to ``residual`` [num_tokens, hidden_size], in place."""
+        qkv = self.qkv.after_norm(residual, norm)
+        self.o.add_to(residual, attn.forward(self.layer, qkv))
+
+
+class DecoderLayer:
+    """An attention and a feed-forward layer, each with a norm before it."""
+
+    def __init__(self, config: ModelConfig, weights: WeightScope, attention: SelfAttention, mlp: GatedMLP) -> None:
+        size, eps = config.hidden_size, config.rms_norm_eps
+        self.input_norm = RMSNorm(weights.at("input_layernorm"), size, eps)
+        self.attention = attention
+        self.post_attention_norm = RMSNorm(weights.at("post_attention_layernorm"), size, eps)
+        self.mlp = mlp
+
+    def __call__(self, residual: Tensor, attn: AttentionCall) -> None:
+        """Change the residual stream [num_tokens, hidden_size] in place."""
+        self.attention(residual, self.input_norm, attn)
+        self.mlp(residual, self.post_attention_norm)
+
+
+class Decoder(ABC, Generic[Config]):
+    """A `CausalLM` (runner/models/): an embedding, the layers that its family makes, a norm and a head."""
+
+    def __init__(self, config: Config, weights: WeightScope) -> None:
+        self.config = config
+        self.weights = weights
+        size, vocab_size = config.hidden_size, config.vocab_size
+        self.embed = Embedding(weights.at("model.embed_tokens"), vocab_size, size)
+        self.layers = [self.make_layer(i, weights.at(f"model.layers.{i}")) for i in range(config.num_layers)]
+        self.norm = RMSNorm(weights.at("model.norm"), size, config.rms_norm_eps)
+        head = "model.embed_tokens" if config.tie_word_embeddings else "lm_head"
+        self.lm_head = Linear(weights, size, {head: vocab_size})
+
+    @abstractmethod
+    def make_layer(self, index: int, weights: WeightScope) -> Callable[[Tensor, AttentionCall], None]:
+        """Make layer ``index``, which changes the residual stream [num_tokens, hidden_size] in place."""
+
+    def forward(self, input_ids: Tensor, positions: Tensor, attn: AttentionCall) -> Tensor:
+        residual = self.embed(input_ids)
+        attn.begin(positions)
+        for layer in self.layers:
+            layer(residual, attn)
+        return residual
+
+    def compute_logits(self, hidden: Tensor) -> Tensor:
+        return self.lm_head.after_norm(hidden, self.norm, torch.float32)
