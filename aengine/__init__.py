@@ -19,6 +19,8 @@ if TYPE_CHECKING:
     from .async_llm import AsyncLLM
     from .blocking import ChatIterator, TokenIterator
     from .chat.messages import (
+        ChatChoice,
+        ChatCompletion,
         ChatMessage,
         Delta,
         ReasoningDelta,
@@ -29,7 +31,7 @@ if TYPE_CHECKING:
         ToolCallStart,
     )
     from .chat.tools import Tool, ToolChoice
-    from .config import EngineConfig, StartupProgress
+    from .config import EngineConfig
     from .engine.tokenizer_view import TokenizerView
     from .errors import (
         AEngineError,
@@ -48,13 +50,12 @@ if TYPE_CHECKING:
     from .llm import LLM
     from .options import ChatOptions, GenerateOptions, RequestOptions
     from .outputs import (
-        ChatChoice,
-        ChatCompletion,
         Choice,
         Completion,
         FinishReason,
         Logprob,
         RequestEnd,
+        StartupProgress,
         Timings,
         Token,
         Usage,
@@ -76,15 +77,13 @@ _HOME = {
     "ChatIterator": "blocking",
     "TokenIterator": "blocking",
     "EngineConfig": "config",
-    "StartupProgress": "config",
+    "StartupProgress": "outputs",
     "Settings": "settings",
     "ChatOptions": "options",
     "GenerateOptions": "options",
     "RequestOptions": "options",
     "SamplingParams": "params",
     "StructuredOutput": "params",
-    "ChatChoice": "outputs",
-    "ChatCompletion": "outputs",
     "Choice": "outputs",
     "Completion": "outputs",
     "FinishReason": "outputs",
@@ -105,6 +104,8 @@ _HOME = {
     "ModelLoadError": "errors",
     "RequestError": "errors",
     "WorkerDiedError": "errors",
+    "ChatChoice": "chat.messages",
+    "ChatCompletion": "chat.messages",
     "ChatMessage": "chat.messages",
     "Delta": "chat.messages",
     "ReasoningDelta": "chat.messages",

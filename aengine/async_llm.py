@@ -18,7 +18,7 @@ from .config import EngineConfig
 from .errors import InvalidRequestError
 from .handles.calls import describe, positive_seconds, resume, seconds, start_profile, stop_profile
 from .handles.local import LocalHandle
-from .options import ChatOptions, RequestOptions, chat_options, request_options
+from .options import ChatOptions, RequestOptions, request_options
 from .params import SamplingParams
 from .settings import ENGINE_SETTINGS, described
 
@@ -27,11 +27,12 @@ if TYPE_CHECKING:
     from types import TracebackType
     from typing import Self, Unpack
 
+    from .chat.messages import ChatCompletion
     from .engine.core import EngineCore
     from .engine.executor import Executor
     from .engine.tokenizer_view import TokenizerView
     from .handles.on_thread import ThreadHandle
-    from .outputs import ChatCompletion, Completion, T
+    from .outputs import Completion, T
     from .settings import Settings
     from .streams.chat_stream import ChatStream
     from .streams.token_stream import TokenStream
@@ -295,9 +296,8 @@ class AsyncLLM:
         """
         from .handles.chats import begin_chat  # brings all of chats with it
 
-        chat, request = chat_options(options)
-        core, asked = self._handle.running_core(), {"output_type": output_type, **chat}
-        return begin_chat(core, self._handle.submit, messages, params, asked, request)
+        core = self._handle.running_core()
+        return begin_chat(core, self._handle.submit, messages, params, output_type, options)
 
     def abort(self, request_id: str) -> bool:
         """End a request by its id; its stream ends with FinishReason.ABORT. Returns whether it was running."""

@@ -12,25 +12,25 @@ from typing import TYPE_CHECKING, Any, Generic, TextIO, TypeVar
 
 from .errors import AEngineError, InvalidRequestError
 from .options import Progress, Show
-from .outputs import ChatCompletion, Completion, Token
+from .outputs import Completion, Token
 from .params import SamplingParams
 from .streams.cross_thread_stream import BlockingStream, run_now
 
 if TYPE_CHECKING:
     from typing import Self
 
-    from .chat.messages import ChatMessage
-    from .chat.parser import Delta  # noqa: F401  # in quotes below
+    from .chat.messages import ChatCompletion, ChatMessage, Delta  # noqa: F401  # in quotes below
     from .streams.chat_stream import ChatStream
     from .tokenizer.prompt import Prompt
 
 __all__ = ["Batch", "ChatIterator", "TokenIterator", "is_list_of_prompts", "one_each", "showing"]
 
 T = TypeVar("T")
+C = TypeVar("C", bound=Completion)
 _SHOW_SECONDS = 0.1
 
 
-class _Blocking(Generic[T]):
+class _Blocking(Generic[T, C]):
     """A stream as an iterator. Its request is aborted when it is closed, dropped, or interrupted while it waits.
 
     Raises what the stream does, and what ``check`` does where a thread may not be blocked.
@@ -59,16 +59,22 @@ class _Blocking(Generic[T]):
         except StopAsyncIteration:
             raise StopIteration from None
 
-    def wait(self) -> Completion:
+    def wait(self) -> C:
         """Wait for the end without looking at what comes. Raises the request's error."""
         self._check()
-        return run_now(self._stream.wait())
+        completion: C = run_now(self._stream.wait())
+        return completion
 
     @property
-    def completion(self) -> Completion:
+    def completion(self) -> C:
         """The whole answer, once it has ended. Raises InvalidRequestError before."""
-        completion: Completion = self._stream.completion
+        completion: C = self._stream.completion
         return completion
+
+    @property
+    def partial(self) -> Any:
+        """What the answer, a JSON text, says so far; see `TokenStream.partial` and `ChatStream.partial`."""
+        return self._stream.partial
 
     def close(self) -> None:
         """Abort the request if it still runs. Idempotent."""
@@ -84,35 +90,18 @@ class _Blocking(Generic[T]):
         self.close()
 
 
-class TokenIterator(_Blocking[Token]):
+class TokenIterator(_Blocking[Token, Completion]):
     """The tokens of one request, see `TokenStream`; ``for token in iterator``."""
 
     def __init__(self, stream: BlockingStream, check: Callable[[], None]) -> None:
         super().__init__(stream, check)
 
-    @property
-    def partial(self) -> Any:
-        """See `TokenStream.partial`."""
-        return self._stream.partial
 
-
-class ChatIterator(_Blocking["Delta"]):
+class ChatIterator(_Blocking["Delta", "ChatCompletion"]):
     """The deltas of one chat's answer, see `ChatStream`; ``for delta in iterator``."""
 
     def __init__(self, stream: ChatStream, check: Callable[[], None]) -> None:
         super().__init__(stream, check)
-
-    def wait(self) -> ChatCompletion:
-        """Wait for the end without looking at what comes. Raises the request's error."""
-        completion = super().wait()
-        assert isinstance(completion, ChatCompletion)
-        return completion
-
-    @property
-    def completion(self) -> ChatCompletion:
-        """The whole answer, once it has ended. Raises InvalidRequestError before."""
-        completion: ChatCompletion = self._stream.completion
-        return completion
 
     @property
     def message(self) -> ChatMessage:
@@ -125,11 +114,6 @@ class ChatIterator(_Blocking["Delta"]):
         """The messages of the n answers, as `message`."""
         messages: tuple[ChatMessage, ...] = self._stream.messages
         return messages
-
-    @property
-    def partial(self) -> Any:
-        """See `ChatStream.partial`."""
-        return self._stream.partial
 
 
 class Batch:

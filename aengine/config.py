@@ -25,12 +25,11 @@ from .system.cgroups import num_usable_cpus
 if TYPE_CHECKING:
     from typing import Unpack
 
-    from .outputs import RequestEnd
+    from .outputs import RequestEnd, StartupProgress
     from .settings import Settings
 
 __all__ = [
     "EngineConfig",
-    "StartupProgress",
     "is_offline",
     "model_cache",
     "num_worker_threads",
@@ -41,17 +40,6 @@ __all__ = [
 DTYPES = ("auto", "float32", "bfloat16", "float16")
 ATTENTION_BACKENDS = ("auto", "triton", "flash-attn-2", "flash-attn-3", "flash-attn-4")
 LOAD_FORMATS = ("auto", "safetensors", "gguf", "dummy")
-
-
-@dataclass(frozen=True, slots=True)
-class StartupProgress:
-    """One report of a long start: ``done`` of ``total`` in ``unit``s ("bytes", "steps"); total 0: not known."""
-
-    stage: str  # "import", "resolve", "download", "worker", "weights", "profile", "ready"
-    done: int = 0
-    total: int = 0
-    unit: str = ""
-    detail: str = ""
 
 
 @refuses_unknown_names

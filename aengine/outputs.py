@@ -1,4 +1,4 @@
-"""Results of requests."""
+"""Results of requests, and reports of a start."""
 
 from __future__ import annotations
 
@@ -9,8 +9,6 @@ from typing import TYPE_CHECKING, Any, Generic, NamedTuple
 if TYPE_CHECKING:
     from typing_extensions import TypeVar
 
-    from .chat.messages import ChatMessage
-
     T = TypeVar("T", default=None)  # of what a call with an ``output_type`` returns
     T_co = TypeVar("T_co", default=Any, covariant=True)
 else:
@@ -20,13 +18,12 @@ else:
     T_co = TypeVar("T_co", covariant=True)
 
 __all__ = [
-    "ChatChoice",
-    "ChatCompletion",
     "Choice",
     "Completion",
     "FinishReason",
     "Logprob",
     "RequestEnd",
+    "StartupProgress",
     "Timings",
     "Token",
     "Usage",
@@ -103,7 +100,7 @@ class RequestEnd:
     """One request that has ended, as ``on_request_end`` gets it."""
 
     request_id: str
-    finish_reason: FinishReason  # STOP, LENGTH, ABORT or ERROR; of n completions that were not aborted the first one's
+    finish_reason: FinishReason  # of n completions that were not aborted the first one's
     usage: Usage
     timings: Timings
     error: BaseException | None = None  # what its caller gets, with FinishReason.ERROR
@@ -124,14 +121,6 @@ class Choice(Generic[T_co]):
     ``parse_error`` tell; the type leaves that out."""
     parse_error: Exception | None = None
     """With an output_type: why there is no value though the text is complete, as a validator's ValidationError."""
-
-
-@dataclass(frozen=True, slots=True)
-class ChatChoice(Choice[T_co]):
-    """One of the n answers of a chat."""
-
-    message: ChatMessage = field(kw_only=True)
-    """Content, reasoning and tool calls, told apart."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -171,11 +160,11 @@ class Completion(Generic[T_co]):
 
 
 @dataclass(frozen=True, slots=True)
-class ChatCompletion(Completion[T_co]):
-    """The whole answer to a chat. ``message`` is that of its first choice."""
+class StartupProgress:
+    """One report of a long start: ``done`` of ``total`` in ``unit``s ("bytes", "steps"); total 0: not known."""
 
-    choices: tuple[ChatChoice[T_co], ...]
-
-    @property
-    def message(self) -> ChatMessage:
-        return self.choices[0].message
+    stage: str  # "import", "resolve", "download", "worker", "weights", "profile", "ready"
+    done: int = 0
+    total: int = 0
+    unit: str = ""
+    detail: str = ""

@@ -11,7 +11,7 @@ from .errors import InvalidRequestError
 from .handles.calls import positive_seconds, resume, seconds, start_profile, stop_profile
 from .handles.chats import begin_chat
 from .handles.on_thread import ThreadHandle
-from .options import ChatOptions, GenerateOptions, RequestOptions, chat_options, generate_options, request_options
+from .options import ChatOptions, GenerateOptions, RequestOptions, generate_options, request_options
 from .params import SamplingParams
 from .streams.cross_thread_stream import BlockingStream, run_now
 from .threads.loop_ownership import check_may_block
@@ -21,8 +21,9 @@ if TYPE_CHECKING:
     from types import TracebackType
     from typing import Protocol, Self, Unpack
 
+    from .chat.messages import ChatCompletion
     from .engine.tokenizer_view import TokenizerView
-    from .outputs import ChatCompletion, Completion, T
+    from .outputs import Completion, T
     from .telemetry.metrics import Statistics
     from .tokenizer.prompt import Prompt
 
@@ -224,10 +225,8 @@ class SyncLLM:
     ) -> ChatIterator:
         """Begin to answer chat messages. Arguments and errors as of `AsyncLLM.stream_chat`."""
         self._check()
-        chat, request = chat_options(options)
-        core, asked = self._handle.running_core(), {"output_type": output_type, **chat}
-        submit = partial(self._handle.submit_as, BlockingStream)
-        stream = begin_chat(core, submit, messages, params, asked, request)
+        core, submit = self._handle.running_core(), partial(self._handle.submit_as, BlockingStream)
+        stream = begin_chat(core, submit, messages, params, output_type, options)
         return ChatIterator(stream, self._check)
 
     def abort(self, request_id: str) -> bool:

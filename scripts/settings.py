@@ -55,8 +55,7 @@ from collections.abc import Callable
 from typing import TYPE_CHECKING, Literal, TypedDict
 
 if TYPE_CHECKING:
-    from .config import StartupProgress
-    from .outputs import RequestEnd
+    from .outputs import RequestEnd, StartupProgress
 
 __all__ = ["ENGINE_SETTINGS", "SAMPLING_SETTINGS", "STRUCTURED_OUTPUT_SETTINGS", "Settings", "described"]
 

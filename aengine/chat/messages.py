@@ -7,9 +7,11 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from ..errors import InvalidRequestError
-from ..outputs import Token
+from ..outputs import Choice, Completion, T_co, Token
 
 __all__ = [
+    "ChatChoice",
+    "ChatCompletion",
     "ChatMessage",
     "Delta",
     "ReasoningDelta",
@@ -29,7 +31,7 @@ class _Delta:
     """Which of the chat's n answers it belongs to."""
     tokens: tuple[Token, ...] = field(default=(), repr=False)
     """The tokens since the answer's delta before, with ``SamplingParams.logprobs``: each with its ``logprob`` and
-    ``top_logprobs``. Those after its last delta, as the end of sequence, are in the choice's ``logprobs`` only."""
+    ``top_logprobs``. Tokens that are left at the end, as the end of sequence, come with a TextDelta of no text."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -119,3 +121,22 @@ class ChatMessage:
             if c.is_complete
         ]
         return message | {"tool_calls": calls} if calls else message
+
+
+@dataclass(frozen=True, slots=True)
+class ChatChoice(Choice[T_co]):
+    """One of the n answers of a chat."""
+
+    message: ChatMessage = field(kw_only=True)
+    """Content, reasoning and tool calls, told apart."""
+
+
+@dataclass(frozen=True, slots=True)
+class ChatCompletion(Completion[T_co]):
+    """The whole answer to a chat. ``message`` is that of its first choice."""
+
+    choices: tuple[ChatChoice[T_co], ...]
+
+    @property
+    def message(self) -> ChatMessage:
+        return self.choices[0].message

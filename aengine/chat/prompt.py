@@ -13,11 +13,11 @@ from ..tokenizer.messages import WRITTEN_BY_MODEL, Messages
 from ..tokenizer.prompt import check_length
 from ..tokenizer.tokenizer import Tokenizer
 from ..tokenizer.traced_text import TracedText
-from . import ReasoningFormat, ToolFormat, detect, tools_of
-from .formats import TextTokenId, TokenId
+from .formats import ReasoningFormat, TextTokenId, TokenId, ToolFormat, detect
 from .history import with_instructions, written_out
+from .tools import tools_of
 
-__all__ = ["ChatPrompt", "PromptOptions", "marker_ids"]
+__all__ = ["ChatPrompt", "PromptOptions", "token_ids_of"]
 
 
 _RESERVED = (
@@ -119,8 +119,8 @@ class ChatPrompt:
         return tokenizer.encode(self.text, add_special_tokens=False)  # the template wrote them
 
 
-def marker_ids(tokenizer: Tokenizer) -> TokenId:
-    """Return a function that finds the model's token of a name, for `aengine.chat`."""
+def token_ids_of(tokenizer: Tokenizer) -> TokenId:
+    """Return a function that finds the id of a marker by its name."""
 
     def token_id(name: str) -> int | None:
         found = tokenizer.added_token_id(name)

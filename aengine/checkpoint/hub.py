@@ -15,8 +15,9 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
-from ..config import StartupProgress, is_offline
+from ..config import is_offline
 from ..errors import ModelLoadError
+from ..outputs import StartupProgress
 from .gguf_choice import GgufChoice, choose_gguf
 
 __all__ = ["fetch", "is_hub_id"]

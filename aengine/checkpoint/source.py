@@ -17,8 +17,9 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
-from ..config import EngineConfig, StartupProgress
+from ..config import EngineConfig
 from ..errors import ModelLoadError
+from ..outputs import StartupProgress
 from . import hub
 from .embedded import EMBEDDED_MODELS, find_embedded
 from .gguf_choice import GgufChoice, choose_gguf

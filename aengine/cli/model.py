@@ -9,8 +9,8 @@ from typing import Any
 
 from ..checkpoint.embedded import EMBEDDED_MODELS, add_model, cached_file, find_embedded, remove_model
 from ..checkpoint.source import locate
-from ..config import StartupProgress
 from ..errors import InvalidRequestError, ModelLoadError
+from ..outputs import StartupProgress
 from .progress import StartupLine
 
 __all__ = ["add_model_parser", "model"]

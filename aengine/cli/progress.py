@@ -7,7 +7,7 @@ import sys
 import time
 from typing import Any, TextIO
 
-from ..config import StartupProgress
+from ..outputs import StartupProgress
 from ..params import SamplingParams
 
 __all__ = ["StartupLine", "engine_config", "sampling_params"]

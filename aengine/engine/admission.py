@@ -23,7 +23,7 @@ from functools import partial
 from typing import TYPE_CHECKING
 
 from ..errors import AEngineError, DeadlineExceededError, InternalError, InvalidRequestError
-from ..outputs import FinishReason
+from ..outputs import FinishReason, RequestEnd
 from ..params import SamplingParams, StructuredOutput
 from ..scheduler.request import CacheKey, Request, RequestStatus
 from ..streams.token_stream import ChoiceOutput, Mailbox, error_for_waiter
@@ -147,7 +147,7 @@ class Admission:
         )
         self._requests[request_id] = request
         self._counters.num_requests += 1
-        self._observer.note_queued(request)
+        self._observer.note_queued(request_id, params, priority, mailbox.times)
         # The second one only looks, when it is due, whether a token has come: delivering one costs nothing more.
         for seconds, expire in ((deadline, self._expire), (first_token_deadline, self._expire_unless_begun)):
             if seconds is not None:
@@ -326,7 +326,9 @@ class Admission:
             self._counters.num_finished += 1
         if self.is_empty:
             self._on_empty()
-        self._observer.note_end(request)
+        mailbox.times.end()
+        end = RequestEnd(request_id, reason, mailbox.usage(), mailbox.timings(), mailbox.error)
+        self._observer.note_end(end, is_logged=mailbox.times.is_logged)
 
     def close(self) -> tuple[ThreadPool, ...]:
         """See `Preparation.close`."""

@@ -19,9 +19,10 @@ from typing import Any
 
 from ..checkpoint.sampling_defaults import SamplingDefaults
 from ..checkpoint.source import ModelSource, resolve_model
-from ..config import EngineConfig, StartupProgress
+from ..config import EngineConfig
 from ..errors import EngineClosedError, EngineError, InternalError
 from ..ipc.messages import KVCacheGroup
+from ..outputs import StartupProgress
 from ..scheduler.scheduler import Scheduler
 from ..structured.service import GrammarService
 from ..telemetry.metrics import Counters, Statistics

@@ -21,9 +21,10 @@ import warnings
 from collections.abc import Callable
 from typing import Any, Protocol
 
-from ..config import EngineConfig, StartupProgress
+from ..config import EngineConfig
 from ..errors import EngineClosedError, EngineError, InternalError, ModelLoadError, WorkerDiedError
 from ..ipc.messages import GrammarOutput, Kind, MessageError, SchedulerOutput, pack, unpack
+from ..outputs import StartupProgress
 from ..plugins import WORKERS, target_of
 from ..system.ulimits import limit_hint, memory_ulimit_hint
 from ..telemetry.worker_logs import level_for_workers, log_for_worker

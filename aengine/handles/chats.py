@@ -6,6 +6,7 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 from ..chat.plan import ChatRequest
+from ..options import ChatOptions, chat_options
 from ..params import SamplingParams
 from ..streams.chat_stream import ChatStream
 
@@ -21,15 +22,12 @@ def begin_chat(
     submit: Callable[..., TokenStream],
     messages: Sequence[Mapping[str, Any]],
     params: SamplingParams | None,
-    chat: dict[str, Any],
-    options: dict[str, Any],
+    output_type: Any,
+    options: ChatOptions,
 ) -> ChatStream:
-    """See `AsyncLLM.stream_chat`; ``chat`` and ``options`` are those of the chat and of the request. ``submit``: of the
-    handle that has this core."""
+    """See `AsyncLLM.stream_chat`. ``submit``: of the handle that has this core."""
+    chat, request = chat_options(options)
     core.check_accepts()
     params = SamplingParams() if params is None else params
-    asked = ChatRequest.of(params, messages=messages, **chat)
-    tokenizer = core.tokenizer
-    stream = submit(asked, params, final_only=False, **options)
-    assert tokenizer is not None  # without one the request was refused
-    return ChatStream(stream, tokenizer, params)
+    chat |= {"messages": messages, "params": params, "output_type": output_type}
+    return ChatStream(submit(ChatRequest(**chat), params, final_only=False, **request), params)

@@ -18,9 +18,10 @@ from ..errors import EngineClosedError
 from ..threads.loop_ownership import foreign_process, other_loop, running_loop
 
 if TYPE_CHECKING:
-    from ..config import EngineConfig, StartupProgress
+    from ..config import EngineConfig
     from ..engine.core import EngineCore
     from ..engine.executor import Executor
+    from ..outputs import StartupProgress
     from ..params import SamplingParams
     from ..streams.token_stream import TokenStream
     from ..tokenizer.prompt import Prompt, PromptPart

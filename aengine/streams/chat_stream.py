@@ -6,18 +6,17 @@ TokenStream: token ──_Answer (of the token's index): ChatParser──> delta
 from __future__ import annotations
 
 from collections import deque
+from collections.abc import Sequence
 from dataclasses import replace
 from types import TracebackType
 from typing import TYPE_CHECKING, Any
 
-from ..chat import ChatMessage, ChatParser, Delta, TextDelta
+from ..chat.messages import ChatChoice, ChatCompletion, ChatMessage, Delta, TextDelta
 from ..chat.plan import ChatPlan
-from ..chat.prompt import marker_ids
 from ..errors import AEngineError, InvalidRequestError
-from ..outputs import ChatChoice, ChatCompletion, Choice, FinishReason, Token
+from ..outputs import Choice, FinishReason, Token
 from ..params import SamplingParams
 from ..structured.partial_json import partial_json
-from ..tokenizer.tokenizer import Tokenizer
 from .token_stream import TokenStream
 
 if TYPE_CHECKING:
@@ -29,16 +28,11 @@ __all__ = ["ChatStream"]
 class _Answer:
     """An answer of a chat's n, as far as its tokens have been read."""
 
-    def __init__(self, index: int, plan: ChatPlan, tokenizer: Tokenizer, params: SamplingParams) -> None:
+    def __init__(self, index: int, plan: ChatPlan, *, has_logprobs: bool) -> None:
         self._index = index
-        self._output_type = plan.output_type
-        self._tokenizer = tokenizer
-        self._stop_token_ids = tokenizer.eos_token_ids | frozenset(params.stop_token_ids)
-        self._stops = params.stop
-        self._parser = ChatParser(
-            plan.tool_format, plan.reasoning, plan.tools, plan.shape is not None, marker_ids(tokenizer)
-        )
-        self._tokens: list[Token] | None = None if params.logprobs is None else []  # since the last delta
+        self._plan = plan
+        self._parser = plan.new_parser()
+        self._tokens: list[Token] | None = [] if has_logprobs else None  # since the last delta
 
     @property
     def message(self) -> ChatMessage:
@@ -48,22 +42,17 @@ class _Answer:
         """The deltas that the token makes certain."""
         if self._tokens is not None:
             self._tokens.append(token)
-        deltas = self._parser.feed(token.text, self._marker_of(token))
-        if token.finish_reason is not None:
-            deltas += self._parser.finish()
-        return self._with_index(deltas)
+        is_stop = token.finish_reason is FinishReason.STOP
+        deltas = self._parser.feed(token.text, self._plan.marker_of(token.token_id, is_stop=is_stop))
+        return self._with_index(deltas) if token.finish_reason is None else self.finish(deltas)
 
-    def finish(self) -> list[Delta]:
-        """The end, if no token has brought it; idempotent."""
-        return self._with_index(self._parser.finish())
-
-    def _marker_of(self, token: Token) -> int | None:
-        """The token's id, which may be that of a marker; None if a stop string ended the text before it."""
-        token_id = token.token_id
-        if token.finish_reason is not FinishReason.STOP or token_id in self._stop_token_ids:
-            return token_id
-        name = self._tokenizer.token_text(token_id)
-        return token_id if any(stop in name for stop in self._stops) else None
+    def finish(self, deltas: Sequence[Delta] = ()) -> list[Delta]:
+        """The answer's last deltas, after those given; one without text if it takes one for tokens that are left.
+        Idempotent."""
+        last = [*deltas, *self._parser.finish()]
+        if self._tokens and not last:
+            last.append(TextDelta(""))
+        return self._with_index(last)
 
     def _with_index(self, deltas: list[Delta]) -> list[Delta]:
         """Add the answer's index to all deltas, and the tokens to the first."""
@@ -77,15 +66,11 @@ class _Answer:
     def choice(self, plain: Choice) -> ChatChoice:
         """Make the chat's choice from the completion's."""
         message = self.message
-        choice = _chat_choice(plain, message)
-        if choice.finish_reason is not FinishReason.STOP:
+        choice, output_type = _chat_choice(plain, message), self._plan.output_type
+        if choice.finish_reason is not FinishReason.STOP or output_type is None or message.tool_calls:
             return choice
-        if any(call.is_complete for call in message.tool_calls):
-            return replace(choice, finish_reason=FinishReason.TOOL_CALLS)
-        if self._output_type is not None and not message.tool_calls:
-            parsed, parse_error = self._output_type.parse(message.content or "")
-            choice = replace(choice, parsed=parsed, parse_error=parse_error)
-        return choice
+        parsed, parse_error = output_type.parse(message.content or "")
+        return replace(choice, parsed=parsed, parse_error=parse_error)
 
 
 def _chat_choice(plain: Choice, message: ChatMessage) -> ChatChoice:
@@ -106,11 +91,10 @@ class ChatStream:
     Closing, dropping or cancelling it ends the request, as with `TokenStream`.
     """
 
-    def __init__(self, stream: TokenStream, tokenizer: Tokenizer, params: SamplingParams) -> None:
+    def __init__(self, stream: TokenStream, params: SamplingParams) -> None:
         """``stream``: of a request whose prompt is a `ChatRequest`. How its answers are read is in its plan, which is
         there before the first token."""
         self._stream = stream
-        self._tokenizer = tokenizer
         self._params = params
         self._answers: list[_Answer] = []  # none before there is a plan
         self._is_json = False  # a JSON schema is the answer's shape
@@ -203,7 +187,8 @@ class ChatStream:
         plan = self._plan
         if not self._answers and plan is not None:
             self._is_json = plan.shape is not None and plan.shape.kind == "json_schema"
-            self._answers = [_Answer(i, plan, self._tokenizer, self._params) for i in range(self._params.n)]
+            has_logprobs = self._params.logprobs is not None
+            self._answers = [_Answer(i, plan, has_logprobs=has_logprobs) for i in range(self._params.n)]
 
     async def wait(self) -> ChatCompletion:
         """Read to the end."""

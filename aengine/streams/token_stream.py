@@ -181,7 +181,7 @@ class ChoiceOutput:
         self.index = index
         self.detokenizer: IncrementalText | None = None  # without one, there is no text
         self.token_ids: list[int] = []
-        self.texts: list[str] = []
+        self.texts: list[str] = []  # one for each token, perhaps empty, if there is a detokenizer
         self.logprobs: list[tuple[Logprob, ...]] | None = [] if want_logprobs else None
         self.finish_reason: FinishReason | None = None
         self._parsed: tuple[Any, Exception | None] | None = None  # once: a type's own validators may take their time
@@ -209,8 +209,7 @@ class ChoiceOutput:
                 text += detokenizer.flush()  # nothing after a stop string
                 if detokenizer.stopped:  # one may have been in what was held back
                     finish_reason = FinishReason.STOP
-            if text:
-                self.texts.append(text)
+            self.texts.append(text)
         ids = self.token_ids
         ids.append(token_id)
         if self.logprobs is not None:
@@ -235,6 +234,9 @@ class ChoiceOutput:
         """End the completion: no token comes any more. Idempotent: the first reason counts."""
         if self.finish_reason is not None:
             return
+        plan = self.mailbox.plan
+        if plan is not None and reason is FinishReason.STOP and plan.has_call(self.texts, self.token_ids):
+            reason = FinishReason.TOOL_CALLS
         self.finish_reason = reason
         self.detokenizer = None  # it holds the tokenizer, and a stream may be kept for long
         mailbox = self.mailbox

@@ -19,7 +19,7 @@ from .metrics import HistogramCounts
 from .request_times import RequestTimes
 
 if TYPE_CHECKING:
-    from ..engine.user_request import UserRequest
+    from ..params import SamplingParams
     from ..scheduler.request import Request
 
 __all__ = ["Observer"]
@@ -35,20 +35,18 @@ class Observer:
     def __init__(self, on_request_end: Callable[[RequestEnd], object] | None = None) -> None:
         self._on_request_end = on_request_end
         self.histograms = HistogramCounts()
-        reasons = (FinishReason.STOP, FinishReason.LENGTH, FinishReason.ABORT, FinishReason.ERROR)
-        self.num_ended = dict.fromkeys(reasons, 0)
+        self.num_ended = dict.fromkeys(FinishReason, 0)
         self._answered = perf_counter()  # when the last step was
 
     def new_times(self) -> RequestTimes:
         """The times of a request that arrives now."""
         return RequestTimes(logger.isEnabledFor(logging.DEBUG))
 
-    def note_queued(self, request: UserRequest) -> None:
+    def note_queued(self, request_id: str, params: SamplingParams, priority: int, times: RequestTimes) -> None:
         """Note that a request was registered."""
-        if request.mailbox.times.is_logged:
-            params = request.params
+        if times.is_logged:
             text = "request %s: queued, max_tokens=%s, n=%d, priority=%d"
-            _log(request.request_id, text, params.max_tokens, params.n, request.priority)
+            _log(request_id, text, params.max_tokens, params.n, priority)
 
     def note_scheduled(self, requests: Iterable[Request]) -> None:
         """A step was made, the first one of these."""
@@ -78,17 +76,11 @@ class Observer:
             text = "request %s: first token after %.4f s, queued for %.4f s of them, prefilled in %.4f s"
             _log(request.request_id, text, timings.first_token, timings.queued, timings.prefill)
 
-    def note_end(self, request: UserRequest) -> None:
-        """Note that a request has ended, in whatever way; its mailbox is in its last state."""
-        mailbox = request.mailbox
-        times = mailbox.times
-        times.ended = perf_counter()
-        reason = mailbox.finish_reason
-        assert reason is not None, "it has ended"
-        self.num_ended[reason] += 1
-        end = RequestEnd(request.request_id, reason, mailbox.usage(), mailbox.timings(), mailbox.error)
+    def note_end(self, end: RequestEnd, *, is_logged: bool) -> None:
+        """Note that a request has ended, in whatever way."""
+        self.num_ended[end.finish_reason] += 1
         self.histograms.add_request(end)
-        if times.is_logged:
+        if is_logged:
             _log_end(end)
         if self._on_request_end is not None:
             try:

@@ -24,6 +24,10 @@ class RequestTimes:
         self.ended: float | None = None
         self.is_logged = is_logged
 
+    def end(self) -> None:
+        """Note that the request ends now."""
+        self.ended = perf_counter()
+
     def timings(self, num_tokens: int) -> Timings:
         """Return the timings until now, or until its end. ``num_tokens``: of its longest completion."""
         arrived, scheduled, first, ended = self.arrived, self.scheduled, self.first_token, self.ended

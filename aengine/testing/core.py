@@ -5,8 +5,8 @@ from __future__ import annotations
 import asyncio
 from typing import Any, ClassVar
 
-from ..chat import tools_of
 from ..chat.plan import ChatRequest
+from ..chat.tools import tools_of
 from ..checkpoint.source import ModelSource
 from ..config import EngineConfig
 from ..engine.admission import Admission

@@ -11,7 +11,8 @@ import threading
 from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
-from ..chat import FORMATS, Tool
+from ..chat.formats import FORMATS
+from ..chat.tools import Tool
 from ..errors import AEngineError
 from ..params import SamplingParams, shown
 from .vocabulary import END_OF_TURN, ids_of

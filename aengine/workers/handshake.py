@@ -7,9 +7,9 @@ import logging
 from collections.abc import Callable, Sequence
 from typing import Any
 
-from ..config import StartupProgress
 from ..errors import EngineError
 from ..ipc.messages import Kind
+from ..outputs import StartupProgress
 from .agreement import agree, merge
 from .rank import Rank
 

@@ -24,6 +24,7 @@ from aengine import (
     FinishReason,
     GrammarError,
     InvalidRequestError,
+    RequestEnd,
     SamplingParams,
     StructuredOutput,
     WorkerDiedError,
@@ -103,6 +104,23 @@ async def test_a_script_that_raises() -> None:
 
 
 # -- chats and shapes
+
+
+async def test_a_call_of_a_tool_is_the_requests_end_too() -> None:
+    """Its hook and the statistics say of a chat's end what its completion says; deltas have every token's logprob."""
+    ends: list[RequestEnd] = []
+    replies = [Reply("Hm.", tool_calls=[("get_weather", {"city": "Rome"})]), "Fine.", "<tool_call>"]
+    async with FakeAsyncLLM(replies, on_request_end=ends.append) as engine:
+        params = SamplingParams(logprobs=0)
+        stream = engine.stream_chat(HELLO, params, tools=[get_weather])
+        tokens = [token.token_id async for delta in stream for token in delta.tokens]
+        assert tuple(tokens) == stream.completion.token_ids
+        reasons = [stream.completion.finish_reason]
+        reasons += [(await engine.chat(HELLO, params, tools=[get_weather])).finish_reason]
+        reasons += [(await engine.generate(HELLO)).finish_reason]
+        assert [end.finish_reason for end in ends] == reasons == ["tool_calls", "stop", "stop"]
+        counts = engine.statistics().finish_reasons
+        assert (counts["tool_calls"], counts["stop"]) == (1, 2) and engine.statistics().num_finished == 3
 
 
 async def test_tool_calls_are_python_data() -> None:

@@ -361,7 +361,7 @@ async def test_histograms_count_what_happened(make_engine: Make) -> None:
             await engine.generate([1], FIVE, first_token_deadline=1e-6)
         statistics = engine.statistics()
         told = statistics.histograms
-    assert statistics.finish_reasons == {"stop": 0, "length": 5, "abort": 0, "error": 1}
+    assert statistics.finish_reasons == {"stop": 0, "tool_calls": 0, "length": 5, "abort": 0, "error": 1}
     assert told.request_latency.count == 6 and told.time_to_first_token.count == 5
     assert told.queue_time.count == told.prefill_time.count == told.decode_time.count == 5
     assert told.time_per_output_token.count == 4

@@ -13,7 +13,7 @@ from tokenizers import Tokenizer as Encoder
 
 from aengine import StructuredOutput
 from aengine.chat import ChatMessage, ChatParser, Delta, ReasoningDelta, TextDelta, ToolCallDelta
-from aengine.chat.prompt import marker_ids
+from aengine.chat.prompt import token_ids_of
 from aengine.structured.backend import Backend, Compiled
 from aengine.structured.backends import load_backend
 from aengine.structured.spec import GrammarSpec, spec_of
@@ -128,7 +128,7 @@ class Setting:
 
 def token_id_of(known: Tokenizer):
     """The ids of markers, as `compose` and `ChatParser` want them."""
-    return marker_ids(known)
+    return token_ids_of(known)
 
 
 def parse_ids(

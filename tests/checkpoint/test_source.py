@@ -15,8 +15,9 @@ import numpy as np
 import pytest
 
 from aengine.checkpoint import ModelSource, hub, resolve_model
-from aengine.config import EngineConfig, StartupProgress
+from aengine.config import EngineConfig
 from aengine.errors import ModelLoadError
+from aengine.outputs import StartupProgress
 
 CONFIG = {"model_type": "llama", "hidden_size": 32}
 

@@ -11,7 +11,7 @@ from aengine.__main__ import main
 from aengine.checkpoint import embedded
 from aengine.checkpoint.embedded import EmbeddedModel
 from aengine.cli.progress import StartupLine
-from aengine.config import StartupProgress
+from aengine.outputs import StartupProgress
 
 
 @pytest.fixture(autouse=True)

@@ -17,9 +17,9 @@ import psutil
 import pytest
 from worker_helpers import HERE, decode, descriptors, gone, leftovers, make, running, stage, start, step
 
-from aengine.config import StartupProgress
 from aengine.errors import EngineClosedError, EngineError, InternalError, ModelLoadError, WorkerDiedError
 from aengine.ipc.messages import Kind
+from aengine.outputs import StartupProgress
 
 
 @pytest.mark.parametrize("ranks", [1, 2])

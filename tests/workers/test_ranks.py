@@ -9,10 +9,11 @@ import fake_runner
 import pytest
 from worker_helpers import decode, gone, leftovers, make, start, step
 
-from aengine.config import EngineConfig, StartupProgress
+from aengine.config import EngineConfig
 from aengine.engine.executor import ProcessExecutor
 from aengine.errors import EngineError, InternalError, ModelLoadError
 from aengine.ipc.messages import PLAN_LIMITS, Kind
+from aengine.outputs import StartupProgress
 from aengine.workers.agreement import agree, merge
 from aengine.workers.handshake import Handshake
 from aengine.workers.rank import Rank, ranks_of

@@ -17,11 +17,11 @@ import psutil
 import pytest
 from worker_helpers import config, decode, descriptors, gone, leftovers, make, running, stage, start, step
 
-from aengine.config import StartupProgress
 from aengine.engine.executor import ProcessExecutor
 from aengine.errors import EngineClosedError, EngineError, InternalError, ModelLoadError, WorkerDiedError
 from aengine.ipc.channel import Frame, HostChannel
 from aengine.ipc.messages import GrammarOutput, Kind, int32, pack
+from aengine.outputs import StartupProgress
 from aengine.workers import supervisor
 
 
