@@ -222,8 +222,9 @@ class EngineConfig:
             message = f"kv_cache_dtype={kept!r} is not supported yet: use 'auto', or 'bfloat16' to halve float32"
             raise InvalidRequestError(message, param="kv_cache_dtype")
         for name, allowed in _ONE_OF.items():
-            if getattr(self, name) not in allowed:
-                raise _wrong(name, getattr(self, name), "one of " + ", ".join(map(repr, allowed)))
+            value = getattr(self, name)
+            if not isinstance(value, str) or value not in allowed:
+                raise _wrong(name, value, "one of " + ", ".join(map(repr, allowed)))
         for name in (
             "skip_tokenizer",
             "allow_special_tokens",
@@ -246,6 +247,12 @@ class EngineConfig:
                 raise _wrong(name, getattr(self, name), "a string, or None")
         _check_device(self.device)
         _check_worker(self.worker)
+        if self.tensor_parallel_size > 1 and self.worker == "default":
+            message = (
+                f"tensor_parallel_size={self.tensor_parallel_size} is not supported yet: leave it at 1, and start an "
+                f"engine for each GPU (device='cuda:0', 'cuda:1', ...)"
+            )
+            raise InvalidRequestError(message, param="tensor_parallel_size")
         if self.progress is not None and not callable(self.progress):
             raise _wrong("progress", self.progress, "a callable, or None")
         if self.on_request_end is not None and not callable(self.on_request_end):
@@ -297,7 +304,7 @@ def _is_positive(value: object) -> bool:
 
 def _check_device(device: object) -> None:
     """Raise InvalidRequestError unless it is "auto", or a platform's name with perhaps an index."""
-    if device in ("auto", "cpu", "cuda"):
+    if isinstance(device, str) and device in ("auto", "cpu", "cuda"):
         return
     name, colon, index = device.partition(":") if isinstance(device, str) else ("", "", "")
     wanted = "'auto', 'cpu', 'cuda' or 'cuda:N'"

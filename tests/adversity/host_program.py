@@ -24,11 +24,12 @@ sys.path.append(str(Path(__file__).parents[1] / "workers"))
 
 from slow_runner import HOLD_GIL, SLEEP
 
-from aengine import AsyncLLM, EngineClosedError, EngineConfig, SamplingParams
+from aengine import AsyncLLM, EngineClosedError, SamplingParams
 from aengine.engine.executor import ProcessExecutor
 
 ENDLESS = SamplingParams(max_tokens=4000, ignore_eos=True, detokenize=False)
 SHORT = SamplingParams(max_tokens=20, ignore_eos=True, detokenize=False)
+FAKE = "slow_runner:load_model"
 EXECUTED = "import time; print('executed', flush=True); time.sleep(600)"
 kept: list[Any] = []  # streams and engines that are open until the very end
 
@@ -37,17 +38,12 @@ def say(word: str) -> None:
     os.write(1, f"{word}\n".encode())
 
 
-class FakeLLM(AsyncLLM):
-    def _make_executor(self, config: EngineConfig) -> ProcessExecutor:
-        return ProcessExecutor(config.replace(worker="slow_runner:load_model"))
-
-
 def make() -> AsyncLLM:
     if model == "real":
         return AsyncLLM(
             "smollm2-135m", max_model_len=512, kv_cache_memory_bytes=64 << 20, num_threads=1, preload_grammars=False
         )
-    return FakeLLM("smollm2-135m", skip_tokenizer=True, tensor_parallel_size=ranks)
+    return AsyncLLM("smollm2-135m", worker=FAKE, skip_tokenizer=True, tensor_parallel_size=ranks)
 
 
 async def begin() -> AsyncLLM:
@@ -308,7 +304,7 @@ async def compiling() -> None:
     """A compiler process is made, and has more to do than it is given time for."""
     from aengine import StructuredOutput
 
-    engine = await FakeLLM("smollm2-135m").start()
+    engine = await AsyncLLM("smollm2-135m", worker=FAKE).start()
     hard = StructuredOutput(json_schema={"multipleOf": 99_999_989})
     kept.append(engine.stream([5], SamplingParams(structured_output=hard)))
     say("asked")

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import math
+from dataclasses import fields
 from typing import Any
 
+import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
@@ -183,11 +185,14 @@ def test_structured_output_needs_exactly_one_constraint(values: dict) -> None:
         ("max_in_flight_steps", 0),
         ("load_format", "pickle"),
         ("tokenizer", 5),
+        ("tensor_parallel_size", 2),
+        *((field.name, np.zeros(2)) for field in fields(EngineConfig)),
     ],
 )
 def test_config_names_wrong_values(name: str, value: object) -> None:
-    with pytest.raises(InvalidRequestError, match=name):
-        EngineConfig.create("m", {name: value})
+    with pytest.raises(InvalidRequestError, match=name) as caught:
+        EngineConfig(**{"model": "m", name: value})
+    assert caught.value.param == name
 
 
 def test_config_survives_the_wire() -> None:

@@ -12,6 +12,7 @@ from torch import Tensor
 
 from aengine.checkpoint.source import ModelSource, resolve_model
 from aengine.config import EngineConfig
+from aengine.runner.attention.kv_pages import KvCacheSpec
 from aengine.runner.attention.torch_attention import Attention, AttentionMetadata, GroupMetadata, KvCache
 from aengine.runner.models import build_model, read_config
 from aengine.runner.models.causal_lm import CausalLM
@@ -49,7 +50,8 @@ class Driver:
     def __init__(self, model: CausalLM, rng: random.Random, *, num_blocks: int = 128, block_size: int = 4) -> None:
         self._model = model
         self._block_size = block_size
-        self._cache = KvCache(model.config, num_blocks, block_size, model.weights.formats.dtype, CPU)
+        dtype, longest = model.weights.formats.dtype, num_blocks * block_size
+        self._cache = KvCache(KvCacheSpec(model.config, num_blocks, block_size, dtype, CPU, num_blocks, longest))
         self._num_groups = len(self._cache.layout.groups)
         self._num_blocks = num_blocks
         self._free = list(range(num_blocks))

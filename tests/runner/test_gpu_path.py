@@ -17,6 +17,7 @@ from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_mod
 from aengine.ipc.messages import DraftColumns, GrammarOutput, NewRequest, SchedulerOutput, int32
 from aengine.kernels.dispatch import triton_everywhere
 from aengine.runner.attention.backend import TritonAttention
+from aengine.runner.attention.kv_pages import KvCacheSpec
 from aengine.runner.attention.library import TritonPrefill
 from aengine.runner.attention.torch_attention import KvCache
 from aengine.runner.graphs.cuda_graphs import GraphKind, graph_sizes
@@ -65,13 +66,13 @@ def make_model(folder: Path) -> tuple[ModelConfig, CausalLM]:
 
 def make_runner(folder: Path, *, like_gpu: bool, enforce_eager: bool = True) -> ModelRunner:
     config, model = make_model(folder)
+    spec = KvCacheSpec(config, NUM_BLOCKS, BLOCK_SIZE, torch.float32, CPU, MAX_SEQS, MAX_LEN)
     if like_gpu:
         from aengine.runner.attention.triton_attention import GpuKvCache
 
-        sizes = {"max_num_seqs": MAX_SEQS, "max_model_len": MAX_LEN, "prefill": TritonPrefill()}
-        cache = GpuKvCache(config, NUM_BLOCKS, BLOCK_SIZE, torch.float32, CPU, **sizes)
+        cache = GpuKvCache(spec, TritonPrefill())
     else:
-        cache = KvCache(config, NUM_BLOCKS, BLOCK_SIZE, torch.float32, CPU)
+        cache = KvCache(spec)
     return ModelRunner(
         model,
         cache,

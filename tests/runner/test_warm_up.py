@@ -16,6 +16,7 @@ import torch
 
 from aengine.ipc.messages import NewRequest, SchedulerOutput, int32
 from aengine.kernels.dispatch import triton_everywhere
+from aengine.runner.attention.kv_pages import KvCacheSpec
 from aengine.runner.attention.library import TritonPrefill
 from aengine.runner.model_config import ModelConfig
 from aengine.runner.model_runner import ModelRunner
@@ -81,9 +82,9 @@ def make_runner(folder: Path, max_num_seqs: int) -> tuple[ModelRunner, ModelConf
     config = read_config(source.hf_config)
     model = build_model(config, HALF)
     load_weights(model, source, 0, lambda *report: None)
-    sizes = {"max_num_seqs": max_num_seqs, "max_model_len": MAX_LEN, "prefill": TritonPrefill()}
     num_blocks = MAX_LEN // BLOCK_SIZE
-    cache = GpuKvCache(config, num_blocks, BLOCK_SIZE, HALF.dtype, CPU, **sizes)
+    spec = KvCacheSpec(config, num_blocks, BLOCK_SIZE, HALF.dtype, CPU, max_num_seqs, MAX_LEN)
+    cache = GpuKvCache(spec, TritonPrefill())
     runner = ModelRunner(
         model,
         cache,

@@ -18,6 +18,7 @@ from test_gpu_path import CPU, make_model
 from aengine.ipc.messages import Kind, pack, unpack
 from aengine.kernels.dispatch import triton_everywhere
 from aengine.params import SamplingParams
+from aengine.runner.attention.kv_pages import KvCacheSpec
 from aengine.runner.attention.library import TritonPrefill
 from aengine.runner.attention.torch_attention import KvCache
 from aengine.runner.model_runner import ModelRunner
@@ -48,16 +49,15 @@ class Engine:
 
     def __init__(self, folder: Path, num_blocks: int, *, like_gpu: bool, **settings: Any) -> None:
         config, model = make_model(folder)
-        shape = (config, num_blocks, BLOCK_SIZE, torch.float32, CPU)
+        spec = KvCacheSpec(config, num_blocks, BLOCK_SIZE, torch.float32, CPU, MAX_SEQS, MAX_LEN)
         if like_gpu:
             from aengine.runner.attention.triton_attention import GpuKvCache
 
-            sizes: dict[str, Any] = {"max_num_seqs": MAX_SEQS, "max_model_len": MAX_LEN, "prefill": TritonPrefill()}
-            cache: Any = GpuKvCache(*shape, **sizes)
+            cache: Any = GpuKvCache(spec, TritonPrefill())
             for layer in cache.layers:
                 layer.cache.fill_(torch.nan)  # what nobody has written must not be looked at
         else:
-            cache = KvCache(*shape)
+            cache = KvCache(spec)
         self._make_runner: Callable[[], ModelRunner] = lambda: ModelRunner(
             model,
             cache,

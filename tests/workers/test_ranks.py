@@ -7,9 +7,8 @@ from typing import Any
 
 import fake_runner
 import pytest
-from worker_helpers import decode, gone, leftovers, make, start, step
+from worker_helpers import config, decode, gone, leftovers, make, start, step
 
-from aengine.config import EngineConfig
 from aengine.engine.executor import ProcessExecutor
 from aengine.errors import EngineError, InternalError, ModelLoadError
 from aengine.ipc.messages import PLAN_LIMITS, Kind
@@ -19,6 +18,7 @@ from aengine.workers.handshake import Handshake
 from aengine.workers.rank import Rank, ranks_of
 
 OFFERS = {"0": {"num_blocks": 900, "max_model_len": 4000}, "1": {"num_blocks": 1200, "max_model_len": 3000}}
+FAKE = {"worker": "fake_runner:load_model"}
 
 
 def two_ranks() -> list[Rank]:
@@ -130,12 +130,12 @@ async def test_memory_that_runs_out_on_one_rank_is_the_end_of_all_at_once() -> N
 
 def test_places_of_ranks() -> None:
     def devices(**settings: Any) -> list[str]:
-        return [rank.device for rank in ranks_of(EngineConfig.create("m", settings))]
+        return [rank.device for rank in ranks_of(config(**FAKE, **settings))]
 
     assert devices() == ["auto"] and devices(device="cuda:3") == ["cuda:3"] and devices(device="cuda") == ["cuda"]
     assert devices(device="cuda", tensor_parallel_size=3) == ["cuda:0", "cuda:1", "cuda:2"]
     assert devices(device="cpu", tensor_parallel_size=2) == ["cpu", "cpu"]
-    ranks = ranks_of(EngineConfig.create("m", {"tensor_parallel_size": 2}))
+    ranks = ranks_of(config(**FAKE, tensor_parallel_size=2))
     assert [(rank.index, rank.tp_rank, rank.world_size, rank.answers) for rank in ranks] == [
         (0, 0, 2, True),
         (1, 1, 2, False),

@@ -4,9 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any, Protocol
 
-import torch
-
-from ..model_config import ModelConfig
+from .kv_pages import KvCacheSpec
 from .torch_attention import KvCache
 from .triton_attention import GpuKvCache
 
@@ -26,18 +24,7 @@ class AttentionBackend(Protocol):
     def join(self) -> None:
         """Wait until it is ready, before anything is captured. Raises ModelLoadError."""
 
-    def make_cache(
-        self,
-        config: ModelConfig,
-        num_blocks: int,
-        block_size: int,
-        dtype: torch.dtype,
-        device: torch.device,
-        *,
-        kv_dtype: torch.dtype,
-        max_num_seqs: int,
-        max_model_len: int,
-    ) -> Any:
+    def make_cache(self, spec: KvCacheSpec) -> Any:
         """A `KvMemory` of the runner."""
 
 
@@ -49,19 +36,8 @@ class TorchAttention:
     def join(self) -> None:
         pass
 
-    def make_cache(
-        self,
-        config: ModelConfig,
-        num_blocks: int,
-        block_size: int,
-        dtype: torch.dtype,
-        device: torch.device,
-        *,
-        kv_dtype: torch.dtype,
-        max_num_seqs: int,
-        max_model_len: int,
-    ) -> KvCache:
-        return KvCache(config, num_blocks, block_size, dtype, device, kv_dtype=kv_dtype)
+    def make_cache(self, spec: KvCacheSpec) -> KvCache:
+        return KvCache(spec)
 
 
 class TritonAttention:
@@ -77,26 +53,5 @@ class TritonAttention:
     def join(self) -> None:
         self._prefill.join()
 
-    def make_cache(
-        self,
-        config: ModelConfig,
-        num_blocks: int,
-        block_size: int,
-        dtype: torch.dtype,
-        device: torch.device,
-        *,
-        kv_dtype: torch.dtype,
-        max_num_seqs: int,
-        max_model_len: int,
-    ) -> Any:
-        return GpuKvCache(
-            config,
-            num_blocks,
-            block_size,
-            dtype,
-            device,
-            kv_dtype=kv_dtype,
-            max_num_seqs=max_num_seqs,
-            max_model_len=max_model_len,
-            prefill=self._prefill,
-        )
+    def make_cache(self, spec: KvCacheSpec) -> GpuKvCache:
+        return GpuKvCache(spec, self._prefill)

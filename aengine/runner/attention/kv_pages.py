@@ -1,16 +1,37 @@
-"""The memory of the one pool of pages (runner/kv_spec.py), and a layer's part of it."""
+"""The memory of the one pool of pages (runner/kv_spec.py), a layer's part of it, and what a KV cache is made of."""
 
 from __future__ import annotations
 
 import math
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
-from ..kv_spec import FullKV, KVLayout, LayerPlace, WindowKV
+from ..kv_spec import FullKV, KVLayout, LayerPlace, WindowKV, lay_out_kv
 from ..lazy_zeros import lazy_zeros
+from ..model_config import ModelConfig
 
-__all__ = ["AttentionLayerKV", "KVPages"]
+__all__ = ["AttentionLayerKV", "KVPages", "KvCacheSpec"]
+
+
+@dataclass(frozen=True, slots=True)
+class KvCacheSpec:
+    """Sizes and dtypes of a KV cache."""
+
+    config: ModelConfig
+    num_blocks: int
+    block_size: int
+    dtype: torch.dtype  # of what is computed
+    device: torch.device
+    max_num_seqs: int
+    max_model_len: int
+    kv_dtype: torch.dtype | None = None  # of keys and values; None: dtype
+
+    def make_pages(self) -> KVPages:
+        kv_dtype = self.kv_dtype or self.dtype
+        layout = lay_out_kv(self.config.kv_layers, self.block_size, kv_dtype.itemsize)
+        return KVPages(layout, self.num_blocks, kv_dtype, self.device)
 
 
 class AttentionLayerKV:

@@ -17,10 +17,8 @@ from ...kernels.kv_write import write_kv
 from ...kernels.paged_attention import decode_attention, prefill_attention
 from ...kernels.rotary import apply_rotary, rotary_rows
 from ..input_batch import InputBatch
-from ..kv_spec import lay_out_kv
 from ..layers.attention import AttentionLayer
-from ..model_config import ModelConfig
-from .kv_pages import KVPages
+from .kv_pages import KvCacheSpec
 
 __all__ = ["Attention", "AttentionMetadata", "GroupMetadata", "KvCache"]
 
@@ -28,30 +26,17 @@ DEFAULT_BLOCK_SIZE = 16
 
 
 class KvCache:
-    """The paged KV of all layers. On a CPU the memory is taken from the system when a block is first written.
-
-    ``dtype``: of what is computed; ``kv_dtype``: of what is kept, None: the same.
-    """
+    """The paged KV of all layers. On a CPU the memory is taken from the system when a block is first written."""
 
     clears_blocks = True
 
-    def __init__(
-        self,
-        config: ModelConfig,
-        num_blocks: int,
-        block_size: int,
-        dtype: torch.dtype,
-        device: torch.device,
-        *,
-        kv_dtype: torch.dtype | None = None,
-    ):
-        kv_dtype = kv_dtype or dtype
-        self.layout = lay_out_kv(config.kv_layers, block_size, kv_dtype.itemsize)
-        self._pages = KVPages(self.layout, num_blocks, kv_dtype, device)
+    def __init__(self, spec: KvCacheSpec) -> None:
+        self._pages = spec.make_pages()
+        self.layout = self._pages.layout
         self.layers = self._pages.layers(heads_first=False)
-        self.dtype = dtype
-        inv_freq, self.rotary_factor = config.rope.inv_freq()
-        self.inv_freq = inv_freq.to(device)
+        self.dtype = spec.dtype
+        inv_freq, self.rotary_factor = spec.config.rope.inv_freq()
+        self.inv_freq = inv_freq.to(spec.device)
 
     def bind(self, batch: InputBatch) -> Attention:
         """The attention of one step."""

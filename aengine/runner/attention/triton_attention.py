@@ -17,43 +17,29 @@ from ...kernels.input_prep import PreparedInputs
 from ...kernels.varlen_attention import plan_prompts, varlen_attention
 from ...kernels.write_qkv import apply_rope_and_write_kv
 from ..input_batch import BatchPlan, InputBatch
-from ..kv_spec import lay_out_kv
 from ..layers.attention import AttentionLayer
 from ..model_config import ModelConfig
-from .kv_pages import KVPages
+from .kv_pages import KvCacheSpec
 from .library import PrefillBackend, PrefillMetadata
 
 __all__ = ["BatchAttention", "DecodeAttention", "GpuKvCache"]
 
 
 class GpuKvCache:
-    """The KV of all layers, and what the attention kernels share. ``kv_dtype``: of what is kept; None: ``dtype``, in
-    which all is computed."""
+    """The KV of all layers, and what the attention kernels share."""
 
     clears_blocks = False  # the kernels never read past a sequence's end, nor before its window
 
-    def __init__(
-        self,
-        config: ModelConfig,
-        num_blocks: int,
-        block_size: int,
-        dtype: torch.dtype,
-        device: torch.device,
-        *,
-        max_num_seqs: int,
-        max_model_len: int,
-        prefill: PrefillBackend,
-        kv_dtype: torch.dtype | None = None,
-    ) -> None:
-        kv_dtype = kv_dtype or dtype
-        self.layout = lay_out_kv(config.kv_layers, block_size, kv_dtype.itemsize)
-        self.layers = KVPages(self.layout, num_blocks, kv_dtype, device).layers(heads_first=True)
-        self.dtype = dtype
-        self.num_heads = config.num_heads
+    def __init__(self, spec: KvCacheSpec, prefill: PrefillBackend) -> None:
+        pages = spec.make_pages()
+        self.layout = pages.layout
+        self.layers = pages.layers(heads_first=True)
+        self.dtype = spec.dtype
+        self.num_heads = spec.config.num_heads
         self.prefill = prefill
-        self.rope = rope_table(config, max_model_len, device)
+        self.rope = rope_table(spec.config, spec.max_model_len, spec.device)
         self.workspaces = {
-            shape: DecodeWorkspace(max_num_seqs, config.num_heads, *shape, device)
+            shape: DecodeWorkspace(spec.max_num_seqs, self.num_heads, *shape, spec.device)
             for shape in {layer.heads for layer in self.layers}
         }
 

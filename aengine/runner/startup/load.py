@@ -17,7 +17,6 @@ import torch
 
 from ...checkpoint.source import ModelSource
 from ...config import EngineConfig, num_worker_threads
-from ...errors import ModelLoadError
 from ...workers.rank import Rank
 from .. import profiler
 from ..attention.torch_attention import DEFAULT_BLOCK_SIZE
@@ -41,8 +40,6 @@ def load_model(config: EngineConfig, source: Mapping[str, Any], rank: Rank, prog
     Raises:
         ModelLoadError: the device, the checkpoint or the memory is not what is needed; the message says what helps.
     """
-    if rank.world_size != 1:
-        raise ModelLoadError(f"tensor_parallel_size={rank.tp_size} is not supported yet: leave it at 1")
     setup, weights = _load(config, source, rank, progress)
     return LocalModel(setup, weights, profile(setup, progress), rank, progress)
 

@@ -12,6 +12,7 @@ import torch
 from ...config import EngineConfig
 from ...errors import ModelLoadError
 from ..attention.backend import AttentionBackend
+from ..attention.kv_pages import KvCacheSpec
 from ..graphs.cuda_graphs import graph_sizes
 from ..kv_spec import KVLayout, lay_out_kv
 from ..model_config import ModelConfig
@@ -52,19 +53,19 @@ class RunnerSetup:
     def make_runner(self, num_blocks: int, max_model_len: int) -> ModelRunner:
         """A runner over a KV cache of ``num_blocks``; no graph is captured yet."""
         config, platform = self.config, self.platform
-        kv_cache = self.attention.make_cache(
+        spec = KvCacheSpec(
             self.model_config,
             num_blocks,
             self.block_size,
             self.model.weights.formats.dtype,
             platform.device,
-            kv_dtype=self.kv_dtype,
-            max_num_seqs=config.max_num_seqs,
-            max_model_len=max_model_len,
+            config.max_num_seqs,
+            max_model_len,
+            self.kv_dtype,
         )
         return ModelRunner(
             self.model,
-            kv_cache,
+            self.attention.make_cache(spec),
             vocab_size=self.model_config.vocab_size,
             max_num_seqs=config.max_num_seqs,
             max_model_len=max_model_len,
