@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any
 
 from .async_llm import AsyncLLM
 from .errors import InvalidRequestError
-from .handles.local import Wording
+from .handles.local import StartAdvice
 from .handles.on_thread import ThreadHandle
 from .settings import ENGINE_SETTINGS, described
 from .sync_llm import SyncLLM
@@ -28,7 +28,7 @@ if TYPE_CHECKING:
 
 __all__ = ["LLM"]
 
-_WORDING = Wording("LLM", "`llm.start()` starts it", "`llm.start()` starts it again, or make another LLM")
+_ADVICE = StartAdvice("LLM", "`llm.start()` starts it", "`llm.start()` starts it again, or make another LLM")
 
 
 class LLM(SyncLLM):
@@ -57,7 +57,7 @@ class LLM(SyncLLM):
         engine = self._make_engine(model, {"admission": "wait", **settings})
         handle = engine._handle
         assert isinstance(handle, ThreadHandle)
-        handle.wording = _WORDING
+        handle.local.advice = _ADVICE
         super().__init__(engine, handle, block_running_loop=block_running_loop)
         self._async = engine
         try:

@@ -104,10 +104,15 @@ def check_request(
                 f"{name} must be a number of seconds above 0 and at most {MAX_DEADLINE:g}", param=name
             )
     if isinstance(priority, bool) or not isinstance(priority, int):
-        raise InvalidRequestError(f"priority={shown(priority)} is not valid: an integer", param="priority")
+        raise InvalidRequestError(f"priority={shown(priority)} is not valid: it must be an integer", param="priority")
     for name, value in (("request_id", request_id), ("cache_salt", cache_salt)):
-        if value is not None and (not isinstance(value, str) or not value or not is_unicode(value)):
-            raise InvalidRequestError(f"{name}={shown(value)} is not valid: a non-empty string", param=name)
+        if value is None:
+            continue
+        if not isinstance(value, str) or not value:
+            raise InvalidRequestError(f"{name}={shown(value)} is not valid: it must be a non-empty string", param=name)
+        if not is_unicode(value):
+            cause = "it has half of a surrogate pair, which is no character; remove it, or give another name"
+            raise InvalidRequestError(f"{name}={shown(value)} is not valid: {cause}", param=name)
     if not has_tokenizer:
         if kind == "chat":
             raise InvalidRequestError("a chat needs a tokenizer: start without skip_tokenizer=True", param="messages")

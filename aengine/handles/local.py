@@ -26,7 +26,7 @@ if TYPE_CHECKING:
     from ..streams.token_stream import TokenStream
     from ..tokenizer.prompt import Prompt, PromptPart
 
-__all__ = ["LocalHandle", "Owner", "Wording"]
+__all__ = ["LocalHandle", "Owner", "StartAdvice"]
 
 logger = logging.getLogger("aengine")
 
@@ -41,12 +41,12 @@ class Owner(Protocol):
     def _make_executor(self, config: EngineConfig) -> Executor: ...
 
 
-class Wording(NamedTuple):
-    """The words of messages for the user's object, and for what they advise."""
+class StartAdvice(NamedTuple):
+    """What error messages call the user's object, and how they say that it is started."""
 
     name: str = "AsyncLLM"
-    start: str = "use `async with AsyncLLM(...) as engine`, or `await engine.start()`"
-    start_again: str = "`await engine.start()` starts it again"
+    first: str = "use `async with AsyncLLM(...) as engine`, or `await engine.start()`"
+    again: str = "`await engine.start()` starts it again"
 
 
 class LocalHandle:
@@ -56,7 +56,7 @@ class LocalHandle:
         """``owner`` is not held: an engine whose owner is dropped is to end."""
         self.config = config
         self.core: EngineCore | None = None
-        self.wording = Wording()
+        self.advice = StartAdvice()
         self._owner = weakref.ref(owner)
         self._starting: asyncio.Task[None] | None = None
         self._num_starters = 0  # callers that wait for it
@@ -64,7 +64,7 @@ class LocalHandle:
         self._pid: int | None = None  # of the process that has started it
 
     def __repr__(self) -> str:
-        return f"<{self.wording.name} {self.config.model} {self.state}>"
+        return f"<{self.advice.name} {self.config.model} {self.state}>"
 
     @property
     def state(self) -> str:
@@ -192,11 +192,11 @@ class LocalHandle:
         if self.is_foreign:
             raise foreign_process(self._pid or 0)
         if core is None:
-            raise EngineClosedError(f"{self!r} was not started: {self.wording.start}")
+            raise EngineClosedError(f"{self!r} was not started: {self.advice.first}")
         if not core.is_alive:
             if core.failure is not None:
                 raise EngineClosedError(f"{self!r} failed: {core.failure}") from core.failure
-            raise EngineClosedError(f"{self!r} is closed: {self.wording.start_again}")
+            raise EngineClosedError(f"{self!r} is closed: {self.advice.again}")
         return core
 
     def running_core(self) -> EngineCore:

@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING
 from ..errors import AEngineError, EngineClosedError
 from ..threads.loop_ownership import running_loop
 from ..threads.loop_thread import LoopEndedError, LoopThread
-from .local import LocalHandle, Owner, Wording
+from .local import LocalHandle, Owner, StartAdvice
 
 if TYPE_CHECKING:
     from ..config import EngineConfig
@@ -24,12 +24,18 @@ if TYPE_CHECKING:
 
 __all__ = ["ThreadLife"]
 
+_ADVICE = StartAdvice(
+    first="use `async with AsyncLLM(...) as engine`, `await engine.start()`, or the blocking `engine.sync.start()`",
+    again="`await engine.start()` or `engine.sync.start()` starts it again",
+)
+
 
 class ThreadLife:
     """Starts, closes and drops an engine that has a thread of its own; from any loop in any thread, and from none."""
 
     def __init__(self, owner: Owner, config: EngineConfig) -> None:
         self.local = LocalHandle(owner, config)  # used on the thread; what only reads it is asked from any
+        self.local.advice = _ADVICE
         self.config = config
         self.thread: LoopThread | None = None
         self._is_changing = threading.Lock()  # of ``thread``
@@ -48,14 +54,6 @@ class ThreadLife:
     def core(self) -> EngineCore | None:
         """The core that was started last."""
         return self.local.core
-
-    @property
-    def wording(self) -> Wording:
-        return self.local.wording
-
-    @wording.setter
-    def wording(self, wording: Wording) -> None:
-        self.local.wording = wording
 
     # -- life
 

@@ -149,6 +149,8 @@ class LoopThread:
         waiter = loop.create_future()
         self._when_ended(partial(call_queue_of(loop).post, settle, waiter))
         await waiter
+        while self._thread.is_alive():  # noqa: ASYNC110  # it is in its last few lines, after which it can tell nobody
+            await asyncio.sleep(0.001)
 
     def join(self, timeout: float | None = None) -> None:
         """Wait for the thread's end as `ended` does, in a thread without a loop."""

@@ -44,7 +44,7 @@ def _checked(message: object, where: str) -> dict[str, Any]:
 
 
 def _checked_parts(content: object, where: str) -> list[Any]:
-    if isinstance(content, Mapping) or not isinstance(content, Sequence):
+    if isinstance(content, Mapping | bytes | bytearray) or not isinstance(content, Sequence):
         raise _invalid(f"{where} must be a text, a list of text parts, or None, not {type(content).__name__}")
     for i, part in enumerate(content):
         kind = part.get("type") if isinstance(part, Mapping) else type(part).__name__

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 import logging
 import os
 import time
@@ -49,6 +50,8 @@ class Loading:
         with self._limits_explained():
             load = _imported(self._target)
             model: LoadedModel = load(config, message["source"], self.rank, self._report_progress)
+            if not hasattr(model, "allocate"):
+                raise _not_a_loader(self._target, f"returned {type(model).__name__}")
         self.model = model
         self._channel.publish(Kind.PROFILED, 0, pack(dict(model.offer)))
         return config
@@ -101,9 +104,23 @@ class Loading:
 
 
 def _imported(target: str) -> Any:
-    """Raises ModelLoadError if there is no such function; what else an import raises."""
+    """Raises ModelLoadError if there is no such function, or one of other arguments; what else an import raises."""
     module, _, name = target.partition(":")
     try:
-        return getattr(import_module(module), name)
+        load = getattr(import_module(module), name)
     except (AttributeError, ModuleNotFoundError) as error:
         raise ModelLoadError(f"worker={target!r} can't be imported here: {error}") from error
+    try:
+        inspect.signature(load).bind("config", "source", "rank", "progress")
+    except TypeError as error:  # it can't be called at all, or not so
+        raise _not_a_loader(target, str(error)) from error
+    except ValueError:  # some functions in C don't say
+        pass
+    return load
+
+
+def _not_a_loader(target: str, why: str) -> ModelLoadError:
+    return ModelLoadError(
+        f"worker={target!r} does not load a model ({why}): it must be a function of (config, source, rank, progress) "
+        "that returns a LoadedModel, see docs/workers.md"
+    )

@@ -185,6 +185,8 @@ async def test_other_wrong_arguments(make_engine: Make) -> None:
             with pytest.raises(InvalidRequestError) as caught:
                 engine.stream([1], **wrong)  # type: ignore[arg-type]
             assert caught.value.param in wrong
+        with pytest.raises(InvalidRequestError, match="half of a surrogate pair"):
+            engine.stream([1], cache_salt="\ud800")
         for wrong in (SamplingParams(logit_bias={49152: 1}), SamplingParams(stop_token_ids=[99999])):
             with pytest.raises(InvalidRequestError, match="49152"):
                 engine.stream([1], wrong)

@@ -181,7 +181,7 @@ async def test_health(make: Make, monkeypatch: pytest.MonkeyPatch) -> None:
 
 def test_both_handles_have_what_an_engine_asks_of_them() -> None:
     source = inspect.getsource(AsyncLLM)
-    asked = set(re.findall(r"self\._handle\.(\w+)", source)) | {"drop", "core", "wording"}
+    asked = set(re.findall(r"self\._handle\.(\w+)", source)) | {"drop", "core"}
     assert {"start", "run", "submit", "running_core"} < asked
     for kind in (LocalHandle, ThreadHandle):
         handle = kind(AsyncLLM("smollm2-135m"), EngineConfig(model="smollm2-135m"))

@@ -261,6 +261,20 @@ async def test_subclasses_may_choose_it(make_engine: Make) -> None:
         assert len(own_threads()) == 1
 
 
+async def test_the_thread_has_ended_when_aclose_returns(make: Make) -> None:
+    for _ in range(20):
+        engine = await make().start()
+        (thread,) = own_threads()
+        await engine.aclose()
+        assert not thread.is_alive()
+
+
+async def test_what_is_not_started_says_how_to(make: Make) -> None:
+    engine = make()
+    with pytest.raises(EngineClosedError, match=r"engine\.sync\.start\(\)"):
+        engine.sync.generate([1])
+
+
 async def test_without_it_there_is_nothing_of_it(make_engine: Make) -> None:
     async with make_engine() as engine:
         assert type(engine) is make_engine and not own_threads()

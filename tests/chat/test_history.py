@@ -125,6 +125,7 @@ def test_content_that_is_no_text_names_the_message(content):
     with pytest.raises(InvalidRequestError, match=r"messages\[1\].content") as caught:
         checked_messages([HELLO, {"role": "user", "content": content}])
     assert caught.value.param == "messages" and "\n" not in str(caught.value)
+    assert "'int'" not in str(caught.value)  # of bytes: they are not taken for a list
 
 
 # -- a message to go on with

@@ -111,9 +111,18 @@ async def test_an_engine_on_a_worker_and_a_platform_of_another_package(toy: Path
     await executor.aclose(5)
 
 
-async def test_a_worker_that_can_not_be_imported() -> None:
-    executor = ProcessExecutor(EngineConfig.create("m", {"worker": "no_such_package.worker:load"}))
+@pytest.mark.parametrize(
+    ("worker", "cause"),
+    [
+        ("no_such_package.worker:load", "can't be imported here"),
+        ("os:getcwd", r"does not load a model .*\(config, source, rank, progress\)"),
+        ("os:path", "does not load a model .*not a callable"),
+        ("builtins:print", "does not load a model .*returned NoneType"),
+    ],
+)
+async def test_a_worker_that_is_none(worker: str, cause: str) -> None:
+    executor = ProcessExecutor(EngineConfig.create("m", {"worker": worker}))
     load = {"config": EngineConfig.create("m", {}).to_wire(), "source": {}}
-    with pytest.raises(ModelLoadError, match=r"worker='no_such_package\.worker:load' can't be imported here"):
+    with pytest.raises(ModelLoadError, match=f"worker='{worker}' {cause}"):
         await executor.start(load, lambda progress: None)
     await executor.aclose(5)
