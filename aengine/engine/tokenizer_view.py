@@ -87,12 +87,20 @@ class TokenizerView:
         try:
             for i in ids:
                 if not 0 <= i < self._num_ids:
-                    raise InvalidRequestError(
-                        f"there is no token {shown(i)}: ids are 0 to {self._num_ids - 1}", param="ids"
-                    )
+                    raise self._no_such_token(i)
             return self._tokenizer.decode(ids, skip_special_tokens)
         except (TypeError, OverflowError) as error:
             raise InvalidRequestError(f"ids must be a list of token ids: {error}", param="ids") from error
+
+    def token_bytes(self, token_id: int) -> bytes:
+        """The bytes that a token stands for, of a control token those of its name; b"" for an id without a text.
+
+        Raises:
+            InvalidRequestError: it is no id of the model.
+        """
+        if isinstance(token_id, bool) or not isinstance(token_id, int) or not 0 <= token_id < self._num_ids:
+            raise self._no_such_token(token_id)
+        return self._tokenizer.token_bytes(token_id)
 
     def count(
         self,
@@ -150,6 +158,10 @@ class TokenizerView:
         """The token ids of the prompt that ``chat`` makes of messages. Arguments and errors as of `render`."""
         prompt = self._prompt(messages, tools, chat_template_kwargs, add_generation_prompt, continue_final_message)
         return prompt.ids(self._tokenizer)
+
+    def _no_such_token(self, token_id: object) -> InvalidRequestError:
+        message = f"there is no token {shown(token_id)}: ids are 0 to {self._num_ids - 1}"
+        return InvalidRequestError(message, param="ids")
 
     def _prompt(
         self,

@@ -112,24 +112,42 @@ class ChatStream:
         return self
 
     async def __anext__(self) -> Delta:
-        while not self._deltas:
-            if self._is_read:
-                raise StopAsyncIteration
+        if not self._deltas:
+            await self._read_tokens(at_most=1)  # so that `message` is what the deltas have said
+        if not self._deltas:
+            raise StopAsyncIteration
+        return self._taken(self._deltas.popleft())
+
+    async def read(self) -> list[Delta]:
+        """Wait for a delta, and return all that have come: a step's as a rule, more if the reader is slow; [] at the
+        end.
+
+        Raises the request's error, once all deltas before it have been read.
+        """
+        if not self._deltas:
+            await self._read_tokens(at_most=None)
+        deltas = [self._taken(delta) for delta in self._deltas]
+        self._deltas.clear()
+        return deltas
+
+    async def _read_tokens(self, at_most: int | None) -> None:
+        """Read tokens, ``at_most`` so many at once, until they make a delta, or to the end."""
+        while not self._deltas and not self._is_read:
             try:
-                token = await anext(self._stream)
-            except StopAsyncIteration:
-                self._is_read = self._has_ended = True
-                self._begin()
-                for answer in self._answers:
-                    self._deltas.extend(answer.finish())
+                tokens = await self._stream.read(at_most)
             except AEngineError as error:
                 if error.completion is not None:
                     error.completion = self._new_completion()
                 raise
-            else:
-                self._begin()
+            self._begin()
+            if not tokens:
+                self._is_read = self._has_ended = True
+                for answer in self._answers:
+                    self._deltas.extend(answer.finish())
+            for token in tokens:
                 self._deltas.extend(self._answers[token.index].read(token))
-        delta = self._deltas.popleft()
+
+    def _taken(self, delta: Delta) -> Delta:
         if self._is_json and isinstance(delta, TextDelta) and delta.choice == 0:
             self._texts.append(delta.text)
         return delta

@@ -135,6 +135,9 @@ class CrossThreadStream(TokenStream):
                 raise StopAsyncIteration
             await self._await_news(any_token=True)
 
+    def _ready(self) -> deque[Token]:
+        return self._buffer.ready
+
     async def wait(self) -> Completion:
         while not self._buffer.has_ended:
             await self._await_news(any_token=False)

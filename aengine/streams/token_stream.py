@@ -304,6 +304,25 @@ class TokenStream:
             await self._wait()
         return mailbox.pending.popleft()
 
+    async def read(self, at_most: int | None = None) -> list[Token]:
+        """Wait for a token, and return all that have come, ``at_most`` so many: a step's as a rule, more if the reader
+        is slow; [] at the end.
+
+        Raises the request's error, once all tokens before it have been read.
+        """
+        try:
+            tokens = [await anext(self)]
+        except StopAsyncIteration:
+            return []
+        ready = self._ready()
+        num_more = len(ready) if at_most is None else min(len(ready), at_most - 1)
+        tokens += [ready.popleft() for _ in range(num_more)]
+        return tokens
+
+    def _ready(self) -> deque[Token]:
+        """The tokens that can be had without waiting."""
+        return self._mailbox.pending
+
     async def _wait(self) -> None:
         """Wait until something has come. Being cancelled here ends the request, as it would end an async generator."""
         mailbox = self._mailbox
