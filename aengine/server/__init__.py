@@ -1,0 +1,16 @@
+"""The engine behind HTTP: an ASGI application over a given `AsyncLLM`. Needs the extra ``server``.
+
+    body ──requests (a pydantic model)──> stream_chat, stream ──> deltas ──> one JSON answer, or server-sent events
+                                               │ typed errors
+                                               └──errors──> a status and a body as the interface's clients expect
+
+`http` reads bodies, notices clients that leave, and writes answers, whatever the interface. Each interface (`openai/`,
+`anthropic/`) is a room that turns its bodies into calls of the engine and back. `app` puts the routes together.
+"""
+
+from __future__ import annotations
+
+from .app import create_app
+from .lifespan import engine_lifespan
+
+__all__ = ["create_app", "engine_lifespan"]

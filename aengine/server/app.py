@@ -1,0 +1,102 @@
+"""`create_app`: the ASGI application over an engine."""
+
+from __future__ import annotations
+
+import hmac
+from collections.abc import Awaitable, Callable, Sequence
+from typing import TYPE_CHECKING
+
+from starlette.applications import Starlette
+from starlette.exceptions import HTTPException
+from starlette.requests import Request
+from starlette.responses import Response
+from starlette.routing import Route
+
+from .errors import http_error
+from .http import ClientLeftError, HTTPError, JSONAnswer
+from .lifespan import engine_lifespan
+from .openai.chat import chat_completions
+from .openai.errors import error_body
+from .openai.models import list_models, show_model
+from .service import Service
+
+if TYPE_CHECKING:
+    from ..async_llm import AsyncLLM
+
+__all__ = ["create_app"]
+
+Endpoint = Callable[[Service, Request], Awaitable[Response]]
+
+_ENDPOINTS: list[tuple[str, str, Endpoint]] = [
+    ("GET", "/v1/models", list_models),
+    ("GET", "/v1/models/{name:path}", show_model),
+    ("POST", "/v1/chat/completions", chat_completions),
+]
+
+
+def create_app(
+    engine: AsyncLLM,
+    *,
+    model_names: str | Sequence[str] | None = None,
+    api_keys: str | Sequence[str] | None = None,
+    max_body_bytes: int = 32 << 20,
+) -> Starlette:
+    """Make the ASGI application that serves an engine under OpenAI's interfaces.
+
+    Run by itself it starts the engine and closes it; an engine that runs already is left running. Mounted inside
+    another application (``app.mount("/llm", create_app(engine))``) it does neither: give that one `engine_lifespan`.
+
+    Args:
+        engine: on the event loop that serves the application, or with ``own_thread=True``.
+        model_names: under which requests may ask for the model. None: the name the engine was made with.
+        api_keys: one of which a request must show (``Authorization: Bearer KEY``, or ``x-api-key``). None: nobody is
+            asked. /health is open.
+        max_body_bytes: larger bodies are refused with 413.
+    """
+    names = [model_names] if isinstance(model_names, str) else model_names
+    keys = [api_keys] if isinstance(api_keys, str) else list(api_keys or ())
+    service = Service(engine, model_names=names, max_body_bytes=max_body_bytes)
+    routes = [
+        Route(path, _endpoint(service, endpoint, keys), methods=[method]) for method, path, endpoint in _ENDPOINTS
+    ]
+    return Starlette(
+        routes=routes, lifespan=engine_lifespan(engine), exception_handlers={HTTPException: _answer_http_exception}
+    )
+
+
+def _endpoint(service: Service, endpoint: Endpoint, keys: Sequence[str]) -> Callable[[Request], Awaitable[Response]]:
+    async def answer(request: Request) -> Response:
+        try:
+            if keys:
+                _check_key(request, keys)
+            return await endpoint(service, request)
+        except ClientLeftError:
+            return Response(status_code=499)  # nobody reads it
+        except Exception as error:
+            return _answer(http_error(error))
+
+    return answer
+
+
+def _check_key(request: Request, keys: Sequence[str]) -> None:
+    """Raise HTTPError 401 unless the request shows one of the keys."""
+    scheme, _, shown = request.headers.get("authorization", "").partition(" ")
+    given = shown.strip() if scheme.lower() == "bearer" else request.headers.get("x-api-key", "")
+    if not any(hmac.compare_digest(given.encode(), key.encode()) for key in keys):
+        raise HTTPError(
+            401,
+            "the API key is wrong or missing: Authorization: Bearer KEY",
+            code="invalid_api_key",
+            headers={"www-authenticate": "Bearer"},
+        )
+
+
+def _answer(error: HTTPError) -> Response:
+    return JSONAnswer(error_body(error), error.status, headers=error.headers)
+
+
+async def _answer_http_exception(request: Request, error: Exception) -> Response:
+    """Answer for a path or a method that is not there."""
+    assert isinstance(error, HTTPException)
+    text = f"{request.method} {request.url.path}: {error.detail}"
+    return _answer(HTTPError(error.status_code, text, code="not_found", headers=error.headers))

@@ -1,0 +1,50 @@
+"""What an error of the engine is in HTTP: a status, and for programs a type and a code."""
+
+from __future__ import annotations
+
+import logging
+import math
+
+from ..errors import (
+    AEngineError,
+    ContextLengthError,
+    DeadlineExceededError,
+    EngineError,
+    EngineOverloadedError,
+    GrammarError,
+    InternalError,
+    InvalidRequestError,
+)
+from .http import HTTPError
+
+__all__ = ["http_error"]
+
+logger = logging.getLogger("aengine.server")
+
+
+def http_error(error: BaseException, param: str | None = None) -> HTTPError:
+    """Return what ``error`` is in HTTP; ``param``: the body's field that a GrammarError is about."""
+    if isinstance(error, HTTPError):
+        return error
+    text = str(error)
+    match error:
+        case ContextLengthError():
+            return HTTPError(400, text, code="context_length_exceeded", param="messages")
+        case GrammarError():
+            place = f"{param or 'response_format'}{error.path}"
+            return HTTPError(400, text, code=f"schema_{error.kind}", param=place)
+        case InvalidRequestError():
+            return HTTPError(400, text, code="invalid_value", param=error.param)
+        case EngineOverloadedError():
+            seconds = {"retry-after": str(math.ceil(error.retry_after))}
+            return HTTPError(429, text, kind="rate_limit_error", code="engine_overloaded", headers=seconds)
+        case DeadlineExceededError():
+            return HTTPError(504, text, kind="timeout_error", code="deadline_exceeded")
+        case InternalError():
+            return HTTPError(500, text, kind="server_error", code="internal_error")
+        case EngineError():
+            return HTTPError(503, text, kind="server_error", code="engine_unavailable", headers={"retry-after": "1"})
+        case AEngineError():
+            return HTTPError(400, text)
+    logger.error("a request failed in the server", exc_info=error)
+    return HTTPError(500, "the server failed; its log says why", kind="server_error", code="internal_error")

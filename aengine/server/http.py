@@ -1,0 +1,159 @@
+"""HTTP as all interfaces need it: bodies of bounded size, clients that leave, JSON answers and server-sent events."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+from collections.abc import AsyncGenerator, Awaitable, Callable, Coroutine, Mapping
+from contextlib import aclosing
+from typing import Any, TypeVar
+
+from starlette.requests import Request
+from starlette.responses import Response
+from starlette.types import Receive, Scope, Send
+
+__all__ = ["ClientLeftError", "EventStream", "HTTPError", "JSONAnswer", "event", "read_json", "while_connected"]
+
+T = TypeVar("T")
+
+Handler = Callable[[Request], Awaitable[Response]]
+
+
+class HTTPError(Exception):
+    """A request that is answered with an error before the engine sees it.
+
+    ``kind`` is OpenAI's "type" of the error; ``code`` a word for programs; ``param`` the field at fault.
+    """
+
+    def __init__(
+        self,
+        status: int,
+        message: str,
+        *,
+        kind: str = "invalid_request_error",
+        code: str | None = None,
+        param: str | None = None,
+        headers: Mapping[str, str] | None = None,
+    ) -> None:
+        super().__init__(message)
+        self.status = status
+        self.message = message
+        self.kind = kind
+        self.code = code
+        self.param = param
+        self.headers = dict(headers or {})
+
+
+class ClientLeftError(Exception):
+    """The client closed the connection before it was answered: nobody reads what is returned."""
+
+
+class JSONAnswer(Response):
+    """A JSON body; compact, and without NaN, which JSON does not have."""
+
+    media_type = "application/json"
+
+    def render(self, content: Any) -> bytes:
+        return json.dumps(content, ensure_ascii=False, allow_nan=False, separators=(",", ":")).encode(
+            "utf-8", "surrogatepass"
+        )
+
+
+async def read_body(request: Request, max_bytes: int) -> bytes:
+    """Read the whole body. Raises HTTPError 413 as soon as it is known to be too large, ClientLeftError."""
+    too_large = HTTPError(413, f"the body may have at most {max_bytes} bytes", code="request_too_large")
+    length = request.headers.get("content-length", "")
+    if length.isascii() and length.isdigit() and int(length[:20]) > max_bytes:
+        raise too_large
+    body = bytearray()
+    while True:
+        message = await request.receive()
+        if message["type"] == "http.disconnect":
+            raise ClientLeftError
+        body += message.get("body", b"")
+        if len(body) > max_bytes:
+            raise too_large
+        if not message.get("more_body", False):
+            return bytes(body)
+
+
+async def read_json(request: Request, max_bytes: int) -> Any:
+    """Read the body as JSON. Raises HTTPError 400, 413 or 415, and ClientLeftError."""
+    kind = request.headers.get("content-type", "application/json").partition(";")[0].strip().lower()
+    if kind != "application/json" and not kind.endswith("+json"):
+        raise HTTPError(415, f"the body must be JSON, with content-type: application/json, not {kind[:80]!r}")
+    body = await read_body(request, max_bytes)
+    try:
+        return json.loads(body)
+    except (ValueError, RecursionError) as error:  # UnicodeDecodeError is a ValueError, too
+        raise HTTPError(400, f"the body is not JSON: {str(error)[:200]}", code="invalid_json") from None
+
+
+async def while_connected(request: Request, work: Coroutine[Any, Any, T]) -> T:
+    """Return what ``work`` returns, whose body has been read. It is cancelled when the client leaves.
+
+    Raises what it raises, and ClientLeftError.
+    """
+    working = asyncio.ensure_future(work)
+    leaving = asyncio.ensure_future(_left(request.receive))
+    try:
+        await asyncio.wait([working, leaving], return_when=asyncio.FIRST_COMPLETED)
+        if not working.done():
+            raise ClientLeftError
+        return working.result()
+    finally:
+        leaving.cancel()
+        if not working.done():
+            working.cancel()
+            await asyncio.wait([working])
+
+
+async def _left(receive: Receive) -> None:
+    while (await receive())["type"] != "http.disconnect":
+        pass
+
+
+def event(data: str, name: str | None = None) -> bytes:
+    """A server-sent event of one line of data."""
+    head = "" if name is None else f"event: {name}\n"
+    return f"{head}data: {data}\n\n".encode("utf-8", "surrogatepass")
+
+
+class EventStream(Response):
+    """An answer of server-sent events. Whoever makes it has taken the first chunk, so that what is wrong with the
+    request is still an error with a status of its own.
+
+    A client that leaves cancels the iterator at once, also while it waits for the engine.
+    """
+
+    media_type = "text/event-stream"
+
+    def __init__(
+        self, first: bytes, chunks: AsyncGenerator[bytes, None], headers: Mapping[str, str] | None = None
+    ) -> None:
+        self.first = first
+        self.chunks = chunks
+        self.status_code = 200
+        self.background = None
+        # Proxies must neither keep nor collect it; nginx has a header of its own for that.
+        self.init_headers({"cache-control": "no-cache", "x-accel-buffering": "no", **(headers or {})})
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        sending = asyncio.ensure_future(self._send(send))
+        leaving = asyncio.ensure_future(_left(receive))
+        try:
+            await asyncio.wait([sending, leaving], return_when=asyncio.FIRST_COMPLETED)
+        finally:
+            leaving.cancel()
+            sending.cancel()  # no effect if it is done
+            await asyncio.wait([sending])
+        if not sending.cancelled() and (error := sending.exception()) is not None and not isinstance(error, OSError):
+            raise error  # an OSError is a client that has left
+
+    async def _send(self, send: Send) -> None:
+        async with aclosing(self.chunks):
+            await send({"type": "http.response.start", "status": self.status_code, "headers": self.raw_headers})
+            await send({"type": "http.response.body", "body": self.first, "more_body": True})
+            async for chunk in self.chunks:
+                await send({"type": "http.response.body", "body": chunk, "more_body": True})
+            await send({"type": "http.response.body", "body": b"", "more_body": False})

@@ -1,0 +1,166 @@
+"""`openai_client`: OpenAI's own client over an engine in the same process, without a port.
+
+    AsyncOpenAI ──httpx or httpx2──> transport ──ASGI──> the application ──> AsyncLLM
+                <── chunks as they come ──────┘
+
+httpx and its successor httpx2, which newer versions of openai use, each come with an ASGI transport that keeps back the
+body until it is whole. This one hands out what comes as it comes, and a response that is closed early is a client that
+has left: its request is aborted.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import sys
+from collections.abc import AsyncIterator, Awaitable, Callable, MutableMapping
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    import openai
+
+    from ..async_llm import AsyncLLM
+
+__all__ = ["openai_client", "streaming_transport"]
+
+ASGIApp = Callable[[Any, Any, Any], Awaitable[None]]
+Message = MutableMapping[str, Any]
+
+BASE_URL = "http://aengine/v1"
+
+
+def openai_client(engine: AsyncLLM, **options: Any) -> openai.AsyncOpenAI:
+    """Make an `openai.AsyncOpenAI` whose calls this engine answers, on the event loop that makes them.
+
+    Args:
+        engine: on that loop, or with ``own_thread=True``.
+        options: as of `openai.AsyncOpenAI`, such as ``max_retries``.
+    """
+    import openai
+
+    from .app import create_app
+
+    client_class = openai.DefaultAsyncHttpxClient
+    roots = [kind.__module__.partition(".")[0] for kind in client_class.__mro__]
+    library = next(root for root in roots if root.startswith("httpx"))
+    transport = streaming_transport(create_app(engine), library)
+    http_client: Any = client_class(transport=transport, base_url=BASE_URL)
+    return openai.AsyncOpenAI(**{"api_key": "none", "base_url": BASE_URL, "http_client": http_client, **options})
+
+
+def streaming_transport(app: ASGIApp, library: str = "httpx") -> Any:
+    """Make a transport for ``httpx.AsyncClient(transport=...)`` that calls an ASGI application and streams its answers.
+
+    Args:
+        app: the application. Its lifespan is not run.
+        library: "httpx" or "httpx2", which must be installed.
+    """
+    __import__(library)
+    http: Any = sys.modules[library]
+
+    class Body(http.AsyncByteStream):
+        def __init__(self, exchange: _Exchange) -> None:
+            self._exchange = exchange
+
+        async def __aiter__(self) -> AsyncIterator[bytes]:
+            while chunk := await self._exchange.next_chunk():
+                yield chunk
+
+        async def aclose(self) -> None:
+            await self._exchange.close()
+
+    class Transport(http.AsyncBaseTransport):
+        async def handle_async_request(self, request: Any) -> Any:
+            body = b"".join([part async for part in request.stream])
+            exchange = _Exchange(app, _scope_of(request), body)
+            try:
+                status, headers = await exchange.start()
+            except BaseException:
+                await exchange.close()
+                raise
+            return http.Response(status, headers=headers, stream=Body(exchange), request=request)
+
+    return Transport()
+
+
+def _scope_of(request: Any) -> dict[str, Any]:
+    url = request.url
+    return {
+        "type": "http",
+        "asgi": {"version": "3.0", "spec_version": "2.4"},
+        "http_version": "1.1",
+        "method": request.method,
+        "headers": [(name.lower(), value) for name, value in request.headers.raw],
+        "scheme": url.scheme,
+        "path": url.path,
+        "raw_path": url.raw_path.partition(b"?")[0],
+        "query_string": url.query,
+        "root_path": "",
+        "server": (url.host, url.port),
+        "client": ("127.0.0.1", 0),
+        "extensions": {},
+    }
+
+
+class _Exchange:
+    """One request to the application, and its answer."""
+
+    def __init__(self, app: ASGIApp, scope: dict[str, Any], body: bytes) -> None:
+        self._body: bytes | None = body
+        self._has_left = asyncio.Event()  # the client closed the response
+        self._head: asyncio.Future[tuple[int, Any]] = asyncio.get_running_loop().create_future()
+        self._chunks: list[bytes] = []
+        self._news = asyncio.Event()
+        self._has_ended = False
+        self._task = asyncio.ensure_future(self._run(app, scope))
+
+    async def start(self) -> tuple[int, Any]:
+        """Return the status and the headers, once the application has sent them. Raises what it raises before."""
+        return await self._head
+
+    async def next_chunk(self) -> bytes:
+        """Return what has come of the body since the last time, at least one byte; b"" at the end."""
+        while not self._chunks and not self._has_ended:
+            self._news.clear()
+            await self._news.wait()
+        if not self._chunks and self._task.done():
+            self._task.result()  # an application that failed midway
+        chunk = b"".join(self._chunks)
+        self._chunks.clear()
+        return chunk
+
+    async def close(self) -> None:
+        """Tell the application that the client has left, and wait until it has returned. Idempotent."""
+        self._has_left.set()
+        if not self._task.done():
+            await asyncio.wait([self._task])
+        if not self._task.cancelled():
+            self._task.exception()  # was raised by `start` or `next_chunk`, if anybody was there
+
+    async def _run(self, app: ASGIApp, scope: dict[str, Any]) -> None:
+        try:
+            await app(scope, self._receive, self._send)
+            if not self._head.done():
+                raise RuntimeError("the application sent no response")
+        except BaseException as error:
+            if not self._head.done():
+                self._head.set_exception(error)
+            raise
+        finally:
+            self._has_ended = True
+            self._news.set()
+
+    async def _receive(self) -> Message:
+        if self._body is not None:
+            body, self._body = self._body, None
+            return {"type": "http.request", "body": body, "more_body": False}
+        await self._has_left.wait()
+        return {"type": "http.disconnect"}
+
+    async def _send(self, message: Message) -> None:
+        if message["type"] == "http.response.start":
+            self._head.set_result((message["status"], message["headers"]))
+            return
+        if body := message.get("body"):
+            self._chunks.append(body)
+        self._has_ended = not message.get("more_body", False)
+        self._news.set()

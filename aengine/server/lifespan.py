@@ -1,0 +1,35 @@
+"""`engine_lifespan`: starts an engine with an application, and closes it with it."""
+
+from __future__ import annotations
+
+from collections.abc import AsyncIterator, Callable
+from contextlib import AbstractAsyncContextManager, asynccontextmanager
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from ..async_llm import AsyncLLM
+
+__all__ = ["engine_lifespan"]
+
+
+def engine_lifespan(engine: AsyncLLM, *, drain: float = 0.0) -> Callable[[Any], AbstractAsyncContextManager[None]]:
+    """A lifespan for Starlette and FastAPI: ``FastAPI(lifespan=engine_lifespan(engine))``.
+
+    Args:
+        engine: is started with the application and closed with it; one that runs already is left running.
+        drain: as of `AsyncLLM.aclose`: seconds that running requests get to end. A server such as uvicorn ends the
+            lifespan when every response has ended, so there is nothing to wait for as a rule.
+    """
+
+    @asynccontextmanager
+    async def lifespan(app: Any) -> AsyncIterator[None]:
+        if engine.state in ("running", "draining"):
+            yield
+            return
+        await engine.start()
+        try:
+            yield
+        finally:
+            await engine.aclose(drain=drain)
+
+    return lifespan

@@ -1,0 +1,224 @@
+"""``/v1/chat/completions``."""
+
+from __future__ import annotations
+
+import json
+import time
+import uuid
+from collections.abc import AsyncGenerator, Iterable, Iterator, Sequence
+from contextlib import aclosing
+from itertools import groupby
+from typing import TYPE_CHECKING, Any
+
+from starlette.requests import Request
+from starlette.responses import Response
+
+from ...chat.messages import ChatChoice, ChatMessage, Delta, ReasoningDelta, TextDelta, ToolCallDelta, ToolCallStart
+from ...errors import AEngineError
+from ...outputs import FinishReason, Logprob, Usage
+from ..errors import http_error
+from ..http import EventStream, JSONAnswer, event, while_connected
+from ..service import Service
+from .errors import error_body
+from .requests import ChatBody
+
+if TYPE_CHECKING:
+    from ...streams.chat_stream import ChatStream
+
+__all__ = ["chat_completions", "finish_reason", "usage_of"]
+
+_dumps = json.JSONEncoder(ensure_ascii=False, separators=(",", ":")).encode
+
+
+async def chat_completions(service: Service, request: Request) -> Response:
+    """Answer a chat, whole or as it comes."""
+    body = await service.body(request, ChatBody)
+    answer_id = f"chatcmpl-{body.request_id or request.headers.get('x-request-id') or uuid.uuid4().hex}"
+    stream = service.engine.stream_chat(body.messages, body.params(), request_id=answer_id, **body.chat_options())
+    head = {"id": answer_id, "created": int(time.time()), "model": service.model_name}
+    writer = _Writer(service, body, head)
+    if body.stream:
+        chunks = writer.chunks(stream)
+        first = await while_connected(request, chunks.__anext__())  # an error is still one of HTTP
+        return EventStream(first, chunks, {"x-request-id": answer_id})
+    completion = await while_connected(request, stream.wait())
+    return JSONAnswer(
+        head
+        | {
+            "object": "chat.completion",
+            "choices": [writer.choice(choice) for choice in completion.choices],
+            "usage": usage_of(completion.usage),
+        }
+        | ({"warnings": list(completion.warnings)} if completion.warnings else {}),
+        headers={"x-request-id": answer_id},
+    )
+
+
+def finish_reason(reason: FinishReason) -> str:
+    """Return OpenAI's word: an aborted answer is cut off, as one that ran out of tokens."""
+    return "length" if reason in (FinishReason.ABORT, FinishReason.ERROR) else str(reason)
+
+
+def usage_of(usage: Usage) -> dict[str, Any]:
+    return {
+        "prompt_tokens": usage.prompt_tokens,
+        "completion_tokens": usage.completion_tokens,
+        "total_tokens": usage.total_tokens,
+        "prompt_tokens_details": {"cached_tokens": usage.cached_tokens},
+    }
+
+
+class _Writer:
+    """Writes the answer to one body."""
+
+    def __init__(self, service: Service, body: ChatBody, head: dict[str, Any]) -> None:
+        self._body = body
+        self._head = head
+        self._tokenizer = service.engine.tokenizer
+
+    # -- a whole answer
+
+    def choice(self, choice: ChatChoice) -> dict[str, Any]:
+        logprobs = None
+        if choice.logprobs is not None:
+            rows = ((row[0].token_id, row[0].logprob, row[1:]) for row in choice.logprobs if row)
+            logprobs = self._logprobs(rows)
+        return {
+            "index": choice.index,
+            "message": self._message(choice.message),
+            "logprobs": logprobs,
+            "finish_reason": finish_reason(choice.finish_reason),
+        }
+
+    def _message(self, message: ChatMessage) -> dict[str, Any]:
+        written: dict[str, Any] = {"role": "assistant", "content": message.content, "refusal": None}
+        if message.reasoning is not None and self._body.include_reasoning:
+            written["reasoning_content"] = message.reasoning
+        if message.tool_calls:
+            written["tool_calls"] = [
+                {"id": call.id, "type": "function", "function": {"name": call.name, "arguments": call.arguments}}
+                for call in message.tool_calls
+            ]
+        return written
+
+    # -- an answer as it comes
+
+    async def chunks(self, stream: ChatStream) -> AsyncGenerator[bytes, None]:
+        """Yield server-sent events, those that are there at once together.
+
+        What fails before the first event is raised; what fails later is an event.
+        """
+        include_usage = self._body.stream_options is not None and self._body.stream_options.include_usage
+        writer = _ChunkWriter(self._head, include_usage)
+        async with aclosing(stream):
+            try:
+                while deltas := await stream.read():
+                    for delta in _merged(deltas):
+                        self._write(writer, delta)
+                    if writer.has_events:
+                        yield writer.take()
+            except AEngineError as error:
+                if not writer.has_begun:
+                    raise
+                yield event(_dumps(error_body(http_error(error)))) + event("[DONE]")
+                return
+            completion = stream.completion
+        for choice in completion.choices:
+            writer.end(choice.index, finish_reason(choice.finish_reason))
+        if include_usage:
+            writer.write_usage(usage_of(completion.usage))
+        yield writer.take() + event("[DONE]")
+
+    def _write(self, writer: _ChunkWriter, delta: Delta) -> None:
+        logprobs = None
+        if delta.tokens:
+            logprobs = self._logprobs((token.token_id, token.logprob, token.top_logprobs) for token in delta.tokens)
+        match delta:
+            case TextDelta(text=text):
+                writer.write_text(delta.choice, "content", text, logprobs)
+            case ReasoningDelta(text=text):
+                if self._body.include_reasoning:
+                    writer.write_text(delta.choice, "reasoning_content", text, logprobs)
+            case ToolCallStart():
+                function = {"name": delta.name, "arguments": ""}
+                call = {"index": delta.index, "id": delta.id, "type": "function", "function": function}
+                writer.write(delta.choice, {"tool_calls": [call]}, logprobs)
+            case ToolCallDelta():
+                call = {"index": delta.index, "function": {"arguments": delta.arguments}}
+                writer.write(delta.choice, {"tool_calls": [call]}, logprobs)
+
+    def _logprobs(self, rows: Iterable[tuple[int, float | None, Sequence[Logprob]]]) -> dict[str, Any]:
+        """Return OpenAI's ``logprobs`` of tokens, each with its logprob and its likeliest alternatives."""
+        content = [
+            self._entry(token_id, logprob) | {"top_logprobs": [self._entry(*other) for other in others]}
+            for token_id, logprob, others in rows
+        ]
+        return {"content": content, "refusal": None}
+
+    def _entry(self, token_id: int, logprob: float | None) -> dict[str, Any]:
+        raw = self._tokenizer.token_bytes(token_id)
+        return {"token": raw.decode("utf-8", "replace"), "logprob": logprob, "bytes": list(raw)}
+
+
+class _ChunkWriter:
+    """Writes the chunks of one stream, as server-sent events. What all of them share is written once."""
+
+    def __init__(self, head: dict[str, Any], include_usage: bool) -> None:
+        self._head = _dumps(head | {"object": "chat.completion.chunk"})[:-1]
+        self._tail = ',"usage":null}\n\n' if include_usage else "}\n\n"
+        self._events: list[str] = []
+        self._begun: set[int] = set()  # choices whose role has been written
+
+    @property
+    def has_begun(self) -> bool:
+        """Whether anything was written."""
+        return bool(self._begun)
+
+    @property
+    def has_events(self) -> bool:
+        return bool(self._events)
+
+    def take(self) -> bytes:
+        """Return what was written since the last time."""
+        text = "".join(self._events)
+        self._events.clear()
+        return text.encode("utf-8", "surrogatepass")
+
+    def write_text(self, choice: int, key: str, text: str, logprobs: dict[str, Any] | None) -> None:
+        """Write a chunk whose delta has one text; the most frequent one."""
+        role = self._role(choice)
+        shown = "null" if logprobs is None else _dumps(logprobs)
+        self._add(choice, f'{{{role}"{key}":{_dumps(text)}}}', shown, "null")
+
+    def write(self, choice: int, delta: dict[str, Any], logprobs: dict[str, Any] | None) -> None:
+        role = {"role": "assistant", "content": None} if self._role(choice) else {}
+        self._add(choice, _dumps(role | delta), "null" if logprobs is None else _dumps(logprobs), "null")
+
+    def end(self, choice: int, reason: str) -> None:
+        delta = '{"role":"assistant","content":""}' if self._role(choice) else "{}"
+        self._add(choice, delta, "null", f'"{reason}"')
+
+    def write_usage(self, usage: dict[str, Any]) -> None:
+        self._events.append(f'data: {self._head},"choices":[],"usage":{_dumps(usage)}}}\n\n')
+
+    def _role(self, choice: int) -> str:
+        """The role, of the first chunk of a choice."""
+        if choice in self._begun:
+            return ""
+        self._begun.add(choice)
+        return '"role":"assistant",'
+
+    def _add(self, choice: int, delta: str, logprobs: str, reason: str) -> None:
+        self._events.append(
+            f'data: {self._head},"choices":[{{"index":{choice},"delta":{delta},"logprobs":{logprobs},'
+            f'"finish_reason":{reason}}}]{self._tail}'
+        )
+
+
+def _merged(deltas: list[Delta]) -> Iterator[Delta]:
+    """Join texts that follow each other, unless their tokens are to be told apart."""
+    for (kind, choice, has_tokens), group in groupby(deltas, lambda d: (type(d), d.choice, bool(d.tokens))):
+        if has_tokens or kind not in (TextDelta, ReasoningDelta):
+            yield from group
+        else:
+            yield kind("".join(delta.text for delta in group), choice=choice)  # type: ignore[union-attr]

@@ -1,0 +1,228 @@
+"""Bodies of OpenAI's requests, with the fields that vLLM has added to them.
+
+A field that is not here is refused by name. Fields that change nothing in an answer of this engine (`Ignored`) are
+taken and left alone; those that would, and that it does not have, are refused unless they ask for nothing.
+"""
+
+from __future__ import annotations
+
+from typing import Annotated, Any, Literal
+
+from pydantic import BaseModel, ConfigDict, Field
+
+from ...params import SamplingParams, StructuredOutput
+from ..http import HTTPError
+
+__all__ = [
+    "Body",
+    "ChatBody",
+    "Ignored",
+    "ResponseFormat",
+    "SamplingBody",
+    "StreamOptions",
+    "StructuredOutputsBody",
+    "structured_output_of",
+]
+
+Ignored = Annotated[Any, Field(default=None, description="Taken, and without effect.")]
+
+
+class Body(BaseModel):
+    """Parent of all bodies: no field of another name, and no number for a string."""
+
+    model_config = ConfigDict(extra="forbid", protected_namespaces=())
+
+
+class StreamOptions(Body):
+    include_usage: bool = False
+    continuous_usage_stats: bool = False
+    include_obfuscation: Ignored = None
+
+
+class JSONSchemaFormat(Body):
+    name: str = "answer"
+    description: str | None = None
+    schema_: dict[str, Any] | bool | None = Field(default=None, alias="schema")
+    strict: bool | None = None
+
+
+class ResponseFormat(Body):
+    type: Literal["text", "json_object", "json_schema"]
+    json_schema: JSONSchemaFormat | None = None
+
+    @property
+    def is_strict(self) -> bool:
+        return self.json_schema is not None and bool(self.json_schema.strict)
+
+
+class StructuredOutputsBody(Body):
+    """vLLM's ``structured_outputs``: exactly one of these."""
+
+    json_: dict[str, Any] | str | None = Field(default=None, alias="json")
+    regex: str | None = None
+    choice: list[str] | None = None
+    grammar: str | None = None
+    json_object: bool | None = None
+    whitespace_pattern: Ignored = None
+    disable_any_whitespace: Ignored = None
+    disable_additional_properties: Ignored = None
+
+    def to_structured_output(self) -> StructuredOutput:
+        return StructuredOutput(
+            json_schema=self.json_,
+            regex=self.regex,
+            choice=self.choice,
+            grammar=self.grammar,
+            json_object=bool(self.json_object),
+        )
+
+
+def structured_output_of(
+    response_format: ResponseFormat | None, structured: StructuredOutputsBody | None
+) -> StructuredOutput | None:
+    """Return the shape that a body asks for. Raises HTTPError 400 and InvalidRequestError."""
+    if response_format is None or response_format.type == "text":
+        return None if structured is None else structured.to_structured_output()
+    if structured is not None:
+        raise HTTPError(400, "give response_format or structured_outputs, not both", param="structured_outputs")
+    if response_format.type == "json_object":
+        return StructuredOutput(json_object=True)
+    wanted = response_format.json_schema
+    if wanted is None or wanted.schema_ is None:
+        raise HTTPError(
+            400, "response_format.json_schema.schema is missing: the JSON schema of the answer", param="response_format"
+        )
+    return StructuredOutput(json_schema=wanted.schema_, on_unsupported="error" if wanted.strict else "relax")
+
+
+class SamplingBody(Body):
+    """How to sample and when to stop, in chat completions and completions."""
+
+    model: str | None = None
+    stream: bool = False
+    stream_options: StreamOptions | None = None
+    max_tokens: int | None = None
+    temperature: float | None = None
+    top_p: float | None = None
+    n: int | None = None
+    stop: str | list[str] | None = None
+    seed: int | None = None
+    presence_penalty: float | None = None
+    frequency_penalty: float | None = None
+    logit_bias: dict[int, float] | None = None
+    # vLLM's
+    top_k: int | None = None
+    min_p: float | None = None
+    min_tokens: int | None = None
+    repetition_penalty: float | None = None
+    stop_token_ids: list[int] | None = None
+    ignore_eos: bool | None = None
+    include_stop_str_in_output: bool | None = None
+    skip_special_tokens: bool | None = None
+    priority: int = 0
+    cache_salt: str | None = None
+    request_id: str | None = None
+    structured_outputs: StructuredOutputsBody | None = None
+    # ours
+    deadline: float | None = None
+    first_token_deadline: float | None = None
+    # without effect here
+    user: Ignored = None
+    metadata: Ignored = None
+    store: Ignored = None
+    service_tier: Ignored = None
+    safety_identifier: Ignored = None
+    prompt_cache_key: Ignored = None
+    prompt_cache_retention: Ignored = None
+
+    def sampling_params(self, **others: Any) -> SamplingParams:
+        """Return what is given of the parameters, and ``others``. Raises InvalidRequestError."""
+        given = {
+            "max_tokens": self.max_tokens,
+            "temperature": self.temperature,
+            "top_p": self.top_p,
+            "n": self.n,
+            "stop": self.stop,
+            "seed": self.seed,
+            "presence_penalty": self.presence_penalty,
+            "frequency_penalty": self.frequency_penalty,
+            "logit_bias": self.logit_bias,
+            "top_k": None if self.top_k == -1 else self.top_k,  # vLLM's "all"
+            "min_p": self.min_p,
+            "min_tokens": self.min_tokens,
+            "repetition_penalty": self.repetition_penalty,
+            "stop_token_ids": self.stop_token_ids,
+            "ignore_eos": self.ignore_eos,
+            "include_stop_str_in_output": self.include_stop_str_in_output,
+            "skip_special_tokens": self.skip_special_tokens,
+            **others,
+        }
+        return SamplingParams(**{name: value for name, value in given.items() if value is not None})
+
+    def request_options(self) -> dict[str, Any]:
+        """Return the options of the request, as of `AsyncLLM.stream`."""
+        return {
+            "priority": self.priority,
+            "cache_salt": self.cache_salt,
+            "deadline": self.deadline,
+            "first_token_deadline": self.first_token_deadline,
+        }
+
+
+class ChatBody(SamplingBody):
+    """The body of a chat completion."""
+
+    messages: list[dict[str, Any]]
+    max_completion_tokens: int | None = None
+    tools: list[dict[str, Any]] | None = None
+    tool_choice: str | dict[str, Any] | None = None
+    parallel_tool_calls: bool | None = None
+    response_format: ResponseFormat | None = None
+    logprobs: bool | None = None
+    top_logprobs: int | None = None
+    reasoning_effort: str | None = None
+    modalities: list[Literal["text"]] | None = None
+    # vLLM's
+    chat_template_kwargs: dict[str, Any] | None = None
+    add_generation_prompt: bool | None = None
+    continue_final_message: bool = False
+    include_reasoning: bool = True
+    # without effect here
+    verbosity: Ignored = None
+    prediction: Ignored = None
+
+    def params(self) -> SamplingParams:
+        """Raises HTTPError 400 and InvalidRequestError."""
+        if self.top_logprobs is not None and not self.logprobs:
+            raise HTTPError(400, "top_logprobs needs logprobs: true", param="top_logprobs")
+        return self.sampling_params(
+            max_tokens=self.max_tokens if self.max_completion_tokens is None else self.max_completion_tokens,
+            logprobs=(self.top_logprobs or 0) if self.logprobs else None,
+            structured_output=structured_output_of(self.response_format, self.structured_outputs),
+        )
+
+    def chat_options(self) -> dict[str, Any]:
+        """Return the options of the chat, as of `AsyncLLM.stream_chat`."""
+        variables = dict(self.chat_template_kwargs or {})
+        if self.reasoning_effort is not None:
+            variables.setdefault("reasoning_effort", self.reasoning_effort)
+            if self.reasoning_effort == "none":
+                variables.setdefault("enable_thinking", False)
+        options = {
+            "tools": self.tools,
+            "tool_choice": self.tool_choice if self.tools else None,
+            "parallel_tool_calls": self.parallel_tool_calls if self.tools else None,
+            "chat_template_kwargs": variables or None,
+            "add_generation_prompt": self.add_generation_prompt,
+            "continue_final_message": self.continue_final_message,
+            "on_unsupported": "error" if self.is_strict else "relax",
+        }
+        return options | self.request_options()
+
+    @property
+    def is_strict(self) -> bool:
+        """Whether a schema that can't be held as a whole is an error: the caller has asked for it to be strict."""
+        functions = [tool.get("function", tool) for tool in self.tools or ()]
+        return any(isinstance(function, dict) and function.get("strict") is True for function in functions) or (
+            self.response_format is not None and self.response_format.is_strict
+        )

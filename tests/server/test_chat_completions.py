@@ -1,0 +1,97 @@
+"""Chat completions, by OpenAI's own client over an engine of the same process."""
+
+from __future__ import annotations
+
+import asyncio
+from typing import Any
+
+import openai
+import pytest
+
+from aengine.server.in_process import openai_client
+from aengine.testing import FakeAsyncLLM, Reply
+
+HELLO: list[Any] = [{"role": "user", "content": "hello"}]
+
+
+async def test_a_chat_is_answered_whole() -> None:
+    async with FakeAsyncLLM("Hello there") as engine, openai_client(engine) as client:
+        answer = await client.chat.completions.create(model="fake", messages=HELLO, logprobs=True, top_logprobs=1)
+        choice = answer.choices[0]
+        assert choice.message.content == "Hello there"
+        assert choice.finish_reason == "stop"
+        assert answer.usage is not None and answer.usage.completion_tokens == len("Hello there") + 1
+        assert choice.logprobs is not None and choice.logprobs.content is not None
+        assert "".join(entry.token for entry in choice.logprobs.content).startswith("Hello there")
+
+
+async def test_a_chat_streams() -> None:
+    async with FakeAsyncLLM("Hello there", token_delay=0.001) as engine, openai_client(engine) as client:
+        chunks = [
+            chunk
+            async for chunk in await client.chat.completions.create(
+                model="fake", messages=HELLO, stream=True, stream_options={"include_usage": True}
+            )
+        ]
+        assert len(chunks) > 4, "it comes in pieces"
+        assert chunks[0].choices[0].delta.role == "assistant"
+        assert "".join(c.choices[0].delta.content or "" for c in chunks if c.choices) == "Hello there"
+        assert [c.choices[0].finish_reason for c in chunks if c.choices][-1] == "stop"
+        assert chunks[-1].usage is not None and chunks[-1].usage.completion_tokens == len("Hello there") + 1
+
+
+async def test_tool_calls_come_whole_and_in_pieces() -> None:
+    tool: Any = {
+        "type": "function",
+        "function": {"name": "add", "parameters": {"properties": {"a": {"type": "integer"}}}},
+    }
+    reply = Reply(tool_calls=[("add", {"a": 1})])
+    async with FakeAsyncLLM([reply, reply]) as engine, openai_client(engine) as client:
+        answer = await client.chat.completions.create(model="fake", messages=HELLO, tools=[tool])
+        (call,) = answer.choices[0].message.tool_calls or ()
+        assert call.type == "function" and call.function.arguments == '{"a": 1}'
+        assert answer.choices[0].finish_reason == "tool_calls"
+        async with client.chat.completions.stream(model="fake", messages=HELLO, tools=[tool]) as stream:
+            streamed = (await stream.get_final_completion()).choices[0]
+        (same,) = streamed.message.tool_calls or ()
+        assert same.function.arguments == '{"a": 1}' and streamed.finish_reason == "tool_calls"
+
+
+WRONG: list[tuple[dict[str, Any], int, str]] = [
+    ({"model": "other"}, 404, "model"),
+    ({"messages": []}, 400, "messages"),
+    ({"temperature": -1}, 400, "temperature"),
+    ({"temperature": "warm"}, 400, "temperature"),
+    ({"top_logprobs": 2}, 400, "top_logprobs"),
+    ({"extra_body": {"colour": 1}}, 400, "colour"),
+    ({"response_format": {"type": "json_schema", "json_schema": {"name": "x"}}}, 400, "response_format"),
+]
+
+
+@pytest.mark.parametrize(("change", "status", "param"), WRONG, ids=lambda value: str(value)[:40])
+async def test_what_is_wrong_is_named(change: dict[str, Any], status: int, param: str) -> None:
+    asked: dict[str, Any] = {"model": "fake", "messages": HELLO, **change}
+    async with FakeAsyncLLM("yes") as engine, openai_client(engine) as client:
+        for stream in (False, True):
+            with pytest.raises(openai.APIStatusError) as caught:
+                await client.chat.completions.create(**asked, stream=stream)
+            assert (caught.value.status_code, caught.value.param) == (status, param)
+        assert engine.statistics().num_requests == 0
+        assert (await client.chat.completions.create(model="fake", messages=HELLO)).choices[0].message.content == "yes"
+
+
+@pytest.mark.parametrize("stream", [False, True])
+async def test_who_leaves_ends_the_request(stream: bool) -> None:
+    async with FakeAsyncLLM("a" * 1000, token_delay=0.01) as engine, openai_client(engine) as client:
+        call = asyncio.create_task(
+            client.chat.completions.create(model="fake", messages=HELLO, stream=stream)  # type: ignore[call-overload]
+        )
+        while not engine.statistics().num_running:
+            await asyncio.sleep(0.001)
+        if stream:
+            await (await call).close()
+        else:
+            call.cancel()
+        while engine.statistics().num_running:
+            await asyncio.sleep(0.001)
+        assert engine.statistics().num_aborted == 1
