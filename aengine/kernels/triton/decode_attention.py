@@ -14,7 +14,16 @@ import triton.language as tl
 from torch import Tensor
 
 from ..decode_plan import PLAN_COLUMNS, BatchSize, DecodeWorkspace
-from .decode_parts import apply_rope, finish, load_kv, norm_weights, own_key_value, rotary_at, write_own_kv
+from .decode_parts import (
+    apply_rope,
+    finish,
+    load_kv,
+    norm_weights,
+    own_key_value,
+    plan_item,
+    rotary_at,
+    write_own_kv,
+)
 from .launch import gdc_launch_dependents, gdc_wait, has_pdl, launch, max_shared_memory
 from .write_qkv import Norms
 
@@ -164,14 +173,7 @@ def _decode_attention(
         gdc_launch_dependents()
     kv_head = tl.program_id(0)  # neighbours read the same blocks
     item = tl.program_id(1)
-    facts = plan + item * COLUMNS
-    seq = tl.load(facts)
-    row = tl.load(facts + 1)
-    seq_len = tl.load(facts + 2)
-    begin = tl.load(facts + 3)
-    end = tl.load(facts + 4)
-    first_item = tl.load(facts + 5)
-    num_splits = tl.load(facts + 6)
+    seq, row, seq_len, begin, end, first_item, num_splits = plan_item(plan, item, COLUMNS)
     if seq < 0:  # nothing is left for this program
         if PDL:
             gdc_wait()
@@ -182,7 +184,8 @@ def _decode_attention(
     d = tl.arange(0, DP)
     in_head = d < D
     is_query = (g < GROUP)[:, None] & in_head[None, :]
-    at_head = kv_head * (GROUP * D) + g[:, None] * D + d[None, :]
+    first = kv_head * (GROUP * D)
+    at_head = first + g[:, None] * D + d[None, :]
     out_at = out + seq.to(tl.int64) * (H * D)
     if seq_len == 0:  # padding
         if PDL:
@@ -193,17 +196,18 @@ def _decode_attention(
     is_last = end == seq_len
     blocks = table + row.to(tl.int64) * stride_table
     keys = cache + kv_head * stride_head
+    strides = (stride_block, stride_token, stride_kv)
     position = seq_len - 1
     if RAW:
         end = tl.minimum(end, position)  # the last key is not in the cache yet
     if PRELOAD:  # the first keys and values are old: they can be on their way while the product before still runs
         t = begin + tl.arange(0, BN)
         known = t < end
-        k, v = load_kv(keys, blocks, t, known, in_head, stride_block, stride_token, stride_kv, BLOCK_SIZE, DP)
+        k, v = load_kv(keys, blocks, t, known, in_head, strides, BLOCK_SIZE, DP)
     if RAW:
-        other, cos, sin = rotary_at(rope, position, D, DP)
-        q_weight, q_other_weight = norm_weights(q_norm, other, D, DP, NORM)
-        k_weight, k_other_weight = norm_weights(k_norm, other, D, DP, NORM)
+        rotary = rotary_at(rope, position, D, DP)
+        q_weights = norm_weights(q_norm, rotary[0], D, DP, NORM)
+        k_weights = norm_weights(k_norm, rotary[0], D, DP, NORM)
     if PDL:
         gdc_wait()
     token = qkv + seq.to(tl.int64) * stride_qkv
@@ -212,15 +216,15 @@ def _decode_attention(
     total = tl.zeros((ROWS,), tl.float32)
     acc = tl.zeros((ROWS, DP), tl.float32)
     if RAW:
-        at_other = kv_head * (GROUP * D) + g[:, None] * D + other[None, :]
+        at_other = first + g[:, None] * D + rotary[0][None, :]
         q_other = tl.load(token + at_other, mask=is_query, other=0.0).to(tl.float32)
-        q = apply_rope(q, q_other, q_weight, q_other_weight, cos, sin, eps, D, NORM)
+        q = apply_rope(q, q_other, q_weights, rotary, eps, D, NORM)
     q = q.to(qkv.dtype.element_ty)  # as the un-fused path leaves it in memory
     if RAW:
         if is_last:
             own = token + (H + kv_head) * D
-            k1, v1 = own_key_value(own, k_weight, k_other_weight, cos, sin, other, eps, KV, D, DP, NORM)
-            write_own_kv(keys, blocks, position, k1, v1, stride_block, stride_token, stride_kv, BLOCK_SIZE, D, DP)
+            k1, v1 = own_key_value(own, k_weights, rotary, eps, KV, D, DP, NORM)
+            write_own_kv(keys, blocks, position, k1, v1, strides, BLOCK_SIZE, D, DP)
             k1, v1 = k1.to(cache.dtype.element_ty), v1.to(cache.dtype.element_ty)  # as a later query reads them
             top = tl.sum(q.to(tl.float32) * k1.to(tl.float32), 1) * scale
             total = tl.full((ROWS,), 1.0, tl.float32)
@@ -232,24 +236,7 @@ def _decode_attention(
     for j in tl.range(rest, end, BN, num_stages=STAGES):
         tj = j + tl.arange(0, BN)
         known_j = tj < end
-        kj, vj = load_kv(keys, blocks, tj, known_j, in_head, stride_block, stride_token, stride_kv, BLOCK_SIZE, DP)
+        kj, vj = load_kv(keys, blocks, tj, known_j, in_head, strides, BLOCK_SIZE, DP)
         top, total, acc = _attend(q, kj, vj, scale, known_j, top, total, acc)
-    finish(
-        acc,
-        top,
-        total,
-        out_at + kv_head * (GROUP * D),
-        parts,
-        counters,
-        seq * KV + kv_head,
-        item,
-        kv_head,
-        first_item,
-        num_splits,
-        KV,
-        GROUP,
-        PADDED,
-        ROWS,
-        D,
-        DP,
-    )
+    where = (seq * KV + kv_head, item, kv_head, first_item, num_splits)
+    finish(acc, top, total, out_at + first, parts, counters, where, KV, GROUP, PADDED, ROWS, D, DP)

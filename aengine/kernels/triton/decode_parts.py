@@ -5,13 +5,30 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-__all__ = ["apply_rope", "finish", "load_kv", "norm_weights", "own_key_value", "rotary_at", "write_own_kv"]
+__all__ = ["apply_rope", "finish", "load_kv", "norm_weights", "own_key_value", "plan_item", "rotary_at", "write_own_kv"]
 
 
 @triton.jit
-def apply_rope(x, partner, weight, other_weight, cos, sin, eps, D: tl.constexpr, NORM: tl.constexpr):
-    """Norm and rotary of rows x [rows, DP]; ``partner``: each element's other half of the pair. sin is signed."""
+def plan_item(plan, item, COLUMNS: tl.constexpr):
+    """Columns of a decode plan's item but the last, see PLAN_COLUMNS."""
+    at = plan + item * COLUMNS
+    seq = tl.load(at)
+    row = tl.load(at + 1)
+    seq_len = tl.load(at + 2)
+    begin = tl.load(at + 3)
+    end = tl.load(at + 4)
+    first_item = tl.load(at + 5)
+    num_splits = tl.load(at + 6)
+    return seq, row, seq_len, begin, end, first_item, num_splits
+
+
+@triton.jit
+def apply_rope(x, partner, weights, rotary, eps, D: tl.constexpr, NORM: tl.constexpr):
+    """Norm and rotary of rows x [rows, DP]. ``partner``: each element's other half of the pair; ``weights`` and
+    ``rotary``: what `norm_weights` and `rotary_at` return."""
+    _, cos, sin = rotary
     if NORM:
+        weight, other_weight = weights
         scale = 1.0 / tl.sqrt(tl.sum(x * x, 1) / D + eps)
         x = x * scale[:, None] * weight[None, :]
         partner = partner * scale[:, None] * other_weight[None, :]
@@ -19,19 +36,10 @@ def apply_rope(x, partner, weight, other_weight, cos, sin, eps, D: tl.constexpr,
 
 
 @triton.jit
-def load_kv(
-    keys,
-    blocks,
-    t,
-    known,
-    in_head,
-    stride_block,
-    stride_token,
-    stride_kv,
-    BLOCK_SIZE: tl.constexpr,
-    DP: tl.constexpr,
-):
-    """Keys and values [BN, DP] at the positions t [BN] of a sequence."""
+def load_kv(keys, blocks, t, known, in_head, strides, BLOCK_SIZE: tl.constexpr, DP: tl.constexpr):
+    """Keys and values [BN, DP] at the positions t [BN] of a sequence. ``strides``: of block, token, and keys to
+    values."""
+    stride_block, stride_token, stride_kv = strides
     d = tl.arange(0, DP)
     block = tl.load(blocks + t // BLOCK_SIZE, mask=known, other=0).to(tl.int64)
     place = (keys + block * stride_block + (t % BLOCK_SIZE) * stride_token)[:, None] + d[None, :]
@@ -66,43 +74,20 @@ def norm_weights(norm, other, D: tl.constexpr, DP: tl.constexpr, NORM: tl.conste
 
 
 @triton.jit
-def own_key_value(
-    own,
-    weight,
-    other_weight,
-    cos,
-    sin,
-    other,
-    eps,
-    KV: tl.constexpr,
-    D: tl.constexpr,
-    DP: tl.constexpr,
-    NORM: tl.constexpr,
-):
+def own_key_value(own, weights, rotary, eps, KV: tl.constexpr, D: tl.constexpr, DP: tl.constexpr, NORM: tl.constexpr):
     """Key and value [1, DP] of the token itself, out of the product; the key rotated, and rounded as in the cache."""
     d = tl.arange(0, DP)
     in_head = d < D
     raw = tl.load(own + d, mask=in_head, other=0.0)
     k = raw.to(tl.float32)[None, :]
-    partner = tl.load(own + other, mask=in_head, other=0.0).to(tl.float32)[None, :]
+    partner = tl.load(own + rotary[0], mask=in_head, other=0.0).to(tl.float32)[None, :]
     value = tl.load(own + KV * D + d, mask=in_head, other=0.0)[None, :]
-    return apply_rope(k, partner, weight, other_weight, cos, sin, eps, D, NORM).to(raw.dtype), value
+    return apply_rope(k, partner, weights, rotary, eps, D, NORM).to(raw.dtype), value
 
 
 @triton.jit
-def write_own_kv(
-    keys,
-    blocks,
-    position,
-    k,
-    v,
-    stride_block,
-    stride_token,
-    stride_kv,
-    BLOCK_SIZE: tl.constexpr,
-    D: tl.constexpr,
-    DP: tl.constexpr,
-):
+def write_own_kv(keys, blocks, position, k, v, strides, BLOCK_SIZE: tl.constexpr, D: tl.constexpr, DP: tl.constexpr):
+    stride_block, stride_token, stride_kv = strides
     d = tl.arange(0, DP)[None, :]
     block = tl.load(blocks + position // BLOCK_SIZE).to(tl.int64)
     place = keys + block * stride_block + (position % BLOCK_SIZE) * stride_token + d
@@ -118,11 +103,7 @@ def finish(
     out,
     parts,
     counters,
-    counter,
-    item,
-    lane,
-    first_item,
-    num_splits,
+    where,
     LANES: tl.constexpr,
     GROUP: tl.constexpr,
     PADDED: tl.constexpr,
@@ -132,9 +113,11 @@ def finish(
 ):
     """Put the output of GROUP heads, the first of the ROWS rows, where ``out`` points.
 
-    If the sequence has other items, this one's part of the softmax goes to ``parts``, where the last of them, by the
-    ``counter``, puts them together. ``lane`` of LANES: which group of heads.
+    If the sequence has other items, this one's part of the softmax goes to ``parts``, where the last of them, by their
+    counter, puts them together. ``where``: the counter, the item, which group of heads (of LANES), the sequence's
+    first item, how many it has.
     """
+    counter, item, lane, first_item, num_splits = where
     g = tl.arange(0, ROWS)
     d = tl.arange(0, DP)
     is_head = (g < GROUP)[:, None]

@@ -14,7 +14,7 @@ import triton
 from torch import Tensor
 
 from . import activation, linear_skinny, linear_tiled, rms_norm
-from .launch import is_interpreted
+from .launch import has_pdl, is_interpreted, launch
 from .linear_gemv import gemv
 from .linear_skinny import SkinnyTiling, skinny
 from .linear_tiled import TiledTiling, tiled
@@ -83,10 +83,30 @@ def _run(
     add: bool,
     gated: bool,
 ) -> None:
-    if isinstance(tiling, SkinnyTiling):
-        skinny(tiling, x, weight, bias, out, add=add, gated=gated)
-    else:
-        tiled(tiling, x, weight, bias, out, add=add, gated=gated)
+    """out [M, N] = the product, or is added to."""
+    rows, size = out.shape
+    groups = {"GROUPS": tiling.num_groups} if isinstance(tiling, SkinnyTiling) else {}
+    launch(
+        skinny if isinstance(tiling, SkinnyTiling) else tiled,
+        (size // tiling.block_n, triton.cdiv(rows, tiling.block_m)),
+        x,
+        weight,
+        out,
+        bias,
+        rows,
+        N=size,
+        K=weight.shape[1],
+        BM=tiling.block_m,
+        BN=tiling.block_n,
+        BK=tiling.block_k,
+        **groups,
+        BIAS=bias is not None,
+        ADD=add,
+        GATED=gated,
+        PDL=has_pdl(),
+        STAGES=tiling.num_stages,
+        num_warps=tiling.num_warps,
+    )
 
 
 def _matmul(x: Tensor, weight: Tensor, bias: Tensor | None, out_dtype: torch.dtype) -> Tensor:

@@ -10,9 +10,9 @@ from typing import NamedTuple
 
 import triton
 import triton.language as tl
-from torch import Tensor
 
-from .launch import gdc_launch_dependents, gdc_wait, has_pdl, launch, max_shared_memory, prefetch
+from .launch import max_shared_memory
+from .linear_parts import store_product, wait_for_rows
 
 __all__ = ["SkinnyTiling", "fit", "skinny"]
 
@@ -43,36 +43,8 @@ def fit(tiling: SkinnyTiling, n: int, k: int, gated: bool) -> SkinnyTiling | Non
     return None if k % (tiling.num_groups * tiling.block_k) or n % tiling.block_n else tiling
 
 
-def skinny(
-    tiling: SkinnyTiling, x: Tensor, weight: Tensor, bias: Tensor | None, out: Tensor, *, add: bool, gated: bool
-) -> None:
-    """out [M, N] = the product, or is added to."""
-    rows, size = out.shape
-    launch(
-        _skinny,
-        (size // tiling.block_n, triton.cdiv(rows, tiling.block_m)),
-        x,
-        weight,
-        out,
-        bias,
-        rows,
-        N=size,
-        K=weight.shape[1],
-        BM=tiling.block_m,
-        BN=tiling.block_n,
-        GROUPS=tiling.num_groups,
-        BK=tiling.block_k,
-        BIAS=bias is not None,
-        ADD=add,
-        GATED=gated,
-        PDL=has_pdl(),
-        STAGES=tiling.num_stages,
-        num_warps=tiling.num_warps,
-    )
-
-
 @triton.jit(do_not_specialize=["M"])
-def _skinny(
+def skinny(
     x_ptr,
     w_ptr,
     out_ptr,
@@ -90,6 +62,7 @@ def _skinny(
     PDL: tl.constexpr,
     STAGES: tl.constexpr,
 ):
+    """out [M, N] = the product, or is added to; N a multiple of BN, K of GROUPS * BK."""
     n = tl.program_id(0) * BN + tl.arange(0, BN)
     m = tl.program_id(1) * BM + tl.arange(0, BM)
     group = tl.arange(0, GROUPS)[:, None, None] * BK
@@ -100,12 +73,7 @@ def _skinny(
     acc = tl.zeros((GROUPS, BN, BM), tl.float32)
     up = tl.zeros((GROUPS, BN, BM), tl.float32)
     if PDL:
-        gdc_launch_dependents()
-        if tl.program_id(1) == 0:
-            prefetch(w_ptr, tl.program_id(0), BN * K)
-            if GATED:
-                prefetch(w_ptr + N * K, tl.program_id(0), BN * K)
-        gdc_wait()
+        wait_for_rows(w_ptr, N, K, BN, GATED)
     for k0 in tl.range(0, K, GROUPS * BK, num_stages=STAGES):
         w = tl.load(w_ptrs + k0)
         x = tl.load(x_ptrs + k0, mask=is_row, other=0.0)
@@ -113,15 +81,8 @@ def _skinny(
         if GATED:
             up = tl.dot(tl.load(w_ptrs + N * K + k0), x, up, input_precision="ieee")
     y = tl.sum(acc, 0)
+    v = y
     if GATED:
         v = tl.sum(up, 0)
-    if BIAS:
-        y += tl.load(bias_ptr + n).to(tl.float32)[:, None]
-        if GATED:
-            v += tl.load(bias_ptr + N + n).to(tl.float32)[:, None]
-    if GATED:
-        y = y * v / (1 + tl.exp(-y))
     out_ptrs = out_ptr + m[None, :] * N + n[:, None]
-    if ADD:
-        y += tl.load(out_ptrs, mask=(m < M)[None, :], other=0.0).to(tl.float32)
-    tl.store(out_ptrs, y.to(out_ptr.dtype.element_ty), mask=(m < M)[None, :])
+    store_product(y, v, bias_ptr, n, out_ptrs, (m < M)[None, :], N, 1, BIAS, ADD, GATED)

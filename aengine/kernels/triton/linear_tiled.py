@@ -9,9 +9,9 @@ from typing import NamedTuple
 
 import triton
 import triton.language as tl
-from torch import Tensor
 
-from .launch import gdc_launch_dependents, gdc_wait, has_pdl, launch, max_shared_memory, prefetch
+from .launch import max_shared_memory
+from .linear_parts import store_product, wait_for_rows
 
 __all__ = ["TiledTiling", "fit", "tiled"]
 
@@ -36,35 +36,8 @@ def fit(tiling: TiledTiling, n: int, k: int, gated: bool) -> TiledTiling | None:
     return None if k % tiling.block_k or n % tiling.block_n else tiling
 
 
-def tiled(
-    tiling: TiledTiling, x: Tensor, weight: Tensor, bias: Tensor | None, out: Tensor, *, add: bool, gated: bool
-) -> None:
-    """out [M, N] = the product, or is added to; N a multiple of block_n, K of block_k."""
-    rows, size = out.shape
-    launch(
-        _tiled,
-        (size // tiling.block_n, triton.cdiv(rows, tiling.block_m)),
-        x,
-        weight,
-        out,
-        bias,
-        rows,
-        N=size,
-        K=weight.shape[1],
-        BM=tiling.block_m,
-        BN=tiling.block_n,
-        BK=tiling.block_k,
-        BIAS=bias is not None,
-        ADD=add,
-        GATED=gated,
-        PDL=has_pdl(),
-        STAGES=tiling.num_stages,
-        num_warps=tiling.num_warps,
-    )
-
-
 @triton.jit(do_not_specialize=["M"])
-def _tiled(
+def tiled(
     x_ptr,
     w_ptr,
     out_ptr,
@@ -81,6 +54,7 @@ def _tiled(
     PDL: tl.constexpr,
     STAGES: tl.constexpr,
 ):
+    """out [M, N] = the product, or is added to; N a multiple of BN, K of BK."""
     n = tl.program_id(0) * BN + tl.arange(0, BN)
     m = tl.program_id(1) * BM + tl.arange(0, BM)
     k = tl.arange(0, BK)
@@ -90,24 +64,11 @@ def _tiled(
     y = tl.zeros((BM, BN), tl.float32)
     v = tl.zeros((BM, BN), tl.float32)
     if PDL:
-        gdc_launch_dependents()
-        if tl.program_id(1) == 0:
-            prefetch(w_ptr, tl.program_id(0), BN * K)
-            if GATED:
-                prefetch(w_ptr + N * K, tl.program_id(0), BN * K)
-        gdc_wait()
+        wait_for_rows(w_ptr, N, K, BN, GATED)
     for k0 in tl.range(0, K, BK, num_stages=STAGES):
         x = tl.load(x_ptrs + k0, mask=is_row, other=0.0)
         y = tl.dot(x, tl.load(w_ptrs + k0), y, input_precision="ieee")
         if GATED:
             v = tl.dot(x, tl.load(w_ptrs + N * K + k0), v, input_precision="ieee")
-    if BIAS:
-        y += tl.load(bias_ptr + n).to(tl.float32)[None, :]
-        if GATED:
-            v += tl.load(bias_ptr + N + n).to(tl.float32)[None, :]
-    if GATED:
-        y = y * v / (1 + tl.exp(-y))
     out_ptrs = out_ptr + m[:, None].to(tl.int64) * N + n[None, :]
-    if ADD:
-        y += tl.load(out_ptrs, mask=is_row, other=0.0).to(tl.float32)
-    tl.store(out_ptrs, y.to(out_ptr.dtype.element_ty), mask=is_row)
+    store_product(y, v, bias_ptr, n, out_ptrs, is_row, N, 0, BIAS, ADD, GATED)
