@@ -21,11 +21,12 @@ from .handles.local import LocalHandle
 from .options import ChatOptions, RequestOptions, request_options
 from .params import SamplingParams
 from .settings import ENGINE_SETTINGS, described
+from .threads.loop_ownership import not_copied
 
 if TYPE_CHECKING:
     import os
     from types import TracebackType
-    from typing import Self, Unpack
+    from typing import NoReturn, Self, Unpack
 
     from .chat.messages import ChatCompletion
     from .engine.core import EngineCore
@@ -57,7 +58,7 @@ class AsyncLLM:
     Nothing is loaded before `start`, which ``async with`` calls.
     """
 
-    def __init__(self, model: str | EngineConfig, **config: Unpack[Settings]) -> None:
+    def __init__(self, model: str | os.PathLike[str] | EngineConfig, **config: Unpack[Settings]) -> None:
         self.config = EngineConfig.create(model, config)
         self._handle: LocalHandle | ThreadHandle
         if self.config.own_thread:
@@ -69,6 +70,9 @@ class AsyncLLM:
 
     def __repr__(self) -> str:
         return repr(self._handle)
+
+    def __reduce__(self) -> NoReturn:
+        raise not_copied(self)
 
     @property
     def state(self) -> str:

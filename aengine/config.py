@@ -152,7 +152,7 @@ class EngineConfig:
     way, once. It must return soon; what it raises is logged. With own_thread it is called in the engine's thread."""
 
     @classmethod
-    def create(cls, model: str | EngineConfig, settings: Mapping[str, Any]) -> EngineConfig:
+    def create(cls, model: str | os.PathLike[str] | EngineConfig, settings: Mapping[str, Any]) -> EngineConfig:
         """Check and build; from a configuration, with ``settings`` in place of its own.
 
         Raises InvalidRequestError naming an unknown setting or a wrong value.
@@ -163,7 +163,7 @@ class EngineConfig:
                 raise InvalidRequestError(unknown_name(name, known), param=name)
         if isinstance(model, EngineConfig):
             return model.replace(**settings) if settings else model
-        return cls(model=model, **settings)
+        return cls(model=os.fspath(model) if isinstance(model, os.PathLike) else model, **settings)
 
     @classmethod
     def from_env(

@@ -21,6 +21,7 @@ from .sync_llm import SyncLLM
 from .threads.loop_ownership import check_may_block
 
 if TYPE_CHECKING:
+    from os import PathLike
     from typing import Unpack
 
     from .config import EngineConfig
@@ -49,7 +50,11 @@ class LLM(SyncLLM):
     """
 
     def __init__(
-        self, model: str | EngineConfig, *, block_running_loop: bool = False, **settings: Unpack[Settings]
+        self,
+        model: str | PathLike[str] | EngineConfig,
+        *,
+        block_running_loop: bool = False,
+        **settings: Unpack[Settings],
     ) -> None:
         check_may_block(None, any_thread=block_running_loop)
         if settings.setdefault("own_thread", True) is not True:
@@ -66,7 +71,7 @@ class LLM(SyncLLM):
             engine.terminate()
             raise
 
-    def _make_engine(self, model: str | EngineConfig, settings: dict[str, Any]) -> AsyncLLM:
+    def _make_engine(self, model: str | PathLike[str] | EngineConfig, settings: dict[str, Any]) -> AsyncLLM:
         """The seam for tests."""
         return AsyncLLM(model, **settings)
 

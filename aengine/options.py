@@ -7,10 +7,11 @@ chat, stream_chat(messages, params, output_type=..., **options: Unpack[ChatOptio
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import fields
 from typing import Any, Literal, TypedDict
 
 from .errors import InvalidRequestError
-from .params import unknown_name
+from .params import SamplingParams, unknown_name
 
 __all__ = [
     "ChatOptions",
@@ -84,6 +85,7 @@ _REQUEST: dict[str, Any] = {
     "request_id": None,
     "cache_salt": None,
 }
+_SAMPLING_NAMES = {field.name for field in fields(SamplingParams)}
 _OF_CHAT = {"on_unsupported"} | (ChatOptions.__annotations__.keys() - _REQUEST.keys())
 
 
@@ -110,4 +112,10 @@ def generate_options(given: GenerateOptions) -> tuple[dict[str, Any], Progress, 
 
 def _check_names(given: Mapping[str, Any], known: Any) -> None:
     for name in given.keys() - known:
-        raise InvalidRequestError(unknown_name(name, {*known, "output_type"}), param=name)
+        if name in _SAMPLING_NAMES:
+            message = f"{name} is a sampling parameter: give it as SamplingParams({name}=...), after the prompt"
+        elif name in _OF_CHAT:
+            message = f"{name} is an option of chat() and stream_chat() only: call one of these"
+        else:
+            message = unknown_name(name, {*known, "output_type"})
+        raise InvalidRequestError(message, param=name)

@@ -14,12 +14,12 @@ from .handles.on_thread import ThreadHandle
 from .options import ChatOptions, GenerateOptions, RequestOptions, generate_options, request_options
 from .params import SamplingParams
 from .streams.cross_thread_stream import BlockingStream, run_now
-from .threads.loop_ownership import check_may_block
+from .threads.loop_ownership import check_may_block, not_copied
 
 if TYPE_CHECKING:
     from os import PathLike
     from types import TracebackType
-    from typing import Protocol, Self, Unpack
+    from typing import NoReturn, Protocol, Self, Unpack
 
     from .chat.messages import ChatCompletion
     from .engine.tokenizer_view import TokenizerView
@@ -59,6 +59,9 @@ class SyncLLM:
 
     def __repr__(self) -> str:
         return repr(self._handle)
+
+    def __reduce__(self) -> NoReturn:
+        raise not_copied(self)
 
     @property
     def state(self) -> str:

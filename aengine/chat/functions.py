@@ -57,7 +57,7 @@ def describe(function: Callable[..., Any]) -> tuple[str, dict[str, Any]]:
     except InvalidRequestError:
         raise
     except Exception as error:  # pydantic has several, and annotations may raise anything
-        reason = " ".join(str(error).split())
+        reason = str(error).partition(" If you got this error")[0].partition("\n")[0]
         raise _invalid(f"the parameters of {_called(function)} have no JSON schema: {reason}") from error
     schema.pop("title", None)
     return _documented(function)[0], schema
@@ -263,7 +263,7 @@ def _check_pydantic() -> None:
     try:
         import pydantic  # noqa: F401
     except ImportError:
-        raise _invalid("functions as tools need pydantic: pip install aengine[pydantic]") from None
+        raise _invalid("functions as tools need pydantic: pip install pydantic") from None
 
 
 def _invalid(message: str) -> InvalidRequestError:

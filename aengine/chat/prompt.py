@@ -160,7 +160,7 @@ def _check_variables(extra: object) -> None:
         try:
             json.dumps(value)
         except (TypeError, ValueError, RecursionError) as error:
-            raise InvalidRequestError(f"{name}[{key!r}] is nothing that JSON can say: {error}", param=name) from None
+            raise InvalidRequestError(f"{name}[{key!r}] can't be written as JSON: {error}", param=name) from None
 
 
 def _check_continued(message: Mapping[str, Any]) -> None:

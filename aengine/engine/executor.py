@@ -326,7 +326,8 @@ def _took_too_long(config: EngineConfig, handshake: Handshake, workers: WorkerGr
     tail = workers[index].stderr_tail() if index < len(workers) else ""
     who = "the worker" if len(handshake.ranks) == 1 else f"worker {index}"
     return ModelLoadError(
-        f"{who} was not ready after startup_timeout={config.startup_timeout:g} s; it was busy with: {stage}"
+        f"{who} was not ready after startup_timeout={config.startup_timeout:g} s, which can be raised; it was busy "
+        f"with: {stage}"
         f"{'; it last wrote: ' + tail if tail else ''}{memory_ulimit_hint()}"
     )
 

@@ -122,13 +122,17 @@ class LocalHandle:
             """Make the core's executor. It holds the owner weakly: the core ends when that is dropped."""
             return _owner_of(owner)._make_executor(config)
 
+        on_progress = config.progress
+
         def report(progress: StartupProgress) -> None:
+            nonlocal on_progress
             logger.debug("%s: %s", config.model, progress)
-            if config.progress is not None:
+            if on_progress is not None:
                 try:
-                    config.progress(progress)
+                    on_progress(progress)
                 except Exception:
-                    logger.exception("the callback for the progress of the start failed")
+                    on_progress = None
+                    logger.exception("the setting progress, a function of yours, failed; it is not called again")
 
         self.core = await core_class.start(config, report, make_executor)
 

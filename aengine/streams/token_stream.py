@@ -334,6 +334,11 @@ class TokenStream:
         except asyncio.CancelledError:
             self._end()
             raise
+        except RuntimeError:  # asyncio's: the future is of another loop than the task
+            raise InvalidRequestError(
+                f"stream {self.request_id} belongs to the event loop of its engine, and can be read on that one only; "
+                f"streams of an engine with own_thread=True can be read on any"
+            ) from None
         finally:
             if mailbox.waiter is waiter:
                 mailbox.waiter = None

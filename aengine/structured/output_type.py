@@ -122,7 +122,7 @@ def _describe(wanted: Any) -> OutputType:
     try:
         import pydantic
     except ImportError:
-        raise _refused("output_type needs pydantic: pip install aengine[pydantic]") from None
+        raise _refused("output_type needs pydantic: pip install pydantic") from None
     name = getattr(wanted, "__name__", None) or repr(wanted)
     try:
         adapter = pydantic.TypeAdapter(wanted)

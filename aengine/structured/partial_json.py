@@ -35,7 +35,7 @@ def partial_json(text: str, *, has_ended: bool = False) -> Any:
     try:
         from pydantic_core import from_json
     except ImportError:
-        raise InvalidRequestError("partial values need pydantic: pip install aengine[pydantic]") from None
+        raise InvalidRequestError("partial values need pydantic: pip install pydantic") from None
 
     if not has_ended and not _ends_in_string(text):
         text = text.rstrip("-+.0123456789")

@@ -11,6 +11,7 @@ from ..llm import LLM
 from .script import FakeRequest, Script
 
 if TYPE_CHECKING:
+    from os import PathLike
     from typing import Unpack
 
     from ..engine.core import EngineCore
@@ -74,6 +75,6 @@ class FakeLLM(LLM):
         """See `FakeAsyncLLM.requests`."""
         return self._fake.requests
 
-    def _make_engine(self, model: str | EngineConfig, settings: dict[str, Any]) -> AsyncLLM:
+    def _make_engine(self, model: str | PathLike[str] | EngineConfig, settings: dict[str, Any]) -> AsyncLLM:
         self._fake = FakeAsyncLLM(self._script, **settings)
         return self._fake

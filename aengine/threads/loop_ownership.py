@@ -6,7 +6,7 @@ import asyncio
 
 from ..errors import EngineClosedError, InvalidRequestError
 
-__all__ = ["check_may_block", "foreign_process", "other_loop", "running_loop"]
+__all__ = ["check_may_block", "foreign_process", "not_copied", "other_loop", "running_loop"]
 
 
 def running_loop() -> asyncio.AbstractEventLoop:
@@ -57,4 +57,12 @@ def foreign_process(pid: int) -> EngineClosedError:
     return EngineClosedError(
         f"the engine belongs to process {pid}, which forked this one, and can't be shared by a fork: make and start an "
         f"engine here, after the fork (under gunicorn in each worker's start-up, not before --preload forks them)"
+    )
+
+
+def not_copied(engine: object) -> TypeError:
+    """Make the error for pickling or copying an engine."""
+    return TypeError(
+        f"{engine!r} belongs to this process, and can't be pickled or copied: make an engine where it is needed; its "
+        f"EngineConfig can be sent there"
     )

@@ -115,6 +115,9 @@ def part_of(prompt: Prompt) -> TextPart | TokensPart | MessagesPart:
         return MessagesPart(checked_messages(prompt))
     if isinstance(first, int) and not isinstance(first, bool):
         return TokensPart(prompt)  # type: ignore[arg-type]
+    if isinstance(first, str):
+        cure = "a call takes one prompt: begin one for each with asyncio.gather, or give the list to LLM.generate"
+        raise InvalidRequestError(f"a prompt must be {_WANTED}, not a list of str; {cure}", param="prompt")
     raise InvalidRequestError(f"a prompt must be {_WANTED}, not a list of {type(first).__name__}", param="prompt")
 
 

@@ -361,7 +361,7 @@ Tool.of({"name": "f"})
 try:
     Tool("f", function=lambda: 1)
 except InvalidRequestError as error:
-    assert "pip install aengine[pydantic]" in str(error) and error.param == "tools", error
+    assert "pip install pydantic" in str(error) and error.param == "tools", error
 else:
     raise SystemExit("not refused")
 """

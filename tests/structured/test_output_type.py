@@ -306,7 +306,7 @@ except Exception as error:
     print(type(error).__name__, error.param, error)
 """
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
-    assert done.stdout == "InvalidRequestError output_type output_type needs pydantic: pip install aengine[pydantic]\n"
+    assert done.stdout == "InvalidRequestError output_type output_type needs pydantic: pip install pydantic\n"
 
 
 TIMES: list[Any] = [
