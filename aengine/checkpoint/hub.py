@@ -65,7 +65,7 @@ def fetch(
         wanted = ".safetensors" if weights else "tokenizer.json"
         has_wanted = any(file.endswith(wanted) and "/" not in file for file in sizes)
         has_gguf = any(file.lower().endswith(".gguf") for file in sizes)
-        # Settings alone are fetched too: the caller says what is missing beside them.
+        # Settings alone are fetched too: the caller reports what is missing beside them.
         if choice is None and (has_wanted or ("config.json" in sizes and not has_gguf)):
             return _snapshot(repo, revision, [*_TOKENIZER_FILES, *(_WEIGHT_FILES if weights else ())], progress)
         files = choose_gguf(sizes, choice or GgufChoice(), where)

@@ -34,7 +34,7 @@ Measured there; in large batches the programs are small, and a long sequence is 
 
 PLAN_COLUMNS = 8
 """An item's sequence (-1: none), its row and length, begin and end of the item's keys, the sequence's first item and
-how many it has. A sector of memory, so that a program learns all of it in one read."""
+how many it has. A sector of memory, so that a program gets all of it in one read."""
 
 
 class DecodeWorkspace:

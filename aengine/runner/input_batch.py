@@ -40,7 +40,7 @@ class BatchPlan:
     sampling: Rows  # [num_sampled]: which requests sample, ascending
     num_tokens: int  # over all requests
     num_decodes: int  # leading requests of one token
-    drafts: DraftPlan | None = None  # None: nobody has any
+    drafts: DraftPlan | None = None  # None: no request has any
     is_exact: bool = True  # no seq_len of a request with more than one token is an upper bound
 
     @property

@@ -1,7 +1,7 @@
 """A model's shape, read and checked once; everything else takes it from here.
 
 `ModelConfig` has what the runner needs of any model, and what dense decoders have in common. A family's own config, in
-its file, adds what only its layers need, and says by which rules a config.json is read (`ConfigReader` helps).
+its file, adds what only its layers need, and has the rules by which a config.json is read (`ConfigReader` helps).
 """
 
 from __future__ import annotations

@@ -185,7 +185,7 @@ class RequestState:
         self.num_unsettled[drafted.rows_host[drafted.lengths_host > 1]] += 1
         counts = drafted.count_accepted(sampled)
         end = self.scalars.num_tokens.index_select(0, rows_device)
-        # What was sampled after a rejected draft is written too: nobody reads it before it is overwritten.
+        # What was sampled after a rejected draft is written too: it is overwritten before it is read.
         self.token_ids.index_put_((rows_device, end + drafted.places_device), sampled.int())
         self.scalars.num_tokens.index_add_(0, drafted.rows, counts.int())
         self.scalars.num_computed_tokens.index_add_(0, drafted.rows, (counts - drafted.lengths).int())

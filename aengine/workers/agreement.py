@@ -3,9 +3,9 @@
     worker                                    host
     load, profile ──PROFILED: its offer──>    agree: a plan for all, or ModelLoadError
     allocate      <──ALLOCATE: the plan───
-    capture       ──READY: what it has───>    merge: what the engine is told
+    capture       ──READY: what it has───>    merge: what the engine gets
 
-No rank takes memory before all have said what they have, since all use the same block ids.
+No rank takes memory before the offers of all have come, since all use the same block ids.
 """
 
 from __future__ import annotations

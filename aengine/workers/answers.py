@@ -77,7 +77,7 @@ class PendingAnswers:
         for future in waiters:
             if not future.done() and not future.get_loop().is_closed():
                 future.set_exception(error)
-                future.exception()  # whoever still awaits it gets it; nobody else need be warned
+                future.exception()  # marks it as retrieved: without a waiter asyncio would warn
 
 
 def _settle(reply: asyncio.Future[Any] | None, rank: int, message: dict[str, Any]) -> None:
@@ -90,7 +90,7 @@ def _settle(reply: asyncio.Future[Any] | None, rank: int, message: dict[str, Any
 
 
 def reported_error(rank: int, message: dict[str, Any]) -> EngineError:
-    """The error of an ERROR frame: of the class that the worker raised where that says whose fault it is."""
+    """The error of an ERROR frame: a ModelLoadError as such, any other as an InternalError."""
     kind, text, trace = str(message["type"]), str(message["message"]), str(message["traceback"])
     error: EngineError
     if kind == "ModelLoadError":

@@ -3,8 +3,8 @@
     python -P entry.py HOST_PID DEATH_FD RANK SPIN_US CHANNEL TARGET SEARCH_PATH
 
 Before anything heavy is imported it attaches to the rings, whose names are gone from then on, and makes sure that it
-can't outlive the host. In this order: a host that was killed before has left a name that only this process knows of.
-From then on the host's death ends it at once, whatever it is doing.
+can't outlive the host. In this order: if the host was killed before, this process alone can still remove the name.
+From then on the host's death ends it at once.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ def die_with_host(host_pid: int, death_fd: int) -> None:
 
 def _guard(death_fd: int) -> None:
     pipe = select.poll()
-    pipe.register(death_fd)  # nobody writes to it: the one event is the end of its last write end
+    pipe.register(death_fd)  # it is never written to: the one event is the end of its last write end
     while not pipe.poll(_TRIM_PERIOD):
         if os.fstat(2).st_size > _TRIM_BYTES:
             os.ftruncate(2, 0)

@@ -1,4 +1,4 @@
-"""The worker processes of one executor, by rank: told the same in the same order, and ended together."""
+"""The worker processes of one executor, by rank: they get the same frames in the same order, and end together."""
 
 from __future__ import annotations
 

@@ -58,10 +58,10 @@ class Handshake:
         for future in (*self._offers, *self._readies):
             if not future.done() and not future.get_loop().is_closed():
                 future.set_exception(error)
-                future.exception()  # whoever still awaits it gets it; nobody else need be warned
+                future.exception()  # marks it as retrieved: without a waiter asyncio would warn
 
     def slowest(self) -> tuple[int, str]:
-        """The rank that is furthest behind, and what it last said that it was doing."""
+        """The rank that is furthest behind, and the stage that it last reported."""
         silent = [rank.index for rank in self.ranks if rank.index not in self._now]
         if silent:
             return silent[0], "exec"

@@ -17,7 +17,7 @@ from ..ipc.messages import GrammarOutput, ModelRunnerOutput, SchedulerOutput
 __all__ = ["Answer", "FixedModel", "LoadedModel", "Progress", "Runner"]
 
 Progress = Callable[[str, int, int, str], None]
-"""Is told stage, done, total (0: not known) and their unit."""
+"""Gets stage, done, total (0: not known) and their unit."""
 
 
 class Answer(Protocol):

@@ -31,7 +31,7 @@ class Rank:
 
     @property
     def answers(self) -> bool:
-        """Whether the host hears of sampled tokens from this rank: the first of the last stage."""
+        """Whether this rank sends the sampled tokens to the host: the first of the last stage."""
         return self.tp_rank == 0 and self.pp_rank == self.pp_size - 1
 
     def __str__(self) -> str:

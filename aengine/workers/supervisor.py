@@ -9,7 +9,7 @@
     └───────────────────────────────┘  (write end)   └───────────────────────────────┘
 
 The worker is started by exec of `entry.py`: nothing of the host's state is inherited but the descriptors it needs.
-Its death is told by ``waitpid`` in the watch thread. The host's death is told to it twice: by the end of the death
+Its death is seen by ``waitpid`` in the watch thread. It sees the host's death in two ways: by the end of the death
 pipe, whose write end only the host holds (and its forks, which may outlive it), and by PR_SET_PDEATHSIG. That signal
 comes when the *thread* that forked ends, not the process; so the thread that forks is the watch thread, which lives
 exactly as long as the worker.
@@ -47,7 +47,7 @@ class WorkerProcess:
 
     ``channel``: made by ``HostChannel.create`` (in a thread: it takes milliseconds), from now on this object's.
     ``on_frames`` and ``on_death`` are methods, held weakly: the watch thread and the loop hold this object, and may not
-    keep an executor alive that everybody else has dropped.
+    keep an executor alive to which no other reference is left.
     """
 
     def __init__(
@@ -65,7 +65,7 @@ class WorkerProcess:
         Raises EngineError when there is no Python to run, or no thread or descriptor left.
         """
         self.rank = rank
-        self.pid: int | None = None  # until it is there; never a number by which a kill() would mean somebody else
+        self.pid: int | None = None  # until the process is started
         self.channel = channel
         self._host_pid = os.getpid()
         self._loop = loop
@@ -123,7 +123,7 @@ class WorkerProcess:
         self._ended.set()
         try:
             self._loop.call_soon_threadsafe(self._reaped, code, error)
-        except RuntimeError:  # the loop was closed: nobody is left to tell
+        except RuntimeError:  # the loop was closed
             pass
 
     def _spawn(self, command: list[str], environment: dict[str, str]) -> subprocess.Popen[bytes] | None:

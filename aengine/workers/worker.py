@@ -2,7 +2,7 @@
 
 Every rank reads the same frames in the same order. One of them answers steps; a collective call is executed by all and
 answered by the rank it names. An exception while loading is reported and ends the worker; so does one in a step,
-since nobody can say what the device's memory holds after it: the host has every request's tokens and starts anew, all
+since the content of the device's memory is not known after it: the host has every request's tokens and starts anew, all
 ranks together. One in a collective call is that call's answer.
 
     ring ──> queue of frames ──> launched, at most max_in_flight_steps ──> answered
@@ -195,7 +195,7 @@ class Worker:
         while not self._ended.is_set():
             if time.monotonic() - counted >= _MEMORY_PERIOD:
                 counted = time.monotonic()
-                with contextlib.suppress(Exception):  # the heart beats on, whatever becomes of the device
+                with contextlib.suppress(Exception):  # heartbeats go on though the device fails
                     assert self._loading.model is not None
                     device_bytes = self._loading.model.device_bytes()
             self._channel.beat(device_bytes)

@@ -130,7 +130,7 @@ def finish(
         tl.store(mine + g[:, None] * PART + d[None, :], acc, mask=is_head)
         tl.store(mine + g * PART + DP, top, mask=g < GROUP)
         tl.store(mine + g * PART + DP + 1, total, mask=g < GROUP)
-        tl.debug_barrier()  # all threads' parts are written before one of them says so
+        tl.debug_barrier()  # all threads' parts are written before one of them counts
         num_done = tl.atomic_add(counters + counter, 1, sem="acq_rel", scope="gpu")
         if num_done == num_splits - 1:
             tl.store(counters + counter, 0)
@@ -162,7 +162,7 @@ def _combine(
         i = begin + tl.arange(0, FEW)
         part = first + i[:, None] * STRIDE + g[None, :] * (DP + 2)
         known = (i < num_parts)[:, None] & is_head[None, :]
-        # .cg: past the L1 cache, which does not know what other multiprocessors wrote
+        # .cg: past the L1 cache, which is not updated when other multiprocessors write
         tops = tl.load(part + DP, mask=known, other=-float("inf"), cache_modifier=".cg")
         totals = tl.load(part + DP + 1, mask=known, other=0.0, cache_modifier=".cg")
         accs = tl.load(part[:, :, None] + d[None, None, :], mask=known[:, :, None], other=0.0, cache_modifier=".cg")

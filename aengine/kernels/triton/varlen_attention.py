@@ -3,7 +3,7 @@ what is read for one head does for the others.
 
 Operations: 4 * head_dim a (query, key) pair seen; bytes: q, out, and K and V once a block of queries, mostly out of the
 L2 cache. Which queries a block has is written down once a step, for all layers and heads (`plan_prompts`): a program
-learns it in one read instead of searching.
+gets it in one read instead of searching.
 """
 
 from __future__ import annotations

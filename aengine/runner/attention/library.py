@@ -6,7 +6,7 @@
     flash-attn-2    flash-attn; Ampere and later
 
 The libraries get keys and values in one piece: those of this step where every prompt begins here, else a copy of them
-together with their context. So they know nothing of blocks, and no block size suits one of them better.
+together with their context. So no library depends on blocks or on their size.
 """
 
 from __future__ import annotations
@@ -122,7 +122,7 @@ Varlen = Callable[..., Any]
 
 
 class LibraryPrefill:
-    """A varlen function of the flash-attn family. If it fails, it is said once, and our own kernel takes over.
+    """A varlen function of the flash-attn family. If it fails, one warning is logged, and our own kernel is used.
 
     Importing such a library and compiling its kernel takes seconds, so a thread does it while the engine starts.
     """
@@ -139,7 +139,7 @@ class LibraryPrefill:
     def _load(self, load: Callable[[], Varlen]) -> None:
         try:
             self._function = load()
-        except Exception as error:  # whatever a library's own import may do
+        except Exception as error:  # an import of a library may raise anything
             self._error = error
 
     def join(self) -> None:
@@ -282,7 +282,7 @@ def _load_varlen(
     num_kv_heads: int,
     head_dim: int,
 ) -> Varlen:
-    """Import it, and call it once, so that it is compiled. Raises whatever the library does."""
+    """Import it, and call it once, so that it is compiled. Raises what the library raises."""
     with warnings.catch_warnings(), aside():
         warnings.simplefilter("ignore")
         function: Varlen = importlib.import_module(module).flash_attn_varlen_func

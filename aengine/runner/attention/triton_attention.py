@@ -3,7 +3,7 @@
     bind_decode         every request has one new token: norm of q and k, rotary, KV write and attention are one launch
     bind, bind_batch    any batch: one launch rotates and writes all tokens; then decodes and prompts, each its kernel
 
-A layer's cache is [num_blocks, block_size, 2, num_kv_heads, head_dim] to whoever indexes it, and lies in memory as
+A layer's cache is [num_blocks, block_size, 2, num_kv_heads, head_dim] as it is indexed, and lies in memory as
 [num_blocks, 2, num_kv_heads, block_size, head_dim], so that a head's tokens of a block are one run.
 """
 

@@ -1,1 +1,1 @@
-"""The devices that a runner can use, and what each says of itself."""
+"""The devices that a runner can use, and their properties."""

@@ -2,7 +2,7 @@
 
 A GPU that can't be used ends the start with one line that says why and what helps, or, with device="auto", is passed
 over for the CPU with that line as a warning. What is missing beside a good GPU (Triton, a compiler) ends the start
-either way: its cure is quick, and nobody who has the GPU wants the CPU.
+either way: its cure is quick, and a GPU is there.
 """
 
 from __future__ import annotations
@@ -154,7 +154,7 @@ class CudaPlatform:
     def share(self, memory: Tensor) -> bool:
         if int(torch.cuda.cudart().cudaHostRegister(memory.data_ptr(), memory.nbytes, 0)) == 0:
             return True
-        with contextlib.suppress(RuntimeError):  # whoever uses CUDA next would be told of the failure
+        with contextlib.suppress(RuntimeError):  # else the next call of CUDA would raise the failure
             torch.zeros(1, device=self.device)
         return False
 

@@ -50,7 +50,7 @@ class DeviceMemory(NamedTuple):
     """Bytes."""
 
     total: int
-    free: int  # that nobody has taken
+    free: int  # that no process has taken
     allocated: int  # that this process' tensors take
     reserved: int  # that this process has taken, those of its tensors included
 
@@ -60,7 +60,7 @@ class Unavailable:
     """Why a device can't be used, with the cure, as a clause."""
 
     reason: str
-    is_expected: bool = False  # the machine has none, and nobody need be warned of that
+    is_expected: bool = False  # the machine has none: no warning is needed
 
     def __str__(self) -> str:
         return self.reason

@@ -1,7 +1,7 @@
 """Report what torch finds on this machine and what the engine would choose, as JSON on stdout.
 
 `aengine.cli.diagnosis` runs ``python -m aengine.runner.platforms.probe`` in a process of its own, as the host half
-never imports torch. Everything is asked of the code that a worker asks when it starts.
+never imports torch. All checks are the functions that a worker calls when it starts.
 """
 
 from __future__ import annotations

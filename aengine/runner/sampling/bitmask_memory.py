@@ -53,7 +53,7 @@ class HostBitmasks:
         assert not isinstance(bitmask, int), "the worker has looked it up"
         if len(bitmask) != count * self.row_bytes:
             raise InternalError(f"the bitmask has {len(bitmask)} bytes, but {count} rows of {self.row_bytes} are due")
-        # torch warns of memory that can't be written to, though nobody does.
+        # torch warns of memory that can't be written to, though none is written to.
         memory = bytearray(bitmask) if isinstance(bitmask, bytes) else bitmask
         bits = np.frombuffer(memory, dtype=np.uint8).reshape(count, self.row_bytes)
         masked = np.frombuffer(grammar.batch_idx, dtype=np.int32)

@@ -151,7 +151,7 @@ class MinTokens(_Feature):
 
 
 class Bitmask(_Feature):
-    """`structured_output`: the tokens that the grammars of this step allow. Its state lives on the host half."""
+    """`structured_output`: the tokens that the grammars of this step allow. Its state is on the host."""
 
     def __init__(self, requests: RequestState, bitmasks: HostBitmasks) -> None:
         super().__init__(requests)

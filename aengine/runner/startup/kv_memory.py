@@ -123,7 +123,7 @@ def gpu_budget(config: EngineConfig, *, total: int, peak: int, others: int, weig
 def profile_run(runner: ModelRunner, *, max_num_seqs: int, max_num_batched_tokens: int, max_model_len: int) -> None:
     """Run the largest batch: as many requests as may be share out the most tokens, and all of them sample.
 
-    The runner's rows are free again afterwards. All write the same blocks, as nobody reads what they hold, so the pool
+    The runner's rows are free again afterwards. All write the same blocks, which are never read, so the pool
     needs no more of them than one request of max_model_len tokens.
     """
     requests: list[NewRequest] = []

@@ -24,10 +24,10 @@ from ..model_runner import ModelRunner
 from ..models import build_model, read_config
 from ..platforms.choice import choose_platform
 from ..weights.formats import choose_formats
-from ..weights.loader import LoadedWeights, load_weights
+from ..weights.loader import LoadedWeights, Progress, load_weights
 from .kv_memory import KvPlan, choose_kv_dtype
 from .profile import profile
-from .setup import Progress, RunnerSetup
+from .setup import RunnerSetup
 
 __all__ = ["LocalModel", "load_model"]
 

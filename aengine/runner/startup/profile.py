@@ -16,8 +16,9 @@ import time
 from ...system.memory import free_memory
 from ..graphs.cuda_graphs import BatchDescriptor, GraphKind
 from ..model_runner import ModelRunner
+from ..weights.loader import Progress
 from .kv_memory import KvPlan, cpu_budget, gpu_budget, plan_kv, profile_run, resolve_max_model_len
-from .setup import Progress, RunnerSetup
+from .setup import RunnerSetup
 from .warm_up import compile_kernels
 
 __all__ = ["profile"]
@@ -59,7 +60,7 @@ def _accelerator_budget(setup: RunnerSetup, wanted_len: int, progress: Progress)
     progress("profile", 0, 0, "")
     peak = _peak(setup, runner, wanted_len) - num_blocks * setup.kv_layout.page_bytes
     del runner
-    gc.collect()  # the runner and its graphs know each other
+    gc.collect()  # the runner and its graphs reference each other
     setup.platform.release_cached()
     memory = setup.platform.memory()
     logger.info("kernels compiled in %.1f s, memory profiled in %.1f s", compiled - begun, time.monotonic() - compiled)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
@@ -20,10 +20,7 @@ from ..model_runner import ModelRunner
 from ..models.causal_lm import CausalLM
 from ..platforms.platform import Platform
 
-__all__ = ["Progress", "RunnerSetup"]
-
-Progress = Callable[[str, int, int, str], None]
-"""Is told stage, done, total (0: not known) and their unit."""
+__all__ = ["RunnerSetup"]
 
 MAX_GRAPH_TOKENS = 2048
 """Tokens of the largest step with prompts that has a graph: a larger one takes the GPU longer than the host takes to

@@ -29,17 +29,18 @@ from .reading import Source, Target, in_threads
 from .safetensors_source import read_safetensors
 from .scope import Place
 
-__all__ = ["LoadedWeights", "load_weights"]
+__all__ = ["LoadedWeights", "Progress", "load_weights"]
 
 logger = logging.getLogger("aengine.runner")
 
 Progress = Callable[[str, int, int, str], None]
+"""Gets stage, done, total (0: not known) and their unit."""
 CPU = torch.device("cpu")
 
 _IGNORED = re.compile(
     r"rotary_emb\.inv_freq$|rope_freqs|\.masked_bias$|attn_rot_embd|\.weight_shape$|^lm_head\.weight$"
 )
-"""A checkpoint may hold these though the model does not want them: constants, and the output matrix of a tied model."""
+"""Tensors of a checkpoint for which the model may have no place: constants, and the output matrix of a tied model."""
 
 
 class LoadedWeights:
@@ -59,7 +60,7 @@ def load_weights(
     device: torch.device = CPU,
     memory: Callable[[], DeviceMemory] | None = None,
 ) -> LoadedWeights:
-    """Fill the model. ``progress(stage, done, total, unit)`` is told bytes; ``memory()`` is the device's, for errors.
+    """Fill the model. ``progress(stage, done, total, unit)`` gets bytes; ``memory()`` is the device's, for errors.
 
     Raises:
         ModelLoadError: a file is missing, truncated or corrupt; a tensor is missing, has another shape or is not stored

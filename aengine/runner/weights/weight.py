@@ -1,7 +1,7 @@
 """`Weight`: a matrix that multiplies, in whatever format it is kept; and what such a format is.
 
-A format is one file: it says which tensors of the checkpoint make a matrix [out_features, in_features], and makes a
-`Weight` of them, which knows how to multiply. `Weight` has the products of a layer as verbs, together with what comes
+A format is one file: it names the tensors of the checkpoint that make a matrix [out_features, in_features], and makes a
+`Weight` of them, which multiplies. `Weight` has the products of a layer as verbs, together with what comes
 right before and after them. A format that can do both in one kernel overrides the verb; others multiply, and the rest
 is done beside.
 """
@@ -22,7 +22,7 @@ __all__ = ["Norm", "StoredTensor", "Weight", "WeightFormat", "join_rows"]
 
 
 class Norm(Protocol):
-    """An RMS norm, as a product after it needs to know it."""
+    """Parameters of an RMS norm that a product after it applies."""
 
     weight: Tensor  # [in_features]
     eps: float
