@@ -52,7 +52,7 @@ async def main() -> None:
     tools = tools_of([get_weather])
     async with AsyncLLM("smollm2-135m") as engine:
         messages: list[dict] = [{"role": "user", "content": question}]
-        # A model this small does not know when to call: it must, once. Larger ones get "auto", in a loop.
+        # A model this small rarely calls by itself, so one call is required. For larger ones use "auto", in a loop.
         message, _ = await answer(
             engine, messages, params, tools=tools, tool_choice="required", parallel_tool_calls=False
         )

@@ -32,7 +32,7 @@ async def lifespan(app: FastAPI) -> AsyncIterator[None]:
     model = os.environ.get("MODEL", "smollm2-135m")
     async with AsyncLLM(model, max_num_queued_requests=256) as engine:
         app.state.engine = engine
-        with when_told_to_stop(lambda: wind_down(engine)):
+        with on_stop_signal(lambda: wind_down(engine)):
             yield
 
 
@@ -43,10 +43,10 @@ async def wind_down(engine: AsyncLLM) -> None:
 
 
 @contextmanager
-def when_told_to_stop(function: Callable[[], Coroutine[Any, Any, None]]) -> Iterator[None]:
+def on_stop_signal(function: Callable[[], Coroutine[Any, Any, None]]) -> Iterator[None]:
     """Within: when SIGTERM or SIGINT comes, ``function()`` runs on this loop, and the server's own handler as before.
 
-    A lifespan is told too late: uvicorn, alone or under gunicorn, ends it when every response has ended.
+    The lifespan's end would be too late: uvicorn, alone or under gunicorn, ends it when every response has ended.
     """
     loop, tasks = asyncio.get_running_loop(), set[asyncio.Task[None]]()
     in_main_thread = threading.current_thread() is threading.main_thread()  # no other may set handlers
@@ -57,17 +57,17 @@ def when_told_to_stop(function: Callable[[], Coroutine[Any, Any, None]]) -> Iter
         if not tasks:
             tasks.add(loop.create_task(function()))
 
-    def told(number: int, frame: Any) -> None:
+    def handle(number: int, frame: Any) -> None:
         loop.call_soon_threadsafe(begin)
         handlers[signal.Signals(number)](number, frame)
 
     for number in handlers:
-        signal.signal(number, told)
+        signal.signal(number, handle)
     try:
         yield
     finally:
         for number, handler in handlers.items():
-            if signal.getsignal(number) is told:
+            if signal.getsignal(number) is handle:
                 signal.signal(number, handler)
         for task in tasks:
             task.cancel()
@@ -171,5 +171,5 @@ async def fail(request: Request, error: EngineError) -> JSONResponse:
 
 
 if __name__ == "__main__":
-    # Whoever does not read what is sent to them can hold up a response for ever: the server has the last word.
+    # A client that reads nothing would hold up its response for ever: the server's timeout ends it.
     uvicorn.run(app, host="127.0.0.1", port=8000, timeout_graceful_shutdown=int(GRACE_SECONDS) + 2)
