@@ -138,6 +138,8 @@ class FakeExecutor:
         for batch_idx, (req_idx, is_due) in enumerate(zip(out.req_idx, due, strict=True)):
             stop = start + (0 if out.drafts is None else out.drafts.counts[batch_idx])
             drafts = [] if out.drafts is None else list(out.drafts.token_ids[start:stop])
+            if out.drafts is not None and out.drafts.is_certain[batch_idx] and batch_idx in masks:
+                masks[batch_idx][:0] = [[token_id] for token_id in drafts]
             row, tokens = self._rows[req_idx], []
             while is_due:
                 allowed = masks.get(batch_idx)

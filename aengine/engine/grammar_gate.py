@@ -79,7 +79,7 @@ class GrammarGate:
         bitmasks = self._grammars.bitmasks
         batch_idx_column = int32(i for i, _ in due)
         if step.drafts:
-            batch_idx_column = int32(i for i, _ in due for _ in range(1 + len(step.drafts.get(i, ()))))
+            batch_idx_column = int32(i for i, _ in due for _ in range(step.num_samples(i)))
         num_bytes = bitmasks.row_bytes * len(batch_idx_column)
         shared = executor.bitmask(num_bytes)
         rows = bytearray(num_bytes) if shared is None else shared
@@ -91,7 +91,8 @@ class GrammarGate:
             grammar = request.grammar
             assert grammar is not None
             drafts = step.drafts.get(batch_idx, ()) if step.drafts else ()
-            jobs.append(MaskJob(grammar, grammar.take_pending(), drafts, wants_forced and request.takes_drafts))
+            may_draft = wants_forced and request.takes_drafts
+            jobs.append(MaskJob(grammar, grammar.take_pending(), drafts, batch_idx in step.certain, may_draft))
         filled = bitmasks.fill(jobs, rows)
         return Masks(step, [request for _, request in due], batch_idx_column, rows, shared is not None, filled)
 
@@ -109,7 +110,9 @@ class GrammarGate:
                 request = masks.due[job]
                 assert request.grammar is not None
                 request.grammar.forced = token_ids
-                self._scheduler.propose(request, self._proposer.propose(request))
+                drafts = self._proposer.propose(request)
+                # Log-probabilities are computed of each token.
+                self._scheduler.propose(request, drafts, are_certain=request.params.logprobs is None)
 
     async def _filled(self, filling: Filling) -> Filled:
         """A grammar's row may take seconds, for which the worker is not to blame."""

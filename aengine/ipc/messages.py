@@ -169,10 +169,12 @@ class NewRequest:
 @dataclass(slots=True)
 class DraftColumns:
     """Guesses at the tokens that come next. A row's drafts follow all its other tokens, those in flight included, and
-    are computed with them; the row samples after its last known token and after each draft."""
+    are computed with them; the row samples after its last known token and after each draft. If they are certain, it
+    gets all of them, and samples after the last alone."""
 
     counts: array[int]  # [num_reqs] drafts of each, 0 or more; num_scheduled_tokens includes them
     token_ids: array[int]  # [sum(counts)]
+    is_certain: array[int]  # [num_reqs] 1: they are
 
 
 @dataclass(slots=True)
@@ -182,7 +184,8 @@ class SchedulerOutput:
     A worker applies it in the order of the fields. A row whose known tokens are all computed by this step samples one
     more: both sides know that without asking, as ``num_computed + num_scheduled == num_tokens``.
 
-    A row with k drafts gets 1 to 1 + k tokens: both sides count 1 + k, until a later step settles how many it was.
+    A row with k drafts gets 1 to 1 + k tokens: both sides count 1 + k, until a later step settles how many it was. Of
+    drafts that are certain there is nothing to settle.
     """
 
     step_id: int
@@ -204,8 +207,8 @@ class SchedulerOutput:
 class GrammarOutput:
     """The bitmask of one step: row i of ``bitmask`` belongs to batch position ``batch_idx[i]``.
 
-    A position with k drafts has 1 + k rows, one after the other: of the token that follows its known ones, and of those
-    that follow each draft."""
+    A position with k drafts that are not certain has 1 + k rows, one after the other: of the token that follows its
+    known ones, and of those that follow each draft. Others have one, of the token that they sample."""
 
     step_id: int
     batch_idx: array[int]
@@ -285,7 +288,9 @@ def pack(message: object) -> bytes:
                 m.num_scheduled_tokens.tobytes(),
                 m.sample_now,
                 m.is_leased,
-                None if m.drafts is None else (m.drafts.counts.tobytes(), m.drafts.token_ids.tobytes()),
+                None
+                if m.drafts is None
+                else [c.tobytes() for c in (m.drafts.counts, m.drafts.token_ids, m.drafts.is_certain)],
             )
         )
     if type(message) is ModelRunnerOutput:
@@ -373,15 +378,16 @@ def _step(data: Any) -> SchedulerOutput:
         _ints(scheduled),
         bool(sample_now),
         bool(is_leased),
-        None if drafts is None else DraftColumns(_ints(drafts[0]), _ints(drafts[1])),
+        None if drafts is None else DraftColumns(*map(_ints, drafts)),
     )
     batch = out.req_idx, out.num_scheduled_tokens
     pairs = (out.settled_rows, out.num_rejected), (out.block_rows, out.block_ids), batch
     if any(len(a) != len(b) for a, b in pairs) or len(out.block_groups) not in (0, len(out.block_ids)):
         raise MessageError(f"step {out.step_id}: columns of unequal length")
     if out.drafts is not None:
-        counts = out.drafts.counts
-        if len(counts) != len(out.req_idx) or min(counts, default=0) < 0 or sum(counts) != len(out.drafts.token_ids):
+        counts, num_reqs = out.drafts.counts, len(out.req_idx)
+        fits = len(counts) == len(out.drafts.is_certain) == num_reqs and sum(counts) == len(out.drafts.token_ids)
+        if not fits or min(counts, default=0) < 0:
             raise MessageError(f"step {out.step_id}: drafts that do not fit the batch")
     return out
 

@@ -16,7 +16,7 @@ from typing import NamedTuple, Protocol
 import numpy as np
 from torch import Tensor
 
-from ..ipc.messages import LogprobColumns, ModelRunnerOutput, PooledColumns, RowError, float32, int32
+from ..ipc.messages import DraftColumns, LogprobColumns, ModelRunnerOutput, PooledColumns, RowError, float32, int32
 from .input_batch import Rows
 from .platforms.platform import Event, Platform
 from .sampling.sampler import LogprobTensors
@@ -49,8 +49,9 @@ class AsyncOutput:
     batch positions ``sampling`` (host int64 [n]).
 
     ``source``: their tokens; None if nothing was sampled. ``logprobs``: whose they are. ``row_errors``: batch position
-    to the error of a request that failed before it was sampled. ``is_ragged``: some had drafts; then ``places`` [n]
-    says how many drafts are before each row. ``pooled``: the batch positions of those that get a vector.
+    to the error of a request that failed before it was sampled. ``drafts``: the step's, if its answer is ragged;
+    ``places`` [n]: how many that are not certain are before each row. ``pooled``: the batch positions of those that get
+    a vector.
     """
 
     def __init__(
@@ -62,7 +63,7 @@ class AsyncOutput:
         row_errors: Mapping[int, RowError],
         logprobs: LogprobTensors | None = None,
         *,
-        is_ragged: bool = False,
+        drafts: DraftColumns | None = None,
         places: Rows | None = None,
         pooled: Rows | None = None,
     ) -> None:
@@ -72,7 +73,7 @@ class AsyncOutput:
         self._source = source
         self._row_errors = row_errors
         self._logprobs = logprobs
-        self._is_ragged = is_ragged
+        self._drafts = drafts
         self._places = places
         self._pooled = pooled
 
@@ -84,9 +85,12 @@ class AsyncOutput:
         """Wait for the device and put the answer together."""
         host = HostOutput() if self._source is None else self._source.get()
         # Which rows of logits the answer has, in its order, and their errors; None: all, in any order.
-        kept = None if not self._is_ragged else self._accepted(host)
+        kept = None if self._drafts is None else self._accepted(host)
         errors = self._errors(host, kept)
-        output = self._ragged(host, kept, errors) if kept is not None else self._one_each(host, errors)
+        if kept is None or self._drafts is None:
+            output = self._one_each(host, errors)
+        else:
+            output = self._ragged(host, kept, errors, self._drafts)
         output.errors = [errors[i] for i in sorted(errors)]
         if host.vectors is not None and self._pooled is not None:
             output.pooled = PooledColumns(int32(self._pooled.tolist()), _float_column(host.vectors))
@@ -122,15 +126,23 @@ class AsyncOutput:
         counts = host.counts[np.cumsum(self._places == 0) - 1]  # of the request of each row
         return order[(self._places < counts)[order]]
 
-    def _ragged(self, host: HostOutput, kept: Rows, errors: Mapping[int, RowError]) -> ModelRunnerOutput:
+    def _ragged(
+        self, host: HostOutput, kept: Rows, errors: Mapping[int, RowError], drafts: DraftColumns
+    ) -> ModelRunnerOutput:
         if errors:
             kept = kept[~np.isin(self._sampling[kept], list(errors))]
         counts = np.bincount(self._sampling[kept], minlength=self._num_reqs).astype(np.int32)
         token_ids = np.empty(0, dtype=np.int32) if host.token_ids is None else host.token_ids[kept].astype(np.int32)
+        # Drafts that are certain come before what was sampled after them.
+        num_drafts, is_certain = np.array(drafts.counts), np.array(drafts.is_certain, dtype=bool)
+        certain = np.where(is_certain & (counts > 0), num_drafts, 0)
+        certain_ids = np.array(drafts.token_ids)[np.repeat(certain > 0, num_drafts)]
+        token_ids = np.insert(token_ids, np.repeat(np.cumsum(counts) - counts, certain), certain_ids)
+        counts += certain.astype(np.int32)
         logprobs = None
         if self._logprobs is not None:
             token_idx = np.full(len(self._sampling), -1, dtype=np.int64)
-            token_idx[kept] = np.arange(len(kept))
+            token_idx[kept] = np.arange(len(kept)) + np.cumsum(certain)[self._sampling[kept]]
             token_idx = token_idx[self._logprobs.rows]
             keep = [i for i in np.argsort(token_idx) if token_idx[i] >= 0]
             logprobs = _columns(self._logprobs, host, keep, token_idx)

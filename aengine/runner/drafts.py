@@ -8,6 +8,9 @@
 A sampled token is the request's if every draft before it is what was sampled there: a' always, b' if a = a', and so on.
 So a draft changes how many tokens a step brings, and never which. What the rejected ones left in the row and in the KV
 cache is past the row's end, and is overwritten by the tokens that come to be there.
+
+Drafts that are certain, as nothing else can be sampled, are the row's tokens as soon as they are written: the request
+has one row of logits, after the last.
 """
 
 from __future__ import annotations
@@ -34,6 +37,7 @@ class DraftPlan:
 
     counts: Rows  # [num_reqs]
     token_ids: Rows  # [sum(counts)]
+    is_certain: npt.NDArray[np.bool_]  # [num_reqs]
 
     @classmethod
     def make(cls, columns: DraftColumns, batch_idx: Rows, vocab_size: int) -> DraftPlan:
@@ -44,12 +48,20 @@ class DraftPlan:
         if len(token_ids) and not 0 <= token_ids.min() <= token_ids.max() < vocab_size:
             raise InternalError("a draft is a token that the model does not have")
         parts = np.split(token_ids, np.cumsum(counts)[:-1])
-        return cls(counts[batch_idx], np.concatenate([parts[i] for i in batch_idx]))
+        is_certain = np.array(columns.is_certain, dtype=bool)[batch_idx]
+        return cls(counts[batch_idx], np.concatenate([parts[i] for i in batch_idx]), is_certain)
+
+    def uncertain(self) -> DraftPlan | None:
+        """The drafts without those that are certain; None if there are no others."""
+        counts = np.where(self.is_certain, 0, self.counts)
+        if not counts.any():
+            return None
+        return DraftPlan(counts, self.token_ids[~np.repeat(self.is_certain, self.counts)], self.is_certain)
 
     def first(self, n: int) -> DraftPlan:
         """The drafts of the first n requests alone."""
         counts = self.counts[:n]
-        return DraftPlan(counts, self.token_ids[: counts.sum()])
+        return DraftPlan(counts, self.token_ids[: counts.sum()], self.is_certain[:n])
 
     def places(self) -> tuple[Rows, Rows]:
         """Return for each draft its request, and how many drafts that has before it."""

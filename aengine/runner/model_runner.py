@@ -23,7 +23,7 @@ import torch
 from torch import Tensor
 
 from ..errors import InternalError
-from ..ipc.messages import GrammarOutput, KVCacheGroup, NewRequest, RowError, SchedulerOutput
+from ..ipc.messages import DraftColumns, GrammarOutput, KVCacheGroup, NewRequest, RowError, SchedulerOutput
 from ..kernels.input_prep import PreparedInputs
 from .async_output import AsyncOutput, OutputCopier, Published
 from .block_tables import BlockTables, table_shape
@@ -83,7 +83,7 @@ class ExecuteModelState:
     pooled: PooledTensors | None = None  # of the requests that get a vector
     is_masked: bool = False  # the second half of its graph waits for the bitmasks
     num_reqs: int = 0  # of the step, those that could not be run included
-    is_ragged: bool = False  # the step has drafts
+    drafts: DraftColumns | None = None  # of the step
     row_errors: dict[int, RowError] = field(default_factory=dict)  # by position in the SchedulerOutput
 
 
@@ -167,10 +167,11 @@ class ModelRunner:
         plan = BatchPlan.make(out, self.requests, self.tables, self.vocab_size)
         if plan.drafts is not None:
             self.requests.write_drafts(plan.rows, plan.drafts)
+            plan.drafts = plan.drafts.uncertain()
         state = self._try(out, plan)[0] or self._run_with_less(out, plan)
         if state.plan is not None:
             self.requests.advance(state.plan.rows, state.plan.seq_lens)
-        state.num_reqs, state.is_ragged = plan.num_reqs, plan.drafts is not None
+        state.num_reqs, state.drafts = plan.num_reqs, out.drafts
         state.row_errors |= self._errors_of(plan)
         self._state = state
 
@@ -267,7 +268,7 @@ class ModelRunner:
         plan = state.plan
         if plan is None:
             nothing = (state.step_id, state.num_reqs, _NO_ROWS, None, state.row_errors)
-            return AsyncOutput(*nothing, is_ragged=state.is_ragged)
+            return AsyncOutput(*nothing, drafts=state.drafts)
         if state.is_masked:
             state.published = self._sample_masked(plan, grammar)
         if state.published is not None:
@@ -302,7 +303,7 @@ class ModelRunner:
             self._copy_out(tensors) if tensors else None,
             state.row_errors,
             logprobs,
-            is_ragged=state.is_ragged,
+            drafts=state.drafts,
             places=None if batch is None or batch.drafted is None else batch.drafted.places,
             pooled=_NO_ROWS if state.pooled is None else state.pooled.batch_idx,
         )

@@ -156,11 +156,16 @@ class RequestState:
         np.subtract.at(self.num_unsettled, rows, 1)
 
     def write_drafts(self, rows: npt.NDArray[np.int64], drafts: DraftPlan) -> None:
-        """Write on the device the drafts of the rows (host, [n]) behind their tokens, where a step reads its input."""
+        """Write on the device the drafts of the rows (host, [n]) behind their tokens, where a step reads its input.
+        Those that are certain become tokens of the row."""
         owner, places = drafts.places()
-        sent = to_device(np.stack((rows[owner], places, drafts.token_ids)), self.token_ids.device)
+        is_certain = drafts.is_certain[owner]
+        sent = to_device(np.stack((rows[owner], places, drafts.token_ids, is_certain)), self.token_ids.device)
         end = self.scalars.num_tokens.index_select(0, sent[0])
         self.token_ids.index_put_((sent[0], end + sent[1]), sent[2].int())
+        if is_certain.any():
+            self.append(rows, np.where(drafts.is_certain, drafts.counts, 0))
+            self.scalars.num_tokens.index_add_(0, sent[0], sent[3].int())
 
     def append(self, rows: npt.NDArray[np.int64], counts: npt.NDArray[np.int64] | int = 1) -> None:
         """Add on the host so many tokens, an upper bound, to each of the rows."""

@@ -96,7 +96,7 @@ class Answers:
             num_rows += count > 0
             places = range(begin, end)
             sampled += [(request, column[place], place) for place in places if self._append(request, column[place])]
-            if batch_idx in step.drafts and request.req_idx >= 0:
+            if batch_idx in step.drafts and batch_idx not in step.certain and request.req_idx >= 0:
                 self._rows.settle(request, 1 + len(step.drafts[batch_idx]) - count)
         return sampled, num_rows
 

@@ -211,7 +211,10 @@ class StepPlan:
             step.is_leased, step.settled, step.removed = True, settled, removed
             step.grown_rows, step.grown_groups = self._grown_rows, self._grown_groups
         flags = (not step.is_gated, is_leased)
-        columns = _draft_columns(len(batch), drafts) if drafts else None
+        columns = None
+        if drafts:
+            step.certain = frozenset(i for i in drafts if batch[i].are_drafts_certain)
+            columns = _draft_columns(step)
         changes = (*settled, removed, self._new_requests, *grown)
         return SchedulerOutput(step_id, *changes, req_idx, num_scheduled, *flags, columns)
 
@@ -233,9 +236,10 @@ class StepPlan:
         return chunks
 
 
-def _draft_columns(num_reqs: int, drafts: dict[int, list[int]]) -> DraftColumns:
-    counts, token_ids = int32(bytes(4 * num_reqs)), int32()
-    for batch_idx in sorted(drafts):
-        counts[batch_idx] = len(drafts[batch_idx])
-        token_ids.extend(drafts[batch_idx])
-    return DraftColumns(counts, token_ids)
+def _draft_columns(step: InFlightStep) -> DraftColumns:
+    counts, token_ids, is_certain = int32(bytes(4 * len(step.batch))), int32(), int32(bytes(4 * len(step.batch)))
+    for batch_idx in sorted(step.drafts):
+        counts[batch_idx] = len(step.drafts[batch_idx])
+        token_ids.extend(step.drafts[batch_idx])
+        is_certain[batch_idx] = batch_idx in step.certain
+    return DraftColumns(counts, token_ids, is_certain)

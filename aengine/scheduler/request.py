@@ -69,6 +69,7 @@ class Request:
     """
 
     __slots__ = (
+        "are_drafts_certain",
         "arrival_time",
         "block_hashes",
         "block_tables",
@@ -152,6 +153,7 @@ class Request:
         self.milestone = 0  # len(token_ids) at which update has more to do than append
 
         self.draft_token_ids: list[int] = []
+        self.are_drafts_certain = False  # nothing else can be sampled
         """Guesses at what follows the tokens in flight, for the next step."""
 
         # See crash_quarantine.py: deaths of workers that had it in a step, of late; those of them while it was the

@@ -157,11 +157,12 @@ class Scheduler:
         for request in self.parallel_sampling.release(first):
             self.waiting.add(request)
 
-    def propose(self, request: Request, token_ids: Sequence[int]) -> None:
+    def propose(self, request: Request, token_ids: Sequence[int], *, are_certain: bool = False) -> None:
         """Guess that ``token_ids`` follow what the request has sampled, all steps in flight included.
 
         Its next step computes them too and samples after each, as far as there is room. Whatever they are, the tokens
-        that it gets are those of a run without. Nothing happens unless it decodes and `Request.takes_drafts`, nor with
+        that it gets are those of a run without. ``are_certain``: nothing else can be sampled, so that it samples after
+        the last alone. Nothing happens unless it decodes and `Request.takes_drafts`, nor with
         a model that keeps a state, out of which a rejected token could not be taken again.
         """
         if request.status is not _DECODING or not request.takes_drafts or self.rows.kv.has_states:
@@ -171,7 +172,7 @@ class Scheduler:
         most = request.max_num_tokens - 2 - request.num_computed_tokens  # the last token is sampled
         drafts = list(token_ids[: max(0, min(stop, most))])
         if drafts:
-            request.draft_token_ids = drafts
+            request.draft_token_ids, request.are_drafts_certain = drafts, are_certain
             self.rows.stop_decoding(request)
 
     def pause(self, request: Request) -> None:

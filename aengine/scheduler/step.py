@@ -57,7 +57,7 @@ class InFlightStep:
     """A step that was made and has not been answered."""
 
     __slots__ = (
-        *("batch", "chunks", "drafts", "grown_groups", "grown_rows", "is_gated", "is_leased"),
+        *("batch", "certain", "chunks", "drafts", "grown_groups", "grown_rows", "is_gated", "is_leased"),
         *("leavers", "newcomers", "removed", "settled", "step_id"),
     )
 
@@ -68,6 +68,7 @@ class InFlightStep:
         self.batch = batch
         self.chunks = chunks  # batch index of each row that does not sample: its computed tokens after this step
         self.drafts = drafts  # batch index of each row that has some
+        self.certain: frozenset[int] = frozenset()  # batch indices of those that are all accepted
         self.is_gated = False  # a GRAMMAR frame must be sent for it
         self.newcomers: list[Request] = []  # whose first step it is
         self.leavers: list[Request] = []  # their blocks are freed once this step is answered
@@ -97,7 +98,8 @@ class InFlightStep:
             most = 0 if i in self.chunks or request.is_pooled else 1 + len(self.drafts.get(i, ()))
             if count > most:
                 raise InternalError(f"step {self.step_id} sampled {count} tokens for {request}, but {most} were due")
-            if count < 1 and i not in excused and request.finish_reason is None:
+            least = most if i in self.certain else 1
+            if count < least and i not in excused and request.finish_reason is None:
                 raise InternalError(f"step {self.step_id} should have sampled for {request}, but did not")
         if answer.counts is not None and min(token_ids, default=0) < 0:
             raise InternalError(f"step {self.step_id} sampled tokens that the model does not have")
@@ -112,6 +114,10 @@ class InFlightStep:
         for request in requests.values():
             request.num_computed_tokens -= 1
         return list(requests.values())
+
+    def num_samples(self, batch_idx: int) -> int:
+        """Return at how many positions a row that samples does so."""
+        return 1 if batch_idx in self.certain else 1 + len(self.drafts.get(batch_idx, ()))
 
     def constrained(self) -> list[tuple[int, Request]]:
         """(batch index, request) of those that sample under a grammar in this step."""

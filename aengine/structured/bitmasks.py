@@ -88,16 +88,18 @@ class RequestGrammar:
 
 
 class MaskJob(NamedTuple):
-    """The rows of a bitmask that are due for a request: one, and one more after each of its drafts."""
+    """The rows of a bitmask that are due for a request: one, and one more after each of its drafts. If these are
+    certain, one after all of them."""
 
     grammar: RequestGrammar
     token_ids: list[int]  # to accept first
     drafts: Sequence[int] = ()
+    are_certain: bool = False  # the drafts
     wants_forced: bool = False  # say what must come after the drafts, if it is more than one token
 
     @property
     def num_rows(self) -> int:
-        return 1 + len(self.drafts)
+        return 1 if self.are_certain else 1 + len(self.drafts)
 
 
 class Filled(NamedTuple):
@@ -223,13 +225,13 @@ class BitmaskFiller:
     ) -> Filled:
         """Fill, in whatever thread; the jobs' grammars are its own meanwhile. ``on_fill``: called when what is left is
         mostly done without the GIL, with the seconds that it may take."""
-        if len(jobs) <= _FEW_ROWS or any(job.drafts for job in jobs):
+        if len(jobs) <= _FEW_ROWS or any(job.num_rows > 1 for job in jobs):
             on_fill(sum(min(job.grammar.seconds, 1.0) for job in jobs))
             return self._fill_one_by_one(jobs, rows)
         if self._is_surveying:
             self._is_surveying, self._surveyed = False, time.perf_counter()
             return self._fill_one_by_one(jobs, rows)
-        begun = waited = time.perf_counter()
+        waited = time.perf_counter()
 
         def note_fill() -> None:
             nonlocal waited
@@ -240,7 +242,7 @@ class BitmaskFiller:
         ended = time.perf_counter()
         self._expected_seconds = min(ended - waited, self._last_seconds)  # one that took long says little of the next
         self._last_seconds = ended - waited
-        self._is_surveying = ended - begun > _SLOW_SECONDS and ended - self._surveyed > _SURVEY_PERIOD
+        self._is_surveying = ended - waited > _SLOW_SECONDS and ended - self._surveyed > _SURVEY_PERIOD
         return filled
 
     def _fill_one_by_one(self, jobs: Sequence[MaskJob], rows: memoryview | bytearray) -> Filled:
@@ -251,7 +253,7 @@ class BitmaskFiller:
         for place, (job, part) in enumerate(zip(jobs, self._parts(jobs), strict=True)):
             is_first = job.grammar.is_new
             begun, begun_cpu = time.perf_counter(), time.thread_time()
-            one = self._fill_drafted(job, view[part]) if job.drafts else self._fill_rows([job], view[part])
+            one = self._fill_drafted(job, view[part]) if job.num_rows > 1 else self._fill_rows([job], view[part])
             if one.failed:
                 failed[place] = one.failed[0]
             if one.forced:
@@ -298,19 +300,21 @@ class BitmaskFiller:
     def _fill_rows(
         self, jobs: Sequence[MaskJob], rows: memoryview | bytearray, on_fill: Callable[[], None] = lambda: None
     ) -> Filled:
-        from .backend import advance_batch
+        from .backend import advance_batch, note_failure
 
         bitmask = memoryview(rows).cast("i", shape=[len(jobs), self._row_words])
-        items = [(job.grammar.matcher, job.token_ids) for job in jobs]
+        items = [(job.grammar.matcher, [*job.token_ids, *job.drafts] if job.drafts else job.token_ids) for job in jobs]
         failed = advance_batch(items, bitmask, on_fill)
         size = self.row_bytes
         for row in failed:
             rows[row * size : (row + 1) * size] = b"\xff" * size
         forced = {}
-        for row in (row for row, job in enumerate(jobs) if job.wants_forced and row not in failed):
-            ids = _forced_ids(items[row][0], rows[row * size : (row + 1) * size])
-            if len(ids) > 1:
+        for row in (row for row, job in enumerate(jobs) if (job.wants_forced or job.drafts) and row not in failed):
+            matcher, job = items[row][0], jobs[row]
+            if job.wants_forced and (ids := _forced_ids(matcher, rows[row * size : (row + 1) * size])):
                 forced[row] = ids
+            if job.drafts:  # they come again with the answer
+                note_failure(failed, row, matcher.rollback, len(job.drafts))
         return Filled(dict(failed), forced)
 
     def close(self) -> None:
@@ -334,16 +338,19 @@ def _are_short(jobs: Sequence[MaskJob]) -> bool:
 
 
 def _forced_ids(matcher: Matcher, row: memoryview | bytearray) -> list[int]:
-    """Return the matcher's forced ids if the bitmask agrees: a grammar with several ways to write a text may not."""
+    """Return the matcher's forced ids if the bitmask agrees: a grammar with several ways to write a text may not. They
+    are those that it forces after the first, too."""
     from .backend import MatcherError
 
     try:
         ids = matcher.forced_tokens()
+        if len(ids) < 2 or int.from_bytes(row, "little") != 1 << ids[0] or not matcher.accept(ids[:1]):
+            return []
+        following = matcher.forced_tokens()
+        matcher.rollback(1)
     except MatcherError:  # the next row will say it
         return []
-    if len(ids) < 2 or int.from_bytes(row, "little") != 1 << ids[0]:
-        return []
-    return ids
+    return ids if following[: len(ids) - 1] == ids[1:] else []
 
 
 def _settle(free_until: asyncio.Future[float], value: float) -> None:

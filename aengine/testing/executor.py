@@ -137,13 +137,16 @@ class ScriptedExecutor:
     def _answer(self, out: SchedulerOutput, future: Future, sampling: list[int], masks: dict[int, list[bytes]]) -> None:
         tokens: list[list[int]] = [[] for _ in out.req_idx]
         errors = []
-        for batch_idx, drafts in zip(range(len(tokens)), _drafts(out), strict=True):
+        for batch_idx, drafts in enumerate(_drafts(out)):
             if batch_idx not in sampling:
                 continue
             row = self._rows[out.req_idx[batch_idx]]
             if row.line.kills_at(row.place):
                 self.fail(WorkerDiedError("the worker died, as the script says"))
                 return
+            if batch_idx in masks and out.drafts is not None and out.drafts.is_certain[batch_idx]:
+                size = len(masks[batch_idx][0])
+                masks[batch_idx] = [(1 << draft).to_bytes(size, "little") for draft in drafts] + masks[batch_idx]
             tokens[batch_idx] = said = self._tokens(row, drafts, masks.get(batch_idx))
             if not said:
                 errors.append(RowError(batch_idx, SCRIPT_ERROR, SCRIPT_ERROR))

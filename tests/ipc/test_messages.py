@@ -42,7 +42,7 @@ LOG = {
 
 def drafted(counts: array[int], token_ids: array[int]) -> SchedulerOutput:
     batch = {"req_idx": int32([1, 2]), "num_scheduled_tokens": int32([1, 3])}
-    return SchedulerOutput(3, **batch, drafts=DraftColumns(counts, token_ids))
+    return SchedulerOutput(3, **batch, drafts=DraftColumns(counts, token_ids, int32([0, 1])))
 
 
 COLUMNS = LogprobColumns(int32([1]), float32([-0.5]), int32([2]), int32([3, 4]), float32([-0.5, -1.5]))

@@ -79,14 +79,14 @@ def masks_of(step: InFlightStep) -> GrammarOutput:
     for batch_idx, each in step.constrained():
         if each.finish_reason is None:
             drafts = step.drafts.get(batch_idx, [])
-            for k in range(len(drafts) + 1):
+            for k in range(len(drafts) + 1 - step.num_samples(batch_idx), len(drafts) + 1):
                 positions.append(batch_idx)
                 rows.append(mask_after(each.token_ids + drafts[:k]))
     return GrammarOutput(step.step_id, positions, b"".join(rows))
 
 
 def run(seed: int, budget: int, expected: dict[str, list[int]] | None, *, death_rate: float = 0.0) -> Outcome:
-    """``expected``: of which to make drafts, right ones and wrong ones; None: none are made."""
+    """``expected``: of which to make drafts, certain ones, right ones and wrong ones; None: none are made."""
     rng = random.Random(seed)
     requests = make_requests(rng)
     limits = {
@@ -120,17 +120,19 @@ def run(seed: int, budget: int, expected: dict[str, list[int]] | None, *, death_
             take_answer(scheduler, runner, sent.popleft(), outcome)
         for each in requests:
             if expected is not None and each.finish_reason is None and rng.random() < 0.5:
-                scheduler.propose(each, guess(rng, each, expected[each.request_id]))
+                are_certain = each.params.logprobs is None and rng.random() < 0.3
+                token_ids = guess(rng, each, expected[each.request_id], 0.0 if are_certain else 0.2)
+                scheduler.propose(each, token_ids, are_certain=are_certain)
         scheduler.check()
     outcome.tokens = {each.request_id: each.output_token_ids for each in requests}
     outcome.num_preemptions, outcome.num_hits = scheduler.rows.num_preemptions, scheduler.prefix_cache_hits
     return outcome
 
 
-def guess(rng: random.Random, each: Request, expected: list[int]) -> list[int]:
+def guess(rng: random.Random, each: Request, expected: list[int], error_rate: float) -> list[int]:
     begin = each.num_output_tokens + each.num_pending
     right = expected[begin : begin + rng.randint(1, 7)]
-    return [token_id if rng.random() < 0.8 else rng.randrange(VOCAB) for token_id in right]
+    return [token_id if rng.random() >= error_rate else rng.randrange(VOCAB) for token_id in right]
 
 
 def take_answer(scheduler: Scheduler, runner: ModelRunner, out: SchedulerOutput, outcome: Outcome) -> None:
@@ -201,13 +203,49 @@ def test_what_a_verification_counts() -> None:
         assert drafted.count_accepted(torch.tensor(sampled)).tolist() == counts
 
 
-def ragged_step(runner: ModelRunner, batch: dict[int, int], drafts: dict[int, list[int]], **more: Any) -> Any:
+def ragged_step(
+    runner: ModelRunner,
+    batch: dict[int, int],
+    drafts: dict[int, list[int]],
+    is_certain: dict[int, int] | None = None,
+    **more: Any,
+) -> Any:
     columns = DraftColumns(
-        int32(len(drafts.get(row, [])) for row in batch), int32(i for row in batch for i in drafts.get(row, []))
+        int32(len(drafts.get(row, [])) for row in batch),
+        int32(i for row in batch for i in drafts.get(row, [])),
+        int32((is_certain or {}).get(row, 0) for row in batch),
     )
     out = SchedulerOutput(0, req_idx=int32(batch), num_scheduled_tokens=int32(batch.values()), drafts=columns, **more)
     runner.execute_model(out)
     return runner.sample_tokens(None).get()
+
+
+def begun_runner() -> ModelRunner:
+    """Three requests that decode, rows 0 to 2."""
+    runner = new_runner()
+    prompts = [[1, 2, 3], [5, 6], [8, 9]]
+    new = [request(row, prompt, [3 * row, 3 * row + 1, 3 * row + 2]) for row, prompt in enumerate(prompts)]
+    step(runner, {0: 3, 1: 2, 2: 2}, new=new)
+    return runner
+
+
+def test_certain_drafts_need_no_logits_of_their_own() -> None:
+    """One row a request, whatever has drafts beside it; the answer has the drafts and what was sampled after them."""
+    runner = begun_runner()
+    following = [ragged_step(runner, {0: 1, 1: 1, 2: 1}, {}).token_ids[0] for _ in range(2)]
+    asked: list[int] = []
+    answers = []
+    for is_certain in (0, 1):
+        runner = begun_runner()
+        compute_logits = runner._model.compute_logits
+        runner._model.compute_logits = lambda hidden, of=compute_logits: asked.append(len(hidden)) or of(hidden)
+        drafts = {0: following, 1: [60]}
+        drafted = ragged_step(runner, {1: 2, 0: 3, 2: 1}, drafts, {0: is_certain})
+        after = ragged_step(runner, {1: 1, 0: 1, 2: 1}, {})
+        answers.append([(list(answer.counts), list(answer.token_ids)) for answer in (drafted, after)])
+    assert asked == [6, 3, 4, 3]
+    assert answers[0] == answers[1]
+    assert [counts for counts, _ in answers[0]] == [[1, 3, 1], [1, 1, 1]]
 
 
 @pytest.mark.parametrize(

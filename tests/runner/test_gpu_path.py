@@ -180,7 +180,7 @@ def test_the_same_tokens_with_drafts(tmp_path: Path, rng: random.Random) -> None
     with triton_everywhere():
         assert begin(like_gpu) == first
         drafts = [[], alone[1][1:4], [alone[2][1], (alone[2][2] + 1) % plain.vocab_size, 5]]
-        columns = DraftColumns(int32(map(len, drafts)), int32(i for ids in drafts for i in ids))
+        columns = DraftColumns(int32(map(len, drafts)), int32(i for ids in drafts for i in ids), int32([0] * 3))
         counts, token_ids = answers(like_gpu, {i: 1 + len(ids) for i, ids in enumerate(drafts)}, drafts=columns)
         assert list(counts) == [1, 4, 2]
         assert list(token_ids) == alone[0][1:2] + alone[1][1:5] + alone[2][1:3]

@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import math
+import time
 from types import SimpleNamespace
 from typing import Any
 
-from aengine.structured.bitmasks import MaskJob, RequestGrammar, _are_short
+from aengine.structured.bitmasks import BitmaskFiller, Filled, MaskJob, RequestGrammar, _are_short
 
 
 def grammar(mask_seconds: float = 0.0) -> RequestGrammar:
@@ -66,3 +67,36 @@ def test_the_loop_fills_few_quick_rows_and_none_of_a_slow_grammar() -> None:
     assert not are_short(slow) and not are_short(quick, slow)
     assert not are_short(*[quick] * 5)
     assert not are_short(grammar())  # nobody knows it yet
+
+
+class GroupMatcher:
+    """Notes how many rows are filled at a time."""
+
+    groups: list[int]
+
+    @staticmethod
+    def advance_group(items: Any, bitmask: Any, on_fill: Any) -> dict[int, Any]:
+        on_fill()
+        items[0][1].groups.append(len(items))
+        return {}
+
+
+async def test_matchers_that_take_long_to_make_are_not_taken_for_slow_rows() -> None:
+    """Else the second step of a burst would fill its rows one after the other."""
+    groups: list[int] = []
+
+    def make() -> GroupMatcher:
+        time.sleep(0.005)
+        matcher = GroupMatcher()
+        matcher.groups = groups
+        return matcher
+
+    compiled: Any = SimpleNamespace(mask_seconds=0.0, matcher=make)
+    jobs = [MaskJob(RequestGrammar(compiled), []) for _ in range(8)]
+    filler = BitmaskFiller(32)
+    for _ in range(3):
+        filled = filler.fill(jobs, bytearray(8 * filler.row_bytes))
+        assert not isinstance(filled, Filled)
+        await filled.filled
+    await filler.aclose()
+    assert groups == [8, 8, 8]

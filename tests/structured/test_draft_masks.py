@@ -82,6 +82,22 @@ async def test_what_is_forced_after_drafts(backend: Backend, filler: BitmaskFill
     assert forced == (await fill(filler, [plain]))[0].forced[0] and forced[: len(after)] == after[: len(forced)]
 
 
+async def test_certain_drafts_have_one_row(backend: Backend, filler: BitmaskFiller) -> None:
+    """That of a request that got them; beside others, and however often it is filled: they come with the answer."""
+    compiled = backend.compile(schema_spec(SCHEMA))
+    ids = text_ids(smollm2(), TEXT)
+    others = [MaskJob(RequestGrammar(compiled), ids[:k]) for k in range(8)]
+    grammar = RequestGrammar(compiled)
+    filled, rows = await fill(filler, [MaskJob(grammar, ids[:1], ids[1:5], are_certain=True), *others])
+    assert not filled.failed and len(rows) == 9
+    again, repeated = await fill(filler, [MaskJob(grammar, [], ids[1:5], are_certain=True)])
+    _, expected = await fill(filler, [MaskJob(RequestGrammar(compiled), ids[:5])])
+    assert not again.failed and (rows[0] == expected[0]).all() and (repeated[0] == expected[0]).all()
+    wrong = MaskJob(RequestGrammar(compiled), ids[:1], [ids[5]], are_certain=True)
+    filled, rows = await fill(filler, [wrong, others[0]])
+    assert list(filled.failed) == [0] and (rows[0] == -1).all() and (rows[1] != -1).any()
+
+
 async def test_a_refused_token_before_the_drafts_fails_alone(backend: Backend, filler: BitmaskFiller) -> None:
     compiled = backend.compile(schema_spec(SCHEMA))
     ids = text_ids(smollm2(), TEXT)

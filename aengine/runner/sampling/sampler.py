@@ -49,7 +49,6 @@ class Sampler:
     def __init__(self, requests: RequestState, vocab_size: int, bitmasks: HostBitmasks) -> None:
         self._requests = requests
         self._vocab_size = vocab_size
-        self._bitmasks = bitmasks
         self._features = make_features(requests, vocab_size, bitmasks)
         max_num_seqs = len(requests.in_use)
         self._num_logprobs = np.full(max_num_seqs, -1, dtype=np.int64)  # -1: none
@@ -94,8 +93,6 @@ class Sampler:
                 raw_logits = logits.clone() if index is None else logits.index_select(0, index)
             for feature in self._features:
                 feature.apply(logits, batch)
-            if batch.drafted is not None:
-                self._take_forced(batch)
         token_ids, checks = self._choose(logits, batch)
         for feature in self._features:
             feature.commit(token_ids, batch)
@@ -106,17 +103,6 @@ class Sampler:
             chosen = token_ids if index is None else token_ids.index_select(0, index)
             logprobs = self._logprobs(raw_logits, chosen, wants, batch)
         return SamplerOutput(token_ids, checks, logprobs)
-
-    def _take_forced(self, batch: SampleBatch) -> None:
-        """Take the maximum in rows whose bitmask allows one token alone, as in most of what a grammar forces.
-
-        A draw, which costs more, would find the same.
-        """
-        rows, bits = self._bitmasks.of_batch(batch.grammar, batch.batch_idx)
-        if bits is not None and len(rows):
-            largest = bits.max(axis=1)
-            is_forced = ((bits != 0).sum(axis=1) == 1) & (largest & (largest - 1) == 0)
-            batch.scalars.temperature.index_fill_(0, to_device(rows[is_forced], batch.rows_device.device), 0.0)
 
     def needs_memory(self, batch: SampleBatch) -> npt.NDArray[np.bool_]:
         """[n]: which of the rows may need memory to be sampled, for more than temperature and seed."""
