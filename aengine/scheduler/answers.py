@@ -42,8 +42,8 @@ class Answers:
         self._on_prompt = on_prompt
         self._begun: list[Request] = []  # with the answer in hand
 
-    def apply(self, step: InFlightStep, output: ModelRunnerOutput) -> StepResult:
-        """Commit the answer to ``step``, which was checked and is in flight no more."""
+    def apply(self, step: InFlightStep, output: ModelRunnerOutput, token_ids: list[int]) -> StepResult:
+        """Commit the answer to ``step``, which was checked and is in flight no more; ``token_ids`` are its ids."""
         begun: list[Request] = []
         self._begun = begun
         failed: list[tuple[Request, RowError]] = []
@@ -53,17 +53,17 @@ class Answers:
                 self._finish(request, FinishReason.ERROR)
                 failed.append((request, error))
         if output.counts is None:
-            sampled = self._commit(step, output.token_ids)
+            sampled = self._commit(step, token_ids)
             num_rows = len(sampled)
         else:
-            sampled, num_rows = self._commit_ragged(step, output.token_ids, output.counts)
+            sampled, num_rows = self._commit_ragged(step, token_ids, output.counts)
         pooled = [] if output.pooled is None else self._commit_pooled(step, output.pooled)
         for request in step.leavers:
             self._rows.release(request)
         self._begun = []
         return StepResult(sampled, failed, pooled, num_rows, begun)
 
-    def _commit(self, step: InFlightStep, column: array[int]) -> list[tuple[Request, int, int]]:
+    def _commit(self, step: InFlightStep, column: list[int]) -> list[tuple[Request, int, int]]:
         """One token for each request, or -1."""
         sampled: list[tuple[Request, int, int]] = []
         batch_idx = -1
@@ -82,7 +82,7 @@ class Answers:
         return sampled
 
     def _commit_ragged(
-        self, step: InFlightStep, column: array[int], counts: Sequence[int]
+        self, step: InFlightStep, column: list[int], counts: Sequence[int]
     ) -> tuple[list[tuple[Request, int, int]], int]:
         """``counts[i]`` tokens for request i; and how many requests got some."""
         sampled: list[tuple[Request, int, int]] = []

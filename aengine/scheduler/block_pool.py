@@ -43,23 +43,20 @@ class BlockTable:
 class BlockPool:
     """The blocks 0 .. num_blocks - 1."""
 
-    __slots__ = ("_by_name", "_empty", "_idle", "_name_of", "_ref_counts", "num_blocks")
+    __slots__ = ("_by_name", "_empty", "_idle", "_name_of", "_ref_counts", "num_blocks", "num_free")
 
     def __init__(self, num_blocks: int) -> None:
-        self.num_blocks = num_blocks
+        self.num_blocks = self.num_free = num_blocks
         self._ref_counts = [0] * num_blocks
         self._empty = list(range(num_blocks - 1, -1, -1))
         self._idle: OrderedDict[int, None] = OrderedDict()  # least recently used first
         self._name_of: list[bytes | None] = [None] * num_blocks
         self._by_name: dict[bytes, int] = {}
 
-    @property
-    def num_free(self) -> int:
-        return len(self._empty) + len(self._idle)
-
     def allocate(self, count: int) -> list[int]:
         """``count`` blocks of no particular content, in use once. The caller has checked `num_free`."""
         assert count <= self.num_free, "allocate() beyond what is free"
+        self.num_free -= count
         empty, idle, ref_counts = self._empty, self._idle, self._ref_counts
         taken = []
         for _ in range(count):
@@ -78,6 +75,7 @@ class BlockPool:
         for block_id in block_ids:
             if ref_counts[block_id] == 0:
                 del self._idle[block_id]
+                self.num_free -= 1
             ref_counts[block_id] += 1
 
     def release(self, block_ids: list[int]) -> None:
@@ -88,6 +86,7 @@ class BlockPool:
             assert ref_count >= 0, "a block was released more often than taken"
             ref_counts[block_id] = ref_count
             if ref_count == 0:
+                self.num_free += 1
                 if name_of[block_id] is None:
                     self._empty.append(block_id)
                 else:
@@ -126,6 +125,7 @@ class BlockPool:
         assert len(empty) == len(self._empty), "a block is empty twice"
         assert empty | idle | in_use == set(range(self.num_blocks)), "a block was lost"
         assert len(empty) + len(idle) + len(in_use) == self.num_blocks, "a block is in two places"
+        assert self.num_free == len(empty) + len(idle), "free blocks were counted wrong"
         named = {block_id: n for block_id, n in enumerate(self._name_of) if n is not None}
         assert {n: block_id for block_id, n in named.items()} == self._by_name, "names and blocks disagree"
         assert idle <= named.keys() and not empty & named.keys(), "idle blocks have a name, empty ones have none"

@@ -31,11 +31,11 @@ from bisect import bisect_right
 from collections.abc import Iterable, Sequence
 from hashlib import blake2b
 
-from ..ipc.messages import KVCacheGroup, kv_capacity
+from ..ipc.messages import KVCacheGroup
 from .block_pool import BlockPool, BlockTable
 from .request import Request
 
-__all__ = ["KVCacheManager", "PrefixHit", "private_root", "shared_root"]
+__all__ = ["KVCacheManager", "private_root", "shared_root"]
 
 _DIGEST_SIZE = 32
 _TOKEN_BYTES = array("i").itemsize
@@ -43,10 +43,8 @@ _TOKEN_BYTES = array("i").itemsize
 
 def shared_root(parts: Sequence[bytes]) -> bytes:
     """Root of the hashes of all requests that are equal in these parts: (salt, adapter, media)."""
-    root = blake2b(digest_size=_DIGEST_SIZE, person=b"shared root")
-    for part in parts:
-        root.update(len(part).to_bytes(8, "little") + part)
-    return root.digest()
+    framed = b"".join([len(part).to_bytes(8, "little") + part for part in parts])
+    return blake2b(framed, digest_size=_DIGEST_SIZE, person=b"shared root").digest()
 
 
 def private_root(number: int) -> bytes:
@@ -54,104 +52,79 @@ def private_root(number: int) -> bytes:
     return blake2b(number.to_bytes(8, "little"), digest_size=_DIGEST_SIZE, person=b"private root").digest()
 
 
-class PrefixHit:
-    """The cached prefix that a request may begin with."""
-
-    __slots__ = ("block_ids", "num_tokens", "tables")
-
-    def __init__(self, num_tokens: int, tables: list[BlockTable]) -> None:
-        self.num_tokens = num_tokens
-        self.tables = tables  # of each group
-        self.block_ids = tables[0].block_ids if len(tables) == 1 else [i for t in tables for i in t.block_ids]
-
-
 class KVCacheManager:
     """``num_blocks`` pages, which ``groups`` share. At most ``step_tokens`` tokens of a request are in one step."""
 
     __slots__ = (
         "_groups",
-        "_kinds",
-        "_pool",
         "_step_tokens",
         "_strictest_last",
         "block_size",
-        "caches_prefixes",
         "has_states",
         "has_windows",
         "num_groups",
+        "pool",
     )
 
     def __init__(self, num_blocks: int, groups: Sequence[KVCacheGroup], step_tokens: int) -> None:
         self.num_groups = len(groups)  # as many blocks as one token more can need
         self.block_size = min(group.block_size for group in groups)
         self.has_states = any(group.kind == "state" for group in groups)
-        self.caches_prefixes = not self.has_states
         self.has_windows = any(group.window for group in groups)
-        self._pool = BlockPool(num_blocks)
-        self._kinds = groups
+        self.pool = BlockPool(num_blocks)
         self._groups = [_Group(group, index, self.block_size) for index, group in enumerate(groups)]
         # A full group looks up a prefix from its begin, and so tells the windows cheaply how far to look at most.
         self._strictest_last = sorted(self._groups, key=lambda group: group.window)
         self._step_tokens = step_tokens
 
-    @property
-    def num_blocks(self) -> int:
-        return self._pool.num_blocks
-
-    @property
-    def num_free(self) -> int:
-        return self._pool.num_free
-
-    def capacity(self, most: int) -> int:
-        """The most tokens, up to ``most``, of which a request can be computed when it is alone."""
-        return kv_capacity(self._kinds, self.num_blocks, most, self._step_tokens)
-
     # -- prefixes
 
-    def match(self, request: Request) -> PrefixHit:
-        """The longest prefix of ``request`` that all groups have; one token at least is left to compute."""
+    def match(self, request: Request) -> list[BlockTable]:
+        """The longest prefix of ``request`` that all groups have, as a table of each: all of them have the same room.
+        One token at least is left to compute."""
         tables = [BlockTable(group.block_size, 0, []) for group in self._groups]
         length = len(request.token_ids) - 1
         num_agreed = 0
-        while request.root_hash is not None and self.caches_prefixes and num_agreed < len(tables):
+        while request.root_hash is not None and not self.has_states and num_agreed < len(tables):
             for group in self._strictest_last:
-                table = tables[group.index] = group.longest_hit(self._pool, request, length)
+                table = tables[group.index] = group.longest_hit(self.pool, request, length)
                 num_agreed = num_agreed + 1 if table.room == length else 1
                 length = table.room
-        return PrefixHit(tables[0].room, tables)
+        return tables
 
-    def num_missing(self, hit: PrefixHit, num_tokens: int) -> int:
-        """Return how many blocks must be free for a request of so many tokens that begins with this hit."""
-        needed = self._pool.count_idle(hit.block_ids)
-        for group, table in zip(self._groups, hit.tables, strict=True):
+    def num_missing(self, tables: list[BlockTable], num_tokens: int) -> int:
+        """Return how many blocks must be free for a request of so many tokens that begins with these."""
+        needed = 0
+        for group, table in zip(self._groups, tables, strict=True):
             most = group.most_blocks(num_tokens, self._step_tokens)
             to_come = -((table.room - num_tokens) // group.block_size)
-            needed += min(most - len(table.block_ids), to_come)
+            needed += self.pool.count_idle(table.block_ids) + min(most - len(table.block_ids), to_come)
         return needed
 
-    def begin(self, request: Request, hit: PrefixHit) -> None:
-        """Give the request its hit."""
-        self._pool.acquire(hit.block_ids)
-        request.block_tables = hit.tables
-        request.num_computed_tokens = hit.num_tokens
-        request.num_offered_tokens = hit.num_tokens
+    def begin(self, request: Request, tables: list[BlockTable]) -> None:
+        """Give the request the tables of its prefix."""
+        for table in tables:
+            self.pool.acquire(table.block_ids)
+        request.block_tables = tables
+        request.num_computed_tokens = request.num_offered_tokens = tables[0].room
 
     def note_written(self, request: Request, num_tokens: int) -> None:
         """The KV of the first ``num_tokens`` tokens is surely written by now, and the next query is at that position.
 
         Offers their full blocks, and frees those that have left a window.
         """
-        first, last = request.num_offered_tokens, num_tokens // self.block_size * self.block_size
-        if last > first and request.root_hash is not None and self.caches_prefixes:
-            extend_hashes(request, last // self.block_size, self.block_size)
+        size, first = self.block_size, request.num_offered_tokens
+        last = num_tokens - num_tokens % size
+        if last > first and request.root_hash is not None and not self.has_states:
+            extend_hashes(request, last // size, size)
             for group in self._groups:
-                group.offer(self._pool, request, first, last)
+                group.offer(self.pool, request, first, last)
             request.num_offered_tokens = last
         if self.has_windows:
             for group, table in zip(self._groups, request.block_tables, strict=True):
                 num_left = min(group.first_needed(num_tokens) - table.begin, len(table.block_ids))
                 if num_left > 0:
-                    self._pool.release(table.block_ids[:num_left])
+                    self.pool.release(table.block_ids[:num_left])
                     del table.block_ids[:num_left]
                     table.begin += num_left
 
@@ -184,19 +157,19 @@ class KVCacheManager:
         grown = []
         for group, table in enumerate(request.block_tables):
             if num_tokens > table.room:
-                block_ids = self._pool.allocate(-((table.room - num_tokens) // table.block_size))
+                block_ids = self.pool.allocate(-((table.room - num_tokens) // table.block_size))
                 table.append(block_ids)
                 grown.append((group, block_ids))
         return grown
 
     def take_back(self, request: Request, group: int) -> None:
         """Take the newest block of that group's table."""
-        self._pool.release([request.block_tables[group].pop()])
+        self.pool.release([request.block_tables[group].pop()])
 
     def release(self, request: Request) -> None:
         """Free all its blocks."""
         for table in request.block_tables:
-            self._pool.release(table.block_ids)
+            self.pool.release(table.block_ids)
 
     @staticmethod
     def num_held(request: Request) -> int:
@@ -210,7 +183,7 @@ class KVCacheManager:
 
     def check(self, requests: Iterable[Request]) -> None:
         """Assert that the pool agrees with the tables of all who hold blocks."""
-        self._pool.check([i for t in request.block_tables for i in t.block_ids] for request in requests)
+        self.pool.check([i for t in request.block_tables for i in t.block_ids] for request in requests)
 
 
 class _Group:
@@ -261,8 +234,8 @@ class _Group:
 
     def offer(self, pool: BlockPool, request: Request, first: int, last: int) -> None:
         """Offer the blocks that have become full with the tokens ``first`` to ``last`` - 1."""
-        table, step = request.block_tables[self.index], self._hashes_per_block
-        for i in range(max(first // self.block_size, table.begin), last // self.block_size):
+        table, step, size = request.block_tables[self.index], self._hashes_per_block, self.block_size
+        for i in range(first // size, last // size):
             pool.offer(table.block_ids[i - table.begin], request.block_hashes[(i + 1) * step - 1] + self._suffix)
 
 

@@ -44,7 +44,9 @@ class StepPlan:
         self._new_requests: list[NewRequest] = []
         self.newcomers: list[Request] = []  # that were never in a step before
         self.num_cache_queries = self.num_cache_hits = 0  # of their tokens
-        self._grown_rows = self._grown_ids = self._grown_groups = NOTHING
+        self._grown_rows: list[int] = []  # of each new block
+        self._grown_ids: list[int] = []
+        self._grown_groups: list[int] = []
         self._coming: int | None = None  # blocks that answers in flight will free, at most; counted when first needed
 
     def serve_rows(self, due: list[Request]) -> None:
@@ -73,13 +75,13 @@ class StepPlan:
     def _continue_decode(self, request: Request) -> None:
         """Continue a decode whose next token needs a block, in some group."""
         kv, num_tokens = self._rows.kv, request.num_computed_tokens + 1
-        if kv.num_free < kv.num_groups:
+        if kv.pool.num_free < kv.num_groups:
             lacking = kv.num_lacking(request, num_tokens)
             if self._make_room(request, lacking) < lacking:
                 self._rows.stop_decoding(request)
                 return
-        self._grow(request, kv.grow(request, num_tokens))
-        request.limit = min(kv.room(request), request.max_num_tokens - 1)
+        self._grow(request, num_tokens)
+        self._rows.set_limit(request)
 
     def _catch_up(self, request: Request, to_go: int, most: int) -> None:
         """Schedule as many of ``to_go`` tokens as ``most`` and the blocks allow; then its drafts."""
@@ -89,7 +91,7 @@ class StepPlan:
             granted = self._make_room(request, lacking)
             if granted < lacking:
                 num_tokens = kv.reach(request, granted, begin + num_tokens) - begin
-            self._grow(request, kv.grow(request, begin + num_tokens))
+            self._grow(request, begin + num_tokens)
         if num_tokens <= 0:
             return
         drafts: list[int] = []
@@ -97,7 +99,7 @@ class StepPlan:
             drafts, request.draft_token_ids = request.draft_token_ids, []
             end = begin + num_tokens
             drafts = drafts[: self._room_for_drafts(request, end, min(len(drafts), most - num_tokens))]
-            self._grow(request, kv.grow(request, end + len(drafts)))
+            self._grow(request, end + len(drafts))
         self._add(request, num_tokens, drafts)
 
     def _room_for_drafts(self, request: Request, end: int, wanted: int) -> int:
@@ -106,7 +108,7 @@ class StepPlan:
         rows, kv = self._rows, self._rows.kv
         num_logits = len(rows.running) + min(len(rows.free_rows), self._num_waiting) + self._num_drafts  # at most
         wanted = min(wanted, max(rows.num_rows, _LEAST_LOGITS) - num_logits)
-        spare = max(0, kv.num_free - len(rows.running) * kv.num_groups)
+        spare = max(0, kv.pool.num_free - len(rows.running) * kv.num_groups)
         if kv.num_lacking(request, end + wanted) > spare:
             wanted = min(wanted, kv.reach(request, spare, end + wanted) - end)
         return max(0, wanted)
@@ -114,17 +116,17 @@ class StepPlan:
     def _make_room(self, request: Request, num_wanted: int) -> int:
         """Return how many of ``num_wanted`` blocks it can have now; preempts the least urgent as far as that helps."""
         kv = self._rows.kv
-        if kv.num_free < num_wanted:
+        if kv.pool.num_free < num_wanted:
             if self._coming is None:
                 self._coming = self._count_coming()
-            while kv.num_free + self._coming < num_wanted:
+            while kv.pool.num_free + self._coming < num_wanted:
                 victim = max((r for r in self._rows.running if r.status is not _DRAINING), key=_sort_key)
                 if victim is request:
                     break
                 if self._rows.in_flight:
                     self._coming += kv.num_held(victim)
                 self._rows.preempt(victim)
-        return min(num_wanted, kv.num_free)
+        return min(num_wanted, kv.pool.num_free)
 
     def _count_coming(self) -> int:
         """Blocks that answers in flight will free, at most."""
@@ -140,20 +142,20 @@ class StepPlan:
         """Give rows to the waiting, while their known tokens fit and everybody with a row could grow by a block."""
         rows, kv = self._rows, self._rows.kv
         while waiting and self._budget > 0 and rows.free_rows:
-            spare = kv.num_free - len(rows.running) * kv.num_groups
+            spare = kv.pool.num_free - len(rows.running) * kv.num_groups
             if spare <= 0:
                 return
             request = quarantine.first if quarantine else waiting.peek()
             if request.status is not RequestStatus.WAITING:  # one of the quarantine runs: nobody else comes in
                 return
             num_tokens = len(request.token_ids)
-            hit = kv.match(request)
-            if spare < kv.num_missing(hit, num_tokens):
+            tables = kv.match(request)
+            if spare < kv.num_missing(tables, num_tokens):
                 return
             waiting.discard(request)
-            num_cached = hit.num_tokens
+            num_cached = tables[0].room
             num_scheduled = min(num_tokens - num_cached, self._budget)
-            kv.begin(request, hit)
+            kv.begin(request, tables)
             kv.grow(request, num_cached + num_scheduled)
             rows.take(request)
             if request.milestone == 0:  # its first time here: what it finds later may be its own
@@ -176,16 +178,12 @@ class StepPlan:
         self._budget -= num_tokens
         request.num_computed_tokens += num_tokens
 
-    def _grow(self, request: Request, grown: list[tuple[int, list[int]]]) -> None:
-        """Add the request's new blocks, (group, block ids), to the step."""
-        if grown and not self._grown_ids:
-            self._grown_rows, self._grown_ids = int32(), int32()
-        for group, block_ids in grown:
-            if group or self._grown_groups:
-                told = self._grown_groups or int32([0] * len(self._grown_ids))
-                self._grown_groups = told + int32([group] * len(block_ids))
-            self._grown_ids.extend(block_ids)
-            self._grown_rows.extend([request.req_idx] * len(block_ids))
+    def _grow(self, request: Request, num_tokens: int) -> None:
+        """Give the request the blocks that it lacks to hold so many tokens."""
+        for group, block_ids in self._rows.kv.grow(request, num_tokens):
+            self._grown_ids += block_ids
+            self._grown_rows += [request.req_idx] * len(block_ids)
+            self._grown_groups += [group] * len(block_ids)
 
     def make(self, step_id: int, *, has_grammars: bool, is_leased: bool) -> SchedulerOutput:
         """The step, which is in flight from now on."""
@@ -203,9 +201,12 @@ class StepPlan:
         step.newcomers = self.newcomers
         step.is_gated = has_grammars and bool(step.constrained())
         rows.in_flight.append(step)
-        removed, rows.removed = rows.removed, NOTHING
+        removed, rows.removed = int32(rows.removed), []
         settled, rows.settled = rows.settled, NOT_SETTLED
-        grown = (self._grown_rows, self._grown_ids, self._grown_groups)
+        grown = NOTHING, NOTHING, NOTHING
+        if self._grown_ids:
+            groups = int32(self._grown_groups) if rows.kv.num_groups > 1 else NOTHING
+            grown = int32(self._grown_rows), int32(self._grown_ids), groups
         if is_leased:
             assert not self.extras and not rows.catching_up, "only a step of decodes can be taken back"
             step.is_leased, step.settled, step.removed = True, settled, removed

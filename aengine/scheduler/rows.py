@@ -14,7 +14,7 @@ from ..errors import InternalError
 from ..ipc.messages import KVCacheGroup, int32
 from .kv_cache_manager import KVCacheManager
 from .request import Request, RequestStatus
-from .step import NOT_SETTLED, NOTHING, DecodeBatch, InFlightStep
+from .step import NOT_SETTLED, DecodeBatch, InFlightStep
 
 __all__ = ["Rows"]
 
@@ -45,7 +45,7 @@ class Rows:
         """Know what is known of a worker that has not been told anything."""
         self.kv = KVCacheManager(num_blocks, self._kv_groups, self._max_num_batched_tokens)
         self.free_rows = list(range(self.num_rows - 1, -1, -1))
-        self.removed = NOTHING  # rows to be told as removed
+        self.removed: list[int] = []  # rows to be told as removed
         self.settled = NOT_SETTLED  # rows of which a step with drafts was answered, and what was rejected
         self.decoding = DecodeBatch()
         self.catching_up: list[Request] = []
@@ -90,7 +90,7 @@ class Rows:
     def leave(self, request: Request, status: RequestStatus) -> None:
         """Free the row of a request that had this status."""
         self.running.discard(request)
-        self.removed = self.removed + int32([request.req_idx])
+        self.removed.append(request.req_idx)
         self.free_rows.append(request.req_idx)
         request.req_idx = -1
         if status is _DECODING:
@@ -132,7 +132,7 @@ class Rows:
             step = self.in_flight.pop()
             requests |= dict.fromkeys(step.undo(self.kv))
             leavers += step.leavers
-            self.removed = self.removed + step.removed
+            self.removed += step.removed
             self._tell_settled(*step.settled)
         self.decoding.refresh()
         self.join([request for request in requests if request.status is _DRAINING])
@@ -154,6 +154,6 @@ class Rows:
             request.forget_worker()
         self.running.clear()
         self.held.clear()
-        self.begin_worker(self.kv.num_blocks)
+        self.begin_worker(self.kv.pool.num_blocks)
         for request in unfinished:
             self._on_free(request)

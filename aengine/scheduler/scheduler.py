@@ -27,7 +27,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from ..errors import InternalError
-from ..ipc.messages import KVCacheGroup, ModelRunnerOutput, SchedulerOutput
+from ..ipc.messages import KVCacheGroup, ModelRunnerOutput, SchedulerOutput, kv_capacity
 from ..outputs import FinishReason
 from .answers import Answers, StepResult
 from .crash_quarantine import CrashQuarantine
@@ -69,7 +69,7 @@ class Scheduler:
         self.max_num_batched_tokens = max_num_batched_tokens
         self.waiting = WaitingQueue()
         self.rows = Rows(self.num_rows, num_blocks, kv_groups, max_num_batched_tokens, self.waiting.add)
-        self.max_tokens_capacity = self.rows.kv.capacity(max_model_len)
+        self.max_tokens_capacity = kv_capacity(kv_groups, num_blocks, max_model_len, max_num_batched_tokens)
         """Most tokens, prompt and completion, that one request may have; admission sees to it."""
         self.enable_prefix_caching = enable_prefix_caching
         self.max_in_flight_steps = max_in_flight_steps
@@ -107,11 +107,11 @@ class Scheduler:
 
     @property
     def num_blocks(self) -> int:
-        return self.rows.kv.num_blocks
+        return self.rows.kv.pool.num_blocks
 
     @property
     def num_free_blocks(self) -> int:
-        return self.rows.kv.num_free
+        return self.rows.kv.pool.num_free
 
     # -- coming and going
 
@@ -205,7 +205,7 @@ class Scheduler:
         """Whether the next step does nothing but continue requests that decode: such a step may be leased."""
         rows = self.rows
         others = self.waiting or rows.catching_up or rows.held or self.parallel_sampling.waiting or self.num_constrained
-        return not others and rows.kv.num_free >= len(rows.running) * rows.kv.num_groups
+        return not others and rows.kv.pool.num_free >= len(rows.running) * rows.kv.num_groups
 
     def schedule(self, *, is_leased: bool = False) -> SchedulerOutput | None:
         """Make the next step; None when there is nothing to compute before more answers or requests come.
@@ -250,8 +250,9 @@ class Scheduler:
         if not in_flight or in_flight[0].step_id != output.step_id:
             wanted = f"step {in_flight[0].step_id}" if in_flight else "none"
             raise InternalError(f"the worker answered step {output.step_id}, but {wanted} is due")
-        in_flight[0].check(output, self._vocab_size)
-        return self._answers.apply(in_flight.popleft(), output)
+        token_ids = output.token_ids.tolist()  # once: a list is read faster than a column
+        in_flight[0].check(output, token_ids, self._vocab_size)
+        return self._answers.apply(in_flight.popleft(), output, token_ids)
 
     def check(self) -> None:
         """Assert what must hold between any two calls. Costs a walk over everything: for tests, and for idle times."""

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from array import array
-from itertools import zip_longest
 
 from ..errors import InternalError
 from ..ipc.messages import ModelRunnerOutput, int32
@@ -38,19 +37,17 @@ class DecodeBatch:
         self._is_stale = True
 
     def join(self, requests: list[Request]) -> None:
-        self._set(self.requests + requests)
+        self.requests = self.requests + requests
+        self.req_idx = self.req_idx + int32([request.req_idx for request in requests])
+        self.num_scheduled = int32((1,)) * len(self.requests)
 
     def refresh(self) -> list[Request]:
         if self._is_stale:
             self._is_stale = False
-            self._set([request for request in self.requests if request.status is RequestStatus.DECODING])
+            self.requests = [request for request in self.requests if request.status is RequestStatus.DECODING]
+            self.req_idx = int32([request.req_idx for request in self.requests])
+            self.num_scheduled = int32((1,)) * len(self.requests)
         return self.requests
-
-    def _set(self, requests: list[Request]) -> None:
-        self.requests = requests
-        self.req_idx = int32([request.req_idx for request in requests])
-        if len(self.num_scheduled) != len(requests):
-            self.num_scheduled = int32((1,)) * len(requests)
 
 
 class InFlightStep:
@@ -73,14 +70,14 @@ class InFlightStep:
         self.newcomers: list[Request] = []  # whose first step it is
         self.leavers: list[Request] = []  # their blocks are freed once this step is answered
         self.is_leased = False  # it may be revoked; then what it told the worker is needed once more:
-        self.removed = NOTHING  # rows that it told as removed
+        self.removed: array[int] = NOTHING  # rows that it told as removed
         self.settled = NOT_SETTLED  # rows that it told as settled, and how
-        self.grown_rows = NOTHING  # rows that it gave a block each, ...
-        self.grown_groups = NOTHING  # ... and in which group; empty: in the first
+        self.grown_rows: list[int] = []  # rows that it gave a block each, ...
+        self.grown_groups: list[int] = []  # ... and in which group
 
-    def check(self, answer: ModelRunnerOutput, vocab_size: int) -> None:
-        """Raise InternalError unless ``answer`` has the form that the answer to this step must have."""
-        token_ids, num_reqs = answer.token_ids, len(self.batch)
+    def check(self, answer: ModelRunnerOutput, token_ids: list[int], vocab_size: int) -> None:
+        """Raise InternalError unless ``answer``, with these ids, has the form that an answer to this step must have."""
+        num_reqs = len(self.batch)
         is_odd = answer.errors or answer.pooled or self.drafts or self.chunks or answer.counts is not None
         if not is_odd and len(token_ids) == num_reqs and min(token_ids) >= 0 and max(token_ids) < vocab_size:
             return  # one token each: as most answers
@@ -108,7 +105,7 @@ class InFlightStep:
         """Take back what making this leased step changed in its requests; they are returned, but for those that have
         left since."""
         requests = {request.req_idx: request for request in self.batch if request.req_idx >= 0}
-        for row, group in zip_longest(self.grown_rows, self.grown_groups, fillvalue=0):
+        for row, group in zip(self.grown_rows, self.grown_groups, strict=True):
             if row in requests:
                 kv.take_back(requests[row], group)
         for request in requests.values():

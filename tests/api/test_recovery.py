@@ -312,7 +312,7 @@ async def test_the_collector_may_run_within_the_scheduler(make_engine: Make, mon
     """Streams dropped in cycles, whose finalisers then run in the middle of a step's making."""
     async with make_engine(fake={"delay": 0.0005, "num_blocks": 120}) as engine:
         scheduler = engine._handle.core.steps.scheduler
-        pool_class = type(scheduler.rows.kv._pool)
+        pool_class = type(scheduler.rows.kv.pool)
 
         def collecting(function: Callable[..., Any]) -> Callable[..., Any]:
             return lambda *args: (gc.collect(0), function(*args))[1]

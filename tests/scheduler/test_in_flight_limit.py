@@ -96,5 +96,5 @@ def test_only_where_nothing_but_decodes_is_to_be_done(clock: Clock) -> None:
     driver.scheduler.num_constrained = 1
     assert given.num_steps(driver.scheduler) == 2, "a grammar needs the host between two steps"
     driver.scheduler.num_constrained = 0
-    driver.scheduler.rows.kv._pool.allocate(driver.scheduler.num_free_blocks - 3)
+    driver.scheduler.rows.kv.pool.allocate(driver.scheduler.num_free_blocks - 3)
     assert given.num_steps(driver.scheduler) == 2, "it would take the last blocks early"

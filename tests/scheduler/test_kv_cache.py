@@ -6,7 +6,7 @@ import random
 
 import pytest
 
-from aengine.ipc.messages import STATE_BLOCK_SIZE, KVCacheGroup
+from aengine.ipc.messages import STATE_BLOCK_SIZE, KVCacheGroup, kv_capacity
 from aengine.params import SamplingParams
 from aengine.scheduler.block_pool import BlockPool
 from aengine.scheduler.kv_cache_manager import KVCacheManager, private_root, shared_root
@@ -105,15 +105,15 @@ def test_a_hit_is_whole_blocks_and_leaves_one_token(num_tokens: int, num_hits: i
     kv = manager(8)
     first = written(kv, list(range(11)))
     hit = kv.match(make(list(range(num_tokens))))
-    assert hit.block_ids == blocks(first)[:num_hits] and hit.num_tokens == SIZE * num_hits
+    assert hit[0].block_ids == blocks(first)[:num_hits] and hit[0].room == SIZE * num_hits
 
 
 def test_equal_tokens_after_different_ones_do_not_hit() -> None:
     kv = manager(8)
     first = written(kv, [1, 2, 3, 4, 5, 6, 7, 8, 9])
-    assert kv.match(make([0, 2, 3, 4, 5, 6, 7, 8, 9])).block_ids == []
-    assert kv.match(make([5, 6, 7, 8, 9])).block_ids == []
-    assert kv.match(make([1, 2, 3, 4, 5, 6, 0, 8, 9])).block_ids == blocks(first)[:1]
+    assert kv.match(make([0, 2, 3, 4, 5, 6, 7, 8, 9]))[0].block_ids == []
+    assert kv.match(make([5, 6, 7, 8, 9]))[0].block_ids == []
+    assert kv.match(make([1, 2, 3, 4, 5, 6, 0, 8, 9]))[0].block_ids == blocks(first)[:1]
 
 
 def test_salts_adapters_media_and_private_groups_do_not_share() -> None:
@@ -126,13 +126,13 @@ def test_salts_adapters_media_and_private_groups_do_not_share() -> None:
         kv = manager(8)
         first = written(kv, tokens, used)
         for root in roots:
-            assert kv.match(make(tokens, root)).block_ids == (blocks(first)[:2] if root == used else [])
+            assert kv.match(make(tokens, root))[0].block_ids == (blocks(first)[:2] if root == used else [])
 
 
 def test_without_a_root_nothing_is_hashed() -> None:
     kv = manager(8)
     request = written(kv, list(range(9)), None)
-    assert request.block_hashes == [] and kv.match(make(list(range(9)), None)).num_tokens == 0
+    assert request.block_hashes == [] and kv.match(make(list(range(9)), None))[0].room == 0
 
 
 def test_hashes_grow_with_the_request(rng: random.Random) -> None:
@@ -164,7 +164,7 @@ def test_a_random_pool_stays_whole(rng: random.Random, name: str) -> None:
     kv = manager(14 * len(groups), *groups)
     alive: list[Request] = []
     for _ in range(400):
-        if alive and (rng.random() < 0.5 or kv.num_free < 5 * len(groups)):
+        if alive and (rng.random() < 0.5 or kv.pool.num_free < 5 * len(groups)):
             kv.release(alive.pop(rng.randrange(len(alive))))
         else:
             alive.append(run(kv, make([rng.randrange(2)] * rng.randint(1, 16)), chunk=rng.randint(1, 8)))
@@ -184,7 +184,7 @@ def test_blocks_that_have_left_the_window_are_freed() -> None:
         # Those of the last 9 tokens, which the next query reads beside its own.
         first = max(0, num_tokens - 9) // SIZE
         assert request.block_tables[0].begin == first and request.block_tables[0].room == -(-num_tokens // SIZE) * SIZE
-        assert kv.num_blocks - kv.num_free == kv.num_held(request) <= 4
+        assert kv.pool.num_blocks - kv.pool.num_free == kv.num_held(request) <= 4
     assert kv.room(request) == 100 and kv.num_lacking(request, 101) == 1
 
 
@@ -195,10 +195,10 @@ def test_a_windows_hit_needs_its_last_blocks_alone() -> None:
     assert first.block_tables[0].begin == 8 and kv.num_held(first) == 2
     kv.release(run(kv, make(list(range(100, 140)), None), chunk=40))  # it takes all the other blocks
     hit = kv.match(make(list(range(45))))
-    assert hit.num_tokens == 40 and hit.tables[0].begin == 8 and hit.block_ids == blocks(first)
+    assert hit[0].room == 40 and hit[0].begin == 8 and hit[0].block_ids == blocks(first)
     # A prefix that ends before: at 36 the block of tokens 28 to 31 is needed too.
     shorter = kv.match(make([*range(38), 0, 0]))
-    assert shorter.num_tokens == 0
+    assert shorter[0].room == 0
     begun = make(list(range(45)))
     kv.begin(begun, hit)
     assert kv.grow(begun, 45) and begun.block_tables[0].room == 48
@@ -212,9 +212,9 @@ def test_groups_agree_on_a_hit() -> None:
     table = first.block_tables[1]
     assert (first.block_tables[0].begin, table.begin, table.room) == (0, 8, 40)
     hit = kv.match(make(list(range(60))))
-    assert hit.num_tokens == 40 and [t.begin for t in hit.tables] == [0, 8]
-    assert [len(t.block_ids) for t in hit.tables] == [10, 2]
-    assert hit.tables[0].block_ids == blocks(first, 0) and hit.tables[1].block_ids == blocks(first, 1)
+    assert [(t.room, t.begin) for t in hit] == [(40, 0), (40, 8)]
+    assert [len(t.block_ids) for t in hit] == [10, 2]
+    assert hit[0].block_ids == blocks(first, 0) and hit[1].block_ids == blocks(first, 1)
     assert not set(blocks(first, 0)) & set(blocks(first, 1))
 
 
@@ -229,10 +229,10 @@ def test_the_longest_hit_is_found_whatever_was_forgotten(rng: random.Random) -> 
         # Others take some blocks of the first's, the longest unused ones.
         taken = make([rng.randrange(1000) for _ in range(4 * rng.randint(1, 13))], None)
         kv.begin(taken, kv.match(taken))
-        kv.grow(taken, min(len(taken.token_ids), 4 * (kv.num_free // 3)))
+        kv.grow(taken, min(len(taken.token_ids), 4 * (kv.pool.num_free // 3)))
         asked = make(tokens[: rng.randint(1, 64)])
         hit = kv.match(asked)
-        assert hit.num_tokens == _plain_hit(kv, groups, asked)
+        assert hit[0].room == _plain_hit(kv, groups, asked)
         kv.begin(asked, hit)
         kv.check([taken, asked])
 
@@ -251,25 +251,25 @@ def _has(kv: KVCacheManager, index: int, group: KVCacheGroup, request: Request, 
     whole = make(list(range(64)))
     run(manager(100), whole)  # knows all hashes
     names = [whole.block_hashes[(i + 1) * step - 1] + suffix for i in range(first, length // group.block_size)]
-    return all(kv._pool.find(name) is not None for name in names)
+    return all(kv.pool.find(name) is not None for name in names)
 
 
 def test_a_model_with_a_state_computes_every_prefix_again() -> None:
     kv = manager(20, KVCacheGroup("state", STATE_BLOCK_SIZE), FULL)
     first = written(kv, list(range(20)))
     assert [len(table.block_ids) for table in first.block_tables] == [1, 5]
-    assert kv.match(make(list(range(20)))).num_tokens == 0
+    assert kv.match(make(list(range(20))))[0].room == 0
     kv.release(first)
-    assert kv.num_free == 20
+    assert kv.pool.num_free == 20
 
 
 def test_how_much_one_request_can_hold() -> None:
-    assert manager(10).capacity(1000) == 40
-    assert manager(10).capacity(39) == 39
+    assert kv_capacity([FULL], 10, 1000, 8) == 40
+    assert kv_capacity([FULL], 10, 39, 8) == 39
     window = KVCacheGroup("window", SIZE, 9)  # a step of 8 tokens sees 16: five blocks at most
-    assert manager(5, window).capacity(1000) == 1000
-    assert manager(4, window).capacity(1000) == 16
-    assert manager(10, FULL, window).capacity(1000) == 20
+    assert kv_capacity([window], 5, 1000, 8) == 1000
+    assert kv_capacity([window], 4, 1000, 8) == 16
+    assert kv_capacity([FULL, window], 10, 1000, 8) == 20
 
 
 def test_the_waiting_queue_sorts_and_lets_go(rng: random.Random) -> None:

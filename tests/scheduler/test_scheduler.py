@@ -384,11 +384,11 @@ def test_a_decode_that_lacked_a_block_is_not_held_up_by_a_more_urgent_chunk() ->
     for _ in range(4):
         reply(scheduler, step(scheduler), [7, -1])
     # What is left is just enough for high's next chunk.
-    taken = scheduler.rows.kv._pool.allocate(scheduler.num_free_blocks - 2)
+    taken = scheduler.rows.kv.pool.allocate(scheduler.num_free_blocks - 2)
     out = scheduler.schedule()
     assert out is not None and list(out.req_idx) == [high.req_idx] and low.status is RequestStatus.CATCHING_UP
     scheduler.update(ModelRunnerOutput(out.step_id, int32([-1])))
-    scheduler.rows.kv._pool.release(taken)
+    scheduler.rows.kv.pool.release(taken)
     out = step(scheduler)
     assert dict(zip(out.req_idx, out.num_scheduled_tokens)) == {high.req_idx: 7, low.req_idx: 1}
 
