@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any, overload
 
 from .config import EngineConfig
 from .errors import InvalidRequestError
-from .handles.calls import describe, positive_seconds, resume, seconds, start_profile, stop_profile
+from .handles.calls import describe, positive_seconds, resume, seconds, start_profile, stop_profile, tokenizer_view
 from .handles.local import LocalHandle
 from .options import ChatOptions, RequestOptions, request_options
 from .params import SamplingParams
@@ -29,7 +29,6 @@ if TYPE_CHECKING:
     from typing import NoReturn, Self, Unpack
 
     from .chat.messages import ChatCompletion
-    from .engine.core import EngineCore
     from .engine.executor import Executor
     from .engine.tokenizer_view import TokenizerView
     from .handles.on_thread import ThreadHandle
@@ -325,16 +324,7 @@ class AsyncLLM:
     @property
     def tokenizer(self) -> TokenizerView:
         """The model's tokenizer: encode, decode, count, render. Raises InvalidRequestError with skip_tokenizer=True."""
-        from .engine.tokenizer_view import TokenizerView
-
-        core = self._handle.open_core()
-        return TokenizerView(core.tokenizer, core.worker.ready["vocab_size"])
-
-    @property
-    def has_chat_template(self) -> bool:
-        """Whether chat messages can be given as a prompt."""
-        tokenizer = self._handle.running_core().tokenizer
-        return tokenizer is not None and tokenizer.has_chat_template
+        return tokenizer_view(self._handle.open_core())
 
     async def check_health(self, timeout: float = 10.0) -> float:
         """Send a ping the way of a request's steps; the worker answers once it has launched the steps before. Returns
@@ -374,10 +364,7 @@ class AsyncLLM:
 
     # -- seams, for tests and for executors of other kinds
 
-    def _core_class(self) -> type[EngineCore]:
-        from .engine.core import EngineCore
-
-        return EngineCore
+    _core_class = "aengine.engine.core:EngineCore"
 
     def _make_executor(self, config: EngineConfig) -> Executor:
         from .engine.executor import ProcessExecutor

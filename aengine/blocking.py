@@ -1,4 +1,4 @@
-"""Parts of `SyncLLM`: iterators that block, a list of prompts on its way, and the line of its progress."""
+"""Parts of `SyncLLM`: iterators that block, lists of prompts, and the line of their progress."""
 
 from __future__ import annotations
 
@@ -117,10 +117,9 @@ class ChatIterator(_Blocking["Delta", "ChatCompletion"]):
 
 
 class Batch:
-    """A list of prompts on its way through the engine, ``window`` of them at a time.
+    """Runs a list of prompts, ``window`` of them at a time; whenever one ends, the next is submitted.
 
-    Not all at once: for each that the engine knows, it keeps what answers it. One that waits takes the place of
-    whichever ends first.
+    Not all at once, because each that is submitted takes memory for its answer.
     """
 
     def __init__(
@@ -147,7 +146,7 @@ class Batch:
             while self._fill():
                 i = self._ended.get()
                 stream = self._running.pop(i, None)
-                if stream is None:  # it was told twice
+                if stream is None:  # its end was reported twice
                     continue
                 with self._keeping_error(i):
                     self._results[i] = run_now(stream.wait())

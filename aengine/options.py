@@ -18,6 +18,7 @@ __all__ = [
     "GenerateOptions",
     "OnUnsupported",
     "Progress",
+    "RenderOptions",
     "RequestOptions",
     "Show",
     "chat_options",
@@ -49,7 +50,18 @@ class RequestOptions(TypedDict, total=False):
     by timing."""
 
 
-class ChatOptions(RequestOptions, total=False):
+class RenderOptions(TypedDict, total=False):
+    """How chat messages become a prompt: keyword arguments of `TokenizerView.render`, and part of `ChatOptions`."""
+
+    chat_template_kwargs: Mapping[str, Any] | None
+    """Variables of the model's chat template, such as ``{"enable_thinking": False}``."""
+    add_generation_prompt: bool | None
+    """End the prompt with the beginning of an answer. None: yes, unless continue_final_message is True."""
+    continue_final_message: bool
+    """The last message, an assistant's, is the beginning of the answer; the completion is what follows it."""
+
+
+class ChatOptions(RequestOptions, RenderOptions, total=False):
     """The keyword arguments of `AsyncLLM.chat` and `AsyncLLM.stream_chat`."""
 
     tools: Sequence[Any] | None
@@ -59,12 +71,6 @@ class ChatOptions(RequestOptions, total=False):
     as OpenAI's."""
     parallel_tool_calls: bool | None
     """Several calls in one answer. None: as the model's chat template allows."""
-    chat_template_kwargs: Mapping[str, Any] | None
-    """Variables of the model's chat template, such as ``{"enable_thinking": False}``."""
-    add_generation_prompt: bool | None
-    """End the prompt with the beginning of an answer. None: yes, unless continue_final_message is True."""
-    continue_final_message: bool
-    """The last message, an assistant's, is the beginning of the answer; the completion is what follows it."""
 
 
 class GenerateOptions(RequestOptions, total=False):

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any, overload
 
 from .blocking import Batch, ChatIterator, TokenIterator, is_list_of_prompts, one_each, showing
 from .errors import InvalidRequestError
-from .handles.calls import positive_seconds, resume, seconds, start_profile, stop_profile
+from .handles.calls import describe, positive_seconds, resume, seconds, start_profile, stop_profile, tokenizer_view
 from .handles.chats import begin_chat
 from .handles.on_thread import ThreadHandle
 from .options import ChatOptions, GenerateOptions, RequestOptions, generate_options, request_options
@@ -19,27 +19,13 @@ from .threads.loop_ownership import check_may_block, not_copied
 if TYPE_CHECKING:
     from os import PathLike
     from types import TracebackType
-    from typing import NoReturn, Protocol, Self, Unpack
+    from typing import NoReturn, Self, Unpack
 
     from .chat.messages import ChatCompletion
     from .engine.tokenizer_view import TokenizerView
     from .outputs import Completion, T
     from .telemetry.metrics import Statistics
     from .tokenizer.prompt import Prompt
-
-    class Engine(Protocol):
-        """Interface of the `AsyncLLM`'s calls that never wait."""
-
-        @property
-        def state(self) -> str: ...
-        @property
-        def tokenizer(self) -> TokenizerView: ...
-        @property
-        def has_chat_template(self) -> bool: ...
-        def abort(self, request_id: str) -> bool: ...
-        def abort_all(self) -> int: ...
-        def statistics(self) -> Statistics: ...
-        def describe(self) -> dict[str, Any]: ...
 
 
 __all__ = ["SyncLLM"]
@@ -52,8 +38,8 @@ class SyncLLM:
     In the engine's own thread (``progress``, ``on_request_end``) the calls that block raise InvalidRequestError.
     """
 
-    def __init__(self, engine: Engine, handle: ThreadHandle, *, block_running_loop: bool = True) -> None:
-        self._engine = engine  # held: it is not to be dropped while somebody has this
+    def __init__(self, engine: object, handle: ThreadHandle, *, block_running_loop: bool = True) -> None:
+        self._engine = engine  # an `AsyncLLM`, which ends when it is dropped
         self._handle = handle
         self._block_running_loop = block_running_loop
 
@@ -66,7 +52,7 @@ class SyncLLM:
     @property
     def state(self) -> str:
         """See `AsyncLLM.state`."""
-        return self._engine.state
+        return self._handle.state
 
     # -- life
 
@@ -234,31 +220,26 @@ class SyncLLM:
 
     def abort(self, request_id: str) -> bool:
         """End a request of another thread by its id. Returns whether it was running."""
-        return self._engine.abort(request_id)
+        return self._handle.abort(request_id)
 
     def abort_all(self) -> int:
         """End all requests, of all threads. Returns how many there were."""
-        return self._engine.abort_all()
+        return self._handle.abort_all()
 
     # -- what there is to know
 
     def statistics(self) -> Statistics:
         """The engine's counters at this moment."""
-        return self._engine.statistics()
+        return self._handle.running_core().statistics()
 
     def describe(self) -> dict[str, Any]:
         """See `AsyncLLM.describe`."""
-        return self._engine.describe()
+        return describe(self._handle.running_core())
 
     @property
     def tokenizer(self) -> TokenizerView:
         """See `AsyncLLM.tokenizer`."""
-        return self._engine.tokenizer
-
-    @property
-    def has_chat_template(self) -> bool:
-        """Whether chat messages can be given as a prompt."""
-        return self._engine.has_chat_template
+        return tokenizer_view(self._handle.open_core())
 
     def check_health(self, timeout: float = 10.0) -> float:
         """Check that the worker answers. Arguments and errors as of `AsyncLLM.check_health`."""

@@ -98,12 +98,12 @@ class _Composer:
         if reasoning is None:
             return self.answer("")
         begin, end = self.markers.encode(reasoning.begin), self.markers.encode(reasoning.end)
-        thought = seq(self.thought(end), self.answer("", after_reasoning=True))
+        reasoned = seq(self.reasoning(end), self.answer("", after_reasoning=True))
         if reasoning.begun:
-            return thought
-        return any_of(seq(self.markers.part(begin), thought), self.answer(self.markers.in_text(begin)))
+            return reasoned
+        return any_of(seq(self.markers.part(begin), reasoned), self.answer(self.markers.in_text(begin)))
 
-    def thought(self, end: str) -> Part:
+    def reasoning(self, end: str) -> Part:
         if self.markers.id_of(end[0]) is None:
             return TextUpTo(end)
         return seq(_maybe(FreeText(without=_given(self.markers.in_text(end)))), self.markers.part(end))

@@ -37,28 +37,28 @@ class MessageBuilder:
         self._id_length = id_length
         self._deltas: list[Delta] = []
         self._text: list[str] = []
-        self._thoughts: list[str] = []
+        self._reasoning: list[str] = []
         self._calls: list[ToolCall] = []
         self._arguments: list[str] = []  # of the last call
         self._is_open = False  # the last call may go on
         self._blanks: list[str] | None = []  # held back; None: text has begun, and all of it counts
         self._blanks_are_text = True
         self._is_continued = is_continued
-        self._thought_blanks: list[str] = []  # likewise, those that may end the reasoning
+        self._reasoning_blanks: list[str] = []  # likewise, those that may end the reasoning
 
     @property
     def message(self) -> ChatMessage:
         calls = list(self._calls)
         if self._is_open:
             calls[-1] = replace(calls[-1], arguments="".join(self._arguments))
-        return ChatMessage("".join(self._text) or None, "".join(self._thoughts) or None, tuple(calls))
+        return ChatMessage("".join(self._text) or None, "".join(self._reasoning) or None, tuple(calls))
 
     def taken(self) -> list[Delta]:
         """Return the deltas since the last time."""
         taken, self._deltas = self._deltas, []
         return taken
 
-    def write(self, text: str) -> None:
+    def add_text(self, text: str) -> None:
         """Add text of the answer."""
         text = without_tokens(text)
         if self._blanks is not None and text:
@@ -71,18 +71,18 @@ class MessageBuilder:
             self._text.append(text)
             self._deltas.append(TextDelta(text))
 
-    def think(self, text: str) -> None:
+    def add_reasoning(self, text: str) -> None:
         """Add reasoning."""
         text = without_tokens(text)
-        if not self._thoughts and not self._is_continued:
+        if not self._reasoning and not self._is_continued:
             text = text.lstrip(BLANKS)
         body = text.rstrip(BLANKS)
         if body:
-            piece = "".join(self._thought_blanks) + body
-            self._thought_blanks.clear()
-            self._thoughts.append(piece)
+            piece = "".join(self._reasoning_blanks) + body
+            self._reasoning_blanks.clear()
+            self._reasoning.append(piece)
             self._deltas.append(ReasoningDelta(piece))
-        self._thought_blanks.append(text[len(body) :])
+        self._reasoning_blanks.append(text[len(body) :])
 
     def start_afresh(self) -> None:
         """Begin a part after reasoning or a call: blanks that come next, and nothing after them, are no text."""

@@ -101,9 +101,9 @@ class ChatParser:
     def finish(self) -> list[Delta]:
         """Return what was held back: the completion has ended."""
         if self._state == self._reasoning:
-            self._think(self._buffer)
+            self._add_reasoning(self._buffer)
         elif self._state not in (self._after, self._between):  # there it is a part of calls
-            self._write(self._buffer)
+            self._add_text(self._buffer)
         self._buffer = ""
         self._builder.finish()
         self._state = self._plain
@@ -120,10 +120,10 @@ class ChatParser:
         body, end, rest = self._buffer.partition(self._end)
         if not end:
             held = held_back(body, (self._end,))
-            self._think(body[: len(body) - held])
+            self._add_reasoning(body[: len(body) - held])
             self._buffer = body[len(body) - held :]
             return False
-        self._think(body)
+        self._add_reasoning(body)
         self._builder.start_afresh()
         return self._go(self._after_reasoning, rest)
 
@@ -153,10 +153,10 @@ class ChatParser:
         first = min((place for place in places if place >= 0), default=None)
         if first is None:
             keep = len(self._buffer) - held_back(self._buffer, self._triggers)
-            self._write(self._buffer[:keep])
+            self._add_text(self._buffer[:keep])
             self._buffer = self._buffer[keep:]
             return False
-        self._write(self._buffer[:first])
+        self._add_text(self._buffer[:first])
         return self._go(self._heading, self._buffer[first:])
 
     def _heading(self) -> bool:
@@ -166,7 +166,7 @@ class ChatParser:
             return False
         if found:
             return self._call(self._triggers[trigger], found)
-        self._write(trigger)
+        self._add_text(trigger)
         return self._go(self._scanning, self._buffer[len(trigger) :])
 
     def _arguments(self) -> bool:
@@ -207,17 +207,17 @@ class ChatParser:
         return self._go(self._plain, self._buffer[len(found) :])
 
     def _plain(self) -> bool:
-        self._write(self._buffer)
+        self._add_text(self._buffer)
         self._buffer = ""
         return False
 
     # What the states share.
 
-    def _write(self, text: str) -> None:
-        self._builder.write(text.translate(self._shown))
+    def _add_text(self, text: str) -> None:
+        self._builder.add_text(text.translate(self._shown))
 
-    def _think(self, text: str) -> None:
-        self._builder.think(text.translate(self._shown))
+    def _add_reasoning(self, text: str) -> None:
+        self._builder.add_reasoning(text.translate(self._shown))
 
     def _go(self, state: Callable[[], bool], rest: str) -> bool:
         self._state, self._buffer = state, rest

@@ -38,9 +38,9 @@ class PromptOptions:
     @classmethod
     def of(
         cls,
-        chat_template_kwargs: Mapping[str, Any] | None,
-        add_generation_prompt: bool | None,
-        continue_final_message: bool,
+        chat_template_kwargs: Mapping[str, Any] | None = None,
+        add_generation_prompt: bool | None = None,
+        continue_final_message: bool = False,
     ) -> PromptOptions:
         """Check them. ``add_generation_prompt`` None: unless the final message is continued."""
         for name, value in (

@@ -23,7 +23,7 @@ async def run(args: argparse.Namespace) -> int:
     if not is_unicode(text):
         raise InvalidRequestError("the prompt is not valid UTF-8", param="prompt")
     async with AsyncLLM(args.model, **engine_config(args)) as engine:
-        chat = args.chat or (not args.plain and engine.has_chat_template)
+        chat = args.chat or (not args.plain and engine.tokenizer.has_chat_template)
         prompt = [{"role": "user", "content": text}] if chat else text
         begun = time.monotonic()
         first = 0.0

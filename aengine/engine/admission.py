@@ -75,7 +75,7 @@ class Admission:
         self._observer = observer
         self._on_empty = on_empty
         self._requests: dict[str, UserRequest] = {}
-        self._random = random.Random()  # of our own: the host's global one is not touched
+        self._random = random.Random()  # not the host's global one
         self._next_id = 0
         self._unread = UnreadWatch(loop, limits.unread_timeout, self._requests)
 
@@ -148,7 +148,7 @@ class Admission:
         self._requests[request_id] = request
         self._counters.num_requests += 1
         self._observer.note_queued(request_id, params, priority, mailbox.times)
-        # The second one only looks, when it is due, whether a token has come: delivering one costs nothing more.
+        # The second timer checks for a token only when it is due, so that delivering tokens costs nothing more.
         for seconds, expire in ((deadline, self._expire), (first_token_deadline, self._expire_unless_begun)):
             if seconds is not None:
                 timer = self._loop.call_at(request.arrival_time + seconds, expire, request, float(seconds))
@@ -209,7 +209,7 @@ class Admission:
             prepared = await self._preparation.prepare(request)
         except asyncio.CancelledError:
             request.preparing = None
-            request.mailbox.abort()  # unless its end is what has cancelled this
+            request.mailbox.abort()  # no effect if the request's end has cancelled this
             raise
         except AEngineError as ours:
             error = ours

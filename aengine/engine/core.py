@@ -32,7 +32,7 @@ from ..threads.pools import run_in_thread
 from ..tokenizer.tokenizer import Tokenizer
 from .admission import Admission
 from .executor import Executor, ProcessExecutor
-from .grammar_gate import ALWAYS, IN_SMALL_BATCHES, Forcing
+from .grammar_gate import ALWAYS, IN_SMALL_BATCHES
 from .preparation import Preparation
 from .recovery import RestartBudget
 from .step_loop import StepLoop
@@ -72,7 +72,7 @@ class EngineCore:
         self.loop = asyncio.get_running_loop()
         self.state = "running"  # perhaps "draining"; then "failed" or "closed"
         self._num_closers = 0  # calls of `aclose` that have not returned
-        self._news: asyncio.Event | None = None  # for those who wait in `drain`
+        self._news: asyncio.Event | None = None  # set when calls of `drain` are to check again
         self.failure: EngineError | None = None
         self.tokenizer = tokenizer
         self.sampling = sampling
@@ -116,7 +116,7 @@ class EngineCore:
             hang_timeout=config.hang_timeout,
             step_patience=_GPU_PATIENCE if is_gpu else 0.0,
             grammars=grammars,
-            forcing=self._forcing(is_gpu),
+            forcing=IN_SMALL_BATCHES if is_gpu else ALWAYS,
         )
         budget = RestartBudget(config.max_restarts, config.restart_window)
         self.worker = WorkerControl(executor, ready, restart, self.steps, budget, self._counters)
@@ -133,7 +133,7 @@ class EngineCore:
         )
         self._task = self.loop.create_task(self._run(), name="aengine-step-loop")
         self._task.add_done_callback(self._loop_ended)
-        # Dropping an engine warns by itself, and ends the task; what asyncio would log of it besides tells nothing.
+        # Dropping an engine warns by itself, and ends the task: asyncio's own warning would add nothing.
         self._task._log_destroy_pending = False  # type: ignore[attr-defined]
 
     @classmethod
@@ -174,18 +174,15 @@ class EngineCore:
                 await grammars.aclose()
             await asyncio.wait([starting])
             if not starting.cancelled():
-                starting.exception()  # seen: at most one of the two failures is raised
-            await executor.aclose(0)  # until the killed worker has gone: whoever tries again finds its memory free
+                starting.exception()  # retrieved: only one of the two failures is raised
+            await executor.aclose(0)  # until the killed worker has gone, and its memory is free
             raise
         seconds = time.monotonic() - begun
         report(StartupProgress("ready", detail=f"{seconds:.1f} s"))
         logger.info("%s is ready after %.1f s: %s", config.model, seconds, summary_of(ready))
         return core
 
-    # What is another's in `aengine.testing`.
-
-    def _forcing(self, is_gpu: bool) -> Forcing:
-        return IN_SMALL_BATCHES if is_gpu else ALWAYS
+    # What `aengine.testing` overrides.
 
     @classmethod
     async def _resolve(cls, config: EngineConfig, report: ProgressCallback) -> ModelSource:
@@ -330,7 +327,7 @@ class EngineCore:
         """Immediate and synchronous, from any thread: kill the worker, whatever state the loop is in."""
         if self.is_alive:
             self.state = "closed"
-            with contextlib.suppress(RuntimeError):  # the loop was closed: nobody waits there
+            with contextlib.suppress(RuntimeError):  # the loop was closed, and its requests with it
                 self.loop.call_soon_threadsafe(self._end_requests)
         self.admission.close()
         if self.grammars is not None:
@@ -342,7 +339,7 @@ class EngineCore:
         self._task.cancel()
 
     def _fail(self, error: EngineError) -> None:
-        """Fail all that waits, once: the executor or the step loop has failed."""
+        """Fail all requests, once: the executor or the step loop has failed."""
         if not self.is_alive:
             return
         self.state, self.failure = "failed", error
@@ -357,7 +354,7 @@ class EngineCore:
         if not self.is_alive:
             self._drop_tables()
             return
-        # Nobody asked it to: the host's loop is being closed, or `StepLoop.run` let a bug through.
+        # It was not told to end: the host's loop is being closed, or `StepLoop.run` has a bug.
         if task.cancelled():
             self.state = "closed"
             self.admission.fail_all(EngineClosedError("the event loop of the engine was shut down"))
@@ -370,9 +367,9 @@ class EngineCore:
         self._drop_tables()
 
     def _drop_tables(self) -> None:
-        """Free what requests needed, tens of MB: a closed engine may be kept for long, as may streams, which know it.
+        """Free what requests needed, tens of MB: an application may keep a closed engine, or its streams, for long.
 
-        What `aclose` has still to wait for stays, and what tells the end: ``state``, ``failure``, ``ready``.
+        ``state``, ``failure``, ``ready``, and what `aclose` has still to wait for, stay.
         """
         self.tokenizer = None
         self.admission.drop_tables()

@@ -29,7 +29,7 @@ _TURN_BESIDE_FILL = 8
 
 
 class Delivery:
-    """Delivers for one step loop. Whom a stop string ends is taken out of the scheduler first, then told."""
+    """Delivers for one step loop. What a stop string ends leaves the scheduler before its sink ends."""
 
     def __init__(self, scheduler: Scheduler) -> None:
         self._scheduler = scheduler
@@ -44,10 +44,10 @@ class Delivery:
         """Deliver as many tokens as there is time for while rows are filled, and the others when the worker has all it
         needs: ``going_on`` gives it that, and returns an error, if any, which is returned here.
 
-        Two threads that run Python take turns, and the one that fills would wait for all that the loop finds to do.
+        Both threads need the GIL: the one that fills would wait for all that the loop does meanwhile.
         """
         task = asyncio.get_running_loop().create_task(going_on, name="aengine-masks")
-        task.add_done_callback(lambda task: task.cancelled() or task.exception())  # seen, whoever else fails meanwhile
+        task.add_done_callback(lambda task: task.cancelled() or task.exception())  # its error is retrieved
         try:
             until = await filling.free_until
             start = 0
@@ -73,7 +73,7 @@ class Delivery:
     def _deliver(self, sampled: Sampled, logprobs: Logprobs) -> None:
         for request, token_id, place in sampled:
             sink, reason = request.sink, request.finish_reason
-            if sink.finish_reason is not None:  # its caller left while others got their turn
+            if sink.finish_reason is not None:  # ended in a turn of the loop since
                 continue
             if reason is not None and len(sink.token_ids) + 1 < request.num_output_tokens:
                 reason = None  # others of this answer follow

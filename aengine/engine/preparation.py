@@ -3,8 +3,8 @@
     chat       plan (a pool of threads) ──> its grammar, compiled ──┐
     other      type, if any, described ──> its grammar, compiled ──> prompt encoded (a thread) ──> Prepared
 
-The grammar comes first, so that a prompt is not encoded for a request that is refused. Each is one coroutine: to cancel
-it, at whatever await, is all that it takes to leave nothing of it.
+The grammar comes first, so that a prompt is not encoded for a request that is refused. One coroutine prepares a
+request; cancelling it, at any await, leaves nothing behind.
 """
 
 from __future__ import annotations

@@ -48,10 +48,10 @@ class RestartBudget:
 
 
 class Watchdog:
-    """Looks ten times a second whether the worker still lives while it has steps to do. Costs nothing when idle.
+    """Checks ten times a second that the worker makes progress while it has steps. Costs nothing when idle.
 
-    It hangs when its heart has not beaten for ``hang_timeout`` seconds (a stopped process, a thread that holds the
-    GIL), or when its oldest step takes ``hang_timeout`` longer than a step of so many tokens could.
+    A worker hangs when it has sent no heartbeat for ``hang_timeout`` seconds (a stopped process, a thread that holds
+    the GIL), or when its oldest step takes ``hang_timeout`` longer than a step of so many tokens could.
     """
 
     PERIOD = 0.1

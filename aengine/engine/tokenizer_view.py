@@ -9,7 +9,10 @@ from ..errors import InvalidRequestError
 from ..params import shown
 
 if TYPE_CHECKING:
+    from typing import Unpack
+
     from ..chat.prompt import ChatPrompt
+    from ..options import RenderOptions
     from ..tokenizer.tokenizer import Tokenizer
 
 __all__ = ["TokenizerView"]
@@ -106,33 +109,19 @@ class TokenizerView:
         self,
         prompt: str | Sequence[Mapping[str, Any]],
         tools: Sequence[Any] | None = None,
-        *,
-        chat_template_kwargs: Mapping[str, Any] | None = None,
-        add_generation_prompt: bool | None = None,
-        continue_final_message: bool = False,
+        **options: Unpack[RenderOptions],
     ) -> int:
         """Return a prompt's number of tokens: ``usage.prompt_tokens`` of ``generate`` with this text, or of ``chat``
         with these messages and options. Errors as of `encode` and `render`."""
         if isinstance(prompt, str):
             return len(self.encode(prompt))
-        return len(
-            self.render_ids(
-                prompt,
-                tools,
-                chat_template_kwargs=chat_template_kwargs,
-                add_generation_prompt=add_generation_prompt,
-                continue_final_message=continue_final_message,
-            )
-        )
+        return len(self.render_ids(prompt, tools, **options))
 
     def render(
         self,
         messages: Sequence[Mapping[str, Any]],
         tools: Sequence[Any] | None = None,
-        *,
-        chat_template_kwargs: Mapping[str, Any] | None = None,
-        add_generation_prompt: bool | None = None,
-        continue_final_message: bool = False,
+        **options: Unpack[RenderOptions],
     ) -> str:
         """The prompt that ``chat`` makes of messages, as a text to look at. Arguments as of `AsyncLLM.stream_chat`.
 
@@ -142,37 +131,25 @@ class TokenizerView:
         Raises:
             InvalidRequestError: there is no chat template, it refuses the messages, or an option is wrong.
         """
-        return self._prompt(
-            messages, tools, chat_template_kwargs, add_generation_prompt, continue_final_message
-        ).text.plain()
+        return self._prompt(messages, tools, options).text.plain()
 
     def render_ids(
         self,
         messages: Sequence[Mapping[str, Any]],
         tools: Sequence[Any] | None = None,
-        *,
-        chat_template_kwargs: Mapping[str, Any] | None = None,
-        add_generation_prompt: bool | None = None,
-        continue_final_message: bool = False,
+        **options: Unpack[RenderOptions],
     ) -> list[int]:
         """The token ids of the prompt that ``chat`` makes of messages. Arguments and errors as of `render`."""
-        prompt = self._prompt(messages, tools, chat_template_kwargs, add_generation_prompt, continue_final_message)
-        return prompt.ids(self._tokenizer)
+        return self._prompt(messages, tools, options).ids(self._tokenizer)
 
     def _no_such_token(self, token_id: object) -> InvalidRequestError:
         message = f"there is no token {shown(token_id)}: ids are 0 to {self._num_ids - 1}"
         return InvalidRequestError(message, param="ids")
 
     def _prompt(
-        self,
-        messages: Sequence[Mapping[str, Any]],
-        tools: Sequence[Any] | None,
-        chat_template_kwargs: Mapping[str, Any] | None,
-        add_generation_prompt: bool | None,
-        continue_final_message: bool,
+        self, messages: Sequence[Mapping[str, Any]], tools: Sequence[Any] | None, options: RenderOptions
     ) -> ChatPrompt:
         from ..chat.prompt import ChatPrompt, PromptOptions  # brings all of chats with it
         from ..tokenizer.messages import checked_messages
 
-        options = PromptOptions.of(chat_template_kwargs, add_generation_prompt, continue_final_message)
-        return ChatPrompt.of(self._tokenizer, checked_messages(messages), tools, options)
+        return ChatPrompt.of(self._tokenizer, checked_messages(messages), tools, PromptOptions.of(**options))

@@ -1,8 +1,8 @@
 """`UnreadWatch`: ends streams that are held and not read, as by the ``Out[]`` of a notebook.
 
-Four times in ``unread_timeout`` it looks at the oldest token that each stream has not been asked for. One that it has
-met in five looks in a row, while nobody waited, was left lying for so long by a reader whose loop had its turns. A
-token costs nothing, an engine without streams neither.
+Four times in ``unread_timeout`` it checks the oldest unread token of each stream. One that it finds in five checks in
+a row, while no reader waited, was left for that long though the reader's loop could run. Tokens cost nothing, and
+neither does an engine without streams.
 """
 
 from __future__ import annotations

@@ -36,7 +36,8 @@ T = TypeVar("T")
 class Owner(Protocol):
     """Interface of the user's object that has a handle: the seams for tests and for executors of other kinds."""
 
-    def _core_class(self) -> type[EngineCore]: ...
+    _core_class: str
+    """The "module:class" of its `EngineCore`, imported by the first start."""
 
     def _make_executor(self, config: EngineConfig) -> Executor: ...
 
@@ -60,7 +61,7 @@ class LocalHandle:
         self._owner = weakref.ref(owner)
         self._starting: asyncio.Task[None] | None = None
         self._num_starters = 0  # callers that wait for it
-        self._has_starter = False  # one of them was told that it runs
+        self._has_starter = False  # one of them has returned: the engine is in use
         self._pid: int | None = None  # of the process that has started it
 
     def __repr__(self) -> str:
@@ -105,7 +106,7 @@ class LocalHandle:
                 self._has_starter = True
                 return
         if core is not None:
-            core.abandon()  # of a failed engine, or of a loop that was closed: nothing of it must live on
+            core.abandon()  # it failed, or its loop was closed: frees what is left of it
             self.core = None
         if self._starting is None or self._starting.done() or self._starting.get_loop() is not loop:
             self._starting = loop.create_task(self._begin(), name="aengine-start")
@@ -115,8 +116,10 @@ class LocalHandle:
     async def _begin(self) -> None:
         from ..threads.pools import run_in_thread
 
-        await run_in_thread("import", import_module, "aengine.engine.core")  # 0.1 s, of which the loop sees little
-        core_class, owner, config = self.owner()._core_class(), self._owner, self.config
+        module, _, name = self.owner()._core_class.partition(":")
+        imported = await run_in_thread("import", import_module, module)  # takes 0.1 s, which would block the loop
+        core_class: type[EngineCore] = getattr(imported, name)
+        owner, config = self._owner, self.config
 
         def make_executor(config: EngineConfig) -> Executor:
             """Make the core's executor. It holds the owner weakly: the core ends when that is dropped."""
@@ -158,7 +161,7 @@ class LocalHandle:
             self._num_starters -= 1
 
     async def _undo_start(self) -> None:
-        """Close what came up in the turn of the loop in which its last caller was cancelled: nobody else will."""
+        """Close an engine that came up in the turn of the loop in which its last caller was cancelled."""
         core = self.core
         if core is None or core.state != "running" or self._has_starter:
             return
@@ -250,7 +253,7 @@ def _owner_of(owner: weakref.ref[Owner]) -> Owner:
 
 
 async def _cancel(task: asyncio.Task[None]) -> None:
-    """Cancel a task and wait for its end; what it raises instead is of no interest to anybody any more."""
+    """Cancel a task and wait for its end. An error that it raises instead is dropped."""
     task.cancel()
     await asyncio.wait([task])
     if not task.cancelled():

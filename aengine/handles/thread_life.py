@@ -39,8 +39,8 @@ class ThreadLife:
         self.config = config
         self.thread: LoopThread | None = None
         self._is_changing = threading.Lock()  # of ``thread``
-        self._starters: set[object] = set()  # calls of `start` that have not returned
-        self._has_caller = False  # one has, and the engine runs for it
+        self._starters: set[object] = set()  # one for each call of `start` that has not returned
+        self._has_caller = False  # one has returned: the engine is in use
 
     def __repr__(self) -> str:
         return repr(self.local)
@@ -84,7 +84,7 @@ class ThreadLife:
                 self._starters.discard(me)
 
     async def _close_unless_started(self) -> None:
-        """Close what may have come up while its last caller was cancelled: nobody else will."""
+        """Close an engine that came up while its last caller was cancelled."""
         if self.state == "running" and not self._has_caller:
             try:
                 await self.aclose(0.0)
@@ -113,8 +113,8 @@ class ThreadLife:
                 raise
 
     def _thread_to_start_on(self, like: asyncio.AbstractEventLoop | None) -> LoopThread | None:
-        """The thread that there is, or a new one; None while somebody else makes one. Never two: a life of the engine
-        is over before the next begins."""
+        """Return the thread that there is, or a new one; None while another caller makes one. There are never two at
+        a time."""
         if not self._is_changing.acquire(blocking=False):
             return None
         try:
@@ -138,7 +138,7 @@ class ThreadLife:
             return
         try:
             await thread.run(partial(self._close_on, thread, drain))
-        except LoopEndedError:  # by somebody else
+        except LoopEndedError:  # another call has closed it
             pass
         if thread.is_stopping and asyncio.get_running_loop() is not thread.loop:
             await thread.ended()
@@ -168,7 +168,7 @@ class ThreadLife:
             return
         is_open = self.state in ("running", "draining")
         message = f"{self!r} was dropped without being closed" if is_open else ""
-        # This may be the engine's own thread, in the midst of a step: it puts an end to everything when it gets to it.
+        # This may be the engine's own thread, within a step: it ends everything at its next turn.
         thread.stop()
         if message:
             warnings.warn(message, ResourceWarning, source=engine, stacklevel=3)
@@ -179,7 +179,7 @@ class ThreadLife:
         try:
             await self.local.start()
             if self.core is not None:
-                # Whoever still waits then is told, and until then the core is held.
+                # Requests that are left when the thread ends are failed; the core is kept until then.
                 thread.at_end = partial(self.core.admission.fail_all, self._ended_meanwhile())
         finally:
             self._stop_unless_used(thread)

@@ -7,9 +7,9 @@
                                                   | wake               |
                                                   +----- CallQueue ----+  one wake-up for all streams of a loop
 
-The reader sees what the engine has done in whole turns only: a stream that has ended is out of the scheduler, its
-usage is complete. No lock is needed, and no wake-up is lost: who waits sets the buffer's ``wake``, then looks again;
-the engine fills, then looks at ``wake``. Nothing is said to a reader that is busy.
+The buffer is filled when a turn of the engine's loop is over, so a stream that has ended is out of the scheduler and
+its usage is complete. No lock is needed, and no wake-up is lost: a reader that waits sets the buffer's ``wake``, then
+checks again; the engine fills the buffer, then checks ``wake``. A reader that does not wait is not woken.
 """
 
 from __future__ import annotations
@@ -45,7 +45,7 @@ class CrossThreadBuffer:
         self.ready: deque[Token] = deque()  # bounded as the mailbox is, by the request's own max_tokens
         self.has_ended = False  # the last that is set
         self.wake: Callable[[], object] | None = None
-        self.loop: asyncio.AbstractEventLoop | None = None  # on which somebody waits
+        self.loop: asyncio.AbstractEventLoop | None = None  # of a reader that waits
         self.end: Callable[[], object] = _nothing  # to be called on the engine's thread: aborts the request
 
     def read_from(self, mailbox: Mailbox, end: Callable[[], object]) -> None:
@@ -77,7 +77,7 @@ class CrossThreadBuffer:
             self.ready.extend(mailbox.pending)
             mailbox.pending.clear()
         if mailbox.num_open:
-            if self.loop is not None and self.loop.is_closed():  # who waits there will never read
+            if self.loop is not None and self.loop.is_closed():  # its reader is gone
                 self._thread.post(self.end)
         else:
             self._mailbox, self.end = None, _nothing
@@ -90,7 +90,7 @@ class CrossThreadBuffer:
 class CrossThreadStream(TokenStream):
     """See `TokenStream`; read on any event loop, by one task at a time.
 
-    It exists before the engine has heard of the request, so an error about that comes from the stream, too.
+    It exists before the request is registered, so an error of that comes from the stream, too.
     ``owner``: the engine, which is not to be dropped while somebody reads.
     """
 
@@ -127,7 +127,7 @@ class CrossThreadStream(TokenStream):
             try:
                 if buffer.ready:
                     return buffer.ready.popleft()
-            except IndexError:  # somebody else reads, who should not
+            except IndexError:  # another task reads too, which is not allowed
                 continue
             if has_ended:
                 if self._mailbox.error is not None:
@@ -245,7 +245,7 @@ class BlockingStream(CrossThreadStream):
 
 
 def run_now(coroutine: Coroutine[Any, Any, T]) -> T:
-    """The outcome of a coroutine that never suspends, as those of `BlockingStream`, and of what reads from one."""
+    """Run a coroutine that never suspends, as those of `BlockingStream` and of what reads from one."""
     try:
         coroutine.send(None)
     except StopIteration as end:

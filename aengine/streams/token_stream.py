@@ -86,7 +86,7 @@ class Mailbox:
         """``is_json``: the text was asked to be; ``on_end`` is called when nothing more will come, once."""
         self._on_end: Callable[[], None] | None = on_end
         self.times = times or RequestTimes()
-        self.final_only = final_only  # nobody reads single tokens: none are made
+        self.final_only = final_only  # no `Token`s are made: only the completion is read
         self.pending: deque[Token] = deque()
         self.waiter: asyncio.Future[None] | None = None  # of a reader on this loop
         self.buffer: Buffer | None = None  # of a reader on another thread
@@ -184,7 +184,7 @@ class ChoiceOutput:
         self.texts: list[str] = []  # one for each token, perhaps empty, if there is a detokenizer
         self.logprobs: list[tuple[Logprob, ...]] | None = [] if want_logprobs else None
         self.finish_reason: FinishReason | None = None
-        self._parsed: tuple[Any, Exception | None] | None = None  # once: a type's own validators may take their time
+        self._parsed: tuple[Any, Exception | None] | None = None  # cached: a type's own validators may be slow
 
     def begin(self, detokenizer: IncrementalText) -> None:
         """Set the ``detokenizer`` that makes the text of the tokens to come."""

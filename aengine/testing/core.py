@@ -21,11 +21,11 @@ from .executor import SCRIPT_ERROR, ScriptedExecutor
 from .script import Line, Script, ScriptError
 from .vocabulary import tokenizer
 
-__all__ = ["ScriptedCore", "ThinkingCore"]
+__all__ = ["ReasoningCore", "ScriptedCore"]
 
 
 class ScriptedCore(EngineCore):
-    thinks: ClassVar[bool] = False
+    reasoning: ClassVar[bool] = False
 
     @classmethod
     async def _resolve(cls, config: EngineConfig, report: ProgressCallback) -> ModelSource:
@@ -35,7 +35,7 @@ class ScriptedCore(EngineCore):
     async def _load_tokenizer(
         cls, config: EngineConfig, source: ModelSource
     ) -> tuple[Tokenizer | None, frozenset[int]]:
-        known = tokenizer(cls.thinks)
+        known = tokenizer(cls.reasoning)
         if config.allow_special_tokens:
             known = known.allowing_special_tokens()
         return None if config.skip_tokenizer else known, known.eos_token_ids
@@ -46,8 +46,8 @@ class ScriptedCore(EngineCore):
         return ScriptedAdmission(executor.script, **parts)
 
 
-class ThinkingCore(ScriptedCore):
-    thinks = True
+class ReasoningCore(ScriptedCore):
+    reasoning = True
 
 
 class ScriptedAdmission(Admission):

@@ -50,20 +50,45 @@ class Row:
     num_tokens: int
     num_computed_tokens: int
     num_logprobs: int  # -1: none
-    has_strayed: bool = False  # a grammar did not allow the line's text
+    has_left_line: bool = False  # a grammar did not allow the line's text
 
     @property
     def place(self) -> int:
         """Index of the next token in the completion."""
         return self.num_tokens - self.num_prompt_tokens
 
+    def next_tokens(self, drafts: Sequence[int], masks: list[bytes] | None) -> list[int]:
+        """Return the tokens up to the first that is not its draft; none if the row fails, or ends the worker next."""
+        said: list[int] = []
+        while True:
+            token_id = self._next_token(None if masks is None else masks[len(said)])
+            self.num_tokens += 1
+            if token_id is None:
+                return []
+            said.append(token_id)
+            if said != list(drafts[: len(said)]) or self.line.kills_at(self.place) or self.line.fails_at(self.place):
+                self.num_computed_tokens += len(said) - 1
+                return said
+
+    def _next_token(self, mask: bytes | None) -> int | None:
+        """Return the next token; None if the row fails."""
+        if self.line.fails_at(self.place):
+            return None
+        token_id = self.line.token(self.place)
+        if mask is None or (not self.has_left_line and _allows(mask, token_id)):
+            return token_id
+        if not self.line.is_free:
+            return None
+        self.has_left_line = True
+        return next((token_id for token_id in _PREFERRED if _allows(mask, token_id)), END_OF_TURN)
+
 
 class ScriptedExecutor:
     """See `Executor`. A step takes ``token_delay`` seconds, one after the other."""
 
-    def __init__(self, config: EngineConfig, script: Script, *, token_delay: float, thinks: bool) -> None:
+    def __init__(self, config: EngineConfig, script: Script, *, token_delay: float, reasoning: bool) -> None:
         self.script = script
-        self.thinks = thinks
+        self.reasoning = reasoning
         self._config = config
         self._token_delay = token_delay
         self._rows: dict[int, Row] = {}
@@ -80,7 +105,7 @@ class ScriptedExecutor:
             "block_size": _BLOCK_SIZE,
             "max_model_len": self._config.max_model_len or _MAX_MODEL_LEN,
             "max_num_batched_tokens": self._config.max_num_batched_tokens or 8192,
-            "vocab_size": tokenizer(self.thinks).vocab_size,
+            "vocab_size": tokenizer(self.reasoning).vocab_size,
             "device": "none",
             "weight_format": "none",
         }
@@ -147,7 +172,7 @@ class ScriptedExecutor:
             if batch_idx in masks and out.drafts is not None and out.drafts.is_certain[batch_idx]:
                 size = len(masks[batch_idx][0])
                 masks[batch_idx] = [(1 << draft).to_bytes(size, "little") for draft in drafts] + masks[batch_idx]
-            tokens[batch_idx] = said = self._tokens(row, drafts, masks.get(batch_idx))
+            tokens[batch_idx] = said = row.next_tokens(drafts, masks.get(batch_idx))
             if not said:
                 errors.append(RowError(batch_idx, SCRIPT_ERROR, SCRIPT_ERROR))
         if out.drafts is None:
@@ -162,32 +187,6 @@ class ScriptedExecutor:
             loop.call_at(self._busy_until, _settle, future, answer)
         else:
             loop.call_soon(_settle, future, answer)
-
-    def _tokens(self, row: Row, drafts: Sequence[int], masks: list[bytes] | None) -> list[int]:
-        """Return the row's tokens up to the first that is not its draft; none if it fails, or ends the worker next."""
-        said: list[int] = []
-        while True:
-            token_id = self._token(row, None if masks is None else masks[len(said)])
-            row.num_tokens += 1
-            if token_id is None:
-                return []
-            said.append(token_id)
-            if said != list(drafts[: len(said)]) or row.line.kills_at(row.place) or row.line.fails_at(row.place):
-                row.num_computed_tokens += len(said) - 1
-                return said
-
-    def _token(self, row: Row, mask: bytes | None) -> int | None:
-        """Return the row's next token; None if it fails."""
-        line = row.line
-        if line.fails_at(row.place):
-            return None
-        token_id = line.token(row.place)
-        if mask is None or (not row.has_strayed and _allows(mask, token_id)):
-            return token_id
-        if not line.is_free:
-            return None
-        row.has_strayed = True
-        return next((token_id for token_id in _PREFERRED if _allows(mask, token_id)), END_OF_TURN)
 
     def try_revoke(self, on_revoked: Callable[[int], None]) -> bool:
         """Drop nothing: each step is begun at once."""
@@ -235,7 +234,7 @@ class ScriptedExecutor:
         for future in self._waiting:
             if not future.done():
                 future.set_exception(self._failure)
-                future.exception()  # seen, if nobody waits for it
+                future.exception()  # retrieved: it may have no waiter
 
     def _check(self) -> None:
         if self._failure is not None:

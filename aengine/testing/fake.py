@@ -14,7 +14,6 @@ if TYPE_CHECKING:
     from os import PathLike
     from typing import Unpack
 
-    from ..engine.core import EngineCore
     from ..settings import Settings
     from .executor import ScriptedExecutor
 
@@ -32,18 +31,19 @@ class FakeAsyncLLM(AsyncLLM):
             completion, in order, and no more; a function gets the `FakeRequest`, on the engine's loop; anything else is
             for all of them.
         token_delay: seconds between two tokens, each of which is a byte.
-        thinks: the model may reason before it answers.
+        reasoning: the model may reason before it answers.
         config: settings, as of `AsyncLLM`.
     """
 
     def __init__(
-        self, script: Any = None, *, token_delay: float = 0.0, thinks: bool = False, **config: Unpack[Settings]
+        self, script: Any = None, *, token_delay: float = 0.0, reasoning: bool = False, **config: Unpack[Settings]
     ) -> None:
         if isinstance(token_delay, bool) or not isinstance(token_delay, int | float) or not token_delay >= 0:
             raise InvalidRequestError("token_delay must be a number of seconds, 0 or more", param="token_delay")
         self._script = Script(script)
         self._token_delay = token_delay
-        self._thinks = thinks
+        self._reasoning = reasoning
+        self._core_class = f"aengine.testing.core:{'ReasoningCore' if reasoning else 'ScriptedCore'}"
         settings: Any = {**_SETTINGS, **config}
         super().__init__("fake", **settings)
 
@@ -52,15 +52,10 @@ class FakeAsyncLLM(AsyncLLM):
         """The completions that were asked for so far, in order; without those that were refused."""
         return self._script.requests
 
-    def _core_class(self) -> type[EngineCore]:
-        from .core import ScriptedCore, ThinkingCore
-
-        return ThinkingCore if self._thinks else ScriptedCore
-
     def _make_executor(self, config: EngineConfig) -> ScriptedExecutor:
         from .executor import ScriptedExecutor
 
-        return ScriptedExecutor(config, self._script, token_delay=self._token_delay, thinks=self._thinks)
+        return ScriptedExecutor(config, self._script, token_delay=self._token_delay, reasoning=self._reasoning)
 
 
 class FakeLLM(LLM):

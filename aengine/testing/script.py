@@ -71,7 +71,7 @@ class Reply:
     text: str = ""
     _: dataclasses.KW_ONLY
     reasoning: str = ""
-    """Before the text; of an engine with ``thinks=True``."""
+    """Before the text; of an engine with ``reasoning=True``."""
     tool_calls: Sequence[tuple[str, Mapping[str, Any]]] = ()
     """After the text: names and arguments."""
     value: Any = _NOTHING

@@ -7,7 +7,7 @@ import functools
 from ..tokenizer.token_text import gpt2_bytes
 from ..tokenizer.tokenizer import Tokenizer
 
-__all__ = ["END_OF_TURN", "TEMPLATE", "THINKING_TEMPLATE", "ids_of", "tokenizer"]
+__all__ = ["END_OF_TURN", "REASONING_TEMPLATE", "TEMPLATE", "ids_of", "tokenizer"]
 
 _TURN, _END = "<|im_start|>", "<|im_end|>"
 END_OF_TURN = 257
@@ -22,7 +22,7 @@ TEMPLATE = """\
 {{- '}\\n</tool_call>' }}{%- endfor %}{{ '<|im_end|>\\n' }}{%- endfor %}
 {%- if add_generation_prompt %}{{ '<|im_start|>assistant\\n' }}{%- endif %}"""
 """ChatML, with tool calls as Qwen's and Hermes models write them."""
-THINKING_TEMPLATE = TEMPLATE + "{# An answer may begin with <think> and </think>. #}"
+REASONING_TEMPLATE = TEMPLATE + "{# An answer may begin with <think> and </think>. #}"
 
 
 def ids_of(text: str) -> list[int]:
@@ -31,8 +31,8 @@ def ids_of(text: str) -> list[int]:
 
 
 @functools.cache
-def tokenizer(thinks: bool) -> Tokenizer:
-    """``thinks``: of a model that may reason before it answers."""
+def tokenizer(reasoning: bool) -> Tokenizer:
+    """``reasoning``: of a model that may reason before it answers."""
     from tokenizers import AddedToken, decoders, models, pre_tokenizers
     from tokenizers import Tokenizer as Encoder
 
@@ -40,5 +40,5 @@ def tokenizer(thinks: bool) -> Tokenizer:
     encoder.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
     encoder.decoder = decoders.ByteLevel()
     encoder.add_special_tokens([AddedToken(name, normalized=False) for name in (_TURN, _END)])
-    template = THINKING_TEMPLATE if thinks else TEMPLATE
+    template = REASONING_TEMPLATE if reasoning else TEMPLATE
     return Tokenizer(encoder, special_tokens={"eos_token": _END}, chat_templates={"default": template})

@@ -2,9 +2,9 @@
 
     any thread --post()--> [ call, call, call, ... ] --one call_soon_threadsafe--> deliver(), on the loop
 
-No locks: `post` is called by finalisers too, which the garbage collector may run in the middle of anything. What holds
-instead is an order. Who posts appends, then looks whether a turn is scheduled; the turn says that it is none any more,
-then takes. So each call is seen by the turn that was scheduled, or schedules one.
+There are no locks, because finalisers post too, and the garbage collector may run them anywhere. An order of steps
+replaces them: `post` appends the call, then checks whether a delivery is scheduled; `deliver` clears that mark, then
+takes the calls. So each call is taken by the delivery that was scheduled, or schedules one.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ class CallQueue:
         self._loop = weakref.ref(loop)
         self._calls: deque[_PostedCall] = deque()
         self._is_scheduled = False
-        self._context = contextvars.Context()  # an empty one: what a caller has in its own is not the loop's to keep
+        self._context = contextvars.Context()  # empty: the loop keeps no caller's variables
 
     def serves(self, loop: asyncio.AbstractEventLoop) -> bool:
         return self._loop() is loop
@@ -39,14 +39,14 @@ class CallQueue:
     def post(self, function: Callable[..., object], *args: Any) -> None:
         """Call ``function(*args)`` on the loop, from any thread; it may not raise.
 
-        Once the loop is closed it is called at once, in this thread: it has to find out, and to tell who waits.
+        Once the loop is closed it is called at once, in this thread.
         """
         try:
             self._calls.append((function, args))
             if not self._is_scheduled or self._is_closed():
                 self._is_scheduled = True
                 self._schedule()
-        except BaseException:  # a KeyboardInterrupt, wherever it was: a turn too many does no harm
+        except BaseException:  # a KeyboardInterrupt at any line: one delivery too many does no harm
             self._schedule()
             raise
 
@@ -66,7 +66,7 @@ class CallQueue:
     def deliver(self) -> None:
         self._is_scheduled = False
         calls = self._calls
-        for _ in range(len(calls)):  # what comes meanwhile has scheduled a turn of its own
+        for _ in range(len(calls)):  # what comes meanwhile has scheduled its own delivery
             try:
                 function, args = calls.popleft()
             except IndexError:  # after the end of the loop several threads may be here
@@ -78,7 +78,7 @@ class CallQueue:
 
 
 _queues: weakref.WeakValueDictionary[int, CallQueue] = weakref.WeakValueDictionary()
-"""By the loop's id. Weak, so that a loop is not kept by calls that it will never make; who waits holds the queue."""
+"""By the loop's id. Weak: a queue is held by those that wait on it, and goes with them."""
 
 
 def call_queue_of(loop: asyncio.AbstractEventLoop) -> CallQueue:

@@ -4,9 +4,9 @@
     a plain thread    thread.wait(function)       ---+--> CallQueue --> Job: a task on the thread's loop --> its outcome
     anybody           thread.post(function)       --/
 
-It is a guest as the rest is: a daemon, which a hook at the interpreter's exit ends in good order. The loop is made
-without a look at the event loop policy; the context variables of who calls stay there. A fork of the process has no
-such thread, and is told so instead of waiting for it.
+The thread is a daemon, which a hook at the interpreter's exit ends in order. The event loop policy is not asked, and
+the caller's context variables are not inherited. In a fork of the process, which has no such thread, calls raise
+EngineClosedError instead of waiting for ever.
 """
 
 from __future__ import annotations
@@ -123,8 +123,7 @@ class LoopThread:
     def wait(self, function: Callable[[], Awaitable[T]]) -> T:
         """Run ``function()`` as `run` does, blocking a thread without a loop. An exception, as Ctrl-C's, cancels it."""
         self.check_process()
-        # In C throughout: an exception within threading.Event's Python could leave its lock taken, for the thread to
-        # wait for.
+        # A SimpleQueue is in C: an exception within threading.Event's Python could leave its lock taken for ever.
         ended: SimpleQueue[None] = SimpleQueue()
         job = Job(self, function, partial(ended.put, None))
         try:
@@ -132,7 +131,7 @@ class LoopThread:
             ended.get()
         except BaseException:
             self.post(job.cancel)
-            if not job.has_ended:  # else its word may have been taken already
+            if not job.has_ended:  # else its one item may have been taken already
                 ended.get()
             raise
         return job.result()
@@ -149,7 +148,7 @@ class LoopThread:
         waiter = loop.create_future()
         self._when_ended(partial(call_queue_of(loop).post, settle, waiter))
         await waiter
-        while self._thread.is_alive():  # noqa: ASYNC110  # it is in its last few lines, after which it can tell nobody
+        while self._thread.is_alive():  # noqa: ASYNC110  # no event can follow its last line
             await asyncio.sleep(0.001)
 
     def join(self, timeout: float | None = None) -> None:
@@ -201,7 +200,7 @@ class LoopThread:
             tell()
 
     def _at_exit(self) -> None:
-        """A daemon that runs into the interpreter's end is stopped wherever it is; let it come to an end before."""
+        """End the thread in order, before the interpreter's end stops it at whatever place it is."""
         self.stop()
         self.join(_EXIT_SECONDS)
 

@@ -55,12 +55,11 @@ class ThreadPool:
     """A few threads for the work of one kind, begun in its order; started when needed, ended by `close`.
 
     They are daemons, other than those of ``concurrent.futures``, which refuse work once the main thread has ended,
-    though other threads of the host may still use the engine. All but `close` is for the
-    loop's thread.
+    though other threads of the host may still use the engine. All methods but `close` are for the loop's thread.
 
-    Nothing takes a lock, as finalisers close pools. What holds instead is an order: a job is there before its ticket
-    is, and a thread is counted as idle until it has taken a ticket, so that a job never waits for a thread that could
-    be started.
+    There are no locks, because finalisers close pools. An order of steps replaces them: a job is queued before its
+    ticket, and a thread counts as idle until it has taken a ticket, so a job never waits while a thread could be
+    started.
     """
 
     def __init__(self, name: str, num_threads: int = 1) -> None:
@@ -84,7 +83,7 @@ class ThreadPool:
         loop = asyncio.get_running_loop()
         future: asyncio.Future[T] = loop.create_future()
         self._put(partial(_do, loop, future, partial(function, *args)))
-        if self._work.is_closed:  # from another thread, meanwhile: nobody may be there to take it
+        if self._work.is_closed:  # by another thread, meanwhile: no thread may be left to take it
             future.cancel()
         return future
 
@@ -193,7 +192,7 @@ def tell(loop: asyncio.AbstractEventLoop, callback: Callable[..., object], *args
     """Call ``callback(*args)`` on the loop, from any thread."""
     try:
         loop.call_soon_threadsafe(callback, *args)
-    except RuntimeError:  # the loop is closed: nobody is left to tell
+    except RuntimeError:  # the loop is closed, and whatever waited there is gone
         pass
 
 

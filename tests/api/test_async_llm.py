@@ -110,7 +110,7 @@ async def test_no_text_without_detokenize(make_engine: Make) -> None:
 
 async def test_chat_messages_as_prompt(make_engine: Make) -> None:
     async with make_engine() as engine:
-        assert engine.has_chat_template
+        assert engine.tokenizer.has_chat_template
         messages = [{"role": "user", "content": "Hi"}]
         assert (await engine.chat(messages, SamplingParams(max_tokens=3))).usage.prompt_tokens > 5
         with pytest.raises(InvalidRequestError):
@@ -199,7 +199,6 @@ async def test_other_wrong_arguments(make_engine: Make) -> None:
 
 async def test_without_a_tokenizer_only_ids(make_engine: Make) -> None:
     async with make_engine(skip_tokenizer=True) as engine:
-        assert not engine.has_chat_template
         assert (await engine.generate([1], SamplingParams(max_tokens=2))).text == ""
         with pytest.raises(InvalidRequestError, match="skip_tokenizer"):
             engine.stream("text")

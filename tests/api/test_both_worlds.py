@@ -44,7 +44,7 @@ async def test_blocking_calls_on_a_running_loop(make: Make) -> None:
             next(half_read)
         assert half_read.completion.finish_reason is FinishReason.ABORT
         assert 0 < sync.check_health() < 10 and sync.statistics().num_finished == engine.statistics().num_finished
-        assert sync.describe() == engine.describe() and sync.has_chat_template
+        assert sync.describe() == engine.describe() and sync.tokenizer.has_chat_template
         assert repr(sync) == repr(engine) and sync.state == "running"
 
 

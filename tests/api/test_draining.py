@@ -85,7 +85,7 @@ async def test_while_it_drains(make: Make) -> None:
         with pytest.raises(EngineClosedError, match="is draining"):
             engine.stream_chat(MESSAGES)
         assert engine.statistics().num_running >= 1
-        assert engine.describe()["num_blocks"] and engine.has_chat_template
+        assert engine.describe()["num_blocks"] and engine.tokenizer.has_chat_template
         assert await engine.check_health() > 0
         assert [len((await task).token_ids) for task in four] == [20] * 4
         assert not draining.done()

@@ -231,7 +231,7 @@ async def test_what_a_validator_refuses_and_what_no_grammar_can_hold() -> None:
 
 async def test_reasoning() -> None:
     reply = Reply("Paris.", reasoning="It is in France.")
-    async with FakeAsyncLLM(reply, thinks=True) as engine:
+    async with FakeAsyncLLM(reply, reasoning=True) as engine:
         message = (await engine.chat(HELLO, tools=[get_weather])).message
         assert (message.reasoning, message.content) == ("It is in France.", "Paris.")
 

@@ -97,7 +97,7 @@ def test_one_prompt_gives_one_completion(make_llm: MakeLLM) -> None:
         completion = llm.generate(prompt, SHORT)
         assert isinstance(completion, Completion) and len(completion.token_ids) == 5
     assert llm.statistics().num_finished == 4
-    assert llm.describe()["max_model_len"] == 1024 and llm.has_chat_template and 0 < llm.check_health() < 10
+    assert llm.describe()["max_model_len"] == 1024 and llm.tokenizer.has_chat_template and 0 < llm.check_health() < 10
     assert repr(llm) == "<LLM smollm2-135m running>"
     assert is_idle(llm)
 

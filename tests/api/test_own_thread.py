@@ -56,7 +56,7 @@ async def test_the_answers_are_those_without(make: Make, make_engine: Make) -> N
             whole, same = await engine.generate(prompt, params), await plain.generate(prompt, params)
             assert whole.choices == same.choices == stream.completion.choices
             assert whole.usage == same.usage
-        assert engine.describe() == plain.describe() and engine.has_chat_template
+        assert engine.describe() == plain.describe() and engine.tokenizer.has_chat_template
         assert engine.statistics().num_finished == plain.statistics().num_finished
         await settled(engine)
 
