@@ -102,6 +102,18 @@ def schema_generator(*, narrow: bool = False) -> Any:
                 return {"type": "string", "pattern": pattern}
             return made
 
+        def literal_schema(self, schema: Any) -> Any:
+            texts = [value for value in schema["expected"] if not isinstance(value, bytes)]
+            if narrow and not texts:
+                return self.handle_invalid_for_json_schema(schema, "a Literal of bytes, which no JSON is")
+            kept: Any = {**schema, "expected": texts} if narrow else schema
+            return super().literal_schema(kept)
+
+        def is_subclass_schema(self, schema: Any) -> Any:
+            if narrow:
+                return self.handle_invalid_for_json_schema(schema, "a class, which no JSON is")
+            return super().is_subclass_schema(schema)
+
         def datetime_schema(self, schema: Any) -> Any:
             zone = schema.get("tz_constraint")
             pattern = f"^{_DATE}T{_TIME}{_zone(zone)}$"

@@ -266,6 +266,8 @@ class Plain:
         (Callable[[int], str], "can't be described"),
         (list[Plain], "can't be described"),
         (type, "can't be described"),
+        (list[type[int]], "a class, which no JSON is"),
+        (Literal[b"x"], "a Literal of bytes, which no JSON is"),
         (int.__add__, "function"),
         (list["Nowhere"], "can't be described"),  # noqa: F821
     ],
