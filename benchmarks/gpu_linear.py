@@ -102,4 +102,6 @@ def main() -> None:
 
 
 if __name__ == "__main__":
+    if "--check" not in sys.argv and not torch.cuda.is_available():
+        sys.exit(f"{__doc__}\nTimes need an NVIDIA GPU and a torch with CUDA.")
     main()

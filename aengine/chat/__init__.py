@@ -4,7 +4,7 @@
                                              │
     completion, as it streams ─ChatParser─> deltas       what it says
 
-Both read the same `ToolFormat` and `ReasoningFormat`. Nothing here knows of the engine.
+Both read the same `ToolFormat` and `ReasoningFormat`. Nothing here depends on the engine.
 """
 
 from .compose import compose

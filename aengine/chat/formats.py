@@ -67,7 +67,7 @@ class ToolFormat:
     parallel: bool = True
     """Several calls in one answer are usual. False: the family's chat templates can't show them in the next turn."""
     instructions: str = ""
-    """Text for the system prompt, with ``{tools}`` in it, if no chat template tells such a model of its tools."""
+    """Text for the system prompt, with ``{tools}`` in it, if no chat template shows such a model its tools."""
 
     def __post_init__(self) -> None:
         if len(self.triggers) != len(self.openings):

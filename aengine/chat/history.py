@@ -1,4 +1,4 @@
-"""Earlier messages for a chat template that knows no tools: calls and results as texts, tools in the system prompt.
+"""Earlier messages for a chat template without tools: calls and results as texts, tools in the system prompt.
 
 assistant, tool_calls          ──> assistant   the calls as the model wrote them
 tool, tool                     ──> user        {"tool_results": [{"name": ..., "content": ...}, ...]}

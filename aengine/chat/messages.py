@@ -43,7 +43,7 @@ class TextDelta(_Delta):
 
 @dataclass(frozen=True, slots=True)
 class ReasoningDelta(_Delta):
-    """A piece of what the model thinks before it answers."""
+    """A piece of the reasoning before the answer."""
 
     text: str
 
@@ -77,7 +77,7 @@ Delta = TextDelta | ReasoningDelta | ToolCallStart | ToolCallDelta | ToolCallEnd
 
 @dataclass(frozen=True, slots=True)
 class ToolCall:
-    """A call that the model asks for."""
+    """A call of a tool by the model."""
 
     id: str
     name: str

@@ -134,7 +134,7 @@ def _explained(repo: str, revision: str | None) -> Iterator[None]:
     except ModelLoadError:
         raise
     except GatedRepoError as error:
-        hint = f"its owner wants you to ask for access on the hub, and to be known: {_LOG_IN}"
+        hint = f"it is gated: request access on its page on the hub, and log in: {_LOG_IN}"
         raise ModelLoadError(f"the hub refuses {repo}: {hint}") from error
     except RepositoryNotFoundError as error:
         hint = f"is it spelled right? for a private one {_LOG_IN}"

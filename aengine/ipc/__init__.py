@@ -1,1 +1,1 @@
-"""The bridge between host and workers. It knows nothing of models."""
+"""The bridge between host and workers. It is independent of models."""

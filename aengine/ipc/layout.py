@@ -9,7 +9,7 @@ One segment joins the host with one worker. All numbers are little-endian; offse
     label     magic u64, version u64, capacity u64, bytes of the bitmask u64, nonce [16], 16 unused; then, written by
               the worker, at 64, how often its heart has beaten, u64, and, at 72, the bytes of device memory that it had
               then, u64
-    bitmask   any bytes: where a grammar's threads write what a GRAMMAR frame then speaks of, without a copy
+    bitmask   any bytes: where a grammar's threads write what a GRAMMAR frame then refers to, without a copy
 
     ring      0          8                128        256                  256 + capacity
               +----------+----------------+----------+--------------------+

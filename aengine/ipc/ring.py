@@ -70,7 +70,7 @@ class _End:
         self.capacity = len(self._data)
         self._fence = fence
         self._order = fence if is_weakly_ordered() else None
-        self._head = self._tail = 0  # what this end knows of them; a ring is used from its very beginning
+        self._head = self._tail = 0  # as last read by this end; a ring is used from its very beginning
 
     def release(self) -> None:
         """Release the memory, so that it can be unmapped; nothing else may be called after."""

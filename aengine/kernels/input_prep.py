@@ -38,7 +38,7 @@ def prepare_inputs(
         idx_mapping: int64 [num_reqs], the row of each request
         num_scheduled_tokens: int64 [num_reqs], each >= 1
         block_sizes: int32 [num_groups], tokens in a block
-        num_tokens: the sum of ``num_scheduled_tokens``, which the caller knows without asking the device
+        num_tokens: the sum of ``num_scheduled_tokens``, which the caller has without a read of the device
 
     The Triton kernel takes padded batches, so that many have one shape: requests of row -1 and no tokens, and a
     ``num_tokens`` larger than the sum; the tokens past it get id 0, position 0 and slot -1.

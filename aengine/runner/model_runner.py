@@ -210,7 +210,7 @@ class ModelRunner:
         return state
 
     def _run_graph(self, out: SchedulerOutput, plan: BatchPlan, graphs: CudaGraphManager) -> ExecuteModelState:
-        """A step of decodes: one launch, with the sampling in it if no request wants more than a temperature; or two,
+        """A step of decodes: one launch, with the sampling in it if no request samples with more than a temperature; or two,
         if some want a bitmask."""
         if self._sampler.is_plain(plan.rows):
             if not out.sample_now:

@@ -39,7 +39,7 @@ def memory_ulimit_hint() -> str:
 
 def limit_hint(text: str) -> str:
     """What to add to the text of an error that a limit of open files, or of processes and threads, brought about; "" if
-    it tells of neither. Blocking: reads files."""
+    it shows neither. Blocking: reads files."""
     if _NO_FILES.search(text):
         limit = resource.getrlimit(resource.RLIMIT_NOFILE)[0]
         return f"; `ulimit -n` allows each process {limit} open files: raise it to 1024 or more, or close some"

@@ -181,7 +181,7 @@ class Tokenizer:
         """The prompt for messages, as `checked_messages` gives them; encode it with ``add_special_tokens=False``.
 
         ``continue_final_message``: it ends within the last message, an assistant's, for the completion to go on with.
-        ``tools``: JSON schemas of functions; ``extra``: variables that this model's template knows. Raises
+        ``tools``: JSON schemas of functions; ``extra``: variables that this model's template reads. Raises
         InvalidRequestError when there is no template, or when it refuses the messages.
         """
         if not self._chat_templates:

@@ -55,7 +55,7 @@ class LoadedModel(Protocol):
         ranks, ``block_size`` and ``vocab_size`` at least."""
 
     def allocate(self, plan: Mapping[str, int]) -> tuple[Runner, dict[str, Any]]:
-        """Take the memory that ``plan``, PLAN_LIMITS, needs; and what more READY tells of this rank."""
+        """Take the memory that ``plan``, PLAN_LIMITS, needs; and return what READY says of this rank besides."""
 
     def device_bytes(self) -> int:
         """Return the bytes that this process has taken on the device; called by another thread, at any time."""

@@ -153,7 +153,7 @@ def test_what_is_not_there_is_said_with_what_is(resolve: Resolve) -> None:
 
 def test_a_token_opens_a_gated_repository(resolve: Resolve, hub: Hub) -> None:
     gated = {"model": "maker/gated:Q4_0"}
-    assert "ask for access on the hub, and to be known: set HF_TOKEN" in resolve(gated)[0]["error"]
+    assert "request access on its page on the hub, and log in: set HF_TOKEN" in resolve(gated)[0]["error"]
     assert "the hub answered 401; is the token valid? set HF_TOKEN" in resolve(gated, HF_TOKEN="hf_wrong")[0]["error"]
     assert resolve(gated, HF_TOKEN=hub.token)[0]["format"] == "gguf"
 

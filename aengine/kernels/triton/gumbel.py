@@ -74,7 +74,7 @@ def _noise(seed: tl.tensor, position: tl.tensor, draws: tl.tensor) -> tl.tensor:
 
 @triton.jit
 def _scaled(x: tl.tensor, scale: tl.tensor, cut: tl.tensor, CUT: tl.constexpr) -> tl.tensor:
-    """x / temperature, finite or -inf: an index is found in any row, and `check` tells whether it means anything."""
+    """x / temperature, finite or -inf: an index is found in any row, and `check` finds whether it is valid."""
     y = tl.where(x == x, x * scale, float("-inf"))
     if CUT:
         y = tl.where(x < cut, float("-inf"), y)

@@ -43,7 +43,7 @@ class CopyStream(Protocol):
     """Copies to the host beside the device's own work."""
 
     def to_host(self, tensors: Sequence[Tensor]) -> tuple[list[Tensor], Event | None]:
-        """Host tensors, and what tells that they are filled; None: they are."""
+        """Host tensors, and the event after which they are filled; None: they are."""
 
 
 class DeviceMemory(NamedTuple):

@@ -1,4 +1,4 @@
-"""Logits to tokens: the order of SamplingParams' docstring, each op skipped when no row asks for it.
+"""Logits to tokens: the order of SamplingParams' docstring, each op skipped when no row needs it.
 
 logits ─> log-probabilities' rows kept ─> bias, min tokens, bitmask, penalties ─> cutoff ─────> / temperature, draw;
                                           (features.py, in that order)    (top-k, top-p, min-p)  greedy: the maximum
