@@ -210,8 +210,8 @@ class ModelRunner:
         return state
 
     def _run_graph(self, out: SchedulerOutput, plan: BatchPlan, graphs: CudaGraphManager) -> ExecuteModelState:
-        """A step of decodes: one launch, with the sampling in it if its requests use temperature at most; or two, if some
-        need a bitmask."""
+        """A step of decodes: one launch, with the sampling in it if its requests use temperature at most; or two, if
+        some need a bitmask."""
         if self._sampler.is_plain(plan.rows):
             if not out.sample_now:
                 graphs.run(plan.rows, GraphKind.MASKED)
