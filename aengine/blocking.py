@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any, Generic, TextIO, TypeVar
 
 from .errors import AEngineError, InvalidRequestError
 from .options import Progress, Show
-from .outputs import Completion, Token
+from .outputs import Completion, Token, Usage
 from .params import SamplingParams
 from .streams.cross_thread_stream import BlockingStream, run_now
 
@@ -47,6 +47,12 @@ class _Blocking(Generic[T, C]):
     def request_id(self) -> str:
         request_id: str = self._stream.request_id
         return request_id
+
+    @property
+    def usage(self) -> Usage:
+        """The tokens so far."""
+        usage: Usage = self._stream.usage
+        return usage
 
     def __iter__(self) -> Self:
         return self

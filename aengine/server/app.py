@@ -13,11 +13,15 @@ from starlette.responses import Response
 from starlette.routing import Route
 
 from .errors import http_error
+from .health import health, version
 from .http import ClientLeftError, HTTPError, JSONAnswer
 from .lifespan import engine_lifespan
 from .openai.chat import chat_completions
+from .openai.completions import completions
 from .openai.errors import error_body
 from .openai.models import list_models, show_model
+from .openai.not_there import no_pooling
+from .openai.tokens import detokenize, tokenize
 from .service import Service
 
 if TYPE_CHECKING:
@@ -31,7 +35,15 @@ _ENDPOINTS: list[tuple[str, str, Endpoint]] = [
     ("GET", "/v1/models", list_models),
     ("GET", "/v1/models/{name:path}", show_model),
     ("POST", "/v1/chat/completions", chat_completions),
+    ("POST", "/v1/completions", completions),
+    ("POST", "/tokenize", tokenize),
+    ("POST", "/detokenize", detokenize),
+    *[("POST", path, no_pooling) for path in ("/v1/embeddings", "/v1/rerank", "/v1/score")],
+    ("GET", "/health", health),
+    ("GET", "/version", version),
 ]
+_OPEN_PATHS = {"/health"}
+"""What needs no key."""
 
 
 def create_app(
@@ -57,7 +69,8 @@ def create_app(
     keys = [api_keys] if isinstance(api_keys, str) else list(api_keys or ())
     service = Service(engine, model_names=names, max_body_bytes=max_body_bytes)
     routes = [
-        Route(path, _endpoint(service, endpoint, keys), methods=[method]) for method, path, endpoint in _ENDPOINTS
+        Route(path, _endpoint(service, endpoint, () if path in _OPEN_PATHS else keys), methods=[method])
+        for method, path, endpoint in _ENDPOINTS
     ]
     return Starlette(
         routes=routes, lifespan=engine_lifespan(engine), exception_handlers={HTTPException: _answer_http_exception}
@@ -99,4 +112,5 @@ async def _answer_http_exception(request: Request, error: Exception) -> Response
     """Answer for a path or a method that is not there."""
     assert isinstance(error, HTTPException)
     text = f"{request.method} {request.url.path}: {error.detail}"
-    return _answer(HTTPError(error.status_code, text, code="not_found", headers=error.headers))
+    code = "method_not_allowed" if error.status_code == 405 else "not_found"
+    return _answer(HTTPError(error.status_code, text, code=code, headers=error.headers))

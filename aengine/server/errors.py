@@ -29,7 +29,7 @@ def http_error(error: BaseException, param: str | None = None) -> HTTPError:
     text = str(error)
     match error:
         case ContextLengthError():
-            return HTTPError(400, text, code="context_length_exceeded", param="messages")
+            return HTTPError(400, text, code="context_length_exceeded")
         case GrammarError():
             place = f"{param or 'response_format'}{error.path}"
             return HTTPError(400, text, code=f"schema_{error.kind}", param=place)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+import math
 from collections.abc import AsyncGenerator, Awaitable, Callable, Coroutine, Mapping
 from contextlib import aclosing
 from typing import Any, TypeVar
@@ -12,7 +13,16 @@ from starlette.requests import Request
 from starlette.responses import Response
 from starlette.types import Receive, Scope, Send
 
-__all__ = ["ClientLeftError", "EventStream", "HTTPError", "JSONAnswer", "event", "read_json", "while_connected"]
+__all__ = [
+    "ClientLeftError",
+    "EventStream",
+    "HTTPError",
+    "JSONAnswer",
+    "as_utf8",
+    "event",
+    "read_json",
+    "while_connected",
+]
 
 T = TypeVar("T")
 
@@ -54,9 +64,12 @@ class JSONAnswer(Response):
     media_type = "application/json"
 
     def render(self, content: Any) -> bytes:
-        return json.dumps(content, ensure_ascii=False, allow_nan=False, separators=(",", ":")).encode(
-            "utf-8", "surrogatepass"
-        )
+        return as_utf8(json.dumps(content, ensure_ascii=False, allow_nan=False, separators=(",", ":")))
+
+
+def as_utf8(text: str) -> bytes:
+    """Encode JSON. Half of a surrogate pair, which UTF-8 can't say, becomes JSON's escape for it."""
+    return text.encode("utf-8", "backslashreplace")
 
 
 async def read_body(request: Request, max_bytes: int) -> bytes:
@@ -84,9 +97,18 @@ async def read_json(request: Request, max_bytes: int) -> Any:
         raise HTTPError(415, f"the body must be JSON, with content-type: application/json, not {kind[:80]!r}")
     body = await read_body(request, max_bytes)
     try:
-        return json.loads(body)
+        return json.loads(body, parse_constant=_refuse_number, parse_float=_finite_float)
     except (ValueError, RecursionError) as error:  # UnicodeDecodeError is a ValueError, too
         raise HTTPError(400, f"the body is not JSON: {str(error)[:200]}", code="invalid_json") from None
+
+
+def _refuse_number(text: str) -> float:
+    raise ValueError(f"{text[:40]} is no number in JSON")
+
+
+def _finite_float(text: str) -> float:
+    number = float(text)
+    return number if math.isfinite(number) else _refuse_number(text)
 
 
 async def while_connected(request: Request, work: Coroutine[Any, Any, T]) -> T:
@@ -116,7 +138,7 @@ async def _left(receive: Receive) -> None:
 def event(data: str, name: str | None = None) -> bytes:
     """A server-sent event of one line of data."""
     head = "" if name is None else f"event: {name}\n"
-    return f"{head}data: {data}\n\n".encode("utf-8", "surrogatepass")
+    return as_utf8(f"{head}data: {data}\n\n")
 
 
 class EventStream(Response):

@@ -5,11 +5,12 @@ from __future__ import annotations
 import time
 from collections.abc import Sequence
 from pathlib import PurePath
-from typing import TYPE_CHECKING, TypeVar
+from typing import TYPE_CHECKING, Any, TypeVar
 
 from pydantic import BaseModel, ValidationError
 from starlette.requests import Request
 
+from .health import Health
 from .http import HTTPError, read_json
 
 if TYPE_CHECKING:
@@ -33,6 +34,7 @@ class Service:
         self.model_names = tuple(model_names or (PurePath(engine.config.model).name or engine.config.model,))
         self.max_body_bytes = max_body_bytes
         self.created = int(time.time())
+        self.health = Health(engine)
 
     @property
     def model_name(self) -> str:
@@ -57,11 +59,36 @@ def validated(kind: type[B], value: object) -> B:
     try:
         return kind.model_validate(value)
     except ValidationError as error:
-        first = error.errors(include_url=False, include_context=False, include_input=False)[0]
-        # The name of a union's member is part of pydantic's path, and no part of the body.
-        place = [part for part in first["loc"] if isinstance(part, int) or part.isidentifier()]
-        param = "".join(f"[{part}]" if isinstance(part, int) else f".{part}" for part in place).lstrip(".")
-        what = "is not supported" if first["type"] == "extra_forbidden" else f"is wrong: {first['msg']}"
-        message = f"{param} {what}" if param else f"the body {what}"
-        code = "unsupported_parameter" if first["type"] == "extra_forbidden" else "invalid_value"
-        raise HTTPError(400, message, code=code, param=param or None) from None
+        raise _http_error_of(error, value) from None
+    except (OverflowError, RecursionError) as error:  # pydantic's, of numbers and of nesting beyond all bounds
+        raise HTTPError(400, f"the body is wrong: {error}", code="invalid_value") from None
+
+
+def _http_error_of(error: ValidationError, body: object) -> HTTPError:
+    found = error.errors(include_url=False, include_context=False, include_input=False)
+    field = found[0]["loc"][:1]
+    places = [(_place_of(one["loc"], body), one) for one in found if one["loc"][:1] == field]  # of one field
+    param, first = places[0]
+    if first["type"] == "extra_forbidden":
+        return HTTPError(400, f"{param} is not supported", code="unsupported_parameter", param=param)
+    if len({place for place, _ in places}) == 1:
+        whats = " or ".join(dict.fromkeys(one["msg"] for _, one in places))
+    else:  # it may be one of several things, and is none
+        whats = "; ".join(dict.fromkeys(f"{place}: {one['msg']}" for place, one in places[:4]))
+        param = str(field[0]) if field else ""
+    message = f"{param} is wrong: {whats}" if param else f"the body is wrong: {whats}"
+    return HTTPError(400, message[:1000], code="invalid_value", param=param or None)
+
+
+def _place_of(path: tuple[int | str, ...], body: Any) -> str:
+    """Return the path of a value in the body, as ``messages[0].role``. Pydantic's path also has names of what the value
+    might have been, which are no part of the body."""
+    place = ""
+    value = body
+    for number, part in enumerate(path):
+        if isinstance(part, int):
+            if isinstance(value, list) and part < len(value):
+                place, value = f"{place}[{part}]", value[part]
+        elif isinstance(value, dict) and (part in value or number == len(path) - 1):
+            place, value = f"{place}.{part}", value.get(part)
+    return place.lstrip(".")

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any
 from ..chat.messages import ChatChoice, ChatCompletion, ChatMessage, Delta, TextDelta
 from ..chat.plan import ChatPlan
 from ..errors import AEngineError, InvalidRequestError
-from ..outputs import Choice, FinishReason, Token
+from ..outputs import Choice, FinishReason, Token, Usage
 from ..params import SamplingParams
 from ..structured.partial_json import partial_json
 from .token_stream import TokenStream
@@ -172,6 +172,11 @@ class ChatStream:
             return None
         has_ended = self._has_ended and not self._deltas and self.completion.finish_reason is FinishReason.STOP
         return partial_json("".join(self._texts), has_ended=has_ended)
+
+    @property
+    def usage(self) -> Usage:
+        """The tokens so far, as `TokenStream.usage`."""
+        return self._stream.usage
 
     @property
     def completion(self) -> ChatCompletion:

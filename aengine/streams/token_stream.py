@@ -363,6 +363,11 @@ class TokenStream:
         return partial_json("".join(choices[0].texts), has_ended=has_ended)
 
     @property
+    def usage(self) -> Usage:
+        """The tokens so far, those that have not been read yet included. 0 before the prompt is encoded."""
+        return self._mailbox.usage()
+
+    @property
     def completion(self) -> Completion:
         """The whole answer, once the stream has ended. Raises InvalidRequestError before."""
         if not self._mailbox.done:

@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-import json
 import time
-import uuid
-from collections.abc import AsyncGenerator, Iterable, Iterator, Sequence
+from collections.abc import AsyncGenerator, Iterable, Iterator
 from contextlib import aclosing
 from itertools import groupby
 from typing import TYPE_CHECKING, Any
@@ -15,32 +13,30 @@ from starlette.responses import Response
 
 from ...chat.messages import ChatChoice, ChatMessage, Delta, ReasoningDelta, TextDelta, ToolCallDelta, ToolCallStart
 from ...errors import AEngineError
-from ...outputs import FinishReason, Logprob, Usage
 from ..errors import http_error
-from ..http import EventStream, JSONAnswer, event, while_connected
+from ..http import EventStream, JSONAnswer, as_utf8, event, while_connected
 from ..service import Service
+from .answers import TokenRow, answer_id, dumps, finish_reason, rows_of, token_entry, usage_of
 from .errors import error_body
-from .requests import ChatBody
+from .requests import ChatBody, StreamOptions
 
 if TYPE_CHECKING:
     from ...streams.chat_stream import ChatStream
 
-__all__ = ["chat_completions", "finish_reason", "usage_of"]
-
-_dumps = json.JSONEncoder(ensure_ascii=False, separators=(",", ":")).encode
+__all__ = ["chat_completions"]
 
 
 async def chat_completions(service: Service, request: Request) -> Response:
     """Answer a chat, whole or as it comes."""
     body = await service.body(request, ChatBody)
-    answer_id = f"chatcmpl-{body.request_id or request.headers.get('x-request-id') or uuid.uuid4().hex}"
-    stream = service.engine.stream_chat(body.messages, body.params(), request_id=answer_id, **body.chat_options())
-    head = {"id": answer_id, "created": int(time.time()), "model": service.model_name}
+    name = answer_id("chatcmpl", request, body.request_id)
+    stream = service.engine.stream_chat(body.messages, body.params(), request_id=name.request_id, **body.chat_options())
+    head = {"id": name.text, "created": int(time.time()), "model": service.model_name}
     writer = _Writer(service, body, head)
     if body.stream:
         chunks = writer.chunks(stream)
         first = await while_connected(request, chunks.__anext__())  # an error is still one of HTTP
-        return EventStream(first, chunks, {"x-request-id": answer_id})
+        return EventStream(first, chunks, name.headers)
     completion = await while_connected(request, stream.wait())
     return JSONAnswer(
         head
@@ -50,22 +46,8 @@ async def chat_completions(service: Service, request: Request) -> Response:
             "usage": usage_of(completion.usage),
         }
         | ({"warnings": list(completion.warnings)} if completion.warnings else {}),
-        headers={"x-request-id": answer_id},
+        headers=name.headers,
     )
-
-
-def finish_reason(reason: FinishReason) -> str:
-    """Return OpenAI's word: an aborted answer is cut off, as one that ran out of tokens."""
-    return "length" if reason in (FinishReason.ABORT, FinishReason.ERROR) else str(reason)
-
-
-def usage_of(usage: Usage) -> dict[str, Any]:
-    return {
-        "prompt_tokens": usage.prompt_tokens,
-        "completion_tokens": usage.completion_tokens,
-        "total_tokens": usage.total_tokens,
-        "prompt_tokens_details": {"cached_tokens": usage.cached_tokens},
-    }
 
 
 class _Writer:
@@ -81,8 +63,7 @@ class _Writer:
     def choice(self, choice: ChatChoice) -> dict[str, Any]:
         logprobs = None
         if choice.logprobs is not None:
-            rows = ((row[0].token_id, row[0].logprob, row[1:]) for row in choice.logprobs if row)
-            logprobs = self._logprobs(rows)
+            logprobs = self._logprobs(rows_of(choice.logprobs))
         return {
             "index": choice.index,
             "message": self._message(choice.message),
@@ -108,11 +89,13 @@ class _Writer:
 
         What fails before the first event is raised; what fails later is an event.
         """
-        include_usage = self._body.stream_options is not None and self._body.stream_options.include_usage
-        writer = _ChunkWriter(self._head, include_usage)
+        options = self._body.stream_options or StreamOptions()
+        writer = _ChunkWriter(self._head, options.include_usage)
         async with aclosing(stream):
             try:
                 while deltas := await stream.read():
+                    if options.continuous_usage_stats:
+                        writer.set_usage(usage_of(stream.usage))
                     for delta in _merged(deltas):
                         self._write(writer, delta)
                     if writer.has_events:
@@ -120,12 +103,12 @@ class _Writer:
             except AEngineError as error:
                 if not writer.has_begun:
                     raise
-                yield event(_dumps(error_body(http_error(error)))) + event("[DONE]")
+                yield event(dumps(error_body(http_error(error)))) + event("[DONE]")
                 return
             completion = stream.completion
         for choice in completion.choices:
             writer.end(choice.index, finish_reason(choice.finish_reason))
-        if include_usage:
+        if options.include_usage:
             writer.write_usage(usage_of(completion.usage))
         yield writer.take() + event("[DONE]")
 
@@ -147,24 +130,15 @@ class _Writer:
                 call = {"index": delta.index, "function": {"arguments": delta.arguments}}
                 writer.write(delta.choice, {"tool_calls": [call]}, logprobs)
 
-    def _logprobs(self, rows: Iterable[tuple[int, float | None, Sequence[Logprob]]]) -> dict[str, Any]:
-        """Return OpenAI's ``logprobs`` of tokens, each with its logprob and its likeliest alternatives."""
-        content = [
-            self._entry(token_id, logprob) | {"top_logprobs": [self._entry(*other) for other in others]}
-            for token_id, logprob, others in rows
-        ]
-        return {"content": content, "refusal": None}
-
-    def _entry(self, token_id: int, logprob: float | None) -> dict[str, Any]:
-        raw = self._tokenizer.token_bytes(token_id)
-        return {"token": raw.decode("utf-8", "replace"), "logprob": logprob, "bytes": list(raw)}
+    def _logprobs(self, rows: Iterable[TokenRow]) -> dict[str, Any]:
+        return {"content": [token_entry(self._tokenizer, row) for row in rows], "refusal": None}
 
 
 class _ChunkWriter:
     """Writes the chunks of one stream, as server-sent events. What all of them share is written once."""
 
     def __init__(self, head: dict[str, Any], include_usage: bool) -> None:
-        self._head = _dumps(head | {"object": "chat.completion.chunk"})[:-1]
+        self._head = dumps(head | {"object": "chat.completion.chunk"})[:-1]
         self._tail = ',"usage":null}\n\n' if include_usage else "}\n\n"
         self._events: list[str] = []
         self._begun: set[int] = set()  # choices whose role has been written
@@ -182,24 +156,28 @@ class _ChunkWriter:
         """Return what was written since the last time."""
         text = "".join(self._events)
         self._events.clear()
-        return text.encode("utf-8", "surrogatepass")
+        return as_utf8(text)
+
+    def set_usage(self, usage: dict[str, Any]) -> None:
+        """Set what the next chunks say of the tokens so far."""
+        self._tail = f',"usage":{dumps(usage)}}}\n\n'
 
     def write_text(self, choice: int, key: str, text: str, logprobs: dict[str, Any] | None) -> None:
         """Write a chunk whose delta has one text; the most frequent one."""
         role = self._role(choice)
-        shown = "null" if logprobs is None else _dumps(logprobs)
-        self._add(choice, f'{{{role}"{key}":{_dumps(text)}}}', shown, "null")
+        shown = "null" if logprobs is None else dumps(logprobs)
+        self._add(choice, f'{{{role}"{key}":{dumps(text)}}}', shown, "null")
 
     def write(self, choice: int, delta: dict[str, Any], logprobs: dict[str, Any] | None) -> None:
         role = {"role": "assistant", "content": None} if self._role(choice) else {}
-        self._add(choice, _dumps(role | delta), "null" if logprobs is None else _dumps(logprobs), "null")
+        self._add(choice, dumps(role | delta), "null" if logprobs is None else dumps(logprobs), "null")
 
     def end(self, choice: int, reason: str) -> None:
         delta = '{"role":"assistant","content":""}' if self._role(choice) else "{}"
         self._add(choice, delta, "null", f'"{reason}"')
 
     def write_usage(self, usage: dict[str, Any]) -> None:
-        self._events.append(f'data: {self._head},"choices":[],"usage":{_dumps(usage)}}}\n\n')
+        self._events.append(f'data: {self._head},"choices":[],"usage":{dumps(usage)}}}\n\n')
 
     def _role(self, choice: int) -> str:
         """The role, of the first chunk of a choice."""

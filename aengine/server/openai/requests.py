@@ -6,6 +6,7 @@ taken and left alone; those that would, and that it does not have, are refused u
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Annotated, Any, Literal
 
 from pydantic import BaseModel, ConfigDict, Field
@@ -16,6 +17,7 @@ from ..http import HTTPError
 __all__ = [
     "Body",
     "ChatBody",
+    "CompletionBody",
     "Ignored",
     "ResponseFormat",
     "SamplingBody",
@@ -24,7 +26,12 @@ __all__ = [
     "structured_output_of",
 ]
 
+RequestId = Annotated[str, Field(pattern=r"^[!-~]{1,128}$", description="1 to 128 visible ASCII characters.")]
 Ignored = Annotated[Any, Field(default=None, description="Taken, and without effect.")]
+
+
+MAX_PROMPTS = 2048
+"""Prompts of one completion."""
 
 
 class Body(BaseModel):
@@ -121,7 +128,7 @@ class SamplingBody(Body):
     skip_special_tokens: bool | None = None
     priority: int = 0
     cache_salt: str | None = None
-    request_id: str | None = None
+    request_id: RequestId | None = None
     structured_outputs: StructuredOutputsBody | None = None
     # ours
     deadline: float | None = None
@@ -167,6 +174,48 @@ class SamplingBody(Body):
             "deadline": self.deadline,
             "first_token_deadline": self.first_token_deadline,
         }
+
+
+class CompletionBody(SamplingBody):
+    """The body of a completion."""
+
+    prompt: (
+        str
+        | list[int]
+        | Annotated[list[str], Field(max_length=MAX_PROMPTS)]
+        | Annotated[list[list[int]], Field(max_length=MAX_PROMPTS)]
+    )
+    echo: bool = False
+    logprobs: int | None = None
+    best_of: int | None = None
+    suffix: str | None = None
+    response_format: ResponseFormat | None = None
+
+    @property
+    def prompts(self) -> Sequence[str | list[int]]:
+        """Each prompt."""
+        prompt: Any = self.prompt
+        is_one = isinstance(prompt, str) or not prompt or isinstance(prompt[0], int)
+        prompts: Sequence[str | list[int]] = [prompt] if is_one else prompt
+        return prompts
+
+    def params(self) -> SamplingParams:
+        """Raises HTTPError 400 and InvalidRequestError."""
+        if self.best_of is not None and self.best_of != (1 if self.n is None else self.n):
+            raise HTTPError(400, "best_of must be as n: choose the best of n completions yourself", param="best_of")
+        if self.suffix:
+            raise HTTPError(
+                400, "suffix is not supported: write the model's own fill-in-the-middle prompt", param="suffix"
+            )
+        if isinstance(self.prompt, list) and not self.prompt:
+            raise HTTPError(400, "there is no prompt: give at least one", param="prompt")
+        if self.echo and self.logprobs is not None:
+            raise HTTPError(400, "echo with logprobs is not supported: a prompt has none here", param="echo")
+        return self.sampling_params(
+            max_tokens=16 if self.max_tokens is None else self.max_tokens,  # OpenAI's default
+            logprobs=self.logprobs,
+            structured_output=structured_output_of(self.response_format, self.structured_outputs),
+        )
 
 
 class ChatBody(SamplingBody):

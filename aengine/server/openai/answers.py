@@ -1,0 +1,92 @@
+"""What all answers have: ids, usage, finish reasons, log-probabilities."""
+
+from __future__ import annotations
+
+import json
+import re
+import uuid
+from collections.abc import Iterable, Sequence
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+from starlette.requests import Request
+
+from ...outputs import FinishReason, Logprob, Usage
+
+if TYPE_CHECKING:
+    from ...engine.tokenizer_view import TokenizerView
+
+__all__ = [
+    "AnswerId",
+    "TokenRow",
+    "answer_id",
+    "dumps",
+    "finish_reason",
+    "finite",
+    "rows_of",
+    "token_entry",
+    "usage_of",
+]
+
+dumps = json.JSONEncoder(ensure_ascii=False, allow_nan=False, separators=(",", ":")).encode
+
+TokenRow = tuple[int, float | None, Sequence[Logprob]]
+"""A token's id, its logprob, and the likeliest alternatives at its place."""
+
+_REQUEST_ID = re.compile(r"[!-~]{1,128}")
+
+
+class AnswerId(NamedTuple):
+    """Names of one request."""
+
+    text: str
+    """In the answer: "chatcmpl-..."."""
+    request_id: str
+    """The engine's, and so that of its logs and of `AsyncLLM.abort`. Nobody else's: clients may give theirs twice."""
+    headers: dict[str, str]
+
+
+def answer_id(prefix: str, request: Request, given: str | None = None) -> AnswerId:
+    """Name a request, after ``given`` or its header ``X-Request-Id`` if there is one."""
+    fresh = uuid.uuid4().hex
+    header = request.headers.get("x-request-id", "")
+    name = given or (header if _REQUEST_ID.fullmatch(header) else None)
+    if name is None:
+        text = f"{prefix}-{fresh}"
+        return AnswerId(text, text, {"x-request-id": text})
+    text = f"{prefix}-{name}"
+    return AnswerId(text, f"{text}-{fresh[:12]}", {"x-request-id": name})
+
+
+def finish_reason(reason: FinishReason) -> str:
+    """Return OpenAI's word: an aborted answer is cut off, as one that ran out of tokens."""
+    return "length" if reason in (FinishReason.ABORT, FinishReason.ERROR) else str(reason)
+
+
+def usage_of(usage: Usage) -> dict[str, Any]:
+    return {
+        "prompt_tokens": usage.prompt_tokens,
+        "completion_tokens": usage.completion_tokens,
+        "total_tokens": usage.total_tokens,
+        "prompt_tokens_details": {"cached_tokens": usage.cached_tokens},
+    }
+
+
+def token_entry(tokenizer: TokenizerView, row: TokenRow) -> dict[str, Any]:
+    """Return a token's entry in the logprobs of chat completions and of responses."""
+    token_id, logprob, others = row
+    return _entry(tokenizer, token_id, logprob) | {"top_logprobs": [_entry(tokenizer, *other) for other in others]}
+
+
+def rows_of(logprobs: Iterable[tuple[Logprob, ...]]) -> Iterable[TokenRow]:
+    """The rows of a whole completion, whose entries begin with the token itself."""
+    return ((row[0].token_id, row[0].logprob, row[1:]) for row in logprobs if row)
+
+
+def _entry(tokenizer: TokenizerView, token_id: int, logprob: float | None) -> dict[str, Any]:
+    raw = tokenizer.token_bytes(token_id)
+    return {"token": raw.decode("utf-8", "replace"), "logprob": finite(logprob), "bytes": list(raw)}
+
+
+def finite(logprob: float | None) -> float | None:
+    """Return what JSON can say: -9999.0, as vLLM, for a token that is impossible."""
+    return None if logprob is None else max(logprob, -9999.0)

@@ -1,0 +1,260 @@
+"""``/v1/completions``."""
+
+from __future__ import annotations
+
+import asyncio
+import codecs
+import time
+from collections.abc import AsyncGenerator, Iterable, Sequence
+from contextlib import AsyncExitStack, aclosing
+from itertools import groupby
+from typing import TYPE_CHECKING, Any
+
+from starlette.requests import Request
+from starlette.responses import Response
+
+from ...errors import AEngineError
+from ...outputs import Choice, Completion, FinishReason, Token, Usage
+from ..errors import http_error
+from ..http import EventStream, JSONAnswer, as_utf8, event, while_connected
+from ..service import Service
+from .answers import AnswerId, TokenRow, answer_id, dumps, finish_reason, finite, rows_of, usage_of
+from .errors import error_body
+from .requests import CompletionBody
+
+if TYPE_CHECKING:
+    from ...engine.tokenizer_view import TokenizerView
+    from ...streams.token_stream import TokenStream
+    from ...tokenizer.prompt import Prompt
+
+__all__ = ["completions"]
+
+
+async def completions(service: Service, request: Request) -> Response:
+    """Complete one prompt or several, whole or as it comes."""
+    body = await service.body(request, CompletionBody)
+    name = answer_id("cmpl", request, body.request_id)
+    head = {"id": name.text, "object": "text_completion", "created": int(time.time()), "model": service.model_name}
+    writer = _Writer(service, body, head)
+    if body.stream:
+        chunks = writer.chunks(_begin(service, body, name))
+        first = await while_connected(request, chunks.__anext__())  # an error is still one of HTTP
+        return EventStream(first, chunks, name.headers)
+    answers = await while_connected(request, _whole(service, body, name))
+    choices = [writer.choice(i, choice) for i, answer in enumerate(answers) for choice in answer.choices]
+    usage = _total([answer.usage for answer in answers])
+    warnings = [warning for answer in answers[:1] for warning in answer.warnings]
+    return JSONAnswer(
+        head | {"choices": choices, "usage": usage_of(usage)} | ({"warnings": warnings} if warnings else {}),
+        headers=name.headers,
+    )
+
+
+def _requests(body: CompletionBody, name: AnswerId) -> list[tuple[Prompt, dict[str, Any]]]:
+    """Return each prompt with the options of its request. Raises HTTPError 400 and InvalidRequestError."""
+    options = {"params": body.params(), **body.request_options()}
+    ids = [name.request_id, *(f"{name.request_id}-{i}" for i in range(1, len(body.prompts)))]
+    return [(prompt, options | {"request_id": one}) for prompt, one in zip(body.prompts, ids, strict=True)]
+
+
+async def _whole(service: Service, body: CompletionBody, name: AnswerId) -> list[Completion[Any]]:
+    """Complete all prompts; when one fails, the others are ended, and its error is raised."""
+    requests = _requests(body, name)
+    if len(requests) == 1:
+        return [await service.engine.generate(requests[0][0], **requests[0][1])]
+    calls = [asyncio.ensure_future(service.engine.generate(prompt, **options)) for prompt, options in requests]
+    try:
+        return await asyncio.gather(*calls)
+    finally:
+        running = [call for call in calls if call.cancel()]
+        if running:
+            await asyncio.wait(running)
+
+
+def _begin(service: Service, body: CompletionBody, name: AnswerId) -> list[TokenStream]:
+    """Begin all prompts. Dropping the streams ends them, so an error of a later prompt leaves none behind."""
+    return [service.engine.stream(prompt, **options) for prompt, options in _requests(body, name)]
+
+
+async def _read_all(streams: Sequence[TokenStream]) -> AsyncGenerator[tuple[int, list[Token]], None]:
+    """Yield (index of a stream, tokens that have come) until all have ended. Closing it closes all."""
+    async with AsyncExitStack() as stack:
+        for stream in streams:
+            await stack.enter_async_context(stream)
+        if len(streams) == 1:
+            while tokens := await streams[0].read():
+                yield 0, tokens
+            return
+        reading = {asyncio.ensure_future(stream.read()): i for i, stream in enumerate(streams)}
+        try:
+            while reading:
+                await asyncio.wait(reading, return_when=asyncio.FIRST_COMPLETED)
+                for done in [one for one in reading if one.done()]:
+                    index = reading.pop(done)
+                    if tokens := done.result():
+                        reading[asyncio.ensure_future(streams[index].read())] = index
+                        yield index, tokens
+        finally:
+            for one in reading:
+                one.cancel()
+            if reading:
+                await asyncio.wait(reading)
+
+
+def _total(usages: Sequence[Usage]) -> Usage:
+    return Usage(
+        sum(usage.prompt_tokens for usage in usages),
+        sum(usage.completion_tokens for usage in usages),
+        sum(usage.cached_tokens for usage in usages),
+    )
+
+
+class _Writer:
+    """Writes the answer to one body."""
+
+    def __init__(self, service: Service, body: CompletionBody, head: dict[str, Any]) -> None:
+        self.body = body
+        self.head = head
+        self.num_choices = 1 if body.n is None else body.n  # of each prompt
+        self._tokenizer = service.engine.tokenizer if body.echo or body.logprobs is not None else None
+
+    def choice(self, prompt_index: int, choice: Choice[Any]) -> dict[str, Any]:
+        echo = self.echo(prompt_index)
+        logprobs = None
+        if choice.logprobs is not None:
+            logprobs = self.new_logprobs(prompt_index).take(rows_of(choice.logprobs))
+        return {
+            "index": prompt_index * self.num_choices + choice.index,
+            "text": echo + choice.text,
+            "logprobs": logprobs,
+            "finish_reason": finish_reason(choice.finish_reason),
+        }
+
+    async def chunks(self, streams: Sequence[TokenStream]) -> AsyncGenerator[bytes, None]:
+        """Yield server-sent events, those that are there at once together.
+
+        What fails before the first event is raised; what fails later is an event.
+        """
+        writer = _ChunkWriter(self, streams)
+        async with aclosing(_read_all(streams)) as reading:
+            try:
+                async for index, tokens in reading:
+                    if events := writer.events(index, tokens):
+                        yield as_utf8("".join(events))
+            except AEngineError as error:
+                if not writer.has_begun:
+                    raise
+                yield event(dumps(error_body(http_error(error)))) + event("[DONE]")
+                return
+        yield as_utf8("".join(writer.last_events())) + event("[DONE]")
+
+    def echo(self, prompt_index: int) -> str:
+        """What of the prompt is repeated before its completions."""
+        if not self.body.echo:
+            return ""
+        prompt: Any = self.body.prompts[prompt_index]
+        assert self._tokenizer is not None
+        return prompt if isinstance(prompt, str) else self._tokenizer.decode(prompt, skip_special_tokens=False)
+
+    def new_logprobs(self, prompt_index: int) -> _Logprobs:
+        assert self._tokenizer is not None
+        skips_special = self.body.skip_special_tokens is not False
+        return _Logprobs(self._tokenizer, len(self.echo(prompt_index)), skips_special)
+
+
+class _ChunkWriter:
+    """Writes the chunks of one answer, as server-sent events. What all of them share is written once."""
+
+    def __init__(self, writer: _Writer, streams: Sequence[TokenStream]) -> None:
+        self._writer = writer
+        self._streams = streams
+        self._num_choices = writer.num_choices
+        self._head = dumps(writer.head)[:-1]
+        options = writer.body.stream_options
+        self._include_usage = options is not None and options.include_usage
+        self._is_continuous = options is not None and options.continuous_usage_stats
+        self._begun: set[int] = set()  # choices of which something was written
+        self._logprobs: dict[int, _Logprobs] = {}
+        if writer.body.logprobs is not None:
+            numbers = range(len(streams) * self._num_choices)
+            self._logprobs = {number: writer.new_logprobs(number // self._num_choices) for number in numbers}
+
+    @property
+    def has_begun(self) -> bool:
+        return bool(self._begun)
+
+    def events(self, index: int, tokens: Sequence[Token]) -> list[str]:
+        """Return a chunk for each choice of a prompt that has news."""
+        events = []
+        tail = self._tail()
+        for choice, group in groupby(tokens, lambda token: token.index):
+            run = list(group)
+            number = index * self._num_choices + choice
+            text = "".join([token.text for token in run])
+            if number not in self._begun:
+                self._begun.add(number)
+                text = self._writer.echo(index) + text
+            shown = "null"
+            if self._logprobs:
+                rows: list[TokenRow] = [(token.token_id, token.logprob, token.top_logprobs) for token in run]
+                shown = dumps(self._logprobs[number].take(rows))
+            reason = run[-1].finish_reason
+            if text or reason is not None or self._logprobs:
+                events.append(self._chunk(number, text, shown, reason, tail))
+        return events
+
+    def last_events(self) -> list[str]:
+        """Return the ends of choices that were aborted, and the usage."""
+        tail = self._tail()
+        events = [
+            self._chunk(i * self._num_choices + choice.index, "", "null", choice.finish_reason, tail)
+            for i, stream in enumerate(self._streams)
+            for choice in stream.completion.choices
+            if choice.finish_reason is FinishReason.ABORT
+        ]
+        if self._include_usage:
+            events.append(f'data: {self._head},"choices":[],"usage":{self._usage()}}}\n\n')
+        return events
+
+    def _chunk(self, number: int, text: str, logprobs: str, reason: FinishReason | None, tail: str) -> str:
+        shown = "null" if reason is None else f'"{finish_reason(reason)}"'
+        return (
+            f'data: {self._head},"choices":[{{"index":{number},"text":{dumps(text)},"logprobs":{logprobs},'
+            f'"finish_reason":{shown}}}]{tail}'
+        )
+
+    def _tail(self) -> str:
+        if self._is_continuous:
+            return f',"usage":{self._usage()}}}\n\n'
+        return ',"usage":null}\n\n' if self._include_usage else "}\n\n"
+
+    def _usage(self) -> str:
+        return dumps(usage_of(_total([stream.usage for stream in self._streams])))
+
+
+class _Logprobs:
+    """Writes the logprobs of one completion, and counts the characters before each of its tokens."""
+
+    def __init__(self, tokenizer: TokenizerView, offset: int, skips_special: bool) -> None:
+        self._tokenizer = tokenizer
+        self._offset = offset
+        self._decoder = codecs.getincrementaldecoder("utf-8")("replace")
+        self._hidden = set(tokenizer.special_tokens.values()) if skips_special else set()
+
+    def take(self, rows: Iterable[TokenRow]) -> dict[str, Any]:
+        """Return OpenAI's ``logprobs`` of the tokens that follow."""
+        written: dict[str, list[Any]] = {"tokens": [], "token_logprobs": [], "top_logprobs": [], "text_offset": []}
+        for token_id, logprob, others in rows:
+            written["tokens"].append(self._text(token_id))
+            written["token_logprobs"].append(finite(logprob))
+            likeliest: dict[str, float | None] = {}
+            for other, value in (*others, (token_id, logprob)):
+                likeliest.setdefault(self._text(other), finite(value))
+            written["top_logprobs"].append(likeliest)
+            written["text_offset"].append(self._offset)
+            if token_id not in self._hidden:
+                self._offset += len(self._decoder.decode(self._tokenizer.token_bytes(token_id)))
+        return written
+
+    def _text(self, token_id: int) -> str:
+        return self._tokenizer.token_bytes(token_id).decode("utf-8", "replace")

@@ -1,0 +1,78 @@
+"""``/tokenize`` and ``/detokenize``, with vLLM's bodies."""
+
+from __future__ import annotations
+
+import asyncio
+from typing import TYPE_CHECKING, Any
+
+from starlette.requests import Request
+from starlette.responses import Response
+
+from ..http import HTTPError, JSONAnswer, while_connected
+from ..service import Service
+from .requests import Body, Ignored
+
+if TYPE_CHECKING:
+    from ...engine.tokenizer_view import TokenizerView
+
+__all__ = ["DetokenizeBody", "TokenizeBody", "detokenize", "tokenize"]
+
+
+class TokenizeBody(Body):
+    """A text (``prompt``), or a chat (``messages``) as the model's chat template writes it."""
+
+    model: str | None = None
+    prompt: str | None = None
+    messages: list[dict[str, Any]] | None = None
+    add_special_tokens: bool | None = None
+    return_token_strs: bool = False
+    tools: list[dict[str, Any]] | None = None
+    add_generation_prompt: bool | None = None
+    continue_final_message: bool = False
+    chat_template_kwargs: dict[str, Any] | None = None
+    mm_processor_kwargs: Ignored = None
+
+    def check(self) -> None:
+        """Raises HTTPError 400."""
+        if (self.prompt is None) == (self.messages is None):
+            raise HTTPError(400, "give either prompt, a text, or messages, a chat", param="prompt")
+        if self.messages is not None and self.add_special_tokens:
+            message = "add_special_tokens is for a prompt: of messages the chat template writes them"
+            raise HTTPError(400, message, param="add_special_tokens")
+
+    def encode(self, tokenizer: TokenizerView) -> list[int]:
+        """Return the token ids, those that a request with this prompt would have. Blocks on long texts."""
+        if self.prompt is not None:
+            return tokenizer.encode(self.prompt, add_special_tokens=self.add_special_tokens is not False)
+        assert self.messages is not None
+        return tokenizer.render_ids(
+            self.messages,
+            self.tools,
+            chat_template_kwargs=self.chat_template_kwargs,
+            add_generation_prompt=self.add_generation_prompt,
+            continue_final_message=self.continue_final_message,
+        )
+
+
+class DetokenizeBody(Body):
+    model: str | None = None
+    tokens: list[int]
+
+
+async def tokenize(service: Service, request: Request) -> Response:
+    """Answer with the tokens of a prompt."""
+    body = await service.body(request, TokenizeBody)
+    body.check()
+    tokenizer = service.engine.tokenizer
+    ids = await while_connected(request, asyncio.to_thread(body.encode, tokenizer))
+    names = [tokenizer.token_bytes(i).decode("utf-8", "replace") for i in ids] if body.return_token_strs else None
+    max_model_len = service.engine.describe()["max_model_len"]
+    return JSONAnswer({"count": len(ids), "max_model_len": max_model_len, "tokens": ids, "token_strs": names})
+
+
+async def detokenize(service: Service, request: Request) -> Response:
+    """Answer with the text of tokens, special ones included."""
+    body = await service.body(request, DetokenizeBody)
+    tokenizer = service.engine.tokenizer
+    text = await while_connected(request, asyncio.to_thread(tokenizer.decode, body.tokens, skip_special_tokens=False))
+    return JSONAnswer({"prompt": text})

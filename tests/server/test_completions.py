@@ -1,0 +1,225 @@
+"""Completions, tokens, health and what is not there, by OpenAI's own client over an engine of the same process."""
+
+from __future__ import annotations
+
+import asyncio
+from typing import Any
+
+import httpx
+import openai
+import pytest
+
+from aengine import AsyncLLM
+from aengine.server import create_app
+from aengine.server.in_process import openai_client, streaming_transport
+from aengine.testing import FakeAsyncLLM, FakeRequest, Reply
+
+
+def http_client(engine: AsyncLLM, **options: Any) -> httpx.AsyncClient:
+    return httpx.AsyncClient(transport=streaming_transport(create_app(engine, **options)), base_url="http://engine")
+
+
+def upper(request: FakeRequest) -> str:
+    return f"{request.text.upper()}{request.choice}"
+
+
+PROMPTS: list[tuple[Any, list[str]]] = [
+    ("ab", ["AB0", "AB1"]),
+    ([97, 98], ["AB0", "AB1"]),
+    (["ab", "cd"], ["AB0", "AB1", "CD0", "CD1"]),
+    ([[97, 98], [99]], ["AB0", "AB1", "C0", "C1"]),
+]
+
+
+@pytest.mark.parametrize(("prompt", "texts"), PROMPTS, ids=lambda value: str(value))
+@pytest.mark.parametrize("own_thread", [False, True])
+async def test_prompts_of_each_form(prompt: Any, texts: list[str], own_thread: bool) -> None:
+    async with FakeAsyncLLM(upper, own_thread=own_thread) as engine, openai_client(engine) as client:
+        answer = await client.completions.create(model="fake", prompt=prompt, n=2)
+        assert [choice.text for choice in answer.choices] == texts
+        assert [choice.index for choice in answer.choices] == list(range(len(texts)))
+        assert {choice.finish_reason for choice in answer.choices} == {"stop"}
+        num_prompt_tokens = len("".join(texts).translate(dict.fromkeys(b"01"))) // 2
+        assert answer.usage is not None and answer.usage.prompt_tokens == num_prompt_tokens
+        assert answer.usage.completion_tokens == len("".join(texts)) + len(texts)
+        streamed, usage, reasons = [""] * len(texts), None, {}
+        async for chunk in await client.completions.create(
+            model="fake", prompt=prompt, n=2, stream=True, stream_options={"include_usage": True}
+        ):
+            usage = chunk.usage
+            for choice in chunk.choices:
+                assert usage is None and choice.index not in reasons
+                streamed[choice.index] += choice.text
+                if choice.finish_reason:
+                    reasons[choice.index] = choice.finish_reason
+        assert streamed == texts and usage == answer.usage
+        assert reasons == dict.fromkeys(range(len(texts)), "stop")
+
+
+@pytest.mark.parametrize("stream", [False, True])
+async def test_echo_repeats_the_prompt(stream: bool) -> None:
+    async with FakeAsyncLLM(["!", "?"]) as engine, openai_client(engine) as client:
+        answer: Any = await client.completions.create(model="fake", prompt=["ab", "c"], echo=True, stream=stream)  # type: ignore[call-overload]
+        texts = {0: "", 1: ""}
+        for chunk in [chunk async for chunk in answer] if stream else [answer]:
+            for choice in chunk.choices:
+                texts[choice.index] += choice.text
+        assert texts == {0: "ab!", 1: "c?"}
+
+
+async def test_logprobs_say_where_each_token_is() -> None:
+    text = "na\u00efve 👋"
+    async with FakeAsyncLLM(text) as engine, openai_client(engine) as client:
+        ask: dict[str, Any] = {"model": "fake", "prompt": "x", "logprobs": 2, "max_tokens": 50}
+        whole = (await client.completions.create(**ask)).choices[0].logprobs
+        assert whole is not None and whole.text_offset and whole.top_logprobs and whole.tokens
+        assert len(whole.tokens) == len(text.encode()) + 1
+        assert whole.text_offset[:2] == [0, 1] and whole.text_offset[-1] == len(text)
+        assert all(token in likeliest for token, likeliest in zip(whole.tokens, whole.top_logprobs))
+        parts: dict[str, list[Any]] = {"tokens": [], "token_logprobs": [], "top_logprobs": [], "text_offset": []}
+        async for chunk in await client.completions.create(**ask, stream=True):
+            for name, values in parts.items():
+                values += getattr(chunk.choices[0].logprobs, name)
+        assert parts == whole.model_dump()
+
+
+async def test_sixteen_tokens_unless_asked_for_more() -> None:
+    async with FakeAsyncLLM("a" * 50) as engine, openai_client(engine) as client:
+        choice = (await client.completions.create(model="fake", prompt="x")).choices[0]
+        assert (choice.text, choice.finish_reason) == ("a" * 16, "length")
+
+
+async def test_usage_so_far_with_each_chunk() -> None:
+    async with FakeAsyncLLM("abc", token_delay=0.001) as engine, openai_client(engine) as client:
+        options: Any = {"include_usage": True, "continuous_usage_stats": True}
+        ask: dict[str, Any] = {"model": "fake", "stream": True, "stream_options": options}
+        chunks = [chunk async for chunk in await client.completions.create(prompt="x", **ask)]
+        counts = [chunk.usage.completion_tokens for chunk in chunks if chunk.usage]
+        assert len(counts) == len(chunks) and counts == sorted(counts) and counts[0] < counts[-1] == 4
+        messages = [{"role": "user", "content": "x"}]
+        chunks = [chunk async for chunk in await client.chat.completions.create(messages=messages, **ask)]
+        counts = [chunk.usage.completion_tokens for chunk in chunks if chunk.usage]
+        assert len(counts) == len(chunks) and counts == sorted(counts) and counts[0] < counts[-1] == 4
+
+
+WRONG: list[tuple[dict[str, Any], int, str | None]] = [
+    ({"prompt": None}, 400, "prompt"),
+    ({"prompt": []}, 400, "prompt"),
+    ({"prompt": ""}, 400, "prompt"),
+    ({"prompt": [[]]}, 400, "prompt"),
+    ({"prompt": [1, "a"]}, 400, "prompt"),
+    ({"prompt": [100_000]}, 400, "prompt"),
+    ({"prompt": [10**30]}, 400, "prompt"),
+    ({"prompt": ["a"] * 3000}, 400, "prompt"),
+    ({"best_of": 3}, 400, "best_of"),
+    ({"suffix": "end"}, 400, "suffix"),
+    ({"echo": True, "logprobs": 1}, 400, "echo"),
+    ({"logprobs": 1000}, 400, "logprobs"),
+    ({"max_tokens": 0}, 400, "max_tokens"),
+    ({"stop": [1]}, 400, "stop"),
+    ({"stream_options": {"colour": 1}}, 400, "stream_options.colour"),
+    ({"extra_body": {"request_id": "ä"}}, 400, "request_id"),
+    ({"prompt": "a" * 200_000}, 400, None),
+]
+
+
+@pytest.mark.parametrize(("change", "status", "param"), WRONG, ids=lambda value: str(value)[:40])
+async def test_what_is_wrong_is_named(change: dict[str, Any], status: int, param: str | None) -> None:
+    ask: dict[str, Any] = {"model": "fake", "prompt": "x"} | change
+    async with FakeAsyncLLM("yes") as engine, openai_client(engine) as client:
+        for stream in (False, True):
+            with pytest.raises(openai.APIStatusError) as caught:
+                await client.completions.create(**ask, stream=stream)
+            assert (caught.value.status_code, caught.value.param) == (status, param), caught.value
+        assert engine.statistics().num_running == 0
+        assert (await client.completions.create(model="fake", prompt="x")).choices[0].text == "yes"
+
+
+@pytest.mark.parametrize("stream", [False, True])
+@pytest.mark.parametrize("prompt", ["a", ["a", "b", "c"]], ids=str)
+async def test_who_leaves_ends_all_its_prompts(stream: bool, prompt: Any) -> None:
+    async with FakeAsyncLLM("a" * 1000, token_delay=0.01) as engine, openai_client(engine) as client:
+        ask = client.completions.create(model="fake", prompt=prompt, stream=stream, max_tokens=1000)  # type: ignore[call-overload]
+        call = asyncio.create_task(ask)
+        while engine.statistics().num_running < len(prompt):
+            await asyncio.sleep(0.001)
+        if stream:
+            await (await call).close()
+        else:
+            call.cancel()
+        while engine.statistics().num_running:
+            await asyncio.sleep(0.001)
+        assert engine.statistics().num_aborted == len(prompt)
+
+
+async def test_one_prompt_that_fails_ends_the_others() -> None:
+    script = ["a" * 1000, Reply("b", error=openai_error())]
+    async with FakeAsyncLLM(script * 2, token_delay=0.001) as engine, openai_client(engine, max_retries=0) as client:
+        with pytest.raises(openai.APIStatusError) as caught:
+            await client.completions.create(model="fake", prompt=["a", "b"], max_tokens=1000)
+        assert caught.value.status_code == 503
+        with pytest.raises(openai.APIError, match="gone"):
+            async for _ in await client.completions.create(
+                model="fake", prompt=["a", "b"], max_tokens=1000, stream=True
+            ):
+                pass
+        while engine.statistics().num_running:
+            await asyncio.sleep(0.001)
+
+
+def openai_error() -> Any:
+    from aengine import WorkerDiedError
+
+    return WorkerDiedError("gone")
+
+
+async def test_two_clients_may_give_the_same_id() -> None:
+    async with FakeAsyncLLM("a" * 20, token_delay=0.001) as engine, openai_client(engine) as client:
+        ask: dict[str, Any] = {"model": "fake", "prompt": "x", "extra_headers": {"X-Request-Id": "mine"}}
+        answers = await asyncio.gather(*(client.completions.create(**ask) for _ in range(3)))
+        assert {answer.id for answer in answers} == {"cmpl-mine"}
+        assert {answer._request_id for answer in answers} == {"mine"}
+
+
+async def test_tokens_and_back() -> None:
+    async with FakeAsyncLLM("yes") as engine, http_client(engine) as client:
+        told = (await client.post("/tokenize", json={"prompt": "aé", "return_token_strs": True})).json()
+        assert told == {"count": 3, "max_model_len": 32_768, "tokens": [97, 195, 169], "token_strs": ["a", "�", "�"]}
+        back = (await client.post("/detokenize", json={"model": "fake", "tokens": told["tokens"]})).json()
+        assert back == {"prompt": "aé"}
+        messages = [{"role": "user", "content": "hello"}]
+        chat = (await client.post("/tokenize", json={"messages": messages})).json()
+        assert chat["count"] == (await engine.chat(messages)).usage.prompt_tokens
+        assert chat["token_strs"] is None
+        for path, body in (
+            ("/tokenize", {}),
+            ("/tokenize", {"prompt": "a", "messages": messages}),
+            ("/tokenize", {"prompt": 1}),
+            ("/detokenize", {"tokens": [-1]}),
+            ("/detokenize", {"tokens": [10**40]}),
+            ("/detokenize", {"tokens": "a"}),
+        ):
+            answer = await client.post(path, json=body)
+            assert answer.status_code == 400 and answer.json()["error"]["message"], body
+
+
+async def test_health_tells_whether_the_engine_can_answer() -> None:
+    engine = FakeAsyncLLM("yes")
+    async with http_client(engine, api_keys="secret") as client:
+        assert (await client.get("/version")).status_code == 401
+        assert (await client.get("/health")).json() == {"status": "unavailable", "reason": "the engine is new"}
+        async with engine:
+            both = await asyncio.gather(client.get("/health"), client.get("/health"))
+            assert [(answer.status_code, answer.json()) for answer in both] == [(200, {"status": "ok"})] * 2
+            await engine.drain()
+            assert (await client.get("/health")).json()["reason"] == "the engine is draining"
+        assert (await client.get("/health")).status_code == 503
+
+
+async def test_what_is_not_there_says_so() -> None:
+    async with FakeAsyncLLM("yes") as engine, openai_client(engine, max_retries=0) as client:
+        with pytest.raises(openai.APIStatusError, match="no pooling models") as caught:
+            await client.embeddings.create(model="fake", input="x")
+        assert caught.value.status_code == 501
+        with pytest.raises(openai.NotFoundError):
+            await client.post("/nowhere", cast_to=object)
