@@ -79,6 +79,16 @@ def no_blocking() -> Iterator[None]:
 
 
 @pytest.fixture
+def few_idle_programs(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A decode plan for a GPU of two multiprocessors: Triton's interpreter runs hundreds of idle programs otherwise."""
+    from aengine.kernels.decode_plan import DecodeWorkspace
+
+    sharing = DecodeWorkspace.sharing
+    if not HAS_GPU:
+        monkeypatch.setattr(DecodeWorkspace, "sharing", lambda self, n: sharing(self, n)._replace(max_extra=24))
+
+
+@pytest.fixture
 def rng(request: pytest.FixtureRequest) -> random.Random:
     """Fresh random numbers; the seed is printed with a failure."""
     seed = random.SystemRandom().getrandbits(32)

@@ -3,14 +3,38 @@
 from __future__ import annotations
 
 import asyncio
+import functools
+
+import tokenizers
 
 from aengine import AsyncLLM
+from aengine.engine.core import EngineCore
+from aengine.handles.local import LocalHandle
+from aengine.handles.on_thread import ThreadHandle
+from aengine.tokenizer.tokenizer import Tokenizer
+
+
+def handle_of(engine: AsyncLLM) -> LocalHandle | ThreadHandle:
+    """The room behind the public class: the one place where tests reach into it."""
+    return engine._handle
+
+
+def core_of(engine: AsyncLLM) -> EngineCore:
+    """The parts of a running engine, whose own interfaces tests then use."""
+    core = handle_of(engine).core
+    assert core is not None
+    return core
+
+
+@functools.cache
+def encoder_of(tokenizer: Tokenizer) -> tokenizers.Tokenizer:
+    """The library's own tokenizer, as a judge of ours."""
+    return tokenizers.Tokenizer.from_str(tokenizer.to_json())
 
 
 async def settled(engine: AsyncLLM) -> None:
     """Wait until no request is left; then nothing of any may be: no block, no row, no call."""
-    core = engine._handle.core
-    assert core is not None
+    core = core_of(engine)
     for _ in range(2000):
         statistics = engine.statistics()
         if not statistics.num_running and not statistics.num_waiting:

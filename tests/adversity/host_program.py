@@ -20,8 +20,9 @@ from collections.abc import Coroutine
 from pathlib import Path
 from typing import Any
 
-sys.path.append(str(Path(__file__).parents[1] / "workers"))
+sys.path += [str(Path(__file__).parents[1]), str(Path(__file__).parents[1] / "workers")]
 
+from conftest_api import core_of
 from slow_runner import HOLD_GIL, SLEEP
 
 from aengine import AsyncLLM, EngineClosedError, SamplingParams
@@ -83,9 +84,8 @@ async def churn() -> None:
 async def restarts() -> None:
     """Its worker is killed again and again, and replaced by another, while streams go on."""
     engine = await begin()
-    assert engine._handle.core is not None
     while True:
-        executor = engine._handle.core.worker.executor
+        executor = core_of(engine).worker.executor
         assert isinstance(executor, ProcessExecutor)
         pid = executor.workers[0].pid
         assert pid is not None

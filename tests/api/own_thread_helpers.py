@@ -8,6 +8,7 @@ from collections.abc import Callable, Coroutine
 from typing import Any
 
 import uvloop
+from conftest_api import handle_of
 from conftest_api import settled as settled_here
 
 from aengine import AsyncLLM, SamplingParams
@@ -49,7 +50,7 @@ def in_threads(number: int, work: Callable[[int], Any]) -> list[Any]:
 
 async def settled(engine: AsyncLLM) -> None:
     """Looked at in the engine's thread, between two turns."""
-    await engine._handle.thread.run(lambda: settled_here(engine))
+    await handle_of(engine).thread.run(lambda: settled_here(engine))
 
 
 async def until(condition: Callable[[], bool]) -> None:

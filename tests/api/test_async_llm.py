@@ -9,7 +9,7 @@ from collections.abc import Callable
 from typing import Any
 
 import pytest
-from conftest_api import settled
+from conftest_api import core_of, settled
 
 from aengine import (
     AsyncLLM,
@@ -448,7 +448,7 @@ async def test_worker_death_reaches_every_waiter(make_engine: Make) -> None:
 
 async def test_a_bug_in_the_step_loop_is_an_internal_error(make_engine: Make, monkeypatch: pytest.MonkeyPatch) -> None:
     async with make_engine() as engine:
-        steps = engine._handle.core.steps  # type: ignore[union-attr]
+        steps = core_of(engine).steps
 
         def broken() -> None:
             raise ZeroDivisionError("bug")
@@ -658,12 +658,12 @@ async def test_a_late_loop_is_given_more_steps_ahead(make_engine: Make, monkeypa
         expected = [await engine.generate([i, 2, 3], params) for i in range(1, 5)]
         stopped = await engine.generate([7], stopping)
     async with make_engine(fake={"delay": 0.002}) as engine:
-        monkeypatch.setattr(engine._handle.core.steps._limit, "num_steps", lambda scheduler: 30)
+        monkeypatch.setattr(core_of(engine).steps._limit, "num_steps", lambda scheduler: 30)
         tasks = [asyncio.create_task(engine.generate([i, 2, 3], params)) for i in range(1, 5)]
         tasks.append(asyncio.create_task(engine.generate([7], stopping)))
         deepest = 0
         while not all(task.done() for task in tasks):
-            deepest = max(deepest, len(engine._handle.core.steps._in_flight))
+            deepest = max(deepest, len(core_of(engine).steps._in_flight))
             await asyncio.sleep(0)
         got = [task.result() for task in tasks]
         await settled(engine)

@@ -8,6 +8,7 @@ from collections.abc import Callable
 from typing import Any
 
 import pytest
+from conftest_api import encoder_of
 from own_thread_helpers import in_threads
 from tokenizers import AddedToken
 
@@ -257,7 +258,7 @@ async def test_documents_are_text(
     template = (
         "{% for d in documents %}<|im_start|>document\n{{ d | tojson }}<|im_end|>{% endfor %}{{ messages[0].content }}"
     )
-    known = Tokenizer(smollm2_tokenizer._encoder, chat_templates={"default": template})
+    known = Tokenizer(encoder_of(smollm2_tokenizer), chat_templates={"default": template})
     monkeypatch.setattr(core.Tokenizer, "load", classmethod(lambda cls, source, override=None: known))
     document = {"title": "x", "text": EVIL[0]["content"]}
     async with make_engine() as engine:

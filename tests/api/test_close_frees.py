@@ -9,6 +9,7 @@ from collections.abc import Callable, Iterator
 from typing import Any
 
 import pytest
+from conftest_api import core_of, encoder_of
 
 from aengine import AsyncLLM, EngineClosedError, SamplingParams, StructuredOutput
 from aengine.engine import core as core_module
@@ -28,7 +29,7 @@ def no_gc() -> Iterator[None]:
 
 
 def tables_of(engine: AsyncLLM) -> dict[str, weakref.ref[Any]]:
-    core = engine._handle.core
+    core = core_of(engine)
     assert core is not None and core.grammars is not None and core.grammars._compiler is not None
     backends = core.grammars._compiler._backends
     assert backends is not None
@@ -50,7 +51,7 @@ async def freed(tables: dict[str, weakref.ref[Any]]) -> bool:
 @pytest.fixture
 def make_own(make_engine: Make, smollm2_tokenizer: Tokenizer, monkeypatch: pytest.MonkeyPatch) -> Make:
     """Engines whose tokenizer nobody else holds."""
-    load = classmethod(lambda cls, source, override=None: Tokenizer(smollm2_tokenizer._encoder))
+    load = classmethod(lambda cls, source, override=None: Tokenizer(encoder_of(smollm2_tokenizer)))
     monkeypatch.setattr(core_module.Tokenizer, "load", load)
     return make_engine
 
@@ -62,7 +63,7 @@ async def test_the_end_frees_tokenizer_and_grammars(make_own: Make, no_gc: None,
     texts = [token.text async for token in stream]
     completion = await stream.wait()
     tables = tables_of(engine)
-    scheduler = engine._handle.core._scheduler  # type: ignore[union-attr]
+    scheduler = core_of(engine)._scheduler
     if end == "aclose":
         await engine.aclose()
     else:

@@ -9,7 +9,7 @@ from collections.abc import Callable
 from typing import Any
 
 import pytest
-from conftest_api import settled
+from conftest_api import core_of, settled
 from fakes import FakeExecutor
 from own_thread_helpers import until
 
@@ -307,7 +307,7 @@ async def test_a_death_in_a_drain_is_recovered(make: Make) -> None:
     closing = asyncio.create_task(engine.aclose(drain=1000))
     await until(lambda: engine.state == "draining")
     first = engine.executor  # type: ignore[attr-defined]
-    core = engine._handle.core
+    core = core_of(engine)
     assert core is not None
     core.loop.call_soon_threadsafe(first.fail, WorkerDiedError("worker 0 died of SIGKILL"))
     async with asyncio.timeout(60):
@@ -323,7 +323,7 @@ async def test_a_death_in_a_drain_that_is_not_recovered_says_its_cause(make: Mak
     await running(engine)
     closing = asyncio.create_task(engine.aclose(drain=1000))
     await until(lambda: engine.state == "draining")
-    core = engine._handle.core
+    core = core_of(engine)
     assert core is not None
     core.loop.call_soon_threadsafe(engine.executor.fail, WorkerDiedError("worker 0 died of SIGKILL"))  # type: ignore[attr-defined]
     await fails_with(WorkerDiedError, stream.wait(), match="SIGKILL")
@@ -391,7 +391,7 @@ async def test_a_worker_that_writes_a_profile_is_not_hung(
 
 def expire(engine: AsyncLLM, request_id: str) -> None:
     """Its deadline has passed."""
-    core = engine._handle.core
+    core = core_of(engine)
     assert core is not None
     request = core.admission._requests[request_id]
     (timer,) = request.timers

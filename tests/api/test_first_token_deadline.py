@@ -13,7 +13,7 @@ from typing import Any
 
 import own_thread_helpers
 import pytest
-from conftest_api import settled
+from conftest_api import core_of, handle_of, settled
 from fakes import FakeExecutor
 from own_thread_helpers import until
 
@@ -76,9 +76,9 @@ class Clock:
     """The loop, as admission sees it: its timers fire when the test says so."""
 
     def __init__(self, engine: AsyncLLM) -> None:
-        self._loop = engine._handle.core.loop
+        self._loop = core_of(engine).loop
         self.timers: list[Timer] = []
-        engine._handle.core.admission._loop = self
+        core_of(engine).admission._loop = self
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self._loop, name)
@@ -114,7 +114,7 @@ async def check_late(engine: AsyncLLM, phase: str, prompt: Any = (1, 2), params:
     """Both ways to ask get the error, which says where the request was; no timer of theirs is left."""
     failed = engine.statistics().num_failed
     streams = [engine.stream(prompt, params, first_token_deadline=SOON, deadline=1000)]
-    calls = list(engine._handle.core.admission._requests.values())
+    calls = list(core_of(engine).admission._requests.values())
     assert len(calls[-1].timers) == 2
     with pytest.raises(DeadlineExceededError, match=rf"first_token_deadline=0\.02 s \(.*{phase}") as caught:
         await anext(streams[0])
@@ -152,7 +152,7 @@ async def test_its_id_is_free_while_it_is_still_encoded(make_engine: Make, slow_
 async def test_while_the_grammar_is_prepared(make_engine: Make, monkeypatch: pytest.MonkeyPatch) -> None:
     async with make_engine() as engine:
         with monkeypatch.context() as patched:
-            patched.setattr(engine._handle.core.grammars, "prepare", lambda wanted: asyncio.Event().wait())
+            patched.setattr(core_of(engine).grammars, "prepare", lambda wanted: asyncio.Event().wait())
             params = PARAMS.replace(structured_output=StructuredOutput(regex="a+"), ignore_eos=False)
             await check_late(engine, "its grammar was being prepared", params=params)
         await settled(engine)
@@ -213,7 +213,7 @@ async def test_while_the_worker_is_started_again(make_engine: Make, monkeypatch:
         second = engine.stream([3], PARAMS, first_token_deadline=30)
         monkeypatch.setattr(FakeExecutor, "start", slowly)
         engine.executor.fail(WorkerDiedError("worker 0 died of SIGKILL", rank=0, exit_code=-9))
-        await until(lambda: engine._handle.core.worker.recovering is not None)
+        await until(lambda: core_of(engine).worker.recovering is not None)
         for timer in clock.timers:
             timer.fire()
         with pytest.raises(DeadlineExceededError, match="still queued"):
@@ -246,7 +246,7 @@ async def test_once_a_token_has_come(make_engine: Make, changes: dict[str, Any],
         else:
             task = asyncio.create_task(engine.generate([1], params, first_token_deadline=30))
         await until(lambda: engine.statistics().generated_tokens > generated)
-        (request,) = engine._handle.core.admission._requests.values()
+        (request,) = core_of(engine).admission._requests.values()
         await until(lambda: bool(request.mailbox.choices[0].token_ids))
         assert not streamed or request.mailbox.pending
         assert "stop" not in changes or not request.mailbox.choices[0].texts
@@ -345,7 +345,7 @@ async def test_own_thread(make: Make, slow_planning: threading.Event) -> None:
             await engine.chat(HELLO, PARAMS, first_token_deadline=SOON)
         with pytest.raises(InvalidRequestError, match="first_token_deadline"):
             engine.stream([1], first_token_deadline=0)
-        engine._handle.thread.post(held.let_go)
+        handle_of(engine).thread.post(held.let_go)
         slow_planning.set()
         assert len((await engine.generate([1], PARAMS, first_token_deadline=1000)).token_ids) == 20
         await own_thread_helpers.settled(engine)
@@ -371,10 +371,10 @@ def test_llm(make_engine: Make, slow_planning: threading.Event) -> None:
             next(llm.stream_chat(HELLO, PARAMS, first_token_deadline=SOON))
         results = llm.generate([[1], [2]], PARAMS, first_token_deadline=SOON, return_exceptions=True)
         assert [type(result) for result in results] == [DeadlineExceededError] * 2
-        engine._handle.thread.post(held.let_go)
+        handle_of(engine).thread.post(held.let_go)
         slow_planning.set()
         assert len(llm.generate([1], PARAMS, first_token_deadline=1000).token_ids) == 20
-        llm._handle.wait(lambda core: settled(engine))
+        handle_of(llm.as_async()).wait(lambda core: settled(engine))
 
 
 @pytest.mark.parametrize("value", [True, 0, -1, float("nan"), float("inf"), 1e9, 10**400, "soon", [1]], ids=repr)

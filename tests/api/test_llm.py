@@ -18,7 +18,7 @@ from typing import Any
 
 import pytest
 import uvloop
-from conftest_api import settled
+from conftest_api import handle_of, settled
 from pydantic import BaseModel
 
 from aengine import (
@@ -79,7 +79,7 @@ def make_llm(
 
 def is_idle(llm: LLM) -> bool:
     """Nothing of any request is left; looked at in the engine's thread."""
-    llm._handle.wait(lambda core: settled(llm.as_async()))
+    handle_of(llm.as_async()).wait(lambda core: settled(llm.as_async()))
     return True
 
 
@@ -435,7 +435,7 @@ def test_a_dead_worker_reaches_every_thread(make_llm: MakeLLM) -> None:
         thread.start()
     while llm.statistics().num_running < 8:
         time.sleep(0.001)
-    llm._handle.thread.post(llm.as_async().executor.fail, WorkerDiedError("killed", rank=0, exit_code=-9))
+    handle_of(llm.as_async()).thread.post(llm.as_async().executor.fail, WorkerDiedError("killed", rank=0, exit_code=-9))
     for thread in threads:
         thread.join(10)
     assert [type(error) for error in errors] == [WorkerDiedError] * 6

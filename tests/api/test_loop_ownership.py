@@ -10,7 +10,7 @@ from collections.abc import Callable
 from typing import Any
 
 import pytest
-from conftest_api import settled
+from conftest_api import handle_of, settled
 
 from aengine import AsyncLLM, EngineClosedError, InvalidRequestError, SamplingParams, TokenStream
 
@@ -81,7 +81,7 @@ async def test_a_fork_in_the_midst_of_the_start(make_engine: Make, monkeypatch: 
         await go_on.wait()
         await begin()
 
-    monkeypatch.setattr(engine._handle, "_begin", slow_begin)
+    monkeypatch.setattr(handle_of(engine), "_begin", slow_begin)
     starting = asyncio.create_task(engine.start())
     await asyncio.sleep(0.01)
     assert engine.state == "starting"

@@ -16,6 +16,7 @@ from typing import Any
 
 import pytest
 import uvloop
+from conftest_api import core_of, handle_of
 from own_thread_helpers import ENDLESS, LOOPS, Make, in_threads, own_threads, run, settled, until
 from pydantic import BaseModel
 
@@ -155,7 +156,7 @@ async def test_a_profile(make: Make, monkeypatch: pytest.MonkeyPatch) -> None:
         async def call(method: str, *args: Any, timeout: float) -> dict[str, str]:
             return {"path": method} if threading.current_thread().name == "aengine" else {"refused": "here"}
 
-        monkeypatch.setattr(engine._handle.core.worker, "call", call)
+        monkeypatch.setattr(core_of(engine).worker, "call", call)
         assert await engine.start_profile("x") == "start_profile"
         assert await engine.stop_profile() == "stop_profile"
 
@@ -170,7 +171,7 @@ async def test_health(make: Make, monkeypatch: pytest.MonkeyPatch) -> None:
             if timeout < 1:
                 raise InternalError("late")
 
-        monkeypatch.setattr(engine._handle.core.worker, "call", ping)
+        monkeypatch.setattr(core_of(engine).worker, "call", ping)
         assert 0 < await engine.check_health() < 10
         with pytest.raises(InternalError, match="late"):
             await engine.check_health(timeout=0.5)
@@ -232,9 +233,9 @@ async def test_the_thread_has_a_loop_like_the_callers(make: Make) -> None:
     policy = asyncio.get_event_loop_policy()
     loop = asyncio.get_running_loop()
     async with make() as engine:
-        assert type(engine._handle.core.loop) in (type(loop), asyncio.SelectorEventLoop)
-        assert isinstance(engine._handle.core.loop, uvloop.Loop) == isinstance(loop, uvloop.Loop)
-        assert engine._handle.core.loop.get_debug() == loop.get_debug()
+        assert type(core_of(engine).loop) in (type(loop), asyncio.SelectorEventLoop)
+        assert isinstance(core_of(engine).loop, uvloop.Loop) == isinstance(loop, uvloop.Loop)
+        assert core_of(engine).loop.get_debug() == loop.get_debug()
         (thread,) = own_threads()
         assert thread.daemon
     assert asyncio.get_event_loop_policy() is policy
@@ -357,7 +358,7 @@ async def test_a_stream_in_a_cycle_is_collected_in_the_engines_thread(make: Make
         cycle: list[Any] = [stream]
         cycle.append(cycle)
         del stream, cycle
-        engine._handle.thread.post(gc.collect)
+        handle_of(engine).thread.post(gc.collect)
         await until(lambda: engine.statistics().num_aborted == 1)
         await settled(engine)
 

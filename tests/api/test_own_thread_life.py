@@ -12,6 +12,7 @@ from collections.abc import Callable
 from typing import Any
 
 import pytest
+from conftest_api import handle_of
 from own_thread_helpers import ENDLESS, LOOPS, Make, in_threads, own_threads, run, settled
 
 from aengine import (
@@ -143,7 +144,7 @@ async def test_a_failure_reaches_every_waiter_in_every_thread(make: Make) -> Non
 
     waiting = asyncio.create_task(asyncio.to_thread(in_threads, 6, lambda i: run(wait(i), LOOPS[i % 2])))
     await asyncio.to_thread(begun.wait)
-    engine._handle.thread.post(engine.executor.fail, WorkerDiedError("killed", rank=0, exit_code=-9))
+    handle_of(engine).thread.post(engine.executor.fail, WorkerDiedError("killed", rank=0, exit_code=-9))
     assert await waiting == [None] * 6
     assert engine.state == "failed"
     async with engine:  # and again
@@ -154,7 +155,7 @@ async def test_a_worker_that_is_replaced(make: Make) -> None:
     async with make(fake={"delay": 0.002}) as engine:
         stream = engine.stream([1], SamplingParams(max_tokens=50, ignore_eos=True))
         await anext(stream)
-        engine._handle.thread.post(engine.executor.fail, WorkerDiedError("killed", rank=0, exit_code=-9))
+        handle_of(engine).thread.post(engine.executor.fail, WorkerDiedError("killed", rank=0, exit_code=-9))
         assert len((await stream.wait()).token_ids) == 50
         assert engine.statistics().num_restarts == 1
 
@@ -326,7 +327,7 @@ def _is_refused_here(engine: AsyncLLM, stream: TokenStream) -> bool:
         run(engine.aclose())
         run(stream.aclose())
         engine.terminate()
-        engine._handle.thread.stop()
+        handle_of(engine).thread.stop()
 
     thread = threading.Thread(target=all_of_them, daemon=True)  # the fork's main thread is on the parent's loop
     thread.start()

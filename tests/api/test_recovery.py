@@ -10,7 +10,7 @@ from collections.abc import Callable
 from typing import Any
 
 import pytest
-from conftest_api import settled
+from conftest_api import core_of, settled
 from fakes import FakeExecutor
 
 from aengine import AsyncLLM, Completion, InternalError, SamplingParams, StructuredOutput, WorkerDiedError
@@ -303,7 +303,7 @@ async def test_closing_while_there_is_no_worker(make_engine: Make, monkeypatch: 
 
 async def test_a_bug_of_ours_is_no_death(make_engine: Make, monkeypatch: pytest.MonkeyPatch) -> None:
     async with make_engine() as engine:
-        monkeypatch.setattr(type(engine._handle.core.steps.scheduler), "schedule", lambda self: 1 / 0)
+        monkeypatch.setattr(type(core_of(engine).steps.scheduler), "schedule", lambda self: 1 / 0)
         with pytest.raises(InternalError, match="step loop failed"):
             await engine.generate([1, 2])
 
@@ -311,8 +311,8 @@ async def test_a_bug_of_ours_is_no_death(make_engine: Make, monkeypatch: pytest.
 async def test_the_collector_may_run_within_the_scheduler(make_engine: Make, monkeypatch: pytest.MonkeyPatch) -> None:
     """Streams dropped in cycles, whose finalisers then run in the middle of a step's making."""
     async with make_engine(fake={"delay": 0.0005, "num_blocks": 120}) as engine:
-        scheduler = engine._handle.core.steps.scheduler
-        pool_class = type(scheduler.rows.kv.pool)
+        scheduler = core_of(engine).steps.scheduler
+        pool_class = type(scheduler.rows.kv._pool)
 
         def collecting(function: Callable[..., Any]) -> Callable[..., Any]:
             return lambda *args: (gc.collect(0), function(*args))[1]

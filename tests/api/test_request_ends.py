@@ -10,7 +10,7 @@ from collections.abc import Callable
 from typing import Any
 
 import pytest
-from conftest_api import settled
+from conftest_api import core_of, settled
 
 from aengine import (
     AEngineError,
@@ -278,7 +278,7 @@ async def test_it_may_end_others_while_all_end(make_engine: Make) -> None:
     def end_all(end: RequestEnd) -> None:
         ends(end)
         for i in range(5):
-            engine._handle.core.admission.abort(f"r{i}")  # type: ignore[union-attr]
+            core_of(engine).admission.abort(f"r{i}")
 
     async with make_engine(on_request_end=end_all, **SLOW) as engine:
         tasks = [asyncio.create_task(engine.generate([i + 1], ENDLESS, request_id=f"r{i}")) for i in range(5)]

@@ -6,6 +6,7 @@ import json
 
 import pytest
 from chat_harness import EOS, parse_ids, token_id_of, tokenizer
+from conftest_api import encoder_of
 
 from aengine.chat import FORMATS, ChatMessage, ChatParser, ToolCall, tools_of
 from aengine.chat.history import with_instructions, written_out
@@ -217,7 +218,9 @@ TEMPLATES = {
 def test_a_turn_as_the_template_shows_it_is_a_completion(name, markers_are):
     """What a model of the family has learnt to write: its grammar takes it, and the same calls come out."""
     known = Tokenizer(
-        tokenizer(markers_are)._encoder, special_tokens={"eos_token": EOS}, chat_templates={"default": TEMPLATES[name]}
+        encoder_of(tokenizer(markers_are)),
+        special_tokens={"eos_token": EOS},
+        chat_templates={"default": TEMPLATES[name]},
     )
     calls = [call(), call("now", {}, id="ghiJKL456")][: 1 if name == "llama3" else 2]
     plan = plan_chat(known, ChatRequest(messages=[HELLO], tools=TOOLS))
@@ -244,7 +247,7 @@ def test_a_turn_as_the_template_shows_it_is_a_completion(name, markers_are):
 @pytest.mark.parametrize("name", FORMATS)
 def test_faults_name_the_message_as_the_caller_counts(name):
     """Also where instructions come before it."""
-    known = Tokenizer(tokenizer("text")._encoder, chat_templates={"default": TEMPLATES[name]})
+    known = Tokenizer(encoder_of(tokenizer("text")), chat_templates={"default": TEMPLATES[name]})
     with pytest.raises(InvalidRequestError, match=r"messages\[1\]"):
         plan_chat(known, ChatRequest(messages=[HELLO, {"content": "x"}], tools=TOOLS))
     if name == "json":

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import subprocess
 import sys
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -13,10 +14,8 @@ import pytest
 from aengine.__main__ import main
 from aengine.cli import diagnosis
 from aengine.cli.diagnosis import Finding
-from aengine.config import EngineConfig
 from aengine.errors import EngineError
 
-CONFIG = EngineConfig(model="-")
 REPORT: dict[str, Any] = {
     "torch": "2.13.0",
     "cuda": "13.0",
@@ -35,6 +34,40 @@ GPU = {"name": "NVIDIA H200", "capability": "9.0", "free_memory": 139 << 30, "to
 
 def finding(findings: list[Finding], name: str) -> Finding:
     return next(item for item in findings if item.name == name)
+
+
+class Probe:
+    """The process that is asked about torch and the GPU: it has answered."""
+
+    returncode = 0
+
+    def __init__(self, report: dict[str, Any]) -> None:
+        self.report = report
+
+    def __enter__(self) -> Probe:
+        return self
+
+    def __exit__(self, *error: object) -> None: ...
+
+    def communicate(self, timeout: float) -> tuple[str, str]:
+        return json.dumps(self.report), ""
+
+    def kill(self) -> None: ...
+
+
+Find = Callable[..., Finding]
+
+
+@pytest.fixture
+def find(monkeypatch: pytest.MonkeyPatch) -> Find:
+    """``find(name, **changes)``: what is told under that name, of a machine whose report has these changes."""
+
+    def find(name: str, **changes: Any) -> Finding:
+        with monkeypatch.context() as patch:
+            patch.setattr(diagnosis.subprocess, "Popen", lambda *args, **options: Probe(REPORT | changes))
+            return finding(diagnosis.diagnose().findings, name)
+
+    return find
 
 
 def test_this_machine_in_one_page_and_without_torch_in_the_process() -> None:
@@ -77,7 +110,7 @@ def test_an_error_is_told_with_its_cure_and_by_the_exit_status(
         raise EngineError("/dev/shm can't be used: mount a tmpfs there")
 
     monkeypatch.setattr(diagnosis.HostChannel, "create", create)
-    monkeypatch.setattr(diagnosis, "_read_probe", lambda process: REPORT)
+    monkeypatch.setattr(diagnosis.subprocess, "Popen", lambda *args, **options: Probe(REPORT))
     assert main(["doctor"]) == 1
     page = capsys.readouterr().out
     assert "ERROR   /dev/shm      an engine's 13 MB can't be shared\n" in page
@@ -116,44 +149,44 @@ def test_a_torch_that_cannot_be_imported(tmp_path: Path, monkeypatch: pytest.Mon
         ({"cpu_problem": "no kernel for this CPU"}, "torch", "error", "no kernel for this CPU"),
     ],
 )
-def test_devices(changes: dict[str, Any], name: str, status: str, said: str) -> None:
-    item = finding(list(diagnosis._devices(REPORT | changes)), name)
+def test_devices(find: Find, changes: dict[str, Any], name: str, status: str, said: str) -> None:
+    item = find(name, **changes)
     assert item.status == status
     assert said in f"{item.found} {item.advice}"
 
 
-def test_packages_that_are_missing_or_too_old(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_packages_that_are_missing_or_too_old(find: Find, monkeypatch: pytest.MonkeyPatch) -> None:
     needs = ["numpy>=1.26", "pytest>=9999", "no-such-package-anywhere>=1", 'uvloop>=9999; extra == "uvloop"']
     monkeypatch.setattr(diagnosis.importlib.metadata, "requires", lambda name: needs)
-    item = diagnosis._packages()
+    item = find("packages")
     assert item.status == "error"
     assert item.advice == "pip install 'pytest>=9999' no-such-package-anywhere"
 
 
-def test_a_quota_of_cpu_time(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_quota_of_cpu_time(find: Find, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(diagnosis, "cpu_quota", lambda: 0.5)
     monkeypatch.setattr(diagnosis, "num_usable_cpus", lambda: 1)
-    item = diagnosis._cpu(CONFIG)
+    item = find("CPU")
     assert item.status == "warning" and "a quota of 0.5 CPUs" in item.found and "--cpus" in item.advice
     monkeypatch.setattr(diagnosis, "cpu_quota", lambda: 1.5)
     monkeypatch.setattr(diagnosis.os, "sched_getaffinity", lambda pid: set(range(8)))
-    item = diagnosis._cpu(CONFIG)
+    item = find("CPU")
     assert item.status == "note" and "8 cores, a quota of 1.5 CPUs" in item.found and "num_threads=1" in item.advice
 
 
-def test_little_memory_and_few_descriptors(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_little_memory_and_few_descriptors(find: Find, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(diagnosis, "memory_ulimit_hint", lambda: "")
     monkeypatch.setattr(diagnosis, "memory_limit", lambda: 2 << 30)
     monkeypatch.setattr(diagnosis, "memory_left", lambda: 1 << 30)
-    item = diagnosis._memory()
+    item = find("memory")
     assert item.status == "warning" and "1.0 GiB of" in item.found and "the container may use 2.0 GiB" in item.found
     monkeypatch.setattr(diagnosis, "memory_ulimit_hint", lambda: "; lift `ulimit -v`")
-    assert diagnosis._memory().advice == "lift `ulimit -v`"
+    assert find("memory").advice == "lift `ulimit -v`"
     monkeypatch.setattr(diagnosis.resource, "getrlimit", lambda kind: (64, 64))
-    assert diagnosis._descriptors().status == "warning"
+    assert find("descriptors").status == "warning"
 
 
-def test_models_and_caches(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+def test_models_and_caches(find: Find, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     from huggingface_hub import constants
 
     monkeypatch.setattr(constants, "HF_HUB_CACHE", str(tmp_path / "hub"))
@@ -161,17 +194,17 @@ def test_models_and_caches(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> N
     monkeypatch.setenv("HF_HUB_OFFLINE", "0")
     monkeypatch.setattr(diagnosis, "EMBEDDED_MODELS", {"smollm2-135m": None})
     monkeypatch.setattr(diagnosis, "find_embedded", _nothing_embedded)
-    assert diagnosis._models().advice == "aengine model add smollm2-135m fetches a small one"
+    assert find("models").advice == "aengine model add smollm2-135m fetches a small one"
     snapshot = tmp_path / "hub" / "models--owner--one-GGUF" / "snapshots" / "0" / "Q4_0"
     snapshot.mkdir(parents=True)
-    assert diagnosis._models().status == "note"  # no weights yet
+    assert find("models").status == "note"  # no weights yet
     (snapshot / "one.gguf").touch()
-    assert diagnosis._models().found == "owner/one-GGUF"
-    assert diagnosis._hub_cache().status == "ok"
+    assert find("models").found == "owner/one-GGUF"
+    assert find("hub cache").status == "ok"
     monkeypatch.setattr(constants, "HF_HUB_CACHE", str(snapshot / "one.gguf" / "hub"))  # in no folder
-    assert "set HF_HOME" in diagnosis._hub_cache().advice
+    assert "set HF_HOME" in find("hub cache").advice
     monkeypatch.setenv("HF_HUB_OFFLINE", "1")
-    assert "HF_HUB_OFFLINE is set" in diagnosis._hub_cache().advice
+    assert "HF_HUB_OFFLINE is set" in find("hub cache").advice
 
 
 def _nothing_embedded(name: str) -> Path:

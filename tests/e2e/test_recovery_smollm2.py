@@ -9,7 +9,7 @@ from typing import Any
 
 import psutil
 import pytest
-from conftest_api import settled
+from conftest_api import core_of, settled
 
 from aengine import AsyncLLM, SamplingParams, StructuredOutput
 
@@ -31,7 +31,7 @@ KINDS = [
 
 
 def worker_of(engine: AsyncLLM) -> psutil.Process:
-    return psutil.Process(engine._handle.core.worker.executor.workers[0].pid)
+    return psutil.Process(core_of(engine).worker.executor.workers[0].pid)
 
 
 async def texts(engine: AsyncLLM) -> list[Any]:

@@ -8,7 +8,8 @@ from contextlib import asynccontextmanager
 from typing import Any
 
 import pytest
-from conftest_api import settled
+import pytest_asyncio
+from conftest_api import core_of, settled
 
 from aengine import AsyncLLM, Completion, SamplingParams
 
@@ -41,6 +42,16 @@ SHORT = GREEDY.replace(max_tokens=24)
 EXACT: dict[str, Any] = {"dtype": "float32", "max_model_len": 2048, "kv_cache_memory_bytes": 256 * 2**20}
 
 
+pytestmark = pytest.mark.asyncio(loop_scope="module")
+
+
+@pytest_asyncio.fixture(scope="module", loop_scope="module")
+async def exact() -> AsyncIterator[AsyncLLM]:
+    """One engine for the tests that need no other settings; each test's prompts may be in its prefix cache."""
+    async with AsyncLLM("smollm2-135m", **EXACT) as engine:
+        yield engine
+
+
 @asynccontextmanager
 async def running(**config: Any) -> AsyncIterator[AsyncLLM]:
     async with AsyncLLM("smollm2-135m", **(EXACT | config)) as engine:
@@ -49,7 +60,7 @@ async def running(**config: Any) -> AsyncIterator[AsyncLLM]:
 
 
 def prompts_of(engine: AsyncLLM) -> list[list[int]]:
-    tokenizer = engine._handle.core.tokenizer  # type: ignore[union-attr]
+    tokenizer = core_of(engine).tokenizer
     chats = (tokenizer.apply_chat_template([{"role": "user", "content": text}]) for text in CHAT)
     return [tokenizer.encode(text) for text in PLAIN] + [tokenizer.encode(c, add_special_tokens=False) for c in chats]
 
@@ -60,17 +71,17 @@ async def all_at_once(engine: AsyncLLM, params: SamplingParams = GREEDY) -> list
 
 @pytest.mark.slow
 @pytest.mark.timeout(600)
-async def test_greedy_equals_transformers_alone_batched_chunked_cached_preempted(judge: Any) -> None:
+async def test_greedy_equals_transformers_alone_batched_chunked_cached_preempted(judge: Any, exact: AsyncLLM) -> None:
     """Twenty prompts, up to 64 tokens each; every way of computing them gives transformers' tokens."""
-    async with running() as engine:
-        prompts = prompts_of(engine)
-        some = [0, 4, 8, 13, 19]
-        for i in some:
-            judge.check_greedy(prompts[i], (await engine.generate(prompts[i], GREEDY)).token_ids)
-        batched = await all_at_once(engine)
-        assert sum(c.usage.cached_tokens for c in batched) > 0  # prefix hits, from the runs alone
-        for ids, completion in zip(prompts, batched, strict=True):
-            judge.check_greedy(ids, completion.token_ids)
+    prompts = prompts_of(exact)
+    some = [0, 4, 8, 13, 19]
+    for i in some:
+        judge.check_greedy(prompts[i], (await exact.generate(prompts[i], GREEDY)).token_ids)
+    batched = await all_at_once(exact)
+    assert sum(c.usage.cached_tokens for c in batched) > 0  # prefix hits, from the runs alone
+    for ids, completion in zip(prompts, batched, strict=True):
+        judge.check_greedy(ids, completion.token_ids)
+    await settled(exact)
     async with running(max_num_batched_tokens=24, enable_prefix_caching=False) as engine:
         for ids, completion in zip(prompts, await all_at_once(engine, SHORT), strict=True):
             judge.check_greedy(ids, completion.token_ids)
@@ -81,54 +92,54 @@ async def test_greedy_equals_transformers_alone_batched_chunked_cached_preempted
             judge.check_greedy(ids, completion.token_ids)
 
 
-async def test_logprobs_equal_transformers(judge: Any) -> None:
-    async with running() as engine:
-        prompt = prompts_of(engine)[0]
-        params = SamplingParams(max_tokens=24, temperature=0.8, seed=3, logprobs=5)
-        completion = await engine.generate(prompt, params)
-        expected = judge.logprobs(prompt, completion.token_ids)
-        assert completion.logprobs is not None
-        for i, (sampled, *top) in enumerate(completion.logprobs):
-            assert sampled.token_id == completion.token_ids[i]
-            assert abs(sampled.logprob - float(expected[i, sampled.token_id])) < 1e-3
-            assert len(top) == 5
-            want = expected[i].topk(5).values
-            for rank, (alternative, value) in enumerate(zip(top, want.tolist(), strict=True)):
-                assert abs(alternative.logprob - value) < 1e-3, (i, rank)
-                assert abs(float(expected[i, alternative.token_id]) - value) < 1e-3
+async def test_logprobs_equal_transformers(judge: Any, exact: AsyncLLM) -> None:
+    prompt = prompts_of(exact)[0]
+    params = SamplingParams(max_tokens=24, temperature=0.8, seed=3, logprobs=5)
+    completion = await exact.generate(prompt, params)
+    expected = judge.logprobs(prompt, completion.token_ids)
+    assert completion.logprobs is not None
+    for i, (sampled, *top) in enumerate(completion.logprobs):
+        assert sampled.token_id == completion.token_ids[i]
+        assert abs(sampled.logprob - float(expected[i, sampled.token_id])) < 1e-3
+        assert len(top) == 5
+        want = expected[i].topk(5).values
+        for rank, (alternative, value) in enumerate(zip(top, want.tolist(), strict=True)):
+            assert abs(alternative.logprob - value) < 1e-3, (i, rank)
+            assert abs(float(expected[i, alternative.token_id]) - value) < 1e-3
+    await settled(exact)
 
 
-async def test_a_seed_gives_the_same_tokens_in_any_company() -> None:
+async def test_a_seed_gives_the_same_tokens_in_any_company(exact: AsyncLLM) -> None:
     """Alone, in a batch, chunked and preempted: same seed, same tokens."""
     params = SamplingParams(max_tokens=32, temperature=1.0, seed=7, top_p=0.95)
-    async with running() as engine:
-        prompts = prompts_of(engine)
-        alone = [(await engine.generate(ids, params)).token_ids for ids in prompts[:6]]
-        assert len(set(alone)) == 6
-        together = [c.token_ids for c in await all_at_once(engine, params)]
-        assert together[:6] == alone
-        group = await engine.generate(prompts[0], params.replace(n=3))
-        assert group.token_ids == alone[0]
-        assert len({choice.token_ids for choice in group.choices}) == 3
+    prompts = prompts_of(exact)
+    alone = [(await exact.generate(ids, params)).token_ids for ids in prompts[:6]]
+    assert len(set(alone)) == 6
+    together = [c.token_ids for c in await all_at_once(exact, params)]
+    assert together[:6] == alone
+    group = await exact.generate(prompts[0], params.replace(n=3))
+    assert group.token_ids == alone[0]
+    assert len({choice.token_ids for choice in group.choices}) == 3
+    await settled(exact)
     async with running(kv_cache_memory_bytes=24 * 2**20, max_model_len=512, max_num_batched_tokens=64) as engine:
         pressed = [c.token_ids for c in await all_at_once(engine, params)]
         assert pressed[:6] == alone
 
 
-async def test_real_text() -> None:
-    async with running() as engine:
-        stream = engine.stream([{"role": "user", "content": "What is the capital of France?"}], GREEDY)
-        text = "".join([token.text async for token in stream])
-        assert "Paris" in text
-        assert stream.completion.finish_reason == "stop"
-        stopped = await engine.generate("1 2 3 4 5 6 7", SamplingParams(max_tokens=40, temperature=0, stop=" 1 0"))
-        assert " 1 0" not in stopped.text
+async def test_real_text(exact: AsyncLLM) -> None:
+    stream = exact.stream([{"role": "user", "content": "What is the capital of France?"}], GREEDY)
+    text = "".join([token.text async for token in stream])
+    assert "Paris" in text
+    assert stream.completion.finish_reason == "stop"
+    stopped = await exact.generate("1 2 3 4 5 6 7", SamplingParams(max_tokens=40, temperature=0, stop=" 1 0"))
+    assert " 1 0" not in stopped.text
+    await settled(exact)
 
 
-async def test_tokens_arrive_one_by_one() -> None:
+async def test_tokens_arrive_one_by_one(exact: AsyncLLM) -> None:
     """A stream is a stream: the first token comes long before the last."""
-    async with running() as engine:
-        loop = asyncio.get_running_loop()
-        stamps = [loop.time() async for _ in engine.stream("Once upon a time", GREEDY)]
-        assert len(stamps) == 64
-        assert len({round(stamp, 5) for stamp in stamps}) > 32
+    loop = asyncio.get_running_loop()
+    stamps = [loop.time() async for _ in exact.stream("Once upon a time", GREEDY)]
+    assert len(stamps) == 64
+    assert len({round(stamp, 5) for stamp in stamps}) > 32
+    await settled(exact)

@@ -5,10 +5,12 @@ from __future__ import annotations
 import asyncio
 import enum
 import json
+from collections.abc import AsyncIterator
 from dataclasses import dataclass
 from typing import Any, Literal
 
 import pytest
+import pytest_asyncio
 from conftest_api import settled
 from pydantic import BaseModel, Field, TypeAdapter
 
@@ -53,19 +55,25 @@ TYPES: list[Any] = [
     Point | Address,
 ]
 CONFIG: dict[str, Any] = {"max_model_len": 1024, "kv_cache_memory_bytes": 128 * 2**20, "dtype": "float32"}
+pytestmark = pytest.mark.asyncio(loop_scope="module")
 
 
-async def test_every_answer_that_ends_is_of_its_type() -> None:
-    params = SamplingParams(max_tokens=160, temperature=0.8)
+@pytest_asyncio.fixture(scope="module", loop_scope="module")
+async def engine() -> AsyncIterator[AsyncLLM]:
     async with AsyncLLM("smollm2-135m", **CONFIG) as engine:
-        asked = [(kind, seed) for kind in TYPES for seed in range(3)]
-        completions = await asyncio.gather(
-            *(
-                engine.generate(f"An example in JSON of {kind}:", params.replace(seed=s), output_type=kind)
-                for kind, s in asked
-            )
+        yield engine
+
+
+async def test_every_answer_that_ends_is_of_its_type(engine: AsyncLLM) -> None:
+    params = SamplingParams(max_tokens=160, temperature=0.8)
+    asked = [(kind, seed) for kind in TYPES for seed in range(3)]
+    completions = await asyncio.gather(
+        *(
+            engine.generate(f"An example in JSON of {kind}:", params.replace(seed=s), output_type=kind)
+            for kind, s in asked
         )
-        await settled(engine)
+    )
+    await settled(engine)
     ended = 0
     for (kind, _), completion in zip(asked, completions):
         if completion.finish_reason == "stop":
@@ -77,21 +85,20 @@ async def test_every_answer_that_ends_is_of_its_type() -> None:
     assert ended >= len(asked) // 2, f"{ended} of {len(asked)} ended"
 
 
-async def test_the_same_alone_and_beside_others_preempted_and_chunked() -> None:
+async def test_the_same_alone_and_beside_others_preempted_and_chunked(engine: AsyncLLM) -> None:
     schema = TypeAdapter(Person).json_schema()
     shaped = SamplingParams(max_tokens=60, temperature=0.9, structured_output=StructuredOutput(json_schema=schema))
     prompts = [f"{'word ' * (10 * i)}A person as JSON:" for i in range(6)]
-    async with AsyncLLM("smollm2-135m", **CONFIG) as engine:
-        alone = [await engine.generate(p, shaped.replace(seed=i)) for i, p in enumerate(prompts)]
+    alone = [await engine.generate(p, shaped.replace(seed=i)) for i, p in enumerate(prompts)]
     tight = {**CONFIG, "kv_cache_memory_bytes": 12 * 2**20, "max_num_batched_tokens": 48, "max_model_len": 256}
-    async with AsyncLLM("smollm2-135m", **tight) as engine:
+    async with AsyncLLM("smollm2-135m", **tight) as small:
         plain = SamplingParams(max_tokens=60, ignore_eos=True, seed=5)
         together = await asyncio.gather(
-            *(engine.generate(p, shaped.replace(seed=i)) for i, p in enumerate(prompts)),
-            *(engine.generate(f"Story {i}", plain) for i in range(4)),
+            *(small.generate(p, shaped.replace(seed=i)) for i, p in enumerate(prompts)),
+            *(small.generate(f"Story {i}", plain) for i in range(4)),
         )
-        preempted = engine.statistics().num_preemptions
-        await settled(engine)
+        preempted = small.statistics().num_preemptions
+        await settled(small)
     assert [c.text for c in together[:6]] == [c.text for c in alone]
     assert preempted > 0, "there was memory enough"
 
@@ -112,20 +119,19 @@ async def test_forced_tokens_change_nothing(monkeypatch: pytest.MonkeyPatch) -> 
     assert steps[0] < steps[1]
 
 
-async def test_a_grammar_with_slow_rows_beside_others() -> None:
+async def test_a_grammar_with_slow_rows_beside_others(engine: AsyncLLM) -> None:
     """Each of its masks takes 25 ms and more: they are filled ahead, and everybody gets its tokens as if alone."""
     repeats = StructuredOutput(regex="[xy](a{300}){300}")
     slow = SamplingParams(max_tokens=14, temperature=0.9, logprobs=0, structured_output=repeats)
     plain = SamplingParams(max_tokens=40, temperature=0.9, ignore_eos=True)
-    async with AsyncLLM("smollm2-135m", **CONFIG) as engine:
 
-        def calls() -> list[Any]:
-            made = [engine.generate("Letters:", slow.replace(seed=i)) for i in range(2)]
-            return made + [engine.generate(f"Story {i}", plain.replace(seed=i)) for i in range(2)]
+    def calls() -> list[Any]:
+        made = [engine.generate("Letters:", slow.replace(seed=i)) for i in range(2)]
+        return made + [engine.generate(f"Story {i}", plain.replace(seed=i)) for i in range(2)]
 
-        alone = [(await call).token_ids for call in calls()]
-        together = [completion.token_ids for completion in await asyncio.gather(*calls())]
-        await settled(engine)
+    alone = [(await call).token_ids for call in calls()]
+    together = [completion.token_ids for completion in await asyncio.gather(*calls())]
+    await settled(engine)
     assert together == alone
 
 
@@ -140,16 +146,15 @@ def get_weather(city: str, days: int = 1) -> str:
 
 
 @pytest.mark.parametrize("choice", ["auto", "required", "get_weather", "none"])
-async def test_chats_with_tools_and_a_type(choice: str) -> None:
+async def test_chats_with_tools_and_a_type(engine: AsyncLLM, choice: str) -> None:
     messages = [{"role": "user", "content": "What will the weather in Paris be?"}]
     params = SamplingParams(max_tokens=120, temperature=0.7, seed=3)
-    async with AsyncLLM("smollm2-135m", **CONFIG) as engine:
-        stream = engine.stream_chat(
-            messages, params, tools=[get_weather], tool_choice=choice, parallel_tool_calls=False, output_type=Address
-        )
-        deltas = [delta async for delta in stream]
-        completion = stream.completion
-        await settled(engine)
+    stream = engine.stream_chat(
+        messages, params, tools=[get_weather], tool_choice=choice, parallel_tool_calls=False, output_type=Address
+    )
+    deltas = [delta async for delta in stream]
+    completion = stream.completion
+    await settled(engine)
     message = completion.message
     assert message == stream.message and deltas
     if choice in ("required", "get_weather"):

@@ -186,7 +186,7 @@ def tiling(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> N
 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
-@pytest.mark.usefixtures("tiling")
+@pytest.mark.usefixtures("tiling", "few_idle_programs")
 def test_decode(rng: random.Random, gen: torch.Generator, triton_device: torch.device, dtype: torch.dtype) -> None:
     for _ in range(6 if triton_device.type == "cuda" else 3):
         case = draw(rng, gen, decode=True, dtype=dtype, longest=300)
@@ -204,7 +204,7 @@ def test_decode(rng: random.Random, gen: torch.Generator, triton_device: torch.d
         assert close(case.decode(triton_device, turned, written, is_raw=False), case.expected(), dtype)
 
 
-@pytest.mark.usefixtures("tiling")
+@pytest.mark.usefixtures("tiling", "few_idle_programs")
 def test_decode_of_long_sequences_in_many_splits(
     rng: random.Random, gen: torch.Generator, triton_device: torch.device
 ) -> None:
@@ -248,6 +248,7 @@ def test_prompts(
 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.usefixtures("few_idle_programs")
 def test_tiles_of_gpus_with_little_shared_memory(
     rng: random.Random, gen: torch.Generator, triton_device: torch.device, dtype: torch.dtype, monkeypatch: Any
 ) -> None:

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from test_gpu_path import MAX_LEN, SHAPES, Launches, make_runner
+from test_gpu_path import MAX_LEN, NUM_LAYERS, SHAPES, Launches, make_runner, write_model
 
 from aengine.ipc.messages import NewRequest, SchedulerOutput, int32
 from aengine.kernels.dispatch import triton_everywhere
@@ -15,14 +15,13 @@ LAYER = ["_gemv", "_decode_attention", "_gemv", "_gemv", "_gemv"]
 """Norm and qkv; norm of q and k, rotary, KV and attention; o; norm, gate and up; down."""
 
 
-@pytest.mark.parametrize("arch", [*SHAPES, "qwen2"])
+@pytest.mark.parametrize("arch", SHAPES)
+@pytest.mark.usefixtures("few_idle_programs")
 def test_a_layer_of_one_stream_is_five_launches(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, arch: str) -> None:
     pytest.importorskip("triton")
     if torch.cuda.is_available():
         pytest.skip("kernels are recorded in Triton's interpreter")
-    from tiny import write_tiny_model
-
-    runner = make_runner(write_tiny_model(tmp_path, arch, **SHAPES.get(arch, {})), like_gpu=True)
+    runner = make_runner(write_model(tmp_path, arch), like_gpu=True)
     request = NewRequest(0, int32([5, 6]), 2, 0, int32(range(MAX_LEN // 16)), temperature=0.0)
     prompt = SchedulerOutput(0, new_requests=[request], req_idx=int32([0]), num_scheduled_tokens=int32([2]))
     decode = SchedulerOutput(1, req_idx=int32([0]), num_scheduled_tokens=int32([1]))
@@ -33,5 +32,6 @@ def test_a_layer_of_one_stream_is_five_launches(tmp_path: Path, monkeypatch: pyt
                 runner.sample_tokens(None)
     names = [name for name, _ in launches.log]
     begin = names.index("aten.index_select.default") + 1  # the embeddings
-    assert names[begin : begin + 3 * len(LAYER) + 1] == [*LAYER * 3, "_gemv"]
-    assert all("PDL" in options for _, options in launches.log[begin : begin + 3 * len(LAYER) + 1])
+    end = begin + NUM_LAYERS * len(LAYER) + 1
+    assert names[begin:end] == [*LAYER * NUM_LAYERS, "_gemv"]
+    assert all("PDL" in options for _, options in launches.log[begin:end])

@@ -37,8 +37,8 @@ MODELS: dict[str, tuple[str, dict[str, Any]]] = {
         {
             "use_sliding_window": True,
             "sliding_window": WINDOW,
-            "num_hidden_layers": 4,
-            "layer_types": ["full_attention", "sliding_attention"] * 2,
+            "num_hidden_layers": 3,  # each kind has one behind the other
+            "layer_types": ["full_attention", "sliding_attention", "full_attention"],
         },
     ),
 }
@@ -186,6 +186,7 @@ def test_completions_of_one_prompt_share_it(model: Any, rng: random.Random) -> N
     assert [request.num_cached_tokens for request in engine.requests] == [0, 48, 48]
 
 
+@pytest.mark.usefixtures("few_idle_programs")
 def test_right_tokens_by_the_kernels_of_a_gpu(model: Any, rng: random.Random) -> None:
     """In few steps, as the interpreter is slow: chunks, decodes, blocks that change hands, a prefix hit."""
     pytest.importorskip("triton")

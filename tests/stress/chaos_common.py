@@ -14,6 +14,9 @@ from typing import Any
 
 import psutil
 
+sys.path.append(str(Path(__file__).parents[1]))
+from conftest_api import core_of
+
 from aengine import AsyncLLM, EngineConfig
 from aengine.engine.executor import ProcessExecutor
 
@@ -82,8 +85,7 @@ async def settle(engine: AsyncLLM, promises: Promises) -> None:
         if not now.num_running and not now.num_waiting and now.num_free_blocks == now.num_blocks:
             break
         await asyncio.sleep(0.01)
-    core = engine._handle.core
-    assert core is not None
+    core = core_of(engine)
     left = (now.num_running, now.num_waiting, now.num_blocks - now.num_free_blocks)
     promises.hold("no request and no KV block is left (running, waiting, blocks)", left == (0, 0, 0), left)
     num_requests = core.admission.count(set())

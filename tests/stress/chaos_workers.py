@@ -17,6 +17,7 @@ from typing import Any, NamedTuple
 
 import psutil
 from chaos_common import ProcessResources, Promises, say, seconds, settle
+from conftest_api import core_of
 
 from aengine import AEngineError, AsyncLLM, SamplingParams, StructuredOutput
 
@@ -175,7 +176,7 @@ class Backoff(logging.Handler):
 
 def worker_pid(engine: AsyncLLM) -> int:
     """Of the newest worker, which may be in its start; 0: it is yet to be made."""
-    workers = engine._handle.core.worker.executor.workers  # type: ignore[union-attr]
+    workers = core_of(engine).worker.executor.workers
     return (workers[0].pid or 0) if workers else 0
 
 
@@ -188,7 +189,7 @@ async def another_worker(engine: AsyncLLM, pid: int, *, ready: bool) -> int:
     """Wait for one that is not ``pid``, and until it has been given the requests if ``ready``. Raises TimeoutError."""
     async with asyncio.timeout(240):
         while True:
-            core = engine._handle.core
+            core = core_of(engine)
             assert core is not None
             new = worker_pid(engine)
             if new not in (0, pid) and (not ready or core.steps._executor is core.worker.executor):

@@ -11,6 +11,7 @@ import time
 from pathlib import Path
 from typing import Any
 
+from conftest_api import core_of
 from fuzz_frames import Report, mutated
 from fuzz_values import HostileError, anything, async_function, nested, shuffled_text, some_function
 
@@ -269,7 +270,7 @@ async def check_alive(engine: AsyncLLM, to: Report, after: int) -> None:
     )
     if len(completion.token_ids) != 3:
         to.found(f"after call {after}: a plain request gave {completion}")
-    core = engine._handle.core
+    core = core_of(engine)
     assert core is not None
     for _ in range(500):
         now = engine.statistics()
@@ -359,8 +360,7 @@ async def fuzz_answers(count: int, seed: int) -> Report:
     engine = LiedToLLM("smollm2-135m", max_num_seqs=8)
     for _ in range(0, count, 10):
         await engine.start()
-        assert engine._handle.core is not None
-        engine._handle.core.worker._budget.next_delay = lambda now: 0.0  # type: ignore[method-assign]
+        core_of(engine).worker._budget.next_delay = lambda now: 0.0  # type: ignore[method-assign]
         await asyncio.gather(*(one(engine) for _ in range(10)))
         to.outcomes[f"engine: {engine.state}"] += 1
     await engine.aclose()

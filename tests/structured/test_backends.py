@@ -8,6 +8,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+from conftest_api import encoder_of
 from grammar_helpers import (
     accepts,
     allowed,
@@ -223,7 +224,7 @@ def test_bitmasks_that_do_not_fit_are_refused(backend: Backend, shape: str) -> N
 
 def test_every_added_token_can_be_forced_as_text(backend: Backend, tokenizer: Tokenizer) -> None:
     """llguidance locked itself out of a text that is an added token's; control tokens never stand for their text."""
-    added = sorted(tokenizer._encoder.get_added_tokens_decoder().items())
+    added = sorted(encoder_of(tokenizer).get_added_tokens_decoder().items())
     for token_id, token in added:
         matcher = matcher_of(backend, schema_spec({"enum": [token.content]}))
         taken: list[int] = []

@@ -9,9 +9,11 @@ from typing import Any
 
 import pytest
 from chat_families import NAMES, Family, family
+from conftest_api import encoder_of
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from aengine.tokenizer.message_encoding import MessageEncoder
 from aengine.tokenizer.tokenizer import Tokenizer
 from aengine.tokenizer.traced_text import TracedText
 
@@ -33,12 +35,18 @@ def ids_of(tokenizer: Tokenizer, messages: Any, **options: Any) -> list[int]:
 def as_ever(tokenizer: Tokenizer, messages: Any, **options: Any) -> list[int]:
     """As transformers has it: a rendered text, encoded in one piece."""
     text = tokenizer.allowing_special_tokens().apply_chat_template(messages, **options).plain()
-    return tokenizer._encoder.encode(text, add_special_tokens=False).ids
+    return encoder_of(tokenizer).encode(text, add_special_tokens=False).ids
+
+
+@functools.cache
+def messages_of(tokenizer: Tokenizer) -> MessageEncoder:
+    """What knows the markers of its templates."""
+    return MessageEncoder(encoder_of(tokenizer), tokenizer.chat_template_source)
 
 
 def markers_in(tokenizer: Tokenizer, ids: list[int]) -> list[int]:
-    unknown = tokenizer._messages.unknown_id
-    return [i for i in ids if i in tokenizer._messages.markers and i != unknown]
+    known = messages_of(tokenizer)
+    return [i for i in ids if i in known.markers and i != known.unknown_id]
 
 
 def conversation(known: Family, texts: list[str]) -> tuple[list[dict[str, Any]], list[dict[str, Any]] | None]:
@@ -126,7 +134,9 @@ def test_rendered_as_in_transformers(name: str) -> None:
 def _pieces(name: str) -> st.SearchStrategy[str]:
     """Hostile texts: names of markers, whole, in pieces and in disguise."""
     tokenizer = family(name).tokenizer
-    names = sorted(set(tokenizer._messages.markers.values()) | {"<|im_end|>", "</s>", "[INST]", "<think>", "</think>"})
+    names = sorted(
+        set(messages_of(tokenizer).markers.values()) | {"<|im_end|>", "</s>", "[INST]", "<think>", "</think>"}
+    )
     disguised = {unicodedata.normalize("NFKC", name) for name in names}
     for marker in names:
         wide = "".join(chr(ord(letter) + 0xFEE0) if "!" <= letter <= "~" else letter for letter in marker)
@@ -164,7 +174,7 @@ def _pieces(name: str) -> st.SearchStrategy[str]:
 
 
 @pytest.mark.parametrize("name", NAMES)
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=25, deadline=None)
 @given(data=st.data())
 def test_hostile_texts_add_no_marker(name: str, data: st.DataObject) -> None:
     known = family(name)
@@ -186,7 +196,7 @@ def test_ids_of_other_messages_stay(name: str) -> None:
     """One message is hostile; whatever stands before and after has the ids that it has beside a harmless one."""
     known = family(name)
     tokenizer = known.tokenizer
-    hostile = "".join(sorted(tokenizer._messages.markers.values()))
+    hostile = "".join(sorted(messages_of(tokenizer).markers.values()))
 
     def chat(text: str) -> list[int]:
         texts = ["Be  brief.", text, "get_weather", "city", "Paris\n\n", " sunny ", "thanks   <b>", "weather", "where"]
@@ -263,7 +273,7 @@ def test_documents_and_other_variables() -> None:
     template = (
         "{% for d in documents %}{{ '<|im_start|>' ~ d.title ~ d['text'] }}{% endfor %}{{ note }}{{ messages[0] }}"
     )
-    tokenizer = Tokenizer(family("hermes").tokenizer._encoder, chat_templates={"default": template})
+    tokenizer = Tokenizer(encoder_of(family("hermes").tokenizer), chat_templates={"default": template})
     evil = {"title": EVIL, "text": EVIL}
     messages = [{"role": "user", "content": EVIL}]
     text = tokenizer.apply_chat_template(messages, documents=[evil], note=EVIL)
@@ -315,9 +325,9 @@ def test_operations_of_templates(template: str, expected: str) -> None:
     text = tokenizer.apply_chat_template([{"role": "user", "content": evil}])
     names = {"<A>": "A", "</A>": "/A", "<x>": "x"}
     found = [
-        names[tokenizer._encoder.id_to_token(i)]
+        names[encoder_of(tokenizer).id_to_token(i)]
         for i in tokenizer.encode(text, add_special_tokens=False)
-        if i in tokenizer._messages.markers
+        if i in messages_of(tokenizer).markers
     ]
     assert "".join(found) == expected
     assert isinstance(text, TracedText)
@@ -334,8 +344,8 @@ def test_unknown_characters_stay_unknown() -> None:
 def test_plain_text_of_any_kind() -> None:
     for name in NAMES:
         tokenizer = family(name).tokenizer
-        text = "".join(tokenizer._messages.markers.values())
-        assert not markers_in(tokenizer, tokenizer._messages.encode_plain(text))
+        text = "".join(messages_of(tokenizer).markers.values())
+        assert not markers_in(tokenizer, tokenizer.encode_plain(text))
         honest = "Größe <b> 世界   x\n\n\ny"
         for add in (False, True):
-            assert tokenizer._messages.encode_plain(honest, add) == tokenizer.encode(honest, add)
+            assert tokenizer.encode_plain(honest, add) == tokenizer.encode(honest, add)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import pytest
 import tokenizers
+from conftest_api import encoder_of
 from hypothesis import given
 from hypothesis import strategies as st
 from tokenizers import AddedToken, decoders, models, normalizers, pre_tokenizers
@@ -30,7 +31,7 @@ def sentencepiece() -> tokenizers.Tokenizer:
 @pytest.fixture(scope="module")
 def encoders() -> list[tokenizers.Tokenizer]:
     smollm2 = Tokenizer.load(resolve_model(EngineConfig.create("smollm2-135m", {})))
-    return [smollm2._encoder, sentencepiece()]
+    return [encoder_of(smollm2), sentencepiece()]
 
 
 PIECES = st.sampled_from(

@@ -8,6 +8,7 @@ from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 
 import pytest
+from conftest_api import core_of
 from paced_runner import sampled
 
 from aengine import AsyncLLM, DeadlineExceededError, EngineConfig, SamplingParams
@@ -32,8 +33,7 @@ async def paced(monkeypatch: pytest.MonkeyPatch) -> AsyncIterator[PacedLLM]:
 
 
 def steps_of(engine: AsyncLLM) -> StepLoop:
-    assert engine._handle.core is not None
-    return engine._handle.core.steps
+    return core_of(engine).steps
 
 
 def params(max_tokens: int) -> SamplingParams:
