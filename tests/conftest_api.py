@@ -9,6 +9,7 @@ import tokenizers
 
 from aengine import AsyncLLM
 from aengine.engine.core import EngineCore
+from aengine.engine.user_request import UserRequest
 from aengine.handles.local import LocalHandle
 from aengine.handles.on_thread import ThreadHandle
 from aengine.tokenizer.tokenizer import Tokenizer
@@ -24,6 +25,16 @@ def core_of(engine: AsyncLLM) -> EngineCore:
     core = handle_of(engine).core
     assert core is not None
     return core
+
+
+def user_requests(engine: AsyncLLM) -> dict[str, UserRequest]:
+    """What was asked for and has not ended, by its id."""
+    return core_of(engine).admission._requests
+
+
+def expire(engine: AsyncLLM, request: UserRequest) -> None:
+    """Its deadline has passed, in this turn of the loop: no time given with a request makes it that exact."""
+    core_of(engine).admission._expire(request, 1000.0)
 
 
 @functools.cache

@@ -25,6 +25,7 @@ from aengine import (
     StructuredOutput,
     WorkerDiedError,
 )
+from aengine.engine.in_flight_limit import InFlightLimit
 
 Make = Callable[..., AsyncLLM]
 pytestmark = pytest.mark.usefixtures("no_blocking")
@@ -658,12 +659,12 @@ async def test_a_late_loop_is_given_more_steps_ahead(make_engine: Make, monkeypa
         expected = [await engine.generate([i, 2, 3], params) for i in range(1, 5)]
         stopped = await engine.generate([7], stopping)
     async with make_engine(fake={"delay": 0.002}) as engine:
-        monkeypatch.setattr(core_of(engine).steps._limit, "num_steps", lambda scheduler: 30)
+        monkeypatch.setattr(InFlightLimit, "num_steps", lambda limit, scheduler: 30)
         tasks = [asyncio.create_task(engine.generate([i, 2, 3], params)) for i in range(1, 5)]
         tasks.append(asyncio.create_task(engine.generate([7], stopping)))
         deepest = 0
         while not all(task.done() for task in tasks):
-            deepest = max(deepest, len(core_of(engine).steps._in_flight))
+            deepest = max(deepest, len(core_of(engine).steps.scheduler.rows.in_flight))
             await asyncio.sleep(0)
         got = [task.result() for task in tasks]
         await settled(engine)

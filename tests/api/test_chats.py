@@ -13,7 +13,7 @@ from collections.abc import Callable, Iterator
 from typing import Any
 
 import pytest
-from conftest_api import core_of, settled
+from conftest_api import expire, settled, user_requests
 from pydantic import BaseModel
 
 from aengine import (
@@ -419,8 +419,8 @@ async def test_end_a_chat_at_every_await(make_engine: Make, how: str) -> None:
                 break
             if how == "abort" and engine.abort("chat"):
                 assert (await task).finish_reason == "abort"
-            elif how == "deadline" and turns and (request := core_of(engine).admission._requests.get("chat")):
-                core_of(engine).admission._expire(request, 1000.0)
+            elif how == "deadline" and turns and (request := user_requests(engine).get("chat")):
+                expire(engine, request)
                 with pytest.raises(DeadlineExceededError):
                     await task
             else:

@@ -9,7 +9,7 @@ from collections.abc import Callable
 from typing import Any
 
 import pytest
-from conftest_api import core_of, settled
+from conftest_api import core_of, expire, settled, user_requests
 from fakes import FakeExecutor
 from own_thread_helpers import until
 
@@ -389,13 +389,11 @@ async def test_a_worker_that_writes_a_profile_is_not_hung(
 # -- what those who are cut short get
 
 
-def expire(engine: AsyncLLM, request_id: str) -> None:
+def expire_soon(engine: AsyncLLM, request_id: str) -> None:
     """Its deadline has passed."""
-    core = core_of(engine)
-    assert core is not None
-    request = core.admission._requests[request_id]
+    core, request = core_of(engine), user_requests(engine)[request_id]
     (timer,) = request.timers
-    core.loop.call_soon_threadsafe(core.admission._expire, request, 1000.0)
+    core.loop.call_soon_threadsafe(expire, engine, request)
     assert timer.when() > core.loop.time()
 
 
@@ -407,7 +405,7 @@ async def test_what_had_come_is_in_the_error(make: Make) -> None:
             async for token in stream:
                 text += token.text
                 if token.position == 5:
-                    expire(engine, "stream")
+                    expire_soon(engine, "stream")
         completion = caught.value.completion
         assert completion is not None and completion.text == text != ""
         assert completion.finish_reason is FinishReason.ERROR
@@ -417,10 +415,10 @@ async def test_what_had_come_is_in_the_error(make: Make) -> None:
         await running(engine, 3)
         least = engine.statistics().generated_tokens + 20
         await until(lambda: engine.statistics().generated_tokens >= least)
-        expire(engine, "two")
+        expire_soon(engine, "two")
         error = await fails_with(DeadlineExceededError, two)
         assert [len(choice.token_ids) > 0 for choice in error.completion.choices] == [True, True]
-        expire(engine, "chat")
+        expire_soon(engine, "chat")
         error = await fails_with(DeadlineExceededError, chat)
         assert error.completion.message.content == error.completion.text != ""
         error = await fails_with(InvalidRequestError, engine.generate([-1]))

@@ -13,7 +13,7 @@ from typing import Any
 
 import own_thread_helpers
 import pytest
-from conftest_api import core_of, handle_of, settled
+from conftest_api import core_of, handle_of, settled, user_requests
 from fakes import FakeExecutor
 from own_thread_helpers import until
 
@@ -114,7 +114,7 @@ async def check_late(engine: AsyncLLM, phase: str, prompt: Any = (1, 2), params:
     """Both ways to ask get the error, which says where the request was; no timer of theirs is left."""
     failed = engine.statistics().num_failed
     streams = [engine.stream(prompt, params, first_token_deadline=SOON, deadline=1000)]
-    calls = list(core_of(engine).admission._requests.values())
+    calls = list(user_requests(engine).values())
     assert len(calls[-1].timers) == 2
     with pytest.raises(DeadlineExceededError, match=rf"first_token_deadline=0\.02 s \(.*{phase}") as caught:
         await anext(streams[0])
@@ -246,7 +246,7 @@ async def test_once_a_token_has_come(make_engine: Make, changes: dict[str, Any],
         else:
             task = asyncio.create_task(engine.generate([1], params, first_token_deadline=30))
         await until(lambda: engine.statistics().generated_tokens > generated)
-        (request,) = core_of(engine).admission._requests.values()
+        (request,) = user_requests(engine).values()
         await until(lambda: bool(request.mailbox.choices[0].token_ids))
         assert not streamed or request.mailbox.pending
         assert "stop" not in changes or not request.mailbox.choices[0].texts

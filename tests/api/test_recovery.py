@@ -17,6 +17,7 @@ from aengine import AsyncLLM, Completion, InternalError, SamplingParams, Structu
 from aengine.engine import recovery
 from aengine.errors import DeadlineExceededError, EngineClosedError
 from aengine.ipc.messages import ModelRunnerOutput, SchedulerOutput, int32
+from aengine.scheduler.block_pool import BlockPool
 from aengine.scheduler.rows import Rows
 from aengine.structured.llguidance.matcher import LLGuidanceMatcher
 
@@ -311,13 +312,10 @@ async def test_a_bug_of_ours_is_no_death(make_engine: Make, monkeypatch: pytest.
 async def test_the_collector_may_run_within_the_scheduler(make_engine: Make, monkeypatch: pytest.MonkeyPatch) -> None:
     """Streams dropped in cycles, whose finalisers then run in the middle of a step's making."""
     async with make_engine(fake={"delay": 0.0005, "num_blocks": 120}) as engine:
-        scheduler = core_of(engine).steps.scheduler
-        pool_class = type(scheduler.rows.kv._pool)
-
         def collecting(function: Callable[..., Any]) -> Callable[..., Any]:
             return lambda *args: (gc.collect(0), function(*args))[1]
 
-        monkeypatch.setattr(pool_class, "count_idle", collecting(pool_class.count_idle))
+        monkeypatch.setattr(BlockPool, "count_idle", collecting(BlockPool.count_idle))
         monkeypatch.setattr(Rows, "set_limit", collecting(Rows.set_limit))
         params = SamplingParams(max_tokens=200, ignore_eos=True)
         steady = asyncio.create_task(engine.generate([1, 2], params))

@@ -10,6 +10,7 @@ import random
 import threading
 from collections.abc import Iterator
 from dataclasses import replace
+from typing import Any
 
 import pytest
 from ipc_helpers import attach_here, own_names
@@ -50,6 +51,11 @@ def use(host: HostChannel) -> asyncio.Queue[Frame | FrameError]:
 
     host.open(asyncio.get_running_loop(), on_readable)
     return inbox
+
+
+def words_of(end: HostChannel | WorkerChannel) -> Any:
+    """The control words of the ring into which an end writes: to damage them."""
+    return end._producer._words
 
 
 async def soon(awaitable):  # type: ignore[no-untyped-def]
@@ -148,7 +154,7 @@ async def test_a_full_ring_is_awaited_and_order_kept(
     assert steps == list(range(num_sent + 6))
     await soon(asyncio.gather(*waiting))
     assert host.try_publish(2, 99, b"")
-    assert host._producer._words[WANTED] == NOTHING_WANTED, "or the worker would ring for every frame it takes"
+    assert words_of(host)[WANTED] == NOTHING_WANTED, "or the worker would ring for every frame it takes"
 
 
 async def test_waiting_for_room_does_not_spin(ends: tuple[HostChannel, WorkerChannel]) -> None:
@@ -220,14 +226,14 @@ async def test_close_while_a_publish_waits(ends: tuple[HostChannel, WorkerChanne
 async def test_a_torn_frame_reaches_the_host_as_an_error(ends: tuple[HostChannel, WorkerChannel]) -> None:
     host, worker = ends
     inbox = use(host)
-    worker._producer._words[HEAD] = 64
+    words_of(worker)[HEAD] = 64
     worker._loop_bell.ring()
     assert isinstance(await soon(inbox.get()), FrameError)
 
 
 def test_a_torn_frame_reaches_the_worker_as_an_error(ends: tuple[HostChannel, WorkerChannel]) -> None:
     host, worker = ends
-    host._producer._words[HEAD] = 33
+    words_of(host)[HEAD] = 33
     with pytest.raises(FrameError):
         worker.consume(None)
 
@@ -260,7 +266,7 @@ def test_a_full_ring_makes_the_worker_wait_for_the_host(ends: tuple[HostChannel,
         frames = host.drain()
     thread.join(30)
     assert frames == [Frame(18, 1, up)]
-    assert worker._producer._words[WANTED] == NOTHING_WANTED
+    assert words_of(worker)[WANTED] == NOTHING_WANTED
 
 
 def test_the_worker_gives_up_when_the_host_has_gone(

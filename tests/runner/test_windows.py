@@ -31,14 +31,14 @@ sys.path.append(str(Path(__file__).parents[1] / "models"))  # behind all else: t
 BLOCK_SIZE, MAX_LEN, MAX_SEQS, STEP_TOKENS = 4, 128, 4, 24
 WINDOW = 10
 MODELS: dict[str, tuple[str, dict[str, Any]]] = {
-    "window": ("mistral", {"sliding_window": WINDOW}),
+    "window": ("mistral", {"sliding_window": WINDOW, "num_hidden_layers": 2}),
     "mixed": (
         "qwen2",
         {
             "use_sliding_window": True,
             "sliding_window": WINDOW,
-            "num_hidden_layers": 3,  # each kind has one behind the other
-            "layer_types": ["full_attention", "sliding_attention", "full_attention"],
+            "num_hidden_layers": 4,
+            "layer_types": ["full_attention", "sliding_attention"] * 2,
         },
     ),
 }

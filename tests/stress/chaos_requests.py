@@ -14,7 +14,7 @@ from typing import Any
 
 import psutil
 from chaos_common import MIB, FakeWorkerLLM, ProcessResources, Promises, say, settle
-from conftest_api import core_of
+from conftest_api import user_requests
 
 from aengine import AsyncLLM, DeadlineExceededError, SamplingParams
 from aengine.engine.user_request import UserRequest
@@ -64,7 +64,7 @@ class Canceller:
 
     def _note(self, request_id: str) -> None:
         """In which phase the request is that is about to be cancelled."""
-        request = core_of(self.engine).admission._requests.get(request_id)
+        request = user_requests(self.engine).get(request_id)
         if request is None:
             phase = "ended"
         elif not request.requests:
