@@ -51,7 +51,7 @@ class FakeExecutor:
             "device": "none",
             "weight_format": "none",
         }
-        self._token, self._delay = token, delay
+        self._token, self.delay = token, delay
         self._rows: dict[int, list[int]] = {}  # req_idx: [num_tokens, num_computed]
         self._num_logprobs: dict[int, int] = {}  # req_idx: alternatives that it asked for, if any
         self._on_failure: Callable[[EngineError], None] = lambda error: None
@@ -71,13 +71,13 @@ class FakeExecutor:
         return self.ready
 
     async def execute_model(self, out: SchedulerOutput) -> asyncio.Future[ModelRunnerOutput]:
-        return self._execute(out)
+        return self.execute(out)
 
     def try_execute_model(self, out: SchedulerOutput) -> asyncio.Future[ModelRunnerOutput] | None:
         self.num_tried += 1
-        return None if self.is_full else self._execute(out)
+        return None if self.is_full else self.execute(out)
 
-    def _execute(self, out: SchedulerOutput) -> asyncio.Future[ModelRunnerOutput]:
+    def execute(self, out: SchedulerOutput) -> asyncio.Future[ModelRunnerOutput]:
         due = self._begin(unpack(Kind.STEP, pack(out)))
         loop = asyncio.get_running_loop()
         future: asyncio.Future[ModelRunnerOutput] = loop.create_future()
@@ -86,23 +86,23 @@ class FakeExecutor:
         if self._failure is not None:
             raise self._failure
         if out.sample_now:
-            self._answer_later(future, self._say(out, due, {}))
+            self.answer_later(future, self.say(out, due, {}))
         else:
             self._gated = (out, future, due)
         return future
 
-    def _answer_later(self, future: asyncio.Future[ModelRunnerOutput], answer: ModelRunnerOutput) -> None:
+    def answer_later(self, future: asyncio.Future[ModelRunnerOutput], answer: ModelRunnerOutput) -> None:
         loop = asyncio.get_running_loop()
         if self.is_hung:
             return
-        when = loop.call_later if self._delay else lambda _, *args: loop.call_soon(*args)
+        when = loop.call_later if self.delay else lambda _, *args: loop.call_soon(*args)
 
         def send() -> None:
             answer.answered_at = time.monotonic()
             if not future.done():
                 future.set_result(answer)
 
-        when(self._delay, send)
+        when(self.delay, send)
 
     def try_revoke(self, on_revoked: Callable[[int], None]) -> bool:
         """It begins each step at once, so there is none to drop."""
@@ -130,7 +130,7 @@ class FakeExecutor:
             due.append(row[1] == row[0])
         return due
 
-    def _say(self, out: SchedulerOutput, due: list[bool], masks: dict[int, list[list[int]]]) -> ModelRunnerOutput:
+    def say(self, out: SchedulerOutput, due: list[bool], masks: dict[int, list[list[int]]]) -> ModelRunnerOutput:
         """Each row that is due says tokens up to the first that is not its draft."""
         said: list[list[int]] = []
         errors: list[RowError] = []
@@ -205,7 +205,7 @@ class FakeExecutor:
             bits = np.frombuffer(bitmask, np.uint8, count=4 * words, offset=4 * words * row)
             allowed = np.flatnonzero(np.unpackbits(bits, bitorder="little")[: self.ready["vocab_size"]])
             masks.setdefault(batch_idx, []).append(allowed.tolist())
-        self._answer_later(future, self._say(step, due, masks))
+        self.answer_later(future, self.say(step, due, masks))
 
     async def call(self, method: str, *args: Any, timeout: float) -> Any:
         return method

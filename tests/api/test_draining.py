@@ -364,15 +364,15 @@ async def test_a_worker_that_writes_a_profile_is_not_hung(
         await running(engine)
         executor: Any = engine.executor  # type: ignore[attr-defined]
         held: list[Any] = []
-        answer_later = executor._answer_later
+        answer_later = executor.answer_later
 
         async def call(name: str, *args: Any, timeout: float) -> Any:
             """As the worker does it: neither steps nor heartbeats meanwhile, and then what was asked before."""
-            monkeypatch.setattr(executor, "_answer_later", lambda *answer: held.append(answer))
+            monkeypatch.setattr(executor, "answer_later", lambda *answer: held.append(answer))
             executor.is_hung = True
             await asyncio.sleep(1.0)
             executor.is_hung = False
-            monkeypatch.setattr(executor, "_answer_later", answer_later)
+            monkeypatch.setattr(executor, "answer_later", answer_later)
             for answer in held:
                 answer_later(*answer)
             return {"path": "/trace"}

@@ -43,19 +43,19 @@ class Held:
     def __init__(self, engine: AsyncLLM, *, num_passed: int = 0) -> None:
         self._executor, self._num_passed = engine.executor, num_passed
         self._later: list[tuple[Any, Any]] = []
-        self._executor._answer_later = self._hold
+        self._executor.answer_later = self._hold
 
     def _hold(self, future: Any, answer: Any) -> None:
         if self._num_passed:
             self._num_passed -= 1
-            FakeExecutor._answer_later(self._executor, future, answer)
+            FakeExecutor.answer_later(self._executor, future, answer)
         else:
             self._later.append((future, answer))
 
     def let_go(self) -> None:
-        del self._executor._answer_later
+        del self._executor.answer_later
         for future, answer in self._later:
-            self._executor._answer_later(future, answer)
+            self._executor.answer_later(future, answer)
 
 
 class Timer:

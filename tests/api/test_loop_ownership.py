@@ -10,7 +10,8 @@ from collections.abc import Callable
 from typing import Any
 
 import pytest
-from conftest_api import handle_of, settled
+from conftest_api import settled
+from fakes import FakeExecutor
 
 from aengine import AsyncLLM, EngineClosedError, InvalidRequestError, SamplingParams, TokenStream
 
@@ -74,14 +75,14 @@ async def test_a_fork_is_told_so_and_leaves_the_engine_alone(make_engine: Make) 
 
 async def test_a_fork_in_the_midst_of_the_start(make_engine: Make, monkeypatch: pytest.MonkeyPatch) -> None:
     engine = make_engine()
-    begin = engine._handle._begin
+    start = FakeExecutor.start
     go_on = asyncio.Event()
 
-    async def slow_begin() -> None:
+    async def slow_start(executor: FakeExecutor, *args: Any) -> dict[str, Any]:
         await go_on.wait()
-        await begin()
+        return await start(executor, *args)
 
-    monkeypatch.setattr(handle_of(engine), "_begin", slow_begin)
+    monkeypatch.setattr(FakeExecutor, "start", slow_start)
     starting = asyncio.create_task(engine.start())
     await asyncio.sleep(0.01)
     assert engine.state == "starting"

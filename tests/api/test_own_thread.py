@@ -112,7 +112,7 @@ async def test_chats(make: Make) -> None:
         assert (await engine.chat(hello, SamplingParams(max_tokens=3))).usage.completion_tokens == 3
         with pytest.raises(InvalidRequestError, match="bogus"):
             await engine.chat(hello, bogus=1)
-        engine.executor._delay = 0.001
+        engine.executor.delay = 0.001
         half_read = engine.stream_chat(hello, SamplingParams(max_tokens=900, ignore_eos=True))
         async with half_read:
             await anext(half_read)

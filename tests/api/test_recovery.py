@@ -146,8 +146,8 @@ class Nonsense(FakeExecutor):
 
     spoil: Callable[[ModelRunnerOutput], None] | None = None
 
-    def _say(self, out: SchedulerOutput, *args: Any) -> ModelRunnerOutput:
-        answer = super()._say(out, *args)
+    def say(self, out: SchedulerOutput, *args: Any) -> ModelRunnerOutput:
+        answer = super().say(out, *args)
         if Nonsense.spoil is not None and len(out.req_idx) == 3 and not out.new_requests:
             spoil, Nonsense.spoil = Nonsense.spoil, None
             spoil(answer)
@@ -185,15 +185,15 @@ class Poisoned(FakeExecutor):
 
     poisoned = -1
 
-    def _execute(self, out: SchedulerOutput) -> Any:
+    def execute(self, out: SchedulerOutput) -> Any:
         dies = any(new.token_ids[0] == 666 for new in out.new_requests) or self.poisoned in out.req_idx
         for new in out.new_requests:
             if new.token_ids[0] == 667:
                 self.poisoned = new.req_idx
         self.is_hung = self.is_hung or dies  # nothing from this step on is answered; what came before it is
-        future = super()._execute(out)
+        future = super().execute(out)
         if dies:
-            asyncio.get_running_loop().call_later(self._delay, self.fail, death())
+            asyncio.get_running_loop().call_later(self.delay, self.fail, death())
         return future
 
 

@@ -40,17 +40,17 @@ async def sampled_with(engine: AsyncLLM, params: SamplingParams | None) -> dict[
     """The sampling values that reach the worker."""
     seen: list[NewRequest] = []
     executor = engine.executor
-    execute = executor._execute
+    execute = executor.execute
 
     def noted(out: Any) -> Any:
         seen.extend(out.new_requests)
         return execute(out)
 
-    executor._execute = noted
+    executor.execute = noted
     stream = engine.stream([1, 2], params)
     async with stream:
         await anext(stream)
-    executor._execute = execute
+    executor.execute = execute
     return {name: getattr(seen[0], name) for name in NEUTRAL}
 
 

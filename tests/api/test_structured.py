@@ -183,7 +183,7 @@ async def test_a_worker_that_dies_after_its_answer_leaves_the_matchers_right(
     """The answer and the death of its sender are seen in one turn of the loop: its tokens are known, and no bitmask can
     be asked for."""
     monkeypatch.setattr(recovery, "_LONGEST_DELAY", 1e-3)
-    answer_later, num_answers = FakeExecutor._answer_later, 0
+    answer_later, num_answers = FakeExecutor.answer_later, 0
 
     def answer_and_die(self: FakeExecutor, future: Any, answer: Any) -> None:
         nonlocal num_answers
@@ -192,7 +192,7 @@ async def test_a_worker_that_dies_after_its_answer_leaves_the_matchers_right(
         if num_answers in (4, 11):
             asyncio.get_running_loop().call_soon(lambda: self.fail(WorkerDiedError("killed")))
 
-    monkeypatch.setattr(FakeExecutor, "_answer_later", answer_and_die)
+    monkeypatch.setattr(FakeExecutor, "answer_later", answer_and_die)
     alphabet = "abcdefghijklmnopqrstuvwxyz"
     params = constrained(regex=alphabet).replace(frequency_penalty=0.1)  # so that nothing is drafted
     async with make_engine() as engine:

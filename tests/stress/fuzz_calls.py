@@ -323,7 +323,7 @@ class LyingExecutor(FakeExecutor):
         super().__init__(max_model_len=320, token=lambda req_idx, position: 260 + position % 997)
         self._rng, self._report = rng, to
 
-    def _answer_later(self, future: asyncio.Future[ModelRunnerOutput], answer: ModelRunnerOutput) -> None:
+    def answer_later(self, future: asyncio.Future[ModelRunnerOutput], answer: ModelRunnerOutput) -> None:
         if self._rng.random() < 0.05:
             self._report.outcomes["answer: spoiled"] += 1
             payload = mutated(self._rng, pack(answer))
@@ -333,7 +333,7 @@ class LyingExecutor(FakeExecutor):
                 asyncio.get_running_loop().call_soon(self.fail, InternalError(f"the worker sent nonsense: {error}"))
                 return
             self._report.outcomes["answer: spoiled, and of the right form"] += 1
-        super()._answer_later(future, answer)
+        super().answer_later(future, answer)
 
 
 async def fuzz_answers(count: int, seed: int) -> Report:
