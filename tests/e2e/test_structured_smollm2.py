@@ -66,7 +66,7 @@ async def engine() -> AsyncIterator[AsyncLLM]:
 
 async def test_every_answer_that_ends_is_of_its_type(engine: AsyncLLM) -> None:
     params = SamplingParams(max_tokens=160, temperature=0.8)
-    asked = [(kind, seed) for kind in TYPES for seed in range(3)]
+    asked = [(kind, seed) for kind in TYPES for seed in range(2)]
     completions = await asyncio.gather(
         *(
             engine.generate(f"An example in JSON of {kind}:", params.replace(seed=s), output_type=kind)
@@ -87,8 +87,8 @@ async def test_every_answer_that_ends_is_of_its_type(engine: AsyncLLM) -> None:
 
 async def test_the_same_alone_and_beside_others_preempted_and_chunked(engine: AsyncLLM) -> None:
     schema = TypeAdapter(Person).json_schema()
-    shaped = SamplingParams(max_tokens=60, temperature=0.9, structured_output=StructuredOutput(json_schema=schema))
-    prompts = [f"{'word ' * (10 * i)}A person as JSON:" for i in range(6)]
+    shaped = SamplingParams(max_tokens=40, temperature=0.9, structured_output=StructuredOutput(json_schema=schema))
+    prompts = [f"{'word ' * (10 * i)}A person as JSON:" for i in range(5)]
     alone = [await engine.generate(p, shaped.replace(seed=i)) for i, p in enumerate(prompts)]
     tight = {**CONFIG, "kv_cache_memory_bytes": 12 * 2**20, "max_num_batched_tokens": 48, "max_model_len": 256}
     async with AsyncLLM("smollm2-135m", **tight) as small:
@@ -99,14 +99,14 @@ async def test_the_same_alone_and_beside_others_preempted_and_chunked(engine: As
         )
         preempted = small.statistics().num_preemptions
         await settled(small)
-    assert [c.text for c in together[:6]] == [c.text for c in alone]
+    assert [c.text for c in together[:5]] == [c.text for c in alone]
     assert preempted > 0, "there was memory enough"
 
 
 async def test_forced_tokens_change_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
     """The same texts whether they are computed together or sampled one by one, and in fewer steps."""
     schema = TypeAdapter(Person).json_schema()
-    shaped = SamplingParams(max_tokens=70, temperature=0.7, structured_output=StructuredOutput(json_schema=schema))
+    shaped = SamplingParams(max_tokens=40, temperature=0.7, structured_output=StructuredOutput(json_schema=schema))
     texts, steps = [], []
     for most_rows in (1 << 30, -1):
         monkeypatch.setattr(core, "ALWAYS", Forcing(most_rows, 0.0))
