@@ -539,6 +539,7 @@ threading.Thread(target=go_on).start()
 }
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("how", ENDINGS)
 def test_the_interpreter_ends_with_the_engine_open(how: str) -> None:
     """It ends at once, says nothing, and does not crash."""

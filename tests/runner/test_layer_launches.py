@@ -15,6 +15,7 @@ LAYER = ["_gemv", "_decode_attention", "_gemv", "_gemv", "_gemv"]
 """Norm and qkv; norm of q and k, rotary, KV and attention; o; norm, gate and up; down."""
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("arch", SHAPES)
 @pytest.mark.usefixtures("few_idle_programs")
 def test_a_layer_of_one_stream_is_five_launches(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, arch: str) -> None:

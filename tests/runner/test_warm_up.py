@@ -117,6 +117,7 @@ def step(rng: random.Random, num_decodes: int, prompts: list[int]) -> Iterator[S
     yield SchedulerOutput(2, removed=int32(rows))
 
 
+@pytest.mark.slow
 @pytest.mark.filterwarnings("ignore::RuntimeWarning")  # it computes with whatever lies in memory
 @pytest.mark.parametrize("max_num_seqs", [1, 3, 40, 90])
 def test_serving_compiles_nothing(

@@ -186,6 +186,7 @@ def test_completions_of_one_prompt_share_it(model: Any, rng: random.Random) -> N
     assert [request.num_cached_tokens for request in engine.requests] == [0, 48, 48]
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("few_idle_programs")
 def test_right_tokens_by_the_kernels_of_a_gpu(model: Any, rng: random.Random) -> None:
     """In few steps, as the interpreter is slow: chunks, decodes, blocks that change hands, a prefix hit."""

@@ -84,6 +84,7 @@ def test_the_librarys_own_errors_come_through(backend: LLGuidanceBackend, starte
     assert caught.value.kind == "unsupported" and started
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", BOMBS)
 def test_each_bomb_ends_in_a_result_or_an_error(large: LLGuidanceBackend, name: str) -> None:
     try:
@@ -106,6 +107,7 @@ def test_what_takes_too_long_is_killed(backend: LLGuidanceBackend, started: list
     backend.compile(ENDS)
 
 
+@pytest.mark.slow
 def test_what_takes_too_much_memory_ends_its_process(backend: LLGuidanceBackend) -> None:
     with pytest.raises(GrammarError, match="1 GB") as caught:
         backend.compile(ENDLESS["allOf"])
@@ -263,6 +265,7 @@ def test_it_ends_with_a_killed_host() -> None:
     assert not child.is_running()
 
 
+@pytest.mark.slow
 def test_bombs_leave_no_memory_behind() -> None:
     """Those that took 0.8 GB and more of the host."""
     process = host(
