@@ -404,20 +404,21 @@ async def test_a_chat_waits_for_its_place_in_the_queue(make_engine: Make, slow_p
 
 @pytest.mark.parametrize("how", ["cancel", "abort", "deadline"])
 async def test_end_a_chat_at_every_await(make_engine: Make, how: str) -> None:
-    """After k turns of the loop, for every k until it ends by itself: while it is planned, compiled, decoded."""
+    """After k turns of the loop, until it ends by itself: while it is planned, compiled, decoded. Larger k are further
+    apart: on a busy machine the loop turns often while a thread plans."""
     async with make_engine() as engine:
         any_token(engine, 3)
         params = SHORT.replace(max_tokens=12)
         await engine.chat(HELLO, params, tools=[add], output_type=Sum)  # the grammar is compiled
-        for turns in range(300):
+        turns, is_over = 0, False
+        while not is_over:
             chat = engine.chat(HELLO, params, tools=[add], output_type=Sum, request_id="chat", deadline=1000)
             task = asyncio.create_task(chat)
             for _ in range(turns):
                 await asyncio.sleep(0)
-            if task.done():
+            if is_over := task.done():
                 assert task.result().usage.completion_tokens > 0
-                break
-            if how == "abort" and engine.abort("chat"):
+            elif how == "abort" and engine.abort("chat"):
                 assert (await task).finish_reason == "abort"
             elif how == "deadline" and turns and (request := user_requests(engine).get("chat")):
                 expire(engine, request)
@@ -427,8 +428,7 @@ async def test_end_a_chat_at_every_await(make_engine: Make, how: str) -> None:
                 task.cancel()
                 await asyncio.wait([task])
             await settled(engine)
-        else:
-            pytest.fail("never ended by itself")
+            turns += 1 + turns // 20
 
 
 async def test_messages_are_the_callers_own_again_at_once(make_engine: Make, slow_planning: threading.Event) -> None:

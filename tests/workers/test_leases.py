@@ -13,8 +13,7 @@ from paced_runner import sampled
 
 from aengine import AsyncLLM, DeadlineExceededError, EngineConfig, SamplingParams
 from aengine.engine.executor import ProcessExecutor
-from aengine.engine.in_flight_limit import InFlightLimit
-from aengine.scheduler.scheduler import Scheduler
+from aengine.engine.step_loop import StepLoop
 
 NUM_LEASED = 40
 
@@ -28,20 +27,13 @@ class PacedLLM(AsyncLLM):
 async def paced(monkeypatch: pytest.MonkeyPatch) -> AsyncIterator[PacedLLM]:
     """An engine that gives its worker as many steps as if the loop were often late."""
     async with PacedLLM("smollm2-135m", skip_tokenizer=True, preload_grammars=False) as engine:
-
-        def num_steps(limit: InFlightLimit, scheduler: Scheduler) -> int:
-            return NUM_LEASED if scheduler.is_steady else limit.base
-
-        monkeypatch.setattr(InFlightLimit, "num_steps", num_steps)
+        lease = steps_of(engine)._limit
+        monkeypatch.setattr(lease, "num_steps", lambda scheduler: NUM_LEASED if scheduler.is_steady else lease.base)
         yield engine
 
 
-def scheduler_of(engine: AsyncLLM) -> Scheduler:
-    return core_of(engine).steps.scheduler
-
-
-def num_in_flight(engine: AsyncLLM) -> int:
-    return len(scheduler_of(engine).rows.in_flight)
+def steps_of(engine: AsyncLLM) -> StepLoop:
+    return core_of(engine).steps
 
 
 def params(max_tokens: int) -> SamplingParams:
@@ -54,7 +46,7 @@ def expected(prompt: list[int], num_tokens: int) -> tuple[int, ...]:
 
 async def leased(engine: AsyncLLM) -> None:
     """Wait until many steps are under way."""
-    while num_in_flight(engine) < NUM_LEASED - 5:
+    while len(steps_of(engine)._in_flight) < NUM_LEASED - 5:
         await asyncio.sleep(0.001)
 
 
@@ -65,7 +57,7 @@ async def test_a_new_request_waits_for_the_steps_on_the_device_only(monkeypatch:
             await anext(stream)
         for i in range(4, 9):
             await leased(engine)
-            answers = count_answers(monkeypatch)
+            answers = count_answers(engine, monkeypatch)
             young = engine.stream([i, 2, 3], params(20))
             await anext(young)
             # Two on the device, one whose answer lay unread, and its own.
@@ -77,10 +69,10 @@ async def test_a_new_request_waits_for_the_steps_on_the_device_only(monkeypatch:
             assert stream.completion.choices[0].token_ids == expected([i, 2, 3], 300)
 
 
-def count_answers(monkeypatch: pytest.MonkeyPatch) -> list[float]:
+def count_answers(engine: AsyncLLM, monkeypatch: pytest.MonkeyPatch) -> list[float]:
     """The list gets an entry for each answer that the step loop takes from now on."""
     answers: list[float] = []
-    monkeypatch.setattr(InFlightLimit, "note_answer", lambda limit, answered_at: answers.append(answered_at))
+    monkeypatch.setattr(steps_of(engine)._limit, "note_answer", answers.append)
     return answers
 
 
@@ -114,7 +106,7 @@ async def test_whatever_comes_in_whatever_order(monkeypatch: pytest.MonkeyPatch,
         while statistics.num_free_blocks < statistics.num_blocks:  # a step in flight may still write them
             await asyncio.sleep(0.01)
             statistics = engine.statistics()
-        scheduler_of(engine).check()
+        steps_of(engine).scheduler.check()
         assert statistics.num_restarts == 0
 
 
@@ -123,7 +115,7 @@ async def test_a_health_check_is_not_behind_all_of_them(monkeypatch: pytest.Monk
         stream = engine.stream([1, 2], params(200))
         await leased(engine)
         await engine.check_health()
-        assert num_in_flight(engine) < NUM_LEASED
+        assert len(steps_of(engine)._in_flight) < NUM_LEASED
         assert (await stream.wait()).choices[0].token_ids == expected([1, 2], 200)
 
 
@@ -131,8 +123,7 @@ async def test_closing_is_not_behind_all_of_them(monkeypatch: pytest.MonkeyPatch
     async with paced(monkeypatch) as engine:
         stream = engine.stream([1, 2], params(200))
         await leased(engine)
-        answers = count_answers(monkeypatch)
         await stream.aclose()
-        while num_in_flight(engine):
+        while steps_of(engine)._is_revoking:
             await asyncio.sleep(0)
-        assert len(answers) <= 4, "steps that the worker had not begun were answered"
+        assert len(steps_of(engine)._in_flight) < NUM_LEASED
