@@ -1,0 +1,472 @@
+"""`AEngineModel`: a pydantic-ai model over an engine in the same process.
+
+agent = Agent(AEngineModel(engine), tools=[...], output_type=Report)
+
+Tools, the schema of a native output and free text are one grammar, so an answer is always one of them.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncGenerator, AsyncIterator, Iterator, Mapping, Sequence
+from contextlib import asynccontextmanager, contextmanager
+from dataclasses import dataclass, field
+from datetime import UTC, datetime
+from typing import TYPE_CHECKING, Any
+
+from ..chat.messages import ChatMessage, Delta, ReasoningDelta, TextDelta, ToolCallDelta, ToolCallStart
+from ..chat.tools import Tool
+from ..errors import (
+    AEngineError,
+    ContextLengthError,
+    DeadlineExceededError,
+    EngineError,
+    EngineOverloadedError,
+    InternalError,
+    RequestError,
+)
+from ..options import OnUnsupported
+from ..outputs import Completion, FinishReason
+from ..params import StructuredOutput
+from .settings import engine_settings, model_name_of, reasoning_variables
+
+try:
+    from pydantic_ai.exceptions import (
+        ModelAPIError,
+        ModelContextWindowExceededError,
+        ModelOverloadedError,
+        ModelRequestRejectedError,
+        ModelServerError,
+        ModelTimeoutError,
+        ModelUnavailableError,
+        UserError,
+    )
+    from pydantic_ai.messages import (
+        CachePoint,
+        CompactionPart,
+        ModelMessage,
+        ModelRequest,
+        ModelResponse,
+        ModelResponsePart,
+        ModelResponseStreamEvent,
+        SystemPromptPart,
+        TextContent,
+        TextPart,
+        ThinkingPart,
+        ToolCallPart,
+        ToolReturnPart,
+        UserContent,
+        UserPromptPart,
+    )
+    from pydantic_ai.messages import FinishReason as TheirFinishReason
+    from pydantic_ai.models import Model, ModelRequestParameters, StreamedResponse, check_allow_model_requests
+    from pydantic_ai.profiles import ModelProfile, ModelProfileSpec
+    from pydantic_ai.settings import ModelSettings, ToolOrOutput
+    from pydantic_ai.tools import RunContext, ToolDefinition
+    from pydantic_ai.usage import RequestUsage
+except ImportError as error:
+    raise ImportError(f"{__name__} needs pydantic-ai: pip install 'aengine[pydantic-ai]' ({error})") from error
+
+if TYPE_CHECKING:
+    from ..async_llm import AsyncLLM
+    from ..streams.chat_stream import ChatStream
+
+__all__ = ["AEngineModel", "AEngineStreamedResponse"]
+
+SYSTEM = "aengine"
+
+PROFILE = ModelProfile(
+    supports_tools=True,
+    supports_json_schema_output=True,
+    supports_json_object_output=True,
+    supports_thinking=True,
+    supports_image_input=False,
+    supports_document_input=False,
+    supports_audio_file_input=False,
+    supports_video_input=False,
+    default_structured_output_mode="native",
+    native_output_requires_schema_in_instructions=True,  # the grammar holds the answer to it, and says nothing of it
+    supported_native_tools=frozenset(),
+)
+
+_FINISH_REASONS: dict[FinishReason, TheirFinishReason] = {
+    FinishReason.STOP: "stop",
+    FinishReason.TOOL_CALLS: "tool_call",
+    FinishReason.LENGTH: "length",
+}
+
+_ERRORS: list[tuple[type[AEngineError], type[ModelAPIError]]] = [
+    (ContextLengthError, ModelContextWindowExceededError),
+    (EngineOverloadedError, ModelOverloadedError),
+    (DeadlineExceededError, ModelTimeoutError),
+    (RequestError, ModelRequestRejectedError),
+    (InternalError, ModelServerError),
+    (EngineError, ModelUnavailableError),
+]
+
+
+class AEngineModel(Model[None]):
+    """A pydantic-ai model that an engine answers.
+
+    Of `ModelSettings` it takes max_tokens, temperature, top_p, top_k, seed, stop_sequences, presence_penalty,
+    frequency_penalty, logit_bias, parallel_tool_calls, tool_choice, thinking, and timeout, which is the deadline of the
+    whole request; ``extra_body`` has other parameters of `SamplingParams` and `ChatOptions` by their names.
+
+    A tool's arguments and a native or prompted output follow their schema. What a grammar can't hold of it is left to
+    pydantic-ai's validation; with ``strict=True`` it is an error. A prompted output differs from a native one in its
+    prompt only.
+
+    The engine's errors are pydantic-ai's `ModelAPIError`\\ s, each with the engine's as its cause: so a `FallbackModel`
+    goes on with its next model.
+    """
+
+    unsupported_settings = frozenset({"extra_headers", "max_retries", "service_tier"})
+
+    def __init__(
+        self,
+        engine: AsyncLLM,
+        *,
+        model_name: str | None = None,
+        profile: ModelProfileSpec | None = None,
+        settings: ModelSettings | None = None,
+    ) -> None:
+        """
+        Args:
+            engine: running when a request is made; on the event loop of the agent, or with ``own_thread=True``.
+            model_name: in messages, traces and usage. None: the name the engine was made with.
+            profile: changes to the model's profile, such as ``{"default_structured_output_mode": "tool"}``.
+            settings: of all requests, as far as an agent or a run gives no others.
+        """
+        self.engine = engine
+        self._model_name = model_name or model_name_of(engine)
+        self._changes = profile
+        super().__init__(settings=settings, profile=self._changed_profile)
+
+    def _changed_profile(self, default: ModelProfile) -> ModelProfile:
+        profile = ModelProfile(**{**default, **PROFILE})
+        if self.engine.state == "running":
+            profile["context_window"] = self.engine.describe()["max_model_len"]
+        if callable(self._changes):
+            return self._changes(profile)
+        return ModelProfile(**{**profile, **(self._changes or {})})
+
+    @property
+    def model_name(self) -> str:
+        return self._model_name
+
+    @property
+    def system(self) -> str:
+        return SYSTEM
+
+    async def request(
+        self,
+        messages: list[ModelMessage],
+        model_settings: ModelSettings | None,
+        model_request_parameters: ModelRequestParameters,
+    ) -> ModelResponse:
+        check_allow_model_requests()
+        settings, parameters = self.prepare_request(model_settings, model_request_parameters)
+        with _api_errors(self._model_name):
+            stream = self._begin(messages, settings, parameters)
+            async with stream:
+                completion = await stream.wait()
+            _check_whole(completion)
+        return ModelResponse(
+            parts=_parts_of(completion.message),
+            usage=_usage_of(completion),
+            model_name=self._model_name,
+            provider_name=SYSTEM,
+            provider_response_id=completion.request_id,
+            provider_details=_details_of(completion),
+            finish_reason=_FINISH_REASONS[completion.finish_reason],
+        )
+
+    @asynccontextmanager
+    async def request_stream(
+        self,
+        messages: list[ModelMessage],
+        model_settings: ModelSettings | None,
+        model_request_parameters: ModelRequestParameters,
+        run_context: RunContext[Any] | None = None,
+    ) -> AsyncGenerator[StreamedResponse]:
+        check_allow_model_requests()
+        settings, parameters = self.prepare_request(model_settings, model_request_parameters)
+        with _api_errors(self._model_name):
+            stream = self._begin(messages, settings, parameters)
+        async with stream:
+            with _api_errors(self._model_name):
+                first = await stream.read()  # what is wrong with the request is raised here, and not while it is read
+            yield AEngineStreamedResponse(parameters, stream, first, self._model_name)
+
+    async def count_tokens(
+        self,
+        messages: list[ModelMessage],
+        model_settings: ModelSettings | None,
+        model_request_parameters: ModelRequestParameters,
+    ) -> RequestUsage:
+        """Count the tokens of the prompt as the model gets it, with its chat template and tools."""
+        settings, parameters = self.prepare_request(model_settings, model_request_parameters)
+        with _api_errors(self._model_name):
+            _, options = self._engine_settings(settings or {}, parameters)
+            number = await asyncio.to_thread(
+                self.engine.tokenizer.count,
+                self._messages(messages, parameters),
+                options.get("tools"),
+                chat_template_kwargs=options.get("chat_template_kwargs"),
+            )
+        return RequestUsage(input_tokens=number)
+
+    # -- a request to the engine
+
+    def _begin(
+        self, messages: list[ModelMessage], settings: ModelSettings | None, parameters: ModelRequestParameters
+    ) -> ChatStream:
+        params, options = self._engine_settings(settings or {}, parameters)
+        return self.engine.stream_chat(self._messages(messages, parameters), params, **options)
+
+    def _engine_settings(self, settings: ModelSettings, parameters: ModelRequestParameters) -> Any:
+        timeout = settings.get("timeout")
+        if timeout is not None and not isinstance(timeout, int | float):
+            raise UserError(
+                "timeout must be a number of seconds: it is the deadline of the request, not of a connection"
+            )
+        more = settings.get("extra_body")
+        if more is not None and not isinstance(more, Mapping):
+            raise UserError("extra_body must be a dict of parameters of aengine's SamplingParams and ChatOptions")
+        tools = parameters.declared_tool_defs
+        output = parameters.output_object
+        is_strict = any(tool.strict is True for tool in tools.values()) or bool(output and output.strict)
+        on_unsupported: OnUnsupported = "error" if is_strict else "relax"
+        given: dict[str, Any] = {
+            "max_tokens": settings.get("max_tokens"),
+            "temperature": settings.get("temperature"),
+            "top_p": settings.get("top_p"),
+            "top_k": settings.get("top_k"),
+            "seed": settings.get("seed"),
+            "stop": settings.get("stop_sequences"),
+            "presence_penalty": settings.get("presence_penalty"),
+            "frequency_penalty": settings.get("frequency_penalty"),
+            "logit_bias": settings.get("logit_bias"),
+            "deadline": timeout,
+            "chat_template_kwargs": reasoning_variables(parameters.thinking),
+            "on_unsupported": on_unsupported,
+        }
+        if output is not None:
+            given["structured_output"] = StructuredOutput(json_schema=output.json_schema, on_unsupported=on_unsupported)
+        if tools:
+            given["tools"] = [_tool(definition) for definition in tools.values()]
+            given["tool_choice"] = _tool_choice(settings, parameters)
+            given["parallel_tool_calls"] = settings.get("parallel_tool_calls")
+        return engine_settings(given, more)
+
+    def _messages(self, messages: Sequence[ModelMessage], parameters: ModelRequestParameters) -> list[dict[str, Any]]:
+        """Write the messages as OpenAI's. System prompts and instructions that begin them become one: many chat
+        templates take no more."""
+        written: list[dict[str, Any]] = []
+        for message in messages:
+            written += _of_request(message) if isinstance(message, ModelRequest) else [_of_response(message)]
+        num_leading = next((i for i, message in enumerate(written) if message["role"] != "system"), len(written))
+        texts = [message["content"] for message in written[:num_leading]]
+        texts += [part.content for part in self._get_instruction_parts(messages, parameters) or ()]
+        system = [{"role": "system", "content": "\n\n".join(texts)}] if texts else []
+        return system + written[num_leading:]
+
+
+@dataclass
+class AEngineStreamedResponse(StreamedResponse):
+    """An answer as it comes."""
+
+    _stream: ChatStream
+    _first: list[Delta]
+    _model_name: str
+    _timestamp: datetime = field(default_factory=lambda: datetime.now(UTC))
+
+    async def close_stream(self) -> None:
+        await self._stream.aclose()
+
+    async def _get_event_iterator(self) -> AsyncIterator[ModelResponseStreamEvent]:
+        self.provider_response_id = self._stream.request_id
+        deltas = self._first
+        with _api_errors(self._model_name):
+            while deltas:
+                for delta in deltas:
+                    for event in self._events(delta):
+                        yield event
+                deltas = await self._stream.read()
+            completion = self._stream.completion
+            self._usage = _usage_of(completion)
+            self.provider_details = _details_of(completion)
+            if not self.cancelled:
+                _check_whole(completion)
+                self.finish_reason = _FINISH_REASONS[completion.finish_reason]
+
+    def _events(self, delta: Delta) -> Iterator[ModelResponseStreamEvent]:
+        parts = self._parts_manager
+        match delta:
+            case TextDelta(text=text) if text:
+                # Blanks before the calls of tools must not pass for an answer.
+                yield from parts.handle_text_delta(vendor_part_id=None, content=text, ignore_leading_whitespace=True)
+            case ReasoningDelta(text=text):
+                yield from parts.handle_thinking_delta(vendor_part_id=None, content=text)
+            case ToolCallStart():
+                event = parts.handle_tool_call_delta(
+                    vendor_part_id=delta.index, tool_name=delta.name, args="", tool_call_id=delta.id
+                )
+                if event is not None:
+                    yield event
+            case ToolCallDelta():
+                event = parts.handle_tool_call_delta(vendor_part_id=delta.index, args=delta.arguments)
+                if event is not None:
+                    yield event
+
+    @property
+    def model_name(self) -> str:
+        return self._model_name
+
+    @property
+    def provider_name(self) -> str:
+        return SYSTEM
+
+    @property
+    def provider_url(self) -> None:
+        return None
+
+    @property
+    def timestamp(self) -> datetime:
+        return self._timestamp
+
+
+# -- their messages and tools as the engine's
+
+
+def _of_request(message: ModelRequest) -> list[dict[str, Any]]:
+    written: list[dict[str, Any]] = []
+    files: list[UserContent] = []
+    for part in message.parts:
+        if isinstance(part, SystemPromptPart):
+            written.append({"role": "system", "content": part.content})
+        elif isinstance(part, UserPromptPart):
+            written.append({"role": "user", "content": _text_of(part.content)})
+        elif isinstance(part, ToolReturnPart):
+            text, more = part.model_response_str_and_user_content()
+            files += more
+            written.append({"role": "tool", "tool_call_id": part.tool_call_id, "name": part.tool_name, "content": text})
+        elif isinstance(part, CompactionPart):
+            written.append({"role": "user", "content": part.content or ""})
+        else:
+            kind = type(part).__name__
+            raise UserError(f"a {kind} can't be sent as it is: call model.prepare_messages(messages) first")
+    if files:
+        written.append({"role": "user", "content": _text_of(files)})
+    return written
+
+
+def _text_of(content: str | Sequence[UserContent]) -> str:
+    if isinstance(content, str):
+        return content
+    texts = []
+    for item in content:
+        if isinstance(item, str | TextContent):
+            texts.append(item if isinstance(item, str) else item.content)
+        elif not isinstance(item, CachePoint):
+            raise UserError(f"the engine reads text only, and no {type(item).__name__}")
+    return "\n\n".join(texts)
+
+
+def _of_response(message: ModelResponse) -> dict[str, Any]:
+    """Write an earlier answer; what only its provider could read again is left out."""
+    texts = [part.content for part in message.parts if isinstance(part, TextPart)]
+    thoughts = [part.content for part in message.parts if isinstance(part, ThinkingPart) and part.content]
+    calls = [
+        {
+            "id": part.tool_call_id,
+            "type": "function",
+            "function": {"name": part.tool_name, "arguments": part.args_as_json_str()},
+        }
+        for part in message.parts
+        if isinstance(part, ToolCallPart)
+    ]
+    written: dict[str, Any] = {"role": "assistant", "content": "\n\n".join(texts) if texts else None}
+    if thoughts:
+        written["reasoning_content"] = "\n\n".join(thoughts)
+    if calls:
+        written["tool_calls"] = calls
+    return written
+
+
+def _tool(definition: ToolDefinition) -> Tool:
+    return Tool(definition.name, definition.description or "", definition.parameters_json_schema)
+
+
+def _tool_choice(settings: ModelSettings, parameters: ModelRequestParameters) -> Any:
+    """Return which tools may or must be called. A text may be the answer unless the output is by a tool."""
+    choice = settings.get("tool_choice")
+    tools = list(parameters.declared_tool_defs)
+    outputs = [tool.name for tool in parameters.output_tools]
+    mode = "auto" if parameters.allow_text_output else "required"
+    names = tools
+    if choice == "required":
+        mode = "required"
+    elif choice == "none" or choice == []:
+        names = outputs
+    elif isinstance(choice, list):
+        mode, names = "required", [name for name in tools if name in choice]
+        if not names:
+            raise UserError(f"none of tool_choice={choice} is there; there are: {', '.join(tools)}")
+    elif isinstance(choice, ToolOrOutput):
+        names = [name for name in tools if name in choice.function_tools or name in outputs]
+    if not names:
+        return "none"
+    allowed = [{"type": "function", "function": {"name": name}} for name in names]
+    return {"type": "allowed_tools", "allowed_tools": {"mode": mode, "tools": allowed}}
+
+
+# -- the engine's answers as theirs
+
+
+def _parts_of(message: ChatMessage) -> list[ModelResponsePart]:
+    parts: list[ModelResponsePart] = []
+    if message.reasoning:
+        parts.append(ThinkingPart(message.reasoning))
+    if message.content and message.content.strip():
+        parts.append(TextPart(message.content))
+    # A call that was cut off is shown as far as it came: pydantic-ai says what helps.
+    parts += [ToolCallPart(call.name, call.arguments, tool_call_id=call.id) for call in message.tool_calls]
+    return parts
+
+
+def _usage_of(completion: Completion[Any]) -> RequestUsage:
+    usage = completion.usage
+    return RequestUsage(
+        input_tokens=usage.prompt_tokens,
+        cache_read_tokens=usage.cached_tokens,
+        output_tokens=usage.completion_tokens,
+    )
+
+
+def _details_of(completion: Completion[Any]) -> dict[str, Any]:
+    details: dict[str, Any] = {"finish_reason": str(completion.finish_reason)}
+    if completion.warnings:
+        details["warnings"] = list(completion.warnings)
+    return details
+
+
+class _AbortedError(RequestError):
+    """Somebody else ended the request: by `AsyncLLM.abort` or `AsyncLLM.abort_all`."""
+
+
+def _check_whole(completion: Completion[Any]) -> None:
+    """Raise unless the answer came to its own end: an agent would take what there is for all of it."""
+    if completion.finish_reason not in _FINISH_REASONS:
+        raise _AbortedError(f"the request {completion.request_id} was aborted")
+
+
+@contextmanager
+def _api_errors(model_name: str) -> Iterator[None]:
+    """Raise the engine's errors as pydantic-ai's."""
+    try:
+        yield
+    except AEngineError as error:
+        kind = next(theirs for ours, theirs in _ERRORS if isinstance(error, ours))
+        retry_after = error.retry_after if isinstance(error, EngineOverloadedError) else None
+        raise kind(model_name, str(error), retry_after=retry_after) from error

@@ -1,0 +1,48 @@
+"""What the frameworks' models have in common: settings by name, reasoning, and the model's name."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from pathlib import PurePath
+from typing import TYPE_CHECKING, Any
+
+from ..options import ChatOptions
+from ..params import SamplingParams
+
+if TYPE_CHECKING:
+    from ..async_llm import AsyncLLM
+
+__all__ = ["engine_settings", "model_name_of", "reasoning_variables"]
+
+
+def model_name_of(engine: AsyncLLM) -> str:
+    """Return the name that the engine was made with; of a path its last part."""
+    return PurePath(engine.config.model).name or engine.config.model
+
+
+def engine_settings(given: Mapping[str, Any], more: Mapping[str, Any] | None = None) -> tuple[SamplingParams, Any]:
+    """Split settings by name into `SamplingParams` and the keyword arguments of `AsyncLLM.stream_chat`.
+
+    Args:
+        given: settings of the framework, by the engine's names. None: not given.
+        more: what the user gives beyond the framework's settings, by the same names; it goes before those of ``given``.
+
+    Raises:
+        InvalidRequestError: a name that neither has, or a wrong value.
+    """
+    values = {name: value for name, value in {**given, **(more or {})}.items() if value is not None}
+    variables = {**(given.get("chat_template_kwargs") or {}), **((more or {}).get("chat_template_kwargs") or {})}
+    if variables:
+        values["chat_template_kwargs"] = variables
+    options = {name: values.pop(name) for name in ChatOptions.__annotations__ if name in values}
+    return SamplingParams.from_dict(values), options
+
+
+def reasoning_variables(effort: bool | str | None) -> dict[str, Any]:
+    """Return the variables by which chat templates are told whether, or how much, to reason. None: as they do by
+    themselves."""
+    if effort is None:
+        return {}
+    if isinstance(effort, bool):
+        return {"enable_thinking": effort}
+    return {"enable_thinking": effort != "none", "reasoning_effort": effort}
