@@ -21,6 +21,7 @@ from .openai.completions import completions
 from .openai.errors import error_body
 from .openai.models import list_models, show_model
 from .openai.not_there import no_pooling
+from .openai.responses.endpoint import count_input_tokens, create_response, delete_response, show_response
 from .openai.tokens import detokenize, tokenize
 from .service import Service
 
@@ -36,6 +37,10 @@ _ENDPOINTS: list[tuple[str, str, Endpoint]] = [
     ("GET", "/v1/models/{name:path}", show_model),
     ("POST", "/v1/chat/completions", chat_completions),
     ("POST", "/v1/completions", completions),
+    ("POST", "/v1/responses", create_response),
+    ("POST", "/v1/responses/input_tokens", count_input_tokens),
+    ("GET", "/v1/responses/{id}", show_response),
+    ("DELETE", "/v1/responses/{id}", delete_response),
     ("POST", "/tokenize", tokenize),
     ("POST", "/detokenize", detokenize),
     *[("POST", path, no_pooling) for path in ("/v1/embeddings", "/v1/rerank", "/v1/score")],
@@ -52,6 +57,7 @@ def create_app(
     model_names: str | Sequence[str] | None = None,
     api_keys: str | Sequence[str] | None = None,
     max_body_bytes: int = 32 << 20,
+    max_stored_responses: int = 1000,
 ) -> Starlette:
     """Make the ASGI application that serves an engine under OpenAI's interfaces.
 
@@ -64,10 +70,14 @@ def create_app(
         api_keys: one of which a request must show (``Authorization: Bearer KEY``, or ``x-api-key``). None: nobody is
             asked. /health is open.
         max_body_bytes: larger bodies are refused with 413.
+        max_stored_responses: of /v1/responses, for ``previous_response_id``: in this process' memory, the latest,
+            256 MiB at most. 0: none; with several processes, a client may reach one that does not know its response.
     """
     names = [model_names] if isinstance(model_names, str) else model_names
     keys = [api_keys] if isinstance(api_keys, str) else list(api_keys or ())
-    service = Service(engine, model_names=names, max_body_bytes=max_body_bytes)
+    service = Service(
+        engine, model_names=names, max_body_bytes=max_body_bytes, max_stored_responses=max_stored_responses
+    )
     routes = [
         Route(path, _endpoint(service, endpoint, () if path in _OPEN_PATHS else keys), methods=[method])
         for method, path, endpoint in _ENDPOINTS

@@ -19,6 +19,9 @@ from .http import HTTPError
 
 __all__ = ["http_error"]
 
+_ABOUT_TOOL = ("the tool ", "the parameters of the tool ")
+"""Beginnings of a GrammarError that is about a tool's schema."""
+
 logger = logging.getLogger("aengine.server")
 
 
@@ -31,8 +34,9 @@ def http_error(error: BaseException, param: str | None = None) -> HTTPError:
         case ContextLengthError():
             return HTTPError(400, text, code="context_length_exceeded")
         case GrammarError():
-            place = f"{param or 'response_format'}{error.path}"
-            return HTTPError(400, text, code=f"schema_{error.kind}", param=place)
+            is_of_tool = text.startswith(_ABOUT_TOOL)
+            place = "tools" if is_of_tool else (param or "response_format")
+            return HTTPError(400, text, code=f"schema_{error.kind}", param=place + error.path.removeprefix("$"))
         case InvalidRequestError():
             return HTTPError(400, text, code="invalid_value", param=error.param)
         case EngineOverloadedError():
@@ -46,5 +50,7 @@ def http_error(error: BaseException, param: str | None = None) -> HTTPError:
             return HTTPError(503, text, kind="server_error", code="engine_unavailable", headers={"retry-after": "1"})
         case AEngineError():
             return HTTPError(400, text)
+    if isinstance(error, RecursionError):
+        return HTTPError(400, "the body is nested too deeply", code="invalid_value")
     logger.error("a request failed in the server", exc_info=error)
     return HTTPError(500, "the server failed; its log says why", kind="server_error", code="internal_error")

@@ -12,6 +12,7 @@ from starlette.requests import Request
 
 from .health import Health
 from .http import HTTPError, read_json
+from .openai.responses.store import ResponseStore
 
 if TYPE_CHECKING:
     from ..async_llm import AsyncLLM
@@ -29,12 +30,20 @@ class Service:
             engine was made with; of a path its last part.
     """
 
-    def __init__(self, engine: AsyncLLM, *, model_names: Sequence[str] | None, max_body_bytes: int) -> None:
+    def __init__(
+        self,
+        engine: AsyncLLM,
+        *,
+        model_names: Sequence[str] | None,
+        max_body_bytes: int,
+        max_stored_responses: int,
+    ) -> None:
         self.engine = engine
         self.model_names = tuple(model_names or (PurePath(engine.config.model).name or engine.config.model,))
         self.max_body_bytes = max_body_bytes
         self.created = int(time.time())
         self.health = Health(engine)
+        self.responses = ResponseStore(max_stored_responses)
 
     @property
     def model_name(self) -> str:
@@ -69,7 +78,7 @@ def _http_error_of(error: ValidationError, body: object) -> HTTPError:
     field = found[0]["loc"][:1]
     places = [(_place_of(one["loc"], body), one) for one in found if one["loc"][:1] == field]  # of one field
     param, first = places[0]
-    if first["type"] == "extra_forbidden":
+    if first["type"] in ("extra_forbidden", "unsupported"):
         return HTTPError(400, f"{param} is not supported", code="unsupported_parameter", param=param)
     if len({place for place, _ in places}) == 1:
         whats = " or ".join(dict.fromkeys(one["msg"] for _, one in places))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
 import re
 import uuid
@@ -43,6 +44,8 @@ class AnswerId(NamedTuple):
     request_id: str
     """The engine's, and so that of its logs and of `AsyncLLM.abort`. Nobody else's: clients may give theirs twice."""
     headers: dict[str, str]
+    fresh: str
+    """Nobody else's, and not to be guessed."""
 
 
 def answer_id(prefix: str, request: Request, given: str | None = None) -> AnswerId:
@@ -52,9 +55,9 @@ def answer_id(prefix: str, request: Request, given: str | None = None) -> Answer
     name = given or (header if _REQUEST_ID.fullmatch(header) else None)
     if name is None:
         text = f"{prefix}-{fresh}"
-        return AnswerId(text, text, {"x-request-id": text})
+        return AnswerId(text, text, {"x-request-id": text}, fresh)
     text = f"{prefix}-{name}"
-    return AnswerId(text, f"{text}-{fresh[:12]}", {"x-request-id": name})
+    return AnswerId(text, f"{text}-{fresh[:12]}", {"x-request-id": name}, fresh)
 
 
 def finish_reason(reason: FinishReason) -> str:
@@ -80,6 +83,13 @@ def token_entry(tokenizer: TokenizerView, row: TokenRow) -> dict[str, Any]:
 def rows_of(logprobs: Iterable[tuple[Logprob, ...]]) -> Iterable[TokenRow]:
     """The rows of a whole completion, whose entries begin with the token itself."""
     return ((row[0].token_id, row[0].logprob, row[1:]) for row in logprobs if row)
+
+
+async def num_tokens(tokenizer: TokenizerView, text: str) -> int:
+    """Return the number of tokens of a part of an answer, as far as the text alone tells."""
+    if len(text) < 5000:
+        return len(tokenizer.encode(text, add_special_tokens=False)) if text else 0
+    return len(await asyncio.to_thread(tokenizer.encode, text, add_special_tokens=False))
 
 
 def _entry(tokenizer: TokenizerView, token_id: int, logprob: float | None) -> dict[str, Any]:

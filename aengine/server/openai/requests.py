@@ -1,7 +1,7 @@
 """Bodies of OpenAI's requests, with the fields that vLLM has added to them.
 
 A field that is not here is refused by name. Fields that change nothing in an answer of this engine (`Ignored`) are
-taken and left alone; those that would, and that it does not have, are refused unless they ask for nothing.
+taken and left alone; those that would, and that it does not have (`Refused`), are refused unless they ask for nothing.
 """
 
 from __future__ import annotations
@@ -9,7 +9,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Annotated, Any, Literal
 
-from pydantic import BaseModel, ConfigDict, Field
+from pydantic import AfterValidator, BaseModel, ConfigDict, Field
+from pydantic_core import PydanticCustomError
 
 from ...params import SamplingParams, StructuredOutput
 from ..http import HTTPError
@@ -19,17 +20,28 @@ __all__ = [
     "ChatBody",
     "CompletionBody",
     "Ignored",
+    "Refused",
     "ResponseFormat",
     "SamplingBody",
     "StreamOptions",
     "StructuredOutputsBody",
+    "any_strict",
     "structured_output_of",
+    "template_variables",
 ]
 
 RequestId = Annotated[str, Field(pattern=r"^[!-~]{1,128}$", description="1 to 128 visible ASCII characters.")]
 Ignored = Annotated[Any, Field(default=None, description="Taken, and without effect.")]
 
 
+def _refuse(value: Any) -> None:
+    if value is not None and value is not False and value != [] and value != {}:
+        raise PydanticCustomError("unsupported", "the engine does not have it")
+
+
+Refused = Annotated[
+    Any, AfterValidator(_refuse), Field(default=None, description="Not supported: null, or not there at all.")
+]
 MAX_PROMPTS = 2048
 """Prompts of one completion."""
 
@@ -103,15 +115,20 @@ def structured_output_of(
 
 
 class SamplingBody(Body):
-    """How to sample and when to stop, in chat completions and completions."""
+    """How to sample and when to stop, in all interfaces."""
 
     model: str | None = None
     stream: bool = False
-    stream_options: StreamOptions | None = None
-    max_tokens: int | None = None
     temperature: float | None = None
     top_p: float | None = None
-    n: int | None = None
+    # without effect here
+    user: Ignored = None
+    service_tier: Ignored = None
+    safety_identifier: Ignored = None
+    prompt_cache_key: Ignored = None
+    prompt_cache_options: Ignored = None
+    prompt_cache_retention: Ignored = None
+    # OpenAI's in completions and chat completions; elsewhere vLLM's
     stop: str | list[str] | None = None
     seed: int | None = None
     presence_penalty: float | None = None
@@ -133,22 +150,12 @@ class SamplingBody(Body):
     # ours
     deadline: float | None = None
     first_token_deadline: float | None = None
-    # without effect here
-    user: Ignored = None
-    metadata: Ignored = None
-    store: Ignored = None
-    service_tier: Ignored = None
-    safety_identifier: Ignored = None
-    prompt_cache_key: Ignored = None
-    prompt_cache_retention: Ignored = None
 
     def sampling_params(self, **others: Any) -> SamplingParams:
         """Return what is given of the parameters, and ``others``. Raises InvalidRequestError."""
         given = {
-            "max_tokens": self.max_tokens,
             "temperature": self.temperature,
             "top_p": self.top_p,
-            "n": self.n,
             "stop": self.stop,
             "seed": self.seed,
             "presence_penalty": self.presence_penalty,
@@ -176,7 +183,18 @@ class SamplingBody(Body):
         }
 
 
-class CompletionBody(SamplingBody):
+class _ChoicesBody(SamplingBody):
+    """What completions and chat completions have in common."""
+
+    stream_options: StreamOptions | None = None
+    max_tokens: int | None = None
+    n: int | None = None
+    response_format: ResponseFormat | None = None
+    metadata: Ignored = None
+    store: Ignored = None
+
+
+class CompletionBody(_ChoicesBody):
     """The body of a completion."""
 
     prompt: (
@@ -189,7 +207,6 @@ class CompletionBody(SamplingBody):
     logprobs: int | None = None
     best_of: int | None = None
     suffix: str | None = None
-    response_format: ResponseFormat | None = None
 
     @property
     def prompts(self) -> Sequence[str | list[int]]:
@@ -213,12 +230,13 @@ class CompletionBody(SamplingBody):
             raise HTTPError(400, "echo with logprobs is not supported: a prompt has none here", param="echo")
         return self.sampling_params(
             max_tokens=16 if self.max_tokens is None else self.max_tokens,  # OpenAI's default
+            n=self.n,
             logprobs=self.logprobs,
             structured_output=structured_output_of(self.response_format, self.structured_outputs),
         )
 
 
-class ChatBody(SamplingBody):
+class ChatBody(_ChoicesBody):
     """The body of a chat completion."""
 
     messages: list[dict[str, Any]]
@@ -226,7 +244,6 @@ class ChatBody(SamplingBody):
     tools: list[dict[str, Any]] | None = None
     tool_choice: str | dict[str, Any] | None = None
     parallel_tool_calls: bool | None = None
-    response_format: ResponseFormat | None = None
     logprobs: bool | None = None
     top_logprobs: int | None = None
     reasoning_effort: str | None = None
@@ -239,6 +256,12 @@ class ChatBody(SamplingBody):
     # without effect here
     verbosity: Ignored = None
     prediction: Ignored = None
+    # not there
+    audio: Refused = None
+    function_call: Refused = None
+    functions: Refused = None
+    moderation: Refused = None
+    web_search_options: Refused = None
 
     def params(self) -> SamplingParams:
         """Raises HTTPError 400 and InvalidRequestError."""
@@ -246,22 +269,18 @@ class ChatBody(SamplingBody):
             raise HTTPError(400, "top_logprobs needs logprobs: true", param="top_logprobs")
         return self.sampling_params(
             max_tokens=self.max_tokens if self.max_completion_tokens is None else self.max_completion_tokens,
+            n=self.n,
             logprobs=(self.top_logprobs or 0) if self.logprobs else None,
             structured_output=structured_output_of(self.response_format, self.structured_outputs),
         )
 
     def chat_options(self) -> dict[str, Any]:
         """Return the options of the chat, as of `AsyncLLM.stream_chat`."""
-        variables = dict(self.chat_template_kwargs or {})
-        if self.reasoning_effort is not None:
-            variables.setdefault("reasoning_effort", self.reasoning_effort)
-            if self.reasoning_effort == "none":
-                variables.setdefault("enable_thinking", False)
         options = {
             "tools": self.tools,
             "tool_choice": self.tool_choice if self.tools else None,
             "parallel_tool_calls": self.parallel_tool_calls if self.tools else None,
-            "chat_template_kwargs": variables or None,
+            "chat_template_kwargs": template_variables(self.chat_template_kwargs, self.reasoning_effort),
             "add_generation_prompt": self.add_generation_prompt,
             "continue_final_message": self.continue_final_message,
             "on_unsupported": "error" if self.is_strict else "relax",
@@ -271,7 +290,20 @@ class ChatBody(SamplingBody):
     @property
     def is_strict(self) -> bool:
         """Whether a schema that can't be held as a whole is an error: the caller has asked for it to be strict."""
-        functions = [tool.get("function", tool) for tool in self.tools or ()]
-        return any(isinstance(function, dict) and function.get("strict") is True for function in functions) or (
-            self.response_format is not None and self.response_format.is_strict
-        )
+        return any_strict(self.tools) or (self.response_format is not None and self.response_format.is_strict)
+
+
+def any_strict(tools: Sequence[dict[str, Any]] | None) -> bool:
+    """Whether one of the tools says ``"strict": true``."""
+    functions = [tool.get("function", tool) for tool in tools or ()]
+    return any(isinstance(function, dict) and function.get("strict") is True for function in functions)
+
+
+def template_variables(given: dict[str, Any] | None, reasoning_effort: str | None) -> dict[str, Any] | None:
+    """Return the chat template's variables, with those by which templates know how much to reason."""
+    variables = dict(given or {})
+    if reasoning_effort is not None:
+        variables.setdefault("reasoning_effort", reasoning_effort)
+        if reasoning_effort == "none":
+            variables.setdefault("enable_thinking", False)
+    return variables or None

@@ -1,0 +1,115 @@
+"""The body of a response."""
+
+from __future__ import annotations
+
+from typing import Any, Literal
+
+from pydantic import Field
+
+from ....params import SamplingParams, StructuredOutput
+from ...http import HTTPError
+from ..requests import Body, Ignored, Refused, SamplingBody, any_strict, template_variables
+
+__all__ = ["ResponseBody"]
+
+_LOGPROBS = "message.output_text.logprobs"
+
+
+class TextFormat(Body):
+    type: Literal["text", "json_object", "json_schema"]
+    name: str | None = None
+    description: str | None = None
+    schema_: dict[str, Any] | bool | None = Field(default=None, alias="schema")
+    strict: bool | None = None
+
+
+class TextOptions(Body):
+    format: TextFormat | None = None
+    verbosity: Ignored = None
+
+
+class Reasoning(Body):
+    effort: str | None = None
+    summary: Ignored = None
+    generate_summary: Ignored = None
+    context: Ignored = None
+    mode: Ignored = None
+
+
+class ResponseStreamOptions(Body):
+    include_obfuscation: Ignored = None
+
+
+class ResponseBody(SamplingBody):
+    """The body of a response."""
+
+    input: str | list[dict[str, Any]]
+    instructions: str | None = None
+    previous_response_id: str | None = None
+    store: bool | None = None
+    max_output_tokens: int | None = None
+    tools: list[dict[str, Any]] | None = None
+    tool_choice: str | dict[str, Any] | None = None
+    parallel_tool_calls: bool | None = None
+    text: TextOptions | None = None
+    reasoning: Reasoning | None = None
+    include: list[str] | None = None
+    top_logprobs: int | None = None
+    metadata: dict[str, str] | None = None
+    stream_options: ResponseStreamOptions | None = None
+    truncation: Literal["auto", "disabled"] | None = None
+    # vLLM's
+    chat_template_kwargs: dict[str, Any] | None = None
+    # without effect here
+    max_tool_calls: Ignored = None
+    access_programs: Ignored = None
+    background_options: Ignored = None
+    image: Ignored = None
+    # not there
+    background: Refused = None
+    context_management: Refused = None
+    conversation: Refused = None
+    moderation: Refused = None
+    prompt: Refused = None
+
+    @property
+    def wants_logprobs(self) -> bool:
+        return bool(self.top_logprobs) or _LOGPROBS in (self.include or ())
+
+    @property
+    def text_format(self) -> TextFormat:
+        return (self.text and self.text.format) or TextFormat(type="text")
+
+    def params(self) -> SamplingParams:
+        """Raises HTTPError 400 and InvalidRequestError."""
+        return self.sampling_params(
+            max_tokens=self.max_output_tokens,
+            logprobs=(self.top_logprobs or 0) if self.wants_logprobs else None,
+            structured_output=self._structured_output(),
+        )
+
+    def _structured_output(self) -> StructuredOutput | None:
+        wanted, structured = self.text_format, self.structured_outputs
+        if wanted.type == "text":
+            return None if structured is None else structured.to_structured_output()
+        if structured is not None:
+            raise HTTPError(400, "give text.format or structured_outputs, not both", param="structured_outputs")
+        if wanted.type == "json_object":
+            return StructuredOutput(json_object=True)
+        if wanted.schema_ is None:
+            message = "text.format.schema is missing: the JSON schema of the answer"
+            raise HTTPError(400, message, param="text.format.schema")
+        return StructuredOutput(json_schema=wanted.schema_, on_unsupported="error" if wanted.strict else "relax")
+
+    def chat_options(self) -> dict[str, Any]:
+        """Return the options of the chat, as of `AsyncLLM.stream_chat`."""
+        effort = self.reasoning.effort if self.reasoning else None
+        is_strict = any_strict(self.tools) or bool(self.text_format.strict)
+        options = {
+            "tools": self.tools,
+            "tool_choice": self.tool_choice if self.tools else None,
+            "parallel_tool_calls": self.parallel_tool_calls if self.tools else None,
+            "chat_template_kwargs": template_variables(self.chat_template_kwargs, effort),
+            "on_unsupported": "error" if is_strict else "relax",
+        }
+        return options | self.request_options()

@@ -1,0 +1,234 @@
+"""``POST /v1/responses``, and what can be done with a response that is stored."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import AsyncGenerator
+from contextlib import aclosing
+from typing import TYPE_CHECKING, Any
+
+from starlette.requests import Request
+from starlette.responses import Response
+
+from ....errors import AEngineError
+from ....outputs import FinishReason, Token, Usage
+from ...errors import http_error
+from ...http import EventStream, HTTPError, JSONAnswer, as_utf8, while_connected
+from ...service import Service
+from ..answers import answer_id, num_tokens, token_entry
+from .body import ResponseBody
+from .items import Events, Items
+from .messages import messages_of, with_instructions
+from .store import ResponseStore
+
+if TYPE_CHECKING:
+    from ....chat.messages import ChatCompletion
+    from ....streams.chat_stream import ChatStream
+
+__all__ = ["count_input_tokens", "create_response", "delete_response", "show_response"]
+
+_FIELDS = {"messages": "input", "max_tokens": "max_output_tokens", "logprobs": "top_logprobs"}
+"""Names of this body for what the engine calls otherwise."""
+
+
+async def create_response(service: Service, request: Request) -> Response:
+    """Answer with a response, whole or as it comes."""
+    body = await service.body(request, ResponseBody)
+    conversation = _Conversation(service.responses, body)
+    name = answer_id("resp", request, body.request_id)
+    try:
+        params, options = body.params(), body.chat_options()
+        stream = service.engine.stream_chat(conversation.messages, params, request_id=name.request_id, **options)
+        writer = _Writer(service, body, conversation, f"resp_{name.fresh}")
+        if body.stream:
+            chunks = writer.chunks(stream)
+            first = await while_connected(request, chunks.__anext__())  # an error is still one of HTTP
+            return EventStream(first, chunks, name.headers)
+        return JSONAnswer(await while_connected(request, writer.whole(stream)), headers=name.headers)
+    except AEngineError as error:
+        failed = http_error(error, "text.format.schema")
+        failed.param = _FIELDS.get(failed.param or "", failed.param)
+        raise failed from None
+
+
+async def show_response(service: Service, request: Request) -> Response:
+    """Answer with a response that is stored."""
+    if request.query_params.get("stream") == "true":
+        raise HTTPError(400, "a stored response is not streamed again", param="stream")
+    return JSONAnswer(service.responses.get(request.path_params["id"]).response)
+
+
+async def delete_response(service: Service, request: Request) -> Response:
+    """Forget a response that is stored."""
+    response_id = request.path_params["id"]
+    service.responses.delete(response_id)
+    return JSONAnswer({"id": response_id, "object": "response", "deleted": True})
+
+
+async def count_input_tokens(service: Service, request: Request) -> Response:
+    """Answer with the number of tokens of a response's input."""
+    body = await service.body(request, ResponseBody)
+    messages = _Conversation(service.responses, body).messages
+    options = body.chat_options()
+    count = await while_connected(
+        request,
+        asyncio.to_thread(
+            service.engine.tokenizer.count,
+            messages,
+            options["tools"],
+            chat_template_kwargs=options["chat_template_kwargs"],
+        ),
+    )
+    return JSONAnswer({"object": "response.input_tokens", "input_tokens": count})
+
+
+class _Conversation:
+    """Messages of one body, after those of the response before.
+
+    Raises HTTPError 400.
+    """
+
+    def __init__(self, store: ResponseStore, body: ResponseBody) -> None:
+        self._store = store
+        previous = body.previous_response_id
+        self._before = None if previous is None else store.get(previous, "previous_response_id")
+        earlier = self._before.messages if self._before else ()
+        self._new = messages_of(body.input, earlier)
+        if not self._new and not earlier:
+            raise HTTPError(400, "the input is empty: give it at least one item", param="input")
+        self.messages = with_instructions([*earlier, *self._new], body.instructions)
+
+    def put(self, response: dict[str, Any], completion: ChatCompletion[Any]) -> None:
+        """Store the response, and with it the conversation."""
+        self._store.put(response, self._before, [*self._new, completion.message.to_dict()])
+
+
+class _Writer:
+    """Writes the answer to one body."""
+
+    def __init__(self, service: Service, body: ResponseBody, conversation: _Conversation, response_id: str) -> None:
+        self._body = body
+        self._conversation = conversation
+        self._tokenizer = service.engine.tokenizer
+        self._is_stored = body.store is not False and service.responses.is_kept
+        defaults = service.engine.describe()["sampling_defaults"]
+        self._response: dict[str, Any] = {
+            # Whoever knows it can go on with it, so it is never a client's own word, which others may guess.
+            "id": response_id,
+            "object": "response",
+            "created_at": int(time.time()),
+            "completed_at": None,
+            "status": "in_progress",
+            "background": False,
+            "error": None,
+            "incomplete_details": None,
+            "instructions": body.instructions,
+            "max_output_tokens": body.max_output_tokens,
+            "max_tool_calls": None,
+            "metadata": body.metadata or {},
+            "model": service.model_name,
+            "output": [],
+            "parallel_tool_calls": body.parallel_tool_calls is not False,
+            "previous_response_id": body.previous_response_id,
+            "reasoning": {"effort": body.reasoning.effort if body.reasoning else None, "summary": None},
+            "store": self._is_stored,
+            "temperature": _either(body.temperature, defaults.get("temperature"), 1.0),
+            "text": {"format": body.text_format.model_dump(by_alias=True, exclude_none=True)},
+            "tool_choice": body.tool_choice or "auto",
+            "tools": body.tools or [],
+            "top_logprobs": body.top_logprobs or 0,
+            "top_p": _either(body.top_p, defaults.get("top_p"), 1.0),
+            "truncation": body.truncation or "disabled",
+            "usage": None,
+            "user": body.user,
+        }
+
+    def _new_items(self, events: Events | None) -> Items:
+        return Items(events, self._token_entry if self._body.wants_logprobs else None)
+
+    def _token_entry(self, token: Token) -> dict[str, Any]:
+        return token_entry(self._tokenizer, (token.token_id, token.logprob, token.top_logprobs))
+
+    async def whole(self, stream: ChatStream) -> dict[str, Any]:
+        """Return the response once it is there."""
+        items = self._new_items(None)
+        async with aclosing(stream):
+            while deltas := await stream.read():
+                for delta in deltas:
+                    items.add(delta)
+        await self._finish(items, stream.completion)
+        return self._response
+
+    async def chunks(self, stream: ChatStream) -> AsyncGenerator[bytes, None]:
+        """Yield server-sent events, those that are there at once together.
+
+        What fails before the first event is raised; what fails later is an event.
+        """
+        events = Events()
+        items = self._new_items(events)
+        has_begun = False
+        async with aclosing(stream):
+            try:
+                while deltas := await stream.read():
+                    if not has_begun:
+                        has_begun = self._begin(events)
+                    for delta in deltas:
+                        items.add(delta)
+                    if written := events.take():
+                        yield as_utf8(written)
+            except AEngineError as error:
+                if not has_begun:
+                    raise
+                items.finish(is_complete=False)
+                self._fail(items, http_error(error))
+                events.add("response.failed", response=self._response)
+                yield as_utf8(events.take())
+                return
+        if not has_begun:
+            self._begin(events)
+        await self._finish(items, stream.completion)
+        events.add(f"response.{self._response['status']}", response=self._response)
+        yield as_utf8(events.take())
+
+    def _begin(self, events: Events) -> bool:
+        for kind in ("response.created", "response.in_progress"):
+            events.add(kind, response=self._response)
+        return True
+
+    async def _finish(self, items: Items, completion: ChatCompletion[Any]) -> None:
+        """Complete the response, and store it."""
+        reason = completion.finish_reason
+        is_complete = reason in (FinishReason.STOP, FinishReason.TOOL_CALLS)
+        items.finish(is_complete)
+        self._response |= {"output": items.output, "usage": await self._usage(items, completion.usage)}
+        if is_complete:
+            self._response |= {"status": "completed", "completed_at": int(time.time())}
+        elif reason is FinishReason.LENGTH:
+            self._response |= {"status": "incomplete", "incomplete_details": {"reason": "max_output_tokens"}}
+        else:
+            self._fail(items, HTTPError(503, "the request was aborted", code="server_error"))
+        if self._is_stored:
+            self._conversation.put(self._response, completion)
+
+    def _fail(self, items: Items, error: HTTPError) -> None:
+        code = "rate_limit_exceeded" if error.status == 429 else "server_error"
+        self._response |= {
+            "output": items.output,
+            "status": "failed",
+            "error": {"code": code, "message": error.message},
+        }
+
+    async def _usage(self, items: Items, usage: Usage) -> dict[str, Any]:
+        return {
+            "input_tokens": usage.prompt_tokens,
+            "input_tokens_details": {"cached_tokens": usage.cached_tokens, "cache_write_tokens": 0},
+            "output_tokens": usage.completion_tokens,
+            "output_tokens_details": {"reasoning_tokens": await num_tokens(self._tokenizer, items.reasoning)},
+            "total_tokens": usage.total_tokens,
+        }
+
+
+def _either(*values: Any) -> Any:
+    """Return the first that is not None."""
+    return next(value for value in values if value is not None)

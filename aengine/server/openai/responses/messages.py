@@ -1,0 +1,138 @@
+"""Input items of a response as chat messages.
+
+reasoning, message (assistant), function_call, ...  ──>  one assistant message
+function_call_output                                ──>  a message of a tool
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from ...http import HTTPError
+
+__all__ = ["messages_of", "with_instructions"]
+
+_TEXT_PARTS = ("input_text", "output_text", "text", "summary_text", "reasoning_text")
+_ROLES = {"user": "user", "assistant": "assistant", "system": "system", "developer": "system"}
+
+
+def messages_of(items: str | Sequence[Mapping[str, Any]], before: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
+    """Return the messages of a response's input, which follow those ``before``.
+
+    Raises HTTPError 400, which names the item.
+    """
+    if isinstance(items, str):
+        return [{"role": "user", "content": items}]
+    reader = _Reader(call["id"] for message in before for call in message.get("tool_calls", ()))
+    for i, item in enumerate(items):
+        reader.read(item, f"input[{i}]")
+    reader.end_answer()
+    return reader.messages
+
+
+def with_instructions(messages: Sequence[Mapping[str, Any]], instructions: str | None) -> list[Mapping[str, Any]]:
+    """Put the instructions first, and make one message of them and of the system messages that follow: templates take
+    one, as a rule."""
+    texts = [instructions] if instructions else []
+    rest = list(messages)
+    while rest and rest[0]["role"] == "system":
+        content = rest.pop(0)["content"]
+        texts.append(content if isinstance(content, str) else "".join(part["text"] for part in content))
+    return [{"role": "system", "content": "\n\n".join(texts)}, *rest] if texts else rest
+
+
+class _Reader:
+    """Reads items one after the other. An assistant's message is complete when something else follows."""
+
+    def __init__(self, call_ids: Any) -> None:
+        self.messages: list[dict[str, Any]] = []
+        self._answer: dict[str, Any] | None = None  # of the assistant, so far
+        self._call_ids = set(call_ids)
+
+    def read(self, item: Mapping[str, Any], where: str) -> None:
+        kind = item.get("type") or "message"
+        if kind == "message":
+            self._read_message(item, where)
+        elif kind == "function_call":
+            self._read_call(item, where)
+        elif kind == "function_call_output":
+            self._read_output(item, where)
+        elif kind == "reasoning":
+            texts = item.get("content") or item.get("summary") or []
+            text = _text_of(texts, f"{where}.content")
+            if text:  # of reasoning that is encrypted nothing can be read
+                self._begin_answer("reasoning_content")["reasoning_content"] = text
+        else:
+            raise _wrong(f"{where}.type", f"an item of type {str(kind)[:80]!r} is not supported")
+
+    def end_answer(self) -> None:
+        if self._answer is not None:
+            self.messages.append(self._answer)
+            self._answer = None
+
+    def _read_message(self, item: Mapping[str, Any], where: str) -> None:
+        role = item.get("role")
+        known = _ROLES.get(role) if isinstance(role, str) else None
+        if known is None:
+            raise _wrong(f"{where}.role", "the role must be user, assistant, system or developer")
+        content = _text_of(item.get("content"), f"{where}.content")
+        if known == "assistant":
+            self._begin_answer("content")["content"] = content
+        else:
+            self.end_answer()
+            self.messages.append({"role": known, "content": content})
+
+    def _read_call(self, item: Mapping[str, Any], where: str) -> None:
+        call_id = _string(item, "call_id", where)
+        function = {"name": _string(item, "name", where), "arguments": _string(item, "arguments", where)}
+        if self._answer is None:
+            self._answer = {"role": "assistant", "content": None}
+        calls = self._answer.setdefault("tool_calls", [])
+        calls.append({"id": call_id, "type": "function", "function": function})
+        self._call_ids.add(call_id)
+
+    def _read_output(self, item: Mapping[str, Any], where: str) -> None:
+        call_id = _string(item, "call_id", where)
+        if call_id not in self._call_ids:
+            raise _wrong(f"{where}.call_id", f"there is no function_call with the call_id {call_id[:80]!r} before it")
+        self.end_answer()
+        content = _text_of(item.get("output"), f"{where}.output")
+        self.messages.append({"role": "tool", "tool_call_id": call_id, "content": content})
+
+    def _begin_answer(self, key: str) -> dict[str, Any]:
+        """Return the assistant's message that takes this key: a new one, if the one so far has come past it."""
+        answer = self._answer
+        if answer is not None and (answer.get(key) is not None or answer.get("tool_calls")):
+            self.end_answer()
+        if self._answer is None or (key == "reasoning_content" and self._answer["content"] is not None):
+            self.end_answer()
+            self._answer = {"role": "assistant", "content": None}
+        return self._answer
+
+
+def _text_of(content: object, where: str) -> str:
+    """Return the text of a content, whole or in parts."""
+    if isinstance(content, str):
+        return content
+    if not isinstance(content, list):
+        raise _wrong(where, "it must be a text or a list of parts")
+    texts = []
+    for i, part in enumerate(content):
+        kind = part.get("type") if isinstance(part, Mapping) else None
+        text = part.get("refusal" if kind == "refusal" else "text") if isinstance(part, Mapping) else None
+        if kind not in (*_TEXT_PARTS, "refusal") or not isinstance(text, str):
+            raise _wrong(f"{where}[{i}]", f"a part of type {str(kind)[:80]!r} can't be read: only texts can")
+        texts.append(text)
+    return "".join(texts)
+
+
+def _string(item: Mapping[str, Any], key: str, where: str) -> str:
+    value = item.get(key)
+    if not isinstance(value, str):
+        raise _wrong(f"{where}.{key}", "it must be a string")
+    return value
+
+
+def _wrong(param: str, message: str) -> HTTPError:
+    return HTTPError(400, f"{param} is wrong: {message}", code="invalid_value", param=param)

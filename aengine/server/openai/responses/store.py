@@ -1,0 +1,78 @@
+"""`ResponseStore`: responses of the last time, for ``previous_response_id`` and for `retrieve`."""
+
+from __future__ import annotations
+
+from collections import OrderedDict
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from ...http import HTTPError
+from ..answers import dumps
+
+__all__ = ["ResponseStore", "StoredResponse"]
+
+Messages = Sequence[Mapping[str, Any]]
+
+
+@dataclass(frozen=True, slots=True)
+class StoredResponse:
+    """A response, and the conversation up to it."""
+
+    response: dict[str, Any]
+    messages: Messages
+    """All messages, the answer included, but for the instructions, which are of one request only."""
+    num_bytes: int
+
+
+class ResponseStore:
+    """Keeps what has been answered last, in this process' memory.
+
+    Args:
+        max_responses: at most so many; 0: none.
+        max_bytes: of JSON at most so much; each response counts with its whole conversation.
+    """
+
+    def __init__(self, max_responses: int, max_bytes: int = 256 << 20) -> None:
+        self._max_responses = max_responses
+        self._max_bytes = max_bytes
+        self._responses: OrderedDict[str, StoredResponse] = OrderedDict()
+        self._num_bytes = 0
+
+    @property
+    def is_kept(self) -> bool:
+        """Whether anything is."""
+        return self._max_responses > 0
+
+    def get(self, response_id: str, param: str | None = None) -> StoredResponse:
+        """Return a response. Raises HTTPError 404, of an id in a body (``param``) 400."""
+        found = self._responses.get(response_id)
+        if found is None:
+            shown = response_id[:80]
+            why = (
+                "it was not stored, or the server has restarted, or newer ones have taken its place"
+                if self.is_kept
+                else "this server stores none: send the whole conversation as input"
+            )
+            code = "previous_response_not_found" if param else "not_found"
+            status = 400 if param else 404
+            raise HTTPError(status, f"there is no response {shown!r}: {why}", code=code, param=param)
+        self._responses.move_to_end(response_id)
+        return found
+
+    def put(self, response: dict[str, Any], before: StoredResponse | None, messages: Messages) -> None:
+        """Keep a response, with the messages that it adds to those ``before``."""
+        if not self.is_kept:
+            return
+        num_bytes = len(dumps(messages)) + len(dumps(response)) + (before.num_bytes if before else 0)
+        earlier = before.messages if before else ()
+        self._responses[response["id"]] = StoredResponse(response, (*earlier, *messages), num_bytes)
+        self._num_bytes += num_bytes
+        while self._num_bytes > self._max_bytes or len(self._responses) > self._max_responses:
+            _, oldest = self._responses.popitem(last=False)
+            self._num_bytes -= oldest.num_bytes
+
+    def delete(self, response_id: str) -> None:
+        """Raises HTTPError 404."""
+        self._num_bytes -= self.get(response_id).num_bytes
+        del self._responses[response_id]

@@ -1,0 +1,289 @@
+"""Responses, by OpenAI's own client over an engine of the same process."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+from typing import Any
+
+import openai
+import pytest
+from openai.types import responses as types
+from openai.types.responses.response_stream_event import ResponseStreamEvent
+from pydantic import BaseModel, TypeAdapter
+
+from aengine import WorkerDiedError
+from aengine.server import create_app
+from aengine.server.in_process import openai_client, streaming_transport
+from aengine.testing import FakeAsyncLLM, FakeRequest, Reply
+
+ADD: Any = {
+    "type": "function",
+    "name": "add",
+    "description": "Add.",
+    "strict": True,
+    "parameters": {
+        "type": "object",
+        "properties": {"a": {"type": "integer"}, "b": {"type": "integer"}},
+        "required": ["a", "b"],
+        "additionalProperties": False,
+    },
+}
+CALLS = [("add", {"a": 1, "b": 2}), ("add", {"a": 3, "b": 4})]
+
+
+class Report(BaseModel):
+    city: str
+    sunny: bool
+
+
+async def test_a_response_is_answered_whole() -> None:
+    async with FakeAsyncLLM("Hello there") as engine, openai_client(engine) as client:
+        answer = await client.responses.create(
+            model="fake",
+            input="hello",
+            instructions="Be short.",
+            metadata={"a": "b"},
+            max_output_tokens=50,
+            top_logprobs=1,
+            include=["message.output_text.logprobs", "reasoning.encrypted_content"],
+        )
+        types.Response.model_validate(answer.model_dump(warnings=False))
+        assert (answer.output_text, answer.status, answer.metadata) == ("Hello there", "completed", {"a": "b"})
+        assert answer.usage is not None and answer.usage.output_tokens == len("Hello there") + 1
+        (message,) = answer.output
+        assert message.type == "message" and message.content[0].type == "output_text"
+        logprobs = message.content[0].logprobs
+        assert logprobs is not None and "".join(one.token for one in logprobs).startswith("Hello there")
+        assert engine.requests[0].messages == [
+            {"role": "system", "content": "Be short."},
+            {"role": "user", "content": "hello"},
+        ]
+
+
+async def test_all_events_come_in_their_order() -> None:
+    """Reasoning, a message, and two calls; each item's deltas add up to what the whole response has."""
+    reply = Reply("Let me see.", reasoning="Two sums", tool_calls=CALLS)
+    async with (
+        FakeAsyncLLM([reply, reply], reasoning=True, token_delay=0.001) as engine,
+        openai_client(engine) as client,
+    ):
+        ask: dict[str, Any] = {"model": "fake", "input": "sums", "tools": [ADD]}
+        events = [event async for event in await client.responses.create(**ask, stream=True)]
+        adapter: TypeAdapter[Any] = TypeAdapter(ResponseStreamEvent)
+        for event in events:
+            adapter.validate_python(event.model_dump(by_alias=True, warnings=False))
+        assert [event.sequence_number for event in events] == list(range(len(events)))
+        kinds = [event.type.removeprefix("response.") for event in events]
+        message = ["output_item.added", "content_part.added", "output_text.delta", "output_text.done"]
+        reasoning = [*message[:2], "reasoning_text.delta", "reasoning_text.done"]
+        call = ["output_item.added", "function_call_arguments.delta", "function_call_arguments.done"]
+        part_end, item_end = "content_part.done", "output_item.done"
+        assert [kind for i, kind in enumerate(kinds) if kinds[i - 1] != kind] == [
+            *("created", "in_progress"),
+            *(*reasoning, part_end, item_end),
+            *(*message, part_end, item_end),
+            *(*call, item_end) * 2,
+            "completed",
+        ]
+        response = events[-1].response  # type: ignore[union-attr]
+        texts = ["", "", "", ""]
+        for event in events:
+            if event.type.endswith(".delta"):
+                texts[event.output_index] += event.delta  # type: ignore[union-attr]
+        whole = await client.responses.create(**ask)
+        for one in (response, whole):
+            thought, said, *calls = one.output
+            assert thought.content[0].text.strip() == "Two sums" and thought.content[0].text == texts[0]
+            assert said.content[0].text == texts[1] and said.content[0].text.strip() == "Let me see."
+            assert [(call.name, json.loads(call.arguments)) for call in calls] == CALLS
+            assert [call.arguments for call in calls] == texts[2:]
+            assert len({call.call_id for call in calls}) == 2
+            assert one.usage.output_tokens_details.reasoning_tokens == len(texts[0])
+            assert {item.status for item in one.output} == {"completed"}
+
+
+async def test_the_stream_helper_and_parse() -> None:
+    async with FakeAsyncLLM(Report(city="Paris", sunny=True)) as engine, openai_client(engine) as client:
+        parsed = await client.responses.parse(model="fake", input="weather", text_format=Report)
+        assert parsed.output_parsed == Report(city="Paris", sunny=True)
+        async with client.responses.stream(model="fake", input="weather", text_format=Report) as stream:
+            snapshots = [event.snapshot async for event in stream if event.type == "response.output_text.delta"]
+            final = await stream.get_final_response()
+        assert final.output_parsed == Report(city="Paris", sunny=True)
+        assert json.loads(snapshots[-1]) == {"city": "Paris", "sunny": True}
+
+
+async def test_a_tool_is_called_and_its_result_is_read() -> None:
+    script = [Reply(reasoning="hm", tool_calls=CALLS), "It is 3 and 7."]
+    async with FakeAsyncLLM(script, reasoning=True) as engine, openai_client(engine) as client:
+        items: list[Any] = [{"role": "user", "content": [{"type": "input_text", "text": "sums"}]}]
+        first = await client.responses.create(model="fake", input=items, tools=[ADD], tool_choice="required")
+        items += [item.model_dump(exclude_none=True) for item in first.output]
+        for item in first.output:
+            if item.type == "function_call":
+                numbers = json.loads(item.arguments)
+                output = [{"type": "input_text", "text": str(sum(numbers.values()))}]
+                items.append({"type": "function_call_output", "call_id": item.call_id, "output": output})
+        second = await client.responses.create(model="fake", input=items, tools=[ADD])
+        assert second.output_text == "It is 3 and 7."
+        user, answer, *results = engine.requests[1].messages or ()
+        assert user["role"] == "user" and answer["reasoning_content"].strip() == "hm"
+        assert [call["function"]["name"] for call in answer["tool_calls"]] == ["add", "add"]
+        assert [result["content"] for result in results] == ["3", "7"]
+        assert [result["tool_call_id"] for result in results] == [call["id"] for call in answer["tool_calls"]]
+
+
+async def test_a_conversation_goes_on_from_the_response_before() -> None:
+    async with FakeAsyncLLM(["one", Reply(tool_calls=CALLS[:1]), "three", "four"]) as engine:
+        async with openai_client(engine) as client:
+            first = await client.responses.create(model="fake", input="1", instructions="Count.")
+            second = await client.responses.create(
+                model="fake", input="2", previous_response_id=first.id, tools=[ADD], stream=True
+            )
+            (done,) = [event.response async for event in second if event.type == "response.completed"]
+            call: Any = done.output[0]
+            output: Any = [{"type": "function_call_output", "call_id": call.call_id, "output": "3"}]
+            third = await client.responses.create(model="fake", input=output, previous_response_id=done.id)
+            roles = [message["role"] for message in engine.requests[2].messages or ()]
+            assert roles == ["user", "assistant", "user", "assistant", "tool"], "without the first's instructions"
+            assert (await client.responses.retrieve(third.id)).output_text == third.output_text == "three"
+            await client.responses.delete(third.id)
+            with pytest.raises(openai.NotFoundError):
+                await client.responses.retrieve(third.id)
+            with pytest.raises(openai.BadRequestError) as caught:
+                await client.responses.create(model="fake", input="4", previous_response_id=third.id)
+            assert caught.value.param == "previous_response_id"
+            unstored = await client.responses.create(model="fake", input="5", store=False)
+            with pytest.raises(openai.NotFoundError):
+                await client.responses.retrieve(unstored.id)
+            count = await client.responses.input_tokens.count(model="fake", input="5")
+            assert unstored.usage is not None and count.input_tokens == unstored.usage.input_tokens
+
+
+async def test_what_is_stored_is_bounded() -> None:
+    from aengine.server.openai.responses.store import ResponseStore
+
+    async with FakeAsyncLLM("yes") as engine:
+        app = create_app(engine, max_stored_responses=2)
+        async with openai_client(engine) as plain:
+            http_client: Any = openai.DefaultAsyncHttpxClient(transport=streaming_transport(app, library_of(plain)))
+            client = plain.with_options(http_client=http_client)
+            answers = [await client.responses.create(model="fake", input="x") for _ in range(3)]
+            assert (await client.responses.retrieve(answers[1].id)).id == answers[1].id
+            with pytest.raises(openai.NotFoundError):
+                await client.responses.retrieve(answers[0].id)
+            await http_client.aclose()
+    store = ResponseStore(100, max_bytes=5000)
+    for i in range(20):
+        store.put({"id": str(i)}, None, [{"role": "user", "content": "x" * 1000}])
+    assert len(store._responses) == 4 and store._num_bytes <= 5000
+    for response_id in list(store._responses):
+        store.delete(response_id)
+    assert store._num_bytes == 0
+
+
+def library_of(client: openai.AsyncOpenAI) -> str:
+    roots = [kind.__module__.partition(".")[0] for kind in openai.DefaultAsyncHttpxClient.__mro__]
+    return next(root for root in roots if root.startswith("httpx"))
+
+
+async def test_an_answer_that_is_cut_off_is_incomplete() -> None:
+    script = ["a" * 50, "a" * 50, Reply(tool_calls=CALLS)]
+    async with FakeAsyncLLM(script) as engine, openai_client(engine) as client:
+        whole = await client.responses.create(model="fake", input="x", max_output_tokens=20)
+        assert whole.status == "incomplete" and whole.incomplete_details is not None
+        assert whole.incomplete_details.reason == "max_output_tokens" and whole.output_text == "a" * 20
+        stream = await client.responses.create(model="fake", input="x", max_output_tokens=20, stream=True)
+        last = [event async for event in stream][-1]
+        assert last.type == "response.incomplete" and last.response.output_text == "a" * 20
+        cut = await client.responses.create(model="fake", input="x", max_output_tokens=70, tools=[ADD])
+        assert cut.output[-1].type == "function_call" and cut.output[-1].status == "incomplete"
+
+
+async def test_an_error_in_mid_stream_is_an_event() -> None:
+    async with FakeAsyncLLM(Reply("Hello", error=WorkerDiedError("gone"))) as engine:
+        async with openai_client(engine, max_retries=0) as client:
+            events = [event async for event in await client.responses.create(model="fake", input="x", stream=True)]
+            last = events[-1]
+            assert last.type == "response.failed" and last.response.error is not None
+            assert (last.response.error.code, last.response.error.message) == ("server_error", "gone")
+            assert last.response.output_text == "Hello"
+            with pytest.raises(openai.APIStatusError):
+                await client.responses.create(model="fake", input="x")
+
+
+WRONG: list[tuple[dict[str, Any], str | None]] = [
+    ({"input": []}, "input"),
+    ({"input": [{"role": "robot", "content": "x"}]}, "input[0].role"),
+    ({"input": [{"role": "user", "content": [{"type": "input_image", "image_url": "x"}]}]}, "input[0].content[0]"),
+    ({"input": [{"type": "web_search_call", "id": "x"}]}, "input[0].type"),
+    ({"input": [{"type": "function_call_output", "call_id": "x", "output": "1"}]}, "input[0].call_id"),
+    ({"input": [{"type": "function_call", "call_id": 3}]}, "input[0].call_id"),
+    ({"input": "a" * 200_000}, None),
+    ({"max_output_tokens": 0}, "max_output_tokens"),
+    ({"tools": [{"type": "web_search"}]}, "tools"),
+    ({"tools": [ADD], "tool_choice": {"type": "function", "name": "other"}}, "tool_choice"),
+    (
+        {"tools": [ADD | {"parameters": {"type": "object", "properties": {"a": {"type": "colour"}}}}]},
+        "tools.properties.a",
+    ),
+    ({"text": {"format": {"type": "json_schema", "name": "x"}}}, "text.format.schema"),
+    ({"background": True}, "background"),
+    ({"conversation": "conv_1"}, "conversation"),
+    ({"metadata": {"a": 1}}, "metadata.a"),
+    ({"extra_body": {"colour": 1}}, "colour"),
+]
+
+
+@pytest.mark.parametrize(("change", "param"), WRONG, ids=lambda value: str(value)[:40])
+async def test_what_is_wrong_is_named(change: dict[str, Any], param: str | None) -> None:
+    ask: dict[str, Any] = {"model": "fake", "input": "x"} | change
+    async with FakeAsyncLLM("yes") as engine, openai_client(engine) as client:
+        for stream in (False, True):
+            with pytest.raises(openai.BadRequestError) as caught:
+                await client.responses.create(**ask, stream=stream)
+            assert str(caught.value.param).startswith(str(param)), caught.value
+        assert engine.statistics().num_running == 0
+        assert (await client.responses.create(model="fake", input="x", background=False)).output_text == "yes"
+
+
+@pytest.mark.parametrize("stream", [False, True])
+async def test_who_leaves_ends_the_request(stream: bool) -> None:
+    async with FakeAsyncLLM("a" * 1000, token_delay=0.01) as engine, openai_client(engine) as client:
+        call = asyncio.create_task(client.responses.create(model="fake", input="x", stream=stream))  # type: ignore[call-overload]
+        while not engine.statistics().num_running:
+            await asyncio.sleep(0.001)
+        if stream:
+            await (await call).close()
+        else:
+            call.cancel()
+        while engine.statistics().num_running:
+            await asyncio.sleep(0.001)
+        assert engine.statistics().num_aborted == 1
+
+
+def agent(request: FakeRequest) -> Any:
+    messages = request.messages or ()
+    if messages[-1]["role"] == "tool":
+        return Report(city=messages[-1]["content"], sunny=True)
+    return Reply(tool_calls=[("where", {})])
+
+
+async def test_an_agent_of_openais_sdk() -> None:
+    agents = pytest.importorskip("agents")
+    agents.set_tracing_disabled(True)
+
+    @agents.function_tool
+    def where() -> str:
+        """Where am I?"""
+        return "Paris"
+
+    async with FakeAsyncLLM(agent) as engine, openai_client(engine) as client:
+        model = agents.OpenAIResponsesModel("fake", client)
+        asked = agents.Agent("weather", instructions="Help.", model=model, tools=[where], output_type=Report)
+        assert (await agents.Runner.run(asked, "weather?")).final_output == Report(city="Paris", sunny=True)
+        run = agents.Runner.run_streamed(asked, "weather?")
+        names = [event.name async for event in run.stream_events() if event.type == "run_item_stream_event"]
+        assert run.final_output == Report(city="Paris", sunny=True)
+        assert names == ["tool_called", "tool_output", "message_output_created"]
