@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any, Generic, TextIO, TypeVar
 
 from .errors import AEngineError, InvalidRequestError
 from .options import Progress, Show
-from .outputs import Completion, Token, Usage
+from .outputs import Completion, FinishReason, Token, Usage
 from .params import SamplingParams
 from .streams.cross_thread_stream import BlockingStream, run_now
 
@@ -53,6 +53,18 @@ class _Blocking(Generic[T, C]):
         """The tokens so far."""
         usage: Usage = self._stream.usage
         return usage
+
+    @property
+    def finish_reasons(self) -> tuple[FinishReason | None, ...]:
+        """Of each of the n completions why it has ended; see `TokenStream.finish_reasons` and `ChatStream`'s."""
+        reasons: tuple[FinishReason | None, ...] = self._stream.finish_reasons
+        return reasons
+
+    @property
+    def stop_reasons(self) -> tuple[str | int | None, ...]:
+        """Of each of the n completions its `Choice.stop_reason`, known with its finish reason."""
+        reasons: tuple[str | int | None, ...] = self._stream.stop_reasons
+        return reasons
 
     def __iter__(self) -> Self:
         return self

@@ -121,6 +121,9 @@ class Choice(Generic[T_co]):
     ``parse_error`` tell; the type leaves that out."""
     parse_error: Exception | None = None
     """With an output_type: why there is no value though the text is complete, as a validator's ValidationError."""
+    stop_reason: str | int | None = field(default=None, kw_only=True)
+    """With FinishReason.STOP: the stop string, or the one of ``stop_token_ids``, that ended it. None: the end of
+    sequence."""
 
 
 @dataclass(frozen=True, slots=True)

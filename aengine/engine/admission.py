@@ -235,6 +235,9 @@ class Admission:
         room = limits.max_model_len - len(ids)
         max_num_tokens = len(ids) + (room if params.max_tokens is None else min(room, params.max_tokens))
         seed = self._random.getrandbits(63) if params.seed is None else params.seed
+        mailbox.stop_token_ids = frozenset(params.stop_token_ids)
+        if not params.ignore_eos:
+            mailbox.stop_token_ids -= limits.eos_token_ids
         mailbox.num_prompt_tokens = len(ids)
         if grammar is not None:
             mailbox.warnings = grammar.warnings
@@ -314,8 +317,6 @@ class Admission:
         for timer in request.timers:
             timer.cancel()
         request.timers = ()
-        if request.requests:
-            mailbox.cached_tokens = request.requests[0].num_cached_tokens
         for one in request.requests:
             self._steps.drop(one, reason)
         if reason is FinishReason.ERROR:

@@ -33,6 +33,7 @@ class _Answer:
         self._plan = plan
         self._parser = plan.new_parser()
         self._tokens: list[Token] | None = [] if has_logprobs else None  # since the last delta
+        self.has_ended = False  # its last token has been read
 
     @property
     def message(self) -> ChatMessage:
@@ -44,7 +45,10 @@ class _Answer:
             self._tokens.append(token)
         is_stop = token.finish_reason is FinishReason.STOP
         deltas = self._parser.feed(token.text, self._plan.marker_of(token.token_id, is_stop=is_stop))
-        return self._with_index(deltas) if token.finish_reason is None else self.finish(deltas)
+        if token.finish_reason is None:
+            return self._with_index(deltas)
+        self.has_ended = True
+        return self.finish(deltas)
 
     def finish(self, deltas: Sequence[Delta] = ()) -> list[Delta]:
         """The answer's last deltas, after those given; one without text if it takes one for tokens that are left.
@@ -74,7 +78,15 @@ class _Answer:
 
 
 def _chat_choice(plain: Choice, message: ChatMessage) -> ChatChoice:
-    return ChatChoice(plain.index, plain.text, plain.token_ids, plain.finish_reason, plain.logprobs, message=message)
+    return ChatChoice(
+        plain.index,
+        plain.text,
+        plain.token_ids,
+        plain.finish_reason,
+        plain.logprobs,
+        message=message,
+        stop_reason=plain.stop_reason,
+    )
 
 
 class ChatStream:
@@ -102,6 +114,7 @@ class ChatStream:
         self._deltas: deque[Delta] = deque()
         self._is_read = False  # to its end, or it was closed
         self._has_ended = False  # by itself
+        self._has_failed = False  # all that came before the error has been read
         self._completion: ChatCompletion | None = None
 
     @property
@@ -136,6 +149,7 @@ class ChatStream:
             try:
                 tokens = await self._stream.read(at_most)
             except AEngineError as error:
+                self._has_failed = True
                 if error.completion is not None:
                     error.completion = self._new_completion()
                 raise
@@ -177,6 +191,23 @@ class ChatStream:
     def usage(self) -> Usage:
         """The tokens so far, as `TokenStream.usage`."""
         return self._stream.usage
+
+    @property
+    def finish_reasons(self) -> tuple[FinishReason | None, ...]:
+        """Of each of the n answers why it has ended; None: it has not, or not all of its deltas have been read."""
+        reasons = self._stream.finish_reasons or (None,) * self._params.n
+        if self._is_read or self._has_failed:
+            return reasons
+        is_read = dict.fromkeys((i for i, answer in enumerate(self._answers) if answer.has_ended), True)
+        is_read |= {delta.choice: False for delta in self._deltas}
+        return tuple(reason if is_read.get(i) else None for i, reason in enumerate(reasons))
+
+    @property
+    def stop_reasons(self) -> tuple[str | int | None, ...]:
+        """Of each of the n answers its `Choice.stop_reason`, known with its finish reason."""
+        finish_reasons = self.finish_reasons
+        stop_reasons = self._stream.stop_reasons or (None,) * self._params.n
+        return tuple(None if finish is None else stop for finish, stop in zip(finish_reasons, stop_reasons))
 
     @property
     def completion(self) -> ChatCompletion:

@@ -38,6 +38,9 @@ class IncrementalText(Protocol):
 
     stopped: bool
 
+    @property
+    def stop_string(self) -> str | None: ...
+
     def put(self, token_id: int) -> str: ...
 
     def flush(self) -> str: ...
@@ -69,6 +72,7 @@ class Mailbox:
         "output_type",
         "pending",
         "plan",
+        "stop_token_ids",
         "times",
         "waiter",
         "warnings",
@@ -99,6 +103,7 @@ class Mailbox:
         self.is_json = is_json
         self.warnings: tuple[str, ...] = ()
         self.plan: ChatPlan | None = None  # of a chat, once it is made
+        self.stop_token_ids: frozenset[int] = frozenset()  # the caller's own, which are no end of sequence
 
     def open(self, choices: list[ChoiceOutput]) -> None:
         self.choices = choices
@@ -174,7 +179,17 @@ class Mailbox:
 class ChoiceOutput:
     """A completion under way: the sink of one scheduler `Request`."""
 
-    __slots__ = ("_parsed", "detokenizer", "finish_reason", "index", "logprobs", "mailbox", "texts", "token_ids")
+    __slots__ = (
+        "_parsed",
+        "_stop_string",
+        "detokenizer",
+        "finish_reason",
+        "index",
+        "logprobs",
+        "mailbox",
+        "texts",
+        "token_ids",
+    )
 
     def __init__(self, mailbox: Mailbox, index: int, want_logprobs: bool) -> None:
         self.mailbox = mailbox
@@ -184,6 +199,7 @@ class ChoiceOutput:
         self.texts: list[str] = []  # one for each token, perhaps empty, if there is a detokenizer
         self.logprobs: list[tuple[Logprob, ...]] | None = [] if want_logprobs else None
         self.finish_reason: FinishReason | None = None
+        self._stop_string: str | None = None  # that ended it
         self._parsed: tuple[Any, Exception | None] | None = None  # cached: a type's own validators may be slow
 
     def begin(self, detokenizer: IncrementalText) -> None:
@@ -238,11 +254,22 @@ class ChoiceOutput:
         if plan is not None and reason is FinishReason.STOP and plan.has_call(self.texts, self.token_ids):
             reason = FinishReason.TOOL_CALLS
         self.finish_reason = reason
-        self.detokenizer = None  # it holds the tokenizer, and a stream may be kept for long
+        if self.detokenizer is not None:
+            self._stop_string = self.detokenizer.stop_string
+            self.detokenizer = None  # it holds the tokenizer, and a stream may be kept for long
         mailbox = self.mailbox
         mailbox.num_open -= 1
         if mailbox.num_open == 0:
             mailbox.close()
+
+    @property
+    def stop_reason(self) -> str | int | None:
+        """See `Choice.stop_reason`. None before the end."""
+        if self.finish_reason not in (FinishReason.STOP, FinishReason.TOOL_CALLS):
+            return None
+        if self._stop_string is None and self.token_ids and self.token_ids[-1] in self.mailbox.stop_token_ids:
+            return self.token_ids[-1]
+        return self._stop_string
 
     def result(self, output_type: OutputType | None) -> Choice:
         text = "".join(self.texts)
@@ -257,6 +284,7 @@ class ChoiceOutput:
             logprobs=None if self.logprobs is None else tuple(self.logprobs),
             parsed=parsed,
             parse_error=parse_error,
+            stop_reason=self.stop_reason,
         )
 
 
@@ -364,8 +392,20 @@ class TokenStream:
 
     @property
     def usage(self) -> Usage:
-        """The tokens so far, those that have not been read yet included. 0 before the prompt is encoded."""
+        """The tokens so far, those that have not been read yet included. ``prompt_tokens`` is 0 before the prompt is
+        encoded, ``cached_tokens`` before the request's first step."""
         return self._mailbox.usage()
+
+    @property
+    def finish_reasons(self) -> tuple[FinishReason | None, ...]:
+        """Of each of the n completions why it has ended; None: it has not. Also of what has not been read yet. Empty
+        before the engine has the request, which with ``own_thread=True`` it may not yet have when `stream` returns."""
+        return tuple(choice.finish_reason for choice in self._mailbox.choices)
+
+    @property
+    def stop_reasons(self) -> tuple[str | int | None, ...]:
+        """Of each of the n completions its `Choice.stop_reason`, known with its finish reason."""
+        return tuple(choice.stop_reason for choice in self._mailbox.choices)
 
     @property
     def completion(self) -> Completion:

@@ -23,6 +23,11 @@ class Detokenizer:
         self._stops = StopSearch(stops, include_stop=include_stop) if stops else None
         self.stopped = False
 
+    @property
+    def stop_string(self) -> str | None:
+        """The stop string that has ended the text; None: none has."""
+        return None if self._stops is None else self._stops.found
+
     def put(self, token_id: int) -> str:
         """Add a token; return the text that is certain now, "" if none is."""
         text = self._put(token_id)
@@ -47,7 +52,7 @@ class Detokenizer:
         if self.stopped:
             return ""
         text = self._stops.put(text)
-        self.stopped = self._stops.found
+        self.stopped = self._stops.found is not None
         return text
 
 

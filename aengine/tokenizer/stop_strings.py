@@ -29,19 +29,19 @@ class StopSearch:
         self._include_stop = include_stop
         self._held = ""
         self._likely: str | None = None  # the text's end with what `would_stop` was told; None: nothing since `put`
-        self.found = False
+        self.found: str | None = None  # the stop string that ended the text
 
     def put(self, text: str) -> str:
         """Add more of the text; return what of it, and of what was held, belongs to no stop string."""
         self._likely = None
-        if self.found:
+        if self.found is not None:
             return ""
         if not self._held and self._firsts.isdisjoint(text):
             return text
         whole = self._held + text
         end, length = self._first_match(whole, len(text))
         if end:
-            self.found, self._held = True, ""
+            self.found, self._held = whole[end - length : end], ""
             return whole[: end if self._include_stop else end - length]
         certain = self._begin_of_held(whole)
         self._held = whole[certain:]
