@@ -14,7 +14,7 @@ from dataclasses import dataclass, field
 from datetime import UTC, datetime
 from typing import TYPE_CHECKING, Any
 
-from ..chat.messages import ChatMessage, Delta, ReasoningDelta, TextDelta, ToolCallDelta, ToolCallStart
+from ..chat.messages import ChatCompletion, ChatMessage, Delta, ReasoningDelta, TextDelta, ToolCallDelta, ToolCallStart
 from ..chat.tools import Tool
 from ..errors import (
     AEngineError,
@@ -26,12 +26,13 @@ from ..errors import (
     RequestError,
 )
 from ..options import OnUnsupported
-from ..outputs import Completion, FinishReason
+from ..outputs import FinishReason
 from ..params import StructuredOutput
-from .settings import engine_settings, model_name_of, reasoning_variables
+from .settings import engine_settings, model_name_of, reasoning_variables, with_one_system_message
 
 try:
     from pydantic_ai.exceptions import (
+        IncompleteToolCall,
         ModelAPIError,
         ModelContextWindowExceededError,
         ModelOverloadedError,
@@ -260,16 +261,14 @@ class AEngineModel(Model[None]):
         return engine_settings(given, more)
 
     def _messages(self, messages: Sequence[ModelMessage], parameters: ModelRequestParameters) -> list[dict[str, Any]]:
-        """Write the messages as OpenAI's. System prompts and instructions that begin them become one: many chat
-        templates take no more."""
+        """Write the messages as OpenAI's; instructions come after the system prompts that begin them."""
         written: list[dict[str, Any]] = []
         for message in messages:
             written += _of_request(message) if isinstance(message, ModelRequest) else [_of_response(message)]
         num_leading = next((i for i, message in enumerate(written) if message["role"] != "system"), len(written))
-        texts = [message["content"] for message in written[:num_leading]]
-        texts += [part.content for part in self._get_instruction_parts(messages, parameters) or ()]
-        system = [{"role": "system", "content": "\n\n".join(texts)}] if texts else []
-        return system + written[num_leading:]
+        instructions = self._get_instruction_parts(messages, parameters) or ()
+        written[num_leading:num_leading] = [{"role": "system", "content": part.content} for part in instructions]
+        return with_one_system_message(written)
 
 
 @dataclass
@@ -430,12 +429,11 @@ def _parts_of(message: ChatMessage) -> list[ModelResponsePart]:
         parts.append(ThinkingPart(message.reasoning))
     if message.content and message.content.strip():
         parts.append(TextPart(message.content))
-    # A call that was cut off is shown as far as it came: pydantic-ai says what helps.
     parts += [ToolCallPart(call.name, call.arguments, tool_call_id=call.id) for call in message.tool_calls]
     return parts
 
 
-def _usage_of(completion: Completion[Any]) -> RequestUsage:
+def _usage_of(completion: ChatCompletion[Any]) -> RequestUsage:
     usage = completion.usage
     return RequestUsage(
         input_tokens=usage.prompt_tokens,
@@ -444,7 +442,7 @@ def _usage_of(completion: Completion[Any]) -> RequestUsage:
     )
 
 
-def _details_of(completion: Completion[Any]) -> dict[str, Any]:
+def _details_of(completion: ChatCompletion[Any]) -> dict[str, Any]:
     details: dict[str, Any] = {"finish_reason": str(completion.finish_reason)}
     if completion.warnings:
         details["warnings"] = list(completion.warnings)
@@ -455,10 +453,13 @@ class _AbortedError(RequestError):
     """Somebody else ended the request: by `AsyncLLM.abort` or `AsyncLLM.abort_all`."""
 
 
-def _check_whole(completion: Completion[Any]) -> None:
-    """Raise unless the answer came to its own end: an agent would take what there is for all of it."""
+def _check_whole(completion: ChatCompletion[Any]) -> None:
+    """Raise for what an agent would take for whole: an answer that was aborted, a call that was cut off."""
     if completion.finish_reason not in _FINISH_REASONS:
         raise _AbortedError(f"the request {completion.request_id} was aborted")
+    for call in completion.message.tool_calls:
+        if not call.is_complete:
+            raise IncompleteToolCall(f"the answer was cut off inside the call of {call.name!r}: raise max_tokens")
 
 
 @contextmanager

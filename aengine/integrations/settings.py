@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from pathlib import PurePath
 from typing import TYPE_CHECKING, Any
 
@@ -12,7 +12,7 @@ from ..params import SamplingParams
 if TYPE_CHECKING:
     from ..async_llm import AsyncLLM
 
-__all__ = ["engine_settings", "model_name_of", "reasoning_variables"]
+__all__ = ["engine_settings", "model_name_of", "reasoning_variables", "with_one_system_message"]
 
 
 def model_name_of(engine: AsyncLLM) -> str:
@@ -46,3 +46,17 @@ def reasoning_variables(effort: bool | str | None) -> dict[str, Any]:
     if isinstance(effort, bool):
         return {"enable_thinking": effort}
     return {"enable_thinking": effort != "none", "reasoning_effort": effort}
+
+
+def with_one_system_message(messages: Iterable[Mapping[str, Any]]) -> list[dict[str, Any]]:
+    """Join the system messages that begin a chat: many chat templates take no more than one."""
+    written = [dict(message) for message in messages]
+    num_leading = next((i for i, message in enumerate(written) if message.get("role") != "system"), len(written))
+    if num_leading < 2:
+        return written
+    texts = [_text_of(message["content"]) for message in written[:num_leading]]
+    return [{"role": "system", "content": "\n\n".join(texts)}, *written[num_leading:]]
+
+
+def _text_of(content: Any) -> str:
+    return content if isinstance(content, str) else "".join(part["text"] for part in content)
