@@ -12,6 +12,7 @@ blocking calls as well (`AsyncLLM.sync`). It holds the engine by a handle of one
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from importlib import import_module
 from typing import TYPE_CHECKING, Any, overload
 
 from .config import EngineConfig
@@ -27,6 +28,8 @@ if TYPE_CHECKING:
     import os
     from types import TracebackType
     from typing import NoReturn, Self, Unpack
+
+    import openai
 
     from .chat.messages import ChatCompletion
     from .engine.executor import Executor
@@ -301,6 +304,20 @@ class AsyncLLM:
 
         core = self._handle.running_core()
         return begin_chat(core, self._handle.submit, messages, params, output_type, options)
+
+    def openai_client(self, **options: Any) -> openai.AsyncOpenAI:
+        """OpenAI's own client, whose calls this engine answers: no port, no other process, all of it on this loop.
+
+            client = engine.openai_client()
+            await client.chat.completions.create(model="...", messages=[...])
+            await client.responses.create(model="...", input="...")
+
+        Args:
+            options: of `openai.AsyncOpenAI`, such as ``timeout`` and ``max_retries``.
+
+        Needs ``pip install aengine[openai]``. The engine may be started later.
+        """
+        return import_module("aengine.server.in_process").openai_client(self, **options)  # it is above the engine
 
     def abort(self, request_id: str) -> bool:
         """End a request by its id; its stream ends with FinishReason.ABORT. Returns whether it was running."""

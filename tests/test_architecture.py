@@ -192,7 +192,9 @@ MOST_FILES = 14
 LARGE_ROOMS = {"kernels", "kernels/triton"}  # one operation a file
 MOST_METHODS = 20
 # Each with the number of methods that it may have, and why.
-LARGE_CLASSES = {}
+LARGE_CLASSES = {
+    "async_llm.AsyncLLM": 21,  # the public contract, a method for each of its calls
+}
 
 
 def test_rooms_stay_small() -> None:

@@ -10,7 +10,12 @@
 
 from __future__ import annotations
 
-from .app import create_app
+try:
+    from .app import create_app
+except ModuleNotFoundError as error:
+    if error.name not in ("starlette", "pydantic"):
+        raise
+    raise ImportError(f"aengine.server needs the package {error.name}: pip install 'aengine[server]'") from error
 from .lifespan import engine_lifespan
 
 __all__ = ["create_app", "engine_lifespan"]

@@ -12,6 +12,7 @@ from starlette.requests import Request
 from starlette.responses import Response
 from starlette.routing import Route
 
+from ..errors import InvalidRequestError
 from .errors import http_error
 from .health import health, version
 from .http import ClientLeftError, HTTPError, JSONAnswer
@@ -75,6 +76,8 @@ def create_app(
     """
     names = [model_names] if isinstance(model_names, str) else model_names
     keys = [api_keys] if isinstance(api_keys, str) else list(api_keys or ())
+    if not all(keys):
+        raise InvalidRequestError("an API key is empty: give none at all (None) to let everybody in", param="api_keys")
     service = Service(
         engine, model_names=names, max_body_bytes=max_body_bytes, max_stored_responses=max_stored_responses
     )

@@ -12,8 +12,8 @@ from __future__ import annotations
 
 import asyncio
 import sys
-from collections.abc import AsyncIterator, Awaitable, Callable, MutableMapping
-from typing import TYPE_CHECKING, Any
+from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine, MutableMapping
+from typing import TYPE_CHECKING, Any, TypeVar
 
 if TYPE_CHECKING:
     import openai
@@ -25,6 +25,10 @@ __all__ = ["openai_client", "streaming_transport"]
 ASGIApp = Callable[[Any, Any, Any], Awaitable[None]]
 Message = MutableMapping[str, Any]
 
+T = TypeVar("T")
+
+MOST_UNREAD = 64 << 10
+"""Bytes of an answer that wait for the client; the application waits when there are more."""
 BASE_URL = "http://aengine/v1"
 
 
@@ -35,7 +39,10 @@ def openai_client(engine: AsyncLLM, **options: Any) -> openai.AsyncOpenAI:
         engine: on that loop, or with ``own_thread=True``.
         options: as of `openai.AsyncOpenAI`, such as ``max_retries``.
     """
-    import openai
+    try:
+        import openai
+    except ImportError as error:
+        raise ImportError("openai_client needs the package openai: pip install 'aengine[openai]'") from error
 
     from .app import create_app
 
@@ -57,12 +64,21 @@ def streaming_transport(app: ASGIApp, library: str = "httpx") -> Any:
     __import__(library)
     http: Any = sys.modules[library]
 
+    async def in_time(answer: Coroutine[Any, Any, T], request: Any) -> T:
+        """Return what is waited for no longer than the request's read timeout."""
+        try:
+            async with asyncio.timeout(request.extensions.get("timeout", {}).get("read")):
+                return await answer
+        except TimeoutError as error:
+            raise http.ReadTimeout("the application did not answer in time", request=request) from error
+
     class Body(http.AsyncByteStream):
-        def __init__(self, exchange: _Exchange) -> None:
+        def __init__(self, exchange: _Exchange, request: Any) -> None:
             self._exchange = exchange
+            self._request = request
 
         async def __aiter__(self) -> AsyncIterator[bytes]:
-            while chunk := await self._exchange.next_chunk():
+            while chunk := await in_time(self._exchange.next_chunk(), self._request):
                 yield chunk
 
         async def aclose(self) -> None:
@@ -73,11 +89,11 @@ def streaming_transport(app: ASGIApp, library: str = "httpx") -> Any:
             body = b"".join([part async for part in request.stream])
             exchange = _Exchange(app, _scope_of(request), body)
             try:
-                status, headers = await exchange.start()
+                status, headers = await in_time(exchange.start(), request)
             except BaseException:
                 await exchange.close()
                 raise
-            return http.Response(status, headers=headers, stream=Body(exchange), request=request)
+            return http.Response(status, headers=headers, stream=Body(exchange, request), request=request)
 
     return Transport()
 
@@ -109,7 +125,9 @@ class _Exchange:
         self._has_left = asyncio.Event()  # the client closed the response
         self._head: asyncio.Future[tuple[int, Any]] = asyncio.get_running_loop().create_future()
         self._chunks: list[bytes] = []
+        self._num_bytes = 0  # in all chunks
         self._news = asyncio.Event()
+        self._has_room = asyncio.Event()
         self._has_ended = False
         self._task = asyncio.ensure_future(self._run(app, scope))
 
@@ -126,11 +144,14 @@ class _Exchange:
             self._task.result()  # an application that failed midway
         chunk = b"".join(self._chunks)
         self._chunks.clear()
+        self._num_bytes = 0
+        self._has_room.set()
         return chunk
 
     async def close(self) -> None:
         """Tell the application that the client has left, and wait until it has returned. Idempotent."""
         self._has_left.set()
+        self._has_room.set()
         if not self._task.done():
             await asyncio.wait([self._task])
         if not self._task.cancelled():
@@ -158,9 +179,14 @@ class _Exchange:
 
     async def _send(self, message: Message) -> None:
         if message["type"] == "http.response.start":
-            self._head.set_result((message["status"], message["headers"]))
+            if not self._head.done():  # cancelled, when nobody waits any more
+                self._head.set_result((message["status"], message["headers"]))
             return
         if body := message.get("body"):
             self._chunks.append(body)
+            self._num_bytes += len(body)
         self._has_ended = not message.get("more_body", False)
         self._news.set()
+        if self._num_bytes > MOST_UNREAD and not self._has_left.is_set():
+            self._has_room.clear()
+            await self._has_room.wait()

@@ -11,13 +11,23 @@ from typing import TYPE_CHECKING, Any
 from starlette.requests import Request
 from starlette.responses import Response
 
-from ...chat.messages import ChatChoice, ChatMessage, Delta, ReasoningDelta, TextDelta, ToolCallDelta, ToolCallStart
+from ...chat.messages import (
+    ChatChoice,
+    ChatCompletion,
+    ChatMessage,
+    Delta,
+    ReasoningDelta,
+    TextDelta,
+    ToolCallDelta,
+    ToolCallStart,
+)
 from ...errors import AEngineError
 from ..errors import http_error
 from ..http import EventStream, JSONAnswer, as_utf8, event, while_connected
 from ..service import Service
-from .answers import TokenRow, answer_id, dumps, finish_reason, rows_of, token_entry, usage_of
+from .answers import TokenRow, answer_id, dumps, finish_reason, num_tokens, rows_of, token_entry, usage_of
 from .errors import error_body
+from .messages import chat_messages
 from .requests import ChatBody, StreamOptions
 
 if TYPE_CHECKING:
@@ -30,7 +40,8 @@ async def chat_completions(service: Service, request: Request) -> Response:
     """Answer a chat, whole or as it comes."""
     body = await service.body(request, ChatBody)
     name = answer_id("chatcmpl", request, body.request_id)
-    stream = service.engine.stream_chat(body.messages, body.params(), request_id=name.request_id, **body.chat_options())
+    messages = chat_messages(body.messages)
+    stream = service.engine.stream_chat(messages, body.params(), request_id=name.request_id, **body.chat_options())
     head = {"id": name.text, "created": int(time.time()), "model": service.model_name}
     writer = _Writer(service, body, head)
     if body.stream:
@@ -43,7 +54,7 @@ async def chat_completions(service: Service, request: Request) -> Response:
         | {
             "object": "chat.completion",
             "choices": [writer.choice(choice) for choice in completion.choices],
-            "usage": usage_of(completion.usage),
+            "usage": await writer.usage(completion),
         }
         | ({"warnings": list(completion.warnings)} if completion.warnings else {}),
         headers=name.headers,
@@ -57,6 +68,11 @@ class _Writer:
         self._body = body
         self._head = head
         self._tokenizer = service.engine.tokenizer
+
+    async def usage(self, completion: ChatCompletion) -> dict[str, Any]:
+        texts = [choice.message.reasoning or "" for choice in completion.choices]
+        num_reasoning_tokens = sum([await num_tokens(self._tokenizer, text) for text in texts])
+        return usage_of(completion.usage) | {"completion_tokens_details": {"reasoning_tokens": num_reasoning_tokens}}
 
     # -- a whole answer
 
@@ -109,7 +125,7 @@ class _Writer:
         for choice in completion.choices:
             writer.end(choice.index, finish_reason(choice.finish_reason))
         if options.include_usage:
-            writer.write_usage(usage_of(completion.usage))
+            writer.write_usage(await self.usage(completion))
         yield writer.take() + event("[DONE]")
 
     def _write(self, writer: _ChunkWriter, delta: Delta) -> None:
@@ -119,9 +135,8 @@ class _Writer:
         match delta:
             case TextDelta(text=text):
                 writer.write_text(delta.choice, "content", text, logprobs)
-            case ReasoningDelta(text=text):
-                if self._body.include_reasoning:
-                    writer.write_text(delta.choice, "reasoning_content", text, logprobs)
+            case ReasoningDelta(text=text) if self._body.include_reasoning:
+                writer.write_text(delta.choice, "reasoning_content", text, logprobs)
             case ToolCallStart():
                 function = {"name": delta.name, "arguments": ""}
                 call = {"index": delta.index, "id": delta.id, "type": "function", "function": function}
@@ -129,6 +144,8 @@ class _Writer:
             case ToolCallDelta():
                 call = {"index": delta.index, "function": {"arguments": delta.arguments}}
                 writer.write(delta.choice, {"tool_calls": [call]}, logprobs)
+            case _ if logprobs is not None:  # of what is not shown, the tokens are
+                writer.write(delta.choice, {}, logprobs)
 
     def _logprobs(self, rows: Iterable[TokenRow]) -> dict[str, Any]:
         return {"content": [token_entry(self._tokenizer, row) for row in rows], "refusal": None}

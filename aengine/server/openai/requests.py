@@ -28,6 +28,7 @@ __all__ = [
     "any_strict",
     "structured_output_of",
     "template_variables",
+    "tool_choice_of",
 ]
 
 RequestId = Annotated[str, Field(pattern=r"^[!-~]{1,128}$", description="1 to 128 visible ASCII characters.")]
@@ -278,7 +279,7 @@ class ChatBody(_ChoicesBody):
         """Return the options of the chat, as of `AsyncLLM.stream_chat`."""
         options = {
             "tools": self.tools,
-            "tool_choice": self.tool_choice if self.tools else None,
+            "tool_choice": tool_choice_of(self.tool_choice, self.tools),
             "parallel_tool_calls": self.parallel_tool_calls if self.tools else None,
             "chat_template_kwargs": template_variables(self.chat_template_kwargs, self.reasoning_effort),
             "add_generation_prompt": self.add_generation_prompt,
@@ -297,6 +298,14 @@ def any_strict(tools: Sequence[dict[str, Any]] | None) -> bool:
     """Whether one of the tools says ``"strict": true``."""
     functions = [tool.get("function", tool) for tool in tools or ()]
     return any(isinstance(function, dict) and function.get("strict") is True for function in functions)
+
+
+def tool_choice_of(choice: Any, tools: Sequence[dict[str, Any]] | None) -> Any:
+    """Return the choice, of a body without tools None. Raises HTTPError 400 if it asks for a call of tools that are not
+    there."""
+    if tools or choice in (None, "none", "auto"):
+        return choice if tools else None
+    raise HTTPError(400, "tool_choice asks for a call, and there are no tools", param="tool_choice")
 
 
 def template_variables(given: dict[str, Any] | None, reasoning_effort: str | None) -> dict[str, Any] | None:

@@ -8,7 +8,7 @@ from pydantic import Field
 
 from ....params import SamplingParams, StructuredOutput
 from ...http import HTTPError
-from ..requests import Body, Ignored, Refused, SamplingBody, any_strict, template_variables
+from ..requests import Body, Ignored, Refused, SamplingBody, any_strict, template_variables, tool_choice_of
 
 __all__ = ["ResponseBody"]
 
@@ -107,7 +107,7 @@ class ResponseBody(SamplingBody):
         is_strict = any_strict(self.tools) or bool(self.text_format.strict)
         options = {
             "tools": self.tools,
-            "tool_choice": self.tool_choice if self.tools else None,
+            "tool_choice": tool_choice_of(self.tool_choice, self.tools),
             "parallel_tool_calls": self.parallel_tool_calls if self.tools else None,
             "chat_template_kwargs": template_variables(self.chat_template_kwargs, effort),
             "on_unsupported": "error" if is_strict else "relax",
