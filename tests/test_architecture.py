@@ -54,7 +54,7 @@ ROOMS: dict[str, set[str]] = {
     "cli": LEAVES | {"async_llm", "engine", "checkpoint", "telemetry", "threads", "streams", "server"},
     "cli.diagnosis": LEAVES | {"checkpoint", "ipc"},
     "server": LEAVES | {"async_llm", "chat", "streams", "telemetry"},
-    "integrations": LEAVES | {"async_llm", "chat", "streams", "sync_llm", "server"},
+    "integrations": LEAVES | {"async_llm", "llm", "chat", "streams", "sync_llm", "server"},
     "testing": LEAVES | STREAM_ROOMS | {"async_llm", "llm", "engine", "scheduler", "checkpoint", "ipc"},
     "__main__": LEAVES | {"cli"},
     "__init__": LEAVES | {"async_llm", "llm", "sync_llm", "blocking", "chat", "engine", "streams", "telemetry"},
