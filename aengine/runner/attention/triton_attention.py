@@ -71,7 +71,7 @@ class DecodeAttention:
 
     def __init__(self, cache: GpuKvCache, rows: Tensor, seq_lens: Tensor, block_table: Tensor) -> None:
         self._cache = cache
-        self._block_table = block_table
+        self._block_tables = block_table.unbind()  # of each group
         # A plan for each kind of layer: which keys there are depends on the window, how they are cut on the heads.
         self._plans = {
             kind: plan_decode(rows, seq_lens, cache.workspaces[kind[0]], kind[1])
@@ -94,7 +94,7 @@ class DecodeAttention:
         return decode_step_attention(
             qkv,
             kept.cache,
-            self._block_table[kept.group],
+            self._block_tables[kept.group],
             self._cache.rope,
             *_norms(layer),
             layer.num_heads,
@@ -119,8 +119,9 @@ class BatchAttention:
     ) -> None:
         self._cache = cache
         self._inputs = inputs
+        self._slot_mappings = inputs.slot_mapping.unbind()  # of each group
         self._rows = rows
-        self._block_table = block_table
+        self._block_tables = block_table.unbind()  # of each group
         self._has_prompts = plan is None or plan.num_decodes < plan.num_reqs
         self._prompts: dict[tuple[int, int], Tensor] = {}  # plans, by the layer's key-value heads and their size
         self._metadata: PrefillMetadata | None = None
@@ -141,10 +142,10 @@ class BatchAttention:
         pass
 
     def forward(self, layer: AttentionLayer, qkv: Tensor) -> Tensor:
-        cache, inputs = self._cache, self._inputs
+        cache, positions = self._cache, self._inputs.positions
         kept = cache.layers[layer.index]
-        slots = inputs.slot_mapping[kept.group]
-        apply_rope_and_write_kv(qkv, inputs.positions, slots, cache.rope, *_norms(layer), layer.num_heads, kept.cache)
+        slots = self._slot_mappings[kept.group]
+        apply_rope_and_write_kv(qkv, positions, slots, cache.rope, *_norms(layer), layer.num_heads, kept.cache)
         out = self._attend_to_prompts(layer, qkv)
         if self._decodes is not None:
             self._decodes.forward_rotated(layer, qkv[: self._decodes.size], out)
@@ -175,7 +176,7 @@ class BatchAttention:
             # The attention reads the plan ahead of its wait (kernels/varlen_attention.py): this launch is not early, so
             # the plan is written when it begins.
             qkv.new_zeros(1)
-        where = (self._block_table[kept.group], self._prompts[kept.heads], len(self._rows))
+        where = (self._block_tables[kept.group], self._prompts[kept.heads], len(self._rows))
         return varlen_attention(q, kept.cache, *where, layer.scale, kept.window)
 
 
