@@ -1,0 +1,55 @@
+"""What an answer has, whole or as events: content blocks, why it ended, usage."""
+
+from __future__ import annotations
+
+import json
+from typing import Any
+
+from ...chat.messages import ChatCompletion, ChatMessage
+from ...outputs import FinishReason, Usage
+from .requests import MessagesBody
+
+__all__ = ["SIGNATURE", "blocks_of", "ending_of", "usage_of"]
+
+SIGNATURE = "aengine"
+"""Signature of thoughts. Clients send it back with them, and some leave out thoughts without one; nobody checks it."""
+
+
+def blocks_of(message: ChatMessage, *, shows_thinking: bool) -> list[dict[str, Any]]:
+    """Return the content. Calls that were cut off are left out, and so is text of nothing but white space."""
+    blocks: list[dict[str, Any]] = []
+    if message.reasoning:
+        thinking = message.reasoning if shows_thinking else ""
+        blocks.append({"type": "thinking", "thinking": thinking, "signature": SIGNATURE})
+    if message.content and not message.content.isspace():
+        blocks.append({"type": "text", "text": message.content, "citations": None})
+    for call in message.tool_calls:
+        if call.is_complete:
+            arguments = json.loads(call.arguments)
+            blocks.append({"type": "tool_use", "id": call.id, "name": call.name, "input": arguments})
+    return blocks
+
+
+def ending_of(completion: ChatCompletion[Any], body: MessagesBody) -> dict[str, Any]:
+    """Return why the answer ended."""
+    stop = completion.choices[0].stop_reason
+    match completion.finish_reason:
+        case FinishReason.TOOL_CALLS:
+            reason = "tool_use"
+        case FinishReason.STOP:
+            reason = "stop_sequence" if isinstance(stop, str) else "end_turn"
+        case FinishReason.LENGTH if completion.usage.completion_tokens < body.max_tokens:
+            reason = "model_context_window_exceeded"
+        case _:  # an aborted answer is cut off, too
+            reason = "max_tokens"
+    return {"stop_reason": reason, "stop_sequence": stop if reason == "stop_sequence" else None}
+
+
+def usage_of(usage: Usage) -> dict[str, Any]:
+    """Return the tokens: those of the prompt are ``input_tokens`` and ``cache_read_input_tokens`` together."""
+    return {
+        "input_tokens": usage.prompt_tokens - usage.cached_tokens,
+        "cache_creation_input_tokens": 0,
+        "cache_read_input_tokens": usage.cached_tokens,
+        "output_tokens": usage.completion_tokens,
+    }

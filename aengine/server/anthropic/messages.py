@@ -1,0 +1,55 @@
+"""``/v1/messages`` and ``/v1/messages/count_tokens``."""
+
+from __future__ import annotations
+
+import asyncio
+import uuid
+from typing import Any
+
+from starlette.requests import Request
+from starlette.responses import Response
+
+from ..http import EventStream, JSONAnswer, while_connected
+from ..service import Service
+from .answers import blocks_of, ending_of, usage_of
+from .conversation import conversation_of
+from .errors import REQUEST_ID, request_id_of
+from .events import event_chunks
+from .requests import CountBody, MessagesBody
+
+__all__ = ["count_tokens", "create_message"]
+
+
+async def create_message(service: Service, request: Request) -> Response:
+    """Answer a conversation, whole or as it comes."""
+    body = await service.body(request, MessagesBody)
+    conversation, rendering = conversation_of(body)
+    name = f"msg_{uuid.uuid4().hex}"
+    params, options = body.params(), body.chat_options()
+    stream = service.engine.stream_chat(conversation, params, request_id=name, **rendering, **options)
+    headers = {REQUEST_ID: request_id_of(request)}
+    head: dict[str, Any] = {"id": name, "type": "message", "role": "assistant", "model": body.model}
+    if body.stream:
+        chunks = event_chunks(request, body, stream, head)
+        first = await while_connected(request, chunks.__anext__())  # an error is still one of HTTP
+        return EventStream(first, chunks, headers)
+    completion = await while_connected(request, stream.wait())
+    answer = head | {
+        "content": blocks_of(completion.message, shows_thinking=body.shows_thinking),
+        **ending_of(completion, body),
+        "usage": usage_of(completion.usage),
+    }
+    if completion.warnings:
+        answer["warnings"] = list(completion.warnings)
+    return JSONAnswer(answer, headers=headers)
+
+
+async def count_tokens(service: Service, request: Request) -> Response:
+    """Answer with the number of tokens that a message's prompt would have."""
+    body = await service.body(request, CountBody)
+    conversation, rendering = conversation_of(body)
+    options: Any = rendering | {"chat_template_kwargs": body.template_variables() or None}
+    count = asyncio.to_thread(service.engine.tokenizer.count, conversation, body.tool_dicts(), **options)
+    return JSONAnswer(
+        {"input_tokens": await while_connected(request, count)}, headers={REQUEST_ID: request_id_of(request)}
+    )

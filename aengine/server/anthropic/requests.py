@@ -1,0 +1,272 @@
+"""Bodies of Anthropic's requests.
+
+Of the body itself a field that is not here is refused by name, as Anthropic does. Blocks and tools may have others: the
+hints about caching and display that newer clients add change nothing in an answer.
+"""
+
+from __future__ import annotations
+
+from typing import Annotated, Any, Literal
+
+from pydantic import BaseModel, ConfigDict, Discriminator, Field, Tag, field_validator, model_validator
+
+from ...params import SamplingParams, StructuredOutput
+from ..http import HTTPError
+from ..openai.requests import Body, Ignored
+
+__all__ = [
+    "CountBody",
+    "Message",
+    "MessagesBody",
+    "RedactedThinkingBlock",
+    "TextBlock",
+    "ThinkingBlock",
+    "ToolResultBlock",
+    "ToolUseBlock",
+]
+
+
+class Open(BaseModel):
+    """Parent of what may have further fields, which have no effect."""
+
+    model_config = ConfigDict(extra="ignore", protected_namespaces=())
+
+
+class TextBlock(Open):
+    type: Literal["text"]
+    text: str
+
+
+class ThinkingBlock(Open):
+    """What the model has thought. Its signature is not asked for: thoughts of other models may come, too."""
+
+    type: Literal["thinking"]
+    thinking: str
+
+
+class RedactedThinkingBlock(Open):
+    """Thoughts that nobody but their author can read."""
+
+    type: Literal["redacted_thinking"]
+
+
+class ToolUseBlock(Open):
+    type: Literal["tool_use"]
+    id: str = Field(min_length=1)
+    name: str
+    input: dict[str, Any]
+
+
+class OtherBlock(Open):
+    """A block that the engine can't read."""
+
+    type: Any = None
+
+    @model_validator(mode="before")
+    @classmethod
+    def refuse(cls, block: Any) -> Any:
+        if not isinstance(block, dict) or not isinstance(block.get("type"), str):
+            raise ValueError('must be a block, as {"type": "text", "text": "..."}')
+        raise ValueError(f"blocks of type {block['type'][:60]!r} are not supported: the engine reads text only")
+
+
+def _kind_of(block: Any) -> str:
+    kind = block.get("type") if isinstance(block, dict) else getattr(block, "type", None)
+    return kind if kind in ("text", "thinking", "redacted_thinking", "tool_use", "tool_result") else "other"
+
+
+def _text_or_other(block: Any) -> str:
+    return "text" if _kind_of(block) == "text" else "other"
+
+
+TextOnly = Annotated[
+    Annotated[TextBlock, Tag("text")] | Annotated[OtherBlock, Tag("other")], Discriminator(_text_or_other)
+]
+
+
+class ToolResultBlock(Open):
+    type: Literal["tool_result"]
+    tool_use_id: str
+    content: str | list[TextOnly] | None = None
+    is_error: bool | None = None
+
+
+Block = Annotated[
+    Annotated[TextBlock, Tag("text")]
+    | Annotated[ThinkingBlock, Tag("thinking")]
+    | Annotated[RedactedThinkingBlock, Tag("redacted_thinking")]
+    | Annotated[ToolUseBlock, Tag("tool_use")]
+    | Annotated[ToolResultBlock, Tag("tool_result")]
+    | Annotated[OtherBlock, Tag("other")],
+    Discriminator(_kind_of),
+]
+
+
+class Message(Open):
+    role: Literal["user", "assistant", "system"]
+    content: str | list[Block]
+
+
+class ToolBody(Open):
+    """A tool of the client's."""
+
+    type: str | None = None
+    name: str
+    description: str | None = None
+    input_schema: dict[str, Any]
+    strict: bool | None = None
+
+    @model_validator(mode="before")
+    @classmethod
+    def refuse_others(cls, tool: Any) -> Any:
+        kind = tool.get("type") if isinstance(tool, dict) else None
+        if isinstance(kind, str) and kind != "custom":
+            raise ValueError(
+                f"tools of type {kind[:60]!r} are not supported: only those with an input_schema, which the client runs"
+            )
+        return tool
+
+
+class ToolChoiceBody(Open):
+    type: Literal["auto", "any", "tool", "none"]
+    name: str | None = None
+    disable_parallel_tool_use: bool = False
+
+    @model_validator(mode="after")
+    def check_name(self) -> ToolChoiceBody:
+        if self.type == "tool" and self.name is None:
+            raise ValueError("the name of the tool is missing")
+        return self
+
+
+class ThinkingBody(Open):
+    type: Literal["enabled", "disabled", "adaptive"]
+    budget_tokens: Ignored = None
+    display: Literal["summarized", "omitted"] | None = None
+
+
+class FormatBody(Body):
+    type: Literal["json_schema"]
+    schema_: dict[str, Any] = Field(alias="schema")
+
+
+class OutputConfigBody(Open):
+    effort: Literal["low", "medium", "high", "xhigh", "max"] | None = None
+    format: FormatBody | None = None
+
+
+class CountBody(Body):
+    """The prompt of a message: body of ``/v1/messages/count_tokens``."""
+
+    model: str
+    messages: list[Message]
+    system: str | list[TextOnly] | None = None
+    tools: list[ToolBody] | None = None
+    tool_choice: ToolChoiceBody | None = None
+    thinking: ThinkingBody | None = None
+    output_config: OutputConfigBody | None = None
+    output_format: FormatBody | None = None
+    # of the engine
+    chat_template_kwargs: dict[str, Any] | None = None
+    # what would change the answer, and what the engine does not have
+    mcp_servers: list[Any] | None = None
+    container: Any = None
+    compaction: Any = None
+    thread: Any = None
+    # without effect here
+    betas: Ignored = None
+    cache_control: Ignored = None
+    context_management: Ignored = None
+    speed: Ignored = None
+    user_profile_id: Ignored = None
+    workspace_id: Ignored = None
+
+    @field_validator("mcp_servers", "container", "compaction", "thread")
+    @classmethod
+    def refuse(cls, value: Any) -> None:
+        if value:
+            raise ValueError("it is not supported: the engine only answers messages")
+
+    def template_variables(self) -> dict[str, Any]:
+        """Return the variables of the model's chat template."""
+        variables = dict(self.chat_template_kwargs or {})
+        if self.thinking is not None:
+            variables.setdefault("enable_thinking", self.thinking.type != "disabled")
+        effort = self.output_config and self.output_config.effort
+        if effort:
+            variables.setdefault("reasoning_effort", "high" if effort in ("xhigh", "max") else effort)
+        return variables
+
+    def tool_dicts(self) -> list[dict[str, Any]] | None:
+        """Return the tools as the engine takes them. All are held to their schemas, as far as that is possible."""
+        return [
+            {"name": tool.name, "description": tool.description, "input_schema": tool.input_schema}
+            for tool in self.tools or ()
+        ] or None
+
+
+class MessagesBody(CountBody):
+    """Body of ``/v1/messages``."""
+
+    max_tokens: int = Field(ge=1)
+    stream: bool = False
+    stop_sequences: list[str] | None = None
+    temperature: float | None = None
+    top_p: float | None = None
+    top_k: int | None = None
+    # the engine's
+    seed: int | None = None
+    priority: int = 0
+    cache_salt: str | None = None
+    deadline: float | None = None
+    first_token_deadline: float | None = None
+    # without effect here
+    metadata: Ignored = None
+    service_tier: Ignored = None
+    diagnostics: Ignored = None
+    inference_geo: Ignored = None
+    fallbacks: Ignored = None
+    fallback_credit_token: Ignored = None
+
+    def params(self) -> SamplingParams:
+        """Raises HTTPError 400 and InvalidRequestError."""
+        asked = self.output_config and self.output_config.format
+        if asked and self.output_format:
+            message = "give output_config.format or output_format, not both"
+            raise HTTPError(400, message, param="output_format")
+        shape = asked or self.output_format
+        given = {
+            "max_tokens": self.max_tokens,
+            "stop": self.stop_sequences,
+            "temperature": self.temperature,
+            "top_p": self.top_p,
+            "top_k": self.top_k,
+            "seed": self.seed,
+            "structured_output": StructuredOutput(json_schema=shape.schema_) if shape else None,
+        }
+        return SamplingParams(**{name: value for name, value in given.items() if value is not None})
+
+    def chat_options(self) -> dict[str, Any]:
+        """Return the options of the chat, as of `AsyncLLM.stream_chat`."""
+        choice = self.tool_choice
+        is_single = choice is not None and choice.disable_parallel_tool_use and bool(self.tools)
+        return {
+            "tools": self.tool_dicts(),
+            "tool_choice": choice.model_dump(include={"type", "name"}, exclude_none=True) if choice else None,
+            "parallel_tool_calls": False if is_single else None,
+            "chat_template_kwargs": self.template_variables() or None,
+            "on_unsupported": "error" if self.is_strict else "relax",
+            "priority": self.priority,
+            "cache_salt": self.cache_salt,
+            "deadline": self.deadline,
+            "first_token_deadline": self.first_token_deadline,
+        }
+
+    @property
+    def is_strict(self) -> bool:
+        """Whether a schema that can't be held as a whole is an error: the caller counts on it."""
+        return any(tool.strict for tool in self.tools or ())
+
+    @property
+    def shows_thinking(self) -> bool:
+        return self.thinking is None or self.thinking.display != "omitted"
