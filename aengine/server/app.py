@@ -13,6 +13,8 @@ from starlette.responses import Response
 from starlette.routing import Route
 
 from ..errors import InvalidRequestError
+from .anthropic.errors import answer_error, is_for_anthropic
+from .anthropic.messages import count_tokens, create_message
 from .errors import http_error
 from .health import health, version
 from .http import ClientLeftError, HTTPError, JSONAnswer
@@ -42,6 +44,8 @@ _ENDPOINTS: list[tuple[str, str, Endpoint]] = [
     ("POST", "/v1/responses/input_tokens", count_input_tokens),
     ("GET", "/v1/responses/{id}", show_response),
     ("DELETE", "/v1/responses/{id}", delete_response),
+    ("POST", "/v1/messages", create_message),
+    ("POST", "/v1/messages/count_tokens", count_tokens),
     ("POST", "/tokenize", tokenize),
     ("POST", "/detokenize", detokenize),
     *[("POST", path, no_pooling) for path in ("/v1/embeddings", "/v1/rerank", "/v1/score")],
@@ -60,7 +64,7 @@ def create_app(
     max_body_bytes: int = 32 << 20,
     max_stored_responses: int = 1000,
 ) -> Starlette:
-    """Make the ASGI application that serves an engine under OpenAI's interfaces.
+    """Make the ASGI application that serves an engine under OpenAI's and Anthropic's interfaces.
 
     Run by itself it starts the engine and closes it; an engine that runs already is left running. Mounted inside
     another application (``app.mount("/llm", create_app(engine))``) it does neither: give that one `engine_lifespan`.
@@ -99,7 +103,7 @@ def _endpoint(service: Service, endpoint: Endpoint, keys: Sequence[str]) -> Call
         except ClientLeftError:
             return Response(status_code=499)  # nobody reads it
         except Exception as error:
-            return _answer(http_error(error))
+            return _answer(request, http_error(error))
 
     return answer
 
@@ -117,8 +121,17 @@ def _check_key(request: Request, keys: Sequence[str]) -> None:
         )
 
 
-def _answer(error: HTTPError) -> Response:
+def _answer(request: Request, error: HTTPError) -> Response:
+    """Return the response for an error, in the shape of the interface that the path belongs to."""
+    if is_for_anthropic(_path_of(request)):
+        return answer_error(request, error)
     return JSONAnswer(error_body(error), error.status, headers=error.headers)
+
+
+def _path_of(request: Request) -> str:
+    """Return the path without that under which the application is mounted."""
+    path: str = request.scope["path"]
+    return path.removeprefix(request.scope.get("root_path", ""))
 
 
 async def _answer_http_exception(request: Request, error: Exception) -> Response:
@@ -126,4 +139,4 @@ async def _answer_http_exception(request: Request, error: Exception) -> Response
     assert isinstance(error, HTTPException)
     text = f"{request.method} {request.url.path}: {error.detail}"
     code = "method_not_allowed" if error.status_code == 405 else "not_found"
-    return _answer(HTTPError(error.status_code, text, code=code, headers=error.headers))
+    return _answer(request, HTTPError(error.status_code, text, code=code, headers=error.headers))

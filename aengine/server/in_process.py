@@ -1,4 +1,4 @@
-"""`openai_client`: OpenAI's own client over an engine in the same process, without a port.
+"""`openai_client`, `anthropic_client`: the clients of OpenAI and Anthropic over an engine of the same process, no port.
 
     AsyncOpenAI ──httpx or httpx2──> transport ──ASGI──> the application ──> AsyncLLM
                 <── chunks as they come ──────┘
@@ -16,11 +16,12 @@ from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine, Mutab
 from typing import TYPE_CHECKING, Any, TypeVar
 
 if TYPE_CHECKING:
+    import anthropic
     import openai
 
     from ..async_llm import AsyncLLM
 
-__all__ = ["openai_client", "streaming_transport"]
+__all__ = ["anthropic_client", "openai_client", "streaming_transport"]
 
 ASGIApp = Callable[[Any, Any, Any], Awaitable[None]]
 Message = MutableMapping[str, Any]
@@ -29,7 +30,7 @@ T = TypeVar("T")
 
 MOST_UNREAD = 64 << 10
 """Bytes of an answer that wait for the client; the application waits when there are more."""
-BASE_URL = "http://aengine/v1"
+BASE_URL = "http://aengine"
 
 
 def openai_client(engine: AsyncLLM, **options: Any) -> openai.AsyncOpenAI:
@@ -44,14 +45,30 @@ def openai_client(engine: AsyncLLM, **options: Any) -> openai.AsyncOpenAI:
     except ImportError as error:
         raise ImportError("openai_client needs the package openai: pip install 'aengine[openai]'") from error
 
+    http_client = _http_client(openai.DefaultAsyncHttpxClient, engine)
+    return openai.AsyncOpenAI(
+        **{"api_key": "none", "base_url": f"{BASE_URL}/v1", "http_client": http_client, **options}
+    )
+
+
+def anthropic_client(engine: AsyncLLM, **options: Any) -> anthropic.AsyncAnthropic:
+    """Make an `anthropic.AsyncAnthropic` whose calls this engine answers. Arguments as of `openai_client`."""
+    try:
+        import anthropic
+    except ImportError as error:
+        raise ImportError("anthropic_client needs Anthropic's client: pip install 'aengine[anthropic]'") from error
+
+    http_client = _http_client(anthropic.DefaultAsyncHttpxClient, engine)
+    return anthropic.AsyncAnthropic(**{"api_key": "none", "base_url": BASE_URL, "http_client": http_client, **options})
+
+
+def _http_client(client_class: type[Any], engine: AsyncLLM) -> Any:
+    """Make the client of httpx or httpx2 that a library's own client is to use."""
     from .app import create_app
 
-    client_class = openai.DefaultAsyncHttpxClient
     roots = [kind.__module__.partition(".")[0] for kind in client_class.__mro__]
     library = next(root for root in roots if root.startswith("httpx"))
-    transport = streaming_transport(create_app(engine), library)
-    http_client: Any = client_class(transport=transport, base_url=BASE_URL)
-    return openai.AsyncOpenAI(**{"api_key": "none", "base_url": BASE_URL, "http_client": http_client, **options})
+    return client_class(transport=streaming_transport(create_app(engine), library), base_url=BASE_URL)
 
 
 def streaming_transport(app: ASGIApp, library: str = "httpx") -> Any:

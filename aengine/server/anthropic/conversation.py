@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterable
 from typing import Any
 
 from ..http import HTTPError
@@ -67,7 +66,7 @@ def _call(block: ToolUseBlock) -> dict[str, Any]:
 def _results(message: Message, calls: list[str], where: str) -> Messages:
     """Return the results as messages of tools, and take their calls out of ``calls``."""
     results = []
-    for block in message.content:
+    for block in _blocks_of(message):
         if isinstance(block, ToolResultBlock):
             if message.role != "user":
                 raise _error(f"{where} has a tool_result: those are a user's", where)
@@ -78,7 +77,7 @@ def _results(message: Message, calls: list[str], where: str) -> Messages:
                     where,
                 )
             calls.remove(block.tool_use_id)
-            text = _text_of(block.content or "")
+            text = _text_of(block.content or [])
             shown = f"Error: {text}" if block.is_error else text
             results.append({"role": "tool", "tool_call_id": block.tool_use_id, "content": shown})
     return results
@@ -102,8 +101,15 @@ def _said(message: Message, where: str) -> dict[str, Any] | None:
     return {"role": message.role, "content": _text_of(texts)}
 
 
-def _text_of(content: str | Iterable[Any]) -> str:
-    return content if isinstance(content, str) else "\n".join(block.text for block in content)
+def _blocks_of(message: Message) -> list[Any]:
+    return [] if isinstance(message.content, str) else message.content
+
+
+def _text_of(content: str | list[Any]) -> str:
+    if isinstance(content, str):
+        return content
+    texts: list[str] = [block.text for block in content]
+    return "\n".join(texts)
 
 
 def _error(message: str, where: str = "messages") -> HTTPError:

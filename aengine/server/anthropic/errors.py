@@ -47,7 +47,10 @@ def error_body(request: Request, error: HTTPError) -> dict[str, Any]:
     """Return the body of an error, which is also that of a stream's event."""
     status = _status(error)
     kind = _KINDS.get(status, "invalid_request_error" if status < 500 else "api_error")
-    return {"type": "error", "error": {"type": kind, "message": error.message}, "request_id": request_id_of(request)}
+    # Agents know by these words that they have to shorten their conversation.
+    prefix = "prompt is too long: " if error.code == "context_length_exceeded" else ""
+    shown = {"type": kind, "message": prefix + error.message}
+    return {"type": "error", "error": shown, "request_id": request_id_of(request)}
 
 
 def _status(error: HTTPError) -> int:

@@ -1,8 +1,8 @@
 """The events of a message that streams.
 
-    message_start, ping
-    for each block: content_block_start, content_block_delta..., content_block_stop
-    message_delta (why it ended, usage), message_stop           or, whenever something fails: error
+message_start, ping
+for each block: content_block_start, content_block_delta..., content_block_stop
+message_delta (why it ended, usage), message_stop           or, whenever something fails: error
 """
 
 from __future__ import annotations
@@ -82,7 +82,7 @@ class _EventWriter:
 
     def begin(self, message: dict[str, Any]) -> None:
         self.has_begun = True
-        empty = {"content": [], "stop_reason": None, "stop_sequence": None}
+        empty: dict[str, Any] = {"content": [], "stop_reason": None, "stop_sequence": None}
         self._add("message_start", {"message": message | empty})
         self._add("ping", {})
 

@@ -235,7 +235,7 @@ class MessagesBody(CountBody):
             message = "give output_config.format or output_format, not both"
             raise HTTPError(400, message, param="output_format")
         shape = asked or self.output_format
-        given = {
+        given: dict[str, Any] = {
             "max_tokens": self.max_tokens,
             "stop": self.stop_sequences,
             "temperature": self.temperature,
