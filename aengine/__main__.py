@@ -1,4 +1,4 @@
-"""The command line: ``aengine run``, ``aengine chat``, ``aengine bench``, ``aengine model``, ``aengine doctor``.
+"""The command line: ``aengine run``, ``chat``, ``serve``, ``bench``, ``model`` and ``doctor``.
 
 The one place that may choose the event loop: it runs on uvloop when that is installed.
 """
@@ -20,6 +20,7 @@ examples:
   aengine run ./Qwen3-0.6B --chat "Write a haiku about rain." --temperature 0.7 --seed 1
   echo "Summarise: ..." | aengine run smollm2-135m -
   aengine chat smollm2-135m --system "You answer in one sentence."
+  aengine serve smollm2-135m --port 8000
   aengine bench smollm2-135m --streams 1 8 32
   aengine model add smollm2-135m
   aengine doctor
@@ -33,6 +34,7 @@ def build_parser() -> argparse.ArgumentParser:
     """Return the parser of all commands. What it imports takes a moment, in which Ctrl-C should be silent too."""
     from .cli.doctor import add_doctor_parser
     from .cli.model import add_model_parser
+    from .cli.serve import add_serve_arguments
 
     parser = argparse.ArgumentParser(
         prog="aengine",
@@ -55,6 +57,10 @@ def build_parser() -> argparse.ArgumentParser:
     chat.add_argument("--system", default=None, help="instructions for the whole chat")
     _sampling(chat, max_tokens=1024)
     _engine(chat)
+
+    serve = commands.add_parser("serve", help="the OpenAI-compatible API over HTTP", **_like(parser))
+    add_serve_arguments(serve)
+    _engine(serve)
 
     bench = commands.add_parser("bench", help="measure tokens per second; JSON to stdout", **_like(parser))
     bench.add_argument("model", metavar="MODEL")
@@ -119,7 +125,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     """Entry point. Returns the exit status: 0, 1 for an error that is explained on stderr, 130 for Ctrl-C."""
     try:
         args = build_parser().parse_args(argv)
-        if getattr(args, "verbose", False):
+        if getattr(args, "verbose", False) and args.command != "serve":
             logging.basicConfig(level=logging.DEBUG, format="%(asctime)s %(name)s %(levelname)s %(message)s")
         if args.command == "model":
             from .cli.model import model
@@ -149,6 +155,10 @@ def _command(args: argparse.Namespace) -> Coroutine[Any, Any, int]:
         from .cli.chat import chat
 
         return chat(args)
+    if args.command == "serve":
+        from .cli.serve import serve
+
+        return serve(args)
     from .cli.bench import bench
 
     return bench(args)

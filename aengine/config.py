@@ -33,6 +33,7 @@ __all__ = [
     "is_offline",
     "model_cache",
     "num_worker_threads",
+    "server_api_key",
     "thread_environment",
     "worker_environment",
 ]
@@ -363,6 +364,11 @@ def model_cache() -> Path:
     home = os.path.expanduser("~")  # stays "~" for a user id without an account, as in some containers
     base = Path(given) if os.path.isabs(given) else Path("/" if home == "~" else home, ".cache")
     return base / "aengine" / "models"
+
+
+def server_api_key() -> str | None:
+    """Return AENGINE_API_KEY: the key that ``aengine serve`` asks for; None: it is not set, or empty."""
+    return os.environ.get("AENGINE_API_KEY") or None
 
 
 def is_offline() -> bool:

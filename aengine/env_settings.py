@@ -8,7 +8,10 @@ from typing import Any
 from .errors import InvalidRequestError
 from .params import unknown_name
 
-__all__ = ["read_settings"]
+__all__ = ["read_settings", "value_of"]
+
+_NO_SETTINGS = {"API_KEY"}
+"""What variables of the command line have behind the prefix."""
 
 _BOOLEANS = {
     **dict.fromkeys(("1", "true", "yes", "on"), True),
@@ -31,16 +34,21 @@ def read_settings(config_class: type, prefix: str, environment: Mapping[str, str
             continue
         name = names.get(variable)
         if name is None:
+            if variable.removeprefix(prefix) in _NO_SETTINGS:
+                continue
             message = unknown_name(variable, set(names)).replace("parameter", "setting", 1)
             raise InvalidRequestError(f"in the environment: {message}", param=variable)
         text = text.strip()
         if text:
-            read[name] = _value(variable, name, types[name], text)
+            read[name] = value_of(variable, name, types[name], text)
     return read
 
 
-def _value(variable: str, name: str, type_name: str, text: str) -> Any:
-    """``type_name``: as it stands in the class, "int | None"."""
+def value_of(variable: str, name: str, type_name: str, text: str) -> Any:
+    """Read a setting's value. ``type_name``: as it stands in the class, "int | None".
+
+    Raises InvalidRequestError, which names ``variable``.
+    """
     if type_name.startswith("Callable"):
         raise InvalidRequestError(f"{variable}: a function can't be given in the environment", param=name)
     kind = type_name.removesuffix(" | None")

@@ -35,6 +35,9 @@ if TYPE_CHECKING:
 
 __all__ = ["chat_completions"]
 
+_MOST_EVENTS = 64
+"""That are sent at once."""
+
 
 async def chat_completions(service: Service, request: Request) -> Response:
     """Answer a chat, whole or as it comes."""
@@ -114,6 +117,8 @@ class _Writer:
                         writer.set_usage(usage_of(stream.usage))
                     for delta in _merged(deltas):
                         self._write(writer, delta)
+                        if writer.is_full:
+                            yield writer.take()
                     if writer.has_events:
                         yield writer.take()
             except AEngineError as error:
@@ -168,6 +173,12 @@ class _ChunkWriter:
     @property
     def has_events(self) -> bool:
         return bool(self._events)
+
+    @property
+    def is_full(self) -> bool:
+        """Whether what was written should be taken first: a reader that is slow would be sent all at once, and the loop
+        stand still meanwhile."""
+        return len(self._events) >= _MOST_EVENTS
 
     def take(self) -> bytes:
         """Return what was written since the last time."""

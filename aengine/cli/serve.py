@@ -1,0 +1,191 @@
+"""``aengine serve``: the engine behind HTTP."""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import contextlib
+import os
+import sys
+from collections.abc import Awaitable
+from dataclasses import fields
+from typing import TYPE_CHECKING, Any, TypeVar
+
+from ..async_llm import AsyncLLM
+from ..config import EngineConfig, server_api_key
+from ..errors import EngineError, InvalidRequestError
+from .progress import engine_config
+
+if TYPE_CHECKING:
+    from ..server.serve import StopSignals
+
+__all__ = ["add_serve_arguments", "serve"]
+
+T = TypeVar("T")
+
+_LOG_LEVELS = ("critical", "error", "warning", "info", "debug")
+_ELSEWHERE = {"model", "dtype", "device", "max_model_len", "num_threads", "load_format"}
+_NOT_HERE = {"progress", "on_request_end", "own_thread", "skip_tokenizer", "tensor_parallel_size"}
+
+
+def add_serve_arguments(command: argparse.ArgumentParser) -> None:
+    """Add what `serve` takes, but for the settings that all commands have."""
+    command.add_argument("model", metavar="MODEL")
+    group = command.add_argument_group("server")
+    group.add_argument("--host", default="127.0.0.1", help="the address; 0.0.0.0: all of this machine (127.0.0.1)")
+    group.add_argument("--port", type=_port, default=8000, help="0: any that is free (8000)")
+    group.add_argument("--uds", metavar="PATH", default=None, help="a Unix socket, in place of host and port")
+    group.add_argument(
+        "--api-key",
+        metavar="KEY",
+        action="append",
+        default=[],
+        help="clients must show it; may be repeated. Other users see it in the list of processes: rather set "
+        "AENGINE_API_KEY in the environment",
+    )
+    group.add_argument(
+        "--served-model-name",
+        metavar="NAME",
+        nargs="+",
+        default=None,
+        help="under which requests may ask for the model; the first is that of answers (MODEL, of a path its end)",
+    )
+    group.add_argument("--max-body-bytes", type=_size, default=32 << 20, help="larger requests are refused (32 MiB)")
+    group.add_argument("--root-path", default="", help="the path under which a proxy shows it")
+    group.add_argument(
+        "--grace",
+        type=_seconds,
+        default=15.0,
+        metavar="SECONDS",
+        help="on SIGTERM or Ctrl-C running requests may end for so long (15)",
+    )
+    group.add_argument("--log-level", choices=_LOG_LEVELS, default="info", help="(info)")
+    group.add_argument("--no-access-log", action="store_true", help="no line for each request")
+    _add_settings(command)
+
+
+def _add_settings(command: argparse.ArgumentParser) -> None:
+    """Add a setting of the engine each, as ``--max-num-seqs``."""
+    from ..env_settings import value_of
+
+    group = command.add_argument_group("more settings of the engine", "what each does: docs/settings.md")
+    types = EngineConfig.__annotations__
+    for field in fields(EngineConfig):
+        name = field.name
+        if name in _ELSEWHERE | _NOT_HERE:
+            continue
+        flag = f"--{name.replace('_', '-')}"
+        text = f"({field.default})"
+        if types[name] == "bool":
+            group.add_argument(flag, action=argparse.BooleanOptionalAction, default=None, help=text)
+            continue
+
+        def parsed(given: str, name: str = name, flag: str = flag) -> Any:
+            try:
+                return value_of(flag, name, types[name], given)
+            except InvalidRequestError as error:
+                raise argparse.ArgumentTypeError(str(error)) from None
+
+        group.add_argument(flag, type=parsed, metavar="VALUE", default=None, help=text)
+
+
+def _port(text: str) -> int:
+    if not text.isdecimal() or int(text) > 65535:
+        raise argparse.ArgumentTypeError(f"{text!r} is not a port: 0 to 65535")
+    return int(text)
+
+
+def _size(text: str) -> int:
+    if not text.isdecimal() or int(text) < 1:
+        raise argparse.ArgumentTypeError(f"{text!r} is not a number of bytes, at least 1")
+    return int(text)
+
+
+def _seconds(text: str) -> float:
+    try:
+        number = float(text)
+    except ValueError:
+        number = -1.0
+    if not 0 <= number <= 1e6:
+        raise argparse.ArgumentTypeError(f"{text!r} is not a number of seconds, 0 or more")
+    return number
+
+
+async def serve(args: argparse.Namespace) -> int:
+    """Returns 0 when it was asked to stop, 1 when it was told to a second time."""
+    try:
+        from ..server.serve import log_to_stderr, stop_signals
+    except ImportError as error:
+        raise EngineError(f"aengine serve needs {error.name}: pip install 'aengine[server]'") from None
+    log_to_stderr("debug" if args.verbose else args.log_level)
+    engine = AsyncLLM(args.model, **engine_config(args), **_settings(args))
+    with stop_signals() as stop:
+        serving = asyncio.create_task(_serve(args, engine, stop))
+        if await _first(serving, stop.insisted.wait()):
+            serving.result()
+            return 0
+        engine.terminate()
+        await _cancelled(serving)
+        return 1
+
+
+def _settings(args: argparse.Namespace) -> dict[str, Any]:
+    names = (field.name for field in fields(EngineConfig) if field.name not in _ELSEWHERE | _NOT_HERE)
+    return {name: value for name in names if (value := getattr(args, name)) is not None}
+
+
+async def _serve(args: argparse.Namespace, engine: AsyncLLM, stop: StopSignals) -> None:
+    from ..server.app import create_app
+    from ..server.listening import bind_tcp, bind_unix, url_of
+    from ..server.serve import BACKLOG, serve_app
+
+    keys = args.api_key or [key for key in (server_api_key(),) if key]
+    app = create_app(engine, model_names=args.served_model_name, api_keys=keys, max_body_bytes=args.max_body_bytes)
+    with contextlib.ExitStack() as at_end:
+        if args.uds is None:
+            (listener,) = bind_tcp(args.host, args.port)
+        else:
+            listener = bind_unix(args.uds, 0o666)
+            at_end.callback(_remove, args.uds)
+        at_end.callback(listener.close)
+        # Nobody is listened to before the engine can serve: whoever waits for the port finds a model behind it.
+        try:
+            starting = asyncio.create_task(engine.start())
+            if not await _first(starting, stop.asked.wait()):
+                await _cancelled(starting)
+                return
+            starting.result()
+            listener.listen(BACKLOG)
+            if not args.quiet:
+                print(f"aengine: {args.model} is served at {url_of(listener)} (Ctrl-C stops)", file=sys.stderr)
+            await serve_app(
+                app,
+                engine,
+                listener,
+                stop=stop.asked,
+                grace=args.grace,
+                root_path=args.root_path,
+                access_log=not args.no_access_log,
+            )
+        finally:
+            await engine.aclose()
+
+
+async def _first(task: asyncio.Task[T], other: Awaitable[object]) -> bool:
+    """Wait for either. Returns whether the task is done."""
+    waiting = asyncio.ensure_future(other)
+    try:
+        await asyncio.wait([task, waiting], return_when=asyncio.FIRST_COMPLETED)
+    finally:
+        waiting.cancel()
+    return task.done()
+
+
+async def _cancelled(task: asyncio.Task[Any]) -> None:
+    task.cancel()
+    await asyncio.wait([task])
+
+
+def _remove(path: str) -> None:
+    with contextlib.suppress(FileNotFoundError):
+        os.unlink(path)
