@@ -65,6 +65,7 @@ if TYPE_CHECKING:
     from .streams.chat_stream import ChatStream
     from .streams.token_stream import TokenStream
     from .sync_llm import SyncLLM
+    from .telemetry.listeners import RequestListener, RequestStart
     from .telemetry.metrics import Histogram, Histograms, Statistics, WorkerRestart
 
 __version__ = "0.1.0"
@@ -118,6 +119,8 @@ _HOME = {
     "ToolChoice": "chat.tools",
     "TokenStream": "streams.token_stream",
     "ChatStream": "streams.chat_stream",
+    "RequestListener": "telemetry.listeners",
+    "RequestStart": "telemetry.listeners",
     "Histogram": "telemetry.metrics",
     "Histograms": "telemetry.metrics",
     "Statistics": "telemetry.metrics",
@@ -155,7 +158,9 @@ __all__ = [  # noqa: RUF022  # plainly sorted, as a test asks
     "ReasoningDelta",
     "RequestEnd",
     "RequestError",
+    "RequestListener",
     "RequestOptions",
+    "RequestStart",
     "SamplingParams",
     "Settings",
     "StartupProgress",

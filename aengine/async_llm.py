@@ -11,7 +11,7 @@ blocking calls as well (`AsyncLLM.sync`). It holds the engine by a handle of one
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from importlib import import_module
 from typing import TYPE_CHECKING, Any, overload
 
@@ -40,6 +40,7 @@ if TYPE_CHECKING:
     from .streams.chat_stream import ChatStream
     from .streams.token_stream import TokenStream
     from .sync_llm import SyncLLM
+    from .telemetry.listeners import RequestListener
     from .telemetry.metrics import Statistics
     from .tokenizer.prompt import Prompt
 
@@ -328,6 +329,15 @@ class AsyncLLM:
         return self._handle.abort_all()
 
     # -- what there is to know
+
+    def add_listener(self, listener: RequestListener) -> Callable[[], None]:
+        """Tell ``listener`` of every request that is accepted from now on: its beginning, first token and end. On the
+        engine's loop; with ``own_thread=True`` in its thread.
+
+        Returns a function that removes it; it still hears the ends of the requests that it knows of. Before the start,
+        too, and over all lives of the engine. From any thread.
+        """
+        return self._handle.listeners.add(listener)
 
     def statistics(self) -> Statistics:
         """The engine's counters at this moment."""

@@ -104,6 +104,7 @@ class RequestEnd:
     usage: Usage
     timings: Timings
     error: BaseException | None = None  # what its caller gets, with FinishReason.ERROR
+    finish_reasons: tuple[FinishReason, ...] = ()  # of each of the n completions
 
 
 @dataclass(frozen=True, slots=True)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from typing import TYPE_CHECKING, Any, overload
 
@@ -24,6 +24,7 @@ if TYPE_CHECKING:
     from .chat.messages import ChatCompletion
     from .engine.tokenizer_view import TokenizerView
     from .outputs import Completion, T
+    from .telemetry.listeners import RequestListener
     from .telemetry.metrics import Statistics
     from .tokenizer.prompt import Prompt
 
@@ -227,6 +228,10 @@ class SyncLLM:
         return self._handle.abort_all()
 
     # -- what there is to know
+
+    def add_listener(self, listener: RequestListener) -> Callable[[], None]:
+        """See `AsyncLLM.add_listener`. It is called in the engine's thread."""
+        return self._handle.listeners.add(listener)
 
     def statistics(self) -> Statistics:
         """The engine's counters at this moment."""

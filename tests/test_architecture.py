@@ -195,7 +195,7 @@ LARGE_ROOMS = {"kernels", "kernels/triton"}  # one operation a file
 MOST_METHODS = 20
 # Each with the number of methods that it may have, and why.
 LARGE_CLASSES = {
-    "async_llm.AsyncLLM": 21,  # the public contract, a method for each of its calls
+    "async_llm.AsyncLLM": 22,  # the public contract, a method for each of its calls
 }
 
 
@@ -335,7 +335,9 @@ def test_exported_names_are_pinned() -> None:
         "ReasoningDelta",
         "RequestEnd",
         "RequestError",
+        "RequestListener",
         "RequestOptions",
+        "RequestStart",
         "SamplingParams",
         "Settings",
         "StartupProgress",

@@ -19,6 +19,7 @@ from __future__ import annotations
 import asyncio
 import random
 from collections.abc import Callable
+from contextvars import Context
 from functools import partial
 from typing import TYPE_CHECKING
 
@@ -104,12 +105,13 @@ class Admission:
         final_only: bool,
         output_type: OutputType | None = None,
         asked_type: AskedType | None = None,
+        context: Context | None = None,
     ) -> UserRequest:
         """Check what can be checked at once, and register. Nothing is awaited here.
 
         ``prompt``: a `ChatRequest` has the shape of its answer in it; what `check` has returned is not checked again.
         ``output_type``: what ``params.structured_output`` says, as a type; ``asked_type``: one that is yet to be
-        described, which may take too long for the loop.
+        described, which may take too long for the loop. ``context``: of the caller, for those who listen.
 
         Raises:
             InvalidRequestError, ContextLengthError: see `stream`.
@@ -147,7 +149,6 @@ class Admission:
         )
         self._requests[request_id] = request
         self._counters.num_requests += 1
-        self._observer.note_queued(request_id, params, priority, mailbox.times)
         # The second timer checks for a token only when it is due, so that delivering tokens costs nothing more.
         for seconds, expire in ((deadline, self._expire), (first_token_deadline, self._expire_unless_begun)):
             if seconds is not None:
@@ -155,7 +156,10 @@ class Admission:
                 request.timers += (timer,)
         if not final_only:
             self._unread.begin()
-        self._begin(request, self._line.join(request_id, priority))
+        is_chat = part.kind in ("chat", "messages")
+        self._observer.note_queued(request_id, params, priority, mailbox.times, is_chat=is_chat, context=context)
+        if not mailbox.done:  # a listener may abort it
+            self._begin(request, self._line.join(request_id, priority))
         return request
 
     def check(
@@ -328,8 +332,9 @@ class Admission:
         if self.is_empty:
             self._on_empty()
         mailbox.times.end()
-        end = RequestEnd(request_id, reason, mailbox.usage(), mailbox.timings(), mailbox.error)
-        self._observer.note_end(end, is_logged=mailbox.times.is_logged)
+        reasons = tuple(choice.finish_reason or reason for choice in mailbox.choices)
+        end = RequestEnd(request_id, reason, mailbox.usage(), mailbox.timings(), mailbox.error, reasons)
+        self._observer.note_end(end, mailbox.times)
 
     def close(self) -> tuple[ThreadPool, ...]:
         """See `Preparation.close`."""

@@ -25,6 +25,7 @@ from ..ipc.messages import KVCacheGroup
 from ..outputs import StartupProgress
 from ..scheduler.scheduler import Scheduler
 from ..structured.service import GrammarService
+from ..telemetry.listeners import Listeners
 from ..telemetry.metrics import Counters, Statistics
 from ..telemetry.observer import Observer
 from ..telemetry.summary import summary_of
@@ -66,6 +67,7 @@ class EngineCore:
         grammars: GrammarService | None,
         restart: Restart,
         sampling: SamplingDefaults,
+        listeners: Listeners,
     ) -> None:
         """``grammars``: of this tokenizer, warmed up ahead; None: made here, if there is a tokenizer. ``restart``
         makes an executor that is not started, and what starts it."""
@@ -78,7 +80,7 @@ class EngineCore:
         self.sampling = sampling
         self._shutdown_timeout = config.shutdown_timeout
         self._counters = Counters()
-        self._observer = Observer(config.on_request_end)
+        self._observer = Observer(config.on_request_end, listeners)
         self._scheduler = Scheduler(
             num_blocks=ready["num_blocks"],
             kv_groups=KVCacheGroup.from_ready(ready),
@@ -138,7 +140,11 @@ class EngineCore:
 
     @classmethod
     async def start(
-        cls, config: EngineConfig, report: ProgressCallback, make_executor: ExecutorFactory = ProcessExecutor
+        cls,
+        config: EngineConfig,
+        report: ProgressCallback,
+        make_executor: ExecutorFactory = ProcessExecutor,
+        listeners: Listeners | None = None,
     ) -> EngineCore:
         """Resolve the model; then load the tokenizer and start the worker side by side. Undone when it fails."""
         begun = time.monotonic()
@@ -166,7 +172,8 @@ class EngineCore:
                 grammars.begin_warm_up()
             ready = await starting
             sampling = SamplingDefaults(source.generation_config if config.generation_config == "auto" else {})
-            core = cls(config, executor, ready, tokenizer, eos_token_ids, grammars, restart, sampling)
+            heard_by = listeners or Listeners()
+            core = cls(config, executor, ready, tokenizer, eos_token_ids, grammars, restart, sampling, heard_by)
         except BaseException:
             starting.cancel()
             executor.terminate()

@@ -15,6 +15,7 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Any, NamedTuple, Protocol, TypeVar
 
 from ..errors import EngineClosedError
+from ..telemetry.listeners import Listeners
 from ..threads.loop_ownership import foreign_process, other_loop, running_loop
 
 if TYPE_CHECKING:
@@ -57,6 +58,7 @@ class LocalHandle:
         """``owner`` is not held: an engine whose owner is dropped is to end."""
         self.config = config
         self.core: EngineCore | None = None
+        self.listeners = Listeners()
         self.advice = StartAdvice()
         self._owner = weakref.ref(owner)
         self._starting: asyncio.Task[None] | None = None
@@ -137,7 +139,7 @@ class LocalHandle:
                     on_progress = None
                     logger.exception("the setting progress, a function of yours, failed; it is not called again")
 
-        self.core = await core_class.start(config, report, make_executor)
+        self.core = await core_class.start(config, report, make_executor, self.listeners)
 
     def owner(self) -> Owner:
         """The user's object. Raises EngineClosedError if it was dropped."""
@@ -233,7 +235,8 @@ class LocalHandle:
         core = self.running_core()
         core.check_accepts()
         params, shape = with_output_type(params, options)
-        request = core.admission.submit(prompt, params, **shape, **options)
+        context = self.listeners.context()
+        request = core.admission.submit(prompt, params, context=context, **shape, **options)
         return TokenStream(request.request_id, request.mailbox, core.loop, core.admission.abort)
 
     def abort(self, request_id: str) -> bool:

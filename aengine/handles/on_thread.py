@@ -94,6 +94,7 @@ class ThreadHandle(ThreadLife):
         core.admission.check_room(len(self._arriving))
         request_id = options["request_id"] = options["request_id"] or f"own-{next(self._ids)}"
         stream = stream_class(thread, self.local.owner(), request_id)
+        options["context"] = self.local.listeners.context()
 
         def submit() -> None:
             """Submit on the engine's thread; what it raises goes to the stream."""

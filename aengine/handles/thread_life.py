@@ -14,6 +14,7 @@ from functools import partial
 from typing import TYPE_CHECKING
 
 from ..errors import AEngineError, EngineClosedError
+from ..telemetry.listeners import Listeners
 from ..threads.loop_ownership import running_loop
 from ..threads.loop_thread import LoopEndedError, LoopThread
 from .local import LocalHandle, Owner, StartAdvice
@@ -49,6 +50,10 @@ class ThreadLife:
     def state(self) -> str:
         """See `AsyncLLM.state`."""
         return self.local.state
+
+    @property
+    def listeners(self) -> Listeners:
+        return self.local.listeners
 
     @property
     def core(self) -> EngineCore | None:

@@ -1,6 +1,6 @@
-"""Reports on requests while they run and when they have ended: timings, log records, histograms, the user's hook.
+"""Reports on requests while they run and when they have ended: timings, log records, histograms, the user's hooks.
 
-    Admission ── queued, ended ──> Observer ──> RequestTimes, "aengine.requests", Histograms, on_request_end
+    Admission ── queued, ended ──> Observer ──> RequestTimes, "aengine.requests", Histograms, on_request_end, listeners
     StepLoop ─── scheduled, answers ──^
 
 A step costs one look at the clock and one count; a request a dozen counts at its end. Records are made for requests
@@ -11,10 +11,12 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Collection, Iterable
-from time import perf_counter
-from typing import TYPE_CHECKING
+from contextvars import Context, copy_context
+from time import perf_counter, time
+from typing import TYPE_CHECKING, Literal
 
 from ..outputs import FinishReason, RequestEnd
+from .listeners import Listeners, RequestReports, RequestStart
 from .metrics import HistogramCounts
 from .request_times import RequestTimes
 
@@ -30,10 +32,14 @@ _ID_CHARACTERS = 200  # of a request's id that a record's text shows
 
 
 class Observer:
-    """Observes the requests of one engine. ``on_request_end``: the user's, called once for each accepted request."""
+    """Observes the requests of one engine. ``on_request_end``: the user's, called once for each accepted request, as
+    are those of ``listeners``."""
 
-    def __init__(self, on_request_end: Callable[[RequestEnd], object] | None = None) -> None:
+    def __init__(
+        self, on_request_end: Callable[[RequestEnd], object] | None = None, listeners: Listeners | None = None
+    ) -> None:
         self._on_request_end = on_request_end
+        self._listeners = listeners or Listeners()
         self.histograms = HistogramCounts()
         self.num_ended = dict.fromkeys(FinishReason, 0)
         self._answered = perf_counter()  # when the last step was
@@ -42,11 +48,28 @@ class Observer:
         """The times of a request that arrives now."""
         return RequestTimes(logger.isEnabledFor(logging.DEBUG))
 
-    def note_queued(self, request_id: str, params: SamplingParams, priority: int, times: RequestTimes) -> None:
-        """Note that a request was registered."""
+    def note_queued(
+        self,
+        request_id: str,
+        params: SamplingParams,
+        priority: int,
+        times: RequestTimes,
+        *,
+        is_chat: bool,
+        context: Context | None,
+    ) -> None:
+        """Note that a request was registered. ``context``: the caller's, if somebody listened when it called."""
         if times.is_logged:
             text = "request %s: queued, max_tokens=%s, n=%d, priority=%d"
             _log(request_id, text, params.max_tokens, params.n, priority)
+        listeners = self._listeners.all
+        if listeners:
+            arrived_at = time() - (perf_counter() - times.arrived)
+            caller = copy_context() if context is None else context
+            kind: Literal["completion", "chat"] = "chat" if is_chat else "completion"
+            start = RequestStart(request_id, kind, params, priority, arrived_at, caller)
+            times.reports = RequestReports(start, listeners)
+            times.reports.accepted()
 
     def note_scheduled(self, requests: Iterable[Request]) -> None:
         """A step was made, the first one of these."""
@@ -71,17 +94,21 @@ class Observer:
         if times.first_token is not None:  # of another of n
             return
         times.first_token = now
+        if times.reports is not None:
+            times.reports.first_token(times.timings(1))
         if times.is_logged:
             timings = times.timings(1)
             text = "request %s: first token after %.4f s, queued for %.4f s of them, prefilled in %.4f s"
             _log(request.request_id, text, timings.first_token, timings.queued, timings.prefill)
 
-    def note_end(self, end: RequestEnd, *, is_logged: bool) -> None:
+    def note_end(self, end: RequestEnd, times: RequestTimes) -> None:
         """Note that a request has ended, in whatever way."""
         self.num_ended[end.finish_reason] += 1
         self.histograms.add_request(end)
-        if is_logged:
+        if times.is_logged:
             _log_end(end)
+        if times.reports is not None:
+            times.reports.ended(end)
         if self._on_request_end is not None:
             try:
                 self._on_request_end(end)

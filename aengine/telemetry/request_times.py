@@ -5,6 +5,7 @@ from __future__ import annotations
 from time import perf_counter
 
 from ..outputs import Timings
+from .listeners import RequestReports
 
 __all__ = ["RequestTimes"]
 
@@ -12,10 +13,10 @@ __all__ = ["RequestTimes"]
 class RequestTimes:
     """The moments of one user call, as of `time.perf_counter`; None: not yet.
 
-    ``is_logged``: whether its log records are shown, asked once when it arrived.
+    ``is_logged``: whether its log records are shown, asked once when it arrived. ``reports``: to its listeners.
     """
 
-    __slots__ = ("arrived", "ended", "first_token", "is_logged", "scheduled")
+    __slots__ = ("arrived", "ended", "first_token", "is_logged", "reports", "scheduled")
 
     def __init__(self, is_logged: bool = False) -> None:
         self.arrived = perf_counter()
@@ -23,6 +24,7 @@ class RequestTimes:
         self.first_token: float | None = None
         self.ended: float | None = None
         self.is_logged = is_logged
+        self.reports: RequestReports | None = None
 
     def end(self) -> None:
         """Note that the request ends now."""
