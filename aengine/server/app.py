@@ -15,6 +15,7 @@ from starlette.routing import Route
 from ..errors import InvalidRequestError
 from .anthropic.errors import answer_error, is_for_anthropic
 from .anthropic.messages import count_tokens, create_message
+from .anthropic.requests import CountBody, MessagesBody
 from .errors import http_error
 from .health import health, version
 from .http import ClientLeftError, HTTPError, JSONAnswer
@@ -24,8 +25,11 @@ from .openai.completions import completions
 from .openai.errors import error_body
 from .openai.models import list_models, show_model
 from .openai.not_there import no_pooling
+from .openai.requests import ChatBody, CompletionBody
+from .openai.responses.body import ResponseBody
 from .openai.responses.endpoint import count_input_tokens, create_response, delete_response, show_response
-from .openai.tokens import detokenize, tokenize
+from .openai.tokens import DetokenizeBody, TokenizeBody, detokenize, tokenize
+from .openapi import Endpoint, Entry, openapi_document, show_openapi
 from .service import Service
 
 if TYPE_CHECKING:
@@ -33,24 +37,23 @@ if TYPE_CHECKING:
 
 __all__ = ["create_app"]
 
-Endpoint = Callable[[Service, Request], Awaitable[Response]]
-
-_ENDPOINTS: list[tuple[str, str, Endpoint]] = [
+_ENDPOINTS: list[Entry] = [
     ("GET", "/v1/models", list_models),
     ("GET", "/v1/models/{name:path}", show_model),
-    ("POST", "/v1/chat/completions", chat_completions),
-    ("POST", "/v1/completions", completions),
-    ("POST", "/v1/responses", create_response),
-    ("POST", "/v1/responses/input_tokens", count_input_tokens),
+    ("POST", "/v1/chat/completions", chat_completions, ChatBody),
+    ("POST", "/v1/completions", completions, CompletionBody),
+    ("POST", "/v1/responses", create_response, ResponseBody),
+    ("POST", "/v1/responses/input_tokens", count_input_tokens, ResponseBody),
     ("GET", "/v1/responses/{id}", show_response),
     ("DELETE", "/v1/responses/{id}", delete_response),
-    ("POST", "/v1/messages", create_message),
-    ("POST", "/v1/messages/count_tokens", count_tokens),
-    ("POST", "/tokenize", tokenize),
-    ("POST", "/detokenize", detokenize),
+    ("POST", "/v1/messages", create_message, MessagesBody),
+    ("POST", "/v1/messages/count_tokens", count_tokens, CountBody),
+    ("POST", "/tokenize", tokenize, TokenizeBody),
+    ("POST", "/detokenize", detokenize, DetokenizeBody),
     *[("POST", path, no_pooling) for path in ("/v1/embeddings", "/v1/rerank", "/v1/score")],
     ("GET", "/health", health),
     ("GET", "/version", version),
+    ("GET", "/openapi.json", show_openapi),
 ]
 _OPEN_PATHS = {"/health"}
 """What needs no key."""
@@ -85,9 +88,10 @@ def create_app(
     service = Service(
         engine, model_names=names, max_body_bytes=max_body_bytes, max_stored_responses=max_stored_responses
     )
+    service.openapi = openapi_document(_ENDPOINTS, has_keys=bool(keys))
     routes = [
         Route(path, _endpoint(service, endpoint, () if path in _OPEN_PATHS else keys), methods=[method])
-        for method, path, endpoint in _ENDPOINTS
+        for method, path, endpoint, *_ in _ENDPOINTS
     ]
     return Starlette(
         routes=routes, lifespan=engine_lifespan(engine), exception_handlers={HTTPException: _answer_http_exception}

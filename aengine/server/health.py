@@ -54,4 +54,5 @@ async def health(service: Service, request: Request) -> Response:
 
 
 async def version(service: Service, request: Request) -> Response:
+    """Answer with the version of aengine."""
     return JSONAnswer({"version": __version__})

@@ -43,6 +43,8 @@ class Service:
         self.max_body_bytes = max_body_bytes
         self.created = int(time.time())
         self.health = Health(engine)
+        self.openapi: dict[str, Any] = {}
+        """The application's description of itself."""
         self.responses = ResponseStore(max_stored_responses)
 
     @property

@@ -47,6 +47,7 @@ async def test_each_choice_ends_with_its_own_reason(own_thread: bool) -> None:
         assert [choice.message.content or "" for choice in whole.choices][:2] == ["", "b"]
         assert engine.requests[0].params.seed == 7
         ask |= {"max_tokens": 20, "stream": True, "tools": None}
+        assert [getattr(choice, "stop_reason") for choice in whole.choices] == ["aaaaa", None, None]
         reasons: dict[int, str] = {}
         texts = {0: "", 1: "", 2: ""}
         async for chunk in await client.chat.completions.create(**ask):
@@ -56,6 +57,7 @@ async def test_each_choice_ends_with_its_own_reason(own_thread: bool) -> None:
                 if choice.finish_reason:
                     reasons[choice.index] = choice.finish_reason
         assert reasons == {0: "length", 1: "stop", 2: "length"}
+        assert own_thread or list(reasons)[0] == 1, "as soon as it has ended"
         assert texts[0] == "a" * 20 and texts[1] == "b"
 
 

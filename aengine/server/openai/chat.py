@@ -22,6 +22,7 @@ from ...chat.messages import (
     ToolCallStart,
 )
 from ...errors import AEngineError
+from ...outputs import FinishReason
 from ..errors import http_error
 from ..http import EventStream, JSONAnswer, as_utf8, event, while_connected
 from ..service import Service
@@ -88,6 +89,7 @@ class _Writer:
             "message": self._message(choice.message),
             "logprobs": logprobs,
             "finish_reason": finish_reason(choice.finish_reason),
+            "stop_reason": choice.stop_reason,
         }
 
     def _message(self, message: ChatMessage) -> dict[str, Any]:
@@ -109,6 +111,7 @@ class _Writer:
         What fails before the first event is raised; what fails later is an event.
         """
         options = self._body.stream_options or StreamOptions()
+        has_several = self._body.n is not None and self._body.n > 1
         writer = _ChunkWriter(self._head, options.include_usage)
         async with aclosing(stream):
             try:
@@ -119,6 +122,10 @@ class _Writer:
                         self._write(writer, delta)
                         if writer.is_full:
                             yield writer.take()
+                    if has_several:
+                        for index, reason in enumerate(stream.finish_reasons):
+                            if reason is not None:
+                                writer.end(index, reason, stream.stop_reasons[index])
                     if writer.has_events:
                         yield writer.take()
             except AEngineError as error:
@@ -128,7 +135,7 @@ class _Writer:
                 return
             completion = stream.completion
         for choice in completion.choices:
-            writer.end(choice.index, finish_reason(choice.finish_reason))
+            writer.end(choice.index, choice.finish_reason, choice.stop_reason)
         if options.include_usage:
             writer.write_usage(await self.usage(completion))
         yield writer.take() + event("[DONE]")
@@ -164,6 +171,7 @@ class _ChunkWriter:
         self._tail = ',"usage":null}\n\n' if include_usage else "}\n\n"
         self._events: list[str] = []
         self._begun: set[int] = set()  # choices whose role has been written
+        self._ended: set[int] = set()
 
     @property
     def has_begun(self) -> bool:
@@ -200,9 +208,12 @@ class _ChunkWriter:
         role = {"role": "assistant", "content": None} if self._role(choice) else {}
         self._add(choice, dumps(role | delta), "null" if logprobs is None else dumps(logprobs), "null")
 
-    def end(self, choice: int, reason: str) -> None:
-        delta = '{"role":"assistant","content":""}' if self._role(choice) else "{}"
-        self._add(choice, delta, "null", f'"{reason}"')
+    def end(self, choice: int, reason: FinishReason, stop_reason: str | int | None) -> None:
+        """Write a choice's last chunk, once."""
+        if choice not in self._ended:
+            self._ended.add(choice)
+            delta = '{"role":"assistant","content":""}' if self._role(choice) else "{}"
+            self._add(choice, delta, "null", f'"{finish_reason(reason)}","stop_reason":{dumps(stop_reason)}')
 
     def write_usage(self, usage: dict[str, Any]) -> None:
         self._events.append(f'data: {self._head},"choices":[],"usage":{dumps(usage)}}}\n\n')

@@ -128,6 +128,7 @@ class _Writer:
             "text": echo + choice.text,
             "logprobs": logprobs,
             "finish_reason": finish_reason(choice.finish_reason),
+            "stop_reason": choice.stop_reason,
         }
 
     async def chunks(self, streams: Sequence[TokenStream]) -> AsyncGenerator[bytes, None]:

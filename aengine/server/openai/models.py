@@ -14,10 +14,12 @@ __all__ = ["list_models", "show_model"]
 
 
 async def list_models(service: Service, request: Request) -> Response:
+    """List the names under which the model is served."""
     return JSONAnswer({"object": "list", "data": [_model(service, name) for name in service.model_names]})
 
 
 async def show_model(service: Service, request: Request) -> Response:
+    """Describe the model."""
     name = request.path_params["name"]
     service.check_model(name)
     return JSONAnswer(_model(service, name))

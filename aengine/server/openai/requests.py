@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Annotated, Any, Literal
 
-from pydantic import AfterValidator, BaseModel, ConfigDict, Field
+from pydantic import AfterValidator, BaseModel, ConfigDict, Field, WithJsonSchema
 from pydantic_core import PydanticCustomError
 
 from ...params import SamplingParams, StructuredOutput
@@ -20,11 +20,13 @@ __all__ = [
     "ChatBody",
     "CompletionBody",
     "Ignored",
+    "Messages",
     "Refused",
     "ResponseFormat",
     "SamplingBody",
     "StreamOptions",
     "StructuredOutputsBody",
+    "Tools",
     "any_strict",
     "structured_output_of",
     "template_variables",
@@ -35,14 +37,71 @@ RequestId = Annotated[str, Field(pattern=r"^[!-~]{1,128}$", description="1 to 12
 Ignored = Annotated[Any, Field(default=None, description="Taken, and without effect.")]
 
 
+_TEXT_PARTS = {
+    "type": "array",
+    "items": {
+        "type": "object",
+        "required": ["type", "text"],
+        "properties": {"type": {"const": "text"}, "text": {"type": "string"}},
+    },
+}
+
+
 def _refuse(value: Any) -> None:
     if value is not None and value is not False and value != [] and value != {}:
         raise PydanticCustomError("unsupported", "the engine does not have it")
 
 
 Refused = Annotated[
-    Any, AfterValidator(_refuse), Field(default=None, description="Not supported: null, or not there at all.")
+    Any,
+    AfterValidator(_refuse),
+    WithJsonSchema({"type": "null", "description": "Not supported: null, or not there at all."}),
 ]
+Messages = Annotated[
+    list[dict[str, Any]],
+    WithJsonSchema(
+        {
+            "type": "array",
+            "items": {
+                "type": "object",
+                "required": ["role", "content"],
+                "properties": {
+                    "role": {"type": "string", "enum": ["system", "developer", "user", "assistant", "tool"]},
+                    "content": {"anyOf": [{"type": "string"}, _TEXT_PARTS, {"type": "null"}]},
+                    "tool_calls": {"type": "array", "items": {"type": "object"}},
+                    "tool_call_id": {"type": "string"},
+                },
+            },
+        }
+    ),
+]
+"""Chat messages, which the engine checks."""
+Tools = Annotated[
+    list[dict[str, Any]],
+    WithJsonSchema(
+        {
+            "type": "array",
+            "items": {
+                "type": "object",
+                "required": ["type", "function"],
+                "properties": {
+                    "type": {"const": "function"},
+                    "function": {
+                        "type": "object",
+                        "required": ["name"],
+                        "properties": {
+                            "name": {"type": "string", "pattern": "^[A-Za-z0-9_.-]{1,64}$"},
+                            "description": {"type": "string"},
+                            "parameters": {"type": "object"},
+                            "strict": {"type": "boolean"},
+                        },
+                    },
+                },
+            },
+        }
+    ),
+]
+"""OpenAI's functions, which the engine checks."""
 MAX_PROMPTS = 2048
 """Prompts of one completion."""
 
@@ -240,9 +299,9 @@ class CompletionBody(_ChoicesBody):
 class ChatBody(_ChoicesBody):
     """The body of a chat completion."""
 
-    messages: list[dict[str, Any]]
+    messages: Messages
     max_completion_tokens: int | None = None
-    tools: list[dict[str, Any]] | None = None
+    tools: Tools | None = None
     tool_choice: str | dict[str, Any] | None = None
     parallel_tool_calls: bool | None = None
     logprobs: bool | None = None

@@ -10,7 +10,7 @@ from starlette.responses import Response
 
 from ..http import HTTPError, JSONAnswer, while_connected
 from ..service import Service
-from .requests import Body, Ignored
+from .requests import Body, Ignored, Messages, Tools
 
 if TYPE_CHECKING:
     from ...engine.tokenizer_view import TokenizerView
@@ -23,10 +23,10 @@ class TokenizeBody(Body):
 
     model: str | None = None
     prompt: str | None = None
-    messages: list[dict[str, Any]] | None = None
+    messages: Messages | None = None
     add_special_tokens: bool | None = None
     return_token_strs: bool = False
-    tools: list[dict[str, Any]] | None = None
+    tools: Tools | None = None
     add_generation_prompt: bool | None = None
     continue_final_message: bool = False
     chat_template_kwargs: dict[str, Any] | None = None
