@@ -340,8 +340,8 @@ class AsyncLLM:
         return self._handle.listeners.add(listener)
 
     def statistics(self) -> Statistics:
-        """The engine's counters at this moment."""
-        return self._handle.running_core().statistics()
+        """The engine's counters at this moment. From any thread, with or without a loop."""
+        return self._handle.open_core().statistics()
 
     def describe(self) -> dict[str, Any]:
         """What runs: vocab_size, max_model_len, num_blocks, block_size, device, dtype, weight_format, pid, ...;

@@ -88,7 +88,8 @@ class Admission:
     @property
     def num_preempted(self) -> int:
         """Completions that have had a row, and wait for another."""
-        return sum(one.is_preempted for request in self._requests.values() for one in request.requests)
+        requests = list(self._requests.values())  # asked from other threads, too, while some come and go
+        return sum(one.is_preempted for request in requests for one in request.requests)
 
     # -- the way in
 

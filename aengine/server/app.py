@@ -20,6 +20,7 @@ from .errors import http_error
 from .health import health, version
 from .http import ClientLeftError, HTTPError, JSONAnswer
 from .lifespan import engine_lifespan
+from .metrics import metrics, new_registry
 from .openai.chat import chat_completions
 from .openai.completions import completions
 from .openai.errors import error_body
@@ -33,6 +34,8 @@ from .openapi import Endpoint, Entry, openapi_document, show_openapi
 from .service import Service
 
 if TYPE_CHECKING:
+    from prometheus_client import CollectorRegistry
+
     from ..async_llm import AsyncLLM
 
 __all__ = ["create_app"]
@@ -52,6 +55,7 @@ _ENDPOINTS: list[Entry] = [
     ("POST", "/detokenize", detokenize, DetokenizeBody),
     *[("POST", path, no_pooling) for path in ("/v1/embeddings", "/v1/rerank", "/v1/score")],
     ("GET", "/health", health),
+    ("GET", "/metrics", metrics),
     ("GET", "/version", version),
     ("GET", "/openapi.json", show_openapi),
 ]
@@ -66,6 +70,7 @@ def create_app(
     api_keys: str | Sequence[str] | None = None,
     max_body_bytes: int = 32 << 20,
     max_stored_responses: int = 1000,
+    metrics_registry: CollectorRegistry | None = None,
 ) -> Starlette:
     """Make the ASGI application that serves an engine under OpenAI's and Anthropic's interfaces.
 
@@ -80,6 +85,8 @@ def create_app(
         max_body_bytes: larger bodies are refused with 413.
         max_stored_responses: of /v1/responses, for ``previous_response_id``: in this process' memory, the latest,
             256 MiB at most. 0: none; with several processes, a client may reach one that does not know its response.
+        metrics_registry: what /metrics shows: a registry of prometheus_client's, in which you have registered a
+            `PrometheusCollector` and what else there is. None: the engine's metrics.
     """
     names = [model_names] if isinstance(model_names, str) else model_names
     keys = [api_keys] if isinstance(api_keys, str) else list(api_keys or ())
@@ -89,6 +96,7 @@ def create_app(
         engine, model_names=names, max_body_bytes=max_body_bytes, max_stored_responses=max_stored_responses
     )
     service.openapi = openapi_document(_ENDPOINTS, has_keys=bool(keys))
+    service.metrics_registry = metrics_registry or new_registry(engine, service.model_name)
     routes = [
         Route(path, _endpoint(service, endpoint, () if path in _OPEN_PATHS else keys), methods=[method])
         for method, path, endpoint, *_ in _ENDPOINTS

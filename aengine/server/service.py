@@ -15,6 +15,8 @@ from .http import HTTPError, read_json
 from .openai.responses.store import ResponseStore
 
 if TYPE_CHECKING:
+    from prometheus_client import CollectorRegistry
+
     from ..async_llm import AsyncLLM
 
 __all__ = ["Service", "validated"]
@@ -46,6 +48,7 @@ class Service:
         self.openapi: dict[str, Any] = {}
         """The application's description of itself."""
         self.responses = ResponseStore(max_stored_responses)
+        self.metrics_registry: CollectorRegistry | None = None  # what /metrics shows; None: nothing can be
 
     @property
     def model_name(self) -> str:

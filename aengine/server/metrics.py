@@ -1,0 +1,62 @@
+"""``/metrics``: the engine's metrics in the formats of Prometheus and OpenMetrics."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Iterator
+from typing import TYPE_CHECKING, Any
+
+from starlette.requests import Request
+from starlette.responses import Response
+
+from .http import HTTPError
+
+if TYPE_CHECKING:
+    from prometheus_client import CollectorRegistry
+
+    from ..async_llm import AsyncLLM
+    from .service import Service
+
+__all__ = ["metrics", "new_registry"]
+
+_OPEN_METRICS_END = b"# EOF\n"
+
+
+def new_registry(engine: AsyncLLM, model_name: str) -> CollectorRegistry | None:
+    """Make a registry of the engine's metrics; None if prometheus_client is not installed."""
+    try:
+        from prometheus_client import CollectorRegistry
+
+        from ..telemetry.prometheus import PrometheusCollector
+    except ImportError:
+        return None
+    registry = CollectorRegistry()
+    registry.register(PrometheusCollector(engine, model_name=model_name))
+    return registry
+
+
+async def metrics(service: Service, request: Request) -> Response:
+    """Answer a scrape: all of the application's registry. Raises HTTPError 501 if there is none."""
+    if service.metrics_registry is None:
+        cure = "pip install 'aengine[prometheus]'"
+        raise HTTPError(501, f"/metrics needs the package prometheus-client: {cure}", code="not_installed")
+    from prometheus_client.exposition import choose_encoder
+
+    encode, content_type = choose_encoder(request.headers.get("accept", ""))
+    parts: list[bytes] = []
+    for metric in service.metrics_registry.collect():
+        parts.append(encode(_One(metric)).removesuffix(_OPEN_METRICS_END))
+        await asyncio.sleep(0)  # a scrape takes milliseconds, and others wait on this loop
+    if content_type.startswith("application/openmetrics-text"):
+        parts.append(_OPEN_METRICS_END)
+    return Response(b"".join(parts), headers={"content-type": content_type})
+
+
+class _One:
+    """A registry of one metric, which is encoded by itself."""
+
+    def __init__(self, metric: Any) -> None:
+        self._metric = metric
+
+    def collect(self) -> Iterator[Any]:
+        yield self._metric

@@ -1,0 +1,156 @@
+"""`PrometheusCollector`: an engine's statistics as Prometheus metrics, in a registry of yours.
+
+    REGISTRY.register(PrometheusCollector(engine))
+
+Nothing is counted twice: at each scrape it reads `statistics()`, and formats that. The names are those of vLLM, which
+dashboards read already; what vLLM does not have begins with "aengine:".
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from pathlib import PurePath
+from typing import TYPE_CHECKING, Protocol
+
+from ..errors import EngineClosedError
+from .metrics import Histogram, Histograms, Statistics
+
+try:
+    from prometheus_client.metrics_core import CounterMetricFamily, GaugeMetricFamily, HistogramMetricFamily, Metric
+    from prometheus_client.registry import Collector
+    from prometheus_client.utils import floatToGoString
+except ImportError as error:
+    raise ImportError("metrics for Prometheus need its client: pip install 'aengine[prometheus]'") from error
+
+if TYPE_CHECKING:
+    from ..config import EngineConfig
+
+__all__ = ["PrometheusCollector"]
+
+
+class Engine(Protocol):
+    """Interface of what is observed: an `AsyncLLM`."""
+
+    config: EngineConfig
+
+    def statistics(self) -> Statistics: ...
+
+
+_Labels = tuple[str, str]
+_Value = Callable[[Statistics], float | None]
+_LABELS = ("model_name", "engine")
+
+_GAUGES: tuple[tuple[str, str, _Value], ...] = (
+    ("vllm:num_requests_running", "Requests with a row on the worker.", lambda s: s.num_running),
+    (
+        "vllm:num_requests_waiting",
+        "Requests that wait for their first step, or were preempted.",
+        lambda s: s.num_waiting,
+    ),
+    ("vllm:kv_cache_usage_perc", "Used part of the KV cache. 1: all of it.", lambda s: _kv_usage(s)),
+    ("aengine:kv_blocks", "Blocks of the KV cache.", lambda s: s.num_blocks),
+    ("aengine:loop_lag_seconds", "Lateness of the host's event loop, lately at worst.", lambda s: s.loop_lag),
+    ("aengine:worker_memory_bytes", "Resident memory of the worker processes.", lambda s: s.worker_memory_bytes),
+    ("aengine:device_memory_bytes", "GPU memory that the workers have taken.", lambda s: s.device_memory_bytes),
+    ("aengine:device_memory_total_bytes", "Memory of the GPU.", lambda s: s.device_memory_total_bytes),
+)
+_COUNTERS: tuple[tuple[str, str, _Value], ...] = (
+    ("vllm:prompt_tokens", "Prompt tokens of accepted requests.", lambda s: s.prompt_tokens),
+    ("vllm:generation_tokens", "Tokens generated.", lambda s: s.generated_tokens),
+    ("vllm:prefix_cache_queries", "Prompt tokens looked up in the prefix cache.", lambda s: s.prefix_cache_queries),
+    ("vllm:prefix_cache_hits", "Prompt tokens found in the prefix cache.", lambda s: s.prefix_cache_hits),
+    ("vllm:num_preemptions", "Requests that had to give their KV blocks to others.", lambda s: s.num_preemptions),
+    ("vllm:admission_rejections", "Requests refused because the queue was full.", lambda s: s.num_rejected),
+    ("aengine:requests", "Requests accepted.", lambda s: s.num_requests),
+    ("aengine:steps", "Steps of the worker.", lambda s: s.num_steps),
+    ("aengine:worker_restarts", "Workers started in place of one that had died or hung.", lambda s: s.num_restarts),
+)
+_HISTOGRAMS: tuple[tuple[str, str, Callable[[Histograms], Histogram]], ...] = (
+    ("vllm:time_to_first_token_seconds", "From the call to the first token.", lambda h: h.time_to_first_token),
+    ("vllm:inter_token_latency_seconds", "From one token to the next.", lambda h: h.inter_token_latency),
+    (
+        "vllm:request_time_per_output_token_seconds",
+        "From one token to the next, the mean of a request.",
+        lambda h: h.time_per_output_token,
+    ),
+    ("vllm:e2e_request_latency_seconds", "From the call to the end.", lambda h: h.request_latency),
+    ("vllm:request_queue_time_seconds", "From the call to the first step.", lambda h: h.queue_time),
+    ("vllm:request_prefill_time_seconds", "From the first step to the first token.", lambda h: h.prefill_time),
+    ("vllm:request_decode_time_seconds", "From the first token to the end.", lambda h: h.decode_time),
+    ("vllm:request_prompt_tokens", "Prompt tokens of a request.", lambda h: h.prompt_tokens),
+    ("vllm:request_generation_tokens", "Tokens generated for a request.", lambda h: h.generation_tokens),
+)
+
+
+class PrometheusCollector(Collector):
+    """Collects the metrics of an engine, or of several, for a `prometheus_client.CollectorRegistry`.
+
+    Args:
+        engine: an `AsyncLLM`, started or not; of an `LLM`, ``llm.as_async()``.
+        model_name: the label; None: the engine's model, of a path its last part.
+
+    Scrapes may come from any thread. An engine that does not run has "aengine:running" 0 and no other metric; its
+    counts begin again with its next start, as Prometheus expects of counters.
+    """
+
+    def __init__(self, engine: Engine, *, model_name: str | None = None) -> None:
+        self._engines: list[tuple[Engine, _Labels]] = []
+        self.add(engine, model_name=model_name)
+
+    def add(self, engine: Engine, *, model_name: str | None = None) -> None:
+        """Collect another engine's, too: a registry takes each metric from one collector only. Those of the same
+        ``model_name`` are told apart by the label "engine": "0", "1", ..."""
+        name = model_name or PurePath(engine.config.model).name or engine.config.model
+        number = sum(labels[0] == name for _, labels in self._engines)
+        self._engines = [*self._engines, (engine, (name, str(number)))]
+
+    def describe(self) -> Iterator[Metric]:
+        """Yield the metrics without values: engines need not run when this is registered."""
+        return self._families([])
+
+    def collect(self) -> Iterator[Metric]:
+        """Yield the metrics, of one moment for each engine."""
+        running: list[tuple[_Labels, Statistics]] = []
+        is_running = GaugeMetricFamily("aengine:running", "1: the engine runs, or drains.", labels=_LABELS)
+        for engine, labels in self._engines:
+            try:
+                running.append((labels, engine.statistics()))
+            except EngineClosedError:
+                is_running.add_metric(labels, 0)
+            else:
+                is_running.add_metric(labels, 1)
+        yield is_running
+        yield from self._families(running)
+
+    def _families(self, running: list[tuple[_Labels, Statistics]]) -> Iterator[Metric]:
+        for families, family_class in ((_GAUGES, GaugeMetricFamily), (_COUNTERS, CounterMetricFamily)):
+            for name, text, value_of in families:
+                family = family_class(name, text, labels=_LABELS)
+                for labels, statistics in running:
+                    value = value_of(statistics)
+                    if value is not None:
+                        family.add_metric(labels, value)
+                yield family
+        ends = CounterMetricFamily(
+            "vllm:request_success", "Requests that have ended.", labels=[*_LABELS, "finished_reason"]
+        )
+        config = GaugeMetricFamily(
+            "vllm:cache_config_info", "Size of the KV cache.", labels=[*_LABELS, "block_size", "num_gpu_blocks"]
+        )
+        for labels, statistics in running:
+            for reason, count in statistics.finish_reasons.items():
+                ends.add_metric([*labels, reason], count)
+            config.add_metric([*labels, str(statistics.block_size), str(statistics.num_blocks)], 1)
+        yield ends
+        yield config
+        for name, text, histogram_of in _HISTOGRAMS:
+            histograms = HistogramMetricFamily(name, text, labels=_LABELS)
+            for labels, statistics in running:
+                histogram = histogram_of(statistics.histograms)
+                bounds = (*map(floatToGoString, histogram.bounds), "+Inf")
+                histograms.add_metric(labels, list(zip(bounds, histogram.cumulative)), histogram.sum)
+            yield histograms
+
+
+def _kv_usage(statistics: Statistics) -> float:
+    return 1 - statistics.num_free_blocks / max(1, statistics.num_blocks)
