@@ -66,6 +66,8 @@ def openapi_document(endpoints: Sequence[Entry], *, has_keys: bool) -> dict[str,
 def _operation(method: str, path: str, endpoint: Endpoint, body: Sequence[type[BaseModel]]) -> dict[str, Any]:
     summary = (endpoint.__doc__ or "").strip().splitlines()[0].rstrip(".")
     answer: dict[str, Any] = {"application/json": {"schema": {"type": "object"}}}
+    if path == "/metrics":
+        answer = {"text/plain": {"schema": {"type": "string"}}}
     if body and "stream" in body[0].model_fields:
         answer["text/event-stream"] = {"schema": {"type": "string"}}
     error = {"description": "An error", "content": {"application/json": {"schema": {"$ref": _SCHEMAS + "Error"}}}}
