@@ -210,6 +210,14 @@ class SamplingBody(Body):
     # ours
     deadline: float | None = None
     first_token_deadline: float | None = None
+    # not there; vLLM has them
+    allowed_token_ids: Refused = None
+    bad_words: Refused = None
+    prompt_logprobs: Refused = None
+    return_token_ids: Refused = None
+    return_tokens_as_token_ids: Refused = None
+    truncate_prompt_tokens: Refused = None
+    use_beam_search: Refused = None
 
     def sampling_params(self, **others: Any) -> SamplingParams:
         """Return what is given of the parameters, and ``others``. Raises InvalidRequestError."""
@@ -318,6 +326,9 @@ class ChatBody(_ChoicesBody):
     prediction: Ignored = None
     # not there
     audio: Refused = None
+    chat_template: Refused = None
+    documents: Refused = None
+    echo: Refused = None
     function_call: Refused = None
     functions: Refused = None
     moderation: Refused = None
