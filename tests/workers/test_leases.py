@@ -4,16 +4,20 @@ from __future__ import annotations
 
 import asyncio
 import random
+import time
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
+from typing import Any
 
 import pytest
 from conftest_api import core_of
-from paced_runner import sampled
+from paced_runner import MAX_LAUNCHED, sampled
 
 from aengine import AsyncLLM, DeadlineExceededError, EngineConfig, SamplingParams
 from aengine.engine.executor import ProcessExecutor
 from aengine.engine.step_loop import StepLoop
+from aengine.ipc.messages import Kind, ModelRunnerOutput
+from aengine.workers.answers import PendingAnswers
 
 NUM_LEASED = 40
 
@@ -50,30 +54,44 @@ async def leased(engine: AsyncLLM) -> None:
         await asyncio.sleep(0.001)
 
 
-async def test_a_new_request_waits_for_the_steps_on_the_device_only(monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.fixture
+def frames(monkeypatch: pytest.MonkeyPatch) -> list[Any]:
+    """The answers to steps and calls, in the order in which the worker sent them."""
+    frames: list[Any] = []
+    take = PendingAnswers.take
+
+    def noted(self: PendingAnswers, rank: int, kind: Kind, step_id: int, message: Any) -> None:
+        frames.append(message)
+        take(self, rank, kind, step_id, message)
+
+    monkeypatch.setattr(PendingAnswers, "take", noted)
+    return frames
+
+
+def steps_after(since: float, frames: list[Any]) -> list[ModelRunnerOutput]:
+    """The steps answered later than ``since``: on a busy machine any number of earlier answers may lie unread."""
+    return [frame for frame in frames if isinstance(frame, ModelRunnerOutput) and frame.answered_at > since]
+
+
+async def test_a_new_request_waits_for_the_steps_on_the_device_only(
+    monkeypatch: pytest.MonkeyPatch, frames: list[Any]
+) -> None:
     async with paced(monkeypatch) as engine:
         old = [engine.stream([i, 2, 3], params(300)) for i in range(1, 4)]
         for stream in old:
             await anext(stream)
         for i in range(4, 9):
             await leased(engine)
-            answers = count_answers(engine, monkeypatch)
             young = engine.stream([i, 2, 3], params(20))
+            submitted = time.monotonic()
             await anext(young)
-            # Two on the device, one whose answer lay unread, and its own.
-            assert len(answers) <= 4, f"{len(answers)} steps were answered before its first token"
+            num_rows = [len(step.token_ids) for step in steps_after(submitted, frames)]
+            assert num_rows.index(4) <= MAX_LAUNCHED, num_rows  # its own step is the first with a fourth row
             await young.wait()
             assert young.completion.choices[0].token_ids == expected([i, 2, 3], 20)
         for i, stream in enumerate(old, 1):
             await stream.wait()
             assert stream.completion.choices[0].token_ids == expected([i, 2, 3], 300)
-
-
-def count_answers(engine: AsyncLLM, monkeypatch: pytest.MonkeyPatch) -> list[float]:
-    """The list gets an entry for each answer that the step loop takes from now on."""
-    answers: list[float] = []
-    monkeypatch.setattr(steps_of(engine)._limit, "note_answer", answers.append)
-    return answers
 
 
 async def test_whatever_comes_in_whatever_order(monkeypatch: pytest.MonkeyPatch, rng: random.Random) -> None:
@@ -110,20 +128,25 @@ async def test_whatever_comes_in_whatever_order(monkeypatch: pytest.MonkeyPatch,
         assert statistics.num_restarts == 0
 
 
-async def test_a_health_check_is_not_behind_all_of_them(monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_a_health_check_is_not_behind_all_of_them(monkeypatch: pytest.MonkeyPatch, frames: list[Any]) -> None:
     async with paced(monkeypatch) as engine:
         stream = engine.stream([1, 2], params(200))
         await leased(engine)
-        await engine.check_health()
-        assert len(steps_of(engine)._in_flight) < NUM_LEASED
+        check = asyncio.create_task(engine.check_health())
+        await asyncio.sleep(0)
+        asked = time.monotonic()
+        await check
+        reply = next(i for i, frame in enumerate(frames) if isinstance(frame, dict))
+        assert len(steps_after(asked, frames[:reply])) <= MAX_LAUNCHED
         assert (await stream.wait()).choices[0].token_ids == expected([1, 2], 200)
 
 
-async def test_closing_is_not_behind_all_of_them(monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_closing_is_not_behind_all_of_them(monkeypatch: pytest.MonkeyPatch, frames: list[Any]) -> None:
     async with paced(monkeypatch) as engine:
         stream = engine.stream([1, 2], params(200))
         await leased(engine)
         await stream.aclose()
-        while steps_of(engine)._is_revoking:
-            await asyncio.sleep(0)
-        assert len(steps_of(engine)._in_flight) < NUM_LEASED
+        closed = time.monotonic()
+        while steps_of(engine)._in_flight:
+            await asyncio.sleep(0.001)
+        assert len(steps_after(closed, frames)) <= MAX_LAUNCHED
