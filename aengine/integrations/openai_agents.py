@@ -205,6 +205,7 @@ class AEngineModel(SDKModel):
         functions += [Converter.convert_handoff_tool(handoff)["function"] for handoff in handoffs]
         has_schema = output_schema is not None and not output_schema.is_plain_text()
         is_strict = any(function.get("strict") for function in functions)
+        is_strict |= output_schema is not None and has_schema and output_schema.is_strict_json_schema()
         given: dict[str, Any] = {
             "temperature": settings.temperature,
             "top_p": settings.top_p,

@@ -1,0 +1,10 @@
+"""The markers of langchain-tests, which are registered by plugins that this suite does without."""
+
+from __future__ import annotations
+
+import pytest
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    for name in ("benchmark", "vcr"):
+        config.addinivalue_line("markers", f"{name}: of langchain-tests")
