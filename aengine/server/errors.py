@@ -22,6 +22,9 @@ __all__ = ["http_error"]
 _ABOUT_TOOL = ("the tool ", "the parameters of the tool ")
 """Beginnings of a GrammarError that is about a tool's schema."""
 
+_NO_RETRY = {"x-should-retry": "false"}
+"""Heeded by OpenAI's and Anthropic's clients, which try again otherwise, as for any 5xx."""
+
 logger = logging.getLogger("aengine.server")
 
 
@@ -43,7 +46,7 @@ def http_error(error: BaseException, param: str | None = None) -> HTTPError:
             seconds = {"retry-after": str(math.ceil(error.retry_after))}
             return HTTPError(429, text, kind="rate_limit_error", code="engine_overloaded", headers=seconds)
         case DeadlineExceededError():
-            return HTTPError(504, text, kind="timeout_error", code="deadline_exceeded")
+            return HTTPError(504, text, kind="timeout_error", code="deadline_exceeded", headers=_NO_RETRY)
         case InternalError():
             return HTTPError(500, text, kind="server_error", code="internal_error")
         case EngineError():

@@ -33,7 +33,8 @@ class Health:
         """Return why the engine can't answer; None: it can."""
         if self._engine.state != "running":
             return f"the engine is {self._engine.state}"
-        if self._ping is None or self._ping.done():
+        here = asyncio.get_running_loop()
+        if self._ping is None or self._ping.done() or self._ping.get_loop() is not here:
             self._ping = asyncio.create_task(self._ask())
         return await asyncio.shield(self._ping)  # whoever asked first may leave
 

@@ -14,6 +14,7 @@ import asyncio
 import sys
 from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine, MutableMapping
 from typing import TYPE_CHECKING, Any, TypeVar
+from weakref import WeakSet
 
 if TYPE_CHECKING:
     import anthropic
@@ -101,10 +102,21 @@ def streaming_transport(app: ASGIApp, library: str = "httpx") -> Any:
         async def aclose(self) -> None:
             await self._exchange.close()
 
+        def __del__(self) -> None:  # of an answer that was dropped, perhaps in another thread
+            self._exchange.drop()
+
     class Transport(http.AsyncBaseTransport):
+        def __init__(self) -> None:
+            self._exchanges: WeakSet[_Exchange] = WeakSet()
+
+        async def aclose(self) -> None:
+            for exchange in list(self._exchanges):
+                await exchange.close()
+
         async def handle_async_request(self, request: Any) -> Any:
             body = b"".join([part async for part in request.stream])
             exchange = _Exchange(app, _scope_of(request), body)
+            self._exchanges.add(exchange)
             try:
                 status, headers = await in_time(exchange.start(), request)
             except BaseException:
@@ -139,8 +151,9 @@ class _Exchange:
 
     def __init__(self, app: ASGIApp, scope: dict[str, Any], body: bytes) -> None:
         self._body: bytes | None = body
+        self._loop = asyncio.get_running_loop()
         self._has_left = asyncio.Event()  # the client closed the response
-        self._head: asyncio.Future[tuple[int, Any]] = asyncio.get_running_loop().create_future()
+        self._head: asyncio.Future[tuple[int, Any]] = self._loop.create_future()
         self._chunks: list[bytes] = []
         self._num_bytes = 0  # in all chunks
         self._news = asyncio.Event()
@@ -167,12 +180,23 @@ class _Exchange:
 
     async def close(self) -> None:
         """Tell the application that the client has left, and wait until it has returned. Idempotent."""
-        self._has_left.set()
-        self._has_room.set()
+        self._leave()
         if not self._task.done():
             await asyncio.wait([self._task])
         if not self._task.cancelled():
             self._task.exception()  # was raised by `start` or `next_chunk`, if anybody was there
+
+    def drop(self) -> None:
+        """Tell the application that the client has left, from any thread. Idempotent."""
+        if not self._has_ended and not self._loop.is_closed():
+            try:
+                self._loop.call_soon_threadsafe(self._leave)
+            except RuntimeError:  # it was closed since
+                pass
+
+    def _leave(self) -> None:
+        self._has_left.set()
+        self._has_room.set()
 
     async def _run(self, app: ASGIApp, scope: dict[str, Any]) -> None:
         try:

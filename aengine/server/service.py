@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import os
+import re
 import time
 from collections.abc import Sequence
 from pathlib import PurePath
@@ -23,6 +25,8 @@ __all__ = ["Service", "validated"]
 
 B = TypeVar("B", bound=BaseModel)
 
+_HUB_ID = re.compile(r"[\w.-]+/[\w.-]+(:[\w.-]+)?")
+
 
 class Service:
     """An engine as an application serves it.
@@ -41,7 +45,7 @@ class Service:
         max_stored_responses: int,
     ) -> None:
         self.engine = engine
-        self.model_names = tuple(model_names or (PurePath(engine.config.model).name or engine.config.model,))
+        self.model_names = tuple(model_names or (_name_of(engine.config.model),))
         self.max_body_bytes = max_body_bytes
         self.created = int(time.time())
         self.health = Health(engine)
@@ -66,6 +70,13 @@ class Service:
             served = ", ".join(map(repr, self.model_names))
             message = f"the model {name[:200]!r} is not served here; served: {served}"
             raise HTTPError(404, message, code="model_not_found", param="model")
+
+
+def _name_of(model: str) -> str:
+    """Return the name of a model that was made with this: hub ids as they are, of a path its last part."""
+    if _HUB_ID.fullmatch(model) and not os.path.exists(model):
+        return model
+    return PurePath(model).name or model
 
 
 def validated(kind: type[B], value: object) -> B:

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import asyncio
+import gc
 import json
+from pathlib import Path
 from typing import Any
 
 import httpx
@@ -11,9 +13,10 @@ import openai
 import pytest
 from pydantic import BaseModel
 
-from aengine import InvalidRequestError, WorkerDiedError
+from aengine import AsyncLLM, InvalidRequestError, WorkerDiedError
 from aengine.server import create_app
 from aengine.server.in_process import streaming_transport
+from aengine.server.service import Service
 from aengine.testing import FakeAsyncLLM, FakeRequest, Reply
 
 JSON = {"content-type": "application/json"}
@@ -251,3 +254,31 @@ async def test_an_application_waits_for_a_client_that_does_not_read() -> None:
             assert len(await answer.aread()) == 1_000_000
         async with client.stream("GET", "http://app/"):
             pass  # left without being read: the application ends all the same
+
+
+@pytest.mark.parametrize("how", ["dropped", "client closed"])
+async def test_an_answer_that_is_not_closed_ends_all_the_same(how: str) -> None:
+    async with FakeAsyncLLM("a" * 20_000, token_delay=0.005) as engine, engine.openai_client() as client:
+        stream: Any = await client.chat.completions.create(model="fake", messages=HELLO, stream=True)
+        while not engine.statistics().num_running:
+            await asyncio.sleep(0.001)
+        if how == "dropped":
+            del stream
+        else:
+            await client.close()
+        while engine.statistics().num_running:
+            gc.collect()
+            await asyncio.sleep(0.001)
+        assert engine.statistics().num_aborted == 1
+
+
+def test_the_models_name_is_that_of_the_hub_or_the_end_of_a_path(tmp_path: Path) -> None:
+    for model, name in (
+        ("Qwen/Qwen3-0.6B", "Qwen/Qwen3-0.6B"),
+        ("owner/repo:Q4_K_M", "owner/repo:Q4_K_M"),
+        (str(tmp_path), tmp_path.name),
+        ("/models/tiny.gguf", "tiny.gguf"),
+        ("smollm2-135m", "smollm2-135m"),
+    ):
+        service = Service(AsyncLLM(model), model_names=None, max_body_bytes=1, max_stored_responses=0)
+        assert service.model_names == (name,)

@@ -6,11 +6,13 @@ import asyncio
 import json
 import re
 import uuid
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
+from itertools import groupby
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from starlette.requests import Request
 
+from ...chat.messages import Delta, ReasoningDelta, TextDelta
 from ...outputs import FinishReason, Logprob, Usage
 
 if TYPE_CHECKING:
@@ -32,6 +34,9 @@ dumps = json.JSONEncoder(ensure_ascii=False, allow_nan=False, separators=(",", "
 
 TokenRow = tuple[int, float | None, Sequence[Logprob]]
 """A token's id, its logprob, and the likeliest alternatives at its place."""
+
+MOST_EVENTS = 64
+"""That are sent at once: a reader that is slow would be sent all at once, and the loop stand still meanwhile."""
 
 _REQUEST_ID = re.compile(r"[!-~]{1,128}")
 
@@ -95,6 +100,15 @@ async def num_tokens(tokenizer: TokenizerView, text: str) -> int:
 def _entry(tokenizer: TokenizerView, token_id: int, logprob: float | None) -> dict[str, Any]:
     raw = tokenizer.token_bytes(token_id)
     return {"token": raw.decode("utf-8", "replace"), "logprob": finite(logprob), "bytes": list(raw)}
+
+
+def merged(deltas: list[Delta]) -> Iterator[Delta]:
+    """Join texts that follow each other, unless their tokens are to be told apart."""
+    for (kind, choice, has_tokens), group in groupby(deltas, lambda d: (type(d), d.choice, bool(d.tokens))):
+        if has_tokens or kind not in (TextDelta, ReasoningDelta):
+            yield from group
+        else:
+            yield kind("".join(delta.text for delta in group), choice=choice)  # type: ignore[union-attr]
 
 
 def finite(logprob: float | None) -> float | None:

@@ -3,9 +3,8 @@
 from __future__ import annotations
 
 import time
-from collections.abc import AsyncGenerator, Iterable, Iterator
+from collections.abc import AsyncGenerator, Iterable
 from contextlib import aclosing
-from itertools import groupby
 from typing import TYPE_CHECKING, Any
 
 from starlette.requests import Request
@@ -26,7 +25,18 @@ from ...outputs import FinishReason
 from ..errors import http_error
 from ..http import EventStream, JSONAnswer, as_utf8, event, while_connected
 from ..service import Service
-from .answers import TokenRow, answer_id, dumps, finish_reason, num_tokens, rows_of, token_entry, usage_of
+from .answers import (
+    MOST_EVENTS,
+    TokenRow,
+    answer_id,
+    dumps,
+    finish_reason,
+    merged,
+    num_tokens,
+    rows_of,
+    token_entry,
+    usage_of,
+)
 from .errors import error_body
 from .messages import chat_messages
 from .requests import ChatBody, StreamOptions
@@ -35,9 +45,6 @@ if TYPE_CHECKING:
     from ...streams.chat_stream import ChatStream
 
 __all__ = ["chat_completions"]
-
-_MOST_EVENTS = 64
-"""That are sent at once."""
 
 
 async def chat_completions(service: Service, request: Request) -> Response:
@@ -118,7 +125,7 @@ class _Writer:
                 while deltas := await stream.read():
                     if options.continuous_usage_stats:
                         writer.set_usage(usage_of(stream.usage))
-                    for delta in _merged(deltas):
+                    for delta in merged(deltas):
                         self._write(writer, delta)
                         if writer.is_full:
                             yield writer.take()
@@ -186,7 +193,7 @@ class _ChunkWriter:
     def is_full(self) -> bool:
         """Whether what was written should be taken first: a reader that is slow would be sent all at once, and the loop
         stand still meanwhile."""
-        return len(self._events) >= _MOST_EVENTS
+        return len(self._events) >= MOST_EVENTS
 
     def take(self) -> bytes:
         """Return what was written since the last time."""
@@ -230,12 +237,3 @@ class _ChunkWriter:
             f'data: {self._head},"choices":[{{"index":{choice},"delta":{delta},"logprobs":{logprobs},'
             f'"finish_reason":{reason}}}]{self._tail}'
         )
-
-
-def _merged(deltas: list[Delta]) -> Iterator[Delta]:
-    """Join texts that follow each other, unless their tokens are to be told apart."""
-    for (kind, choice, has_tokens), group in groupby(deltas, lambda d: (type(d), d.choice, bool(d.tokens))):
-        if has_tokens or kind not in (TextDelta, ReasoningDelta):
-            yield from group
-        else:
-            yield kind("".join(delta.text for delta in group), choice=choice)  # type: ignore[union-attr]

@@ -29,6 +29,9 @@ if TYPE_CHECKING:
 
 __all__ = ["completions"]
 
+MOST_TOKENS = 256
+"""That are written at once: a reader that is slow would be sent all at once, and the loop stand still meanwhile."""
+
 
 async def completions(service: Service, request: Request) -> Response:
     """Complete one prompt or several, whole or as it comes."""
@@ -140,8 +143,9 @@ class _Writer:
         async with aclosing(_read_all(streams)) as reading:
             try:
                 async for index, tokens in reading:
-                    if events := writer.events(index, tokens):
-                        yield as_utf8("".join(events))
+                    for i in range(0, len(tokens), MOST_TOKENS):
+                        if events := writer.events(index, tokens[i : i + MOST_TOKENS]):
+                            yield as_utf8("".join(events))
             except AEngineError as error:
                 if not writer.has_begun:
                     raise

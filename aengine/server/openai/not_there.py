@@ -18,4 +18,5 @@ async def no_pooling(service: Service, request: Request) -> Response:
         f"{request.url.path} is not implemented: the engine generates text, and has no pooling models yet",
         kind="not_implemented_error",
         code="not_implemented",
+        headers={"x-should-retry": "false"},  # OpenAI's client tries again otherwise, as for any 5xx
     )

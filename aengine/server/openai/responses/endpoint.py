@@ -16,7 +16,7 @@ from ....outputs import FinishReason, Token, Usage
 from ...errors import http_error
 from ...http import EventStream, HTTPError, JSONAnswer, as_utf8, while_connected
 from ...service import Service
-from ..answers import answer_id, num_tokens, token_entry
+from ..answers import answer_id, merged, num_tokens, token_entry
 from .body import ResponseBody
 from .items import Events, Items
 from .messages import messages_of, with_instructions
@@ -173,8 +173,10 @@ class _Writer:
                 while deltas := await stream.read():
                     if not has_begun:
                         has_begun = self._begin(events)
-                    for delta in deltas:
+                    for delta in merged(deltas):
                         items.add(delta)
+                        if events.is_full:
+                            yield as_utf8(events.take())
                     if written := events.take():
                         yield as_utf8(written)
             except AEngineError as error:

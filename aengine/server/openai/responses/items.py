@@ -12,7 +12,7 @@ from typing import Any
 
 from ....chat.messages import Delta, ReasoningDelta, TextDelta, ToolCallDelta, ToolCallEnd, ToolCallStart
 from ....outputs import Token
-from ..answers import dumps
+from ..answers import MOST_EVENTS, dumps
 
 __all__ = ["Events", "Items"]
 
@@ -33,6 +33,11 @@ class Events:
         """Add an event whose fields are written already, without braces."""
         self._written.append(f'event: {kind}\ndata: {{"type":"{kind}",{fields},"sequence_number":{self._number}}}\n\n')
         self._number += 1
+
+    @property
+    def is_full(self) -> bool:
+        """Whether what was written should be taken first."""
+        return len(self._written) >= MOST_EVENTS
 
     def take(self) -> str:
         """Return what was written since the last time."""
