@@ -3,8 +3,8 @@
 model = ChatAEngine(engine=engine, temperature=0)
 await model.ainvoke("Hello"); model.bind_tools([...]); model.with_structured_output(Report)
 
-The async methods need an engine on the same event loop; the blocking ones (invoke, stream, batch) one with
-``own_thread=True``, which serves both.
+The async methods need an engine on the same event loop; the blocking ones (invoke, stream, batch) an `LLM`, or an
+`AsyncLLM` with ``own_thread=True``. Both of these serve the async ones, too.
 """
 
 from __future__ import annotations
@@ -26,9 +26,11 @@ from ..errors import (
     InvalidRequestError,
     RequestError,
 )
+from ..llm import LLM
 from ..outputs import FinishReason, Usage
-from ..params import SamplingParams, StructuredOutput
-from .settings import engine_settings, model_name_of, reasoning_variables, with_one_system_message
+from ..params import SamplingParams
+from .openai_style import async_side, blocking_side, openai_settings
+from .settings import model_name_of, with_one_system_message
 
 try:
     from langchain_core.callbacks import AsyncCallbackManagerForLLMRun, CallbackManagerForLLMRun
@@ -80,9 +82,6 @@ _ERRORS: list[tuple[type[AEngineError], type[ModelError]]] = [
     (EngineError, ModelAPIError),
 ]
 
-_OWN_NAMES = {"timeout": "deadline"}
-"""The engine's names of parameters that LangChain names otherwise."""
-
 
 class ChatAEngine(BaseChatModel):
     """A chat model of LangChain that an engine answers.
@@ -95,7 +94,7 @@ class ChatAEngine(BaseChatModel):
 
     model_config = ConfigDict(arbitrary_types_allowed=True, extra="forbid", protected_namespaces=())
 
-    engine: AsyncLLM = Field(exclude=True, repr=False)
+    engine: AsyncLLM | LLM = Field(exclude=True, repr=False)
     """Running when a request is made. It is neither started nor closed by the model."""
     model: str = ""
     """The model's name in metadata and traces. "": the name the engine was made with."""
@@ -123,7 +122,7 @@ class ChatAEngine(BaseChatModel):
 
     def model_post_init(self, context: Any) -> None:
         super().model_post_init(context)
-        self.model = self.model or model_name_of(self.engine)
+        self.model = self.model or model_name_of(async_side(self.engine))
 
     # -- what LangChain asks a model about itself
 
@@ -147,7 +146,7 @@ class ChatAEngine(BaseChatModel):
             tool_choice=True,
             structured_output=True,
         )
-        if self.engine.state == "running":
+        if async_side(self.engine).state == "running":
             profile["max_input_tokens"] = self.engine.describe()["max_model_len"]
         return profile
 
@@ -157,7 +156,7 @@ class ChatAEngine(BaseChatModel):
 
     def get_num_tokens_from_messages(self, messages: list[BaseMessage], tools: Sequence[Any] | None = None) -> int:
         """The tokens of the prompt that these messages make, with the model's chat template and the tools."""
-        functions = [_without_strict(_function_of(tool, None)) for tool in tools or ()]
+        functions = [_function_of(tool, None) for tool in tools or ()]
         return self.engine.tokenizer.count(_written(messages), functions)
 
     # -- answers
@@ -171,7 +170,7 @@ class ChatAEngine(BaseChatModel):
     ) -> ChatResult:
         with _their_errors():
             params, options = self._asked(stop, kwargs)
-            completion = self.engine.sync.chat(_written(messages), params, **options)
+            completion = blocking_side(self.engine).chat(_written(messages), params, **options)
         return self._result(completion, params)
 
     async def _agenerate(
@@ -183,7 +182,7 @@ class ChatAEngine(BaseChatModel):
     ) -> ChatResult:
         with _their_errors():
             params, options = self._asked(stop, kwargs)
-            completion = await self.engine.chat(_written(messages), params, **options)
+            completion = await async_side(self.engine).chat(_written(messages), params, **options)
         return self._result(completion, params)
 
     def _stream(
@@ -195,7 +194,7 @@ class ChatAEngine(BaseChatModel):
     ) -> Iterator[ChatGenerationChunk]:
         with _their_errors():
             params, options = self._asked(stop, kwargs, streams=True)
-            with self.engine.sync.stream_chat(_written(messages), params, **options) as stream:
+            with blocking_side(self.engine).stream_chat(_written(messages), params, **options) as stream:
                 for delta in stream:
                     if (chunk := _chunk([delta])) is not None:
                         if run_manager is not None:
@@ -215,7 +214,7 @@ class ChatAEngine(BaseChatModel):
     ) -> AsyncIterator[ChatGenerationChunk]:
         with _their_errors():
             params, options = self._asked(stop, kwargs, streams=True)
-            async with self.engine.stream_chat(_written(messages), params, **options) as stream:
+            async with async_side(self.engine).stream_chat(_written(messages), params, **options) as stream:
                 while deltas := await stream.read():
                     if (chunk := _chunk(deltas)) is not None:
                         if run_manager is not None:
@@ -271,29 +270,12 @@ class ChatAEngine(BaseChatModel):
     def _asked(self, stop: list[str] | None, kwargs: Mapping[str, Any], *, streams: bool = False) -> Any:
         """Return the params and options of a request. Raises InvalidRequestError."""
         asked = {**self._given(), **kwargs} | ({} if stop is None else {"stop": stop})
-        asked.pop("stream", None)  # of `BaseChatModel`, which has seen to it
-        model = asked.pop("model", self.model)
+        model = asked.get("model", self.model)
         if model != self.model:
             raise InvalidRequestError(f"this engine has the model {self.model!r}, and no {model!r}", param="model")
         if streams and asked.get("n") not in (None, 1):
             raise InvalidRequestError("n is for answers that don't stream", param="n")
-        variables = reasoning_variables(asked.pop("reasoning_effort", None))
-        wanted, tools = asked.pop("response_format", None), asked.get("tools") or []
-        shape = None if wanted is None else _structured_output(wanted)
-        is_strict = shape is not None and shape.on_unsupported == "error"
-        is_strict |= any(isinstance(tool, dict) and _is_strict(tool.get("function")) for tool in tools)
-        given: dict[str, Any] = {
-            "chat_template_kwargs": variables,
-            "on_unsupported": "error" if is_strict else "relax",
-            "structured_output": shape,
-        }
-        if tools:
-            # What "strict" is to this engine, on_unsupported says.
-            given["tools"] = [_without_strict(tool) for tool in tools]
-        else:
-            asked.pop("tool_choice", None)
-        asked.pop("tools", None)
-        return engine_settings(given, {_OWN_NAMES.get(name, name): value for name, value in asked.items()})
+        return openai_settings(asked)
 
     # -- tools and types
 
@@ -426,13 +408,18 @@ def _reasoning_of(message: AIMessage) -> str:
 
 
 def _function_of(tool: Any, strict: bool | None) -> dict[str, Any]:
-    """Return the tool as OpenAI's function. What comes from Python has the arguments that it names, and no others."""
+    """Return the tool as OpenAI's function. What comes from Python has the arguments that it names, and no others.
+
+    ``strict=False`` is left out: it would allow any arguments.
+    """
     written: dict[str, Any] = convert_to_openai_tool(tool, strict=strict)
     function = written.get("function")
-    if isinstance(tool, dict) or not isinstance(function, dict) or not function.get("parameters"):
+    if not isinstance(function, dict):
         return written
-    parameters = {"additionalProperties": False, **function["parameters"]}
-    return {**written, "function": {**function, "parameters": parameters}}
+    function = {key: value for key, value in function.items() if key != "strict" or value}
+    if not isinstance(tool, dict) and function.get("parameters"):
+        function["parameters"] = {"additionalProperties": False, **function["parameters"]}
+    return {**written, "function": function}
 
 
 def _tool_choice(choice: str | dict[str, Any] | bool, functions: Sequence[dict[str, Any]]) -> Any:
@@ -442,16 +429,6 @@ def _tool_choice(choice: str | dict[str, Any] | bool, functions: Sequence[dict[s
     if isinstance(choice, str) and choice in [function.get("function", {}).get("name") for function in functions]:
         return {"type": "function", "function": {"name": choice}}
     return choice
-
-
-def _is_strict(thing: object) -> bool:
-    return isinstance(thing, dict) and thing.get("strict") is True
-
-
-def _without_strict(tool: Any) -> Any:
-    if not isinstance(tool, dict) or not isinstance(tool.get("function"), dict):
-        return tool
-    return {**tool, "function": {key: value for key, value in tool["function"].items() if key != "strict"}}
 
 
 def _response_format(schema: Any, method: str, strict: bool | None) -> dict[str, Any]:
@@ -466,20 +443,6 @@ def _response_format(schema: Any, method: str, strict: bool | None) -> dict[str,
         json_schema = {"additionalProperties": False, **json_schema}
     named = {"name": json_schema.get("title", "answer"), "schema": json_schema, "strict": bool(strict)}
     return {"type": "json_schema", "json_schema": named}
-
-
-def _structured_output(wanted: Any) -> StructuredOutput:
-    """Return the shape that a ``response_format`` as OpenAI's asks for. Raises InvalidRequestError."""
-    kind = wanted.get("type") if isinstance(wanted, Mapping) else None
-    if kind == "json_object":
-        return StructuredOutput(json_object=True)
-    inner = wanted.get("json_schema") if kind == "json_schema" else None
-    if not isinstance(inner, Mapping) or "schema" not in inner:
-        raise InvalidRequestError(
-            "response_format must be {'type': 'json_schema', 'json_schema': {'schema': {...}}}, or of 'json_object'",
-            param="response_format",
-        )
-    return StructuredOutput(json_schema=inner["schema"], on_unsupported="error" if _is_strict(inner) else "relax")
 
 
 # -- the engine's answers as theirs

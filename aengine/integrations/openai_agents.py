@@ -20,6 +20,7 @@ from ..chat.tools import Tool
 from ..errors import EngineError, EngineOverloadedError, RequestError
 from ..outputs import FinishReason, Usage
 from ..params import StructuredOutput
+from .openai_style import async_side
 from .settings import engine_settings, model_name_of, reasoning_variables, with_one_system_message
 
 try:
@@ -54,6 +55,7 @@ except ImportError as error:
 
 if TYPE_CHECKING:
     from ..async_llm import AsyncLLM
+    from ..llm import LLM
     from ..streams.chat_stream import ChatStream
 
 __all__ = ["AEngineModel", "AEngineProvider"]
@@ -74,14 +76,14 @@ class AEngineModel(SDKModel):
     The engine's errors are raised as they are; the retry policies of a runner get advice about them.
     """
 
-    def __init__(self, engine: AsyncLLM, *, model_name: str | None = None) -> None:
+    def __init__(self, engine: AsyncLLM | LLM, *, model_name: str | None = None) -> None:
         """
         Args:
-            engine: running when a request is made; on the event loop of the runner, or with ``own_thread=True``.
+            engine: running when a request is made; on the runner's event loop, with ``own_thread=True``, or an `LLM`.
             model_name: in traces. None: the name the engine was made with.
         """
-        self.engine = engine
-        self.model = model_name or model_name_of(engine)
+        self.engine = async_side(engine)
+        self.model = model_name or model_name_of(self.engine)
 
     async def get_response(
         self,
@@ -264,7 +266,7 @@ class AEngineModel(SDKModel):
 class AEngineProvider(ModelProvider):
     """A provider of one engine's model: ``RunConfig(model_provider=AEngineProvider(engine))``."""
 
-    def __init__(self, engine: AsyncLLM, *, model_name: str | None = None) -> None:
+    def __init__(self, engine: AsyncLLM | LLM, *, model_name: str | None = None) -> None:
         """Arguments as of `AEngineModel`."""
         self._model = AEngineModel(engine, model_name=model_name)
 

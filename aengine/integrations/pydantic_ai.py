@@ -28,6 +28,7 @@ from ..errors import (
 from ..options import OnUnsupported
 from ..outputs import FinishReason
 from ..params import StructuredOutput
+from .openai_style import async_side
 from .settings import engine_settings, model_name_of, reasoning_variables, with_one_system_message
 
 try:
@@ -70,6 +71,7 @@ except ImportError as error:
 
 if TYPE_CHECKING:
     from ..async_llm import AsyncLLM
+    from ..llm import LLM
     from ..streams.chat_stream import ChatStream
 
 __all__ = ["AEngineModel", "AEngineStreamedResponse"]
@@ -125,7 +127,7 @@ class AEngineModel(Model[None]):
 
     def __init__(
         self,
-        engine: AsyncLLM,
+        engine: AsyncLLM | LLM,
         *,
         model_name: str | None = None,
         profile: ModelProfileSpec | None = None,
@@ -133,13 +135,13 @@ class AEngineModel(Model[None]):
     ) -> None:
         """
         Args:
-            engine: running when a request is made; on the event loop of the agent, or with ``own_thread=True``.
+            engine: running when a request is made; on the agent's event loop, with ``own_thread=True``, or an `LLM`.
             model_name: in messages, traces and usage. None: the name the engine was made with.
             profile: changes to the model's profile, such as ``{"default_structured_output_mode": "tool"}``.
             settings: of all requests, as far as an agent or a run gives no others.
         """
-        self.engine = engine
-        self._model_name = model_name or model_name_of(engine)
+        self.engine = async_side(engine)
+        self._model_name = model_name or model_name_of(self.engine)
         self._changes = profile
         super().__init__(settings=settings, profile=self._changed_profile)
 

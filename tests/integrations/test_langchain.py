@@ -328,7 +328,7 @@ async def test_tokens_are_counted_by_the_models_own_template() -> None:
 
 def test_blocking_calls_need_an_engine_on_its_own_thread() -> None:
     with FakeLLM([CALL, "one", "two", "abc" * 5000], token_delay=0.0005) as llm:
-        model = ChatAEngine(engine=llm.as_async())
+        model = ChatAEngine(engine=llm)
         assert model.bind_tools([weather]).invoke("?").tool_calls
         assert [answer.content for answer in model.batch(["?", "?"], {"max_concurrency": 1})] == ["one", "two"]
         stream = model.stream("?")
