@@ -54,7 +54,7 @@ ROOMS: dict[str, set[str]] = {
     "cli": LEAVES | {"async_llm", "engine", "checkpoint", "telemetry", "threads", "streams", "server"},
     "cli.serve": LEAVES | {"async_llm", "env_settings", "remote", "server"},
     "cli.diagnosis": LEAVES | {"checkpoint", "ipc"},
-    "server": LEAVES | {"async_llm", "chat", "streams", "telemetry"},
+    "server": LEAVES | {"async_llm", "chat", "remote", "streams", "telemetry"},
     "remote": LEAVES | {"async_llm", "chat", "streams", "telemetry"},
     "integrations": LEAVES | {"async_llm", "llm", "blocking", "chat", "streams", "sync_llm", "server"},
     "testing": LEAVES | STREAM_ROOMS | {"async_llm", "llm", "engine", "scheduler", "checkpoint", "ipc"},

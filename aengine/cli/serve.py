@@ -6,6 +6,7 @@ import argparse
 import asyncio
 import contextlib
 import os
+import socket
 import sys
 from collections.abc import Awaitable
 from dataclasses import fields
@@ -59,6 +60,13 @@ def add_serve_arguments(command: argparse.ArgumentParser) -> None:
         metavar="SECONDS",
         help="on SIGTERM or Ctrl-C running requests may end for so long (15)",
     )
+    group.add_argument(
+        "--workers",
+        type=_count,
+        default=0,
+        metavar="N",
+        help="so many processes for HTTP and JSON, beside the engine's; the model is loaded once (none: all in one)",
+    )
     group.add_argument("--log-level", choices=_LOG_LEVELS, default="info", help="(info)")
     group.add_argument("--no-access-log", action="store_true", help="no line for each request")
     _add_settings(command)
@@ -101,6 +109,12 @@ def _size(text: str) -> int:
     return int(text)
 
 
+def _count(text: str) -> int:
+    if not text.isdecimal() or not 1 <= int(text) <= 256:
+        raise argparse.ArgumentTypeError(f"{text!r} is not a number of processes: 1 to 256")
+    return int(text)
+
+
 def _seconds(text: str) -> float:
     try:
         number = float(text)
@@ -117,7 +131,7 @@ async def serve(args: argparse.Namespace) -> int:
         from ..server.serve import log_to_stderr, stop_signals
     except ImportError as error:
         raise EngineError(f"aengine serve needs {error.name}: pip install 'aengine[server]'") from None
-    log_to_stderr("debug" if args.verbose else args.log_level)
+    log_to_stderr(_log_level(args))
     engine = AsyncLLM(args.model, **engine_config(args), **_settings(args))
     with stop_signals() as stop:
         serving = asyncio.create_task(_serve(args, engine, stop))
@@ -135,19 +149,19 @@ def _settings(args: argparse.Namespace) -> dict[str, Any]:
 
 
 async def _serve(args: argparse.Namespace, engine: AsyncLLM, stop: StopSignals) -> None:
-    from ..server.app import create_app
-    from ..server.listening import bind_tcp, bind_unix, url_of
-    from ..server.serve import BACKLOG, serve_app
+    from ..remote.unix_socket import bind_unix
+    from ..server.listening import bind_tcp, url_of
+    from ..server.serve import BACKLOG
 
-    keys = args.api_key or [key for key in (server_api_key(),) if key]
-    app = create_app(engine, model_names=args.served_model_name, api_keys=keys, max_body_bytes=args.max_body_bytes)
     with contextlib.ExitStack() as at_end:
+        count = max(1, args.workers)
         if args.uds is None:
-            (listener,) = bind_tcp(args.host, args.port)
+            listeners = bind_tcp(args.host, args.port, count)
         else:
-            listener = bind_unix(args.uds, 0o666)
+            listeners = [bind_unix(args.uds, 0o666)] * count
             at_end.callback(_remove, args.uds)
-        at_end.callback(listener.close)
+        for listener in listeners:
+            at_end.callback(listener.close)
         # Nobody is listened to before the engine can serve: whoever waits for the port finds a model behind it.
         try:
             starting = asyncio.create_task(engine.start())
@@ -155,20 +169,38 @@ async def _serve(args: argparse.Namespace, engine: AsyncLLM, stop: StopSignals) 
                 await _cancelled(starting)
                 return
             starting.result()
-            listener.listen(BACKLOG)
+            for listener in listeners:
+                listener.listen(BACKLOG)
             if not args.quiet:
-                print(f"aengine: {args.model} is served at {url_of(listener)} (Ctrl-C stops)", file=sys.stderr)
-            await serve_app(
-                app,
-                engine,
-                listener,
-                stop=stop.asked,
-                grace=args.grace,
-                root_path=args.root_path,
-                access_log=not args.no_access_log,
-            )
+                print(f"aengine: {args.model} is served at {url_of(listeners[0])} (Ctrl-C stops)", file=sys.stderr)
+            await _serve_engine(args, engine, listeners, stop.asked)
         finally:
             await engine.aclose()
+
+
+async def _serve_engine(
+    args: argparse.Namespace, engine: AsyncLLM, listeners: list[socket.socket], stop: asyncio.Event
+) -> None:
+    from ..server.app import create_app
+    from ..server.processes import serve_processes
+    from ..server.serve import serve_app
+
+    app: dict[str, Any] = {
+        "model_names": args.served_model_name,
+        "api_keys": args.api_key or [key for key in (server_api_key(),) if key],
+        "max_body_bytes": args.max_body_bytes,
+    }
+    server: dict[str, Any] = {"root_path": args.root_path, "access_log": not args.no_access_log}
+    if args.workers:
+        app["max_stored_responses"] = 0  # the next request may reach another process
+        settings = {"app": app, "server": server, "log_level": _log_level(args)}
+        await serve_processes(engine, listeners, settings, stop=stop, grace=args.grace)
+    else:
+        await serve_app(create_app(engine, **app), engine, listeners[0], stop=stop, grace=args.grace, **server)
+
+
+def _log_level(args: argparse.Namespace) -> str:
+    return "debug" if args.verbose else args.log_level
 
 
 async def _first(task: asyncio.Task[T], other: Awaitable[object]) -> bool:

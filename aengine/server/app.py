@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import hmac
 from collections.abc import Awaitable, Callable, Sequence
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, cast
 
 from starlette.applications import Starlette
 from starlette.exceptions import HTTPException
@@ -37,6 +37,7 @@ if TYPE_CHECKING:
     from prometheus_client import CollectorRegistry
 
     from ..async_llm import AsyncLLM
+    from ..remote import RemoteEngine
 
 __all__ = ["create_app"]
 
@@ -64,7 +65,7 @@ _OPEN_PATHS = {"/health"}
 
 
 def create_app(
-    engine: AsyncLLM,
+    engine: AsyncLLM | RemoteEngine,
     *,
     model_names: str | Sequence[str] | None = None,
     api_keys: str | Sequence[str] | None = None,
@@ -78,7 +79,8 @@ def create_app(
     another application (``app.mount("/llm", create_app(engine))``) it does neither: give that one `engine_lifespan`.
 
     Args:
-        engine: on the event loop that serves the application, or with ``own_thread=True``.
+        engine: on the event loop that serves the application, or with ``own_thread=True``; or another process'
+            (`aengine.remote.connect`), which is to be started first, unless ``model_names`` are given.
         model_names: under which requests may ask for the model. None: the name the engine was made with.
         api_keys: one of which a request must show (``Authorization: Bearer KEY``, or ``x-api-key``). None: nobody is
             asked. /health is open.
@@ -93,7 +95,10 @@ def create_app(
     if not all(keys):
         raise InvalidRequestError("an API key is empty: give none at all (None) to let everybody in", param="api_keys")
     service = Service(
-        engine, model_names=names, max_body_bytes=max_body_bytes, max_stored_responses=max_stored_responses
+        cast("AsyncLLM", engine),
+        model_names=names,
+        max_body_bytes=max_body_bytes,
+        max_stored_responses=max_stored_responses,
     )
     service.openapi = openapi_document(_ENDPOINTS, has_keys=bool(keys))
     service.metrics_registry = metrics_registry or new_registry(engine, service.model_name)

@@ -20,8 +20,9 @@ from ..errors import AEngineError, EngineError
 
 if TYPE_CHECKING:
     from ..async_llm import AsyncLLM
+    from ..remote import RemoteEngine
 
-__all__ = ["BACKLOG", "StopSignals", "log_to_stderr", "serve_app", "stop_signals", "wind_down"]
+__all__ = ["BACKLOG", "StopSignals", "log_to_stderr", "serve_app", "stop_signals", "until_stopped"]
 
 BACKLOG = 2048
 """Connections that wait to be accepted."""
@@ -70,7 +71,7 @@ class _Server(uvicorn.Server):
 
 async def serve_app(
     app: Any,
-    engine: AsyncLLM,
+    engine: AsyncLLM | RemoteEngine,
     listener: socket.socket,
     *,
     stop: asyncio.Event,
@@ -100,12 +101,12 @@ async def serve_app(
     )
     server = _Server(config)
     serving = asyncio.create_task(server.serve([listener]))
-    watching = asyncio.create_task(_until_stopped(engine, stop))
+    watching = asyncio.create_task(until_stopped(engine, stop))
     try:
         await asyncio.wait([serving, watching], return_when=asyncio.FIRST_COMPLETED)
         deadline = asyncio.get_running_loop().time() + grace
         server.should_exit = True
-        await wind_down(engine, grace)
+        await _wind_down(engine, grace)
         with contextlib.suppress(TimeoutError):
             async with asyncio.timeout_at(deadline):
                 await asyncio.wait([serving])
@@ -122,14 +123,15 @@ async def serve_app(
         raise EngineError("the engine has failed: its log says why")
 
 
-async def _until_stopped(engine: AsyncLLM, stop: asyncio.Event) -> None:
+async def until_stopped(engine: AsyncLLM | RemoteEngine, stop: asyncio.Event) -> None:
+    """Wait until ``stop`` is set, or the engine has failed."""
     while not stop.is_set() and engine.state != "failed":
         with contextlib.suppress(TimeoutError):
             async with asyncio.timeout(_WATCH_SECONDS):
                 await stop.wait()
 
 
-async def wind_down(engine: AsyncLLM, grace: float) -> None:
+async def _wind_down(engine: AsyncLLM | RemoteEngine, grace: float) -> None:
     """Let the engine's requests end by themselves for most of ``grace`` seconds, then abort them."""
     with contextlib.suppress(AEngineError):  # it has failed, and so have they
         if not await engine.drain(max(0.0, grace - min(_LAST_SECONDS, grace / 2))):

@@ -47,7 +47,7 @@ class Served:
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        self.process.kill()
+        self.process.kill()  # its app processes end with it
         self.process.wait()
         self._reader.join()
         assert self.process.stderr is not None

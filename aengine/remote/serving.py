@@ -1,0 +1,283 @@
+"""`serve_engine`: an engine for other processes of this user, on a Unix socket."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import logging
+import os
+from array import array
+from collections.abc import AsyncIterator, Callable
+from contextlib import asynccontextmanager
+from typing import TYPE_CHECKING, Any
+
+from .. import __version__
+from ..errors import AEngineError, EngineClosedError, InternalError, InvalidRequestError
+from .link import Link
+from .unix_socket import bind_unix
+from .wire import delta_to_wire, error_to_wire, params_from_wire, to_wire
+
+if TYPE_CHECKING:
+    from ..async_llm import AsyncLLM
+    from ..engine.tokenizer_view import TokenizerView
+    from ..streams.chat_stream import ChatStream
+    from ..streams.token_stream import TokenStream
+
+__all__ = ["serve_engine"]
+
+logger = logging.getLogger("aengine.remote")
+
+_NEWS_SECONDS = 0.5
+_TOKENIZER_CALLS = ("encode", "decode", "count", "render", "render_ids")
+
+
+@asynccontextmanager
+async def serve_engine(engine: AsyncLLM, path: str | os.PathLike[str]) -> AsyncIterator[None]:
+    """Within: processes of this user reach the engine by ``connect(path)``. At the end their requests fail with
+    EngineClosedError.
+
+    Args:
+        engine: on this loop, started.
+        path: of the Unix socket, which is made, with access for this user only, and removed at the end. What a dead
+            process left there is replaced.
+
+    Raises:
+        EngineError: another program listens at ``path``, or it can't be made.
+    """
+    place = os.fspath(path)
+    served = _ServedEngine(engine)
+    listener = bind_unix(place, 0o600)
+    server = await asyncio.start_unix_server(served.connected, sock=listener)
+    news = asyncio.create_task(served.tell_news())
+    try:
+        yield
+    finally:
+        server.close()
+        with contextlib.suppress(FileNotFoundError):
+            os.unlink(place)
+        news.cancel()
+        await served.aclose()
+        await asyncio.wait([news])
+
+
+class _ServedEngine:
+    """What all connections share."""
+
+    def __init__(self, engine: AsyncLLM) -> None:
+        self.engine = engine
+        self.sessions: dict[_Session, asyncio.Task[Any] | None] = {}
+        self._told: tuple[Any, ...] = ()
+        self._table: asyncio.Task[dict[str, Any] | None] | None = None
+
+    async def connected(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        session = _Session(self, Link(reader, writer))
+        self.sessions[session] = asyncio.current_task()
+        try:
+            await session.run()
+        finally:
+            del self.sessions[session]
+
+    async def aclose(self) -> None:
+        for session in self.sessions:
+            session.link.abort()
+        if tasks := [task for task in self.sessions.values() if task is not None]:
+            await asyncio.wait(tasks)
+
+    async def hello(self) -> dict[str, Any]:
+        """Return what a client has to know."""
+        if self._table is None:
+            self._table = asyncio.create_task(self._tokenizer_table())
+        table = await asyncio.shield(self._table)
+        return {
+            "version": __version__,
+            "config": self.engine.config.to_wire(),
+            "tokenizer": table,
+            "news": self.news(),
+        }
+
+    async def _tokenizer_table(self) -> dict[str, Any] | None:
+        """Return what `RemoteTokenizer` knows from the start. None: there is no tokenizer."""
+        try:
+            view = self.engine.tokenizer
+        except InvalidRequestError:
+            return None
+        num_ids = max(view.vocab_size, self.engine.describe()["vocab_size"])
+        return await asyncio.to_thread(_tokenizer_table, view, num_ids)
+
+    def news(self) -> tuple[Any, ...]:
+        """State, statistics and description."""
+        state = self.engine.state
+        if state not in ("running", "draining"):
+            return (state, None, None)
+        return (state, to_wire(self.engine.statistics()), self.engine.describe())
+
+    async def tell_news(self) -> None:
+        """Tell the clients, from time to time, what they ask without waiting."""
+        while True:
+            await asyncio.sleep(_NEWS_SECONDS)
+            if any(session.wants_news for session in self.sessions):
+                news = self.news()
+                if news != self._told:
+                    self._told = news
+                    for session in self.sessions:
+                        session.tell(news)
+
+
+def _tokenizer_table(view: TokenizerView, num_ids: int) -> dict[str, Any]:
+    texts = [view.token_bytes(i) for i in range(num_ids)]
+    return {
+        "vocab_size": view.vocab_size,
+        "bos_token_id": view.bos_token_id,
+        "eos_token_ids": list(view.eos_token_ids),
+        "special_tokens": view.special_tokens,
+        "has_chat_template": view.has_chat_template,
+        "bytes": b"".join(texts),
+        "lengths": array("I", map(len, texts)).tobytes(),
+    }
+
+
+class _Request:
+    """A client's request on the engine's side."""
+
+    def __init__(self, request_id: str) -> None:
+        self.request_id = request_id
+        self.num_reads = 0  # that the client lets be made
+        self.only_wait = False
+        self.news = asyncio.Event()
+        self.task: asyncio.Task[None] | None = None
+
+    async def may_read(self) -> bool:
+        """Wait until the client wants more. Returns whether it wants what comes, not only the end."""
+        while not self.num_reads and not self.only_wait:
+            self.news.clear()
+            await self.news.wait()
+        self.num_reads -= 1
+        return not self.only_wait
+
+
+class _Session:
+    """One connection: its requests end with it."""
+
+    def __init__(self, served: _ServedEngine, link: Link) -> None:
+        self.link = link
+        self.wants_news = False
+        self._served = served
+        self._engine = served.engine
+        self._requests: dict[int, _Request] = {}
+        self._tasks: set[asyncio.Task[None]] = set()
+        self._takes: dict[str, Callable[..., None]] = {
+            "begin": self._begin,
+            "more": self._more,
+            "wait": self._wait,
+            "end": self._end,
+            "abort": self._abort,
+            "call": self._call,
+        }
+
+    async def run(self) -> None:
+        try:
+            async for kind, *rest in self.link.messages():
+                self._takes[kind](*rest)
+        except Exception:
+            logger.exception("a connection brought what no client of this version sends, and is closed")
+        finally:
+            for task in self._tasks:
+                task.cancel()
+            if self._tasks:
+                await asyncio.wait(self._tasks)
+            self.link.abort()
+
+    def tell(self, news: tuple[Any, ...]) -> None:
+        if self.wants_news:
+            self.link.send("news", 0, news)
+
+    def _spawn(self, work: Any) -> asyncio.Task[None]:
+        task: asyncio.Task[None] = asyncio.create_task(work)
+        self._tasks.add(task)
+        task.add_done_callback(self._tasks.discard)
+        return task
+
+    # -- requests
+
+    def _begin(self, number: int, method: str, prompt: Any, params: dict[str, Any], options: dict[str, Any]) -> None:
+        self._requests[number] = request = _Request(options["request_id"])
+        request.task = self._spawn(self._answer(number, request, method, prompt, params, options))
+        request.task.add_done_callback(lambda task: self._requests.pop(number))
+
+    def _more(self, number: int, num_reads: int) -> None:
+        request = self._requests.get(number)
+        if request is not None:
+            request.num_reads += num_reads
+            request.news.set()
+
+    def _wait(self, number: int) -> None:
+        request = self._requests.get(number)
+        if request is not None:
+            request.only_wait = True
+            request.news.set()
+
+    def _end(self, number: int) -> None:
+        request = self._requests.get(number)
+        if request is not None and request.task is not None:
+            request.task.cancel()
+
+    def _abort(self, number: int) -> None:
+        request = self._requests.get(number)
+        if request is not None and not self._engine.abort(request.request_id):
+            # It came in this turn, and its task will have begun it.
+            asyncio.get_running_loop().call_soon(self._engine.abort, request.request_id)
+
+    async def _answer(
+        self, number: int, request: _Request, method: str, prompt: Any, params: dict[str, Any], options: dict[str, Any]
+    ) -> None:
+        try:
+            given = params_from_wire(params)
+            if method == "generate":
+                self.link.send("done", number, to_wire(await self._engine.generate(prompt, given, **options)))
+            elif method == "chat":
+                await self._send_all(number, request, self._engine.stream_chat(prompt, given, **options))
+            else:
+                await self._send_all(number, request, self._engine.stream(prompt, given, **options))
+        except Exception as error:
+            self._fail(number, error)
+
+    async def _send_all(self, number: int, request: _Request, stream: ChatStream | TokenStream) -> None:
+        async with stream:
+            while await request.may_read():
+                items: list[Any] = await stream.read()
+                if not items:
+                    break
+                usage = stream.usage
+                counts = usage.prompt_tokens, usage.completion_tokens, usage.cached_tokens
+                if not isinstance(items[0], tuple):  # a Token is one as it is
+                    items = [delta_to_wire(delta) for delta in items]
+                self.link.send("read", number, items, counts)
+            self.link.send("done", number, to_wire(await stream.wait()))
+
+    def _fail(self, number: int, error: Exception) -> None:
+        if not isinstance(error, AEngineError):
+            logger.error("a request of another process failed", exc_info=error)
+            error = InternalError(f"{type(error).__name__}: {error}")
+        self.link.send("failed", number, error_to_wire(error))
+
+    # -- calls
+
+    def _call(self, number: int, method: str, args: list[Any]) -> None:
+        self._spawn(self._answer_call(number, method, args))
+
+    async def _answer_call(self, number: int, method: str, args: list[Any]) -> None:
+        try:
+            if method == "hello":
+                value: Any = await self._served.hello()
+                self.wants_news = True
+            elif method == "check_health":
+                value = await self._engine.check_health(*args)
+            elif method == "tokenizer" and args[0] in _TOKENIZER_CALLS:
+                name, given, options = args
+                ask = getattr(self._engine.tokenizer, name)
+                value = await asyncio.to_thread(ask, *given, **options)
+            else:
+                raise EngineClosedError(f"the engine's process has no {method}")
+            self.link.send("result", number, value)
+        except Exception as error:
+            self._fail(number, error)

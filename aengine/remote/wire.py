@@ -1,0 +1,198 @@
+"""Values as plain data for msgpack, and back: dataclasses and named tuples become lists of their fields."""
+
+from __future__ import annotations
+
+import dataclasses
+import types
+from collections.abc import Callable, Mapping, Sequence
+from enum import Enum
+from functools import cache
+from typing import Any, TypeVar, Union, get_args, get_origin, get_type_hints
+
+import msgpack
+
+from .. import errors
+from ..chat.messages import (
+    ChatCompletion,
+    Delta,
+    ReasoningDelta,
+    TextDelta,
+    ToolCallDelta,
+    ToolCallEnd,
+    ToolCallStart,
+)
+from ..errors import AEngineError, InternalError, InvalidRequestError
+from ..outputs import Completion, Token
+from ..params import DEFAULT_TYPES, SamplingParams, StructuredOutput
+
+__all__ = [
+    "delta_from_wire",
+    "delta_to_wire",
+    "error_from_wire",
+    "error_to_wire",
+    "from_wire",
+    "pack",
+    "params_from_wire",
+    "params_to_wire",
+    "to_wire",
+    "token_from_wire",
+    "unpack",
+]
+
+T = TypeVar("T")
+Decoder = Callable[[Any], Any]
+
+_BIG_INTEGER = 1
+
+
+def pack(value: object) -> bytes:
+    """Raises InvalidRequestError for what can't be sent, such as a function."""
+    try:
+        packed: bytes = msgpack.packb(value, default=_plain, unicode_errors="surrogatepass")
+    except (TypeError, ValueError, OverflowError, RecursionError) as error:
+        message = f"the request can't be sent to the engine's process, which takes plain data only: {error}"
+        raise InvalidRequestError(message) from None
+    return packed
+
+
+def _plain(value: object) -> object:
+    if isinstance(value, int):  # of more than 64 bits
+        return msgpack.ExtType(_BIG_INTEGER, hex(value).encode())
+    if isinstance(value, Mapping):
+        return dict(value)
+    if isinstance(value, Sequence):
+        return list(value)
+    raise TypeError(f"a value of the type {type(value).__name__}")
+
+
+def unpack(data: bytes) -> Any:
+    return msgpack.unpackb(data, ext_hook=_extended, unicode_errors="surrogatepass", strict_map_key=False)
+
+
+def _extended(code: int, data: bytes) -> object:
+    if code != _BIG_INTEGER:
+        raise ValueError(f"unknown extension {code}")
+    return int(data, 16)
+
+
+# -- by type
+
+
+def to_wire(value: Any) -> Any:
+    if dataclasses.is_dataclass(value) and not isinstance(value, type):
+        return [to_wire(getattr(value, field.name)) for field in dataclasses.fields(value)]
+    if isinstance(value, tuple):
+        return [to_wire(part) for part in value]
+    return None if isinstance(value, Exception) else value
+
+
+def from_wire(kind: type[T], data: Any) -> T:
+    """Return a value of the type, from what `to_wire` made of one."""
+    decode: Decoder = _decoder(kind)  # type: ignore[arg-type]  # a class is hashable
+    value: T = decode(data)
+    return value
+
+
+@cache
+def _decoder(kind: Any) -> Decoder:
+    origin = get_origin(kind)
+    if origin is tuple:
+        part = _decoder(get_args(kind)[0])
+        return lambda data: tuple(map(part, data))
+    if origin in (Union, types.UnionType):
+        inner = [_decoder(one) for one in get_args(kind) if one is not type(None)]
+        return (lambda data: None if data is None else inner[0](data)) if len(inner) == 1 else _same
+    kind = origin or kind
+    if not isinstance(kind, type):
+        return _same
+    if issubclass(kind, Enum):
+        return kind
+    if issubclass(kind, tuple) and hasattr(kind, "_fields"):
+        return _record(kind, kind._fields)
+    if dataclasses.is_dataclass(kind):
+        return _record(kind, tuple(field.name for field in dataclasses.fields(kind)))
+    return _same
+
+
+def _record(kind: type, names: tuple[str, ...]) -> Decoder:
+    hints = get_type_hints(kind)
+    parts = [(name, _decoder(hints[name])) for name in names]
+    return lambda data: kind(**{name: part(value) for (name, part), value in zip(parts, data, strict=True)})
+
+
+def _same(data: Any) -> Any:
+    return data
+
+
+# -- what comes often
+
+
+def token_from_wire(data: Any) -> Token:
+    """``data``: a Token as msgpack writes it, a list."""
+    return from_wire(Token, data)
+
+
+_DELTAS: list[type] = [TextDelta, ReasoningDelta, ToolCallStart, ToolCallDelta, ToolCallEnd]
+_CODES = {kind: code for code, kind in enumerate(_DELTAS)}
+
+
+def delta_to_wire(delta: Delta) -> Any:
+    if type(delta) is TextDelta and not delta.tokens and not delta.choice:
+        return delta.text
+    return [_CODES[type(delta)], *to_wire(delta)]
+
+
+def delta_from_wire(data: Any) -> Delta:
+    if isinstance(data, str):
+        return TextDelta(data)
+    delta: Delta = from_wire(_DELTAS[data[0]], data[1:])
+    return delta
+
+
+# -- parameters and errors
+
+
+def params_to_wire(params: SamplingParams | None) -> dict[str, Any]:
+    """Return the parameters that are not the defaults: those leave a checkpoint's own a say."""
+    if params is None:
+        return {}
+    given = _given(params)
+    if params.structured_output is not None:
+        given["structured_output"] = _given(params.structured_output)
+    return given
+
+
+def _given(value: SamplingParams | StructuredOutput) -> dict[str, Any]:
+    given = {}
+    for field in dataclasses.fields(value):
+        part = getattr(value, field.name)
+        if type(part) in DEFAULT_TYPES:
+            continue
+        if type(field.default) in DEFAULT_TYPES or part != field.default:
+            given[field.name] = part
+    return given
+
+
+def params_from_wire(data: dict[str, Any]) -> SamplingParams:
+    given = dict(data)
+    if "structured_output" in given:
+        given["structured_output"] = StructuredOutput(**given["structured_output"])
+    return SamplingParams(**given)
+
+
+def error_to_wire(error: AEngineError) -> list[Any]:
+    attributes = {name: value for name, value in vars(error).items() if name != "completion"}
+    completion, kind = error.completion, type(error).__name__
+    is_chat = isinstance(completion, ChatCompletion)
+    return [kind, str(error), attributes, None if completion is None else to_wire(completion), is_chat]
+
+
+def error_from_wire(data: list[Any]) -> AEngineError:
+    name, message, attributes, completion, is_chat = data
+    kind: type[AEngineError] = getattr(errors, name) if name in errors.__all__ else InternalError
+    error = kind.__new__(kind, message)
+    error.args = (message,)
+    vars(error).update(attributes)
+    if completion is not None:
+        error.completion = from_wire(ChatCompletion if is_chat else Completion, completion)
+    return error

@@ -1,0 +1,54 @@
+"""An app process of `serve_processes`: ``python -m aengine.server.app_process``, with its settings on stdin."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import socket
+import sys
+from typing import Any
+
+import setproctitle
+
+from ..errors import AEngineError
+from ..remote import connect
+from .app import create_app
+from .serve import log_to_stderr, serve_app, stop_signals
+
+__all__ = ["main"]
+
+
+def main() -> int:
+    settings = json.load(sys.stdin)
+    log_to_stderr(settings["log_level"])
+    setproctitle.setproctitle("aengine app process")
+    try:
+        import uvloop
+    except ImportError:
+        return asyncio.run(_serve(**settings))
+    with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
+        return runner.run(_serve(**settings))
+
+
+async def _serve(
+    engine: str, listener: int, grace: float, log_level: str, app: dict[str, Any], server: dict[str, Any]
+) -> int:
+    """``app``, ``server``: keyword arguments of `create_app` and of `serve_app`."""
+    with stop_signals() as stop:
+        try:
+            async with connect(engine) as remote:
+                await serve_app(
+                    create_app(remote, **app),
+                    remote,
+                    socket.socket(fileno=listener),
+                    stop=stop.asked,
+                    grace=grace,
+                    **server,
+                )
+        except AEngineError:
+            return 1  # the engine's process has ended, or will say why
+    return 0
+
+
+if __name__ == "__main__":
+    raise SystemExit(main())

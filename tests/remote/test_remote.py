@@ -1,0 +1,253 @@
+"""An engine used over its Unix socket, as the same engine used directly."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from aengine import (
+    DeadlineExceededError,
+    EngineClosedError,
+    FinishReason,
+    GrammarError,
+    InvalidRequestError,
+    SamplingParams,
+    StructuredOutput,
+    TextDelta,
+)
+from aengine.remote import RemoteEngine, connect, serve_engine
+from aengine.testing import FakeAsyncLLM, Reply
+
+HELLO: list[Any] = [{"role": "user", "content": "hello"}]
+TOOL = {"type": "function", "function": {"name": "add", "parameters": {"properties": {"a": {"type": "integer"}}}}}
+
+
+@asynccontextmanager
+async def both(tmp_path: Path, script: Any, **settings: Any) -> AsyncIterator[tuple[FakeAsyncLLM, RemoteEngine]]:
+    async with FakeAsyncLLM(script, **settings) as engine:
+        async with serve_engine(engine, tmp_path / "engine"), connect(tmp_path / "engine") as remote:
+            yield engine, remote
+
+
+async def until_idle(engine: FakeAsyncLLM) -> None:
+    while engine.statistics().num_running + engine.statistics().num_waiting:
+        await asyncio.sleep(0.001)
+
+
+async def until_running(engine: FakeAsyncLLM, count: int = 1) -> None:
+    while engine.statistics().num_running < count:
+        await asyncio.sleep(0.001)
+
+
+async def test_completions_are_those_of_the_engine(tmp_path: Path) -> None:
+    async with both(tmp_path, "Hello wörld") as (engine, remote):
+        params = SamplingParams(logprobs=2, n=2)
+        near, far = await engine.generate("x", params), await remote.generate("x", params)
+        assert (far.choices, far.usage) == (near.choices, near.usage)
+        assert far.timings.total is not None
+        stream = remote.stream("x", params)
+        tokens = [token async for token in stream]
+        assert tokens == [token async for token in engine.stream("x", params)]
+        assert type(tokens[-1].finish_reason) is FinishReason
+        assert stream.completion.choices == near.choices and stream.usage == near.usage
+        assert (await remote.stream([1, 2, 3]).wait()).text == "Hello wörld"
+
+
+async def test_chats_are_those_of_the_engine(tmp_path: Path) -> None:
+    reply = Reply("text", reasoning="so", tool_calls=[("add", {"a": 1})])
+    async with both(tmp_path, reply, reasoning=True) as (engine, remote):
+        for params in (None, SamplingParams(logprobs=1, n=2)):
+            near = [delta async for delta in engine.stream_chat(HELLO, params, tools=[TOOL])]
+            far = [delta async for delta in remote.stream_chat(HELLO, params, tools=[TOOL])]
+            ids = {delta.id for delta in near + far if hasattr(delta, "id")}
+            assert [repr(delta) for delta in far] != [] and len(ids) == (2 if params is None else 4)
+            assert _without_ids(far) == _without_ids(near)
+            completion = await remote.chat(HELLO, params, tools=[TOOL])
+            (call,) = completion.message.tool_calls
+            assert call.parsed_arguments() == {"a": 1} and completion.finish_reason is FinishReason.TOOL_CALLS
+            assert completion.message.reasoning == "so" and completion.message.content == "text"
+
+
+def _without_ids(deltas: list[Any]) -> list[Any]:
+    names = ("text", "arguments", "tokens")
+    return sorted(
+        (delta.choice, type(delta).__name__, [getattr(delta, name) for name in names if hasattr(delta, name)])
+        for delta in deltas
+    )
+
+
+async def test_what_is_wrong_is_the_same_error(tmp_path: Path) -> None:
+    async with both(tmp_path, "a" * 10_000, token_delay=0.001) as (engine, remote):
+        with pytest.raises(GrammarError) as caught:
+            await remote.generate("x", SamplingParams(structured_output=StructuredOutput(regex="(")))
+        assert caught.value.kind == "invalid"
+        with pytest.raises(InvalidRequestError) as wrong:
+            await remote.chat([{"role": "user"}])
+        assert wrong.value.param == "messages"
+        with pytest.raises(DeadlineExceededError) as late:
+            await remote.chat(HELLO, deadline=0.5)
+        assert late.value.deadline == 0.5
+        assert late.value.completion is not None and late.value.completion.text.startswith("aaa")
+        assert late.value.completion.message.content == late.value.completion.text  # type: ignore[attr-defined]
+        for options in ({"tools": [print]}, {"output_type": int}, {"no_such": 1}):
+            with pytest.raises(InvalidRequestError):
+                await remote.chat(HELLO, **options)  # type: ignore[arg-type]
+        with pytest.raises(InvalidRequestError):
+            remote.stream(object())  # type: ignore[arg-type]
+        await until_idle(engine)
+
+
+async def test_values_that_msgpack_does_not_know_travel(tmp_path: Path) -> None:
+    schema = {"type": "integer", "maximum": 10**30}
+    async with both(tmp_path, "12") as (engine, remote):
+        shape = StructuredOutput(json_schema=schema)
+        completion = await remote.generate(
+            "x", SamplingParams(structured_output=shape, logit_bias={5: 1.0}, seed=-(2**63))
+        )
+        assert completion.text == "12"
+        assert engine.requests[0].params.structured_output == shape
+        assert engine.requests[0].params.logit_bias == {5: 1.0}
+        with pytest.raises(GrammarError, match="lone surrogate"):  # the engine's own
+            shape = StructuredOutput(json_schema={"description": "\ud800"})
+            await remote.generate("x", SamplingParams(structured_output=shape))
+
+
+@pytest.mark.parametrize("leave", ["close", "cancel", "drop", "cancel generate"])
+async def test_who_leaves_ends_the_request(tmp_path: Path, leave: str) -> None:
+    async with both(tmp_path, "a" * 10_000, token_delay=0.001) as (engine, remote):
+        stream = remote.stream("other")
+        if leave == "cancel generate":
+            task = asyncio.create_task(remote.generate("x"))
+            await until_running(engine, 2)
+            task.cancel()
+        else:
+            leaving = remote.stream_chat(HELLO)
+            await leaving.read()
+            if leave == "close":
+                await leaving.aclose()
+            elif leave == "cancel":
+                task = asyncio.create_task(_read_all(leaving))
+                await asyncio.sleep(0.01)
+                task.cancel()
+            del leaving
+        while engine.statistics().num_aborted < 1:
+            await asyncio.sleep(0.001)
+        await stream.read()
+        assert engine.statistics().num_running == 1, "the other goes on"
+        await stream.aclose()
+        await until_idle(engine)
+
+
+async def _read_all(stream: Any) -> None:
+    while await stream.read():
+        pass
+
+
+async def test_abort_ends_a_stream_properly(tmp_path: Path) -> None:
+    async with both(tmp_path, "a" * 10_000, token_delay=0.001) as (engine, remote):
+        first, second = remote.stream("x", request_id="mine"), remote.stream_chat(HELLO)
+        other = engine.stream("x")
+        assert remote.abort("mine") and not remote.abort("nobody's")
+        assert (await first.wait()).finish_reason is FinishReason.ABORT
+        assert isinstance((await second.read())[0], TextDelta)
+        assert remote.abort_all() == 1
+        await _read_all(second)
+        assert second.completion.finish_reason is FinishReason.ABORT
+        await other.read()
+        assert engine.statistics().num_running == 1, "that of another process"
+
+
+async def test_a_reader_that_is_slow_holds_up_the_engines_stream(tmp_path: Path) -> None:
+    async with both(tmp_path, "a" * 3000) as (engine, remote):
+        stream = remote.stream_chat(HELLO)
+        text = "".join(delta.text for delta in await stream.read())  # type: ignore[union-attr]
+        await until_idle(engine)
+        for _ in range(50):
+            await asyncio.sleep(0.001)
+        assert len(stream._items) < 3000, "what was not asked for stays in the engine"
+        while deltas := await stream.read():
+            text += "".join(delta.text for delta in deltas)  # type: ignore[union-attr]
+        assert text == "a" * 3000
+
+
+async def test_draining_is_of_one_process(tmp_path: Path) -> None:
+    async with both(tmp_path, "a" * 10_000, token_delay=0.001) as (engine, remote):
+        stream = remote.stream("x")
+        await stream.read()
+        assert not await remote.drain(0.01)
+        assert remote.state == "draining" and engine.state == "running"
+        with pytest.raises(EngineClosedError):
+            remote.stream("x")
+        drained = asyncio.create_task(remote.drain())
+        await asyncio.sleep(0)
+        await stream.aclose()
+        assert await drained
+        await remote.aclose()
+        assert remote.state == "closed"
+
+
+async def test_what_there_is_to_know(tmp_path: Path) -> None:
+    async with both(tmp_path, "yes") as (engine, remote):
+        assert remote.state == "running" and remote.config.model == "fake"
+        assert remote.describe() == engine.describe()
+        assert await remote.check_health() >= 0
+        await remote.generate("x")
+        while remote.statistics().num_finished < 1:
+            await asyncio.sleep(0.01)
+        assert remote.statistics().histograms == engine.statistics().histograms
+        near, far = engine.tokenizer, remote.tokenizer
+        assert (far.vocab_size, far.special_tokens) == (near.vocab_size, near.special_tokens)
+        assert (far.bos_token_id, far.eos_token_ids) == (near.bos_token_id, near.eos_token_ids)
+        assert [far.token_bytes(i) for i in range(near.vocab_size)] == [
+            near.token_bytes(i) for i in range(near.vocab_size)
+        ]
+        ids = await asyncio.to_thread(far.encode, "hé")
+        assert ids == near.encode("hé") and await asyncio.to_thread(far.decode, ids) == "hé"
+        assert await asyncio.to_thread(far.render_ids, HELLO) == near.render_ids(HELLO)
+        assert await asyncio.to_thread(far.count, HELLO, [TOOL]) == near.count(HELLO, [TOOL])
+        with pytest.raises(InvalidRequestError):
+            await asyncio.to_thread(far.decode, [-1])
+        with pytest.raises(InvalidRequestError):
+            far.token_bytes(-1)
+
+
+async def test_the_end_of_the_engines_process_is_an_error(tmp_path: Path) -> None:
+    async with FakeAsyncLLM("a" * 10_000, token_delay=0.001) as engine:
+        async with serve_engine(engine, tmp_path / "engine"):
+            remote = await connect(tmp_path / "engine").start()
+            stream = remote.stream("x")
+            await stream.read()
+        with pytest.raises(EngineClosedError):
+            await _read_all(stream)
+        assert remote.state == "failed"
+        with pytest.raises(EngineClosedError):
+            remote.stream("x")
+        await remote.aclose()
+        assert remote.state == "closed"
+        await until_idle(engine)
+    with pytest.raises(EngineClosedError, match="no engine is served"):
+        await connect(tmp_path / "engine", timeout=0).start()
+
+
+async def test_a_connection_that_brings_rubbish_is_closed(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    async with both(tmp_path, "yes") as (engine, remote):
+        for rubbish in (b"\x05\0\0\0hello", b"\x03\0\0\0\x91\x91\xc0", b"\xff\xff\xff\xff"):
+            reader, writer = await asyncio.open_unix_connection(tmp_path / "engine")
+            writer.write(rubbish)
+            writer.write_eof()
+            assert await reader.read() == b""
+            writer.close()
+            await writer.wait_closed()
+        assert (await remote.generate("x")).text == "yes"
+    assert "what no client of this version sends" in caplog.text
+
+
+async def test_the_socket_is_this_users_alone(tmp_path: Path) -> None:
+    async with both(tmp_path, "yes"):
+        assert (tmp_path / "engine").stat().st_mode & 0o777 == 0o600
+    assert not (tmp_path / "engine").exists()
