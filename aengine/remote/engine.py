@@ -216,8 +216,8 @@ class RemoteEngine:
         self._number += 1
         link.send("begin", self._number, method, prompt, params_to_wire(params), options)
         decode, kind = (delta_from_wire, ChatCompletion) if method == "chat" else (token_from_wire, Completion)
-        loop = asyncio.get_running_loop()
-        stream: _Stream = RemoteStream(request_id, self._number, decode, kind, self._send, loop)
+        loop, n = asyncio.get_running_loop(), 1 if params is None else params.n
+        stream: _Stream = RemoteStream(request_id, self._number, n, decode, kind, self._send, loop)
         self._streams[self._number] = stream
         return stream
 

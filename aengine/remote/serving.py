@@ -249,9 +249,11 @@ class _Session:
                     break
                 usage = stream.usage
                 counts = usage.prompt_tokens, usage.completion_tokens, usage.cached_tokens
+                reasons = stream.finish_reasons
+                ends = (reasons, stream.stop_reasons) if any(reasons) else None
                 if not isinstance(items[0], tuple):  # a Token is one as it is
                     items = [delta_to_wire(delta) for delta in items]
-                self.link.send("read", number, items, counts)
+                self.link.send("read", number, items, counts, ends)
             self.link.send("done", number, to_wire(await stream.wait()))
 
     def _fail(self, number: int, error: Exception) -> None:

@@ -9,7 +9,7 @@ from types import TracebackType
 from typing import TYPE_CHECKING, Any, Generic, TypeVar
 
 from ..errors import AEngineError, InvalidRequestError
-from ..outputs import Completion, Usage
+from ..outputs import Completion, FinishReason, Usage
 from .wire import from_wire
 
 if TYPE_CHECKING:
@@ -19,6 +19,8 @@ __all__ = ["WINDOW", "RemoteStream"]
 
 T = TypeVar("T")
 C = TypeVar("C", bound=Completion)
+
+_REASONS: Any = tuple[FinishReason | None, ...]
 
 WINDOW = 64
 """Reads of the engine's stream that may be under way or unread here. More lie in the engine, where its unread_timeout
@@ -35,6 +37,7 @@ class RemoteStream(Generic[T, C]):
         self,
         request_id: str,
         number: int,
+        n: int,
         decode: Callable[[Any], T],
         kind: type[C],
         send: Callable[..., None],
@@ -43,6 +46,10 @@ class RemoteStream(Generic[T, C]):
         self.request_id = request_id
         self.usage = Usage(0, 0)
         """The tokens so far."""
+        self.finish_reasons: tuple[FinishReason | None, ...] = (None,) * n
+        """Of each of the n completions why it has ended."""
+        self.stop_reasons: tuple[str | int | None, ...] = (None,) * n
+        """Of each of the n completions its `Choice.stop_reason`, known with its finish reason."""
         self._number = number
         self._decode = decode
         self._kind = kind
@@ -63,11 +70,15 @@ class RemoteStream(Generic[T, C]):
 
     # -- what the connection brings
 
-    def put(self, items: list[Any], usage: tuple[int, int, int]) -> None:
+    def put(self, items: list[Any], usage: tuple[int, int, int], ends: tuple[list[Any], list[Any]] | None) -> None:
+        """``ends``: finish reasons and stop reasons; None: no completion has ended."""
         if self._is_closed:
             return
         self._items.extend(map(self._decode, items))
         self.usage = Usage(*usage)
+        if ends is not None:
+            self.finish_reasons = from_wire(_REASONS, ends[0])
+            self.stop_reasons = tuple(ends[1])
         self._num_reads += 1
         self._wake()
 
@@ -75,6 +86,8 @@ class RemoteStream(Generic[T, C]):
         """``completion``: as it came."""
         self._completion = from_wire(self._kind, completion)
         self.usage = self._completion.usage
+        self.finish_reasons = tuple(choice.finish_reason for choice in self._completion.choices)
+        self.stop_reasons = tuple(choice.stop_reason for choice in self._completion.choices)
         self._wake()
 
     def fail(self, error: AEngineError) -> None:

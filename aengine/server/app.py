@@ -94,8 +94,9 @@ def create_app(
     keys = [api_keys] if isinstance(api_keys, str) else list(api_keys or ())
     if not all(keys):
         raise InvalidRequestError("an API key is empty: give none at all (None) to let everybody in", param="api_keys")
+    engine = cast("AsyncLLM", engine)  # an endpoint finds the same calls
     service = Service(
-        cast("AsyncLLM", engine),
+        engine,
         model_names=names,
         max_body_bytes=max_body_bytes,
         max_stored_responses=max_stored_responses,

@@ -55,6 +55,7 @@ async def test_completions_are_those_of_the_engine(tmp_path: Path) -> None:
         assert tokens == [token async for token in engine.stream("x", params)]
         assert type(tokens[-1].finish_reason) is FinishReason
         assert stream.completion.choices == near.choices and stream.usage == near.usage
+        assert stream.finish_reasons == (FinishReason.STOP,) * 2 and type(stream.finish_reasons[0]) is FinishReason
         assert (await remote.stream([1, 2, 3]).wait()).text == "Hello wörld"
 
 
