@@ -8,20 +8,19 @@ import os
 import uuid
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
-from weakref import WeakValueDictionary
 
 from .. import __version__
 from ..chat.messages import ChatCompletion, Delta
 from ..config import EngineConfig
-from ..errors import AEngineError, EngineClosedError, EngineError, InvalidRequestError
+from ..errors import EngineClosedError, EngineError, InvalidRequestError
 from ..options import ChatOptions, RequestOptions, chat_options, request_options
 from ..outputs import Completion, Token
 from ..params import SamplingParams
 from ..telemetry.metrics import Statistics
-from .link import Link
+from .connection import Connection
 from .stream import RemoteStream
 from .tokenizer import RemoteTokenizer
-from .wire import delta_from_wire, error_from_wire, from_wire, params_to_wire, token_from_wire
+from .wire import delta_from_wire, from_wire, params_to_wire, token_from_wire
 
 if TYPE_CHECKING:
     from types import TracebackType
@@ -30,9 +29,6 @@ if TYPE_CHECKING:
     from ..tokenizer.prompt import Prompt
 
 __all__ = ["RemoteEngine", "connect"]
-
-_RETRY_SECONDS = 0.05
-_Stream = RemoteStream[Any, Any]
 
 
 def connect(path: str | os.PathLike[str], *, timeout: float = 60.0) -> RemoteEngine:
@@ -56,15 +52,8 @@ class RemoteEngine:
     def __init__(self, path: str, timeout: float) -> None:
         self._path = path
         self._timeout = timeout
-        self._link: Link | None = None
-        self._reading: asyncio.Task[None] | None = None
-        self._streams: WeakValueDictionary[int, _Stream] = WeakValueDictionary()
-        self._calls: dict[int, asyncio.Future[Any]] = {}
-        self._number = 0
+        self._connection: Connection | None = None
         self._life = "new"
-        self._changed = asyncio.Event()  # a request has ended
-        self._known: dict[str, Any] = {}
-        self._news: tuple[Any, ...] = ("new", None, None)
         self._config: EngineConfig | None = None
         self._tokenizer: RemoteTokenizer | None = None
 
@@ -76,7 +65,11 @@ class RemoteEngine:
     @property
     def state(self) -> str:
         """As of `AsyncLLM`: the engine's, or "draining" or "closed" of this one's; "failed": the connection broke."""
-        return str(self._news[0]) if self._life == "running" else self._life
+        if self._connection is None:
+            return self._life
+        if self._connection.has_broken:
+            return "failed"
+        return self._life if self._life == "draining" else str(self._connection.news[0])
 
     async def start(self) -> Self:
         """Connect. Idempotent while connected.
@@ -85,62 +78,43 @@ class RemoteEngine:
             EngineClosedError: nobody serves an engine at the path.
             EngineError: its process has another version of aengine.
         """
-        if self._life in ("running", "draining"):
+        if self._connection is not None:
             return self
-        reader, writer = await self._open()
-        self._link = Link(reader, writer)
+        self._connection = connection = await Connection.open(self._path, self._timeout)
         self._life = "running"
-        self._reading = asyncio.create_task(self._read(self._link))
         try:
-            self._known = await self._call("hello")
-            if self._known["version"] != __version__:
-                raise EngineError(f"the engine's process has aengine {self._known['version']}, this one {__version__}")
+            hello = await connection.call("hello")
+            if hello["version"] != __version__:
+                raise EngineError(f"the engine's process has aengine {hello['version']}, this one {__version__}")
+            connection.news = hello["news"]
+            self._config = EngineConfig.from_wire(hello["config"])
+            table = hello["tokenizer"]
+            self._tokenizer = None if table is None else RemoteTokenizer(self._path, table)
         except BaseException:
             await self.aclose()
             raise
-        self._news = self._known["news"]
-        self._config = EngineConfig.from_wire(self._known["config"])
-        if self._known["tokenizer"] is not None:
-            table = self._known.pop("tokenizer")
-            self._tokenizer = RemoteTokenizer(self._path, table)
         return self
-
-    async def _open(self) -> tuple[asyncio.StreamReader, asyncio.StreamWriter]:
-        loop = asyncio.get_running_loop()
-        deadline = loop.time() + self._timeout
-        while True:
-            try:
-                return await asyncio.open_unix_connection(self._path)
-            except OSError as error:
-                if loop.time() >= deadline:
-                    raise EngineClosedError(f"no engine is served at {self._path}: {error}") from None
-            await asyncio.sleep(_RETRY_SECONDS)
 
     async def drain(self, timeout: float | None = None) -> bool:
         """Take no new requests, and wait for this process's to end. Returns whether they have."""
-        self._check()
+        connection = self._check()
         self._life = "draining"
         with contextlib.suppress(TimeoutError):
             async with asyncio.timeout(timeout):
-                while self._open_streams():
-                    self._changed.clear()
-                    await self._changed.wait()
-        return not self._open_streams()
+                while connection.streams:
+                    connection.changed.clear()
+                    await connection.changed.wait()
+        return not connection.streams
 
     async def aclose(self, *, drain: float = 0.0) -> None:
         """Disconnect; requests that run after ``drain`` seconds end with EngineClosedError. Idempotent."""
-        if self._link is None:
-            self._life = "closed" if self._life != "new" else "new"
+        if self._connection is None:
             return
-        if drain and self._life != "failed":
+        if drain and self.state != "failed":
             await self.drain(drain)
+        connection, self._connection = self._connection, None
         self._life = "closed"
-        link, self._link = self._link, None
-        await link.aclose()
-        if self._reading is not None:
-            self._reading.cancel()
-            await asyncio.wait([self._reading])
-        self._fail_all(EngineClosedError("the connection to the engine was closed"))
+        await connection.aclose()
         if self._tokenizer is not None:
             self._tokenizer.close()
 
@@ -205,38 +179,37 @@ class RemoteEngine:
 
     def _begin(
         self, method: str, prompt: Any, params: SamplingParams | None, output_type: Any, options: dict[str, Any]
-    ) -> _Stream:
-        link = self._check()
+    ) -> RemoteStream[Any, Any]:
+        connection = self._check()
         if self._life == "draining":
             raise EngineClosedError("the engine drains: it takes no new requests")
         if output_type is not None:
             message = "an engine in another process takes no output_type: give its JSON schema as structured_output"
             raise InvalidRequestError(message, param="output_type")
         options["request_id"] = request_id = options.get("request_id") or f"remote-{uuid.uuid4().hex}"
-        self._number += 1
-        link.send("begin", self._number, method, prompt, params_to_wire(params), options)
+        number, n = connection.new_number(), 1 if params is None else params.n
+        connection.send("begin", number, method, prompt, params_to_wire(params), options)
         decode, kind = (delta_from_wire, ChatCompletion) if method == "chat" else (token_from_wire, Completion)
-        loop, n = asyncio.get_running_loop(), 1 if params is None else params.n
-        stream: _Stream = RemoteStream(request_id, self._number, n, decode, kind, self._send, loop)
-        self._streams[self._number] = stream
+        loop = asyncio.get_running_loop()
+        stream: RemoteStream[Any, Any] = RemoteStream(request_id, number, n, decode, kind, connection.send, loop)
+        connection.add(number, stream)
         return stream
 
     def abort(self, request_id: str) -> bool:
         """End a request of this process; its stream ends with FinishReason.ABORT. Returns whether it was running."""
-        found = [number for number, stream in self._open_streams() if stream.request_id == request_id]
+        connection = self._check()
+        found = [number for number, stream in connection.streams if stream.request_id == request_id]
         for number in found:
-            self._send("abort", number)
+            connection.send("abort", number)
         return bool(found)
 
     def abort_all(self) -> int:
         """End all requests of this process; their streams end with FinishReason.ABORT. Returns how many there were."""
-        found = self._open_streams()
+        connection = self._check()
+        found = connection.streams
         for number, _ in found:
-            self._send("abort", number)
+            connection.send("abort", number)
         return len(found)
-
-    def _open_streams(self) -> list[tuple[int, _Stream]]:
-        return [(number, stream) for number, stream in self._streams.items() if not stream.has_ended]
 
     # -- what there is to know
 
@@ -257,87 +230,24 @@ class RemoteEngine:
 
     def statistics(self) -> Statistics:
         """The counters of the engine, for all processes together; at most a second old."""
-        self._check()
-        if self._news[1] is None:
-            raise EngineClosedError(f"the engine is {self._news[0]}")
-        return from_wire(Statistics, self._news[1])
+        state, statistics, _ = self._check().news
+        if statistics is None:
+            raise EngineClosedError(f"the engine is {state}")
+        return from_wire(Statistics, statistics)
 
     def describe(self) -> dict[str, Any]:
         """See `AsyncLLM.describe`."""
-        self._check()
-        if self._news[2] is None:
-            raise EngineClosedError(f"the engine is {self._news[0]}")
-        return dict(self._news[2])
+        state, _, description = self._check().news
+        if description is None:
+            raise EngineClosedError(f"the engine is {state}")
+        return dict(description)
 
     async def check_health(self, timeout: float = 10.0) -> float:
         """See `AsyncLLM.check_health`; by way of the engine's process."""
-        seconds: float = await self._call("check_health", timeout)
+        seconds: float = await self._check().call("check_health", timeout)
         return seconds
 
-    # -- the connection
-
-    def _check(self) -> Link:
-        if self._link is None or self._life not in ("running", "draining"):
-            raise EngineClosedError(f"the connection to the engine at {self._path} is {self._life}")
-        return self._link
-
-    def _send(self, *message: Any) -> None:
-        """Send a message of a stream."""
-        if self._link is not None:
-            self._link.send(*message)
-        if message[0] == "end":
-            self._changed.set()
-
-    async def _call(self, method: str, *args: Any) -> Any:
-        link = self._check()
-        self._number += 1
-        number = self._number
-        self._calls[number] = answer = asyncio.get_running_loop().create_future()
-        try:
-            link.send("call", number, method, args)
-            return await answer
-        finally:
-            del self._calls[number]
-
-    async def _read(self, link: Link) -> None:
-        async for kind, number, *rest in link.messages():
-            self._take(kind, number, *rest)
-        if self._life != "closed":
-            self._life = "failed"
-        self._fail_all(EngineClosedError("the connection to the engine's process broke: it has ended, or was killed"))
-
-    def _take(self, kind: str, number: int, *rest: Any) -> None:
-        if kind == "read":
-            stream = self._streams.get(number)
-            if stream is not None:
-                stream.put(*rest)
-        elif kind == "news":
-            self._news = rest[0]
-        elif number in self._calls:
-            answer = self._calls[number]
-            if answer.done():
-                return
-            if kind == "failed":
-                answer.set_exception(error_from_wire(rest[0]))
-            else:
-                answer.set_result(rest[0])
-        else:
-            self._finish(number, kind, rest[0])
-
-    def _finish(self, number: int, kind: str, value: Any) -> None:
-        self._changed.set()
-        stream = self._streams.get(number)
-        if stream is None:
-            return
-        if kind == "failed":
-            stream.fail(error_from_wire(value))
-        else:
-            stream.finish(value)
-
-    def _fail_all(self, error: AEngineError) -> None:
-        for _, stream in self._open_streams():
-            stream.fail(error)
-        for answer in self._calls.values():
-            if not answer.done():
-                answer.set_exception(error)
-        self._changed.set()
+    def _check(self) -> Connection:
+        if self._connection is None or self._connection.has_broken:
+            raise EngineClosedError(f"the connection to the engine at {self._path} is {self.state}")
+        return self._connection
