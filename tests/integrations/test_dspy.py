@@ -22,7 +22,7 @@ from aengine import (
 )
 from aengine.testing import FakeAsyncLLM, FakeLLM, Reply
 
-os.environ["DSPY_CACHEDIR"] = tempfile.gettempdir()
+os.environ["DSPY_CACHEDIR"] = os.path.join(tempfile.gettempdir(), "aengine-dspy")  # not in the home
 
 import dspy  # noqa: E402
 from dspy import lm15  # noqa: E402
