@@ -132,7 +132,7 @@ async def test_a_program_streams() -> None:
             pieces = [piece async for piece in program(question="?")]
         assert pieces[-1].answer == "It is fine in Paris today."
         # DSPy's listener knows the end of a field by tokens of some letters, and here they are bytes.
-        assert "".join(piece.chunk for piece in pieces[:-1]).startswith("It is fine in Paris today.")
+        assert "It is fine in Paris today." in "".join(piece.chunk for piece in pieces[:-1])
         assert len(pieces) > 5
 
 
