@@ -32,6 +32,7 @@ from .openai.responses.endpoint import count_input_tokens, create_response, dele
 from .openai.tokens import DetokenizeBody, TokenizeBody, detokenize, tokenize
 from .openapi import Endpoint, Entry, openapi_document, show_openapi
 from .service import Service
+from .tracing import client_trace
 
 if TYPE_CHECKING:
     from prometheus_client import CollectorRegistry
@@ -117,7 +118,8 @@ def _endpoint(service: Service, endpoint: Endpoint, keys: Sequence[str]) -> Call
         try:
             if keys:
                 _check_key(request, keys)
-            return await endpoint(service, request)
+            with client_trace(request):
+                return await endpoint(service, request)
         except ClientLeftError:
             return Response(status_code=499)  # nobody reads it
         except Exception as error:

@@ -1,0 +1,215 @@
+"""`instrument`: a span and metrics of OpenTelemetry for every request of an engine.
+
+    remove = instrument(engine)
+
+Names are those of OpenTelemetry's conventions for generative AI, of 2026; what these have no name for begins with
+"aengine.". Neither prompts nor answers are recorded.
+
+    on_accepted ──> span begins, its parent the caller's current span
+    on_first_token ──> events of the span, with the times at which they were
+    on_end ──> attributes, histograms, span ends
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from pathlib import PurePath
+from typing import TYPE_CHECKING, Any, Protocol
+
+from ..errors import DeadlineExceededError, EngineError
+from ..outputs import FinishReason
+from .listeners import RequestListener, RequestStart
+
+try:
+    from opentelemetry.context import get_current
+    from opentelemetry.metrics import Histogram, MeterProvider, get_meter
+    from opentelemetry.trace import (
+        Span,
+        SpanKind,
+        Status,
+        StatusCode,
+        TracerProvider,
+        get_tracer,
+        set_span_in_context,
+    )
+except ImportError as error:
+    raise ImportError("traces need OpenTelemetry's API: pip install 'aengine[opentelemetry]'") from error
+
+if TYPE_CHECKING:
+    from ..config import EngineConfig
+    from ..outputs import RequestEnd, Timings
+    from ..params import SamplingParams
+
+__all__ = ["instrument"]
+
+_PROVIDER = "aengine"
+_SECONDS = (0.01, 0.02, 0.04, 0.08, 0.16, 0.32, 0.64, 1.28, 2.56, 5.12, 10.24, 20.48, 40.96, 81.92)
+_FIRST_TOKEN_SECONDS = (*(0.001, 0.005, 0.01, 0.02, 0.04, 0.06, 0.08, 0.1, 0.25, 0.5, 0.75, 1.0, 2.5, 5.0, 7.5, 10.0),)
+_PER_TOKEN_SECONDS = (0.01, 0.025, 0.05, 0.075, 0.1, 0.15, 0.2, 0.3, 0.4, 0.5, 0.75, 1.0, 2.5)
+_TOKENS = tuple(4**power for power in range(14))
+
+
+class Engine(Protocol):
+    """Interface of what is instrumented: an `AsyncLLM`."""
+
+    config: EngineConfig
+
+    def add_listener(self, listener: RequestListener) -> Callable[[], None]: ...
+
+
+def instrument(
+    engine: Engine,
+    *,
+    model_name: str | None = None,
+    tracer_provider: TracerProvider | None = None,
+    meter_provider: MeterProvider | None = None,
+) -> Callable[[], None]:
+    """Trace and measure every request that the engine accepts from now on.
+
+    Args:
+        engine: an `AsyncLLM`, started or not; of an `LLM`, ``llm.as_async()``.
+        model_name: as spans and metrics call the model; None: the engine's model, of a path its last part.
+        tracer_provider: of the spans. None: OpenTelemetry's global one.
+        meter_provider: of the metrics, likewise.
+
+    Returns a function that ends it. The span of a request is the child of the span that is current where `stream`,
+    `generate` or `chat` is called, in whatever thread.
+    """
+    name = model_name or PurePath(engine.config.model).name or engine.config.model
+    return engine.add_listener(_Instrumentation(name, tracer_provider, meter_provider))
+
+
+class _Instrumentation(RequestListener):
+    def __init__(
+        self, model_name: str, tracer_provider: TracerProvider | None, meter_provider: MeterProvider | None
+    ) -> None:
+        from .. import __version__
+
+        self._model_name = model_name
+        self._tracer = get_tracer("aengine", __version__, tracer_provider)
+        self._spans: dict[str, Span] = {}  # by request_id, of requests that run
+        meter = get_meter("aengine", __version__, meter_provider)
+
+        def histogram(name: str, unit: str, bounds: tuple[float, ...], text: str) -> Histogram:
+            return meter.create_histogram(name, unit, text, explicit_bucket_boundaries_advisory=bounds)
+
+        self._duration = histogram("gen_ai.server.request.duration", "s", _SECONDS, "From the call to the end.")
+        self._first_token = histogram(
+            "gen_ai.server.time_to_first_token",
+            "s",
+            _FIRST_TOKEN_SECONDS,
+            "From the call to the first token, of requests without an error.",
+        )
+        self._per_token = histogram(
+            "gen_ai.server.time_per_output_token",
+            "s",
+            _PER_TOKEN_SECONDS,
+            "From one token to the next, the mean of a request without an error.",
+        )
+        self._tokens = histogram("gen_ai.client.token.usage", "{token}", _TOKENS, "Tokens of a prompt or an answer.")
+
+    def on_accepted(self, request: RequestStart) -> None:
+        attributes = self._common_attributes(request)
+        self._spans[request.request_id] = span = self._tracer.start_span(
+            f"{attributes['gen_ai.operation.name']} {self._model_name}",
+            context=request.context.run(get_current),
+            kind=SpanKind.INTERNAL,  # the conventions' for a model in the same process
+            attributes=attributes,
+            start_time=_nanoseconds(request.arrived_at),
+        )
+        if span.is_recording():
+            span.set_attributes(_request_attributes(request.params))
+
+    def on_first_token(self, request: RequestStart, timings: Timings) -> None:
+        span = self._spans[request.request_id]
+        if span.is_recording() and timings.queued is not None and timings.first_token is not None:
+            span.add_event("aengine.first_step", timestamp=_nanoseconds(request.arrived_at + timings.queued))
+            span.add_event("aengine.first_token", timestamp=_nanoseconds(request.arrived_at + timings.first_token))
+
+    def on_end(self, request: RequestStart, end: RequestEnd) -> None:
+        span = self._spans.pop(request.request_id)
+        self._record(request, end, span)
+        if span.is_recording():
+            span.set_attributes(self._end_attributes(end))
+            if end.finish_reason is FinishReason.ERROR:
+                # Errors of a request may quote it; those of the engine and of time do not.
+                text = str(end.error) if isinstance(end.error, EngineError | DeadlineExceededError) else None
+                span.set_status(Status(StatusCode.ERROR, text))
+        assert end.timings.total is not None, "it has ended"
+        span.end(_nanoseconds(request.arrived_at + end.timings.total))
+
+    def _record(self, request: RequestStart, end: RequestEnd, span: Span) -> None:
+        """Record the metrics, in the span's context, by which examples of a bucket name their trace."""
+        attributes = self._common_attributes(request) | {"gen_ai.response.model": self._model_name}
+        context = set_span_in_context(span)
+        counts = (("input", end.usage.prompt_tokens), ("output", end.usage.completion_tokens))
+        for kind, count in counts:
+            if count:
+                self._tokens.record(count, attributes | {"gen_ai.token.type": kind}, context)
+        timings = end.timings
+        assert timings.total is not None, "it has ended"
+        if end.finish_reason is FinishReason.ERROR:
+            self._duration.record(timings.total, attributes | _error_attributes(end), context)
+            return
+        self._duration.record(timings.total, attributes, context)
+        if timings.first_token is not None:
+            self._first_token.record(timings.first_token, attributes, context)
+        if timings.per_token is not None:
+            self._per_token.record(timings.per_token, attributes, context)
+
+    def _common_attributes(self, request: RequestStart) -> dict[str, Any]:
+        return {
+            "gen_ai.operation.name": "chat" if request.kind == "chat" else "text_completion",
+            "gen_ai.provider.name": _PROVIDER,
+            "gen_ai.request.model": self._model_name,
+        }
+
+    def _end_attributes(self, end: RequestEnd) -> dict[str, Any]:
+        usage, timings = end.usage, end.timings
+        attributes: dict[str, Any] = {
+            "gen_ai.response.id": end.request_id,
+            "gen_ai.response.model": self._model_name,
+            "gen_ai.response.finish_reasons": [reason.value for reason in end.finish_reasons],
+            "gen_ai.usage.input_tokens": usage.prompt_tokens,
+            "gen_ai.usage.output_tokens": usage.completion_tokens,
+            "gen_ai.usage.cache_read.input_tokens": usage.cached_tokens,
+            **_error_attributes(end),
+        }
+        seconds = {
+            "gen_ai.response.time_to_first_chunk": timings.first_token,
+            "aengine.queue_time": timings.queued,
+            "aengine.prefill_time": timings.prefill,
+        }
+        return attributes | {name: value for name, value in seconds.items() if value is not None}
+
+
+def _request_attributes(params: SamplingParams) -> Mapping[str, Any]:
+    """Return what the conventions record of the parameters. They are plain numbers, as exporters expect."""
+    shape = params.structured_output
+    is_json = shape is not None and (shape.json_schema is not None or shape.json_object)
+    optional = {
+        "gen_ai.request.max_tokens": params.max_tokens,
+        "gen_ai.request.seed": params.seed,
+        "gen_ai.request.top_k": int(params.top_k) or None,
+        "gen_ai.request.choice.count": None if params.n == 1 else params.n,
+        "gen_ai.request.stop_sequences": list(params.stop) or None,
+        "gen_ai.output.type": "json" if is_json else None,
+    }
+    return {
+        "gen_ai.request.temperature": float(params.temperature),
+        "gen_ai.request.top_p": float(params.top_p),
+        "gen_ai.request.frequency_penalty": float(params.frequency_penalty),
+        "gen_ai.request.presence_penalty": float(params.presence_penalty),
+        **{name: value for name, value in optional.items() if value is not None},
+    }
+
+
+def _error_attributes(end: RequestEnd) -> dict[str, str]:
+    """Return the error's type, by its class; empty for a request that has ended without one."""
+    if end.finish_reason is not FinishReason.ERROR:
+        return {}
+    return {"error.type": type(end.error).__qualname__}
+
+
+def _nanoseconds(seconds: float) -> int:
+    return int(seconds * 1e9)
