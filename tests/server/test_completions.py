@@ -83,6 +83,15 @@ async def test_logprobs_say_where_each_token_is() -> None:
         assert parts == whole.model_dump()
 
 
+async def test_what_stopped_a_choice_is_told() -> None:
+    async with FakeAsyncLLM("one two three") as engine, openai_client(engine) as client:
+        ask: dict[str, Any] = {"model": "fake", "prompt": "x", "stop": [" three", "two"]}
+        whole: Any = (await client.completions.create(**ask)).choices[0]
+        assert (whole.text, whole.finish_reason, whole.stop_reason) == ("one ", "stop", "two")
+        chunks = [chunk.choices[0] async for chunk in await client.completions.create(**ask, stream=True)]
+        assert "".join(chunk.text for chunk in chunks) == "one " and chunks[-1].stop_reason == "two"  # type: ignore[attr-defined]
+
+
 async def test_sixteen_tokens_unless_asked_for_more() -> None:
     async with FakeAsyncLLM("a" * 50) as engine, openai_client(engine) as client:
         choice = (await client.completions.create(model="fake", prompt="x")).choices[0]
@@ -112,6 +121,7 @@ WRONG: list[tuple[dict[str, Any], int, str | None]] = [
     ({"prompt": [10**30]}, 400, "prompt"),
     ({"prompt": ["a"] * 3000}, 400, "prompt"),
     ({"best_of": 3}, 400, "best_of"),
+    ({"prompt": ["a"] * 1000, "n": 10}, 400, "n"),
     ({"suffix": "end"}, 400, "suffix"),
     ({"echo": True, "logprobs": 1}, 400, "echo"),
     ({"logprobs": 1000}, 400, "logprobs"),
@@ -181,8 +191,9 @@ async def test_two_clients_may_give_the_same_id() -> None:
         assert {answer._request_id for answer in answers} == {"mine"}
 
 
-async def test_tokens_and_back() -> None:
-    async with FakeAsyncLLM("yes") as engine, http_client(engine) as client:
+@pytest.mark.parametrize("own_thread", [False, True])
+async def test_tokens_and_back(own_thread: bool) -> None:
+    async with FakeAsyncLLM("yes", own_thread=own_thread) as engine, http_client(engine) as client:
         told = (await client.post("/tokenize", json={"prompt": "aé", "return_token_strs": True})).json()
         assert told == {"count": 3, "max_model_len": 32_768, "tokens": [97, 195, 169], "token_strs": ["a", "�", "�"]}
         back = (await client.post("/detokenize", json={"model": "fake", "tokens": told["tokens"]})).json()
@@ -203,8 +214,9 @@ async def test_tokens_and_back() -> None:
             assert answer.status_code == 400 and answer.json()["error"]["message"], body
 
 
-async def test_health_tells_whether_the_engine_can_answer() -> None:
-    engine = FakeAsyncLLM("yes")
+@pytest.mark.parametrize("own_thread", [False, True])
+async def test_health_tells_whether_the_engine_can_answer(own_thread: bool) -> None:
+    engine = FakeAsyncLLM("yes", own_thread=own_thread)
     async with http_client(engine, api_keys="secret") as client:
         assert (await client.get("/version")).status_code == 401
         assert (await client.get("/health")).json() == {"status": "unavailable", "reason": "the engine is new"}

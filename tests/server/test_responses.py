@@ -61,11 +61,12 @@ async def test_a_response_is_answered_whole() -> None:
         ]
 
 
-async def test_all_events_come_in_their_order() -> None:
+@pytest.mark.parametrize("own_thread", [False, True])
+async def test_all_events_come_in_their_order(own_thread: bool) -> None:
     """Reasoning, a message, and two calls; each item's deltas add up to what the whole response has."""
     reply = Reply("Let me see.", reasoning="Two sums", tool_calls=CALLS)
     async with (
-        FakeAsyncLLM([reply, reply], reasoning=True, token_delay=0.001) as engine,
+        FakeAsyncLLM([reply, reply], reasoning=True, token_delay=0.001, own_thread=own_thread) as engine,
         openai_client(engine) as client,
     ):
         ask: dict[str, Any] = {"model": "fake", "input": "sums", "tools": [ADD]}
@@ -222,6 +223,7 @@ WRONG: list[tuple[dict[str, Any], str | None]] = [
     ({"input": [{"type": "function_call", "call_id": 3}]}, "input[0].call_id"),
     ({"input": "a" * 200_000}, None),
     ({"max_output_tokens": 0}, "max_output_tokens"),
+    ({"top_logprobs": 100}, "top_logprobs"),
     ({"tools": [{"type": "web_search"}]}, "tools"),
     ({"tools": [ADD], "tool_choice": {"type": "function", "name": "other"}}, "tool_choice"),
     (

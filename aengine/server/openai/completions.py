@@ -205,7 +205,8 @@ class _ChunkWriter:
                 shown = dumps(self._logprobs[number].take(rows))
             reason = run[-1].finish_reason
             if text or reason is not None or self._logprobs:
-                events.append(self._chunk(number, text, shown, reason, tail))
+                stop_reason = None if reason is None else self._streams[index].stop_reasons[choice]
+                events.append(self._chunk(number, text, shown, reason, tail, stop_reason))
         return events
 
     def last_events(self) -> list[str]:
@@ -221,8 +222,16 @@ class _ChunkWriter:
             events.append(f'data: {self._head},"choices":[],"usage":{self._usage()}}}\n\n')
         return events
 
-    def _chunk(self, number: int, text: str, logprobs: str, reason: FinishReason | None, tail: str) -> str:
-        shown = "null" if reason is None else f'"{finish_reason(reason)}"'
+    def _chunk(
+        self,
+        number: int,
+        text: str,
+        logprobs: str,
+        reason: FinishReason | None,
+        tail: str,
+        stop_reason: str | int | None = None,
+    ) -> str:
+        shown = "null" if reason is None else f'"{finish_reason(reason)}","stop_reason":{dumps(stop_reason)}'
         return (
             f'data: {self._head},"choices":[{{"index":{number},"text":{dumps(text)},"logprobs":{logprobs},'
             f'"finish_reason":{shown}}}]{tail}'

@@ -12,7 +12,7 @@ from typing import Annotated, Any, Literal
 from pydantic import AfterValidator, BaseModel, ConfigDict, Field, WithJsonSchema
 from pydantic_core import PydanticCustomError
 
-from ...params import SamplingParams, StructuredOutput
+from ...params import MAX_LOGPROBS, SamplingParams, StructuredOutput
 from ..http import HTTPError
 
 __all__ = [
@@ -27,6 +27,7 @@ __all__ = [
     "StreamOptions",
     "StructuredOutputsBody",
     "Tools",
+    "TopLogprobs",
     "any_strict",
     "structured_output_of",
     "template_variables",
@@ -34,6 +35,7 @@ __all__ = [
 ]
 
 RequestId = Annotated[str, Field(pattern=r"^[!-~]{1,128}$", description="1 to 128 visible ASCII characters.")]
+TopLogprobs = Annotated[int, Field(ge=0, le=MAX_LOGPROBS)]
 Ignored = Annotated[Any, Field(default=None, description="Taken, and without effect.")]
 
 
@@ -104,6 +106,8 @@ Tools = Annotated[
 """OpenAI's functions, which the engine checks."""
 MAX_PROMPTS = 2048
 """Prompts of one completion."""
+MAX_CHOICES = 4096
+"""Choices of one completion, of all its prompts."""
 
 
 class Body(BaseModel):
@@ -288,6 +292,8 @@ class CompletionBody(_ChoicesBody):
         """Raises HTTPError 400 and InvalidRequestError."""
         if self.best_of is not None and self.best_of != (1 if self.n is None else self.n):
             raise HTTPError(400, "best_of must be as n: choose the best of n completions yourself", param="best_of")
+        if len(self.prompts) * (self.n or 1) > MAX_CHOICES:
+            raise HTTPError(400, f"prompts times n is more than {MAX_CHOICES}: ask several times", param="n")
         if self.suffix:
             raise HTTPError(
                 400, "suffix is not supported: write the model's own fill-in-the-middle prompt", param="suffix"
@@ -313,7 +319,7 @@ class ChatBody(_ChoicesBody):
     tool_choice: str | dict[str, Any] | None = None
     parallel_tool_calls: bool | None = None
     logprobs: bool | None = None
-    top_logprobs: int | None = None
+    top_logprobs: TopLogprobs | None = None
     reasoning_effort: str | None = None
     modalities: list[Literal["text"]] | None = None
     # vLLM's

@@ -8,7 +8,7 @@ from pydantic import Field
 
 from ....params import SamplingParams, StructuredOutput
 from ...http import HTTPError
-from ..requests import Body, Ignored, Refused, SamplingBody, any_strict, template_variables, tool_choice_of
+from ..requests import Body, Ignored, Refused, SamplingBody, TopLogprobs, any_strict, template_variables, tool_choice_of
 
 __all__ = ["ResponseBody"]
 
@@ -54,7 +54,7 @@ class ResponseBody(SamplingBody):
     text: TextOptions | None = None
     reasoning: Reasoning | None = None
     include: list[str] | None = None
-    top_logprobs: int | None = None
+    top_logprobs: TopLogprobs | None = None
     metadata: dict[str, str] | None = None
     stream_options: ResponseStreamOptions | None = None
     truncation: Literal["auto", "disabled"] | None = None

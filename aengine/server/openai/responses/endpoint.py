@@ -28,7 +28,7 @@ if TYPE_CHECKING:
 
 __all__ = ["count_input_tokens", "create_response", "delete_response", "show_response"]
 
-_FIELDS = {"messages": "input", "max_tokens": "max_output_tokens", "logprobs": "top_logprobs"}
+_FIELDS = {"messages": "input", "max_tokens": "max_output_tokens"}
 """Names of this body for what the engine calls otherwise."""
 
 
