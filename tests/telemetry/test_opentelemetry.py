@@ -237,6 +237,24 @@ async def test_it_can_be_removed(backend: Backend) -> None:
     assert backend.span.attributes["gen_ai.response.id"] == "a", "its span was begun, and is ended"
 
 
+async def test_spans_of_many_requests_that_end_at_once_and_of_an_engine_that_is_closed_then(
+    backend: Backend, own_thread: bool
+) -> None:
+    async with FakeAsyncLLM("Paris", own_thread=own_thread, max_num_seqs=512) as engine:
+        backend.instrument(engine)
+        await asyncio.gather(*(engine.generate("x") for _ in range(300)))
+        open_streams = [engine.stream("x") for _ in range(20)]
+    assert len(backend.spans) == 320 and len(open_streams) == 20
+
+
+async def test_removing_records_what_has_ended(backend: Backend) -> None:
+    async with FakeAsyncLLM("Paris") as engine:
+        remove = backend.instrument(engine)
+        await asyncio.gather(*(engine.generate("x") for _ in range(50)))
+        remove()
+        assert len(backend.spans) == 50
+
+
 async def test_without_an_sdk_nothing_is_recorded_and_nothing_fails() -> None:
     async with FakeAsyncLLM("Paris") as engine:
         instrument(engine)
