@@ -56,7 +56,7 @@ ROOMS: dict[str, set[str]] = {
     "cli.diagnosis": LEAVES | {"checkpoint", "ipc"},
     "server": LEAVES | {"async_llm", "chat", "remote", "streams", "telemetry"},
     "remote": LEAVES | {"async_llm", "chat", "streams", "telemetry"},
-    "integrations": LEAVES | {"async_llm", "llm", "blocking", "chat", "streams", "sync_llm", "server"},
+    "integrations": LEAVES | {"async_llm", "llm", "blocking", "chat", "streams", "structured", "sync_llm", "server"},
     "testing": LEAVES | STREAM_ROOMS | {"async_llm", "llm", "engine", "scheduler", "checkpoint", "ipc"},
     "__main__": LEAVES | {"cli"},
     "__init__": LEAVES | {"async_llm", "llm", "sync_llm", "blocking", "chat", "engine", "streams", "telemetry"},

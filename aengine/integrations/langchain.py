@@ -30,7 +30,7 @@ from ..llm import LLM
 from ..outputs import FinishReason, Usage
 from ..params import SamplingParams
 from .openai_style import async_side, blocking_side, openai_settings
-from .settings import model_name_of, with_one_system_message
+from .settings import as_of_type, model_name_of, with_one_system_message
 
 try:
     from langchain_core.callbacks import AsyncCallbackManagerForLLMRun, CallbackManagerForLLMRun
@@ -408,17 +408,14 @@ def _reasoning_of(message: AIMessage) -> str:
 
 
 def _function_of(tool: Any, strict: bool | None) -> dict[str, Any]:
-    """Return the tool as OpenAI's function. What comes from Python has the arguments that it names, and no others.
-
-    ``strict=False`` is left out: it would allow any arguments.
-    """
+    """Return the tool as OpenAI's function. ``strict=False`` is left out: it would allow any arguments."""
     written: dict[str, Any] = convert_to_openai_tool(tool, strict=strict)
     function = written.get("function")
     if not isinstance(function, dict):
         return written
     function = {key: value for key, value in function.items() if key != "strict" or value}
-    if not isinstance(tool, dict) and function.get("parameters"):
-        function["parameters"] = {"additionalProperties": False, **function["parameters"]}
+    if not isinstance(tool, dict) and not strict and function.get("parameters"):
+        function["parameters"] = as_of_type(function["parameters"])
     return {**written, "function": function}
 
 
@@ -432,15 +429,14 @@ def _tool_choice(choice: str | dict[str, Any] | bool, functions: Sequence[dict[s
 
 
 def _response_format(schema: Any, method: str, strict: bool | None) -> dict[str, Any]:
-    """Return the ``response_format`` as OpenAI's; of a Python class it has the keys that the class names, and no
-    others."""
+    """Return the ``response_format`` as OpenAI's."""
     if method == "json_mode":
         return {"type": "json_object"}
     if method != "json_schema":
         raise ValueError(f"method must be 'json_schema', 'function_calling' or 'json_mode', not {method!r}")
     json_schema = convert_to_json_schema(schema)
-    if not isinstance(schema, dict):
-        json_schema = {"additionalProperties": False, **json_schema}
+    if not isinstance(schema, dict) and not strict:
+        json_schema = as_of_type(json_schema)
     named = {"name": json_schema.get("title", "answer"), "schema": json_schema, "strict": bool(strict)}
     return {"type": "json_schema", "json_schema": named}
 

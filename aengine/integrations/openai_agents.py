@@ -21,7 +21,7 @@ from ..errors import EngineError, EngineOverloadedError, RequestError
 from ..outputs import FinishReason, Usage
 from ..params import StructuredOutput
 from .openai_style import async_side
-from .settings import engine_settings, model_name_of, reasoning_variables, with_one_system_message
+from .settings import as_of_type, engine_settings, model_name_of, reasoning_variables, with_one_system_message
 
 try:
     from agents import (
@@ -218,16 +218,15 @@ class AEngineModel(SDKModel):
             "on_unsupported": "error" if is_strict else "relax",
         }
         if output_schema is not None and has_schema:
-            given["structured_output"] = StructuredOutput(
-                json_schema=output_schema.json_schema(),
-                on_unsupported="error" if output_schema.is_strict_json_schema() else "relax",
+            schema = output_schema.json_schema()
+            given["structured_output"] = (
+                StructuredOutput(json_schema=schema, on_unsupported="error")
+                if output_schema.is_strict_json_schema()
+                else StructuredOutput(json_schema=as_of_type(schema), on_unsupported="relax")
             )
         choice: Any = Converter.convert_tool_choice(settings.tool_choice)
         if functions:
-            given["tools"] = [
-                Tool(function["name"], function.get("description", ""), function.get("parameters", {}))
-                for function in functions
-            ]
+            given["tools"] = [_tool(function) for function in functions]
             given["tool_choice"] = choice if isinstance(choice, str | dict) else None
             given["parallel_tool_calls"] = settings.parallel_tool_calls
         more = {**_mapping(settings.extra_body, "extra_body"), **(settings.extra_args or {})}
@@ -305,6 +304,13 @@ def _messages(instructions: str | None, items: str | list[TResponseInputItem], m
         if message["role"] == "developer":
             message["role"] = "system"  # which is what chat templates know
     return with_one_system_message(converted)
+
+
+def _tool(function: Mapping[str, Any]) -> Tool:
+    schema = function.get("parameters") or {}
+    return Tool(
+        function["name"], function.get("description", ""), schema if function.get("strict") else as_of_type(schema)
+    )
 
 
 def _mapping(value: object, name: str) -> Mapping[str, Any]:

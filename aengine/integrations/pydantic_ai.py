@@ -29,7 +29,7 @@ from ..options import OnUnsupported
 from ..outputs import FinishReason
 from ..params import StructuredOutput
 from .openai_style import async_side
-from .settings import engine_settings, model_name_of, reasoning_variables, with_one_system_message
+from .settings import as_of_type, engine_settings, model_name_of, reasoning_variables, with_one_system_message
 
 try:
     from pydantic_ai.exceptions import (
@@ -255,7 +255,8 @@ class AEngineModel(Model[None]):
             "on_unsupported": on_unsupported,
         }
         if output is not None:
-            given["structured_output"] = StructuredOutput(json_schema=output.json_schema, on_unsupported=on_unsupported)
+            schema = output.json_schema if output.strict else as_of_type(output.json_schema)
+            given["structured_output"] = StructuredOutput(json_schema=schema, on_unsupported=on_unsupported)
         if tools:
             given["tools"] = [_tool(definition) for definition in tools.values()]
             given["tool_choice"] = _tool_choice(settings, parameters)
@@ -396,7 +397,8 @@ def _of_response(message: ModelResponse) -> dict[str, Any]:
 
 
 def _tool(definition: ToolDefinition) -> Tool:
-    return Tool(definition.name, definition.description or "", definition.parameters_json_schema)
+    schema = definition.parameters_json_schema
+    return Tool(definition.name, definition.description or "", schema if definition.strict else as_of_type(schema))
 
 
 def _tool_choice(settings: ModelSettings, parameters: ModelRequestParameters) -> Any:

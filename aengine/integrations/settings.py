@@ -2,17 +2,19 @@
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Iterable, Mapping
 from pathlib import PurePath
 from typing import TYPE_CHECKING, Any
 
 from ..options import ChatOptions
 from ..params import SamplingParams
+from ..structured.pydantic_schema import adapt
 
 if TYPE_CHECKING:
     from ..async_llm import AsyncLLM
 
-__all__ = ["engine_settings", "model_name_of", "reasoning_variables", "with_one_system_message"]
+__all__ = ["as_of_type", "engine_settings", "model_name_of", "reasoning_variables", "with_one_system_message"]
 
 
 def model_name_of(engine: AsyncLLM) -> str:
@@ -46,6 +48,14 @@ def reasoning_variables(effort: bool | str | None) -> dict[str, Any]:
     if isinstance(effort, bool):
         return {"enable_thinking": effort}
     return {"enable_thinking": effort != "none", "reasoning_effort": effort}
+
+
+def as_of_type(schema: Mapping[str, Any]) -> dict[str, Any]:
+    """Return a schema that a framework has made of a Python type as the engine makes it: without other keys than those
+    that the type names, which pydantic ignores and small models like to invent, and without what no grammar holds."""
+    adapted = copy.deepcopy(dict(schema))
+    adapt(adapted)
+    return adapted
 
 
 def with_one_system_message(messages: Iterable[Mapping[str, Any]]) -> list[dict[str, Any]]:

@@ -61,6 +61,13 @@ def test_agent() -> None:
     assert 'calls get_weather({"city": "' in done.stdout and "Report(city=" in done.stdout.splitlines()[-1]
 
 
+def test_pydantic_ai_agents() -> None:
+    done = run("examples/pydantic_ai_agents.py", "Paris", "Oslo")
+    assert done.returncode == 0, done.stderr
+    lines = done.stdout.splitlines()
+    assert lines[0].startswith("Paris: City(") and lines[1].startswith("Oslo: City(") and "requests" in lines[2]
+
+
 def test_chat() -> None:
     done = run("examples/chat.py", stdin="My name is Ada.\nWhat is my name?\n\n")
     assert done.returncode == 0, done.stderr

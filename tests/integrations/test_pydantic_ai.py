@@ -103,6 +103,18 @@ async def test_the_modes_of_output(mode: Any) -> None:
             assert request.tool_choice["allowed_tools"]["mode"] == "required"
 
 
+async def test_types_have_the_keys_that_they_name_and_no_others() -> None:
+    class Trip(BaseModel):
+        reports: list[Report]
+
+    async with FakeAsyncLLM() as engine:
+        await Agent(AEngineModel(engine), output_type=Trip).run("?", model_settings={"max_tokens": 100})
+        shape = engine.requests[0].params.structured_output
+        assert shape is not None and isinstance(shape.json_schema, dict)
+        assert shape.json_schema["additionalProperties"] is False
+        assert shape.json_schema["$defs"]["Report"]["additionalProperties"] is False
+
+
 async def test_what_validation_refuses_is_tried_again() -> None:
     replies = [
         Reply(tool_calls=[("weather", {"city": "Atlantis"})]),
