@@ -17,7 +17,7 @@ from ..errors import InvalidRequestError
 from ..llm import LLM as BlockingLLM
 from ..outputs import Completion, FinishReason, Token
 from .openai_style import async_side, blocking_side, check_not_aborted, openai_settings
-from .settings import model_name_of
+from .settings import model_name_of, with_one_system_message
 
 try:
     from llama_index.core.base.llms.types import (
@@ -153,7 +153,7 @@ class AEngine(FunctionCallingLLM):
         params, options = self._settings(kwargs)
         engine = async_side(self._engine)
         if self._is_plain(formatted):
-            return _whole_text(await engine.generate(prompt, params, **_of_text(options)))
+            return _whole_text(await engine.generate(prompt, params, **options))
         return _whole_text(await engine.chat(_as_chat(prompt), params, **options))
 
     @llm_completion_callback()
@@ -161,7 +161,7 @@ class AEngine(FunctionCallingLLM):
         params, options = self._settings(kwargs)
         engine = blocking_side(self._engine)
         if self._is_plain(formatted):
-            return _whole_text(engine.generate(prompt, params, **_of_text(options)))
+            return _whole_text(engine.generate(prompt, params, **options))
         return _whole_text(engine.chat(_as_chat(prompt), params, **options))
 
     @llm_completion_callback()
@@ -172,7 +172,7 @@ class AEngine(FunctionCallingLLM):
         async def responses() -> CompletionResponseAsyncGen:
             stream: Any  # of tokens or of deltas
             if self._is_plain(formatted):
-                stream = engine.stream(prompt, params, **_of_text(options))
+                stream = engine.stream(prompt, params, **options)
             else:
                 stream = engine.stream_chat(_as_chat(prompt), params, **options)
             text = ""
@@ -193,7 +193,7 @@ class AEngine(FunctionCallingLLM):
         def responses() -> CompletionResponseGen:
             stream: Any
             if self._is_plain(formatted):
-                stream = engine.stream(prompt, params, **_of_text(options))
+                stream = engine.stream(prompt, params, **options)
             else:
                 stream = engine.stream_chat(_as_chat(prompt), params, **options)
             text = ""
@@ -356,7 +356,7 @@ class AEngine(FunctionCallingLLM):
 
 
 def _written(messages: Sequence[ChatMessage]) -> list[dict[str, Any]]:
-    return [_one_written(message) for message in messages]
+    return with_one_system_message(_one_written(message) for message in messages)
 
 
 def _one_written(message: ChatMessage) -> dict[str, Any]:
@@ -386,11 +386,6 @@ def _one_written(message: ChatMessage) -> dict[str, Any]:
 
 def _as_chat(prompt: str) -> list[dict[str, Any]]:
     return [{"role": "user", "content": prompt}]
-
-
-def _of_text(options: dict[str, Any]) -> dict[str, Any]:
-    """Return the options without those that have a meaning for chats only, and that this file has set by itself."""
-    return {name: value for name, value in options.items() if name != "on_unsupported"}
 
 
 # -- the engine's answers as theirs

@@ -13,6 +13,7 @@ import pytest
 from pydantic import BaseModel
 
 from aengine import (
+    AsyncLLM,
     ContextLengthError,
     DeadlineExceededError,
     EngineClosedError,
@@ -29,6 +30,8 @@ from dspy import lm15  # noqa: E402
 from dspy.utils import exceptions  # noqa: E402
 
 from aengine.integrations.dspy import AEngine, AsyncAEngine, lm  # noqa: E402
+
+pytestmark = pytest.mark.usefixtures("no_blocking")
 
 
 class Report(BaseModel):
@@ -72,7 +75,7 @@ async def ended(engine: Any) -> None:
 
 
 @pytest.fixture(autouse=True)
-def _no_cache(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+def _adapter() -> Iterator[None]:
     with dspy.context(adapter=dspy.ChatAdapter()):
         yield
 
@@ -244,3 +247,19 @@ def test_blocking_calls_over_a_thread_of_its_own() -> None:
         assert model("?") == ["yes"]
         events = list(AEngine(engine).stream(request()))
         assert [event.type for event in events] == ["start", "delta", "delta", "delta", "end"]
+
+
+@pytest.mark.slow
+async def test_a_real_model_keeps_to_a_signatures_types() -> None:
+    """Whatever a model of 135M parameters says."""
+    async with AsyncLLM("smollm2-135m", device="cpu", max_model_len=4096) as engine:
+        model = lm(engine, cache=False, temperature=0.0, max_tokens=100)
+        with dspy.context(lm=model, adapter=dspy.JSONAdapter()):
+
+            class Judge(dspy.Signature):
+                review: str = dspy.InputField()
+                mood: Literal["good", "bad"] = dspy.OutputField()
+                stars: Literal[1, 2, 3] = dspy.OutputField()
+
+            prediction = await dspy.Predict(Judge).acall(review="I would buy it again.")
+        assert prediction.mood in ("good", "bad") and prediction.stars in (1, 2, 3)

@@ -21,11 +21,12 @@ from llama_index.core.tools import FunctionTool
 from llama_index.core.types import PydanticProgramMode
 from pydantic import BaseModel, Field, ValidationError, field_validator
 
-from aengine import EngineOverloadedError, InvalidRequestError, RequestError
+from aengine import AsyncLLM, EngineOverloadedError, InvalidRequestError, RequestError
 from aengine.integrations.llama_index import AEngine
 from aengine.testing import FakeAsyncLLM, FakeLLM, Reply
 
-pytestmark = [  # of its workflows and its StructuredLLM
+pytestmark = [
+    pytest.mark.usefixtures("no_blocking"),  # of its workflows and its StructuredLLM
     pytest.mark.filterwarnings("ignore:The `.*` (attribute|method) is deprecated:pydantic.PydanticDeprecatedSince20"),
     pytest.mark.filterwarnings("ignore:is_running called from within a step:DeprecationWarning"),
     pytest.mark.filterwarnings("ignore:Accessing the .* attribute on the instance:pydantic.PydanticDeprecatedSince211"),
@@ -180,8 +181,9 @@ async def test_settings_metadata_and_tokens_counted() -> None:
             await llm.achat(USER, colour="red")
         with pytest.raises(InvalidRequestError, match="text only"):
             await llm.achat([ChatMessage(role="user", blocks=[ImageBlock(image=b"x")])])
-        await llm.achat([ChatMessage(role=MessageRole.DEVELOPER, content="Be brief."), *USER])
-        assert engine.requests[-1].messages[0]["role"] == "system"
+        rules = [ChatMessage(role=MessageRole.DEVELOPER, content=text) for text in ("Be brief.", "Be kind.")]
+        await llm.achat([*rules, *USER])
+        assert engine.requests[-1].messages[0] == {"role": "system", "content": "Be brief.\n\nBe kind."}
         assert AEngine(engine).to_dict()["model_name"] == "fake"
 
 
@@ -247,3 +249,21 @@ def test_blocking_calls_over_a_thread_of_its_own() -> None:
         while engine.statistics().num_running:
             pass
         assert engine.statistics().num_aborted == 1
+
+
+@pytest.mark.slow
+async def test_a_real_model_keeps_to_tools_and_types() -> None:
+    """Whatever a model of 135M parameters says: arguments are valid, and so is the output."""
+
+    class City(BaseModel):
+        name: str = Field(max_length=20)
+        is_large: bool
+
+    async with AsyncLLM("smollm2-135m", device="cpu", max_model_len=4096) as engine:
+        llm = AEngine(engine, temperature=0.0, max_tokens=100)
+        prompt = PromptTemplate("{text}")
+        partial = [value async for value in await llm.astream_structured_predict(City, prompt, text="Paris is large.")]
+        assert len(partial) > 1 and isinstance(partial[-1], City)
+        response = await llm.achat_with_tools([TOOL], "Weather in Paris?", tool_required=True)
+        (call,) = llm.get_tool_calls_from_response(response)
+        assert call.tool_name == "weather" and isinstance(call.tool_kwargs["city"], str)
