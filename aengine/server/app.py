@@ -31,6 +31,8 @@ from .openai.responses.body import ResponseBody
 from .openai.responses.endpoint import count_input_tokens, create_response, delete_response, show_response
 from .openai.tokens import DetokenizeBody, TokenizeBody, detokenize, tokenize
 from .openapi import Endpoint, Entry, openapi_document, show_openapi
+from .page.files import show_file, show_page
+from .page.stats import show_stats
 from .service import Service
 from .tracing import client_trace
 
@@ -61,7 +63,12 @@ _ENDPOINTS: list[Entry] = [
     ("GET", "/version", version),
     ("GET", "/openapi.json", show_openapi),
 ]
-_OPEN_PATHS = {"/health"}
+_PAGE: list[Entry] = [
+    ("GET", "/", show_page),
+    ("GET", "/page/{name}", show_file),
+    ("GET", "/stats", show_stats),
+]
+_OPEN_PATHS = {"/health", "/", "/page/{name}"}
 """What needs no key."""
 
 
@@ -73,6 +80,7 @@ def create_app(
     max_body_bytes: int = 32 << 20,
     max_stored_responses: int = 1000,
     metrics_registry: CollectorRegistry | None = None,
+    page: bool = True,
 ) -> Starlette:
     """Make the ASGI application that serves an engine under OpenAI's and Anthropic's interfaces.
 
@@ -84,12 +92,13 @@ def create_app(
             (`aengine.remote.connect`), which is to be started first, unless ``model_names`` are given.
         model_names: under which requests may ask for the model. None: the name the engine was made with.
         api_keys: one of which a request must show (``Authorization: Bearer KEY``, or ``x-api-key``). None: nobody is
-            asked. /health is open.
+            asked. /health is open, and so is the page itself; what it calls is not.
         max_body_bytes: larger bodies are refused with 413.
         max_stored_responses: of /v1/responses, for ``previous_response_id``: in this process' memory, the latest,
             256 MiB at most. 0: none; with several processes, a client may reach one that does not know its response.
         metrics_registry: what /metrics shows: a registry of prometheus_client's, in which you have registered a
             `PrometheusCollector` and what else there is. None: the engine's metrics.
+        page: at ``/`` a page to chat with the model and to look at the engine's numbers, which are at ``/stats``.
     """
     names = [model_names] if isinstance(model_names, str) else model_names
     keys = [api_keys] if isinstance(api_keys, str) else list(api_keys or ())
@@ -102,11 +111,12 @@ def create_app(
         max_body_bytes=max_body_bytes,
         max_stored_responses=max_stored_responses,
     )
-    service.openapi = openapi_document(_ENDPOINTS, has_keys=bool(keys))
+    endpoints = [*_ENDPOINTS, *(_PAGE if page else ())]
+    service.openapi = openapi_document(endpoints, has_keys=bool(keys))
     service.metrics_registry = metrics_registry or new_registry(engine, service.model_name)
     routes = [
         Route(path, _endpoint(service, endpoint, () if path in _OPEN_PATHS else keys), methods=[method])
-        for method, path, endpoint, *_ in _ENDPOINTS
+        for method, path, endpoint, *_ in endpoints
     ]
     return Starlette(
         routes=routes, lifespan=engine_lifespan(engine), exception_handlers={HTTPException: _answer_http_exception}

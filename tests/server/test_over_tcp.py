@@ -10,16 +10,24 @@ from typing import Any
 
 import pytest
 import uvicorn
+from starlette.applications import Starlette
+from starlette.routing import Mount
 
 from aengine.server import create_app
 from aengine.testing import FakeAsyncLLM
 
 
 @asynccontextmanager
-async def served(engine: FakeAsyncLLM, **options: Any) -> AsyncIterator[int]:
-    """The port on which the application is served."""
+async def served(engine: FakeAsyncLLM, prefix: str = "", **options: Any) -> AsyncIterator[int]:
+    """The port on which the application is served, mounted under ``prefix`` if there is one."""
+    app = create_app(engine, **options)
     config = uvicorn.Config(
-        create_app(engine, **options), port=0, log_config=None, lifespan="on", http="h11", timeout_graceful_shutdown=5
+        Starlette(routes=[Mount(prefix, app)]) if prefix else app,
+        port=0,
+        log_config=None,
+        lifespan="on",
+        http="h11",
+        timeout_graceful_shutdown=5,
     )
     server = uvicorn.Server(config)
     server.capture_signals = nullcontext  # type: ignore[method-assign]

@@ -1,0 +1,208 @@
+"""The page at /: its files, its policy, its numbers; and in headless Chromium, where there is one, what it does."""
+
+from __future__ import annotations
+
+import asyncio
+import re
+import shutil
+import subprocess
+import sys
+import zipfile
+from pathlib import Path
+from typing import Any
+
+import httpx
+import pytest
+from browser import CHROMIUM, browser
+from starlette.applications import Starlette
+from starlette.routing import Mount
+from test_over_tcp import served
+
+import aengine.server.page
+from aengine.server import create_app
+from aengine.server.in_process import streaming_transport
+from aengine.testing import FakeAsyncLLM, FakeRequest, Reply
+
+ROOT = Path(__file__).resolve().parents[2]
+STATIC = Path(aengine.server.page.__file__).with_name("static")
+NAMES = sorted(path.name for path in STATIC.iterdir())
+
+
+def http_client(app: Any) -> httpx.AsyncClient:
+    return httpx.AsyncClient(transport=streaming_transport(app), base_url="http://engine")
+
+
+@pytest.mark.parametrize("prefix", ["", "/llm"])
+async def test_the_page_and_its_files_need_no_key(prefix: str, no_blocking: None) -> None:
+    async with FakeAsyncLLM("yes") as engine:
+        app = create_app(engine, api_keys="secret")
+        async with http_client(Starlette(routes=[Mount(prefix, app)]) if prefix else app) as client:
+            page = await client.get(f"{prefix}/")
+            assert page.status_code == 200 and page.headers["content-type"] == "text/html; charset=utf-8"
+            policy = page.headers["content-security-policy"]
+            assert policy.startswith("default-src 'none'; script-src 'self';") and "unsafe" not in policy
+            links = re.findall(r'(?:src|href)="([^"#]+)"', page.text)
+            assert {link.rpartition("/")[2] for link in links} < set(NAMES) and len(links) == 3
+            for path in (*links, *(f"page/{name}" for name in NAMES)):
+                assert not path.startswith(("/", "http"))
+                file = await client.get(f"{prefix}/{path}")
+                assert file.status_code == 200 and file.content == (STATIC / path.rpartition("/")[2]).read_bytes()
+                assert (
+                    file.headers["cache-control"] == "no-cache" and file.headers["x-content-type-options"] == "nosniff"
+                )
+                known = await client.get(f"{prefix}/{path}", headers={"if-none-match": file.headers["etag"]})
+                assert known.status_code == 304 and not known.content
+            for path in ("page/nothing.js", "page/..%2Ffiles.py", "page/"):
+                assert (await client.get(f"{prefix}/{path}")).status_code == 404
+            assert (await client.get(f"{prefix}/stats")).status_code == 401
+
+
+async def test_the_page_can_be_left_out() -> None:
+    async with FakeAsyncLLM("yes") as engine, http_client(create_app(engine, page=False)) as client:
+        for path in ("/", "/page/page.js", "/stats"):
+            assert (await client.get(path)).status_code == 404
+
+
+async def test_the_engine_in_numbers() -> None:
+    async with FakeAsyncLLM("abc") as engine:
+        async with http_client(create_app(engine)) as client:
+            await engine.generate("hello")
+            stats = (await client.get("/stats")).json()
+            assert (stats["model"], stats["state"]) == ("fake", "running")
+            assert (stats["num_running"], stats["generated_tokens"], stats["prompt_tokens"]) == (0, 4, 5)
+            assert stats["num_blocks"] == stats["num_free_blocks"] > 0
+            assert stats["inter_token_latency"]["count"] == 3 and stats["time_to_first_token"]["count"] == 1
+            await engine.aclose()
+            assert (await client.get("/stats")).status_code == 503
+
+
+def test_nothing_comes_from_elsewhere_and_nothing_is_put_in_as_html() -> None:
+    for path in STATIC.iterdir():
+        text = path.read_text()
+        assert "innerHTML" not in text and "insertAdjacentHTML" not in text and "document.write" not in text
+        assert not set(re.findall(r"https?://[^\s\"']+", text)) - {"http://www.w3.org/2000/svg"}, path
+        assert "style=" not in text and not re.search(r"\son[a-z]+=", text), f"{path}: its policy forbids that"
+
+
+@pytest.mark.skipif(shutil.which("node") is None, reason="needs node")
+@pytest.mark.parametrize("name", [name for name in NAMES if name.endswith(".js")])
+def test_the_scripts_parse(name: str, tmp_path: Path) -> None:
+    module = tmp_path / "module.mjs"
+    module.write_bytes((STATIC / name).read_bytes())
+    done = subprocess.run(["node", "--check", str(module)], capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+
+
+@pytest.mark.slow
+def test_the_wheel_has_the_files(tmp_path: Path) -> None:
+    for name in ("pyproject.toml", "README.md", "LICENSE"):
+        shutil.copy(ROOT / name, tmp_path)
+    shutil.copytree(ROOT / "aengine", tmp_path / "aengine", ignore=shutil.ignore_patterns("__pycache__"))
+    command = "import setuptools.build_meta as b; b.build_wheel('wheels')"
+    done = subprocess.run([sys.executable, "-c", command], cwd=tmp_path, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    (wheel,) = (tmp_path / "wheels").iterdir()
+    packed = set(zipfile.ZipFile(wheel).namelist())
+    assert {f"aengine/server/page/static/{name}" for name in NAMES} <= packed
+
+
+HOSTILE = "<img src=x onerror=\"document.title='caught'\"><script>document.title='caught'</script> & so on"
+TOOLS = '[{"name": "get_weather", "parameters": {"type": "object", "properties": {"city": {"type": "string"}}}}]'
+SCHEMA = (
+    '{"type": "object", "properties": {"a": {"type": "integer"}}, "required": ["a"], "additionalProperties": false}'
+)
+
+
+def reply(request: FakeRequest) -> Any:
+    if request.params.structured_output:
+        return {"a": 1}
+    if request.text == "go on":
+        return "x" * 100_000
+    if request.tools and request.messages and request.messages[-1]["role"] == "user":
+        return Reply("Let me look.", tool_calls=[("get_weather", {"city": HOSTILE})])
+    return Reply(HOSTILE + request.text, reasoning=HOSTILE)
+
+
+async def settled(engine: FakeAsyncLLM) -> None:
+    while engine.statistics().num_running:
+        await asyncio.sleep(0.01)
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(CHROMIUM is None, reason="needs Chromium")
+async def test_in_a_browser(tmp_path: Path) -> None:
+    async with FakeAsyncLLM(reply, reasoning=True) as engine, served(engine, api_keys="secret") as port:
+        async with browser(tmp_path / "profile") as page:
+            await page.open(f"http://127.0.0.1:{port}/")
+            await page.until("!document.querySelector('#key-box').hidden")
+            await page.type("#key", "secret")
+            await page.press("Enter", 13)
+            await page.until("document.querySelector('#model').textContent === 'fake'")
+            await page.until("document.querySelector('#state').textContent === 'running'")
+            page.problems.clear()  # the key was asked for by 401
+
+            # An answer, with its reasoning folded. What the model says stays text.
+            await page.type("#prompt", "hello")
+            await page.press("Enter", 13)
+            await page.until("document.querySelectorAll('.facts').length === 1")
+            assert await page.evaluate("document.querySelector('.assistant > .text').textContent") == HOSTILE + "hello"
+            assert await page.evaluate("document.querySelector('.reasoning').open") is False
+            assert HOSTILE in await page.evaluate("document.querySelector('.reasoning .text').textContent")
+            assert await page.evaluate("document.querySelectorAll('#log img, #log script').length") == 0
+            assert "caught" not in await page.evaluate("document.title")
+
+            # Stopping ends the request.
+            await page.type("#prompt", "go on")
+            await page.press("Enter", 13)
+            await page.until("document.querySelector('.busy > .text')?.textContent.length > 10")
+            assert engine.statistics().num_running == 1
+            await page.press("Escape", 27)
+            await settled(engine)
+            assert engine.statistics().num_aborted == 1
+            await page.until("document.querySelectorAll('.facts').length === 2")
+
+            # A tool is called, and its result given back.
+            await page.type("#tools", TOOLS)
+            await page.type("#prompt", "weather?")
+            await page.press("Enter", 13)
+            await page.until("document.querySelector('.results') !== null")
+            assert HOSTILE.replace('"', '\\"') in await page.evaluate(
+                "document.querySelector('.call .text').textContent"
+            )
+            await page.type(".call textarea", "sunny")
+            await page.evaluate("document.querySelector('.results button').click()")
+            await page.until("document.querySelectorAll('.facts').length === 4")
+            assert engine.requests[-1].messages and engine.requests[-1].messages[-1]["content"] == "sunny"
+
+            # A schema; first one that is no JSON.
+            await page.type("#schema", "{")
+            await page.type("#prompt", "as JSON")
+            await page.press("Enter", 13)
+            await page.until("document.querySelector('#schema-error').textContent !== ''")
+            await page.evaluate("document.querySelector('#schema').value = document.querySelector('#tools').value = ''")
+            await page.type("#schema", SCHEMA)
+            await page.evaluate("document.querySelector('#send').click()")
+            await page.until("document.querySelectorAll('.facts').length === 5")
+            assert await page.evaluate("document.querySelector('.text.json').textContent") == '{\n  "a": 1\n}'
+
+            # The graphs have points.
+            await page.until("document.querySelector('.graph .line').getAttribute('d').includes('L')")
+            assert page.problems == []
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(CHROMIUM is None, reason="needs Chromium")
+async def test_under_a_prefix_and_on_a_phone(tmp_path: Path) -> None:
+    async with FakeAsyncLLM("yes " * 200) as engine, served(engine, prefix="/llm") as port:
+        async with browser(tmp_path / "profile") as page:
+            await page.open(f"http://127.0.0.1:{port}/llm/", width=360, height=640, dark=True)
+            await page.until("document.querySelector('#model').textContent === 'fake'")
+            await page.type("#prompt", "hello")
+            await page.press("Enter", 13)
+            await page.until("document.querySelectorAll('.facts').length === 1")
+            assert await page.evaluate("document.documentElement.scrollWidth") <= 360
+            assert await page.evaluate("getComputedStyle(document.querySelector('#side')).display") == "none"
+            await page.evaluate("document.querySelector('#panel').click()")
+            assert await page.evaluate("document.querySelector('#side').getBoundingClientRect().width") <= 360
+            assert await page.evaluate("document.documentElement.dataset.theme") == "dark"
+            assert page.problems == []
