@@ -34,6 +34,7 @@ try:
     from litellm.llms.custom_llm import CustomLLM
     from litellm.types.utils import ChoiceLogprobs, Choices, GenericStreamingChunk, Message, ModelResponse
     from litellm.types.utils import Usage as TheirUsage
+    from litellm.utils import custom_llm_setup
 except ImportError as error:
     raise ImportError(f"{__name__} needs litellm: pip install 'aengine[litellm]' ({error})") from error
 
@@ -71,6 +72,7 @@ def register(engine: AsyncLLM | LLM, name: str) -> AEngineProvider:
         raise InvalidRequestError(f"LiteLLM has a provider {name!r} already: choose another name", param="name")
     provider = AEngineProvider(engine, name)
     litellm.custom_provider_map.append({"provider": name, "custom_handler": provider})
+    custom_llm_setup()  # or routers do not know the name before a first call
     return provider
 
 
@@ -79,7 +81,7 @@ def unregister(name: str) -> bool:
     for item in litellm.custom_provider_map:
         if item["provider"] == name and isinstance(item["custom_handler"], AEngineProvider):
             litellm.custom_provider_map.remove(item)
-            for names in (litellm.provider_list, litellm._custom_providers):  # where LiteLLM's calls have put it
+            for names in (litellm.provider_list, litellm._custom_providers):
                 if name in names:
                     names.remove(name)
             return True

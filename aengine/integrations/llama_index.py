@@ -153,7 +153,7 @@ class AEngine(FunctionCallingLLM):
         params, options = self._settings(kwargs)
         engine = async_side(self._engine)
         if self._is_plain(formatted):
-            return _whole_text(await engine.generate(prompt, params, **options))
+            return _whole_text(await engine.generate(prompt, params, **_of_text(options)))
         return _whole_text(await engine.chat(_as_chat(prompt), params, **options))
 
     @llm_completion_callback()
@@ -161,7 +161,7 @@ class AEngine(FunctionCallingLLM):
         params, options = self._settings(kwargs)
         engine = blocking_side(self._engine)
         if self._is_plain(formatted):
-            return _whole_text(engine.generate(prompt, params, **options))
+            return _whole_text(engine.generate(prompt, params, **_of_text(options)))
         return _whole_text(engine.chat(_as_chat(prompt), params, **options))
 
     @llm_completion_callback()
@@ -172,7 +172,7 @@ class AEngine(FunctionCallingLLM):
         async def responses() -> CompletionResponseAsyncGen:
             stream: Any  # of tokens or of deltas
             if self._is_plain(formatted):
-                stream = engine.stream(prompt, params, **options)
+                stream = engine.stream(prompt, params, **_of_text(options))
             else:
                 stream = engine.stream_chat(_as_chat(prompt), params, **options)
             text = ""
@@ -193,7 +193,7 @@ class AEngine(FunctionCallingLLM):
         def responses() -> CompletionResponseGen:
             stream: Any
             if self._is_plain(formatted):
-                stream = engine.stream(prompt, params, **options)
+                stream = engine.stream(prompt, params, **_of_text(options))
             else:
                 stream = engine.stream_chat(_as_chat(prompt), params, **options)
             text = ""
@@ -386,6 +386,11 @@ def _one_written(message: ChatMessage) -> dict[str, Any]:
 
 def _as_chat(prompt: str) -> list[dict[str, Any]]:
     return [{"role": "user", "content": prompt}]
+
+
+def _of_text(options: dict[str, Any]) -> dict[str, Any]:
+    """Return the options of a request without tools or a type, which have no schemas to be relaxed."""
+    return {name: value for name, value in options.items() if name != "on_unsupported"}
 
 
 # -- the engine's answers as theirs

@@ -181,6 +181,20 @@ async def test_what_cannot_be_asked_is_a_bad_request() -> None:
             await task
 
 
+async def test_a_router_tries_again_and_elsewhere() -> None:
+    replies = [EngineOverloadedError("full", retry_after=0.01), "yes", WorkerDiedError("gone"), "other"]
+    async with FakeAsyncLLM(replies) as engine:
+        register(engine, "local")
+        models = [
+            {"model_name": name, "litellm_params": {"model": f"local/{name}"}} for name in ("first", "second", "third")
+        ]
+        router = litellm.Router(model_list=models, num_retries=1, fallbacks=[{"third": ["second"]}])
+        response = await router.acompletion("first", messages=USER)
+        assert response.choices[0].message.content == "yes"
+        response = await router.acompletion("third", messages=USER, num_retries=0)
+        assert response.choices[0].message.content == "other" and response.model == "second"
+
+
 @pytest.mark.parametrize("how", ["close", "drop", "task"])
 async def test_who_leaves_ends_the_request(how: str) -> None:
     async with FakeAsyncLLM("word " * 2000, token_delay=0.001) as engine:
