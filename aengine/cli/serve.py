@@ -52,6 +52,13 @@ def add_serve_arguments(command: argparse.ArgumentParser) -> None:
         help="under which requests may ask for the model; the first is that of answers (MODEL, of a path its end)",
     )
     group.add_argument("--max-body-bytes", type=_size, default=32 << 20, help="larger requests are refused (32 MiB)")
+    group.add_argument(
+        "--allow-origin",
+        metavar="ORIGIN",
+        action="append",
+        default=[],
+        help="browser pages of this origin, such as https://chat.example, may call it; *: of all; may be repeated",
+    )
     group.add_argument("--root-path", default="", help="the path under which a proxy shows it")
     group.add_argument(
         "--grace",
@@ -130,7 +137,7 @@ async def serve(args: argparse.Namespace) -> int:
     try:
         from ..server.serve import log_to_stderr, stop_signals
     except ImportError as error:
-        raise EngineError(f"aengine serve needs {error.name}: pip install 'aengine[server]'") from None
+        raise EngineError(f"aengine serve needs {error.name}: pip install starlette uvicorn pydantic") from None
     log_to_stderr(_log_level(args))
     engine = AsyncLLM(args.model, **engine_config(args), **_settings(args))
     with stop_signals() as stop:
@@ -189,6 +196,7 @@ async def _serve_engine(
         "model_names": args.served_model_name,
         "api_keys": args.api_key or [key for key in (server_api_key(),) if key],
         "max_body_bytes": args.max_body_bytes,
+        "allow_origins": args.allow_origin,
     }
     server: dict[str, Any] = {"root_path": args.root_path, "access_log": not args.no_access_log}
     if args.workers:

@@ -8,6 +8,8 @@ from typing import TYPE_CHECKING, cast
 
 from starlette.applications import Starlette
 from starlette.exceptions import HTTPException
+from starlette.middleware import Middleware
+from starlette.middleware.cors import CORSMiddleware
 from starlette.requests import Request
 from starlette.responses import Response
 from starlette.routing import Route
@@ -81,6 +83,7 @@ def create_app(
     max_stored_responses: int = 1000,
     metrics_registry: CollectorRegistry | None = None,
     page: bool = True,
+    allow_origins: str | Sequence[str] = (),
 ) -> Starlette:
     """Make the ASGI application that serves an engine under OpenAI's and Anthropic's interfaces.
 
@@ -99,11 +102,15 @@ def create_app(
         metrics_registry: what /metrics shows: a registry of prometheus_client's, in which you have registered a
             `PrometheusCollector` and what else there is. None: the engine's metrics.
         page: at ``/`` a page to chat with the model and to look at the engine's numbers, which are at ``/stats``.
+        allow_origins: of browser pages elsewhere that may call it (CORS), as "https://chat.example"; "*": all. Pages
+            that the application itself shows need none.
     """
     names = [model_names] if isinstance(model_names, str) else model_names
     keys = [api_keys] if isinstance(api_keys, str) else list(api_keys or ())
     if not all(keys):
         raise InvalidRequestError("an API key is empty: give none at all (None) to let everybody in", param="api_keys")
+    if any(key != key.strip() or "\n" in key for key in keys):
+        raise InvalidRequestError("an API key begins or ends with white space, which no header keeps", param="api_keys")
     engine = cast("AsyncLLM", engine)  # an endpoint finds the same calls
     service = Service(
         engine,
@@ -119,8 +126,21 @@ def create_app(
         for method, path, endpoint, *_ in endpoints
     ]
     return Starlette(
-        routes=routes, lifespan=engine_lifespan(engine), exception_handlers={HTTPException: _answer_http_exception}
+        routes=routes,
+        middleware=_for_other_origins([allow_origins] if isinstance(allow_origins, str) else allow_origins),
+        lifespan=engine_lifespan(engine),
+        exception_handlers={HTTPException: _answer_http_exception},
     )
+
+
+def _for_other_origins(origins: Sequence[str]) -> list[Middleware]:
+    """Return what tells browsers that pages of these origins may call the application."""
+    if not origins:
+        return []
+    shown = ["x-request-id", "request-id", "retry-after"]
+    return [
+        Middleware(CORSMiddleware, allow_origins=origins, allow_methods="*", allow_headers="*", expose_headers=shown)
+    ]
 
 
 def _endpoint(service: Service, endpoint: Endpoint, keys: Sequence[str]) -> Callable[[Request], Awaitable[Response]]:
@@ -142,7 +162,8 @@ def _check_key(request: Request, keys: Sequence[str]) -> None:
     """Raise HTTPError 401 unless the request shows one of the keys."""
     scheme, _, shown = request.headers.get("authorization", "").partition(" ")
     given = shown.strip() if scheme.lower() == "bearer" else request.headers.get("x-api-key", "")
-    if not any(hmac.compare_digest(given.encode(), key.encode()) for key in keys):
+    shown_bytes = given.encode("latin-1")  # as they came
+    if not any(hmac.compare_digest(shown_bytes, key.encode("utf-8", "surrogateescape")) for key in keys):
         raise HTTPError(
             401,
             "the API key is wrong or missing: Authorization: Bearer KEY",
