@@ -316,7 +316,7 @@ class AsyncLLM:
         Args:
             options: of `openai.AsyncOpenAI`, such as ``timeout`` and ``max_retries``.
 
-        Needs ``pip install aengine[openai]``. The engine may be started later.
+        Needs ``pip install openai starlette pydantic``. The engine may be started later.
         """
         return import_module("aengine.server.in_process").openai_client(self, **options)  # it is above the engine
 

@@ -314,7 +314,7 @@ def main() -> None:
         try:
             from traffic_plot import plot
         except ImportError as error:
-            sys.exit(f"--plot needs matplotlib ({error}): pip install 'aengine[bench]', then --plot the results")
+            sys.exit(f"--plot needs matplotlib ({error}): pip install matplotlib, then --plot the results")
         plot(lines, args.plot)
         print("picture:", args.plot)
     broken = [line for line in lines if line.get("steps_waited", {}).get("over", 0) or "error" in line]

@@ -142,3 +142,17 @@ def test_errors_page_has_every_error_and_what_it_carries() -> None:
     for name, node in classes.items():
         assigned = [target for part in ast.walk(node) if isinstance(part, ast.Assign) for target in part.targets]
         assert carried[name] == {target.attr for target in assigned if isinstance(target, ast.Attribute)}, name
+
+
+def test_nobody_is_sent_to_another_projects_package() -> None:
+    """The name aengine on PyPI belongs to another project: messages and pages name packages, or our address."""
+    files = [
+        *PAGES,
+        *(ROOT / "aengine").rglob("*.py"),
+        *(ROOT / "examples").glob("*"),
+        *(ROOT / "benchmarks").glob("*"),
+    ]
+    wrong = re.compile(r"pip install [^`\n]*?(?<![\w/-])aengine(?:\[[\w,-]*\])?(?![\w/.-]| @ git)")
+    for path in files:
+        if path.is_file():
+            assert not (found := wrong.search(path.read_text())), f"{path}: {found[0]}"

@@ -30,7 +30,7 @@ from .settings import model_name_of, with_one_system_message
 try:
     from dspy import LM, lm15
 except ImportError as error:
-    raise ImportError(f"{__name__} needs dspy: pip install 'aengine[dspy]' ({error})") from error
+    raise ImportError(f"{__name__} needs dspy: pip install dspy ({error})") from error
 
 __all__ = ["AEngine", "AsyncAEngine", "lm"]
 

@@ -68,7 +68,7 @@ try:
     from langchain_core.utils.pydantic import is_basemodel_subclass
     from pydantic import ConfigDict, Field
 except ImportError as error:
-    raise ImportError(f"{__name__} needs langchain-core: pip install 'aengine[langchain]' ({error})") from error
+    raise ImportError(f"{__name__} needs langchain-core: pip install langchain-core ({error})") from error
 
 __all__ = ["ChatAEngine"]
 

@@ -36,7 +36,7 @@ try:
     from litellm.types.utils import Usage as TheirUsage
     from litellm.utils import custom_llm_setup
 except ImportError as error:
-    raise ImportError(f"{__name__} needs litellm: pip install 'aengine[litellm]' ({error})") from error
+    raise ImportError(f"{__name__} needs litellm: pip install litellm ({error})") from error
 
 __all__ = ["AEngineProvider", "register", "unregister"]
 

@@ -49,7 +49,7 @@ try:
     from llama_index.core.tools.types import BaseTool
     from llama_index.core.types import PydanticProgramMode
 except ImportError as error:
-    raise ImportError(f"{__name__} needs llama-index-core: pip install 'aengine[llama-index]' ({error})") from error
+    raise ImportError(f"{__name__} needs llama-index-core: pip install llama-index-core ({error})") from error
 
 __all__ = ["AEngine"]
 

@@ -51,7 +51,7 @@ try:
     from openai.types.responses import Response, ResponsePromptParam
     from openai.types.responses.response_usage import InputTokensDetails, OutputTokensDetails
 except ImportError as error:
-    raise ImportError(f"{__name__} needs openai-agents: pip install 'aengine[openai-agents]' ({error})") from error
+    raise ImportError(f"{__name__} needs openai-agents: pip install openai-agents ({error})") from error
 
 if TYPE_CHECKING:
     from ..async_llm import AsyncLLM

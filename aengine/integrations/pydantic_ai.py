@@ -67,7 +67,7 @@ try:
     from pydantic_ai.tools import RunContext, ToolDefinition
     from pydantic_ai.usage import RequestUsage
 except ImportError as error:
-    raise ImportError(f"{__name__} needs pydantic-ai: pip install 'aengine[pydantic-ai]' ({error})") from error
+    raise ImportError(f"{__name__} needs pydantic-ai: pip install pydantic-ai-slim ({error})") from error
 
 if TYPE_CHECKING:
     from ..async_llm import AsyncLLM

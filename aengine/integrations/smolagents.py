@@ -31,7 +31,7 @@ try:
     from smolagents.monitoring import TokenUsage
     from smolagents.tools import Tool
 except ImportError as error:
-    raise ImportError(f"{__name__} needs smolagents: pip install 'aengine[smolagents]' ({error})") from error
+    raise ImportError(f"{__name__} needs smolagents: pip install smolagents ({error})") from error
 
 __all__ = ["AEngineModel"]
 

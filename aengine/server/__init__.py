@@ -1,4 +1,4 @@
-"""The engine behind HTTP: an ASGI application over a given `AsyncLLM`. Needs the extra ``server``.
+"""The engine behind HTTP: an ASGI application over a given `AsyncLLM`. Needs starlette and pydantic.
 
     body ──requests (a pydantic model)──> stream_chat, stream ──> deltas ──> one JSON answer, or server-sent events
                                                │ typed errors
@@ -15,7 +15,9 @@ try:
 except ModuleNotFoundError as error:
     if error.name not in ("starlette", "pydantic"):
         raise
-    raise ImportError(f"aengine.server needs the package {error.name}: pip install 'aengine[server]'") from error
+    raise ImportError(
+        f"aengine.server needs the package {error.name}: pip install starlette uvicorn pydantic"
+    ) from error
 from .lifespan import engine_lifespan
 
 __all__ = ["create_app", "engine_lifespan"]

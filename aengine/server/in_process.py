@@ -44,7 +44,7 @@ def openai_client(engine: AsyncLLM, **options: Any) -> openai.AsyncOpenAI:
     try:
         import openai
     except ImportError as error:
-        raise ImportError("openai_client needs the package openai: pip install 'aengine[openai]'") from error
+        raise ImportError("openai_client needs the package openai: pip install openai starlette pydantic") from error
 
     http_client = _http_client(openai.DefaultAsyncHttpxClient, engine)
     return openai.AsyncOpenAI(
@@ -57,7 +57,9 @@ def anthropic_client(engine: AsyncLLM, **options: Any) -> anthropic.AsyncAnthrop
     try:
         import anthropic
     except ImportError as error:
-        raise ImportError("anthropic_client needs Anthropic's client: pip install 'aengine[anthropic]'") from error
+        raise ImportError(
+            "anthropic_client needs Anthropic's client: pip install anthropic starlette pydantic"
+        ) from error
 
     http_client = _http_client(anthropic.DefaultAsyncHttpxClient, engine)
     return anthropic.AsyncAnthropic(**{"api_key": "none", "base_url": BASE_URL, "http_client": http_client, **options})

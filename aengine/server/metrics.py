@@ -38,7 +38,7 @@ def new_registry(engine: AsyncLLM, model_name: str) -> CollectorRegistry | None:
 async def metrics(service: Service, request: Request) -> Response:
     """Answer a scrape: all of the application's registry. Raises HTTPError 501 if there is none."""
     if service.metrics_registry is None:
-        cure = "pip install 'aengine[prometheus]'"
+        cure = "pip install prometheus-client"
         raise HTTPError(501, f"/metrics needs the package prometheus-client: {cure}", code="not_installed")
     from prometheus_client.exposition import choose_encoder
 

@@ -20,7 +20,7 @@ try:
     from prometheus_client.registry import Collector
     from prometheus_client.utils import floatToGoString
 except ImportError as error:
-    raise ImportError("metrics for Prometheus need its client: pip install 'aengine[prometheus]'") from error
+    raise ImportError("metrics for Prometheus need its client: pip install prometheus-client") from error
 
 if TYPE_CHECKING:
     from ..config import EngineConfig

@@ -236,7 +236,7 @@ async def test_without_the_client_library(monkeypatch: pytest.MonkeyPatch) -> No
         async with client_of(engine) as client:
             answer = await client.get("/metrics")
     assert answer.status_code == 501
-    assert "aengine[prometheus]" in answer.json()["error"]["message"]
+    assert "pip install prometheus-client" in answer.json()["error"]["message"]
 
 
 def test_all_of_vllms_names_are_in_the_page() -> None:

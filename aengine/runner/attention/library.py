@@ -204,7 +204,7 @@ class _Library(NamedTuple):
 
 
 _LIBRARIES = {
-    "flash-attn-4": _Library(("flash_attn.cute",), (9, 0), (13, 0), "pip install 'aengine[flash]'"),
+    "flash-attn-4": _Library(("flash_attn.cute",), (9, 0), (13, 0), "pip install 'flash-attn-4[cu13]>=4.0.0b36'"),
     "flash-attn-3": _Library(
         ("flash_attn_interface", "sgl_kernel.flash_attn"), (9, 0), (10, 0), "pip install sglang-kernel"
     ),
