@@ -230,7 +230,7 @@ async def test_without_the_client_library(monkeypatch: pytest.MonkeyPatch) -> No
 
     monkeypatch.delitem(sys.modules, "aengine.telemetry.prometheus")
     monkeypatch.setattr(builtins, "__import__", without)
-    with pytest.raises(ImportError, match=r"pip install 'aengine\[prometheus\]'"):
+    with pytest.raises(ImportError, match=r"pip install prometheus-client"):
         import aengine.telemetry.prometheus  # noqa: F401
     async with FakeAsyncLLM("Paris") as engine:
         async with client_of(engine) as client:
