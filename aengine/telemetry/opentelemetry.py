@@ -37,7 +37,7 @@ try:
         set_span_in_context,
     )
 except ImportError as error:
-    raise ImportError("traces need OpenTelemetry's API: pip install 'aengine[opentelemetry]'") from error
+    raise ImportError("traces need OpenTelemetry's API: pip install opentelemetry-api") from error
 
 if TYPE_CHECKING:
     from ..config import EngineConfig
