@@ -52,7 +52,7 @@ ROOMS: dict[str, set[str]] = {
     "sync_llm": LEAVES | STREAM_ROOMS | {"engine", "handles", "blocking"},
     "llm": LEAVES | {"async_llm", "sync_llm", "handles", "threads"},
     "cli": LEAVES | {"async_llm", "engine", "checkpoint", "telemetry", "threads", "streams", "server"},
-    "cli.serve": LEAVES | {"async_llm", "env_settings", "remote", "server"},
+    "cli.serve": LEAVES | {"async_llm", "env_settings", "remote", "server", "telemetry"},
     "cli.diagnosis": LEAVES | {"checkpoint", "ipc"},
     "server": LEAVES | {"async_llm", "chat", "remote", "streams", "telemetry"},
     "remote": LEAVES | {"async_llm", "chat", "streams", "telemetry"},

@@ -140,6 +140,7 @@ async def serve(args: argparse.Namespace) -> int:
         raise EngineError(f"aengine serve needs {error.name}: pip install starlette uvicorn pydantic") from None
     log_to_stderr(_log_level(args))
     engine = AsyncLLM(args.model, **engine_config(args), **_settings(args))
+    _trace(engine, args.served_model_name)
     with stop_signals() as stop:
         serving = asyncio.create_task(_serve(args, engine, stop))
         if await _first(serving, stop.insisted.wait()):
@@ -148,6 +149,16 @@ async def serve(args: argparse.Namespace) -> int:
         engine.terminate()
         await _cancelled(serving)
         return 1
+
+
+def _trace(engine: AsyncLLM, names: list[str] | None) -> None:
+    """Trace and measure requests for OpenTelemetry's global providers, if it is installed: without an SDK they record
+    nothing, and ``opentelemetry-instrument aengine serve ...`` sets one up."""
+    try:
+        from ..telemetry.opentelemetry import instrument
+    except ImportError:
+        return
+    instrument(engine, model_name=names[0] if names else None)
 
 
 def _settings(args: argparse.Namespace) -> dict[str, Any]:

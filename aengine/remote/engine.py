@@ -17,6 +17,7 @@ from ..options import ChatOptions, RequestOptions, chat_options, request_options
 from ..outputs import Completion, Token
 from ..params import SamplingParams
 from ..telemetry.metrics import Statistics
+from ..telemetry.trace_context import current_trace
 from .connection import Connection
 from .stream import RemoteStream
 from .tokenizer import RemoteTokenizer
@@ -188,7 +189,7 @@ class RemoteEngine:
             raise InvalidRequestError(message, param="output_type")
         options["request_id"] = request_id = options.get("request_id") or f"remote-{uuid.uuid4().hex}"
         number, n = connection.new_number(), 1 if params is None else params.n
-        connection.send("begin", number, method, prompt, params_to_wire(params), options)
+        connection.send("begin", number, method, prompt, params_to_wire(params), options, current_trace())
         decode, kind = (delta_from_wire, ChatCompletion) if method == "chat" else (token_from_wire, Completion)
         loop = asyncio.get_running_loop()
         stream: RemoteStream[Any, Any] = RemoteStream(request_id, number, n, decode, kind, connection.send, loop)

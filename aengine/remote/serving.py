@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any
 
 from .. import __version__
 from ..errors import AEngineError, EngineClosedError, InternalError, InvalidRequestError
+from ..telemetry.trace_context import trace_of
 from .link import Link
 from .unix_socket import bind_unix
 from .wire import delta_to_wire, error_to_wire, params_from_wire, to_wire
@@ -199,9 +200,18 @@ class _Session:
 
     # -- requests
 
-    def _begin(self, number: int, method: str, prompt: Any, params: dict[str, Any], options: dict[str, Any]) -> None:
+    def _begin(
+        self,
+        number: int,
+        method: str,
+        prompt: Any,
+        params: dict[str, Any],
+        options: dict[str, Any],
+        trace: dict[str, str],
+    ) -> None:
         self._requests[number] = request = _Request(options["request_id"])
-        request.task = self._spawn(self._answer(number, request, method, prompt, params, options))
+        with trace_of(trace):  # the task has it then
+            request.task = self._spawn(self._answer(number, request, method, prompt, params, options))
         request.task.add_done_callback(lambda task: self._requests.pop(number))
 
     def _more(self, number: int, num_reads: int) -> None:

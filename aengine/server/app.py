@@ -15,6 +15,7 @@ from starlette.responses import Response
 from starlette.routing import Route
 
 from ..errors import InvalidRequestError
+from ..telemetry.trace_context import trace_of
 from .anthropic.errors import answer_error, is_for_anthropic
 from .anthropic.messages import count_tokens, create_message
 from .anthropic.requests import CountBody, MessagesBody
@@ -36,7 +37,6 @@ from .openapi import Endpoint, Entry, openapi_document, show_openapi
 from .page.files import show_file, show_page
 from .page.stats import show_stats
 from .service import Service
-from .tracing import client_trace
 
 if TYPE_CHECKING:
     from prometheus_client import CollectorRegistry
@@ -148,7 +148,7 @@ def _endpoint(service: Service, endpoint: Endpoint, keys: Sequence[str]) -> Call
         try:
             if keys:
                 _check_key(request, keys)
-            with client_trace(request):
+            with trace_of(request.headers):
                 return await endpoint(service, request)
         except ClientLeftError:
             return Response(status_code=499)  # nobody reads it

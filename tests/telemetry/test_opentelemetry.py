@@ -7,6 +7,7 @@ import builtins
 import json
 import sys
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
 import httpx
@@ -21,13 +22,18 @@ from opentelemetry.trace import SpanKind, StatusCode
 
 from aengine import (
     DeadlineExceededError,
+    EngineError,
     GrammarError,
     InvalidRequestError,
     SamplingParams,
     StructuredOutput,
     WorkerDiedError,
 )
+from aengine.__main__ import main
+from aengine.cli import serve
+from aengine.remote import connect, serve_engine
 from aengine.server import create_app
+from aengine.telemetry import opentelemetry
 from aengine.telemetry.opentelemetry import instrument
 from aengine.testing import FakeAsyncLLM, FakeLLM, Reply
 
@@ -291,6 +297,42 @@ async def test_the_span_of_a_client_is_the_parent(backend: Backend, path: str, s
     assert f"{first.context.trace_id:032x}" == TRACE_ID and f"{first.parent.span_id:016x}" == PARENT_ID
     assert second.parent is third.parent is None
     assert not trace.get_current_span().get_span_context().is_valid
+
+
+async def test_a_trace_reaches_an_engine_in_another_process(backend: Backend, tmp_path: Path) -> None:
+    """As with ``aengine serve --workers``: the application's process has no engine."""
+    async with FakeAsyncLLM("Paris") as engine:
+        backend.instrument(engine)
+        async with serve_engine(engine, tmp_path / "engine"), connect(tmp_path / "engine") as remote:
+            async with client_of(create_app(remote, model_names="fake")) as client:
+                for headers in (TRACEPARENT, {}):
+                    answer = await client.post("/v1/chat/completions", json={"messages": HELLO}, headers=headers)
+                    assert answer.status_code == 200, answer.text
+            with backend.tracer.start_as_current_span("agent"):
+                await remote.generate("x")
+    first, second, third, agent = sorted(backend.spans, key=lambda span: (span.name == "agent", span.start_time))
+    assert first.parent is not None and f"{first.parent.span_id:016x}" == PARENT_ID
+    assert second.parent is None
+    assert third.parent is not None and third.parent.span_id == agent.context.span_id
+
+
+def test_aengine_serve_reports_to_the_global_providers(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Which are OpenTelemetry's ``opentelemetry-instrument``'s to set; without an SDK they record nothing."""
+    instrumented = []
+    monkeypatch.setattr(opentelemetry, "instrument", lambda engine, **options: instrumented.append((engine, options)))
+
+    class Engine(FakeAsyncLLM):
+        def __init__(self, model: str, **settings: Any) -> None:
+            super().__init__()
+            engines.append(self)
+
+        async def start(self) -> Any:
+            raise EngineError("enough seen")
+
+    engines: list[Engine] = []
+    monkeypatch.setattr(serve, "AsyncLLM", Engine)
+    assert main(["serve", "m", "--port", "0", "--served-model-name", "paris", "other"]) != 0
+    assert instrumented == [(engines[0], {"model_name": "paris"})]
 
 
 async def test_a_span_of_the_application_goes_before_the_header(backend: Backend) -> None:

@@ -18,6 +18,7 @@ from prometheus_client.openmetrics.parser import text_string_to_metric_families 
 from prometheus_client.parser import text_string_to_metric_families as parse
 
 from aengine import EngineOverloadedError, SamplingParams
+from aengine.remote import connect, serve_engine
 from aengine.server import create_app
 from aengine.telemetry.prometheus import PrometheusCollector
 from aengine.testing import FakeAsyncLLM, FakeLLM, Reply
@@ -193,6 +194,15 @@ async def test_the_route_shows_the_callers_registry() -> None:
         async with client_of(engine, metrics_registry=registry) as client:
             text = (await client.get("/metrics")).text
     assert "orders_total 3.0" in text and "vllm:num_requests_running" in text
+
+
+async def test_the_route_of_an_application_whose_engine_is_in_another_process(tmp_path: Path) -> None:
+    async with FakeAsyncLLM("Paris") as engine:
+        await engine.generate("x")
+        async with serve_engine(engine, tmp_path / "engine"), connect(tmp_path / "engine") as remote:
+            async with client_of(remote, model_names="m") as client:
+                text = (await client.get("/metrics")).text
+    assert 'vllm:request_success_total{engine="0",finished_reason="stop",model_name="m"} 1.0' in text
 
 
 async def test_the_route_asks_for_the_key() -> None:
