@@ -33,7 +33,7 @@ def http_client(app: Any) -> httpx.AsyncClient:
 
 
 @pytest.mark.parametrize("prefix", ["", "/llm"])
-async def test_the_page_and_its_files_need_no_key(prefix: str, no_blocking: None) -> None:
+async def test_the_page_and_its_files_need_no_key(prefix: str) -> None:
     async with FakeAsyncLLM("yes") as engine:
         app = create_app(engine, api_keys="secret")
         async with http_client(Starlette(routes=[Mount(prefix, app)]) if prefix else app) as client:
