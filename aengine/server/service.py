@@ -13,7 +13,7 @@ from pydantic import BaseModel, ValidationError
 from starlette.requests import Request
 
 from .health import Health
-from .http import HTTPError, read_json
+from .http import HTTPError, Pace, read_json
 from .openai.responses.store import ResponseStore
 
 if TYPE_CHECKING:
@@ -49,6 +49,7 @@ class Service:
         self.max_body_bytes = max_body_bytes
         self.created = int(time.time())
         self.health = Health(engine)
+        self.pace = Pace()
         self.openapi: dict[str, Any] = {}
         """The application's description of itself."""
         self.responses = ResponseStore(max_stored_responses)

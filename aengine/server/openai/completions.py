@@ -42,7 +42,7 @@ async def completions(service: Service, request: Request) -> Response:
     if body.stream:
         chunks = writer.chunks(_begin(service, body, name))
         first = await while_connected(request, chunks.__anext__())  # an error is still one of HTTP
-        return EventStream(first, chunks, name.headers)
+        return EventStream(first, chunks, service.pace, name.headers)
     answers = await while_connected(request, _whole(service, body, name))
     choices = [writer.choice(i, choice) for i, answer in enumerate(answers) for choice in answer.choices]
     usage = _total([answer.usage for answer in answers])
