@@ -26,6 +26,8 @@ __all__ = ["BACKLOG", "StopSignals", "log_to_stderr", "serve_app", "stop_signals
 
 BACKLOG = 2048
 """Connections that wait to be accepted."""
+_KEEP_ALIVE_SECONDS = 75
+"""More than a load balancer keeps an idle connection, 60 s as a rule: it must not use one that is closed here."""
 _WATCH_SECONDS = 0.5
 _LAST_SECONDS = 1.0
 """Of the grace, for answers that were cut short to be read."""
@@ -95,6 +97,7 @@ async def serve_app(
         access_log=access_log,
         root_path=root_path,
         backlog=BACKLOG,
+        timeout_keep_alive=_KEEP_ALIVE_SECONDS,
         ws="none",
         lifespan="off",  # the engine runs, and is the caller's
         server_header=False,
