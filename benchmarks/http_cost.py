@@ -7,7 +7,8 @@
 Doors, in turn within each round: ``stream_chat`` (the engine's own call), ``asgi`` (the application, called on the same
 loop), ``openai`` (openai_client(), if openai is installed), ``http`` (uvicorn in this process on a loopback port, the
 client in another), ``workers N`` (N app processes over the engine). The ratio of tokens/s to ``stream_chat`` within one
-round is what counts; ``cpu_us_a_token`` is what this process computes, whatever else runs on the machine. First bytes of the answer are timed from the call on.
+round is what counts; ``cpu_us_a_token`` is what this process computes, whatever else runs on the machine. First bytes
+of the answer are timed from the call on.
 
 Without a chat template in the tokenizer they are completions.
 """

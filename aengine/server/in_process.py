@@ -29,8 +29,6 @@ Message = MutableMapping[str, Any]
 
 T = TypeVar("T")
 
-MOST_UNREAD = 64 << 10
-"""Bytes of an answer that wait for the client; the application waits when there are more."""
 BASE_URL = "http://aengine"
 
 
@@ -98,7 +96,8 @@ def streaming_transport(app: ASGIApp, library: str = "httpx") -> Any:
             self._request = request
 
         async def __aiter__(self) -> AsyncIterator[bytes]:
-            while chunk := await in_time(self._exchange.next_chunk(), self._request):
+            exchange = self._exchange
+            while chunk := exchange.take_chunk() or await in_time(exchange.next_chunk(), self._request):
                 yield chunk
 
         async def aclose(self) -> None:
@@ -156,8 +155,7 @@ class _Exchange:
         self._loop = asyncio.get_running_loop()
         self._has_left = asyncio.Event()  # the client closed the response
         self._head: asyncio.Future[tuple[int, Any]] = self._loop.create_future()
-        self._chunks: list[bytes] = []
-        self._num_bytes = 0  # in all chunks
+        self._chunk = b""  # that was sent, and not read yet
         self._news = asyncio.Event()
         self._has_room = asyncio.Event()
         self._has_ended = False
@@ -169,14 +167,16 @@ class _Exchange:
 
     async def next_chunk(self) -> bytes:
         """Return what has come of the body since the last time, at least one byte; b"" at the end."""
-        while not self._chunks and not self._has_ended:
+        while not self._chunk and not self._has_ended:
             self._news.clear()
             await self._news.wait()
-        if not self._chunks and self._task.done():
+        if not self._chunk and self._task.done():
             self._task.result()  # an application that failed midway
-        chunk = b"".join(self._chunks)
-        self._chunks.clear()
-        self._num_bytes = 0
+        return self.take_chunk()
+
+    def take_chunk(self) -> bytes:
+        """Return what has come of the body since the last time, perhaps nothing."""
+        chunk, self._chunk = self._chunk, b""
         self._has_room.set()
         return chunk
 
@@ -226,10 +226,11 @@ class _Exchange:
                 self._head.set_result((message["status"], message["headers"]))
             return
         if body := message.get("body"):
-            self._chunks.append(body)
-            self._num_bytes += len(body)
+            # One chunk ahead of the reader: what is generated while it is busy gathers in the engine's stream, and is
+            # fewer and larger events, each of which costs the client the same.
+            while self._chunk and not self._has_left.is_set():
+                self._has_room.clear()
+                await self._has_room.wait()
+            self._chunk += body
         self._has_ended = not message.get("more_body", False)
         self._news.set()
-        if self._num_bytes > MOST_UNREAD and not self._has_left.is_set():
-            self._has_room.clear()
-            await self._has_room.wait()
