@@ -66,7 +66,7 @@ try:
     from langchain_core.tools import BaseTool
     from langchain_core.utils.function_calling import convert_to_json_schema, convert_to_openai_tool
     from langchain_core.utils.pydantic import is_basemodel_subclass
-    from pydantic import ConfigDict, Field
+    from pydantic import ConfigDict, Field, SkipValidation
 except ImportError as error:
     raise ImportError(f"{__name__} needs langchain-core: pip install langchain-core ({error})") from error
 
@@ -94,7 +94,7 @@ class ChatAEngine(BaseChatModel):
 
     model_config = ConfigDict(arbitrary_types_allowed=True, extra="forbid", protected_namespaces=())
 
-    engine: AsyncLLM | LLM = Field(exclude=True, repr=False)
+    engine: SkipValidation[AsyncLLM | LLM] = Field(exclude=True, repr=False)  # or what has its calls
     """Running when a request is made. It is neither started nor closed by the model."""
     model: str = ""
     """The model's name in metadata and traces. "": the name the engine was made with."""

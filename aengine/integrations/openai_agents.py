@@ -16,12 +16,18 @@ from contextlib import aclosing, contextmanager
 from typing import TYPE_CHECKING, Any
 
 from ..chat.messages import ChatCompletion, ChatMessage, Delta, ReasoningDelta, TextDelta, ToolCallDelta, ToolCallStart
-from ..chat.tools import Tool
 from ..errors import EngineError, EngineOverloadedError, RequestError
 from ..outputs import FinishReason, Usage
 from ..params import StructuredOutput
 from .openai_style import async_side
-from .settings import as_of_type, engine_settings, model_name_of, reasoning_variables, with_one_system_message
+from .settings import (
+    as_of_type,
+    engine_settings,
+    function_tool,
+    model_name_of,
+    reasoning_variables,
+    with_one_system_message,
+)
 
 try:
     from agents import (
@@ -226,7 +232,10 @@ class AEngineModel(SDKModel):
             )
         choice: Any = Converter.convert_tool_choice(settings.tool_choice)
         if functions:
-            given["tools"] = [_tool(function) for function in functions]
+            given["tools"] = [
+                function_tool(f["name"], f.get("description"), f.get("parameters") or {}, f.get("strict"))
+                for f in functions
+            ]
             given["tool_choice"] = choice if isinstance(choice, str | dict) else None
             given["parallel_tool_calls"] = settings.parallel_tool_calls
         more = {**_mapping(settings.extra_body, "extra_body"), **(settings.extra_args or {})}
@@ -304,13 +313,6 @@ def _messages(instructions: str | None, items: str | list[TResponseInputItem], m
         if message["role"] == "developer":
             message["role"] = "system"  # which is what chat templates know
     return with_one_system_message(converted)
-
-
-def _tool(function: Mapping[str, Any]) -> Tool:
-    schema = function.get("parameters") or {}
-    return Tool(
-        function["name"], function.get("description", ""), schema if function.get("strict") else as_of_type(schema)
-    )
 
 
 def _mapping(value: object, name: str) -> Mapping[str, Any]:

@@ -15,7 +15,6 @@ from datetime import UTC, datetime
 from typing import TYPE_CHECKING, Any
 
 from ..chat.messages import ChatCompletion, ChatMessage, Delta, ReasoningDelta, TextDelta, ToolCallDelta, ToolCallStart
-from ..chat.tools import Tool
 from ..errors import (
     AEngineError,
     ContextLengthError,
@@ -29,7 +28,14 @@ from ..options import OnUnsupported
 from ..outputs import FinishReason
 from ..params import StructuredOutput
 from .openai_style import async_side
-from .settings import as_of_type, engine_settings, model_name_of, reasoning_variables, with_one_system_message
+from .settings import (
+    as_of_type,
+    engine_settings,
+    function_tool,
+    model_name_of,
+    reasoning_variables,
+    with_one_system_message,
+)
 
 try:
     from pydantic_ai.exceptions import (
@@ -64,7 +70,7 @@ try:
     from pydantic_ai.models import Model, ModelRequestParameters, StreamedResponse, check_allow_model_requests
     from pydantic_ai.profiles import ModelProfile, ModelProfileSpec
     from pydantic_ai.settings import ModelSettings, ToolOrOutput
-    from pydantic_ai.tools import RunContext, ToolDefinition
+    from pydantic_ai.tools import RunContext
     from pydantic_ai.usage import RequestUsage
 except ImportError as error:
     raise ImportError(f"{__name__} needs pydantic-ai: pip install pydantic-ai-slim ({error})") from error
@@ -258,7 +264,10 @@ class AEngineModel(Model[None]):
             schema = output.json_schema if output.strict else as_of_type(output.json_schema)
             given["structured_output"] = StructuredOutput(json_schema=schema, on_unsupported=on_unsupported)
         if tools:
-            given["tools"] = [_tool(definition) for definition in tools.values()]
+            given["tools"] = [
+                function_tool(tool.name, tool.description, tool.parameters_json_schema, tool.strict)
+                for tool in tools.values()
+            ]
             given["tool_choice"] = _tool_choice(settings, parameters)
             given["parallel_tool_calls"] = settings.get("parallel_tool_calls")
         return engine_settings(given, more)
@@ -394,11 +403,6 @@ def _of_response(message: ModelResponse) -> dict[str, Any]:
     if calls:
         written["tool_calls"] = calls
     return written
-
-
-def _tool(definition: ToolDefinition) -> Tool:
-    schema = definition.parameters_json_schema
-    return Tool(definition.name, definition.description or "", schema if definition.strict else as_of_type(schema))
 
 
 def _tool_choice(settings: ModelSettings, parameters: ModelRequestParameters) -> Any:

@@ -14,7 +14,14 @@ from ..structured.pydantic_schema import adapt
 if TYPE_CHECKING:
     from ..async_llm import AsyncLLM
 
-__all__ = ["as_of_type", "engine_settings", "model_name_of", "reasoning_variables", "with_one_system_message"]
+__all__ = [
+    "as_of_type",
+    "engine_settings",
+    "function_tool",
+    "model_name_of",
+    "reasoning_variables",
+    "with_one_system_message",
+]
 
 
 def model_name_of(engine: AsyncLLM) -> str:
@@ -56,6 +63,15 @@ def as_of_type(schema: Mapping[str, Any]) -> dict[str, Any]:
     adapted = copy.deepcopy(dict(schema))
     adapt(adapted)
     return adapted
+
+
+def function_tool(name: str, description: str | None, schema: Mapping[str, Any], strict: bool | None) -> dict[str, Any]:
+    """Return a framework's function as the engine takes it, also one in another process: plain data.
+
+    ``strict``: the schema is held as it is. Otherwise it is one of Python types.
+    """
+    parameters = schema if strict else as_of_type(schema)
+    return {"type": "function", "function": {"name": name, "description": description or "", "parameters": parameters}}
 
 
 def with_one_system_message(messages: Iterable[Mapping[str, Any]]) -> list[dict[str, Any]]:

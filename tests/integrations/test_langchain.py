@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -34,6 +35,7 @@ from aengine import (
     WorkerDiedError,
 )
 from aengine.integrations.langchain import ChatAEngine
+from aengine.remote import connect, serve_engine
 from aengine.testing import FakeAsyncLLM, FakeLLM, Reply
 
 
@@ -324,6 +326,17 @@ async def test_tokens_are_counted_by_the_models_own_template() -> None:
         assert model.get_num_tokens("four") == 4
         long: list[Any] = [HumanMessage("x" * 100), HumanMessage("last")]
         assert trim_messages(long, max_tokens=60, token_counter=model) == long[1:]
+
+
+async def test_an_engine_in_another_process_is_an_engine(tmp_path: Path) -> None:
+    async with (
+        FakeAsyncLLM([CALL, REPORT]) as engine,
+        serve_engine(engine, tmp_path / "e"),
+        connect(tmp_path / "e") as remote,
+    ):
+        model = ChatAEngine(engine=remote)  # type: ignore[arg-type]
+        assert (await model.bind_tools([weather]).ainvoke("?")).tool_calls
+        assert await model.with_structured_output(Report).ainvoke("?") == REPORT
 
 
 def test_blocking_calls_need_an_engine_on_its_own_thread() -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Annotated, Any
 
 import pytest
@@ -30,6 +31,7 @@ from pydantic import BaseModel, Field
 
 from aengine import AsyncLLM, EngineOverloadedError, InvalidRequestError, WorkerDiedError
 from aengine.integrations.openai_agents import AEngineModel, AEngineProvider
+from aengine.remote import connect, serve_engine
 from aengine.testing import FakeAsyncLLM, Reply
 
 
@@ -267,6 +269,17 @@ async def test_an_engine_on_its_own_thread_serves_any_loop() -> None:
     async with FakeAsyncLLM(SCRIPT, own_thread=True) as engine:
         result = await asyncio.to_thread(lambda: asyncio.run(run(desk_of(engine), streamed=True)))
         assert result.final_output == REPORT
+
+
+async def test_an_engine_in_another_process_is_an_engine(tmp_path: Path) -> None:
+    async with (
+        FakeAsyncLLM([CALL, REPORT]) as engine,
+        serve_engine(engine, tmp_path / "e"),
+        connect(tmp_path / "e") as remote,
+    ):
+        model = AEngineModel(remote)  # type: ignore[arg-type]
+        agent: Agent[Any] = Agent(name="a", model=model, tools=[weather], output_type=Report)
+        assert (await run(agent, streamed=True)).final_output == REPORT
 
 
 @pytest.mark.slow

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+from pathlib import Path
 from typing import Annotated, Any
 
 import pytest
@@ -46,6 +47,7 @@ from aengine import (
     WorkerDiedError,
 )
 from aengine.integrations.pydantic_ai import AEngineModel
+from aengine.remote import connect, serve_engine
 from aengine.testing import FakeAsyncLLM, Reply
 
 
@@ -371,6 +373,16 @@ async def test_an_engine_on_its_own_thread_serves_any_loop() -> None:
         agent = Agent(AEngineModel(engine), tools=[weather])
         result = await asyncio.to_thread(lambda: asyncio.run(agent.run("?")))
         assert result.output == "It is fine."
+
+
+async def test_an_engine_in_another_process_is_an_engine(tmp_path: Path) -> None:
+    async with (
+        FakeAsyncLLM([CALL, REPORT]) as engine,
+        serve_engine(engine, tmp_path / "e"),
+        connect(tmp_path / "e") as remote,
+    ):
+        agent = Agent(AEngineModel(remote), tools=[weather], output_type=Report)  # type: ignore[arg-type]
+        assert (await agent.run("?")).output == REPORT
 
 
 @pytest.mark.slow
