@@ -143,6 +143,9 @@ class _Instrumentation(RequestListener):
             return
         if len(self._ended) > _MOST_ENDED:
             self._record_next()
+        self._record_soon()
+
+    def _record_soon(self) -> None:
         loop = asyncio.get_running_loop()
         if self._loop is not loop:
             self._loop = loop
@@ -150,12 +153,11 @@ class _Instrumentation(RequestListener):
 
     def _record_some(self) -> None:
         """Record some of the requests that have ended, the others in later turns of the loop."""
+        self._loop = None
         for _ in range(_ENDED_A_TURN):
             self._record_next()
         if self._ended:
-            asyncio.get_running_loop().call_soon(self._record_some)
-        else:
-            self._loop = None
+            self._record_soon()
 
     def record_all(self) -> None:
         """Record all requests that have ended."""
