@@ -30,6 +30,11 @@ T = TypeVar("T")
 Handler = Callable[[Request], Awaitable[Response]]
 
 
+MOST_VALUES = 2_000_000
+"""That a body may have, counted by commas and brackets. To make Python objects of millions takes seconds, and the loop
+stands still meanwhile; a text of the same size takes milliseconds."""
+
+
 class HTTPError(Exception):
     """A request that is answered with an error before the engine sees it.
 
@@ -97,6 +102,9 @@ async def read_json(request: Request, max_bytes: int) -> Any:
     if kind != "application/json" and not kind.endswith("+json"):
         raise HTTPError(415, f"the body must be JSON, with content-type: application/json, not {kind[:80]!r}")
     body = await read_body(request, max_bytes)
+    if sum(map(body.count, (b",", b"[", b"{"))) > MOST_VALUES:
+        message = f"the body has more than {MOST_VALUES} values: send less, or texts in place of token ids"
+        raise HTTPError(413, message, code="request_too_large")
     try:
         return json.loads(body, parse_constant=_refuse_number, parse_float=_finite_float)
     except (ValueError, RecursionError) as error:  # UnicodeDecodeError is a ValueError, too

@@ -11,11 +11,13 @@ from typing import Any
 import httpx
 import openai
 import pytest
-from pydantic import BaseModel
+from pydantic import BaseModel, ValidationError
 
 from aengine import AsyncLLM, InvalidRequestError, WorkerDiedError
 from aengine.server import create_app
 from aengine.server.in_process import streaming_transport
+from aengine.server.openai.requests import Body, ChatBody, CompletionBody
+from aengine.server.openai.responses.body import ResponseBody
 from aengine.server.service import Service
 from aengine.testing import FakeAsyncLLM, FakeRequest, Reply
 
@@ -184,6 +186,32 @@ async def test_bodies_that_are_none(body: bytes, kind: str, status: int) -> None
         answer = await client.post("/v1/chat/completions", content=body, headers={"content-type": kind})
         assert answer.status_code == status, answer.text
         assert answer.json()["error"]["message"]
+
+
+async def test_a_body_of_millions_of_values_is_refused_before_it_is_parsed() -> None:
+    async with FakeAsyncLLM("yes") as engine, client_of(engine) as client:
+        body = b'{"prompt":[' + b"[1]," * 1_000_000 + b"[1]]}"
+        answer = await client.post("/v1/completions", content=body, headers=JSON)
+        assert (answer.status_code, answer.json()["error"]["code"]) == (413, "request_too_large")
+
+
+LONG_LISTS: list[tuple[type[Body], dict[str, Any]]] = [
+    (CompletionBody, {"prompt": [[1]] * 50_000}),
+    (CompletionBody, {"prompt": ["a"] * 50_000}),
+    (CompletionBody, {"prompt": [1.5] * 50_000}),
+    (CompletionBody, {"prompt": "a", "stop": [1] * 50_000}),
+    (ChatBody, {"messages": [1] * 50_000}),
+    (ChatBody, {"messages": [], "tools": [1] * 50_000}),
+    (ResponseBody, {"input": [1] * 50_000}),
+]
+
+
+@pytest.mark.parametrize(("kind", "body"), LONG_LISTS, ids=lambda value: str(value)[:40])
+def test_the_first_wrong_item_of_a_long_list_ends_its_validation(kind: type[Body], body: dict[str, Any]) -> None:
+    """Millions of errors take minutes, in which the loop would stand still."""
+    with pytest.raises(ValidationError) as caught:
+        kind.model_validate(body)
+    assert caught.value.error_count() < 10
 
 
 async def test_a_key_is_asked_for() -> None:

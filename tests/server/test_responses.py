@@ -289,3 +289,41 @@ async def test_an_agent_of_openais_sdk() -> None:
         names = [event.name async for event in run.stream_events() if event.type == "run_item_stream_event"]
         assert run.final_output == Report(city="Paris", sunny=True)
         assert names == ["tool_called", "tool_output", "message_output_created"]
+
+
+def test_items_become_messages_of_the_assistant() -> None:
+    from aengine.server.openai.responses.messages import messages_of
+
+    def thought(text: str) -> dict[str, Any]:
+        return {"type": "reasoning", "id": "rs_1", "summary": [], "content": [{"type": "reasoning_text", "text": text}]}
+
+    def said(text: str) -> dict[str, Any]:
+        return {"role": "assistant", "content": [{"type": "output_text", "text": text, "annotations": []}]}
+
+    call = {"type": "function_call", "call_id": "1", "name": "add", "arguments": "{}"}
+    output = {"type": "function_call_output", "call_id": "1", "output": "3"}
+    sealed = {"type": "reasoning", "id": "rs_2", "summary": [], "encrypted_content": "..."}
+    user = {"role": "user", "content": "x"}
+    told = {"id": "1", "type": "function", "function": {"name": "add", "arguments": "{}"}}
+    cases: list[tuple[list[dict[str, Any]], list[dict[str, Any]]]] = [
+        (
+            [thought("a"), thought("b"), said("c"), call, output, sealed, said("d")],
+            [
+                {"role": "assistant", "content": "c", "reasoning_content": "ab", "tool_calls": [told]},
+                {"role": "tool", "tool_call_id": "1", "content": "3"},
+                {"role": "assistant", "content": "d"},
+            ],
+        ),
+        ([thought("a"), user], [{"role": "assistant", "content": "", "reasoning_content": "a"}, user]),
+        ([said("a"), said("b")], [{"role": "assistant", "content": "a"}, {"role": "assistant", "content": "b"}]),
+        (
+            [call, call | {"call_id": "2"}, said("a"), thought("b")],
+            [
+                {"role": "assistant", "content": None, "tool_calls": [told, told | {"id": "2"}]},
+                {"role": "assistant", "content": "a"},
+                {"role": "assistant", "content": "", "reasoning_content": "b"},
+            ],
+        ),
+    ]
+    for items, messages in cases:
+        assert messages_of(items, ()) == messages

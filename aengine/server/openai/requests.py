@@ -12,7 +12,7 @@ from typing import Annotated, Any, Literal
 from pydantic import AfterValidator, BaseModel, ConfigDict, Field, WithJsonSchema
 from pydantic_core import PydanticCustomError
 
-from ...params import MAX_LOGPROBS, SamplingParams, StructuredOutput
+from ...params import MAX_LOGIT_BIAS, MAX_LOGPROBS, SamplingParams, StructuredOutput
 from ..http import HTTPError
 
 __all__ = [
@@ -26,6 +26,7 @@ __all__ = [
     "SamplingBody",
     "StreamOptions",
     "StructuredOutputsBody",
+    "TokenIds",
     "Tools",
     "TopLogprobs",
     "any_strict",
@@ -35,6 +36,8 @@ __all__ = [
 ]
 
 RequestId = Annotated[str, Field(pattern=r"^[!-~]{1,128}$", description="1 to 128 visible ASCII characters.")]
+TokenIds = Annotated[list[int], Field(fail_fast=True)]
+"""Token ids, which may be many: the first that is none ends their validation."""
 TopLogprobs = Annotated[int, Field(ge=0, le=MAX_LOGPROBS)]
 Ignored = Annotated[Any, Field(default=None, description="Taken, and without effect.")]
 
@@ -61,6 +64,7 @@ Refused = Annotated[
 ]
 Messages = Annotated[
     list[dict[str, Any]],
+    Field(fail_fast=True),
     WithJsonSchema(
         {
             "type": "array",
@@ -80,6 +84,7 @@ Messages = Annotated[
 """Chat messages, which the engine checks."""
 Tools = Annotated[
     list[dict[str, Any]],
+    Field(fail_fast=True),
     WithJsonSchema(
         {
             "type": "array",
@@ -193,17 +198,17 @@ class SamplingBody(Body):
     prompt_cache_options: Ignored = None
     prompt_cache_retention: Ignored = None
     # OpenAI's in completions and chat completions; elsewhere vLLM's
-    stop: str | list[str] | None = None
+    stop: str | Annotated[list[str], Field(fail_fast=True)] | None = None
     seed: int | None = None
     presence_penalty: float | None = None
     frequency_penalty: float | None = None
-    logit_bias: dict[int, float] | None = None
+    logit_bias: Annotated[dict[int, float], Field(max_length=MAX_LOGIT_BIAS)] | None = None
     # vLLM's
     top_k: int | None = None
     min_p: float | None = None
     min_tokens: int | None = None
     repetition_penalty: float | None = None
-    stop_token_ids: list[int] | None = None
+    stop_token_ids: TokenIds | None = None
     ignore_eos: bool | None = None
     include_stop_str_in_output: bool | None = None
     skip_special_tokens: bool | None = None
@@ -271,9 +276,9 @@ class CompletionBody(_ChoicesBody):
 
     prompt: (
         str
-        | list[int]
-        | Annotated[list[str], Field(max_length=MAX_PROMPTS)]
-        | Annotated[list[list[int]], Field(max_length=MAX_PROMPTS)]
+        | TokenIds
+        | Annotated[list[str], Field(max_length=MAX_PROMPTS, fail_fast=True)]
+        | Annotated[list[TokenIds], Field(max_length=MAX_PROMPTS, fail_fast=True)]
     )
     echo: bool = False
     logprobs: int | None = None

@@ -10,7 +10,7 @@ from starlette.responses import Response
 
 from ..http import HTTPError, JSONAnswer, while_connected
 from ..service import Service
-from .requests import Body, Ignored, Messages, Tools
+from .requests import Body, Ignored, Messages, TokenIds, Tools
 
 if TYPE_CHECKING:
     from ...engine.tokenizer_view import TokenizerView
@@ -56,7 +56,7 @@ class TokenizeBody(Body):
 
 class DetokenizeBody(Body):
     model: str | None = None
-    tokens: list[int]
+    tokens: TokenIds
 
 
 async def tokenize(service: Service, request: Request) -> Response:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Any, Literal
+from typing import Annotated, Any, Literal
 
 from pydantic import Field
 
@@ -43,7 +43,7 @@ class ResponseStreamOptions(Body):
 class ResponseBody(SamplingBody):
     """The body of a response."""
 
-    input: str | list[dict[str, Any]]
+    input: str | Annotated[list[dict[str, Any]], Field(fail_fast=True)]
     instructions: str | None = None
     previous_response_id: str | None = None
     store: bool | None = None

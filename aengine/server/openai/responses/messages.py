@@ -62,12 +62,14 @@ class _Reader:
             texts = item.get("content") or item.get("summary") or []
             text = _text_of(texts, f"{where}.content")
             if text:  # of reasoning that is encrypted nothing can be read
-                self._begin_answer("reasoning_content")["reasoning_content"] = text
+                self._add_reasoning(text)
         else:
             raise _wrong(f"{where}.type", f"an item of type {str(kind)[:80]!r} is not supported")
 
     def end_answer(self) -> None:
         if self._answer is not None:
+            if "tool_calls" not in self._answer and self._answer["content"] is None:
+                self._answer["content"] = ""  # templates expect a text where there are no calls
             self.messages.append(self._answer)
             self._answer = None
 
@@ -78,7 +80,10 @@ class _Reader:
             raise _wrong(f"{where}.role", "the role must be user, assistant, system or developer")
         content = _text_of(item.get("content"), f"{where}.content")
         if known == "assistant":
-            self._begin_answer("content")["content"] = content
+            answer = self._answer
+            if answer is None or answer["content"] is not None or "tool_calls" in answer:
+                answer = self._begin_answer()
+            answer["content"] = content
         else:
             self.end_answer()
             self.messages.append({"role": known, "content": content})
@@ -86,9 +91,8 @@ class _Reader:
     def _read_call(self, item: Mapping[str, Any], where: str) -> None:
         call_id = _string(item, "call_id", where)
         function = {"name": _string(item, "name", where), "arguments": _string(item, "arguments", where)}
-        if self._answer is None:
-            self._answer = {"role": "assistant", "content": None}
-        calls = self._answer.setdefault("tool_calls", [])
+        answer = self._answer or self._begin_answer()
+        calls = answer.setdefault("tool_calls", [])
         calls.append({"id": call_id, "type": "function", "function": function})
         self._call_ids.add(call_id)
 
@@ -100,14 +104,16 @@ class _Reader:
         content = _text_of(item.get("output"), f"{where}.output")
         self.messages.append({"role": "tool", "tool_call_id": call_id, "content": content})
 
-    def _begin_answer(self, key: str) -> dict[str, Any]:
-        """Return the assistant's message that takes this key: a new one, if the one so far has come past it."""
+    def _add_reasoning(self, text: str) -> None:
         answer = self._answer
-        if answer is not None and (answer.get(key) is not None or answer.get("tool_calls")):
-            self.end_answer()
-        if self._answer is None or (key == "reasoning_content" and self._answer["content"] is not None):
-            self.end_answer()
-            self._answer = {"role": "assistant", "content": None}
+        if answer is None or answer["content"] is not None or "tool_calls" in answer:
+            answer = self._begin_answer()
+        answer["reasoning_content"] = answer.get("reasoning_content", "") + text
+
+    def _begin_answer(self) -> dict[str, Any]:
+        """End the assistant's message, and begin another."""
+        self.end_answer()
+        self._answer = {"role": "assistant", "content": None}
         return self._answer
 
 
