@@ -1,8 +1,10 @@
-// Graphs of the engine: /stats is asked once a second, and two answers that follow each other make a point.
+// Graphs of the engine: /stats is asked once a second, and each answer with one some seconds before it makes a point.
 
 import { getJSON } from "./api.js";
 
 const NUM_POINTS = 120;
+// Rates are means of so many seconds: the numbers of an engine in another process may be a second old.
+const MEAN_OF = 3;
 const WIDTH = 300;
 const HEIGHT = 46;
 const SVG = "http://www.w3.org/2000/svg";
@@ -126,17 +128,19 @@ function paths(points, top) {
 // Asks once a second for as long as the page can be seen; `onState` is given the engine's state, and whether it is good.
 export function startGraphs(parent, onState) {
   const graphs = GRAPHS.map((graph) => new Graph(graph, parent));
-  let before = null;
+  let answers = []; // the last few
   const ask = async () => {
     try {
       const now = await getJSON("stats");
-      if (before && now.time > before.time && now.num_steps >= before.num_steps) {
+      const [before] = answers;
+      if (before && now.num_steps < before.num_steps) answers = []; // another engine
+      else if (before && now.time > before.time) {
         for (const graph of graphs) graph.add(graph.graph.value(now, before));
       }
-      before = now;
+      answers = [...answers.slice(1 - MEAN_OF), now];
       onState(now.state, now.state === "running");
     } catch (error) {
-      before = null;
+      answers = [];
       for (const graph of graphs) graph.add(null);
       onState(error instanceof TypeError ? "the server does not answer" : error.message, false);
     }
