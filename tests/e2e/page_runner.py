@@ -1,8 +1,9 @@
-"""Run the Python blocks of a Markdown page in their order, as one session: python page_runner.py PAGE.
+"""Run the Python blocks of a Markdown page in their order, as one session: python page_runner.py PAGE [--scripted].
 
 A block with ``await``, ``async for`` or ``async with`` outside of a function runs on the session's event loop, as in a
 notebook or in ``python -m asyncio``; any other runs as a file does, without a running loop. All blocks of a page share
-their names. Exit code 1 and the traceback, with the page's line numbers, at the first that fails.
+their names. With ``--scripted`` its engines are those of `aengine.testing`, whatever model they name. Exit code 1 and
+the traceback, with the page's line numbers, at the first that fails. A PAGE that is a Python file is run as it is.
 """
 
 from __future__ import annotations
@@ -11,6 +12,7 @@ import ast
 import asyncio
 import inspect
 import re
+import runpy
 import sys
 import traceback
 from pathlib import Path
@@ -38,6 +40,22 @@ def run_page(page: Path) -> None:
         runner.run(_close(names))
 
 
+def script_engines() -> None:
+    """Make ``AsyncLLM`` and ``LLM`` of the package engines without a model."""
+    import aengine
+    from aengine.testing import FakeAsyncLLM, FakeLLM
+
+    class ScriptedAsyncLLM(FakeAsyncLLM):
+        def __init__(self, model: str, **settings: Any) -> None:
+            super().__init__(**settings)
+
+    class ScriptedLLM(FakeLLM):
+        def __init__(self, model: str, **settings: Any) -> None:
+            super().__init__(**settings)
+
+    aengine.AsyncLLM, aengine.LLM = ScriptedAsyncLLM, ScriptedLLM
+
+
 async def _awaited(code: Any, names: dict[str, Any]) -> None:
     await eval(code, names)
 
@@ -50,8 +68,16 @@ async def _close(names: dict[str, Any]) -> None:
 
 
 if __name__ == "__main__":
+    is_scripted = "--scripted" in sys.argv
+    del sys.argv[0]
+    if is_scripted:
+        sys.argv.remove("--scripted")
+        script_engines()
     try:
-        run_page(Path(sys.argv[1]))
+        if sys.argv[0].endswith(".py"):
+            runpy.run_path(sys.argv[0], run_name="__main__")
+        else:
+            run_page(Path(sys.argv[0]))
     except BaseException:
         traceback.print_exc()
         sys.exit(1)

@@ -19,7 +19,6 @@ import psutil
 import pytest
 import torch
 from conftest_api import settled
-from safetensors.torch import load_file, save_file
 
 from aengine import AsyncLLM, EngineClosedError, ModelLoadError, SamplingParams, WorkerDiedError
 from aengine.checkpoint.source import locate
@@ -104,16 +103,6 @@ def unknown_architecture(folder: Path) -> None:
     edit_config(folder, model_type="mamba", architectures=["MambaForCausalLM"])
 
 
-def missing_tensor(folder: Path) -> None:
-    tensors = load_file(folder / "model.safetensors")
-    del tensors["model.layers.1.mlp.up_proj.weight"]
-    save_file(tensors, folder / "model.safetensors")
-
-
-def wrong_shape(folder: Path) -> None:
-    edit_config(folder, intermediate_size=96)
-
-
 def truncated(folder: Path) -> None:
     file = folder / "model.safetensors"
     file.write_bytes(file.read_bytes()[:-1000])
@@ -123,16 +112,8 @@ def garbage(folder: Path) -> None:
     (folder / "model.safetensors").write_bytes(b"\xff" * 4096)
 
 
-def empty(folder: Path) -> None:
-    (folder / "model.safetensors").write_bytes(b"")
-
-
 def no_tokenizer(folder: Path) -> None:
     (folder / "tokenizer.json").unlink()
-
-
-def quantised(folder: Path) -> None:
-    edit_config(folder, quantization_config={"quant_method": "fp8", "activation_scheme": "dynamic"})
 
 
 def intact(folder: Path) -> None:
@@ -144,25 +125,14 @@ def edit_config(folder: Path, **fields: Any) -> None:
     file.write_text(json.dumps(json.loads(file.read_text()) | fields))
 
 
+# One of each place that refuses: all that the loader and the plan of memory refuse is in tests/models and tests/runner.
 BAD: dict[str, tuple[Callable[[Path], None], dict[str, Any], str]] = {
     "no config": (no_config, {}, r"holds no model: looked for config\.json"),
     "config no JSON": (config_that_is_no_json, {}, r"config\.json is not valid JSON"),
     "architecture": (unknown_architecture, {}, r"'mamba' is not supported; these are: .*llama"),
-    "quantised": (quantised, {}, r"are quantised \(quantization_config of config\.json: fp8\).*in 16 or 32 bits"),
-    "missing tensor": (missing_tensor, {}, r"lacks 1 tensors of the model: model\.layers\.1\.mlp\.\w*up"),
-    "wrong shape": (wrong_shape, {}, r"has the shape \[.*80.*\], but by the config it is \[.*96.*\]"),
     "truncated": (truncated, {}, r"model\.safetensors is truncated or corrupt: .*fetch it again"),
-    "garbage": (garbage, {}, r"model\.safetensors is truncated or corrupt: .*fetch it again"),
-    "empty": (empty, {}, r"model\.safetensors is truncated or corrupt: .*fetch it again"),
     "no tokenizer": (no_tokenizer, {}, r"no tokenizer\.json.*skip_tokenizer=True"),
     "tiny KV": (intact, {"kv_cache_memory_bytes": 50_000}, r"max_model_len=256 are needed: raise kv_cache_memory_b"),
-    "tiny KV, no length": (
-        intact,
-        {"kv_cache_memory_bytes": 1000, "max_model_len": None},
-        r"at least 16 are needed: raise kv_cache_memory_bytes to \d+ or more",
-    ),
-    "too long": (intact, {"max_model_len": 257}, r"max_model_len=257, but the model's context is 256 tokens"),
-    "huge KV": (intact, {"kv_cache_memory_bytes": 2**50}, r"is free after .* of weights: lower kv_cache_memory_bytes"),
 }
 
 
@@ -180,10 +150,9 @@ async def test_a_model_that_can_not_be_loaded(case: str, folder: Path) -> None:
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU here")
-@pytest.mark.parametrize("device", ["cuda", "cuda:3"])
-async def test_no_gpu(device: str, pristine: Path) -> None:
-    with pytest.raises(ModelLoadError, match=rf"device='{device}'.*, or use device='cpu'$"):
-        await llm(pristine, device=device).start()
+async def test_no_gpu(pristine: Path) -> None:
+    with pytest.raises(ModelLoadError, match=r"device='cuda:3'.*, or use device='cpu'$"):
+        await llm(pristine, device="cuda:3").start()
     check_nothing_left()
 
 

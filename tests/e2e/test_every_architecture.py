@@ -132,24 +132,14 @@ async def test_alone_at_once_and_cached(model: Model, rng: random.Random) -> Non
         assert engine.statistics().num_preemptions == 0
 
 
-async def test_chunked(model: Model, rng: random.Random) -> None:
-    prompts = some_prompts(rng)
-    async with running(model, max_num_batched_tokens=16) as engine:
-        model.check_all(prompts, await all_at_once(engine, prompts))
-        again = await all_at_once(engine, prompts)
-        assert sum(c.usage.cached_tokens for c in again) > 0
-        model.check_all(prompts, again)
-
-
-async def test_preempted(model: Model, rng: random.Random) -> None:
-    """A pool for hardly more than one request of the greatest length, and 19 of them at once."""
+async def test_chunked_and_preempted(model: Model, rng: random.Random) -> None:
+    """Steps of 16 tokens, a pool for hardly more than one request of the greatest length, and 19 of them at once."""
     prompts = some_prompts(rng)
     is_mixed, is_windowed = ("mixed" in model.folder.name), ("mistral" in model.folder.name)
     num_slabs, num_groups = (1, 3) if is_mixed else (3, 1)
     page_bytes = num_slabs * 2 * 2 * (16 if "qwen3" in model.folder.name else 8) * 4 * 4
-    num_pages = 9 if is_windowed else 72 if is_mixed else 30
-    small = {"max_num_batched_tokens": 16} if is_windowed else {}  # a window and a step: 7 pages
-    async with running(model, kv_cache_memory_bytes=num_pages * page_bytes, **small) as engine:
+    num_pages = 9 if is_windowed else 72 if is_mixed else 30  # a window and a step: 7 pages
+    async with running(model, kv_cache_memory_bytes=num_pages * page_bytes, max_num_batched_tokens=16) as engine:
         assert engine.describe()["num_blocks"] == num_pages
         assert len(engine.describe()["kv_groups"]) == num_groups
         completions = await all_at_once(engine, prompts)

@@ -11,6 +11,7 @@ import sys
 import threading
 import time
 from collections.abc import Iterator
+from dataclasses import dataclass
 from pathlib import Path
 
 import httpx
@@ -29,6 +30,11 @@ def run(*command: str, stdin: str = "", timeout: float = 120) -> subprocess.Comp
     )
 
 
+def run_scripted(example: str, *arguments: str) -> subprocess.CompletedProcess[str]:
+    """An example over engines of `aengine.testing`: the real model runs in others."""
+    return run(str(Path(__file__).with_name("page_runner.py")), example, "--scripted", *arguments)
+
+
 def test_stream() -> None:
     done = run("examples/stream.py", "What is the capital of France?")
     assert done.returncode == 0, done.stderr
@@ -36,7 +42,7 @@ def test_stream() -> None:
 
 
 def test_batch() -> None:
-    done = run("examples/batch.py", "40")
+    done = run_scripted("examples/batch.py", "40")
     assert done.returncode == 0, done.stderr
     assert "40 completions" in done.stdout
     assert "40/40" in done.stderr  # the progress bar
@@ -49,14 +55,14 @@ def test_synchronous() -> None:
 
 
 def test_extract() -> None:
-    done = run("examples/extract.py")
+    done = run_scripted("examples/extract.py")
     assert done.returncode == 0, done.stderr
     lines = done.stdout.splitlines()
     assert len(lines) == 3 and all(line.startswith(("Review(mood=", "(length)")) for line in lines)
 
 
 def test_agent() -> None:
-    done = run("examples/agent.py", "What is the weather in Paris?")
+    done = run_scripted("examples/agent.py", "What is the weather in Paris?")
     assert done.returncode == 0, done.stderr
     assert 'calls get_weather({"city": "' in done.stdout and "Report(city=" in done.stdout.splitlines()[-1]
 
@@ -86,18 +92,24 @@ def free_port() -> int:
         return port
 
 
+@dataclass
+class Server:
+    url: str
+    process: subprocess.Popen
+    log: Path
+
+
 @pytest.fixture
-def server() -> Iterator[str]:
-    port = free_port()
-    command = [*UVICORN, "--port", str(port)]
-    process = subprocess.Popen(command, cwd=ROOT, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
-    url = f"http://127.0.0.1:{port}"
+def server(tmp_path: Path) -> Iterator[Server]:
+    port, log = free_port(), tmp_path / "log"
+    with log.open("w") as out:
+        process = subprocess.Popen([*UVICORN, "--port", str(port)], cwd=ROOT, stdout=out, stderr=out)
     try:
-        wait_until_up(process, url)
-        yield url
+        wait_until_up(process, f"http://127.0.0.1:{port}")
+        yield Server(f"http://127.0.0.1:{port}", process, log)
     finally:
-        process.send_signal(signal.SIGINT)
-        assert process.wait(60) in (0, -signal.SIGINT)  # uvicorn ends by the signal that it got, once it has shut down
+        if process.poll() is None:
+            process.kill()
 
 
 def wait_until_up(process: subprocess.Popen, url: str) -> None:
@@ -115,7 +127,12 @@ def statistics(url: str) -> dict:
     return httpx.get(f"{url}/statistics").json()
 
 
-def test_fastapi(server: str) -> None:
+def test_fastapi(server: Server) -> None:
+    check_answers(server.url)
+    check_told_to_stop(server)
+
+
+def check_answers(server: str) -> None:
     body = {"prompt": "Once upon a time", "max_tokens": 8, "temperature": 0}
     assert len(httpx.post(f"{server}/generate", json=body, timeout=60).text) > 8
     bad = httpx.post(f"{server}/generate", json=body | {"temperature": -1})
@@ -147,41 +164,32 @@ def num_aborted(server: str) -> int:
 LONG = {"prompt": "Write down the numbers from 1 to 1000, in words.", "max_tokens": 5000, "temperature": 0}
 
 
-def test_fastapi_is_told_to_stop(tmp_path: Path) -> None:
-    """By SIGTERM (`server` ends by SIGINT), with twenty streams and some chats under way: they end where they are,
-    nothing is left, nothing is shouted."""
-    port, log = free_port(), tmp_path / "log"
-    with log.open("w") as out:
-        process = subprocess.Popen([*UVICORN, "--port", str(port)], cwd=ROOT, stdout=out, stderr=out)
-    url, texts, answers = f"http://127.0.0.1:{port}", [""] * 20, [{}] * 3
-    lines: list[threading.Thread] = []
-    try:
-        wait_until_up(process, url)
-        children = psutil.Process(process.pid).children(recursive=True)
+def check_told_to_stop(server: Server) -> None:
+    """By SIGTERM, with twenty streams and some chats under way: they end where they are, nothing is left, nothing is
+    shouted."""
+    url, process, texts, answers = server.url, server.process, [""] * 20, [{}] * 3
+    children = psutil.Process(process.pid).children(recursive=True)
 
-        def read(i: int) -> None:
-            with httpx.stream("POST", f"{url}/generate", json=LONG, timeout=120) as response:
-                for text in response.iter_text():
-                    texts[i] += text
+    def read(i: int) -> None:
+        with httpx.stream("POST", f"{url}/generate", json=LONG, timeout=120) as response:
+            for text in response.iter_text():
+                texts[i] += text
 
-        def ask(i: int) -> None:
-            answers[i] = httpx.post(f"{url}/chat", json=LONG, timeout=120).json()
+    def ask(i: int) -> None:
+        answers[i] = httpx.post(f"{url}/chat", json=LONG, timeout=120).json()
 
-        lines = [threading.Thread(target=read, args=(i,), daemon=True) for i in range(20)]
-        lines += [threading.Thread(target=ask, args=(i,), daemon=True) for i in range(3)]
-        for line in lines:
-            line.start()
-        while not all(texts) or statistics(url)["num_running"] < 23:
-            assert process.poll() is None and all(line.is_alive() for line in lines)
-            time.sleep(0.1)
-        process.send_signal(signal.SIGTERM)
-        process.wait(30)
-    finally:
-        if process.poll() is None:
-            process.kill()
+    lines = [threading.Thread(target=read, args=(i,), daemon=True) for i in range(20)]
+    lines += [threading.Thread(target=ask, args=(i,), daemon=True) for i in range(3)]
+    for line in lines:
+        line.start()
+    while not all(texts) or statistics(url)["num_running"] < 23:
+        assert process.poll() is None and all(line.is_alive() for line in lines)
+        time.sleep(0.1)
+    process.send_signal(signal.SIGTERM)
+    process.wait(30)
     for line in lines:
         line.join(30)
-    said = log.read_text()
+    said = server.log.read_text()
     assert "Traceback" not in said and "ERROR" not in said, said
     assert "Application shutdown complete" in said
     assert [answer["finish_reason"] for answer in answers] == ["abort"] * 3

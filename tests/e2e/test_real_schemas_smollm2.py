@@ -19,10 +19,9 @@ CONFIG: dict[str, Any] = {"max_model_len": 512, "kv_cache_memory_bytes": 256 * 2
 ASKED = """
     postal_address support_ticket_triage tool_search tool_send_email tool_create_issue tool_run_shell
     tool_book_restaurant sentiment recipe log_classification comment_tree file_tree shape_union payment_method
-    meeting_minutes weather_report quiz semver_release colour_theme network_device survey_response chat_moderation
-    intent_router home_automation chart_spec rag_answer translation person_minimal yes_no_reason lead_scoring
+    weather_report network_device chat_moderation intent_router chart_spec rag_answer yes_no_reason lead_scoring
 """.split()
-MAX_TOKENS = 250
+MAX_TOKENS = 180
 STREAMED = ["support_ticket_triage", "comment_tree", "shape_union", "payment_method", "network_device", "intent_router"]
 
 
@@ -94,7 +93,7 @@ async def follow(engine: AsyncLLM, name: str) -> Completion:
 
 @pytest.mark.slow
 async def test_every_answer_that_ends_is_an_instance() -> None:
-    assert len(set(ASKED)) == 30 and set(STREAMED) < set(ASKED)
+    assert len(set(ASKED)) == 22 and set(STREAMED) < set(ASKED)
     async with AsyncLLM("smollm2-135m", **CONFIG) as engine:
         completions = await asyncio.gather(
             *(

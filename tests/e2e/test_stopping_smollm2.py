@@ -29,14 +29,12 @@ async def has_tokens(engine: AsyncLLM, number: int) -> None:
         await asyncio.sleep(0.005)
 
 
-@pytest.mark.parametrize("own_thread", [False, True])
-async def test_stopping(own_thread: bool) -> None:
+async def test_stopping() -> None:
     settings: dict[str, Any] = {
         "max_model_len": 1024,
         "kv_cache_memory_bytes": 128 * 2**20,
         "dtype": "float32",
         "preload_grammars": False,
-        "own_thread": own_thread,
     }
     engine = await AsyncLLM("smollm2-135m", **settings).start()
     expected = [(await task).token_ids for task in begin(engine, GREEDY)]

@@ -79,7 +79,7 @@ def test_a_missing_tensor(copied: Path) -> None:
 
 def test_a_mis_shaped_tensor(copied: Path) -> None:
     rewrite(copied, lambda tensors: tensors.update({"model.norm.weight": torch.ones(47)}))
-    with pytest.raises(ModelLoadError, match=r"model\.norm\.weight has the shape \[47\].*\[48\]"):
+    with pytest.raises(ModelLoadError, match=r"norm\.weight has the shape \[47\], but by the config it is \[48\]"):
         load(source_of(copied))
 
 
@@ -105,7 +105,7 @@ def test_truncated(copied: Path, kept: float) -> None:
     path = copied / "model.safetensors"
     data = path.read_bytes()
     path.write_bytes(data[: int(kept * len(data)) if isinstance(kept, float) else kept])
-    with pytest.raises(ModelLoadError, match=r"model\.safetensors"):
+    with pytest.raises(ModelLoadError, match=r"model\.safetensors is truncated or corrupt: .*fetch it again"):
         load(source_of(copied))
 
 
