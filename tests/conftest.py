@@ -38,7 +38,7 @@ LOOPS = {"asyncio-debug": _debug_loop, "uvloop": uvloop.new_event_loop}
 
 SLOW = {"adversity", "e2e", "gpu", "stress", "workers"}
 """Folders that `make test-fast` leaves out: their tests start processes or load the real model."""
-WITH_IO = {"adversity", "ipc", "stress", "threads", "workers"}
+WITH_IO = {"adversity", "ipc", "remote", "stress", "threads", "workers"}
 """Folders whose tests wait for bytes, processes or threads, and so run on both loops."""
 WITH_IO_FILES = {
     "test_async_llm.py",
