@@ -71,7 +71,12 @@ class Tokenizer:
 
         Blocking: reads files, may download. Raises ModelLoadError.
         """
-        path = Path(source.path) if override is None else locate(override, weights=False)
+        path = Path(source.path)
+        if override is not None:
+            try:
+                path = locate(override, weights=False)
+            except ModelLoadError as error:
+                raise ModelLoadError(f"tokenizer={override!r}: {error}") from error
         if path.is_dir() and not (path / "tokenizer.json").is_file() and any(path.glob("*.gguf")):
             path = weights_in(path, "gguf")
         eos = source.generation_config.get("eos_token_id", source.hf_config.get("eos_token_id"))

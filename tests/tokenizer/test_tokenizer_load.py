@@ -17,6 +17,8 @@ from conftest_api import encoder_of
 from tokenizer_helpers import TEXTS, smollm2, wordpiece
 
 from aengine.checkpoint import ModelSource
+from aengine.checkpoint.source import resolve_model
+from aengine.config import EngineConfig
 from aengine.errors import InvalidRequestError, ModelLoadError
 from aengine.tokenizer.messages import checked_messages
 from aengine.tokenizer.tokenizer import Tokenizer
@@ -236,3 +238,9 @@ def test_a_tokenizer_is_freed_by_reference_counting() -> None:
         assert [part() for part in parts] == [None] * len(parts)
     finally:
         gc.enable()
+
+
+def test_a_tokenizer_that_is_nowhere_names_the_setting() -> None:
+    source = resolve_model(EngineConfig.create("smollm2-135m", {}))
+    with pytest.raises(ModelLoadError, match=r"tokenizer='\./nothing': there is no model '\./nothing'"):
+        Tokenizer.load(source, "./nothing")
