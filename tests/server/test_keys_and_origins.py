@@ -1,4 +1,4 @@
-"""API keys of any characters, and pages of other origins."""
+"""API keys of any characters, pages of other origins, and where an application is mounted."""
 
 from __future__ import annotations
 
@@ -7,6 +7,7 @@ from contextlib import asynccontextmanager
 
 import httpx
 import pytest
+from starlette.applications import Starlette
 
 from aengine import InvalidRequestError
 from aengine.server import create_app
@@ -65,3 +66,14 @@ async def test_without_origins_no_page_is_allowed() -> None:
     async with client_of() as client:
         answer = await client.post("/v1/chat/completions", json=CHAT, headers=PAGE)
         assert answer.status_code == 200 and "access-control-allow-origin" not in answer.headers
+
+
+async def test_a_mounted_application_says_where_it_is() -> None:
+    async with FakeAsyncLLM("a") as engine:
+        outer = Starlette()
+        outer.mount("/llm", create_app(engine))
+        async with httpx.AsyncClient(transport=streaming_transport(outer), base_url="http://engine") as client:
+            document = (await client.get("/llm/openapi.json")).json()
+            (server,) = document["servers"]
+            path = next(path for path in document["paths"] if path.endswith("/models"))
+            assert (await client.get(server["url"] + path)).status_code == 200
