@@ -44,7 +44,8 @@ def commands(page: Path) -> Iterator[list[str]]:
     for text in blocks(page, "bash", "sh", "dockerfile"):
         lines += text.replace("\\\n", " ").splitlines()
     for line in lines:
-        found = re.search(r"(?:^|[\s/|]|-m )aengine +((?:run|chat|serve|bench|model|doctor|-)[^|;&>]*)", line.split(" #")[0])
+        said = line.split(" #")[0]
+        found = re.search(r"(?:^|[\s/|]|-m )aengine +((?:run|chat|serve|bench|model|doctor|-)[^|;&>]*)", said)
         if found and "..." not in line:
             yield shlex.split(found[1])
 
