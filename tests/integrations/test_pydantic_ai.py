@@ -184,7 +184,9 @@ CHOICES: list[tuple[Any, tuple[str, set[str]] | str]] = [
 ]
 
 
-@pytest.mark.parametrize(("choice", "expected"), CHOICES, ids=str)
+@pytest.mark.parametrize(
+    ("choice", "expected"), CHOICES, ids=lambda value: str(value) if isinstance(value, str | list) else ""
+)
 async def test_tool_choices(choice: Any, expected: Any) -> None:
     def other(x: int) -> int:
         return x
