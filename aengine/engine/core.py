@@ -161,7 +161,7 @@ class EngineCore:
 
         def restart() -> tuple[Executor, Callable[[], Awaitable[dict[str, Any]]]]:
             another = make_executor(config)
-            return another, partial(another.start, load, _log_progress)
+            return another, partial(another.start, _load_again(load, ready), _log_progress)
 
         starting = loop.create_task(executor.start(load, report), name="aengine-worker-start")
         grammars: GrammarService | None = None
@@ -387,3 +387,11 @@ class EngineCore:
 
 def _log_progress(progress: StartupProgress) -> None:
     logger.debug("restart: %s %s", progress.stage, progress.detail)
+
+
+def _load_again(load: dict[str, Any], ready: dict[str, Any]) -> dict[str, Any]:
+    """Return what a worker loads in the place of one that was ready: with as much KV memory, whatever is free now."""
+    sizes = [rank["kv_cache_bytes"] for rank in ready.get("ranks", ()) if "kv_cache_bytes" in rank]
+    if not sizes:  # a worker of another kind, which keeps none
+        return load
+    return {**load, "config": {**load["config"], "kv_cache_memory_bytes": max(sizes)}}

@@ -331,3 +331,21 @@ async def test_the_collector_may_run_within_the_scheduler(make_engine: Make, mon
         gc.collect()
         await settled(engine)
         assert engine.statistics().num_restarts == 0
+
+
+async def test_a_worker_that_is_started_again_takes_the_kv_memory_of_the_one_before(
+    make_engine: Make, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """What is free may be less by now: the engine's blocks are as many as they were."""
+    loads: list[dict[str, Any]] = []
+
+    async def start(self: FakeExecutor, load: dict[str, Any], on_progress: Any) -> dict[str, Any]:
+        loads.append(load)
+        return {**self.ready, "ranks": [{"rank": 0, "kv_cache_bytes": 7 << 20}]}
+
+    monkeypatch.setattr(FakeExecutor, "start", start)
+    async with make_engine() as engine:
+        core_of(engine).worker.executor.fail(death())
+        completion = await engine.generate([1, 2, 3], SamplingParams(max_tokens=4, ignore_eos=True))
+        assert len(completion.token_ids) == 4
+    assert [load["config"]["kv_cache_memory_bytes"] for load in loads] == [None, 7 << 20]
