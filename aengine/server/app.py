@@ -84,6 +84,7 @@ def create_app(
     metrics_registry: CollectorRegistry | None = None,
     page: bool = True,
     allow_origins: str | Sequence[str] = (),
+    pieces_per_second: float = 2500,
 ) -> Starlette:
     """Make the ASGI application that serves an engine under OpenAI's and Anthropic's interfaces.
 
@@ -104,6 +105,8 @@ def create_app(
         page: at ``/`` a page to chat with the model and to look at the engine's numbers, which are at ``/stats``.
         allow_origins: of browser pages elsewhere that may call it (CORS), as "https://chat.example"; "*": all. Pages
             that the application itself shows need none.
+        pieces_per_second: that all event streams together send at most. Many streams at once get fewer, larger ones,
+            each with all that has come since the one before.
     """
     names = [model_names] if isinstance(model_names, str) else model_names
     keys = [api_keys] if isinstance(api_keys, str) else list(api_keys or ())
@@ -117,6 +120,7 @@ def create_app(
         model_names=names,
         max_body_bytes=max_body_bytes,
         max_stored_responses=max_stored_responses,
+        pieces_per_second=pieces_per_second,
     )
     endpoints = [*_ENDPOINTS, *(_PAGE if page else ())]
     service.openapi = openapi_document(endpoints, has_keys=bool(keys))

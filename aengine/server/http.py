@@ -155,17 +155,18 @@ class Pace:
     much as the text of many tokens.
 
     One stream among few sends each token at once. Of many, each waits a moment after a piece, and what has come
-    meanwhile is the next: 64 streams get 39 pieces a second each.
+    meanwhile is the next: of 2,500 a second 64 streams get 39 each.
     """
 
-    MOST_PIECES = 2500.0  # a second, of all streams: a fifth of a core or less
     LEAST_SECONDS = 0.002  # a shorter wait is none
 
-    def __init__(self) -> None:
+    def __init__(self, pieces_per_second: float) -> None:
+        """``pieces_per_second``: of all streams together, at most."""
         self.num_streams = 0  # that are being sent
+        self._pieces_per_second = pieces_per_second
 
     async def wait(self) -> None:
-        seconds = self.num_streams / self.MOST_PIECES
+        seconds = self.num_streams / self._pieces_per_second
         if seconds >= self.LEAST_SECONDS:
             await asyncio.sleep(seconds)
 

@@ -43,13 +43,14 @@ class Service:
         model_names: Sequence[str] | None,
         max_body_bytes: int,
         max_stored_responses: int,
+        pieces_per_second: float,
     ) -> None:
         self.engine = engine
         self.model_names = tuple(model_names or (_name_of(engine.config.model),))
         self.max_body_bytes = max_body_bytes
         self.created = int(time.time())
         self.health = Health(engine)
-        self.pace = Pace()
+        self.pace = Pace(pieces_per_second)
         self.openapi: dict[str, Any] = {}
         """The application's description of itself."""
         self.responses = ResponseStore(max_stored_responses)

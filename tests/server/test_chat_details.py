@@ -308,7 +308,8 @@ def test_the_models_name_is_that_of_the_hub_or_the_end_of_a_path(tmp_path: Path)
         ("/models/tiny.gguf", "tiny.gguf"),
         ("smollm2-135m", "smollm2-135m"),
     ):
-        service = Service(AsyncLLM(model), model_names=None, max_body_bytes=1, max_stored_responses=0)
+        limits = {"max_body_bytes": 1, "max_stored_responses": 0, "pieces_per_second": 1}
+        service = Service(AsyncLLM(model), model_names=None, **limits)
         assert service.model_names == (name,)
 
 
