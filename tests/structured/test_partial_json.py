@@ -119,5 +119,5 @@ def test_garbage_is_refused(text: str) -> None:
 
 def test_without_pydantic(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "pydantic_core", None)
-    with pytest.raises(InvalidRequestError, match="pip install aengine"):
+    with pytest.raises(InvalidRequestError, match="pip install pydantic"):
         partial_json("[1, 2]")
