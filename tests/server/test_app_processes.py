@@ -63,7 +63,7 @@ def test_all_end_properly_when_one_is_told_to(number: int) -> None:
 
 
 def test_a_process_that_dies_takes_its_requests_only_and_is_replaced() -> None:
-    with Served("--port", 0, "--workers", 2, "--log-level", "debug", token_delay=0.005) as served:
+    with Served("--port", 0, "--workers", 2, "--log-level", "debug", token_delay=0.001) as served:
         first, second = streams_of_two_processes(served)
         dying = process_of(served, first)
         served.until("first token")

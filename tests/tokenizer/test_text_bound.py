@@ -39,7 +39,11 @@ PIECES = st.sampled_from(
 )
 
 
-@given(st.lists(PIECES, max_size=60).map("".join) | st.text(max_size=60), st.integers(1, 40))
+# SmolLM2's vocabulary lacks some control characters: a text of these alone has no tokens at all.
+TEXTS = st.text(st.characters(exclude_categories=("Cc", "Cs")), max_size=60)
+
+
+@given(st.lists(PIECES, max_size=60).map("".join) | TEXTS, st.integers(1, 40))
 def test_no_text_has_fewer_tokens(encoders: list[tokenizers.Tokenizer], text: str, times: int) -> None:
     text *= times
     for encoder in encoders:

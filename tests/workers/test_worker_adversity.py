@@ -72,7 +72,7 @@ async def test_close_during_the_start() -> None:
     starting = asyncio.create_task(start(executor, {"fail": "hang"}))
     while stage(executor) != "profile":
         await asyncio.sleep(0.01)
-    await executor.aclose(60)
+    await executor.aclose(0.5)  # it hangs, so it is killed when the time is over
     with pytest.raises(EngineClosedError):
         await starting
     await gone(executor.workers[0].pid)
@@ -171,6 +171,7 @@ async def test_who_waits_for_room_hears_of_the_death_too() -> None:
     executor = make(ring_bytes=64 * 1024)
     await start(executor)
     await executor.execute_model(step(0, [fake_runner.HANG]))
+    await asyncio.sleep(0.3)  # what comes before it hangs would be read
     blocked = [asyncio.create_task(executor.execute_model(step(i, [5] * 200_000, i))) for i in (1, 2)]
     await asyncio.sleep(0.05)
     assert not any(task.done() for task in blocked)
