@@ -102,7 +102,8 @@ class Served:
             sock.settimeout(MOST_SECONDS)
             sock.connect(str(uds))
         body = json.dumps({**CHAT, "stream": True, **options}).encode()
-        sock.sendall(b"POST /v1/chat/completions HTTP/1.1\r\nhost: x\r\ncontent-length: %d\r\n\r\n" % len(body) + body)
+        head = b"POST /v1/chat/completions HTTP/1.1\r\nhost: x\r\nconnection: close\r\ncontent-length: %d\r\n\r\n"
+        sock.sendall(head % len(body) + body)
         assert sock.recv(20).startswith(b"HTTP/1.1 200")
         return sock
 
