@@ -56,13 +56,13 @@ class _Blocking(Generic[T, C]):
 
     @property
     def finish_reasons(self) -> tuple[FinishReason | None, ...]:
-        """Of each of the n completions why it has ended; see `TokenStream.finish_reasons` and `ChatStream`'s."""
+        """Why each of the n completions has ended; see `TokenStream.finish_reasons` and `ChatStream`'s."""
         reasons: tuple[FinishReason | None, ...] = self._stream.finish_reasons
         return reasons
 
     @property
     def stop_reasons(self) -> tuple[str | int | None, ...]:
-        """Of each of the n completions its `Choice.stop_reason`, known with its finish reason."""
+        """The `Choice.stop_reason` of each of the n completions, known with its finish reason."""
         reasons: tuple[str | int | None, ...] = self._stream.stop_reasons
         return reasons
 

@@ -65,7 +65,7 @@ class RemoteEngine:
 
     @property
     def state(self) -> str:
-        """As of `AsyncLLM`: the engine's, or "draining" or "closed" of this one's; "failed": the connection broke."""
+        """The engine's state; of this side "draining" or "closed", and "failed" when the connection broke."""
         if self._connection is None:
             return self._life
         if self._connection.has_broken:

@@ -194,7 +194,7 @@ class ChatStream:
 
     @property
     def finish_reasons(self) -> tuple[FinishReason | None, ...]:
-        """Of each of the n answers why it has ended; None: it has not, or not all of its deltas have been read."""
+        """Why each of the n answers has ended; None: it has not, or not all of its deltas have been read."""
         reasons = self._stream.finish_reasons or (None,) * self._params.n
         if self._is_read or self._has_failed:
             return reasons
@@ -204,7 +204,7 @@ class ChatStream:
 
     @property
     def stop_reasons(self) -> tuple[str | int | None, ...]:
-        """Of each of the n answers its `Choice.stop_reason`, known with its finish reason."""
+        """The `Choice.stop_reason` of each of the n answers, known with its finish reason."""
         finish_reasons = self.finish_reasons
         stop_reasons = self._stream.stop_reasons or (None,) * self._params.n
         return tuple(None if finish is None else stop for finish, stop in zip(finish_reasons, stop_reasons))

@@ -398,13 +398,13 @@ class TokenStream:
 
     @property
     def finish_reasons(self) -> tuple[FinishReason | None, ...]:
-        """Of each of the n completions why it has ended; None: it has not. Also of what has not been read yet. Empty
+        """Why each of the n completions has ended; None: it has not. Also of what has not been read yet. Empty
         before the engine has the request, which with ``own_thread=True`` it may not yet have when `stream` returns."""
         return tuple(choice.finish_reason for choice in self._mailbox.choices)
 
     @property
     def stop_reasons(self) -> tuple[str | int | None, ...]:
-        """Of each of the n completions its `Choice.stop_reason`, known with its finish reason."""
+        """The `Choice.stop_reason` of each of the n completions, known with its finish reason."""
         return tuple(choice.stop_reason for choice in self._mailbox.choices)
 
     @property
