@@ -162,8 +162,9 @@ class Scheduler:
 
         Its next step computes them too and samples after each, as far as there is room. Whatever they are, the tokens
         that it gets are those of a run without. ``are_certain``: nothing else can be sampled, so that it samples after
-        the last alone. Nothing happens unless it decodes and `Request.takes_drafts`, nor with
-        a model that keeps a state, out of which a rejected token could not be taken again.
+        the last alone; not so while drafts in flight may be rejected, since then these may belong elsewhere. Nothing
+        happens unless it decodes and `Request.takes_drafts`, nor with a model that keeps a state, out of which a
+        rejected token could not be taken again.
         """
         if request.status is not _DECODING or not request.takes_drafts or self.rows.kv.has_states:
             return
@@ -172,7 +173,8 @@ class Scheduler:
         most = request.max_num_tokens - 2 - request.num_computed_tokens  # the last token is sampled
         drafts = list(token_ids[: max(0, min(stop, most))])
         if drafts:
-            request.draft_token_ids, request.are_drafts_certain = drafts, are_certain
+            request.draft_token_ids = drafts
+            request.are_drafts_certain = are_certain and not any(step.may_reject(request) for step in self.rows.in_flight)
             self.rows.stop_decoding(request)
 
     def pause(self, request: Request) -> None:

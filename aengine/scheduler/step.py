@@ -116,6 +116,10 @@ class InFlightStep:
         """Return at how many positions a row that samples does so."""
         return 1 if batch_idx in self.certain else 1 + len(self.drafts.get(batch_idx, ()))
 
+    def may_reject(self, request: Request) -> bool:
+        """Return whether it has drafts of the request that are not certain."""
+        return any(self.batch[i] is request for i in self.drafts if i not in self.certain)
+
     def constrained(self) -> list[tuple[int, Request]]:
         """(batch index, request) of those that sample under a grammar in this step."""
         chunks = self.chunks
