@@ -23,6 +23,7 @@ from agents import (
     UserError,
     function_tool,
     set_trace_processors,
+    set_tracing_disabled,
 )
 from agents.exceptions import ModelTimeoutError
 from agents.items import ReasoningItem, ToolCallItem
@@ -72,8 +73,10 @@ class Spans(TracingProcessor):
 def spans() -> Iterator[list[Span[GenerationSpanData]]]:
     processor = Spans()
     set_trace_processors([processor])
+    set_tracing_disabled(False)  # examples in the same process may have disabled it
     yield processor.spans
     set_trace_processors([])
+    set_tracing_disabled(True)
 
 
 def desk_of(engine: AsyncLLM) -> Agent[Any]:
