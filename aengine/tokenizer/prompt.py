@@ -124,7 +124,7 @@ def part_of(prompt: Prompt) -> TextPart | TokensPart | MessagesPart:
 def check_length(text: str, tokenizer: Tokenizer, max_model_len: int) -> None:
     """Raises ContextLengthError for a text that can't fit, whatever its tokens are."""
     length = str.__len__(text)
-    if length > LONG_TEXT and (least := tokenizer.least_tokens(length)) >= max_model_len:
+    if length > LONG_TEXT and (least := tokenizer.least_tokens(text)) >= max_model_len:
         raise ContextLengthError(least, max_model_len, at_least=True)
 
 

@@ -16,7 +16,7 @@ from .detokenizer import Detokenizer, MarkedDetokenizer
 from .gguf_tokenizer import read_gguf_tokenizer
 from .message_encoding import MessageEncoder
 from .messages import Messages
-from .text_bound import most_characters
+from .text_bound import TextBound
 from .token_text import token_table
 from .traced_text import TracedText
 
@@ -49,7 +49,7 @@ class Tokenizer:
         self._encoder = encoder
         self._allows_special_tokens = False
         self._special_tokens = dict(special_tokens or {})
-        self._most_characters: int | None = None  # of one token; 0: not known
+        self._text_bound: TextBound | None = None
         added = encoder.get_added_tokens_decoder()
         self.vocab_size = max(encoder.get_vocab_size(), max(added, default=-1) + 1)
         """One more than the largest token id. A model's own may be larger, padded."""
@@ -109,11 +109,11 @@ class Tokenizer:
         _check_unicode(text)
         return self._messages.encode_plain(text, add_special_tokens)
 
-    def least_tokens(self, num_characters: int) -> int:
-        """Return the least tokens that a text of this length has. Blocking: the first time all tokens are looked at."""
-        if self._most_characters is None:
-            self._most_characters = most_characters(self._encoder)
-        return num_characters // self._most_characters if self._most_characters else 0
+    def least_tokens(self, text: str) -> int:
+        """Return the least tokens that the text may have. Blocking: the first time all tokens are looked at."""
+        if self._text_bound is None:
+            self._text_bound = TextBound.of(self._encoder)
+        return self._text_bound.least_tokens(text)
 
     def decode(self, ids: Sequence[int], skip_special_tokens: bool = True) -> str:
         """Return the text of ``ids``; unknown ones are left out, incomplete characters become U+FFFD."""
