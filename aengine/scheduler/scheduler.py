@@ -174,7 +174,8 @@ class Scheduler:
         drafts = list(token_ids[: max(0, min(stop, most))])
         if drafts:
             request.draft_token_ids = drafts
-            request.are_drafts_certain = are_certain and not any(step.may_reject(request) for step in self.rows.in_flight)
+            may_be_rejected = any(step.may_reject(request) for step in self.rows.in_flight)
+            request.are_drafts_certain = are_certain and not may_be_rejected
             self.rows.stop_decoding(request)
 
     def pause(self, request: Request) -> None:
