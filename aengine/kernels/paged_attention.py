@@ -3,6 +3,9 @@
 The query at position p attends to keys at positions <= p; with a window of w, only to those > p - w. Heads are grouped:
 query head h reads key-value head h // (num_heads / num_kv_heads). Softmax in float32.
 
+With a soft cap of c, a score s counts as c * tanh(s / c) (Gemma 2, arXiv:2408.00118). A sink is a score of a head's
+own, which takes its share of the softmax and adds no value (gpt-oss, arXiv:2508.10925).
+
 The cache of a layer is [num_blocks, block_size, 2, num_kv_heads, head_dim]: key and value heads of a token side by
 side, so that a block is one run of memory and a token is written, or gathered, in one piece.
 """
@@ -21,7 +24,15 @@ __all__ = ["decode_attention", "prefill_attention"]
 
 
 def prefill_attention(
-    q: Tensor, kv: Tensor, kv_cache: Tensor, block_ids: Tensor, seq_len: int, scale: float, window: int | None
+    q: Tensor,
+    kv: Tensor,
+    kv_cache: Tensor,
+    block_ids: Tensor,
+    seq_len: int,
+    scale: float,
+    window: int | None,
+    softcap: float = 0.0,
+    sinks: Tensor | None = None,
 ) -> Tensor:
     """Attention of one sequence of which the last tokens are new.
 
@@ -31,6 +42,8 @@ def prefill_attention(
         kv_cache: see above.
         block_ids: int32 or int64 [ceil(seq_len / block_size)]: the sequence's blocks.
         seq_len: tokens in all, the new ones included.
+        softcap: 0: none.
+        sinks: [num_heads], or None.
 
     Returns:
         [query_len, num_heads * head_dim].
@@ -47,9 +60,40 @@ def prefill_attention(
     grouped = q.view(query_len, num_kv_heads, groups, head_dim).permute(1, 2, 0, 3)
     keys, values = (t.transpose(0, 1).unsqueeze(1).expand(-1, groups, -1, -1) for t in kv.unbind(1))
     whole = seq_len == query_len and (window is None or window >= seq_len)
-    mask = None if whole else _causal_mask(query_len, seq_len, window, q.device)
-    out = F.scaled_dot_product_attention(grouped, keys, values, attn_mask=mask, is_causal=whole, scale=scale)
+    if softcap or sinks is not None:
+        out = torch.empty_like(grouped)
+        own_sinks = None if sinks is None else sinks.view(num_kv_heads, groups, 1, 1)
+        step = max(1, _MOST_SCORES // (num_heads * seq_len))
+        for begin in range(0, query_len, step):
+            end = min(query_len, begin + step)
+            mask = _causal_mask(end - begin, seq_len - query_len + end, window, q.device)
+            seen = mask.shape[1]
+            part = grouped[:, :, begin:end], keys[:, :, :seen], values[:, :, :seen]
+            out[:, :, begin:end] = _attend(*part, mask, scale, softcap, own_sinks)
+    else:
+        attn_mask = None if whole else _causal_mask(query_len, seq_len, window, q.device)
+        out = F.scaled_dot_product_attention(grouped, keys, values, attn_mask=attn_mask, is_causal=whole, scale=scale)
     return out.permute(2, 0, 1, 3).reshape(query_len, num_heads * head_dim)
+
+
+_MOST_SCORES = 1 << 22
+"""Scores that are in memory at once, 16 MiB of them."""
+
+
+def _attend(
+    q: Tensor, keys: Tensor, values: Tensor, mask: Tensor | None, scale: float, softcap: float, sinks: Tensor | None
+) -> Tensor:
+    """Attention with a soft cap or sinks, which torch's own does not have. q: [a, b, queries, dim]; keys and values:
+    [a, b, seen, dim]; mask: bool, broadcast to [a, b, queries, seen]; sinks: broadcast to [a, b, queries, 1]."""
+    scores = (q @ keys.transpose(-1, -2)).float() * scale
+    if softcap:
+        scores = scores.div_(softcap).tanh_().mul_(softcap)
+    if mask is not None:
+        scores.masked_fill_(~mask, -torch.inf)
+    if sinks is not None:
+        scores = torch.cat((scores, sinks.float().expand(*scores.shape[:3], 1)), -1)
+    weights = torch.softmax(scores, -1)
+    return weights[..., : keys.shape[-2]].to(q.dtype) @ values
 
 
 def _causal_mask(query_len: int, seq_len: int, window: int | None, device: torch.device) -> Tensor:
@@ -59,7 +103,14 @@ def _causal_mask(query_len: int, seq_len: int, window: int | None, device: torch
 
 
 def decode_attention(
-    q: Tensor, kv_cache: Tensor, block_table: Tensor, seq_lens: Sequence[int], scale: float, window: int | None
+    q: Tensor,
+    kv_cache: Tensor,
+    block_table: Tensor,
+    seq_lens: Sequence[int],
+    scale: float,
+    window: int | None,
+    softcap: float = 0.0,
+    sinks: Tensor | None = None,
 ) -> Tensor:
     """Attention of one new token a sequence.
 
@@ -68,6 +119,8 @@ def decode_attention(
         kv_cache: see above; the new tokens' keys and values are in it.
         block_table: int32 or int64 [num_seqs, num_blocks]; entries past a sequence's own are ignored.
         seq_lens: tokens of each sequence, the new one included.
+        softcap: 0: none.
+        sinks: [num_heads], or None.
 
     Returns:
         [num_seqs, num_heads * head_dim].
@@ -91,7 +144,10 @@ def decode_attention(
             mask &= places >= lens - window
         mask = mask[:, None, None, :]
     grouped = q.view(num_seqs, num_kv_heads, num_heads // num_kv_heads, head_dim)
-    out = F.scaled_dot_product_attention(
-        grouped, keys.transpose(1, 2), values.transpose(1, 2), attn_mask=mask, scale=scale
-    )
+    keys, values = keys.transpose(1, 2), values.transpose(1, 2)
+    if softcap or sinks is not None:
+        own_sinks = None if sinks is None else sinks.view(num_kv_heads, -1, 1)
+        out = _attend(grouped, keys, values, mask, scale, softcap, own_sinks)
+    else:
+        out = F.scaled_dot_product_attention(grouped, keys, values, attn_mask=mask, scale=scale)
     return out.reshape(num_seqs, num_heads * head_dim)

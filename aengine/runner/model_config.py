@@ -6,91 +6,21 @@ its file, adds what only its layers need, and has the rules by which a config.js
 
 from __future__ import annotations
 
-import math
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, Self
 
-import torch
-from torch import Tensor
-
 from ..errors import ModelLoadError
 from .kv_spec import FullKV, LayerKV, WindowKV
+from .rope import RopeConfig
 
-__all__ = ["ConfigReader", "ModelConfig", "RopeConfig"]
-
-ROPE_TYPES = ("default", "linear", "dynamic", "yarn", "llama3")
-
-
-@dataclass(frozen=True, slots=True)
-class RopeConfig:
-    """Rotary embedding. Su et al. 2021, https://arxiv.org/abs/2104.09864."""
-
-    rope_type: str
-    theta: float
-    scaling: Mapping[str, Any]  # the checkpoint's parameters of its rope_type
-    head_dim: int
-    max_position_embeddings: int
-
-    def inv_freq(self) -> tuple[Tensor, float]:
-        """float32 [head_dim / 2] frequencies, and the factor by which cos and sin are multiplied."""
-        exponents = torch.arange(0, self.head_dim, 2, dtype=torch.int64).float() / self.head_dim
-        plain = 1.0 / (self.theta**exponents)
-        if self.rope_type == "linear":
-            return plain / float(self.scaling["factor"]), 1.0
-        if self.rope_type == "llama3":
-            return self._llama3(plain), 1.0
-        if self.rope_type == "yarn":
-            return self._yarn(plain)
-        # "dynamic" only changes anything beyond max_position_embeddings, and no request gets there.
-        return plain, 1.0
-
-    def _llama3(self, plain: Tensor) -> Tensor:
-        """Long waves are stretched, short ones kept, those between interpolated (Llama 3.1's release)."""
-        factor = float(self.scaling["factor"])
-        low, high = float(self.scaling["low_freq_factor"]), float(self.scaling["high_freq_factor"])
-        context = float(self.scaling["original_max_position_embeddings"])
-        waves_in_context = context * plain / (2 * math.pi)
-        share = ((waves_in_context - low) / (high - low)).clamp(0, 1)  # 0: stretch, 1: keep
-        return (1 - share) * plain / factor + share * plain
-
-    def _yarn(self, plain: Tensor) -> tuple[Tensor, float]:
-        """Peng et al. 2023, https://arxiv.org/abs/2309.00071, equations 17 to 23."""
-        scaling = self.scaling
-        factor = float(scaling["factor"])
-        context = float(scaling.get("original_max_position_embeddings") or self.max_position_embeddings)
-
-        def dimension_of(rotations: float) -> float:
-            """The dimension whose wave has that many periods within the original context."""
-            return self.head_dim * math.log(context / (rotations * 2 * math.pi)) / (2 * math.log(self.theta))
-
-        first = dimension_of(float(scaling.get("beta_fast") or 32))
-        last = dimension_of(float(scaling.get("beta_slow") or 1))
-        if scaling.get("truncate", True):
-            first, last = math.floor(first), math.ceil(last)
-        first, last = max(first, 0), min(last, self.head_dim - 1)
-        if first == last:
-            last += 0.001
-        ramp = ((torch.arange(self.head_dim // 2).float() - first) / (last - first)).clamp(0, 1)
-        return plain / factor * ramp + plain * (1 - ramp), self._yarn_attention_factor(factor)
-
-    def _yarn_attention_factor(self, factor: float) -> float:
-        scaling = self.scaling
-        given = scaling.get("attention_factor")
-        if given is not None:
-            return float(given)
-
-        def mscale(weight: float) -> float:
-            return 0.1 * weight * math.log(factor) + 1.0 if factor > 1 else 1.0
-
-        if scaling.get("mscale") and scaling.get("mscale_all_dim"):
-            return mscale(float(scaling["mscale"])) / mscale(float(scaling["mscale_all_dim"]))
-        return mscale(1.0)
+__all__ = ["ConfigReader", "ModelConfig"]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ModelConfig:
-    """A dense decoder. Sizes in elements; one entry of ``sliding_windows`` a layer, in tokens, None: no window."""
+    """A dense decoder. Sizes in elements; one entry of ``sliding_windows`` a layer, in tokens, None: no window.
+    ``ropes``: the rotary embeddings that there are; each `AttentionLayer` has the index of its own."""
 
     model_type: str
     vocab_size: int
@@ -103,7 +33,7 @@ class ModelConfig:
     rms_norm_eps: float
     max_position_embeddings: int
     tie_word_embeddings: bool
-    rope: RopeConfig
+    ropes: tuple[RopeConfig, ...]
     sliding_windows: tuple[int | None, ...]
     checkpoint_dtype: str  # "float32", "bfloat16", "float16", or "" when the checkpoint does not say
 
@@ -120,6 +50,11 @@ class ModelConfig:
         """The specs of what each layer keeps of a sequence."""
         heads = self.num_kv_heads, self.head_dim
         return tuple(WindowKV(*heads, window) if window else FullKV(*heads) for window in self.sliding_windows)
+
+    @property
+    def query_heads(self) -> tuple[int, ...]:
+        """Query heads of each layer."""
+        return (self.num_heads,) * self.num_layers
 
     @property
     def q_size(self) -> int:
@@ -155,7 +90,7 @@ class ConfigReader:
         """Whether the key is there and true."""
         return bool(self._hf.get(key, False))
 
-    def decoder(self) -> dict[str, Any]:
+    def decoder(self, *, interleaved_rope: bool = False) -> dict[str, Any]:
         """The fields of `ModelConfig` that all dense decoders spell alike; ``sliding_windows`` is the family's."""
         hf = self._hf
         heads, hidden = self.integer("num_attention_heads"), self.integer("hidden_size")
@@ -184,7 +119,7 @@ class ConfigReader:
             "rms_norm_eps": float(hf.get("rms_norm_eps", 1e-6)),
             "max_position_embeddings": max_positions,
             "tie_word_embeddings": self.flag("tie_word_embeddings"),
-            "rope": self._rope(head_dim, max_positions),
+            "ropes": self._ropes(head_dim, max_positions, interleaved_rope),
             "checkpoint_dtype": str(hf.get("dtype") or hf.get("torch_dtype") or "").removeprefix("torch."),
         }
 
@@ -196,22 +131,38 @@ class ConfigReader:
             return tuple(window if kind == "sliding_attention" else None for kind in kinds)
         return tuple(window if layer >= first_layer else None for layer in range(layers))
 
-    def _rope(self, head_dim: int, max_positions: int) -> RopeConfig:
-        """Both spellings: transformers 5's ``rope_parameters``, and ``rope_scaling`` with ``rope_theta`` beside it."""
+    def rope_of_layers(self) -> tuple[int, ...]:
+        """Return each layer's index into ``ropes``: by ``layer_types``, where each type has its own rope."""
+        kinds = list(self._rope_parameters())
+        types = self._hf.get("layer_types")
+        if len(kinds) == 1 or types is None:
+            return (0,) * self.integer("num_hidden_layers")
+        return tuple(kinds.index(kind) for kind in types)
+
+    def _rope_parameters(self) -> dict[str, Mapping[str, Any]]:
+        """The parameters of each type of layers, or, by "", of all."""
+        given = self._hf.get("rope_parameters") or self._hf.get("rope_scaling") or {}
+        kinds = set(self._hf.get("layer_types") or ())
+        if given and set(given) <= kinds:
+            return {kind: parameters or {} for kind, parameters in given.items()}
+        return {"": given}
+
+    def _ropes(self, head_dim: int, max_positions: int, interleaved: bool) -> tuple[RopeConfig, ...]:
+        """One for each type of layers that has its own."""
         hf = self._hf
-        scaling = dict(hf.get("rope_parameters") or hf.get("rope_scaling") or {})
-        rope_type = scaling.pop("rope_type", None) or scaling.pop("type", None) or "default"
-        if rope_type not in ROPE_TYPES:
-            raise ModelLoadError(f"rope_type {rope_type!r} is not supported; these are: {', '.join(ROPE_TYPES)}")
-        if scaling.get("partial_rotary_factor", hf.get("partial_rotary_factor", 1.0)) not in (None, 1, 1.0):
-            raise ModelLoadError("partial_rotary_factor is not supported")
-        needed = {
-            "linear": ("factor",),
-            "yarn": ("factor",),
-            "llama3": ("factor", "low_freq_factor", "high_freq_factor", "original_max_position_embeddings"),
-        }
-        for key in needed.get(rope_type, ()):
-            if not isinstance(scaling.get(key), int | float):
-                raise ModelLoadError(f"rope_type {rope_type!r} needs a number for {key!r}, not {scaling.get(key)!r}")
-        theta = float(scaling.pop("rope_theta", None) or hf.get("rope_theta") or 10000.0)
-        return RopeConfig(rope_type, theta, scaling, head_dim, max_positions)
+        return tuple(
+            RopeConfig.read(
+                self._with_original(parameters),
+                head_dim=head_dim,
+                max_positions=max_positions,
+                theta=hf.get("rope_theta"),
+                partial=hf.get("partial_rotary_factor"),
+                interleaved=interleaved,
+            )
+            for parameters in self._rope_parameters().values()
+        )
+
+    def _with_original(self, parameters: Mapping[str, Any]) -> Mapping[str, Any]:
+        """Phi's releases have the original context beside the parameters."""
+        key = "original_max_position_embeddings"
+        return {**parameters, key: self._hf[key]} if self._hf.get(key) else parameters

@@ -57,6 +57,10 @@ class KvMemory(Protocol):
     clears_blocks: bool
     """Whether `clear_blocks` must be called."""
 
+    def watch_rows(self, first_lens: Tensor) -> None:
+        """Called once, before all else: int32 [max_num_seqs], by row the tokens that its request had when it got the
+        row. In memory that stays where it is."""
+
     def bind(self, batch: InputBatch) -> Any:
         """The attention of one step: the cache together with the batch's metadata."""
 
@@ -125,6 +129,7 @@ class ModelRunner:
             platform.device,
         )
         self.requests = RequestState(self._arena)
+        kv_memory.watch_rows(self.requests.scalars.first_len)
         self.tables = BlockTables(self._arena, num_blocks=num_blocks, groups=kv_groups)
         self._bitmasks = HostBitmasks(4 * ((vocab_size + 31) // 32))
         self._sampler = Sampler(self.requests, vocab_size, self._bitmasks)

@@ -11,9 +11,9 @@ One row of ``scalars``, 16 words of 4 bytes, a cache line:
         │ seed  │ temperature  │ top_p │ min_p │ repetition_ │ frequency_ │ presence_ │   seed int64,
         │       │              │       │       │ penalty     │ penalty    │ penalty   │   the others float32
         ├───────┼──────────────┴────┬──┴───────┴──┬──────────┴──────────┬─┴───────────┤
-        │ top_k │ num_prompt_tokens │ num_tokens  │ num_computed_tokens │ (4 unused)  │   int32
+        │ top_k │ num_prompt_tokens │ num_tokens  │ num_computed_tokens │ first_len   │   int32
         └───────┴───────────────────┴─────────────┴─────────────────────┴─────────────┘
-    word 8        9                   10            11                    12 to 15
+    word 8        9                   10            11                    12 (13 to 15 are unused)
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ __all__ = ["COLUMNS", "SCALAR_WORDS", "RequestState", "Scalars"]
 
 SCALAR_WORDS = 16
 COLUMNS = ScalarColumns(seed=0, temperature=2, num_tokens=10, num_computed_tokens=11)
-_ROW = struct.Struct("<q6f4i")
+_ROW = struct.Struct("<q6f5i")
 _MIN_TEMPERATURE = (
     1e-5  # below, logits / temperature could overflow; two tokens that differ at all are decided long before
 )
@@ -59,6 +59,7 @@ class Scalars:
         self.num_prompt_tokens = words[:, 9]  # int32 [n]
         self.num_tokens = words[:, 10]  # int32 [n]: prompt and completion so far
         self.num_computed_tokens = words[:, 11]  # int32 [n]: have their KV
+        self.first_len = words[:, 12]  # int32 [n]: num_tokens when the request got its row
 
     def select(self, rows: Tensor) -> Scalars:
         """A copy of some rows (int64 [m])."""
@@ -122,6 +123,7 @@ class RequestState:
             request.num_prompt_tokens,
             length,
             request.num_computed_tokens,
+            length,
         )
         self._arena.stage("scalars", row, 0, np.frombuffer(packed, dtype=np.int32))
         self._arena.stage("token_ids", row, 0, np.array(request.token_ids, dtype=np.int32))

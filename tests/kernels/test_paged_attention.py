@@ -9,10 +9,19 @@ import torch
 from torch import Tensor
 
 from aengine.errors import InternalError
+from aengine.kernels import paged_attention
 from aengine.kernels.paged_attention import decode_attention, prefill_attention
 
 
-def naive(q: Tensor, keys: Tensor, values: Tensor, scale: float, window: int | None) -> Tensor:
+def naive(
+    q: Tensor,
+    keys: Tensor,
+    values: Tensor,
+    scale: float,
+    window: int | None,
+    softcap: float = 0.0,
+    sinks: Tensor | None = None,
+) -> Tensor:
     """q: [query_len, num_heads, dim], the last tokens of keys and values [seq_len, num_kv_heads, dim]."""
     query_len, num_heads, dim = q.shape
     seq_len, num_kv_heads, _ = keys.shape
@@ -23,7 +32,12 @@ def naive(q: Tensor, keys: Tensor, values: Tensor, scale: float, window: int | N
         for head in range(num_heads):
             kv_head = head // (num_heads // num_kv_heads)
             scores = keys[first : last + 1, kv_head].double() @ q[i, head].double() * scale
-            out[i, head] = torch.softmax(scores, 0) @ values[first : last + 1, kv_head].double()
+            if softcap:
+                scores = softcap * torch.tanh(scores / softcap)
+            if sinks is not None:
+                scores = torch.cat((scores, sinks[head : head + 1].double()))
+            weights = torch.softmax(scores, 0)[: last + 1 - first]
+            out[i, head] = weights @ values[first : last + 1, kv_head].double()
     return out.flatten(1)
 
 
@@ -53,6 +67,11 @@ def shapes(rng: random.Random) -> tuple[int, int, int]:
     return kv_heads * rng.choice((1, 2, 4)), kv_heads, rng.choice((4, 10, 16))
 
 
+def cap_and_sinks(rng: random.Random, gen: torch.Generator, heads: int) -> tuple[float, Tensor | None]:
+    """A soft cap that bends the scores, or none; sinks that weigh as much as a key, or none."""
+    return rng.choice((0.0, 1.5)), rng.choice((None, torch.randn(heads, generator=gen)))
+
+
 def close(out: Tensor, wanted: Tensor) -> None:
     torch.testing.assert_close(out.double(), wanted, rtol=1e-4, atol=1e-5)
 
@@ -72,14 +91,17 @@ def test_decode(rng: random.Random, gen: torch.Generator, window: int | None) ->
             row[: len(blocks)] = blocks
         q = torch.randn(len(lens), heads, dim, generator=gen)
         scale = rng.uniform(0.1, 1)
-        out = decode_attention(q, pool.cache, table, lens, scale, window)
+        how = (scale, window, *cap_and_sinks(rng, gen, heads))
+        out = decode_attention(q, pool.cache, table, lens, *how)
         for i, (kv, _) in enumerate(sequences):
-            close(out[i : i + 1], naive(q[i : i + 1], kv[:, 0], kv[:, 1], scale, window))
+            close(out[i : i + 1], naive(q[i : i + 1], kv[:, 0], kv[:, 1], *how))
 
 
 @pytest.mark.parametrize("window", [None, 1, 5, 1000])
 @pytest.mark.parametrize("computed", ["nothing", "something"])
-def test_prefill(rng: random.Random, gen: torch.Generator, window: int | None, computed: str) -> None:
+def test_prefill(
+    rng: random.Random, gen: torch.Generator, window: int | None, computed: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
     for _ in range(6):
         heads, kv_heads, dim = shapes(rng)
         pool = Pool(rng, gen, kv_heads, dim)
@@ -88,8 +110,10 @@ def test_prefill(rng: random.Random, gen: torch.Generator, window: int | None, c
         kv, blocks = pool.add(seq_len)
         q = torch.randn(query_len, heads + 2, dim, generator=gen)[:, :heads]  # strided, as in the model
         scale = rng.uniform(0.1, 1)
-        out = prefill_attention(q, kv[seq_len - query_len :], pool.cache, blocks, seq_len, scale, window)
-        close(out, naive(q, kv[:, 0], kv[:, 1], scale, window))
+        how = (scale, window, *cap_and_sinks(rng, gen, heads))
+        monkeypatch.setattr(paged_attention, "_MOST_SCORES", rng.choice((1, 200, 1 << 22)))  # in one piece, or several
+        out = prefill_attention(q, kv[seq_len - query_len :], pool.cache, blocks, seq_len, *how)
+        close(out, naive(q, kv[:, 0], kv[:, 1], *how))
 
 
 def test_decode_and_prefill_agree(rng: random.Random, gen: torch.Generator) -> None:

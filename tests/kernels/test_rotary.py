@@ -11,22 +11,29 @@ from aengine.errors import InternalError
 from aengine.kernels.rotary import apply_rotary, rotary_rows
 
 
-def turned(x: torch.Tensor, positions: torch.Tensor, inv_freq: torch.Tensor, factor: float) -> torch.Tensor:
-    first, second = x.double().chunk(2, -1)
-    angles = positions.double()[:, None, None] * inv_freq.double()
+def turned(
+    x: torch.Tensor, positions: torch.Tensor, inv_freq: torch.Tensor, factor: float, interleaved: bool = False
+) -> torch.Tensor:
+    """``inv_freq``: of all tokens, or [tokens, pairs]. What is past its pairs stays."""
+    rotary_dim = 2 * inv_freq.shape[-1]
+    x, rest = x.double()[..., :rotary_dim], x.double()[..., rotary_dim:]
+    first, second = (x[..., ::2], x[..., 1::2]) if interleaved else x.chunk(2, -1)
+    angles = positions.double()[:, None, None] * inv_freq.double().view(-1, 1, inv_freq.shape[-1])
     pairs = torch.complex(first, second) * torch.polar(torch.full_like(angles, factor), angles)
-    return torch.cat((pairs.real, pairs.imag), -1)
+    both = (pairs.real, pairs.imag)
+    return torch.cat((torch.stack(both, -1).flatten(-2) if interleaved else torch.cat(both, -1), rest), -1)
 
 
-def test_against_complex_numbers(rng: random.Random, gen: torch.Generator) -> None:
+@pytest.mark.parametrize("interleaved", [False, True])
+def test_against_complex_numbers(rng: random.Random, gen: torch.Generator, interleaved: bool) -> None:
     for _ in range(20):
         tokens, heads, half = rng.randint(1, 12), rng.randint(1, 5), rng.randint(1, 40)
         positions = torch.randint(0, 500, (tokens,), generator=gen)
-        inv_freq = torch.rand(half, generator=gen)
+        inv_freq = torch.rand((tokens, half) if rng.random() < 0.3 else half, generator=gen)
         factor = rng.uniform(0.5, 2)
-        x = torch.randn(tokens, heads, 2 * half, generator=gen)
-        wanted = turned(x, positions, inv_freq, factor)
-        apply_rotary(x, *rotary_rows(positions, inv_freq, factor))
+        x = torch.randn(tokens, heads, 2 * half + rng.choice((0, 2, 10)), generator=gen)
+        wanted = turned(x, positions, inv_freq, factor, interleaved)
+        apply_rotary(x, *rotary_rows(positions, inv_freq, factor, interleaved=interleaved), interleaved=interleaved)
         # An angle of 500 radians in float32 is off by 3e-5.
         torch.testing.assert_close(x.double(), wanted, rtol=0, atol=5e-4)
 

@@ -55,7 +55,13 @@ def test_a_missing_key_is_named(key: str) -> None:
         ({"rope_scaling": {"type": "linear"}}, "factor"),
         ({"rope_scaling": {"type": "linear", "factor": "2"}}, "factor"),
         ({"rope_scaling": {"rope_type": "llama3", "factor": 8.0}}, "low_freq_factor"),
-        ({"rope_parameters": {"rope_type": "default", "partial_rotary_factor": 0.5}}, "partial_rotary_factor"),
+        ({"rope_parameters": {"rope_type": "default", "partial_rotary_factor": 0.4}}, "partial_rotary_factor"),
+        ({"partial_rotary_factor": 1.5}, "partial_rotary_factor=1.5"),
+        ({"rope_scaling": {"type": "longrope", "short_factor": [1.0] * 4}}, "original_max_position_embeddings"),
+        (
+            {"rope_scaling": {"type": "longrope", "short_factor": [1.0], "original_max_position_embeddings": 64}},
+            "4 numbers for 'short_factor'",
+        ),
         ({"num_local_experts": 8}, "mixtures of experts"),
     ],
 )

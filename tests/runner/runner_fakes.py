@@ -26,6 +26,9 @@ class FakeModel:
         self.has_drafts = False  # what a rejected one left behind a request's last token is its own
         self.clears_blocks = True
 
+    def watch_rows(self, first_lens: Tensor) -> None:
+        pass
+
     def bind(self, batch: InputBatch) -> InputBatch:
         return batch
 
@@ -92,6 +95,9 @@ class ConstantModel:
     def __init__(self, logits: Tensor) -> None:
         self.logits = logits
         self.clears_blocks = False
+
+    def watch_rows(self, first_lens: Tensor) -> None:
+        pass
 
     def bind(self, batch: InputBatch) -> None:
         return None

@@ -8,8 +8,10 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from itertools import accumulate
+from typing import NamedTuple
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 from ...kernels.input_prep import PreparedInputs
@@ -18,6 +20,7 @@ from ...kernels.paged_attention import decode_attention, prefill_attention
 from ...kernels.rotary import apply_rotary, rotary_rows
 from ..input_batch import InputBatch
 from ..layers.attention import AttentionLayer
+from ..rope import RopeConfig
 from .kv_pages import KvCacheSpec
 
 __all__ = ["Attention", "AttentionMetadata", "GroupMetadata", "KvCache"]
@@ -35,8 +38,12 @@ class KvCache:
         self.layout = self._pages.layout
         self.layers = self._pages.layers(heads_first=False)
         self.dtype = spec.dtype
-        inv_freq, self.rotary_factor = spec.config.rope.inv_freq()
-        self.inv_freq = inv_freq.to(spec.device)
+        self.ropes = [StepRope(config) for config in spec.config.ropes]
+        self._first_lens: Tensor | None = None
+
+    def watch_rows(self, first_lens: Tensor) -> None:
+        """See `KvMemory`."""
+        self._first_lens = first_lens
 
     def bind(self, batch: InputBatch) -> Attention:
         """The attention of one step."""
@@ -44,7 +51,10 @@ class KvCache:
             GroupMetadata(group.seq_lens, group.block_table, slots)
             for group, slots in zip(batch.groups, batch.inputs.slot_mapping.unbind(0), strict=True)
         ]
-        return Attention(self, AttentionMetadata(batch.plan.query_lens.tolist(), groups))
+        first_lens = None
+        if self._first_lens is not None and any(rope.long is not None for rope in self.ropes):
+            first_lens = self._first_lens[batch.idx_mapping]
+        return Attention(self, AttentionMetadata(batch.plan.query_lens.tolist(), groups, first_lens))
 
     def bind_decode(self, rows: Tensor, seq_lens: Tensor, block_table: Tensor) -> Attention:
         raise AssertionError("there are no graphs on a CPU")
@@ -55,6 +65,41 @@ class KvCache:
     def clear_blocks(self, block_ids: Tensor) -> None:
         """Blocks (int64 [m]) have a new owner. Places past its tokens are read too, under a mask: 0 * NaN is NaN."""
         self._pages.clear(block_ids)
+
+
+class StepRope:
+    """A rotary embedding of a model, of which each step takes its tokens' cosines and sines."""
+
+    def __init__(self, config: RopeConfig) -> None:
+        self.config = config
+        self.inv_freq, self.factor = config.inv_freq()
+        self.long = config.long()
+
+    def at(self, positions: Tensor, metadata: AttentionMetadata, dtype: torch.dtype) -> RopeRows:
+        """Compute them for int64 [num_tokens] positions."""
+        inv_freq = self.inv_freq
+        if self.long is not None and metadata.first_lens is not None:
+            is_long = (metadata.first_lens > self.long.border).repeat_interleave(torch.tensor(metadata.query_lens))
+            inv_freq = torch.where(is_long[:, None], self.long.inv_freq, inv_freq)
+        interleaved = self.config.interleaved
+        cos, sin = rotary_rows(positions, inv_freq, self.factor, interleaved=interleaved)
+        scale = self.config.query_scale(positions)
+        return RopeRows(cos.to(dtype), sin.to(dtype), interleaved, None if scale is None else scale.to(dtype))
+
+
+class RopeRows(NamedTuple):
+    """The rotary embedding of a step's tokens."""
+
+    cos: Tensor  # [num_tokens, 1, rotary_dim], as sin
+    sin: Tensor
+    interleaved: bool
+    query_scale: Tensor | None  # [num_tokens]
+
+    def apply(self, q_and_k: Tensor, num_heads: int) -> None:
+        """Turn them, [num_tokens, heads, head_dim], the first ``num_heads`` of q, in place."""
+        apply_rotary(q_and_k, self.cos, self.sin, interleaved=self.interleaved)
+        if self.query_scale is not None:
+            q_and_k[:, :num_heads].mul_(self.query_scale[:, None, None])
 
 
 @dataclass(slots=True)
@@ -72,6 +117,9 @@ class AttentionMetadata:
 
     query_lens: list[int]  # host [num_reqs]: tokens that each request computes
     groups: list[GroupMetadata]  # of each KV group
+    first_lens: Tensor | None = (
+        None  # int32 [num_reqs]: tokens of each when it got its row; None: nothing depends on it
+    )
 
 
 class Attention:
@@ -79,6 +127,7 @@ class Attention:
 
     def __init__(self, kv_cache: KvCache, metadata: AttentionMetadata) -> None:
         self._kv_cache = kv_cache
+        self._metadata = metadata
         self._groups = metadata.groups
         query_lens = metadata.query_lens
         n = self._num_decodes = next((i for i, n in enumerate(query_lens) if n > 1), len(query_lens))
@@ -89,8 +138,8 @@ class Attention:
 
     def begin(self, positions: Tensor) -> None:
         """Cosines and sines of the step's tokens (int64 [num_tokens]), for all layers."""
-        rows = rotary_rows(positions, self._kv_cache.inv_freq, self._kv_cache.rotary_factor)
-        self._cos, self._sin = (t.to(self._kv_cache.dtype) for t in rows)
+        cache = self._kv_cache
+        self._ropes = [rope.at(positions, self._metadata, cache.dtype) for rope in cache.ropes]
 
     def forward(self, layer: AttentionLayer, qkv: Tensor) -> Tensor:
         """See `AttentionCall`: q and k are normalised and rotated in place, the KV of all tokens is written, then all
@@ -100,9 +149,19 @@ class Attention:
         if layer.q_norm is not None and layer.k_norm is not None:
             q_and_k[:, : layer.num_heads] = layer.q_norm(q_and_k[:, : layer.num_heads])
             q_and_k[:, layer.num_heads :] = layer.k_norm(q_and_k[:, layer.num_heads :])
-        apply_rotary(q_and_k, self._cos, self._sin)
+        if layer.rope is not None:
+            self._ropes[layer.rope].apply(q_and_k, layer.num_heads)
         kv = heads[:, layer.num_heads :].unflatten(1, (2, layer.num_kv_heads))
         return self._attend(layer, heads[:, : layer.num_heads], kv)
+
+    def attend(self, layer: AttentionLayer, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        """See `AttentionCall`."""
+        value_dim = v.shape[2]
+        kv = torch.stack((k, F.pad(v, (0, layer.head_dim - value_dim))), 1)
+        out = self._attend(layer, q.contiguous(), kv)
+        if value_dim < layer.head_dim:
+            out = out.unflatten(1, (-1, layer.head_dim))[..., :value_dim].flatten(1)
+        return out
 
     def _attend(self, layer: AttentionLayer, q: Tensor, kv: Tensor) -> Tensor:
         """q: [num_tokens, num_heads, head_dim]; kv: [num_tokens, 2, num_kv_heads, head_dim]."""
@@ -112,10 +171,12 @@ class Attention:
         if kv.dtype != cache.dtype:
             kv = kv.to(cache.dtype)
         write_kv(kv, cache, group.slot_mapping)
-        how = layer.scale, kept.window
+        sinks = None if layer.sinks is None else layer.sinks.weight
+        how = layer.scale, kept.window, layer.softcap, sinks
         parts = []
         if n:
-            parts.append(decode_attention(q[:n], cache, *self._decodes[kept.group], *how))
+            table, lens = self._decodes[kept.group]
+            parts.append(decode_attention(q[:n], cache, table, lens, *how))
         for i, start, stop in self._prompts:
             seq_len = group.seq_lens[i]
             blocks = group.block_table[i, : -(-seq_len // block_size)]

@@ -43,6 +43,9 @@ class GpuKvCache:
             for shape in {layer.heads for layer in self.layers}
         }
 
+    def watch_rows(self, first_lens: Tensor) -> None:
+        """See `KvMemory`."""
+
     def bind(self, batch: InputBatch) -> BatchAttention:
         return BatchAttention(self, batch.inputs, batch.idx_mapping, batch.block_table, batch.plan)
 
@@ -58,7 +61,7 @@ class GpuKvCache:
 
 def rope_table(config: ModelConfig, num_positions: int, device: torch.device) -> Tensor:
     """float32 [num_positions, head_dim]: cosines, then sines, of position times each frequency, times the factor."""
-    inv_freq, factor = config.rope.inv_freq()
+    inv_freq, factor = config.ropes[0].inv_freq()
     angles = torch.arange(num_positions, dtype=torch.float32, device=device)[:, None] * inv_freq.to(device)
     return torch.cat((angles.cos(), angles.sin()), dim=1).mul_(factor)
 

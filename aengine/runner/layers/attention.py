@@ -1,7 +1,8 @@
 """Interface between a layer and the step's attention.
 
 Between the product that gives q, k and v and the one that takes the attention's output lies what belongs to the
-attention: norms of q and k, rotary, the KV cache. So all of it can be one kernel.
+attention: norms of q and k, rotary, the KV cache. So all of it can be one kernel. A layer that normalises and rotates
+by itself calls `AttentionCall.attend` instead.
 """
 
 from __future__ import annotations
@@ -12,26 +13,60 @@ from typing import Protocol
 from torch import Tensor
 
 from ..model_config import ModelConfig
+from ..weights.scope import WeightScope
 from .norm import RMSNorm
 
-__all__ = ["AttentionCall", "AttentionLayer"]
+__all__ = ["AttentionCall", "AttentionLayer", "HeadSinks", "Sinks"]
+
+
+class Sinks(Protocol):
+    """Scores of each head that take their share of the softmax, and add no value."""
+
+    @property
+    def weight(self) -> Tensor:
+        """[num_heads], once it is loaded."""
+
+
+class HeadSinks:
+    """`Sinks` of the checkpoint."""
+
+    def __init__(self, scope: WeightScope, num_heads: int, name: str = "sinks") -> None:
+        self.weight: Tensor
+        self._dtype = scope.formats.dtype
+        scope.want(name, (num_heads,), self._dtype, self._put)
+
+    def _put(self, tensor: Tensor) -> None:
+        self.weight = tensor.to(self._dtype)
 
 
 @dataclass(frozen=True, slots=True)
 class AttentionLayer:
-    """One layer's parameters of attention."""
+    """One layer's parameters of attention. Heads and their sizes may differ from layer to layer; those of keys and
+    values are also in ``ModelConfig.kv_layers``, those of queries in ``ModelConfig.query_heads``."""
 
     index: int
     num_heads: int
     num_kv_heads: int
     head_dim: int
     scale: float  # of q k^T
-    q_norm: RMSNorm | None  # head by head
-    k_norm: RMSNorm | None
+    q_norm: RMSNorm | None = None  # head by head
+    k_norm: RMSNorm | None = None
+    rope: int | None = 0  # index into ModelConfig.ropes; None: q and k are not rotated
+    softcap: float = 0.0  # a score s counts as softcap * tanh(s / softcap); 0: as it is
+    sinks: Sinks | None = None
 
     @classmethod
     def make(
-        cls, config: ModelConfig, index: int, q_norm: RMSNorm | None = None, k_norm: RMSNorm | None = None
+        cls,
+        config: ModelConfig,
+        index: int,
+        q_norm: RMSNorm | None = None,
+        k_norm: RMSNorm | None = None,
+        *,
+        scale: float | None = None,
+        rope: int | None = 0,
+        softcap: float = 0.0,
+        sinks: Sinks | None = None,
     ) -> AttentionLayer:
         """The usual: heads of one size in all layers, scores scaled by head_dim ** -0.5."""
         return cls(
@@ -39,9 +74,12 @@ class AttentionLayer:
             num_heads=config.num_heads,
             num_kv_heads=config.num_kv_heads,
             head_dim=config.head_dim,
-            scale=config.head_dim**-0.5,
+            scale=config.head_dim**-0.5 if scale is None else scale,
             q_norm=q_norm,
             k_norm=k_norm,
+            rope=rope,
+            softcap=softcap,
+            sinks=sinks,
         )
 
 
@@ -54,3 +92,14 @@ class AttentionCall(Protocol):
     def forward(self, layer: AttentionLayer, qkv: Tensor) -> Tensor:
         """[num_tokens, num_heads * head_dim] for qkv [num_tokens, (num_heads + 2 * num_kv_heads) * head_dim], which is
         used up: normalised, rotated by position, written to the KV cache, attended to."""
+
+    def attend(self, layer: AttentionLayer, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        """[num_tokens, num_heads * value_dim]: k and v are written to the KV cache as they are, and attended to.
+
+        The layer has normalised and rotated q and k; its ``q_norm``, ``k_norm`` and ``rope`` are not looked at.
+
+        Args:
+            q: [num_tokens, num_heads, head_dim], any strides, as of k and v
+            k: [num_tokens, num_kv_heads, head_dim]
+            v: [num_tokens, num_kv_heads, value_dim], value_dim <= head_dim
+        """

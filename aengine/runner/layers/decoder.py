@@ -18,7 +18,7 @@ from torch import Tensor
 
 from ..model_config import ModelConfig
 from ..weights.scope import WeightScope
-from .attention import AttentionCall, AttentionLayer
+from .attention import AttentionCall, AttentionLayer, Sinks
 from .embedding import Embedding
 from .linear import Linear
 from .mlp import GatedMLP
@@ -42,11 +42,17 @@ class SelfAttention:
         o_bias: bool = False,
         q_norm: RMSNorm | None = None,
         k_norm: RMSNorm | None = None,
+        scale: float | None = None,
+        rope: int | None = 0,
+        softcap: float = 0.0,
+        sinks: Sinks | None = None,
     ) -> None:
         qkv = {"q_proj": config.q_size, "k_proj": config.kv_size, "v_proj": config.kv_size}
         self.qkv = Linear(weights, config.hidden_size, qkv, qkv_bias)
         self.o = Linear(weights, config.q_size, {"o_proj": config.hidden_size}, o_bias)
-        self.layer = AttentionLayer.make(config, index, q_norm, k_norm)
+        self.layer = AttentionLayer.make(
+            config, index, q_norm, k_norm, scale=scale, rope=rope, softcap=softcap, sinks=sinks
+        )
 
     def __call__(self, residual: Tensor, norm: RMSNorm, attn: AttentionCall) -> None:
         """Add the output for norm(residual) to ``residual`` [num_tokens, hidden_size], in place."""
