@@ -1,0 +1,40 @@
+"""Native families in every scenario of an engine, against transformers; and the scenarios themselves."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from scenarios import check_scenarios, reference_of
+from tiny import load_reference
+
+TinyModel = Callable[..., Path]
+LAYER_TYPES = ["sliding_attention", "full_attention", "sliding_attention"]
+MODELS: dict[str, tuple[str, dict[str, Any]]] = {
+    "llama": ("llama", {"attention_bias": True}),
+    "qwen3-windows": ("qwen3", {"sliding_window": 9, "use_sliding_window": True, "layer_types": LAYER_TYPES}),
+}
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_every_scenario(name: str, tiny_model: TinyModel) -> None:
+    arch, overrides = MODELS[name]
+    folder = tiny_model(arch, seed=7, **overrides)
+    check_scenarios(folder, load_reference(folder, arch))
+
+
+def test_the_scenarios_can_fail(tiny_model: TinyModel) -> None:
+    """A reference whose context is one token shorter."""
+    folder = tiny_model("llama", seed=7)
+    right = reference_of(load_reference(folder, "llama"))
+
+    def wrong(token_ids: torch.Tensor) -> torch.Tensor:
+        logits = right(token_ids)
+        return torch.cat((logits[:30], right(token_ids[1:])[29:])) if len(token_ids) > 30 else logits
+
+    with pytest.raises(AssertionError, match="batched, prompt of 23"):
+        check_scenarios(folder, wrong)
+    assert torch.is_grad_enabled()
