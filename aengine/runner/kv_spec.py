@@ -12,17 +12,29 @@ them windowed:
 
 A slab is one tensor over all pages, so a model with one group has a tensor a layer. Layers of a kind that are more than
 there are slabs form several groups. A layer with fewer bytes a token has more tokens in a block, by a power of two; a
-state is one block, whatever the length.
+state is one block, whatever the length. Slabs are as large as the largest state; then layers lie in a slab behind each
+other, so that a block need not have many tokens. Four layers with keys and values, twelve with a state:
+
+             slab 0                    slab 1
+    page 0 [ layer 3, layer 7        | layer 11, layer 15 ]   a block of group 0
+    page 1 [ state of layer 0        | state of layer 1   ]   a sequence has one block of each of groups 1 to 6
+    page 2 [ state of layer 2        | state of layer 4   ]
+             ...
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from itertools import product
+from math import prod
+from typing import NamedTuple
+
+import torch
 
 from ..ipc.messages import STATE_BLOCK_SIZE, KVCacheGroup
 
-__all__ = ["FullKV", "KVLayout", "LatentKV", "LayerKV", "LayerPlace", "SharedKV", "StateKV", "WindowKV", "lay_out_kv"]
+__all__ = ["FullKV", "KVLayout", "LatentKV", "LayerKV", "LayerPlace", "SharedKV", "StateKV", "StateTensor", "WindowKV", "lay_out_kv"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -49,11 +61,27 @@ class LatentKV:
     width: int
 
 
+class StateTensor(NamedTuple):
+    """A tensor of a state."""
+
+    name: str
+    shape: tuple[int, ...]  # for one sequence
+    dtype: torch.dtype = torch.float32
+
+    @property
+    def num_bytes(self) -> int:
+        return _align(prod(self.shape) * self.dtype.itemsize)
+
+
 @dataclass(frozen=True, slots=True)
 class StateKV:
-    """A state of ``num_bytes`` a sequence, whatever its length (a linear attention, a convolution)."""
+    """A state of fixed size a sequence, whatever its length (a linear attention, a convolution)."""
 
-    num_bytes: int
+    tensors: tuple[StateTensor, ...]  # in memory one after the other
+
+    @property
+    def num_bytes(self) -> int:
+        return sum(tensor.num_bytes for tensor in self.tensors)
 
 
 @dataclass(frozen=True, slots=True)
@@ -73,6 +101,7 @@ class LayerPlace:
     kv: FullKV | WindowKV | LatentKV | StateKV
     group: int  # whose block table leads to it
     slab: int
+    first_byte: int = 0  # in the slab's part of a page
 
 
 @dataclass(frozen=True, slots=True)
@@ -89,39 +118,84 @@ class KVLayout:
         return self.num_slabs * self.slab_bytes
 
 
+_AnyKV = FullKV | WindowKV | LatentKV | StateKV
+
+
 def lay_out_kv(layers: Sequence[LayerKV], block_size: int, itemsize: int) -> KVLayout:
     """Put the layers in groups.
 
     Args:
-        block_size: tokens in a block of the layers with the most bytes a token; more where a state needs a larger page
+        block_size: tokens in a block of the layers with the most bytes a token; a multiple of it where a state needs
+            a larger page
         itemsize: bytes of an element of keys and values
     """
-    kinds: dict[FullKV | WindowKV | LatentKV | StateKV, list[int]] = {}
+    kinds: dict[_AnyKV, list[int]] = {}
     for index, kv in enumerate(layers):
         if not isinstance(kv, SharedKV):
             kinds.setdefault(kv, []).append(index)
-    num_slabs = _choose_num_slabs([len(own) for own in kinds.values()])
-    slab_bytes = max((_token_bytes(kv, itemsize) * block_size for kv in kinds), default=0)
-    largest_state = max((kv.num_bytes for kv in kinds if isinstance(kv, StateKV)), default=0)
-    if not slab_bytes:
-        slab_bytes = largest_state
-    while slab_bytes < largest_state:
-        slab_bytes *= 2
+    slabs = _choose_slabs({kv: len(own) for kv, own in kinds.items()}, block_size, itemsize)
     groups: list[KVCacheGroup] = []
     places: dict[int, LayerPlace] = {}
     for kv, own in kinds.items():
-        for begin in range(0, len(own), num_slabs):
-            for slab, index in enumerate(own[begin : begin + num_slabs]):
-                places[index] = LayerPlace(kv, len(groups), slab)
-            groups.append(_group(kv, block_size, slab_bytes, itemsize))
+        num_bytes = slabs.bytes_of(kv)
+        for begin in range(0, len(own), slabs.layers_in_page(kv)):
+            for i, index in enumerate(own[begin : begin + slabs.layers_in_page(kv)]):
+                slab, place = i % slabs.count, i // slabs.count
+                places[index] = LayerPlace(kv, len(groups), slab, place * num_bytes)
+            groups.append(_group(kv, slabs.block_size(kv)))
     for index, kv in enumerate(layers):
         if isinstance(kv, SharedKV):
             places[index] = places[kv.layer]
-    return KVLayout(tuple(groups), tuple(places[i] for i in range(len(layers))), num_slabs, slab_bytes)
+    return KVLayout(tuple(groups), tuple(places[i] for i in range(len(layers))), slabs.count, slabs.num_bytes)
 
 
 _MOST_WASTE = 1 / 8
 """Share of all groups' slabs that may stay empty: those of a group that has fewer layers than there are slabs."""
+_ALIGNMENT = 256  # bytes
+
+
+def _align(num_bytes: int) -> int:
+    return -(-num_bytes // _ALIGNMENT) * _ALIGNMENT
+
+
+class _Slabs(NamedTuple):
+    """Form of a page."""
+
+    count: int
+    num_bytes: int  # of each
+    num_tokens: int  # in a block of the layers with the most bytes a token
+    stacked: int  # layers with keys and values that lie in a slab behind each other
+    itemsize: int
+
+    def block_size(self, kv: _AnyKV) -> int:
+        """Tokens in a block of such a layer."""
+        if isinstance(kv, StateKV):
+            return STATE_BLOCK_SIZE
+        size = self.num_tokens
+        while 2 * size * self.stacked * _token_bytes(kv, self.itemsize) <= self.num_bytes:
+            size *= 2
+        return size
+
+    def bytes_of(self, kv: _AnyKV) -> int:
+        """Bytes of a block in one layer."""
+        if isinstance(kv, StateKV):
+            return kv.num_bytes
+        return self.block_size(kv) * _token_bytes(kv, self.itemsize)
+
+    def layers_in_page(self, kv: _AnyKV) -> int:
+        return self.count * (self.num_bytes // kv.num_bytes if isinstance(kv, StateKV) else self.stacked)
+
+
+def _choose_slabs(counts: dict[_AnyKV, int], block_size: int, itemsize: int) -> _Slabs:
+    """Choose for so many layers of each kind."""
+    most = max((_token_bytes(kv, itemsize) for kv in counts), default=0)
+    largest_state = max((kv.num_bytes for kv in counts if isinstance(kv, StateKV)), default=0)
+    if not most:
+        return _Slabs(_choose_num_slabs(list(counts.values())), largest_state, STATE_BLOCK_SIZE, 1, itemsize)
+    if largest_state > most * block_size:
+        return _share_with_states(counts, largest_state, most * block_size, block_size, itemsize)
+    one = _Slabs(1, most * block_size, block_size, 1, itemsize)
+    return one._replace(count=_choose_num_slabs([-(-n // one.layers_in_page(kv)) for kv, n in counts.items()]))
 
 
 def _choose_num_slabs(counts: list[int]) -> int:
@@ -135,7 +209,33 @@ def _choose_num_slabs(counts: list[int]) -> int:
     return min(range(1, max(counts) + 1), key=cost)
 
 
-def _token_bytes(kv: FullKV | WindowKV | LatentKV | StateKV, itemsize: int) -> int:
+def _share_with_states(
+    counts: dict[_AnyKV, int], slab_bytes: int, least_bytes: int, block_size: int, itemsize: int
+) -> _Slabs:
+    """Choose for states that are larger than a block of keys and values (``least_bytes``): the fewest groups with
+    little waste, both of a token's memory and of a sequence's states, half a block of tokens counted to them."""
+    attending = {kv: n for kv, n in counts.items() if not isinstance(kv, StateKV)}
+    state_bytes = sum(n * kv.num_bytes for kv, n in counts.items() if isinstance(kv, StateKV))
+
+    def cost(slabs: _Slabs) -> tuple[bool, int, float]:
+        page = slabs.count * slabs.num_bytes
+        groups = {kv: -(-n // slabs.layers_in_page(kv)) for kv, n in counts.items()}
+        used = [n * slabs.bytes_of(kv) / (groups[kv] * page) for kv, n in attending.items()]
+        num_attending = sum(groups[kv] for kv in attending)
+        fixed = page * (sum(groups.values()) - num_attending / 2)
+        waste = max(1 - min(used), 1 - state_bytes / fixed)
+        return waste > _MOST_WASTE, sum(groups.values()), waste
+
+    most_stacked = min(max(attending.values()), slab_bytes // least_bytes)
+    choices = []
+    for count, stacked in product(range(1, max(counts.values()) + 1), range(1, most_stacked + 1)):
+        num_tokens = slab_bytes // (stacked * least_bytes) * block_size
+        choices.append(_Slabs(count, slab_bytes, num_tokens, stacked, itemsize))
+    best = min(choices, key=cost)
+    return best if not cost(best)[0] else min(choices, key=lambda slabs: cost(slabs)[2])
+
+
+def _token_bytes(kv: _AnyKV, itemsize: int) -> int:
     if isinstance(kv, StateKV):
         return 0
     if isinstance(kv, LatentKV):
@@ -143,11 +243,9 @@ def _token_bytes(kv: FullKV | WindowKV | LatentKV | StateKV, itemsize: int) -> i
     return 2 * kv.num_kv_heads * kv.head_dim * itemsize
 
 
-def _group(kv: FullKV | WindowKV | LatentKV | StateKV, block_size: int, slab_bytes: int, itemsize: int) -> KVCacheGroup:
+def _group(kv: _AnyKV, block_size: int) -> KVCacheGroup:
     if isinstance(kv, StateKV):
-        return KVCacheGroup("state", STATE_BLOCK_SIZE)
-    while 2 * block_size * _token_bytes(kv, itemsize) <= slab_bytes:
-        block_size *= 2
+        return KVCacheGroup("state", block_size)
     if isinstance(kv, WindowKV):
         return KVCacheGroup("window", block_size, kv.window)
     return KVCacheGroup("full", block_size)

@@ -25,7 +25,7 @@ NUM_DECODES, BLOCK_SIZE, MAX_LEN = 8, 4, 96
 def poison(runner: ModelRunner, positions: list[int]) -> None:
     """NaN where the next step will write keys and values: of row i at positions[i]."""
     width = MAX_LEN // BLOCK_SIZE
-    for layer in runner._kv_memory.layers:  # type: ignore[attr-defined]
+    for layer in runner._kv_memory.layers.values():  # type: ignore[attr-defined]
         for row, position in enumerate(positions):
             layer.cache[row * width + position // BLOCK_SIZE, position % BLOCK_SIZE] = torch.nan
     if DEVICE == "cuda":

@@ -54,7 +54,7 @@ class Engine:
             from aengine.runner.attention.triton_attention import GpuKvCache
 
             cache: Any = GpuKvCache(spec, TritonPrefill())
-            for layer in cache.layers:
+            for layer in cache.layers.values():
                 layer.cache.fill_(torch.nan)  # what nobody has written must not be looked at
         else:
             cache = KvCache(spec)

@@ -4,15 +4,16 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
-from ..kv_spec import FullKV, KVLayout, LayerPlace, WindowKV, lay_out_kv
+from ..kv_spec import FullKV, KVLayout, LayerPlace, StateKV, WindowKV, lay_out_kv
 from ..lazy_zeros import lazy_zeros
 from ..model_config import ModelConfig
 
-__all__ = ["AttentionLayerKV", "KVPages", "KvCacheSpec"]
+__all__ = ["AttentionLayerKV", "KVPages", "KvCacheSpec", "LayerStatePlace"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -28,10 +29,12 @@ class KvCacheSpec:
     max_model_len: int
     kv_dtype: torch.dtype | None = None  # of keys and values; None: dtype
 
-    def make_pages(self) -> KVPages:
+    def make_pages(self, *, has_spare: bool = False) -> KVPages:
+        """``has_spare``: one page more, behind the others, if there are states."""
         kv_dtype = self.kv_dtype or self.dtype
         layout = lay_out_kv(self.config.kv_layers, self.block_size, kv_dtype.itemsize)
-        return KVPages(layout, self.num_blocks, kv_dtype, self.device)
+        num_spare = int(has_spare and any(group.kind == "state" for group in layout.groups))
+        return KVPages(layout, self.num_blocks + num_spare, kv_dtype, self.device)
 
 
 class AttentionLayerKV:
@@ -47,6 +50,13 @@ class AttentionLayerKV:
         self.window = place.kv.window if isinstance(place.kv, WindowKV) else None  # tokens, the query's own included
 
 
+class LayerStatePlace(NamedTuple):
+    """A layer's states in the pages."""
+
+    group: int  # whose block table leads to it
+    tensors: dict[str, Tensor]  # by name: [num_pages, *shape]
+
+
 class KVPages:
     """The pages of KV: one tensor a slab, [num_pages, elements], zeroed."""
 
@@ -55,17 +65,38 @@ class KVPages:
         shape = (num_pages, layout.slab_bytes // dtype.itemsize)
         self.slabs = [lazy_zeros(shape, dtype, device) for _ in range(layout.num_slabs)]
 
-    def layers(self, *, heads_first: bool) -> list[AttentionLayerKV]:
-        """The caches of all layers. ``heads_first``: a block is [2, num_kv_heads, block_size, head_dim] in memory, so
+    def layers(self, *, heads_first: bool) -> dict[int, AttentionLayerKV]:
+        """The caches of all layers that attend, by index. ``heads_first``: a block is [2, num_kv_heads, block_size, head_dim] in memory, so
         that a head's tokens are one run; else [block_size, 2, num_kv_heads, head_dim], so that a token is."""
-        return [AttentionLayerKV(place, self._view(place, heads_first)) for place in self.layout.layers]
+        places = {i: place for i, place in enumerate(self.layout.layers) if not isinstance(place.kv, StateKV)}
+        return {i: AttentionLayerKV(place, self._view(place, heads_first)) for i, place in places.items()}
+
+    def states(self) -> dict[int, LayerStatePlace]:
+        """The states of all layers that have one, by index."""
+        states = {}
+        for i, place in enumerate(self.layout.layers):
+            if isinstance(place.kv, StateKV):
+                states[i] = LayerStatePlace(place.group, self._state_tensors(place.kv, place))
+        return states
+
+    def _state_tensors(self, kv: StateKV, place: LayerPlace) -> dict[str, Tensor]:
+        tensors, begin = {}, place.first_byte
+        for tensor in kv.tensors:
+            shape, dtype = tensor.shape, tensor.dtype
+            slab, size = self.slabs[place.slab].view(dtype), dtype.itemsize
+            own = slab[:, begin // size : begin // size + math.prod(shape)]
+            tensors[tensor.name] = own.unflatten(1, shape)
+            begin += tensor.num_bytes
+        return tensors
 
     def _view(self, place: LayerPlace, heads_first: bool) -> Tensor:
         assert isinstance(place.kv, FullKV | WindowKV)
         size = self.layout.groups[place.group].block_size
         heads, head_dim = place.kv.num_kv_heads, place.kv.head_dim
         shape = (2, heads, size, head_dim) if heads_first else (size, 2, heads, head_dim)
-        blocks = self.slabs[place.slab][:, : math.prod(shape)].unflatten(1, shape)
+        slab = self.slabs[place.slab]
+        first = place.first_byte // slab.itemsize
+        blocks = slab[:, first : first + math.prod(shape)].unflatten(1, shape)
         return blocks.permute(0, 3, 1, 2, 4) if heads_first else blocks
 
     def clear(self, block_ids: Tensor) -> None:

@@ -22,6 +22,7 @@ from ..input_batch import InputBatch
 from ..layers.attention import AttentionLayer
 from ..rope import RopeConfig
 from .kv_pages import KvCacheSpec
+from .states import LayerStates, StateRows, state_rows_of_batch
 
 __all__ = ["Attention", "AttentionMetadata", "GroupMetadata", "KvCache"]
 
@@ -37,6 +38,7 @@ class KvCache:
         self._pages = spec.make_pages()
         self.layout = self._pages.layout
         self.layers = self._pages.layers(heads_first=False)
+        self.states = self._pages.states()
         self.dtype = spec.dtype
         self.ropes = [StepRope(config) for config in spec.config.ropes]
         self._first_lens: Tensor | None = None
@@ -135,11 +137,23 @@ class Attention:
         ends = list(accumulate(query_lens))
         # Of each prompt: its place in the batch, its first token, past the last.
         self._prompts = [(i, ends[i] - query_lens[i], ends[i]) for i in range(self._num_decodes, len(query_lens))]
+        self._query_lens = query_lens
+        self._state_rows: dict[int, StateRows] = {}  # by KV group
 
     def begin(self, positions: Tensor) -> None:
         """Cosines and sines of the step's tokens (int64 [num_tokens]), for all layers."""
         cache = self._kv_cache
         self._ropes = [rope.at(positions, self._metadata, cache.dtype) for rope in cache.ropes]
+
+    def states(self, index: int) -> LayerStates:
+        """See `AttentionCall`."""
+        place = self._kv_cache.states[index]
+        if place.group not in self._state_rows:
+            group, n = self._groups[place.group], self._num_decodes
+            pages = group.block_table[:, 0].long()
+            decodes = StateRows(pages[:n], torch.tensor(group.seq_lens[:n], dtype=torch.int64) <= 1, ())
+            self._state_rows[place.group] = state_rows_of_batch(decodes, self._query_lens, group.seq_lens, pages.tolist())
+        return LayerStates(place.tensors, self._state_rows[place.group])
 
     def forward(self, layer: AttentionLayer, qkv: Tensor) -> Tensor:
         """See `AttentionCall`: q and k are normalised and rotated in place, the KV of all tokens is written, then all

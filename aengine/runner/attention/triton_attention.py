@@ -21,6 +21,7 @@ from ..layers.attention import AttentionLayer
 from ..model_config import ModelConfig
 from .kv_pages import KvCacheSpec
 from .library import PrefillBackend, PrefillMetadata
+from .states import LayerStates, StateRows, state_rows_of_batch, state_rows_of_decodes
 
 __all__ = ["BatchAttention", "DecodeAttention", "GpuKvCache"]
 
@@ -31,7 +32,9 @@ class GpuKvCache:
     clears_blocks = False  # the kernels never read past a sequence's end, nor before its window
 
     def __init__(self, spec: KvCacheSpec, prefill: PrefillBackend) -> None:
-        pages = spec.make_pages()
+        pages = spec.make_pages(has_spare=True)  # where padding writes its states
+        self.spare_page = spec.num_blocks
+        self.states = pages.states()
         self.layout = pages.layout
         self.layers = pages.layers(heads_first=True)
         self.dtype = spec.dtype
@@ -40,7 +43,7 @@ class GpuKvCache:
         self.rope = rope_table(spec.config, spec.max_model_len, spec.device)
         self.workspaces = {
             shape: DecodeWorkspace(spec.max_num_seqs, self.num_heads, *shape, spec.device)
-            for shape in {layer.heads for layer in self.layers}
+            for shape in {layer.heads for layer in self.layers.values()}
         }
 
     def watch_rows(self, first_lens: Tensor) -> None:
@@ -78,12 +81,24 @@ class DecodeAttention:
         # A plan for each kind of layer: which keys there are depends on the window, how they are cut on the heads.
         self._plans = {
             kind: plan_decode(rows, seq_lens, cache.workspaces[kind[0]], kind[1])
-            for kind in dict.fromkeys((kept.heads, kept.window) for kept in cache.layers)
+            for kind in dict.fromkeys((kept.heads, kept.window) for kept in cache.layers.values())
         }
         self.size = len(rows)
+        self._rows, self._seq_lens = rows, seq_lens
+        self._state_rows: dict[int, StateRows] = {}  # by KV group
 
     def begin(self, positions: Tensor) -> None:
         pass
+
+    def states(self, index: int) -> LayerStates:
+        place = self._cache.states[index]
+        return LayerStates(place.tensors, self.state_rows(place.group))
+
+    def state_rows(self, group: int) -> StateRows:
+        if group not in self._state_rows:
+            table, spare = self._block_tables[group], self._cache.spare_page
+            self._state_rows[group] = state_rows_of_decodes(table, self._rows, self._seq_lens, spare)
+        return self._state_rows[group]
 
     def forward(self, layer: AttentionLayer, qkv: Tensor) -> Tensor:
         return self._call(layer, qkv, None)
@@ -129,11 +144,13 @@ class BatchAttention:
         self._prompts: dict[tuple[int, int], Tensor] = {}  # plans, by the layer's key-value heads and their size
         self._metadata: PrefillMetadata | None = None
         self._num_decodes = 0 if plan is None else plan.num_decodes
+        self._plan = plan
         n = self._num_decodes
         if plan is not None and self._has_prompts and plan.is_exact and cache.prefill.is_faster(plan.query_lens[n:]):
             self._metadata = PrefillMetadata.of(rows[n:], block_table, plan.query_lens[n:], plan.seq_lens[n:])
         elif self._has_prompts:
             self._prompts = self._plan_prompts()
+        self._state_rows: dict[int, StateRows] = {}  # by KV group
         self._decodes: DecodeAttention | None = None
         if plan is None or plan.num_decodes:
             n = min(len(rows), len(inputs.positions))
@@ -143,6 +160,24 @@ class BatchAttention:
 
     def begin(self, positions: Tensor) -> None:
         pass
+
+    def states(self, index: int) -> LayerStates:
+        place = self._cache.states[index]
+        if place.group not in self._state_rows:
+            self._state_rows[place.group] = self._find_states(place.group)
+        return LayerStates(place.tensors, self._state_rows[place.group])
+
+    def _find_states(self, group: int) -> StateRows:
+        """Without a plan there are none: a model with states has no graphs of batches, kernels are compiled at most."""
+        if self._decodes is None or self._plan is None:
+            nothing = self._rows[:0]
+            decodes = StateRows(nothing, nothing > 0, ())
+        else:
+            decodes = self._decodes.state_rows(group)
+        plan = self._plan
+        if plan is None:
+            return decodes
+        return state_rows_of_batch(decodes, plan.query_lens.tolist(), plan.seq_lens.tolist(), plan.state_pages[group])
 
     def forward(self, layer: AttentionLayer, qkv: Tensor) -> Tensor:
         cache, positions = self._cache, self._inputs.positions

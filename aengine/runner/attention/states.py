@@ -1,0 +1,95 @@
+"""States of fixed size (a linear attention's, a convolution's) as a layer gets at them in one step.
+
+A request's state lies in its page of the layer's KV group, and is read and written in place. Requests of one token lead
+the batch and are taken together, by page ids on the device, so that a graph may replay it; the others are taken one by
+one, by views.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import NamedTuple
+
+import numpy as np
+import numpy.typing as npt
+import torch
+from torch import Tensor
+
+__all__ = ["LayerStates", "StateRows", "StateSpan", "state_rows_of_batch", "state_rows_of_decodes"]
+
+
+class StateSpan(NamedTuple):
+    """The tokens of one request in the batch, and its page."""
+
+    start: int
+    stop: int
+    page: int
+    begins: bool  # these are its first tokens: it has no state yet
+
+
+class StateRows(NamedTuple):
+    """The requests of a step, in one KV group."""
+
+    pages: Tensor  # int64 [n]: of the leading requests, which have one token each; padding has the spare page
+    begins: Tensor  # bool [n]: it is the request's first token
+    spans: Sequence[StateSpan]  # of all others
+
+
+class LayerStates:
+    """One layer's states in one step: n requests of one token each lead, those of ``spans`` follow."""
+
+    __slots__ = ("begins", "pages", "spans", "tensors")
+
+    def __init__(self, tensors: Mapping[str, Tensor], rows: StateRows) -> None:
+        self.tensors = tensors  # by name: [num_pages, *shape], the memory itself
+        self.pages, self.begins, self.spans = rows
+
+    @property
+    def num_decodes(self) -> int:
+        return len(self.pages)
+
+    def read(self, name: str) -> Tensor:
+        """[n, *shape]: a copy of the states of the leading requests; zero where one begins."""
+        states = self.tensors[name].index_select(0, self.pages)
+        # Not a product: what another request left in the page may be no number.
+        return states.masked_fill_(self.begins.view(-1, *[1] * (states.dim() - 1)), 0)
+
+    def write(self, name: str, states: Tensor) -> None:
+        """Keep the states [n, *shape] of the leading requests."""
+        tensor = self.tensors[name]
+        tensor.index_copy_(0, self.pages, states.to(tensor.dtype))
+
+    def of(self, span: StateSpan) -> dict[str, Tensor]:
+        """A request's state by name: views [*shape] of the memory, to be changed in place. Zero if it begins; to be
+        called once a step."""
+        views = {name: tensor[span.page] for name, tensor in self.tensors.items()}
+        if span.begins:
+            for view in views.values():
+                view.zero_()
+        return views
+
+
+def state_rows_of_decodes(block_table: Tensor, rows: Tensor, seq_lens: Tensor, spare_page: int) -> StateRows:
+    """The requests of a step of one token each, without a read of the device.
+
+    Args:
+        block_table: int32 [max_num_seqs, width], of the group
+        rows: int64 [n]; -1: padding
+        seq_lens: int32 [n], this step's token included
+        spare_page: a page that no request has; padding writes there
+    """
+    pages = block_table[:, 0].index_select(0, rows.clamp(min=0)).long()
+    return StateRows(torch.where(rows >= 0, pages, spare_page), seq_lens <= 1, ())
+
+
+def state_rows_of_batch(
+    decodes: StateRows, query_lens: Sequence[int], seq_lens: Sequence[int], pages: Sequence[int] | npt.NDArray[np.int64]
+) -> StateRows:
+    """``decodes`` and the requests that follow them. ``query_lens`` (tokens in this step), ``seq_lens`` (in all) and
+    ``pages``: host [num_reqs], of all requests of the batch."""
+    first = len(decodes.pages)
+    spans, start = [], first
+    for length, seq_len, page in zip(query_lens[first:], seq_lens[first:], pages[first:], strict=True):
+        spans.append(StateSpan(start, start + length, int(page), seq_len == length))
+        start += length
+    return decodes._replace(spans=spans)
