@@ -43,6 +43,9 @@ class BlockTables:
         self._num_rows = self.table.shape[1]
         # Of each group, the blocks up to each row's last one.
         self._lengths = [np.zeros(self._num_rows, dtype=np.int64) for _ in groups]
+        self.has_states = any(group.kind == "state" for group in groups)
+        # Of each group and row, the page of its state; the device's table has it too.
+        self._state_pages = np.zeros((len(groups), self._num_rows), dtype=np.int64)
         self._fresh: list[int] = []  # given to someone since take_fresh, and holding what their last owner left
 
     def replace(self, request: NewRequest) -> None:
@@ -77,6 +80,10 @@ class BlockTables:
         fresh, self._fresh = self._fresh, []
         return np.array(fresh, dtype=np.int64)
 
+    def state_pages(self, rows: Rows) -> Rows | None:
+        """Host int64 [num_groups, num_reqs]: the pages of the rows' states; None if the model has none."""
+        return self._state_pages[:, rows] if self.has_states else None
+
     def check_room(self, rows: Rows, seq_lens: Rows) -> None:
         """Raise InternalError if a row's tokens would pass its blocks: they would land in another request's KV."""
         for length, group in zip(self._lengths, self.groups, strict=True):
@@ -93,5 +100,7 @@ class BlockTables:
             raise InternalError(f"row {row} would have {end} blocks, but a row holds {self.table.shape[2]}")
         if len(block_ids) and not 0 <= block_ids.min() <= block_ids.max() < self._num_blocks:
             raise InternalError(f"row {row} was given a block outside 0 to {self._num_blocks - 1}")
+        if len(block_ids) and self.groups[group].kind == "state":
+            self._state_pages[group, row] = block_ids[0]
         self._arena.stage("block_table", group * self._num_rows + row, end - len(block_ids), block_ids)
         self._lengths[group][row] = end

@@ -42,6 +42,7 @@ class BatchPlan:
     num_decodes: int  # leading requests of one token
     drafts: DraftPlan | None = None  # None: no request has any
     is_exact: bool = True  # no seq_len of a request with more than one token is an upper bound
+    state_pages: Rows | None = None  # [num_groups, num_reqs]: pages of their states; None: the model has none
 
     @property
     def num_reqs(self) -> int:
@@ -79,6 +80,7 @@ class BatchPlan:
             num_decodes=min(n, self.num_decodes),
             drafts=None if self.drafts is None else self.drafts.first(n),
             is_exact=self.is_exact,
+            state_pages=None if self.state_pages is None else self.state_pages[:, :n],
         )
 
     @classmethod
@@ -111,7 +113,8 @@ class BatchPlan:
         sampling = np.flatnonzero(is_last)
         num_tokens = int(query_lens.sum())
         is_exact = num_decodes == len(rows) or not requests.num_unsettled[rows].any()
-        return cls(batch_idx, rows, query_lens, seq_lens, sampling, num_tokens, num_decodes, drafts, is_exact)
+        where = (batch_idx, rows, query_lens, seq_lens, sampling, num_tokens, num_decodes)
+        return cls(*where, drafts, is_exact, tables.state_pages(rows))
 
 
 @dataclass(slots=True)

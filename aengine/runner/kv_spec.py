@@ -25,7 +25,7 @@ other, so that a block need not have many tokens. Four layers with keys and valu
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import product
 from math import prod
 from typing import NamedTuple
@@ -34,7 +34,18 @@ import torch
 
 from ..ipc.messages import STATE_BLOCK_SIZE, KVCacheGroup
 
-__all__ = ["FullKV", "KVLayout", "LatentKV", "LayerKV", "LayerPlace", "SharedKV", "StateKV", "StateTensor", "WindowKV", "lay_out_kv"]
+__all__ = [
+    "FullKV",
+    "KVLayout",
+    "LatentKV",
+    "LayerKV",
+    "LayerPlace",
+    "SharedKV",
+    "StateKV",
+    "StateTensor",
+    "WindowKV",
+    "lay_out_kv",
+]
 
 
 @dataclass(frozen=True, slots=True)
@@ -158,7 +169,8 @@ def _align(num_bytes: int) -> int:
     return -(-num_bytes // _ALIGNMENT) * _ALIGNMENT
 
 
-class _Slabs(NamedTuple):
+@dataclass(frozen=True, slots=True)
+class _Slabs:
     """Form of a page."""
 
     count: int
@@ -195,7 +207,7 @@ def _choose_slabs(counts: dict[_AnyKV, int], block_size: int, itemsize: int) -> 
     if largest_state > most * block_size:
         return _share_with_states(counts, largest_state, most * block_size, block_size, itemsize)
     one = _Slabs(1, most * block_size, block_size, 1, itemsize)
-    return one._replace(count=_choose_num_slabs([-(-n // one.layers_in_page(kv)) for kv, n in counts.items()]))
+    return replace(one, count=_choose_num_slabs([-(-n // one.layers_in_page(kv)) for kv, n in counts.items()]))
 
 
 def _choose_num_slabs(counts: list[int]) -> int:

@@ -143,7 +143,12 @@ class ModelRunner:
         self.batch_graphs: BatchGraphs | None = None
         if graph_sizes and not enforce_eager:
             self.batch_graphs = BatchGraphs(
-                self.requests, self.tables, self.forward_batch, max_num_seqs, max_graph_tokens, platform
+                self.requests,
+                self.tables,
+                self.forward_batch,
+                max_num_seqs,
+                0 if self.tables.has_states else max_graph_tokens,  # states of prompts are taken one by one
+                platform,
             )
 
         self._uncaptured: deque[Callable[[], None]] | None = None  # not looked for yet
@@ -191,6 +196,8 @@ class ModelRunner:
         try:
             return self._run(out, plan), ""
         except torch.OutOfMemoryError as error:
+            if self.tables.has_states:
+                raise  # some layers have changed their states: another attempt would change them twice
             return None, _reason(error, self._is_alone)
 
     def _run_with_less(self, out: SchedulerOutput, plan: BatchPlan) -> ExecuteModelState:

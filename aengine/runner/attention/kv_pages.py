@@ -66,8 +66,9 @@ class KVPages:
         self.slabs = [lazy_zeros(shape, dtype, device) for _ in range(layout.num_slabs)]
 
     def layers(self, *, heads_first: bool) -> dict[int, AttentionLayerKV]:
-        """The caches of all layers that attend, by index. ``heads_first``: a block is [2, num_kv_heads, block_size, head_dim] in memory, so
-        that a head's tokens are one run; else [block_size, 2, num_kv_heads, head_dim], so that a token is."""
+        """The caches of all layers that attend, by index. ``heads_first``: a block is [2, num_kv_heads, block_size,
+        head_dim] in memory, so that a head's tokens are one run; else [block_size, 2, num_kv_heads, head_dim], so that
+        a token is."""
         places = {i: place for i, place in enumerate(self.layout.layers) if not isinstance(place.kv, StateKV)}
         return {i: AttentionLayerKV(place, self._view(place, heads_first)) for i, place in places.items()}
 

@@ -20,9 +20,9 @@ from ...kernels.paged_attention import decode_attention, prefill_attention
 from ...kernels.rotary import apply_rotary, rotary_rows
 from ..input_batch import InputBatch
 from ..layers.attention import AttentionLayer
+from ..layers.states import LayerStates, StateRows, state_rows_of_batch
 from ..rope import RopeConfig
 from .kv_pages import KvCacheSpec
-from .states import LayerStates, StateRows, state_rows_of_batch
 
 __all__ = ["Attention", "AttentionMetadata", "GroupMetadata", "KvCache"]
 
@@ -152,7 +152,9 @@ class Attention:
             group, n = self._groups[place.group], self._num_decodes
             pages = group.block_table[:, 0].long()
             decodes = StateRows(pages[:n], torch.tensor(group.seq_lens[:n], dtype=torch.int64) <= 1, ())
-            self._state_rows[place.group] = state_rows_of_batch(decodes, self._query_lens, group.seq_lens, pages.tolist())
+            self._state_rows[place.group] = state_rows_of_batch(
+                decodes, self._query_lens, group.seq_lens, pages.tolist()
+            )
         return LayerStates(place.tensors, self._state_rows[place.group])
 
     def forward(self, layer: AttentionLayer, qkv: Tensor) -> Tensor:

@@ -18,10 +18,10 @@ from ...kernels.varlen_attention import plan_prompts, varlen_attention
 from ...kernels.write_qkv import apply_rope_and_write_kv
 from ..input_batch import BatchPlan, InputBatch
 from ..layers.attention import AttentionLayer
+from ..layers.states import LayerStates, StateRows, state_rows_of_batch, state_rows_of_decodes
 from ..model_config import ModelConfig
 from .kv_pages import KvCacheSpec
 from .library import PrefillBackend, PrefillMetadata
-from .states import LayerStates, StateRows, state_rows_of_batch, state_rows_of_decodes
 
 __all__ = ["BatchAttention", "DecodeAttention", "GpuKvCache"]
 
@@ -169,14 +169,15 @@ class BatchAttention:
 
     def _find_states(self, group: int) -> StateRows:
         """Without a plan there are none: a model with states has no graphs of batches, kernels are compiled at most."""
-        if self._decodes is None or self._plan is None:
-            nothing = self._rows[:0]
-            decodes = StateRows(nothing, nothing > 0, ())
-        else:
-            decodes = self._decodes.state_rows(group)
         plan = self._plan
+        nothing = self._rows[:0]
+        decodes = StateRows(nothing, nothing > 0, ())
         if plan is None:
             return decodes
+        if self._decodes is not None:
+            pages, begins, _ = self._decodes.state_rows(group)
+            decodes = StateRows(pages[: plan.num_decodes], begins[: plan.num_decodes], ())
+        assert plan.state_pages is not None
         return state_rows_of_batch(decodes, plan.query_lens.tolist(), plan.seq_lens.tolist(), plan.state_pages[group])
 
     def forward(self, layer: AttentionLayer, qkv: Tensor) -> Tensor:

@@ -15,6 +15,7 @@ from torch import Tensor
 from ..model_config import ModelConfig
 from ..weights.scope import WeightScope
 from .norm import RMSNorm
+from .states import LayerStates
 
 __all__ = ["AttentionCall", "AttentionLayer", "HeadSinks", "Sinks"]
 
@@ -103,3 +104,6 @@ class AttentionCall(Protocol):
             k: [num_tokens, num_kv_heads, head_dim]
             v: [num_tokens, num_kv_heads, value_dim], value_dim <= head_dim
         """
+
+    def states(self, index: int) -> LayerStates:
+        """The states that layer ``index`` keeps, of the step's requests: it reads and writes them itself."""
