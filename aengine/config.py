@@ -114,8 +114,8 @@ class EngineConfig:
     enforce_eager: bool = False
     """No CUDA graphs: each step's kernels are launched one by one."""
     num_threads: int | None = None
-    """CPU threads of a worker. None: the cores that it may use (no more than a container's CPU quota has whole CPUs),
-    less one for the host when there are over four."""
+    """CPU threads of a worker. None: $OMP_NUM_THREADS if that is set; else the cores that it may use (no more than a
+    container's CPU quota has whole CPUs), less one for the host when there are over four."""
 
     max_num_queued_requests: int = 10_000
     """Most requests waiting; one more is refused or waits, as admission says."""
@@ -350,10 +350,13 @@ def thread_environment(config: EngineConfig) -> dict[str, str]:
 
 
 def num_worker_threads(config: EngineConfig) -> int:
-    """Threads of a worker's CPU kernels: as set, else the cores it may use, less one for the host when over four.
-    Blocking: reads files."""
+    """Threads of a worker's CPU kernels: as set, else OMP_NUM_THREADS, else the cores it may use, less one for the host
+    when over four. Blocking: reads files."""
     if config.num_threads is not None:
         return config.num_threads
+    of_environment = os.environ.get("OMP_NUM_THREADS", "").partition(",")[0]  # one number for each level of nesting
+    if of_environment.isdecimal() and int(of_environment) > 0:
+        return int(of_environment)
     cores = num_usable_cpus()
     return cores - 1 if cores > 4 else cores
 

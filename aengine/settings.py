@@ -85,8 +85,8 @@ class Settings(TypedDict, total=False):
     enforce_eager: bool
     """No CUDA graphs: each step's kernels are launched one by one. Default: False."""
     num_threads: int | None
-    """CPU threads of a worker. None: the cores that it may use (no more than a container's CPU quota has whole CPUs),
-    less one for the host when there are over four. In threads. Default: None."""
+    """CPU threads of a worker. None: $OMP_NUM_THREADS if that is set; else the cores that it may use (no more than a
+    container's CPU quota has whole CPUs), less one for the host when there are over four. In threads. Default: None."""
     max_num_queued_requests: int
     """Most requests waiting; one more is refused or waits, as admission says. In requests. Default: 10000."""
     admission: Literal["error", "wait"]
@@ -193,8 +193,9 @@ ENGINE_SETTINGS = """\
         enforce_eager: bool = False
             No CUDA graphs: each step's kernels are launched one by one.
         num_threads: int | None = None  (threads)
-            CPU threads of a worker. None: the cores that it may use (no more than a container's CPU quota
-            has whole CPUs), less one for the host when there are over four.
+            CPU threads of a worker. None: $OMP_NUM_THREADS if that is set; else the cores that it may use
+            (no more than a container's CPU quota has whole CPUs), less one for the host when there are over
+            four.
         max_num_queued_requests: int = 10000  (requests)
             Most requests waiting; one more is refused or waits, as admission says.
         admission: Literal["error", "wait"] = "error"

@@ -18,6 +18,9 @@ HAS_GPU = os.path.exists("/dev/nvidiactl")
 if not HAS_GPU:
     os.environ["TRITON_INTERPRET"] = "1"  # read when a Triton kernel is imported
 
+if "PYTEST_XDIST_WORKER" in os.environ:
+    os.environ.setdefault("OMP_NUM_THREADS", "1")  # each of the test processes has a core for its workers
+
 for number in (signal.SIGINT, signal.SIGQUIT, signal.SIGHUP):  # a shell has some ignored in what it starts behind it,
     if signal.getsignal(number) is signal.SIG_IGN:  # and our children would inherit that
         signal.signal(number, signal.default_int_handler if number == signal.SIGINT else signal.SIG_DFL)
