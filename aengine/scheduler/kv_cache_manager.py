@@ -63,11 +63,13 @@ class KVCacheManager:
         "has_states",
         "has_windows",
         "num_groups",
+        "num_growing",
         "pool",
     )
 
     def __init__(self, num_blocks: int, groups: Sequence[KVCacheGroup], step_tokens: int) -> None:
-        self.num_groups = len(groups)  # as many blocks as one token more can need
+        self.num_groups = len(groups)
+        self.num_growing = sum(group.kind != "state" for group in groups)  # as many blocks as one token more can need
         self.block_size = min(group.block_size for group in groups)
         self.has_states = any(group.kind == "state" for group in groups)
         self.has_windows = any(group.window for group in groups)
@@ -91,6 +93,11 @@ class KVCacheManager:
                 num_agreed = num_agreed + 1 if table.room == length else 1
                 length = table.room
         return tables
+
+    def shares_prompt(self, request: Request) -> bool:
+        """Return whether another completion of its call can take over some of its prompt's blocks. A state goes on with
+        its own completion, so that the others compute theirs."""
+        return request.num_prompt_tokens > self.block_size and not self.has_states
 
     def num_missing(self, tables: list[BlockTable], num_tokens: int) -> int:
         """Return how many blocks must be free for a request of so many tokens that begins with these."""

@@ -75,7 +75,7 @@ class StepPlan:
     def _continue_decode(self, request: Request) -> None:
         """Continue a decode whose next token needs a block, in some group."""
         kv, num_tokens = self._rows.kv, request.num_computed_tokens + 1
-        if kv.pool.num_free < kv.num_groups:
+        if kv.pool.num_free < kv.num_growing:
             lacking = kv.num_lacking(request, num_tokens)
             if self._make_room(request, lacking) < lacking:
                 self._rows.stop_decoding(request)
@@ -108,7 +108,7 @@ class StepPlan:
         rows, kv = self._rows, self._rows.kv
         num_logits = len(rows.running) + min(len(rows.free_rows), self._num_waiting) + self._num_drafts  # at most
         wanted = min(wanted, max(rows.num_rows, _LEAST_LOGITS) - num_logits)
-        spare = max(0, kv.pool.num_free - len(rows.running) * kv.num_groups)
+        spare = max(0, kv.pool.num_free - len(rows.running) * kv.num_growing)
         if kv.num_lacking(request, end + wanted) > spare:
             wanted = min(wanted, kv.reach(request, spare, end + wanted) - end)
         return max(0, wanted)
@@ -142,7 +142,7 @@ class StepPlan:
         """Give rows to the waiting, while their known tokens fit and everybody with a row could grow by a block."""
         rows, kv = self._rows, self._rows.kv
         while waiting and self._budget > 0 and rows.free_rows:
-            spare = kv.pool.num_free - len(rows.running) * kv.num_groups
+            spare = kv.pool.num_free - len(rows.running) * kv.num_growing
             if spare <= 0:
                 return
             request = quarantine.first if quarantine else waiting.peek()

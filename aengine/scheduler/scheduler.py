@@ -124,7 +124,7 @@ class Scheduler:
         request.sort_key = (request.priority, request.arrival_time, self._num_added)
         if self.enable_prefix_caching:
             request.root_hash = shared_root(request.cache_key)
-        if request.params.n > 1 and request.num_prompt_tokens > self.rows.kv.block_size:
+        if request.params.n > 1 and self.rows.kv.shares_prompt(request):
             if request.index == 0:
                 self.parallel_sampling.add_first(request)
                 if not self.enable_prefix_caching:
@@ -208,7 +208,7 @@ class Scheduler:
         """Whether the next step does nothing but continue requests that decode: such a step may be leased."""
         rows = self.rows
         others = self.waiting or rows.catching_up or rows.held or self.parallel_sampling.waiting or self.num_constrained
-        return not others and rows.kv.pool.num_free >= len(rows.running) * rows.kv.num_groups
+        return not others and rows.kv.pool.num_free >= len(rows.running) * rows.kv.num_growing
 
     def schedule(self, *, is_leased: bool = False) -> SchedulerOutput | None:
         """Make the next step; None when there is nothing to compute before more answers or requests come.

@@ -259,6 +259,7 @@ def test_a_model_with_a_state_computes_every_prefix_again() -> None:
     first = written(kv, list(range(20)))
     assert [len(table.block_ids) for table in first.block_tables] == [1, 5]
     assert kv.match(make(list(range(20))))[0].room == 0
+    assert not kv.shares_prompt(first) and manager(20, FULL).shares_prompt(first)
     kv.release(first)
     assert kv.pool.num_free == 20
 
