@@ -25,6 +25,7 @@ from .embedded import EMBEDDED_MODELS, find_embedded
 from .gguf_choice import GgufChoice, choose_gguf
 from .gguf_config import gguf_generation_config, gguf_hf_config
 from .gguf_file import GgufFile
+from .text_config import text_config
 
 __all__ = ["ModelSource", "locate", "read_json", "resolve_model", "weights_in"]
 
@@ -42,7 +43,7 @@ class ModelSource:
     format: str
     """Of the weights: "safetensors", "gguf" or "dummy"."""
     hf_config: dict[str, Any]
-    """config.json's content; for a GGUF made from its metadata."""
+    """config.json's content (`text_config`: what it says of the text model); for a GGUF made from its metadata."""
     generation_config: dict[str, Any] = field(default_factory=dict)
     """generation_config.json's content: eos_token_id (one or a list), ...; {} if there is none."""
 
@@ -75,7 +76,7 @@ def resolve_model(config: EngineConfig, progress: Progress | None = None) -> Mod
             settings, generation = gguf_hf_config(file), gguf_generation_config(file)
             path = file.path
         return ModelSource(config.model, str(path), "dummy" if dummy else "gguf", settings, generation)
-    settings = read_json(path / "config.json")
+    settings = text_config(read_json(path / "config.json"))
     generation_file = path / "generation_config.json"
     generation = read_json(generation_file) if generation_file.is_file() else {}
     return ModelSource(config.model, str(path), "dummy" if dummy else "safetensors", settings, generation)

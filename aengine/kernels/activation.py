@@ -1,21 +1,32 @@
-"""The gated activation of a feed-forward layer. Shazeer 2020, https://arxiv.org/abs/2002.05202."""
+"""Gated activations of feed-forward layers. Shazeer 2020, https://arxiv.org/abs/2002.05202.
+
+silu        x / (1 + exp(-x))
+gelu        x (1 + erf(x / sqrt(2))) / 2                              Hendrycks and Gimpel 2016, arXiv:1606.08415
+gelu_tanh   x (1 + tanh(sqrt(2 / pi) (x + 0.044715 x^3))) / 2         its approximation by tanh
+"""
 
 from __future__ import annotations
+
+from typing import Literal
 
 import torch.nn.functional as F
 from torch import Tensor
 
 from .dispatch import uses_triton
 
-__all__ = ["silu_and_mul"]
+__all__ = ["Activation", "act_and_mul"]
+
+Activation = Literal["silu", "gelu", "gelu_tanh"]
 
 
-def silu_and_mul(gate_up: Tensor) -> Tensor:
-    """silu(gate) * up, [n, size], for gate_up [n, 2 * size]: the gate's half first."""
+def act_and_mul(gate_up: Tensor, activation: Activation = "silu") -> Tensor:
+    """activation(gate) * up, [n, size], for gate_up [n, 2 * size]: the gate's half first."""
     assert gate_up.dim() == 2 and gate_up.shape[1] % 2 == 0, f"gate_up has the shape {tuple(gate_up.shape)}"
     if uses_triton(gate_up):
         from .triton import activation as triton_op
 
-        return triton_op.silu_and_mul(gate_up)
+        return triton_op.act_and_mul(gate_up, activation)
     gate, up = gate_up.chunk(2, -1)
-    return F.silu(gate).mul_(up)
+    if activation == "silu":
+        return F.silu(gate).mul_(up)
+    return F.gelu(gate, approximate="tanh" if activation == "gelu_tanh" else "none").mul_(up)

@@ -1,8 +1,9 @@
 """RMS normalisation.
 
     rms_norm(x)[i] = x[i] * weight / sqrt(mean(x[i]^2) + eps)            Zhang and Sennrich 2019, arXiv:1910.07467
+    add_rms_norm     residual += rms_norm(x)
 
-Computed in float32 whatever the dtype of ``x``.
+Computed in float32 whatever the dtype of ``x``; the weight's may be another.
 """
 
 from __future__ import annotations
@@ -12,7 +13,7 @@ from torch import Tensor
 
 from .dispatch import uses_triton
 
-__all__ = ["rms_norm"]
+__all__ = ["add_rms_norm", "rms_norm"]
 
 
 def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
@@ -22,4 +23,21 @@ def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
         from .triton import rms_norm as triton_op
 
         return triton_op.rms_norm(x.contiguous(), weight, eps)
-    return torch.rms_norm(x, weight.shape, weight, eps)
+    return _torch_rms_norm(x, weight, eps)
+
+
+def add_rms_norm(residual: Tensor, x: Tensor, weight: Tensor, eps: float) -> None:
+    """Change ``residual`` [n, size] in place, for x [n, size] and weight [size]."""
+    assert residual.shape == x.shape == (len(x), *weight.shape), f"{tuple(residual.shape)} gets {tuple(x.shape)}"
+    if uses_triton(x):
+        from .triton import rms_norm as triton_op
+
+        triton_op.add_rms_norm(residual, x.contiguous(), weight, eps)
+    else:
+        residual.add_(_torch_rms_norm(x, weight, eps))
+
+
+def _torch_rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
+    if weight.dtype == x.dtype:
+        return torch.rms_norm(x, weight.shape, weight, eps)
+    return torch.rms_norm(x.float(), weight.shape, weight.float(), eps).to(x.dtype)

@@ -11,10 +11,19 @@ from dataclasses import dataclass
 from typing import Any, Self
 
 from ..errors import ModelLoadError
+from ..kernels.activation import Activation
 from .kv_spec import FullKV, LayerKV, WindowKV
 from .rope import RopeConfig
 
 __all__ = ["ConfigReader", "ModelConfig"]
+
+ACTIVATIONS: Mapping[str, Activation] = {
+    "silu": "silu",
+    "swish": "silu",
+    "gelu": "gelu",
+    "gelu_pytorch_tanh": "gelu_tanh",
+    "gelu_new": "gelu_tanh",
+}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -36,6 +45,10 @@ class ModelConfig:
     ropes: tuple[RopeConfig, ...]
     sliding_windows: tuple[int | None, ...]
     checkpoint_dtype: str  # "float32", "bfloat16", "float16", or "" when the checkpoint does not say
+    activation: Activation = "silu"  # of the feed-forward layers' gates
+    embedding_scale: float = 1.0
+    logit_scale: float = 1.0
+    logit_softcap: float = 0.0  # cap * tanh(logits / cap); 0: none
 
     @classmethod
     def from_hf(cls, hf: Mapping[str, Any]) -> Self:
@@ -97,9 +110,6 @@ class ConfigReader:
         kv_heads = self.integer("num_key_value_heads", default=heads)
         head_dim = self.integer("head_dim", default=hidden // heads)
         max_positions = self.integer("max_position_embeddings")
-        activation = hf.get("hidden_act", "silu")
-        if activation not in ("silu", "swish"):
-            raise ModelLoadError(f"config.json: hidden_act={activation!r} is not supported; only 'silu' is")
         if heads % kv_heads:
             raise ModelLoadError(f"config.json: {heads} attention heads can't share {kv_heads} key-value heads")
         if head_dim % 2:
@@ -120,8 +130,17 @@ class ConfigReader:
             "max_position_embeddings": max_positions,
             "tie_word_embeddings": self.flag("tie_word_embeddings"),
             "ropes": self._ropes(head_dim, max_positions, interleaved_rope),
+            "activation": self._activation(),
             "checkpoint_dtype": str(hf.get("dtype") or hf.get("torch_dtype") or "").removeprefix("torch."),
         }
+
+    def _activation(self) -> Activation:
+        """By ``hidden_activation`` or ``hidden_act``, in transformers' names."""
+        key = "hidden_activation" if self._hf.get("hidden_activation") else "hidden_act"
+        name = self._hf.get(key) or "silu"
+        if name not in ACTIVATIONS:
+            raise ModelLoadError(f"config.json: {key}={name!r} is not supported; these are: {', '.join(ACTIVATIONS)}")
+        return ACTIVATIONS[name]
 
     def windows(self, window: int | None, first_layer: int = 0) -> tuple[int | None, ...]:
         """Return each layer's window: by ``layer_types``, else ``window`` from ``first_layer`` on; None: no window."""

@@ -208,3 +208,29 @@ def test_hub_failures_are_load_errors(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(huggingface_hub, "snapshot_download", snapshot_download)
     with pytest.raises(ModelLoadError, match="the cable is out"):
         resolve("owner/name")
+
+
+def test_the_text_model_of_a_model_for_images(tmp_path: Path) -> None:
+    """Its settings are those of the text; what they leave open is as above them."""
+    folder = make_folder(tmp_path / "m")
+    quantised = {"quant_method": "fp8"}
+    whole = {
+        "model_type": "gemma3",
+        "architectures": ["Gemma3ForConditionalGeneration"],
+        "dtype": "bfloat16",
+        "eos_token_id": [1, 106],
+        "quantization_config": quantised,
+        "tie_word_embeddings": True,
+        "text_config": {"model_type": "gemma3_text", "hidden_size": 32, "eos_token_id": None, "dtype": "float32"},
+        "vision_config": {"model_type": "siglip_vision_model", "hidden_size": 99},
+    }
+    (folder / "config.json").write_text(json.dumps(whole))
+    assert resolve(folder).hf_config == {
+        "model_type": "gemma3_text",
+        "architectures": ["Gemma3ForConditionalGeneration"],
+        "hidden_size": 32,
+        "dtype": "float32",
+        "eos_token_id": [1, 106],
+        "quantization_config": quantised,
+        "tie_word_embeddings": True,
+    }

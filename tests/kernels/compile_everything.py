@@ -17,7 +17,7 @@ import os
 import pkgutil
 import sys
 from collections.abc import Iterator
-from typing import Any
+from typing import Any, get_args
 
 os.environ.pop("TRITON_INTERPRET", None)
 
@@ -128,7 +128,15 @@ class Compiler:
 # -- calls of the ops with CPU tensors; nothing is computed
 
 
-def products(compiler: Compiler, rows: int, n: int, k: int, kind: str, biased: bool = False) -> None:
+def products(
+    compiler: Compiler,
+    rows: int,
+    n: int,
+    k: int,
+    kind: str,
+    biased: bool = False,
+    activated: activation.Activation = "silu",
+) -> None:
     dtype = compiler.half
     compiler.note = f"{kind} {rows}x{k}x{n}"
     x, norm = torch.zeros(rows, k, dtype=dtype), torch.zeros(k, dtype=dtype)
@@ -137,7 +145,7 @@ def products(compiler: Compiler, rows: int, n: int, k: int, kind: str, biased: b
     if kind == "add":
         linear.add_linear(torch.zeros(rows, n, dtype=dtype), x, weight, bias)
     elif kind == "gated":
-        linear.norm_gated_linear(x, norm, 1e-6, weight, bias)
+        linear.norm_gated_linear(x, norm, 1e-6, weight, bias, activated)
     else:
         linear.norm_linear(x, norm, 1e-6, weight, bias, torch.float32)
 
@@ -237,7 +245,11 @@ def every_kernel(compiler: Compiler) -> None:
     products(compiler, 1, 1001, 4864, "gated")
     compiler.note = ""
     rms_norm.rms_norm(torch.zeros(3, 576, dtype=dtype), torch.zeros(576, dtype=dtype), 1e-6)
-    activation.silu_and_mul(torch.zeros(3, 64, dtype=dtype))
+    rms_norm.add_rms_norm(*(torch.zeros(3, 576, dtype=dtype) for _ in range(2)), torch.zeros(576), 1e-6)
+    for name in get_args(activation.Activation):
+        activation.act_and_mul(torch.zeros(3, 64, dtype=dtype), name)
+        for rows in (1, 16, 64):
+            products(compiler, rows, 1024, 2048, "gated", activated=name)
     for size in BatchSize:
         decodes(compiler, dtype, (9, 3, 64), size, window=40, with_norm=True)
         decodes(compiler, dtype, (9, 3, 64), size, is_raw=False)

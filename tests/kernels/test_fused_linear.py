@@ -3,16 +3,23 @@
 from __future__ import annotations
 
 import random
+from collections.abc import Callable
+from functools import partial
 
 import pytest
 import torch
 import torch.nn.functional as F
 
-from aengine.kernels.activation import silu_and_mul
-from aengine.kernels.linear import add_linear, norm_gated_linear, norm_linear
-from aengine.kernels.rms_norm import rms_norm
+from aengine.kernels.activation import Activation, act_and_mul
+from aengine.kernels.linear import add_linear, norm_gated_linear, norm_linear, plain_linear
+from aengine.kernels.rms_norm import add_rms_norm, rms_norm
 
 DTYPES = [torch.float32, torch.float16] + ([torch.bfloat16] if torch.cuda.is_available() else [])
+ACTIVATIONS: list[tuple[Activation, Callable[..., torch.Tensor]]] = [
+    ("silu", F.silu),
+    ("gelu", F.gelu),
+    ("gelu_tanh", partial(F.gelu, approximate="tanh")),
+]
 TOLERANCE = {torch.float32: 2e-6, torch.float16: 2e-3, torch.bfloat16: 1.2e-2}
 ROWS = [1, 2, 7, 8, 9, 16, 17, 32, 33, 70, 129]
 # in_features, out_features: of SmolLM2, powers of two, and what only cuBLAS takes
@@ -69,9 +76,22 @@ def test_norm_gated_linear(
         scale = (torch.rand(k, generator=gen) + 0.5).to(dtype)
         gate, up = product(normed(x, scale, 1e-6), weight, bias).chunk(2, -1)
         on = moved(triton_device, x, scale, weight, bias)
-        out = norm_gated_linear(on[0], on[1], 1e-6, on[2], on[3])
+        activation, function = rng.choice(ACTIVATIONS)
+        out = norm_gated_linear(on[0], on[1], 1e-6, on[2], on[3], activation)
         assert out.shape == (rows, n) and out.dtype == dtype
-        assert relative_error(out, F.silu(gate) * up) < 2 * TOLERANCE[dtype]
+        assert relative_error(out, function(gate) * up) < 2 * TOLERANCE[dtype]
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("rows", ROWS)
+def test_plain_linear(
+    rng: random.Random, gen: torch.Generator, triton_device: torch.device, dtype: torch.dtype, rows: int
+) -> None:
+    k, n = rng.choice(SHAPES)
+    x, weight, bias = draw(gen, rng, rows, k, n, dtype, rng.random() < 0.5)
+    out = plain_linear(*moved(triton_device, x, weight, bias))
+    assert out.shape == (rows, n) and out.dtype == dtype
+    assert relative_error(out, product(x, weight, bias)) < TOLERANCE[dtype]
 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
@@ -108,8 +128,25 @@ def test_norm_and_activation(rng: random.Random, gen: torch.Generator, triton_de
         assert relative_error(out, normed(x, weight, 1e-5)) < TOLERANCE[dtype]
         gate_up = torch.randn(rows, 2 * size, generator=gen).to(dtype)
         gate, up = gate_up.double().chunk(2, -1)
-        out = silu_and_mul(gate_up.to(triton_device))
+        out = act_and_mul(gate_up.to(triton_device))
         assert relative_error(out, F.silu(gate) * up) < TOLERANCE[dtype]
+
+
+@pytest.mark.parametrize("on_triton", [False, True])
+def test_a_norm_of_other_precision_and_its_sum(
+    rng: random.Random, gen: torch.Generator, on_triton: bool, request: pytest.FixtureRequest
+) -> None:
+    """The weight in float32, x in 16 bits."""
+    device = request.getfixturevalue("triton_device") if on_triton else torch.device("cpu")
+    for dtype in (torch.float32, torch.float16):
+        rows, size = rng.randint(1, 9), rng.choice([1, 48, 576, 1030, 2050])
+        x, residual = (torch.randn(rows, size, generator=gen).to(dtype) for _ in range(2))
+        weight = torch.randn(size, generator=gen)
+        on = moved(device, residual.clone(), x, weight)
+        out = rms_norm(on[1], on[2], 1e-5)
+        assert out.dtype == dtype and relative_error(out, normed(x, weight, 1e-5)) < TOLERANCE[dtype]
+        add_rms_norm(*on, 1e-5)
+        assert relative_error(on[0], residual.double() + normed(x, weight, 1e-5)) < TOLERANCE[dtype]
 
 
 def test_shapes_are_checked() -> None:

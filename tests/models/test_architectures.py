@@ -38,6 +38,7 @@ VARIANTS: dict[str, tuple[str, dict[str, Any]]] = {
     "llama-mha": ("llama", {"num_key_value_heads": 6}),
     "llama-mqa": ("llama", {"num_key_value_heads": 1}),
     "llama-head-dim": ("llama", {"head_dim": 12, "num_attention_heads": 4}),
+    "llama-gelu": ("llama", {"hidden_act": "gelu"}),
     "llama-eps": ("llama", {"rms_norm_eps": 0.3}),
     "llama-theta": ("llama", {"rope_parameters": {"rope_type": "default", "rope_theta": 77.0}}),
     "llama-linear": ("llama", {"rope_parameters": {"rope_type": "linear", "rope_theta": 10000.0, "factor": 3.0}}),

@@ -50,6 +50,23 @@ def test_sharded(tiny_model: TinyModel) -> None:
     assert torch.equal(logits(one), logits(many))
 
 
+@pytest.mark.parametrize("prefixes", [("language_model.model.", "language_model."), ("model.language_model.", "")])
+def test_the_text_model_of_a_model_for_images(copied: Path, prefixes: tuple[str, str]) -> None:
+    """As models of two generations of transformers have its settings and tensors."""
+    before = logits(copied)
+
+    def wrap(tensors: dict[str, torch.Tensor]) -> None:
+        for name in list(tensors):
+            below = name.removeprefix("model.")
+            tensors[prefixes[0] + below if below != name else prefixes[1] + name] = tensors.pop(name)
+        tensors["model.vision_tower.layers.0.weight"] = torch.ones(3)
+
+    rewrite(copied, wrap)
+    text = json.loads((copied / "config.json").read_text())
+    (copied / "config.json").write_text(json.dumps({"model_type": "llava", "text_config": text, "vision_config": {}}))
+    assert torch.equal(logits(copied), before)
+
+
 def test_bfloat16_checkpoint_runs_in_float32(tiny_model: TinyModel) -> None:
     folder = tiny_model("qwen2", seed=3, dtype="bfloat16")
     with torch.inference_mode():

@@ -48,7 +48,7 @@ def test_a_missing_key_is_named(key: str) -> None:
         ({"vocab_size": 0}, "vocab_size"),
         ({"num_hidden_layers": True}, "num_hidden_layers"),
         ({"num_attention_heads": -6}, "num_attention_heads"),
-        ({"hidden_act": "gelu"}, "gelu"),
+        ({"hidden_act": "relu2"}, "relu2"),
         ({"num_key_value_heads": 4}, "4 key-value heads"),
         ({"head_dim": 7}, "head_dim=7"),
         ({"rope_scaling": {"type": "mrope"}}, "mrope"),

@@ -9,20 +9,29 @@ from torch import Tensor
 
 from .launch import gdc_launch_dependents, gdc_wait, has_pdl, launch
 
-__all__ = ["silu_and_mul"]
+__all__ = ["act_and_mul", "activate_and_multiply"]
 
 _BLOCK = 1024
 
 
-def silu_and_mul(gate_up: Tensor) -> Tensor:
+def act_and_mul(gate_up: Tensor, activation: str) -> Tensor:
     n, size = gate_up.shape[0], gate_up.shape[1] // 2
     out = torch.empty((n, size), dtype=gate_up.dtype, device=gate_up.device)
-    launch(_silu_and_mul, (n, triton.cdiv(size, _BLOCK)), gate_up, out, SIZE=size, BLOCK=_BLOCK, PDL=has_pdl())
+    launch(
+        _act_and_mul,
+        (n, triton.cdiv(size, _BLOCK)),
+        gate_up,
+        out,
+        SIZE=size,
+        BLOCK=_BLOCK,
+        ACTIVATION=activation,
+        PDL=has_pdl(),
+    )
     return out
 
 
 @triton.jit
-def _silu_and_mul(x_ptr, out_ptr, SIZE: tl.constexpr, BLOCK: tl.constexpr, PDL: tl.constexpr):
+def _act_and_mul(x_ptr, out_ptr, SIZE: tl.constexpr, BLOCK: tl.constexpr, ACTIVATION: tl.constexpr, PDL: tl.constexpr):
     if PDL:
         gdc_launch_dependents()
         gdc_wait()
@@ -30,5 +39,19 @@ def _silu_and_mul(x_ptr, out_ptr, SIZE: tl.constexpr, BLOCK: tl.constexpr, PDL: 
     i = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     gate = tl.load(x_ptr + row * 2 * SIZE + i, mask=i < SIZE, other=0.0).to(tl.float32)
     up = tl.load(x_ptr + row * 2 * SIZE + SIZE + i, mask=i < SIZE, other=0.0).to(tl.float32)
-    y = gate * up / (1 + tl.exp(-gate))
+    y = activate_and_multiply(gate, up, ACTIVATION)
     tl.store(out_ptr + row * SIZE + i, y.to(out_ptr.dtype.element_ty), mask=i < SIZE)
+
+
+@triton.jit
+def activate_and_multiply(gate, up, ACTIVATION: tl.constexpr):
+    """activation(gate) * up, in float32."""
+    if ACTIVATION == "gelu":
+        y = 0.5 * gate * up * (1 + tl.erf(gate * 0.7071067811865476))
+    elif ACTIVATION == "gelu_tanh":
+        # (1 + tanh(z)) / 2 is 1 / (1 + exp(-2 z)). From -2 z = 80 on it is zero, and exp would soon overflow.
+        exponent = -1.5957691216057308 * (gate + 0.044715 * gate * gate * gate)
+        y = gate * up / (1 + tl.exp(tl.minimum(exponent, 80.0)))
+    else:
+        y = gate * up / (1 + tl.exp(-gate))
+    return y

@@ -13,63 +13,73 @@ import torch
 import triton
 from torch import Tensor
 
-from . import activation, linear_skinny, linear_tiled, rms_norm
+from . import linear_skinny, linear_tiled, rms_norm
+from .activation import act_and_mul
 from .launch import has_pdl, is_interpreted, launch
 from .linear_gemv import gemv
 from .linear_skinny import SkinnyTiling, skinny
 from .linear_tiled import TiledTiling, tiled
 
-__all__ = ["add_linear", "norm_gated_linear", "norm_linear"]
+__all__ = ["add_linear", "norm_gated_linear", "norm_linear", "plain_linear"]
 
 MAX_SKINNY = 32  # rows of x
 MAX_TILED = 128
 _SMALL_WEIGHT = 2**23  # elements; a larger one takes so long to read that cuBLAS' slower start does not show
 
 
+def plain_linear(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+    out = _own(x, None, 0.0, weight, bias, x.dtype)
+    return torch.nn.functional.linear(x, weight, bias) if out is None else out
+
+
 def norm_linear(
     x: Tensor, norm_weight: Tensor, eps: float, weight: Tensor, bias: Tensor | None, out_dtype: torch.dtype
 ) -> Tensor:
-    out = _after_norm(x, norm_weight, eps, weight, bias, out_dtype, gated=False)
+    out = _own(x, norm_weight, eps, weight, bias, out_dtype)
     return _matmul(rms_norm.rms_norm(x, norm_weight, eps), weight, bias, out_dtype) if out is None else out
 
 
-def norm_gated_linear(x: Tensor, norm_weight: Tensor, eps: float, weight: Tensor, bias: Tensor | None) -> Tensor:
-    out = _after_norm(x, norm_weight, eps, weight, bias, x.dtype, gated=True)
+def norm_gated_linear(
+    x: Tensor, norm_weight: Tensor, eps: float, weight: Tensor, bias: Tensor | None, activation: str
+) -> Tensor:
+    out = _own(x, norm_weight, eps, weight, bias, x.dtype, activation)
     if out is None:
-        out = activation.silu_and_mul(_matmul(rms_norm.rms_norm(x, norm_weight, eps), weight, bias, x.dtype))
+        out = act_and_mul(_matmul(rms_norm.rms_norm(x, norm_weight, eps), weight, bias, x.dtype), activation)
     return out
 
 
 def add_linear(residual: Tensor, x: Tensor, weight: Tensor, bias: Tensor | None) -> None:
     if x.shape[0] == 1:
-        gemv(x, weight, bias, residual, None, 0.0, add=True, gated=False)
+        gemv(x, weight, bias, residual, None, 0.0, add=True)
     elif (tiling := _tiling(x, weight, gated=False, add=True)) is not None:
-        _run(tiling, x, weight, bias, residual, add=True, gated=False)
+        _run(tiling, x, weight, bias, residual, add=True)
     elif bias is None:
         torch.addmm(residual, x, weight.t(), out=residual)
     else:  # not the bias first: the sum would be rounded once more, and it is larger than the product
         residual.add_(torch.nn.functional.linear(x, weight, bias))
 
 
-def _after_norm(
+def _own(
     x: Tensor,
-    norm_weight: Tensor,
+    norm_weight: Tensor | None,
     eps: float,
     weight: Tensor,
     bias: Tensor | None,
     out_dtype: torch.dtype,
-    *,
-    gated: bool,
+    activation: str | None = None,
 ) -> Tensor | None:
-    """Compute the product with our own kernel; None: cuBLAS is faster."""
+    """Compute the product by x or its norm, gated if there is an ``activation``, with our own kernel; None: cuBLAS is
+    faster."""
+    gated = activation is not None
     tiling = None if x.shape[0] == 1 else _tiling(x, weight, gated=gated, add=False)
     if x.shape[0] > 1 and tiling is None:
         return None
     out = torch.empty((x.shape[0], weight.shape[0] // (2 if gated else 1)), dtype=out_dtype, device=x.device)
     if tiling is None:
-        gemv(x, weight, bias, out, norm_weight, eps, add=False, gated=gated)
+        gemv(x, weight, bias, out, norm_weight, eps, add=False, activation=activation)
     else:
-        _run(tiling, rms_norm.rms_norm(x, norm_weight, eps), weight, bias, out, add=False, gated=gated)
+        normed = x if norm_weight is None else rms_norm.rms_norm(x, norm_weight, eps)
+        _run(tiling, normed, weight, bias, out, add=False, activation=activation)
     return out
 
 
@@ -81,7 +91,7 @@ def _run(
     out: Tensor,
     *,
     add: bool,
-    gated: bool,
+    activation: str | None = None,
 ) -> None:
     """out [M, N] = the product, or is added to."""
     rows, size = out.shape
@@ -102,7 +112,8 @@ def _run(
         **groups,
         BIAS=bias is not None,
         ADD=add,
-        GATED=gated,
+        GATED=activation is not None,
+        ACTIVATION=activation,
         PDL=has_pdl(),
         STAGES=tiling.num_stages,
         num_warps=tiling.num_warps,

@@ -10,6 +10,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from .activation import activate_and_multiply
 from .launch import gdc_launch_dependents, gdc_wait, has_pdl, launch, prefetch
 
 __all__ = ["gemv"]
@@ -24,9 +25,10 @@ def gemv(
     eps: float,
     *,
     add: bool,
-    gated: bool,
+    activation: str | None = None,
 ) -> None:
-    """out [1, N] = the product, or is added to; ``norm_weight``: None if x is normalised already."""
+    """out [1, N] = the product, or is added to; ``norm_weight``: None if x is not to be normalised; ``activation``: of
+    the gate, None if there is none."""
     size, k = out.shape[1], weight.shape[1]
     block_n, block_k, held, num_warps = _gemv_blocks(size, k)
     launch(
@@ -46,7 +48,8 @@ def gemv(
         NORM=norm_weight is not None,
         BIAS=bias is not None,
         ADD=add,
-        GATED=gated,
+        GATED=activation is not None,
+        ACTIVATION=activation,
         EVEN=size % block_n == 0 and k % block_k == 0,
         PDL=has_pdl(),
         num_warps=num_warps,
@@ -100,6 +103,7 @@ def _gemv(
     BIAS: tl.constexpr,
     ADD: tl.constexpr,
     GATED: tl.constexpr,
+    ACTIVATION: tl.constexpr,
     EVEN: tl.constexpr,
     PDL: tl.constexpr,
 ):
@@ -160,7 +164,7 @@ def _gemv(
         if GATED:
             v += tl.load(bias_ptr + N + n, mask=n < N, other=0.0).to(tl.float32)
     if GATED:
-        y = y * v / (1 + tl.exp(-y))
+        y = activate_and_multiply(y, v, ACTIVATION)
     if ADD:
         y += tl.load(out_ptr + n, mask=n < N, other=0.0).to(tl.float32)
     tl.store(out_ptr + n, y.to(out_ptr.dtype.element_ty), mask=n < N)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
+from .activation import activate_and_multiply
 from .launch import gdc_launch_dependents, gdc_wait, prefetch
 
 __all__ = ["store_product", "wait_for_rows"]
@@ -34,6 +35,7 @@ def store_product(
     BIAS: tl.constexpr,
     ADD: tl.constexpr,
     GATED: tl.constexpr,
+    ACTIVATION: tl.constexpr,
 ):
     """Store the sums ``y`` with bias, gated by ``up``, added to what is there. AXIS: that of the tokens; n: [BN]."""
     if BIAS:
@@ -41,7 +43,7 @@ def store_product(
         if GATED:
             up += tl.expand_dims(tl.load(bias_ptr + N + n).to(tl.float32), AXIS)
     if GATED:
-        y = y * up / (1 + tl.exp(-y))
+        y = activate_and_multiply(y, up, ACTIVATION)
     if ADD:
         y += tl.load(out_ptrs, mask=is_row, other=0.0).to(tl.float32)
     tl.store(out_ptrs, y.to(out_ptrs.dtype.element_ty), mask=is_row)

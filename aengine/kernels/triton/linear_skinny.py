@@ -59,6 +59,7 @@ def skinny(
     BIAS: tl.constexpr,
     ADD: tl.constexpr,
     GATED: tl.constexpr,
+    ACTIVATION: tl.constexpr,
     PDL: tl.constexpr,
     STAGES: tl.constexpr,
 ):
@@ -85,4 +86,4 @@ def skinny(
     if GATED:
         v = tl.sum(up, 0)
     out_ptrs = out_ptr + m[None, :] * N + n[:, None]
-    store_product(y, v, bias_ptr, n, out_ptrs, (m < M)[None, :], N, 1, BIAS, ADD, GATED)
+    store_product(y, v, bias_ptr, n, out_ptrs, (m < M)[None, :], N, 1, BIAS, ADD, GATED, ACTIVATION)

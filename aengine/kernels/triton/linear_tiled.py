@@ -51,6 +51,7 @@ def tiled(
     BIAS: tl.constexpr,
     ADD: tl.constexpr,
     GATED: tl.constexpr,
+    ACTIVATION: tl.constexpr,
     PDL: tl.constexpr,
     STAGES: tl.constexpr,
 ):
@@ -71,4 +72,4 @@ def tiled(
         if GATED:
             v = tl.dot(x, tl.load(w_ptrs + N * K + k0), v, input_precision="ieee")
     out_ptrs = out_ptr + m[:, None].to(tl.int64) * N + n[None, :]
-    store_product(y, v, bias_ptr, n, out_ptrs, is_row, N, 0, BIAS, ADD, GATED)
+    store_product(y, v, bias_ptr, n, out_ptrs, is_row, N, 0, BIAS, ADD, GATED, ACTIVATION)

@@ -3,6 +3,9 @@
             ┌─ norm ─ qkv ─ rotary ─ attention ─ o ─┐     ┌─ norm ─ gate, up ─ silu·mul ─ down ─┐
 residual ───┴───────────────────────────────────────+─────┴─────────────────────────────────────+───
 
+Families differ in the activation, in norms of the outputs before the sums (``post_norm``), and in factors of the
+embeddings, the outputs and the logits.
+
 Each norm is a part of the product after it, each sum of the product before it, so that both can be one kernel; rotary
 (and norms of q and k) is a part of the attention, for the same reason.
 """
@@ -21,7 +24,6 @@ from ..weights.scope import WeightScope
 from .attention import AttentionCall, AttentionLayer, Sinks
 from .embedding import Embedding
 from .linear import Linear
-from .mlp import GatedMLP
 from .norm import RMSNorm
 
 __all__ = ["Decoder", "DecoderLayer", "SelfAttention"]
@@ -46,34 +48,58 @@ class SelfAttention:
         rope: int | None = 0,
         softcap: float = 0.0,
         sinks: Sinks | None = None,
+        packed: bool = False,
+        post_norm: RMSNorm | None = None,
+        out_scale: float = 1.0,
     ) -> None:
-        qkv = {"q_proj": config.q_size, "k_proj": config.kv_size, "v_proj": config.kv_size}
+        """
+        Args:
+            scale: of q k^T; None: head_dim ** -0.5
+            packed: the checkpoint has q, k and v as one tensor, "qkv_proj"
+            post_norm: of the output, before it is added to the residual stream
+            out_scale: of the output
+        """
+        qkv = {"qkv_proj": config.q_size + 2 * config.kv_size}
+        if not packed:
+            qkv = {"q_proj": config.q_size, "k_proj": config.kv_size, "v_proj": config.kv_size}
         self.qkv = Linear(weights, config.hidden_size, qkv, qkv_bias)
         self.o = Linear(weights, config.q_size, {"o_proj": config.hidden_size}, o_bias)
         self.layer = AttentionLayer.make(
             config, index, q_norm, k_norm, scale=scale, rope=rope, softcap=softcap, sinks=sinks
         )
+        self.post_norm = post_norm
+        self.out_scale = out_scale
 
     def __call__(self, residual: Tensor, norm: RMSNorm, attn: AttentionCall) -> None:
         """Add the output for norm(residual) to ``residual`` [num_tokens, hidden_size], in place."""
         qkv = self.qkv.after_norm(residual, norm)
-        self.o.add_to(residual, attn.forward(self.layer, qkv))
+        self.o.add_to(residual, attn.forward(self.layer, qkv), self.post_norm, self.out_scale)
 
 
 class DecoderLayer:
     """An attention and a feed-forward layer, each with a norm before it."""
 
-    def __init__(self, config: ModelConfig, weights: WeightScope, attention: SelfAttention, mlp: GatedMLP) -> None:
+    def __init__(
+        self,
+        config: ModelConfig,
+        weights: WeightScope,
+        attention: SelfAttention,
+        mlp: Callable[[Tensor, RMSNorm], None],
+        *,
+        input_norm: RMSNorm | None = None,
+        mlp_norm: RMSNorm | None = None,
+    ) -> None:
+        """The norms are those of Llama's names unless they are given."""
         size, eps = config.hidden_size, config.rms_norm_eps
-        self.input_norm = RMSNorm(weights.at("input_layernorm"), size, eps)
+        self.input_norm = input_norm or RMSNorm(weights.at("input_layernorm"), size, eps)
         self.attention = attention
-        self.post_attention_norm = RMSNorm(weights.at("post_attention_layernorm"), size, eps)
+        self.mlp_norm = mlp_norm or RMSNorm(weights.at("post_attention_layernorm"), size, eps)
         self.mlp = mlp
 
     def __call__(self, residual: Tensor, attn: AttentionCall) -> None:
         """Change the residual stream [num_tokens, hidden_size] in place."""
         self.attention(residual, self.input_norm, attn)
-        self.mlp(residual, self.post_attention_norm)
+        self.mlp(residual, self.mlp_norm)
 
 
 class Decoder(ABC, Generic[Config]):
@@ -83,15 +109,19 @@ class Decoder(ABC, Generic[Config]):
         self.config = config
         self.weights = weights
         size, vocab_size = config.hidden_size, config.vocab_size
-        self.embed = Embedding(weights.at("model.embed_tokens"), vocab_size, size)
+        self.embed = Embedding(weights.at("model.embed_tokens"), vocab_size, size, config.embedding_scale)
         self.layers = [self.make_layer(i, weights.at(f"model.layers.{i}")) for i in range(config.num_layers)]
-        self.norm = RMSNorm(weights.at("model.norm"), size, config.rms_norm_eps)
+        self.norm = self.make_norm(weights.at("model.norm"))
         head = "model.embed_tokens" if config.tie_word_embeddings else "lm_head"
         self.lm_head = Linear(weights, size, {head: vocab_size})
 
     @abstractmethod
     def make_layer(self, index: int, weights: WeightScope) -> Callable[[Tensor, AttentionCall], None]:
         """Make layer ``index``, which changes the residual stream [num_tokens, hidden_size] in place."""
+
+    def make_norm(self, weights: WeightScope) -> RMSNorm:
+        """Make a norm of rows of the residual stream."""
+        return RMSNorm(weights, self.config.hidden_size, self.config.rms_norm_eps)
 
     def forward(self, input_ids: Tensor, positions: Tensor, attn: AttentionCall) -> Tensor:
         residual = self.embed(input_ids)
@@ -101,4 +131,8 @@ class Decoder(ABC, Generic[Config]):
         return residual
 
     def compute_logits(self, hidden: Tensor) -> Tensor:
-        return self.lm_head.after_norm(hidden, self.norm, torch.float32)
+        logits = self.lm_head.after_norm(hidden, self.norm, torch.float32)
+        scale, cap = self.config.logit_scale, self.config.logit_softcap
+        if scale != 1.0:
+            logits.mul_(scale)
+        return logits.div_(cap).tanh_().mul_(cap) if cap else logits

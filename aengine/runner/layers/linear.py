@@ -9,6 +9,7 @@ from threading import Lock
 import torch
 from torch import Tensor
 
+from ...kernels.activation import Activation
 from ..weights.scope import WeightScope
 from ..weights.weight import Norm, Weight
 
@@ -17,6 +18,8 @@ __all__ = ["Linear"]
 
 class Linear:
     """y = x W^T + b, possibly of several of the checkpoint's matrices below each other (q, k, v; gate, up).
+
+    A checkpoint that has them packed in one tensor, in this order, names that one as the only part.
 
     When the last of their tensors has come, the format makes one weight of them, and they are let go. The verbs are
     those of `Weight`.
@@ -50,8 +53,14 @@ class Linear:
     def after_norm(self, x: Tensor, norm: Norm, out_dtype: torch.dtype | None = None) -> Tensor:
         return self.weight.after_norm(x, norm, out_dtype)
 
-    def gated_after_norm(self, x: Tensor, norm: Norm) -> Tensor:
-        return self.weight.gated_after_norm(x, norm)
+    def gated_after_norm(self, x: Tensor, norm: Norm, activation: Activation = "silu") -> Tensor:
+        return self.weight.gated_after_norm(x, norm, activation)
 
-    def add_to(self, residual: Tensor, x: Tensor) -> None:
-        self.weight.add_to(residual, x)
+    def add_to(self, residual: Tensor, x: Tensor, post_norm: Norm | None = None, scale: float = 1.0) -> None:
+        """Add the product by x to ``residual``, in place; before that it is normalised, or multiplied by ``scale``."""
+        if post_norm is not None:
+            self.weight.add_normed_to(residual, x, post_norm)
+        elif scale != 1.0:
+            self.weight.add_scaled_to(residual, x, scale)
+        else:
+            self.weight.add_to(residual, x)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from torch import Tensor
 
+from ...kernels.activation import Activation
 from ..weights.scope import WeightScope
 from .linear import Linear
 from .norm import RMSNorm
@@ -12,13 +13,36 @@ __all__ = ["GatedMLP"]
 
 
 class GatedMLP:
-    """down(silu(gate(x)) * up(x)). Shazeer 2020, arXiv:2002.05202."""
+    """down(activation(gate(x)) * up(x)). Shazeer 2020, arXiv:2002.05202."""
 
-    def __init__(self, scope: WeightScope, hidden_size: int, intermediate_size: int, *, bias: bool = False) -> None:
-        gate_up = {"gate_proj": intermediate_size, "up_proj": intermediate_size}
-        self.gate_up = Linear(scope, hidden_size, gate_up, bias)
+    def __init__(
+        self,
+        scope: WeightScope,
+        hidden_size: int,
+        intermediate_size: int,
+        *,
+        bias: bool = False,
+        activation: Activation = "silu",
+        packed: bool = False,
+        post_norm: RMSNorm | None = None,
+        out_scale: float = 1.0,
+    ) -> None:
+        """
+        Args:
+            packed: the checkpoint has gate and up as one tensor, "gate_up_proj"
+            post_norm: of the output, before it is added to the residual stream
+            out_scale: of the output
+        """
+        parts = {"gate_up_proj": 2 * intermediate_size}
+        if not packed:
+            parts = {"gate_proj": intermediate_size, "up_proj": intermediate_size}
+        self.gate_up = Linear(scope, hidden_size, parts, bias)
         self.down = Linear(scope, intermediate_size, {"down_proj": hidden_size}, bias)
+        self.activation: Activation = activation
+        self.post_norm = post_norm
+        self.out_scale = out_scale
 
     def __call__(self, residual: Tensor, norm: RMSNorm) -> None:
         """Add the layer's output for norm(residual) to ``residual`` [num_tokens, hidden_size], in place."""
-        self.down.add_to(residual, self.gate_up.gated_after_norm(residual, norm))
+        gated = self.gate_up.gated_after_norm(residual, norm, self.activation)
+        self.down.add_to(residual, gated, self.post_norm, self.out_scale)

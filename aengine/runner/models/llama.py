@@ -41,5 +41,6 @@ class Llama(Decoder[LlamaConfig]):
         config, scope = self.config, weights.at("self_attn")
         bias = config.attention_bias
         attention = SelfAttention(config, index, scope, qkv_bias=bias, o_bias=bias)
-        mlp = GatedMLP(weights.at("mlp"), config.hidden_size, config.intermediate_size, bias=config.mlp_bias)
+        sizes = config.hidden_size, config.intermediate_size
+        mlp = GatedMLP(weights.at("mlp"), *sizes, bias=config.mlp_bias, activation=config.activation)
         return DecoderLayer(config, weights, attention, mlp)

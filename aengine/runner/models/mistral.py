@@ -28,5 +28,6 @@ class Mistral(Decoder[MistralConfig]):
     def make_layer(self, index: int, weights: WeightScope) -> DecoderLayer:
         config, scope = self.config, weights.at("self_attn")
         attention = SelfAttention(config, index, scope)
-        mlp = GatedMLP(weights.at("mlp"), config.hidden_size, config.intermediate_size)
+        sizes = config.hidden_size, config.intermediate_size
+        mlp = GatedMLP(weights.at("mlp"), *sizes, activation=config.activation)
         return DecoderLayer(config, weights, attention, mlp)

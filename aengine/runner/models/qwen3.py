@@ -41,5 +41,6 @@ class Qwen3(Decoder[Qwen3Config]):
         q_norm = RMSNorm(scope.at("q_norm"), config.head_dim, config.rms_norm_eps)
         k_norm = RMSNorm(scope.at("k_norm"), config.head_dim, config.rms_norm_eps)
         attention = SelfAttention(config, index, scope, qkv_bias=bias, o_bias=bias, q_norm=q_norm, k_norm=k_norm)
-        mlp = GatedMLP(weights.at("mlp"), config.hidden_size, config.intermediate_size)
+        sizes = config.hidden_size, config.intermediate_size
+        mlp = GatedMLP(weights.at("mlp"), *sizes, activation=config.activation)
         return DecoderLayer(config, weights, attention, mlp)

@@ -6,10 +6,10 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor
 
-from ...kernels.linear import add_linear, norm_gated_linear, norm_linear
+from ...kernels.activation import Activation
+from ...kernels.linear import add_linear, norm_gated_linear, norm_linear, plain_linear
 from .weight import Norm, StoredTensor, Weight, join_rows
 
 __all__ = ["PlainFormat", "PlainWeight", "plain_tensors"]
@@ -25,13 +25,13 @@ class PlainWeight(Weight):
         self.bias = bias
 
     def multiply(self, x: Tensor) -> Tensor:
-        return F.linear(x, self.weight, self.bias)
+        return plain_linear(x, self.weight, self.bias)
 
     def after_norm(self, x: Tensor, norm: Norm, out_dtype: torch.dtype | None = None) -> Tensor:
         return norm_linear(x, norm.weight, norm.eps, self.weight, self.bias, out_dtype)
 
-    def gated_after_norm(self, x: Tensor, norm: Norm) -> Tensor:
-        return norm_gated_linear(x, norm.weight, norm.eps, self.weight, self.bias)
+    def gated_after_norm(self, x: Tensor, norm: Norm, activation: Activation = "silu") -> Tensor:
+        return norm_gated_linear(x, norm.weight, norm.eps, self.weight, self.bias, activation)
 
     def add_to(self, residual: Tensor, x: Tensor) -> None:
         add_linear(residual, x, self.weight, self.bias)

@@ -12,7 +12,7 @@ from torch import Tensor
 
 from .scope import Place
 
-__all__ = ["NUMBERS", "Named", "Source", "Target", "in_threads"]
+__all__ = ["NUMBERS", "Named", "Source", "Target", "in_threads", "text_name"]
 
 NUMBERS = frozenset({torch.float16, torch.bfloat16, torch.float32})
 """Formats whose elements are the weights themselves; others are codes, which mean nothing without their scales."""
@@ -45,6 +45,14 @@ class Target(NamedTuple):
         Converted before it is copied: fewer bytes to copy, and no room on the device but its own.
         """
         return tensor if self.device.type == "cpu" else tensor.to(self.places[name].dtype).to(self.device)
+
+
+def text_name(name: str) -> str:
+    """Name of a tensor in the text model alone; in a model for images and text it may be below ``language_model.`` or
+    ``model.language_model.`` (transformers 5)."""
+    if name.startswith("model.language_model."):
+        return name.replace("language_model.", "", 1)
+    return name.removeprefix("language_model.")
 
 
 def in_threads(jobs: Iterable[Callable[[], T]], num_threads: int) -> Iterator[T]:

@@ -13,7 +13,7 @@ from typing import Any
 import torch
 
 from ...errors import ModelLoadError
-from .reading import NUMBERS, Named, Source, Target, in_threads
+from .reading import NUMBERS, Named, Source, Target, in_threads, text_name
 
 __all__ = ["read_safetensors"]
 
@@ -71,14 +71,15 @@ def _read(files: list[Path], target: Target) -> Iterator[Named]:
 
 
 def _read_tensor(path: Path, file: Any, name: str, target: Target) -> Named:
-    if name not in target.places:
+    own_name = name if name in target.places else text_name(name)
+    if own_name not in target.places:
         return Named(name, None)
     with _corrupt(path):
         stored_as = file.get_slice(name).get_dtype()
-    _check_dtype(path, name, stored_as, target.places[name].dtype)
+    _check_dtype(path, name, stored_as, target.places[own_name].dtype)
     with _corrupt(path):
         tensor = file.get_tensor(name)  # a view of the mapped file: nothing is read yet
-    return Named(name, target.put(name, tensor), tensor.nbytes)
+    return Named(own_name, target.put(own_name, tensor), tensor.nbytes)
 
 
 def _check_dtype(path: Path, name: str, stored_as: str, wanted: torch.dtype) -> None:

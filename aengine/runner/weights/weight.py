@@ -15,16 +15,16 @@ from typing import NamedTuple, Protocol
 import torch
 from torch import Tensor
 
-from ...kernels.activation import silu_and_mul
-from ...kernels.rms_norm import rms_norm
+from ...kernels.activation import Activation, act_and_mul
+from ...kernels.rms_norm import add_rms_norm, rms_norm
 
 __all__ = ["Norm", "StoredTensor", "Weight", "WeightFormat", "join_rows"]
 
 
 class Norm(Protocol):
-    """Parameters of an RMS norm that a product after it applies."""
+    """Parameters of an RMS norm before or after a product."""
 
-    weight: Tensor  # [in_features]
+    weight: Tensor  # [in_features], or [out_features] of a norm after it; float32 or the activations' dtype
     eps: float
 
 
@@ -41,13 +41,21 @@ class Weight(ABC):
         """The product by norm(x): [n, out_features] in x's dtype or ``out_dtype``, a new tensor."""
         return self.multiply(rms_norm(x, norm.weight, norm.eps)).to(out_dtype or x.dtype)
 
-    def gated_after_norm(self, x: Tensor, norm: Norm) -> Tensor:
-        """silu(gate) * up, [n, out_features / 2]: gate and up are the halves of the product by norm(x)."""
-        return silu_and_mul(self.multiply(rms_norm(x, norm.weight, norm.eps)))
+    def gated_after_norm(self, x: Tensor, norm: Norm, activation: Activation = "silu") -> Tensor:
+        """activation(gate) * up, [n, out_features / 2]: gate and up are the halves of the product by norm(x)."""
+        return act_and_mul(self.multiply(rms_norm(x, norm.weight, norm.eps)), activation)
 
     def add_to(self, residual: Tensor, x: Tensor) -> None:
         """Add the product by x to ``residual`` [n, out_features], in place."""
         residual.add_(self.multiply(x))
+
+    def add_normed_to(self, residual: Tensor, x: Tensor, norm: Norm) -> None:
+        """Add norm(the product by x) to ``residual`` [n, out_features], in place."""
+        add_rms_norm(residual, self.multiply(x), norm.weight, norm.eps)
+
+    def add_scaled_to(self, residual: Tensor, x: Tensor, scale: float) -> None:
+        """Add ``scale`` times the product by x to ``residual`` [n, out_features], in place."""
+        residual.add_(self.multiply(x), alpha=scale)
 
 
 class StoredTensor(NamedTuple):
