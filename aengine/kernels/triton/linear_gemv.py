@@ -113,9 +113,7 @@ def _gemv(
     k = tl.arange(0, BK)
     row = w_ptr + n[:, None].to(tl.int64) * K
     ws = (_load_tile(row, n, k, N, K, EVEN),)  # into registers, before the wait
-    us = ws
-    if GATED:
-        us = (_load_tile(row + N * K, n, k, N, K, EVEN),)
+    us = (_load_tile(row + N * K, n, k, N, K, EVEN),) if GATED else ws
     for k0 in tl.static_range(BK, HELD, BK):
         ws = ws + (_load_tile(row, n, k0 + k, N, K, EVEN),)  # type: ignore[assignment]
         if GATED:
