@@ -25,7 +25,8 @@ __all__ = ["fetch", "is_hub_id"]
 logger = logging.getLogger("aengine.checkpoint")
 
 _HUB_ID = re.compile(r"(?P<repo>[A-Za-z0-9][\w.-]*/[A-Za-z0-9][\w.-]*)(:(?P<quant>[A-Za-z0-9][\w.-]*))?")
-_TOKENIZER_FILES = ("*.json", "*.jinja")
+_TOKENIZER_FILES = ("*.json", "*.jinja", "tokenizer.model*", "spiece.model", "vocab.txt")
+_TOKENIZERS = ("tokenizer.json", "tekken.json", "tokenizer.model", "spiece.model", "vocab.txt")
 _WEIGHT_FILES = ("*.safetensors",)
 _DUPLICATES = ("consolidated*", "original/*", "onnx/*")  # the same weights again, in other layouts
 _DISK_ERRORS = (errno.EACCES, errno.EPERM, errno.EROFS, errno.ENOSPC, errno.EDQUOT, errno.ENOTDIR, errno.EEXIST)
@@ -62,7 +63,7 @@ def fetch(
     logger.info("looking for %s on the hub%s", name, " (its cache only: HF_HUB_OFFLINE)" if is_offline() else "")
     with _explained(repo, revision):
         sizes, where = _file_sizes(repo, revision)
-        wanted = ".safetensors" if weights else "tokenizer.json"
+        wanted = (".safetensors",) if weights else _TOKENIZERS
         has_wanted = any(file.endswith(wanted) and "/" not in file for file in sizes)
         has_gguf = any(file.lower().endswith(".gguf") for file in sizes)
         # Settings alone are fetched too: the caller reports what is missing beside them.

@@ -9,16 +9,18 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from ..checkpoint.gguf_file import GgufFile
-from ..checkpoint.source import ModelSource, locate, read_json, weights_in
+from ..checkpoint.source import ModelSource, locate, weights_in
 from ..errors import InvalidRequestError, ModelLoadError
 from .chat_template import ChatTemplate
 from .detokenizer import Detokenizer, MarkedDetokenizer
-from .gguf_tokenizer import read_gguf_tokenizer
 from .message_encoding import MessageEncoder
 from .messages import Messages
 from .text_bound import TextBound
 from .token_text import token_table
 from .traced_text import TracedText
+from .vocabularies.folder import has_tokenizer, read_folder
+from .vocabularies.gguf import read_gguf_tokenizer
+from .vocabularies.loaded import LoadedTokenizer
 
 if TYPE_CHECKING:
     import tokenizers
@@ -27,11 +29,11 @@ __all__ = ["Tokenizer"]
 
 logger = logging.getLogger("aengine.tokenizer")
 
-_ENDS_OF_TURN = ("<|im_end|>", "<|eot_id|>", "<|eom_id|>", "<|end|>", "<end_of_turn>")
+_ENDS_OF_TURN = ("<|im_end|>", "<|eot_id|>", "<|eom_id|>", "<|end|>", "<end_of_turn>", "<turn|>", "<|eot|>", "<|eom|>")
 """Special tokens that end an answer, whatever the files name as end of sequence."""
+_ENDS_OF_HARMONY = ("<|return|>", "<|call|>")
 _ENDS_OF_TEXT = ("<|endoftext|>", "<|end_of_text|>")
 """Likewise, for a GGUF, which has no generation_config.json to name them."""
-_ROLES = ("bos_token", "eos_token", "unk_token", "pad_token", "sep_token", "cls_token", "mask_token")
 
 
 class Tokenizer:
@@ -77,10 +79,17 @@ class Tokenizer:
                 path = locate(override, weights=False)
             except ModelLoadError as error:
                 raise ModelLoadError(f"tokenizer={override!r}: {error}") from error
-        if path.is_dir() and not (path / "tokenizer.json").is_file() and any(path.glob("*.gguf")):
+        if path.is_dir() and not has_tokenizer(path) and any(path.glob("*.gguf")):
             path = weights_in(path, "gguf")
         eos = source.generation_config.get("eos_token_id", source.hf_config.get("eos_token_id"))
-        tokenizer = (_from_folder if path.is_dir() else _from_gguf)(path, _as_ids(eos))
+        loaded = _loaded(path)
+        tokenizer = cls(
+            loaded.encoder,
+            special_tokens=loaded.special_tokens,
+            chat_templates=loaded.chat_templates,
+            eos_token_ids=_as_ids(eos),
+            ends=_ENDS_OF_TURN if path.is_dir() else _ENDS_OF_TURN + _ENDS_OF_TEXT,
+        )
         model_vocab_size = source.hf_config.get("vocab_size")
         if isinstance(model_vocab_size, int) and tokenizer.vocab_size > model_vocab_size:
             logger.warning(
@@ -215,6 +224,8 @@ class Tokenizer:
         return None if token is None else self._encoder.token_to_id(token)
 
     def _eos_token_ids(self, given: Sequence[int], ends: Sequence[str]) -> frozenset[int]:
+        if self._encoder.token_to_id("<|call|>") is not None:  # there, <|end|> ends a part of an answer
+            ends = _ENDS_OF_HARMONY
         named = (self._encoder.token_to_id(token) for token in ends)
         found = {i for i in named if i is not None and i in self.special_ids} | set(given)
         eos = self._id_of("eos_token")
@@ -228,89 +239,11 @@ def _check_unicode(text: str) -> None:
         raise InvalidRequestError(f"the prompt is not valid Unicode text: {error}", param="prompt") from error
 
 
-def _from_gguf(path: Path, eos_token_ids: list[int]) -> Tokenizer:
+def _loaded(path: Path) -> LoadedTokenizer:
+    if path.is_dir():
+        return read_folder(path)
     with GgufFile(path) as file:
-        found = read_gguf_tokenizer(file)
-    return Tokenizer(
-        found.encoder,
-        special_tokens=found.special_tokens,
-        chat_templates=found.chat_templates,
-        eos_token_ids=eos_token_ids,
-        ends=_ENDS_OF_TURN + _ENDS_OF_TEXT,
-    )
-
-
-def _from_folder(folder: Path, eos_token_ids: list[int]) -> Tokenizer:
-    from tokenizers import Tokenizer as Encoder
-
-    path = folder / "tokenizer.json"
-    if not path.is_file():
-        hint = "; tokenizer.model must be converted to it" if (folder / "tokenizer.model").is_file() else ""
-        raise ModelLoadError(
-            f"{folder} has no tokenizer.json{hint}: give a folder or hub id that has one with tokenizer=, or start "
-            "with skip_tokenizer=True"
-        )
-    try:
-        encoder = Encoder.from_file(str(path))
-    except Exception as error:  # the library raises plain Exception
-        raise ModelLoadError(f"{path} can't be read as a tokenizer: {error}") from error
-    encoder.no_truncation()  # some files keep a training set-up
-    encoder.no_padding()
-    settings = _optional_json(folder / "tokenizer_config.json")
-    _add_missing_tokens(encoder, settings.get("added_tokens_decoder"))
-    roles = {**_optional_json(folder / "special_tokens_map.json"), **settings}
-    special_tokens = {role: text for role in _ROLES if (text := _token_text(roles.get(role))) is not None}
-    return Tokenizer(
-        encoder,
-        special_tokens=special_tokens,
-        chat_templates=_chat_templates(folder, settings.get("chat_template")),
-        eos_token_ids=eos_token_ids,
-    )
-
-
-def _optional_json(path: Path) -> dict[str, Any]:
-    return read_json(path) if path.is_file() else {}
-
-
-def _token_text(value: Any) -> str | None:
-    """Return a special token's text: it is written as that, or as an object with its content."""
-    if isinstance(value, Mapping):
-        value = value.get("content")
-    return value if isinstance(value, str) else None
-
-
-def _add_missing_tokens(encoder: tokenizers.Tokenizer, listed: Any) -> None:
-    """Add the tokens that tokenizer_config.json lists and tokenizer.json lacks; they take the next ids, in order."""
-    from tokenizers import AddedToken
-
-    if not isinstance(listed, Mapping):
-        return
-    for key, token in sorted(((k, v) for k, v in listed.items() if k.isdecimal()), key=lambda item: int(item[0])):
-        text = _token_text(token)
-        if text is None or encoder.token_to_id(text) is not None or int(key) != encoder.get_vocab_size():
-            continue
-        flags = {name: bool(token.get(name)) for name in ("lstrip", "rstrip", "single_word", "normalized", "special")}
-        encoder.add_tokens([AddedToken(text, **flags)])
-
-
-def _chat_templates(folder: Path, configured: Any) -> dict[str, str]:
-    """Return templates by name. chat_template.jinja goes before the one in tokenizer_config.json."""
-    templates: dict[str, str] = {}
-    if isinstance(configured, str):
-        templates["default"] = configured
-    elif isinstance(configured, list):
-        for entry in configured:
-            if isinstance(entry, Mapping) and isinstance(entry.get("template"), str):
-                templates[str(entry.get("name", "default"))] = entry["template"]
-    files = {"default": folder / "chat_template.jinja"}
-    files |= {path.stem: path for path in sorted((folder / "additional_chat_templates").glob("*.jinja"))}
-    for name, path in files.items():
-        if path.is_file():
-            try:
-                templates[name] = path.read_text(encoding="utf-8")
-            except (OSError, UnicodeDecodeError) as error:
-                raise ModelLoadError(f"can't read the chat template {path}: {error}") from error
-    return templates
+        return read_gguf_tokenizer(file)
 
 
 def _as_ids(value: Any) -> list[int]:

@@ -94,7 +94,7 @@ def test_override(tmp_path: Path) -> None:
     ("files", "problem"),
     [
         ({}, "has no tokenizer.json"),
-        ({"tokenizer.model": "x"}, "must be converted"),
+        ({"tokenizer.model": "x"}, "can.t be read as a SentencePiece model"),
         ({"tokenizer.json": "{"}, "can't be read as a tokenizer"),
         ({"tokenizer.json": "{}"}, "can't be read as a tokenizer"),
     ],

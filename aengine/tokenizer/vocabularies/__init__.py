@@ -1,0 +1,1 @@
+"""Tokenizers of the ``tokenizers`` library, built out of other libraries' files."""

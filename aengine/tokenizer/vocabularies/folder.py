@@ -1,0 +1,212 @@
+"""A tokenizer out of a checkpoint's folder. The first of these files is taken:
+
+    tokenizer.json       the library's own format
+    tekken.json          Mistral's
+    tokenizer.model      SentencePiece's, also spiece.model (T5) and tokenizer.model.v3 (Mistral)
+    vocab.txt            BERT's
+
+and beside it tokenizer_config.json, special_tokens_map.json, added_tokens.json, chat_template.jinja and
+additional_chat_templates/NAME.jinja.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from ...checkpoint.source import read_json
+from ...errors import ModelLoadError
+from .loaded import ROLES, LoadedTokenizer, put_around
+from .sentencepiece_file import read_sentencepiece
+from .tekken import read_tekken
+from .word_piece import word_piece
+
+if TYPE_CHECKING:
+    import tokenizers
+
+__all__ = ["has_tokenizer", "read_folder"]
+
+_FILES = ("tokenizer.json", "tekken.json", "tokenizer.model", "spiece.model", "tokenizer.model.v*", "vocab.txt")
+_SENTENCEPIECE_CLASSES = ("Llama", "CodeLlama", "Gemma", "T5", "Mistral", "PreTrained", "Tokenizers", "")
+_BERT_CLASSES = ("Bert", "DistilBert", "Electra", "MobileBert", "PreTrained", "Tokenizers", "")
+"""Classes of transformers, without "Tokenizer", that keep the ids of the file. Others renumber its pieces."""
+_BERT_ROLES = {
+    "unk_token": "[UNK]", "cls_token": "[CLS]", "sep_token": "[SEP]", "pad_token": "[PAD]", "mask_token": "[MASK]",
+}  # fmt: skip
+
+
+_CURE = (
+    "where transformers is installed, AutoTokenizer.from_pretrained(FOLDER).save_pretrained(NEW_FOLDER) writes a "
+    "tokenizer.json"
+)
+
+
+def has_tokenizer(folder: Path) -> bool:
+    """Whether the folder has one of the files of a tokenizer."""
+    return _file_in(folder) is not None
+
+
+def read_folder(folder: Path) -> LoadedTokenizer:
+    """Load the tokenizer. Raises ModelLoadError, which names the cure, when there is none that can be read."""
+    path = _file_in(folder)
+    if path is None:
+        raise ModelLoadError(_missing(folder))
+    settings = _optional_json(folder / "tokenizer_config.json")
+    written = {**_optional_json(folder / "special_tokens_map.json"), **settings}
+    special_tokens = {role: text for role in ROLES if (text := _token_text(written.get(role))) is not None}
+    if path.name == "tokenizer.json":
+        encoder = _read_encoder(path)
+    elif path.name == "tekken.json":
+        encoder, found = read_tekken(path)
+        special_tokens = found | special_tokens
+    elif path.name == "vocab.txt":
+        special_tokens = _BERT_ROLES | special_tokens
+        encoder = _from_vocab(path, settings, special_tokens)
+    else:
+        encoder, found = _from_sentencepiece(path, settings)
+        special_tokens = found | special_tokens
+    _add_missing_tokens(encoder, settings.get("added_tokens_decoder"))
+    if path.name != "tokenizer.json":
+        _add_old_tokens(encoder, _optional_json(folder / "added_tokens.json"), written)
+    if path.name.startswith(("tokenizer.model", "spiece")):
+        _begin_and_end(encoder, settings, special_tokens)
+    return LoadedTokenizer(encoder, special_tokens, _chat_templates(folder, settings.get("chat_template")))
+
+
+def _file_in(folder: Path) -> Path | None:
+    found = (path for pattern in _FILES for path in sorted(folder.glob(pattern), reverse=True))
+    return next((path for path in found if path.is_file()), None)
+
+
+def _missing(folder: Path) -> str:
+    others = ("vocab.json", "sentencepiece.bpe.model", "tiktoken.model", "*tokenization*.py", "*.tiktoken")
+    found = sorted({path.name for pattern in others for path in folder.glob(pattern)})
+    hint = ""
+    if found:
+        hint = f" ({', '.join(found)} there takes a class of transformers: {_CURE})"
+    return (
+        f"{folder} has no tokenizer.json{hint}: give a folder or hub id that has one, or one of tekken.json, "
+        "tokenizer.model and vocab.txt, with tokenizer=, or start with skip_tokenizer=True"
+    )
+
+
+def _read_encoder(path: Path) -> tokenizers.Tokenizer:
+    from tokenizers import Tokenizer
+
+    try:
+        encoder = Tokenizer.from_file(str(path))
+    except Exception as error:  # the library raises plain Exception
+        raise ModelLoadError(f"{path} can't be read as a tokenizer: {error}") from error
+    encoder.no_truncation()  # some files keep a training set-up
+    encoder.no_padding()
+    return encoder
+
+
+def _from_sentencepiece(path: Path, settings: Mapping[str, Any]) -> tuple[tokenizers.Tokenizer, dict[str, str]]:
+    _check_class(path, settings, _SENTENCEPIECE_CLASSES)
+    found = read_sentencepiece(path, legacy=settings.get("legacy") is not False)
+    try:
+        return found.pieces.encoder(), found.special_tokens
+    except Exception as error:  # whatever the library raises for pieces that don't fit together
+        raise ModelLoadError(f"{path} can't be built as a tokenizer: {error}") from error
+
+
+def _from_vocab(path: Path, settings: Mapping[str, Any], special_tokens: dict[str, str]) -> tokenizers.Tokenizer:
+    _check_class(path, settings, _BERT_CLASSES)
+    try:
+        tokens = path.read_text(encoding="utf-8").split("\n")
+    except (OSError, UnicodeDecodeError) as error:
+        raise ModelLoadError(f"{path} can't be read: {error}") from error
+    vocab = {token.rstrip("\r"): i for i, token in enumerate(tokens) if token or i < len(tokens) - 1}
+    missing = [
+        special_tokens[role] for role in ("unk_token", "cls_token", "sep_token") if special_tokens[role] not in vocab
+    ]
+    if missing:
+        raise ModelLoadError(f"{path} is no vocabulary of BERT's kind: it lacks {', '.join(missing)}")
+    return word_piece(
+        vocab,
+        special_tokens,
+        lowercase=settings.get("do_lower_case", True),
+        strip_accents=settings.get("strip_accents"),
+        handle_chinese=settings.get("tokenize_chinese_chars", True),
+    )
+
+
+def _check_class(path: Path, settings: Mapping[str, Any], known: tuple[str, ...]) -> None:
+    """Raises ModelLoadError where the class that the settings name makes other ids of the file's."""
+    name = str(settings.get("tokenizer_class") or "")
+    plain = name.removesuffix("Backend").removesuffix("Fast").removesuffix("Tokenizer")
+    if plain not in known or settings.get("auto_map"):
+        owner = f"transformers' {name}" if name else "code of the model's own"
+        raise ModelLoadError(
+            f"{path} is read by {owner}, which gives its tokens other ids: {_CURE}; give that folder with tokenizer="
+        )
+
+
+def _begin_and_end(encoder: tokenizers.Tokenizer, settings: Mapping[str, Any], special_tokens: dict[str, str]) -> None:
+    """Put BOS before a text and EOS after it: as the settings say, else as transformers does for that class."""
+    is_t5 = str(settings.get("tokenizer_class")).startswith("T5")
+    bos = special_tokens.get("bos_token") if settings.get("add_bos_token", not is_t5) else None
+    eos = special_tokens.get("eos_token") if settings.get("add_eos_token", is_t5) else None
+    known = [name if name is not None and encoder.token_to_id(name) is not None else None for name in (bos, eos)]
+    put_around(encoder, *known)
+
+
+def _optional_json(path: Path) -> dict[str, Any]:
+    return read_json(path) if path.is_file() else {}
+
+
+def _token_text(value: Any) -> str | None:
+    """Return a special token's text: it is written as that, or as an object with its content."""
+    if isinstance(value, Mapping):
+        value = value.get("content")
+    return value if isinstance(value, str) else None
+
+
+def _add_missing_tokens(encoder: tokenizers.Tokenizer, listed: Any) -> None:
+    """Add the tokens that tokenizer_config.json lists and the vocabulary lacks; they take the next ids, in order."""
+    from tokenizers import AddedToken
+
+    if not isinstance(listed, Mapping):
+        return
+    for key, token in sorted(((k, v) for k, v in listed.items() if k.isdecimal()), key=lambda item: int(item[0])):
+        text = _token_text(token)
+        if text is None or encoder.token_to_id(text) is not None or int(key) != encoder.get_vocab_size():
+            continue
+        flags = {name: bool(token.get(name)) for name in ("lstrip", "rstrip", "single_word", "normalized", "special")}
+        encoder.add_tokens([AddedToken(text, **flags)])
+
+
+def _add_old_tokens(encoder: tokenizers.Tokenizer, ids: Mapping[str, Any], written: Mapping[str, Any]) -> None:
+    """Add the tokens of added_tokens.json, ids by text, which is older than tokenizer_config.json's list. Those that
+    are named special elsewhere are."""
+    named = [written.get(role) for role in ROLES]
+    more = written.get("additional_special_tokens")
+    special = {_token_text(token) for token in named + (more if isinstance(more, list) else [])}
+    as_listed = {
+        str(token_id): {"content": text, "special": text in special}
+        for text, token_id in ids.items()
+        if isinstance(token_id, int)
+    }
+    _add_missing_tokens(encoder, as_listed)
+
+
+def _chat_templates(folder: Path, configured: Any) -> dict[str, str]:
+    """Return templates by name. chat_template.jinja goes before the one in tokenizer_config.json."""
+    templates: dict[str, str] = {}
+    if isinstance(configured, str):
+        templates["default"] = configured
+    elif isinstance(configured, list):
+        for entry in configured:
+            if isinstance(entry, Mapping) and isinstance(entry.get("template"), str):
+                templates[str(entry.get("name", "default"))] = entry["template"]
+    files = {"default": folder / "chat_template.jinja"}
+    files |= {path.stem: path for path in sorted((folder / "additional_chat_templates").glob("*.jinja"))}
+    for name, path in files.items():
+        if path.is_file():
+            try:
+                templates[name] = path.read_text(encoding="utf-8")
+            except (OSError, UnicodeDecodeError) as error:
+                raise ModelLoadError(f"can't read the chat template {path}: {error}") from error
+    return templates
