@@ -3,9 +3,9 @@
     text ─charsmap─> ─blanks─> ─"▁" before it─> ─" " to "▁"─> pieces
 
 A text has the ids that SentencePiece gives it, but for characters of several code points (a letter with a combining
-mark, "\\r\\n") where a model has a table of characters: those the library replaces as a whole, as in transformers. Around pieces that are found as a whole (control and user-defined ones)
-it is as in transformers: each stretch between them has a "▁" before it (``legacy``), or only the one that begins the
-text.
+mark, a line end of two) where a model has a table of characters: the library replaces those as a whole, as in
+transformers. Around pieces that are found as they are (control and user-defined ones) it is as in transformers: each
+stretch between them has a "▁" before it (``legacy``), or only the one that begins the text.
 """
 
 from __future__ import annotations
