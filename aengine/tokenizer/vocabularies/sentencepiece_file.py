@@ -60,7 +60,7 @@ def _model(path: Path, data: bytes, legacy: bool) -> SentencePieceFile:
             trainer = dict(_fields(_bytes(value)))
         elif number == 3:
             normalizer = dict(_fields(_bytes(value)))
-    algorithm = trainer.get(3, _UNIGRAM)
+    algorithm = _int(trainer.get(3, _UNIGRAM))
     if not tokens or algorithm not in (_UNIGRAM, _BPE) or trainer.get(24):
         what = "blanks at the ends of words" if trainer.get(24) else f"algorithm {algorithm}"
         raise ModelLoadError(
