@@ -24,6 +24,7 @@ from torch import Tensor
 
 from aengine.kernels.decode_attention import DecodeWorkspace, decode_step_attention, plan_decode
 from aengine.kernels.dispatch import triton_everywhere
+from aengine.kernels.rotary import Rope
 from aengine.kernels.triton import decode_attention as body
 from aengine.kernels.triton import varlen_attention as varlen_body
 from aengine.kernels.triton.launch import compiling
@@ -113,7 +114,7 @@ def check(device: torch.device, dtype: torch.dtype) -> dict[str, float]:
     dim, heads, kv_heads = (128, 16, 8) if on_gpu else (64, 4, 2)
     lens = [1, 17, 512, 1025, 3000] if on_gpu else [1, 17, 150]
     case = make_case(lens, kv_heads, dim, dtype, device, 1)
-    rope = torch.cat((torch.ones(max(lens), dim // 2), torch.zeros(max(lens), dim // 2)), 1).to(device)
+    rope = Rope(torch.cat((torch.ones(max(lens), dim // 2), torch.zeros(max(lens), dim // 2)), 1).to(device))
     workspace = DecodeWorkspace(len(lens), heads, kv_heads, dim, device)
     for raw in (True, False):
         qkv = torch.randn(len(lens), (heads + 2 * kv_heads) * dim, dtype=dtype, device=device)
@@ -166,7 +167,7 @@ def tiled(tiling: Any, module: Any = body) -> Iterator[None]:
 
 def time_decodes(device: torch.device, deadline: float) -> Iterator[dict[str, Any]]:
     heads, kv_heads, dim = 16, 8, 128
-    rope = torch.zeros(8192, dim, device=device)
+    rope = Rope(torch.zeros(8192, dim, device=device))
     for name, lens in DECODES.items():
         case = make_case(lens, kv_heads, dim, torch.bfloat16, device, copies_of(lens, kv_heads, dim))
         workspace = DecodeWorkspace(len(lens), heads, kv_heads, dim, device)

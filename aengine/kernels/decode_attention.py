@@ -17,6 +17,7 @@ from torch import Tensor
 from .decode_plan import PLAN_COLUMNS, DecodeWorkspace, Sharing
 from .dispatch import uses_triton
 from .paged_attention import decode_attention as attend_on_cpu
+from .rotary import Rope
 
 __all__ = ["DecodeWorkspace", "decode_step_attention", "plan_decode"]
 
@@ -53,7 +54,7 @@ def decode_step_attention(
     qkv: Tensor,
     kv_cache: Tensor,
     block_table: Tensor,
-    rope: Tensor,
+    rope: Rope | None,
     q_norm: Tensor | None,
     k_norm: Tensor | None,
     eps: float,
@@ -63,6 +64,8 @@ def decode_step_attention(
     plan: Tensor,
     workspace: DecodeWorkspace,
     *,
+    softcap: float = 0.0,
+    sinks: Tensor | None = None,
     is_raw: bool = True,
     out: Tensor | None = None,
 ) -> Tensor:
@@ -72,18 +75,19 @@ def decode_step_attention(
         qkv: [n, (num_heads + 2 * num_kv_heads) * head_dim], contiguous rows; q heads, k heads, v heads.
         kv_cache: [num_blocks, block_size, 2, num_kv_heads, head_dim], any strides but the last.
         block_table: int32 [max_num_seqs, width], by row.
-        rope: float32 [num_positions, head_dim]: cosines, then sines.
+        rope: None: q and k are not rotated.
         q_norm, k_norm: [head_dim], or None.
         window: tokens that a query looks back on, itself included; as the plan was made for.
         plan: of the sequences, lengths with the new token; of length 0 are those that pad: they get zeros, and write
             nothing.
+        softcap, sinks: see paged_attention.py.
         is_raw: False if q and k are rotated, and k and v in the cache, already.
         out: where to put the rows that are not padding, [>= n, num_heads * head_dim]; None: a new tensor.
     """
     n, width = qkv.shape
     num_kv_heads, head_dim = kv_cache.shape[3:]
     assert width == (num_heads + 2 * num_kv_heads) * head_dim and qkv.stride(1) == 1 and kv_cache.stride(4) == 1
-    assert rope.shape[1] == head_dim
+    assert rope is None or rope.table.shape[1] <= head_dim
     if uses_triton(qkv):
         from .triton import decode_attention as triton_op
 
@@ -95,6 +99,8 @@ def decode_step_attention(
             (q_norm, k_norm, eps),
             num_heads,
             scale,
+            softcap,
+            sinks,
             plan,
             workspace,
             is_raw,
@@ -112,7 +118,9 @@ def decode_step_attention(
         block_size = kv_cache.shape[1]
         blocks = table.gather(1, (positions // block_size)[:, None]).squeeze(1).long()
         slots = blocks * block_size + positions % block_size
+        if rope is not None and rope.shifts is not None:
+            positions = positions + rope.shifts[first[:, 1].long()]
         apply_rope_and_write_kv(own, positions, slots, rope, q_norm, k_norm, eps, num_heads, kv_cache)
     q = own[:, : num_heads * head_dim].view(-1, num_heads, head_dim)
-    out[real] = attend_on_cpu(q, kv_cache, table.long(), lens.tolist(), scale, window)
+    out[real] = attend_on_cpu(q, kv_cache, table.long(), lens.tolist(), scale, window, softcap, sinks)
     return out

@@ -6,6 +6,7 @@ import torch
 from torch import Tensor
 
 from .dispatch import uses_triton
+from .rotary import Rope
 
 __all__ = ["apply_rope_and_write_kv"]
 
@@ -14,7 +15,7 @@ def apply_rope_and_write_kv(
     qkv: Tensor,
     positions: Tensor,
     slot_mapping: Tensor,
-    rope: Tensor,
+    rope: Rope | None,
     q_norm: Tensor | None,
     k_norm: Tensor | None,
     eps: float,
@@ -26,7 +27,7 @@ def apply_rope_and_write_kv(
     Args:
         qkv: [num_tokens, (num_heads + 2 * num_kv_heads) * head_dim]
         positions, slot_mapping: int64 [num_tokens]; slot -1: nothing is written
-        rope: float32 [num_positions, head_dim]: cosines, then sines
+        rope: by ``positions``, which have the rows' shifts in them already; None: q and k are not rotated
         q_norm, k_norm: [head_dim], or None
         kv_cache: [num_blocks, block_size, 2, num_kv_heads, head_dim], any strides but the last
     """
@@ -41,14 +42,26 @@ def apply_rope_and_write_kv(
         )
         return
     heads = qkv.view(qkv.shape[0], -1, head_dim)
-    cos, sin = rope.index_select(0, positions)[:, None].chunk(2, -1)
     for begin, count, norm in ((0, num_heads, q_norm), (num_heads, num_kv_heads, k_norm)):
         x = heads[:, begin : begin + count].float()
         if norm is not None:
             x = torch.rms_norm(x, norm.shape, norm.float(), eps)
-        first, second = x.chunk(2, -1)
-        heads[:, begin : begin + count] = torch.cat((first * cos - second * sin, second * cos + first * sin), -1)
+        if rope is not None:
+            x = _turn(x, positions, rope)
+            if begin == 0 and rope.query_scale is not None:
+                x = x * rope.query_scale[positions][:, None, None]
+        heads[:, begin : begin + count] = x.to(heads.dtype)
     kept = slot_mapping >= 0
     slots, block_size = slot_mapping[kept], kv_cache.shape[1]
     kv = heads[kept][:, num_heads:].unflatten(1, (2, num_kv_heads))
     kv_cache[slots // block_size, slots % block_size] = kv.to(kv_cache.dtype)
+
+
+def _turn(x: Tensor, positions: Tensor, rope: Rope) -> Tensor:
+    """float32 x [num_tokens, heads, head_dim], turned."""
+    cos, sin = rope.table.index_select(0, positions)[:, None].chunk(2, -1)
+    rotary_dim = rope.table.shape[1]
+    x, rest = x[..., :rotary_dim], x[..., rotary_dim:]
+    first, second = (x[..., ::2], x[..., 1::2]) if rope.interleaved else x.chunk(2, -1)
+    both = first * cos - second * sin, second * cos + first * sin
+    return torch.cat((torch.stack(both, -1).flatten(-2) if rope.interleaved else torch.cat(both, -1), rest), -1)

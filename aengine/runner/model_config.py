@@ -12,7 +12,7 @@ from typing import Any, Self
 
 from ..errors import ModelLoadError
 from ..kernels.activation import Activation
-from .kv_spec import FullKV, LayerKV, WindowKV
+from .kv_spec import FullKV, LayerKV, SharedKV, WindowKV
 from .rope import RopeConfig
 
 __all__ = ["ConfigReader", "ModelConfig"]
@@ -68,6 +68,15 @@ class ModelConfig:
     def query_heads(self) -> tuple[int, ...]:
         """Query heads of each layer."""
         return (self.num_heads,) * self.num_layers
+
+    @property
+    def head_shapes(self) -> tuple[tuple[int, int, int], ...]:
+        """(query heads, key-value heads, their size), the kinds of attention that the layers have between them."""
+        kept = self.kv_layers
+        own = (kept[kv.layer] if isinstance(kv, SharedKV) else kv for kv in kept)
+        pairs = zip(self.query_heads, own, strict=True)
+        shapes = ((n, kv.num_kv_heads, kv.head_dim) for n, kv in pairs if isinstance(kv, FullKV | WindowKV))
+        return tuple(dict.fromkeys(shapes))
 
     @property
     def q_size(self) -> int:

@@ -44,6 +44,7 @@ from aengine.kernels import (
 from aengine.kernels import triton as triton_kernels
 from aengine.kernels.decode_plan import BatchSize
 from aengine.kernels.dispatch import triton_everywhere
+from aengine.kernels.rotary import Rope
 from aengine.kernels.triton import launch as launching
 
 LIMITS = {
@@ -162,23 +163,40 @@ def decodes(
     is_raw: bool = True,
     window: int | None = None,
     with_norm: bool = False,
+    extras: bool = False,
 ) -> None:
+    """``extras``: all that a layer may have beside the usual."""
     num_heads, num_kv_heads, dim = heads
-    compiler.note = f"{dtype} {heads} {size.name} {'raw' if is_raw else 'turned'}"
+    compiler.note = f"{dtype} {heads} {size.name} {'raw' if is_raw else 'turned'}{' extras' if extras else ''}"
     n = {BatchSize.SMALL: 1, BatchSize.MIDDLING: 64, BatchSize.LARGE: 512}[size] // num_kv_heads + 1
     qkv, cache, table = kv_of(dtype, heads, n)
-    rows, lens, rope = torch.zeros(n, dtype=torch.int64), torch.zeros(n, dtype=torch.int32), torch.zeros(99, dim)
+    rows, lens, rope = torch.zeros(n, dtype=torch.int64), torch.zeros(n, dtype=torch.int32), Rope(torch.zeros(99, dim))
+    if extras:
+        rope = Rope(torch.zeros(99, dim // 2), True, torch.zeros(99), lens)
     workspace = decode_attention.DecodeWorkspace(n, *heads, torch.device("cpu"))
     assert workspace.batch_size(n) is size
     plan = decode_attention.plan_decode(rows, lens, workspace, window)
     norm = torch.zeros(dim, dtype=dtype) if with_norm else None
     where = (cache, table, rope, norm, norm, 1e-6, num_heads, 0.1, window, plan, workspace)
-    decode_attention.decode_step_attention(qkv, *where, is_raw=is_raw)
+    cap = {"softcap": 30.0, "sinks": torch.zeros(num_heads, dtype=dtype)} if extras else {}
+    decode_attention.decode_step_attention(qkv, *where, is_raw=is_raw, **cap)
+    if extras:  # neither rotated nor normalised
+        bare = (cache, table, None, None, None, 0.0, num_heads, 0.1, window, plan, workspace)
+        decode_attention.decode_step_attention(qkv, *bare)
+        write_qkv.apply_rope_and_write_kv(qkv, rows, rows, None, None, None, 0.0, num_heads, cache)
+        halves = Rope(rope.table)
+        write_qkv.apply_rope_and_write_kv(qkv, rows, rows, halves, None, None, 0.0, num_heads, cache)
     write_qkv.apply_rope_and_write_kv(qkv, rows, rows, rope, norm, norm, 1e-6, num_heads, cache)
 
 
 def prompts(
-    compiler: Compiler, dtype: torch.dtype, heads: Heads, num_tokens: int, n: int = 1, window: int | None = None
+    compiler: Compiler,
+    dtype: torch.dtype,
+    heads: Heads,
+    num_tokens: int,
+    n: int = 1,
+    window: int | None = None,
+    extras: bool = False,
 ) -> None:
     num_heads, num_kv_heads, dim = heads
     compiler.note = f"{dtype} {heads} {num_tokens} tokens"
@@ -187,7 +205,8 @@ def prompts(
     starts, lens = torch.zeros(n + 1, dtype=torch.int32), torch.zeros(n, dtype=torch.int32)
     batch = (torch.zeros(n, dtype=torch.int64), starts, lens, num_tokens)
     plan = varlen_attention.plan_prompts(*batch, num_heads // num_kv_heads, dtype, dim, skip_single=n > 1)
-    varlen_attention.varlen_attention(q, cache, table, plan, n, 0.1, window)
+    cap = (30.0, torch.zeros(num_heads, dtype=dtype)) if extras else (0.0, None)
+    varlen_attention.varlen_attention(q, cache, table, plan, n, 0.1, window, *cap)
 
 
 def kv_of(dtype: torch.dtype, heads: Heads, n: int) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
@@ -253,9 +272,11 @@ def every_kernel(compiler: Compiler) -> None:
     for size in BatchSize:
         decodes(compiler, dtype, (9, 3, 64), size, window=40, with_norm=True)
         decodes(compiler, dtype, (9, 3, 64), size, is_raw=False)
+        decodes(compiler, dtype, (8, 1, 64), size, window=40, with_norm=True, extras=True)
     for num_tokens, n in ((16, 1), (300, 300), (3072, 1)):
         prompts(compiler, dtype, (9, 3, 64), num_tokens, n, window=40)
         prompts(compiler, dtype, (16, 8, 128), num_tokens, n)
+        prompts(compiler, dtype, (8, 1, 64), num_tokens, n, window=40, extras=True)
     inputs_and_sampling(compiler)
 
 

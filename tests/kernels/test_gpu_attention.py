@@ -13,6 +13,7 @@ from torch import Tensor
 from aengine.kernels.decode_attention import DecodeWorkspace, decode_step_attention, plan_decode
 from aengine.kernels.decode_plan import BatchSize
 from aengine.kernels.dispatch import torch_reference
+from aengine.kernels.rotary import Rope
 from aengine.kernels.varlen_attention import plan_prompts, varlen_attention
 from aengine.kernels.write_qkv import apply_rope_and_write_kv
 
@@ -36,6 +37,12 @@ class Case:
     dtype: torch.dtype
     gen: torch.Generator
     with_norm: bool
+    rotary_dim: int | None = None  # None: all of the head; 0: nothing is turned
+    interleaved: bool = False
+    with_query_scale: bool = False
+    with_shifts: bool = False
+    softcap: float = 0.0
+    with_sinks: bool = False
 
     def __post_init__(self) -> None:
         gen, d, bs = self.gen, self.head_dim, self.block_size
@@ -63,9 +70,8 @@ class Case:
             self.context.append(kv)
         width = (self.num_heads + 2 * self.num_kv_heads) * d
         self.qkv = torch.randn(sum(self.query_lens), width, generator=gen).to(self.dtype)
-        exponent = torch.arange(0, d, 2) / d
-        angles = torch.arange(max(self.seq_lens))[:, None] * 10000.0**-exponent
-        self.rope = torch.cat((angles.cos(), angles.sin()), 1)
+        self.make_rope(gen)
+        self.sinks = torch.randn(self.num_heads, generator=gen).to(self.dtype) if self.with_sinks else None
         self.q_norm = self.k_norm = None
         if self.with_norm:
             self.q_norm, self.k_norm = ((torch.rand(d, generator=gen) + 0.5).to(self.dtype) for _ in range(2))
@@ -79,19 +85,49 @@ class Case:
         blocks = self.table[self.rows[owner], self.positions // bs].long()
         self.slots = blocks * bs + self.positions % bs
 
+    def make_rope(self, gen: torch.Generator) -> None:
+        rotary_dim = self.head_dim if self.rotary_dim is None else self.rotary_dim
+        exponent = torch.arange(0, rotary_dim, 2) / max(1, rotary_dim)
+        places, n = max(self.seq_lens) + 9, len(self.seq_lens)
+        angles = torch.arange(places)[:, None] * 10000.0**-exponent
+        table = 1.1 * torch.cat((angles.cos(), angles.sin()), 1)
+        scale = torch.rand(places, generator=gen) + 0.5 if self.with_query_scale else None
+        shifts = torch.randint(0, 9, (n + 2,), generator=gen, dtype=torch.int32) if self.with_shifts else None
+        self.rope = Rope(table, self.interleaved, scale, shifts) if rotary_dim else None
+
+    def rope_on(self, device: torch.device) -> Rope | None:
+        if self.rope is None:
+            return None
+        return Rope(*(x.to(device) if isinstance(x, Tensor) else x for x in self.rope))
+
+    @property
+    def places(self) -> Tensor:
+        """Where the new tokens' positions are in the table."""
+        if self.rope is None or self.rope.shifts is None:
+            return self.positions
+        return self.positions + self.rope.shifts[self.rows].repeat_interleave(torch.tensor(self.query_lens))
+
     def turned(self) -> tuple[Tensor, Tensor, Tensor]:
         """q, k, v of the new tokens, float64, heads split."""
         heads = self.qkv.double().view(len(self.qkv), -1, self.head_dim)
         q, k, v = heads.split([self.num_heads, self.num_kv_heads, self.num_kv_heads], 1)
-        cos, sin = self.rope.double()[self.positions][:, None].chunk(2, -1)
+        rope = self.rope
 
         def turn(x: Tensor, weight: Tensor | None) -> Tensor:
             if weight is not None:
                 x = x * weight.double() / (x.square().mean(-1, keepdim=True) + EPS).sqrt()
-            a, b = x.chunk(2, -1)
-            return torch.cat((a * cos - b * sin, b * cos + a * sin), -1)
+            if rope is None:
+                return x
+            cos, sin = rope.table.double()[self.places][:, None].chunk(2, -1)
+            x, rest = x[..., : rope.table.shape[1]], x[..., rope.table.shape[1] :]
+            a, b = (x[..., ::2], x[..., 1::2]) if rope.interleaved else x.chunk(2, -1)
+            both = a * cos - b * sin, b * cos + a * sin
+            return torch.cat((torch.stack(both, -1).flatten(-2) if rope.interleaved else torch.cat(both, -1), rest), -1)
 
-        return turn(q, self.q_norm), turn(k, self.k_norm), v
+        q, k = turn(q, self.q_norm), turn(k, self.k_norm)
+        if rope is not None and rope.query_scale is not None:
+            q = q * rope.query_scale.double()[self.places][:, None, None]
+        return q, k, v
 
     def expected(self) -> Tensor:
         q, k, v = self.turned()
@@ -108,7 +144,12 @@ class Case:
             mask = seen <= at
             if self.window is not None:
                 mask &= seen > at - self.window
-            weights = scores.masked_fill(~mask, -torch.inf).softmax(-1)
+            if self.softcap:
+                scores = self.softcap * torch.tanh(scores / self.softcap)
+            scores = scores.masked_fill(~mask, -torch.inf)
+            if self.sinks is not None:
+                scores = torch.cat((scores, self.sinks.double()[:, None, None].expand(*scores.shape[:2], 1)), -1)
+            weights = scores.softmax(-1)[..., : len(keys)]
             outs.append(torch.einsum("hqt,thd->qhd", weights, values).flatten(1))
         return torch.cat(outs)
 
@@ -123,7 +164,7 @@ class Case:
     def write(self, device: torch.device, cache: Tensor) -> Tensor:
         """`apply_rope_and_write_kv` of all new tokens; returns qkv afterwards."""
         qkv = self.qkv.clone().to(device)
-        args = [self.on(device, name) for name in ("positions", "slots", "rope")]
+        args = self.places.to(device), self.slots.to(device), self.rope_on(device)
         apply_rope_and_write_kv(qkv, *args, *self.norms(device), self.num_heads, cache)
         return qkv
 
@@ -132,7 +173,7 @@ class Case:
         seq_lens = torch.tensor(self.seq_lens + [0] * padding, dtype=torch.int32)
         qkv = torch.cat((qkv, torch.full((padding, qkv.shape[1]), torch.nan, dtype=qkv.dtype, device=device)))
         workspace = DecodeWorkspace(len(rows), self.num_heads, self.num_kv_heads, self.head_dim, device)
-        table, rope = self.on(device, "table"), self.on(device, "rope")
+        table, rope = self.on(device, "table"), self.rope_on(device)
         plan = plan_decode(rows.to(device), seq_lens.to(device), workspace, self.window)
         out = decode_step_attention(
             qkv,
@@ -145,20 +186,38 @@ class Case:
             self.window,
             plan,
             workspace,
+            softcap=self.softcap,
+            sinks=None if self.sinks is None else self.sinks.to(device),
             is_raw=is_raw,
         )
         assert workspace.counters.sum() == 0, "a counter was not put back"
         return out
 
 
-def draw(rng: random.Random, gen: torch.Generator, *, decode: bool, dtype: torch.dtype, longest: int) -> Case:
+def features(rng: random.Random, head_dim: int) -> dict[str, Any]:
+    """What a layer may have beside the usual, each half of the time."""
+    return {
+        "rotary_dim": rng.choice([None, None, 0, head_dim // 2, head_dim // 4 * 2 - 2]),
+        "interleaved": rng.random() < 0.5,
+        "with_query_scale": rng.random() < 0.5,
+        "with_shifts": rng.random() < 0.5,
+        "softcap": rng.choice([0.0, 1.5]),
+        "with_sinks": rng.random() < 0.5,
+    }
+
+
+def draw(
+    rng: random.Random, gen: torch.Generator, *, decode: bool, dtype: torch.dtype, longest: int, plain: bool = True
+) -> Case:
+    """``plain``: without `features`."""
+    head_dim = rng.choice([16, 64, 80, 128])
     num_kv_heads = rng.choice([1, 2, 3])
     seq_lens = [rng.choice([1, 2, 15, 16, 17, 32, rng.randint(1, longest)]) for _ in range(rng.randint(1, 4))]
     query_lens = [1 if decode else rng.randint(1, s) for s in seq_lens]
     return Case(
         num_heads=num_kv_heads * rng.choice([1, 2, 3, 8]),
         num_kv_heads=num_kv_heads,
-        head_dim=rng.choice([16, 64, 80, 128]),
+        head_dim=head_dim,
         block_size=rng.choice([4, 16, 32]),
         window=rng.choice([None, None, 1, 7, 40]),
         seq_lens=seq_lens,
@@ -166,6 +225,7 @@ def draw(rng: random.Random, gen: torch.Generator, *, decode: bool, dtype: torch
         dtype=dtype,
         gen=gen,
         with_norm=rng.random() < 0.5,
+        **({} if plain else features(rng, head_dim)),
     )
 
 
@@ -188,8 +248,8 @@ def tiling(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> N
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @pytest.mark.usefixtures("tiling", "few_idle_programs")
 def test_decode(rng: random.Random, gen: torch.Generator, triton_device: torch.device, dtype: torch.dtype) -> None:
-    for _ in range(6 if triton_device.type == "cuda" else 3):
-        case = draw(rng, gen, decode=True, dtype=dtype, longest=300)
+    for i in range(8 if triton_device.type == "cuda" else 4):
+        case = draw(rng, gen, decode=True, dtype=dtype, longest=300, plain=i < 2)
         padding = rng.randint(0, 2)
         cache = moved_cache(case, triton_device)
         out = case.decode(triton_device, case.qkv.to(triton_device), cache, is_raw=True, padding=padding)
@@ -208,9 +268,9 @@ def test_decode(rng: random.Random, gen: torch.Generator, triton_device: torch.d
 def test_decode_of_long_sequences_in_many_splits(
     rng: random.Random, gen: torch.Generator, triton_device: torch.device
 ) -> None:
-    for window in (None, 500):
+    for window, extras in ((None, {}), (500, {}), (300, {"with_sinks": True, "softcap": 2.0})):
         lens = [rng.randint(700, 1500), 1, 129, 128]
-        case = Case(4, 2, 64, 16, window, lens, [1] * 4, torch.float32, gen, True)
+        case = Case(4, 2, 64, 16, window, lens, [1] * 4, torch.float32, gen, True, **extras)
         cache = moved_cache(case, triton_device)
         out = case.decode(triton_device, case.qkv.to(triton_device), cache, is_raw=True)
         assert close(out, case.expected(), torch.float32)
@@ -233,8 +293,8 @@ def test_prompts(
         from aengine.kernels.triton import varlen_attention as kernel
 
         monkeypatch.setattr(kernel, "_tiling", lambda *_: kernel._Tiling(32, 16, 4, 2, pack))
-    for _ in range(4):
-        case = draw(rng, gen, decode=False, dtype=dtype, longest=150)
+    for i in range(5):
+        case = draw(rng, gen, decode=False, dtype=dtype, longest=150, plain=i < 2)
         cache = moved_cache(case, triton_device)
         qkv = case.write(triton_device, cache)
         q = qkv.view(len(qkv), -1, case.head_dim)[:, : case.num_heads]
@@ -243,7 +303,9 @@ def test_prompts(
         seq_lens = torch.tensor([*case.seq_lens, 0], dtype=torch.int32)
         table, *on = (t.to(triton_device) for t in (case.table, rows, padded, seq_lens))
         plan = plan_prompts(*on, len(q), case.num_heads // case.num_kv_heads, dtype, case.head_dim, skip_single=False)
-        out = varlen_attention(q, cache, table, plan, len(rows), case.head_dim**-0.5, case.window)
+        sinks = None if case.sinks is None else case.sinks.to(triton_device)
+        how = case.head_dim**-0.5, case.window, case.softcap, sinks
+        out = varlen_attention(q, cache, table, plan, len(rows), *how)
         assert close(out, case.expected(), dtype), case
 
 
@@ -285,8 +347,8 @@ def test_a_slot_of_minus_one_is_not_written(gen: torch.Generator, triton_device:
 
 
 def test_the_torch_reference(rng: random.Random, gen: torch.Generator) -> None:
-    for _ in range(10):
-        case = draw(rng, gen, decode=rng.random() < 0.5, dtype=torch.float32, longest=100)
+    for i in range(16):
+        case = draw(rng, gen, decode=rng.random() < 0.5, dtype=torch.float32, longest=100, plain=i < 4)
         cache = case.cache.nan_to_num()  # the CPU's runner clears the blocks that change hands
         expected = case.expected()
         if max(case.query_lens) == 1:
@@ -299,7 +361,8 @@ def test_the_torch_reference(rng: random.Random, gen: torch.Generator) -> None:
             plan = plan_prompts(
                 case.rows, case.query_start_loc, lens, len(q), 1, q.dtype, case.head_dim, skip_single=False
             )
-            out = varlen_attention(q, cache, case.table, plan, len(lens), scale, case.window)
+            how = scale, case.window, case.softcap, case.sinks
+            out = varlen_attention(q, cache, case.table, plan, len(lens), *how)
         assert close(out, expected, torch.float32), case
 
 

@@ -137,7 +137,7 @@ def test_serving_compiles_nothing(
     recorder = Recorder(monkeypatch)
     with triton_everywhere():
         recorder.runs = False
-        compile_kernels(runner, 1200, config.num_kv_heads, 1)
+        compile_kernels(runner, 1200, {config.num_kv_heads}, 1)
         ahead, recorder.compiled, recorder.runs = recorder.compiled, set(), True
         for _ in range(12):
             num_prompts = rng.randint(0, min(4, max_num_seqs))

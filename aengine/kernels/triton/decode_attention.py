@@ -14,14 +14,17 @@ import triton.language as tl
 from torch import Tensor
 
 from ..decode_plan import PLAN_COLUMNS, BatchSize, DecodeWorkspace
+from ..rotary import Rope
 from .decode_parts import (
     apply_rope,
+    capped,
     finish,
     load_kv,
     norm_weights,
     own_key_value,
     plan_item,
     rotary_at,
+    score_scale,
     write_own_kv,
 )
 from .launch import gdc_launch_dependents, gdc_wait, has_pdl, launch, max_shared_memory
@@ -62,10 +65,12 @@ def decode_step_attention(
     qkv: Tensor,
     kv_cache: Tensor,
     block_table: Tensor,
-    rope: Tensor,
+    rope: Rope | None,
     norms: Norms,
     num_heads: int,
     scale: float,
+    softcap: float,
+    sinks: Tensor | None,
     plan: Tensor,
     workspace: DecodeWorkspace,
     is_raw: bool,
@@ -78,21 +83,25 @@ def decode_step_attention(
     group = triton.next_power_of_2(num_heads // num_kv_heads)
     tiling = _tiling(workspace.batch_size(n), max(16, group), padded * qkv.itemsize)
     out = torch.empty((n, num_heads * head_dim), dtype=qkv.dtype, device=qkv.device) if given is None else given
+    turn = rope if is_raw else None
     launch(
         _decode_attention,
         (num_kv_heads, plan.shape[0]),
         qkv,
         kv_cache,
         block_table,
-        rope,
+        None if turn is None else turn.table,
+        None if turn is None else turn.query_scale,
+        None if turn is None else turn.shifts,
         q_norm,
         k_norm,
+        sinks,
         out,
         plan,
         workspace.parts,
         workspace.counters,
         eps,
-        scale * 1.4426950408889634,  # exp2 is what the hardware has
+        score_scale(scale, softcap),
         qkv.stride(0),
         kv_cache.stride(0),
         kv_cache.stride(1),
@@ -107,6 +116,9 @@ def decode_step_attention(
         BLOCK_SIZE=block_size,
         COLUMNS=PLAN_COLUMNS,
         BN=tiling.block_n,
+        ROTARY=0 if turn is None else turn.table.shape[1],
+        INTERLEAVED=turn is not None and turn.interleaved,
+        SOFTCAP=softcap,
         NORM=q_norm is not None and is_raw,
         RAW=is_raw,
         CLEAR=given is None,
@@ -120,10 +132,12 @@ def decode_step_attention(
 
 
 @triton.jit
-def _attend(q, k, v, scale, known, top, total, acc):
+def _attend(q, k, v, scale, known, top, total, acc, SOFTCAP: tl.constexpr):
     """Add one stretch of keys to the running softmax: maximum and sum [rows], weighted values [rows, DP]."""
     k, v = k.to(q.dtype), v.to(q.dtype)
     s = tl.dot(q, tl.trans(k), input_precision="ieee") * scale
+    if SOFTCAP > 0:
+        s = capped(s, SOFTCAP)
     s = tl.where(known[None, :], s, -float("inf"))
     higher = tl.maximum(top, tl.max(s, 1))
     safe = tl.where(higher == -float("inf"), 0.0, higher)  # nothing known so far
@@ -140,8 +154,11 @@ def _decode_attention(
     cache,
     table,
     rope,
+    query_scale,
+    shifts,
     q_norm,
     k_norm,
+    sinks,
     out,
     plan,
     parts,
@@ -162,6 +179,9 @@ def _decode_attention(
     BLOCK_SIZE: tl.constexpr,
     COLUMNS: tl.constexpr,
     BN: tl.constexpr,
+    ROTARY: tl.constexpr,
+    INTERLEAVED: tl.constexpr,
+    SOFTCAP: tl.constexpr,
     NORM: tl.constexpr,
     RAW: tl.constexpr,
     CLEAR: tl.constexpr,
@@ -205,7 +225,10 @@ def _decode_attention(
         known = t < end
         k, v = load_kv(keys, blocks, t, known, in_head, strides, BLOCK_SIZE, DP)
     if RAW:
-        rotary = rotary_at(rope, position, D, DP)
+        turned = position  # place in the table
+        if shifts is not None:
+            turned += tl.load(shifts + row)
+        rotary = rotary_at(rope, turned, D, DP, ROTARY, INTERLEAVED)
         q_weights = norm_weights(q_norm, rotary[0], D, DP, NORM)
         k_weights = norm_weights(k_norm, rotary[0], D, DP, NORM)
     if PDL:
@@ -218,25 +241,37 @@ def _decode_attention(
     if RAW:
         at_other = first + g[:, None] * D + rotary[0][None, :]
         q_other = tl.load(token + at_other, mask=is_query, other=0.0).to(tl.float32)
-        q = apply_rope(q, q_other, q_weights, rotary, eps, D, NORM)
+        q = apply_rope(q, q_other, q_weights, rotary, eps, D, NORM, ROTARY)
+        if query_scale is not None:
+            q = q * tl.load(query_scale + turned)
     q = q.to(qkv.dtype.element_ty)  # as the un-fused path leaves it in memory
     if RAW:
         if is_last:
             own = token + (H + kv_head) * D
-            k1, v1 = own_key_value(own, k_weights, rotary, eps, KV, D, DP, NORM)
+            k1, v1 = own_key_value(own, k_weights, rotary, eps, KV, D, DP, NORM, ROTARY)
             write_own_kv(keys, blocks, position, k1, v1, strides, BLOCK_SIZE, D, DP)
             k1, v1 = k1.to(cache.dtype.element_ty), v1.to(cache.dtype.element_ty)  # as a later query reads them
             top = tl.sum(q.to(tl.float32) * k1.to(tl.float32), 1) * scale
+            if SOFTCAP > 0:
+                top = capped(top, SOFTCAP)
             total = tl.full((ROWS,), 1.0, tl.float32)
             acc = tl.zeros((ROWS, DP), tl.float32) + v1.to(tl.float32)
+    if sinks is not None:
+        if item == first_item:
+            sink = tl.load(sinks + kv_head * GROUP + g, mask=g < GROUP, other=0.0).to(tl.float32) * 1.4426950408889634
+            higher = tl.maximum(top, sink)
+            shrink = tl.exp2(top - higher)
+            total = total * shrink + tl.exp2(sink - higher)
+            acc = acc * shrink[:, None]
+            top = higher
     rest = begin
     if PRELOAD:
-        top, total, acc = _attend(q, k, v, scale, known, top, total, acc)
+        top, total, acc = _attend(q, k, v, scale, known, top, total, acc, SOFTCAP)
         rest = begin + BN
     for j in tl.range(rest, end, BN, num_stages=STAGES):
         tj = j + tl.arange(0, BN)
         known_j = tj < end
         kj, vj = load_kv(keys, blocks, tj, known_j, in_head, strides, BLOCK_SIZE, DP)
-        top, total, acc = _attend(q, kj, vj, scale, known_j, top, total, acc)
+        top, total, acc = _attend(q, kj, vj, scale, known_j, top, total, acc, SOFTCAP)
     where = (seq * KV + kv_head, item, kv_head, first_item, num_splits)
     finish(acc, top, total, out_at + first, parts, counters, where, KV, GROUP, PADDED, ROWS, D, DP)

@@ -1,11 +1,35 @@
-"""Parts of decode attention: norm and rotary, keys and values, the token's own, and the end."""
+"""Parts of decode attention: norm and rotary, scores, keys and values, the token's own, and the end."""
 
 from __future__ import annotations
 
 import triton
 import triton.language as tl
 
-__all__ = ["apply_rope", "finish", "load_kv", "norm_weights", "own_key_value", "plan_item", "rotary_at", "write_own_kv"]
+__all__ = [
+    "apply_rope",
+    "capped",
+    "finish",
+    "load_kv",
+    "norm_weights",
+    "own_key_value",
+    "plan_item",
+    "rotary_at",
+    "score_scale",
+    "write_own_kv",
+]
+
+_LOG2_E = 1.4426950408889634  # exp2 is what the hardware has
+
+
+def score_scale(scale: float, softcap: float) -> float:
+    """The factor of q k^T with which scores are ready for exp2, or, with a soft cap, for `capped`."""
+    return scale / softcap if softcap else scale * _LOG2_E
+
+
+@triton.jit
+def capped(s, SOFTCAP: tl.constexpr):
+    """SOFTCAP * tanh(s), ready for exp2. Large |s| give the limits: 2 / (1 + inf) is 0."""
+    return (1.0 - 2.0 / (1.0 + tl.exp2(s * 2.8853900817779268))) * (SOFTCAP * 1.4426950408889634)
 
 
 @triton.jit
@@ -23,16 +47,18 @@ def plan_item(plan, item, COLUMNS: tl.constexpr):
 
 
 @triton.jit
-def apply_rope(x, partner, weights, rotary, eps, D: tl.constexpr, NORM: tl.constexpr):
-    """Norm and rotary of rows x [rows, DP]. ``partner``: each element's other half of the pair; ``weights`` and
-    ``rotary``: what `norm_weights` and `rotary_at` return."""
+def apply_rope(x, partner, weights, rotary, eps, D: tl.constexpr, NORM: tl.constexpr, ROTARY: tl.constexpr):
+    """Norm and rotary (unless ROTARY is 0) of rows x [rows, DP]. ``partner``: each element's other half of the pair;
+    ``weights`` and ``rotary``: what `norm_weights` and `rotary_at` return."""
     _, cos, sin = rotary
     if NORM:
         weight, other_weight = weights
         scale = 1.0 / tl.sqrt(tl.sum(x * x, 1) / D + eps)
         x = x * scale[:, None] * weight[None, :]
         partner = partner * scale[:, None] * other_weight[None, :]
-    return x * cos[None, :] + partner * sin[None, :]
+    if ROTARY > 0:
+        x = x * cos[None, :] + partner * sin[None, :]
+    return x
 
 
 @triton.jit
@@ -48,16 +74,33 @@ def load_kv(keys, blocks, t, known, in_head, strides, BLOCK_SIZE: tl.constexpr, 
 
 
 @triton.jit
-def rotary_at(rope, position, D: tl.constexpr, DP: tl.constexpr):
-    """(each element's partner, cosines, signed sines) at a position, [DP] each."""
-    HALF: tl.constexpr = D // 2
+def rotary_at(rope, position, D: tl.constexpr, DP: tl.constexpr, ROTARY: tl.constexpr, INTERLEAVED: tl.constexpr):
+    """(each element's partner, cosines, signed sines) at a position of the table, [DP] each. What is past ROTARY is its
+    own partner, and stays."""
+    HALF: tl.constexpr = ROTARY // 2
     d = tl.arange(0, DP)
-    other = tl.where(d < HALF, d + HALF, d - HALF)
-    pair = tl.where(d < HALF, d, d - HALF)
-    row = rope + position.to(tl.int64) * D
-    cos = tl.load(row + pair, mask=d < D, other=0.0)
-    sin = tl.load(row + HALF + pair, mask=d < D, other=0.0)
-    return other, cos, tl.where(d < HALF, -sin, sin)
+    if ROTARY == 0:
+        other = d
+        cos = tl.zeros((DP,), tl.float32)
+        sin = cos
+    else:
+        if INTERLEAVED:
+            is_first = d % 2 == 0
+            other = tl.where(is_first, d + 1, d - 1)
+            pair = d // 2
+        else:
+            is_first = d < HALF
+            other = tl.where(is_first, d + HALF, d - HALF)
+            pair = tl.where(is_first, d, d - HALF)
+        row = rope + position.to(tl.int64) * ROTARY
+        if ROTARY == D:
+            cos = tl.load(row + pair, mask=d < D, other=0.0)
+        else:
+            other = tl.where(d < ROTARY, other, d)
+            cos = tl.load(row + pair, mask=d < ROTARY, other=1.0)
+        sin = tl.load(row + HALF + pair, mask=d < ROTARY, other=0.0)
+        sin = tl.where(is_first, -sin, sin)
+    return other, cos, sin
 
 
 @triton.jit
@@ -74,7 +117,17 @@ def norm_weights(norm, other, D: tl.constexpr, DP: tl.constexpr, NORM: tl.conste
 
 
 @triton.jit
-def own_key_value(own, weights, rotary, eps, KV: tl.constexpr, D: tl.constexpr, DP: tl.constexpr, NORM: tl.constexpr):
+def own_key_value(
+    own,
+    weights,
+    rotary,
+    eps,
+    KV: tl.constexpr,
+    D: tl.constexpr,
+    DP: tl.constexpr,
+    NORM: tl.constexpr,
+    ROTARY: tl.constexpr,
+):
     """Key and value [1, DP] of the token itself, out of the product; the key rotated, and rounded as in the cache."""
     d = tl.arange(0, DP)
     in_head = d < D
@@ -82,7 +135,7 @@ def own_key_value(own, weights, rotary, eps, KV: tl.constexpr, D: tl.constexpr, 
     k = raw.to(tl.float32)[None, :]
     partner = tl.load(own + rotary[0], mask=in_head, other=0.0).to(tl.float32)[None, :]
     value = tl.load(own + KV * D + d, mask=in_head, other=0.0)[None, :]
-    return apply_rope(k, partner, weights, rotary, eps, D, NORM).to(raw.dtype), value
+    return apply_rope(k, partner, weights, rotary, eps, D, NORM, ROTARY).to(raw.dtype), value
 
 
 @triton.jit

@@ -15,6 +15,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from .decode_parts import capped, score_scale
 from .launch import bucket, gdc_launch_dependents, gdc_wait, has_pdl, launch, max_shared_memory
 
 __all__ = ["plan_prompts", "varlen_attention"]
@@ -98,7 +99,15 @@ def plan_prompts(
 
 
 def varlen_attention(
-    q: Tensor, kv_cache: Tensor, block_table: Tensor, plan: Tensor, num_seqs: int, scale: float, window: int | None
+    q: Tensor,
+    kv_cache: Tensor,
+    block_table: Tensor,
+    plan: Tensor,
+    num_seqs: int,
+    scale: float,
+    window: int | None,
+    softcap: float,
+    sinks: Tensor | None,
 ) -> Tensor:
     num_tokens, num_heads, head_dim = q.shape
     group = num_heads // kv_cache.shape[3]
@@ -111,8 +120,9 @@ def varlen_attention(
         kv_cache,
         block_table,
         plan,
+        sinks,
         out,
-        scale * 1.4426950408889634,  # exp2 is what the hardware has
+        score_scale(scale, softcap),
         q.stride(0),
         kv_cache.stride(0),
         kv_cache.stride(1),
@@ -129,6 +139,7 @@ def varlen_attention(
         BN=tiling.block_n,
         FACTS=_FACTS,
         WINDOW=window or 0,
+        SOFTCAP=softcap,
         STAGES=tiling.num_stages,
         PDL=has_pdl(),
         num_warps=tiling.num_warps,
@@ -204,6 +215,7 @@ def _attend(
     BLOCK_SIZE: tl.constexpr,
     BN: tl.constexpr,
     WINDOW: tl.constexpr,
+    SOFTCAP: tl.constexpr,
     MASKED: tl.constexpr,
 ):
     """The keys from j on into the running softmax. Not MASKED: every query sees all of them."""
@@ -222,6 +234,8 @@ def _attend(
     k = tl.load(place, mask=real, other=0.0).to(tile.dtype)
     v = tl.load(place + stride_kv, mask=real, other=0.0).to(tile.dtype)
     s = tl.dot(tile, tl.trans(k), input_precision="ieee") * scale
+    if SOFTCAP > 0:
+        s = capped(s, SOFTCAP)
     if MASKED:
         seen = (t[None, :] <= position[:, None]) & known[None, :]
         if WINDOW > 0:
@@ -244,6 +258,7 @@ def _varlen_attention(
     cache,
     table,
     plan,
+    sinks,
     out,
     scale,
     stride_q,
@@ -262,6 +277,7 @@ def _varlen_attention(
     BN: tl.constexpr,
     FACTS: tl.constexpr,
     WINDOW: tl.constexpr,
+    SOFTCAP: tl.constexpr,
     STAGES: tl.constexpr,
     PDL: tl.constexpr,
 ):
@@ -288,6 +304,9 @@ def _varlen_attention(
         tile = tl.load(q + token[:, None] * stride_q + at_head, mask=is_query, other=0.0)
         top = tl.full((BM,), -float("inf"), tl.float32)
         total = tl.zeros((BM,), tl.float32)
+        if sinks is not None:
+            top = tl.load(sinks + head + r % PACK).to(tl.float32) * 1.4426950408889634
+            total = tl.full((BM,), 1.0, tl.float32)
         acc = tl.zeros((BM, DP), tl.float32)
         last = tl.minimum(seq_len, begin + BM // PACK)
         base = cache + (head // GROUP) * stride_head
@@ -301,12 +320,18 @@ def _varlen_attention(
             full = tl.minimum(rest, tl.cdiv(tl.maximum(0, begin + BM // PACK - WINDOW), BN) * BN)
             for j in tl.range(lowest // BN * BN, full, BN, num_stages=STAGES):
                 state = (lowest, last, position, scale, top, total, acc)
-                top, total, acc = _attend(tile, base, blocks, j, *state, *strides, D, DP, BLOCK_SIZE, BN, WINDOW, True)
+                top, total, acc = _attend(
+                    tile, base, blocks, j, *state, *strides, D, DP, BLOCK_SIZE, BN, WINDOW, SOFTCAP, True
+                )
         for j in tl.range(full, rest, BN, num_stages=STAGES):
             state = (lowest, last, position, scale, top, total, acc)
-            top, total, acc = _attend(tile, base, blocks, j, *state, *strides, D, DP, BLOCK_SIZE, BN, WINDOW, False)
+            top, total, acc = _attend(
+                tile, base, blocks, j, *state, *strides, D, DP, BLOCK_SIZE, BN, WINDOW, SOFTCAP, False
+            )
         for j in tl.range(rest, last, BN, num_stages=STAGES):
             state = (lowest, last, position, scale, top, total, acc)
-            top, total, acc = _attend(tile, base, blocks, j, *state, *strides, D, DP, BLOCK_SIZE, BN, WINDOW, True)
+            top, total, acc = _attend(
+                tile, base, blocks, j, *state, *strides, D, DP, BLOCK_SIZE, BN, WINDOW, SOFTCAP, True
+            )
         y = acc / tl.where(total == 0.0, 1.0, total)[:, None]  # 0: past the last query
         tl.store(out + token[:, None] * (H * D) + at_head, y.to(out.dtype.element_ty), mask=is_query)

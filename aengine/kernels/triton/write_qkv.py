@@ -6,6 +6,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from ..rotary import Rope
 from .launch import gdc_launch_dependents, gdc_wait, has_pdl, launch
 
 __all__ = ["Norms", "apply_rope_and_write_kv"]
@@ -14,7 +15,13 @@ Norms = tuple[Tensor | None, Tensor | None, float]  # weights of q's and k's, an
 
 
 def apply_rope_and_write_kv(
-    qkv: Tensor, positions: Tensor, slot_mapping: Tensor, rope: Tensor, norms: Norms, num_heads: int, kv_cache: Tensor
+    qkv: Tensor,
+    positions: Tensor,
+    slot_mapping: Tensor,
+    rope: Rope | None,
+    norms: Norms,
+    num_heads: int,
+    kv_cache: Tensor,
 ) -> None:
     q_norm, k_norm, eps = norms
     block_size, _, num_kv_heads, head_dim = kv_cache.shape[1:]
@@ -24,7 +31,8 @@ def apply_rope_and_write_kv(
         qkv,
         positions,
         slot_mapping,
-        rope,
+        None if rope is None else rope.table,
+        None if rope is None else rope.query_scale,
         q_norm,
         k_norm,
         kv_cache,
@@ -38,6 +46,8 @@ def apply_rope_and_write_kv(
         HEADS=triton.next_power_of_2(num_heads + 2 * num_kv_heads),
         D=head_dim,
         HALF=triton.next_power_of_2(head_dim // 2),
+        ROTARY=0 if rope is None else rope.table.shape[1],
+        INTERLEAVED=rope is not None and rope.interleaved,
         BLOCK_SIZE=block_size,
         NORM=q_norm is not None,
         PDL=has_pdl(),
@@ -51,6 +61,7 @@ def _apply_rope_and_write_kv(
     positions,
     slots,
     rope,
+    query_scale,
     q_norm,
     k_norm,
     cache,
@@ -64,6 +75,8 @@ def _apply_rope_and_write_kv(
     HEADS: tl.constexpr,
     D: tl.constexpr,
     HALF: tl.constexpr,
+    ROTARY: tl.constexpr,
+    INTERLEAVED: tl.constexpr,
     BLOCK_SIZE: tl.constexpr,
     NORM: tl.constexpr,
     PDL: tl.constexpr,
@@ -72,36 +85,63 @@ def _apply_rope_and_write_kv(
         gdc_launch_dependents()
         gdc_wait()
     token = tl.program_id(0).to(tl.int64)
-    position = tl.load(positions + token)
+    if ROTARY > 0:
+        position = tl.load(positions + token)
     slot = tl.load(slots + token)
     head = tl.arange(0, HEADS)[:, None]
     i = tl.arange(0, HALF)[None, :]
     half: tl.constexpr = D // 2
     inside = (head < H + 2 * KV) & (i < half)
-    at = qkv + token * ((H + 2 * KV) * D) + head * D + i
+    # Elements i of a head and i + apart, or as many pairs of neighbours; past ROTARY the pairs are any.
+    if INTERLEAVED:
+        e = 2 * i
+        apart = 1
+    elif ROTARY == D or ROTARY == 0:
+        e = i
+        apart = half
+    else:
+        e = tl.where(i < ROTARY // 2, i, ROTARY // 2 + i)
+        apart = tl.where(i < ROTARY // 2, ROTARY // 2, half - ROTARY // 2)
+    at = qkv + token * ((H + 2 * KV) * D) + head * D + e
     first_raw = tl.load(at, mask=inside, other=0.0)
-    second_raw = tl.load(at + half, mask=inside, other=0.0)
+    second_raw = tl.load(at + apart, mask=inside, other=0.0)
     first, second = first_raw.to(tl.float32), second_raw.to(tl.float32)
     if NORM:
         scale = 1.0 / tl.sqrt((tl.sum(first * first, 1) + tl.sum(second * second, 1)) / D + eps)
         ok = i < half
-        w1 = tl.where(head < H, tl.load(q_norm + i, mask=ok, other=0.0), tl.load(k_norm + i, mask=ok, other=0.0))
+        w1 = tl.where(head < H, tl.load(q_norm + e, mask=ok, other=0.0), tl.load(k_norm + e, mask=ok, other=0.0))
         w2 = tl.where(
-            head < H, tl.load(q_norm + half + i, mask=ok, other=0.0), tl.load(k_norm + half + i, mask=ok, other=0.0)
+            head < H, tl.load(q_norm + apart + e, mask=ok, other=0.0), tl.load(k_norm + apart + e, mask=ok, other=0.0)
         )
         first = first * scale[:, None] * w1.to(tl.float32)
         second = second * scale[:, None] * w2.to(tl.float32)
-    cos = tl.load(rope + position * D + i, mask=i < half, other=0.0)
-    sin = tl.load(rope + position * D + half + i, mask=i < half, other=0.0)
     rotated = head < H + KV
-    one = tl.where(rotated, (first * cos - second * sin).to(qkv.dtype.element_ty), first_raw)
-    two = tl.where(rotated, (second * cos + first * sin).to(qkv.dtype.element_ty), second_raw)
-    tl.store(at, one, mask=inside & rotated)
-    tl.store(at + half, two, mask=inside & rotated)
+    if ROTARY > 0:
+        turn: tl.constexpr = ROTARY // 2
+        kept: tl.constexpr = 0.0 if ROTARY == D else 1.0
+        cos = tl.load(rope + position * ROTARY + i, mask=i < turn, other=kept)
+        sin = tl.load(rope + position * ROTARY + turn + i, mask=i < turn, other=0.0)
+        x = first * cos - second * sin
+        y = second * cos + first * sin
+        if query_scale is not None:
+            factor = tl.where(head < H, tl.load(query_scale + position), 1.0)
+            x = x * factor
+            y = y * factor
+        one = tl.where(rotated, x.to(qkv.dtype.element_ty), first_raw)
+        two = tl.where(rotated, y.to(qkv.dtype.element_ty), second_raw)
+    elif NORM:
+        one = tl.where(rotated, first.to(qkv.dtype.element_ty), first_raw)
+        two = tl.where(rotated, second.to(qkv.dtype.element_ty), second_raw)
+    else:
+        one = first_raw
+        two = second_raw
+    if ROTARY > 0 or NORM:
+        tl.store(at, one, mask=inside & rotated)
+        tl.store(at + apart, two, mask=inside & rotated)
     is_value = head >= H + KV
     kv_head = tl.where(is_value, head - H - KV, head - H)
     place = cache + slot // BLOCK_SIZE * stride_block + slot % BLOCK_SIZE * stride_token
-    place = place + tl.where(is_value, stride_kv, 0) + kv_head * stride_head + i
+    place = place + tl.where(is_value, stride_kv, 0) + kv_head * stride_head + e
     written = inside & (head >= H) & (slot >= 0)
     tl.store(place, one.to(cache.dtype.element_ty), mask=written)
-    tl.store(place + half, two.to(cache.dtype.element_ty), mask=written)
+    tl.store(place + apart, two.to(cache.dtype.element_ty), mask=written)

@@ -93,6 +93,8 @@ class PrefillBackend(Protocol):
         kept: AttentionLayerKV,
         metadata: PrefillMetadata,
         scale: float,
+        softcap: float,
+        sinks: Tensor | None,
     ) -> Tensor | None:
         """[num_tokens, num_heads * head_dim]; None: it can't, and `varlen_attention` is called for the rest of the
         step. If it failed, `is_faster` is false from then on; if it had no memory, only this step is affected.
@@ -100,6 +102,7 @@ class PrefillBackend(Protocol):
         Args:
             q, k, v: [num_tokens, heads, head_dim] of the new tokens, strided by token; in the cache already
             kept: the layer's cache, its group and window
+            softcap, sinks: see kernels/paged_attention.py
         """
 
 
@@ -165,9 +168,11 @@ class LibraryPrefill:
         kept: AttentionLayerKV,
         metadata: PrefillMetadata,
         scale: float,
+        softcap: float = 0.0,
+        sinks: Tensor | None = None,
     ) -> Tensor | None:
         m = metadata
-        if self._function is None:
+        if self._function is None or softcap or sinks is not None:  # of these they have some, and each its own
             return None
         starts_k = m.query_start_loc
         longest, longest_k = int(m.query_lens.max()), int(m.key_lens(kept.window).max())

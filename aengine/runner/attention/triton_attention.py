@@ -9,21 +9,33 @@ A layer's cache is [num_blocks, block_size, 2, num_kv_heads, head_dim] as it is 
 
 from __future__ import annotations
 
+from typing import NamedTuple
+
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 from ...kernels.decode_attention import DecodeWorkspace, decode_step_attention, plan_decode
 from ...kernels.input_prep import PreparedInputs
+from ...kernels.rotary import Rope
 from ...kernels.varlen_attention import plan_prompts, varlen_attention
 from ...kernels.write_qkv import apply_rope_and_write_kv
 from ..input_batch import BatchPlan, InputBatch
 from ..layers.attention import AttentionLayer
 from ..layers.states import LayerStates, StateRows, state_rows_of_batch, state_rows_of_decodes
-from ..model_config import ModelConfig
-from .kv_pages import KvCacheSpec
+from ..rope import RopeConfig
+from .kv_pages import AttentionLayerKV, KvCacheSpec
 from .library import PrefillBackend, PrefillMetadata
 
-__all__ = ["BatchAttention", "DecodeAttention", "GpuKvCache"]
+__all__ = ["BatchAttention", "DecodeAttention", "GpuKvCache", "Heads"]
+
+
+class Heads(NamedTuple):
+    """The heads of a layer."""
+
+    num_heads: int
+    num_kv_heads: int
+    head_dim: int
 
 
 class GpuKvCache:
@@ -37,17 +49,33 @@ class GpuKvCache:
         self.states = pages.states()
         self.layout = pages.layout
         self.layers = pages.layers(heads_first=True)
+        query_heads = spec.config.query_heads
+        self.heads = {index: Heads(query_heads[index], *kept.heads) for index, kept in self.layers.items()}
         self.dtype = spec.dtype
-        self.num_heads = spec.config.num_heads
         self.prefill = prefill
-        self.rope = rope_table(spec.config, spec.max_model_len, spec.device)
+        self.ropes = [rope_tables(config, spec.max_model_len, spec.device) for config in spec.config.ropes]
+        self._first_lens: Tensor | None = None
+        self._borders = [None if long is None else long.border for long in (c.long() for c in spec.config.ropes)]
         self.workspaces = {
-            shape: DecodeWorkspace(spec.max_num_seqs, self.num_heads, *shape, spec.device)
-            for shape in {layer.heads for layer in self.layers.values()}
+            heads: DecodeWorkspace(spec.max_num_seqs, *heads, spec.device)
+            for heads in dict.fromkeys(self.heads.values())
         }
+        self.kinds = dict.fromkeys((self.heads[index], kept.window) for index, kept in self.layers.items())
 
     def watch_rows(self, first_lens: Tensor) -> None:
         """See `KvMemory`."""
+        self._first_lens = first_lens
+
+    def step_ropes(self) -> list[Rope]:
+        """Return the ropes as the rows are now: which part of its table is a row's."""
+        if self._first_lens is None or not any(self._borders):
+            return self.ropes
+        return [
+            rope
+            if border is None
+            else rope._replace(shifts=torch.where(self._first_lens > border, border, 0).to(torch.int32))
+            for rope, border in zip(self.ropes, self._borders, strict=True)
+        ]
 
     def bind(self, batch: InputBatch) -> BatchAttention:
         return BatchAttention(self, batch.inputs, batch.idx_mapping, batch.block_table, batch.plan)
@@ -62,11 +90,20 @@ class GpuKvCache:
         raise AssertionError("nothing needs to be cleared")
 
 
-def rope_table(config: ModelConfig, num_positions: int, device: torch.device) -> Tensor:
-    """float32 [num_positions, head_dim]: cosines, then sines, of position times each frequency, times the factor."""
-    inv_freq, factor = config.ropes[0].inv_freq()
-    angles = torch.arange(num_positions, dtype=torch.float32, device=device)[:, None] * inv_freq.to(device)
-    return torch.cat((angles.cos(), angles.sin()), dim=1).mul_(factor)
+def rope_tables(config: RopeConfig, num_positions: int, device: torch.device) -> Rope:
+    """The cosines and sines of position times each frequency, times the factor.
+
+    With longrope the positions of short requests come first, ``border`` of them, then those of long ones; the rows'
+    shifts are the step's.
+    """
+    inv_freq, factor = config.inv_freq()
+    positions, long = torch.arange(num_positions, dtype=torch.float32, device=device), config.long()
+    angles = positions[:, None] * inv_freq.to(device)
+    if long is not None:
+        angles = torch.cat((angles[: long.border], positions[:, None] * long.inv_freq.to(device)))
+        positions = torch.cat((positions[: long.border], positions))
+    table = torch.cat((angles.cos(), angles.sin()), dim=1).mul_(factor)
+    return Rope(table, config.interleaved, config.query_scale(positions))
 
 
 class DecodeAttention:
@@ -78,10 +115,11 @@ class DecodeAttention:
     def __init__(self, cache: GpuKvCache, rows: Tensor, seq_lens: Tensor, block_table: Tensor) -> None:
         self._cache = cache
         self._block_tables = block_table.unbind()  # of each group
+        self._ropes = cache.step_ropes()
         # A plan for each kind of layer: which keys there are depends on the window, how they are cut on the heads.
         self._plans = {
-            kind: plan_decode(rows, seq_lens, cache.workspaces[kind[0]], kind[1])
-            for kind in dict.fromkeys((kept.heads, kept.window) for kept in cache.layers.values())
+            (heads, window): plan_decode(rows, seq_lens, cache.workspaces[heads], window)
+            for heads, window in cache.kinds
         }
         self.size = len(rows)
         self._rows, self._seq_lens = rows, seq_lens
@@ -101,25 +139,43 @@ class DecodeAttention:
         return self._state_rows[group]
 
     def forward(self, layer: AttentionLayer, qkv: Tensor) -> Tensor:
-        return self._call(layer, qkv, None)
+        rope = None if layer.rope is None else self._ropes[layer.rope]
+        return self._call(layer, qkv, rope, *_norms(layer))
 
-    def forward_rotated(self, layer: AttentionLayer, qkv: Tensor, out: Tensor) -> None:
+    def attend(self, layer: AttentionLayer, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        """See `AttentionCall`."""
+        return _cut(layer, self._call(layer, _join(layer, q, k, v), None, None, None, 0.0), v)
+
+    def attend_to_written(self, layer: AttentionLayer, qkv: Tensor, out: Tensor) -> None:
         """`forward` where q and k are rotated, and k and v written, already; into the first rows of ``out``."""
-        self._call(layer, qkv, out)
+        self._call(layer, qkv, None, None, None, 0.0, out)
 
-    def _call(self, layer: AttentionLayer, qkv: Tensor, out: Tensor | None) -> Tensor:
-        kept = self._cache.layers[layer.index]
+    def _call(
+        self,
+        layer: AttentionLayer,
+        qkv: Tensor,
+        rope: Rope | None,
+        q_norm: Tensor | None,
+        k_norm: Tensor | None,
+        eps: float,
+        out: Tensor | None = None,
+    ) -> Tensor:
+        kept, heads = self._cache.layers[layer.index], self._cache.heads[layer.index]
         return decode_step_attention(
             qkv,
             kept.cache,
             self._block_tables[kept.group],
-            self._cache.rope,
-            *_norms(layer),
+            rope,
+            q_norm,
+            k_norm,
+            eps,
             layer.num_heads,
             layer.scale,
             kept.window,
-            self._plans[kept.heads, kept.window],
-            self._cache.workspaces[kept.heads],
+            self._plans[heads, kept.window],
+            self._cache.workspaces[heads],
+            softcap=layer.softcap,
+            sinks=None if layer.sinks is None else layer.sinks.weight,
             is_raw=out is None,
             out=out,
         )
@@ -140,8 +196,10 @@ class BatchAttention:
         self._slot_mappings = inputs.slot_mapping.unbind()  # of each group
         self._rows = rows
         self._block_tables = block_table.unbind()  # of each group
+        self._ropes = cache.step_ropes()
+        self._positions = [self._places(rope) for rope in self._ropes]
         self._has_prompts = plan is None or plan.num_decodes < plan.num_reqs
-        self._prompts: dict[tuple[int, int], Tensor] = {}  # plans, by the layer's key-value heads and their size
+        self._prompts: dict[Heads, Tensor] = {}  # plans
         self._metadata: PrefillMetadata | None = None
         self._num_decodes = 0 if plan is None else plan.num_decodes
         self._plan = plan
@@ -181,33 +239,64 @@ class BatchAttention:
         return state_rows_of_batch(decodes, plan.query_lens.tolist(), plan.seq_lens.tolist(), plan.state_pages[group])
 
     def forward(self, layer: AttentionLayer, qkv: Tensor) -> Tensor:
-        cache, positions = self._cache, self._inputs.positions
-        kept = cache.layers[layer.index]
+        if layer.rope is None:
+            return self._attend(layer, qkv, None, self._inputs.positions, *_norms(layer))
+        return self._attend(layer, qkv, self._ropes[layer.rope], self._positions[layer.rope], *_norms(layer))
+
+    def attend(self, layer: AttentionLayer, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        """See `AttentionCall`."""
+        out = self._attend(layer, _join(layer, q, k, v), None, self._inputs.positions, None, None, 0.0)
+        return _cut(layer, out, v)
+
+    def _attend(
+        self,
+        layer: AttentionLayer,
+        qkv: Tensor,
+        rope: Rope | None,
+        positions: Tensor,
+        q_norm: Tensor | None,
+        k_norm: Tensor | None,
+        eps: float,
+    ) -> Tensor:
+        kept = self._cache.layers[layer.index]
         slots = self._slot_mappings[kept.group]
-        apply_rope_and_write_kv(qkv, positions, slots, cache.rope, *_norms(layer), layer.num_heads, kept.cache)
-        out = self._attend_to_prompts(layer, qkv)
+        apply_rope_and_write_kv(qkv, positions, slots, rope, q_norm, k_norm, eps, layer.num_heads, kept.cache)
+        out = self._attend_to_prompts(layer, qkv, kept)
         if self._decodes is not None:
-            self._decodes.forward_rotated(layer, qkv[: self._decodes.size], out)
+            self._decodes.attend_to_written(layer, qkv[: self._decodes.size], out)
         return out
 
-    def _plan_prompts(self) -> dict[tuple[int, int], Tensor]:
+    def _places(self, rope: Rope) -> Tensor:
+        """int64 [num_tokens]: where each token's position is in the rope's table."""
+        positions = self._inputs.positions
+        if rope.shifts is None:
+            return positions
+        ends = self._inputs.query_start_loc[1:]
+        tokens = torch.arange(len(positions), dtype=ends.dtype, device=ends.device)
+        owner = torch.searchsorted(ends, tokens, right=True).clamp_(max=len(self._rows) - 1)
+        return positions + rope.shifts[self._rows[owner].clamp(min=0)]
+
+    def _plan_prompts(self) -> dict[Heads, Tensor]:
         inputs, cache = self._inputs, self._cache
         where = (self._rows, inputs.query_start_loc, inputs.seq_lens, len(inputs.positions))
         return {
-            (heads, head_dim): plan_prompts(*where, cache.num_heads // heads, cache.dtype, head_dim, skip_single=True)
-            for heads, head_dim in cache.workspaces
+            heads: plan_prompts(
+                *where, heads.num_heads // heads.num_kv_heads, cache.dtype, heads.head_dim, skip_single=True
+            )
+            for heads in cache.workspaces
         }
 
-    def _attend_to_prompts(self, layer: AttentionLayer, qkv: Tensor) -> Tensor:
+    def _attend_to_prompts(self, layer: AttentionLayer, qkv: Tensor, kept: AttentionLayerKV) -> Tensor:
         """[num_tokens, num_heads * head_dim]; the decodes' rows are not written."""
-        kept = self._cache.layers[layer.index]
         heads = qkv.view(len(qkv), -1, layer.head_dim)
         q, k, v = heads.split([layer.num_heads, layer.num_kv_heads, layer.num_kv_heads], dim=1)
         if not self._has_prompts:
             return torch.empty((len(qkv), layer.num_heads * layer.head_dim), dtype=qkv.dtype, device=qkv.device)
+        sinks = None if layer.sinks is None else layer.sinks.weight
         if self._metadata is not None:
             n = self._num_decodes
-            out = self._cache.prefill.prefill(q[n:], k[n:], v[n:], kept, self._metadata, layer.scale)
+            how = (layer.scale, layer.softcap, sinks)
+            out = self._cache.prefill.prefill(q[n:], k[n:], v[n:], kept, self._metadata, *how)
             if out is not None:
                 return out if n == 0 else torch.cat((out.new_empty((n, out.shape[1])), out))
             self._metadata = None
@@ -215,11 +304,23 @@ class BatchAttention:
             # The attention reads the plan ahead of its wait (kernels/varlen_attention.py): this launch is not early, so
             # the plan is written when it begins.
             qkv.new_zeros(1)
-        where = (self._block_tables[kept.group], self._prompts[kept.heads], len(self._rows))
-        return varlen_attention(q, kept.cache, *where, layer.scale, kept.window)
+        where = (self._block_tables[kept.group], self._prompts[self._cache.heads[layer.index]], len(self._rows))
+        return varlen_attention(q, kept.cache, *where, layer.scale, kept.window, layer.softcap, sinks)
 
 
 def _norms(layer: AttentionLayer) -> tuple[Tensor | None, Tensor | None, float]:
     if layer.q_norm is None or layer.k_norm is None:
         return None, None, 0.0
     return layer.q_norm.weight, layer.k_norm.weight, layer.q_norm.eps
+
+
+def _join(layer: AttentionLayer, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+    """[num_tokens, (num_heads + 2 * num_kv_heads) * head_dim]: q, k, and v widened by zeros."""
+    return torch.cat((q, k, F.pad(v, (0, layer.head_dim - v.shape[2]))), 1).flatten(1)
+
+
+def _cut(layer: AttentionLayer, out: Tensor, v: Tensor) -> Tensor:
+    """The first elements of each head, as many as v's heads have."""
+    if v.shape[2] == layer.head_dim:
+        return out
+    return out.unflatten(1, (-1, layer.head_dim))[..., : v.shape[2]].flatten(1)

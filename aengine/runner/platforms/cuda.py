@@ -116,7 +116,7 @@ class CudaPlatform:
 
     def choose_attention(self, config: EngineConfig, model_config: ModelConfig, dtype: torch.dtype) -> AttentionBackend:
         """See `Platform`. A library for long prompts is imported in a thread, see `AttentionBackend.join`."""
-        heads = (model_config.num_heads, model_config.num_kv_heads, model_config.head_dim)
+        heads = max(model_config.head_shapes, key=lambda shape: shape[2], default=(1, 1, 64))
         capability = self.compute_capability
         setting = config.attention_backend
         return TritonAttention(choose_prefill_backend(setting, capability, self.device, self._aside, dtype, *heads))

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Collection
+
 import torch
 
 from ...kernels.bitmask import apply_bitmask
@@ -23,8 +25,9 @@ _NUM_TOKENS = (8, 16, 32, 64, 128, 256)
 _MOST_OF_SMALL_TILES = 64  # tokens (kernels/triton/varlen_attention.py)
 
 
-def compile_kernels(runner: ModelRunner, max_batched: int, num_kv_heads: int, num_threads: int) -> None:
-    """Walk through decode steps and prompts of every kind of size, launching nothing of ours.
+def compile_kernels(runner: ModelRunner, max_batched: int, kv_heads: Collection[int], num_threads: int) -> None:
+    """Walk through decode steps and prompts of every kind of size, launching nothing of ours. ``kv_heads``: key-value
+    heads of the layers.
 
     What the walk misses is compiled when it is first launched, while all requests wait; what is in Triton's cache on
     disk takes no time.
@@ -36,12 +39,13 @@ def compile_kernels(runner: ModelRunner, max_batched: int, num_kv_heads: int, nu
         if runner.graphs is not None:
             for size in sorted({min(rows, runner.graphs.max_size) for rows in _DECODE_SIZES}):
                 _decode(runner, runner.graphs.step, size)
-        for num_tokens, num_reqs in _prompt_shapes(max_num_seqs, max_batched, num_kv_heads):
+        shapes = {shape for heads in kv_heads for shape in _prompt_shapes(max_num_seqs, max_batched, heads)}
+        for num_tokens, num_reqs in sorted(shapes):
             _prompts(runner, num_tokens, num_reqs)
         _sampling(runner)
 
 
-def _prompt_shapes(max_num_seqs: int, max_batched: int, num_kv_heads: int) -> list[tuple[int, int]]:
+def _prompt_shapes(max_num_seqs: int, max_batched: int, num_kv_heads: int) -> set[tuple[int, int]]:
     """(tokens, requests) of steps with prompts, such that any other step launches what these do."""
     from ...kernels.triton.launch import bucket
     from ...kernels.triton.varlen_attention import LARGE_TILES_FROM
@@ -55,7 +59,7 @@ def _prompt_shapes(max_num_seqs: int, max_batched: int, num_kv_heads: int) -> li
     shapes |= {(max(2 * _MOST_OF_SMALL_TILES, count), count) for count in counts}
     shapes = {(min(num_tokens, max_batched), count) for num_tokens, count in shapes}
     shapes |= {(LARGE_TILES_FROM * count, count) for count in counts if LARGE_TILES_FROM * count <= max_batched}
-    return sorted(shapes)
+    return shapes
 
 
 def _decode(runner: ModelRunner, step: DecodeStep, size: int) -> None:
