@@ -253,6 +253,18 @@ def _attend(
 
 
 @triton.jit
+def _begin_softmax(sinks, heads, BM: tl.constexpr):
+    """Maximum and sum of the running softmax [BM] before the first key: nothing, or the sinks of these heads."""
+    if sinks is not None:
+        top = tl.load(sinks + heads).to(tl.float32) * 1.4426950408889634
+        total = tl.full((BM,), 1.0, tl.float32)
+    else:
+        top = tl.full((BM,), -float("inf"), tl.float32)
+        total = tl.zeros((BM,), tl.float32)
+    return top, total
+
+
+@triton.jit
 def _varlen_attention(
     q,
     cache,
@@ -302,11 +314,7 @@ def _varlen_attention(
         token = (start + m).to(tl.int64)
         at_head = ((head + r % PACK) * D)[:, None] + d[None, :]
         tile = tl.load(q + token[:, None] * stride_q + at_head, mask=is_query, other=0.0)
-        top = tl.full((BM,), -float("inf"), tl.float32)
-        total = tl.zeros((BM,), tl.float32)
-        if sinks is not None:
-            top = tl.load(sinks + head + r % PACK).to(tl.float32) * 1.4426950408889634
-            total = tl.full((BM,), 1.0, tl.float32)
+        top, total = _begin_softmax(sinks, head + r % PACK, BM)
         acc = tl.zeros((BM, DP), tl.float32)
         last = tl.minimum(seq_len, begin + BM // PACK)
         base = cache + (head // GROUP) * stride_head

@@ -55,6 +55,22 @@ def apply_rope_and_write_kv(
     )
 
 
+@triton.jit
+def _pairs(i, D: tl.constexpr, ROTARY: tl.constexpr, INTERLEAVED: tl.constexpr):
+    """The first element of each pair, and how far the second is away. Past ROTARY the pairs are any that are left."""
+    if INTERLEAVED:
+        first = 2 * i
+        apart = i * 0 + 1
+    elif ROTARY == D or ROTARY == 0:
+        first = i
+        apart = i * 0 + D // 2
+    else:
+        is_turned = i < ROTARY // 2
+        first = tl.where(is_turned, i, ROTARY // 2 + i)
+        apart = tl.where(is_turned, ROTARY // 2, D // 2 - ROTARY // 2)
+    return first, apart
+
+
 @triton.jit(do_not_specialize_on_alignment=["positions", "slots"])
 def _apply_rope_and_write_kv(
     qkv,
@@ -92,16 +108,7 @@ def _apply_rope_and_write_kv(
     i = tl.arange(0, HALF)[None, :]
     half: tl.constexpr = D // 2
     inside = (head < H + 2 * KV) & (i < half)
-    # Elements i of a head and i + apart, or as many pairs of neighbours; past ROTARY the pairs are any.
-    if INTERLEAVED:
-        e = 2 * i
-        apart = 1
-    elif ROTARY == D or ROTARY == 0:
-        e = i
-        apart = half
-    else:
-        e = tl.where(i < ROTARY // 2, i, ROTARY // 2 + i)
-        apart = tl.where(i < ROTARY // 2, ROTARY // 2, half - ROTARY // 2)
+    e, apart = _pairs(i, D, ROTARY, INTERLEAVED)
     at = qkv + token * ((H + 2 * KV) * D) + head * D + e
     first_raw = tl.load(at, mask=inside, other=0.0)
     second_raw = tl.load(at + apart, mask=inside, other=0.0)
@@ -125,16 +132,14 @@ def _apply_rope_and_write_kv(
         y = second * cos + first * sin
         if query_scale is not None:
             factor = tl.where(head < H, tl.load(query_scale + position), 1.0)
-            x = x * factor
-            y = y * factor
+            x, y = x * factor, y * factor
         one = tl.where(rotated, x.to(qkv.dtype.element_ty), first_raw)
         two = tl.where(rotated, y.to(qkv.dtype.element_ty), second_raw)
     elif NORM:
         one = tl.where(rotated, first.to(qkv.dtype.element_ty), first_raw)
         two = tl.where(rotated, second.to(qkv.dtype.element_ty), second_raw)
     else:
-        one = first_raw
-        two = second_raw
+        one, two = first_raw, second_raw
     if ROTARY > 0 or NORM:
         tl.store(at, one, mask=inside & rotated)
         tl.store(at + apart, two, mask=inside & rotated)
