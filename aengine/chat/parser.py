@@ -31,6 +31,9 @@ __all__ = ["ChatParser"]
 
 _PIECE = 1024
 
+State = Callable[["ChatParser"], bool]
+"""Takes from the buffer, and says whether the next state should go on at once."""
+
 
 class ChatParser:
     """Parses one completion. Give it the tools that the completion may call: none for ``tool_choice="none"``."""
@@ -67,7 +70,9 @@ class ChatParser:
             self._builder.start_afresh()
         self._scanner = ObjectScanner()
         self._buffer = ""
-        self._state: Callable[[], bool] = self._reasoning if reasoning and reasoning.begun else self._start
+        # A function, not a bound method: a parser that references itself is freed by the garbage collector alone.
+        begins_in_reasoning = reasoning is not None and reasoning.begun
+        self._state: State = ChatParser._reasoning if begins_in_reasoning else ChatParser._start
 
     def _set_strings(self) -> None:
         """Collect the format's strings for these tools. A head includes the brace that opens the arguments."""
@@ -94,19 +99,19 @@ class ChatParser:
             text = text.removesuffix(name) + sentinel  # its name is there if it is shown
         for start in range(0, len(text), _PIECE):  # a state copies what it leaves in the buffer, so that must be short
             self._buffer += text[start : start + _PIECE]
-            while self._state():
+            while self._state(self):
                 pass
         return self._builder.taken()
 
     def finish(self) -> list[Delta]:
         """Return what was held back: the completion has ended."""
-        if self._state == self._reasoning:
+        if self._state is ChatParser._reasoning:
             self._add_reasoning(self._buffer)
-        elif self._state not in (self._after, self._between):  # there it is a part of calls
+        elif self._state not in (ChatParser._after, ChatParser._between):  # there it is a part of calls
             self._add_text(self._buffer)
         self._buffer = ""
         self._builder.finish()
-        self._state = self._plain
+        self._state = ChatParser._plain
         return self._builder.taken()
 
     @property
@@ -114,7 +119,7 @@ class ChatParser:
         """The message so far."""
         return self._builder.message
 
-    # States: each takes from the buffer and says whether the next state should go on at once.
+    # States.
 
     def _reasoning(self) -> bool:
         body, end, rest = self._buffer.partition(self._end)
@@ -125,12 +130,12 @@ class ChatParser:
             return False
         self._add_reasoning(body)
         self._builder.start_afresh()
-        return self._go(self._after_reasoning, rest)
+        return self._go(ChatParser._after_reasoning, rest)
 
     def _after_reasoning(self) -> bool:
         self._begin = ""
         self._buffer = self._buffer.lstrip(BLANKS)
-        return bool(self._buffer) and self._go(self._start, self._buffer)
+        return bool(self._buffer) and self._go(ChatParser._start, self._buffer)
 
     def _start(self) -> bool:
         """Begin the answer: with reasoning, a call where no text may precede it, or text."""
@@ -143,10 +148,10 @@ class ChatParser:
             return False
         if found and found == self._begin:
             self._builder.start_afresh()
-            return self._go(self._reasoning, self._buffer[len(found) :])
+            return self._go(ChatParser._reasoning, self._buffer[len(found) :])
         if found:
             return self._call(heads, found)
-        return self._go(self._scanning if self._scans else self._plain, self._buffer)
+        return self._go(ChatParser._scanning if self._scans else ChatParser._plain, self._buffer)
 
     def _scanning(self) -> bool:
         places = {self._buffer.find(trigger): trigger for trigger in self._triggers}
@@ -157,7 +162,7 @@ class ChatParser:
             self._buffer = self._buffer[keep:]
             return False
         self._add_text(self._buffer[:first])
-        return self._go(self._heading, self._buffer[first:])
+        return self._go(ChatParser._heading, self._buffer[first:])
 
     def _heading(self) -> bool:
         trigger = next(trigger for trigger in self._triggers if self._buffer.startswith(trigger))
@@ -167,16 +172,16 @@ class ChatParser:
         if found:
             return self._call(self._triggers[trigger], found)
         self._add_text(trigger)
-        return self._go(self._scanning, self._buffer[len(trigger) :])
+        return self._go(ChatParser._scanning, self._buffer[len(trigger) :])
 
     def _arguments(self) -> bool:
         end, is_whole = self._scanner.scan(self._buffer)
         rest = self._buffer[end:]
         self._builder.add_arguments(self._buffer[:end])
         if is_whole:
-            return self._go(self._after, rest)
+            return self._go(ChatParser._after, rest)
         if rest and self._scanner.is_in_string and rest[0] in self._names_of_text:
-            return self._go(self._arguments, self._names_of_text[rest[0]] + rest[1:])
+            return self._go(ChatParser._arguments, self._names_of_text[rest[0]] + rest[1:])
         if rest:  # a control token inside the arguments
             return self._give_up(rest)
         self._buffer = ""
@@ -190,13 +195,13 @@ class ChatParser:
             return self._give_up(self._buffer)
         self._builder.close_call(is_complete=True)
         self._builder.start_afresh()
-        return self._go(self._between, self._buffer[len(found) :])
+        return self._go(ChatParser._between, self._buffer[len(found) :])
 
     def _between(self) -> bool:
         """Continue after a complete call."""
         assert self._format is not None
         if self._scans and self._format.text == "around":
-            return self._go(self._scanning, self._buffer)
+            return self._go(ChatParser._scanning, self._buffer)
         if not self._buffer:
             return False
         found = self._expect([*self._next_heads] + [self._closing] * bool(self._closing))
@@ -204,7 +209,7 @@ class ChatParser:
             return False
         if found in self._next_heads:
             return self._call(self._next_heads, found)
-        return self._go(self._plain, self._buffer[len(found) :])
+        return self._go(ChatParser._plain, self._buffer[len(found) :])
 
     def _plain(self) -> bool:
         self._add_text(self._buffer)
@@ -219,7 +224,7 @@ class ChatParser:
     def _add_reasoning(self, text: str) -> None:
         self._builder.add_reasoning(text.translate(self._shown))
 
-    def _go(self, state: Callable[[], bool], rest: str) -> bool:
+    def _go(self, state: State, rest: str) -> bool:
         self._state, self._buffer = state, rest
         return True
 
@@ -236,9 +241,9 @@ class ChatParser:
     def _call(self, heads: Mapping[str, str], head: str) -> bool:
         self._builder.open_call(heads[head])
         self._scanner = ObjectScanner()
-        return self._go(self._arguments, "{" + self._buffer[len(head) :])
+        return self._go(ChatParser._arguments, "{" + self._buffer[len(head) :])
 
     def _give_up(self, rest: str) -> bool:
         """End a call that does not follow the format."""
         self._builder.close_call(is_complete=False)
-        return self._go(self._scanning if self._scans else self._plain, rest)
+        return self._go(ChatParser._scanning if self._scans else ChatParser._plain, rest)

@@ -201,7 +201,7 @@ async def _serve_engine(
 ) -> None:
     from ..server.app import create_app
     from ..server.processes import serve_processes
-    from ..server.serve import serve_app
+    from ..server.serve import keep_loaded_objects, serve_app
 
     app: dict[str, Any] = {
         "model_names": args.served_model_name,
@@ -210,6 +210,7 @@ async def _serve_engine(
         "allow_origins": args.allow_origin,
     }
     server: dict[str, Any] = {"root_path": args.root_path, "access_log": not args.no_access_log}
+    keep_loaded_objects()
     if args.workers:
         app["max_stored_responses"] = 0  # the next request may reach another process
         settings = {"app": app, "server": server, "log_level": _log_level(args)}

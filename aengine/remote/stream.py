@@ -59,6 +59,7 @@ class RemoteStream(Generic[T, C]):
         self._num_reads = 0  # that came since the engine was last told of it
         self._is_asked = False  # for items
         self._waiter: asyncio.Future[None] | None = None
+        self._end_waiter: asyncio.Future[None] | None = None
         self._error: AEngineError | None = None
         self._completion: C | None = None
         self._is_closed = False
@@ -80,6 +81,8 @@ class RemoteStream(Generic[T, C]):
             self.finish_reasons = from_wire(_REASONS, ends[0])
             self.stop_reasons = tuple(ends[1])
         self._num_reads += 1
+        if self._end_waiter is not None:  # the reader takes all of it when it has rested
+            self._ask()
         self._wake()
 
     def finish(self, completion: Any) -> None:
@@ -88,16 +91,19 @@ class RemoteStream(Generic[T, C]):
         self.usage = self._completion.usage
         self.finish_reasons = tuple(choice.finish_reason for choice in self._completion.choices)
         self.stop_reasons = tuple(choice.stop_reason for choice in self._completion.choices)
-        self._wake()
+        self._wake_at_end()
 
     def fail(self, error: AEngineError) -> None:
         if not self.has_ended:
             self._error = error
-            self._wake()
+            self._wake_at_end()
+
+    def _wake_at_end(self) -> None:
+        self._wake()
+        _settle(self._end_waiter)
 
     def _wake(self) -> None:
-        if self._waiter is not None and not self._waiter.done():
-            self._waiter.set_result(None)
+        _settle(self._waiter)
 
     # -- the reader
 
@@ -148,6 +154,21 @@ class RemoteStream(Generic[T, C]):
         finally:
             self._waiter = None
 
+    async def rest(self, seconds: float) -> None:
+        """Wait as `TokenStream.rest`. Being cancelled here ends the request."""
+        if self.has_ended:
+            return
+        self._end_waiter = waiter = self._loop.create_future()
+        timer = self._loop.call_later(seconds, _settle, waiter)
+        try:
+            await waiter
+        except asyncio.CancelledError:
+            self._end()
+            raise
+        finally:
+            self._end_waiter = None
+            timer.cancel()
+
     async def wait(self) -> C:
         """Wait for the end without reading. Raises the request's error."""
         if not self.has_ended:
@@ -191,3 +212,9 @@ class RemoteStream(Generic[T, C]):
             self._loop.call_soon_threadsafe(self._send, "end", self._number)
         except RuntimeError:
             pass
+
+
+def _settle(waiter: asyncio.Future[None] | None) -> None:
+    """End a wait, unless it has ended."""
+    if waiter is not None and not waiter.done():
+        waiter.set_result(None)

@@ -13,7 +13,7 @@ import setproctitle
 from ..errors import AEngineError
 from ..remote import connect
 from .app import create_app
-from .serve import log_to_stderr, serve_app, stop_signals
+from .serve import keep_loaded_objects, log_to_stderr, serve_app, stop_signals
 
 __all__ = ["main"]
 
@@ -37,6 +37,7 @@ async def _serve(
     with stop_signals() as stop:
         try:
             async with connect(engine) as remote:
+                keep_loaded_objects()
                 await serve_app(
                     create_app(remote, **app),
                     remote,

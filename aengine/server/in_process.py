@@ -30,7 +30,7 @@ Message = MutableMapping[str, Any]
 T = TypeVar("T")
 
 BASE_URL = "http://aengine"
-_PIECES_PER_SECOND = 800
+_PIECES_PER_SECOND = 500
 """OpenAI's client takes some 0.15 ms of the engine's own loop for each event, so 64 streams get 12 a second each."""
 
 

@@ -250,6 +250,10 @@ class ChatStream:
             pass
         return self.completion
 
+    async def rest(self, seconds: float) -> None:
+        """Wait as `TokenStream.rest`."""
+        await self._stream.rest(seconds)
+
     async def aclose(self) -> None:
         """Abort the request if it still runs; what has come is the message. Idempotent."""
         await self._stream.aclose()

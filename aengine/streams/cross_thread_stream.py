@@ -36,7 +36,7 @@ T = TypeVar("T")
 class CrossThreadBuffer:
     """Buffer that the engine's thread fills and a reader on another thread empties."""
 
-    __slots__ = ("_mailbox", "_thread", "end", "has_ended", "is_due", "loop", "ready", "wake")
+    __slots__ = ("_mailbox", "_thread", "end", "has_ended", "is_due", "loop", "on_end", "ready", "wake")
 
     def __init__(self, thread: LoopThread) -> None:
         self._thread = thread
@@ -45,6 +45,7 @@ class CrossThreadBuffer:
         self.ready: deque[Token] = deque()  # bounded as the mailbox is, by the request's own max_tokens
         self.has_ended = False  # the last that is set
         self.wake: Callable[[], object] | None = None
+        self.on_end: Callable[[], object] | None = None  # wakes a reader that wants nothing but the end
         self.loop: asyncio.AbstractEventLoop | None = None  # of a reader that waits
         self.end: Callable[[], object] = _nothing  # to be called on the engine's thread: aborts the request
 
@@ -82,6 +83,8 @@ class CrossThreadBuffer:
         else:
             self._mailbox, self.end = None, _nothing
             self.has_ended = True
+            if self.on_end is not None:
+                self.on_end()
         wake, self.wake = self.wake, None
         if wake is not None:
             wake()
@@ -137,6 +140,24 @@ class CrossThreadStream(TokenStream):
 
     def _ready(self) -> deque[Token]:
         return self._buffer.ready
+
+    async def rest(self, seconds: float) -> None:
+        loop = running_loop()
+        call_queue = self._call_queue = call_queue_of(loop)
+        waiter = loop.create_future()
+        self._begin_wait()
+        self._buffer.on_end = partial(call_queue.post, settle, waiter)
+        timer = loop.call_later(seconds, settle, waiter)
+        try:
+            if not self._buffer.has_ended:
+                await waiter
+        except asyncio.CancelledError:
+            self.end_soon()
+            raise
+        finally:
+            timer.cancel()
+            self._buffer.on_end = None
+            self._end_wait()
 
     async def wait(self) -> Completion:
         while not self._buffer.has_ended:

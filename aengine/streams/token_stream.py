@@ -23,6 +23,7 @@ from typing import TYPE_CHECKING, Any, Protocol
 from ..errors import AEngineError, InvalidRequestError
 from ..outputs import Choice, Completion, FinishReason, Logprob, Timings, Token, Usage
 from ..telemetry.request_times import RequestTimes
+from ..threads.call_queue import settle
 
 if TYPE_CHECKING:
     from typing import Self
@@ -64,6 +65,7 @@ class Mailbox:
         "buffer",
         "cached_tokens",
         "choices",
+        "end_waiter",
         "error",
         "final_only",
         "is_json",
@@ -93,6 +95,7 @@ class Mailbox:
         self.final_only = final_only  # no `Token`s are made: only the completion is read
         self.pending: deque[Token] = deque()
         self.waiter: asyncio.Future[None] | None = None  # of a reader on this loop
+        self.end_waiter: asyncio.Future[None] | None = None  # of a reader on this loop, that wants nothing else
         self.buffer: Buffer | None = None  # of a reader on another thread
         self.error: BaseException | None = None
         self.choices: list[ChoiceOutput] = []
@@ -153,6 +156,8 @@ class Mailbox:
         on_end, self._on_end = self._on_end, None
         if on_end is not None:
             on_end()
+        if self.end_waiter is not None:
+            settle(self.end_waiter)
         self.wake()
 
     def oldest_unread(self) -> Token | None:
@@ -424,6 +429,23 @@ class TokenStream:
         if mailbox.error is not None:
             raise self._failure()
         return mailbox.completion(self.request_id)
+
+    async def rest(self, seconds: float) -> None:
+        """Wait so long, or until nothing more will come. What comes meanwhile is there at the next `read`, and wakes
+        nobody. Being cancelled here ends the request."""
+        mailbox = self._mailbox
+        if mailbox.done:
+            return
+        mailbox.end_waiter = waiter = self._loop.create_future()
+        timer = self._loop.call_later(seconds, settle, waiter)
+        try:
+            await waiter
+        except asyncio.CancelledError:
+            self._end()
+            raise
+        finally:
+            mailbox.end_waiter = None
+            timer.cancel()
 
     def _failure(self) -> BaseException:
         """The request's error, with what had come before it."""

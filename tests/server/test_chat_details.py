@@ -324,3 +324,16 @@ async def test_what_comes_while_the_client_is_busy_is_one_event() -> None:
         texts += [chunk.choices[0].delta.content or "" async for chunk in stream]
         assert "".join(texts) == "a" * 500
         assert len(texts) < 10
+
+
+async def test_the_end_of_an_answer_is_not_held_back() -> None:
+    """Of many streams each piece waits for the next one's turn, but not the last."""
+    async with FakeAsyncLLM("abc " * 20) as engine:
+        app = create_app(engine, pieces_per_second=1e-6)
+        async with httpx.AsyncClient(transport=streaming_transport(app), base_url="http://app") as client:
+            body = {"messages": [{"role": "user", "content": "hello"}], "stream": True}
+            answers = await asyncio.gather(*[client.post("/v1/chat/completions", json=body) for _ in range(8)])
+            assert all(answer.text.count('"finish_reason":"stop"') == 1 for answer in answers)
+            texts = {"prompt": "hello", "stream": True, "max_tokens": 1000}
+            answers = await asyncio.gather(*[client.post("/v1/completions", json=texts) for _ in range(8)])
+            assert all(answer.text.endswith("data: [DONE]\n\n") for answer in answers)

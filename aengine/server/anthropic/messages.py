@@ -32,7 +32,7 @@ async def create_message(service: Service, request: Request) -> Response:
     if body.stream:
         chunks = event_chunks(request, body, stream, head)
         first = await while_connected(request, chunks.__anext__())  # an error is still one of HTTP
-        return EventStream(first, chunks, service.pace, headers)
+        return EventStream(first, chunks, service.pace, stream.rest, headers)
     completion = await while_connected(request, stream.wait())
     answer = head | {
         "content": blocks_of(completion.message, shows_thinking=body.shows_thinking),

@@ -58,7 +58,7 @@ async def chat_completions(service: Service, request: Request) -> Response:
     if body.stream:
         chunks = writer.chunks(stream)
         first = await while_connected(request, chunks.__anext__())  # an error is still one of HTTP
-        return EventStream(first, chunks, service.pace, name.headers)
+        return EventStream(first, chunks, service.pace, stream.rest, name.headers)
     completion = await while_connected(request, stream.wait())
     return JSONAnswer(
         head

@@ -40,9 +40,11 @@ async def completions(service: Service, request: Request) -> Response:
     head = {"id": name.text, "object": "text_completion", "created": int(time.time()), "model": service.model_name}
     writer = _Writer(service, body, head)
     if body.stream:
-        chunks = writer.chunks(_begin(service, body, name))
+        streams = _begin(service, body, name)
+        chunks = writer.chunks(streams)
         first = await while_connected(request, chunks.__anext__())  # an error is still one of HTTP
-        return EventStream(first, chunks, service.pace, name.headers)
+        rest = streams[0].rest if len(streams) == 1 else asyncio.sleep
+        return EventStream(first, chunks, service.pace, rest, name.headers)
     answers = await while_connected(request, _whole(service, body, name))
     choices = [writer.choice(i, choice) for i, answer in enumerate(answers) for choice in answer.choices]
     usage = _total([answer.usage for answer in answers])

@@ -44,7 +44,7 @@ async def create_response(service: Service, request: Request) -> Response:
         if body.stream:
             chunks = writer.chunks(stream)
             first = await while_connected(request, chunks.__anext__())  # an error is still one of HTTP
-            return EventStream(first, chunks, service.pace, name.headers)
+            return EventStream(first, chunks, service.pace, stream.rest, name.headers)
         return JSONAnswer(await while_connected(request, writer.whole(stream)), headers=name.headers)
     except AEngineError as error:
         failed = http_error(error, "text.format.schema")
