@@ -30,7 +30,17 @@ YARN = {"rope_type": "yarn", "rope_theta": 10000.0, "factor": 4.0, "original_max
 YARN_SIZES = {"head_dim": 64, "max_position_embeddings": 8192}
 LAYER_TYPES = ["sliding_attention", "full_attention", "sliding_attention"]
 
+GEMMA = {"head_dim": 16, "query_pre_attn_scalar": 20, "sliding_window": 9}
+GEMMA_ROPES = {
+    "sliding_attention": {"rope_type": "default", "rope_theta": 100.0},
+    "full_attention": {"rope_type": "linear", "rope_theta": 10000.0, "factor": 4.0},
+}
+
 VARIANTS: dict[str, tuple[str, dict[str, Any]]] = {
+    "gemma": ("gemma", {"head_dim": 16, "num_key_value_heads": 1}),
+    "gemma2": ("gemma2", {**GEMMA, "attn_logit_softcapping": 2.0, "final_logit_softcapping": 30.0}),
+    "gemma3": ("gemma3", {**GEMMA, "layer_types": LAYER_TYPES, "rope_parameters": GEMMA_ROPES}),
+    "gemma3-untied": ("gemma3", {**GEMMA, "tie_word_embeddings": False, "attention_bias": True}),
     "llama": ("llama", {}),
     "llama-tied": ("llama", {"tie_word_embeddings": True}),
     "llama-biases": ("llama", {"attention_bias": True, "mlp_bias": True}),

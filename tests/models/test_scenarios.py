@@ -14,6 +14,8 @@ from tiny import load_reference
 TinyModel = Callable[..., Path]
 LAYER_TYPES = ["sliding_attention", "full_attention", "sliding_attention"]
 MODELS: dict[str, tuple[str, dict[str, Any]]] = {
+    "gemma2": ("gemma2", {"head_dim": 16, "sliding_window": 9, "attn_logit_softcapping": 2.0}),
+    "gemma3": ("gemma3", {"head_dim": 16, "sliding_window": 9, "layer_types": LAYER_TYPES}),
     "llama": ("llama", {"attention_bias": True}),
     "qwen3-windows": ("qwen3", {"sliding_window": 9, "use_sliding_window": True, "layer_types": LAYER_TYPES}),
 }

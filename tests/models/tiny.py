@@ -10,6 +10,12 @@ from typing import Any
 import torch
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 from transformers import (
+    Gemma2Config,
+    Gemma2ForCausalLM,
+    Gemma3ForCausalLM,
+    Gemma3TextConfig,
+    GemmaConfig,
+    GemmaForCausalLM,
     LlamaConfig,
     LlamaForCausalLM,
     MistralConfig,
@@ -22,6 +28,9 @@ from transformers import (
 )
 
 ARCHITECTURES: dict[str, tuple[type, type]] = {
+    "gemma": (GemmaConfig, GemmaForCausalLM),
+    "gemma2": (Gemma2Config, Gemma2ForCausalLM),
+    "gemma3": (Gemma3TextConfig, Gemma3ForCausalLM),
     "llama": (LlamaConfig, LlamaForCausalLM),
     "mistral": (MistralConfig, MistralForCausalLM),
     "qwen2": (Qwen2Config, Qwen2ForCausalLM),
@@ -45,7 +54,7 @@ VARIANTS: dict[str, dict[str, Any]] = {
 VOCAB_SIZE = 320  # 256 bytes, then what the tokenizer calls special, then ids that it never makes
 BOS, EOS = 256, 257
 
-_SIZES: dict[str, Any] = {
+SIZES: dict[str, Any] = {
     "vocab_size": VOCAB_SIZE,
     "hidden_size": 48,
     "intermediate_size": 80,
@@ -74,13 +83,13 @@ def write_tiny_model(
 
 def make_tiny_model(arch: str, *, seed: int = 0, **overrides: Any) -> PreTrainedModel:
     config_class, model_class = ARCHITECTURES[arch]
-    sizes = dict(_SIZES)
+    sizes = dict(SIZES)
     if arch == "qwen3":
         sizes["head_dim"] = 16  # not hidden_size / num_attention_heads
     with torch.random.fork_rng():
         torch.manual_seed(seed)
         model = _quietly(lambda: model_class(config_class(**{**sizes, **overrides}))).eval()
-        _randomise(model)
+        randomise(model)
     return model
 
 
@@ -105,7 +114,7 @@ def write_tiny_tokenizer(folder: Path) -> None:
     (folder / "tokenizer_config.json").write_text(json.dumps(settings))
 
 
-def _randomise(model: PreTrainedModel) -> None:
+def randomise(model: PreTrainedModel) -> None:
     """transformers makes norms 1, biases 0 and the rest so small that a wrong one would hardly show in the logits."""
     with torch.no_grad():
         for name, weight in model.named_parameters():

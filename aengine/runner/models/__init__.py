@@ -15,6 +15,10 @@ from .causal_lm import CausalLM
 __all__ = ["FAMILIES", "build_model", "read_config"]
 
 FAMILIES = {
+    "gemma": "gemma.Gemma",
+    "gemma2": "gemma.Gemma2",
+    "gemma3": "gemma.Gemma3",
+    "gemma3_text": "gemma.Gemma3",
     "llama": "llama.Llama",
     "mistral": "mistral.Mistral",
     "qwen2": "qwen2.Qwen2",

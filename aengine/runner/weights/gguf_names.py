@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 __all__ = ["GgufNames"]
 
@@ -37,6 +37,13 @@ class GgufNames:
     """Matrices in which llama.cpp's converter puts the two elements of each rotary pair side by side, head by head;
     names as transformers' end. Elsewhere the first halves of a head come first."""
 
+    norms_plus_one: bool = False
+    """Whether llama.cpp's converter adds one to the weights of norms."""
+
+    def renamed(self, layer: Mapping[str, str]) -> GgufNames:
+        """The same, with names of a layer's tensors that are others or further ones."""
+        return replace(self, layer={**self.layer, **layer})
+
     def hf_name(self, name: str) -> str:
         """transformers' name of a GGUF tensor; names that have none are returned as they are."""
         stem, _, kind = name.rpartition(".")
@@ -44,6 +51,10 @@ class GgufNames:
             _, layer, part = stem.split(".", 2)
             return f"model.layers.{layer}.{self.layer[part]}.{kind}" if part in self.layer else name
         return f"{self.top[stem]}.{kind}" if stem in self.top else name
+
+    def is_less_one(self, hf_name: str) -> bool:
+        """Whether the checkpoint of transformers has the tensor less one."""
+        return self.norms_plus_one and hf_name.endswith("norm.weight")
 
     def is_interleaved(self, hf_name: str) -> bool:
         return hf_name.split(".")[-2] in self.interleaved

@@ -32,6 +32,8 @@ def _read(file: GgufFile, names: GgufNames, head_dim: int, target: Target) -> It
         tensor = _dequantise(file, name)
         if names.is_interleaved(hf_name):
             tensor = _separate_halves(tensor, head_dim)
+        if names.is_less_one(hf_name):
+            tensor = tensor - 1.0
         return Named(hf_name, target.put(hf_name, tensor), tensor.nbytes)
 
     return in_threads((partial(read, name) for name in file.tensors), max(1, torch.get_num_threads()))

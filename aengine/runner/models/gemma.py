@@ -1,0 +1,178 @@
+"""Gemma 1 (arXiv:2403.08295), 2 (arXiv:2408.00118) and 3 (arXiv:2503.19786), of the last the text model.
+
+All have embeddings multiplied by sqrt(hidden_size), GELU gates, and norms whose weights are stored less one. From 2 on
+the outputs of attention and feed-forward are normalised too, and layers with windows and without take turns. 2 caps the
+scores of attention and the logits; 3 normalises q and k, and rotates them in windowed layers by another base.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any, Self
+
+from ...errors import ModelLoadError
+from ..layers.decoder import Decoder, DecoderLayer, SelfAttention
+from ..layers.mlp import GatedMLP
+from ..layers.norm import RMSNorm
+from ..model_config import ConfigReader, ModelConfig
+from ..weights.gguf_names import GgufNames
+from ..weights.scope import WeightScope
+
+__all__ = ["Gemma", "Gemma2", "Gemma3", "GemmaConfig"]
+
+_DEFAULTS = {
+    "num_attention_heads": 8,
+    "num_key_value_heads": 4,
+    "head_dim": 256,
+    "hidden_activation": "gelu_pytorch_tanh",
+    "tie_word_embeddings": True,
+}
+"""What config.json may leave out, the text part of Gemma 3's above all."""
+_DEFAULTS_1 = {**_DEFAULTS, "num_key_value_heads": 16, "num_attention_heads": 16}
+_DEFAULTS_2 = {**_DEFAULTS, "attn_logit_softcapping": 50.0, "final_logit_softcapping": 30.0, "sliding_window": 4096}
+_DEFAULTS_3 = {**_DEFAULTS, "vocab_size": 262_208, "max_position_embeddings": 131_072, "sliding_window": 4096}
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class GemmaConfig(ModelConfig):
+    attention_bias: bool
+    attention_scale: float  # of q k^T
+    attention_softcap: float  # 0: none
+    rope_of_layers: tuple[int, ...]  # indices into ``ropes``
+
+    @classmethod
+    def from_hf(cls, hf: Mapping[str, Any]) -> Self:
+        version = _VERSIONS[hf["model_type"]]
+        settings = version(hf)
+        keys = ConfigReader(settings)
+        if keys.flag("use_bidirectional_attention"):
+            raise ModelLoadError(
+                "config.json: use_bidirectional_attention: this Gemma gives embeddings and generates no text, and "
+                "its attention to later tokens is not supported"
+            )
+        fields = keys.decoder()
+        return cls(
+            **fields,
+            embedding_scale=fields["hidden_size"] ** 0.5,
+            logit_softcap=settings.get("final_logit_softcapping") or 0.0,
+            sliding_windows=keys.windows(settings.get("sliding_window") if settings.get("layer_types") else None),
+            attention_bias=keys.flag("attention_bias"),
+            attention_scale=(settings.get("query_pre_attn_scalar") or fields["head_dim"]) ** -0.5,
+            attention_softcap=settings.get("attn_logit_softcapping") or 0.0,
+            rope_of_layers=keys.rope_of_layers(),
+        )
+
+
+def _settings_1(hf: Mapping[str, Any]) -> dict[str, Any]:
+    """The first release says "gelu" and was trained with its approximation."""
+    return {**_DEFAULTS_1, **hf, "hidden_activation": "gelu_pytorch_tanh"}
+
+
+def _settings_2(hf: Mapping[str, Any]) -> dict[str, Any]:
+    return {**_DEFAULTS_2, "layer_types": _layer_types(hf, 2), "query_pre_attn_scalar": 256, **_given(hf)}
+
+
+def _settings_3(hf: Mapping[str, Any]) -> dict[str, Any]:
+    """As transformers 5 writes them: ``rope_parameters`` of each type of layers, whatever the release has."""
+    pattern = hf.get("sliding_window_pattern") or hf.get("_sliding_window_pattern") or 6
+    settings = {**_DEFAULTS_3, "layer_types": _layer_types(hf, pattern), "query_pre_attn_scalar": 256, **_given(hf)}
+    ropes: Mapping[str, Any] = hf.get("rope_parameters") or {"full_attention": hf.get("rope_scaling")}
+    thetas = {
+        "sliding_attention": hf.get("rope_local_base_freq") or 10_000.0,
+        "full_attention": hf.get("rope_theta") or 1_000_000.0,
+    }
+    settings["rope_parameters"] = {
+        kind: {"rope_theta": theta, **(ropes.get(kind) or {})}
+        for kind, theta in thetas.items()
+        if kind in settings["layer_types"]
+    }
+    return settings
+
+
+def _layer_types(hf: Mapping[str, Any], pattern: int) -> list[str]:
+    """Every ``pattern``-th layer sees all tokens."""
+    layers = ConfigReader(hf).integer("num_hidden_layers")
+    return ["sliding_attention" if (i + 1) % pattern else "full_attention" for i in range(layers)]
+
+
+def _given(hf: Mapping[str, Any]) -> dict[str, Any]:
+    """What is set, be it to null, except for a null ``layer_types``."""
+    return {key: value for key, value in hf.items() if key != "layer_types" or value is not None}
+
+
+_VERSIONS = {
+    "gemma": _settings_1,
+    "gemma2": _settings_2,
+    "gemma3": _settings_3,
+    "gemma3_text": _settings_3,
+}
+
+_SANDWICH = {
+    "attn_norm": "input_layernorm",
+    "post_attention_norm": "post_attention_layernorm",
+    "ffn_norm": "pre_feedforward_layernorm",
+    "post_ffw_norm": "post_feedforward_layernorm",
+}
+
+
+class Gemma(Decoder[GemmaConfig]):
+    config_class = GemmaConfig
+    gguf = GgufNames(norms_plus_one=True)
+
+    def make_norm(self, weights: WeightScope, size: int | None = None) -> RMSNorm:
+        return RMSNorm(weights, size or self.config.hidden_size, self.config.rms_norm_eps, plus_one=True)
+
+    def make_attention(
+        self, index: int, scope: WeightScope, post_norm: RMSNorm | None, *, qk_norm: bool = False
+    ) -> SelfAttention:
+        config = self.config
+        return SelfAttention(
+            config,
+            index,
+            scope,
+            qkv_bias=config.attention_bias,
+            o_bias=config.attention_bias,
+            q_norm=self.make_norm(scope.at("q_norm"), config.head_dim) if qk_norm else None,
+            k_norm=self.make_norm(scope.at("k_norm"), config.head_dim) if qk_norm else None,
+            scale=config.attention_scale,
+            rope=config.rope_of_layers[index],
+            softcap=config.attention_softcap,
+            post_norm=post_norm,
+        )
+
+    def make_mlp(self, weights: WeightScope, post_norm: RMSNorm | None) -> GatedMLP:
+        sizes = self.config.hidden_size, self.config.intermediate_size
+        return GatedMLP(weights.at("mlp"), *sizes, activation=self.config.activation, post_norm=post_norm)
+
+    def make_layer(self, index: int, weights: WeightScope) -> DecoderLayer:
+        return DecoderLayer(
+            self.config,
+            weights,
+            self.make_attention(index, weights.at("self_attn"), None),
+            self.make_mlp(weights, None),
+            input_norm=self.make_norm(weights.at("input_layernorm")),
+            mlp_norm=self.make_norm(weights.at("post_attention_layernorm")),
+        )
+
+
+class Gemma2(Gemma):
+    gguf = GgufNames(norms_plus_one=True).renamed(_SANDWICH)
+    has_qk_norm = False
+
+    def make_layer(self, index: int, weights: WeightScope) -> DecoderLayer:
+        """Norms before and after both parts of the layer."""
+        norm_of = {name: self.make_norm(weights.at(name)) for name in _SANDWICH.values()}
+        scope, post_norm = weights.at("self_attn"), norm_of["post_attention_layernorm"]
+        return DecoderLayer(
+            self.config,
+            weights,
+            self.make_attention(index, scope, post_norm, qk_norm=self.has_qk_norm),
+            self.make_mlp(weights, norm_of["post_feedforward_layernorm"]),
+            input_norm=norm_of["input_layernorm"],
+            mlp_norm=norm_of["pre_feedforward_layernorm"],
+        )
+
+
+class Gemma3(Gemma2):
+    has_qk_norm = True

@@ -1,0 +1,80 @@
+"""Text models of checkpoints that transformers writes for images and text, and settings as first releases have them."""
+
+from __future__ import annotations
+
+import json
+import random
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import transformers
+from driver import Driver, load, source_of
+from tiny import SIZES, randomise, write_tiny_tokenizer
+
+from aengine.runner.models import read_config
+
+VISION = {"hidden_size": 16, "intermediate_size": 16, "num_hidden_layers": 1, "num_attention_heads": 2}
+GEMMA3 = {"head_dim": 16, "sliding_window": 9, "query_pre_attn_scalar": 20}
+MODELS: dict[str, tuple[str, dict[str, Any], dict[str, Any]]] = {
+    "gemma3": ("Gemma3", GEMMA3, {**VISION, "image_size": 28, "patch_size": 14}),
+}
+TOKENS = [random.Random(3).randrange(3, 256) for _ in range(40)]
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_the_text_model_is_loaded(name: str, tmp_path: Path) -> None:
+    family, text, vision = MODELS[name]
+    config = getattr(transformers, f"{family}Config")(text_config={**SIZES, **text}, vision_config=vision)
+    torch.manual_seed(5)
+    model = getattr(transformers, f"{family}ForConditionalGeneration")(config).eval()
+    randomise(model)
+    model.save_pretrained(tmp_path)
+    write_tiny_tokenizer(tmp_path)
+    with torch.inference_mode():
+        wanted = model(input_ids=torch.tensor([TOKENS]), use_cache=False).logits[0]
+    ours = Driver(load(source_of(tmp_path))[0], random.Random(0)).step({"a": TOKENS})["a"]
+    torch.testing.assert_close(ours, wanted, rtol=0, atol=1e-4)
+
+
+RELEASED = {
+    "model_type": "gemma3_text",
+    "hidden_size": 2560,
+    "intermediate_size": 10240,
+    "num_hidden_layers": 34,
+    "sliding_window": 1024,
+    "rope_scaling": {"factor": 8.0, "rope_type": "linear"},
+}
+"""All that the text part of google/gemma-3-4b-it's config.json says."""
+
+
+def test_the_config_of_a_first_release() -> None:
+    """It leaves out what was a default, and has one rope's settings beside the other's."""
+    ours = read_config(RELEASED)
+    theirs = transformers.Gemma3TextConfig(**{k: v for k, v in RELEASED.items() if k != "model_type"})
+    assert (ours.num_heads, ours.num_kv_heads, ours.head_dim) == (8, 4, 256)
+    assert ours.vocab_size == theirs.vocab_size and ours.max_position_embeddings == theirs.max_position_embeddings
+    assert ours.tie_word_embeddings and ours.activation == "gelu_tanh"
+    assert [window is not None for window in ours.sliding_windows] == [
+        kind == "sliding_attention" for kind in theirs.layer_types
+    ]
+    for layer in (0, 5):
+        rope = ours.ropes[ours.rope_of_layers[layer]]  # type: ignore[attr-defined]
+        wanted = theirs.rope_parameters[theirs.layer_types[layer]]
+        assert rope.theta == wanted["rope_theta"] and rope.rope_type == wanted["rope_type"]
+        assert rope.scaling.get("factor") == wanted.get("factor")
+    # As transformers writes it again.
+    assert read_config(json.loads(theirs.to_json_string())).ropes == ours.ropes
+
+
+def test_bfloat16_rounds_as_transformers_does(tiny_model: Any) -> None:
+    """The factor of the embeddings is rounded before it multiplies; norms' weights are not, though near one."""
+    folder = tiny_model("gemma3", seed=7, dtype="bfloat16", head_dim=16)
+    model, _ = load(source_of(folder), "bfloat16")
+    reference = transformers.AutoModelForCausalLM.from_pretrained(folder, dtype=torch.bfloat16)
+    ids = torch.tensor(TOKENS)
+    with torch.inference_mode():
+        assert torch.equal(model.embed(ids), reference.model.embed_tokens(ids))  # type: ignore[attr-defined]
+    weight = model.norm.weight  # type: ignore[attr-defined]
+    assert weight.dtype == torch.float32 and torch.equal(weight, 1 + reference.model.norm.weight.float())
