@@ -19,12 +19,12 @@ CONFIG: dict[str, Any] = {
     "hang_timeout": 3.0,
     "preload_grammars": False,
 }
-GREEDY = SamplingParams(max_tokens=32, temperature=0, ignore_eos=True)
+GREEDY = SamplingParams(max_tokens=24, temperature=0, ignore_eos=True)
 KINDS = [
     GREEDY,
     GREEDY.replace(temperature=0.8, seed=11),
     GREEDY.replace(temperature=0.8, seed=12, n=2),
-    GREEDY.replace(logprobs=2, max_tokens=24),
+    GREEDY.replace(logprobs=2, max_tokens=16),
     GREEDY.replace(temperature=0.9, seed=5, structured_output=StructuredOutput(regex=r"[a-z]{2,9}( [a-z]{2,9}){20}")),
 ]
 
