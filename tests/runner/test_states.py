@@ -67,7 +67,7 @@ class StateModel:
             assert torch.equal(count[:, 0, 0], positions[:n].float()), "a state is not of all tokens before"
             states.write("count", count + 1)
         for span in states.spans:
-            state = states.of(span)
+            state = {name: states.of(span, name) for name in states.tensors}
             for i in range(span.start, span.stop):
                 state["hash"].copy_(advance(state["hash"], input_ids[i : i + 1], factor))
                 hidden[i] += state["hash"]
@@ -233,5 +233,5 @@ def test_a_request_that_begins_has_a_zero_state() -> None:
     states = LayerStates({"state": memory}, state_rows_of_batch(nobody, [5, 2], [5, 9], [1, 0]))
     first, second = states.spans
     assert (first.start, first.stop, second.start, second.stop) == (0, 5, 5, 7)
-    states.of(first)["state"] += 1
-    assert memory[1].tolist() == [1, 1, 1] and states.of(second)["state"].isnan().all()
+    states.of(first, "state").add_(1)
+    assert memory[1].tolist() == [1, 1, 1] and states.of(second, "state").isnan().all()

@@ -14,7 +14,7 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable
-from typing import Generic, TypeVar
+from typing import ClassVar, Generic, TypeVar
 
 import torch
 from torch import Tensor
@@ -105,13 +105,15 @@ class DecoderLayer:
 class Decoder(ABC, Generic[Config]):
     """A `CausalLM` (runner/models/): an embedding, the layers that its family makes, a norm and a head."""
 
+    last_norm: ClassVar = "model.norm"  # its name in the checkpoint
+
     def __init__(self, config: Config, weights: WeightScope) -> None:
         self.config = config
         self.weights = weights
         size, vocab_size = config.hidden_size, config.vocab_size
         self.embed = Embedding(weights.at("model.embed_tokens"), vocab_size, size, config.embedding_scale)
         self.layers = [self.make_layer(i, weights.at(f"model.layers.{i}")) for i in range(config.num_layers)]
-        self.norm = self.make_norm(weights.at("model.norm"))
+        self.norm = self.make_norm(weights.at(self.last_norm))
         head = "model.embed_tokens" if config.tie_word_embeddings else "lm_head"
         self.lm_head = Linear(weights, size, {head: vocab_size})
 

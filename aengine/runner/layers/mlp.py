@@ -24,20 +24,22 @@ class GatedMLP:
         bias: bool = False,
         activation: Activation = "silu",
         packed: bool = False,
+        names: tuple[str, str, str] = ("gate_proj", "up_proj", "down_proj"),
         post_norm: RMSNorm | None = None,
         out_scale: float = 1.0,
     ) -> None:
         """
         Args:
             packed: the checkpoint has gate and up as one tensor, "gate_up_proj"
+            names: of gate, up and down in the checkpoint
             post_norm: of the output, before it is added to the residual stream
             out_scale: of the output
         """
         parts = {"gate_up_proj": 2 * intermediate_size}
         if not packed:
-            parts = {"gate_proj": intermediate_size, "up_proj": intermediate_size}
+            parts = {names[0]: intermediate_size, names[1]: intermediate_size}
         self.gate_up = Linear(scope, hidden_size, parts, bias)
-        self.down = Linear(scope, intermediate_size, {"down_proj": hidden_size}, bias)
+        self.down = Linear(scope, intermediate_size, {names[2]: hidden_size}, bias)
         self.activation: Activation = activation
         self.post_norm = post_norm
         self.out_scale = out_scale

@@ -59,14 +59,11 @@ class LayerStates:
         tensor = self.tensors[name]
         tensor.index_copy_(0, self.pages, states.to(tensor.dtype))
 
-    def of(self, span: StateSpan) -> dict[str, Tensor]:
-        """A request's state by name: views [*shape] of the memory, to be changed in place. Zero if it begins; to be
+    def of(self, span: StateSpan, name: str) -> Tensor:
+        """[*shape]: a request's state, a view of the memory, to be changed in place; zero if the request begins. To be
         called once a step."""
-        views = {name: tensor[span.page] for name, tensor in self.tensors.items()}
-        if span.begins:
-            for view in views.values():
-                view.zero_()
-        return views
+        state = self.tensors[name][span.page]
+        return state.zero_() if span.begins else state
 
 
 def state_rows_of_decodes(block_table: Tensor, rows: Tensor, seq_lens: Tensor, spare_page: int) -> StateRows:

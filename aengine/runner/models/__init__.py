@@ -19,10 +19,13 @@ FAMILIES = {
     "gemma2": "gemma.Gemma2",
     "gemma3": "gemma.Gemma3",
     "gemma3_text": "gemma.Gemma3",
+    "lfm2": "lfm2.Lfm2",
     "llama": "llama.Llama",
     "mistral": "mistral.Mistral",
     "qwen2": "qwen2.Qwen2",
     "qwen3": "qwen3.Qwen3",
+    "qwen3_5_text": "qwen3_next.Qwen35",
+    "qwen3_next": "qwen3_next.Qwen3Next",
 }
 """By ``model_type`` of config.json, or ``general.architecture`` of a GGUF: the family's file and its class."""
 

@@ -1,0 +1,124 @@
+"""The gated delta rule: linear attention whose state forgets, and corrects what it holds about a key.
+
+    S <- a S;   S <- S + beta k (v - S^T k)^T;   o = S^T q          Yang et al. 2024, arXiv:2412.06464
+
+for each token, with S [key_dim, value_dim] of each head, a = exp(decay) <= 1 and 0 < beta < 1. q and k are normalised
+to length 1 first, and q divided by sqrt(key_dim).
+
+Prompts are computed in chunks of 64 tokens, in which the rule is a triangular system. With cumulated decays G of a
+chunk and L[i, j] = exp(G[i] - G[j]) for j <= i:
+
+    (I + strictly lower(beta K K^T * L)) [U, W] = beta [V, exp(G) K]
+    D = U - W S;   O = exp(G) Q S + (Q K^T * L) D;   S <- exp(G[-1]) S + (exp(G[-1] - G) K)^T D
+
+On a GPU, in 16 bits, fla-core computes prompts if it is installed (the extra aengine[fla]); else torch does.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable
+from functools import cache
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+__all__ = ["gated_delta_of_prompt", "gated_delta_of_tokens"]
+
+logger = logging.getLogger("aengine.runner")
+
+_CHUNK = 64
+_EPS = 1e-6
+
+
+def gated_delta_of_tokens(
+    q: Tensor, k: Tensor, v: Tensor, decay: Tensor, beta: Tensor, state: Tensor
+) -> tuple[Tensor, Tensor]:
+    """One token each of n sequences. Returns float32 [n, num_value_heads, value_dim], and the states after it.
+
+    Args:
+        q, k: [n, num_key_heads, key_dim]; each serves num_value_heads / num_key_heads consecutive value heads
+        v: [n, num_value_heads, value_dim]
+        decay, beta: float32 [n, num_value_heads]
+        state: float32 [n, num_value_heads, key_dim, value_dim], which is used up
+    """
+    q, k = _normalised(q, k, v.shape[1])
+    state.mul_(decay.exp()[..., None, None])
+    known = (k[:, :, None] @ state).squeeze(2)
+    correction = (v.float() - known) * beta[..., None]
+    state.addcmul_(k[..., None], correction[:, :, None])
+    return (q[:, :, None] @ state).squeeze(2), state
+
+
+def gated_delta_of_prompt(q: Tensor, k: Tensor, v: Tensor, decay: Tensor, beta: Tensor, state: Tensor) -> Tensor:
+    """The next tokens of one sequence: n counts tokens, ``state`` [num_value_heads, key_dim, value_dim] is updated in
+    place. See `gated_delta_of_tokens`."""
+    fla = None if q.is_cpu or q.dtype == torch.float32 else _fla()
+    if fla is not None:
+        batch = (x[None] for x in (q, k, v, decay, beta))
+        settings = {"output_final_state": True, "use_qk_l2norm_in_kernel": True}
+        out, after = fla(*batch, initial_state=state[None].contiguous(), **settings)
+        state.copy_(after[0])
+        return out[0].float()
+    return _in_chunks(*_normalised(q, k, v.shape[1]), v.float(), decay, beta, state)
+
+
+def _in_chunks(q: Tensor, k: Tensor, v: Tensor, decay: Tensor, beta: Tensor, state: Tensor) -> Tensor:
+    """`gated_delta_of_prompt` for float32 q and k of each value head, normalised."""
+    num_tokens = len(v)
+    padding = -num_tokens % _CHUNK
+
+    def cut(x: Tensor) -> Tensor:
+        """[num_heads, num_chunks, _CHUNK, ...] of [num_tokens, num_heads, ...]: zeros beyond its end change nothing."""
+        x = F.pad(x, (0, 0) * (x.dim() - 1) + (0, padding))
+        return x.unflatten(0, (-1, _CHUNK)).movedim(2, 0)
+
+    q, k, v, decay, beta = cut(q), cut(k), cut(v), cut(decay), cut(beta)[..., None]
+    total = decay.cumsum(2)
+    future = torch.ones(_CHUNK, _CHUNK, dtype=torch.bool, device=q.device).triu(1)
+    between = (total[..., :, None] - total[..., None, :]).masked_fill(future, -torch.inf).exp()
+    grown = total.exp()[..., None]
+    k_t = k.transpose(2, 3)
+    system = beta * (k @ k_t) * between
+    right = torch.cat((v, grown * k), 3) * beta
+    solved = torch.linalg.solve_triangular(system, right, upper=False, unitriangular=True)  # ignores the diagonal
+    new, read = solved.split([v.shape[3], k.shape[3]], 3)
+    attending = (q @ k_t) * between
+    q = grown * q
+    last = total[:, :, -1:]
+    k_t = k_t * (last - total).exp()[:, :, None]
+    last = last.exp()[..., None]
+    out = torch.empty_like(v)
+    current: Tensor = state
+    for i in range(v.shape[1]):
+        correction = new[:, i] - read[:, i] @ current
+        out[:, i] = q[:, i] @ current + attending[:, i] @ correction
+        current = last[:, i] * current + k_t[:, i] @ correction
+    state.copy_(current)
+    return out.movedim(0, 2).flatten(0, 1)[:num_tokens]
+
+
+def _normalised(q: Tensor, k: Tensor, num_heads: int) -> tuple[Tensor, Tensor]:
+    """q and k of each value head, float32 [n, num_heads, key_dim]."""
+    q, k = q.float(), k.float()
+    q = q * torch.rsqrt((q * q).sum(-1, keepdim=True) + _EPS) * q.shape[-1] ** -0.5
+    k = k * torch.rsqrt((k * k).sum(-1, keepdim=True) + _EPS)
+    times = num_heads // q.shape[1]
+    return q.repeat_interleave(times, 1), k.repeat_interleave(times, 1)
+
+
+@cache
+def _fla() -> Callable[..., Any] | None:
+    try:
+        from fla.ops.gated_delta_rule import chunk_gated_delta_rule
+    except ImportError as error:
+        logger.warning(
+            "prompts of a gated delta net are computed by torch, several times slower than by fla-core, which is not "
+            "here (%s): pip install fla-core",
+            error,
+        )
+        return None
+    function: Callable[..., Any] = chunk_gated_delta_rule
+    return function

@@ -1,0 +1,125 @@
+"""The gated delta net, a linear attention with a state of fixed size. Yang et al. 2024, arXiv:2412.06464.
+
+                ┌─ q, k, v ─ convolution ─ silu ─┐
+residual ─ norm ┼─ b, a ─────────────────────────┴─ gated delta rule ─ norm ─┬─ * ─ out ─ + residual
+                └─ z ─ silu ─────────────────────────────────────────────────┘
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import NamedTuple
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from ...kernels.gated_delta import gated_delta_of_prompt, gated_delta_of_tokens
+from ..kv_spec import StateKV, StateTensor
+from ..weights.scope import WeightScope
+from .attention import AttentionCall
+from .linear import Linear
+from .norm import RMSNorm
+from .short_conv import ShortConv
+from .states import LayerStates
+
+__all__ = ["DeltaInputs", "DeltaSizes", "GatedDeltaNet"]
+
+_NAME = "recurrent"
+
+
+@dataclass(frozen=True, slots=True)
+class DeltaSizes:
+    """Heads and their sizes, and the width of the convolution."""
+
+    num_key_heads: int
+    num_value_heads: int  # a multiple
+    key_dim: int
+    value_dim: int
+    conv_width: int
+
+    @property
+    def keys(self) -> int:
+        """Elements of all keys of a token."""
+        return self.num_key_heads * self.key_dim
+
+    @property
+    def values(self) -> int:
+        return self.num_value_heads * self.value_dim
+
+    @property
+    def channels(self) -> int:
+        """Those of the convolution: q, k and v."""
+        return 2 * self.keys + self.values
+
+    @property
+    def state(self) -> StateKV:
+        """What a sequence keeps."""
+        recurrent = StateTensor(_NAME, (self.num_value_heads, self.key_dim, self.value_dim))
+        return StateKV((ShortConv.state(self.channels, self.conv_width), recurrent))
+
+
+class DeltaInputs(NamedTuple):
+    """A layer's inputs, by products with norm(residual)."""
+
+    qkv: Tensor  # [num_tokens, channels]
+    z: Tensor  # [num_tokens, values]: the gate of the output
+    b: Tensor  # [num_tokens, num_value_heads]: how much of a correction is written
+    a: Tensor  # [num_tokens, num_value_heads]: how much is forgotten
+
+
+class GatedDeltaNet:
+    """The layer; ``project`` is how the family computes its inputs."""
+
+    def __init__(
+        self,
+        sizes: DeltaSizes,
+        index: int,
+        hidden_size: int,
+        eps: float,
+        scope: WeightScope,
+        project: Callable[[Tensor, RMSNorm], DeltaInputs],
+    ) -> None:
+        self._sizes = sizes
+        self._index = index
+        self._project = project
+        self._rate: Tensor  # float32 [num_value_heads], < 0: the slope of the decay
+        self._bias: Tensor  # float32 [num_value_heads]
+        self.conv = ShortConv(scope.at("conv1d"), sizes.channels, sizes.conv_width)
+        self.norm = RMSNorm(scope.at("norm"), sizes.value_dim, eps)
+        self.out = Linear(scope, sizes.values, {"out_proj": hidden_size})
+        scope.want("A_log", (sizes.num_value_heads,), torch.float32, self._put_rate)
+        scope.want("dt_bias", (sizes.num_value_heads,), torch.float32, self._put_bias)
+
+    def _put_rate(self, tensor: Tensor) -> None:
+        self._rate = -tensor.float().exp()
+
+    def _put_bias(self, tensor: Tensor) -> None:
+        self._bias = tensor.float()
+
+    def __call__(self, residual: Tensor, norm: RMSNorm, attn: AttentionCall) -> None:
+        """Add the output for norm(residual) to ``residual`` [num_tokens, hidden_size], in place."""
+        sizes, states = self._sizes, attn.states(self._index)
+        qkv, z, b, a = self._project(residual, norm)
+        mixed = F.silu(self.conv(qkv, states))
+        q, k, v = mixed.split([sizes.keys, sizes.keys, sizes.values], 1)
+        q, k = (x.unflatten(1, (-1, sizes.key_dim)) for x in (q, k))
+        decay = self._rate * F.softplus(a.float() + self._bias)
+        out = _attend(q, k, v.unflatten(1, (-1, sizes.value_dim)), decay, b.float().sigmoid(), states)
+        gated = self.norm(out.to(residual.dtype)).flatten(1) * F.silu(z.float())
+        self.out.add_to(residual, gated.to(residual.dtype))
+
+
+def _attend(q: Tensor, k: Tensor, v: Tensor, decay: Tensor, beta: Tensor, states: LayerStates) -> Tensor:
+    """float32 [num_tokens, num_value_heads, value_dim]."""
+    out, n = torch.empty(v.shape, dtype=torch.float32, device=v.device), states.num_decodes
+    if n:
+        state = states.read(_NAME)
+        out[:n], after = gated_delta_of_tokens(q[:n], k[:n], v[:n], decay[:n], beta[:n], state)
+        states.write(_NAME, after)
+    for span in states.spans:
+        own = slice(span.start, span.stop)
+        state = states.of(span, _NAME)
+        out[own] = gated_delta_of_prompt(q[own], k[own], v[own], decay[own], beta[own], state)
+    return out

@@ -1,0 +1,48 @@
+"""A causal convolution over the last few tokens, whose inputs a sequence keeps as its state."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from ...kernels.short_conv import conv_of_prompt, conv_of_tokens
+from ..kv_spec import StateTensor
+from ..weights.scope import WeightScope
+from .states import LayerStates
+
+__all__ = ["ShortConv"]
+
+_NAME = "convolution"
+
+
+class ShortConv:
+    """One filter of ``width`` tokens a channel."""
+
+    def __init__(self, scope: WeightScope, channels: int, width: int, *, bias: bool = False) -> None:
+        self.weight: Tensor  # float32 [width, channels]
+        self.bias: Tensor | None = None  # float32 [channels]
+        scope.want("weight", (channels, 1, width), torch.float32, self._put_weight)
+        if bias:
+            scope.want("bias", (channels,), torch.float32, self._put_bias)
+
+    @staticmethod
+    def state(channels: int, width: int) -> StateTensor:
+        """What a sequence keeps: its last inputs."""
+        return StateTensor(_NAME, (width - 1, channels))
+
+    def _put_weight(self, tensor: Tensor) -> None:
+        self.weight = tensor.float().squeeze(1).t().contiguous()
+
+    def _put_bias(self, tensor: Tensor) -> None:
+        self.bias = tensor.float()
+
+    def __call__(self, x: Tensor, states: LayerStates) -> Tensor:
+        """[num_tokens, channels] for x of that shape."""
+        out, n = torch.empty_like(x), states.num_decodes
+        if n:
+            out[:n], after = conv_of_tokens(x[:n], states.read(_NAME), self.weight, self.bias)
+            states.write(_NAME, after)
+        for span in states.spans:
+            own = slice(span.start, span.stop)
+            out[own] = conv_of_prompt(x[own], states.of(span, _NAME), self.weight, self.bias)
+        return out

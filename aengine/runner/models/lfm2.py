@@ -1,0 +1,120 @@
+"""LFM2 (Liquid AI 2025): short convolutions between two gates, and attention in some layers; q and k are normalised
+head by head, before rotary."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Any, Self
+
+from torch import Tensor
+
+from ..kv_spec import FullKV, LayerKV, StateKV
+from ..layers.attention import AttentionCall, AttentionLayer
+from ..layers.decoder import Decoder
+from ..layers.linear import Linear
+from ..layers.mlp import GatedMLP
+from ..layers.norm import RMSNorm
+from ..layers.short_conv import ShortConv
+from ..model_config import ConfigReader, ModelConfig
+from ..weights.gguf_names import GgufNames
+from ..weights.scope import WeightScope
+
+__all__ = ["Lfm2", "Lfm2Config"]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Lfm2Config(ModelConfig):
+    is_convolution: tuple[bool, ...]  # of each layer; the others attend
+    conv_width: int
+    conv_bias: bool
+
+    @classmethod
+    def from_hf(cls, hf: Mapping[str, Any]) -> Self:
+        keys = ConfigReader({"tie_word_embeddings": hf.get("tie_embedding", True), **hf})
+        num_layers = keys.integer("num_hidden_layers")
+        fields = keys.decoder()
+        fields["rms_norm_eps"] = float(hf.get("norm_eps", 1e-5))
+        fields["intermediate_size"] = _inner_size(keys)
+        attending = hf.get("full_attn_idxs")
+        kinds = hf.get("layer_types") or [
+            "full_attention" if attending is None or i in attending else "conv" for i in range(num_layers)
+        ]
+        return cls(
+            **fields,
+            sliding_windows=(None,) * num_layers,
+            is_convolution=tuple(kind == "conv" for kind in kinds),
+            conv_width=keys.integer("conv_L_cache", default=3),
+            conv_bias=keys.flag("conv_bias"),
+        )
+
+    @property
+    def kv_layers(self) -> tuple[LayerKV, ...]:
+        state = StateKV((ShortConv.state(self.hidden_size, self.conv_width),))
+        kept = FullKV(self.num_kv_heads, self.head_dim)
+        return tuple(state if is_convolution else kept for is_convolution in self.is_convolution)
+
+
+def _inner_size(keys: ConfigReader) -> int:
+    size = keys.integer("block_ff_dim", default=keys.get("intermediate_size"))
+    if keys.get("block_auto_adjust_ff_dim") in (None, True):
+        size = int(2 * size / 3)
+        if keys.get("block_ffn_dim_multiplier") is not None:
+            multiple = keys.integer("block_multiple_of", default=256)
+            size = -(-int(keys.get("block_ffn_dim_multiplier") * size) // multiple) * multiple
+    return size
+
+
+class Convolution:
+    """out(c * convolution(b * x)), where b, c and x are products with norm(residual)."""
+
+    def __init__(self, config: Lfm2Config, index: int, scope: WeightScope) -> None:
+        size, bias = config.hidden_size, config.conv_bias
+        self._index = index
+        self.inputs = Linear(scope, size, {"in_proj": 3 * size}, bias)
+        self.conv = ShortConv(scope.at("conv"), size, config.conv_width, bias=bias)
+        self.out = Linear(scope, size, {"out_proj": size}, bias)
+
+    def __call__(self, residual: Tensor, norm: RMSNorm, attn: AttentionCall) -> None:
+        """Add the output for norm(residual) to ``residual`` [num_tokens, hidden_size], in place."""
+        b, c, x = self.inputs.after_norm(residual, norm).chunk(3, 1)
+        self.out.add_to(residual, c * self.conv(b * x, attn.states(self._index)))
+
+
+class Attention:
+    def __init__(self, config: Lfm2Config, index: int, scope: WeightScope) -> None:
+        size, eps = config.hidden_size, config.rms_norm_eps
+        parts = {"q_proj": config.q_size, "k_proj": config.kv_size, "v_proj": config.kv_size}
+        self.qkv = Linear(scope, size, parts)
+        self.out = Linear(scope, config.q_size, {"out_proj": size})
+        q_norm = RMSNorm(scope.at("q_layernorm"), config.head_dim, eps)
+        k_norm = RMSNorm(scope.at("k_layernorm"), config.head_dim, eps)
+        self.layer = AttentionLayer.make(config, index, q_norm, k_norm)
+
+    def __call__(self, residual: Tensor, norm: RMSNorm, attn: AttentionCall) -> None:
+        """Add the output for norm(residual) to ``residual`` [num_tokens, hidden_size], in place."""
+        self.out.add_to(residual, attn.forward(self.layer, self.qkv.after_norm(residual, norm)))
+
+
+class Lfm2(Decoder[Lfm2Config]):
+    config_class = Lfm2Config
+    last_norm = "model.embedding_norm"
+    gguf = GgufNames()
+
+    def make_layer(self, index: int, weights: WeightScope) -> Callable[[Tensor, AttentionCall], None]:
+        config = self.config
+        operator_norm = self.make_norm(weights.at("operator_norm"))
+        mixer: Convolution | Attention
+        if config.is_convolution[index]:
+            mixer = Convolution(config, index, weights.at("conv"))
+        else:
+            mixer = Attention(config, index, weights.at("self_attn"))
+        ffn_norm = self.make_norm(weights.at("ffn_norm"))
+        names = ("w1", "w3", "w2")
+        mlp = GatedMLP(weights.at("feed_forward"), config.hidden_size, config.intermediate_size, names=names)
+
+        def layer(residual: Tensor, attn: AttentionCall) -> None:
+            mixer(residual, operator_norm, attn)
+            mlp(residual, ffn_norm)
+
+        return layer

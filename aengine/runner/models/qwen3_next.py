@@ -1,0 +1,149 @@
+"""Qwen3-Next and Qwen3.5: three of four layers are gated delta nets, the fourth attends with q and k normalised head by
+head, rotary on a part of each head, and a gate on its output. Norms have their weight less one in the checkpoint."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Any, Self
+
+import torch
+from torch import Tensor
+
+from ..kv_spec import FullKV, LayerKV
+from ..layers.attention import AttentionCall, AttentionLayer
+from ..layers.decoder import Decoder
+from ..layers.gated_delta_net import DeltaInputs, DeltaSizes, GatedDeltaNet
+from ..layers.linear import Linear
+from ..layers.mlp import GatedMLP
+from ..layers.norm import RMSNorm
+from ..model_config import ConfigReader, ModelConfig
+from ..weights.gguf_names import GgufNames
+from ..weights.scope import WeightScope
+
+__all__ = ["Qwen3Next", "Qwen3NextConfig", "Qwen35"]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Qwen3NextConfig(ModelConfig):
+    is_linear: tuple[bool, ...]  # of each layer: a gated delta net; the others attend
+    delta: DeltaSizes
+    attention_bias: bool
+
+    @classmethod
+    def from_hf(cls, hf: Mapping[str, Any]) -> Self:
+        keys = ConfigReader({"partial_rotary_factor": 0.25, **hf})
+        num_layers = keys.integer("num_hidden_layers")
+        interval = keys.integer("full_attention_interval", default=4)
+        kinds = hf.get("layer_types") or [
+            "linear_attention" if (i + 1) % interval else "full_attention" for i in range(num_layers)
+        ]
+        return cls(
+            **keys.decoder(),
+            sliding_windows=(None,) * num_layers,
+            is_linear=tuple(kind == "linear_attention" for kind in kinds),
+            delta=DeltaSizes(
+                num_key_heads=keys.integer("linear_num_key_heads", default=16),
+                num_value_heads=keys.integer("linear_num_value_heads", default=32),
+                key_dim=keys.integer("linear_key_head_dim", default=128),
+                value_dim=keys.integer("linear_value_head_dim", default=128),
+                conv_width=keys.integer("linear_conv_kernel_dim", default=4),
+            ),
+            attention_bias=keys.flag("attention_bias"),
+        )
+
+    @property
+    def kv_layers(self) -> tuple[LayerKV, ...]:
+        kept = FullKV(self.num_kv_heads, self.head_dim)
+        return tuple(self.delta.state if is_linear else kept for is_linear in self.is_linear)
+
+
+class GatedAttention:
+    """Attention whose output is multiplied by a sigmoid."""
+
+    def __init__(self, config: Qwen3NextConfig, index: int, scope: WeightScope) -> None:
+        size, eps, bias = config.hidden_size, config.rms_norm_eps, config.attention_bias
+        parts = {"q_proj": 2 * config.q_size, "k_proj": config.kv_size, "v_proj": config.kv_size}
+        self.qkv = Linear(scope, size, parts, bias)
+        self.out = Linear(scope, config.q_size, {"o_proj": size}, bias)
+        q_norm = RMSNorm(scope.at("q_norm"), config.head_dim, eps, plus_one=True)
+        k_norm = RMSNorm(scope.at("k_norm"), config.head_dim, eps, plus_one=True)
+        self.layer = AttentionLayer.make(config, index, q_norm, k_norm)
+
+    def __call__(self, residual: Tensor, norm: RMSNorm, attn: AttentionCall) -> None:
+        """Add the output for norm(residual) to ``residual`` [num_tokens, hidden_size], in place."""
+        layer = self.layer
+        product = self.qkv.after_norm(residual, norm)
+        q_and_gate, kv = product.split(
+            [2 * layer.num_heads * layer.head_dim, 2 * layer.num_kv_heads * layer.head_dim], 1
+        )
+        q, gate = q_and_gate.unflatten(1, (layer.num_heads, 2, layer.head_dim)).unbind(2)
+        out = attn.forward(layer, torch.cat((q.flatten(1), kv), 1))
+        self.out.add_to(residual, out * gate.flatten(1).sigmoid())
+
+
+class _JoinedInputs:
+    """Two matrices, in which the rows of a key head and of its value heads lie together."""
+
+    def __init__(self, sizes: DeltaSizes, hidden_size: int, scope: WeightScope) -> None:
+        self._sizes = sizes
+        parts = {"in_proj_qkvz": sizes.channels + sizes.values, "in_proj_ba": 2 * sizes.num_value_heads}
+        self._splits = list(parts.values())
+        self.product = Linear(scope, hidden_size, parts)
+
+    def __call__(self, residual: Tensor, norm: RMSNorm) -> DeltaInputs:
+        sizes = self._sizes
+        times = sizes.num_value_heads // sizes.num_key_heads
+        qkvz, ba = self.product.after_norm(residual, norm).split(self._splits, 1)
+        widths = [sizes.key_dim, sizes.key_dim, times * sizes.value_dim, times * sizes.value_dim]
+        q, k, v, z = qkvz.unflatten(1, (sizes.num_key_heads, -1)).split(widths, 2)
+        b, a = ba.unflatten(1, (sizes.num_key_heads, -1)).split([times, times], 2)
+        qkv = torch.cat((q.flatten(1), k.flatten(1), v.flatten(1)), 1)
+        return DeltaInputs(qkv, z.flatten(1), b.flatten(1), a.flatten(1))
+
+
+class _SeparateInputs:
+    """A matrix each."""
+
+    def __init__(self, sizes: DeltaSizes, hidden_size: int, scope: WeightScope) -> None:
+        heads = sizes.num_value_heads
+        parts = {"in_proj_qkv": sizes.channels, "in_proj_z": sizes.values, "in_proj_b": heads, "in_proj_a": heads}
+        self._splits = list(parts.values())
+        self.product = Linear(scope, hidden_size, parts)
+
+    def __call__(self, residual: Tensor, norm: RMSNorm) -> DeltaInputs:
+        return DeltaInputs(*self.product.after_norm(residual, norm).split(self._splits, 1))
+
+
+class Qwen3Next(Decoder[Qwen3NextConfig]):
+    config_class = Qwen3NextConfig
+    gguf = GgufNames()
+    inputs: type[_JoinedInputs | _SeparateInputs] = _JoinedInputs
+
+    def make_norm(self, weights: WeightScope) -> RMSNorm:
+        return RMSNorm(weights, self.config.hidden_size, self.config.rms_norm_eps, plus_one=True)
+
+    def make_layer(self, index: int, weights: WeightScope) -> Callable[[Tensor, AttentionCall], None]:
+        config = self.config
+        input_norm = self.make_norm(weights.at("input_layernorm"))
+        mixer: GatedDeltaNet | GatedAttention
+        if config.is_linear[index]:
+            scope, size, sizes = weights.at("linear_attn"), config.hidden_size, config.delta
+            inputs = self.inputs(sizes, size, scope)
+            mixer = GatedDeltaNet(sizes, index, size, config.rms_norm_eps, scope, inputs)
+        else:
+            mixer = GatedAttention(config, index, weights.at("self_attn"))
+        mlp_norm = self.make_norm(weights.at("post_attention_layernorm"))
+        mlp = GatedMLP(weights.at("mlp"), config.hidden_size, config.intermediate_size, activation=config.activation)
+
+        def layer(residual: Tensor, attn: AttentionCall) -> None:
+            mixer(residual, input_norm, attn)
+            mlp(residual, mlp_norm)
+
+        return layer
+
+
+class Qwen35(Qwen3Next):
+    """The text model of Qwen3.5."""
+
+    inputs = _SeparateInputs
