@@ -56,6 +56,8 @@ def gguf_hf_config(file: GgufFile) -> dict[str, Any]:
         "sliding_window": sliding_window or None,
         "use_sliding_window": bool(sliding_window),
         "num_local_experts": _get(file, f"{arch}.expert_count", int, 0),
+        "num_experts_per_tok": _get(file, f"{arch}.expert_used_count", int, 0),
+        "moe_intermediate_size": _get(file, f"{arch}.expert_feed_forward_length", int, 0),
     }
 
 

@@ -108,11 +108,22 @@ class ConfigReader:
             raise ModelLoadError(f"config.json: {key}={value!r} must be an integer >= 1")
         return value
 
+    def num_experts(self) -> int:
+        """Return the number of experts a layer, by either of its names; 0: there are none."""
+        return int(self._hf.get("num_local_experts") or self._hf.get("num_experts") or 0)
+
+    def experts_per_token(self, num_experts: int) -> int:
+        """Return how many of ``num_experts`` experts a token takes."""
+        top_k = self.integer("num_experts_per_tok")
+        if top_k > num_experts:
+            raise ModelLoadError(f"config.json: num_experts_per_tok={top_k}, of {num_experts} experts")
+        return top_k
+
     def flag(self, key: str) -> bool:
         """Whether the key is there and true."""
         return bool(self._hf.get(key, False))
 
-    def decoder(self, *, interleaved_rope: bool = False) -> dict[str, Any]:
+    def decoder(self, *, interleaved_rope: bool = False, has_experts: bool = False) -> dict[str, Any]:
         """The fields of `ModelConfig` that all dense decoders spell alike; ``sliding_windows`` is the family's."""
         hf = self._hf
         heads, hidden = self.integer("num_attention_heads"), self.integer("hidden_size")
@@ -124,8 +135,8 @@ class ConfigReader:
         if head_dim % 2:
             raise ModelLoadError(f"config.json: head_dim={head_dim} is odd, and rotary embeddings rotate pairs")
         for key in ("num_local_experts", "num_experts"):
-            if hf.get(key):
-                raise ModelLoadError(f"config.json: {key}={hf[key]!r}: mixtures of experts are not supported")
+            if hf.get(key) and not has_experts:
+                raise ModelLoadError(f"config.json: {key}={hf[key]!r}: this model's family has no mixtures of experts")
         return {
             "model_type": hf["model_type"],
             "vocab_size": self.integer("vocab_size"),

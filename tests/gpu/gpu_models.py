@@ -105,8 +105,8 @@ def _scale(model: PreTrainedModel) -> None:
     with torch.no_grad(), torch.random.fork_rng():
         torch.manual_seed(12)
         for name, weight in model.named_parameters():
-            if weight.dim() == 2:
-                weight.normal_(0, 1.0 if "embed" in name else 0.8 / weight.shape[1] ** 0.5)
+            if weight.dim() >= 2:
+                weight.normal_(0, 1.0 if "embed" in name else 0.8 / weight.shape[-1] ** 0.5)
 
 
 def make_runner(folder: Path, **settings: Any) -> ModelRunner:

@@ -30,12 +30,16 @@ from aengine.kernels import (
     activation,
     bitmask,
     decode_attention,
+    expert_gate,
+    expert_plan,
+    experts,
     gumbel,
     input_prep,
     linear,
     logit_bias,
     logprobs,
     rms_norm,
+    routing,
     staged_write,
     top_k_top_p,
     varlen_attention,
@@ -44,6 +48,8 @@ from aengine.kernels import (
 from aengine.kernels import triton as triton_kernels
 from aengine.kernels.decode_plan import BatchSize
 from aengine.kernels.dispatch import triton_everywhere
+from aengine.kernels.expert_tilings import ExpertShape, default_tiling
+from aengine.kernels.expert_types import ExpertGate, ExpertMatrices, InputNorm, RoutingRule
 from aengine.kernels.rotary import Rope
 from aengine.kernels.triton import launch as launching
 
@@ -67,6 +73,7 @@ TYPES = {
     torch.float32: "*fp32",
     torch.int32: "*i32",
     torch.int64: "*i64",
+    torch.int8: "*i8",
     torch.uint8: "*u8",
 }
 OPTIONS = {"num_warps", "num_stages", "launch_pdl"}
@@ -217,6 +224,34 @@ def kv_of(dtype: torch.dtype, heads: Heads, n: int) -> tuple[torch.Tensor, torch
     return qkv, cache, torch.zeros(n, 16, dtype=torch.int32)
 
 
+def mixtures(
+    compiler: Compiler,
+    n: int,
+    shape: ExpertShape,
+    gate: ExpertGate,
+    biased: bool = False,
+    codes: bool = False,
+) -> None:
+    """A layer of experts for n tokens; ``codes``: int8 weights."""
+    dtype, (num_experts, hidden, inner, top_k) = compiler.half, shape
+    tiling = default_tiling(shape, n, can_group=False)
+    compiler.note = f"{tiling.way} {tiling.block_m} {gate.kind} {shape} {n} tokens"
+    rule = RoutingRule(top_k)
+    chosen = routing.route(torch.zeros(n, num_experts), rule)
+    plan = expert_plan.plan_experts(chosen, shape, tiling)
+    x, norm = torch.zeros(n, hidden, dtype=dtype), InputNorm(torch.zeros(hidden, dtype=dtype), 1e-6)
+    first, second = (
+        ExpertMatrices(
+            torch.empty(num_experts, rows, columns, dtype=torch.int8 if codes else dtype, device="meta"),
+            torch.zeros(num_experts, rows, dtype=dtype) if biased else None,
+            torch.zeros(num_experts, rows) if codes else None,
+        )
+        for rows, columns in ((2 * inner, hidden), (hidden, inner))
+    )
+    h = experts.expert_product(x, first, plan, gate, norm)
+    experts.add_experts(x, h, second, plan)
+
+
 def inputs_and_sampling(compiler: Compiler) -> None:
     compiler.note = ""
     ids, table = torch.zeros(4, 32, dtype=torch.int32), torch.zeros(1, 4, 2, dtype=torch.int32)
@@ -254,6 +289,8 @@ def largest(compiler: Compiler) -> None:
     for dim in (64, 128, 256):
         prompts(compiler, half, (16, 8, dim), 4096)
     prompts(compiler, full, (16, 8, 256), 1024)
+    for n in (8, 512, 8192):
+        mixtures(compiler, n, ExpertShape(128, 2048, 768, 8), ExpertGate())
 
 
 def every_kernel(compiler: Compiler) -> None:
@@ -277,6 +314,16 @@ def every_kernel(compiler: Compiler) -> None:
         prompts(compiler, dtype, (9, 3, 64), num_tokens, n, window=40)
         prompts(compiler, dtype, (16, 8, 128), num_tokens, n)
         prompts(compiler, dtype, (8, 1, 64), num_tokens, n, window=40, extras=True)
+    silu = ExpertGate()
+    clamped = ExpertGate("clamped_swiglu", is_interleaved=True)
+    for n in (1, 8, 512, 1024, 8192):
+        mixtures(compiler, n, ExpertShape(128, 2048, 768, 8), silu)
+    for n in (1, 64, 8192):
+        mixtures(compiler, n, ExpertShape(32, 2880, 2880, 4), clamped, biased=True)
+    mixtures(compiler, 8, ExpertShape(6, 72, 40, 2), silu._replace(kind="gelu_tanh"), codes=True)
+    grouped = RoutingRule(8, "sigmoid", num_groups=8, top_groups=4)
+    routing.route(torch.zeros(4, 256), grouped, torch.zeros(256))
+    expert_gate.gate_experts(torch.zeros(4, 512, dtype=dtype), clamped)
     inputs_and_sampling(compiler)
 
 

@@ -73,6 +73,12 @@ VARIANTS: dict[str, tuple[str, dict[str, Any]]] = {
     "qwen2-window": ("qwen2", {"sliding_window": 6, "use_sliding_window": True, "max_window_layers": 1}),
     "qwen3": ("qwen3", {}),
     "qwen3-tied": ("qwen3", {"tie_word_embeddings": True, "attention_bias": True}),
+    "qwen3-moe": ("qwen3_moe", {"norm_topk_prob": True}),
+    "qwen3-moe-dense-layers": ("qwen3_moe", {"mlp_only_layers": [0], "num_experts_per_tok": 1}),
+    "qwen3-moe-sparse-step": (
+        "qwen3_moe",
+        {"decoder_sparse_step": 2, "tie_word_embeddings": True, "sliding_window": 9, "use_sliding_window": True},
+    ),
     "qwen3-window": ("qwen3", {"sliding_window": 9, "use_sliding_window": True, "layer_types": LAYER_TYPES}),
 }
 

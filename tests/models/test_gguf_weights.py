@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import random
 import time
+from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -27,6 +28,7 @@ ARCHS = {
     "mistral": gguf.MODEL_ARCH.LLAMA,
     "qwen2": gguf.MODEL_ARCH.QWEN2,
     "qwen3": gguf.MODEL_ARCH.QWEN3,
+    "qwen3_moe": gguf.MODEL_ARCH.QWEN3MOE,
 }
 # Blocks of 32 and of 256 values need rows as long as that.
 SIZES: dict[str, Any] = {"hidden_size": 256, "intermediate_size": 512, "num_attention_heads": 8, "head_dim": 32}
@@ -41,6 +43,16 @@ def interleaved(weight: torch.Tensor, heads: int) -> torch.Tensor:
             out[head * per_head + 2 * i] = weight[head * per_head + i]
             out[head * per_head + 2 * i + 1] = weight[head * per_head + per_head // 2 + i]
     return out
+
+
+def stored_tensors(model: PreTrainedModel) -> Iterator[tuple[str, torch.Tensor]]:
+    """Views of the parameters; of experts, gate and up are tensors of their own."""
+    for name, weight in model.named_parameters():
+        if name.endswith("experts.gate_up_proj"):
+            for part, half in zip(("gate", "up"), weight.data.chunk(2, 1), strict=True):
+                yield name.replace("gate_up", part), half
+        else:
+            yield name, weight.data
 
 
 def write_gguf(path: Path, model: PreTrainedModel, arch: str, kinds: list[Q]) -> None:
@@ -62,25 +74,30 @@ def write_gguf(path: Path, model: PreTrainedModel, arch: str, kinds: list[Q]) ->
     writer.add_rope_freq_base(config.rope_parameters["rope_theta"])
     if getattr(config, "sliding_window", None):
         writer.add_sliding_window(config.sliding_window)
+    if getattr(config, "num_local_experts", None):
+        writer.add_expert_count(config.num_local_experts)
+        writer.add_expert_used_count(config.num_experts_per_tok)
+        writer.add_expert_feed_forward_length(config.moe_intermediate_size)
     names = gguf.get_tensor_name_map(ARCHS[arch], config.num_hidden_layers)
     matrices = 0
-    for name, weight in model.named_parameters():
-        stored = weight.detach()
+    for name, weight in stored_tensors(model):
+        stored = weight
         heads = {"q_proj": config.num_attention_heads, "k_proj": config.num_key_value_heads}
         part = name.split(".")[-2]
         permuted = arch in ("llama", "mistral") and part in heads
         if permuted:
             stored = interleaved(stored, heads[part])
         kind = Q.F32
-        if weight.dim() == 2:
+        if weight.dim() >= 2:
             kind, matrices = kinds[matrices % len(kinds)], matrices + 1
         data = gguf.quants.quantize(stored.numpy(), kind)
-        writer.add_tensor(names.get_name(name, (".weight", ".bias")), data, raw_dtype=kind)
+        own_name = names.get_name(name, (".weight", ".bias"))
+        writer.add_tensor(own_name + (".weight" if weight.dim() == 3 else ""), data, raw_dtype=kind)
         read_back = torch.from_numpy(gguf.quants.dequantize(data, kind).reshape(stored.shape).copy())
         if permuted:  # undone by its definition, one row at a time
             order = interleaved(torch.arange(len(weight))[:, None], heads[part])[:, 0]
             read_back = torch.empty_like(read_back).index_copy_(0, order, read_back)
-        weight.data = read_back
+        weight.copy_(read_back)
     writer.write_header_to_file()
     writer.write_kv_data_to_file()
     writer.write_tensors_to_file()
@@ -96,6 +113,7 @@ def write_gguf(path: Path, model: PreTrainedModel, arch: str, kinds: list[Q]) ->
         ("mistral", {"sliding_window": 6}, [Q.Q5_0, Q.Q5_1, Q.Q4_0]),
         ("qwen2", {}, [Q.Q8_0]),
         ("qwen3", {}, [Q.Q4_0, Q.F32, Q.TQ2_0]),
+        ("qwen3_moe", {"norm_topk_prob": True, "moe_intermediate_size": 64}, [Q.Q8_0, Q.F32, Q.Q4_0]),
     ],
 )
 def test_against_transformers(
@@ -104,12 +122,12 @@ def test_against_transformers(
     reference = make_tiny_model(arch, seed=rng.getrandbits(30), **SIZES, **overrides)
     with torch.no_grad():
         for weight in reference.parameters():
-            if weight.dim() == 2:
+            if weight.dim() >= 2:
                 weight.mul_(0.3)
     path = tmp_path / "tiny.gguf"
     write_gguf(path, reference, arch, kinds)
     source = source_of(path)
-    assert source.hf_config["model_type"] == gguf.MODEL_ARCH_NAMES[ARCHS[arch]]
+    assert source.hf_config["gguf_architecture"] == gguf.MODEL_ARCH_NAMES[ARCHS[arch]]
     model, loaded = load(source)
     assert loaded.num_parameters == sum(p.numel() for p in reference.parameters())
     tokens = [rng.randrange(VOCAB_SIZE) for _ in range(20)]
@@ -140,9 +158,9 @@ def test_only_a_few_tensors_are_read_ahead(tmp_path: Path, monkeypatch: pytest.M
     begun: list[str] = []
     dequantise = gguf_source._dequantise
 
-    def counted(file: GgufFile, name: str) -> torch.Tensor:
+    def counted(file: GgufFile, name: str, expert: int | None) -> torch.Tensor:
         begun.append(name)
-        return dequantise(file, name)
+        return dequantise(file, name, expert)
 
     monkeypatch.setattr(gguf_source, "_dequantise", counted)
     source = source_of(path)

@@ -62,7 +62,7 @@ def test_a_missing_key_is_named(key: str) -> None:
             {"rope_scaling": {"type": "longrope", "short_factor": [1.0], "original_max_position_embeddings": 64}},
             "4 numbers for 'short_factor'",
         ),
-        ({"num_local_experts": 8}, "mixtures of experts"),
+        ({"num_local_experts": 8}, "no mixtures of experts"),
     ],
 )
 def test_an_unsupported_value_is_named(changes: dict[str, Any], named: str) -> None:

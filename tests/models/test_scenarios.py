@@ -18,6 +18,7 @@ MODELS: dict[str, tuple[str, dict[str, Any]]] = {
     "gemma3": ("gemma3", {"head_dim": 16, "sliding_window": 9, "layer_types": LAYER_TYPES}),
     "llama": ("llama", {"attention_bias": True}),
     "qwen3-windows": ("qwen3", {"sliding_window": 9, "use_sliding_window": True, "layer_types": LAYER_TYPES}),
+    "qwen3-moe": ("qwen3_moe", {"norm_topk_prob": True, "mlp_only_layers": [1]}),
 }
 
 

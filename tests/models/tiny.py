@@ -29,6 +29,8 @@ from transformers import (
     Qwen3_5TextConfig,
     Qwen3Config,
     Qwen3ForCausalLM,
+    Qwen3MoeConfig,
+    Qwen3MoeForCausalLM,
     Qwen3NextConfig,
     Qwen3NextForCausalLM,
 )
@@ -44,6 +46,7 @@ ARCHITECTURES: dict[str, tuple[type, type]] = {
     "lfm2": (Lfm2Config, Lfm2ForCausalLM),
     "qwen3_next": (Qwen3NextConfig, Qwen3NextForCausalLM),
     "qwen3_5_text": (Qwen3_5TextConfig, Qwen3_5ForCausalLM),
+    "qwen3_moe": (Qwen3MoeConfig, Qwen3MoeForCausalLM),
 }
 LLAMA3 = {
     "rope_type": "llama3",
@@ -58,6 +61,7 @@ VARIANTS: dict[str, dict[str, Any]] = {
     "mistral": {"sliding_window": 7},
     "qwen2": {},
     "qwen3": {"tie_word_embeddings": True},
+    "qwen3_moe": {"norm_topk_prob": True},
 }
 """Fields with which the architectures show, between them, all that they have."""
 VOCAB_SIZE = 320  # 256 bytes, then what the tokenizer calls special, then ids that it never makes
@@ -93,8 +97,10 @@ def write_tiny_model(
 def make_tiny_model(arch: str, *, seed: int = 0, **overrides: Any) -> PreTrainedModel:
     config_class, model_class = ARCHITECTURES[arch]
     sizes = dict(SIZES)
-    if arch == "qwen3":
+    if arch in ("qwen3", "qwen3_moe"):
         sizes["head_dim"] = 16  # not hidden_size / num_attention_heads
+    if arch == "qwen3_moe":
+        sizes |= {"num_experts": 6, "num_experts_per_tok": 3, "moe_intermediate_size": 40}
     with torch.random.fork_rng():
         torch.manual_seed(seed)
         model = _quietly(lambda: model_class(config_class(**{**sizes, **overrides}))).eval()

@@ -16,6 +16,7 @@ from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from typing import Any
 
+import torch
 import triton
 import triton.language as tl
 
@@ -27,6 +28,7 @@ except ImportError:  # a Triton for other GPUs; there `has_pdl` is False, and ne
 __all__ = [
     "bucket",
     "compiling",
+    "device_name",
     "gdc_launch_dependents",
     "gdc_wait",
     "has_pdl",
@@ -47,6 +49,15 @@ def _target() -> Any:
         return None if is_interpreted else triton.runtime.driver.active.get_current_target()
     except RuntimeError:  # no driver is active
         return None
+
+
+@functools.cache
+def device_name() -> str:
+    """The GPU's name, such as "NVIDIA H200"; "" where there is none."""
+    if _target() is None:
+        return ""
+    accelerator = torch.accelerator.current_accelerator()
+    return "" if accelerator is None else str(torch.get_device_module(accelerator).get_device_name())
 
 
 @functools.cache

@@ -26,9 +26,11 @@ from .embedding import Embedding
 from .linear import Linear
 from .norm import RMSNorm
 
-__all__ = ["Decoder", "DecoderLayer", "SelfAttention"]
+__all__ = ["Decoder", "DecoderLayer", "FeedForward", "SelfAttention"]
 
 Config = TypeVar("Config", bound=ModelConfig)
+FeedForward = Callable[[Tensor, RMSNorm], None]
+"""Adds its output for norm(residual) to the residual stream: `GatedMLP`, `MoE`."""
 
 
 class SelfAttention:
@@ -84,7 +86,7 @@ class DecoderLayer:
         config: ModelConfig,
         weights: WeightScope,
         attention: SelfAttention,
-        mlp: Callable[[Tensor, RMSNorm], None],
+        mlp: FeedForward,
         *,
         input_norm: RMSNorm | None = None,
         mlp_norm: RMSNorm | None = None,

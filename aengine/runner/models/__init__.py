@@ -12,7 +12,7 @@ from ..weights.formats import WeightFormats
 from ..weights.scope import WeightScope
 from .causal_lm import CausalLM
 
-__all__ = ["FAMILIES", "build_model", "read_config"]
+__all__ = ["FAMILIES", "GGUF_ARCHITECTURES", "build_model", "read_config"]
 
 FAMILIES = {
     "gemma": "gemma.Gemma",
@@ -26,8 +26,14 @@ FAMILIES = {
     "qwen3": "qwen3.Qwen3",
     "qwen3_5_text": "qwen3_next.Qwen35",
     "qwen3_next": "qwen3_next.Qwen3Next",
+    "qwen3_moe": "qwen3_moe.Qwen3Moe",
 }
 """By ``model_type`` of config.json, or ``general.architecture`` of a GGUF: the family's file and its class."""
+
+GGUF_ARCHITECTURES = {
+    "qwen3moe": "qwen3_moe",
+}
+"""The ``model_type`` of each ``general.architecture`` that has another name."""
 
 
 def read_config(hf_config: Mapping[str, Any]) -> ModelConfig:
@@ -46,6 +52,7 @@ def build_model(config: ModelConfig, formats: WeightFormats) -> CausalLM:
 def _family(model_type: object) -> type[CausalLM]:
     if not isinstance(model_type, str):
         raise ModelLoadError(f"config.json: model_type={model_type!r} must be a string")
+    model_type = GGUF_ARCHITECTURES.get(model_type, model_type)
     if model_type not in FAMILIES:
         known = ", ".join(sorted(FAMILIES))
         raise ModelLoadError(f"model_type {model_type!r} is not supported; these are: {known}")

@@ -16,8 +16,9 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from .expert_weights import SeparateExperts
 from .plain import plain_tensors
-from .weight import StoredTensor, Weight, join_rows
+from .weight import ExpertWeights, StoredTensor, Weight, join_rows
 
 __all__ = ["Float16Format", "Float16Plan", "Float16Weight", "float16_plan", "half_linear", "has_fbgemm"]
 
@@ -52,6 +53,9 @@ class Float16Format:
     def make(self, parts: Sequence[Mapping[str, Tensor]]) -> Weight:
         bias = join_rows(parts, "bias").float() if "bias" in parts[0] else None
         return Float16Weight(join_rows(parts, "weight"), bias)
+
+    def make_experts(self, num_experts: int, device: torch.device) -> ExpertWeights:
+        return SeparateExperts(self.make)
 
 
 def scaled_half(weight: Tensor) -> tuple[Tensor, Tensor]:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 
-__all__ = ["GgufNames"]
+__all__ = ["EXPERT_NAMES", "GgufNames"]
 
 _TOP = {
     "token_embd": "model.embed_tokens",
@@ -25,6 +25,15 @@ _LAYER = {
     "ffn_up": "mlp.up_proj",
     "ffn_down": "mlp.down_proj",
 }
+
+EXPERT_NAMES = {
+    **_LAYER,
+    "ffn_gate_inp": "mlp.gate",
+    "ffn_gate_exps": "mlp.experts.{}.gate_proj",
+    "ffn_up_exps": "mlp.experts.{}.up_proj",
+    "ffn_down_exps": "mlp.experts.{}.down_proj",
+}
+"""Those of a layer with experts. A name with braces is a stack of matrices, one an expert, whose numbers go there."""
 
 
 @dataclass(frozen=True, slots=True)

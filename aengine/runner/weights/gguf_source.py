@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from functools import partial
 from math import prod
 
@@ -25,34 +25,43 @@ def read_gguf(path: str, names: GgufNames, head_dim: int, target: Target) -> Sou
 
 
 def _read(file: GgufFile, names: GgufNames, head_dim: int, target: Target) -> Iterator[Named]:
-    def read(name: str) -> Named:
-        hf_name = names.hf_name(name)
+    def read(name: str, hf_name: str, expert: int | None = None) -> Named:
         if hf_name not in target.places:
             return Named(hf_name, None)
-        tensor = _dequantise(file, name)
+        tensor = _dequantise(file, name, expert)
         if names.is_interleaved(hf_name):
             tensor = _separate_halves(tensor, head_dim)
         if names.is_less_one(hf_name):
             tensor = tensor - 1.0
         return Named(hf_name, target.put(hf_name, tensor), tensor.nbytes)
 
-    return in_threads((partial(read, name) for name in file.tensors), max(1, torch.get_num_threads()))
+    def jobs() -> Iterator[Callable[[], Named]]:
+        for name, tensor in file.tensors.items():
+            hf_name = names.hf_name(name)
+            if "{}" in hf_name:  # a stack of experts, dequantised one by one
+                yield from (partial(read, name, hf_name.format(i), i) for i in range(tensor.shape[0]))
+            else:
+                yield partial(read, name, hf_name)
+
+    return in_threads(jobs(), max(1, torch.get_num_threads()))
 
 
-def _dequantise(file: GgufFile, name: str) -> Tensor:
+def _dequantise(file: GgufFile, name: str, expert: int | None = None) -> Tensor:
+    """The tensor in float32; ``expert``: that one of a stack."""
     from gguf import GGMLQuantizationType
     from gguf.quants import dequantize
 
     tensor = file.tensors[name]
     try:
-        data = dequantize(file.tensor_data(name), GGMLQuantizationType(tensor.type_code))
+        stored = file.tensor_data(name) if expert is None else file.tensor_data(name)[expert]
+        data = dequantize(stored, GGMLQuantizationType(tensor.type_code))
     except (NotImplementedError, KeyError, ValueError) as error:
         raise ModelLoadError(
             f"{file.path}: tensor {name} is quantised as {tensor.type.name}, which the gguf package can't read: {error}"
         ) from error
     if not data.flags.writeable:  # float32 already: a view of the file
         data = data.copy()
-    return torch.from_numpy(data.reshape(tensor.shape))
+    return torch.from_numpy(data.reshape(tensor.shape if expert is None else tensor.shape[1:]))
 
 
 def _separate_halves(tensor: Tensor, head_dim: int) -> Tensor:

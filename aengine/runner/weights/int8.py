@@ -22,9 +22,10 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from .weight import StoredTensor, Weight, join_rows
+from .expert_weights import SeparateExperts, StackedExperts
+from .weight import ExpertWeights, StoredTensor, Weight, join_rows
 
-__all__ = ["Int8Format", "Int8Weight", "read_int8"]
+__all__ = ["Int8Experts", "Int8Format", "Int8Weight", "read_int8"]
 
 
 class Int8Weight(Weight):
@@ -59,12 +60,29 @@ class Int8Format:
         return found
 
     def make(self, parts: Sequence[Mapping[str, Tensor]]) -> Weight:
-        if self.is_packed:
-            codes = join_rows(parts, "weight_packed").view(torch.int8) ^ -128  # which is minus 128
-        else:
-            codes = join_rows(parts, "weight")
+        codes = self.codes(join_rows(parts, "weight_packed" if self.is_packed else "weight"))
         bias = join_rows(parts, "bias").float() if "bias" in parts[0] else None
         return Int8Weight(codes, join_rows(parts, "weight_scale").float().flatten(), bias)
+
+    def codes(self, stored: Tensor) -> Tensor:
+        """int8 [out_features, in_features]."""
+        return stored.view(torch.int8) ^ -128 if self.is_packed else stored  # which is minus 128
+
+    def make_experts(self, num_experts: int, device: torch.device) -> ExpertWeights:
+        """On a GPU the codes are stacked, and become numbers as they are multiplied."""
+        return SeparateExperts(self.make) if device.type == "cpu" else Int8Experts(num_experts, self)
+
+
+class Int8Experts(StackedExperts):
+    __slots__ = ("_format",)
+
+    def __init__(self, num_experts: int, stored: Int8Format) -> None:
+        super().__init__(num_experts, torch.int8, torch.float32)
+        self._format = stored
+
+    def put(self, expert: int, parts: Sequence[Mapping[str, Tensor]]) -> None:
+        name = "weight_packed" if self._format.is_packed else "weight"
+        super().put(expert, [{**part, "weight": self._format.codes(part[name])} for part in parts])
 
 
 def read_int8(config: Mapping[str, Any]) -> Int8Format | None:

@@ -10,7 +10,8 @@ from torch import Tensor
 
 from ...kernels.activation import Activation
 from ...kernels.linear import add_linear, norm_gated_linear, norm_linear, plain_linear
-from .weight import Norm, StoredTensor, Weight, join_rows
+from .expert_weights import StackedExperts
+from .weight import ExpertWeights, Norm, StoredTensor, Weight, join_rows
 
 __all__ = ["PlainFormat", "PlainWeight", "plain_tensors"]
 
@@ -57,3 +58,6 @@ class PlainFormat:
     def make(self, parts: Sequence[Mapping[str, Tensor]]) -> Weight:
         bias = join_rows(parts, "bias").to(self.dtype) if "bias" in parts[0] else None
         return PlainWeight(join_rows(parts, "weight").to(self.dtype), bias)
+
+    def make_experts(self, num_experts: int, device: torch.device) -> ExpertWeights:
+        return StackedExperts(num_experts, self.dtype)

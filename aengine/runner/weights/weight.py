@@ -16,9 +16,10 @@ import torch
 from torch import Tensor
 
 from ...kernels.activation import Activation, act_and_mul
+from ...kernels.expert_types import ExpertGate, ExpertPlan
 from ...kernels.rms_norm import add_rms_norm, rms_norm
 
-__all__ = ["Norm", "StoredTensor", "Weight", "WeightFormat", "join_rows"]
+__all__ = ["ExpertWeights", "Norm", "StoredTensor", "Weight", "WeightFormat", "join_rows"]
 
 
 class Norm(Protocol):
@@ -58,6 +59,28 @@ class Weight(ABC):
         residual.add_(self.multiply(x), alpha=scale)
 
 
+class ExpertWeights(ABC):
+    """A matrix [out_features, in_features] an expert, with its bias, if it has one."""
+
+    __slots__ = ()
+
+    @abstractmethod
+    def put(self, expert: int, parts: Sequence[Mapping[str, Tensor]]) -> None:
+        """Take the tensors of one expert, as `WeightFormat.make` does; from any thread."""
+
+    @abstractmethod
+    def gated_after_norm(self, x: Tensor, norm: Norm, plan: ExpertPlan, gate: ExpertGate) -> Tensor:
+        """[pairs, out_features / 2]: the gated activation of the product by norm(x), for x [n, in_features].
+
+        The order of the pairs is for the plan and `add_to` to know.
+        """
+
+    @abstractmethod
+    def add_to(self, residual: Tensor, hidden: Tensor, plan: ExpertPlan) -> None:
+        """Add each token's weighted sum of the products by ``hidden`` [pairs, in_features] to ``residual``
+        [n, out_features], in place."""
+
+
 class StoredTensor(NamedTuple):
     """A tensor of those in which a checkpoint keeps a matrix."""
 
@@ -84,6 +107,9 @@ class WeightFormat(Protocol):
             parts: for each matrix its tensors by suffix, as `tensors` names them, on the model's device. They are the
                 format's to keep.
         """
+
+    def make_experts(self, num_experts: int, device: torch.device) -> ExpertWeights:
+        """Make the weights of a mixture's experts, each of which is yet to be put in."""
 
 
 def join_rows(parts: Sequence[Mapping[str, Tensor]], suffix: str) -> Tensor:

@@ -1,0 +1,26 @@
+"""Which rows each expert gets: the pairs of a token and one of its experts, sorted by expert.
+
+On a GPU nothing here is read back by the host, so that a step can be captured in a graph: sizes are upper bounds, and
+what is beyond is marked.
+"""
+
+from __future__ import annotations
+
+from .dispatch import uses_triton
+from .expert_tilings import ExpertShape, ExpertTiling
+from .expert_types import ExpertPlan, Routing
+
+__all__ = ["plan_experts"]
+
+
+def plan_experts(routing: Routing, shape: ExpertShape, tiling: ExpertTiling | None = None) -> ExpertPlan:
+    """The plan for the products of a layer. ``tiling``: to be used on a GPU; None: the best known."""
+    assert routing.expert_ids.shape == routing.weights.shape and routing.expert_ids.shape[1] == shape.top_k, shape
+    if uses_triton(routing.expert_ids):
+        from .triton import expert_plan as triton_op
+
+        return triton_op.plan_experts(routing, shape, tiling)
+    order = routing.expert_ids.flatten().argsort(stable=True)
+    counts = routing.expert_ids.flatten().bincount(minlength=shape.num_experts).tolist()
+    parts = order.split(counts)
+    return ExpertPlan(routing, shape, [(expert, pairs) for expert, pairs in enumerate(parts) if len(pairs)])

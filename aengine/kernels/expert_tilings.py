@@ -1,0 +1,93 @@
+"""How the products of experts are cut on a GPU: measured tilings where there are some, else by arithmetic.
+
+`expert_tilings.json` holds what `benchmarks/moe.py --tune` has measured, by device and shape:
+
+    {"NVIDIA H200": {"128x2048x768x8": [[4, "pairs", 1, [4, 1024, 4, 1], [4, 256, 4, 1]], ...]}}
+
+The shape is experts x hidden size x intermediate size x experts a token. An entry holds up to that many tokens; then
+come the way, the slots of a block, and the tiles of the first and of the second product, as `ProductTile` lists them.
+"""
+
+from __future__ import annotations
+
+import json
+from functools import cache
+from pathlib import Path
+from typing import Any, Literal, NamedTuple
+
+__all__ = ["ExpertShape", "ExpertTiling", "ProductTile", "choose_tiling", "default_tiling"]
+
+MAX_PAIR_TOKENS = 4
+"""With so few tokens hardly two share an expert, and each pair reads its expert's weights by itself: no sorting."""
+MIN_GROUPED_TOKENS = 16_384
+"""From here on the grouped product of torch takes over, where there is one."""
+
+
+class ExpertShape(NamedTuple):
+    num_experts: int
+    hidden_size: int
+    intermediate_size: int
+    top_k: int
+
+    def __str__(self) -> str:
+        return "x".join(map(str, self))
+
+
+class ProductTile(NamedTuple):
+    block_n: int  # output features a program
+    block_k: int
+    num_warps: int
+    num_stages: int
+
+
+class ExpertTiling(NamedTuple):
+    """The way and the tiles for both products of a layer.
+
+    pairs     each pair of a token and an expert alone, one row at a time
+    blocks    pairs sorted by expert, in blocks of ``block_m`` slots of one expert
+    grouped   pairs sorted by expert, torch's grouped product
+    """
+
+    way: Literal["pairs", "blocks", "grouped"]
+    block_m: int
+    first: ProductTile
+    second: ProductTile
+
+
+def choose_tiling(device: str, shape: ExpertShape, num_tokens: int, can_group: bool) -> ExpertTiling:
+    """The tiling for a step. ``device``: its name; ``can_group``: whether torch's grouped product takes the weights."""
+    for entry in _tables().get(device, {}).get(str(shape), ()):
+        max_tokens, way, block_m, first, second = entry
+        if num_tokens <= max_tokens and (way != "grouped" or can_group):
+            return ExpertTiling(way, block_m, ProductTile(*first), ProductTile(*second))
+    return default_tiling(shape, num_tokens, can_group)
+
+
+def default_tiling(shape: ExpertShape, num_tokens: int, can_group: bool) -> ExpertTiling:
+    """What arithmetic says.
+
+    Up to some 64 tokens an expert the time is that of reading weights. So blocks are as narrow as the tensor cores
+    allow, since padding costs, and tiles are large enough that some 200 KB of weights are on their way to each
+    multiprocessor: two programs of three stages of 36 KB. With more tokens an expert it is that of the products, and
+    tiles of 128 x 128 halve the reads from the L2 cache that those of 64 x 64 need.
+    """
+    if num_tokens <= MAX_PAIR_TOKENS:
+        return ExpertTiling("pairs", 1, ProductTile(4, 1024, 4, 1), ProductTile(4, 512, 4, 1))
+    if can_group and num_tokens >= MIN_GROUPED_TOKENS:
+        return ExpertTiling("grouped", 1, ProductTile(64, 64, 4, 3), ProductTile(128, 64, 4, 3))
+    average = num_tokens * shape.top_k / shape.num_experts
+    if average <= 16:
+        return ExpertTiling("blocks", 16, ProductTile(64, 128, 4, 3), ProductTile(128, 128, 4, 3))
+    if average <= 32:
+        return ExpertTiling("blocks", 32, ProductTile(64, 128, 4, 3), ProductTile(128, 128, 4, 3))
+    if average <= 96:
+        return ExpertTiling("blocks", 64, ProductTile(64, 64, 4, 4), ProductTile(128, 64, 4, 4))
+    return ExpertTiling("blocks", 128, ProductTile(64, 64, 8, 4), ProductTile(128, 64, 8, 4))
+
+
+@cache
+def _tables() -> dict[str, dict[str, list[list[Any]]]]:
+    tables: dict[str, dict[str, list[list[Any]]]] = json.loads(
+        Path(__file__).with_name("expert_tilings.json").read_text()
+    )
+    return tables

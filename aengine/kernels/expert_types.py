@@ -1,0 +1,73 @@
+"""Values that the ops of a mixture of experts share: how tokens choose experts, and what is multiplied by what.
+
+Pair ``token * top_k + rank`` is the token's expert of that rank.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Literal, NamedTuple
+
+from torch import Tensor
+
+from .activation import Activation
+from .expert_tilings import ExpertShape, ExpertTiling
+
+__all__ = ["ExpertBlocks", "ExpertGate", "ExpertMatrices", "ExpertPlan", "InputNorm", "Routing", "RoutingRule"]
+
+
+@dataclass(frozen=True, slots=True)
+class RoutingRule:
+    top_k: int  # experts a token
+    scoring: Literal["softmax", "sigmoid"] = "softmax"
+    renormalise: bool = True  # the weights of the chosen add up to ``scale``
+    scale: float = 1.0
+    num_groups: int = 1
+    top_groups: int = 1  # groups a token
+
+
+class Routing(NamedTuple):
+    expert_ids: Tensor  # int32 [n, top_k], the best first; those of a token differ
+    weights: Tensor  # float32 [n, top_k]
+
+
+class ExpertGate(NamedTuple):
+    kind: Activation | Literal["clamped_swiglu"] = "silu"
+    is_interleaved: bool = False  # gate and up alternate; else all of the gate comes first
+    alpha: float = 1.702
+    limit: float = 7.0
+
+
+class ExpertBlocks(NamedTuple):
+    """Slots hold pairs, in blocks of one expert each; an expert's last block is filled up with empty slots."""
+
+    order: Tensor  # int32 [slots]: the slot's pair; the number of pairs for an empty one
+    slots: Tensor  # int32 [pairs]: the pair's slot
+    experts: Tensor  # int32 [blocks]: the block's expert; -1 past the last block
+    ends: Tensor  # int32 [num_experts]: the slot behind each expert's last one
+
+
+@dataclass(frozen=True, slots=True)
+class ExpertPlan:
+    routing: Routing
+    shape: ExpertShape
+    chosen: list[tuple[int, Tensor]]  # on the CPU: each chosen expert and its pairs, int64
+    tiling: ExpertTiling | None = None  # elsewhere
+    blocks: ExpertBlocks | None = None  # elsewhere; None: each pair alone
+
+    @property
+    def num_pairs(self) -> int:
+        return self.routing.expert_ids.numel()
+
+
+class ExpertMatrices(NamedTuple):
+    """A matrix an expert."""
+
+    weight: Tensor  # [num_experts, out_features, in_features], of any strides; numbers, or int8 codes with a scale
+    bias: Tensor | None = None  # [num_experts, out_features]
+    scale: Tensor | None = None  # float32 [num_experts, out_features]
+
+
+class InputNorm(NamedTuple):
+    weight: Tensor  # [in_features]
+    eps: float

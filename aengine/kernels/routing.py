@@ -1,0 +1,51 @@
+"""Routing: which experts each token takes, and with what weight.
+
+softmax   softmax over all experts, the top_k largest. Renormalised, it is the softmax over the chosen logits.
+          Shazeer et al. 2017, https://arxiv.org/abs/1701.06538
+sigmoid   each expert's own score; chosen by score + correction, weighted by the score; with groups, only experts of
+          the groups whose two best add up to most. DeepSeek-V3, 2024, https://arxiv.org/abs/2412.19437
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from .dispatch import uses_triton
+from .expert_types import Routing, RoutingRule
+
+__all__ = ["route"]
+
+
+def route(logits: Tensor, rule: RoutingRule, correction: Tensor | None = None) -> Routing:
+    """Choose ``rule.top_k`` experts a token, of equal ones that of the lowest id.
+
+    Args:
+        logits: float32 [n, num_experts]. A row with a NaN gets valid ids and the weights NaN, or none that matter.
+        correction: float32 [num_experts], added to the scores for the choice alone; for "sigmoid"
+    """
+    num_experts = logits.shape[1]
+    assert logits.dtype == torch.float32 and rule.top_k <= num_experts, f"{logits.dtype} {tuple(logits.shape)}, {rule}"
+    assert num_experts % rule.num_groups == 0 and (rule.scoring == "sigmoid" or correction is None), rule
+    if uses_triton(logits):
+        from .triton import routing as triton_op
+
+        return triton_op.route(logits, rule, correction)
+    scores = logits.softmax(-1) if rule.scoring == "softmax" else logits.sigmoid()
+    choice = scores if correction is None else scores + correction
+    if rule.num_groups > 1:
+        choice = _best_groups(choice, rule)
+    expert_ids = choice.sort(dim=-1, descending=True, stable=True).indices[:, : rule.top_k]
+    weights = scores.gather(1, expert_ids)
+    if rule.renormalise:
+        weights = weights / (weights.sum(-1, keepdim=True) + 1e-20)
+    return Routing(expert_ids.to(torch.int32), weights * rule.scale)
+
+
+def _best_groups(choice: Tensor, rule: RoutingRule) -> Tensor:
+    """``choice`` with -inf for the experts of all but the best groups."""
+    groups = choice.view(len(choice), rule.num_groups, -1)
+    sums = groups.topk(2, -1).values.sum(-1)
+    best = sums.sort(dim=-1, descending=True, stable=True).indices[:, : rule.top_groups]
+    is_best = torch.zeros_like(sums, dtype=torch.bool).scatter_(1, best, True)
+    return groups.masked_fill(~is_best[:, :, None], float("-inf")).view_as(choice)

@@ -1,0 +1,116 @@
+"""Products of experts, by the way that the plan has chosen.
+
+way        norm            first product                second product
+pairs      in the product  expert_pairs, a row a pair   expert_pairs, all experts of a token in one program
+blocks     its own kernel  expert_blocks                expert_blocks, then the weighted sum
+grouped    its own kernel  torch, then the activation   torch, then the weighted sum
+"""
+
+from __future__ import annotations
+
+import torch
+import torch.nn.functional as F
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from ..expert_gate import gate_experts
+from ..expert_types import ExpertBlocks, ExpertGate, ExpertMatrices, ExpertPlan, InputNorm
+from . import rms_norm
+from .expert_blocks import multiply_blocks
+from .expert_pairs import add_pairs, multiply_pairs
+from .launch import gdc_launch_dependents, gdc_wait, has_pdl, launch
+
+__all__ = ["add_experts", "expert_product"]
+
+_BLOCK = 1024
+
+
+def expert_product(
+    x: Tensor, matrices: ExpertMatrices, plan: ExpertPlan, gate: ExpertGate | None, norm: InputNorm | None
+) -> Tensor:
+    assert plan.tiling is not None
+    size = matrices.weight.shape[1] // (1 if gate is None else 2)
+    if plan.blocks is None:
+        out = torch.empty((plan.num_pairs, size), dtype=x.dtype, device=x.device)
+        multiply_pairs(x, matrices, plan, gate, norm, out, plan.tiling.first)
+        return out
+    if norm is not None:
+        x = rms_norm.rms_norm(x, norm.weight, norm.eps)
+    top_k = plan.shape.top_k
+    if _is_grouped(plan, matrices):
+        sorted_pairs = _grouped(x.index_select(0, plan.blocks.order // top_k), matrices, plan.blocks)
+        out = sorted_pairs if gate is None else gate_experts(sorted_pairs, gate)
+        return out.index_select(0, plan.blocks.slots) if gate is None else out  # with a gate they stay sorted
+    out = torch.empty((plan.num_pairs, size), dtype=x.dtype, device=x.device)
+    multiply_blocks(x, matrices, plan, gate, out, plan.tiling.first, rows_of_x=top_k)
+    return out
+
+
+def add_experts(residual: Tensor, hidden: Tensor, matrices: ExpertMatrices, plan: ExpertPlan) -> None:
+    assert plan.tiling is not None
+    if plan.blocks is None:
+        return add_pairs(residual, hidden, matrices, plan, plan.tiling.second)
+    if _is_grouped(plan, matrices):
+        return _add_weighted(residual, _grouped(hidden, matrices, plan.blocks), plan, plan.blocks.slots)
+    out = torch.empty((plan.num_pairs, residual.shape[1]), dtype=hidden.dtype, device=hidden.device)
+    multiply_blocks(hidden, matrices, plan, None, out, plan.tiling.second, rows_of_x=1)
+    return _add_weighted(residual, out, plan, None)
+
+
+def _is_grouped(plan: ExpertPlan, matrices: ExpertMatrices) -> bool:
+    return plan.tiling is not None and plan.tiling.way == "grouped"
+
+
+def _grouped(x: Tensor, matrices: ExpertMatrices, blocks: ExpertBlocks) -> Tensor:
+    """The product of rows in the order of their slots: [pairs, out_features]."""
+    out: Tensor = F.grouped_mm(x, matrices.weight.transpose(1, 2), offs=blocks.ends)
+    if matrices.bias is not None:
+        slots = torch.arange(len(x), dtype=torch.int32, device=x.device)
+        out += matrices.bias.index_select(0, torch.searchsorted(blocks.ends, slots, right=True, out_int32=True))
+    return out
+
+
+def _add_weighted(residual: Tensor, out: Tensor, plan: ExpertPlan, slots: Tensor | None) -> None:
+    n, size = residual.shape
+    launch(
+        _add_weighted_rows,
+        (n, triton.cdiv(size, _BLOCK)),
+        residual,
+        out,
+        plan.routing.weights,
+        slots,
+        SIZE=size,
+        TOP_K=plan.shape.top_k,
+        BLOCK=_BLOCK,
+        SORTED=slots is not None,
+        PDL=has_pdl(),
+    )
+
+
+@triton.jit
+def _add_weighted_rows(
+    residual_ptr,
+    x_ptr,
+    weights_ptr,
+    slots_ptr,
+    SIZE: tl.constexpr,
+    TOP_K: tl.constexpr,
+    BLOCK: tl.constexpr,
+    SORTED: tl.constexpr,
+    PDL: tl.constexpr,
+):
+    if PDL:
+        gdc_launch_dependents()
+        gdc_wait()
+    row = tl.program_id(0).to(tl.int64)
+    i = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
+    y = tl.zeros((BLOCK,), tl.float32)
+    for j in tl.static_range(TOP_K):
+        pair = row * TOP_K + j
+        weight = tl.load(weights_ptr + pair)
+        if SORTED:
+            pair = tl.load(slots_ptr + pair).to(tl.int64)
+        y += weight * tl.load(x_ptr + pair * SIZE + i, mask=i < SIZE, other=0.0).to(tl.float32)
+    y += tl.load(residual_ptr + row * SIZE + i, mask=i < SIZE, other=0.0).to(tl.float32)
+    tl.store(residual_ptr + row * SIZE + i, y.to(residual_ptr.dtype.element_ty), mask=i < SIZE)

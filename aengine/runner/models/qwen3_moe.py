@@ -1,0 +1,65 @@
+"""Qwen3 with mixtures of experts (Yang et al. 2025, arXiv:2505.09388): Qwen3, but most layers, or all, route."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any, Self
+
+from ...kernels.expert_types import RoutingRule
+from ..layers.decoder import Decoder, DecoderLayer, FeedForward, SelfAttention
+from ..layers.mlp import GatedMLP
+from ..layers.moe import Experts, MoE, Router
+from ..layers.norm import RMSNorm
+from ..model_config import ConfigReader, ModelConfig
+from ..weights.gguf_names import EXPERT_NAMES, GgufNames
+from ..weights.scope import WeightScope
+
+__all__ = ["Qwen3Moe", "Qwen3MoeConfig"]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Qwen3MoeConfig(ModelConfig):
+    attention_bias: bool
+    num_experts: int
+    moe_intermediate_size: int
+    routing: RoutingRule
+    dense_layers: frozenset[int]
+
+    @classmethod
+    def from_hf(cls, hf: Mapping[str, Any]) -> Self:
+        keys = ConfigReader(hf)
+        num_experts = keys.num_experts()
+        step, dense = keys.integer("decoder_sparse_step", default=1), keys.get("mlp_only_layers") or ()
+        layers = range(keys.integer("num_hidden_layers"))
+        # llama.cpp has no key for the norm of the weights: its graph of this architecture renormalises.
+        renormalise = keys.flag("norm_topk_prob") or bool(keys.get("gguf_architecture"))
+        return cls(
+            **keys.decoder(has_experts=True),
+            attention_bias=keys.flag("attention_bias"),
+            sliding_windows=keys.windows(keys.get("sliding_window") if keys.flag("use_sliding_window") else None),
+            num_experts=num_experts,
+            moe_intermediate_size=keys.integer("moe_intermediate_size"),
+            routing=RoutingRule(keys.experts_per_token(num_experts), renormalise=renormalise),
+            dense_layers=frozenset(i for i in layers if i in dense or not num_experts or (i + 1) % step),
+        )
+
+
+class Qwen3Moe(Decoder[Qwen3MoeConfig]):
+    config_class = Qwen3MoeConfig
+    gguf = GgufNames(layer=EXPERT_NAMES)
+
+    def make_layer(self, index: int, weights: WeightScope) -> DecoderLayer:
+        config, scope = self.config, weights.at("self_attn")
+        bias = config.attention_bias
+        q_norm = RMSNorm(scope.at("q_norm"), config.head_dim, config.rms_norm_eps)
+        k_norm = RMSNorm(scope.at("k_norm"), config.head_dim, config.rms_norm_eps)
+        attention = SelfAttention(config, index, scope, qkv_bias=bias, o_bias=bias, q_norm=q_norm, k_norm=k_norm)
+        return DecoderLayer(config, weights, attention, self._feed_forward(index, weights.at("mlp")))
+
+    def _feed_forward(self, index: int, scope: WeightScope) -> FeedForward:
+        config, size = self.config, self.config.hidden_size
+        if index in config.dense_layers:
+            return GatedMLP(scope, size, config.intermediate_size)
+        router = Router(scope, size, config.num_experts, config.routing)
+        return MoE(size, router, Experts(scope.at("experts"), size, config.moe_intermediate_size, config.num_experts))

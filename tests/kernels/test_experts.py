@@ -1,0 +1,242 @@
+"""Mixtures of experts against their definition in float64, on the Triton kernels and on their torch bodies."""
+
+from __future__ import annotations
+
+import random
+from contextlib import nullcontext
+
+import pytest
+import torch
+from torch import Tensor
+
+from aengine.kernels.dispatch import torch_reference
+from aengine.kernels.expert_gate import gate_experts
+from aengine.kernels.expert_plan import plan_experts
+from aengine.kernels.expert_tilings import ExpertShape, ExpertTiling, ProductTile, choose_tiling, default_tiling
+from aengine.kernels.expert_types import ExpertGate, ExpertMatrices, InputNorm, Routing, RoutingRule
+from aengine.kernels.experts import add_experts, expert_product
+from aengine.kernels.routing import route
+
+TILE = ProductTile(32, 32, 4, 2)
+WAYS = {
+    "torch": None,
+    "pairs": ExpertTiling("pairs", 1, ProductTile(4, 64, 4, 1), ProductTile(4, 64, 4, 1)),
+    "blocks of 16": ExpertTiling("blocks", 16, TILE, TILE),
+    "blocks of 64": ExpertTiling("blocks", 64, TILE, TILE),
+    "grouped": ExpertTiling("grouped", 1, TILE, TILE),
+}
+GATES = [
+    ExpertGate(),
+    ExpertGate("gelu_tanh"),
+    ExpertGate("clamped_swiglu", is_interleaved=True, limit=1.5),
+    ExpertGate("clamped_swiglu", alpha=1.1, limit=0.7),
+]
+
+
+def gated(gate_up: Tensor, gate: ExpertGate) -> Tensor:
+    size = gate_up.shape[1] // 2
+    g, u = (gate_up[:, 0::2], gate_up[:, 1::2]) if gate.is_interleaved else (gate_up[:, :size], gate_up[:, size:])
+    if gate.kind == "silu":
+        return g / (1 + (-g).exp()) * u
+    if gate.kind == "gelu_tanh":
+        return 0.5 * g * (1 + torch.tanh((2 / torch.pi) ** 0.5 * (g + 0.044715 * g**3))) * u
+    g, u = g.clamp(max=gate.limit), u.clamp(-gate.limit, gate.limit)
+    return (u + 1) * g / (1 + (-gate.alpha * g).exp())
+
+
+def by_definition(x: Tensor, first: ExpertMatrices, second: ExpertMatrices, routing: Routing, gate: ExpertGate):
+    """(h of each pair, the sum that a token gets), in float64."""
+
+    def product(row: Tensor, matrices: ExpertMatrices, expert: int) -> Tensor:
+        weight = matrices.weight[expert].double()
+        if matrices.scale is not None:
+            weight = weight * matrices.scale[expert].double()[:, None]
+        return weight @ row + (0 if matrices.bias is None else matrices.bias[expert].double())
+
+    hidden, sums = [], []
+    for row, ids, weights in zip(x.double(), routing.expert_ids.tolist(), routing.weights.double(), strict=True):
+        own = [gated(product(row, first, expert)[None], gate)[0] for expert in ids]
+        hidden += own
+        sums.append(sum(w * product(h, second, expert) for w, h, expert in zip(weights, own, ids, strict=True)))
+    return torch.stack(hidden), torch.stack(sums)
+
+
+def draw_routing(rng: random.Random, gen: torch.Generator, n: int, shape: ExpertShape) -> Routing:
+    popular = rng.sample(range(shape.num_experts), max(shape.top_k, shape.num_experts // 2))  # others get nothing
+    ids = [rng.sample(popular, shape.top_k) for _ in range(n)]
+    return Routing(torch.tensor(ids, dtype=torch.int32), torch.rand(n, shape.top_k, generator=gen))
+
+
+def close(out: Tensor, wanted: Tensor, tolerance: float) -> None:
+    error = float((out.cpu().double() - wanted).norm() / wanted.norm())
+    assert error < tolerance, f"relative error {error:.2g}"
+
+
+@pytest.mark.parametrize("way", WAYS)
+@pytest.mark.parametrize("gate", GATES, ids=lambda gate: gate.kind)
+def test_both_products(
+    way: str, gate: ExpertGate, rng: random.Random, gen: torch.Generator, triton_device: torch.device
+) -> None:
+    num_experts = rng.choice([4, 11, 16])
+    hidden, inner = rng.choice([(48, 40), (64, 32), (72, 96)])
+    shape = ExpertShape(num_experts, hidden, inner, rng.choice([1, 2, 3]))
+    dtype = torch.float32
+    if torch.cuda.is_available() and way == "grouped":
+        dtype, shape = torch.bfloat16, ExpertShape(16, 64, 32, 2)  # what torch's takes
+    n = rng.choice([1, 2, 3] if way == "pairs" else [1, 2, 9, 40])
+    biased = rng.random() < 0.5
+    first, second = (
+        ExpertMatrices(
+            torch.randn(shape.num_experts, rows, columns, generator=gen).mul_(columns**-0.5).to(dtype),
+            torch.randn(shape.num_experts, rows, generator=gen).to(dtype) if biased else None,
+        )
+        for rows, columns in (
+            (2 * shape.intermediate_size, shape.hidden_size),
+            (shape.hidden_size, shape.intermediate_size),
+        )
+    )
+    if rng.random() < 0.3 and way != "grouped":  # as transformers keeps those of some families
+        first = first._replace(weight=first.weight.transpose(1, 2).contiguous().transpose(1, 2))
+    x = torch.randn(n, shape.hidden_size, generator=gen).to(dtype)
+    norm = torch.rand(shape.hidden_size, generator=gen).add_(0.5).to(dtype)
+    normed = x.double() * norm.double() / (x.double().square().mean(-1, keepdim=True) + 1e-5).sqrt()
+    routing = draw_routing(rng, gen, n, shape)
+    wanted, added = by_definition(normed, first, second, routing, gate)
+    residual = torch.randn(n, shape.hidden_size, generator=gen).to(dtype)
+    tolerance = 2e-6 if dtype == torch.float32 else 2e-2
+
+    def moved(tensors):
+        return type(tensors)(*(t if t is None else t.to(triton_device) for t in tensors))
+
+    with torch_reference() if way == "torch" else nullcontext():
+        device = torch.device("cpu") if way == "torch" else triton_device
+        first, second, routing = (moved(t) if device == triton_device else t for t in (first, second, routing))
+        plan = plan_experts(routing, shape, WAYS[way])
+        x, norm, residual = x.to(device), norm.to(device), residual.to(device)
+        before = residual.cpu().double()
+        out = expert_product(x, first, plan, gate, InputNorm(norm, 1e-5))
+        add_experts(residual, out, second, plan)
+        ungated = expert_product(x, first, plan, norm=InputNorm(norm, 1e-5))
+    if way == "grouped":  # between the products, the pairs stay in the order of their slots
+        out = out[plan.blocks.slots]
+    close(out, wanted, tolerance)
+    close(residual, before + added, tolerance)
+    close(gate_experts(ungated, gate), wanted, tolerance)
+
+
+@pytest.mark.parametrize("way", ["torch", "pairs", "blocks of 16"])
+def test_codes_with_a_scale(way: str, rng: random.Random, gen: torch.Generator, triton_device: torch.device) -> None:
+    shape = ExpertShape(6, 64, 48, 2)
+    n, gate = rng.choice([1, 7]), GATES[0]
+    first, second = (
+        ExpertMatrices(
+            torch.randint(-127, 128, (6, rows, columns), generator=gen, dtype=torch.int8),
+            None,
+            torch.rand(6, rows, generator=gen).div_(60 * columns**0.5),
+        )
+        for rows, columns in ((96, 64), (64, 48))
+    )
+    routing, x = draw_routing(rng, gen, n, shape), torch.randn(n, 64, generator=gen)
+    wanted, added = by_definition(x, first, second, routing, gate)
+    with torch_reference() if way == "torch" else nullcontext():
+        device = torch.device("cpu") if way == "torch" else triton_device
+        first, second, routing = (
+            type(ts)(*(t if t is None else t.to(device) for t in ts)) for ts in (first, second, routing)
+        )
+        plan = plan_experts(routing, shape, WAYS[way])
+        out = expert_product(x.to(device), first, plan, gate)
+        residual = torch.zeros(n, 64, device=device)
+        add_experts(residual, out, second, plan)
+    close(out, wanted, 2e-6)
+    close(residual, added, 2e-6)
+
+
+@pytest.mark.parametrize("block_m", [1, 16, 64])
+def test_pairs_are_sorted(block_m: int, rng: random.Random, gen: torch.Generator, triton_device: torch.device) -> None:
+    """Every pair has one slot in a block of its expert, in order; blocks past the last one are marked."""
+    shape = ExpertShape(rng.choice([3, 16, 130]), 1, 1, 2)
+    n = rng.choice([1, 5, 700])
+    routing = draw_routing(rng, gen, n, shape)
+    on = Routing(*(t.to(triton_device) for t in routing))
+    plan = plan_experts(on, shape, ExpertTiling("blocks" if block_m > 1 else "grouped", block_m, TILE, TILE))
+    order, slots, experts, ends = (t.cpu().tolist() for t in plan.blocks)
+    wanted: list[int] = []
+    for expert in range(shape.num_experts):
+        own = (routing.expert_ids.flatten() == expert).nonzero().flatten().tolist()
+        blocks = -(-len(own) // block_m)
+        begin = len(wanted) * block_m
+        wanted += [expert] * blocks
+        assert order[begin : begin + blocks * block_m] == own + [2 * n] * (blocks * block_m - len(own))
+        assert ends[expert] == len(wanted) * block_m
+        assert [slots[pair] for pair in own] == list(range(begin, begin + len(own)))
+    assert experts == wanted + [-1] * (len(experts) - len(wanted))
+
+
+RULES = [
+    RoutingRule(3, renormalise=False),
+    RoutingRule(8, renormalise=True),
+    RoutingRule(1, renormalise=True),
+    RoutingRule(2, "sigmoid", scale=2.5),
+    RoutingRule(4, "sigmoid", renormalise=False, num_groups=4, top_groups=2),
+]
+
+
+@pytest.mark.parametrize("rule", RULES, ids=range(len(RULES)))
+def test_routing(rule: RoutingRule, rng: random.Random, gen: torch.Generator, triton_device: torch.device) -> None:
+    num_experts = 24 if rule.num_groups > 1 else rng.choice([8, 24, 128])
+    logits = torch.randn(9, num_experts, generator=gen) * 2
+    correction = torch.randn(num_experts, generator=gen) if rule.scoring == "sigmoid" else None
+    for where in (torch_reference(), nullcontext()):
+        with where:
+            out = route(
+                *(None if t is None else t.to(triton_device) for t in (logits,)),
+                rule,
+                correction if correction is None else correction.to(triton_device),
+            )
+        ids, weights = out.expert_ids.cpu(), out.weights.cpu()
+        for row, own, own_weights in zip(logits.double(), ids.tolist(), weights.double(), strict=True):
+            scores = row.softmax(0) if rule.scoring == "softmax" else 1 / (1 + (-row).exp())
+            choice = scores if correction is None else scores + correction.double()
+            if rule.num_groups > 1:
+                sums = [sum(sorted(group.tolist())[-2:]) for group in choice.chunk(rule.num_groups)]
+                bound = sorted(sums)[-rule.top_groups]
+                size = num_experts // rule.num_groups
+                choice = torch.stack([c if sums[e // size] >= bound else c - 1e9 for e, c in enumerate(choice)])
+            assert own == choice.argsort(descending=True)[: rule.top_k].tolist()
+            wanted = scores[own]
+            if rule.renormalise:
+                wanted = wanted / wanted.sum()
+            torch.testing.assert_close(own_weights, wanted * rule.scale, rtol=1e-5, atol=1e-7)
+
+
+def test_equal_scores_and_nan(triton_device: torch.device) -> None:
+    logits = torch.zeros(2, 6)
+    logits[1, 2] = torch.nan
+    for where in (torch_reference(), nullcontext()):
+        with where:
+            ids = route(logits.to(triton_device), RoutingRule(2)).expert_ids.cpu()
+        assert ids[0].tolist() == [0, 1]
+        assert bool(((ids >= 0) & (ids < 6)).all())
+
+
+def test_measured_tilings_are_used(monkeypatch: pytest.MonkeyPatch) -> None:
+    from aengine.kernels import expert_tilings
+
+    shape = ExpertShape(128, 2048, 768, 8)
+    table = {
+        "Some GPU": {
+            "128x2048x768x8": [
+                [2, "pairs", 1, [8, 512, 2, 1], [8, 256, 2, 1]],
+                [99, "grouped", 1, [1, 2, 3, 4], [5, 6, 7, 8]],
+            ]
+        }
+    }
+    monkeypatch.setattr(expert_tilings, "_tables", lambda: table)
+    assert choose_tiling("Some GPU", shape, 2, True).first == ProductTile(8, 512, 2, 1)
+    assert choose_tiling("Some GPU", shape, 3, True).way == "grouped"
+    for device, tokens, can_group in (("Some GPU", 100, True), ("Some GPU", 3, False), ("another", 2, True)):
+        assert choose_tiling(device, shape, tokens, can_group) == default_tiling(shape, tokens, can_group)
+    ways = [default_tiling(shape, n, True) for n in (4, 5, 256, 512, 1024, 8192, 16384)]
+    assert [(t.way, t.block_m) for t in ways] == [
+        ("pairs", 1), ("blocks", 16), ("blocks", 16), ("blocks", 32), ("blocks", 64), ("blocks", 128), ("grouped", 1)
+    ]  # fmt: skip
