@@ -21,6 +21,7 @@ from ..telemetry.trace_context import current_trace
 from .connection import Connection
 from .stream import RemoteStream
 from .tokenizer import RemoteTokenizer
+from .types import is_json, plain_options, typed_params
 from .wire import delta_from_wire, from_wire, params_to_wire, token_from_wire
 
 if TYPE_CHECKING:
@@ -46,8 +47,8 @@ class RemoteEngine:
     """An engine that another process of this machine holds: stream, generate, stream_chat and chat as of `AsyncLLM`.
 
     All of it belongs to the event loop that started it. Requests end when this process does, or its connection.
-    ``abort_all``, ``drain`` and ``aclose`` are about its own requests only. There is no ``output_type``: give a JSON
-    schema, as ``SamplingParams(structured_output=...)``.
+    ``abort_all``, ``drain`` and ``aclose`` are about its own requests only. There is no ``add_listener``: add one to
+    the engine, in its process, where it hears of the requests of all processes, with the callers' traces.
     """
 
     def __init__(self, path: str, timeout: float) -> None:
@@ -134,10 +135,14 @@ class RemoteEngine:
         prompt: Prompt,
         params: SamplingParams | None = None,
         *,
-        output_type: None = None,
+        output_type: Any = None,
         **options: Unpack[RequestOptions],
-    ) -> RemoteStream[Token, Completion]:
-        """See `AsyncLLM.stream`. What is wrong with the request is raised by the stream."""
+    ) -> RemoteStream[Token, Completion[Any]]:
+        """See `AsyncLLM.stream`. What is wrong with the request is raised by the stream.
+
+        A new ``output_type`` is described before this returns: some milliseconds as a rule. `generate` does so in a
+        thread.
+        """
         return self._begin("stream", prompt, params, output_type, request_options(options))
 
     async def generate(
@@ -145,13 +150,14 @@ class RemoteEngine:
         prompt: Prompt,
         params: SamplingParams | None = None,
         *,
-        output_type: None = None,
+        output_type: Any = None,
         **options: Unpack[RequestOptions],
-    ) -> Completion:
+    ) -> Completion[Any]:
         """See `AsyncLLM.generate`."""
+        await self._describe(output_type)
         stream = self._begin("generate", prompt, params, output_type, request_options(options))
         async with stream:
-            completion: Completion = await stream.wait()
+            completion: Completion[Any] = await stream.wait()
             return completion
 
     def stream_chat(
@@ -159,22 +165,24 @@ class RemoteEngine:
         messages: Sequence[Mapping[str, Any]],
         params: SamplingParams | None = None,
         *,
-        output_type: None = None,
+        output_type: Any = None,
         **options: Unpack[ChatOptions],
-    ) -> RemoteStream[Delta, ChatCompletion]:
-        """See `AsyncLLM.stream_chat`. What is wrong with the request is raised by the stream."""
+    ) -> RemoteStream[Delta, ChatCompletion[Any]]:
+        """See `AsyncLLM.stream_chat`, and `stream` for ``output_type``. What is wrong with the request is raised by the
+        stream."""
         chat_options(options)
-        return self._begin("chat", messages, params, output_type, dict(options))
+        return self._begin("chat", messages, params, output_type, plain_options(dict(options)))
 
     async def chat(
         self,
         messages: Sequence[Mapping[str, Any]],
         params: SamplingParams | None = None,
         *,
-        output_type: None = None,
+        output_type: Any = None,
         **options: Unpack[ChatOptions],
-    ) -> ChatCompletion:
+    ) -> ChatCompletion[Any]:
         """See `AsyncLLM.chat`."""
+        await self._describe(output_type)
         async with self.stream_chat(messages, params, output_type=output_type, **options) as stream:
             return await stream.wait()
 
@@ -184,17 +192,26 @@ class RemoteEngine:
         connection = self._check()
         if self._life == "draining":
             raise EngineClosedError("the engine drains: it takes no new requests")
-        if output_type is not None:
-            message = "an engine in another process takes no output_type: give its JSON schema as structured_output"
-            raise InvalidRequestError(message, param="output_type")
+        params, known = typed_params(params, output_type, options.get("on_unsupported", "error"))
+        if known is not None and method != "chat":
+            options["on_unsupported"] = "error"  # the schema says itself what may be left out
         options["request_id"] = request_id = options.get("request_id") or f"remote-{uuid.uuid4().hex}"
         number, n = connection.new_number(), 1 if params is None else params.n
         connection.send("begin", number, method, prompt, params_to_wire(params), options, current_trace())
         decode, kind = (delta_from_wire, ChatCompletion) if method == "chat" else (token_from_wire, Completion)
         loop = asyncio.get_running_loop()
-        stream: RemoteStream[Any, Any] = RemoteStream(request_id, number, n, decode, kind, connection.send, loop)
+        stream: RemoteStream[Any, Any] = RemoteStream(
+            request_id, number, n, decode, kind, connection.send, loop, known, is_json=is_json(params)
+        )
         connection.add(number, stream)
         return stream
+
+    async def _describe(self, output_type: Any) -> None:
+        """Describe a type in a thread, unless it is known: that can take long. Raises InvalidRequestError."""
+        if output_type is not None:
+            from ..structured.asked_type import AskedType
+
+            await asyncio.to_thread(AskedType(output_type, "error").described)
 
     def abort(self, request_id: str) -> bool:
         """End a request of this process; its stream ends with FinishReason.ABORT. Returns whether it was running."""

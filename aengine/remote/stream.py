@@ -8,12 +8,17 @@ from collections.abc import Callable
 from types import TracebackType
 from typing import TYPE_CHECKING, Any, Generic, TypeVar
 
+from ..chat.messages import TextDelta
 from ..errors import AEngineError, InvalidRequestError
-from ..outputs import Completion, FinishReason, Usage
+from ..outputs import Completion, FinishReason, Token, Usage
+from ..structured.partial_json import partial_json
+from .types import with_values
 from .wire import from_wire
 
 if TYPE_CHECKING:
     from typing import Self
+
+    from ..structured.output_type import OutputType
 
 __all__ = ["WINDOW", "RemoteStream"]
 
@@ -42,6 +47,9 @@ class RemoteStream(Generic[T, C]):
         kind: type[C],
         send: Callable[..., None],
         loop: asyncio.AbstractEventLoop,
+        output_type: OutputType | None = None,
+        *,
+        is_json: bool = False,
     ) -> None:
         self.request_id = request_id
         self.usage = Usage(0, 0)
@@ -55,6 +63,10 @@ class RemoteStream(Generic[T, C]):
         self._kind = kind
         self._send = send
         self._loop = loop
+        self._output_type = output_type
+        self._texts: list[str] | None = (
+            [] if is_json else None
+        )  # of the first completion, as far as read
         self._items: deque[T] = deque()
         self._num_reads = 0  # that came since the engine was last told of it
         self._is_asked = False  # for items
@@ -87,20 +99,19 @@ class RemoteStream(Generic[T, C]):
 
     def finish(self, completion: Any) -> None:
         """``completion``: as it came."""
-        self._completion = from_wire(self._kind, completion)
+        whole = from_wire(self._kind, completion)
+        self._completion = whole if self._output_type is None else with_values(whole, self._output_type)
         self.usage = self._completion.usage
         self.finish_reasons = tuple(choice.finish_reason for choice in self._completion.choices)
         self.stop_reasons = tuple(choice.stop_reason for choice in self._completion.choices)
-        self._wake_at_end()
+        self._wake()
+        _settle(self._end_waiter)
 
     def fail(self, error: AEngineError) -> None:
         if not self.has_ended:
             self._error = error
-            self._wake_at_end()
-
-    def _wake_at_end(self) -> None:
-        self._wake()
-        _settle(self._end_waiter)
+            self._wake()
+            _settle(self._end_waiter)
 
     def _wake(self) -> None:
         _settle(self._waiter)
@@ -129,6 +140,8 @@ class RemoteStream(Generic[T, C]):
             self._ask()
             await self._wait()
         items = [self._items.popleft() for _ in range(min(at_most or len(self._items), len(self._items)))]
+        if self._texts is not None:
+            self._texts += [text for item in items if (text := _text_of_first(item))]
         if not self._items:
             self._ask()
         return items
@@ -187,6 +200,15 @@ class RemoteStream(Generic[T, C]):
             raise InvalidRequestError(f"stream {self.request_id} has not been read to its end")
         return self._completion
 
+    @property
+    def partial(self) -> Any:
+        """What the first completion, a JSON text, says as far as it has been read; see `TokenStream.partial`."""
+        if self._texts is None:
+            return None
+        has_ended = self._completion is not None and not self._items
+        is_whole = has_ended and self.finish_reasons[0] is FinishReason.STOP
+        return partial_json("".join(self._texts), has_ended=is_whole)
+
     async def aclose(self) -> None:
         """Abort the request if it still runs. Idempotent."""
         self._end()
@@ -218,3 +240,10 @@ def _settle(waiter: asyncio.Future[None] | None) -> None:
     """End a wait, unless it has ended."""
     if waiter is not None and not waiter.done():
         waiter.set_result(None)
+
+
+def _text_of_first(item: Any) -> str:
+    """Return what a token or a delta adds to the text of the first completion."""
+    if isinstance(item, Token):
+        return item.text if item.index == 0 else ""
+    return item.text if isinstance(item, TextDelta) and item.choice == 0 else ""

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import asyncio
+import json
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from pathlib import Path
 from typing import Any
 
 import pytest
+from pydantic import BaseModel, Field, ValidationError, field_validator
 
 from aengine import (
     DeadlineExceededError,
@@ -19,6 +21,8 @@ from aengine import (
     SamplingParams,
     StructuredOutput,
     TextDelta,
+    Tool,
+    ToolChoice,
 )
 from aengine.remote import RemoteEngine, connect, serve_engine
 from aengine.testing import FakeAsyncLLM, Reply
@@ -95,12 +99,75 @@ async def test_what_is_wrong_is_the_same_error(tmp_path: Path) -> None:
         assert late.value.deadline == 0.5
         assert late.value.completion is not None and late.value.completion.text.startswith("aaa")
         assert late.value.completion.message.content == late.value.completion.text  # type: ignore[attr-defined]
-        for options in ({"tools": [print]}, {"output_type": int}, {"no_such": 1}):
+        for options in ({"tools": [print]}, {"output_type": "int"}, {"no_such": 1}):
             with pytest.raises(InvalidRequestError):
                 await remote.chat(HELLO, **options)  # type: ignore[arg-type]
         with pytest.raises(InvalidRequestError):
             remote.stream(object())  # type: ignore[arg-type]
         await until_idle(engine)
+
+
+class City(BaseModel):
+    name: str
+    people: int = Field(ge=0)
+
+    @field_validator("name")
+    @classmethod
+    def begins_large(cls, name: str) -> str:
+        if not name[0].isupper():
+            raise ValueError("begins with a small letter")
+        return name
+
+
+async def test_python_types_are_the_shape_of_answers(tmp_path: Path) -> None:
+    script = ['{"name": "Rome", "people": 3}', '{"name": "rome", "people": 3}', "[1, 2"] * 2
+    async with both(tmp_path, script + ["[1, 20, 300]"] * 3) as (engine, remote):
+        for ask in (remote.generate, remote.chat):
+            prompt: Any = "x" if ask == remote.generate else HELLO
+            good: Any = await ask(prompt, output_type=City)
+            assert good.parsed == City(name="Rome", people=3) and good.parse_error is None
+            bad: Any = await ask(prompt, output_type=City)
+            assert bad.parsed is None and isinstance(bad.parse_error, ValidationError)
+            cut: Any = await ask(prompt, SamplingParams(max_tokens=2), output_type=list[int])
+            assert cut.parsed is None and cut.parse_error is None and cut.finish_reason is FinishReason.LENGTH
+        seen: list[list[Any]] = []
+        for one in (engine, remote):
+            stream: Any = one.stream_chat(HELLO, output_type=list[int])
+            assert stream.partial is None
+            seen.append([(delta, stream.partial) async for delta in stream])
+        assert seen[0] == seen[1] and seen[1][-1][1] == [1, 20, 300]
+        tokens = remote.stream("x", output_type=list[int])
+        assert await tokens.read()
+        await tokens.wait()
+        assert tokens.completion.parsed == [1, 20, 300]
+        shapes = [request.params.structured_output for request in engine.requests]
+        schema = json.loads(str(shapes[0].json_schema))  # type: ignore[union-attr]
+        assert schema["properties"]["people"]["minimum"] == 0
+        with pytest.raises(InvalidRequestError, match="not both"):
+            params = SamplingParams(structured_output=StructuredOutput(regex="a"))
+            await remote.chat(HELLO, params, output_type=City)
+
+
+def add(a: int, b: int = 2) -> int:
+    """Add two numbers.
+
+    Args:
+        a: the first
+    """
+    return a + b
+
+
+@pytest.mark.parametrize("choice", [None, "add", ToolChoice("required", ("add",)), ToolChoice("named", ("add",))])
+async def test_functions_are_tools(tmp_path: Path, choice: Any) -> None:
+    reply = Reply(tool_calls=[("add", {"a": 1})])
+    async with both(tmp_path, [reply, reply]) as (engine, remote):
+        options: Any = {"tools": [add, Tool("other", strict=False), TOOL | {"function": {"name": "third"}}]}
+        near = await engine.chat(HELLO, tool_choice=choice, **options)
+        far = await remote.chat(HELLO, tool_choice=choice, **options)
+        assert far.message.tool_calls[0].arguments == near.message.tool_calls[0].arguments
+        first, second = engine.requests
+        shown = [[(tool.for_template(), tool.strict) for tool in request.tools] for request in (first, second)]
+        assert shown[0] == shown[1] and len(shown[1]) == (3 if choice is None else len(shown[0]))
 
 
 async def test_values_that_msgpack_does_not_know_travel(tmp_path: Path) -> None:

@@ -1,0 +1,79 @@
+"""Python types and functions of a request, which stay in the process that asks: the engine's gets their schemas."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import replace
+from typing import TYPE_CHECKING, Any, TypeVar
+
+from ..chat.messages import ChatChoice
+from ..chat.tools import Tool, ToolChoice
+from ..options import OnUnsupported
+from ..outputs import Completion, FinishReason
+from ..params import SamplingParams
+from ..structured.asked_type import with_output_type
+
+if TYPE_CHECKING:
+    from ..structured.output_type import OutputType
+
+__all__ = ["is_json", "plain_options", "typed_params", "with_values"]
+
+C = TypeVar("C", bound=Completion)
+
+
+def typed_params(
+    params: SamplingParams | None, output_type: Any, on_unsupported: OnUnsupported
+) -> tuple[SamplingParams | None, OutputType | None]:
+    """Return the parameters with the schema of the type, and the type. Raises InvalidRequestError."""
+    if output_type is None:
+        return params, None
+    params, options = with_output_type(params, {"output_type": output_type, "on_unsupported": on_unsupported})
+    if "asked_type" not in options:
+        return params, options["output_type"]
+    known, shape = options["asked_type"].described()
+    return params.replace(structured_output=shape), known
+
+
+def plain_options(options: dict[str, Any]) -> dict[str, Any]:
+    """Return a chat's options as plain data. Raises InvalidRequestError and GrammarError for tools."""
+    plain = dict(options)
+    if isinstance(tools := plain.get("tools"), list | tuple):
+        plain["tools"] = [tool if isinstance(tool, Mapping) else _definition(Tool.of(tool)) for tool in tools]
+    if isinstance(choice := plain.get("tool_choice"), ToolChoice):
+        plain["tool_choice"] = _choice(choice)
+    return plain
+
+
+def _definition(tool: Tool) -> dict[str, Any]:
+    definition = tool.for_template()
+    definition["function"]["strict"] = tool.strict
+    return definition
+
+
+def _choice(choice: ToolChoice) -> Any:
+    named = [{"type": "function", "function": {"name": name}} for name in choice.names]
+    if choice.mode == "named":
+        return named[0]
+    if named:
+        return {"type": "allowed_tools", "allowed_tools": {"mode": choice.mode, "tools": named}}
+    return choice.mode
+
+
+def is_json(params: SamplingParams | None) -> bool:
+    """Whether the answer was asked to be JSON."""
+    shape = None if params is None else params.structured_output
+    return shape is not None and (shape.json_schema is not None or shape.json_object)
+
+
+def with_values(completion: C, output_type: OutputType) -> C:
+    """Return a completion whose choices have their values of the type."""
+    choices = []
+    for choice in completion.choices:
+        text: str | None = choice.text
+        if isinstance(choice, ChatChoice):
+            text = None if choice.message.tool_calls else choice.message.content or ""
+        if choice.finish_reason is FinishReason.STOP and text is not None:
+            parsed, parse_error = output_type.parse(text)
+            choice = replace(choice, parsed=parsed, parse_error=parse_error)
+        choices.append(choice)
+    return replace(completion, choices=tuple(choices))
