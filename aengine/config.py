@@ -40,6 +40,7 @@ __all__ = [
 
 DTYPES = ("auto", "float32", "bfloat16", "float16")
 ATTENTION_BACKENDS = ("auto", "triton", "flash-attn-2", "flash-attn-3", "flash-attn-4")
+MODEL_IMPLS = ("auto", "native", "transformers")
 LOAD_FORMATS = ("auto", "safetensors", "gguf", "dummy")
 
 
@@ -64,6 +65,12 @@ class EngineConfig:
     load_format: Literal["auto", "safetensors", "gguf", "dummy"] = "auto"
     """Kind of the weights' files; "auto" looks which there are. "dummy": random weights, no files but config.json read;
     for benchmarks."""
+    model_impl: Literal["auto", "native", "transformers"] = "auto"
+    """Whose code computes the model: "native": aengine's, which is the faster; "transformers": that of the package
+    (aengine[transformers]). "auto": native where there is a family for it, else transformers."""
+    trust_remote_code: bool = False
+    """Run Python code that lies beside the model's weights, where neither aengine nor transformers has the model. Read
+    it first: it may do whatever the worker process may."""
     dtype: Literal["auto", "float32", "bfloat16", "float16"] = "auto"
     """Number format of weights, activations and KV. "auto": the checkpoint's on a GPU, the fastest lossless enough on a
     CPU."""
@@ -227,6 +234,7 @@ class EngineConfig:
             if not isinstance(value, str) or value not in allowed:
                 raise _wrong(name, value, "one of " + ", ".join(map(repr, allowed)))
         for name in (
+            "trust_remote_code",
             "skip_tokenizer",
             "allow_special_tokens",
             "preload_grammars",
@@ -288,6 +296,7 @@ _POSITIVE = ("gpu_memory_utilization", "startup_timeout", "shutdown_timeout", "r
 _OPTIONAL = {"max_model_len", "max_num_batched_tokens", "block_size", "kv_cache_memory_bytes", "num_threads"}
 _ONE_OF: dict[str, tuple[str, ...]] = {
     "load_format": LOAD_FORMATS,
+    "model_impl": MODEL_IMPLS,
     "dtype": DTYPES,
     "kv_cache_dtype": DTYPES,
     "attention_backend": ATTENTION_BACKENDS,

@@ -32,6 +32,12 @@ class Settings(TypedDict, total=False):
     load_format: Literal["auto", "safetensors", "gguf", "dummy"]
     """Kind of the weights' files; "auto" looks which there are. "dummy": random weights, no files but config.json read;
     for benchmarks. Default: "auto"."""
+    model_impl: Literal["auto", "native", "transformers"]
+    """Whose code computes the model: "native": aengine's, which is the faster; "transformers": that of the package
+    (aengine[transformers]). "auto": native where there is a family for it, else transformers. Default: "auto"."""
+    trust_remote_code: bool
+    """Run Python code that lies beside the model's weights, where neither aengine nor transformers has the model. Read
+    it first: it may do whatever the worker process may. Default: False."""
     dtype: Literal["auto", "float32", "bfloat16", "float16"]
     """Number format of weights, activations and KV. "auto": the checkpoint's on a GPU, the fastest lossless enough on a
     CPU. Default: "auto"."""
@@ -139,6 +145,13 @@ ENGINE_SETTINGS = """\
         load_format: Literal["auto", "safetensors", "gguf", "dummy"] = "auto"
             Kind of the weights' files; "auto" looks which there are. "dummy": random weights, no files but
             config.json read; for benchmarks.
+        model_impl: Literal["auto", "native", "transformers"] = "auto"
+            Whose code computes the model: "native": aengine's, which is the faster; "transformers": that of
+            the package (aengine[transformers]). "auto": native where there is a family for it, else
+            transformers.
+        trust_remote_code: bool = False
+            Run Python code that lies beside the model's weights, where neither aengine nor transformers has
+            the model. Read it first: it may do whatever the worker process may.
         dtype: Literal["auto", "float32", "bfloat16", "float16"] = "auto"
             Number format of weights, activations and KV. "auto": the checkpoint's on a GPU, the fastest
             lossless enough on a CPU.

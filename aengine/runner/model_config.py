@@ -59,6 +59,16 @@ class ModelConfig:
         raise NotImplementedError(f"{cls.__name__} is no family's config")
 
     @property
+    def implementation(self) -> str:
+        """Whose code computes it: "native" or "transformers"."""
+        return "native"
+
+    @property
+    def why_not_native(self) -> str:
+        """The reason why it is not native; "" if it is."""
+        return ""
+
+    @property
     def kv_layers(self) -> tuple[LayerKV, ...]:
         """The specs of what each layer keeps of a sequence."""
         heads = self.num_kv_heads, self.head_dim

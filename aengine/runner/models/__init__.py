@@ -36,17 +36,44 @@ GGUF_ARCHITECTURES = {
 """The ``model_type`` of each ``general.architecture`` that has another name."""
 
 
-def read_config(hf_config: Mapping[str, Any]) -> ModelConfig:
-    """The config of a model, by the rules of its family.
+def read_config(
+    hf_config: Mapping[str, Any],
+    *,
+    model_impl: str = "auto",
+    folder: str | None = None,
+    trust_remote_code: bool = False,
+) -> ModelConfig:
+    """The config of a model, by the rules of its family; of a model that has none, by transformers.
 
-    Raises ModelLoadError: no family has this ``model_type``; a key is missing, or its value not supported.
+    Args:
+        model_impl, trust_remote_code: the settings
+        folder: of the model's files, where code may be among them
+
+    Raises ModelLoadError: neither has this ``model_type``; a key is missing, or its value not supported.
     """
-    return _family(hf_config.get("model_type")).config_class.from_hf(hf_config)
+    model_type = hf_config.get("model_type")
+    if model_impl == "native" or (model_impl == "auto" and model_type in FAMILIES):
+        return _family(model_type).config_class.from_hf(hf_config)
+    if not isinstance(model_type, str):
+        raise ModelLoadError(f"config.json: model_type={model_type!r} must be a string")
+    from .transformers.config import read_transformers_config
+    from .transformers.library import ModelFiles
+
+    asked, known = "model_impl='transformers' was asked for", ", ".join(sorted(FAMILIES))
+    reason = asked if model_type in FAMILIES else f"no native family has model_type {model_type!r}: they are {known}"
+    return read_transformers_config(ModelFiles(hf_config, folder, trust_remote_code), reason)
 
 
 def build_model(config: ModelConfig, formats: WeightFormats) -> CausalLM:
     """The model, whose weights are yet to be loaded. Raises ModelLoadError."""
-    return _family(config.model_type)(config, WeightScope(formats))
+    family = _family(config.model_type) if config.implementation == "native" else _transformers_model()
+    return family(config, WeightScope(formats))
+
+
+def _transformers_model() -> type[CausalLM]:
+    from .transformers.model import TransformersModel
+
+    return TransformersModel
 
 
 def _family(model_type: object) -> type[CausalLM]:

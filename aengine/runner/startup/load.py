@@ -52,7 +52,12 @@ def _load(
     torch.set_num_threads(num_threads)
     torch.set_grad_enabled(False)
     checkpoint = ModelSource.from_wire(source)
-    model_config = read_config(checkpoint.hf_config)
+    model_config = read_config(
+        checkpoint.hf_config,
+        model_impl=config.model_impl,
+        folder=checkpoint.path if checkpoint.format != "gguf" else None,
+        trust_remote_code=config.trust_remote_code,
+    )
     platform = choose_platform(rank.device)
     platform.open()
     dtype = platform.choose_dtype(config.dtype, model_config.checkpoint_dtype)
@@ -99,6 +104,8 @@ class LocalModel:
             "dtype": str(formats.dtype).removeprefix("torch."),
             "weight_format": formats.name,
             "model_type": setup.model_config.model_type,
+            "model_impl": setup.model_config.implementation,
+            "why_not_native": setup.model_config.why_not_native,
         }
 
     def allocate(self, plan: Mapping[str, int]) -> tuple[ModelRunner, dict[str, Any]]:

@@ -26,7 +26,7 @@ from ..platforms.platform import DeviceMemory
 from .gguf_source import read_gguf
 from .random_source import make_random
 from .reading import Source, Target, in_threads
-from .safetensors_source import read_safetensors
+from .safetensors_source import read_safetensors, read_shapes
 from .scope import Place
 
 __all__ = ["LoadedWeights", "Progress", "load_weights"]
@@ -66,6 +66,9 @@ def load_weights(
         ModelLoadError: a file is missing, truncated or corrupt; a tensor is missing, has another shape or is not stored
             as its format needs it; the GPU's memory does not hold the model.
     """
+    names = model.weights.names
+    if names is not None:
+        names.choose(_stored_shapes(source))
     places = dict(model.weights.places)
     target = Target({name: first for name, (first, *_) in places.items()}, device)
     tensors, total = _open(model, source, seed, target)
@@ -92,6 +95,8 @@ def load_weights(
     progress("weights", total, total, "bytes")
     if places:
         raise ModelLoadError(f"{source.path} lacks {len(places)} tensors of the model: {_some(sorted(places))}")
+    if names is not None:
+        names.finish(device)
     if unexpected:
         logger.warning(
             "%s has %d tensors that the model does not use: %s", source.path, len(unexpected), _some(unexpected)
@@ -105,6 +110,10 @@ def _open(model: CausalLM, source: ModelSource, seed: int, target: Target) -> So
     if source.format == "gguf":
         return read_gguf(source.path, model.gguf, model.config.head_dim, target)
     return read_safetensors(Path(source.path), target)
+
+
+def _stored_shapes(source: ModelSource) -> dict[str, tuple[int, ...]] | None:
+    return read_shapes(Path(source.path)) if source.format == "safetensors" else None
 
 
 def _put(places: list[Place], tensor: Tensor) -> None:

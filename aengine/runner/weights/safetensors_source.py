@@ -15,7 +15,7 @@ import torch
 from ...errors import ModelLoadError
 from .reading import NUMBERS, Named, Source, Target, in_threads, text_name
 
-__all__ = ["read_safetensors"]
+__all__ = ["read_safetensors", "read_shapes"]
 
 _READERS = 8
 """Threads that read files. One copies 2 to 4 GB/s out of the page cache to a GPU; from a disk the more are better."""
@@ -36,6 +36,17 @@ def read_safetensors(folder: Path, target: Target) -> Source:
     """Raises ModelLoadError: a file is missing, truncated or corrupt; a tensor is not stored as its place needs it."""
     files = _shards(folder)
     return Source(_read(files, target), sum(path.stat().st_size for path in files))
+
+
+def read_shapes(folder: Path) -> dict[str, tuple[int, ...]]:
+    """Names and shapes of all tensors. Raises ModelLoadError: a file is missing, truncated or corrupt."""
+    from safetensors import safe_open
+
+    shapes: dict[str, tuple[int, ...]] = {}
+    for path in _shards(folder):
+        with _corrupt(path), safe_open(path, framework="pt") as file:
+            shapes |= {name: tuple(file.get_slice(name).get_shape()) for name in file.keys()}  # noqa: SIM118
+    return shapes
 
 
 def _shards(folder: Path) -> list[Path]:

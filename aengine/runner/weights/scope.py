@@ -6,9 +6,9 @@ there what it wants; the loader then finds all the places, in the order in which
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from math import prod
-from typing import NamedTuple
+from typing import NamedTuple, Protocol
 
 import torch
 from torch import Tensor
@@ -16,7 +16,7 @@ from torch import Tensor
 from .formats import WeightFormats
 from .weight import WeightFormat
 
-__all__ = ["Place", "WeightScope"]
+__all__ = ["CheckpointNames", "Place", "WeightScope"]
 
 
 class Place(NamedTuple):
@@ -33,11 +33,23 @@ class Place(NamedTuple):
     put: Callable[[Tensor], None]  # takes the tensor, on the model's device; from any thread
 
 
+class CheckpointNames(Protocol):
+    """A model's rules by which it requests tensors of those that a checkpoint has, where that depends on their names.
+    """
+
+    def choose(self, stored: Mapping[str, tuple[int, ...]] | None) -> None:
+        """Request them. ``stored``: names and shapes of all; None: the checkpoint has what the model asks for."""
+
+    def finish(self, device: torch.device) -> None:
+        """All of them have come; whatever else the model has goes to ``device``. Raises ModelLoadError."""
+
+
 class WeightScope:
     """The names below a prefix. All scopes of a model share ``places``, by name; a tied table has two."""
 
     def __init__(self, formats: WeightFormats, prefix: str = "", places: dict[str, list[Place]] | None = None) -> None:
         self.formats = formats
+        self.names: CheckpointNames | None = None  # of the model's outermost scope
         self.places: dict[str, list[Place]] = {} if places is None else places
         self._prefix = prefix
 

@@ -1,0 +1,94 @@
+"""Check of a loaded model: two short sequences in one batch must get the logits that transformers gives each alone.
+
+The survey sees what attention modules are called with, not what else a model may do between its tokens. Whatever that
+is, it shows here, at the start, rather than in wrong tokens.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from ....errors import ModelLoadError
+from ...kv_spec import WindowKV
+from .library import ATTENTION
+from .survey import SurveyedLayer
+
+__all__ = ["PlainAttention", "check_batch"]
+
+_LENGTHS = (7, 4)
+
+
+class PlainAttention:
+    """A `Listener` that attends within each sequence of a batch, from no cache."""
+
+    def __init__(self, layers: tuple[SurveyedLayer, ...], positions: Tensor) -> None:
+        self._layers = layers
+        self._next = 0
+        sequence = (positions == 0).cumsum(0)
+        distance = positions[:, None] - positions[None]
+        self._sees = (sequence[:, None] == sequence[None]) & (distance >= 0)
+        self._distance = distance
+
+    def attend(self, module: nn.Module, q: Tensor, k: Tensor, v: Tensor, options: dict[str, Any]) -> Tensor:
+        layer = self._layers[self._next]
+        self._next += 1
+        sees = self._sees
+        if isinstance(layer.kv, WindowKV):
+            sees = sees & (self._distance < layer.kv.window)
+        k, v = (t.repeat_interleave(layer.num_heads // layer.num_kv_heads, 1) for t in (k, v))
+        scores = torch.einsum("qhd,khd->hqk", q.float(), k.float()) * layer.scale
+        if layer.softcap:
+            scores = layer.softcap * torch.tanh(scores / layer.softcap)
+        scores = scores.masked_fill(~sees, -torch.inf)
+        if layer.has_sinks:
+            sinks = options["s_aux"].float()[:, None, None].expand(-1, len(q), 1)
+            weights = torch.cat((scores, sinks), -1).softmax(-1)[..., :-1]
+        else:
+            weights = scores.softmax(-1)
+        return torch.einsum("hqk,khd->qhd", weights, v.float()).to(q.dtype)
+
+
+@torch.no_grad()
+def check_batch(model: Any, vocab_size: int, compute: Callable[[Tensor, Tensor], Tensor]) -> None:
+    """Compare. ``compute``: float32 [num_tokens, vocab_size] logits for int64 [num_tokens] ids and positions.
+
+    Raises ModelLoadError if they differ by more than rounding.
+    """
+    parameter = next(model.parameters())
+    generator = torch.Generator().manual_seed(0)
+    ids = torch.randint(vocab_size, (sum(_LENGTHS),), generator=generator).to(parameter.device)
+    positions = torch.cat([torch.arange(length) for length in _LENGTHS]).to(parameter.device)
+    logits = compute(ids, positions)
+    try:
+        with _as_transformers_has_it(model):
+            alone = [model(input_ids=part[None], use_cache=False).logits[0].float() for part in ids.split(_LENGTHS)]
+    except Exception as error:
+        raise ModelLoadError(
+            f"{type(model).__name__} of transformers fails with these weights and this config.json: "
+            f"{type(error).__name__}: {str(error)[:300]}"
+        ) from error
+    expected = torch.cat(alone)
+    most = 1e-3 if parameter.dtype == torch.float32 else 0.3
+    difference = float((logits - expected).norm() / expected.norm().clamp(min=1e-6))
+    if not difference <= most:
+        raise ModelLoadError(
+            f"{type(model).__name__} of transformers can't be served: in a batch its logits are others than those of "
+            f"each sequence alone (by {difference:.2g} of their size), so it does more between tokens than attention"
+        )
+
+
+@contextmanager
+def _as_transformers_has_it(model: Any) -> Iterator[None]:
+    """Within, the model computes attention and experts by transformers' own plainest code."""
+    model.set_attn_implementation("eager")
+    model.set_experts_implementation("eager")
+    try:
+        yield
+    finally:
+        model.set_attn_implementation(ATTENTION)
+        model.set_experts_implementation(ATTENTION)

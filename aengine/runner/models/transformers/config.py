@@ -1,0 +1,93 @@
+"""What the runner needs to know of a model that transformers computes."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any, Self
+
+from ....errors import ModelLoadError
+from ...kv_spec import LayerKV
+from ...model_config import ModelConfig
+from .library import ModelFiles
+from .survey import SurveyedLayer, survey
+
+__all__ = ["TransformersConfig", "read_transformers_config"]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TransformersConfig(ModelConfig):
+    """The fields of dense decoders are those of the widest attention layer; ``layers`` has all, as they are called."""
+
+    files: ModelFiles
+    layers: tuple[SurveyedLayer, ...]
+    class_name: str
+    reason: str  # why it is not native
+
+    @classmethod
+    def from_hf(cls, hf: Mapping[str, Any]) -> Self:
+        raise NotImplementedError("see read_transformers_config")
+
+    @property
+    def implementation(self) -> str:
+        return "transformers"
+
+    @property
+    def why_not_native(self) -> str:
+        return self.reason
+
+    @property
+    def kv_layers(self) -> tuple[LayerKV, ...]:
+        return tuple(layer.kv for layer in self.layers)
+
+    @property
+    def query_heads(self) -> tuple[int, ...]:
+        return tuple(layer.num_heads for layer in self.layers)
+
+
+def read_transformers_config(files: ModelFiles, reason: str) -> TransformersConfig:
+    """``reason``: why the model is not native.
+
+    Raises ModelLoadError: transformers is missing or too old, has no such architecture, or it can't be served."""
+    if "gguf_architecture" in files.hf:
+        raise ModelLoadError(
+            f"model_type {files.model_type!r} of a GGUF file has no family in aengine, and transformers computes "
+            f"models of safetensors only: give the folder or hub id of the checkpoint that it was made from"
+        )
+    layers, config, class_name = survey(files)
+    text = config.get_text_config(decoder=True)
+    longest = _context(text)
+    widest = max(layers, key=lambda layer: layer.num_heads * layer.head_dim)
+    hf = files.hf.get("text_config") or {}
+    dtype = files.hf.get("dtype") or files.hf.get("torch_dtype") or hf.get("dtype") or hf.get("torch_dtype") or ""
+    return TransformersConfig(
+        model_type=files.model_type,
+        vocab_size=text.vocab_size,
+        hidden_size=text.hidden_size,
+        intermediate_size=0,
+        num_layers=len(layers),
+        num_heads=widest.num_heads,
+        num_kv_heads=widest.num_kv_heads,
+        head_dim=widest.head_dim,
+        rms_norm_eps=0.0,
+        max_position_embeddings=longest,
+        tie_word_embeddings=bool(config.tie_word_embeddings),
+        ropes=(),
+        sliding_windows=(None,) * len(layers),
+        checkpoint_dtype=str(dtype).removeprefix("torch."),
+        files=files,
+        layers=tuple(layers),
+        class_name=class_name,
+        reason=reason,
+    )
+
+
+def _context(text: Any) -> int:
+    """The most tokens of a sequence. Raises ModelLoadError."""
+    for key in ("max_position_embeddings", "n_positions", "n_ctx", "max_sequence_length", "seq_length"):
+        value = getattr(text, key, None)
+        if isinstance(value, int) and value > 0:
+            chunk = getattr(text, "attention_chunk_size", None)
+            # Within one chunk, attention by chunks is attention to all.
+            return min(value, chunk) if isinstance(chunk, int) and chunk > 0 else value
+    raise ModelLoadError("config.json has no 'max_position_embeddings', which this model needs")

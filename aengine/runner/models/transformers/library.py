@@ -1,0 +1,176 @@
+"""The package transformers: whether it is there, what class of it a config.json means, and modules without weights."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from importlib.metadata import PackageNotFoundError, version
+from typing import Any
+
+import torch
+from torch import nn
+
+from ....errors import ModelLoadError
+
+__all__ = ["ATTENTION", "ModelFiles", "build_skeleton", "library_version", "read_hf_config"]
+
+ATTENTION = "aengine"
+"""Name under which our attention, and our experts, are registered with transformers."""
+_LEAST_VERSION = (5, 17)
+_INSTALL = "pip install 'aengine[transformers]'"
+
+
+class ModelFiles:
+    """A model's settings, where its files are, and whether code among them may be run."""
+
+    def __init__(self, hf: Mapping[str, Any], folder: str | None, trust_remote_code: bool) -> None:
+        self.hf = dict(hf)
+        self.folder = folder
+        self.trust_remote_code = trust_remote_code
+
+    @property
+    def model_type(self) -> str:
+        return str(self.hf.get("model_type"))
+
+
+def library_version() -> str:
+    """Return the version of transformers. Raises ModelLoadError if it is missing or too old."""
+    try:
+        installed = version("transformers")
+    except PackageNotFoundError:
+        raise ModelLoadError(f"transformers is not installed: {_INSTALL}") from None
+    numbers = tuple(int(part) for part in installed.split(".")[:2] if part.isdigit())
+    if numbers < _LEAST_VERSION:
+        least = ".".join(map(str, _LEAST_VERSION))
+        raise ModelLoadError(f"transformers {installed} is too old, {least} is needed: {_INSTALL}")
+    return installed
+
+
+def read_hf_config(files: ModelFiles) -> Any:
+    """The config of transformers' class for the text of this model.
+
+    Raises ModelLoadError: transformers has no such architecture; its code is among the model's files, and must not run.
+    """
+    library_version()
+    from transformers import AutoConfig
+    from transformers.models.auto.configuration_auto import CONFIG_MAPPING
+
+    is_remote = bool((files.hf.get("auto_map") or {}).get("AutoConfig"))
+    if files.model_type not in CONFIG_MAPPING:
+        if not is_remote:
+            raise ModelLoadError(
+                f"model_type {files.model_type!r} is not supported: aengine has no file for it, and transformers "
+                f"{library_version()} does not know it either; a later transformers may"
+            )
+        _check_trust(files)
+    with _quietly(), _explained(files, "config.json can't be read"):
+        if is_remote and files.trust_remote_code:
+            return AutoConfig.from_pretrained(str(files.folder), trust_remote_code=True)
+        settings = {key: _plain(value) for key, value in files.hf.items() if key != "model_type"}
+        return CONFIG_MAPPING[files.model_type].from_dict(settings)
+
+
+def _plain(value: Any) -> Any:
+    """The value of a config.json, in which transformers writes infinities as {"__float__": "Infinity"}."""
+    if isinstance(value, list):
+        return [_plain(item) for item in value]
+    if not isinstance(value, dict):
+        return value
+    if set(value) == {"__float__"}:
+        return float(value["__float__"])
+    return {key: _plain(item) for key, item in value.items()}
+
+
+def _check_trust(files: ModelFiles) -> None:
+    if not files.trust_remote_code or files.folder is None:
+        raise ModelLoadError(
+            f"model_type {files.model_type!r} is computed by Python code that lies beside the weights (auto_map of "
+            f"config.json), which is not run unless you ask for it: read that code, then give trust_remote_code=True"
+        )
+
+
+def _model_class(config: Any, files: ModelFiles) -> tuple[Any, Any]:
+    """The class of a causal language model, and the config that it takes, which may be a part of ``config``."""
+    from transformers.dynamic_module_utils import get_class_from_dynamic_module
+    from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING
+
+    remote = (files.hf.get("auto_map") or {}).get("AutoModelForCausalLM")
+    if remote and files.trust_remote_code and files.folder is not None:
+        return get_class_from_dynamic_module(remote, files.folder), config
+    text = config.get_text_config(decoder=True)
+    for candidate in (text, config):
+        if type(candidate) in MODEL_FOR_CAUSAL_LM_MAPPING:
+            found = MODEL_FOR_CAUSAL_LM_MAPPING[type(candidate)]
+            return (found[0] if isinstance(found, tuple) else found), candidate
+    if remote:
+        _check_trust(files)
+    raise ModelLoadError(
+        f"model_type {files.model_type!r} has no causal language model in transformers {library_version()}: aengine "
+        f"generates text with decoders only"
+    )
+
+
+def build_skeleton(files: ModelFiles, dtype: torch.dtype, *, buffers: torch.device) -> tuple[Any, Any]:
+    """The model with parameters on the meta device and its buffers on another, and its config.
+
+    Raises ModelLoadError.
+    """
+    from . import attention
+
+    attention.register()
+    config = read_hf_config(files)
+    model_class, config = _model_class(config, files)
+    with _quietly(), _explained(files, "transformers can't build it"), _meta_parameters(buffers):
+        model = model_class._from_config(
+            config, dtype=dtype, attn_implementation=ATTENTION, experts_implementation=ATTENTION
+        )
+    return model.eval().requires_grad_(False), config
+
+
+@contextmanager
+def _meta_parameters(buffers: torch.device) -> Iterator[None]:
+    """Within, modules get parameters without memory; their buffers are computed on ``buffers``."""
+    from transformers.initialization import no_init_weights
+
+    with no_init_weights():
+        if buffers.type == "meta":
+            with torch.device("meta"):
+                yield
+            return
+        register: Callable[..., None] = nn.Module.register_parameter
+
+        def on_meta(self: nn.Module, name: str, param: nn.Parameter | None) -> None:
+            register(self, name, param)
+            if param is not None and param.device.type != "meta":
+                # Memory that was not written has not been taken from the system.
+                self._parameters[name] = nn.Parameter(param.detach().to("meta"), requires_grad=False)
+
+        nn.Module.register_parameter = on_meta  # type: ignore[method-assign]
+        try:
+            yield
+        finally:
+            nn.Module.register_parameter = register  # type: ignore[method-assign]
+
+
+@contextmanager
+def _explained(files: ModelFiles, what: str) -> Iterator[None]:
+    """Convert whatever transformers raises about a model to a ModelLoadError."""
+    try:
+        yield
+    except ModelLoadError:
+        raise
+    except Exception as error:
+        raise ModelLoadError(f"model_type {files.model_type!r}: {what}: {type(error).__name__}: {error}") from error
+
+
+@contextmanager
+def _quietly() -> Iterator[None]:
+    """Within, transformers logs errors only."""
+    logger = logging.getLogger("transformers")
+    level = logger.level
+    logger.setLevel(logging.ERROR)
+    try:
+        yield
+    finally:
+        logger.setLevel(level)

@@ -1,0 +1,75 @@
+"""A model that transformers computes, as the runner sees it."""
+
+from __future__ import annotations
+
+from typing import ClassVar
+
+import torch
+from torch import Tensor, nn
+
+from ...layers.attention import AttentionCall, AttentionLayer
+from ...model_config import ModelConfig
+from ...weights.gguf_names import GgufNames
+from ...weights.scope import WeightScope
+from .attention import CallSinks, LayerCalls, listen
+from .check import PlainAttention, check_batch
+from .config import TransformersConfig
+from .library import build_skeleton
+from .survey import Head, SurveyedLayer, find_trunk, fix_ropes, trunk_inputs
+from .weights import CheckpointWeights
+
+__all__ = ["TransformersModel"]
+
+
+class TransformersModel:
+    """A `CausalLM` around one of transformers' classes."""
+
+    config_class: ClassVar[type[ModelConfig]] = TransformersConfig
+    gguf: ClassVar[GgufNames] = GgufNames()
+
+    def __init__(self, config: TransformersConfig, weights: WeightScope) -> None:
+        self.config: ModelConfig = config
+        self._layers = config.layers
+        self.weights = weights
+        self.module, _ = build_skeleton(config.files, weights.formats.dtype, buffers=torch.device("cpu"))
+        fix_ropes(self.module)
+        weights.names = CheckpointWeights(self.module, weights, self._check)
+        layers = [_attention_layer(i, layer) for i, layer in enumerate(config.layers)]
+        self._calls = LayerCalls(layers, [layer.value_dim for layer in config.layers])
+        listen(self.module, self._calls)
+        self._trunk: nn.Module = find_trunk(self.module)
+        self._head = Head(self.module, self._trunk)
+
+    def forward(self, input_ids: Tensor, positions: Tensor, attn: AttentionCall) -> Tensor:
+        """The hidden states after the last layer and its norm, [num_tokens, hidden_size]."""
+        attn.begin(positions)
+        self._calls.begin(attn)
+        hidden: Tensor = self._trunk(**trunk_inputs(self._trunk, input_ids[None], positions[None])).last_hidden_state
+        return hidden[0]
+
+    def _check(self) -> None:
+        """Raises ModelLoadError if the loaded model computes something else here than in transformers."""
+
+        def compute(ids: Tensor, positions: Tensor) -> Tensor:
+            listen(self.module, PlainAttention(self._layers, positions))
+            return self.compute_logits(self._trunk(**trunk_inputs(self._trunk, ids[None], positions[None]))[0][0])
+
+        check_batch(self.module, self.config.vocab_size, compute)
+        listen(self.module, self._calls)
+
+    def compute_logits(self, hidden: Tensor) -> Tensor:
+        """float32 [n, vocab_size] for n rows of what `forward` returns."""
+        return self._head(hidden)
+
+
+def _attention_layer(index: int, layer: SurveyedLayer) -> AttentionLayer:
+    return AttentionLayer(
+        index=index,
+        num_heads=layer.num_heads,
+        num_kv_heads=layer.num_kv_heads,
+        head_dim=layer.head_dim,
+        scale=layer.scale,
+        rope=None,
+        softcap=layer.softcap,
+        sinks=CallSinks() if layer.has_sinks else None,
+    )

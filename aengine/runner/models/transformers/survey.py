@@ -1,0 +1,211 @@
+"""Survey of a model: it is run once over meta tensors, and what its attention modules are called with says what each
+layer keeps of a sequence. Nothing is read from settings whose names differ from family to family.
+"""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from types import MethodType
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from ....errors import ModelLoadError
+from ...kv_spec import FullKV, LayerKV, SharedKV, WindowKV
+from .attention import listen
+from .library import ModelFiles, build_skeleton
+
+__all__ = ["SurveyedLayer", "find_trunk", "fix_ropes", "survey"]
+
+_TOKENS = 3  # one is a special case in some models
+_META = torch.device("meta")
+
+
+@dataclass(frozen=True, slots=True)
+class SurveyedLayer:
+    """One call of an attention module."""
+
+    num_heads: int
+    value_dim: int
+    scale: float
+    softcap: float
+    has_sinks: bool
+    kv: LayerKV
+    num_kv_heads: int
+    head_dim: int  # of keys and values as they are kept: the wider of both
+
+
+@dataclass(slots=True)
+class _Recorder:
+    """A `Listener` that answers with tensors of the right shape."""
+
+    layers: list[SurveyedLayer] = field(default_factory=list)
+    kept: list[tuple[Tensor, Tensor]] = field(default_factory=list)  # keys and values of each
+
+    def attend(self, module: nn.Module, q: Tensor, k: Tensor, v: Tensor, options: dict[str, Any]) -> Tensor:
+        name = type(module).__name__
+        if options.get("attention_mask") is not None or options.get("position_bias") is not None:
+            raise ModelLoadError(f"{name} adds a bias or a mask of its own to the scores of its attention")
+        if options.get("is_causal") is False or getattr(module, "is_causal", True) is False:
+            raise ModelLoadError(f"{name} attends to later tokens: it is no decoder's")
+        if len(k) != len(q) or v.shape[:2] != k.shape[:2] or q.shape[2] != k.shape[2]:
+            raise ModelLoadError(f"{name} attends to something else than the tokens of its own sequence")
+        head_dim = max(k.shape[2], v.shape[2])
+        window = options.get("sliding_window")
+        kv: LayerKV = WindowKV(k.shape[1], head_dim, window) if window else FullKV(k.shape[1], head_dim)
+        own = _root(k), _root(v)
+        earlier = [i for i, (key, value) in enumerate(self.kept) if key is own[0] and value is own[1]]
+        if earlier and own[0] is not own[1]:
+            kv = SharedKV(earlier[0])
+        self.kept.append(own)
+        scale = options.get("scaling")
+        self.layers.append(
+            SurveyedLayer(
+                num_heads=q.shape[1],
+                value_dim=v.shape[2],
+                scale=float(q.shape[2] ** -0.5 if scale is None else scale),
+                softcap=float(options.get("softcap") or 0.0),
+                has_sinks=options.get("s_aux") is not None,
+                kv=kv,
+                num_kv_heads=k.shape[1],
+                head_dim=head_dim,
+            )
+        )
+        return q.new_empty((len(q), q.shape[1], v.shape[2]))
+
+
+def _root(tensor: Tensor) -> Tensor:
+    """The tensor that this is a view of."""
+    return tensor if tensor._base is None else tensor._base
+
+
+def survey(files: ModelFiles) -> tuple[list[SurveyedLayer], Any, str]:
+    """The attention layers in the order of their calls; transformers' config and the name of its class.
+
+    Raises ModelLoadError saying what of the model can't be served.
+    """
+    model, config = build_skeleton(files, torch.float32, buffers=_META)
+    fix_ropes(model)
+    recorder = _Recorder()
+    listen(model, recorder)
+    ids = torch.zeros((1, _TOKENS), dtype=torch.int64, device=_META)
+    name = type(model).__name__
+    try:
+        with torch.no_grad():
+            trunk = find_trunk(model)
+            trunk(**trunk_inputs(trunk, ids, ids))
+    except ModelLoadError as error:
+        raise ModelLoadError(f"{name} of transformers can't be served: {error}") from error
+    except Exception as error:
+        raise ModelLoadError(
+            f"{name} of transformers can't be served: its computation depends on values of the tokens, or needs more "
+            f"than ids and positions ({type(error).__name__}: {str(error)[:300]})"
+        ) from error
+    if not recorder.layers:
+        raise ModelLoadError(
+            f"{name} of transformers can't be served: its attention does not go through AttentionInterface"
+        )
+    return recorder.layers, config, name
+
+
+def trunk_inputs(trunk: nn.Module, input_ids: Tensor, positions: Tensor) -> dict[str, Any]:
+    """The arguments of a model's body for int64 [1, num_tokens] ids and positions.
+
+    Raises ModelLoadError if it takes no positions.
+    """
+    takes = inspect.signature(type(trunk).forward).parameters
+    if "position_ids" not in takes:
+        raise ModelLoadError(f"{type(trunk).__name__} takes no positions")
+    return {"input_ids": input_ids, "position_ids": positions, "use_cache": False}
+
+
+def find_trunk(model: Any) -> nn.Module:
+    """The part of a causal language model between ids and final hidden states. What comes after it, its head, is run by
+    itself here, to see that it can be.
+
+    Raises ModelLoadError.
+    """
+    base = model.base_model
+    for trunk in (base, getattr(base, "decoder", None)):
+        if not isinstance(trunk, nn.Module) or trunk is model:
+            continue
+        width = model.config.get_text_config(decoder=True).hidden_size
+        device = next(model.parameters()).device
+        head = Head(model, trunk)
+        try:
+            head(torch.empty((1, _width_of_head(model, width)), device=device, dtype=next(model.parameters()).dtype))
+        finally:
+            head.remove()
+        if head.was_used:
+            return trunk
+    raise ModelLoadError(f"{type(model).__name__} does not compute its logits from its base model's hidden states")
+
+
+def _width_of_head(model: Any, hidden_size: int) -> int:
+    head = model.get_output_embeddings()
+    return int(getattr(head, "in_features", hidden_size))
+
+
+class _BodyOutput:
+    """The output of a model's body: hidden states, and none of whatever else it may have."""
+
+    def __init__(self, hidden: Tensor) -> None:
+        self.last_hidden_state = hidden
+
+    def __getitem__(self, key: Any) -> Any:
+        return (self.last_hidden_state,)[key] if isinstance(key, int | slice) else getattr(self, key)
+
+    def __getattr__(self, name: str) -> None:
+        return None
+
+
+class Head:
+    """What a causal language model does after its body, by its own ``forward``: so nothing of it (scales, caps, biases)
+    has to be known here. Meanwhile the body gives the hidden states at hand."""
+
+    def __init__(self, model: nn.Module, trunk: nn.Module) -> None:
+        self._model = model
+        self._trunk = trunk
+        self._body: Callable[..., Any] = trunk.forward
+        self._hidden: Tensor | None = None
+        self.was_used = False
+        self._ids = torch.zeros((1, 1), dtype=torch.int64)
+        trunk.forward = self._forward
+
+    def remove(self) -> None:
+        """Leave the model as it was."""
+        del self._trunk.forward
+
+    def _forward(self, *args: Any, **kwargs: Any) -> Any:
+        if self._hidden is None:
+            return self._body(*args, **kwargs)
+        self.was_used = True
+        return _BodyOutput(self._hidden)
+
+    def __call__(self, hidden: Tensor) -> Tensor:
+        """float32 [n, vocab_size] for hidden [n, hidden_size]."""
+        if self._ids.device != hidden.device:
+            self._ids = self._ids.to(hidden.device)
+        self._hidden = hidden[None]
+        try:
+            logits: Tensor = self._model(input_ids=self._ids, use_cache=False).logits
+        finally:
+            self._hidden = None
+        return logits[0].float()
+
+
+def fix_ropes(model: nn.Module) -> None:
+    """Frequencies that depend on the longest sequence of the batch would make a request depend on its neighbours.
+
+    Type "dynamic" changes them beyond the model's context only, where no request gets.
+    """
+    for module in model.modules():
+        rope_type = getattr(module, "rope_type", None)
+        types = list(rope_type.values()) if isinstance(rope_type, dict) else [rope_type]
+        if "longrope" in types:
+            raise ModelLoadError("its rotary embedding (longrope) depends on the longest request of the batch")
+        if any(isinstance(kind, str) and "dynamic" in kind for kind in types):
+            module.forward = MethodType(inspect.unwrap(type(module).forward), module)

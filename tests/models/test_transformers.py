@@ -1,0 +1,80 @@
+"""Families without a file of ours, through transformers' modelling code, in every scenario of an engine."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from scenarios import check_scenarios
+from safetensors.torch import load_file, save_file
+from zoo import write_zoo_model
+
+from aengine.errors import ModelLoadError
+from aengine.runner.models import read_config
+
+MODELS: dict[str, dict[str, Any]] = {
+    "olmo3": {},  # windows beside full attention, norms after the layers
+    "smollm3": {},  # layers without rotary embedding
+    "granite": {"logits_scaling": 3.0, "residual_multiplier": 0.7},
+    "cohere2": {"tie_word_embeddings": True},  # a parallel layer, a scale of the logits
+    "gpt_neox": {},  # an old decoder, with learned biases and another name for everything
+    "deepseek_v3": {},  # latent attention, expanded; experts in groups
+}
+
+
+@pytest.mark.parametrize("model_type", MODELS)
+def test_every_scenario(model_type: str, tmp_path: Path) -> None:
+    reference = write_zoo_model(tmp_path, model_type, **MODELS[model_type])
+    engine = check_scenarios(tmp_path, reference, model_impl="transformers")
+    assert engine.offer["model_impl"] == "transformers" and engine.offer["why_not_native"]
+
+
+def test_a_native_family_too_when_asked_for(tmp_path: Path) -> None:
+    reference = write_zoo_model(tmp_path, "qwen3", tie_word_embeddings=True)
+    engine = check_scenarios(tmp_path, reference, model_impl="transformers")
+    assert engine.offer["why_not_native"] == "model_impl='transformers' was asked for"
+
+
+def test_a_tensor_is_missing(tmp_path: Path) -> None:
+    write_zoo_model(tmp_path, "smollm3")
+    tensors = load_file(tmp_path / "model.safetensors")
+    del tensors["model.layers.1.mlp.up_proj.weight"]
+    save_file(tensors, tmp_path / "model.safetensors")
+    with pytest.raises(ModelLoadError, match=r"lacks 1 tensors of the model: model\.layers\.1\.mlp\.up_proj\.weight"):
+        check_scenarios(tmp_path, lambda ids: ids)
+
+
+def test_tensors_of_another_config(tmp_path: Path) -> None:
+    write_zoo_model(tmp_path, "smollm3")
+    path = tmp_path / "config.json"
+    path.write_text(json.dumps(json.loads(path.read_text()) | {"intermediate_size": 64}))
+    with pytest.raises(ModelLoadError, match=r"has the shape \[48, 80\], but by the config it is \[48, 64\]"):
+        check_scenarios(tmp_path, lambda ids: ids)
+
+
+@pytest.mark.parametrize(
+    ("settings", "message"),
+    [
+        ({"model_type": "no_such_model"}, "transformers .* does not know it either"),
+        ({"model_type": "no_such_model", "auto_map": {"AutoConfig": "a.B"}}, "trust_remote_code=True"),
+        ({"model_type": "t5"}, "has no causal language model"),
+        ({"model_type": "bert"}, "attends to later tokens"),
+        ({"model_type": "bloom"}, "takes no positions"),
+        ({"model_type": "olmo3", "gguf_architecture": "olmo3"}, "of a GGUF file"),
+        ({"model_type": 3}, "must be a string"),
+    ],
+    ids=["unknown", "remote", "encoder-decoder", "encoder", "alibi", "gguf", "number"],
+)
+def test_what_neither_path_has(settings: dict[str, Any], message: str) -> None:
+    with pytest.raises(ModelLoadError, match=message):
+        read_config(settings)
+
+
+def test_nothing_of_torch_is_changed(tmp_path: Path) -> None:
+    before = torch.nn.Module.register_parameter, torch.get_default_dtype()
+    write_zoo_model(tmp_path, "smollm3")
+    read_config(json.loads((tmp_path / "config.json").read_text()))
+    assert (torch.nn.Module.register_parameter, torch.get_default_dtype()) == before
