@@ -8,8 +8,8 @@ from typing import Any
 
 import pytest
 import torch
-from scenarios import check_scenarios
 from safetensors.torch import load_file, save_file
+from scenarios import check_scenarios
 from zoo import write_zoo_model
 
 from aengine.errors import ModelLoadError
