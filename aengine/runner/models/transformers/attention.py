@@ -14,9 +14,12 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from ...layers.attention import AttentionCall, AttentionLayer
-from .library import ATTENTION
 
-__all__ = ["CallSinks", "LayerCalls", "Listener", "listen", "register"]
+__all__ = ["ATTENTION", "CallSinks", "LayerCalls", "Listener", "listen", "register"]
+
+
+ATTENTION = "aengine"
+"""Name under which our attention, and our experts, are registered with transformers."""
 
 
 class Listener(Protocol):

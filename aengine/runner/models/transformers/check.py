@@ -15,7 +15,7 @@ from torch import Tensor, nn
 
 from ....errors import ModelLoadError
 from ...kv_spec import WindowKV
-from .library import ATTENTION
+from .attention import ATTENTION
 from .survey import SurveyedLayer
 
 __all__ = ["PlainAttention", "check_batch"]

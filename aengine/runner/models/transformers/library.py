@@ -12,13 +12,12 @@ import torch
 from torch import nn
 
 from ....errors import ModelLoadError
+from .attention import ATTENTION, register
 
-__all__ = ["ATTENTION", "ModelFiles", "build_skeleton", "library_version", "read_hf_config"]
+__all__ = ["ModelFiles", "build_skeleton", "library_version", "read_hf_config"]
 
-ATTENTION = "aengine"
-"""Name under which our attention, and our experts, are registered with transformers."""
 _LEAST_VERSION = (5, 17)
-_INSTALL = "pip install 'aengine[transformers]'"
+_INSTALL = "pip install 'transformers>=5.17'"
 
 
 class ModelFiles:
@@ -116,9 +115,7 @@ def build_skeleton(files: ModelFiles, dtype: torch.dtype, *, buffers: torch.devi
 
     Raises ModelLoadError.
     """
-    from . import attention
-
-    attention.register()
+    register()
     config = read_hf_config(files)
     model_class, config = _model_class(config, files)
     with _quietly(), _explained(files, "transformers can't build it"), _meta_parameters(buffers):
