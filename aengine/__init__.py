@@ -61,6 +61,7 @@ if TYPE_CHECKING:
         Usage,
     )
     from .params import SamplingParams, StructuredOutput
+    from .pooling import PoolingOptions, PoolingRequest, PoolingResult, RankedDocument
     from .settings import Settings
     from .streams.chat_stream import ChatStream
     from .streams.token_stream import TokenStream
@@ -103,6 +104,10 @@ _HOME = {
     "InternalError": "errors",
     "InvalidRequestError": "errors",
     "ModelLoadError": "errors",
+    "PoolingOptions": "pooling",
+    "PoolingRequest": "pooling",
+    "PoolingResult": "pooling",
+    "RankedDocument": "pooling",
     "RequestError": "errors",
     "WorkerDiedError": "errors",
     "ChatChoice": "chat.messages",
@@ -155,6 +160,10 @@ __all__ = [  # noqa: RUF022  # plainly sorted, as a test asks
     "LLM",
     "Logprob",
     "ModelLoadError",
+    "PoolingOptions",
+    "PoolingRequest",
+    "PoolingResult",
+    "RankedDocument",
     "ReasoningDelta",
     "RequestEnd",
     "RequestError",

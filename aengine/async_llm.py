@@ -21,6 +21,7 @@ from .handles.calls import describe, positive_seconds, resume, seconds, start_pr
 from .handles.local import LocalHandle
 from .options import ChatOptions, RequestOptions, request_options
 from .params import SamplingParams
+from .pooling import PoolingCalls
 from .settings import ENGINE_SETTINGS, described
 from .threads.loop_ownership import not_copied
 
@@ -36,6 +37,7 @@ if TYPE_CHECKING:
     from .engine.tokenizer_view import TokenizerView
     from .handles.on_thread import ThreadHandle
     from .outputs import Completion, T
+    from .pooling import PoolingRequest, PoolingResult
     from .settings import Settings
     from .streams.chat_stream import ChatStream
     from .streams.token_stream import TokenStream
@@ -47,7 +49,7 @@ if TYPE_CHECKING:
 __all__ = ["AsyncLLM"]
 
 
-class AsyncLLM:
+class AsyncLLM(PoolingCalls):
     """An LLM engine inside an asyncio application.
 
     Args:
@@ -305,6 +307,14 @@ class AsyncLLM:
 
         core = self._handle.running_core()
         return begin_chat(core, self._handle.submit, messages, params, output_type, options)
+
+    async def pool(self, request: PoolingRequest) -> PoolingResult:
+        """Answer a request for vectors or scores as it is: what `embed`, `score`, `rerank` and `classify` are made of.
+        Errors as of `embed`."""
+        from .handles.pooling import answer_pooling
+
+        context = self._handle.listeners.context()
+        return await self._handle.run(lambda core: answer_pooling(core, request, context))
 
     def openai_client(self, **options: Any) -> openai.AsyncOpenAI:
         """OpenAI's own client, whose calls this engine answers: no port, no other process, all of it on this loop.

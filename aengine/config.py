@@ -41,6 +41,7 @@ __all__ = [
 DTYPES = ("auto", "float32", "bfloat16", "float16")
 ATTENTION_BACKENDS = ("auto", "triton", "flash-attn-2", "flash-attn-3", "flash-attn-4")
 MODEL_IMPLS = ("auto", "native", "transformers")
+POOLINGS = ("auto", "mean", "cls", "last")
 LOAD_FORMATS = ("auto", "safetensors", "gguf", "dummy")
 
 
@@ -82,6 +83,9 @@ class EngineConfig:
     generation_config: Literal["auto", "none"] = "auto"
     """What temperature, top_p, top_k, min_p and repetition_penalty are where a request does not give them. "auto": as
     the checkpoint's file of that name says, if there is one. "none": the defaults of `SamplingParams`."""
+    pooling: Literal["auto", "mean", "cls", "last"] = "auto"
+    """How the hidden states of a text become its embedding: their mean, the first or the last of them. "auto": as the
+    checkpoint says; where it says nothing an encoder takes the mean, and a decoder gives no embeddings."""
     skip_tokenizer: bool = False
     """Prompts and outputs are token ids only; no tokenizer is loaded."""
     allow_special_tokens: bool = False
@@ -97,7 +101,8 @@ class EngineConfig:
     max_num_seqs: int = 256
     """Most requests in one batch."""
     max_num_batched_tokens: int | None = None
-    """Most tokens computed in one step. None: 8192 on a GPU, 512 on a CPU."""
+    """Most tokens computed in one step. None: 8192 on a GPU, 512 on a CPU. An encoder computes a text in one step:
+    None is as many at least as its longest text has."""
     attention_backend: Literal["auto", "triton", "flash-attn-2", "flash-attn-3", "flash-attn-4"] = "auto"
     """What attends to long prompts on a GPU. "auto": the fastest that is installed and fits the GPU, else "triton"."""
     block_size: int | None = None
@@ -300,6 +305,7 @@ _ONE_OF: dict[str, tuple[str, ...]] = {
     "dtype": DTYPES,
     "kv_cache_dtype": DTYPES,
     "attention_backend": ATTENTION_BACKENDS,
+    "pooling": POOLINGS,
     "admission": ("error", "wait"),
     "generation_config": ("auto", "none"),
 }

@@ -67,17 +67,28 @@ class InvalidRequestError(RequestError, ValueError):
 
 
 class ContextLengthError(RequestError):
-    """The prompt leaves no room for a single generated token in the model's context.
+    """The prompt leaves no room for a single generated token in the model's context; or a text is too long to get a
+    vector or a score.
 
     ``num_prompt_tokens`` is a lower bound where the message says "at least": a text that can't fit is not encoded.
     """
 
-    def __init__(self, num_prompt_tokens: int, max_model_len: int, *, at_least: bool = False) -> None:
-        super().__init__(
-            f"the prompt has {'at least ' if at_least else ''}{num_prompt_tokens} tokens, but prompt and completion "
-            f"together may have {max_model_len} (max_model_len): shorten the prompt, or start the engine with a larger "
-            "max_model_len"
-        )
+    def __init__(
+        self, num_prompt_tokens: int, max_model_len: int, *, at_least: bool = False, generates: bool = True
+    ) -> None:
+        """``generates``: it is the prompt of a completion, and no text that gets a vector or a score."""
+        if generates:
+            message = (
+                f"the prompt has {'at least ' if at_least else ''}{num_prompt_tokens} tokens, but prompt and "
+                f"completion together may have {max_model_len} (max_model_len): shorten the prompt, or start the "
+                "engine with a larger max_model_len"
+            )
+        else:
+            message = (
+                f"a text has {'at least ' if at_least else ''}{num_prompt_tokens} tokens, but this model takes "
+                f"{max_model_len} at once: shorten it, or have its end cut off by truncate=True"
+            )
+        super().__init__(message)
         self.num_prompt_tokens = num_prompt_tokens
         self.max_model_len = max_model_len
 

@@ -50,6 +50,10 @@ class Settings(TypedDict, total=False):
     """What temperature, top_p, top_k, min_p and repetition_penalty are where a request does not give them. "auto": as
     the checkpoint's file of that name says, if there is one. "none": the defaults of `SamplingParams`. Default:
     "auto"."""
+    pooling: Literal["auto", "mean", "cls", "last"]
+    """How the hidden states of a text become its embedding: their mean, the first or the last of them. "auto": as the
+    checkpoint says; where it says nothing an encoder takes the mean, and a decoder gives no embeddings. Default:
+    "auto"."""
     skip_tokenizer: bool
     """Prompts and outputs are token ids only; no tokenizer is loaded. Default: False."""
     allow_special_tokens: bool
@@ -65,7 +69,8 @@ class Settings(TypedDict, total=False):
     max_num_seqs: int
     """Most requests in one batch. In requests. Default: 256."""
     max_num_batched_tokens: int | None
-    """Most tokens computed in one step. None: 8192 on a GPU, 512 on a CPU. In tokens. Default: None."""
+    """Most tokens computed in one step. None: 8192 on a GPU, 512 on a CPU. An encoder computes a text in one step: None
+    is as many at least as its longest text has. In tokens. Default: None."""
     attention_backend: Literal["auto", "triton", "flash-attn-2", "flash-attn-3", "flash-attn-4"]
     """What attends to long prompts on a GPU. "auto": the fastest that is installed and fits the GPU, else "triton".
     Default: "auto"."""
@@ -164,6 +169,10 @@ ENGINE_SETTINGS = """\
             What temperature, top_p, top_k, min_p and repetition_penalty are where a request does not give
             them. "auto": as the checkpoint's file of that name says, if there is one. "none": the defaults
             of `SamplingParams`.
+        pooling: Literal["auto", "mean", "cls", "last"] = "auto"
+            How the hidden states of a text become its embedding: their mean, the first or the last of them.
+            "auto": as the checkpoint says; where it says nothing an encoder takes the mean, and a decoder
+            gives no embeddings.
         skip_tokenizer: bool = False
             Prompts and outputs are token ids only; no tokenizer is loaded.
         allow_special_tokens: bool = False
@@ -180,7 +189,8 @@ ENGINE_SETTINGS = """\
         max_num_seqs: int = 256  (requests)
             Most requests in one batch.
         max_num_batched_tokens: int | None = None  (tokens)
-            Most tokens computed in one step. None: 8192 on a GPU, 512 on a CPU.
+            Most tokens computed in one step. None: 8192 on a GPU, 512 on a CPU. An encoder computes a text
+            in one step: None is as many at least as its longest text has.
         attention_backend: Literal["auto", "triton", "flash-attn-2", "flash-attn-3", "flash-attn-4"] = "auto"
             What attends to long prompts on a GPU. "auto": the fastest that is installed and fits the GPU,
             else "triton".

@@ -13,6 +13,7 @@ from .handles.chats import begin_chat
 from .handles.on_thread import ThreadHandle
 from .options import ChatOptions, GenerateOptions, RequestOptions, generate_options, request_options
 from .params import SamplingParams
+from .pooling import SyncPoolingCalls
 from .streams.cross_thread_stream import BlockingStream, run_now
 from .threads.loop_ownership import check_may_block, not_copied
 
@@ -24,6 +25,7 @@ if TYPE_CHECKING:
     from .chat.messages import ChatCompletion
     from .engine.tokenizer_view import TokenizerView
     from .outputs import Completion, T
+    from .pooling import PoolingRequest, PoolingResult
     from .telemetry.listeners import RequestListener
     from .telemetry.metrics import Statistics
     from .tokenizer.prompt import Prompt
@@ -32,7 +34,7 @@ if TYPE_CHECKING:
 __all__ = ["SyncLLM"]
 
 
-class SyncLLM:
+class SyncLLM(SyncPoolingCalls):
     """An engine's calls for code that awaits nothing. Each blocks its thread until it has what it returns.
 
     Any number of threads may use it at once; their requests are batched together, with those of the `AsyncLLM`.
@@ -218,6 +220,14 @@ class SyncLLM:
         core, submit = self._handle.running_core(), partial(self._handle.submit_as, BlockingStream)
         stream = begin_chat(core, submit, messages, params, output_type, options)
         return ChatIterator(stream, self._check)
+
+    def pool(self, request: PoolingRequest) -> PoolingResult:
+        """See `AsyncLLM.pool`."""
+        from .handles.pooling import answer_pooling
+
+        self._check()
+        context = self._handle.local.listeners.context()
+        return self._handle.wait(lambda core: answer_pooling(core, request, context))
 
     def abort(self, request_id: str) -> bool:
         """End a request of another thread by its id. Returns whether it was running."""

@@ -25,6 +25,7 @@ from .embedded import EMBEDDED_MODELS, find_embedded
 from .gguf_choice import GgufChoice, choose_gguf
 from .gguf_config import gguf_generation_config, gguf_hf_config
 from .gguf_file import GgufFile
+from .pooling import gguf_pooling, read_pooling
 from .text_config import text_config
 
 __all__ = ["ModelSource", "locate", "read_json", "resolve_model", "weights_in"]
@@ -46,6 +47,8 @@ class ModelSource:
     """config.json's content (`text_config`: what it says of the text model); for a GGUF made from its metadata."""
     generation_config: dict[str, Any] = field(default_factory=dict)
     """generation_config.json's content: eos_token_id (one or a list), ...; {} if there is none."""
+    pooling: dict[str, Any] = field(default_factory=dict)
+    """A `PoolingConfig`, as plain data."""
 
     def to_wire(self) -> dict[str, Any]:
         return asdict(self)
@@ -74,12 +77,13 @@ def resolve_model(config: EngineConfig, progress: Progress | None = None) -> Mod
             raise ModelLoadError(f"load_format='safetensors', but {path} is a GGUF file")
         with GgufFile(path) as file:
             settings, generation = gguf_hf_config(file), gguf_generation_config(file)
-            path = file.path
-        return ModelSource(config.model, str(path), "dummy" if dummy else "gguf", settings, generation)
+            path, pooling = file.path, gguf_pooling(file).to_wire()
+        return ModelSource(config.model, str(path), "dummy" if dummy else "gguf", settings, generation, pooling)
     settings = text_config(read_json(path / "config.json"))
     generation_file = path / "generation_config.json"
     generation = read_json(generation_file) if generation_file.is_file() else {}
-    return ModelSource(config.model, str(path), "dummy" if dummy else "safetensors", settings, generation)
+    pooling = read_pooling(path, settings).to_wire()
+    return ModelSource(config.model, str(path), "dummy" if dummy else "safetensors", settings, generation, pooling)
 
 
 def locate(

@@ -27,18 +27,18 @@ from ..errors import AEngineError, DeadlineExceededError, InternalError, Invalid
 from ..outputs import FinishReason, RequestEnd
 from ..params import SamplingParams, StructuredOutput
 from ..scheduler.request import CacheKey, Request, RequestStatus
-from ..streams.token_stream import ChoiceOutput, Mailbox, error_for_waiter
+from ..streams.token_stream import Buffer, ChoiceOutput, Mailbox, error_for_waiter
 from ..structured.asked_type import AskedType
 from ..structured.bitmasks import RequestGrammar
 from ..telemetry.metrics import Counters
-from ..telemetry.observer import Observer
+from ..telemetry.observer import Kind, Observer
 from ..threads.pools import ThreadPool
 from ..tokenizer.prompt import Prompt, PromptPart, TokensPart, part_of
 from ..tokenizer.tokenizer import Tokenizer
 from .preparation import Preparation
 from .step_loop import StepLoop
 from .unread import UnreadWatch
-from .user_request import Limits, Phase, Prepared, UserRequest, check_request
+from .user_request import Limits, Phase, PooledText, Prepared, UserRequest, check_request
 from .waiting_line import WaitingLine
 
 if TYPE_CHECKING:
@@ -46,6 +46,7 @@ if TYPE_CHECKING:
 
 __all__ = ["Admission"]
 
+_POOLED = SamplingParams(max_tokens=1, detokenize=False, seed=0)
 _UNSCHEDULED = (RequestStatus.NEW, RequestStatus.WAITING, RequestStatus.HELD)
 
 
@@ -68,7 +69,7 @@ class Admission:
         self._loop = loop
         self._steps = steps
         self._line = line
-        self._preparation = preparation
+        self.preparation = preparation
         self._tokenizer = tokenizer
         self._has_tokenizer = tokenizer is not None  # stays when it is dropped
         self._limits = limits
@@ -148,8 +149,6 @@ class Admission:
             constraint=constraint,
             asked_type=asked_type,
         )
-        self._requests[request_id] = request
-        self._counters.num_requests += 1
         # The second timer checks for a token only when it is due, so that delivering tokens costs nothing more.
         for seconds, expire in ((deadline, self._expire), (first_token_deadline, self._expire_unless_begun)):
             if seconds is not None:
@@ -157,11 +156,46 @@ class Admission:
                 request.timers += (timer,)
         if not final_only:
             self._unread.begin()
-        is_chat = part.kind in ("chat", "messages")
-        self._observer.note_queued(request_id, params, priority, mailbox.times, is_chat=is_chat, context=context)
-        if not mailbox.done:  # a listener may abort it
-            self._begin(request, self._line.join(request_id, priority))
+        self._register(request, "chat" if part.kind in ("chat", "messages") else "completion", context)
         return request
+
+    def submit_pooled(
+        self, text: PooledText, buffer: Buffer, *, priority: int, cache_salt: str | None, context: Context | None
+    ) -> UserRequest:
+        """Register a text, whose options are checked, for a vector, which ``buffer`` is told of as of any end.
+
+        Raises:
+            EngineOverloadedError: the queue is full and admission is "error".
+        """
+        self._line.check_room()
+        self._next_id += 1
+        mailbox = Mailbox(
+            final_only=True, times=self._observer.new_times(), on_end=partial(self._ended, f"pool-{self._next_id}")
+        )
+        mailbox.open([ChoiceOutput(mailbox, 0, False)])
+        mailbox.buffer = buffer
+        request = UserRequest(
+            request_id=f"pool-{self._next_id}",
+            prompt=TokensPart(text.token_ids),
+            params=_POOLED,
+            priority=priority,
+            cache_salt=(cache_salt or "").encode(),
+            arrival_time=self._loop.time(),
+            mailbox=mailbox,
+            pooled=text,
+        )
+        self._register(request, "embedding", context)
+        return request
+
+    def _register(self, request: UserRequest, kind: Kind, context: Context | None) -> None:
+        request_id, mailbox = request.request_id, request.mailbox
+        self._requests[request_id] = request
+        self._counters.num_requests += 1
+        self._observer.note_queued(
+            request_id, request.params, request.priority, mailbox.times, kind=kind, context=context
+        )
+        if not mailbox.done:  # a listener may abort it
+            self._begin(request, self._line.join(request_id, request.priority))
 
     def check(
         self,
@@ -181,7 +215,7 @@ class Admission:
         options = (deadline, first_token_deadline, priority, request_id, cache_salt)
         check_request(self._limits, self._has_tokenizer, part.kind, params, *options)
         if part is not prompt and isinstance(part, TokensPart):
-            return TokensPart(self._preparation.check_ids(part.token_ids))
+            return TokensPart(self.preparation.check_ids(part.token_ids))
         return part
 
     # For another thread than the loop's, ahead of `submit`.
@@ -211,7 +245,7 @@ class Admission:
         try:
             if turn is not None:
                 await turn
-            prepared = await self._preparation.prepare(request)
+            prepared = await self.preparation.prepare(request)
         except asyncio.CancelledError:
             request.preparing = None
             request.mailbox.abort()  # no effect if the request's end has cancelled this
@@ -237,7 +271,8 @@ class Admission:
         stop_ids = frozenset(params.stop_token_ids)
         if not params.ignore_eos or grammar is not None:  # past its end a grammar allows nothing else
             stop_ids |= limits.eos_token_ids
-        room = limits.max_model_len - len(ids)
+        pooled = request.pooled
+        room = limits.max_model_len - len(ids) if pooled is None else 1
         max_num_tokens = len(ids) + (room if params.max_tokens is None else min(room, params.max_tokens))
         seed = self._random.getrandbits(63) if params.seed is None else params.seed
         mailbox.stop_token_ids = frozenset(params.stop_token_ids)
@@ -269,6 +304,9 @@ class Admission:
                 cache_key=CacheKey(request.cache_salt),
                 sink=choice,
                 grammar=None if grammar is None else RequestGrammar(grammar),
+                is_pooled=pooled is not None,
+                pooled_token_ids=() if pooled is None else pooled.pooled_token_ids,
+                num_first_tokens=0 if pooled is None else pooled.num_first_tokens,
             )
             for i, choice in enumerate(mailbox.choices)
         ]
@@ -339,12 +377,12 @@ class Admission:
 
     def close(self) -> tuple[ThreadPool, ...]:
         """See `Preparation.close`."""
-        return self._preparation.close()
+        return self.preparation.close()
 
     def drop_tables(self) -> None:
         """Free the tokenizer and the grammars, after `fail_all` and `close`: streams that are kept hold the rest."""
         self._tokenizer = None
-        self._preparation.drop_tables()
+        self.preparation.drop_tables()
 
 
 def _where(request: UserRequest) -> str:

@@ -17,6 +17,7 @@ from collections.abc import Awaitable, Callable
 from functools import partial
 from typing import Any
 
+from ..checkpoint.pooling import PoolingConfig
 from ..checkpoint.sampling_defaults import SamplingDefaults
 from ..checkpoint.source import ModelSource, resolve_model
 from ..config import EngineConfig
@@ -68,6 +69,7 @@ class EngineCore:
         restart: Restart,
         sampling: SamplingDefaults,
         listeners: Listeners,
+        pooling: PoolingConfig | None = None,
     ) -> None:
         """``grammars``: of this tokenizer, warmed up ahead; None: made here, if there is a tokenizer. ``restart``
         makes an executor that is not started, and what starts it."""
@@ -78,19 +80,12 @@ class EngineCore:
         self.failure: EngineError | None = None
         self.tokenizer = tokenizer
         self.sampling = sampling
+        self.pooling = pooling or PoolingConfig()
+        self.config = config
         self._shutdown_timeout = config.shutdown_timeout
         self._counters = Counters()
         self._observer = Observer(config.on_request_end, listeners)
-        self._scheduler = Scheduler(
-            num_blocks=ready["num_blocks"],
-            kv_groups=KVCacheGroup.from_ready(ready),
-            max_num_seqs=config.max_num_seqs,
-            max_num_batched_tokens=ready["max_num_batched_tokens"],
-            max_model_len=ready["max_model_len"],
-            enable_prefix_caching=config.enable_prefix_caching,
-            max_in_flight_steps=max(config.max_in_flight_steps, config.max_leased_steps),
-            vocab_size=ready["vocab_size"],
-        )
+        self._scheduler = _new_scheduler(config, ready)
         limits = Limits(
             vocab_size=ready["vocab_size"],
             max_model_len=min(ready["max_model_len"], self._scheduler.max_tokens_capacity),
@@ -99,14 +94,16 @@ class EngineCore:
             unread_timeout=config.unread_timeout,
             eos_token_ids=eos_token_ids,
             sampling=sampling,
+            tasks=frozenset(ready.get("tasks", ("generate",))),
         )
+        self.limits = limits
         if tokenizer is not None and (grammars is None or grammars.vocab_size != limits.vocab_size):
             if grammars is not None:
                 grammars.close()
             grammars = GrammarService(tokenizer, limits.vocab_size)
         self.grammars = grammars
         is_gpu = bool(ready.get("is_accelerator"))
-        self._line = WaitingLine(limits.max_num_queued_requests, self._counters, wait_when_full=limits.wait_when_full)
+        self.line = WaitingLine(limits.max_num_queued_requests, self._counters, wait_when_full=limits.wait_when_full)
         self.steps = StepLoop(
             self._scheduler,
             executor,
@@ -114,7 +111,7 @@ class EngineCore:
             max_leased_steps=config.max_leased_steps if config.tensor_parallel_size == 1 else 0,
             counters=self._counters,
             observer=self._observer,
-            line=self._line,
+            line=self.line,
             hang_timeout=config.hang_timeout,
             step_patience=_GPU_PATIENCE if is_gpu else 0.0,
             grammars=grammars,
@@ -125,7 +122,7 @@ class EngineCore:
         self.admission = self._new_admission(
             loop=self.loop,
             steps=self.steps,
-            line=self._line,
+            line=self.line,
             preparation=Preparation(tokenizer, grammars, limits),
             tokenizer=tokenizer,
             limits=limits,
@@ -173,7 +170,9 @@ class EngineCore:
             ready = await starting
             sampling = SamplingDefaults(source.generation_config if config.generation_config == "auto" else {})
             heard_by = listeners or Listeners()
-            core = cls(config, executor, ready, tokenizer, eos_token_ids, grammars, restart, sampling, heard_by)
+            pooling = PoolingConfig.from_wire(source.pooling)
+            parts = (executor, ready, tokenizer, eos_token_ids, grammars, restart, sampling, heard_by, pooling)
+            core = cls(config, *parts)
         except BaseException:
             starting.cancel()
             executor.terminate()
@@ -250,7 +249,7 @@ class EngineCore:
         worker_memory, device_memory = self.worker.executor.memory()
         return Statistics(
             num_running=scheduler.num_running,
-            num_waiting=len(self._line) + self.admission.num_preempted,
+            num_waiting=len(self.line) + self.admission.num_preempted,
             num_blocks=scheduler.num_blocks,
             num_free_blocks=scheduler.num_free_blocks,
             block_size=self.worker.ready["block_size"],
@@ -383,6 +382,21 @@ class EngineCore:
         self._scheduler.drop_tables()
         if self.grammars is not None:
             self.grammars.drop_tables()
+
+
+def _new_scheduler(config: EngineConfig, ready: dict[str, Any]) -> Scheduler:
+    return Scheduler(
+        num_blocks=ready["num_blocks"],
+        kv_groups=KVCacheGroup.from_ready(ready),
+        max_num_seqs=config.max_num_seqs,
+        max_num_batched_tokens=ready["max_num_batched_tokens"],
+        max_model_len=ready["max_model_len"],
+        enable_prefix_caching=config.enable_prefix_caching,
+        max_in_flight_steps=max(config.max_in_flight_steps, config.max_leased_steps),
+        vocab_size=ready["vocab_size"],
+        computes_whole_prompts=bool(ready.get("is_encoder")),
+        pools_all_tokens=ready.get("pooling") == "mean",
+    )
 
 
 def _log_progress(progress: StartupProgress) -> None:

@@ -9,7 +9,9 @@ request; cancelling it, at any await, leaves nothing behind.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import asyncio
+from collections.abc import Callable, Sequence
+from typing import Any, TypeVar
 
 from ..errors import GrammarError
 from ..structured.service import GrammarService
@@ -19,6 +21,8 @@ from ..tokenizer.tokenizer import Tokenizer
 from .user_request import Limits, Phase, Prepared, UserRequest
 
 __all__ = ["Preparation"]
+
+T = TypeVar("T")
 
 
 class Preparation:
@@ -72,6 +76,10 @@ class Preparation:
     def check_ids(self, ids: Sequence[int]) -> list[int]:
         """The ids of a prompt, if they are this model's and leave room for one more. Raises as `check_token_ids`."""
         return check_token_ids(ids, self._limits.vocab_size, self._limits.max_model_len)
+
+    def run(self, function: Callable[..., T], *args: Any, is_long: bool) -> asyncio.Future[T]:
+        """Run a function that encodes, in a thread. ``is_long``: others should not wait for it."""
+        return (self._long_pool if is_long else self._pool).run(function, *args)
 
     def _grammar_service(self) -> GrammarService:
         if self._grammars is None:

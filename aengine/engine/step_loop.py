@@ -279,12 +279,14 @@ class StepLoop:
 
         What the worker waits for goes first: readers wait a millisecond longer.
         """
-        sampled, failed, _, num_rows, begun = self.scheduler.update(output)
+        sampled, failed, pooled, num_rows, begun = self.scheduler.update(output)
         self._counters.generated_tokens += len(sampled)
         self._observer.note_answer(begun, num_rows)
         begun.clear()  # an idle engine holds no request
         for request, error in failed:
             request.sink.fail(request_error(error))
+        for request, vector in pooled:
+            request.sink.put_vector(vector)
         masks: Masks | None = None
         failure: EngineError | None = None  # raised at the end: these tokens are known, and won't be sampled again
         if self.scheduler.num_constrained:

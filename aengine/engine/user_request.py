@@ -19,7 +19,7 @@ from ..tokenizer.prompt import PromptPart
 if TYPE_CHECKING:
     from ..structured.backend import Compiled
 
-__all__ = ["MAX_DEADLINE", "Limits", "Phase", "Prepared", "UserRequest", "check_request"]
+__all__ = ["MAX_DEADLINE", "Limits", "Phase", "PooledText", "Prepared", "UserRequest", "check_options", "check_request"]
 
 MAX_DEADLINE = 1e8
 """Seconds; three years, which every event loop's timers can hold."""
@@ -36,6 +36,17 @@ class Limits:
     eos_token_ids: frozenset[int]
     unread_timeout: float | None
     sampling: SamplingDefaults
+    tasks: frozenset[str] = frozenset({"generate"})
+    """What the model does: "generate", "embed", "classify"."""
+
+
+@dataclass(frozen=True, slots=True)
+class PooledText:
+    """A text that gets a vector: its tokens, and the other fields of `NewRequest` for it."""
+
+    token_ids: Sequence[int]
+    num_first_tokens: int = 0
+    pooled_token_ids: tuple[int, ...] = ()
 
 
 class Phase(Enum):
@@ -61,6 +72,7 @@ class UserRequest:
     mailbox: Mailbox
     constraint: StructuredOutput | None = None  # of a chat: see its plan
     asked_type: AskedType | None = None  # it will be the constraint
+    pooled: PooledText | None = None  # it gets a vector; then the prompt is its tokens
     phase: Phase = Phase.HELD
     preparing: asyncio.Task[None] | None = None
     requests: list[Request] = field(default_factory=list)  # one for each of the n completions
@@ -94,8 +106,37 @@ def check_request(
     cache_salt: str | None,
 ) -> None:
     """Raise InvalidRequestError for options and parameters that this engine can't take. ``kind``: of the prompt."""
+    if "generate" not in limits.tasks:
+        calls = "classify() and score()" if "classify" in limits.tasks else "embed()"
+        raise InvalidRequestError(f"this model is an encoder, which generates no text: call {calls}", param="prompt")
     if not isinstance(params, SamplingParams):
         raise InvalidRequestError(f"params must be SamplingParams, not {type(params).__name__}", param="params")
+    check_options(deadline, first_token_deadline, priority, request_id, cache_salt)
+    if not has_tokenizer:
+        if kind == "chat":
+            raise InvalidRequestError("a chat needs a tokenizer: start without skip_tokenizer=True", param="messages")
+        if kind != "token_ids" or params.stop:
+            what = "stop strings need" if kind == "token_ids" else f"a prompt of {kind} needs"
+            raise InvalidRequestError(
+                f"{what} a tokenizer, and the engine was started with skip_tokenizer=True", param="prompt"
+            )
+    vocab_size = limits.vocab_size
+    for name, ids in (("logit_bias", params.logit_bias), ("stop_token_ids", params.stop_token_ids)):
+        for token_id in ids:
+            if token_id >= vocab_size:
+                raise InvalidRequestError(
+                    f"{name} names token {token_id}, but this model has {vocab_size} tokens", param=name
+                )
+
+
+def check_options(
+    deadline: float | None,
+    first_token_deadline: float | None,
+    priority: int,
+    request_id: str | None,
+    cache_salt: str | None,
+) -> None:
+    """Raise InvalidRequestError for options that no engine can take."""
     for name, limit in (("deadline", deadline), ("first_token_deadline", first_token_deadline)):
         if limit is not None and (
             isinstance(limit, bool) or not isinstance(limit, int | float) or not 0 < limit <= MAX_DEADLINE
@@ -113,18 +154,3 @@ def check_request(
         if not is_unicode(value):
             cause = "it has half of a surrogate pair, which is no character; remove it, or give another name"
             raise InvalidRequestError(f"{name}={shown(value)} is not valid: {cause}", param=name)
-    if not has_tokenizer:
-        if kind == "chat":
-            raise InvalidRequestError("a chat needs a tokenizer: start without skip_tokenizer=True", param="messages")
-        if kind != "token_ids" or params.stop:
-            what = "stop strings need" if kind == "token_ids" else f"a prompt of {kind} needs"
-            raise InvalidRequestError(
-                f"{what} a tokenizer, and the engine was started with skip_tokenizer=True", param="prompt"
-            )
-    vocab_size = limits.vocab_size
-    for name, ids in (("logit_bias", params.logit_bias), ("stop_token_ids", params.stop_token_ids)):
-        for token_id in ids:
-            if token_id >= vocab_size:
-                raise InvalidRequestError(
-                    f"{name} names token {token_id}, but this model has {vocab_size} tokens", param=name
-                )

@@ -35,6 +35,10 @@ class WaitingLine:
     def __len__(self) -> int:
         return len(self._inside) + len(self._held)
 
+    @property
+    def is_full(self) -> bool:
+        return len(self) >= self._limit
+
     def check_room(self, num_coming: int = 0) -> None:
         """Raise EngineOverloadedError when it is full, or will be with so many more, and those who come don't wait."""
         if len(self) + num_coming < self._limit or self._wait_when_full:

@@ -163,7 +163,9 @@ class NewRequest:
     block_spans: array[int] = field(default_factory=int32)
     """int32 [2 * num_groups], a pair for each KV group: how many leading blocks of its table are left out, as they are
     before the window, and how many of ``block_ids`` follow. Empty: one group, and all its blocks."""
-    is_pooled: bool = False  # it gets no token, but the last hidden state of its prompt
+    is_pooled: bool = False  # it gets no token, but a vector of its prompt, as the model's pooling says
+    pooled_token_ids: array[int] = field(default_factory=int32)  # if any: the vector is their logits after its prompt
+    num_first_tokens: int = 0  # of a pair of texts: leading tokens that belong to the first; 0: there is one text
 
 
 @dataclass(slots=True)
@@ -230,15 +232,19 @@ class LogprobColumns:
 
 @dataclass(slots=True)
 class PooledColumns:
-    """The vectors of the requests that get one rather than tokens. m of them, all of one width."""
+    """The vectors of the requests that get one rather than tokens. m of them."""
 
     batch_idx: array[int]  # [m]
-    values: array[float]  # [m * width]
+    sizes: array[int]  # [m]
+    values: array[float]  # [sum(sizes)]
 
     def vectors(self) -> list[tuple[int, array[float]]]:
         """(batch position, vector) of each."""
-        width = len(self.values) // max(1, len(self.batch_idx))
-        return [(i, self.values[k * width : (k + 1) * width]) for k, i in enumerate(self.batch_idx)]
+        found, end = [], 0
+        for i, size in zip(self.batch_idx, self.sizes, strict=True):
+            begin, end = end, end + size
+            found.append((i, self.values[begin:end]))
+        return found
 
 
 @dataclass(slots=True)
@@ -306,7 +312,9 @@ def pack(message: object) -> bytes:
                 [(e.batch_idx, e.type, e.message) for e in o.errors],
                 o.answered_at,
                 None if o.counts is None else o.counts.tobytes(),
-                None if o.pooled is None else (o.pooled.batch_idx.tobytes(), o.pooled.values.tobytes()),
+                None
+                if o.pooled is None
+                else [c.tobytes() for c in (o.pooled.batch_idx, o.pooled.sizes, o.pooled.values)],
             )
         )
     if type(message) is GrammarOutput:
@@ -359,6 +367,8 @@ def _new_request(r: NewRequest) -> tuple[Any, ...]:
         r.bias_values.tobytes(),
         r.block_spans.tobytes(),
         r.is_pooled,
+        r.pooled_token_ids.tobytes(),
+        r.num_first_tokens,
     )
 
 
@@ -401,7 +411,7 @@ def _request(fields: Any) -> NewRequest:
     r.token_ids, r.block_ids = _ints(r.token_ids), _ints(r.block_ids)
     r.stop_token_ids, r.bias_token_ids = _ints(r.stop_token_ids), _ints(r.bias_token_ids)
     r.bias_values, r.block_spans = _floats(r.bias_values), _ints(r.block_spans)
-    r.is_pooled = bool(r.is_pooled)
+    r.is_pooled, r.pooled_token_ids = bool(r.is_pooled), _ints(r.pooled_token_ids)
     if not 0 <= r.num_computed_tokens < len(r.token_ids) or not 0 < r.num_prompt_tokens <= len(r.token_ids):
         raise MessageError(f"request of row {r.req_idx}: token counts do not fit together")
     if len(r.block_spans) % 2 or (r.block_spans and sum(r.block_spans[1::2]) != len(r.block_ids)):
@@ -422,9 +432,12 @@ def _output(data: Any) -> ModelRunnerOutput:
         if min(output.counts, default=0) < 0 or sum(output.counts) != len(token_ids):
             raise MessageError(f"step {step_id}: counts that do not fit the tokens")
     if pooled is not None:
-        output.pooled = PooledColumns(_ints(pooled[0]), _floats(pooled[1]))
-        if len(output.pooled.values) % max(1, len(output.pooled.batch_idx)):
-            raise MessageError(f"step {step_id}: pooled vectors of unequal length")
+        output.pooled = PooledColumns(_ints(pooled[0]), _ints(pooled[1]), _floats(pooled[2]))
+        sizes = output.pooled.sizes
+        if len(output.pooled.batch_idx) != len(sizes) or sum(sizes) != len(output.pooled.values):
+            raise MessageError(f"step {step_id}: pooled vectors that do not fit their sizes")
+        if min(sizes, default=0) < 0:
+            raise MessageError(f"step {step_id}: pooled vectors that do not fit their sizes")
     return output
 
 
@@ -505,7 +518,7 @@ _CHECKS = {
 }
 _REQUEST_INTS = (
     *("req_idx", "num_prompt_tokens", "num_computed_tokens", "top_k", "seed", "logprobs", "min_tokens"),
-    "max_num_tokens",
+    *("max_num_tokens", "num_first_tokens"),
 )
 _REQUEST_FLOATS = "temperature", "top_p", "min_p", "presence_penalty", "frequency_penalty", "repetition_penalty"
 

@@ -30,7 +30,7 @@ class HostOutput(NamedTuple):
     token_ids: np.ndarray | None = None  # [n]
     checks: np.ndarray | None = None  # float32 [n]
     counts: np.ndarray | None = None  # [requests with rows of logits]: tokens that each gets; None: one
-    vectors: np.ndarray | None = None  # float32 [m, hidden_size]
+    vectors: np.ndarray | None = None  # float32 [sum of their sizes], one after the other
     sampled_logprobs: np.ndarray | None = None
     top_token_ids: np.ndarray | None = None
     top_logprobs: np.ndarray | None = None
@@ -51,7 +51,7 @@ class AsyncOutput:
     ``source``: their tokens; None if nothing was sampled. ``logprobs``: whose they are. ``row_errors``: batch position
     to the error of a request that failed before it was sampled. ``drafts``: the step's, if its answer is ragged;
     ``places`` [n]: how many that are not certain are before each row. ``pooled``: the batch positions of those that get
-    a vector.
+    a vector, and the sizes of these, host int64 [2, m].
     """
 
     def __init__(
@@ -93,7 +93,8 @@ class AsyncOutput:
             output = self._ragged(host, kept, errors, self._drafts)
         output.errors = [errors[i] for i in sorted(errors)]
         if host.vectors is not None and self._pooled is not None:
-            output.pooled = PooledColumns(int32(self._pooled.tolist()), _float_column(host.vectors))
+            output.pooled = _vectors(self._pooled, host.vectors, errors)
+            output.errors = [errors[i] for i in sorted(errors)]
         return output
 
     def _errors(self, host: HostOutput, kept: Rows | None) -> dict[int, RowError]:
@@ -225,6 +226,19 @@ def _columns(
         int32(token_ids[keep][wanted].tolist()),
         float32(values[keep][wanted].tolist()),
     )
+
+
+def _vectors(pooled: Rows, values: np.ndarray, errors: dict[int, RowError]) -> PooledColumns:
+    """The vectors, but for those that are no numbers, which are added to ``errors``."""
+    batch_idx, sizes = pooled
+    begins = np.cumsum(sizes) - sizes
+    is_good = np.logical_and.reduceat(np.isfinite(values), begins)
+    if not is_good.all():
+        for i in map(int, batch_idx[~is_good]):
+            errors[i] = RowError(i, "InternalError", "the model's vector for this request holds NaN or infinity")
+        values = values[np.repeat(is_good, sizes)]
+        batch_idx, sizes = batch_idx[is_good], sizes[is_good]
+    return PooledColumns(int32(batch_idx.tolist()), int32(sizes.tolist()), _float_column(values))
 
 
 def _int_column(values: np.ndarray) -> array[int]:

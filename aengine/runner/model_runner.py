@@ -31,7 +31,8 @@ from .graphs.batch_graphs import BatchGraphs
 from .graphs.cuda_graphs import CudaGraphManager, DecodeStep, GraphKind
 from .input_batch import BatchPlan, InputBatch, SampleBatch
 from .platforms.platform import Platform
-from .pooling import PooledTensors, pool
+from .pooling.decoder import DecoderPooling, PooledTensors
+from .pooling.vectors import VectorLayers
 from .request_state import SCALAR_WORDS, RequestState
 from .sampling.bitmask_memory import HostBitmasks
 from .sampling.sampler import Sampler, SamplerOutput
@@ -49,6 +50,9 @@ class Model(Protocol):
 
     def compute_logits(self, hidden: Tensor) -> Tensor:
         """float32 [n, vocab_size], a new tensor, for hidden [n, hidden_size]."""
+
+    def final_hidden(self, hidden: Tensor) -> Tensor:
+        """[n, hidden_size] as the head takes it: normalised, a new tensor, for hidden [n, hidden_size]."""
 
 
 class KvMemory(Protocol):
@@ -110,11 +114,13 @@ class ModelRunner:
         max_in_flight_steps: int = 2,
         enforce_eager: bool = False,
         is_alone: bool = True,
+        vectors: VectorLayers | None = None,
     ) -> None:
         """``graph_sizes``: batch sizes of decode steps that run as one launch; None: all steps run op by op.
         ``max_graph_tokens``: most tokens of a step with prompts whose layers run as one launch.
         ``is_alone``: no other rank computes the same steps, so that this one decides by itself what to leave out of a
-        step that it has no memory for; else that is an InternalError, as the others are in the step already."""
+        step that it has no memory for; else that is an InternalError, as the others are in the step already.
+        ``vectors``: how a request that is pooled gets its vector; None: as its last hidden state."""
         self._is_alone = is_alone
         self._model = model
         self._kv_memory = kv_memory
@@ -131,6 +137,7 @@ class ModelRunner:
         self.requests = RequestState(self._arena)
         kv_memory.watch_rows(self.requests.scalars.first_len)
         self.tables = BlockTables(self._arena, num_blocks=num_blocks, groups=kv_groups)
+        self._pooling = DecoderPooling(model, self.requests, vectors or VectorLayers("last"))
         self._bitmasks = HostBitmasks(4 * ((vocab_size + 31) // 32))
         self._sampler = Sampler(self.requests, vocab_size, self._bitmasks)
         self._row_faults: dict[int, tuple[str, str]] = {}  # row: type and message of what is wrong with its request
@@ -243,7 +250,7 @@ class ModelRunner:
             batch = InputBatch.gather(plan, self.requests, self.tables)
             hidden = self._model.forward(batch.inputs.input_ids, batch.inputs.positions, self._kv_memory.bind(batch))
             rows, seq_lens = batch.idx_mapping, batch.inputs.seq_lens
-        logits, pooled = None, pool(plan, hidden, self.requests)
+        logits, pooled = None, self._pooling.pool(plan, hidden)
         if len(plan.sampling):
             if plan.num_logits < len(hidden):
                 hidden = hidden.index_select(0, to_device(plan.logits_indices(), hidden.device))
@@ -317,7 +324,7 @@ class ModelRunner:
             logprobs,
             drafts=state.drafts,
             places=None if batch is None or batch.drafted is None else batch.drafted.places,
-            pooled=_NO_ROWS if state.pooled is None else state.pooled.batch_idx,
+            pooled=None if state.pooled is None else state.pooled.places,
         )
 
     def _sample_masked(self, plan: BatchPlan, grammar: GrammarOutput | None) -> Published:
@@ -377,6 +384,7 @@ class ModelRunner:
             if fault is not None:
                 self._row_faults[request.req_idx] = ("InvalidRequestError", fault)
             self.requests.add_request(request)
+            self._pooling.add_request(request)
             self._sampler.add_request(request)
             self.tables.replace(request)
         self.tables.append(out.block_rows, out.block_ids, out.block_groups)

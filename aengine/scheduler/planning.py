@@ -138,8 +138,9 @@ class StepPlan:
             coming += sum(kv.num_leaving(request) for request in self._rows.catching_up if not request.is_paused)
         return coming
 
-    def admit(self, waiting: WaitingQueue, quarantine: CrashQuarantine) -> None:
-        """Give rows to the waiting, while their known tokens fit and everybody with a row could grow by a block."""
+    def admit(self, waiting: WaitingQueue, quarantine: CrashQuarantine, *, whole_prompts: bool = False) -> None:
+        """Give rows to the waiting, while their known tokens fit and everybody with a row could grow by a block.
+        ``whole_prompts``: only while all of their tokens fit into this step."""
         rows, kv = self._rows, self._rows.kv
         while waiting and self._budget > 0 and rows.free_rows:
             spare = kv.pool.num_free - len(rows.running) * kv.num_growing
@@ -149,6 +150,8 @@ class StepPlan:
             if request.status is not RequestStatus.WAITING:  # one of the quarantine runs: nobody else comes in
                 return
             num_tokens = len(request.token_ids)
+            if whole_prompts and num_tokens > self._budget:
+                return
             tables = kv.match(request)
             if spare < kv.num_missing(tables, num_tokens):
                 return
@@ -223,15 +226,19 @@ class StepPlan:
         """Set what the requests that catch up in this step do in the next: the first is at ``batch_idx``. Returns the
         chunks of prompts, see `InFlightStep`."""
         chunks: dict[int, int] = {}
-        joining = []
+        joining, num_complete = [], 0
         for request in self.extras:
             if request.num_computed_tokens < len(request.token_ids):
                 chunks[batch_idx] = request.num_computed_tokens
+            elif request.is_pooled:
+                self._rows.drain(request)
+                num_complete += 1
             else:
                 joining.append(request)
+                num_complete += 1
             batch_idx += 1
         self._rows.join(joining)
-        if joining:
+        if num_complete:
             rows = self._rows
             rows.catching_up = [request for request in rows.catching_up if request.status is _CATCHING_UP]
         return chunks

@@ -25,7 +25,7 @@ A step in which it has k drafts brings 1 to 1 + k tokens. Until its answer comes
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from enum import Enum, auto
 from typing import TYPE_CHECKING, Any, NamedTuple
 
@@ -64,8 +64,9 @@ class Request:
 
     ``priority``: lower is more urgent; among equals the earlier ``arrival_time`` (any unit), then the earlier added.
     ``max_num_tokens`` counts prompt and completion. ``is_pooled``: it gets one vector in place of the one token that
-    ``max_num_tokens`` leaves room for. ``stop_token_ids`` includes the model's end-of-sequence tokens unless those are
-    ignored. ``sink`` is the caller's; ``grammar`` what its tokens must obey.
+    ``max_num_tokens`` counts: the logits of ``pooled_token_ids``, if there are any, else as the model's pooling says;
+    ``num_first_tokens``: see `NewRequest`. ``stop_token_ids`` includes the model's end-of-sequence tokens unless
+    those are ignored. ``sink`` is the caller's; ``grammar`` what its tokens must obey.
     """
 
     __slots__ = (
@@ -88,11 +89,13 @@ class Request:
         "num_computed_tokens",
         "num_deaths",
         "num_deaths_alone",
+        "num_first_tokens",
         "num_offered_tokens",
         "num_pauses",
         "num_prompt_tokens",
         "num_tokens_at_death",
         "params",
+        "pooled_token_ids",
         "priority",
         "req_idx",
         "request_id",
@@ -121,6 +124,8 @@ class Request:
         sink: Any = None,
         grammar: RequestGrammar | None = None,
         is_pooled: bool = False,
+        pooled_token_ids: Sequence[int] = (),
+        num_first_tokens: int = 0,
     ) -> None:
         self.request_id = request_id
         self.token_ids = list(prompt_token_ids)  # prompt, then the committed output
@@ -136,6 +141,8 @@ class Request:
         self.sink = sink
         self.grammar = grammar
         self.is_pooled = is_pooled
+        self.pooled_token_ids = pooled_token_ids
+        self.num_first_tokens = num_first_tokens
         assert 0 < self.num_prompt_tokens < max_num_tokens, "admission leaves room for one token at least"
         assert not is_pooled or max_num_tokens == self.num_prompt_tokens + 1
 
@@ -236,4 +243,6 @@ class Request:
             bias_token_ids=int32(bias.keys()),
             bias_values=float32(bias.values()),
             is_pooled=self.is_pooled,
+            pooled_token_ids=int32(self.pooled_token_ids),
+            num_first_tokens=self.num_first_tokens,
         )

@@ -64,7 +64,11 @@ class Scheduler:
         enable_prefix_caching: bool = True,
         max_in_flight_steps: int = 2,
         vocab_size: int = 1 << 31,
+        computes_whole_prompts: bool = False,
+        pools_all_tokens: bool = False,
     ) -> None:
+        """``computes_whole_prompts``: each prompt in one step. ``pools_all_tokens``: the vector of a request depends on
+        all of its hidden states, so that those of a prefix must be computed again."""
         self.num_rows = min(max_num_seqs, max_num_batched_tokens)
         self.max_num_batched_tokens = max_num_batched_tokens
         self.waiting = WaitingQueue()
@@ -74,6 +78,8 @@ class Scheduler:
         self.enable_prefix_caching = enable_prefix_caching
         self.max_in_flight_steps = max_in_flight_steps
         self._vocab_size = vocab_size  # ids beyond it are no answer
+        self._computes_whole_prompts = computes_whole_prompts
+        self._pools_all_tokens = pools_all_tokens
 
         self.parallel_sampling = ParallelSampling()
         self._quarantine = CrashQuarantine()
@@ -118,11 +124,12 @@ class Scheduler:
     def add_request(self, request: Request) -> None:
         """Queue it. Completions 1 .. n-1 of a call are added after its index 0, whose prompt they share."""
         assert request.status is RequestStatus.NEW, f"{request} was added before"
-        assert request.max_num_tokens <= self.max_tokens_capacity, f"{request} does not fit into the KV cache"
+        num_tokens = request.max_num_tokens - request.is_pooled  # a vector takes no place
+        assert num_tokens <= self.max_tokens_capacity, f"{request} does not fit into the KV cache"
         self._num_added += 1
         self.num_constrained += request.grammar is not None
         request.sort_key = (request.priority, request.arrival_time, self._num_added)
-        if self.enable_prefix_caching:
+        if self.enable_prefix_caching and not (request.is_pooled and self._pools_all_tokens):
             request.root_hash = shared_root(request.cache_key)
         if request.params.n > 1 and self.rows.kv.shares_prompt(request):
             if request.index == 0:
@@ -226,7 +233,7 @@ class Scheduler:
         for request in decoding:
             request.num_computed_tokens += 1
         if self.waiting:
-            plan.admit(self.waiting, self._quarantine)
+            plan.admit(self.waiting, self._quarantine, whole_prompts=self._computes_whole_prompts)
             self.prefix_cache_queries += plan.num_cache_queries
             self.prefix_cache_hits += plan.num_cache_hits
         if not decoding and not plan.extras:

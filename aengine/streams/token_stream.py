@@ -14,6 +14,7 @@ runs its finaliser, which aborts the request.
 from __future__ import annotations
 
 import asyncio
+from array import array
 from collections import deque
 from collections.abc import Callable
 from functools import partial
@@ -194,6 +195,7 @@ class ChoiceOutput:
         "mailbox",
         "texts",
         "token_ids",
+        "vector",
     )
 
     def __init__(self, mailbox: Mailbox, index: int, want_logprobs: bool) -> None:
@@ -204,6 +206,7 @@ class ChoiceOutput:
         self.texts: list[str] = []  # one for each token, perhaps empty, if there is a detokenizer
         self.logprobs: list[tuple[Logprob, ...]] | None = [] if want_logprobs else None
         self.finish_reason: FinishReason | None = None
+        self.vector: array[float] | None = None  # float32; of a request that gets one in place of tokens
         self._stop_string: str | None = None  # that ended it
         self._parsed: tuple[Any, Exception | None] | None = None  # cached: a type's own validators may be slow
 
@@ -246,6 +249,12 @@ class ChoiceOutput:
         if finish_reason is not None and not stopped:
             self.end(finish_reason)
         return stopped
+
+    def put_vector(self, vector: array[float]) -> None:
+        """Deliver the vector of a request that gets one in place of tokens, which ends it."""
+        if self.finish_reason is None:
+            self.vector = vector
+            self.end(FinishReason.STOP)
 
     def fail(self, error: BaseException) -> None:
         """End the whole request, of which this is one completion, with an error. Idempotent."""

@@ -28,12 +28,16 @@ __all__ = ["Listeners", "RequestListener", "RequestReports", "RequestStart"]
 logger = logging.getLogger("aengine.requests")
 
 
+Kind = Literal["completion", "chat", "embedding"]
+"""Of a request: "chat": its prompt is messages; "embedding": it gets a vector, or scores, in place of text."""
+
+
 @dataclass(frozen=True, slots=True)
 class RequestStart:
     """One request that the engine has accepted, as a `RequestListener` gets it."""
 
     request_id: str
-    kind: Literal["completion", "chat"]  # "chat": its prompt is messages
+    kind: Kind
     params: SamplingParams  # with the checkpoint's defaults
     priority: int
     arrived_at: float  # of the call, in seconds since 1970

@@ -13,10 +13,10 @@ import logging
 from collections.abc import Callable, Collection, Iterable
 from contextvars import Context, copy_context
 from time import perf_counter, time
-from typing import TYPE_CHECKING, Literal
+from typing import TYPE_CHECKING
 
 from ..outputs import FinishReason, RequestEnd
-from .listeners import Listeners, RequestReports, RequestStart
+from .listeners import Kind, Listeners, RequestReports, RequestStart
 from .metrics import HistogramCounts
 from .request_times import RequestTimes
 
@@ -24,7 +24,7 @@ if TYPE_CHECKING:
     from ..params import SamplingParams
     from ..scheduler.request import Request
 
-__all__ = ["Observer"]
+__all__ = ["Kind", "Observer"]
 
 logger = logging.getLogger("aengine.requests")
 
@@ -55,7 +55,7 @@ class Observer:
         priority: int,
         times: RequestTimes,
         *,
-        is_chat: bool,
+        kind: Kind,
         context: Context | None,
     ) -> None:
         """Note that a request was registered. ``context``: the caller's, if somebody listened when it called."""
@@ -66,7 +66,6 @@ class Observer:
         if listeners:
             arrived_at = time() - (perf_counter() - times.arrived)
             caller = copy_context() if context is None else context
-            kind: Literal["completion", "chat"] = "chat" if is_chat else "completion"
             start = RequestStart(request_id, kind, params, priority, arrived_at, caller)
             times.reports = RequestReports(start, listeners)
             times.reports.accepted()

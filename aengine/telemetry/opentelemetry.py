@@ -57,6 +57,10 @@ _MOST_ENDED = 64
 """Requests that may wait to be recorded."""
 
 
+_OPERATIONS = {"completion": "text_completion", "chat": "chat", "embedding": "embeddings"}
+"""The conventions' names of the kinds of requests."""
+
+
 class Engine(Protocol):
     """Interface of what is instrumented: an `AsyncLLM`."""
 
@@ -205,7 +209,7 @@ class _Instrumentation(RequestListener):
 
     def _common_attributes(self, request: RequestStart) -> dict[str, Any]:
         return {
-            "gen_ai.operation.name": "chat" if request.kind == "chat" else "text_completion",
+            "gen_ai.operation.name": _OPERATIONS[request.kind],
             "gen_ai.provider.name": _PROVIDER,
             "gen_ai.request.model": self._model_name,
         }

@@ -160,6 +160,11 @@ class Tokenizer:
         added = self._encoder.get_added_tokens_decoder()
         return {added[i].content: i for i in sorted(self.special_ids)}
 
+    @property
+    def encoder(self) -> tokenizers.Tokenizer:
+        """The library's object. Not to be changed."""
+        return self._encoder
+
     def token_id(self, token: str) -> int | None:
         """Return the id of a token by its name in the vocabulary, as "<|im_end|>"."""
         return self._encoder.token_to_id(token)

@@ -65,7 +65,7 @@ COLUMNS = LogprobColumns(int32([1]), float32([-0.5]), int32([2]), int32([3, 4]),
         (Kind.STEP, SchedulerOutput(3, req_idx=int32([1]), num_scheduled_tokens=int32([1]), is_leased=True)),
         (Kind.OUTPUT, ModelRunnerOutput(3, int32([5]), answered_at=12.25)),
         (Kind.OUTPUT, ModelRunnerOutput(3, int32([5, 6]), counts=int32([0, 2]))),
-        (Kind.OUTPUT, ModelRunnerOutput(3, int32([-1]), pooled=PooledColumns(int32([0]), float32([1, 2])))),
+        (Kind.OUTPUT, ModelRunnerOutput(3, int32([-1]), pooled=PooledColumns(int32([0]), int32([2]), float32([1, 2])))),
         (Kind.REPLY, {"error": ERROR}),
         (Kind.ERROR, ERROR),
         (Kind.LOG, LOG),
@@ -125,7 +125,11 @@ def columns(**changes: Any) -> ModelRunnerOutput:
         (Kind.STEP, drafted(int32([0, 1]), int32([7, 8])), "do not fit"),
         (Kind.OUTPUT, ModelRunnerOutput(3, int32([5, 6]), counts=int32([1])), "do not fit"),
         (Kind.OUTPUT, ModelRunnerOutput(3, int32([5, 6]), counts=int32([3, -1])), "do not fit"),
-        (Kind.OUTPUT, ModelRunnerOutput(3, int32(), pooled=PooledColumns(int32([0, 1]), float32([1]))), "unequal"),
+        (
+            Kind.OUTPUT,
+            ModelRunnerOutput(3, int32(), pooled=PooledColumns(int32([0, 1]), int32([1, 1]), float32([1]))),
+            "sizes",
+        ),
     ],
 )
 def test_what_does_not_have_its_form_is_refused(kind: Kind, message: Any, text: str) -> None:

@@ -62,6 +62,9 @@ class FakeModel:
         hidden[:, 1] = input_ids
         return hidden
 
+    def final_hidden(self, hidden: Tensor) -> Tensor:
+        return hidden.clone()
+
     def compute_logits(self, hidden: Tensor) -> Tensor:
         logits = logits_of_hash(hidden[:, 0], self.vocab_size)
         for row in range(len(hidden)):
@@ -107,6 +110,9 @@ class ConstantModel:
 
     def forward(self, input_ids: Tensor, positions: Tensor, attn: Any) -> Tensor:
         return input_ids[:, None]
+
+    def final_hidden(self, hidden: Tensor) -> Tensor:
+        return hidden.clone()
 
     def compute_logits(self, hidden: Tensor) -> Tensor:
         return self.logits.expand(len(hidden), -1).clone()

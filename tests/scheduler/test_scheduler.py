@@ -623,7 +623,7 @@ def test_a_request_without_tokens_ends_with_its_vector() -> None:
     first, second = step(scheduler), step(scheduler)
     assert first.new_requests[0].is_pooled and list(second.num_scheduled_tokens) == [2, 2]
     reply(scheduler, first, [-1])
-    column = PooledColumns(int32([0]), array("f", [1.0, 2.0]))
+    column = PooledColumns(int32([0]), int32([2]), array("f", [1.0, 2.0]))
     result = scheduler.update(ModelRunnerOutput(second.step_id, int32([-1, 7]), pooled=column))
     assert result.pooled == [(request, array("f", [1.0, 2.0]))] and request.output_token_ids == []
     assert request.finish_reason is FinishReason.STOP and [r for r, *_ in result.sampled] == [other]

@@ -134,6 +134,9 @@ class Decoder(ABC, Generic[Config]):
             layer(residual, attn)
         return residual
 
+    def final_hidden(self, hidden: Tensor) -> Tensor:
+        return self.norm(hidden)
+
     def compute_logits(self, hidden: Tensor) -> Tensor:
         logits = self.lm_head.after_norm(hidden, self.norm, torch.float32)
         scale, cap = self.config.logit_scale, self.config.logit_softcap

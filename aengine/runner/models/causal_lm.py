@@ -29,3 +29,6 @@ class CausalLM(Protocol):
 
     def compute_logits(self, hidden: Tensor) -> Tensor:
         """float32 [n, vocab_size] for n rows of what `forward` returns."""
+
+    def final_hidden(self, hidden: Tensor) -> Tensor:
+        """[n, hidden_size], after the last norm, for n rows of what `forward` returns."""

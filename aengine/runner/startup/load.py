@@ -15,16 +15,21 @@ from typing import Any
 
 import torch
 
+from ...checkpoint.pooling import PoolingConfig
 from ...checkpoint.source import ModelSource
 from ...config import EngineConfig, num_worker_threads
+from ...errors import ModelLoadError
 from ...workers.rank import Rank
 from .. import profiler
 from ..attention.torch_attention import DEFAULT_BLOCK_SIZE
 from ..model_runner import ModelRunner
 from ..models import build_model, read_config
+from ..models.encoders import is_encoder
 from ..platforms.choice import choose_platform
+from ..pooling.vectors import VectorLayers, load_vector_layers
 from ..weights.formats import choose_formats
 from ..weights.loader import LoadedWeights, Progress, load_weights
+from .encoder import LoadedEncoder, load_encoder
 from .kv_memory import KvPlan, choose_kv_dtype
 from .profile import profile
 from .setup import RunnerSetup
@@ -34,12 +39,16 @@ __all__ = ["LocalModel", "load_model"]
 logger = logging.getLogger("aengine.runner")
 
 
-def load_model(config: EngineConfig, source: Mapping[str, Any], rank: Rank, progress: Progress) -> LocalModel:
+def load_model(
+    config: EngineConfig, source: Mapping[str, Any], rank: Rank, progress: Progress
+) -> LocalModel | LoadedEncoder:
     """Load and profile one rank.
 
     Raises:
         ModelLoadError: the device, the checkpoint or the memory is not what is needed; the message says what helps.
     """
+    if is_encoder(source["hf_config"]):
+        return load_encoder(config, source, rank, progress)
     setup, weights = _load(config, source, rank, progress)
     return LocalModel(setup, weights, profile(setup, progress), rank, progress)
 
@@ -66,6 +75,7 @@ def _load(
     model = build_model(model_config, formats)
     attention = platform.choose_attention(config, model_config, formats.dtype)
     weights = load_weights(model, checkpoint, config.seed, progress, platform.device, platform.memory)
+    vectors = _vectors(config, checkpoint, platform.device)
     setup = RunnerSetup(
         config=config,
         model_config=model_config,
@@ -78,8 +88,18 @@ def _load(
         weight_bytes=platform.memory().allocated if platform.is_accelerator else weights.num_bytes,
         num_threads=num_threads,
         is_alone=rank.world_size == 1,
+        vectors=vectors,
     )
     return setup, weights
+
+
+def _vectors(config: EngineConfig, checkpoint: ModelSource, device: torch.device) -> VectorLayers | None:
+    """What a decoder's embeddings are made by; None: it gives none."""
+    pooling = PoolingConfig.from_wire(checkpoint.pooling)
+    mode = pooling.mode if config.pooling == "auto" else config.pooling
+    if mode == "cls":
+        raise ModelLoadError("pooling='cls' is for encoders: the first token of a decoder sees no other; use 'last'")
+    return load_vector_layers(mode, pooling, checkpoint.path, device) if mode and not pooling.fault else None
 
 
 class LocalModel:
@@ -106,7 +126,11 @@ class LocalModel:
             "model_type": setup.model_config.model_type,
             "model_impl": setup.model_config.implementation,
             "why_not_native": setup.model_config.why_not_native,
+            "tasks": ["generate"],
         }
+        if setup.vectors is not None:
+            size = setup.vectors.size(setup.model_config.hidden_size)
+            self.offer |= {"tasks": ["generate", "embed"], "pooling": setup.vectors.mode, "embedding_size": size}
 
     def allocate(self, plan: Mapping[str, int]) -> tuple[ModelRunner, dict[str, Any]]:
         """See `LoadedModel`. Raises ModelLoadError."""

@@ -19,6 +19,7 @@ from ..model_config import ModelConfig
 from ..model_runner import ModelRunner
 from ..models.causal_lm import CausalLM
 from ..platforms.platform import Platform
+from ..pooling.vectors import VectorLayers
 
 __all__ = ["RunnerSetup"]
 
@@ -42,6 +43,7 @@ class RunnerSetup:
     weight_bytes: int
     num_threads: int  # that compile kernels
     is_alone: bool = True  # no other rank computes the same steps
+    vectors: VectorLayers | None = None  # None: it gives no embeddings
 
     @property
     def kv_layout(self) -> KVLayout:
@@ -74,6 +76,7 @@ class RunnerSetup:
             max_in_flight_steps=config.max_in_flight_steps,  # leased steps beyond these wait in the worker's queue
             enforce_eager=config.enforce_eager,
             is_alone=self.is_alone,
+            vectors=self.vectors,
         )
 
     @contextmanager

@@ -15,6 +15,7 @@ from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -22,6 +23,7 @@ from torch import Tensor
 from ...checkpoint.source import ModelSource
 from ...errors import ModelLoadError
 from ..models.causal_lm import CausalLM
+from ..models.encoders.encoder import Encoder
 from ..platforms.platform import DeviceMemory
 from .gguf_source import read_gguf
 from .random_source import make_random
@@ -39,8 +41,10 @@ CPU = torch.device("cpu")
 
 _IGNORED = re.compile(
     r"rotary_emb\.inv_freq$|rope_freqs|\.masked_bias$|attn_rot_embd|\.weight_shape$|^lm_head\.weight$"
+    r"|embeddings\.position_ids$|^(\w+\.)?pooler\.dense|^(cls|lm_head)\.|^(head|decoder)\."
 )
-"""Tensors of a checkpoint for which the model may have no place: constants, and the output matrix of a tied model."""
+"""Tensors of a checkpoint for which the model may have no place: constants, the output matrix of a tied model, and the
+heads of an encoder that predict masked tokens."""
 
 
 class LoadedWeights:
@@ -53,7 +57,7 @@ class LoadedWeights:
 
 
 def load_weights(
-    model: CausalLM,
+    model: CausalLM | Encoder[Any],
     source: ModelSource,
     seed: int,
     progress: Progress,
@@ -104,10 +108,11 @@ def load_weights(
     return loaded
 
 
-def _open(model: CausalLM, source: ModelSource, seed: int, target: Target) -> Source:
+def _open(model: CausalLM | Encoder[Any], source: ModelSource, seed: int, target: Target) -> Source:
     if source.format == "dummy":
         return make_random(target, seed)
     if source.format == "gguf":
+        assert not isinstance(model, Encoder), "the settings of such a file are a decoder's"
         return read_gguf(source.path, model.gguf, model.config.head_dim, target)
     return read_safetensors(Path(source.path), target)
 
@@ -133,7 +138,7 @@ def _putting(jobs: Iterable[Callable[[], None]], device: torch.device) -> Iterat
 def _out_of_memory(
     loaded: LoadedWeights,
     total: int,
-    model: CausalLM,
+    model: CausalLM | Encoder[Any],
     device: torch.device,
     memory: Callable[[], DeviceMemory] | None,
 ) -> Iterator[None]:

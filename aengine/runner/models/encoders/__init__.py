@@ -1,0 +1,43 @@
+"""The registry of encoders: models whose tokens all see each other, and that give vectors, not text."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from importlib import import_module
+from typing import Any
+
+from ...weights.formats import WeightFormats
+from ...weights.scope import WeightScope
+from .encoder import Encoder, EncoderConfig
+
+__all__ = ["ENCODERS", "build_encoder", "is_encoder", "read_encoder_config"]
+
+ENCODERS = {
+    "bert": "bert.Bert",
+    "modernbert": "modernbert.ModernBert",
+    "mpnet": "mpnet.MPNet",
+    "roberta": "roberta.Roberta",
+    "xlm-roberta": "roberta.XlmRoberta",
+}
+"""By ``model_type`` of config.json: the family's file and its class."""
+
+
+def is_encoder(hf_config: Mapping[str, Any]) -> bool:
+    """Whether the model is of a family of encoders, and no decoder of its kind."""
+    return hf_config.get("model_type") in ENCODERS and not hf_config.get("is_decoder")
+
+
+def read_encoder_config(hf_config: Mapping[str, Any]) -> EncoderConfig:
+    """The config of an encoder. Raises ModelLoadError: a key is missing, or its value not supported."""
+    return _family(hf_config["model_type"]).config_class.from_hf(hf_config)
+
+
+def build_encoder(config: EncoderConfig, formats: WeightFormats) -> Encoder[Any]:
+    """The model, whose weights are yet to be loaded."""
+    return _family(config.model_type)(config, WeightScope(formats))
+
+
+def _family(model_type: str) -> type[Encoder[Any]]:
+    file, _, name = ENCODERS[model_type].partition(".")
+    family: type[Encoder[Any]] = getattr(import_module(f".{file}", __name__), name)
+    return family

@@ -1,0 +1,101 @@
+"""BERT (Devlin et al. 2018, arXiv:1810.04805): learned positions, two types of tokens, norms behind the sums."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any, Self
+
+import torch
+from torch import Tensor
+
+from ...layers.embedding import Embedding
+from ...layers.encoder import LayerNorm, PostNormLayer
+from ...layers.linear import Linear
+from ...model_config import ConfigReader
+from ...pooling.batch import EncoderBatch
+from ...weights.scope import WeightScope
+from .encoder import Encoder, EncoderConfig
+
+__all__ = ["Bert", "BertConfig", "BertEmbeddings", "make_bert_layer"]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class BertConfig(EncoderConfig):
+    num_positions: int  # rows of the table of positions
+    type_vocab_size: int
+    first_position: int  # where a text begins in that table
+
+    @classmethod
+    def from_hf(cls, hf: Mapping[str, Any]) -> Self:
+        return cls(**cls.common(hf), **cls._tables(hf))
+
+    @staticmethod
+    def _tables(hf: Mapping[str, Any], first_position: int = 0) -> dict[str, Any]:
+        keys = ConfigReader(hf)
+        return {
+            "num_positions": keys.integer("max_position_embeddings"),
+            "type_vocab_size": keys.integer("type_vocab_size", default=2),
+            "first_position": first_position,
+        }
+
+
+class BertEmbeddings:
+    """Tokens, positions and types, summed and normalised."""
+
+    def __init__(self, config: BertConfig, weights: WeightScope) -> None:
+        size = config.hidden_size
+        self._words = Embedding(weights.at("word_embeddings"), config.vocab_size, size)
+        self._positions = Embedding(weights.at("position_embeddings"), config.num_positions, size)
+        self._types = Embedding(weights.at("token_type_embeddings"), config.type_vocab_size, size)
+        self._norm = LayerNorm(weights.at("LayerNorm"), size, config.norm_eps)
+        self._first_position = config.first_position
+        self._num_types = config.type_vocab_size
+
+    def __call__(self, batch: EncoderBatch) -> Tensor:
+        positions = batch.positions + self._first_position if self._first_position else batch.positions
+        x = self._words(batch.input_ids).add_(self._positions(positions))
+        if batch.type_ids is None or self._num_types == 1:
+            x.add_(self._types(batch.input_ids.new_zeros(1)))
+        else:
+            x.add_(self._types(batch.type_ids))
+        return self._norm(x)
+
+
+def make_bert_layer(config: EncoderConfig, weights: WeightScope) -> PostNormLayer:
+    """A layer under BERT's names."""
+    size = config.hidden_size
+    return PostNormLayer(
+        num_heads=config.num_heads,
+        activation=config.activation,
+        qkv=Linear(weights.at("attention.self"), size, {"query": size, "key": size, "value": size}, bias=True),
+        attention_out=Linear(weights.at("attention.output"), size, {"dense": size}, bias=True),
+        attention_norm=LayerNorm(weights.at("attention.output.LayerNorm"), size, config.norm_eps),
+        up=Linear(weights.at("intermediate"), size, {"dense": config.intermediate_size}, bias=True),
+        down=Linear(weights.at("output"), config.intermediate_size, {"dense": size}, bias=True),
+        norm=LayerNorm(weights.at("output.LayerNorm"), size, config.norm_eps),
+    )
+
+
+class Bert(Encoder[BertConfig]):
+    config_class = BertConfig
+    base = "bert"
+
+    def __init__(self, config: BertConfig, weights: WeightScope) -> None:
+        self.config = config
+        self.weights = weights
+        base, size = weights.at(self.base), config.hidden_size
+        self.embeddings = BertEmbeddings(config, base.at("embeddings"))
+        self.layers = [make_bert_layer(config, base.at(f"encoder.layer.{i}")) for i in range(config.num_layers)]
+        if config.labels:
+            self.pooler = Linear(base.at("pooler"), size, {"dense": size}, bias=True)
+            self.classifier = Linear(weights, size, {"classifier": len(config.labels)}, bias=True)
+
+    def forward(self, batch: EncoderBatch) -> Tensor:
+        x = self.embeddings(batch)
+        for layer in self.layers:
+            x = layer(x, batch)
+        return x
+
+    def classify(self, hidden: Tensor, batch: EncoderBatch) -> Tensor:
+        return self.classifier.multiply(torch.tanh(self.pooler.multiply(batch.first(hidden))))

@@ -1,0 +1,100 @@
+"""What all encoders have in common: their config, and a model with perhaps a head that classifies texts."""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any, ClassVar, Generic, Self, TypeVar
+
+from torch import Tensor
+
+from ....errors import ModelLoadError
+from ...layers.encoder import ACTIVATIONS
+from ...model_config import ConfigReader
+from ...pooling.batch import EncoderBatch
+from ...weights.scope import WeightScope
+
+__all__ = ["Encoder", "EncoderConfig"]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class EncoderConfig:
+    """Sizes in elements."""
+
+    model_type: str
+    vocab_size: int
+    hidden_size: int
+    intermediate_size: int
+    num_layers: int
+    num_heads: int
+    norm_eps: float
+    activation: str
+    max_position_embeddings: int  # tokens of the longest text
+    checkpoint_dtype: str  # "float32", "bfloat16", "float16", or "" when the checkpoint does not say
+    labels: tuple[str, ...]  # of the head that classifies texts; (): it has none
+
+    @classmethod
+    def from_hf(cls, hf: Mapping[str, Any]) -> Self:
+        """Read the content of a config.json by the family's rules. Raises ModelLoadError naming the key at fault."""
+        raise NotImplementedError(f"{cls.__name__} is no family's config")
+
+    @property
+    def head_dim(self) -> int:
+        return self.hidden_size // self.num_heads
+
+    @staticmethod
+    def common(hf: Mapping[str, Any], *, first_position: int = 0) -> dict[str, Any]:
+        """The fields that all families spell alike. ``first_position``: of the table, where a text begins."""
+        keys = ConfigReader(hf)
+        activation = hf.get("hidden_act") or hf.get("hidden_activation") or "gelu"
+        if activation not in ACTIVATIONS:
+            known = ", ".join(ACTIVATIONS)
+            raise ModelLoadError(f"config.json: hidden_act={activation!r} is not supported; these are: {known}")
+        if hf.get("position_embedding_type", "absolute") != "absolute":
+            kind = hf["position_embedding_type"]
+            raise ModelLoadError(f"config.json: position_embedding_type={kind!r} is not supported; 'absolute' is")
+        hidden, heads = keys.integer("hidden_size"), keys.integer("num_attention_heads")
+        if hidden % heads:
+            raise ModelLoadError(f"config.json: hidden_size={hidden} is not a multiple of {heads} attention heads")
+        architecture = str((hf.get("architectures") or [""])[0])
+        labels = hf.get("id2label") or {str(i): f"LABEL_{i}" for i in range(int(hf.get("num_labels") or 2))}
+        return {
+            "model_type": hf["model_type"],
+            "vocab_size": keys.integer("vocab_size"),
+            "hidden_size": hidden,
+            "intermediate_size": keys.integer("intermediate_size"),
+            "num_layers": keys.integer("num_hidden_layers"),
+            "num_heads": heads,
+            "norm_eps": float(hf.get("layer_norm_eps") or hf.get("norm_eps") or 1e-12),
+            "activation": activation,
+            "max_position_embeddings": keys.integer("max_position_embeddings") - first_position,
+            "checkpoint_dtype": str(hf.get("dtype") or hf.get("torch_dtype") or "").removeprefix("torch."),
+            "labels": tuple(str(labels[key]) for key in sorted(labels, key=int))
+            if architecture.endswith("ForSequenceClassification")
+            else (),
+        }
+
+
+Config = TypeVar("Config", bound=EncoderConfig)
+
+
+class Encoder(ABC, Generic[Config]):
+    """An encoder. It is complete when all ``weights.places`` are filled."""
+
+    config_class: ClassVar[type[EncoderConfig]]
+    base: ClassVar[str]
+    """Below which name a checkpoint with a head has the tensors of the model without it."""
+    config: Config
+    weights: WeightScope
+
+    @abstractmethod
+    def __init__(self, config: Config, weights: WeightScope) -> None: ...
+
+    @abstractmethod
+    def forward(self, batch: EncoderBatch) -> Tensor:
+        """[num_tokens, hidden_size]: the hidden states of all texts."""
+
+    @abstractmethod
+    def classify(self, hidden: Tensor, batch: EncoderBatch) -> Tensor:
+        """[num_texts, num_labels]: logits of the head, for what `forward` returns."""

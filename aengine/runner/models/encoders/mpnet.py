@@ -1,0 +1,87 @@
+"""MPNet (Song et al. 2020, arXiv:2004.09297): BERT's layers, with a bias to each attention score by distance."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any, Self
+
+import torch
+from torch import Tensor
+
+from ...layers.embedding import Embedding
+from ...layers.encoder import LayerNorm, PostNormLayer
+from ...layers.linear import Linear
+from ...model_config import ConfigReader
+from ...pooling.batch import EncoderBatch
+from ...weights.scope import WeightScope
+from .encoder import Encoder, EncoderConfig
+from .roberta import RobertaHead
+
+__all__ = ["MPNet", "MPNetConfig"]
+
+FIRST_POSITION = 2  # behind the padding token's, whose id is 1
+FARTHEST = 128  # distances from here on share a bucket
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class MPNetConfig(EncoderConfig):
+    num_buckets: int
+
+    @classmethod
+    def from_hf(cls, hf: Mapping[str, Any]) -> Self:
+        buckets = ConfigReader(hf).integer("relative_attention_num_buckets", default=32)
+        return cls(**cls.common(hf, first_position=FIRST_POSITION), num_buckets=buckets)
+
+
+class MPNet(Encoder[MPNetConfig]):
+    config_class = MPNetConfig
+    base = "mpnet"
+
+    def __init__(self, config: MPNetConfig, weights: WeightScope) -> None:
+        self.config = config
+        self.weights = weights
+        base, size = weights.at(self.base), config.hidden_size
+        tables = base.at("embeddings")
+        self.words = Embedding(tables.at("word_embeddings"), config.vocab_size, size)
+        num_positions = config.max_position_embeddings + FIRST_POSITION
+        self.positions = Embedding(tables.at("position_embeddings"), num_positions, size)
+        self.norm = LayerNorm(tables.at("LayerNorm"), size, config.norm_eps)
+        self.distances = Embedding(base.at("encoder.relative_attention_bias"), config.num_buckets, config.num_heads)
+        self.layers = [_make_layer(config, base.at(f"encoder.layer.{i}")) for i in range(config.num_layers)]
+        if config.labels:
+            self.head = RobertaHead(weights.at("classifier"), size, len(config.labels))
+
+    def forward(self, batch: EncoderBatch) -> Tensor:
+        x = self.norm(self.words(batch.input_ids).add_(self.positions(batch.positions + FIRST_POSITION)))
+        biases = batch.biases(self._bias)
+        for layer in self.layers:
+            x = layer(x, batch, biases)
+        return x
+
+    def classify(self, hidden: Tensor, batch: EncoderBatch) -> Tensor:
+        return self.head(batch.first(hidden))
+
+    def _bias(self, distance: Tensor) -> Tensor:
+        """[num_heads, length, length] for int64 distances [length, length], of the key behind the query."""
+        half = self.config.num_buckets // 2
+        near, far = half // 2, distance.abs()
+        log = torch.log(far.clamp(min=1).float() / near) / math.log(FARTHEST / near)
+        bucket = torch.where(far < near, far, (near + (log * (half - near)).long()).clamp(max=half - 1))
+        bucket = bucket + (distance > 0).long() * half
+        return self.distances(bucket.flatten()).view(*bucket.shape, -1).permute(2, 0, 1)
+
+
+def _make_layer(config: MPNetConfig, weights: WeightScope) -> PostNormLayer:
+    size = config.hidden_size
+    return PostNormLayer(
+        num_heads=config.num_heads,
+        activation=config.activation,
+        qkv=Linear(weights.at("attention.attn"), size, {"q": size, "k": size, "v": size}, bias=True),
+        attention_out=Linear(weights.at("attention.attn"), size, {"o": size}, bias=True),
+        attention_norm=LayerNorm(weights.at("attention.LayerNorm"), size, config.norm_eps),
+        up=Linear(weights.at("intermediate"), size, {"dense": config.intermediate_size}, bias=True),
+        down=Linear(weights.at("output"), config.intermediate_size, {"dense": size}, bias=True),
+        norm=LayerNorm(weights.at("output.LayerNorm"), size, config.norm_eps),
+    )

@@ -1,0 +1,113 @@
+"""Vectors of a decoder's requests: of their last hidden state, of the mean of all, or the logits of some tokens.
+
+A prompt may be computed in chunks, beside requests that generate. Of one whose mean is wanted, the sum of what has been
+computed so far is kept on the device; its prefix is not looked up, so that all of it passes by here.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from ...ipc.messages import NewRequest
+from ..input_batch import BatchPlan, Rows
+from ..request_state import RequestState
+from ..transfer import to_device
+from .vectors import VectorLayers
+
+__all__ = ["DecoderPooling", "PooledTensors"]
+
+
+class PoolableModel(Protocol):
+    """A model whose hidden states are pooled."""
+
+    def final_hidden(self, hidden: Tensor) -> Tensor: ...
+
+    def compute_logits(self, hidden: Tensor) -> Tensor: ...
+
+
+@dataclass(slots=True)
+class PooledTensors:
+    """The vectors of m requests."""
+
+    places: Rows  # host int64 [2, m]: positions in the SchedulerOutput, sizes
+    vectors: Tensor  # float32 [sum of the sizes]
+
+
+class DecoderPooling:
+    """Pools the prompts that end in a step."""
+
+    def __init__(self, model: PoolableModel, requests: RequestState, vectors: VectorLayers) -> None:
+        self._model = model
+        self._requests = requests
+        self._vectors = vectors
+        self._sums: Tensor | None = None  # float32 [max_num_seqs, hidden_size], of rows whose mean is wanted
+        self._token_ids: dict[int, Any] = {}  # by row: of those that get logits
+
+    def add_request(self, request: NewRequest) -> None:
+        """Take a row."""
+        self._token_ids.pop(request.req_idx, None)
+        if request.pooled_token_ids:
+            self._token_ids[request.req_idx] = np.array(request.pooled_token_ids, dtype=np.int64)
+
+    def pool(self, plan: BatchPlan, hidden: Tensor) -> PooledTensors | None:
+        """The vectors of the prompts that end in this step; None if none does. hidden: [num_tokens, hidden_size]."""
+        requests = self._requests
+        if not requests.num_pooled:
+            return None
+        is_pooled = requests.is_pooled[plan.rows]
+        gets_logits = np.isin(plan.rows, list(self._token_ids))
+        if self._vectors.mode == "mean":
+            self._add_to_sums(plan, np.flatnonzero(is_pooled & ~gets_logits), hidden)
+        ends = is_pooled & (plan.seq_lens == requests.num_tokens[plan.rows])
+        parts, found = [], []
+        for which, make in ((ends & ~gets_logits, self._embed), (ends & gets_logits, self._logits)):
+            own = np.flatnonzero(which)
+            if len(own):
+                vectors, sizes = make(plan, own, hidden)
+                parts.append(vectors)
+                found.append(np.stack((plan.batch_idx[own], sizes)))
+        if not parts:
+            return None
+        return PooledTensors(np.concatenate(found, axis=1), torch.cat(parts))
+
+    def _embed(self, plan: BatchPlan, own: Rows, hidden: Tensor) -> tuple[Tensor, Rows]:
+        if self._sums is not None:
+            rows = to_device(plan.rows[own], hidden.device)
+            lengths = to_device(plan.seq_lens[own], hidden.device)
+            pooled = self._sums.index_select(0, rows) / lengths[:, None]
+        else:
+            pooled = self._model.final_hidden(_last(plan, own, hidden))
+        vectors = self._vectors.finish(pooled)
+        return vectors.flatten(), np.full(len(own), vectors.shape[1])
+
+    def _logits(self, plan: BatchPlan, own: Rows, hidden: Tensor) -> tuple[Tensor, Rows]:
+        logits = self._model.compute_logits(_last(plan, own, hidden))
+        ids = [self._token_ids[int(row)] for row in plan.rows[own]]
+        sizes = np.array([len(some) for some in ids])
+        place = to_device(np.stack((np.repeat(np.arange(len(own)), sizes), np.concatenate(ids))), hidden.device)
+        return logits[place[0], place[1]], sizes
+
+    def _add_to_sums(self, plan: BatchPlan, own: Rows, hidden: Tensor) -> None:
+        if not len(own):
+            return
+        if self._sums is None:
+            self._sums = hidden.new_zeros((len(self._requests.in_use), hidden.shape[1]), dtype=torch.float32)
+        begins = np.cumsum(plan.query_lens) - plan.query_lens
+        lengths = plan.query_lens[own]
+        tokens = np.concatenate([np.arange(begins[i], begins[i] + plan.query_lens[i]) for i in own])
+        sent = to_device(np.stack((tokens, np.repeat(plan.rows[own], lengths))), hidden.device)
+        first = plan.rows[own[plan.seq_lens[own] == lengths]]  # it begins with this step
+        self._sums.index_fill_(0, to_device(first, hidden.device), 0.0)
+        states = self._model.final_hidden(hidden.index_select(0, sent[0])).float()
+        self._sums.index_add_(0, sent[1], states)
+
+
+def _last(plan: BatchPlan, own: Rows, hidden: Tensor) -> Tensor:
+    """The hidden states of the last tokens of some requests of the batch."""
+    last = np.cumsum(plan.query_lens)[own] - 1
+    return hidden.index_select(0, to_device(last, hidden.device))

@@ -1,0 +1,184 @@
+"""Encoders against transformers: hidden states, pooled vectors and heads, of texts of mixed lengths in one batch."""
+
+from __future__ import annotations
+
+import random
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+import transformers as tf
+
+from aengine.checkpoint.source import resolve_model
+from aengine.config import EngineConfig
+from aengine.errors import ModelLoadError
+from aengine.ipc.messages import NewRequest, SchedulerOutput, int32
+from aengine.runner.pooling import encoder_runner
+from aengine.runner.pooling.batch import EncoderBatch
+from aengine.runner.startup.encoder import LoadedEncoder
+from aengine.runner.startup.load import load_model
+from aengine.workers.rank import Rank
+
+_COMMON = {
+    "vocab_size": 96,
+    "hidden_size": 32,
+    "num_hidden_layers": 3,
+    "num_attention_heads": 4,
+    "intermediate_size": 48,
+    "initializer_range": 0.3,
+}
+_BERT = {**_COMMON, "max_position_embeddings": 80}
+VARIANTS: dict[str, tuple[str, dict[str, Any]]] = {
+    "bert": ("Bert", _BERT),
+    "bert-tanh-gelu": ("Bert", {**_BERT, "hidden_act": "gelu_new", "layer_norm_eps": 1e-3}),
+    "roberta": ("Roberta", {**_BERT, "type_vocab_size": 1, "pad_token_id": 1}),
+    "xlm-roberta": ("XLMRoberta", {**_BERT, "type_vocab_size": 1, "pad_token_id": 5}),
+    "mpnet": ("MPNet", {**_BERT, "max_position_embeddings": 300, "relative_attention_num_buckets": 32}),
+    "modernbert": (
+        "ModernBert",
+        {**_COMMON, "local_attention": 16, "max_position_embeddings": 300, "pad_token_id": 0, "norm_bias": True},
+    ),
+    "modernbert-mean": (
+        "ModernBert",
+        {
+            **_COMMON,
+            "local_attention": 8,
+            "global_attn_every_n_layers": 2,
+            "max_position_embeddings": 300,
+            "pad_token_id": 0,
+            "attention_bias": True,
+            "mlp_bias": True,
+            "classifier_pooling": "mean",
+            "classifier_bias": True,
+        },
+    ),
+}
+
+
+def write(folder: Path, variant: str, kind: str = "Model", **settings: Any) -> Any:
+    """A tiny random model, in a folder."""
+    family, values = VARIANTS[variant]
+    torch.manual_seed(7)
+    config = getattr(tf, f"{family}Config")(**values, **settings)
+    config._attn_implementation = "eager"
+    model = getattr(tf, f"{family}{kind}")(config).eval()
+    with torch.no_grad():
+        for name, parameter in model.named_parameters():
+            if "norm" in name.lower() or name.endswith("bias"):
+                parameter.add_(0.3 * torch.randn_like(parameter))
+    model.save_pretrained(folder)
+    return model
+
+
+def load(folder: Path, **settings: Any) -> LoadedEncoder:
+    config = EngineConfig.create(str(folder), {"dtype": "float32", "device": "cpu", "num_threads": 1, **settings})
+    model = load_model(config, resolve_model(config).to_wire(), Rank(0, device="cpu"), lambda *report: None)
+    assert isinstance(model, LoadedEncoder)
+    return model
+
+
+def vectors(model: LoadedEncoder, texts: list[list[int]], first: list[int] | None = None) -> np.ndarray:
+    """What the runner answers for the texts of one step."""
+    runner, _ = model.allocate(model.offer)
+    new = [
+        NewRequest(i, int32(ids), len(ids), 0, int32(), is_pooled=True, num_first_tokens=first[i] if first else 0)
+        for i, ids in enumerate(texts)
+    ]
+    rows = int32(range(len(texts)))
+    runner.execute_model(
+        SchedulerOutput(1, new_requests=new, req_idx=rows, num_scheduled_tokens=int32(map(len, texts)))
+    )
+    output = runner.sample_tokens(None).get()
+    assert not output.errors and list(output.token_ids) == [-1] * len(texts)
+    assert output.pooled is not None
+    found = dict(output.pooled.vectors())
+    return np.array([found[i] for i in range(len(texts))])
+
+
+def some_texts(longest: int = 40) -> list[list[int]]:
+    rng = random.Random(5)
+    return [[rng.randrange(6, 96) for _ in range(n)] for n in (3, longest, 17, 17, 1, 29, 17, longest)]
+
+
+@torch.no_grad()
+def expected_mean(model: Any, texts: list[list[int]]) -> np.ndarray:
+    return np.array([model(torch.tensor([ids])).last_hidden_state[0].mean(0).numpy() for ids in texts])
+
+
+@pytest.mark.parametrize("variant", VARIANTS)
+def test_hidden_states_are_those_of_transformers(tmp_path: Path, variant: str) -> None:
+    texts = some_texts(140 if variant == "mpnet" else 70)  # also past the farthest distance that has its own bias
+    expected = expected_mean(write(tmp_path, variant), texts)
+    assert np.abs(vectors(load(tmp_path), texts) - expected).max() < 1e-5
+
+
+@pytest.mark.parametrize("variant", VARIANTS)
+def test_a_classifier(tmp_path: Path, variant: str) -> None:
+    model = write(tmp_path, variant, "ForSequenceClassification", num_labels=3)
+    texts = some_texts()
+    with torch.no_grad():
+        expected = np.array([model(torch.tensor([ids])).logits[0].numpy() for ids in texts])
+    loaded = load(tmp_path)
+    assert loaded.offer["tasks"] == ["classify"] and loaded.offer["labels"] == ["LABEL_0", "LABEL_1", "LABEL_2"]
+    assert np.abs(vectors(loaded, texts) - expected).max() < 2e-5
+
+
+def test_types_tell_the_parts_of_a_pair(tmp_path: Path) -> None:
+    model = write(tmp_path, "bert", "ForSequenceClassification", num_labels=1)
+    texts, first = some_texts(), [1, 9, 0, 5, 0, 28, 16, 39]
+    with torch.no_grad():
+        expected = []
+        for ids, n in zip(texts, first, strict=True):
+            types = torch.arange(len(ids)) >= (n or len(ids))
+            expected.append(model(torch.tensor([ids]), token_type_ids=types.long()[None]).logits[0].numpy())
+    assert np.abs(vectors(load(tmp_path), texts, first) - np.array(expected)).max() < 2e-5
+
+
+@pytest.mark.parametrize("pooling", ["mean", "cls", "last"])
+def test_poolings(tmp_path: Path, pooling: str) -> None:
+    model, texts = write(tmp_path, "bert"), some_texts()
+    with torch.no_grad():
+        states = [model(torch.tensor([ids])).last_hidden_state[0].numpy() for ids in texts]
+    take = {"mean": lambda x: x.mean(0), "cls": lambda x: x[0], "last": lambda x: x[-1]}[pooling]
+    expected = np.array(list(map(take, states)))
+    assert np.abs(vectors(load(tmp_path, pooling=pooling), texts) - expected).max() < 1e-5
+
+
+@pytest.mark.parametrize("variant", ["bert", "mpnet", "modernbert"])
+def test_padding_within_a_group_changes_nothing(tmp_path: Path, variant: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """On a GPU texts of about one length are padded to it."""
+    monkeypatch.setattr(encoder_runner, "EncoderBatch", lambda *args: EncoderBatch(*args[:3], tolerance=0.2))
+    texts = some_texts(70)
+    expected = expected_mean(write(tmp_path, variant), texts)
+    assert np.abs(vectors(load(tmp_path), texts) - expected).max() < 1e-5
+
+
+def test_names_of_a_checkpoint_with_a_head_and_of_an_old_one(tmp_path: Path) -> None:
+    from safetensors.torch import load_file, save_file
+
+    model, texts = write(tmp_path, "bert"), some_texts()
+    expected, path = expected_mean(model, texts), tmp_path / "model.safetensors"
+
+    def renamed(name: str) -> str:
+        name = name.replace("LayerNorm.weight", "LayerNorm.gamma").replace("LayerNorm.bias", "LayerNorm.beta")
+        return f"bert.{name}"
+
+    save_file({renamed(name): tensor for name, tensor in load_file(path).items()}, path)
+    assert np.abs(vectors(load(tmp_path), texts) - expected).max() < 1e-5
+
+
+def test_an_unsupported_setting_is_named(tmp_path: Path) -> None:
+    write(tmp_path, "bert")
+    config = tmp_path / "config.json"
+    config.write_text(config.read_text().replace('"hidden_act": "gelu"', '"hidden_act": "mish"'))
+    with pytest.raises(ModelLoadError, match="hidden_act='mish' is not supported"):
+        load(tmp_path)
+
+
+def test_a_text_is_computed_in_one_step(tmp_path: Path) -> None:
+    write(tmp_path, "bert")
+    assert load(tmp_path, max_num_batched_tokens=32).offer["max_model_len"] == 32
+    with pytest.raises(ModelLoadError, match="computes a text in one step"):
+        load(tmp_path, max_num_batched_tokens=32, max_model_len=64)
