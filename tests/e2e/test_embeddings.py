@@ -141,8 +141,8 @@ async def test_yes_or_no(decoder: Path, tmp_path: Path) -> None:
         assert [one.document for one in ranked] == [documents[one.index] for one in ranked]
         assert [one.score for one in ranked] == sorted((one.score for one in ranked), reverse=True)
         assert max(abs(one.score - expected[one.index]) for one in ranked) < 1e-4
-        assert engine.statistics().prefix_cache_hits > 0
         assert len(await engine.rerank(query, documents, top_n=2)) == 2
+        assert engine.statistics().prefix_cache_hits > 0
 
 
 async def test_an_encoder(tmp_path: Path) -> None:
