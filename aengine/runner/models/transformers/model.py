@@ -61,6 +61,10 @@ class TransformersModel:
         """float32 [n, vocab_size] for n rows of what `forward` returns."""
         return self._head(hidden)
 
+    def final_hidden(self, hidden: Tensor) -> Tensor:
+        """What `forward` returns is normalised."""
+        return hidden
+
 
 def _attention_layer(index: int, layer: SurveyedLayer) -> AttentionLayer:
     return AttentionLayer(
