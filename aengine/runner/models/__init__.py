@@ -24,6 +24,7 @@ FAMILIES = {
     "mistral": "mistral.Mistral",
     "qwen2": "qwen2.Qwen2",
     "qwen3": "qwen3.Qwen3",
+    "qwen3_5_moe_text": "qwen3_next.Qwen35",
     "qwen3_5_text": "qwen3_next.Qwen35",
     "qwen3_next": "qwen3_next.Qwen3Next",
     "qwen3_moe": "qwen3_moe.Qwen3Moe",

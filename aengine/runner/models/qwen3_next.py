@@ -1,5 +1,6 @@
 """Qwen3-Next and Qwen3.5: three of four layers are gated delta nets, the fourth attends with q and k normalised head by
-head, rotary on a part of each head, and a gate on its output. Norms have their weight less one in the checkpoint."""
+head, rotary on a part of each head, and a gate on its output. Feed-forward layers are mixtures of experts, with one
+that all tokens take, or dense. Norms have their weight less one in the checkpoint."""
 
 from __future__ import annotations
 
@@ -10,12 +11,14 @@ from typing import Any, Self
 import torch
 from torch import Tensor
 
+from ...kernels.expert_types import RoutingRule
 from ..kv_spec import FullKV, LayerKV
 from ..layers.attention import AttentionCall, AttentionLayer
-from ..layers.decoder import Decoder
+from ..layers.decoder import Decoder, FeedForward
 from ..layers.gated_delta_net import DeltaInputs, DeltaSizes, GatedDeltaNet
 from ..layers.linear import Linear
 from ..layers.mlp import GatedMLP
+from ..layers.moe import Experts, MoE, Router, SharedExpert
 from ..layers.norm import RMSNorm
 from ..model_config import ConfigReader, ModelConfig
 from ..weights.gguf_names import GgufNames
@@ -29,17 +32,26 @@ class Qwen3NextConfig(ModelConfig):
     is_linear: tuple[bool, ...]  # of each layer: a gated delta net; the others attend
     delta: DeltaSizes
     attention_bias: bool
+    num_experts: int  # 0: all layers are dense, as are `dense_layers`
+    moe_intermediate_size: int
+    shared_intermediate_size: int
+    routing: RoutingRule
+    dense_layers: frozenset[int]
 
     @classmethod
     def from_hf(cls, hf: Mapping[str, Any]) -> Self:
-        keys = ConfigReader({"partial_rotary_factor": 0.25, **hf})
+        # A model of experts alone has no size of dense layers.
+        keys = ConfigReader({"partial_rotary_factor": 0.25, "intermediate_size": hf.get("moe_intermediate_size"), **hf})
         num_layers = keys.integer("num_hidden_layers")
         interval = keys.integer("full_attention_interval", default=4)
         kinds = hf.get("layer_types") or [
             "linear_attention" if (i + 1) % interval else "full_attention" for i in range(num_layers)
         ]
+        num_experts = keys.num_experts()
+        step, dense = keys.integer("decoder_sparse_step", default=1), keys.get("mlp_only_layers") or ()
+        inner = keys.integer("moe_intermediate_size", default=1)
         return cls(
-            **keys.decoder(),
+            **keys.decoder(has_experts=True),
             sliding_windows=(None,) * num_layers,
             is_linear=tuple(kind == "linear_attention" for kind in kinds),
             delta=DeltaSizes(
@@ -50,6 +62,14 @@ class Qwen3NextConfig(ModelConfig):
                 conv_width=keys.integer("linear_conv_kernel_dim", default=4),
             ),
             attention_bias=keys.flag("attention_bias"),
+            num_experts=num_experts,
+            moe_intermediate_size=inner,
+            shared_intermediate_size=keys.integer("shared_expert_intermediate_size", default=inner),
+            routing=RoutingRule(
+                keys.experts_per_token(num_experts) if num_experts else 1,
+                renormalise=keys.get("norm_topk_prob") is not False,
+            ),
+            dense_layers=frozenset(i for i in range(num_layers) if i in dense or not num_experts or (i + 1) % step),
         )
 
     @property
@@ -134,13 +154,23 @@ class Qwen3Next(Decoder[Qwen3NextConfig]):
         else:
             mixer = GatedAttention(config, index, weights.at("self_attn"))
         mlp_norm = self.make_norm(weights.at("post_attention_layernorm"))
-        mlp = GatedMLP(weights.at("mlp"), config.hidden_size, config.intermediate_size, activation=config.activation)
+        mlp = self._feed_forward(index, weights.at("mlp"))
 
         def layer(residual: Tensor, attn: AttentionCall) -> None:
             mixer(residual, input_norm, attn)
             mlp(residual, mlp_norm)
 
         return layer
+
+    def _feed_forward(self, index: int, scope: WeightScope) -> FeedForward:
+        config, size = self.config, self.config.hidden_size
+        if index in config.dense_layers:
+            return GatedMLP(scope, size, config.intermediate_size, activation=config.activation)
+        gate = Linear(scope, size, {"shared_expert_gate": 1})
+        shared = SharedExpert(GatedMLP(scope.at("shared_expert"), size, config.shared_intermediate_size), gate)
+        router = Router(scope, size, config.num_experts, config.routing)
+        experts = Experts(scope.at("experts"), size, config.moe_intermediate_size, config.num_experts)
+        return MoE(size, router, experts, shared)
 
 
 class Qwen35(Qwen3Next):

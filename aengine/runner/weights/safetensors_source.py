@@ -76,20 +76,45 @@ def _read(files: list[Path], target: Target) -> Iterator[Named]:
         for path in files:
             with _corrupt(path):
                 file = stack.enter_context(safe_open(path, framework="pt"))
-                jobs.append([partial(_read_tensor, path, file, name, target) for name in file.keys()])  # noqa: SIM118
+                jobs.append([job for name in file.keys() for job in _jobs(path, file, name, target)])  # noqa: SIM118
         in_turn = chain.from_iterable(zip_longest(*jobs))
         yield from in_threads((job for job in in_turn if job is not None), _READERS)
 
 
-def _read_tensor(path: Path, file: Any, name: str, target: Target) -> Named:
+_PACKED = {"gate_up_proj": ("gate_proj", "up_proj"), "down_proj": ("down_proj",)}
+"""Matrices of all experts in one tensor [num_experts, out_features, in_features], and what is in each from the top."""
+
+
+def _jobs(path: Path, file: Any, name: str, target: Target) -> list[Callable[[], Named]]:
+    """What reads a tensor; where the model wants each expert's matrices, all of those that are packed in it."""
     own_name = name if name in target.places else text_name(name)
+    stem, _, last = own_name.rpartition(".")
+    parts = _PACKED.get(last, ())
+    if own_name in target.places or not parts or f"{stem}.0.{parts[0]}.weight" not in target.places:
+        return [partial(_read_tensor, path, file, name, own_name, target)]
+    num_experts, num_rows, _ = file.get_slice(name).get_shape()
+    size = num_rows // len(parts)
+    rows = {part: slice(i * size, (i + 1) * size) for i, part in enumerate(parts)}
+    return [
+        partial(_read_tensor, path, file, name, f"{stem}.{expert}.{part}.weight", target, (expert, own))
+        for expert in range(num_experts)
+        for part, own in rows.items()
+    ]
+
+
+def _read_tensor(
+    path: Path, file: Any, name: str, own_name: str, target: Target, part: tuple[int, slice] | None = None
+) -> Named:
+    """``part``: an expert and its rows, of all in the tensor."""
     if own_name not in target.places:
         return Named(name, None)
     with _corrupt(path):
-        stored_as = file.get_slice(name).get_dtype()
+        stored = file.get_slice(name)
+        stored_as = stored.get_dtype()
     _check_dtype(path, name, stored_as, target.places[own_name].dtype)
     with _corrupt(path):
-        tensor = file.get_tensor(name)  # a view of the mapped file: nothing is read yet
+        # A view of the mapped file, of which nothing is read yet; a copy of a part.
+        tensor = file.get_tensor(name) if part is None else stored[part]
     return Named(own_name, target.put(own_name, tensor), tensor.nbytes)
 
 
