@@ -394,6 +394,7 @@ def _new_scheduler(config: EngineConfig, ready: dict[str, Any]) -> Scheduler:
         enable_prefix_caching=config.enable_prefix_caching,
         max_in_flight_steps=max(config.max_in_flight_steps, config.max_leased_steps),
         vocab_size=ready["vocab_size"],
+        rope_border=ready.get("rope_border"),
         computes_whole_prompts=bool(ready.get("is_encoder")),
         pools_all_tokens=ready.get("pooling") == "mean",
     )

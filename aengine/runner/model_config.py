@@ -75,6 +75,11 @@ class ModelConfig:
         return tuple(WindowKV(*heads, window) if window else FullKV(*heads) for window in self.sliding_windows)
 
     @property
+    def rope_border(self) -> int | None:
+        """The length in tokens beyond which a request's rotary embedding is another one; None: there is no such."""
+        return min((long.border for rope in self.ropes if (long := rope.long()) is not None), default=None)
+
+    @property
     def query_heads(self) -> tuple[int, ...]:
         """Query heads of each layer."""
         return (self.num_heads,) * self.num_layers
@@ -175,6 +180,8 @@ class ConfigReader:
     def windows(self, window: int | None, first_layer: int = 0) -> tuple[int | None, ...]:
         """Return each layer's window: by ``layer_types``, else ``window`` from ``first_layer`` on; None: no window."""
         layers = self.integer("num_hidden_layers")
+        if window is not None and window >= self.integer("max_position_embeddings"):
+            window = None
         kinds = self._hf.get("layer_types")
         if window is not None and kinds is not None:
             return tuple(window if kind == "sliding_attention" else None for kind in kinds)

@@ -17,11 +17,12 @@ Prefixes are known by a hash that chains through all tokens before, so equal has
 
     root = H(parts)      hash[0] = H(root, tokens[0:B])      hash[i] = H(hash[i-1], tokens[iB:(i+1)B])
 
-``parts`` are all else that the KV depends on, and who may share it: the cache's salt, an adapter, media. H is BLAKE2b
-with 32 bytes: nobody can make a prompt that hits another's blocks by accident or by craft, and a tenant without the
-salt can't even tell whether a prompt is cached. B is the smallest block size of the groups; a block of several B goes
-by the last of its hashes. A block is offered to others only after the step that wrote its last slot was answered
-without an error for that request (see scheduling.md for why not earlier).
+``parts`` are all else that the KV depends on, and who may share it: the cache's salt, an adapter, media. Requests
+beyond a model's rope border have a root of their own (`long_root`). H is BLAKE2b with 32 bytes: nobody can make a
+prompt that hits another's blocks by accident or by craft, and a tenant without the salt can't even tell whether a
+prompt is cached. B is the smallest block size of the groups; a block of several B goes by the last of its hashes. A
+block is offered to others only after the step that wrote its last slot was answered without an error for that request
+(see scheduling.md for why not earlier).
 """
 
 from __future__ import annotations
@@ -35,7 +36,7 @@ from ..ipc.messages import KVCacheGroup
 from .block_pool import BlockPool, BlockTable
 from .request import Request
 
-__all__ = ["KVCacheManager", "private_root", "shared_root"]
+__all__ = ["KVCacheManager", "long_root", "private_root", "shared_root"]
 
 _DIGEST_SIZE = 32
 _TOKEN_BYTES = array("i").itemsize
@@ -45,6 +46,11 @@ def shared_root(parts: Sequence[bytes]) -> bytes:
     """Root of the hashes of all requests that are equal in these parts: (salt, adapter, media)."""
     framed = b"".join([len(part).to_bytes(8, "little") + part for part in parts])
     return blake2b(framed, digest_size=_DIGEST_SIZE, person=b"shared root").digest()
+
+
+def long_root(root: bytes) -> bytes:
+    """Root of a request beyond the model's rope border, made of the one that it has up to there."""
+    return blake2b(root, digest_size=_DIGEST_SIZE, person=b"long root").digest()
 
 
 def private_root(number: int) -> bytes:

@@ -32,7 +32,7 @@ class ParallelSampling:
         first = self._first.get(request.request_id)
         if first is None:
             return False
-        request.root_hash = first.root_hash
+        request.root_hash, request.is_long = first.root_hash, first.is_long
         request.status = RequestStatus.WAITING_FOR_PROMPT
         first.dependents.append(request)
         self.waiting.add(request)

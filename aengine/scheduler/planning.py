@@ -55,10 +55,15 @@ class StepPlan:
         In order of urgency, and before anybody's progress is noted: whoever is preempted for another comes later in
         this order, so nothing of this step has to be undone.
         """
+        for request in [*due, *self._rows.catching_up]:
+            if self._rows.crosses(request) and not request.is_paused:
+                self._rows.restart(request)
         # A decode short of a block catches up too. Its one token is kept for it, whatever chunks come before.
         needy = [request for request in self._rows.catching_up if not request.is_paused]
         kept = sum(r.num_computed_tokens + 1 >= len(r.token_ids) for r in needy)
         for request in due:
+            if request.status is not _DECODING:  # it is restarted
+                continue
             if request.num_computed_tokens < request.max_num_tokens - 1:
                 needy.append(request)
             else:  # the token in flight is its last
@@ -152,6 +157,7 @@ class StepPlan:
             num_tokens = len(request.token_ids)
             if whole_prompts and num_tokens > self._budget:
                 return
+            rows.choose_rope(request)
             tables = kv.match(request)
             if spare < kv.num_missing(tables, num_tokens):
                 return

@@ -80,6 +80,7 @@ class Request:
         "finish_reason",
         "grammar",
         "index",
+        "is_long",
         "is_paused",
         "is_pooled",
         "limit",
@@ -168,6 +169,7 @@ class Request:
         self.num_deaths = self.num_deaths_alone = 0
         self.num_tokens_at_death = -(1 << 31)
 
+        self.is_long = False  # it has had a row with more tokens than the model's rope border, see `Rows.take`
         self.root_hash: bytes | None = None  # None: its blocks are not shared
         self.block_hashes: list[bytes] = []  # of its leading full blocks, as far as they were needed
         self.num_offered_tokens = 0  # whose blocks came from the prefix cache or were offered to it

@@ -12,7 +12,7 @@ from collections.abc import Callable, Sequence
 
 from ..errors import InternalError
 from ..ipc.messages import KVCacheGroup, int32
-from .kv_cache_manager import KVCacheManager
+from .kv_cache_manager import KVCacheManager, long_root
 from .request import Request, RequestStatus
 from .step import NOT_SETTLED, DecodeBatch, InFlightStep
 
@@ -31,6 +31,7 @@ class Rows:
         kv_groups: Sequence[KVCacheGroup],
         max_num_batched_tokens: int,
         on_free: Callable[[Request], None],
+        rope_border: int | None = None,
     ) -> None:
         self.num_rows = num_rows
         self.running: set[Request] = set()  # all that have a row
@@ -39,6 +40,7 @@ class Rows:
         self._kv_groups = kv_groups
         self._max_num_batched_tokens = max_num_batched_tokens
         self._on_free = on_free
+        self._rope_border = rope_border
         self.begin_worker(num_blocks)
 
     def begin_worker(self, num_blocks: int) -> None:
@@ -50,6 +52,31 @@ class Rows:
         self.decoding = DecodeBatch()
         self.catching_up: list[Request] = []
         self.in_flight: deque[InFlightStep] = deque()
+
+    def choose_rope(self, request: Request) -> None:
+        """Note before it gets a row whether it is beyond the model's rope border: then all of its KV is another than
+        that of the same tokens in a shorter request."""
+        border = self._rope_border
+        if border is not None and not request.is_long and len(request.token_ids) > border:
+            request.is_long = True
+            request.block_hashes = []
+            if request.root_hash is not None:
+                request.root_hash = long_root(request.root_hash)
+
+    def crosses(self, request: Request) -> bool:
+        """Whether its next token is the first beyond the rope border, so that it must be computed anew (`restart`)."""
+        if self._rope_border is None or request.is_long:
+            return False
+        num_tokens = request.num_computed_tokens
+        return num_tokens >= self._rope_border and num_tokens < request.max_num_tokens - 1
+
+    def room_for_drafts(self, request: Request) -> int:
+        """Return how many drafts its next step may compute at most: the last token is sampled, and none is beyond the
+        rope border."""
+        most = request.max_num_tokens - 1
+        if self._rope_border is not None and not request.is_long:
+            most = min(most, self._rope_border)
+        return max(0, most - 1 - request.num_computed_tokens)
 
     def take(self, request: Request) -> None:
         """Give it a row."""
@@ -79,10 +106,16 @@ class Rows:
 
     def set_limit(self, request: Request) -> None:
         request.limit = min(self.kv.room(request), request.max_num_tokens - 1)
+        if self._rope_border is not None and not request.is_long:
+            request.limit = min(request.limit, self._rope_border)
 
     def preempt(self, request: Request) -> None:
-        """Take its row. It is free when its answers in flight have come."""
+        """Take its row, for another request."""
         self.num_preemptions += 1
+        self.restart(request)
+
+    def restart(self, request: Request) -> None:
+        """Take its row. It is free when its answers in flight have come, and is computed anew in another row."""
         status, request.status = request.status, RequestStatus.HELD
         self.held.add(request)
         self.leave(request, status)

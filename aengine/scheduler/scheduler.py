@@ -16,7 +16,8 @@ blocks is in rows.py, a step in the making in planning.py, an answer's way in an
 
 * A row that is left is told as ``removed`` in the next step made, and may be given anew in that same step.
 * Blocks that are left are freed when the newest step made so far has been answered: no step in flight writes them.
-* A preempted request waits for its answers in flight (HELD), then its prompt and output are computed again.
+* A preempted request waits for its answers in flight (HELD), then its prompt and output are computed again. So does one
+  that grows past the model's rope border, up to which and beyond which KV differ.
 * Only a less urgent request is preempted, so the most urgent one with a row always gets its blocks; every request fits
   into the pool alone (`max_tokens_capacity`); and one that lacks a block was given all that were free, so nobody is
   admitted past it. Hence all end.
@@ -64,15 +65,22 @@ class Scheduler:
         enable_prefix_caching: bool = True,
         max_in_flight_steps: int = 2,
         vocab_size: int = 1 << 31,
+        rope_border: int | None = None,
         computes_whole_prompts: bool = False,
         pools_all_tokens: bool = False,
     ) -> None:
-        """``computes_whole_prompts``: each prompt in one step. ``pools_all_tokens``: the vector of a request depends on
-        all of its hidden states, so that those of a prefix must be computed again."""
+        """
+        Args:
+            rope_border: a request of more tokens than that has other KV for all of them (longrope)
+            computes_whole_prompts: each prompt in one step
+            pools_all_tokens: the vector of a request depends on all of its hidden states, so that those of a prefix
+                must be computed again
+        """
         self.num_rows = min(max_num_seqs, max_num_batched_tokens)
         self.max_num_batched_tokens = max_num_batched_tokens
         self.waiting = WaitingQueue()
-        self.rows = Rows(self.num_rows, num_blocks, kv_groups, max_num_batched_tokens, self.waiting.add)
+        limits = self.num_rows, num_blocks, kv_groups, max_num_batched_tokens
+        self.rows = Rows(*limits, self.waiting.add, rope_border)
         self.max_tokens_capacity = kv_capacity(kv_groups, num_blocks, max_model_len, max_num_batched_tokens)
         """Most tokens, prompt and completion, that one request may have; admission sees to it."""
         self.enable_prefix_caching = enable_prefix_caching
@@ -177,8 +185,7 @@ class Scheduler:
             return
         stops = request.stop_token_ids
         stop = next((i for i, token_id in enumerate(token_ids) if token_id in stops), len(token_ids))
-        most = request.max_num_tokens - 2 - request.num_computed_tokens  # the last token is sampled
-        drafts = list(token_ids[: max(0, min(stop, most))])
+        drafts = list(token_ids[: min(stop, self.rows.room_for_drafts(request))])
         if drafts:
             request.draft_token_ids = drafts
             may_be_rejected = any(step.may_reject(request) for step in self.rows.in_flight)

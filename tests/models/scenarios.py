@@ -76,6 +76,7 @@ class Engine:
             max_num_batched_tokens=max_num_batched_tokens,
             max_model_len=self.offer["max_model_len"],
             vocab_size=self.offer["vocab_size"],
+            rope_border=self.offer["rope_border"],
         )
         self.runner, _ = self.model.allocate(self._plan)
         self._answers: list[Any] = []

@@ -22,6 +22,7 @@ FAMILIES = {
     "lfm2": "lfm2.Lfm2",
     "llama": "llama.Llama",
     "mistral": "mistral.Mistral",
+    "phi3": "phi3.Phi3",
     "qwen2": "qwen2.Qwen2",
     "qwen3": "qwen3.Qwen3",
     "qwen3_5_moe_text": "qwen3_next.Qwen35",

@@ -121,6 +121,7 @@ class LocalModel:
             "kv_groups": [[group.kind, group.block_size, group.window] for group in groups],
             "kv_cache_dtype": str(setup.kv_dtype).removeprefix("torch."),
             "vocab_size": setup.model_config.vocab_size,
+            "rope_border": setup.model_config.rope_border,
             "dtype": str(formats.dtype).removeprefix("torch."),
             "weight_format": formats.name,
             "model_type": setup.model_config.model_type,

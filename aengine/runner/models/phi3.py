@@ -1,0 +1,41 @@
+"""Phi-3 (Abdin et al. 2024, arXiv:2404.14219), 3.5 and 4: q, k and v are one tensor of the checkpoint, gate and up
+another; longrope; windows, in Phi-3-mini; a part of each head turns, in Phi-4-mini."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any, Self
+
+from ..layers.decoder import Decoder, DecoderLayer, SelfAttention
+from ..layers.mlp import GatedMLP
+from ..model_config import ConfigReader, ModelConfig
+from ..weights.gguf_names import GgufNames
+from ..weights.scope import WeightScope
+
+__all__ = ["Phi3", "Phi3Config"]
+
+
+class Phi3Config(ModelConfig):
+    @classmethod
+    def from_hf(cls, hf: Mapping[str, Any]) -> Self:
+        keys = ConfigReader(_with_longrope_named(hf))
+        return cls(**keys.decoder(), sliding_windows=keys.windows(keys.get("sliding_window")))
+
+
+def _with_longrope_named(hf: Mapping[str, Any]) -> Mapping[str, Any]:
+    """Early releases call longrope "su" or "yarn"."""
+    key = "rope_parameters" if hf.get("rope_parameters") else "rope_scaling"
+    scaling = dict(hf.get(key) or {})
+    named = scaling.get("rope_type") or scaling.get("type")
+    return {**hf, key: {**scaling, "rope_type": "longrope"}} if named in ("su", "yarn") else hf
+
+
+class Phi3(Decoder[Phi3Config]):
+    config_class = Phi3Config
+    gguf = GgufNames()
+
+    def make_layer(self, index: int, weights: WeightScope) -> DecoderLayer:
+        config = self.config
+        attention = SelfAttention(config, index, weights.at("self_attn"), packed=True)
+        mlp = GatedMLP(weights.at("mlp"), config.hidden_size, config.intermediate_size, packed=True)
+        return DecoderLayer(config, weights, attention, mlp)
