@@ -179,7 +179,7 @@ def check_scenarios(
         settings: of the engine
     """
     judge = Judge(reference if not isinstance(reference, torch.nn.Module) else reference_of(reference), most)
-    with _settings_of_torch_kept():
+    with settings_of_torch_kept():
         engine = Engine(folder, **settings)
         texts = some_prompts(engine.offer["vocab_size"]) if prompts is None else [list(p) for p in prompts]
         engine.begin()
@@ -227,7 +227,7 @@ def _check_death(engine: Engine, judge: Judge, texts: list[list[int]], max_token
 
 
 @contextmanager
-def _settings_of_torch_kept() -> Iterator[None]:
+def settings_of_torch_kept() -> Iterator[None]:
     """Loading a model sets what is a worker's own in its process."""
     threads, grad = torch.get_num_threads(), torch.is_grad_enabled()
     try:

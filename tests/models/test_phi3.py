@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 import random
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 from driver import Driver, load, source_of
-from scenarios import Engine, Reference, check_scenarios, reference_of
+from scenarios import Engine, Reference, check_scenarios, reference_of, settings_of_torch_kept
 from tiny import VOCAB_SIZE, load_reference
 from torch import Tensor
 
@@ -33,6 +33,12 @@ PHI4: dict[str, Any] = {
     "rope_parameters": LONGROPE,
     "partial_rotary_factor": 0.75,
 }
+
+
+@pytest.fixture(autouse=True)
+def torch_as_before() -> Iterator[None]:
+    with settings_of_torch_kept():
+        yield
 
 
 def by_length(model: Any) -> Reference:
