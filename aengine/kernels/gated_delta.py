@@ -25,6 +25,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from .dispatch import uses_triton
+
 __all__ = ["gated_delta_of_prompt", "gated_delta_of_tokens"]
 
 logger = logging.getLogger("aengine.runner")
@@ -34,27 +36,37 @@ _EPS = 1e-6
 
 
 def gated_delta_of_tokens(
-    q: Tensor, k: Tensor, v: Tensor, decay: Tensor, beta: Tensor, state: Tensor
-) -> tuple[Tensor, Tensor]:
-    """One token each of n sequences. Returns float32 [n, num_value_heads, value_dim], and the states after it.
+    q: Tensor, k: Tensor, v: Tensor, decay: Tensor, beta: Tensor, memory: Tensor, pages: Tensor, begins: Tensor
+) -> Tensor:
+    """One token each of n sequences, whose states are updated in place. Returns float32 [n, num_value_heads,
+    value_dim].
 
     Args:
         q, k: [n, num_key_heads, key_dim]; each serves num_value_heads / num_key_heads consecutive value heads
-        v: [n, num_value_heads, value_dim]
+        v: [n, num_value_heads, value_dim]; like q and k any stride from token to token
         decay, beta: float32 [n, num_value_heads]
-        state: float32 [n, num_value_heads, key_dim, value_dim], which is used up
+        memory: float32 [num_pages, num_value_heads, key_dim, value_dim], any stride from page to page
+        pages: int64 [n]
+        begins: bool [n]: the sequence has no state yet, whatever its page holds
     """
+    assert memory.dtype == torch.float32 and pages.dtype == torch.int64 and begins.dtype == torch.bool
+    if uses_triton(q):
+        from .triton import gated_delta as triton_op
+
+        return triton_op.gated_delta_of_tokens(q, k, v, decay, beta, memory, pages, begins)
+    state = memory.index_select(0, pages).masked_fill_(begins[:, None, None, None], 0)
     q, k = _normalised(q, k, v.shape[1])
     state.mul_(decay.exp()[..., None, None])
     known = (k[:, :, None] @ state).squeeze(2)
     correction = (v.float() - known) * beta[..., None]
     state.addcmul_(k[..., None], correction[:, :, None])
-    return (q[:, :, None] @ state).squeeze(2), state
+    memory.index_copy_(0, pages, state)
+    return (q[:, :, None] @ state).squeeze(2)
 
 
 def gated_delta_of_prompt(q: Tensor, k: Tensor, v: Tensor, decay: Tensor, beta: Tensor, state: Tensor) -> Tensor:
-    """The next tokens of one sequence: n counts tokens, ``state`` [num_value_heads, key_dim, value_dim] is updated in
-    place. See `gated_delta_of_tokens`."""
+    """The next tokens of one sequence: n counts tokens, ``state`` float32 [num_value_heads, key_dim, value_dim] is
+    updated in place. See `gated_delta_of_tokens`."""
     fla = None if q.is_cpu or q.dtype == torch.float32 else _fla()
     if fla is not None:
         batch = (x[None] for x in (q, k, v, decay, beta))

@@ -2,8 +2,7 @@
 
     y[t] = bias + sum over i < width of weight[i] * x[t - width + 1 + i]
 
-What a sequence keeps for its next token are the last width - 1 inputs. torch bodies alone: the sums of a few tokens are
-little beside the products of a layer.
+What a sequence keeps for its next token are the last width - 1 inputs.
 """
 
 from __future__ import annotations
@@ -11,26 +10,39 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from .dispatch import uses_triton
+
 __all__ = ["conv_of_prompt", "conv_of_tokens"]
 
 
-def conv_of_tokens(x: Tensor, state: Tensor, weight: Tensor, bias: Tensor | None) -> tuple[Tensor, Tensor]:
-    """One token each of n sequences. Returns y [n, channels] in x's dtype, and the states after it.
+def conv_of_tokens(
+    x: Tensor, weight: Tensor, bias: Tensor | None, memory: Tensor, pages: Tensor, begins: Tensor
+) -> Tensor:
+    """One token each of n sequences, whose states are updated in place. Returns y [n, channels] in x's dtype.
 
     Args:
-        x: [n, channels]
-        state: float32 [n, width - 1, channels], the inputs before
+        x: [n, channels], any stride from token to token
         weight: float32 [width, channels]
         bias: float32 [channels]
+        memory: float32 [num_pages, width - 1, channels], the inputs before; any stride from page to page
+        pages: int64 [n]
+        begins: bool [n]: the sequence has no state yet, whatever its page holds
     """
+    assert memory.dtype == torch.float32 and pages.dtype == torch.int64 and begins.dtype == torch.bool
+    if uses_triton(x):
+        from .triton import short_conv as triton_op
+
+        return triton_op.conv_of_tokens(x, weight, bias, memory, pages, begins)
+    state = memory.index_select(0, pages).masked_fill_(begins[:, None, None], 0)
     inputs = torch.cat((state, x[:, None].float()), 1)
     y = (inputs * weight).sum(1)
     if bias is not None:
         y += bias
-    return y.to(x.dtype), inputs[:, 1:]
+    memory.index_copy_(0, pages, inputs[:, 1:])
+    return y.to(x.dtype)
 
 
-def conv_of_prompt(x: Tensor, state: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+def conv_of_prompt(x: Tensor, weight: Tensor, bias: Tensor | None, state: Tensor) -> Tensor:
     """The next tokens of one sequence, x [num_tokens, channels]; ``state`` [width - 1, channels] is updated in place.
     See `conv_of_tokens`."""
     inputs, num_tokens = torch.cat((state, x.float())), len(x)

@@ -33,6 +33,7 @@ from aengine.kernels import (
     expert_gate,
     expert_plan,
     experts,
+    gated_delta,
     gumbel,
     input_prep,
     linear,
@@ -40,6 +41,7 @@ from aengine.kernels import (
     logprobs,
     rms_norm,
     routing,
+    short_conv,
     staged_write,
     top_k_top_p,
     varlen_attention,
@@ -252,6 +254,19 @@ def mixtures(
     experts.add_experts(x, h, second, plan)
 
 
+def states(compiler: Compiler) -> None:
+    """Qwen3-Next's gated delta net and convolution; LFM2's."""
+    compiler.note = ""
+    pages, begins = torch.zeros(2, dtype=torch.int64), torch.zeros(2, dtype=torch.bool)
+    x = torch.zeros(2, 8192, dtype=compiler.half)
+    q, v = x[:, :2048].unflatten(1, (16, 128)), x[:, 4096:].unflatten(1, (32, 128))
+    where = torch.zeros(2, 32, 128, 128), pages, begins
+    gated_delta.gated_delta_of_tokens(q, q, v, torch.zeros(2, 32), torch.zeros(2, 32), *where)
+    for width, bias in ((4, None), (3, torch.zeros(8192))):
+        memory = torch.zeros(2, width - 1, 8192)
+        short_conv.conv_of_tokens(x, torch.zeros(width, 8192), bias, memory, pages, begins)
+
+
 def inputs_and_sampling(compiler: Compiler) -> None:
     compiler.note = ""
     ids, table = torch.zeros(4, 32, dtype=torch.int32), torch.zeros(1, 4, 2, dtype=torch.int32)
@@ -324,6 +339,7 @@ def every_kernel(compiler: Compiler) -> None:
     grouped = RoutingRule(8, "sigmoid", num_groups=8, top_groups=4)
     routing.route(torch.zeros(4, 256), grouped, torch.zeros(256))
     expert_gate.gate_experts(torch.zeros(4, 512, dtype=dtype), clamped)
+    states(compiler)
     inputs_and_sampling(compiler)
 
 

@@ -115,9 +115,8 @@ def _attend(q: Tensor, k: Tensor, v: Tensor, decay: Tensor, beta: Tensor, states
     """float32 [num_tokens, num_value_heads, value_dim]."""
     out, n = torch.empty(v.shape, dtype=torch.float32, device=v.device), states.num_decodes
     if n:
-        state = states.read(_NAME)
-        out[:n], after = gated_delta_of_tokens(q[:n], k[:n], v[:n], decay[:n], beta[:n], state)
-        states.write(_NAME, after)
+        where = states.tensors[_NAME], states.pages, states.begins
+        out[:n] = gated_delta_of_tokens(q[:n], k[:n], v[:n], decay[:n], beta[:n], *where)
     for span in states.spans:
         own = slice(span.start, span.stop)
         state = states.of(span, _NAME)

@@ -40,9 +40,9 @@ class ShortConv:
         """[num_tokens, channels] for x of that shape."""
         out, n = torch.empty_like(x), states.num_decodes
         if n:
-            out[:n], after = conv_of_tokens(x[:n], states.read(_NAME), self.weight, self.bias)
-            states.write(_NAME, after)
+            memory = states.tensors[_NAME]
+            out[:n] = conv_of_tokens(x[:n], self.weight, self.bias, memory, states.pages, states.begins)
         for span in states.spans:
             own = slice(span.start, span.stop)
-            out[own] = conv_of_prompt(x[own], states.of(span, _NAME), self.weight, self.bias)
+            out[own] = conv_of_prompt(x[own], self.weight, self.bias, states.of(span, _NAME))
         return out
