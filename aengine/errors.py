@@ -96,7 +96,8 @@ class ContextLengthError(RequestError):
 class GrammarError(RequestError):
     """A structured-output constraint can't be used.
 
-    ``kind`` says why; ``path`` is the JSON path of the keyword at fault ("" when it is the whole).
+    ``kind`` says why; ``path`` is the JSON path of the keyword at fault ("" when it is the whole); ``tool`` the name of
+    the tool whose parameters they are (None: the answer's own shape).
     """
 
     def __init__(
@@ -105,10 +106,12 @@ class GrammarError(RequestError):
         *,
         kind: Literal["invalid", "unsupported", "unsatisfiable", "too_complex"],
         path: str = "",
+        tool: str | None = None,
     ) -> None:
         super().__init__(message)
         self.kind = kind
         self.path = path
+        self.tool = tool
 
 
 class EngineOverloadedError(RequestError):

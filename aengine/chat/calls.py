@@ -123,4 +123,4 @@ class Calls:
 
 def _arguments_of(tool: Tool, relax: bool) -> Json:
     spec = spec_of(StructuredOutput(json_schema=tool.argument_schema))
-    return Json(spec.text, f"the parameters of the tool {tool.name!r}", relax=relax)
+    return Json(spec.text, f"the parameters of the tool {tool.name!r}", relax=relax, tool=tool.name)

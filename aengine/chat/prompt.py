@@ -113,10 +113,16 @@ class ChatPrompt:
         return cls(text, tool_format, reasoning)
 
     def ids(self, tokenizer: Tokenizer, max_model_len: int | None = None) -> list[int]:
-        """The token ids. Raises ContextLengthError, before any work, for a text that can't fit into so many."""
+        """The token ids. Raises ContextLengthError, before any work, for a text that can't fit into so many, and
+        InvalidRequestError for one that is not Unicode."""
         if max_model_len is not None:
             check_length(self.text, tokenizer, max_model_len)
-        return tokenizer.encode(self.text, add_special_tokens=False)  # the template wrote them
+        try:
+            return tokenizer.encode(self.text, add_special_tokens=False)  # the template wrote them
+        except InvalidRequestError as error:
+            if error.param == "prompt":  # a chat has none: it is of the messages, or of a tool's description
+                error.param = "messages"
+            raise
 
 
 def token_ids_of(tokenizer: Tokenizer) -> TokenId:

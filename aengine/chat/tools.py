@@ -297,7 +297,7 @@ def _object_schema(name: str, parameters: object) -> dict[str, Any]:
     try:
         schema: dict[str, Any] = json.loads(spec_of(StructuredOutput(json_schema=parameters)).text)  # checked once
     except GrammarError as error:
-        raise GrammarError(f"the tool {name!r}: {error}", kind=error.kind, path=error.path) from None
+        raise GrammarError(f"the tool {name!r}: {error}", kind=error.kind, path=error.path, tool=name) from None
     if not schema:
         return dict(_NO_ARGUMENTS)
     if schema.get("type", "object") != "object":

@@ -64,9 +64,7 @@ class RemoteStream(Generic[T, C]):
         self._send = send
         self._loop = loop
         self._output_type = output_type
-        self._texts: list[str] | None = (
-            [] if is_json else None
-        )  # of the first completion, as far as read
+        self._texts: list[str] | None = [] if is_json else None  # of the first completion, as far as read
         self._items: deque[T] = deque()
         self._num_reads = 0  # that came since the engine was last told of it
         self._is_asked = False  # for items

@@ -125,16 +125,21 @@ def create_app(
     endpoints = [*_ENDPOINTS, *(_PAGE if page else ())]
     service.openapi = openapi_document(endpoints, has_keys=bool(keys))
     service.metrics_registry = metrics_registry or new_registry(engine, service.model_name)
-    routes = [
-        Route(path, _endpoint(service, endpoint, () if path in _OPEN_PATHS else keys), methods=[method])
-        for method, path, endpoint, *_ in endpoints
-    ]
-    return Starlette(
+    routes = []
+    for method, path, endpoint, *_ in endpoints:
+        answer = _endpoint(service, endpoint, () if path in _OPEN_PATHS else keys)
+        routes.append(Route(path, answer, methods=[method]))
+        if path != "/" and not path.endswith("}"):
+            # A redirect would have the scheme and the host that a proxy uses, and clients drop keys on the way there.
+            routes.append(Route(f"{path}/", answer, methods=[method]))
+    app = Starlette(
         routes=routes,
         middleware=_for_other_origins([allow_origins] if isinstance(allow_origins, str) else allow_origins),
         lifespan=engine_lifespan(engine),
         exception_handlers={HTTPException: _answer_http_exception},
     )
+    app.router.redirect_slashes = False
+    return app
 
 
 def _for_other_origins(origins: Sequence[str]) -> list[Middleware]:
@@ -157,7 +162,7 @@ def _endpoint(service: Service, endpoint: Endpoint, keys: Sequence[str]) -> Call
         except ClientLeftError:
             return Response(status_code=499)  # nobody reads it
         except Exception as error:
-            return _answer(request, http_error(error))
+            return _answer(request, http_error(error, getattr(request.state, "place_of_shape", None)))
 
     return answer
 

@@ -19,9 +19,6 @@ from .http import HTTPError
 
 __all__ = ["http_error"]
 
-_ABOUT_TOOL = ("the tool ", "the parameters of the tool ")
-"""Beginnings of a GrammarError that is about a tool's schema."""
-
 _NO_RETRY = {"x-should-retry": "false"}
 """Heeded by OpenAI's and Anthropic's clients, which try again otherwise, as for any 5xx."""
 
@@ -37,8 +34,7 @@ def http_error(error: BaseException, param: str | None = None) -> HTTPError:
         case ContextLengthError():
             return HTTPError(400, text, code="context_length_exceeded")
         case GrammarError():
-            is_of_tool = text.startswith(_ABOUT_TOOL)
-            place = "tools" if is_of_tool else (param or "response_format")
+            place = "tools" if error.tool is not None else (param or "response_format")
             return HTTPError(400, text, code=f"schema_{error.kind}", param=place + error.path.removeprefix("$"))
         case InvalidRequestError():
             return HTTPError(400, text, code="invalid_value", param=error.param)

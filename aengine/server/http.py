@@ -20,6 +20,7 @@ __all__ = [
     "JSONAnswer",
     "Pace",
     "as_utf8",
+    "begin_events",
     "event",
     "read_json",
     "while_connected",
@@ -36,6 +37,13 @@ Rest = Callable[[float], Awaitable[None]]
 MOST_VALUES = 2_000_000
 """That a body may have, counted by commas and brackets. To make Python objects of millions takes seconds, and the loop
 stands still meanwhile; a text of the same size takes milliseconds."""
+
+
+PING = b": ping\n\n"
+"""A comment, which clients of server-sent events pass over."""
+
+PING_SECONDS = 15.0
+"""After so long without an event, twice that at most, a comment is sent."""
 
 
 class HTTPError(Exception):
@@ -101,6 +109,9 @@ async def read_body(request: Request, max_bytes: int) -> bytes:
 
 async def read_json(request: Request, max_bytes: int) -> Any:
     """Read the body as JSON. Raises HTTPError 400, 413 or 415, and ClientLeftError."""
+    encoding = request.headers.get("content-encoding", "identity").strip().lower()
+    if encoding not in ("identity", ""):
+        raise HTTPError(415, f"the body has content-encoding: {encoding[:80]}; send it as it is, not compressed")
     kind = request.headers.get("content-type", "application/json").partition(";")[0].strip().lower()
     if kind != "application/json" and not kind.endswith("+json"):
         raise HTTPError(415, f"the body must be JSON, with content-type: application/json, not {kind[:80]!r}")
@@ -175,38 +186,83 @@ class Pace:
             await rest(seconds)
 
 
+async def begin_events(
+    request: Request,
+    chunks: AsyncGenerator[bytes, None],
+    pace: Pace,
+    rest: Rest,
+    failed: Callable[[Exception], bytes],
+    headers: Mapping[str, str],
+) -> Response:
+    """Return the answer whose server-sent events these chunks are.
+
+    What is wrong with the request is raised before the first chunk, so it is an error of HTTP. If that is not there
+    after `PING_SECONDS`, the answer begins without, and ``failed`` writes such an error as events.
+
+    Raises what the chunks raise, and ClientLeftError.
+    """
+    first = asyncio.ensure_future(_first_of(chunks))
+    leaving = asyncio.ensure_future(_left(request.receive))
+    try:
+        await asyncio.wait([first, leaving], return_when=asyncio.FIRST_COMPLETED, timeout=PING_SECONDS)
+        if first.done():
+            first.result()
+        elif leaving.done():
+            raise ClientLeftError
+    except BaseException:
+        if not first.done():
+            first.cancel()
+            await asyncio.wait([first])
+        raise
+    finally:
+        leaving.cancel()
+    return EventStream(first, chunks, pace, rest, failed, headers)
+
+
+async def _first_of(chunks: AsyncGenerator[bytes, None]) -> bytes:
+    return await anext(chunks)
+
+
 class EventStream(Response):
-    """An answer of server-sent events. Whoever makes it has taken the first chunk, so that what is wrong with the
-    request is still an error with a status of its own.
+    """An answer of server-sent events. See `begin_events`.
 
     A client that leaves cancels the iterator at once, also while it waits for the engine. Each chunk must be all that
-    there is when it is asked for: a `Pace` says when that is.
+    there is when it is asked for: a `Pace` says when that is. While nothing comes, comments keep the connection alive,
+    which proxies cut when it has been idle for a minute.
     """
 
     media_type = "text/event-stream"
 
     def __init__(
         self,
-        first: bytes,
+        first: asyncio.Future[bytes],
         chunks: AsyncGenerator[bytes, None],
         pace: Pace,
         rest: Rest,
-        headers: Mapping[str, str] | None = None,
+        failed: Callable[[Exception], bytes],
+        headers: Mapping[str, str],
     ) -> None:
         self.first = first
         self.chunks = chunks
         self.pace = pace
         self.rest = rest
+        self.failed = failed
         self.status_code = 200
         self.background = None
+        self._is_idle = False  # the next chunk is waited for
+        self._num_sent = 0
         # Proxies must neither keep nor collect it; nginx has a header of its own for that.
-        self.init_headers({"cache-control": "no-cache", "x-accel-buffering": "no", **(headers or {})})
+        self.init_headers({"cache-control": "no-cache", "x-accel-buffering": "no", **headers})
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         sending = asyncio.ensure_future(self._send(send))
         leaving = asyncio.ensure_future(_left(receive))
         try:
-            await asyncio.wait([sending, leaving], return_when=asyncio.FIRST_COMPLETED)
+            num_sent = -1
+            while not (await self._wait(sending, leaving)):
+                if self._is_idle and self._num_sent == num_sent:
+                    await send({"type": "http.response.body", "body": PING, "more_body": True})
+                num_sent = self._num_sent
         finally:
             leaving.cancel()
             sending.cancel()  # no effect if it is done
@@ -214,17 +270,35 @@ class EventStream(Response):
         if not sending.cancelled() and (error := sending.exception()) is not None and not isinstance(error, OSError):
             raise error  # an OSError is a client that has left
 
+    async def _wait(self, sending: asyncio.Future[None], leaving: asyncio.Future[None]) -> bool:
+        """Wait until one is done, or it may be time for a comment. Returns whether one is done."""
+        tasks = [sending, leaving]
+        done, _ = await asyncio.wait(tasks, return_when=asyncio.FIRST_COMPLETED, timeout=PING_SECONDS)
+        return bool(done)
+
     async def _send(self, send: Send) -> None:
         pace = self.pace
         pace.num_streams += 1
         try:
             async with aclosing(self.chunks):
                 await send({"type": "http.response.start", "status": self.status_code, "headers": self.raw_headers})
-                await send({"type": "http.response.body", "body": self.first, "more_body": True})
+                try:
+                    self._is_idle = True
+                    chunk = await self.first
+                except Exception as error:
+                    chunk = self.failed(error)
+                await self._send_chunk(send, chunk)
                 await pace.wait(self.rest)
                 async for chunk in self.chunks:
-                    await send({"type": "http.response.body", "body": chunk, "more_body": True})
+                    await self._send_chunk(send, chunk)
                     await pace.wait(self.rest)
+                self._is_idle = False
                 await send({"type": "http.response.body", "body": b"", "more_body": False})
         finally:
             pace.num_streams -= 1
+
+    async def _send_chunk(self, send: Send, chunk: bytes) -> None:
+        self._is_idle = False
+        self._num_sent += 1
+        await send({"type": "http.response.body", "body": chunk, "more_body": True})
+        self._is_idle = True

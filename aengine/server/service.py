@@ -63,6 +63,7 @@ class Service:
     async def body(self, request: Request, kind: type[B]) -> B:
         """Read and validate the body of a request. Raises HTTPError 400, 404, 413, 415 and ClientLeftError."""
         body = validated(kind, await read_json(request, self.max_body_bytes))
+        request.state.place_of_shape = getattr(body, "place_of_shape", None)  # for errors of a grammar
         self.check_model(getattr(body, "model", None))
         return body
 

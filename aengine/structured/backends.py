@@ -85,7 +85,7 @@ class Backends:
                     self._built[name] = error
             found = self._built[name]
         if isinstance(found, GrammarError):
-            raise GrammarError(str(found), kind=found.kind, path=found.path)
+            raise GrammarError(str(found), kind=found.kind, path=found.path, tool=found.tool)
         return found
 
     def close(self) -> None:

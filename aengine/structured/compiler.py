@@ -341,7 +341,7 @@ def _settle_all(work: _Work, result: Compiled | BaseException) -> None:
 def _copy_of(error: AEngineError) -> AEngineError:
     """A fresh one for each who gets it: a traceback grows each time an exception is raised."""
     if isinstance(error, GrammarError):
-        return GrammarError(str(error), kind=error.kind, path=error.path)
+        return GrammarError(str(error), kind=error.kind, path=error.path, tool=error.tool)
     if isinstance(error, EngineOverloadedError):
         return EngineOverloadedError(str(error), retry_after=error.retry_after)
     return type(error)(str(error))

@@ -67,6 +67,8 @@ class Json:
     """Keywords that can't be enforced are left out, with a warning, instead of refused."""
     made_of: tuple[Json, ...] = ()
     """The schemas of other origins that were copied into this one: a fault is looked for in those."""
+    tool: str | None = None
+    """The tool whose arguments it describes."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -89,15 +89,15 @@ def spec_of_part(part: Part) -> GrammarSpec | None:
     return None
 
 
-def specs_by_origin(root: Part) -> Iterator[tuple[str, GrammarSpec]]:
-    """Yield the schemas, regexes and choices of a composed grammar that name their origin, each by itself."""
+def specs_by_origin(root: Part) -> Iterator[tuple[Json | Regex | Choice, GrammarSpec]]:
+    """Yield the schemas, regexes and choices of a composed grammar that name their origin, and each by itself."""
     for leaf in leaves(root):
         if isinstance(leaf, Json) and leaf.made_of:
-            yield from ((part.origin, spec) for part in leaf.made_of if (spec := spec_of_part(part)))
+            yield from ((part, spec) for part in leaf.made_of if (spec := spec_of_part(part)))
         elif isinstance(leaf, Json | Regex | Choice) and leaf.origin:
             spec = spec_of_part(replace(leaf, not_first=()) if isinstance(leaf, Regex | Choice) else leaf)
             if spec is not None:
-                yield leaf.origin, spec
+                yield leaf, spec
 
 
 def spec_of(wanted: StructuredOutput) -> GrammarSpec:

@@ -50,7 +50,7 @@ OPERATIONS = [
 
 def test_every_route_is_described() -> None:
     described = create_app(FakeAsyncLLM(), page=False)  # but for the page's own files
-    routes = [route for route in described.routes if isinstance(route, Route)]
+    routes = [route for route in described.routes if isinstance(route, Route) and not route.path.endswith("/")]
     for route in routes:
         for method in (route.methods or set()) - {"HEAD"}:
             operation = DOCUMENT["paths"][route.path.replace(":path}", "}")][method.lower()]
@@ -66,6 +66,7 @@ def test_every_route_is_described() -> None:
 def test_no_request_is_a_500(path: str, method: str, mode: str) -> None:
     operation = schemathesis.openapi.from_dict(DOCUMENT)[path][method.upper()]
     engine = FakeAsyncLLM(max_model_len=256)
+    client = client_of(engine)
     statuses: Counter[int] = Counter()
 
     @given(case=operation.as_strategy(generation_mode=schemathesis.GenerationMode(mode)))
@@ -81,10 +82,9 @@ def test_no_request_is_a_500(path: str, method: str, mode: str) -> None:
 
     async def send(asked: dict[str, Any]) -> None:
         content = json.dumps(asked["json"]).encode() if "json" in asked else asked.get("data")
-        async with client_of(engine) as client:
-            answer = await client.request(
-                asked["method"], asked["url"], params=asked["params"], content=content, headers=asked["headers"]
-            )
+        answer = await client.request(
+            asked["method"], asked["url"], params=asked["params"], content=content, headers=asked["headers"]
+        )
         statuses[answer.status_code] += 1
         assert answer.status_code < 500, f"{answer.status_code} {answer.text}: {asked}"
         if answer.status_code >= 400:
@@ -99,6 +99,7 @@ def test_no_request_is_a_500(path: str, method: str, mode: str) -> None:
             check()
             runner.run(check_idle())
         finally:
+            runner.run(client.aclose())
             runner.run(engine.aclose())
     print(dict(statuses))
 
@@ -135,6 +136,7 @@ BODIES: list[tuple[str, type[BaseModel], dict[str, Any]]] = [
 @pytest.mark.parametrize(("path", "kind", "body"), BODIES, ids=lambda value: value if isinstance(value, str) else "")
 def test_no_value_of_a_field_is_a_500(path: str, kind: type[BaseModel], body: dict[str, Any]) -> None:
     engine = FakeAsyncLLM(max_model_len=256)
+    client = client_of(engine)
     fields = st.dictionaries(st.sampled_from(sorted(kind.model_fields)), JSON_VALUES, min_size=1, max_size=2)
 
     @given(change=fields, inside=JSON_VALUES)
@@ -147,8 +149,7 @@ def test_no_value_of_a_field_is_a_500(path: str, kind: type[BaseModel], body: di
             runner.run(send({name: [{**value[0], "content": inside, "tool_calls": inside, "type": inside}]}))
 
     async def send(asked: dict[str, Any]) -> None:
-        async with client_of(engine) as client:
-            answer = await client.post(path, content=json.dumps(asked), headers={"content-type": "application/json"})
+        answer = await client.post(path, content=json.dumps(asked), headers={"content-type": "application/json"})
         assert answer.status_code < 500 or answer.status_code == 504, f"{answer.status_code} {answer.text}: {asked}"
         if answer.status_code >= 400:
             assert answer.json()["error"]["message"]
@@ -158,4 +159,5 @@ def test_no_value_of_a_field_is_a_500(path: str, kind: type[BaseModel], body: di
         try:
             check()
         finally:
+            runner.run(client.aclose())
             runner.run(engine.aclose())

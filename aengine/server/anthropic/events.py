@@ -25,7 +25,7 @@ from .requests import MessagesBody
 if TYPE_CHECKING:
     from ...streams.chat_stream import ChatStream
 
-__all__ = ["event_chunks"]
+__all__ = ["error_event", "event_chunks"]
 
 
 async def event_chunks(
@@ -49,11 +49,16 @@ async def event_chunks(
         except AEngineError as error:
             if not writer.has_begun:
                 raise
-            yield event(dumps(error_body(request, http_error(error))), "error")
+            yield error_event(request, error)
             return
         completion = stream.completion
     writer.end(ending_of(completion, body), usage_of(completion.usage))
     yield writer.take()
+
+
+def error_event(request: Request, error: Exception) -> bytes:
+    """Return the last event of a stream that fails."""
+    return event(dumps(error_body(request, http_error(error))), "error")
 
 
 class _EventWriter:

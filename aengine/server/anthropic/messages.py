@@ -4,17 +4,18 @@ from __future__ import annotations
 
 import asyncio
 import uuid
+from functools import partial
 from typing import Any
 
 from starlette.requests import Request
 from starlette.responses import Response
 
-from ..http import EventStream, JSONAnswer, while_connected
+from ..http import JSONAnswer, begin_events, while_connected
 from ..service import Service
 from .answers import blocks_of, ending_of, usage_of
 from .conversation import conversation_of
 from .errors import REQUEST_ID, request_id_of
-from .events import event_chunks
+from .events import error_event, event_chunks
 from .requests import CountBody, MessagesBody
 
 __all__ = ["count_tokens", "create_message"]
@@ -31,8 +32,8 @@ async def create_message(service: Service, request: Request) -> Response:
     head: dict[str, Any] = {"id": name, "type": "message", "role": "assistant", "model": body.model}
     if body.stream:
         chunks = event_chunks(request, body, stream, head)
-        first = await while_connected(request, chunks.__anext__())  # an error is still one of HTTP
-        return EventStream(first, chunks, service.pace, stream.rest, headers)
+        failed = partial(error_event, request)
+        return await begin_events(request, chunks, service.pace, stream.rest, failed, headers)
     completion = await while_connected(request, stream.wait())
     answer = head | {
         "content": blocks_of(completion.message, shows_thinking=body.shows_thinking),

@@ -22,8 +22,7 @@ from ...chat.messages import (
 )
 from ...errors import AEngineError
 from ...outputs import FinishReason
-from ..errors import http_error
-from ..http import EventStream, JSONAnswer, as_utf8, event, while_connected
+from ..http import JSONAnswer, as_utf8, begin_events, event, while_connected
 from ..service import Service
 from .answers import (
     MOST_EVENTS,
@@ -37,7 +36,7 @@ from .answers import (
     token_entry,
     usage_of,
 )
-from .errors import error_body
+from .errors import error_events
 from .messages import chat_messages
 from .requests import ChatBody, StreamOptions
 
@@ -57,8 +56,7 @@ async def chat_completions(service: Service, request: Request) -> Response:
     writer = _Writer(service, body, head)
     if body.stream:
         chunks = writer.chunks(stream)
-        first = await while_connected(request, chunks.__anext__())  # an error is still one of HTTP
-        return EventStream(first, chunks, service.pace, stream.rest, name.headers)
+        return await begin_events(request, chunks, service.pace, stream.rest, error_events, name.headers)
     completion = await while_connected(request, stream.wait())
     return JSONAnswer(
         head
@@ -138,7 +136,7 @@ class _Writer:
             except AEngineError as error:
                 if not writer.has_begun:
                     raise
-                yield event(dumps(error_body(http_error(error)))) + event("[DONE]")
+                yield error_events(error)
                 return
             completion = stream.completion
         for choice in completion.choices:

@@ -15,11 +15,10 @@ from starlette.responses import Response
 
 from ...errors import AEngineError
 from ...outputs import Choice, Completion, FinishReason, Token, Usage
-from ..errors import http_error
-from ..http import EventStream, JSONAnswer, as_utf8, event, while_connected
+from ..http import JSONAnswer, as_utf8, begin_events, event, while_connected
 from ..service import Service
 from .answers import AnswerId, TokenRow, answer_id, dumps, finish_reason, finite, rows_of, usage_of
-from .errors import error_body
+from .errors import error_events
 from .requests import CompletionBody
 
 if TYPE_CHECKING:
@@ -42,9 +41,8 @@ async def completions(service: Service, request: Request) -> Response:
     if body.stream:
         streams = _begin(service, body, name)
         chunks = writer.chunks(streams)
-        first = await while_connected(request, chunks.__anext__())  # an error is still one of HTTP
         rest = streams[0].rest if len(streams) == 1 else asyncio.sleep
-        return EventStream(first, chunks, service.pace, rest, name.headers)
+        return await begin_events(request, chunks, service.pace, rest, error_events, name.headers)
     answers = await while_connected(request, _whole(service, body, name))
     choices = [writer.choice(i, choice) for i, answer in enumerate(answers) for choice in answer.choices]
     usage = _total([answer.usage for answer in answers])
@@ -151,7 +149,7 @@ class _Writer:
             except AEngineError as error:
                 if not writer.has_begun:
                     raise
-                yield event(dumps(error_body(http_error(error)))) + event("[DONE]")
+                yield error_events(error)
                 return
         yield as_utf8("".join(writer.last_events())) + event("[DONE]")
 

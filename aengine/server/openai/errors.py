@@ -4,10 +4,17 @@ from __future__ import annotations
 
 from typing import Any
 
-from ..http import HTTPError
+from ..errors import http_error
+from ..http import HTTPError, event
+from .answers import dumps
 
-__all__ = ["error_body"]
+__all__ = ["error_body", "error_events"]
 
 
 def error_body(error: HTTPError) -> dict[str, Any]:
     return {"error": {"message": error.message, "type": error.kind, "param": error.param, "code": error.code}}
+
+
+def error_events(error: BaseException) -> bytes:
+    """Return the last events of a stream that fails."""
+    return event(dumps(error_body(http_error(error)))) + event("[DONE]")

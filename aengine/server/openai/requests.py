@@ -155,6 +155,12 @@ class StructuredOutputsBody(Body):
     disable_any_whitespace: Ignored = None
     disable_additional_properties: Ignored = None
 
+    @property
+    def place(self) -> str:
+        """The one that is given, as a place in the body."""
+        given = [name for name in ("regex", "choice", "grammar", "json_object") if getattr(self, name)]
+        return f"structured_outputs.{(given or ['json'])[0]}"
+
     def to_structured_output(self) -> StructuredOutput:
         return StructuredOutput(
             json_schema=self.json_,
@@ -269,6 +275,11 @@ class _ChoicesBody(SamplingBody):
     response_format: ResponseFormat | None = None
     metadata: Ignored = None
     store: Ignored = None
+
+    @property
+    def place_of_shape(self) -> str:
+        """The field that says which shape the answer has."""
+        return "response_format" if self.structured_outputs is None else self.structured_outputs.place
 
 
 class CompletionBody(_ChoicesBody):

@@ -28,7 +28,7 @@ import llguidance
 from ...errors import GrammarError
 from ...system.cgroups import num_usable_cpus
 from ..backend import OnWait, address_of
-from ..parts import Part
+from ..parts import Json, Part
 from ..spec import GrammarSpec, specs_by_origin
 from ..vocabulary import Vocabulary
 from .cost import is_quick
@@ -130,13 +130,14 @@ class LLGuidanceBackend:
 
     def _blamed(self, root: Part, error: GrammarError, on_wait: OnWait | None) -> GrammarError:
         """Return the error of the part that is at fault when it is compiled by itself, or ``error``."""
-        for origin, spec in specs_by_origin(root):
+        for part, spec in specs_by_origin(root):
             if error.kind == "too_complex" and is_quick(spec):
                 continue  # the others are more likely, and there may be many
             try:
                 self._compile(spec, on_wait)
             except GrammarError as found:
-                return GrammarError(f"{origin}: {found}", kind=found.kind, path=found.path)
+                tool = part.tool if isinstance(part, Json) else None
+                return GrammarError(f"{part.origin}: {found}", kind=found.kind, path=found.path, tool=tool)
         return error
 
     def try_out(self, grammar: str) -> tuple[llguidance.LLMatcher, float, float]:
@@ -219,8 +220,8 @@ def _left_out(spec: GrammarSpec) -> tuple[str, ...]:
     """Return what is left out of relaxed schemas before the library sees them."""
     if spec.root is None:
         return left_out_of(spec.text) if spec.relax and spec.kind == "json_schema" else ()
-    parts = [(origin, part) for origin, part in specs_by_origin(spec.root) if part.relax]
-    return tuple(f"{origin}: {text}" for origin, part in parts for text in left_out_of(part.text))
+    parts = [(part.origin, own) for part, own in specs_by_origin(spec.root) if own.relax]
+    return tuple(f"{origin}: {text}" for origin, own in parts for text in left_out_of(own.text))
 
 
 class LLGuidanceCompiled:

@@ -80,6 +80,11 @@ class ResponseBody(SamplingBody):
     def text_format(self) -> TextFormat:
         return (self.text and self.text.format) or TextFormat(type="text")
 
+    @property
+    def place_of_shape(self) -> str:
+        """The field that says which shape the answer has."""
+        return "text.format.schema" if self.structured_outputs is None else self.structured_outputs.place
+
     def params(self) -> SamplingParams:
         """Raises HTTPError 400 and InvalidRequestError."""
         return self.sampling_params(

@@ -14,7 +14,7 @@ from starlette.responses import Response
 from ....errors import AEngineError
 from ....outputs import FinishReason, Token, Usage
 from ...errors import http_error
-from ...http import EventStream, HTTPError, JSONAnswer, as_utf8, while_connected
+from ...http import HTTPError, JSONAnswer, as_utf8, begin_events, while_connected
 from ...service import Service
 from ..answers import answer_id, merged, num_tokens, token_entry
 from .body import ResponseBody
@@ -43,13 +43,10 @@ async def create_response(service: Service, request: Request) -> Response:
         writer = _Writer(service, body, conversation, f"resp_{name.fresh}")
         if body.stream:
             chunks = writer.chunks(stream)
-            first = await while_connected(request, chunks.__anext__())  # an error is still one of HTTP
-            return EventStream(first, chunks, service.pace, stream.rest, name.headers)
+            return await begin_events(request, chunks, service.pace, stream.rest, writer.failed, name.headers)
         return JSONAnswer(await while_connected(request, writer.whole(stream)), headers=name.headers)
     except AEngineError as error:
-        failed = http_error(error, "text.format.schema")
-        failed.param = _FIELDS.get(failed.param or "", failed.param)
-        raise failed from None
+        raise _http_error(error, body.place_of_shape) from None
 
 
 async def show_response(service: Service, request: Request) -> Response:
@@ -81,6 +78,12 @@ async def count_input_tokens(service: Service, request: Request) -> Response:
         ),
     )
     return JSONAnswer({"object": "response.input_tokens", "input_tokens": count})
+
+
+def _http_error(error: Exception, place_of_shape: str) -> HTTPError:
+    failed = http_error(error, place_of_shape)
+    failed.param = _FIELDS.get(failed.param or "", failed.param)
+    return failed
 
 
 class _Conversation:
@@ -192,6 +195,12 @@ class _Writer:
         await self._finish(items, stream.completion)
         events.add(f"response.{self._response['status']}", response=self._response)
         yield as_utf8(events.take())
+
+    def failed(self, error: Exception) -> bytes:
+        """Return the only event of a stream that fails before its first one."""
+        failed, events = _http_error(error, self._body.place_of_shape), Events()
+        events.add("error", code=failed.code, message=failed.message, param=failed.param)
+        return as_utf8(events.take())
 
     def _begin(self, events: Events) -> bool:
         for kind in ("response.created", "response.in_progress"):
