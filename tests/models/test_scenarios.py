@@ -13,10 +13,13 @@ from tiny import load_reference
 
 TinyModel = Callable[..., Path]
 LAYER_TYPES = ["sliding_attention", "full_attention", "sliding_attention"]
+YARN = {"rope_type": "yarn", "rope_theta": 10000.0, "factor": 4.0, "original_max_position_embeddings": 32}
+"""Prompts are on both sides of the original context."""
 MODELS: dict[str, tuple[str, dict[str, Any]]] = {
     "gemma2": ("gemma2", {"head_dim": 16, "sliding_window": 9, "attn_logit_softcapping": 2.0}),
     "gemma3": ("gemma3", {"head_dim": 16, "sliding_window": 9, "layer_types": LAYER_TYPES}),
     "llama": ("llama", {"attention_bias": True}),
+    "llama-yarn": ("llama", {"head_dim": 64, "rope_parameters": YARN}),
     "qwen3-windows": ("qwen3", {"sliding_window": 9, "use_sliding_window": True, "layer_types": LAYER_TYPES}),
     "qwen3-moe": ("qwen3_moe", {"norm_topk_prob": True, "mlp_only_layers": [1]}),
 }

@@ -100,12 +100,14 @@ def make_runner(folder: Path, max_num_seqs: int) -> tuple[ModelRunner, ModelConf
     return runner, config
 
 
-def step(rng: random.Random, num_decodes: int, prompts: list[int]) -> Iterator[SchedulerOutput]:
+def step(rng: random.Random, num_groups: int, num_decodes: int, prompts: list[int]) -> Iterator[SchedulerOutput]:
     """Requests prefilled, then one step of them all with ``prompts``, then they go. All write the same blocks."""
-    blocks = int32(range(MAX_LEN // BLOCK_SIZE))
+    count = MAX_LEN // BLOCK_SIZE
+    blocks, spans = int32(range(count)) * num_groups, int32([0, count] * num_groups)
 
     def new(row: int, length: int) -> NewRequest:
-        return NewRequest(row, int32(rng.randrange(300) for _ in range(length)), length, 0, blocks, temperature=0.0)
+        ids = int32(rng.randrange(300) for _ in range(length))
+        return NewRequest(row, ids, length, 0, blocks, temperature=0.0, block_spans=spans)
 
     rows = list(range(num_decodes + len(prompts)))
     early = [new(row, 2) for row in rows[:num_decodes]]
@@ -117,11 +119,28 @@ def step(rng: random.Random, num_decodes: int, prompts: list[int]) -> Iterator[S
     yield SchedulerOutput(2, removed=int32(rows))
 
 
+LONGROPE = {
+    "rope_type": "longrope",
+    "rope_theta": 10000.0,
+    "short_factor": [1.0] * 16,
+    "long_factor": [2.0] * 16,
+    "original_max_position_embeddings": 64,
+}
+SHAPE = {"hidden_size": 512, "intermediate_size": 256, "num_hidden_layers": 1}
+MODELS: dict[str, dict[str, Any]] = {
+    "qwen3": SHAPE | {"head_dim": 32},
+    "phi3": SHAPE | {"num_attention_heads": 16, "rope_parameters": LONGROPE, "original_max_position_embeddings": 64},
+    "gemma2": SHAPE | {"num_attention_heads": 16, "head_dim": 32, "num_hidden_layers": 2, "sliding_window": 40},
+}
+
+
 @pytest.mark.slow
 @pytest.mark.filterwarnings("ignore::RuntimeWarning")  # it computes with whatever lies in memory
-@pytest.mark.parametrize("max_num_seqs", [1, 3, 40, 90])
+@pytest.mark.parametrize(
+    ("arch", "max_num_seqs"), [("qwen3", 1), ("qwen3", 3), ("qwen3", 40), ("qwen3", 90), ("phi3", 3), ("gemma2", 3)]
+)
 def test_serving_compiles_nothing(
-    tmp_path: Path, rng: random.Random, monkeypatch: pytest.MonkeyPatch, max_num_seqs: int
+    tmp_path: Path, rng: random.Random, monkeypatch: pytest.MonkeyPatch, arch: str, max_num_seqs: int
 ) -> None:
     """With two key-value heads, so that 90 sequences are of two sizes, and with large tiles from 260 tokens on."""
     pytest.importorskip("triton")
@@ -132,19 +151,18 @@ def test_serving_compiles_nothing(
 
     monkeypatch.setattr(launch, "compiling", lambda num_threads: contextlib.nullcontext())
     monkeypatch.setattr(varlen_attention, "LARGE_TILES_FROM", 260)
-    shape = {"hidden_size": 512, "intermediate_size": 256, "num_hidden_layers": 1, "head_dim": 32}
-    runner, config = make_runner(write_tiny_model(tmp_path, "qwen3", **shape), max_num_seqs)
+    runner, config = make_runner(write_tiny_model(tmp_path, arch, **MODELS[arch]), max_num_seqs)
     recorder = Recorder(monkeypatch)
     with triton_everywhere():
         recorder.runs = False
         compile_kernels(runner, 1200, {config.num_kv_heads}, 1)
         ahead, recorder.compiled, recorder.runs = recorder.compiled, set(), True
-        for _ in range(12):
+        for _ in range(12 if arch == "qwen3" else 4):
             num_prompts = rng.randint(0, min(4, max_num_seqs))
             num_decodes = min(rng.choice([0, 1, 7, 16, 17, 32, 33, 89]), max_num_seqs - num_prompts)
             prompts = [rng.choice([2, 7, 20, 33, 64, 90, 250, 270, 300]) for _ in range(num_prompts)]
             if num_decodes + num_prompts:
-                for out in step(rng, num_decodes, prompts):
+                for out in step(rng, len(runner.tables.groups), num_decodes, prompts):
                     runner.execute_model(out)
                     runner.sample_tokens(None)
     assert {key[0] for key in recorder.compiled} >= {"_varlen_attention", "_decode_attention", "skinny"} or (
