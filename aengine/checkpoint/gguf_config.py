@@ -35,6 +35,7 @@ def gguf_hf_config(file: GgufFile) -> dict[str, Any]:
     sliding_window = _get(file, f"{arch}.attention.sliding_window", int, 0)
     head_dim = _head_dim(file, arch, hidden_size // num_heads)
     rope_theta = _get(file, f"{arch}.rope.freq_base", float, 10000.0)
+    rotary_dim = _rotary_dim(file, arch, head_dim)
     return {
         "gguf_architecture": arch,
         "model_type": arch,
@@ -47,6 +48,7 @@ def gguf_hf_config(file: GgufFile) -> dict[str, Any]:
         "head_dim": head_dim,
         "rms_norm_eps": round_float32(_get(file, f"{arch}.attention.layer_norm_rms_epsilon", float)),
         "rope_theta": rope_theta,
+        "partial_rotary_factor": rotary_dim / head_dim,
         "rope_scaling": _rope_scaling(file, arch, head_dim, rope_theta),
         "max_position_embeddings": _get(file, f"{arch}.context_length", int),
         "vocab_size": _vocab_size(file),
@@ -97,14 +99,21 @@ def _get(file: GgufFile, key: str, kind: type[_T], default: _T | None = None) ->
 
 def _head_dim(file: GgufFile, arch: str, default: int) -> int:
     head_dim = _get(file, f"{arch}.attention.key_length", int, default)
-    others = {
-        f"{arch}.attention.value_length": _get(file, f"{arch}.attention.value_length", int, head_dim),
-        f"{arch}.rope.dimension_count": _get(file, f"{arch}.rope.dimension_count", int, head_dim),
-    }
-    for key, value in others.items():
-        if value != head_dim:
-            raise ModelLoadError(f"{file.path}: {key} is {value}; aengine needs the head's size, {head_dim}")
+    key = f"{arch}.attention.value_length"
+    value = _get(file, key, int, head_dim)
+    if value != head_dim:
+        raise ModelLoadError(f"{file.path}: {key} is {value}; aengine needs the head's size, {head_dim}")
     return head_dim
+
+
+def _rotary_dim(file: GgufFile, arch: str, head_dim: int) -> int:
+    """Elements of a head that turn. Less than all are read where q, k and v are packed: those are as transformers has
+    them, while rows of separate ones may be in another order."""
+    key = f"{arch}.rope.dimension_count"
+    rotary_dim = _get(file, key, int, head_dim)
+    if rotary_dim != head_dim and (rotary_dim > head_dim or "blk.0.attn_qkv.weight" not in file.tensors):
+        raise ModelLoadError(f"{file.path}: {key} is {rotary_dim}; aengine needs the head's size, {head_dim}")
+    return rotary_dim
 
 
 def _vocab_size(file: GgufFile) -> int:
@@ -117,6 +126,8 @@ def _vocab_size(file: GgufFile) -> int:
 def _rope_scaling(file: GgufFile, arch: str, head_dim: int, rope_theta: float) -> dict[str, Any] | None:
     if "rope_freqs.weight" in file.tensors:
         return _llama3_scaling(file, head_dim, rope_theta)
+    if "rope_factors_long.weight" in file.tensors:
+        return _longrope_scaling(file, arch)
     kind = _get(file, f"{arch}.rope.scaling.type", str, "none")
     old_factor = _get(file, f"{arch}.rope.scale_linear", float, 1.0)
     factor = _get(file, f"{arch}.rope.scaling.factor", float, old_factor)
@@ -134,6 +145,21 @@ def _rope_scaling(file: GgufFile, arch: str, head_dim: int, rope_theta: float) -
         value = _get(file, f"{arch}.rope.scaling.{key}", float, 0.0)
         if value:
             scaling[name] = round_float32(value)
+    return scaling
+
+
+def _longrope_scaling(file: GgufFile, arch: str) -> dict[str, Any]:
+    """The divisors of the frequencies are tensors, beside the factor of cosines and sines."""
+    scaling: dict[str, Any] = {
+        "rope_type": "longrope",
+        "original_max_position_embeddings": _get(file, f"{arch}.rope.scaling.original_context_length", int),
+        "attention_factor": round_float32(_get(file, f"{arch}.rope.scaling.attn_factor", float, 1.0)),
+    }
+    for key in ("short_factor", "long_factor"):
+        name = f"rope_factors_{key.partition('_')[0]}.weight"
+        if name not in file.tensors or file.tensors[name].type.name != "F32":
+            raise ModelLoadError(f"{file.path} lacks {name!r} in float32, the {key} of its longrope")
+        scaling[key] = file.tensor_data(name).tolist()
     return scaling
 
 

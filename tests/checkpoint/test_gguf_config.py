@@ -67,6 +67,7 @@ def test_llama(tmp_path: Path) -> None:
         "head_dim": 8,
         "rms_norm_eps": 1e-6,
         "rope_theta": 10000.0,
+        "partial_rotary_factor": 1.0,
         "rope_scaling": None,
         "max_position_embeddings": 512,
         "vocab_size": 64,

@@ -58,6 +58,7 @@ class Driver:
         rng.shuffle(self._free)
         self._rng = rng
         self._tokens: dict[str, list[int]] = {}
+        self._first_lens: dict[str, int] = {}  # tokens of each in its first step
         self._blocks: dict[str, list[list[int]]] = {}  # of each group
 
     def share_prefix(self, name: str, owner: str, num_tokens: int) -> None:
@@ -72,6 +73,7 @@ class Driver:
         slots: list[list[int]] = [[] for _ in range(self._num_groups)]
         positions: list[int] = []
         for name, new in batch.items():
+            self._first_lens.setdefault(name, len(new))
             tokens = self._tokens.setdefault(name, [])
             tables = self._blocks.setdefault(name, [[] for _ in range(self._num_groups)])
             for token in new:
@@ -85,7 +87,8 @@ class Driver:
         groups = [
             GroupMetadata(seq_lens, self._table(list(batch), i), torch.tensor(own)) for i, own in enumerate(slots)
         ]
-        metadata = AttentionMetadata([len(new) for new in batch.values()], groups)
+        first_lens = torch.tensor([self._first_lens[name] for name in batch])
+        metadata = AttentionMetadata([len(new) for new in batch.values()], groups, first_lens)
         ids = torch.tensor([token for new in batch.values() for token in new])
         attn = Attention(self._cache, metadata)
         logits = self._model.compute_logits(self._model.forward(ids, torch.tensor(positions), attn))

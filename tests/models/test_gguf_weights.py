@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import random
 import time
 from collections.abc import Iterator
@@ -26,6 +27,7 @@ from aengine.runner.weights.reading import Target
 ARCHS = {
     "llama": gguf.MODEL_ARCH.LLAMA,
     "mistral": gguf.MODEL_ARCH.LLAMA,
+    "phi3": gguf.MODEL_ARCH.PHI3,
     "qwen2": gguf.MODEL_ARCH.QWEN2,
     "qwen3": gguf.MODEL_ARCH.QWEN3,
     "qwen3_moe": gguf.MODEL_ARCH.QWEN3MOE,
@@ -55,6 +57,28 @@ def stored_tensors(model: PreTrainedModel) -> Iterator[tuple[str, torch.Tensor]]
             yield name, weight.data
 
 
+LONGROPE = {
+    "rope_type": "longrope",
+    "rope_theta": 10000.0,
+    "partial_rotary_factor": 0.75,
+    "short_factor": [1 + i / 16 for i in range(12)],
+    "long_factor": [2 + i / 4 for i in range(12)],
+    "original_max_position_embeddings": 16,  # of 20 tokens that the test has
+}
+
+
+def add_longrope(writer: gguf.GGUFWriter, config: Any) -> None:
+    """As llama.cpp's converter for Phi-3 does."""
+    rope = config.rope_parameters
+    original = rope["original_max_position_embeddings"]
+    writer.add_rope_dimension_count(2 * len(rope["short_factor"]))
+    writer.add_rope_scaling_orig_ctx_len(original)
+    factor = config.max_position_embeddings / original
+    writer.add_rope_scaling_attn_factors(math.sqrt(1 + math.log(factor) / math.log(original)))
+    for kind in ("long", "short"):
+        writer.add_tensor(f"rope_factors_{kind}.weight", np.array(rope[f"{kind}_factor"], dtype=np.float32))
+
+
 def write_gguf(path: Path, model: PreTrainedModel, arch: str, kinds: list[Q]) -> None:
     """``model`` as a GGUF, its matrices quantised as each of ``kinds`` in turn.
 
@@ -78,6 +102,8 @@ def write_gguf(path: Path, model: PreTrainedModel, arch: str, kinds: list[Q]) ->
         writer.add_expert_count(config.num_local_experts)
         writer.add_expert_used_count(config.num_experts_per_tok)
         writer.add_expert_feed_forward_length(config.moe_intermediate_size)
+    if config.rope_parameters["rope_type"] == "longrope":
+        add_longrope(writer, config)
     names = gguf.get_tensor_name_map(ARCHS[arch], config.num_hidden_layers)
     matrices = 0
     for name, weight in stored_tensors(model):
@@ -111,6 +137,7 @@ def write_gguf(path: Path, model: PreTrainedModel, arch: str, kinds: list[Q]) ->
         ("llama", {"tie_word_embeddings": True}, [Q.Q4_1, Q.Q8_0]),
         ("llama", {"attention_bias": True}, [Q.F16, Q.BF16]),
         ("mistral", {"sliding_window": 6}, [Q.Q5_0, Q.Q5_1, Q.Q4_0]),
+        ("phi3", {"original_max_position_embeddings": 16, "rope_parameters": LONGROPE}, [Q.Q8_0, Q.F32]),
         ("qwen2", {}, [Q.Q8_0]),
         ("qwen3", {}, [Q.Q4_0, Q.F32, Q.TQ2_0]),
         ("qwen3_moe", {"norm_topk_prob": True, "moe_intermediate_size": 64}, [Q.Q8_0, Q.F32, Q.Q4_0]),

@@ -54,7 +54,8 @@ def read_config(
     Raises ModelLoadError: neither has this ``model_type``; a key is missing, or its value not supported.
     """
     model_type = hf_config.get("model_type")
-    if model_impl == "native" or (model_impl == "auto" and model_type in FAMILIES):
+    is_known = GGUF_ARCHITECTURES.get(str(model_type), model_type) in FAMILIES
+    if model_impl == "native" or (model_impl == "auto" and is_known):
         return _family(model_type).config_class.from_hf(hf_config)
     if not isinstance(model_type, str):
         raise ModelLoadError(f"config.json: model_type={model_type!r} must be a string")

@@ -9,7 +9,7 @@ from typing import Any, Self
 from ..layers.decoder import Decoder, DecoderLayer, SelfAttention
 from ..layers.mlp import GatedMLP
 from ..model_config import ConfigReader, ModelConfig
-from ..weights.gguf_names import GgufNames
+from ..weights.gguf_names import PACKED_LAYER, GgufNames
 from ..weights.scope import WeightScope
 
 __all__ = ["Phi3", "Phi3Config"]
@@ -32,7 +32,7 @@ def _with_longrope_named(hf: Mapping[str, Any]) -> Mapping[str, Any]:
 
 class Phi3(Decoder[Phi3Config]):
     config_class = Phi3Config
-    gguf = GgufNames()
+    gguf = GgufNames(layer=PACKED_LAYER)
 
     def make_layer(self, index: int, weights: WeightScope) -> DecoderLayer:
         config = self.config

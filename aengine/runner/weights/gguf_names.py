@@ -18,6 +18,7 @@ _LAYER = {
     "attn_q": "self_attn.q_proj",
     "attn_k": "self_attn.k_proj",
     "attn_v": "self_attn.v_proj",
+    "attn_qkv": "self_attn.qkv_proj",
     "attn_output": "self_attn.o_proj",
     "attn_q_norm": "self_attn.q_norm",
     "attn_k_norm": "self_attn.k_norm",
@@ -34,6 +35,9 @@ EXPERT_NAMES = {
     "ffn_down_exps": "mlp.experts.{}.down_proj",
 }
 """Those of a layer with experts. A name with braces is a stack of matrices, one an expert, whose numbers go there."""
+
+PACKED_LAYER = {**_LAYER, "ffn_up": "mlp.gate_up_proj"}
+"""Names of a layer whose gate and up are one tensor."""
 
 
 @dataclass(frozen=True, slots=True)

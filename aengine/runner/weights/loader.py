@@ -40,7 +40,7 @@ Progress = Callable[[str, int, int, str], None]
 CPU = torch.device("cpu")
 
 _IGNORED = re.compile(
-    r"rotary_emb\.inv_freq$|rope_freqs|\.masked_bias$|attn_rot_embd|\.weight_shape$|^lm_head\.weight$"
+    r"rotary_emb\.inv_freq$|rope_(freqs|factors_)|\.masked_bias$|attn_rot_embd|\.weight_shape$|^lm_head\.weight$"
     r"|embeddings\.position_ids$|^(\w+\.)?pooler\.dense|^(cls|lm_head)\.|^(head|decoder)\."
 )
 """Tensors of a checkpoint for which the model may have no place: constants, the output matrix of a tied model, and the
