@@ -22,6 +22,10 @@ MODELS: dict[str, dict[str, Any]] = {
     "cohere2": {"tie_word_embeddings": True},  # a parallel layer, a scale of the logits
     "gpt_neox": {},  # an old decoder, with learned biases and another name for everything
     "deepseek_v3": {},  # latent attention, expanded; experts in groups
+    "lfm2": {},  # short convolutions
+    "qwen3_next": {},  # gated delta net, experts
+    "nemotron_h": {},  # Mamba 2, experts
+    "mamba": {},  # no attention at all, and states that take no chunks
 }
 
 
@@ -36,6 +40,13 @@ def test_a_native_family_too_when_asked_for(tmp_path: Path) -> None:
     reference = write_zoo_model(tmp_path, "qwen3", tie_word_embeddings=True)
     engine = check_scenarios(tmp_path, reference, model_impl="transformers")
     assert engine.offer["why_not_native"] == "model_impl='transformers' was asked for"
+
+
+def test_a_model_that_does_more_between_tokens_is_refused(tmp_path: Path) -> None:
+    """MiniMax's linear attention keeps its state in a cache of its own."""
+    write_zoo_model(tmp_path, "minimax")
+    with pytest.raises(ModelLoadError, match="in a batch its logits are others than those of each sequence alone"):
+        check_scenarios(tmp_path, lambda ids: ids)
 
 
 def test_a_tensor_is_missing(tmp_path: Path) -> None:
@@ -61,8 +72,8 @@ def test_tensors_of_another_config(tmp_path: Path) -> None:
         ({"model_type": "no_such_model"}, "transformers .* does not know it either"),
         ({"model_type": "no_such_model", "auto_map": {"AutoConfig": "a.B"}}, "trust_remote_code=True"),
         ({"model_type": "t5"}, "has no causal language model"),
-        ({"model_type": "bert"}, "attends to later tokens"),
-        ({"model_type": "bloom"}, "takes no positions"),
+        ({"model_type": "bert", "num_hidden_layers": 1}, "attends to later tokens"),
+        ({"model_type": "bloom", "n_layer": 1}, "does not go through AttentionInterface"),
         ({"model_type": "olmo3", "gguf_architecture": "olmo3"}, "of a GGUF file"),
         ({"model_type": 3}, "must be a string"),
     ],

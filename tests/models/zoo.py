@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from tiny import _quietly, _randomise
+from tiny import _quietly, randomise
 from transformers import PreTrainedModel
 from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING
@@ -103,14 +103,36 @@ SIZES: dict[str, Any] = {
 ALIASES = {"layer_types": None, "mlp_layer_types": None, "tie_word_embeddings": False}
 """Unset, so that they follow from the sizes."""
 
-OVERRIDES: dict[str, dict[str, Any]] = {}
+_CONV = ["conv", "full_attention", "conv"]
+_LINEAR = ["linear_attention", "full_attention", "linear_attention"]
+_MAMBA = ["mamba", "attention", "mamba"]
+OVERRIDES: dict[str, dict[str, Any]] = {
+    "lfm2": {"layer_types": _CONV},
+    "lfm2_moe": {"layer_types": _CONV},
+    "qwen3_next": {"layer_types": _LINEAR},
+    "qwen3_5_text": {"layer_types": _LINEAR},
+    "qwen3_5_moe_text": {"layer_types": _LINEAR},
+    "olmo_hybrid": {"layer_types": _LINEAR},
+    "bamba": {"attn_layer_indices": [1]},
+    "nemotron_h": {"layers_block_type": ["mamba", "attention", "moe"]},
+    "granitemoehybrid": {"layer_types": _MAMBA},
+    "gemma4_text": {"num_kv_shared_layers": 0, "layer_types": ["sliding_attention", *["full_attention"] * 2]},
+    "gemma3n_text": {"num_kv_shared_layers": 0},
+    "dots1": {"n_shared_experts": 1, "n_routed_experts": 6},
+    "llama4_text": {"attention_chunk_size": 128},
+    "cohere_compass_text": {"layer_types": ["full_attention"] * 3},
+    "zamba2": {"layer_types": ["mamba", "hybrid", "mamba"]},
+    "kimi_linear": {"num_experts": 6, "head_dim": 8},
+    "mamba2": {"num_heads": 6, "head_dim": 16, "expand": 2},
+}
 """By ``model_type``: what does not follow from the table."""
 
 
 def causal_lms() -> Iterator[str]:
-    """The ``model_type`` of every causal language model in transformers."""
+    """The ``model_type`` of every causal language model in transformers; of those that also see or hear, the text's."""
     for config_class in MODEL_FOR_CAUSAL_LM_MAPPING:
-        yield config_class.model_type
+        if not {"text_config", "vision_config"} & set(config_class.sub_configs):
+            yield config_class.model_type
 
 
 def tiny_config(model_type: str, **overrides: Any) -> Any:
@@ -132,7 +154,7 @@ def write_zoo_model(folder: Path, model_type: str, *, seed: int = 0, **overrides
         config = tiny_config(model_type, **overrides)
         model_class = MODEL_FOR_CAUSAL_LM_MAPPING[type(config)]
         model = model_class(config).eval()
-        _randomise(model)
+        randomise(model)
         model.save_pretrained(folder)
         return model_class.from_pretrained(folder, dtype=torch.float32, attn_implementation="eager").eval()
 

@@ -7,15 +7,18 @@ several times, and then has as many layers.
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from typing import Any, Protocol
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from ...kv_spec import StateTensor
 from ...layers.attention import AttentionCall, AttentionLayer
+from .mixers import Run, mix_batch
 
-__all__ = ["ATTENTION", "CallSinks", "LayerCalls", "Listener", "listen", "register"]
+__all__ = ["ATTENTION", "AttentionSlot", "CallSinks", "LayerCalls", "Listener", "MixerSlot", "listen", "register"]
 
 
 ATTENTION = "aengine"
@@ -28,9 +31,12 @@ class Listener(Protocol):
     def attend(self, module: nn.Module, q: Tensor, k: Tensor, v: Tensor, options: dict[str, Any]) -> Tensor:
         """[num_tokens, num_heads, value_dim] for q, k, v [num_tokens, heads, size]."""
 
+    def mix(self, run: Run, num_tokens: int) -> Tensor:
+        """See `MixerListener`."""
 
-def listen(model: nn.Module, listener: Listener) -> None:
-    """From now on the calls of all attention modules of ``model`` go to ``listener``."""
+
+def listen(model: nn.Module, listener: Listener | None) -> None:
+    """From now on the calls of all attention modules and mixers of ``model`` go to ``listener``; None: to nobody."""
     for module in model.modules():
         module.aengine_listener = listener  # type: ignore[assignment]
 
@@ -61,12 +67,28 @@ class CallSinks:
         self.weight: Tensor
 
 
+@dataclass(frozen=True, slots=True)
+class AttentionSlot:
+    """An attention layer of the model."""
+
+    layer: AttentionLayer
+    value_dim: int
+
+
+@dataclass(frozen=True, slots=True)
+class MixerSlot:
+    """A layer with a state: its tensors, and in which dtypes it computes with them."""
+
+    tensors: tuple[StateTensor, ...]
+    dtypes: tuple[torch.dtype, ...]
+
+
 class LayerCalls:
     """Takes the calls of a step to the step's attention, layer by layer."""
 
-    def __init__(self, layers: list[AttentionLayer], value_dims: list[int]) -> None:
-        self._layers = layers
-        self._value_dims = value_dims
+    def __init__(self, slots: list[AttentionSlot | MixerSlot]) -> None:
+        self._slots = slots
+        self.states_take_chunks = True  # else mixers go on from a state token by token
         self._attn: AttentionCall
         self._next = 0
 
@@ -76,13 +98,22 @@ class LayerCalls:
         self._next = 0
 
     def attend(self, module: nn.Module, q: Tensor, k: Tensor, v: Tensor, options: dict[str, Any]) -> Tensor:
-        layer, value_dim = self._layers[self._next], self._value_dims[self._next]
+        slot = self._slots[self._next]
+        assert isinstance(slot, AttentionSlot), "the calls come in another order than in the survey"
+        layer = slot.layer
         self._next += 1
         if isinstance(layer.sinks, CallSinks):
             layer.sinks.weight = options["s_aux"]
         if q.shape[2] < layer.head_dim:  # values are the wider ones
             q, k = (F.pad(t, (0, layer.head_dim - t.shape[2])) for t in (q, k))
-        return self._attn.attend(layer, q, k, v).unflatten(1, (layer.num_heads, value_dim))
+        return self._attn.attend(layer, q, k, v).unflatten(1, (layer.num_heads, slot.value_dim))
+
+    def mix(self, run: Run, num_tokens: int) -> Tensor:
+        """See `MixerListener`."""
+        slot, index = self._slots[self._next], self._next
+        assert isinstance(slot, MixerSlot), "the calls come in another order than in the survey"
+        self._next += 1
+        return mix_batch(run, self._attn.states(index), slot.tensors, slot.dtypes, self.states_take_chunks)
 
 
 def _experts(self: Any, hidden_states: Tensor, top_k_index: Tensor, top_k_weights: Tensor) -> Tensor:

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from itertools import accumulate
 from typing import Any
 
 import torch
@@ -15,8 +16,9 @@ from torch import Tensor, nn
 
 from ....errors import ModelLoadError
 from ...kv_spec import WindowKV
-from .attention import ATTENTION
-from .survey import SurveyedLayer
+from .attention import ATTENTION, listen
+from .mixers import Run, StepCache
+from .survey import SurveyedLayer, SurveyedMixer
 
 __all__ = ["PlainAttention", "check_batch"]
 
@@ -26,7 +28,11 @@ _LENGTHS = (7, 4)
 class PlainAttention:
     """A `Listener` that attends within each sequence of a batch, from no cache."""
 
-    def __init__(self, layers: tuple[SurveyedLayer, ...], positions: Tensor) -> None:
+    def __init__(
+        self, layers: tuple[SurveyedLayer | SurveyedMixer, ...], positions: Tensor, *, in_parts: bool = False
+    ) -> None:
+        """``in_parts``: mixers get each sequence in two parts, as if it were a prompt in chunks."""
+        self._in_parts = in_parts
         self._layers = layers
         self._next = 0
         sequence = (positions == 0).cumsum(0)
@@ -36,6 +42,7 @@ class PlainAttention:
 
     def attend(self, module: nn.Module, q: Tensor, k: Tensor, v: Tensor, options: dict[str, Any]) -> Tensor:
         layer = self._layers[self._next]
+        assert isinstance(layer, SurveyedLayer)
         self._next += 1
         sees = self._sees
         if isinstance(layer.kv, WindowKV):
@@ -52,18 +59,32 @@ class PlainAttention:
             weights = scores.softmax(-1)
         return torch.einsum("hqk,khd->qhd", weights, v.float()).to(q.dtype)
 
+    def mix(self, run: Run, num_tokens: int) -> Tensor:
+        """See `MixerListener`."""
+        self._next += 1
+        parts: list[Tensor] = []
+        for length, end in zip(_LENGTHS, accumulate(_LENGTHS), strict=True):
+            begin, cache = end - length, StepCache()
+            if self._in_parts:
+                parts.append(run(begin, begin + 2, False, cache))
+                begin, cache = begin + 2, StepCache({name: state.clone() for name, state in cache.states.items()})
+            parts.append(run(begin, end, False, cache))
+        return torch.cat(parts, 1)
+
 
 @torch.no_grad()
-def check_batch(model: Any, vocab_size: int, compute: Callable[[Tensor, Tensor], Tensor]) -> None:
-    """Compare. ``compute``: float32 [num_tokens, vocab_size] logits for int64 [num_tokens] ids and positions.
+def check_batch(model: Any, vocab_size: int, compute: Callable[[Tensor, Tensor, bool], Tensor]) -> bool:
+    """Compare the logits. Returns whether mixers go on from a state with several tokens at once.
 
-    Raises ModelLoadError if they differ by more than rounding.
+    ``compute``: float32 [num_tokens, vocab_size] logits for int64 [num_tokens] ids and positions, and whether mixers
+    get each sequence in parts.
+
+    Raises ModelLoadError if the logits differ by more than rounding.
     """
     parameter = next(model.parameters())
     generator = torch.Generator().manual_seed(0)
     ids = torch.randint(vocab_size, (sum(_LENGTHS),), generator=generator).to(parameter.device)
     positions = torch.cat([torch.arange(length) for length in _LENGTHS]).to(parameter.device)
-    logits = compute(ids, positions)
     try:
         with _as_transformers_has_it(model):
             alone = [model(input_ids=part[None], use_cache=False).logits[0].float() for part in ids.split(_LENGTHS)]
@@ -74,17 +95,24 @@ def check_batch(model: Any, vocab_size: int, compute: Callable[[Tensor, Tensor],
         ) from error
     expected = torch.cat(alone)
     most = 1e-3 if parameter.dtype == torch.float32 else 0.3
-    difference = float((logits - expected).norm() / expected.norm().clamp(min=1e-6))
-    if not difference <= most:
+
+    def difference(in_parts: bool) -> float:
+        logits = compute(ids, positions, in_parts)
+        return float((logits - expected).norm() / expected.norm().clamp(min=1e-6))
+
+    whole = difference(False)
+    if not whole <= most:
         raise ModelLoadError(
             f"{type(model).__name__} of transformers can't be served: in a batch its logits are others than those of "
-            f"each sequence alone (by {difference:.2g} of their size), so it does more between tokens than attention"
+            f"each sequence alone (by {whole:.2g} of their size), so it does more between tokens than attention"
         )
+    return difference(True) <= most
 
 
 @contextmanager
 def _as_transformers_has_it(model: Any) -> Iterator[None]:
     """Within, the model computes attention and experts by transformers' own plainest code."""
+    listen(model, None)
     model.set_attn_implementation("eager")
     model.set_experts_implementation("eager")
     try:

@@ -10,9 +10,12 @@ from ....errors import ModelLoadError
 from ...kv_spec import LayerKV
 from ...model_config import ModelConfig
 from .library import ModelFiles
-from .survey import SurveyedLayer, survey
+from .survey import SurveyedLayer, SurveyedMixer, survey
 
 __all__ = ["TransformersConfig", "read_transformers_config"]
+
+_ENDLESS = 1 << 17
+"""Tokens of a sequence of a model that has no longest: states alone."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -20,7 +23,7 @@ class TransformersConfig(ModelConfig):
     """The fields of dense decoders are those of the widest attention layer; ``layers`` has all, as they are called."""
 
     files: ModelFiles
-    layers: tuple[SurveyedLayer, ...]
+    layers: tuple[SurveyedLayer | SurveyedMixer, ...]
     class_name: str
     reason: str  # why it is not native
 
@@ -42,7 +45,7 @@ class TransformersConfig(ModelConfig):
 
     @property
     def query_heads(self) -> tuple[int, ...]:
-        return tuple(layer.num_heads for layer in self.layers)
+        return tuple(layer.num_heads if isinstance(layer, SurveyedLayer) else 0 for layer in self.layers)
 
 
 def read_transformers_config(files: ModelFiles, reason: str) -> TransformersConfig:
@@ -56,8 +59,9 @@ def read_transformers_config(files: ModelFiles, reason: str) -> TransformersConf
         )
     layers, config, class_name = survey(files)
     text = config.get_text_config(decoder=True)
-    longest = _context(text)
-    widest = max(layers, key=lambda layer: layer.num_heads * layer.head_dim)
+    longest = _context(text, any(isinstance(layer, SurveyedLayer) for layer in layers))
+    attention = [layer for layer in layers if isinstance(layer, SurveyedLayer)]
+    widest = max(attention, key=lambda layer: layer.num_heads * layer.head_dim, default=None)
     hf = files.hf.get("text_config") or {}
     dtype = files.hf.get("dtype") or files.hf.get("torch_dtype") or hf.get("dtype") or hf.get("torch_dtype") or ""
     return TransformersConfig(
@@ -66,9 +70,9 @@ def read_transformers_config(files: ModelFiles, reason: str) -> TransformersConf
         hidden_size=text.hidden_size,
         intermediate_size=0,
         num_layers=len(layers),
-        num_heads=widest.num_heads,
-        num_kv_heads=widest.num_kv_heads,
-        head_dim=widest.head_dim,
+        num_heads=widest.num_heads if widest else 1,
+        num_kv_heads=widest.num_kv_heads if widest else 1,
+        head_dim=widest.head_dim if widest else 1,
         rms_norm_eps=0.0,
         max_position_embeddings=longest,
         tie_word_embeddings=bool(config.tie_word_embeddings),
@@ -82,7 +86,7 @@ def read_transformers_config(files: ModelFiles, reason: str) -> TransformersConf
     )
 
 
-def _context(text: Any) -> int:
+def _context(text: Any, has_attention: bool) -> int:
     """The most tokens of a sequence. Raises ModelLoadError."""
     for key in ("max_position_embeddings", "n_positions", "n_ctx", "max_sequence_length", "seq_length"):
         value = getattr(text, key, None)
@@ -90,4 +94,6 @@ def _context(text: Any) -> int:
             chunk = getattr(text, "attention_chunk_size", None)
             # Within one chunk, attention by chunks is attention to all.
             return min(value, chunk) if isinstance(chunk, int) and chunk > 0 else value
+    if not has_attention:
+        return _ENDLESS
     raise ModelLoadError("config.json has no 'max_position_embeddings', which this model needs")

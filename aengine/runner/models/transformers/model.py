@@ -11,11 +11,12 @@ from ...layers.attention import AttentionCall, AttentionLayer
 from ...model_config import ModelConfig
 from ...weights.gguf_names import GgufNames
 from ...weights.scope import WeightScope
-from .attention import CallSinks, LayerCalls, listen
+from .attention import AttentionSlot, CallSinks, LayerCalls, MixerSlot, listen
 from .check import PlainAttention, check_batch
 from .config import TransformersConfig
 from .library import build_skeleton
-from .survey import Head, SurveyedLayer, find_trunk, fix_ropes, trunk_inputs
+from .mixers import wrap_mixers
+from .survey import Head, SurveyedLayer, SurveyedMixer, find_trunk, fix_ropes, trunk_inputs
 from .weights import CheckpointWeights
 
 __all__ = ["TransformersModel"]
@@ -34,8 +35,8 @@ class TransformersModel:
         self.module, _ = build_skeleton(config.files, weights.formats.dtype, buffers=torch.device("cpu"))
         fix_ropes(self.module)
         weights.names = CheckpointWeights(self.module, weights, self._check)
-        layers = [_attention_layer(i, layer) for i, layer in enumerate(config.layers)]
-        self._calls = LayerCalls(layers, [layer.value_dim for layer in config.layers])
+        wrap_mixers(self.module)
+        self._calls = LayerCalls([_slot(i, layer, weights.formats.dtype) for i, layer in enumerate(config.layers)])
         listen(self.module, self._calls)
         self._trunk: nn.Module = find_trunk(self.module)
         self._head = Head(self.module, self._trunk)
@@ -50,11 +51,11 @@ class TransformersModel:
     def _check(self) -> None:
         """Raises ModelLoadError if the loaded model computes something else here than in transformers."""
 
-        def compute(ids: Tensor, positions: Tensor) -> Tensor:
-            listen(self.module, PlainAttention(self._layers, positions))
+        def compute(ids: Tensor, positions: Tensor, in_parts: bool) -> Tensor:
+            listen(self.module, PlainAttention(self._layers, positions, in_parts=in_parts))
             return self.compute_logits(self._trunk(**trunk_inputs(self._trunk, ids[None], positions[None]))[0][0])
 
-        check_batch(self.module, self.config.vocab_size, compute)
+        self._calls.states_take_chunks = check_batch(self.module, self.config.vocab_size, compute)
         listen(self.module, self._calls)
 
     def compute_logits(self, hidden: Tensor) -> Tensor:
@@ -66,8 +67,10 @@ class TransformersModel:
         return hidden
 
 
-def _attention_layer(index: int, layer: SurveyedLayer) -> AttentionLayer:
-    return AttentionLayer(
+def _slot(index: int, layer: SurveyedLayer | SurveyedMixer, dtype: torch.dtype) -> AttentionSlot | MixerSlot:
+    if isinstance(layer, SurveyedMixer):
+        return MixerSlot(layer.kv.tensors, tuple(dtype if own else torch.float32 for own in layer.follows_dtype))
+    attention = AttentionLayer(
         index=index,
         num_heads=layer.num_heads,
         num_kv_heads=layer.num_kv_heads,
@@ -77,3 +80,4 @@ def _attention_layer(index: int, layer: SurveyedLayer) -> AttentionLayer:
         softcap=layer.softcap,
         sinks=CallSinks() if layer.has_sinks else None,
     )
+    return AttentionSlot(attention, layer.value_dim)

@@ -14,14 +14,17 @@ import torch
 from torch import Tensor, nn
 
 from ....errors import ModelLoadError
-from ...kv_spec import FullKV, LayerKV, SharedKV, WindowKV
+from ...kv_spec import FullKV, LayerKV, SharedKV, StateKV, StateTensor, WindowKV
 from .attention import listen
 from .library import ModelFiles, build_skeleton
+from .mixers import Run, StepCache, wrap_mixers
 
-__all__ = ["SurveyedLayer", "find_trunk", "fix_ropes", "survey"]
+__all__ = ["Head", "SurveyedLayer", "SurveyedMixer", "find_trunk", "fix_ropes", "survey"]
 
 _TOKENS = 3  # one is a special case in some models
 _META = torch.device("meta")
+_DTYPE = torch.bfloat16
+"""In which the survey computes, so that what a model always computes in float32 shows."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -38,15 +41,26 @@ class SurveyedLayer:
     head_dim: int  # of keys and values as they are kept: the wider of both
 
 
+@dataclass(frozen=True, slots=True)
+class SurveyedMixer:
+    """One call of a mixer."""
+
+    kv: StateKV
+    follows_dtype: tuple[bool, ...]  # of each tensor: it is computed in the model's dtype, not in float32
+
+
 @dataclass(slots=True)
 class _Recorder:
-    """A `Listener` that answers with tensors of the right shape."""
+    """A listener that answers with tensors of the right shape."""
 
-    layers: list[SurveyedLayer] = field(default_factory=list)
+    layers: list[SurveyedLayer | SurveyedMixer] = field(default_factory=list)
+    is_mixing: bool = False
     kept: list[tuple[Tensor, Tensor]] = field(default_factory=list)  # keys and values of each
 
     def attend(self, module: nn.Module, q: Tensor, k: Tensor, v: Tensor, options: dict[str, Any]) -> Tensor:
         name = type(module).__name__
+        if self.is_mixing:
+            raise ModelLoadError(f"{name} keeps a state beside keys and values")
         if options.get("attention_mask") is not None or options.get("position_bias") is not None:
             raise ModelLoadError(f"{name} adds a bias or a mask of its own to the scores of its attention")
         if options.get("is_causal") is False or getattr(module, "is_causal", True) is False:
@@ -76,19 +90,32 @@ class _Recorder:
         )
         return q.new_empty((len(q), q.shape[1], v.shape[2]))
 
+    def mix(self, run: Run, num_tokens: int) -> Tensor:
+        cache = StepCache()
+        self.is_mixing = True
+        out = run(0, num_tokens, False, cache)
+        self.is_mixing = False
+        named = sorted(cache.states.items())
+        tensors = tuple(StateTensor(name, tuple(state.shape[1:])) for name, state in named)
+        follows = tuple(state.dtype == _DTYPE for _, state in named)
+        self.kept.append((out, out))  # nobody's keys
+        self.layers.append(SurveyedMixer(StateKV(tensors), follows))
+        return out
+
 
 def _root(tensor: Tensor) -> Tensor:
     """The tensor that this is a view of."""
     return tensor if tensor._base is None else tensor._base
 
 
-def survey(files: ModelFiles) -> tuple[list[SurveyedLayer], Any, str]:
+def survey(files: ModelFiles) -> tuple[list[SurveyedLayer | SurveyedMixer], Any, str]:
     """The attention layers in the order of their calls; transformers' config and the name of its class.
 
     Raises ModelLoadError saying what of the model can't be served.
     """
-    model, config = build_skeleton(files, torch.float32, buffers=_META)
+    model, config = build_skeleton(files, _DTYPE, buffers=_META)
     fix_ropes(model)
+    wrap_mixers(model)
     recorder = _Recorder()
     listen(model, recorder)
     ids = torch.zeros((1, _TOKENS), dtype=torch.int64, device=_META)
@@ -112,14 +139,11 @@ def survey(files: ModelFiles) -> tuple[list[SurveyedLayer], Any, str]:
 
 
 def trunk_inputs(trunk: nn.Module, input_ids: Tensor, positions: Tensor) -> dict[str, Any]:
-    """The arguments of a model's body for int64 [1, num_tokens] ids and positions.
-
-    Raises ModelLoadError if it takes no positions.
-    """
+    """The arguments of a model's body for int64 [1, num_tokens] ids and positions. Some have no positions: states and
+    windows tell them where they are; of others that count for themselves the check of the loaded model finds it."""
+    inputs = {"input_ids": input_ids, "use_cache": False}
     takes = inspect.signature(type(trunk).forward).parameters
-    if "position_ids" not in takes:
-        raise ModelLoadError(f"{type(trunk).__name__} takes no positions")
-    return {"input_ids": input_ids, "position_ids": positions, "use_cache": False}
+    return inputs | {"position_ids": positions} if "position_ids" in takes else inputs
 
 
 def find_trunk(model: Any) -> nn.Module:
@@ -129,7 +153,7 @@ def find_trunk(model: Any) -> nn.Module:
     Raises ModelLoadError.
     """
     base = model.base_model
-    for trunk in (base, getattr(base, "decoder", None)):
+    for trunk in (base, getattr(base, "decoder", None), getattr(model, "model", None)):
         if not isinstance(trunk, nn.Module) or trunk is model:
             continue
         width = model.config.get_text_config(decoder=True).hidden_size

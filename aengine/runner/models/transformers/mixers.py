@@ -1,0 +1,165 @@
+"""Layers that keep a state of fixed size (a linear attention, a convolution), as transformers computes them.
+
+Such a module takes one sequence after the other, or a batch of sequences of one token each, and asks a cache for the
+state. So the flat batch is cut here: requests of one token each are one call, every other request is a call of its own,
+and the cache is `StepCache`, over the request's page.
+"""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable
+from typing import Any, Protocol
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from ...kv_spec import StateTensor
+from ...layers.states import LayerStates
+
+__all__ = ["MixerListener", "Run", "StepCache", "is_mixer", "mix_batch", "wrap_mixers"]
+
+Run = Callable[[int, int, bool, "StepCache"], Tensor]
+"""Computes tokens begin to end of a step, as one sequence or (True) each as a sequence of its own."""
+_CACHE_ARGUMENTS = ("past_key_values", "cache_params", "past_key_value", "cache")
+
+
+class MixerListener(Protocol):
+    """Receiver of the calls of a model's mixers."""
+
+    def mix(self, run: Run, num_tokens: int) -> Tensor:
+        """[1, num_tokens, size] for the tokens of a step, which ``run`` computes part by part."""
+
+
+class StepCache:
+    """The states of one layer for one call, by the methods that transformers' mixers have for it."""
+
+    def __init__(self, states: dict[str, Tensor] | None = None) -> None:
+        """``states``: [n, ...] by name, which may be changed in place; None: the sequences begin."""
+        self.states: dict[str, Tensor] = states or {}
+        self._has_previous = states is not None
+
+    def has_previous_state(self, layer_idx: int | None = None, state_idx: int | None = None) -> bool:
+        return self._has_previous
+
+    def is_recording_past(self, layer_idx: int) -> bool:
+        return False
+
+    def get_seq_length(self, layer_idx: int = 0) -> int:
+        return 1 if self._has_previous else 0
+
+    def get_conv_state(self, layer_idx: int, state_idx: int = 0) -> Tensor | None:
+        return self.states[f"conv{state_idx}"] if self._has_previous else None
+
+    def get_recurrent_state(self, layer_idx: int, state_idx: int = 0) -> Tensor | None:
+        return self.states[f"recurrent{state_idx}"] if self._has_previous else None
+
+    def update_conv_state(
+        self,
+        conv_states: Tensor,
+        layer_idx: int,
+        state_idx: int = 0,
+        conv_kernel_size: int | None = None,
+        **unused: Any,
+    ) -> Tensor:
+        """Keep the last inputs [n, channels, size] of a convolution; returns them behind those kept before."""
+        name = f"conv{state_idx}"
+        size = conv_kernel_size or (self.states[name] if self._has_previous else conv_states).shape[-1]
+        if self._has_previous:
+            conv_states = torch.cat((self.states[name].to(conv_states.dtype), conv_states), -1)
+        elif conv_states.shape[-1] < size:
+            conv_states = F.pad(conv_states, (size - conv_states.shape[-1], 0))
+        self.states[name] = conv_states[..., -size:]
+        return conv_states
+
+    def update_recurrent_state(
+        self, recurrent_states: Tensor, layer_idx: int, state_idx: int = 0, **unused: Any
+    ) -> Tensor:
+        self.states[f"recurrent{state_idx}"] = recurrent_states
+        return recurrent_states
+
+
+def is_mixer(module: nn.Module) -> bool:
+    """Tell whether the module keeps a state of its own in transformers' cache."""
+    if type(module).__module__.startswith("torch."):
+        return False
+    try:
+        source = inspect.getsource(type(module))
+    except (OSError, TypeError):
+        return False
+    return ".update_conv_state(" in source or ".update_recurrent_state(" in source
+
+
+def wrap_mixers(model: nn.Module) -> None:
+    """From now on the calls of all mixers go to the listener of the model's attention."""
+    for module in model.modules():
+        if is_mixer(module):
+            _wrap(module)
+
+
+def _wrap(module: nn.Module) -> None:
+    original = module.forward
+    takes = inspect.signature(type(module).forward).parameters
+    argument = next(name for name in _CACHE_ARGUMENTS if name in takes)
+
+    def forward(hidden_states: Tensor, *args: Any, **kwargs: Any) -> Any:
+        listener: MixerListener | None = module.aengine_listener  # type: ignore[assignment]
+        if listener is None:
+            return original(hidden_states, *args, **kwargs)
+        num_tokens, extras = hidden_states.shape[1], None
+
+        def run(begin: int, end: int, are_apart: bool, cache: StepCache) -> Tensor:
+            nonlocal extras
+            given = {key: _cut(value, num_tokens, begin, end, are_apart) for key, value in kwargs.items()}
+            part = _cut(hidden_states, num_tokens, begin, end, are_apart)
+            out = original(part, *args, **{**given, argument: cache})
+            if isinstance(out, tuple):
+                out, extras = out[0], out[1:]
+            return out.transpose(0, 1) if are_apart else out
+
+        mixed = listener.mix(run, num_tokens)
+        return mixed if extras is None else (mixed, *extras)
+
+    module.forward = forward
+
+
+def _cut(value: Any, num_tokens: int, begin: int, end: int, are_apart: bool) -> Any:
+    """The part of a value that has a row for each token, [1, num_tokens, ...]; others as they are."""
+    if isinstance(value, tuple):
+        return tuple(_cut(item, num_tokens, begin, end, are_apart) for item in value)
+    if not isinstance(value, Tensor) or value.shape[:2] != (1, num_tokens):
+        return value
+    return value[0, begin:end, None] if are_apart else value[:, begin:end]
+
+
+def mix_batch(
+    run: Run,
+    states: LayerStates,
+    tensors: tuple[StateTensor, ...],
+    dtypes: tuple[torch.dtype, ...],
+    takes_chunks: bool,
+) -> Tensor:
+    """Compute a step of a mixer whose states are ``tensors``, computed in ``dtypes``.
+
+    ``takes_chunks``: it goes on from a state with several tokens at once, which some of transformers' do not: those get
+    a chunk that does not begin its sequence token by token.
+    """
+    parts: list[Tensor] = []
+    n = states.num_decodes
+    if n:
+        cache = StepCache({t.name: states.read(t.name).to(dtype) for t, dtype in zip(tensors, dtypes, strict=True)})
+        parts.append(run(0, n, True, cache))
+        for tensor in tensors:
+            states.write(tensor.name, cache.states[tensor.name])
+    for span in states.spans:
+        kept = {tensor.name: states.of(span, tensor.name) for tensor in tensors}
+        before = {t.name: kept[t.name][None].to(dtype, copy=True) for t, dtype in zip(tensors, dtypes, strict=True)}
+        cache = StepCache(None if span.begins else before)
+        size = span.stop - span.start if takes_chunks or span.begins else 1
+        for begin in range(span.start, span.stop, size):
+            parts.append(run(begin, begin + size, False, cache))
+            cache = StepCache(cache.states)
+        for tensor in tensors:
+            kept[tensor.name].copy_(cache.states[tensor.name][0])
+    return parts[0] if len(parts) == 1 else torch.cat(parts, 1)
