@@ -15,11 +15,10 @@ import json
 from collections.abc import Sequence
 from typing import Any
 
-from ..params import StructuredOutput
 from ..structured.parts import Json, Part, Regex, Repeat, any_of, seq
 from ..structured.schema_walk import relocated
-from ..structured.spec import spec_of
 from .formats import ID, Markers, ToolFormat
+from .syntax.arguments import JSON_OBJECT
 from .tools import Tool
 
 __all__ = ["Calls"]
@@ -42,7 +41,7 @@ class Calls:
         self.markers = markers
         self.parallel = parallel
         self._relax = relax
-        self._arguments = [_arguments_of(tool, relax) for tool in tools]
+        self._arguments = [tool_format.arguments.part(tool, markers, relax) for tool in tools]
 
     def group(self, *, beside_json: bool = False) -> Part:
         """Return one group, from its opening to its closing. ``beside_json``: a JSON value may stand in its place."""
@@ -86,6 +85,8 @@ class Calls:
     def _example(self, opening: str) -> Any:
         """Return a group of one call as a JSON value, or None if it is none."""
         known = self.format
+        if known.arguments is not JSON_OBJECT:
+            return None
         text = opening + known.head(_NAME) + json.dumps(_ARGUMENTS) + known.after_arguments + known.closing
         try:
             return json.loads(text)
@@ -93,14 +94,15 @@ class Calls:
             return None
 
     def _as_json(self, example: Any, index: int) -> Part:
+        own = tuple(arguments for arguments in self._arguments if isinstance(arguments, Json))
         definitions = {
             f"arguments_{i}": relocated(json.loads(arguments.schema), f"#/$defs/arguments_{i}")
-            for i, arguments in enumerate(self._arguments)
+            for i, arguments in enumerate(own)
         }
         is_group = bool(self.format.openings[index] + self.format.closing)  # one value with all calls in an array
         schema = self._schema_of(example) if is_group else {"anyOf": self._each_tool(example)}
         text = json.dumps({**schema, "$defs": definitions}, ensure_ascii=False, separators=(",", ":"))
-        calls = Json(text, relax=self._relax, made_of=tuple(self._arguments))
+        calls = Json(text, relax=self._relax, made_of=own)
         if is_group or not self.parallel:
             return calls
         return seq(calls, Repeat(seq(self._text(self.format.separator), calls)))
@@ -119,8 +121,3 @@ class Calls:
             limits = {"minItems": 1} if self.parallel else {"minItems": 1, "maxItems": 1}
             return {"type": "array", "items": {"anyOf": self._each_tool(value[0])}, **limits}
         return {"const": self.tools[tool].name if value == _NAME and tool is not None else value}
-
-
-def _arguments_of(tool: Tool, relax: bool) -> Json:
-    spec = spec_of(StructuredOutput(json_schema=tool.argument_schema))
-    return Json(spec.text, f"the parameters of the tool {tool.name!r}", relax=relax, tool=tool.name)

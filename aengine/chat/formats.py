@@ -20,6 +20,8 @@ from dataclasses import dataclass, replace
 from typing import Any, Literal
 
 from ..structured.parts import BLANKS, Part, SpecialToken, Text, seq
+from .syntax.arguments import JSON_OBJECT, ArgumentSyntax
+from .syntax.parameters import Parameters
 
 __all__ = ["FORMATS", "ID", "Markers", "ReasoningFormat", "TextTokenId", "TokenId", "ToolFormat", "detect"]
 
@@ -53,6 +55,8 @@ class ToolFormat:
     triggers: tuple[str, ...]
     """Marks of the beginning of a call, one for each of ``openings``. A prefix of ``opening + before_name``; what
     follows it is forced, and text can't contain it."""
+    arguments: ArgumentSyntax = JSON_OBJECT
+    """How the arguments are written, between ``before_arguments`` and ``after_arguments``."""
     text: Literal["around", "before", "instead"] = "before"
     """Text may stand before, between and after calls; before them only; or only where there are no calls."""
     markers: tuple[str, ...] = ()
@@ -66,6 +70,9 @@ class ToolFormat:
     """Replaces ``after_arguments`` there."""
     parallel: bool = True
     """Several calls in one answer are usual. False: the family's chat templates can't show them in the next turn."""
+    tools_key: str = ""
+    """Where the chat template looks for the tools' JSON in the system message, if it takes no list of tools. It can't
+    show calls and their results then."""
     instructions: str = ""
     """Text for the system prompt, with ``{tools}`` in it, if no chat template shows such a model its tools."""
 
@@ -97,6 +104,11 @@ class ToolFormat:
         lines = (json.dumps(tool.get("function", tool), ensure_ascii=False) for tool in tools)
         return self.instructions.replace("{tools}", "\n".join(lines)) if self.instructions else ""
 
+    @property
+    def shows_calls(self) -> bool:
+        """Whether the chat template shows earlier calls and their results."""
+        return not (self.instructions or self.tools_key)
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ReasoningFormat:
@@ -112,7 +124,7 @@ class ReasoningFormat:
     def after_prompt(self, prompt: str) -> ReasoningFormat | None:
         """Return the format after this prompt: begun by it; None if it is closed already (thinking is off)."""
         prompt = prompt.rstrip(BLANKS)
-        if prompt.endswith(self.end) and prompt.removesuffix(self.end).rstrip(BLANKS).endswith(self.begin):
+        if prompt.endswith(self.end):
             return None
         return replace(self, begun=prompt.endswith(self.begin))
 
@@ -181,14 +193,113 @@ JSON = ToolFormat(
     ),
 )
 
-FORMATS = {known.name: known for known in (HERMES, LLAMA3, MISTRAL, MISTRAL_TEKKEN, MISTRAL_ARGS, JSON)}
+QWEN3_CODER = ToolFormat(
+    name="qwen3_coder",
+    before_name="<tool_call>\n<function=",
+    before_arguments=">\n",
+    arguments=Parameters(before_key="<parameter=", after_key=">\n", after_value="\n</parameter>\n"),
+    after_arguments="</function>\n</tool_call>",
+    separator="\n",
+    triggers=("<tool_call>",),
+    text="around",
+    markers=("<tool_call>", "</tool_call>"),
+)
+SEED_OSS = replace(
+    QWEN3_CODER,
+    name="seed_oss",
+    before_name="<seed:tool_call>\n<function=",
+    arguments=Parameters(before_key="<parameter=", after_key=">", after_value="</parameter>\n"),
+    after_arguments="</function>\n</seed:tool_call>",
+    triggers=("<seed:tool_call>",),
+    markers=("<seed:tool_call>", "</seed:tool_call>"),
+)
+GLM = ToolFormat(
+    name="glm",
+    before_name="<tool_call>",
+    before_arguments="\n",
+    arguments=Parameters(before_key="<arg_key>", after_key="</arg_key>\n<arg_value>", after_value="</arg_value>\n"),
+    after_arguments="</tool_call>",
+    separator="\n",
+    triggers=("<tool_call>",),
+    text="around",
+    markers=("<tool_call>", "</tool_call>", "<arg_key>", "</arg_key>", "<arg_value>", "</arg_value>"),
+)
+GLM_INLINE = replace(
+    GLM,
+    name="glm_inline",
+    before_arguments="",
+    arguments=Parameters(before_key="<arg_key>", after_key="</arg_key><arg_value>", after_value="</arg_value>"),
+    separator="",
+)
+MINIMAX = ToolFormat(
+    name="minimax",
+    openings=("<minimax:tool_call>\n",),
+    before_name='<invoke name="',
+    before_arguments='">\n',
+    arguments=Parameters(before_key='<parameter name="', after_key='">', after_value="</parameter>\n"),
+    after_arguments="</invoke>\n",
+    separator="",
+    closing="</minimax:tool_call>",
+    triggers=("<minimax:tool_call>",),
+    markers=("<minimax:tool_call>", "</minimax:tool_call>"),
+)
+DEEPSEEK_V3 = ToolFormat(
+    name="deepseek_v3",
+    openings=("<｜tool▁calls▁begin｜>",),
+    before_name="<｜tool▁call▁begin｜>function<｜tool▁sep｜>",
+    before_arguments="\n```json\n",
+    after_arguments="\n```<｜tool▁call▁end｜>",
+    separator="\n",
+    closing="<｜tool▁calls▁end｜>",
+    triggers=("<｜tool▁calls▁begin｜>",),
+    markers=(
+        "<｜tool▁calls▁begin｜>",
+        "<｜tool▁calls▁end｜>",
+        "<｜tool▁call▁begin｜>",
+        "<｜tool▁call▁end｜>",
+        "<｜tool▁sep｜>",
+    ),
+)
+DEEPSEEK_V31 = replace(
+    DEEPSEEK_V3,
+    name="deepseek_v31",
+    before_name="<｜tool▁call▁begin｜>",
+    before_arguments="<｜tool▁sep｜>",
+    after_arguments="<｜tool▁call▁end｜>",
+    separator="",
+)
+GRANITE = ToolFormat(
+    name="granite",
+    openings=("<|tool_call|>[",),
+    before_name='{"name": "',
+    before_arguments='", "arguments": ',
+    after_arguments="}",
+    separator=", ",
+    closing="]",
+    triggers=("<|tool_call|>",),
+    markers=("<|tool_call|>",),
+)
+PHI4 = replace(
+    GRANITE,
+    name="phi4",
+    tools_key="tools",
+    closing="]<|/tool_call|>",
+    markers=("<|tool_call|>", "<|/tool_call|>"),
+)
+
+FORMATS = {known.name: known for known in (
+    HERMES, QWEN3_CODER, GLM, GLM_INLINE, SEED_OSS, MINIMAX, LLAMA3, MISTRAL, MISTRAL_TEKKEN, MISTRAL_ARGS,
+    DEEPSEEK_V3, DEEPSEEK_V31, GRANITE, PHI4, JSON,
+)}  # fmt: skip
 
 
 _TOKEN = re.compile("([\ud800-\udfff])")
 """A control token, as `Markers` writes it."""
 
-_OTHERS_IN_TOOL_CALL = ("<function=", "<arg_key>", "```json")
-"""What is not JSON alone between <tool_call> and </tool_call>: Qwen3-Coder's, GLM's, Hunyuan's."""
+_FENCED_IN_TOOL_CALL = "```json"
+"""What is not JSON alone between <tool_call> and </tool_call>: Hunyuan's."""
+
+_GLM_LINES = re.compile(r"</arg_key>\s*(?:\n|\\n)\s*<arg_value>")
 
 
 def detect(chat_template: str, token_names: Collection[str] = ()) -> tuple[ToolFormat, ReasoningFormat | None]:
@@ -197,27 +308,50 @@ def detect(chat_template: str, token_names: Collection[str] = ()) -> tuple[ToolF
 
 
 def _tool_format(template: str, token_names: Collection[str]) -> ToolFormat:
-    if "<tool_call>" in template and not any(other in template for other in _OTHERS_IN_TOOL_CALL):
-        return HERMES
+    if "<tool_call>" in template and _FENCED_IN_TOOL_CALL not in template:
+        if "<arg_key>" in template:
+            return GLM if _GLM_LINES.search(template) else GLM_INLINE
+        return QWEN3_CODER if "<function=" in template else HERMES
+    for sign, known in _SIGNS:
+        if all(part in template for part in sign):
+            return known
     if "[TOOL_CALLS]" in template:
         if "[ARGS]" in template:
             return MISTRAL_ARGS
         return MISTRAL_TEKKEN if "[TOOL_CALLS][" in template else MISTRAL
-    if "<|start_header_id|>" in template and '"parameters": ' in template:
-        return LLAMA3
     if not template and "[TOOL_CALLS]" in token_names:
         return MISTRAL_ARGS if "[ARGS]" in token_names else MISTRAL
     return JSON
 
 
+_SIGNS: tuple[tuple[tuple[str, ...], ToolFormat], ...] = (
+    (("<minimax:tool_call>",), MINIMAX),
+    (("<seed:tool_call>", "<function="), SEED_OSS),
+    (("<｜tool▁calls▁begin｜>", "```json"), DEEPSEEK_V3),
+    (("<｜tool▁calls▁begin｜>",), DEEPSEEK_V31),
+    (("<|start_header_id|>", '"parameters": '), LLAMA3),
+    (("<|header_start|>", '"parameters": '), LLAMA3),
+    (("<|start_of_role|>", "<|tool_call|>"), GRANITE),
+    (("<|tool|>", "message['tools']"), PHI4),
+)
+"""Texts of templates, all of which one kind has, and no kind further down unless it has more."""
+
+
 def _reasoning_format(template: str) -> ReasoningFormat | None:
     """Find the reasoning; whether the prompt begins it is a guess that `ReasoningFormat.after_prompt` corrects."""
-    found = ReasoningFormat()
-    if found.end not in template:
+    found = next((known for known in _REASONING if known.end in template), None)
+    if found is None:
         return None
     prompt = template.rpartition("add_generation_prompt")[2]
     begin, end = prompt.rfind(found.begin), prompt.rfind(found.end)
     return replace(found, begun=begin > end)
+
+
+_REASONING = (
+    ReasoningFormat(),
+    ReasoningFormat(begin="<seed:think>", end="</seed:think>"),
+    ReasoningFormat(begin="[THINK]", end="[/THINK]"),
+)
 
 
 @dataclass(frozen=True, slots=True)

@@ -7,14 +7,14 @@ tool, tool                     ──> user        {"tool_results": [{"name": ..
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from ..errors import InvalidRequestError
 from ..tokenizer.messages import Messages
 from .formats import ToolFormat
 
-__all__ = ["with_instructions", "written_out"]
+__all__ = ["with_instructions", "with_tools", "written_out"]
 
 
 def written_out(messages: Messages, tool_format: ToolFormat) -> Messages:
@@ -92,3 +92,11 @@ def with_instructions(messages: Messages, instructions: str, *, takes_system: bo
     content = messages[at]["content"]
     texts = (content, instructions) if takes_system else (instructions, content)
     return [*messages[:at], {**messages[at], "content": "\n\n".join(texts)}, *messages[at + 1 :]]
+
+
+def with_tools(messages: Messages, key: str, tools: Sequence[Mapping[str, Any]]) -> Messages:
+    """Put the tools (`Tool.for_template`) into the system message, where the chat template reads them as JSON."""
+    described = json.dumps([tool.get("function", tool) for tool in tools], ensure_ascii=False)
+    if messages[0].get("role") != "system":
+        messages = [{"role": "system", "content": ""}, *messages]
+    return [{**messages[0], key: described}, *messages[1:]]

@@ -24,7 +24,8 @@ from ..structured.parts import BLANKS
 from .formats import ID, Markers, ReasoningFormat, TokenId, ToolFormat
 from .message_builder import MessageBuilder
 from .messages import ChatMessage, Delta
-from .scan import ID_LETTER, TOKENS, ObjectScanner, begins_with, held_back
+from .scan import ID_LETTER, TOKENS, begins_with, held_back
+from .syntax.arguments import ArgumentReader, Progress
 from .tools import Tool
 
 __all__ = ["ChatParser"]
@@ -52,7 +53,7 @@ class ChatParser:
         self._names_of_text = markers.names_of_text
         self._shown = str.maketrans(self._names_of_text)
         self._format = tool_format if tools else None
-        self._names = [tool.name for tool in tools]
+        self._tools = {tool.name: tool for tool in tools}
         self._scans = self._format is not None and self._format.text != "instead" and not has_shape
         self._triggers: dict[str, dict[str, str]] = {}
         self._next_heads: dict[str, str] = {}
@@ -68,14 +69,14 @@ class ChatParser:
         )
         if reasoning and reasoning.begun:
             self._builder.start_afresh()
-        self._scanner = ObjectScanner()
+        self._reader: ArgumentReader
         self._buffer = ""
         # A function, not a bound method: a parser that references itself is freed by the garbage collector alone.
         begins_in_reasoning = reasoning is not None and reasoning.begun
         self._state: State = ChatParser._reasoning if begins_in_reasoning else ChatParser._start
 
     def _set_strings(self) -> None:
-        """Collect the format's strings for these tools. A head includes the brace that opens the arguments."""
+        """Collect the format's strings for these tools. A head includes what all arguments begin with."""
         known = self._format
         if known is None:
             return
@@ -83,11 +84,12 @@ class ChatParser:
         def encode(text: str) -> str:
             return self._markers.encode(text).replace(ID, ID_LETTER * (known.id_length or 0))
 
-        heads = [(head, name) for name in self._names for head in known.heads(name)]
+        first = known.arguments.opening
+        heads = [(head, name) for name in self._tools for head in known.heads(name)]
         for trigger, opening in zip(known.triggers, known.openings, strict=True):
-            of_opening = {encode(opening + head) + "{": name for head, name in heads}
+            of_opening = {encode(opening + head) + first: name for head, name in heads}
             self._triggers.setdefault(encode(trigger), {}).update(of_opening)
-        self._next_heads = {encode(known.separator + head) + "{": name for head, name in heads}
+        self._next_heads = {encode(known.separator + head) + first: name for head, name in heads}
         self._ends, self._closing = [encode(end) for end in known.ends], encode(known.closing)
 
     def feed(self, text: str, token_id: int | None = None) -> list[Delta]:
@@ -107,7 +109,11 @@ class ChatParser:
         """Return what was held back: the completion has ended."""
         if self._state is ChatParser._reasoning:
             self._add_reasoning(self._buffer)
-        elif self._state not in (ChatParser._after, ChatParser._between):  # there it is a part of calls
+        elif self._state not in (
+            ChatParser._arguments,
+            ChatParser._after,
+            ChatParser._between,
+        ):  # there it is a part of calls
             self._add_text(self._buffer)
         self._buffer = ""
         self._builder.finish()
@@ -175,16 +181,16 @@ class ChatParser:
         return self._go(ChatParser._scanning, self._buffer[len(trigger) :])
 
     def _arguments(self) -> bool:
-        end, is_whole = self._scanner.scan(self._buffer)
+        end, written, progress = self._reader.read(self._buffer)
         rest = self._buffer[end:]
-        self._builder.add_arguments(self._buffer[:end])
-        if is_whole:
+        self._builder.add_arguments(written)
+        if progress is Progress.WHOLE:
             return self._go(ChatParser._after, rest)
-        if rest and self._scanner.is_in_string and rest[0] in self._names_of_text:
-            return self._go(ChatParser._arguments, self._names_of_text[rest[0]] + rest[1:])
-        if rest:  # a control token inside the arguments
+        if progress is Progress.BROKEN:
+            if rest and self._reader.is_in_string and rest[0] in self._names_of_text:
+                return self._go(ChatParser._arguments, self._names_of_text[rest[0]] + rest[1:])
             return self._give_up(rest)
-        self._buffer = ""
+        self._buffer = rest
         return False
 
     def _after(self) -> bool:
@@ -229,19 +235,21 @@ class ChatParser:
         return True
 
     def _expect(self, wanted: Iterable[str]) -> str | None:
-        """Return which of ``wanted`` the buffer begins with: "" if it can't be any; None if it takes more to say."""
-        undecided = False
+        """Return the longest of ``wanted`` that the buffer begins with; "": none; None: that is not sure yet."""
+        found, undecided = "", False
         for text in wanted:
             begins = begins_with(self._buffer, text)
-            if begins:
-                return text
+            if begins and len(text) > len(found):
+                found = text
             undecided = undecided or begins is None
-        return None if undecided else ""
+        return None if undecided else found
 
     def _call(self, heads: Mapping[str, str], head: str) -> bool:
+        assert self._format is not None
+        syntax = self._format.arguments
         self._builder.open_call(heads[head])
-        self._scanner = ObjectScanner()
-        return self._go(ChatParser._arguments, "{" + self._buffer[len(head) :])
+        self._reader = syntax.reader(self._tools[heads[head]], self._markers)
+        return self._go(ChatParser._arguments, syntax.opening + self._buffer[len(head) :])
 
     def _give_up(self, rest: str) -> bool:
         """End a call that does not follow the format."""

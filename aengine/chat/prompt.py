@@ -14,7 +14,7 @@ from ..tokenizer.prompt import check_length
 from ..tokenizer.tokenizer import Tokenizer
 from ..tokenizer.traced_text import TracedText
 from .formats import ReasoningFormat, TextTokenId, TokenId, ToolFormat, detect
-from .history import with_instructions, written_out
+from .history import with_instructions, with_tools, written_out
 from .tools import tools_of
 
 __all__ = ["ChatPrompt", "PromptOptions", "token_ids_of"]
@@ -92,9 +92,11 @@ class ChatPrompt:
         last = messages[-1]
         tool_format, reasoning = detect(tokenizer.chat_template_source)
         shown = [tool.for_template() for tool in tools_of(tools)]
-        if tool_format.instructions:  # the template shows neither tools nor calls, or in a way that is not known
+        if not tool_format.shows_calls:  # the template shows neither tools nor calls, or in a way that is not known
             messages = written_out(messages, tool_format)
-            if shown:
+            if shown and tool_format.tools_key:
+                messages = with_tools(messages, tool_format.tools_key, shown)
+            elif shown:
                 takes_system = _takes_system(tokenizer)
                 messages = with_instructions(messages, tool_format.describe(shown), takes_system=takes_system)
             shown = []

@@ -101,6 +101,8 @@ class FreeText:
     """It begins with none of these."""
     after_blanks: bool = False
     """Nor with `BLANKS` and then one of ``not_first``."""
+    matching: tuple[str, ...] = ()
+    """The whole text matches each of these patterns."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -110,6 +112,8 @@ class TextUpTo:
     end: str
     not_first: tuple[str, ...] = ()
     """It begins with none of these."""
+    matching: tuple[str, ...] = ()
+    """The text before the end matches each of these patterns, as a whole."""
 
 
 @dataclass(frozen=True, slots=True)

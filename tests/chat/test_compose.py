@@ -14,6 +14,7 @@ from hypothesis import strategies as st
 
 from aengine.chat import FORMATS, ChatParser, ReasoningFormat, Tool, ToolChoice, compose
 from aengine.chat.formats import HERMES, LLAMA3, MISTRAL_ARGS, Markers
+from aengine.chat.syntax.arguments import JSON_OBJECT
 from aengine.errors import GrammarError, InvalidRequestError
 from aengine.structured.parts import SpecialToken, Text, seq
 
@@ -120,11 +121,20 @@ def test_the_part_that_is_at_fault_is_named(name):
         assert caught.value.kind == "unsupported" and culprit in str(caught.value)
 
 
+def call_of(tool_format, name, arguments=None):
+    """One call, as a whole answer. ``arguments``: as they are written, or what they say."""
+    if not isinstance(arguments, str):
+        arguments = tool_format.arguments.write(arguments or {})
+    return "".join(
+        (tool_format.openings[0], tool_format.head(name), arguments, tool_format.after_arguments, tool_format.closing)
+    )
+
+
 @pytest.mark.parametrize("name", sorted(FORMATS))
 def test_a_regex_or_a_choice_beside_calls(name):
     """What begins as a call is one, even where the shape would take it."""
     tool_format, tool = FORMATS[name], Tool("f")
-    call = tool_format.openings[0] + tool_format.head("f") + "{}" + tool_format.after_arguments + tool_format.closing
+    call = call_of(tool_format, "f")
     broken = tool_format.triggers[0] + "!"
     shapes = {"any text": shape_of(regex="(?s:.*)"), "a choice": shape_of(choice=["yes", "a/b\n\\", broken])}
     for said, shape in shapes.items():
@@ -224,9 +234,10 @@ def test_names_that_are_prefixes_of_each_other():
     for tool_format in FORMATS.values():
         setting = Setting.of(composed(tools, "required", tool_format=tool_format), "text")
         for tool in tools:
-            text = f"{tool_format.openings[0]}{tool_format.head(tool.name)}{{}}{tool_format.after_arguments}"
-            assert setting.accepts(text + tool_format.closing)
-            assert not setting.accepts(text.replace(tool.name, tool.name + "x", 1) + tool_format.closing)
+            text = call_of(tool_format, tool.name)
+            assert setting.accepts(text)
+            head = tool_format.head(tool.name)
+            assert not setting.accepts(text.replace(head, head.replace(tool.name, tool.name + "x")))
 
 
 NAMES = st.from_regex(r"[A-Za-z0-9_.-]{1,64}", fullmatch=True)
@@ -253,19 +264,19 @@ def test_nothing_that_callers_write_becomes_grammar(names, key, value, name):
     tool_format = FORMATS[name]
     constant = json.dumps(value, ensure_ascii=False).replace("\x7f", "\\u007f")  # as llguidance writes it
     arguments = f"{{{json.dumps(key, ensure_ascii=False)}: {constant}}}"
-    text = tool_format.openings[0] + tool_format.head(names[-1]) + arguments
-    text += tool_format.after_arguments + tool_format.closing
+    text = call_of(tool_format, names[-1], arguments if tool_format.arguments is JSON_OBJECT else {key: value})
     answer = shape_of(json_schema={"type": "object", "properties": {key: {"enum": [value]}}})
     for choice, wanted in (("required", None), ("auto", None), ("auto", answer)):
         setting = Setting.of(composed(tools, choice, tool_format=tool_format, shape=wanted), "text")
         assert setting.accepts(text)
         if choice == "required":
             assert not setting.accepts("x") and not setting.accepts(value)
-            assert not setting.accepts(text.replace(names[-1], names[-1][:-1] + "!", 1))
+            head = tool_format.head(names[-1])
+            assert not setting.accepts(text.replace(head, tool_format.head(names[-1][:-1] + "!"), 1))
         parser = ChatParser(tool_format, None, tools, wanted is not None, NO_TOKENS)
         known = tokenizer("text")
         _, message = parse_ids(parser, known, known.encode(text, add_special_tokens=False))
-        assert [(call.name, call.arguments) for call in message.tool_calls] == [(names[-1], arguments)]
+        assert [(call.name, json.loads(call.arguments)) for call in message.tool_calls] == [(names[-1], {key: value})]
 
 
 def test_control_tokens_are_named_by_their_ids():

@@ -9,7 +9,24 @@ import pytest
 from chat_harness import MARKERS_ARE, Setting, merged, parse, parse_ids, shape_of, token_id_of, tokenizer
 
 from aengine.chat import FORMATS, ChatParser, ReasoningFormat, ToolChoice, ToolFormat, compose, detect, tools_of
-from aengine.chat.formats import HERMES, JSON, LLAMA3, MISTRAL, MISTRAL_ARGS, MISTRAL_TEKKEN, Markers
+from aengine.chat.formats import (
+    DEEPSEEK_V3,
+    DEEPSEEK_V31,
+    GLM,
+    GLM_INLINE,
+    GRANITE,
+    HERMES,
+    JSON,
+    LLAMA3,
+    MINIMAX,
+    MISTRAL,
+    MISTRAL_ARGS,
+    MISTRAL_TEKKEN,
+    PHI4,
+    QWEN3_CODER,
+    SEED_OSS,
+    Markers,
+)
 
 ANY_OBJECT = {"type": "object", "properties": {"city": {"type": "string"}}}
 TOOLS = tools_of([{"name": "get_weather", "parameters": ANY_OBJECT}, {"name": "now"}])
@@ -31,7 +48,7 @@ class Case:
     @property
     def spells_markers(self) -> bool:
         """Whether a marker stands where it is none: inside a string, or inside text or reasoning."""
-        return any(spelled in self.text for spelled in (ROME, '"<', '"[', "no <tool_call>", "<think>Yes"))
+        return any(spelled in self.text for spelled in (ROME, '"<', '"[', "no <tool_call>", "<think>Yes", TRICKY))
 
 
 def hermes(name, arguments):
@@ -44,6 +61,19 @@ WITH_ID = WEATHER[:-1] + ', "id": "abcDEF123"}'
 ROMAN = f'{{"name": "get_weather", "arguments": {ROME}}}'
 LLAMA_ONE = f'{{"name": "get_weather", "parameters": {PARIS}}}'
 LLAMA_TWO = f'{{"name": "get_weather", "parameters": {ROME}}}; {{"name": "now", "parameters": {{}}}}'
+TRICKY = 'a\n</parameter> "b" \\ {</function>\n</tool_call> '
+
+
+def coder(name, **arguments):
+    parameters = "".join(f"<parameter={key}>\n{value}\n</parameter>\n" for key, value in arguments.items())
+    return f"<tool_call>\n<function={name}>\n{parameters}</function>\n</tool_call>"
+
+
+def glm(name, **arguments):
+    pairs = "".join(f"<arg_key>{k}</arg_key>\n<arg_value>{v}</arg_value>\n" for k, v in arguments.items())
+    return f"<tool_call>{name}\n{pairs}</tool_call>"
+
+
 CASES = [
     Case(HERMES, "Hello <tool_", "Hello <tool_"),
     Case(HERMES, "", None),
@@ -101,6 +131,23 @@ CASES = [
     Case(JSON, '{"tool_calls": []}'[:15] + "]}", '{"tool_calls": ]}'),
     Case(JSON, f'{{"tool_calls": [{ROMAN}, {NOW}]}}', None, TWO, schema=ANSWER),
     Case(JSON, '{"name": "now"}', '{"name": "now"}', schema=ANSWER),
+    Case(QWEN3_CODER, coder("get_weather", city="Paris"), None, ONE),
+    Case(QWEN3_CODER, f"Let me see.\n{coder('get_weather', city=TRICKY)}\n{coder('now')}", "Let me see.\n",
+         (("get_weather", json.dumps({"city": TRICKY})), TWO[1])),
+    Case(QWEN3_CODER, f"<think>\nHm\n</think>\n\n{coder('now')} so", " so", (TWO[1],), "Hm", THINK),
+    Case(QWEN3_CODER, f"so</think>{coder('get_weather')}", None, (("get_weather", "{}"),), "so", BEGUN, ANSWER),
+    Case(QWEN3_CODER, '{"name": "a"}', '{"name": "a"}', schema=ANSWER),
+    Case(GLM, f"Well.\n{glm('get_weather', city='Paris')}\n{glm('now')}", "Well.\n", (*ONE, TWO[1])),
+    Case(GLM_INLINE, glm("get_weather", city="").replace("\n", ""), None, (("get_weather", '{"city": ""}'),)),
+    Case(MINIMAX, "So.<minimax:tool_call>\n<invoke name=\"get_weather\">\n<parameter name=\"city\">Paris</parameter>\n"
+         "</invoke>\n<invoke name=\"now\">\n</invoke>\n</minimax:tool_call>", "So.", (*ONE, TWO[1])),
+    Case(DEEPSEEK_V3, "<｜tool▁calls▁begin｜><｜tool▁call▁begin｜>function<｜tool▁sep｜>get_weather\n```json\n" + PARIS
+         + "\n```<｜tool▁call▁end｜>\n<｜tool▁call▁begin｜>function<｜tool▁sep｜>now\n```json\n{}\n```"
+         "<｜tool▁call▁end｜><｜tool▁calls▁end｜>", None, (*ONE, TWO[1])),
+    Case(DEEPSEEK_V31, "Hm.<｜tool▁calls▁begin｜><｜tool▁call▁begin｜>get_weather<｜tool▁sep｜>" + PARIS
+         + "<｜tool▁call▁end｜><｜tool▁calls▁end｜>", "Hm.", ONE),
+    Case(PHI4, f"<|tool_call|>[{WEATHER}, {NOW}]<|/tool_call|>", None, (*ONE, TWO[1])),
+    Case(GRANITE, f"<|tool_call|>[{WEATHER}]", None, ONE),
 ]  # fmt: skip
 IDS = [f"{case.tool_format.name}:{case.text[:40]}" for case in CASES]
 
@@ -177,8 +224,8 @@ def test_a_format_is_sound(name):
     assert known.name == name
     for opening, trigger in zip(known.openings, known.triggers, strict=True):
         assert (opening + known.head("x")).startswith(trigger)
-    assert all(any(marker in text for text in (*known.heads(""), *known.openings, *known.ends))
-               for marker in known.markers)  # fmt: skip
+    texts = (*known.heads(""), *known.openings, *known.ends, known.closing, known.arguments.write({"a": 1}))
+    assert all(any(marker in text for text in texts) for marker in known.markers)
 
 
 def test_tools_in_the_system_prompt_of_a_model_whose_template_knows_none():
@@ -190,7 +237,7 @@ def test_tools_in_the_system_prompt_of_a_model_whose_template_knows_none():
 def test_a_new_format_needs_nothing_but_its_strings():
     """The one in docs/tools.md."""
     granite = ToolFormat(
-        name="granite",
+        name="mine",
         openings=("<|tool_call|>[",),
         triggers=("<|tool_call|>",),
         before_name='{"name": "',
@@ -234,6 +281,8 @@ def test_a_format_without_a_right_trigger_is_refused():
 QWEN3 = """{%- if tools %}<tools></tools> return <tool_call>\\n{"name": <function-name>}\\n</tool_call>{% endif %}
 {%- if '</think>' in content %}{% endif %}{%- if add_generation_prompt %}{{- '<|im_start|>assistant\\n' }}
 {%- if enable_thinking is false %}{{- '<think>\\n\\n</think>\\n\\n' }}{% endif %}{% endif %}"""
+SEED_THINK = ReasoningFormat(begin="<seed:think>", end="</seed:think>")
+MAGISTRAL = ReasoningFormat(begin="[THINK]", end="[/THINK]")
 R1 = "{% if '</think>' in content %}{% endif %}{% if add_generation_prompt %}{{'<|Assistant|><think>\\n'}}{% endif %}"
 
 
@@ -248,8 +297,17 @@ R1 = "{% if '</think>' in content %}{% endif %}{% if add_generation_prompt %}{{'
         ('{{ "[TOOL_CALLS]" + name + "[ARGS]" }}', (), (MISTRAL_ARGS, None)),
         ("", ("[TOOL_CALLS]", "[ARGS]"), (MISTRAL_ARGS, None)),
         ("", ("[TOOL_CALLS]",), (MISTRAL, None)),
-        ("<tool_call>\n<function=name>", (), (JSON, None)),
-        ("<tool_call>name\n<arg_key>k</arg_key>\n<arg_value>v</arg_value>\n</tool_call>", (), (JSON, None)),
+        ("<tool_call>\n<function=name>", (), (QWEN3_CODER, None)),
+        ("<tool_call>name\n<arg_key>k</arg_key>\n<arg_value>v</arg_value>\n</tool_call>", (), (GLM, None)),
+        ("<tool_call>name<arg_key>k</arg_key><arg_value>v</arg_value></tool_call>", (), (GLM_INLINE, None)),
+        ("{% set toolcall_begin_token = '<minimax:tool_call>' %}</think>{{ '<think>' }}", (), (MINIMAX, BEGUN)),
+        ("<｜tool▁calls▁begin｜><｜tool▁call▁begin｜>' + x + '\\n```json\\n'", (), (DEEPSEEK_V3, None)),
+        ("<｜tool▁calls▁begin｜><｜tool▁call▁begin｜>' + x + '<｜tool▁sep｜>'", (), (DEEPSEEK_V31, None)),
+        ("<|header_start|>{{ '\"parameters\": ' }}", (), (LLAMA3, None)),
+        ("<|start_of_role|>assistant<|end_of_role|><|tool_call|>", (), (GRANITE, None)),
+        ("{{ '<|tool|>' + message['tools'] + '<|/tool|>' }}", (), (PHI4, None)),
+        ("<seed:tool_call><function=</seed:think>", (), (SEED_OSS, SEED_THINK)),
+        ('{{ "[TOOL_CALLS]" + name + "[ARGS]" }}[/THINK]', (), (MISTRAL_ARGS, MAGISTRAL)),
         ("<tool_call>name\n```json\n</tool_call>", (), (JSON, None)),
         ("{{ messages }}", (), (JSON, None)),
         ("", (), (JSON, None)),
@@ -263,4 +321,5 @@ def test_the_prompt_tells_whether_reasoning_was_begun():
     assert THINK.after_prompt("<|Assistant|><think>\n") == BEGUN
     assert BEGUN.after_prompt("<|im_start|>assistant\n") == THINK
     assert THINK.after_prompt("assistant\n<think>\n\n</think>\n\n") is None
+    assert THINK.after_prompt("<｜Assistant｜></think>") is None  # as DeepSeek V3.1 closes what it did not begin
     assert THINK.after_prompt("<think>so</think>\nassistant") == THINK

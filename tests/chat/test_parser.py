@@ -115,6 +115,20 @@ def test_deltas_of_a_call_as_they_come():
     assert call.is_complete and call.parsed_arguments() == {"a": "}"}
 
 
+@pytest.mark.parametrize("name", ["qwen3_coder", "glm", "minimax"])
+def test_marked_arguments_that_are_cut_off(name):
+    """What may have become a mark is no text of the answer."""
+    known = FORMATS[name]
+    tools = tools_of([{"name": "f", "parameters": {"properties": {"x": {"type": "string"}, "n": {"type": "integer"}}}}])
+    text = known.openings[0] + known.head("f") + known.arguments.write({"x": "a<b", "n": 3}) + known.after_arguments
+    for end in range(len(known.openings[0] + known.head("f")), len(text)):
+        for pieces in ([text[:end]], list(text[:end])):
+            _, message = parse(new(known, tools=tools), pieces)
+            (call,) = message.tool_calls
+            assert message.content is None and not call.is_complete
+            assert '{"x": "a<b", "n": 3}'.startswith(call.arguments)
+
+
 def test_a_call_that_is_cut_off_is_not_complete():
     start = CALL.index('{"a"')
     for length in range(len(CALL)):

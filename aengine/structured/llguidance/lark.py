@@ -69,8 +69,13 @@ class _Writer:
         if isinstance(part, FreeText):
             excluded = "".join(f" & ~/{_ANY}{_in_regex(text)}{_ANY}/" for text in part.without)
             blanks = _BLANKS if part.after_blanks else ""
-            return self._rule(f"TEXT_{number}", f"/(?s:.+)/{excluded}{_not_first(part.not_first, blanks)}")
-        end = self._rule(f"UP_TO_{number}", f"/{_ANY}{_in_regex(part.end)}/" + _not_first(part.not_first))
+            matching = "".join(f" & {_pattern(pattern)}" for pattern in part.matching)
+            return self._rule(f"TEXT_{number}", f"/(?s:.+)/{excluded}{_not_first(part.not_first, blanks)}{matching}")
+        last = _in_regex(part.end)
+        bodies = [f"/(?:{pattern[1:-1]}){last}/" for pattern in map(_pattern, part.matching)]
+        first_end = [f"~/{_ANY}{last}(?s:.+)/"] if bodies else []  # a body that does not match goes on after no end
+        body = " & ".join([f"/{_ANY}{last}/", *bodies, *first_end])
+        end = self._rule(f"UP_TO_{number}", body + _not_first(part.not_first))
         self._rule(f"up_to_{number}[lazy]", end)
         return f"up_to_{number}"
 
@@ -107,12 +112,15 @@ def _options(options: Sequence[str]) -> str:
 
 
 def _regex(part: Regex) -> str:
+    return _pattern(part.pattern, part.origin or "the regex")
+
+
+def _pattern(pattern: str, about: str = "the pattern of a text") -> str:
     """Raises GrammarError if the pattern ends in the midst of an escape: it would take what comes after it."""
     written = []
-    for match in _REGEX_ATOM.finditer(part.pattern):
+    for match in _REGEX_ATOM.finditer(pattern):
         atom = match[0]
         if atom == "\\":
-            about = part.origin or "the regex"
             raise GrammarError(f"{about}: it can't be used, as it ends with a lone backslash", kind="invalid")
         if atom[-1] in _BLANK_ESCAPES:  # a backslash before it means nothing
             atom = _BLANK_ESCAPES[atom[-1]]

@@ -1,0 +1,202 @@
+"""`Parameters`: arguments as marked texts, a name and a value each, as Qwen3-Coder, GLM 4.5 and MiniMax write them.
+
+    <parameter=  city  >\\n  Paris  \\n</parameter>\\n  <parameter=  days  >\\n  3  \\n</parameter>\\n
+    └ before_key       └ after_key  └ after_value
+
+A value that is a text by the schema is written as it is; any other is JSON. Where the schema allows both, what reads as
+JSON of one of the other types is that. The order is that of the schema, as in JSON that a grammar holds to it.
+"""
+
+from __future__ import annotations
+
+import ast
+import json
+import re
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, NoReturn
+
+from ...structured.parts import Choice, FreeText, Json, Part, Regex, Repeat, TextUpTo, any_of, seq
+from ..scan import TOKENS, begins_with, held_back
+from ..tools import Tool
+from .arguments import ArgumentReader, ArgumentSyntax, Progress
+from .schemas import Value, text_patterns, type_of, values_of
+
+if TYPE_CHECKING:
+    from ..formats import Markers
+
+__all__ = ["Parameters"]
+
+_LONGEST_NAME = 64
+_NAME = f"[A-Za-z0-9_.-]{{1,{_LONGEST_NAME}}}"
+_BRACKETS = ("[", "{")
+_PYTHON = {"True": "true", "False": "false", "None": "null"}
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Parameters(ArgumentSyntax):
+    """One way to mark them. ``after_value`` may begin with a control token, and has none elsewhere."""
+
+    before_key: str
+    after_key: str
+    after_value: str
+
+    def part(self, tool: Tool, markers: Markers, relax: bool) -> Part:
+        values, is_open = values_of(tool.argument_schema, tool, relax)
+        if is_open:
+            head = seq(markers.part(self.before_key), Regex(_NAME), markers.part(self.after_key))
+            return Repeat(seq(head, self._text(markers, ())))
+        parts: list[Part] = []
+        for value in values:
+            head = markers.part(f"{self.before_key}{value.name}{self.after_key}")
+            parameter = seq(head, self._value(value, tool, markers, relax))
+            parts.append(parameter if value.is_required else Repeat(parameter, most=1))
+        return seq(*parts)
+
+    def _value(self, value: Value, tool: Tool, markers: Markers, relax: bool) -> Part:
+        end = markers.part(self.after_value)
+        options = value.options()
+        if options is not None:
+            written = list(dict.fromkeys(name for option in options for name in _written(option)))
+            choice = (
+                [Repeat(Choice(tuple(filter(None, written))), least=int(all(written)), most=1)] if any(written) else []
+            )
+            return seq(*choice, end)
+        if "string" in value.types():
+            return self._text(markers, text_patterns(value))
+        return seq(
+            Json(value.text(), f"the parameter {value.name!r} of the tool {tool.name!r}", relax=relax, tool=tool.name),
+            end,
+        )
+
+    def _text(self, markers: Markers, patterns: tuple[str, ...]) -> Part:
+        """Return a text up to its end."""
+        encoded = markers.encode(self.after_value)
+        if markers.id_of(encoded[0]) is None:
+            return TextUpTo(self.after_value, matching=patterns)
+        name = markers.in_text(encoded)
+        without = (name,) if name else ()
+        text: Part = FreeText(without=without, matching=patterns)
+        may_be_empty = not patterns  # a pattern says itself whether it takes an empty text
+        body = Repeat(text, most=1) if may_be_empty else any_of(text, *_empty(patterns))
+        return seq(body, markers.part(self.after_value))
+
+    def write(self, arguments: Mapping[str, Any]) -> str:
+        texts = {name: v if isinstance(v, str) else json.dumps(v, ensure_ascii=False) for name, v in arguments.items()}
+        return "".join(f"{self.before_key}{k}{self.after_key}{v}{self.after_value}" for k, v in texts.items())
+
+    def reader(self, tool: Tool, markers: Markers) -> ArgumentReader:
+        values, _ = values_of(tool.parameters, tool, relax=True)
+        before_key, after_key, after_value = map(markers.encode, (self.before_key, self.after_key, self.after_value))
+        return _Reader(before_key, after_key, after_value, {value.name: value for value in values})
+
+
+def _empty(patterns: tuple[str, ...]) -> list[Part]:
+    """Return nothing as an alternative, if all of the patterns take it."""
+    try:
+        return [seq()] if all(re.fullmatch(pattern, "") for pattern in patterns) else []
+    except re.error:
+        return []
+
+
+def _written(value: Any) -> list[str]:
+    """Return how an option may be written. Templates print Python's names of true, false and null, or JSON's."""
+    if isinstance(value, str):
+        return [value]
+    text = json.dumps(value, ensure_ascii=False)
+    return [text, *(name for name, known in _PYTHON.items() if known == text)]
+
+
+def _no_constant(name: str) -> NoReturn:
+    raise ValueError(f"{name} is no JSON")
+
+
+class _Reader(ArgumentReader):
+    def __init__(self, before_key: str, after_key: str, after_value: str, values: Mapping[str, Value]) -> None:
+        self._before_key, self._after_key, self._after_value = before_key, after_key, after_value
+        self._values = values
+        self._seen: set[str] = set()
+        self._value: Value | None = None  # whose text comes
+        self._pieces: list[str] | None = None  # of a value that is read as a whole; None: of a text, as it comes
+
+    @property
+    def is_in_string(self) -> bool:
+        return self._value is not None
+
+    def read(self, text: str) -> tuple[int, str, Progress]:
+        taken, written = 0, ""
+        while True:
+            step = self._key(text[taken:]) if self._value is None else self._body(text[taken:])
+            num_taken, piece, progress = step
+            taken, written = taken + num_taken, written + piece
+            if progress is not None:
+                return taken, written, progress
+
+    def _key(self, text: str) -> tuple[int, str, Progress | None]:
+        begins = begins_with(text, self._before_key)
+        if begins is None or not text:
+            return 0, "", Progress.MORE
+        if not begins:
+            return 0, "}" if self._seen else "{}", Progress.WHOLE
+        rest = text[len(self._before_key) :]
+        name = next((known for known in self._values if rest.startswith(known + self._after_key)), None)
+        if name is None:
+            if any((known + self._after_key).startswith(rest) for known in self._values):
+                return 0, "", Progress.MORE
+            name, found, _ = rest.partition(self._after_key)
+            if not found:
+                is_name = len(name) - held_back(name, (self._after_key,)) <= _LONGEST_NAME
+                return 0, "", Progress.MORE if is_name else Progress.BROKEN
+        if TOKENS.search(name) or name in self._seen or (name not in self._values and len(name) > _LONGEST_NAME):
+            return 0, "", Progress.BROKEN
+        value = self._values.get(name) or Value(name, True, {})
+        begun = ", " if self._seen else "{"
+        self._seen.add(name)
+        self._value = value
+        is_text = value.types() == {"string"}
+        self._pieces = None if is_text else []
+        written = f"{begun}{json.dumps(name, ensure_ascii=False)}: " + '"' * is_text
+        return len(self._before_key) + len(name) + len(self._after_key), written, None
+
+    def _body(self, text: str) -> tuple[int, str, Progress | None]:
+        assert self._value is not None
+        body, end, _ = text.partition(self._after_value)
+        if not end:
+            body = body[: len(body) - held_back(body, (self._after_value,))]
+        token = TOKENS.search(body)
+        if token is not None:
+            return token.start(), self._add(body[: token.start()]), Progress.BROKEN
+        if not end:
+            return len(body), self._add(body), Progress.MORE
+        written = self._add(body)
+        written += '"' if self._pieces is None else _as_json("".join(self._pieces), self._value)
+        self._value = None
+        return len(body) + len(end), written, None
+
+    def _add(self, piece: str) -> str:
+        if self._pieces is None:
+            return json.dumps(piece, ensure_ascii=False)[1:-1]
+        self._pieces.append(piece)
+        return ""
+
+
+def _as_json(text: str, value: Value) -> str:
+    """Return the JSON of a value that may be no text. Lists may be written as Python shows them: templates do so."""
+    types = value.types()
+    may_be_text = "string" in types
+    body = text if may_be_text else text.strip()
+    body = _PYTHON.get(body, body)
+    try:
+        found = json.loads(body, parse_constant=_no_constant)
+        if type_of(found) in types - {"string"} or not may_be_text:
+            return body
+    except (ValueError, RecursionError):
+        pass
+    if body[:1] in _BRACKETS or not may_be_text:
+        try:
+            found = ast.literal_eval(body)
+            if type_of(found) in types - {"string"} or not may_be_text:
+                return json.dumps(found, ensure_ascii=False, allow_nan=False)
+        except (ValueError, SyntaxError, TypeError, MemoryError, RecursionError):
+            pass
+    return json.dumps(text, ensure_ascii=False)

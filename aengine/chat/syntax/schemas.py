@@ -1,0 +1,179 @@
+"""What a JSON schema says of a tool's arguments, for syntaxes that write them one by one, and not as JSON."""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from ...errors import GrammarError
+from ...structured.schema_walk import pointed_at
+from ..tools import Tool
+
+__all__ = ["ANY_TYPE", "Value", "text_patterns", "type_of", "values_of"]
+
+ANY_TYPE = frozenset(("string", "number", "boolean", "null", "array", "object"))
+_TYPES = {name: frozenset((name,)) for name in ANY_TYPE} | {"integer": frozenset(("number",))}
+_ALTERNATIVES = ("anyOf", "oneOf")
+_NOT_ONE_BY_ONE = (
+    "anyOf", "oneOf", "allOf", "not", "if", "dependentRequired", "dependentSchemas", "dependencies",
+    "patternProperties", "propertyNames", "minProperties", "maxProperties",
+)  # fmt: skip
+"""Keywords of an object that say something of several members, or of members that have no name."""
+_DEPTH = 16
+_FORMATS = {
+    "date": r"[0-9]{4}-(0[1-9]|1[0-2])-(0[1-9]|[12][0-9]|3[01])",
+    "time": r"([01][0-9]|2[0-3]):[0-5][0-9]:[0-5][0-9](\.[0-9]+)?(Z|[+-]([01][0-9]|2[0-3]):[0-5][0-9])",
+    "uuid": r"[0-9a-fA-F]{8}-[0-9a-fA-F]{4}-[0-9a-fA-F]{4}-[0-9a-fA-F]{4}-[0-9a-fA-F]{12}",
+}
+_FORMATS["date-time"] = f"{_FORMATS['date']}T{_FORMATS['time']}"
+
+
+@dataclass(frozen=True, slots=True)
+class Value:
+    """An argument: its schema, and that of all arguments, to which references lead."""
+
+    name: str
+    schema: Any
+    root: Mapping[str, Any]
+    is_required: bool = False
+
+    def resolved(self) -> Any:
+        """Return the schema that a reference leads to; one that leads nowhere stays."""
+        schema = self.schema
+        for _ in range(_DEPTH):
+            if not isinstance(schema, dict) or not isinstance(schema.get("$ref"), str):
+                return schema
+            found = pointed_at(self.root, schema["$ref"]) if schema["$ref"].startswith("#") else None
+            if found is None:
+                return schema
+            schema = found[1]
+        return schema
+
+    def within(self, schema: Any) -> Value:
+        """Return a part of it."""
+        return Value(self.name, schema, self.root)
+
+    def alternatives(self) -> list[Value]:
+        """Return what it may be, each by itself; only itself if it is one thing."""
+        schema = self.resolved()
+        if isinstance(schema, dict):
+            for keyword in _ALTERNATIVES:
+                if isinstance(schema.get(keyword), list):
+                    return [self.within(member) for member in schema[keyword]]
+        return [self.within(schema)]
+
+    def types(self, depth: int = 0) -> frozenset[str]:
+        """Return the JSON types that it may have: those of `ANY_TYPE`; integers are numbers."""
+        schema = self.resolved()
+        if not isinstance(schema, dict) or depth > _DEPTH:
+            return ANY_TYPE
+        if "const" in schema or isinstance(schema.get("enum"), list):
+            return frozenset(map(type_of, schema["enum"] if "enum" in schema else [schema["const"]]))
+        given = schema.get("type")
+        found = ANY_TYPE
+        if isinstance(given, str | list):
+            names = [given] if isinstance(given, str) else given
+            found = frozenset(name for one in names for name in _TYPES.get(str(one), ANY_TYPE))
+        for keyword in _ALTERNATIVES:
+            if isinstance(schema.get(keyword), list):
+                members = [self.within(member).types(depth + 1) for member in schema[keyword]]
+                found &= frozenset().union(*members)
+        for member in schema.get("allOf") or ():
+            found &= self.within(member).types(depth + 1)
+        return found or ANY_TYPE
+
+    def options(self, depth: int = 0) -> list[Any] | None:
+        """Return all that it may be, if the schema lists it; else None."""
+        schema = self.resolved()
+        if not isinstance(schema, dict) or depth > _DEPTH:
+            return None
+        if isinstance(schema.get("enum"), list):
+            return list(schema["enum"])
+        if "const" in schema:
+            return [schema["const"]]
+        if schema.get("type") == "null":
+            return [None]
+        if schema.get("type") == "boolean":
+            return [True, False]
+        for keyword in _ALTERNATIVES:
+            if isinstance(schema.get(keyword), list):
+                found = [self.within(member).options(depth + 1) for member in schema[keyword]]
+                if all(options is not None for options in found):
+                    return [value for options in found for value in options or ()]
+        return None
+
+    def text(self) -> str:
+        """Return the schema as JSON that stands for itself: with the definitions that it may refer to."""
+        if not isinstance(self.schema, dict):
+            return json.dumps(self.schema if isinstance(self.schema, bool) else {})
+        own = {key: self.root[key] for key in ("$defs", "definitions") if key in self.root and key not in self.schema}
+        return json.dumps({**self.schema, **own}, ensure_ascii=False, separators=(",", ":"))
+
+
+def values_of(schema: Mapping[str, Any], tool: Tool, relax: bool) -> tuple[list[Value], bool]:
+    """Return the arguments that the schema names, in its order, and whether others may come: where it names none.
+
+    Raises GrammarError where it says what holds for several arguments, unless ``relax``.
+    """
+    root = Value("", schema, schema).resolved()
+    wrong = (
+        next((keyword for keyword in _NOT_ONE_BY_ONE if keyword in root), None) if isinstance(root, dict) else "$ref"
+    )
+    if wrong is not None and not relax:
+        raise GrammarError(
+            f"the parameters of the tool {tool.name!r}: {wrong!r} can't be enforced where a model writes arguments one "
+            "by one; use on_unsupported='relax', or strict=False for this tool",
+            kind="unsupported",
+            tool=tool.name,
+            path=f"$.{wrong}",
+        )
+    properties = root.get("properties") if isinstance(root, dict) else None
+    if not isinstance(properties, dict) or not properties:
+        return [], not (isinstance(root, dict) and root.get("additionalProperties") is False)
+    required = root.get("required") or ()
+    return [Value(name, member, schema, name in required) for name, member in properties.items()], False
+
+
+def text_patterns(value: Value) -> tuple[str, ...]:
+    """Return regexes that a text of this value must match, each as a whole; empty: it may be any."""
+    members = [member for member in value.alternatives() if "string" in member.types()]
+    if len(members) != 1 or not isinstance(members[0].schema, dict):
+        return ()
+    patterns = tuple(_patterns(members[0].schema))
+    others = value.types() - {"string"}
+    if not patterns or not others:
+        return patterns
+    if others & {"array", "object"}:
+        return ()
+    scalars = {"null": "null", "boolean": "true|false", "number": r"-?[0-9]+(\.[0-9]+)?([eE][+-]?[0-9]+)?"}
+    return tuple("|".join([f"(?:{pattern})", *(scalars[name] for name in sorted(others))]) for pattern in patterns)
+
+
+def _patterns(schema: Mapping[str, Any]) -> Iterator[str]:
+    least, most = schema.get("minLength", 0), schema.get("maxLength", "")
+    if least or most != "":
+        yield f"(?s:.{{{least},{most}}})"
+    if isinstance(schema.get("pattern"), str):
+        yield _whole(schema["pattern"])
+    if schema.get("format") in _FORMATS:
+        yield _FORMATS[schema["format"]]
+
+
+def _whole(pattern: str) -> str:
+    """Return a pattern that matches a whole text wherever this one is found in it."""
+    body = pattern.removeprefix("^")
+    is_open = re.search(r"(?<!\\)(?:\\\\)*\$\Z", body) is None
+    body = body if is_open else body[:-1]
+    before = "" if pattern.startswith("^") else "(?s:.*)"
+    return f"{before}(?:{body}){'(?s:.*)' if is_open else ''}"
+
+
+def type_of(value: Any) -> str:
+    """Return the JSON type of a value, one of `ANY_TYPE`."""
+    if isinstance(value, bool):
+        return "boolean"
+    names = ((str, "string"), (int | float, "number"), (list, "array"), (dict, "object"))
+    return next((name for kind, name in names if isinstance(value, kind)), "null")
