@@ -38,6 +38,7 @@ def gguf_hf_config(file: GgufFile) -> dict[str, Any]:
     rotary_dim = _rotary_dim(file, arch, head_dim)
     return {
         "gguf_architecture": arch,
+        **_factors(file, arch),
         "model_type": arch,
         "hidden_act": "silu",
         "hidden_size": hidden_size,
@@ -61,6 +62,20 @@ def gguf_hf_config(file: GgufFile) -> dict[str, Any]:
         "num_experts_per_tok": _get(file, f"{arch}.expert_used_count", int, 0),
         "moe_intermediate_size": _get(file, f"{arch}.expert_feed_forward_length", int, 0),
     }
+
+
+_FACTORS = {
+    "attention.scale": "attention_multiplier",
+    "embedding_scale": "embedding_multiplier",
+    "residual_scale": "residual_multiplier",
+    "logit_scale": "logits_scaling",
+}
+
+
+def _factors(file: GgufFile, arch: str) -> dict[str, float]:
+    """Factors of Granite's, those that there are."""
+    there = {key: name for key, name in _FACTORS.items() if f"{arch}.{key}" in file.metadata}
+    return {name: round_float32(_get(file, f"{arch}.{key}", float)) for key, name in there.items()}
 
 
 def gguf_generation_config(file: GgufFile) -> dict[str, Any]:

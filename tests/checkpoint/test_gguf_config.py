@@ -77,6 +77,8 @@ def test_llama(tmp_path: Path) -> None:
         "sliding_window": None,
         "use_sliding_window": False,
         "num_local_experts": 0,
+        "num_experts_per_tok": 0,
+        "moe_intermediate_size": 0,
     }
 
 

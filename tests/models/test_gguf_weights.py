@@ -25,11 +25,13 @@ from aengine.runner.weights import gguf_source
 from aengine.runner.weights.reading import Target
 
 ARCHS = {
+    "granite": gguf.MODEL_ARCH.GRANITE,
     "llama": gguf.MODEL_ARCH.LLAMA,
     "mistral": gguf.MODEL_ARCH.LLAMA,
     "phi3": gguf.MODEL_ARCH.PHI3,
     "qwen2": gguf.MODEL_ARCH.QWEN2,
     "qwen3": gguf.MODEL_ARCH.QWEN3,
+    "smollm3": gguf.MODEL_ARCH.SMOLLM3,
     "qwen3_moe": gguf.MODEL_ARCH.QWEN3MOE,
 }
 # Blocks of 32 and of 256 values need rows as long as that.
@@ -57,6 +59,13 @@ def stored_tensors(model: PreTrainedModel) -> Iterator[tuple[str, torch.Tensor]]
             yield name, weight.data
 
 
+GRANITE = {
+    "embedding_multiplier": 3.0,
+    "logits_scaling": 2.5,
+    "residual_multiplier": 0.4,
+    "attention_multiplier": 0.1,
+    "tie_word_embeddings": True,
+}
 LONGROPE = {
     "rope_type": "longrope",
     "rope_theta": 10000.0,
@@ -102,6 +111,11 @@ def write_gguf(path: Path, model: PreTrainedModel, arch: str, kinds: list[Q]) ->
         writer.add_expert_count(config.num_local_experts)
         writer.add_expert_used_count(config.num_experts_per_tok)
         writer.add_expert_feed_forward_length(config.moe_intermediate_size)
+    if arch == "granite":
+        writer.add_attention_scale(config.attention_multiplier)
+        writer.add_embedding_scale(config.embedding_multiplier)
+        writer.add_residual_scale(config.residual_multiplier)
+        writer.add_logit_scale(config.logits_scaling)
     if config.rope_parameters["rope_type"] == "longrope":
         add_longrope(writer, config)
     names = gguf.get_tensor_name_map(ARCHS[arch], config.num_hidden_layers)
@@ -110,7 +124,7 @@ def write_gguf(path: Path, model: PreTrainedModel, arch: str, kinds: list[Q]) ->
         stored = weight
         heads = {"q_proj": config.num_attention_heads, "k_proj": config.num_key_value_heads}
         part = name.split(".")[-2]
-        permuted = arch in ("llama", "mistral") and part in heads
+        permuted = arch in ("granite", "llama", "mistral", "smollm3") and part in heads
         if permuted:
             stored = interleaved(stored, heads[part])
         kind = Q.F32
@@ -138,6 +152,8 @@ def write_gguf(path: Path, model: PreTrainedModel, arch: str, kinds: list[Q]) ->
         ("llama", {"attention_bias": True}, [Q.F16, Q.BF16]),
         ("mistral", {"sliding_window": 6}, [Q.Q5_0, Q.Q5_1, Q.Q4_0]),
         ("phi3", {"original_max_position_embeddings": 16, "rope_parameters": LONGROPE}, [Q.Q8_0, Q.F32]),
+        ("granite", GRANITE, [Q.Q8_0]),
+        ("smollm3", {"num_hidden_layers": 4}, [Q.Q8_0]),
         ("qwen2", {}, [Q.Q8_0]),
         ("qwen3", {}, [Q.Q4_0, Q.F32, Q.TQ2_0]),
         ("qwen3_moe", {"norm_topk_prob": True, "moe_intermediate_size": 64}, [Q.Q8_0, Q.F32, Q.Q4_0]),

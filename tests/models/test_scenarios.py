@@ -15,12 +15,21 @@ TinyModel = Callable[..., Path]
 LAYER_TYPES = ["sliding_attention", "full_attention", "sliding_attention"]
 YARN = {"rope_type": "yarn", "rope_theta": 10000.0, "factor": 4.0, "original_max_position_embeddings": 32}
 """Prompts are on both sides of the original context."""
+GRANITE = {
+    "embedding_multiplier": 3.0,
+    "logits_scaling": 2.5,
+    "residual_multiplier": 0.4,
+    "attention_multiplier": 0.2,
+    "attention_bias": True,
+}
 MODELS: dict[str, tuple[str, dict[str, Any]]] = {
     "gemma2": ("gemma2", {"head_dim": 16, "sliding_window": 9, "attn_logit_softcapping": 2.0}),
     "gemma3": ("gemma3", {"head_dim": 16, "sliding_window": 9, "layer_types": LAYER_TYPES}),
+    "granite": ("granite", GRANITE),
     "llama": ("llama", {"attention_bias": True}),
     "llama-yarn": ("llama", {"head_dim": 64, "rope_parameters": YARN}),
     "qwen3-windows": ("qwen3", {"sliding_window": 9, "use_sliding_window": True, "layer_types": LAYER_TYPES}),
+    "smollm3": ("smollm3", {"no_rope_layer_interval": 2, "use_sliding_window": True, "sliding_window": 9}),
     "qwen3-moe": ("qwen3_moe", {"norm_topk_prob": True, "mlp_only_layers": [1]}),
 }
 

@@ -19,6 +19,7 @@ FAMILIES = {
     "gemma2": "gemma.Gemma2",
     "gemma3": "gemma.Gemma3",
     "gemma3_text": "gemma.Gemma3",
+    "granite": "granite.Granite",
     "lfm2": "lfm2.Lfm2",
     "llama": "llama.Llama",
     "mistral": "mistral.Mistral",
@@ -29,6 +30,7 @@ FAMILIES = {
     "qwen3_5_text": "qwen3_next.Qwen35",
     "qwen3_next": "qwen3_next.Qwen3Next",
     "qwen3_moe": "qwen3_moe.Qwen3Moe",
+    "smollm3": "smollm3.SmolLM3",
 }
 """By ``model_type`` of config.json, or ``general.architecture`` of a GGUF: the family's file and its class."""
 

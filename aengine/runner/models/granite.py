@@ -1,0 +1,51 @@
+"""Granite 3 and 4, dense (arXiv:2408.13359): Llama with factors of embeddings, scores, residuals and logits."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any, Self
+
+from ..layers.decoder import Decoder, DecoderLayer, SelfAttention
+from ..layers.mlp import GatedMLP
+from ..model_config import ConfigReader, ModelConfig
+from ..weights.gguf_names import GgufNames
+from ..weights.scope import WeightScope
+
+__all__ = ["Granite", "GraniteConfig"]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class GraniteConfig(ModelConfig):
+    attention_bias: bool
+    mlp_bias: bool
+    attention_scale: float  # of q k^T
+    residual_scale: float  # of what attention and feed-forward add
+
+    @classmethod
+    def from_hf(cls, hf: Mapping[str, Any]) -> Self:
+        keys = ConfigReader(hf)
+        return cls(
+            **keys.decoder(),
+            attention_bias=keys.flag("attention_bias"),
+            mlp_bias=keys.flag("mlp_bias"),
+            attention_scale=float(hf.get("attention_multiplier", 1.0)),
+            residual_scale=float(hf.get("residual_multiplier", 1.0)),
+            embedding_scale=float(hf.get("embedding_multiplier", 1.0)),
+            logit_scale=1 / float(hf.get("logits_scaling", 1.0)),
+            sliding_windows=keys.windows(None),
+        )
+
+
+class Granite(Decoder[GraniteConfig]):
+    config_class = GraniteConfig
+    gguf = GgufNames(interleaved=("q_proj", "k_proj"))
+
+    def make_layer(self, index: int, weights: WeightScope) -> DecoderLayer:
+        config, bias, factor = self.config, self.config.attention_bias, self.config.residual_scale
+        scope, size = weights.at("self_attn"), config.intermediate_size
+        attention = SelfAttention(
+            config, index, scope, qkv_bias=bias, o_bias=bias, scale=config.attention_scale, out_scale=factor
+        )
+        mlp = GatedMLP(weights.at("mlp"), config.hidden_size, size, bias=config.mlp_bias, out_scale=factor)
+        return DecoderLayer(config, weights, attention, mlp)
