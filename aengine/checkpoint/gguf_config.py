@@ -26,7 +26,7 @@ def gguf_hf_config(file: GgufFile) -> dict[str, Any]:
     arch = _get(file, "general.architecture", str)
     hidden_size = _get(file, f"{arch}.embedding_length", int)
     num_heads = _get(file, f"{arch}.attention.head_count", int)
-    num_kv_heads = _get(file, f"{arch}.attention.head_count_kv", int, num_heads)
+    num_kv_heads, attending = _kv_heads(file, arch, num_heads)
     if min(hidden_size, num_heads, num_kv_heads) < 1 or num_heads % num_kv_heads:
         raise ModelLoadError(
             f"{file.path}: {num_heads} attention heads, {num_kv_heads} KV heads and "
@@ -61,6 +61,8 @@ def gguf_hf_config(file: GgufFile) -> dict[str, Any]:
         "num_local_experts": _get(file, f"{arch}.expert_count", int, 0),
         "num_experts_per_tok": _get(file, f"{arch}.expert_used_count", int, 0),
         "moe_intermediate_size": _get(file, f"{arch}.expert_feed_forward_length", int, 0),
+        "full_attn_idxs": attending,
+        "conv_L_cache": _get(file, f"{arch}.shortconv.l_cache", int, 0) or None,
     }
 
 
@@ -110,6 +112,15 @@ def _get(file: GgufFile, key: str, kind: type[_T], default: _T | None = None) ->
     if isinstance(value, float) and not math.isfinite(value):
         raise ModelLoadError(f"{file.path}: the metadata {key!r} is {value}")
     return value
+
+
+def _kv_heads(file: GgufFile, arch: str, num_heads: int) -> tuple[int, list[int] | None]:
+    """Key-value heads, and the layers that attend, where others have none; None: all do."""
+    key = f"{arch}.attention.head_count_kv"
+    value = file.metadata.get(key)
+    if isinstance(value, list) and 0 in value and len({count for count in value if count != 0}) == 1:
+        return max(value), [i for i, count in enumerate(value) if count]
+    return _get(file, key, int, num_heads), None
 
 
 def _head_dim(file: GgufFile, arch: str, default: int) -> int:

@@ -44,15 +44,14 @@ def load(
 
 
 class Driver:
-    """Sequences by name. Each owns scattered blocks, the same number in every KV group; what it has computed is in the
+    """Sequences by name. Each owns scattered blocks in every KV group; what it has computed is in the
     KV cache."""
 
     def __init__(self, model: CausalLM, rng: random.Random, *, num_blocks: int = 128, block_size: int = 4) -> None:
         self._model = model
-        self._block_size = block_size
         dtype, longest = model.weights.formats.dtype, num_blocks * block_size
         self._cache = KvCache(KvCacheSpec(model.config, num_blocks, block_size, dtype, CPU, num_blocks, longest))
-        self._num_groups = len(self._cache.layout.groups)
+        self._sizes = [group.block_size for group in self._cache.layout.groups]  # tokens in a block of each group
         self._num_blocks = num_blocks
         self._free = list(range(num_blocks))
         rng.shuffle(self._free)
@@ -63,24 +62,26 @@ class Driver:
 
     def share_prefix(self, name: str, owner: str, num_tokens: int) -> None:
         """Sequence ``name`` begins with the first blocks of ``owner``: a prefix hit of ``num_tokens``, whole blocks."""
-        assert num_tokens % self._block_size == 0
+        assert all(num_tokens % size == 0 for size in self._sizes)
         self._tokens[name] = self._tokens[owner][:num_tokens]
-        self._blocks[name] = [blocks[: num_tokens // self._block_size] for blocks in self._blocks[owner]]
+        self._blocks[name] = [
+            blocks[: num_tokens // size] for blocks, size in zip(self._blocks[owner], self._sizes, strict=True)
+        ]
 
     @torch.inference_mode()
     def step(self, batch: Mapping[str, Sequence[int]]) -> dict[str, Tensor]:
         """Compute the new tokens of each sequence, in this order; returns logits [num_new_tokens, vocab_size] each."""
-        slots: list[list[int]] = [[] for _ in range(self._num_groups)]
+        slots: list[list[int]] = [[] for _ in self._sizes]
         positions: list[int] = []
         for name, new in batch.items():
             self._first_lens.setdefault(name, len(new))
             tokens = self._tokens.setdefault(name, [])
-            tables = self._blocks.setdefault(name, [[] for _ in range(self._num_groups)])
+            tables = self._blocks.setdefault(name, [[] for _ in self._sizes])
             for token in new:
-                for group, blocks in enumerate(tables):
-                    if len(tokens) % self._block_size == 0:
+                for own, blocks, size in zip(slots, tables, self._sizes, strict=True):
+                    if len(tokens) % size == 0:
                         blocks.append(self._free.pop())
-                    slots[group].append(blocks[-1] * self._block_size + len(tokens) % self._block_size)
+                    own.append(blocks[-1] * size + len(tokens) % size)
                 positions.append(len(tokens))
                 tokens.append(token)
         seq_lens = [len(self._tokens[name]) for name in batch]

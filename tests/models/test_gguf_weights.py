@@ -33,6 +33,7 @@ ARCHS = {
     "qwen3": gguf.MODEL_ARCH.QWEN3,
     "smollm3": gguf.MODEL_ARCH.SMOLLM3,
     "qwen3_moe": gguf.MODEL_ARCH.QWEN3MOE,
+    "lfm2": gguf.MODEL_ARCH.LFM2,
 }
 # Blocks of 32 and of 256 values need rows as long as that.
 SIZES: dict[str, Any] = {"hidden_size": 256, "intermediate_size": 512, "num_attention_heads": 8, "head_dim": 32}
@@ -100,10 +101,14 @@ def write_gguf(path: Path, model: PreTrainedModel, arch: str, kinds: list[Q]) ->
     writer.add_block_count(config.num_hidden_layers)
     writer.add_feed_forward_length(config.intermediate_size)
     writer.add_head_count(config.num_attention_heads)
-    writer.add_head_count_kv(config.num_key_value_heads)
+    kinds_of_layers = getattr(config, "layer_types", None) or ()
+    kv_heads = [0 if kind == "conv" else config.num_key_value_heads for kind in kinds_of_layers]
+    writer.add_head_count_kv(kv_heads if 0 in kv_heads else config.num_key_value_heads)
+    if 0 in kv_heads:
+        writer.add_shortconv_l_cache(config.conv_L_cache)
     writer.add_key_length(32)
     writer.add_value_length(32)
-    writer.add_layer_norm_rms_eps(config.rms_norm_eps)
+    writer.add_layer_norm_rms_eps(getattr(config, "norm_eps", None) or config.rms_norm_eps)
     writer.add_rope_freq_base(config.rope_parameters["rope_theta"])
     if getattr(config, "sliding_window", None):
         writer.add_sliding_window(config.sliding_window)
@@ -128,12 +133,14 @@ def write_gguf(path: Path, model: PreTrainedModel, arch: str, kinds: list[Q]) ->
         if permuted:
             stored = interleaved(stored, heads[part])
         kind = Q.F32
-        if weight.dim() >= 2:
+        if name.endswith("conv.conv.weight"):
+            stored = stored.squeeze(1)
+        elif weight.dim() >= 2:
             kind, matrices = kinds[matrices % len(kinds)], matrices + 1
         data = gguf.quants.quantize(stored.numpy(), kind)
         own_name = names.get_name(name, (".weight", ".bias"))
-        writer.add_tensor(own_name + (".weight" if weight.dim() == 3 else ""), data, raw_dtype=kind)
-        read_back = torch.from_numpy(gguf.quants.dequantize(data, kind).reshape(stored.shape).copy())
+        writer.add_tensor(own_name + ("" if name.endswith((".weight", ".bias")) else ".weight"), data, raw_dtype=kind)
+        read_back = torch.from_numpy(gguf.quants.dequantize(data, kind).reshape(stored.shape).copy()).view(weight.shape)
         if permuted:  # undone by its definition, one row at a time
             order = interleaved(torch.arange(len(weight))[:, None], heads[part])[:, 0]
             read_back = torch.empty_like(read_back).index_copy_(0, order, read_back)
@@ -156,6 +163,7 @@ def write_gguf(path: Path, model: PreTrainedModel, arch: str, kinds: list[Q]) ->
         ("smollm3", {"num_hidden_layers": 4}, [Q.Q8_0]),
         ("qwen2", {}, [Q.Q8_0]),
         ("qwen3", {}, [Q.Q4_0, Q.F32, Q.TQ2_0]),
+        ("lfm2", {"layer_types": ["conv", "full_attention", "conv"], "block_auto_adjust_ff_dim": False}, [Q.Q8_0]),
         ("qwen3_moe", {"norm_topk_prob": True, "moe_intermediate_size": 64}, [Q.Q8_0, Q.F32, Q.Q4_0]),
     ],
 )

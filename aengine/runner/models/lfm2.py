@@ -34,7 +34,7 @@ class Lfm2Config(ModelConfig):
         keys = ConfigReader({"tie_word_embeddings": hf.get("tie_embedding", True), **hf})
         num_layers = keys.integer("num_hidden_layers")
         fields = keys.decoder()
-        fields["rms_norm_eps"] = float(hf.get("norm_eps", 1e-5))
+        fields["rms_norm_eps"] = float(hf.get("norm_eps") or hf.get("rms_norm_eps") or 1e-5)
         fields["intermediate_size"] = _inner_size(keys)
         attending = hf.get("full_attn_idxs")
         kinds = hf.get("layer_types") or [
@@ -57,7 +57,7 @@ class Lfm2Config(ModelConfig):
 
 def _inner_size(keys: ConfigReader) -> int:
     size = keys.integer("block_ff_dim", default=keys.get("intermediate_size"))
-    if keys.get("block_auto_adjust_ff_dim") in (None, True):
+    if keys.get("block_auto_adjust_ff_dim") in (None, True) and not keys.get("gguf_architecture"):
         size = int(2 * size / 3)
         if keys.get("block_ffn_dim_multiplier") is not None:
             multiple = keys.integer("block_multiple_of", default=256)
@@ -99,7 +99,23 @@ class Attention:
 class Lfm2(Decoder[Lfm2Config]):
     config_class = Lfm2Config
     last_norm = "model.embedding_norm"
-    gguf = GgufNames()
+    gguf = GgufNames(
+        top={"token_embd": "model.embed_tokens", "token_embd_norm": "model.embedding_norm", "output": "lm_head"}
+    ).renamed(
+        {
+            "attn_norm": "operator_norm",
+            "ffn_norm": "ffn_norm",
+            "attn_output": "self_attn.out_proj",
+            "attn_q_norm": "self_attn.q_layernorm",
+            "attn_k_norm": "self_attn.k_layernorm",
+            "ffn_gate": "feed_forward.w1",
+            "ffn_up": "feed_forward.w3",
+            "ffn_down": "feed_forward.w2",
+            "shortconv.conv": "conv.conv",
+            "shortconv.in_proj": "conv.in_proj",
+            "shortconv.out_proj": "conv.out_proj",
+        }
+    )
 
     def make_layer(self, index: int, weights: WeightScope) -> Callable[[Tensor, AttentionCall], None]:
         config = self.config

@@ -33,6 +33,9 @@ def _read(file: GgufFile, names: GgufNames, head_dim: int, target: Target) -> It
             tensor = _separate_halves(tensor, head_dim)
         if names.is_less_one(hf_name):
             tensor = tensor - 1.0
+        shape = target.places[hf_name].shape
+        if tensor.dim() < len(shape) and tensor.shape == tuple(size for size in shape if size != 1):
+            tensor = tensor.view(shape)  # llama.cpp's converter has dropped a dimension
         return Named(hf_name, target.put(hf_name, tensor), tensor.nbytes)
 
     def jobs() -> Iterator[Callable[[], Named]]:
