@@ -25,7 +25,7 @@ from aengine.params import SamplingParams
 from aengine.runner.startup.load import LocalModel, load_model
 from aengine.scheduler.request import Request
 from aengine.scheduler.scheduler import Scheduler
-from aengine.workers.rank import Rank
+from aengine.workers.rank import ranks_of
 
 MAX_TOKENS = 12
 MAX_MODEL_LEN = 96
@@ -61,7 +61,8 @@ class Engine:
         } | settings
         self.config = EngineConfig.create(str(folder), settings)
         source = resolve_model(self.config)
-        self.model: LocalModel = load_model(self.config, source.to_wire(), Rank(device="cpu"), _no_progress)
+        (rank,) = ranks_of(self.config)
+        self.model: LocalModel = load_model(self.config, source.to_wire(), rank, _no_progress)
         self.offer = self.model.offer
         self.groups = KVCacheGroup.from_ready(dict(self.offer))
 
