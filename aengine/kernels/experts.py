@@ -26,7 +26,7 @@ def expert_product(
 ) -> Tensor:
     """[pairs, out_features], or half as wide with a ``gate``, for x [n, in_features]: in x's dtype, summed in float32.
 
-    With a gate, the order of the pairs is the plan's, which `add_experts` knows.
+    The order of the pairs is the plan's, which `add_experts` knows.
     """
     _check(x, matrices, plan)
     assert x.shape[0] == plan.routing.expert_ids.shape[0], f"{x.shape[0]} rows, {plan.routing.expert_ids.shape}"

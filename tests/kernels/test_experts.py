@@ -118,7 +118,7 @@ def test_both_products(
         add_experts(residual, out, second, plan)
         ungated = expert_product(x, first, plan, norm=InputNorm(norm, 1e-5))
     if way == "grouped":  # between the products, the pairs stay in the order of their slots
-        out = out[plan.blocks.slots]
+        out, ungated = out[plan.blocks.slots], ungated[plan.blocks.slots]
     close(out, wanted, tolerance)
     close(residual, before + added, tolerance)
     close(gate_experts(ungated, gate), wanted, tolerance)

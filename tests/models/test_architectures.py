@@ -73,6 +73,8 @@ VARIANTS: dict[str, tuple[str, dict[str, Any]]] = {
     "qwen2-window": ("qwen2", {"sliding_window": 6, "use_sliding_window": True, "max_window_layers": 1}),
     "qwen3": ("qwen3", {}),
     "qwen3-tied": ("qwen3", {"tie_word_embeddings": True, "attention_bias": True}),
+    "gpt-oss": ("gpt_oss", {"sliding_window": 7, "swiglu_limit": 1.0}),
+    "gpt-oss-all": ("gpt_oss", {"layer_types": LAYER_TYPES[::-1], "sliding_window": 5, "swiglu_alpha": 0.9}),
     "qwen3-moe": ("qwen3_moe", {"norm_topk_prob": True}),
     "qwen3-moe-dense-layers": ("qwen3_moe", {"mlp_only_layers": [0], "num_experts_per_tok": 1}),
     "qwen3-moe-sparse-step": (

@@ -34,6 +34,7 @@ ARCHS = {
     "smollm3": gguf.MODEL_ARCH.SMOLLM3,
     "qwen3_moe": gguf.MODEL_ARCH.QWEN3MOE,
     "lfm2": gguf.MODEL_ARCH.LFM2,
+    "gpt_oss": gguf.MODEL_ARCH.GPT_OSS,
 }
 # Blocks of 32 and of 256 values need rows as long as that.
 SIZES: dict[str, Any] = {"hidden_size": 256, "intermediate_size": 512, "num_attention_heads": 8, "head_dim": 32}
@@ -51,13 +52,20 @@ def interleaved(weight: torch.Tensor, heads: int) -> torch.Tensor:
 
 
 def stored_tensors(model: PreTrainedModel) -> Iterator[tuple[str, torch.Tensor]]:
-    """Views of the parameters; of experts, gate and up are tensors of their own."""
-    for name, weight in model.named_parameters():
-        if name.endswith("experts.gate_up_proj"):
-            for part, half in zip(("gate", "up"), weight.data.chunk(2, 1), strict=True):
+    """Views of the parameters by their names; of experts, gate and up are tensors of their own, [experts, out, in]."""
+    transposed = model.config.model_type == "gpt_oss"  # and gate and up alternate
+    for name, parameter in model.named_parameters():
+        weight = parameter.data.transpose(1, 2) if transposed and parameter.dim() == 3 else parameter.data
+        if name.endswith("_bias"):
+            name = name.removesuffix("_bias") + ".bias"
+        elif "experts" in name or "sinks" in name:
+            name += ".weight"
+        if "experts.gate_up_proj" in name:
+            halves = (weight[:, ::2], weight[:, 1::2]) if transposed else weight.chunk(2, 1)
+            for part, half in zip(("gate", "up"), halves, strict=True):
                 yield name.replace("gate_up", part), half
         else:
-            yield name, weight.data
+            yield name, weight
 
 
 GRANITE = {
@@ -115,12 +123,16 @@ def write_gguf(path: Path, model: PreTrainedModel, arch: str, kinds: list[Q]) ->
     if getattr(config, "num_local_experts", None):
         writer.add_expert_count(config.num_local_experts)
         writer.add_expert_used_count(config.num_experts_per_tok)
-        writer.add_expert_feed_forward_length(config.moe_intermediate_size)
+        writer.add_expert_feed_forward_length(getattr(config, "moe_intermediate_size", config.intermediate_size))
     if arch == "granite":
         writer.add_attention_scale(config.attention_multiplier)
         writer.add_embedding_scale(config.embedding_multiplier)
         writer.add_residual_scale(config.residual_multiplier)
         writer.add_logit_scale(config.logits_scaling)
+    if config.rope_parameters["rope_type"] == "yarn":
+        writer.add_rope_scaling_type(gguf.RopeScalingType.YARN)
+        writer.add_rope_scaling_factor(config.rope_parameters["factor"])
+        writer.add_rope_scaling_orig_ctx_len(config.rope_parameters["original_max_position_embeddings"])
     if config.rope_parameters["rope_type"] == "longrope":
         add_longrope(writer, config)
     names = gguf.get_tensor_name_map(ARCHS[arch], config.num_hidden_layers)
@@ -135,11 +147,10 @@ def write_gguf(path: Path, model: PreTrainedModel, arch: str, kinds: list[Q]) ->
         kind = Q.F32
         if name.endswith("conv.conv.weight"):
             stored = stored.squeeze(1)
-        elif weight.dim() >= 2:
+        elif weight.dim() >= 2 and not name.endswith("bias"):
             kind, matrices = kinds[matrices % len(kinds)], matrices + 1
-        data = gguf.quants.quantize(stored.numpy(), kind)
-        own_name = names.get_name(name, (".weight", ".bias"))
-        writer.add_tensor(own_name + ("" if name.endswith((".weight", ".bias")) else ".weight"), data, raw_dtype=kind)
+        data = gguf.quants.quantize(stored.contiguous().numpy(), kind)
+        writer.add_tensor(names.get_name(name, (".weight", ".bias")), data, raw_dtype=kind)
         read_back = torch.from_numpy(gguf.quants.dequantize(data, kind).reshape(stored.shape).copy()).view(weight.shape)
         if permuted:  # undone by its definition, one row at a time
             order = interleaved(torch.arange(len(weight))[:, None], heads[part])[:, 0]
@@ -165,6 +176,7 @@ def write_gguf(path: Path, model: PreTrainedModel, arch: str, kinds: list[Q]) ->
         ("qwen3", {}, [Q.Q4_0, Q.F32, Q.TQ2_0]),
         ("lfm2", {"layer_types": ["conv", "full_attention", "conv"], "block_auto_adjust_ff_dim": False}, [Q.Q8_0]),
         ("qwen3_moe", {"norm_topk_prob": True, "moe_intermediate_size": 64}, [Q.Q8_0, Q.F32, Q.Q4_0]),
+        ("gpt_oss", {"sliding_window": 7}, [Q.F32, Q.Q8_0]),
     ],
 )
 def test_against_transformers(

@@ -16,6 +16,8 @@ from transformers import (
     Gemma3TextConfig,
     GemmaConfig,
     GemmaForCausalLM,
+    GptOssConfig,
+    GptOssForCausalLM,
     GraniteConfig,
     GraniteForCausalLM,
     Lfm2Config,
@@ -53,6 +55,7 @@ ARCHITECTURES: dict[str, tuple[type, type]] = {
     "phi3": (Phi3Config, Phi3ForCausalLM),
     "qwen2": (Qwen2Config, Qwen2ForCausalLM),
     "qwen3": (Qwen3Config, Qwen3ForCausalLM),
+    "gpt_oss": (GptOssConfig, GptOssForCausalLM),
     "lfm2": (Lfm2Config, Lfm2ForCausalLM),
     "qwen3_next": (Qwen3NextConfig, Qwen3NextForCausalLM),
     "qwen3_5_moe_text": (Qwen3_5MoeTextConfig, Qwen3_5MoeForCausalLM),
@@ -74,6 +77,7 @@ VARIANTS: dict[str, dict[str, Any]] = {
     "qwen2": {},
     "qwen3": {"tie_word_embeddings": True},
     "qwen3_moe": {"norm_topk_prob": True},
+    "gpt_oss": {"sliding_window": 7, "swiglu_limit": 1.0},
 }
 """Fields with which the architectures show, between them, all that they have."""
 VOCAB_SIZE = 320  # 256 bytes, then what the tokenizer calls special, then ids that it never makes
@@ -113,6 +117,9 @@ def make_tiny_model(arch: str, *, seed: int = 0, **overrides: Any) -> PreTrained
         sizes["head_dim"] = 16  # not hidden_size / num_attention_heads
     if arch == "qwen3_moe":
         sizes |= {"num_experts": 6, "num_experts_per_tok": 3, "moe_intermediate_size": 40}
+    if arch == "gpt_oss":  # its YaRN shows in large heads only, its MXFP4 comes in blocks of 32
+        sizes |= {"num_local_experts": 5, "num_experts_per_tok": 2, "hidden_size": 64, "intermediate_size": 96}
+        sizes |= {"head_dim": 64, "max_position_embeddings": 8192}
     with torch.random.fork_rng():
         torch.manual_seed(seed)
         model = _quietly(lambda: model_class(config_class(**{**sizes, **overrides}))).eval()

@@ -39,9 +39,8 @@ def expert_product(
         x = rms_norm.rms_norm(x, norm.weight, norm.eps)
     top_k = plan.shape.top_k
     if _is_grouped(plan, matrices):
-        sorted_pairs = _grouped(x.index_select(0, plan.blocks.order // top_k), matrices, plan.blocks)
-        out = sorted_pairs if gate is None else gate_experts(sorted_pairs, gate)
-        return out.index_select(0, plan.blocks.slots) if gate is None else out  # with a gate they stay sorted
+        out = _grouped(x.index_select(0, plan.blocks.order // top_k), matrices, plan.blocks)
+        return out if gate is None else gate_experts(out, gate)  # in the order of the slots
     out = torch.empty((plan.num_pairs, size), dtype=x.dtype, device=x.device)
     multiply_blocks(x, matrices, plan, gate, out, plan.tiling.first, rows_of_x=top_k)
     return out

@@ -20,6 +20,7 @@ FAMILIES = {
     "gemma3": "gemma.Gemma3",
     "gemma3_text": "gemma.Gemma3",
     "granite": "granite.Granite",
+    "gpt_oss": "gpt_oss.GptOss",
     "lfm2": "lfm2.Lfm2",
     "llama": "llama.Llama",
     "mistral": "mistral.Mistral",
@@ -35,6 +36,7 @@ FAMILIES = {
 """By ``model_type`` of config.json, or ``general.architecture`` of a GGUF: the family's file and its class."""
 
 GGUF_ARCHITECTURES = {
+    "gpt-oss": "gpt_oss",
     "qwen3moe": "qwen3_moe",
 }
 """The ``model_type`` of each ``general.architecture`` that has another name."""

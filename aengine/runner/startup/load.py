@@ -61,8 +61,12 @@ def _load(
     torch.set_num_threads(num_threads)
     torch.set_grad_enabled(False)
     checkpoint = ModelSource.from_wire(source)
+    hf = dict(checkpoint.hf_config)
+    if checkpoint.format == "dummy":  # random weights are never quantised
+        hf.pop("quantization_config", None)
+        hf.pop("compression_config", None)
     model_config = read_config(
-        checkpoint.hf_config,
+        hf,
         model_impl=config.model_impl,
         folder=checkpoint.path if checkpoint.format != "gguf" else None,
         trust_remote_code=config.trust_remote_code,
@@ -70,8 +74,7 @@ def _load(
     platform = choose_platform(rank.device)
     platform.open()
     dtype = platform.choose_dtype(config.dtype, model_config.checkpoint_dtype)
-    stored = None if checkpoint.format == "dummy" else checkpoint.hf_config  # random weights are never quantised
-    formats = choose_formats(dtype, platform.device, stored)
+    formats = choose_formats(dtype, platform.device, hf)
     model = build_model(model_config, formats)
     attention = platform.choose_attention(config, model_config, formats.dtype)
     weights = load_weights(model, checkpoint, config.seed, progress, platform.device, platform.memory)

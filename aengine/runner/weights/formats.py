@@ -104,6 +104,8 @@ def _read_quantization(hf_config: Mapping[str, Any]) -> QuantisedMatrices | None
         if not how:
             continue
         how = how if isinstance(how, Mapping) else {}
+        if how.get("quant_method") == "mxfp4":  # of experts alone, which become numbers (packed_experts.py)
+            continue
         for read in _QUANTISED:
             if (found := read(how)) is not None:
                 return QuantisedMatrices(found, tuple(map(str, how.get("ignore") or ())))

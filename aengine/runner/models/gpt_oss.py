@@ -1,0 +1,84 @@
+"""gpt-oss (OpenAI 2025, arXiv:2508.10925): every layer routes, every other one has a window, each head's softmax has a
+sink, everything has biases. The release keeps its experts in MXFP4, which become numbers as they are loaded."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any, Self
+
+from ...kernels.expert_types import ExpertGate, RoutingRule
+from ..layers.attention import HeadSinks
+from ..layers.decoder import Decoder, DecoderLayer, SelfAttention
+from ..layers.moe import Experts, MoE, Router
+from ..model_config import ConfigReader, ModelConfig
+from ..weights.gguf_names import EXPERT_NAMES, GgufNames
+from ..weights.packed_experts import Mxfp4Experts, TransposedExperts
+from ..weights.scope import WeightScope
+
+__all__ = ["GptOss", "GptOssConfig"]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class GptOssConfig(ModelConfig):
+    attention_bias: bool
+    num_experts: int
+    experts_per_token: int
+    gate: ExpertGate
+    is_gguf: bool
+    is_mxfp4: bool
+
+    @classmethod
+    def from_hf(cls, hf: Mapping[str, Any]) -> Self:
+        is_gguf = bool(hf.get("gguf_architecture"))
+        if is_gguf and hf.get("rope_scaling"):  # which has no key for it
+            hf = {**hf, "rope_scaling": {**hf["rope_scaling"], "truncate": False}}
+        keys = ConfigReader(hf)
+        num_experts, layers = keys.num_experts(), keys.integer("num_hidden_layers")
+        if not keys.get("layer_types"):
+            alternate = ("sliding_attention", "full_attention")
+            keys = ConfigReader({**hf, "layer_types": [alternate[layer % 2] for layer in range(layers)]})
+        alpha, limit = float(hf.get("swiglu_alpha", 1.702)), float(hf.get("swiglu_limit", 7.0))
+        return cls(
+            **keys.decoder(has_experts=True),
+            attention_bias=keys.flag("attention_bias"),
+            sliding_windows=keys.windows(keys.integer("sliding_window")),
+            num_experts=num_experts,
+            experts_per_token=keys.experts_per_token(num_experts),
+            gate=ExpertGate("clamped_swiglu", is_interleaved=not is_gguf, alpha=alpha, limit=limit),
+            is_gguf=is_gguf,
+            is_mxfp4=(hf.get("quantization_config") or {}).get("quant_method") == "mxfp4",
+        )
+
+
+class GptOss(Decoder[GptOssConfig]):
+    config_class = GptOssConfig
+    gguf = GgufNames(
+        layer={
+            **EXPERT_NAMES,
+            "post_attention_norm": "post_attention_layernorm",
+            "attn_sinks": "self_attn.sinks",
+            "ffn_gate_inp": "mlp.router",
+        }
+    )
+
+    def make_layer(self, index: int, weights: WeightScope) -> DecoderLayer:
+        config, size, scope = self.config, self.config.hidden_size, weights.at("self_attn")
+        bias = config.attention_bias
+        sinks = HeadSinks(scope, config.num_heads, "sinks.weight" if config.is_gguf else "sinks")
+        attention = SelfAttention(config, index, scope, qkv_bias=bias, o_bias=bias, sinks=sinks)
+        mlp = weights.at("mlp")
+        rule = RoutingRule(config.experts_per_token)
+        router = Router(mlp, size, config.num_experts, rule, name="router", bias=True)
+        layout = Mxfp4Experts() if config.is_mxfp4 else TransposedExperts()
+        experts = Experts(
+            mlp.at("experts"),
+            size,
+            config.intermediate_size,
+            config.num_experts,
+            gate=config.gate,
+            gate_up=("gate_proj", "up_proj") if config.is_gguf else ("gate_up_proj",),
+            bias=True,
+            layout=None if config.is_gguf else layout,
+        )
+        return DecoderLayer(config, weights, attention, MoE(size, router, experts))

@@ -1,0 +1,64 @@
+"""Matrices of all experts in one tensor of the checkpoint, or in two, and how one expert's is taken out of it.
+
+TransposedExperts   name [num_experts, in_features, out_features]
+Mxfp4Experts        name_blocks uint8 [num_experts, out_features, in_features / 32, 16]: two codes a byte, the first in
+                    the lower half; name_scales uint8 [num_experts, out_features, in_features / 32]: 2^(scale - 127).
+                    OCP Microscaling Formats (MX) Specification 1.0, 2023: E2M1 with an E8M0 scale of 32
+both                name_bias [num_experts, out_features]
+
+MXFP4 becomes numbers as it is loaded, one expert at a time; bfloat16 holds them exactly.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+import torch
+from torch import Tensor
+
+from .weight import StoredTensor
+
+__all__ = ["Mxfp4Experts", "TransposedExperts"]
+
+_E2M1 = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0)
+"""The value of each code below 8; those from 8 on are the same, negative."""
+
+
+class TransposedExperts:
+    def tensors(
+        self, num_experts: int, out_features: int, in_features: int, has_bias: bool, dtype: torch.dtype
+    ) -> list[StoredTensor]:
+        shape = (num_experts, in_features, out_features)
+        weight = StoredTensor("", shape, dtype, num_experts * in_features * out_features)
+        return [weight, *_bias(num_experts, out_features, has_bias, dtype)]
+
+    def expert(self, tensors: Mapping[str, Tensor], index: int, dtype: torch.dtype) -> Mapping[str, Tensor]:
+        return {"weight": tensors[""][index].t(), **_bias_of(tensors, index)}
+
+
+class Mxfp4Experts:
+    def tensors(
+        self, num_experts: int, out_features: int, in_features: int, has_bias: bool, dtype: torch.dtype
+    ) -> list[StoredTensor]:
+        shape = (num_experts, out_features, in_features // 32)
+        return [
+            StoredTensor("_blocks", (*shape, 16), torch.uint8, num_experts * out_features * in_features),
+            StoredTensor("_scales", shape, torch.uint8, 0),
+            *_bias(num_experts, out_features, has_bias, dtype),
+        ]
+
+    def expert(self, tensors: Mapping[str, Tensor], index: int, dtype: torch.dtype) -> Mapping[str, Tensor]:
+        blocks, scales = tensors["_blocks"][index], tensors["_scales"][index]
+        codes = torch.stack((blocks & 15, blocks >> 4), -1).flatten(-2)  # [out_features, in_features / 32, 32]
+        values = torch.tensor((*_E2M1, *(-value for value in _E2M1)), device=blocks.device)[codes.int()]
+        weight = torch.ldexp(values, scales.int()[..., None] - 127).flatten(-2).to(dtype)
+        return {"weight": weight, **_bias_of(tensors, index)}
+
+
+def _bias(num_experts: int, out_features: int, has_bias: bool, dtype: torch.dtype) -> list[StoredTensor]:
+    shape = (num_experts, out_features)
+    return [StoredTensor("_bias", shape, dtype, num_experts * out_features)] if has_bias else []
+
+
+def _bias_of(tensors: Mapping[str, Tensor], index: int) -> dict[str, Tensor]:
+    return {"bias": tensors["_bias"][index]} if "_bias" in tensors else {}

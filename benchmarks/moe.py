@@ -1,0 +1,240 @@
+"""A layer of experts: microseconds by batch size, against the limit by bytes of the experts that are touched. On CUDA.
+
+    python benchmarks/moe.py            # JSON lines; some minutes
+    python benchmarks/moe.py --tune     # also tries tilings, and writes the best into kernels/expert_tilings.json
+    TRITON_INTERPRET=1 python benchmarks/moe.py --check    # that all ways compute the same; also without a GPU
+
+Time: a CUDA graph of some layers, each with weights of its own (more than the L2 cache holds), from the router's logits
+to the sum in the residual stream; median of replays. The limit is the larger of bytes / bandwidth and operations /
+speed; the choice of experts is uniform, as of random weights.
+"""
+
+from __future__ import annotations
+
+import argparse
+import itertools
+import json
+import os
+import statistics
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from aengine.kernels import expert_tilings
+from aengine.kernels.dispatch import triton_everywhere
+from aengine.kernels.expert_plan import plan_experts
+from aengine.kernels.expert_tilings import ExpertShape, ExpertTiling, ProductTile, choose_tiling, default_tiling
+from aengine.kernels.expert_types import ExpertGate, ExpertMatrices, InputNorm, RoutingRule
+from aengine.kernels.experts import add_experts, expert_product
+from aengine.kernels.routing import route
+from aengine.kernels.triton.launch import compiling
+
+CLAMPED = ExpertGate("clamped_swiglu", is_interleaved=True)
+SHAPES = {  # the last: whether there are biases
+    "qwen3-30b-a3b": (ExpertShape(128, 2048, 768, 8), ExpertGate(), False),
+    "gpt-oss-20b": (ExpertShape(32, 2880, 2880, 4), CLAMPED, True),
+}
+TOKENS = (1, 2, 4, 8, 16, 32, 64, 128, 256, 512, 1024, 2048, 4096, 8192, 16384)
+BYTES_PER_US = 4.3e6  # a device-to-device copy on an H200, bytes read and written
+OPERATIONS_PER_US = 790e6  # bf16 products on an H200
+LAYERS = 4
+
+
+class Layer(NamedTuple):
+    """Weights of one layer."""
+
+    first: ExpertMatrices
+    second: ExpertMatrices
+    logits: Tensor  # [most tokens, num_experts]
+
+
+class Case(NamedTuple):
+    layers: list[Layer]
+    shape: ExpertShape
+    gate: ExpertGate
+    norm: InputNorm
+
+
+def make_case(
+    shape: ExpertShape,
+    gate: ExpertGate,
+    biased: bool,
+    num_layers: int,
+    most_tokens: int,
+    device: str,
+    dtype: torch.dtype,
+) -> Case:
+    def matrices(rows: int, columns: int) -> ExpertMatrices:
+        weight = torch.empty(shape.num_experts, rows, columns, device=device, dtype=dtype)
+        for expert in weight:  # not all at once: in float32 they would take twice the room
+            expert.copy_(torch.randn(rows, columns, device=device) * columns**-0.5)
+        bias = torch.randn(shape.num_experts, rows, device=device, dtype=dtype) if biased else None
+        return ExpertMatrices(weight, bias)
+
+    hidden, inner = shape.hidden_size, shape.intermediate_size
+    layers = [
+        Layer(
+            matrices(2 * inner, hidden),
+            matrices(hidden, inner),
+            torch.randn(most_tokens, shape.num_experts, device=device),
+        )
+        for _ in range(num_layers)
+    ]
+    return Case(layers, shape, gate, InputNorm(torch.ones(hidden, device=device, dtype=dtype), 1e-6))
+
+
+def run_layers(case: Case, residual: Tensor, tiling: ExpertTiling | None) -> None:
+    rule = RoutingRule(case.shape.top_k)
+    for layer in case.layers:
+        plan = plan_experts(route(layer.logits[: len(residual)], rule), case.shape, tiling)
+        hidden = expert_product(residual, layer.first, plan, case.gate, case.norm)
+        add_experts(residual, hidden, layer.second, plan)
+
+
+def microseconds(case: Case, num_tokens: int, tiling: ExpertTiling | None) -> float:
+    """Of one layer."""
+    norm = case.norm.weight
+    residual = torch.randn(num_tokens, len(norm), device=norm.device, dtype=norm.dtype)
+    run_layers(case, residual, tiling)
+    torch.cuda.synchronize()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        run_layers(case, residual, tiling)
+    times = []
+    for _ in range(9):
+        begin, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
+        begin.record()
+        graph.replay()
+        end.record()
+        end.synchronize()
+        times.append(begin.elapsed_time(end) * 1000 / len(case.layers))
+    return statistics.median(times[2:])
+
+
+def limit_us(case: Case, num_tokens: int) -> float:
+    """The larger of the times of reading the touched experts and of multiplying."""
+    shape, layer = case.shape, case.layers[0]
+    ids = route(layer.logits[:num_tokens], RoutingRule(shape.top_k)).expert_ids
+    weights = 3 * shape.hidden_size * shape.intermediate_size
+    read = len(ids.unique()) * weights * layer.first.weight.element_size() / BYTES_PER_US
+    return max(read, 2 * weights * ids.numel() / OPERATIONS_PER_US)
+
+
+def candidates(shape: ExpertShape, num_tokens: int) -> Iterator[ExpertTiling]:
+    """Tilings to try; the tiles of both products are changed one after the other."""
+    average = num_tokens * shape.top_k / shape.num_experts
+    if num_tokens <= 8:
+        for n, k, warps in itertools.product((2, 4, 8), (256, 512, 1024), (2, 4, 8)):
+            tile = ProductTile(n, k, warps, 1)
+            yield ExpertTiling("pairs", 1, tile, tile)
+    if num_tokens > 2:
+        sizes = [m for m in (16, 32, 64, 128) if average / 8 <= m <= max(16, 4 * average)]
+        stages = ((64, 3), (64, 4), (128, 2), (128, 3), (128, 4))
+        for m, n, (k, count), warps in itertools.product(sizes, (32, 64, 128), stages, (4, 8)):
+            tile = ProductTile(n, k, warps, count)
+            yield ExpertTiling("blocks", m, tile, tile)
+    if num_tokens >= 1024:
+        yield default_tiling(shape, 10**9, can_group=True)
+
+
+def tune(case: Case, num_tokens: int) -> ExpertTiling:
+    """The fastest. Of each way and block, the tile of the first product is chosen, then that of the second."""
+    best: dict[tuple[str, int], tuple[float, ExpertTiling]] = {}
+    tried = list(candidates(case.shape, num_tokens))
+    norm = case.norm.weight
+    residual = torch.zeros(num_tokens, len(norm), device=norm.device, dtype=norm.dtype)
+    with compiling(os.cpu_count() or 1):
+        for tiling in tried:
+            run_layers(case, residual, tiling)
+    torch.cuda.synchronize()
+    for turn in ("first", "second"):
+        for tiling in tried:
+            key = (tiling.way, tiling.block_m)
+            start = best[key][1] if key in best else tiling
+            tiling = start._replace(**{turn: getattr(tiling, turn)})
+            try:
+                time = microseconds(case, num_tokens, tiling)
+            except (RuntimeError, ValueError, AssertionError) as error:  # too many registers, or too much shared memory
+                print(f"# {tiling}: {error!r:.120}", file=sys.stderr)
+                continue
+            if key not in best or time < best[key][0]:
+                best[key] = time, tiling
+    return min(best.values(), key=lambda entry: entry[0])[1]
+
+
+def write_table(shape: ExpertShape, found: list[tuple[int, ExpertTiling]]) -> None:
+    """Each tiling holds from half-way (in powers of two) after the size before to half-way before the next."""
+    path = Path(expert_tilings.__file__).with_suffix(".json")
+    tables = json.loads(path.read_text())
+    entries = []
+    for (num_tokens, tiling), following in itertools.zip_longest(found, found[1:]):
+        most = 10**9 if following is None else int((num_tokens * following[0]) ** 0.5)
+        entries.append([most, tiling.way, tiling.block_m, list(tiling.first), list(tiling.second)])
+    tables.setdefault(torch.cuda.get_device_name(), {})[str(shape)] = entries
+    lines = (f"    {json.dumps(name)}: {{\n{_rows(own)}\n    }}" for name, own in tables.items())
+    path.write_text("{\n" + ",\n".join(lines) + "\n}\n")
+
+
+def _rows(own: dict[str, list[list[object]]]) -> str:
+    rows = (
+        f"        {json.dumps(shape)}: [\n"
+        + ",\n".join(f"            {json.dumps(e)}" for e in entries)
+        + "\n        ]"
+        for shape, entries in own.items()
+    )
+    return ",\n".join(rows)
+
+
+def check() -> None:
+    tile, pair = ProductTile(32, 32, 4, 2), ProductTile(4, 64, 4, 1)
+    device = "cuda" if torch.cuda.is_available() else "cpu"
+    for gate, biased in ((ExpertGate(), False), (CLAMPED, True)):
+        case = make_case(ExpertShape(8, 64, 48, 2), gate, biased, 2, 40, device, torch.float32)
+        for num_tokens in (1, 3, 40):
+            start = torch.randn(num_tokens, 64, device=device)
+            outcomes = []
+            with triton_everywhere():
+                for tiling in (ExpertTiling("pairs", 1, pair, pair), ExpertTiling("blocks", 16, tile, tile)):
+                    outcomes.append(start.clone())
+                    run_layers(case, outcomes[-1], tiling)
+            print(f"{num_tokens} tokens: largest difference {float((outcomes[0] - outcomes[1]).abs().max()):.1e}")
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--tune", action="store_true")
+    parser.add_argument("--check", action="store_true")
+    parser.add_argument("--shape", choices=SHAPES, nargs="+", default=list(SHAPES))
+    parser.add_argument("--tokens", type=int, nargs="+", default=list(TOKENS))
+    args = parser.parse_args()
+    if args.check:
+        return check()
+    if not torch.cuda.is_available():
+        sys.exit(f"{__doc__}\nTimes need an NVIDIA GPU and a torch with CUDA.")
+    device = torch.cuda.get_device_name()
+    for name in args.shape:
+        shape, gate, biased = SHAPES[name]
+        case = make_case(shape, gate, biased, LAYERS, max(args.tokens), "cuda", torch.bfloat16)
+        found = []
+        for num_tokens in sorted(args.tokens):
+            tiling = choose_tiling(device, shape, num_tokens, can_group=True)
+            if args.tune:
+                tiling = tune(case, num_tokens)
+                found.append((num_tokens, tiling))
+            time, limit = microseconds(case, num_tokens, tiling), limit_us(case, num_tokens)
+            result = {"shape": name, "tokens": num_tokens, "us": round(time, 2), "limit_us": round(limit, 2)}
+            result |= {"share": round(limit / time, 3), "way": tiling.way, "block": tiling.block_m}
+            print(json.dumps(result | {"first": tiling.first, "second": tiling.second}), flush=True)
+        if found:
+            write_table(shape, found)
+        del case
+        torch.cuda.empty_cache()
+    return None
+
+
+if __name__ == "__main__":
+    main()
