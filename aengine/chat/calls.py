@@ -54,6 +54,10 @@ class Calls:
                 options.append(self._as_json(example, index))
         return any_of(*options)
 
+    def one(self) -> Part:
+        """Return one call, from its head to the end of its arguments."""
+        return self._one_of_the_tools("")
+
     def after_triggers(self, single: bool = False) -> list[tuple[str, Part]]:
         """Return each trigger, encoded, and what follows it to the closing. ``single``: one call, even if parallel."""
         triggers = enumerate(self.format.triggers)

@@ -22,6 +22,7 @@ from ..structured.parts import BLANKS, FreeText, Part, Regex, Repeat, Text, Text
 from ..structured.spec import GrammarSpec, composed_of
 from .calls import Calls
 from .formats import Markers, ReasoningFormat, TokenId, ToolFormat
+from .syntax import harmony
 from .tools import Tool, ToolChoice
 
 __all__ = ["compose"]
@@ -55,13 +56,24 @@ def compose(
     if not tools and shape is None:
         return None
     callable_tools = tool_choice.allowed(tools)
-    if shape is not None and reasoning is None and not callable_tools:
+    if shape is not None and reasoning is None and not callable_tools and not tool_format.channels:
         return shape
     if shape is not None:
         _check_composable(shape, "tools" if callable_tools else "the reasoning of this model")
     markers = Markers.of(tool_format, reasoning, token_id)
     calls = Calls(callable_tools, tool_format, markers, parallel and tool_choice.mode != "named", relax)
     must_call = tool_choice.mode in ("required", "named")
+    if tool_format.channels:
+        return composed_of(
+            harmony.messages(
+                markers,
+                calls=calls.one() if callable_tools else None,
+                shape=None if shape is None or must_call else shape.part(_ORIGINS.get(shape.kind, "the answer")),
+                must_call=must_call,
+                reasons=reasoning is not None,
+                begun=reasoning is not None and reasoning.begun,
+            )
+        )
     return composed_of(_Composer(calls, tool_format, markers, None if must_call else shape, must_call).all(reasoning))
 
 

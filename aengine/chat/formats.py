@@ -20,6 +20,7 @@ from dataclasses import dataclass, replace
 from typing import Any, Literal
 
 from ..structured.parts import BLANKS, Part, SpecialToken, Text, seq
+from .syntax import harmony
 from .syntax.arguments import JSON_OBJECT, ArgumentSyntax
 from .syntax.parameters import Parameters
 
@@ -70,6 +71,8 @@ class ToolFormat:
     """Replaces ``after_arguments`` there."""
     parallel: bool = True
     """Several calls in one answer are usual. False: the family's chat templates can't show them in the next turn."""
+    channels: bool = False
+    """The answer consists of messages on channels, as harmony's (`syntax/harmony.py`)."""
     tools_key: str = ""
     """Where the chat template looks for the tools' JSON in the system message, if it takes no list of tools. It can't
     show calls and their results then."""
@@ -91,6 +94,8 @@ class ToolFormat:
 
     def heads(self, tool_name: str) -> tuple[str, ...]:
         """Return the `head`, and the one with an id (see `ID`) if there is one."""
+        if self.channels:
+            return harmony.heads(tool_name)
         with_id = f"{self.before_name}{tool_name}{self.before_arguments_with_id}"
         return (self.head(tool_name), with_id) if self.before_arguments_with_id else (self.head(tool_name),)
 
@@ -287,6 +292,19 @@ PHI4 = replace(
     markers=("<|tool_call|>", "<|/tool_call|>"),
 )
 
+HARMONY = ToolFormat(
+    name="harmony",
+    before_name="<|channel|>commentary to=functions.",
+    before_arguments=" <|constrain|>json<|message|>",
+    after_arguments="",
+    separator="",
+    triggers=("<|channel|>commentary to=",),
+    markers=harmony.MARKERS,
+    channels=True,
+    parallel=False,
+)
+"""gpt-oss'. Not one of ``FORMATS``, whose answers are text with calls in it."""
+
 FORMATS = {known.name: known for known in (
     HERMES, QWEN3_CODER, GLM, GLM_INLINE, SEED_OSS, MINIMAX, LLAMA3, MISTRAL, MISTRAL_TEKKEN, MISTRAL_ARGS,
     DEEPSEEK_V3, DEEPSEEK_V31, GRANITE, PHI4, JSON,
@@ -304,7 +322,10 @@ _GLM_LINES = re.compile(r"</arg_key>\s*(?:\n|\\n)\s*<arg_value>")
 
 def detect(chat_template: str, token_names: Collection[str] = ()) -> tuple[ToolFormat, ReasoningFormat | None]:
     """Find a model's formats by its chat template; by its special tokens where the template has no sign of them."""
-    return _tool_format(chat_template, token_names), _reasoning_format(chat_template)
+    tool_format = _tool_format(chat_template, token_names)
+    if tool_format is HARMONY:
+        return HARMONY, ReasoningFormat(begin=harmony.ANALYSIS, end="<|end|>")
+    return tool_format, _reasoning_format(chat_template)
 
 
 def _tool_format(template: str, token_names: Collection[str]) -> ToolFormat:
@@ -325,6 +346,7 @@ def _tool_format(template: str, token_names: Collection[str]) -> ToolFormat:
 
 
 _SIGNS: tuple[tuple[tuple[str, ...], ToolFormat], ...] = (
+    ((harmony.FINAL, "<|start|>assistant"), HARMONY),
     (("<minimax:tool_call>",), MINIMAX),
     (("<seed:tool_call>", "<function="), SEED_OSS),
     (("<｜tool▁calls▁begin｜>", "```json"), DEEPSEEK_V3),

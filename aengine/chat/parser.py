@@ -25,6 +25,7 @@ from .formats import ID, Markers, ReasoningFormat, TokenId, ToolFormat
 from .message_builder import MessageBuilder
 from .messages import ChatMessage, Delta
 from .scan import ID_LETTER, TOKENS, begins_with, held_back
+from .syntax import harmony
 from .syntax.arguments import ArgumentReader, Progress
 from .tools import Tool
 
@@ -62,6 +63,12 @@ class ChatParser:
         self._set_strings()
         self._begin = markers.encode(reasoning.begin) if reasoning else ""
         self._end = markers.encode(reasoning.end) if reasoning else ""
+        self._has_channels = tool_format is not None and tool_format.channels
+        self._preamble = self._final = ""
+        if self._has_channels:
+            self._scans = False
+            self._begin, self._end = markers.encode(harmony.ANALYSIS), markers.encode(harmony.END)
+            self._preamble, self._final = markers.encode(harmony.PREAMBLE), markers.encode(harmony.FINAL)
 
         self._builder = MessageBuilder(
             tool_format.id_length if tool_format else None,
@@ -139,6 +146,8 @@ class ChatParser:
         return self._go(ChatParser._after_reasoning, rest)
 
     def _after_reasoning(self) -> bool:
+        if self._has_channels:
+            return self._go(ChatParser._start, self._buffer)
         self._begin = ""
         self._buffer = self._buffer.lstrip(BLANKS)
         return bool(self._buffer) and self._go(ChatParser._start, self._buffer)
@@ -149,15 +158,30 @@ class ChatParser:
         if not self._scans:
             for group in self._triggers.values():
                 heads |= group
-        found = self._expect([self._begin] * bool(self._begin) + [*heads])
+        first = filter(None, (self._begin, self._preamble, self._final))
+        found = self._expect([*first, *heads])
         if found is None:
             return False
+        if found and found in (self._preamble, self._final):
+            state = ChatParser._plain if found == self._final else ChatParser._before_call
+            return self._go(state, self._buffer[len(found) :])
         if found and found == self._begin:
             self._builder.start_afresh()
             return self._go(ChatParser._reasoning, self._buffer[len(found) :])
         if found:
             return self._call(heads, found)
         return self._go(ChatParser._scanning if self._scans else ChatParser._plain, self._buffer)
+
+    def _before_call(self) -> bool:
+        """Take the text of a message that another follows."""
+        body, end, rest = self._buffer.partition(self._end)
+        if end:
+            self._add_text(body)
+            return self._go(ChatParser._start, rest)
+        keep = len(body) - held_back(body, (self._end,))
+        self._add_text(body[:keep])
+        self._buffer = body[keep:]
+        return False
 
     def _scanning(self) -> bool:
         places = {self._buffer.find(trigger): trigger for trigger in self._triggers}

@@ -13,7 +13,7 @@ from ..tokenizer.messages import WRITTEN_BY_MODEL, Messages
 from ..tokenizer.prompt import check_length
 from ..tokenizer.tokenizer import Tokenizer
 from ..tokenizer.traced_text import TracedText
-from .formats import ReasoningFormat, TextTokenId, TokenId, ToolFormat, detect
+from .formats import FORMATS, ReasoningFormat, TextTokenId, TokenId, ToolFormat, detect
 from .history import with_instructions, with_tools, written_out
 from .tools import tools_of
 
@@ -107,6 +107,8 @@ class ChatPrompt:
             continue_final_message=options.continue_final_message,
             **options.chat_template_kwargs,
         )
+        if tool_format.channels and options.continue_final_message and last.get("content"):
+            tool_format, reasoning = replace(FORMATS["json"], instructions=""), None  # within the final message
         if reasoning is not None:
             if options.continue_final_message:
                 reasoning = _within(reasoning, last)

@@ -42,6 +42,12 @@ MARKERS = (
     "<｜tool▁call▁begin｜>",
     "<｜tool▁call▁end｜>",
     "<｜tool▁sep｜>",
+    "<|channel|>",
+    "<|message|>",
+    "<|constrain|>",
+    "<|start|>",
+    "<|end|>",
+    "<|call|>",  # ends an answer, so that <|end|> does not
     "<|tool_call|>",
     "<|/tool_call|>",
     "<think>",
