@@ -15,8 +15,7 @@ import uvloop
 sys.path.append(str(Path(__file__).parents[1] / "models"))  # behind all else: that folder has a conftest.py too
 sys.path.append(str(Path(__file__).parents[1] / "runner"))
 
-from gpu_models import Checkpoint
-from tiny import VARIANTS
+from gpu_models import GPU_VARIANTS, Checkpoint
 
 
 def pytest_asyncio_loop_factories(config: pytest.Config, item: pytest.Item) -> dict[str, Any]:
@@ -37,7 +36,7 @@ def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Callable[..., Checkp
     return make
 
 
-@pytest.fixture(params=list(VARIANTS))
+@pytest.fixture(params=list(GPU_VARIANTS))
 def arch(request: pytest.FixtureRequest) -> str:
     return request.param
 

@@ -22,6 +22,12 @@ from aengine.workers.rank import ranks_of
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"  # so that the tests themselves can be tried without a GPU
 MIB = 2**20
+HALF_ROTARY = {"rope_type": "default", "rope_theta": 10000.0, "partial_rotary_factor": 0.5}
+GPU_VARIANTS = VARIANTS | {
+    "gemma2": {"head_dim": 16, "sliding_window": 256, "attn_logit_softcapping": 2.0},
+    "phi3": {"sliding_window": 7, "rope_parameters": HALF_ROTARY},
+}
+"""And families whose attention has features that the others lack."""
 MEDIUM = {
     "hidden_size": 1024,
     "intermediate_size": 2816,
@@ -56,7 +62,7 @@ class Checkpoint:
 
     def __init__(self, folder: Path, arch: str, dtype: str, size: str) -> None:
         self.folder, self.arch = folder, arch
-        fields = VARIANTS[arch] | SIZES[size]
+        fields = GPU_VARIANTS[arch] | SIZES[size]
         if size != "tiny":
             fields.pop("sliding_window", None)
         model = make_tiny_model(arch, seed=11, **fields)

@@ -21,6 +21,7 @@ from aengine.runner.layers.attention import AttentionLayer
 from aengine.runner.model_config import ModelConfig
 from aengine.runner.model_runner import ModelRunner
 from aengine.runner.platforms.cpu import CpuPlatform
+from aengine.runner.platforms.platform import Platform
 from aengine.runner.rope import RopeConfig
 
 CPU = torch.device("cpu")
@@ -95,15 +96,16 @@ class Scores:
 class Model:
     """Each layer's q, k and v follow from the token's id alone; the hidden states are the outputs of all layers."""
 
-    def __init__(self, gen: torch.Generator) -> None:
-        self.tables = [torch.randn(VOCAB, (s.heads + 2 * s.kv_heads) * s.dim, generator=gen) for s in SHAPES]
-        self.sinks = [Scores(torch.randn(s.heads, generator=gen)) if s.has_sinks else None for s in SHAPES]
+    def __init__(self, gen: torch.Generator, device: torch.device = CPU) -> None:
+        widths = [(s.heads + 2 * s.kv_heads) * s.dim for s in SHAPES]
+        self.tables = [torch.randn(VOCAB, width, generator=gen).to(device) for width in widths]
+        self.sinks = [Scores(torch.randn(s.heads, generator=gen).to(device)) if s.has_sinks else None for s in SHAPES]
         self.layers = [
             AttentionLayer(i, s.heads, s.kv_heads, s.dim, 0.3, rope=s.rope, softcap=s.softcap, sinks=self.sinks[i])
             for i, s in enumerate(SHAPES)
         ]
         width = sum(s.heads * (s.value_dim or s.dim) for s in SHAPES)
-        self.head = torch.randn(width, VOCAB, generator=gen)
+        self.head = torch.randn(width, VOCAB, generator=gen).to(device)
 
     def split(self, i: int, qkv: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         shape = SHAPES[i]
@@ -130,7 +132,7 @@ class Model:
         outs = []
         at = torch.arange(len(ids))
         for i, shape in enumerate(SHAPES):
-            q, k, v = (t.double() for t in self.split(i, self.tables[i][torch.tensor(ids)]))
+            q, k, v = (t.double() for t in self.split(i, self.tables[i].cpu()[torch.tensor(ids)]))
             if shape.rope is not None and shape.value_dim is None:
                 q, k = (turned(t, ROPES[shape.rope], at, first_len) for t in (q, k))
                 if shape.rope == 2:
@@ -144,10 +146,10 @@ class Model:
                 scores[:, : max(0, len(ids) - shape.window)] = -torch.inf
             sinks = self.sinks[i]
             if sinks is not None:
-                scores = torch.cat((scores, sinks.weight.double()[:, None]), 1)
+                scores = torch.cat((scores, sinks.weight.cpu().double()[:, None]), 1)
             weights = scores.softmax(1)[:, : len(ids)]
             outs.append(torch.einsum("ht,thd->hd", weights, v).flatten())
-        return torch.cat(outs) @ self.head.double()
+        return torch.cat(outs) @ self.head.cpu().double()
 
 
 def turned(x: Tensor, rope: RopeConfig, at: Tensor, first_len: int) -> Tensor:
@@ -165,8 +167,11 @@ def turned(x: Tensor, rope: RopeConfig, at: Tensor, first_len: int) -> Tensor:
     return torch.cat((torch.stack(both, -1).flatten(-2) if rope.interleaved else torch.cat(both, -1), x[..., n:]), -1)
 
 
-def make_runner(model: Model, *, like_gpu: bool, graphs: bool = False) -> ModelRunner:
-    spec = KvCacheSpec(CONFIG, 200, BLOCK, torch.float32, CPU, ROWS, MAX_LEN)
+def make_runner(
+    model: Model, *, like_gpu: bool, graphs: bool = False, platform: Platform | None = None, eager: bool = True
+) -> ModelRunner:
+    platform = platform or CpuPlatform()
+    spec = KvCacheSpec(CONFIG, 200, BLOCK, torch.float32, platform.device, ROWS, MAX_LEN)
     cache: Any
     if like_gpu:
         from aengine.runner.attention.triton_attention import GpuKvCache
@@ -182,9 +187,10 @@ def make_runner(model: Model, *, like_gpu: bool, graphs: bool = False) -> ModelR
         max_model_len=MAX_LEN,
         num_blocks=200,
         kv_groups=cache.layout.groups,
-        platform=CpuPlatform(),
+        platform=platform,
         graph_sizes=[1, 2, 4] if graphs else None,
-        enforce_eager=True,
+        max_graph_tokens=64,
+        enforce_eager=eager,
     )
 
 
