@@ -79,6 +79,10 @@ class Connection:
         try:
             self._link.send("call", number, method, args)
             return await answer
+        except asyncio.CancelledError:
+            if not self.has_broken:
+                self._link.send("end", number)
+            raise
         finally:
             del self._calls[number]
 

@@ -5,8 +5,10 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import os
+import sys
 import uuid
 from collections.abc import Mapping, Sequence
+from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 from .. import __version__
@@ -16,13 +18,14 @@ from ..errors import EngineClosedError, EngineError, InvalidRequestError
 from ..options import ChatOptions, RequestOptions, chat_options, request_options
 from ..outputs import Completion, Token
 from ..params import SamplingParams
+from ..pooling import PoolingCalls, PoolingRequest, PoolingResult
 from ..telemetry.metrics import Statistics
 from ..telemetry.trace_context import current_trace
 from .connection import Connection
 from .stream import RemoteStream
 from .tokenizer import RemoteTokenizer
 from .types import is_json, plain_options, typed_params
-from .wire import delta_from_wire, from_wire, params_to_wire, token_from_wire
+from .wire import delta_from_wire, from_wire, params_to_wire, pooled_from_wire, to_wire, token_from_wire
 
 if TYPE_CHECKING:
     from types import TracebackType
@@ -43,8 +46,9 @@ def connect(path: str | os.PathLike[str], *, timeout: float = 60.0) -> RemoteEng
     return RemoteEngine(os.fspath(path), timeout)
 
 
-class RemoteEngine:
-    """An engine that another process of this machine holds: stream, generate, stream_chat and chat as of `AsyncLLM`.
+class RemoteEngine(PoolingCalls):
+    """An engine that another process of this machine holds: stream, generate, stream_chat, chat, embed, score, rerank
+    and classify as of `AsyncLLM`.
 
     All of it belongs to the event loop that started it. Requests end when this process does, or its connection.
     ``abort_all``, ``drain`` and ``aclose`` are about its own requests only. There is no ``add_listener``: add one to
@@ -212,6 +216,15 @@ class RemoteEngine:
             from ..structured.asked_type import AskedType
 
             await asyncio.to_thread(AskedType(output_type, "error").described)
+
+    async def pool(self, request: PoolingRequest) -> PoolingResult:
+        """See `AsyncLLM.pool`."""
+        connection = self._check()
+        if self._life == "draining":
+            raise EngineClosedError("the engine drains: it takes no new requests")
+        if "numpy" not in sys.modules:
+            await asyncio.to_thread(import_module, "numpy")  # it would block the loop
+        return pooled_from_wire(await connection.call("pool", to_wire(request)))
 
     def abort(self, request_id: str) -> bool:
         """End a request of this process; its stream ends with FinishReason.ABORT. Returns whether it was running."""

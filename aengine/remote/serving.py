@@ -16,7 +16,7 @@ from ..errors import AEngineError, EngineClosedError, InternalError, InvalidRequ
 from ..telemetry.trace_context import trace_of
 from .link import Link
 from .unix_socket import bind_unix
-from .wire import delta_to_wire, error_to_wire, params_from_wire, to_wire
+from .wire import delta_to_wire, error_to_wire, params_from_wire, pooled_to_wire, pooling_from_wire, to_wire
 
 if TYPE_CHECKING:
     from ..async_llm import AsyncLLM
@@ -165,6 +165,7 @@ class _Session:
         self._served = served
         self._engine = served.engine
         self._requests: dict[int, _Request] = {}
+        self._calls: dict[int, asyncio.Task[None]] = {}
         self._tasks: set[asyncio.Task[None]] = set()
         self._takes: dict[str, Callable[..., None]] = {
             "begin": self._begin,
@@ -230,6 +231,8 @@ class _Session:
         request = self._requests.get(number)
         if request is not None and request.task is not None:
             request.task.cancel()
+        elif number in self._calls:
+            self._calls[number].cancel()
 
     def _abort(self, number: int) -> None:
         request = self._requests.get(number)
@@ -275,7 +278,8 @@ class _Session:
     # -- calls
 
     def _call(self, number: int, method: str, args: list[Any]) -> None:
-        self._spawn(self._answer_call(number, method, args))
+        self._calls[number] = task = self._spawn(self._answer_call(number, method, args))
+        task.add_done_callback(lambda task: self._calls.pop(number))
 
     async def _answer_call(self, number: int, method: str, args: list[Any]) -> None:
         try:
@@ -284,6 +288,8 @@ class _Session:
                 self.wants_news = True
             elif method == "check_health":
                 value = await self._engine.check_health(*args)
+            elif method == "pool":
+                value = pooled_to_wire(await self._engine.pool(pooling_from_wire(args[0])))
             elif method == "tokenizer" and args[0] in _TOKENIZER_CALLS:
                 name, given, options = args
                 ask = getattr(self._engine.tokenizer, name)

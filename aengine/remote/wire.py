@@ -22,8 +22,9 @@ from ..chat.messages import (
     ToolCallStart,
 )
 from ..errors import AEngineError, InternalError, InvalidRequestError
-from ..outputs import Completion, Token
+from ..outputs import Completion, Token, Usage
 from ..params import DEFAULT_TYPES, SamplingParams, StructuredOutput
+from ..pooling import PoolingRequest, PoolingResult
 
 __all__ = [
     "delta_from_wire",
@@ -34,6 +35,9 @@ __all__ = [
     "pack",
     "params_from_wire",
     "params_to_wire",
+    "pooled_from_wire",
+    "pooled_to_wire",
+    "pooling_from_wire",
     "to_wire",
     "token_from_wire",
     "unpack",
@@ -147,6 +151,25 @@ def delta_from_wire(data: Any) -> Delta:
         return TextDelta(data)
     delta: Delta = from_wire(_DELTAS[data[0]], data[1:])
     return delta
+
+
+def pooling_from_wire(data: Any) -> PoolingRequest:
+    request = from_wire(PoolingRequest, data)
+    if request.task != "score":
+        return request
+    return dataclasses.replace(request, inputs=[tuple(pair) for pair in request.inputs])
+
+
+def pooled_to_wire(result: PoolingResult) -> Any:
+    return [result.values.tobytes(), len(result.values), to_wire(result.usage)]
+
+
+def pooled_from_wire(data: Any) -> PoolingResult:
+    import numpy as np
+
+    values, num_rows, usage = data
+    rows = np.frombuffer(values, dtype=np.float32)
+    return PoolingResult(rows.reshape(num_rows, -1) if num_rows else rows.reshape(0, 0), from_wire(Usage, usage))
 
 
 # -- parameters and errors

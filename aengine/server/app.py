@@ -26,9 +26,9 @@ from .lifespan import engine_lifespan
 from .metrics import metrics, new_registry
 from .openai.chat import chat_completions
 from .openai.completions import completions
+from .openai.embeddings import EmbeddingBody, RerankBody, ScoreBody, embeddings, rerank, score
 from .openai.errors import error_body
 from .openai.models import list_models, show_model
-from .openai.not_there import no_pooling
 from .openai.requests import ChatBody, CompletionBody
 from .openai.responses.body import ResponseBody
 from .openai.responses.endpoint import count_input_tokens, create_response, delete_response, show_response
@@ -59,7 +59,9 @@ _ENDPOINTS: list[Entry] = [
     ("POST", "/v1/messages/count_tokens", count_tokens, CountBody),
     ("POST", "/tokenize", tokenize, TokenizeBody),
     ("POST", "/detokenize", detokenize, DetokenizeBody),
-    *[("POST", path, no_pooling) for path in ("/v1/embeddings", "/v1/rerank", "/v1/score")],
+    ("POST", "/v1/embeddings", embeddings, EmbeddingBody),
+    *[("POST", path, rerank, RerankBody) for path in ("/v1/rerank", "/v2/rerank", "/rerank")],
+    *[("POST", path, score, ScoreBody) for path in ("/v1/score", "/score")],
     ("GET", "/health", health),
     ("GET", "/metrics", metrics),
     ("GET", "/version", version),

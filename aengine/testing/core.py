@@ -60,6 +60,9 @@ class ScriptedAdmission(Admission):
 
     def _begin(self, request: UserRequest, turn: asyncio.Future[None] | None) -> None:
         delay = 0.0
+        if request.pooled is not None:
+            super()._begin(request, turn)
+            return
         if turn is None:
             try:
                 delay = self._take_lines(request)

@@ -8,6 +8,7 @@ import time
 from array import array
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from hashlib import blake2b
 from itertools import accumulate, pairwise
 from typing import Any
 
@@ -18,6 +19,7 @@ from ..ipc.messages import (
     LogprobColumns,
     ModelRunnerOutput,
     NewRequest,
+    PooledColumns,
     RowError,
     SchedulerOutput,
     float32,
@@ -37,6 +39,10 @@ _UNLIKELY = -20.0
 _LETTERS = b"abcdfghijklmnopqrstuvwxyz"  # an e would lengthen a number
 _PREFERRED = [END_OF_TURN, *b'"', *_LETTERS, *b"}],", *b"0123456789", *range(32, 127), *range(256)]
 """Of what a grammar allows to a row that has nothing to say: whatever comes to its end soon."""
+
+_NO_LINE = Line(None, "")  # of a text that gets a vector
+VECTOR_SIZE = 16
+"""Elements of an embedding."""
 
 Future = asyncio.Future[ModelRunnerOutput | None]
 
@@ -92,6 +98,7 @@ class ScriptedExecutor:
         self._config = config
         self._token_delay = token_delay
         self._rows: dict[int, Row] = {}
+        self._pooled: dict[int, array[float]] = {}  # the vectors of those that get one
         self._waiting: list[Future] = []
         self._gated: tuple[SchedulerOutput, Future, list[int]] | None = None  # a step that waits for its bitmask
         self._busy_until = 0.0
@@ -108,6 +115,9 @@ class ScriptedExecutor:
             "vocab_size": tokenizer(self.reasoning).vocab_size,
             "device": "none",
             "weight_format": "none",
+            "tasks": ["generate", "embed"],
+            "embedding_size": VECTOR_SIZE,
+            "pooling": "last",
         }
 
     # -- steps
@@ -132,6 +142,7 @@ class ScriptedExecutor:
         for req_idx in out.removed:
             del self._rows[req_idx]
         for new in out.new_requests:
+            self._pooled.pop(new.req_idx, None)
             self._rows[new.req_idx] = self._new_row(new)
         drafts = out.drafts.counts if out.drafts is not None else [0] * len(out.req_idx)
         sampling = []
@@ -143,7 +154,9 @@ class ScriptedExecutor:
         return sampling
 
     def _new_row(self, new: NewRequest) -> Row:
-        line = self.script.lines[new.seed]
+        if new.is_pooled:
+            self._pooled[new.req_idx] = _vector_of(new.token_ids)
+        line = _NO_LINE if new.is_pooled else self.script.lines[new.seed]
         return Row(line, new.num_prompt_tokens, len(new.token_ids), new.num_computed_tokens, new.logprobs)
 
     def bitmask(self, num_bytes: int) -> None:
@@ -161,11 +174,14 @@ class ScriptedExecutor:
 
     def _answer(self, out: SchedulerOutput, future: Future, sampling: list[int], masks: dict[int, list[bytes]]) -> None:
         tokens: list[list[int]] = [[] for _ in out.req_idx]
-        errors = []
+        errors, pooled = [], []
         for batch_idx, drafts in enumerate(_drafts(out)):
             if batch_idx not in sampling:
                 continue
             row = self._rows[out.req_idx[batch_idx]]
+            if out.req_idx[batch_idx] in self._pooled:
+                pooled.append(batch_idx)
+                continue
             if row.line.kills_at(row.place):
                 self.fail(WorkerDiedError("the worker died, as the script says"))
                 return
@@ -181,6 +197,9 @@ class ScriptedExecutor:
             column = int32(token_id for said in tokens for token_id in said)
             answer = ModelRunnerOutput(out.step_id, column, errors=errors, counts=int32(map(len, tokens)))
         answer.logprobs = _logprobs(out, tokens, self._rows)
+        if pooled:
+            values = float32(x for i in pooled for x in self._pooled[out.req_idx[i]])
+            answer.pooled = PooledColumns(int32(pooled), int32([VECTOR_SIZE] * len(pooled)), values)
         loop = asyncio.get_running_loop()
         self._busy_until = max(self._busy_until, loop.time()) + self._token_delay
         if self._token_delay:
@@ -239,6 +258,12 @@ class ScriptedExecutor:
     def _check(self) -> None:
         if self._failure is not None:
             raise self._failure
+
+
+def _vector_of(token_ids: array[int]) -> array[float]:
+    """Numbers from -1 to 1, the same for the same tokens."""
+    digest = blake2b(token_ids.tobytes(), digest_size=VECTOR_SIZE).digest()
+    return float32(byte / 127.5 - 1 for byte in digest)
 
 
 def _allows(mask: bytes, token_id: int) -> bool:

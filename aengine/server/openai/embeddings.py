@@ -1,0 +1,165 @@
+"""`/v1/embeddings`, OpenAI's; `/v1/rerank`, as Cohere's and Jina's; `/v1/score`. The last two as vLLM has them."""
+
+from __future__ import annotations
+
+import asyncio
+import base64
+from collections.abc import Awaitable, Sequence
+from typing import TYPE_CHECKING, Annotated, Any, Literal, TypeVar
+
+from pydantic import Field
+from starlette.requests import Request
+from starlette.responses import Response
+
+from ...errors import InvalidRequestError
+from ...outputs import Usage
+from ...pooling import PoolingRequest, PoolingResult
+from ..http import HTTPError, JSONAnswer, while_connected
+from ..service import Service
+from .answers import answer_id
+from .requests import Body, Ignored, TokenIds
+
+if TYPE_CHECKING:
+    import numpy as np
+    from numpy.typing import NDArray
+
+__all__ = ["EmbeddingBody", "RerankBody", "ScoreBody", "embeddings", "rerank", "score"]
+
+T = TypeVar("T")
+
+Texts = Annotated[list[str], Field(fail_fast=True)]
+_MANY = 20_000
+"""Numbers of an answer from which on they are written in a thread."""
+
+
+class PoolingBody(Body):
+    model: str | None = None
+    user: Ignored = None
+    truncate: bool = False
+    truncate_prompt_tokens: Literal[-1] | None = Field(None, description="-1: as `truncate`, vLLM's name for it.")
+    priority: int = 0
+    cache_salt: str | None = None
+
+    def options(self) -> dict[str, Any]:
+        truncate = self.truncate or self.truncate_prompt_tokens is not None
+        return {"truncate": truncate, "priority": self.priority, "cache_salt": self.cache_salt}
+
+
+class EmbeddingBody(PoolingBody):
+    input: str | Texts | TokenIds | Annotated[list[TokenIds], Field(fail_fast=True)]
+    dimensions: int | None = None
+    encoding_format: Literal["float", "base64"] = "float"
+    normalize: bool = True
+    prompt_name: str | None = None
+
+    def request(self) -> PoolingRequest:
+        """Raises HTTPError 400 and InvalidRequestError."""
+        if not self.input:
+            raise HTTPError(400, "input is empty: give it at least one text", code="invalid_value", param="input")
+        is_one = isinstance(self.input, str) or isinstance(self.input[0], int)
+        return PoolingRequest(
+            "embed",
+            [self.input] if is_one else self.input,
+            prompt_name=self.prompt_name,
+            normalize=self.normalize,
+            dimensions=self.dimensions,
+            options=self.options(),
+        )
+
+
+class Document(Body):
+    text: str
+
+
+class RerankBody(PoolingBody):
+    query: str
+    documents: Annotated[list[str | Document], Field(min_length=1)]
+    top_n: Annotated[int, Field(ge=0)] | None = Field(None, description="0, null: all.")
+    return_documents: bool = True
+    instruction: str | None = None
+
+
+class ScoreBody(PoolingBody):
+    text_1: str | Texts
+    text_2: str | Texts
+    instruction: str | None = None
+
+
+async def embeddings(service: Service, request: Request) -> Response:
+    """Answer with the embeddings of texts"""
+    body = await service.body(request, EmbeddingBody)
+    with_names = _named(service.engine.pool(body.request()), {"inputs": "input"})
+    result = await while_connected(request, with_names)
+    head = {"object": "list", "model": service.model_name, "usage": _usage(result.usage)}
+    if body.encoding_format == "base64":
+        return JSONAnswer(head | {"data": _data([base64.b64encode(_bytes(row)).decode() for row in result.values])})
+    if result.values.size < _MANY:
+        return JSONAnswer(head | {"data": _data(result.values.tolist())})
+    return await asyncio.to_thread(lambda: JSONAnswer(head | {"data": _data(result.values.tolist())}))
+
+
+async def rerank(service: Service, request: Request) -> Response:
+    """Answer with documents by how well they answer a query, the best first"""
+    body = await service.body(request, RerankBody)
+    texts = [one if isinstance(one, str) else one.text for one in body.documents]
+    pairs = [(body.query, text) for text in texts]
+    result = await _scored(service, request, pairs, body, body.instruction)
+    scores: list[float] = result.values[:, 0].tolist()
+    best = sorted(range(len(scores)), key=lambda i: -scores[i])[: body.top_n or None]
+    results = [
+        {"index": i}
+        | ({"document": {"text": texts[i]}} if body.return_documents else {})
+        | {"relevance_score": scores[i]}
+        for i in best
+    ]
+    name = answer_id("rerank", request)
+    head = {"id": name.text, "model": service.model_name, "usage": _usage(result.usage)}
+    return JSONAnswer(head | {"results": results}, headers=name.headers)
+
+
+async def score(service: Service, request: Request) -> Response:
+    """Answer with how well texts fit each other"""
+    body = await service.body(request, ScoreBody)
+    first = [body.text_1] if isinstance(body.text_1, str) else body.text_1
+    second = [body.text_2] if isinstance(body.text_2, str) else body.text_2
+    if len(first) == 1:
+        first = first * len(second)
+    if len(first) != len(second) or not first:
+        message = f"{len(first)} and {len(second)} texts: give one text_1, or as many as text_2"
+        raise HTTPError(400, message, code="invalid_value", param="text_1")
+    pairs = list(zip(first, second, strict=True))
+    result = await _scored(service, request, pairs, body, body.instruction)
+    data = [{"index": i, "object": "score", "score": one} for i, one in enumerate(result.values[:, 0].tolist())]
+    name = answer_id("score", request)
+    head = {"id": name.text, "object": "list", "model": service.model_name, "usage": _usage(result.usage)}
+    return JSONAnswer(head | {"data": data}, headers=name.headers)
+
+
+async def _scored(
+    service: Service, request: Request, pairs: Sequence[tuple[str, str]], body: PoolingBody, instruction: str | None
+) -> PoolingResult:
+    asked = PoolingRequest("score", pairs, instruction=instruction, options=body.options())
+    names = {"inputs": "documents" if isinstance(body, RerankBody) else "text_2"}
+    return await while_connected(request, _named(service.engine.pool(asked), names))
+
+
+async def _named(work: Awaitable[T], names: dict[str, str]) -> T:
+    """Return what ``work`` does; an error is about the field of the body."""
+    try:
+        return await work
+    except InvalidRequestError as error:
+        error.param = names.get(error.param or "", error.param)
+        raise
+
+
+def _data(vectors: Sequence[Any]) -> list[dict[str, Any]]:
+    return [{"object": "embedding", "index": i, "embedding": vector} for i, vector in enumerate(vectors)]
+
+
+def _bytes(row: NDArray[np.float32]) -> bytes:
+    """Float32, the least significant byte first, whatever the machine's order."""
+    return row.astype("<f4").tobytes()
+
+
+def _usage(usage: Usage) -> dict[str, int]:
+    return {"prompt_tokens": usage.prompt_tokens, "total_tokens": usage.prompt_tokens}
