@@ -25,18 +25,28 @@ import numpy as np
 
 from aengine import AsyncLLM
 
-WORDS = (
-    "the of and to in is that for it as was with be by on not he his but at are this have from or had an they which one "
-    "were all their there been many some when time people water word number find long down day come made part over new "
-    "sound take only little work know place year live back give most very after thing our just name good sentence man "
-    "think say great where help through much before line right too mean old any same tell boy follow want show also form"
-).split()
+WORDS = [
+    *("the", "of", "and", "to", "in", "is", "that", "for", "it", "as", "was", "with", "be", "by", "on", "not", "his"),
+    *("water", "people", "number", "sentence", "government", "history", "temperature", "different", "language"),
+    *(
+        "between",
+        "important",
+        "through",
+        "children",
+        "thought",
+        "together",
+        "example",
+        "mountain",
+        "certain",
+        "measure",
+    ),
+]
 
 Way = Callable[[list[str]], Coroutine[Any, Any, np.ndarray]]
 
 
 def make_texts(count: int, longest: int, seed: int = 0) -> list[str]:
-    """Lengths are log-normal about 30 words, cut at ``longest``."""
+    """Make texts whose lengths are log-normal about 30 words, cut at ``longest``."""
     rng = random.Random(seed)
     lengths = [min(longest, max(2, int(rng.lognormvariate(3.4, 0.8)))) for _ in range(count)]
     return [" ".join(rng.choices(WORDS, k=length)) for length in lengths]
@@ -92,8 +102,8 @@ async def measure(ways: dict[str, Way], texts: list[str], rounds: int) -> None:
         ratio = statistics.median(mine / theirs for mine, theirs in zip(ours, own, strict=True))
         distance = np.abs(vectors[name] - vectors["aengine"]).max()
         print(
-            f"{name:22} {statistics.median(own):8.1f} texts/s ({min(own):.1f} to {max(own):.1f}); aengine is {ratio:.2f} "
-            f"times as fast; vectors differ by {distance:.1e}"
+            f"{name:22} {statistics.median(own):8.1f} texts/s ({min(own):.1f} to {max(own):.1f}); aengine is "
+            f"{ratio:.2f} times as fast; vectors differ by {distance:.1e}"
         )
 
 

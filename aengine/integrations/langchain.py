@@ -29,6 +29,7 @@ from ..errors import (
 from ..llm import LLM
 from ..outputs import FinishReason, Usage
 from ..params import SamplingParams
+from .langchain_embeddings import AEngineEmbeddings
 from .openai_style import async_side, blocking_side, openai_settings
 from .settings import as_of_type, model_name_of, with_one_system_message
 
@@ -70,7 +71,7 @@ try:
 except ImportError as error:
     raise ImportError(f"{__name__} needs langchain-core: pip install langchain-core ({error})") from error
 
-__all__ = ["ChatAEngine"]
+__all__ = ["AEngineEmbeddings", "ChatAEngine"]
 
 PROVIDER = "aengine"
 

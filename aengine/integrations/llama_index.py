@@ -16,6 +16,7 @@ from ..chat.messages import Delta, ReasoningDelta, TextDelta, ToolCall
 from ..errors import InvalidRequestError
 from ..llm import LLM as BlockingLLM
 from ..outputs import Completion, FinishReason, Token
+from .llama_index_embeddings import AEngineEmbedding
 from .openai_style import async_side, blocking_side, check_not_aborted, openai_settings
 from .settings import model_name_of, with_one_system_message
 
@@ -51,7 +52,7 @@ try:
 except ImportError as error:
     raise ImportError(f"{__name__} needs llama-index-core: pip install llama-index-core ({error})") from error
 
-__all__ = ["AEngine"]
+__all__ = ["AEngine", "AEngineEmbedding"]
 
 dispatcher = get_dispatcher(__name__)
 
