@@ -43,16 +43,16 @@ class AEngineEmbeddings(Embeddings):
 
     def embed_documents(self, texts: list[str]) -> list[list[float]]:
         found = blocking_side(self._engine).embed(texts, prompt_name=self._prompts[1], **self._options)
-        return found.tolist()  # type: ignore[no-any-return]
+        return found.tolist()
 
     def embed_query(self, text: str) -> list[float]:
         found = blocking_side(self._engine).embed(text, prompt_name=self._prompts[0], **self._options)
-        return found[0].tolist()  # type: ignore[no-any-return]
+        return found[0].tolist()
 
     async def aembed_documents(self, texts: list[str]) -> list[list[float]]:
         found = await async_side(self._engine).embed(texts, prompt_name=self._prompts[1], **self._options)
-        return found.tolist()  # type: ignore[no-any-return]
+        return found.tolist()
 
     async def aembed_query(self, text: str) -> list[float]:
         found = await async_side(self._engine).embed(text, prompt_name=self._prompts[0], **self._options)
-        return found[0].tolist()  # type: ignore[no-any-return]
+        return found[0].tolist()

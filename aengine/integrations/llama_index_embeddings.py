@@ -46,11 +46,11 @@ class AEngineEmbedding(BaseEmbedding):
 
     def _blocking(self, texts: str | list[str], prompt_name: str | None) -> list[list[float]]:
         found = blocking_side(self._engine).embed(texts, prompt_name=prompt_name, **self.options)
-        return found.tolist()  # type: ignore[no-any-return]
+        return found.tolist()
 
     async def _async(self, texts: str | list[str], prompt_name: str | None) -> list[list[float]]:
         found = await async_side(self._engine).embed(texts, prompt_name=prompt_name, **self.options)
-        return found.tolist()  # type: ignore[no-any-return]
+        return found.tolist()
 
     def _get_query_embedding(self, query: str) -> list[float]:
         return self._blocking(query, self.query_prompt_name)[0]
