@@ -95,8 +95,7 @@ def _in_chunks(q: Tensor, k: Tensor, v: Tensor, decay: Tensor, beta: Tensor, sta
     k_t = k.transpose(2, 3)
     system = beta * (k @ k_t) * between
     right = torch.cat((v, grown * k), 3) * beta
-    solved = torch.linalg.solve_triangular(system, right, upper=False, unitriangular=True)  # ignores the diagonal
-    new, read = solved.split([v.shape[3], k.shape[3]], 3)
+    new, read = (_inverse(system) @ right).split([v.shape[3], k.shape[3]], 3)
     attending = (q @ k_t) * between
     q = grown * q
     last = total[:, :, -1:]
@@ -110,6 +109,15 @@ def _in_chunks(q: Tensor, k: Tensor, v: Tensor, decay: Tensor, beta: Tensor, sta
         current = last[:, i] * current + k_t[:, i] @ correction
     state.copy_(current)
     return out.movedim(0, 2).flatten(0, 1)[:num_tokens]
+
+
+def _inverse(system: Tensor) -> Tensor:
+    """The inverse of I + strictly lower(``system``), row by row: [..., _CHUNK, _CHUNK]. With torch's triangular solver
+    512 tokens of 16 heads of 128 took 4.1 s on two busy threads, in place of 1.1 s."""
+    inverse = torch.eye(_CHUNK, device=system.device).expand(system.shape).contiguous()
+    for i in range(1, _CHUNK):
+        inverse[..., i : i + 1, :i] = -(system[..., i : i + 1, :i] @ inverse[..., :i, :i])
+    return inverse
 
 
 def _normalised(q: Tensor, k: Tensor, num_heads: int) -> tuple[Tensor, Tensor]:
