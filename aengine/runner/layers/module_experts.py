@@ -38,12 +38,13 @@ def run_experts(module: Any, hidden_states: Tensor, top_k_index: Tensor, top_k_w
 
     Args:
         hidden_states: [n, hidden_size]
-        top_k_index, top_k_weights: [n, top_k]
+        top_k_index, top_k_weights: [n, top_k]; an index may be the number of experts, which is none of them
     """
     first = _matrices(module, "gate_up_proj" if module.has_gate else "up_proj")
     second = _matrices(module, "down_proj")
     shape = ExpertShape(first.weight.shape[0], hidden_states.shape[1], second.weight.shape[2], top_k_index.shape[1])
-    routing = Routing(top_k_index.to(torch.int32).contiguous(), top_k_weights.to(torch.float32).contiguous())
+    weights = top_k_weights.to(torch.float32).masked_fill(top_k_index >= shape.num_experts, 0.0)
+    routing = Routing(top_k_index.clamp(max=shape.num_experts - 1).to(torch.int32).contiguous(), weights.contiguous())
     plan = plan_experts(routing, shape)
     x = hidden_states.contiguous()
     gate = _gate(module)
