@@ -48,6 +48,8 @@ SHAPES = {
     "choice": {"choice": OPTIONS},
 }
 CHOICES = ("none", "auto", "required", "get_weather")
+TWINS = ("mistral_tekken", "seed_oss", "deepseek_v31", "granite", "phi4")
+"""Formats that differ from another in the letters of their marks only; fewer walks go through them."""
 REASONING = {"no reasoning": None, "reasoning": ReasoningFormat(), "begun": ReasoningFormat(begun=True)}
 
 
@@ -82,7 +84,7 @@ def _setting(tool_format, choice, wanted, reasoning, markers_are="text", *, para
 @pytest.mark.parametrize("reasoning", REASONING)
 @pytest.mark.parametrize("shape", SHAPES)
 @pytest.mark.parametrize("choice", CHOICES)
-@pytest.mark.parametrize("name", FORMATS)
+@pytest.mark.parametrize("name", [name for name in FORMATS if name not in TWINS])
 def test_what_is_allowed_is_understood(name, choice, shape, reasoning, markers_are, rng):
     tool_format = FORMATS[name]
     setting, new_parser = _setting(tool_format, choice, SHAPES[shape], REASONING[reasoning], markers_are)
