@@ -21,6 +21,7 @@ MODELS: dict[str, dict[str, Any]] = {
     "granite": {"logits_scaling": 3.0, "residual_multiplier": 0.7},
     "cohere2": {"tie_word_embeddings": True},  # a parallel layer, a scale of the logits
     "gpt_neox": {},  # an old decoder, with learned biases and another name for everything
+    "gpt2": {},  # learned positions, transposed matrices
     "deepseek_v3": {},  # latent attention, expanded; experts in groups
     "lfm2": {},  # short convolutions
     "qwen3_next": {},  # gated delta net, experts

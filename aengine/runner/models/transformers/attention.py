@@ -55,6 +55,7 @@ def _attention(
 ) -> tuple[Tensor, None]:
     """query, key, value: [1, heads, num_tokens, size]; the outcome is [1, num_tokens, num_heads, value_dim]."""
     listener: Listener = module.aengine_listener  # type: ignore[assignment]
+    assert listener is not None, "nobody listens to the model's attention"
     q, k, v = (t.squeeze(0).transpose(0, 1) for t in (query, key, value))
     out = listener.attend(module, q, k, v, {**options, "attention_mask": attention_mask})
     return out.contiguous().unsqueeze(0), None  # some modules view it in another shape

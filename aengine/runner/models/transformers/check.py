@@ -22,7 +22,8 @@ from .survey import SurveyedLayer, SurveyedMixer
 
 __all__ = ["PlainAttention", "check_batch"]
 
-_LENGTHS = (7, 4)
+_LENGTHS = (140, 9)
+"""Tokens of both. The longer one is long enough for what some models do between distant tokens."""
 
 
 class PlainAttention:
@@ -36,6 +37,7 @@ class PlainAttention:
         self._layers = layers
         self._next = 0
         sequence = (positions == 0).cumsum(0)
+        self._lengths: list[int] = sequence.bincount()[1:].tolist()
         distance = positions[:, None] - positions[None]
         self._sees = (sequence[:, None] == sequence[None]) & (distance >= 0)
         self._distance = distance
@@ -47,6 +49,8 @@ class PlainAttention:
         sees = self._sees
         if isinstance(layer.kv, WindowKV):
             sees = sees & (self._distance < layer.kv.window)
+        if len(k) != len(q):
+            raise ModelLoadError(f"{type(module).__name__} attends to other things than the tokens of its sequence")
         k, v = (t.repeat_interleave(layer.num_heads // layer.num_kv_heads, 1) for t in (k, v))
         scores = torch.einsum("qhd,khd->hqk", q.float(), k.float()) * layer.scale
         if layer.softcap:
@@ -63,7 +67,7 @@ class PlainAttention:
         """See `MixerListener`."""
         self._next += 1
         parts: list[Tensor] = []
-        for length, end in zip(_LENGTHS, accumulate(_LENGTHS), strict=True):
+        for length, end in zip(self._lengths, accumulate(self._lengths), strict=True):
             begin, cache = end - length, StepCache()
             if self._in_parts:
                 parts.append(run(begin, begin + 2, False, cache))
@@ -73,21 +77,22 @@ class PlainAttention:
 
 
 @torch.no_grad()
-def check_batch(model: Any, vocab_size: int, compute: Callable[[Tensor, Tensor, bool], Tensor]) -> bool:
+def check_batch(model: Any, vocab_size: int, longest: int, compute: Callable[[Tensor, Tensor, bool], Tensor]) -> bool:
     """Compare the logits. Returns whether mixers go on from a state with several tokens at once.
 
-    ``compute``: float32 [num_tokens, vocab_size] logits for int64 [num_tokens] ids and positions, and whether mixers
-    get each sequence in parts.
+    ``longest``: most tokens of a sequence. ``compute``: float32 [num_tokens, vocab_size] logits for int64 [num_tokens]
+    ids and positions, and whether mixers get each sequence in parts.
 
     Raises ModelLoadError if the logits differ by more than rounding.
     """
     parameter = next(model.parameters())
     generator = torch.Generator().manual_seed(0)
-    ids = torch.randint(vocab_size, (sum(_LENGTHS),), generator=generator).to(parameter.device)
-    positions = torch.cat([torch.arange(length) for length in _LENGTHS]).to(parameter.device)
+    lengths = [min(length, longest) for length in _LENGTHS]
+    ids = torch.randint(vocab_size, (sum(lengths),), generator=generator).to(parameter.device)
+    positions = torch.cat([torch.arange(length) for length in lengths]).to(parameter.device)
     try:
         with _as_transformers_has_it(model):
-            alone = [model(input_ids=part[None], use_cache=False).logits[0].float() for part in ids.split(_LENGTHS)]
+            alone = [model(input_ids=part[None], use_cache=False).logits[0].float() for part in ids.split(lengths)]
     except Exception as error:
         raise ModelLoadError(
             f"{type(model).__name__} of transformers fails with these weights and this config.json: "

@@ -119,10 +119,25 @@ def build_skeleton(files: ModelFiles, dtype: torch.dtype, *, buffers: torch.devi
     config = read_hf_config(files)
     model_class, config = _model_class(config, files)
     with _quietly(), _explained(files, "transformers can't build it"), _meta_parameters(buffers):
-        model = model_class._from_config(
-            config, dtype=dtype, attn_implementation=ATTENTION, experts_implementation=ATTENTION
-        )
+        try:
+            model = model_class._from_config(
+                config, dtype=dtype, attn_implementation=ATTENTION, experts_implementation=ATTENTION
+            )
+        except KeyError as error:
+            if error.args != (ATTENTION,):
+                raise
+            name = model_class.__name__
+            raise ModelLoadError(
+                f"{name} of transformers can't be served: its attention does not go through AttentionInterface"
+            ) from error
+    for module in model.modules():
+        if hasattr(module, "warn_if_padding_and_no_attention_mask"):
+            module.warn_if_padding_and_no_attention_mask = _no_warning  # it would look at the tokens in each step
     return model.eval().requires_grad_(False), config
+
+
+def _no_warning(*args: Any, **kwargs: Any) -> None:
+    pass
 
 
 @contextmanager

@@ -37,9 +37,10 @@ class TransformersModel:
         weights.names = CheckpointWeights(self.module, weights, self._check)
         wrap_mixers(self.module)
         self._calls = LayerCalls([_slot(i, layer, weights.formats.dtype) for i, layer in enumerate(config.layers)])
-        listen(self.module, self._calls)
+        listen(self.module, None)
         self._trunk: nn.Module = find_trunk(self.module)
         self._head = Head(self.module, self._trunk)
+        listen(self.module, self._calls)
 
     def forward(self, input_ids: Tensor, positions: Tensor, attn: AttentionCall) -> Tensor:
         """The hidden states after the last layer and its norm, [num_tokens, hidden_size]."""
@@ -55,7 +56,9 @@ class TransformersModel:
             listen(self.module, PlainAttention(self._layers, positions, in_parts=in_parts))
             return self.compute_logits(self._trunk(**trunk_inputs(self._trunk, ids[None], positions[None]))[0][0])
 
-        self._calls.states_take_chunks = check_batch(self.module, self.config.vocab_size, compute)
+        self._calls.states_take_chunks = check_batch(
+            self.module, self.config.vocab_size, self.config.max_position_embeddings, compute
+        )
         listen(self.module, self._calls)
 
     def compute_logits(self, hidden: Tensor) -> Tensor:

@@ -117,12 +117,13 @@ def survey(files: ModelFiles) -> tuple[list[SurveyedLayer | SurveyedMixer], Any,
     fix_ropes(model)
     wrap_mixers(model)
     recorder = _Recorder()
-    listen(model, recorder)
     ids = torch.zeros((1, _TOKENS), dtype=torch.int64, device=_META)
     name = type(model).__name__
     try:
         with torch.no_grad():
+            listen(model, None)
             trunk = find_trunk(model)
+            listen(model, recorder)
             trunk(**trunk_inputs(trunk, ids, ids))
     except ModelLoadError as error:
         raise ModelLoadError(f"{name} of transformers can't be served: {error}") from error
@@ -161,6 +162,10 @@ def find_trunk(model: Any) -> nn.Module:
         head = Head(model, trunk)
         try:
             head(torch.empty((1, _width_of_head(model, width)), device=device, dtype=next(model.parameters()).dtype))
+        except Exception:
+            if head.was_used:
+                raise
+            continue  # its own body ran, without what it needs
         finally:
             head.remove()
         if head.was_used:
