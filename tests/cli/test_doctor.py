@@ -207,5 +207,5 @@ def test_models_and_caches(find: Find, monkeypatch: pytest.MonkeyPatch, tmp_path
     assert "HF_HUB_OFFLINE is set" in find("hub cache").advice
 
 
-def _nothing_embedded(name: str) -> Path:
+def _nothing_embedded(name: str, *, join: bool) -> Path:
     raise diagnosis.ModelLoadError("not here")

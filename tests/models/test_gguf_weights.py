@@ -35,6 +35,14 @@ ARCHS = {
     "qwen3_moe": gguf.MODEL_ARCH.QWEN3MOE,
     "lfm2": gguf.MODEL_ARCH.LFM2,
     "gpt_oss": gguf.MODEL_ARCH.GPT_OSS,
+    "gemma": gguf.MODEL_ARCH.GEMMA,
+    "gemma2": gguf.MODEL_ARCH.GEMMA2,
+    "gemma3": gguf.MODEL_ARCH.GEMMA3,
+}
+GEMMA = {"query_pre_attn_scalar": 32, "sliding_window": 6}
+GEMMA_ROPES = {
+    "sliding_attention": {"rope_type": "default", "rope_theta": 10000.0},
+    "full_attention": {"rope_type": "linear", "rope_theta": 1000000.0, "factor": 8.0},
 }
 # Blocks of 32 and of 256 values need rows as long as that.
 SIZES: dict[str, Any] = {"hidden_size": 256, "intermediate_size": 512, "num_attention_heads": 8, "head_dim": 32}
@@ -117,7 +125,14 @@ def write_gguf(path: Path, model: PreTrainedModel, arch: str, kinds: list[Q]) ->
     writer.add_key_length(32)
     writer.add_value_length(32)
     writer.add_layer_norm_rms_eps(getattr(config, "norm_eps", None) or config.rms_norm_eps)
-    writer.add_rope_freq_base(config.rope_parameters["rope_theta"])
+    rope = config.rope_parameters.get("full_attention", config.rope_parameters)
+    writer.add_rope_freq_base(rope["rope_theta"])
+    if rope.get("rope_type") == "linear":
+        writer.add_rope_scaling_type(gguf.RopeScalingType.LINEAR)
+        writer.add_rope_scaling_factor(rope["factor"])
+    if cap := getattr(config, "attn_logit_softcapping", None):
+        writer.add_attn_logit_softcapping(cap)
+        writer.add_final_logit_softcapping(config.final_logit_softcapping)
     if getattr(config, "sliding_window", None):
         writer.add_sliding_window(config.sliding_window)
     if getattr(config, "num_local_experts", None):
@@ -129,16 +144,16 @@ def write_gguf(path: Path, model: PreTrainedModel, arch: str, kinds: list[Q]) ->
         writer.add_embedding_scale(config.embedding_multiplier)
         writer.add_residual_scale(config.residual_multiplier)
         writer.add_logit_scale(config.logits_scaling)
-    if config.rope_parameters["rope_type"] == "yarn":
+    if rope.get("rope_type") == "yarn":
         writer.add_rope_scaling_type(gguf.RopeScalingType.YARN)
         writer.add_rope_scaling_factor(config.rope_parameters["factor"])
         writer.add_rope_scaling_orig_ctx_len(config.rope_parameters["original_max_position_embeddings"])
-    if config.rope_parameters["rope_type"] == "longrope":
+    if rope.get("rope_type") == "longrope":
         add_longrope(writer, config)
     names = gguf.get_tensor_name_map(ARCHS[arch], config.num_hidden_layers)
     matrices = 0
     for name, weight in stored_tensors(model):
-        stored = weight
+        stored = weight.detach() + (1 if arch.startswith("gemma") and "norm" in name else 0)
         heads = {"q_proj": config.num_attention_heads, "k_proj": config.num_key_value_heads}
         part = name.split(".")[-2]
         permuted = arch in ("granite", "llama", "mistral", "smollm3") and part in heads
@@ -155,6 +170,8 @@ def write_gguf(path: Path, model: PreTrainedModel, arch: str, kinds: list[Q]) ->
         if permuted:  # undone by its definition, one row at a time
             order = interleaved(torch.arange(len(weight))[:, None], heads[part])[:, 0]
             read_back = torch.empty_like(read_back).index_copy_(0, order, read_back)
+        if arch.startswith("gemma") and "norm" in name:
+            read_back = read_back - 1
         weight.copy_(read_back)
     writer.write_header_to_file()
     writer.write_kv_data_to_file()
@@ -177,6 +194,9 @@ def write_gguf(path: Path, model: PreTrainedModel, arch: str, kinds: list[Q]) ->
         ("lfm2", {"layer_types": ["conv", "full_attention", "conv"], "block_auto_adjust_ff_dim": False}, [Q.Q8_0]),
         ("qwen3_moe", {"norm_topk_prob": True, "moe_intermediate_size": 64}, [Q.Q8_0, Q.F32, Q.Q4_0]),
         ("gpt_oss", {"sliding_window": 7}, [Q.F32, Q.Q8_0]),
+        ("gemma", {}, [Q.F32]),
+        ("gemma2", {**GEMMA, "attn_logit_softcapping": 2.0}, [Q.F32, Q.Q8_0]),
+        ("gemma3", {**GEMMA, "num_hidden_layers": 6, "rope_parameters": GEMMA_ROPES}, [Q.F32, Q.Q8_0]),
     ],
 )
 def test_against_transformers(

@@ -70,13 +70,18 @@ def _settings_1(hf: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _settings_2(hf: Mapping[str, Any]) -> dict[str, Any]:
-    return {**_DEFAULTS_2, "layer_types": _layer_types(hf, 2), "query_pre_attn_scalar": 256, **_given(hf)}
+    return {**_DEFAULTS_2, "layer_types": _layer_types(hf, 2), "query_pre_attn_scalar": _scalar(hf), **_given(hf)}
 
 
 def _settings_3(hf: Mapping[str, Any]) -> dict[str, Any]:
     """As transformers 5 writes them: ``rope_parameters`` of each type of layers, whatever the release has."""
     pattern = hf.get("sliding_window_pattern") or hf.get("_sliding_window_pattern") or 6
-    settings = {**_DEFAULTS_3, "layer_types": _layer_types(hf, pattern), "query_pre_attn_scalar": 256, **_given(hf)}
+    settings = {
+        **_DEFAULTS_3,
+        "layer_types": _layer_types(hf, pattern),
+        "query_pre_attn_scalar": _scalar(hf),
+        **_given(hf),
+    }
     ropes: Mapping[str, Any] = hf.get("rope_parameters") or {"full_attention": hf.get("rope_scaling")}
     thetas = {
         "sliding_attention": hf.get("rope_local_base_freq") or 10_000.0,
@@ -94,6 +99,16 @@ def _layer_types(hf: Mapping[str, Any], pattern: int) -> list[str]:
     """Every ``pattern``-th layer sees all tokens."""
     layers = ConfigReader(hf).integer("num_hidden_layers")
     return ["sliding_attention" if (i + 1) % pattern else "full_attention" for i in range(layers)]
+
+
+def _scalar(hf: Mapping[str, Any]) -> int:
+    """Return what 1 / sqrt of scales the scores, if it is not set. A GGUF never says it: there it is the size of heads,
+    but in the two models of 27B, told by their layers, what each head has of the residual stream."""
+    if not hf.get("gguf_architecture"):
+        return 256
+    if hf["num_hidden_layers"] in (46, 62):
+        return int(hf["hidden_size"] // hf["num_attention_heads"])
+    return int(hf["head_dim"])
 
 
 def _given(hf: Mapping[str, Any]) -> dict[str, Any]:
