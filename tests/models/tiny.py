@@ -26,6 +26,8 @@ from transformers import (
     LlamaForCausalLM,
     MistralConfig,
     MistralForCausalLM,
+    MixtralConfig,
+    MixtralForCausalLM,
     Phi3Config,
     Phi3ForCausalLM,
     PreTrainedModel,
@@ -61,6 +63,7 @@ ARCHITECTURES: dict[str, tuple[type, type]] = {
     "qwen3_5_moe_text": (Qwen3_5MoeTextConfig, Qwen3_5MoeForCausalLM),
     "qwen3_5_text": (Qwen3_5TextConfig, Qwen3_5ForCausalLM),
     "qwen3_moe": (Qwen3MoeConfig, Qwen3MoeForCausalLM),
+    "mixtral": (MixtralConfig, MixtralForCausalLM),
     "smollm3": (SmolLM3Config, SmolLM3ForCausalLM),
 }
 LLAMA3 = {
@@ -117,6 +120,8 @@ def make_tiny_model(arch: str, *, seed: int = 0, **overrides: Any) -> PreTrained
         sizes["head_dim"] = 16  # not hidden_size / num_attention_heads
     if arch == "qwen3_moe":
         sizes |= {"num_experts": 6, "num_experts_per_tok": 3, "moe_intermediate_size": 40}
+    if arch == "mixtral":
+        sizes |= {"num_local_experts": 4, "num_experts_per_tok": 2}
     if arch == "gpt_oss":  # its YaRN shows in large heads only, its MXFP4 comes in blocks of 32
         sizes |= {"num_local_experts": 5, "num_experts_per_tok": 2, "hidden_size": 64, "intermediate_size": 96}
         sizes |= {"head_dim": 64, "max_position_embeddings": 8192}

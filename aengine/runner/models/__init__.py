@@ -24,6 +24,7 @@ FAMILIES = {
     "lfm2": "lfm2.Lfm2",
     "llama": "llama.Llama",
     "mistral": "mistral.Mistral",
+    "mixtral": "mixtral.Mixtral",
     "phi3": "phi3.Phi3",
     "qwen2": "qwen2.Qwen2",
     "qwen3": "qwen3.Qwen3",

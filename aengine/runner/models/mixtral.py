@@ -1,0 +1,52 @@
+"""Mixtral (Jiang et al. 2024, arXiv:2401.04088): Mistral, with two of eight experts in every layer."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any, Self
+
+from ...kernels.expert_types import RoutingRule
+from ..layers.decoder import Decoder, DecoderLayer, SelfAttention
+from ..layers.moe import Experts, MoE, Router
+from ..model_config import ConfigReader, ModelConfig
+from ..weights.gguf_names import GgufNames
+from ..weights.scope import WeightScope
+
+__all__ = ["Mixtral", "MixtralConfig"]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class MixtralConfig(ModelConfig):
+    num_experts: int
+    experts_per_token: int
+
+    @classmethod
+    def from_hf(cls, hf: Mapping[str, Any]) -> Self:
+        keys = ConfigReader(hf)
+        num_experts = keys.num_experts()
+        return cls(
+            **keys.decoder(has_experts=True),
+            sliding_windows=keys.windows(keys.get("sliding_window")),
+            num_experts=num_experts,
+            experts_per_token=keys.experts_per_token(num_experts),
+        )
+
+
+class Mixtral(Decoder[MixtralConfig]):
+    config_class = MixtralConfig
+    gguf = GgufNames()  # llama.cpp converts it as a model of Llama, which has no experts here
+
+    def make_layer(self, index: int, weights: WeightScope) -> DecoderLayer:
+        config, size, scope = self.config, self.config.hidden_size, weights.at("block_sparse_moe")
+        attention = SelfAttention(config, index, weights.at("self_attn"))
+        router = Router(scope, size, config.num_experts, RoutingRule(config.experts_per_token))
+        experts = Experts(
+            scope.at("experts"),
+            size,
+            config.intermediate_size,
+            config.num_experts,
+            gate_up=("w1", "w3"),
+            down="w2",
+        )
+        return DecoderLayer(config, weights, attention, MoE(size, router, experts))
