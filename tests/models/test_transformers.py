@@ -8,12 +8,18 @@ from typing import Any
 
 import pytest
 import torch
+from driver import load, source_of
 from safetensors.torch import load_file, save_file
 from scenarios import check_scenarios
-from zoo import write_zoo_model
+from torch.utils._python_dispatch import TorchDispatchMode
+from zoo import VOCAB_SIZE, write_zoo_model
 
 from aengine.errors import ModelLoadError
 from aengine.runner.models import read_config
+from aengine.runner.models.transformers import TransformersModel
+from aengine.runner.models.transformers.attention import listen
+from aengine.runner.models.transformers.check import PlainAttention
+from aengine.runner.models.transformers.survey import trunk_inputs
 
 MODELS: dict[str, dict[str, Any]] = {
     "olmo3": {},  # windows beside full attention, norms after the layers
@@ -48,6 +54,27 @@ def test_a_model_that_does_more_between_tokens_is_refused(tmp_path: Path) -> Non
     write_zoo_model(tmp_path, "minimax")
     with pytest.raises(ModelLoadError, match="in a batch its logits are others than those of each sequence alone"):
         check_scenarios(tmp_path, lambda ids: ids)
+
+
+class NoReads(TorchDispatchMode):
+    """Fails on every op that needs a tensor's values on the host: a CUDA graph can't have one."""
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        name = func.overloadpacket.__name__
+        assert name not in ("_local_scalar_dense", "nonzero", "masked_select", "_unique2"), name
+        return func(*args, **(kwargs or {}))
+
+
+@pytest.mark.parametrize("model_type", ["olmo3", "gpt2"])
+def test_a_decode_reads_nothing_from_the_device(model_type: str, tmp_path: Path) -> None:
+    write_zoo_model(tmp_path, model_type)
+    model, _ = load(source_of(tmp_path))
+    assert isinstance(model, TransformersModel)
+    ids, positions = torch.tensor([5, 7]), torch.zeros(2, dtype=torch.int64)
+    listen(model.module, PlainAttention(model._layers, positions))
+    with NoReads(), torch.inference_mode():
+        hidden = model._trunk(**trunk_inputs(model._trunk, ids[None], positions[None])).last_hidden_state[0]
+        assert model.compute_logits(hidden).shape == (2, VOCAB_SIZE)
 
 
 def test_a_tensor_is_missing(tmp_path: Path) -> None:
