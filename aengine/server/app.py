@@ -32,6 +32,7 @@ from .openai.models import list_models, show_model
 from .openai.requests import ChatBody, CompletionBody
 from .openai.responses.body import ResponseBody
 from .openai.responses.endpoint import count_input_tokens, create_response, delete_response, show_response
+from .openai.responses.input_items import cancel_response, list_input_items
 from .openai.tokens import DetokenizeBody, TokenizeBody, detokenize, tokenize
 from .openapi import Endpoint, Entry, openapi_document, show_openapi
 from .page.files import show_file, show_page
@@ -55,6 +56,8 @@ _ENDPOINTS: list[Entry] = [
     ("POST", "/v1/responses/input_tokens", count_input_tokens, ResponseBody),
     ("GET", "/v1/responses/{id}", show_response),
     ("DELETE", "/v1/responses/{id}", delete_response),
+    ("GET", "/v1/responses/{id}/input_items", list_input_items),
+    ("POST", "/v1/responses/{id}/cancel", cancel_response),
     ("POST", "/v1/messages", create_message, MessagesBody),
     ("POST", "/v1/messages/count_tokens", count_tokens, CountBody),
     ("POST", "/tokenize", tokenize, TokenizeBody),

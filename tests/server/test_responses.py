@@ -177,7 +177,7 @@ async def test_what_is_stored_is_bounded() -> None:
             await http_client.aclose()
     store = ResponseStore(100, max_bytes=5000)
     for i in range(20):
-        store.put({"id": str(i)}, None, [{"role": "user", "content": "x" * 1000}])
+        store.put({"id": str(i)}, None, [{"role": "user", "content": "x" * 1000}], [])
     assert len(store._responses) == 4 and store._num_bytes <= 5000
     for response_id in list(store._responses):
         store.delete(response_id)
@@ -274,7 +274,7 @@ def agent(request: FakeRequest) -> Any:
 
 async def test_an_agent_of_openais_sdk() -> None:
     agents = pytest.importorskip("agents")
-    agents.set_tracing_disabled(True)
+    untraced = agents.RunConfig(tracing_disabled=True)
 
     @agents.function_tool
     def where() -> str:
@@ -284,8 +284,10 @@ async def test_an_agent_of_openais_sdk() -> None:
     async with FakeAsyncLLM(agent) as engine, openai_client(engine) as client:
         model = agents.OpenAIResponsesModel("fake", client)
         asked = agents.Agent("weather", instructions="Help.", model=model, tools=[where], output_type=Report)
-        assert (await agents.Runner.run(asked, "weather?")).final_output == Report(city="Paris", sunny=True)
-        run = agents.Runner.run_streamed(asked, "weather?")
+        assert (await agents.Runner.run(asked, "weather?", run_config=untraced)).final_output == Report(
+            city="Paris", sunny=True
+        )
+        run = agents.Runner.run_streamed(asked, "weather?", run_config=untraced)
         names = [event.name async for event in run.stream_events() if event.type == "run_item_stream_event"]
         assert run.final_output == Report(city="Paris", sunny=True)
         assert names == ["tool_called", "tool_output", "message_output_created"]
@@ -327,3 +329,35 @@ def test_items_become_messages_of_the_assistant() -> None:
     ]
     for items, messages in cases:
         assert messages_of(items, ()) == messages
+
+
+async def test_the_input_of_a_response_is_shown() -> None:
+    async with FakeAsyncLLM(["one", Reply(tool_calls=CALLS[:1]), "two"]) as engine:
+        async with openai_client(engine) as client:
+            first = await client.responses.create(model="fake", input="1")
+            listed = await client.responses.input_items.list(first.id)
+            assert [(item.type, item.role, item.content[0].text) for item in listed.data] == [("message", "user", "1")]  # type: ignore[union-attr]
+            second = await client.responses.create(
+                model="fake", input="2", tools=[ADD], tool_choice="required", previous_response_id=first.id
+            )
+            call = second.output[0]
+            assert call.type == "function_call"
+            output: Any = {"type": "function_call_output", "call_id": call.call_id, "output": "3"}
+            third = await client.responses.create(model="fake", input=[output], previous_response_id=second.id)
+            kinds = ["message", "message", "message", "function_call", "function_call_output"]
+            items = [item async for item in client.responses.input_items.list(third.id, order="asc", limit=2)]
+            assert [item.type for item in items] == kinds, "over three pages"
+            assert len({item.id for item in items}) == 5
+            newest = await client.responses.input_items.list(third.id)
+            assert [item.id for item in newest.data] == [item.id for item in items[::-1]] and not newest.has_more
+            for wrong in ({"limit": 0}, {"limit": 101}, {"after": "nobody"}, {"order": "up"}):
+                with pytest.raises(openai.BadRequestError) as caught:
+                    await client.responses.input_items.list(third.id, **wrong)  # type: ignore[arg-type]
+                assert caught.value.param == next(iter(wrong))
+            with pytest.raises(openai.NotFoundError):
+                await client.responses.input_items.list("resp_none")
+            with pytest.raises(openai.BadRequestError, match="background") as refused:
+                await client.responses.cancel(third.id)
+            assert refused.value.code == "background_not_supported"
+            with pytest.raises(openai.NotFoundError):
+                await client.responses.cancel("resp_none")

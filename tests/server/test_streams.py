@@ -2,17 +2,21 @@
 
 from __future__ import annotations
 
+import asyncio
 import gzip
+import itertools
 import json
+from collections.abc import AsyncGenerator
 from typing import Any
 
 import httpx
 import openai
 import pytest
+from starlette.requests import Request
 
 from aengine.server import create_app, http
 from aengine.server.in_process import streaming_transport
-from aengine.testing import FakeAsyncLLM
+from aengine.testing import FakeAsyncLLM, Reply
 
 HELLO: list[Any] = [{"role": "user", "content": "hello"}]
 STREAMS: list[tuple[str, dict[str, Any]]] = [
@@ -27,39 +31,79 @@ def client_of(engine: FakeAsyncLLM) -> httpx.AsyncClient:
     return httpx.AsyncClient(transport=streaming_transport(create_app(engine)), base_url="http://app")
 
 
+async def no_rest(seconds: float) -> None:
+    """Wait for nothing."""
+
+
+async def test_comments_keep_a_connection_alive(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Before the first event, and between events; none is sent while the next chunk is there."""
+    monkeypatch.setattr(http, "PING_SECONDS", 0.001)
+    turns: asyncio.Queue[None] = asyncio.Queue()
+    sent: list[bytes] = []
+
+    async def chunks() -> AsyncGenerator[bytes, None]:
+        for text in (b"data: 1\n\n", b"data: 2\n\n"):
+            await turns.get()
+            yield text
+        await turns.get()
+        raise ValueError("late")
+
+    async def receive() -> Any:
+        return await asyncio.Event().wait()
+
+    async def send(message: Any) -> None:
+        if body := message.get("body"):
+            is_new = not sent or sent[-1] != body
+            sent.append(body)
+            if body == http.PING and is_new:
+                turns.put_nowait(None)
+
+    request = Request({"type": "http", "method": "POST", "headers": []}, receive)
+    answer = await http.begin_events(request, chunks(), http.Pace(1000), no_rest, lambda error: b"", {})
+    with pytest.raises(ValueError, match="late"):
+        await answer(request.scope, receive, send)
+    assert [body for body, _ in itertools.groupby(sent)] == [
+        http.PING, b"data: 1\n\n", http.PING, b"data: 2\n\n", http.PING,
+    ]  # fmt: skip
+
+
 @pytest.mark.parametrize(("path", "body"), STREAMS)
-async def test_comments_keep_a_connection_alive(
+async def test_an_error_after_the_first_comment_is_an_event(
     path: str, body: dict[str, Any], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(http, "PING_SECONDS", 0.01)
-    async with FakeAsyncLLM("ab", token_delay=0.2) as engine, client_of(engine) as client:
-        answer = await client.post(path, json=body | {"stream": True})
-        assert answer.status_code == 200
-        parts = answer.text.split("\n\n")
-        assert parts[0] == ": ping"
-        assert parts[-2] != ": ping" and "event" not in parts[0]
-        kinds = "".join("p" if part == ": ping" else "e" for part in parts)
-        assert kinds.rstrip("e").count("ep") >= 1, "also between events"
-        late = await client.post(path, json=body | {"stream": True, "deadline": 0.1})
-        assert late.status_code == 200 and late.text.startswith(": ping\n\n")
-        assert "deadline" in [part for part in late.text.split("\n\n") if part not in ("", "data: [DONE]")][-1]
-        monkeypatch.setattr(http, "PING_SECONDS", 100.0)
-        late = await client.post(path, json=body | {"stream": True, "deadline": 0.1})
+    async with FakeAsyncLLM("ab", token_delay=2.0) as engine, client_of(engine) as client:
+        late = await client.post(path, json=body | {"stream": True, "deadline": 0.01})
         assert late.status_code == 504
+        monkeypatch.setattr(http, "PING_SECONDS", 0.001)
+        late = await client.post(path, json=body | {"stream": True, "deadline": 0.5})
+        assert late.status_code == 200
+        assert "deadline" in [part for part in late.text.split("\n\n") if part not in ("", "data: [DONE]")][-1]
 
 
 async def test_openais_client_passes_over_comments(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(http, "PING_SECONDS", 0.01)
-    async with FakeAsyncLLM("ab", token_delay=0.05) as engine, engine.openai_client(max_retries=0) as client:
+    monkeypatch.setattr(http, "PING_SECONDS", 0.001)
+    async with FakeAsyncLLM("ab", token_delay=0.2) as engine, engine.openai_client(max_retries=0) as client:
         ask: dict[str, Any] = {"model": "fake", "messages": HELLO, "stream": True}
         chunks = [chunk async for chunk in await client.chat.completions.create(**ask)]
         assert "".join(chunk.choices[0].delta.content or "" for chunk in chunks) == "ab"
-        stream = await client.responses.create(model="fake", input="hello", stream=True, extra_body={"deadline": 0.03})
+        stream = await client.responses.create(model="fake", input="hello", stream=True, extra_body={"deadline": 0.15})
         events = [event async for event in stream]
         assert [event.type for event in events] == ["error"] and "deadline" in getattr(events[0], "message")
         with pytest.raises(openai.APIError, match="deadline"):
-            async for _ in await client.chat.completions.create(**ask, extra_body={"deadline": 0.03}):
+            async for _ in await client.chat.completions.create(**ask, extra_body={"deadline": 0.15}):
                 pass
+
+
+async def test_a_call_of_the_function_that_is_named_stops() -> None:
+    reply = Reply(tool_calls=[("a", {})])
+    async with FakeAsyncLLM([reply] * 4) as engine, client_of(engine) as client:
+        named: Any = {"type": "function", "function": {"name": "a"}}
+        for choice, word in ((named, "stop"), ("required", "tool_calls")):
+            asked = with_tool({}) | {"messages": HELLO, "tool_choice": choice}
+            answer = (await client.post("/v1/chat/completions", json=asked)).json()["choices"][0]
+            assert answer["finish_reason"] == word and answer["message"]["tool_calls"]
+            events = await client.post("/v1/chat/completions", json=asked | {"stream": True})
+            assert f'"finish_reason":"{word}"' in events.text
 
 
 async def test_a_compressed_body_is_refused() -> None:

@@ -65,8 +65,13 @@ def answer_id(prefix: str, request: Request, given: str | None = None) -> Answer
     return AnswerId(text, f"{text}-{fresh[:12]}", {"x-request-id": name}, fresh)
 
 
-def finish_reason(reason: FinishReason) -> str:
-    """Return OpenAI's word: an aborted answer is cut off, as one that ran out of tokens."""
+def finish_reason(reason: FinishReason, *, is_forced: bool = False) -> str:
+    """Return OpenAI's word: an aborted answer is cut off, as one that ran out of tokens.
+
+    ``is_forced``: the request names the function to call; OpenAI's word for such a call is "stop".
+    """
+    if is_forced and reason is FinishReason.TOOL_CALLS:
+        return "stop"
     return "length" if reason in (FinishReason.ABORT, FinishReason.ERROR) else str(reason)
 
 

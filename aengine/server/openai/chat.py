@@ -93,7 +93,7 @@ class _Writer:
             "index": choice.index,
             "message": self._message(choice.message),
             "logprobs": logprobs,
-            "finish_reason": finish_reason(choice.finish_reason),
+            "finish_reason": finish_reason(choice.finish_reason, is_forced=self._body.names_function),
             "stop_reason": choice.stop_reason,
         }
 
@@ -117,7 +117,7 @@ class _Writer:
         """
         options = self._body.stream_options or StreamOptions()
         has_several = self._body.n is not None and self._body.n > 1
-        writer = _ChunkWriter(self._head, options.include_usage)
+        writer = _ChunkWriter(self._head, include_usage=options.include_usage, is_forced=self._body.names_function)
         async with aclosing(stream):
             try:
                 while deltas := await stream.read():
@@ -171,7 +171,8 @@ class _Writer:
 class _ChunkWriter:
     """Writes the chunks of one stream, as server-sent events. What all of them share is written once."""
 
-    def __init__(self, head: dict[str, Any], include_usage: bool) -> None:
+    def __init__(self, head: dict[str, Any], *, include_usage: bool, is_forced: bool) -> None:
+        self._is_forced = is_forced
         self._head = dumps(head | {"object": "chat.completion.chunk"})[:-1]
         self._tail = ',"usage":null}\n\n' if include_usage else "}\n\n"
         self._events: list[str] = []
@@ -218,7 +219,8 @@ class _ChunkWriter:
         if choice not in self._ended:
             self._ended.add(choice)
             delta = '{"role":"assistant","content":""}' if self._role(choice) else "{}"
-            self._add(choice, delta, "null", f'"{finish_reason(reason)}","stop_reason":{dumps(stop_reason)}')
+            word = finish_reason(reason, is_forced=self._is_forced)
+            self._add(choice, delta, "null", f'"{word}","stop_reason":{dumps(stop_reason)}')
 
     def write_usage(self, usage: dict[str, Any]) -> None:
         self._events.append(f'data: {self._head},"choices":[],"usage":{dumps(usage)}}}\n\n')

@@ -381,6 +381,12 @@ class ChatBody(_ChoicesBody):
         return options | self.request_options()
 
     @property
+    def names_function(self) -> bool:
+        """Whether one function is to be called, which ``tool_choice`` names as OpenAI's."""
+        choice = self.tool_choice
+        return isinstance(choice, dict) and choice.get("type", "function") == "function"
+
+    @property
     def is_strict(self) -> bool:
         """Whether a schema that can't be held as a whole is an error: the caller has asked for it to be strict."""
         return any_strict(self.tools) or (self.response_format is not None and self.response_format.is_strict)

@@ -18,6 +18,7 @@ from ...http import HTTPError, JSONAnswer, as_utf8, begin_events, while_connecte
 from ...service import Service
 from ..answers import answer_id, merged, num_tokens, token_entry
 from .body import ResponseBody
+from .input_items import items_of
 from .items import Events, Items
 from .messages import messages_of, with_instructions
 from .store import ResponseStore
@@ -94,6 +95,7 @@ class _Conversation:
 
     def __init__(self, store: ResponseStore, body: ResponseBody) -> None:
         self._store = store
+        self._input = body.input
         previous = body.previous_response_id
         self._before = None if previous is None else store.get(previous, "previous_response_id")
         earlier = self._before.messages if self._before else ()
@@ -104,7 +106,8 @@ class _Conversation:
 
     def put(self, response: dict[str, Any], completion: ChatCompletion[Any]) -> None:
         """Store the response, and with it the conversation."""
-        self._store.put(response, self._before, [*self._new, completion.message.to_dict()])
+        messages = [*self._new, completion.message.to_dict()]
+        self._store.put(response, self._before, messages, items_of(self._input))
 
 
 class _Writer:

@@ -22,6 +22,8 @@ class StoredResponse:
     response: dict[str, Any]
     messages: Messages
     """All messages, the answer included, but for the instructions, which are of one request only."""
+    items: Sequence[dict[str, Any]]
+    """Of the input, with all that came before: earlier inputs and answers."""
     num_bytes: int
 
 
@@ -60,13 +62,22 @@ class ResponseStore:
         self._responses.move_to_end(response_id)
         return found
 
-    def put(self, response: dict[str, Any], before: StoredResponse | None, messages: Messages) -> None:
-        """Keep a response, with the messages that it adds to those ``before``."""
+    def put(
+        self,
+        response: dict[str, Any],
+        before: StoredResponse | None,
+        messages: Messages,
+        items: Sequence[dict[str, Any]],
+    ) -> None:
+        """Keep a response, with the messages and the items of its input that it adds to those ``before``."""
         if not self.is_kept:
             return
-        num_bytes = len(dumps(messages)) + len(dumps(response)) + (before.num_bytes if before else 0)
-        earlier = before.messages if before else ()
-        self._responses[response["id"]] = StoredResponse(response, (*earlier, *messages), num_bytes)
+        num_bytes = sum(len(dumps(part)) for part in (messages, items, response))
+        if before is not None:
+            num_bytes += before.num_bytes
+            messages = (*before.messages, *messages)
+            items = (*before.items, *before.response["output"], *items)
+        self._responses[response["id"]] = StoredResponse(response, messages, items, num_bytes)
         self._num_bytes += num_bytes
         while self._num_bytes > self._max_bytes or len(self._responses) > self._max_responses:
             _, oldest = self._responses.popitem(last=False)
