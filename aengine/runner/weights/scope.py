@@ -34,7 +34,7 @@ class Place(NamedTuple):
 
 
 class CheckpointNames(Protocol):
-    """A model's rules by which it requests tensors of those that a checkpoint has, where that depends on their names."""
+    """A model's rules by which it requests tensors of those in a checkpoint, where that depends on their names."""
 
     def choose(self, stored: Mapping[str, tuple[int, ...]] | None) -> None:
         """Request them. ``stored``: names and shapes of all; None: the checkpoint has what the model asks for."""
