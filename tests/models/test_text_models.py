@@ -17,8 +17,18 @@ from aengine.runner.models import read_config
 
 VISION = {"hidden_size": 16, "intermediate_size": 16, "num_hidden_layers": 1, "num_attention_heads": 2}
 GEMMA3 = {"head_dim": 16, "sliding_window": 9, "query_pre_attn_scalar": 20}
+POSITION_SCALED = {
+    "rope_type": "yarn",
+    "rope_theta": 10000.0,
+    "factor": 4.0,
+    "original_max_position_embeddings": 16,
+    "llama_4_scaling_beta": 0.3,
+}
 MODELS: dict[str, tuple[str, dict[str, Any], dict[str, Any]]] = {
     "gemma3": ("Gemma3", GEMMA3, {**VISION, "image_size": 28, "patch_size": 14}),
+}
+WITHOUT_IMAGES = {
+    "Ministral3": {"head_dim": 16, "rope_parameters": POSITION_SCALED},
 }
 TOKENS = [random.Random(3).randrange(3, 256) for _ in range(40)]
 
@@ -29,6 +39,20 @@ def test_the_text_model_is_loaded(name: str, tmp_path: Path) -> None:
     config = getattr(transformers, f"{family}Config")(text_config={**SIZES, **text}, vision_config=vision)
     torch.manual_seed(5)
     model = getattr(transformers, f"{family}ForConditionalGeneration")(config).eval()
+    randomise(model)
+    model.save_pretrained(tmp_path)
+    write_tiny_tokenizer(tmp_path)
+    with torch.inference_mode():
+        wanted = model(input_ids=torch.tensor([TOKENS]), use_cache=False).logits[0]
+    ours = Driver(load(source_of(tmp_path))[0], random.Random(0)).step({"a": TOKENS})["a"]
+    torch.testing.assert_close(ours, wanted, rtol=0, atol=1e-4)
+
+
+@pytest.mark.parametrize("name", WITHOUT_IMAGES)
+def test_text_alone(name: str, tmp_path: Path) -> None:
+    torch.manual_seed(5)
+    config = getattr(transformers, f"{name}Config")(**{**SIZES, **WITHOUT_IMAGES[name]})
+    model = getattr(transformers, f"{name}ForCausalLM")(config).eval()
     randomise(model)
     model.save_pretrained(tmp_path)
     write_tiny_tokenizer(tmp_path)

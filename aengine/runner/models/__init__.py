@@ -23,6 +23,7 @@ FAMILIES = {
     "gpt_oss": "gpt_oss.GptOss",
     "lfm2": "lfm2.Lfm2",
     "llama": "llama.Llama",
+    "ministral3": "mistral.Mistral",
     "mistral": "mistral.Mistral",
     "mixtral": "mixtral.Mixtral",
     "phi3": "phi3.Phi3",
