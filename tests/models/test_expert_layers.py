@@ -158,8 +158,13 @@ def test_a_shared_expert(gated: bool) -> None:
     """Both see the same norm of the residual stream, though both change it."""
     scope, gen = WeightScope(choose_formats("float32", CPU)), torch.Generator().manual_seed(1)
     router = Router(scope, 16, 4, RoutingRule(2, "sigmoid", scale=1.5), correction="bias")
-    shared = SharedExpert(GatedMLP(scope.at("shared"), 16, 12), Linear(scope, 16, {"g": 1}) if gated else None)
-    moe, norm = MoE(16, router, Experts(scope.at("experts"), 16, 8, 4), shared), RMSNorm(scope.at("norm"), 16, 1e-6)
+    shared = SharedExpert(
+        GatedMLP(scope.at("shared"), 16, 12, activation="silu"), Linear(scope, 16, {"g": 1}) if gated else None
+    )
+    moe, norm = (
+        MoE(16, router, Experts(scope.at("experts"), 16, 8, 4, gate=ExpertGate()), shared),
+        RMSNorm(scope.at("norm"), 16, 1e-6),
+    )
     w: dict[str, Tensor] = {}
     for name, (place,) in scope.places.items():
         w[name] = torch.randn(place.shape, generator=gen)

@@ -21,6 +21,7 @@ GRANITE = {
     "residual_multiplier": 0.4,
     "attention_multiplier": 0.2,
     "attention_bias": True,
+    "hidden_act": "gelu",
 }
 MODELS: dict[str, tuple[str, dict[str, Any]]] = {
     "gemma2": ("gemma2", {"head_dim": 16, "sliding_window": 9, "attn_logit_softcapping": 2.0}),
@@ -29,10 +30,18 @@ MODELS: dict[str, tuple[str, dict[str, Any]]] = {
     "llama": ("llama", {"attention_bias": True}),
     "llama-yarn": ("llama", {"head_dim": 64, "rope_parameters": YARN}),
     "qwen3-windows": ("qwen3", {"sliding_window": 9, "use_sliding_window": True, "layer_types": LAYER_TYPES}),
-    "smollm3": ("smollm3", {"no_rope_layer_interval": 2, "use_sliding_window": True, "sliding_window": 9}),
+    "smollm3": (
+        "smollm3",
+        {
+            "no_rope_layer_interval": 2,
+            "use_sliding_window": True,
+            "sliding_window": 9,
+            "hidden_act": "gelu_pytorch_tanh",
+        },
+    ),
     "gpt-oss": ("gpt_oss", {"sliding_window": 7, "swiglu_limit": 1.0}),
-    "mixtral": ("mixtral", {"sliding_window": 9}),
-    "qwen3-moe": ("qwen3_moe", {"norm_topk_prob": True, "mlp_only_layers": [1]}),
+    "mixtral": ("mixtral", {"sliding_window": 9, "hidden_act": "gelu"}),
+    "qwen3-moe": ("qwen3_moe", {"norm_topk_prob": True, "mlp_only_layers": [1], "hidden_act": "gelu"}),
 }
 
 

@@ -26,9 +26,6 @@ from .norm import RMSNorm
 __all__ = ["Experts", "MoE", "Router", "SharedExpert"]
 
 
-SILU = ExpertGate()
-
-
 class Router:
     """The experts of each token, and their weights: a matrix [num_experts, hidden_size], then a rule."""
 
@@ -65,7 +62,7 @@ class Experts:
         intermediate_size: int,
         num_experts: int,
         *,
-        gate: ExpertGate = SILU,
+        gate: ExpertGate,
         gate_up: tuple[str, ...] = ("gate_proj", "up_proj"),
         down: str = "down_proj",
         bias: bool = False,

@@ -47,5 +47,12 @@ class Granite(Decoder[GraniteConfig]):
         attention = SelfAttention(
             config, index, scope, qkv_bias=bias, o_bias=bias, scale=config.attention_scale, out_scale=factor
         )
-        mlp = GatedMLP(weights.at("mlp"), config.hidden_size, size, bias=config.mlp_bias, out_scale=factor)
+        mlp = GatedMLP(
+            weights.at("mlp"),
+            config.hidden_size,
+            size,
+            activation=config.activation,
+            bias=config.mlp_bias,
+            out_scale=factor,
+        )
         return DecoderLayer(config, weights, attention, mlp)

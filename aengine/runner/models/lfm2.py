@@ -127,7 +127,8 @@ class Lfm2(Decoder[Lfm2Config]):
             mixer = Attention(config, index, weights.at("self_attn"))
         ffn_norm = self.make_norm(weights.at("ffn_norm"))
         names = ("w1", "w3", "w2")
-        mlp = GatedMLP(weights.at("feed_forward"), config.hidden_size, config.intermediate_size, names=names)
+        sizes = config.hidden_size, config.intermediate_size
+        mlp = GatedMLP(weights.at("feed_forward"), *sizes, activation=config.activation, names=names)
 
         def layer(residual: Tensor, attn: AttentionCall) -> None:
             mixer(residual, operator_norm, attn)

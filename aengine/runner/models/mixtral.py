@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, Self
 
-from ...kernels.expert_types import RoutingRule
+from ...kernels.expert_types import ExpertGate, RoutingRule
 from ..layers.decoder import Decoder, DecoderLayer, SelfAttention
 from ..layers.moe import Experts, MoE, Router
 from ..model_config import ConfigReader, ModelConfig
@@ -46,6 +46,7 @@ class Mixtral(Decoder[MixtralConfig]):
             size,
             config.intermediate_size,
             config.num_experts,
+            gate=ExpertGate(config.activation),
             gate_up=("w1", "w3"),
             down="w2",
         )

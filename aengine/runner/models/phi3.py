@@ -37,5 +37,6 @@ class Phi3(Decoder[Phi3Config]):
     def make_layer(self, index: int, weights: WeightScope) -> DecoderLayer:
         config = self.config
         attention = SelfAttention(config, index, weights.at("self_attn"), packed=True)
-        mlp = GatedMLP(weights.at("mlp"), config.hidden_size, config.intermediate_size, packed=True)
+        sizes = config.hidden_size, config.intermediate_size
+        mlp = GatedMLP(weights.at("mlp"), *sizes, activation=config.activation, packed=True)
         return DecoderLayer(config, weights, attention, mlp)

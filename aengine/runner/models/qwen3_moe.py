@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, Self
 
-from ...kernels.expert_types import RoutingRule
+from ...kernels.expert_types import ExpertGate, RoutingRule
 from ..layers.decoder import Decoder, DecoderLayer, FeedForward, SelfAttention
 from ..layers.mlp import GatedMLP
 from ..layers.moe import Experts, MoE, Router
@@ -60,6 +60,7 @@ class Qwen3Moe(Decoder[Qwen3MoeConfig]):
     def _feed_forward(self, index: int, scope: WeightScope) -> FeedForward:
         config, size = self.config, self.config.hidden_size
         if index in config.dense_layers:
-            return GatedMLP(scope, size, config.intermediate_size)
+            return GatedMLP(scope, size, config.intermediate_size, activation=config.activation)
         router = Router(scope, size, config.num_experts, config.routing)
-        return MoE(size, router, Experts(scope.at("experts"), size, config.moe_intermediate_size, config.num_experts))
+        sizes, gate = (size, config.moe_intermediate_size, config.num_experts), ExpertGate(config.activation)
+        return MoE(size, router, Experts(scope.at("experts"), *sizes, gate=gate))

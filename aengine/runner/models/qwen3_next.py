@@ -11,7 +11,7 @@ from typing import Any, Self
 import torch
 from torch import Tensor
 
-from ...kernels.expert_types import RoutingRule
+from ...kernels.expert_types import ExpertGate, RoutingRule
 from ..kv_spec import FullKV, LayerKV
 from ..layers.attention import AttentionCall, AttentionLayer
 from ..layers.decoder import Decoder, FeedForward
@@ -166,11 +166,14 @@ class Qwen3Next(Decoder[Qwen3NextConfig]):
         config, size = self.config, self.config.hidden_size
         if index in config.dense_layers:
             return GatedMLP(scope, size, config.intermediate_size, activation=config.activation)
-        gate = Linear(scope, size, {"shared_expert_gate": 1})
-        shared = SharedExpert(GatedMLP(scope.at("shared_expert"), size, config.shared_intermediate_size), gate)
+        shared_gate = Linear(scope, size, {"shared_expert_gate": 1})
+        shared = GatedMLP(
+            scope.at("shared_expert"), size, config.shared_intermediate_size, activation=config.activation
+        )
         router = Router(scope, size, config.num_experts, config.routing)
-        experts = Experts(scope.at("experts"), size, config.moe_intermediate_size, config.num_experts)
-        return MoE(size, router, experts, shared)
+        sizes, gate = (size, config.moe_intermediate_size, config.num_experts), ExpertGate(config.activation)
+        experts = Experts(scope.at("experts"), *sizes, gate=gate)
+        return MoE(size, router, experts, SharedExpert(shared, shared_gate))
 
 
 class Qwen35(Qwen3Next):

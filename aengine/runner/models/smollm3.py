@@ -48,5 +48,6 @@ class SmolLM3(Decoder[SmolLM3Config]):
         config, bias = self.config, self.config.attention_bias
         rope = 0 if config.rotates[index] else None
         attention = SelfAttention(config, index, weights.at("self_attn"), qkv_bias=bias, o_bias=bias, rope=rope)
-        mlp = GatedMLP(weights.at("mlp"), config.hidden_size, config.intermediate_size, bias=config.mlp_bias)
+        sizes = config.hidden_size, config.intermediate_size
+        mlp = GatedMLP(weights.at("mlp"), *sizes, activation=config.activation, bias=config.mlp_bias)
         return DecoderLayer(config, weights, attention, mlp)
