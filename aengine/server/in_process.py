@@ -150,6 +150,9 @@ def _scope_of(request: Any) -> dict[str, Any]:
     }
 
 
+_running: set[asyncio.Task[None]] = set()
+
+
 class _Exchange:
     """One request to the application, and its answer."""
 
@@ -163,6 +166,9 @@ class _Exchange:
         self._has_room = asyncio.Event()
         self._has_ended = False
         self._task = asyncio.ensure_future(self._run(app, scope))
+        # The loop's own reference is weak, and while the application waits for its reader nobody else has one.
+        _running.add(self._task)
+        self._task.add_done_callback(_running.discard)
 
     async def start(self) -> tuple[int, Any]:
         """Return the status and the headers, once the application has sent them. Raises what it raises before."""

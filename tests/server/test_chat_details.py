@@ -284,6 +284,30 @@ async def test_an_application_waits_for_a_client_that_does_not_read() -> None:
             pass  # left without being read: the application ends all the same
 
 
+async def test_an_application_is_not_collected_while_it_waits_for_its_reader() -> None:
+    ended = asyncio.Event()
+
+    async def app(scope: Any, receive: Any, send: Any) -> None:
+        try:
+            await send({"type": "http.response.start", "status": 200, "headers": []})
+            for _ in range(2):
+                await send({"type": "http.response.body", "body": b"x", "more_body": True})
+        finally:
+            ended.set()
+
+    faults: list[dict[str, Any]] = []
+    asyncio.get_running_loop().set_exception_handler(lambda loop, context: faults.append(context))
+    answer: Any = await streaming_transport(app).handle_async_request(httpx.Request("GET", "http://app/"))
+    await asyncio.sleep(0.01)
+    assert not ended.is_set()
+    answer.extensions["itself"] = answer  # only the collector of cycles frees it
+    del answer
+    gc.collect()
+    assert not ended.is_set()
+    await ended.wait()
+    assert faults == []
+
+
 @pytest.mark.parametrize("how", ["dropped", "client closed"])
 async def test_an_answer_that_is_not_closed_ends_all_the_same(how: str) -> None:
     async with FakeAsyncLLM("a" * 20_000, token_delay=0.005) as engine, engine.openai_client() as client:
