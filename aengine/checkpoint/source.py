@@ -79,7 +79,7 @@ def resolve_model(config: EngineConfig, progress: Progress | None = None) -> Mod
             settings, generation = gguf_hf_config(file), gguf_generation_config(file)
             path, pooling = file.path, gguf_pooling(file).to_wire()
         return ModelSource(config.model, str(path), "dummy" if dummy else "gguf", settings, generation, pooling)
-    settings = text_config(read_json(path / "config.json"))
+    settings = text_config(read_json(path / "config.json"), None if dummy else path)
     generation_file = path / "generation_config.json"
     generation = read_json(generation_file) if generation_file.is_file() else {}
     pooling = read_pooling(path, settings).to_wire()

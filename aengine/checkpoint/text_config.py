@@ -2,22 +2,47 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import json
+from collections.abc import Iterable, Mapping
+from pathlib import Path
 from typing import Any
 
 __all__ = ["text_config"]
 
+_TIED = "tie_word_embeddings"
 
-def text_config(hf_config: Mapping[str, Any]) -> dict[str, Any]:
+
+def text_config(hf_config: Mapping[str, Any], folder: Path | None = None) -> dict[str, Any]:
     """Return the content itself if it is of a text model alone, else the text model's.
 
-    What the latter leaves open (dtype, special tokens, quantization) is as above it, and so are tied embeddings in any
-    case, which transformers looks up there.
+    What the latter leaves open (dtype, special tokens, quantization) is as above it. Tied embeddings in any case are,
+    since transformers looks them up there. Where nothing is said above, transformers takes a default of its class for
+    the whole model, and ``folder`` decides: with safetensors of which none is an output matrix they are tied.
     """
     text = hf_config.get("text_config")
     if not isinstance(text, Mapping):
         return dict(hf_config)
     parts = {key for key in hf_config if key.endswith("_config")} - {"quantization_config", "compression_config"}
     above = {key: value for key, value in hf_config.items() if key not in parts}
-    tied = {"tie_word_embeddings": above["tie_word_embeddings"]} if "tie_word_embeddings" in above else {}
-    return {**above, **{key: value for key, value in text.items() if value is not None}, **tied}
+    settings = {**above, **{key: value for key, value in text.items() if value is not None}}
+    tied = above.get(_TIED)
+    if tied is None and folder is not None:
+        names = list(_tensor_names(folder))
+        tied = not any("lm_head" in name.split(".") for name in names) if names else None
+    return settings if tied is None else {**settings, _TIED: tied}
+
+
+def _tensor_names(folder: Path) -> Iterable[str]:
+    """Names of the tensors in the safetensors files; of a file that can't be read none, which its loader will say."""
+    from safetensors import SafetensorError, safe_open
+
+    index = folder / "model.safetensors.index.json"
+    try:
+        if index.is_file():
+            yield from json.loads(index.read_text(encoding="utf-8"))["weight_map"]
+            return
+        for path in folder.glob("*.safetensors"):
+            with safe_open(path, framework="np") as file:
+                yield from file.keys()
+    except (OSError, ValueError, KeyError, TypeError, SafetensorError):
+        return

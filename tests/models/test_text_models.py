@@ -11,6 +11,7 @@ import pytest
 import torch
 import transformers
 from driver import Driver, load, source_of
+from scenarios import check_scenarios
 from tiny import SIZES, randomise, write_tiny_tokenizer
 
 from aengine.runner.models import read_config
@@ -46,6 +47,34 @@ def test_the_text_model_is_loaded(name: str, tmp_path: Path) -> None:
         wanted = model(input_ids=torch.tensor([TOKENS]), use_cache=False).logits[0]
     ours = Driver(load(source_of(tmp_path))[0], random.Random(0)).step({"a": TOKENS})["a"]
     torch.testing.assert_close(ours, wanted, rtol=0, atol=1e-4)
+
+
+MISTRAL3 = {
+    "mistral": {"model_type": "mistral", "head_dim": 16, "sliding_window": None},
+    "ministral3": {"model_type": "ministral3", "head_dim": 16, "rope_parameters": POSITION_SCALED},
+}
+
+
+@pytest.mark.parametrize("tied", [True, False], ids=["tied", "untied"])
+@pytest.mark.parametrize("name", MISTRAL3)
+def test_the_text_of_mistral3(name: str, tied: bool, tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    """Its config.json does not say whether embeddings are tied, as those of its releases; the weights do."""
+    config = transformers.Mistral3Config(
+        text_config={**SIZES, **MISTRAL3[name]}, vision_config=VISION, tie_word_embeddings=tied
+    )
+    torch.manual_seed(5)
+    model = transformers.Mistral3ForConditionalGeneration(config).eval()
+    randomise(model)
+    model.save_pretrained(tmp_path, max_shard_size="40KB" if tied else "1GB")
+    assert (tmp_path / "model.safetensors.index.json").is_file() == tied
+    write_tiny_tokenizer(tmp_path)
+    settings = json.loads((tmp_path / "config.json").read_text())
+    for level in (settings, settings["text_config"]):
+        level.pop("tie_word_embeddings", None)
+    (tmp_path / "config.json").write_text(json.dumps(settings))
+    engine = check_scenarios(tmp_path, model)
+    assert engine.offer["model_impl"] == "native" and engine.offer["model_type"] == name
+    assert not [record for record in caplog.records if "does not use" in record.message]
 
 
 @pytest.mark.parametrize("name", WITHOUT_IMAGES)

@@ -72,13 +72,24 @@ def _read(files: list[Path], target: Target) -> Iterator[Named]:
     from safetensors import safe_open
 
     with ExitStack() as stack:
-        jobs: list[list[Callable[[], Named]]] = []
+        opened: list[tuple[Path, Any, list[str]]] = []
         for path in files:
             with _corrupt(path):
                 file = stack.enter_context(safe_open(path, framework="pt"))
-                jobs.append([job for name in file.keys() for job in _jobs(path, file, name, target)])  # noqa: SIM118
+                opened.append((path, file, list(file.keys())))
+        of_text = _text_tensors([name for _, _, names in opened for name in names], target)
+        jobs = [
+            [job for name in names if name in of_text for job in _jobs(path, file, name, target)]
+            for path, file, names in opened
+        ]
         in_turn = chain.from_iterable(zip_longest(*jobs))
         yield from in_threads((job for job in in_turn if job is not None), _READERS)
+
+
+def _text_tensors(names: list[str], target: Target) -> set[str]:
+    """Leave out what a model for images and text has beside its text model."""
+    below = {name for name in names if text_name(name) != name}
+    return below | (target.places.keys() & set(names)) if below else set(names)
 
 
 _PACKED = {"gate_up_proj": ("gate_proj", "up_proj"), "down_proj": ("down_proj",)}
