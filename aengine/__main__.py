@@ -1,4 +1,4 @@
-"""The command line: ``aengine run``, ``chat``, ``serve``, ``bench``, ``model`` and ``doctor``.
+"""The command line: ``aengine run``, ``chat``, ``serve``, ``bench``, ``model``, ``models`` and ``doctor``.
 
 The one place that may choose the event loop: it runs on uvloop when that is installed.
 """
@@ -23,6 +23,7 @@ examples:
   aengine serve smollm2-135m --port 8000
   aengine bench smollm2-135m --streams 1 8 32
   aengine model add smollm2-135m
+  aengine models
   aengine doctor
 
 MODEL is an embedded default (smollm2-135m), a folder with a checkpoint, a .gguf file, or a hub id (Qwen/Qwen3-0.6B;
@@ -34,6 +35,7 @@ def build_parser() -> argparse.ArgumentParser:
     """Return the parser of all commands. What it imports takes a moment, in which Ctrl-C should be silent too."""
     from .cli.doctor import add_doctor_parser
     from .cli.model import add_model_parser
+    from .cli.models import add_models_parser
     from .cli.serve import add_serve_arguments
 
     parser = argparse.ArgumentParser(
@@ -71,6 +73,7 @@ def build_parser() -> argparse.ArgumentParser:
     _engine(bench)
 
     add_model_parser(commands)
+    add_models_parser(commands)
     add_doctor_parser(commands)
     return parser
 
@@ -131,6 +134,10 @@ def main(argv: Sequence[str] | None = None) -> int:
             from .cli.model import model
 
             return model(args)
+        if args.command == "models":
+            from .cli.models import models
+
+            return models(args)
         if args.command == "doctor":
             from .cli.doctor import doctor
 
