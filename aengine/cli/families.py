@@ -157,6 +157,11 @@ FAMILIES = (
         tested=(_SCENARIOS, "real weights (Gemma 3 270M)"),
     ),
     Family(
+        name="GLM-4-0414, GLM-Z1 (dense)",
+        model_types=("glm4",),
+        classes=("Glm4ForCausalLM",),
+    ),
+    Family(
         name="Phi-3, 3.5, 4",
         model_types=("phi3",),
         classes=("Phi3ForCausalLM",),

@@ -27,6 +27,11 @@ MODELS: dict[str, tuple[str, dict[str, Any]]] = {
     "gemma": ("gemma", {"head_dim": 16}),
     "gemma2": ("gemma2", {"head_dim": 16, "sliding_window": 9, "attn_logit_softcapping": 2.0}),
     "gemma3": ("gemma3", {"head_dim": 16, "sliding_window": 9, "layer_types": LAYER_TYPES}),
+    "glm4": ("glm4", {"head_dim": 16}),
+    "glm4-tied": (
+        "glm4",
+        {"head_dim": 24, "attention_bias": False, "tie_word_embeddings": True, "partial_rotary_factor": 0.25},
+    ),
     "granite": ("granite", GRANITE),
     "llama": ("llama", {"attention_bias": True}),
     "llama-yarn": ("llama", {"head_dim": 64, "rope_parameters": YARN}),

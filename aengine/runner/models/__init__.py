@@ -20,6 +20,7 @@ FAMILIES = {
     "gemma3": "gemma.Gemma3",
     "gemma3_text": "gemma.Gemma3",
     "granite": "granite.Granite",
+    "glm4": "glm4.Glm4",
     "gpt_oss": "gpt_oss.GptOss",
     "lfm2": "lfm2.Lfm2",
     "llama": "llama.Llama",

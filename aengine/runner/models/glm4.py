@@ -1,0 +1,57 @@
+"""GLM-4, dense (Zhipu AI 2025: GLM-4-0414, GLM-Z1): norms before and after both parts of a layer; gate and up are one
+tensor of the checkpoint; half of each head turns, neighbours in pairs."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any, Self
+
+from ..layers.decoder import Decoder, DecoderLayer, SelfAttention
+from ..layers.mlp import GatedMLP
+from ..model_config import ConfigReader, ModelConfig
+from ..weights.gguf_names import GgufNames
+from ..weights.scope import WeightScope
+
+__all__ = ["Glm4", "Glm4Config"]
+
+_DEFAULTS = {"attention_bias": True, "partial_rotary_factor": 0.5, "rms_norm_eps": 1.5625e-7, "head_dim": 128}
+"""What config.json may leave out."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Glm4Config(ModelConfig):
+    attention_bias: bool  # of q, k and v
+
+    @classmethod
+    def from_hf(cls, hf: Mapping[str, Any]) -> Self:
+        keys = ConfigReader({**_DEFAULTS, **hf})
+        return cls(
+            **keys.decoder(interleaved_rope=True),
+            sliding_windows=keys.windows(None),
+            attention_bias=keys.flag("attention_bias"),
+        )
+
+
+class Glm4(Decoder[Glm4Config]):
+    config_class = Glm4Config
+    gguf = GgufNames()
+
+    def make_layer(self, index: int, weights: WeightScope) -> DecoderLayer:
+        config = self.config
+        attention = SelfAttention(
+            config,
+            index,
+            weights.at("self_attn"),
+            qkv_bias=config.attention_bias,
+            post_norm=self.make_norm(weights.at("post_self_attn_layernorm")),
+        )
+        mlp = GatedMLP(
+            weights.at("mlp"),
+            config.hidden_size,
+            config.intermediate_size,
+            activation=config.activation,
+            packed=True,
+            post_norm=self.make_norm(weights.at("post_mlp_layernorm")),
+        )
+        return DecoderLayer(config, weights, attention, mlp)
