@@ -100,7 +100,7 @@ def config_that_is_no_json(folder: Path) -> None:
 
 
 def unknown_architecture(folder: Path) -> None:
-    edit_config(folder, model_type="mamba", architectures=["MambaForCausalLM"])
+    edit_config(folder, model_type="perceptron", architectures=["PerceptronForCausalLM"])
 
 
 def truncated(folder: Path) -> None:
@@ -129,7 +129,7 @@ def edit_config(folder: Path, **fields: Any) -> None:
 BAD: dict[str, tuple[Callable[[Path], None], dict[str, Any], str]] = {
     "no config": (no_config, {}, r"holds no model: looked for config\.json"),
     "config no JSON": (config_that_is_no_json, {}, r"config\.json is not valid JSON"),
-    "architecture": (unknown_architecture, {}, r"'mamba' is not supported; these are: .*llama"),
+    "architecture": (unknown_architecture, {}, r"'perceptron' is not supported: .*`aengine models` lists what runs"),
     "truncated": (truncated, {}, r"model\.safetensors is truncated or corrupt: .*fetch it again"),
     "no tokenizer": (no_tokenizer, {}, r"no tokenizer\.json.*skip_tokenizer=True"),
     "tiny KV": (intact, {"kv_cache_memory_bytes": 50_000}, r"max_model_len=256 are needed: raise kv_cache_memory_b"),

@@ -60,7 +60,7 @@ def read_hf_config(files: ModelFiles) -> Any:
         if not is_remote:
             raise ModelLoadError(
                 f"model_type {files.model_type!r} is not supported: aengine has no file for it, and transformers "
-                f"{library_version()} does not know it either; a later transformers may"
+                f"{library_version()} does not know it either; a later one may. `aengine models` lists what runs"
             )
         _check_trust(files)
     with _quietly(), _explained(files, "config.json can't be read"):
