@@ -28,6 +28,7 @@ _HUB_ID = re.compile(r"(?P<repo>[A-Za-z0-9][\w.-]*/[A-Za-z0-9][\w.-]*)(:(?P<quan
 _TOKENIZER_FILES = ("*.json", "*.jinja", "tokenizer.model*", "spiece.model", "vocab.txt")
 _TOKENIZERS = ("tokenizer.json", "tekken.json", "tokenizer.model", "spiece.model", "vocab.txt")
 _WEIGHT_FILES = ("*.safetensors",)
+_CODE_FILES = ("*.py",)
 _DUPLICATES = ("consolidated*", "original/*", "onnx/*")  # the same weights again, in other layouts
 _DISK_ERRORS = (errno.EACCES, errno.EPERM, errno.EROFS, errno.ENOSPC, errno.EDQUOT, errno.ENOTDIR, errno.EEXIST)
 _LOG_IN = "set HF_TOKEN, or run `hf auth login`"
@@ -46,14 +47,15 @@ def fetch(
     *,
     weights: bool,
     choice: GgufChoice | None = None,
+    code: bool = False,
     progress: Progress | None = None,
 ) -> Path:
     """Bring a model into the hub's cache. Returns its folder, or the (first) .gguf file of a model in GGUF.
 
     That is taken if ``name`` ends in ":QUANTISATION", if there is a ``choice``, or if the repository holds no
     safetensors (no tokenizer, if no ``weights`` are asked for). Of other repositories come settings and tokenizer, and
-    ``weights`` if asked for. Blocking. What is cached already is not fetched again; with HF_HUB_OFFLINE only the cache
-    is looked at. Raises ModelLoadError with the cause and what helps.
+    ``weights`` and ``code`` (Python files) if asked for. Blocking. What is cached already is not fetched again; with
+    HF_HUB_OFFLINE only the cache is looked at. Raises ModelLoadError with the cause and what helps.
     """
     match = _HUB_ID.fullmatch(name)
     assert match is not None
@@ -68,7 +70,8 @@ def fetch(
         has_gguf = any(file.lower().endswith(".gguf") for file in sizes)
         # Settings alone are fetched too: the caller reports what is missing beside them.
         if choice is None and (has_wanted or ("config.json" in sizes and not has_gguf)):
-            return _snapshot(repo, revision, [*_TOKENIZER_FILES, *(_WEIGHT_FILES if weights else ())], progress)
+            patterns = [*_TOKENIZER_FILES, *(_WEIGHT_FILES if weights else ()), *(_CODE_FILES if code else ())]
+            return _snapshot(repo, revision, patterns, progress)
         files = choose_gguf(sizes, choice or GgufChoice(), where)
         folder = _snapshot(repo, revision, [glob.escape(file) for file in files], progress)
         return folder / files[0]

@@ -69,7 +69,8 @@ def resolve_model(config: EngineConfig, progress: Progress | None = None) -> Mod
     choice = GgufChoice(pattern=config.gguf_file) if config.gguf_file else None
     if choice is None and config.load_format == "gguf":
         choice = GgufChoice()
-    path = locate(config.model, config.revision, weights=not dummy, choice=choice, progress=progress)
+    code = config.trust_remote_code
+    path = locate(config.model, config.revision, weights=not dummy, choice=choice, code=code, progress=progress)
     if path.is_dir():
         path = weights_in(path, config.load_format, choice)
     if path.is_file():
@@ -92,10 +93,12 @@ def locate(
     *,
     weights: bool = True,
     choice: GgufChoice | None = None,
+    code: bool = False,
     progress: Progress | None = None,
 ) -> Path:
     """The folder or .gguf file that ``name`` means. Blocking. Raises ModelLoadError.
 
+    ``code``: of a hub repository fetch the Python files too.
     ``choice``: of a hub repository fetch the GGUF model that it means. (Of a folder `weights_in` chooses.)
     """
     if name.lower() in EMBEDDED_MODELS:
@@ -113,7 +116,7 @@ def locate(
         return path.absolute()
     # "models/llama" may be meant as a path: only ask the hub when no such parent folder is here.
     if hub.is_hub_id(name) and not path.parent.is_dir():
-        return hub.fetch(name, revision, weights=weights, choice=choice, progress=progress)
+        return hub.fetch(name, revision, weights=weights, choice=choice, code=code, progress=progress)
     raise ModelLoadError(_unknown(name, path))
 
 

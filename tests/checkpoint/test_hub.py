@@ -74,6 +74,7 @@ def hub(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Hub]:
             "maker/neither": {"config.json": config, "pytorch_model.bin": b"x"},
             "maker/text": {"README.md": b"# text"},
             "maker/torn-GGUF": {"torn-Q4_0-00001-of-00002.gguf": parts[0]},
+            "maker/coded": {"config.json": config, "model.safetensors": b"", "modelling.py": b"raise SystemExit"},
             "maker/gated": {"config.json": config, "gated-Q4_0.gguf": whole},
         }
         hub.gated = {"maker/gated"}
@@ -122,6 +123,13 @@ def test_a_gguf_file_of_a_repository(resolve: Resolve, hub: Hub, tmp_path: Path)
     assert (Path(found[2]["path"]).parent / "many-F16-00002-of-00002.gguf").is_file()
     assert "mmproj-many-f16.gguf" not in hub.downloads  # nor anything twice
     assert len(hub.downloads) == len(set(hub.downloads))
+
+
+def test_code_is_fetched_only_when_it_may_run(resolve: Resolve, hub: Hub) -> None:
+    resolve({"model": "maker/coded"})
+    assert "config.json" in hub.downloads and "modelling.py" not in hub.downloads
+    (found,) = resolve({"model": "maker/coded", "trust_remote_code": True})
+    assert "modelling.py" in hub.downloads and (Path(found["path"]) / "modelling.py").is_file()
 
 
 def test_the_download_is_reported_in_bytes(resolve: Resolve, hub: Hub) -> None:

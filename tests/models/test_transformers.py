@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import sys
+from importlib.metadata import PackageNotFoundError
 from pathlib import Path
 from typing import Any
 
@@ -10,11 +12,12 @@ import pytest
 import torch
 from driver import load, source_of
 from safetensors.torch import load_file, save_file
-from scenarios import check_scenarios
+from scenarios import Engine, check_scenarios
 from torch.utils._python_dispatch import TorchDispatchMode
 from zoo import VOCAB_SIZE, write_zoo_model
 
 from aengine.errors import ModelLoadError
+from aengine.runner.layers.module_experts import run_experts
 from aengine.runner.models import read_config
 from aengine.runner.models.transformers import TransformersModel
 from aengine.runner.models.transformers.attention import listen
@@ -28,7 +31,16 @@ MODELS: dict[str, dict[str, Any]] = {
     "cohere2": {"tie_word_embeddings": True},  # a parallel layer, a scale of the logits
     "gpt_neox": {},  # an old decoder, with learned biases and another name for everything
     "gpt2": {},  # learned positions, transposed matrices
+    "phi": {},  # biases everywhere, a partial rotary embedding
+    "stablelm": {},  # parallel residuals
+    "starcoder2": {},
+    "olmo2": {},  # norms of the whole q and k
     "deepseek_v3": {},  # latent attention, expanded; experts in groups
+    "minicpm3": {},  # latent attention, scaled residuals
+    "qwen3_moe": {},  # experts
+    "mixtral": {},
+    "gpt_oss": {},  # experts with transposed matrices, biases and a gate of their own; sinks
+    "glm4_moe": {},  # experts beside a shared one
     "lfm2": {},  # short convolutions
     "qwen3_next": {},  # gated delta net, experts
     "nemotron_h": {},  # Mamba 2, experts
@@ -110,6 +122,75 @@ def test_tensors_of_another_config(tmp_path: Path) -> None:
 def test_what_neither_path_has(settings: dict[str, Any], message: str) -> None:
     with pytest.raises(ModelLoadError, match=message):
         read_config(settings)
+
+
+@pytest.mark.parametrize("model_type", ["qwen3_moe", "gpt_oss", "mixtral", "deepseek_v3"])
+def test_experts_go_through_our_products(model_type: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    calls: list[str] = []
+
+    def counted(module: Any, *args: Any) -> Any:
+        calls.append(type(module).__name__)
+        return run_experts(module, *args)
+
+    monkeypatch.setattr("aengine.runner.models.transformers.attention.run_experts", counted)
+    write_zoo_model(tmp_path, model_type)
+    Engine(tmp_path, model_impl="transformers")  # compares logits with those of transformers
+    assert calls
+
+
+MODELLING = """
+from transformers import LlamaConfig, LlamaForCausalLM
+
+
+class HomeMadeConfig(LlamaConfig):
+    model_type = "home_made"
+
+
+class HomeMadeForCausalLM(LlamaForCausalLM):
+    config_class = HomeMadeConfig
+"""
+
+
+@pytest.fixture
+def remote_model(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> tuple[Path, Any]:
+    """A model whose modelling code lies beside its weights, and transformers' reading of the same weights."""
+    monkeypatch.setattr("transformers.dynamic_module_utils.HF_MODULES_CACHE", str(tmp_path / "modules"))
+    monkeypatch.setattr("sys.path", [*sys.path])
+    folder = tmp_path / "home-made"
+    reference = write_zoo_model(folder, "llama")
+    path = folder / "config.json"
+    names = {"AutoConfig": "modelling.HomeMadeConfig", "AutoModelForCausalLM": "modelling.HomeMadeForCausalLM"}
+    settings = {"model_type": "home_made", "architectures": ["HomeMadeForCausalLM"], "auto_map": names}
+    path.write_text(json.dumps(json.loads(path.read_text()) | settings))
+    (folder / "modelling.py").write_text(MODELLING)
+    return folder, reference
+
+
+def test_code_beside_the_weights_runs_when_asked_for(remote_model: tuple[Path, Any]) -> None:
+    engine = check_scenarios(*remote_model, trust_remote_code=True)
+    assert engine.offer["model_impl"] == "transformers"  # which alone knows neither the config nor the class
+
+
+def test_code_beside_the_weights_does_not_run_else(remote_model: tuple[Path, Any]) -> None:
+    folder, reference = remote_model
+    (folder / "modelling.py").write_text("raise AssertionError('this ran')")
+    with pytest.raises(ModelLoadError, match="give trust_remote_code=True"):
+        check_scenarios(folder, reference)
+
+
+def test_transformers_is_missing(monkeypatch: pytest.MonkeyPatch) -> None:
+    def missing(name: str) -> str:
+        raise PackageNotFoundError(name)
+
+    monkeypatch.setattr("aengine.runner.models.transformers.library.version", missing)
+    with pytest.raises(ModelLoadError, match=r"transformers is not installed: pip install 'transformers>=5\.17'"):
+        read_config({"model_type": "olmo3"})
+
+
+def test_transformers_is_too_old(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("aengine.runner.models.transformers.library.version", lambda name: "5.9.1")
+    with pytest.raises(ModelLoadError, match=r"transformers 5\.9\.1 is too old, 5\.17 is needed"):
+        read_config({"model_type": "olmo3"})
 
 
 def test_nothing_of_torch_is_changed(tmp_path: Path) -> None:

@@ -16,6 +16,7 @@ from torch import Tensor, nn
 
 from ...kv_spec import StateTensor
 from ...layers.attention import AttentionCall, AttentionLayer
+from ...layers.module_experts import can_run_experts, run_experts
 from .mixers import Run, mix_batch
 
 __all__ = ["ATTENTION", "AttentionSlot", "CallSinks", "LayerCalls", "Listener", "MixerSlot", "listen", "register"]
@@ -126,6 +127,8 @@ def _experts(self: Any, hidden_states: Tensor, top_k_index: Tensor, top_k_weight
     """
     if hidden_states.is_meta:
         return torch.empty_like(hidden_states)
+    if can_run_experts(self):
+        return run_experts(self, hidden_states, top_k_index, top_k_weights)
     if not hidden_states.is_cuda:
         return _experts_one_by_one(self, hidden_states, top_k_index, top_k_weights)
     from transformers.integrations.moe import ALL_EXPERTS_FUNCTIONS
