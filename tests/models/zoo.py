@@ -107,6 +107,7 @@ _CONV = ["conv", "full_attention", "conv"]
 _LINEAR = ["linear_attention", "full_attention", "linear_attention"]
 _MAMBA = ["mamba", "attention", "mamba"]
 OVERRIDES: dict[str, dict[str, Any]] = {
+    "youtu": {"pad_token_id": None},  # transformers loads that token's embedding as zeros, whatever the file has
     "lfm2": {"layer_types": _CONV},
     "lfm2_moe": {"layer_types": _CONV},
     "qwen3_next": {"layer_types": _LINEAR},
