@@ -157,9 +157,11 @@ def test_serving_compiles_nothing(
         recorder.runs = False
         compile_kernels(runner, 1200, {config.num_kv_heads}, 1)
         ahead, recorder.compiled, recorder.runs = recorder.compiled, set(), True
-        for _ in range(12 if arch == "qwen3" else 4):
+        for i in range(14 if arch == "qwen3" else 6):
             num_prompts = rng.randint(0, min(4, max_num_seqs))
             num_decodes = min(rng.choice([0, 1, 7, 16, 17, 32, 33, 89]), max_num_seqs - num_prompts)
+            if i < 2:  # what every walk must have: a few decodes, and a prompt alone
+                num_prompts, num_decodes = i, min(7, max_num_seqs) * (1 - i)
             prompts = [rng.choice([2, 7, 20, 33, 64, 90, 250, 270, 300]) for _ in range(num_prompts)]
             if num_decodes + num_prompts:
                 for out in step(rng, len(runner.tables.groups), num_decodes, prompts):
