@@ -15,7 +15,7 @@ from collections.abc import Callable, Mapping, Sequence
 from contextvars import Context
 from functools import partial
 from importlib import import_module
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypeVar
 
 from ..engine.core import EngineCore
 from ..engine.user_request import PooledText, UserRequest, check_options
@@ -29,6 +29,8 @@ from ..tokenizer.pooled_texts import YesNoPrompt, encode_pairs, encode_texts
 from ..tokenizer.prompt import LONG_TEXT
 from ..tokenizer.tokenizer import Tokenizer
 
+T = TypeVar("T")
+
 if TYPE_CHECKING:
     import numpy as np
     from numpy.typing import NDArray
@@ -39,6 +41,8 @@ __all__ = ["answer_pooling"]
 
 _CHUNK = 64
 """Texts that are encoded at once."""
+_LARGE = 1 << 20
+"""Bytes of vectors from which on a thread goes through them: some tenths of a millisecond."""
 
 
 async def answer_pooling(core: EngineCore, request: PoolingRequest, context: Context | None) -> PoolingResult:
@@ -53,8 +57,13 @@ async def answer_pooling(core: EngineCore, request: PoolingRequest, context: Con
         raise InvalidRequestError(_why_not(core, request.task))
     values = await call.run(request.inputs, partial(_encode_inputs, call, _prompt_of(core, request)))
     if request.task == "embed":
-        values = _finished(values, request)
+        values = await _computed(values.nbytes, _finished, values, request)
     return PoolingResult(values, call.usage())
+
+
+async def _computed(num_bytes: int, function: Callable[..., T], *args: Any) -> T:
+    """Call a function that goes through so many bytes: in a thread, if they are so many that the loop would notice."""
+    return function(*args) if num_bytes < _LARGE else await run_in_thread("vectors", function, *args)
 
 
 def _why_not(core: EngineCore, task: str) -> str:
@@ -81,15 +90,10 @@ def _finished(values: Vectors, request: PoolingRequest) -> Vectors:
             message = f"dimensions={request.dimensions}, but this model's embeddings have {size}"
             raise InvalidRequestError(message, param="dimensions")
         values = np.ascontiguousarray(values[:, : request.dimensions])
-    if request.normalize:
-        lengths = np.linalg.norm(values, axis=1, keepdims=True)
-        values = values / np.maximum(lengths, 1e-12)
-    return values
+    return _normalised(values) if request.normalize else values
 
 
 async def _score(call: _Call, request: PoolingRequest) -> PoolingResult:
-    import numpy as np
-
     core, pairs = call.core, request.inputs
     tasks, labels = core.limits.tasks, core.worker.ready.get("labels", ())
     for place, pair in enumerate(pairs):
@@ -106,13 +110,24 @@ async def _score(call: _Call, request: PoolingRequest) -> PoolingResult:
         texts = list(dict.fromkeys(text for pair in pairs for text in pair))
         places = {text: place for place, text in enumerate(texts)}
         vectors = await call.run(texts, partial(_encode_inputs, call, core.pooling.default_prompt))
-        vectors = vectors / np.maximum(np.linalg.norm(vectors, axis=1, keepdims=True), 1e-12)
         sides = [[places[pair[side]] for pair in pairs] for side in (0, 1)]
-        cosines = (vectors[sides[0]] * vectors[sides[1]]).sum(axis=1, keepdims=True)
-        return PoolingResult(cosines, call.usage())
+        return PoolingResult(await _computed(vectors.nbytes, _cosines, vectors, *sides), call.usage())
     question = await run_in_thread("encode", YesNoPrompt, tokenizer, request.instruction)
     logits = await call.run(pairs, partial(_encode_questions, call, question))
     return PoolingResult(_sigmoid(logits[:, :1] - logits[:, 1:]), call.usage())
+
+
+def _normalised(vectors: Vectors) -> Vectors:
+    import numpy as np
+
+    return vectors / np.maximum(np.linalg.norm(vectors, axis=1, keepdims=True), 1e-12)
+
+
+def _cosines(vectors: Vectors, first: list[int], second: list[int]) -> Vectors:
+    """[n, 1], of the vectors at n pairs of places."""
+    vectors = _normalised(vectors)
+    cosines: Vectors = (vectors[first] * vectors[second]).sum(axis=1, keepdims=True)
+    return cosines
 
 
 def _sigmoid(x: Vectors) -> Vectors:
@@ -220,7 +235,8 @@ class _Call:
             for request in self._open.values():
                 request.mailbox.abort()
             self._open.clear()
-        return np.frombuffer(b"".join(map(memoryview, self._vectors)), dtype=np.float32).reshape(len(inputs), -1)
+        num_bytes = len(inputs) * self._vectors[0].itemsize * len(self._vectors[0])
+        return await _computed(num_bytes, _joined, self._vectors)
 
     def _size(self) -> int:
         ready = self.core.worker.ready
@@ -308,8 +324,14 @@ class _Call:
             self._news.set_result(None)
 
 
+def _joined(vectors: list[array[float]]) -> Vectors:
+    import numpy as np
+
+    return np.frombuffer(b"".join(map(memoryview, vectors)), dtype=np.float32).reshape(len(vectors), -1)
+
+
 def _length(given: Any) -> int:
-    """Of a text in characters, of a pair of both, of token ids in about as many."""
+    """Return the length of a text in characters, of a pair that of both, of token ids about as many."""
     if isinstance(given, str):
         return len(given)
     return sum(map(len, given)) if isinstance(given, tuple) else 4 * len(given)

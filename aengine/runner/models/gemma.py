@@ -74,7 +74,7 @@ def _settings_2(hf: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _settings_3(hf: Mapping[str, Any]) -> dict[str, Any]:
-    """As transformers 5 writes them: ``rope_parameters`` of each type of layers, whatever the release has."""
+    """Settings in the spelling of transformers 5: ``rope_parameters`` for each type of layers."""
     pattern = hf.get("sliding_window_pattern") or hf.get("_sliding_window_pattern") or 6
     settings = {
         **_DEFAULTS_3,

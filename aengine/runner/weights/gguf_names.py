@@ -54,7 +54,7 @@ class GgufNames:
     """Whether llama.cpp's converter adds one to the weights of norms."""
 
     def renamed(self, layer: Mapping[str, str]) -> GgufNames:
-        """The same, with names of a layer's tensors that are others or further ones."""
+        """Replace names of a layer's tensors, or add some."""
         return replace(self, layer={**self.layer, **layer})
 
     def hf_name(self, name: str) -> str:
