@@ -132,13 +132,25 @@ def candidates(shape: ExpertShape, num_tokens: int) -> Iterator[ExpertTiling]:
             tile = ProductTile(n, k, warps, 1)
             yield ExpertTiling("pairs", 1, tile, tile)
     if num_tokens > 2:
-        sizes = [m for m in (16, 32, 64, 128) if average / 8 <= m <= max(16, 4 * average)]
-        stages = ((64, 3), (64, 4), (128, 2), (128, 3), (128, 4))
-        for m, n, (k, count), warps in itertools.product(sizes, (32, 64, 128), stages, (4, 8)):
-            tile = ProductTile(n, k, warps, count)
-            yield ExpertTiling("blocks", m, tile, tile)
+        for m in (16, 32, 64, 128):
+            if min(average / 4, 64) <= m <= max(16, 2 * average):
+                for tile in block_tiles(m):
+                    yield ExpertTiling("blocks", m, tile, tile)
     if num_tokens >= 1024:
         yield default_tiling(shape, 10**9, can_group=True)
+
+
+def block_tiles(block_m: int) -> Iterator[ProductTile]:
+    """Narrow blocks wait for weights, so that many bytes must be on their way; wide ones for the products."""
+    if block_m <= 32:
+        stages = ((64, 3), (64, 4), (128, 2), (128, 3), (128, 4))
+        for n, (k, count), warps in itertools.product((32, 64, 128), stages, (4, 8)):
+            yield ProductTile(n, k, warps, count)
+        return
+    for n, (k, count), warps in itertools.product((64, 128), ((64, 3), (64, 4), (128, 2)), (4, 8)):
+        yield ProductTile(n, k, warps, count)
+    for count in (3, 4):
+        yield ProductTile(256, 64, 8, count)
 
 
 def tune(case: Case, num_tokens: int) -> ExpertTiling:
@@ -158,7 +170,7 @@ def tune(case: Case, num_tokens: int) -> ExpertTiling:
             tiling = start._replace(**{turn: getattr(tiling, turn)})
             try:
                 time = microseconds(case, num_tokens, tiling)
-            except (RuntimeError, ValueError, AssertionError) as error:  # too many registers, or too much shared memory
+            except Exception as error:  # Triton's own classes too: too many registers, or too much shared memory
                 print(f"# {tiling}: {error!r:.120}", file=sys.stderr)
                 continue
             if key not in best or time < best[key][0]:
@@ -225,12 +237,11 @@ def main() -> None:
             if args.tune:
                 tiling = tune(case, num_tokens)
                 found.append((num_tokens, tiling))
+                write_table(shape, found)  # each time, so that what was found is kept if this is interrupted
             time, limit = microseconds(case, num_tokens, tiling), limit_us(case, num_tokens)
             result = {"shape": name, "tokens": num_tokens, "us": round(time, 2), "limit_us": round(limit, 2)}
             result |= {"share": round(limit / time, 3), "way": tiling.way, "block": tiling.block_m}
             print(json.dumps(result | {"first": tiling.first, "second": tiling.second}), flush=True)
-        if found:
-            write_table(shape, found)
         del case
         torch.cuda.empty_cache()
     return None

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib
 import random
 from contextlib import nullcontext
 
@@ -240,3 +241,40 @@ def test_measured_tilings_are_used(monkeypatch: pytest.MonkeyPatch) -> None:
     assert [(t.way, t.block_m) for t in ways] == [
         ("pairs", 1), ("blocks", 16), ("blocks", 16), ("blocks", 32), ("blocks", 64), ("blocks", 128), ("grouped", 1)
     ]  # fmt: skip
+
+
+def test_compiling_ahead_goes_by_no_memory_that_nobody_wrote(
+    triton_device: torch.device, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """torch's grouped product would go by the sorted pairs, which our kernel has not written then."""
+    from aengine.kernels.triton import launch
+
+    class CompiledKernel:
+        def warmup(self, *args: object, **options: object) -> None:
+            pass
+
+    original = launch.launch
+    for name in ("expert_plan", "experts", "rms_norm", "expert_gate"):
+        module = importlib.import_module(f"aengine.kernels.triton.{name}")
+        monkeypatch.setattr(module, "launch", lambda kernel, *args, **kw: original(CompiledKernel(), *args, **kw))
+    monkeypatch.setattr(launch, "_compile_only", True)
+    shape = ExpertShape(16, 64, 32, 2)
+    first, second = (
+        ExpertMatrices(
+            torch.zeros(16, rows, columns, dtype=torch.bfloat16, device=triton_device),
+            torch.zeros(16, rows, dtype=torch.bfloat16, device=triton_device),
+        )
+        for rows, columns in ((64, 64), (64, 32))
+    )
+    routing = Routing(
+        torch.zeros(9, 2, dtype=torch.int32, device=triton_device), torch.zeros(9, 2, device=triton_device)
+    )
+    x = torch.zeros(9, 64, dtype=torch.bfloat16, device=triton_device)
+    torch.use_deterministic_algorithms(True)  # fills what torch.empty returns
+    try:
+        plan = plan_experts(routing, shape, WAYS["grouped"])
+        out = expert_product(x, first, plan, GATES[0], InputNorm(x[0], 1e-5))
+        add_experts(x, out, second, plan)
+    finally:
+        torch.use_deterministic_algorithms(False)
+    assert out.shape == (18, 32)

@@ -19,7 +19,7 @@ from ..expert_types import ExpertBlocks, ExpertGate, ExpertMatrices, ExpertPlan,
 from . import rms_norm
 from .expert_blocks import multiply_blocks
 from .expert_pairs import add_pairs, multiply_pairs
-from .launch import gdc_launch_dependents, gdc_wait, has_pdl, launch
+from .launch import gdc_launch_dependents, gdc_wait, has_pdl, launch, only_compiles
 
 __all__ = ["add_experts", "expert_product"]
 
@@ -39,7 +39,7 @@ def expert_product(
         x = rms_norm.rms_norm(x, norm.weight, norm.eps)
     top_k = plan.shape.top_k
     if _is_grouped(plan, matrices):
-        out = _grouped(x.index_select(0, plan.blocks.order // top_k), matrices, plan.blocks)
+        out = _grouped(x, matrices, plan.blocks, top_k)
         return out if gate is None else gate_experts(out, gate)  # in the order of the slots
     out = torch.empty((plan.num_pairs, size), dtype=x.dtype, device=x.device)
     multiply_blocks(x, matrices, plan, gate, out, plan.tiling.first, rows_of_x=top_k)
@@ -61,8 +61,12 @@ def _is_grouped(plan: ExpertPlan, matrices: ExpertMatrices) -> bool:
     return plan.tiling is not None and plan.tiling.way == "grouped"
 
 
-def _grouped(x: Tensor, matrices: ExpertMatrices, blocks: ExpertBlocks) -> Tensor:
-    """The product of rows in the order of their slots: [pairs, out_features]."""
+def _grouped(x: Tensor, matrices: ExpertMatrices, blocks: ExpertBlocks, top_k: int | None = None) -> Tensor:
+    """[pairs, out_features] in the order of the slots, as x is; with ``top_k``, x has a row a token."""
+    if only_compiles():  # nobody has written the blocks, and torch would go by what they hold
+        return x.new_empty((len(blocks.order), matrices.weight.shape[1]))
+    if top_k is not None:
+        x = x.index_select(0, blocks.order // top_k)
     out: Tensor = F.grouped_mm(x, matrices.weight.transpose(1, 2), offs=blocks.ends)
     if matrices.bias is not None:
         slots = torch.arange(len(x), dtype=torch.int32, device=x.device)

@@ -35,6 +35,7 @@ __all__ = [
     "is_interpreted",
     "launch",
     "max_shared_memory",
+    "only_compiles",
     "prefetch",
 ]
 
@@ -106,6 +107,11 @@ def compiling(num_threads: int) -> Iterator[None]:
             yield
         finally:
             _compile_only = False
+
+
+def only_compiles() -> bool:
+    """Whether `launch` compiles, so that what kernels should have written is not there."""
+    return _compile_only
 
 
 @triton.jit
