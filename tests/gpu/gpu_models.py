@@ -26,6 +26,7 @@ HALF_ROTARY = {"rope_type": "default", "rope_theta": 10000.0, "partial_rotary_fa
 GPU_VARIANTS = VARIANTS | {
     "gemma2": {"head_dim": 16, "sliding_window": 256, "attn_logit_softcapping": 2.0},
     "phi3": {"sliding_window": 7, "rope_parameters": HALF_ROTARY},
+    "gpt_oss": {"sliding_window": 7},  # transformers before 5.20 computes with a limit of 7, whatever the config says
 }
 """And families whose attention has features that the others lack."""
 MEDIUM = {
@@ -127,12 +128,13 @@ class Batch:
     """Requests that run together in rows 0, 1, ...; each has all its blocks from the start. If there is a bitmask,
     every other one is masked."""
 
-    def __init__(self, runner: ModelRunner, block_size: int = 4, max_len: int = 96) -> None:
+    def __init__(self, runner: ModelRunner, max_len: int = 96) -> None:
         self._runner = runner
         self.bitmask: bytes | None = None  # those of the steps to come are parts of it
         self.shared: memoryview | None = None  # where they are put, if they fit
         self._num_steps = 0
-        self._width = -(-max_len // block_size)
+        groups = runner.tables.groups
+        self._widths = [1 if group.kind == "state" else -(-max_len // group.block_size) for group in groups]
 
     def start(
         self, prompts: Sequence[Sequence[int]], rows: Sequence[int] | None = None, **how: Any
@@ -142,7 +144,9 @@ class Batch:
         new = []
         for i, (row, prompt) in enumerate(zip(rows, prompts, strict=True)):
             fields = {name: value[i] if isinstance(value, list) else value for name, value in how.items()}
-            new.append(request(row, prompt, range(row * self._width, (row + 1) * self._width), **fields))
+            first = row * sum(self._widths)
+            fields["block_spans"] = tuple(number for width in self._widths for number in (0, width))
+            new.append(request(row, prompt, range(first, first + sum(self._widths)), **fields))
         return self._step(list(rows), [len(p) for p in prompts], new_requests=new)
 
     def decode(self, rows: Sequence[int]) -> tuple[ModelRunnerOutput, Tensor | None]:

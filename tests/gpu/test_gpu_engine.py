@@ -70,6 +70,7 @@ async def test_alone_at_once_and_cached(checkpoint: MakeCheckpoint, arch: str, r
         assert engine.statistics().num_preemptions == 0
 
 
+@pytest.mark.parametrize("arch", ["llama", "mistral", "qwen2", "qwen3"])
 async def test_chunked_and_preempted(checkpoint: MakeCheckpoint, arch: str, rng: random.Random) -> None:
     """16 tokens a step, and a pool for little more than one request of the greatest length, or one window."""
     model, prompts = checkpoint(arch), some_prompts(rng)

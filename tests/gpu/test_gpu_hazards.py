@@ -36,7 +36,7 @@ def mixed_steps(
     runner: ModelRunner, prompts: list[list[int]], late: list[list[int]], *, poisoned: bool
 ) -> tuple[list[ModelRunnerOutput], list[Tensor]]:
     """Answers and logits of steps in which the ``prompts`` decode, each beside one of ``late``."""
-    batch = Batch(runner, BLOCK_SIZE, MAX_LEN)
+    batch = Batch(runner, MAX_LEN)
     batch.start(prompts)
     rows = list(range(len(prompts)))
     width = MAX_LEN // BLOCK_SIZE
@@ -106,7 +106,7 @@ def test_a_library_that_fails_changes_nothing(checkpoint: MakeCheckpoint, rng: r
         outcomes = []
         for backend in (TritonPrefill(), FailingLibrary()):
             runner._kv_memory.prefill = backend  # type: ignore[attr-defined]
-            outcomes.append(Batch(runner, 16, 1000).tokens_and_logits(prompts, 1))
+            outcomes.append(Batch(runner, 1000).tokens_and_logits(prompts, 1))
         assert outcomes[0][0] == outcomes[1][0] and torch.equal(outcomes[0][1], outcomes[1][1])
 
 
@@ -124,7 +124,7 @@ def test_large_heads(checkpoint: MakeCheckpoint, length: int, rng: random.Random
         max_num_seqs=4,
     )
     prompt = [rng.randrange(model.vocab_size) for _ in range(length)]
-    (tokens,), (logits,) = Batch(runner, 16, length + 8).tokens_and_logits([prompt], 4)
+    (tokens,), (logits,) = Batch(runner, length + 8).tokens_and_logits([prompt], 4)
     wanted, theirs = model.logits(prompt, tokens), model.logits(prompt, tokens, "bfloat16")
     ours = float((logits - wanted).norm() / wanted.norm())
     assert ours <= 1.2 * float((theirs - wanted).norm() / wanted.norm())
@@ -153,7 +153,7 @@ def test_serving_compiles_nothing(
     monkeypatch.setattr(
         triton.knobs.compilation, "listener", lambda *, src, **kwargs: compiled.append(f"{src.name} {src.constants}")
     )
-    batch = Batch(runner, 16, 4096)
+    batch = Batch(runner, 4096)
     for wanted, longest in ((1, 4000), (2, 4000), (4, 2000), (4, 60), (40, 100), (256, 30), (256, 20)):
         count = min(wanted, max_num_seqs)
         lengths = [longest, *(rng.randint(2, longest) for _ in range(count - 1))]

@@ -33,7 +33,7 @@ def compare(model: Checkpoint, dtype: str, prompts: list[list[int]], block_size:
         kv_cache_memory_bytes=1024 * MIB if longest > 200 else 16 * MIB,
         max_num_batched_tokens=4096,
     )
-    tokens, logits = Batch(runner, block_size, longest).tokens_and_logits(prompts, NUM_DECODES)
+    tokens, logits = Batch(runner, longest).tokens_and_logits(prompts, NUM_DECODES)
     wanted = [model.logits(p, t) for p, t in zip(prompts, tokens, strict=True)]
     theirs = [model.logits(p, t, dtype) for p, t in zip(prompts, tokens, strict=True)]
     assert logits.dtype == torch.float32 and logits.isfinite().all()

@@ -41,7 +41,7 @@ def reference_of(model: Any) -> Reference:
 
     @torch.inference_mode()
     def logits(token_ids: Tensor) -> Tensor:
-        return model(input_ids=token_ids[None], use_cache=False).logits[0].float()
+        return model(input_ids=token_ids[None].to(model.device), use_cache=False).logits[0].float().cpu()
 
     return logits
 
