@@ -72,7 +72,7 @@ class Answers:
             if request.finish_reason is not None:  # sampled past its end
                 continue
             if token_id < 0:
-                self._rows.kv.note_written(request, step.chunks.get(batch_idx, 0))
+                self._note_chunk(request, step.chunks.get(batch_idx, 0))
                 continue
             token_ids = request.token_ids
             token_ids.append(token_id)
@@ -92,13 +92,18 @@ class Answers:
             if request.finish_reason is not None:
                 continue
             if batch_idx in step.chunks:
-                self._rows.kv.note_written(request, step.chunks[batch_idx])
+                self._note_chunk(request, step.chunks[batch_idx])
             num_rows += count > 0
             places = range(begin, end)
             sampled += [(request, column[place], place) for place in places if self._append(request, column[place])]
             if batch_idx in step.drafts and batch_idx not in step.certain and request.req_idx >= 0:
                 self._rows.settle(request, 1 + len(step.drafts[batch_idx]) - count)
         return sampled, num_rows
+
+    def _note_chunk(self, request: Request, num_tokens: int) -> None:
+        """A chunk of its prompt is written, up to ``num_tokens``."""
+        self._rows.kv.note_written(request, num_tokens)
+        self._rows.prefixes.advance(request)
 
     def _append(self, request: Request, token_id: int) -> bool:
         """False: the request has ended, and this one was sampled past its end."""
@@ -131,6 +136,7 @@ class Answers:
             if self._quarantine and self._quarantine.holds(request):
                 next_full = num_tokens
             request.milestone = min(next_full + 1, request.max_num_tokens)
+            self._rows.prefixes.leave(request)
             if request.dependents:
                 self._on_prompt(request)
         num_output = num_tokens - request.num_prompt_tokens

@@ -20,7 +20,7 @@ def check_scheduler(scheduler: Scheduler) -> None:
     leaving = [request for step in rows.in_flight for request in step.leavers]
     rows.kv.check((*rows.running, *leaving))
     used = [request.req_idx for request in rows.running]
-    unfinished = (*rows.running, *rows.held, *waiting, *parallel_sampling.waiting)
+    unfinished = (*rows.running, *rows.held, *waiting, *parallel_sampling.waiting, *rows.prefixes.waiting)
     assert scheduler.num_constrained == sum(request.grammar is not None for request in unfinished)
     assert sorted(used + rows.free_rows) == list(range(scheduler.num_rows)), "a row was lost or given twice"
     assert rows.held == {request for request in leaving if request.finish_reason is None}
@@ -37,3 +37,4 @@ def check_scheduler(scheduler: Scheduler) -> None:
     keys = [request.sort_key for request in waiting]
     assert keys == sorted(keys) and all(r.status is RequestStatus.WAITING for r in waiting)
     parallel_sampling.check()
+    rows.prefixes.check()

@@ -71,6 +71,7 @@ class KVCacheManager:
         "num_groups",
         "num_growing",
         "pool",
+        "prefix_unit",
     )
 
     def __init__(self, num_blocks: int, groups: Sequence[KVCacheGroup], step_tokens: int) -> None:
@@ -79,6 +80,8 @@ class KVCacheManager:
         self.block_size = min(group.block_size for group in groups)
         self.has_states = any(group.kind == "state" for group in groups)
         self.has_windows = any(group.window for group in groups)
+        # A prefix that others can take over has a multiple of so many tokens; 0: none can be, see `match`.
+        self.prefix_unit = 0 if self.has_states else max(group.block_size for group in groups)
         self.pool = BlockPool(num_blocks)
         self._groups = [_Group(group, index, self.block_size) for index, group in enumerate(groups)]
         # A full group looks up a prefix from its begin, and so tells the windows cheaply how far to look at most.

@@ -159,14 +159,18 @@ class StepPlan:
                 return
             rows.choose_rope(request)
             tables = kv.match(request)
+            num_cached = tables[0].room
+            if not quarantine and rows.prefixes.follow(request, num_cached):
+                waiting.discard(request)
+                continue
             if spare < kv.num_missing(tables, num_tokens):
                 return
             waiting.discard(request)
-            num_cached = tables[0].room
             num_scheduled = min(num_tokens - num_cached, self._budget)
             kv.begin(request, tables)
             kv.grow(request, num_cached + num_scheduled)
             rows.take(request)
+            rows.prefixes.lead(request)
             if request.milestone == 0:  # its first time here: what it finds later may be its own
                 request.num_cached_tokens = num_cached
                 self.newcomers.append(request)

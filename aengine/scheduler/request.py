@@ -44,6 +44,7 @@ class RequestStatus(Enum):
     NEW = auto()  # not in the scheduler yet
     WAITING = auto()  # in the queue, without a row or blocks
     WAITING_FOR_PROMPT = auto()  # one of n completions, waits until the prompt of index 0 is computed
+    WAITING_FOR_PREFIX = auto()  # another request computes tokens that it begins with, see coming_prefixes.py
     HELD = auto()  # preempted; steps in flight may still bring tokens and write its blocks
     CATCHING_UP = auto()  # has a row; tokens known but not computed, or short of a block
     DECODING = auto()  # has a row; in every step, one token each

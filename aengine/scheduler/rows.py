@@ -12,6 +12,7 @@ from collections.abc import Callable, Sequence
 
 from ..errors import InternalError
 from ..ipc.messages import KVCacheGroup, int32
+from .coming_prefixes import ComingPrefixes
 from .kv_cache_manager import KVCacheManager, long_root
 from .request import Request, RequestStatus
 from .step import NOT_SETTLED, DecodeBatch, InFlightStep
@@ -22,7 +23,8 @@ _CATCHING_UP, _DECODING, _DRAINING = RequestStatus.CATCHING_UP, RequestStatus.DE
 
 
 class Rows:
-    """The rows of one worker. ``on_free`` gets each unfinished request once no step in flight uses its blocks."""
+    """The rows of one worker. ``on_free`` gets each unfinished request that has left its row, once no step in flight
+    uses its blocks, and those that need not wait for a prefix any more."""
 
     def __init__(
         self,
@@ -32,6 +34,7 @@ class Rows:
         max_num_batched_tokens: int,
         on_free: Callable[[Request], None],
         rope_border: int | None = None,
+        least_awaited: int = 128,
     ) -> None:
         self.num_rows = num_rows
         self.running: set[Request] = set()  # all that have a row
@@ -41,11 +44,13 @@ class Rows:
         self._max_num_batched_tokens = max_num_batched_tokens
         self._on_free = on_free
         self._rope_border = rope_border
+        self._least_awaited = least_awaited
         self.begin_worker(num_blocks)
 
     def begin_worker(self, num_blocks: int) -> None:
         """Know what is known of a worker that has not been told anything."""
         self.kv = KVCacheManager(num_blocks, self._kv_groups, self._max_num_batched_tokens)
+        self.prefixes = ComingPrefixes(self.kv, self._on_free, self._least_awaited)
         self.free_rows = list(range(self.num_rows - 1, -1, -1))
         self.removed: list[int] = []  # rows to be told as removed
         self.settled = NOT_SETTLED  # rows of which a step with drafts was answered, and what was rejected
@@ -123,6 +128,7 @@ class Rows:
     def leave(self, request: Request, status: RequestStatus) -> None:
         """Free the row of a request that had this status."""
         self.running.discard(request)
+        self.prefixes.leave(request)
         self.removed.append(request.req_idx)
         self.free_rows.append(request.req_idx)
         request.req_idx = -1
@@ -182,7 +188,7 @@ class Rows:
     def preempt_all(self) -> None:
         """The worker is a new one: no row, no KV, no answer on its way."""
         leaving = [request for step in self.in_flight for request in step.leavers]
-        unfinished = (*self.running, *self.held)
+        unfinished = (*self.running, *self.held, *self.prefixes.waiting)
         for request in (*unfinished, *leaving):
             request.forget_worker()
         self.running.clear()

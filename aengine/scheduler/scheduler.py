@@ -68,6 +68,7 @@ class Scheduler:
         rope_border: int | None = None,
         computes_whole_prompts: bool = False,
         pools_all_tokens: bool = False,
+        least_awaited_prefix: int = 128,
     ) -> None:
         """
         Args:
@@ -75,12 +76,14 @@ class Scheduler:
             computes_whole_prompts: each prompt in one step
             pools_all_tokens: the vector of a request depends on all of its hidden states, so that those of a prefix
                 must be computed again
+            least_awaited_prefix: tokens that another request must be computing for one to wait for them; a GPU computes
+                fewer in no more time than the step that the waiting may cost
         """
         self.num_rows = min(max_num_seqs, max_num_batched_tokens)
         self.max_num_batched_tokens = max_num_batched_tokens
         self.waiting = WaitingQueue()
         limits = self.num_rows, num_blocks, kv_groups, max_num_batched_tokens
-        self.rows = Rows(*limits, self.waiting.add, rope_border)
+        self.rows = Rows(*limits, self.waiting.add, rope_border, least_awaited_prefix)
         self.max_tokens_capacity = kv_capacity(kv_groups, num_blocks, max_model_len, max_num_batched_tokens)
         """Most tokens, prompt and completion, that one request may have; admission sees to it."""
         self.enable_prefix_caching = enable_prefix_caching
@@ -117,7 +120,8 @@ class Scheduler:
 
     @property
     def num_waiting(self) -> int:
-        return len(self.waiting) + len(self.parallel_sampling.waiting) + len(self.rows.held)
+        rows = self.rows
+        return len(self.waiting) + len(self.parallel_sampling.waiting) + len(rows.held) + len(rows.prefixes.waiting)
 
     @property
     def num_blocks(self) -> int:
@@ -164,6 +168,8 @@ class Scheduler:
             self.rows.held.discard(request)
         elif status is RequestStatus.WAITING_FOR_PROMPT:
             self.parallel_sampling.discard(request)
+        elif status is RequestStatus.WAITING_FOR_PREFIX:
+            self.rows.prefixes.discard(request)
         elif status is not RequestStatus.NEW:
             self.rows.leave(request, status)
         self._release_dependents(request)
@@ -221,7 +227,8 @@ class Scheduler:
     def is_steady(self) -> bool:
         """Whether the next step does nothing but continue requests that decode: such a step may be leased."""
         rows = self.rows
-        others = self.waiting or rows.catching_up or rows.held or self.parallel_sampling.waiting or self.num_constrained
+        waiting = self.waiting or rows.prefixes.waiting or self.parallel_sampling.waiting
+        others = waiting or rows.catching_up or rows.held or self.num_constrained
         return not others and rows.kv.pool.num_free >= len(rows.running) * rows.kv.num_growing
 
     def schedule(self, *, is_leased: bool = False) -> SchedulerOutput | None:

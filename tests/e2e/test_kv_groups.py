@@ -87,6 +87,26 @@ async def test_several_completions_share_a_prompt(
         assert engine.statistics().prefix_cache_hits == 2 * 48
 
 
+@pytest.mark.parametrize("name", ["mistral", "mixed"])
+async def test_a_burst_with_a_common_beginning_computes_it_once(
+    models: Callable[[str], Model], rng: random.Random, name: str
+) -> None:
+    """The first is cancelled while the others wait for it: one of them computes it then."""
+    model = models(name)
+    common = [rng.randrange(320) for _ in range(140)]
+    params = SamplingParams(max_tokens=12, temperature=0, ignore_eos=True)
+    async with running(model, max_model_len=200) as engine:
+        prompts = [[*common, rng.randrange(320), i] for i in range(6)]
+        first = engine.stream([*common, 319], params)
+        others = [asyncio.create_task(engine.generate(prompt, params)) for prompt in prompts]
+        while not engine.statistics().num_running:
+            await asyncio.sleep(0)
+        await first.aclose()
+        for prompt, completion in zip(prompts, await asyncio.gather(*others), strict=True):
+            model.check_greedy(prompt, completion.token_ids, 12)
+        assert engine.statistics().prefix_cache_hits in (5 * 140, 6 * 140)  # its answer may have come before its end
+
+
 async def test_kv_in_a_dtype_of_its_own(mistral: Model, rng: random.Random) -> None:
     """Half the bytes; the tokens are those of rounded keys and values, whatever the step that computed them."""
     prompt = [rng.randrange(320) for _ in range(40)]

@@ -207,6 +207,7 @@ class Driver:
         self.num_drafted = 0
         self.num_paused = 0
         self.num_revoked = 0
+        self.num_awaited = 0  # most requests that waited for a prefix at once
 
     @property
     def unfinished(self) -> list[Request]:
@@ -262,6 +263,7 @@ class Driver:
         had_row = {r for r in scheduler.rows.running if r.status is not RequestStatus.DRAINING}
         decoding = {r for r in had_row if r.status is RequestStatus.DECODING}
         out = scheduler.schedule(is_leased=is_leased)
+        self.num_awaited = max(self.num_awaited, len(scheduler.rows.prefixes.waiting))
         lost = {r for r in had_row if r.req_idx < 0}
         kept = [r for r in scheduler.rows.running if r.status is not RequestStatus.DRAINING]
         for victim in lost:

@@ -41,9 +41,18 @@ class SchedulerMachine(RuleBasedStateMachine):
         budget=st.integers(1, 40),
         depth=st.integers(1, 6),
         caching=st.booleans(),
+        least_awaited=st.sampled_from([1, 5, 128]),
     )
     def start(
-        self, model: str, block_size: int, num_tokens: int, max_num_seqs: int, budget: int, depth: int, caching: bool
+        self,
+        model: str,
+        block_size: int,
+        num_tokens: int,
+        max_num_seqs: int,
+        budget: int,
+        depth: int,
+        caching: bool,
+        least_awaited: int,
     ) -> None:
         groups = kv_groups(model, block_size)
         self.driver = Driver(
@@ -53,6 +62,7 @@ class SchedulerMachine(RuleBasedStateMachine):
             max_num_seqs=max_num_seqs,
             max_num_batched_tokens=budget,
             enable_prefix_caching=caching,
+            least_awaited_prefix=least_awaited,
         )
         self.clock = 0.0
 
@@ -153,6 +163,7 @@ def play(rng: random.Random, model: str, *, num_requests: int, aborts: float) ->
         max_num_seqs=rng.randint(1, 12),
         max_num_batched_tokens=budget,
         enable_prefix_caching=rng.random() < 0.7,
+        least_awaited_prefix=rng.choice([1, 5, 128]),
     )
     for i in range(num_requests):
         prompt = rng.choice(STREAMS)[: rng.randint(1, 40)] + [rng.randrange(1, VOCAB) for _ in range(rng.randint(0, 3))]
@@ -189,7 +200,7 @@ def play(rng: random.Random, model: str, *, num_requests: int, aborts: float) ->
 
 @pytest.mark.parametrize("model", MODELS)
 def test_random_lives(rng: random.Random, model: str) -> None:
-    preemptions = hits = drafted = accepted = paused = 0
+    preemptions = hits = drafted = accepted = paused = awaited = 0
     for _ in range(25):
         driver = play(rng, model, num_requests=25, aborts=0.03)
         preemptions += driver.scheduler.rows.num_preemptions
@@ -197,7 +208,8 @@ def test_random_lives(rng: random.Random, model: str) -> None:
         drafted += driver.num_drafted
         accepted += driver.worker.num_accepted
         paused += driver.num_paused
-    assert hits or model == "hybrid", "no prefix was found"
+        awaited += driver.num_awaited
+    assert (hits and awaited) or model == "hybrid", "no prefix was found, or awaited"
     assert 60 < accepted < drafted or model == "hybrid", "no drafts were made"
     assert preemptions or model == "window", "nobody was short of a block"  # a window keeps few blocks
     assert paused, "nobody was paused"

@@ -1,0 +1,124 @@
+"""Prefixes that rows are computing, and the requests that wait for them rather than compute the same again.
+
+    leader     cached | being computed .................... |
+    follower   cached | the same tokens ........ | its own  |     WAITING_FOR_PREFIX
+                      | at least `least`         ^ awaited: offered to others, the follower returns to the queue
+
+A follower has no row and no blocks, so nobody is held up behind it. It returns to its place in the queue when an answer
+has brought the tokens that it awaits, or when its leader leaves its row, for whatever reason; then it finds what is
+cached by then, and may lead others itself. Prompts with a row come before the waiting in each step, so what it awaits
+is all in flight: it waits for two steps, where computing the same tokens again would delay everybody.
+
+A leader is found by the hash of the first blocks that it has not offered yet. How far the two agree beyond these is
+seen from their tokens. A hash begins with its root (see kv_cache_manager.py), so nobody waits for another tenant.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+from .kv_cache_manager import KVCacheManager, extend_hashes
+from .request import Request, RequestStatus
+
+__all__ = ["ComingPrefixes"]
+
+
+class ComingPrefixes:
+    """Which prefixes are being computed in ``kv``, and who waits for them: for ``least`` tokens or more. ``wake`` gets
+    each follower once it need wait no longer."""
+
+    __slots__ = ("_followers", "_hash_size", "_leaders", "_least", "_names", "_unit", "_wake", "waiting")
+
+    def __init__(self, kv: KVCacheManager, wake: Callable[[Request], None], least: int) -> None:
+        self.waiting: dict[Request, tuple[Request, int]] = {}  # its leader, and how many of that one's tokens it awaits
+        self._followers: dict[Request, list[Request]] = {}  # of each leader that has some
+        self._leaders: dict[bytes, Request] = {}  # by the hash of what comes next
+        self._names: dict[Request, bytes] = {}  # of the leaders
+        self._hash_size = kv.block_size
+        self._unit = kv.prefix_unit  # 0: prefixes are not shared
+        self._least = -(-least // self._unit) * self._unit if self._unit else 0
+        self._wake = wake
+
+    def lead(self, request: Request) -> None:
+        """Note that the request has a row, in which it computes what is not cached."""
+        offered = request.num_offered_tokens
+        name = self._name(request, offered - offered % self._unit + self._least) if self._unit else None
+        if name is not None and self._leaders.setdefault(name, request) is request:
+            self._names[request] = name
+
+    def follow(self, request: Request, num_cached: int) -> bool:
+        """Make a request that is in no queue wait for a leader, if one computes enough of what comes after its
+        ``num_cached`` tokens. False: it should compute them itself."""
+        if not self._leaders or len(request.token_ids) <= num_cached + self._least:  # one is left to compute
+            return False
+        name = self._name(request, num_cached + self._least)
+        leader = None if name is None else self._leaders.get(name)
+        if leader is None:
+            return False
+        awaited = _num_common(leader.token_ids, request.token_ids[:-1])
+        awaited -= awaited % self._unit
+        request.status = RequestStatus.WAITING_FOR_PREFIX
+        self.waiting[request] = leader, awaited
+        self._followers.setdefault(leader, []).append(request)
+        return True
+
+    def advance(self, request: Request) -> None:
+        """Note that a chunk of the request's prompt was answered."""
+        self._forget(request)
+        for follower in self._followers.pop(request, ()):
+            _, awaited = self.waiting[follower]
+            if awaited <= request.num_offered_tokens:
+                del self.waiting[follower]
+                self._wake(follower)
+            else:
+                self._followers.setdefault(request, []).append(follower)
+        if request.req_idx >= 0:
+            self.lead(request)
+
+    def leave(self, request: Request) -> None:
+        """Note that the request leaves its row, or that all of its prompt was answered. Idempotent."""
+        if request in self._names or request in self._followers:
+            self._forget(request)
+            for follower in self._followers.pop(request, ()):
+                del self.waiting[follower]
+                self._wake(follower)
+
+    def discard(self, request: Request) -> None:
+        """Drop a request that ended while it waited."""
+        leader, _ = self.waiting.pop(request)
+        followers = self._followers[leader]
+        followers.remove(request)
+        if not followers:
+            del self._followers[leader]
+
+    def _forget(self, request: Request) -> None:
+        name = self._names.pop(request, None)
+        if name is not None:
+            del self._leaders[name]
+
+    def _name(self, request: Request, end: int) -> bytes | None:
+        """The hash of its first ``end`` tokens. None: there are fewer, or they are not shared."""
+        if request.root_hash is None or len(request.token_ids) < end:
+            return None
+        extend_hashes(request, end // self._hash_size, self._hash_size)
+        return request.block_hashes[end // self._hash_size - 1]
+
+    def check(self) -> None:
+        """Assert that the views agree, and that all who are waited for have a row."""
+        assert {name: request for request, name in self._names.items()} == self._leaders
+        assert all(request.req_idx >= 0 for request in (*self._names, *self._followers))
+        pairs = {(request, leader) for leader, requests in self._followers.items() for request in requests}
+        assert pairs == {(request, leader) for request, (leader, _) in self.waiting.items()}
+        assert all(request.status is RequestStatus.WAITING_FOR_PREFIX for request in self.waiting)
+
+
+def _num_common(one: list[int], other: list[int]) -> int:
+    """Return how many leading tokens are equal."""
+    low, high = 0, min(len(one), len(other))
+    while low < high:  # the first ``low`` are equal, and not more than ``high``
+        middle = (low + high + 1) // 2
+        if one[low:middle] == other[low:middle]:
+            low = middle
+        else:
+            high = middle - 1
+    return low
