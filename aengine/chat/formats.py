@@ -24,7 +24,7 @@ from .syntax import harmony
 from .syntax.arguments import JSON_OBJECT, ArgumentSyntax
 from .syntax.parameters import Parameters
 
-__all__ = ["FORMATS", "ID", "Markers", "ReasoningFormat", "TextTokenId", "TokenId", "ToolFormat", "detect"]
+__all__ = ["FORMATS", "ID", "NAME", "Markers", "ReasoningFormat", "TextTokenId", "TokenId", "ToolFormat", "detect"]
 
 
 class TextTokenId(int):
@@ -37,6 +37,9 @@ TokenId = Callable[[str], int | None]
 
 ID = "{id}"
 """Stands for a call's id in a format's strings; no tool's name has braces."""
+
+NAME = "{tool}"
+"""Stands for a tool's name, where a head of calls of any tool is wanted."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -21,7 +21,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Mapping, Sequence
 
 from ..structured.parts import BLANKS
-from .formats import ID, Markers, ReasoningFormat, TokenId, ToolFormat
+from .formats import ID, NAME, Markers, ReasoningFormat, TokenId, ToolFormat
 from .message_builder import MessageBuilder
 from .messages import ChatMessage, Delta
 from .scan import ID_LETTER, TOKENS, begins_with, held_back
@@ -58,6 +58,7 @@ class ChatParser:
         self._scans = self._format is not None and self._format.text != "instead" and not has_shape
         self._triggers: dict[str, dict[str, str]] = {}
         self._next_heads: dict[str, str] = {}
+        self._name_ends: dict[str, int] = {}  # of each head, where the tool's name in it ends
         self._ends: list[str] = []
         self._closing = ""
         self._set_strings()
@@ -92,11 +93,20 @@ class ChatParser:
             return self._markers.encode(text).replace(ID, ID_LETTER * (known.id_length or 0))
 
         first = known.arguments.opening
-        heads = [(head, name) for name in self._tools for head in known.heads(name)]
+        ways = [head.partition(NAME) for head in known.heads(NAME)]
+
+        def heads_after(before: str) -> dict[str, str]:
+            heads: dict[str, str] = {}
+            for name in self._tools:
+                for before_name, _, after_name in ways:
+                    begun = encode(before + before_name + name)
+                    head = begun + encode(after_name) + first
+                    heads[head], self._name_ends[head] = name, len(begun)
+            return heads
+
         for trigger, opening in zip(known.triggers, known.openings, strict=True):
-            of_opening = {encode(opening + head) + first: name for head, name in heads}
-            self._triggers.setdefault(encode(trigger), {}).update(of_opening)
-        self._next_heads = {encode(known.separator + head) + first: name for head, name in heads}
+            self._triggers.setdefault(encode(trigger), {}).update(heads_after(opening))
+        self._next_heads = heads_after(known.separator)
         self._ends, self._closing = [encode(end) for end in known.ends], encode(known.closing)
 
     def feed(self, text: str, token_id: int | None = None) -> list[Delta]:
@@ -116,12 +126,15 @@ class ChatParser:
         """Return what was held back: the completion has ended."""
         if self._state is ChatParser._reasoning:
             self._add_reasoning(self._buffer)
-        elif self._state not in (
-            ChatParser._arguments,
-            ChatParser._after,
-            ChatParser._between,
-        ):  # there it is a part of calls
-            self._add_text(self._buffer)
+        elif self._state not in (ChatParser._arguments, ChatParser._after):  # there it is a part of the call
+            heads = {
+                head: name for group in (*self._triggers.values(), self._next_heads) for head, name in group.items()
+            }
+            if (name := _named_tool(self._buffer, heads, self._name_ends)) is not None:
+                self._builder.open_call(name)
+                self._builder.close_call(is_complete=False)
+            elif self._state is not ChatParser._between:
+                self._add_text(self._buffer)
         self._buffer = ""
         self._builder.finish()
         self._state = ChatParser._plain
@@ -279,3 +292,11 @@ class ChatParser:
         """End a call that does not follow the format."""
         self._builder.close_call(is_complete=False)
         return self._go(ChatParser._scanning if self._scans else ChatParser._plain, rest)
+
+
+def _named_tool(text: str, heads: Mapping[str, str], name_ends: Mapping[str, int]) -> str | None:
+    """Return the tool whose head ``text`` begins, the whole name included; None: there is none, or it may be one of
+    several."""
+    begun = {head: name for head, name in heads.items() if begins_with(text, head) is None}
+    is_named = any(len(text) >= name_ends[head] for head in begun)
+    return next(iter(begun.values())) if is_named and len(set(begun.values())) == 1 else None

@@ -20,7 +20,7 @@ from aengine.chat import (
     ToolCallStart,
     tools_of,
 )
-from aengine.chat.formats import HERMES, JSON, LLAMA3, MISTRAL
+from aengine.chat.formats import HARMONY, HERMES, JSON, LLAMA3, MISTRAL, Markers
 from aengine.errors import InvalidRequestError
 
 TOOLS = tools_of([{"name": "f"}, {"name": "g"}])
@@ -129,13 +129,41 @@ def test_marked_arguments_that_are_cut_off(name):
             assert '{"x": "a<b", "n": 3}'.startswith(call.arguments)
 
 
+@pytest.mark.parametrize("known", [*FORMATS.values(), HARMONY], ids=lambda known: known.name)
+@pytest.mark.parametrize("ids", [{}, MARKER_IDS], ids=["text", "tokens"])
+def test_a_call_that_is_cut_off_behind_its_name_is_a_call(known, ids):
+    """Of heads as of separators: the name is whole, and no tool with a longer one can be meant."""
+    tools = tools_of([{"name": "get"}, {"name": "get_time"}])
+    markers = Markers.of(known, None, ids.get)
+
+    def feed(parser, text):
+        for letter in text:
+            parser.feed("", ids[markers.ids[ord(letter) - 0xD800][0]]) if "\ud800" <= letter <= "\udfff" else (
+                parser.feed(letter)
+            )
+        parser.finish()
+        return parser.message
+
+    for name in ("get", "get_time"):
+        for number, before in enumerate((known.openings[0], known.separator)):
+            if number and not known.parallel:
+                continue
+            first = known.openings[0] + known.head("get") + known.arguments.write({}) + known.after_arguments
+            whole = markers.encode(first * number + before + known.head(name))
+            named = markers.encode(first * number + before + known.before_name + name)
+            for end in range(len(named) + (name == "get"), len(whole)):
+                message = feed(new(known, tools=tools, token_id=ids.get), whole[:end])
+                calls = [(c.name, c.arguments, c.is_complete) for c in message.tool_calls]
+                assert (message.content, calls[number:]) == (None, [(name, "", False)]), whole[:end]
+
+
 def test_a_call_that_is_cut_off_is_not_complete():
-    start = CALL.index('{"a"')
+    start, named = CALL.index('{"a"'), CALL.index('", "arg')
     for length in range(len(CALL)):
         deltas, message = parse(new(), [CALL[:length]])
         assert not any(isinstance(delta, ToolCallEnd) for delta in deltas)
         assert not any(call.is_complete for call in message.tool_calls)
-        if message.tool_calls:
+        if length >= named:
             assert message.tool_calls[0].arguments == CALL[start : min(length, start + len('{"a": [1]}'))]
             assert message.content is None
             with pytest.raises(InvalidRequestError, match="max_tokens"):

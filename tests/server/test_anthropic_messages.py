@@ -310,13 +310,18 @@ async def test_thinking_is_the_templates_variable() -> None:
         assert MessagesBody.model_validate(ASK | {"thinking": thinking}).template_variables() == variables
 
 
-async def test_calls_that_are_cut_off_are_left_out() -> None:
+async def test_calls_that_are_cut_off() -> None:
+    """Behind the name and within the arguments: what has come, whole and as a stream."""
     async with FakeAsyncLLM(Reply("x", tool_calls=CALLS)) as engine:
-        message = await whole(engine, tools=[ADD], max_tokens=60)
-        assert [block["type"] for block in message["content"]] == ["text"]
-        assert message["stop_reason"] == "max_tokens"
-        events = await raw_events(engine, tools=[ADD], max_tokens=60)
-        assert events[-2]["delta"]["stop_reason"] == "max_tokens"
+        for max_tokens, arguments in ((30, {}), (55, {"a": 1})):
+            message = await whole(engine, tools=[ADD], max_tokens=max_tokens)
+            assert message["stop_reason"] == "max_tokens"
+            text, call = message["content"]
+            assert (text["text"], call["type"], call["name"], call["input"]) == ("x", "tool_use", "add", arguments)
+            events = await raw_events(engine, tools=[ADD], max_tokens=max_tokens)
+            assert events[-2]["delta"]["stop_reason"] == "max_tokens"
+            blocks = [event["content_block"] for event in events if event["type"] == "content_block_start"]
+            assert [block["type"] for block in blocks] == ["text", "tool_use"]
 
 
 @pytest.mark.parametrize("stop", ["ST", "P"])

@@ -57,6 +57,26 @@ async def test_tool_calls_come_whole_and_in_pieces() -> None:
         assert same.function.arguments == '{"a": 1}' and streamed.finish_reason == "tool_calls"
 
 
+async def test_a_call_that_is_cut_off_is_a_call() -> None:
+    """Behind its name, and within its arguments: the same whole and in pieces."""
+    tool: Any = {"type": "function", "function": {"name": "add", "parameters": {"properties": {"a": {}}}}}
+    reply = Reply("Adding. ", tool_calls=[("add", {"a": "bcd"})])
+    async with FakeAsyncLLM(lambda _: reply) as engine, openai_client(engine) as client:
+        for max_tokens, arguments in ((40, ""), (60, '{"a": "bcd"')):
+            ask: dict[str, Any] = {"model": "fake", "messages": HELLO, "tools": [tool], "max_tokens": max_tokens}
+            choice = (await client.chat.completions.create(**ask)).choices[0]
+            (call,) = choice.message.tool_calls or ()
+            assert (call.function.name, call.function.arguments) == ("add", arguments)
+            assert (choice.finish_reason, choice.message.content) == ("length", "Adding. ")
+            chunks = [chunk async for chunk in await client.chat.completions.create(**ask, stream=True)]
+            pieces = [piece for chunk in chunks for piece in chunk.choices[0].delta.tool_calls or ()]
+            assert [piece.function.name for piece in pieces if piece.function][0] == "add"
+            assert "".join(piece.function.arguments or "" for piece in pieces if piece.function) == arguments
+            assert chunks[-1].choices[0].finish_reason == "length"
+            texts = [chunk.choices[0].delta.content or "" for chunk in chunks]
+            assert "".join(texts) == "Adding. "
+
+
 WRONG: list[tuple[dict[str, Any], int, str]] = [
     ({"model": "other"}, 404, "model"),
     ({"messages": []}, 400, "messages"),

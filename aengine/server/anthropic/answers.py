@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
-import json
 from typing import Any
 
-from ...chat.messages import ChatCompletion, ChatMessage
+from pydantic_core import from_json
+
+from ...chat.messages import ChatCompletion, ChatMessage, ToolCall
 from ...outputs import FinishReason, Usage
 from .requests import MessagesBody
 
@@ -16,18 +17,28 @@ SIGNATURE = "aengine"
 
 
 def blocks_of(message: ChatMessage, *, shows_thinking: bool) -> list[dict[str, Any]]:
-    """Return the content. Calls that were cut off are left out, and so is text of nothing but white space."""
+    """Return the content, without text of nothing but white space."""
     blocks: list[dict[str, Any]] = []
     if message.reasoning:
         thinking = message.reasoning if shows_thinking else ""
         blocks.append({"type": "thinking", "thinking": thinking, "signature": SIGNATURE})
     if message.content and not message.content.isspace():
         blocks.append({"type": "text", "text": message.content, "citations": None})
-    for call in message.tool_calls:
-        if call.is_complete:
-            arguments = json.loads(call.arguments)
-            blocks.append({"type": "tool_use", "id": call.id, "name": call.name, "input": arguments})
+    blocks += [
+        {"type": "tool_use", "id": call.id, "name": call.name, "input": _input_of(call)} for call in message.tool_calls
+    ]
     return blocks
+
+
+def _input_of(call: ToolCall) -> dict[str, Any]:
+    """Return the arguments; of a call that was cut off those that have come."""
+    if call.is_complete:
+        return call.parsed_arguments()
+    try:
+        so_far = from_json(call.arguments, allow_partial=True)  # as Anthropic's client reads a stream that ends so
+    except ValueError:  # nothing has come, or a model that no grammar holds wrote something else
+        return {}
+    return so_far if isinstance(so_far, dict) else {}
 
 
 def ending_of(completion: ChatCompletion[Any], body: MessagesBody) -> dict[str, Any]:
