@@ -54,20 +54,23 @@ class FakeExecutor:
         self._token, self.delay = token, delay
         self._rows: dict[int, list[int]] = {}  # req_idx: [num_tokens, num_computed]
         self._num_logprobs: dict[int, int] = {}  # req_idx: alternatives that it asked for, if any
-        self._on_failure: Callable[[EngineError], None] = lambda error: None
+        self._on_failure: Callable[[], object] = lambda: None
         self._waiting: list[asyncio.Future[ModelRunnerOutput]] = []
         self.terminated = False
         self._gated: tuple[Any, Any, Any] | None = None
         self.choose: Callable[[list[int]], int] = min
         self._bitmask = bytearray(20 * 4 * ((vocab_size + 31) // 32))
-        self._failure: EngineError | None = None
+        self.failure: EngineError | None = None
         self._num_beats = 0
         self.is_hung = False  # answers nothing, and its heart stands still
         self.is_full = False  # as a ring without room is
         self.num_tried = 0
         self.num_accepted = 0  # drafts
 
-    async def start(self, load: dict[str, Any], on_progress: Callable[..., None]) -> dict[str, Any]:
+    async def start(
+        self, load: dict[str, Any], on_progress: Callable[..., None], on_failure: Callable[[], object]
+    ) -> dict[str, Any]:
+        self._on_failure = on_failure
         return self.ready
 
     async def execute_model(self, out: SchedulerOutput) -> asyncio.Future[ModelRunnerOutput]:
@@ -83,8 +86,8 @@ class FakeExecutor:
         future: asyncio.Future[ModelRunnerOutput] = loop.create_future()
         self._waiting = [f for f in self._waiting if not f.done()] + [future]
         assert self._gated is None, "a step came before the bitmask of the one before"
-        if self._failure is not None:
-            raise self._failure
+        if self.failure is not None:
+            raise self.failure
         if out.sample_now:
             self.answer_later(future, self.say(out, due, {}))
         else:
@@ -106,8 +109,8 @@ class FakeExecutor:
 
     def try_revoke(self, on_revoked: Callable[[int], None]) -> bool:
         """It begins each step at once, so there is none to drop."""
-        if self._failure is not None:
-            raise self._failure
+        if self.failure is not None:
+            raise self.failure
         if self.is_full:
             return False
         asyncio.get_running_loop().call_soon(on_revoked, 0)
@@ -185,15 +188,15 @@ class FakeExecutor:
 
     def bitmask(self, num_bytes: int) -> memoryview | None:
         """For 20 rows at most."""
-        if self._failure is not None:
-            raise self._failure
+        if self.failure is not None:
+            raise self.failure
         fits = num_bytes <= len(self._bitmask)
         return memoryview(self._bitmask)[:num_bytes] if fits else None
 
     async def send_grammar(self, out: GrammarOutput) -> None:
         """Each masked row takes ``choose`` of the ids that it may."""
-        if self._failure is not None:
-            raise self._failure
+        if self.failure is not None:
+            raise self.failure
         assert self._gated is not None, "a bitmask that no step waits for"
         (step, future, due), self._gated = self._gated, None
         assert out.step_id == step.step_id
@@ -210,11 +213,6 @@ class FakeExecutor:
     async def call(self, method: str, *args: Any, timeout: float) -> Any:
         return method
 
-    def set_on_failure(self, callback: Callable[[EngineError], None]) -> None:
-        self._on_failure = callback
-        if self._failure is not None:
-            callback(self._failure)
-
     def heartbeats(self) -> int:
         self._num_beats += not self.is_hung
         return self._num_beats
@@ -224,16 +222,16 @@ class FakeExecutor:
 
     def fail(self, error: EngineError) -> None:
         """What a worker's death does."""
-        if self._failure is not None:
+        if self.failure is not None:
             return
-        self._failure = error
+        self.failure = error
         self._fail_waiting()
-        self._on_failure(error)
+        self._on_failure()
 
     def _fail_waiting(self) -> None:
         for future in self._waiting:
             if not future.done():
-                future.set_exception(self._failure)
+                future.set_exception(self.failure)
                 future.exception()
 
     async def aclose(self, timeout: float) -> None:
@@ -242,8 +240,8 @@ class FakeExecutor:
     def terminate(self) -> None:
         """From any thread. Whoever waits for an answer is told."""
         self.terminated = True
-        if self._failure is None:
-            self._failure = EngineClosedError("the engine is closed")
+        if self.failure is None:
+            self.failure = EngineClosedError("the engine is closed")
             with contextlib.suppress(RuntimeError):  # the loop was closed
                 for loop in {future.get_loop() for future in self._waiting}:
                     loop.call_soon_threadsafe(self._fail_waiting)

@@ -27,7 +27,7 @@ from ..errors import AEngineError, DeadlineExceededError, InternalError, Invalid
 from ..outputs import FinishReason, RequestEnd
 from ..params import SamplingParams, StructuredOutput
 from ..scheduler.request import CacheKey, Request, RequestStatus
-from ..streams.token_stream import Buffer, ChoiceOutput, Mailbox, error_for_waiter
+from ..streams.token_stream import Buffer, Mailbox, error_for_waiter
 from ..structured.asked_type import AskedType
 from ..structured.bitmasks import RequestGrammar
 from ..telemetry.metrics import Counters
@@ -131,13 +131,13 @@ class Admission:
         constraint = None if part.kind == "chat" else params.structured_output
         mailbox = Mailbox(
             final_only=final_only,
+            num_choices=params.n,
+            want_logprobs=params.logprobs is not None,
             times=self._observer.new_times(),
             output_type=output_type,
             is_json=asked_type is not None or _is_json(constraint),
             on_end=partial(self._ended, request_id),
         )
-        want_logprobs = params.logprobs is not None
-        mailbox.open([ChoiceOutput(mailbox, i, want_logprobs) for i in range(params.n)])
         request = UserRequest(
             request_id=request_id,
             prompt=part,
@@ -169,13 +169,16 @@ class Admission:
         """
         self._line.check_room()
         self._next_id += 1
+        request_id = f"pool-{self._next_id}"
         mailbox = Mailbox(
-            final_only=True, times=self._observer.new_times(), on_end=partial(self._ended, f"pool-{self._next_id}")
+            final_only=True,
+            num_choices=1,
+            times=self._observer.new_times(),
+            buffer=buffer,
+            on_end=partial(self._ended, request_id),
         )
-        mailbox.open([ChoiceOutput(mailbox, 0, False)])
-        mailbox.buffer = buffer
         request = UserRequest(
-            request_id=f"pool-{self._next_id}",
+            request_id=request_id,
             prompt=TokensPart(text.token_ids),
             params=_POOLED,
             priority=priority,

@@ -62,6 +62,7 @@ class EngineCore:
         self,
         config: EngineConfig,
         executor: Executor,
+        work: asyncio.Event,
         ready: dict[str, Any],
         tokenizer: Tokenizer | None,
         eos_token_ids: frozenset[int],
@@ -71,8 +72,8 @@ class EngineCore:
         listeners: Listeners,
         pooling: PoolingConfig | None = None,
     ) -> None:
-        """``grammars``: of this tokenizer, warmed up ahead; None: made here, if there is a tokenizer. ``restart``
-        makes an executor that is not started, and what starts it."""
+        """``work``: set when an executor fails, see `StepLoop`; ``grammars``: of this tokenizer, warmed up ahead; None:
+        made here, if there is a tokenizer. ``restart`` makes an executor that is not started, and what starts it."""
         self.loop = asyncio.get_running_loop()
         self.state = "running"  # perhaps "draining"; then "failed" or "closed"
         self._num_closers = 0  # calls of `aclose` that have not returned
@@ -107,6 +108,7 @@ class EngineCore:
         self.steps = StepLoop(
             self._scheduler,
             executor,
+            work,
             max_in_flight_steps=config.max_in_flight_steps,
             max_leased_steps=config.max_leased_steps if config.tensor_parallel_size == 1 else 0,
             counters=self._counters,
@@ -154,13 +156,14 @@ class EngineCore:
         source = await cls._resolve(config, report_from_thread)
         report(StartupProgress("worker", detail=source.path))
         executor = make_executor(config)
+        work = asyncio.Event()
         load = {"config": config.to_wire(), "source": source.to_wire()}
 
         def restart() -> tuple[Executor, Callable[[], Awaitable[dict[str, Any]]]]:
             another = make_executor(config)
-            return another, partial(another.start, _load_again(load, ready), _log_progress)
+            return another, partial(another.start, _load_again(load, ready), _log_progress, work.set)
 
-        starting = loop.create_task(executor.start(load, report), name="aengine-worker-start")
+        starting = loop.create_task(executor.start(load, report, work.set), name="aengine-worker-start")
         grammars: GrammarService | None = None
         try:
             tokenizer, eos_token_ids = await cls._load_tokenizer(config, source)
@@ -171,7 +174,7 @@ class EngineCore:
             sampling = SamplingDefaults(source.generation_config if config.generation_config == "auto" else {})
             heard_by = listeners or Listeners()
             pooling = PoolingConfig.from_wire(source.pooling)
-            parts = (executor, ready, tokenizer, eos_token_ids, grammars, restart, sampling, heard_by, pooling)
+            parts = (executor, work, ready, tokenizer, eos_token_ids, grammars, restart, sampling, heard_by, pooling)
             core = cls(config, *parts)
         except BaseException:
             starting.cancel()

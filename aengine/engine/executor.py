@@ -40,6 +40,7 @@ __all__ = ["Executor", "ProcessExecutor"]
 logger = logging.getLogger("aengine")
 
 ProgressCallback = Callable[[StartupProgress], None]
+FailureCallback = Callable[[], object]
 
 _MOST_MASKED_ROWS = 512  # as the largest graph of decodes; 10 MB for 151,936 tokens
 _CRASHES = (-signal.SIGSEGV, -signal.SIGABRT, -signal.SIGBUS, -signal.SIGTRAP, 127)  # 127: the dynamic linker
@@ -49,8 +50,16 @@ _REAP_SECONDS = 5.0  # how long to wait for a killed process; one that hangs in 
 class Executor(Protocol):
     """Interface of what runs the steps. Its methods are called on one event loop."""
 
-    async def start(self, load: dict[str, Any], on_progress: ProgressCallback) -> dict[str, Any]:
-        """Start and load; returns what READY says. ``load``: the wire forms of "config" and "source"."""
+    @property
+    def failure(self) -> EngineError | None:
+        """The error that broke the executor, EngineClosedError if it was closed or terminated; None while it runs."""
+
+    async def start(
+        self, load: dict[str, Any], on_progress: ProgressCallback, on_failure: FailureCallback
+    ) -> dict[str, Any]:
+        """Start and load; returns what the workers say of themselves. ``load``: the wire forms of "config" and
+        "source"; ``on_failure`` is called at most once, when `failure` is set by anything but an end that was asked
+        for."""
 
     async def execute_model(self, out: SchedulerOutput) -> AnswerFuture:
         """Publish a step, awaiting room for it; the future is its answer, None if it is revoked."""
@@ -81,9 +90,6 @@ class Executor(Protocol):
     def fail(self, error: EngineError) -> None:
         """Fail the executor, as a worker's death does: all that waits gets ``error``. Idempotent."""
 
-    def set_on_failure(self, callback: Callable[[EngineError], None]) -> None:
-        """``callback`` gets the error that broke the executor, at most once."""
-
     async def aclose(self, timeout: float) -> None:
         """Shut the workers down, wait at most ``timeout`` seconds, then kill them. Idempotent."""
 
@@ -99,7 +105,7 @@ class ProcessExecutor:
         self.workers = WorkerGroup()
         self._answers = PendingAnswers()
         self._handshake: Handshake | None = None  # since start()
-        self._on_failure: Callable[[EngineError], None] | None = None
+        self._on_failure: FailureCallback = lambda: None  # of `start`
         self._loop: asyncio.AbstractEventLoop | None = None  # since start()
         self._pid = os.getpid()
         self._released = False
@@ -112,11 +118,19 @@ class ProcessExecutor:
 
     # -- life
 
-    async def start(self, load: dict[str, Any], on_progress: ProgressCallback) -> dict[str, Any]:
+    @property
+    def failure(self) -> EngineError | None:
+        """See `Executor`."""
+        return self.workers.failure
+
+    async def start(
+        self, load: dict[str, Any], on_progress: ProgressCallback, on_failure: FailureCallback
+    ) -> dict[str, Any]:
         """See `Executor`. Raises what a worker raised while it loaded, ModelLoadError where ranks can't agree or the
         start takes longer than ``startup_timeout``, WorkerDiedError. A failed start leaves nothing behind."""
         assert self._loop is None, "an executor is started once"
         self._loop = asyncio.get_running_loop()
+        self._on_failure = on_failure
         handshake = self._handshake = Handshake(ranks_of(self._config), on_progress)
         try:
             async with asyncio.timeout(self._config.startup_timeout):
@@ -160,11 +174,6 @@ class ProcessExecutor:
         """See `Executor`. The devices' is some seconds old."""
         resident, on_devices = (0, 0) if self._released else self.workers.memory()
         return resident or None, on_devices or None
-
-    def set_on_failure(self, callback: Callable[[EngineError], None]) -> None:
-        self._on_failure = callback
-        if self.workers.failure is not None and not isinstance(self.workers.failure, EngineClosedError):
-            callback(self.workers.failure)
 
     async def aclose(self, timeout: float) -> None:
         """See `Executor`. Takes at most ``timeout`` seconds, and then what the kernel takes to end a process."""
@@ -310,8 +319,7 @@ class ProcessExecutor:
             return
         self.workers.failure = error
         self.terminate()
-        if self._on_failure is not None:
-            self._on_failure(error)
+        self._on_failure()
 
 
 def _target_of(worker: str) -> str:

@@ -48,6 +48,7 @@ class StepLoop:
         self,
         scheduler: Scheduler,
         executor: Executor,
+        work: asyncio.Event,
         *,
         max_in_flight_steps: int,
         max_leased_steps: int = 0,
@@ -59,6 +60,7 @@ class StepLoop:
         grammars: GrammarService | None = None,
         forcing: Forcing = ALWAYS,
     ) -> None:
+        """``work`` wakes the idle loop, which then finds what there is to do; a failing executor sets it."""
         self.scheduler = scheduler
         self._executor = executor
         self._limit = InFlightLimit(max_in_flight_steps, max_leased_steps)
@@ -69,11 +71,10 @@ class StepLoop:
         self._in_flight: deque[asyncio.Future[ModelRunnerOutput | None]] = deque()
         self._must_revoke = False  # leased steps, before another step can be made
         self._is_revoking = False  # the worker was told to, and has not said yet how many it dropped
-        self._work = asyncio.Event()
+        self._work = work
         self._is_idle = False
         self._num_new_tokens = 0  # of requests added since it became idle
         self._unsent: SchedulerOutput | None = None
-        self._failure: EngineError | None = None  # the executor's
         loop = asyncio.get_running_loop()
         self.lag = LoopLag(loop)
         self.watchdog = Watchdog(
@@ -81,7 +82,6 @@ class StepLoop:
         )
         self._gate = GrammarGate(scheduler, grammars, forcing, self.watchdog)
         self._delivery = Delivery(scheduler)
-        executor.set_on_failure(self._on_executor_failure)
 
     def add(self, request: Request) -> None:
         """Compute a request. Its tokens, its end and its failure go to its sink."""
@@ -179,14 +179,8 @@ class StepLoop:
         self._executor = executor
         self._in_flight.clear()
         self._must_revoke = self._is_revoking = False
-        self._gate.step = self._unsent = self._failure = None
-        executor.set_on_failure(self._on_executor_failure)
+        self._gate.step = self._unsent = None
         return at_fault
-
-    def _on_executor_failure(self, error: EngineError) -> None:
-        """Wake the idle loop; the futures of answers have the error."""
-        self._failure = error
-        self._work.set()
 
     def _on_hang(self, fault: str) -> None:
         error = WorkerDiedError(f"the worker {fault}: it was killed")
@@ -269,8 +263,8 @@ class StepLoop:
         finally:
             self._is_idle = False
         self._work.clear()
-        if self._failure is not None:
-            raise self._failure
+        if self._executor.failure is not None:
+            raise self._executor.failure
         self.lag.resume()
         self._limit.begin()
 

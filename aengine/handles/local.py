@@ -54,12 +54,12 @@ class StartAdvice(NamedTuple):
 class LocalHandle:
     """Starts and closes the cores of one engine, and submits requests to the one that runs."""
 
-    def __init__(self, owner: Owner, config: EngineConfig) -> None:
+    def __init__(self, owner: Owner, config: EngineConfig, advice: StartAdvice | None = None) -> None:
         """``owner`` is not held: an engine whose owner is dropped is to end."""
         self.config = config
         self.core: EngineCore | None = None
         self.listeners = Listeners()
-        self.advice = StartAdvice()
+        self.advice = advice or StartAdvice()
         self._owner = weakref.ref(owner)
         self._starting: asyncio.Task[None] | None = None
         self._num_starters = 0  # callers that wait for it

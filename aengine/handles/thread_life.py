@@ -35,8 +35,7 @@ class ThreadLife:
     """Starts, closes and drops an engine that has a thread of its own; from any loop in any thread, and from none."""
 
     def __init__(self, owner: Owner, config: EngineConfig) -> None:
-        self.local = LocalHandle(owner, config)  # used on the thread; what only reads it is asked from any
-        self.local.advice = _ADVICE
+        self.local = LocalHandle(owner, config, _ADVICE)  # used on the thread; what only reads it is asked from any
         self.config = config
         self.thread: LoopThread | None = None
         self._is_changing = threading.Lock()  # of ``thread``
@@ -124,7 +123,7 @@ class ThreadLife:
             return None
         try:
             if self.thread is None or self.thread.has_ended:
-                self.thread = LoopThread("aengine", like)
+                self.thread = LoopThread("aengine", like, partial(_fail_left, self.local))
                 self._has_caller = False
             self.thread.check_process()
             return self.thread
@@ -183,9 +182,6 @@ class ThreadLife:
     async def _start_on(self, thread: LoopThread) -> None:
         try:
             await self.local.start()
-            if self.core is not None:
-                # Requests that are left when the thread ends are failed; the core is kept until then.
-                thread.at_end = partial(self.core.admission.fail_all, self._ended_meanwhile())
         finally:
             self._stop_unless_used(thread)
 
@@ -201,7 +197,17 @@ class ThreadLife:
             thread.stop()
 
     def _ended_meanwhile(self) -> EngineClosedError:
-        return EngineClosedError(f"{self!r} was closed meanwhile")
+        return _closed_meanwhile(self.local)
+
+
+def _fail_left(local: LocalHandle) -> None:
+    """Fail the requests that are left when the thread ends."""
+    if local.core is not None:
+        local.core.admission.fail_all(_closed_meanwhile(local))
+
+
+def _closed_meanwhile(local: LocalHandle) -> EngineClosedError:
+    return EngineClosedError(f"{local!r} was closed meanwhile")
 
 
 def _join_if_stopping(thread: LoopThread) -> None:

@@ -100,9 +100,7 @@ class CrossThreadStream(TokenStream):
     __slots__ = ("_buffer", "_call_queue", "_is_waited_for", "_owner", "_remote")
 
     def __init__(self, remote: LoopThread, owner: object, request_id: str) -> None:
-        nothing_yet = Mailbox(final_only=True)
-        nothing_yet.num_open = 1
-        super().__init__(request_id, nothing_yet, remote.loop, _nothing)
+        super().__init__(request_id, Mailbox(final_only=True), remote.loop, _nothing)
         self._remote = remote
         self._owner = owner
         self._buffer = CrossThreadBuffer(remote)

@@ -85,22 +85,26 @@ class Mailbox:
         self,
         *,
         final_only: bool,
+        num_choices: int = 0,
+        want_logprobs: bool = False,
         times: RequestTimes | None = None,
         output_type: OutputType | None = None,
         is_json: bool = False,
+        buffer: Buffer | None = None,
         on_end: Callable[[], None] = lambda: None,
     ) -> None:
-        """``is_json``: the text was asked to be; ``on_end`` is called when nothing more will come, once."""
+        """``num_choices``: 0 for a request that the engine does not have yet; ``is_json``: the text was asked to be;
+        ``buffer``: of a reader on another thread; ``on_end`` is called when nothing more will come, once."""
         self._on_end: Callable[[], None] | None = on_end
         self.times = times or RequestTimes()
         self.final_only = final_only  # no `Token`s are made: only the completion is read
         self.pending: deque[Token] = deque()
         self.waiter: asyncio.Future[None] | None = None  # of a reader on this loop
         self.end_waiter: asyncio.Future[None] | None = None  # of a reader on this loop, that wants nothing else
-        self.buffer: Buffer | None = None  # of a reader on another thread
+        self.buffer = buffer
         self.error: BaseException | None = None
-        self.choices: list[ChoiceOutput] = []
-        self.num_open = 0  # completions that have not ended
+        self.choices = [ChoiceOutput(self, i, want_logprobs) for i in range(num_choices)]
+        self.num_open = num_choices or 1  # completions that have not ended
         self.num_prompt_tokens = 0
         self.cached_tokens = 0
         self.output_type = output_type
@@ -108,10 +112,6 @@ class Mailbox:
         self.warnings: tuple[str, ...] = ()
         self.plan: ChatPlan | None = None  # of a chat, once it is made
         self.stop_token_ids: frozenset[int] = frozenset()  # the caller's own, which are no end of sequence
-
-    def open(self, choices: list[ChoiceOutput]) -> None:
-        self.choices = choices
-        self.num_open = len(choices)
 
     @property
     def done(self) -> bool:

@@ -102,11 +102,14 @@ class ScriptedExecutor:
         self._waiting: list[Future] = []
         self._gated: tuple[SchedulerOutput, Future, list[int]] | None = None  # a step that waits for its bitmask
         self._busy_until = 0.0
-        self._failure: EngineError | None = None
-        self._on_failure: Callable[[EngineError], None] = lambda error: None
+        self.failure: EngineError | None = None
+        self._on_failure: Callable[[], object] = lambda: None  # of `start`
         self._num_beats = 0
 
-    async def start(self, load: dict[str, Any], on_progress: Callable[..., None]) -> dict[str, Any]:
+    async def start(
+        self, load: dict[str, Any], on_progress: Callable[..., None], on_failure: Callable[[], object]
+    ) -> dict[str, Any]:
+        self._on_failure = on_failure
         return {
             "num_blocks": _NUM_BLOCKS,
             "block_size": _BLOCK_SIZE,
@@ -226,38 +229,33 @@ class ScriptedExecutor:
     def memory(self) -> tuple[None, None]:
         return None, None
 
-    def set_on_failure(self, callback: Callable[[EngineError], None]) -> None:
-        self._on_failure = callback
-        if self._failure is not None:
-            callback(self._failure)
-
     def fail(self, error: EngineError) -> None:
-        if self._failure is None:
-            self._failure = error
+        if self.failure is None:
+            self.failure = error
             self._fail_waiting()
-            self._on_failure(error)
+            self._on_failure()
 
     async def aclose(self, timeout: float) -> None:
         self.terminate()
 
     def terminate(self) -> None:
         """Kill the worker, from any thread."""
-        if self._failure is None:
-            self._failure = EngineClosedError("the engine is closed")
+        if self.failure is None:
+            self.failure = EngineClosedError("the engine is closed")
             with contextlib.suppress(RuntimeError):  # the loop was closed
                 for loop in {future.get_loop() for future in self._waiting}:
                     loop.call_soon_threadsafe(self._fail_waiting)
 
     def _fail_waiting(self) -> None:
-        assert self._failure is not None
+        assert self.failure is not None
         for future in self._waiting:
             if not future.done():
-                future.set_exception(self._failure)
+                future.set_exception(self.failure)
                 future.exception()  # retrieved: it may have no waiter
 
     def _check(self) -> None:
-        if self._failure is not None:
-            raise self._failure
+        if self.failure is not None:
+            raise self.failure
 
 
 def _vector_of(token_ids: array[int]) -> array[float]:

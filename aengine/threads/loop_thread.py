@@ -42,14 +42,19 @@ class LoopEndedError(Exception):
 
 
 class LoopThread:
-    """Runs from its making until `stop`, once. ``like``: a loop of the same kind (asyncio's, uvloop's) and debug mode.
+    """Runs from its making until `stop`, once.
+
+    ``like``: a loop of the same kind (asyncio's, uvloop's) and debug mode; ``at_end`` is called on the thread when
+    nothing runs on its loop any more, and held until then.
 
     Raises EngineError when there is no thread or descriptor left.
     """
 
-    def __init__(self, name: str, like: asyncio.AbstractEventLoop | None = None) -> None:
+    def __init__(
+        self, name: str, like: asyncio.AbstractEventLoop | None = None, at_end: Callable[[], object] | None = None
+    ) -> None:
         self.is_stopping = False
-        self.at_end: Callable[[], object] = _nothing  # called when nothing runs on the loop any more; held until then
+        self._at_end = at_end
         self.has_ended = False
         self._on_ended: deque[Callable[[], None]] = deque()
         self._deferred: list[Callable[[], object]] = []
@@ -177,8 +182,9 @@ class LoopThread:
 
     def _end(self) -> None:
         self.is_stopping = True
-        self.at_end()
-        self.at_end = _nothing
+        at_end, self._at_end = self._at_end, None
+        if at_end is not None:
+            at_end()
         self.loop.close()
         self._calls.deliver()  # what came too late; who comes later finds the loop closed
         self._run_deferred()
@@ -265,10 +271,6 @@ class Job(Generic[T]):
             raise error
         finally:
             del error  # else it and this frame would keep each other
-
-
-def _nothing() -> None:
-    """Do nothing, until there is something to call."""
 
 
 def _new_loop(like: asyncio.AbstractEventLoop | None) -> asyncio.AbstractEventLoop:

@@ -342,11 +342,11 @@ async def test_a_restart_for_want_of_descriptors_or_threads_is_tried_again(
         await running(engine)
         start, starts = FakeExecutor.start, []
 
-        async def fails_once(self: FakeExecutor, load: Any, on_progress: Any) -> dict[str, Any]:
+        async def fails_once(self: FakeExecutor, *args: Any) -> dict[str, Any]:
             starts.append(self)
             if len(starts) == 1:
                 raise error
-            return await start(self, load, on_progress)
+            return await start(self, *args)
 
         monkeypatch.setattr(FakeExecutor, "start", fails_once)
         engine.executor.fail(WorkerDiedError("killed"))  # type: ignore[attr-defined]

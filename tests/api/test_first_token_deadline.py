@@ -201,9 +201,9 @@ async def test_while_the_worker_is_started_again(make_engine: Make, monkeypatch:
     """It ends a request without a token, and is of no concern to one that has some."""
     start, may_start = FakeExecutor.start, asyncio.Event()
 
-    async def slowly(self: FakeExecutor, load: Any, on_progress: Any) -> dict[str, Any]:
+    async def slowly(self: FakeExecutor, *args: Any) -> dict[str, Any]:
         await may_start.wait()
-        return await start(self, load, on_progress)
+        return await start(self, *args)
 
     async with make_engine(max_num_seqs=1) as engine:
         clock = Clock(engine)

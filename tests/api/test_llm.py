@@ -351,7 +351,7 @@ def test_an_interrupt_aborts_and_leaves_the_engine(make_llm: MakeLLM, what: str)
 def test_an_interrupt_while_it_starts(make_llm: MakeLLM, monkeypatch: pytest.MonkeyPatch) -> None:
     from fakes import FakeExecutor
 
-    async def slow(self: Any, load: Any, report: Any) -> Any:
+    async def slow(self: Any, *args: Any) -> Any:
         await asyncio.sleep(30)
 
     with monkeypatch.context() as patch:
@@ -516,7 +516,7 @@ while llm.statistics().num_running < 2: pass
 """,
     "iterator open": "llm = Sync('smollm2-135m')\ntokens = llm.stream([1], ENDLESS)\nnext(tokens)",
     "while it starts": """
-async def start(self, load, report): await asyncio.sleep(60)
+async def start(self, *args): await asyncio.sleep(60)
 FakeExecutor.start = start
 def begin():
     try: Sync("smollm2-135m")

@@ -99,6 +99,30 @@ async def test_a_death_while_idle(make_engine: Make) -> None:
         assert len(completion.token_ids) == 5 and engine.statistics().num_restarts == 1
 
 
+async def test_a_death_that_nobody_waits_for_is_noticed(make_engine: Make) -> None:
+    async with make_engine() as engine:
+        await asyncio.sleep(0.01)  # the loop is idle
+        engine.executor.fail(death())
+        while not engine.statistics().num_restarts:
+            await asyncio.sleep(0.001)
+
+
+async def test_a_death_before_the_first_step_is_noticed(make_engine: Make, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The worker has been ready, and there is no step loop yet to be told."""
+    start = FakeExecutor.start
+
+    async def start_and_die(self: FakeExecutor, *args: Any) -> dict[str, Any]:
+        monkeypatch.setattr(FakeExecutor, "start", start)
+        ready = await start(self, *args)
+        self.fail(death())
+        return ready
+
+    monkeypatch.setattr(FakeExecutor, "start", start_and_die)
+    async with make_engine() as engine:
+        while not engine.statistics().num_restarts:
+            await asyncio.sleep(0.001)
+
+
 async def test_too_many_deaths_end_the_engine_with_the_cause(make_engine: Make) -> None:
     async with make_engine(max_restarts=2, fake={"delay": 0.001}) as engine:
         tasks = [asyncio.create_task(engine.generate([i], SamplingParams(max_tokens=500))) for i in range(1, 4)]
@@ -128,11 +152,11 @@ async def test_a_start_that_fails_is_tried_again(make_engine: Make, monkeypatch:
         await asyncio.sleep(0.005)
         start, starts = FakeExecutor.start, []
 
-        async def fails_twice(self: FakeExecutor, load: Any, on_progress: Any) -> dict[str, Any]:
+        async def fails_twice(self: FakeExecutor, *args: Any) -> dict[str, Any]:
             starts.append(self)
             if len(starts) < 3:
                 raise death()
-            ready = await start(self, load, on_progress)
+            ready = await start(self, *args)
             return {**ready, "num_blocks": 5} if len(starts) == 3 else ready  # its memory is taken, by whom ever
 
         monkeypatch.setattr(FakeExecutor, "start", fails_twice)
@@ -253,9 +277,9 @@ async def test_leaving_while_there_is_no_worker(make_engine: Make, monkeypatch: 
         await asyncio.sleep(0.01)
         start, gate = FakeExecutor.start, asyncio.Event()
 
-        async def slowly(self: FakeExecutor, load: Any, on_progress: Any) -> dict[str, Any]:
+        async def slowly(self: FakeExecutor, *args: Any) -> dict[str, Any]:
             await gate.wait()
-            return await start(self, load, on_progress)
+            return await start(self, *args)
 
         monkeypatch.setattr(FakeExecutor, "start", slowly)
         assert await engine.check_health() > 0
@@ -284,7 +308,7 @@ async def test_closing_while_there_is_no_worker(make_engine: Make, monkeypatch: 
     task = asyncio.create_task(engine.generate([1, 2], SamplingParams(max_tokens=300, ignore_eos=True)))
     await asyncio.sleep(0.01)
 
-    async def never(self: FakeExecutor, load: Any, on_progress: Any) -> dict[str, Any]:
+    async def never(self: FakeExecutor, *args: Any) -> dict[str, Any]:
         await asyncio.get_running_loop().create_future()
         raise AssertionError
 
@@ -312,6 +336,7 @@ async def test_a_bug_of_ours_is_no_death(make_engine: Make, monkeypatch: pytest.
 async def test_the_collector_may_run_within_the_scheduler(make_engine: Make, monkeypatch: pytest.MonkeyPatch) -> None:
     """Streams dropped in cycles, whose finalisers then run in the middle of a step's making."""
     async with make_engine(fake={"delay": 0.0005, "num_blocks": 120}) as engine:
+
         def collecting(function: Callable[..., Any]) -> Callable[..., Any]:
             return lambda *args: (gc.collect(0), function(*args))[1]
 
@@ -339,11 +364,13 @@ async def test_a_worker_that_is_started_again_takes_the_kv_memory_of_the_one_bef
     """What is free may be less by now: the engine's blocks are as many as they were."""
     loads: list[dict[str, Any]] = []
 
-    async def start(self: FakeExecutor, load: dict[str, Any], on_progress: Any) -> dict[str, Any]:
-        loads.append(load)
-        return {**self.ready, "ranks": [{"rank": 0, "kv_cache_bytes": 7 << 20}]}
+    start = FakeExecutor.start
 
-    monkeypatch.setattr(FakeExecutor, "start", start)
+    async def noted_start(self: FakeExecutor, load: dict[str, Any], *args: Any) -> dict[str, Any]:
+        loads.append(load)
+        return {**await start(self, load, *args), "ranks": [{"rank": 0, "kv_cache_bytes": 7 << 20}]}
+
+    monkeypatch.setattr(FakeExecutor, "start", noted_start)
     async with make_engine() as engine:
         core_of(engine).worker.executor.fail(death())
         completion = await engine.generate([1, 2, 3], SamplingParams(max_tokens=4, ignore_eos=True))

@@ -32,6 +32,7 @@ async def test_a_row_that_was_begun_before_a_preemption_resumes_no_later_pause()
     steps = StepLoop(
         scheduler,
         FakeExecutor(),
+        asyncio.Event(),
         max_in_flight_steps=2,
         counters=counters,
         observer=Observer(),

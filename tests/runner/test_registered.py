@@ -106,7 +106,7 @@ async def test_an_engine_on_a_worker_and_a_platform_of_another_package(toy: Path
     config = EngineConfig.create("m", {"device": "toy", "worker": "toy", "load_format": "dummy", "num_threads": 1})
     executor = ProcessExecutor(config)
     source = ModelSource("tiny", "/nowhere", "dummy", TINY).to_wire()
-    ready = await executor.start({"config": config.to_wire(), "source": source}, lambda progress: None)
+    ready = await executor.start({"config": config.to_wire(), "source": source}, lambda progress: None, lambda: None)
     assert ready["worker"] == "toy" and ready["device"] == "cpu" and ready["num_blocks"] > 0
     await executor.aclose(5)
 
@@ -124,5 +124,5 @@ async def test_a_worker_that_is_none(worker: str, cause: str) -> None:
     executor = ProcessExecutor(EngineConfig.create("m", {"worker": worker}))
     load = {"config": EngineConfig.create("m", {}).to_wire(), "source": {}}
     with pytest.raises(ModelLoadError, match=f"worker='{worker}' {cause}"):
-        await executor.start(load, lambda progress: None)
+        await executor.start(load, lambda progress: None, lambda: None)
     await executor.aclose(5)

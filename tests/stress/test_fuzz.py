@@ -145,9 +145,8 @@ def test_nothing_is_unpickled(kind: Kind, capsys: pytest.CaptureFixture[str]) ->
 async def test_a_worker_that_scribbles_on_its_rings(seed: int) -> None:
     """A real one, as a stray pointer in a kernel library would: who waits gets one typed error, and it is killed."""
     executor = ProcessExecutor(config(worker="slow_runner:load_scribbling_model"))
-    failures: list[EngineError] = []
-    executor.set_on_failure(failures.append)
-    await start(executor)
+    failures: list[EngineError | None] = []
+    await start(executor, failures=failures)
     future = await executor.execute_model(step(0, [slow_runner.SCRIBBLE, seed]))
     with pytest.raises(InternalError, match="sent nonsense: FrameError"):
         await asyncio.wait_for(future, 30)

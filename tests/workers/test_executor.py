@@ -108,9 +108,8 @@ async def test_cancelling_the_start_kills_the_worker() -> None:
 )
 async def test_a_death_reaches_every_waiter_with_its_cause(token_id: int, error: type, text: str) -> None:
     executor = make()
-    failures: list[EngineError] = []
-    executor.set_on_failure(failures.append)
-    await start(executor)
+    failures: list[EngineError | None] = []
+    await start(executor, failures=failures)
     futures = [await executor.execute_model(step(0, [5])), await executor.execute_model(step(1, [token_id], 1))]
     futures.append(await executor.execute_model(decode(2, [0])))
     await futures[0]
@@ -131,9 +130,8 @@ async def test_a_death_reaches_every_waiter_with_its_cause(token_id: int, error:
 
 async def test_killed_from_outside() -> None:
     executor = make()
-    failures: list[EngineError] = []
-    executor.set_on_failure(failures.append)
-    await start(executor)
+    failures: list[EngineError | None] = []
+    await start(executor, failures=failures)
     future = await executor.execute_model(step(0, [fake_runner.HANG]))
     os.kill(executor.workers[0].pid, signal.SIGKILL)
     with pytest.raises(WorkerDiedError) as caught:
@@ -159,9 +157,8 @@ async def test_close_of_a_hanging_worker_is_bounded() -> None:
 
 async def test_nonsense_from_the_worker_is_a_failure_and_no_hang() -> None:
     executor = make()
-    failures: list[EngineError] = []
-    executor.set_on_failure(failures.append)
-    await start(executor)
+    failures: list[EngineError | None] = []
+    await start(executor, failures=failures)
     worker = executor.workers[0]
     future = await executor.execute_model(step(0, [fake_runner.SLOW]))
     for payload in (b"\xc1", b"\x90"):  # no msgpack; an empty list

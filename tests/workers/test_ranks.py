@@ -109,9 +109,8 @@ async def test_the_rank_that_is_late_is_named() -> None:
 async def test_memory_that_runs_out_on_one_rank_is_the_end_of_all_at_once() -> None:
     """Rank 0 has computed the step and could answer: nobody goes on alone."""
     executor = make(tensor_parallel_size=2)
-    failures: list[EngineError] = []
-    executor.set_on_failure(failures.append)
-    await start(executor)
+    failures: list[EngineError | None] = []
+    await start(executor, failures=failures)
     assert (await (await executor.execute_model(step(0, [5])))).token_ids[0] == 261
     await executor.execute_model(step(1, [fake_runner.NO_MEMORY_ON_RANK_1], 1))
     late = await executor.execute_model(decode(2, [0]))

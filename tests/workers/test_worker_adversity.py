@@ -199,8 +199,6 @@ async def test_one_rank_dies_and_all_are_ended() -> None:
 async def test_a_call_that_times_out_between_two_ranks_reaches_both(monkeypatch: pytest.MonkeyPatch) -> None:
     """One rank has the frame and the ring of the other is full: the engine goes on, and what follows comes after."""
     async with running(tensor_parallel_size=2) as executor:
-        failures: list[EngineError] = []
-        executor.set_on_failure(failures.append)
         channel = executor.workers[1].channel
         is_full, room, published = True, asyncio.Event(), []
         try_publish, publish = channel.try_publish, channel.publish
@@ -222,7 +220,7 @@ async def test_a_call_that_times_out_between_two_ranks_reaches_both(monkeypatch:
         assert published == [Kind.CALL, Kind.STEP]
         is_full = False
         assert (await executor.call("ping", timeout=20))["rank"] == 0
-        assert not failures
+        assert executor.failure is None
 
 
 async def test_a_close_ends_what_is_between_two_ranks(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -258,26 +256,13 @@ async def test_a_close_ends_what_is_between_two_ranks(monkeypatch: pytest.Monkey
 )
 async def test_frames_that_no_worker_sends(kind: int, message: Any) -> None:
     executor = make()
-    failures: list[EngineError] = []
-    executor.set_on_failure(failures.append)
-    await start(executor)
+    failures: list[EngineError | None] = []
+    await start(executor, failures=failures)
     future = await executor.execute_model(step(0, [fake_runner.HANG]))
     inject(executor, kind, 9, pack(message))
     with pytest.raises(InternalError, match="nonsense"):
         await future
     assert len(failures) == 1
-    await executor.aclose(5)
-
-
-async def test_a_failure_before_anybody_listens_is_told_at_once() -> None:
-    executor = make()
-    await start(executor)
-    os.kill(executor.workers[0].pid, signal.SIGKILL)
-    while executor.workers.failure is None:
-        await asyncio.sleep(0.01)
-    failures: list[EngineError] = []
-    executor.set_on_failure(failures.append)
-    assert [type(error) for error in failures] == [WorkerDiedError]
     await executor.aclose(5)
 
 

@@ -14,6 +14,7 @@ import pytest
 
 from aengine.config import EngineConfig
 from aengine.engine.executor import ProcessExecutor
+from aengine.errors import EngineError
 from aengine.ipc.messages import NewRequest, SchedulerOutput, int32
 
 HERE = Path(__file__).parent
@@ -28,9 +29,18 @@ def make(**settings: Any) -> ProcessExecutor:
 
 
 async def start(
-    executor: ProcessExecutor, source: dict | None = None, report: Callable[[Any], None] = lambda progress: None
+    executor: ProcessExecutor,
+    source: dict | None = None,
+    report: Callable[[Any], None] = lambda progress: None,
+    failures: list[EngineError | None] | None = None,
 ) -> dict[str, Any]:
-    return await executor.start({"config": config().to_wire(), "source": source or {}}, report)
+    """``failures`` gets the executor's failure as often as it tells of one."""
+
+    def note_failure() -> None:
+        if failures is not None:
+            failures.append(executor.failure)
+
+    return await executor.start({"config": config().to_wire(), "source": source or {}}, report, note_failure)
 
 
 def stage(executor: ProcessExecutor) -> str:
