@@ -32,7 +32,7 @@ Restart = Callable[[], tuple[Executor, Callable[[], Awaitable[dict[str, Any]]]]]
 
 
 class WorkerControl:
-    """Holds the executor that runs, and what its workers answered with READY."""
+    """Holds the executor that runs, and what its workers said of themselves."""
 
     def __init__(
         self,

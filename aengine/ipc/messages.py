@@ -17,7 +17,7 @@ The direction and content of each kind:
     worker -> host   PROGRESS         dict: stage, done, total, unit, detail
                      PROFILED         dict: PLAN_LIMITS, the most that this rank can keep; block_size, vocab_size,
                                       kv_groups, and whatever else must be equal on all ranks
-                     READY            dict: as PROFILED, and device, num_graphs, ...
+                     READY            dict: what this rank has of its own: pid, seconds, device, num_graphs, ...
                      OUTPUT           ModelRunnerOutput
                      REPLY            dict: value (any plain data), or error (a dict like ERROR's)
                      REVOKED          how many steps were dropped, the newest ones
@@ -112,7 +112,7 @@ class KVCacheGroup:
 
     @staticmethod
     def from_ready(ready: dict[str, Any]) -> tuple[KVCacheGroup, ...]:
-        """The groups of a READY message; one that names none has one of full attention."""
+        """The groups of ``ready``, what the ranks have agreed on; without any it is one of full attention."""
         groups = ready.get("kv_groups") or [("full", ready["block_size"], 0)]
         return tuple(KVCacheGroup(*group) for group in groups)
 
@@ -457,6 +457,10 @@ def _offer(data: Any) -> None:
     _at_least_one(data, _OFFER_COUNTS)
 
 
+def _ready(data: Any) -> None:
+    _int(data.get("pid"))
+
+
 def _plan(data: Any) -> None:
     _at_least_one(data, PLAN_LIMITS)
 
@@ -509,7 +513,7 @@ def _revoked(data: Any) -> None:
 _CHECKS = {
     Kind.PROFILED: _offer,
     Kind.ALLOCATE: _plan,
-    Kind.READY: _offer,
+    Kind.READY: _ready,
     Kind.PROGRESS: _progress,
     Kind.ERROR: _error,
     Kind.REPLY: _reply,

@@ -9,7 +9,7 @@ __all__ = ["summary_of"]
 
 
 def summary_of(ready: Mapping[str, Any]) -> str:
-    """Format the main fields of READY as ``name=value``; fields that a runner does not send are left out."""
+    """Format the main facts of a start as ``name=value``; those that a worker does not tell are left out."""
     device = ready.get("device")
     name = ready.get("device_name")
     shown = {

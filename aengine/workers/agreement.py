@@ -3,7 +3,7 @@
     worker                                    host
     load, profile ──PROFILED: its offer──>    agree: a plan for all, or ModelLoadError
     allocate      <──ALLOCATE: the plan───
-    capture       ──READY: what it has───>    merge: what the engine gets
+    capture       ──READY: its own facts─>    merge: what the engine gets
 
 No rank takes memory before the offers of all have come, since all use the same block ids.
 """
@@ -34,25 +34,12 @@ def agree(ranks: Sequence[Rank], offers: Sequence[Mapping[str, Any]]) -> dict[st
 
 
 def merge(
-    ranks: Sequence[Rank],
-    offers: Sequence[Mapping[str, Any]],
-    plan: Mapping[str, int],
-    readies: Sequence[Mapping[str, Any]],
+    ranks: Sequence[Rank], agreed: Mapping[str, Any], readies: Sequence[Mapping[str, Any]]
 ) -> dict[str, Any]:
-    """Merge the ranks' READYs: agreed values, sums, for the rest those of rank 0; and under "ranks" each rank's own.
-
-    Raises ModelLoadError, which names the rank, where one has something else than what was agreed.
-    """
-    agreed = {**offers[0], **plan}
-    for rank, ready in zip(ranks, readies, strict=True):
-        for name, value in agreed.items():
-            if name in ready and ready[name] != value:
-                raise ModelLoadError(f"{rank} has {name}={ready[name]!r}, but {value!r} was agreed with {_all(ranks)}")
+    """Merge what was agreed with the ranks' READYs: sums, for the rest those of rank 0; and under "ranks" each
+    rank's own."""
     sums = {name: sum(ready[name] for ready in readies) for name in _SUMS if all(name in ready for ready in readies)}
-    own = [
-        {"rank": rank.index} | {name: value for name, value in ready.items() if name not in agreed}
-        for rank, ready in zip(ranks, readies, strict=True)
-    ]
+    own = [{"rank": rank.index, **ready} for rank, ready in zip(ranks, readies, strict=True)]
     return {**readies[0], **agreed, **sums, "ranks": own}
 
 
@@ -62,7 +49,3 @@ def _check_equal(name: str, first: Rank, its: object, second: Rank, others: obje
             f"{first} has {name}={its!r} and {second} has {name}={others!r}, but ranks of one engine must have the "
             f"same: use GPUs of one kind, and the same files and package versions for all"
         )
-
-
-def _all(ranks: Sequence[Rank]) -> str:
-    return "the host" if len(ranks) == 1 else "all ranks"

@@ -29,7 +29,7 @@ class Handshake:
         self._on_progress = on_progress
         self._offers: list[asyncio.Future[dict[str, Any]]] = [loop.create_future() for _ in ranks]
         self._readies: list[asyncio.Future[dict[str, Any]]] = [loop.create_future() for _ in ranks]
-        self._plan: dict[str, int] = {}
+        self._agreed: dict[str, Any] = {}
         self._stages: list[str] = []  # in the order in which the first rank came to them
         self._now: dict[int, StartupProgress] = {}  # by rank: what it reported last
         self._reports: dict[str, dict[int, StartupProgress]] = {}  # by stage and rank
@@ -45,13 +45,14 @@ class Handshake:
 
     async def agreed(self) -> dict[str, int]:
         """The plan, when all ranks have been profiled. Raises what `fail` was given, or ModelLoadError."""
-        self._plan = agree(self.ranks, await asyncio.gather(*self._offers))
-        return self._plan
+        offers = await asyncio.gather(*self._offers)
+        plan = agree(self.ranks, offers)
+        self._agreed = {**offers[0], **plan}
+        return plan
 
     async def ready(self) -> dict[str, Any]:
-        """Return the merged READY of all ranks, when all are ready. Raises as `agreed` does."""
-        readies = await asyncio.gather(*self._readies)
-        return merge(self.ranks, [offer.result() for offer in self._offers], self._plan, readies)
+        """Return what was agreed and the READYs of all ranks, merged, when all are ready. Raises as `agreed` does."""
+        return merge(self.ranks, self._agreed, await asyncio.gather(*self._readies))
 
     def fail(self, error: EngineError) -> None:
         """Fail everything that waits with ``error``. Idempotent."""

@@ -55,7 +55,8 @@ class LoadedModel(Protocol):
         ranks, ``block_size`` and ``vocab_size`` at least."""
 
     def allocate(self, plan: Mapping[str, int]) -> tuple[Runner, dict[str, Any]]:
-        """Take the memory that ``plan``, PLAN_LIMITS, needs; and return what READY says of this rank besides."""
+        """Take the memory that ``plan``, PLAN_LIMITS, needs; and return what else the host is to know of this rank,
+        which no offer has."""
 
     def device_bytes(self) -> int:
         """Return the bytes that this process has taken on the device; called by another thread, at any time."""

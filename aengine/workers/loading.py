@@ -64,8 +64,7 @@ class Loading:
             runner, facts = self.model.allocate(plan)
         runner.share_bitmasks(self._channel.bitmask())
         seconds = round(time.monotonic() - self._begun, 3)
-        ready = {**self.model.offer, **plan, **facts, "pid": os.getpid(), "seconds": seconds}
-        self._channel.publish(Kind.READY, 0, pack(ready))
+        self._channel.publish(Kind.READY, 0, pack({**facts, "pid": os.getpid(), "seconds": seconds}))
         return runner
 
     @contextmanager

@@ -26,7 +26,7 @@ from aengine.ipc.messages import (
     unpack,
 )
 
-READY = dict.fromkeys((*PLAN_LIMITS, "block_size", "vocab_size"), 7)
+OFFER = dict.fromkeys((*PLAN_LIMITS, "block_size", "vocab_size"), 7)
 ERROR = {"type": "ValueError", "message": "m", "traceback": "t"}
 LOG = {
     "level": 30,
@@ -57,7 +57,8 @@ COLUMNS = LogprobColumns(int32([1]), float32([-0.5]), int32([2]), int32([3, 4]),
         (Kind.GRAMMAR, GrammarOutput(3, int32([0]), b"\x01\x02\x03\x04")),
         (Kind.GRAMMAR, GrammarOutput(3, int32([0]), 4)),
         (Kind.OUTPUT, ModelRunnerOutput(3, int32([5, -1]), COLUMNS, [RowError(1, "InvalidRequestError", "nan")])),
-        (Kind.READY, READY | {"device": "cpu", "seconds": 1.5}),
+        (Kind.PROFILED, OFFER | {"dtype": "float32"}),
+        (Kind.READY, {"pid": 7, "device": "cpu", "seconds": 1.5}),
         (Kind.PROGRESS, {"stage": "weights"}),
         (Kind.PROGRESS, {"stage": "weights", "done": 1, "total": 2, "unit": "bytes", "detail": ""}),
         (Kind.REPLY, {"value": None}),
@@ -84,12 +85,14 @@ def columns(**changes: Any) -> ModelRunnerOutput:
 @pytest.mark.parametrize(
     ("kind", "message", "text"),
     [
+        (Kind.PROFILED, None, "NoneType"),
         (Kind.READY, None, "NoneType"),
+        (Kind.READY, {"seconds": 1.5}, "not NoneType"),
         (Kind.READY, [1], "list"),
-        (Kind.READY, {**READY, "num_blocks": 0}, "num_blocks=0"),
-        (Kind.READY, {**READY, "block_size": True}, "not bool"),
-        (Kind.READY, {**READY, "vocab_size": 5.0}, "not float"),
-        (Kind.READY, {k: v for k, v in READY.items() if k != "max_model_len"}, "not NoneType"),
+        (Kind.PROFILED, {**OFFER, "num_blocks": 0}, "num_blocks=0"),
+        (Kind.PROFILED, {**OFFER, "block_size": True}, "not bool"),
+        (Kind.PROFILED, {**OFFER, "vocab_size": 5.0}, "not float"),
+        (Kind.PROFILED, {k: v for k, v in OFFER.items() if k != "max_model_len"}, "not NoneType"),
         (Kind.PROGRESS, {"done": 1}, "not NoneType"),
         (Kind.PROGRESS, {"stage": "weights", "done": "1"}, "not str"),
         (Kind.PROGRESS, {"stage": "weights", "colour": "red"}, "unknown 'colour'"),
@@ -146,6 +149,6 @@ def test_counts_that_cancel_out_are_found() -> None:
 def test_an_error_does_not_show_all_that_was_sent() -> None:
     """msgpack's own for bytes after a message holds them all, twice as long when written out."""
     with pytest.raises(MessageError, match="ExtraData") as caught:
-        unpack(Kind.READY, msgpack.packb(READY) + b"\xff" * 1_000_000)
+        unpack(Kind.PROFILED, msgpack.packb(OFFER) + b"\xff" * 1_000_000)
     assert len(str(caught.value)) < 500
     assert caught.value.__cause__ is None

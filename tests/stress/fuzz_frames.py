@@ -102,9 +102,13 @@ def model_runner_output(rng: random.Random) -> ModelRunnerOutput:
     return ModelRunnerOutput(rng.randrange(9), tokens, columns, errors, rng.uniform(0, 1e6))
 
 
+def offer(rng: random.Random) -> dict[str, Any]:
+    names = ("num_blocks", "block_size", "max_model_len", "max_num_batched_tokens", "vocab_size")
+    return {name: rng.randrange(1, 50_000) for name in names} | {"dtype": "float32"}
+
+
 def ready(rng: random.Random) -> dict[str, Any]:
-    names = ("num_blocks", "block_size", "max_model_len", "max_num_batched_tokens", "vocab_size", "pid")
-    return {name: rng.randrange(1, 50_000) for name in names} | {"device": "cpu", "seconds": 0.5}
+    return {"pid": rng.randrange(1, 50_000), "device": "cpu", "seconds": 0.5}
 
 
 def report(rng: random.Random) -> dict[str, str]:
@@ -132,6 +136,7 @@ VALID: dict[Kind, Callable[[random.Random], Any]] = {
     Kind.CALL: lambda rng: ["ping", 0],
     Kind.REVOKED: lambda rng: rng.randrange(3),
     Kind.PROGRESS: lambda rng: {"stage": "weights", "done": rng.randrange(9), "total": 9, "unit": "bytes"},
+    Kind.PROFILED: offer,
     Kind.READY: ready,
     Kind.OUTPUT: model_runner_output,
     Kind.REPLY: lambda rng: (
@@ -140,7 +145,7 @@ VALID: dict[Kind, Callable[[random.Random], Any]] = {
     Kind.ERROR: report,
     Kind.LOG: log,
 }
-FROM_WORKERS = (Kind.PROGRESS, Kind.READY, Kind.OUTPUT, Kind.REPLY, Kind.ERROR, Kind.LOG, Kind.REVOKED)
+FROM_WORKERS = tuple(kind for kind in VALID if kind >= Kind.PROGRESS)
 
 
 # -- and what becomes of them
@@ -258,6 +263,8 @@ def _fault_in(kind: Kind, message: Any) -> str:
             right = right and min(columns.counts, default=0) >= 0 and sum(columns.counts) == len(columns.token_ids)
         return "" if right else repr(message)
     if kind is Kind.READY:
+        return "" if type(message["pid"]) is int else repr(message)
+    if kind is Kind.PROFILED:
         names = ("num_blocks", "block_size", "max_model_len", "max_num_batched_tokens", "vocab_size")
         return "" if all(type(message[name]) is int and message[name] >= 1 for name in names) else repr(message)
     if kind is Kind.PROGRESS:
@@ -360,10 +367,10 @@ async def executing(rng: random.Random, to: Report) -> None:
     executor = ProcessExecutor(EngineConfig.create("fake", {}))
     loop = asyncio.get_running_loop()
     stub: Any = _Stub(Frame(number, rng.choice([3, 3, 3, 0, 2**63]), payload))
-    waiting = [loop.create_future() for _ in range(3)]
+    waiting = [loop.create_future() for _ in range(4)]
     executor.workers._workers = [stub]
     executor._handshake = Handshake([Rank()], lambda progress: None)
-    executor._handshake._readies = [waiting[0]]
+    executor._handshake._readies, executor._handshake._offers = [waiting[0]], [waiting[3]]
     executor._answers.steps, executor._answers.replies = {3: waiting[1]}, {3: waiting[2]}
     begun = time.perf_counter()
     what = f"executor: kind {number}, {payload[:200]!r}"
@@ -383,8 +390,9 @@ async def executing(rng: random.Random, to: Report) -> None:
             to.found(f"{what}: an error of {len(str(failure))} characters")
     if not all(error is None or isinstance(error, AEngineError) for error in [failure, *errors]):
         to.found(f"{what}: {failure!r} {errors!r}")
-    if waiting[0].done() and waiting[0].exception() is None and _fault_of(Kind.READY, waiting[0].result()):
-        to.found(f"{what}: ready with {waiting[0].result()!r}")
+    for taken, future in ((Kind.READY, waiting[0]), (Kind.PROFILED, waiting[3])):
+        if future.done() and future.exception() is None and _fault_of(taken, future.result()):
+            to.found(f"{what}: {taken.name} with {future.result()!r}")
     executor._released = True
     to.took(time.perf_counter() - begun, what)
 

@@ -13,7 +13,7 @@ from aengine.engine.executor import ProcessExecutor
 from aengine.errors import EngineError, InternalError, ModelLoadError
 from aengine.ipc.messages import PLAN_LIMITS, Kind
 from aengine.outputs import StartupProgress
-from aengine.workers.agreement import agree, merge
+from aengine.workers.agreement import merge
 from aengine.workers.handshake import Handshake
 from aengine.workers.rank import Rank, ranks_of
 
@@ -143,11 +143,12 @@ def test_places_of_ranks() -> None:
     assert not Rank(pp_size=2).answers and Rank(index=1, pp_rank=1, pp_size=2).answers
 
 
-def test_what_is_not_as_agreed_is_an_error() -> None:
-    offers = [{"num_blocks": 5, "max_model_len": 10, "max_num_batched_tokens": 3, "block_size": 2}] * 2
-    plan = agree(two_ranks(), offers)
-    readies: list[dict[str, Any]] = [{**offers[0], "pid": 1}, {**offers[0], "pid": 2}]
-    assert merge(two_ranks(), offers, plan, readies)["ranks"] == [{"rank": 0, "pid": 1}, {"rank": 1, "pid": 2}]
-    readies[1]["num_blocks"] = 4
-    with pytest.raises(ModelLoadError, match="rank 1 has num_blocks=4, but 5 was agreed"):
-        merge(two_ranks(), offers, plan, readies)
+def test_what_is_agreed_and_what_each_rank_has_of_its_own() -> None:
+    readies = [{"pid": 1, "kv_cache_bytes": 30}, {"pid": 2, "kv_cache_bytes": 20}]
+    assert merge(two_ranks(), {"num_blocks": 5, "block_size": 2}, readies) == {
+        "num_blocks": 5,
+        "block_size": 2,
+        "pid": 1,
+        "kv_cache_bytes": 50,
+        "ranks": [{"rank": 0, **readies[0]}, {"rank": 1, **readies[1]}],
+    }
