@@ -56,7 +56,7 @@ ROOMS: dict[str, set[str]] = {
     "cli.serve": LEAVES | {"async_llm", "env_settings", "remote", "server", "telemetry"},
     "cli.diagnosis": LEAVES | {"checkpoint", "ipc"},
     "server": LEAVES | {"async_llm", "chat", "remote", "streams", "telemetry"},
-    "remote": LEAVES | {"async_llm", "chat", "streams", "structured", "telemetry"},
+    "remote": LEAVES | {"async_llm", "chat", "streams", "structured", "telemetry", "threads.futures"},
     "integrations": LEAVES | {"async_llm", "llm", "blocking", "chat", "streams", "structured", "sync_llm", "server"},
     "testing": LEAVES | STREAM_ROOMS | {"async_llm", "llm", "engine", "scheduler", "checkpoint", "ipc"},
     "__main__": LEAVES | {"cli"},

@@ -12,6 +12,7 @@ from ..chat.messages import TextDelta
 from ..errors import AEngineError, InvalidRequestError
 from ..outputs import Completion, FinishReason, Token, Usage
 from ..structured.partial_json import partial_json
+from ..threads.futures import settle, wait_at_most
 from .types import with_values
 from .wire import from_wire
 
@@ -93,7 +94,7 @@ class RemoteStream(Generic[T, C]):
         self._num_reads += 1
         if self._end_waiter is not None:  # the reader takes all of it when it has rested
             self._ask()
-        self._wake()
+        settle(self._waiter)
 
     def finish(self, completion: Any) -> None:
         """``completion``: as it came."""
@@ -102,17 +103,14 @@ class RemoteStream(Generic[T, C]):
         self.usage = self._completion.usage
         self.finish_reasons = tuple(choice.finish_reason for choice in self._completion.choices)
         self.stop_reasons = tuple(choice.stop_reason for choice in self._completion.choices)
-        self._wake()
-        _settle(self._end_waiter)
+        settle(self._waiter)
+        settle(self._end_waiter)
 
     def fail(self, error: AEngineError) -> None:
         if not self.has_ended:
             self._error = error
-            self._wake()
-            _settle(self._end_waiter)
-
-    def _wake(self) -> None:
-        _settle(self._waiter)
+            settle(self._waiter)
+            settle(self._end_waiter)
 
     # -- the reader
 
@@ -170,15 +168,13 @@ class RemoteStream(Generic[T, C]):
         if self.has_ended:
             return
         self._end_waiter = waiter = self._loop.create_future()
-        timer = self._loop.call_later(seconds, _settle, waiter)
         try:
-            await waiter
+            await wait_at_most(seconds, waiter)
         except asyncio.CancelledError:
             self._end()
             raise
         finally:
             self._end_waiter = None
-            timer.cancel()
 
     async def wait(self) -> C:
         """Wait for the end without reading. Raises the request's error."""
@@ -232,12 +228,6 @@ class RemoteStream(Generic[T, C]):
             self._loop.call_soon_threadsafe(self._send, "end", self._number)
         except RuntimeError:
             pass
-
-
-def _settle(waiter: asyncio.Future[None] | None) -> None:
-    """End a wait, unless it has ended."""
-    if waiter is not None and not waiter.done():
-        waiter.set_result(None)
 
 
 def _text_of_first(item: Any) -> str:

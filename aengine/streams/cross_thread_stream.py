@@ -23,7 +23,8 @@ from typing import Any, TypeVar
 
 from ..errors import InvalidRequestError
 from ..outputs import Completion, Token
-from ..threads.call_queue import call_queue_of, settle
+from ..threads.call_queue import call_queue_of
+from ..threads.futures import settle, wait_at_most
 from ..threads.loop_ownership import running_loop
 from ..threads.loop_thread import LoopEndedError, LoopThread
 from .token_stream import Mailbox, TokenStream, end_call
@@ -145,15 +146,13 @@ class CrossThreadStream(TokenStream):
         waiter = loop.create_future()
         self._begin_wait()
         self._buffer.on_end = partial(call_queue.post, settle, waiter)
-        timer = loop.call_later(seconds, settle, waiter)
         try:
             if not self._buffer.has_ended:
-                await waiter
+                await wait_at_most(seconds, waiter)
         except asyncio.CancelledError:
             self.end_soon()
             raise
         finally:
-            timer.cancel()
             self._buffer.on_end = None
             self._end_wait()
 

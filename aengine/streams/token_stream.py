@@ -24,7 +24,7 @@ from typing import TYPE_CHECKING, Any, Protocol
 from ..errors import AEngineError, InvalidRequestError
 from ..outputs import Choice, Completion, FinishReason, Logprob, Timings, Token, Usage
 from ..telemetry.request_times import RequestTimes
-from ..threads.call_queue import settle
+from ..threads.futures import settle, wait_at_most
 
 if TYPE_CHECKING:
     from typing import Self
@@ -157,8 +157,7 @@ class Mailbox:
         on_end, self._on_end = self._on_end, None
         if on_end is not None:
             on_end()
-        if self.end_waiter is not None:
-            settle(self.end_waiter)
+        settle(self.end_waiter)
         self.wake()
 
     def oldest_unread(self) -> Token | None:
@@ -446,15 +445,13 @@ class TokenStream:
         if mailbox.done:
             return
         mailbox.end_waiter = waiter = self._loop.create_future()
-        timer = self._loop.call_later(seconds, settle, waiter)
         try:
-            await waiter
+            await wait_at_most(seconds, waiter)
         except asyncio.CancelledError:
             self._end()
             raise
         finally:
             mailbox.end_waiter = None
-            timer.cancel()
 
     def _failure(self) -> BaseException:
         """The request's error, with what had come before it."""

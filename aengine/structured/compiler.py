@@ -30,7 +30,8 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from ..errors import AEngineError, EngineClosedError, EngineOverloadedError, GrammarError, InternalError
-from ..threads.pools import Job, ThreadPool, settle, tell
+from ..threads.futures import settle
+from ..threads.pools import Job, ThreadPool, tell
 from .backend import Backend, Compiled
 from .backends import Backends, Load, load_backend
 from .spec import GrammarSpec

@@ -17,7 +17,7 @@ from collections import deque
 from collections.abc import Callable
 from typing import Any
 
-__all__ = ["CallQueue", "call_queue_of", "settle"]
+__all__ = ["CallQueue", "call_queue_of"]
 
 logger = logging.getLogger("aengine")
 
@@ -87,9 +87,3 @@ def call_queue_of(loop: asyncio.AbstractEventLoop) -> CallQueue:
     if queue is None or not queue.serves(loop):
         _queues[id(loop)] = queue = CallQueue(loop)
     return queue
-
-
-def settle(waiter: asyncio.Future[None]) -> None:
-    """End a wait, unless it has ended."""
-    if not waiter.done() and not waiter.get_loop().is_closed():
-        waiter.set_result(None)

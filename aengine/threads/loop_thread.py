@@ -24,7 +24,8 @@ from queue import SimpleQueue
 from typing import Any, Generic, TypeVar
 
 from ..errors import EngineError
-from .call_queue import CallQueue, call_queue_of, settle
+from .call_queue import CallQueue, call_queue_of
+from .futures import settle
 from .loop_ownership import foreign_process, running_loop
 
 __all__ = ["LoopEndedError", "LoopThread"]

@@ -12,8 +12,9 @@ from queue import SimpleQueue
 from typing import Any, TypeVar
 
 from ..errors import EngineClosedError, EngineError, EngineOverloadedError
+from .futures import settle
 
-__all__ = ["Job", "ThreadPool", "run_in_thread", "settle", "tell"]
+__all__ = ["Job", "ThreadPool", "run_in_thread", "tell"]
 
 T = TypeVar("T")
 Job = Callable[[bool], None]
@@ -194,13 +195,3 @@ def tell(loop: asyncio.AbstractEventLoop, callback: Callable[..., object], *args
         loop.call_soon_threadsafe(callback, *args)
     except RuntimeError:  # the loop is closed, and whatever waited there is gone
         pass
-
-
-def settle(future: asyncio.Future[Any], value: object, error: BaseException | None = None) -> None:
-    """Give a future its value, or its error; one that was cancelled needs none."""
-    if future.done():
-        return
-    if error is not None:
-        future.set_exception(error)
-    else:
-        future.set_result(value)
