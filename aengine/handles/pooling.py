@@ -11,7 +11,7 @@ from __future__ import annotations
 import asyncio
 import sys
 from array import array
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextvars import Context
 from functools import partial
 from importlib import import_module
@@ -25,6 +25,7 @@ from ..params import shown
 from ..pooling import PoolingRequest, PoolingResult
 from ..streams.token_stream import Token
 from ..threads.pools import run_in_thread
+from ..threads.yield_gil import yield_gil
 from ..tokenizer.pooled_texts import YesNoPrompt, encode_pairs, encode_texts
 from ..tokenizer.prompt import LONG_TEXT
 from ..tokenizer.tokenizer import Tokenizer
@@ -43,6 +44,8 @@ _CHUNK = 64
 """Texts that are encoded at once."""
 _LARGE = 1 << 20
 """Bytes of vectors from which on a thread goes through them: some tenths of a millisecond."""
+_MANY = 1024
+"""Inputs, or token ids in them, from which on a thread goes through them: likewise."""
 
 
 async def answer_pooling(core: EngineCore, request: PoolingRequest, context: Context | None) -> PoolingResult:
@@ -55,15 +58,24 @@ async def answer_pooling(core: EngineCore, request: PoolingRequest, context: Con
         return await _score(call, request)
     if request.task not in core.limits.tasks:
         raise InvalidRequestError(_why_not(core, request.task))
-    values = await call.run(request.inputs, partial(_encode_inputs, call, _prompt_of(core, request)))
+    prompt = await _off_loop(len(request.inputs) >= _MANY, _prompt_of, core, request)
+    values = await call.run(request.inputs, partial(_encode_inputs, call, prompt))
     if request.task == "embed":
-        values = await _computed(values.nbytes, _finished, values, request)
+        values = await _off_loop(values.nbytes >= _LARGE, _finished, values, request)
     return PoolingResult(values, call.usage())
 
 
-async def _computed(num_bytes: int, function: Callable[..., T], *args: Any) -> T:
-    """Call a function that goes through so many bytes: in a thread, if they are so many that the loop would notice."""
-    return function(*args) if num_bytes < _LARGE else await run_in_thread("vectors", function, *args)
+async def _off_loop(is_large: bool, function: Callable[..., T], *args: Any) -> T:
+    """Call a function: in a thread, if what it goes through is so large that the loop would notice."""
+    return await run_in_thread("pooling", function, *args) if is_large else function(*args)
+
+
+def _yielding(items: Iterable[T]) -> Iterator[T]:
+    """Iterate over the items, and let the loop have the GIL after every few."""
+    for number, item in enumerate(items):
+        if not number % 256:
+            yield_gil()
+        yield item
 
 
 def _why_not(core: EngineCore, task: str) -> str:
@@ -96,9 +108,8 @@ def _finished(values: Vectors, request: PoolingRequest) -> Vectors:
 async def _score(call: _Call, request: PoolingRequest) -> PoolingResult:
     core, pairs = call.core, request.inputs
     tasks, labels = core.limits.tasks, core.worker.ready.get("labels", ())
-    for place, pair in enumerate(pairs):
-        if not all(pair):
-            raise InvalidRequestError(f"pair {place} has an empty text", param="inputs")
+    are_many = len(pairs) >= _MANY
+    await _off_loop(are_many, _check_pairs, pairs)
     tokenizer = call.tokenizer()
     if "classify" in tasks:
         if len(labels) != 1:
@@ -107,14 +118,26 @@ async def _score(call: _Call, request: PoolingRequest) -> PoolingResult:
         is_plain = core.pooling.score_activation.endswith("Identity")
         return PoolingResult(logits if is_plain else _sigmoid(logits), call.usage())
     if "embed" in tasks:
-        texts = list(dict.fromkeys(text for pair in pairs for text in pair))
-        places = {text: place for place, text in enumerate(texts)}
+        texts, *sides = await _off_loop(are_many, _distinct_texts, pairs)
         vectors = await call.run(texts, partial(_encode_inputs, call, core.pooling.default_prompt))
-        sides = [[places[pair[side]] for pair in pairs] for side in (0, 1)]
-        return PoolingResult(await _computed(vectors.nbytes, _cosines, vectors, *sides), call.usage())
+        return PoolingResult(await _off_loop(vectors.nbytes >= _LARGE, _cosines, vectors, *sides), call.usage())
     question = await run_in_thread("encode", YesNoPrompt, tokenizer, request.instruction)
     logits = await call.run(pairs, partial(_encode_questions, call, question))
     return PoolingResult(_sigmoid(logits[:, :1] - logits[:, 1:]), call.usage())
+
+
+def _check_pairs(pairs: Sequence[tuple[str, str]]) -> None:
+    """Raise InvalidRequestError for a text that is empty."""
+    for place, pair in enumerate(_yielding(pairs)):
+        if not all(pair):
+            raise InvalidRequestError(f"pair {place} has an empty text", param="inputs")
+
+
+def _distinct_texts(pairs: Sequence[tuple[str, str]]) -> tuple[list[str], list[int], list[int]]:
+    """Return the texts, each once, and the places among them of each pair's first and second."""
+    places: dict[str, int] = {}
+    first, second = ([places.setdefault(pair[side], len(places)) for pair in _yielding(pairs)] for side in (0, 1))
+    return list(places), first, second
 
 
 def _normalised(vectors: Vectors) -> Vectors:
@@ -158,16 +181,7 @@ def _prompt_of(core: EngineCore, request: PoolingRequest) -> str:
 def _encode_inputs(call: _Call, prompt: str, inputs: Sequence[Any]) -> list[PooledText]:
     texts = [prompt + given for given in inputs if isinstance(given, str)]
     encoded = iter(encode_texts(call.tokenizer(), texts, call.most, truncate=call.truncate) if texts else ())
-    return [
-        PooledText(next(encoded).token_ids) if isinstance(given, str) else PooledText(_cut(given, call))
-        for given in inputs
-    ]
-
-
-def _cut(ids: array[int], call: _Call) -> list[int]:
-    if len(ids) > call.most and not call.truncate:
-        raise ContextLengthError(len(ids), call.most, generates=False)
-    return ids[: call.most].tolist()
+    return [PooledText(next(encoded).token_ids if isinstance(given, str) else given.tolist()) for given in inputs]
 
 
 def _encode_pairs(call: _Call, pairs: Sequence[tuple[str, str]]) -> list[PooledText]:
@@ -204,7 +218,7 @@ class _Call:
         self._ended: list[int] = []  # of them, those that have ended since it was last looked
         self._news: asyncio.Future[None] | None = None
         self._window = 2 * core.config.max_num_seqs
-        self._num_tokens = self._num_cached = 0
+        self._num_done = self._num_tokens = self._num_cached = 0
 
     def tokenizer(self) -> Tokenizer:
         """Raises InvalidRequestError if there is none."""
@@ -220,13 +234,13 @@ class _Call:
         """float32 [n, size]: the vectors of the inputs; ``encode`` is called in a thread."""
         import numpy as np
 
-        inputs = [self._checked(place, given) for place, given in enumerate(inputs)]
         if not inputs:
             return np.empty((0, self._size()), dtype=np.float32)
         self._vectors = [array("f")] * len(inputs)
         try:
             async with asyncio.timeout(self._deadline) as limit:
-                await self._compute(inputs, encode)
+                checked, chunks = await _off_loop(_are_large(inputs), self._arranged, inputs)
+                await self._compute(checked, chunks, encode)
         except TimeoutError:
             if not limit.expired():
                 raise
@@ -236,14 +250,24 @@ class _Call:
                 request.mailbox.abort()
             self._open.clear()
         num_bytes = len(inputs) * self._vectors[0].itemsize * len(self._vectors[0])
-        return await _computed(num_bytes, _joined, self._vectors)
+        return await _off_loop(num_bytes >= _LARGE, _joined, self._vectors)
 
     def _size(self) -> int:
         ready = self.core.worker.ready
         return int(ready.get("embedding_size") or len(ready.get("labels", ())) or 1)
 
+    def _arranged(self, inputs: Sequence[Any]) -> tuple[list[Any], list[list[int]]]:
+        """Return the inputs, checked, and their places: the longest first, as many together as are encoded at once.
+        Raises as `_checked`."""
+        import numpy as np
+
+        checked = [self._checked(place, given) for place, given in enumerate(_yielding(inputs))]
+        lengths = np.fromiter(map(_length, _yielding(checked)), np.int64, len(checked))
+        order = np.argsort(-lengths, kind="stable").tolist()  # without the GIL
+        return checked, [order[begin : begin + _CHUNK] for begin in range(0, len(order), _CHUNK)]
+
     def _checked(self, place: int, given: Any) -> Any:
-        """A text or a pair as it is, token ids as a column. Raises InvalidRequestError."""
+        """A text or a pair as it is, token ids as a column. Raises InvalidRequestError, ContextLengthError."""
         if isinstance(given, str | tuple):
             if not given:
                 raise InvalidRequestError(f"inputs[{place}] is empty: give it at least one character", param="inputs")
@@ -254,6 +278,10 @@ class _Call:
                 return given
         vocab_size = self.core.limits.vocab_size
         try:
+            if len(given) > self.most:
+                if not self.truncate:
+                    raise ContextLengthError(len(given), self.most, generates=False)
+                given = given[: self.most]
             ids = array("i", given)
             if min(ids) >= 0 and max(ids) < vocab_size:
                 return ids
@@ -263,16 +291,15 @@ class _Call:
         raise InvalidRequestError(f"inputs[{place}]={shown(given)} must be {wanted}, and not empty", param="inputs")
 
     def _expired(self, num_inputs: int) -> DeadlineExceededError:
-        done = sum(bool(vector) for vector in self._vectors)
-        text = f"{done} of {num_inputs} inputs were done within the deadline of {self._deadline:g} s"
+        text = f"{self._num_done} of {num_inputs} inputs were done within the deadline of {self._deadline:g} s"
         error = DeadlineExceededError(text, deadline=float(self._deadline or 0))
         for request in self._open.values():
             request.mailbox.fail(error)
         return error
 
-    async def _compute(self, inputs: list[Any], encode: Callable[[Sequence[Any]], list[PooledText]]) -> None:
-        order = sorted(range(len(inputs)), key=lambda place: -_length(inputs[place]))
-        chunks = [order[begin : begin + _CHUNK] for begin in range(0, len(order), _CHUNK)]
+    async def _compute(
+        self, inputs: list[Any], chunks: list[list[int]], encode: Callable[[Sequence[Any]], list[PooledText]]
+    ) -> None:
         encoding: asyncio.Future[list[PooledText]] | None = None
         try:
             for number, chunk in enumerate(chunks):
@@ -316,6 +343,7 @@ class _Call:
             if vector is None:
                 raise RequestError("the call was aborted: its requests were ended by abort_all()")
             self._vectors[place] = vector
+            self._num_done += 1
             self._num_cached += mailbox.cached_tokens
 
     def note_end(self, place: int) -> None:
@@ -328,6 +356,12 @@ def _joined(vectors: list[array[float]]) -> Vectors:
     import numpy as np
 
     return np.frombuffer(b"".join(map(memoryview, vectors)), dtype=np.float32).reshape(len(vectors), -1)
+
+
+def _are_large(inputs: Sequence[Any]) -> bool:
+    """Whether there are many inputs, or token ids in them. A text is one, however long: nobody reads it here."""
+    sizes = (len(given) if hasattr(given, "__len__") and not isinstance(given, str) else 1 for given in inputs)
+    return len(inputs) >= _MANY or sum(sizes) >= _MANY
 
 
 def _length(given: Any) -> int:

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import asyncio
 import math
-from collections.abc import Callable
-from typing import Any
+from collections.abc import Callable, Sequence
+from typing import Any, ClassVar
 
 import numpy as np
 import pytest
@@ -83,6 +83,28 @@ async def test_rows_are_in_the_order_of_the_inputs(make: Make) -> None:
         assert one.shape == (1, 2) and np.allclose(one[0], np.array([3, 18]) / math.hypot(3, 18))
         assert (await engine.embed([])).shape == (0, 3)
         await settled(engine)
+
+
+class Ids(Sequence[int]):
+    """Token ids that note whether an event loop's thread goes through them."""
+
+    on_loop: ClassVar[set[bool]] = set()
+
+    def __getitem__(self, place: Any) -> Any:
+        self.on_loop.add(asyncio._get_running_loop() is not None)
+        return (7, 8)[place]
+
+    def __len__(self) -> int:
+        self.on_loop.add(asyncio._get_running_loop() is not None)
+        return 2
+
+
+@pytest.mark.parametrize(("count", "on_loop"), [(3, {True}), (2000, {False})])
+async def test_the_loop_does_not_go_through_many_inputs(make: Make, count: int, on_loop: set[bool]) -> None:
+    Ids.on_loop.clear()
+    async with make(max_num_seqs=512) as engine:
+        found = await engine.embed([Ids() for _ in range(count)], normalize=False)
+    assert found.tolist() == [vector_of([7, 8])] * count and Ids.on_loop == on_loop
 
 
 async def test_beside_generation(make: Make) -> None:
