@@ -55,9 +55,8 @@ class StepPlan:
         In order of urgency, and before anybody's progress is noted: whoever is preempted for another comes later in
         this order, so nothing of this step has to be undone.
         """
-        for request in [*due, *self._rows.catching_up]:
-            if self._rows.crosses(request) and not request.is_paused:
-                self._rows.restart(request)
+        for request in self._rows.crossing(due):
+            self._rows.restart(request)
         # A decode short of a block catches up too. Its one token is kept for it, whatever chunks come before.
         needy = [request for request in self._rows.catching_up if not request.is_paused]
         kept = sum(r.num_computed_tokens + 1 >= len(r.token_ids) for r in needy)

@@ -68,12 +68,18 @@ class Rows:
             if request.root_hash is not None:
                 request.root_hash = long_root(request.root_hash)
 
-    def crosses(self, request: Request) -> bool:
-        """Whether its next token is the first beyond the rope border, so that it must be computed anew (`restart`)."""
-        if self._rope_border is None or request.is_long:
-            return False
-        num_tokens = request.num_computed_tokens
-        return num_tokens >= self._rope_border and num_tokens < request.max_num_tokens - 1
+    def crossing(self, due: list[Request]) -> list[Request]:
+        """Return those that are ``due`` or catch up whose next token is the first beyond the rope border: they must be
+        computed anew (`restart`)."""
+        border = self._rope_border
+        if border is None:
+            return []
+        return [
+            request
+            for request in (*due, *self.catching_up)
+            if not request.is_long and not request.is_paused
+            if border <= request.num_computed_tokens < request.max_num_tokens - 1
+        ]
 
     def room_for_drafts(self, request: Request) -> int:
         """Return how many drafts its next step may compute at most: the last token is sampled, and none is beyond the
