@@ -11,12 +11,12 @@ chunk and L[i, j] = exp(G[i] - G[j]) for j <= i:
     (I + strictly lower(beta K K^T * L)) [U, W] = beta [V, exp(G) K]
     D = U - W S;   O = exp(G) Q S + (Q K^T * L) D;   S <- exp(G[-1]) S + (exp(G[-1] - G) K)^T D
 
-On a GPU, in 16 bits, fla-core computes prompts if it is installed (the extra aengine[fla]); else torch does.
+On a GPU, in 16 bits, fla-core (the extra aengine[fla]) computes the prompts of a step in one call; elsewhere torch
+does, sequence by sequence.
 """
 
 from __future__ import annotations
 
-import logging
 from collections.abc import Callable
 from functools import cache
 from typing import Any
@@ -25,11 +25,11 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from ..errors import ModelLoadError
 from .dispatch import uses_triton
+from .sequences import Sequences
 
-__all__ = ["gated_delta_of_prompt", "gated_delta_of_tokens"]
-
-logger = logging.getLogger("aengine.runner")
+__all__ = ["check_gated_delta", "gated_delta_of_prompts", "gated_delta_of_tokens"]
 
 _CHUNK = 64
 _EPS = 1e-6
@@ -64,21 +64,63 @@ def gated_delta_of_tokens(
     return (q[:, :, None] @ state).squeeze(2)
 
 
-def gated_delta_of_prompt(q: Tensor, k: Tensor, v: Tensor, decay: Tensor, beta: Tensor, state: Tensor) -> Tensor:
-    """The next tokens of one sequence: n counts tokens, ``state`` float32 [num_value_heads, key_dim, value_dim] is
-    updated in place. See `gated_delta_of_tokens`."""
-    fla = None if q.is_cpu or q.dtype == torch.float32 else _fla()
-    if fla is not None:
-        batch = (x[None] for x in (q, k, v, decay, beta))
-        settings = {"output_final_state": True, "use_qk_l2norm_in_kernel": True}
-        out, after = fla(*batch, initial_state=state[None].contiguous(), **settings)
-        state.copy_(after[0])
-        return out[0].float()
-    return _in_chunks(*_normalised(q, k, v.shape[1]), v.float(), decay, beta, state)
+def gated_delta_of_prompts(
+    q: Tensor, k: Tensor, v: Tensor, decay: Tensor, beta: Tensor, memory: Tensor, sequences: Sequences
+) -> Tensor:
+    """The next tokens of several sequences, whose states are updated in place: n counts the tokens of all. See
+    `gated_delta_of_tokens`."""
+    assert memory.dtype == torch.float32 and len(v) == len(sequences.owners), f"{len(v)} rows for {sequences.lens}"
+    if _runs_in_fla(q.device, q.dtype):
+        return _by_fla(q, k, v, decay, beta, memory, sequences)
+    out = torch.empty(v.shape, dtype=torch.float32, device=v.device)
+    q, k = _normalised(q, k, v.shape[1])
+    states = memory.index_select(0, sequences.pages).masked_fill_(sequences.begins[:, None, None, None], 0)
+    begin = 0
+    for state, length in zip(states, sequences.lens, strict=True):
+        own = slice(begin, begin + length)
+        out[own] = _in_chunks(q[own], k[own], v[own].float(), decay[own], beta[own], state)
+        begin += length
+    memory.index_copy_(0, sequences.pages, states)
+    return out
+
+
+def check_gated_delta(device: torch.device, dtype: torch.dtype) -> None:
+    """Raise ModelLoadError if prompts in ``dtype`` need a library there that can't be imported."""
+    if not _runs_in_fla(device, dtype):
+        return
+    try:
+        _fla()
+    except ImportError as error:
+        raise ModelLoadError(
+            f"on a GPU the prompts of a gated delta net are computed by fla-core, which can't be imported ({error}): "
+            "pip install fla-core. With dtype='float32' torch computes them, several times slower"
+        ) from None
+
+
+def _runs_in_fla(device: torch.device, dtype: torch.dtype) -> bool:
+    return device.type != "cpu" and dtype != torch.float32
+
+
+def _by_fla(
+    q: Tensor, k: Tensor, v: Tensor, decay: Tensor, beta: Tensor, memory: Tensor, sequences: Sequences
+) -> Tensor:
+    states = memory.index_select(0, sequences.pages).masked_fill_(sequences.begins[:, None, None, None], 0)
+    out, states = _fla()(
+        *(x[None] for x in (q, k, v, decay, beta)),
+        initial_state=states,
+        output_final_state=True,
+        use_qk_l2norm_in_kernel=True,
+        cu_seqlens=sequences.starts,
+        cu_seqlens_cpu=sequences.starts_host,  # else the number of chunks is read from the device
+    )
+    memory.index_copy_(0, sequences.pages, states)
+    result: Tensor = out[0].float()
+    return result
 
 
 def _in_chunks(q: Tensor, k: Tensor, v: Tensor, decay: Tensor, beta: Tensor, state: Tensor) -> Tensor:
-    """`gated_delta_of_prompt` for float32 q and k of each value head, normalised."""
+    """The next tokens of one sequence, for float32 q and k of each value head, normalised; ``state`` [num_heads,
+    key_dim, value_dim] is updated in place."""
     num_tokens = len(v)
     padding = -num_tokens % _CHUNK
 
@@ -130,15 +172,8 @@ def _normalised(q: Tensor, k: Tensor, num_heads: int) -> tuple[Tensor, Tensor]:
 
 
 @cache
-def _fla() -> Callable[..., Any] | None:
-    try:
-        from fla.ops.gated_delta_rule import chunk_gated_delta_rule
-    except ImportError as error:
-        logger.warning(
-            "prompts of a gated delta net are computed by torch, several times slower than by fla-core, which is not "
-            "here (%s): pip install fla-core",
-            error,
-        )
-        return None
+def _fla() -> Callable[..., Any]:
+    from fla.ops.gated_delta_rule import chunk_gated_delta_rule
+
     function: Callable[..., Any] = chunk_gated_delta_rule
     return function

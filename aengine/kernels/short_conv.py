@@ -11,8 +11,9 @@ import torch
 from torch import Tensor
 
 from .dispatch import uses_triton
+from .sequences import Sequences
 
-__all__ = ["conv_of_prompt", "conv_of_tokens"]
+__all__ = ["conv_of_prompts", "conv_of_tokens"]
 
 
 def conv_of_tokens(
@@ -42,14 +43,25 @@ def conv_of_tokens(
     return y.to(x.dtype)
 
 
-def conv_of_prompt(x: Tensor, weight: Tensor, bias: Tensor | None, state: Tensor) -> Tensor:
-    """The next tokens of one sequence, x [num_tokens, channels]; ``state`` [width - 1, channels] is updated in place.
-    See `conv_of_tokens`."""
-    inputs, num_tokens = torch.cat((state, x.float())), len(x)
-    y = inputs[:num_tokens] * weight[0]
-    for i in range(1, len(weight)):
-        y.addcmul_(inputs[i : i + num_tokens], weight[i])
-    if bias is not None:
-        y += bias
-    state.copy_(inputs[num_tokens:])
-    return y.to(x.dtype)
+def conv_of_prompts(x: Tensor, weight: Tensor, bias: Tensor | None, memory: Tensor, sequences: Sequences) -> Tensor:
+    """The next tokens of several sequences, whose states are updated in place: n counts the tokens of all. See
+    `conv_of_tokens`."""
+    assert memory.dtype == torch.float32 and len(x) == len(sequences.owners), f"{len(x)} rows for {sequences.lens}"
+    if uses_triton(x):
+        from .triton import short_conv as triton_op
+
+        return triton_op.conv_of_prompts(x, weight, bias, memory, sequences)
+    states = memory.index_select(0, sequences.pages).masked_fill_(sequences.begins[:, None, None], 0)
+    out, begin = torch.empty_like(x), 0
+    for state, length in zip(states, sequences.lens, strict=True):
+        inputs = torch.cat((state, x[begin : begin + length].float()))
+        y = inputs[:length] * weight[0]
+        for i in range(1, len(weight)):
+            y.addcmul_(inputs[i : i + length], weight[i])
+        if bias is not None:
+            y += bias
+        out[begin : begin + length] = y
+        state.copy_(inputs[length:])
+        begin += length
+    memory.index_copy_(0, sequences.pages, states)
+    return out

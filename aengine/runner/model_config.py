@@ -10,6 +10,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, Self
 
+import torch
+
 from ..errors import ModelLoadError
 from ..kernels.activation import Activation
 from .kv_spec import FullKV, LayerKV, SharedKV, WindowKV
@@ -57,6 +59,9 @@ class ModelConfig:
         Raises ModelLoadError naming the key that is missing or unsupported.
         """
         raise NotImplementedError(f"{cls.__name__} is no family's config")
+
+    def check_device(self, device: torch.device, dtype: torch.dtype) -> None:
+        """Raise ModelLoadError if the model can't be computed there in ``dtype``, a library is missing, say."""
 
     @property
     def implementation(self) -> str:

@@ -53,6 +53,7 @@ from aengine.kernels.dispatch import triton_everywhere
 from aengine.kernels.expert_tilings import ExpertShape, default_tiling
 from aengine.kernels.expert_types import ExpertGate, ExpertMatrices, InputNorm, RoutingRule
 from aengine.kernels.rotary import Rope
+from aengine.kernels.sequences import Sequences
 from aengine.kernels.triton import launch as launching
 
 LIMITS = {
@@ -265,6 +266,9 @@ def states(compiler: Compiler) -> None:
     for width, bias in ((4, None), (3, torch.zeros(8192))):
         memory = torch.zeros(2, width - 1, 8192)
         short_conv.conv_of_tokens(x, torch.zeros(width, 8192), bias, memory, pages, begins)
+        starts = torch.arange(3)
+        sequences = Sequences((1, 1), starts, starts, torch.arange(2, dtype=torch.int32), pages, begins)
+        short_conv.conv_of_prompts(x, torch.zeros(width, 8192), bias, memory, sequences)
 
 
 def inputs_and_sampling(compiler: Compiler) -> None:

@@ -3,23 +3,30 @@
 from __future__ import annotations
 
 import math
+import random
+import sys
+from collections.abc import Iterator
 
 import pytest
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
-from aengine.kernels.gated_delta import gated_delta_of_prompt, gated_delta_of_tokens
-from aengine.kernels.short_conv import conv_of_prompt, conv_of_tokens
+from aengine.errors import ModelLoadError
+from aengine.kernels.gated_delta import check_gated_delta, gated_delta_of_prompts, gated_delta_of_tokens
+from aengine.kernels.sequences import Sequences
+from aengine.kernels.short_conv import conv_of_prompts, conv_of_tokens
 
+CPU = torch.device("cpu")
 NUM_TOKENS, KEY_HEADS, VALUE_HEADS, KEY_DIM, VALUE_DIM = 150, 2, 4, 8, 12
 
 
-def make_inputs() -> tuple[Tensor, ...]:
-    q, k = torch.randn(2, NUM_TOKENS, KEY_HEADS, KEY_DIM)
-    v = torch.randn(NUM_TOKENS, VALUE_HEADS, VALUE_DIM)
-    decay = -torch.rand(NUM_TOKENS, VALUE_HEADS) * 2
+def make_inputs(num_tokens: int) -> tuple[Tensor, ...]:
+    q, k = torch.randn(2, num_tokens, KEY_HEADS, KEY_DIM)
+    v = torch.randn(num_tokens, VALUE_HEADS, VALUE_DIM)
+    decay = -torch.rand(num_tokens, VALUE_HEADS) * 2
     decay[70:75] = -200.0  # forgets everything: exp(-1000) is 0, and nothing may become infinite
-    return q, k, v, decay, torch.rand(NUM_TOKENS, VALUE_HEADS)
+    return q, k, v, decay, torch.rand(num_tokens, VALUE_HEADS)
 
 
 def by_definition(q: Tensor, k: Tensor, v: Tensor, decay: Tensor, beta: Tensor, state: Tensor) -> tuple[Tensor, Tensor]:
@@ -34,17 +41,60 @@ def by_definition(q: Tensor, k: Tensor, v: Tensor, decay: Tensor, beta: Tensor, 
     return out, state
 
 
-def test_a_prompt_in_chunks() -> None:
-    torch.manual_seed(0)
-    inputs, first = make_inputs(), torch.randn(VALUE_HEADS, KEY_DIM, VALUE_DIM)
-    wanted, last = by_definition(*inputs, first)
-    for cuts in ([NUM_TOKENS], [1, 64, 20, 65], [128, 22]):
-        state, parts, start = first.clone(), [], 0
-        for length in cuts:
-            parts.append(gated_delta_of_prompt(*(x[start : start + length] for x in inputs), state))
-            start += length
-        torch.testing.assert_close(torch.cat(parts).double(), wanted, rtol=1e-4, atol=1e-5)
-        torch.testing.assert_close(state.double(), last, rtol=1e-4, atol=1e-5)
+def sequences_of(lens: list[int], pages: Tensor, begins: list[bool], device: torch.device = CPU) -> Sequences:
+    starts = torch.tensor([0, *lens]).cumsum(0)
+    owners = torch.arange(len(lens), dtype=torch.int32).repeat_interleave(torch.tensor(lens))
+    moved = [t.to(device) for t in (starts, owners, pages, torch.tensor(begins))]
+    return Sequences(tuple(lens), starts, *moved)
+
+
+def deal(rng: random.Random, num_tokens: list[int]) -> Iterator[list[int]]:
+    """Steps: how many tokens of each sequence are in it, until all are computed; of some sequences none."""
+    left = list(num_tokens)
+    while any(left):
+        step = [min(n, rng.choice([0, 1, 2, 3, 17, 64, 65])) for n in left]
+        left = [n - now for n, now in zip(left, step, strict=True)]
+        if any(step):
+            yield step
+
+
+def places_of(num_tokens: list[int], done: list[int], step: list[int]) -> list[int]:
+    """Where the step's tokens are, when the whole sequences lie one after the other."""
+    firsts = [sum(num_tokens[:i]) for i in range(len(num_tokens))]
+    return [first + n + i for first, n, now in zip(firsts, done, step, strict=True) for i in range(now)]
+
+
+def test_prompts_of_several_sequences(rng: random.Random) -> None:
+    torch.manual_seed(rng.getrandbits(30))
+    num_tokens = [NUM_TOKENS, 1, 90, 64]
+    parts = [make_inputs(n) for n in num_tokens]
+    inputs = [torch.cat(xs) for xs in zip(*parts, strict=True)]
+    memory, pages, _ = some_pages(in_pages(9, VALUE_HEADS, KEY_DIM, VALUE_DIM), 4)
+    first = [torch.zeros_like(memory[0]) if i < 2 else memory[pages[i]].nan_to_num() for i in range(4)]
+    wanted = [by_definition(*own, state) for own, state in zip(parts, first, strict=True)]
+    memory[pages[:2]], memory[pages[2:]] = torch.nan, torch.stack(first[2:])
+    others = [page for page in range(9) if page not in pages.tolist()]
+    before = memory[others].clone()
+    done, out = [0] * 4, torch.empty(sum(num_tokens), VALUE_HEADS, VALUE_DIM)
+    for step in deal(rng, num_tokens):
+        at, those = places_of(num_tokens, done, step), [i for i in range(4) if step[i]]
+        begins = [i < 2 and done[i] == 0 for i in those]
+        sequences = sequences_of([step[i] for i in those], pages[those], begins)
+        out[at] = gated_delta_of_prompts(*(x[at] for x in inputs), memory, sequences)
+        done = [n + now for n, now in zip(done, step, strict=True)]
+    torch.testing.assert_close(out.double(), torch.cat([right for right, _ in wanted]), rtol=1e-4, atol=1e-5)
+    states = torch.stack([last for _, last in wanted])
+    torch.testing.assert_close(memory[pages].double(), states, rtol=1e-4, atol=1e-5)
+    assert torch.equal(memory[others], before)
+
+
+def test_a_gpu_needs_the_library_in_16_bits(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "fla.ops.gated_delta_rule", None)
+    gpu = torch.device("cuda")
+    check_gated_delta(CPU, torch.bfloat16)
+    check_gated_delta(gpu, torch.float32)
+    with pytest.raises(ModelLoadError, match="pip install fla-core"):
+        check_gated_delta(gpu, torch.bfloat16)
 
 
 def some_pages(memory: Tensor, n: int) -> tuple[Tensor, Tensor, Tensor]:
@@ -87,17 +137,11 @@ def test_tokens_of_several_sequences(runs: str, request: pytest.FixtureRequest) 
 
 @pytest.mark.parametrize("width", [2, 4])
 @pytest.mark.parametrize("runs", ["torch", "triton"])
-def test_a_convolution_goes_on_where_it_was(runs: str, width: int, request: pytest.FixtureRequest) -> None:
+def test_a_convolution_of_one_token_each(runs: str, width: int, request: pytest.FixtureRequest) -> None:
     torch.manual_seed(2)
     x, weight, bias = torch.randn(20, 6), torch.randn(width, 6), torch.randn(6)
     filters = weight.t().unsqueeze(1)
     wanted = torch.nn.functional.conv1d(x.t()[None], filters, bias, padding=width - 1, groups=6)[0, :, :20].t()
-    state, parts, start = torch.zeros(width - 1, 6), [], 0
-    for length in (1, 2, 9, 8):
-        parts.append(conv_of_prompt(x[start : start + length], weight, bias, state))
-        start += length
-    torch.testing.assert_close(torch.cat(parts), wanted)
-    torch.testing.assert_close(state, x[21 - width :])
     memory, pages, begins = some_pages(in_pages(6, width - 1, 6), 4)
     places = [9, 0, 13, 0]
     for i in (0, 2):
@@ -108,3 +152,35 @@ def test_a_convolution_goes_on_where_it_was(runs: str, width: int, request: pyte
     kept = sent[3][sent[4]].cpu()
     torch.testing.assert_close(kept[0], x[11 - width : 10])
     torch.testing.assert_close(kept[1], torch.cat((torch.zeros(width - 2, 6), x[:1])))
+
+
+@pytest.mark.parametrize("width", [2, 4])
+@pytest.mark.parametrize("runs", ["torch", "triton"])
+def test_a_convolution_goes_on_where_it_was(
+    runs: str, width: int, request: pytest.FixtureRequest, rng: random.Random
+) -> None:
+    torch.manual_seed(rng.getrandbits(30))
+    device = request.getfixturevalue("triton_device") if runs == "triton" else CPU
+    num_tokens, channels = [70, 1, 35, 2], 150
+    x, weight = torch.randn(sum(num_tokens), 7 + channels)[:, 7:], torch.randn(width, channels)
+    bias = torch.randn(channels) if rng.random() < 0.5 else None
+    memory, pages, _ = some_pages(in_pages(9, width - 1, channels), 4)
+    before = [torch.zeros(width - 1, channels) if i < 2 else memory[pages[i]].nan_to_num() for i in range(4)]
+    whole = [torch.cat(pair) for pair in zip(before, x.split(num_tokens), strict=True)]
+    filters = weight.t().unsqueeze(1)
+    wanted = torch.cat([F.conv1d(own.t()[None], filters, bias, groups=channels)[0].t() for own in whole])
+    memory[pages[:2]], memory[pages[2:]] = torch.nan, torch.stack(before[2:])
+    others = [page for page in range(9) if page not in pages.tolist()]
+    untouched, memory = memory[others].clone(), memory.to(device)
+    sent = [t if t is None else t.to(device) for t in (weight, bias)]
+    done, out = [0] * 4, torch.empty(len(x), channels)
+    for step in deal(rng, num_tokens):
+        at, those = places_of(num_tokens, done, step), [i for i in range(4) if step[i]]
+        sequences = sequences_of(
+            [step[i] for i in those], pages[those], [i < 2 and done[i] == 0 for i in those], device
+        )
+        out[at] = conv_of_prompts(x[at].to(device), *sent, memory, sequences).cpu()
+        done = [n + now for n, now in zip(done, step, strict=True)]
+    torch.testing.assert_close(out, wanted)
+    torch.testing.assert_close(memory[pages.to(device)].cpu(), torch.stack([own[1 - width :] for own in whole]))
+    assert torch.equal(memory[others].cpu(), untouched)

@@ -1,4 +1,4 @@
-"""A sequence's run of channels a program."""
+"""A run of channels a program: of a sequence of one token, or of a block of tokens of any sequences."""
 
 from __future__ import annotations
 
@@ -7,9 +7,12 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from ..sequences import Sequences
 from .launch import launch
 
-__all__ = ["conv_of_tokens"]
+__all__ = ["conv_of_prompts", "conv_of_tokens"]
+
+_TOKENS, _CHANNELS = 16, 128
 
 
 def conv_of_tokens(
@@ -70,3 +73,102 @@ def _conv(
     if WIDTH > 1:
         tl.store(state + (WIDTH - 2) * channels, x, mask=inside)
     tl.store(out_ptr + i * channels + at, y.to(out_ptr.dtype.element_ty), mask=inside)
+
+
+def conv_of_prompts(x: Tensor, weight: Tensor, bias: Tensor | None, memory: Tensor, sequences: Sequences) -> Tensor:
+    n, channels = x.shape
+    out = torch.empty((n, channels), dtype=x.dtype, device=x.device)
+    where = sequences.starts, sequences.pages, sequences.begins.view(torch.uint8)
+    sizes = x.stride(0), memory.stride(0), channels
+    launch(
+        _conv_of_prompts,
+        (triton.cdiv(n, _TOKENS), triton.cdiv(channels, _CHANNELS)),
+        x,
+        weight,
+        bias,
+        memory,
+        sequences.owners,
+        *where,
+        out,
+        n,
+        *sizes,
+        WIDTH=weight.shape[0],
+        TOKENS=_TOKENS,
+        CHANNELS=_CHANNELS,
+        num_warps=4,
+    )
+    block = min(1024, triton.next_power_of_2(channels))
+    grid = (len(sequences.lens), triton.cdiv(channels, block))
+    launch(_keep_last, grid, x, memory, *where, *sizes, WIDTH=weight.shape[0], BLOCK=block, num_warps=4)
+    return out
+
+
+@triton.jit(do_not_specialize=["n"])
+def _conv_of_prompts(
+    x_ptr,
+    weight_ptr,
+    bias_ptr,
+    memory_ptr,
+    owners_ptr,
+    starts_ptr,
+    pages_ptr,
+    begins_ptr,
+    out_ptr,
+    n,
+    stride_x,
+    stride_page,
+    channels,
+    WIDTH: tl.constexpr,
+    TOKENS: tl.constexpr,
+    CHANNELS: tl.constexpr,
+):
+    """The states are those from before the step: `_keep_last` replaces them when all of this has run."""
+    t = tl.program_id(0) * TOKENS + tl.arange(0, TOKENS)
+    at = tl.program_id(1) * CHANNELS + tl.arange(0, CHANNELS)
+    is_token, is_channel = t < n, at < channels
+    inside = is_token[:, None] & is_channel[None, :]
+    owner = tl.load(owners_ptr + t, mask=is_token, other=0)
+    start = tl.load(starts_ptr + owner)
+    goes_on = tl.load(begins_ptr + owner) == 0
+    state = memory_ptr + tl.load(pages_ptr + owner)[:, None] * stride_page + at[None, :]
+    y = tl.zeros((TOKENS, CHANNELS), tl.float32)
+    for i in tl.static_range(WIDTH):
+        source = t.to(tl.int64) - (WIDTH - 1) + i
+        is_new = inside & (source >= start)[:, None]
+        value = tl.load(x_ptr + source[:, None] * stride_x + at[None, :], mask=is_new, other=0.0).to(tl.float32)
+        if i < WIDTH - 1:
+            is_old = inside & ((source < start) & goes_on)[:, None]
+            row = source - start + (WIDTH - 1)
+            value += tl.load(state + row[:, None] * channels, mask=is_old, other=0.0)
+        y += value * tl.load(weight_ptr + i * channels + at, mask=is_channel, other=0.0)[None, :]
+    if bias_ptr is not None:
+        y += tl.load(bias_ptr + at, mask=is_channel, other=0.0)[None, :]
+    places = out_ptr + t.to(tl.int64)[:, None] * channels + at[None, :]
+    tl.store(places, y.to(out_ptr.dtype.element_ty), mask=inside)
+
+
+@triton.jit
+def _keep_last(
+    x_ptr,
+    memory_ptr,
+    starts_ptr,
+    pages_ptr,
+    begins_ptr,
+    stride_x,
+    stride_page,
+    channels,
+    WIDTH: tl.constexpr,
+    BLOCK: tl.constexpr,
+):
+    """The last WIDTH - 1 inputs of a sequence, of which those before this step's are in its state."""
+    i = tl.program_id(0).to(tl.int64)
+    at = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
+    inside = at < channels
+    start, end = tl.load(starts_ptr + i), tl.load(starts_ptr + i + 1)
+    goes_on = inside & (tl.load(begins_ptr + i) == 0)
+    state = memory_ptr + tl.load(pages_ptr + i) * stride_page + at
+    for row in tl.static_range(WIDTH - 1):  # upwards: a row moves down, and is read before it is written
+        source = end - (WIDTH - 1) + row
+        new = tl.load(x_ptr + source * stride_x + at, mask=inside & (source >= start), other=0.0).to(tl.float32)
+        old = tl.load(state + (row + end - start) * channels, mask=goes_on & (source < start), other=0.0)
+        tl.store(state + row * channels, new + old, mask=inside)

@@ -233,8 +233,8 @@ class BatchAttention:
         if plan is None:
             return decodes
         if self._decodes is not None:
-            pages, begins, _ = self._decodes.state_rows(group)
-            decodes = StateRows(pages[: plan.num_decodes], begins[: plan.num_decodes], ())
+            rows, n = self._decodes.state_rows(group), plan.num_decodes
+            decodes = StateRows(rows.pages[:n], rows.begins[:n], ())
         assert plan.state_pages is not None
         return state_rows_of_batch(decodes, plan.query_lens.tolist(), plan.seq_lens.tolist(), plan.state_pages[group])
 

@@ -15,7 +15,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from ...kernels.gated_delta import gated_delta_of_prompt, gated_delta_of_tokens
+from ...kernels.gated_delta import gated_delta_of_prompts, gated_delta_of_tokens
 from ..kv_spec import StateKV, StateTensor
 from ..weights.scope import WeightScope
 from .attention import AttentionCall
@@ -113,12 +113,11 @@ class GatedDeltaNet:
 
 def _attend(q: Tensor, k: Tensor, v: Tensor, decay: Tensor, beta: Tensor, states: LayerStates) -> Tensor:
     """float32 [num_tokens, num_value_heads, value_dim]."""
-    out, n = torch.empty(v.shape, dtype=torch.float32, device=v.device), states.num_decodes
+    out = torch.empty(v.shape, dtype=torch.float32, device=v.device)
+    memory, n = states.tensors[_NAME], states.num_decodes
     if n:
-        where = states.tensors[_NAME], states.pages, states.begins
+        where = memory, states.pages, states.begins
         out[:n] = gated_delta_of_tokens(q[:n], k[:n], v[:n], decay[:n], beta[:n], *where)
-    for span in states.spans:
-        own = slice(span.start, span.stop)
-        state = states.of(span, _NAME)
-        out[own] = gated_delta_of_prompt(q[own], k[own], v[own], decay[own], beta[own], state)
+    if states.sequences is not None:
+        out[n:] = gated_delta_of_prompts(q[n:], k[n:], v[n:], decay[n:], beta[n:], memory, states.sequences)
     return out

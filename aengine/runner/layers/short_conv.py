@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from ...kernels.short_conv import conv_of_prompt, conv_of_tokens
+from ...kernels.short_conv import conv_of_prompts, conv_of_tokens
 from ..kv_spec import StateTensor
 from ..weights.scope import WeightScope
 from .states import LayerStates
@@ -38,11 +38,9 @@ class ShortConv:
 
     def __call__(self, x: Tensor, states: LayerStates) -> Tensor:
         """[num_tokens, channels] for x of that shape."""
-        out, n = torch.empty_like(x), states.num_decodes
+        memory, n, parts = states.tensors[_NAME], states.num_decodes, []
         if n:
-            memory = states.tensors[_NAME]
-            out[:n] = conv_of_tokens(x[:n], self.weight, self.bias, memory, states.pages, states.begins)
-        for span in states.spans:
-            own = slice(span.start, span.stop)
-            out[own] = conv_of_prompt(x[own], self.weight, self.bias, states.of(span, _NAME))
-        return out
+            parts.append(conv_of_tokens(x[:n], self.weight, self.bias, memory, states.pages, states.begins))
+        if states.sequences is not None:
+            parts.append(conv_of_prompts(x[n:], self.weight, self.bias, memory, states.sequences))
+        return parts[0] if len(parts) == 1 else torch.cat(parts) if parts else torch.empty_like(x)

@@ -1,8 +1,8 @@
 """States of fixed size (a linear attention's, a convolution's) as a layer gets at them in one step.
 
 A request's state lies in its page of the layer's KV group, and is read and written in place. Requests of one token lead
-the batch and are taken together, by page ids on the device, so that a graph may replay it; the others are taken one by
-one, by views.
+the batch and are taken together, by page ids on the device, so that a graph may replay it. The others follow: an op may
+take them together too (`Sequences`), or one by one, by views of the memory (`StateSpan`).
 """
 
 from __future__ import annotations
@@ -15,7 +15,17 @@ import numpy.typing as npt
 import torch
 from torch import Tensor
 
-__all__ = ["LayerStates", "StateRows", "StateSpan", "state_rows_of_batch", "state_rows_of_decodes"]
+from ...kernels.sequences import Sequences
+from ..transfer import to_device
+
+__all__ = [
+    "LayerStates",
+    "StateRows",
+    "StateSpan",
+    "sequences_of_spans",
+    "state_rows_of_batch",
+    "state_rows_of_decodes",
+]
 
 
 class StateSpan(NamedTuple):
@@ -33,16 +43,17 @@ class StateRows(NamedTuple):
     pages: Tensor  # int64 [n]: of the leading requests, which have one token each; padding has the spare page
     begins: Tensor  # bool [n]: it is the request's first token
     spans: Sequence[StateSpan]  # of all others
+    sequences: Sequences | None = None  # the same; None: there are none
 
 
 class LayerStates:
     """One layer's states in one step: n requests of one token each lead, those of ``spans`` follow."""
 
-    __slots__ = ("begins", "pages", "spans", "tensors")
+    __slots__ = ("begins", "pages", "sequences", "spans", "tensors")
 
     def __init__(self, tensors: Mapping[str, Tensor], rows: StateRows) -> None:
         self.tensors = tensors  # by name: [num_pages, *shape], the memory itself
-        self.pages, self.begins, self.spans = rows
+        self.pages, self.begins, self.spans, self.sequences = rows
 
     @property
     def num_decodes(self) -> int:
@@ -89,4 +100,18 @@ def state_rows_of_batch(
     for length, seq_len, page in zip(query_lens[first:], seq_lens[first:], pages[first:], strict=True):
         spans.append(StateSpan(start, start + length, int(page), seq_len == length))
         start += length
-    return decodes._replace(spans=spans)
+    return decodes._replace(spans=spans, sequences=sequences_of_spans(spans, decodes.pages.device) if spans else None)
+
+
+def sequences_of_spans(spans: Sequence[StateSpan], device: torch.device) -> Sequences:
+    lens = np.array([span.stop - span.start for span in spans], dtype=np.int64)
+    starts = np.concatenate((np.zeros(1, dtype=np.int64), lens.cumsum()))
+    pages = np.array([span.page for span in spans], dtype=np.int64)
+    begins = np.array([span.begins for span in spans], dtype=np.int64)
+    columns = to_device(np.concatenate((starts, pages, begins)), device)
+    on_device, pages_there, begins_there = columns.split([len(spans) + 1, len(spans), len(spans)])
+    each = torch.arange(len(spans), dtype=torch.int32, device=device)
+    owners = each.repeat_interleave(on_device.diff(), output_size=int(starts[-1]))
+    return Sequences(
+        tuple(lens.tolist()), torch.from_numpy(starts), on_device, owners, pages_there, begins_there.bool()
+    )

@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 
 from ...kernels.expert_types import ExpertGate, RoutingRule
+from ...kernels.gated_delta import check_gated_delta
 from ..kv_spec import FullKV, LayerKV
 from ..layers.attention import AttentionCall, AttentionLayer
 from ..layers.decoder import Decoder, FeedForward
@@ -71,6 +72,10 @@ class Qwen3NextConfig(ModelConfig):
             ),
             dense_layers=frozenset(i for i in range(num_layers) if i in dense or not num_experts or (i + 1) % step),
         )
+
+    def check_device(self, device: torch.device, dtype: torch.dtype) -> None:
+        if any(self.is_linear):
+            check_gated_delta(device, dtype)
 
     @property
     def kv_layers(self) -> tuple[LayerKV, ...]:

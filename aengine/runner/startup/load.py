@@ -75,6 +75,7 @@ def _load(
     platform.open()
     dtype = platform.choose_dtype(config.dtype, model_config.checkpoint_dtype)
     formats = choose_formats(dtype, platform.device, hf)
+    model_config.check_device(platform.device, formats.dtype)
     model = build_model(model_config, formats)
     attention = platform.choose_attention(config, model_config, formats.dtype)
     weights = load_weights(model, checkpoint, config.seed, progress, platform.device, platform.memory)
