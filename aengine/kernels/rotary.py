@@ -10,8 +10,6 @@ from typing import NamedTuple
 
 from torch import Tensor
 
-from .dispatch import cpu_only
-
 __all__ = ["Rope", "apply_rotary", "rotary_rows"]
 
 
@@ -50,12 +48,11 @@ def _pairs(first: Tensor, second: Tensor, interleaved: bool) -> Tensor:
 
 
 def apply_rotary(x: Tensor, cos: Tensor, sin: Tensor, *, interleaved: bool = False) -> None:
-    """Turn x [num_tokens, num_heads, head_dim] in place; cos and sin as `rotary_rows` gives them."""
+    """Turn x [num_tokens, num_heads, head_dim] in place; cos and sin as `rotary_rows` gives them. Of torch's ops on any
+    device: on a GPU for encoders, as `write_qkv` turns the decoders' heads there."""
     rotary_dim = cos.shape[2]
     assert x.dim() == 3 and cos.shape[:2] == (x.shape[0], 1), f"{tuple(x.shape)} by {tuple(cos.shape)}"
     assert rotary_dim <= x.shape[2], f"{tuple(x.shape)} by {tuple(cos.shape)}"
-    if x.device.type != "cpu":
-        raise cpu_only("apply_rotary", x)
     if rotary_dim < x.shape[2]:
         x = x[..., :rotary_dim]
     if interleaved:

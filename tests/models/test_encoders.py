@@ -74,7 +74,8 @@ def write(folder: Path, variant: str, kind: str = "Model", **settings: Any) -> A
 
 def load(folder: Path, **settings: Any) -> LoadedEncoder:
     config = EngineConfig.create(str(folder), {"dtype": "float32", "device": "cpu", "num_threads": 1, **settings})
-    model = load_model(config, resolve_model(config).to_wire(), Rank(0, device="cpu"), lambda *report: None)
+    rank = Rank(0, device=config.device)
+    model = load_model(config, resolve_model(config).to_wire(), rank, lambda *report: None)
     assert isinstance(model, LoadedEncoder)
     return model
 
@@ -104,7 +105,8 @@ def some_texts(longest: int = 40) -> list[list[int]]:
 
 @torch.no_grad()
 def expected_mean(model: Any, texts: list[list[int]]) -> np.ndarray:
-    return np.array([model(torch.tensor([ids])).last_hidden_state[0].mean(0).numpy() for ids in texts])
+    states = [model(torch.tensor([ids], device=model.device)).last_hidden_state[0] for ids in texts]
+    return np.array([of_text.float().mean(0).cpu().numpy() for of_text in states])
 
 
 @pytest.mark.parametrize("variant", VARIANTS)

@@ -48,7 +48,6 @@ def _mask(group: Group, device: torch.device, reach: int | None, bias: Tensor | 
     """What is added to the scores, or bool: who sees whom; None: all see all."""
     mask = group.mask
     if reach is not None and group.length > reach + 1:
-        places = torch.arange(group.length, device=None if mask is None else mask.device)
         places = torch.arange(group.length, device=device)
         near = (places[None, :] - places[:, None]).abs() <= reach
         mask = near if mask is None else mask & near

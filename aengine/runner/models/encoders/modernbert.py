@@ -115,12 +115,18 @@ class ModernBert(Encoder[ModernBertConfig]):
     def forward(self, batch: EncoderBatch) -> Tensor:
         x = self.norm(self.words(batch.input_ids))
         rows = {
-            kind: tuple(part.to(x.dtype) for part in rotary_rows(batch.positions, inv_freq.to(x.device), 1.0))
-            for kind, inv_freq in self._inv_freqs.items()
+            kind: tuple(part.to(x.dtype) for part in rotary_rows(batch.positions, inv_freq, 1.0))
+            for kind, inv_freq in self._inv_freqs_on(x.device).items()
         }
         for layer in self.layers:
             x = layer(x, batch, *rows[layer.kind])
         return self.final_norm(x)
+
+    def _inv_freqs_on(self, device: torch.device) -> dict[str, Tensor]:
+        """They are sent once: the host waits for a copy from memory that is not pinned."""
+        if next(iter(self._inv_freqs.values())).device != device:
+            self._inv_freqs = {kind: inv_freq.to(device) for kind, inv_freq in self._inv_freqs.items()}
+        return self._inv_freqs
 
     def classify(self, hidden: Tensor, batch: EncoderBatch) -> Tensor:
         pooled = (
