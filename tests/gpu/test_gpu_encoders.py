@@ -15,6 +15,8 @@ from test_encoders import VARIANTS, expected_mean, load, some_texts, vectors, wr
 
 pytestmark = pytest.mark.gpu
 
+WORST = 1.3  # ours to theirs
+
 
 def some_more_texts(longest: int) -> list[list[int]]:
     """Also of like lengths, which are padded to the longest of them."""
@@ -52,7 +54,7 @@ def test_bfloat16(variant: str, tmp_path: Path) -> None:
     ours = vectors(load(tmp_path, device=DEVICE, dtype="bfloat16"), texts)
     off, their_off = (np.linalg.norm(found - wanted) / np.linalg.norm(wanted) for found in (ours, theirs))
     print(f"{variant}: relative error {off:.2e}, of transformers {their_off:.2e}")
-    assert off <= 1.3 * their_off
+    assert off <= WORST * their_off
 
 
 @pytest.mark.parametrize("pooling", ["last", "mean"])
