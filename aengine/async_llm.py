@@ -6,35 +6,35 @@
 
 An `AsyncLLM` belongs to the event loop on which it was started, and to no other at the same time. It can be started
 again, on any loop, after `aclose` or after its loop was closed. With ``own_thread=True`` it belongs to none, and has
-blocking calls as well (`AsyncLLM.sync`). It holds the engine by a handle of one or the other kind, see `handles/`.
+blocking calls as well (`AsyncLLM.sync`). It holds the engine by a handle of one or the other kind, see `handles/`;
+calls that return at once are in `handles/immediate_calls.py`, those for vectors and scores in `pooling.py`.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from importlib import import_module
 from typing import TYPE_CHECKING, Any, overload
 
 from .config import EngineConfig
 from .errors import InvalidRequestError
-from .handles.calls import describe, positive_seconds, resume, seconds, start_profile, stop_profile, tokenizer_view
+from .handles.calls import positive_seconds, resume, seconds, start_profile, stop_profile
+from .handles.immediate_calls import ImmediateCalls
 from .handles.local import LocalHandle
 from .options import ChatOptions, RequestOptions, request_options
 from .params import SamplingParams
 from .pooling import PoolingCalls
 from .settings import ENGINE_SETTINGS, described
-from .threads.loop_ownership import not_copied
 
 if TYPE_CHECKING:
     import os
     from types import TracebackType
-    from typing import NoReturn, Self, Unpack
+    from typing import Self, Unpack
 
     import openai
 
     from .chat.messages import ChatCompletion
     from .engine.executor import Executor
-    from .engine.tokenizer_view import TokenizerView
     from .handles.on_thread import ThreadHandle
     from .outputs import Completion, T
     from .pooling import PoolingRequest, PoolingResult
@@ -42,14 +42,12 @@ if TYPE_CHECKING:
     from .streams.chat_stream import ChatStream
     from .streams.token_stream import TokenStream
     from .sync_llm import SyncLLM
-    from .telemetry.listeners import RequestListener
-    from .telemetry.metrics import Statistics
     from .tokenizer.prompt import Prompt
 
 __all__ = ["AsyncLLM"]
 
 
-class AsyncLLM(PoolingCalls):
+class AsyncLLM(ImmediateCalls, PoolingCalls):
     """An LLM engine inside an asyncio application.
 
     Args:
@@ -72,17 +70,6 @@ class AsyncLLM(PoolingCalls):
             self._handle = ThreadHandle(self, self.config)
         else:
             self._handle = LocalHandle(self, self.config)
-
-    def __repr__(self) -> str:
-        return repr(self._handle)
-
-    def __reduce__(self) -> NoReturn:
-        raise not_copied(self)
-
-    @property
-    def state(self) -> str:
-        """ "new", "starting", "running", "draining", "failed" or "closed"; in a fork of its process "closed"."""
-        return self._handle.state
 
     @property
     def sync(self) -> SyncLLM:
@@ -330,38 +317,7 @@ class AsyncLLM(PoolingCalls):
         """
         return import_module("aengine.server.in_process").openai_client(self, **options)  # it is above the engine
 
-    def abort(self, request_id: str) -> bool:
-        """End a request by its id; its stream ends with FinishReason.ABORT. Returns whether it was running."""
-        return self._handle.abort(request_id)
-
-    def abort_all(self) -> int:
-        """End all requests; their streams end with FinishReason.ABORT. Returns how many there were."""
-        return self._handle.abort_all()
-
-    # -- what there is to know
-
-    def add_listener(self, listener: RequestListener) -> Callable[[], None]:
-        """Tell ``listener`` of every request that is accepted from now on: its beginning, first token and end. On the
-        engine's loop; with ``own_thread=True`` in its thread.
-
-        Returns a function that removes it; it still hears the ends of the requests that it knows of. Before the start,
-        too, and over all lives of the engine. From any thread.
-        """
-        return self._handle.listeners.add(listener)
-
-    def statistics(self) -> Statistics:
-        """The engine's counters at this moment. From any thread, with or without a loop."""
-        return self._handle.open_core().statistics()
-
-    def describe(self) -> dict[str, Any]:
-        """What runs: vocab_size, max_model_len, num_blocks, block_size, device, dtype, weight_format, pid, ...;
-        ``sampling_defaults``: what the checkpoint's generation_config.json says for requests that don't."""
-        return describe(self._handle.running_core())
-
-    @property
-    def tokenizer(self) -> TokenizerView:
-        """The model's tokenizer: encode, decode, count, render. Raises InvalidRequestError with skip_tokenizer=True."""
-        return tokenizer_view(self._handle.open_core())
+    # -- the worker
 
     async def check_health(self, timeout: float = 10.0) -> float:
         """Send a ping the way of a request's steps; the worker answers once it has launched the steps before. Returns

@@ -2,60 +2,49 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from functools import partial
 from typing import TYPE_CHECKING, Any, overload
 
 from .blocking import Batch, ChatIterator, TokenIterator, is_list_of_prompts, one_each, showing
 from .errors import InvalidRequestError
-from .handles.calls import describe, positive_seconds, resume, seconds, start_profile, stop_profile, tokenizer_view
+from .handles.calls import positive_seconds, resume, seconds, start_profile, stop_profile
 from .handles.chats import begin_chat
+from .handles.immediate_calls import ImmediateCalls
 from .handles.on_thread import ThreadHandle
 from .options import ChatOptions, GenerateOptions, RequestOptions, generate_options, request_options
 from .params import SamplingParams
 from .pooling import SyncPoolingCalls
 from .streams.cross_thread_stream import BlockingStream, run_now
-from .threads.loop_ownership import check_may_block, not_copied
+from .threads.loop_ownership import check_may_block
 
 if TYPE_CHECKING:
     from os import PathLike
     from types import TracebackType
-    from typing import NoReturn, Self, Unpack
+    from typing import Self, Unpack
 
     from .chat.messages import ChatCompletion
-    from .engine.tokenizer_view import TokenizerView
     from .outputs import Completion, T
     from .pooling import PoolingRequest, PoolingResult
-    from .telemetry.listeners import RequestListener
-    from .telemetry.metrics import Statistics
     from .tokenizer.prompt import Prompt
 
 
 __all__ = ["SyncLLM"]
 
 
-class SyncLLM(SyncPoolingCalls):
+class SyncLLM(ImmediateCalls, SyncPoolingCalls):
     """An engine's calls for code that awaits nothing. Each blocks its thread until it has what it returns.
 
     Any number of threads may use it at once; their requests are batched together, with those of the `AsyncLLM`.
     In the engine's own thread (``progress``, ``on_request_end``) the calls that block raise InvalidRequestError.
     """
 
+    _handle: ThreadHandle
+
     def __init__(self, engine: object, handle: ThreadHandle, *, block_running_loop: bool = True) -> None:
         self._engine = engine  # an `AsyncLLM`, which ends when it is dropped
         self._handle = handle
         self._block_running_loop = block_running_loop
-
-    def __repr__(self) -> str:
-        return repr(self._handle)
-
-    def __reduce__(self) -> NoReturn:
-        raise not_copied(self)
-
-    @property
-    def state(self) -> str:
-        """See `AsyncLLM.state`."""
-        return self._handle.state
 
     # -- life
 
@@ -229,32 +218,7 @@ class SyncLLM(SyncPoolingCalls):
         context = self._handle.local.listeners.context()
         return self._handle.wait(lambda core: answer_pooling(core, request, context))
 
-    def abort(self, request_id: str) -> bool:
-        """End a request of another thread by its id. Returns whether it was running."""
-        return self._handle.abort(request_id)
-
-    def abort_all(self) -> int:
-        """End all requests, of all threads. Returns how many there were."""
-        return self._handle.abort_all()
-
-    # -- what there is to know
-
-    def add_listener(self, listener: RequestListener) -> Callable[[], None]:
-        """See `AsyncLLM.add_listener`. It is called in the engine's thread."""
-        return self._handle.listeners.add(listener)
-
-    def statistics(self) -> Statistics:
-        """The engine's counters at this moment."""
-        return self._handle.running_core().statistics()
-
-    def describe(self) -> dict[str, Any]:
-        """See `AsyncLLM.describe`."""
-        return describe(self._handle.running_core())
-
-    @property
-    def tokenizer(self) -> TokenizerView:
-        """See `AsyncLLM.tokenizer`."""
-        return tokenizer_view(self._handle.open_core())
+    # -- the worker
 
     def check_health(self, timeout: float = 10.0) -> float:
         """Check that the worker answers. Arguments and errors as of `AsyncLLM.check_health`."""

@@ -3,31 +3,18 @@
 from __future__ import annotations
 
 import os
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from ..errors import InvalidRequestError
 from ..threads.pools import run_in_thread
 
 if TYPE_CHECKING:
     from ..engine.core import EngineCore
-    from ..engine.tokenizer_view import TokenizerView
 
-__all__ = ["describe", "positive_seconds", "resume", "seconds", "start_profile", "stop_profile", "tokenizer_view"]
+__all__ = ["positive_seconds", "resume", "seconds", "start_profile", "stop_profile"]
 
 _START_PROFILE_SECONDS = 60.0  # torch prepares CUDA's profiling interface the first time
 _STOP_PROFILE_SECONDS = 600.0  # of a long recording some GB of JSON are written
-
-
-def describe(core: EngineCore) -> dict[str, Any]:
-    """See `AsyncLLM.describe`."""
-    return core.worker.ready | {"sampling_defaults": dict(core.sampling.values)}
-
-
-def tokenizer_view(core: EngineCore) -> TokenizerView:
-    """See `AsyncLLM.tokenizer`."""
-    from ..engine.tokenizer_view import TokenizerView
-
-    return TokenizerView(core.tokenizer, core.worker.ready["vocab_size"])
 
 
 async def resume(core: EngineCore) -> None:
