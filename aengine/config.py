@@ -121,6 +121,10 @@ class EngineConfig:
     max_leased_steps: int = 64
     """Most steps given to the worker while the host's loop is often late, so that it goes on alone meanwhile. A new
     request, an abort or a deadline takes back those that it has not begun. 0: no more than max_in_flight_steps."""
+    max_step_seconds: float | None = 0.01
+    """Seconds that requests which decode may wait for a step with prompts: it has as many tokens of these as steps so
+    far had in that time. On a slow device it is three times as long as a step of decodes alone, and in a burst, where
+    more than one request waits for its first token for every four that decode, longer. None: no such limit."""
     tensor_parallel_size: int = 1
     """GPUs that share the model. Only 1 is supported so far."""
     enforce_eager: bool = False
@@ -252,8 +256,9 @@ class EngineConfig:
         for name in _POSITIVE:
             if not _is_positive(getattr(self, name)):
                 raise _wrong(name, getattr(self, name), "a number above 0 that a float can hold")
-        if self.unread_timeout is not None and not _is_positive(self.unread_timeout):
-            raise _wrong("unread_timeout", self.unread_timeout, "a number above 0 that a float can hold, or None")
+        for name in ("unread_timeout", "max_step_seconds"):
+            if getattr(self, name) is not None and not _is_positive(getattr(self, name)):
+                raise _wrong(name, getattr(self, name), "a number above 0 that a float can hold, or None")
         if self.gpu_memory_utilization > 1:
             raise _wrong("gpu_memory_utilization", self.gpu_memory_utilization, "at most 1")
         for name in ("revision", "gguf_file", "tokenizer"):

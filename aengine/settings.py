@@ -91,6 +91,11 @@ class Settings(TypedDict, total=False):
     """Most steps given to the worker while the host's loop is often late, so that it goes on alone meanwhile. A new
     request, an abort or a deadline takes back those that it has not begun. 0: no more than max_in_flight_steps. In
     steps. Default: 64."""
+    max_step_seconds: float | None
+    """Seconds that requests which decode may wait for a step with prompts: it has as many tokens of these as steps so
+    far had in that time. On a slow device it is three times as long as a step of decodes alone, and in a burst, where
+    more than one request waits for its first token for every four that decode, longer. None: no such limit. In seconds.
+    Default: 0.01."""
     tensor_parallel_size: int
     """GPUs that share the model. Only 1 is supported so far. In GPUs. Default: 1."""
     enforce_eager: bool
@@ -211,6 +216,11 @@ ENGINE_SETTINGS = """\
             Most steps given to the worker while the host's loop is often late, so that it goes on alone
             meanwhile. A new request, an abort or a deadline takes back those that it has not begun. 0: no
             more than max_in_flight_steps.
+        max_step_seconds: float | None = 0.01  (seconds)
+            Seconds that requests which decode may wait for a step with prompts: it has as many tokens of
+            these as steps so far had in that time. On a slow device it is three times as long as a step of
+            decodes alone, and in a burst, where more than one request waits for its first token for every
+            four that decode, longer. None: no such limit.
         tensor_parallel_size: int = 1  (GPUs)
             GPUs that share the model. Only 1 is supported so far.
         enforce_eager: bool = False

@@ -34,6 +34,7 @@ UNITS = {
     **dict.fromkeys(("max_model_len", "block_size", "top_k"), "tokens"),
     **dict.fromkeys(("max_num_seqs", "max_num_queued_requests"), "requests"),
     "restart_window": "seconds",
+    "max_step_seconds": "seconds",
     "gpu_memory_utilization": "share",
     "tensor_parallel_size": "GPUs",
     "num_threads": "threads",

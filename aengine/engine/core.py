@@ -12,6 +12,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import logging
+import math
 import time
 from collections.abc import Awaitable, Callable
 from functools import partial
@@ -35,6 +36,7 @@ from ..tokenizer.tokenizer import Tokenizer
 from .admission import Admission
 from .executor import Executor, ProcessExecutor
 from .grammar_gate import ALWAYS, IN_SMALL_BATCHES
+from .pacing.step_time import StepTime
 from .preparation import Preparation
 from .recovery import RestartBudget
 from .step_loop import StepLoop
@@ -86,7 +88,8 @@ class EngineCore:
         self._shutdown_timeout = config.shutdown_timeout
         self._counters = Counters()
         self._observer = Observer(config.on_request_end, listeners)
-        self._scheduler = _new_scheduler(config, ready)
+        step_time = StepTime(math.inf if config.max_step_seconds is None else config.max_step_seconds)
+        self._scheduler = _new_scheduler(config, ready, step_time)
         limits = Limits(
             vocab_size=ready["vocab_size"],
             max_model_len=min(ready["max_model_len"], self._scheduler.max_tokens_capacity),
@@ -111,6 +114,7 @@ class EngineCore:
             work,
             max_in_flight_steps=config.max_in_flight_steps,
             max_leased_steps=config.max_leased_steps if config.tensor_parallel_size == 1 else 0,
+            step_time=step_time,
             counters=self._counters,
             observer=self._observer,
             line=self.line,
@@ -387,7 +391,7 @@ class EngineCore:
             self.grammars.drop_tables()
 
 
-def _new_scheduler(config: EngineConfig, ready: dict[str, Any]) -> Scheduler:
+def _new_scheduler(config: EngineConfig, ready: dict[str, Any], step_time: StepTime) -> Scheduler:
     return Scheduler(
         num_blocks=ready["num_blocks"],
         kv_groups=KVCacheGroup.from_ready(ready),
@@ -400,6 +404,7 @@ def _new_scheduler(config: EngineConfig, ready: dict[str, Any]) -> Scheduler:
         rope_border=ready.get("rope_border"),
         computes_whole_prompts=bool(ready.get("is_encoder")),
         pools_all_tokens=ready.get("pooling") == "mean",
+        prompt_limit=step_time.prompt_limit,
     )
 
 

@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import asyncio
 import math
+import time
 from collections import deque
 
 from ..errors import EngineError, WorkerDiedError
@@ -27,7 +28,8 @@ from ..telemetry.observer import Observer
 from .delivery import Delivery, logprobs_by_token, request_error
 from .executor import Executor
 from .grammar_gate import ALWAYS, Forcing, GrammarGate, Masks
-from .in_flight_limit import InFlightLimit
+from .pacing.in_flight_limit import InFlightLimit
+from .pacing.step_time import StepTime
 from .recovery import Watchdog
 from .waiting_line import WaitingLine
 
@@ -52,6 +54,7 @@ class StepLoop:
         *,
         max_in_flight_steps: int,
         max_leased_steps: int = 0,
+        step_time: StepTime,
         counters: Counters,
         observer: Observer,
         line: WaitingLine,
@@ -65,6 +68,7 @@ class StepLoop:
         self._executor = executor
         self._limit = InFlightLimit(max_in_flight_steps, max_leased_steps)
         self._max_in_flight = max_in_flight_steps
+        self._step_time = step_time
         self._counters = counters
         self._observer = observer
         self._line = line
@@ -119,13 +123,15 @@ class StepLoop:
     def _note_scheduled(self, output: SchedulerOutput) -> None:
         self.watchdog.begin(sum(output.num_scheduled_tokens))
         newest = self.scheduler.newest_step
-        if newest is not None and newest.newcomers:
+        assert newest is not None
+        self._step_time.begin(newest.num_prompt_tokens, time.monotonic(), waits_for_host=newest.is_gated)
+        if newest.newcomers:
             self._observer.note_scheduled(newest.newcomers)
             for request in newest.newcomers:
                 self._line.leave(request.request_id)
                 if request.index == 0:  # the others of n find its prompt
                     request.sink.mailbox.cached_tokens = request.num_cached_tokens
-        if newest is not None and newest.is_gated:
+        if newest.is_gated:
             self._gate.close_for(newest)
         self._counters.num_steps += 1
 
@@ -158,6 +164,7 @@ class StepLoop:
         for _ in range(num_steps):
             self._in_flight.pop()
         self.watchdog.drop(num_steps)
+        self._step_time.drop(num_steps)
         self._work.set()
 
     async def run(self) -> EngineError:
@@ -178,6 +185,7 @@ class StepLoop:
         at_fault = self.scheduler.preempt_all()
         self._executor = executor
         self._in_flight.clear()
+        self._step_time.begin_worker()
         self._must_revoke = self._is_revoking = False
         self._gate.step = self._unsent = None
         return at_fault
@@ -203,6 +211,7 @@ class StepLoop:
             self._in_flight.popleft()
             self.watchdog.end()
             self._limit.note_answer(answer.answered_at)
+            self._step_time.end(answer.answered_at)
             await self._apply(answer)
             if self._in_flight and self._in_flight[0].done():  # many have come: others on this loop get their turn
                 await asyncio.sleep(0)

@@ -29,13 +29,17 @@ class StepPlan:
 
     __slots__ = (
         *("_budget", "_coming", "_counts", "_drafts", "_grown_groups", "_grown_ids", "_grown_rows", "_new_requests"),
-        *("_num_drafts", "_num_waiting", "_rows", "extras", "newcomers", "num_cache_hits", "num_cache_queries"),
+        *("_num_drafts", "_num_waiting", "_prompt_budget", "_rows", "extras", "newcomers"),
+        *("num_cache_hits", "num_cache_queries", "num_prompt_tokens"),
     )
 
-    def __init__(self, rows: Rows, budget: int, num_waiting: int) -> None:
-        """``budget``: tokens that may be scheduled; ``num_waiting``: requests that may be admitted."""
+    def __init__(self, rows: Rows, budget: int, num_waiting: int, prompt_budget: int) -> None:
+        """``budget``: tokens that may be scheduled; ``prompt_budget``: those of prompts among them; ``num_waiting``:
+        requests that may be admitted."""
         self._rows = rows
         self._budget = budget
+        self._prompt_budget = prompt_budget
+        self.num_prompt_tokens = 0
         self._num_waiting = num_waiting
         self._num_drafts = 0
         self.extras: list[Request] = []  # catching up or new
@@ -89,7 +93,8 @@ class StepPlan:
 
     def _catch_up(self, request: Request, to_go: int, most: int) -> None:
         """Schedule as many of ``to_go`` tokens as ``most`` and the blocks allow; then its drafts."""
-        kv, begin, num_tokens = self._rows.kv, request.num_computed_tokens, min(to_go, most)
+        kv, begin = self._rows.kv, request.num_computed_tokens
+        num_tokens = min(to_go, most) if to_go == 1 else min(to_go, most, self._prompt_budget - self.num_prompt_tokens)
         lacking = kv.num_lacking(request, begin + num_tokens)
         if lacking:
             granted = self._make_room(request, lacking)
@@ -146,7 +151,7 @@ class StepPlan:
         """Give rows to the waiting, while their known tokens fit and everybody with a row could grow by a block.
         ``whole_prompts``: only while all of their tokens fit into this step."""
         rows, kv = self._rows, self._rows.kv
-        while waiting and self._budget > 0 and rows.free_rows:
+        while waiting and self._budget > 0 and self.num_prompt_tokens < self._prompt_budget and rows.free_rows:
             spare = kv.pool.num_free - len(rows.running) * kv.num_growing
             if spare <= 0:
                 return
@@ -165,7 +170,8 @@ class StepPlan:
             if spare < kv.num_missing(tables, num_tokens):
                 return
             waiting.discard(request)
-            num_scheduled = min(num_tokens - num_cached, self._budget)
+            most = min(self._budget, self._prompt_budget - self.num_prompt_tokens)
+            num_scheduled = min(num_tokens - num_cached, most)
             kv.begin(request, tables)
             kv.grow(request, num_cached + num_scheduled)
             rows.take(request)
@@ -181,6 +187,8 @@ class StepPlan:
             self._add(request, num_scheduled)
 
     def _add(self, request: Request, num_tokens: int, drafts: Sequence[int] = ()) -> None:
+        if num_tokens > 1:
+            self.num_prompt_tokens += num_tokens
         if drafts:
             self._drafts[len(self.extras)] = list(drafts)
             self._num_drafts += len(drafts)
@@ -211,6 +219,7 @@ class StepPlan:
             batch = batch + self.extras
         step = InFlightStep(step_id, batch, chunks, drafts)
         step.newcomers = self.newcomers
+        step.num_prompt_tokens = self.num_prompt_tokens
         step.is_gated = has_grammars and bool(step.constrained())
         rows.in_flight.append(step)
         removed, rows.removed = int32(rows.removed), []

@@ -25,7 +25,7 @@ blocks is in rows.py, a step in the making in planning.py, an answer's way in an
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 from ..errors import InternalError
 from ..ipc.messages import KVCacheGroup, ModelRunnerOutput, SchedulerOutput, kv_capacity
@@ -69,6 +69,7 @@ class Scheduler:
         computes_whole_prompts: bool = False,
         pools_all_tokens: bool = False,
         least_awaited_prefix: int = 128,
+        prompt_limit: Callable[[int, int], int | None] = lambda num_decoding, num_waiting: None,
     ) -> None:
         """
         Args:
@@ -78,6 +79,8 @@ class Scheduler:
                 must be computed again
             least_awaited_prefix: tokens that another request must be computing for one to wait for them; a GPU computes
                 fewer in no more time than the step that the waiting may cost
+            prompt_limit: returns how many prompt tokens a step may have beside so many requests that decode, while so
+                many wait for their first token; None: no fewer than ``max_num_batched_tokens`` allows
         """
         self.num_rows = min(max_num_seqs, max_num_batched_tokens)
         self.max_num_batched_tokens = max_num_batched_tokens
@@ -91,6 +94,7 @@ class Scheduler:
         self._vocab_size = vocab_size  # ids beyond it are no answer
         self._computes_whole_prompts = computes_whole_prompts
         self._pools_all_tokens = pools_all_tokens
+        self._prompt_limit = prompt_limit
 
         self.parallel_sampling = ParallelSampling()
         self._quarantine = CrashQuarantine()
@@ -239,7 +243,11 @@ class Scheduler:
         rows = self.rows
         assert len(rows.in_flight) < self.max_in_flight_steps, "too many steps in flight"
         decoding = rows.decoding.refresh()
-        plan = StepPlan(rows, self.max_num_batched_tokens - len(decoding), len(self.waiting))
+        budget = self.max_num_batched_tokens - len(decoding)
+        limit = None
+        if decoding and (self.waiting or rows.catching_up):
+            limit = self._prompt_limit(len(decoding), len(self.waiting) + len(rows.catching_up))
+        plan = StepPlan(rows, budget, len(self.waiting), budget if limit is None else limit)
         due = [request for request in decoding if request.num_computed_tokens == request.limit]
         if due or rows.catching_up:
             plan.serve_rows(due)

@@ -55,7 +55,7 @@ class InFlightStep:
 
     __slots__ = (
         *("batch", "certain", "chunks", "drafts", "grown_groups", "grown_rows", "is_gated", "is_leased"),
-        *("leavers", "newcomers", "removed", "settled", "step_id"),
+        *("leavers", "newcomers", "num_prompt_tokens", "removed", "settled", "step_id"),
     )
 
     def __init__(
@@ -66,6 +66,7 @@ class InFlightStep:
         self.chunks = chunks  # batch index of each row that does not sample: its computed tokens after this step
         self.drafts = drafts  # batch index of each row that has some
         self.certain: frozenset[int] = frozenset()  # batch indices of those that are all accepted
+        self.num_prompt_tokens = 0  # of requests that catch up with more than one
         self.is_gated = False  # a GRAMMAR frame must be sent for it
         self.newcomers: list[Request] = []  # whose first step it is
         self.leavers: list[Request] = []  # their blocks are freed once this step is answered

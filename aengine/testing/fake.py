@@ -19,7 +19,7 @@ if TYPE_CHECKING:
 
 __all__ = ["FakeAsyncLLM", "FakeLLM"]
 
-_SETTINGS = {"preload_grammars": False, "max_leased_steps": 0, "hang_timeout": 1e6}
+_SETTINGS = {"preload_grammars": False, "max_leased_steps": 0, "max_step_seconds": None, "hang_timeout": 1e6}
 
 
 class FakeAsyncLLM(AsyncLLM):

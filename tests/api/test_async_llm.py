@@ -25,7 +25,7 @@ from aengine import (
     StructuredOutput,
     WorkerDiedError,
 )
-from aengine.engine.in_flight_limit import InFlightLimit
+from aengine.engine.pacing.in_flight_limit import InFlightLimit
 
 Make = Callable[..., AsyncLLM]
 pytestmark = pytest.mark.usefixtures("no_blocking")

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import asyncio
+import math
 from types import SimpleNamespace
 from typing import Any
 
 from fakes import FakeExecutor
 
+from aengine.engine.pacing.step_time import StepTime
 from aengine.engine.step_loop import StepLoop
 from aengine.engine.waiting_line import WaitingLine
 from aengine.ipc.messages import KVCacheGroup, ModelRunnerOutput, int32
@@ -34,6 +36,7 @@ async def test_a_row_that_was_begun_before_a_preemption_resumes_no_later_pause()
         FakeExecutor(),
         asyncio.Event(),
         max_in_flight_steps=2,
+        step_time=StepTime(math.inf),
         counters=counters,
         observer=Observer(),
         line=WaitingLine(8, counters, wait_when_full=False),

@@ -87,6 +87,41 @@ def test_a_long_prompt_goes_in_chunks_and_never_holds_up_a_decode() -> None:
     assert len(reply(scheduler, out, [10, 11])[0]) == 2 and long.output_token_ids == [11]
 
 
+def test_a_step_with_decodes_has_as_many_prompt_tokens_as_it_may() -> None:
+    """Prompts alone are not cut; beside a decode the limit is asked for, and both that catch up and wait count."""
+    asked: list[tuple[int, int]] = []
+
+    def limit(num_decoding: int, num_waiting: int) -> int | None:
+        asked.append((num_decoding, num_waiting))
+        return 5
+
+    scheduler = make_scheduler(prompt_limit=limit, max_in_flight_steps=4)
+    add(scheduler, make(20, name="a"))
+    first = step(scheduler)
+    assert list(first.num_scheduled_tokens) == [20] and not asked
+    add(scheduler, make(8, name="b"), make(3, name="c"))
+    second = step(scheduler)
+    assert list(second.num_scheduled_tokens) == [1, 5] and asked == [(1, 2)]
+    third = step(scheduler)
+    assert list(third.num_scheduled_tokens) == [1, 3, 2] and asked[1:] == [(1, 2)]
+    reply(scheduler, first, [50])
+    reply(scheduler, second, [51, -1])
+    fourth = step(scheduler)
+    assert list(fourth.num_scheduled_tokens) == [1, 1, 1] and asked[2:] == [(2, 1)]
+    step(scheduler)
+    assert len(asked) == 3  # only decodes are left
+
+
+def test_the_limit_of_prompt_tokens_holds_up_no_decode() -> None:
+    """Not one that lacks a block either, which catches up with its one token."""
+    scheduler = make_scheduler(prompt_limit=lambda num_decoding, num_waiting: 2, max_in_flight_steps=100)
+    add(scheduler, *(make(4, max_tokens=20, name=name) for name in "abc"))
+    assert list(step(scheduler).num_scheduled_tokens) == [4, 4, 4]
+    add(scheduler, make(30, name="long"))
+    for _ in range(9):
+        assert sorted(step(scheduler).num_scheduled_tokens) == [1, 1, 1, 2]
+
+
 def test_the_waiting_come_by_priority_then_arrival_then_order() -> None:
     scheduler = make_scheduler(max_num_seqs=1)
     late, early, tie, urgent = (

@@ -42,6 +42,7 @@ class SchedulerMachine(RuleBasedStateMachine):
         depth=st.integers(1, 6),
         caching=st.booleans(),
         least_awaited=st.sampled_from([1, 5, 128]),
+        prompt_limit=st.sampled_from([None, 1, 6]),
     )
     def start(
         self,
@@ -53,6 +54,7 @@ class SchedulerMachine(RuleBasedStateMachine):
         depth: int,
         caching: bool,
         least_awaited: int,
+        prompt_limit: int | None,
     ) -> None:
         groups = kv_groups(model, block_size)
         self.driver = Driver(
@@ -63,6 +65,7 @@ class SchedulerMachine(RuleBasedStateMachine):
             max_num_batched_tokens=budget,
             enable_prefix_caching=caching,
             least_awaited_prefix=least_awaited,
+            prompt_limit=lambda num_decoding, num_waiting: prompt_limit,
         )
         self.clock = 0.0
 
@@ -164,6 +167,7 @@ def play(rng: random.Random, model: str, *, num_requests: int, aborts: float) ->
         max_num_batched_tokens=budget,
         enable_prefix_caching=rng.random() < 0.7,
         least_awaited_prefix=rng.choice([1, 5, 128]),
+        prompt_limit=lambda num_decoding, num_waiting: rng.choice([None, 1, 6]),
     )
     for i in range(num_requests):
         prompt = rng.choice(STREAMS)[: rng.randint(1, 40)] + [rng.randrange(1, VOCAB) for _ in range(rng.randint(0, 3))]
