@@ -44,7 +44,8 @@ class Adapter(aengine_adapter.Adapter):
             "PACED_LOG": str(self._log),
         }
         self._known: dict[tuple[int, ...], float] = {}
-        settings = [f"{name}={value}" for name, value in given if name not in pace]
+        # Whoever waits is in the next step, unless a step's time is to be measured here, too: that is what is counted.
+        settings = ["max_step_seconds=null", *(f"{name}={value}" for name, value in given if name not in pace)]
         await super().start(model_dir, SimpleNamespace(tokenizer="", set=settings))
         self._limit = self._engine.config.max_in_flight_steps + 1
 
