@@ -5,10 +5,10 @@ last few steps, each of which counts for less than the one after it. What attent
 decodes beside, are part of it, as they were in those steps.
 
 Requests that decode get their next tokens when the step ends. So beside them a step has no more prompt tokens than it
-computes within the goal, or within three times what decodes alone take: on a device so slow prompts would get next to
-nothing otherwise. Where more wait for their first token than one for every four that decode, as in a burst, the time
-grows with their number: these would wait longer for their first tokens than the others gain. Prompts alone are not cut,
-nor is anything before the first step with prompts has been measured.
+computes within the goal, or within three times the fixed part: on a slow device prompts would get next to nothing
+otherwise. And no more than four times as many as were measured of late. Where more wait for their first token than one
+for every four that decode, as in a burst, the time grows with their number: these would wait longer for their first
+tokens than the others gain. Prompts alone are not cut, nor is anything before a step with prompts has been measured.
 """
 
 from __future__ import annotations
@@ -23,7 +23,8 @@ _THROUGH_ORIGIN = 0.02
 """Weight of no fixed part at all: what is believed while all steps had about as many tokens, and tell no slope."""
 _LEAST_SLOPE = 0.1  # of the seconds that a token took with its share of the fixed part
 _MOST_GROWTH = 2.0  # a step that takes longer than expected counts as so many times as long, at most: it was disturbed
-_DECODE_STEPS = 3.0
+_FIXED_PARTS = 3.0
+_MOST_BEYOND = 4
 _WAITING_PER_DECODE = 0.25
 _LEAST_TOKENS = 32
 
@@ -36,33 +37,26 @@ class StepTime:
         self._goal = goal
         self._in_flight: deque[tuple[int, float]] = (
             deque()
-        )  # prompt tokens, or -1 if not to be measured; when published
+        )  # prompt tokens, 0 if not to be measured; when published
         self._answered_at = 0.0
-        self._decode_seconds = 0.0  # of a step of decodes alone; 0: there was none
         self._weight = self._mean_tokens = self._mean_seconds = 0.0  # of the steps with prompts
         self._variance = self._covariance = 0.0  # of tokens; of tokens and seconds
+        self._most_tokens = 0.0  # of one of them
 
     # -- measuring
 
     def begin(self, num_prompt_tokens: int, now: float, *, waits_for_host: bool = False) -> None:
         """Note that a step was published at ``now`` (seconds of any clock). ``waits_for_host``: its time is not the
         worker's alone."""
-        self._in_flight.append((-1 if waits_for_host else num_prompt_tokens, now))
+        self._in_flight.append((0 if waits_for_host else num_prompt_tokens, now))
 
     def end(self, answered_at: float) -> None:
         """Note that the worker answered the oldest step at ``answered_at``, by the same clock."""
         num_prompt_tokens, published_at = self._in_flight.popleft()
         seconds = answered_at - max(published_at, self._answered_at)
         self._answered_at = answered_at
-        if seconds <= 0 or num_prompt_tokens < 0:
-            return
-        if num_prompt_tokens:
+        if seconds > 0 and num_prompt_tokens > 0:
             self._learn(num_prompt_tokens, seconds)
-        elif self._decode_seconds:
-            seconds = min(seconds, _MOST_GROWTH * self._decode_seconds)
-            self._decode_seconds += (1 - _KEPT) * (seconds - self._decode_seconds)
-        else:
-            self._decode_seconds = seconds
 
     def drop(self, num_steps: int) -> None:
         """Note that the worker will not answer the newest ``num_steps``."""
@@ -79,6 +73,7 @@ class StepTime:
             self._weight = 0.0
         elif expected:
             seconds = min(seconds, _MOST_GROWTH * expected)
+        self._most_tokens = max(tokens, _KEPT * self._most_tokens)
         self._weight = _KEPT * self._weight + 1
         share = 1 / self._weight
         off_tokens, off_seconds = tokens - self._mean_tokens, seconds - self._mean_seconds
@@ -111,7 +106,6 @@ class StepTime:
         None: not limited."""
         if not self._weight or self._goal == math.inf:
             return None
-        seconds = max(self._goal, _DECODE_STEPS * self._decode_seconds)
-        seconds *= max(1.0, num_waiting / (_WAITING_PER_DECODE * num_decoding))
         fixed, slope = self._fit()
-        return max(_LEAST_TOKENS, int((seconds - fixed) / slope))
+        seconds = max(self._goal, _FIXED_PARTS * fixed) * max(1.0, num_waiting / (_WAITING_PER_DECODE * num_decoding))
+        return max(_LEAST_TOKENS, int(min((seconds - fixed) / slope, _MOST_BEYOND * self._most_tokens)))
