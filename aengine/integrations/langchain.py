@@ -27,10 +27,10 @@ from ..errors import (
     RequestError,
 )
 from ..llm import LLM
-from ..outputs import FinishReason, Usage
+from ..outputs import FinishReason, Logprob, Usage
 from ..params import SamplingParams
 from .langchain_embeddings import AEngineEmbeddings
-from .openai_style import async_side, blocking_side, openai_settings
+from .openai_style import async_side, blocking_side, openai_logprobs, openai_settings
 from .settings import as_of_type, model_name_of, with_one_system_message
 
 try:
@@ -108,6 +108,10 @@ class ChatAEngine(BaseChatModel):
     presence_penalty: float | None = None
     frequency_penalty: float | None = None
     logit_bias: dict[int, float] | None = None
+    logprobs: bool | None = None
+    """The log-probability of each token, in ``message.response_metadata["logprobs"]["content"]``."""
+    top_logprobs: int | None = None
+    """So many of the likeliest tokens at each place beside it, with ``logprobs``."""
     timeout: float | None = None
     """Seconds; the deadline of the whole request."""
     reasoning_effort: bool | str | None = None
@@ -197,7 +201,7 @@ class ChatAEngine(BaseChatModel):
             params, options = self._asked(stop, kwargs, streams=True)
             with blocking_side(self.engine).stream_chat(_written(messages), params, **options) as stream:
                 for delta in stream:
-                    if (chunk := _chunk([delta])) is not None:
+                    if (chunk := self._chunk([delta])) is not None:
                         if run_manager is not None:
                             run_manager.on_llm_new_token(chunk.text, chunk=chunk)
                         yield chunk
@@ -217,7 +221,7 @@ class ChatAEngine(BaseChatModel):
             params, options = self._asked(stop, kwargs, streams=True)
             async with async_side(self.engine).stream_chat(_written(messages), params, **options) as stream:
                 while deltas := await stream.read():
-                    if (chunk := _chunk(deltas)) is not None:
+                    if (chunk := self._chunk(deltas)) is not None:
                         if run_manager is not None:
                             await run_manager.on_llm_new_token(chunk.text, chunk=chunk)
                         yield chunk
@@ -232,23 +236,43 @@ class ChatAEngine(BaseChatModel):
             _check_whole(choice, params)
             metadata = self._metadata(choice, completion)
             message = _message(choice, metadata, completion.usage if choice.index == 0 else None)
-            generations.append(
-                ChatGeneration(message=message, generation_info={"finish_reason": metadata["finish_reason"]})
-            )
+            info: dict[str, Any] = {k: v for k, v in metadata.items() if k in ("finish_reason", "logprobs")}
+            generations.append(ChatGeneration(message=message, generation_info=info))
         return ChatResult(generations=generations, llm_output={"model_name": self.model})
+
+    def _chunk(self, deltas: Sequence[Delta]) -> ChatGenerationChunk | None:
+        """Return what has come at once as one chunk, if there is anything in it."""
+        message = _message_chunk(deltas)
+        rows = [
+            (Logprob(token.token_id, token.logprob), *token.top_logprobs)
+            for delta in deltas
+            for token in delta.tokens
+            if token.logprob is not None
+        ]
+        if rows:
+            message = message or AIMessageChunk(content="")
+            message.response_metadata = self._logprobs(rows)
+        return None if message is None else ChatGenerationChunk(message=message)
 
     def _last_chunk(self, completion: ChatCompletion[Any], params: SamplingParams) -> ChatGenerationChunk:
         choice = completion.choices[0]
         _check_whole(choice, params)
         message = AIMessageChunk(
             content="",
-            response_metadata=self._metadata(choice, completion),
+            response_metadata=self._ending(choice, completion),
             usage_metadata=_usage(completion.usage),
             chunk_position="last",
         )
         return ChatGenerationChunk(message=message)
 
     def _metadata(self, choice: ChatChoice[Any], completion: ChatCompletion[Any]) -> dict[str, Any]:
+        logprobs = {} if choice.logprobs is None else self._logprobs(choice.logprobs)
+        return self._ending(choice, completion) | logprobs
+
+    def _logprobs(self, rows: Iterable[Sequence[Logprob]]) -> dict[str, Any]:
+        return {"logprobs": {"content": openai_logprobs(rows, self.engine.tokenizer)}}
+
+    def _ending(self, choice: ChatChoice[Any], completion: ChatCompletion[Any]) -> dict[str, Any]:
         metadata = {
             "model_name": self.model,
             "model_provider": PROVIDER,
@@ -263,7 +287,7 @@ class ChatAEngine(BaseChatModel):
         """Return the parameters of this model that are given."""
         names = (
             *("max_tokens", "temperature", "top_p", "top_k", "seed", "stop", "presence_penalty", "frequency_penalty"),
-            *("logit_bias", "timeout", "reasoning_effort"),
+            *("logit_bias", "logprobs", "top_logprobs", "timeout", "reasoning_effort"),
         )
         values = {name: getattr(self, name) for name in names}
         return {name: value for name, value in values.items() if value is not None} | self.model_kwargs
@@ -460,9 +484,9 @@ def _message(choice: ChatChoice[Any], metadata: dict[str, Any], usage: Usage | N
     )
 
 
-def _chunk(deltas: Iterable[Delta]) -> ChatGenerationChunk | None:
-    """Return what has come at once as one chunk, if there is anything in it. Of each call it has one piece, as pieces
-    are joined only from one chunk to the next."""
+def _message_chunk(deltas: Iterable[Delta]) -> AIMessageChunk | None:
+    """Return the message of what has come at once; None: nothing. Of each call it has one piece, as pieces are joined
+    only from one chunk to the next."""
     texts: list[str] = []
     thoughts: list[str] = []
     calls: dict[int, ToolCallChunk] = {}
@@ -480,12 +504,11 @@ def _chunk(deltas: Iterable[Delta]) -> ChatGenerationChunk | None:
     content, reasoning = "".join(texts), "".join(thoughts)
     if not (content or reasoning or calls):
         return None
-    message = AIMessageChunk(
+    return AIMessageChunk(
         content=content,
         additional_kwargs={"reasoning_content": reasoning} if reasoning else {},
         tool_call_chunks=list(calls.values()),
     )
-    return ChatGenerationChunk(message=message)
 
 
 def _usage(usage: Usage) -> UsageMetadata:

@@ -24,8 +24,8 @@ from ..errors import (
     RequestError,
 )
 from ..llm import LLM
-from ..outputs import Logprob, Usage
-from .openai_style import async_side, blocking_side, check_not_aborted, openai_settings
+from ..outputs import Usage
+from .openai_style import async_side, blocking_side, check_not_aborted, openai_logprobs, openai_settings
 from .settings import with_one_system_message
 
 try:
@@ -178,20 +178,13 @@ def _choice(choice: Any, engine: Any) -> Choices:
         index=choice.index,
         finish_reason=str(choice.finish_reason),
         message=Message(content=message.content, role="assistant", tool_calls=calls or None, **reasoning),
-        logprobs=None if choice.logprobs is None else _logprobs(choice.logprobs, engine.tokenizer),
+        logprobs=None if choice.logprobs is None else _logprobs(choice, engine),
     )
 
 
-def _logprobs(rows: Iterable[tuple[Logprob, ...]], tokenizer: Any) -> ChoiceLogprobs:
-    entries = [[_entry(alternative, tokenizer) for alternative in row] for row in rows]
-    content: Any = [{**first, "top_logprobs": others} for first, *others in entries]
+def _logprobs(choice: Any, engine: Any) -> ChoiceLogprobs:
+    content: Any = openai_logprobs(choice.logprobs, engine.tokenizer)
     return ChoiceLogprobs(content=content)
-
-
-def _entry(alternative: Logprob, tokenizer: Any) -> dict[str, Any]:
-    token_id, logprob = alternative
-    raw: bytes = tokenizer.token_bytes(token_id)
-    return {"token": raw.decode(errors="replace"), "bytes": list(raw), "logprob": max(logprob, -9999.0)}
 
 
 def _usage(usage: Usage) -> TheirUsage:

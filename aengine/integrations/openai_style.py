@@ -5,18 +5,18 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 from ..async_llm import AsyncLLM
 from ..errors import InvalidRequestError, RequestError
 from ..llm import LLM
-from ..outputs import Completion, FinishReason
+from ..outputs import Completion, FinishReason, Logprob
 from ..params import SamplingParams, StructuredOutput
 from ..sync_llm import SyncLLM
 from .settings import engine_settings, reasoning_variables
 
-__all__ = ["async_side", "blocking_side", "check_not_aborted", "openai_settings", "text_of"]
+__all__ = ["async_side", "blocking_side", "check_not_aborted", "openai_logprobs", "openai_settings", "text_of"]
 
 _WITHOUT_EFFECT = {
     "metadata",
@@ -77,7 +77,8 @@ def openai_settings(given: Mapping[str, Any]) -> tuple[SamplingParams, Any]:
     if "timeout" in values:
         values["deadline"] = _seconds(values.pop("timeout"))
     if isinstance(values.get("logprobs"), bool):  # as chat completions have it, beside top_logprobs
-        values["logprobs"] = values.pop("top_logprobs", 0) if values["logprobs"] else None
+        most = values.pop("top_logprobs", 0)
+        values["logprobs"] = most if values["logprobs"] else None
     variables = reasoning_variables(values.pop("reasoning_effort", None))
     if variables:
         values["chat_template_kwargs"] = {**variables, **values.get("chat_template_kwargs", {})}
@@ -134,3 +135,19 @@ def text_of(content: Any) -> str | None:
             raise InvalidRequestError(f"the engine reads text only, and no part of type {kind!r}", param="messages")
         texts.append(part["text"])
     return "\n".join(texts)
+
+
+def openai_logprobs(rows: Iterable[Sequence[Logprob]], tokenizer: Any) -> list[dict[str, Any]]:
+    """Return the entries of tokens as chat completions have them in ``logprobs["content"]``.
+
+    Args:
+        rows: one for each token: itself, and the likeliest at its place. Empty ones are left out.
+    """
+    entries = [[_logprob_entry(one, tokenizer) for one in row] for row in rows if row]
+    return [{**first, "top_logprobs": others} for first, *others in entries]
+
+
+def _logprob_entry(one: Logprob, tokenizer: Any) -> dict[str, Any]:
+    raw: bytes = tokenizer.token_bytes(one.token_id)
+    # JSON has no infinity: -9999.0 stands for what is impossible.
+    return {"token": raw.decode(errors="replace"), "bytes": list(raw), "logprob": max(one.logprob, -9999.0)}

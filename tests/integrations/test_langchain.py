@@ -113,6 +113,25 @@ async def test_chunks_are_what_the_whole_answer_is(delay: float) -> None:
         assert "Hm." in engine.requests[-1].messages[1]["reasoning_content"]
 
 
+async def test_logprobs_are_in_the_metadata() -> None:
+    """As langchain-openai has them, whole and added up from chunks; also tokens that are no text."""
+    async with FakeAsyncLLM(CALL, token_delay=0.0005, own_thread=True) as engine:
+        model = ChatAEngine(engine=engine, logprobs=True, top_logprobs=2).bind_tools([weather])
+        whole = await model.ainvoke("?")
+        entries = whole.response_metadata["logprobs"]["content"]
+        assert "".join(entry["token"] for entry in entries).startswith("<tool_call>")
+        assert entries[0]["bytes"] == list(b"<") and entries[0]["logprob"] <= 0
+        assert [len(entry["top_logprobs"]) for entry in entries] == [2] * len(entries)
+        streamed, number = await collected(model.astream("?"))
+        blocking = sum(await asyncio.to_thread(lambda: list(model.stream("?"))), start=AIMessageChunk(""))
+        for message in (streamed, blocking):
+            assert message.response_metadata["logprobs"]["content"] == entries and number > 5
+            assert message.response_metadata["finish_reason"] == "tool_calls"
+        generation = (await model.agenerate([[HumanMessage("?")]])).generations[0][0]  # type: ignore[attr-defined]
+        assert generation.generation_info["logprobs"]["content"] == entries
+        assert "logprobs" not in (await model.ainvoke("?", logprobs=False)).response_metadata
+
+
 METHODS: list[tuple[str, Any]] = [
     ("json_schema", REPORT),
     ("json_mode", REPORT),
