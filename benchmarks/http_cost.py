@@ -2,13 +2,15 @@
 
     python benchmarks/http_cost.py                                        SmolLM2 on this machine
     python benchmarks/http_cost.py --fake                                 a scripted engine: nothing but the host's work
+    python benchmarks/http_cost.py --step-us 2500                         a worker whose steps take so long, as a GPU's
     python benchmarks/http_cost.py --shape qwen3-0.6b --tokenizer DIR     random weights of engine_bench.py's shape
 
 Doors, in turn within each round: ``stream_chat`` (the engine's own call), ``asgi`` (the application, called on the same
 loop), ``openai`` (openai_client(), if openai is installed), ``http`` (uvicorn in this process on a loopback port, the
 client in another), ``workers N`` (N app processes over the engine). The ratio of tokens/s to ``stream_chat`` within one
 round is what counts; ``cpu_us_a_token`` is what this process computes, whatever else runs on the machine. First bytes
-of the answer are timed from the call on.
+of the answer are timed from the call on. As `aengine serve`, the process freezes the garbage collector's objects once
+all is warm: a full collection among those of OpenAI's client takes as long as a hundred calls.
 
 Without a chat template in the tokenizer they are completions.
 """
@@ -17,8 +19,10 @@ from __future__ import annotations
 
 import argparse
 import asyncio
+import gc
 import json
 import os
+import random
 import re
 import socket
 import statistics
@@ -26,16 +30,18 @@ import sys
 import time
 from collections.abc import Awaitable, Callable
 from contextlib import AsyncExitStack
-from pathlib import PurePath
+from pathlib import Path, PurePath
 from typing import Any
 
 from engine_bench import SHAPES
 from structured import random_weights
 
-from aengine import AsyncLLM, SamplingParams
+from aengine import AsyncLLM, EngineConfig, SamplingParams
+from aengine.engine.executor import ProcessExecutor
 
-Times = tuple[float, list[float]]  # seconds from the start to the last end; of each stream to its first bytes
-Door = Callable[[list[bytes]], Awaitable[Times]]
+Times = tuple[float, list[float]]  # seconds from the start to the last end; of each answer to its first bytes
+Bodies = list[list[bytes]]  # of each stream, one after the other
+Door = Callable[[Bodies], Awaitable[Times]]
 
 MODEL = "bench"
 TEXT = "the capital of this country is a city on a river where many people live and work and read " * 4
@@ -45,49 +51,57 @@ class Bench:
     def __init__(self, engine: AsyncLLM, args: argparse.Namespace) -> None:
         self.engine = engine
         self.streams: int = args.streams
+        self.requests: int = args.requests
         self.tokens: int = args.tokens
         self.is_chat = engine.tokenizer.has_chat_template
         self.path = "/v1/chat/completions" if self.is_chat else "/v1/completions"
         self._number = 0
 
-    def bodies(self) -> list[bytes]:
-        """A body for each stream; no two prompts are alike."""
-        return [self._body() for _ in range(self.streams)]
+    def bodies(self) -> Bodies:
+        """Bodies for each stream; no two prompts are alike. Streams of several requests have answers of half to one and
+        a half times the length, or all would begin at once for ever."""
+        lengths = random.Random(self._number)
+        least, most = (self.tokens // 2, self.tokens * 3 // 2) if self.requests > 1 else (self.tokens, self.tokens)
+        return [[self._body(lengths.randint(least, most)) for _ in range(self.requests)] for _ in range(self.streams)]
 
-    def _body(self) -> bytes:
+    def _body(self, tokens: int) -> bytes:
         self._number += 1
         text = f"{self._number} {TEXT}"
         asked: dict[str, Any] = {
             "model": MODEL,
             "stream": True,
             "stream_options": {"include_usage": True},
-            "max_tokens": self.tokens,
+            "max_tokens": tokens,
             "temperature": 0,
             "ignore_eos": True,
         }
         prompt = {"messages": [{"role": "user", "content": text}]} if self.is_chat else {"prompt": text}
         return json.dumps(asked | prompt).encode()
 
-    async def gather(self, one: Callable[[bytes], Awaitable[float]], bodies: list[bytes]) -> Times:
+    async def gather(self, one: Callable[[bytes], Awaitable[float]], bodies: Bodies) -> Times:
         """``one``: answers a body, and returns the seconds to its first bytes."""
+
+        async def stream(bodies: list[bytes]) -> list[float]:
+            return [await one(body) for body in bodies]
+
         begun = time.perf_counter()
-        firsts = await asyncio.gather(*map(one, bodies))
-        return time.perf_counter() - begun, list(firsts)
+        firsts = await asyncio.gather(*map(stream, bodies))
+        return time.perf_counter() - begun, [first for stream in firsts for first in stream]
 
     # -- doors in this process
 
-    async def stream_chat(self, bodies: list[bytes]) -> Times:
+    async def stream_chat(self, bodies: Bodies) -> Times:
         async def one(body: bytes) -> float:
             begun, first = time.perf_counter(), 0.0
             asked = json.loads(body)
-            params = SamplingParams(max_tokens=self.tokens, temperature=0, ignore_eos=True)
+            params = SamplingParams(max_tokens=asked["max_tokens"], temperature=0, ignore_eos=True)
             if self.is_chat:
                 stream: Any = self.engine.stream_chat(asked["messages"], params)
             else:
                 stream = self.engine.stream(asked["prompt"], params)
             while await stream.read():
                 first = first or time.perf_counter() - begun
-            assert stream.completion.usage.completion_tokens == self.tokens
+            assert stream.completion.usage.completion_tokens == asked["max_tokens"]
             return first
 
         return await self.gather(one, bodies)
@@ -111,7 +125,7 @@ class Bench:
 
             scope = {"type": "http", "method": "POST", "path": self.path, "query_string": b"", "headers": []}
             await app(scope | {"http_version": "1.1", "root_path": ""}, receive, send)
-            check(tail, self.tokens)
+            check(tail, body)
             return first
 
         return lambda bodies: self.gather(one, bodies)
@@ -126,16 +140,16 @@ class Bench:
             async for chunk in await create(**asked):
                 first = first or time.perf_counter() - begun
                 usage = chunk.usage or usage
-            assert usage is not None and usage.completion_tokens == self.tokens
+            assert usage is not None and usage.completion_tokens == asked["max_tokens"]
             return first
 
         return lambda bodies: self.gather(one, bodies)
 
 
-def check(tail: bytes, tokens: int) -> None:
+def check(tail: bytes, body: str | bytes) -> None:
     """Assert that an answer's end says that it has all tokens."""
     found = re.findall(rb'"completion_tokens":(\d+)', tail)
-    assert found and int(found[-1]) == tokens, tail[-2000:]
+    assert found and int(found[-1]) == json.loads(body)["max_tokens"], tail[-2000:]
 
 
 # -- the client in another process: a line of JSON in for each round, and one out
@@ -182,13 +196,17 @@ async def client() -> None:
         connections[asked["port"]] = here
         while len(here) < len(asked["bodies"]):
             here.append((await loop.create_connection(Exchange, "127.0.0.1", asked["port"]))[1])
+
+        async def stream(one: Exchange, bodies: list[str], path: str = asked["path"]) -> list[tuple[bytes, float]]:
+            return [(await one.ask(path, body.encode()), one.first) for body in bodies]
+
         begun = time.perf_counter()
-        answers = [one.ask(asked["path"], body.encode()) for one, body in zip(here, asked["bodies"])]
-        tails = await asyncio.gather(*answers)
+        answers = await asyncio.gather(*map(stream, here, asked["bodies"]))
         seconds = time.perf_counter() - begun
-        for tail in tails:
-            check(tail, asked["tokens"])
-        print(json.dumps([seconds, [one.first for one in here]]), flush=True)
+        for bodies, found in zip(asked["bodies"], answers):
+            for body, (tail, _) in zip(bodies, found):
+                check(tail, body)
+        print(json.dumps([seconds, [first for found in answers for _, first in found]]), flush=True)
 
 
 class Client:
@@ -208,11 +226,11 @@ class Client:
         await self._process.wait()
 
     def door(self, port: int) -> Door:
-        async def ask(bodies: list[bytes]) -> Times:
+        async def ask(bodies: Bodies) -> Times:
             assert self._process is not None and self._process.stdin is not None
             assert self._process.stdout is not None
-            asked = {"port": port, "path": self._bench.path, "tokens": self._bench.tokens}
-            asked["bodies"] = [body.decode() for body in bodies]
+            asked: dict[str, Any] = {"port": port, "path": self._bench.path}
+            asked["bodies"] = [[body.decode() for body in stream] for stream in bodies]
             self._process.stdin.write(json.dumps(asked).encode() + b"\n")
             seconds, firsts = json.loads(await self._process.stdout.readline())
             return seconds, firsts
@@ -231,12 +249,17 @@ async def measure(bench: Bench, doors: dict[str, Door], rounds: int) -> None:
     names = list(doors)
     for number in range(rounds + 1):
         for name in names if number % 2 else reversed(names):
+            bodies = bench.bodies()
+            num_tokens = sum(json.loads(body)["max_tokens"] for stream in bodies for body in stream)
             used = time.process_time()
-            seconds, first = await doors[name](bench.bodies())
+            seconds, first = await doors[name](bodies)
             used = time.process_time() - used
-            if number:
-                costs[name].append(1e6 * used / (bench.streams * bench.tokens))
-                rates[name].append(bench.streams * bench.tokens / seconds)
+            if number == 0:
+                gc.collect()
+                gc.freeze()
+            else:
+                costs[name].append(1e6 * used / num_tokens)
+                rates[name].append(num_tokens / seconds)
                 firsts[name] += first
     for name in names:
         ratios = [one / base for one, base in zip(rates[name], rates["stream_chat"])]
@@ -254,7 +277,20 @@ async def measure(bench: Bench, doors: dict[str, Door], rounds: int) -> None:
         print(json.dumps(line), flush=True)
 
 
+class PacedWorkerLLM(AsyncLLM):
+    """An engine whose worker process computes nothing: its steps take FAKE_STEP_US microseconds."""
+
+    def _make_executor(self, config: EngineConfig) -> ProcessExecutor:
+        return ProcessExecutor(config.replace(worker="fake_worker:load_model"))
+
+
 def make_engine(args: argparse.Namespace) -> AsyncLLM:
+    if args.step_us:
+        os.environ["FAKE_STEP_US"] = str(args.step_us)
+        os.environ["PYTHONPATH"] = os.pathsep.join(  # the worker finds fake_worker.py
+            [str(Path(__file__).parent), *filter(None, [os.environ.get("PYTHONPATH")])]
+        )
+        return PacedWorkerLLM(args.model, max_num_seqs=args.streams)
     if args.fake:
         from aengine.testing import FakeAsyncLLM
 
@@ -319,7 +355,9 @@ if __name__ == "__main__":
     parser.add_argument("--tokenizer", help="for --shape: a folder with its tokenizer.json")
     parser.add_argument("--fake", action="store_true", help="a scripted engine")
     parser.add_argument("--token-delay", type=float, default=0.0, help="of the scripted engine, seconds a step")
+    parser.add_argument("--step-us", type=int, default=0, help="of a worker without a model")
     parser.add_argument("--streams", type=int, default=64)
+    parser.add_argument("--requests", type=int, default=1, help="of each stream, one after the other")
     parser.add_argument("--tokens", type=int, default=128)
     parser.add_argument("--workers", type=int, default=2, help="0: without")
     parser.add_argument("--doors", nargs="*", help="only these, and stream_chat")
