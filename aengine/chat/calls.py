@@ -17,7 +17,7 @@ from typing import Any
 
 from ..structured.parts import Json, Part, Regex, Repeat, any_of, seq
 from ..structured.schema_walk import relocated
-from .formats import ID, Markers, ToolFormat
+from .formats import ID, INDEX, INDEX_DIGITS, Markers, ToolFormat
 from .syntax.arguments import JSON_OBJECT
 from .tools import Tool
 
@@ -46,8 +46,8 @@ class Calls:
     def group(self, *, beside_json: bool = False) -> Part:
         """Return one group, from its opening to its closing. ``beside_json``: a JSON value may stand in its place."""
         options: list[Part] = []
-        for index, opening in enumerate(self.format.openings):
-            example = self._example(opening) if beside_json else None
+        for index in range(len(self.format.openings)):
+            example = self._example(index) if beside_json else None
             if example is None:
                 options.append(seq(self.markers.part(self.format.triggers[index]), self._after_trigger(index)))
             else:
@@ -60,16 +60,30 @@ class Calls:
 
     def after_triggers(self, single: bool = False) -> list[tuple[str, Part]]:
         """Return each trigger, encoded, and what follows it to the closing. ``single``: one call, even if parallel."""
-        triggers = enumerate(self.format.triggers)
-        return [(self.markers.encode(trigger), self._after_trigger(index, single)) for index, trigger in triggers]
+        known = self.format
+        if not known.names_trigger:
+            triggers = enumerate(known.triggers)
+            return [(self.markers.encode(trigger), self._after_trigger(index, single)) for index, trigger in triggers]
+        found: list[tuple[str, Part]] = []
+        for index, opening in enumerate(known.openings):
+            for tool, arguments in zip(self.tools, self._arguments, strict=True):
+                trigger = self.markers.encode(opening + known.head(tool.name))
+                found.append((trigger, seq(arguments, *self._after_first(index, single))))
+        return found
 
     def _after_trigger(self, index: int, single: bool = False) -> Part:
         known = self.format
+        first = self._one_of_the_tools(known.openings[index], len(known.triggers[index]))
+        return seq(first, *self._after_first(index, single))
+
+    def _after_first(self, index: int, single: bool) -> list[Part]:
+        """Return what follows the arguments of the first call of a group."""
+        known = self.format
         end = any_of(*map(self._text, known.ends))
-        parts = [self._one_of_the_tools(known.openings[index], len(known.triggers[index])), end]
+        parts = [end]
         if self.parallel and not single:
             parts.append(Repeat(seq(self._one_of_the_tools(known.separator), end)))
-        return seq(*parts, self._text(known.closing))
+        return [*parts, self._text(known.closing_of(index))]
 
     def _one_of_the_tools(self, before: str, skipped: int = 0) -> Part:
         """Return a call up to the end of its arguments. ``skipped``: characters of its head that came already."""
@@ -80,18 +94,18 @@ class Calls:
         return any_of(*options)
 
     def _text(self, text: str) -> Part:
-        before, with_id, after = text.partition(ID)
-        if not with_id:
-            return self.markers.part(text)
-        call_id = Regex(f"[A-Za-z0-9]{{{self.format.id_length}}}")
-        return seq(self.markers.part(before), call_id, self.markers.part(after))
+        for sign, pattern in ((ID, f"[A-Za-z0-9]{{{self.format.id_length}}}"), (INDEX, f"[0-9]{{1,{INDEX_DIGITS}}}")):
+            before, found, after = text.partition(sign)
+            if found:
+                return seq(self.markers.part(before), Regex(pattern), self.markers.part(after))
+        return self.markers.part(text)
 
-    def _example(self, opening: str) -> Any:
+    def _example(self, index: int) -> Any:
         """Return a group of one call as a JSON value, or None if it is none."""
-        known = self.format
+        known, opening = self.format, self.format.openings[index]
         if known.arguments is not JSON_OBJECT:
             return None
-        text = opening + known.head(_NAME) + json.dumps(_ARGUMENTS) + known.after_arguments + known.closing
+        text = opening + known.head(_NAME) + json.dumps(_ARGUMENTS) + known.after_arguments + known.closing_of(index)
         try:
             return json.loads(text)
         except ValueError:

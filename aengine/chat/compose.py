@@ -104,6 +104,8 @@ class _Composer:
         self.format = tool_format
         self.markers = markers
         triggers = [markers.encode(trigger) for trigger in tool_format.triggers]
+        if tool_format.names_trigger:
+            triggers = [trigger for trigger, _ in calls.after_triggers()]
         self.text_triggers = tuple(text for trigger in triggers if (text := markers.in_text(trigger)))
 
     def all(self, reasoning: ReasoningFormat | None) -> Part:
@@ -135,11 +137,17 @@ class _Composer:
 
     def shaped(self, shape: GrammarSpec, begin: str) -> Part:
         not_first = (*(self.text_triggers if self.may_call else ()), *_given(begin))
-        return shape.part(_ORIGINS.get(shape.kind, "the answer"), not_first)
+        return self.marked(shape.part(_ORIGINS.get(shape.kind, "the answer"), not_first))
 
     def text(self, begin: str) -> Part:
         """Return free text without the triggers, or nothing."""
-        return _maybe(FreeText(self.text_triggers, _given(begin)))
+        return self.marked(_maybe(FreeText(self.text_triggers, _given(begin))))
+
+    def marked(self, text: Part) -> Part:
+        """Return the text, or it between the control tokens that may stand around it."""
+        marks = [tuple(map(self.markers.encode, marks)) for marks in self.format.text_marks]
+        known = [marks for marks in marks if all(self.markers.id_of(mark[0]) is not None for mark in marks)]
+        return any_of(text, *(seq(self.markers.part(first), text, self.markers.part(last)) for first, last in known))
 
     def text_or_calls(self, begin: str, after_blanks: bool) -> Part:
         text = _maybe(FreeText(not_first=(*self.text_triggers, *_given(begin)), after_blanks=after_blanks))
@@ -155,12 +163,13 @@ class _Composer:
 
     def text_and_calls(self, begin: str) -> Part:
         around = self.format.text == "around"
-        first = [seq(self.head(trigger, begin), rest) for trigger, rest in self.calls.after_triggers(around)]
+        single = around and not self.format.is_group
+        first = [seq(self.head(trigger, begin), rest) for trigger, rest in self.calls.after_triggers(single)]
         if not around:
             return any_of(self.text(begin), *first)
         more: list[Part] = []
         if self.calls.parallel:
-            later = [seq(self.head(trigger, ""), rest) for trigger, rest in self.calls.after_triggers(True)]
+            later = [seq(self.head(trigger, ""), rest) for trigger, rest in self.calls.after_triggers(single)]
             more.append(Repeat(any_of(*later)))
         return any_of(self.text(begin), seq(any_of(*first), *more, self.text("")))
 

@@ -22,9 +22,22 @@ from typing import Any, Literal
 from ..structured.parts import BLANKS, Part, SpecialToken, Text, seq
 from .syntax import harmony
 from .syntax.arguments import JSON_OBJECT, ArgumentSyntax
+from .syntax.literals import Literals
 from .syntax.parameters import Parameters
 
-__all__ = ["FORMATS", "ID", "NAME", "Markers", "ReasoningFormat", "TextTokenId", "TokenId", "ToolFormat", "detect"]
+__all__ = [
+    "FORMATS",
+    "ID",
+    "INDEX",
+    "INDEX_DIGITS",
+    "NAME",
+    "Markers",
+    "ReasoningFormat",
+    "TextTokenId",
+    "TokenId",
+    "ToolFormat",
+    "detect",
+]
 
 
 class TextTokenId(int):
@@ -37,6 +50,9 @@ TokenId = Callable[[str], int | None]
 
 ID = "{id}"
 """Stands for a call's id in a format's strings; no tool's name has braces."""
+INDEX = "{index}"
+"""Stands for a call's number in a format's strings: 1 to `INDEX_DIGITS` digits."""
+INDEX_DIGITS = 3
 
 NAME = "{tool}"
 """Stands for a tool's name, where a head of calls of any tool is wanted."""
@@ -56,9 +72,13 @@ class ToolFormat:
     openings: tuple[str, ...] = ("",)
     """What a group may begin with: one of these."""
     closing: str = ""
+    closings: tuple[str, ...] = ()
+    """One for each of ``openings``, instead of ``closing``."""
     triggers: tuple[str, ...]
     """Marks of the beginning of a call, one for each of ``openings``. A prefix of ``opening + before_name``; what
     follows it is forced, and text can't contain it."""
+    names_trigger: bool = False
+    """Only with the name of a tool and what follows that is a trigger one: text may begin with what it is without."""
     arguments: ArgumentSyntax = JSON_OBJECT
     """How the arguments are written, between ``before_arguments`` and ``after_arguments``."""
     text: Literal["around", "before", "instead"] = "before"
@@ -72,6 +92,11 @@ class ToolFormat:
     ``id_length`` letters and digits. They are read over: ids are the parser's own."""
     after_arguments_with_id: str = ""
     """Replaces ``after_arguments`` there."""
+    written_id: str = ""
+    """What the model takes for the id of a call: "{name}" stands for the tool's name and "{index}" for the number that
+    it has written. Ids are made of it, as the chat template shows them in the next turn."""
+    text_marks: tuple[tuple[str, str], ...] = ()
+    """Control tokens between which a text may stand."""
     parallel: bool = True
     """Several calls in one answer are usual. False: the family's chat templates can't show them in the next turn."""
     channels: bool = False
@@ -79,12 +104,16 @@ class ToolFormat:
     tools_key: str = ""
     """Where the chat template looks for the tools' JSON in the system message, if it takes no list of tools. It can't
     show calls and their results then."""
+    calls_in_text: bool = False
+    """The chat template shows tools and results, but no calls: they are written into the text of the answer."""
     instructions: str = ""
     """Text for the system prompt, with ``{tools}`` in it, if no chat template shows such a model its tools."""
 
     def __post_init__(self) -> None:
         if len(self.triggers) != len(self.openings):
             raise ValueError(f"the format {self.name} needs one trigger for each opening")
+        if self.closings and len(self.closings) != len(self.openings):
+            raise ValueError(f"the format {self.name} needs one closing for each opening")
         for opening, trigger in zip(self.openings, self.triggers, strict=True):
             if not trigger or not (opening + self.before_name).startswith(trigger):
                 raise ValueError(f"the trigger {trigger!r} of the format {self.name} does not begin its calls")
@@ -92,15 +121,24 @@ class ToolFormat:
             raise ValueError(f"the format {self.name} must say how long an id is")
 
     def head(self, tool_name: str) -> str:
-        """Return a call up to its arguments, as it is written without an id."""
-        return f"{self.before_name}{tool_name}{self.before_arguments}"
+        """Return a call up to its arguments, as it is written without an id, and as the first of its conversation."""
+        return f"{self.before_name}{tool_name}{self.before_arguments}".replace(INDEX, "0")
 
     def heads(self, tool_name: str) -> tuple[str, ...]:
-        """Return the `head`, and the one with an id (see `ID`) if there is one."""
+        """Return the `head` with `INDEX` in it, and the one with an id (see `ID`) if there is one."""
         if self.channels:
             return harmony.heads(tool_name)
-        with_id = f"{self.before_name}{tool_name}{self.before_arguments_with_id}"
-        return (self.head(tool_name), with_id) if self.before_arguments_with_id else (self.head(tool_name),)
+        ends = (self.before_arguments, self.before_arguments_with_id)[: 1 + bool(self.before_arguments_with_id)]
+        return tuple(f"{self.before_name}{tool_name}{end}" for end in ends)
+
+    @property
+    def is_group(self) -> bool:
+        """Whether calls stand between an opening and a closing."""
+        return bool(self.closing or self.closings)
+
+    def closing_of(self, opening: int) -> str:
+        """Return what ends a group that began with this one of ``openings``."""
+        return self.closings[opening] if self.closings else self.closing
 
     @property
     def ends(self) -> tuple[str, ...]:
@@ -124,6 +162,8 @@ class ReasoningFormat:
 
     begin: str = "<think>"
     end: str = "</think>"
+    markers: tuple[str, ...] = ()
+    """Parts of ``begin`` that are control tokens in some vocabularies, besides all of it."""
     begun: bool = False
     """The prompt ends with ``begin``, so the completion is reasoning from its first character on."""
     is_continued: bool = False
@@ -134,7 +174,7 @@ class ReasoningFormat:
         prompt = prompt.rstrip(BLANKS)
         if prompt.endswith(self.end):
             return None
-        return replace(self, begun=prompt.endswith(self.begin))
+        return replace(self, begun=prompt.endswith(self.begin.rstrip(BLANKS)))
 
 
 HERMES = ToolFormat(
@@ -294,6 +334,100 @@ PHI4 = replace(
     closing="]<|/tool_call|>",
     markers=("<|tool_call|>", "<|/tool_call|>"),
 )
+LLAMA_PYTHONIC = ToolFormat(
+    name="llama_pythonic",
+    openings=("[", "<|python_start|>["),
+    before_name="",
+    before_arguments="(",
+    arguments=Literals(),
+    after_arguments=")",
+    separator=", ",
+    closings=("]", "]<|python_end|>"),
+    triggers=("[", "<|python_start|>["),
+    names_trigger=True,
+    text="instead",
+    markers=("<|python_start|>", "<|python_end|>"),
+)
+LFM2 = ToolFormat(
+    name="lfm2",
+    openings=("<|tool_call_start|>[",),
+    before_name="",
+    before_arguments="(",
+    arguments=Literals(),
+    after_arguments=")",
+    separator=", ",
+    closing="]<|tool_call_end|>",
+    triggers=("<|tool_call_start|>",),
+    text="around",
+    markers=("<|tool_call_start|>", "<|tool_call_end|>"),
+)
+LFM2_JSON = replace(
+    LFM2,
+    name="lfm2_json",
+    before_name='{"name": "',
+    before_arguments='", "arguments": ',
+    arguments=JSON_OBJECT,
+    after_arguments="}",
+)
+OLMO3 = ToolFormat(
+    name="olmo3",
+    openings=("<function_calls>", "<function_calls>\n"),
+    before_name="",
+    before_arguments="(",
+    arguments=Literals(),
+    after_arguments=")",
+    separator="\n",
+    closings=("</function_calls>", "\n</function_calls>"),
+    triggers=("<function_calls>", "<function_calls>"),
+)
+GEMMA4 = ToolFormat(
+    name="gemma4",
+    before_name="<|tool_call>call:",
+    before_arguments="{",
+    arguments=Literals(assign=":", separator=",", quote='<|"|>'),
+    after_arguments="}<tool_call|>",
+    separator="",
+    triggers=("<|tool_call>",),
+    text="around",
+    markers=("<|tool_call>", "<tool_call|>", '<|"|>'),
+)
+KIMI_K2 = ToolFormat(
+    name="kimi_k2",
+    openings=("<|tool_calls_section_begin|>",),
+    before_name="<|tool_call_begin|>functions.",
+    before_arguments=f":{INDEX}<|tool_call_argument_begin|>",
+    after_arguments="<|tool_call_end|>",
+    separator="",
+    closing="<|tool_calls_section_end|>",
+    triggers=("<|tool_calls_section_begin|>",),
+    markers=(
+        "<|tool_calls_section_begin|>",
+        "<|tool_calls_section_end|>",
+        "<|tool_call_begin|>",
+        "<|tool_call_argument_begin|>",
+        "<|tool_call_end|>",
+    ),
+    written_id=f"functions.{{name}}:{INDEX}",
+)
+COHERE = ToolFormat(
+    name="cohere",
+    openings=("<|START_ACTION|>[\n    ", "<|START_ACTION|>["),
+    before_name=f'{{"tool_call_id": "{INDEX}", "tool_name": "',
+    before_arguments='", "parameters": ',
+    after_arguments="}",
+    separator=",\n    ",
+    closings=("\n]<|END_ACTION|>", "]<|END_ACTION|>"),
+    triggers=("<|START_ACTION|>", "<|START_ACTION|>"),
+    markers=(
+        "<|START_ACTION|>",
+        "<|END_ACTION|>",
+        "<|START_RESPONSE|>",
+        "<|END_RESPONSE|>",
+        "<|START_TEXT|>",
+        "<|END_TEXT|>",
+    ),
+    text_marks=(("<|START_RESPONSE|>", "<|END_RESPONSE|>"), ("<|START_TEXT|>", "<|END_TEXT|>")),
+)
 
 HARMONY = ToolFormat(
     name="harmony",
@@ -310,7 +444,7 @@ HARMONY = ToolFormat(
 
 FORMATS = {known.name: known for known in (
     HERMES, QWEN3_CODER, GLM, GLM_INLINE, SEED_OSS, MINIMAX, LLAMA3, MISTRAL, MISTRAL_TEKKEN, MISTRAL_ARGS,
-    DEEPSEEK_V3, DEEPSEEK_V31, GRANITE, PHI4, JSON,
+    DEEPSEEK_V3, DEEPSEEK_V31, GRANITE, PHI4, LLAMA_PYTHONIC, LFM2, LFM2_JSON, OLMO3, GEMMA4, KIMI_K2, COHERE, JSON,
 )}  # fmt: skip
 
 
@@ -354,6 +488,14 @@ _SIGNS: tuple[tuple[tuple[str, ...], ToolFormat], ...] = (
     (("<seed:tool_call>", "<function="), SEED_OSS),
     (("<｜tool▁calls▁begin｜>", "```json"), DEEPSEEK_V3),
     (("<｜tool▁calls▁begin｜>",), DEEPSEEK_V31),
+    (("<|tool_calls_section_begin|>", "<|tool_call_argument_begin|>"), KIMI_K2),
+    (("<|START_ACTION|>", '"tool_name": "'), COHERE),
+    (("<|tool_call>call:",), GEMMA4),
+    (("<function_calls>", "tool_calls"), OLMO3),
+    (("<|tool_call_start|>[", '{"name": "'), LFM2_JSON),
+    (("<|tool_call_start|>[",), LFM2),
+    (("<|tool_list_start|>",), replace(LFM2, calls_in_text=True)),
+    (("[func_name1(",), LLAMA_PYTHONIC),
     (("<|start_header_id|>", '"parameters": '), LLAMA3),
     (("<|header_start|>", '"parameters": '), LLAMA3),
     (("<|start_of_role|>", "<|tool_call|>"), GRANITE),
@@ -376,6 +518,8 @@ _REASONING = (
     ReasoningFormat(),
     ReasoningFormat(begin="<seed:think>", end="</seed:think>"),
     ReasoningFormat(begin="[THINK]", end="[/THINK]"),
+    ReasoningFormat(begin="<|START_THINKING|>", end="<|END_THINKING|>"),
+    ReasoningFormat(begin="<|channel>thought\n", end="<channel|>", markers=("<|channel>",)),
 )
 
 
@@ -393,7 +537,7 @@ class Markers:
     def of(cls, tool_format: ToolFormat | None, reasoning: ReasoningFormat | None, token_id: TokenId) -> Markers:
         names = list(tool_format.markers) if tool_format is not None else []
         if reasoning is not None:
-            names += [reasoning.begin, reasoning.end]
+            names += [reasoning.begin, reasoning.end, *reasoning.markers]
         found = {name: token_id(name) for name in sorted(set(names), key=lambda name: (-len(name), name))}
         return cls(tuple((name, known) for name, known in found.items() if known is not None))
 

@@ -13,8 +13,17 @@ from typing import Any
 from ..errors import InvalidRequestError
 from ..tokenizer.messages import Messages
 from .formats import ToolFormat
+from .syntax.arguments import JSON_OBJECT
 
-__all__ = ["with_instructions", "with_tools", "written_out"]
+__all__ = ["with_calls_in_text", "with_instructions", "with_tools", "written_out"]
+
+
+def with_calls_in_text(messages: Messages, tool_format: ToolFormat) -> Messages:
+    """Return the messages with calls as texts; results stay. Raises InvalidRequestError as `written_out`."""
+    return [
+        _with_calls_as_text(index, message, tool_format) if message.get("tool_calls") else message
+        for index, message in enumerate(messages)
+    ]
 
 
 def written_out(messages: Messages, tool_format: ToolFormat) -> Messages:
@@ -40,8 +49,10 @@ def written_out(messages: Messages, tool_format: ToolFormat) -> Messages:
 
 def _with_calls_as_text(index: int, message: dict[str, Any], known: ToolFormat) -> dict[str, Any]:
     calls = _calls_of(index, message)
-    texts = [known.head(name) + _as_json(index, arguments) + known.after_arguments for _, name, arguments in calls]
-    written = known.openings[0] + known.separator.join(texts) + known.closing
+    texts = [
+        known.head(name) + _as_written(index, arguments, known) + known.after_arguments for _, name, arguments in calls
+    ]
+    written = known.openings[0] + known.separator.join(texts) + known.closing_of(0)
     content = message.get("content") or ""
     content = [*content, {"type": "text", "text": written}] if isinstance(content, list) else content + written
     return {key: value for key, value in message.items() if key != "tool_calls"} | {"content": content}
@@ -50,6 +61,17 @@ def _with_calls_as_text(index: int, message: dict[str, Any], known: ToolFormat) 
 def _key(call_id: Any) -> Any:
     """Return the call's id if it is one: whatever else is given as id must not be looked up."""
     return call_id if isinstance(call_id, str | int) else None
+
+
+def _as_written(index: int, arguments: Any, known: ToolFormat) -> str:
+    text = _as_json(index, arguments)
+    if known.arguments is JSON_OBJECT:
+        return text
+    try:
+        found = json.loads(text)
+    except (ValueError, RecursionError):
+        return text
+    return known.arguments.write(found) if isinstance(found, dict) else text
 
 
 def _as_json(index: int, arguments: Any) -> str:

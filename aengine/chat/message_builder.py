@@ -96,8 +96,9 @@ class MessageBuilder:
             self._deltas.append(TextDelta(text))
         self._blanks = None
 
-    def open_call(self, name: str) -> None:
-        call = ToolCall(self._new_id(), name, "", is_complete=False)
+    def open_call(self, name: str, call_id: str | None = None) -> None:
+        """Begin a call. ``call_id``: the model's own; None: a new one."""
+        call = ToolCall(call_id or self._new_id(), name, "", is_complete=False)
         self._deltas.append(ToolCallStart(len(self._calls), call.id, name))
         self._calls.append(call)
         self._arguments, self._is_open = [], True

@@ -21,7 +21,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Mapping, Sequence
 
 from ..structured.parts import BLANKS
-from .formats import ID, NAME, Markers, ReasoningFormat, TokenId, ToolFormat
+from .formats import ID, INDEX, INDEX_DIGITS, NAME, Markers, ReasoningFormat, TokenId, ToolFormat
 from .message_builder import MessageBuilder
 from .messages import ChatMessage, Delta
 from .scan import ID_LETTER, TOKENS, begins_with, held_back
@@ -52,7 +52,8 @@ class ChatParser:
         self._markers = markers = Markers.of(tool_format, reasoning, token_id)
         self._sentinels = {known: (name, markers.encode(name)) for name, known in markers.ids}
         self._names_of_text = markers.names_of_text
-        self._shown = str.maketrans(self._names_of_text)
+        unseen = {markers.encode(mark) for marks in tool_format.text_marks for mark in marks} if tool_format else ()
+        self._shown = str.maketrans({sign: name for sign, name in self._names_of_text.items() if sign not in unseen})
         self._format = tool_format if tools else None
         self._tools = {tool.name: tool for tool in tools}
         self._scans = self._format is not None and self._format.text != "instead" and not has_shape
@@ -60,7 +61,7 @@ class ChatParser:
         self._next_heads: dict[str, str] = {}
         self._name_ends: dict[str, int] = {}  # of each head, where the tool's name in it ends
         self._ends: list[str] = []
-        self._closing = ""
+        self._closings: list[str] = []
         self._set_strings()
         self._begin = markers.encode(reasoning.begin) if reasoning else ""
         self._end = markers.encode(reasoning.end) if reasoning else ""
@@ -93,7 +94,11 @@ class ChatParser:
             return self._markers.encode(text).replace(ID, ID_LETTER * (known.id_length or 0))
 
         first = known.arguments.opening
-        ways = [head.partition(NAME) for head in known.heads(NAME)]
+        ways = [
+            head.replace(INDEX, ID_LETTER * digits).partition(NAME)
+            for head in known.heads(NAME)
+            for digits in range(1, 1 + (INDEX_DIGITS if INDEX in head else 1))
+        ]
 
         def heads_after(before: str) -> dict[str, str]:
             heads: dict[str, str] = {}
@@ -107,7 +112,8 @@ class ChatParser:
         for trigger, opening in zip(known.triggers, known.openings, strict=True):
             self._triggers.setdefault(encode(trigger), {}).update(heads_after(opening))
         self._next_heads = heads_after(known.separator)
-        self._ends, self._closing = [encode(end) for end in known.ends], encode(known.closing)
+        self._ends = [encode(end) for end in known.ends]
+        self._closings = [closing for i in range(len(known.openings)) if (closing := encode(known.closing_of(i)))]
 
     def feed(self, text: str, token_id: int | None = None) -> list[Delta]:
         """Take the next piece. ``token_id``: the token that ended it, needed where markers are control tokens."""
@@ -243,16 +249,17 @@ class ChatParser:
     def _between(self) -> bool:
         """Continue after a complete call."""
         assert self._format is not None
-        if self._scans and self._format.text == "around":
-            return self._go(ChatParser._scanning, self._buffer)
+        goes_on = ChatParser._scanning if self._scans and self._format.text == "around" else ChatParser._plain
+        if goes_on == ChatParser._scanning and not self._format.is_group:
+            return self._go(goes_on, self._buffer)
         if not self._buffer:
             return False
-        found = self._expect([*self._next_heads] + [self._closing] * bool(self._closing))
+        found = self._expect([*self._next_heads, *self._closings])
         if found is None:
             return False
         if found in self._next_heads:
             return self._call(self._next_heads, found)
-        return self._go(ChatParser._plain, self._buffer[len(found) :])
+        return self._go(goes_on, self._buffer[len(found) :])
 
     def _plain(self) -> bool:
         self._add_text(self._buffer)
@@ -284,7 +291,7 @@ class ChatParser:
     def _call(self, heads: Mapping[str, str], head: str) -> bool:
         assert self._format is not None
         syntax = self._format.arguments
-        self._builder.open_call(heads[head])
+        self._builder.open_call(heads[head], _written_id(self._format, heads[head], head, self._buffer))
         self._reader = syntax.reader(self._tools[heads[head]], self._markers)
         return self._go(ChatParser._arguments, syntax.opening + self._buffer[len(head) :])
 
@@ -300,3 +307,11 @@ def _named_tool(text: str, heads: Mapping[str, str], name_ends: Mapping[str, int
     begun = {head: name for head, name in heads.items() if begins_with(text, head) is None}
     is_named = any(len(text) >= name_ends[head] for head in begun)
     return next(iter(begun.values())) if is_named and len(set(begun.values())) == 1 else None
+
+
+def _written_id(tool_format: ToolFormat, tool_name: str, head: str, text: str) -> str | None:
+    """Return the id of a call that ``text`` begins with, as the model knows it; None where ids are the parser's own."""
+    if not tool_format.written_id:
+        return None
+    number = "".join(letter for letter, wanted in zip(text, head) if wanted == ID_LETTER)
+    return tool_format.written_id.replace("{name}", tool_name).replace(INDEX, number)

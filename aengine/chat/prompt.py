@@ -14,7 +14,7 @@ from ..tokenizer.prompt import check_length
 from ..tokenizer.tokenizer import Tokenizer
 from ..tokenizer.traced_text import TracedText
 from .formats import FORMATS, ReasoningFormat, TextTokenId, TokenId, ToolFormat, detect
-from .history import with_instructions, with_tools, written_out
+from .history import with_calls_in_text, with_instructions, with_tools, written_out
 from .tools import tools_of
 
 __all__ = ["ChatPrompt", "PromptOptions", "token_ids_of"]
@@ -100,6 +100,8 @@ class ChatPrompt:
                 takes_system = _takes_system(tokenizer)
                 messages = with_instructions(messages, tool_format.describe(shown), takes_system=takes_system)
             shown = []
+        elif tool_format.calls_in_text:
+            messages = with_calls_in_text(messages, tool_format)
         text = tokenizer.apply_chat_template(
             messages,
             tools=shown or None,

@@ -58,7 +58,7 @@ FAMILIES = (
         classes=("LlamaForCausalLM",),
         formats=_GGUF,
         gguf=("llama",),
-        tools=("llama3",),
+        tools=("llama3", "llama_pythonic"),
         tested=(*_PROCESSES, "real weights (SmolLM2-135M)"),
     ),
     Family(
@@ -191,6 +191,7 @@ FAMILIES = (
         classes=("Lfm2ForCausalLM",),
         formats=_GGUF,
         gguf=("lfm2",),
+        tools=("lfm2", "lfm2_json"),
     ),
     Family(
         name="BERT, RoBERTa, XLM-RoBERTa, MPNet, ModernBERT",

@@ -115,9 +115,8 @@ def test_the_part_that_is_at_fault_is_named(name):
         ([good], {"json_schema": NOT_THREE}, "the schema of the answer"),
         ([good], {"regex": "(?=a)b"}, "the regex of the answer"),
     ):
-        spec = composed(tools, tool_format=FORMATS[name], shape=shape and shape_of(**shape))
         with pytest.raises(GrammarError) as caught:
-            Setting.of(spec, "text")
+            Setting.of(composed(tools, tool_format=FORMATS[name], shape=shape and shape_of(**shape)), "text")
         assert caught.value.kind == "unsupported" and culprit in str(caught.value)
 
 
@@ -126,7 +125,13 @@ def call_of(tool_format, name, arguments=None):
     if not isinstance(arguments, str):
         arguments = tool_format.arguments.write(arguments or {})
     return "".join(
-        (tool_format.openings[0], tool_format.head(name), arguments, tool_format.after_arguments, tool_format.closing)
+        (
+            tool_format.openings[0],
+            tool_format.head(name),
+            arguments,
+            tool_format.after_arguments,
+            tool_format.closing_of(0),
+        )
     )
 
 
@@ -135,7 +140,9 @@ def test_a_regex_or_a_choice_beside_calls(name):
     """What begins as a call is one, even where the shape would take it."""
     tool_format, tool = FORMATS[name], Tool("f")
     call = call_of(tool_format, "f")
-    broken = tool_format.triggers[0] + "!"
+    broken = (
+        tool_format.openings[0] + tool_format.head("f") if tool_format.names_trigger else tool_format.triggers[0]
+    ) + "!"
     shapes = {"any text": shape_of(regex="(?s:.*)"), "a choice": shape_of(choice=["yes", "a/b\n\\", broken])}
     for said, shape in shapes.items():
         for reasoning in (None, ReasoningFormat()):

@@ -10,18 +10,25 @@ from chat_harness import MARKERS_ARE, Setting, merged, parse, parse_ids, shape_o
 
 from aengine.chat import FORMATS, ChatParser, ReasoningFormat, ToolChoice, ToolFormat, compose, detect, tools_of
 from aengine.chat.formats import (
+    COHERE,
     DEEPSEEK_V3,
     DEEPSEEK_V31,
+    GEMMA4,
     GLM,
     GLM_INLINE,
     GRANITE,
     HERMES,
     JSON,
+    KIMI_K2,
+    LFM2,
+    LFM2_JSON,
     LLAMA3,
+    LLAMA_PYTHONIC,
     MINIMAX,
     MISTRAL,
     MISTRAL_ARGS,
     MISTRAL_TEKKEN,
+    OLMO3,
     PHI4,
     QWEN3_CODER,
     SEED_OSS,
@@ -72,6 +79,28 @@ def coder(name, **arguments):
 def glm(name, **arguments):
     pairs = "".join(f"<arg_key>{k}</arg_key>\n<arg_value>{v}</arg_value>\n" for k, v in arguments.items())
     return f"<tool_call>{name}\n{pairs}</tool_call>"
+
+
+GEMMA_THOUGHT = ReasoningFormat(begin="<|channel>thought\n", end="<channel|>", markers=("<|channel>",))
+COHERE_THOUGHT = ReasoningFormat(begin="<|START_THINKING|>", end="<|END_THINKING|>")
+MARKED = """<|tool_call>call:get_weather{city:<|"|>it's "Paris" \\ {<|"|>}<tool_call|>"""
+QUOTED = r"""[get_weather(city='it\'s "Paris", \n{)'), now()]"""
+ITS = json.dumps({"city": 'it\'s "Paris", \n{)'})
+
+
+def kimi(*calls):
+    written = "".join(
+        f"<|tool_call_begin|>functions.{name}:{i}<|tool_call_argument_begin|>{arguments}<|tool_call_end|>"
+        for i, name, arguments in calls
+    )
+    return f"<|tool_calls_section_begin|>{written}<|tool_calls_section_end|>"
+
+
+def cohere(*calls, blank="\n    ", last="\n"):
+    written = f",{blank}".join(
+        f'{{"tool_call_id": "{i}", "tool_name": "{name}", "parameters": {arguments}}}' for i, name, arguments in calls
+    )
+    return f"<|START_ACTION|>[{blank}{written}{last}]<|END_ACTION|>"
 
 
 CASES = [
@@ -148,6 +177,31 @@ CASES = [
          + "<｜tool▁call▁end｜><｜tool▁calls▁end｜>", "Hm.", ONE),
     Case(PHI4, f"<|tool_call|>[{WEATHER}, {NOW}]<|/tool_call|>", None, (*ONE, TWO[1])),
     Case(GRANITE, f"<|tool_call|>[{WEATHER}]", None, ONE),
+    Case(LLAMA_PYTHONIC, '[get_weather(city="Paris")]', None, ONE),
+    Case(LLAMA_PYTHONIC, QUOTED, None, (("get_weather", ITS), TWO[1])),
+    Case(LLAMA_PYTHONIC, '<|python_start|>[now(), get_weather(city="Paris")]<|python_end|>', None, (TWO[1], *ONE)),
+    Case(LLAMA_PYTHONIC, "[get the weather](city)", "[get the weather](city)"),
+    Case(LLAMA_PYTHONIC, "[now(), now()]", None, (TWO[1], TWO[1]), schema=ANSWER),
+    Case(LLAMA_PYTHONIC, "so</think>\n[now()]", None, (TWO[1],), "so", BEGUN),
+    Case(LFM2, '<|tool_call_start|>[get_weather(city="Paris")]<|tool_call_end|>So.', "So.", ONE),
+    Case(LFM2, f"<think>so</think>Hm.<|tool_call_start|>{QUOTED}<|tool_call_end|>", "Hm.",
+         (("get_weather", ITS), TWO[1]), "so", THINK),
+    Case(LFM2, '{"name": "a"}', '{"name": "a"}', schema=ANSWER),
+    Case(LFM2_JSON, f"<|tool_call_start|>[{WEATHER}, {NOW}]<|tool_call_end|>", None, (*ONE, TWO[1])),
+    Case(OLMO3, 'So.<function_calls>get_weather(city="Paris")\nnow()</function_calls>', "So.", (*ONE, TWO[1])),
+    Case(OLMO3, "<function_calls>\nnow()\nget_weather(city='Paris')\n</function_calls>", None, (TWO[1], *ONE)),
+    Case(OLMO3, "so</think><function_calls>now()</function_calls>", None, (TWO[1],), "so", BEGUN, ANSWER),
+    Case(GEMMA4, MARKED, None, (("get_weather", json.dumps({"city": 'it\'s "Paris" \\ {'})),)),
+    Case(GEMMA4, "<|channel>thought\nso\n<channel|>Hm.<|tool_call>call:now{}<tool_call|>"
+         "<|tool_call>call:get_weather{}<tool_call|>", "Hm.", (TWO[1], ("get_weather", "{}")), "so", GEMMA_THOUGHT),
+    Case(GEMMA4, '<|channel>thought\nso<channel|>{"name": "a"}', '{"name": "a"}', (), "so", GEMMA_THOUGHT, ANSWER),
+    Case(KIMI_K2, kimi((0, "get_weather", PARIS)), None, ONE),
+    Case(KIMI_K2, f"Hm. {kimi((9, 'get_weather', ROME), (10, 'now', '{}'))}", "Hm. ", TWO),
+    Case(KIMI_K2, f"<think>so</think>{kimi((120, 'now', '{}'))}", None, (TWO[1],), "so", THINK, ANSWER),
+    Case(COHERE, cohere((0, "get_weather", PARIS)), None, ONE),
+    Case(COHERE, "<|START_THINKING|>so<|END_THINKING|>" + cohere((3, "get_weather", ROME), (4, "now", "{}")), None, TWO,
+         "so", COHERE_THOUGHT),
+    Case(COHERE, cohere((0, "get_weather", PARIS), blank="", last=""), None, ONE, schema=ANSWER),
 ]  # fmt: skip
 IDS = [f"{case.tool_format.name}:{case.text[:40]}" for case in CASES]
 
@@ -224,7 +278,9 @@ def test_a_format_is_sound(name):
     assert known.name == name
     for opening, trigger in zip(known.openings, known.triggers, strict=True):
         assert (opening + known.head("x")).startswith(trigger)
-    texts = (*known.heads(""), *known.openings, *known.ends, known.closing, known.arguments.write({"a": 1}))
+    closings = [known.closing_of(i) for i in range(len(known.openings))]
+    texts = (*known.heads(""), *known.openings, *known.ends, *closings, known.arguments.write({"a": "b"}))
+    texts = (*texts, *(mark for marks in known.text_marks for mark in marks))
     assert all(any(marker in text for text in texts) for marker in known.markers)
 
 
@@ -278,6 +334,33 @@ def test_a_format_without_a_right_trigger_is_refused():
         replace(HERMES, triggers=())
 
 
+def test_ids_are_the_models_own_where_templates_show_them():
+    text = kimi((9, "get_weather", PARIS), (10, "now", "{}"))
+    _, message = parse(_parser(Case(KIMI_K2, text), lambda name: None), list(text))
+    assert [call.id for call in message.tool_calls] == ["functions.get_weather:9", "functions.now:10"]
+
+
+@pytest.mark.parametrize("markers_are", MARKERS_ARE[:2])
+def test_a_text_may_stand_between_marks(markers_are):
+    """They are no part of it."""
+    known = tokenizer(markers_are)
+    token_id = token_id_of(known)
+    for schema, body in ((None, "Hello."), (ANSWER, '{"name": "a"}')):
+        text = f"<|START_THINKING|>so<|END_THINKING|><|START_RESPONSE|>{body}<|END_RESPONSE|>"
+        case = Case(COHERE, text, body, (), "so", COHERE_THOUGHT, schema)
+        spec = compose(
+            tools=TOOLS,
+            tool_choice=ToolChoice("auto"),
+            parallel=True,
+            tool_format=COHERE,
+            reasoning=COHERE_THOUGHT,
+            shape=shape_of(json_schema=schema) if schema else None,
+            token_id=token_id,
+        )
+        assert Setting.of(spec, markers_are).accepts(text)
+        _check(case, parse_ids(_parser(case, token_id), known, known.encode(text, add_special_tokens=False))[1])
+
+
 QWEN3 = """{%- if tools %}<tools></tools> return <tool_call>\\n{"name": <function-name>}\\n</tool_call>{% endif %}
 {%- if '</think>' in content %}{% endif %}{%- if add_generation_prompt %}{{- '<|im_start|>assistant\\n' }}
 {%- if enable_thinking is false %}{{- '<think>\\n\\n</think>\\n\\n' }}{% endif %}{% endif %}"""
@@ -308,6 +391,16 @@ R1 = "{% if '</think>' in content %}{% endif %}{% if add_generation_prompt %}{{'
         ("{{ '<|tool|>' + message['tools'] + '<|/tool|>' }}", (), (PHI4, None)),
         ("<seed:tool_call><function=</seed:think>", (), (SEED_OSS, SEED_THINK)),
         ('{{ "[TOOL_CALLS]" + name + "[ARGS]" }}[/THINK]', (), (MISTRAL_ARGS, MAGISTRAL)),
+        ("{{ '<|tool_call_start|>[' + calls | join(', ') }}", (), (LFM2, None)),
+        ("{{ '<|tool_call_start|>[' + '{\"name\": \"' }}", (), (LFM2_JSON, None)),
+        ("{{ 'List of tools: <|tool_list_start|>[' }}", (), (replace(LFM2, calls_in_text=True), None)),
+        ("Respond as [func_name1(a=b)] <|header_start|>", (), (LLAMA_PYTHONIC, None)),
+        ("Respond as [func_name1(a=b)] <|start_header_id|>", (), (LLAMA_PYTHONIC, None)),
+        ("{{ '<function_calls>' }}{% for call in message.tool_calls %}", (), (OLMO3, None)),
+        ("{{ '<function_calls>' + message['function_calls'] }}", (), (JSON, None)),
+        ("{{ '<|tool_call>call:' }}<|channel>{{ '<channel|>' }}", (), (GEMMA4, GEMMA_THOUGHT)),
+        ("<|tool_calls_section_begin|>{{ '<|tool_call_argument_begin|>' }}", (), (KIMI_K2, None)),
+        ('<|START_ACTION|>[{"tool_name": "<|END_THINKING|>', (), (COHERE, COHERE_THOUGHT)),
         ("<tool_call>name\n```json\n</tool_call>", (), (JSON, None)),
         ("{{ messages }}", (), (JSON, None)),
         ("", (), (JSON, None)),
@@ -323,3 +416,5 @@ def test_the_prompt_tells_whether_reasoning_was_begun():
     assert THINK.after_prompt("assistant\n<think>\n\n</think>\n\n") is None
     assert THINK.after_prompt("<｜Assistant｜></think>") is None  # as DeepSeek V3.1 closes what it did not begin
     assert THINK.after_prompt("<think>so</think>\nassistant") == THINK
+    assert GEMMA_THOUGHT.after_prompt("<|turn>model\n<|channel>thought\n<channel|>") is None
+    assert GEMMA_THOUGHT.after_prompt("<|turn>model\n<|channel>thought\n") == replace(GEMMA_THOUGHT, begun=True)

@@ -210,6 +210,16 @@ def template(call, before="", between="", after=""):
     return _TURNS + "{% elif m.tool_calls %}A:" + before + calls + after + ";" + _REST
 
 
+# As those of LiquidAI/LFM2.5-8B-A1B, allenai/Olmo-3-7B-Instruct, google/gemma-4, moonshotai/Kimi-K2 and
+# CohereForAI/c4ai-command-r7b-12-2024 write them; LFM2_JSON as llama.cpp's template for LFM2.
+_PYTHON = (
+    "{{ f.name }}({% for k, v in f.arguments.items() %}{{ k }}={{ VALUE }}{{ ', ' if not loop.last }}{% endfor %})"
+)
+_GEMMA = """{%- macro written(v) %}{% if v is string %}<|"|>{{ v }}<|"|>{% elif v is mapping %}{{ '{' }}
+{%- for k, m in v | dictsort %}{{ k }}:{{ written(m) }}{{ ',' if not loop.last }}{% endfor %}{{ '}' }}
+{%- elif v is sequence %}[{% for m in v %}{{ written(m) }}{{ ',' if not loop.last }}{% endfor %}]{% else %}{{ v }}
+{%- endif %}{% endmacro -%}"""
+
 TEMPLATES = {
     "hermes": template(
         '<tool_call>\n{"name": "{{ f.name }}", "arguments": {{ f.arguments | tojson }}}\n</tool_call>', between="\\n"
@@ -253,6 +263,38 @@ TEMPLATES = {
     "phi4": "{% for m in messages if m.role == 'system' and 'tools' in m %}{{ '<|tool|>' + m['tools'] + '<|/tool|>' }}"
     "{# message['tools'] #}{% endfor %}" + _TURNS + _REST,
     "mistral_args": template("[TOOL_CALLS]{{ f.name }}[CALL_ID]{{ c.id }}[ARGS]{{ f.arguments | tojson }}"),
+    "llama_pythonic": "{# [func_name1( #}" + template(_PYTHON.replace("VALUE", "v | tojson"), "[", ", ", "]"),
+    "lfm2": template(
+        _PYTHON.replace("VALUE", """"'" + v + "'" if v is string else v | string"""),
+        "{{ '<|tool_call_start|>[' }}",
+        ", ",
+        "]<|tool_call_end|>",
+    ),
+    "lfm2_json": template(
+        '{"name": "{{ f.name }}", "arguments": {{ f.arguments | tojson }}}',
+        "{{ '<|tool_call_start|>[' }}",
+        ", ",
+        "]<|tool_call_end|>",
+    ),
+    "olmo3": template(_PYTHON.replace("VALUE", "v | tojson"), "<function_calls>", "\\n", "</function_calls>"),
+    "gemma4": _GEMMA
+    + template(
+        "<|tool_call>call:{{ f.name }}{{ '{' }}{% for k, v in f.arguments | dictsort %}{{ k }}:{{ written(v) }}"
+        "{{ ',' if not loop.last }}{% endfor %}{{ '}' }}<tool_call|>"
+    ),
+    "kimi_k2": template(
+        "<|tool_call_begin|>functions.{{ f.name }}:{{ loop.index0 }}<|tool_call_argument_begin|>"
+        "{{ f.arguments | tojson }}<|tool_call_end|>",
+        "<|tool_calls_section_begin|>",
+        "",
+        "<|tool_calls_section_end|>",
+    ),
+    "cohere": template(
+        '{"tool_call_id": "{{ loop.index0 }}", "tool_name": "{{ f.name }}", "parameters": {{ f.arguments | tojson }}}',
+        "<|START_ACTION|>[{{ '\\n    ' }}",
+        ",\\n    ",
+        "{{ '\\n' }}]<|END_ACTION|>",
+    ),
     "json": "{% if messages[0].role == 'system' %}{{ raise_exception('no system') }}{% endif %}" + _TURNS + _REST,
 }
 

@@ -48,7 +48,7 @@ SHAPES = {
     "choice": {"choice": OPTIONS},
 }
 CHOICES = ("none", "auto", "required", "get_weather")
-TWINS = ("mistral_tekken", "seed_oss", "deepseek_v31", "granite", "phi4")
+TWINS = ("mistral_tekken", "seed_oss", "deepseek_v31", "granite", "phi4", "lfm2_json")
 """Formats that differ from another in the letters of their marks only; fewer walks go through them."""
 REASONING = {"no reasoning": None, "reasoning": ReasoningFormat(), "begun": ReasoningFormat(begun=True)}
 

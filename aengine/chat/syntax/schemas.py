@@ -12,7 +12,7 @@ from ...errors import GrammarError
 from ...structured.schema_walk import pointed_at
 from ..tools import Tool
 
-__all__ = ["ANY_TYPE", "Value", "text_patterns", "type_of", "values_of"]
+__all__ = ["ANY_TYPE", "Value", "string_patterns", "text_patterns", "type_of", "values_of"]
 
 ANY_TYPE = frozenset(("string", "number", "boolean", "null", "array", "object"))
 _TYPES = {name: frozenset((name,)) for name in ANY_TYPE} | {"integer": frozenset(("number",))}
@@ -150,6 +150,11 @@ def text_patterns(value: Value) -> tuple[str, ...]:
         return ()
     scalars = {"null": "null", "boolean": "true|false", "number": r"-?[0-9]+(\.[0-9]+)?([eE][+-]?[0-9]+)?"}
     return tuple("|".join([f"(?:{pattern})", *(scalars[name] for name in sorted(others))]) for pattern in patterns)
+
+
+def string_patterns(schema: Mapping[str, Any]) -> tuple[str, ...]:
+    """Return regexes that a text of this schema must match, each as a whole."""
+    return tuple(_patterns(schema))
 
 
 def _patterns(schema: Mapping[str, Any]) -> Iterator[str]:
