@@ -51,6 +51,7 @@ class ModelConfig:
     embedding_scale: float = 1.0
     logit_scale: float = 1.0
     logit_softcap: float = 0.0  # cap * tanh(logits / cap); 0: none
+    num_experts: int = 0  # of each mixture of experts; 0: there are none
 
     @classmethod
     def from_hf(cls, hf: Mapping[str, Any]) -> Self:

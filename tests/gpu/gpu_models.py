@@ -41,6 +41,7 @@ MEDIUM = {
 }
 SIZES: dict[str, dict[str, Any]] = {
     "tiny": {},
+    "long": {"max_position_embeddings": 8192},
     "medium": MEDIUM,
     "9 heads": MEDIUM | {"hidden_size": 576, "num_attention_heads": 9, "num_key_value_heads": 3, "head_dim": 64},
     "14 heads": MEDIUM | {"hidden_size": 896, "num_attention_heads": 14, "num_key_value_heads": 2, "head_dim": 64},

@@ -15,7 +15,7 @@ from test_encoders import VARIANTS, expected_mean, load, some_texts, vectors, wr
 
 pytestmark = pytest.mark.gpu
 
-WORST = 1.3  # ours to theirs
+WORST = 1.6  # ours to theirs: both are rounding alone
 
 
 def some_more_texts(longest: int) -> list[list[int]]:

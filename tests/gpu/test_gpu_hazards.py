@@ -4,17 +4,21 @@ from __future__ import annotations
 
 import random
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 from gpu_models import DEVICE, MIB, Batch, Checkpoint, make_runner
 from runner_fakes import request
+from test_encoders import load as load_encoder
+from test_encoders import write as write_encoder
 from torch import Tensor
 
 from aengine.ipc.messages import ModelRunnerOutput
 from aengine.runner.attention.library import TritonPrefill
 from aengine.runner.model_runner import ModelRunner
+from aengine.runner.startup.encoder import _run as run_encoder
 
 pytestmark = pytest.mark.gpu
 
@@ -130,15 +134,34 @@ def test_large_heads(checkpoint: MakeCheckpoint, length: int, rng: random.Random
     assert ours <= 1.2 * float((theirs - wanted).norm() / wanted.norm())
 
 
+@pytest.fixture
+def compiled(monkeypatch: pytest.MonkeyPatch) -> list[str]:
+    """The kernels that have been compiled since the list was cleared last."""
+    triton = pytest.importorskip("triton")
+    found: list[str] = []
+    monkeypatch.setattr(
+        triton.knobs.compilation, "listener", lambda *, src, **kwargs: found.append(f"{src.name} {src.constants}")
+    )
+    return found
+
+
 @pytest.mark.skipif(DEVICE == "cpu", reason="nothing is compiled")
-@pytest.mark.parametrize("max_num_seqs", [4, 40, 256])
+@pytest.mark.parametrize(
+    ("arch", "size", "max_num_seqs"),
+    [
+        ("llama", "14 heads", 4),
+        ("llama", "14 heads", 40),
+        ("llama", "14 heads", 256),
+        ("qwen3_moe", "long", 40),
+        ("gpt_oss", "long", 40),
+        ("gemma2", "long", 40),
+    ],
+)
 def test_serving_compiles_nothing(
-    checkpoint: MakeCheckpoint, max_num_seqs: int, rng: random.Random, monkeypatch: pytest.MonkeyPatch
+    checkpoint: MakeCheckpoint, arch: str, size: str, max_num_seqs: int, rng: random.Random, compiled: list[str]
 ) -> None:
     """A compilation while requests wait is a stall of a second or more."""
-    import triton
-
-    model = checkpoint("llama", "bfloat16", "14 heads")
+    model = checkpoint(arch, "bfloat16", size)
     runner = make_runner(
         model.folder,
         dtype="bfloat16",
@@ -149,10 +172,7 @@ def test_serving_compiles_nothing(
         max_num_batched_tokens=8192,
         max_num_seqs=max_num_seqs,
     )
-    compiled: list[str] = []
-    monkeypatch.setattr(
-        triton.knobs.compilation, "listener", lambda *, src, **kwargs: compiled.append(f"{src.name} {src.constants}")
-    )
+    compiled.clear()
     batch = Batch(runner, 4096)
     for wanted, longest in ((1, 4000), (2, 4000), (4, 2000), (4, 60), (40, 100), (256, 30), (256, 20)):
         count = min(wanted, max_num_seqs)
@@ -160,9 +180,20 @@ def test_serving_compiles_nothing(
         prompts = [[rng.randrange(model.vocab_size) for _ in range(length)] for length in lengths]
         batch.start(prompts, temperature=[rng.choice((0.0, 1.0)) for _ in range(count)])
         rows = list(range(count))
-        for size in {1, count // 2, count} - {0}:
-            batch.decode(rows[:size])
+        for some in {1, count // 2, count} - {0}:
+            batch.decode(rows[:some])
         batch.end(rows)
+    assert not compiled, compiled
+
+
+@pytest.mark.skipif(DEVICE == "cpu", reason="nothing is compiled")
+def test_an_encoder_compiles_nothing(tmp_path: Path, rng: random.Random, compiled: list[str]) -> None:
+    write_encoder(tmp_path, "bert", hidden_size=256, intermediate_size=512)
+    model = load_encoder(tmp_path, device=DEVICE, dtype="bfloat16")
+    runner, _ = model.allocate(model.offer)
+    compiled.clear()
+    for count, longest in ((1, 1), (1, 60), (3, 5), (9, 9), (9, 60), (1, 17), (30, 60)):
+        run_encoder(runner, [rng.randint(1, longest) for _ in range(count)])
     assert not compiled, compiled
 
 

@@ -278,3 +278,19 @@ def test_compiling_ahead_goes_by_no_memory_that_nobody_wrote(
     finally:
         torch.use_deterministic_algorithms(False)
     assert out.shape == (18, 32)
+
+
+def test_compiling_ahead_meets_every_tiling() -> None:
+    """Of the measured shapes and of others: no step gets a tiling that the walk before the first request has not."""
+    from aengine.kernels.expert_tilings import _tables
+    from aengine.runner.startup.warm_up import _DECODE_SIZES, _sizes_for_experts
+
+    most = 20_000
+    walked = {*_DECODE_SIZES, *_sizes_for_experts(most)}
+    measured = [
+        (device, ExpertShape(*map(int, key.split("x")))) for device, table in _tables().items() for key in table
+    ]
+    for device, shape in [*measured, ("", ExpertShape(8, 4096, 14336, 2)), ("", ExpertShape(512, 2048, 512, 10))]:
+        ahead = {choose_tiling(device, shape, n, True) for n in walked}
+        missed = [n for n in range(1, most + 1) if choose_tiling(device, shape, n, True) not in ahead]
+        assert not missed, f"{device} {shape}: {len(missed)} sizes, from {missed[0]} on"

@@ -61,7 +61,7 @@ def write(folder: Path, variant: str, kind: str = "Model", **settings: Any) -> A
     """A tiny random model, in a folder."""
     family, values = VARIANTS[variant]
     torch.manual_seed(7)
-    config = getattr(tf, f"{family}Config")(**values, **settings)
+    config = getattr(tf, f"{family}Config")(**{**values, **settings})
     config._attn_implementation = "eager"
     model = getattr(tf, f"{family}{kind}")(config).eval()
     with torch.no_grad():

@@ -14,6 +14,8 @@ from typing import Any
 import pytest
 import torch
 
+from aengine.checkpoint.source import resolve_model
+from aengine.config import EngineConfig
 from aengine.ipc.messages import NewRequest, SchedulerOutput, int32
 from aengine.kernels.dispatch import triton_everywhere
 from aengine.runner.attention.kv_pages import KvCacheSpec
@@ -74,8 +76,6 @@ class Recorder:
 
 
 def make_runner(folder: Path, max_num_seqs: int) -> tuple[ModelRunner, ModelConfig]:
-    from aengine.checkpoint.source import resolve_model
-    from aengine.config import EngineConfig
     from aengine.runner.attention.triton_attention import GpuKvCache
 
     source = resolve_model(EngineConfig.create(str(folder), {}))
@@ -131,13 +131,16 @@ MODELS: dict[str, dict[str, Any]] = {
     "qwen3": SHAPE | {"head_dim": 32},
     "phi3": SHAPE | {"num_attention_heads": 16, "rope_parameters": LONGROPE, "original_max_position_embeddings": 64},
     "gemma2": SHAPE | {"num_attention_heads": 16, "head_dim": 32, "num_hidden_layers": 2, "sliding_window": 40},
+    # Other tiles from 5, 513 and 1025 tokens on.
+    "qwen3_moe": SHAPE | {"head_dim": 32, "num_experts": 64, "num_experts_per_tok": 2, "moe_intermediate_size": 64},
 }
 
 
 @pytest.mark.slow
 @pytest.mark.filterwarnings("ignore::RuntimeWarning")  # it computes with whatever lies in memory
 @pytest.mark.parametrize(
-    ("arch", "max_num_seqs"), [("qwen3", 1), ("qwen3", 3), ("qwen3", 40), ("qwen3", 90), ("phi3", 3), ("gemma2", 3)]
+    ("arch", "max_num_seqs"),
+    [("qwen3", 1), ("qwen3", 3), ("qwen3", 40), ("qwen3", 90), ("phi3", 3), ("gemma2", 3), ("qwen3_moe", 4)],
 )
 def test_serving_compiles_nothing(
     tmp_path: Path, rng: random.Random, monkeypatch: pytest.MonkeyPatch, arch: str, max_num_seqs: int
@@ -155,7 +158,7 @@ def test_serving_compiles_nothing(
     recorder = Recorder(monkeypatch)
     with triton_everywhere():
         recorder.runs = False
-        compile_kernels(runner, 1200, {config.num_kv_heads}, 1)
+        compile_kernels(runner, 1200, {config.num_kv_heads}, 1, has_experts=config.num_experts > 0)
         ahead, recorder.compiled, recorder.runs = recorder.compiled, set(), True
         for i in range(14 if arch == "qwen3" else 6):
             num_prompts = rng.randint(0, min(4, max_num_seqs))
@@ -163,6 +166,9 @@ def test_serving_compiles_nothing(
             if i < 2:  # what every walk must have: a few decodes, and a prompt alone
                 num_prompts, num_decodes = i, min(7, max_num_seqs) * (1 - i)
             prompts = [rng.choice([2, 7, 20, 33, 64, 90, 250, 270, 300]) for _ in range(num_prompts)]
+            if 2 <= i < 4:
+                prompts = [280] * min(i, max_num_seqs)
+                num_decodes = min(num_decodes, max_num_seqs - len(prompts))
             if num_decodes + num_prompts:
                 for out in step(rng, len(runner.tables.groups), num_decodes, prompts):
                     runner.execute_model(out)
@@ -172,3 +178,41 @@ def test_serving_compiles_nothing(
     )
     missed = recorder.compiled - ahead
     assert not missed, sorted(missed, key=str)
+
+
+@pytest.mark.filterwarnings("ignore::RuntimeWarning")  # it computes with whatever lies in memory
+@pytest.mark.parametrize("kind", ["Model", "ForSequenceClassification"])
+def test_an_encoder_compiles_nothing(
+    tmp_path: Path, rng: random.Random, monkeypatch: pytest.MonkeyPatch, kind: str
+) -> None:
+    pytest.importorskip("triton")
+    from test_encoders import write
+
+    from aengine.kernels.triton import launch
+    from aengine.runner.models.encoders import build_encoder, read_encoder_config
+    from aengine.runner.pooling.encoder_runner import EncoderRunner
+    from aengine.runner.pooling.vectors import VectorLayers
+    from aengine.runner.startup.encoder import _compile_kernels, _names_in, _run, adapt_names
+
+    monkeypatch.setattr(launch, "compiling", lambda num_threads: contextlib.nullcontext())
+    write(tmp_path, "bert", kind, hidden_size=256, intermediate_size=512)
+    source = resolve_model(EngineConfig.create(str(tmp_path), {}))
+    model = build_encoder(read_encoder_config(source.hf_config), HALF)
+    adapt_names(model, _names_in(tmp_path))
+    load_weights(model, source, 0, lambda *report: None)
+    runner = EncoderRunner(model, VectorLayers("mean") if kind == "Model" else None, CpuPlatform())
+    recorder = Recorder(monkeypatch)
+    with triton_everywhere():
+        _compile_kernels(runner, 1200)
+        ahead, recorder.compiled = recorder.compiled, set()
+        for lengths in (
+            [1],
+            [9, 3],
+            [2] * 9,
+            [17],
+            [40, 8],
+            *([rng.randint(1, 60)] * rng.randint(1, 9) for _ in "abc"),
+        ):
+            _run(runner, lengths)
+    assert {key[0] for key in ahead} >= {"skinny", "tiled", "_gemv"}
+    assert not recorder.compiled - ahead, sorted(recorder.compiled - ahead, key=str)

@@ -22,7 +22,6 @@ __all__ = ["GptOss", "GptOssConfig"]
 @dataclass(frozen=True, slots=True, kw_only=True)
 class GptOssConfig(ModelConfig):
     attention_bias: bool
-    num_experts: int
     experts_per_token: int
     gate: ExpertGate
     is_gguf: bool

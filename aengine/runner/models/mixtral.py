@@ -18,7 +18,6 @@ __all__ = ["Mixtral", "MixtralConfig"]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class MixtralConfig(ModelConfig):
-    num_experts: int
     experts_per_token: int
 
     @classmethod

@@ -21,7 +21,6 @@ __all__ = ["Qwen3Moe", "Qwen3MoeConfig"]
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Qwen3MoeConfig(ModelConfig):
     attention_bias: bool
-    num_experts: int
     moe_intermediate_size: int
     routing: RoutingRule
     dense_layers: frozenset[int]

@@ -33,11 +33,10 @@ class Qwen3NextConfig(ModelConfig):
     is_linear: tuple[bool, ...]  # of each layer: a gated delta net; the others attend
     delta: DeltaSizes
     attention_bias: bool
-    num_experts: int  # 0: all layers are dense, as are `dense_layers`
     moe_intermediate_size: int
     shared_intermediate_size: int
     routing: RoutingRule
-    dense_layers: frozenset[int]
+    dense_layers: frozenset[int]  # all, if there are no experts
 
     @classmethod
     def from_hf(cls, hf: Mapping[str, Any]) -> Self:

@@ -26,6 +26,7 @@ from ..weights.formats import choose_formats
 from ..weights.loader import LoadedWeights, Progress, load_weights
 from ..weights.scope import Place
 from .kv_memory import resolve_max_model_len
+from .warm_up import NUM_TOKENS
 
 __all__ = ["LoadedEncoder", "load_encoder"]
 
@@ -139,8 +140,11 @@ class LoadedEncoder:
     def allocate(self, plan: Mapping[str, int]) -> tuple[EncoderRunner, dict[str, Any]]:
         """See `LoadedModel`. Raises ModelLoadError if the device has no memory for the largest batch."""
         runner, platform = EncoderRunner(self._model, self._vectors, self._platform), self._platform
+        num_tokens, longest = plan["max_num_batched_tokens"], plan["max_model_len"]
+        if platform.is_accelerator:
+            _compile_kernels(runner, num_tokens)
         try:
-            _run_once(runner, plan["max_num_batched_tokens"], plan["max_model_len"])
+            _run(runner, [longest] * (num_tokens // longest) or [1])
         except torch.OutOfMemoryError as error:
             raise ModelLoadError(
                 f"the GPU ran out of memory in a batch of {self._most_tokens} tokens: lower max_num_batched_tokens, or "
@@ -166,8 +170,19 @@ class LoadedEncoder:
         return profiler.stop(self._rank.index, self._platform)
 
 
-def _run_once(runner: EncoderRunner, num_tokens: int, longest: int) -> None:
-    lengths = [longest] * (num_tokens // longest) or [1]
+def _compile_kernels(runner: EncoderRunner, most_tokens: int) -> None:
+    """Walk through batches of few tokens and texts, whose products have kernels of our own: compiled in the first step
+    that needs them, they would keep all waiting."""
+    from ...kernels.triton.launch import compiling
+
+    with compiling(torch.get_num_threads()):
+        for count in (1, *NUM_TOKENS):
+            if count <= most_tokens:
+                _run(runner, [1] * count)
+
+
+def _run(runner: EncoderRunner, lengths: list[int]) -> None:
+    """A step with texts of these lengths."""
     new = [
         NewRequest(row, int32([0]) * length, length, 0, int32(), is_pooled=True) for row, length in enumerate(lengths)
     ]

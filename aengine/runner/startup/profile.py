@@ -54,8 +54,10 @@ def _accelerator_budget(setup: RunnerSetup, wanted_len: int, progress: Progress)
     num_blocks = max(-(-longest // group.block_size) for group in setup.kv_layout.groups)  # which all requests share
     runner = setup.make_runner(num_blocks, wanted_len)
     progress("compile", 0, 0, "")
-    kv_heads = {num_kv_heads for _, num_kv_heads, _ in setup.model_config.head_shapes}
-    compile_kernels(runner, setup.max_batched, kv_heads, setup.num_threads)
+    config = setup.model_config
+    kv_heads = {num_kv_heads for _, num_kv_heads, _ in config.head_shapes}
+    has_experts = config.num_experts > 0
+    compile_kernels(runner, setup.max_batched, kv_heads, setup.num_threads, has_experts=has_experts)
     setup.attention.join()  # before anything is captured
     compiled = time.monotonic()
     progress("profile", 0, 0, "")

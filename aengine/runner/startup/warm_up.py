@@ -17,17 +17,19 @@ from ..graphs.cuda_graphs import DecodeStep
 from ..model_runner import ModelRunner
 from ..request_state import COLUMNS
 
-__all__ = ["compile_kernels"]
+__all__ = ["NUM_TOKENS", "compile_kernels"]
 
 _DECODE_SIZES = (1, 2, 8, 16, 32, 64, 128, 256, 512)
-_NUM_TOKENS = (8, 16, 32, 64, 128, 256)
+NUM_TOKENS = (8, 16, 32, 64, 128, 256)
 """Between these the choice of kernels changes (kernels/triton/linear.py)."""
 _MOST_OF_SMALL_TILES = 64  # tokens (kernels/triton/varlen_attention.py)
 
 
-def compile_kernels(runner: ModelRunner, max_batched: int, kv_heads: Collection[int], num_threads: int) -> None:
+def compile_kernels(
+    runner: ModelRunner, max_batched: int, kv_heads: Collection[int], num_threads: int, *, has_experts: bool
+) -> None:
     """Walk through decode steps and prompts of every kind of size, launching nothing of ours. ``kv_heads``: key-value
-    heads of the layers.
+    heads of the layers; ``has_experts``: whether some layers are mixtures of experts.
 
     What the walk misses is compiled when it is first launched, while all requests wait; what is in Triton's cache on
     disk takes no time.
@@ -40,6 +42,8 @@ def compile_kernels(runner: ModelRunner, max_batched: int, kv_heads: Collection[
             for size in sorted({min(rows, runner.graphs.max_size) for rows in _DECODE_SIZES}):
                 _decode(runner, runner.graphs.step, size)
         shapes = {shape for heads in kv_heads for shape in _prompt_shapes(max_num_seqs, max_batched, heads)}
+        if has_experts:
+            shapes |= {(num_tokens, 1) for num_tokens in _sizes_for_experts(max_batched)}
         for num_tokens, num_reqs in sorted(shapes):
             _prompts(runner, num_tokens, num_reqs)
         _sampling(runner)
@@ -54,12 +58,18 @@ def _prompt_shapes(max_num_seqs: int, max_batched: int, num_kv_heads: int) -> se
         return next(size for size in BatchSize if num_reqs * num_kv_heads <= size.value), bucket(num_reqs)
 
     counts = {kernels_of(num_reqs): num_reqs for num_reqs in range(max_num_seqs, 0, -1)}.values()  # the least of each
-    shapes = {(num_tokens, 1) for num_tokens in _NUM_TOKENS}
+    shapes = {(num_tokens, 1) for num_tokens in NUM_TOKENS}
     shapes |= {(_MOST_OF_SMALL_TILES, count) for count in counts if count <= _MOST_OF_SMALL_TILES}
     shapes |= {(max(2 * _MOST_OF_SMALL_TILES, count), count) for count in counts}
     shapes = {(min(num_tokens, max_batched), count) for num_tokens, count in shapes}
     shapes |= {(LARGE_TILES_FROM * count, count) for count in counts if LARGE_TILES_FROM * count <= max_batched}
     return shapes
+
+
+def _sizes_for_experts(max_batched: int) -> set[int]:
+    """Tokens of steps between which the tiles of experts change, whatever their shape: a tiling holds from some number
+    of tokens to twice that, or more (kernels/expert_tilings.py)."""
+    return {1 << i for i in range(3, max_batched.bit_length())} | {max_batched}
 
 
 def _decode(runner: ModelRunner, step: DecodeStep, size: int) -> None:

@@ -78,12 +78,19 @@ def read_transformers_config(files: ModelFiles, reason: str) -> TransformersConf
         tie_word_embeddings=bool(config.tie_word_embeddings),
         ropes=(),
         sliding_windows=(None,) * len(layers),
+        num_experts=_num_experts(text),
         checkpoint_dtype=str(dtype).removeprefix("torch."),
         files=files,
         layers=tuple(layers),
         class_name=class_name,
         reason=reason,
     )
+
+
+def _num_experts(text: Any) -> int:
+    """Of a mixture, by any of the names that models have for it."""
+    names = ("num_experts", "num_local_experts", "n_routed_experts", "moe_num_experts")
+    return max((value for name in names if isinstance(value := getattr(text, name, 0), int)), default=0)
 
 
 def _context(text: Any, has_attention: bool) -> int:
