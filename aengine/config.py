@@ -39,7 +39,7 @@ __all__ = [
 ]
 
 DTYPES = ("auto", "float32", "bfloat16", "float16")
-ATTENTION_BACKENDS = ("auto", "triton", "flash-attn-2", "flash-attn-3", "flash-attn-4")
+ATTENTION_BACKENDS = ("auto", "triton", "flash-attn-2", "flash-attn-3", "flash-attn-4", "cudnn")
 MODEL_IMPLS = ("auto", "native", "transformers")
 POOLINGS = ("auto", "mean", "cls", "last")
 LOAD_FORMATS = ("auto", "safetensors", "gguf", "dummy")
@@ -103,7 +103,7 @@ class EngineConfig:
     max_num_batched_tokens: int | None = None
     """Most tokens computed in one step. None: 8192 on a GPU, 512 on a CPU. An encoder computes a text in one step:
     None is as many at least as its longest text has."""
-    attention_backend: Literal["auto", "triton", "flash-attn-2", "flash-attn-3", "flash-attn-4"] = "auto"
+    attention_backend: Literal["auto", "triton", "flash-attn-2", "flash-attn-3", "flash-attn-4", "cudnn"] = "auto"
     """What attends to long prompts on a GPU. "auto": the fastest that is installed and fits the GPU, else "triton"."""
     block_size: int | None = None
     """Tokens in a KV block. None: the attention back end's default."""

@@ -71,7 +71,7 @@ class Settings(TypedDict, total=False):
     max_num_batched_tokens: int | None
     """Most tokens computed in one step. None: 8192 on a GPU, 512 on a CPU. An encoder computes a text in one step: None
     is as many at least as its longest text has. In tokens. Default: None."""
-    attention_backend: Literal["auto", "triton", "flash-attn-2", "flash-attn-3", "flash-attn-4"]
+    attention_backend: Literal["auto", "triton", "flash-attn-2", "flash-attn-3", "flash-attn-4", "cudnn"]
     """What attends to long prompts on a GPU. "auto": the fastest that is installed and fits the GPU, else "triton".
     Default: "auto"."""
     block_size: int | None
@@ -196,7 +196,7 @@ ENGINE_SETTINGS = """\
         max_num_batched_tokens: int | None = None  (tokens)
             Most tokens computed in one step. None: 8192 on a GPU, 512 on a CPU. An encoder computes a text
             in one step: None is as many at least as its longest text has.
-        attention_backend: Literal["auto", "triton", "flash-attn-2", "flash-attn-3", "flash-attn-4"] = "auto"
+        attention_backend: Literal["auto", "triton", "flash-attn-2", "flash-attn-3", "flash-attn-4", "cudnn"] = "auto"
             What attends to long prompts on a GPU. "auto": the fastest that is installed and fits the GPU,
             else "triton".
         block_size: int | None = None  (tokens)

@@ -78,6 +78,9 @@ class KvMemory(Protocol):
     def clear_blocks(self, block_ids: Tensor) -> None:
         """Blocks (int64 [m]) have a new owner, who must not find there what could spoil a sum under a mask."""
 
+    def preparations(self) -> list[Callable[[], None]]:
+        """Return what is better done in idle time, in parts of a tenth of a second or less."""
+
 
 @dataclass(slots=True)
 class ExecuteModelState:
@@ -166,7 +169,8 @@ class ModelRunner:
         if self.batch_graphs is not None:
             batches = [partial(self.batch_graphs.capture, shape) for shape in self.batch_graphs.missing()]
         in_turn = zip_longest(batches, decodes)  # small ones of both kinds are needed most
-        return deque(capture for pair in in_turn for capture in pair if capture is not None)
+        captures = [capture for pair in in_turn for capture in pair if capture is not None]
+        return deque([*self._kv_memory.preparations(), *captures])
 
     @torch.inference_mode()
     def execute_model(self, out: SchedulerOutput) -> None:
@@ -335,14 +339,15 @@ class ModelRunner:
 
     @property
     def has_more(self) -> bool:
-        """Whether there are graphs that no step has needed yet: then `prepare_more` captures one."""
+        """Whether there is something that no step has needed yet: then `prepare_more` prepares a part of it."""
         if self._uncaptured is None:
             self._uncaptured = self._find_uncaptured()
         return bool(self._uncaptured)
 
     @torch.inference_mode()
     def prepare_more(self) -> None:
-        """Capture a graph in idle time: the first step that needs it would wait for that, and all requests with it."""
+        """Capture a graph, or the like, in idle time: the first step that needs it would wait for it, and all requests
+        with it."""
         if not self.has_more or self._state is not None:
             return
         assert self._uncaptured is not None

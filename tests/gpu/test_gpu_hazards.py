@@ -16,7 +16,7 @@ from test_encoders import write as write_encoder
 from torch import Tensor
 
 from aengine.ipc.messages import ModelRunnerOutput
-from aengine.runner.attention.library import TritonPrefill
+from aengine.runner.attention.prefill import TritonPrefill
 from aengine.runner.model_runner import ModelRunner
 from aengine.runner.startup.encoder import _run as run_encoder
 
@@ -91,7 +91,7 @@ class FailingLibrary(TritonPrefill):
 
     failed = False
 
-    def is_faster(self, query_lens: Any) -> bool:
+    def is_faster(self, query_lens: Any, seq_lens: Any) -> bool:
         return not self.failed
 
     def prefill(self, *args: Any) -> None:
@@ -205,3 +205,21 @@ def test_the_limit_is_what_the_driver_says() -> None:
     assert max_shared_memory() == properties.shared_memory_per_block_optin
     known = {(7, 5): 65_536, (8, 0): 166_912, (8, 6): 101_376, (8, 9): 101_376, (9, 0): 232_448, (10, 0): 232_448}
     assert max_shared_memory() == known.get((properties.major, properties.minor), max_shared_memory())
+
+
+def test_long_prompts_by_cudnn(checkpoint: MakeCheckpoint, rng: random.Random) -> None:
+    """Its logits are as near to float32 as those of our own kernel; lengths with and without padding."""
+    model = checkpoint("llama", "bfloat16", "medium")
+    settings = {"dtype": "bfloat16", "max_model_len": 5000, "max_num_batched_tokens": 8192, "block_size": 16}
+    prompts = [[rng.randrange(model.vocab_size) for _ in range(n)] for n in (2048, 3000, 3001)]
+    errors = {}
+    for backend in ("triton", "cudnn"):
+        runner = make_runner(model.folder, attention_backend=backend, kv_cache_memory_bytes=512 * MIB, **settings)
+        while runner.has_more:
+            runner.prepare_more()
+        tokens, logits = Batch(runner, 5000).tokens_and_logits(prompts, 2)
+        wanted = [model.logits(p, t) for p, t in zip(prompts, tokens, strict=True)]
+        errors[backend] = float(sum((a - b).norm() / b.norm() for a, b in zip(logits, wanted, strict=True)))
+        assert runner._kv_memory.prefill.name == backend  # type: ignore[attr-defined]
+    print(errors)
+    assert errors["cudnn"] < 1.3 * errors["triton"]

@@ -32,6 +32,9 @@ class FakeModel:
     def bind(self, batch: InputBatch) -> InputBatch:
         return batch
 
+    def preparations(self) -> list[Any]:
+        return []
+
     def clear_blocks(self, block_ids: Tensor) -> None:
         self.kv.view(-1, self.block_size)[block_ids] = -7
 
@@ -104,6 +107,9 @@ class ConstantModel:
 
     def bind(self, batch: InputBatch) -> None:
         return None
+
+    def preparations(self) -> list[Any]:
+        return []
 
     def clear_blocks(self, block_ids: Tensor) -> None:
         pass

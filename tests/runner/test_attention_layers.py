@@ -14,7 +14,7 @@ from torch import Tensor
 from aengine.ipc.messages import NewRequest, SchedulerOutput, int32
 from aengine.kernels.dispatch import triton_everywhere
 from aengine.runner.attention.kv_pages import KvCacheSpec
-from aengine.runner.attention.library import TritonPrefill
+from aengine.runner.attention.prefill import TritonPrefill
 from aengine.runner.attention.torch_attention import KvCache
 from aengine.runner.kv_spec import FullKV, LayerKV, WindowKV
 from aengine.runner.layers.attention import AttentionLayer

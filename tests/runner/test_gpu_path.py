@@ -18,7 +18,7 @@ from aengine.ipc.messages import DraftColumns, GrammarOutput, NewRequest, Schedu
 from aengine.kernels.dispatch import triton_everywhere
 from aengine.runner.attention.backend import TritonAttention
 from aengine.runner.attention.kv_pages import KvCacheSpec
-from aengine.runner.attention.library import TritonPrefill
+from aengine.runner.attention.prefill import TritonPrefill
 from aengine.runner.attention.torch_attention import KvCache
 from aengine.runner.graphs.cuda_graphs import GraphKind, graph_sizes
 from aengine.runner.model_config import ModelConfig
@@ -345,7 +345,7 @@ class FailingLibrary(TritonPrefill):
     def __init__(self) -> None:
         self.calls = 0
 
-    def is_faster(self, query_lens) -> bool:
+    def is_faster(self, query_lens, seq_lens) -> bool:
         return not self.calls
 
     def prefill(self, *args) -> None:
@@ -422,7 +422,8 @@ def test_a_library_without_memory_for_a_step_is_used_again(caplog: pytest.LogCap
     import numpy as np
 
     from aengine.runner.attention.kv_pages import AttentionLayerKV
-    from aengine.runner.attention.library import LibraryPrefill, PrefillMetadata
+    from aengine.runner.attention.library import LibraryPrefill
+    from aengine.runner.attention.prefill import PrefillMetadata
     from aengine.runner.kv_spec import FullKV, LayerPlace
 
     calls: list[int] = []
@@ -441,7 +442,7 @@ def test_a_library_without_memory_for_a_step_is_used_again(caplog: pytest.LogCap
     for context, wanted in ((0, True), (2000, False), (0, True), (2000, False), (500, True)):
         lens = np.array([2048]), np.array([2048 + context])
         metadata = PrefillMetadata.of(torch.zeros(1, dtype=torch.int64), table, *lens)
-        assert library.is_faster(lens[0])
+        assert library.is_faster(*lens)
         out = library.prefill(new, new, new, kept, metadata, 1.0)
         assert (out is not None) == wanted
     assert calls == [2048, 4048, 2048, 4048, 2548]
@@ -455,7 +456,8 @@ def test_a_library_gets_the_keys_of_the_window_alone(gen: torch.Generator, windo
 
     from aengine.kernels.paged_attention import prefill_attention
     from aengine.runner.attention.kv_pages import AttentionLayerKV
-    from aengine.runner.attention.library import LibraryPrefill, PrefillMetadata
+    from aengine.runner.attention.library import LibraryPrefill
+    from aengine.runner.attention.prefill import PrefillMetadata
     from aengine.runner.kv_spec import LayerPlace, WindowKV
 
     seen: list[int] = []

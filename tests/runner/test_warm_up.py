@@ -19,7 +19,7 @@ from aengine.config import EngineConfig
 from aengine.ipc.messages import NewRequest, SchedulerOutput, int32
 from aengine.kernels.dispatch import triton_everywhere
 from aengine.runner.attention.kv_pages import KvCacheSpec
-from aengine.runner.attention.library import TritonPrefill
+from aengine.runner.attention.prefill import TritonPrefill
 from aengine.runner.model_config import ModelConfig
 from aengine.runner.model_runner import ModelRunner
 from aengine.runner.models import build_model, read_config

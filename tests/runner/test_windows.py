@@ -19,7 +19,7 @@ from aengine.ipc.messages import Kind, pack, unpack
 from aengine.kernels.dispatch import triton_everywhere
 from aengine.params import SamplingParams
 from aengine.runner.attention.kv_pages import KvCacheSpec
-from aengine.runner.attention.library import TritonPrefill
+from aengine.runner.attention.prefill import TritonPrefill
 from aengine.runner.attention.torch_attention import KvCache
 from aengine.runner.model_runner import ModelRunner
 from aengine.runner.platforms.cpu import CpuPlatform

@@ -9,7 +9,7 @@ from .torch_attention import KvCache
 from .triton_attention import GpuKvCache
 
 if TYPE_CHECKING:
-    from .library import PrefillBackend
+    from .prefill import PrefillBackend
 
 __all__ = ["AttentionBackend", "TorchAttention", "TritonAttention"]
 

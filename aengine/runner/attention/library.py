@@ -1,6 +1,7 @@
 """Attention to prompts on a GPU: by our own kernel, or by a library that is faster for long ones.
 
     triton          ours; reads the paged cache; works everywhere
+    cudnn           comes with torch; prompts without a context (cudnn.py); Hopper and Blackwell
     flash-attn-4    pip install flash-attn-4; Hopper and later
     flash-attn-3    flash_attn_interface, built from source, or sglang-kernel; Hopper
     flash-attn-2    flash-attn; Ampere and later
@@ -18,107 +19,21 @@ import threading
 import warnings
 from collections.abc import Callable
 from contextlib import AbstractContextManager
-from dataclasses import dataclass, field
 from functools import partial
-from typing import Any, NamedTuple, Protocol
+from typing import Any, NamedTuple
 
-import numpy as np
 import torch
 from torch import Tensor
 
 from ...errors import ModelLoadError
 from ..input_batch import Rows
-from ..transfer import to_device
+from .cudnn import CudnnPrefill, PromptHeads
 from .kv_pages import AttentionLayerKV
+from .prefill import PrefillBackend, PrefillMetadata, TritonPrefill
 
-__all__ = ["PrefillBackend", "PrefillMetadata", "choose_library", "choose_prefill_backend"]
+__all__ = ["LibraryPrefill", "choose_library", "choose_prefill_backend"]
 
 logger = logging.getLogger("aengine.runner")
-
-
-@dataclass(slots=True)
-class PrefillMetadata:
-    """The prompts of a step, or chunks of them: n sequences."""
-
-    rows: Tensor  # int64 [n]
-    block_table: Tensor  # int32 [num_groups, max_num_seqs, width], by KV group and row
-    query_start_loc: Tensor  # int32 [n + 1], from 0 on
-    query_lens: Rows  # [n], on the host
-    seq_lens: Rows  # [n], on the host
-    _gathered: dict[int, tuple[Tensor, Tensor]] = field(default_factory=dict, repr=False)  # `places`, by group
-
-    @classmethod
-    def of(cls, rows: Tensor, block_table: Tensor, query_lens: Rows, seq_lens: Rows) -> PrefillMetadata:
-        starts = np.zeros(len(query_lens) + 1, dtype=np.int32)
-        np.cumsum(query_lens, out=starts[1:])
-        return cls(rows, block_table, to_device(starts, rows.device), query_lens, seq_lens)
-
-    @property
-    def has_context(self) -> bool:
-        """Whether any of them had tokens before this step."""
-        return bool((self.seq_lens > self.query_lens).any())
-
-    def key_lens(self, window: int | None) -> Rows:
-        """Host [n]: how many of the last tokens of each sequence any of its queries looks at."""
-        return self.seq_lens if window is None else np.minimum(self.seq_lens, self.query_lens + window - 1)
-
-    def places(self, group: int, block_size: int, window: int | None) -> tuple[Tensor, Tensor]:
-        """Return the places of the tokens attended to: (int64 [2, total] block and offset, int32 [n + 1] starts)."""
-        if group not in self._gathered:
-            lens = self.key_lens(window)
-            starts = np.zeros(len(lens) + 1, dtype=np.int32)
-            np.cumsum(lens, out=starts[1:])
-            owner = np.repeat(np.arange(len(lens)), lens)
-            position = np.arange(starts[-1]) + (self.seq_lens - lens - starts[:-1])[owner]
-            sent = to_device(np.stack((owner, position)), self.rows.device)
-            blocks = self.block_table[group][self.rows[sent[0]], sent[1] // block_size].long()
-            self._gathered[group] = torch.stack((blocks, sent[1] % block_size)), to_device(starts, self.rows.device)
-        return self._gathered[group]
-
-
-class PrefillBackend(Protocol):
-    name: str
-
-    def join(self) -> None:
-        """Wait until it is ready. Raises ModelLoadError if it can't be used, and was asked for by name."""
-
-    def is_faster(self, query_lens: Rows) -> bool:
-        """Whether `prefill` is the faster for prompts of these lengths; if not, `varlen_attention` is called."""
-
-    def prefill(
-        self,
-        q: Tensor,
-        k: Tensor,
-        v: Tensor,
-        kept: AttentionLayerKV,
-        metadata: PrefillMetadata,
-        scale: float,
-        softcap: float,
-        sinks: Tensor | None,
-    ) -> Tensor | None:
-        """[num_tokens, num_heads * head_dim]; None: it can't, and `varlen_attention` is called for the rest of the
-        step. If it failed, `is_faster` is false from then on; if it had no memory, only this step is affected.
-
-        Args:
-            q, k, v: [num_tokens, heads, head_dim] of the new tokens, strided by token; in the cache already
-            kept: the layer's cache, its group and window
-            softcap, sinks: see kernels/paged_attention.py
-        """
-
-
-class TritonPrefill:
-    """No library: `varlen_attention` is called for all prompts."""
-
-    name = "triton"
-
-    def join(self) -> None:
-        pass
-
-    def is_faster(self, query_lens: Rows) -> bool:
-        return False
-
-    def prefill(self, *args: Any) -> Tensor | None:
-        return None
 
 
 Varlen = Callable[..., Any]
@@ -157,7 +72,10 @@ class LibraryPrefill:
         logger.warning("%s is installed, but can't be used; prompts go through triton: %r", self.name, self._error)
         self.name = TritonPrefill.name
 
-    def is_faster(self, query_lens: Rows) -> bool:
+    def preparations(self) -> list[Callable[[], None]]:
+        return []
+
+    def is_faster(self, query_lens: Rows, seq_lens: Rows) -> bool:
         return self._function is not None and query_lens.sum() >= _WORTHWHILE and query_lens.max() >= _LONG
 
     def prefill(
@@ -202,7 +120,7 @@ _LONG = 512
 
 
 class _Library(NamedTuple):
-    modules: tuple[str, ...]  # the first that is installed counts
+    modules: tuple[str, ...]  # the first that is installed counts; none: it is part of torch
     least: tuple[int, int]  # compute capability
     below: tuple[int, int]
     cure: str
@@ -214,6 +132,7 @@ _LIBRARIES = {
         ("flash_attn_interface", "sgl_kernel.flash_attn"), (9, 0), (10, 0), "pip install sglang-kernel"
     ),
     "flash-attn-2": _Library(("flash_attn",), (8, 0), (13, 0), "pip install flash-attn"),
+    "cudnn": _Library((), (9, 0), (11, 0), ""),
 }
 
 
@@ -226,30 +145,43 @@ def choose_prefill_backend(
     num_heads: int,
     num_kv_heads: int,
     head_dim: int,
+    *,
+    most_tokens: int,
+    is_uniform: bool,
 ) -> PrefillBackend:
     """``setting``: "triton", a library by name, or "auto": the first of the libraries that can be used, else triton.
-    ``aside``: within, launches go to a stream of their own, and have run at its end.
+
+    Args:
+        aside: within, launches go to a stream of their own, and have run at its end
+        num_heads, num_kv_heads, head_dim: of the layers with the largest heads
+        most_tokens: of a step
+        is_uniform: all layers have these heads, and none has a window
+
+    Raises ModelLoadError if the library that was asked for can't be used here.
+    """
+    name, module = choose_library(setting, capability, dtype, head_dim)
+    is_required = setting != "auto"
+    if name == "cudnn" and (is_uniform or is_required):
+        heads = PromptHeads(num_heads, num_kv_heads, head_dim, dtype)
+        return CudnnPrefill(device, aside, heads, most_tokens, required=is_required)
+    if not module:
+        return TritonPrefill()
+    load = partial(_load_varlen, module, device, aside, dtype, num_heads, num_kv_heads, head_dim)
+    return LibraryPrefill(name, load, required=is_required)
+
+
+def choose_library(setting: str, capability: tuple[int, int], dtype: torch.dtype, head_dim: int) -> tuple[str, str]:
+    """The library's name and its module, which is installed and not imported yet; "" for what is part of torch or ours:
+    "cudnn", and "triton" if "auto" finds nothing else.
 
     Raises ModelLoadError if the library that was asked for can't be used here.
     """
     if setting == "triton":
-        return TritonPrefill()
-    name, module = choose_library(setting, capability, dtype, head_dim)
-    if not module:
-        return TritonPrefill()
-    load = partial(_load_varlen, module, device, aside, dtype, num_heads, num_kv_heads, head_dim)
-    return LibraryPrefill(name, load, required=setting != "auto")
-
-
-def choose_library(setting: str, capability: tuple[int, int], dtype: torch.dtype, head_dim: int) -> tuple[str, str]:
-    """The library's name and its module, which is installed and not imported yet; ("triton", "") if "auto" finds none.
-
-    Raises ModelLoadError if the library that was asked for can't be used here.
-    """
+        return setting, ""
     for name in list(_LIBRARIES) if setting == "auto" else [setting]:
         library = _LIBRARIES[name]
         reason, module = _why_not(library, capability, dtype, head_dim), ""
-        if reason is None:
+        if reason is None and library.modules:
             module = next((m for m in library.modules if _is_installed(m)), "")
             if not module:
                 reason = f"it is not installed: {library.cure}"

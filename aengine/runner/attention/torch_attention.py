@@ -6,6 +6,7 @@ KvCache (the pages of the pool) ───┴──> Attention.forward(layer, q, 
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from itertools import accumulate
 from typing import NamedTuple
@@ -67,6 +68,9 @@ class KvCache:
     def clear_blocks(self, block_ids: Tensor) -> None:
         """Blocks (int64 [m]) have a new owner. Places past its tokens are read too, under a mask: 0 * NaN is NaN."""
         self._pages.clear(block_ids)
+
+    def preparations(self) -> list[Callable[[], None]]:
+        return []
 
 
 class StepRope:

@@ -9,6 +9,7 @@ A layer's cache is [num_blocks, block_size, 2, num_kv_heads, head_dim] as it is 
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import NamedTuple
 
 import torch
@@ -25,7 +26,7 @@ from ..layers.attention import AttentionLayer
 from ..layers.states import LayerStates, StateRows, state_rows_of_batch, state_rows_of_decodes
 from ..rope import RopeConfig
 from .kv_pages import AttentionLayerKV, KvCacheSpec
-from .library import PrefillBackend, PrefillMetadata
+from .prefill import PrefillBackend, PrefillMetadata
 
 __all__ = ["BatchAttention", "DecodeAttention", "GpuKvCache", "Heads"]
 
@@ -88,6 +89,9 @@ class GpuKvCache:
 
     def clear_blocks(self, block_ids: Tensor) -> None:
         raise AssertionError("nothing needs to be cleared")
+
+    def preparations(self) -> list[Callable[[], None]]:
+        return self.prefill.preparations()
 
 
 def rope_tables(config: RopeConfig, num_positions: int, device: torch.device) -> Rope:
@@ -204,8 +208,11 @@ class BatchAttention:
         self._num_decodes = 0 if plan is None else plan.num_decodes
         self._plan = plan
         n = self._num_decodes
-        if plan is not None and self._has_prompts and plan.is_exact and cache.prefill.is_faster(plan.query_lens[n:]):
-            self._metadata = PrefillMetadata.of(rows[n:], block_table, plan.query_lens[n:], plan.seq_lens[n:])
+        prompts = None
+        if plan is not None and self._has_prompts and plan.is_exact:
+            prompts = plan.query_lens[n:], plan.seq_lens[n:]
+        if prompts is not None and cache.prefill.is_faster(*prompts):
+            self._metadata = PrefillMetadata.of(rows[n:], block_table, *prompts)
         elif self._has_prompts:
             self._prompts = self._plan_prompts()
         self._state_rows: dict[int, StateRows] = {}  # by KV group

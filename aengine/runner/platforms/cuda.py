@@ -25,6 +25,7 @@ from ...config import EngineConfig
 from ...errors import ModelLoadError
 from ..attention.backend import AttentionBackend, TritonAttention
 from ..attention.library import choose_prefill_backend
+from ..kv_spec import WindowKV
 from ..model_config import ModelConfig
 from .platform import CopyStream, DeviceMemory, Event, Graph, Platform, Unavailable
 
@@ -118,8 +119,18 @@ class CudaPlatform:
         """See `Platform`. A library for long prompts is imported in a thread, see `AttentionBackend.join`."""
         heads = max(model_config.head_shapes, key=lambda shape: shape[2], default=(1, 1, 64))
         capability = self.compute_capability
-        setting = config.attention_backend
-        return TritonAttention(choose_prefill_backend(setting, capability, self.device, self._aside, dtype, *heads))
+        kept = model_config.kv_layers
+        prefill = choose_prefill_backend(
+            config.attention_backend,
+            capability,
+            self.device,
+            self._aside,
+            dtype,
+            *heads,
+            most_tokens=config.max_num_batched_tokens or self.default_batched_tokens,
+            is_uniform=len(model_config.head_shapes) == 1 and not any(isinstance(kv, WindowKV) for kv in kept),
+        )
+        return TritonAttention(prefill)
 
     @contextlib.contextmanager
     def _aside(self) -> Iterator[None]:
