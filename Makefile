@@ -52,6 +52,9 @@ test: $(TESTS) ## the tests, JOBS=2 at a time
 test-fast: $(TESTS) ## the tests that need no processes and no real model: under two minutes
 	$(BIN)/python -m pytest -q -n $(JOBS) --dist worksteal -m "not slow"
 
+# Else each process of the tests, of which there are hundreds, would compile the frameworks that it imports.
+test test-fast: export PYTHONDONTWRITEBYTECODE =
+
 check: $(TESTS) ## lint, types, architecture, and that every Python can install it
 	$(BIN)/ruff check .
 	$(BIN)/mypy

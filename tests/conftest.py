@@ -52,6 +52,18 @@ WITH_IO_FILES = {
 }
 
 
+@pytest.hookimpl(wrapper=True)
+def pytest_collection() -> Iterator[None]:
+    """Keep the garbage collector from what stays for the whole session: modules and tests, a million objects."""
+    gc.disable()
+    try:
+        return (yield)
+    finally:
+        gc.collect()
+        gc.freeze()
+        gc.enable()
+
+
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     """Skip ``gpu`` tests where there is no GPU, and mark what is in a slow folder."""
     for item in items:

@@ -91,6 +91,6 @@ class Judge:
 @pytest.fixture(scope="session")
 def judge() -> Iterator[Judge]:
     threads = torch.get_num_threads()
-    torch.set_num_threads(2)
+    torch.set_num_threads(1)  # several wait for each other by spinning: twice the CPU time where others want the cores
     yield Judge()
     torch.set_num_threads(threads)

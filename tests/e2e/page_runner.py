@@ -1,9 +1,12 @@
-"""Run the Python blocks of a Markdown page in their order, as one session: python page_runner.py PAGE [--scripted].
+"""Run the Python blocks of a Markdown page in their order, as one session:
+
+    python page_runner.py PAGE [--scripted | FOLDER]
 
 A block with ``await``, ``async for`` or ``async with`` outside of a function runs on the session's event loop, as in a
 notebook or in ``python -m asyncio``; any other runs as a file does, without a running loop. All blocks of a page share
-their names. With ``--scripted`` its engines are those of `aengine.testing`, whatever model they name. Exit code 1 and
-the traceback, with the page's line numbers, at the first that fails. A PAGE that is a Python file is run as it is.
+their names. With ``--scripted`` its engines are those of `aengine.testing`, whatever model they name; with a FOLDER
+they are of the model in it. Exit code 1 and the traceback, with the page's line numbers, at the first that fails. A
+PAGE that is a Python file is run as it is.
 """
 
 from __future__ import annotations
@@ -46,14 +49,27 @@ def script_engines() -> None:
     from aengine.testing import FakeAsyncLLM, FakeLLM
 
     class ScriptedAsyncLLM(FakeAsyncLLM):
-        def __init__(self, model: str, **settings: Any) -> None:
+        def __init__(self, model: str | aengine.EngineConfig, **settings: Any) -> None:
             super().__init__(**settings)
+            name = model if isinstance(model, str) else model.model
+            self.config = self.config.replace(model=name)  # a server answers for the model that the page names
 
     class ScriptedLLM(FakeLLM):
         def __init__(self, model: str, **settings: Any) -> None:
             super().__init__(**settings)
 
     aengine.AsyncLLM, aengine.LLM = ScriptedAsyncLLM, ScriptedLLM
+
+
+def put_model(folder: str) -> None:
+    """Make ``AsyncLLM`` of the package engines of this model."""
+    import aengine
+
+    class AsyncLLMOfFolder(aengine.AsyncLLM):
+        def __init__(self, model: str, **settings: Any) -> None:
+            super().__init__(folder, **settings)
+
+    aengine.AsyncLLM = AsyncLLMOfFolder
 
 
 async def _awaited(code: Any, names: dict[str, Any]) -> None:
@@ -73,6 +89,8 @@ if __name__ == "__main__":
     if is_scripted:
         sys.argv.remove("--scripted")
         script_engines()
+    elif sys.argv[0].endswith(".md") and len(sys.argv) > 1:
+        put_model(sys.argv[1])
     try:
         if sys.argv[0].endswith(".py"):
             runpy.run_path(sys.argv[0], run_name="__main__")

@@ -30,9 +30,9 @@ def run(*command: str, stdin: str = "", timeout: float = 120) -> subprocess.Comp
     )
 
 
-def run_scripted(example: str, *arguments: str) -> subprocess.CompletedProcess[str]:
+def run_scripted(example: str, *arguments: str, stdin: str = "") -> subprocess.CompletedProcess[str]:
     """An example over engines of `aengine.testing`: the real model runs in others."""
-    return run(str(Path(__file__).with_name("page_runner.py")), example, "--scripted", *arguments)
+    return run(str(Path(__file__).with_name("page_runner.py")), example, "--scripted", *arguments, stdin=stdin)
 
 
 def test_stream() -> None:
@@ -49,9 +49,9 @@ def test_batch() -> None:
 
 
 def test_synchronous() -> None:
-    done = run("examples/synchronous.py", "8")
+    done = run_scripted("examples/synchronous.py", "8")
     assert done.returncode == 0, done.stderr
-    assert "8 completions" in done.stdout and "Paris" in done.stdout and not done.stderr
+    assert "8 completions" in done.stdout and len(done.stdout.splitlines()) > 6 and not done.stderr
 
 
 def test_extract() -> None:
@@ -68,14 +68,14 @@ def test_agent() -> None:
 
 
 def test_pydantic_ai_agents() -> None:
-    done = run("examples/pydantic_ai_agents.py", "Paris", "Oslo")
+    done = run_scripted("examples/pydantic_ai_agents.py", "Paris", "Oslo")
     assert done.returncode == 0, done.stderr
     lines = done.stdout.splitlines()
     assert lines[0].startswith("Paris: City(") and lines[1].startswith("Oslo: City(") and "requests" in lines[2]
 
 
 def test_chat() -> None:
-    done = run("examples/chat.py", stdin="My name is Ada.\nWhat is my name?\n\n")
+    done = run_scripted("examples/chat.py", stdin="My name is Ada.\nWhat is my name?\n\n")
     assert done.returncode == 0, done.stderr
     assert done.stdout.count("model: ") == 2
     cached = [int(part.split("[")[-1].split()[0]) for part in done.stdout.split(" prompt tokens cached]")[:-1]]

@@ -9,17 +9,25 @@ from pathlib import Path
 import pytest
 from page_runner import blocks_of
 
+sys.path.append(str(Path(__file__).parents[1] / "models"))  # behind all else: that folder has a conftest.py too
+from tiny import write_tiny_model
+
 ROOT = Path(__file__).resolve().parents[2]
 PAGES = [page for page in (ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))) if blocks_of(page)]
-SCRIPTED = {"chat-templates", "errors", "logging", "own-thread", "sampling", "stopping", "structured", "tools"}
-"""Pages whose snippets show the interface, not what a model does: they run over the real host and a scripted worker."""
+WITH_A_MODEL = {"README", "anthropic"}
+"""Pages that run over the real model: the first that one reads, and one whose calls are short in its tokens only."""
+WITH_A_WORKER = {"gpu"}
+"""Pages about the worker, over a tiny model. All others show the interface: the real host and a scripted worker."""
 
 
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: page.stem)
 def test_page(page: Path, tmp_path: Path) -> None:
     runner = Path(__file__).with_name("page_runner.py")
+    over = ["--scripted"]
+    if page.stem in WITH_A_WORKER:
+        over = [str(write_tiny_model(tmp_path / "tiny", "llama"))]
     done = subprocess.run(
-        [sys.executable, "-W", "error", str(runner), str(page), *["--scripted"] * (page.stem in SCRIPTED)],
+        [sys.executable, "-W", "error", str(runner), str(page), *([] if page.stem in WITH_A_MODEL else over)],
         cwd=tmp_path,
         capture_output=True,
         text=True,

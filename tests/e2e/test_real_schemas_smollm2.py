@@ -21,7 +21,7 @@ ASKED = """
     tool_book_restaurant sentiment recipe log_classification comment_tree file_tree shape_union payment_method
     weather_report network_device chat_moderation intent_router chart_spec rag_answer yes_no_reason lead_scoring
 """.split()
-MAX_TOKENS = 180
+MAX_TOKENS = 140
 STREAMED = ["support_ticket_triage", "comment_tree", "shape_union", "payment_method", "network_device", "intent_router"]
 
 

@@ -19,12 +19,12 @@ CONFIG: dict[str, Any] = {
     "hang_timeout": 3.0,
     "preload_grammars": False,
 }
-GREEDY = SamplingParams(max_tokens=24, temperature=0, ignore_eos=True)
+GREEDY = SamplingParams(max_tokens=14, temperature=0, ignore_eos=True)
 KINDS = [
     GREEDY,
     GREEDY.replace(temperature=0.8, seed=11),
     GREEDY.replace(temperature=0.8, seed=12, n=2),
-    GREEDY.replace(logprobs=2, max_tokens=16),
+    GREEDY.replace(logprobs=2, max_tokens=10),
     GREEDY.replace(temperature=0.9, seed=5, structured_output=StructuredOutput(regex=r"[a-z]{2,9}( [a-z]{2,9}){20}")),
 ]
 
@@ -44,7 +44,7 @@ async def test_the_same_texts_after_each_way_of_dying() -> None:
         for num_restarts, how in enumerate((signal.SIGKILL, signal.SIGSEGV, signal.SIGSTOP), 1):
             worker, before = worker_of(engine), engine.statistics().generated_tokens
             task = asyncio.create_task(texts(engine))
-            while engine.statistics().generated_tokens < before + 40:
+            while engine.statistics().generated_tokens < before + 30:
                 await asyncio.sleep(0.005)
             os.kill(worker.pid, how)
             assert await task == expected

@@ -16,21 +16,14 @@ PLAIN = [
     "The capital of France is",
     "Once upon a time there was a",
     "def fibonacci(n):\n",
-    "1 2 3 4 5 6 7",
-    "In 1969, humans first",
     "Die Hauptstadt von Deutschland ist",
-    "import asyncio\n\nasync def main():",
 ]
 CHAT = [
     "What is gravity?",
-    "Write a haiku about rain.",
-    "What is 17 plus 25?",
     "Translate 'good morning' to French.",
-    "Who wrote Hamlet?",
-    "What does an octopus eat?",
     "Say hello 👋 in Japanese.",
 ]
-GREEDY = SamplingParams(max_tokens=32, temperature=0)
+GREEDY = SamplingParams(max_tokens=24, temperature=0)
 EXACT: dict[str, Any] = {"dtype": "float32", "max_model_len": 2048, "kv_cache_memory_bytes": 256 * 2**20}
 
 
@@ -46,8 +39,8 @@ async def exact() -> AsyncIterator[AsyncLLM]:
 
 @pytest_asyncio.fixture(scope="module", loop_scope="module")
 async def pressed() -> AsyncIterator[AsyncLLM]:
-    """Prompts in chunks, and memory for a few requests only."""
-    small = {"kv_cache_memory_bytes": 12 * 2**20, "max_model_len": 256, "max_num_batched_tokens": 32}
+    """Prompts in chunks, and memory for 112 tokens: requests that are admitted soon outgrow it, in blocks of four."""
+    small = {"kv_cache_memory_bytes": 5 * 2**20, "max_model_len": 96, "block_size": 4, "max_num_batched_tokens": 32}
     async with AsyncLLM("smollm2-135m", **(EXACT | small)) as engine:
         yield engine
 
@@ -67,9 +60,9 @@ async def all_at_once(engine: AsyncLLM, params: SamplingParams = GREEDY) -> list
 async def test_greedy_equals_transformers_alone_batched_chunked_cached_preempted(
     judge: Any, exact: AsyncLLM, pressed: AsyncLLM
 ) -> None:
-    """Up to 32 tokens of each prompt; every way of computing them gives transformers' tokens."""
+    """Up to 24 tokens of each prompt; every way of computing them gives transformers' tokens."""
     prompts = prompts_of(exact)
-    some = [0, 3, 7, 13]
+    some = [0, 6]
     for i in some:
         judge.check_greedy(prompts[i], (await exact.generate(prompts[i], GREEDY)).token_ids)
     batched = await all_at_once(exact)
@@ -86,7 +79,7 @@ async def test_greedy_equals_transformers_alone_batched_chunked_cached_preempted
 
 async def test_logprobs_equal_transformers(judge: Any, exact: AsyncLLM) -> None:
     prompt = prompts_of(exact)[0]
-    params = SamplingParams(max_tokens=24, temperature=0.8, seed=3, logprobs=5)
+    params = SamplingParams(max_tokens=16, temperature=0.8, seed=3, logprobs=5)
     completion = await exact.generate(prompt, params)
     expected = judge.logprobs(prompt, completion.token_ids)
     assert completion.logprobs is not None
@@ -103,12 +96,12 @@ async def test_logprobs_equal_transformers(judge: Any, exact: AsyncLLM) -> None:
 
 async def test_a_seed_gives_the_same_tokens_in_any_company(exact: AsyncLLM, pressed: AsyncLLM) -> None:
     """Alone, in a batch, chunked and preempted: same seed, same tokens."""
-    params = SamplingParams(max_tokens=16, temperature=1.0, seed=7, top_p=0.95)
+    params = SamplingParams(max_tokens=12, temperature=1.0, seed=7, top_p=0.95)
     prompts = prompts_of(exact)
-    alone = [(await exact.generate(ids, params)).token_ids for ids in prompts[:4]]
-    assert len(set(alone)) == 4
+    alone = [(await exact.generate(ids, params)).token_ids for ids in prompts[:3]]
+    assert len(set(alone)) == 3
     together = [c.token_ids for c in await all_at_once(exact, params)]
-    assert together[:4] == alone
+    assert together[:3] == alone
     group = await exact.generate(prompts[0], params.replace(n=3))
     assert group.token_ids == alone[0]
     assert len({choice.token_ids for choice in group.choices}) == 3
@@ -119,11 +112,11 @@ async def test_a_seed_gives_the_same_tokens_in_any_company(exact: AsyncLLM, pres
 
 async def test_real_text(exact: AsyncLLM) -> None:
     question = [{"role": "user", "content": "What is the capital of France?"}]
-    stream = exact.stream(question, GREEDY.replace(max_tokens=64))
+    stream = exact.stream(question, GREEDY.replace(max_tokens=40))
     text = "".join([token.text async for token in stream])
     assert "Paris" in text
     assert stream.completion.finish_reason == "stop"
-    stopped = await exact.generate("1 2 3 4 5 6 7", SamplingParams(max_tokens=40, temperature=0, stop=" 1 0"))
+    stopped = await exact.generate("1 2 3 4 5 6 7", SamplingParams(max_tokens=12, temperature=0, stop=" 1 0"))
     assert " 1 0" not in stopped.text
     await settled(exact)
 
@@ -132,6 +125,6 @@ async def test_tokens_arrive_one_by_one(exact: AsyncLLM) -> None:
     """A stream is a stream: the first token comes long before the last."""
     loop = asyncio.get_running_loop()
     stamps = [loop.time() async for _ in exact.stream("Once upon a time", GREEDY)]
-    assert len(stamps) == 32
-    assert len({round(stamp, 5) for stamp in stamps}) > 16
+    assert len(stamps) == 24
+    assert len({round(stamp, 5) for stamp in stamps}) > 12
     await settled(exact)

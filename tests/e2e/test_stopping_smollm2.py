@@ -12,7 +12,7 @@ import pytest
 
 from aengine import AsyncLLM, EngineClosedError, SamplingParams
 
-GREEDY = SamplingParams(max_tokens=32, temperature=0, ignore_eos=True)
+GREEDY = SamplingParams(max_tokens=16, temperature=0, ignore_eos=True)
 
 
 def is_gone(pid: int) -> bool:
@@ -40,7 +40,7 @@ async def test_stopping() -> None:
     expected = [(await task).token_ids for task in begin(engine, GREEDY)]
 
     tasks = begin(engine, GREEDY)
-    await has_tokens(engine, 24)
+    await has_tokens(engine, 16)
     draining = asyncio.create_task(engine.drain())
     while engine.state != "draining":
         await asyncio.sleep(0.001)
@@ -51,7 +51,7 @@ async def test_stopping() -> None:
 
     await engine.resume()
     tasks = begin(engine, GREEDY.replace(max_tokens=900))
-    await has_tokens(engine, 20)
+    await has_tokens(engine, 12)
     pid = engine.describe()["pid"]
     with pytest.raises(TimeoutError):
         await asyncio.wait_for(engine.aclose(drain=600), 0.5)

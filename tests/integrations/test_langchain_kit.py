@@ -125,14 +125,14 @@ class TestScriptedCalls(TestScripted):
 
 
 @pytest.fixture(scope="class")
-def smollm2(request: pytest.FixtureRequest) -> Iterator[None]:
+def seeded(request: pytest.FixtureRequest) -> Iterator[None]:
     with LLM("smollm2-135m", device="cpu", max_model_len=2048, seed=0) as llm:
         request.cls.engine = llm.as_async()
         yield
 
 
 @pytest.mark.slow
-@pytest.mark.usefixtures("smollm2")
+@pytest.mark.usefixtures("seeded")
 class TestSmolLM2(ChatModelIntegrationTests):
     engine: Any
 

@@ -252,18 +252,17 @@ def test_blocking_calls_over_a_thread_of_its_own() -> None:
 
 
 @pytest.mark.slow
-async def test_a_real_model_keeps_to_tools_and_types() -> None:
+async def test_a_real_model_keeps_to_tools_and_types(smollm2: AsyncLLM) -> None:
     """Whatever a model of 135M parameters says: arguments are valid, and so is the output."""
 
     class City(BaseModel):
         name: str = Field(max_length=20)
         is_large: bool
 
-    async with AsyncLLM("smollm2-135m", device="cpu", max_model_len=4096) as engine:
-        llm = AEngine(engine, temperature=0.0, max_tokens=100)
-        prompt = PromptTemplate("{text}")
-        partial = [value async for value in await llm.astream_structured_predict(City, prompt, text="Paris is large.")]
-        assert len(partial) > 1 and isinstance(partial[-1], City)
-        response = await llm.achat_with_tools([TOOL], "Weather in Paris?", tool_required=True)
-        (call,) = llm.get_tool_calls_from_response(response)
-        assert call.tool_name == "weather" and isinstance(call.tool_kwargs["city"], str)
+    llm = AEngine(smollm2, temperature=0.0, max_tokens=100)
+    prompt = PromptTemplate("{text}")
+    partial = [value async for value in await llm.astream_structured_predict(City, prompt, text="Paris is large.")]
+    assert len(partial) > 1 and isinstance(partial[-1], City)
+    response = await llm.achat_with_tools([TOOL], "Weather in Paris?", tool_required=True)
+    (call,) = llm.get_tool_calls_from_response(response)
+    assert call.tool_name == "weather" and isinstance(call.tool_kwargs["city"], str)

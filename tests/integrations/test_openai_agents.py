@@ -286,7 +286,7 @@ async def test_an_engine_in_another_process_is_an_engine(tmp_path: Path) -> None
 
 
 @pytest.mark.slow
-async def test_a_real_model_keeps_to_tools_and_types() -> None:
+async def test_a_real_model_keeps_to_tools_and_types(smollm2: AsyncLLM) -> None:
     """Whatever a model of 135M parameters says: arguments are valid, and so is the output."""
     called: list[str] = []
 
@@ -300,23 +300,22 @@ async def test_a_real_model_keeps_to_tools_and_types() -> None:
         name: str = Field(max_length=20)
         is_large: bool
 
-    async with AsyncLLM("smollm2-135m", device="cpu", max_model_len=4096) as engine:
-        settings = ModelSettings(temperature=0.0, max_tokens=100)
-        agent: Agent[Any] = Agent(
-            name="a",
-            model=AEngineModel(engine),
-            output_type=City,
-            instructions="Answer as JSON.",
-            model_settings=settings,
-        )
-        for streamed in (False, True):
-            assert isinstance((await run(agent, streamed=streamed)).final_output, City)
-        agent = agent.clone(tools=[record], model_settings=ModelSettings(0.0, max_tokens=100, tool_choice="required"))
-        try:
-            result = await run(agent, streamed=True, max_turns=2)
-        except MaxTurnsExceeded:
-            pass  # it goes on calling its tool, with valid arguments
-        else:
-            assert isinstance(result.final_output, City)
-        assert called
-        await ended(engine)
+    settings = ModelSettings(temperature=0.0, max_tokens=100)
+    agent: Agent[Any] = Agent(
+        name="a",
+        model=AEngineModel(smollm2),
+        output_type=City,
+        instructions="Answer as JSON.",
+        model_settings=settings,
+    )
+    for streamed in (False, True):
+        assert isinstance((await run(agent, streamed=streamed)).final_output, City)
+    agent = agent.clone(tools=[record], model_settings=ModelSettings(0.0, max_tokens=100, tool_choice="required"))
+    try:
+        result = await run(agent, streamed=True, max_turns=2)
+    except MaxTurnsExceeded:
+        pass  # it goes on calling its tool, with valid arguments
+    else:
+        assert isinstance(result.final_output, City)
+    assert called
+    await ended(smollm2)

@@ -13,7 +13,7 @@ from smolagents.models import CODEAGENT_RESPONSE_FORMAT, ChatMessage, MessageRol
 from smolagents.monitoring import LogLevel
 from smolagents.utils import AgentGenerationError
 
-from aengine import LLM, EngineOverloadedError, InvalidRequestError, RequestError
+from aengine import AsyncLLM, EngineOverloadedError, InvalidRequestError, RequestError
 from aengine.integrations.smolagents import AEngineModel
 from aengine.testing import FakeAsyncLLM, FakeLLM, Reply
 
@@ -174,10 +174,9 @@ def test_agents_of_many_threads_share_an_engine() -> None:
 
 
 @pytest.mark.slow
-def test_a_real_model_takes_its_steps_by_calls_of_tools() -> None:
+def test_a_real_model_takes_its_steps_by_calls_of_tools(smollm2: AsyncLLM) -> None:
     """Whatever a model of 135M parameters says: each step calls a tool, with valid arguments."""
-    with LLM("smollm2-135m", device="cpu", max_model_len=4096) as engine:
-        model = AEngineModel(engine, temperature=0.0, max_tokens=200)
-        message = model.generate(USER, tools_to_call_from=[weather])
-        (call, *_) = model.parse_tool_calls(message).tool_calls
-        assert call.function.name == "weather" and isinstance(call.function.arguments["city"], str)
+    model = AEngineModel(smollm2, temperature=0.0, max_tokens=200)
+    message = model.generate(USER, tools_to_call_from=[weather])
+    (call, *_) = model.parse_tool_calls(message).tool_calls
+    assert call.function.name == "weather" and isinstance(call.function.arguments["city"], str)
