@@ -408,7 +408,7 @@ def test_a_kernel_that_no_tile_makes_fit_is_an_error_of_one_line(
     from aengine.errors import ModelLoadError
     from aengine.runner.startup import profile as module
 
-    def compile_kernels(*args: object) -> None:
+    def compile_kernels(*args: object, **how: object) -> None:
         raise OutOfResources(131_072, 65_536, "shared memory")
 
     monkeypatch.setattr(module, "compile_kernels", compile_kernels)
