@@ -60,14 +60,15 @@ NAME = "{tool}"
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ToolFormat:
-    """The tool call format of one family of models. Names stand in it as they are: their letters need no quoting."""
+    """The tool call format of one family of models: unless it says otherwise, JSON objects with a name and arguments,
+    as of a list. Names stand in it as they are: their letters need no quoting."""
 
     name: str
-    before_name: str
-    before_arguments: str
-    after_arguments: str
+    before_name: str = '{"name": "'
+    before_arguments: str = '", "arguments": '
+    after_arguments: str = "}"
     """Only when this has come is a call complete."""
-    separator: str
+    separator: str = ", "
     """Between two calls of a group."""
     openings: tuple[str, ...] = ("",)
     """What a group may begin with: one of these."""
@@ -180,7 +181,6 @@ class ReasoningFormat:
 HERMES = ToolFormat(
     name="hermes",
     before_name='<tool_call>\n{"name": "',
-    before_arguments='", "arguments": ',
     after_arguments="}\n</tool_call>",
     separator="\n",
     triggers=("<tool_call>",),
@@ -189,9 +189,7 @@ HERMES = ToolFormat(
 )
 LLAMA3 = ToolFormat(
     name="llama3",
-    before_name='{"name": "',
     before_arguments='", "parameters": ',
-    after_arguments="}",
     separator="; ",
     openings=("", "<|python_tag|>"),
     triggers=('{"name": "', "<|python_tag|>"),
@@ -201,10 +199,6 @@ LLAMA3 = ToolFormat(
 )
 MISTRAL = ToolFormat(
     name="mistral",
-    before_name='{"name": "',
-    before_arguments='", "arguments": ',
-    after_arguments="}",
-    separator=", ",
     openings=("[TOOL_CALLS] [", "[TOOL_CALLS]["),  # SentencePiece leaves out a blank that a text begins with
     closing="]",
     triggers=("[TOOL_CALLS]", "[TOOL_CALLS]"),
@@ -226,10 +220,6 @@ MISTRAL_ARGS = ToolFormat(
 )
 JSON = ToolFormat(
     name="json",
-    before_name='{"name": "',
-    before_arguments='", "arguments": ',
-    after_arguments="}",
-    separator=", ",
     openings=('{"tool_calls": [',),
     closing="]}",
     triggers=('{"tool_calls": [',),
@@ -241,16 +231,13 @@ JSON = ToolFormat(
     ),
 )
 
-QWEN3_CODER = ToolFormat(
+QWEN3_CODER = replace(
+    HERMES,
     name="qwen3_coder",
     before_name="<tool_call>\n<function=",
     before_arguments=">\n",
     arguments=Parameters(before_key="<parameter=", after_key=">\n", after_value="\n</parameter>\n"),
     after_arguments="</function>\n</tool_call>",
-    separator="\n",
-    triggers=("<tool_call>",),
-    text="around",
-    markers=("<tool_call>", "</tool_call>"),
 )
 SEED_OSS = replace(
     QWEN3_CODER,
@@ -261,16 +248,14 @@ SEED_OSS = replace(
     triggers=("<seed:tool_call>",),
     markers=("<seed:tool_call>", "</seed:tool_call>"),
 )
-GLM = ToolFormat(
+GLM = replace(
+    HERMES,
     name="glm",
     before_name="<tool_call>",
     before_arguments="\n",
     arguments=Parameters(before_key="<arg_key>", after_key="</arg_key>\n<arg_value>", after_value="</arg_value>\n"),
     after_arguments="</tool_call>",
-    separator="\n",
-    triggers=("<tool_call>",),
-    text="around",
-    markers=("<tool_call>", "</tool_call>", "<arg_key>", "</arg_key>", "<arg_value>", "</arg_value>"),
+    markers=(*HERMES.markers, "<arg_key>", "</arg_key>", "<arg_value>", "</arg_value>"),
 )
 GLM_INLINE = replace(
     GLM,
@@ -319,10 +304,6 @@ DEEPSEEK_V31 = replace(
 GRANITE = ToolFormat(
     name="granite",
     openings=("<|tool_call|>[",),
-    before_name='{"name": "',
-    before_arguments='", "arguments": ',
-    after_arguments="}",
-    separator=", ",
     closing="]",
     triggers=("<|tool_call|>",),
     markers=("<|tool_call|>",),
