@@ -77,10 +77,11 @@ class GenerateOptions(RequestOptions, total=False):
     """The keyword arguments of `SyncLLM.generate`. A request_id is for one prompt."""
 
     progress: Progress
-    """Of a list of prompts; True: a line on stderr, if that is a terminal; or a function of yours that is called, in
-    this thread, with the numbers of completions that are done and of all."""
+    """Show how far a list of prompts is. True: by a line on stderr, if that is a terminal; or a function of yours,
+    called in this thread with the numbers of completions that are done and of all."""
     return_exceptions: bool
-    """Of a list; True: an error takes the place of its completion. False: the first ends the others, and is raised."""
+    """What an error does among a list of prompts. True: it takes the place of its completion. False: the first ends the
+    others, and is raised."""
 
 
 _REQUEST: dict[str, Any] = {

@@ -96,6 +96,11 @@ class StructuredOutput:
     whitespace: Literal["compact", "any"] = "compact"
     """White space of JSON: none but after commas and colons, or any that JSON allows, within bounds."""
 
+    @property
+    def is_json(self) -> bool:
+        """Whether the completion will be JSON."""
+        return self.json_schema is not None or self.json_object
+
     def __post_init__(self) -> None:
         if not isinstance(self.json_object, bool):
             raise _fail("json_object", self.json_object, "True or False")

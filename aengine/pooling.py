@@ -59,17 +59,17 @@ class RankedDocument:
 
 @dataclass(frozen=True, slots=True)
 class PoolingRequest:
-    """One call. Plain data."""
+    """A call for vectors or scores. Plain data."""
 
     task: Literal["embed", "classify", "score"]
     inputs: Sequence[Any]
-    """Of "embed" and "classify" texts or token ids, of "score" pairs of texts."""
+    """Texts or token ids; for "score" pairs of texts."""
     prompt: str | None = None
-    """What each text begins with."""
+    """The beginning of each text."""
     prompt_name: str | None = None
-    """Which of the checkpoint's prompts it begins with."""
+    """The name of the checkpoint's prompt that each text begins with."""
     instruction: str | None = None
-    """Of "score": what a reranker that is told so is to look for."""
+    """What to look for, in words, for a reranker that takes an instruction."""
     normalize: bool = True
     dimensions: int | None = None
     options: Mapping[str, Any] = field(default_factory=dict)
@@ -100,7 +100,7 @@ class PoolingResult(NamedTuple):
     values: NDArray[np.float32]
     """[n, size]: vectors, logits of classes; of "score" [n, 1]."""
     usage: Usage
-    """Of all inputs together. No token is generated."""
+    """Tokens of all inputs together. None is generated."""
 
 
 class PoolingCalls(ABC):

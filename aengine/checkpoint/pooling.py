@@ -21,17 +21,13 @@ from .gguf_file import GgufFile
 __all__ = ["PoolingConfig", "gguf_pooling", "read_pooling"]
 
 _MODES = {"mean": "mean", "cls": "cls", "lasttoken": "last"}
-_OLD_MODES = {
-    "pooling_mode_mean_tokens": "mean",
-    "pooling_mode_cls_token": "cls",
-    "pooling_mode_lasttoken": "lasttoken",
-}
+_OLD_MODES = {"mean_tokens": "mean", "cls_token": "cls"}
 _GGUF_MODES = {1: "mean", 2: "cls", 3: "last"}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PoolingConfig:
-    """What the checkpoint says of its vectors. Plain data."""
+    """Settings of a checkpoint's vectors and scores. Plain data."""
 
     mode: str = ""
     """ "mean", "cls" or "last"; "": it does not say."""
@@ -68,7 +64,8 @@ def read_pooling(folder: Path, settings: Mapping[str, Any]) -> PoolingConfig:
         kind = str(module.get("type", "")).rpartition(".")[2]
         path = str(module.get("path", ""))
         if kind == "Pooling":
-            mode, fault = _mode(_optional(folder / path / "config.json"), fault)
+            mode, why_none = _mode(_optional(folder / path / "config.json"))
+            fault = why_none or fault
         elif kind == "Dense":
             dense.append(path)
         elif kind not in ("Transformer", "Normalize", "LogitScore"):
@@ -85,25 +82,24 @@ def read_pooling(folder: Path, settings: Mapping[str, Any]) -> PoolingConfig:
 
 
 def gguf_pooling(file: GgufFile) -> PoolingConfig:
-    """What a GGUF says."""
+    """Read the kind of pooling from a GGUF's metadata."""
     kind = file.metadata.get(f"{file.metadata.get('general.architecture')}.pooling_type")
     return PoolingConfig(mode=_GGUF_MODES.get(kind, "") if isinstance(kind, int) else "")
 
 
-def _mode(config: dict[str, Any], fault: str) -> tuple[str, str]:
-    """The pooling, or why there is none."""
+def _mode(config: dict[str, Any]) -> tuple[str, str]:
+    """Return the pooling, and why there is none."""
     given = config.get("pooling_mode")
     if given is None:
-        given = [
-            name.removeprefix("pooling_mode_") for name, is_on in config.items() if is_on is True and "mode" in name
-        ]
-        given = [_OLD_MODES.get(f"pooling_mode_{name}", name) for name in given] or "mean"
+        switches = [name for name, is_on in config.items() if name.startswith("pooling_mode_") and is_on is True]
+        names = [name.removeprefix("pooling_mode_") for name in switches]
+        given = [_OLD_MODES.get(name, name) for name in names] or "mean"
     modes = [given] if isinstance(given, str) else list(given)
     if len(modes) != 1 or modes[0] not in _MODES:
         return "", f"its pooling is {' and '.join(map(str, modes))}, and aengine has one of {', '.join(_MODES)}"
     if config.get("include_prompt") is False:
         return "", "its pooling leaves out the tokens of the prompt (include_prompt), which aengine does not"
-    return _MODES[modes[0]], fault
+    return _MODES[modes[0]], ""
 
 
 def _modules(folder: Path) -> list[dict[str, Any]]:

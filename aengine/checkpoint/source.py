@@ -42,7 +42,7 @@ class ModelSource:
     path: str
     """Local folder, or .gguf file (the first one of a split model)."""
     format: str
-    """Of the weights: "safetensors", "gguf" or "dummy"."""
+    """The weights' format: "safetensors", "gguf" or "dummy"."""
     hf_config: dict[str, Any]
     """config.json's content (`text_config`: what it says of the text model); for a GGUF made from its metadata."""
     generation_config: dict[str, Any] = field(default_factory=dict)

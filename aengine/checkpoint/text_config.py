@@ -15,8 +15,8 @@ _TIED = "tie_word_embeddings"
 def text_config(hf_config: Mapping[str, Any], folder: Path | None = None) -> dict[str, Any]:
     """Return the content itself if it is of a text model alone, else the text model's.
 
-    What the latter leaves open (dtype, special tokens, quantization) is as above it. Tied embeddings in any case are,
-    since transformers looks them up there. Where nothing is said above, transformers takes a default of its class for
+    What the latter leaves open (dtype, special tokens, quantization) is as above it. Whether embeddings are tied is
+    read above only, as transformers does. Where nothing is said there, transformers takes a default of its class for
     the whole model, and ``folder`` decides: with safetensors of which none is an output matrix they are tied.
     """
     text = hf_config.get("text_config")

@@ -28,7 +28,7 @@ class Family:
     task: str = "generate"
     """"generate" (and give embeddings), or "embed" of an encoder, which can't generate."""
     formats: tuple[str, ...] = ("safetensors", "int8")
-    """Of the weights: "safetensors" (16 or 32 bits), "int8" (compressed-tensors), "mxfp4" (of experts), "gguf"."""
+    """Formats of weights: "safetensors" (16 or 32 bits), "int8" (compressed-tensors), "mxfp4" (of experts), "gguf"."""
     gguf: tuple[str, ...] = ()
     """``general.architecture`` of its GGUF files."""
     tools: tuple[str, ...] = ()

@@ -25,7 +25,7 @@ from typing import TYPE_CHECKING
 
 from ..errors import AEngineError, DeadlineExceededError, InternalError, InvalidRequestError
 from ..outputs import FinishReason, RequestEnd
-from ..params import SamplingParams, StructuredOutput
+from ..params import SamplingParams
 from ..scheduler.request import CacheKey, Request, RequestStatus
 from ..streams.token_stream import Buffer, Mailbox, error_for_waiter
 from ..structured.asked_type import AskedType
@@ -135,7 +135,7 @@ class Admission:
             want_logprobs=params.logprobs is not None,
             times=self._observer.new_times(),
             output_type=output_type,
-            is_json=asked_type is not None or _is_json(constraint),
+            is_json=asked_type is not None or (constraint is not None and constraint.is_json),
             on_end=partial(self._ended, request_id),
         )
         request = UserRequest(
@@ -397,10 +397,6 @@ def _where(request: UserRequest) -> str:
         return "the request was still queued"
     num_begun = min(first.num_computed_tokens, first.num_prompt_tokens)
     return f"{num_begun} of {first.num_prompt_tokens} prompt tokens were computed or being computed"
-
-
-def _is_json(shape: StructuredOutput | None) -> bool:
-    return shape is not None and (shape.json_schema is not None or shape.json_object)
 
 
 def _nth_seed(seed: int, index: int) -> int:

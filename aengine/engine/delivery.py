@@ -17,9 +17,9 @@ from ..structured.bitmasks import Filling
 __all__ = ["Delivery", "Logprobs", "Sampled", "logprobs_by_token", "request_error"]
 
 Sampled = list[tuple[Request, int, int]]
-"""Of each token of an answer: its request, its id, its place in the answer."""
+"""The tokens of an answer: the request, the id, and the place in the answer of each."""
 Logprobs = dict[int, tuple[Logprob, ...]]
-"""By the place of a token: its own first (with -1 for its id), then the likeliest."""
+"""Log-probabilities by the place of a token: its own first (with -1 for its id), then the likeliest."""
 
 _NO_LOGPROBS: tuple[Logprob, ...] = ()
 _TURN = 32

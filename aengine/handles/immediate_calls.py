@@ -20,7 +20,7 @@ __all__ = ["ImmediateCalls"]
 
 
 class ImmediateCalls:
-    """What an engine can be asked and told without waiting for it."""
+    """Calls that need no waiting, of an engine held by a handle."""
 
     _handle: LocalHandle | ThreadHandle
 

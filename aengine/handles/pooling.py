@@ -160,7 +160,7 @@ def _sigmoid(x: Vectors) -> Vectors:
 
 
 def _prompt_of(core: EngineCore, request: PoolingRequest) -> str:
-    """What each text begins with."""
+    """Return what each text begins with. Raises InvalidRequestError."""
     if request.prompt is None and request.prompt_name is None:
         return core.pooling.default_prompt if request.task == "embed" else ""
     if not all(isinstance(given, str) for given in request.inputs):
@@ -359,7 +359,8 @@ def _joined(vectors: list[array[float]]) -> Vectors:
 
 
 def _are_large(inputs: Sequence[Any]) -> bool:
-    """Whether there are many inputs, or token ids in them. A text is one, however long: nobody reads it here."""
+    """Whether there are many inputs, or token ids in them. A text counts as one, however long: it is not
+    read here."""
     sizes = (len(given) if hasattr(given, "__len__") and not isinstance(given, str) else 1 for given in inputs)
     return len(inputs) >= _MANY or sum(sizes) >= _MANY
 

@@ -60,9 +60,9 @@ __all__ = [
 
 
 LOG_TEXTS = ("name", "text", "path", "function", "thread")
-"""Of a LOG message, beside its ``level`` and ``line``, integers, and ``created``, seconds since 1970."""
+"""The texts of a LOG message, beside its ``level`` and ``line``, integers, and ``created``, seconds since 1970."""
 PLAN_LIMITS = ("num_blocks", "max_model_len", "max_num_batched_tokens")
-"""Of these the least of all ranks holds; each is at least 1."""
+"""What the ranks agree on: of each the least that one of them offers, at least 1."""
 _OFFER_COUNTS = (*PLAN_LIMITS, "block_size", "vocab_size")
 
 

@@ -24,7 +24,7 @@ from ..telemetry.trace_context import current_trace
 from .connection import Connection
 from .stream import RemoteStream
 from .tokenizer import RemoteTokenizer
-from .types import is_json, plain_options, typed_params
+from .types import plain_options, typed_params
 from .wire import delta_from_wire, from_wire, params_to_wire, pooled_from_wire, to_wire, token_from_wire
 
 if TYPE_CHECKING:
@@ -204,8 +204,10 @@ class RemoteEngine(PoolingCalls):
         connection.send("begin", number, method, prompt, params_to_wire(params), options, current_trace())
         decode, kind = (delta_from_wire, ChatCompletion) if method == "chat" else (token_from_wire, Completion)
         loop = asyncio.get_running_loop()
+        shape = None if params is None else params.structured_output
+        is_json = shape is not None and shape.is_json
         stream: RemoteStream[Any, Any] = RemoteStream(
-            request_id, number, n, decode, kind, connection.send, loop, known, is_json=is_json(params)
+            request_id, number, n, decode, kind, connection.send, loop, known, is_json=is_json
         )
         connection.add(number, stream)
         return stream

@@ -62,7 +62,7 @@ async def serve_engine(engine: AsyncLLM, path: str | os.PathLike[str]) -> AsyncI
 
 
 class _ServedEngine:
-    """What all connections share."""
+    """The engine, and what all connections to it share."""
 
     def __init__(self, engine: AsyncLLM) -> None:
         self.engine = engine

@@ -56,9 +56,9 @@ class RemoteStream(Generic[T, C]):
         self.usage = Usage(0, 0)
         """The tokens so far."""
         self.finish_reasons: tuple[FinishReason | None, ...] = (None,) * n
-        """Of each of the n completions why it has ended."""
+        """Why each of the n completions has ended."""
         self.stop_reasons: tuple[str | int | None, ...] = (None,) * n
-        """Of each of the n completions its `Choice.stop_reason`, known with its finish reason."""
+        """The `Choice.stop_reason` of each of the n completions, known with its finish reason."""
         self._number = number
         self._decode = decode
         self._kind = kind

@@ -16,7 +16,7 @@ from ..structured.asked_type import with_output_type
 if TYPE_CHECKING:
     from ..structured.output_type import OutputType
 
-__all__ = ["is_json", "plain_options", "typed_params", "with_values"]
+__all__ = ["plain_options", "typed_params", "with_values"]
 
 C = TypeVar("C", bound=Completion)
 
@@ -57,12 +57,6 @@ def _choice(choice: ToolChoice) -> Any:
     if named:
         return {"type": "allowed_tools", "allowed_tools": {"mode": choice.mode, "tools": named}}
     return choice.mode
-
-
-def is_json(params: SamplingParams | None) -> bool:
-    """Whether the answer was asked to be JSON."""
-    shape = None if params is None else params.structured_output
-    return shape is not None and (shape.json_schema is not None or shape.json_object)
 
 
 def with_values(completion: C, output_type: OutputType) -> C:

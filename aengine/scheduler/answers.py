@@ -64,7 +64,7 @@ class Answers:
         return StepResult(sampled, failed, pooled, num_rows, begun)
 
     def _commit(self, step: InFlightStep, column: list[int]) -> list[tuple[Request, int, int]]:
-        """One token for each request, or -1."""
+        """Append to each request its token of ``column``, unless that is -1."""
         sampled: list[tuple[Request, int, int]] = []
         batch_idx = -1
         for request, token_id in zip(step.batch, column, strict=True):

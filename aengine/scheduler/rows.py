@@ -108,7 +108,7 @@ class Rows:
         self.decoding.leave()
 
     def join(self, requests: list[Request]) -> None:
-        """They decode from the next step on."""
+        """Let the requests decode from the next step on."""
         for request in requests:
             request.status = _DECODING
             self.set_limit(request)

@@ -29,7 +29,7 @@ logger = logging.getLogger("aengine.requests")
 
 
 Kind = Literal["completion", "chat", "embedding"]
-"""Of a request: "chat": its prompt is messages; "embedding": it gets a vector, or scores, in place of text."""
+"""Kind of a request: "chat": its prompt is messages; "embedding": it gets a vector, or scores, in place of text."""
 
 
 @dataclass(frozen=True, slots=True)

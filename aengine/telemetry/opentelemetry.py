@@ -236,14 +236,13 @@ class _Instrumentation(RequestListener):
 def _request_attributes(params: SamplingParams) -> Mapping[str, Any]:
     """Return what the conventions record of the parameters. They are plain numbers, as exporters expect."""
     shape = params.structured_output
-    is_json = shape is not None and (shape.json_schema is not None or shape.json_object)
     optional = {
         "gen_ai.request.max_tokens": params.max_tokens,
         "gen_ai.request.seed": params.seed,
         "gen_ai.request.top_k": int(params.top_k) or None,
         "gen_ai.request.choice.count": None if params.n == 1 else params.n,
         "gen_ai.request.stop_sequences": list(params.stop) or None,
-        "gen_ai.output.type": "json" if is_json else None,
+        "gen_ai.output.type": "json" if shape is not None and shape.is_json else None,
     }
     return {
         "gen_ai.request.temperature": float(params.temperature),

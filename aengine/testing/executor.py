@@ -38,7 +38,7 @@ _MAX_MODEL_LEN = 32_768
 _UNLIKELY = -20.0
 _LETTERS = b"abcdfghijklmnopqrstuvwxyz"  # an e would lengthen a number
 _PREFERRED = [END_OF_TURN, *b'"', *_LETTERS, *b"}],", *b"0123456789", *range(32, 127), *range(256)]
-"""Of what a grammar allows to a row that has nothing to say: whatever comes to its end soon."""
+"""Tokens for a row that has nothing to say, those first that bring what its grammar allows to an end soon."""
 
 _NO_LINE = Line(None, "")  # of a text that gets a vector
 VECTOR_SIZE = 16

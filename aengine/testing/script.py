@@ -38,7 +38,7 @@ class FakeRequest:
     """Completions that the engine was asked for before this one."""
     request_id: str
     prompt: Prompt
-    """As it was given: a text, token ids (of bytes), or messages."""
+    """The prompt as it was given: a text, token ids (of bytes), or messages."""
     params: SamplingParams
     choice: int = 0
     """Which of the request's n completions."""
@@ -85,10 +85,10 @@ class Reply:
 
     def written(self, request: FakeRequest) -> str:
         """Return the text as the model would write it."""
-        text = self.text
+        text, shape = self.text, request.params.structured_output
         if self.value is not _NOTHING:
             text = _json(_of_type(self.value, request.output_type))
-        elif request.output_type is not None or _is_json(request.params):
+        elif request.output_type is not None or (shape is not None and shape.is_json):
             text = _as_compact(text)
         parts = [f"<think>\n{self.reasoning}\n</think>\n"] * bool(self.reasoning) + [text]
         if self.tool_calls:
@@ -169,11 +169,6 @@ def _reply_of(reply: ReplyLike) -> Reply | None:
     if reply is None or isinstance(reply, Reply):
         return reply
     return Reply(reply) if isinstance(reply, str) else Reply(value=reply)
-
-
-def _is_json(params: SamplingParams) -> bool:
-    shape = params.structured_output
-    return shape is not None and (shape.json_schema is not None or shape.json_object)
 
 
 def _json(value: Any) -> str:

@@ -33,7 +33,7 @@ _ENDS_OF_TURN = ("<|im_end|>", "<|eot_id|>", "<|eom_id|>", "<|end|>", "<end_of_t
 """Special tokens that end an answer, whatever the files name as end of sequence."""
 _ENDS_OF_HARMONY = ("<|return|>", "<|call|>")
 _ENDS_OF_TEXT = ("<|endoftext|>", "<|end_of_text|>")
-"""Likewise, for a GGUF, which has no generation_config.json to name them."""
+"""Special tokens that end an answer of a GGUF, which has no generation_config.json to name them."""
 
 
 class Tokenizer:

@@ -25,7 +25,7 @@ __all__ = ["JSON_OBJECT", "ArgumentReader", "ArgumentSyntax", "Progress", "json_
 
 
 class Progress(Enum):
-    """How far a reader is."""
+    """Progress of a reader."""
 
     MORE = "more"
     """The arguments go on. What was not taken may be the beginning of something."""

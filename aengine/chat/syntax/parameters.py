@@ -35,7 +35,7 @@ _PYTHON = {"True": "true", "False": "false", "None": "null"}
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Parameters(ArgumentSyntax):
-    """One way to mark them. ``after_value`` may begin with a control token, and has none elsewhere."""
+    """Marks round each name and value. ``after_value`` may begin with a control token, and has none elsewhere."""
 
     before_key: str
     after_key: str
@@ -58,9 +58,8 @@ class Parameters(ArgumentSyntax):
         options = value.options()
         if options is not None:
             written = list(dict.fromkeys(name for option in options for name in _written(option)))
-            choice = (
-                [Repeat(Choice(tuple(filter(None, written))), least=int(all(written)), most=1)] if any(written) else []
-            )
+            texts = tuple(filter(None, written))
+            choice = [Repeat(Choice(texts), least=int(len(texts) == len(written)), most=1)] if texts else []
             return seq(*choice, end)
         if "string" in value.types():
             return self._text(markers, text_patterns(value))

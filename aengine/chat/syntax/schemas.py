@@ -56,14 +56,17 @@ class Value:
         """Return a part of it."""
         return Value(self.name, schema, self.root)
 
+    def unions(self, schema: Mapping[str, Any]) -> Iterator[list[Value]]:
+        """Yield the members of each keyword of ``schema``, a part of it, that says what it may be one of."""
+        for keyword in _ALTERNATIVES:
+            if isinstance(schema.get(keyword), list):
+                yield [self.within(member) for member in schema[keyword]]
+
     def alternatives(self) -> list[Value]:
         """Return what it may be, each by itself; only itself if it is one thing."""
         schema = self.resolved()
-        if isinstance(schema, dict):
-            for keyword in _ALTERNATIVES:
-                if isinstance(schema.get(keyword), list):
-                    return [self.within(member) for member in schema[keyword]]
-        return [self.within(schema)]
+        whole = [self.within(schema)]
+        return next(self.unions(schema), whole) if isinstance(schema, dict) else whole
 
     def types(self, depth: int = 0) -> frozenset[str]:
         """Return the JSON types that it may have: those of `ANY_TYPE`; integers are numbers."""
@@ -77,10 +80,8 @@ class Value:
         if isinstance(given, str | list):
             names = [given] if isinstance(given, str) else given
             found = frozenset(name for one in names for name in _TYPES.get(str(one), ANY_TYPE))
-        for keyword in _ALTERNATIVES:
-            if isinstance(schema.get(keyword), list):
-                members = [self.within(member).types(depth + 1) for member in schema[keyword]]
-                found &= frozenset().union(*members)
+        for members in self.unions(schema):
+            found &= frozenset().union(*(member.types(depth + 1) for member in members))
         for member in schema.get("allOf") or ():
             found &= self.within(member).types(depth + 1)
         return found or ANY_TYPE
@@ -98,11 +99,10 @@ class Value:
             return [None]
         if schema.get("type") == "boolean":
             return [True, False]
-        for keyword in _ALTERNATIVES:
-            if isinstance(schema.get(keyword), list):
-                found = [self.within(member).options(depth + 1) for member in schema[keyword]]
-                if all(options is not None for options in found):
-                    return [value for options in found for value in options or ()]
+        for members in self.unions(schema):
+            found = [member.options(depth + 1) for member in members]
+            if all(options is not None for options in found):
+                return [value for options in found for value in options or ()]
         return None
 
     def text(self) -> str:
@@ -119,16 +119,14 @@ def values_of(schema: Mapping[str, Any], tool: Tool, relax: bool) -> tuple[list[
     Raises GrammarError where it says what holds for several arguments, unless ``relax``.
     """
     root = Value("", schema, schema).resolved()
-    wrong = (
-        next((keyword for keyword in _NOT_ONE_BY_ONE if keyword in root), None) if isinstance(root, dict) else "$ref"
-    )
-    if wrong is not None and not relax:
+    wrong = [keyword for keyword in _NOT_ONE_BY_ONE if keyword in root] if isinstance(root, dict) else ["$ref"]
+    if wrong and not relax:
         raise GrammarError(
-            f"the parameters of the tool {tool.name!r}: {wrong!r} can't be enforced where a model writes arguments one "
-            "by one; use on_unsupported='relax', or strict=False for this tool",
+            f"the parameters of the tool {tool.name!r}: {wrong[0]!r} can't be enforced where a model writes arguments "
+            "one by one; use on_unsupported='relax', or strict=False for this tool",
             kind="unsupported",
             tool=tool.name,
-            path=f"$.{wrong}",
+            path=f"$.{wrong[0]}",
         )
     properties = root.get("properties") if isinstance(root, dict) else None
     if not isinstance(properties, dict) or not properties:

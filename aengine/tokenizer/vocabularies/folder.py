@@ -34,8 +34,6 @@ _BERT_CLASSES = ("Bert", "DistilBert", "Electra", "MobileBert", "PreTrained", "T
 _BERT_ROLES = {
     "unk_token": "[UNK]", "cls_token": "[CLS]", "sep_token": "[SEP]", "pad_token": "[PAD]", "mask_token": "[MASK]",
 }  # fmt: skip
-
-
 _CURE = (
     "where transformers is installed, AutoTokenizer.from_pretrained(FOLDER).save_pretrained(NEW_FOLDER) writes a "
     "tokenizer.json"

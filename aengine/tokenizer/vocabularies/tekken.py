@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING, Any
 from ...checkpoint.source import read_json
 from ...errors import ModelLoadError
 from ..token_text import gpt2_bytes
+from .loaded import put_around
 
 if TYPE_CHECKING:
     import tokenizers
@@ -34,14 +35,12 @@ def read_tekken(path: Path) -> tuple[tokenizers.Tokenizer, dict[str, str]]:
     data = read_json(path)
     try:
         return _encoder(data)
-    except ModelLoadError:
-        raise
     except Exception as error:  # whatever the library raises for a vocabulary that does not fit together
         raise ModelLoadError(f"{path} can't be read as a tekken tokenizer: {error!r}") from error
 
 
 def _encoder(data: Mapping[str, Any]) -> tuple[tokenizers.Tokenizer, dict[str, str]]:
-    from tokenizers import AddedToken, Regex, Tokenizer, decoders, models, pre_tokenizers, processors
+    from tokenizers import AddedToken, Regex, Tokenizer, decoders, models, pre_tokenizers
 
     config = data["config"]
     num_special = config["default_num_special_tokens"]
@@ -70,10 +69,7 @@ def _encoder(data: Mapping[str, Any]) -> tuple[tokenizers.Tokenizer, dict[str, s
     encoder.add_tokens([AddedToken(n, special=i not in ordinary, normalized=False) for i, n in enumerate(names)])
     roles = {"unk_token": "<unk>", "bos_token": "<s>", "eos_token": "</s>", "pad_token": "<pad>"}
     special_tokens = {role: name for role, name in roles.items() if name in names}
-    if "<s>" in names:
-        encoder.post_processor = processors.TemplateProcessing(
-            single=["<s>", "$A"], special_tokens=[("<s>", names.index("<s>"))]
-        )
+    put_around(encoder, special_tokens.get("bos_token"), None)
     return encoder, special_tokens
 
 
