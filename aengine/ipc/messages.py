@@ -203,6 +203,8 @@ class SchedulerOutput:
     sample_now: bool = True  # False: a GRAMMAR frame follows, and gates sampling
     is_leased: bool = False  # it may be revoked until the worker begins it
     drafts: DraftColumns | None = None  # None: nobody has any
+    page_copies: array[int] = field(default_factory=int32)
+    """[2 * k] pairs of pages, from and to: before anything is computed, the second becomes as the first."""
 
 
 @dataclass(slots=True)
@@ -297,6 +299,7 @@ def pack(message: object) -> bytes:
                 None
                 if m.drafts is None
                 else [c.tobytes() for c in (m.drafts.counts, m.drafts.token_ids, m.drafts.is_certain)],
+                m.page_copies.tobytes(),
             )
         )
     if type(message) is ModelRunnerOutput:
@@ -374,7 +377,7 @@ def _new_request(r: NewRequest) -> tuple[Any, ...]:
 
 def _step(data: Any) -> SchedulerOutput:
     step_id, settled_rows, num_rejected, removed, new, block_rows, block_ids, block_groups, req_idx, *rest = data
-    scheduled, sample_now, is_leased, drafts = rest
+    scheduled, sample_now, is_leased, drafts, page_copies = rest
     out = SchedulerOutput(
         _int(step_id),
         _ints(settled_rows),
@@ -389,10 +392,12 @@ def _step(data: Any) -> SchedulerOutput:
         bool(sample_now),
         bool(is_leased),
         None if drafts is None else DraftColumns(*map(_ints, drafts)),
+        _ints(page_copies),
     )
     batch = out.req_idx, out.num_scheduled_tokens
     pairs = (out.settled_rows, out.num_rejected), (out.block_rows, out.block_ids), batch
-    if any(len(a) != len(b) for a, b in pairs) or len(out.block_groups) not in (0, len(out.block_ids)):
+    is_odd = len(out.block_groups) not in (0, len(out.block_ids)) or len(out.page_copies) % 2
+    if is_odd or any(len(a) != len(b) for a, b in pairs):
         raise MessageError(f"step {out.step_id}: columns of unequal length")
     if out.drafts is not None:
         counts, num_reqs = out.drafts.counts, len(out.req_idx)

@@ -80,6 +80,12 @@ class BlockTables:
         fresh, self._fresh = self._fresh, []
         return np.array(fresh, dtype=np.int64)
 
+    def checked(self, block_ids: Sequence[int]) -> Sequence[int]:
+        """Return them. Raises InternalError if there is no such block."""
+        if not 0 <= min(block_ids) <= max(block_ids) < self._num_blocks:
+            raise InternalError(f"blocks outside 0 to {self._num_blocks - 1} are to be copied")
+        return block_ids
+
     def state_pages(self, rows: Rows) -> Rows | None:
         """Host int64 [num_groups, num_reqs]: the pages of the rows' states; None if the model has none."""
         return self._state_pages[:, rows] if self.has_states else None

@@ -81,6 +81,9 @@ class KvMemory(Protocol):
     def preparations(self) -> list[Callable[[], None]]:
         """Return what is better done in idle time, in parts of a tenth of a second or less."""
 
+    def copy_blocks(self, pairs: Sequence[int]) -> None:
+        """Copy whole blocks, [from, to, from, to, ...]: none is both."""
+
 
 @dataclass(slots=True)
 class ExecuteModelState:
@@ -396,6 +399,8 @@ class ModelRunner:
         fresh = self.tables.take_fresh()
         if len(fresh) and self._kv_memory.clears_blocks:
             self._kv_memory.clear_blocks(to_device(fresh, self.requests.token_ids.device))
+        if out.page_copies:
+            self._kv_memory.copy_blocks(self.tables.checked(out.page_copies))
         self._arena.apply()
         for row in self._sampler.apply_staged_writes():
             if not self._is_alone:

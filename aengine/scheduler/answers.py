@@ -133,6 +133,8 @@ class Answers:
             self._rows.kv.note_written(request, num_tokens - 1)
             block_size = self._rows.kv.block_size
             next_full = ((num_tokens - 1) // block_size + 1) * block_size
+            if request.states.copies:  # the answer to the step that begins with a copy brings the token after next
+                next_full = min(next_full, request.states.copies[0].border + 1)
             if self._quarantine and self._quarantine.holds(request):
                 next_full = num_tokens
             request.milestone = min(next_full + 1, request.max_num_tokens)

@@ -106,6 +106,20 @@ class BlockPool:
             self._by_name[name] = block_id
             self._name_of[block_id] = name
 
+    def drop(self, name: bytes) -> None:
+        """Make the block of this name empty, if it is idle."""
+        block_id = self._by_name.get(name)
+        if block_id is not None and block_id in self._idle:
+            del self._idle[block_id]
+            self._forget(block_id)
+            self._empty.append(block_id)
+
+    def touch(self, name: bytes) -> None:
+        """Make the block of this name the last to be evicted, if it is idle."""
+        block_id = self._by_name.get(name)
+        if block_id is not None and block_id in self._idle:
+            self._idle.move_to_end(block_id)
+
     def _forget(self, block_id: int) -> None:
         name = self._name_of[block_id]
         if name is not None:

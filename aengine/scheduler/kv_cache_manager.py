@@ -3,9 +3,14 @@
     group      needs for the query at position p    a prefix of L tokens is a hit when
     full       the blocks of tokens 0 to p          all its blocks are found
     window w   those of tokens p - w + 1 to p       the blocks of its last w - 1 tokens are found
-    state      its one block                        never: states of the past are not kept
+    state      its one block                        it was kept there
 
 A hit is the longest prefix that all groups agree on.
+
+A state goes on with each token, so it is found only where a copy of it was kept: at the last block border of a prompt;
+where a prompt begins to differ from those that were seen before; and at the latest border within a completion. A copy
+is made before the step that goes on from there. It is a page of its own, with a name like any other block's; a hit
+copies it into the request's own page.
 
 A block that has left a window is freed when the answer is in of the step that passed it (`note_written`). By then the
 next query of that request, also in any step in flight, is past the window of all tokens in the block: nobody reads it
@@ -31,12 +36,17 @@ from array import array
 from bisect import bisect_right
 from collections.abc import Iterable, Sequence
 from hashlib import blake2b
+from typing import NamedTuple
 
 from ..ipc.messages import KVCacheGroup
 from .block_pool import BlockPool, BlockTable
-from .request import Request
+from .request import Request, StateCopy
 
-__all__ = ["KVCacheManager", "long_root", "private_root", "shared_root"]
+__all__ = ["STATE_INTERVAL", "KVCacheManager", "Prefix", "extend_hashes", "long_root", "private_root", "shared_root"]
+
+STATE_INTERVAL = 256
+"""Least number of tokens from one kept state of a request to the next: a prompt is cut where its state is kept, and a
+copy takes memory (Qwen3-Next's 75 MiB, as its keys and values of 3168 tokens do)."""
 
 _DIGEST_SIZE = 32
 _TOKEN_BYTES = array("i").itemsize
@@ -58,11 +68,21 @@ def private_root(number: int) -> bytes:
     return blake2b(number.to_bytes(8, "little"), digest_size=_DIGEST_SIZE, person=b"private root").digest()
 
 
+class Prefix(NamedTuple):
+    """The tokens with which a request can begin without computing them."""
+
+    length: int
+    attended: int  # as far as the layers go that attend; the states may have been kept for less
+    tables: list[BlockTable]  # of each group; empty of those with states
+    kept: list[int]  # pages of the states, to be copied; one of each group with states if there is a prefix
+
+
 class KVCacheManager:
     """``num_blocks`` pages, which ``groups`` share. At most ``step_tokens`` tokens of a request are in one step."""
 
     __slots__ = (
         "_groups",
+        "_states",
         "_step_tokens",
         "_strictest_last",
         "block_size",
@@ -84,45 +104,65 @@ class KVCacheManager:
         self.prefix_unit = 0 if self.has_states else max(group.block_size for group in groups)
         self.pool = BlockPool(num_blocks)
         self._groups = [_Group(group, index, self.block_size) for index, group in enumerate(groups)]
+        attending = [own for own, group in zip(self._groups, groups, strict=True) if group.kind != "state"]
         # A full group looks up a prefix from its begin, and so tells the windows cheaply how far to look at most.
-        self._strictest_last = sorted(self._groups, key=lambda group: group.window)
+        self._strictest_last = sorted(attending, key=lambda group: group.window)
+        with_states = [own for own, group in zip(self._groups, groups, strict=True) if group.kind == "state"]
+        self._states = _KeptStates(self.pool, with_states, self.block_size)
         self._step_tokens = step_tokens
 
     # -- prefixes
 
-    def match(self, request: Request) -> list[BlockTable]:
-        """The longest prefix of ``request`` that all groups have, as a table of each: all of them have the same room.
-        One token at least is left to compute."""
-        tables = [BlockTable(group.block_size, 0, []) for group in self._groups]
-        length = len(request.token_ids) - 1
+    def match(self, request: Request) -> Prefix:
+        """The longest prefix of ``request`` that all groups have. One token at least is left to compute."""
+        nothing = self.no_prefix()
+        if request.root_hash is None or not self._strictest_last:
+            return nothing
+        tables = nothing.tables
+        length = attended = self._agree(request, tables, len(request.token_ids) - 1)
+        while self.has_states and length:
+            found, kept = self._states.longest(request, length)
+            if found == length:
+                return Prefix(length, attended, tables, kept)
+            length = self._agree(request, tables, found)
+        return Prefix(length, attended, tables, [])
+
+    def no_prefix(self) -> Prefix:
+        return Prefix(0, 0, [BlockTable(group.block_size, 0, []) for group in self._groups], [])
+
+    def _agree(self, request: Request, tables: list[BlockTable], length: int) -> int:
+        """Set the tables of the groups that attend to the longest prefix, of at most ``length`` tokens, that they all
+        have; it is returned."""
         num_agreed = 0
-        while request.root_hash is not None and not self.has_states and num_agreed < len(tables):
+        while num_agreed < len(self._strictest_last):
             for group in self._strictest_last:
                 table = tables[group.index] = group.longest_hit(self.pool, request, length)
                 num_agreed = num_agreed + 1 if table.room == length else 1
                 length = table.room
-        return tables
+        return length
 
     def shares_prompt(self, request: Request) -> bool:
-        """Return whether another completion of its call can take over some of its prompt's blocks. A state goes on with
-        its own completion, so that the others compute theirs."""
-        return request.num_prompt_tokens > self.block_size and not self.has_states
+        """Return whether another completion of its call can take over some of its prompt's blocks."""
+        least = max(self.block_size, STATE_INTERVAL if self.has_states else 0)
+        return request.num_prompt_tokens > least and bool(self._strictest_last)
 
-    def num_missing(self, tables: list[BlockTable], num_tokens: int) -> int:
+    def num_missing(self, prefix: Prefix, num_tokens: int) -> int:
         """Return how many blocks must be free for a request of so many tokens that begins with these."""
-        needed = 0
-        for group, table in zip(self._groups, tables, strict=True):
+        needed = self.pool.count_idle(prefix.kept)
+        for group, table in zip(self._groups, prefix.tables, strict=True):
             most = group.most_blocks(num_tokens, self._step_tokens)
             to_come = -((table.room - num_tokens) // group.block_size)
             needed += self.pool.count_idle(table.block_ids) + min(most - len(table.block_ids), to_come)
         return needed
 
-    def begin(self, request: Request, tables: list[BlockTable]) -> None:
+    def begin(self, request: Request, prefix: Prefix) -> None:
         """Give the request the tables of its prefix."""
-        for table in tables:
+        for table in prefix.tables:
             self.pool.acquire(table.block_ids)
-        request.block_tables = tables
-        request.num_computed_tokens = request.num_offered_tokens = tables[0].room
+        request.block_tables = prefix.tables
+        request.num_computed_tokens = request.num_offered_tokens = prefix.length
+        if self.has_states:
+            self._states.begin(request, prefix)
 
     def note_written(self, request: Request, num_tokens: int) -> None:
         """The KV of the first ``num_tokens`` tokens is surely written by now, and the next query is at that position.
@@ -131,11 +171,13 @@ class KVCacheManager:
         """
         size, first = self.block_size, request.num_offered_tokens
         last = num_tokens - num_tokens % size
-        if last > first and request.root_hash is not None and not self.has_states:
+        if last > first and request.root_hash is not None:
             extend_hashes(request, last // size, size)
-            for group in self._groups:
+            for group in self._strictest_last:
                 group.offer(self.pool, request, first, last)
             request.num_offered_tokens = last
+        if request.states.copies:
+            self._states.note_written(request, num_tokens)
         if self.has_windows:
             for group, table in zip(self._groups, request.block_tables, strict=True):
                 num_left = min(group.first_needed(num_tokens) - table.begin, len(table.block_ids))
@@ -143,6 +185,17 @@ class KVCacheManager:
                     self.pool.release(table.block_ids[:num_left])
                     del table.block_ids[:num_left]
                     table.begin += num_left
+
+    def restore_states(self, request: Request, prefix: Prefix) -> list[int]:
+        """Return the copies of pages that its first step begins with: pairs, from and to."""
+        return self._states.pairs(request, prefix.kept, is_kept=False) if prefix.kept else []
+
+    def keep_states(self, request: Request, num_running: int) -> list[int]:
+        """Return the copies of pages, as above, that its next step begins with: of its states as they are now, if it
+        is at a border where that is worth its while, and all that run can grow by a block beside."""
+        if not self.has_states or request.num_computed_tokens % self.block_size:
+            return []
+        return self._states.keep(request, self.pool.num_free - num_running * self.num_growing)
 
     # -- room
 
@@ -186,10 +239,12 @@ class KVCacheManager:
         """Free all its blocks."""
         for table in request.block_tables:
             self.pool.release(table.block_ids)
+        if self.has_states:
+            self._states.release(request)
 
     @staticmethod
     def num_held(request: Request) -> int:
-        return sum(len(table.block_ids) for table in request.block_tables)
+        return sum(len(table.block_ids) for table in request.block_tables) + request.states.num_copied
 
     def num_leaving(self, request: Request) -> int:
         """Return how many of its blocks are freed when its prompt is computed as far as it has been scheduled."""
@@ -199,19 +254,23 @@ class KVCacheManager:
 
     def check(self, requests: Iterable[Request]) -> None:
         """Assert that the pool agrees with the tables of all who hold blocks."""
-        self.pool.check([i for t in request.block_tables for i in t.block_ids] for request in requests)
+        self.pool.check(
+            [i for t in request.block_tables for i in t.block_ids] + [i for c in request.states.copies for i in c.pages]
+            for request in requests
+        )
 
 
 class _Group:
     """The rules of a KV group: which blocks a query needs, and which prefix is a hit."""
 
-    __slots__ = ("_hashes_per_block", "_suffix", "block_size", "index", "most_blocks", "window")
+    __slots__ = ("_hash_size", "_hashes_per_block", "_suffix", "block_size", "index", "most_blocks", "window")
 
     def __init__(self, group: KVCacheGroup, index: int, hash_size: int) -> None:
         self.index = index
         self.block_size = group.block_size
         self.window = group.window
         self.most_blocks = group.most_blocks
+        self._hash_size = hash_size
         self._hashes_per_block = group.block_size // hash_size
         self._suffix = bytes([index]) if index else b""  # tells the names of this group's blocks from the others'
 
@@ -248,11 +307,112 @@ class _Group:
                 hits.append(block_id)
         return BlockTable(self.block_size, i, hits[::-1])
 
+    def name_at(self, request: Request, border: int) -> bytes:
+        """The name of this group's block that ends at ``border``; of a state: as it was there. All hashes are known."""
+        return request.block_hashes[border // self._hash_size - 1] + self._suffix
+
     def offer(self, pool: BlockPool, request: Request, first: int, last: int) -> None:
         """Offer the blocks that have become full with the tokens ``first`` to ``last`` - 1."""
         table, step, size = request.block_tables[self.index], self._hashes_per_block, self.block_size
         for i in range(first // size, last // size):
             pool.offer(table.block_ids[i - table.begin], request.block_hashes[(i + 1) * step - 1] + self._suffix)
+
+
+class _KeptStates:
+    """The states that are kept at block borders, of all groups that have states."""
+
+    __slots__ = ("_border", "_groups", "_pool")
+
+    def __init__(self, pool: BlockPool, groups: list[_Group], border: int) -> None:
+        """``border``: a multiple of so many tokens is one."""
+        self._pool = pool
+        self._groups = groups
+        self._border = border
+
+    def longest(self, request: Request, length: int) -> tuple[int, list[int]]:
+        """The last border within ``length`` tokens at which all states were kept, and their pages. 0: there is none."""
+        extend_hashes(request, length // self._border, self._border)
+        for border in range(length - length % self._border, 0, -self._border):
+            kept = self._find(request, border)
+            if kept:
+                return border, kept
+        return 0, []
+
+    def _find(self, request: Request, border: int) -> list[int]:
+        """The pages kept there; none unless all are."""
+        kept: list[int] = []
+        for group in self._groups:
+            page = self._pool.find(group.name_at(request, border))
+            if page is None:
+                return []
+            kept.append(page)
+        return kept
+
+    def begin(self, request: Request, prefix: Prefix) -> None:
+        """Note where the request will keep its states on the way through its prompt."""
+        states = request.states
+        states.newest = newest = prefix.length
+        if prefix.kept:
+            self._pool.acquire(prefix.kept)
+            states.copies.append(StateCopy(prefix.length, prefix.kept))
+        num_tokens = len(request.token_ids) - 1  # one at least is computed after a hit
+        for border in sorted({prefix.attended, num_tokens - num_tokens % self._border}):
+            if border - newest >= STATE_INTERVAL and request.root_hash is not None:
+                states.planned.append(border)
+                newest = border
+
+    def keep(self, request: Request, num_spare: int) -> list[int]:
+        """See `KVCacheManager.keep_states`."""
+        states, position = request.states, request.num_computed_tokens
+        if request.root_hash is None or position - states.newest < STATE_INTERVAL:
+            return []
+        states.newest = position
+        num_known = len(request.token_ids)
+        if position <= num_known:
+            extend_hashes(request, position // self._border, self._border)
+            if self._find(request, position):  # by another request with these tokens
+                return []
+        if num_spare < len(self._groups):
+            return []
+        pages = self._pool.allocate(len(self._groups))
+        states.copies.append(StateCopy(position, pages))
+        if position + 2 > num_known:  # with that many the step that begins with the copy was answered
+            request.milestone = min(request.milestone, position + 2)
+        return self.pairs(request, pages, is_kept=True)
+
+    def pairs(self, request: Request, pages: list[int], *, is_kept: bool) -> list[int]:
+        """Copies between ``pages`` and the request's own: to them if ``is_kept``."""
+        pairs = []
+        for group, page in zip(self._groups, pages, strict=True):
+            (own,) = request.block_tables[group.index].block_ids
+            pairs += [own, page] if is_kept else [page, own]
+        return pairs
+
+    def note_written(self, request: Request, num_tokens: int) -> None:
+        """The step that computed the token before ``num_tokens`` was answered: offer what was copied before it."""
+        states = request.states
+        while states.copies and states.copies[0].border < num_tokens:
+            border, pages = states.copies.pop(0)
+            extend_hashes(request, border // self._border, self._border)
+            for group, page in zip(self._groups, pages, strict=True):
+                self._pool.offer(page, group.name_at(request, border))
+            self._pool.release(pages)
+            if states.offered and request.num_prompt_tokens < states.offered[-1] < border:
+                self._drop(request, states.offered.pop())  # within a completion only the latest is of use
+            states.offered.append(border)
+
+    def _drop(self, request: Request, border: int) -> None:
+        for group in self._groups:
+            self._pool.drop(group.name_at(request, border))
+
+    def release(self, request: Request) -> None:
+        """Free the pages of copies under way. What the request kept becomes the last to be evicted, as its blocks."""
+        states = request.states
+        for copy in states.copies:
+            self._pool.release(copy.pages)
+        for border in states.offered:
+            for group in self._groups:
+                self._pool.touch(group.name_at(request, border))
 
 
 def extend_hashes(request: Request, num_hashes: int, size: int) -> None:

@@ -29,13 +29,26 @@ class StepPlan:
 
     __slots__ = (
         *("_budget", "_coming", "_counts", "_drafts", "_grown_groups", "_grown_ids", "_grown_rows", "_new_requests"),
-        *("_num_drafts", "_num_waiting", "_prompt_budget", "_rows", "extras", "newcomers"),
+        *(
+            "_keeps_states",
+            "_num_drafts",
+            "_num_waiting",
+            "_page_copies",
+            "_prompt_budget",
+            "_rows",
+            "extras",
+            "newcomers",
+        ),
         *("num_cache_hits", "num_cache_queries", "num_prompt_tokens"),
     )
 
-    def __init__(self, rows: Rows, budget: int, num_waiting: int, prompt_budget: int) -> None:
+    def __init__(
+        self, rows: Rows, budget: int, num_waiting: int, prompt_budget: int, *, is_leased: bool = False
+    ) -> None:
         """``budget``: tokens that may be scheduled; ``prompt_budget``: those of prompts among them; ``num_waiting``:
         requests that may be admitted."""
+        self._keeps_states = not is_leased  # a step that may be taken back does what can be undone
+        self._page_copies: list[int] = []  # pairs
         self._rows = rows
         self._budget = budget
         self._prompt_budget = prompt_budget
@@ -89,12 +102,14 @@ class StepPlan:
                 self._rows.stop_decoding(request)
                 return
         self._grow(request, num_tokens)
+        self._keep_states(request)
         self._rows.set_limit(request)
 
     def _catch_up(self, request: Request, to_go: int, most: int) -> None:
         """Schedule as many of ``to_go`` tokens as ``most`` and the blocks allow; then its drafts."""
         kv, begin = self._rows.kv, request.num_computed_tokens
         num_tokens = min(to_go, most) if to_go == 1 else min(to_go, most, self._prompt_budget - self.num_prompt_tokens)
+        num_tokens = request.states.to_border(begin, num_tokens)
         lacking = kv.num_lacking(request, begin + num_tokens)
         if lacking:
             granted = self._make_room(request, lacking)
@@ -103,6 +118,7 @@ class StepPlan:
             self._grow(request, begin + num_tokens)
         if num_tokens <= 0:
             return
+        self._keep_states(request)
         drafts: list[int] = []
         if request.draft_token_ids and num_tokens == to_go:
             drafts, request.draft_token_ids = request.draft_token_ids, []
@@ -110,6 +126,11 @@ class StepPlan:
             drafts = drafts[: self._room_for_drafts(request, end, min(len(drafts), most - num_tokens))]
             self._grow(request, end + len(drafts))
         self._add(request, num_tokens, drafts)
+
+    def _keep_states(self, request: Request) -> None:
+        """Keep its states as they are before this step, if it is at a border."""
+        if self._keeps_states:
+            self._page_copies += self._rows.kv.keep_states(request, len(self._rows.running))
 
     def _room_for_drafts(self, request: Request, end: int, wanted: int) -> int:
         """Return for how many drafts after ``end`` tokens there are rows of logits and blocks: they preempt no request,
@@ -145,6 +166,9 @@ class StepPlan:
         coming = sum(map(kv.num_held, leaving))
         if self._rows.in_flight and kv.has_windows:
             coming += sum(kv.num_leaving(request) for request in self._rows.catching_up if not request.is_paused)
+        if self._rows.in_flight and kv.has_states:
+            running = (request for request in self._rows.running if request.status is not _DRAINING)
+            coming += sum(request.states.num_copied for request in running)
         return coming
 
     def admit(self, waiting: WaitingQueue, quarantine: CrashQuarantine, *, whole_prompts: bool = False) -> None:
@@ -162,18 +186,24 @@ class StepPlan:
             if whole_prompts and num_tokens > self._budget:
                 return
             rows.choose_rope(request)
-            tables = kv.match(request)
-            num_cached = tables[0].room
+            prefix = kv.match(request)
+            num_cached = prefix.length
             if not quarantine and rows.prefixes.follow(request, num_cached):
                 waiting.discard(request)
                 continue
-            if spare < kv.num_missing(tables, num_tokens):
+            if prefix.kept and not rows.running and spare < kv.num_missing(prefix, num_tokens):
+                prefix = kv.no_prefix()  # it fits alone, but not beside the states to be copied
+                num_cached = 0
+            if spare < kv.num_missing(prefix, num_tokens):
                 return
             waiting.discard(request)
             most = min(self._budget, self._prompt_budget - self.num_prompt_tokens)
             num_scheduled = min(num_tokens - num_cached, most)
-            kv.begin(request, tables)
+            kv.begin(request, prefix)
+            if not whole_prompts:
+                num_scheduled = request.states.to_border(num_cached, num_scheduled)
             kv.grow(request, num_cached + num_scheduled)
+            self._page_copies += kv.restore_states(request, prefix)
             rows.take(request)
             rows.prefixes.lead(request)
             if request.milestone == 0:  # its first time here: what it finds later may be its own
@@ -238,7 +268,8 @@ class StepPlan:
             step.certain = frozenset(i for i in drafts if batch[i].are_drafts_certain)
             columns = _draft_columns(step)
         changes = (*settled, removed, self._new_requests, *grown)
-        return SchedulerOutput(step_id, *changes, req_idx, num_scheduled, *flags, columns)
+        copies = int32(self._page_copies) if self._page_copies else NOTHING
+        return SchedulerOutput(step_id, *changes, req_idx, num_scheduled, *flags, columns, copies)
 
     def _plan_next_step(self, batch_idx: int) -> dict[int, int]:
         """Set what the requests that catch up in this step do in the next: the first is at ``batch_idx``. Returns the

@@ -37,7 +37,7 @@ from .block_pool import BlockTable
 if TYPE_CHECKING:
     from ..structured.bitmasks import RequestGrammar
 
-__all__ = ["CacheKey", "Request", "RequestStatus"]
+__all__ = ["CacheKey", "Request", "RequestStates", "RequestStatus", "StateCopy"]
 
 
 class RequestStatus(Enum):
@@ -58,6 +58,34 @@ class CacheKey(NamedTuple):
     salt: bytes = b""  # of the caller
     adapter: bytes = b""  # by which the weights are changed
     media: bytes = b""  # digest of what stands for tokens of the prompt
+
+
+class StateCopy(NamedTuple):
+    """Pages that a step under way copies from or to."""
+
+    border: int  # tokens of which they hold the states
+    pages: list[int]  # one of each group that has states
+
+
+class RequestStates:
+    """Borders at which a request's states are kept, see kv_cache_manager.py. All empty for models without states."""
+
+    __slots__ = ("copies", "newest", "offered", "planned")
+
+    def __init__(self) -> None:
+        self.planned: list[int] = []  # borders at which a chunk of its prompt ends, ascending
+        self.newest = 0  # the border that it has begun with, or has kept last
+        self.copies: list[StateCopy] = []  # under way, ascending
+        self.offered: list[int] = []  # borders whose states others can find, ascending
+
+    @property
+    def num_copied(self) -> int:
+        return sum(len(copy.pages) for copy in self.copies)
+
+    def to_border(self, num_computed: int, num_tokens: int) -> int:
+        """Return how many of the next ``num_tokens`` come before a border that is planned."""
+        ahead = (border - num_computed for border in self.planned if border > num_computed)
+        return min(num_tokens, next(ahead, num_tokens))
 
 
 class Request:
@@ -105,6 +133,7 @@ class Request:
         "seed",
         "sink",
         "sort_key",
+        "states",
         "status",
         "stop_token_ids",
         "token_ids",
@@ -155,6 +184,7 @@ class Request:
         self.sort_key: tuple[int, float, int] = (priority, arrival_time, 0)  # add_request sets the last
         self.req_idx = -1  # row on the worker, -1: none
         self.block_tables: list[BlockTable] = []  # of each KV group, while it has a row
+        self.states = RequestStates()
         self.num_computed_tokens = 0  # steps in flight included, and all of their drafts
         self.num_cached_tokens = 0  # prompt tokens found in the prefix cache when it first ran
         # Two precomputed turns, so that the loop over all requests compares one number with another:
@@ -195,6 +225,7 @@ class Request:
     def forget_worker(self) -> None:
         """Forget the row, the blocks and what is computed."""
         self.block_tables = []
+        self.states = RequestStates()
         self.num_computed_tokens = self.num_offered_tokens = 0
         self.req_idx = -1
         self.is_paused = False

@@ -247,7 +247,7 @@ class Scheduler:
         limit = None
         if decoding and (self.waiting or rows.catching_up):
             limit = self._prompt_limit(len(decoding), len(self.waiting) + len(rows.catching_up))
-        plan = StepPlan(rows, budget, len(self.waiting), budget if limit is None else limit)
+        plan = StepPlan(rows, budget, len(self.waiting), budget if limit is None else limit, is_leased=is_leased)
         due = [request for request in decoding if request.num_computed_tokens == request.limit]
         if due or rows.catching_up:
             plan.serve_rows(due)

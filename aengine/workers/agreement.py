@@ -33,9 +33,7 @@ def agree(ranks: Sequence[Rank], offers: Sequence[Mapping[str, Any]]) -> dict[st
     return {name: min(offer[name] for offer in offers) for name in PLAN_LIMITS}
 
 
-def merge(
-    ranks: Sequence[Rank], agreed: Mapping[str, Any], readies: Sequence[Mapping[str, Any]]
-) -> dict[str, Any]:
+def merge(ranks: Sequence[Rank], agreed: Mapping[str, Any], readies: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
     """Merge what was agreed with the ranks' READYs: sums, for the rest those of rank 0; and under "ranks" each
     rank's own."""
     sums = {name: sum(ready[name] for ready in readies) for name in _SUMS if all(name in ready for ready in readies)}

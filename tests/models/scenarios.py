@@ -23,6 +23,7 @@ from aengine.config import EngineConfig
 from aengine.ipc.messages import KVCacheGroup, kv_capacity
 from aengine.params import SamplingParams
 from aengine.runner.startup.load import LocalModel, load_model
+from aengine.scheduler import kv_cache_manager
 from aengine.scheduler.request import Request
 from aengine.scheduler.scheduler import Scheduler
 from aengine.workers.rank import ranks_of
@@ -180,7 +181,7 @@ def check_scenarios(
         settings: of the engine
     """
     judge = Judge(reference if not isinstance(reference, torch.nn.Module) else reference_of(reference), most)
-    with settings_of_torch_kept():
+    with settings_of_torch_kept(), states_kept_often():
         engine = Engine(folder, **settings)
         texts = some_prompts(engine.offer["vocab_size"]) if prompts is None else [list(p) for p in prompts]
         engine.begin()
@@ -202,7 +203,8 @@ def _check_prefix_hits(engine: Engine, judge: Judge, texts: list[list[int]], max
     judge.check("after a prefix hit", texts, again)
     longer = [[*text, *output, 5, 3] for text, output in zip(texts, again, strict=True) if len(text) < 50]
     judge.check("a conversation that goes on", longer, engine.generate(longer, max_tokens))
-    if all(group.kind == "full" for group in engine.groups):
+    kinds, largest = {group.kind for group in engine.groups}, engine.offer["block_size"]
+    if kinds == {"full"} or (kinds == {"full", "state"} and largest <= 2 * BLOCK_SIZE):
         assert scheduler.prefix_cache_hits - before > sum(map(len, texts)) // 2
 
 
@@ -225,6 +227,16 @@ def _check_death(engine: Engine, judge: Judge, texts: list[list[int]], max_token
     engine.die()
     engine.run()
     judge.check("after a death", texts, [request.output_token_ids for request in requests])
+
+
+@contextmanager
+def states_kept_often() -> Iterator[None]:
+    """States are kept at nearly every border, so that these short prompts find them."""
+    interval, kv_cache_manager.STATE_INTERVAL = kv_cache_manager.STATE_INTERVAL, BLOCK_SIZE
+    try:
+        yield
+    finally:
+        kv_cache_manager.STATE_INTERVAL = interval
 
 
 @contextmanager

@@ -14,6 +14,7 @@ from test_gpu_path import MAX_LEN, MAX_SEQS, NUM_BLOCKS, make_runner
 from aengine.kernels.dispatch import triton_everywhere
 from aengine.params import SamplingParams
 from aengine.runner.model_runner import ModelRunner
+from aengine.scheduler import kv_cache_manager
 from aengine.scheduler.request import Request
 from aengine.scheduler.scheduler import Scheduler
 
@@ -27,7 +28,8 @@ SHAPES: dict[str, dict[str, Any]] = {
 
 
 def generate(runner: ModelRunner, prompts: list[list[int]]) -> list[list[int]]:
-    """Greedy completions: prompts in chunks beside decodes, fewer and fewer requests, two steps in flight."""
+    """Greedy completions: prompts in chunks beside decodes, fewer and fewer requests, two steps in flight; and again by
+    what was kept of them."""
     scheduler = Scheduler(
         num_blocks=NUM_BLOCKS,
         kv_groups=runner.tables.groups,
@@ -35,6 +37,13 @@ def generate(runner: ModelRunner, prompts: list[list[int]]) -> list[list[int]]:
         max_num_batched_tokens=24,
         max_model_len=MAX_LEN,
     )
+    outputs = complete(scheduler, runner, prompts)
+    again = complete(scheduler, runner, prompts)
+    assert again == outputs and scheduler.prefix_cache_hits > len(prompts[1]) // 2
+    return outputs
+
+
+def complete(scheduler: Scheduler, runner: ModelRunner, prompts: list[list[int]]) -> list[list[int]]:
     requests = []
     for i, prompt in enumerate(prompts):
         params = SamplingParams(temperature=0, max_tokens=3 + i, ignore_eos=True)
@@ -54,14 +63,15 @@ def generate(runner: ModelRunner, prompts: list[list[int]]) -> list[list[int]]:
 
 
 @pytest.mark.parametrize("arch", SHAPES)
-def test_the_same_tokens(tmp_path: Path, rng: random.Random, arch: str) -> None:
+def test_the_same_tokens(tmp_path: Path, rng: random.Random, monkeypatch: pytest.MonkeyPatch, arch: str) -> None:
+    monkeypatch.setattr(kv_cache_manager, "STATE_INTERVAL", 4)
     pytest.importorskip("triton")
     if torch.cuda.is_available():
         pytest.skip("the same is tested on the GPU itself")
     from tiny import write_tiny_model
 
     folder = write_tiny_model(tmp_path, arch, num_hidden_layers=2, **SHAPES[arch])
-    prompts = [[rng.randrange(300) for _ in range(length)] for length in (1, 30, 7)]
+    prompts = [[rng.randrange(300) for _ in range(length)] for length in (1, 40, 7)]
     wanted = generate(make_runner(folder, like_gpu=False), prompts)
     with triton_everywhere():
         assert generate(make_runner(folder, like_gpu=True), prompts) == wanted

@@ -20,6 +20,7 @@ from aengine.runner.kv_spec import FullKV, LayerKV, StateKV, StateTensor
 from aengine.runner.layers.states import LayerStates, StateRows, state_rows_of_batch, state_rows_of_decodes
 from aengine.runner.model_runner import ModelRunner
 from aengine.runner.platforms.cpu import CpuPlatform
+from aengine.scheduler import kv_cache_manager
 from aengine.scheduler.request import Request
 from aengine.scheduler.scheduler import Scheduler
 
@@ -190,7 +191,10 @@ class Engine:
 
 
 @pytest.mark.parametrize("attempt", range(3))
-def test_every_token_is_that_of_the_request_alone(rng: random.Random, attempt: int) -> None:
+def test_every_token_is_that_of_the_request_alone(
+    rng: random.Random, attempt: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(kv_cache_manager, "STATE_INTERVAL", rng.choice([1, 8, 13]))
     engine = Engine(rng)
     for _ in range(400):
         fate = rng.random()

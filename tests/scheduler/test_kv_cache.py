@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import random
+from collections.abc import Iterable
 
 import pytest
 
 from aengine.ipc.messages import STATE_BLOCK_SIZE, KVCacheGroup, kv_capacity
 from aengine.params import SamplingParams
+from aengine.scheduler import kv_cache_manager
 from aengine.scheduler.block_pool import BlockPool
 from aengine.scheduler.kv_cache_manager import KVCacheManager, private_root, shared_root
 from aengine.scheduler.request import CacheKey, Request
@@ -105,15 +107,15 @@ def test_a_hit_is_whole_blocks_and_leaves_one_token(num_tokens: int, num_hits: i
     kv = manager(8)
     first = written(kv, list(range(11)))
     hit = kv.match(make(list(range(num_tokens))))
-    assert hit[0].block_ids == blocks(first)[:num_hits] and hit[0].room == SIZE * num_hits
+    assert hit.tables[0].block_ids == blocks(first)[:num_hits] and hit.tables[0].room == SIZE * num_hits
 
 
 def test_equal_tokens_after_different_ones_do_not_hit() -> None:
     kv = manager(8)
     first = written(kv, [1, 2, 3, 4, 5, 6, 7, 8, 9])
-    assert kv.match(make([0, 2, 3, 4, 5, 6, 7, 8, 9]))[0].block_ids == []
-    assert kv.match(make([5, 6, 7, 8, 9]))[0].block_ids == []
-    assert kv.match(make([1, 2, 3, 4, 5, 6, 0, 8, 9]))[0].block_ids == blocks(first)[:1]
+    assert kv.match(make([0, 2, 3, 4, 5, 6, 7, 8, 9])).tables[0].block_ids == []
+    assert kv.match(make([5, 6, 7, 8, 9])).tables[0].block_ids == []
+    assert kv.match(make([1, 2, 3, 4, 5, 6, 0, 8, 9])).tables[0].block_ids == blocks(first)[:1]
 
 
 def test_salts_adapters_media_and_private_groups_do_not_share() -> None:
@@ -126,13 +128,13 @@ def test_salts_adapters_media_and_private_groups_do_not_share() -> None:
         kv = manager(8)
         first = written(kv, tokens, used)
         for root in roots:
-            assert kv.match(make(tokens, root))[0].block_ids == (blocks(first)[:2] if root == used else [])
+            assert kv.match(make(tokens, root)).tables[0].block_ids == (blocks(first)[:2] if root == used else [])
 
 
 def test_without_a_root_nothing_is_hashed() -> None:
     kv = manager(8)
     request = written(kv, list(range(9)), None)
-    assert request.block_hashes == [] and kv.match(make(list(range(9)), None))[0].room == 0
+    assert request.block_hashes == [] and kv.match(make(list(range(9)), None)).length == 0
 
 
 def test_hashes_grow_with_the_request(rng: random.Random) -> None:
@@ -195,10 +197,10 @@ def test_a_windows_hit_needs_its_last_blocks_alone() -> None:
     assert first.block_tables[0].begin == 8 and kv.num_held(first) == 2
     kv.release(run(kv, make(list(range(100, 140)), None), chunk=40))  # it takes all the other blocks
     hit = kv.match(make(list(range(45))))
-    assert hit[0].room == 40 and hit[0].begin == 8 and hit[0].block_ids == blocks(first)
+    assert hit.tables[0].room == 40 and hit.tables[0].begin == 8 and hit.tables[0].block_ids == blocks(first)
     # A prefix that ends before: at 36 the block of tokens 28 to 31 is needed too.
     shorter = kv.match(make([*range(38), 0, 0]))
-    assert shorter[0].room == 0
+    assert shorter.tables[0].room == 0
     begun = make(list(range(45)))
     kv.begin(begun, hit)
     assert kv.grow(begun, 45) and begun.block_tables[0].room == 48
@@ -212,9 +214,9 @@ def test_groups_agree_on_a_hit() -> None:
     table = first.block_tables[1]
     assert (first.block_tables[0].begin, table.begin, table.room) == (0, 8, 40)
     hit = kv.match(make(list(range(60))))
-    assert [(t.room, t.begin) for t in hit] == [(40, 0), (40, 8)]
-    assert [len(t.block_ids) for t in hit] == [10, 2]
-    assert hit[0].block_ids == blocks(first, 0) and hit[1].block_ids == blocks(first, 1)
+    assert [(t.room, t.begin) for t in hit.tables] == [(40, 0), (40, 8)]
+    assert [len(t.block_ids) for t in hit.tables] == [10, 2]
+    assert hit.tables[0].block_ids == blocks(first, 0) and hit.tables[1].block_ids == blocks(first, 1)
     assert not set(blocks(first, 0)) & set(blocks(first, 1))
 
 
@@ -232,7 +234,7 @@ def test_the_longest_hit_is_found_whatever_was_forgotten(rng: random.Random) -> 
         kv.grow(taken, min(len(taken.token_ids), 4 * (kv.pool.num_free // 3)))
         asked = make(tokens[: rng.randint(1, 64)])
         hit = kv.match(asked)
-        assert hit[0].room == _plain_hit(kv, groups, asked)
+        assert hit.tables[0].room == _plain_hit(kv, groups, asked)
         kv.begin(asked, hit)
         kv.check([taken, asked])
 
@@ -254,14 +256,101 @@ def _has(kv: KVCacheManager, index: int, group: KVCacheGroup, request: Request, 
     return all(kv.pool.find(name) is not None for name in names)
 
 
-def test_a_model_with_a_state_computes_every_prefix_again() -> None:
-    kv = manager(20, KVCacheGroup("state", STATE_BLOCK_SIZE), FULL)
-    first = written(kv, list(range(20)))
-    assert [len(table.block_ids) for table in first.block_tables] == [1, 5]
-    assert kv.match(make(list(range(20))))[0].room == 0
-    assert not kv.shares_prompt(first) and manager(20, FULL).shares_prompt(first)
+STATES = [KVCacheGroup("state", STATE_BLOCK_SIZE), FULL, KVCacheGroup("state", STATE_BLOCK_SIZE)]
+
+
+@pytest.fixture
+def short_interval(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(kv_cache_manager, "STATE_INTERVAL", 8)
+
+
+def begun(kv: KVCacheManager, tokens: Iterable[int]) -> Request:
+    request = make(list(tokens))
+    kv.begin(request, kv.match(request))
+    return request
+
+
+def keep(kv: KVCacheManager, request: Request, border: int) -> list[int]:
+    """Compute the request to ``border``, and keep its states there; returns the pages of the copies."""
+    kv.grow(request, border)
+    request.num_computed_tokens = border
+    pairs = kv.keep_states(request, num_running=1)
+    own = [blocks(request, 0)[0], blocks(request, 2)[0]]
+    assert pairs[::2] == (own if pairs else [])
+    return pairs[1::2]
+
+
+@pytest.mark.usefixtures("short_interval")
+def test_states_are_found_where_they_were_kept() -> None:
+    kv = manager(40, *STATES)
+    first = begun(kv, range(30))
+    assert first.states.planned == [28] and not keep(kv, first, 4)
+    pages = keep(kv, first, 8)
+    assert len(pages) == 2 and not keep(kv, first, 12)
+    kv.note_written(first, 8)
+    assert kv.match(make(list(range(30)))).length == 0, "the copies are in flight"
+    kv.note_written(first, 9)
+    hit = kv.match(make(list(range(9))))
+    assert (hit.length, hit.attended, hit.kept) == (8, 8, pages) and len(hit.tables[1].block_ids) == 2
+    keep(kv, first, 20)
+    kv.grow(first, 24)
+    kv.note_written(first, 24)
+    hit = kv.match(make([*range(22), 0, 0]))
+    assert (hit.length, hit.attended) == (20, 20)
+    # The layers that attend have more than the states were kept for: the prompt's are kept there, for others like it.
+    other = make([*range(19), *[0] * 20])
+    hit = kv.match(other)
+    assert (hit.length, hit.attended) == (8, 16)
+    kv.begin(other, hit)
+    assert other.states.planned == [16, 36]
+    assert kv.grow(other, 16) and kv.restore_states(other, hit)[::2] == pages
+    kv.check([first, other])
     kv.release(first)
-    assert kv.pool.num_free == 20
+    kv.release(other)
+    kv.check([])
+
+
+@pytest.mark.usefixtures("short_interval")
+def test_within_a_completion_only_the_latest_states_are_kept() -> None:
+    kv = manager(40, *STATES)
+    request = begun(kv, range(10))
+    request.milestone = 11
+    found = []
+    for border in (8, 16, 24, 32):
+        keep(kv, request, border)
+        request.token_ids = list(range(border + 2))
+        kv.note_written(request, border + 1)
+        asked = [make(list(range(length + 1))) for length in (8, 16, 24, 32)]
+        found.append([kv.match(request).length for request in asked])
+    assert found == [[8, 8, 8, 8], [8, 16, 16, 16], [8, 8, 24, 24], [8, 8, 8, 32]]
+    kv.check([request])
+    assert kv.pool.num_blocks - kv.pool.num_free == kv.num_held(request) == 10
+    kv.release(request)
+    kv.check([])
+
+
+@pytest.mark.usefixtures("short_interval")
+def test_states_are_as_old_as_the_end_of_their_request() -> None:
+    kv = manager(16, *STATES)
+    prompts = range(9), range(100, 109)
+    for tokens in prompts:
+        request = begun(kv, tokens)
+        assert keep(kv, request, 8)
+        kv.grow(request, 9)
+        kv.note_written(request, 9)
+        kv.release(request)
+    assert [kv.match(make(list(tokens))).length for tokens in prompts] == [8, 8]
+    kv.pool.allocate(kv.pool.num_free - 4)
+    assert [kv.match(make(list(tokens))).length for tokens in prompts] == [0, 8]
+
+
+@pytest.mark.usefixtures("short_interval")
+def test_states_are_not_kept_at_the_cost_of_those_that_run() -> None:
+    kv = manager(6, *STATES)
+    request = begun(kv, range(20))
+    assert keep(kv, request, 8) == [] and kv.pool.num_free == 2
+    kv.grow(request, 16)
+    kv.check([request])
 
 
 def test_how_much_one_request_can_hold() -> None:

@@ -35,9 +35,7 @@ class StepTime:
 
     def __init__(self, goal: float) -> None:
         self._goal = goal
-        self._in_flight: deque[tuple[int, float]] = (
-            deque()
-        )  # prompt tokens, 0 if not to be measured; when published
+        self._in_flight: deque[tuple[int, float]] = deque()  # prompt tokens, 0 if not to be measured; when published
         self._answered_at = 0.0
         self._weight = self._mean_tokens = self._mean_seconds = 0.0  # of the steps with prompts
         self._variance = self._covariance = 0.0  # of tokens; of tokens and seconds

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
@@ -99,6 +100,12 @@ class KVPages:
         first = place.first_byte // slab.itemsize
         blocks = slab[:, first : first + math.prod(shape)].unflatten(1, shape)
         return blocks.permute(0, 3, 1, 2, 4) if heads_first else blocks
+
+    def copy(self, pairs: Sequence[int]) -> None:
+        """Copy whole pages, [from, to, from, to, ...]: none is both. One by one, so that no memory is needed."""
+        for source, target in zip(pairs[::2], pairs[1::2], strict=True):
+            for slab in self.slabs:
+                slab[target].copy_(slab[source])
 
     def clear(self, block_ids: Tensor) -> None:
         """Zero these pages (int64 [m])."""

@@ -6,7 +6,7 @@ KvCache (the pages of the pool) ───┴──> Attention.forward(layer, q, 
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from itertools import accumulate
 from typing import NamedTuple
@@ -71,6 +71,10 @@ class KvCache:
 
     def preparations(self) -> list[Callable[[], None]]:
         return []
+
+    def copy_blocks(self, pairs: Sequence[int]) -> None:
+        """See `KvMemory`."""
+        self._pages.copy(pairs)
 
 
 class StepRope:

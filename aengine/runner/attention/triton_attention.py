@@ -9,7 +9,7 @@ A layer's cache is [num_blocks, block_size, 2, num_kv_heads, head_dim] as it is 
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
 import torch
@@ -45,7 +45,7 @@ class GpuKvCache:
     clears_blocks = False  # the kernels never read past a sequence's end, nor before its window
 
     def __init__(self, spec: KvCacheSpec, prefill: PrefillBackend) -> None:
-        pages = spec.make_pages(has_spare=True)  # where padding writes its states
+        self._pages = pages = spec.make_pages(has_spare=True)  # where padding writes its states
         self.spare_page = spec.num_blocks
         self.states = pages.states()
         self.layout = pages.layout
@@ -92,6 +92,10 @@ class GpuKvCache:
 
     def preparations(self) -> list[Callable[[], None]]:
         return self.prefill.preparations()
+
+    def copy_blocks(self, pairs: Sequence[int]) -> None:
+        """See `KvMemory`."""
+        self._pages.copy(pairs)
 
 
 def rope_tables(config: RopeConfig, num_positions: int, device: torch.device) -> Rope:
