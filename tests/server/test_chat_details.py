@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import gc
-import json
 from pathlib import Path
 from typing import Any
 
@@ -120,41 +119,6 @@ async def test_a_forced_choice_of_tools() -> None:
             assert call.function.name in names
         none = await client.chat.completions.create(model="fake", messages=HELLO, tools=[ADD], tool_choice="none")
         assert not none.choices[0].message.tool_calls
-
-
-CALL = {"id": "call_1", "type": "function", "function": {"name": "add", "arguments": "{}"}}
-WRONG: list[tuple[dict[str, Any], str]] = [
-    ({"messages": [*HELLO, {"role": "tool", "tool_call_id": "x", "content": "3"}]}, "messages[1].tool_call_id"),
-    ({"messages": [{"role": "tool", "tool_call_id": [], "content": "3"}]}, "messages[0].tool_call_id"),
-    ({"messages": [{"role": "assistant", "tool_calls": 3}, *HELLO]}, "messages"),
-    ({"messages": [{"role": "assistant", "tool_calls": [CALL | {"function": {}}]}, *HELLO]}, "messages"),
-    ({"messages": [{"role": "user", "content": [{"type": "image_url"}]}]}, "messages"),
-    ({"tool_choice": "required"}, "tool_choice"),
-    ({"tools": [ADD], "tool_choice": "colour"}, "tool_choice"),
-    ({"tools": [{"type": "function", "function": {"name": "a b"}}]}, "tools"),
-    ({"tools": [{"type": "function", "function": {"name": "a", "parameters": {"type": "colour"}}}]}, "tools"),
-    ({"functions": [{"name": "a"}]}, "functions"),
-    ({"audio": {"voice": "x"}}, "audio"),
-    ({"modalities": ["audio"]}, "modalities[0]"),
-    ({"n": 0}, "n"),
-    ({"logit_bias": {"x": 1}}, "logit_bias.x"),
-    ({"stop": "\ud800"}, "stop"),
-    ({"max_tokens": 10**30}, "max_tokens"),
-    ({"seed": 10**30}, "seed"),
-    ({"extra_body": {"deadline": 10**400}}, "deadline"),
-    ({"extra_body": {"chat_template_kwargs": {"messages": 1}}}, "chat_template_kwargs"),
-    ({"extra_body": {"structured_outputs": {"regex": "a", "choice": ["b"]}}}, "structured_output"),
-]
-
-
-@pytest.mark.parametrize(("change", "param"), WRONG, ids=lambda value: str(value)[:60])
-async def test_what_is_wrong_is_named(change: dict[str, Any], param: str) -> None:
-    async with FakeAsyncLLM("yes") as engine, client_of(engine) as client:
-        more = change.get("extra_body", change)
-        answer = await client.post("/v1/chat/completions", content=json.dumps({"messages": HELLO} | more), headers=JSON)
-        assert answer.status_code == 400, answer.text
-        assert str(answer.json()["error"]["param"]).startswith(param), answer.text
-        assert engine.statistics().num_running == 0
 
 
 def client_of(engine: FakeAsyncLLM, **options: Any) -> httpx.AsyncClient:

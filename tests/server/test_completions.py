@@ -111,40 +111,6 @@ async def test_usage_so_far_with_each_chunk() -> None:
         assert len(counts) == len(chunks) and counts == sorted(counts) and counts[0] < counts[-1] == 4
 
 
-WRONG: list[tuple[dict[str, Any], int, str | None]] = [
-    ({"prompt": None}, 400, "prompt"),
-    ({"prompt": []}, 400, "prompt"),
-    ({"prompt": ""}, 400, "prompt"),
-    ({"prompt": [[]]}, 400, "prompt"),
-    ({"prompt": [1, "a"]}, 400, "prompt"),
-    ({"prompt": [100_000]}, 400, "prompt"),
-    ({"prompt": [10**30]}, 400, "prompt"),
-    ({"prompt": ["a"] * 3000}, 400, "prompt"),
-    ({"best_of": 3}, 400, "best_of"),
-    ({"prompt": ["a"] * 1000, "n": 10}, 400, "n"),
-    ({"suffix": "end"}, 400, "suffix"),
-    ({"echo": True, "logprobs": 1}, 400, "echo"),
-    ({"logprobs": 1000}, 400, "logprobs"),
-    ({"max_tokens": 0}, 400, "max_tokens"),
-    ({"stop": [1]}, 400, "stop"),
-    ({"stream_options": {"colour": 1}}, 400, "stream_options.colour"),
-    ({"extra_body": {"request_id": "ä"}}, 400, "request_id"),
-    ({"prompt": "a" * 200_000}, 400, None),
-]
-
-
-@pytest.mark.parametrize(("change", "status", "param"), WRONG, ids=lambda value: str(value)[:40])
-async def test_what_is_wrong_is_named(change: dict[str, Any], status: int, param: str | None) -> None:
-    ask: dict[str, Any] = {"model": "fake", "prompt": "x"} | change
-    async with FakeAsyncLLM("yes") as engine, openai_client(engine) as client:
-        for stream in (False, True):
-            with pytest.raises(openai.APIStatusError) as caught:
-                await client.completions.create(**ask, stream=stream)
-            assert (caught.value.status_code, caught.value.param) == (status, param), caught.value
-        assert engine.statistics().num_running == 0
-        assert (await client.completions.create(model="fake", prompt="x")).choices[0].text == "yes"
-
-
 @pytest.mark.parametrize("stream", [False, True])
 @pytest.mark.parametrize("prompt", ["a", ["a", "b", "c"]], ids=str)
 async def test_who_leaves_ends_all_its_prompts(stream: bool, prompt: Any) -> None:

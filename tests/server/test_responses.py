@@ -218,42 +218,6 @@ async def test_an_error_in_mid_stream_is_an_event() -> None:
                 await client.responses.create(model="fake", input="x")
 
 
-WRONG: list[tuple[dict[str, Any], str | None]] = [
-    ({"input": []}, "input"),
-    ({"input": [{"role": "robot", "content": "x"}]}, "input[0].role"),
-    ({"input": [{"role": "user", "content": [{"type": "input_image", "image_url": "x"}]}]}, "input[0].content[0]"),
-    ({"input": [{"type": "web_search_call", "id": "x"}]}, "input[0].type"),
-    ({"input": [{"type": "function_call_output", "call_id": "x", "output": "1"}]}, "input[0].call_id"),
-    ({"input": [{"type": "function_call", "call_id": 3}]}, "input[0].call_id"),
-    ({"input": "a" * 200_000}, None),
-    ({"max_output_tokens": 0}, "max_output_tokens"),
-    ({"top_logprobs": 100}, "top_logprobs"),
-    ({"tools": [{"type": "web_search"}]}, "tools"),
-    ({"tools": [ADD], "tool_choice": {"type": "function", "name": "other"}}, "tool_choice"),
-    (
-        {"tools": [ADD | {"parameters": {"type": "object", "properties": {"a": {"type": "colour"}}}}]},
-        "tools.properties.a",
-    ),
-    ({"text": {"format": {"type": "json_schema", "name": "x"}}}, "text.format.schema"),
-    ({"background": True}, "background"),
-    ({"conversation": "conv_1"}, "conversation"),
-    ({"metadata": {"a": 1}}, "metadata.a"),
-    ({"extra_body": {"colour": 1}}, "colour"),
-]
-
-
-@pytest.mark.parametrize(("change", "param"), WRONG, ids=lambda value: str(value)[:40])
-async def test_what_is_wrong_is_named(change: dict[str, Any], param: str | None) -> None:
-    ask: dict[str, Any] = {"model": "fake", "input": "x"} | change
-    async with FakeAsyncLLM("yes") as engine, openai_client(engine) as client:
-        for stream in (False, True):
-            with pytest.raises(openai.BadRequestError) as caught:
-                await client.responses.create(**ask, stream=stream)
-            assert str(caught.value.param).startswith(str(param)), caught.value
-        assert engine.statistics().num_running == 0
-        assert (await client.responses.create(model="fake", input="x", background=False)).output_text == "yes"
-
-
 @pytest.mark.parametrize("stream", [False, True])
 async def test_who_leaves_ends_the_request(stream: bool) -> None:
     async with FakeAsyncLLM("a" * 1000, token_delay=0.01) as engine, openai_client(engine) as client:
