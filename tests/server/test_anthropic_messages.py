@@ -324,6 +324,15 @@ async def test_calls_that_are_cut_off() -> None:
             assert [block["type"] for block in blocks] == ["text", "tool_use"]
 
 
+async def test_text_behind_a_call_stays_there() -> None:
+    async with FakeAsyncLLM(Reply("x", tool_calls=CALLS)) as engine:
+        ask: dict[str, Any] = {"tools": [ADD], "max_tokens": 90}  # before the second call's name
+        message = await whole(engine, **ask)
+        blocks = [block["type"] for block in message["content"]]
+        assert blocks == ["text", "tool_use", "text"] and message["content"][2]["text"].startswith("\n<tool_call>")
+        assert blocks == [block["type"] for block in contents_of(await raw_events(engine, **ask))]
+
+
 @pytest.mark.parametrize("stop", ["ST", "P"])
 async def test_the_stop_sequence_is_told(stop: str) -> None:
     async with FakeAsyncLLM("abSTOP") as engine:

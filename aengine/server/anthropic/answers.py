@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
+from itertools import groupby
 from typing import Any
 
 from pydantic_core import from_json
 
-from ...chat.messages import ChatCompletion, ChatMessage, ToolCall
+from ...chat.messages import ChatCompletion, ChatMessage, Delta, ReasoningDelta, TextDelta, ToolCall, ToolCallStart
 from ...outputs import FinishReason, Usage
 from .requests import MessagesBody
 
@@ -16,17 +18,23 @@ SIGNATURE = "aengine"
 """Signature of thoughts. Clients send it back with them, and some leave out thoughts without one; nobody checks it."""
 
 
-def blocks_of(message: ChatMessage, *, shows_thinking: bool) -> list[dict[str, Any]]:
-    """Return the content, without text of nothing but white space."""
+def blocks_of(deltas: Iterable[Delta], message: ChatMessage, *, shows_thinking: bool) -> list[dict[str, Any]]:
+    """Return the content in the order in which it came, without text of nothing but white space.
+
+    ``deltas``: all of the ``message``.
+    """
     blocks: list[dict[str, Any]] = []
-    if message.reasoning:
-        thinking = message.reasoning if shows_thinking else ""
-        blocks.append({"type": "thinking", "thinking": thinking, "signature": SIGNATURE})
-    if message.content and not message.content.isspace():
-        blocks.append({"type": "text", "text": message.content, "citations": None})
-    blocks += [
-        {"type": "tool_use", "id": call.id, "name": call.name, "input": _input_of(call)} for call in message.tool_calls
-    ]
+    for (kind, index), group in groupby(deltas, lambda delta: (type(delta), getattr(delta, "index", 0))):
+        if kind is ToolCallStart:
+            call = message.tool_calls[index]
+            blocks.append({"type": "tool_use", "id": call.id, "name": call.name, "input": _input_of(call)})
+        elif kind in (TextDelta, ReasoningDelta):
+            text = "".join(delta.text for delta in group)  # type: ignore[union-attr]
+            if kind is ReasoningDelta:
+                thinking = text if shows_thinking else ""
+                blocks.append({"type": "thinking", "thinking": thinking, "signature": SIGNATURE})
+            elif text and not text.isspace():
+                blocks.append({"type": "text", "text": text, "citations": None})
     return blocks
 
 

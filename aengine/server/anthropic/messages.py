@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import asyncio
 import uuid
+from contextlib import aclosing
 from functools import partial
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from starlette.requests import Request
 from starlette.responses import Response
@@ -17,6 +18,10 @@ from .conversation import conversation_of
 from .errors import REQUEST_ID, request_id_of
 from .events import error_event, event_chunks
 from .requests import CountBody, MessagesBody
+
+if TYPE_CHECKING:
+    from ...chat.messages import Delta
+    from ...streams.chat_stream import ChatStream
 
 __all__ = ["count_tokens", "create_message"]
 
@@ -34,15 +39,24 @@ async def create_message(service: Service, request: Request) -> Response:
         chunks = event_chunks(request, body, stream, head)
         failed = partial(error_event, request)
         return await begin_events(request, chunks, service.pace, stream.rest, failed, headers)
-    completion = await while_connected(request, stream.wait())
+    deltas = await while_connected(request, _all_of(stream))
+    completion = stream.completion
     answer = head | {
-        "content": blocks_of(completion.message, shows_thinking=body.shows_thinking),
+        "content": blocks_of(deltas, completion.message, shows_thinking=body.shows_thinking),
         **ending_of(completion, body),
         "usage": usage_of(completion.usage),
     }
     if completion.warnings:
         answer["warnings"] = list(completion.warnings)
     return JSONAnswer(answer, headers=headers)
+
+
+async def _all_of(stream: ChatStream) -> list[Delta]:
+    deltas: list[Delta] = []
+    async with aclosing(stream):
+        while read := await stream.read():
+            deltas += read
+    return deltas
 
 
 async def count_tokens(service: Service, request: Request) -> Response:
