@@ -1,8 +1,7 @@
 """Products of a few tokens, a row at a time, each with its expert's weights.
 
 multiply_pairs   a pair and BN output features a program; the norm is part of it
-add_pairs        a token and BN output features a program, which sums over all of the token's experts, in their order;
-                 it follows multiply_pairs, beside whose end it fetches its weights into the L2 cache
+add_pairs        a token and BN output features a program, which sums over all of the token's experts, in their order
 
 Bytes: the weights of each pair's expert; those of an expert that several tokens take out of the L2 cache, if at once.
 """
@@ -16,7 +15,7 @@ from torch import Tensor
 from ..expert_tilings import ProductTile
 from ..expert_types import ExpertGate, ExpertMatrices, ExpertPlan, InputNorm
 from .expert_gate import gate_constants, gated
-from .launch import gdc_launch_dependents, gdc_wait, has_pdl, launch, prefetch
+from .launch import gdc_launch_dependents, gdc_wait, has_pdl, launch
 
 __all__ = ["add_pairs", "multiply_pairs"]
 
@@ -150,9 +149,9 @@ def _multiply_pairs(
     EVEN: tl.constexpr,
     PDL: tl.constexpr,
 ):
-    if PDL:  # in this order, so that the next launch finds the choice of experts complete ahead of its own wait
-        gdc_wait()
+    if PDL:
         gdc_launch_dependents()
+        gdc_wait()
     pair = tl.program_id(1).to(tl.int64)
     expert = tl.load(ids_ptr + pair).to(tl.int64)
     ROWS: tl.constexpr = 2 * N if GATE != "" else N
@@ -212,14 +211,10 @@ def _add_pairs(
     EVEN: tl.constexpr,
     PDL: tl.constexpr,
 ):
-    row = tl.program_id(1).to(tl.int64)
     if PDL:
         gdc_launch_dependents()
-        if W_K == 1 and W_N == K and EVEN and K % 8 == 0:
-            for j in tl.static_range(TOP_K):
-                expert = tl.load(ids_ptr + row * TOP_K + j, cache_modifier=".cg").to(tl.int64)
-                prefetch(w_ptr + expert * W_E, tl.program_id(0), BN * K)
         gdc_wait()
+    row = tl.program_id(1).to(tl.int64)
     n = tl.program_id(0) * BN + tl.arange(0, BN)
     k = tl.arange(0, BK)
     total = tl.zeros((BN,), tl.float32)
