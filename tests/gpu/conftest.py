@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+import importlib
 import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -20,6 +21,16 @@ from gpu_models import GPU_VARIANTS, Checkpoint
 
 def pytest_asyncio_loop_factories(config: pytest.Config, item: pytest.Item) -> dict[str, Any]:
     return {"uvloop": uvloop.new_event_loop}
+
+
+@pytest.fixture
+def reference_by_torch(monkeypatch: pytest.MonkeyPatch) -> None:
+    """transformers' own functions: with fla-core there it would call that, whose kernels run on a GPU alone."""
+    for name in ("qwen3_next", "qwen3_5", "qwen3_5_moe", "lfm2"):
+        module = importlib.import_module(f"transformers.models.{name}.modeling_{name}")
+        for function, value in list(vars(module).items()):
+            if "gated_delta_rule" in function or "causal_conv1d" in function:
+                monkeypatch.setattr(module, function, getattr(value, "__wrapped__", value))
 
 
 @pytest.fixture(scope="session")

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import random
-import sys
 from pathlib import Path
 from typing import Any
 
@@ -15,7 +14,7 @@ from test_phi3 import BORDER, PHI4
 from test_scenarios import MODELS
 from tiny import ARCHITECTURES, VOCAB_SIZE, _quietly, write_tiny_model
 
-pytestmark = pytest.mark.gpu
+pytestmark = [pytest.mark.gpu, pytest.mark.usefixtures("reference_by_torch")]
 
 WORST = 1.4  # ours to theirs; of random experts some are chosen by a hair
 
@@ -31,15 +30,6 @@ FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
     "phi4": ("phi3", PHI4),
 }
 """Beside those of `GPU_VARIANTS`, which test_gpu_logits.py has."""
-
-
-def compute_as_torch(model: torch.nn.Module) -> None:
-    """With fla-core beside it, transformers computes gated delta nets by that, which has no float32."""
-    for module in model.modules():
-        space = sys.modules[type(module).__module__]
-        for name in ("chunk_gated_delta_rule", "recurrent_gated_delta_rule"):
-            if hasattr(module, name):
-                setattr(module, name, getattr(space, f"torch_{name}"))
 
 
 @pytest.mark.parametrize("name", FAMILIES)
@@ -58,7 +48,6 @@ def test_every_family(name: str, tmp_path: Path, rng: random.Random) -> None:
     def of_transformers(dtype: torch.dtype) -> torch.Tensor:
         how = {"dtype": dtype, "attn_implementation": "eager"}
         model = _quietly(lambda: ARCHITECTURES[arch][1].from_pretrained(folder, **how).eval()).to(DEVICE)
-        compute_as_torch(model)
         found = []
         for prompt, output in zip(prompts, tokens, strict=True):
             ids = torch.tensor([[*prompt, *output]], device=DEVICE)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib
 import json
 from pathlib import Path
 
@@ -16,17 +15,7 @@ from tiny import load_reference, write_tiny_model
 from aengine.kernels import gated_delta
 from aengine.runner.layers.states import StateSpan, sequences_of_spans
 
-pytestmark = pytest.mark.gpu
-
-
-@pytest.fixture(autouse=True)
-def reference_by_torch(monkeypatch: pytest.MonkeyPatch) -> None:
-    """transformers' own functions: with fla-core there it would call that, whose kernels run on a GPU alone."""
-    for name in ("qwen3_next", "qwen3_5", "qwen3_5_moe", "lfm2"):
-        module = importlib.import_module(f"transformers.models.{name}.modeling_{name}")
-        for function, value in list(vars(module).items()):
-            if "gated_delta_rule" in function or "causal_conv1d" in function:
-                monkeypatch.setattr(module, function, getattr(value, "__wrapped__", value))
+pytestmark = [pytest.mark.gpu, pytest.mark.usefixtures("reference_by_torch")]
 
 
 @pytest.mark.parametrize("name", ["lfm2", "qwen3-next", "qwen3.5-experts"])
