@@ -275,9 +275,9 @@ class WorkerChannel:
         os.set_inheritable(ticket.event_fd, False)
         return cls(segment, LoopBell(ticket.event_fd), worker_bell, spin_us, peer_gone)
 
-    def consume(self, timeout: float | None) -> Frame | None:
+    def consume(self, timeout: float | None, *, spins: bool = True) -> Frame | None:
         """The next message; None when there is none within ``timeout`` seconds (None: wait for ever), or after a
-        `nudge`.
+        `nudge`. ``spins``: look for it for a while before sleeping.
 
         Raises FrameError when the ring holds what the host can't have written, PeerGoneError when it has gone.
         """
@@ -289,8 +289,8 @@ class WorkerChannel:
             left = deadline - time.monotonic()
             if left <= 0:
                 return None
-            if not self._consumer.spin(min(self._spin, left)):
-                self._park(left)
+            if not (spins and self._consumer.spin(min(self._spin, left))):
+                self._park(max(0.0, deadline - time.monotonic()))
             frame = self._next()
             if frame is not None:
                 return frame

@@ -16,6 +16,8 @@ import sys
 import threading
 
 _PR_SET_PDEATHSIG = 1
+_PR_SET_TIMERSLACK = 29
+_TIMER_SLACK = 1000  # nanoseconds by which a sleep may be too long; 50,000 by default, much of a step
 _EXIT_HOST_GONE = 3
 _TRIM_PERIOD = 30_000  # milliseconds between two looks at how much was written to stdout and stderr
 _TRIM_BYTES = 1024 * 1024  # more than that is thrown away: it is memory, and only its end is ever shown
@@ -41,6 +43,13 @@ def _guard(death_fd: int) -> None:
     os._exit(_EXIT_HOST_GONE)
 
 
+def sleep_exactly() -> None:
+    """Let this thread's sleeps end when they should: the worker sleeps while the device computes a step."""
+    import ctypes
+
+    ctypes.CDLL(None).prctl(_PR_SET_TIMERSLACK, _TIMER_SLACK, 0, 0, 0)
+
+
 def import_host_package(search_path: list[str]) -> None:
     """Import the very aengine of the host, which lies in ``search_path[0]``; then let the rest of the path follow
     this interpreter's own, so that what the host can import can be imported here, and nothing shadows anything."""
@@ -63,6 +72,7 @@ def main(argv: list[str]) -> int:
     except FileNotFoundError:
         return _EXIT_HOST_GONE
     die_with_host(int(host_pid), int(death_fd))
+    sleep_exactly()
 
     from aengine.workers.logs import WorkerLogs
     from aengine.workers.worker import Worker

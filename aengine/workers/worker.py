@@ -25,6 +25,7 @@ from typing import Any
 from ..errors import AEngineError
 from ..ipc.channel import Frame, PeerGoneError, WorkerChannel
 from ..ipc.messages import GrammarOutput, Kind, SchedulerOutput, pack, unpack
+from .answer_times import AnswerTimes
 from .calls import CALLS
 from .loaded import Answer, Runner
 from .loading import Loading
@@ -38,6 +39,7 @@ _HEARTBEAT_PERIOD = 0.25  # seconds
 _MEMORY_PERIOD = 5.0  # seconds between two looks at the device's memory
 _EAGER_POLL = 0.01  # seconds for which an answer that the device works on is looked for without a pause, ...
 _POLL = 0.0002  # ... and those between two looks after that, when no frame comes
+_HURRY = 0.0005  # seconds that it takes to wake up and launch a step, at most
 _IDLE = 0.25  # seconds without anything to do after which the runner may prepare, for 25 ms, what it will need later
 
 
@@ -52,6 +54,7 @@ class Worker:
         self._queue: deque[tuple[Kind, int, Any]] = deque()  # kind, step id and message of frames taken, oldest first
         self._max_launched = 1
         self._answers: deque[tuple[int, Answer]] = deque()  # step ids launched and not yet reported, oldest first
+        self._times = AnswerTimes()  # of the same
         self._prepares = False  # in idle times
         self._awaits_bitmask = False  # the device works on a step that can't be sampled yet
         self._step_id = 0  # of the frame in hand, for error reports
@@ -76,7 +79,8 @@ class Worker:
 
     def _turn(self) -> bool:
         """Take the frames that have come, handle one, and report what has become ready. False after SHUTDOWN."""
-        frame = self._channel.consume(self._wait_seconds())
+        seconds, spins = self._wait()
+        frame = self._channel.consume(seconds, spins=spins)
         while frame is not None:
             self._take(frame)
             frame = self._channel.consume(0)
@@ -90,6 +94,7 @@ class Worker:
         while self._answers and self._answers[0][1].ready():
             self._step_id, answer = self._answers.popleft()
             output = answer.get()
+            self._times.note_taken(time.monotonic())
             if self._loading.rank.answers:
                 output.answered_at = time.monotonic()
                 self._channel.publish(Kind.OUTPUT, self._step_id, pack(output))
@@ -126,15 +131,20 @@ class Worker:
     def _may_prepare(self) -> bool:
         return self._prepares and self._runner is not None and self._runner.has_more
 
-    def _wait_seconds(self) -> float | None:
-        """Return how long to wait for a frame, in seconds: for ever, if nothing else can happen."""
+    def _wait(self) -> tuple[float | None, bool]:
+        """Return how long to wait for a frame, in seconds (None: for ever, as nothing else can happen), and whether to
+        spin for it for a while before sleeping."""
         if self._may_handle:
-            return 0
+            return 0, False
         if self._is_idle:
-            return _IDLE if self._may_prepare or self._logs.is_pending else None
-        if time.monotonic() - self._last_event < _EAGER_POLL:
-            return 0
-        return _POLL if self._answers else None
+            return _IDLE if self._may_prepare or self._logs.is_pending else None, True
+        now = time.monotonic()
+        if self._answers and (seconds := self._times.seconds_to_sleep(now)) > 0:
+            # A step that the host owes must be launched before the device is done with those that it has.
+            return seconds, len(self._answers) < self._max_launched and seconds < _HURRY
+        if now - self._last_event < _EAGER_POLL:
+            return 0, False
+        return (_POLL, False) if self._answers else (None, True)
 
     def _prepare_more(self) -> None:
         try:
@@ -165,13 +175,16 @@ class Worker:
         runner.execute_model(out)
         self._awaits_bitmask = not out.sample_now
         if out.sample_now:
+            only_decodes = sum(out.num_scheduled_tokens) == len(out.req_idx)
             self._answers.append((out.step_id, runner.sample_tokens(None)))
+            self._times.note_launched(time.monotonic(), only_decodes=only_decodes)
 
     def _sample(self, grammar: GrammarOutput) -> None:
         self._awaits_bitmask = False
         if isinstance(grammar.bitmask, int):
             grammar.bitmask = self._channel.bitmask(grammar.bitmask)
         self._answers.append((grammar.step_id, self._loaded().sample_tokens(grammar)))
+        self._times.note_launched(time.monotonic(), only_decodes=False)  # it began before, and waited
 
     def _loaded(self) -> Runner:
         if self._runner is None:

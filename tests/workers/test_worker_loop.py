@@ -40,7 +40,7 @@ class ListChannel:
         self.come_together = False
         self._gave = False  # a frame, at the last call
 
-    def consume(self, timeout: float | None) -> Frame | None:
+    def consume(self, timeout: float | None, *, spins: bool = True) -> Frame | None:
         if self._gave and not self.come_together:
             self._gave = False
             return None
