@@ -78,7 +78,7 @@ _FACTORS = {
 
 
 def _factors(file: GgufFile, arch: str) -> dict[str, float]:
-    """Factors of Granite's, those that there are."""
+    """Read the numbers that only some families have (Granite's factors, Gemma's soft caps and its second rope)."""
     there = {key: name for key, name in _FACTORS.items() if f"{arch}.{key}" in file.metadata}
     return {name: round_float32(_get(file, f"{arch}.{key}", float)) for key, name in there.items()}
 
@@ -136,8 +136,8 @@ def _head_dim(file: GgufFile, arch: str, default: int) -> int:
 
 
 def _rotary_dim(file: GgufFile, arch: str, head_dim: int) -> int:
-    """Elements of a head that turn. Less than all are read where q, k and v are packed: those are as transformers has
-    them, while rows of separate ones may be in another order."""
+    """Elements of a head that are rotated. Less than all are read where q, k and v are packed: those are as
+    transformers has them, while rows of separate ones may be in another order."""
     key = f"{arch}.rope.dimension_count"
     rotary_dim = _get(file, key, int, head_dim)
     if rotary_dim != head_dim and (rotary_dim > head_dim or "blk.0.attn_qkv.weight" not in file.tensors):

@@ -34,7 +34,7 @@ from ..telemetry.summary import summary_of
 from ..threads.pools import run_in_thread
 from ..tokenizer.tokenizer import Tokenizer
 from .admission import Admission
-from .executor import Executor, ProcessExecutor
+from .executor import Executor
 from .grammar_gate import ALWAYS, IN_SMALL_BATCHES
 from .pacing.step_time import StepTime
 from .preparation import Preparation
@@ -72,7 +72,7 @@ class EngineCore:
         restart: Restart,
         sampling: SamplingDefaults,
         listeners: Listeners,
-        pooling: PoolingConfig | None = None,
+        pooling: PoolingConfig,
     ) -> None:
         """``work``: set when an executor fails, see `StepLoop`; ``grammars``: of this tokenizer, warmed up ahead; None:
         made here, if there is a tokenizer. ``restart`` makes an executor that is not started, and what starts it."""
@@ -83,7 +83,7 @@ class EngineCore:
         self.failure: EngineError | None = None
         self.tokenizer = tokenizer
         self.sampling = sampling
-        self.pooling = pooling or PoolingConfig()
+        self.pooling = pooling
         self.config = config
         self._shutdown_timeout = config.shutdown_timeout
         self._counters = Counters()
@@ -146,8 +146,8 @@ class EngineCore:
         cls,
         config: EngineConfig,
         report: ProgressCallback,
-        make_executor: ExecutorFactory = ProcessExecutor,
-        listeners: Listeners | None = None,
+        make_executor: ExecutorFactory,
+        listeners: Listeners,
     ) -> EngineCore:
         """Resolve the model; then load the tokenizer and start the worker side by side. Undone when it fails."""
         begun = time.monotonic()
@@ -176,10 +176,19 @@ class EngineCore:
                 grammars.begin_warm_up()
             ready = await starting
             sampling = SamplingDefaults(source.generation_config if config.generation_config == "auto" else {})
-            heard_by = listeners or Listeners()
-            pooling = PoolingConfig.from_wire(source.pooling)
-            parts = (executor, work, ready, tokenizer, eos_token_ids, grammars, restart, sampling, heard_by, pooling)
-            core = cls(config, *parts)
+            core = cls(
+                config,
+                executor,
+                work,
+                ready,
+                tokenizer,
+                eos_token_ids,
+                grammars,
+                restart,
+                sampling,
+                listeners,
+                PoolingConfig.from_wire(source.pooling),
+            )
         except BaseException:
             starting.cancel()
             executor.terminate()

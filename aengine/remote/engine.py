@@ -175,7 +175,7 @@ class RemoteEngine(PoolingCalls):
         """See `AsyncLLM.stream_chat`, and `stream` for ``output_type``. What is wrong with the request is raised by the
         stream."""
         chat_options(options)
-        return self._begin("chat", messages, params, output_type, plain_options(dict(options)))
+        return self._begin("chat", messages, params, output_type, plain_options(options))
 
     async def chat(
         self,

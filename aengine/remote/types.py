@@ -34,7 +34,7 @@ def typed_params(
     return params.replace(structured_output=shape), known
 
 
-def plain_options(options: dict[str, Any]) -> dict[str, Any]:
+def plain_options(options: Mapping[str, Any]) -> dict[str, Any]:
     """Return a chat's options as plain data. Raises InvalidRequestError and GrammarError for tools."""
     plain = dict(options)
     if isinstance(tools := plain.get("tools"), list | tuple):
