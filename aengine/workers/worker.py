@@ -39,7 +39,7 @@ _HEARTBEAT_PERIOD = 0.25  # seconds
 _MEMORY_PERIOD = 5.0  # seconds between two looks at the device's memory
 _EAGER_POLL = 0.01  # seconds for which an answer that the device works on is looked for without a pause, ...
 _POLL = 0.0002  # ... and those between two looks after that, when no frame comes
-_HURRY = 0.0005  # seconds that it takes to wake up and launch a step, at most
+_HURRY = 0.0005  # seconds that it may take to wake up and to launch a step
 _IDLE = 0.25  # seconds without anything to do after which the runner may prepare, for 25 ms, what it will need later
 
 
@@ -79,8 +79,8 @@ class Worker:
 
     def _turn(self) -> bool:
         """Take the frames that have come, handle one, and report what has become ready. False after SHUTDOWN."""
-        seconds, spins = self._wait()
-        frame = self._channel.consume(seconds, spins=spins)
+        # While the device computes it is either known to take a while, or looked at all the time.
+        frame = self._channel.consume(self._wait_seconds(), spins=self._is_idle)
         while frame is not None:
             self._take(frame)
             frame = self._channel.consume(0)
@@ -131,20 +131,20 @@ class Worker:
     def _may_prepare(self) -> bool:
         return self._prepares and self._runner is not None and self._runner.has_more
 
-    def _wait(self) -> tuple[float | None, bool]:
-        """Return how long to wait for a frame, in seconds (None: for ever, as nothing else can happen), and whether to
-        spin for it for a while before sleeping."""
+    def _wait_seconds(self) -> float | None:
+        """Return how long to wait for a frame, in seconds: for ever, if nothing else can happen."""
         if self._may_handle:
-            return 0, False
+            return 0
         if self._is_idle:
-            return _IDLE if self._may_prepare or self._logs.is_pending else None, True
+            return _IDLE if self._may_prepare or self._logs.is_pending else None
         now = time.monotonic()
-        if self._answers and (seconds := self._times.seconds_to_sleep(now)) > 0:
-            # A step that the host owes must be launched before the device is done with those that it has.
-            return seconds, len(self._answers) < self._max_launched and seconds < _HURRY
+        seconds = self._times.seconds_to_sleep(now) if self._answers else 0.0
+        # A step that the host owes must be launched before the device is done with those that it has.
+        if seconds > 0 and (seconds > _HURRY or len(self._answers) == self._max_launched):
+            return seconds
         if now - self._last_event < _EAGER_POLL:
-            return 0, False
-        return (_POLL, False) if self._answers else (None, True)
+            return 0
+        return _POLL if self._answers else None
 
     def _prepare_more(self) -> None:
         try:
