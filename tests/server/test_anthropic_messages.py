@@ -324,6 +324,27 @@ async def test_calls_that_are_cut_off() -> None:
             assert [block["type"] for block in blocks] == ["text", "tool_use"]
 
 
+@pytest.mark.parametrize("stream", [False, True])
+async def test_the_clients_loop_over_tools(stream: bool) -> None:
+    """It begins with a thread of messages kept by the server, and goes on without."""
+
+    @anthropic.beta_async_tool
+    async def add(a: int, b: int) -> str:
+        """Add numbers."""
+        return str(a + b)
+
+    def script(request: FakeRequest) -> Any:
+        last = (request.messages or ())[-1]
+        return f"It is {last['content']}." if last["role"] == "tool" else Reply("Hm.", tool_calls=CALLS)
+
+    async with FakeAsyncLLM(script) as engine, new_client(engine) as client:
+        runner: Any = client.beta.messages.tool_runner(**ASK, tools=[add], stream=stream)
+        message = await runner.until_done()
+        assert message.content[0].text == "It is 7."
+        roles = [message["role"] for message in engine.requests[-1].messages or ()]
+        assert roles == ["user", "assistant", "tool", "tool"]
+
+
 async def test_text_behind_a_call_stays_there() -> None:
     async with FakeAsyncLLM(Reply("x", tool_calls=CALLS)) as engine:
         ask: dict[str, Any] = {"tools": [ADD], "max_tokens": 90}  # before the second call's name

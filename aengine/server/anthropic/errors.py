@@ -10,10 +10,13 @@ from starlette.responses import Response
 
 from ..http import HTTPError, JSONAnswer
 
-__all__ = ["REQUEST_ID", "answer_error", "error_body", "is_for_anthropic", "request_id_of"]
+__all__ = ["REQUEST_ID", "THREAD_UNSUPPORTED", "answer_error", "error_body", "is_for_anthropic", "request_id_of"]
 
 REQUEST_ID = "request-id"
 """Name of the header."""
+
+THREAD_UNSUPPORTED = "thread_unsupported_request"
+"""Anthropic's code, which its client looks for in the error's details."""
 
 _KINDS = {
     401: "authentication_error",
@@ -49,7 +52,9 @@ def error_body(request: Request, error: HTTPError) -> dict[str, Any]:
     kind = _KINDS.get(status, "invalid_request_error" if status < 500 else "api_error")
     # Agents know by these words that they have to shorten their conversation.
     prefix = "prompt is too long: " if error.code == "context_length_exceeded" else ""
-    shown = {"type": kind, "message": prefix + error.message}
+    shown: dict[str, Any] = {"type": kind, "message": prefix + error.message}
+    if error.code == THREAD_UNSUPPORTED:
+        shown["details"] = {"error_code": error.code, "unsupported": ["thread"]}
     return {"type": "error", "error": shown, "request_id": request_id_of(request)}
 
 

@@ -29,6 +29,7 @@ __all__ = ["count_tokens", "create_message"]
 async def create_message(service: Service, request: Request) -> Response:
     """Answer a conversation, whole or as it comes."""
     body = await service.body(request, MessagesBody)
+    body.check_thread()
     conversation, rendering = conversation_of(body)
     name = f"msg_{uuid.uuid4().hex}"
     params, options = body.params(), body.chat_options()
@@ -62,6 +63,7 @@ async def _all_of(stream: ChatStream) -> list[Delta]:
 async def count_tokens(service: Service, request: Request) -> Response:
     """Answer with the number of tokens that a message's prompt would have."""
     body = await service.body(request, CountBody)
+    body.check_thread()
     conversation, rendering = conversation_of(body)
     options: Any = rendering | {"chat_template_kwargs": body.template_variables() or None}
     count = asyncio.to_thread(service.engine.tokenizer.count, conversation, body.tool_dicts(), **options)

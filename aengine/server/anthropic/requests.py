@@ -13,6 +13,7 @@ from pydantic import BaseModel, ConfigDict, Discriminator, Field, Tag, field_val
 from ...params import SamplingParams, StructuredOutput
 from ..http import HTTPError
 from ..openai.requests import Body, Ignored
+from .errors import THREAD_UNSUPPORTED
 
 __all__ = [
     "CountBody",
@@ -181,11 +182,18 @@ class CountBody(Body):
     user_profile_id: Ignored = None
     workspace_id: Ignored = None
 
-    @field_validator("mcp_servers", "container", "compaction", "thread")
+    @field_validator("mcp_servers", "container", "compaction")
     @classmethod
     def refuse(cls, value: Any) -> None:
         if value:
             raise ValueError("it is not supported: the engine only answers messages")
+
+    def check_thread(self) -> None:
+        """Raise HTTPError 400 for a thread, whose messages a server would keep. Anthropic's client heeds the code, and
+        sends all messages then."""
+        if self.thread:
+            message = "thread is not supported: send all messages of the conversation"
+            raise HTTPError(400, message, code=THREAD_UNSUPPORTED, param="thread")
 
     def template_variables(self) -> dict[str, Any]:
         """Return the variables of the model's chat template."""
