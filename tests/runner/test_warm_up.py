@@ -37,6 +37,18 @@ RUN = ("_prepare_inputs", "_prepare_decode", "_write_kernel")
 """What must run for the next op to find sensible indices; the rest is only recorded."""
 
 
+@contextlib.contextmanager
+def only_compiling(num_threads: int) -> Iterator[None]:
+    """In place of `compiling`, where `launch` is a `Recorder`."""
+    from aengine.kernels.triton import launch
+
+    launch._compile_only = True
+    try:
+        yield
+    finally:
+        launch._compile_only = False
+
+
 class Recorder:
     """In place of `launch`: which kernels would have to be compiled."""
 
@@ -131,8 +143,9 @@ MODELS: dict[str, dict[str, Any]] = {
     "qwen3": SHAPE | {"head_dim": 32},
     "phi3": SHAPE | {"num_attention_heads": 16, "rope_parameters": LONGROPE, "original_max_position_embeddings": 64},
     "gemma2": SHAPE | {"num_attention_heads": 16, "head_dim": 32, "num_hidden_layers": 2, "sliding_window": 40},
-    # Other tiles from 5, 513 and 1025 tokens on.
+    # Other tiles from 5, 513 and 1025 tokens on; and from 5, 33, 65 and 193.
     "qwen3_moe": SHAPE | {"head_dim": 32, "num_experts": 64, "num_experts_per_tok": 2, "moe_intermediate_size": 64},
+    "mixtral": SHAPE | {"num_attention_heads": 16, "num_local_experts": 6, "num_experts_per_tok": 3},
 }
 
 
@@ -140,7 +153,16 @@ MODELS: dict[str, dict[str, Any]] = {
 @pytest.mark.filterwarnings("ignore::RuntimeWarning")  # it computes with whatever lies in memory
 @pytest.mark.parametrize(
     ("arch", "max_num_seqs"),
-    [("qwen3", 1), ("qwen3", 3), ("qwen3", 40), ("qwen3", 90), ("phi3", 3), ("gemma2", 3), ("qwen3_moe", 4)],
+    [
+        ("qwen3", 1),
+        ("qwen3", 3),
+        ("qwen3", 40),
+        ("qwen3", 90),
+        ("phi3", 3),
+        ("gemma2", 3),
+        ("qwen3_moe", 4),
+        ("mixtral", 4),
+    ],
 )
 def test_serving_compiles_nothing(
     tmp_path: Path, rng: random.Random, monkeypatch: pytest.MonkeyPatch, arch: str, max_num_seqs: int
@@ -152,7 +174,7 @@ def test_serving_compiles_nothing(
     from aengine.kernels.triton import launch, varlen_attention
     from aengine.runner.startup.warm_up import compile_kernels
 
-    monkeypatch.setattr(launch, "compiling", lambda num_threads: contextlib.nullcontext())
+    monkeypatch.setattr(launch, "compiling", only_compiling)
     monkeypatch.setattr(varlen_attention, "LARGE_TILES_FROM", 260)
     runner, config = make_runner(write_tiny_model(tmp_path, arch, **MODELS[arch]), max_num_seqs)
     recorder = Recorder(monkeypatch)
@@ -166,10 +188,12 @@ def test_serving_compiles_nothing(
             if i < 2:  # what every walk must have: a few decodes, and a prompt alone
                 num_prompts, num_decodes = i, min(7, max_num_seqs) * (1 - i)
             prompts = [rng.choice([2, 7, 20, 33, 64, 90, 250, 270, 300]) for _ in range(num_prompts)]
+            if i == 4:
+                prompts, num_decodes = [70], 0
             if 2 <= i < 4:
                 prompts = [280] * min(i, max_num_seqs)
                 num_decodes = min(num_decodes, max_num_seqs - len(prompts))
-            if num_decodes + num_prompts:
+            if num_decodes + len(prompts):
                 for out in step(rng, len(runner.tables.groups), num_decodes, prompts):
                     runner.execute_model(out)
                     runner.sample_tokens(None)
@@ -194,7 +218,7 @@ def test_an_encoder_compiles_nothing(
     from aengine.runner.pooling.vectors import VectorLayers
     from aengine.runner.startup.encoder import _compile_kernels, _names_in, _run, adapt_names
 
-    monkeypatch.setattr(launch, "compiling", lambda num_threads: contextlib.nullcontext())
+    monkeypatch.setattr(launch, "compiling", only_compiling)
     write(tmp_path, "bert", kind, hidden_size=256, intermediate_size=512)
     source = resolve_model(EngineConfig.create(str(tmp_path), {}))
     model = build_encoder(read_encoder_config(source.hf_config), HALF)

@@ -13,9 +13,12 @@ from torch import Tensor
 
 from ..expert_tilings import ExpertShape, ExpertTiling, choose_tiling
 from ..expert_types import ExpertBlocks, ExpertPlan, Routing
-from .launch import device_name, gdc_launch_dependents, gdc_wait, has_pdl, launch
+from .launch import device_name, gdc_launch_dependents, gdc_wait, has_pdl, launch, only_compiles
 
 __all__ = ["plan_experts"]
+
+_CHUNKS = (64, 256, 1024)
+"""Pairs at a time. All are compiled ahead with each size of blocks: which go together depends on the step."""
 
 
 def plan_experts(routing: Routing, shape: ExpertShape, tiling: ExpertTiling | None) -> ExpertPlan:
@@ -32,24 +35,25 @@ def _sort(ids: Tensor, num_experts: int, block_m: int) -> ExpertBlocks:
     order = torch.empty(num_blocks * block_m, dtype=torch.int32, device=ids.device)
     slots, experts = torch.empty_like(ids).flatten(), torch.empty(num_blocks, dtype=torch.int32, device=ids.device)
     ends = torch.empty(num_experts, dtype=torch.int32, device=ids.device)
-    chunk = min(1024, max(64, triton.next_power_of_2(count)))
-    launch(
-        _sort_pairs,
-        (num_experts,),
-        ids,
-        order,
-        slots,
-        experts,
-        ends,
-        count,
-        num_blocks,
-        E=num_experts,
-        BINS=triton.next_power_of_2(num_experts + 1),
-        BM=block_m,
-        CHUNK=chunk,
-        PDL=has_pdl(),
-        num_warps=4,
-    )
+    fitting = next((chunk for chunk in _CHUNKS if count <= chunk), _CHUNKS[-1])
+    for chunk in _CHUNKS if only_compiles() else (fitting,):
+        launch(
+            _sort_pairs,
+            (num_experts,),
+            ids,
+            order,
+            slots,
+            experts,
+            ends,
+            count,
+            num_blocks,
+            E=num_experts,
+            BINS=triton.next_power_of_2(num_experts + 1),
+            BM=block_m,
+            CHUNK=chunk,
+            PDL=has_pdl(),
+            num_warps=4,
+        )
     return ExpertBlocks(order, slots, experts, ends)
 
 
