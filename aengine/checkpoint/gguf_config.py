@@ -136,12 +136,11 @@ def _head_dim(file: GgufFile, arch: str, default: int) -> int:
 
 
 def _rotary_dim(file: GgufFile, arch: str, head_dim: int) -> int:
-    """Elements of a head that are rotated. Less than all are read where q, k and v are packed: those are as
-    transformers has them, while rows of separate ones may be in another order."""
+    """Elements of a head that are rotated."""
     key = f"{arch}.rope.dimension_count"
     rotary_dim = _get(file, key, int, head_dim)
-    if rotary_dim != head_dim and (rotary_dim > head_dim or "blk.0.attn_qkv.weight" not in file.tensors):
-        raise ModelLoadError(f"{file.path}: {key} is {rotary_dim}; aengine needs the head's size, {head_dim}")
+    if not 0 < rotary_dim <= head_dim:
+        raise ModelLoadError(f"{file.path}: {key} is {rotary_dim}, and heads have {head_dim} elements")
     return rotary_dim
 
 

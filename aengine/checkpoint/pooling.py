@@ -18,7 +18,7 @@ from typing import Any, Self
 from ..errors import ModelLoadError
 from .gguf_file import GgufFile
 
-__all__ = ["PoolingConfig", "gguf_pooling", "read_pooling"]
+__all__ = ["PoolingConfig", "gguf_pooling", "labels_of", "read_pooling"]
 
 _MODES = {"mean": "mean", "cls": "cls", "lasttoken": "last"}
 _OLD_MODES = {"mean_tokens": "mean", "cls_token": "cls"}
@@ -79,6 +79,18 @@ def read_pooling(folder: Path, settings: Mapping[str, Any]) -> PoolingConfig:
         score_activation=str(own.get("activation_fn") or settings.get("sbert_ce_default_activation_function") or ""),
         fault=fault,
     )
+
+
+def labels_of(settings: Mapping[str, Any]) -> tuple[str, ...]:
+    """Return the names of the classes of the head that classifies texts; (): there is none.
+
+    ``settings``: the content of config.json.
+    """
+    architecture = str((settings.get("architectures") or [""])[0])
+    if not architecture.endswith("ForSequenceClassification"):
+        return ()
+    labels = settings.get("id2label") or {str(i): f"LABEL_{i}" for i in range(int(settings.get("num_labels") or 2))}
+    return tuple(str(labels[key]) for key in sorted(labels, key=int))
 
 
 def gguf_pooling(file: GgufFile) -> PoolingConfig:

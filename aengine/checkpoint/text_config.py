@@ -7,7 +7,7 @@ from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
-__all__ = ["text_config"]
+__all__ = ["tensor_names", "text_config"]
 
 _TIED = "tie_word_embeddings"
 
@@ -27,12 +27,12 @@ def text_config(hf_config: Mapping[str, Any], folder: Path | None = None) -> dic
     settings = {**above, **{key: value for key, value in text.items() if value is not None}}
     tied = above.get(_TIED)
     if tied is None and folder is not None:
-        names = list(_tensor_names(folder))
+        names = list(tensor_names(folder))
         tied = not any("lm_head" in name.split(".") for name in names) if names else None
     return settings if tied is None else {**settings, _TIED: tied}
 
 
-def _tensor_names(folder: Path) -> Iterable[str]:
+def tensor_names(folder: Path) -> Iterable[str]:
     """Names of the tensors in the safetensors files; of a file that can't be read none, which its loader will say."""
     from safetensors import SafetensorError, safe_open
 

@@ -159,6 +159,8 @@ FAMILIES = (
     Family(
         name="GLM-4-0414, GLM-Z1 (dense)",
         model_types=("glm4",),
+        gguf=("glm4",),
+        formats=_GGUF,
         classes=("Glm4ForCausalLM",),
     ),
     Family(
@@ -194,11 +196,19 @@ FAMILIES = (
         tools=("lfm2", "lfm2_json"),
     ),
     Family(
-        name="BERT, RoBERTa, XLM-RoBERTa, MPNet, ModernBERT",
-        model_types=("bert", "roberta", "xlm-roberta", "mpnet", "modernbert"),
+        name="BERT, DistilBERT, RoBERTa, XLM-RoBERTa, MPNet, ModernBERT",
+        model_types=("bert", "distilbert", "roberta", "xlm-roberta", "mpnet", "modernbert"),
         task="embed",
         formats=_PLAIN,
         tested=("vectors and scores",),
+    ),
+    Family(
+        name="EmbeddingGemma",
+        model_types=("gemma3_text",),
+        classes=("Gemma3TextModel",),
+        task="embed",
+        formats=_PLAIN,
+        tested=("vectors",),
     ),
     Family(
         name="any other decoder of transformers",

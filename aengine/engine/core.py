@@ -90,7 +90,7 @@ class EngineCore:
         self._observer = Observer(config.on_request_end, listeners)
         step_time = StepTime(math.inf if config.max_step_seconds is None else config.max_step_seconds)
         self._scheduler = _new_scheduler(config, ready, step_time)
-        limits = Limits(
+        self.limits = limits = Limits(
             vocab_size=ready["vocab_size"],
             max_model_len=min(ready["max_model_len"], self._scheduler.max_tokens_capacity),
             max_num_queued_requests=config.max_num_queued_requests,
@@ -99,8 +99,8 @@ class EngineCore:
             eos_token_ids=eos_token_ids,
             sampling=sampling,
             tasks=frozenset(ready.get("tasks", ("generate",))),
+            is_encoder=bool(ready.get("is_encoder")),
         )
-        self.limits = limits
         if tokenizer is not None and (grammars is None or grammars.vocab_size != limits.vocab_size):
             if grammars is not None:
                 grammars.close()

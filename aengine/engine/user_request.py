@@ -38,6 +38,7 @@ class Limits:
     sampling: SamplingDefaults
     tasks: frozenset[str] = frozenset({"generate"})
     """What the model does: "generate", "embed", "classify"."""
+    is_encoder: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -94,6 +95,16 @@ class Prepared:
     markers: frozenset[int] = frozenset()  # control tokens that divide the text into parts, see `MarkedDetokenizer`
 
 
+def _why_it_generates_nothing(limits: Limits) -> str:
+    calls = "classify() and score()" if "classify" in limits.tasks else "embed()"
+    if limits.is_encoder:
+        return f"this model is an encoder, which generates no text: call {calls}"
+    if "classify" in limits.tasks:
+        return f"this model classifies texts, and generates none: call {calls}"
+    cure = f"call {calls}" if limits.tasks else "load a ...ForCausalLM, or start with pooling='last' and call embed()"
+    return f"this model's checkpoint has no output matrix (lm_head), without which it generates no text: {cure}"
+
+
 def check_request(
     limits: Limits,
     has_tokenizer: bool,
@@ -107,8 +118,7 @@ def check_request(
 ) -> None:
     """Raise InvalidRequestError for options and parameters that this engine can't take. ``kind``: of the prompt."""
     if "generate" not in limits.tasks:
-        calls = "classify() and score()" if "classify" in limits.tasks else "embed()"
-        raise InvalidRequestError(f"this model is an encoder, which generates no text: call {calls}", param="prompt")
+        raise InvalidRequestError(_why_it_generates_nothing(limits), param="prompt")
     if not isinstance(params, SamplingParams):
         raise InvalidRequestError(f"params must be SamplingParams, not {type(params).__name__}", param="params")
     check_options(deadline, first_token_deadline, priority, request_id, cache_salt)

@@ -114,13 +114,19 @@ async def _score(call: _Call, request: PoolingRequest) -> PoolingResult:
     if "classify" in tasks:
         if len(labels) != 1:
             raise InvalidRequestError(f"this model has {len(labels)} classes, and no score: call classify()")
-        logits = await call.run(pairs, partial(_encode_pairs, call))
+        encode = partial(_encode_pairs, call)
+        if core.worker.ready.get("asks_yes_no"):
+            question = await run_in_thread("encode", YesNoPrompt, tokenizer, request.instruction)
+            encode = partial(_encode_questions, call, question, is_classified=True)
+        logits = await call.run(pairs, encode)
         is_plain = core.pooling.score_activation.endswith("Identity")
         return PoolingResult(logits if is_plain else _sigmoid(logits), call.usage())
     if "embed" in tasks:
         texts, *sides = await _off_loop(are_many, _distinct_texts, pairs)
         vectors = await call.run(texts, partial(_encode_inputs, call, core.pooling.default_prompt))
         return PoolingResult(await _off_loop(vectors.nbytes >= _LARGE, _cosines, vectors, *sides), call.usage())
+    if "generate" not in tasks:
+        raise InvalidRequestError(_why_not(core, request.task))
     question = await run_in_thread("encode", YesNoPrompt, tokenizer, request.instruction)
     logits = await call.run(pairs, partial(_encode_questions, call, question))
     return PoolingResult(_sigmoid(logits[:, :1] - logits[:, 1:]), call.usage())
@@ -189,9 +195,13 @@ def _encode_pairs(call: _Call, pairs: Sequence[tuple[str, str]]) -> list[PooledT
     return [PooledText(text.token_ids, text.num_first_tokens) for text in encoded]
 
 
-def _encode_questions(call: _Call, question: YesNoPrompt, pairs: Sequence[tuple[str, str]]) -> list[PooledText]:
+def _encode_questions(
+    call: _Call, question: YesNoPrompt, pairs: Sequence[tuple[str, str]], *, is_classified: bool = False
+) -> list[PooledText]:
+    """``is_classified``: a head gives the score, in place of the logits of yes and no."""
     encoded = question.encode(pairs, call.most, truncate=call.truncate)
-    return [PooledText(text.token_ids, pooled_token_ids=question.answers) for text in encoded]
+    answers = () if is_classified else question.answers
+    return [PooledText(text.token_ids, pooled_token_ids=answers) for text in encoded]
 
 
 # -- on the loop

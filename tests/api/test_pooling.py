@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import math
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from typing import Any, ClassVar
 
 import numpy as np
@@ -237,9 +238,7 @@ async def test_an_encoder_generates_nothing(make: Make) -> None:
     engine = make()
     async with engine:
         core = core_of(engine)
-        core.limits = core.admission._limits = core.limits.__class__(
-            **{name: getattr(core.limits, name) for name in core.limits.__slots__} | {"tasks": frozenset({"embed"})}
-        )
+        core.limits = core.admission._limits = replace(core.limits, tasks=frozenset({"embed"}), is_encoder=True)
         for begin in (engine.generate, lambda prompt: engine.chat([{"role": "user", "content": prompt}])):
             with pytest.raises(InvalidRequestError, match=r"an encoder, which generates no text: call embed\(\)"):
                 await begin("Hello")

@@ -169,7 +169,7 @@ def test_llama3_scaling_is_found_from_its_factors(tmp_path: Path, factor: float,
         ({"attention__head_count_kv": 3}, "don't go together"),
         ({"attention__head_count": 0}, "don't go together"),
         ({"attention__layer_norm_rms_epsilon": math.nan}, "nan"),
-        ({"rope__dimension_count": 4}, "dimension_count is 4"),
+        ({"rope__dimension_count": 64}, "dimension_count is 64, and heads have"),
     ],
 )
 def test_refused(tmp_path: Path, changes: dict[str, Any], problem: str) -> None:

@@ -16,6 +16,7 @@ import tokenizers
 import torch
 import transformers as tf
 from conftest_api import settled
+from safetensors.torch import load_file, save_file
 
 from aengine import AsyncLLM, InvalidRequestError, ModelLoadError, SamplingParams
 
@@ -30,8 +31,6 @@ DECODER = {**SETTINGS, "max_model_len": 96, "block_size": 4, "max_num_batched_to
 @pytest.fixture(scope="module")
 def decoder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A decoder whose checkpoint has a pooling of the last token, a dense layer and prompts."""
-    from safetensors.torch import save_file
-
     folder = write_tiny_model(tmp_path_factory.mktemp("decoder"), "qwen3", seed=3, tie_word_embeddings=True)
     modules = [("Transformer", ""), ("Pooling", "1_Pooling"), ("Dense", "2_Dense"), ("Normalize", "3_Normalize")]
     write_json(
@@ -75,8 +74,6 @@ def last_states(folder: Path, prompts: list[list[int]]) -> list[torch.Tensor]:
 
 async def test_a_decoder_embeds_and_generates_at_once(decoder: Path) -> None:
     """In chunks of 16 tokens, preempted now and then, also after a prefix hit."""
-    from safetensors.torch import load_file
-
     prompts = some_prompts(30, 80)
     dense = load_file(decoder / "2_Dense/model.safetensors")
     pooled = torch.stack([states[-1] for states in last_states(decoder, prompts)])
@@ -143,6 +140,20 @@ async def test_yes_or_no(decoder: Path, tmp_path: Path) -> None:
         assert max(abs(one.score - expected[one.index]) for one in ranked) < 1e-4
         assert len(await engine.rerank(query, documents, top_n=2)) == 2
         assert engine.statistics().prefix_cache_hits > 0
+        yes, no = (encode(word)[-1] for word in ("yes", "no"))
+    weights = load_file(tmp_path / "model.safetensors")
+    table = weights.pop("lm_head.weight", weights["model.embed_tokens.weight"])
+    save_file({**weights, "score.weight": table[[yes]] - table[[no]]}, tmp_path / "model.safetensors")
+    as_classes = {"architectures": ["Qwen3ForSequenceClassification"], "id2label": {"0": "LABEL_0"}}
+    write_json(tmp_path / "config.json", config | as_classes)
+    async with AsyncLLM(tmp_path, **settings) as engine:  # the reranker, converted to a sequence classification
+        again = await engine.rerank(query, documents, instruction="Be strict")
+        assert [one.index for one in again] == [one.index for one in ranked]
+        assert max(abs(a.score - b.score) for a, b in zip(again, ranked, strict=True)) < 1e-4
+        with pytest.raises(InvalidRequestError, match="classifies texts, and generates none"):
+            await engine.generate("a")
+        with pytest.raises(InvalidRequestError, match="classifies texts, and gives no embeddings"):
+            await engine.embed("a")
 
 
 async def test_an_encoder(tmp_path: Path) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import random
 from pathlib import Path
 from typing import Any
@@ -10,6 +11,7 @@ import numpy as np
 import pytest
 import torch
 import transformers as tf
+from safetensors.torch import load_file, save_file
 
 from aengine.checkpoint.source import resolve_model
 from aengine.config import EngineConfig
@@ -35,6 +37,18 @@ VARIANTS: dict[str, tuple[str, dict[str, Any]]] = {
     "bert-tanh-gelu": ("Bert", {**_BERT, "hidden_act": "gelu_new", "layer_norm_eps": 1e-3}),
     "roberta": ("Roberta", {**_BERT, "type_vocab_size": 1, "pad_token_id": 1}),
     "xlm-roberta": ("XLMRoberta", {**_BERT, "type_vocab_size": 1, "pad_token_id": 5}),
+    "distilbert": (
+        "DistilBert",
+        {
+            "vocab_size": 96,
+            "dim": 32,
+            "hidden_dim": 48,
+            "n_layers": 3,
+            "n_heads": 4,
+            "initializer_range": 0.3,
+            "max_position_embeddings": 80,
+        },
+    ),
     "mpnet": ("MPNet", {**_BERT, "max_position_embeddings": 300, "relative_attention_num_buckets": 32}),
     "modernbert": (
         "ModernBert",
@@ -98,6 +112,47 @@ def vectors(model: LoadedEncoder, texts: list[list[int]], first: list[int] | Non
     return np.array([found[i] for i in range(len(texts))])
 
 
+@pytest.mark.parametrize("size", [16, 8])
+def test_embedding_gemma(tmp_path: Path, size: int) -> None:
+    """Windows to both sides, two ropes, fewer heads of keys, and dense layers behind the mean."""
+    torch.manual_seed(11)
+    config = tf.Gemma3TextConfig(
+        vocab_size=96, hidden_size=32, intermediate_size=48, num_hidden_layers=4, num_attention_heads=4,
+        num_key_value_heads=2, head_dim=size, sliding_window=12, query_pre_attn_scalar=24,
+        layer_types=["sliding_attention", "sliding_attention", "sliding_attention", "full_attention"],
+        use_bidirectional_attention=True, max_position_embeddings=128, attn_implementation="eager",
+    )  # fmt: skip
+    model = tf.Gemma3TextModel(config).eval()
+    with torch.no_grad():
+        for name, parameter in model.named_parameters():
+            parameter.add_((0.3 if "norm" in name else 0.2) * torch.randn_like(parameter))
+    model.save_pretrained(tmp_path)
+    assert json.loads((tmp_path / "config.json").read_text())["sliding_window"] == 12  # what it was made of
+    texts = some_texts(70)
+    expected = expected_mean(model, texts)
+    assert np.abs(vectors(load(tmp_path), texts) - expected).max() < 2e-5
+
+    sizes, weights = (32, 64, 24), []
+    modules = [{"type": "sentence_transformers.models.Transformer", "path": ""}]
+    modules.append({"type": "sentence_transformers.models.Pooling", "path": "1_Pooling"})
+    for number, (inner, outer) in enumerate(zip(sizes, sizes[1:]), 2):
+        folder = tmp_path / f"{number}_Dense"
+        folder.mkdir()
+        settings = {"in_features": inner, "out_features": outer, "bias": False}
+        settings["activation_function"] = "torch.nn.modules.linear.Identity"
+        (folder / "config.json").write_text(json.dumps(settings))
+        weights.append(torch.randn(outer, inner))
+        save_file({"linear.weight": weights[-1]}, folder / "model.safetensors")
+        modules.append({"type": "sentence_transformers.models.Dense", "path": folder.name})
+    modules.append({"type": "sentence_transformers.models.Normalize", "path": "4_Normalize"})
+    (tmp_path / "modules.json").write_text(json.dumps(modules))
+    (tmp_path / "1_Pooling").mkdir()
+    (tmp_path / "1_Pooling" / "config.json").write_text('{"pooling_mode_mean_tokens": true}')
+    expected = expected @ weights[0].numpy().T @ weights[1].numpy().T
+    found = vectors(load(tmp_path), texts)
+    assert np.abs(found - expected).max() < 2e-5 * np.abs(expected).max()
+
+
 def some_texts(longest: int = 40) -> list[list[int]]:
     rng = random.Random(5)
     return [[rng.randrange(6, 96) for _ in range(n)] for n in (3, longest, 17, 17, 1, 29, 17, longest)]
@@ -158,8 +213,6 @@ def test_padding_within_a_group_changes_nothing(tmp_path: Path, variant: str, mo
 
 
 def test_names_of_a_checkpoint_with_a_head_and_of_an_old_one(tmp_path: Path) -> None:
-    from safetensors.torch import load_file, save_file
-
     model, texts = write(tmp_path, "bert"), some_texts()
     expected, path = expected_mean(model, texts), tmp_path / "model.safetensors"
 

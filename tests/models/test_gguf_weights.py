@@ -25,6 +25,7 @@ from aengine.runner.weights import gguf_source
 from aengine.runner.weights.reading import Target
 
 ARCHS = {
+    "glm4": gguf.MODEL_ARCH.GLM4,
     "granite": gguf.MODEL_ARCH.GRANITE,
     "llama": gguf.MODEL_ARCH.LLAMA,
     "mistral": gguf.MODEL_ARCH.LLAMA,
@@ -150,6 +151,8 @@ def write_gguf(path: Path, model: PreTrainedModel, arch: str, kinds: list[Q]) ->
         writer.add_rope_scaling_orig_ctx_len(config.rope_parameters["original_max_position_embeddings"])
     if rope.get("rope_type") == "longrope":
         add_longrope(writer, config)
+    if arch == "glm4":
+        writer.add_rope_dimension_count(int(config.head_dim * rope["partial_rotary_factor"]))
     names = gguf.get_tensor_name_map(ARCHS[arch], config.num_hidden_layers)
     matrices = 0
     for name, weight in stored_tensors(model):
@@ -188,6 +191,7 @@ def write_gguf(path: Path, model: PreTrainedModel, arch: str, kinds: list[Q]) ->
         ("mistral", {"sliding_window": 6}, [Q.Q5_0, Q.Q5_1, Q.Q4_0]),
         ("phi3", {"original_max_position_embeddings": 16, "rope_parameters": LONGROPE}, [Q.Q8_0, Q.F32]),
         ("granite", GRANITE, [Q.Q8_0]),
+        ("glm4", {}, [Q.Q8_0, Q.F32]),
         ("smollm3", {"num_hidden_layers": 4}, [Q.Q8_0]),
         ("qwen2", {}, [Q.Q8_0]),
         ("qwen3", {}, [Q.Q4_0, Q.F32, Q.TQ2_0]),
@@ -218,6 +222,15 @@ def test_against_transformers(
         wanted = reference(torch.tensor([tokens]), use_cache=False).logits[0]
     logits = Driver(model, rng).step({"a": tokens})["a"]
     torch.testing.assert_close(logits, wanted, rtol=1e-4, atol=1e-4)
+
+
+def test_a_part_of_a_head_turns_only_where_rows_are_not_reordered(tmp_path: Path) -> None:
+    path = tmp_path / "tiny.gguf"
+    write_gguf(path, make_tiny_model("llama", **SIZES), "llama", [Q.F32])
+    source = source_of(path)
+    source.hf_config["partial_rotary_factor"] = 0.5
+    with pytest.raises(ModelLoadError, match="rope.dimension_count is less than the head's size, 32"):
+        load(source)
 
 
 def test_a_type_that_can_not_be_dequantised_is_named(tmp_path: Path) -> None:

@@ -19,7 +19,7 @@ from ..model_config import ConfigReader, ModelConfig
 from ..weights.gguf_names import GgufNames
 from ..weights.scope import WeightScope
 
-__all__ = ["Gemma", "Gemma2", "Gemma3", "GemmaConfig"]
+__all__ = ["Gemma", "Gemma2", "Gemma3", "GemmaConfig", "gemma3_settings"]
 
 _DEFAULTS = {
     "num_attention_heads": 8,
@@ -73,7 +73,7 @@ def _settings_2(hf: Mapping[str, Any]) -> dict[str, Any]:
     return {**_DEFAULTS_2, "layer_types": _layer_types(hf, 2), "query_pre_attn_scalar": _scalar(hf), **_given(hf)}
 
 
-def _settings_3(hf: Mapping[str, Any]) -> dict[str, Any]:
+def gemma3_settings(hf: Mapping[str, Any]) -> dict[str, Any]:
     """Settings in the spelling of transformers 5: ``rope_parameters`` for each type of layers."""
     pattern = hf.get("sliding_window_pattern") or hf.get("_sliding_window_pattern") or 6
     settings = {
@@ -119,8 +119,8 @@ def _given(hf: Mapping[str, Any]) -> dict[str, Any]:
 _VERSIONS = {
     "gemma": _settings_1,
     "gemma2": _settings_2,
-    "gemma3": _settings_3,
-    "gemma3_text": _settings_3,
+    "gemma3": gemma3_settings,
+    "gemma3_text": gemma3_settings,
 }
 
 _SANDWICH = {

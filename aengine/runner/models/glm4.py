@@ -10,7 +10,7 @@ from typing import Any, Self
 from ..layers.decoder import Decoder, DecoderLayer, SelfAttention
 from ..layers.mlp import GatedMLP
 from ..model_config import ConfigReader, ModelConfig
-from ..weights.gguf_names import GgufNames
+from ..weights.gguf_names import PACKED_LAYER, GgufNames
 from ..weights.scope import WeightScope
 
 __all__ = ["Glm4", "Glm4Config"]
@@ -35,7 +35,12 @@ class Glm4Config(ModelConfig):
 
 class Glm4(Decoder[Glm4Config]):
     config_class = Glm4Config
-    gguf = GgufNames()
+    gguf = GgufNames(layer=PACKED_LAYER).renamed(
+        {
+            "post_attention_norm": "post_self_attn_layernorm",
+            "post_ffw_norm": "post_mlp_layernorm",
+        }
+    )
 
     def make_layer(self, index: int, weights: WeightScope) -> DecoderLayer:
         config = self.config

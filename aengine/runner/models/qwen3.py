@@ -33,6 +33,7 @@ class Qwen3Config(ModelConfig):
 
 class Qwen3(Decoder[Qwen3Config]):
     config_class = Qwen3Config
+    reranks_by_yes = True
     gguf = GgufNames()
 
     def make_layer(self, index: int, weights: WeightScope) -> DecoderLayer:

@@ -30,6 +30,7 @@ from ..pooling.vectors import VectorLayers, load_vector_layers
 from ..weights.formats import choose_formats
 from ..weights.loader import LoadedWeights, Progress, load_weights
 from .encoder import LoadedEncoder, load_encoder
+from .heads import DecoderHead
 from .kv_memory import KvPlan, choose_kv_dtype
 from .profile import profile
 from .setup import RunnerSetup
@@ -49,19 +50,20 @@ def load_model(
     """
     if is_encoder(source["hf_config"]):
         return load_encoder(config, source, rank, progress)
-    setup, weights = _load(config, source, rank, progress)
-    return LocalModel(setup, weights, profile(setup, progress), rank, progress)
+    head = DecoderHead.of(ModelSource.from_wire(source))
+    setup, weights = _load(config, source, rank, progress, head)
+    return LocalModel(setup, weights, profile(setup, progress), rank, progress, head)
 
 
 def _load(
-    config: EngineConfig, source: Mapping[str, Any], rank: Rank, progress: Progress
+    config: EngineConfig, source: Mapping[str, Any], rank: Rank, progress: Progress, head: DecoderHead
 ) -> tuple[RunnerSetup, LoadedWeights]:
     """Open the device and fill the model."""
     num_threads = num_worker_threads(config)
     torch.set_num_threads(num_threads)
     torch.set_grad_enabled(False)
     checkpoint = ModelSource.from_wire(source)
-    hf = dict(checkpoint.hf_config)
+    hf = head.settings(checkpoint.hf_config)
     if checkpoint.format == "dummy":  # random weights are never quantised
         hf.pop("quantization_config", None)
         hf.pop("compression_config", None)
@@ -79,7 +81,10 @@ def _load(
     model = build_model(model_config, formats)
     attention = platform.choose_attention(config, model_config, formats.dtype)
     weights = load_weights(model, checkpoint, config.seed, progress, platform.device, platform.memory)
-    vectors = _vectors(config, checkpoint, platform.device)
+    if head.labels:
+        vectors: VectorLayers | None = head.vectors(checkpoint, model_config.hidden_size, platform.device)
+    else:
+        vectors = _vectors(config, checkpoint, platform.device)
     setup = RunnerSetup(
         config=config,
         model_config=model_config,
@@ -110,7 +115,13 @@ class LocalModel:
     """A `LoadedModel` of our own runner."""
 
     def __init__(
-        self, setup: RunnerSetup, weights: LoadedWeights, plan: KvPlan, rank: Rank, progress: Progress
+        self,
+        setup: RunnerSetup,
+        weights: LoadedWeights,
+        plan: KvPlan,
+        rank: Rank,
+        progress: Progress,
+        head: DecoderHead,
     ) -> None:
         self._setup = setup
         self._weights = weights
@@ -131,11 +142,8 @@ class LocalModel:
             "model_type": setup.model_config.model_type,
             "model_impl": setup.model_config.implementation,
             "why_not_native": setup.model_config.why_not_native,
-            "tasks": ["generate"],
         }
-        if setup.vectors is not None:
-            size = setup.vectors.size(setup.model_config.hidden_size)
-            self.offer |= {"tasks": ["generate", "embed"], "pooling": setup.vectors.mode, "embedding_size": size}
+        self.offer |= head.offer(setup.model, setup.vectors)
 
     def allocate(self, plan: Mapping[str, int]) -> tuple[ModelRunner, dict[str, Any]]:
         """See `LoadedModel`. Raises ModelLoadError."""

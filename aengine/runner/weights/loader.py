@@ -41,10 +41,11 @@ CPU = torch.device("cpu")
 
 _IGNORED = re.compile(
     r"rotary_emb\.inv_freq$|rope_(freqs|factors_)|\.masked_bias$|attn_rot_embd|\.weight_shape$|^lm_head\.weight$"
-    r"|embeddings\.position_ids$|^(\w+\.)?pooler\.dense|^(cls|lm_head)\.|^(head|decoder)\."
+    r"|embeddings\.position_ids$|^(\w+\.)?pooler\.dense|^(cls|lm_head)\.|^(head|decoder)\.|^score\.weight$"
+    r"|^vocab_(transform|layer_norm|projector)\."
 )
-"""Tensors of a checkpoint for which the model may have no place: constants, the output matrix of a tied model, and the
-heads of an encoder that predict masked tokens."""
+"""Tensors of a checkpoint for which the model may have no place: constants, the output matrix of a tied model, the
+heads of an encoder that predict masked tokens, and that of a decoder that classifies texts, which is read apart."""
 
 
 class LoadedWeights:
@@ -113,7 +114,13 @@ def _open(model: CausalLM | Encoder[Any], source: ModelSource, seed: int, target
         return make_random(target, seed)
     if source.format == "gguf":
         assert not isinstance(model, Encoder), "the settings of such a file are a decoder's"
-        return read_gguf(source.path, model.gguf, model.config.head_dim, target)
+        head_dim = model.config.head_dim
+        if model.gguf.interleaved and any(rope.rotary_dim != head_dim for rope in model.config.ropes):
+            raise ModelLoadError(
+                f"{source.path}: rope.dimension_count is less than the head's size, {head_dim}; where llama.cpp "
+                f"reorders the rows of q and k, aengine needs heads that are rotated as a whole"
+            )
+        return read_gguf(source.path, model.gguf, head_dim, target)
     return read_safetensors(Path(source.path), target)
 
 

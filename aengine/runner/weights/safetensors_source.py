@@ -15,7 +15,7 @@ import torch
 from ...errors import ModelLoadError
 from .reading import NUMBERS, Named, Source, Target, in_threads, text_name
 
-__all__ = ["read_safetensors", "read_shapes"]
+__all__ = ["read_safetensors", "read_shapes", "read_tensor"]
 
 _READERS = 8
 """Threads that read files. One copies 2 to 4 GB/s out of the page cache to a GPU; from a disk the more are better."""
@@ -47,6 +47,18 @@ def read_shapes(folder: Path) -> dict[str, tuple[int, ...]]:
         with _corrupt(path), safe_open(path, framework="pt") as file:
             shapes |= {name: tuple(file.get_slice(name).get_shape()) for name in file.keys()}  # noqa: SIM118
     return shapes
+
+
+def read_tensor(folder: Path, name: str) -> torch.Tensor:
+    """Return one tensor. Raises ModelLoadError: there is none of this name, or a file is missing or corrupt."""
+    from safetensors import safe_open
+
+    for path in _shards(folder):
+        with _corrupt(path), safe_open(path, framework="pt") as file:
+            if name in file.keys():  # noqa: SIM118
+                tensor: torch.Tensor = file.get_tensor(name)
+                return tensor
+    raise ModelLoadError(f"{folder} lacks the tensor {name!r}")
 
 
 def _shards(folder: Path) -> list[Path]:
@@ -96,9 +108,17 @@ _PACKED = {"gate_up_proj": ("gate_proj", "up_proj"), "down_proj": ("down_proj",)
 """Matrices of all experts in one tensor [num_experts, out_features, in_features], and what is in each from the top."""
 
 
+def _place_of(name: str, target: Target) -> str:
+    """Return the model's name of a tensor; a decoder that was saved without its output matrix lacks the prefix."""
+    if name in target.places:
+        return name
+    name = text_name(name)
+    return f"model.{name}" if f"model.{name}" in target.places else name
+
+
 def _jobs(path: Path, file: Any, name: str, target: Target) -> list[Callable[[], Named]]:
     """What reads a tensor; where the model wants each expert's matrices, all of those that are packed in it."""
-    own_name = name if name in target.places else text_name(name)
+    own_name = _place_of(name, target)
     stem, _, last = own_name.rpartition(".")
     parts = _PACKED.get(last, ())
     if own_name in target.places or not parts or f"{stem}.0.{parts[0]}.weight" not in target.places:

@@ -14,6 +14,8 @@ __all__ = ["ENCODERS", "build_encoder", "is_encoder", "read_encoder_config"]
 
 ENCODERS = {
     "bert": "bert.Bert",
+    "distilbert": "distilbert.DistilBert",
+    "gemma3_text": "embedding_gemma.EmbeddingGemma",
     "modernbert": "modernbert.ModernBert",
     "mpnet": "mpnet.MPNet",
     "roberta": "roberta.Roberta",
@@ -24,7 +26,10 @@ ENCODERS = {
 
 def is_encoder(hf_config: Mapping[str, Any]) -> bool:
     """Whether the model is of a family of encoders, and no decoder of its kind."""
-    return hf_config.get("model_type") in ENCODERS and not hf_config.get("is_decoder")
+    model_type = hf_config.get("model_type")
+    if model_type == "gemma3_text":
+        return bool(hf_config.get("use_bidirectional_attention"))
+    return model_type in ENCODERS and not hf_config.get("is_decoder")
 
 
 def read_encoder_config(hf_config: Mapping[str, Any]) -> EncoderConfig:

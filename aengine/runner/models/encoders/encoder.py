@@ -9,6 +9,7 @@ from typing import Any, ClassVar, Generic, Self, TypeVar
 
 from torch import Tensor
 
+from ....checkpoint.pooling import labels_of
 from ....errors import ModelLoadError
 from ...layers.encoder import ACTIVATIONS
 from ...model_config import ConfigReader
@@ -57,8 +58,6 @@ class EncoderConfig:
         hidden, heads = keys.integer("hidden_size"), keys.integer("num_attention_heads")
         if hidden % heads:
             raise ModelLoadError(f"config.json: hidden_size={hidden} is not a multiple of {heads} attention heads")
-        architecture = str((hf.get("architectures") or [""])[0])
-        labels = hf.get("id2label") or {str(i): f"LABEL_{i}" for i in range(int(hf.get("num_labels") or 2))}
         return {
             "model_type": hf["model_type"],
             "vocab_size": keys.integer("vocab_size"),
@@ -70,9 +69,7 @@ class EncoderConfig:
             "activation": activation,
             "max_position_embeddings": keys.integer("max_position_embeddings") - first_position,
             "checkpoint_dtype": str(hf.get("dtype") or hf.get("torch_dtype") or "").removeprefix("torch."),
-            "labels": tuple(str(labels[key]) for key in sorted(labels, key=int))
-            if architecture.endswith("ForSequenceClassification")
-            else (),
+            "labels": labels_of(hf),
         }
 
 
