@@ -107,13 +107,15 @@ class Admission:
         final_only: bool,
         output_type: OutputType | None = None,
         asked_type: AskedType | None = None,
+        buffer: Buffer | None = None,
         context: Context | None = None,
     ) -> UserRequest:
         """Check what can be checked at once, and register. Nothing is awaited here.
 
         ``prompt``: a `ChatRequest` has the shape of its answer in it; what `check` has returned is not checked again.
         ``output_type``: what ``params.structured_output`` says, as a type; ``asked_type``: one that is yet to be
-        described, which may take too long for the loop. ``context``: of the caller, for those who listen.
+        described, which may take too long for the loop. ``buffer``: of a reader on another thread; ``context``: of the
+        caller, for those who listen.
 
         Raises:
             InvalidRequestError, ContextLengthError: see `stream`.
@@ -135,6 +137,7 @@ class Admission:
             want_logprobs=params.logprobs is not None,
             times=self._observer.new_times(),
             output_type=output_type,
+            buffer=buffer,
             is_json=asked_type is not None or (constraint is not None and constraint.is_json),
             on_end=partial(self._ended, request_id),
         )

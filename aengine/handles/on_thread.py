@@ -18,6 +18,7 @@ from typing import TYPE_CHECKING, Any, TypeVar
 from ..engine.core import EngineCore
 from ..params import SamplingParams
 from ..streams.cross_thread_stream import CrossThreadStream
+from ..streams.token_stream import Buffer, Mailbox
 from ..structured.asked_type import with_output_type
 from ..threads.loop_thread import LoopEndedError, LoopThread
 from .local import Owner
@@ -96,23 +97,24 @@ class ThreadHandle(ThreadLife):
         stream = stream_class(thread, self.local.owner(), request_id)
         options["context"] = self.local.listeners.context()
 
-        def submit() -> None:
-            """Submit on the engine's thread; what it raises goes to the stream."""
+        def submit(buffer: Buffer) -> Mailbox:
+            if not core.is_alive:
+                raise self._ended_meanwhile()
+            core.check_accepts()
+            how = {"final_only": final_only, "buffer": buffer, **shape, **options}
+            return core.admission.submit(part, params, **how).mailbox
+
+        def begin() -> None:
+            """Begin the stream, on the engine's thread."""
             try:
-                if not core.is_alive:
-                    raise self._ended_meanwhile()
-                core.check_accepts()
-                request = core.admission.submit(part, params, final_only=final_only, **shape, **options)
-                stream.accept(request.mailbox, core.admission.abort)
-            except Exception as error:
-                stream.refuse(error)
+                stream.begin(submit, core.admission.abort)
             finally:
                 self._arriving.discard(request_id)
 
         try:
             self._arriving.add(request_id)
             self._leaving.discard(request_id)  # that was another of this name
-            thread.post(submit)
+            thread.post(begin)
         except BaseException:  # a Ctrl-C
             self._arriving.discard(request_id)
             raise

@@ -27,7 +27,7 @@ from ..threads.call_queue import call_queue_of
 from ..threads.futures import settle, wait_at_most
 from ..threads.loop_ownership import running_loop
 from ..threads.loop_thread import LoopEndedError, LoopThread
-from .token_stream import Mailbox, TokenStream, end_call
+from .token_stream import Buffer, Mailbox, TokenStream, end_call
 
 __all__ = ["BlockingStream", "CrossThreadStream", "run_now"]
 
@@ -51,11 +51,8 @@ class CrossThreadBuffer:
         self.end: Callable[[], object] = _nothing  # to be called on the engine's thread: aborts the request
 
     def read_from(self, mailbox: Mailbox, end: Callable[[], object]) -> None:
-        """Take what this mailbox gets from now on. ``end`` aborts its request, on the engine's thread."""
+        """Take what this mailbox, made for this buffer, gets. ``end`` aborts its request, on the engine's thread."""
         self._mailbox, self.end = mailbox, end
-        mailbox.buffer = self
-        if mailbox.pending or mailbox.num_open == 0:
-            self.note_news()
 
     def oldest_unread(self) -> Token | None:
         """See `Mailbox.oldest_unread`."""
@@ -101,24 +98,26 @@ class CrossThreadStream(TokenStream):
     __slots__ = ("_buffer", "_call_queue", "_is_waited_for", "_owner", "_remote")
 
     def __init__(self, remote: LoopThread, owner: object, request_id: str) -> None:
-        super().__init__(request_id, Mailbox(final_only=True), remote.loop, _nothing)
+        self._buffer = CrossThreadBuffer(remote)
+        super().__init__(request_id, Mailbox(final_only=True, buffer=self._buffer), remote.loop, _nothing)
         self._remote = remote
         self._owner = owner
-        self._buffer = CrossThreadBuffer(remote)
         self._call_queue: object = None  # held, so that the next wait finds it
         self._is_waited_for = False
 
     # -- on the engine's thread
 
-    def accept(self, mailbox: Mailbox, abort: Callable[[str], object]) -> None:
-        """The request is in the engine, with this mailbox."""
-        self._mailbox = mailbox
-        self._buffer.read_from(mailbox, partial(end_call, mailbox, abort, self.request_id))
-
-    def refuse(self, error: BaseException) -> None:
-        """Fail a request that could not be accepted; the reader gets the error."""
-        self._mailbox.fail(error)
-        self._buffer.read_from(self._mailbox, _nothing)
+    def begin(self, submit: Callable[[Buffer], Mailbox], abort: Callable[[str], object]) -> None:
+        """Register the request by ``submit``, which makes its mailbox for a buffer; what that raises goes to the
+        reader."""
+        try:
+            mailbox = submit(self._buffer)
+        except Exception as error:
+            self._buffer.read_from(self._mailbox, _nothing)
+            self._mailbox.fail(error)
+        else:
+            self._mailbox = mailbox
+            self._buffer.read_from(mailbox, partial(end_call, mailbox, abort, self.request_id))
 
     # -- on the reader's
 
