@@ -38,6 +38,9 @@ class FakeModel:
     def clear_blocks(self, block_ids: Tensor) -> None:
         self.kv.view(-1, self.block_size)[block_ids] = -7
 
+    def copy_blocks(self, pairs: Sequence[int]) -> None:
+        raise AssertionError("it has no states")
+
     def check_tails(self, attn: InputBatch) -> None:
         """Nothing of others where a masked gather would read: own blocks only, clean past the own tokens."""
         if self.has_drafts:
@@ -113,6 +116,9 @@ class ConstantModel:
 
     def clear_blocks(self, block_ids: Tensor) -> None:
         pass
+
+    def copy_blocks(self, pairs: Sequence[int]) -> None:
+        raise AssertionError("it has no states")
 
     def forward(self, input_ids: Tensor, positions: Tensor, attn: Any) -> Tensor:
         return input_ids[:, None]

@@ -127,6 +127,13 @@ def test_a_step_that_does_not_fit_is_refused(batch: dict[int, int], fields: dict
         step(runner, batch, new=[new])
 
 
+@pytest.mark.parametrize("pair", [[0, 40], [-1, 0]])
+def test_pages_that_are_not_there_are_not_copied(pair: list[int]) -> None:
+    runner, _ = fake_runner()
+    with pytest.raises(InternalError, match="to be copied"):
+        runner.execute_model(SchedulerOutput(1, page_copies=int32(pair)))
+
+
 def test_a_row_in_use_is_not_taken_and_a_free_one_not_freed() -> None:
     runner, _ = fake_runner()
     step(runner, {0: 1}, new=[request(0, [1], [0])])
