@@ -506,7 +506,7 @@ _REASONING = (
 
 @dataclass(frozen=True, slots=True)
 class Markers:
-    """Which markers are tokens of a vocabulary. Only these mark then, and not their names in other tokens' letters.
+    """Markers that are tokens of a vocabulary. Only these mark then, and not their names in other tokens' letters.
 
     Within this package such a token is written as one lone surrogate, which no text contains, so that text and tokens
     together are one string to search in.

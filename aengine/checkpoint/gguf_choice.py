@@ -1,4 +1,4 @@
-"""Which GGUF model of a folder or a hub repository is meant, from the names of its files."""
+"""The choice of a GGUF model out of a folder or a hub repository, from the names of its files."""
 
 from __future__ import annotations
 

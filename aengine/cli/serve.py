@@ -180,7 +180,7 @@ async def _serve(args: argparse.Namespace, engine: AsyncLLM, stop: StopSignals) 
             at_end.callback(_remove, args.uds)
         for listener in listeners:
             at_end.callback(listener.close)
-        # Nobody is listened to before the engine can serve: whoever waits for the port finds a model behind it.
+        # The port is opened when the engine can serve: a client that waits for it finds a model behind it.
         try:
             starting = asyncio.create_task(engine.start())
             if not await _first(starting, stop.asked.wait()):

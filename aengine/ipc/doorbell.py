@@ -83,10 +83,10 @@ class WorkerBell:
         self._name = name
         self._fence = fence
         self._semaphore: posix_ipc.Semaphore | None = None  # before `make`, and after `close`
-        self._monotonic: _MonotonicSemaphore | None = None  # the same, for who waits, where that can be had
+        self._monotonic: _MonotonicSemaphore | None = None  # the same, for the side that waits, where that can be had
 
     def make(self) -> None:
-        """Give it its name. The worker's process must exist by now: who lives longer takes the name back."""
+        """Give it its name. The worker's process must exist by now: the one that lives longer removes the name."""
         self._semaphore = posix_ipc.Semaphore(self._name, posix_ipc.O_CREX, mode=0o600, initial_value=0)
         self.ring()  # for those who did before
 

@@ -202,7 +202,7 @@ class SchedulerOutput:
     num_scheduled_tokens: array[int] = field(default_factory=int32)  # [num_reqs] tokens that each computes, >= 1
     sample_now: bool = True  # False: a GRAMMAR frame follows, and gates sampling
     is_leased: bool = False  # it may be revoked until the worker begins it
-    drafts: DraftColumns | None = None  # None: nobody has any
+    drafts: DraftColumns | None = None  # None: there are none
     page_copies: array[int] = field(default_factory=int32)
     """[2 * k] pairs of pages, from and to: before anything is computed, the second becomes as the first."""
 

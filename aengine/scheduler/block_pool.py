@@ -1,4 +1,4 @@
-"""Which KV blocks are in use, and which of the others still hold something worth finding. Ids only: the memory is the
+"""KV blocks in use, and those of the others that still hold a prefix worth finding. Ids only: the memory is the
 worker's. A block is a page of the one pool that all KV groups share.
 
     a block is in one of three places

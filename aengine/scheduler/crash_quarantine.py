@@ -1,6 +1,6 @@
 """Requests that workers may have died of, and how the one at fault is found.
 
-A worker's death says nothing of who caused it: all that were in its steps may have. A request that was there at several
+A worker's death does not name its cause: any request of its steps may be it. A request that was there at several
 deaths, and hardly got a token in between, is put into quarantine. Quarantined requests are let in before all others,
 and one at a time, until each has got a few tokens; then it runs on beside the next. The one that is let in while worker
 after worker dies is at fault.

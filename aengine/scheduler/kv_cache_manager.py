@@ -1,4 +1,4 @@
-"""Which blocks each request has in each KV group, and which prefixes others can take over. All groups draw on one pool.
+"""Blocks of each request in each KV group, and the prefixes that others can take over. All groups draw on one pool.
 
     group      needs for the query at position p    a prefix of L tokens is a hit when
     full       the blocks of tokens 0 to p          all its blocks are found
@@ -13,7 +13,7 @@ is made before the step that goes on from there. It is a page of its own, with a
 copies it into the request's own page.
 
 A block that has left a window is freed when the answer is in of the step that passed it (`note_written`). By then the
-next query of that request, also in any step in flight, is past the window of all tokens in the block: nobody reads it
+next query of that request, also in any step in flight, is past the window of all tokens in the block: nothing reads it
 any more, and a step that is revoked does not either, since only unanswered steps are. Whoever gets the block writes it
 in a later step. The worker is not told: its table keeps the number, and the kernels never look at what is before a
 window.

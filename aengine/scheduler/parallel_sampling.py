@@ -4,7 +4,7 @@
                                        │ its full prompt blocks are in the prefix cache
     index 1   WAITING_FOR_PROMPT ..... └> WAITING -> finds them there, computes the tail of the prompt, samples
 
-Where prefix caching is off, the call has a root hash of its own, so that it shares with itself and nobody else.
+Where prefix caching is off, the call has a root hash of its own, so that it shares among its own requests alone.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ __all__ = ["ParallelSampling"]
 
 
 class ParallelSampling:
-    """Which requests wait for the prompt of their call's index 0."""
+    """Requests that wait for the prompt of their call's index 0."""
 
     __slots__ = ("_first", "waiting")
 

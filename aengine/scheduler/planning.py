@@ -69,7 +69,7 @@ class StepPlan:
     def serve_rows(self, due: list[Request]) -> None:
         """Blocks for the decoding that need one, tokens and blocks for those that catch up.
 
-        In order of urgency, and before anybody's progress is noted: whoever is preempted for another comes later in
+        In order of urgency, and before any progress is noted: a request that is preempted for another comes later in
         this order, so nothing of this step has to be undone.
         """
         for request in self._rows.crossing(due):
@@ -180,7 +180,7 @@ class StepPlan:
             if spare <= 0:
                 return
             request = quarantine.first if quarantine else waiting.peek()
-            if request.status is not RequestStatus.WAITING:  # one of the quarantine runs: nobody else comes in
+            if request.status is not RequestStatus.WAITING:  # one of the quarantine runs, and no other comes in
                 return
             num_tokens = len(request.token_ids)
             if whole_prompts and num_tokens > self._budget:

@@ -1,4 +1,4 @@
-"""Who guesses the tokens that a request gets next.
+"""Proposers of drafts: guesses of the tokens that a request gets next.
 
 A guess costs its computation and changes no token: the worker samples after each drafted token, and keeps those that
 agree with what it sampled (`Scheduler.propose`).

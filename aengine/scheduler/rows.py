@@ -1,4 +1,4 @@
-"""Who has a row on the worker, with which blocks, and in which steps: what planning and answers have in common.
+"""Rows on the worker, the requests that have them, and the steps in flight: what planning and answers share.
 
 All of it is as of the newest step made. A row that is left is told as ``removed`` in the next one, and may be given
 anew in that same step. Blocks that are left are freed when the newest step made so far has been answered.

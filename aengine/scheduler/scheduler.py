@@ -50,8 +50,8 @@ class Scheduler:
     """Owns the requests, the rows and the KV blocks of one worker group.
 
     ``num_blocks`` pages, which the ``kv_groups`` share; ``max_num_batched_tokens`` in one step. At most
-    ``max_num_seqs`` requests have a row, and no more than the token budget covers, so that whoever decodes is in every
-    step.
+    ``max_num_seqs`` requests have a row, and no more than the token budget covers, so that a request that decodes is in
+    every step.
     """
 
     def __init__(

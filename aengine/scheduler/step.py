@@ -20,8 +20,8 @@ NOT_SETTLED = NOTHING, NOTHING
 class DecodeBatch:
     """The requests that are in every step with one token each, and the columns that say so.
 
-    While nobody joins or leaves, one step after the other has the same list and the same columns. They are replaced,
-    never changed in place, since steps in flight and their messages hold them too.
+    While no request joins or leaves, each step has the same list and the same columns. They are replaced, never changed
+    in place, since steps in flight and their messages hold them too.
     """
 
     __slots__ = ("_is_stale", "num_scheduled", "req_idx", "requests")

@@ -4,7 +4,7 @@
                                                                Mailbox --on_end()--> Admission, once
 
 The mailbox is a list: a consumer that is slow finds all that came meanwhile at its next turn and is woken once, not
-once a token. No queue, no task, and at most one future while somebody waits. It can't outgrow the request's own
+once a token. No queue, no task, and at most one future while a reader waits. It can't outgrow the request's own
 max_tokens.
 
 The engine holds mailboxes, never streams: dropping a `TokenStream` (``break``, a finished task, garbage collection)
@@ -216,7 +216,7 @@ class ChoiceOutput:
     def put(self, token_id: int, finish_reason: FinishReason | None, logprobs: tuple[Logprob, ...] = ()) -> bool:
         """Deliver one token. ``logprobs``: the sampled token's first, then the likeliest.
 
-        Returns whether a stop string ends the completion here, which the scheduler can't know: whoever delivers takes
+        Returns whether a stop string ends the completion here, which the scheduler can't know: the caller takes
         it out there, and then calls `end`.
         """
         stopped = False

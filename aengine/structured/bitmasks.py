@@ -7,7 +7,7 @@
 The ids of an answer are only noted by the loop. The pool, one thread, lets the matchers accept them and fills the rows,
 in the grammar library's threads where there are many; so each matcher is touched by one thread at a time.
 
-A step samples when all of its rows are filled. So that a grammar whose rows take long holds up nobody else, its request
+A step samples when all of its rows are filled. So that a grammar whose rows take long delays no other, its request
 is left out of the steps (`Scheduler.pause`) until its next row has been filled ahead, in a pool of its own.
 """
 
@@ -73,7 +73,7 @@ class RequestGrammar:
 
     @property
     def is_slow(self) -> bool:
-        """Tell whether its rows take so long that nobody else should wait for them."""
+        """Whether its rows take so long that no other request should wait for them."""
         return self._num_slow_rows > 0
 
     @property

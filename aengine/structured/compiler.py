@@ -8,7 +8,7 @@
                                           │ no
                                           └──queue ──> slow thread ──> Backend.compile ──> a process, to be killed
 
-After `timeout`, counted from when its compile begins, who waits gets a GrammarError; the thread is busy until it ends.
+After `timeout`, counted from when its compile begins, the waiter gets a GrammarError; the thread is busy until it ends.
 A compile can't be cancelled once begun, so backends run those that may take long where they can be killed, and threads
 of their own wait for them: the quick ones never do. Both queues are bounded together, and the slow one to half of that.
 
@@ -129,7 +129,7 @@ class GrammarCompiler:
                 self._drop_if_unwanted(work)
 
     async def aclose(self) -> None:
-        """Fail who waits, end the threads; waits for a compile in progress a second at most. May be called twice."""
+        """Fail the waiters, end the threads; waits for a compile in progress a second at most. May be called twice."""
         self._fail_all()
         self._finalizer()
         try:
@@ -140,7 +140,7 @@ class GrammarCompiler:
             logger.info("a grammar is still being compiled; its thread ends with it")
 
     def abandon(self) -> None:
-        """Close without waiting, from any thread: who waits is told when the loop runs next, if it does."""
+        """Close without waiting, from any thread: waiters are told when the loop runs next, if it does."""
         self._closed = True
         self._finalizer()
         waiters: list[asyncio.Future[Any]] = [*self._warming]
@@ -340,7 +340,7 @@ def _settle_all(work: _Work, result: Compiled | BaseException) -> None:
 
 
 def _copy_of(error: AEngineError) -> AEngineError:
-    """A fresh one for each who gets it: a traceback grows each time an exception is raised."""
+    """Return a fresh error for each waiter: a traceback grows each time an exception is raised."""
     if isinstance(error, GrammarError):
         return GrammarError(str(error), kind=error.kind, path=error.path, tool=error.tool)
     if isinstance(error, EngineOverloadedError):

@@ -55,7 +55,7 @@ class PendingAnswers:
     def _answer(self, step_id: int, message: ModelRunnerOutput) -> None:
         if message.step_id != step_id or (step_id not in self.steps and not self._has_failed):
             raise MessageError(f"an answer to step {step_id}, which was not asked")
-        future = self.steps.pop(step_id, None)  # not before: what fails has to reach who waits
+        future = self.steps.pop(step_id, None)  # not before the check: its failure has to reach the waiter
         if future is not None and not future.done():
             future.set_result(message)
 

@@ -1,4 +1,4 @@
-"""Which grammars llguidance is sure to compile quickly, told from their structure by crude upper bounds.
+"""Bounds of what llguidance takes to compile a grammar, told from their structure by crude upper bounds.
 
 The others are tried in a process first, which costs that process and a second compile, so an error on that side costs
 little. The limits are measured: a pattern of 100,000 atoms takes 0.1 s and 40 MB, a constant of 200,000 letters 0.5 s,
