@@ -77,7 +77,7 @@ def multiply_blocks(
         BM=plan.tiling.block_m,
         BN=tile.block_n,
         BK=tile.block_k,
-        **(gate_constants(gate) if gate is not None else gate_constants(ExpertGate()) | {"GATE": ""}),
+        **gate_constants(gate),
         BIAS=bias is not None,
         SCALED=scale is not None,
         EVEN=size % tile.block_n == 0 and k % tile.block_k == 0,

@@ -19,8 +19,10 @@ __all__ = ["gate_constants", "gate_experts", "gated"]
 _BLOCK = 1024
 
 
-def gate_constants(gate: ExpertGate) -> dict[str, object]:
-    """The arguments of a kernel that calls `gated`."""
+def gate_constants(gate: ExpertGate | None) -> dict[str, object]:
+    """The arguments of a kernel that calls `gated`; None: it does not, and GATE is ""."""
+    if gate is None:
+        return gate_constants(ExpertGate()) | {"GATE": ""}
     return {"GATE": gate.kind, "INTERLEAVED": gate.is_interleaved, "ALPHA": gate.alpha, "LIMIT": gate.limit}
 
 

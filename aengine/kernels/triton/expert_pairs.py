@@ -8,6 +8,8 @@ Bytes: the weights of each pair's expert; those of an expert that several tokens
 
 from __future__ import annotations
 
+from typing import Any
+
 import triton
 import triton.language as tl
 from torch import Tensor
@@ -30,67 +32,60 @@ def multiply_pairs(
     tile: ProductTile,
 ) -> None:
     """out [pairs, size]."""
-    weight, bias, scale = matrices
-    size, k = out.shape[1], weight.shape[2]
-    block_k = _block_k(tile, k)
+    size = out.shape[1]
     launch(
         _multiply_pairs,
         (triton.cdiv(size, tile.block_n), plan.num_pairs),
         x,
-        weight,
+        matrices.weight,
         out,
-        bias,
-        scale,
+        matrices.bias,
+        matrices.scale,
         plan.routing.expert_ids,
         None if norm is None else norm.weight,
         0.0 if norm is None else norm.eps,
-        N=size,
-        K=k,
-        TOP_K=plan.shape.top_k,
-        W_E=weight.stride(0),
-        W_N=weight.stride(1),
-        W_K=weight.stride(2),
-        BN=tile.block_n,
-        BK=block_k,
-        **(gate_constants(gate) if gate is not None else gate_constants(ExpertGate()) | {"GATE": ""}),
+        **gate_constants(gate),
         NORM=norm is not None,
-        BIAS=bias is not None,
-        SCALED=scale is not None,
-        EVEN=size % tile.block_n == 0 and k % block_k == 0,
-        PDL=has_pdl(),
-        num_warps=tile.num_warps,
+        **_constants(matrices, size, plan, tile),
     )
 
 
 def add_pairs(residual: Tensor, hidden: Tensor, matrices: ExpertMatrices, plan: ExpertPlan, tile: ProductTile) -> None:
-    weight, bias, scale = matrices
     n, size = residual.shape
-    k = weight.shape[2]
-    block_k = _block_k(tile, k)
     launch(
         _add_pairs,
         (triton.cdiv(size, tile.block_n), n),
         residual,
         hidden,
-        weight,
-        bias,
-        scale,
+        matrices.weight,
+        matrices.bias,
+        matrices.scale,
         plan.routing.expert_ids,
         plan.routing.weights,
-        N=size,
-        K=k,
-        TOP_K=plan.shape.top_k,
-        W_E=weight.stride(0),
-        W_N=weight.stride(1),
-        W_K=weight.stride(2),
-        BN=tile.block_n,
-        BK=block_k,
-        BIAS=bias is not None,
-        SCALED=scale is not None,
-        EVEN=size % tile.block_n == 0 and k % block_k == 0,
-        PDL=has_pdl(),
-        num_warps=tile.num_warps,
+        **_constants(matrices, size, plan, tile),
     )
+
+
+def _constants(matrices: ExpertMatrices, size: int, plan: ExpertPlan, tile: ProductTile) -> dict[str, Any]:
+    """What both kernels are compiled for. ``size``: output features."""
+    weight, bias, scale = matrices
+    k = weight.shape[2]
+    block_k = _block_k(tile, k)
+    return {
+        "N": size,
+        "K": k,
+        "TOP_K": plan.shape.top_k,
+        "W_E": weight.stride(0),
+        "W_N": weight.stride(1),
+        "W_K": weight.stride(2),
+        "BN": tile.block_n,
+        "BK": block_k,
+        "BIAS": bias is not None,
+        "SCALED": scale is not None,
+        "EVEN": size % tile.block_n == 0 and k % block_k == 0,
+        "PDL": has_pdl(),
+        "num_warps": tile.num_warps,
+    }
 
 
 def _block_k(tile: ProductTile, k: int) -> int:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Self
 
@@ -62,18 +62,25 @@ class BertEmbeddings:
         return self._norm(x)
 
 
-def make_bert_layer(config: EncoderConfig, weights: WeightScope) -> PostNormLayer:
-    """A layer under BERT's names."""
-    size = config.hidden_size
+def make_bert_layer(
+    config: EncoderConfig,
+    weights: WeightScope,
+    *,
+    qkv: Sequence[str] = ("self.query", "self.key", "self.value"),
+    out: str = "output.dense",
+    norm: str = "output.LayerNorm",
+) -> PostNormLayer:
+    """A layer under BERT's names. ``qkv``, ``out``, ``norm``: those of its attention, below "attention"."""
+    size, eps, attention = config.hidden_size, config.norm_eps, weights.at("attention")
     return PostNormLayer(
         num_heads=config.num_heads,
         activation=config.activation,
-        qkv=Linear(weights.at("attention.self"), size, {"query": size, "key": size, "value": size}, bias=True),
-        attention_out=Linear(weights.at("attention.output"), size, {"dense": size}, bias=True),
-        attention_norm=LayerNorm(weights.at("attention.output.LayerNorm"), size, config.norm_eps),
+        qkv=Linear(attention, size, dict.fromkeys(qkv, size), bias=True),
+        attention_out=Linear(attention, size, {out: size}, bias=True),
+        attention_norm=LayerNorm(attention.at(norm), size, eps),
         up=Linear(weights.at("intermediate"), size, {"dense": config.intermediate_size}, bias=True),
         down=Linear(weights.at("output"), config.intermediate_size, {"dense": size}, bias=True),
-        norm=LayerNorm(weights.at("output.LayerNorm"), size, config.norm_eps),
+        norm=LayerNorm(weights.at("output.LayerNorm"), size, eps),
     )
 
 

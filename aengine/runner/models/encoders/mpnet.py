@@ -11,11 +11,11 @@ import torch
 from torch import Tensor
 
 from ...layers.embedding import Embedding
-from ...layers.encoder import LayerNorm, PostNormLayer
-from ...layers.linear import Linear
+from ...layers.encoder import LayerNorm
 from ...model_config import ConfigReader
 from ...pooling.batch import EncoderBatch
 from ...weights.scope import WeightScope
+from .bert import make_bert_layer
 from .encoder import Encoder, EncoderConfig
 from .roberta import RobertaHead
 
@@ -49,7 +49,9 @@ class MPNet(Encoder[MPNetConfig]):
         self.positions = Embedding(tables.at("position_embeddings"), num_positions, size)
         self.norm = LayerNorm(tables.at("LayerNorm"), size, config.norm_eps)
         self.distances = Embedding(base.at("encoder.relative_attention_bias"), config.num_buckets, config.num_heads)
-        self.layers = [_make_layer(config, base.at(f"encoder.layer.{i}")) for i in range(config.num_layers)]
+        names: dict[str, Any] = {"qkv": ("attn.q", "attn.k", "attn.v"), "out": "attn.o", "norm": "LayerNorm"}
+        layers = base.at("encoder.layer")
+        self.layers = [make_bert_layer(config, layers.at(str(i)), **names) for i in range(config.num_layers)]
         if config.labels:
             self.head = RobertaHead(weights.at("classifier"), size, len(config.labels))
 
@@ -71,17 +73,3 @@ class MPNet(Encoder[MPNetConfig]):
         bucket = torch.where(far < near, far, (near + (log * (half - near)).long()).clamp(max=half - 1))
         bucket = bucket + (distance > 0).long() * half
         return self.distances(bucket.flatten()).view(*bucket.shape, -1).permute(2, 0, 1)
-
-
-def _make_layer(config: MPNetConfig, weights: WeightScope) -> PostNormLayer:
-    size = config.hidden_size
-    return PostNormLayer(
-        num_heads=config.num_heads,
-        activation=config.activation,
-        qkv=Linear(weights.at("attention.attn"), size, {"q": size, "k": size, "v": size}, bias=True),
-        attention_out=Linear(weights.at("attention.attn"), size, {"o": size}, bias=True),
-        attention_norm=LayerNorm(weights.at("attention.LayerNorm"), size, config.norm_eps),
-        up=Linear(weights.at("intermediate"), size, {"dense": config.intermediate_size}, bias=True),
-        down=Linear(weights.at("output"), config.intermediate_size, {"dense": size}, bias=True),
-        norm=LayerNorm(weights.at("output.LayerNorm"), size, config.norm_eps),
-    )
