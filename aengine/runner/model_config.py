@@ -170,7 +170,7 @@ class ConfigReader:
             "rms_norm_eps": float(hf.get("rms_norm_eps", 1e-6)),
             "max_position_embeddings": max_positions,
             "tie_word_embeddings": self.flag("tie_word_embeddings"),
-            "ropes": self._ropes(head_dim, max_positions, interleaved_rope),
+            "ropes": self.ropes(head_dim, max_positions, interleaved_rope),
             "activation": self._activation(),
             "checkpoint_dtype": str(hf.get("dtype") or hf.get("torch_dtype") or "").removeprefix("torch."),
         }
@@ -209,8 +209,8 @@ class ConfigReader:
             return {kind: parameters or {} for kind, parameters in given.items()}
         return {"": given}
 
-    def _ropes(self, head_dim: int, max_positions: int, interleaved: bool) -> tuple[RopeConfig, ...]:
-        """One for each type of layers that has its own."""
+    def ropes(self, head_dim: int, max_positions: int, interleaved: bool) -> tuple[RopeConfig, ...]:
+        """Read the rotary embeddings: one for each type of layers that has its own. Raises ModelLoadError."""
         hf = self._hf
         return tuple(
             RopeConfig.read(

@@ -55,6 +55,37 @@ def test_every_scenario(model_type: str, tmp_path: Path) -> None:
     assert engine.offer["model_impl"] == "transformers" and engine.offer["why_not_native"]
 
 
+@pytest.mark.parametrize(
+    ("model_type", "fused"),
+    [
+        ("seed_oss", {"layers": 3, "feed_forward": 3}),
+        ("smollm3", {"layers": 3, "feed_forward": 3}),  # one of them without rotary embedding
+        ("qwen3_moe", {"layers": 3, "feed_forward": 0}),  # norms of q and k; experts stay modules
+        ("olmo3", {"layers": 0, "feed_forward": 0}),  # norms after the layers
+        ("gpt2", {"layers": 0, "feed_forward": 0}),
+    ],
+)
+def test_layers_of_the_usual_shape_are_ours(model_type: str, fused: dict[str, int], tmp_path: Path) -> None:
+    """The scenarios compare their tokens; some of these models are in none of the other tests."""
+    reference = write_zoo_model(
+        tmp_path, model_type, **({"no_rope_layer_interval": 2} if model_type == "smollm3" else {})
+    )
+    assert Engine(tmp_path, model_impl="transformers").offer["fused"] == fused
+    if model_type not in MODELS:
+        check_scenarios(tmp_path, reference, model_impl="transformers")
+
+
+def test_a_layer_that_does_more_than_its_parts_stays_as_it_is(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its modules have the usual names and types, and its code multiplies the residual stream."""
+    from transformers.models.seed_oss.modeling_seed_oss import SeedOssDecoderLayer
+
+    forward = SeedOssDecoderLayer.forward
+    monkeypatch.setattr(SeedOssDecoderLayer, "forward", lambda self, *a, **how: 1.1 * forward(self, *a, **how))
+    reference = write_zoo_model(tmp_path, "seed_oss")
+    engine = check_scenarios(tmp_path, reference, model_impl="transformers")
+    assert engine.offer["fused"] == {"layers": 0, "feed_forward": 0}
+
+
 def test_a_native_family_too_when_asked_for(tmp_path: Path) -> None:
     reference = write_zoo_model(tmp_path, "qwen3", tie_word_embeddings=True)
     engine = check_scenarios(tmp_path, reference, model_impl="transformers")

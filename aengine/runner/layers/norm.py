@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Self
+
 import torch
 from torch import Tensor
 
@@ -24,6 +26,13 @@ class RMSNorm:
         self._plus_one = plus_one
         self._dtype = torch.float32 if plus_one else scope.formats.dtype
         scope.want("weight", (size,), self._dtype, self._put)
+
+    @classmethod
+    def of(cls, weight: Tensor, eps: float) -> Self:
+        """Make a norm of a weight that is loaded already."""
+        norm = cls.__new__(cls)
+        norm.weight, norm.eps = weight, eps
+        return norm
 
     def _put(self, tensor: Tensor) -> None:
         self.weight = tensor.to(self._dtype)

@@ -142,6 +142,7 @@ class LocalModel:
             "model_type": setup.model_config.model_type,
             "model_impl": setup.model_config.implementation,
             "why_not_native": setup.model_config.why_not_native,
+            "fused": getattr(setup.model, "fused", {}),
         }
         self.offer |= head.offer(setup.model, setup.vectors)
 

@@ -5,7 +5,8 @@ config.json ── library.py ──> transformers' config and class
                    ├─ survey.py: run once over meta tensors ──> heads, sizes and window of each attention layer
                    │              config.py: `TransformersConfig`, what the runner needs to know of any model
                    ├─ weights.py: names in the checkpoint ──> parameters, by transformers' conversion mapping
-                   └─ model.py: `TransformersModel`; its attention layers call ours (attention.py)
+                   ├─ model.py: `TransformersModel`; its attention layers call ours (attention.py)
+                   └─ fused.py: decoder layers of the usual shape, replaced by ours once they are loaded
 """
 
 from __future__ import annotations

@@ -92,29 +92,34 @@ class LayerCalls:
         self._slots = slots
         self.states_take_chunks = True  # else mixers go on from a state token by token
         self._attn: AttentionCall
-        self._next = 0
+        self.next_call = 0
 
     def begin(self, attn: AttentionCall) -> None:
         """The next call is that of the first layer of a step."""
         self._attn = attn
-        self._next = 0
+        self.next_call = 0
 
     def attend(self, module: nn.Module, q: Tensor, k: Tensor, v: Tensor, options: dict[str, Any]) -> Tensor:
-        slot = self._slots[self._next]
+        slot = self._slots[self.next_call]
         assert isinstance(slot, AttentionSlot), "the calls come in another order than in the survey"
         layer = slot.layer
-        self._next += 1
+        self.next_call += 1
         if isinstance(layer.sinks, CallSinks):
             layer.sinks.weight = options["s_aux"]
         if q.shape[2] < layer.head_dim:  # values are the wider ones
             q, k = (F.pad(t, (0, layer.head_dim - t.shape[2])) for t in (q, k))
         return self._attn.attend(layer, q, k, v).unflatten(1, (layer.num_heads, slot.value_dim))
 
+    def attend_to_qkv(self, layer: AttentionLayer, qkv: Tensor) -> Tensor:
+        """See `AttentionCall.forward`; the call of a layer that is fused (fused.py)."""
+        self.next_call += 1
+        return self._attn.forward(layer, qkv)
+
     def mix(self, run: Run, num_tokens: int) -> Tensor:
         """See `MixerListener`."""
-        slot, index = self._slots[self._next], self._next
+        slot, index = self._slots[self.next_call], self.next_call
         assert isinstance(slot, MixerSlot), "the calls come in another order than in the survey"
-        self._next += 1
+        self.next_call += 1
         return mix_batch(run, self._attn.states(index), slot.tensors, slot.dtypes, self.states_take_chunks)
 
 

@@ -6,7 +6,7 @@ is, it shows here, at the start, rather than in wrong tokens.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from itertools import accumulate
 from typing import Any
@@ -15,7 +15,10 @@ import torch
 from torch import Tensor, nn
 
 from ....errors import ModelLoadError
+from ....kernels.rotary import apply_rotary, rotary_rows
 from ...kv_spec import WindowKV
+from ...layers.attention import AttentionLayer
+from ...rope import RopeConfig
 from .attention import ATTENTION, listen
 from .mixers import Run, StepCache
 from .survey import SurveyedLayer, SurveyedMixer
@@ -30,12 +33,25 @@ class PlainAttention:
     """A `Listener` that attends within each sequence of a batch, from no cache."""
 
     def __init__(
-        self, layers: tuple[SurveyedLayer | SurveyedMixer, ...], positions: Tensor, *, in_parts: bool = False
+        self,
+        layers: tuple[SurveyedLayer | SurveyedMixer, ...],
+        positions: Tensor,
+        *,
+        in_parts: bool = False,
+        ropes: Sequence[RopeConfig] = (),
+        next_call: int = 0,
     ) -> None:
-        """``in_parts``: mixers get each sequence in two parts, as if it were a prompt in chunks."""
+        """
+        Args:
+            in_parts: mixers get each sequence in two parts, as if it were a prompt in chunks
+            ropes: the model's rotary embeddings, for fused layers
+            next_call: the layer that calls next
+        """
         self._in_parts = in_parts
         self._layers = layers
-        self._next = 0
+        self._ropes = ropes
+        self._positions = positions
+        self.next_call = next_call
         sequence = (positions == 0).cumsum(0)
         self._lengths: list[int] = sequence.bincount()[1:].tolist()
         distance = positions[:, None] - positions[None]
@@ -43,9 +59,9 @@ class PlainAttention:
         self._distance = distance
 
     def attend(self, module: nn.Module, q: Tensor, k: Tensor, v: Tensor, options: dict[str, Any]) -> Tensor:
-        layer = self._layers[self._next]
+        layer = self._layers[self.next_call]
         assert isinstance(layer, SurveyedLayer)
-        self._next += 1
+        self.next_call += 1
         sees = self._sees
         if isinstance(layer.kv, WindowKV):
             sees = sees & (self._distance < layer.kv.window)
@@ -63,9 +79,26 @@ class PlainAttention:
             weights = scores.softmax(-1)
         return torch.einsum("hqk,khd->qhd", weights, v.float()).to(q.dtype)
 
+    def attend_to_qkv(self, layer: AttentionLayer, qkv: Tensor) -> Tensor:
+        """See `AttentionCall.forward`."""
+        heads = qkv.view(len(qkv), -1, layer.head_dim)
+        q, k, v = heads.split([layer.num_heads, layer.num_kv_heads, layer.num_kv_heads], 1)
+        if layer.q_norm is not None and layer.k_norm is not None:
+            q, k = layer.q_norm(q), layer.k_norm(k)
+        if layer.rope is not None:
+            rope = self._ropes[layer.rope]
+            inv_freq, factor = rope.inv_freq()
+            rows = rotary_rows(self._positions, inv_freq.to(qkv.device), factor, interleaved=rope.interleaved)
+            q, k = q.float(), k.float()
+            for x in (q, k):
+                apply_rotary(x, *rows, interleaved=rope.interleaved)
+            scale = rope.query_scale(self._positions)
+            q = q if scale is None else q * scale[:, None, None]
+        return self.attend(nn.Identity(), q.to(qkv.dtype), k.to(qkv.dtype), v, {}).flatten(1)
+
     def mix(self, run: Run, num_tokens: int) -> Tensor:
         """See `MixerListener`."""
-        self._next += 1
+        self.next_call += 1
         parts: list[Tensor] = []
         for length, end in zip(self._lengths, accumulate(self._lengths), strict=True):
             begin, cache = end - length, StepCache()

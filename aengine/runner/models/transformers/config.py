@@ -8,7 +8,8 @@ from typing import Any, Self
 
 from ....errors import ModelLoadError
 from ...kv_spec import LayerKV
-from ...model_config import ModelConfig
+from ...model_config import ConfigReader, ModelConfig
+from ...rope import RopeConfig
 from .library import ModelFiles
 from .survey import SurveyedLayer, SurveyedMixer, survey
 
@@ -76,7 +77,7 @@ def read_transformers_config(files: ModelFiles, reason: str) -> TransformersConf
         rms_norm_eps=0.0,
         max_position_embeddings=longest,
         tie_word_embeddings=bool(config.tie_word_embeddings),
-        ropes=(),
+        ropes=_ropes(text, widest, longest),
         sliding_windows=(None,) * len(layers),
         num_experts=_num_experts(text),
         checkpoint_dtype=str(dtype).removeprefix("torch."),
@@ -85,6 +86,17 @@ def read_transformers_config(files: ModelFiles, reason: str) -> TransformersConf
         class_name=class_name,
         reason=reason,
     )
+
+
+def _ropes(text: Any, widest: SurveyedLayer | None, longest: int) -> tuple[RopeConfig, ...]:
+    """The rotary embeddings that the config names; which layer has which is found when layers are fused. None if they
+    are of a kind that ours are not."""
+    if widest is None or not getattr(text, "rope_parameters", None):
+        return ()
+    try:
+        return ConfigReader(text.to_dict()).ropes(widest.head_dim, longest, False)
+    except (ModelLoadError, TypeError, ValueError):
+        return ()
 
 
 def _num_experts(text: Any) -> int:

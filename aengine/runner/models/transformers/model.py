@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from typing import ClassVar
+import logging
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor, nn
@@ -14,12 +15,15 @@ from ...weights.scope import WeightScope
 from .attention import AttentionSlot, CallSinks, LayerCalls, MixerSlot, listen
 from .check import PlainAttention, check_batch
 from .config import TransformersConfig
+from .fused import fuse_layers
 from .library import build_skeleton
 from .mixers import wrap_mixers
 from .survey import Head, SurveyedLayer, SurveyedMixer, find_trunk, fix_ropes, trunk_inputs
 from .weights import CheckpointWeights
 
 __all__ = ["TransformersModel"]
+
+logger = logging.getLogger("aengine.runner")
 
 
 class TransformersModel:
@@ -38,6 +42,8 @@ class TransformersModel:
         wrap_mixers(self.module)
         self._calls = LayerCalls([_slot(i, layer, weights.formats.dtype) for i, layer in enumerate(config.layers)])
         listen(self.module, None)
+        self.fused: dict[str, int] = {}
+        """How many decoder layers are computed by ours, and how many feed-forward layers in them, once it is loaded."""
         self._trunk: nn.Module = find_trunk(self.module)
         self._head = Head(self.module, self._trunk)
         listen(self.module, self._calls)
@@ -50,15 +56,32 @@ class TransformersModel:
         return hidden[0]
 
     def _check(self) -> None:
-        """Raises ModelLoadError if the loaded model computes something else here than in transformers."""
+        """Fuse what can be. Raises ModelLoadError if the loaded model computes something else than in transformers."""
 
-        def compute(ids: Tensor, positions: Tensor, in_parts: bool) -> Tensor:
-            listen(self.module, PlainAttention(self._layers, positions, in_parts=in_parts))
+        def listener(positions: Tensor, **how: Any) -> PlainAttention:
+            return PlainAttention(self._layers, positions, ropes=self.config.ropes, **how)
+
+        def compute(ids: Tensor, positions: Tensor, in_parts: bool = False) -> Tensor:
+            listen(self.module, listener(positions, in_parts=in_parts))
             return self.compute_logits(self._trunk(**trunk_inputs(self._trunk, ids[None], positions[None]))[0][0])
 
         self._calls.states_take_chunks = check_batch(
             self.module, self.config.vocab_size, self.config.max_position_embeddings, compute
         )
+        device = next(self.module.parameters()).device
+        positions = torch.cat((torch.arange(37), torch.arange(9))).to(device)
+        ids = (torch.arange(len(positions)) * 7919 % self.config.vocab_size).to(device)
+        with torch.no_grad():
+            fused = fuse_layers(
+                self.module,
+                self._layers,
+                len(self.config.ropes),
+                lambda call: listen(self.module, listener(positions, next_call=call)),
+                lambda: compute(ids, positions),
+            )
+        self.fused = {"layers": len(fused), "feed_forward": sum(layer.has_feed_forward for layer in fused)}
+        if fused:
+            logger.info("%d of %d layers are computed by ours in place of transformers'", len(fused), len(self._layers))
         listen(self.module, self._calls)
 
     def compute_logits(self, hidden: Tensor) -> Tensor:
