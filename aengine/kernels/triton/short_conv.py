@@ -13,6 +13,7 @@ from .launch import launch
 __all__ = ["conv_of_prompts", "conv_of_tokens"]
 
 _TOKENS, _CHANNELS = 16, 128
+_WHERE = ["owners_ptr", "starts_ptr", "pages_ptr", "begins_ptr"]  # parts of one buffer: any place in it is one kernel
 
 
 def conv_of_tokens(
@@ -103,7 +104,7 @@ def conv_of_prompts(x: Tensor, weight: Tensor, bias: Tensor | None, memory: Tens
     return out
 
 
-@triton.jit(do_not_specialize=["n"])
+@triton.jit(do_not_specialize=["n"], do_not_specialize_on_alignment=_WHERE)
 def _conv_of_prompts(
     x_ptr,
     weight_ptr,
@@ -147,7 +148,7 @@ def _conv_of_prompts(
     tl.store(places, y.to(out_ptr.dtype.element_ty), mask=inside)
 
 
-@triton.jit
+@triton.jit(do_not_specialize_on_alignment=_WHERE)
 def _keep_last(
     x_ptr,
     memory_ptr,
