@@ -129,7 +129,7 @@ class StepLoop:
             self._observer.note_scheduled(newest.newcomers)
             for request in newest.newcomers:
                 self._line.leave(request.request_id)
-                if request.index == 0:  # the others of n find its prompt
+                if request.index == 0 and request.sink.mailbox is not None:  # the others of n find its prompt
                     request.sink.mailbox.cached_tokens = request.num_cached_tokens
         if newest.is_gated:
             self._gate.close_for(newest)

@@ -186,19 +186,22 @@ class ChoiceOutput:
 
     __slots__ = (
         "_parsed",
-        "_stop_string",
         "detokenizer",
         "finish_reason",
         "index",
         "logprobs",
         "mailbox",
+        "stop_reason",
         "texts",
+        "times",
         "token_ids",
         "vector",
     )
 
     def __init__(self, mailbox: Mailbox, index: int, want_logprobs: bool) -> None:
-        self.mailbox = mailbox
+        self.mailbox: Mailbox | None = mailbox
+        """None at the end: of what refers to itself, only the garbage collector frees the tokens."""
+        self.times = mailbox.times
         self.index = index
         self.detokenizer: IncrementalText | None = None  # without one, there is no text
         self.token_ids: list[int] = []
@@ -206,7 +209,8 @@ class ChoiceOutput:
         self.logprobs: list[tuple[Logprob, ...]] | None = [] if want_logprobs else None
         self.finish_reason: FinishReason | None = None
         self.vector: array[float] | None = None  # float32; of a request that gets one in place of tokens
-        self._stop_string: str | None = None  # that ended it
+        self.stop_reason: str | int | None = None
+        """See `Choice.stop_reason`. None before the end."""
         self._parsed: tuple[Any, Exception | None] | None = None  # cached: a type's own validators may be slow
 
     def begin(self, detokenizer: IncrementalText) -> None:
@@ -238,6 +242,7 @@ class ChoiceOutput:
         if self.logprobs is not None:
             self.logprobs.append(logprobs)
         mailbox = self.mailbox
+        assert mailbox is not None, "it has not ended"
         if not mailbox.final_only:
             logprob = logprobs[0].logprob if logprobs else None
             mailbox.pending.append(
@@ -256,33 +261,32 @@ class ChoiceOutput:
             self.end(FinishReason.STOP)
 
     def fail(self, error: BaseException) -> None:
-        """End the whole request, of which this is one completion, with an error. Idempotent."""
-        self.mailbox.fail(error)
+        """End the whole request, of which this is one completion, with an error; without effect at its end."""
+        if self.mailbox is not None:
+            self.mailbox.fail(error)
 
     def end(self, reason: FinishReason) -> None:
         """End the completion: no token comes any more. Idempotent: the first reason counts."""
-        if self.finish_reason is not None:
+        mailbox = self.mailbox
+        if mailbox is None:
             return
-        plan = self.mailbox.plan
+        plan = mailbox.plan
         if plan is not None and reason is FinishReason.STOP and plan.has_call(self.texts, self.token_ids):
             reason = FinishReason.TOOL_CALLS
         self.finish_reason = reason
-        if self.detokenizer is not None:
-            self._stop_string = self.detokenizer.stop_string
-            self.detokenizer = None  # it holds the tokenizer, and a stream may be kept for long
-        mailbox = self.mailbox
+        if reason in (FinishReason.STOP, FinishReason.TOOL_CALLS):
+            self.stop_reason = self._why_stopped(mailbox.stop_token_ids)
+        self.detokenizer = None  # it holds the tokenizer, and a stream may be kept for long
+        self.mailbox = None
         mailbox.num_open -= 1
         if mailbox.num_open == 0:
             mailbox.close()
 
-    @property
-    def stop_reason(self) -> str | int | None:
-        """See `Choice.stop_reason`. None before the end."""
-        if self.finish_reason not in (FinishReason.STOP, FinishReason.TOOL_CALLS):
-            return None
-        if self._stop_string is None and self.token_ids and self.token_ids[-1] in self.mailbox.stop_token_ids:
+    def _why_stopped(self, stop_token_ids: frozenset[int]) -> str | int | None:
+        stop_string = None if self.detokenizer is None else self.detokenizer.stop_string
+        if stop_string is None and self.token_ids and self.token_ids[-1] in stop_token_ids:
             return self.token_ids[-1]
-        return self._stop_string
+        return stop_string
 
     def result(self, output_type: OutputType | None) -> Choice:
         text = "".join(self.texts)

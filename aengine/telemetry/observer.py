@@ -74,7 +74,7 @@ class Observer:
         """A step was made, the first one of these."""
         now = perf_counter()
         for request in requests:
-            times = request.sink.mailbox.times
+            times = request.sink.times
             if times.scheduled is None:  # it is the first of n
                 times.scheduled = now
 
@@ -89,7 +89,7 @@ class Observer:
             self.histograms.inter_token_latency.add(gap, num_later)
 
     def _note_first_token(self, request: Request, now: float) -> None:
-        times = request.sink.mailbox.times
+        times = request.sink.times
         if times.first_token is not None:  # of another of n
             return
         times.first_token = now

@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import asyncio
+import gc
 from typing import Any
 
 import pytest
 
 from aengine import DeadlineExceededError, FinishReason, SamplingParams, Tool, ToolCallEnd
+from aengine.streams.token_stream import ChoiceOutput
 from aengine.testing import FakeAsyncLLM, FakeLLM, Reply
 
 pytestmark = pytest.mark.usefixtures("no_blocking", "no_thread_left")
@@ -145,3 +148,32 @@ async def test_the_end_of_sequence_is_no_stop_reason() -> None:
         assert also_asked.choices[0].stop_reason is None
         alone = await engine.generate("x", SamplingParams(stop_token_ids=[last.token_id], ignore_eos=True))
         assert alone.choices[0].stop_reason == last.token_id
+
+
+# -- memory
+
+
+def outputs() -> set[int]:
+    """Ids of what holds the tokens of a completion."""
+    return {id(one) for one in gc.get_objects() if isinstance(one, ChoiceOutput)}
+
+
+async def test_a_request_is_freed_with_its_last_reference(own_thread: bool) -> None:
+    """Not by a later run of the garbage collector, which would find the tokens of many."""
+    params = SamplingParams(max_tokens=5, n=2)
+    async with FakeAsyncLLM("abc " * 20, own_thread=own_thread) as engine:
+        gc.collect()
+        gc.disable()
+        try:
+            before = outputs()
+            await engine.chat(HELLO, params)
+            await engine.generate("x", params)
+            async for _ in engine.stream_chat(HELLO, params):
+                pass
+            async with engine.stream("x", SamplingParams(max_tokens=50)) as stream:
+                await anext(stream)
+            del stream
+            while outputs() - before:  # the engine's loop may not be done with it
+                await asyncio.sleep(0.01)
+        finally:
+            gc.enable()
