@@ -113,6 +113,8 @@ def _engine(command: argparse.ArgumentParser) -> None:
     group.add_argument("--max-model-len", type=int, default=None, help="tokens of prompt and completion together")
     group.add_argument("--num-threads", type=int, default=None, help="CPU threads of the worker")
     group.add_argument("--load-format", default="auto", choices=["auto", "safetensors", "gguf", "dummy"])
+    remote = "run Python code that lies beside the weights"
+    group.add_argument("--trust-remote-code", action=argparse.BooleanOptionalAction, default=False, help=remote)
     group.add_argument("-v", "--verbose", action="store_true", help="log to stderr")
     group.add_argument("-q", "--quiet", action="store_true", help="no progress on stderr")
 

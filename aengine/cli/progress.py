@@ -69,7 +69,7 @@ def _stage(progress: StartupProgress) -> str:
 
 def engine_config(args: argparse.Namespace) -> dict[str, Any]:
     """The keyword arguments of `AsyncLLM` from the command line's."""
-    names = ("dtype", "device", "max_model_len", "num_threads", "load_format")
+    names = ("dtype", "device", "max_model_len", "num_threads", "load_format", "trust_remote_code")
     config = {name: getattr(args, name) for name in names}
     if not args.quiet:
         config["progress"] = StartupLine()

@@ -25,7 +25,7 @@ __all__ = ["add_serve_arguments", "serve"]
 T = TypeVar("T")
 
 _LOG_LEVELS = ("critical", "error", "warning", "info", "debug")
-_ELSEWHERE = {"model", "dtype", "device", "max_model_len", "num_threads", "load_format"}
+_ELSEWHERE = {"model", "dtype", "device", "max_model_len", "num_threads", "load_format", "trust_remote_code"}
 _NOT_HERE = {"progress", "on_request_end", "own_thread", "skip_tokenizer", "tensor_parallel_size"}
 
 

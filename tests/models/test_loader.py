@@ -90,7 +90,7 @@ def test_what_is_reported(tiny_model: TinyModel, tied: bool) -> None:
 
 def test_a_missing_tensor(copied: Path) -> None:
     rewrite(copied, lambda tensors: tensors.pop("model.layers.1.mlp.up_proj.weight"))
-    with pytest.raises(ModelLoadError, match=r"lacks 1 tensors.*model\.layers\.1\.mlp\.up_proj\.weight"):
+    with pytest.raises(ModelLoadError, match=r"lacks a tensor.*model\.layers\.1\.mlp\.up_proj\.weight"):
         load(source_of(copied))
 
 
@@ -247,6 +247,19 @@ def test_out_of_gpu_memory(copied: Path, monkeypatch: pytest.MonkeyPatch) -> Non
     text = str(caught.value)
     assert "\n" not in text and "8.00 GiB" in text and "1.00 GiB is free" in text and "dtype='bfloat16'" in text
     assert "ran out at" in text and "larger GPU" in text
+
+
+def test_a_model_that_is_too_large_says_by_how_much_before_it_loads(
+    copied: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(Target, "put", lambda *args: pytest.fail("a tensor was read"))
+    size = sum(tensor.numel() * 4 for tensor in load_file(copied / "model.safetensors").values())
+    for free, allocated, reserved in ((size - 2**20, 0, 0), (size - 2**21, 2**20, 2**21)):  # torch's own is free to it
+        memory = DeviceMemory(2 * size, free, allocated, reserved)
+        with pytest.raises(ModelLoadError, match=r"is too large by 0.00 GiB: its weights take .* float32.*'bfloat16'"):
+            load(source_of(copied), memory=lambda: memory)
+    monkeypatch.undo()
+    load(source_of(copied), memory=lambda: DeviceMemory(size, size, 0, 0))
 
 
 def test_tokenizer_of_the_tiny_models(tiny_model: TinyModel) -> None:

@@ -125,7 +125,7 @@ def test_a_tensor_is_missing(tmp_path: Path) -> None:
     tensors = load_file(tmp_path / "model.safetensors")
     del tensors["model.layers.1.mlp.up_proj.weight"]
     save_file(tensors, tmp_path / "model.safetensors")
-    with pytest.raises(ModelLoadError, match=r"lacks 1 tensors of the model: model\.layers\.1\.mlp\.up_proj\.weight"):
+    with pytest.raises(ModelLoadError, match=r"lacks a tensor of the model: model\.layers\.1\.mlp\.up_proj\.weight"):
         check_scenarios(tmp_path, lambda ids: ids)
 
 

@@ -14,6 +14,7 @@ import re
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from functools import partial
+from math import prod
 from pathlib import Path
 from typing import Any
 
@@ -47,6 +48,8 @@ _IGNORED = re.compile(
 """Tensors of a checkpoint for which the model may have no place: constants, the output matrix of a tied model, the
 heads of an encoder that predict masked tokens, and that of a decoder that classifies texts, which is read apart."""
 
+_OTHER_MODEL = "config.json and the weights are not of one model, or a file is missing: fetch the model again"
+
 
 class LoadedWeights:
     """The loaded weights: ``num_parameters``, and ``num_bytes`` in the checkpoint's format; ``last`` names a tensor."""
@@ -69,12 +72,14 @@ def load_weights(
 
     Raises:
         ModelLoadError: a file is missing, truncated or corrupt; a tensor is missing, has another shape or is not stored
-            as its format needs it; the GPU's memory does not hold the model.
+            as its format needs it; the memory does not hold the model.
     """
     names = model.weights.names
     if names is not None:
         names.choose(_stored_shapes(source))
     places = dict(model.weights.places)
+    if memory is not None:
+        _check_room(model, source, device, memory())
     target = Target({name: first for name, (first, *_) in places.items()}, device)
     tensors, total = _open(model, source, seed, target)
     loaded = LoadedWeights()
@@ -99,7 +104,8 @@ def load_weights(
             progress("weights", min(loaded.num_bytes, total), total, "bytes")
     progress("weights", total, total, "bytes")
     if places:
-        raise ModelLoadError(f"{source.path} lacks {len(places)} tensors of the model: {_some(sorted(places))}")
+        count = f"{len(places)} tensors" if len(places) > 1 else "a tensor"
+        raise ModelLoadError(f"{source.path} lacks {count} of the model: {_some(sorted(places))}; {_OTHER_MODEL}")
     if names is not None:
         names.finish(device)
     if unexpected:
@@ -166,11 +172,28 @@ def _out_of_memory(
         ) from error
 
 
+def _check_room(
+    model: CausalLM | Encoder[Any], source: ModelSource, device: torch.device, memory: DeviceMemory
+) -> None:
+    """Raise ModelLoadError if the weights are larger than what is free; nothing has been read of them yet."""
+    needed = sum(prod(first.shape) * first.dtype.itemsize for first, *_ in model.weights.places.values())
+    room = memory.free + memory.reserved - memory.allocated
+    if needed > room:
+        dtype = model.weights.formats.dtype
+        smaller = "dtype='bfloat16' or 'float16' for half of that, " if dtype == torch.float32 else ""
+        where = "memory" if device.type == "cpu" else f"the memory of {device}"
+        raise ModelLoadError(
+            f"{source.path} is too large by {_gib(needed - room)}: its weights take {_gib(needed)} in "
+            f"{str(dtype).removeprefix('torch.')}, and {_gib(room)} of {where} is free; use {smaller}a smaller model, "
+            f"or end other processes"
+        )
+
+
 def _check_shape(place: Place, tensor: Tensor, source: ModelSource) -> None:
     if tuple(tensor.shape) != place.shape:
         raise ModelLoadError(
             f"{source.path}: {place.name} has the shape {list(tensor.shape)}, but by the config it is "
-            f"{list(place.shape)}"
+            f"{list(place.shape)}; {_OTHER_MODEL}"
         )
 
 

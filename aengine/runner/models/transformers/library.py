@@ -85,7 +85,8 @@ def _check_trust(files: ModelFiles) -> None:
     if not files.trust_remote_code or files.folder is None:
         raise ModelLoadError(
             f"model_type {files.model_type!r} is computed by Python code that lies beside the weights (auto_map of "
-            f"config.json), which is not run unless you ask for it: read that code, then give trust_remote_code=True"
+            f"config.json), which is not run unless you ask for it: read that code, then give trust_remote_code=True "
+            f"(--trust-remote-code)"
         )
 
 
