@@ -138,7 +138,8 @@ class Answers:
             if self._quarantine and self._quarantine.holds(request):
                 next_full = num_tokens
             request.milestone = min(next_full + 1, request.max_num_tokens)
-            self._rows.prefixes.leave(request)
+            if request.is_leading:
+                self._rows.prefixes.leave(request)
             if request.dependents:
                 self._on_prompt(request)
         num_output = num_tokens - request.num_prompt_tokens

@@ -45,6 +45,7 @@ class ComingPrefixes:
         name = self._name(request, offered - offered % self._unit + self._least) if self._unit else None
         if name is not None and self._leaders.setdefault(name, request) is request:
             self._names[request] = name
+            request.is_leading = True
 
     def follow(self, request: Request, num_cached: int) -> bool:
         """Make a request that is in no queue wait for a leader, if one computes enough of what comes after its
@@ -76,12 +77,12 @@ class ComingPrefixes:
             self.lead(request)
 
     def leave(self, request: Request) -> None:
-        """Note that the request leaves its row, or that all of its prompt was answered. Idempotent."""
-        if request in self._names or request in self._followers:
-            self._forget(request)
-            for follower in self._followers.pop(request, ()):
-                del self.waiting[follower]
-                self._wake(follower)
+        """Note that a request which `is_leading` leaves its row, or that all of its prompt was answered."""
+        request.is_leading = False
+        self._forget(request)
+        for follower in self._followers.pop(request, ()):
+            del self.waiting[follower]
+            self._wake(follower)
 
     def discard(self, request: Request) -> None:
         """Drop a request that ended while it waited."""
@@ -106,7 +107,7 @@ class ComingPrefixes:
     def check(self) -> None:
         """Assert that the views agree, and that all who are waited for have a row."""
         assert {name: request for request, name in self._names.items()} == self._leaders
-        assert all(request.req_idx >= 0 for request in (*self._names, *self._followers))
+        assert all(request.req_idx >= 0 and request.is_leading for request in (*self._names, *self._followers))
         pairs = {(request, leader) for leader, requests in self._followers.items() for request in requests}
         assert pairs == {(request, leader) for request, (leader, _) in self.waiting.items()}
         assert all(request.status is RequestStatus.WAITING_FOR_PREFIX for request in self.waiting)

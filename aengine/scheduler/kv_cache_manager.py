@@ -100,7 +100,8 @@ class KVCacheManager:
         self.block_size = min(group.block_size for group in groups)
         self.has_states = any(group.kind == "state" for group in groups)
         self.has_windows = any(group.window for group in groups)
-        # A prefix that others can take over has a multiple of so many tokens; 0: none can be, see `match`.
+        # Others can take over a multiple of so many tokens of a prompt that is being computed. 0: none, as the states
+        # are kept at few borders, which others need not have in common.
         self.prefix_unit = 0 if self.has_states else max(group.block_size for group in groups)
         self.pool = BlockPool(num_blocks)
         self._groups = [_Group(group, index, self.block_size) for index, group in enumerate(groups)]

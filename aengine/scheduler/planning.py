@@ -188,15 +188,14 @@ class StepPlan:
             rows.choose_rope(request)
             prefix = kv.match(request)
             num_cached = prefix.length
-            if not quarantine and rows.prefixes.follow(request, num_cached):
-                waiting.discard(request)
-                continue
             if prefix.kept and not rows.running and spare < kv.num_missing(prefix, num_tokens):
                 prefix = kv.no_prefix()  # it fits alone, but not beside the states to be copied
                 num_cached = 0
             if spare < kv.num_missing(prefix, num_tokens):
                 return
             waiting.discard(request)
+            if not quarantine and rows.prefixes.follow(request, num_cached):
+                continue
             most = min(self._budget, self._prompt_budget - self.num_prompt_tokens)
             num_scheduled = min(num_tokens - num_cached, most)
             kv.begin(request, prefix)
@@ -247,9 +246,8 @@ class StepPlan:
             num_scheduled = num_scheduled + int32(self._counts)
             chunks = self._plan_next_step(len(batch))
             batch = batch + self.extras
-        step = InFlightStep(step_id, batch, chunks, drafts)
+        step = InFlightStep(step_id, batch, chunks, drafts, self.num_prompt_tokens)
         step.newcomers = self.newcomers
-        step.num_prompt_tokens = self.num_prompt_tokens
         step.is_gated = has_grammars and bool(step.constrained())
         rows.in_flight.append(step)
         removed, rows.removed = int32(rows.removed), []

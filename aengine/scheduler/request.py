@@ -109,6 +109,7 @@ class Request:
         "finish_reason",
         "grammar",
         "index",
+        "is_leading",
         "is_long",
         "is_paused",
         "is_pooled",
@@ -204,6 +205,7 @@ class Request:
         self.root_hash: bytes | None = None  # None: its blocks are not shared
         self.block_hashes: list[bytes] = []  # of its leading full blocks, as far as they were needed
         self.num_offered_tokens = 0  # whose blocks came from the prefix cache or were offered to it
+        self.is_leading = False  # others may wait for its prompt, see coming_prefixes.py
         self.dependents: list[Request] = []  # completions 1 .. n-1 that wait for this one's prompt
 
     def __repr__(self) -> str:
@@ -225,6 +227,7 @@ class Request:
     def forget_worker(self) -> None:
         """Forget the row, the blocks and what is computed."""
         self.block_tables = []
+        self.is_leading = False
         self.states = RequestStates()
         self.num_computed_tokens = self.num_offered_tokens = 0
         self.req_idx = -1

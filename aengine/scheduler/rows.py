@@ -134,7 +134,8 @@ class Rows:
     def leave(self, request: Request, status: RequestStatus) -> None:
         """Free the row of a request that had this status."""
         self.running.discard(request)
-        self.prefixes.leave(request)
+        if request.is_leading:
+            self.prefixes.leave(request)
         self.removed.append(request.req_idx)
         self.free_rows.append(request.req_idx)
         request.req_idx = -1

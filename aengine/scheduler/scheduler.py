@@ -243,18 +243,21 @@ class Scheduler:
         rows = self.rows
         assert len(rows.in_flight) < self.max_in_flight_steps, "too many steps in flight"
         decoding = rows.decoding.refresh()
-        budget = self.max_num_batched_tokens - len(decoding)
-        limit = None
-        if decoding and (self.waiting or rows.catching_up):
-            limit = self._prompt_limit(len(decoding), len(self.waiting) + len(rows.catching_up))
-        plan = StepPlan(rows, budget, len(self.waiting), budget if limit is None else limit, is_leased=is_leased)
+        budget = prompt_budget = self.max_num_batched_tokens - len(decoding)
+        num_waiting = len(self.waiting)
+        if (num_waiting or rows.catching_up) and decoding:
+            limit = self._prompt_limit(len(decoding), num_waiting + len(rows.catching_up))
+            if limit is not None:
+                prompt_budget = limit
+        plan = StepPlan(rows, budget, num_waiting, prompt_budget, is_leased=is_leased)
         due = [request for request in decoding if request.num_computed_tokens == request.limit]
         if due or rows.catching_up:
             plan.serve_rows(due)
             decoding = rows.decoding.refresh()
+            num_waiting = len(self.waiting)  # who was preempted may be there already
         for request in decoding:
             request.num_computed_tokens += 1
-        if self.waiting:
+        if num_waiting:
             plan.admit(self.waiting, self._quarantine, whole_prompts=self._computes_whole_prompts)
             self.prefix_cache_queries += plan.num_cache_queries
             self.prefix_cache_hits += plan.num_cache_hits

@@ -59,14 +59,19 @@ class InFlightStep:
     )
 
     def __init__(
-        self, step_id: int, batch: list[Request], chunks: dict[int, int], drafts: dict[int, list[int]]
+        self,
+        step_id: int,
+        batch: list[Request],
+        chunks: dict[int, int],
+        drafts: dict[int, list[int]],
+        num_prompt_tokens: int,
     ) -> None:
         self.step_id = step_id
         self.batch = batch
         self.chunks = chunks  # batch index of each row that does not sample: its computed tokens after this step
         self.drafts = drafts  # batch index of each row that has some
         self.certain: frozenset[int] = frozenset()  # batch indices of those that are all accepted
-        self.num_prompt_tokens = 0  # of requests that catch up with more than one
+        self.num_prompt_tokens = num_prompt_tokens  # of requests that catch up with more than one
         self.is_gated = False  # a GRAMMAR frame must be sent for it
         self.newcomers: list[Request] = []  # whose first step it is
         self.leavers: list[Request] = []  # their blocks are freed once this step is answered
