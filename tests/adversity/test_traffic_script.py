@@ -261,7 +261,7 @@ def test_no_request_waits_behind_steps_that_were_given_before(tmp_path: Path) ->
     """Counts, not times: arrivals, long prompts beside decodes, and requests while the host's loop is often blocked.
     At most ``max_in_flight_steps + 1`` steps begin after the engine knew a request and before the one that has it."""
     out = tmp_path / "results"
-    short = ["--size", "poisson.seconds=3", "--size", "bursty.seconds=3", "--out", str(out)]
+    short = ["--size", "poisson.seconds=2", "--size", "bursty.seconds=2", "--out", str(out)]
     command = [sys.executable, str(BENCHMARKS / "traffic.py"), "--small", *short]
     done = subprocess.run(command, capture_output=True, text=True, timeout=150)
     found = [json.loads(line) for line in (out / "traffic.jsonl").read_text().splitlines()]

@@ -14,20 +14,19 @@ from tiny import write_tiny_model
 
 ROOT = Path(__file__).resolve().parents[2]
 PAGES = [page for page in (ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))) if blocks_of(page)]
-WITH_A_MODEL = {"README", "anthropic"}
-"""Pages that run over the real model: the first that one reads, and one whose calls are short in its tokens only."""
-WITH_A_WORKER = {"gpu"}
-"""Pages about the worker, over a tiny model. All others show the interface: the real host and a scripted worker."""
+WITH_THE_REAL_MODEL = {"README"}
+WITH_A_TINY_MODEL = {"gpu"}
+"""About the worker. All other pages show the interface: they run over the real host and a scripted worker."""
 
 
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: page.stem)
 def test_page(page: Path, tmp_path: Path) -> None:
     runner = Path(__file__).with_name("page_runner.py")
-    over = ["--scripted"]
-    if page.stem in WITH_A_WORKER:
+    over = [] if page.stem in WITH_THE_REAL_MODEL else ["--scripted"]
+    if page.stem in WITH_A_TINY_MODEL:
         over = [str(write_tiny_model(tmp_path / "tiny", "llama"))]
     done = subprocess.run(
-        [sys.executable, "-W", "error", str(runner), str(page), *([] if page.stem in WITH_A_MODEL else over)],
+        [sys.executable, "-W", "error", str(runner), str(page), *over],
         cwd=tmp_path,
         capture_output=True,
         text=True,

@@ -7,8 +7,14 @@ from collections.abc import Iterator
 
 import pytest
 import torch
+from triton_interpreter import look_up_builtins_once
 
 from aengine.kernels.dispatch import triton_everywhere
+
+
+@pytest.fixture(scope="session", autouse=True)
+def quick_interpreter() -> None:
+    look_up_builtins_once()
 
 
 @pytest.fixture(autouse=True)

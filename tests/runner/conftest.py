@@ -6,6 +6,12 @@ import random
 
 import pytest
 import torch
+from triton_interpreter import look_up_builtins_once
+
+
+@pytest.fixture(scope="session", autouse=True)
+def quick_interpreter() -> None:
+    look_up_builtins_once()
 
 
 @pytest.fixture(autouse=True)

@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 SCRIPT = Path(__file__).parent / "chaos.py"
-SMALL = "--streams 6 --tokens 12"
+SMALL = "--streams 4 --tokens 10"
 
 
 @pytest.mark.parametrize(
