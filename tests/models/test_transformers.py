@@ -22,6 +22,7 @@ from aengine.runner.models import read_config
 from aengine.runner.models.transformers import TransformersModel
 from aengine.runner.models.transformers.attention import listen
 from aengine.runner.models.transformers.check import PlainAttention
+from aengine.runner.models.transformers.fused import _read_gated
 from aengine.runner.models.transformers.survey import trunk_inputs
 
 MODELS: dict[str, dict[str, Any]] = {
@@ -73,6 +74,17 @@ def test_layers_of_the_usual_shape_are_ours(model_type: str, fused: dict[str, in
     assert Engine(tmp_path, model_impl="transformers").offer["fused"] == fused
     if model_type not in MODELS:
         check_scenarios(tmp_path, reference, model_impl="transformers")
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+@pytest.mark.parametrize(("name", "wanted"), [("silu", "silu"), ("gelu", "gelu"), ("gelu_pytorch_tanh", "gelu_tanh")])
+def test_activations_are_told_apart(dtype: torch.dtype, name: str, wanted: str) -> None:
+    from transformers.models.llama.modeling_llama import LlamaConfig, LlamaMLP
+
+    config = LlamaConfig(hidden_size=16, intermediate_size=32, hidden_act=name)
+    gated = _read_gated(LlamaMLP(config).to(dtype))
+    assert gated is not None and gated.activation == wanted
+    assert _read_gated(LlamaMLP(LlamaConfig(hidden_size=16, intermediate_size=32, hidden_act="relu")).to(dtype)) is None
 
 
 def test_a_layer_that_does_more_than_its_parts_stays_as_it_is(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
