@@ -117,6 +117,8 @@ class Worker:
         for row_idx, group, block in growth_of(out):
             append(self.rows[row_idx].tables[group], block)
             self.kv[block] = {}
+        for source, target in zip(out.page_copies[::2], out.page_copies[1::2], strict=True):
+            self.kv[target] = dict(self.kv[source])
         assert len(set(out.req_idx)) == len(out.req_idx)
         answer = ModelRunnerOutput(out.step_id, int32(), counts=None if out.drafts is None else int32())
         start = 0
@@ -147,7 +149,7 @@ class Worker:
         tables = tables_of(new, self.groups)
         for group, table in zip(self.groups, tables):
             full, rest = divmod(new.num_computed_tokens, group.block_size)
-            assert rest == 0
+            assert rest == 0 or group.kind == "state"
             for index, block in table.items():
                 if index >= full:
                     self.kv[block] = {}
@@ -292,10 +294,12 @@ class Driver:
                 given += [(new.req_idx, block) for index, block in table.items() if index >= full]
         for row, i, block in growth_of(out):
             append(self.tables[row][1][i], block)
+        given += [(-1, block) for block in out.page_copies[1::2]]
         for _, used, _ in self.in_flight:
             for _, block in given:
                 assert all(block not in blocks for blocks in used.values()), "reused under a step in flight"
-        self.in_flight.append((out, {row: self._read_by(row) for row in out.req_idx}, left))
+        used = {row: self._read_by(row) for row in out.req_idx} | {-1: set(out.page_copies)}
+        self.in_flight.append((out, used, left))
         for row, count in zip(out.req_idx, out.num_scheduled_tokens):
             computed, tables = self.tables[row]
             self.tables[row] = computed + count, tables
