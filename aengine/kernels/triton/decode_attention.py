@@ -132,8 +132,138 @@ def decode_step_attention(
 
 
 @triton.jit
-def _attend(q, k, v, scale, known, top, total, acc, SOFTCAP: tl.constexpr):
+def _launch_next(PDL: tl.constexpr):
+    if PDL:
+        gdc_launch_dependents()
+
+
+@triton.jit
+def _wait(PDL: tl.constexpr):
+    if PDL:
+        gdc_wait()
+
+
+@triton.jit
+def _pad(at, is_query, CLEAR: tl.constexpr, PDL: tl.constexpr):
+    """The end of a program whose sequence is padding: zeros as its output if CLEAR."""
+    _wait(PDL)
+    if CLEAR:
+        tl.store(at, tl.zeros(is_query.shape, at.dtype.element_ty), mask=is_query)
+
+
+@triton.jit
+def _rotation(
+    rope,
+    shifts,
+    q_norm,
+    k_norm,
+    row,
+    position,
+    D: tl.constexpr,
+    DP: tl.constexpr,
+    ROTARY: tl.constexpr,
+    INTERLEAVED: tl.constexpr,
+    NORM: tl.constexpr,
+):
+    """What the token's q and k are normalised and rotated by: the place in the tables, what `rotary_at` returns, and
+    the weights of both norms."""
+    place = position
+    if shifts is not None:
+        place += tl.load(shifts + row)
+    rotary = rotary_at(rope, place, D, DP, ROTARY, INTERLEAVED)
+    q_weights = norm_weights(q_norm, rotary[0], D, DP, NORM)
+    k_weights = norm_weights(k_norm, rotary[0], D, DP, NORM)
+    return place, rotary, q_weights, k_weights
+
+
+@triton.jit
+def _load_query(
+    token,
+    heads,
+    at_head,
+    is_query,
+    rotation,
+    query_scale,
+    eps,
+    D: tl.constexpr,
+    NORM: tl.constexpr,
+    ROTARY: tl.constexpr,
+):
+    """The token's queries [rows, DP], as the un-fused path leaves them in memory. ``heads``: [rows, 1], where each
+    begins; ``at_head``, ``is_query``: [rows, DP], of its elements."""
+    place, rotary, weights, _ = rotation
+    q = tl.load(token + at_head, mask=is_query, other=0.0).to(tl.float32)
+    if NORM or ROTARY > 0:
+        partner = tl.load(token + (heads + rotary[0][None, :]), mask=is_query, other=0.0).to(tl.float32)
+        q = apply_rope(q, partner, weights, rotary, eps, D, NORM, ROTARY)
+    if query_scale is not None:
+        q = q * tl.load(query_scale + place)
+    return q.to(token.dtype.element_ty)
+
+
+@triton.jit
+def _empty_softmax(ROWS: tl.constexpr, DP: tl.constexpr):
+    """Maximum and sum [ROWS] and weighted values [ROWS, DP] of a running softmax before the first key."""
+    top = tl.full((ROWS,), -float("inf"), tl.float32)
+    return top, tl.zeros((ROWS,), tl.float32), tl.zeros((ROWS, DP), tl.float32)
+
+
+@triton.jit
+def _begin_with_own_key(
+    q,
+    own,
+    kv,
+    position,
+    rotation,
+    eps,
+    scale,
+    KV: tl.constexpr,
+    D: tl.constexpr,
+    DP: tl.constexpr,
+    BLOCK_SIZE: tl.constexpr,
+    SOFTCAP: tl.constexpr,
+    NORM: tl.constexpr,
+    ROTARY: tl.constexpr,
+):
+    """Write the token's own key, which ``own`` points to in its qkv, and value to the cache; returns the running
+    softmax of them alone."""
+    keys, blocks, strides = kv
+    _, rotary, _, weights = rotation
+    k, v = own_key_value(own, weights, rotary, eps, KV, D, DP, NORM, ROTARY)
+    write_own_kv(keys, blocks, position, k, v, strides, BLOCK_SIZE, D, DP)
+    k, v = k.to(keys.dtype.element_ty), v.to(keys.dtype.element_ty)  # as a later query reads them
+    top = tl.sum(q.to(tl.float32) * k.to(tl.float32), 1) * scale
+    if SOFTCAP > 0:
+        top = capped(top, SOFTCAP)
+    total = tl.full((q.shape[0],), 1.0, tl.float32)
+    acc = tl.zeros((q.shape[0], DP), tl.float32) + v.to(tl.float32)
+    return top, total, acc
+
+
+@triton.jit
+def _add_sinks(sinks, top, total, acc, GROUP: tl.constexpr):
+    """Add the sinks of GROUP heads, the first of the rows, to the running softmax. They have no value."""
+    g = tl.arange(0, top.shape[0])
+    sink = tl.load(sinks + g, mask=g < GROUP, other=0.0).to(tl.float32) * 1.4426950408889634
+    higher = tl.maximum(top, sink)
+    shrink = tl.exp2(top - higher)
+    return higher, total * shrink + tl.exp2(sink - higher), acc * shrink[:, None]
+
+
+@triton.jit
+def _load_keys(kv, begin, end, D: tl.constexpr, DP: tl.constexpr, BLOCK_SIZE: tl.constexpr, BN: tl.constexpr):
+    """A stretch of keys and values [BN, DP] from ``begin`` on, and which of them [BN] are before ``end``."""
+    keys, blocks, strides = kv
+    t = begin + tl.arange(0, BN)
+    known = t < end
+    k, v = load_kv(keys, blocks, t, known, tl.arange(0, DP) < D, strides, BLOCK_SIZE, DP)
+    return k, v, known
+
+
+@triton.jit
+def _attend(q, stretch, scale, top, total, acc, SOFTCAP: tl.constexpr):
     """Add one stretch of keys to the running softmax: maximum and sum [rows], weighted values [rows, DP]."""
+    k, v, known = stretch
     k, v = k.to(q.dtype), v.to(q.dtype)
     s = tl.dot(q, tl.trans(k), input_precision="ieee") * scale
     if SOFTCAP > 0:
@@ -148,7 +278,7 @@ def _attend(q, k, v, scale, known, top, total, acc, SOFTCAP: tl.constexpr):
     return higher, total, acc
 
 
-@triton.jit  # large on purpose: 40 parameters, and one launch instead of four
+@triton.jit
 def _decode_attention(
     qkv,
     cache,
@@ -189,89 +319,43 @@ def _decode_attention(
     STAGES: tl.constexpr,
     PRELOAD: tl.constexpr,
 ):
-    if PDL:
-        gdc_launch_dependents()
-    kv_head = tl.program_id(0)  # neighbours read the same blocks
-    item = tl.program_id(1)
+    _launch_next(PDL)
+    kv_head, item = tl.program_id(0), tl.program_id(1)  # neighbours read the same blocks
     seq, row, seq_len, begin, end, first_item, num_splits = plan_item(plan, item, COLUMNS)
     if seq < 0:  # nothing is left for this program
-        if PDL:
-            gdc_wait()
+        _wait(PDL)
         return
     GROUP: tl.constexpr = H // KV
     ROWS: tl.constexpr = PADDED if PADDED > 16 else 16
-    g = tl.arange(0, ROWS)
-    d = tl.arange(0, DP)
-    in_head = d < D
-    is_query = (g < GROUP)[:, None] & in_head[None, :]
+    is_query = (tl.arange(0, ROWS) < GROUP)[:, None] & (tl.arange(0, DP) < D)[None, :]
     first = kv_head * (GROUP * D)
-    at_head = first + g[:, None] * D + d[None, :]
-    out_at = out + seq.to(tl.int64) * (H * D)
-    if seq_len == 0:  # padding
-        if PDL:
-            gdc_wait()
-        if CLEAR:
-            tl.store(out_at + at_head, tl.zeros((ROWS, DP), out.dtype.element_ty), mask=is_query)
+    heads = first + tl.arange(0, ROWS)[:, None] * D  # where they are in a row of q, or of the output
+    at_head = heads + tl.arange(0, DP)[None, :]
+    out += seq.to(tl.int64) * (H * D)
+    if seq_len == 0:
+        _pad(out + at_head, is_query, CLEAR, PDL)
         return
-    is_last = end == seq_len
-    blocks = table + row.to(tl.int64) * stride_table
-    keys = cache + kv_head * stride_head
-    strides = (stride_block, stride_token, stride_kv)
+    kv = cache + kv_head * stride_head, table + row.to(tl.int64) * stride_table, (stride_block, stride_token, stride_kv)
     position = seq_len - 1
-    if RAW:
-        end = tl.minimum(end, position)  # the last key is not in the cache yet
+    old = tl.minimum(end, position) if RAW else end  # raw: the last key is not in the cache yet
     if PRELOAD:  # the first keys and values are old: they can be on their way while the product before still runs
-        t = begin + tl.arange(0, BN)
-        known = t < end
-        k, v = load_kv(keys, blocks, t, known, in_head, strides, BLOCK_SIZE, DP)
+        ahead = _load_keys(kv, begin, old, D, DP, BLOCK_SIZE, BN)
+    rotation = _rotation(rope, shifts, q_norm, k_norm, row, position, D, DP, ROTARY, INTERLEAVED, NORM)
+    _wait(PDL)
+    qkv += seq.to(tl.int64) * stride_qkv
+    q = _load_query(qkv, heads, at_head, is_query, rotation, query_scale, eps, D, NORM, ROTARY)
+    top, total, acc = _empty_softmax(ROWS, DP)
     if RAW:
-        turned = position  # place in the table
-        if shifts is not None:
-            turned += tl.load(shifts + row)
-        rotary = rotary_at(rope, turned, D, DP, ROTARY, INTERLEAVED)
-        q_weights = norm_weights(q_norm, rotary[0], D, DP, NORM)
-        k_weights = norm_weights(k_norm, rotary[0], D, DP, NORM)
-    if PDL:
-        gdc_wait()
-    token = qkv + seq.to(tl.int64) * stride_qkv
-    q = tl.load(token + at_head, mask=is_query, other=0.0).to(tl.float32)
-    top = tl.full((ROWS,), -float("inf"), tl.float32)
-    total = tl.zeros((ROWS,), tl.float32)
-    acc = tl.zeros((ROWS, DP), tl.float32)
-    if RAW:
-        at_other = first + g[:, None] * D + rotary[0][None, :]
-        q_other = tl.load(token + at_other, mask=is_query, other=0.0).to(tl.float32)
-        q = apply_rope(q, q_other, q_weights, rotary, eps, D, NORM, ROTARY)
-        if query_scale is not None:
-            q = q * tl.load(query_scale + turned)
-    q = q.to(qkv.dtype.element_ty)  # as the un-fused path leaves it in memory
-    if RAW:
-        if is_last:
-            own = token + (H + kv_head) * D
-            k1, v1 = own_key_value(own, k_weights, rotary, eps, KV, D, DP, NORM, ROTARY)
-            write_own_kv(keys, blocks, position, k1, v1, strides, BLOCK_SIZE, D, DP)
-            k1, v1 = k1.to(cache.dtype.element_ty), v1.to(cache.dtype.element_ty)  # as a later query reads them
-            top = tl.sum(q.to(tl.float32) * k1.to(tl.float32), 1) * scale
-            if SOFTCAP > 0:
-                top = capped(top, SOFTCAP)
-            total = tl.full((ROWS,), 1.0, tl.float32)
-            acc = tl.zeros((ROWS, DP), tl.float32) + v1.to(tl.float32)
+        if end == seq_len:
+            own = (q, qkv + (H + kv_head) * D, kv, position, rotation, eps, scale)
+            top, total, acc = _begin_with_own_key(*own, KV, D, DP, BLOCK_SIZE, SOFTCAP, NORM, ROTARY)
     if sinks is not None:
         if item == first_item:
-            sink = tl.load(sinks + kv_head * GROUP + g, mask=g < GROUP, other=0.0).to(tl.float32) * 1.4426950408889634
-            higher = tl.maximum(top, sink)
-            shrink = tl.exp2(top - higher)
-            total = total * shrink + tl.exp2(sink - higher)
-            acc = acc * shrink[:, None]
-            top = higher
-    rest = begin
+            top, total, acc = _add_sinks(sinks + kv_head * GROUP, top, total, acc, GROUP)
     if PRELOAD:
-        top, total, acc = _attend(q, k, v, scale, known, top, total, acc, SOFTCAP)
-        rest = begin + BN
-    for j in tl.range(rest, end, BN, num_stages=STAGES):
-        tj = j + tl.arange(0, BN)
-        known_j = tj < end
-        kj, vj = load_kv(keys, blocks, tj, known_j, in_head, strides, BLOCK_SIZE, DP)
-        top, total, acc = _attend(q, kj, vj, scale, known_j, top, total, acc, SOFTCAP)
+        top, total, acc = _attend(q, ahead, scale, top, total, acc, SOFTCAP)
+    for j in tl.range(begin + BN if PRELOAD else begin, old, BN, num_stages=STAGES):
+        stretch = _load_keys(kv, j, old, D, DP, BLOCK_SIZE, BN)
+        top, total, acc = _attend(q, stretch, scale, top, total, acc, SOFTCAP)
     where = (seq * KV + kv_head, item, kv_head, first_item, num_splits)
-    finish(acc, top, total, out_at + first, parts, counters, where, KV, GROUP, PADDED, ROWS, D, DP)
+    finish(acc, top, total, out + first, parts, counters, where, KV, GROUP, PADDED, ROWS, D, DP)
