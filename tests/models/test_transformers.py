@@ -81,10 +81,12 @@ def test_layers_of_the_usual_shape_are_ours(model_type: str, fused: dict[str, in
 def test_activations_are_told_apart(dtype: torch.dtype, name: str, wanted: str) -> None:
     from transformers.models.llama.modeling_llama import LlamaConfig, LlamaMLP
 
-    config = LlamaConfig(hidden_size=16, intermediate_size=32, hidden_act=name)
-    gated = _read_gated(LlamaMLP(config).to(dtype))
-    assert gated is not None and gated.activation == wanted
-    assert _read_gated(LlamaMLP(LlamaConfig(hidden_size=16, intermediate_size=32, hidden_act="relu")).to(dtype)) is None
+    def read(activation: str) -> Any:
+        sizes = {"hidden_size": 16, "intermediate_size": 32, "num_attention_heads": 2}
+        return _read_gated(LlamaMLP(LlamaConfig(**sizes, hidden_act=activation)).to(dtype))
+
+    assert read(name).activation == wanted
+    assert read("relu") is None
 
 
 def test_a_layer_that_does_more_than_its_parts_stays_as_it_is(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
