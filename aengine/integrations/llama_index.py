@@ -10,15 +10,13 @@ import json
 from collections.abc import AsyncGenerator, Generator, Iterable, Mapping, Sequence
 from typing import Any
 
-from ..async_llm import AsyncLLM
 from ..chat.messages import ChatMessage as Answer
 from ..chat.messages import Delta, ReasoningDelta, TextDelta, ToolCall
 from ..errors import InvalidRequestError
-from ..llm import LLM as BlockingLLM
 from ..outputs import Completion, FinishReason, Token
-from .llama_index_embeddings import AEngineEmbedding
+from .llama_index_embeddings import AEngineEmbedding, OverEngine
 from .openai_style import async_side, blocking_side, check_not_aborted, openai_settings
-from .settings import model_name_of, with_one_system_message
+from .settings import with_one_system_message
 
 try:
     from llama_index.core.base.llms.types import (
@@ -36,7 +34,7 @@ try:
         ThinkingBlock,
         ToolCallBlock,
     )
-    from llama_index.core.bridge.pydantic import BaseModel, Field, PrivateAttr, ValidationError
+    from llama_index.core.bridge.pydantic import BaseModel, Field, ValidationError
     from llama_index.core.constants import DEFAULT_CONTEXT_WINDOW, DEFAULT_NUM_OUTPUTS
     from llama_index.core.instrumentation import get_dispatcher
     from llama_index.core.instrumentation.events.llm import LLMStructuredPredictEndEvent, LLMStructuredPredictStartEvent
@@ -64,7 +62,7 @@ _ROLES = {
 }
 
 
-class AEngine(FunctionCallingLLM):
+class AEngine(OverEngine, FunctionCallingLLM):
     """A LlamaIndex LLM that an engine answers.
 
     Keyword arguments of its calls are parameters of `SamplingParams` and `ChatOptions` by their names, or OpenAI's:
@@ -81,17 +79,6 @@ class AEngine(FunctionCallingLLM):
     is_chat_model: bool = Field(default=True, description="False: `complete` and `predict` use no chat template.")
     is_function_calling_model: bool = Field(default=True, description="False: agents and programs use prompts.")
     additional_kwargs: dict[str, Any] = Field(default_factory=dict, description="Of all calls.")
-    _engine: AsyncLLM | BlockingLLM = PrivateAttr()
-
-    def __init__(self, engine: AsyncLLM | BlockingLLM, **values: Any) -> None:
-        """
-        Args:
-            engine: running when a call is made.
-            values: the fields, and those of LlamaIndex's `LLM` (system_prompt, callback_manager, ...).
-        """
-        values.setdefault("model_name", model_name_of(async_side(engine)))
-        super().__init__(**values)
-        self._engine = engine
 
     @classmethod
     def class_name(cls) -> str:

@@ -11,14 +11,29 @@ from .settings import model_name_of
 
 try:
     from llama_index.core.base.embeddings.base import BaseEmbedding
-    from llama_index.core.bridge.pydantic import Field, PrivateAttr
+    from llama_index.core.bridge.pydantic import BaseModel, Field, PrivateAttr
 except ImportError as error:
     raise ImportError(f"{__name__} needs llama-index-core: pip install llama-index-core ({error})") from error
 
-__all__ = ["AEngineEmbedding"]
+__all__ = ["AEngineEmbedding", "OverEngine"]
 
 
-class AEngineEmbedding(BaseEmbedding):
+class OverEngine(BaseModel):
+    """Parent of LlamaIndex's models that an engine answers: they have the engine, and its model's name."""
+
+    _engine: AsyncLLM | LLM = PrivateAttr()
+
+    def __init__(self, engine: AsyncLLM | LLM, **values: Any) -> None:
+        """
+        Args:
+            engine: running when a call is made.
+            values: the fields, and those of LlamaIndex's own class (callback_manager, ...).
+        """
+        super().__init__(**{"model_name": model_name_of(async_side(engine)), **values})
+        self._engine = engine
+
+
+class AEngineEmbedding(OverEngine, BaseEmbedding):
     """Embeddings of LlamaIndex that an engine computes.
 
     The async methods need an engine on the same event loop, the blocking ones an `LLM`, or an `AsyncLLM` with
@@ -28,17 +43,6 @@ class AEngineEmbedding(BaseEmbedding):
     query_prompt_name: str | None = Field(default=None, description="The checkpoint's prompt of queries.")
     text_prompt_name: str | None = Field(default=None, description="The checkpoint's prompt of documents.")
     options: dict[str, Any] = Field(default_factory=dict, description="Of AsyncLLM.embed.")
-    _engine: AsyncLLM | LLM = PrivateAttr()
-
-    def __init__(self, engine: AsyncLLM | LLM, **values: Any) -> None:
-        """
-        Args:
-            engine: running when a call is made.
-            values: the fields, and those of LlamaIndex's `BaseEmbedding` (embed_batch_size, callback_manager, ...).
-        """
-        values.setdefault("model_name", model_name_of(async_side(engine)))
-        super().__init__(**values)
-        self._engine = engine
 
     @classmethod
     def class_name(cls) -> str:
