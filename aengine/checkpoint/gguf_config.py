@@ -24,6 +24,8 @@ def gguf_hf_config(file: GgufFile) -> dict[str, Any]:
     Raises ModelLoadError naming what is missing or not supported.
     """
     arch = _get(file, "general.architecture", str)
+    if file.metadata.get(f"{arch}.attention.causal") is False:
+        return _encoder_config(file, arch)
     hidden_size = _get(file, f"{arch}.embedding_length", int)
     num_heads = _get(file, f"{arch}.attention.head_count", int)
     num_kv_heads, attending = _kv_heads(file, arch, num_heads)
@@ -63,6 +65,25 @@ def gguf_hf_config(file: GgufFile) -> dict[str, Any]:
         "moe_intermediate_size": _get(file, f"{arch}.expert_feed_forward_length", int, 0),
         "full_attn_idxs": attending,
         "conv_L_cache": _get(file, f"{arch}.shortconv.l_cache", int, 0) or None,
+    }
+
+
+def _encoder_config(file: GgufFile, arch: str) -> dict[str, Any]:
+    """The settings of a model whose tokens see later ones, too."""
+    types, positions = file.tensors.get("token_types.weight"), file.tensors.get("position_embd.weight")
+    context = _get(file, f"{arch}.context_length", int)
+    return {
+        "gguf_architecture": arch,
+        "model_type": arch,
+        "hidden_act": "gelu",
+        "hidden_size": _get(file, f"{arch}.embedding_length", int),
+        "intermediate_size": _get(file, f"{arch}.feed_forward_length", int),
+        "num_hidden_layers": _get(file, f"{arch}.block_count", int),
+        "num_attention_heads": _get(file, f"{arch}.attention.head_count", int),
+        "layer_norm_eps": round_float32(_get(file, f"{arch}.attention.layer_norm_epsilon", float)),
+        "max_position_embeddings": context if positions is None else positions.shape[0],
+        "type_vocab_size": 0 if types is None else types.shape[0],
+        "vocab_size": _vocab_size(file),
     }
 
 

@@ -96,7 +96,10 @@ def labels_of(settings: Mapping[str, Any]) -> tuple[str, ...]:
 def gguf_pooling(file: GgufFile) -> PoolingConfig:
     """Read the kind of pooling from a GGUF's metadata."""
     kind = file.metadata.get(f"{file.metadata.get('general.architecture')}.pooling_type")
-    return PoolingConfig(mode=_GGUF_MODES.get(kind, "") if isinstance(kind, int) else "")
+    if not isinstance(kind, int) or kind <= 0:
+        return PoolingConfig()
+    fault = "" if kind in _GGUF_MODES else f"its pooling_type is {kind}, a reranker's head, which of a GGUF is not read"
+    return PoolingConfig(mode=_GGUF_MODES.get(kind, ""), fault=fault)
 
 
 def _mode(config: dict[str, Any]) -> tuple[str, str]:

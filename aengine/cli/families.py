@@ -199,7 +199,8 @@ FAMILIES = (
         name="BERT, DistilBERT, RoBERTa, XLM-RoBERTa, MPNet, ModernBERT",
         model_types=("bert", "distilbert", "roberta", "xlm-roberta", "mpnet", "modernbert"),
         task="embed",
-        formats=_PLAIN,
+        formats=("safetensors", "gguf"),
+        gguf=("bert",),
         tested=("vectors and scores",),
     ),
     Family(

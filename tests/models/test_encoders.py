@@ -7,6 +7,7 @@ import random
 from pathlib import Path
 from typing import Any
 
+import gguf
 import numpy as np
 import pytest
 import torch
@@ -222,6 +223,39 @@ def test_names_of_a_checkpoint_with_a_head_and_of_an_old_one(tmp_path: Path) -> 
 
     save_file({renamed(name): tensor for name, tensor in load_file(path).items()}, path)
     assert np.abs(vectors(load(tmp_path), texts) - expected).max() < 1e-5
+
+
+@pytest.mark.parametrize("variant", ["bert", "xlm-roberta"])
+@pytest.mark.parametrize(("kind", "mode"), [(1, "mean"), (2, "cls")])
+def test_a_gguf(tmp_path: Path, variant: str, kind: int, mode: str) -> None:
+    """As llama.cpp's converter writes them, under the gguf package's own names."""
+    model, texts, path = write(tmp_path, variant), some_texts(), tmp_path / "m.gguf"
+    config, names = model.config, gguf.get_tensor_name_map(gguf.MODEL_ARCH.BERT, 3)
+    writer = gguf.GGUFWriter(path, "bert")
+    writer.add_context_length(64)
+    writer.add_embedding_length(config.hidden_size)
+    writer.add_block_count(config.num_hidden_layers)
+    writer.add_feed_forward_length(config.intermediate_size)
+    writer.add_head_count(config.num_attention_heads)
+    writer.add_layer_norm_eps(config.layer_norm_eps)
+    writer.add_causal_attention(False)
+    writer.add_pooling_type(gguf.PoolingType(kind))
+    for name, tensor in model.state_dict().items():
+        if name.startswith("pooler"):
+            continue
+        if name == "embeddings.position_embeddings.weight" and variant != "bert":
+            tensor = tensor[1 + config.pad_token_id :]
+        stored = names.get_name(name, (".weight", ".bias"))
+        assert stored is not None, name
+        writer.add_tensor(stored, tensor.numpy())
+    for step in (writer.write_header_to_file, writer.write_kv_data_to_file, writer.write_tensors_to_file, writer.close):
+        step()
+    with torch.no_grad():
+        states = [model(torch.tensor([ids])).last_hidden_state[0].numpy() for ids in texts]
+    expected = np.array([of_text.mean(0) if mode == "mean" else of_text[0] for of_text in states])
+    loaded = load(path)
+    assert loaded.offer["pooling"] == mode and loaded.offer["is_encoder"]
+    assert np.abs(vectors(loaded, texts) - expected).max() < 1e-5
 
 
 def test_an_unsupported_setting_is_named(tmp_path: Path) -> None:

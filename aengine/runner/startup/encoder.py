@@ -48,7 +48,7 @@ def load_encoder(config: EngineConfig, source: Mapping[str, Any], rank: Rank, pr
     is_dummy = checkpoint.format == "dummy"
     formats = choose_formats(dtype, platform.device, None if is_dummy else checkpoint.hf_config)
     model = build_encoder(model_config, formats)
-    if not is_dummy:
+    if checkpoint.format == "safetensors":
         adapt_names(model, _names_in(Path(checkpoint.path)))
     weights = load_weights(model, checkpoint, config.seed, progress, platform.device, platform.memory)
     vectors = None if model_config.labels else _vectors(config, checkpoint, platform.device)

@@ -45,7 +45,8 @@ class GgufNames:
     """Tensor names of a family's GGUF files, and how the tensors differ from transformers'."""
 
     top: Mapping[str, str] = field(default_factory=lambda: _TOP)
-    layer: Mapping[str, str] = field(default_factory=lambda: _LAYER)  # behind "blk.N." and "model.layers.N."
+    layer: Mapping[str, str] = field(default_factory=lambda: _LAYER)  # behind "blk.N." and the layer's own prefix
+    layers: str = "model.layers"  # which is this with its number
     interleaved: tuple[str, ...] = ()
     """Matrices in which llama.cpp's converter puts the two elements of each rotary pair side by side, head by head;
     names as transformers' end. Elsewhere the first halves of a head come first."""
@@ -62,7 +63,7 @@ class GgufNames:
         stem, _, kind = name.rpartition(".")
         if stem.startswith("blk."):
             _, layer, part = stem.split(".", 2)
-            return f"model.layers.{layer}.{self.layer[part]}.{kind}" if part in self.layer else name
+            return f"{self.layers}.{layer}.{self.layer[part]}.{kind}" if part in self.layer else name
         return f"{self.top[stem]}.{kind}" if stem in self.top else name
 
     def is_less_one(self, hf_name: str) -> bool:

@@ -119,7 +119,10 @@ def _open(model: CausalLM | Encoder[Any], source: ModelSource, seed: int, target
     if source.format == "dummy":
         return make_random(target, seed)
     if source.format == "gguf":
-        assert not isinstance(model, Encoder), "the settings of such a file are a decoder's"
+        if isinstance(model, Encoder):
+            if model.gguf is None:
+                raise ModelLoadError(f"{source.path}: GGUF files of {model.config.model_type!r} are not read")
+            return read_gguf(source.path, model.gguf, model.config.head_dim, target)
         head_dim = model.config.head_dim
         if model.gguf.interleaved and any(rope.rotary_dim != head_dim for rope in model.config.ropes):
             raise ModelLoadError(

@@ -14,6 +14,7 @@ from ...layers.encoder import LayerNorm, PostNormLayer
 from ...layers.linear import Linear
 from ...model_config import ConfigReader
 from ...pooling.batch import EncoderBatch
+from ...weights.gguf_names import GgufNames
 from ...weights.scope import WeightScope
 from .encoder import Encoder, EncoderConfig
 
@@ -84,9 +85,32 @@ def make_bert_layer(
     )
 
 
+_GGUF = GgufNames(
+    top={
+        "token_embd": "bert.embeddings.word_embeddings",
+        "position_embd": "bert.embeddings.position_embeddings",
+        "token_types": "bert.embeddings.token_type_embeddings",
+        "token_embd_norm": "bert.embeddings.LayerNorm",
+    },
+    layer={
+        "attn_q": "attention.self.query",
+        "attn_k": "attention.self.key",
+        "attn_v": "attention.self.value",
+        "attn_output": "attention.output.dense",
+        "attn_output_norm": "attention.output.LayerNorm",
+        "ffn_up": "intermediate.dense",
+        "ffn_down": "output.dense",
+        "layer_output_norm": "output.LayerNorm",
+    },
+    layers="bert.encoder.layer",
+)
+"""Also of RoBERTa and XLM-RoBERTa: llama.cpp's converter cuts off the positions before a text's first."""
+
+
 class Bert(Encoder[BertConfig]):
     config_class = BertConfig
     base = "bert"
+    gguf = _GGUF
 
     def __init__(self, config: BertConfig, weights: WeightScope) -> None:
         self.config = config

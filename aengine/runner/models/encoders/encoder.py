@@ -14,6 +14,7 @@ from ....errors import ModelLoadError
 from ...layers.encoder import ACTIVATIONS
 from ...model_config import ConfigReader
 from ...pooling.batch import EncoderBatch
+from ...weights.gguf_names import GgufNames
 from ...weights.scope import WeightScope
 
 __all__ = ["Encoder", "EncoderConfig"]
@@ -82,6 +83,8 @@ class Encoder(ABC, Generic[Config]):
     config_class: ClassVar[type[EncoderConfig]]
     base: ClassVar[str]
     """Below which name a checkpoint with a head has the tensors of the model without it."""
+    gguf: ClassVar[GgufNames | None] = None
+    """None: files of this family are not read."""
     config: Config
     weights: WeightScope
 
