@@ -149,6 +149,15 @@ def test_a_norm_of_other_precision_and_its_sum(
         assert relative_error(on[0], residual.double() + normed(x, weight, 1e-5)) < TOLERANCE[dtype]
 
 
+def test_large_rows_in_float16(gen: torch.Generator, triton_device: torch.device) -> None:
+    """A residual stream of some thousands, times a norm's weight, is beyond float16 before it is normalised."""
+    x, norm, weight = (torch.randn(shape, generator=gen) for shape in ((1, 256), (256,), (64, 256)))
+    x, norm = (5000 * x).half(), (norm.abs() + 20).half()
+    wanted = torch.rms_norm(x.double(), (256,), norm.double(), 1e-6) @ weight.half().double().t()
+    got = norm_linear(*(t.to(triton_device) for t in (x, norm)), 1e-6, weight.half().to(triton_device)).cpu()
+    torch.testing.assert_close(got.double(), wanted, rtol=5e-3, atol=5e-3 * float(wanted.abs().max()))
+
+
 def test_shapes_are_checked() -> None:
     with pytest.raises(AssertionError):
         norm_linear(torch.zeros(2, 8), torch.ones(8), 1e-6, torch.zeros(4, 7))
