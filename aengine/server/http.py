@@ -28,8 +28,6 @@ __all__ = [
 
 T = TypeVar("T")
 
-Handler = Callable[[Request], Awaitable[Response]]
-
 Rest = Callable[[float], Awaitable[None]]
 """Waits so many seconds, or until there is nothing more to wait for: `TokenStream.rest`."""
 

@@ -39,7 +39,7 @@ _KEEP_ALIVE_SECONDS = 75
 """More than a load balancer keeps an idle connection, 60 s as a rule: it must not use one that is closed here."""
 _WATCH_SECONDS = 0.5
 _LAST_SECONDS = 1.0
-"""Of the grace, for answers that were cut short to be read."""
+"""Seconds of the grace in which answers that were cut short can be read."""
 
 
 class StopSignals:

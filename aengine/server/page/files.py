@@ -38,7 +38,7 @@ _HEADERS = {
 class File(NamedTuple):
     content: bytes
     headers: dict[str, str]
-    """Of its response, the tag among them."""
+    """Headers of its response, the tag among them."""
 
 
 @functools.cache

@@ -23,7 +23,7 @@ class StoredResponse:
     messages: Messages
     """All messages, the answer included, but for the instructions, which are of one request only."""
     items: Sequence[dict[str, Any]]
-    """Of the input, with all that came before: earlier inputs and answers."""
+    """Items of the input, with all that came before: earlier inputs and answers."""
     num_bytes: int
 
 
