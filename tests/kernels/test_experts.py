@@ -73,6 +73,7 @@ def close(out: Tensor, wanted: Tensor, tolerance: float) -> None:
     assert error < tolerance, f"relative error {error:.2g}"
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("way", WAYS)
 @pytest.mark.parametrize("gate", GATES, ids=lambda gate: gate.kind)
 def test_both_products(

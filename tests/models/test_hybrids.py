@@ -46,6 +46,7 @@ MODELS: dict[str, tuple[str, dict[str, Any]]] = {
 }
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", MODELS)
 def test_every_scenario(name: str, tiny_model: TinyModel) -> None:
     arch, overrides = MODELS[name]

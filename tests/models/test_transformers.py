@@ -49,6 +49,7 @@ MODELS: dict[str, dict[str, Any]] = {
 }
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("model_type", MODELS)
 def test_every_scenario(model_type: str, tmp_path: Path) -> None:
     reference = write_zoo_model(tmp_path, model_type, **MODELS[model_type])
@@ -56,6 +57,7 @@ def test_every_scenario(model_type: str, tmp_path: Path) -> None:
     assert engine.offer["model_impl"] == "transformers" and engine.offer["why_not_native"]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("model_type", "fused"),
     [
@@ -169,6 +171,7 @@ def test_what_neither_path_has(settings: dict[str, Any], message: str) -> None:
         read_config(settings)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("model_type", ["qwen3_moe", "gpt_oss", "mixtral", "deepseek_v3"])
 def test_experts_go_through_our_products(model_type: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     calls: list[str] = []
