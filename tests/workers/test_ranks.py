@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 from typing import Any
 
 import fake_runner
@@ -113,11 +114,13 @@ async def test_memory_that_runs_out_on_one_rank_is_the_end_of_all_at_once() -> N
     await start(executor, failures=failures)
     assert (await (await executor.execute_model(step(0, [5])))).token_ids[0] == 261
     await executor.execute_model(step(1, [fake_runner.NO_MEMORY_ON_RANK_1], 1))
-    late = await executor.execute_model(decode(2, [0]))
+    late = None
+    with contextlib.suppress(InternalError):  # rank 1 may have failed by now
+        late = await executor.execute_model(decode(2, [0]))
     while not failures:
         await asyncio.sleep(0.01)
     assert isinstance(failures[0], InternalError) and "worker 1: the device ran out of memory" in str(failures[0])
-    assert late.done()
+    assert late is None or late.done()
     with pytest.raises(InternalError, match="out of memory"):
         await executor.execute_model(decode(3, [0]))
     await executor.aclose(5)
