@@ -17,6 +17,8 @@ pytestmark = pytest.mark.gpu
 WORST = 1.4  # ours to theirs; of random experts some are chosen by a hair
 
 MODELS: dict[str, dict[str, Any]] = {
+    "llama": {},  # whole layers are replaced
+    "seed_oss": {},
     "olmo3": {},  # windows beside full attention
     "cohere2": {"tie_word_embeddings": True},  # layers without rotary embedding
     "gpt2": {},  # learned positions
@@ -35,7 +37,7 @@ def test_every_scenario(model_type: str, tmp_path: Path) -> None:
     assert DEVICE == "cpu" or engine.runner.graphs is not None
 
 
-@pytest.mark.parametrize("model_type", ["olmo3", "deepseek_v3", "glm4_moe"])
+@pytest.mark.parametrize("model_type", ["llama", "olmo3", "deepseek_v3", "glm4_moe"])
 def test_bfloat16(model_type: str, tmp_path: Path, rng: random.Random) -> None:
     reference = write_zoo_model(tmp_path, model_type, **MODELS[model_type]).to(DEVICE)
     runner = make_runner(tmp_path, dtype="bfloat16", model_impl="transformers")

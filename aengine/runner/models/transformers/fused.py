@@ -133,7 +133,7 @@ def fuse_layers(
                 continue
             except _Unusual as error:
                 reason = str(error)
-        logger.debug("a layer stays transformers' %s: %s", type(module).__name__, reason)
+        logger.info("a layer stays transformers' %s: %s", type(module).__name__, reason)
     for layer in fused:
         layer.install()
     off = _difference(run(), before)

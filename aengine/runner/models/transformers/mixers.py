@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Callable
-from typing import Any, Protocol
+from typing import Any, Protocol, Self
 
 import torch
 import torch.nn.functional as F
@@ -32,6 +32,15 @@ class MixerListener(Protocol):
         """[1, num_tokens, size] for the tokens of a step, which ``run`` computes part by part."""
 
 
+class _NotRecording:
+    """Layers of a cache that keep no past."""
+
+    record_past = False
+
+    def __getitem__(self, layer_idx: int) -> Self:
+        return self
+
+
 class StepCache:
     """The states of one layer for one call, by the methods that transformers' mixers have for it."""
 
@@ -45,6 +54,11 @@ class StepCache:
 
     def is_recording_past(self, layer_idx: int) -> bool:
         return False
+
+    @property
+    def layers(self) -> _NotRecording:
+        """What transformers 5.17 looks at in place of `is_recording_past`."""
+        return _NotRecording()
 
     def get_seq_length(self, layer_idx: int = 0) -> int:
         return 1 if self._has_previous else 0
