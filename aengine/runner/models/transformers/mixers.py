@@ -32,10 +32,25 @@ class MixerListener(Protocol):
         """[1, num_tokens, size] for the tokens of a step, which ``run`` computes part by part."""
 
 
-class _NotRecording:
-    """Layers of a cache that keep no past."""
+class _States:
+    """States of one kind, by number."""
+
+    def __init__(self, states: dict[str, Tensor], kind: str) -> None:
+        self._states = states
+        self._kind = kind
+
+    def __getitem__(self, index: int) -> Tensor:
+        return self._states[f"{self._kind}{index}"]
+
+
+class _Layers:
+    """The layers of a cache as transformers 5.17 looks at them, each of which is the one at hand."""
 
     record_past = False
+
+    def __init__(self, states: dict[str, Tensor]) -> None:
+        self.conv_states = _States(states, "conv")
+        self.recurrent_states = _States(states, "recurrent")
 
     def __getitem__(self, layer_idx: int) -> Self:
         return self
@@ -56,9 +71,9 @@ class StepCache:
         return False
 
     @property
-    def layers(self) -> _NotRecording:
-        """What transformers 5.17 looks at in place of `is_recording_past`."""
-        return _NotRecording()
+    def layers(self) -> _Layers:
+        """What transformers 5.17 looks at in place of `is_recording_past` and the states' methods."""
+        return _Layers(self.states)
 
     def get_seq_length(self, layer_idx: int = 0) -> int:
         return 1 if self._has_previous else 0
