@@ -190,10 +190,14 @@ class Engine:
                 assert request.token_ids[i] == expected(request.token_ids[:i]), (request, i)
 
 
-@pytest.mark.parametrize("attempt", range(3))
-def test_every_token_is_that_of_the_request_alone(
-    rng: random.Random, attempt: int, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_every_token_is_that_of_the_request_alone(rng: random.Random, monkeypatch: pytest.MonkeyPatch) -> None:
+    engines = [live(rng, monkeypatch) for _ in range(3)]
+    assert sum(engine.num_revoked for engine in engines)
+    assert FinishReason.LENGTH in {r.finish_reason for engine in engines for r in engine.requests}
+
+
+def live(rng: random.Random, monkeypatch: pytest.MonkeyPatch) -> Engine:
+    """Requests come, end and are preempted at random; the model checks each state, the engine each token."""
     monkeypatch.setattr(kv_cache_manager, "STATE_INTERVAL", rng.choice([1, 8, 13]))
     engine = Engine(rng)
     for _ in range(400):
@@ -216,8 +220,8 @@ def test_every_token_is_that_of_the_request_alone(
         engine.begin()
         engine.update()
     engine.check()
-    assert sum(r.num_output_tokens for r in engine.requests) > 50 and engine.num_revoked
-    assert {r.finish_reason for r in engine.requests} >= {FinishReason.LENGTH}
+    assert sum(r.num_output_tokens for r in engine.requests) > 50
+    return engine
 
 
 def test_padding_writes_no_request_s_state() -> None:
