@@ -19,6 +19,7 @@ from aengine.runner.attention.torch_attention import KvCache
 from aengine.runner.kv_spec import FullKV, LayerKV, StateKV, StateTensor
 from aengine.runner.layers.states import LayerStates, StateRows, state_rows_of_batch, state_rows_of_decodes
 from aengine.runner.model_runner import ModelRunner
+from aengine.runner.models.transformers.mixers import mix_batch
 from aengine.runner.platforms.cpu import CpuPlatform
 from aengine.scheduler import kv_cache_manager
 from aengine.scheduler.request import Request
@@ -243,3 +244,18 @@ def test_a_request_that_begins_has_a_zero_state() -> None:
     assert (first.start, first.stop, second.start, second.stop) == (0, 5, 5, 7)
     states.of(first, "state").add_(1)
     assert memory[1].tolist() == [1, 1, 1] and states.of(second, "state").isnan().all()
+
+
+def test_tokens_of_nobody_are_computed_by_a_mixer_of_transformers() -> None:
+    """The walk that compiles kernels on a GPU runs steps of padding alone."""
+    nobody = StateRows(torch.empty(0, dtype=torch.int64), torch.empty(0, dtype=torch.bool), ())
+    memory = torch.full((2, 3), 7.0)
+    out = mix_batch(
+        lambda begin, end, are_apart, cache: torch.ones(1, end - begin, 4),
+        5,
+        LayerStates({"state": memory}, nobody),
+        (StateTensor("state", (3,), torch.float32),),
+        (torch.float32,),
+        takes_chunks=True,
+    )
+    assert out.shape == (1, 5, 4) and (memory == 7).all()

@@ -120,7 +120,7 @@ class LayerCalls:
         slot, index = self._slots[self.next_call], self.next_call
         assert isinstance(slot, MixerSlot), "the calls come in another order than in the survey"
         self.next_call += 1
-        return mix_batch(run, self._attn.states(index), slot.tensors, slot.dtypes, self.states_take_chunks)
+        return mix_batch(run, num_tokens, self._attn.states(index), slot.tensors, slot.dtypes, self.states_take_chunks)
 
 
 def _experts(self: Any, hidden_states: Tensor, top_k_index: Tensor, top_k_weights: Tensor) -> Tensor:

@@ -164,12 +164,13 @@ def _cut(value: Any, num_tokens: int, begin: int, end: int, are_apart: bool) -> 
 
 def mix_batch(
     run: Run,
+    num_tokens: int,
     states: LayerStates,
     tensors: tuple[StateTensor, ...],
     dtypes: tuple[torch.dtype, ...],
     takes_chunks: bool,
 ) -> Tensor:
-    """Compute a step of a mixer whose states are ``tensors``, computed in ``dtypes``.
+    """Compute a step of ``num_tokens`` of a mixer whose states are ``tensors``, computed in ``dtypes``.
 
     ``takes_chunks``: it goes on from a state with several tokens at once, which some of transformers' do not: those get
     a chunk that does not begin its sequence token by token.
@@ -191,4 +192,6 @@ def mix_batch(
             cache = StepCache(cache.states)
         for tensor in tensors:
             kept[tensor.name].copy_(cache.states[tensor.name][0])
+    if not parts:  # The walk that compiles kernels runs tokens that belong to no request.
+        return run(0, num_tokens, False, StepCache())
     return parts[0] if len(parts) == 1 else torch.cat(parts, 1)
