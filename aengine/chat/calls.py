@@ -49,7 +49,7 @@ class Calls:
         for index in range(len(self.format.openings)):
             example = self._example(index) if beside_json else None
             if example is None:
-                options.append(seq(self.markers.part(self.format.triggers[index]), self._after_trigger(index)))
+                options.append(seq(self.markers.part(self.format.trigger_of(index)), self._after_trigger(index)))
             else:
                 options.append(self._as_json(example, index))
         return any_of(*options)
@@ -62,8 +62,10 @@ class Calls:
         """Return each trigger, encoded, and what follows it to the closing. ``single``: one call, even if parallel."""
         known = self.format
         if not known.names_trigger:
-            triggers = enumerate(known.triggers)
-            return [(self.markers.encode(trigger), self._after_trigger(index, single)) for index, trigger in triggers]
+            return [
+                (self.markers.encode(known.trigger_of(index)), self._after_trigger(index, single))
+                for index in range(len(known.openings))
+            ]
         found: list[tuple[str, Part]] = []
         for index, opening in enumerate(known.openings):
             for tool, arguments in zip(self.tools, self._arguments, strict=True):
@@ -73,7 +75,7 @@ class Calls:
 
     def _after_trigger(self, index: int, single: bool = False) -> Part:
         known = self.format
-        first = self._one_of_the_tools(known.openings[index], len(known.triggers[index]))
+        first = self._one_of_the_tools(known.openings[index], len(known.trigger_of(index)))
         return seq(first, *self._after_first(index, single))
 
     def _after_first(self, index: int, single: bool) -> list[Part]:

@@ -76,8 +76,8 @@ class ToolFormat:
     closings: tuple[str, ...] = ()
     """One for each of ``openings``, instead of ``closing``."""
     triggers: tuple[str, ...]
-    """Marks of the beginning of a call, one for each of ``openings``. A prefix of ``opening + before_name``; what
-    follows it is forced, and text can't contain it."""
+    """Marks of the beginning of a call: one for each of ``openings``, or one for all. A prefix of
+    ``opening + before_name``; what follows it is forced, and text can't contain it."""
     names_trigger: bool = False
     """Only with the name of a tool and what follows that is a trigger one: text may begin with what it is without."""
     arguments: ArgumentSyntax = JSON_OBJECT
@@ -111,11 +111,12 @@ class ToolFormat:
     """Text for the system prompt, with ``{tools}`` in it, if no chat template shows such a model its tools."""
 
     def __post_init__(self) -> None:
-        if len(self.triggers) != len(self.openings):
-            raise ValueError(f"the format {self.name} needs one trigger for each opening")
+        if len(self.triggers) not in (1, len(self.openings)):
+            raise ValueError(f"the format {self.name} needs one trigger for each opening, or one for all")
         if self.closings and len(self.closings) != len(self.openings):
             raise ValueError(f"the format {self.name} needs one closing for each opening")
-        for opening, trigger in zip(self.openings, self.triggers, strict=True):
+        for index, opening in enumerate(self.openings):
+            trigger = self.trigger_of(index)
             if not trigger or not (opening + self.before_name).startswith(trigger):
                 raise ValueError(f"the trigger {trigger!r} of the format {self.name} does not begin its calls")
         if self.id_length is None and (self.before_arguments_with_id or self.after_arguments_with_id):
@@ -136,6 +137,10 @@ class ToolFormat:
     def is_group(self) -> bool:
         """Whether calls stand between an opening and a closing."""
         return bool(self.closing or self.closings)
+
+    def trigger_of(self, opening: int) -> str:
+        """Return what marks the beginning of a group that begins with this one of ``openings``."""
+        return self.triggers[opening % len(self.triggers)]
 
     def closing_of(self, opening: int) -> str:
         """Return what ends a group that began with this one of ``openings``."""
@@ -201,12 +206,12 @@ MISTRAL = ToolFormat(
     name="mistral",
     openings=("[TOOL_CALLS] [", "[TOOL_CALLS]["),  # SentencePiece leaves out a blank that a text begins with
     closing="]",
-    triggers=("[TOOL_CALLS]", "[TOOL_CALLS]"),
+    triggers=("[TOOL_CALLS]",),
     markers=("[TOOL_CALLS]",),
     id_length=9,
     after_arguments_with_id=f', "id": "{ID}"}}',
 )
-MISTRAL_TEKKEN = replace(MISTRAL, name="mistral_tekken", openings=("[TOOL_CALLS][",), triggers=("[TOOL_CALLS]",))
+MISTRAL_TEKKEN = replace(MISTRAL, name="mistral_tekken", openings=("[TOOL_CALLS][",))
 MISTRAL_ARGS = ToolFormat(
     name="mistral_args",
     before_name="[TOOL_CALLS]",
@@ -359,7 +364,7 @@ OLMO3 = ToolFormat(
     after_arguments=")",
     separator="\n",
     closings=("</function_calls>", "\n</function_calls>"),
-    triggers=("<function_calls>", "<function_calls>"),
+    triggers=("<function_calls>",),
 )
 GEMMA4 = ToolFormat(
     name="gemma4",
@@ -398,7 +403,7 @@ COHERE = ToolFormat(
     after_arguments="}",
     separator=",\n    ",
     closings=("\n]<|END_ACTION|>", "]<|END_ACTION|>"),
-    triggers=("<|START_ACTION|>", "<|START_ACTION|>"),
+    triggers=("<|START_ACTION|>",),
     markers=(
         "<|START_ACTION|>",
         "<|END_ACTION|>",

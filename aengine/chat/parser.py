@@ -109,8 +109,8 @@ class ChatParser:
                     heads[head], self._name_ends[head] = name, len(begun)
             return heads
 
-        for trigger, opening in zip(known.triggers, known.openings, strict=True):
-            self._triggers.setdefault(encode(trigger), {}).update(heads_after(opening))
+        for index, opening in enumerate(known.openings):
+            self._triggers.setdefault(encode(known.trigger_of(index)), {}).update(heads_after(opening))
         self._next_heads = heads_after(known.separator)
         self._ends = [encode(end) for end in known.ends]
         self._closings = [closing for i in range(len(known.openings)) if (closing := encode(known.closing_of(i)))]

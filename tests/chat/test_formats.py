@@ -276,8 +276,9 @@ def test_whatever_is_held_back_for_a_stop_string(case, markers_are, rng):
 def test_a_format_is_sound(name):
     known = FORMATS[name]
     assert known.name == name
-    for opening, trigger in zip(known.openings, known.triggers, strict=True):
-        assert (opening + known.head("x")).startswith(trigger)
+    for index, opening in enumerate(known.openings):
+        assert (opening + known.head("x")).startswith(known.trigger_of(index))
+    assert len(set(known.triggers)) == len(known.triggers)
     closings = [known.closing_of(i) for i in range(len(known.openings))]
     texts = (*known.heads(""), *known.openings, *known.ends, *closings, known.arguments.write({"a": "b"}))
     texts = (*texts, *(mark for marks in known.text_marks for mark in marks))
@@ -330,8 +331,11 @@ def test_a_format_with_ids_says_how_long_they_are():
 def test_a_format_without_a_right_trigger_is_refused():
     with pytest.raises(ValueError, match="trigger"):
         replace(HERMES, triggers=("<b>",))
-    with pytest.raises(ValueError, match="one trigger"):
-        replace(HERMES, triggers=())
+    with pytest.raises(ValueError, match="does not begin its calls"):
+        replace(LLAMA3, triggers=("<|python_tag|>",))  # of both openings
+    for triggers in ((), ("<tool_call>", "<tool_call>")):
+        with pytest.raises(ValueError, match="one trigger"):
+            replace(HERMES, triggers=triggers)
 
 
 def test_ids_are_the_models_own_where_templates_show_them():

@@ -58,7 +58,7 @@ _WHOLE_ONLY = (
 """Keywords that say something of a value as a whole."""
 _DEPTH = 8
 _DEPTH_OF_ANY = 3
-"""Of lists and objects within a value of which the schema says nothing."""
+"""How deep lists and objects may be nested within a value of which the schema says nothing."""
 
 
 class _OnlyAsWhole(Exception):
@@ -284,7 +284,7 @@ class _Reader(ArgumentReader):
     assign: str
     quotes: tuple[str, ...]
     names: tuple[str, ...]
-    """Of the tool's parameters, which may have any letters."""
+    """The tool's parameters, which may have any letters."""
     _name: str | None = field(default=None, init=False)  # of the argument whose literal comes
     _inside: str = field(default="", init=False)  # the quote of the string that comes; "": none
     _depth: int = field(default=0, init=False)  # of brackets

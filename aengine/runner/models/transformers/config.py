@@ -100,7 +100,7 @@ def _ropes(text: Any, widest: SurveyedLayer | None, longest: int) -> tuple[RopeC
 
 
 def _num_experts(text: Any) -> int:
-    """Of a mixture, by any of the names that models have for it."""
+    """The number of a mixture's experts, by any of the names that models have for it; 0: it is none."""
     names = ("num_experts", "num_local_experts", "n_routed_experts", "moe_num_experts")
     return max((value for name in names if isinstance(value := getattr(text, name, 0), int)), default=0)
 

@@ -286,5 +286,5 @@ def _random(shape: tuple[int, ...], like: Tensor) -> Tensor:
 
 
 def _difference(x: Tensor, wanted: Tensor) -> float:
-    """Of the size of ``wanted``."""
+    """The norm of ``x - wanted``, as a share of that of ``wanted``."""
     return float((x.float() - wanted.float()).norm() / wanted.float().norm().clamp(min=1e-12))
