@@ -320,13 +320,16 @@ PHI4 = replace(
     closing="]<|/tool_call|>",
     markers=("<|tool_call|>", "<|/tool_call|>"),
 )
+_PYTHON_CALL: dict[str, Any] = {
+    "before_name": "",
+    "before_arguments": "(",
+    "arguments": Literals(),
+    "after_arguments": ")",
+}
 LLAMA_PYTHONIC = ToolFormat(
     name="llama_pythonic",
     openings=("[", "<|python_start|>["),
-    before_name="",
-    before_arguments="(",
-    arguments=Literals(),
-    after_arguments=")",
+    **_PYTHON_CALL,
     separator=", ",
     closings=("]", "]<|python_end|>"),
     triggers=("[", "<|python_start|>["),
@@ -337,10 +340,7 @@ LLAMA_PYTHONIC = ToolFormat(
 LFM2 = ToolFormat(
     name="lfm2",
     openings=("<|tool_call_start|>[",),
-    before_name="",
-    before_arguments="(",
-    arguments=Literals(),
-    after_arguments=")",
+    **_PYTHON_CALL,
     separator=", ",
     closing="]<|tool_call_end|>",
     triggers=("<|tool_call_start|>",),
@@ -358,10 +358,7 @@ LFM2_JSON = replace(
 OLMO3 = ToolFormat(
     name="olmo3",
     openings=("<function_calls>", "<function_calls>\n"),
-    before_name="",
-    before_arguments="(",
-    arguments=Literals(),
-    after_arguments=")",
+    **_PYTHON_CALL,
     separator="\n",
     closings=("</function_calls>", "\n</function_calls>"),
     triggers=("<function_calls>",),

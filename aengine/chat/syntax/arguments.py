@@ -21,7 +21,7 @@ from ..tools import Tool
 if TYPE_CHECKING:
     from ..formats import Markers
 
-__all__ = ["JSON_OBJECT", "ArgumentReader", "ArgumentSyntax", "Progress", "json_arguments"]
+__all__ = ["JSON_OBJECT", "ArgumentReader", "ArgumentSyntax", "PiecewiseReader", "Progress", "json_arguments"]
 
 
 class Progress(Enum):
@@ -49,6 +49,22 @@ class ArgumentReader(ABC):
 
         ``text`` begins with what was not taken before.
         """
+
+
+class PiecewiseReader(ArgumentReader):
+    """A reader of arguments that consist of pieces, names and values in turn."""
+
+    def read(self, text: str) -> tuple[int, str, Progress]:
+        taken, written = 0, ""
+        while True:
+            num_taken, piece, progress = self._read_piece(text[taken:])
+            taken, written = taken + num_taken, written + piece
+            if progress is not None:
+                return taken, written, progress
+
+    @abstractmethod
+    def _read_piece(self, text: str) -> tuple[int, str, Progress | None]:
+        """Read the next piece, as of `read`; the progress is None if another piece may follow at once."""
 
 
 class ArgumentSyntax(ABC):

@@ -33,7 +33,7 @@ from ...structured.parts import (
 )
 from ..scan import TOKENS, held_back
 from ..tools import Tool
-from .arguments import ArgumentReader, ArgumentSyntax, Progress
+from .arguments import ArgumentReader, ArgumentSyntax, PiecewiseReader, Progress
 from .literal_text import literal_of
 from .schemas import ANY_TYPE, Value, string_patterns, values_of
 
@@ -278,7 +278,7 @@ def _take_nothing(patterns: tuple[str, ...]) -> bool:
 
 
 @dataclass(slots=True)
-class _Reader(ArgumentReader):
+class _Reader(PiecewiseReader):
     """Collects a keyword's literal up to the comma or the bracket after it, and gives it as JSON then."""
 
     assign: str
@@ -295,14 +295,8 @@ class _Reader(ArgumentReader):
     def is_in_string(self) -> bool:
         return bool(self._inside)
 
-    def read(self, text: str) -> tuple[int, str, Progress]:
-        taken, written = 0, ""
-        while True:
-            step = self._keyword(text[taken:]) if self._name is None else self._literal(text[taken:])
-            num_taken, piece, progress = step
-            taken, written = taken + num_taken, written + piece
-            if progress is not None:
-                return taken, written, progress
+    def _read_piece(self, text: str) -> tuple[int, str, Progress | None]:
+        return self._keyword(text) if self._name is None else self._literal(text)
 
     def _keyword(self, text: str) -> tuple[int, str, Progress | None]:
         blanks = len(text) - len(text.lstrip(BLANKS))

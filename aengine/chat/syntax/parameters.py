@@ -19,7 +19,7 @@ from typing import TYPE_CHECKING, Any, NoReturn
 from ...structured.parts import Choice, FreeText, Json, Part, Regex, Repeat, TextUpTo, any_of, seq
 from ..scan import TOKENS, begins_with, held_back
 from ..tools import Tool
-from .arguments import ArgumentReader, ArgumentSyntax, Progress
+from .arguments import ArgumentReader, ArgumentSyntax, PiecewiseReader, Progress
 from .schemas import Value, text_patterns, type_of, values_of
 
 if TYPE_CHECKING:
@@ -110,7 +110,7 @@ def _no_constant(name: str) -> NoReturn:
     raise ValueError(f"{name} is no JSON")
 
 
-class _Reader(ArgumentReader):
+class _Reader(PiecewiseReader):
     def __init__(self, before_key: str, after_key: str, after_value: str, values: Mapping[str, Value]) -> None:
         self._before_key, self._after_key, self._after_value = before_key, after_key, after_value
         self._values = values
@@ -122,14 +122,8 @@ class _Reader(ArgumentReader):
     def is_in_string(self) -> bool:
         return self._value is not None
 
-    def read(self, text: str) -> tuple[int, str, Progress]:
-        taken, written = 0, ""
-        while True:
-            step = self._key(text[taken:]) if self._value is None else self._body(text[taken:])
-            num_taken, piece, progress = step
-            taken, written = taken + num_taken, written + piece
-            if progress is not None:
-                return taken, written, progress
+    def _read_piece(self, text: str) -> tuple[int, str, Progress | None]:
+        return self._key(text) if self._value is None else self._body(text)
 
     def _key(self, text: str) -> tuple[int, str, Progress | None]:
         begins = begins_with(text, self._before_key)

@@ -24,7 +24,7 @@ __all__ = ["Bert", "BertConfig", "BertEmbeddings", "make_bert_layer"]
 @dataclass(frozen=True, slots=True, kw_only=True)
 class BertConfig(EncoderConfig):
     num_positions: int  # rows of the table of positions
-    type_vocab_size: int
+    type_vocab_size: int  # rows of the table of types; 0: there is none
     first_position: int  # where a text begins in that table
 
     @classmethod
@@ -32,23 +32,25 @@ class BertConfig(EncoderConfig):
         return cls(**cls.common(hf), **cls._tables(hf))
 
     @staticmethod
-    def _tables(hf: Mapping[str, Any], first_position: int = 0) -> dict[str, Any]:
+    def _tables(hf: Mapping[str, Any], first_position: int = 0, *, has_types: bool = True) -> dict[str, Any]:
         keys = ConfigReader(hf)
         return {
             "num_positions": keys.integer("max_position_embeddings"),
-            "type_vocab_size": keys.integer("type_vocab_size", default=2),
+            "type_vocab_size": keys.integer("type_vocab_size", default=2) if has_types else 0,
             "first_position": first_position,
         }
 
 
 class BertEmbeddings:
-    """Tokens, positions and types, summed and normalised."""
+    """Tokens, positions and types, if the model has any, summed and normalised."""
 
     def __init__(self, config: BertConfig, weights: WeightScope) -> None:
         size = config.hidden_size
         self._words = Embedding(weights.at("word_embeddings"), config.vocab_size, size)
         self._positions = Embedding(weights.at("position_embeddings"), config.num_positions, size)
-        self._types = Embedding(weights.at("token_type_embeddings"), config.type_vocab_size, size)
+        self._types: Embedding | None = None
+        if config.type_vocab_size:
+            self._types = Embedding(weights.at("token_type_embeddings"), config.type_vocab_size, size)
         self._norm = LayerNorm(weights.at("LayerNorm"), size, config.norm_eps)
         self._first_position = config.first_position
         self._num_types = config.type_vocab_size
@@ -56,10 +58,9 @@ class BertEmbeddings:
     def __call__(self, batch: EncoderBatch) -> Tensor:
         positions = batch.positions + self._first_position if self._first_position else batch.positions
         x = self._words(batch.input_ids).add_(self._positions(positions))
-        if batch.type_ids is None or self._num_types == 1:
-            x.add_(self._types(batch.input_ids.new_zeros(1)))
-        else:
-            x.add_(self._types(batch.type_ids))
+        if self._types is not None:
+            type_ids = batch.type_ids if self._num_types > 1 else None
+            x.add_(self._types(batch.input_ids.new_zeros(1) if type_ids is None else type_ids))
         return self._norm(x)
 
 

@@ -7,12 +7,12 @@ from typing import Any, Self
 
 from torch import Tensor
 
-from ...layers.embedding import Embedding
 from ...layers.encoder import LayerNorm, PostNormLayer
 from ...layers.linear import Linear
 from ...pooling.batch import EncoderBatch
 from ...weights.scope import WeightScope
-from .encoder import Encoder, EncoderConfig
+from .bert import BertConfig, BertEmbeddings
+from .encoder import Encoder
 
 __all__ = ["DistilBert", "DistilBertConfig"]
 
@@ -26,11 +26,12 @@ _SETTINGS = {
 """BERT's names of its settings, and its own."""
 
 
-class DistilBertConfig(EncoderConfig):
+class DistilBertConfig(BertConfig):
     @classmethod
     def from_hf(cls, hf: Mapping[str, Any]) -> Self:
         own = {name: hf[key] for name, key in _SETTINGS.items() if key in hf}
-        return cls(**cls.common({**hf, **own, "layer_norm_eps": 1e-12}))
+        common = cls.common({**hf, **own, "layer_norm_eps": 1e-12})
+        return cls(**common, **cls._tables(hf, has_types=False))
 
 
 class DistilBert(Encoder[DistilBertConfig]):
@@ -41,17 +42,14 @@ class DistilBert(Encoder[DistilBertConfig]):
         self.config = config
         self.weights = weights
         base, size = weights.at(self.base), config.hidden_size
-        tables = base.at("embeddings")
-        self.words = Embedding(tables.at("word_embeddings"), config.vocab_size, size)
-        self.positions = Embedding(tables.at("position_embeddings"), config.max_position_embeddings, size)
-        self.norm = LayerNorm(tables.at("LayerNorm"), size, config.norm_eps)
+        self.embeddings = BertEmbeddings(config, base.at("embeddings"))
         self.layers = [_make_layer(config, base.at(f"transformer.layer.{i}")) for i in range(config.num_layers)]
         if config.labels:
             self.pre_classifier = Linear(weights, size, {"pre_classifier": size}, bias=True)
             self.classifier = Linear(weights, size, {"classifier": len(config.labels)}, bias=True)
 
     def forward(self, batch: EncoderBatch) -> Tensor:
-        x = self.norm(self.words(batch.input_ids).add_(self.positions(batch.positions)))
+        x = self.embeddings(batch)
         for layer in self.layers:
             x = layer(x, batch)
         return x
@@ -60,7 +58,7 @@ class DistilBert(Encoder[DistilBertConfig]):
         return self.classifier.multiply(self.pre_classifier.multiply(batch.first(hidden)).relu_())
 
 
-def _make_layer(config: EncoderConfig, weights: WeightScope) -> PostNormLayer:
+def _make_layer(config: DistilBertConfig, weights: WeightScope) -> PostNormLayer:
     size, inner = config.hidden_size, config.intermediate_size
     return PostNormLayer(
         num_heads=config.num_heads,

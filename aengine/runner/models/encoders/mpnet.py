@@ -11,12 +11,11 @@ import torch
 from torch import Tensor
 
 from ...layers.embedding import Embedding
-from ...layers.encoder import LayerNorm
 from ...model_config import ConfigReader
 from ...pooling.batch import EncoderBatch
 from ...weights.scope import WeightScope
-from .bert import make_bert_layer
-from .encoder import Encoder, EncoderConfig
+from .bert import BertConfig, BertEmbeddings, make_bert_layer
+from .encoder import Encoder
 from .roberta import RobertaHead
 
 __all__ = ["MPNet", "MPNetConfig"]
@@ -26,13 +25,14 @@ FARTHEST = 128  # distances from here on share a bucket
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class MPNetConfig(EncoderConfig):
+class MPNetConfig(BertConfig):
     num_buckets: int
 
     @classmethod
     def from_hf(cls, hf: Mapping[str, Any]) -> Self:
         buckets = ConfigReader(hf).integer("relative_attention_num_buckets", default=32)
-        return cls(**cls.common(hf, first_position=FIRST_POSITION), num_buckets=buckets)
+        common = cls.common(hf, first_position=FIRST_POSITION)
+        return cls(**common, **cls._tables(hf, FIRST_POSITION, has_types=False), num_buckets=buckets)
 
 
 class MPNet(Encoder[MPNetConfig]):
@@ -43,11 +43,7 @@ class MPNet(Encoder[MPNetConfig]):
         self.config = config
         self.weights = weights
         base, size = weights.at(self.base), config.hidden_size
-        tables = base.at("embeddings")
-        self.words = Embedding(tables.at("word_embeddings"), config.vocab_size, size)
-        num_positions = config.max_position_embeddings + FIRST_POSITION
-        self.positions = Embedding(tables.at("position_embeddings"), num_positions, size)
-        self.norm = LayerNorm(tables.at("LayerNorm"), size, config.norm_eps)
+        self.embeddings = BertEmbeddings(config, base.at("embeddings"))
         self.distances = Embedding(base.at("encoder.relative_attention_bias"), config.num_buckets, config.num_heads)
         names: dict[str, Any] = {"qkv": ("attn.q", "attn.k", "attn.v"), "out": "attn.o", "norm": "LayerNorm"}
         layers = base.at("encoder.layer")
@@ -56,7 +52,7 @@ class MPNet(Encoder[MPNetConfig]):
             self.head = RobertaHead(weights.at("classifier"), size, len(config.labels))
 
     def forward(self, batch: EncoderBatch) -> Tensor:
-        x = self.norm(self.words(batch.input_ids).add_(self.positions(batch.positions + FIRST_POSITION)))
+        x = self.embeddings(batch)
         biases = batch.biases(self._bias)
         for layer in self.layers:
             x = layer(x, batch, biases)
