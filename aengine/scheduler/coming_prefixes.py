@@ -9,8 +9,9 @@ has brought the tokens that it awaits, or when its leader leaves its row, for wh
 cached by then, and may lead others itself. Prompts with a row come before the waiting in each step, so what it awaits
 is all in flight: it waits for two steps, where computing the same tokens again would delay everybody.
 
-A leader is found by the hash of the first blocks that it has not offered yet. How far the two agree beyond these is
-seen from their tokens. A hash begins with its root (see kv_cache_manager.py), so nobody waits for another tenant.
+A leader is found by the hash of the first blocks that it has not offered yet, which is computed when the next request
+that might follow is to get a row. How far the two agree beyond these is seen from their tokens. A hash begins with its
+root (see kv_cache_manager.py), so nobody waits for another tenant.
 """
 
 from __future__ import annotations
@@ -27,13 +28,14 @@ class ComingPrefixes:
     """Which prefixes are being computed in ``kv``, and who waits for them: for ``least`` tokens or more. ``wake`` gets
     each follower once it need wait no longer."""
 
-    __slots__ = ("_followers", "_hash_size", "_leaders", "_least", "_names", "_unit", "_wake", "waiting")
+    __slots__ = ("_followers", "_hash_size", "_leaders", "_least", "_names", "_unit", "_unnamed", "_wake", "waiting")
 
     def __init__(self, kv: KVCacheManager, wake: Callable[[Request], None], least: int) -> None:
         self.waiting: dict[Request, tuple[Request, int]] = {}  # its leader, and how many of that one's tokens it awaits
         self._followers: dict[Request, list[Request]] = {}  # of each leader that has some
         self._leaders: dict[bytes, Request] = {}  # by the hash of what comes next
         self._names: dict[Request, bytes] = {}  # of the leaders
+        self._unnamed: dict[Request, None] = {}  # of which it is not known yet whether they lead
         self._hash_size = kv.block_size
         self._unit = kv.prefix_unit  # 0: prefixes are not shared
         self._least = -(-least // self._unit) * self._unit if self._unit else 0
@@ -41,16 +43,27 @@ class ComingPrefixes:
 
     def lead(self, request: Request) -> None:
         """Note that the request has a row, in which it computes what is not cached."""
-        offered = request.num_offered_tokens
-        name = self._name(request, offered - offered % self._unit + self._least) if self._unit else None
-        if name is not None and self._leaders.setdefault(name, request) is request:
-            self._names[request] = name
+        if self._unit and len(request.token_ids) - request.num_offered_tokens >= self._least:
+            self._unnamed[request] = None
             request.is_leading = True
+
+    def _find_leaders(self) -> None:
+        """Name those that are not named; one with the name of another leads nobody."""
+        for request in self._unnamed:
+            offered = request.num_offered_tokens
+            name = self._name(request, offered - offered % self._unit + self._least)
+            if name is not None and self._leaders.setdefault(name, request) is request:
+                self._names[request] = name
+        self._unnamed.clear()
 
     def follow(self, request: Request, num_cached: int) -> bool:
         """Make a request that is in no queue wait for a leader, if one computes enough of what comes after its
         ``num_cached`` tokens. False: it should compute them itself."""
-        if not self._leaders or len(request.token_ids) <= num_cached + self._least:  # one is left to compute
+        if len(request.token_ids) <= num_cached + self._least:  # one is left to compute
+            return False
+        if self._unnamed:
+            self._find_leaders()
+        if not self._leaders:
             return False
         name = self._name(request, num_cached + self._least)
         leader = None if name is None else self._leaders.get(name)
@@ -66,13 +79,8 @@ class ComingPrefixes:
     def advance(self, request: Request) -> None:
         """Note that a chunk of the request's prompt was answered."""
         self._forget(request)
-        for follower in self._followers.pop(request, ()):
-            _, awaited = self.waiting[follower]
-            if awaited <= request.num_offered_tokens:
-                del self.waiting[follower]
-                self._wake(follower)
-            else:
-                self._followers.setdefault(request, []).append(follower)
+        if request in self._followers:
+            self._wake_followers(request, request.num_offered_tokens)
         if request.req_idx >= 0:
             self.lead(request)
 
@@ -80,9 +88,18 @@ class ComingPrefixes:
         """Note that a request which `is_leading` leaves its row, or that all of its prompt was answered."""
         request.is_leading = False
         self._forget(request)
-        for follower in self._followers.pop(request, ()):
-            del self.waiting[follower]
-            self._wake(follower)
+        if request in self._followers:
+            self._wake_followers(request, len(request.token_ids))
+
+    def _wake_followers(self, leader: Request, num_tokens: int) -> None:
+        """Let those go on that await at most so many of its tokens."""
+        for follower in self._followers.pop(leader):
+            _, awaited = self.waiting[follower]
+            if awaited <= num_tokens:
+                del self.waiting[follower]
+                self._wake(follower)
+            else:
+                self._followers.setdefault(leader, []).append(follower)
 
     def discard(self, request: Request) -> None:
         """Drop a request that ended while it waited."""
@@ -93,9 +110,10 @@ class ComingPrefixes:
             del self._followers[leader]
 
     def _forget(self, request: Request) -> None:
-        name = self._names.pop(request, None)
-        if name is not None:
-            del self._leaders[name]
+        if request in self._unnamed:
+            del self._unnamed[request]
+        elif request in self._names:
+            del self._leaders[self._names.pop(request)]
 
     def _name(self, request: Request, end: int) -> bytes | None:
         """The hash of its first ``end`` tokens. None: there are fewer, or they are not shared."""
@@ -107,7 +125,9 @@ class ComingPrefixes:
     def check(self) -> None:
         """Assert that the views agree, and that all who are waited for have a row."""
         assert {name: request for request, name in self._names.items()} == self._leaders
-        assert all(request.req_idx >= 0 and request.is_leading for request in (*self._names, *self._followers))
+        leading = (*self._names, *self._unnamed, *self._followers)
+        assert all(request.req_idx >= 0 and request.is_leading for request in leading)
+        assert not self._names.keys() & self._unnamed.keys()
         pairs = {(request, leader) for leader, requests in self._followers.items() for request in requests}
         assert pairs == {(request, leader) for request, (leader, _) in self.waiting.items()}
         assert all(request.status is RequestStatus.WAITING_FOR_PREFIX for request in self.waiting)

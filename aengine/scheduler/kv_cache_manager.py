@@ -40,7 +40,7 @@ from typing import NamedTuple
 
 from ..ipc.messages import KVCacheGroup
 from .block_pool import BlockPool, BlockTable
-from .request import Request, StateCopy
+from .request import Request, RequestStates, StateCopy
 
 __all__ = ["STATE_INTERVAL", "KVCacheManager", "Prefix", "extend_hashes", "long_root", "private_root", "shared_root"]
 
@@ -177,7 +177,7 @@ class KVCacheManager:
             for group in self._strictest_last:
                 group.offer(self.pool, request, first, last)
             request.num_offered_tokens = last
-        if request.states.copies:
+        if self.has_states:
             self._states.note_written(request, num_tokens)
         if self.has_windows:
             for group, table in zip(self._groups, request.block_tables, strict=True):
@@ -188,13 +188,14 @@ class KVCacheManager:
                     table.begin += num_left
 
     def restore_states(self, request: Request, prefix: Prefix) -> list[int]:
-        """Return the copies of pages that its first step begins with: pairs, from and to."""
-        return self._states.pairs(request, prefix.kept, is_kept=False) if prefix.kept else []
+        """Return the copies of pages that its first step begins with, if any were kept: pairs, from and to."""
+        return self._states.pairs(request, prefix.kept, is_kept=False)
 
     def keep_states(self, request: Request, num_running: int) -> list[int]:
         """Return the copies of pages, as above, that its next step begins with: of its states as they are now, if it
-        is at a border where that is worth its while, and all that run can grow by a block beside."""
-        if not self.has_states or request.num_computed_tokens % self.block_size:
+        is at a border where that is worth its while, and all that run can grow by a block beside. Only if the model
+        `has_states`."""
+        if request.num_computed_tokens % self.block_size:
             return []
         return self._states.keep(request, self.pool.num_free - num_running * self.num_growing)
 
@@ -243,9 +244,9 @@ class KVCacheManager:
         if self.has_states:
             self._states.release(request)
 
-    @staticmethod
-    def num_held(request: Request) -> int:
-        return sum(len(table.block_ids) for table in request.block_tables) + request.states.num_copied
+    def num_held(self, request: Request) -> int:
+        num_blocks = sum([len(table.block_ids) for table in request.block_tables])
+        return num_blocks + request.states.num_copied if self.has_states else num_blocks
 
     def num_leaving(self, request: Request) -> int:
         """Return how many of its blocks are freed when its prompt is computed as far as it has been scheduled."""
@@ -351,7 +352,7 @@ class _KeptStates:
 
     def begin(self, request: Request, prefix: Prefix) -> None:
         """Note where the request will keep its states on the way through its prompt."""
-        states = request.states
+        states = request.states = RequestStates()
         states.newest = newest = prefix.length
         if prefix.kept:
             self._pool.acquire(prefix.kept)

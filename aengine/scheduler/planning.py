@@ -47,7 +47,7 @@ class StepPlan:
     ) -> None:
         """``budget``: tokens that may be scheduled; ``prompt_budget``: those of prompts among them; ``num_waiting``:
         requests that may be admitted."""
-        self._keeps_states = not is_leased  # a step that may be taken back does what can be undone
+        self._keeps_states = rows.kv.has_states and not is_leased  # a step that may be taken back can be undone
         self._page_copies: list[int] = []  # pairs
         self._rows = rows
         self._budget = budget
@@ -102,14 +102,16 @@ class StepPlan:
                 self._rows.stop_decoding(request)
                 return
         self._grow(request, num_tokens)
-        self._keep_states(request)
+        if self._keeps_states:
+            self._keep_states(request)
         self._rows.set_limit(request)
 
     def _catch_up(self, request: Request, to_go: int, most: int) -> None:
         """Schedule as many of ``to_go`` tokens as ``most`` and the blocks allow; then its drafts."""
         kv, begin = self._rows.kv, request.num_computed_tokens
         num_tokens = min(to_go, most) if to_go == 1 else min(to_go, most, self._prompt_budget - self.num_prompt_tokens)
-        num_tokens = request.states.to_border(begin, num_tokens)
+        if self._keeps_states:
+            num_tokens = request.states.to_border(begin, num_tokens)
         lacking = kv.num_lacking(request, begin + num_tokens)
         if lacking:
             granted = self._make_room(request, lacking)
@@ -118,7 +120,8 @@ class StepPlan:
             self._grow(request, begin + num_tokens)
         if num_tokens <= 0:
             return
-        self._keep_states(request)
+        if self._keeps_states:
+            self._keep_states(request)
         drafts: list[int] = []
         if request.draft_token_ids and num_tokens == to_go:
             drafts, request.draft_token_ids = request.draft_token_ids, []
@@ -129,8 +132,7 @@ class StepPlan:
 
     def _keep_states(self, request: Request) -> None:
         """Keep its states as they are before this step, if it is at a border."""
-        if self._keeps_states:
-            self._page_copies += self._rows.kv.keep_states(request, len(self._rows.running))
+        self._page_copies += self._rows.kv.keep_states(request, len(self._rows.running))
 
     def _room_for_drafts(self, request: Request, end: int, wanted: int) -> int:
         """Return for how many drafts after ``end`` tokens there are rows of logits and blocks: they preempt no request,
@@ -199,10 +201,11 @@ class StepPlan:
             most = min(self._budget, self._prompt_budget - self.num_prompt_tokens)
             num_scheduled = min(num_tokens - num_cached, most)
             kv.begin(request, prefix)
-            if not whole_prompts:
+            if self._keeps_states and not whole_prompts:
                 num_scheduled = request.states.to_border(num_cached, num_scheduled)
             kv.grow(request, num_cached + num_scheduled)
-            self._page_copies += kv.restore_states(request, prefix)
+            if prefix.kept:
+                self._page_copies += kv.restore_states(request, prefix)
             rows.take(request)
             rows.prefixes.lead(request)
             if request.milestone == 0:  # its first time here: what it finds later may be its own

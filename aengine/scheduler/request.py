@@ -68,7 +68,7 @@ class StateCopy(NamedTuple):
 
 
 class RequestStates:
-    """Borders at which a request's states are kept, see kv_cache_manager.py. All empty for models without states."""
+    """Borders at which a request's states are kept, see kv_cache_manager.py."""
 
     __slots__ = ("copies", "newest", "offered", "planned")
 
@@ -86,6 +86,10 @@ class RequestStates:
         """Return how many of the next ``num_tokens`` come before a border that is planned."""
         ahead = (border - num_computed for border in self.planned if border > num_computed)
         return min(num_tokens, next(ahead, num_tokens))
+
+
+NO_STATES = RequestStates()
+"""The borders of a request without a row, or of a model without states; never changed in place."""
 
 
 class Request:
@@ -185,7 +189,7 @@ class Request:
         self.sort_key: tuple[int, float, int] = (priority, arrival_time, 0)  # add_request sets the last
         self.req_idx = -1  # row on the worker, -1: none
         self.block_tables: list[BlockTable] = []  # of each KV group, while it has a row
-        self.states = RequestStates()
+        self.states = NO_STATES
         self.num_computed_tokens = 0  # steps in flight included, and all of their drafts
         self.num_cached_tokens = 0  # prompt tokens found in the prefix cache when it first ran
         # Two precomputed turns, so that the loop over all requests compares one number with another:
@@ -228,7 +232,7 @@ class Request:
         """Forget the row, the blocks and what is computed."""
         self.block_tables = []
         self.is_leading = False
-        self.states = RequestStates()
+        self.states = NO_STATES
         self.num_computed_tokens = self.num_offered_tokens = 0
         self.req_idx = -1
         self.is_paused = False
