@@ -98,7 +98,7 @@ class BlockPool:
     def count_idle(self, block_ids: Iterable[int]) -> int:
         """Return how many of these would no longer be free once acquired."""
         ref_counts = self._ref_counts
-        return sum(ref_counts[block_id] == 0 for block_id in block_ids)
+        return sum([ref_counts[block_id] == 0 for block_id in block_ids])
 
     def offer(self, block_id: int, name: bytes) -> None:
         """Register this block's name for prefix hits. If another block has this content, the older keeps the name."""

@@ -116,10 +116,9 @@ class KVCacheManager:
 
     def match(self, request: Request) -> Prefix:
         """The longest prefix of ``request`` that all groups have. One token at least is left to compute."""
-        nothing = self.no_prefix()
         if request.root_hash is None or not self._strictest_last:
-            return nothing
-        tables = nothing.tables
+            return self.no_prefix()
+        tables = self._empty_tables()
         length = attended = self._agree(request, tables, len(request.token_ids) - 1)
         while self.has_states and length:
             found, kept = self._states.longest(request, length)
@@ -129,7 +128,10 @@ class KVCacheManager:
         return Prefix(length, attended, tables, [])
 
     def no_prefix(self) -> Prefix:
-        return Prefix(0, 0, [BlockTable(group.block_size, 0, []) for group in self._groups], [])
+        return Prefix(0, 0, self._empty_tables(), [])
+
+    def _empty_tables(self) -> list[BlockTable]:
+        return [BlockTable(group.block_size, 0, []) for group in self._groups]
 
     def _agree(self, request: Request, tables: list[BlockTable], length: int) -> int:
         """Set the tables of the groups that attend to the longest prefix, of at most ``length`` tokens, that they all
@@ -149,7 +151,7 @@ class KVCacheManager:
 
     def num_missing(self, prefix: Prefix, num_tokens: int) -> int:
         """Return how many blocks must be free for a request of so many tokens that begins with these."""
-        needed = self.pool.count_idle(prefix.kept)
+        needed = self.pool.count_idle(prefix.kept) if prefix.kept else 0
         for group, table in zip(self._groups, prefix.tables, strict=True):
             most = group.most_blocks(num_tokens, self._step_tokens)
             to_come = -((table.room - num_tokens) // group.block_size)
