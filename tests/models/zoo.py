@@ -126,8 +126,17 @@ OVERRIDES: dict[str, dict[str, Any]] = {
     "llama4_text": {"attention_chunk_size": 128},
     "cohere_compass_text": {"layer_types": ["full_attention"] * 3},
     "zamba2": {"layer_types": ["mamba", "hybrid", "mamba"]},
-    "kimi_linear": {"num_experts": 6, "head_dim": 8},
+    "kimi_linear": {"num_experts": 6, "head_dim": 8, "linear_num_heads": 2, "linear_head_dim": 8},
     "mamba2": {"num_heads": 6, "head_dim": 16, "expand": 2},
+    "hrm_text": {"head_dim": 8},
+    "ministral": {"head_dim": 8, "layer_types": ["sliding_attention", "full_attention", "sliding_attention"]},
+    "mimo_v2_flash": {"head_dim": 12, "num_key_value_heads": 1},  # twice as many where there is a window
+    "zaya": {"num_experts_per_tok": 1, "head_dim": 8, "router_hidden_size": 16},
+    "gpt_neo": {"attention_types": [[["global", "local"], 1], [["global"], 1]], "window_size": 9},
+    "gptj": {"rotary_dim": 4},
+    "codegen": {"rotary_dim": 4, "n_head": 8},
+    "longcat_flash": {"head_dim": 4, "zero_expert_num": 2},
+    "gemma4_unified_text": {"num_kv_shared_layers": 0, "head_dim": 8},
 }
 """By ``model_type``: what does not follow from the table."""
 

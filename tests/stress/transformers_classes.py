@@ -30,7 +30,7 @@ from scenarios import check_scenarios
 from zoo import causal_lms, write_zoo_model
 
 from aengine.errors import ModelLoadError
-from aengine.runner.models.encoders import ENCODERS
+from aengine.runner.models.encoders import is_encoder
 
 
 def try_class(model_type: str, seconds: int) -> dict[str, Any]:
@@ -75,7 +75,8 @@ def main() -> int:
     warnings.simplefilter("ignore")
     torch.set_num_threads(1)
     counts: dict[str, int] = {}
-    for model_type in options.model_types or sorted(set(causal_lms()) - set(ENCODERS)):
+    all_types = sorted(name for name in causal_lms() if not is_encoder({"model_type": name}))
+    for model_type in options.model_types or all_types:
         row = try_class(model_type, options.seconds)
         counts[row["outcome"]] = counts.get(row["outcome"], 0) + 1
         print(json.dumps(row), flush=True)
