@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import torch
 from gpu_models import DEVICE, Batch, make_runner
-from scenarios import check_scenarios
+from scenarios import check_scenarios, reference_of
 from zoo import VOCAB_SIZE, write_zoo_model
 
 pytestmark = pytest.mark.gpu
@@ -35,6 +35,20 @@ def test_every_scenario(model_type: str, tmp_path: Path) -> None:
     settings = {"model_impl": "transformers", "device": DEVICE, "max_num_batched_tokens": 256}
     engine = check_scenarios(tmp_path, reference, **settings)
     assert DEVICE == "cpu" or engine.runner.graphs is not None
+
+
+def test_longrope(tmp_path: Path) -> None:
+    """Prompts and completions on both sides of the border, and across it, in graphs."""
+    rope = {"rope_type": "longrope", "rope_theta": 10000.0, "original_max_position_embeddings": 32}
+    rope |= {"short_factor": [1.1, 1.2, 1.3, 1.4], "long_factor": [2.0, 3.0, 4.0, 5.0]}
+    model = write_zoo_model(tmp_path, "phi3", rope_parameters=rope, original_max_position_embeddings=32).to(DEVICE)
+    logits = reference_of(model)
+
+    def by_length(token_ids: torch.Tensor) -> torch.Tensor:
+        return torch.cat((logits(token_ids[:32]), logits(token_ids)[32:]))
+
+    settings = {"model_impl": "transformers", "device": DEVICE, "max_num_batched_tokens": 256}
+    assert check_scenarios(tmp_path, by_length, **settings).offer["rope_border"] == 32
 
 
 @pytest.mark.parametrize("model_type", ["llama", "olmo3", "deepseek_v3", "glm4_moe"])

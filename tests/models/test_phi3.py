@@ -51,15 +51,17 @@ def by_length(model: Any) -> Reference:
     return alone
 
 
+@pytest.mark.parametrize("model_impl", ["native", "transformers"])
 @pytest.mark.parametrize("overrides", [{}, {"sliding_window": 9, "tie_word_embeddings": True}], ids=["full", "window"])
-def test_every_scenario(overrides: dict[str, Any], tiny_model: TinyModel) -> None:
+def test_every_scenario(overrides: dict[str, Any], model_impl: str, tiny_model: TinyModel) -> None:
     """Prompts of up to 60 tokens and completions of 12: below the border of 32, beyond it, and across it."""
     folder = tiny_model("phi3", seed=7, **PHI4, **overrides)
-    engine = check_scenarios(folder, by_length(load_reference(folder, "phi3")))
+    engine = check_scenarios(folder, by_length(load_reference(folder, "phi3")), model_impl=model_impl)
     assert engine.offer["rope_border"] == BORDER
 
 
-def test_generate_of_transformers_across_the_border(tiny_model: TinyModel) -> None:
+@pytest.mark.parametrize("model_impl", ["native", "transformers"])
+def test_generate_of_transformers_across_the_border(model_impl: str, tiny_model: TinyModel) -> None:
     """It computes the whole sequence anew when the first token beyond the border comes; so do we."""
     folder = tiny_model("phi3", seed=7, **PHI4)
     rng = random.Random(1)
@@ -77,7 +79,7 @@ def test_generate_of_transformers_across_the_border(tiny_model: TinyModel) -> No
             pad_token_id=0,
         )
         wanted.append(out[0, len(prompt) :].tolist())
-    engine = Engine(folder)
+    engine = Engine(folder, model_impl=model_impl)
     engine.begin()
     assert engine.generate(prompts, 24) == wanted
     assert engine.scheduler.rows.num_preemptions == 0

@@ -12,7 +12,7 @@ import pytest
 import torch
 from driver import load, source_of
 from safetensors.torch import load_file, save_file
-from scenarios import Engine, check_scenarios
+from scenarios import Engine, check_scenarios, reference_of
 from torch.utils._python_dispatch import TorchDispatchMode
 from zoo import VOCAB_SIZE, write_zoo_model
 
@@ -42,6 +42,7 @@ MODELS: dict[str, dict[str, Any]] = {
     "mixtral": {},
     "gpt_oss": {},  # experts with transposed matrices, biases and a gate of their own; sinks
     "glm4_moe": {},  # experts beside a shared one
+    "phimoe": {},  # a window that only its masks have; experts that count by jumps
     "lfm2": {},  # short convolutions
     "qwen3_next": {},  # gated delta net, experts
     "nemotron_h": {},  # Mamba 2, experts
@@ -55,6 +56,23 @@ def test_every_scenario(model_type: str, tmp_path: Path) -> None:
     reference = write_zoo_model(tmp_path, model_type, **MODELS[model_type])
     engine = check_scenarios(tmp_path, reference, model_impl="transformers")
     assert engine.offer["model_impl"] == "transformers" and engine.offer["why_not_native"]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("model_type", ["phimoe", "llama"])  # the first in a way of its own
+def test_longrope(model_type: str, tmp_path: Path) -> None:
+    """Each request has the frequencies of its own length, whatever is beside it; test_phi3.py has more."""
+    border = 32
+    rope = {"rope_type": "longrope", "rope_theta": 10000.0, "original_max_position_embeddings": border}
+    rope |= {"short_factor": [1.1, 1.2, 1.3, 1.4], "long_factor": [2.0, 3.0, 4.0, 5.0]}
+    rope |= {"short_mscale": 1.2, "long_mscale": 1.4}
+    logits = reference_of(write_zoo_model(tmp_path, model_type, rope_parameters=rope))
+
+    def by_length(token_ids: torch.Tensor) -> torch.Tensor:
+        return torch.cat((logits(token_ids[:border]), logits(token_ids)[border:]))
+
+    engine = check_scenarios(tmp_path, by_length, model_impl="transformers")
+    assert engine.offer["rope_border"] == border
 
 
 @pytest.mark.slow

@@ -121,7 +121,8 @@ class Model:
             if SHAPES[i].value_dim is None:
                 outs.append(attn.forward(layer, qkv))
             else:
-                outs.append(attn.attend(layer, *self.split(i, qkv)))
+                q, k, v = self.split(i, qkv)
+                outs.append(attn.attend(layer, q * (1 + (attn.first_lens() > BORDER).float())[:, None, None], k, v))
         return torch.cat(outs, 1)
 
     def compute_logits(self, hidden: Tensor) -> Tensor:
@@ -137,6 +138,8 @@ class Model:
                 q, k = (turned(t, ROPES[shape.rope], at, first_len) for t in (q, k))
                 if shape.rope == 2:
                     q = q * (1 + 0.7 * torch.log(1 + torch.floor(at / 10)))[:, None, None]
+            if shape.value_dim is not None and first_len > BORDER:
+                q = q * 2  # what such a layer does by itself, as of one with longrope
             group = shape.heads // shape.kv_heads
             k, v = k.repeat_interleave(group, 1), v.repeat_interleave(group, 1)
             scores = torch.einsum("hd,thd->ht", q[-1], k) * 0.3

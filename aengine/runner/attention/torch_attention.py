@@ -88,9 +88,9 @@ class StepRope:
     def at(self, positions: Tensor, metadata: AttentionMetadata, dtype: torch.dtype) -> RopeRows:
         """Compute them for int64 [num_tokens] positions."""
         inv_freq = self.inv_freq
-        if self.long is not None and metadata.first_lens is not None:
-            is_long = (metadata.first_lens > self.long.border).repeat_interleave(torch.tensor(metadata.query_lens))
-            inv_freq = torch.where(is_long[:, None], self.long.inv_freq, inv_freq)
+        first_lens = metadata.first_lens_of_tokens()
+        if self.long is not None and first_lens is not None:
+            inv_freq = torch.where((first_lens > self.long.border)[:, None], self.long.inv_freq, inv_freq)
         interleaved = self.config.interleaved
         cos, sin = rotary_rows(positions, inv_freq, self.factor, interleaved=interleaved)
         scale = self.config.query_scale(positions)
@@ -131,6 +131,10 @@ class AttentionMetadata:
         None  # int32 [num_reqs]: tokens of each when it got its row; None: nothing depends on it
     )
 
+    def first_lens_of_tokens(self) -> Tensor | None:
+        """`first_lens` of each token's request, [num_tokens]."""
+        return None if self.first_lens is None else self.first_lens.repeat_interleave(torch.tensor(self.query_lens))
+
 
 class Attention:
     """Calls the kernels for one step. Leading requests of one token each are attended to together, others alone."""
@@ -152,6 +156,10 @@ class Attention:
         """Cosines and sines of the step's tokens (int64 [num_tokens]), for all layers."""
         cache = self._kv_cache
         self._ropes = [rope.at(positions, self._metadata, cache.dtype) for rope in cache.ropes]
+
+    def first_lens(self) -> Tensor | None:
+        """See `AttentionCall`."""
+        return self._metadata.first_lens_of_tokens()
 
     def states(self, index: int) -> LayerStates:
         """See `AttentionCall`."""

@@ -67,6 +67,12 @@ class GpuKvCache:
         """See `KvMemory`."""
         self._first_lens = first_lens
 
+    def first_lens_of(self, rows: Tensor) -> Tensor | None:
+        """int32 [n], of rows int64 [n], -1 for padding; None: no rope depends on it."""
+        if self._first_lens is None or not any(self._borders):
+            return None
+        return self._first_lens[rows.clamp(min=0)]
+
     def step_ropes(self) -> list[Rope]:
         """Return the ropes as the rows are now: which part of its table is a row's."""
         if self._first_lens is None or not any(self._borders):
@@ -135,6 +141,10 @@ class DecodeAttention:
 
     def begin(self, positions: Tensor) -> None:
         pass
+
+    def first_lens(self) -> Tensor | None:
+        """See `AttentionCall`."""
+        return self._cache.first_lens_of(self._rows)
 
     def states(self, index: int) -> LayerStates:
         place = self._cache.states[index]
@@ -230,6 +240,10 @@ class BatchAttention:
     def begin(self, positions: Tensor) -> None:
         pass
 
+    def first_lens(self) -> Tensor | None:
+        """See `AttentionCall`."""
+        return self._cache.first_lens_of(self._rows_of_tokens())
+
     def states(self, index: int) -> LayerStates:
         place = self._cache.states[index]
         if place.group not in self._state_rows:
@@ -282,10 +296,13 @@ class BatchAttention:
         positions = self._inputs.positions
         if rope.shifts is None:
             return positions
+        return positions + rope.shifts[self._rows_of_tokens().clamp(min=0)]
+
+    def _rows_of_tokens(self) -> Tensor:
+        """int64 [num_tokens]: the row of each token's request."""
         ends = self._inputs.query_start_loc[1:]
-        tokens = torch.arange(len(positions), dtype=ends.dtype, device=ends.device)
-        owner = torch.searchsorted(ends, tokens, right=True).clamp_(max=len(self._rows) - 1)
-        return positions + rope.shifts[self._rows[owner].clamp(min=0)]
+        tokens = torch.arange(len(self._inputs.positions), dtype=ends.dtype, device=ends.device)
+        return self._rows[torch.searchsorted(ends, tokens, right=True).clamp_(max=len(self._rows) - 1)]
 
     def _plan_prompts(self) -> dict[Heads, Tensor]:
         inputs, cache = self._inputs, self._cache

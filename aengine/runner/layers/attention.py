@@ -105,5 +105,9 @@ class AttentionCall(Protocol):
             v: [num_tokens, num_kv_heads, value_dim], value_dim <= head_dim
         """
 
+    def first_lens(self) -> Tensor | None:
+        """int32 [num_tokens]: how many tokens each token's request had when it got its row; None: no rotary embedding
+        of the model depends on it."""
+
     def states(self, index: int) -> LayerStates:
         """The states that layer ``index`` keeps, of the step's requests: it reads and writes them itself."""

@@ -32,6 +32,9 @@ class Listener(Protocol):
     def attend(self, module: nn.Module, q: Tensor, k: Tensor, v: Tensor, options: dict[str, Any]) -> Tensor:
         """[num_tokens, num_heads, value_dim] for q, k, v [num_tokens, heads, size]."""
 
+    def first_lens(self) -> Tensor | None:
+        """See `AttentionCall`."""
+
     def mix(self, run: Run, num_tokens: int) -> Tensor:
         """See `MixerListener`."""
 
@@ -114,6 +117,10 @@ class LayerCalls:
         """See `AttentionCall.forward`; the call of a layer that is fused (fused.py)."""
         self.next_call += 1
         return self._attn.forward(layer, qkv)
+
+    def first_lens(self) -> Tensor | None:
+        """See `AttentionCall`."""
+        return self._attn.first_lens()
 
     def mix(self, run: Run, num_tokens: int) -> Tensor:
         """See `MixerListener`."""

@@ -53,7 +53,9 @@ class PlainAttention:
         self._positions = positions
         self.next_call = next_call
         sequence = (positions == 0).cumsum(0)
-        self._lengths: list[int] = sequence.bincount()[1:].tolist()
+        lengths = sequence.bincount()
+        self._lengths: list[int] = lengths[1:].tolist()
+        self._first_lens = lengths[sequence]
         distance = positions[:, None] - positions[None]
         self._sees = (sequence[:, None] == sequence[None]) & (distance >= 0)
         self._distance = distance
@@ -95,6 +97,10 @@ class PlainAttention:
             scale = rope.query_scale(self._positions)
             q = q if scale is None else q * scale[:, None, None]
         return self.attend(nn.Identity(), q.to(qkv.dtype), k.to(qkv.dtype), v, {}).flatten(1)
+
+    def first_lens(self) -> Tensor:
+        """See `AttentionCall`: each sequence is a prompt."""
+        return self._first_lens
 
     def mix(self, run: Run, num_tokens: int) -> Tensor:
         """See `MixerListener`."""

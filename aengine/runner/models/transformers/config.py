@@ -90,12 +90,16 @@ def read_transformers_config(files: ModelFiles, reason: str) -> TransformersConf
 
 def _ropes(text: Any, widest: SurveyedLayer | None, longest: int) -> tuple[RopeConfig, ...]:
     """The rotary embeddings that the config names; which layer has which is found when layers are fused. None if they
-    are of a kind that ours are not."""
+    are of a kind that ours are not.
+
+    Raises ModelLoadError for longrope whose border is not known: the scheduler needs it."""
     if widest is None or not getattr(text, "rope_parameters", None):
         return ()
     try:
         return ConfigReader(text.to_dict()).ropes(widest.head_dim, longest, False)
     except (ModelLoadError, TypeError, ValueError):
+        if text.rope_parameters.get("rope_type") == "longrope":
+            raise
         return ()
 
 

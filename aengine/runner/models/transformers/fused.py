@@ -16,7 +16,7 @@ experts, is called as it is.
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from functools import partial
@@ -108,14 +108,14 @@ class _Unusual(Exception):
 def fuse_layers(
     model: nn.Module,
     surveyed: tuple[SurveyedLayer | SurveyedMixer, ...],
-    num_ropes: int,
+    ropes: Sequence[int],
     listen_at: Callable[[int], Any],
     run: Callable[[], Tensor],
 ) -> list[FusedLayer]:
     """Replace the layers of ``model`` that can be, and return what they are computed by now.
 
     Args:
-        num_ropes: rotary embeddings that the step's attention has
+        ropes: those of the rotary embeddings of the step's attention that the layers may have
         listen_at: makes the model's calls go to a listener whose next call is that of this layer of the survey
         run: runs the model over some tokens; the logits
     """
@@ -129,7 +129,7 @@ def fuse_layers(
         record, reason = records.get(module), "it was not called"
         if record is not None:
             try:
-                fused.append(_fuse(module, surveyed, num_ropes, record, partial(listen_at, record.call)))
+                fused.append(_fuse(module, surveyed, ropes, record, partial(listen_at, record.call)))
                 continue
             except _Unusual as error:
                 reason = str(error)
@@ -184,7 +184,7 @@ def _recording(modules: Iterable[nn.Module]) -> Iterator[dict[nn.Module, _Record
 def _fuse(
     module: nn.Module,
     surveyed: tuple[SurveyedLayer | SurveyedMixer, ...],
-    num_ropes: int,
+    ropes: Sequence[int],
     record: _Record,
     listen: Callable[[], None],
 ) -> FusedLayer:
@@ -205,7 +205,7 @@ def _fuse(
         softcap=seen.softcap,
     )
     fused = FusedLayer(module, plain)
-    layers = [replace(fused.layer, rope=rope) for rope in (*range(num_ropes), None)]
+    layers = [replace(fused.layer, rope=rope) for rope in (*ropes, None)]
     assert record.out is not None
     offs: list[float] = []
     for fused.layer in layers:

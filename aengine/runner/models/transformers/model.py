@@ -18,7 +18,8 @@ from .config import TransformersConfig
 from .fused import fuse_layers
 from .library import build_skeleton
 from .mixers import wrap_mixers
-from .survey import Head, SurveyedLayer, SurveyedMixer, find_trunk, fix_ropes, trunk_inputs
+from .ropes import fix_ropes
+from .survey import Head, SurveyedLayer, SurveyedMixer, find_trunk, trunk_inputs
 from .weights import CheckpointWeights
 
 __all__ = ["TransformersModel"]
@@ -75,7 +76,8 @@ class TransformersModel:
             fused = fuse_layers(
                 self.module,
                 self._layers,
-                len(self.config.ropes),
+                # That of longrope is compared with the module's for short sequences only, so it is not taken.
+                [i for i, rope in enumerate(self.config.ropes) if rope.long() is None],
                 lambda call: listen(self.module, listener(positions, next_call=call)),
                 lambda: compute(ids, positions),
             )

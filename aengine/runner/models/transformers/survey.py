@@ -6,8 +6,7 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Callable
-from dataclasses import dataclass, field
-from types import MethodType
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
@@ -18,8 +17,9 @@ from ...kv_spec import FullKV, LayerKV, SharedKV, StateKV, StateTensor, WindowKV
 from .attention import listen
 from .library import ModelFiles, build_skeleton
 from .mixers import Run, StepCache, wrap_mixers
+from .ropes import fix_ropes
 
-__all__ = ["Head", "SurveyedLayer", "SurveyedMixer", "find_trunk", "fix_ropes", "survey"]
+__all__ = ["Head", "SurveyedLayer", "SurveyedMixer", "find_trunk", "survey"]
 
 _TOKENS = 3  # one is a special case in some models
 _META = torch.device("meta")
@@ -90,6 +90,9 @@ class _Recorder:
         )
         return q.new_empty((len(q), q.shape[1], v.shape[2]))
 
+    def first_lens(self) -> None:
+        """See `AttentionCall`: nothing is long here."""
+
     def mix(self, run: Run, num_tokens: int) -> Tensor:
         cache = StepCache()
         self.is_mixing = True
@@ -136,7 +139,22 @@ def survey(files: ModelFiles) -> tuple[list[SurveyedLayer | SurveyedMixer], Any,
         raise ModelLoadError(
             f"{name} of transformers can't be served: its attention does not go through AttentionInterface"
         )
+    window = _window_of_masks(trunk, config)
+    full = [layer for layer in recorder.layers if isinstance(layer, SurveyedLayer) and isinstance(layer.kv, FullKV)]
+    if window is not None and len(full) == len(recorder.layers):
+        kinds = [WindowKV(layer.num_kv_heads, layer.head_dim, window) for layer in full]
+        recorder.layers = [replace(layer, kv=kind) for layer, kind in zip(full, kinds, strict=True)]
     return recorder.layers, config, name
+
+
+def _window_of_masks(trunk: nn.Module, config: Any) -> int | None:
+    """The window of all layers where a model's masks alone have it, and attention functions are not told of it
+    (Phi-3.5-MoE's). A guess from its code, which the check of the loaded model judges."""
+    text = config.get_text_config(decoder=True)
+    window, has_kinds = getattr(text, "sliding_window", None), hasattr(text, "layer_types")
+    if not isinstance(window, int) or has_kinds or window >= text.max_position_embeddings:
+        return None
+    return window if "create_sliding_window_causal_mask" in inspect.getsource(type(trunk)) else None
 
 
 def trunk_inputs(trunk: nn.Module, input_ids: Tensor, positions: Tensor) -> dict[str, Any]:
@@ -224,17 +242,3 @@ class Head:
         finally:
             self._hidden = None
         return logits[0].float()
-
-
-def fix_ropes(model: nn.Module) -> None:
-    """Frequencies that depend on the longest sequence of the batch would make a request depend on its neighbours.
-
-    Type "dynamic" changes them beyond the model's context only, where no request gets.
-    """
-    for module in model.modules():
-        rope_type = getattr(module, "rope_type", None)
-        types = list(rope_type.values()) if isinstance(rope_type, dict) else [rope_type]
-        if "longrope" in types:
-            raise ModelLoadError("its rotary embedding (longrope) depends on the longest request of the batch")
-        if any(isinstance(kind, str) and "dynamic" in kind for kind in types):
-            module.forward = MethodType(inspect.unwrap(type(module).forward), module)
