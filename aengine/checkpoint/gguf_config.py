@@ -12,14 +12,20 @@ from typing import Any, TypeVar
 from ..errors import ModelLoadError
 from .gguf_file import GgufFile
 
-__all__ = ["gguf_generation_config", "gguf_hf_config"]
+__all__ = ["OTHER_ARCHITECTURE", "gguf_generation_config", "gguf_hf_config"]
 
 _T = TypeVar("_T", int, float, str)
 
+OTHER_ARCHITECTURE = (
+    '`aengine models --json` lists the architectures whose GGUF files are read ("gguf"); of another one give the '
+    "folder or hub id of the checkpoint that it was made from: of safetensors transformers computes what aengine has "
+    "no file for"
+)
+"""The cure for a file of an architecture that is not read. Which are is the runner's to know."""
+
 
 def gguf_hf_config(file: GgufFile) -> dict[str, Any]:
-    """``file``'s settings, as config.json would have them, and ``gguf_architecture``. Which architectures there are is
-    the runner's to know.
+    """``file``'s settings, as config.json would have them, and ``gguf_architecture``.
 
     Raises ModelLoadError naming what is missing or not supported.
     """
@@ -125,7 +131,7 @@ def _get(file: GgufFile, key: str, kind: type[_T], default: _T | None = None) ->
     value = file.metadata.get(key, default)
     if value is None:
         raise ModelLoadError(
-            f"{file.path} lacks the metadata {key!r}, without which it is no decoder that aengine runs"
+            f"{file.path} lacks the metadata {key!r}, which models that aengine runs have; {OTHER_ARCHITECTURE}"
         )
     if kind is float and isinstance(value, int) and not isinstance(value, bool):
         value = float(value)
@@ -152,7 +158,8 @@ def _head_dim(file: GgufFile, arch: str, default: int) -> int:
     key = f"{arch}.attention.value_length"
     value = _get(file, key, int, head_dim)
     if value != head_dim:
-        raise ModelLoadError(f"{file.path}: {key} is {value}; aengine needs the head's size, {head_dim}")
+        problem = f"{key} is {value}; aengine needs the head's size, {head_dim}"
+        raise ModelLoadError(f"{file.path}: {problem}; {OTHER_ARCHITECTURE}")
     return head_dim
 
 

@@ -163,6 +163,7 @@ def test_llama3_scaling_is_found_from_its_factors(tmp_path: Path, factor: float,
     ("changes", "problem"),
     [
         ({"embedding_length": None}, "lacks the metadata 'llama.embedding_length'"),
+        ({"attention__layer_norm_rms_epsilon": None}, "lacks the metadata .*of another one give the folder or hub id"),
         ({"block_count": "two"}, "block_count.*'two'"),
         ({"block_count": True}, "block_count"),
         ({"attention__head_count_kv": [2, 1]}, "head_count_kv"),

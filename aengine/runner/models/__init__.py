@@ -6,6 +6,7 @@ from collections.abc import Mapping
 from importlib import import_module
 from typing import Any
 
+from ...checkpoint.gguf_config import OTHER_ARCHITECTURE
 from ...errors import ModelLoadError
 from ..model_config import ModelConfig
 from ..weights.formats import WeightFormats
@@ -66,6 +67,8 @@ def read_config(
         return _family(model_type).config_class.from_hf(hf_config)
     if not isinstance(model_type, str):
         raise ModelLoadError(f"config.json: model_type={model_type!r} must be a string")
+    if "gguf_architecture" in hf_config and not is_known:
+        raise ModelLoadError(f"GGUF files of the architecture {model_type!r} are not read: {OTHER_ARCHITECTURE}")
     from .transformers.config import read_transformers_config
     from .transformers.library import ModelFiles
 
