@@ -322,8 +322,7 @@ def _decode_attention(
     _launch_next(PDL)
     kv_head, item = tl.program_id(0), tl.program_id(1)  # neighbours read the same blocks
     seq, row, seq_len, begin, end, first_item, num_splits = plan_item(plan, item, COLUMNS)
-    if seq < 0:  # nothing is left for this program
-        _wait(PDL)
+    if seq < 0:  # nothing is left for this program, and it waits for nothing: the first item's programs do
         return
     GROUP: tl.constexpr = H // KV
     ROWS: tl.constexpr = PADDED if PADDED > 16 else 16
