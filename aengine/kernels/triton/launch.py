@@ -2,10 +2,16 @@
 
 Programmatic dependent launch (Hopper and later): each kernel lets the next one begin at once (`gdc_launch_dependents`),
 which then waits (`gdc_wait`) before it reads what its predecessors write. So the time to start a grid, and its reads of
-weights, hide behind the grids before. Every kernel that is launched so waits in every program, whatever it reads: then
-the end of one means the end of all before it. Ahead of its wait a kernel may read what is never written in a step
-(weights), and what was written before the step's last kernel that is not launched so: the lookup of the embeddings, so
-all that describes the batch, and the KV cache of the steps before.
+weights, hide behind the grids before. Of every kernel that is launched so some program waits, and every program that
+reads or writes what a step writes: then the end of one, which is the end of all its programs, means the end of all
+before it. Programs without work end at once; if they waited, they would keep later ones from the multiprocessors. Ahead
+of its wait a kernel may read what is never written in a step (weights), and what was written before the step's last
+kernel that is not launched so: the lookup of the embeddings, so all that describes the batch, and the KV cache of the
+steps before.
+
+That wait is the quickest way from one kernel to the next: 1.8 us in a chain of 140 products of one row on an H200. With
+counters that one thread of each program polls it was 2.7 to 3.3, with words that carry the number of the step, polled
+by all threads, 7 to 9: several kernels are resident at once, and all of them poll.
 """
 
 from __future__ import annotations
