@@ -47,6 +47,7 @@ def gguf_hf_config(file: GgufFile) -> dict[str, Any]:
     return {
         "gguf_architecture": arch,
         **_factors(file, arch),
+        **_classifier(file, arch),
         "model_type": arch,
         "hidden_act": "silu",
         "hidden_size": hidden_size,
@@ -91,6 +92,20 @@ def _encoder_config(file: GgufFile, arch: str) -> dict[str, Any]:
         "type_vocab_size": 0 if types is None else types.shape[0],
         "vocab_size": _vocab_size(file),
     }
+
+
+def _classifier(file: GgufFile, arch: str) -> dict[str, Any]:
+    """The head of a reranker that is asked for yes or no: of its output matrix the file has these two rows alone. They
+    score as a head of one class does, their difference."""
+    if "cls.output.weight" not in file.tensors:
+        return {}
+    labels = file.metadata.get(f"{arch}.classifier.output_labels")
+    if labels != ["yes", "no"]:
+        raise ModelLoadError(
+            f"{file.path} has a head of the classes {labels!r}; of a GGUF file that of a reranker asked for yes or no "
+            f"is read: give the folder or hub id of the checkpoint that it was made from"
+        )
+    return {"architectures": ["ForSequenceClassification"], "id2label": {"0": "yes"}}
 
 
 _FACTORS = {

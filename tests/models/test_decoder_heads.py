@@ -10,7 +10,9 @@ import numpy as np
 import pytest
 import torch
 import transformers as tf
+from gguf import GGMLQuantizationType as Q
 from safetensors.torch import load_file, save_file
+from test_gguf_weights import SIZES, write_gguf
 from tiny import VOCAB_SIZE, make_tiny_model
 
 from aengine.checkpoint.source import resolve_model
@@ -104,3 +106,25 @@ def test_a_head_that_does_not_fit_is_named(tmp_path: Path) -> None:
     save_file(tensors, path)
     with pytest.raises(ModelLoadError, match="lacks the tensor 'score.weight'"):
         load(tmp_path)
+
+
+@pytest.mark.parametrize("tied", [False, True])
+def test_a_gguf_reranker_has_the_rows_of_yes_and_no(tied: bool, prompts: list[list[int]], tmp_path: Path) -> None:
+    """As llama.cpp's converter makes Qwen3-Reranker: without the output matrix, which is not the embeddings then."""
+    model = make_tiny_model("qwen3", seed=5, tie_word_embeddings=tied, **SIZES)
+    yes, no = 7, 9
+    with torch.no_grad():
+        logits = [model(torch.tensor([ids])).logits[0, -1] for ids in prompts]
+        expected = np.array([[float(found[yes] - found[no])] for found in logits])
+        rows = model.lm_head.weight[[yes, no]].numpy()
+    write_gguf(tmp_path / "m.gguf", model, "qwen3", [Q.F32], rerank_rows=rows)
+    loaded = load(tmp_path / "m.gguf")
+    assert loaded.offer["tasks"] == ["classify"] and loaded.offer["asks_yes_no"]
+    assert np.abs(vectors(loaded, prompts) - expected).max() < 1e-4
+
+
+def test_a_gguf_head_of_other_classes_is_refused(tmp_path: Path) -> None:
+    model = make_tiny_model("qwen3", seed=5, **SIZES)
+    write_gguf(tmp_path / "m.gguf", model, "qwen3", [Q.F32], rerank_rows=np.zeros((3, 256), np.float32))
+    with pytest.raises(ModelLoadError, match=r"has a head of the classes \['a', 'b', 'c'\].*hub id of the checkpoint"):
+        load(tmp_path / "m.gguf")

@@ -106,10 +106,13 @@ def add_longrope(writer: gguf.GGUFWriter, config: Any) -> None:
         writer.add_tensor(f"rope_factors_{kind}.weight", np.array(rope[f"{kind}_factor"], dtype=np.float32))
 
 
-def write_gguf(path: Path, model: PreTrainedModel, arch: str, kinds: list[Q]) -> None:
+def write_gguf(
+    path: Path, model: PreTrainedModel, arch: str, kinds: list[Q], *, rerank_rows: np.ndarray | None = None
+) -> None:
     """``model`` as a GGUF, its matrices quantised as each of ``kinds`` in turn.
 
-    The model then holds what the file says. Names come from the gguf package's own map.
+    The model then holds what the file says. Names come from the gguf package's own map. ``rerank_rows``: of the output
+    matrix the file has these alone.
     """
     config = model.config
     writer = gguf.GGUFWriter(path, gguf.MODEL_ARCH_NAMES[ARCHS[arch]])
@@ -155,7 +158,13 @@ def write_gguf(path: Path, model: PreTrainedModel, arch: str, kinds: list[Q]) ->
         writer.add_rope_dimension_count(int(config.head_dim * rope["partial_rotary_factor"]))
     names = gguf.get_tensor_name_map(ARCHS[arch], config.num_hidden_layers)
     matrices = 0
+    if rerank_rows is not None:
+        writer.add_pooling_type(gguf.PoolingType.RANK)
+        writer.add_classifier_output_labels(["yes", "no"] if len(rerank_rows) == 2 else ["a", "b", "c"])
+        writer.add_tensor("cls.output.weight", rerank_rows)
     for name, weight in stored_tensors(model):
+        if rerank_rows is not None and name.startswith("lm_head"):
+            continue
         stored = weight.detach() + (1 if arch.startswith("gemma") and "norm" in name else 0)
         heads = {"q_proj": config.num_attention_heads, "k_proj": config.num_key_value_heads}
         part = name.split(".")[-2]

@@ -15,6 +15,7 @@ from ...checkpoint.text_config import tensor_names
 from ...errors import ModelLoadError
 from ..models.causal_lm import CausalLM
 from ..pooling.vectors import DenseLayer, VectorLayers
+from ..weights.gguf_source import read_gguf_tensor
 from ..weights.safetensors_source import read_tensor
 
 __all__ = ["DecoderHead"]
@@ -49,6 +50,9 @@ class DecoderHead:
         shape = (len(self.labels), hidden_size)
         if checkpoint.format == "dummy":
             weight = torch.zeros(shape)
+        elif checkpoint.format == "gguf":
+            yes, no = read_gguf_tensor(checkpoint.path, "cls.output.weight").split(1)
+            weight = yes - no
         else:
             weight = read_tensor(Path(checkpoint.path), _SCORE).float()
         if weight.shape != shape:

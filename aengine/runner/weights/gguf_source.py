@@ -24,6 +24,12 @@ def read_gguf(path: str, names: GgufNames, head_dim: int, target: Target) -> Sou
     return Source(_read(file, names, head_dim, target), total)
 
 
+def read_gguf_tensor(path: str, name: str) -> Tensor:
+    """One tensor in float32. Raises ModelLoadError as `read_gguf` does."""
+    with GgufFile(path) as file:
+        return _dequantise(file, name).clone()  # nothing of the file's map is left
+
+
 def _read(file: GgufFile, names: GgufNames, head_dim: int, target: Target) -> Iterator[Named]:
     def read(name: str, hf_name: str, expert: int | None = None) -> Named:
         if hf_name not in target.places:
