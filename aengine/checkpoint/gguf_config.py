@@ -78,6 +78,9 @@ def gguf_hf_config(file: GgufFile) -> dict[str, Any]:
 def _encoder_config(file: GgufFile, arch: str) -> dict[str, Any]:
     """The settings of a model whose tokens see later ones, too."""
     types, positions = file.tensors.get("token_types.weight"), file.tensors.get("position_embd.weight")
+    theta = (
+        {"rope_theta": _get(file, f"{arch}.rope.freq_base", float)} if f"{arch}.rope.freq_base" in file.metadata else {}
+    )
     context = _get(file, f"{arch}.context_length", int)
     return {
         "gguf_architecture": arch,
@@ -90,6 +93,7 @@ def _encoder_config(file: GgufFile, arch: str) -> dict[str, Any]:
         "layer_norm_eps": round_float32(_get(file, f"{arch}.attention.layer_norm_epsilon", float)),
         "max_position_embeddings": context if positions is None else positions.shape[0],
         "type_vocab_size": 0 if types is None else types.shape[0],
+        **theta,
         "vocab_size": _vocab_size(file),
     }
 

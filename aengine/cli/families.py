@@ -196,11 +196,11 @@ FAMILIES = (
         tools=("lfm2", "lfm2_json"),
     ),
     Family(
-        name="BERT, DistilBERT, RoBERTa, XLM-RoBERTa, MPNet, ModernBERT",
-        model_types=("bert", "distilbert", "roberta", "xlm-roberta", "mpnet", "modernbert"),
+        name="BERT, DistilBERT, RoBERTa, XLM-RoBERTa, MPNet, ModernBERT, nomic-embed-text",
+        model_types=("bert", "distilbert", "roberta", "xlm-roberta", "mpnet", "modernbert", "nomic_bert"),
         task="embed",
         formats=("safetensors", "gguf"),
-        gguf=("bert",),
+        gguf=("bert", "nomic-bert"),
         tested=("vectors and scores",),
     ),
     Family(

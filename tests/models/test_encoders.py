@@ -51,6 +51,7 @@ VARIANTS: dict[str, tuple[str, dict[str, Any]]] = {
         },
     ),
     "mpnet": ("MPNet", {**_BERT, "max_position_embeddings": 300, "relative_attention_num_buckets": 32}),
+    "nomic_bert": ("NomicBert", {**_COMMON, "max_position_embeddings": 80}),
     "modernbert": (
         "ModernBert",
         {**_COMMON, "local_attention": 16, "max_position_embeddings": 300, "pad_token_id": 0, "norm_bias": True},
@@ -225,13 +226,13 @@ def test_names_of_a_checkpoint_with_a_head_and_of_an_old_one(tmp_path: Path) -> 
     assert np.abs(vectors(load(tmp_path), texts) - expected).max() < 1e-5
 
 
-@pytest.mark.parametrize("variant", ["bert", "xlm-roberta"])
+@pytest.mark.parametrize("variant", ["bert", "xlm-roberta", "nomic_bert"])
 @pytest.mark.parametrize(("kind", "mode"), [(1, "mean"), (2, "cls")])
 def test_a_gguf(tmp_path: Path, variant: str, kind: int, mode: str) -> None:
     """As llama.cpp's converter writes them, under the gguf package's own names."""
     model, texts, path = write(tmp_path, variant), some_texts(), tmp_path / "m.gguf"
-    config, names = model.config, gguf.get_tensor_name_map(gguf.MODEL_ARCH.BERT, 3)
-    writer = gguf.GGUFWriter(path, "bert")
+    config, arch = model.config, gguf.MODEL_ARCH.NOMIC_BERT if variant == "nomic_bert" else gguf.MODEL_ARCH.BERT
+    names, writer = gguf.get_tensor_name_map(arch, 3), gguf.GGUFWriter(path, gguf.MODEL_ARCH_NAMES[arch])
     writer.add_context_length(64)
     writer.add_embedding_length(config.hidden_size)
     writer.add_block_count(config.num_hidden_layers)
@@ -240,7 +241,9 @@ def test_a_gguf(tmp_path: Path, variant: str, kind: int, mode: str) -> None:
     writer.add_layer_norm_eps(config.layer_norm_eps)
     writer.add_causal_attention(False)
     writer.add_pooling_type(gguf.PoolingType(kind))
-    for name, tensor in model.state_dict().items():
+    if variant == "nomic_bert":
+        writer.add_rope_freq_base(config.rope_parameters["rope_theta"])
+    for name, tensor in load_file(tmp_path / "model.safetensors").items():
         if name.startswith("pooler"):
             continue
         if name == "embeddings.position_embeddings.weight" and variant != "bert":
@@ -256,6 +259,25 @@ def test_a_gguf(tmp_path: Path, variant: str, kind: int, mode: str) -> None:
     loaded = load(path)
     assert loaded.offer["pooling"] == mode and loaded.offer["is_encoder"]
     assert np.abs(vectors(loaded, texts) - expected).max() < 1e-5
+
+
+def test_the_first_releases_name_their_settings_otherwise(tmp_path: Path) -> None:
+    texts, path = some_texts(), tmp_path / "config.json"
+    expected = expected_mean(
+        write(tmp_path, "nomic_bert", rope_parameters={"rope_type": "default", "rope_theta": 50.0}), texts
+    )
+    new = json.loads(path.read_text())
+    names = {"n_embd": "hidden_size", "n_inner": "intermediate_size", "n_layer": "num_hidden_layers"}
+    names |= {"n_head": "num_attention_heads", "layer_norm_epsilon": "layer_norm_eps"}
+    old = {name: new[key] for name, key in names.items()} | {"vocab_size": 96, "model_type": "nomic_bert"}
+    old |= {"n_positions": 8192, "rotary_emb_base": 50.0, "activation_function": "swiglu", "prenorm": False}
+    path.write_text(json.dumps(old))
+    loaded = load(tmp_path)
+    assert np.abs(vectors(loaded, texts) - expected).max() < 1e-5
+    assert loaded.offer["max_model_len"] == 2048
+    path.write_text(json.dumps(old | {"prenorm": True}))
+    with pytest.raises(ModelLoadError, match="prenorm=True is not supported; False is"):
+        load(tmp_path)
 
 
 def test_an_unsupported_setting_is_named(tmp_path: Path) -> None:

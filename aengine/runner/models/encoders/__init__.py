@@ -10,7 +10,7 @@ from ...weights.formats import WeightFormats
 from ...weights.scope import WeightScope
 from .encoder import Encoder, EncoderConfig
 
-__all__ = ["ENCODERS", "build_encoder", "is_encoder", "read_encoder_config"]
+__all__ = ["ENCODERS", "GGUF_ENCODERS", "build_encoder", "is_encoder", "read_encoder_config"]
 
 ENCODERS = {
     "bert": "bert.Bert",
@@ -18,10 +18,13 @@ ENCODERS = {
     "gemma3_text": "embedding_gemma.EmbeddingGemma",
     "modernbert": "modernbert.ModernBert",
     "mpnet": "mpnet.MPNet",
+    "nomic_bert": "nomic_bert.NomicBert",
     "roberta": "roberta.Roberta",
     "xlm-roberta": "roberta.XlmRoberta",
 }
 """By ``model_type`` of config.json: the family's file and its class."""
+GGUF_ENCODERS = {"nomic-bert": "nomic_bert"}
+"""The ``model_type`` of each ``general.architecture`` of a GGUF that has another name."""
 
 
 def is_encoder(hf_config: Mapping[str, Any]) -> bool:
@@ -29,7 +32,7 @@ def is_encoder(hf_config: Mapping[str, Any]) -> bool:
     model_type = hf_config.get("model_type")
     if model_type == "gemma3_text":
         return bool(hf_config.get("use_bidirectional_attention"))
-    return model_type in ENCODERS and not hf_config.get("is_decoder")
+    return GGUF_ENCODERS.get(str(model_type), model_type) in ENCODERS and not hf_config.get("is_decoder")
 
 
 def read_encoder_config(hf_config: Mapping[str, Any]) -> EncoderConfig:
@@ -43,6 +46,6 @@ def build_encoder(config: EncoderConfig, formats: WeightFormats) -> Encoder[Any]
 
 
 def _family(model_type: str) -> type[Encoder[Any]]:
-    file, _, name = ENCODERS[model_type].partition(".")
+    file, _, name = ENCODERS[GGUF_ENCODERS.get(model_type, model_type)].partition(".")
     family: type[Encoder[Any]] = getattr(import_module(f".{file}", __name__), name)
     return family
