@@ -204,8 +204,7 @@ class ConfigReader:
     def _rope_parameters(self) -> dict[str, Mapping[str, Any]]:
         """The parameters of each type of layers, or, by "", of all."""
         given = self._hf.get("rope_parameters") or self._hf.get("rope_scaling") or {}
-        kinds = set(self._hf.get("layer_types") or ())
-        if given and set(given) <= kinds:
+        if given and all(parameters is None or isinstance(parameters, Mapping) for parameters in given.values()):
             return {kind: parameters or {} for kind, parameters in given.items()}
         return {"": given}
 

@@ -20,7 +20,9 @@ MODELS: dict[str, dict[str, Any]] = {
     "llama": {},  # whole layers are replaced
     "seed_oss": {},
     "olmo3": {},  # windows beside full attention
-    "cohere2": {"tie_word_embeddings": True},  # layers without rotary embedding
+    "cohere2": {"tie_word_embeddings": True},  # parallel halves; layers without rotary embedding
+    "exaone4": {},  # norms after the layers, and of each head
+    "phi": {},  # parallel halves with biases, no gate
     "gpt2": {},  # learned positions
     "deepseek_v3": {},  # latent attention, expanded; experts in groups
     "qwen3_moe": {},  # experts

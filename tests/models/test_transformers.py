@@ -18,11 +18,12 @@ from zoo import VOCAB_SIZE, write_zoo_model
 
 from aengine.errors import ModelLoadError
 from aengine.runner.layers.module_experts import run_experts
+from aengine.runner.layers.norm import RMSNorm
 from aengine.runner.models import read_config
 from aengine.runner.models.transformers import TransformersModel
 from aengine.runner.models.transformers.attention import listen
 from aengine.runner.models.transformers.check import PlainAttention
-from aengine.runner.models.transformers.fused import _read_gated
+from aengine.runner.models.transformers.layer_parts import CentredNorm, Unusual, read_gated, read_norm
 from aengine.runner.models.transformers.survey import trunk_inputs
 
 MODELS: dict[str, dict[str, Any]] = {
@@ -82,7 +83,11 @@ def test_longrope(model_type: str, tmp_path: Path) -> None:
         ("seed_oss", {"layers": 3, "feed_forward": 3}),
         ("smollm3", {"layers": 3, "feed_forward": 3}),  # one of them without rotary embedding
         ("qwen3_moe", {"layers": 3, "feed_forward": 0}),  # norms of q and k; experts stay modules
-        ("olmo3", {"layers": 0, "feed_forward": 0}),  # norms after the layers
+        ("olmo3", {"layers": 3, "feed_forward": 3}),  # norms after the layers, and of the whole q and k
+        ("exaone4", {"layers": 3, "feed_forward": 3}),  # norms after the layers, and of each head
+        ("cohere", {"layers": 3, "feed_forward": 3}),  # parallel halves, layer norms, neighbours turn together
+        ("phi", {"layers": 3, "feed_forward": 0}),  # parallel halves, biases; the feed-forward layer has no gate
+        ("phi3", {"layers": 3, "feed_forward": 3}),  # packed matrices
         ("gpt2", {"layers": 0, "feed_forward": 0}),
     ],
 )
@@ -103,10 +108,21 @@ def test_activations_are_told_apart(dtype: torch.dtype, name: str, wanted: str) 
 
     def read(activation: str) -> Any:
         sizes = {"hidden_size": 16, "intermediate_size": 32, "num_attention_heads": 2}
-        return _read_gated(LlamaMLP(LlamaConfig(**sizes, hidden_act=activation)).to(dtype))
+        return read_gated(LlamaMLP(LlamaConfig(**sizes, hidden_act=activation)).to(dtype))
 
     assert read(name).activation == wanted
     assert read("relu") is None
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_norms_are_told_apart(dtype: torch.dtype) -> None:
+    size = 8192  # the mean of so many random numbers is less than what 16 bits leave of it
+    centred = torch.nn.LayerNorm(size, bias=False).to(dtype)
+    assert isinstance(read_norm(centred), CentredNorm)
+    assert isinstance(read_norm(torch.nn.LayerNorm(size).to(dtype)), CentredNorm)
+    assert isinstance(read_norm(torch.nn.RMSNorm(size, eps=1e-6).to(dtype)), RMSNorm)
+    with pytest.raises(Unusual):
+        read_norm(torch.nn.GroupNorm(2, size, eps=1e-5).to(dtype))
 
 
 def test_a_layer_that_does_more_than_its_parts_stays_as_it_is(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -148,7 +164,7 @@ def test_a_decode_reads_nothing_from_the_device(model_type: str, tmp_path: Path)
     model, _ = load(source_of(tmp_path))
     assert isinstance(model, TransformersModel)
     ids, positions = torch.tensor([5, 7]), torch.zeros(2, dtype=torch.int64)
-    listen(model.module, PlainAttention(model._layers, positions))
+    listen(model.module, PlainAttention(model._layers, positions, ropes=model.config.ropes))
     with NoReads(), torch.inference_mode():
         hidden = model._trunk(**trunk_inputs(model._trunk, ids[None], positions[None])).last_hidden_state[0]
         assert model.compute_logits(hidden).shape == (2, VOCAB_SIZE)

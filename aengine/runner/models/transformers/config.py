@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import inspect
+import re
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, Self
@@ -59,7 +61,7 @@ def read_transformers_config(files: ModelFiles, reason: str) -> TransformersConf
             f"safetensors: leave model_impl at 'auto', or give the folder or hub id of the checkpoint that it was made "
             f"from"
         )
-    layers, config, class_name = survey(files)
+    layers, config, model_class = survey(files)
     text = config.get_text_config(decoder=True)
     longest = _context(text, any(isinstance(layer, SurveyedLayer) for layer in layers))
     attention = [layer for layer in layers if isinstance(layer, SurveyedLayer)]
@@ -78,18 +80,18 @@ def read_transformers_config(files: ModelFiles, reason: str) -> TransformersConf
         rms_norm_eps=0.0,
         max_position_embeddings=longest,
         tie_word_embeddings=bool(config.tie_word_embeddings),
-        ropes=_ropes(text, widest, longest),
+        ropes=_ropes(text, widest, longest, _turns_neighbours(model_class)),
         sliding_windows=(None,) * len(layers),
         num_experts=_num_experts(text),
         checkpoint_dtype=str(dtype).removeprefix("torch."),
         files=files,
         layers=tuple(layers),
-        class_name=class_name,
+        class_name=model_class.__name__,
         reason=reason,
     )
 
 
-def _ropes(text: Any, widest: SurveyedLayer | None, longest: int) -> tuple[RopeConfig, ...]:
+def _ropes(text: Any, widest: SurveyedLayer | None, longest: int, interleaved: bool) -> tuple[RopeConfig, ...]:
     """The rotary embeddings that the config names; which layer has which is found when layers are fused. None if they
     are of a kind that ours are not.
 
@@ -97,11 +99,18 @@ def _ropes(text: Any, widest: SurveyedLayer | None, longest: int) -> tuple[RopeC
     if widest is None or not getattr(text, "rope_parameters", None):
         return ()
     try:
-        return ConfigReader(text.to_dict()).ropes(widest.head_dim, longest, False)
+        return ConfigReader(text.to_dict()).ropes(widest.head_dim, longest, interleaved)
     except (ModelLoadError, TypeError, ValueError):
         if text.rope_parameters.get("rope_type") == "longrope":
             raise
         return ()
+
+
+def _turns_neighbours(model_class: type) -> bool:
+    """Guess from the code whether the rotary embedding turns elements 2i and 2i + 1 together. The comparison of each
+    fused layer judges it (fused.py)."""
+    module = inspect.getmodule(model_class)
+    return module is not None and re.search(r"\[\.\.\., 0?::2\]", inspect.getsource(module)) is not None
 
 
 def _num_experts(text: Any) -> int:

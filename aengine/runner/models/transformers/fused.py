@@ -1,4 +1,4 @@
-"""Decoder layers of the usual shape, computed by our layers in place of transformers' modules: five launches on a GPU
+"""Decoder layers of the usual shapes, computed by our layers in place of transformers' modules: five launches on a GPU
 instead of some fifty.
 
     input_layernorm, q_proj, k_proj, v_proj                one product (`Weight.after_norm`)
@@ -7,10 +7,12 @@ instead of some fifty.
     post_attention_layernorm, gate_proj, up_proj, act_fn   one product (`Weight.gated_after_norm`)
     down_proj, residual                                    one product
 
-Which modules have that shape follows from their names and types; what they compute is compared: each norm and
+The norms may also follow the products, and the halves of a layer may be parallel (`_KINDS`): then what is no part of a
+product is a launch of its own. A feed-forward layer of another kind, such as experts, is called as it is.
+
+Which modules have such a shape follows from their names and types; what they compute is compared: each norm and
 activation on random numbers, each layer on what it got in a run of the model over some tokens. A layer that differs
-from what is made of its parts, in whatever way, stays transformers'. A feed-forward layer of another kind, such as
-experts, is called as it is.
+from what is made of its parts, in whatever way, stays transformers'.
 """
 
 from __future__ import annotations
@@ -18,29 +20,47 @@ from __future__ import annotations
 import logging
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, replace
+from dataclasses import astuple, dataclass, replace
 from functools import partial
-from typing import Any, Protocol, get_args
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor, nn
 
-from ....kernels.activation import Activation, act_and_mul
+from ....kernels.activation import act_and_mul
 from ...kv_spec import SharedKV
 from ...layers.attention import AttentionLayer
 from ...layers.norm import RMSNorm
 from ...weights.plain import PlainWeight
+from .layer_parts import MOST, CentredNorm, Unusual, difference, pack, read_attention_matrices, read_gated, read_norm
 from .survey import SurveyedLayer, SurveyedMixer
 
 __all__ = ["CallCounter", "FusedLayer", "fuse_layers"]
 
 logger = logging.getLogger("aengine.runner")
 
-_LAYER = {"self_attn", "mlp", "input_layernorm", "post_attention_layernorm"}
-_ATTENTION = ("q_proj", "k_proj", "v_proj", "o_proj")
-_GATED = ("gate_proj", "up_proj", "down_proj")
-_MOST = {torch.float32: 1e-3, torch.float16: 2e-2, torch.bfloat16: 6e-2}
-"""By how much, of its size, the output of a layer may differ."""
+_Norm = RMSNorm | CentredNorm | None
+
+
+@dataclass(frozen=True, slots=True)
+class _Norms:
+    """The names of a layer's norms; "": there is none."""
+
+    before_attention: str = ""
+    after_attention: str = ""
+    before_mlp: str = ""
+    after_mlp: str = ""
+
+
+_PARALLEL = _Norms("input_layernorm", "", "input_layernorm", "")
+"""Both halves take the layer's input, and are added to it."""
+_KINDS = (
+    _Norms("input_layernorm", "", "post_attention_layernorm", ""),
+    _Norms("", "post_attention_layernorm", "", "post_feedforward_layernorm"),
+    _Norms("input_layernorm", "post_attention_layernorm", "pre_feedforward_layernorm", "post_feedforward_layernorm"),
+    _Norms("input_layernorm", "post_self_attn_layernorm", "post_attention_layernorm", "post_mlp_layernorm"),
+    _PARALLEL,
+)
 
 
 class CallCounter(Protocol):
@@ -52,30 +72,29 @@ class CallCounter(Protocol):
         """See `AttentionCall.forward`."""
 
 
-@dataclass(frozen=True, slots=True)
-class _GatedParts:
-    gate_up: PlainWeight
-    down: PlainWeight
-    activation: Activation
-
-
 class FusedLayer:
     """A decoder layer by our layers, over the parameters of ``module``."""
 
     def __init__(self, module: nn.Module, layer: AttentionLayer) -> None:
-        """Raises `_Unusual` if a part computes something else."""
+        """Raises `Unusual` if a part computes something else."""
         attention: Any = module.self_attn
+        kind, matrices = _kind_of(module), read_attention_matrices(attention)
+        assert kind is not None and matrices is not None, "see `_is_plain`"
         norms = [getattr(attention, name, None) for name in ("q_norm", "k_norm")]
-        q_norm, k_norm = (None if norm is None else _read_norm(norm) for norm in norms)
-        if any(norm is not None and len(norm.weight) != layer.head_dim for norm in (q_norm, k_norm)):
-            raise _Unusual("norms of the whole of q and k")
+        q_norm, k_norm = (None if norm is None else _rms_norm(norm) for norm in norms)
+        widths = [0 if norm is None else len(norm.weight) for norm in (q_norm, k_norm)]
+        self._q_and_k: tuple[RMSNorm, RMSNorm] | None = None  # norms of all heads of a token together
+        if q_norm is not None and k_norm is not None and widths != [layer.head_dim] * 2:
+            if widths != [layer.num_heads * layer.head_dim, layer.num_kv_heads * layer.head_dim]:
+                raise Unusual("norms of q and k")
+            self._q_and_k, q_norm, k_norm = (q_norm, k_norm), None, None
         self._module = module
         self.layer = replace(layer, q_norm=q_norm, k_norm=k_norm)
-        self._input_norm = _read_norm(module.input_layernorm)
-        self._mlp_norm = _read_norm(module.post_attention_layernorm)
-        self._qkv = _pack([attention.q_proj, attention.k_proj, attention.v_proj])
-        self._o = _pack([attention.o_proj])
-        self._gated = _read_gated(module.mlp)
+        self._is_parallel = kind == _PARALLEL
+        self._norms: list[_Norm] = [read_norm(getattr(module, name)) if name else None for name in astuple(kind)]
+        self._qkv = pack(matrices[0])
+        self._o = pack([matrices[1]])
+        self._gated = read_gated(module.mlp)
 
     @property
     def has_feed_forward(self) -> bool:
@@ -83,16 +102,38 @@ class FusedLayer:
 
     def forward(self, hidden_states: Tensor, *args: Any, **options: Any) -> Tensor:
         """Change ``hidden_states`` [1, num_tokens, hidden_size] in place, and return them."""
-        residual, module = hidden_states[0], self._module
-        qkv = self._qkv.after_norm(residual, self._input_norm)
-        self._o.add_to(residual, _listener(module).attend_to_qkv(self.layer, qkv))
-        if self._gated is None:
-            mlp: Any = module.mlp
-            residual.add_(mlp(self._mlp_norm(residual)[None])[0])
+        residual = hidden_states[0]
+        before_attention, after_attention, before_mlp, after_mlp = self._norms
+        x, norm = _apply(before_attention, residual)
+        qkv = self._qkv.multiply(x) if norm is None else self._qkv.after_norm(x, norm)
+        attended = _listener(self._module).attend_to_qkv(self.layer, self._normalise(qkv))
+        if self._is_parallel:
+            fed = self._feed(x, norm)
+            _add(self._o, residual, attended, None)
         else:
-            hidden = self._gated.gate_up.gated_after_norm(residual, self._mlp_norm, self._gated.activation)
-            self._gated.down.add_to(residual, hidden)
+            _add(self._o, residual, attended, after_attention)
+            fed = self._feed(*_apply(before_mlp, residual))
+        if self._gated is not None:
+            _add(self._gated.down, residual, fed, after_mlp)
+        else:
+            residual.add_(fed if after_mlp is None else after_mlp(fed))
         return hidden_states
+
+    def _normalise(self, qkv: Tensor) -> Tensor:
+        if self._q_and_k is None:
+            return qkv
+        q, k, v = qkv.split([len(norm.weight) for norm in self._q_and_k] + [len(self._q_and_k[1].weight)], 1)
+        return torch.cat((self._q_and_k[0](q), self._q_and_k[1](k), v), 1)
+
+    def _feed(self, x: Tensor, norm: RMSNorm | None) -> Tensor:
+        """The feed-forward layer for norm(x), but for the last product of one that is fused."""
+        if self._gated is None:
+            mlp: Any = self._module.mlp
+            out: Tensor = mlp((x if norm is None else norm(x))[None])[0]
+            return out
+        if norm is None:
+            return act_and_mul(self._gated.gate_up.multiply(x), self._gated.activation)
+        return self._gated.gate_up.gated_after_norm(x, norm, self._gated.activation)
 
     def install(self) -> None:
         self._module.forward = self.forward
@@ -101,8 +142,21 @@ class FusedLayer:
         del self._module.forward
 
 
-class _Unusual(Exception):
-    """A part of a layer is not as our layers have it."""
+def _apply(norm: _Norm, x: Tensor) -> tuple[Tensor, RMSNorm | None]:
+    """What a product is to multiply: norm(x), or x and the norm if it can be a part of the product."""
+    if norm is None or isinstance(norm, RMSNorm):
+        return x, norm
+    return norm(x), None
+
+
+def _add(weight: PlainWeight, residual: Tensor, x: Tensor, norm: _Norm) -> None:
+    """Add norm(the product by x) to ``residual``, in place."""
+    if norm is None:
+        weight.add_to(residual, x)
+    elif isinstance(norm, RMSNorm):
+        weight.add_normed_to(residual, x, norm)
+    else:
+        residual.add_(norm(weight.multiply(x)))
 
 
 def fuse_layers(
@@ -131,13 +185,13 @@ def fuse_layers(
             try:
                 fused.append(_fuse(module, surveyed, ropes, record, partial(listen_at, record.call)))
                 continue
-            except _Unusual as error:
+            except Unusual as error:
                 reason = str(error)
         logger.info("a layer stays transformers' %s: %s", type(module).__name__, reason)
     for layer in fused:
         layer.install()
-    off = _difference(run(), before)
-    if off > 5 * _MOST[next(model.parameters()).dtype]:  # rounding adds up; else something reads what layers kept
+    off = difference(run(), before)
+    if off > 5 * MOST[next(model.parameters()).dtype]:  # rounding adds up; else something reads what layers kept
         name = type(model).__name__
         logger.warning("layers of %s stay transformers': with fused ones its logits differ by %.2g", name, off)
         for layer in fused:
@@ -188,14 +242,16 @@ def _fuse(
     record: _Record,
     listen: Callable[[], None],
 ) -> FusedLayer:
-    """The rotary embedding is the one that comes nearest. Raises `_Unusual`."""
+    """The rotary embedding is the one that comes nearest. Raises `Unusual`."""
     seen = surveyed[record.call]
     if not isinstance(seen, SurveyedLayer) or isinstance(seen.kv, SharedKV) or seen.has_sinks:
-        raise _Unusual("its attention")
+        raise Unusual("its attention")
+    matrices = read_attention_matrices(module.self_attn)
+    assert matrices is not None
     widths = [seen.num_heads * seen.head_dim, *[seen.num_kv_heads * seen.head_dim] * 2]
-    attention: Any = module.self_attn
-    if seen.value_dim != seen.head_dim or widths != [getattr(attention, n).out_features for n in _ATTENTION[:3]]:
-        raise _Unusual("its heads")
+    found = [matrix.out_features for matrix in matrices[0]]
+    if seen.value_dim != seen.head_dim or found not in (widths, [sum(widths)]):
+        raise Unusual("its heads")
     plain = AttentionLayer(
         index=record.call,
         num_heads=seen.num_heads,
@@ -210,10 +266,14 @@ def _fuse(
     offs: list[float] = []
     for fused.layer in layers:
         listen()
-        offs.append(_difference(fused.forward(record.hidden.clone()) - record.hidden, record.out - record.hidden))
+        try:
+            out = fused.forward(record.hidden.clone())
+        except Exception as error:  # the parts are not put together as they are here
+            raise Unusual(f"{type(error).__name__}: {error}") from error
+        offs.append(difference(out - record.hidden, record.out - record.hidden))
     fused.layer = layers[offs.index(min(offs))]
-    if min(offs) > _MOST[record.hidden.dtype]:
-        raise _Unusual(f"its output differs by {min(offs):.2g} from that of its parts")
+    if min(offs) > MOST[record.hidden.dtype]:
+        raise Unusual(f"its output differs by {min(offs):.2g} from that of its parts")
     return fused
 
 
@@ -223,68 +283,17 @@ def _listener(module: nn.Module) -> CallCounter:
 
 
 def _is_plain(module: nn.Module) -> bool:
-    if {name for name, _ in module.named_children()} != _LAYER:
-        return False
-    attention: Any = module.self_attn
-    matrices = [getattr(attention, name, None) for name in _ATTENTION]
-    return all(type(matrix) is nn.Linear for matrix in matrices)
+    return _kind_of(module) is not None and read_attention_matrices(module.self_attn) is not None
 
 
-def _read_norm(module: Any) -> RMSNorm:
-    """Raises `_Unusual` if it is no RMS norm."""
-    names = [name for name, _ in module.named_parameters()]
-    eps = next((getattr(module, n) for n in ("variance_epsilon", "eps", "epsilon") if hasattr(module, n)), None)
-    if names != ["weight"] or module.weight.dim() != 1 or not isinstance(eps, float):
-        raise _Unusual(f"{type(module).__name__}")
-    weight: Tensor = module.weight.detach()
-    x = _random((4, len(weight)), weight)
-    wanted = module(x)
-    for norm in (RMSNorm.of(weight, eps), RMSNorm.of(weight.float() + 1.0, eps)):
-        if _difference(norm(x), wanted) <= _MOST[x.dtype] / 5:
-            return norm
-    raise _Unusual(f"{type(module).__name__}")
+def _kind_of(module: nn.Module) -> _Norms | None:
+    """The kind of a decoder layer; None: it is none that is known."""
+    children = {name for name, child in module.named_children() if not isinstance(child, nn.Dropout)}
+    return next((kind for kind in _KINDS if children == {"self_attn", "mlp", *filter(None, astuple(kind))}), None)
 
 
-def _read_gated(module: Any) -> _GatedParts | None:
-    """None: it is not down(activation(gate(x)) * up(x))."""
-    matrices = [getattr(module, name, None) for name in _GATED]
-    if any(type(matrix) is not nn.Linear for matrix in matrices) or not isinstance(
-        getattr(module, "act_fn", None), nn.Module
-    ):
-        return None
-    gate, up, down = matrices
-    assert gate is not None and up is not None and down is not None
-    x = _random((4, 64), gate.weight).float()  # in 16 bits rounding would hide which one it is
-    wanted = module.act_fn(x[:, :32]) * x[:, 32:]
-    for activation in get_args(Activation):
-        if _difference(act_and_mul(x, activation), wanted) <= 1e-5:
-            return _GatedParts(_pack([gate, up]), _pack([down]), activation)
-    return None
-
-
-def _pack(matrices: list[nn.Linear]) -> PlainWeight:
-    """One weight of them, below each other; theirs become parts of it."""
-    if len({matrix.bias is None for matrix in matrices}) > 1:
-        raise _Unusual("biases of some matrices")
-    if len(matrices) == 1:
-        bias = matrices[0].bias
-        return PlainWeight(matrices[0].weight.detach(), None if bias is None else bias.detach())
-    joined = {}
-    for name in ("weight", "bias"):
-        tensors = [getattr(matrix, name) for matrix in matrices]
-        if tensors[0] is None:
-            continue
-        joined[name] = torch.cat([tensor.detach() for tensor in tensors])
-        for matrix, part in zip(matrices, joined[name].split([len(t) for t in tensors]), strict=True):
-            setattr(matrix, name, nn.Parameter(part, requires_grad=False))
-    return PlainWeight(joined["weight"], joined.get("bias"))
-
-
-def _random(shape: tuple[int, ...], like: Tensor) -> Tensor:
-    generator = torch.Generator().manual_seed(0)
-    return torch.randn(shape, generator=generator).to(like.device, like.dtype)
-
-
-def _difference(x: Tensor, wanted: Tensor) -> float:
-    """The norm of ``x - wanted``, as a share of that of ``wanted``."""
-    return float((x.float() - wanted.float()).norm() / wanted.float().norm().clamp(min=1e-12))
+def _rms_norm(module: Any) -> RMSNorm:
+    norm = read_norm(module)
+    if not isinstance(norm, RMSNorm):
+        raise Unusual("norms of q and k")
+    return norm

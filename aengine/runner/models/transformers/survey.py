@@ -111,8 +111,8 @@ def _root(tensor: Tensor) -> Tensor:
     return tensor if tensor._base is None else tensor._base
 
 
-def survey(files: ModelFiles) -> tuple[list[SurveyedLayer | SurveyedMixer], Any, str]:
-    """The attention layers in the order of their calls; transformers' config and the name of its class.
+def survey(files: ModelFiles) -> tuple[list[SurveyedLayer | SurveyedMixer], Any, type[nn.Module]]:
+    """The attention layers in the order of their calls; transformers' config and its class.
 
     Raises ModelLoadError saying what of the model can't be served.
     """
@@ -144,7 +144,7 @@ def survey(files: ModelFiles) -> tuple[list[SurveyedLayer | SurveyedMixer], Any,
     if window is not None and len(full) == len(recorder.layers):
         kinds = [WindowKV(layer.num_kv_heads, layer.head_dim, window) for layer in full]
         recorder.layers = [replace(layer, kv=kind) for layer, kind in zip(full, kinds, strict=True)]
-    return recorder.layers, config, name
+    return recorder.layers, config, type(model)
 
 
 def _window_of_masks(trunk: nn.Module, config: Any) -> int | None:
