@@ -1,33 +1,48 @@
 """A layer's four products with their norms and sums, ours against torch's ops, by batch size. On CUDA; a minute.
 
     python benchmarks/gpu_linear.py          # JSON lines: microseconds a layer, and of reading its weights
+    python benchmarks/gpu_linear.py --tune   # tries tilings, and writes the best into kernels/linear_tilings.json
     TRITON_INTERPRET=1 python benchmarks/gpu_linear.py --check    # that both compute the same; also without a GPU
 
 Time: a CUDA graph of 28 layers of Qwen3-0.6B's shape (or 32 of Llama-3.1-8B's), each with weights of its own, median of
-replays. The attention between the products is left out.
+replays. The attention between the products is left out. Tilings are tried one product at a time, in a graph of as many
+as have more weights than the L2 cache holds.
 """
 
 from __future__ import annotations
 
+import argparse
+import itertools
 import json
+import math
+import os
 import statistics
 import sys
+from collections.abc import Iterator
 from functools import partial
+from pathlib import Path
 from typing import Any
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from aengine.kernels import linear_tilings
+from aengine.kernels.activation import act_and_mul
 from aengine.kernels.dispatch import triton_everywhere
 from aengine.kernels.linear import add_linear, norm_gated_linear, norm_linear
+from aengine.kernels.linear_tilings import LinearShape, StreamedTiling
+from aengine.kernels.triton.launch import compiling, max_shared_memory
+from aengine.kernels.triton.linear_streamed import stream
 
 SHAPES = {  # hidden, q, qkv, inner, layers
     "qwen3-0.6b": (1024, 2048, 4096, 3072, 28),
     "llama-3.1-8b": (4096, 4096, 6144, 14336, 32),
 }
-BATCHES = (1, 2, 4, 8, 16, 32, 64, 128, 256)
+BATCHES = (1, 2, 4, 8, 16, 32, 64, 128, 256, 512)
+TUNED_ROWS = (8, 16, 32, 64, 128, 256, 512)
 BYTES_PER_US = 4.3e6  # a device-to-device copy on an H200, bytes read and written
+BYTES_OF_A_GRAPH = 150e6  # more than any L2 cache holds
 EPS = 1e-6
 
 Layers = list[list[Tensor]]
@@ -71,6 +86,98 @@ def microseconds(step: partial[None]) -> float:
     return statistics.median(times[2:])
 
 
+# -- tilings
+
+
+def products_of(shape: tuple[int, ...]) -> list[LinearShape]:
+    hidden, q, qkv, inner, _ = shape
+    return [
+        LinearShape("plain", qkv, hidden),
+        LinearShape("add", hidden, q),
+        LinearShape("gated", inner, hidden),
+        LinearShape("add", hidden, inner),
+    ]
+
+
+def candidates(shape: LinearShape, rows: int) -> Iterator[StreamedTiling]:
+    """Tiles whose sums fit into registers, with stages for one or two programs a multiprocessor."""
+    is_gated = shape.kind == "gated"
+    grid = itertools.product((16, 32, 64, 128, 256), (64, 128), (64, 128, 256), (4, 8))
+    for block_m, block_n, block_k, num_warps in grid:
+        tiling = StreamedTiling(block_n, block_m, block_k, num_warps, 1)
+        sums = (2 if is_gated else 1) * block_n * block_m // (32 * num_warps)
+        if not 4 <= sums <= 128 or block_m > max(16, rows) or 4 * block_m < rows:
+            continue
+        for per_multiprocessor in (1, 2):
+            stages = min(8, max_shared_memory() // per_multiprocessor // tiling.shared_bytes(is_gated))
+            if stages > 2:
+                yield tiling._replace(num_stages=stages)
+
+
+def run_streamed(weights: list[Tensor], x: Tensor, out: Tensor, kind: str, tiling: StreamedTiling) -> None:
+    for weight in weights:
+        stream(tiling, x, weight, None, out, add=kind == "add", activation="silu" if kind == "gated" else None)
+
+
+def run_library(weights: list[Tensor], x: Tensor, out: Tensor, kind: str) -> None:
+    for weight in weights:
+        if kind == "add":
+            torch.addmm(out, x, weight.t(), out=out)
+        else:
+            y = F.linear(x, weight)
+            if kind == "gated":
+                act_and_mul(y)
+
+
+def tune(shape: LinearShape, rows: int, weights: list[Tensor]) -> tuple[float, float, StreamedTiling | None]:
+    """Microseconds of the library's product and of the fastest tiling, and that; None: the library's is faster."""
+    x, out = (weights[0].new_empty(rows, size).normal_() for size in (shape.in_features, shape.out_features))
+    tried = list(candidates(shape, rows))
+    with compiling(os.cpu_count() or 1):
+        for tiling in tried:
+            run_streamed(weights[:1], x, out, shape.kind, tiling)
+    library = microseconds(partial(run_library, weights, x, out, shape.kind)) / len(weights)
+    times = [
+        (microseconds(partial(run_streamed, weights, x, out, shape.kind, tiling)) / len(weights), tiling)
+        for tiling in tried
+    ]
+    time, best = min(times)
+    return library, time, best if time < library else None
+
+
+def write_table(shape: LinearShape, entries: list[list[int | None]]) -> None:
+    path = Path(linear_tilings.__file__).with_suffix(".json")
+    tables = json.loads(path.read_text())
+    tables.setdefault(torch.cuda.get_device_name(), {})[str(shape)] = entries
+    devices = []
+    for device, own in tables.items():
+        rows = (
+            f'        "{name}": [\n' + ",\n".join(f"            {json.dumps(e)}" for e in found) + "\n        ]"
+            for name, found in own.items()
+        )
+        devices.append(f"    {json.dumps(device)}: {{\n" + ",\n".join(rows) + "\n    }")
+    path.write_text("{\n" + ",\n".join(devices) + "\n}\n")
+
+
+def tune_all(shape: tuple[int, ...]) -> None:
+    for product in products_of(shape):
+        size = product.out_features * (2 if product.kind == "gated" else 1), product.in_features
+        count = max(2, min(28, math.ceil(BYTES_OF_A_GRAPH / (2 * size[0] * size[1]))))
+        weights = [torch.randn(*size, device="cuda", dtype=torch.bfloat16) * size[1] ** -0.5 for _ in range(count)]
+        entries: list[list[int | None]] = []
+        for rows in TUNED_ROWS:
+            library, time, best = tune(product, rows, weights)
+            entries.append([rows, *(best or [None])])
+            write_table(product, entries)  # each time, so that what was found is kept if this is interrupted
+            result = {
+                "product": str(product),
+                "rows": rows,
+                "library_us": round(library, 2),
+                "streamed_us": round(time, 2),
+            }
+            print(json.dumps(result | {"tiling": best}), flush=True)
+
+
 def check() -> None:
     layers, norm = make_layers((128, 64, 192, 128, 2)), torch.rand(128) + 0.5
     for batch in (1, 3, 40):
@@ -82,26 +189,37 @@ def check() -> None:
         print(f"batch {batch}: largest difference {float((residual - expected).abs().max()):.1e}")
 
 
-def main() -> None:
-    if "--check" in sys.argv:
-        return check()
+def measure(name: str, shape: tuple[int, ...]) -> None:
     settings = {"device": "cuda", "dtype": torch.bfloat16}
-    for name, shape in SHAPES.items():
-        hidden, q, num_layers = shape[0], shape[1], shape[4]
-        layers, norm = make_layers(shape, **settings), torch.rand(hidden, **settings) + 0.5
-        weights = sum(w.numel() * w.element_size() for w in layers[0])
-        for batch in BATCHES:
-            inputs = (layers, norm, torch.randn(batch, hidden, **settings), torch.randn(batch, q, **settings))
-            result = {"shape": name, "batch": batch, "weights_us": round(weights / BYTES_PER_US, 2)}
-            result |= {"ours_us": round(microseconds(partial(ours, *inputs)) / num_layers, 2)}
-            result |= {"torch_us": round(microseconds(partial(torchs, *inputs)) / num_layers, 2)}
-            print(json.dumps(result), flush=True)
-        del layers
+    hidden, q, num_layers = shape[0], shape[1], shape[4]
+    layers, norm = make_layers(shape, **settings), torch.rand(hidden, **settings) + 0.5
+    weights = sum(w.numel() * w.element_size() for w in layers[0])
+    for batch in BATCHES:
+        inputs = (layers, norm, torch.randn(batch, hidden, **settings), torch.randn(batch, q, **settings))
+        result = {"shape": name, "batch": batch, "weights_us": round(weights / BYTES_PER_US, 2)}
+        result |= {"ours_us": round(microseconds(partial(ours, *inputs)) / num_layers, 2)}
+        result |= {"torch_us": round(microseconds(partial(torchs, *inputs)) / num_layers, 2)}
+        print(json.dumps(result), flush=True)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--tune", action="store_true")
+    parser.add_argument("--check", action="store_true")
+    parser.add_argument("--shape", choices=SHAPES, nargs="+", default=list(SHAPES))
+    args = parser.parse_args()
+    if args.check:
+        return check()
+    if not torch.cuda.is_available():
+        sys.exit(f"{__doc__}\nTimes need an NVIDIA GPU and a torch with CUDA.")
+    for name in args.shape:
+        if args.tune:
+            tune_all(SHAPES[name])
+        else:
+            measure(name, SHAPES[name])
         torch.cuda.empty_cache()
     return None
 
 
 if __name__ == "__main__":
-    if "--check" not in sys.argv and not torch.cuda.is_available():
-        sys.exit(f"{__doc__}\nTimes need an NVIDIA GPU and a torch with CUDA.")
     main()

@@ -25,6 +25,7 @@ import torch
 import triton
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
+from triton.tools.tensor_descriptor import TensorDescriptor
 
 from aengine.kernels import (
     activation,
@@ -37,6 +38,7 @@ from aengine.kernels import (
     gumbel,
     input_prep,
     linear,
+    linear_tilings,
     logit_bias,
     logprobs,
     rms_norm,
@@ -55,6 +57,7 @@ from aengine.kernels.expert_types import ExpertGate, ExpertMatrices, InputNorm, 
 from aengine.kernels.rotary import Rope
 from aengine.kernels.sequences import Sequences
 from aengine.kernels.triton import launch as launching
+from aengine.kernels.triton import linear_streamed
 
 LIMITS = {
     75: 65_536,
@@ -99,13 +102,15 @@ class Compiler:
         signature, constants, attributes = {}, {}, {}
         for i, param in enumerate(kernel.params):
             value = values[param.name]
-            if isinstance(value, torch.Tensor):
+            is_aligned = False
+            if isinstance(value, TensorDescriptor):
+                signature[param.name] = f"tensordesc<{TYPES[value.base.dtype][1:]}{list(value.block_shape)}>"
+            elif isinstance(value, torch.Tensor):
                 signature[param.name] = TYPES[value.dtype]
                 is_aligned = not (param.do_not_specialize or param.do_not_specialize_on_alignment)
             elif value is None or param.is_constexpr:
                 signature[param.name] = "constexpr"
                 constants[(i,)] = value
-                is_aligned = False
             else:
                 signature[param.name] = "fp32" if isinstance(value, float) else "i32"
                 is_aligned = isinstance(value, int) and value % 16 == 0 and not param.do_not_specialize
@@ -130,7 +135,12 @@ class Compiler:
     def install(self) -> None:
         for info in pkgutil.iter_modules(triton_kernels.__path__):
             module = importlib.import_module(f"{triton_kernels.__name__}.{info.name}")
-            for name, value in (("launch", self), ("max_shared_memory", lambda: LIMITS[self.capability])):
+            replaced = {
+                "launch": self,
+                "max_shared_memory": lambda: LIMITS[self.capability],
+                "is_hopper": lambda: self.capability == 90,
+            }
+            for name, value in replaced.items():
                 if name in vars(module) and not inspect.ismodule(getattr(module, name)):
                     setattr(module, name, value)
         vars(launching).update(launch=self)
@@ -151,7 +161,7 @@ def products(
     dtype = compiler.half
     compiler.note = f"{kind} {rows}x{k}x{n}"
     x, norm = torch.zeros(rows, k, dtype=dtype), torch.zeros(k, dtype=dtype)
-    weight = torch.zeros(1, dtype=dtype).expand(n * (2 if kind == "gated" else 1), k)
+    weight = torch.empty(n * (2 if kind == "gated" else 1), k, dtype=dtype)
     bias = torch.zeros(len(weight), dtype=dtype) if biased else None
     if kind == "add":
         linear.add_linear(torch.zeros(rows, n, dtype=dtype), x, weight, bias)
@@ -159,6 +169,19 @@ def products(
         linear.norm_gated_linear(x, norm, 1e-6, weight, bias, activated)
     else:
         linear.norm_linear(x, norm, 1e-6, weight, bias, torch.float32)
+
+
+def measured_products(compiler: Compiler) -> None:
+    """With the tilings that were measured on Hopper."""
+    for shape, rows, tiling in linear_tilings.measured_tilings() if compiler.capability == 90 else ():
+        compiler.note = f"{shape} {rows}"
+        is_gated = shape.kind == "gated"
+        x, out = (torch.zeros(rows, size, dtype=compiler.half) for size in (shape.in_features, shape.out_features))
+        weight = torch.empty(shape.out_features * (2 if is_gated else 1), shape.in_features, dtype=compiler.half)
+        activated = "silu" if is_gated else None
+        linear_streamed.stream(
+            linear_streamed.fit(tiling, is_gated), x, weight, None, out, add=shape.kind == "add", activation=activated
+        )
 
 
 Heads = tuple[int, int, int]  # query heads, key-value heads, size
@@ -316,6 +339,7 @@ def every_kernel(compiler: Compiler) -> None:
     dtype = compiler.half
     for rows, kind in itertools.product((1, 8, 16, 64), ("", "gated", "add")):
         products(compiler, rows, 1024, 2048, kind, biased=kind == "")
+    measured_products(compiler)
     products(compiler, 1, 1023, 576, "gated")
     products(compiler, 1, 1001, 4864, "gated")
     compiler.note = ""

@@ -47,12 +47,41 @@ class TestChoices:
     def shared_memory(self, monkeypatch: pytest.MonkeyPatch) -> None:
         pytest.importorskip("triton")
         self.limit = 232_448
-        from aengine.kernels.triton import decode_attention, linear_skinny, linear_tiled, varlen_attention
+        from aengine.kernels.triton import (
+            decode_attention,
+            linear_skinny,
+            linear_streamed,
+            linear_tiled,
+            varlen_attention,
+        )
 
-        for module in (decode_attention, linear_skinny, linear_tiled, varlen_attention):
+        for module in (decode_attention, linear_skinny, linear_streamed, linear_tiled, varlen_attention):
             monkeypatch.setattr(module, "max_shared_memory", lambda: self.limit)
 
-    def test_products_on_hopper(self) -> None:
+    def test_products_on_hopper(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        from aengine.kernels.linear_tilings import StreamedTiling as S
+        from aengine.kernels.linear_tilings import measured_tilings
+        from aengine.kernels.triton import linear, linear_streamed
+
+        def choice(rows: int, n: int, k: int, kind: str) -> object:
+            x, weight = torch.empty(rows, k, dtype=HALF), torch.empty(1, dtype=HALF).expand(n, k)
+            return linear._tiling(x, weight, gated=kind == "gated", add=kind == "add")
+
+        for device in ("NVIDIA H200", "another"):  # measured there, by arithmetic here
+            monkeypatch.setattr(linear, "device_name", lambda device=device: device)
+            assert choice(64, 1024, 2048, "add") == S(64, 16, 256, 4, 5)
+            assert choice(16, 28672, 4096, "gated") == S(64, 16, 256, 4, 3)
+            assert choice(64, 28672, 4096, "gated") == S(64, 64, 128, 4, 4)
+            assert choice(512, 4096, 4096, "add") is None
+        assert choice(64, 1000, 2052, "add") is None, "rows that are no multiple of 16 bytes"
+        self.limit = 101_376
+        for shape, _, tiling in measured_tilings():
+            is_gated = shape.kind == "gated"
+            assert tiling.shared_bytes(is_gated) <= 232_448
+            assert linear_streamed.fit(tiling, is_gated).shared_bytes(is_gated) <= 101_376
+
+    def test_products_elsewhere(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        from aengine.kernels.triton import linear
         from aengine.kernels.triton.linear import _tiling
         from aengine.kernels.triton.linear_skinny import SkinnyTiling as S
         from aengine.kernels.triton.linear_tiled import TiledTiling as T
@@ -61,6 +90,7 @@ class TestChoices:
             x, weight = torch.empty(rows, k, dtype=HALF), torch.empty(1, dtype=HALF).expand(n, k)
             return _tiling(x, weight, gated=kind == "gated", add=kind == "add")
 
+        monkeypatch.setattr(linear, "is_hopper", lambda: False)
         for rows, plain, gated in (
             (2, S(8, 16, 2, 256, 2, 4), S(8, 16, 4, 64, 4, 4)),
             (16, S(16, 16, 2, 256, 4, 4), S(16, 16, 4, 64, 4, 4)),

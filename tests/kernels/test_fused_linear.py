@@ -12,7 +12,9 @@ import torch.nn.functional as F
 
 from aengine.kernels.activation import Activation, act_and_mul
 from aengine.kernels.linear import add_linear, norm_gated_linear, norm_linear, plain_linear
+from aengine.kernels.linear_tilings import StreamedTiling
 from aengine.kernels.rms_norm import add_rms_norm, rms_norm
+from aengine.kernels.triton.linear_streamed import stream
 
 DTYPES = [torch.float32, torch.float16] + ([torch.bfloat16] if torch.cuda.is_available() else [])
 ACTIVATIONS: list[tuple[Activation, Callable[..., torch.Tensor]]] = [
@@ -106,6 +108,42 @@ def test_add_linear(
         on = moved(triton_device, residual, x, weight, bias)
         add_linear(*on)
         assert relative_error(on[0], reference) < TOLERANCE[dtype]
+
+
+def tiling_of(rng: random.Random) -> StreamedTiling:
+    """On a GPU, W's rows fill the matrix instruction."""
+    block_n = 64 if torch.cuda.is_available() else rng.choice([16, 32])
+    return StreamedTiling(block_n, rng.choice([16, 32]), rng.choice([32, 64]), 4, 3)
+
+
+@pytest.mark.parametrize("dtype", DTYPES[1:], ids=str)
+@pytest.mark.parametrize("kind", ["plain", "gated", "add"])
+def test_streamed_tiles(
+    rng: random.Random, gen: torch.Generator, triton_device: torch.device, dtype: torch.dtype, kind: str
+) -> None:
+    """Of shapes, too, that tiles don't divide; what lies around the output stays as it is."""
+    for _ in range(4):
+        gates = 2 if kind == "gated" else 1
+        rows, k, n, biased = (
+            rng.randint(2, 70),
+            rng.choice([72, 256, 576]),
+            rng.choice([50, 64, 96]),
+            rng.random() < 0.5,
+        )
+        x, weight, bias = draw(gen, rng, rows, k, gates * n, dtype, biased)
+        whole = torch.randn(rows + 2, n, generator=gen).to(dtype)
+        reference = product(x, weight, bias)
+        if kind == "gated":
+            gate, up = reference.chunk(2, -1)
+            reference = F.silu(gate) * up
+        elif kind == "add":
+            reference = reference + whole[1:-1].double()
+        on = moved(triton_device, x, weight, bias)
+        tiling, activation = tiling_of(rng), "silu" if kind == "gated" else None
+        out = whole.to(triton_device, copy=True)
+        stream(tiling, *on, out[1:-1], add=kind == "add", activation=activation)
+        assert relative_error(out[1:-1], reference) < 2 * TOLERANCE[dtype], tiling
+        assert torch.equal(out[[0, -1]].cpu(), whole[[0, -1]])
 
 
 def test_a_row_depends_on_no_other(gen: torch.Generator, triton_device: torch.device) -> None:

@@ -73,6 +73,7 @@ class Recorder:
     def _key(self, kernel: Any, values: dict[str, Any]) -> Iterator[tuple]:
         """As Triton's cache of compiled kernels: constants, types, what is aligned or 1."""
         from triton.runtime.jit import JITFunction
+        from triton.tools.tensor_descriptor import TensorDescriptor
 
         for param in JITFunction(kernel.fn, **kernel.kwargs).params:
             value = values.pop(param.name)
@@ -80,6 +81,8 @@ class Recorder:
                 is_any = param.do_not_specialize or param.do_not_specialize_on_alignment
                 is_aligned = value.data_ptr() % 16 == 0 and not is_any
                 yield param.name, value.dtype, is_aligned
+            elif isinstance(value, TensorDescriptor):
+                yield param.name, value.base.dtype, tuple(value.block_shape)
             elif param.is_constexpr or value is None or (value == 1 and not param.do_not_specialize):
                 yield param.name, value
             else:

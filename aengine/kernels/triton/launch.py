@@ -38,6 +38,7 @@ __all__ = [
     "gdc_launch_dependents",
     "gdc_wait",
     "has_pdl",
+    "is_hopper",
     "is_interpreted",
     "launch",
     "max_shared_memory",
@@ -72,6 +73,12 @@ def has_pdl() -> bool:
     """Whether this GPU overlaps launches: NVIDIA's, of compute capability 9.0 or more."""
     target = _target()
     return target is not None and target.backend == "cuda" and target.arch >= 90
+
+
+def is_hopper() -> bool:
+    """Whether the GPU is of compute capability 9.0, for which some tilings are made; the interpreter passes for one."""
+    target = _target()
+    return is_interpreted or (target is not None and target.backend == "cuda" and target.arch == 90)
 
 
 @functools.cache

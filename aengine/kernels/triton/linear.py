@@ -2,6 +2,7 @@
 
 M            norm            product
 1            in the product  gemv
+2 to 256     its own kernel  streamed, on Hopper, where linear_tilings.py has a tiling; else:
 2 to 32      its own kernel  skinny for small weights and into the residual, else cuBLAS
 33 to 128    its own kernel  tiled for small weights, but cuBLAS into the residual
 129 or more  its own kernel  cuBLAS
@@ -13,9 +14,10 @@ import torch
 import triton
 from torch import Tensor
 
-from . import linear_skinny, linear_tiled, rms_norm
+from ..linear_tilings import LinearShape, StreamedTiling, choose_tiling
+from . import linear_skinny, linear_streamed, linear_tiled, rms_norm
 from .activation import act_and_mul
-from .launch import has_pdl, is_interpreted, launch
+from .launch import device_name, has_pdl, is_hopper, is_interpreted, launch
 from .linear_gemv import gemv
 from .linear_skinny import SkinnyTiling, skinny
 from .linear_tiled import TiledTiling, tiled
@@ -84,7 +86,7 @@ def _own(
 
 
 def _run(
-    tiling: SkinnyTiling | TiledTiling,
+    tiling: StreamedTiling | SkinnyTiling | TiledTiling,
     x: Tensor,
     weight: Tensor,
     bias: Tensor | None,
@@ -94,6 +96,9 @@ def _run(
     activation: str | None = None,
 ) -> None:
     """out [M, N] = the product, or is added to."""
+    if isinstance(tiling, StreamedTiling):
+        linear_streamed.stream(tiling, x, weight, bias, out, add=add, activation=activation)
+        return
     rows, size = out.shape
     groups = {"GROUPS": tiling.num_groups} if isinstance(tiling, SkinnyTiling) else {}
     launch(
@@ -130,12 +135,16 @@ def _matmul(x: Tensor, weight: Tensor, bias: Tensor | None, out_dtype: torch.dty
     return out if bias is None else out.add_(bias)
 
 
-def _tiling(x: Tensor, weight: Tensor, *, gated: bool, add: bool) -> SkinnyTiling | TiledTiling | None:
+def _tiling(x: Tensor, weight: Tensor, *, gated: bool, add: bool) -> StreamedTiling | SkinnyTiling | TiledTiling | None:
     """Return the tiling of our kernel for a product of two or more rows; None: cuBLAS is faster, or the shape unfit."""
     if x.dtype == torch.float32 and not is_interpreted:
         return None
     rows, (n, k) = x.shape[0], weight.shape
     size = n // 2 if gated else n
+    if is_hopper() and x.dtype != torch.float32 and k % 8 == 0:  # the rows of what it copies are multiples of 16 bytes
+        shape = LinearShape("gated" if gated else "add" if add else "plain", size, k)
+        if (streamed := choose_tiling(device_name(), shape, rows)) is not None:
+            return linear_streamed.fit(streamed, gated)
     choice = _choose_add(rows, n) if add else _choose(rows, n * k, gated)
     if isinstance(choice, SkinnyTiling):
         return linear_skinny.fit(choice, size, k, gated)

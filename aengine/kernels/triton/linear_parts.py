@@ -29,8 +29,8 @@ def store_product(
     bias_ptr,
     n,
     out_ptrs,
-    is_row,
-    N: tl.constexpr,
+    is_inside,
+    N,
     AXIS: tl.constexpr,
     BIAS: tl.constexpr,
     ADD: tl.constexpr,
@@ -39,11 +39,11 @@ def store_product(
 ):
     """Store the sums ``y`` with bias, gated by ``up``, added to what is there. AXIS: that of the tokens; n: [BN]."""
     if BIAS:
-        y += tl.expand_dims(tl.load(bias_ptr + n).to(tl.float32), AXIS)
+        y += tl.expand_dims(tl.load(bias_ptr + n, mask=n < N, other=0.0).to(tl.float32), AXIS)
         if GATED:
-            up += tl.expand_dims(tl.load(bias_ptr + N + n).to(tl.float32), AXIS)
+            up += tl.expand_dims(tl.load(bias_ptr + N + n, mask=n < N, other=0.0).to(tl.float32), AXIS)
     if GATED:
         y = activate_and_multiply(y, up, ACTIVATION)
     if ADD:
-        y += tl.load(out_ptrs, mask=is_row, other=0.0).to(tl.float32)
-    tl.store(out_ptrs, y.to(out_ptrs.dtype.element_ty), mask=is_row)
+        y += tl.load(out_ptrs, mask=is_inside, other=0.0).to(tl.float32)
+    tl.store(out_ptrs, y.to(out_ptrs.dtype.element_ty), mask=is_inside)

@@ -1,0 +1,121 @@
+"""The product of two to some hundred rows on Hopper, whose copy engine (TMA) brings the tiles: a tile of the output a
+program; tokens are the narrow side of the matrix instruction, so that weights are read once for all of them.
+
+A program has some 200 KB of weights and x on their way, which few programs do with: 64 keep the memory as busy as 132,
+and leave the other multiprocessors to the next launch, whose programs then wait there already.
+
+Bytes: W once for every BM rows, x once for every BN columns, mostly out of the L2 cache; operations: 2 M N K.
+"""
+
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+from torch import Tensor
+from triton.tools.tensor_descriptor import TensorDescriptor
+
+from ..linear_tilings import StreamedTiling
+from .launch import gdc_launch_dependents, gdc_wait, has_pdl, launch, max_shared_memory
+from .linear_parts import store_product
+
+__all__ = ["fit", "stream"]
+
+PREFETCHED = tl.constexpr(256)  # columns of W; more hold up the product that is still running
+
+
+def fit(tiling: StreamedTiling, is_gated: bool) -> StreamedTiling:
+    """The tiling with fewer stages, and shorter stretches of K, if the GPU's shared memory demands it."""
+    while tiling.shared_bytes(is_gated) > max_shared_memory():
+        if tiling.num_stages > 2:
+            tiling = tiling._replace(num_stages=tiling.num_stages - 1)
+        else:
+            tiling = tiling._replace(block_k=tiling.block_k // 2, num_stages=3)
+    return tiling
+
+
+def stream(
+    tiling: StreamedTiling,
+    x: Tensor,
+    weight: Tensor,
+    bias: Tensor | None,
+    out: Tensor,
+    *,
+    add: bool,
+    activation: str | None = None,
+) -> None:
+    """out [M, N] = the product, or is added to; rows of x and W are multiples of 16 bytes."""
+    rows, size = out.shape
+    launch(
+        _streamed,
+        (triton.cdiv(rows, tiling.block_m), triton.cdiv(size, tiling.block_n)),
+        TensorDescriptor.from_tensor(x, [tiling.block_m, tiling.block_k]),
+        TensorDescriptor.from_tensor(weight, [tiling.block_n, tiling.block_k]),
+        weight,
+        out,
+        bias,
+        rows,
+        size,
+        weight.shape[1],
+        BN=tiling.block_n,
+        BM=tiling.block_m,
+        BK=tiling.block_k,
+        BIAS=bias is not None,
+        ADD=add,
+        GATED=activation is not None,
+        ACTIVATION=activation,
+        PDL=has_pdl(),
+        STAGES=tiling.num_stages,
+        num_warps=tiling.num_warps,
+    )
+
+
+@triton.jit
+def _prefetch(w_ptr, n, num_rows, K):
+    """Prefetch the first columns of rows ``n`` [BN] of W into the L2 cache, in lines of 128 bytes."""
+    at = w_ptr.to(tl.int64, bitcast=True) + tl.minimum(n, num_rows - 1).to(tl.int64) * (2 * K)
+    for k in range(0, tl.minimum(K, PREFETCHED), 64):
+        tl.inline_asm_elementwise(
+            "prefetch.global.L2 [$1]; mov.u32 $0, 0;", "=r,l", [at + 2 * k], dtype=tl.int32, is_pure=False, pack=1
+        )
+
+
+@triton.jit(do_not_specialize=["M"])
+def _streamed(
+    x_tiles,
+    w_tiles,
+    w_ptr,
+    out_ptr,
+    bias_ptr,
+    M,
+    N,
+    K,
+    BN: tl.constexpr,
+    BM: tl.constexpr,
+    BK: tl.constexpr,
+    BIAS: tl.constexpr,
+    ADD: tl.constexpr,
+    GATED: tl.constexpr,
+    ACTIVATION: tl.constexpr,
+    PDL: tl.constexpr,
+    STAGES: tl.constexpr,
+):
+    m0 = tl.program_id(0) * BM
+    n0 = tl.program_id(1) * BN
+    m = m0 + tl.arange(0, BM)
+    n = n0 + tl.arange(0, BN)
+    if PDL:
+        gdc_launch_dependents()
+        _prefetch(w_ptr, n, N, K)
+        if GATED:
+            _prefetch(w_ptr, N + n, 2 * N, K)
+        gdc_wait()
+    y = tl.zeros((BN, BM), tl.float32)
+    v = tl.zeros((BN, BM), tl.float32)
+    for k0 in tl.range(0, K, BK, num_stages=STAGES):  # what lies outside of x and W is copied as zeros
+        x = x_tiles.load([m0, k0]).T
+        y = tl.dot(w_tiles.load([n0, k0]), x, y, input_precision="ieee")
+        if GATED:
+            v = tl.dot(w_tiles.load([N + n0, k0]), x, v, input_precision="ieee")
+    out_ptrs = out_ptr + m[None, :].to(tl.int64) * N + n[:, None]
+    is_inside = (n < N)[:, None] & (m < M)[None, :]
+    store_product(y, v, bias_ptr, n, out_ptrs, is_inside, N, 1, BIAS, ADD, GATED, ACTIVATION)
