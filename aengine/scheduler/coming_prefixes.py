@@ -9,6 +9,10 @@ has brought the tokens that it awaits, or when its leader leaves its row, for wh
 cached by then, and may lead others itself. Prompts with a row come before the waiting in each step, so what it awaits
 is all in flight: it waits for two steps, where computing the same tokens again would delay everybody.
 
+With states a follower can go on only from a border at which its leader keeps them: the leader does so where the two
+begin to differ, if its chunks have not passed that yet. So this is asked of the next request in the queue when a prompt
+gets a row, and of each request that joins the queue meanwhile (`expect`).
+
 A leader is found by the hash of the first blocks that it has not offered yet, which is computed when the next request
 that might follow is to get a row. How far the two agree beyond these is seen from their tokens. A hash begins with its
 root (see kv_cache_manager.py), so nobody waits for another tenant.
@@ -28,7 +32,18 @@ class ComingPrefixes:
     """Which prefixes are being computed in ``kv``, and who waits for them: for ``least`` tokens or more. ``wake`` gets
     each follower once it need wait no longer."""
 
-    __slots__ = ("_followers", "_hash_size", "_leaders", "_least", "_names", "_unit", "_unnamed", "_wake", "waiting")
+    __slots__ = (
+        "_followers",
+        "_hash_size",
+        "_kv",
+        "_leaders",
+        "_least",
+        "_names",
+        "_unit",
+        "_unnamed",
+        "_wake",
+        "waiting",
+    )
 
     def __init__(self, kv: KVCacheManager, wake: Callable[[Request], None], least: int) -> None:
         self.waiting: dict[Request, tuple[Request, int]] = {}  # its leader, and how many of that one's tokens it awaits
@@ -36,6 +51,7 @@ class ComingPrefixes:
         self._leaders: dict[bytes, Request] = {}  # by the hash of what comes next
         self._names: dict[Request, bytes] = {}  # of the leaders
         self._unnamed: dict[Request, None] = {}  # of which it is not known yet whether they lead
+        self._kv = kv
         self._hash_size = kv.block_size
         self._unit = kv.prefix_unit  # 0: prefixes are not shared
         self._least = -(-least // self._unit) * self._unit if self._unit else 0
@@ -43,15 +59,19 @@ class ComingPrefixes:
 
     def lead(self, request: Request) -> None:
         """Note that the request has a row, in which it computes what is not cached."""
-        if self._unit and len(request.token_ids) - request.num_offered_tokens >= self._least:
+        if self._unit and len(request.token_ids) - self._num_found(request) >= self._least:
             self._unnamed[request] = None
             request.is_leading = True
+
+    def _num_found(self, request: Request) -> int:
+        """How many tokens of a prompt that is being computed others can take over already."""
+        return request.states.num_found if self._kv.has_states else request.num_offered_tokens
 
     def _find_leaders(self) -> None:
         """Name those that are not named; one with the name of another leads nobody."""
         for request in self._unnamed:
-            offered = request.num_offered_tokens
-            name = self._name(request, offered - offered % self._unit + self._least)
+            found = self._num_found(request)
+            name = self._name(request, found - found % self._unit + self._least)
             if name is not None and self._leaders.setdefault(name, request) is request:
                 self._names[request] = name
         self._unnamed.clear()
@@ -69,18 +89,35 @@ class ComingPrefixes:
         leader = None if name is None else self._leaders.get(name)
         if leader is None:
             return False
-        awaited = _num_common(leader.token_ids, request.token_ids[:-1])
-        awaited -= awaited % self._unit
+        awaited = self._kv.num_coming(leader, _num_common(leader.token_ids, request.token_ids[:-1]))
+        if awaited < num_cached + self._least:  # of a model with states
+            return False
         request.status = RequestStatus.WAITING_FOR_PREFIX
         self.waiting[request] = leader, awaited
         self._followers.setdefault(leader, []).append(request)
         return True
 
+    def announce(self, request: Request) -> None:
+        """Note that the request joins the queue."""
+        if self._kv.has_states:
+            for leader in (*self._names, *self._unnamed):
+                self.expect(leader, request)
+
+    def expect(self, leader: Request, later: Request) -> None:
+        """Have a request with a row keep its states where ``later``, which has none yet, begins to differ. Without
+        states nothing needs to be known ahead."""
+        if not self._unit or leader.root_hash is None or leader.root_hash != later.root_hash:
+            return
+        if leader.token_ids[: self._least] == later.token_ids[: self._least]:
+            common = _num_common(leader.token_ids, later.token_ids[:-1])
+            if common >= self._num_found(leader) + self._least:
+                self._kv.num_coming(leader, common)
+
     def advance(self, request: Request) -> None:
         """Note that a chunk of the request's prompt was answered."""
         self._forget(request)
         if request in self._followers:
-            self._wake_followers(request, request.num_offered_tokens)
+            self._wake_followers(request, self._num_found(request))
         if request.req_idx >= 0:
             self.lead(request)
 

@@ -8,9 +8,9 @@
 A hit is the longest prefix that all groups agree on.
 
 A state goes on with each token, so it is found only where a copy of it was kept: at the last block border of a prompt;
-where a prompt begins to differ from those that were seen before; and at the latest border within a completion. A copy
-is made before the step that goes on from there. It is a page of its own, with a name like any other block's; a hit
-copies it into the request's own page.
+where a prompt begins to differ from those that were seen before, or from one that waits for it; and at the latest
+border within a completion. A copy is made before the step that goes on from there. It is a page of its own, with a name
+like any other block's; a hit copies it into the request's own page.
 
 A block that has left a window is freed when the answer is in of the step that passed it (`note_written`). By then the
 next query of that request, also in any step in flight, is past the window of all tokens in the block: nothing reads it
@@ -33,7 +33,7 @@ block is offered to others only after the step that wrote its last slot was answ
 from __future__ import annotations
 
 from array import array
-from bisect import bisect_right
+from bisect import bisect_right, insort
 from collections.abc import Iterable, Sequence
 from hashlib import blake2b
 from typing import NamedTuple
@@ -100,9 +100,8 @@ class KVCacheManager:
         self.block_size = min(group.block_size for group in groups)
         self.has_states = any(group.kind == "state" for group in groups)
         self.has_windows = any(group.window for group in groups)
-        # Others can take over a multiple of so many tokens of a prompt that is being computed. 0: none, as the states
-        # are kept at few borders, which others need not have in common.
-        self.prefix_unit = 0 if self.has_states else max(group.block_size for group in groups)
+        # Others can take over a multiple of so many tokens of a prompt that is being computed. 0: none.
+        self.prefix_unit = max((group.block_size for group in groups if group.kind != "state"), default=0)
         self.pool = BlockPool(num_blocks)
         self._groups = [_Group(group, index, self.block_size) for index, group in enumerate(groups)]
         attending = [own for own, group in zip(self._groups, groups, strict=True) if group.kind != "state"]
@@ -143,6 +142,12 @@ class KVCacheManager:
                 num_agreed = num_agreed + 1 if table.room == length else 1
                 length = table.room
         return length
+
+    def num_coming(self, request: Request, most: int) -> int:
+        """Return how many of the first ``most`` tokens of its prompt others will be able to take over; of a model with
+        states it will keep them there, if that is worth its while."""
+        border = most - most % self.prefix_unit
+        return self._states.plan(request, border) if self.has_states else border
 
     def shares_prompt(self, request: Request) -> bool:
         """Return whether another completion of its call can take over some of its prompt's blocks."""
@@ -355,7 +360,7 @@ class _KeptStates:
     def begin(self, request: Request, prefix: Prefix) -> None:
         """Note where the request will keep its states on the way through its prompt."""
         states = request.states = RequestStates()
-        states.newest = newest = prefix.length
+        states.begun = states.newest = newest = prefix.length
         if prefix.kept:
             self._pool.acquire(prefix.kept)
             states.copies.append(StateCopy(prefix.length, prefix.kept))
@@ -364,6 +369,17 @@ class _KeptStates:
             if border - newest >= STATE_INTERVAL and request.root_hash is not None:
                 states.planned.append(border)
                 newest = border
+
+    def plan(self, request: Request, border: int) -> int:
+        """Have the request keep its states at this border of its prompt, if it is not past it and none is kept shortly
+        before. Returns the last border up to there at which they are, or will be, kept; 0: there is none."""
+        states = request.states
+        borders = [copy.border for copy in states.copies] + states.planned
+        last = max((known for known in borders if known <= border), default=0)
+        if border >= request.num_computed_tokens and border - max(last, states.newest) >= STATE_INTERVAL:
+            insort(states.planned, border)
+            return border
+        return last
 
     def keep(self, request: Request, num_spare: int) -> list[int]:
         """See `KVCacheManager.keep_states`."""

@@ -202,6 +202,8 @@ class StepPlan:
             num_scheduled = min(num_tokens - num_cached, most)
             kv.begin(request, prefix)
             if self._keeps_states and not whole_prompts:
+                if waiting and not quarantine:
+                    rows.prefixes.expect(request, waiting.peek())
                 num_scheduled = request.states.to_border(num_cached, num_scheduled)
             kv.grow(request, num_cached + num_scheduled)
             if prefix.kept:

@@ -70,13 +70,19 @@ class StateCopy(NamedTuple):
 class RequestStates:
     """Borders at which a request's states are kept, see kv_cache_manager.py."""
 
-    __slots__ = ("copies", "newest", "offered", "planned")
+    __slots__ = ("begun", "copies", "newest", "offered", "planned")
 
     def __init__(self) -> None:
         self.planned: list[int] = []  # borders at which a chunk of its prompt ends, ascending
-        self.newest = 0  # the border that it has begun with, or has kept last
+        self.begun = 0  # the border that it has begun with
+        self.newest = 0  # that one, or the one that it has kept last
         self.copies: list[StateCopy] = []  # under way, ascending
         self.offered: list[int] = []  # borders whose states others can find, ascending
+
+    @property
+    def num_found(self) -> int:
+        """Tokens of its prompt that others can go on from already."""
+        return self.offered[-1] if self.offered else self.begun
 
     @property
     def num_copied(self) -> int:

@@ -155,6 +155,7 @@ class Scheduler:
             elif self.parallel_sampling.wait_for_first(request):
                 return
         self.waiting.add(request)
+        self.rows.prefixes.announce(request)
 
     def finish(self, request: Request, reason: FinishReason) -> None:
         """End a request in whatever state it is. Idempotent: the first reason counts."""

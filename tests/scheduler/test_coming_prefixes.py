@@ -10,6 +10,7 @@ from scheduler_harness import VOCAB, Driver
 from aengine.ipc.messages import KVCacheGroup, ModelRunnerOutput, SchedulerOutput, int32
 from aengine.outputs import FinishReason
 from aengine.params import SamplingParams
+from aengine.scheduler import kv_cache_manager
 from aengine.scheduler.request import CacheKey, Request, RequestStatus
 from aengine.scheduler.scheduler import Scheduler
 
@@ -30,11 +31,12 @@ def followers(driver: Driver) -> list[Request]:
     return list(driver.scheduler.rows.prefixes.waiting)
 
 
-def test_a_burst_with_a_long_prefix_computes_it_once() -> None:
+@pytest.mark.parametrize("kinds", [["full"], ["state", "full"]], ids=["full", "hybrid"])
+def test_a_burst_with_a_long_prefix_computes_it_once(kinds: list[str]) -> None:
     """64 requests at once with 2,500 tokens in common and 64 of their own."""
     scheduler = Scheduler(
         num_blocks=10_000,
-        kv_groups=[KVCacheGroup("full", 16)],
+        kv_groups=[KVCacheGroup(kind, 1 << 20 if kind == "state" else 16) for kind in kinds],
         max_num_seqs=64,
         max_num_batched_tokens=8192,
         max_model_len=4096,
@@ -196,12 +198,51 @@ def test_quarantined_requests_wait_for_nobody() -> None:
     assert all(request.finish_reason is FinishReason.LENGTH for request in requests)
 
 
+HYBRID = [KVCacheGroup("state", 1 << 20), KVCacheGroup("full", 4)]
+
+
+@pytest.fixture
+def states_are_cheap(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(kv_cache_manager, "STATE_INTERVAL", 4)
+
+
+def hybrid(**changes: Any) -> Driver:
+    limits = {name: value for name, value in LIMITS.items() if name != "block_size"}
+    return Driver(least_awaited_prefix=8, kv_groups=HYBRID, **limits | changes)
+
+
+@pytest.mark.usefixtures("states_are_cheap")
+def test_a_state_is_kept_where_those_who_wait_begin_to_differ() -> None:
+    driver = hybrid(max_num_batched_tokens=20)
+    first = add(driver, [*SHARED, 1])
+    driver.schedule()
+    assert first.num_computed_tokens == 20
+    late = [add(driver, [*SHARED[:n], 45, 46]) for n in (26, 27, 15, 33)]  # the third comes too late for its border
+    driver.schedule()
+    assert first.num_computed_tokens == 24 and late[2].num_computed_tokens == 12  # as far as the fourth agrees
+    waiting = driver.scheduler.rows.prefixes.waiting
+    assert {request: awaited for request, (_, awaited) in waiting.items()} == {late[0]: 24, late[1]: 24, late[3]: 32}
+    driver.drain()
+    assert [request.num_cached_tokens for request in late] == [24, 24, 0, 32]
+
+
+@pytest.mark.usefixtures("states_are_cheap")
+def test_a_state_that_found_no_room_keeps_nobody_waiting_for_ever(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(kv_cache_manager._KeptStates, "keep", lambda *_: [])
+    driver = hybrid()
+    first, second = (add(driver, [*SHARED, i]) for i in (1, 2))
+    driver.schedule()
+    assert followers(driver) == [second] and first.num_computed_tokens == 40
+    driver.drain()
+    assert first.finish_reason is second.finish_reason is FinishReason.LENGTH and second.num_cached_tokens == 0
+
+
 @pytest.mark.parametrize(
     ("groups", "num_cached"),
     [
         ([KVCacheGroup("full", 4), KVCacheGroup("window", 8, 11)], 40),
         ([KVCacheGroup("window", 4, 7)], 40),
-        ([KVCacheGroup("state", 1 << 20), KVCacheGroup("full", 4)], 0),
+        (HYBRID, 0),  # a state is not kept for as few tokens
     ],
     ids=["mixed", "window", "hybrid"],
 )
