@@ -19,11 +19,12 @@ __all__ = ["fix_ropes"]
 
 def fix_ropes(model: nn.Module) -> None:
     """Replace the ``forward`` of all such modules. Raises ModelLoadError if one is of an unknown kind."""
+    dtype = next(model.parameters()).dtype
     for module in model.modules():
         rope_type = getattr(module, "rope_type", None)
         types = list(rope_type.values()) if isinstance(rope_type, dict) else [rope_type]
         if "longrope" in types:
-            _LongRopeTables(module).install()
+            _LongRopeTables(module, dtype).install()
         elif any(isinstance(kind, str) and "dynamic" in kind for kind in types):
             # It changes them beyond the model's context only, where no request gets.
             module.forward = MethodType(inspect.unwrap(type(module).forward), module)
@@ -35,7 +36,8 @@ class _LongRopeTables:
     A table has the first ``border`` positions of short sequences, then all positions of long ones.
     """
 
-    def __init__(self, module: Any) -> None:
+    def __init__(self, module: Any, dtype: torch.dtype) -> None:
+        """``dtype``: in which the model computes. Raises ModelLoadError."""
         self._module = module
         self._original: Callable[..., Any] = module.forward
         try:
@@ -49,7 +51,8 @@ class _LongRopeTables:
                 f"its rotary embedding (longrope) can't be computed ahead: {type(error).__name__}: {str(error)[:300]}"
             ) from error
         for i, tables in enumerate(zip(short, long, strict=True)):
-            module.register_buffer(f"aengine_table_{i}", torch.cat(tables).to(module.inv_freq.device), persistent=False)
+            table = torch.cat(tables).to(module.inv_freq.device, dtype)
+            module.register_buffer(f"aengine_table_{i}", table, persistent=False)
         self._names = [f"aengine_table_{i}" for i in range(len(short))]
 
     def install(self) -> None:
