@@ -13,6 +13,7 @@ from ...kv_spec import LayerKV
 from ...model_config import ConfigReader, ModelConfig
 from ...rope import RopeConfig
 from .library import ModelFiles
+from .mixers import source_of
 from .survey import SurveyedLayer, SurveyedMixer, survey
 
 __all__ = ["TransformersConfig", "read_transformers_config"]
@@ -109,8 +110,7 @@ def _ropes(text: Any, widest: SurveyedLayer | None, longest: int, interleaved: b
 def _turns_neighbours(model_class: type) -> bool:
     """Guess from the code whether the rotary embedding turns elements 2i and 2i + 1 together. The comparison of each
     fused layer judges it (fused.py)."""
-    module = inspect.getmodule(model_class)
-    return module is not None and re.search(r"\[\.\.\., 0?::2\]", inspect.getsource(module)) is not None
+    return re.search(r"\[\.\.\., 0?::2\]", source_of(inspect.getmodule(model_class))) is not None
 
 
 def _num_experts(text: Any) -> int:

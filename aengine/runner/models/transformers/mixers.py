@@ -18,7 +18,7 @@ from torch import Tensor, nn
 from ...kv_spec import StateTensor
 from ...layers.states import LayerStates
 
-__all__ = ["MixerListener", "Run", "StepCache", "is_mixer", "mix_batch", "wrap_mixers"]
+__all__ = ["MixerListener", "Run", "StepCache", "is_mixer", "mix_batch", "source_of", "wrap_mixers"]
 
 Run = Callable[[int, int, bool, "StepCache"], Tensor]
 """Computes tokens begin to end of a step, as one sequence or (True) each as a sequence of its own."""
@@ -109,14 +109,19 @@ class StepCache:
         return recurrent_states
 
 
+def source_of(code: Any) -> str:
+    """Return the source text of a class or a module, "" if it has none."""
+    try:
+        return inspect.getsource(code)
+    except (OSError, TypeError):
+        return ""
+
+
 def is_mixer(module: nn.Module) -> bool:
     """Tell whether the module keeps a state of its own in transformers' cache."""
     if type(module).__module__.startswith("torch."):
         return False
-    try:
-        source = inspect.getsource(type(module))
-    except (OSError, TypeError):
-        return False
+    source = source_of(type(module))
     return ".update_conv_state(" in source or ".update_recurrent_state(" in source
 
 

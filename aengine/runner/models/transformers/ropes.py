@@ -44,6 +44,8 @@ class _LongRopeTables:
             self._border = int(module.config.rope_parameters["original_max_position_embeddings"])
             on_cpu = _copy_on_cpu(module)
             longest = int(module.config.max_position_embeddings)
+            if module.inv_freq.is_meta:  # of which nothing but shapes is wanted
+                longest = min(longest, self._border + 1)
             short = _values(on_cpu, min(self._border, longest))
             long = _values(on_cpu, longest) if longest > self._border else tuple(table[:0] for table in short)
         except Exception as error:

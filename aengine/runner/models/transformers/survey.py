@@ -16,7 +16,7 @@ from ....errors import ModelLoadError
 from ...kv_spec import FullKV, LayerKV, SharedKV, StateKV, StateTensor, WindowKV
 from .attention import listen
 from .library import ModelFiles, build_skeleton
-from .mixers import Run, StepCache, wrap_mixers
+from .mixers import Run, StepCache, source_of, wrap_mixers
 from .ropes import fix_ropes
 
 __all__ = ["Head", "SurveyedLayer", "SurveyedMixer", "find_trunk", "survey"]
@@ -154,7 +154,7 @@ def _window_of_masks(trunk: nn.Module, config: Any) -> int | None:
     window, has_kinds = getattr(text, "sliding_window", None), hasattr(text, "layer_types")
     if not isinstance(window, int) or has_kinds or window >= text.max_position_embeddings:
         return None
-    return window if "create_sliding_window_causal_mask" in inspect.getsource(type(trunk)) else None
+    return window if "create_sliding_window_causal_mask" in source_of(type(trunk)) else None
 
 
 def trunk_inputs(trunk: nn.Module, input_ids: Tensor, positions: Tensor) -> dict[str, Any]:
