@@ -43,7 +43,7 @@ class FakeRunner:
             self._next = max(self._next + STEP_SECONDS, now)
             time.sleep(self._next - now)
 
-    has_more = False
+    prepares_after = None
 
     def share_bitmasks(self, memory: memoryview) -> None:
         pass

@@ -11,12 +11,11 @@ sample, how long they are) follows from the SchedulerOutputs alone.
 
 from __future__ import annotations
 
-from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from itertools import zip_longest
-from typing import Any, Protocol
+from typing import Any, NamedTuple, Protocol
 
 import numpy as np
 import torch
@@ -40,6 +39,9 @@ from .staged_writes import StagedArena
 from .transfer import to_device
 
 __all__ = ["ExecuteModelState", "KvMemory", "Model", "ModelRunner"]
+
+_IDLE_FOR_GRAPHS = 0.01  # seconds: each part takes as long
+_IDLE_FOR_LONG_PARTS = 0.25  # seconds
 
 
 class Model(Protocol):
@@ -83,6 +85,13 @@ class KvMemory(Protocol):
 
     def copy_blocks(self, pairs: Sequence[int]) -> None:
         """Copy whole blocks, [from, to, from, to, ...]: none is both."""
+
+
+class Preparation(NamedTuple):
+    """Work that no step has needed yet."""
+
+    idle_seconds: float  # see `ModelRunner.prepares_after`
+    run: Callable[[], None]
 
 
 @dataclass(slots=True)
@@ -164,16 +173,16 @@ class ModelRunner:
                 platform,
             )
 
-        self._uncaptured: deque[Callable[[], None]] | None = None  # not looked for yet
+        self._preparations: list[Preparation] | None = None  # not looked for yet
 
-    def _find_uncaptured(self) -> deque[Callable[[], None]]:
-        decodes = [] if self.graphs is None else [partial(self.graphs.capture, d) for d in self.graphs.missing()]
+    def _find_preparations(self) -> list[Preparation]:
+        decodes = [] if self.graphs is None else [partial(self.graphs.prepare, d) for d in self.graphs.missing()]
         batches: list[Callable[[], None]] = []
         if self.batch_graphs is not None:
-            batches = [partial(self.batch_graphs.capture, shape) for shape in self.batch_graphs.missing()]
+            batches = [partial(self.batch_graphs.prepare, shape) for shape in self.batch_graphs.missing()]
         in_turn = zip_longest(batches, decodes)  # small ones of both kinds are needed most
-        captures = [capture for pair in in_turn for capture in pair if capture is not None]
-        return deque([*self._kv_memory.preparations(), *captures])
+        parts = [Preparation(_IDLE_FOR_GRAPHS, part) for pair in in_turn for part in pair if part is not None]
+        return [*parts, *(Preparation(_IDLE_FOR_LONG_PARTS, part) for part in self._kv_memory.preparations())]
 
     @torch.inference_mode()
     def execute_model(self, out: SchedulerOutput) -> None:
@@ -341,20 +350,23 @@ class ModelRunner:
         return self.graphs.step.published(plan.num_reqs)
 
     @property
-    def has_more(self) -> bool:
-        """Whether there is something that no step has needed yet: then `prepare_more` prepares a part of it."""
-        if self._uncaptured is None:
-            self._uncaptured = self._find_uncaptured()
-        return bool(self._uncaptured)
+    def prepares_after(self) -> float | None:
+        """Seconds without work after which `prepare_more` is worth the risk that a request comes meanwhile; None: there
+        is nothing to prepare."""
+        if self._preparations is None:
+            self._preparations = self._find_preparations()
+        return self._preparations[0].idle_seconds if self._preparations else None
 
     @torch.inference_mode()
     def prepare_more(self) -> None:
-        """Capture a graph, or the like, in idle time: the first step that needs it would wait for it, and all requests
-        with it."""
-        if not self.has_more or self._state is not None:
+        """Capture a graph, or the like, in idle time: the first steps that need it would take longer, and all requests
+        would wait."""
+        if self._state is not None:
             return
-        assert self._uncaptured is not None
-        self._uncaptured.popleft()()
+        preparations = self._find_preparations()  # steps may have come since, which say what is needed first
+        if preparations:
+            preparations[0].run()
+        self._preparations = None
 
     def share_bitmasks(self, memory: memoryview) -> None:
         """Bitmasks of GRAMMAR frames will lie in ``memory``, which is shared with the host."""

@@ -39,11 +39,11 @@ class Runner(Protocol):
         """Set the memory in which bitmasks of GRAMMAR frames will lie."""
 
     @property
-    def has_more(self) -> bool:
-        """Whether `prepare_more` has anything to do."""
+    def prepares_after(self) -> float | None:
+        """Seconds without work after which `prepare_more` may be called; None: it has nothing to do."""
 
     def prepare_more(self) -> None:
-        """Prepare for some 20 ms something that the first steps of some kinds would have to wait for."""
+        """Prepare, for some 10 ms as a rule, something that the first steps of some kinds would have to wait for."""
 
 
 class LoadedModel(Protocol):

@@ -40,7 +40,7 @@ _MEMORY_PERIOD = 5.0  # seconds between two looks at the device's memory
 _EAGER_POLL = 0.01  # seconds for which an answer that the device works on is looked for without a pause, ...
 _POLL = 0.0002  # ... and those between two looks after that, when no frame comes
 _HURRY = 0.0005  # seconds that it may take to wake up and to launch a step
-_IDLE = 0.25  # seconds without anything to do after which the runner may prepare, for 25 ms, what it will need later
+_LOGS_PERIOD = 0.25  # seconds between two attempts to publish a log for which the ring had no room
 
 
 class Worker:
@@ -89,7 +89,7 @@ class Worker:
             if not self._handle(kind, message):
                 return False
             self._last_event = time.monotonic()
-        elif self._is_idle and self._may_prepare:
+        elif self._is_idle and self._prepares_after is not None:
             self._prepare_more()
         while self._answers and self._answers[0][1].ready():
             self._step_id, answer = self._answers.popleft()
@@ -128,15 +128,16 @@ class Worker:
         return not self._answers and not self._awaits_bitmask and not self._queue
 
     @property
-    def _may_prepare(self) -> bool:
-        return self._prepares and self._runner is not None and self._runner.has_more
+    def _prepares_after(self) -> float | None:
+        return self._runner.prepares_after if self._prepares and self._runner is not None else None
 
     def _wait_seconds(self) -> float | None:
         """Return how long to wait for a frame, in seconds: for ever, if nothing else can happen."""
         if self._may_handle:
             return 0
         if self._is_idle:
-            return _IDLE if self._may_prepare or self._logs.is_pending else None
+            prepares_after = self._prepares_after
+            return _LOGS_PERIOD if prepares_after is None and self._logs.is_pending else prepares_after
         now = time.monotonic()
         seconds = self._times.seconds_to_sleep(now) if self._answers else 0.0
         # A step that the host owes must be launched before the device is done with those that it has.

@@ -58,7 +58,7 @@ def test_decode_graphs_give_the_same_bits(
             SHARED.append(batch.shared)
             runner.share_bitmasks(batch.shared)
         if "prepared" in how_run:
-            while runner.has_more:
+            while runner.prepares_after is not None:
                 runner.prepare_more()
             assert runner.graphs is not None and runner.batch_graphs is not None
             assert runner.graphs.missing() == [] == runner.batch_graphs.missing()

@@ -215,7 +215,7 @@ def test_long_prompts_by_cudnn(checkpoint: MakeCheckpoint, rng: random.Random) -
     errors = {}
     for backend in ("triton", "cudnn"):
         runner = make_runner(model.folder, attention_backend=backend, kv_cache_memory_bytes=512 * MIB, **settings)
-        while runner.has_more:
+        while runner.prepares_after is not None:
             runner.prepare_more()
         tokens, logits = Batch(runner, 5000).tokens_and_logits(prompts, 2)
         wanted = [model.logits(p, t) for p, t in zip(prompts, tokens, strict=True)]

@@ -68,7 +68,7 @@ class FakeRunner:
                 raise InternalError("the device ran out of memory in a step that other ranks compute too")
         self._step = out
 
-    has_more = False
+    prepares_after = None
 
     def share_bitmasks(self, memory: memoryview) -> None:
         pass

@@ -43,7 +43,7 @@ class PacedRunner:
         self._done_at = 0.0
         self._launched: list[Later] = []
 
-    has_more = False
+    prepares_after = None
 
     def share_bitmasks(self, memory: memoryview) -> None:
         pass

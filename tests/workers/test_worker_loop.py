@@ -23,7 +23,6 @@ from aengine.ipc.messages import (
     unpack,
 )
 from aengine.workers import loading
-from aengine.workers import worker as module
 from aengine.workers.loaded import FixedModel
 from aengine.workers.loading import Loading
 from aengine.workers.rank import Rank
@@ -92,7 +91,7 @@ class SlowRunner:
         self.log.append(("execute", out.step_id))
         self.step = out
 
-    has_more = False
+    prepares_after = None
 
     def share_bitmasks(self, memory: memoryview) -> None:
         pass
@@ -120,8 +119,8 @@ class EagerRunner(SlowRunner):
     fails_at = -1
 
     @property
-    def has_more(self) -> bool:  # type: ignore[override]
-        return self.left > 0
+    def prepares_after(self) -> float | None:  # type: ignore[override]
+        return 0.125 if self.left > 0 else None
 
     def prepare_more(self) -> None:
         if self.left == EagerRunner.fails_at:
@@ -217,7 +216,7 @@ def test_graphs_that_no_step_has_needed_are_captured_when_there_is_nothing_else_
     _, channel = run(LOAD, None, asked(1, 2), None, None, None, None, None, SHUTDOWN, runner=f"{__name__}:load_eager")
     # Idle; a step and two looks at its answer; idle until nothing is left; then parked.
     assert SlowRunner.log == [("more", 2), ("execute", 1), ("sample", -1), ("more", 1), ("more", 0)]
-    assert [timeout == module._IDLE for timeout in channel.timeouts].count(True) == 4
+    assert [timeout == 0.125 for timeout in channel.timeouts].count(True) == 4
     assert channel.timeouts[0] is None and channel.timeouts[-2:] == [None, None]
 
 
@@ -228,7 +227,7 @@ def test_a_capture_ahead_that_fails_is_the_last(
     code, channel = run(LOAD, None, None, asked(1, 0), SHUTDOWN, runner=f"{__name__}:load_eager")
     assert code == 0 and "out of memory" in caplog.text
     assert SlowRunner.log == [("more", 2), ("execute", 1), ("sample", -1)]
-    assert channel.timeouts == [None, None, module._IDLE, module._IDLE, None, None]
+    assert channel.timeouts == [None, None, 0.125, 0.125, None, None]
 
 
 def test_nothing_is_captured_ahead_where_other_ranks_would_have_to_as_well() -> None:

@@ -40,7 +40,8 @@ class BatchShape(NamedTuple):
 
 
 class BatchGraphs:
-    """Captures a shape when it is first needed, or before: some tens of milliseconds, once."""
+    """Captures shapes in idle times. A step whose shape is not captured yet runs op by op, padded alike, and the second
+    one of that shape captures it, which takes little longer."""
 
     def __init__(
         self,
@@ -59,6 +60,7 @@ class BatchGraphs:
         self._reqs = [*(r for r in _REQUESTS if r < max_num_seqs), max_num_seqs]
         self._columns = torch.empty((2, max_num_seqs), dtype=torch.int64, device=requests.token_ids.device)
         self._graphs: dict[BatchShape, tuple[Graph, tuple[Tensor, Tensor, Tensor]]] = {}
+        self._loaded: set[BatchShape] = set()  # these ran once: kernels and libraries have loaded what they need
         self._too_large: set[BatchShape] = set()  # there was no memory for these
         self._pool: Any = None
 
@@ -67,39 +69,52 @@ class BatchGraphs:
         return BatchShape(self._tokens[-1], self._reqs[-1]) if self._tokens else None
 
     def missing(self) -> list[BatchShape]:
-        """Return the graphs that are not captured, the smallest first."""
+        """Return the shapes to be captured: those that ran first, then the smallest first."""
         sizes = list(pairwise([0, *self._reqs]))  # of more requests than the first, and at most the second
         wanted = [BatchShape(tokens, most) for tokens in self._tokens for fewer, most in sizes if fewer < tokens]
-        return [shape for shape in wanted if shape not in self._graphs]
+        missing = [shape for shape in wanted if shape not in self._graphs and shape not in self._too_large]
+        return sorted(missing, key=lambda shape: shape not in self._loaded)
 
     def shape_for(self, plan: BatchPlan) -> BatchShape | None:
-        """The smallest shape that holds the batch, captured; None if it is too large, or there is no memory for it."""
+        """The smallest shape that holds the batch; None if it is too large, or there is no memory for its graph."""
         place = bisect.bisect_left(self._tokens, plan.num_tokens)
         if place == len(self._tokens):
             return None
         shape = BatchShape(self._tokens[place], self._reqs[bisect.bisect_left(self._reqs, plan.num_reqs)])
-        if shape in self._graphs:
-            return shape
-        what = f"{shape.num_tokens} tokens of {shape.num_reqs} requests"
-        if shape in self._too_large or not fits(lambda: self.capture(shape), what, self._platform):
-            self._too_large.add(shape)
-            return None
-        return shape
+        if shape in self._loaded and shape not in self._graphs and shape not in self._too_large:
+            self.prepare(shape)
+        return None if shape in self._too_large else shape
 
     def run(self, plan: BatchPlan, shape: BatchShape) -> tuple[Tensor, Tensor, Tensor]:
         """Queue the step, in the shape that `shape_for` gave. Returns hidden states [shape.num_tokens, hidden_size],
         rows int64 [num_reqs] and seq_lens int32 [num_reqs] on the device, valid until the next step."""
         self._send(plan.rows, plan.query_lens, shape)
-        graph, (hidden, rows, seq_lens) = self._graphs[shape]
-        graph.replay()
+        if shape in self._graphs:
+            graph, outputs = self._graphs[shape]
+            graph.replay()
+        else:
+            outputs = self._step(shape)
+            self._loaded.add(shape)
+        hidden, rows, seq_lens = outputs
         return hidden, rows[: plan.num_reqs], seq_lens[: plan.num_reqs]
 
-    def capture(self, shape: BatchShape) -> None:
-        if shape in self._graphs:
-            return
+    def prepare(self, shape: BatchShape) -> None:
+        """Do the next part, some 10 ms, of what a graph needs: a run with padding alone, then the capture."""
+        what = f"{shape.num_tokens} tokens of {shape.num_reqs} requests"
+        if shape not in self._loaded:
+            self.load(shape)
+        elif not fits(lambda: self.capture(shape), what, self._platform):
+            self._too_large.add(shape)
+
+    def load(self, shape: BatchShape) -> None:
+        """Run a step with padding alone: what is done once (loading a kernel) may not be captured."""
         nothing = np.empty(0, dtype=np.int64)
         self._send(nothing, nothing, shape)
-        self._step(shape)  # what is done once (loading a kernel) may not be captured
+        self._step(shape)
+        self._loaded.add(shape)
+
+    def capture(self, shape: BatchShape) -> None:
+        """Capture one graph, of a step that has run before. Others may be under way."""
         if self._pool is None:
             self._pool = self._platform.graph_pool()
         with self._platform.capture(self._pool) as graph:

@@ -65,8 +65,8 @@ def graph_sizes(max_num_seqs: int, most: int = 512) -> list[int]:
 
 
 def fits(capture: Callable[[], None], what: str, platform: Platform) -> bool:
-    """Capture a graph that a step needs now. False: there is no memory for it, not even when torch has given back what
-    it keeps; the step, which needs less, then runs op by op."""
+    """Capture a graph. False: there is no memory for it, not even when torch has given back what
+    it keeps; steps, which need less, then run op by op."""
     reason: str | None = None
     for _ in range(2):
         try:
@@ -223,6 +223,7 @@ class CudaGraphManager:
         self._sizes = sorted(sizes)
         self._is_eager = enforce_eager
         self._graphs: dict[BatchDescriptor, tuple[Graph, Tensor | None]] = {}
+        self._loaded: set[BatchDescriptor] = set()  # these ran once: kernels and libraries have loaded what they need
         self._too_large: set[BatchDescriptor] = set()  # there was no memory for these
         self._second: dict[int, Graph] = {}  # by size: of MASKED steps
         self._unmasked: tuple[int, Unmasked | None] | None = None  # size of the MASKED step that waits
@@ -245,27 +246,38 @@ class CudaGraphManager:
         """Capture every size, sampling included. ``progress(done, total)``. Nothing may be in flight."""
         if self._is_eager:
             return
-        for i, size in enumerate(reversed(self._sizes)):
-            progress(i, len(self._sizes))
-            self.capture(BatchDescriptor(size, GraphKind.SAMPLED))
-        progress(len(self._sizes), len(self._sizes))
+        descriptors = [BatchDescriptor(size, GraphKind.SAMPLED) for size in reversed(self._sizes)]
+        for descriptor in descriptors:
+            self.load(descriptor)
+        self._platform.release_cached()  # what the largest left would not be there for the graphs
+        for i, descriptor in enumerate(descriptors):
+            progress(i, len(descriptors))
+            self.capture(descriptor)
+        progress(len(descriptors), len(descriptors))
 
     def missing(self) -> list[BatchDescriptor]:
-        """Return the graphs that are not captured, the smallest first."""
+        """Return the graphs to be captured: those of steps that ran first, then the smallest first."""
         if self._is_eager:
             return []
         wanted = [BatchDescriptor(size, kind) for size in self._sizes for kind in GraphKind]
-        return [descriptor for descriptor in wanted if descriptor not in self._graphs]
+        missing = [one for one in wanted if one not in self._graphs and one not in self._too_large]
+        return sorted(missing, key=lambda descriptor: descriptor not in self._loaded)
+
+    def prepare(self, descriptor: BatchDescriptor) -> None:
+        """Do the next part, some 10 ms, of what a graph needs: a run with padding alone, then the capture."""
+        if descriptor not in self._loaded:
+            self.load(descriptor)
+        elif not fits(lambda: self.capture(descriptor), f"{descriptor.size} decodes", self._platform):
+            self._too_large.add(descriptor)
 
     def _runs_as_graph(self, descriptor: BatchDescriptor) -> bool:
+        """Whether there is a graph: from the second step on, unless idle times had room to capture it before."""
         if descriptor in self._graphs:
             return True
-        if self._is_eager or descriptor in self._too_large:
+        if self._is_eager or descriptor in self._too_large or descriptor not in self._loaded:
             return False
-        if fits(lambda: self.capture(descriptor), f"{descriptor.size} decodes", self._platform):
-            return True
-        self._too_large.add(descriptor)
-        return False
+        self.prepare(descriptor)
+        return descriptor in self._graphs
 
     def run(self, rows: Rows, kind: GraphKind) -> Tensor | None:
         """Queue a step of these requests, of a MASKED one the first half. LOGITS: float32 [len(rows), vocab_size]."""
@@ -275,6 +287,7 @@ class CudaGraphManager:
         if not self._runs_as_graph(descriptor):
             self.step.set_rows(rows, size)
             hidden = self.step.run(descriptor)
+            self._loaded.add(descriptor)
             if isinstance(hidden, Unmasked):
                 self._unmasked = (size, hidden)
                 return None
@@ -297,11 +310,13 @@ class CudaGraphManager:
         else:
             self._second[size].replay()
 
+    def load(self, descriptor: BatchDescriptor) -> None:
+        """Run a step with padding alone: what is done once (loading a kernel) may not be captured."""
+        self.step.run_padded(descriptor)
+        self._loaded.add(descriptor)
+
     def capture(self, descriptor: BatchDescriptor) -> None:
-        """Capture one graph, unless it is there; the rows that the step reads are left as padding."""
-        if descriptor in self._graphs:
-            return
-        self.step.run_padded(descriptor)  # what is done once (loading a kernel) may not be captured
+        """Capture one graph, of a step that has run before. Others may be under way."""
         if self._pool is None:
             self._pool = self._platform.graph_pool()
         with self._platform.capture(self._pool) as graph:

@@ -14,6 +14,7 @@ import shutil
 import warnings
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar
 
@@ -187,18 +188,28 @@ class CudaPlatform:
 
     @contextlib.contextmanager
     def capture(self, pool: Any) -> Iterator[Graph]:
-        """See `Platform`. No garbage is collected meanwhile: to free an old graph, say, would spoil the new one."""
+        """See `Platform`. No garbage is collected meanwhile: to free an old graph, say, would spoil the new one.
+
+        Unlike `torch.cuda.graph`, neither waits for the device nor gives back what torch keeps, which the next steps
+        would have to take anew, pinned memory included.
+        """
         graph = torch.cuda.CUDAGraph()
         was_enabled = gc.isenabled()
-        stream = torch.cuda.current_stream()
         gc.disable()
         try:
-            with torch.cuda.graph(graph, pool=pool, capture_error_mode="thread_local"):
-                yield graph
+            with torch.cuda.stream(self._capture_stream):
+                graph.capture_begin(pool=pool, capture_error_mode="thread_local")
+                try:
+                    yield graph
+                finally:
+                    graph.capture_end()
         finally:
-            torch.cuda.set_stream(stream)
             if was_enabled:
                 gc.enable()
+
+    @cached_property
+    def _capture_stream(self) -> torch.cuda.Stream:
+        return torch.cuda.Stream(self.device)
 
 
 class _CopyStream:

@@ -31,7 +31,7 @@ _TOLERANCE_ON_A_GPU = 0.75
 class EncoderRunner:
     """A `Runner` (workers/loaded.py). ``vectors``: how a text gets its embedding; None: it gets the head's logits."""
 
-    has_more = False
+    prepares_after = None
 
     def __init__(self, model: Encoder[Any], vectors: VectorLayers | None, platform: Platform) -> None:
         self._model = model
