@@ -75,8 +75,11 @@ def _default_tiling(shape: LinearShape, num_rows: int) -> StreamedTiling | None:
         return None
     if is_small and (num_rows <= 8 or (shape.kind == "plain" and num_rows > 16)):
         return None
-    block_m = max(16, 1 << (num_rows - 1).bit_length())
-    while block_m > 16 and ceil(shape.out_features / 64) * ceil(num_rows / block_m) < 48:
+    block_m = padded_rows = max(16, 1 << (num_rows - 1).bit_length())
+    columns = ceil(shape.out_features / 64)
+    if columns * padded_rows // 16 < 16:  # programs
+        return None
+    while block_m > 16 and columns * padded_rows // block_m < 48:
         block_m //= 2
     is_gated = shape.kind == "gated"
     block_k = 256 if block_m == 16 or (block_m == 32 and not is_gated) else 128

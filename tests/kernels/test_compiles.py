@@ -62,6 +62,7 @@ class TestChoices:
         from aengine.kernels.linear_tilings import StreamedTiling as S
         from aengine.kernels.linear_tilings import measured_tilings
         from aengine.kernels.triton import linear, linear_streamed
+        from aengine.kernels.triton.linear_skinny import SkinnyTiling
 
         def choice(rows: int, n: int, k: int, kind: str) -> object:
             x, weight = torch.empty(rows, k, dtype=HALF), torch.empty(1, dtype=HALF).expand(n, k)
@@ -74,6 +75,7 @@ class TestChoices:
             assert choice(64, 28672, 4096, "gated") == S(64, 64, 128, 4, 4)
             assert choice(512, 4096, 4096, "add") is None
         assert choice(64, 1000, 2052, "add") is None, "rows that are no multiple of 16 bytes"
+        assert choice(16, 576, 576, "add") == SkinnyTiling(16, 16, 2, 32, 2, 4), "too few programs"
         self.limit = 101_376
         for shape, _, tiling in measured_tilings():
             is_gated = shape.kind == "gated"
