@@ -243,3 +243,11 @@ def test_an_encoder_compiles_nothing(
             _run(runner, lengths)
     assert {key[0] for key in ahead} >= {"skinny", "tiled", "_gemv"}
     assert not recorder.compiled - ahead, sorted(recorder.compiled - ahead, key=str)
+
+
+def test_sizes_between_which_tilings_change() -> None:
+    """A tiling holds up to a number of rows that the walk goes through: else a kernel of its own would be missed."""
+    from aengine.kernels.linear_tilings import measured_tilings
+    from aengine.runner.startup.warm_up import NUM_TOKENS
+
+    assert {rows for _, rows, _ in measured_tilings()} <= set(NUM_TOKENS)
