@@ -65,7 +65,10 @@ def _gemv_blocks(n: int, k: int) -> tuple[int, int, int, int]:
         return (4, 2048, 2, 2) if n <= 4096 else (2, 4096, 1, 8)
     if k <= 4096:
         return (4, 2048, 2, 4) if k % 2048 == 0 else (4, 1024, 4, 8)
-    return (4, 2048, 3, 4) if k % 2048 == 0 else (8, 512, 3, 2)
+    if k % 2048 == 0:
+        # Two rows of 14,336 in registers as a whole: 116 us a layer of Llama-3.1-8B, 122 with 6,144 of each of four.
+        return (2, 2048, k // 2048, 8) if 8192 < k <= 16384 else (4, 2048, 3, 4)
+    return (8, 512, 3, 2)
 
 
 @triton.jit
