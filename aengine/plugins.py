@@ -16,7 +16,7 @@ PLATFORMS = "aengine.platforms"
 """The group of classes of devices: see runner/platforms/platform.py."""
 
 _OWN = {
-    WORKERS: {"default": "aengine.runner.startup.load:load_model"},
+    WORKERS: {"default": "aengine.runner.startup.begin:load_model"},
     PLATFORMS: {
         "cuda": "aengine.runner.platforms.cuda:CudaPlatform",
         "cpu": "aengine.runner.platforms.cpu:CpuPlatform",
