@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import inspect
 import logging
 import os
@@ -63,6 +64,8 @@ class Loading:
         with self._limits_explained():
             runner, facts = self.model.allocate(plan)
         runner.share_bitmasks(self._channel.bitmask())
+        gc.collect()
+        gc.freeze()  # what serves until the end; looking through it would hold up steps
         seconds = round(time.monotonic() - self._begun, 3)
         self._channel.publish(Kind.READY, 0, pack({**facts, "pid": os.getpid(), "seconds": seconds}))
         return runner

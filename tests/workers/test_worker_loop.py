@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import gc
 import random
 from array import array
 from collections import deque
+from collections.abc import Iterator
 from typing import Any
 
 import pytest
@@ -144,8 +146,17 @@ SHUTDOWN = Frame(Kind.SHUTDOWN, 0, b"")
 
 
 @pytest.fixture(autouse=True)
-def keep_the_title(monkeypatch: pytest.MonkeyPatch) -> None:
+def keep_the_process(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """As it is: its title, and what its collector of garbage looks at."""
     monkeypatch.setattr(Loading, "_set_title", lambda self, model: None)
+    yield
+    gc.unfreeze()
+
+
+def test_what_was_loaded_holds_up_no_step_when_garbage_is_collected() -> None:
+    gc.unfreeze()
+    run(LOAD, SHUTDOWN)
+    assert gc.get_freeze_count() > 10_000  # the modules, at least
 
 
 def run(
