@@ -1,12 +1,15 @@
-"""The cutoffs without a sort, in two launches: statistics of every block of logits, then a search, a program a row.
+"""The cutoffs without a sort: statistics of every block of logits, then a search, a program a row.
 
 The cutoff of top-k (top-p) is the largest logit x that has `count(>= x) >= k` (`mass(>= x) >= p * Z_k`). The search
-halves an interval of logits, and draws its ends in to logits that occur, so that it ends as soon as one is left: some
-20 passes over a flat distribution, fewer where logits tie. A pass at a pivot reads only the blocks whose maximum
-reaches it; and pivots go down from the maximum by growing steps. So a model that is sure of itself costs a few blocks.
+halves an interval of logits, and draws its ends in to logits that occur, so that it ends as soon as one is left.
+
+top-k      looks only at blocks whose highest logit reaches the k-th of these: few, where k is small; so does top-p of
+           what top-k left
+top-p      alone may keep a hundred thousand tokens. The whole GPU narrows the interval first (nucleus.py), and the
+           search goes through a list of those in it
 
 At least: 4 * V * n bytes read by the first launch (n = 256: 156 MB, 32 us at 4.8 TB/s for V = 151936; 131 MB, 27 us for
-V = 128256), with an exponential a logit. The second reads again, a pass, 1 KB a block that reaches the pivot.
+V = 128256), with an exponential a logit; for top-p as much in each of three more.
 """
 
 from __future__ import annotations
@@ -16,13 +19,15 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from .launch import launch
+from .launch import gdc_launch_dependents, gdc_wait, has_pdl, launch
+from .nucleus import COLUMNS, LIST_SIZE, NUM_PASSES, as_mass, find_bracket, narrow
 
 __all__ = ["BLOCK", "block_stats", "find_cutoff"]
 
 BLOCK = 256
 _BLOCKS = 16  # of a program of the first launch
 _GATHERED = 16  # blocks that a pass reads at a time
+_TILE = 2048  # of the list of logits, that are looked at at a time
 
 
 def find_cutoff(logits: Tensor, temperature: Tensor, top_k: Tensor, top_p: Tensor, min_p: Tensor) -> Tensor:
@@ -31,6 +36,8 @@ def find_cutoff(logits: Tensor, temperature: Tensor, top_k: Tensor, top_p: Tenso
     if n == 0:
         return cutoff
     stats = block_stats(logits, temperature)
+    found = narrow(logits, temperature, top_k, top_p, stats, BLOCK)
+    num_chunks = found.masses.shape[2]
     num_blocks = stats.shape[2]
     padded = triton.next_power_of_2(num_blocks)
     active = torch.empty(n, padded, dtype=torch.int32, device=logits.device)
@@ -43,6 +50,7 @@ def find_cutoff(logits: Tensor, temperature: Tensor, top_k: Tensor, top_p: Tenso
         top_p,
         min_p,
         stats,
+        *found,
         active,
         cutoff,
         vocab_size,
@@ -52,9 +60,16 @@ def find_cutoff(logits: Tensor, temperature: Tensor, top_k: Tensor, top_p: Tenso
         top_p.stride(0),
         min_p.stride(0),
         num_blocks,
+        num_chunks,
         BLOCK=BLOCK,
         PADDED=padded,
         GATHERED=_GATHERED,
+        LAST=NUM_PASSES - 1,
+        COLUMNS=COLUMNS,
+        CHUNKS=triton.next_power_of_2(num_chunks),
+        LIST_SIZE=LIST_SIZE,
+        TILE=_TILE,
+        PDL=has_pdl(),
         num_warps=8,
     )
     return cutoff
@@ -82,6 +97,7 @@ def block_stats(logits: Tensor, temperature: Tensor | None) -> Tensor:
         SCALED=temperature is not None,
         BLOCK=BLOCK,
         BLOCKS=_BLOCKS,
+        PDL=has_pdl(),
         num_warps=4,
     )
     return stats
@@ -99,7 +115,11 @@ def _stats_kernel(
     SCALED: tl.constexpr,
     BLOCK: tl.constexpr,
     BLOCKS: tl.constexpr,
+    PDL: tl.constexpr,
 ) -> None:
+    if PDL:
+        gdc_launch_dependents()
+        gdc_wait()
     row = tl.program_id(0).to(tl.int64)
     block = tl.program_id(1) * BLOCKS + tl.arange(0, BLOCKS)
     token = block[:, None] * BLOCK + tl.arange(0, BLOCK)[None, :]
@@ -128,6 +148,11 @@ def _search_kernel(
     top_p: tl.tensor,
     min_p: tl.tensor,
     stats: tl.tensor,
+    pivots: tl.tensor,
+    masses: tl.tensor,
+    bases: tl.tensor,
+    values: tl.tensor,
+    counts: tl.tensor,
     active: tl.tensor,
     cutoff: tl.tensor,
     vocab_size: tl.tensor,
@@ -137,10 +162,20 @@ def _search_kernel(
     top_p_stride: tl.tensor,
     min_p_stride: tl.tensor,
     num_blocks: tl.tensor,
+    num_chunks: tl.tensor,
     BLOCK: tl.constexpr,
     PADDED: tl.constexpr,
     GATHERED: tl.constexpr,
+    LAST: tl.constexpr,
+    COLUMNS: tl.constexpr,
+    CHUNKS: tl.constexpr,
+    LIST_SIZE: tl.constexpr,
+    TILE: tl.constexpr,
+    PDL: tl.constexpr,
 ) -> None:
+    if PDL:
+        gdc_launch_dependents()
+        gdc_wait()
     row = tl.program_id(0).to(tl.int64)
     t = tl.load(temperature + row * temperature_stride)
     k = tl.load(top_k + row * top_k_stride)
@@ -164,20 +199,100 @@ def _search_kernel(
             )
             if has_k:
                 wanted = k.to(tl.float32)
+                floor = _below_kth(peaks, lowest, peak, k)
                 result, count, total = _search(
-                    x, ids, peaks, peak, lowest, wanted, scale, vocab_size, False, BLOCK, PADDED, GATHERED
+                    x, ids, peaks, peak, floor, wanted, scale, vocab_size, False, BLOCK, PADDED, GATHERED
                 )
                 # Z_k has of the tokens that tie with the k-th only as many as make k; without a k-th it has all.
                 total -= tl.where(count > wanted, (count - wanted) * tl.exp((result - peak) * scale), 0.0)
             if p < 1:
+                of_row = LAST * tl.num_programs(0).to(tl.int64) + row
                 floor = tl.maximum(result, lowest)
-                found, _count, _mass = _search(
-                    x, ids, peaks, peak, floor, p * total, scale, vocab_size, True, BLOCK, PADDED, GATHERED
-                )
+                high = tl.full((), 0.0, tl.float32)
+                length = tl.full((), LIST_SIZE + 1, tl.int32)
+                base = tl.full((), 0, tl.int64)
+                wanted_mass = tl.full((), 0, tl.int64)
+                if not has_k:
+                    low, high, base, wanted_mass = find_bracket(
+                        pivots + of_row * COLUMNS,
+                        masses + of_row * num_chunks * COLUMNS,
+                        bases + of_row,
+                        p,
+                        num_chunks,
+                        COLUMNS,
+                        CHUNKS,
+                    )
+                    floor = tl.maximum(low, floor)
+                    length = tl.where(low > float("-inf"), tl.load(counts + row), length)
+                if high == float("inf"):
+                    found = floor
+                elif (length > 0) & (length <= LIST_SIZE):
+                    listed = values + row * LIST_SIZE
+                    found = _search_list(listed, length, peak, base, wanted_mass, scale, TILE)
+                else:
+                    found, _count, _mass = _search(
+                        x, ids, peaks, peak, floor, p * total, scale, vocab_size, True, BLOCK, PADDED, GATHERED
+                    )
                 result = tl.maximum(result, found)
             if least > 0:
                 result = tl.maximum(result, peak + t * tl.log(least))
     tl.store(cutoff + row, result)
+
+
+@triton.jit
+def _below_kth(peaks: tl.tensor, lowest: tl.tensor, peak: tl.tensor, k: tl.tensor) -> tl.tensor:
+    """A logit not above the k-th largest of the row, and near the k-th largest of the blocks' peaks."""
+    low = lowest
+    high = peak
+    for _i in range(8):
+        middle = low * 0.5 + high * 0.5
+        is_low = tl.sum((peaks >= middle).to(tl.int32), axis=0) >= k
+        low = tl.where(is_low, middle, low)
+        high = tl.where(is_low, high, middle)
+    return low
+
+
+@triton.jit
+def _search_list(
+    listed: tl.tensor,
+    length: tl.tensor,
+    peak: tl.tensor,
+    base: tl.tensor,
+    wanted: tl.tensor,
+    scale: tl.tensor,
+    TILE: tl.constexpr,
+) -> tl.tensor:
+    """The largest of the listed logits whose mass at or above, ``base`` included, is ``wanted``; the lowest of them if
+    none reaches it, for want of digits."""
+    low = tl.full((), float("-inf"), tl.float32)  # both become logits of the list
+    high = tl.full((), float("inf"), tl.float32)
+    while low < high:
+        if low == float("-inf"):
+            pivot = low  # finds the lowest
+        elif high == float("inf"):
+            pivot = high  # finds the highest
+        else:
+            pivot = low * 0.5 + high * 0.5
+            pivot = tl.where(pivot > low, pivot, high)
+        mass = tl.zeros((TILE,), tl.int64)
+        above = tl.full((TILE,), float("inf"), tl.float32)
+        below = tl.full((TILE,), float("-inf"), tl.float32)
+        i = 0
+        while i < length:
+            at = i + tl.arange(0, TILE)
+            x = tl.load(listed + at, mask=at < length, other=float("-inf"))
+            is_there = at < length
+            is_in = is_there & (x >= pivot)
+            mass += tl.where(is_in, as_mass(x, peak, scale), 0)
+            above = tl.minimum(above, tl.where(is_in, x, float("inf")))
+            below = tl.maximum(below, tl.where(is_there & (x < pivot), x, float("-inf")))
+            i += TILE
+        reached = (base + tl.sum(mass, axis=0) >= wanted) | (low == float("-inf"))
+        if reached:
+            low = tl.min(above, axis=0)
+        else:
+            high = tl.max(below, axis=0)
+    return low
 
 
 @triton.jit
