@@ -1,42 +1,74 @@
-"""Add to, or ban, single tokens of single rows; ragged: one entry an (index, token) pair."""
+"""Biases of single tokens, and tokens that are banned for a while: lists of uneven length, one table row a request.
+
+      word 0      1           2          HEADER              HEADER + MOST_BIASES       HEADER + 2 * MOST_BIASES
+    ┌──────────┬────────────┬──────────┬───┬───────────────┬──────────────────────────┬────────────────┐
+    │ number   │ number of  │ banned   │ 0 │ token ids     │ their biases, bits of    │ banned token   │   int32
+    │ of biases│ banned ids │ until    │   │ that have one │ float32                  │ ids            │
+    └──────────┴────────────┴──────────┴───┴───────────────┴──────────────────────────┴────────────────┘
+
+A token is banned as long as the row has fewer than "banned until" tokens, prompt and completion together.
+"""
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
+import numpy as np
+import numpy.typing as npt
 import torch
 from torch import Tensor
 
 from .dispatch import uses_triton
 
-__all__ = ["add_bias", "add_pairs", "ban_pairs", "ban_tokens"]
+__all__ = ["HEADER", "MOST_BANNED", "MOST_BIASES", "WIDTH", "apply_lists", "bias_and_ban", "pack_lists"]
+
+HEADER = 4
+MOST_BIASES = 1024
+MOST_BANNED = 2048  # stop_token_ids, and those that end any completion
+WIDTH = HEADER + 2 * MOST_BIASES + MOST_BANNED
 
 
-def add_bias(logits: Tensor, rows: Tensor, token_ids: Tensor, values: Tensor) -> None:
-    """``logits[rows[i], token_ids[i]] += values[i]`` in place; rows, token_ids int64 [m], values float32 [m]."""
-    assert rows.shape == token_ids.shape == values.shape
+def pack_lists(
+    bias_ids: Sequence[int], bias_values: Sequence[float], banned_ids: Sequence[int], banned_until: int
+) -> list[tuple[int, npt.NDArray[np.int32]]]:
+    """Pack what a row of the table holds, as (column, values) of its parts. Token ids are distinct in each list."""
+    assert len(bias_ids) == len(bias_values) <= MOST_BIASES and len(banned_ids) <= MOST_BANNED
+    header = np.array([len(bias_ids), len(banned_ids), min(banned_until, 2**31 - 1), 0], dtype=np.int32)
+    return [
+        (0, header),
+        (HEADER, np.array(bias_ids, dtype=np.int32)),
+        (HEADER + MOST_BIASES, np.array(bias_values, dtype=np.float32).view(np.int32)),
+        (HEADER + 2 * MOST_BIASES, np.array(banned_ids, dtype=np.int32)),
+    ]
+
+
+def apply_lists(logits: Tensor, rows: Tensor, lists: Tensor, num_tokens: Tensor) -> None:
+    """Add the biases to logits float32 [n, vocab_size], in place, and set banned ones to -inf.
+
+    Args:
+        rows: int64 [n], row of the table; -1: padding
+        lists: int32 [R, WIDTH]
+        num_tokens: int32 [n], how many the row has
+    """
+    assert lists.dtype == torch.int32 and lists.shape[1] == WIDTH
+    assert rows.shape == num_tokens.shape == logits.shape[:1]
     if uses_triton(logits):
         from .triton import logit_bias as triton_op
 
-        return triton_op.add_bias(logits, rows, token_ids, values)
-    add_pairs(logits, rows, token_ids, values)
+        return triton_op.apply_lists(logits, rows, lists, num_tokens)
+    bias_and_ban(logits, rows, lists, num_tokens)
     return None
 
 
-def add_pairs(logits: Tensor, rows: Tensor, token_ids: Tensor, values: Tensor) -> None:
-    """The reference; of a pair that comes twice, both values are added."""
-    logits.index_put_((rows, token_ids), values, accumulate=True)
-
-
-def ban_tokens(logits: Tensor, rows: Tensor, token_ids: Tensor) -> None:
-    """``logits[rows[i], token_ids[i]] = -inf`` in place; rows, token_ids int64 [m]."""
-    assert rows.shape == token_ids.shape
-    if uses_triton(logits):
-        from .triton import logit_bias as triton_op
-
-        return triton_op.ban_tokens(logits, rows, token_ids)
-    ban_pairs(logits, rows, token_ids)
-    return None
-
-
-def ban_pairs(logits: Tensor, rows: Tensor, token_ids: Tensor) -> None:
-    """The reference."""
-    logits.index_put_((rows, token_ids), torch.tensor(-torch.inf))
+def bias_and_ban(logits: Tensor, rows: Tensor, lists: Tensor, num_tokens: Tensor) -> None:
+    """The reference, which on the CPU may read the lists' lengths."""
+    for i, row in enumerate(rows.tolist()):
+        if row < 0:
+            continue
+        own = lists[row]
+        num_biases, num_banned, until = own[:3].tolist()
+        if num_biases:
+            values = own[HEADER + MOST_BIASES :][:num_biases].view(torch.float32)
+            logits[i, own[HEADER:][:num_biases].long()] += values
+        if num_banned and num_tokens[i] < until:
+            logits[i, own[HEADER + 2 * MOST_BIASES :][:num_banned].long()] = -torch.inf

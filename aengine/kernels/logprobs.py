@@ -1,35 +1,70 @@
-"""Log-probabilities of a few tokens, without making those of the whole vocabulary."""
+"""Log-probabilities of a few tokens, without making those of the whole vocabulary.
+
+In two parts, since they are of the logits as the model gave them, and of a token that is sampled after these have been
+changed: `keep_logits` before, `token_logprobs` after. What a row asks for is the number of alternatives and one, so
+that 0 is nothing.
+"""
 
 from __future__ import annotations
 
+from typing import NamedTuple
+
+import torch
 from torch import Tensor
 
 from .dispatch import uses_triton
 
-__all__ = ["by_logsumexp", "top_logprobs"]
+__all__ = ["KeptLogits", "by_logsumexp", "keep_logits", "token_logprobs"]
 
 
-def top_logprobs(logits: Tensor, sampled: Tensor, k: int) -> tuple[Tensor, Tensor, Tensor]:
-    """log_softmax(logits) of the sampled token and of the k likeliest.
+class KeptLogits(NamedTuple):
+    """Logits of the rows that ask for log-probabilities; nothing is known of the others."""
 
-    Args:
-        logits: float32 [m, vocab_size]
-        sampled: int64 [m]
-        k: >= 0; at most vocab_size are found
+    logits: Tensor  # float32 [n, vocab_size]
+    stats: Tensor | None  # of the kernels: float32 [2, n, blocks]
 
-    Returns:
-        float32 [m] of the sampled token; int64 [m, k] the likeliest, in order; float32 [m, k] theirs
-    """
-    assert logits.dim() == 2 and sampled.shape == logits.shape[:1]
+
+def keep_logits(logits: Tensor, asked: Tensor) -> KeptLogits:
+    """Copy the logits float32 [n, vocab_size] of the rows with ``asked`` int32 [n] > 0."""
+    assert asked.shape == logits.shape[:1] and asked.dtype == torch.int32
     if uses_triton(logits):
         from .triton import logprobs as triton_op
 
-        return triton_op.top_logprobs(logits, sampled, k)
-    return by_logsumexp(logits, sampled, k)
+        return KeptLogits(*triton_op.keep_logits(logits, asked))
+    return KeptLogits(logits.clone(), None)
 
 
-def by_logsumexp(logits: Tensor, sampled: Tensor, k: int) -> tuple[Tensor, Tensor, Tensor]:
-    """The reference."""
-    values, ids = logits.topk(min(k, logits.shape[1]), dim=1)
-    log_total = logits.logsumexp(dim=1, keepdim=True)
-    return (logits.gather(1, sampled[:, None]) - log_total).squeeze(1), ids, values - log_total
+def token_logprobs(kept: KeptLogits, sampled: Tensor, asked: Tensor, out: Tensor, slot: Tensor) -> None:
+    """Find log_softmax of the kept logits for the sampled token and for the likeliest.
+
+    Args:
+        sampled: int64 [n]
+        asked: int32 [n], with ``asked[i] - 1`` alternatives; at most vocab_size are found
+        out: int32 [slots, m, 1 + 2 * k], m >= n, or memory of the host that the device sees: of row i of a slot the
+            bits of float32 of the sampled token's; the alternatives' ids; the bits of theirs. Where fewer are asked
+            for, and in rows that ask for none, the rest is left as it is.
+        slot: int32 [1], which one, counted on past their number
+    """
+    assert sampled.shape == asked.shape == kept.logits.shape[:1] and out.shape[1] >= sampled.shape[0]
+    if uses_triton(sampled):
+        from .triton import logprobs as triton_op
+
+        assert kept.stats is not None
+        return triton_op.token_logprobs(kept.logits, kept.stats, sampled, asked, out, slot)
+    by_logsumexp(kept.logits, sampled, asked, out[int(slot) % len(out)])
+    return None
+
+
+def by_logsumexp(logits: Tensor, sampled: Tensor, asked: Tensor, out: Tensor) -> None:
+    """The reference, which on the CPU may look who asks; out int32 [m, 1 + 2 * k]."""
+    most = (out.shape[1] - 1) // 2
+    chosen = (asked > 0).nonzero()[:, 0]
+    if not len(chosen):
+        return
+    few = logits.index_select(0, chosen)
+    k = min(int(asked.max()) - 1, few.shape[1])
+    values, ids = few.topk(k, dim=1)
+    log_total = few.logsumexp(dim=1, keepdim=True)
+    out[chosen, 0] = (few.gather(1, sampled[chosen, None]) - log_total).squeeze(1).view(torch.int32)
+    out[chosen, 1 : 1 + k] = ids.int()
+    out[chosen, 1 + most : 1 + most + k] = (values - log_total).view(torch.int32)

@@ -1,4 +1,4 @@
-"""Repetition, frequency and presence penalties, from the tokens in a request's row.
+"""Repetition, frequency and presence penalties, from a table of how often each token is in a request's row.
 
 x' = x / repetition if x > 0 else x * repetition      tokens of prompt or completion (Keskar et al. 2019,
                                                       https://arxiv.org/abs/1909.05858)
@@ -14,75 +14,73 @@ from torch import Tensor
 
 from .dispatch import uses_triton
 
-__all__ = ["PenaltyInputs", "apply_penalties", "count_sampled", "count_tokens", "penalize"]
+__all__ = ["IN_PROMPT", "PenaltyInputs", "apply_penalties", "count_sampled", "count_tokens", "penalize"]
+
+IN_PROMPT = 1 << 30
+"""Added to the count of a token that the prompt has."""
 
 
 @dataclass(slots=True)
 class PenaltyInputs:
-    """Inputs of the penalties of a batch of n rows; the tables hold all R rows that there are."""
+    """Inputs of the penalties of a batch of n rows; the table holds all R rows that there are."""
 
-    rows: Tensor  # int64 [n]: row of the tables
-    token_ids: Tensor  # int32 [R, max_model_len]: prompt and completion; the tail past num_tokens is ignored
-    counts: Tensor  # int32 [R, vocab_size]: how often each id is in the completion
-    num_tokens: Tensor  # int32 [n], > 0
+    rows: Tensor  # int64 [n]: row of the table; -1: padding
+    counts: Tensor  # int32 [R, vocab_size]: how often each id is in the completion, and IN_PROMPT
     repetition: Tensor  # float32 [n]
     frequency: Tensor  # float32 [n]
     presence: Tensor  # float32 [n]
-    max_num_tokens: int  # the largest of num_tokens, or more
+
+    def are_penalized(self) -> Tensor:
+        """bool [n]: the rows to which a penalty applies; only those of the table are up to date."""
+        has_any = (self.repetition != 1) | (self.frequency != 0) | (self.presence != 0)
+        return has_any & (self.rows >= 0)
 
 
-def count_tokens(counts: Tensor, token_ids: Tensor) -> None:
-    """counts int32 [vocab_size] = how often each id is in token_ids int32 [m], 0 <= id < vocab_size."""
+def count_tokens(counts: Tensor, token_ids: Tensor, num_prompt_tokens: int) -> None:
+    """Set counts int32 [vocab_size] to those of token_ids int32 [m], 0 <= id < vocab_size: prompt, then completion."""
     assert counts.dtype == torch.int32 and counts.dim() == token_ids.dim() == 1
     counts.zero_()
     if uses_triton(counts):
         from .triton import penalties as triton_op
 
-        return triton_op.add_counts(counts, token_ids)
-    counts.index_add_(0, token_ids, torch.ones_like(token_ids, dtype=torch.int32))
+        return triton_op.add_counts(counts, token_ids, num_prompt_tokens)
+    completion = token_ids[num_prompt_tokens:]
+    counts.index_add_(0, completion, torch.ones_like(completion))
+    counts[token_ids[:num_prompt_tokens].unique()] += IN_PROMPT
     return None
 
 
-def count_sampled(counts: Tensor, rows: Tensor, sampled: Tensor, batch_rows: Tensor) -> None:
-    """``counts[rows[b], sampled[b]] += 1`` for the rows b of the batch that ``batch_rows`` int64 [r] names.
-
-    counts int32 [R, vocab_size]; rows, sampled int64 [n]; no row of counts twice.
-    """
-    assert counts.dtype == torch.int32 and rows.shape == sampled.shape
-    if uses_triton(counts):
+def count_sampled(sampled: Tensor, inputs: PenaltyInputs) -> None:
+    """Count the tokens int64 [n] that the rows have got, for those that are penalized; no row of the table twice."""
+    assert inputs.counts.dtype == torch.int32 and inputs.rows.shape == sampled.shape
+    if uses_triton(inputs.counts):
         from .triton import penalties as triton_op
 
-        return triton_op.count_sampled(counts, rows, sampled, batch_rows)
-    place = (rows.index_select(0, batch_rows), sampled.index_select(0, batch_rows))
-    counts.index_put_(place, torch.ones(len(batch_rows), dtype=torch.int32), accumulate=True)
+        return triton_op.count_sampled(sampled, inputs)
+    chosen = inputs.are_penalized()
+    inputs.counts[inputs.rows[chosen], sampled[chosen]] += 1
     return None
 
 
-def apply_penalties(logits: Tensor, batch_rows: Tensor, inputs: PenaltyInputs) -> None:
-    """Apply in place to the rows ``batch_rows`` (int64 [r], distinct) of ``logits`` (float32 [n, vocab_size]).
-
-    Only the tokens that occur are touched: r * max_num_tokens elements instead of r * vocab_size.
-    """
-    assert inputs.rows.shape == inputs.num_tokens.shape == inputs.repetition.shape == logits.shape[:1]
+def apply_penalties(logits: Tensor, inputs: PenaltyInputs) -> None:
+    """Apply in place to logits float32 [n, vocab_size]. Only those of tokens that occur are read and written."""
+    assert inputs.rows.shape == inputs.repetition.shape == logits.shape[:1]
+    assert inputs.counts.shape[1] == logits.shape[1]
     if uses_triton(logits):
         from .triton import penalties as triton_op
 
-        return triton_op.apply_penalties(logits, batch_rows, inputs)
-    penalize(logits, batch_rows, inputs)
+        return triton_op.apply_penalties(logits, inputs)
+    penalize(logits, inputs)
     return None
 
 
-def penalize(logits: Tensor, batch_rows: Tensor, inputs: PenaltyInputs) -> None:
-    """The reference."""
-    table_rows = inputs.rows.index_select(0, batch_rows)
-    token_ids = inputs.token_ids[:, : inputs.max_num_tokens].index_select(0, table_rows)
-    used = torch.arange(token_ids.shape[1]) < inputs.num_tokens[batch_rows, None]
-    # A token that occurs twice is read and written twice, with the same value; so is, in place of a tail, the first.
-    ids = torch.where(used, token_ids, token_ids[:, :1]).long()
-    counts = inputs.counts[table_rows[:, None], ids]
-    rows = batch_rows[:, None]
-    x = logits[rows, ids]
-    factor = inputs.repetition[batch_rows, None]
-    x = torch.where(x > 0, x / factor, x * factor)
-    x -= inputs.frequency[batch_rows, None] * counts + inputs.presence[batch_rows, None] * (counts > 0)
-    logits[rows, ids] = x
+def penalize(logits: Tensor, inputs: PenaltyInputs) -> None:
+    """The reference, which on the CPU may look which rows are penalized, and for which tokens."""
+    for i in inputs.are_penalized().nonzero()[:, 0].tolist():
+        counts = inputs.counts[inputs.rows[i]]
+        ids = counts.nonzero()[:, 0]
+        count = counts[ids] & (IN_PROMPT - 1)
+        x, factor = logits[i, ids], inputs.repetition[i]
+        x = torch.where(x > 0, x / factor, x * factor)
+        x -= inputs.frequency[i] * count + inputs.presence[i] * (count > 0)
+        logits[i, ids] = x

@@ -19,21 +19,19 @@ from torch import Tensor
 from ..ipc.messages import DraftColumns, LogprobColumns, ModelRunnerOutput, PooledColumns, RowError, float32, int32
 from .input_batch import Rows
 from .platforms.platform import Event, Platform
-from .sampling.sampler import LogprobTensors
+from .sampling.sampler import LogprobRows
 
 __all__ = ["AsyncOutput", "OutputCopier", "Published"]
 
 
 class HostOutput(NamedTuple):
-    """Sampled tokens on the host. n rows; of the log-probabilities those of `LogprobTensors`."""
+    """Sampled tokens on the host. n rows; of the log-probabilities only those of `LogprobRows` are set."""
 
     token_ids: np.ndarray | None = None  # [n]
     checks: np.ndarray | None = None  # float32 [n]
     counts: np.ndarray | None = None  # [requests with rows of logits]: tokens that each gets; None: one
     vectors: np.ndarray | None = None  # float32 [sum of their sizes], one after the other
-    sampled_logprobs: np.ndarray | None = None
-    top_token_ids: np.ndarray | None = None
-    top_logprobs: np.ndarray | None = None
+    logprobs: np.ndarray | None = None  # int32 [n, 1 + 2 * k], see `token_logprobs`
 
 
 class Source(Protocol):
@@ -61,7 +59,7 @@ class AsyncOutput:
         sampling: Rows,
         source: Source | None,
         row_errors: Mapping[int, RowError],
-        logprobs: LogprobTensors | None = None,
+        logprobs: LogprobRows | None = None,
         *,
         drafts: DraftColumns | None = None,
         places: Rows | None = None,
@@ -183,6 +181,7 @@ class Published:
     words: np.ndarray  # int32 [2, m]: ids, bits of checks
     num_rows: int
     event: Event | None
+    logprobs: np.ndarray | None = None  # see HostOutput
 
     def ready(self) -> bool:
         return self.event is None or self.event.query()
@@ -191,7 +190,7 @@ class Published:
         if self.event is not None:
             self.event.synchronize()
         ids, checks = self.words[:, : self.num_rows]
-        return HostOutput(ids, checks.view(np.float32))
+        return HostOutput(ids, checks.view(np.float32), logprobs=self.logprobs)
 
 
 def _unsampled(batch_idx: int, check: float) -> RowError:
@@ -207,24 +206,25 @@ def _unsampled(batch_idx: int, check: float) -> RowError:
 
 
 def _columns(
-    whose: LogprobTensors,
+    whose: LogprobRows,
     host: HostOutput,
     keep: Sequence[int],
     token_idx: Rows,
 ) -> LogprobColumns | None:
     """The entries that ``keep`` names, each cut to the alternatives that it asked for. ``token_idx``: where the answer
     has the token of each entry."""
-    sampled, token_ids, values = host.sampled_logprobs, host.top_token_ids, host.top_logprobs
-    if not keep or sampled is None or token_ids is None or values is None:
+    if not keep or host.logprobs is None:
         return None
+    words = host.logprobs[whose.rows[keep]]
+    most = (words.shape[1] - 1) // 2
     counts = whose.counts[keep]
-    wanted = np.arange(values.shape[1]) < counts[:, None]
+    wanted = np.arange(most) < counts[:, None]
     return LogprobColumns(
         int32(token_idx[keep].tolist()),
-        float32(sampled[keep].tolist()),
+        _float_column(words[:, 0].view(np.float32)),
         int32(counts.tolist()),
-        int32(token_ids[keep][wanted].tolist()),
-        float32(values[keep][wanted].tolist()),
+        _int_column(words[:, 1 : 1 + most][wanted]),
+        _float_column(words[:, 1 + most :][wanted].view(np.float32)),
     )
 
 

@@ -104,7 +104,7 @@ class ExecuteModelState:
     logits: Tensor | None = None  # float32 [num_sampled, vocab_size]; None: nothing samples, or has been sampled
     published: Published | None = None  # the samples, where the forward's graph has made them already
     pooled: PooledTensors | None = None  # of the requests that get a vector
-    is_masked: bool = False  # the second half of its graph waits for the bitmasks
+    is_half: bool = False  # the second half of its graph is to be launched
     num_reqs: int = 0  # of the step, those that could not be run included
     drafts: DraftColumns | None = None  # of the step
     row_errors: dict[int, RowError] = field(default_factory=dict)  # by position in the SchedulerOutput
@@ -160,7 +160,9 @@ class ModelRunner:
         self._copy_out = OutputCopier(platform)
         self.graphs: CudaGraphManager | None = None
         if graph_sizes:
-            step = DecodeStep(self.requests, self, max(graph_sizes), max_in_flight_steps, self._bitmasks, platform)
+            self._sampler.reserve()
+            most = max(graph_sizes)
+            step = DecodeStep(self.requests, self, self._sampler, most, max_in_flight_steps, self._bitmasks, platform)
             self.graphs = CudaGraphManager(step, graph_sizes, platform, enforce_eager=enforce_eager)
         self.batch_graphs: BatchGraphs | None = None
         if graph_sizes and not enforce_eager:
@@ -245,18 +247,13 @@ class ModelRunner:
         return state
 
     def _run_graph(self, out: SchedulerOutput, plan: BatchPlan, graphs: CudaGraphManager) -> ExecuteModelState:
-        """A step of decodes: one launch, with the sampling in it if its requests use temperature at most; or two, if
-        some need a bitmask."""
-        if self._sampler.is_plain(plan.rows):
-            if not out.sample_now:
-                graphs.run(plan.rows, GraphKind.MASKED)
-                return ExecuteModelState(out.step_id, plan, is_masked=True)
+        """A step of decodes: one launch, if its requests use temperature at most; or two, if some need a bitmask or
+        have other parameters."""
+        if out.sample_now and self._sampler.is_plain(plan.rows):
             graphs.run(plan.rows, GraphKind.SAMPLED)
             return ExecuteModelState(out.step_id, plan, published=graphs.step.published(plan.num_reqs))
-        logits = graphs.run(plan.rows, GraphKind.LOGITS)
-        idx_mapping = graphs.step.rows(plan.num_reqs)
-        self.requests.advance_device_by_one(idx_mapping)
-        return ExecuteModelState(out.step_id, plan, idx_mapping, logits)
+        graphs.run(plan.rows, GraphKind.HALVES)
+        return ExecuteModelState(out.step_id, plan, is_half=True)
 
     def _run_batch(self, out: SchedulerOutput, plan: BatchPlan) -> ExecuteModelState:
         shape = None if self.batch_graphs is None else self.batch_graphs.shape_for(plan)
@@ -304,12 +301,14 @@ class ModelRunner:
         if plan is None:
             nothing = (state.step_id, state.num_reqs, _NO_ROWS, None, state.row_errors)
             return AsyncOutput(*nothing, drafts=state.drafts)
-        if state.is_masked:
-            state.published = self._sample_masked(plan, grammar)
+        sampling = plan.batch_idx[plan.sampling]
+        logprobs = None
+        if state.is_half:
+            logprobs = self._sampler.logprob_rows(plan.rows, sampling)
+            state.published = self._run_second_half(plan, grammar, has_logprobs=logprobs is not None)
         if state.published is not None:
             self.requests.append(plan.rows)
-            sampling = plan.batch_idx[plan.sampling]
-            return AsyncOutput(state.step_id, state.num_reqs, sampling, state.published, state.row_errors)
+            return AsyncOutput(state.step_id, state.num_reqs, sampling, state.published, state.row_errors, logprobs)
         return self._sample_op_by_op(state, plan, grammar)
 
     def _sample_op_by_op(self, state: ExecuteModelState, plan: BatchPlan, grammar: GrammarOutput | None) -> AsyncOutput:
@@ -320,17 +319,13 @@ class ModelRunner:
             sampled, reason = self._try_sampling(state.logits, batch)
             if sampled is None:
                 sampled = self._sample_with_less(state, state.logits, batch, reason)
-            logprobs = sampled.logprobs
             counts = self.requests.append_sampled(batch.rows, batch.rows_device, sampled.token_ids, batch.drafted)
             tensors |= {"token_ids": sampled.token_ids, "checks": sampled.checks}
             if counts is not None:
                 tensors["counts"] = counts
-            if logprobs is not None:
-                tensors |= {
-                    "sampled_logprobs": logprobs.sampled,
-                    "top_token_ids": logprobs.token_ids,
-                    "top_logprobs": logprobs.values,
-                }
+            if sampled.logprobs is not None:
+                logprobs = self._sampler.logprob_rows(batch.rows, batch.batch_idx)
+                tensors["logprobs"] = sampled.logprobs
         return AsyncOutput(
             state.step_id,
             state.num_reqs,
@@ -343,11 +338,13 @@ class ModelRunner:
             pooled=None if state.pooled is None else state.pooled.places,
         )
 
-    def _sample_masked(self, plan: BatchPlan, grammar: GrammarOutput | None) -> Published:
+    def _run_second_half(
+        self, plan: BatchPlan, grammar: GrammarOutput | None, *, has_logprobs: bool
+    ) -> Published:
         assert self.graphs is not None
         rows, bits = self._bitmasks.of_batch(grammar, plan.batch_idx)
-        self.graphs.run_masked(rows, bits)
-        return self.graphs.step.published(plan.num_reqs)
+        self.graphs.run_second_half(rows, bits, is_plain=self._sampler.is_plain(plan.rows))
+        return self.graphs.step.published(plan.num_reqs, has_logprobs=has_logprobs)
 
     @property
     def prepares_after(self) -> float | None:

@@ -12,8 +12,10 @@ One row of ``scalars``, 16 words of 4 bytes, a cache line:
         │       │              │       │       │ penalty     │ penalty    │ penalty   │   the others float32
         ├───────┼──────────────┴────┬──┴───────┴──┬──────────┴──────────┬─┴───────────┤
         │ top_k │ num_prompt_tokens │ num_tokens  │ num_computed_tokens │ first_len   │   int32
-        └───────┴───────────────────┴─────────────┴─────────────────────┴─────────────┘
-    word 8        9                   10            11                    12 (13 to 15 are unused)
+        ├───────┴────────┬──────────┴─────────────┴─────────────────────┴─────────────┘
+        │ logprobs_asked │                                                                  int32
+        └────────────────┘
+    word 13 (14 and 15 are unused); the line above it: 8, 9, 10, 11, 12
 """
 
 from __future__ import annotations
@@ -36,7 +38,7 @@ __all__ = ["COLUMNS", "SCALAR_WORDS", "RequestState", "Scalars"]
 
 SCALAR_WORDS = 16
 COLUMNS = ScalarColumns(seed=0, temperature=2, num_tokens=10, num_computed_tokens=11)
-_ROW = struct.Struct("<q6f5i")
+_ROW = struct.Struct("<q6f6i")
 _MIN_TEMPERATURE = (
     1e-5  # below, logits / temperature could overflow; two tokens that differ at all are decided long before
 )
@@ -60,6 +62,7 @@ class Scalars:
         self.num_tokens = words[:, 10]  # int32 [n]: prompt and completion so far
         self.num_computed_tokens = words[:, 11]  # int32 [n]: have their KV
         self.first_len = words[:, 12]  # int32 [n]: num_tokens when the request got its row
+        self.logprobs_asked = words[:, 13]  # int32 [n]: alternatives to each token, and one; 0: no log-probabilities
 
     def select(self, rows: Tensor) -> Scalars:
         """A copy of some rows (int64 [m])."""
@@ -124,6 +127,7 @@ class RequestState:
             length,
             request.num_computed_tokens,
             length,
+            request.logprobs + 1,
         )
         self._arena.stage("scalars", row, 0, np.frombuffer(packed, dtype=np.int32))
         self._arena.stage("token_ids", row, 0, np.array(request.token_ids, dtype=np.int32))

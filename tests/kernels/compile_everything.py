@@ -41,8 +41,10 @@ from aengine.kernels import (
     linear_tilings,
     logit_bias,
     logprobs,
+    penalties,
     rms_norm,
     routing,
+    select_rows,
     short_conv,
     staged_write,
     top_k_top_p,
@@ -308,9 +310,14 @@ def inputs_and_sampling(compiler: Compiler) -> None:
     gumbel.gumbel_sample(logits, inputs.temperature, inputs.seeds, inputs.sample_positions)
     cutoff = top_k_top_p.find_cutoff(logits, inputs.temperature, torch.zeros(4, dtype=torch.int32), ones, ones)
     ids, _ = gumbel.gumbel_sample(logits, inputs.temperature, inputs.seeds, inputs.sample_positions, cutoff)
-    logprobs.top_logprobs(logits, ids, 4)
-    logit_bias.add_bias(logits, ids, ids, ones)
-    logit_bias.ban_tokens(logits, ids, ids)
+    asked = select_rows.select_rows(scalars, rows)[:, 13]
+    kept = logprobs.keep_logits(logits, asked)
+    logprobs.token_logprobs(kept, ids, asked, torch.zeros(1, 4, 9, dtype=torch.int32), cursor)
+    logit_bias.apply_lists(logits, ids, torch.zeros(4, logit_bias.WIDTH, dtype=torch.int32), asked)
+    given = penalties.PenaltyInputs(ids, torch.zeros(4, 200_000, dtype=torch.int32), ones, ones, ones)
+    penalties.apply_penalties(logits, given)
+    penalties.count_sampled(ids, given)
+    penalties.count_tokens(given.counts[0], scalars[0], 2)
     bitmask.apply_bitmask(logits, ids, torch.zeros(4, 25_000, dtype=torch.uint8))
     starts = torch.zeros(2, dtype=torch.int64)
     nothing = torch.zeros(0, dtype=torch.int32)

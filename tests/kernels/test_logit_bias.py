@@ -2,36 +2,44 @@
 
 from __future__ import annotations
 
+import random
+
+import numpy as np
 import torch
 
-from aengine.kernels.logit_bias import add_bias, add_pairs, ban_pairs, ban_tokens
+from aengine.kernels.logit_bias import MOST_BANNED, MOST_BIASES, WIDTH, apply_lists, bias_and_ban, pack_lists
+
+NUM_ROWS, VOCAB_SIZE = 6, 3000
 
 
-def test_pairs_and_nothing_else(gen: torch.Generator) -> None:
-    logits = torch.randn(5, 40, generator=gen)
+def random_lists(rng: random.Random) -> tuple[torch.Tensor, list[dict[int, float]], list[list[int]], list[int]]:
+    """(the table; by row its biases, its banned ids, and until when they are)"""
+    table = torch.randint(0, 9, (NUM_ROWS, WIDTH), dtype=torch.int32)  # what lies behind the lists is another's
+    biases, banned, until = [], [], []
+    for row in range(NUM_ROWS):
+        counts = rng.choice([0, 1, 300, MOST_BIASES]), rng.choice([0, 1, 300, MOST_BANNED])
+        biases.append({t: float(np.float32(rng.uniform(-100, 100))) for t in rng.sample(range(VOCAB_SIZE), counts[0])})
+        banned.append(rng.sample(range(VOCAB_SIZE), counts[1]))
+        until.append(rng.choice([0, 7, 2**40]))
+        for column, values in pack_lists(list(biases[row]), list(biases[row].values()), banned[row], until[row]):
+            table[row, column : column + len(values)] = torch.from_numpy(values)
+    return table, biases, banned, until
+
+
+def test_both_against_loops(rng: random.Random, gen: torch.Generator, triton_device: torch.device) -> None:
+    table, biases, banned, until = random_lists(rng)
+    rows = [rng.randrange(NUM_ROWS) for _ in range(5)] + [-1]
+    num_tokens = [rng.choice([6, 7, 8]) for _ in rows]
+    logits = torch.randn(len(rows), VOCAB_SIZE, generator=gen)
     wanted = logits.clone()
-    rows, ids = torch.tensor([0, 0, 3, 4]), torch.tensor([7, 39, 7, 0])
-    values = torch.randn(4, generator=gen) * 50
-    for row, token, value in zip(rows, ids, values):
-        wanted[row, token] += value
-    add_bias(logits, rows, ids, values)
-    assert torch.equal(logits, wanted)
-    ban_tokens(logits, rows, ids)
-    for row, token in zip(rows, ids):
-        wanted[row, token] = -torch.inf
-    assert torch.equal(logits, wanted)
-
-
-def test_triton_against_the_reference(gen: torch.Generator, triton_device: torch.device) -> None:
-    """A pair may come twice, and there may be more pairs than a program takes."""
-    logits = torch.randn(7, 50, generator=gen)
-    rows, ids = (torch.randint(0, high, (400,), generator=gen) for high in (7, 50))
-    values = torch.randn(400, generator=gen)
+    for i, row in enumerate(rows[:-1]):
+        for token, value in biases[row].items():
+            wanted[i, token] += value
+        if num_tokens[i] < until[row]:
+            wanted[i, banned[row]] = -torch.inf
+    columns = torch.tensor(rows), table, torch.tensor(num_tokens).int()
     got = logits.clone().to(triton_device)
-    pairs = rows.to(triton_device), ids.to(triton_device)
-    add_bias(got, *pairs, values.to(triton_device))
-    add_pairs(logits, rows, ids, values)
-    torch.testing.assert_close(got.cpu(), logits)
-    ban_tokens(got, pairs[0][:300], pairs[1][:300])
-    ban_pairs(logits, rows[:300], ids[:300])
-    torch.testing.assert_close(got.cpu(), logits)
+    apply_lists(got, *(column.to(triton_device) for column in columns))
+    assert torch.equal(got.cpu(), wanted)
+    bias_and_ban(logits, *columns)
+    assert torch.equal(logits, wanted)

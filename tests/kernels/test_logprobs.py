@@ -2,38 +2,64 @@
 
 from __future__ import annotations
 
+import random
+
 import pytest
 import torch
 
-from aengine.kernels.logprobs import by_logsumexp, top_logprobs
+from aengine.kernels.dispatch import torch_reference
+from aengine.kernels.logprobs import keep_logits, token_logprobs
 
 
-@pytest.mark.parametrize("k", [0, 1, 5, 64])
-def test_against_log_softmax(gen: torch.Generator, k: int) -> None:
-    logits = torch.randn(6, 40, generator=gen) * 10
-    sampled = torch.randint(0, 40, (6,), generator=gen)
-    wanted = torch.log_softmax(logits.double(), 1)
-    of_sampled, ids, values = top_logprobs(logits, sampled, k)
-    torch.testing.assert_close(of_sampled.double(), wanted.gather(1, sampled[:, None])[:, 0], atol=1e-5, rtol=0)
-    assert ids.shape == values.shape == (6, min(k, 40))
-    torch.testing.assert_close(values.double(), wanted.sort(1, descending=True).values[:, :k], atol=1e-5, rtol=0)
-    torch.testing.assert_close(values.double(), wanted.gather(1, ids), atol=1e-5, rtol=0)
+def logprobs_of(
+    logits: torch.Tensor, sampled: torch.Tensor, asked: torch.Tensor, width: int, device: torch.device
+) -> torch.Tensor:
+    """int32 [n, 1 + 2 * width]; 77 where nothing is written. The logits change in between."""
+    given = logits.clone().to(device)
+    kept = keep_logits(given, asked.to(device))
+    given.fill_(torch.nan)
+    out = torch.full((3, len(logits) + 2, 1 + 2 * width), 77, dtype=torch.int32, device=device)
+    slot = torch.tensor([5], dtype=torch.int32, device=device)
+    token_logprobs(kept, sampled.to(device), asked.to(device), out, slot)
+    assert (out[:2] == 77).all() and (out[2, len(logits) :] == 77).all()
+    return out[2, : len(logits)].cpu()
 
 
-@pytest.mark.parametrize("k", [0, 1, 5])
+def check(logits: torch.Tensor, sampled: torch.Tensor, asked: torch.Tensor, got: torch.Tensor, *, ordered: bool) -> None:
+    """``ordered``: of equal ones those of lower ids come first."""
+    width = (got.shape[1] - 1) // 2
+    exact = torch.log_softmax(logits.double(), 1)
+    for i, k in enumerate((asked - 1).tolist()):
+        if k < 0:
+            assert (got[i] == 77).all()
+            continue
+        k = min(k, logits.shape[1])
+        ids, values = got[i, 1 : 1 + k].long(), got[i, 1 + width : 1 + width + k].view(torch.float32)
+        torch.testing.assert_close(got[i, :1].view(torch.float32)[0].double(), exact[i, sampled[i]], atol=1e-5, rtol=1e-6)
+        torch.testing.assert_close(values.double(), exact[i, ids], atol=1e-5, rtol=1e-6)
+        wanted = logits[i].sort(descending=True, stable=True)
+        assert torch.equal(logits[i, ids], wanted.values[:k]) and len(set(ids.tolist())) == k
+        if ordered:
+            assert torch.equal(ids, wanted.indices[:k])
+
+
 @pytest.mark.parametrize("vocab_size", [3, 256, 5000])
-def test_triton_against_the_reference(
-    gen: torch.Generator, triton_device: torch.device, vocab_size: int, k: int
+def test_both_against_log_softmax(
+    rng: random.Random, gen: torch.Generator, triton_device: torch.device, vocab_size: int
 ) -> None:
-    logits = torch.randn(4, vocab_size, generator=gen) * 10
+    """Rows of ties, of banned tokens, of none but one, and such that ask for nothing."""
+    n = 7
+    logits = torch.randn(n, vocab_size, generator=gen) * 10
     logits[0, 1:] = -torch.inf
     logits[2, torch.rand(vocab_size, generator=gen) < 0.5] = -torch.inf
     logits[2, 0] = 1.0
-    sampled = torch.randint(0, vocab_size, (4,), generator=gen)
-    of_sampled, ids, values = top_logprobs(logits.to(triton_device), sampled.to(triton_device), k)
-    wanted = by_logsumexp(logits, sampled, k)
-    torch.testing.assert_close(of_sampled.cpu(), wanted[0], atol=1e-5, rtol=1e-6)
-    torch.testing.assert_close(values.cpu(), wanted[2], atol=1e-5, rtol=1e-6)
-    if k:
-        exact = torch.log_softmax(logits.double(), 1).gather(1, ids.cpu())
-        torch.testing.assert_close(values.cpu().double(), exact, atol=1e-5, rtol=1e-6)
+    logits[3:5] = logits[3:5].round()
+    logits[5] = 2.0
+    asked = torch.tensor([rng.choice([1, 2, 6, 65]) for _ in range(n)], dtype=torch.int32)
+    asked[6] = 0
+    asked[3] = 65
+    sampled = torch.randint(0, vocab_size, (n,), generator=gen)
+    check(logits, sampled, asked, logprobs_of(logits, sampled, asked, 64, triton_device), ordered=True)
+    with torch_reference():
+        got = logprobs_of(logits, sampled, asked, 64, torch.device("cpu"))
+        check(logits, sampled, asked, got, ordered=False)

@@ -1,6 +1,6 @@
-"""Single tokens of single rows: a lane a pair.
+"""Single tokens of single rows: a program a row.
 
-At least: 16 bytes a pair for its place, and 4 (ban) or 12 (bias) for the logit and its value; one addition.
+At least: 16 bytes a biased token, 8 a banned one; for most rows one word.
 """
 
 from __future__ import annotations
@@ -9,47 +9,60 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from .launch import launch
+from ..logit_bias import HEADER, MOST_BIASES
+from .launch import gdc_launch_dependents, gdc_wait, has_pdl, launch
 
-__all__ = ["add_bias", "ban_tokens"]
+__all__ = ["apply_lists"]
 
 _TILE = 256
 
 
-def add_bias(logits: Tensor, rows: Tensor, token_ids: Tensor, values: Tensor) -> None:
-    _launch(logits, rows, token_ids, values)
+def apply_lists(logits: Tensor, rows: Tensor, lists: Tensor, num_tokens: Tensor) -> None:
+    assert logits.stride(1) == lists.stride(1) == 1
+    n = rows.shape[0]
+    if n:
+        where = (logits, logits.stride(0), rows, lists, lists.stride(0), num_tokens, num_tokens.stride(0))
+        constants = {"HEADER": HEADER, "MOST_BIASES": MOST_BIASES, "TILE": _TILE, "PDL": has_pdl()}
+        launch(_list_kernel, (n,), *where, **constants)
 
 
-def ban_tokens(logits: Tensor, rows: Tensor, token_ids: Tensor) -> None:
-    _launch(logits, rows, token_ids, None)
-
-
-def _launch(logits: Tensor, rows: Tensor, token_ids: Tensor, values: Tensor | None) -> None:
-    assert logits.stride(1) == 1 and rows.is_contiguous() and token_ids.is_contiguous()
-    assert values is None or values.is_contiguous()
-    m = rows.shape[0]
-    if m:
-        stride, given = logits.stride(0), logits if values is None else values
-        grid = (triton.cdiv(m, _TILE),)
-        launch(_pair_kernel, grid, logits, rows, token_ids, given, m, stride, BAN=values is None, TILE=_TILE)
-
-
-@triton.jit(do_not_specialize=["rows", "token_ids", "values", "m"])
-def _pair_kernel(
+@triton.jit(do_not_specialize_on_alignment=["rows", "lists", "num_tokens"])
+def _list_kernel(
     logits: tl.tensor,
+    logits_stride: tl.tensor,
     rows: tl.tensor,
-    token_ids: tl.tensor,
-    values: tl.tensor,
-    m: tl.tensor,
-    stride: tl.tensor,
-    BAN: tl.constexpr,
+    lists: tl.tensor,
+    lists_stride: tl.tensor,
+    num_tokens: tl.tensor,
+    num_tokens_stride: tl.tensor,
+    HEADER: tl.constexpr,
+    MOST_BIASES: tl.constexpr,
     TILE: tl.constexpr,
+    PDL: tl.constexpr,
 ) -> None:
-    i = tl.program_id(0) * TILE + tl.arange(0, TILE)
-    is_in = i < m
-    place = logits + tl.load(rows + i, mask=is_in, other=0) * stride + tl.load(token_ids + i, mask=is_in, other=0)
-    if BAN:
-        tl.store(place, tl.full((TILE,), float("-inf"), tl.float32), mask=is_in)
-    else:
-        # Atomic: a pair may come twice.
-        tl.atomic_add(place, tl.load(values + i, mask=is_in, other=0.0), mask=is_in, sem="relaxed")
+    if PDL:
+        gdc_launch_dependents()
+        gdc_wait()
+    b = tl.program_id(0).to(tl.int64)
+    row = tl.load(rows + b)
+    if row >= 0:
+        own = lists + row * lists_stride
+        num_biases = tl.load(own)
+        num_banned = tl.load(own + 1)
+        num_banned = tl.where(tl.load(num_tokens + b * num_tokens_stride) < tl.load(own + 2), num_banned, 0)
+        x = logits + b * logits_stride
+        i = 0
+        while i < num_biases:
+            at = i + tl.arange(0, TILE)
+            token = tl.load(own + HEADER + at, mask=at < num_biases, other=0)
+            value = tl.load(own + HEADER + MOST_BIASES + at, mask=at < num_biases, other=0)
+            biased = tl.load(x + token, mask=at < num_biases, other=0.0) + value.to(tl.float32, bitcast=True)
+            tl.store(x + token, biased, mask=at < num_biases)
+            i += TILE
+        tl.debug_barrier()  # a token may have a bias and be banned
+        i = 0
+        while i < num_banned:
+            at = i + tl.arange(0, TILE)
+            token = tl.load(own + HEADER + 2 * MOST_BIASES + at, mask=at < num_banned, other=0)
+            tl.store(x + token, tl.full((TILE,), float("-inf"), tl.float32), mask=at < num_banned)
+            i += TILE

@@ -1,19 +1,18 @@
-"""Penalties in two launches: all new logits first, then all are written, as a token may occur more than once.
+"""Penalties in one launch, a look at every count; only logits of tokens that occur are read and written.
 
-At least, a token that a row holds: 12 bytes read (id, count, logit), 4 written, about 8 operations; the values between
-the launches are 8 bytes more.
+At least: 4 * V bytes read a penalized row (n = 64, V = 151936: 39 MB, 9 us at 4.3 TB/s), 8 a token that occurs. It
+depends on nothing but the rows, so that a graph may hold it.
 """
 
 from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-import torch
 import triton
 import triton.language as tl
 from torch import Tensor
 
-from .launch import launch
+from .launch import gdc_launch_dependents, gdc_wait, has_pdl, launch
 
 if TYPE_CHECKING:
     from ..penalties import PenaltyInputs
@@ -21,112 +20,111 @@ if TYPE_CHECKING:
 __all__ = ["add_counts", "apply_penalties", "count_sampled"]
 
 _TILE = 1024
+_LOGITS = 4096  # of a program
+_IN_PROMPT = tl.constexpr(1 << 30)  # of kernels.penalties
 
 
-def add_counts(counts: Tensor, token_ids: Tensor) -> None:
+def add_counts(counts: Tensor, token_ids: Tensor, num_prompt_tokens: int) -> None:
     assert counts.stride(0) == token_ids.stride(0) == 1
     m = token_ids.shape[0]
     if m:
-        launch(_histogram_kernel, (triton.cdiv(m, _TILE),), counts, token_ids, m, TILE=_TILE)
+        launch(_histogram_kernel, (triton.cdiv(m, _TILE),), counts, token_ids, m, num_prompt_tokens, TILE=_TILE)
 
 
-def count_sampled(counts: Tensor, rows: Tensor, sampled: Tensor, batch_rows: Tensor) -> None:
-    m = batch_rows.shape[0]
-    if m:
-        grid = (triton.cdiv(m, _TILE),)
-        launch(_count_kernel, grid, counts, rows, sampled, batch_rows, m, counts.stride(0), TILE=_TILE)
+def count_sampled(sampled: Tensor, inputs: PenaltyInputs) -> None:
+    n, stride = sampled.shape[0], _stride(inputs)
+    if n:
+        where = (inputs.counts, inputs.counts.stride(0), inputs.rows, sampled, n)
+        columns = (inputs.repetition, inputs.frequency, inputs.presence)
+        launch(_count_kernel, (triton.cdiv(n, _TILE),), *where, *columns, stride, TILE=_TILE, PDL=has_pdl())
 
 
-def apply_penalties(logits: Tensor, batch_rows: Tensor, inputs: PenaltyInputs) -> None:
-    scalars = (inputs.num_tokens, inputs.repetition, inputs.frequency, inputs.presence)
-    stride = scalars[0].stride(0)
-    assert logits.stride(1) == 1 and all(scalar.stride(0) == stride for scalar in scalars)
-    m, width = batch_rows.shape[0], inputs.max_num_tokens
-    if m == 0 or width == 0:
-        return
-    values = torch.empty(m, width, dtype=torch.float32, device=logits.device)
-    grid = (m, triton.cdiv(width, _TILE))
-    tables = (inputs.token_ids, inputs.token_ids.stride(0), values, width)
-    common = (logits, logits.stride(0), batch_rows, inputs.rows, *tables, inputs.num_tokens, stride)
-    launch(_value_kernel, grid, *common, inputs.counts, inputs.counts.stride(0), *scalars[1:], TILE=_TILE)
-    launch(_scatter_kernel, grid, *common, TILE=_TILE)
+def apply_penalties(logits: Tensor, inputs: PenaltyInputs) -> None:
+    assert logits.stride(1) == inputs.counts.stride(1) == 1
+    n, vocab_size = logits.shape
+    if n:
+        where = (logits, logits.stride(0), inputs.counts, inputs.counts.stride(0), inputs.rows, vocab_size)
+        columns = (inputs.repetition, inputs.frequency, inputs.presence, _stride(inputs))
+        grid = (n, triton.cdiv(vocab_size, _LOGITS))
+        launch(_penalty_kernel, grid, *where, *columns, TILE=_LOGITS, PDL=has_pdl())
 
 
-@triton.jit(do_not_specialize=["counts", "token_ids", "m"])
-def _histogram_kernel(counts: tl.tensor, token_ids: tl.tensor, m: tl.tensor, TILE: tl.constexpr) -> None:
-    i = tl.program_id(0) * TILE + tl.arange(0, TILE)
-    token = tl.load(token_ids + i, mask=i < m, other=0)
-    tl.atomic_add(counts + token, tl.full((TILE,), 1, tl.int32), mask=i < m, sem="relaxed")
+def _stride(inputs: PenaltyInputs) -> int:
+    stride = inputs.repetition.stride(0)
+    assert inputs.frequency.stride(0) == inputs.presence.stride(0) == stride
+    return stride
 
 
-@triton.jit(do_not_specialize=["m"])
-def _count_kernel(
-    counts: tl.tensor,
-    rows: tl.tensor,
-    sampled: tl.tensor,
-    batch_rows: tl.tensor,
-    m: tl.tensor,
-    counts_stride: tl.tensor,
-    TILE: tl.constexpr,
+@triton.jit(do_not_specialize=["counts", "token_ids", "m", "num_prompt_tokens"])
+def _histogram_kernel(
+    counts: tl.tensor, token_ids: tl.tensor, m: tl.tensor, num_prompt_tokens: tl.tensor, TILE: tl.constexpr
 ) -> None:
     i = tl.program_id(0) * TILE + tl.arange(0, TILE)
-    b = tl.load(batch_rows + i, mask=i < m, other=0)
-    row, token = tl.load(rows + b, mask=i < m, other=0), tl.load(sampled + b, mask=i < m, other=0)
-    place = counts + row * counts_stride + token
-    tl.store(place, tl.load(place, mask=i < m, other=0) + 1, mask=i < m)
+    place = counts + tl.load(token_ids + i, mask=i < m, other=0)
+    is_prompt = i < num_prompt_tokens
+    tl.atomic_or(place, tl.full((TILE,), _IN_PROMPT, tl.int32), mask=(i < m) & is_prompt, sem="relaxed")
+    tl.atomic_add(place, tl.full((TILE,), 1, tl.int32), mask=(i < m) & ~is_prompt, sem="relaxed")
 
 
-@triton.jit(do_not_specialize=["width"])
-def _value_kernel(
-    logits: tl.tensor,
-    logits_stride: tl.tensor,
-    batch_rows: tl.tensor,
-    rows: tl.tensor,
-    token_ids: tl.tensor,
-    tokens_stride: tl.tensor,
-    values: tl.tensor,
-    width: tl.tensor,
-    num_tokens: tl.tensor,
-    scalar_stride: tl.tensor,
+@triton.jit(do_not_specialize=["n"], do_not_specialize_on_alignment=["rows", "sampled"])
+def _count_kernel(
     counts: tl.tensor,
     counts_stride: tl.tensor,
+    rows: tl.tensor,
+    sampled: tl.tensor,
+    n: tl.tensor,
     repetition: tl.tensor,
     frequency: tl.tensor,
     presence: tl.tensor,
-    TILE: tl.constexpr,
-) -> None:
-    i = tl.program_id(0).to(tl.int64)
-    j = tl.program_id(1) * TILE + tl.arange(0, TILE)
-    b = tl.load(batch_rows + i)
-    row = tl.load(rows + b)
-    used = j < tl.load(num_tokens + b * scalar_stride)
-    token = tl.load(token_ids + row * tokens_stride + j, mask=used, other=0)
-    x = tl.load(logits + b * logits_stride + token, mask=used, other=0.0)
-    count = tl.load(counts + row * counts_stride + token, mask=used, other=0).to(tl.float32)
-    factor = tl.load(repetition + b * scalar_stride)
-    x = tl.where(x > 0, x / factor, x * factor)
-    x -= tl.load(frequency + b * scalar_stride) * count
-    x -= tl.where(count > 0, tl.load(presence + b * scalar_stride), 0.0)
-    tl.store(values + i * width + j, x, mask=used)
-
-
-@triton.jit(do_not_specialize=["width"])
-def _scatter_kernel(
-    logits: tl.tensor,
-    logits_stride: tl.tensor,
-    batch_rows: tl.tensor,
-    rows: tl.tensor,
-    token_ids: tl.tensor,
-    tokens_stride: tl.tensor,
-    values: tl.tensor,
-    width: tl.tensor,
-    num_tokens: tl.tensor,
     scalar_stride: tl.tensor,
     TILE: tl.constexpr,
+    PDL: tl.constexpr,
 ) -> None:
+    if PDL:
+        gdc_launch_dependents()
+        gdc_wait()
+    i = tl.program_id(0) * TILE + tl.arange(0, TILE)
+    row = tl.load(rows + i, mask=i < n, other=-1)
+    is_in = row >= 0
+    at = i * scalar_stride
+    is_penalized = tl.load(repetition + at, mask=is_in, other=1.0) != 1.0
+    is_penalized |= tl.load(frequency + at, mask=is_in, other=0.0) != 0.0
+    is_penalized |= tl.load(presence + at, mask=is_in, other=0.0) != 0.0
+    is_in &= is_penalized
+    place = counts + row * counts_stride + tl.load(sampled + i, mask=is_in, other=0)
+    tl.store(place, tl.load(place, mask=is_in, other=0) + 1, mask=is_in)
+
+
+@triton.jit(do_not_specialize_on_alignment=["rows"])
+def _penalty_kernel(
+    logits: tl.tensor,
+    logits_stride: tl.tensor,
+    counts: tl.tensor,
+    counts_stride: tl.tensor,
+    rows: tl.tensor,
+    vocab_size: tl.tensor,
+    repetition: tl.tensor,
+    frequency: tl.tensor,
+    presence: tl.tensor,
+    scalar_stride: tl.tensor,
+    TILE: tl.constexpr,
+    PDL: tl.constexpr,
+) -> None:
+    if PDL:
+        gdc_launch_dependents()
+        gdc_wait()
     i = tl.program_id(0).to(tl.int64)
-    j = tl.program_id(1) * TILE + tl.arange(0, TILE)
-    b = tl.load(batch_rows + i)
-    used = j < tl.load(num_tokens + b * scalar_stride)
-    token = tl.load(token_ids + tl.load(rows + b) * tokens_stride + j, mask=used, other=0)
-    tl.store(logits + b * logits_stride + token, tl.load(values + i * width + j, mask=used, other=0.0), mask=used)
+    row = tl.load(rows + i)
+    factor = tl.load(repetition + i * scalar_stride)
+    of_count = tl.load(frequency + i * scalar_stride)
+    of_any = tl.load(presence + i * scalar_stride)
+    if (row >= 0) & ((factor != 1.0) | (of_count != 0.0) | (of_any != 0.0)):
+        token = tl.program_id(1) * TILE + tl.arange(0, TILE)
+        found = tl.load(counts + row * counts_stride + token, mask=token < vocab_size, other=0)
+        place = logits + i * logits_stride + token
+        x = tl.load(place, mask=found != 0, other=0.0)
+        count = (found & (_IN_PROMPT - 1)).to(tl.float32)
+        x = tl.where(x > 0, x / factor, x * factor)
+        x -= of_count * count
+        x -= tl.where(count > 0, of_any, 0.0)
+        tl.store(place, x, mask=found != 0)

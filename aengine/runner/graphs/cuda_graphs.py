@@ -1,17 +1,16 @@
 """Decode steps as CUDA graphs: one launch each, whatever the model.
 
     rows of the batch ─> [ gather inputs ─> layers ─> logits ─> sample ─> ids into the rows and to the host ]   SAMPLED
-    (static memory)      [ gather inputs ─> layers ─> logits ][ bitmasks ─> sample ─> ids as above ]            MASKED
-                         [ gather inputs ─> layers ] ─> logits                                                  LOGITS
+    (static memory)      [ gather inputs ─> layers ─> logits ][ bitmasks ─> sample ─> ids as above ]            HALVES
 
 A graph replays the launches of one shape, so a batch is padded to the next size that has been captured; padding has row
 -1, reads nothing and writes nothing. All graphs share one memory pool, and are captured largest first, so that the
-smaller ones fit into what the largest took. What follows from the rows and bitmasks alone is inside; whatever else
-needs the host (penalties, log-probabilities) samples outside, and the logits are made there too: a graph keeps its
-outputs, and those of all sizes together would take a GB.
+smaller ones fit into what the largest took.
 
-MASKED is two graphs: the second is launched when the host has sent the bitmasks, which it fills during the first. It
-finds the first one's logits in the pool, since no other graph is launched in between; so they need not be kept.
+HALVES is two graphs: the second is launched when the host has sent the bitmasks, if there are any, which it fills
+during the first. It finds the first one's logits in the pool, since no other graph is launched in between; so they need
+not be kept. There are two of the second: one samples by bitmask, temperature and seed, the other by all parameters
+(`Sampler.sample_padded`).
 """
 
 from __future__ import annotations
@@ -30,24 +29,27 @@ from torch import Tensor
 from ...kernels.bitmask import apply_bitmask
 from ...kernels.gumbel import gumbel_sample
 from ...kernels.input_prep import DecodeInputs, commit_decode, prepare_decode
+from ...params import MAX_LOGPROBS
 from ..async_output import Published
 from ..input_batch import Rows
 from ..platforms.platform import Graph, Platform
 from ..request_state import COLUMNS, RequestState
 from ..sampling.bitmask_memory import HostBitmasks, MaskMemory
+from ..sampling.sampler import Sampler
 from ..transfer import to_device
 
-__all__ = ["BatchDescriptor", "CudaGraphManager", "DecodeStep", "GraphKind", "fits", "graph_sizes"]
+__all__ = ["BatchDescriptor", "CudaGraphManager", "DecodeStep", "GraphKind", "HalfDone", "fits", "graph_sizes"]
 
 logger = logging.getLogger("aengine.runner")
 
 _LEAST_SLOTS = 160
+_LOGPROB_SLOTS = 16  # a divisor of the number of slots
+_LOGPROB_WORDS = 1 + 2 * MAX_LOGPROBS
 
 
 class GraphKind(Enum):
     SAMPLED = "sampled"
-    MASKED = "masked"
-    LOGITS = "logits"
+    HALVES = "halves"
 
 
 class BatchDescriptor(NamedTuple):
@@ -103,8 +105,8 @@ class DecodeModel(Protocol):
         """float32 [n, vocab_size]."""
 
 
-class Unmasked(NamedTuple):
-    """State of a MASKED step between its two halves."""
+class HalfDone(NamedTuple):
+    """State of a HALVES step between its two halves."""
 
     logits: Tensor  # float32 [size, vocab_size]
     inputs: DecodeInputs
@@ -117,6 +119,7 @@ class DecodeStep:
         self,
         requests: RequestState,
         model: DecodeModel,
+        sampler: Sampler,
         max_size: int,
         max_in_flight_steps: int,
         bitmasks: HostBitmasks,
@@ -126,6 +129,7 @@ class DecodeStep:
         num_slots = max(_LEAST_SLOTS, 2 * max_in_flight_steps)
         self._requests = requests
         self._model = model
+        self._sampler = sampler
         self._device = requests.token_ids.device
         self._platform = platform
         self._rows = torch.full((max_size,), -1, dtype=torch.int64, device=self._device)
@@ -133,6 +137,10 @@ class DecodeStep:
         self._filled = (0, 0)  # how many rows set_rows was given last, and the size that it padded them to
         self._published = torch.zeros((num_slots, 2, max_size), dtype=torch.int32, pin_memory=platform.pins_memory)
         self._published_host = self._published.numpy()
+        num_slots = _LOGPROB_SLOTS if 2 * max_in_flight_steps <= _LOGPROB_SLOTS else num_slots
+        shape = (num_slots, max_size, _LOGPROB_WORDS)
+        self._logprobs = torch.zeros(shape, dtype=torch.int32, pin_memory=platform.pins_memory)
+        self._logprobs_host = self._logprobs.numpy()
         self._cursor = torch.zeros(1, dtype=torch.int32, device=self._device)
         self._next_slot = 0  # what the cursor will be when all steps launched so far have run
         self._masks = MaskMemory(max_size, bitmasks, self._device)
@@ -148,43 +156,39 @@ class DecodeStep:
             self._rows_host[:size], self._filled = padded, (n, size)
         return self._rows[:size]
 
-    def rows(self, num_rows: int) -> Tensor:
-        """The first rows that `set_rows` was given last: int64 [num_rows], on the device."""
-        return self._rows[:num_rows]
-
-    def run(self, descriptor: BatchDescriptor) -> Tensor | Unmasked | None:
-        """Queue the step. LOGITS: hidden states [size, hidden_size]; MASKED: what `run_masked` continues with; SAMPLED:
-        None, and `published` fetches the answer."""
+    def run(self, descriptor: BatchDescriptor) -> HalfDone | None:
+        """Queue the step. HALVES: what `run_second_half` continues with; SAMPLED: None, and `published` fetches the
+        answer."""
         requests = self._requests
         rows = self._rows[: descriptor.size]
         token_ids, scalars = requests.token_ids, requests.scalars.words
         inputs = prepare_decode(token_ids, scalars, COLUMNS, rows)
         hidden = self._model.decode(inputs.input_ids, inputs.positions, rows, inputs.seq_lens)
-        if descriptor.kind is GraphKind.LOGITS:
-            return hidden
-        unmasked = Unmasked(self.compute_logits(hidden), inputs)
-        if descriptor.kind is GraphKind.MASKED:
-            return unmasked
-        self._sample(unmasked)
+        half = HalfDone(self._model.compute_logits(hidden), inputs)
+        if descriptor.kind is GraphKind.HALVES:
+            return half
+        self._sample(half)
         return None
 
     def set_bitmasks(self, rows: Rows, bits: npt.NDArray[np.uint8] | None, size: int) -> None:
-        """Set the bitmasks of the next `run_masked`: ``bits`` [n, row_bytes] are of the batch's ``rows`` [n]."""
+        """Set the bitmasks of the next `run_second_half`: ``bits`` [n, row_bytes] are of the batch's ``rows`` [n]."""
         self._masks.set(rows, bits, size)
 
-    def run_masked(self, unmasked: Unmasked) -> None:
-        """Queue the second half of a MASKED step; `published` fetches the answer."""
-        size = len(unmasked.logits)
-        apply_bitmask(unmasked.logits, self._masks.rows[:size], self._masks.bits[:size])
-        self._sample(unmasked)
+    def run_second_half(self, half: HalfDone, *, is_plain: bool) -> None:
+        """Queue the second half of a HALVES step; `published` fetches the answer. ``is_plain``: bitmask, temperature
+        and seed say all."""
+        rows = self._rows[: len(half.logits)]
+        if is_plain:
+            apply_bitmask(half.logits, self._masks.rows[: len(rows)], self._masks.bits[: len(rows)])
+            self._sample(half)
+        else:
+            ids, checks = self._sampler.sample_padded(half.logits, rows, self._masks, self._logprobs, self._cursor)
+            self.commit(rows, ids, checks)
 
-    def _sample(self, unmasked: Unmasked) -> None:
-        logits, inputs = unmasked
+    def _sample(self, half: HalfDone) -> None:
+        logits, inputs = half
         ids, checks = gumbel_sample(logits, inputs.temperature, inputs.seeds, inputs.sample_positions)
         self.commit(self._rows[: len(logits)], ids, checks)
-
-    def compute_logits(self, hidden: Tensor) -> Tensor:
-        return self._model.compute_logits(hidden)
 
     def commit(self, rows: Tensor, ids: Tensor, checks: Tensor) -> None:
         """Put the sampled ids into the rows and where the host reads them; see `commit_decode`."""
@@ -192,22 +196,25 @@ class DecodeStep:
         where = (requests.token_ids, requests.scalars.words, COLUMNS, rows)
         commit_decode(*where, ids, checks, self._published, self._cursor)
 
-    def published(self, num_rows: int) -> Published:
-        """Return the memory of the answer of the SAMPLED or MASKED step queued last."""
+    def published(self, num_rows: int, *, has_logprobs: bool = False) -> Published:
+        """Return the memory of the answer of the step queued last."""
         slot = self._next_slot
         self._next_slot = (slot + 1) % len(self._published_host)
-        return Published(self._published_host[slot], num_rows, self._platform.record_event())
+        logprobs = self._logprobs_host[slot % len(self._logprobs_host)] if has_logprobs else None
+        return Published(self._published_host[slot], num_rows, self._platform.record_event(), logprobs)
 
     def run_padded(self, descriptor: BatchDescriptor) -> None:
         """Run the step with nothing but padding: kernels and libraries load what they need, no row changes."""
         no_rows = np.empty(0, dtype=np.int64)
         self.set_rows(no_rows, descriptor.size)
         half = self.run(descriptor)
-        if isinstance(half, Unmasked):
+        num_answers = 1
+        if half is not None:
             self.set_bitmasks(no_rows, None, descriptor.size)
-            self.run_masked(half)
-        if descriptor.kind is not GraphKind.LOGITS:
-            self._next_slot = (self._next_slot + 1) % len(self._published_host)
+            self.run_second_half(half, is_plain=True)
+            self.run_second_half(half, is_plain=False)
+            num_answers = 2
+        self._next_slot = (self._next_slot + num_answers) % len(self._published_host)
 
 
 class CudaGraphManager:
@@ -222,11 +229,11 @@ class CudaGraphManager:
         self.step = step
         self._sizes = sorted(sizes)
         self._is_eager = enforce_eager
-        self._graphs: dict[BatchDescriptor, tuple[Graph, Tensor | None]] = {}
+        self._graphs: dict[BatchDescriptor, Graph] = {}
         self._loaded: set[BatchDescriptor] = set()  # these ran once: kernels and libraries have loaded what they need
         self._too_large: set[BatchDescriptor] = set()  # there was no memory for these
-        self._second: dict[int, Graph] = {}  # by size: of MASKED steps
-        self._unmasked: tuple[int, Unmasked | None] | None = None  # size of the MASKED step that waits
+        self._second: dict[tuple[int, bool], Graph] = {}  # of HALVES steps, by size and whether they are plain
+        self._half: tuple[int, HalfDone | None] | None = None  # size of the HALVES step that waits
         self._pool: Any = None
 
     @property
@@ -279,36 +286,32 @@ class CudaGraphManager:
         self.prepare(descriptor)
         return descriptor in self._graphs
 
-    def run(self, rows: Rows, kind: GraphKind) -> Tensor | None:
-        """Queue a step of these requests, of a MASKED one the first half. LOGITS: float32 [len(rows), vocab_size]."""
+    def run(self, rows: Rows, kind: GraphKind) -> None:
+        """Queue a step of these requests, of a HALVES one the first half."""
         size = self.size_for(len(rows))
         assert size is not None, f"a batch of {len(rows)} has no graph"
         descriptor = BatchDescriptor(size, kind)
-        if not self._runs_as_graph(descriptor):
-            self.step.set_rows(rows, size)
-            hidden = self.step.run(descriptor)
+        half = None
+        is_graph = self._runs_as_graph(descriptor)
+        self.step.set_rows(rows, size)
+        if is_graph:
+            self._graphs[descriptor].replay()
+        else:
+            half = self.step.run(descriptor)
             self._loaded.add(descriptor)
-            if isinstance(hidden, Unmasked):
-                self._unmasked = (size, hidden)
-                return None
-        else:
-            self.step.set_rows(rows, size)
-            graph, hidden = self._graphs[descriptor]
-            graph.replay()
-            if kind is GraphKind.MASKED:
-                self._unmasked = (size, None)
-        # Of the padding too: the shape chooses the product's kernel, and with it the bits.
-        return None if hidden is None else self.step.compute_logits(hidden)[: len(rows)]
+        if kind is GraphKind.HALVES:
+            self._half = (size, half)
 
-    def run_masked(self, rows: Rows, bits: npt.NDArray[np.uint8] | None) -> None:
-        """Queue the second half of the MASKED step: ``bits`` [n, row_bytes] are of the batch's ``rows`` [n]."""
-        assert self._unmasked is not None, "there is no first half"
-        (size, unmasked), self._unmasked = self._unmasked, None
+    def run_second_half(self, rows: Rows, bits: npt.NDArray[np.uint8] | None, *, is_plain: bool) -> None:
+        """Queue the second half of the HALVES step: ``bits`` [n, row_bytes] are of the batch's ``rows`` [n].
+        ``is_plain``: bitmask, temperature and seed say all."""
+        assert self._half is not None, "there is no first half"
+        (size, half), self._half = self._half, None
         self.step.set_bitmasks(rows, bits, size)
-        if unmasked is not None:
-            self.step.run_masked(unmasked)
+        if half is not None:
+            self.step.run_second_half(half, is_plain=is_plain)
         else:
-            self._second[size].replay()
+            self._second[size, is_plain].replay()
 
     def load(self, descriptor: BatchDescriptor) -> None:
         """Run a step with padding alone: what is done once (loading a kernel) may not be captured."""
@@ -320,9 +323,10 @@ class CudaGraphManager:
         if self._pool is None:
             self._pool = self._platform.graph_pool()
         with self._platform.capture(self._pool) as graph:
-            output = self.step.run(descriptor)
-        if isinstance(output, Unmasked):
-            with self._platform.capture(self._pool) as second:
-                self.step.run_masked(output)
-            self._second[descriptor.size], output = second, None
-        self._graphs[descriptor] = (graph, output)
+            half = self.step.run(descriptor)
+        if half is not None:
+            for is_plain in (True, False):
+                with self._platform.capture(self._pool) as second:
+                    self.step.run_second_half(half, is_plain=is_plain)
+                self._second[descriptor.size, is_plain] = second
+        self._graphs[descriptor] = graph

@@ -1,12 +1,12 @@
 """Features that change logits, each a state object with the same verbs.
 
-A feature keeps what it needs of the rows that use it, and is skipped in a step where no sampling row does. Lists of
-uneven length (biases, stop ids) stay one small tensor a row, and are joined for the rows of a step.
+A feature keeps what it needs of the rows that use it, on the device, so that `apply` asks nothing of the host and a
+graph may hold it. It is skipped in a step that runs op by op where no sampling row uses it.
 """
 
 from __future__ import annotations
 
-from typing import NamedTuple, Protocol
+from typing import Protocol
 
 import numpy as np
 import numpy.typing as npt
@@ -14,15 +14,14 @@ import torch
 from torch import Tensor
 
 from ...ipc.messages import NewRequest
-from ...kernels.bitmask import apply_bitmask
-from ...kernels.logit_bias import add_bias, ban_tokens
+from ...kernels.logit_bias import WIDTH, apply_lists, pack_lists
 from ...kernels.penalties import PenaltyInputs, apply_penalties, count_sampled, count_tokens
-from ..input_batch import Rows, SampleBatch, to_device
+from ..input_batch import Rows
 from ..lazy_zeros import lazy_zeros
-from ..request_state import RequestState
-from .bitmask_memory import HostBitmasks
+from ..request_state import RequestState, Scalars
+from ..staged_writes import StagedArena
 
-__all__ = ["Bitmask", "LogitBias", "MinTokens", "Penalties", "SamplingFeature", "make_features"]
+__all__ = ["Penalties", "SamplingFeature", "TokenLists"]
 
 
 class SamplingFeature(Protocol):
@@ -40,139 +39,72 @@ class SamplingFeature(Protocol):
     def is_pending(self, rows: Rows) -> bool:
         """Whether, as far as these rows have come, `apply` acts on some that are not in ``uses``."""
 
-    def apply(self, logits: Tensor, batch: SampleBatch) -> None:
-        """Change logits float32 [n, vocab_size] in place."""
+    def apply(self, logits: Tensor, rows: Tensor, scalars: Scalars) -> None:
+        """Change logits float32 [n, vocab_size] in place. rows: int64 [n], -1 for padding; scalars: theirs."""
 
-    def commit(self, sampled: Tensor, batch: SampleBatch) -> None:
+    def commit(self, sampled: Tensor, rows: Tensor, scalars: Scalars) -> None:
         """The rows' new tokens, int64 [n]."""
 
 
-def make_features(requests: RequestState, vocab_size: int, bitmasks: HostBitmasks) -> list[SamplingFeature]:
-    """Make the features, in the order in which they act."""
-    return [
-        LogitBias(requests),
-        MinTokens(requests, vocab_size),
-        Bitmask(requests, bitmasks),
-        Penalties(requests, vocab_size),
-    ]
+class TokenLists:
+    """`logit_bias`: numbers added to single tokens; `min_tokens`: until then, no token that would end the completion."""
 
-
-class _Feature:
-    """A feature that does nothing."""
-
-    def __init__(self, requests: RequestState) -> None:
+    def __init__(self, requests: RequestState, vocab_size: int) -> None:
         self._requests = requests
-        self._device = requests.token_ids.device
-        self.uses = np.zeros(len(requests.in_use), dtype=bool)
+        self._vocab_size = vocab_size
+        max_num_seqs = len(requests.in_use)
+        self.uses = np.zeros(max_num_seqs, dtype=bool)
+        self._arena = StagedArena({"lists": (max_num_seqs, WIDTH)}, requests.token_ids.device)
+        self._lists = self._arena.part("lists")
+        self._has_lists = np.zeros(max_num_seqs, dtype=bool)  # what the table has of a row is not nothing
+        self._banned_until = np.zeros(max_num_seqs, dtype=np.int64)  # tokens of the row; 0: nothing is banned
 
     def add_request(self, request: NewRequest) -> None:
-        pass
+        row = request.req_idx
+        stop_ids = [t for t in request.stop_token_ids if t < self._vocab_size] if request.min_tokens > 0 else []
+        self.uses[row] = bool(request.bias_token_ids)
+        self._banned_until[row] = request.num_prompt_tokens + request.min_tokens if stop_ids else 0
+        has_lists = bool(stop_ids) or bool(self.uses[row])
+        if has_lists or self._has_lists[row]:
+            parts = pack_lists(request.bias_token_ids, request.bias_values, stop_ids, int(self._banned_until[row]))
+            for column, values in parts:
+                self._arena.stage("lists", row, column, values)
+        self._has_lists[row] = has_lists
 
     def remove_request(self, row: int) -> None:
         self.uses[row] = False
+        self._banned_until[row] = 0
 
     def apply_staged_writes(self) -> list[int]:
+        self._arena.apply()
         return []
 
     def is_pending(self, rows: Rows) -> bool:
-        return False
+        return bool((self._requests.num_tokens[rows] < self._banned_until[rows]).any())
 
-    def commit(self, sampled: Tensor, batch: SampleBatch) -> None:
+    def apply(self, logits: Tensor, rows: Tensor, scalars: Scalars) -> None:
+        apply_lists(logits, rows, self._lists, scalars.num_tokens)
+
+    def commit(self, sampled: Tensor, rows: Tensor, scalars: Scalars) -> None:
         pass
 
 
-class _Entry(NamedTuple):
-    token_ids: Tensor  # int64 [m]
-    values: Tensor  # float32 [m]
-
-
-class LogitBias(_Feature):
-    """`logit_bias`: numbers added to single tokens."""
-
-    def __init__(self, requests: RequestState) -> None:
-        super().__init__(requests)
-        self._of_row: dict[int, _Entry] = {}
-
-    def add_request(self, request: NewRequest) -> None:
-        self.uses[request.req_idx] = bool(request.bias_token_ids)
-        if request.bias_token_ids:
-            # One copy for both: the values go as the bits of float64.
-            ids = np.array(request.bias_token_ids, dtype=np.int64)
-            values = np.array(request.bias_values, dtype=np.float64)
-            sent = to_device(np.concatenate((ids, values.view(np.int64))), self._device)
-            self._of_row[request.req_idx] = _Entry(sent[: len(ids)], sent[len(ids) :].view(torch.float64).float())
-
-    def remove_request(self, row: int) -> None:
-        super().remove_request(row)
-        self._of_row.pop(row, None)
-
-    def apply(self, logits: Tensor, batch: SampleBatch) -> None:
-        chosen = np.flatnonzero(self.uses[batch.rows])
-        if len(chosen):
-            entries = [self._of_row[int(row)] for row in batch.rows[chosen]]
-            index = np.repeat(chosen, [len(e.token_ids) for e in entries])
-            ids, values = torch.cat([e.token_ids for e in entries]), torch.cat([e.values for e in entries])
-            add_bias(logits, to_device(index, self._device), ids, values)
-
-
-class MinTokens(_Feature):
-    """`min_tokens`: until then, no token that would end the completion."""
+class Penalties:
+    """Repetition, frequency and presence penalties. The table of counts exists from the first request that needs it, or
+    from `reserve` on."""
 
     def __init__(self, requests: RequestState, vocab_size: int) -> None:
-        super().__init__(requests)
+        self._requests = requests
         self._vocab_size = vocab_size
-        self._stop_ids: dict[int, Tensor] = {}  # row: int64 [m]
-        self._least = np.zeros(len(requests.in_use), dtype=np.int64)  # [max_num_seqs]: min_tokens, 0 without stop ids
-
-    def add_request(self, request: NewRequest) -> None:
-        stop_ids = np.array([t for t in request.stop_token_ids if t < self._vocab_size], dtype=np.int64)
-        self._least[request.req_idx] = request.min_tokens if len(stop_ids) else 0
-        if self._least[request.req_idx] > 0:
-            self._stop_ids[request.req_idx] = to_device(stop_ids, self._device)
-
-    def remove_request(self, row: int) -> None:
-        self._least[row] = 0
-        self._stop_ids.pop(row, None)
-
-    def is_pending(self, rows: Rows) -> bool:
-        if not self._stop_ids:
-            return False
-        num_generated = self._requests.num_tokens[rows] - self._requests.num_prompt_tokens[rows]
-        return bool((num_generated < self._least[rows]).any())
-
-    def apply(self, logits: Tensor, batch: SampleBatch) -> None:
-        if not self._stop_ids:
-            return
-        chosen = np.flatnonzero(batch.num_generated < self._least[batch.rows])
-        if len(chosen):
-            stop_ids = [self._stop_ids[int(row)] for row in batch.rows[chosen]]
-            index = np.repeat(chosen, [len(ids) for ids in stop_ids])
-            ban_tokens(logits, to_device(index, self._device), torch.cat(stop_ids))
-
-
-class Bitmask(_Feature):
-    """`structured_output`: the tokens that the grammars of this step allow. Its state is on the host."""
-
-    def __init__(self, requests: RequestState, bitmasks: HostBitmasks) -> None:
-        super().__init__(requests)
-        self._bitmasks = bitmasks
-
-    def apply(self, logits: Tensor, batch: SampleBatch) -> None:
-        rows, bits = self._bitmasks.of_batch(batch.grammar, batch.batch_idx)
-        if bits is not None and len(rows):
-            place = torch.empty(bits.shape, dtype=torch.uint8, device=self._device)
-            self._bitmasks.to_device(bits, place)
-            apply_bitmask(logits, to_device(rows, self._device), place)
-
-
-class Penalties(_Feature):
-    """Repetition, frequency and presence penalties. The table of counts exists from the first request that needs it."""
-
-    def __init__(self, requests: RequestState, vocab_size: int) -> None:
-        super().__init__(requests)
-        self._vocab_size = vocab_size
+        self.uses = np.zeros(len(requests.in_use), dtype=bool)
         self._new: list[tuple[int, int, int]] = []  # row, num_prompt_tokens, num_tokens
-        self._counts: Tensor | None = None  # int32 [max_num_seqs, vocab_size]: of each id in the row's completion
+        self._counts: Tensor | None = None  # int32 [max_num_seqs, vocab_size]
+
+    def reserve(self) -> None:
+        """Take the memory of the table."""
+        if self._counts is None:
+            shape = (len(self.uses), self._vocab_size)
+            self._counts = lazy_zeros(shape, torch.int32, self._requests.token_ids.device)
 
     def add_request(self, request: NewRequest) -> None:
         penalties = (request.repetition_penalty, request.frequency_penalty, request.presence_penalty)
@@ -180,42 +112,34 @@ class Penalties(_Feature):
         if self.uses[request.req_idx]:
             self._new.append((request.req_idx, request.num_prompt_tokens, len(request.token_ids)))
 
+    def remove_request(self, row: int) -> None:
+        self.uses[row] = False
+
     def apply_staged_writes(self) -> list[int]:
         new, self._new = self._new, []
         if not new:
             return []
         try:
-            if self._counts is None:
-                shape = (len(self.uses), self._vocab_size)
-                self._counts = lazy_zeros(shape, torch.int32, self._device)
-            for row, begin, end in new:
-                count_tokens(self._counts[row], self._requests.token_ids[row, begin:end])
+            self.reserve()
+            assert self._counts is not None
+            for row, num_prompt_tokens, num_tokens in new:
+                count_tokens(self._counts[row], self._requests.token_ids[row, :num_tokens], num_prompt_tokens)
         except torch.OutOfMemoryError:
             rows = [row for row, _, _ in new]
             self.uses[rows] = False
             return rows
         return []
 
-    def apply(self, logits: Tensor, batch: SampleBatch) -> None:
-        chosen = np.flatnonzero(self.uses[batch.rows])
-        if not len(chosen):
-            return
-        assert self._counts is not None
-        scalars = batch.scalars
-        inputs = PenaltyInputs(
-            rows=batch.rows_device,
-            token_ids=self._requests.token_ids,
-            counts=self._counts,
-            num_tokens=scalars.num_tokens,
-            repetition=scalars.repetition_penalty,
-            frequency=scalars.frequency_penalty,
-            presence=scalars.presence_penalty,
-            max_num_tokens=batch.max_num_tokens,
-        )
-        apply_penalties(logits, to_device(chosen, self._device), inputs)
+    def is_pending(self, rows: Rows) -> bool:
+        return False
 
-    def commit(self, sampled: Tensor, batch: SampleBatch) -> None:
-        chosen = np.flatnonzero(self.uses[batch.rows])
-        if len(chosen):
-            assert self._counts is not None
-            count_sampled(self._counts, batch.rows_device, sampled, to_device(chosen, self._device))
+    def apply(self, logits: Tensor, rows: Tensor, scalars: Scalars) -> None:
+        apply_penalties(logits, self._inputs(rows, scalars))
+
+    def commit(self, sampled: Tensor, rows: Tensor, scalars: Scalars) -> None:
+        count_sampled(sampled, self._inputs(rows, scalars))
+
+    def _inputs(self, rows: Tensor, scalars: Scalars) -> PenaltyInputs:
+        assert self._counts is not None
+        penalties = (scalars.repetition_penalty, scalars.frequency_penalty, scalars.presence_penalty)
+        return PenaltyInputs(rows, self._counts, *penalties)

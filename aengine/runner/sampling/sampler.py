@@ -1,7 +1,11 @@
-"""Logits to tokens: the order of SamplingParams' docstring, each op skipped when no row needs it.
+"""Logits to tokens: the order of SamplingParams' docstring.
 
 logits ─> log-probabilities' rows kept ─> bias, min tokens, bitmask, penalties ─> cutoff ─────> / temperature, draw;
                                           (features.py, in that order)    (top-k, top-p, min-p)  greedy: the maximum
+
+The same ops in two ways: one by one for the rows that sample in a step, each skipped when no row needs it (`sample`);
+and all of them over a padded batch, as a graph holds them (`sample_padded`), where a row that does not need an op costs
+it next to nothing.
 """
 
 from __future__ import annotations
@@ -10,37 +14,37 @@ from dataclasses import dataclass
 
 import numpy as np
 import numpy.typing as npt
+import torch
 from torch import Tensor
 
 from ...ipc.messages import NewRequest
+from ...kernels.bitmask import apply_bitmask
 from ...kernels.gumbel import gumbel_sample
-from ...kernels.logprobs import top_logprobs
+from ...kernels.logprobs import keep_logits, token_logprobs
+from ...kernels.select_rows import select_rows
 from ...kernels.top_k_top_p import find_cutoff
 from ..input_batch import Rows, SampleBatch, to_device
-from ..request_state import RequestState
-from .bitmask_memory import HostBitmasks
-from .features import make_features
+from ..request_state import RequestState, Scalars
+from .bitmask_memory import HostBitmasks, MaskMemory
+from .features import Penalties, SamplingFeature, TokenLists
 
-__all__ = ["LogprobTensors", "Sampler", "SamplerOutput"]
+__all__ = ["LogprobRows", "Sampler", "SamplerOutput"]
 
 
 @dataclass(slots=True)
-class LogprobTensors:
-    """Log-probabilities for the m rows that asked; row i wants only the first counts[i] of its k alternatives."""
+class LogprobRows:
+    """The m rows that asked for log-probabilities."""
 
     rows: Rows  # host int64 [m]: which rows of logits these are
     batch_idx: Rows  # host int64 [m]: positions in the step's batch
-    counts: Rows  # host int64 [m]
-    sampled: Tensor  # float32 [m]
-    token_ids: Tensor  # int64 [m, k]
-    values: Tensor  # float32 [m, k]
+    counts: Rows  # host int64 [m]: alternatives that each wants
 
 
 @dataclass(slots=True)
 class SamplerOutput:
     token_ids: Tensor  # int64 [n], always ids of the vocabulary
     checks: Tensor  # float32 [n]: finite if the row could be sampled; NaN or +inf: bad logits; -inf: all tokens banned
-    logprobs: LogprobTensors | None
+    logprobs: Tensor | None  # int32 [n, 1 + 2 * k], see `token_logprobs`: of the rows that asked
 
 
 class Sampler:
@@ -49,12 +53,18 @@ class Sampler:
     def __init__(self, requests: RequestState, vocab_size: int, bitmasks: HostBitmasks) -> None:
         self._requests = requests
         self._vocab_size = vocab_size
-        self._features = make_features(requests, vocab_size, bitmasks)
+        self._bitmasks = bitmasks
+        self._lists, self._penalties = TokenLists(requests, vocab_size), Penalties(requests, vocab_size)
+        self._features: tuple[SamplingFeature, ...] = (self._lists, self._penalties)
         max_num_seqs = len(requests.in_use)
         self._num_logprobs = np.full(max_num_seqs, -1, dtype=np.int64)  # -1: none
         self._cuts = np.zeros(max_num_seqs, dtype=bool)  # random, with top-k, top-p or min-p
         self._altered = np.zeros(max_num_seqs, dtype=bool)  # a feature acts in every step
         self._special = np.zeros(max_num_seqs, dtype=bool)  # one of the three
+
+    def reserve(self) -> None:
+        """Take the memory that graphs refer to."""
+        self._penalties.reserve()
 
     def add_request(self, request: NewRequest) -> None:
         row = request.req_idx
@@ -78,31 +88,61 @@ class Sampler:
     def is_plain(self, rows: Rows) -> bool:
         """Whether temperature and seed say all of these rows in the step to come, if it has no grammar.
 
-        Then `sample` is `gumbel_sample` without a cutoff, and needs nothing of the host.
+        Then `sample` is `gumbel_sample` without a cutoff.
         """
         return not self._special[rows].any() and not self._is_pending(rows)
 
     def sample(self, logits: Tensor, batch: SampleBatch) -> SamplerOutput:
         """Sample one token for each row of logits float32 [n, vocab_size], which are overwritten."""
-        rows = batch.rows
-        wants = np.flatnonzero(self._num_logprobs[rows] >= 0)
-        index = to_device(wants, logits.device) if 0 < len(wants) < len(rows) else None
-        raw_logits = None
-        if batch.grammar is not None or self._altered[rows].any() or self._is_pending(rows):
-            if len(wants):
-                raw_logits = logits.clone() if index is None else logits.index_select(0, index)
-            for feature in self._features:
-                feature.apply(logits, batch)
+        rows, rows_device, scalars = batch.rows, batch.rows_device, batch.scalars
+        most = int(self._num_logprobs[rows].max())
+        kept = keep_logits(logits, scalars.logprobs_asked) if most >= 0 else None
+        has_penalties = bool(self._penalties.uses[rows].any())
+        if self._lists.uses[rows].any() or self._is_pending(rows):
+            self._lists.apply(logits, rows_device, scalars)
+        self._apply_bitmasks(logits, batch)
+        if has_penalties:
+            self._penalties.apply(logits, rows_device, scalars)
         token_ids, checks = self._choose(logits, batch)
-        for feature in self._features:
-            feature.commit(token_ids, batch)
+        if has_penalties:
+            self._penalties.commit(token_ids, rows_device, scalars)
         logprobs = None
-        if len(wants):
-            if raw_logits is None:
-                raw_logits = logits if index is None else logits.index_select(0, index)
-            chosen = token_ids if index is None else token_ids.index_select(0, index)
-            logprobs = self._logprobs(raw_logits, chosen, wants, batch)
+        if kept is not None:
+            logprobs = torch.empty((1, len(rows), 1 + 2 * most), dtype=torch.int32, device=logits.device)
+            slot = torch.zeros(1, dtype=torch.int32, device=logits.device)
+            token_logprobs(kept, token_ids, scalars.logprobs_asked, logprobs, slot)
+            logprobs = logprobs[0]
         return SamplerOutput(token_ids, checks, logprobs)
+
+    def sample_padded(
+        self, logits: Tensor, rows: Tensor, masks: MaskMemory, logprobs: Tensor, slot: Tensor
+    ) -> tuple[Tensor, Tensor]:
+        """(ids int64 [n], checks float32 [n]) of logits float32 [n, vocab_size], which are overwritten, with all that
+        their rows (int64 [n]; -1: padding) ask for. Asks nothing of the host; `reserve` has been called.
+
+        ``masks``: bitmasks of these rows; ``logprobs``, ``slot``: where the log-probabilities go, see
+        `token_logprobs`.
+        """
+        n = len(rows)
+        scalars = Scalars(select_rows(self._requests.scalars.words, rows))
+        kept = keep_logits(logits, scalars.logprobs_asked)
+        self._lists.apply(logits, rows, scalars)
+        apply_bitmask(logits, masks.rows[:n], masks.bits[:n])
+        self._penalties.apply(logits, rows, scalars)
+        cutoff = find_cutoff(logits, scalars.temperature, scalars.top_k, scalars.top_p, scalars.min_p)
+        ids, checks = gumbel_sample(logits, scalars.temperature, scalars.seed, scalars.num_tokens, cutoff)
+        token_logprobs(kept, ids, scalars.logprobs_asked, logprobs, slot)
+        self._penalties.commit(ids, rows, scalars)
+        return ids, checks
+
+    def logprob_rows(self, rows: Rows, batch_idx: Rows) -> LogprobRows | None:
+        """Which rows of logits want log-probabilities, where these are those of ``rows`` [n], at ``batch_idx`` [n] of
+        the step; None: none."""
+        wants = np.flatnonzero(self._num_logprobs[rows] >= 0)
+        if not len(wants):
+            return None
+        counts = np.minimum(self._num_logprobs[rows[wants]], self._vocab_size)
+        return LogprobRows(wants, batch_idx[wants], counts)
 
     def needs_memory(self, batch: SampleBatch) -> npt.NDArray[np.bool_]:
         """[n]: which of the rows may need memory to be sampled, for more than temperature and seed."""
@@ -119,15 +159,17 @@ class Sampler:
     def _is_pending(self, rows: Rows) -> bool:
         return any(feature.is_pending(rows) for feature in self._features)
 
+    def _apply_bitmasks(self, logits: Tensor, batch: SampleBatch) -> None:
+        """`structured_output`: the tokens that the grammars of this step allow."""
+        rows, bits = self._bitmasks.of_batch(batch.grammar, batch.batch_idx)
+        if bits is not None and len(rows):
+            place = torch.empty(bits.shape, dtype=torch.uint8, device=logits.device)
+            self._bitmasks.to_device(bits, place)
+            apply_bitmask(logits, to_device(rows, logits.device), place)
+
     def _choose(self, logits: Tensor, batch: SampleBatch) -> tuple[Tensor, Tensor]:
         """(ids int64 [n], checks float32 [n])"""
         scalars, cutoff = batch.scalars, None
         if self._cuts[batch.rows].any():
             cutoff = find_cutoff(logits, scalars.temperature, scalars.top_k, scalars.top_p, scalars.min_p)
         return gumbel_sample(logits, scalars.temperature, scalars.seed, scalars.num_tokens, cutoff)
-
-    def _logprobs(self, logits: Tensor, sampled: Tensor, wants: Rows, batch: SampleBatch) -> LogprobTensors:
-        """Find them for the rows of the batch that ``wants`` names, in its order; logits and sampled are theirs."""
-        counts = np.minimum(self._num_logprobs[batch.rows[wants]], self._vocab_size)
-        of_sampled, ids, values = top_logprobs(logits, sampled, int(counts.max()))
-        return LogprobTensors(wants, batch.batch_idx[wants], counts, of_sampled, ids, values)

@@ -93,13 +93,15 @@ def _peak(setup: RunnerSetup, runner: ModelRunner, max_model_len: int) -> int:
     )
     if runner.graphs is None or setup.config.enforce_eager:
         return peak
-    decodes, batch = BatchDescriptor(runner.graphs.max_size, GraphKind.SAMPLED), None
-    runner.graphs.load(decodes)
+    decodes, batch = [BatchDescriptor(runner.graphs.max_size, kind) for kind in GraphKind], None
+    for descriptor in decodes:
+        runner.graphs.load(descriptor)
     if runner.batch_graphs is not None and (batch := runner.batch_graphs.largest) is not None:
         runner.batch_graphs.load(batch)
     platform.release_cached()
     before = platform.memory().reserved
-    runner.graphs.capture(decodes)
+    for descriptor in decodes:
+        runner.graphs.capture(descriptor)
     if runner.batch_graphs is not None and batch is not None:
         runner.batch_graphs.capture(batch)
     return peak + platform.memory().reserved - before

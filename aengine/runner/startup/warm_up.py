@@ -6,14 +6,12 @@ from collections.abc import Collection
 
 import torch
 
-from ...kernels.bitmask import apply_bitmask
 from ...kernels.decode_plan import BatchSize
 from ...kernels.gumbel import gumbel_sample
 from ...kernels.input_prep import PreparedInputs, append_tokens, prepare_decode, prepare_inputs
-from ...kernels.logprobs import top_logprobs
+from ...kernels.penalties import count_tokens
 from ...kernels.staged_write import apply_staged_writes
-from ...kernels.top_k_top_p import find_cutoff
-from ..graphs.cuda_graphs import DecodeStep
+from ..graphs.cuda_graphs import DecodeStep, HalfDone
 from ..model_runner import ModelRunner
 from ..request_state import COLUMNS
 
@@ -98,14 +96,17 @@ def _prompts(runner: ModelRunner, num_tokens: int, num_reqs: int) -> None:
 
 def _sampling(runner: ModelRunner) -> None:
     requests = runner.requests
-    logits = torch.zeros((1, runner.vocab_size), device=requests.token_ids.device)
-    row = requests.scalars.select(torch.zeros(1, dtype=torch.int64, device=logits.device))
-    cutoff = find_cutoff(logits, row.temperature, row.top_k, row.top_p, row.min_p)
-    ids, _ = gumbel_sample(logits, row.temperature, row.seed, row.num_tokens, cutoff)
-    gumbel_sample(logits, row.temperature, row.seed, row.num_tokens)
-    words = (runner.vocab_size + 31) // 32
-    apply_bitmask(logits, ids - 1, torch.zeros((1, 4 * words), dtype=torch.uint8, device=logits.device))
-    top_logprobs(logits, ids, 4)
+    device = requests.token_ids.device
+    logits = torch.zeros((1, runner.vocab_size), device=device)
+    row = requests.scalars.select(torch.zeros(1, dtype=torch.int64, device=device))
+    ids, _ = gumbel_sample(logits, row.temperature, row.seed, row.num_tokens)
+    if runner.graphs is not None:  # the kernels of all parameters, which steps with prompts launch one by one
+        step = runner.graphs.step
+        rows = torch.full((1,), -1, dtype=torch.int64, device=device)
+        inputs = prepare_decode(requests.token_ids, requests.scalars.words, COLUMNS, rows)
+        for is_plain in (True, False):
+            step.run_second_half(HalfDone(logits, inputs), is_plain=is_plain)
+    count_tokens(torch.zeros(runner.vocab_size, dtype=torch.int32, device=device), requests.token_ids[0, :2], 1)
     append_tokens(requests.token_ids, requests.scalars.num_tokens, ids * 0, ids)
-    starts = torch.zeros(1, dtype=torch.int64, device=logits.device)
-    apply_staged_writes(torch.zeros(4, dtype=torch.int32, device=logits.device), starts, starts, starts.int())
+    starts = torch.zeros(1, dtype=torch.int64, device=device)
+    apply_staged_writes(torch.zeros(4, dtype=torch.int32, device=device), starts, starts, starts.int())
