@@ -16,6 +16,7 @@ from aengine import Completion
 from aengine.checkpoint.source import resolve_model
 from aengine.config import EngineConfig
 from aengine.ipc.messages import GrammarOutput, ModelRunnerOutput, SchedulerOutput, int32
+from aengine.runner.graphs.cuda_graphs import BatchDescriptor, GraphKind
 from aengine.runner.model_runner import ModelRunner
 from aengine.runner.startup.load import load_model
 from aengine.workers.rank import ranks_of
@@ -170,6 +171,9 @@ class Batch:
         state = self._runner._state
         assert state is not None
         logits = state.logits
+        if state.is_half and self._runner.graphs is not None and self._runner.graphs._half is not None:
+            half = self._runner.graphs._half[1]
+            logits = None if half is None else half.logits[: len(rows)]
         if logits is not None and state.plan is not None:  # the runner puts single tokens first
             order = torch.from_numpy(state.plan.batch_idx[state.plan.sampling]).to(logits.device)
             logits = torch.empty_like(logits).index_copy_(0, order, logits)
@@ -188,7 +192,10 @@ class Batch:
     def tokens_and_logits(self, prompts: Sequence[Sequence[int]], num_decodes: int) -> tuple[list[list[int]], Tensor]:
         """Greedy: token ids [n][1 + num_decodes], and the logits of each, float32 [n, 1 + num_decodes, vocab_size]."""
         rows = list(range(len(prompts)))
-        steps = [self.start(prompts, logprobs=0)]  # logprobs: so that the logits are not used up inside a graph
+        graphs = self._runner.graphs
+        if graphs is not None:  # the same kernels one by one: logits inside a graph can't be seen
+            graphs._too_large |= {BatchDescriptor(size, GraphKind.HALVES) for size in graphs._sizes}
+        steps = [self.start(prompts, logprobs=0)]  # logprobs: so that decodes are run in two halves
         steps += [self.decode(rows) for _ in range(num_decodes)]
         self.end(rows)
         tokens = [[int(out.token_ids[i]) for out, _ in steps] for i in rows]

@@ -12,12 +12,23 @@ import torch
 from gpu_models import MIB, Batch, Checkpoint, make_runner
 from tiny import VOCAB_SIZE
 
-from aengine.ipc.messages import ModelRunnerOutput
+from aengine.ipc.messages import ModelRunnerOutput, float32, int32
 
 pytestmark = pytest.mark.gpu
 
 MakeCheckpoint = Callable[..., Checkpoint]
 SIZES = (1, 2, 3, 8, 20, 64)
+EVERYTHING: dict[str, Any] = {
+    "top_k": 60,
+    "min_p": 0.001,
+    "repetition_penalty": 1.2,
+    "frequency_penalty": 0.3,
+    "presence_penalty": 0.1,
+    "bias_token_ids": int32([3, 7]),
+    "bias_values": float32([2.0, -2.0]),
+    "min_tokens": 4,
+    "stop_token_ids": int32(range(0, VOCAB_SIZE, 5)),
+}
 SHARED: list[memoryview] = []
 """Memory that CUDA knows is that for as long as the process lives."""
 
@@ -43,6 +54,7 @@ def test_decode_graphs_give_the_same_bits(
         work.append((prompts, {"seed": seeds, "temperature": greedy, "logprobs": 5}, rng.choice((None, bitmask))))
         how = {"seed": seeds, "temperature": 1.0, "top_p": 0.9, "logprobs": [3] + [-1] * (size - 1)}
         work.append((prompts, how, None))
+        work.append((prompts, EVERYTHING | how, rng.choice((None, bitmask))))
     answers: list[list[ModelRunnerOutput]] = []
     for how_run in ("eager", "graphs", "graphs, shared", "graphs, shared, prepared"):
         runner = make_runner(

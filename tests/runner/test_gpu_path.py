@@ -14,7 +14,7 @@ import pytest
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
 
-from aengine.ipc.messages import DraftColumns, GrammarOutput, NewRequest, SchedulerOutput, int32
+from aengine.ipc.messages import DraftColumns, GrammarOutput, NewRequest, SchedulerOutput, float32, int32
 from aengine.kernels.dispatch import triton_everywhere
 from aengine.runner.attention.backend import TritonAttention
 from aengine.runner.attention.kv_pages import KvCacheSpec
@@ -107,7 +107,17 @@ def steps(rng: random.Random) -> list[SchedulerOutput]:
         return NewRequest(row, ids, length, 0, blocks, **{"temperature": 0.0, **sampling})
 
     lengths = [rng.randint(2, 40) for _ in range(3)]
-    new = [request(row, length, seed=row, temperature=rng.choice([0.0, 1.0])) for row, length in enumerate(lengths)]
+    fields: list[dict] = [
+        {"repetition_penalty": 1.3, "frequency_penalty": 0.2, "bias_token_ids": int32([5, 9]), "top_p": 0.9},
+        {"min_tokens": 3, "stop_token_ids": int32(range(0, 300, 2)), "logprobs": 3, "presence_penalty": 0.3},
+        {},
+    ]
+    fields[0]["bias_values"] = float32([2.0, -1.0])
+    fields[1] |= {"top_k": 9, "min_p": 0.01}
+    new = [
+        request(row, length, seed=row, **{"temperature": rng.choice([0.0, 1.0])} | fields[row])
+        for row, length in enumerate(lengths)
+    ]
     out = [SchedulerOutput(0, new_requests=new, req_idx=int32([0, 1, 2]), num_scheduled_tokens=int32(lengths))]
     out.append(SchedulerOutput(1, req_idx=int32([0, 1, 2]), num_scheduled_tokens=int32([1, 1, 1])))
     late = request(4, 30, logprobs=2)
@@ -117,7 +127,7 @@ def steps(rng: random.Random) -> list[SchedulerOutput]:
     out.append(SchedulerOutput(3, req_idx=int32([1, 4, 0]), num_scheduled_tokens=int32([1, 13, 1])))
     out.append(SchedulerOutput(4, removed=int32([1]), req_idx=int32([4, 0, 2]), num_scheduled_tokens=int32([1, 1, 1])))
     out.append(SchedulerOutput(5, removed=int32([4]), req_idx=int32([0, 2]), num_scheduled_tokens=int32([1, 1])))
-    out.append(SchedulerOutput(6, req_idx=int32([2]), num_scheduled_tokens=int32([1])))
+    out += [SchedulerOutput(i, req_idx=int32([2]), num_scheduled_tokens=int32([1])) for i in (6, 7)]
     return out
 
 

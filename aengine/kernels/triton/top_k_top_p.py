@@ -1,15 +1,15 @@
-"""The cutoffs without a sort: statistics of every block of logits, then a search, a program a row.
+"""The cutoffs without a sort: statistics of every block of logits, a short list of candidates, then a search.
 
-The cutoff of top-k (top-p) is the largest logit x that has `count(>= x) >= k` (`mass(>= x) >= p * Z_k`). The search
-halves an interval of logits, and draws its ends in to logits that occur, so that it ends as soon as one is left.
+The cutoff of top-k (top-p) is the largest x that has `count(>= x) >= k` (`mass(>= x) >= p * Z_k`). nucleus.py makes the
+list, with all of the GPU. The search, a program a row, halves an interval of floats, all of which are in order as
+integers: 20 to 30 passes over some thousand logits.
 
-top-k      looks only at blocks whose highest logit reaches the k-th of these: few, where k is small; so does top-p of
-           what top-k left
-top-p      alone may keep a hundred thousand tokens. The whole GPU narrows the interval first (nucleus.py), and the
-           search goes through a list of those in it
+Where a list is too short for its bracket (many logits that tie, or k in the thousands), the program searches among the
+logits themselves. A pass at a pivot then reads only the blocks whose maximum reaches it, and the interval's ends are
+drawn in to logits that occur.
 
 At least: 4 * V * n bytes read by the first launch (n = 256: 156 MB, 32 us at 4.8 TB/s for V = 151936; 131 MB, 27 us for
-V = 128256), with an exponential a logit; for top-p as much in each of three more.
+V = 128256), with an exponential a logit; for top-k as much in one more, for top-p in three.
 """
 
 from __future__ import annotations
@@ -19,15 +19,18 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from . import nucleus
 from .launch import gdc_launch_dependents, gdc_wait, has_pdl, launch
-from .nucleus import COLUMNS, LIST_SIZE, NUM_PASSES, as_mass, find_bracket, narrow
+from .nucleus import Candidates, as_mass, find_bracket, find_candidates, make_candidates
 
 __all__ = ["BLOCK", "block_stats", "find_cutoff"]
 
 BLOCK = 256
 _BLOCKS = 16  # of a program of the first launch
 _GATHERED = 16  # blocks that a pass reads at a time
+_SEARCH_WARPS = 8
 _TILE = 2048  # of the list of logits, that are looked at at a time
+_LOWEST = tl.constexpr(-3.4028234663852886e38)
 
 
 def find_cutoff(logits: Tensor, temperature: Tensor, top_k: Tensor, top_p: Tensor, min_p: Tensor) -> Tensor:
@@ -35,9 +38,9 @@ def find_cutoff(logits: Tensor, temperature: Tensor, top_k: Tensor, top_p: Tenso
     cutoff = torch.empty(n, dtype=torch.float32, device=logits.device)
     if n == 0:
         return cutoff
-    stats = block_stats(logits, temperature)
-    found = narrow(logits, temperature, top_k, top_p, stats, BLOCK)
-    num_chunks = found.masses.shape[2]
+    found = make_candidates(n, logits.device)
+    stats = block_stats(logits, temperature, found)
+    find_candidates(logits, temperature, top_k, top_p, stats, found, BLOCK)
     num_blocks = stats.shape[2]
     padded = triton.next_power_of_2(num_blocks)
     active = torch.empty(n, padded, dtype=torch.int32, device=logits.device)
@@ -60,25 +63,23 @@ def find_cutoff(logits: Tensor, temperature: Tensor, top_k: Tensor, top_p: Tenso
         top_p.stride(0),
         min_p.stride(0),
         num_blocks,
-        num_chunks,
         BLOCK=BLOCK,
         PADDED=padded,
         GATHERED=_GATHERED,
-        LAST=NUM_PASSES - 1,
-        COLUMNS=COLUMNS,
-        CHUNKS=triton.next_power_of_2(num_chunks),
-        LIST_SIZE=LIST_SIZE,
+        LAST=nucleus.NUM_PASSES - 1,
+        COLUMNS=nucleus.COLUMNS,
+        LIST_SIZE=nucleus.LIST_SIZE,
         TILE=_TILE,
         PDL=has_pdl(),
-        num_warps=8,
+        num_warps=_SEARCH_WARPS,
     )
     return cutoff
 
 
-def block_stats(logits: Tensor, temperature: Tensor | None) -> Tensor:
+def block_stats(logits: Tensor, temperature: Tensor, found: Candidates) -> Tensor:
     """float32 [3, n, num_blocks] of blocks of BLOCK logits: highest; lowest but -inf; sum of exp((x - highest) / T).
 
-    NaN counts as -inf. A block of -inf: -inf, +inf, 0. A greedy row's T is taken as 1.
+    NaN counts as -inf. A block of -inf: -inf, +inf, 0. A greedy row's T is taken as 1. Sets the zeros of ``found``.
     """
     n, vocab_size = logits.shape
     assert logits.stride(1) == 1
@@ -88,15 +89,18 @@ def block_stats(logits: Tensor, temperature: Tensor | None) -> Tensor:
         _stats_kernel,
         (n, triton.cdiv(num_blocks, _BLOCKS)),
         logits,
-        logits if temperature is None else temperature,
+        temperature,
         stats,
+        found.sums,
+        found.counts,
         vocab_size,
         logits.stride(0),
-        1 if temperature is None else temperature.stride(0),
+        temperature.stride(0),
         num_blocks,
-        SCALED=temperature is not None,
         BLOCK=BLOCK,
         BLOCKS=_BLOCKS,
+        COLUMNS=nucleus.COLUMNS,
+        NUM_PASSES=nucleus.NUM_PASSES,
         PDL=has_pdl(),
         num_warps=4,
     )
@@ -108,27 +112,33 @@ def _stats_kernel(
     logits: tl.tensor,
     temperature: tl.tensor,
     stats: tl.tensor,
+    sums: tl.tensor,
+    counts: tl.tensor,
     vocab_size: tl.tensor,
     logits_stride: tl.tensor,
     temperature_stride: tl.tensor,
     num_blocks: tl.tensor,
-    SCALED: tl.constexpr,
     BLOCK: tl.constexpr,
     BLOCKS: tl.constexpr,
+    COLUMNS: tl.constexpr,
+    NUM_PASSES: tl.constexpr,
     PDL: tl.constexpr,
 ) -> None:
     if PDL:
         gdc_launch_dependents()
         gdc_wait()
     row = tl.program_id(0).to(tl.int64)
+    if tl.program_id(1) == 0:
+        tl.store(counts + row, 0)
+        for number in tl.static_range(NUM_PASSES):
+            of_row = number * tl.num_programs(0).to(tl.int64) + row
+            tl.store(sums + of_row * COLUMNS + tl.arange(0, COLUMNS), tl.zeros((COLUMNS,), tl.int64))
     block = tl.program_id(1) * BLOCKS + tl.arange(0, BLOCKS)
     token = block[:, None] * BLOCK + tl.arange(0, BLOCK)[None, :]
     x = tl.load(logits + row * logits_stride + token, mask=token < vocab_size, other=float("-inf"))
     x = tl.where(x == x, x, float("-inf"))
-    scale = 1.0
-    if SCALED:
-        t = tl.load(temperature + row * temperature_stride)
-        scale = 1.0 / tl.where(t > 0, t, 1.0)
+    t = tl.load(temperature + row * temperature_stride)
+    scale = 1.0 / tl.where(t > 0, t, 1.0)
     highest = tl.max(x, axis=1)
     lowest = tl.min(tl.where(x == float("-inf"), float("inf"), x), axis=1)
     base = tl.where(tl.abs(highest) == float("inf"), 0.0, highest)
@@ -148,11 +158,11 @@ def _search_kernel(
     top_p: tl.tensor,
     min_p: tl.tensor,
     stats: tl.tensor,
+    sums: tl.tensor,
+    counts: tl.tensor,
     pivots: tl.tensor,
-    masses: tl.tensor,
     bases: tl.tensor,
     values: tl.tensor,
-    counts: tl.tensor,
     active: tl.tensor,
     cutoff: tl.tensor,
     vocab_size: tl.tensor,
@@ -162,13 +172,11 @@ def _search_kernel(
     top_p_stride: tl.tensor,
     min_p_stride: tl.tensor,
     num_blocks: tl.tensor,
-    num_chunks: tl.tensor,
     BLOCK: tl.constexpr,
     PADDED: tl.constexpr,
     GATHERED: tl.constexpr,
     LAST: tl.constexpr,
     COLUMNS: tl.constexpr,
-    CHUNKS: tl.constexpr,
     LIST_SIZE: tl.constexpr,
     TILE: tl.constexpr,
     PDL: tl.constexpr,
@@ -189,110 +197,125 @@ def _search_kernel(
         at = stats + row * num_blocks + block
         step = tl.num_programs(0).to(tl.int64) * num_blocks
         peaks = tl.load(at, mask=block < num_blocks, other=float("-inf"))
-        lowest = tl.min(tl.load(at + step, mask=block < num_blocks, other=float("inf")), axis=0)
         peak = tl.max(peaks, axis=0)
         if tl.abs(peak) < float("inf"):
-            x = logits + row * logits_stride
-            ids = active + row * PADDED
-            total = tl.sum(
-                tl.load(at + 2 * step, mask=block < num_blocks, other=0.0) * tl.exp((peaks - peak) * scale), axis=0
-            )
-            if has_k:
-                wanted = k.to(tl.float32)
-                floor = _below_kth(peaks, lowest, peak, k)
-                result, count, total = _search(
-                    x, ids, peaks, peak, floor, wanted, scale, vocab_size, False, BLOCK, PADDED, GATHERED
-                )
-                # Z_k has of the tokens that tie with the k-th only as many as make k; without a k-th it has all.
-                total -= tl.where(count > wanted, (count - wanted) * tl.exp((result - peak) * scale), 0.0)
-            if p < 1:
+            length = tl.load(counts + row)
+            listed = values + row * LIST_SIZE
+            low = tl.full((), float("-inf"), tl.float32)
+            high = tl.full((), float("inf"), tl.float32)
+            base = tl.full((), 0, tl.int64)
+            wanted = tl.full((), 0, tl.int64)
+            if (p < 1) & (has_k == 0):
                 of_row = LAST * tl.num_programs(0).to(tl.int64) + row
-                floor = tl.maximum(result, lowest)
-                high = tl.full((), 0.0, tl.float32)
-                length = tl.full((), LIST_SIZE + 1, tl.int32)
-                base = tl.full((), 0, tl.int64)
-                wanted_mass = tl.full((), 0, tl.int64)
-                if not has_k:
-                    low, high, base, wanted_mass = find_bracket(
-                        pivots + of_row * COLUMNS,
-                        masses + of_row * num_chunks * COLUMNS,
-                        bases + of_row,
-                        p,
-                        num_chunks,
-                        COLUMNS,
-                        CHUNKS,
+                low, high, base, wanted = find_bracket(
+                    sums + of_row * COLUMNS, pivots + of_row * COLUMNS, bases + of_row * 2, p, COLUMNS
+                )
+            if (low > float("-inf")) & (high == float("inf")):
+                result = low
+            elif (has_k | (p < 1)) & (length > 0) & (length <= LIST_SIZE):
+                if has_k:
+                    result = _search_list(listed, length, low, high, k.to(tl.int64), peak, scale, False, TILE)
+                    count, mass = _measure_list(listed, length, tl.maximum(result, _LOWEST), peak, scale, TILE)
+                    # Z_k has of the tokens that tie with the k-th only as many as make k.
+                    mass -= tl.maximum(count - k, 0) * as_mass(result, peak, scale)
+                    wanted = (p.to(tl.float64) * mass.to(tl.float64)).to(tl.int64)
+                    low = result
+                if p < 1:
+                    result = _search_list(listed, length, low, high, wanted - base, peak, scale, True, TILE)
+            elif has_k | (p < 1):
+                x = logits + row * logits_stride
+                ids = active + row * PADDED
+                lowest = tl.min(tl.load(at + step, mask=block < num_blocks, other=float("inf")), axis=0)
+                total = tl.sum(
+                    tl.load(at + 2 * step, mask=block < num_blocks, other=0.0) * tl.exp((peaks - peak) * scale), axis=0
+                )
+                if has_k:
+                    amount = k.to(tl.float32)
+                    result, count, total = _search(
+                        x, ids, peaks, peak, lowest, amount, scale, vocab_size, False, BLOCK, PADDED, GATHERED
                     )
-                    floor = tl.maximum(low, floor)
-                    length = tl.where(low > float("-inf"), tl.load(counts + row), length)
-                if high == float("inf"):
-                    found = floor
-                elif (length > 0) & (length <= LIST_SIZE):
-                    listed = values + row * LIST_SIZE
-                    found = _search_list(listed, length, peak, base, wanted_mass, scale, TILE)
-                else:
+                    # Without a k-th it has all.
+                    total -= tl.where(count > amount, (count - amount) * tl.exp((result - peak) * scale), 0.0)
+                if p < 1:
+                    floor = tl.maximum(result, lowest)
                     found, _count, _mass = _search(
                         x, ids, peaks, peak, floor, p * total, scale, vocab_size, True, BLOCK, PADDED, GATHERED
                     )
-                result = tl.maximum(result, found)
+                    result = tl.maximum(result, found)
             if least > 0:
                 result = tl.maximum(result, peak + t * tl.log(least))
     tl.store(cutoff + row, result)
 
 
 @triton.jit
-def _below_kth(peaks: tl.tensor, lowest: tl.tensor, peak: tl.tensor, k: tl.tensor) -> tl.tensor:
-    """A logit not above the k-th largest of the row, and near the k-th largest of the blocks' peaks."""
-    low = lowest
-    high = peak
-    for _i in range(8):
-        middle = low * 0.5 + high * 0.5
-        is_low = tl.sum((peaks >= middle).to(tl.int32), axis=0) >= k
-        low = tl.where(is_low, middle, low)
-        high = tl.where(is_low, high, middle)
-    return low
+def _place(x: tl.tensor) -> tl.tensor:
+    """int64: floats in order are such integers in order."""
+    bits = x.to(tl.int32, bitcast=True)
+    return (bits ^ ((bits >> 31) & 0x7FFFFFFF)).to(tl.int64)
+
+
+@triton.jit
+def _float_at(place: tl.tensor) -> tl.tensor:
+    bits = place.to(tl.int32)
+    return (bits ^ ((bits >> 31) & 0x7FFFFFFF)).to(tl.float32, bitcast=True)
 
 
 @triton.jit
 def _search_list(
     listed: tl.tensor,
     length: tl.tensor,
-    peak: tl.tensor,
-    base: tl.tensor,
+    low: tl.tensor,
+    high: tl.tensor,
     wanted: tl.tensor,
+    peak: tl.tensor,
     scale: tl.tensor,
+    BY_MASS: tl.constexpr,
     TILE: tl.constexpr,
 ) -> tl.tensor:
-    """The largest of the listed logits whose mass at or above, ``base`` included, is ``wanted``; the lowest of them if
-    none reaches it, for want of digits."""
-    low = tl.full((), float("-inf"), tl.float32)  # both become logits of the list
-    high = tl.full((), float("inf"), tl.float32)
-    while low < high:
-        if low == float("-inf"):
-            pivot = low  # finds the lowest
-        elif high == float("inf"):
-            pivot = high  # finds the highest
+    """The largest of the listed logits in [low, high) whose count (mass) at or above is >= ``wanted``; the lowest of
+    them if none has as much, for want of digits. low = -inf: as low as they come, or -inf if none has as much."""
+    at = tl.arange(0, TILE)
+    first = tl.load(listed + at, mask=at < length, other=float("-inf"))
+    own = tl.where(first > float("-inf"), as_mass(first, peak, scale), 0) if BY_MASS else first
+    end = _place(tl.minimum(high, peak)) + 1  # nothing at or above has as much; all at or above ``begin`` have
+    begin = _place(low)
+    while end - begin > 1:
+        middle = (begin + end) // 2
+        pivot = _float_at(middle)
+        if BY_MASS:
+            amount = tl.sum(tl.where(first >= pivot, own, 0), axis=0)
         else:
-            pivot = low * 0.5 + high * 0.5
-            pivot = tl.where(pivot > low, pivot, high)
-        mass = tl.zeros((TILE,), tl.int64)
-        above = tl.full((TILE,), float("inf"), tl.float32)
-        below = tl.full((TILE,), float("-inf"), tl.float32)
-        i = 0
+            amount = tl.sum((first >= pivot).to(tl.int32), axis=0).to(tl.int64)
+        i = TILE
         while i < length:
-            at = i + tl.arange(0, TILE)
-            x = tl.load(listed + at, mask=at < length, other=float("-inf"))
-            is_there = at < length
-            is_in = is_there & (x >= pivot)
-            mass += tl.where(is_in, as_mass(x, peak, scale), 0)
-            above = tl.minimum(above, tl.where(is_in, x, float("inf")))
-            below = tl.maximum(below, tl.where(is_there & (x < pivot), x, float("-inf")))
+            x = tl.load(listed + i + at, mask=i + at < length, other=float("-inf"))
+            if BY_MASS:
+                amount += tl.sum(tl.where(x >= pivot, as_mass(x, peak, scale), 0), axis=0)
+            else:
+                amount += tl.sum((x >= pivot).to(tl.int32), axis=0)
             i += TILE
-        reached = (base + tl.sum(mass, axis=0) >= wanted) | (low == float("-inf"))
-        if reached:
-            low = tl.min(above, axis=0)
+        if amount >= wanted:
+            begin = middle
         else:
-            high = tl.max(below, axis=0)
-    return low
+            end = middle
+    return _float_at(begin)
+
+
+@triton.jit
+def _measure_list(
+    listed: tl.tensor, length: tl.tensor, least: tl.tensor, peak: tl.tensor, scale: tl.tensor, TILE: tl.constexpr
+) -> tl.tensor:
+    """(count, mass) of the listed logits >= ``least``."""
+    count = tl.full((), 0, tl.int64)
+    mass = tl.full((), 0, tl.int64)
+    i = 0
+    while i < length:
+        at = i + tl.arange(0, TILE)
+        x = tl.load(listed + at, mask=at < length, other=float("-inf"))
+        count += tl.sum((x >= least).to(tl.int32), axis=0)
+        mass += tl.sum(tl.where(x >= least, as_mass(x, peak, scale), 0), axis=0)
+        i += TILE
+    return count, mass
 
 
 @triton.jit
