@@ -21,6 +21,7 @@ import random
 import statistics
 import tempfile
 import time
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -28,7 +29,7 @@ from engine_bench import SHAPES
 
 from aengine import AsyncLLM, SamplingParams
 
-BIAS = {token_id: 1.5 for token_id in range(100, 140)}
+BIAS = dict.fromkeys(range(100, 140), 1.5)
 PENALTIES = {"repetition_penalty": 1.1, "frequency_penalty": 0.2, "presence_penalty": 0.2}
 CASES: dict[str, dict[str, Any]] = {
     "greedy": {"temperature": 0.0},
@@ -122,7 +123,7 @@ class Bench:
 
 def _longest_gap(times: list[float], begin: float, end: float) -> float:
     """The longest between two neighbours of which the later is after ``begin`` and the earlier before ``end``."""
-    return max((b - a for a, b in zip(times, times[1:], strict=False) if b > begin and a < end), default=0.0)
+    return max((b - a for a, b in pairwise(times) if b > begin and a < end), default=0.0)
 
 
 async def measure(args: argparse.Namespace, folder: str) -> dict[str, Any]:
@@ -151,7 +152,9 @@ def show(result: dict[str, Any]) -> None:
             figures = (f"{key} {max(one[key] for one in some):.1f}" for key in some[0])
             print(f"  {name:6} {label:12} ms: {', '.join(figures)}")
     for key in (key for key in result if key.startswith("speed_")):
-        cases = (f"{name} {of['tokens_per_second']:.0f} ({of['share_of_greedy']:.2f})" for name, of in result[key].items())
+        cases = (
+            f"{name} {of['tokens_per_second']:.0f} ({of['share_of_greedy']:.2f})" for name, of in result[key].items()
+        )
         print(f"  {key.removeprefix('speed_')} streams, tokens/s: {', '.join(cases)}")
 
 

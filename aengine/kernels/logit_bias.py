@@ -55,7 +55,7 @@ def apply_lists(logits: Tensor, rows: Tensor, lists: Tensor, num_tokens: Tensor)
     if uses_triton(logits):
         from .triton import logit_bias as triton_op
 
-        return triton_op.apply_lists(logits, rows, lists, num_tokens)
+        return triton_op.apply_lists(logits, rows, lists, num_tokens, HEADER, MOST_BIASES)
     bias_and_ban(logits, rows, lists, num_tokens)
     return None
 

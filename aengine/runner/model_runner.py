@@ -338,9 +338,7 @@ class ModelRunner:
             pooled=None if state.pooled is None else state.pooled.places,
         )
 
-    def _run_second_half(
-        self, plan: BatchPlan, grammar: GrammarOutput | None, *, has_logprobs: bool
-    ) -> Published:
+    def _run_second_half(self, plan: BatchPlan, grammar: GrammarOutput | None, *, has_logprobs: bool) -> Published:
         assert self.graphs is not None
         rows, bits = self._bitmasks.of_batch(grammar, plan.batch_idx)
         self.graphs.run_second_half(rows, bits, is_plain=self._sampler.is_plain(plan.rows))

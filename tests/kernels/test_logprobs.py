@@ -25,7 +25,9 @@ def logprobs_of(
     return out[2, : len(logits)].cpu()
 
 
-def check(logits: torch.Tensor, sampled: torch.Tensor, asked: torch.Tensor, got: torch.Tensor, *, ordered: bool) -> None:
+def check(
+    logits: torch.Tensor, sampled: torch.Tensor, asked: torch.Tensor, got: torch.Tensor, *, ordered: bool
+) -> None:
     """``ordered``: of equal ones those of lower ids come first."""
     width = (got.shape[1] - 1) // 2
     exact = torch.log_softmax(logits.double(), 1)
@@ -35,7 +37,9 @@ def check(logits: torch.Tensor, sampled: torch.Tensor, asked: torch.Tensor, got:
             continue
         k = min(k, logits.shape[1])
         ids, values = got[i, 1 : 1 + k].long(), got[i, 1 + width : 1 + width + k].view(torch.float32)
-        torch.testing.assert_close(got[i, :1].view(torch.float32)[0].double(), exact[i, sampled[i]], atol=1e-5, rtol=1e-6)
+        torch.testing.assert_close(
+            got[i, :1].view(torch.float32)[0].double(), exact[i, sampled[i]], atol=1e-5, rtol=1e-6
+        )
         torch.testing.assert_close(values.double(), exact[i, ids], atol=1e-5, rtol=1e-6)
         wanted = logits[i].sort(descending=True, stable=True)
         assert torch.equal(logits[i, ids], wanted.values[:k]) and len(set(ids.tolist())) == k

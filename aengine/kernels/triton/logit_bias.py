@@ -9,7 +9,6 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from ..logit_bias import HEADER, MOST_BIASES
 from .launch import gdc_launch_dependents, gdc_wait, has_pdl, launch
 
 __all__ = ["apply_lists"]
@@ -17,12 +16,12 @@ __all__ = ["apply_lists"]
 _TILE = 256
 
 
-def apply_lists(logits: Tensor, rows: Tensor, lists: Tensor, num_tokens: Tensor) -> None:
+def apply_lists(logits: Tensor, rows: Tensor, lists: Tensor, num_tokens: Tensor, header: int, most_biases: int) -> None:
     assert logits.stride(1) == lists.stride(1) == 1
     n = rows.shape[0]
     if n:
         where = (logits, logits.stride(0), rows, lists, lists.stride(0), num_tokens, num_tokens.stride(0))
-        constants = {"HEADER": HEADER, "MOST_BIASES": MOST_BIASES, "TILE": _TILE, "PDL": has_pdl()}
+        constants = {"HEADER": header, "MOST_BIASES": most_biases, "TILE": _TILE, "PDL": has_pdl()}
         launch(_list_kernel, (n,), *where, **constants)
 
 

@@ -123,7 +123,9 @@ def _logprob_kernel(
         while i < count:
             value = tl.max(highest, axis=0)
             # Blocks that have nothing left are as low as those of banned tokens; ids tell them apart.
-            which = tl.min(tl.where((highest == value) & (done < _NO_INDEX) & (block < num_blocks), block, PADDED), axis=0)
+            which = tl.min(
+                tl.where((highest == value) & (done < _NO_INDEX) & (block < num_blocks), block, PADDED), axis=0
+            )
             last = tl.max(tl.where(block == which, done, -1), axis=0)
             token = which * BLOCK + tl.arange(0, BLOCK)
             x = tl.load(logits + token, mask=token < vocab_size, other=float("-inf"))

@@ -8,9 +8,9 @@ top-k      gather    the logits that reach a lower bound of the k-th largest; of
 A program has a chunk of a row. Masses are added as integers, in units of 2**-36 of the likeliest token's mass: in
 whatever order that happens, the sums are the same, so a row is cut alike in every batch.
 
-At least, a launch: 4 * V * n bytes read (n = 64, V = 151936: 39 MB, most of which the L2 cache holds; 10 us), and in the
-passes an exponential and a comparison a pivot for each logit. Chunks whose highest logit is below the bracket are not
-read, and rows without top-k and top-p cost nothing.
+At least, a launch: 4 * V * n bytes read (n = 64, V = 151936: 39 MB, most of which the L2 cache holds; 10 us), and in
+the passes an exponential and a comparison a pivot for each logit. Chunks whose highest logit is below the bracket are
+not read, and rows without top-k and top-p cost nothing.
 """
 
 from __future__ import annotations
@@ -24,7 +24,16 @@ from torch import Tensor
 
 from .launch import gdc_launch_dependents, gdc_wait, has_pdl, launch
 
-__all__ = ["COLUMNS", "LIST_SIZE", "NUM_PASSES", "Candidates", "as_mass", "find_bracket", "find_candidates", "make_candidates"]
+__all__ = [
+    "COLUMNS",
+    "LIST_SIZE",
+    "NUM_PASSES",
+    "Candidates",
+    "as_mass",
+    "find_bracket",
+    "find_candidates",
+    "make_candidates",
+]
 
 COLUMNS = 16  # masses of a row and pass: those at or above each pivot, and, of the first pass, that of all
 NUM_PASSES = 2
@@ -125,6 +134,12 @@ def _below_kth(peaks: tl.tensor, lowest: tl.tensor, peak: tl.tensor, k: tl.tenso
 
 
 @triton.jit
+def _peak_of_chunk(stats: tl.tensor, chunk: tl.tensor, num_blocks: tl.tensor, BLOCKS: tl.constexpr) -> tl.tensor:
+    block = chunk * BLOCKS + tl.arange(0, BLOCKS)
+    return tl.max(tl.load(stats + block, mask=block < num_blocks, other=float("-inf")), axis=0)
+
+
+@triton.jit
 def _measure_kernel(
     logits: tl.tensor,
     temperature: tl.tensor,
@@ -165,8 +180,7 @@ def _measure_kernel(
         peak = tl.max(tl.load(row_stats + block, mask=block < num_blocks, other=float("-inf")), axis=0)
         is_good = tl.abs(peak) < float("inf")
         peak = tl.where(is_good, peak, 0.0)
-        own = chunk * BLOCKS + tl.arange(0, BLOCKS)
-        own_peak = tl.max(tl.load(row_stats + own, mask=own < num_blocks, other=float("-inf")), axis=0)
+        own_peak = _peak_of_chunk(row_stats, chunk, num_blocks, BLOCKS)
         of_row = NUMBER * n + row
         if NUMBER == 0:
             lows = tl.load(row_stats + n * num_blocks + block, mask=block < num_blocks, other=float("inf"))
@@ -193,8 +207,7 @@ def _measure_kernel(
             x = tl.load(logits + row * logits_stride + token, mask=token < vocab_size, other=float("-inf"))
             x = tl.where(x == x, x, float("-inf"))
         mass = tl.exp(tl.minimum((x - peak) * scale, 0.0))
-        column = tl.arange(0, COLUMNS)
-        parts = tl.zeros((COLUMNS,), tl.float32)
+        column, parts = tl.arange(0, COLUMNS), tl.zeros((COLUMNS,), tl.float32)
         for i in tl.static_range(COLUMNS - 1):
             # The first pass begins at the highest logit itself; the last pivot is the lower end itself.
             share = i / (COLUMNS - 2) if NUMBER == 0 else (i + 1) / (COLUMNS - 1)
@@ -261,8 +274,7 @@ def _gather_kernel(
             low, high, _base, _wanted = find_bracket(
                 sums + of_row * COLUMNS, pivots + of_row * COLUMNS, bases + of_row * 2, p, COLUMNS
             )
-        own = chunk * BLOCKS + tl.arange(0, BLOCKS)
-        own_peak = tl.max(tl.load(row_stats + own, mask=own < num_blocks, other=float("-inf")), axis=0)
+        own_peak = _peak_of_chunk(row_stats, chunk, num_blocks, BLOCKS)
         if (own_peak >= low) & (low > float("-inf")) & (has_k | (high < float("inf"))):
             token = chunk * (BLOCKS * BLOCK) + tl.arange(0, BLOCKS * BLOCK)
             x = tl.load(logits + row * logits_stride + token, mask=token < vocab_size, other=float("-inf"))

@@ -223,25 +223,10 @@ def _search_kernel(
                 if p < 1:
                     result = _search_list(listed, length, low, high, wanted - base, peak, scale, True, TILE)
             elif has_k | (p < 1):
-                x = logits + row * logits_stride
-                ids = active + row * PADDED
-                lowest = tl.min(tl.load(at + step, mask=block < num_blocks, other=float("inf")), axis=0)
-                total = tl.sum(
-                    tl.load(at + 2 * step, mask=block < num_blocks, other=0.0) * tl.exp((peaks - peak) * scale), axis=0
+                x, ids = logits + row * logits_stride, active + row * PADDED
+                result = _search_row(
+                    x, ids, at, step, peaks, peak, has_k, k, p, scale, vocab_size, num_blocks, BLOCK, PADDED, GATHERED
                 )
-                if has_k:
-                    amount = k.to(tl.float32)
-                    result, count, total = _search(
-                        x, ids, peaks, peak, lowest, amount, scale, vocab_size, False, BLOCK, PADDED, GATHERED
-                    )
-                    # Without a k-th it has all.
-                    total -= tl.where(count > amount, (count - amount) * tl.exp((result - peak) * scale), 0.0)
-                if p < 1:
-                    floor = tl.maximum(result, lowest)
-                    found, _count, _mass = _search(
-                        x, ids, peaks, peak, floor, p * total, scale, vocab_size, True, BLOCK, PADDED, GATHERED
-                    )
-                    result = tl.maximum(result, found)
             if least > 0:
                 result = tl.maximum(result, peak + t * tl.log(least))
     tl.store(cutoff + row, result)
@@ -316,6 +301,45 @@ def _measure_list(
         mass += tl.sum(tl.where(x >= least, as_mass(x, peak, scale), 0), axis=0)
         i += TILE
     return count, mass
+
+
+@triton.jit
+def _search_row(
+    x: tl.tensor,
+    ids: tl.tensor,
+    at: tl.tensor,
+    step: tl.tensor,
+    peaks: tl.tensor,
+    peak: tl.tensor,
+    has_k: tl.tensor,
+    k: tl.tensor,
+    p: tl.tensor,
+    scale: tl.tensor,
+    vocab_size: tl.tensor,
+    num_blocks: tl.tensor,
+    BLOCK: tl.constexpr,
+    PADDED: tl.constexpr,
+    GATHERED: tl.constexpr,
+) -> tl.tensor:
+    """The higher cutoff of top-k and top-p, searched among the row's logits at ``x``; ``at``: its stats."""
+    is_block = tl.arange(0, PADDED) < num_blocks
+    lowest = tl.min(tl.load(at + step, mask=is_block, other=float("inf")), axis=0)
+    total = tl.sum(tl.load(at + 2 * step, mask=is_block, other=0.0) * tl.exp((peaks - peak) * scale), axis=0)
+    result = tl.full((), float("-inf"), tl.float32)
+    if has_k:
+        wanted = k.to(tl.float32)
+        result, count, total = _search(
+            x, ids, peaks, peak, lowest, wanted, scale, vocab_size, False, BLOCK, PADDED, GATHERED
+        )
+        # Z_k has of the tokens that tie with the k-th only as many as make k; without a k-th it has all.
+        total -= tl.where(count > wanted, (count - wanted) * tl.exp((result - peak) * scale), 0.0)
+    if p < 1:
+        floor = tl.maximum(result, lowest)
+        found, _count, _mass = _search(
+            x, ids, peaks, peak, floor, p * total, scale, vocab_size, True, BLOCK, PADDED, GATHERED
+        )
+        result = tl.maximum(result, found)
+    return result
 
 
 @triton.jit

@@ -47,7 +47,7 @@ class SamplingFeature(Protocol):
 
 
 class TokenLists:
-    """`logit_bias`: numbers added to single tokens; `min_tokens`: until then, no token that would end the completion."""
+    """`logit_bias`: numbers added to single tokens; `min_tokens`: until then, no token that would end a completion."""
 
     def __init__(self, requests: RequestState, vocab_size: int) -> None:
         self._requests = requests
