@@ -148,10 +148,6 @@ class RequestState:
         """`advance` on the device: int64 [n], int32 [n]."""
         self.scalars.num_computed_tokens.index_copy_(0, rows, seq_lens)
 
-    def advance_device_by_one(self, rows: Tensor) -> None:
-        """`advance_device` of rows that have computed one token each: int64 [n], distinct."""
-        self.scalars.num_computed_tokens.index_add_(0, rows, self._ones[: len(rows)])
-
     def settle(self, rows: npt.NDArray[np.int64], num_rejected: npt.NDArray[np.int64]) -> None:
         """Subtract on the host the drafts that were rejected in an answered step of each of the rows (the device never
         counted them). A row may be named several times."""

@@ -16,7 +16,7 @@ import torch
 
 from aengine.checkpoint.source import resolve_model
 from aengine.config import EngineConfig
-from aengine.ipc.messages import NewRequest, SchedulerOutput, int32
+from aengine.ipc.messages import NewRequest, SchedulerOutput, float32, int32
 from aengine.kernels.dispatch import triton_everywhere
 from aengine.runner.attention.kv_pages import KvCacheSpec
 from aengine.runner.attention.prefill import TritonPrefill
@@ -33,6 +33,18 @@ sys.path.append(str(Path(__file__).parents[1] / "models"))  # behind all else: t
 CPU = torch.device("cpu")
 HALF = WeightFormats(torch.float16, torch.float16, PlainFormat(torch.float16))  # as on a GPU
 BLOCK_SIZE, MAX_LEN = 16, 320
+PARAMETERS: dict[str, Any] = {
+    "temperature": 0.7,
+    "top_p": 0.9,
+    "top_k": 20,
+    "min_p": 0.01,
+    "repetition_penalty": 1.1,
+    "bias_token_ids": int32([3]),
+    "bias_values": float32([1.0]),
+    "min_tokens": 9,
+    "stop_token_ids": int32([4]),
+    "logprobs": 5,
+}
 RUN = ("_prepare_inputs", "_prepare_decode", "_write_kernel")
 """What must run for the next op to find sensible indices; the rest is only recorded."""
 
@@ -116,13 +128,15 @@ def make_runner(folder: Path, max_num_seqs: int) -> tuple[ModelRunner, ModelConf
 
 
 def step(rng: random.Random, num_groups: int, num_decodes: int, prompts: list[int]) -> Iterator[SchedulerOutput]:
-    """Requests prefilled, then one step of them all with ``prompts``, then they go. All write the same blocks."""
+    """Requests prefilled, then one step of them all with ``prompts``, then one more, then they go. All write the same
+    blocks. Some have all sampling parameters."""
     count = MAX_LEN // BLOCK_SIZE
     blocks, spans = int32(range(count)) * num_groups, int32([0, count] * num_groups)
 
     def new(row: int, length: int) -> NewRequest:
         ids = int32(rng.randrange(300) for _ in range(length))
-        return NewRequest(row, ids, length, 0, blocks, temperature=0.0, block_spans=spans)
+        params = rng.choice([{"temperature": 0.0}, {"temperature": 1.0}, PARAMETERS])
+        return NewRequest(row, ids, length, 0, blocks, block_spans=spans, **params)
 
     rows = list(range(num_decodes + len(prompts)))
     early = [new(row, 2) for row in rows[:num_decodes]]
@@ -131,7 +145,8 @@ def step(rng: random.Random, num_groups: int, num_decodes: int, prompts: list[in
     late = [new(row, length) for row, length in zip(rows[num_decodes:], prompts, strict=True)]
     counts = int32([1] * num_decodes + prompts)
     yield SchedulerOutput(1, new_requests=late, req_idx=int32(rows), num_scheduled_tokens=counts)
-    yield SchedulerOutput(2, removed=int32(rows))
+    yield SchedulerOutput(2, req_idx=int32(rows), num_scheduled_tokens=int32([1] * len(rows)))
+    yield SchedulerOutput(3, removed=int32(rows))
 
 
 LONGROPE = {
