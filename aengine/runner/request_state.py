@@ -77,7 +77,6 @@ class RequestState:
         self.token_ids = arena.part("token_ids")  # int32 [max_num_seqs, max_model_len]: prompt, then completion
         self.scalars = Scalars(arena.part("scalars"))
         max_num_seqs = self.token_ids.shape[0]
-        self._ones = torch.ones(max_num_seqs, dtype=torch.int32, device=self.token_ids.device)
         # The host's copies, [max_num_seqs] each.
         self.in_use = np.zeros(max_num_seqs, dtype=bool)
         self.num_prompt_tokens = np.zeros(max_num_seqs, dtype=np.int64)
