@@ -156,11 +156,11 @@ LONGROPE = {
     "long_factor": [2.0] * 16,
     "original_max_position_embeddings": 64,
 }
-SHAPE = {"hidden_size": 512, "intermediate_size": 256, "num_hidden_layers": 1}
+SHAPE = {"hidden_size": 512, "intermediate_size": 256, "num_hidden_layers": 3}
 MODELS: dict[str, dict[str, Any]] = {
     "qwen3": SHAPE | {"head_dim": 32},
     "phi3": SHAPE | {"num_attention_heads": 16, "rope_parameters": LONGROPE, "original_max_position_embeddings": 64},
-    "gemma2": SHAPE | {"num_attention_heads": 16, "head_dim": 32, "num_hidden_layers": 2, "sliding_window": 40},
+    "gemma2": SHAPE | {"num_attention_heads": 16, "head_dim": 32, "num_hidden_layers": 4, "sliding_window": 40},
     # Other tiles from 5, 513 and 1025 tokens on; and from 5, 33, 65 and 193.
     "qwen3_moe": SHAPE | {"head_dim": 32, "num_experts": 64, "num_experts_per_tok": 2, "moe_intermediate_size": 64},
     "mixtral": SHAPE | {"num_attention_heads": 16, "num_local_experts": 6, "num_experts_per_tok": 3},
@@ -190,6 +190,7 @@ def test_serving_compiles_nothing(
     from tiny import write_tiny_model
 
     from aengine.kernels.triton import launch, varlen_attention
+    from aengine.runner.startup.layer_kinds import one_layer_of_each_kind
     from aengine.runner.startup.warm_up import compile_kernels
 
     monkeypatch.setattr(launch, "compiling", only_compiling)
@@ -198,7 +199,9 @@ def test_serving_compiles_nothing(
     recorder = Recorder(monkeypatch)
     with triton_everywhere():
         recorder.runs = False
-        compile_kernels(runner, 1200, {config.num_kv_heads}, 1, has_experts=config.num_experts > 0)
+        with one_layer_of_each_kind(runner._model, runner._kv_memory.layout.layers):
+            assert len(runner._model.layers) == (2 if arch == "gemma2" else 1)
+            compile_kernels(runner, 1200, {config.num_kv_heads}, 1, has_experts=config.num_experts > 0)
         ahead, recorder.compiled, recorder.runs = recorder.compiled, set(), True
         for i in range(14 if arch == "qwen3" else 6):
             num_prompts = rng.randint(0, min(4, max_num_seqs))

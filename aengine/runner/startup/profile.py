@@ -18,6 +18,7 @@ from ..graphs.cuda_graphs import BatchDescriptor, GraphKind
 from ..model_runner import ModelRunner
 from ..weights.loader import Progress
 from .kv_memory import KvPlan, cpu_budget, gpu_budget, plan_kv, profile_run, resolve_max_model_len
+from .layer_kinds import one_layer_of_each_kind
 from .setup import RunnerSetup
 from .warm_up import compile_kernels
 
@@ -57,7 +58,8 @@ def _accelerator_budget(setup: RunnerSetup, wanted_len: int, progress: Progress)
     config = setup.model_config
     kv_heads = {num_kv_heads for _, num_kv_heads, _ in config.head_shapes}
     has_experts = config.num_experts > 0
-    compile_kernels(runner, setup.max_batched, kv_heads, setup.num_threads, has_experts=has_experts)
+    with one_layer_of_each_kind(setup.model, setup.kv_layout.layers):
+        compile_kernels(runner, setup.max_batched, kv_heads, setup.num_threads, has_experts=has_experts)
     setup.attention.join()  # before anything is captured
     compiled = time.monotonic()
     progress("profile", 0, 0, "")
