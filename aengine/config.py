@@ -123,8 +123,8 @@ class EngineConfig:
     request, an abort or a deadline takes back those that it has not begun. 0: no more than max_in_flight_steps."""
     max_step_seconds: float | None = 0.01
     """Seconds that requests which decode may wait for a step with prompts: it has as many tokens of these as steps so
-    far had in that time. On a slow device it may take three times as long as it would with next to none, and longer in
-    a burst, where more than one request waits for its first token for every four that decode. None: no such limit."""
+    far had in that time, and with a small model on a GPU no more than run as one launch (2,304). It may take six times
+    as long as it would without prompts, and longer where many requests wait for their first token. None: no limit."""
     tensor_parallel_size: int = 1
     """GPUs that share the model. Only 1 is supported so far."""
     enforce_eager: bool = False

@@ -93,8 +93,8 @@ class Settings(TypedDict, total=False):
     steps. Default: 64."""
     max_step_seconds: float | None
     """Seconds that requests which decode may wait for a step with prompts: it has as many tokens of these as steps so
-    far had in that time. On a slow device it may take three times as long as it would with next to none, and longer in
-    a burst, where more than one request waits for its first token for every four that decode. None: no such limit. In
+    far had in that time, and with a small model on a GPU no more than run as one launch (2,304). It may take six times
+    as long as it would without prompts, and longer where many requests wait for their first token. None: no limit. In
     seconds. Default: 0.01."""
     tensor_parallel_size: int
     """GPUs that share the model. Only 1 is supported so far. In GPUs. Default: 1."""
@@ -218,9 +218,9 @@ ENGINE_SETTINGS = """\
             more than max_in_flight_steps.
         max_step_seconds: float | None = 0.01  (seconds)
             Seconds that requests which decode may wait for a step with prompts: it has as many tokens of
-            these as steps so far had in that time. On a slow device it may take three times as long as it
-            would with next to none, and longer in a burst, where more than one request waits for its first
-            token for every four that decode. None: no such limit.
+            these as steps so far had in that time, and with a small model on a GPU no more than run as one
+            launch (2,304). It may take six times as long as it would without prompts, and longer where many
+            requests wait for their first token. None: no limit.
         tensor_parallel_size: int = 1  (GPUs)
             GPUs that share the model. Only 1 is supported so far.
         enforce_eager: bool = False

@@ -13,7 +13,6 @@ from __future__ import annotations
 
 import asyncio
 import math
-import time
 from collections import deque
 
 from ..errors import EngineError, WorkerDiedError
@@ -124,7 +123,6 @@ class StepLoop:
         self.watchdog.begin(sum(output.num_scheduled_tokens))
         newest = self.scheduler.newest_step
         assert newest is not None
-        self._step_time.begin(newest.num_prompt_tokens, time.monotonic(), waits_for_host=newest.is_gated)
         if newest.newcomers:
             self._observer.note_scheduled(newest.newcomers)
             for request in newest.newcomers:
@@ -164,7 +162,6 @@ class StepLoop:
         for _ in range(num_steps):
             self._in_flight.pop()
         self.watchdog.drop(num_steps)
-        self._step_time.drop(num_steps)
         self._work.set()
 
     async def run(self) -> EngineError:
@@ -185,7 +182,6 @@ class StepLoop:
         at_fault = self.scheduler.preempt_all()
         self._executor = executor
         self._in_flight.clear()
-        self._step_time.begin_worker()
         self._must_revoke = self._is_revoking = False
         self._gate.step = self._unsent = None
         return at_fault
@@ -211,7 +207,6 @@ class StepLoop:
             self._in_flight.popleft()
             self.watchdog.end()
             self._limit.note_answer(answer.answered_at)
-            self._step_time.end(answer.answered_at)
             await self._apply(answer)
             if self._in_flight and self._in_flight[0].done():  # many have come: others on this loop get their turn
                 await asyncio.sleep(0)
@@ -282,7 +277,10 @@ class StepLoop:
 
         What the worker waits for goes first: readers wait a millisecond longer.
         """
+        step = self.scheduler.oldest_step
         sampled, failed, pooled, num_rows, begun = self.scheduler.update(output)
+        if output.seconds and step is not None and step.num_prompt_tokens and not step.is_gated:
+            self._step_time.learn(step.num_tokens, output.seconds)
         self._counters.generated_tokens += len(sampled)
         self._observer.note_answer(begun, num_rows)
         begun.clear()  # an idle engine holds no request

@@ -267,6 +267,7 @@ class ModelRunnerOutput:
     logprobs: LogprobColumns | None = None
     errors: list[RowError] = field(default_factory=list)
     answered_at: float = 0.0  # when the worker sent it: seconds of CLOCK_MONOTONIC, which both processes share
+    seconds: float = 0.0  # that the device took for the step; 0: it was not observed
     counts: array[int] | None = None  # [num_reqs] tokens of each, of a step with drafts; None: one each, or -1
     pooled: PooledColumns | None = None
 
@@ -314,6 +315,7 @@ def pack(message: object) -> bytes:
                 else [c.tobytes() for c in (lp.token_idx, lp.sampled, lp.counts, lp.token_ids, lp.values)],
                 [(e.batch_idx, e.type, e.message) for e in o.errors],
                 o.answered_at,
+                o.seconds,
                 None if o.counts is None else o.counts.tobytes(),
                 None
                 if o.pooled is None
@@ -425,13 +427,15 @@ def _request(fields: Any) -> NewRequest:
 
 
 def _output(data: Any) -> ModelRunnerOutput:
-    step_id, ids, logprobs, errors, answered_at, counts, pooled = data
+    step_id, ids, logprobs, errors, answered_at, seconds, counts, pooled = data
     if not math.isfinite(_float(answered_at)):
         raise MessageError(f"answered_at={answered_at}")
+    if not 0 <= _float(seconds) < math.inf:
+        raise MessageError(f"seconds={seconds}")
     step_id, token_ids = _int(step_id), _ints(ids)
     columns = None if logprobs is None else _logprobs(step_id, len(token_ids), logprobs)
     rows = [RowError(_int(i), _text(kind), _text(message)) for i, kind, message in errors]
-    output = ModelRunnerOutput(step_id, token_ids, columns, rows, answered_at)
+    output = ModelRunnerOutput(step_id, token_ids, columns, rows, answered_at, seconds)
     if counts is not None:
         output.counts = _ints(counts)
         if min(output.counts, default=0) < 0 or sum(output.counts) != len(token_ids):

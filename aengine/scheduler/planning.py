@@ -239,19 +239,25 @@ class StepPlan:
             self._grown_rows += [request.req_idx] * len(block_ids)
             self._grown_groups += [group] * len(block_ids)
 
+    @property
+    def is_full(self) -> bool:
+        """Whether it has no room for another token of a prompt."""
+        return self._budget <= 0 or self.num_prompt_tokens >= self._prompt_budget
+
     def make(self, step_id: int, *, has_grammars: bool, is_leased: bool) -> SchedulerOutput:
         """The step, which is in flight from now on."""
         rows, decoding = self._rows, self._rows.decoding
         batch, req_idx, num_scheduled = decoding.requests, decoding.req_idx, decoding.num_scheduled
         chunks: dict[int, int] = {}
         drafts = self._drafts
+        num_tokens = len(batch) + sum(self._counts)
         if self.extras:
             drafts = {len(batch) + place: token_ids for place, token_ids in drafts.items()}
             req_idx = req_idx + int32([request.req_idx for request in self.extras])
             num_scheduled = num_scheduled + int32(self._counts)
             chunks = self._plan_next_step(len(batch))
             batch = batch + self.extras
-        step = InFlightStep(step_id, batch, chunks, drafts, self.num_prompt_tokens)
+        step = InFlightStep(step_id, batch, chunks, drafts, num_tokens, self.num_prompt_tokens)
         step.newcomers = self.newcomers
         step.is_gated = has_grammars and bool(step.constrained())
         rows.in_flight.append(step)

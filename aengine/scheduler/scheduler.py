@@ -69,7 +69,7 @@ class Scheduler:
         computes_whole_prompts: bool = False,
         pools_all_tokens: bool = False,
         least_awaited_prefix: int = 128,
-        prompt_limit: Callable[[int, int], int | None] = lambda num_decoding, num_waiting: None,
+        prompt_limit: Callable[[int, int], int | None] = lambda num_decoding, num_left: None,
     ) -> None:
         """
         Args:
@@ -79,8 +79,8 @@ class Scheduler:
                 must be computed again
             least_awaited_prefix: tokens that another request must be computing for one to wait for them; a GPU computes
                 fewer in no more time than the step that the waiting may cost
-            prompt_limit: returns how many prompt tokens a step may have beside so many requests that decode, while so
-                many wait for their first token; None: no fewer than ``max_num_batched_tokens`` allows
+            prompt_limit: returns how many prompt tokens a step may have beside so many requests that decode, if the
+                last step had no room for so many others; None: no fewer than ``max_num_batched_tokens`` allows
         """
         self.num_rows = min(max_num_seqs, max_num_batched_tokens)
         self.max_num_batched_tokens = max_num_batched_tokens
@@ -95,6 +95,7 @@ class Scheduler:
         self._computes_whole_prompts = computes_whole_prompts
         self._pools_all_tokens = pools_all_tokens
         self._prompt_limit = prompt_limit
+        self._num_left = 0  # requests with prompt tokens for which the last step had no room
 
         self.parallel_sampling = ParallelSampling()
         self._quarantine = CrashQuarantine()
@@ -247,7 +248,7 @@ class Scheduler:
         budget = prompt_budget = self.max_num_batched_tokens - len(decoding)
         num_waiting = len(self.waiting)
         if (num_waiting or rows.catching_up) and decoding:
-            limit = self._prompt_limit(len(decoding), num_waiting + len(rows.catching_up))
+            limit = self._prompt_limit(len(decoding), self._num_left)
             if limit is not None:
                 prompt_budget = limit
         plan = StepPlan(rows, budget, num_waiting, prompt_budget, is_leased=is_leased)
@@ -266,7 +267,9 @@ class Scheduler:
             return None
         step_id = self._next_step_id
         self._next_step_id = step_id + 1
-        return plan.make(step_id, has_grammars=self.num_constrained > 0, is_leased=is_leased)
+        output = plan.make(step_id, has_grammars=self.num_constrained > 0, is_leased=is_leased)
+        self._num_left = len(self.waiting) + len(rows.catching_up) if plan.is_full else 0
+        return output
 
     def revoke(self, num_steps: int) -> None:
         """Undo the newest ``num_steps``: the worker has not begun them, and never will.

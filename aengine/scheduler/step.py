@@ -55,7 +55,7 @@ class InFlightStep:
 
     __slots__ = (
         *("batch", "certain", "chunks", "drafts", "grown_groups", "grown_rows", "is_gated", "is_leased"),
-        *("leavers", "newcomers", "num_prompt_tokens", "removed", "settled", "step_id"),
+        *("leavers", "newcomers", "num_prompt_tokens", "num_tokens", "removed", "settled", "step_id"),
     )
 
     def __init__(
@@ -64,6 +64,7 @@ class InFlightStep:
         batch: list[Request],
         chunks: dict[int, int],
         drafts: dict[int, list[int]],
+        num_tokens: int,
         num_prompt_tokens: int,
     ) -> None:
         self.step_id = step_id
@@ -71,6 +72,7 @@ class InFlightStep:
         self.chunks = chunks  # batch index of each row that does not sample: its computed tokens after this step
         self.drafts = drafts  # batch index of each row that has some
         self.certain: frozenset[int] = frozenset()  # batch indices of those that are all accepted
+        self.num_tokens = num_tokens  # that it computes
         self.num_prompt_tokens = num_prompt_tokens  # of requests that catch up with more than one
         self.is_gated = False  # a GRAMMAR frame must be sent for it
         self.newcomers: list[Request] = []  # whose first step it is

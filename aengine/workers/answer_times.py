@@ -9,11 +9,13 @@
 Steps of decodes alone take much the same time one after the other, so the shortest of the last few is a good guess,
 and steps with prompts take longer. A step that was done when the worker woke up may have been so for a while: it counts
 as one that took three quarters of what was measured.
+
+A step's end is between the last look at which it was not done and the one at which it was: a worker that launches
+another step meanwhile sees nothing. How long a step took is known where these times leave little doubt.
 """
 
 from __future__ import annotations
 
-import math
 from collections import deque
 
 __all__ = ["AnswerTimes"]
@@ -22,37 +24,48 @@ _NUM_STEPS = 8
 _MARGIN = 100e-6  # seconds: a thread wakes up so much late, at times
 _LEAST_SLEEP = 50e-6  # seconds; falling asleep and waking up costs as much CPU time as a third of it
 _MISSED = 0.75
+_MOST_DOUBT = 0.3  # of the seconds that a step took: between the most and the least that it can have taken
 
 
 class AnswerTimes:
     """Measures steps in the order in which they are launched. All times are seconds of one clock."""
 
     def __init__(self) -> None:
-        self._launched: deque[tuple[bool, float]] = deque()  # decodes alone; when
+        self._launched: deque[tuple[bool, float, float]] = deque()  # decodes alone; when it began; when it ended
         self._seconds: deque[float] = deque(maxlen=_NUM_STEPS)  # of steps of decodes alone
         self._done_at = 0.0  # the newest of those that were taken
         self._is_watched = False  # the oldest was looked for after it was due, and not done
+        self._not_done_at = 0.0  # when the oldest was looked for last, and not done
+        self._last_end = 0.0, 0.0  # of the newest of those that were taken: not before; not after
 
-    def note_launched(self, now: float, *, only_decodes: bool) -> None:
-        self._launched.append((only_decodes, now))
+    def note_launched(self, now: float, *, only_decodes: bool, begun: float | None = None) -> None:
+        """Note that a step was launched, which began at ``begun``; None: just now."""
+        self._launched.append((only_decodes, now if begun is None else begun, now))
 
-    def note_taken(self, now: float) -> None:
-        """Note that the oldest step's answer was taken."""
-        only_decodes, launched_at = self._launched.popleft()
+    def note_taken(self, now: float) -> float:
+        """Note that the oldest step's answer was taken. Returns the seconds that it took, 0 if they are not known."""
+        only_decodes, began_at, launched_at = self._launched.popleft()
         begun = max(launched_at, self._done_at)
         self._done_at = now if self._is_watched else begun + _MISSED * (now - begun)
         if only_decodes:
             self._seconds.append(self._done_at - begun)
         self._is_watched = False
+        begin = [max(began_at, end) for end in self._last_end]
+        self._last_end = end = max(self._not_done_at, launched_at), now
+        seconds = (sum(end) - sum(begin)) / 2
+        doubt = end[1] - end[0] + begin[1] - begin[0]
+        return seconds if doubt < _MOST_DOUBT * seconds else 0.0
 
     def seconds_to_sleep(self, now: float) -> float:
         """Return for how long to look for frames alone, as the oldest step, which is not done, can't be sooner; 0: look
         for its answer, too."""
         if not self._launched:
             return 0.0
-        begun = max(self._launched[0][1], self._done_at)
-        left = begun + min(self._seconds, default=-math.inf) - _MARGIN - now
-        if left >= _LEAST_SLEEP:
+        self._not_done_at = now
+        begun = max(self._launched[0][2], self._done_at)
+        shortest = min(self._seconds, default=0.0)
+        left = begun + shortest - _MARGIN - now
+        if shortest and left >= _LEAST_SLEEP:
             return left
         self._is_watched = True
         return 0.0

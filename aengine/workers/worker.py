@@ -94,7 +94,7 @@ class Worker:
         while self._answers and self._answers[0][1].ready():
             self._step_id, answer = self._answers.popleft()
             output = answer.get()
-            self._times.note_taken(time.monotonic())
+            output.seconds = self._times.note_taken(time.monotonic())
             if self._loading.rank.answers:
                 output.answered_at = time.monotonic()
                 self._channel.publish(Kind.OUTPUT, self._step_id, pack(output))
@@ -139,8 +139,8 @@ class Worker:
             prepares_after = self._prepares_after
             return _LOGS_PERIOD if prepares_after is None and self._logs.is_pending else prepares_after
         now = time.monotonic()
-        seconds = self._times.seconds_to_sleep(now) if self._answers else 0.0
         # A step that the host owes must be launched before the device is done with those that it has.
+        seconds = self._times.seconds_to_sleep(now) if self._answers else 0.0
         if seconds > 0 and (seconds > _HURRY or len(self._answers) == self._max_launched):
             return seconds
         if now - self._last_event < _EAGER_POLL:
@@ -172,13 +172,13 @@ class Worker:
         return True
 
     def _execute(self, out: SchedulerOutput) -> None:
-        runner = self._loaded()
+        runner, begun = self._loaded(), time.monotonic()
         runner.execute_model(out)
         self._awaits_bitmask = not out.sample_now
         if out.sample_now:
             only_decodes = sum(out.num_scheduled_tokens) == len(out.req_idx)
             self._answers.append((out.step_id, runner.sample_tokens(None)))
-            self._times.note_launched(time.monotonic(), only_decodes=only_decodes)
+            self._times.note_launched(time.monotonic(), only_decodes=only_decodes, begun=begun)
 
     def _sample(self, grammar: GrammarOutput) -> None:
         self._awaits_bitmask = False

@@ -88,11 +88,12 @@ def test_a_long_prompt_goes_in_chunks_and_never_holds_up_a_decode() -> None:
 
 
 def test_a_step_with_decodes_has_as_many_prompt_tokens_as_it_may() -> None:
-    """Prompts alone are not cut; beside a decode the limit is asked for, and both that catch up and wait count."""
+    """Prompts alone are not cut; beside a decode the limit is asked for, by what the step before had no room for: both
+    that catch up and wait count, and not those that have come since."""
     asked: list[tuple[int, int]] = []
 
-    def limit(num_decoding: int, num_waiting: int) -> int | None:
-        asked.append((num_decoding, num_waiting))
+    def limit(num_decoding: int, num_left: int) -> int | None:
+        asked.append((num_decoding, num_left))
         return 5
 
     scheduler = make_scheduler(prompt_limit=limit, max_in_flight_steps=4)
@@ -101,7 +102,7 @@ def test_a_step_with_decodes_has_as_many_prompt_tokens_as_it_may() -> None:
     assert list(first.num_scheduled_tokens) == [20] and not asked
     add(scheduler, make(8, name="b"), make(3, name="c"))
     second = step(scheduler)
-    assert list(second.num_scheduled_tokens) == [1, 5] and asked == [(1, 2)]
+    assert list(second.num_scheduled_tokens) == [1, 5] and asked == [(1, 0)]
     third = step(scheduler)
     assert list(third.num_scheduled_tokens) == [1, 3, 2] and asked[1:] == [(1, 2)]
     reply(scheduler, first, [50])
@@ -110,11 +111,15 @@ def test_a_step_with_decodes_has_as_many_prompt_tokens_as_it_may() -> None:
     assert list(fourth.num_scheduled_tokens) == [1, 1, 1] and asked[2:] == [(2, 1)]
     step(scheduler)
     assert len(asked) == 3  # only decodes are left
+    reply(scheduler, third, [52, 53, -1])
+    add(scheduler, make(3, name="d"))
+    step(scheduler)
+    assert asked[3:] == [(3, 0)]
 
 
 def test_the_limit_of_prompt_tokens_holds_up_no_decode() -> None:
     """Not one that lacks a block either, which catches up with its one token."""
-    scheduler = make_scheduler(prompt_limit=lambda num_decoding, num_waiting: 2, max_in_flight_steps=100)
+    scheduler = make_scheduler(prompt_limit=lambda num_decoding, num_left: 2, max_in_flight_steps=100)
     add(scheduler, *(make(4, max_tokens=20, name=name) for name in "abc"))
     assert list(step(scheduler).num_scheduled_tokens) == [4, 4, 4]
     add(scheduler, make(30, name="long"))

@@ -75,7 +75,7 @@ class SchedulerMachine(RuleBasedStateMachine):
             max_num_batched_tokens=budget,
             enable_prefix_caching=caching,
             least_awaited_prefix=least_awaited,
-            prompt_limit=lambda num_decoding, num_waiting: prompt_limit,
+            prompt_limit=lambda num_decoding, num_left: prompt_limit,
         )
         self.clock = 0.0
 
@@ -180,7 +180,7 @@ def play(rng: random.Random, model: str, *, num_requests: int, aborts: float) ->
         max_num_batched_tokens=budget,
         enable_prefix_caching=rng.random() < 0.7,
         least_awaited_prefix=rng.choice([1, 5, 128]),
-        prompt_limit=lambda num_decoding, num_waiting: rng.choice([None, 1, 6]),
+        prompt_limit=lambda num_decoding, num_left: rng.choice([None, 1, 6]),
     )
     for i in range(num_requests):
         prompt = rng.choice(STREAMS)[: rng.randint(1, 40)] + [rng.randrange(1, VOCAB) for _ in range(rng.randint(0, 3))]

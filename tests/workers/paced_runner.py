@@ -17,6 +17,7 @@ from aengine.workers.rank import Rank
 STEP_SECONDS = 0.004
 BLOCK_SIZE = 4
 MAX_LAUNCHED = 2
+STEP_SIZES = [16, 64]  # to which it would pad steps with prompts
 
 
 def sampled(first_token: int, position: int) -> int:
@@ -81,4 +82,5 @@ class PacedRunner:
 
 
 def load_model(config: EngineConfig, source: dict[str, Any], rank: Rank, progress: Progress) -> FixedModel:
-    return FixedModel(PacedRunner(), READY | {"block_size": BLOCK_SIZE, "num_blocks": 4000})
+    offer = READY | {"block_size": BLOCK_SIZE, "num_blocks": 4000}
+    return FixedModel(PacedRunner(), offer, {"prompt_step_sizes": STEP_SIZES})

@@ -21,10 +21,12 @@ class Device:
         self.num_looks = 0
         self.slept = 0.0
         self.late = 0.0
+        self.known = 0.0
 
-    def launch(self, seconds: float = STEP, *, only_decodes: bool = True) -> None:
+    def launch(self, seconds: float = STEP, *, only_decodes: bool = True, launching: float = 0.0) -> None:
         self.ends.append(max(self.now, self.ends[-1] if self.ends else 0.0) + seconds)
-        self.times.note_launched(self.now, only_decodes=only_decodes)
+        begun, self.now = self.now, self.now + launching
+        self.times.note_launched(self.now, only_decodes=only_decodes, begun=begun)
 
     def take(self, wakes_late: float = 0.0) -> None:
         """Wait for the oldest step as a worker does."""
@@ -36,7 +38,7 @@ class Device:
             self.num_looks += not seconds
             self.now += seconds + wakes_late if seconds else self.LOOK
         self.late = self.now - self.ends.pop(0)
-        self.times.note_taken(self.now)
+        self.known = self.times.note_taken(self.now)
 
     def run(self, num_steps: int, seconds: float = STEP) -> None:
         self.launch(seconds)
@@ -105,3 +107,34 @@ def test_steps_that_are_too_short_for_a_sleep() -> None:
 
 def test_nothing_is_slept_for_without_a_step() -> None:
     assert AnswerTimes().seconds_to_sleep(1.0) == 0
+
+
+def test_the_time_of_a_step_is_known_if_its_begin_and_end_were_seen() -> None:
+    device = Device()
+    device.launch(5 * STEP, only_decodes=False, launching=STEP)
+    device.launch()
+    device.take()
+    assert device.known == pytest.approx(5 * STEP, rel=0.01)
+    device.take()
+    assert device.known == pytest.approx(STEP, rel=0.01)
+
+
+def test_the_time_of_a_step_is_not_known_that_ended_while_another_was_launched() -> None:
+    device = Device()
+    device.launch()
+    device.launch(STEP, launching=10 * STEP)
+    device.take()
+    assert device.known == 0
+    device.take()
+    assert device.known == 0
+    device.launch()
+    device.take()
+    assert device.known == pytest.approx(STEP, rel=0.01)
+
+
+def test_the_time_of_a_step_on_a_processor_is_that_of_its_launch() -> None:
+    device = Device()
+    for _ in range(2):
+        device.launch(STEP, launching=STEP)
+        device.take()
+        assert device.known == pytest.approx(STEP, rel=0.01)

@@ -27,7 +27,7 @@ from .cuda_graphs import fits
 
 __all__ = ["BatchGraphs", "BatchShape"]
 
-_TOKENS = (16, 32, 64, 128, 192, 256, 384, 512, 768, 1024, 1536, 2048)
+_TOKENS = (16, 32, 64, 128, 192, 256, 384, 512, 768, 1024, 1536, 2048, 2304)
 _REQUESTS = (8, 64, 256, 1024)
 
 Forward = Callable[[PreparedInputs, Tensor], Tensor]
@@ -63,6 +63,11 @@ class BatchGraphs:
         self._loaded: set[BatchShape] = set()  # these ran once: kernels and libraries have loaded what they need
         self._too_large: set[BatchShape] = set()  # there was no memory for these
         self._pool: Any = None
+
+    @property
+    def num_tokens(self) -> list[int]:
+        """Numbers of tokens to which steps are padded, ascending."""
+        return list(self._tokens)
 
     @property
     def largest(self) -> BatchShape | None:

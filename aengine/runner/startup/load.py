@@ -164,6 +164,7 @@ class LocalModel:
             "is_accelerator": platform.is_accelerator,
             "attention_backend": setup.attention.name,
             "num_graphs": 0 if runner.graphs is None else runner.graphs.num_captured,
+            "prompt_step_sizes": [] if runner.batch_graphs is None else runner.batch_graphs.num_tokens,
             "num_threads": torch.get_num_threads(),
         }
         if platform.is_accelerator:
