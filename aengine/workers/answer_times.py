@@ -2,13 +2,15 @@
 
     launched      begins: the one before is done        due          done
        |                    |                            |            |
-       v                    v     sleep, until a frame   v   look all the time
+       v                    v     sleep, until a frame   v   look     v
     ---+--------------------+----------------------------+------------+----> time
                             <- the shortest of the last steps of decodes -> less _MARGIN
 
 Steps of decodes alone take much the same time one after the other, so the shortest of the last few is a good guess,
-and steps with prompts take longer. A step that was done when the worker woke up may have been so for a while: it counts
-as one that took three quarters of what was measured.
+and steps with prompts take longer. From when a step is due on, the worker looks for its answer all the time; or between
+naps, where the answer is not urgent: the device has another step, and tokens come later by a twentieth of a step. A
+step that was done when the worker woke up may have been so for a while: it counts as one that took three quarters of
+what was measured.
 
 A step's end is between the last look at which it was not done and the one at which it was: a worker that launches
 another step meanwhile sees nothing. How long a step took is known where these times leave little doubt.
@@ -24,6 +26,7 @@ _NUM_STEPS = 8
 _MARGIN = 100e-6  # seconds: a thread wakes up so much late, at times
 _LEAST_SLEEP = 50e-6  # seconds; falling asleep and waking up costs as much CPU time as a third of it
 _MISSED = 0.75
+_NAP = 1 / 16, 30e-6, 50e-6  # of the shortest step; the least that is worth falling asleep, and the most, in seconds
 _MOST_DOUBT = 0.3  # of the seconds that a step took: between the most and the least that it can have taken
 
 
@@ -56,9 +59,9 @@ class AnswerTimes:
         doubt = end[1] - end[0] + begin[1] - begin[0]
         return seconds if doubt < _MOST_DOUBT * seconds else 0.0
 
-    def seconds_to_sleep(self, now: float) -> float:
-        """Return for how long to look for frames alone, as the oldest step, which is not done, can't be sooner; 0: look
-        for its answer, too."""
+    def seconds_to_sleep(self, now: float, *, may_nap: bool = False) -> float:
+        """Return for how long to look for frames alone, as the oldest step, which is not done, can't be sooner, or as
+        its answer is not urgent (``may_nap``); 0: look for its answer, too."""
         if not self._launched:
             return 0.0
         self._not_done_at = now
@@ -68,4 +71,6 @@ class AnswerTimes:
         if shortest and left >= _LEAST_SLEEP:
             return left
         self._is_watched = True
-        return 0.0
+        share, least, most = _NAP
+        nap = min(share * shortest, most)
+        return nap if may_nap and nap >= least and self._launched[0][0] else 0.0

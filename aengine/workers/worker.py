@@ -140,8 +140,9 @@ class Worker:
             return _LOGS_PERIOD if prepares_after is None and self._logs.is_pending else prepares_after
         now = time.monotonic()
         # A step that the host owes must be launched before the device is done with those that it has.
-        seconds = self._times.seconds_to_sleep(now) if self._answers else 0.0
-        if seconds > 0 and (seconds > _HURRY or len(self._answers) == self._max_launched):
+        owes_none = len(self._answers) == self._max_launched
+        seconds = self._times.seconds_to_sleep(now, may_nap=owes_none) if self._answers else 0.0
+        if seconds > 0 and (seconds > _HURRY or owes_none):
             return seconds
         if now - self._last_event < _EAGER_POLL:
             return 0

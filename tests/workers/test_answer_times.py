@@ -28,12 +28,12 @@ class Device:
         begun, self.now = self.now, self.now + launching
         self.times.note_launched(self.now, only_decodes=only_decodes, begun=begun)
 
-    def take(self, wakes_late: float = 0.0) -> None:
+    def take(self, wakes_late: float = 0.0, *, may_nap: bool = False) -> None:
         """Wait for the oldest step as a worker does."""
         self.num_looks = 0
         self.slept = 0.0
         while self.now < self.ends[0]:
-            seconds = self.times.seconds_to_sleep(self.now)
+            seconds = self.times.seconds_to_sleep(self.now, may_nap=may_nap)
             self.slept += seconds
             self.num_looks += not seconds
             self.now += seconds + wakes_late if seconds else self.LOOK
@@ -107,6 +107,19 @@ def test_steps_that_are_too_short_for_a_sleep() -> None:
 
 def test_nothing_is_slept_for_without_a_step() -> None:
     assert AnswerTimes().seconds_to_sleep(1.0) == 0
+
+
+def test_it_naps_where_an_answer_is_not_urgent() -> None:
+    device = Device()
+    device.run(10)
+    for _ in range(2):
+        device.launch()
+    device.take(may_nap=True)
+    assert not device.num_looks and device.late <= 50e-6 and device.slept == pytest.approx(STEP, abs=51e-6)
+    device.take()
+    device.launch(3 * STEP, only_decodes=False)
+    device.take(may_nap=True)  # first tokens
+    assert device.num_looks and device.late < 2 * Device.LOOK
 
 
 def test_the_time_of_a_step_is_known_if_its_begin_and_end_were_seen() -> None:
