@@ -88,8 +88,7 @@ class EngineCore:
         self._shutdown_timeout = config.shutdown_timeout
         self._counters = Counters()
         self._observer = Observer(config.on_request_end, listeners)
-        step_seconds = math.inf if config.max_step_seconds is None else config.max_step_seconds
-        step_time = StepTime(step_seconds, ready.get("prompt_step_sizes", ()))
+        step_time = StepTime(config.max_step_seconds or math.inf, ready.get("prompt_step_sizes", ()))
         self._scheduler = _new_scheduler(config, ready, step_time)
         self.limits = limits = Limits(
             vocab_size=ready["vocab_size"],
