@@ -53,12 +53,11 @@ PREFILL_TILINGS = [
     if (block_m, num_warps) != (64, 8)
 ]
 TILINGS = [
-    body._Tiling(block_n, num_warps, num_stages, preload)
-    for preload in (False, True)
-    for block_n in (32, 64, 128, 256)
+    body._Tiling(block_n, num_warps, num_stages)
+    for block_n in (32, 64, 128)
     for num_warps in (1, 2, 4, 8)
     for num_stages in (1, 2, 3, 4)
-    if (not preload or num_stages <= 2) and 16 <= block_n // num_warps <= 32
+    if 16 <= block_n // num_warps <= 32
 ]
 
 

@@ -14,7 +14,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from .decode_plan import PLAN_COLUMNS, DecodeWorkspace, Sharing
+from .decode_plan import GRAIN, PLAN_COLUMNS, DecodeWorkspace
 from .dispatch import uses_triton
 from .paged_attention import decode_attention as attend_on_cpu
 from .rotary import Rope
@@ -31,21 +31,23 @@ def plan_decode(rows: Tensor, seq_lens: Tensor, workspace: DecodeWorkspace, wind
     embeddings), as the attention reads the plan before it waits (triton/launch.py).
     """
     assert seq_lens.dtype == torch.int32 and seq_lens.dim() == 1 and rows.shape == seq_lens.shape
-    least, extra = workspace.sharing(len(seq_lens))
+    sharing = workspace.sharing(len(seq_lens))
     if uses_triton(seq_lens):
         from .triton import decode_plan as triton_op
 
-        return triton_op.plan_decode(rows, seq_lens, Sharing(least, extra), window)
+        return triton_op.plan_decode(rows, seq_lens, sharing, window)
+    least, extra, is_lenient = sharing
     lens = seq_lens.long()
     num_keys = lens if window is None else lens.clamp(max=window)
-    share = -(-int(num_keys.sum()) // extra)
-    chunk = max(least, -(-share // least) * least)
-    counts = (-(-num_keys // chunk)).clamp(min=1)
+    share = max(least, -(-int(num_keys.sum()) // extra))
+    counts = (-(((share // 4 if is_lenient else 0) - num_keys) // share)).clamp(min=1)
+    chunks = -(-num_keys.clamp(min=1) // (counts * GRAIN)) * GRAIN  # equal parts, so that none is the last to end
+    counts = (-(-num_keys // chunks)).clamp(min=1)
     seq = torch.arange(len(lens)).repeat_interleave(counts)
     first = (counts.cumsum(0) - counts)[seq]
-    begin = (lens - num_keys)[seq] + (torch.arange(len(seq)) - first) * chunk
+    begin = (lens - num_keys)[seq] + (torch.arange(len(seq)) - first) * chunks[seq]
     plan = torch.full((len(lens) + extra, PLAN_COLUMNS), -1, dtype=torch.int32)
-    columns = (seq, rows[seq], lens[seq], begin, torch.minimum(begin + chunk, lens[seq]), first, counts[seq])
+    columns = (seq, rows[seq], lens[seq], begin, torch.minimum(begin + chunks[seq], lens[seq]), first, counts[seq])
     plan[: len(seq), :7] = torch.stack(columns, 1).int()
     return plan
 

@@ -7,7 +7,7 @@ from typing import NamedTuple
 
 import torch
 
-__all__ = ["PLAN_COLUMNS", "BatchSize", "DecodeWorkspace", "Sharing"]
+__all__ = ["GRAIN", "PLAN_COLUMNS", "BatchSize", "DecodeWorkspace", "Sharing"]
 
 
 class BatchSize(Enum):
@@ -21,16 +21,23 @@ class BatchSize(Enum):
 
 
 class Sharing(NamedTuple):
-    """The least keys that are worth a program, and how many more items than sequences there may be."""
+    """How the keys of a step are cut: in equal parts of about the least chunk, or, if those were too many, of a share
+    of all keys."""
 
-    least_chunk: int
-    max_extra: int
+    least_chunk: int  # keys that are worth a program
+    max_extra: int  # items, beside one for each sequence
+    is_lenient: bool  # a part may have a quarter more keys than its share, before it is cut
 
 
-_SHARING = {BatchSize.SMALL: (256, 528), BatchSize.MIDDLING: (128, 1056), BatchSize.LARGE: (128, 2112)}
-"""Least chunk, and how many more programs than pairs there are at most: 4, 8 and 16 for each multiprocessor of an H200.
-Measured there; in large batches the programs are small, and a long sequence is to be no longer than the others."""
+_SHARING = {BatchSize.SMALL: (64, 264), BatchSize.MIDDLING: (128, 528), BatchSize.LARGE: (128, 1056)}
+"""Least chunk, and about how many programs there are if the keys are many: 2, 4 and 8 for each multiprocessor of an
+H200, which are all that it runs at once."""
 
+_SHARING_OF_NARROW = 256, 132
+"""The same in small batches of narrow layers, see `DecodeWorkspace.is_narrow`."""
+
+GRAIN = 64
+"""Chunks are a multiple of this many keys."""
 
 PLAN_COLUMNS = 8
 """An item's sequence (-1: none), its row and length, begin and end of the item's keys, the sequence's first item and
@@ -42,6 +49,8 @@ class DecodeWorkspace:
 
     def __init__(self, max_num_seqs: int, num_heads: int, num_kv_heads: int, head_dim: int, device: torch.device):
         padded = max(16, 1 << (head_dim - 1).bit_length())
+        self.is_narrow = num_heads * head_dim < 4096
+        """Whether the products around are so quick that putting parts together takes longer than a few more keys."""
         self._num_kv_heads = num_kv_heads
         num_items = max_num_seqs + max(-(-programs // num_kv_heads) for _, programs in _SHARING.values())
         self.parts = torch.empty(num_items * num_heads * (padded + 2), dtype=torch.float32, device=device)
@@ -51,5 +60,7 @@ class DecodeWorkspace:
         return next(size for size in BatchSize if num_seqs * self._num_kv_heads <= size.value)
 
     def sharing(self, num_seqs: int) -> Sharing:
-        least_chunk, programs = _SHARING[self.batch_size(num_seqs)]
-        return Sharing(least_chunk, -(-programs // self._num_kv_heads))
+        size = self.batch_size(num_seqs)
+        is_small = size is BatchSize.SMALL
+        least_chunk, programs = _SHARING_OF_NARROW if is_small and self.is_narrow else _SHARING[size]
+        return Sharing(least_chunk, -(-programs // self._num_kv_heads), not is_small)

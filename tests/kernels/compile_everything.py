@@ -87,6 +87,12 @@ TYPES = {
 OPTIONS = {"num_warps", "num_stages", "launch_pdl"}
 
 
+def check_first_keys(ptx: str, is_raw: bool) -> None:
+    """Of the raw form they are asked for before the wait for the product; else they may be new, and it comes first."""
+    wait, copies = ptx.index("griddepcontrol.wait"), ptx.find("cp.async.cg")  # none: they go to registers
+    assert copies < 0 or (copies < wait) == is_raw, "the first keys are read on the wrong side of the wait"
+
+
 class Compiler:
     """In place of `launch` for one compute capability. ``shared``: bytes of shared memory by kernel and what it was
     compiled for."""
@@ -125,6 +131,8 @@ class Compiler:
         asked = {k: v for k, v in options.items() if k in OPTIONS}
         source = ASTSource(kernel, signature, constants, attributes)
         compiled = triton.compile(source, target=GPUTarget("cuda", self.capability, 32), options=asked)
+        if kernel.__name__ == "_decode_attention" and self.capability >= 90:
+            check_first_keys(compiled.asm["ptx"], values["RAW"])
         sizes = " ".join(f"{n}={values[n]}" for n in ("BM", "BN", "GROUPS", "BK", "STAGES") if n in values)
         name = f"{kernel.__name__} {self.note} {sizes}"
         self.shared[name] = max(self.shared.get(name, 0), compiled.metadata.shared)
@@ -333,6 +341,8 @@ def largest(compiler: Compiler) -> None:
     for rows, n, kind in ((8, 1024, "add"), (32, 1024, "add"), (8, 4096, "add"), (64, 1024, "gated"), (128, 1024, "")):
         products(compiler, rows, n, 2048, kind)
     decodes(compiler, half, (16, 8, 128), BatchSize.SMALL, is_raw=False)
+    decodes(compiler, half, (32, 8, 128), BatchSize.SMALL)
+    decodes(compiler, half, (32, 8, 128), BatchSize.SMALL, is_raw=False)
     decodes(compiler, half, (16, 8, 256), BatchSize.MIDDLING)
     decodes(compiler, full, (16, 8, 128), BatchSize.SMALL)
     for dim in (64, 128, 256):
@@ -389,6 +399,7 @@ def grid(compiler: Compiler) -> None:
             prompts(compiler, dtype, (16, 8, dim), num_tokens)
             prompts(compiler, dtype, (7, 1, dim), num_tokens, window=40)
         decodes(compiler, dtype, (7, 1, dim), BatchSize.SMALL, window=40, with_norm=True)
+        decodes(compiler, dtype, (64, 8, dim), BatchSize.SMALL)
     for dim, size in itertools.product((64, 128), BatchSize):
         decodes(compiler, compiler.half, (33, 1, dim), size)
 

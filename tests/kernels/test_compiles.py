@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import os
 import subprocess
 import sys
@@ -119,9 +120,10 @@ class TestChoices:
 
         for head_bytes in (32, 64, 128, 256, 512, 1024):
             for rows in (16, 32):
-                sizes = [tuple(decode_attention._tiling(size, rows, head_bytes)) for size in BatchSize]
+                sizes = [tuple(decode_attention._tiling(size, rows, head_bytes, False)) for size in BatchSize]
+                assert sizes == [(64, 4, 2), (32, 2, 3), (32, 1, 2)]
                 keys = {32: 256, 64: 256, 128: 256, 256: 256, 512: 128, 1024: 64}[head_bytes]
-                assert sizes == [(keys, 8, 1, True), (64, 2, 4, False), (32, 1, 3, False)]
+                assert tuple(decode_attention._tiling(BatchSize.SMALL, rows, head_bytes, True)) == (keys, 8, 1)
         for head_dim in (16, 64, 80, 128, 256):
             large = (64, 32, 4, 2, 2) if head_dim > 128 else (128, 128, 8, 3, 1)
             of_16_bit = [tuple(varlen_attention._tiling(HALF, head_dim, n, 1)) for n in (64, 65, 3071, 3072)]
@@ -135,8 +137,8 @@ class TestChoices:
 
         self.limit = limit
         for head_bytes in (32, 128, 256, 512):
-            for size in BatchSize:
-                tiling = decode_attention._tiling(size, 16, head_bytes)
+            for size, is_narrow in itertools.product(BatchSize, (False, True)):
+                tiling = decode_attention._tiling(size, 16, head_bytes, is_narrow)
                 assert tiling.shared_bytes(16, head_bytes) <= limit and tiling.block_n in (16, 32, 64, 128, 256)
         for head_dim in (64, 128, 256):
             for num_tokens in (64, 1024, 3072):

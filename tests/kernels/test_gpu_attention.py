@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from aengine.kernels.decode_attention import DecodeWorkspace, decode_step_attention, plan_decode
-from aengine.kernels.decode_plan import BatchSize
+from aengine.kernels.decode_plan import GRAIN, BatchSize
 from aengine.kernels.dispatch import torch_reference
 from aengine.kernels.rotary import Rope
 from aengine.kernels.varlen_attention import plan_prompts, varlen_attention
@@ -239,10 +239,13 @@ def moved_cache(case: Case, device: torch.device) -> Tensor:
     return case.cache.permute(0, 2, 3, 1, 4).clone().to(device).permute(0, 3, 1, 2, 4)
 
 
-@pytest.fixture(params=list(BatchSize), ids=lambda size: size.name)
+@pytest.fixture(params=["NARROW", *BatchSize], ids=lambda size: getattr(size, "name", size))
 def tiling(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The kernel and the plan as for a batch of that size, whatever the batch's is."""
-    monkeypatch.setattr(DecodeWorkspace, "batch_size", lambda self, num_seqs: request.param)
+    """The kernel and the plan as for a batch of that size, or a small one of wide or narrow layers, whatever it is."""
+    size = BatchSize.SMALL if request.param == "NARROW" else request.param
+    monkeypatch.setattr(DecodeWorkspace, "batch_size", lambda self, num_seqs: size)
+    is_narrow = property(lambda self: request.param == "NARROW", lambda self, value: None)
+    monkeypatch.setattr(DecodeWorkspace, "is_narrow", is_narrow, raising=False)
 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
@@ -379,12 +382,14 @@ def test_plans(rng: random.Random, triton_device: torch.device) -> None:
         assert torch.equal(plan[:, 0], expected[:, 0])
         real = expected[:, 0] >= 0
         assert torch.equal(plan[real, :7], expected[real, :7])
-        least, most = workspace.sharing(n)
+        most = workspace.sharing(n).max_extra
         assert len(expected) == n + most
         items = expected[real].tolist()
         for i, length in enumerate(lens):
             mine = [item for item in items if item[0] == i]
             assert [item[1:3] for item in mine] == [[int(rows[i]), length]] * len(mine)
             assert mine[0][3] == 0 and mine[-1][4] == length and mine[0][5] == items.index(mine[0])
-            assert all(a[4] == b[3] and a[4] % least == 0 for a, b in zip(mine, mine[1:]))
+            assert all(a[4] == b[3] and a[4] % GRAIN == 0 for a, b in zip(mine, mine[1:]))
+            sizes = [item[4] - item[3] for item in mine]
+            assert len(set(sizes[:-1])) <= 1 and sizes[-1] <= sizes[0], "parts are not equal"
             assert {item[6] for item in mine} == {len(mine)} and {item[5] for item in mine} == {mine[0][5]}

@@ -335,7 +335,7 @@ class Launches(TorchDispatchMode):
 
     def check(self) -> int:
         """Kernels launched with PDL read plans ahead of their wait: something that waits for all before it must come
-        between the plan and them; and no such kernel may write a cache that is read ahead. Returns how many it saw."""
+        between the plan and them. Returns how many it saw."""
         written: dict[int, int] = {}
         checked = 0
         for i, (name, given) in enumerate(self.log):
@@ -345,8 +345,6 @@ class Launches(TorchDispatchMode):
                 between = self.log[written[given["plan"].data_ptr()] + 1 : i]
                 assert any("PDL" not in options for _, options in between), (name, [name for name, _ in between])
                 checked += 1
-            if name == "_decode_attention" and given["PRELOAD"]:
-                assert given["RAW"], "the token's own key and value are read before they are written"
         return checked
 
 

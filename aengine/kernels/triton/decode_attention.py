@@ -37,28 +37,31 @@ class _Tiling(NamedTuple):
     block_n: int  # keys at a time; divides the chunks of the plan
     num_warps: int
     num_stages: int
-    preload: bool  # the first keys before the wait for the product, in registers
 
     def shared_bytes(self, rows: int, head_bytes: int) -> int:
-        """Shared memory needed at most: keys, values and queries, scores in float32; counters and the like."""
-        return (2 * self.block_n + rows) * head_bytes + 4 * rows * self.block_n + 1024
+        """Shared memory needed at most: keys and values under way, queries, scores in float32; counters, scratch."""
+        keys = 2 * self.block_n * max(1, self.num_stages - 1)
+        return (keys + rows) * head_bytes + 4 * rows * self.block_n + 1024
 
 
-def _tiling(size: BatchSize, rows: int, head_bytes: int) -> _Tiling:
-    """``rows``: query heads of a program, padded; ``head_bytes``: of a key, padded."""
-    tiling = _measured(size, head_bytes)
+def _tiling(size: BatchSize, rows: int, head_bytes: int, is_narrow: bool) -> _Tiling:
+    """``rows``: query heads of a program, padded; ``head_bytes``: of a key, padded; ``is_narrow``: see
+    `DecodeWorkspace`."""
+    tiling = _measured(size, head_bytes, is_narrow)
     while tiling.shared_bytes(rows, head_bytes) > max_shared_memory() and tiling.block_n > 16:
         tiling = tiling._replace(block_n=tiling.block_n // 2)
     return tiling
 
 
-def _measured(size: BatchSize, head_bytes: int) -> _Tiling:
+def _measured(size: BatchSize, head_bytes: int, is_narrow: bool) -> _Tiling:
     """Return the tiling that was measured fastest on an H200, between the products of a layer."""
-    if size is BatchSize.SMALL:  # as many keys as registers hold
-        return _Tiling(min(256, 2**16 // head_bytes), 8, 1, True)
+    if size is BatchSize.SMALL and is_narrow:
+        return _Tiling(min(256, 2**16 // head_bytes), 8, 1)  # as many keys as registers hold
+    if size is BatchSize.SMALL:
+        return _Tiling(64, 4, 2)
     if size is BatchSize.MIDDLING:
-        return _Tiling(64, 2, 4, False)
-    return _Tiling(32, 1, 3, False)  # one warp needs no barriers, and many small programs hide each other's latency
+        return _Tiling(32, 2, 3)
+    return _Tiling(32, 1, 2)  # one warp needs no barriers, and many small programs hide each other's latency
 
 
 def decode_step_attention(
@@ -81,7 +84,7 @@ def decode_step_attention(
     q_norm, k_norm, eps = norms
     padded = max(16, triton.next_power_of_2(head_dim))
     group = triton.next_power_of_2(num_heads // num_kv_heads)
-    tiling = _tiling(workspace.batch_size(n), max(16, group), padded * qkv.itemsize)
+    tiling = _tiling(workspace.batch_size(n), max(16, group), padded * qkv.itemsize, workspace.is_narrow)
     out = torch.empty((n, num_heads * head_dim), dtype=qkv.dtype, device=qkv.device) if given is None else given
     turn = rope if is_raw else None
     launch(
@@ -124,8 +127,7 @@ def decode_step_attention(
         CLEAR=given is None,
         PDL=has_pdl(),
         STAGES=tiling.num_stages,
-        # Not raw: the last key, which the launch before has only just written, is among the first.
-        PRELOAD=tiling.preload and is_raw,
+        FEW=max(2, 2048 * tiling.num_warps // (group * padded)),  # 64 registers of each thread
         num_warps=tiling.num_warps,
     )
     return out
@@ -241,22 +243,36 @@ def _begin_with_own_key(
 
 
 @triton.jit
-def _add_sinks(sinks, top, total, acc, GROUP: tl.constexpr):
-    """Add the sinks of GROUP heads, the first of the rows, to the running softmax. They have no value."""
-    g = tl.arange(0, top.shape[0])
-    sink = tl.load(sinks + g, mask=g < GROUP, other=0.0).to(tl.float32) * 1.4426950408889634
-    higher = tl.maximum(top, sink)
-    shrink = tl.exp2(top - higher)
-    return higher, total * shrink + tl.exp2(sink - higher), acc * shrink[:, None]
+def _add_sinks(sinks, kv_head, is_first, top, total, acc, GROUP: tl.constexpr):
+    """Add the sinks of GROUP heads, the first of the rows, to the running softmax of a sequence's first item. They have
+    no value. ``sinks``: None: there are none."""
+    if sinks is not None:
+        if is_first:
+            g = tl.arange(0, top.shape[0])
+            sink = tl.load(sinks + kv_head * GROUP + g, mask=g < GROUP, other=0.0).to(tl.float32) * 1.4426950408889634
+            higher = tl.maximum(top, sink)
+            shrink = tl.exp2(top - higher)
+            total = total * shrink + tl.exp2(sink - higher)
+            acc = acc * shrink[:, None]
+            top = higher
+    return top, total, acc
 
 
 @triton.jit
-def _load_keys(kv, begin, end, D: tl.constexpr, DP: tl.constexpr, BLOCK_SIZE: tl.constexpr, BN: tl.constexpr):
-    """A stretch of keys and values [BN, DP] from ``begin`` on, and which of them [BN] are before ``end``."""
-    keys, blocks, strides = kv
+def _blocks(kv, begin, end, BLOCK_SIZE: tl.constexpr, BN: tl.constexpr):
+    """The blocks [BN] of a stretch of keys from ``begin`` on, as far as they are before ``end``."""
+    t = begin + tl.arange(0, BN)
+    return tl.load(kv[1] + t // BLOCK_SIZE, mask=t < end, other=0)
+
+
+@triton.jit
+def _load_keys(kv, block, begin, end, D: tl.constexpr, DP: tl.constexpr, BLOCK_SIZE: tl.constexpr, BN: tl.constexpr):
+    """A stretch of keys and values [BN, DP] from ``begin`` on, which are in these blocks, and which of them [BN] are
+    before ``end``."""
+    keys, _, strides = kv
     t = begin + tl.arange(0, BN)
     known = t < end
-    k, v = load_kv(keys, blocks, t, known, tl.arange(0, DP) < D, strides, BLOCK_SIZE, DP)
+    k, v = load_kv(keys, block, t, known, tl.arange(0, DP) < D, strides, BLOCK_SIZE, DP)
     return k, v, known
 
 
@@ -317,7 +333,7 @@ def _decode_attention(
     CLEAR: tl.constexpr,
     PDL: tl.constexpr,
     STAGES: tl.constexpr,
-    PRELOAD: tl.constexpr,
+    FEW: tl.constexpr,
 ):
     _launch_next(PDL)
     kv_head, item = tl.program_id(0), tl.program_id(1)  # neighbours read the same blocks
@@ -337,24 +353,25 @@ def _decode_attention(
     kv = cache + kv_head * stride_head, table + row.to(tl.int64) * stride_table, (stride_block, stride_token, stride_kv)
     position = seq_len - 1
     old = tl.minimum(end, position) if RAW else end  # raw: the last key is not in the cache yet
-    if PRELOAD:  # the first keys and values are old: they can be on their way while the product before still runs
-        ahead = _load_keys(kv, begin, old, D, DP, BLOCK_SIZE, BN)
     rotation = _rotation(rope, shifts, q_norm, k_norm, row, position, D, DP, ROTARY, INTERLEAVED, NORM)
-    _wait(PDL)
     qkv += seq.to(tl.int64) * stride_qkv
-    q = _load_query(qkv, heads, at_head, is_query, rotation, query_scale, eps, D, NORM, ROTARY)
+    q = tl.zeros((ROWS, DP), qkv.dtype.element_ty)
     top, total, acc = _empty_softmax(ROWS, DP)
-    if RAW:
-        if end == seq_len:
-            own = (q, qkv + (H + kv_head) * D, kv, position, rotation, eps, scale)
-            top, total, acc = _begin_with_own_key(*own, KV, D, DP, BLOCK_SIZE, SOFTCAP, NORM, ROTARY)
-    if sinks is not None:
-        if item == first_item:
-            top, total, acc = _add_sinks(sinks + kv_head * GROUP, top, total, acc, GROUP)
-    if PRELOAD:
-        top, total, acc = _attend(q, ahead, scale, top, total, acc, SOFTCAP)
-    for j in tl.range(begin + BN if PRELOAD else begin, old, BN, num_stages=STAGES):
-        stretch = _load_keys(kv, j, old, D, DP, BLOCK_SIZE, BN)
+    if not RAW:  # the launch before has only just written the last key
+        _wait(PDL)
+    block = _blocks(kv, begin, old, BLOCK_SIZE, BN)
+    for j in tl.range(begin, tl.maximum(old, begin + 1), BN, num_stages=STAGES):
+        stretch = _load_keys(kv, block, j, old, D, DP, BLOCK_SIZE, BN)
+        block = _blocks(kv, j + BN, old, BLOCK_SIZE, BN)
+        if j == begin:  # the first keys are old: they are on their way while the product before still runs
+            if RAW:
+                _wait(PDL)
+            q = _load_query(qkv, heads, at_head, is_query, rotation, query_scale, eps, D, NORM, ROTARY)
+            if RAW:
+                if end == seq_len:
+                    own = (q, qkv + (H + kv_head) * D, kv, position, rotation, eps, scale)
+                    top, total, acc = _begin_with_own_key(*own, KV, D, DP, BLOCK_SIZE, SOFTCAP, NORM, ROTARY)
+            top, total, acc = _add_sinks(sinks, kv_head, item == first_item, top, total, acc, GROUP)
         top, total, acc = _attend(q, stretch, scale, top, total, acc, SOFTCAP)
     where = (seq * KV + kv_head, item, kv_head, first_item, num_splits)
-    finish(acc, top, total, out + first, parts, counters, where, KV, GROUP, PADDED, ROWS, D, DP)
+    finish(acc, top, total, out + first, parts, counters, where, KV, GROUP, PADDED, ROWS, D, DP, FEW)

@@ -62,13 +62,12 @@ def apply_rope(x, partner, weights, rotary, eps, D: tl.constexpr, NORM: tl.const
 
 
 @triton.jit
-def load_kv(keys, blocks, t, known, in_head, strides, BLOCK_SIZE: tl.constexpr, DP: tl.constexpr):
-    """Keys and values [BN, DP] at the positions t [BN] of a sequence. ``strides``: of block, token, and keys to
-    values."""
+def load_kv(keys, block, t, known, in_head, strides, BLOCK_SIZE: tl.constexpr, DP: tl.constexpr):
+    """Keys and values [BN, DP] at the positions t [BN] of a sequence, which are in these blocks [BN]. ``strides``: of
+    block, token, and keys to values."""
     stride_block, stride_token, stride_kv = strides
     d = tl.arange(0, DP)
-    block = tl.load(blocks + t // BLOCK_SIZE, mask=known, other=0).to(tl.int64)
-    place = (keys + block * stride_block + (t % BLOCK_SIZE) * stride_token)[:, None] + d[None, :]
+    place = (keys + block.to(tl.int64) * stride_block + (t % BLOCK_SIZE) * stride_token)[:, None] + d[None, :]
     real = known[:, None] & in_head[None, :]
     return tl.load(place, mask=real, other=0.0), tl.load(place + stride_kv, mask=real, other=0.0)
 
@@ -163,6 +162,7 @@ def finish(
     ROWS: tl.constexpr,
     D: tl.constexpr,
     DP: tl.constexpr,
+    FEW: tl.constexpr,
 ):
     """Put the output of GROUP heads, the first of the ROWS rows, where ``out`` points.
 
@@ -188,7 +188,7 @@ def finish(
         if num_done == num_splits - 1:
             tl.store(counters + counter, 0)
             first_part = parts + ((first_item * LANES + lane) * (GROUP * PART)).to(tl.int64)
-            _combine(first_part, num_splits, LANES * GROUP * PART, out, GROUP, PADDED, D, DP)
+            _combine(first_part, num_splits, LANES * GROUP * PART, out, GROUP, PADDED, D, DP, FEW)
 
 
 @triton.jit
@@ -201,9 +201,9 @@ def _combine(
     PADDED: tl.constexpr,
     D: tl.constexpr,
     DP: tl.constexpr,
+    FEW: tl.constexpr,
 ):
-    """The output of GROUP heads from their parts, a few parts at a time, so that their loads overlap."""
-    FEW: tl.constexpr = 32 // PADDED if PADDED < 16 else 2
+    """The output of GROUP heads from their parts, FEW parts at a time, so that their loads overlap."""
     g = tl.arange(0, PADDED)
     d = tl.arange(0, DP)
     is_head = g < GROUP

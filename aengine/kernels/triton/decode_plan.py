@@ -7,7 +7,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from ..decode_plan import PLAN_COLUMNS, Sharing
+from ..decode_plan import GRAIN, PLAN_COLUMNS, Sharing
 from .launch import bucket, gdc_launch_dependents, gdc_wait, has_pdl, launch
 
 __all__ = ["plan_decode"]
@@ -17,9 +17,8 @@ def plan_decode(rows: Tensor, seq_lens: Tensor, sharing: Sharing, window: int | 
     n, extra = seq_lens.shape[0], sharing.max_extra
     plan = torch.empty((n + extra, PLAN_COLUMNS), dtype=torch.int32, device=seq_lens.device)
     sizes = {"EXTRA": extra, "LEAST": sharing.least_chunk, "SEQS": bucket(n), "ITEMS": triton.next_power_of_2(extra)}
-    launch(
-        _plan_decode, (1,), rows, seq_lens, plan, n, **sizes, COLUMNS=PLAN_COLUMNS, WINDOW=window or 0, PDL=has_pdl()
-    )
+    sizes |= {"LENIENT": sharing.is_lenient, "COLUMNS": PLAN_COLUMNS, "GRAIN": GRAIN, "WINDOW": window or 0}
+    launch(_plan_decode, (1,), rows, seq_lens, plan, n, **sizes, PDL=has_pdl())
     return plan
 
 
@@ -33,7 +32,9 @@ def _plan_decode(
     LEAST: tl.constexpr,
     SEQS: tl.constexpr,
     ITEMS: tl.constexpr,
+    LENIENT: tl.constexpr,
     COLUMNS: tl.constexpr,
+    GRAIN: tl.constexpr,
     WINDOW: tl.constexpr,
     PDL: tl.constexpr,
 ):
@@ -46,8 +47,9 @@ def _plan_decode(
     keys = lens
     if WINDOW > 0:
         keys = tl.minimum(lens, WINDOW)
-    share = tl.cdiv(tl.sum(keys.to(tl.int64), 0), EXTRA)
-    chunk = (tl.maximum(1, tl.cdiv(share, LEAST)) * LEAST).to(tl.int32)
+    share = tl.maximum(LEAST, tl.cdiv(tl.sum(keys.to(tl.int64), 0), EXTRA)).to(tl.int32)
+    counts = tl.maximum(1, tl.cdiv(keys - share // 4 if LENIENT else keys, share))
+    chunk = tl.cdiv(tl.maximum(1, keys), counts * GRAIN) * GRAIN
     counts = tl.where(i < n, tl.maximum(1, tl.cdiv(keys, chunk)), 0)
     ends = tl.cumsum(counts, 0)
     first = ends - counts
