@@ -258,15 +258,17 @@ class ModelRunner:
     def _run_batch(self, out: SchedulerOutput, plan: BatchPlan) -> ExecuteModelState:
         shape = None if self.batch_graphs is None else self.batch_graphs.shape_for(plan)
         if self.batch_graphs is not None and shape is not None:
-            hidden, rows, seq_lens = self.batch_graphs.run(plan, shape)
+            hidden, rows, seq_lens, last = self.batch_graphs.run(plan, shape)
         else:
             batch = InputBatch.gather(plan, self.requests, self.tables)
             hidden = self._model.forward(batch.inputs.input_ids, batch.inputs.positions, self._kv_memory.bind(batch))
-            rows, seq_lens = batch.idx_mapping, batch.inputs.seq_lens
+            rows, seq_lens, last = batch.idx_mapping, batch.inputs.seq_lens, None
         logits, pooled = None, self._pooling.pool(plan, hidden)
         if len(plan.sampling):
             if plan.num_logits < len(hidden):
-                hidden = hidden.index_select(0, to_device(plan.logits_indices(), hidden.device))
+                if last is None or plan.num_logits != plan.num_reqs or plan.drafts is not None:
+                    last = to_device(plan.logits_indices(), hidden.device)
+                hidden = hidden.index_select(0, last)
             logits = self._model.compute_logits(hidden)
         self.requests.advance_device(rows, seq_lens)
         return ExecuteModelState(out.step_id, plan, rows, logits, pooled=pooled)

@@ -6,7 +6,7 @@ import numpy.typing as npt
 import torch
 from torch import Tensor
 
-__all__ = ["to_device"]
+__all__ = ["send", "to_device"]
 
 
 def to_device(column: npt.NDArray, device: torch.device) -> Tensor:
@@ -16,3 +16,9 @@ def to_device(column: npt.NDArray, device: torch.device) -> Tensor:
     if device.type == "cpu":
         return tensor
     return tensor.pin_memory().to(device, non_blocking=True)
+
+
+def send(column: npt.NDArray, out: Tensor) -> None:
+    """Write the array to ``out``, which has its shape, in one copy; as `to_device` does it."""
+    tensor = torch.from_numpy(column)
+    out.copy_(tensor if out.is_cpu else tensor.pin_memory(), non_blocking=True)

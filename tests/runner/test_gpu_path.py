@@ -249,6 +249,22 @@ def test_what_is_compiled_ahead_can_run(tmp_path: Path, monkeypatch: pytest.Monk
         compile_kernels(runner, 16, {2}, 1, has_experts=False)
 
 
+@pytest.mark.filterwarnings("ignore::RuntimeWarning")  # padding is computed with whatever lies in memory
+def test_the_last_tokens_of_all_prompts_are_known_on_the_device(
+    tmp_path: Path, rng: random.Random, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A step in which every request samples sends rows and lengths, and no more."""
+    folder = write_model(tmp_path, "llama")
+    plain, like_gpu = make_runner(folder, like_gpu=False), make_runner(folder, like_gpu=True, enforce_eager=False)
+    out = next(step for step in iter(lambda: steps(rng)[0], None) if sum(step.num_scheduled_tokens) <= 64)
+    plain.execute_model(out)
+    expected = plain.sample_tokens(None).get()
+    monkeypatch.setattr("aengine.runner.model_runner.to_device", lambda *args: pytest.fail("more was sent"))
+    with triton_everywhere():
+        like_gpu.execute_model(out)
+        assert like_gpu.sample_tokens(None).get().token_ids == expected.token_ids
+
+
 def test_graph_sizes() -> None:
     assert graph_sizes(1) == [1] and graph_sizes(3) == [1, 2, 3] and graph_sizes(8) == [1, 2, 4, 8]
     for most in (40, 256, 300, 512, 1024):

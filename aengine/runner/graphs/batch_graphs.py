@@ -22,10 +22,10 @@ from ..block_tables import BlockTables
 from ..input_batch import BatchPlan
 from ..platforms.platform import Graph, Platform
 from ..request_state import RequestState
-from ..transfer import to_device
+from ..transfer import send
 from .cuda_graphs import fits
 
-__all__ = ["BatchGraphs", "BatchShape"]
+__all__ = ["BatchGraphs", "BatchOutputs", "BatchShape"]
 
 _TOKENS = (16, 32, 64, 128, 192, 256, 384, 512, 768, 1024, 1536, 2048, 2304)
 _REQUESTS = (8, 64, 256, 1024)
@@ -37,6 +37,15 @@ Forward = Callable[[PreparedInputs, Tensor], Tensor]
 class BatchShape(NamedTuple):
     num_tokens: int
     num_reqs: int
+
+
+class BatchOutputs(NamedTuple):
+    """What a step leaves on the device."""
+
+    hidden: Tensor  # [num_tokens, hidden_size], padding included
+    rows: Tensor  # int64 [num_reqs]
+    seq_lens: Tensor  # int32 [num_reqs]
+    last: Tensor  # int32 [num_reqs]: the last token of each request
 
 
 class BatchGraphs:
@@ -58,8 +67,8 @@ class BatchGraphs:
         self._forward = forward
         self._tokens = [t for t in _TOKENS if t <= max_tokens]
         self._reqs = [*(r for r in _REQUESTS if r < max_num_seqs), max_num_seqs]
-        self._columns = torch.empty((2, max_num_seqs), dtype=torch.int64, device=requests.token_ids.device)
-        self._graphs: dict[BatchShape, tuple[Graph, tuple[Tensor, Tensor, Tensor]]] = {}
+        self._words = torch.empty(2 * max_num_seqs, dtype=torch.int64, device=requests.token_ids.device)
+        self._graphs: dict[BatchShape, tuple[Graph, BatchOutputs]] = {}
         self._loaded: set[BatchShape] = set()  # these ran once: kernels and libraries have loaded what they need
         self._too_large: set[BatchShape] = set()  # there was no memory for these
         self._pool: Any = None
@@ -90,9 +99,8 @@ class BatchGraphs:
             self.prepare(shape)
         return None if shape in self._too_large else shape
 
-    def run(self, plan: BatchPlan, shape: BatchShape) -> tuple[Tensor, Tensor, Tensor]:
-        """Queue the step, in the shape that `shape_for` gave. Returns hidden states [shape.num_tokens, hidden_size],
-        rows int64 [num_reqs] and seq_lens int32 [num_reqs] on the device, valid until the next step."""
+    def run(self, plan: BatchPlan, shape: BatchShape) -> BatchOutputs:
+        """Queue the step, in the shape that `shape_for` gave. What it returns is valid until the next step."""
         self._send(plan.rows, plan.query_lens, shape)
         if shape in self._graphs:
             graph, outputs = self._graphs[shape]
@@ -100,8 +108,7 @@ class BatchGraphs:
         else:
             outputs = self._step(shape)
             self._loaded.add(shape)
-        hidden, rows, seq_lens = outputs
-        return hidden, rows[: plan.num_reqs], seq_lens[: plan.num_reqs]
+        return BatchOutputs(outputs.hidden, *(column[: plan.num_reqs] for column in outputs[1:]))
 
     def prepare(self, shape: BatchShape) -> None:
         """Do the next part, some 10 ms, of what a graph needs: a run with padding alone, then the capture."""
@@ -130,11 +137,15 @@ class BatchGraphs:
         columns = np.empty((2, shape.num_reqs), dtype=np.int64)
         columns[0], columns[1] = -1, 0
         columns[0, : len(rows)], columns[1, : len(rows)] = rows, query_lens
-        self._columns[:, : shape.num_reqs].copy_(to_device(columns, self._columns.device), non_blocking=True)
+        send(columns, self._columns(shape))
 
-    def _step(self, shape: BatchShape) -> tuple[Tensor, Tensor, Tensor]:
+    def _columns(self, shape: BatchShape) -> Tensor:
+        """Rows and query_lens: int64 [2, shape.num_reqs], without gaps, so that they are one copy."""
+        return self._words[: 2 * shape.num_reqs].view(2, shape.num_reqs)
+
+    def _step(self, shape: BatchShape) -> BatchOutputs:
         requests = self._requests
-        rows, query_lens = self._columns[0, : shape.num_reqs], self._columns[1, : shape.num_reqs]
+        rows, query_lens = self._columns(shape)
         inputs = prepare_inputs(
             requests.token_ids,
             requests.scalars.num_computed_tokens,
@@ -144,4 +155,4 @@ class BatchGraphs:
             self._tables.block_sizes,
             shape.num_tokens,
         )
-        return self._forward(inputs, rows), rows, inputs.seq_lens
+        return BatchOutputs(self._forward(inputs, rows), rows, inputs.seq_lens, inputs.query_start_loc[1:] - 1)
