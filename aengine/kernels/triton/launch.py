@@ -17,10 +17,9 @@ by all threads, 7 to 9: several kernels are resident at once, and all of them po
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Iterator
-from concurrent.futures import Future, ThreadPoolExecutor
-from contextlib import contextmanager, suppress
-from functools import partial
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -111,30 +110,11 @@ def bucket(count: int) -> int:
     return next(size for size in (16, 256, 1024, 1 << 16) if count <= size)
 
 
-class _Compilers(ThreadPoolExecutor):
-    """Threads that compile kernels, and load them: what launches a kernel is a module in C, compiled too at first."""
-
-    def __init__(self, num_threads: int) -> None:
-        device = torch.accelerator.current_device_index()  # of this thread; others begin with the first
-        super().__init__(num_threads, "compile", torch.accelerator.set_device_index, (device,))
-
-    def submit(self, fn: Any, /, *args: Any, **kwargs: Any) -> Future[Any]:
-        return super().submit(_compile_and_load, partial(fn, *args, **kwargs))
-
-
-def _compile_and_load(compile_kernel: Callable[[], Any]) -> Any:
-    kernel = compile_kernel()
-    with suppress(Exception):  # it is too large for this GPU, say: who launches it is told
-        kernel[(1, 1, 1)]  # loads it, and launches nothing yet
-    return kernel
-
-
 @contextmanager
 def compiling(num_threads: int) -> Iterator[None]:
-    """Make `launch` compile instead of run; at the end all are compiled, and on the GPU. Kernels cached on disk take no
-    time."""
+    """Make `launch` compile instead of run; at the end all are compiled. Kernels cached on disk take no time."""
     global _compile_only
-    with _Compilers(num_threads) as pool, triton.AsyncCompileMode(pool):
+    with ThreadPoolExecutor(num_threads, thread_name_prefix="compile") as pool, triton.AsyncCompileMode(pool):
         _compile_only = True
         try:
             yield
