@@ -29,9 +29,10 @@ class Sharing(NamedTuple):
     is_lenient: bool  # a part may have a quarter more keys than its share, before it is cut
 
 
-_SHARING = {BatchSize.SMALL: (64, 264), BatchSize.MIDDLING: (128, 528), BatchSize.LARGE: (128, 1056)}
-"""Least chunk, and about how many programs there are if the keys are many: 2, 4 and 8 for each multiprocessor of an
-H200, which are all that it runs at once."""
+_SHARING = {BatchSize.SMALL: (64, 264), BatchSize.MIDDLING: (128, 528), BatchSize.LARGE: (128, 2112)}
+"""Least chunk, and about how many programs there are if the keys are many: 2 and 4 for each multiprocessor of an H200,
+which are all that it runs at once; in large batches twice as many as that, so that a long sequence is no longer than
+the others."""
 
 _SHARING_OF_NARROW = 256, 132
 """The same in small batches of narrow layers, see `DecodeWorkspace.is_narrow`."""
