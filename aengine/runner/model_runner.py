@@ -40,7 +40,7 @@ from .transfer import to_device
 
 __all__ = ["ExecuteModelState", "KvMemory", "Model", "ModelRunner"]
 
-_IDLE_FOR_GRAPHS = 0.01  # seconds: each part takes as long
+_IDLE_FOR_GRAPHS = 0.05  # seconds; each part takes a fifth of that
 _IDLE_FOR_LONG_PARTS = 0.25  # seconds
 
 

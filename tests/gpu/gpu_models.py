@@ -194,7 +194,9 @@ class Batch:
         rows = list(range(len(prompts)))
         graphs = self._runner.graphs
         if graphs is not None:  # the same kernels one by one: logits inside a graph can't be seen
-            graphs._too_large |= {BatchDescriptor(size, GraphKind.HALVES) for size in graphs._sizes}
+            halves = {BatchDescriptor(size, GraphKind.HALVES) for size in graphs._sizes}
+            graphs._too_large |= halves
+            graphs._graphs = {shape: graph for shape, graph in graphs._graphs.items() if shape not in halves}
         steps = [self.start(prompts, logprobs=0)]  # logprobs: so that decodes are run in two halves
         steps += [self.decode(rows) for _ in range(num_decodes)]
         self.end(rows)
