@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import json
+import os
 import socket
 import sys
 from typing import Any
@@ -47,8 +49,19 @@ async def _serve(
                     **server,
                 )
         except AEngineError:
+            _remove_leftover(engine)
             return 1  # the engine's process has ended, or will say why
     return 0
+
+
+def _remove_leftover(path: str) -> None:
+    """Remove the socket at which nobody listens any more, and its folder: the engine's process may have been killed."""
+    with contextlib.suppress(OSError), socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as trial:
+        try:
+            trial.connect(path)
+        except ConnectionRefusedError:
+            os.unlink(path)
+            os.rmdir(os.path.dirname(path))
 
 
 if __name__ == "__main__":

@@ -8,6 +8,7 @@ import signal
 import socket
 import time
 from collections.abc import Callable
+from pathlib import Path
 
 import psutil
 import pytest
@@ -78,8 +79,9 @@ def test_a_process_that_dies_takes_its_requests_only_and_is_replaced() -> None:
             assert served.ask("/health")[0] == 200
 
 
-def test_the_end_of_the_engines_process_ends_all() -> None:
-    with Served("--port", 0, "--workers", 2, token_delay=0.01) as served:
+def test_the_end_of_the_engines_process_ends_all(tmp_path: Path) -> None:
+    """And leaves no socket."""
+    with Served("--port", 0, "--workers", 2, token_delay=0.01, TMPDIR=str(tmp_path)) as served:
         first, second = streams_of_two_processes(served)
         processes = app_processes(served)
         served.signal(signal.SIGKILL)
@@ -87,6 +89,7 @@ def test_the_end_of_the_engines_process_ends_all() -> None:
         for stream in (first, second):
             assert b'"finish_reason":"stop"' not in rest_of(stream)
         until(lambda: not any(process.is_running() for process in processes))
+        assert list(tmp_path.iterdir()) == []
 
 
 def test_errors_and_tools_travel() -> None:
