@@ -1,0 +1,36 @@
+"""Parts of the exchanges between ranks.
+
+A mailbox has memory for two calls in turn. A rank may overwrite what a call used at the next call but one: at the one
+between it has got something from every rank, and a rank sends that only when its own call before has ended (`gdc_wait`,
+and the order of launches).
+"""
+
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+
+__all__ = ["Phase", "end_call", "memory_of"]
+
+
+class Phase:
+    """What of a call a launch does: all of it. In the interpreter one process plays all ranks, which send first, then
+    add (in two shots), then take."""
+
+    SEND = 1
+    ADD = 2
+    TAKE = 4
+    ALL = 7
+
+
+@triton.jit
+def memory_of(addresses_ptr, rank, TYPE: tl.constexpr):
+    """Where the rank's memory begins, for elements of TYPE."""
+    return tl.multiple_of(tl.load(addresses_ptr + rank).to(tl.pointer_type(TYPE)), 16)
+
+
+@triton.jit
+def end_call(calls_ptr, call, COUNTERS: tl.constexpr):
+    """Set the counters that are this program's: its own, and those of the programs that this launch does not have."""
+    counter = tl.program_id(0) + tl.arange(0, COUNTERS) * tl.num_programs(0)
+    tl.store(calls_ptr + counter, call, mask=counter < COUNTERS)

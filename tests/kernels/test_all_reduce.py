@@ -1,0 +1,116 @@
+"""Sums and gathers over ranks, in Triton's interpreter: one process plays all of them, first sending, then taking."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Callable
+
+import pytest
+import torch
+
+from aengine.kernels.all_reduce import EACH_WAY, all_gathered, all_reduced, sum_of
+from aengine.kernels.mailbox import MAX_PROGRAMS, Mailbox
+
+pytest.importorskip("triton")
+
+from aengine.kernels.triton.exchange_bulk import BulkTiling, gather_in_bulk, sum_in_bulk, sum_in_two_shots
+from aengine.kernels.triton.exchange_parts import Phase
+from aengine.kernels.triton.exchange_words import gather_in_words, sum_in_words
+
+WORDS, BULK = 4096, 32768
+SUMS = (sum_in_words, sum_in_bulk, sum_in_two_shots)
+
+
+@pytest.fixture(autouse=True)
+def interpreted(triton_device: torch.device) -> None:
+    if triton_device.type != "cpu":
+        pytest.skip("on GPUs each rank is a process: tests/gpu/test_gpu_tensor_parallel.py")
+
+
+class Ranks:
+    """Mailboxes in one process' memory."""
+
+    def __init__(self, size: int) -> None:
+        num_bytes = Mailbox.bytes_needed(size, WORDS, BULK)
+        self._memory = torch.zeros(size, num_bytes // 16 + 1, 2, dtype=torch.int64)
+        addresses = torch.tensor([(memory.data_ptr() + 15) // 16 * 16 for memory in self._memory])
+        self.mailboxes = [
+            Mailbox(rank, size, WORDS, BULK, addresses, torch.zeros(MAX_PROGRAMS, dtype=torch.int32))
+            for rank in range(size)
+        ]
+
+    def call(
+        self, op: Callable[..., None], outs: list[torch.Tensor], xs: list[torch.Tensor], **options: bool | BulkTiling
+    ) -> None:
+        phases = (Phase.SEND, Phase.ADD, Phase.TAKE) if op is sum_in_two_shots else (Phase.SEND, Phase.TAKE)
+        for phase in phases:
+            for mailbox, out, x in zip(self.mailboxes, outs, xs):
+                op(out, x, mailbox, phases=phase, **options)
+
+
+def test_against_the_reference(rng: random.Random, gen: torch.Generator) -> None:
+    """Calls of all kinds, of different sizes and numbers of programs, one after the other over the same memory."""
+    for size in (2, 3, 4):
+        ranks = Ranks(size)
+        for _ in range(8):
+            dtype = rng.choice((torch.float16, torch.float32))  # the interpreter cuts bfloat16 off instead of rounding
+            n, hidden = rng.randint(1, 4), rng.choice((8, 576, 2048))
+            parts = [torch.randn(n, hidden, generator=gen).to(dtype) for _ in range(size)]
+            residual = torch.randn(n, hidden, generator=gen).to(dtype)
+            op, add = rng.choice(SUMS), rng.random() < 0.5
+            if parts[0].nbytes > 4 * WORDS:
+                op = rng.choice(SUMS[1:])
+            outs = [residual.clone() for _ in range(size)]
+            blocks = {} if op is sum_in_words else {"tiling": BulkTiling(rng.randint(1, 4), 1024, 4)}
+            ranks.call(op, outs, parts, add=add, **blocks)
+            expected = (residual + sum_of(parts) if add else sum_of(parts)).to(dtype)
+            assert all(torch.equal(out, expected) for out in outs), f"{op.__name__} of {size} x {dtype} {n} x {hidden}"
+
+
+def test_bfloat16_is_added_in_float32(gen: torch.Generator) -> None:
+    """Sums that need no rounding at the end, but would if they were made in bfloat16."""
+    parts = [torch.full((1, 16), 256.0), torch.ones(1, 16), torch.full((1, 16), -256.0)]
+    for op in SUMS:
+        outs = [torch.ones(1, 16, dtype=torch.bfloat16) for _ in parts]
+        Ranks(3).call(op, outs, [part.bfloat16() for part in parts], add=True)
+        assert all(out.eq(2.0).all() for out in outs)
+
+
+def test_each_way_is_one(monkeypatch: pytest.MonkeyPatch) -> None:
+    """What is loaded before graphs are captured is all that a sum may launch."""
+    from aengine.kernels.triton import all_reduce as op
+
+    called: list[str] = []
+    for module, name in ((op.exchange_words, "sum_in_words"), *((op.exchange_bulk, one.__name__) for one in SUMS[1:])):
+        monkeypatch.setattr(module, name, lambda *args, name=name, **how: called.append(name))
+    mailbox = Mailbox(0, 2, 2**16, 2**25, torch.zeros(2), torch.zeros(1))
+    for num_bytes in EACH_WAY:
+        all_reduced(torch.zeros(-(-num_bytes // 8192), 4096, dtype=torch.float16), mailbox)
+    assert called == [one.__name__ for one in SUMS]
+
+
+def test_gathers(gen: torch.Generator) -> None:
+    ranks = Ranks(3)
+    for op, n in ((gather_in_words, 1), (gather_in_words, 777), (gather_in_bulk, 4), (gather_in_bulk, 4196)):
+        xs = [torch.randint(-(2**31), 2**31, (n,), generator=gen, dtype=torch.int32) for _ in range(3)]
+        outs = [torch.empty(3, n, dtype=torch.int32) for _ in range(3)]
+        ranks.call(op, outs, xs)
+        assert all(torch.equal(out, torch.stack(xs)) for out in outs)
+
+
+@pytest.mark.parametrize("dtype", [torch.uint8, torch.bfloat16, torch.float32, torch.int64])
+def test_gathers_of_any_shape(gen: torch.Generator, monkeypatch: pytest.MonkeyPatch, dtype: torch.dtype) -> None:
+    """How tensors are cut into calls and padded, with exchanges that give every rank's part as this one's."""
+    from aengine.kernels.triton import all_reduce as op
+
+    def exchange(out: torch.Tensor, x: torch.Tensor, mailbox: Mailbox) -> None:
+        assert x.dtype == torch.int32 and (is_small or (x.nbytes % 16 == 0 and x.nbytes <= BULK))
+        out.copy_(x.expand_as(out))
+
+    monkeypatch.setattr(op.exchange_words, "gather_in_words", exchange)
+    monkeypatch.setattr(op.exchange_bulk, "gather_in_bulk", exchange)
+    for shape in ((1,), (3,), (5, 7), (3, 12345), (70_001,)):
+        x = torch.randint(0, 100, shape, generator=gen).to(dtype)
+        is_small = x.nbytes <= 4 * WORDS
+        gathered = all_gathered(x, Ranks(2).mailboxes[0])
+        assert torch.equal(gathered, torch.stack([x, x]))
