@@ -45,6 +45,7 @@ if TYPE_CHECKING:
         InvalidRequestError,
         ModelLoadError,
         RequestError,
+        WorkerCallError,
         WorkerDiedError,
     )
     from .llm import LLM
@@ -67,7 +68,7 @@ if TYPE_CHECKING:
     from .streams.token_stream import TokenStream
     from .sync_llm import SyncLLM
     from .telemetry.listeners import RequestListener, RequestStart
-    from .telemetry.metrics import Histogram, Histograms, Statistics, WorkerRestart
+    from .telemetry.metrics import Histogram, Histograms, ReplicaStatistics, Statistics, WorkerRestart
 
 __version__ = "0.1.0"
 
@@ -109,6 +110,7 @@ _HOME = {
     "PoolingResult": "pooling",
     "RankedDocument": "pooling",
     "RequestError": "errors",
+    "WorkerCallError": "errors",
     "WorkerDiedError": "errors",
     "ChatChoice": "chat.messages",
     "ChatCompletion": "chat.messages",
@@ -128,6 +130,7 @@ _HOME = {
     "RequestStart": "telemetry.listeners",
     "Histogram": "telemetry.metrics",
     "Histograms": "telemetry.metrics",
+    "ReplicaStatistics": "telemetry.metrics",
     "Statistics": "telemetry.metrics",
     "WorkerRestart": "telemetry.metrics",
 }
@@ -165,6 +168,7 @@ __all__ = [  # noqa: RUF022  # plainly sorted, as a test asks
     "PoolingResult",
     "RankedDocument",
     "ReasoningDelta",
+    "ReplicaStatistics",
     "RequestEnd",
     "RequestError",
     "RequestListener",
@@ -189,6 +193,7 @@ __all__ = [  # noqa: RUF022  # plainly sorted, as a test asks
     "ToolCallStart",
     "ToolChoice",
     "Usage",
+    "WorkerCallError",
     "WorkerDiedError",
     "WorkerRestart",
     "__version__",

@@ -7,7 +7,8 @@
 An `AsyncLLM` belongs to the event loop on which it was started, and to no other at the same time. It can be started
 again, on any loop, after `aclose` or after its loop was closed. With ``own_thread=True`` it belongs to none, and has
 blocking calls as well (`AsyncLLM.sync`). It holds the engine by a handle of one or the other kind, see `handles/`;
-calls that return at once are in `handles/immediate_calls.py`, those for vectors and scores in `pooling.py`.
+calls that return at once are in `handles/immediate_calls.py`, those of workers in `handles/worker_calls.py`, those for
+vectors and scores in `pooling.py`.
 """
 
 from __future__ import annotations
@@ -18,9 +19,10 @@ from typing import TYPE_CHECKING, Any, overload
 
 from .config import EngineConfig
 from .errors import InvalidRequestError
-from .handles.calls import positive_seconds, resume, seconds, start_profile, stop_profile
+from .handles.calls import resume, seconds
 from .handles.immediate_calls import ImmediateCalls
 from .handles.local import LocalHandle
+from .handles.worker_calls import WorkerCalls
 from .options import ChatOptions, RequestOptions, request_options
 from .params import SamplingParams
 from .pooling import PoolingCalls
@@ -47,7 +49,7 @@ if TYPE_CHECKING:
 __all__ = ["AsyncLLM"]
 
 
-class AsyncLLM(ImmediateCalls, PoolingCalls):
+class AsyncLLM(ImmediateCalls, WorkerCalls, PoolingCalls):
     """An LLM engine inside an asyncio application.
 
     Args:
@@ -316,44 +318,6 @@ class AsyncLLM(ImmediateCalls, PoolingCalls):
         Needs ``pip install openai starlette pydantic``. The engine may be started later.
         """
         return import_module("aengine.server.in_process").openai_client(self, **options)  # it is above the engine
-
-    # -- the worker
-
-    async def check_health(self, timeout: float = 10.0) -> float:
-        """Send a ping the way of a request's steps; the worker answers once it has launched the steps before. Returns
-        the seconds that it took.
-
-        Raises:
-            InvalidRequestError: ``timeout`` is no number of seconds above 0.
-            EngineClosedError: the engine is not running, or it has failed.
-            WorkerDiedError: the worker has died and is being started again; requests wait, and will go on.
-            InternalError: no answer within ``timeout`` seconds. The engine acts on that by itself, if it has to.
-        """
-        limit = positive_seconds("timeout", timeout)
-        return await self._handle.run(lambda core: core.worker.check_health(limit))
-
-    async def start_profile(self, folder: str | os.PathLike[str] | None = None) -> str:
-        """Record what the worker and its GPU do, until `stop_profile`. For seconds, not minutes: all is kept in memory.
-
-        Args:
-            folder: where the trace will be; made if need be. None: a new temporary folder.
-
-        Returns the folder's path.
-
-        Raises:
-            InvalidRequestError: a profile is being recorded already, or the folder can't be written to.
-        """
-        return await self._handle.run(lambda core: start_profile(core, folder))
-
-    async def stop_profile(self) -> str:
-        """End the recording and write it: a gzipped Chrome trace, for ui.perfetto.dev. Returns the file's path.
-
-        The worker does nothing else meanwhile, for up to a minute after a long recording: requests wait.
-
-        Raises:
-            InvalidRequestError: no profile is being recorded.
-        """
-        return await self._handle.run(stop_profile)
 
     # -- seams, for tests and for executors of other kinds
 

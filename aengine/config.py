@@ -76,8 +76,8 @@ class EngineConfig:
     """Number format of weights, activations and KV. "auto": the checkpoint's on a GPU, the fastest lossless enough on a
     CPU."""
     device: str = "auto"
-    """Where the model runs: "auto" (a GPU if there is one), "cpu", "cuda", "cuda:N", or the name of an entry point in
-    the group "aengine.platforms", perhaps with ":N"."""
+    """Where the model runs: "auto" (a GPU if there is one), "cpu", "cuda", "cuda:N", "cuda:N,M" (one for each rank; as
+    CUDA_VISIBLE_DEVICES counts them), or the name of an entry point in the group "aengine.platforms", likewise."""
     seed: int = 0
     """Seed of dummy weights. (Requests have seeds of their own.)"""
     generation_config: Literal["auto", "none"] = "auto"
@@ -126,12 +126,20 @@ class EngineConfig:
     far had in that time, and with a small model on a GPU no more than run as one launch (2,304). It may take six times
     as long as it would without prompts, and longer where many requests wait for their first token. None: no limit."""
     tensor_parallel_size: int = 1
-    """GPUs that share the model. Only 1 is supported so far."""
+    """Ranks that share each layer of the model (docs/parallel.md): a GPU each; with device="cpu" a process each."""
+    pipeline_parallel_size: int = 1
+    """Stages among which the layers of the model are divided (docs/parallel.md), each of tensor_parallel_size ranks. At
+    least as many steps and one more are in flight, whatever max_in_flight_steps says."""
+    enable_expert_parallel: bool = False
+    """Of mixtures of experts each of those ranks has some experts as a whole, instead of a part of every one."""
+    data_parallel_size: int = 1
+    """Replicas of the model, each on GPUs of its own, or with its share of a CPU's cores. A request runs on the one
+    that has most of its prompt cached, or less to do; when a worker dies its requests go on with another."""
     enforce_eager: bool = False
     """No CUDA graphs: each step's kernels are launched one by one."""
     num_threads: int | None = None
-    """CPU threads of a worker. None: $OMP_NUM_THREADS if that is set; else the cores that it may use (no more than a
-    container's CPU quota has whole CPUs), less one for the host when there are over four."""
+    """CPU threads of each worker. None: $OMP_NUM_THREADS if that is set; else the cores that they may use (no more than
+    a container's CPU quota has whole CPUs), less one for the host when there are over four, divided among the ranks."""
 
     max_num_queued_requests: int = 10_000
     """Most requests waiting; one more is refused or waits, as admission says."""
@@ -144,6 +152,8 @@ class EngineConfig:
     worker: str = "default"
     """What loads and runs the model in a worker process: "default", the name of an entry point in the group
     "aengine.workers", or "module:function" (docs/workers.md)."""
+    worker_extension: str | None = None
+    """Class whose methods `AsyncLLM.collective_rpc` calls in each worker process: "module:Class" (docs/workers.md)."""
     own_thread: bool = False
     """The engine runs on an event loop of its own, in a daemon thread: its methods may be called from any loop in any
     thread, and a blocked loop of yours doesn't hold it up. progress and on_request_end are called in that thread."""
@@ -161,7 +171,8 @@ class EngineConfig:
     restart_window: float = 600.0
     """For how long a restart counts towards max_restarts."""
     hang_timeout: float = 4.0
-    """How long a worker may show no sign of life, or be slower than expected, before it is killed."""
+    """How long a worker may show no sign of life, or a step take longer than one of its size can, before the workers
+    are killed and started again (docs/recovery.md)."""
     progress: Callable[[StartupProgress], None] | None = None
     """Called on the loop with each step of the start. None: reports go to the logger "aengine" only."""
     on_request_end: Callable[[RequestEnd], object] | None = None
@@ -247,6 +258,7 @@ class EngineConfig:
             "skip_tokenizer",
             "allow_special_tokens",
             "preload_grammars",
+            "enable_expert_parallel",
             "enable_prefix_caching",
             "enforce_eager",
             "own_thread",
@@ -264,18 +276,25 @@ class EngineConfig:
         for name in ("revision", "gguf_file", "tokenizer"):
             if getattr(self, name) is not None and not isinstance(getattr(self, name), str):
                 raise _wrong(name, getattr(self, name), "a string, or None")
-        _check_device(self.device)
+        _check_device(self.device, self.num_ranks * self.data_parallel_size)
         _check_worker(self.worker)
-        if self.tensor_parallel_size > 1 and self.worker == "default":
-            message = (
-                f"tensor_parallel_size={self.tensor_parallel_size} is not supported yet: leave it at 1, and start an "
-                f"engine for each GPU (device='cuda:0', 'cuda:1', ...)"
-            )
-            raise InvalidRequestError(message, param="tensor_parallel_size")
+        if self.worker_extension is not None and not _is_in_module(self.worker_extension):
+            raise _wrong("worker_extension", self.worker_extension, "'module:Class', or None")
         if self.progress is not None and not callable(self.progress):
             raise _wrong("progress", self.progress, "a callable, or None")
         if self.on_request_end is not None and not callable(self.on_request_end):
             raise _wrong("on_request_end", self.on_request_end, "a callable, or None")
+
+    @property
+    def num_ranks(self) -> int:
+        """Number of worker processes of each replica."""
+        return self.tensor_parallel_size * self.pipeline_parallel_size
+
+    @property
+    def steps_in_flight(self) -> int:
+        """Steps given to the worker before the oldest has been answered: as many as keep all pipeline stages busy."""
+        stages = self.pipeline_parallel_size
+        return self.max_in_flight_steps if stages == 1 else max(self.max_in_flight_steps, stages + 1)
 
 
 EngineConfig.__doc__ = described(EngineConfig.__doc__, ENGINE_SETTINGS)
@@ -290,6 +309,8 @@ _AT_LEAST = {
     "max_in_flight_steps": 1,
     "max_leased_steps": 0,
     "tensor_parallel_size": 1,
+    "pipeline_parallel_size": 1,
+    "data_parallel_size": 1,
     "num_threads": 1,
     "max_num_queued_requests": 1,
     "max_restarts": 0,
@@ -299,6 +320,9 @@ _AT_LEAST = {
 _AT_MOST = {
     "ring_bytes": 2**40,
     "max_num_seqs": 2**20,
+    "tensor_parallel_size": 1024,
+    "pipeline_parallel_size": 1024,
+    "data_parallel_size": 1024,
     "max_in_flight_steps": 1024,  # the device keeps room for the answer of each
     "num_threads": max(64, os.cpu_count() or 1),  # beyond the cores each makes all of them slower
 }
@@ -323,28 +347,38 @@ def _is_positive(value: object) -> bool:
     return 0 < value <= sys.float_info.max or value == math.inf
 
 
-def _check_device(device: object) -> None:
-    """Raise InvalidRequestError unless it is "auto", or a platform's name with perhaps an index."""
+def _check_device(device: object, num_ranks: int) -> None:
+    """Raise InvalidRequestError unless it is "auto", or a platform's name, perhaps with an index for each rank."""
     if isinstance(device, str) and device in ("auto", "cpu", "cuda"):
         return
-    name, colon, index = device.partition(":") if isinstance(device, str) else ("", "", "")
-    wanted = "'auto', 'cpu', 'cuda' or 'cuda:N'"
-    if not name or name == "cpu" or bool(colon) != index.isdecimal():
+    name, colon, listed = device.partition(":") if isinstance(device, str) else ("", "", "")
+    places = listed.split(",") if colon else []
+    wanted = "'auto', 'cpu', 'cuda', 'cuda:N' or, for several ranks, 'cuda:N,M'"
+    if not name or name == "cpu" or not all(place.isdecimal() for place in places):
         raise _wrong("device", device, wanted)
-    if target_of(PLATFORMS, name) is None:
+    if name != "auto" and target_of(PLATFORMS, name) is None:
         others = [name for name in registered(PLATFORMS) if name not in ("cpu", "cuda")]
         raise _wrong("device", device, wanted + "".join(f", {name!r}" for name in others))
+    if places and not len(places) == len(set(map(int, places))) == num_ranks:
+        raise InvalidRequestError(
+            f"device={shown(device)} names {len(set(map(int, places)))} different devices, and the engine has "
+            f"{num_ranks} ranks (tensor_parallel_size x pipeline_parallel_size x data_parallel_size): name one for "
+            f"each, or use device={name!r} for the first ones",
+            param="device",
+        )
 
 
 def _check_worker(worker: object) -> None:
     """Raise InvalidRequestError unless it is a known name, or looks like "module:function"."""
-    if isinstance(worker, str):
-        module, colon, function = worker.partition(":")
-        if colon and function.isidentifier() and all(part.isidentifier() for part in module.split(".")):
-            return
-        if not colon and target_of(WORKERS, worker) is not None:
-            return
+    if _is_in_module(worker) or (isinstance(worker, str) and target_of(WORKERS, worker) is not None):
+        return
     raise _wrong("worker", worker, f"'module:function', or one of {', '.join(map(repr, registered(WORKERS)))}")
+
+
+def _is_in_module(name: object) -> bool:
+    """Whether it looks like "module:name"."""
+    module, _, own = name.partition(":") if isinstance(name, str) else ("", "", "")
+    return own.isidentifier() and all(part.isidentifier() for part in module.split("."))
 
 
 def _wrong(param: str, value: object, wanted: str) -> InvalidRequestError:
@@ -360,6 +394,13 @@ def worker_environment() -> dict[str, str]:
     # Threads of a parallel loop spin for each other for some microseconds, not milliseconds: beside any other busy
     # process the default makes two threads many times slower than one (benchmarks/cpu.py with --hog).
     environment.setdefault("GOMP_SPINCOUNT", "1000")
+    # Ranks of one machine: NCCL talks over the loopback interface, and multicast of NVLink fails in virtual machines.
+    environment["NCCL_SOCKET_IFNAME"] = "lo"
+    environment["NCCL_NVLS_ENABLE"] = "0"
+    environment["TORCH_SYMM_MEM_DISABLE_MULTICAST"] = "1"
+    # The host watches over the ranks; NCCL's own watch would end a process by abort, and after minutes.
+    environment["TORCH_NCCL_ASYNC_ERROR_HANDLING"] = "0"
+    environment["TORCH_NCCL_ENABLE_MONITORING"] = "0"
     return environment
 
 
@@ -370,15 +411,16 @@ def thread_environment(config: EngineConfig) -> dict[str, str]:
 
 
 def num_worker_threads(config: EngineConfig) -> int:
-    """Threads of a worker's CPU kernels: as set, else OMP_NUM_THREADS, else the cores it may use, less one for the host
-    when over four. Blocking: reads files."""
+    """Threads of a worker's CPU kernels: as set, else OMP_NUM_THREADS, else its share of the cores that the workers may
+    use, less one for the host when over four. Blocking: reads files."""
     if config.num_threads is not None:
         return config.num_threads
     of_environment = os.environ.get("OMP_NUM_THREADS", "").partition(",")[0]  # one number for each level of nesting
     if of_environment.isdecimal() and int(of_environment) > 0:
         return int(of_environment)
     cores = num_usable_cpus()
-    return cores - 1 if cores > 4 else cores
+    num_workers = config.num_ranks * config.data_parallel_size
+    return max(1, (cores - 1 if cores > 4 else cores) // num_workers)
 
 
 def model_cache() -> Path:

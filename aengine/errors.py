@@ -10,6 +10,7 @@
     └── EngineError                 the engine; not the caller's doing
         ├── ModelLoadError          the model can't be found, read or fitted
         ├── WorkerDiedError         a worker process died; .rank, .exit_code, .worker_traceback
+        ├── WorkerCallError         a method that collective_rpc has called failed; .rank, .worker_traceback
         ├── EngineClosedError       the engine is not running: not started, or closed
         └── InternalError           a bug in aengine; .worker_traceback when it happened in a worker
 
@@ -37,6 +38,7 @@ __all__ = [
     "InvalidRequestError",
     "ModelLoadError",
     "RequestError",
+    "WorkerCallError",
     "WorkerDiedError",
 ]
 
@@ -155,6 +157,19 @@ class WorkerDiedError(EngineError):
         super().__init__(message)
         self.rank = rank
         self.exit_code = exit_code
+        self.worker_traceback = worker_traceback
+
+
+class WorkerCallError(EngineError):
+    """A method called by `AsyncLLM.collective_rpc` raised in a worker, returned what can't be sent, or took too long.
+
+    ``rank`` is the worker's among those of its replica, the first one's if there are several; ``worker_traceback`` is
+    where it was raised, "" if it took too long.
+    """
+
+    def __init__(self, message: str, *, rank: int = 0, worker_traceback: str = "") -> None:
+        super().__init__(message)
+        self.rank = rank
         self.worker_traceback = worker_traceback
 
 

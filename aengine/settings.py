@@ -42,8 +42,9 @@ class Settings(TypedDict, total=False):
     """Number format of weights, activations and KV. "auto": the checkpoint's on a GPU, the fastest lossless enough on a
     CPU. Default: "auto"."""
     device: str
-    """Where the model runs: "auto" (a GPU if there is one), "cpu", "cuda", "cuda:N", or the name of an entry point in
-    the group "aengine.platforms", perhaps with ":N". Default: "auto"."""
+    """Where the model runs: "auto" (a GPU if there is one), "cpu", "cuda", "cuda:N", "cuda:N,M" (one for each rank; as
+    CUDA_VISIBLE_DEVICES counts them), or the name of an entry point in the group "aengine.platforms", likewise.
+    Default: "auto"."""
     seed: int
     """Seed of dummy weights. (Requests have seeds of their own.) Default: 0."""
     generation_config: Literal["auto", "none"]
@@ -97,12 +98,24 @@ class Settings(TypedDict, total=False):
     as long as it would without prompts, and longer where many requests wait for their first token. None: no limit. In
     seconds. Default: 0.01."""
     tensor_parallel_size: int
-    """GPUs that share the model. Only 1 is supported so far. In GPUs. Default: 1."""
+    """Ranks that share each layer of the model (docs/parallel.md): a GPU each; with device="cpu" a process each. In
+    GPUs. Default: 1."""
+    pipeline_parallel_size: int
+    """Stages among which the layers of the model are divided (docs/parallel.md), each of tensor_parallel_size ranks. At
+    least as many steps and one more are in flight, whatever max_in_flight_steps says. In stages. Default: 1."""
+    enable_expert_parallel: bool
+    """Of mixtures of experts each of those ranks has some experts as a whole, instead of a part of every one. Default:
+    False."""
+    data_parallel_size: int
+    """Replicas of the model, each on GPUs of its own, or with its share of a CPU's cores. A request runs on the one
+    that has most of its prompt cached, or less to do; when a worker dies its requests go on with another. In replicas.
+    Default: 1."""
     enforce_eager: bool
     """No CUDA graphs: each step's kernels are launched one by one. Default: False."""
     num_threads: int | None
-    """CPU threads of a worker. None: $OMP_NUM_THREADS if that is set; else the cores that it may use (no more than a
-    container's CPU quota has whole CPUs), less one for the host when there are over four. In threads. Default: None."""
+    """CPU threads of each worker. None: $OMP_NUM_THREADS if that is set; else the cores that they may use (no more than
+    a container's CPU quota has whole CPUs), less one for the host when there are over four, divided among the ranks. In
+    threads. Default: None."""
     max_num_queued_requests: int
     """Most requests waiting; one more is refused or waits, as admission says. In requests. Default: 10000."""
     admission: Literal["error", "wait"]
@@ -114,6 +127,9 @@ class Settings(TypedDict, total=False):
     worker: str
     """What loads and runs the model in a worker process: "default", the name of an entry point in the group
     "aengine.workers", or "module:function" (docs/workers.md). Default: "default"."""
+    worker_extension: str | None
+    """Class whose methods `AsyncLLM.collective_rpc` calls in each worker process: "module:Class" (docs/workers.md).
+    Default: None."""
     own_thread: bool
     """The engine runs on an event loop of its own, in a daemon thread: its methods may be called from any loop in any
     thread, and a blocked loop of yours doesn't hold it up. progress and on_request_end are called in that thread.
@@ -133,8 +149,8 @@ class Settings(TypedDict, total=False):
     restart_window: float
     """For how long a restart counts towards max_restarts. In seconds. Default: 600.0."""
     hang_timeout: float
-    """How long a worker may show no sign of life, or be slower than expected, before it is killed. In seconds. Default:
-    4.0."""
+    """How long a worker may show no sign of life, or a step take longer than one of its size can, before the workers
+    are killed and started again (docs/recovery.md). In seconds. Default: 4.0."""
     progress: Callable[[StartupProgress], None] | None
     """Called on the loop with each step of the start. None: reports go to the logger "aengine" only. Default: None."""
     on_request_end: Callable[[RequestEnd], object] | None
@@ -166,8 +182,9 @@ ENGINE_SETTINGS = """\
             Number format of weights, activations and KV. "auto": the checkpoint's on a GPU, the fastest
             lossless enough on a CPU.
         device: str = "auto"
-            Where the model runs: "auto" (a GPU if there is one), "cpu", "cuda", "cuda:N", or the name of an
-            entry point in the group "aengine.platforms", perhaps with ":N".
+            Where the model runs: "auto" (a GPU if there is one), "cpu", "cuda", "cuda:N", "cuda:N,M" (one
+            for each rank; as CUDA_VISIBLE_DEVICES counts them), or the name of an entry point in the group
+            "aengine.platforms", likewise.
         seed: int = 0
             Seed of dummy weights. (Requests have seeds of their own.)
         generation_config: Literal["auto", "none"] = "auto"
@@ -222,13 +239,25 @@ ENGINE_SETTINGS = """\
             launch (2,304). It may take six times as long as it would without prompts, and longer where many
             requests wait for their first token. None: no limit.
         tensor_parallel_size: int = 1  (GPUs)
-            GPUs that share the model. Only 1 is supported so far.
+            Ranks that share each layer of the model (docs/parallel.md): a GPU each; with device="cpu" a
+            process each.
+        pipeline_parallel_size: int = 1  (stages)
+            Stages among which the layers of the model are divided (docs/parallel.md), each of
+            tensor_parallel_size ranks. At least as many steps and one more are in flight, whatever
+            max_in_flight_steps says.
+        enable_expert_parallel: bool = False
+            Of mixtures of experts each of those ranks has some experts as a whole, instead of a part of
+            every one.
+        data_parallel_size: int = 1  (replicas)
+            Replicas of the model, each on GPUs of its own, or with its share of a CPU's cores. A request
+            runs on the one that has most of its prompt cached, or less to do; when a worker dies its
+            requests go on with another.
         enforce_eager: bool = False
             No CUDA graphs: each step's kernels are launched one by one.
         num_threads: int | None = None  (threads)
-            CPU threads of a worker. None: $OMP_NUM_THREADS if that is set; else the cores that it may use
-            (no more than a container's CPU quota has whole CPUs), less one for the host when there are over
-            four.
+            CPU threads of each worker. None: $OMP_NUM_THREADS if that is set; else the cores that they may
+            use (no more than a container's CPU quota has whole CPUs), less one for the host when there are
+            over four, divided among the ranks.
         max_num_queued_requests: int = 10000  (requests)
             Most requests waiting; one more is refused or waits, as admission says.
         admission: Literal["error", "wait"] = "error"
@@ -240,6 +269,9 @@ ENGINE_SETTINGS = """\
         worker: str = "default"
             What loads and runs the model in a worker process: "default", the name of an entry point in the
             group "aengine.workers", or "module:function" (docs/workers.md).
+        worker_extension: str | None = None
+            Class whose methods `AsyncLLM.collective_rpc` calls in each worker process: "module:Class"
+            (docs/workers.md).
         own_thread: bool = False
             The engine runs on an event loop of its own, in a daemon thread: its methods may be called from
             any loop in any thread, and a blocked loop of yours doesn't hold it up. progress and
@@ -259,7 +291,8 @@ ENGINE_SETTINGS = """\
         restart_window: float = 600.0  (seconds)
             For how long a restart counts towards max_restarts.
         hang_timeout: float = 4.0  (seconds)
-            How long a worker may show no sign of life, or be slower than expected, before it is killed.
+            How long a worker may show no sign of life, or a step take longer than one of its size can,
+            before the workers are killed and started again (docs/recovery.md).
         progress: Callable[[StartupProgress], None] | None = None
             Called on the loop with each step of the start. None: reports go to the logger "aengine" only.
         on_request_end: Callable[[RequestEnd], object] | None = None

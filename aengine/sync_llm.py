@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any, overload
 
 from .blocking import Batch, ChatIterator, TokenIterator, is_list_of_prompts, one_each, showing
 from .errors import InvalidRequestError
-from .handles.calls import positive_seconds, resume, seconds, start_profile, stop_profile
+from .handles.calls import collective_rpc, positive_seconds, resume, seconds, start_profile, stop_profile
 from .handles.chats import begin_chat
 from .handles.immediate_calls import ImmediateCalls
 from .handles.on_thread import ThreadHandle
@@ -224,7 +224,7 @@ class SyncLLM(ImmediateCalls, SyncPoolingCalls):
         """Check that the worker answers. Arguments and errors as of `AsyncLLM.check_health`."""
         self._check()
         limit = positive_seconds("timeout", timeout)
-        return self._handle.wait(lambda core: core.worker.check_health(limit))
+        return self._handle.wait(lambda core: core.replicas.check_health(limit))
 
     def start_profile(self, folder: str | PathLike[str] | None = None) -> str:
         """See `AsyncLLM.start_profile`."""
@@ -235,6 +235,12 @@ class SyncLLM(ImmediateCalls, SyncPoolingCalls):
         """See `AsyncLLM.stop_profile`."""
         self._check()
         return self._handle.wait(stop_profile)
+
+    def collective_rpc(self, method: str, *args: Any, timeout: float = 60.0) -> list[Any]:
+        """See `AsyncLLM.collective_rpc`."""
+        self._check()
+        limit = positive_seconds("timeout", timeout)
+        return self._handle.wait(lambda core: collective_rpc(core, method, args, limit))
 
     # -- internals
 

@@ -45,9 +45,6 @@ class FakeRunner:
 
     prepares_after = None
 
-    def share_bitmasks(self, memory: memoryview) -> None:
-        pass
-
     def prepare_more(self) -> None:
         pass
 

@@ -37,6 +37,8 @@ UNITS = {
     "max_step_seconds": "seconds",
     "gpu_memory_utilization": "share",
     "tensor_parallel_size": "GPUs",
+    "pipeline_parallel_size": "stages",
+    "data_parallel_size": "replicas",
     "num_threads": "threads",
     "worker_spin_us": "microseconds",
     "max_restarts": "restarts",

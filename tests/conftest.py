@@ -49,6 +49,7 @@ WITH_IO_FILES = {
     "test_loop_ownership.py",
     "test_own_thread.py",
     "test_own_thread_life.py",
+    "test_replicas.py",
 }
 
 

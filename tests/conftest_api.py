@@ -55,4 +55,5 @@ async def settled(engine: AsyncLLM) -> None:
     assert statistics.num_free_blocks == statistics.num_blocks, statistics
     assert statistics.num_running == statistics.num_waiting == 0
     assert core.admission.is_empty
-    core.steps.scheduler.check()
+    for replica in core.replicas:
+        replica.scheduler.check()

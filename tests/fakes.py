@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import numpy as np
@@ -213,9 +213,15 @@ class FakeExecutor:
     async def call(self, method: str, *args: Any, timeout: float) -> Any:
         return method
 
+    async def call_all(self, method: str, args: Sequence[Any], *, timeout: float) -> list[Any]:
+        return [[method, *args]]
+
     def heartbeats(self) -> int:
         self._num_beats += not self.is_hung
         return self._num_beats
+
+    def overdue_seconds(self) -> float:
+        return 0.0
 
     def memory(self) -> tuple[int | None, int | None]:
         return None, None

@@ -26,7 +26,7 @@ T = TypeVar("T")
 
 _LOG_LEVELS = ("critical", "error", "warning", "info", "debug")
 _ELSEWHERE = {"model", "dtype", "device", "max_model_len", "num_threads", "load_format", "trust_remote_code"}
-_NOT_HERE = {"progress", "on_request_end", "own_thread", "skip_tokenizer", "tensor_parallel_size"}
+_NOT_HERE = {"progress", "on_request_end", "own_thread", "skip_tokenizer"}
 
 
 def add_serve_arguments(command: argparse.ArgumentParser) -> None:

@@ -2,7 +2,7 @@
 
     submit ──> HELD ──────> PLANNING ─> COMPILING ─> ENCODING ──> SCHEDULED ──> ended
                the queue    a chat      a grammar    a text       StepLoop
-               is full      └──────── Preparation ─────────┘
+               is full      └──────── Preparation ─────────┘      StepLoop
                   │                                                   │
                   └── WaitingLine: until its first step is made ──────┤
                                                                       │
@@ -11,7 +11,7 @@
 A `UserRequest` is registered before anything is awaited, so that an abort finds it in every phase. It has a scheduler
 `Request` for each of its n completions, and each of these has a sink in the request's `Mailbox`. Whatever ends a
 request ends its mailbox, once; the mailbox tells Admission, which alone undoes what the request still has: its place in
-the queue, its timers, its preparation, its rows. Calls go one way: Admission to the step loop, that to the sinks.
+the queue, its timers, its preparation, its rows. Calls go one way: Admission to the replicas, and these to the sinks.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ from ..threads.pools import ThreadPool
 from ..tokenizer.prompt import Prompt, PromptPart, TokensPart, part_of
 from ..tokenizer.tokenizer import Tokenizer
 from .preparation import Preparation
-from .step_loop import StepLoop
+from .replicas.replicas import Replicas
 from .unread import UnreadWatch
 from .user_request import Limits, Phase, PooledText, Prepared, UserRequest, check_request
 from .waiting_line import WaitingLine
@@ -56,7 +56,7 @@ class Admission:
     def __init__(
         self,
         loop: asyncio.AbstractEventLoop,
-        steps: StepLoop,
+        replicas: Replicas,
         line: WaitingLine,
         preparation: Preparation,
         tokenizer: Tokenizer | None,
@@ -67,7 +67,7 @@ class Admission:
     ) -> None:
         """``on_empty`` is called whenever the last request has ended."""
         self._loop = loop
-        self._steps = steps
+        self._replicas = replicas
         self._line = line
         self.preparation = preparation
         self._tokenizer = tokenizer
@@ -269,7 +269,7 @@ class Admission:
         request.mailbox.fail(error)
 
     def _schedule(self, request: UserRequest, prepared: Prepared) -> None:
-        """Hand the request to the step loop."""
+        """Hand the request to a replica."""
         params, limits, mailbox = request.params, self._limits, request.mailbox
         ids, grammar = prepared.token_ids, prepared.grammar
         request.prompt = None  # the requests hold it now
@@ -317,8 +317,7 @@ class Admission:
             for i, choice in enumerate(mailbox.choices)
         ]
         self._counters.prompt_tokens += len(ids)
-        for one in request.requests:
-            self._steps.add(one)
+        self._replicas.add(request)
 
     # -- the way out
 
@@ -366,8 +365,7 @@ class Admission:
         for timer in request.timers:
             timer.cancel()
         request.timers = ()
-        for one in request.requests:
-            self._steps.drop(one, reason)
+        self._replicas.drop(request, reason)
         if reason is FinishReason.ERROR:
             self._counters.num_failed += 1
         elif reason is FinishReason.ABORT:

@@ -1,10 +1,11 @@
 """`EngineCore`: one life of an engine, from its start on one event loop to its end.
 
-AsyncLLM --owns--> EngineCore --owns--> Admission ───────> StepLoop ──> Scheduler
-                         |          | Preparation    |
-                         |          | WaitingLine    +──> Executor ──> worker process
-                         |                           |
-                         +──owns──> WorkerControl ───+     replaces the executor when its worker dies
+AsyncLLM --owns--> EngineCore --owns--> Admission ───────> Replicas ──> Replica: Scheduler, StepLoop, WorkerControl
+                                    | Preparation    |         |             |
+                                    | WaitingLine    |      Router           +──> Executor ──> worker processes
+
+What there is once belongs to the core; what each copy of the model has, to its `Replica` (with data_parallel_size=1
+there is one).
 """
 
 from __future__ import annotations
@@ -12,9 +13,8 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import logging
-import math
 import time
-from collections.abc import Awaitable, Callable
+from collections.abc import Callable, Iterable, Sequence
 from functools import partial
 from typing import Any
 
@@ -23,9 +23,7 @@ from ..checkpoint.sampling_defaults import SamplingDefaults
 from ..checkpoint.source import ModelSource, resolve_model
 from ..config import EngineConfig
 from ..errors import EngineClosedError, EngineError, InternalError
-from ..ipc.messages import KVCacheGroup
 from ..outputs import StartupProgress
-from ..scheduler.scheduler import Scheduler
 from ..structured.service import GrammarService
 from ..telemetry.listeners import Listeners
 from ..telemetry.metrics import Counters, Statistics
@@ -34,27 +32,21 @@ from ..telemetry.summary import summary_of
 from ..threads.pools import run_in_thread
 from ..tokenizer.tokenizer import Tokenizer
 from .admission import Admission
-from .executor import Executor
-from .grammar_gate import ALWAYS, IN_SMALL_BATCHES
-from .pacing.step_time import StepTime
 from .preparation import Preparation
-from .recovery import RestartBudget
-from .step_loop import StepLoop
+from .replicas.replica import Replica, Started
+from .replicas.replicas import Replicas
+from .replicas.start import ExecutorFactory, ReplicasStart
 from .user_request import Limits
 from .waiting_line import WaitingLine
-from .worker_control import Restart, WorkerControl
+from .worker_control import NUM_RESTARTS_TOLD
 
 __all__ = ["EngineCore"]
 
 logger = logging.getLogger("aengine")
 
-_GPU_PATIENCE = 30.0
-"""Seconds that a step may take on a GPU, whatever those before took: some kernels are compiled at first use."""
-
 _ALIVE = ("running", "draining")
 
 ProgressCallback = Callable[[StartupProgress], None]
-ExecutorFactory = Callable[[EngineConfig], Executor]
 
 
 class EngineCore:
@@ -63,19 +55,16 @@ class EngineCore:
     def __init__(
         self,
         config: EngineConfig,
-        executor: Executor,
-        work: asyncio.Event,
-        ready: dict[str, Any],
+        started: Sequence[Started],
         tokenizer: Tokenizer | None,
         eos_token_ids: frozenset[int],
         grammars: GrammarService | None,
-        restart: Restart,
         sampling: SamplingDefaults,
         listeners: Listeners,
         pooling: PoolingConfig,
     ) -> None:
-        """``work``: set when an executor fails, see `StepLoop`; ``grammars``: of this tokenizer, warmed up ahead; None:
-        made here, if there is a tokenizer. ``restart`` makes an executor that is not started, and what starts it."""
+        """``started``: the workers of each replica; ``grammars``: of this tokenizer, warmed up ahead; None: made here,
+        if there is a tokenizer."""
         self.loop = asyncio.get_running_loop()
         self.state = "running"  # perhaps "draining"; then "failed" or "closed"
         self._num_closers = 0  # calls of `aclose` that have not returned
@@ -88,46 +77,35 @@ class EngineCore:
         self._shutdown_timeout = config.shutdown_timeout
         self._counters = Counters()
         self._observer = Observer(config.on_request_end, listeners)
-        step_time = StepTime(config.max_step_seconds or math.inf, ready.get("prompt_step_sizes", ()))
-        self._scheduler = _new_scheduler(config, ready, step_time)
+        vocab_size = started[0].ready["vocab_size"]
+        if tokenizer is not None and (grammars is None or grammars.vocab_size != vocab_size):
+            if grammars is not None:
+                grammars.close()
+            grammars = GrammarService(tokenizer, vocab_size)
+        self.grammars = grammars
+        wait_when_full = config.admission == "wait"
+        self.line = WaitingLine(config.max_num_queued_requests, self._counters, wait_when_full=wait_when_full)
+        self.replicas = Replicas(
+            started, config, line=self.line, counters=self._counters, observer=self._observer, grammars=grammars
+        )
+        ready = self.ready
         self.limits = limits = Limits(
-            vocab_size=ready["vocab_size"],
-            max_model_len=min(ready["max_model_len"], self._scheduler.max_tokens_capacity),
+            vocab_size=vocab_size,
+            max_model_len=min(
+                *(one.ready["max_model_len"] for one in started),
+                *(replica.scheduler.max_tokens_capacity for replica in self.replicas),
+            ),
             max_num_queued_requests=config.max_num_queued_requests,
-            wait_when_full=config.admission == "wait",
+            wait_when_full=wait_when_full,
             unread_timeout=config.unread_timeout,
             eos_token_ids=eos_token_ids,
             sampling=sampling,
             tasks=frozenset(ready.get("tasks", ("generate",))),
             is_encoder=bool(ready.get("is_encoder")),
         )
-        if tokenizer is not None and (grammars is None or grammars.vocab_size != limits.vocab_size):
-            if grammars is not None:
-                grammars.close()
-            grammars = GrammarService(tokenizer, limits.vocab_size)
-        self.grammars = grammars
-        is_gpu = bool(ready.get("is_accelerator"))
-        self.line = WaitingLine(limits.max_num_queued_requests, self._counters, wait_when_full=limits.wait_when_full)
-        self.steps = StepLoop(
-            self._scheduler,
-            executor,
-            work,
-            max_in_flight_steps=config.max_in_flight_steps,
-            max_leased_steps=config.max_leased_steps if config.tensor_parallel_size == 1 else 0,
-            step_time=step_time,
-            counters=self._counters,
-            observer=self._observer,
-            line=self.line,
-            hang_timeout=config.hang_timeout,
-            step_patience=_GPU_PATIENCE if is_gpu else 0.0,
-            grammars=grammars,
-            forcing=IN_SMALL_BATCHES if is_gpu else ALWAYS,
-        )
-        budget = RestartBudget(config.max_restarts, config.restart_window)
-        self.worker = WorkerControl(executor, ready, restart, self.steps, budget, self._counters)
         self.admission = self._new_admission(
             loop=self.loop,
-            steps=self.steps,
+            replicas=self.replicas,
             line=self.line,
             preparation=Preparation(tokenizer, grammars, limits),
             tokenizer=tokenizer,
@@ -136,10 +114,11 @@ class EngineCore:
             observer=self._observer,
             on_empty=self._tell_drainers,
         )
-        self._task = self.loop.create_task(self._run(), name="aengine-step-loop")
-        self._task.add_done_callback(self._loop_ended)
-        # Dropping an engine warns by itself, and ends the task: asyncio's own warning would add nothing.
-        self._task._log_destroy_pending = False  # type: ignore[attr-defined]
+        for replica in self.replicas:
+            replica.task = self.loop.create_task(self._run(replica), name="aengine-step-loop")
+            replica.task.add_done_callback(partial(self._loop_ended, replica))
+            # Dropping an engine warns by itself, and ends the task: asyncio's own warning would add nothing.
+            replica.task._log_destroy_pending = False  # type: ignore[attr-defined]
 
     @classmethod
     async def start(
@@ -159,49 +138,37 @@ class EngineCore:
         report(StartupProgress("resolve", detail=config.model))
         source = await cls._resolve(config, report_from_thread)
         report(StartupProgress("worker", detail=source.path))
-        executor = make_executor(config)
-        work = asyncio.Event()
-        load = {"config": config.to_wire(), "source": source.to_wire()}
-
-        def restart() -> tuple[Executor, Callable[[], Awaitable[dict[str, Any]]]]:
-            another = make_executor(config)
-            return another, partial(another.start, _load_again(load, ready), _log_progress, work.set)
-
-        starting = loop.create_task(executor.start(load, report, work.set), name="aengine-worker-start")
+        start = ReplicasStart(make_executor, report)
         grammars: GrammarService | None = None
         try:
+            await start.begin(config, source)
             tokenizer, eos_token_ids = await cls._load_tokenizer(config, source)
             if tokenizer is not None and config.preload_grammars:
                 grammars = GrammarService(tokenizer, source.hf_config.get("vocab_size") or tokenizer.vocab_size)
                 grammars.begin_warm_up()
-            ready = await starting
+            started = await start.ready()
             sampling = SamplingDefaults(source.generation_config if config.generation_config == "auto" else {})
             core = cls(
                 config,
-                executor,
-                work,
-                ready,
+                started,
                 tokenizer,
                 eos_token_ids,
                 grammars,
-                restart,
                 sampling,
                 listeners,
                 PoolingConfig.from_wire(source.pooling),
             )
         except BaseException:
-            starting.cancel()
-            executor.terminate()
+            start.terminate()
             if grammars is not None:
                 await grammars.aclose()
-            await asyncio.wait([starting])
-            if not starting.cancelled():
-                starting.exception()  # retrieved: only one of the two failures is raised
-            await executor.aclose(0)  # until the killed worker has gone, and its memory is free
+            await start.undo()
             raise
         seconds = time.monotonic() - begun
         report(StartupProgress("ready", detail=f"{seconds:.1f} s"))
-        logger.info("%s is ready after %.1f s: %s", config.model, seconds, summary_of(ready))
+        for replica in core.replicas:
+            name = config.model if len(started) == 1 else f"{config.model}, replica {replica.index},"
+            logger.info("%s is ready after %.1f s: %s", name, seconds, summary_of(replica.worker.ready))
         return core
 
     # What `aengine.testing` overrides.
@@ -244,32 +211,46 @@ class EngineCore:
             cure = "it will be closed" if self.is_closing else "resume() lets it take them again"
             raise EngineClosedError(f"the engine is draining: running requests end, and new ones are refused; {cure}")
 
-    async def _run(self) -> None:
-        """The step loop, over one worker after the other."""
+    @property
+    def ready(self) -> dict[str, Any]:
+        """What the workers say of themselves: those of the first replica, where they differ."""
+        return self.replicas[0].worker.ready
+
+    async def _run(self, replica: Replica) -> None:
+        """Run a replica's step loop, over one worker after the other."""
+        worker = replica.worker
         while True:
-            error = await self.steps.run()
+            error = await replica.steps.run()
             if not self.is_alive:
                 return
             if isinstance(error, EngineClosedError):
                 self._fail(error)
                 return
-            failure = await self.worker.replace(error, lambda: self.is_alive)
+            worker.note_death(error)
+            self.replicas.leave(replica)
+            failure = await worker.replace(error, lambda: self.is_alive)
             if failure is not None:
-                self._fail(failure)
+                if self.is_alive and not self.replicas.give_up(replica, failure):
+                    self._fail(failure)
                 return
+            self.replicas.join(replica)
             del error
 
     def statistics(self) -> Statistics:
         """See `AsyncLLM.statistics`."""
-        scheduler, counters, observer = self._scheduler, self._counters, self._observer
-        worker_memory, device_memory = self.worker.executor.memory()
+        counters, observer, replicas = self._counters, self._observer, self.replicas
+        own = [replica.statistics() for replica in replicas]
+        memory = [replica.worker.executor.memory() for replica in replicas]
+        restarts = sorted(
+            (one for replica in replicas for one in tuple(replica.worker.restarts)), key=lambda one: one.time
+        )
         return Statistics(
-            num_running=scheduler.num_running,
+            num_running=sum(one.num_running for one in own),
             num_waiting=len(self.line) + self.admission.num_preempted,
-            num_blocks=scheduler.num_blocks,
-            num_free_blocks=scheduler.num_free_blocks,
-            block_size=self.worker.ready["block_size"],
-            num_preemptions=scheduler.rows.num_preemptions,
+            num_blocks=sum(one.num_blocks for one in own),
+            num_free_blocks=sum(one.num_free_blocks for one in own),
+            block_size=self.ready["block_size"],
+            num_preemptions=sum(replica.scheduler.rows.num_preemptions for replica in replicas),
             num_restarts=counters.num_restarts,
             num_requests=counters.num_requests,
             num_finished=counters.num_finished,
@@ -278,16 +259,17 @@ class EngineCore:
             num_steps=counters.num_steps,
             prompt_tokens=counters.prompt_tokens,
             generated_tokens=counters.generated_tokens,
-            prefix_cache_queries=scheduler.prefix_cache_queries,
-            prefix_cache_hits=scheduler.prefix_cache_hits,
-            loop_lag=self.steps.lag.worst,
+            prefix_cache_queries=sum(one.prefix_cache_queries for one in own),
+            prefix_cache_hits=sum(one.prefix_cache_hits for one in own),
+            loop_lag=max(replica.steps.lag.worst for replica in replicas),
             num_rejected=counters.num_rejected,
             finish_reasons={reason.value: count for reason, count in observer.num_ended.items()},
-            restarts=tuple(self.worker.restarts),
-            worker_memory_bytes=worker_memory,
-            device_memory_bytes=device_memory,
-            device_memory_total_bytes=self.worker.ready.get("device_memory_total_bytes"),
+            restarts=tuple(restarts[-NUM_RESTARTS_TOLD:]),
+            worker_memory_bytes=_sum(resident for resident, _ in memory),
+            device_memory_bytes=_sum(on_device for _, on_device in memory),
+            device_memory_total_bytes=_sum(r.worker.ready.get("device_memory_total_bytes") for r in replicas),
             histograms=observer.histograms.snapshot(),
+            replicas=tuple(own),
         )
 
     async def drain(self, timeout: float | None) -> bool:
@@ -337,11 +319,10 @@ class EngineCore:
             self.state = "closed"
         self.admission.fail_all(EngineClosedError("the engine was closed while this request ran"))
         pools = self.admission.close()
-        self._task.cancel()
-        await asyncio.wait([self._task])
+        await asyncio.wait(self.replicas.cancel())
         if self.grammars is not None:
             await self.grammars.aclose()
-        await self.worker.executor.aclose(self._shutdown_timeout)
+        await self.replicas.aclose(self._shutdown_timeout)
         for pool in pools:
             await pool.aclose()
 
@@ -354,11 +335,11 @@ class EngineCore:
         self.admission.close()
         if self.grammars is not None:
             self.grammars.close()
-        self.worker.executor.terminate()
+        self.replicas.terminate()
 
     def _end_requests(self) -> None:
         self.admission.fail_all(EngineClosedError("the engine was terminated while this request ran"))
-        self._task.cancel()
+        self.replicas.cancel()
 
     def _fail(self, error: EngineError) -> None:
         """Fail all requests, once: the executor or the step loop has failed."""
@@ -367,12 +348,15 @@ class EngineCore:
         self.state, self.failure = "failed", error
         logger.error("the engine failed: %s", error)
         self.admission.fail_all(error)
-        self._task.cancel()
+        self.replicas.cancel()
         if self.grammars is not None:
             self.grammars.close()
-        self.worker.executor.terminate()
+        self.replicas.terminate()
 
-    def _loop_ended(self, task: asyncio.Task[None]) -> None:
+    def _loop_ended(self, replica: Replica, task: asyncio.Task[None]) -> None:
+        if replica.failure is not None and self.is_alive:  # the others go on
+            replica.scheduler.drop_tables()
+            return
         if not self.is_alive:
             self._drop_tables()
             return
@@ -389,41 +373,22 @@ class EngineCore:
         self._drop_tables()
 
     def _drop_tables(self) -> None:
-        """Free what requests needed, tens of MB: an application may keep a closed engine, or its streams, for long.
+        """Free what requests needed, tens of MB, once no step loop runs: an application may keep a closed engine, or
+        its streams, for long.
 
         ``state``, ``failure``, ``ready``, and what `aclose` has still to wait for, stay.
         """
+        if self.replicas.are_running:
+            return
         self.tokenizer = None
         self.admission.drop_tables()
-        self._scheduler.drop_tables()
+        for replica in self.replicas:
+            replica.scheduler.drop_tables()
         if self.grammars is not None:
             self.grammars.drop_tables()
 
 
-def _new_scheduler(config: EngineConfig, ready: dict[str, Any], step_time: StepTime) -> Scheduler:
-    return Scheduler(
-        num_blocks=ready["num_blocks"],
-        kv_groups=KVCacheGroup.from_ready(ready),
-        max_num_seqs=config.max_num_seqs,
-        max_num_batched_tokens=ready["max_num_batched_tokens"],
-        max_model_len=ready["max_model_len"],
-        enable_prefix_caching=config.enable_prefix_caching,
-        max_in_flight_steps=max(config.max_in_flight_steps, config.max_leased_steps),
-        vocab_size=ready["vocab_size"],
-        rope_border=ready.get("rope_border"),
-        computes_whole_prompts=bool(ready.get("is_encoder")),
-        pools_all_tokens=ready.get("pooling") == "mean",
-        prompt_limit=step_time.prompt_limit,
-    )
-
-
-def _log_progress(progress: StartupProgress) -> None:
-    logger.debug("restart: %s %s", progress.stage, progress.detail)
-
-
-def _load_again(load: dict[str, Any], ready: dict[str, Any]) -> dict[str, Any]:
-    """Return what a worker loads in the place of one that was ready: with as much KV memory, whatever is free now."""
-    sizes = [rank["kv_cache_bytes"] for rank in ready.get("ranks", ()) if "kv_cache_bytes" in rank]
-    if not sizes:  # a worker of another kind, which keeps none
-        return load
-    return {**load, "config": {**load["config"], "kv_cache_memory_bytes": max(sizes)}}
+def _sum(values: Iterable[int | None]) -> int | None:
+    """The sum of those that are known; None: none is."""
+    known = [value for value in values if value is not None]
+    return sum(known) if known else None

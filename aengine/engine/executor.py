@@ -18,7 +18,7 @@ import logging
 import os
 import signal
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any, Protocol
 
 from ..config import EngineConfig
@@ -32,7 +32,7 @@ from ..threads.pools import run_in_thread
 from ..workers.answers import AnswerFuture, PendingAnswers, reported_error
 from ..workers.group import WorkerGroup
 from ..workers.handshake import Handshake
-from ..workers.rank import ranks_of
+from ..workers.rank import check_division, ranks_of
 from ..workers.supervisor import WorkerProcess
 
 __all__ = ["Executor", "ProcessExecutor"]
@@ -44,6 +44,7 @@ FailureCallback = Callable[[], object]
 
 _MOST_MASKED_ROWS = 512  # as the largest graph of decodes; 10 MB for 151,936 tokens
 _CRASHES = (-signal.SIGSEGV, -signal.SIGABRT, -signal.SIGBUS, -signal.SIGTRAP, 127)  # 127: the dynamic linker
+_SOON = 0.5  # seconds from a rank's error until the death of another that it came of is known
 _REAP_SECONDS = 5.0  # how long to wait for a killed process; one that hangs in the kernel (a GPU driver) takes longer
 
 
@@ -81,8 +82,17 @@ class Executor(Protocol):
     async def call(self, method: str, *args: Any, timeout: float) -> Any:
         """A collective call: every rank executes it, rank 0 replies."""
 
+    async def call_all(self, method: str, args: Sequence[Any], *, timeout: float) -> list[Any]:
+        """Call a method of the worker extension on every rank. Returns their answers, by rank.
+
+        Raises InvalidRequestError if there is none, WorkerCallError if it fails or takes longer than ``timeout``
+        seconds; the workers go on."""
+
     def heartbeats(self) -> int:
         """A number that grows while all workers live."""
+
+    def overdue_seconds(self) -> float:
+        """For how long the devices have worked on a step beyond what it can take."""
 
     def memory(self) -> tuple[int | None, int | None]:
         """Bytes that the workers have: resident in the host's memory, and on their devices. None: not known."""
@@ -105,6 +115,7 @@ class ProcessExecutor:
         self.workers = WorkerGroup()
         self._answers = PendingAnswers()
         self._handshake: Handshake | None = None  # since start()
+        self._reports: dict[int, EngineError] = {}  # by rank: the error that it ended with, the first one first
         self._on_failure: FailureCallback = lambda: None  # of `start`
         self._loop: asyncio.AbstractEventLoop | None = None  # since start()
         self._pid = os.getpid()
@@ -131,10 +142,14 @@ class ProcessExecutor:
         assert self._loop is None, "an executor is started once"
         self._loop = asyncio.get_running_loop()
         self._on_failure = on_failure
-        handshake = self._handshake = Handshake(ranks_of(self._config), on_progress)
         try:
+            if self._config.worker == "default":
+                check_division(self._config, load["source"]["hf_config"])
+            shared = self.workers.share() if self._config.num_ranks > 1 else {}
+            ranks = ranks_of(self._config, shared.pop("rendezvous", ""))
+            handshake = self._handshake = Handshake(ranks, on_progress)
             async with asyncio.timeout(self._config.startup_timeout):
-                await self._start_workers(load, handshake)
+                await self._start_workers(load | shared, handshake)
                 plan = await handshake.agreed()
                 await self.workers.broadcast(Kind.ALLOCATE, 0, pack(plan))
                 return await handshake.ready()
@@ -169,6 +184,10 @@ class ProcessExecutor:
     def heartbeats(self) -> int:
         """See `Executor`. Of several workers the slowest counts."""
         return 0 if self._released else self.workers.heartbeats()
+
+    def overdue_seconds(self) -> float:
+        """See `Executor`."""
+        return 0.0 if self._released else self.workers.overdue_seconds()
 
     def memory(self) -> tuple[int | None, int | None]:
         """See `Executor`. The devices' is some seconds old."""
@@ -235,22 +254,24 @@ class ProcessExecutor:
     def try_execute_model(self, out: SchedulerOutput) -> AnswerFuture | None:
         """See `Executor`. Raises the executor's failure, if it has failed."""
         self.workers.check()
-        if len(self.workers) > 1:  # all of them must get it, or none
-            return None
         future = self._answers.expect_answer(out.step_id)
-        if self.workers[0].channel.try_publish(Kind.STEP, out.step_id, pack(out)):
+        if self.workers.try_broadcast(Kind.STEP, out.step_id, pack(out)):
             return future
         del self._answers.steps[out.step_id]
         return None
 
     def try_revoke(self, on_revoked: Callable[[int], None]) -> bool:
-        """See `Executor`. Raises the executor's failure, if it has failed. With several ranks nothing may be leased:
-        each would drop other steps."""
-        self.workers.check()
-        assert len(self.workers) == 1 and self._answers.on_revoked is None
-        if not self.workers[0].channel.try_publish(Kind.REVOKE, 0, b""):
+        """See `Executor`. Raises the executor's failure, if it has failed."""
+        assert self._answers.on_revoked is None
+        if not self.workers.try_to_lead(Kind.REVOKE, 0, b""):
             return False
-        self._answers.on_revoked = on_revoked
+
+        def tell(step_ids: Sequence[int]) -> None:
+            if len(self.workers) > 1 and step_ids:  # the others have not begun them, see `Lead`
+                self.workers.follow(Kind.REVOKE, 0, pack([min(step_ids), max(step_ids)]))
+            on_revoked(len(step_ids))
+
+        self._answers.on_revoked = tell
         return True
 
     def bitmask(self, num_bytes: int) -> memoryview | None:
@@ -268,13 +289,27 @@ class ProcessExecutor:
         """See `Executor`. Raises TimeoutError after ``timeout`` seconds; InternalError when it failed in the worker,
         which goes on."""
         self.workers.check()
-        call_id, future = self._answers.expect_reply()
+        call = self._answers.expect_replies(1)
         try:
             async with asyncio.timeout(timeout):
-                await self.workers.broadcast(Kind.CALL, call_id, pack([method, 0, *args]))
-                return await future
+                await self.workers.broadcast(Kind.CALL, call.id, pack([method, 0, *args]))
+                (reply,) = await call.replies
+                return reply
         finally:
-            self._answers.replies.pop(call_id, None)
+            self._answers.calls.pop(call.id, None)
+
+    async def call_all(self, method: str, args: Sequence[Any], *, timeout: float) -> list[Any]:
+        """See `Executor`."""
+        self.workers.check()
+        call = self._answers.expect_replies(len(self.workers), method)
+        try:
+            async with asyncio.timeout(timeout):
+                await self.workers.broadcast(Kind.CALL, call.id, pack([method, None, *args]))
+                return await call.replies
+        except TimeoutError:
+            raise call.took_too_long(timeout) from None
+        finally:
+            self._answers.calls.pop(call.id, None)
 
     # -- frames in
 
@@ -302,7 +337,7 @@ class ProcessExecutor:
             elif kind is Kind.LOG:
                 log_for_worker(worker.rank, worker.pid, message)
             elif kind is Kind.ERROR:
-                self.fail(reported_error(worker.rank, message))
+                self._fail_by_report(worker.rank, reported_error(worker.rank, message))
             else:
                 raise MessageError(f"a {kind.name} message is not for the host")
 
@@ -311,7 +346,17 @@ class ProcessExecutor:
             self._take_frames(worker)  # its last words may explain it better
         except Exception:
             logger.debug("worker %d left nonsense behind", worker.rank, exc_info=True)
-        self.fail(error)
+        if worker.rank not in self._reports:  # else it has said why
+            self.fail(error)
+
+    def _fail_by_report(self, rank: int, error: EngineError) -> None:
+        """Fail with what a worker reported. Of several ranks it may be that another has died, in the middle of what
+        they do together: then its death is the cause, and is known soon."""
+        self._reports.setdefault(rank, error)
+        if not isinstance(error, InternalError) or len(self._reports) == len(self.workers):
+            self.fail(next(iter(self._reports.values())))
+        elif len(self._reports) == 1:
+            asyncio.get_running_loop().call_later(_SOON, self.fail, error)
 
     def fail(self, error: EngineError) -> None:
         """See `Executor`."""

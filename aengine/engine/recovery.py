@@ -51,7 +51,8 @@ class Watchdog:
     """Checks ten times a second that the worker makes progress while it has steps. Costs nothing when idle.
 
     A worker hangs when it has sent no heartbeat for ``hang_timeout`` seconds (a stopped process, a thread that holds
-    the GIL), or when its oldest step takes ``hang_timeout`` longer than a step of so many tokens could.
+    the GIL); when its device has worked on a step for so much longer than it can take (`DeviceWatch`); or when its
+    oldest step takes ``hang_timeout`` longer than a step of so many tokens could.
     """
 
     PERIOD = 0.1
@@ -63,14 +64,17 @@ class Watchdog:
         heartbeats: Callable[[], int],
         on_hang: Callable[[str], None],
         *,
+        overdue_seconds: Callable[[], float] = lambda: 0.0,
         patience: float = 0.0,
     ) -> None:
         """``heartbeats``: returns the worker's number of heartbeats; ``on_hang``: called with a description, once;
-        ``patience``: seconds that any step may take while heartbeats come."""
+        ``overdue_seconds``: returns for how long the devices' step is overdue; ``patience``: seconds that any step may
+        take while heartbeats come."""
         self._loop = loop
         self._hang_timeout = hang_timeout
         self._heartbeats = heartbeats
         self._on_hang = on_hang
+        self._overdue_seconds = overdue_seconds
         self._patience = patience
         self._timer: asyncio.TimerHandle | None = None
         self._steps: deque[tuple[int, float]] = deque()  # tokens, and when it could begin
@@ -166,6 +170,8 @@ class Watchdog:
         fault = ""
         if now - self._beaten > self._hang_timeout:
             fault = f"has shown no sign of life for {now - self._beaten:.1f} s"
+        elif not self._num_suspenders and (overdue := self._overdue_seconds()) > self._hang_timeout:
+            fault = f"has a device that is stuck in a step: it takes {overdue:.1f} s longer than it could"
         elif now - begun > self.allowed(num_tokens):
             fault = f"has worked on a step of {num_tokens} tokens for {now - begun:.1f} s"
         if fault:

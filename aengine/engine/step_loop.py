@@ -14,6 +14,8 @@ from __future__ import annotations
 import asyncio
 import math
 from collections import deque
+from collections.abc import Callable
+from time import perf_counter
 
 from ..errors import EngineError, WorkerDiedError
 from ..ipc.messages import ModelRunnerOutput, SchedulerOutput
@@ -30,7 +32,6 @@ from .grammar_gate import ALWAYS, Forcing, GrammarGate, Masks
 from .pacing.in_flight_limit import InFlightLimit
 from .pacing.step_time import StepTime
 from .recovery import Watchdog
-from .waiting_line import WaitingLine
 
 __all__ = ["StepLoop"]
 
@@ -39,10 +40,9 @@ _MOST_SENT_AHEAD = 4
 
 
 class StepLoop:
-    """Runs the requests of one engine on one event loop.
+    """Runs the requests of one replica on the engine's event loop.
 
-    Requests leave ``line`` with their first step. `run` ends when the executor has failed; after `restart` with another
-    one it goes on where it was.
+    `run` ends when the executor has failed; after `preempt_all` and `restart` with another one it goes on where it was.
     """
 
     def __init__(
@@ -56,13 +56,14 @@ class StepLoop:
         step_time: StepTime,
         counters: Counters,
         observer: Observer,
-        line: WaitingLine,
+        on_begun: Callable[[str], None],
         hang_timeout: float = math.inf,
         step_patience: float = 0.0,
         grammars: GrammarService | None = None,
         forcing: Forcing = ALWAYS,
     ) -> None:
-        """``work`` wakes the idle loop, which then finds what there is to do; a failing executor sets it."""
+        """``work`` wakes the idle loop, which then finds what there is to do; a failing executor sets it. ``on_begun``
+        is told the id of each request with its first step, once for each of n completions."""
         self.scheduler = scheduler
         self._executor = executor
         self._limit = InFlightLimit(max_in_flight_steps, max_leased_steps)
@@ -70,18 +71,24 @@ class StepLoop:
         self._step_time = step_time
         self._counters = counters
         self._observer = observer
-        self._line = line
+        self._on_begun = on_begun
         self._in_flight: deque[asyncio.Future[ModelRunnerOutput | None]] = deque()
         self._must_revoke = False  # leased steps, before another step can be made
         self._is_revoking = False  # the worker was told to, and has not said yet how many it dropped
         self._work = work
         self._is_idle = False
+        self._answered = perf_counter()  # when the last step was
         self._num_new_tokens = 0  # of requests added since it became idle
         self._unsent: SchedulerOutput | None = None
         loop = asyncio.get_running_loop()
         self.lag = LoopLag(loop)
         self.watchdog = Watchdog(
-            loop, hang_timeout, lambda: self._executor.heartbeats(), self._on_hang, patience=step_patience
+            loop,
+            hang_timeout,
+            lambda: self._executor.heartbeats(),
+            self._on_hang,
+            overdue_seconds=lambda: self._executor.overdue_seconds(),
+            patience=step_patience,
         )
         self._gate = GrammarGate(scheduler, grammars, forcing, self.watchdog)
         self._delivery = Delivery(scheduler)
@@ -126,7 +133,7 @@ class StepLoop:
         if newest.newcomers:
             self._observer.note_scheduled(newest.newcomers)
             for request in newest.newcomers:
-                self._line.leave(request.request_id)
+                self._on_begun(request.request_id)
                 if request.index == 0 and request.sink.mailbox is not None:  # the others of n find its prompt
                     request.sink.mailbox.cached_tokens = request.num_cached_tokens
         if newest.is_gated:
@@ -176,15 +183,17 @@ class StepLoop:
             self.watchdog.stop()
             self.lag.pause()
 
-    def restart(self, executor: Executor) -> list[Request]:
-        """Compute all requests again with ``executor``, from the ids that are known. Returns those of which several
-        workers died one after the other; they are not run again."""
-        at_fault = self.scheduler.preempt_all()
-        self._executor = executor
+    def preempt_all(self) -> list[Request]:
+        """Have all requests wait to be computed again, from the ids that are known: their worker has died. Returns
+        those of which several workers died one after the other; they should not be run again."""
         self._in_flight.clear()
         self._must_revoke = self._is_revoking = False
         self._gate.step = self._unsent = None
-        return at_fault
+        return self.scheduler.preempt_all()
+
+    def restart(self, executor: Executor) -> None:
+        """Let the next `run` be with another executor, after `preempt_all`."""
+        self._executor = executor
 
     def _on_hang(self, fault: str) -> None:
         error = WorkerDiedError(f"the worker {fault}: it was killed")
@@ -250,7 +259,7 @@ class StepLoop:
         num_pauses = request.num_pauses
 
         def go_on() -> None:
-            if is_new:
+            if is_new and request.status is RequestStatus.NEW:  # else it was moved meanwhile
                 self.add(request)
             if request.num_pauses == num_pauses:  # else it was preempted meanwhile, and is paused for a later row
                 self.scheduler.resume(request)
@@ -267,6 +276,7 @@ class StepLoop:
         finally:
             self._is_idle = False
         self._work.clear()
+        self._answered = perf_counter()  # a request that comes from another replica has not waited here
         if self._executor.failure is not None:
             raise self._executor.failure
         self.lag.resume()
@@ -282,7 +292,7 @@ class StepLoop:
         if output.seconds and step is not None and step.num_prompt_tokens and not step.is_gated:
             self._step_time.learn(step.num_tokens, output.seconds)
         self._counters.generated_tokens += len(sampled)
-        self._observer.note_answer(begun, num_rows)
+        self._answered = self._observer.note_answer(begun, num_rows, self._answered)
         begun.clear()  # an idle engine holds no request
         for request, error in failed:
             request.sink.fail(request_error(error))

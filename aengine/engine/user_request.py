@@ -18,6 +18,7 @@ from ..tokenizer.prompt import PromptPart
 
 if TYPE_CHECKING:
     from ..structured.backend import Compiled
+    from .replicas.replica import Replica
 
 __all__ = ["MAX_DEADLINE", "Limits", "Phase", "PooledText", "Prepared", "UserRequest", "check_options", "check_request"]
 
@@ -77,6 +78,7 @@ class UserRequest:
     phase: Phase = Phase.HELD
     preparing: asyncio.Task[None] | None = None
     requests: list[Request] = field(default_factory=list)  # one for each of the n completions
+    replica: Replica | None = None  # that computes the requests
     timers: tuple[asyncio.TimerHandle, ...] = ()  # of its limits in time
 
     @property

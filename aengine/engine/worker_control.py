@@ -10,21 +10,22 @@ import asyncio
 import logging
 import time
 from collections import deque
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Sequence
 from typing import Any
 
-from ..errors import EngineError, InternalError, WorkerDiedError
+from ..errors import EngineError, InternalError, InvalidRequestError, WorkerDiedError
+from ..ipc.messages import Kind, MessageError, pack, unpack
 from ..streams.token_stream import error_for_waiter
 from ..telemetry.metrics import Counters, WorkerRestart
 from .executor import Executor
 from .recovery import RestartBudget
 from .step_loop import StepLoop
 
-__all__ = ["Restart", "WorkerControl"]
+__all__ = ["NUM_RESTARTS_TOLD", "Restart", "WorkerControl", "check_arguments"]
 
 logger = logging.getLogger("aengine")
 
-_NUM_RESTARTS_TOLD = 5
+NUM_RESTARTS_TOLD = 5
 _REASON_CHARACTERS = 500  # of what a worker died of, in the statistics
 
 Restart = Callable[[], tuple[Executor, Callable[[], Awaitable[dict[str, Any]]]]]
@@ -42,15 +43,30 @@ class WorkerControl:
         steps: StepLoop,
         budget: RestartBudget,
         counters: Counters,
+        name: str,
     ) -> None:
+        """``name``: of the worker, in logs and errors."""
+        self.name = name
         self.executor = executor
         self.ready = ready
-        self.restarts: deque[WorkerRestart] = deque(maxlen=_NUM_RESTARTS_TOLD)  # the latest
+        self.restarts: deque[WorkerRestart] = deque(maxlen=NUM_RESTARTS_TOLD)  # the latest
+        self.num_restarts = 0
         self.recovering: EngineError | None = None  # what the worker before died of, until the next one runs
         self._restart = restart
         self._steps = steps
         self._budget = budget
         self._counters = counters
+
+    def note_death(self, error: EngineError) -> None:
+        """Have all requests wait for another worker, and fail those of which worker after worker has died."""
+        self.recovering = error
+        for request in self._steps.preempt_all():
+            blame = WorkerDiedError(
+                f"workers died again and again while they computed request {request.request_id}, also when it was "
+                f"the only suspect: {error}"
+            )
+            blame.__cause__ = error
+            request.sink.fail(blame)
 
     async def replace(self, error: EngineError, is_wanted: Callable[[], bool]) -> EngineError | None:
         """Start another worker instead of the one that has failed, again and again while the budget allows.
@@ -58,13 +74,13 @@ class WorkerControl:
         Returns what went wrong last if it gave up. Ends early, with None, once ``is_wanted`` says no.
         """
         begun = time.monotonic()
-        self.recovering = error
         while True:
             delay = self._budget.next_delay(time.monotonic())
             if delay is None:
                 return _given_up(error, self._budget)
-            logger.warning("the worker is started again%s: %s", f" in {delay:g} s" if delay else "", error)
+            logger.warning("%s is started again%s: %s", self.name, f" in {delay:g} s" if delay else "", error)
             self._counters.num_restarts += 1
+            self.num_restarts += 1
             self.restarts.append(WorkerRestart(time.time(), str(error)[:_REASON_CHARACTERS]))
             await self.executor.aclose(0)  # until the dead one has gone: its memory is needed
             await asyncio.sleep(delay)
@@ -89,15 +105,9 @@ class WorkerControl:
                 f"before had {num_blocks}: something else has taken the device's memory"
             )
             self.executor.fail(error)
-        for request in self._steps.restart(self.executor):
-            blame = WorkerDiedError(
-                f"workers died again and again while they computed request {request.request_id}, also when it was "
-                f"the only suspect: {error}"
-            )
-            blame.__cause__ = error
-            request.sink.fail(blame)
+        self._steps.restart(self.executor)
         self.recovering, self.ready = None, ready
-        logger.warning("the worker runs again after %.1f s; all requests go on", time.monotonic() - begun)
+        logger.warning("%s runs again after %.1f s; all requests go on", self.name, time.monotonic() - begun)
         return None
 
     async def call(self, method: str, *args: Any, timeout: float) -> Any:
@@ -106,20 +116,50 @@ class WorkerControl:
         try:
             return await self.executor.call(method, *args, timeout=timeout)
         except TimeoutError:
-            raise InternalError(f"the worker did not answer {method} within {timeout:g} s") from None
+            raise InternalError(f"{self.name} did not answer {method} within {timeout:g} s") from None
 
     async def long_call(self, method: str, *args: Any, timeout: float) -> Any:
         """Make a call that stops the worker's steps and heartbeats, without taking the worker for hung."""
         with self._steps.watchdog.suspended():
             return await self.call(method, *args, timeout=timeout)
 
+    async def call_all(self, method: str, args: Sequence[Any], timeout: float) -> list[Any]:
+        """Make a call that every rank answers, see `Executor.call_all`. Steps and heartbeats may stop for as long as it
+        takes, also when the caller is cancelled meanwhile."""
+        self.check()
+        self._steps.revoke_leased()
+        call = asyncio.get_running_loop().create_task(self._call_all(method, args, timeout), name="aengine-call")
+        call.add_done_callback(lambda call: call.cancelled() or call.exception())  # the caller may have gone
+        return await asyncio.shield(call)
+
+    async def _call_all(self, method: str, args: Sequence[Any], timeout: float) -> list[Any]:
+        with self._steps.watchdog.suspended():
+            return await self.executor.call_all(method, args, timeout=timeout)
+
+    def check(self) -> None:
+        """Raise WorkerDiedError while the worker is being started again."""
+        if self.recovering is not None:
+            raise WorkerDiedError(f"{self.name} is being started again: {self.recovering}")
+
     async def check_health(self, timeout: float) -> float:
         """See `AsyncLLM.check_health`."""
-        if self.recovering is not None:
-            raise WorkerDiedError(f"the worker is being started again: {self.recovering}")
+        self.check()
         begun = time.perf_counter()  # uvloop's time() counts whole milliseconds
         await self.call("ping", timeout=timeout)
         return time.perf_counter() - begun
+
+
+def check_arguments(method: str, args: Sequence[Any]) -> None:
+    """Raise InvalidRequestError unless a worker can be sent these arguments of ``method``."""
+    for index, arg in enumerate(args):
+        try:
+            unpack(Kind.CALL, pack(arg))  # as a worker will: not all that can be packed can be unpacked
+        except (MessageError, TypeError, ValueError, OverflowError) as error:
+            raise InvalidRequestError(
+                f"argument {index} of {method} can't be sent to a worker ({error!s:.200}): it must be plain data "
+                f"(None, bool, int of 64 bits, float, str, bytes, list, dict)",
+                param="args",
+            ) from None
 
 
 def _given_up(error: EngineError, budget: RestartBudget) -> EngineError:

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import os
-from typing import TYPE_CHECKING
+import tempfile
+from functools import partial
+from typing import TYPE_CHECKING, Any
 
 from ..errors import InvalidRequestError
 from ..threads.pools import run_in_thread
@@ -11,7 +13,7 @@ from ..threads.pools import run_in_thread
 if TYPE_CHECKING:
     from ..engine.core import EngineCore
 
-__all__ = ["positive_seconds", "resume", "seconds", "start_profile", "stop_profile"]
+__all__ = ["collective_rpc", "positive_seconds", "resume", "seconds", "start_profile", "stop_profile"]
 
 _START_PROFILE_SECONDS = 60.0  # torch prepares CUDA's profiling interface the first time
 _STOP_PROFILE_SECONDS = 600.0  # of a long recording some GB of JSON are written
@@ -28,12 +30,24 @@ async def start_profile(core: EngineCore, folder: str | os.PathLike[str] | None)
         if not isinstance(folder, str | os.PathLike) or not _is_text(os.fspath(folder)):
             raise InvalidRequestError(f"folder={folder!r} is not valid: it must be a path, or None", param="folder")
         folder = await run_in_thread("abspath", os.path.abspath, folder)  # the worker's own place may be another
-    return _path_of(await core.worker.long_call("start_profile", folder, timeout=_START_PROFILE_SECONDS))
+    elif len(core.replicas) > 1:  # one for all of them
+        folder = await run_in_thread("mkdtemp", partial(tempfile.mkdtemp, prefix="aengine-profile-"))
+    replies = await core.replicas.call("start_profile", folder, timeout=_START_PROFILE_SECONDS)
+    return min(map(_path_of, replies))  # all are the same; any may have refused
 
 
 async def stop_profile(core: EngineCore) -> str:
     """See `AsyncLLM.stop_profile`."""
-    return _path_of(await core.worker.long_call("stop_profile", timeout=_STOP_PROFILE_SECONDS))
+    replies = await core.replicas.call("stop_profile", timeout=_STOP_PROFILE_SECONDS)
+    # A worker that was started again meanwhile records nothing.
+    return _path_of(next((reply for reply in replies if "path" in reply), replies[0]))
+
+
+async def collective_rpc(core: EngineCore, method: object, args: tuple[Any, ...], timeout: float) -> list[Any]:
+    """See `AsyncLLM.collective_rpc`."""
+    if not isinstance(method, str) or not method.isidentifier() or method.startswith("_"):
+        raise InvalidRequestError(f"method={method!r:.100} is not valid: it must be a public name", param="method")
+    return await core.replicas.call_all(method, args, timeout)
 
 
 def seconds(name: str, value: object) -> float:

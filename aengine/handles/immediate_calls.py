@@ -60,9 +60,13 @@ class ImmediateCalls:
 
     def describe(self) -> dict[str, Any]:
         """What runs: vocab_size, max_model_len, num_blocks, block_size, device, dtype, weight_format, pid, ...;
-        ``sampling_defaults``: what the checkpoint's generation_config.json says for requests that don't."""
+        ``sampling_defaults``: what the checkpoint's generation_config.json says for requests that don't. With
+        ``data_parallel_size`` above 1 it is of the first replica, and ``replicas`` has that of each."""
         core = self._handle.running_core()
-        return core.worker.ready | {"sampling_defaults": dict(core.sampling.values)}
+        described = core.ready | {"sampling_defaults": dict(core.sampling.values)}
+        if len(core.replicas) > 1:
+            described["replicas"] = [replica.worker.ready for replica in core.replicas]
+        return described
 
     @property
     def tokenizer(self) -> TokenizerView:
@@ -70,4 +74,4 @@ class ImmediateCalls:
         from ..engine.tokenizer_view import TokenizerView
 
         core = self._handle.open_core()
-        return TokenizerView(core.tokenizer, core.worker.ready["vocab_size"])
+        return TokenizerView(core.tokenizer, core.limits.vocab_size)

@@ -107,7 +107,7 @@ def _finished(values: Vectors, request: PoolingRequest) -> Vectors:
 
 async def _score(call: _Call, request: PoolingRequest) -> PoolingResult:
     core, pairs = call.core, request.inputs
-    tasks, labels = core.limits.tasks, core.worker.ready.get("labels", ())
+    tasks, labels = core.limits.tasks, core.ready.get("labels", ())
     are_many = len(pairs) >= _MANY
     await _off_loop(are_many, _check_pairs, pairs)
     tokenizer = call.tokenizer()
@@ -115,7 +115,7 @@ async def _score(call: _Call, request: PoolingRequest) -> PoolingResult:
         if len(labels) != 1:
             raise InvalidRequestError(f"this model has {len(labels)} classes, and no score: call classify()")
         encode = partial(_encode_pairs, call)
-        if core.worker.ready.get("asks_yes_no"):
+        if core.ready.get("asks_yes_no"):
             question = await run_in_thread("encode", YesNoPrompt, tokenizer, request.instruction)
             encode = partial(_encode_questions, call, question, is_classified=True)
         logits = await call.run(pairs, encode)
@@ -227,7 +227,7 @@ class _Call:
         self._open: dict[int, UserRequest] = {}
         self._ended: list[int] = []  # of them, those that have ended since it was last looked
         self._news: asyncio.Future[None] | None = None
-        self._window = 2 * core.config.max_num_seqs
+        self._window = 2 * core.config.max_num_seqs * len(core.replicas)
         self._num_done = self._num_tokens = self._num_cached = 0
 
     def tokenizer(self) -> Tokenizer:
@@ -263,7 +263,7 @@ class _Call:
         return await _off_loop(num_bytes >= _LARGE, _joined, self._vectors)
 
     def _size(self) -> int:
-        ready = self.core.worker.ready
+        ready = self.core.ready
         return int(ready.get("embedding_size") or len(ready.get("labels", ())) or 1)
 
     def _arranged(self, inputs: Sequence[Any]) -> tuple[list[Any], list[list[int]]]:

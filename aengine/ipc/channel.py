@@ -119,21 +119,31 @@ class HostChannel:
         self._check_open()
         return self._segment.heartbeat[1]
 
+    @property
+    def device_word(self) -> int:
+        """The state of the device's oldest step, as the worker reported with its last heartbeat."""
+        self._check_open()
+        return self._segment.heartbeat[2]
+
     def bitmask(self, size: int) -> memoryview | None:
         """The first ``size`` bytes of the memory for bitmasks; None if there is not so much. Who holds them keeps them
         mapped. A frame tells the worker when to read them; until it has answered, they may not change."""
         self._check_open()
         return self._segment.bitmask()[:size] if size <= self._segment.bitmask_bytes else None
 
+    def has_room(self, num_bytes: int) -> bool:
+        """Whether `try_publish` would send so many bytes now."""
+        self._check_open()
+        producer = self._producer
+        fits = not self._num_publishing and num_bytes <= producer.fragment_length
+        return fits and producer.has_room(frame_bytes(num_bytes))
+
     def try_publish(self, kind: int, step_id: int, payload: Payload) -> bool:
         """Send, unless the ring has no room for it now, or it needs fragments, or others wait: then False."""
-        self._check_open()
         data = _flat(payload)
-        size = frame_bytes(len(data))
-        producer = self._producer
-        if self._num_publishing or len(data) > producer.fragment_length or not producer.has_room(size):
+        if not self.has_room(len(data)):
             return False
-        producer.write(kind, step_id, WHOLE, data)
+        self._producer.write(kind, step_id, WHOLE, data)
         self._worker_bell.ring()
         return True
 
@@ -328,13 +338,14 @@ class WorkerChannel:
         finally:
             self._is_publishing = False
 
-    def beat(self, device_bytes: int = 0) -> None:
-        """Show the host that this process lives, and has so much of its device's memory. For one thread of its own,
-        until `close`."""
+    def beat(self, device_bytes: int = 0, device_word: int = 0) -> None:
+        """Show the host that this process lives, has so much of its device's memory, and how far the device is with its
+        oldest step (`DeviceWatch.word`). For one thread of its own, until `close`."""
         if not self._closed:
             heartbeat = self._segment.heartbeat
             heartbeat[0] = (heartbeat[0] + 1) % 2**64
             heartbeat[1] = device_bytes
+            heartbeat[2] = device_word
 
     def bitmask(self, size: int | None = None) -> memoryview:
         """The first ``size`` bytes of the memory for bitmasks, or all. Raises FrameError when it is shorter."""

@@ -8,7 +8,7 @@ One segment joins the host with one worker. All numbers are little-endian; offse
               +--------+------------------------+------------------------+  ......  +---------+
     label     magic u64, version u64, capacity u64, bytes of the bitmask u64, nonce [16], 16 unused; then, written by
               the worker, at 64, how often its heart has beaten, u64, and, at 72, the bytes of device memory that it had
-              then, u64
+              then, u64, and, at 80, the state of the device's oldest step (`DeviceWatch.word`), u64
     bitmask   any bytes: where a grammar's threads write what a GRAMMAR frame then refers to, without a copy
 
     ring      0          8                128        256                  256 + capacity
@@ -64,7 +64,7 @@ class FrameError(ValueError):
 ALIGN = 32
 LABEL = struct.Struct("<QQQQ16s")
 LABEL_BYTES = 128
-HEARTBEAT = slice(64, 80)
+HEARTBEAT = slice(64, 88)
 PAGE_BYTES = 4096
 LABEL_MAGIC = int.from_bytes(b"aengine\0", "little")
 

@@ -7,12 +7,15 @@ and nothing is ever unpickled.
 
 The direction and content of each kind:
 
-    host -> worker   LOAD             dict: config, model source, rank; answered by PROGRESS..., then PROFILED or ERROR
+    host -> worker   LOAD             dict: config, model source, rank, and "lead", if there are several; answered by
+                                      PROGRESS..., then PROFILED or ERROR
                      ALLOCATE         dict: PLAN_LIMITS, agreed for all ranks; answered by PROGRESS..., READY or ERROR
                      STEP             SchedulerOutput; answered by OUTPUT (at once if sample_now, else after GRAMMAR)
                      GRAMMAR          GrammarOutput: the bitmask of step step_id
-                     CALL             [method, reply_rank, *arguments]: a collective call; that rank answers REPLY
-                     REVOKE           nothing; leased steps that were not begun are dropped; answered by REVOKED
+                     CALL             [method, reply_rank, *arguments]: a collective call; that rank replies. None: a
+                                      method of the worker extension, and every rank replies
+                     REVOKE           nothing; leased steps that were not begun are dropped; answered by REVOKED. To
+                                      other ranks than the first: [first, last], ids of those that it dropped
                      SHUTDOWN         nothing; the worker ends
     worker -> host   PROGRESS         dict: stage, done, total, unit, detail
                      PROFILED         dict: PLAN_LIMITS, the most that this rank can keep; block_size, vocab_size,
@@ -514,6 +517,11 @@ def _reply(data: Any) -> None:
         raise MessageError("a REPLY with neither a value nor an error")
 
 
+def _revoke(data: Any) -> None:
+    if len(data) != 2 or not 0 <= _int(data[0]) <= _int(data[1]):
+        raise MessageError("REVOKE of what is not a range of steps")
+
+
 def _revoked(data: Any) -> None:
     if _int(data) < 0:
         raise MessageError(f"REVOKED with {data}")
@@ -527,6 +535,7 @@ _CHECKS = {
     Kind.ERROR: _error,
     Kind.REPLY: _reply,
     Kind.LOG: _log,
+    Kind.REVOKE: _revoke,
     Kind.REVOKED: _revoked,
 }
 _REQUEST_INTS = (

@@ -13,14 +13,19 @@ from .expert_types import ExpertPlan, Routing
 __all__ = ["plan_experts"]
 
 
-def plan_experts(routing: Routing, shape: ExpertShape, tiling: ExpertTiling | None = None) -> ExpertPlan:
-    """The plan for the products of a layer. ``tiling``: to be used on a GPU; None: the best known."""
+def plan_experts(
+    routing: Routing, shape: ExpertShape, tiling: ExpertTiling | None = None, *, is_partial: bool = False
+) -> ExpertPlan:
+    """The plan for the products of a layer. ``tiling``: to be used on a GPU; None: the best known. ``is_partial``: some
+    of the tokens' experts are not here, see `route`."""
     assert routing.expert_ids.shape == routing.weights.shape and routing.expert_ids.shape[1] == shape.top_k, shape
     if uses_triton(routing.expert_ids):
         from .triton import expert_plan as triton_op
 
-        return triton_op.plan_experts(routing, shape, tiling)
+        return triton_op.plan_experts(routing, shape, tiling, is_partial)
     order = routing.expert_ids.flatten().argsort(stable=True)
     counts = routing.expert_ids.flatten().bincount(minlength=shape.num_experts).tolist()
-    parts = order.split(counts)
-    return ExpertPlan(routing, shape, [(expert, pairs) for expert, pairs in enumerate(parts) if len(pairs)])
+    parts = order.split(counts)[: shape.num_experts]
+    return ExpertPlan(
+        routing, shape, [(expert, pairs) for expert, pairs in enumerate(parts) if len(pairs)], is_partial=is_partial
+    )

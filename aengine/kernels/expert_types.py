@@ -27,8 +27,8 @@ class RoutingRule:
 
 
 class Routing(NamedTuple):
-    expert_ids: Tensor  # int32 [n, top_k], the best first; those of a token differ
-    weights: Tensor  # float32 [n, top_k]
+    expert_ids: Tensor  # int32 [n, top_k], the best first; those of a token differ; num_experts: one that is not here
+    weights: Tensor  # float32 [n, top_k]; 0 of one that is not here
 
 
 class ExpertGate(NamedTuple):
@@ -54,6 +54,7 @@ class ExpertPlan:
     chosen: list[tuple[int, Tensor]]  # on the CPU: each chosen expert and its pairs, int64
     tiling: ExpertTiling | None = None  # elsewhere
     blocks: ExpertBlocks | None = None  # elsewhere; None: each pair alone
+    is_partial: bool = False  # some experts are not here
 
     @property
     def num_pairs(self) -> int:

@@ -36,7 +36,7 @@ def expert_product(
         return triton_op.expert_product(x, matrices, plan, gate, norm)
     if norm is not None:
         x = rms_norm(x, norm.weight, norm.eps)
-    out = x.new_empty(plan.num_pairs, matrices.weight.shape[1])
+    out = x.new_zeros(plan.num_pairs, matrices.weight.shape[1])  # an expert that is not here adds nothing
     for expert, pairs in plan.chosen:
         out[pairs] = _multiply(x[pairs // plan.shape.top_k], matrices, expert)
     return out if gate is None else gate_experts(out, gate)
@@ -50,7 +50,7 @@ def add_experts(residual: Tensor, hidden: Tensor, matrices: ExpertMatrices, plan
         from .triton import experts as triton_op
 
         return triton_op.add_experts(residual, hidden, matrices, plan)
-    out = residual.new_empty(plan.num_pairs, residual.shape[1])
+    out = residual.new_zeros(plan.num_pairs, residual.shape[1])
     for expert, pairs in plan.chosen:
         out[pairs] = _multiply(hidden[pairs], matrices, expert)
     add_weighted(residual, out, plan)

@@ -22,7 +22,7 @@ from torch import Tensor
 from .dispatch import uses_triton
 from .philox import philox4x32
 
-__all__ = ["BLOCK", "draw_or_greedy", "gumbel_noise", "gumbel_sample"]
+__all__ = ["BLOCK", "best_of_shares", "draw_or_greedy", "draw_share", "gumbel_noise", "gumbel_sample"]
 
 BLOCK = 256
 _PIECE = 2**19  # logits that are scaled at a time on the CPU, so that the copy stays in the cache
@@ -63,6 +63,48 @@ def gumbel_sample(
     return draw_or_greedy(logits, temperature, seeds, positions, cutoff)
 
 
+def draw_share(
+    logits: Tensor, temperature: Tensor, seeds: Tensor, positions: Tensor, first_token: int, vocab_size: int
+) -> Tensor:
+    """The best token of a share of the vocabulary, for `best_of_shares` to compare with those of the others: together
+    they draw what `gumbel_sample` draws from all logits.
+
+    Args:
+        logits: float32 [n, size] of the tokens from ``first_token`` on, a multiple of ``BLOCK``; -inf where there is
+            none; the others as for `gumbel_sample`
+        vocab_size: of the whole
+
+    Returns [3, n], float64 on the CPU and float32 elsewhere: how the token compares, its id, and the row's check.
+    """
+    assert logits.dim() == 2 and logits.dtype == temperature.dtype == torch.float32 and first_token % BLOCK == 0
+    assert temperature.shape == seeds.shape == positions.shape == logits.shape[:1]
+    if uses_triton(logits):
+        from .triton import gumbel as triton_op
+
+        return triton_op.draw_share(logits, temperature, seeds, positions, first_token, vocab_size)
+    best = logits.max(dim=1)
+    out = torch.stack((best.values.double(), best.indices.double() + first_token, best.values.double()))
+    some = (temperature > 0).nonzero()[:, 0]
+    if len(some):
+        block = first_token // BLOCK
+        ids, checks, scores = _draw_scored(logits[some], temperature[some], seeds[some], positions[some], None, block)
+        out[:, some] = torch.stack((scores, ids.double() + first_token, checks.double()))
+    out[1].clamp_(max=vocab_size - 1)  # a share may have no token
+    return out
+
+
+def best_of_shares(shares: Tensor) -> tuple[Tensor, Tensor]:
+    """(ids int64 [n], checks float32 [n]) as of `gumbel_sample`, for what `draw_share` made of each share, in the order
+    of the vocabulary: [shares, 3, n]. Of equal ones the first wins."""
+    assert shares.dim() == 3 and shares.shape[1] == 3
+    if uses_triton(shares):
+        from .triton import gumbel as triton_op
+
+        return triton_op.best_of_shares(shares)
+    best = shares[:, 0].argmax(dim=0, keepdim=True)
+    return shares[:, 1].gather(0, best)[0].long(), shares[:, 2].amax(dim=0).float()
+
+
 def draw_or_greedy(
     logits: Tensor, temperature: Tensor, seeds: Tensor, positions: Tensor, cutoff: Tensor | None
 ) -> tuple[Tensor, Tensor]:
@@ -87,21 +129,34 @@ def _draw(
     logits: Tensor, temperature: Tensor, seeds: Tensor, positions: Tensor, cutoff: Tensor | None
 ) -> tuple[Tensor, Tensor]:
     """Draw one token a row; no row is greedy."""
+    return _draw_scored(logits, temperature, seeds, positions, cutoff, 0)[:2]
+
+
+def _draw_scored(
+    logits: Tensor,
+    temperature: Tensor,
+    seeds: Tensor,
+    positions: Tensor,
+    cutoff: Tensor | None,
+    first_block: int,
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Draw one token a row from logits that begin with block ``first_block``; also the noisy mass of its block, float64
+    [n], by which it was preferred to others."""
     vocab_size = logits.shape[1]
     temperature = temperature[:, None]
     limit = None if cutoff is None else cutoff[:, None]
     step = max(1, _PIECE // vocab_size)
     parts = [slice(i, i + step) for i in range(0, len(logits), step)]
     mass = torch.cat([_block_mass(logits[p], temperature[p], None if limit is None else limit[p]) for p in parts])
-    noise = gumbel_noise(seeds, positions.long(), BLOCK + mass.shape[1])
-    block = (mass + noise[:, BLOCK:]).argmax(dim=1, keepdim=True)
+    noise = gumbel_noise(seeds, positions.long(), BLOCK + first_block + mass.shape[1])
+    score, block = (mass + noise[:, BLOCK + first_block :]).max(dim=1, keepdim=True)
     ids = block * BLOCK + torch.arange(BLOCK)
     inside = logits.gather(1, ids.clamp(max=vocab_size - 1)).masked_fill_(ids >= vocab_size, -torch.inf)
     if limit is not None:
         inside.masked_fill_(inside < limit, -torch.inf)
     choice = (inside / temperature + noise[:, :BLOCK]).argmax(dim=1, keepdim=True)
     sampled = (block * BLOCK + choice).clamp_(max=vocab_size - 1)  # a row of NaN may land in the padding
-    return sampled.squeeze(1), mass.amax(dim=1)
+    return sampled.squeeze(1), mass.amax(dim=1), score.squeeze(1)
 
 
 def _block_mass(logits: Tensor, temperature: Tensor, cutoff: Tensor | None) -> Tensor:

@@ -17,12 +17,13 @@ from .expert_types import Routing, RoutingRule
 __all__ = ["route"]
 
 
-def route(logits: Tensor, rule: RoutingRule, correction: Tensor | None = None) -> Routing:
+def route(logits: Tensor, rule: RoutingRule, correction: Tensor | None = None, own: range | None = None) -> Routing:
     """Choose ``rule.top_k`` experts a token, of equal ones that of the lowest id.
 
     Args:
         logits: float32 [n, num_experts]. A row with a NaN gets valid ids and the weights NaN, or none that matter.
         correction: float32 [num_experts], added to the scores for the choice alone; for "sigmoid"
+        own: the experts that are computed here: they count from 0 on, and another's id is their number, its weight 0
     """
     num_experts = logits.shape[1]
     assert logits.dtype == torch.float32 and rule.top_k <= num_experts, f"{logits.dtype} {tuple(logits.shape)}, {rule}"
@@ -30,7 +31,7 @@ def route(logits: Tensor, rule: RoutingRule, correction: Tensor | None = None) -
     if uses_triton(logits):
         from .triton import routing as triton_op
 
-        return triton_op.route(logits, rule, correction)
+        return triton_op.route(logits, rule, correction, own)
     scores = logits.softmax(-1) if rule.scoring == "softmax" else logits.sigmoid()
     choice = scores if correction is None else scores + correction
     if rule.num_groups > 1:
@@ -39,7 +40,12 @@ def route(logits: Tensor, rule: RoutingRule, correction: Tensor | None = None) -
     weights = scores.gather(1, expert_ids)
     if rule.renormalise:
         weights = weights / (weights.sum(-1, keepdim=True) + 1e-20)
-    return Routing(expert_ids.to(torch.int32), weights * rule.scale)
+    weights = weights * rule.scale
+    if own is not None:
+        is_own = (expert_ids >= own.start) & (expert_ids < own.stop)
+        expert_ids = torch.where(is_own, expert_ids - own.start, len(own))
+        weights = weights.masked_fill(~is_own, 0.0)
+    return Routing(expert_ids.to(torch.int32), weights)
 
 
 def _best_groups(choice: Tensor, rule: RoutingRule) -> Tensor:

@@ -120,13 +120,24 @@ class KVLayout:
     """The pool's form: pages of ``num_slabs`` slabs, each of ``slab_bytes``."""
 
     groups: tuple[KVCacheGroup, ...]
-    layers: tuple[LayerPlace, ...]  # of every layer of the model, those that share another's included
+    layers: tuple[LayerPlace | None, ...]  # of every layer of the model; None: it is another pipeline stage's
     num_slabs: int
     slab_bytes: int
 
     @property
     def page_bytes(self) -> int:
         return self.num_slabs * self.slab_bytes
+
+    def of_layers(self, own: range) -> KVLayout:
+        """The layout on a pipeline stage that has these layers alone: groups and their blocks are those of all stages,
+        but pages have no slab that only other layers use."""
+        used = sorted({place.slab for i, place in enumerate(self.layers) if place is not None and i in own})
+        new = {slab: number for number, slab in enumerate(used)}
+        places = (
+            None if place is None or i not in own else replace(place, slab=new[place.slab])
+            for i, place in enumerate(self.layers)
+        )
+        return replace(self, layers=tuple(places), num_slabs=len(used))
 
 
 _AnyKV = FullKV | WindowKV | LatentKV | StateKV

@@ -6,9 +6,10 @@ its file, adds what only its layers need, and has the rules by which a config.js
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from collections.abc import Mapping
-from dataclasses import dataclass
-from typing import Any, Self
+from dataclasses import dataclass, replace
+from typing import Any, ClassVar, Self
 
 import torch
 
@@ -17,7 +18,7 @@ from ..kernels.activation import Activation
 from .kv_spec import FullKV, LayerKV, SharedKV, WindowKV
 from .rope import RopeConfig
 
-__all__ = ["ConfigReader", "ModelConfig"]
+__all__ = ["ConfigReader", "Divisible", "ModelConfig"]
 
 ACTIVATIONS: Mapping[str, Activation] = {
     "silu": "silu",
@@ -52,6 +53,14 @@ class ModelConfig:
     logit_scale: float = 1.0
     logit_softcap: float = 0.0  # cap * tanh(logits / cap); 0: none
     num_experts: int = 0  # of each mixture of experts; 0: there are none
+    num_ranks: int = 1  # among which heads and inner features are divided: all sizes are those of one of them
+    kv_copies: int = 1  # ranks that have the same key-value heads
+    divides_experts: bool = False  # each rank has some experts of a mixture as a whole, instead of a part of every one
+
+    divided: ClassVar[tuple[str, ...]] = ("num_heads", "intermediate_size")
+    """The fields that are divided among ranks, numbers or `Divisible`, the key-value heads apart."""
+    expert_sizes: ClassVar[tuple[str, ...]] = ()
+    """Those of them that are of a mixture's experts alone."""
 
     @classmethod
     def from_hf(cls, hf: Mapping[str, Any]) -> Self:
@@ -63,6 +72,42 @@ class ModelConfig:
 
     def check_device(self, device: torch.device, dtype: torch.dtype) -> None:
         """Raise ModelLoadError if the model can't be computed there in ``dtype``, a library is missing, say."""
+
+    def of_rank(self, num_ranks: int, *, divides_experts: bool = False) -> Self:
+        """The config as each of ``num_ranks`` has it, which share each layer (`TensorGroup`).
+
+        ``divides_experts``: the setting ``enable_expert_parallel``; without a mixture of experts it changes nothing.
+
+        Raises ModelLoadError: something does not divide; the message says which numbers of ranks would do.
+        """
+        if num_ranks == 1:
+            return self
+        experts = divides_experts and self.num_experts > 0
+        found = self._divided(num_ranks, experts)
+        if isinstance(found, str):
+            usable = [n for n in range(1, self.num_heads + 1) if not isinstance(self._divided(n, experts), str)]
+            shown = ", ".join(map(str, usable[:-1])) + f" or {usable[-1]}" if len(usable) > 1 else "1"
+            raise ModelLoadError(f"tensor_parallel_size={num_ranks}: {found}; it can be {shown}")
+        return found
+
+    def _divided(self, num_ranks: int, divides_experts: bool) -> Self | str:
+        """The config of a rank, or what does not divide."""
+        changes: dict[str, Any] = {"divides_experts": divides_experts}
+        if divides_experts and self.num_experts % num_ranks:
+            return f"num_experts={self.num_experts} can't be divided by it"
+        for name in self.divided:
+            if divides_experts and name in self.expert_sizes:
+                continue
+            value = getattr(self, name)
+            own = value.divided(num_ranks) if isinstance(value, Divisible) else _quotient(value, num_ranks)
+            if own is None:
+                return f"{name}={value} can't be divided by it"
+            changes[name] = own
+        heads = self.num_kv_heads
+        if heads % num_ranks and num_ranks % heads:
+            return f"num_kv_heads={heads} neither divides it nor is divided by it"
+        changes["num_kv_heads"] = max(1, heads // num_ranks)
+        return replace(self, **changes, num_ranks=num_ranks, kv_copies=max(1, num_ranks // heads))
 
     @property
     def implementation(self) -> str:
@@ -106,6 +151,18 @@ class ModelConfig:
     @property
     def kv_size(self) -> int:
         return self.num_kv_heads * self.head_dim
+
+
+class Divisible(ABC):
+    """Sizes that are divided among ranks together."""
+
+    @abstractmethod
+    def divided(self, num_ranks: int) -> Self | None:
+        """The sizes of one rank; None: they don't divide."""
+
+
+def _quotient(size: int, num_ranks: int) -> int | None:
+    return None if size % num_ranks else size // num_ranks
 
 
 class ConfigReader:

@@ -14,7 +14,6 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from functools import partial
-from itertools import zip_longest
 from typing import Any, NamedTuple, Protocol
 
 import numpy as np
@@ -26,15 +25,21 @@ from ..ipc.messages import DraftColumns, GrammarOutput, KVCacheGroup, NewRequest
 from ..kernels.input_prep import PreparedInputs
 from .async_output import AsyncOutput, OutputCopier, Published
 from .block_tables import BlockTables, table_shape
+from .distributed.group import ALONE, TensorGroup
+from .distributed.pipeline import PipelineLink
+from .distributed.relay import Relay
+from .distributed.shares import VocabularyShare
+from .distributed.stage import WHOLE, PipelineStage
 from .graphs.batch_graphs import BatchGraphs
-from .graphs.cuda_graphs import CudaGraphManager, DecodeStep, GraphKind
+from .graphs.cuda_graphs import CudaGraphManager, DecodeStep
 from .input_batch import BatchPlan, InputBatch, SampleBatch
 from .platforms.platform import Platform
 from .pooling.decoder import DecoderPooling, PooledTensors
 from .pooling.vectors import VectorLayers
 from .request_state import SCALAR_WORDS, RequestState
 from .sampling.bitmask_memory import HostBitmasks
-from .sampling.sampler import Sampler, SamplerOutput
+from .sampling.sampler import Sampler, SamplerOutput, Sampling
+from .sampling.vocabulary import Vocabulary
 from .staged_writes import StagedArena
 from .transfer import to_device
 
@@ -47,11 +52,12 @@ _IDLE_FOR_LONG_PARTS = 0.25  # seconds
 class Model(Protocol):
     """Interface of a model for the runner. ``attn`` is what ``KvMemory.bind`` makes of a batch."""
 
-    def forward(self, input_ids: Tensor, positions: Tensor, attn: Any) -> Tensor:
-        """hidden [num_tokens, hidden_size] for int64 [num_tokens] ids and positions; writes and reads KV by attn."""
+    def forward(self, input_ids: Tensor, positions: Tensor, attn: Any, received: Tensor | None = None) -> Tensor:
+        """hidden [num_tokens, hidden_size] for int64 [num_tokens] ids and positions; writes and reads KV by attn.
+        ``received``: hidden of the pipeline stage before; None: it begins with the ids."""
 
     def compute_logits(self, hidden: Tensor) -> Tensor:
-        """float32 [n, vocab_size], a new tensor, for hidden [n, hidden_size]."""
+        """float32 [n, vocab_size], a new tensor, for hidden [n, hidden_size]; on one rank of several, its share."""
 
     def final_hidden(self, hidden: Tensor) -> Tensor:
         """[n, hidden_size] as the head takes it: normalised, a new tensor, for hidden [n, hidden_size]."""
@@ -101,10 +107,9 @@ class ExecuteModelState:
     step_id: int
     plan: BatchPlan | None = None  # what was run; None: nothing
     idx_mapping: Tensor | None = None  # int64 [num_reqs]: the plan's rows on the device
-    logits: Tensor | None = None  # float32 [num_sampled, vocab_size]; None: nothing samples, or has been sampled
-    published: Published | None = None  # the samples, where the forward's graph has made them already
+    logits: Tensor | None = None  # float32 [num_sampled, share]; None: nothing samples, or has been sampled
     pooled: PooledTensors | None = None  # of the requests that get a vector
-    is_half: bool = False  # the second half of its graph is to be launched
+    is_half: bool = False  # the graph of its second half is to be launched
     num_reqs: int = 0  # of the step, those that could not be run included
     drafts: DraftColumns | None = None  # of the step
     row_errors: dict[int, RowError] = field(default_factory=dict)  # by position in the SchedulerOutput
@@ -130,13 +135,23 @@ class ModelRunner:
         enforce_eager: bool = False,
         is_alone: bool = True,
         vectors: VectorLayers | None = None,
+        stage: PipelineStage = WHOLE,
+        link: PipelineLink | None = None,
+        vocabulary: VocabularyShare | None = None,
+        group: TensorGroup = ALONE,
     ) -> None:
         """``graph_sizes``: batch sizes of decode steps that run as one launch; None: all steps run op by op.
         ``max_graph_tokens``: most tokens of a step with prompts whose layers run as one launch.
         ``is_alone``: no other rank computes the same steps, so that this one decides by itself what to leave out of a
         step that it has no memory for; else that is an InternalError, as the others are in the step already.
-        ``vectors``: how a request that is pooled gets its vector; None: as its last hidden state."""
+        ``vectors``: how a request that is pooled gets its vector; None: as its last hidden state.
+        ``stage``, ``link``: which of the model's layers these are, and how to reach the others; None: all of them.
+        ``vocabulary``: the tokens of which the model has the logits on this rank of ``group``; None: all.
+
+        Ranks of a group exchange tensors within a step, so all of them must do the same: what a step exchanges follows
+        from the SchedulerOutputs alone. Whether it runs as a graph or op by op is each rank's own matter."""
         self._is_alone = is_alone
+        self._group = group
         self._model = model
         self._kv_memory = kv_memory
         self.vocab_size = vocab_size
@@ -151,10 +166,15 @@ class ModelRunner:
         )
         self.requests = RequestState(self._arena)
         kv_memory.watch_rows(self.requests.scalars.first_len)
+        self._relay = Relay(stage, link, self.requests)
         self.tables = BlockTables(self._arena, num_blocks=num_blocks, groups=kv_groups)
         self._pooling = DecoderPooling(model, self.requests, vectors or VectorLayers("last"))
         self._bitmasks = HostBitmasks(4 * ((vocab_size + 31) // 32))
-        self._sampler = Sampler(self.requests, vocab_size, self._bitmasks)
+        own = vocabulary or VocabularyShare.of(vocab_size, 0, 1)
+        self.num_logits = own.size
+        """Of each row, on this rank."""
+        shared = Vocabulary(own, group)
+        self._sampler = Sampler(self.requests, vocab_size, self._bitmasks, shared)
         self._row_faults: dict[int, tuple[str, str]] = {}  # row: type and message of what is wrong with its request
         self._state: ExecuteModelState | None = None
         self._copy_out = OutputCopier(platform)
@@ -173,17 +193,16 @@ class ModelRunner:
                 max_num_seqs,
                 0 if self.tables.has_states else max_graph_tokens,  # states of prompts are taken one by one
                 platform,
+                group,
             )
 
         self._preparations: list[Preparation] | None = None  # not looked for yet
 
     def _find_preparations(self) -> list[Preparation]:
-        decodes = [] if self.graphs is None else [partial(self.graphs.prepare, d) for d in self.graphs.missing()]
-        batches: list[Callable[[], None]] = []
+        parts: list[Preparation] = []
         if self.batch_graphs is not None:
-            batches = [partial(self.batch_graphs.prepare, shape) for shape in self.batch_graphs.missing()]
-        in_turn = zip_longest(batches, decodes)  # small ones of both kinds are needed most
-        parts = [Preparation(_IDLE_FOR_GRAPHS, part) for pair in in_turn for part in pair if part is not None]
+            shapes = self.batch_graphs.missing()
+            parts = [Preparation(_IDLE_FOR_GRAPHS, partial(self.batch_graphs.prepare, shape)) for shape in shapes]
         return [*parts, *(Preparation(_IDLE_FOR_LONG_PARTS, part) for part in self._kv_memory.preparations())]
 
     @torch.inference_mode()
@@ -203,6 +222,7 @@ class ModelRunner:
         if plan.drafts is not None:
             self.requests.write_drafts(plan.rows, plan.drafts)
             plan.drafts = plan.drafts.uncertain()
+        self._relay.receive_ids_for(plan.rows)
         state = self._try(out, plan)[0] or self._run_with_less(out, plan)
         if state.plan is not None:
             self.requests.advance(state.plan.rows, state.plan.seq_lens)
@@ -247,12 +267,8 @@ class ModelRunner:
         return state
 
     def _run_graph(self, out: SchedulerOutput, plan: BatchPlan, graphs: CudaGraphManager) -> ExecuteModelState:
-        """A step of decodes: one launch, if its requests use temperature at most; or two, if some need a bitmask or
-        have other parameters."""
-        if out.sample_now and self._sampler.is_plain(plan.rows):
-            graphs.run(plan.rows, GraphKind.SAMPLED)
-            return ExecuteModelState(out.step_id, plan, published=graphs.step.published(plan.num_reqs))
-        graphs.run(plan.rows, GraphKind.HALVES)
+        """A step of decodes: two launches, the second when it is known how to sample."""
+        graphs.run(plan.rows)
         return ExecuteModelState(out.step_id, plan, is_half=True)
 
     def _run_batch(self, out: SchedulerOutput, plan: BatchPlan) -> ExecuteModelState:
@@ -261,8 +277,14 @@ class ModelRunner:
             hidden, rows, seq_lens, last = self.batch_graphs.run(plan, shape)
         else:
             batch = InputBatch.gather(plan, self.requests, self.tables)
-            hidden = self._model.forward(batch.inputs.input_ids, batch.inputs.positions, self._kv_memory.bind(batch))
+            inputs, attn = batch.inputs, self._kv_memory.bind(batch)
+            received = self._relay.receive(plan.num_tokens)
+            hidden = self._model.forward(inputs.input_ids, inputs.positions, attn, *received)
             rows, seq_lens, last = batch.idx_mapping, batch.inputs.seq_lens, None
+        if not self._relay.samples:
+            self._relay.send(hidden)
+            self.requests.advance_device(rows, seq_lens)
+            return ExecuteModelState(out.step_id, plan)
         logits, pooled = None, self._pooling.pool(plan, hidden)
         if len(plan.sampling):
             if plan.num_logits < len(hidden):
@@ -303,14 +325,17 @@ class ModelRunner:
         if plan is None:
             nothing = (state.step_id, state.num_reqs, _NO_ROWS, None, state.row_errors)
             return AsyncOutput(*nothing, drafts=state.drafts)
+        if not self._relay.samples:
+            rows = plan.rows[plan.sampling]
+            self.requests.append(rows)
+            self._relay.expect_ids(rows)
+            return AsyncOutput(state.step_id, state.num_reqs, _NO_ROWS, None, state.row_errors)
         sampling = plan.batch_idx[plan.sampling]
-        logprobs = None
         if state.is_half:
             logprobs = self._sampler.logprob_rows(plan.rows, sampling)
-            state.published = self._run_second_half(plan, grammar, has_logprobs=logprobs is not None)
-        if state.published is not None:
+            published = self._run_second_half(plan, grammar, has_logprobs=logprobs is not None)
             self.requests.append(plan.rows)
-            return AsyncOutput(state.step_id, state.num_reqs, sampling, state.published, state.row_errors, logprobs)
+            return AsyncOutput(state.step_id, state.num_reqs, sampling, published, state.row_errors, logprobs)
         return self._sample_op_by_op(state, plan, grammar)
 
     def _sample_op_by_op(self, state: ExecuteModelState, plan: BatchPlan, grammar: GrammarOutput | None) -> AsyncOutput:
@@ -325,6 +350,7 @@ class ModelRunner:
             tensors |= {"token_ids": sampled.token_ids, "checks": sampled.checks}
             if counts is not None:
                 tensors["counts"] = counts
+            self._relay.send_ids(sampled.token_ids)
             if sampled.logprobs is not None:
                 logprobs = self._sampler.logprob_rows(batch.rows, batch.batch_idx)
                 tensors["logprobs"] = sampled.logprobs
@@ -343,7 +369,8 @@ class ModelRunner:
     def _run_second_half(self, plan: BatchPlan, grammar: GrammarOutput | None, *, has_logprobs: bool) -> Published:
         assert self.graphs is not None
         rows, bits = self._bitmasks.of_batch(grammar, plan.batch_idx)
-        self.graphs.run_second_half(rows, bits, is_plain=self._sampler.is_plain(plan.rows))
+        sampling = self._sampler.asks(plan.rows)
+        self.graphs.sample(rows, bits, sampling if bits is None else max(sampling, Sampling.MASKED))
         return self.graphs.step.published(plan.num_reqs, has_logprobs=has_logprobs)
 
     @property
@@ -366,7 +393,8 @@ class ModelRunner:
         self._preparations = None
 
     def share_bitmasks(self, memory: memoryview) -> None:
-        """Bitmasks of GRAMMAR frames will lie in ``memory``, which is shared with the host."""
+        """Bitmasks of GRAMMAR frames will lie in ``memory``, which is shared with the host: called before graphs are
+        captured, which read it."""
         self._bitmasks.register(memory, self.platform)
 
     def _try_sampling(self, logits: Tensor, batch: SampleBatch) -> tuple[SamplerOutput | None, str]:
@@ -401,6 +429,7 @@ class ModelRunner:
             if fault is not None:
                 self._row_faults[request.req_idx] = ("InvalidRequestError", fault)
             self.requests.add_request(request)
+            self._relay.note_new_owner(request.req_idx)
             self._pooling.add_request(request)
             self._sampler.add_request(request)
             self.tables.replace(request)

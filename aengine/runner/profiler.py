@@ -55,7 +55,7 @@ def stop(rank: int, platform: Platform) -> str:
     platform.synchronize()
     recording.stop()
     now = time.time()
-    stamp = time.strftime("%Y%m%d-%H%M%S", time.localtime(now)) + f"-{int(now % 1 * 1000):03}"
+    stamp = time.strftime("%Y%m%d-%H%M%S", time.localtime(now)) + f"-{int(now % 1 * 1000):03}-{os.getpid()}"
     path = os.path.join(folder, f"aengine-rank{rank}-{stamp}.json.gz")
     recording.export_chrome_trace(path)
     return path

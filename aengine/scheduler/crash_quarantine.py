@@ -38,6 +38,9 @@ class CrashQuarantine:
     def __bool__(self) -> bool:
         return bool(self._requests)
 
+    def __contains__(self, request: Request) -> bool:
+        return request in self._requests
+
     @property
     def first(self) -> Request:
         return self._requests[0]

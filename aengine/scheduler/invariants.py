@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from .request import RequestStatus
+from .request import Request, RequestStatus
 
 if TYPE_CHECKING:
     from .scheduler import Scheduler
@@ -26,7 +26,12 @@ def check_scheduler(scheduler: Scheduler) -> None:
     assert rows.held == {request for request in leaving if request.finish_reason is None}
     assert all(r.status is _CATCHING_UP for r in rows.running if r.is_paused)
     by_status = {status: {r for r in rows.running if r.status is status} for status in RequestStatus}
-    decoding = [request for request in rows.decoding.requests if request.status is _DECODING]
+    decoding: list[Request] = []
+    for micro_batch in rows.micro_batches:
+        own = [request for request in micro_batch.decoding.requests if request.status is _DECODING]
+        assert all(request.micro_batch == micro_batch.index for request in own)
+        assert micro_batch.num_running == sum(r.micro_batch == micro_batch.index for r in rows.running)
+        decoding += own
     assert len(decoding) == len(by_status[_DECODING]) and set(decoding) == by_status[_DECODING]
     assert len(rows.catching_up) == len(by_status[_CATCHING_UP])
     assert set(rows.catching_up) == by_status[_CATCHING_UP]

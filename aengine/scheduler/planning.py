@@ -75,7 +75,7 @@ class StepPlan:
         for request in self._rows.crossing(due):
             self._rows.restart(request)
         # A decode short of a block catches up too. Its one token is kept for it, whatever chunks come before.
-        needy = [request for request in self._rows.catching_up if not request.is_paused]
+        needy = [request for request in self._rows.catching_up_here() if not request.is_paused]
         kept = sum(r.num_computed_tokens + 1 >= len(r.token_ids) for r in needy)
         for request in due:
             if request.status is not _DECODING:  # it is restarted
@@ -177,7 +177,10 @@ class StepPlan:
         """Give rows to the waiting, while their known tokens fit and everybody with a row could grow by a block.
         ``whole_prompts``: only while all of their tokens fit into this step."""
         rows, kv = self._rows, self._rows.kv
+        most_running = -(-(len(rows.running) + len(waiting)) // len(rows.micro_batches))  # each gets an equal share
         while waiting and self._budget > 0 and self.num_prompt_tokens < self._prompt_budget and rows.free_rows:
+            if rows.micro_batch.num_running >= most_running:
+                return
             spare = kv.pool.num_free - len(rows.running) * kv.num_growing
             if spare <= 0:
                 return

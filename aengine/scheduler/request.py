@@ -125,6 +125,7 @@ class Request:
         "is_pooled",
         "limit",
         "max_num_tokens",
+        "micro_batch",
         "milestone",
         "num_cached_tokens",
         "num_computed_tokens",
@@ -194,13 +195,14 @@ class Request:
         self.finish_reason: FinishReason | None = None
         self.sort_key: tuple[int, float, int] = (priority, arrival_time, 0)  # add_request sets the last
         self.req_idx = -1  # row on the worker, -1: none
+        self.micro_batch = 0  # index of the one in whose steps it is, while it has a row
         self.block_tables: list[BlockTable] = []  # of each KV group, while it has a row
         self.states = NO_STATES
         self.num_computed_tokens = 0  # steps in flight included, and all of their drafts
         self.num_cached_tokens = 0  # prompt tokens found in the prefix cache when it first ran
         # Two precomputed turns, so that the loop over all requests compares one number with another:
         self.limit = 0  # while DECODING: num_computed_tokens at which a block or the end is due
-        self.milestone = 0  # len(token_ids) at which update has more to do than append
+        self.milestone = 0  # len(token_ids) at which update has more to do than append; 0: it has had no step
 
         self.draft_token_ids: list[int] = []
         self.are_drafts_certain = False  # nothing else can be sampled
@@ -227,7 +229,7 @@ class Request:
     @property
     def is_preempted(self) -> bool:
         """Whether it has had a row, and waits for another."""
-        return self.milestone > 0 and self.status in (RequestStatus.WAITING, RequestStatus.HELD)
+        return self.milestone != 0 and self.status in (RequestStatus.WAITING, RequestStatus.HELD)
 
     @property
     def num_pending(self) -> int:

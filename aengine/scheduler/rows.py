@@ -15,7 +15,7 @@ from ..ipc.messages import KVCacheGroup, int32
 from .coming_prefixes import ComingPrefixes
 from .kv_cache_manager import KVCacheManager, long_root
 from .request import Request, RequestStatus
-from .step import NOT_SETTLED, DecodeBatch, InFlightStep
+from .step import NOT_SETTLED, DecodeBatch, InFlightStep, MicroBatch
 
 __all__ = ["Rows"]
 
@@ -35,8 +35,10 @@ class Rows:
         on_free: Callable[[Request], None],
         rope_border: int | None = None,
         least_awaited: int = 128,
+        num_micro_batches: int = 1,
     ) -> None:
         self.num_rows = num_rows
+        self._num_micro_batches = num_micro_batches
         self.running: set[Request] = set()  # all that have a row
         self.held: set[Request] = set()
         self.num_preemptions = 0
@@ -54,9 +56,21 @@ class Rows:
         self.free_rows = list(range(self.num_rows - 1, -1, -1))
         self.removed: list[int] = []  # rows to be told as removed
         self.settled = NOT_SETTLED  # rows of which a step with drafts was answered, and what was rejected
-        self.decoding = DecodeBatch()
+        self.micro_batches = [MicroBatch(index) for index in range(self._num_micro_batches)]
+        self.turn_to(self.micro_batches[0])
         self.catching_up: list[Request] = []
         self.in_flight: deque[InFlightStep] = deque()
+
+    def turn_to(self, micro_batch: MicroBatch) -> None:
+        """The step to be made is this one's: its requests decode in it, and new ones become its."""
+        self.micro_batch = micro_batch
+        self.decoding = micro_batch.decoding
+
+    def catching_up_here(self) -> list[Request]:
+        """Return those of this micro-batch that catch up."""
+        if len(self.micro_batches) == 1:
+            return self.catching_up
+        return [request for request in self.catching_up if request.micro_batch == self.micro_batch.index]
 
     def choose_rope(self, request: Request) -> None:
         """Note before it gets a row whether it is beyond the model's rope border: then all of its KV is another than
@@ -76,7 +90,7 @@ class Rows:
             return []
         return [
             request
-            for request in (*due, *self.catching_up)
+            for request in (*due, *self.catching_up_here())
             if not request.is_long and not request.is_paused
             if border <= request.num_computed_tokens < request.max_num_tokens - 1
         ]
@@ -92,6 +106,8 @@ class Rows:
     def take(self, request: Request) -> None:
         """Give it a row."""
         request.req_idx = self.free_rows.pop()
+        request.micro_batch = self.micro_batch.index
+        self.micro_batch.num_running += 1
         request.status = _CATCHING_UP
         self.catching_up.append(request)
         self.running.add(request)
@@ -100,20 +116,23 @@ class Rows:
         """Leave it out of the batch that decodes; it keeps its row."""
         request.status = _CATCHING_UP
         self.catching_up.append(request)
-        self.decoding.leave()
+        self._batch_of(request).leave()
 
     def drain(self, request: Request) -> None:
         """Take the request out of later steps: its last token is in flight."""
         request.status = _DRAINING
-        self.decoding.leave()
+        self._batch_of(request).leave()
 
     def join(self, requests: list[Request]) -> None:
-        """Let the requests decode from the next step on."""
+        """Let the requests, which are of one micro-batch, decode from its next step on."""
         for request in requests:
             request.status = _DECODING
             self.set_limit(request)
         if requests:
-            self.decoding.join(requests)
+            self._batch_of(requests[0]).join(requests)
+
+    def _batch_of(self, request: Request) -> DecodeBatch:
+        return self.micro_batches[request.micro_batch].decoding
 
     def set_limit(self, request: Request) -> None:
         request.limit = min(self.kv.room(request), request.max_num_tokens - 1)
@@ -134,13 +153,14 @@ class Rows:
     def leave(self, request: Request, status: RequestStatus) -> None:
         """Free the row of a request that had this status."""
         self.running.discard(request)
+        self.micro_batches[request.micro_batch].num_running -= 1
         if request.is_leading:
             self.prefixes.leave(request)
         self.removed.append(request.req_idx)
         self.free_rows.append(request.req_idx)
         request.req_idx = -1
         if status is _DECODING:
-            self.decoding.leave()
+            self._batch_of(request).leave()
         elif status is _CATCHING_UP:
             self.catching_up.remove(request)
         # The newest step, not the request's own last one: a step later than need be at most, and nothing to count.
@@ -162,7 +182,7 @@ class Rows:
         self._tell_settled(int32([request.req_idx]), int32([num_rejected]))
         request.num_computed_tokens -= num_rejected
         if request.status is _DRAINING and request.num_computed_tokens < request.max_num_tokens - 1:
-            self.decoding.refresh()
+            self._batch_of(request).refresh()
             self.join([request])
 
     def _tell_settled(self, rows: array[int], num_rejected: array[int]) -> None:
@@ -180,8 +200,10 @@ class Rows:
             leavers += step.leavers
             self.removed += step.removed
             self._tell_settled(*step.settled)
-        self.decoding.refresh()
-        self.join([request for request in requests if request.status is _DRAINING])
+        for micro_batch in self.micro_batches:
+            micro_batch.decoding.refresh()
+            own = (request for request in requests if request.micro_batch == micro_batch.index)
+            self.join([request for request in own if request.status is _DRAINING])
         for request in requests:
             self.set_limit(request)
         for step in self.in_flight:

@@ -41,7 +41,7 @@ from .rows import Rows
 from .step import InFlightStep
 from .waiting_queue import WaitingQueue
 
-__all__ = ["Scheduler", "StepResult"]
+__all__ = ["Scheduler", "StepResult", "name_prefix"]
 
 _DECODING = RequestStatus.DECODING
 
@@ -70,6 +70,7 @@ class Scheduler:
         pools_all_tokens: bool = False,
         least_awaited_prefix: int = 128,
         prompt_limit: Callable[[int, int], int | None] = lambda num_decoding, num_left: None,
+        num_micro_batches: int = 1,
     ) -> None:
         """
         Args:
@@ -81,25 +82,28 @@ class Scheduler:
                 fewer in no more time than the step that the waiting may cost
             prompt_limit: returns how many prompt tokens a step may have beside so many requests that decode, if the
                 last step had no room for so many others; None: no fewer than ``max_num_batched_tokens`` allows
+            num_micro_batches: the requests with a row are divided among so many, whose steps follow each other: as many
+                as there are pipeline stages, so that a request's next token is not due before its last one has come
+                through all of them
         """
         self.num_rows = min(max_num_seqs, max_num_batched_tokens)
         self.max_num_batched_tokens = max_num_batched_tokens
         self.waiting = WaitingQueue()
         limits = self.num_rows, num_blocks, kv_groups, max_num_batched_tokens
-        self.rows = Rows(*limits, self.waiting.add, rope_border, least_awaited_prefix)
+        self.rows = Rows(*limits, self.waiting.add, rope_border, least_awaited_prefix, num_micro_batches)
         self.max_tokens_capacity = kv_capacity(kv_groups, num_blocks, max_model_len, max_num_batched_tokens)
         """Most tokens, prompt and completion, that one request may have; admission sees to it."""
         self.enable_prefix_caching = enable_prefix_caching
         self.max_in_flight_steps = max_in_flight_steps
         self._vocab_size = vocab_size  # ids beyond it are no answer
         self._computes_whole_prompts = computes_whole_prompts
-        self._pools_all_tokens = pools_all_tokens
+        self.pools_all_tokens = pools_all_tokens
         self._prompt_limit = prompt_limit
         self._num_left = 0  # requests with prompt tokens for which the last step had no room
 
         self.parallel_sampling = ParallelSampling()
-        self._quarantine = CrashQuarantine()
-        self._answers = Answers(self.rows, self._quarantine, self.finish, self._release_dependents)
+        self.quarantine = CrashQuarantine()
+        self._answers = Answers(self.rows, self.quarantine, self.finish, self._release_dependents)
         self._num_added = 0
         self.num_constrained = 0  # unfinished requests with a grammar; those preempted may still get tokens
         self._next_step_id = 0
@@ -146,8 +150,7 @@ class Scheduler:
         self._num_added += 1
         self.num_constrained += request.grammar is not None
         request.sort_key = (request.priority, request.arrival_time, self._num_added)
-        if self.enable_prefix_caching and not (request.is_pooled and self._pools_all_tokens):
-            request.root_hash = shared_root(request.cache_key)
+        name_prefix(self, request)
         if request.params.n > 1 and self.rows.kv.shares_prompt(request):
             if request.index == 0:
                 self.parallel_sampling.add_first(request)
@@ -167,7 +170,7 @@ class Scheduler:
         if status is not RequestStatus.NEW:
             self.num_constrained -= request.grammar is not None
         request.status = RequestStatus.FINISHED
-        self._quarantine.discard(request)
+        self.quarantine.discard(request)
         if status is RequestStatus.WAITING:
             self.waiting.discard(request)
         elif status is RequestStatus.HELD:
@@ -194,6 +197,8 @@ class Scheduler:
         rejected token could not be taken again.
         """
         if request.status is not _DECODING or not request.takes_drafts or self.rows.kv.has_states:
+            return
+        if len(self.rows.micro_batches) > 1:  # the first stage would wait for how many were accepted
             return
         stops = request.stop_token_ids
         stop = next((i for i, token_id in enumerate(token_ids) if token_id in stops), len(token_ids))
@@ -223,7 +228,7 @@ class Scheduler:
         They should be finished.
         """
         in_flight = {request: None for step in self.rows.in_flight for request in step.batch}
-        at_fault = self._quarantine.note_death(request for request in in_flight if request.finish_reason is None)
+        at_fault = self.quarantine.note_death(request for request in in_flight if request.finish_reason is None)
         self.rows.preempt_all()
         return at_fault
 
@@ -244,6 +249,19 @@ class Scheduler:
         """
         rows = self.rows
         assert len(rows.in_flight) < self.max_in_flight_steps, "too many steps in flight"
+        micro_batches = rows.micro_batches
+        if len(micro_batches) == 1:
+            return self._schedule_micro_batch(is_leased)
+        for _ in micro_batches:
+            rows.turn_to(micro_batches[(rows.micro_batch.index + 1) % len(micro_batches)])
+            output = self._schedule_micro_batch(is_leased)
+            if output is not None:
+                return output
+        return None
+
+    def _schedule_micro_batch(self, is_leased: bool) -> SchedulerOutput | None:
+        """Make the next step of the micro-batch whose turn it is; None: it has nothing to compute."""
+        rows = self.rows
         decoding = rows.decoding.refresh()
         budget = prompt_budget = self.max_num_batched_tokens - len(decoding)
         num_waiting = len(self.waiting)
@@ -260,7 +278,7 @@ class Scheduler:
         for request in decoding:
             request.num_computed_tokens += 1
         if num_waiting:
-            plan.admit(self.waiting, self._quarantine, whole_prompts=self._computes_whole_prompts)
+            plan.admit(self.waiting, self.quarantine, whole_prompts=self._computes_whole_prompts)
             self.prefix_cache_queries += plan.num_cache_queries
             self.prefix_cache_hits += plan.num_cache_hits
         if not decoding and not plan.extras:
@@ -296,3 +314,10 @@ class Scheduler:
     def check(self) -> None:
         """Assert what must hold between any two calls. Costs a walk over everything: for tests, and for idle times."""
         check_scheduler(self)
+
+
+def name_prefix(scheduler: Scheduler, request: Request) -> None:
+    """Give a request the root of the hashes by which its prefix is known to others, if it shares it. Idempotent."""
+    is_shared = scheduler.enable_prefix_caching and not (request.is_pooled and scheduler.pools_all_tokens)
+    if is_shared and request.root_hash is None:
+        request.root_hash = shared_root(request.cache_key)

@@ -1,4 +1,4 @@
-"""Steps on the host: the batch of decoding requests, and steps in flight."""
+"""Steps on the host: the batches of decoding requests, and steps in flight."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from ..ipc.messages import ModelRunnerOutput, int32
 from .kv_cache_manager import KVCacheManager
 from .request import Request, RequestStatus
 
-__all__ = ["NOTHING", "NOT_SETTLED", "DecodeBatch", "InFlightStep"]
+__all__ = ["NOTHING", "NOT_SETTLED", "DecodeBatch", "InFlightStep", "MicroBatch"]
 
 
 NOTHING: array[int] = int32()
@@ -18,7 +18,7 @@ NOT_SETTLED = NOTHING, NOTHING
 
 
 class DecodeBatch:
-    """The requests that are in every step with one token each, and the columns that say so.
+    """The requests that are in every step of a micro-batch with one token each, and the columns that say so.
 
     While no request joins or leaves, each step has the same list and the same columns. They are replaced, never changed
     in place, since steps in flight and their messages hold them too.
@@ -48,6 +48,20 @@ class DecodeBatch:
             self.req_idx = int32([request.req_idx for request in self.requests])
             self.num_scheduled = int32((1,)) * len(self.requests)
         return self.requests
+
+
+class MicroBatch:
+    """Requests that are computed in the same steps.
+
+    With one pipeline stage there is one. With several, the requests that have a row are divided among as many, so that
+    each stage computes another one's step at a time."""
+
+    __slots__ = ("decoding", "index", "num_running")
+
+    def __init__(self, index: int) -> None:
+        self.index = index
+        self.decoding = DecodeBatch()
+        self.num_running = 0  # requests with a row
 
 
 class InFlightStep:

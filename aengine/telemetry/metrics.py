@@ -11,7 +11,16 @@ from typing import TYPE_CHECKING
 if TYPE_CHECKING:
     from ..outputs import RequestEnd
 
-__all__ = ["Counters", "Histogram", "HistogramCounts", "Histograms", "LoopLag", "Statistics", "WorkerRestart"]
+__all__ = [
+    "Counters",
+    "Histogram",
+    "HistogramCounts",
+    "Histograms",
+    "LoopLag",
+    "ReplicaStatistics",
+    "Statistics",
+    "WorkerRestart",
+]
 
 _SECONDS = (
     *(0.001, 0.005, 0.01, 0.02, 0.04, 0.06, 0.08, 0.1, 0.25, 0.5, 0.75, 1.0, 2.5, 5.0, 7.5, 10.0, 20.0, 40.0, 80.0),
@@ -72,6 +81,20 @@ class WorkerRestart:
 
 
 @dataclass(frozen=True, slots=True)
+class ReplicaStatistics:
+    """One replica of the model at one moment. Counts are since the engine's start."""
+
+    state: str  # "running"; "restarting": its worker has died; "failed": so often that it is not started again
+    num_running: int  # requests with a row on its worker
+    num_waiting: int  # requests that wait there for a row
+    num_blocks: int  # KV blocks in all
+    num_free_blocks: int
+    num_restarts: int
+    prefix_cache_queries: int  # prompt tokens looked up
+    prefix_cache_hits: int  # of them found
+
+
+@dataclass(frozen=True, slots=True)
 class Statistics:
     """The engine at one moment. Counts are since its start."""
 
@@ -99,6 +122,7 @@ class Statistics:
     device_memory_bytes: int | None  # of GPU memory that the worker has taken, weights, KV and all; None on a CPU
     device_memory_total_bytes: int | None  # that the GPU has
     histograms: Histograms
+    replicas: tuple[ReplicaStatistics, ...]  # as many as data_parallel_size; of them the sums above
 
 
 @dataclass(slots=True)

@@ -42,7 +42,6 @@ class Observer:
         self._listeners = listeners or Listeners()
         self.histograms = HistogramCounts()
         self.num_ended = dict.fromkeys(FinishReason, 0)
-        self._answered = perf_counter()  # when the last step was
 
     def new_times(self) -> RequestTimes:
         """The times of a request that arrives now."""
@@ -78,15 +77,17 @@ class Observer:
             if times.scheduled is None:  # it is the first of n
                 times.scheduled = now
 
-    def note_answer(self, begun: Collection[Request], num_rows: int) -> None:
-        """A step was answered: ``num_rows`` requests got tokens, and those of ``begun`` their first one."""
+    def note_answer(self, begun: Collection[Request], num_rows: int, before: float) -> float:
+        """A step was answered: ``num_rows`` requests got tokens, and those of ``begun`` their first one. ``before``:
+        when the replica's last step was; returns when this was."""
         now = perf_counter()
-        gap, self._answered = now - self._answered, now
+        gap = now - before
         for request in begun:
             self._note_first_token(request, now)
         num_later = num_rows - len(begun)
         if num_later > 0:
             self.histograms.inter_token_latency.add(gap, num_later)
+        return now
 
     def _note_first_token(self, request: Request, now: float) -> None:
         times = request.sink.times

@@ -13,7 +13,7 @@ from pathlib import PurePath
 from typing import TYPE_CHECKING, Protocol
 
 from ..errors import EngineClosedError
-from .metrics import Histogram, Histograms, Statistics
+from .metrics import Histogram, Histograms, ReplicaStatistics, Statistics
 
 try:
     from prometheus_client.metrics_core import CounterMetricFamily, GaugeMetricFamily, HistogramMetricFamily, Metric
@@ -64,6 +64,21 @@ _COUNTERS: tuple[tuple[str, str, _Value], ...] = (
     ("aengine:requests", "Requests accepted.", lambda s: s.num_requests),
     ("aengine:steps", "Steps of the worker.", lambda s: s.num_steps),
     ("aengine:worker_restarts", "Workers started in place of one that had died or hung.", lambda s: s.num_restarts),
+)
+_REPLICA_GAUGES: tuple[tuple[str, str, Callable[[ReplicaStatistics], float]], ...] = (
+    ("aengine:replica_running", "1: the worker of the replica runs.", lambda r: r.state == "running"),
+    ("aengine:replica_requests_running", "Requests with a row on the replica's worker.", lambda r: r.num_running),
+    ("aengine:replica_requests_waiting", "Requests that wait there for a row.", lambda r: r.num_waiting),
+    (
+        "aengine:replica_kv_cache_usage_perc",
+        "Used part of the replica's KV cache. 1: all of it.",
+        lambda r: _kv_usage(r),
+    ),
+)
+_REPLICA_COUNTERS: tuple[tuple[str, str, Callable[[ReplicaStatistics], float]], ...] = (
+    ("aengine:replica_prefix_cache_queries", "Prompt tokens looked up there.", lambda r: r.prefix_cache_queries),
+    ("aengine:replica_prefix_cache_hits", "Prompt tokens found there.", lambda r: r.prefix_cache_hits),
+    ("aengine:replica_worker_restarts", "Workers of the replica started anew.", lambda r: r.num_restarts),
 )
 _HISTOGRAMS: tuple[tuple[str, str, Callable[[Histograms], Histogram]], ...] = (
     ("vllm:time_to_first_token_seconds", "From the call to the first token.", lambda h: h.time_to_first_token),
@@ -131,6 +146,7 @@ class PrometheusCollector(Collector):
                     if value is not None:
                         family.add_metric(labels, value)
                 yield family
+        yield from _replica_families(running)
         ends = CounterMetricFamily(
             "vllm:request_success", "Requests that have ended.", labels=[*_LABELS, "finished_reason"]
         )
@@ -152,5 +168,17 @@ class PrometheusCollector(Collector):
             yield histograms
 
 
-def _kv_usage(statistics: Statistics) -> float:
+def _replica_families(running: list[tuple[_Labels, Statistics]]) -> Iterator[Metric]:
+    """Yield what there is of each replica; of an engine that has one, nothing: the engine's own metrics say it."""
+    for families, family_class in ((_REPLICA_GAUGES, GaugeMetricFamily), (_REPLICA_COUNTERS, CounterMetricFamily)):
+        for name, text, value_of in families:
+            family = family_class(name, text, labels=[*_LABELS, "replica"])
+            for labels, statistics in running:
+                if len(statistics.replicas) > 1:
+                    for index, replica in enumerate(statistics.replicas):
+                        family.add_metric([*labels, str(index)], value_of(replica))
+            yield family
+
+
+def _kv_usage(statistics: Statistics | ReplicaStatistics) -> float:
     return 1 - statistics.num_free_blocks / max(1, statistics.num_blocks)

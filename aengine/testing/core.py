@@ -41,7 +41,7 @@ class ScriptedCore(EngineCore):
         return None if config.skip_tokenizer else known, known.eos_token_ids
 
     def _new_admission(self, **parts: Any) -> Admission:
-        executor = self.worker.executor
+        executor = self.replicas[0].worker.executor
         assert isinstance(executor, ScriptedExecutor)
         return ScriptedAdmission(executor.script, **parts)
 

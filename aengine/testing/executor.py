@@ -13,7 +13,7 @@ from itertools import accumulate, pairwise
 from typing import Any
 
 from ..config import EngineConfig
-from ..errors import EngineClosedError, EngineError, WorkerDiedError
+from ..errors import EngineClosedError, EngineError, InvalidRequestError, WorkerDiedError
 from ..ipc.messages import (
     GrammarOutput,
     LogprobColumns,
@@ -222,9 +222,16 @@ class ScriptedExecutor:
         self._check()
         return {"refused": "a fake engine has no worker to profile"} if "profile" in method else None
 
+    async def call_all(self, method: str, args: Sequence[Any], *, timeout: float) -> list[Any]:
+        self._check()
+        raise InvalidRequestError("a fake engine has no worker whose methods could be called", param="method")
+
     def heartbeats(self) -> int:
         self._num_beats += 1
         return self._num_beats
+
+    def overdue_seconds(self) -> float:
+        return 0.0
 
     def memory(self) -> tuple[None, None]:
         return None, None

@@ -1,4 +1,6 @@
-"""Agreement of an engine's ranks at start: of each limit the least; everything else must be equal.
+"""Agreement of an engine's ranks, at start and in each step.
+
+At start of each limit the least counts, and everything else must be equal.
 
     worker                                    host
     load, profile ──PROFILED: its offer──>    agree: a plan for all, or ModelLoadError
@@ -6,20 +8,26 @@
     capture       ──READY: its own facts─>    merge: what the engine gets
 
 No rank takes memory before the offers of all have come, since all use the same block ids.
+
+In each step the ranks of the last stage sample the same tokens, and go on from them. One that has sampled others has
+computed something else: its part of what they compute together would spoil all later tokens.
 """
 
 from __future__ import annotations
 
+import zlib
+from collections import deque
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from ..errors import ModelLoadError
-from ..ipc.messages import PLAN_LIMITS
+from ..errors import InternalError, ModelLoadError
+from ..ipc.lead import Lead
+from ..ipc.messages import PLAN_LIMITS, ModelRunnerOutput
 from .rank import Rank
 
-__all__ = ["agree", "merge"]
+__all__ = ["AnswerCheck", "agree", "merge"]
 
-_SUMS = ("num_parameters", "kv_cache_bytes", "device_memory_total_bytes")
+_SUMS = ("kv_cache_bytes", "device_memory_total_bytes")
 
 
 def agree(ranks: Sequence[Rank], offers: Sequence[Mapping[str, Any]]) -> dict[str, int]:
@@ -34,9 +42,12 @@ def agree(ranks: Sequence[Rank], offers: Sequence[Mapping[str, Any]]) -> dict[st
 
 
 def merge(ranks: Sequence[Rank], agreed: Mapping[str, Any], readies: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
-    """Merge what was agreed with the ranks' READYs: sums, for the rest those of rank 0; and under "ranks" each
-    rank's own."""
+    """Merge what was agreed with the ranks' READYs: sums over ranks or stages, for the rest those of rank 0; and under
+    "ranks" each rank's own."""
     sums = {name: sum(ready[name] for ready in readies) for name in _SUMS if all(name in ready for ready in readies)}
+    if "num_parameters" in readies[0]:  # each rank of a stage says those of the whole stage
+        stages = (ready for rank, ready in zip(ranks, readies, strict=True) if rank.tp_rank == 0)
+        sums["num_parameters"] = sum(ready["num_parameters"] for ready in stages)
     own = [{"rank": rank.index, **ready} for rank, ready in zip(ranks, readies, strict=True)]
     return {**readies[0], **agreed, **sums, "ranks": own}
 
@@ -47,3 +58,29 @@ def _check_equal(name: str, first: Rank, its: object, second: Rank, others: obje
             f"{first} has {name}={its!r} and {second} has {name}={others!r}, but ranks of one engine must have the "
             f"same: use GPUs of one kind, and the same files and package versions for all"
         )
+
+
+class AnswerCheck:
+    """Compares what one rank has sampled with what the rank that answers has."""
+
+    def __init__(self, lead: Lead, rank: Rank) -> None:
+        self._lead = lead
+        self._rank = rank
+        self._unchecked: deque[tuple[int, int]] = deque()  # step id and checksum, until the other one has answered
+
+    def note(self, output: ModelRunnerOutput) -> None:
+        """This rank has an answer. Raises InternalError if it, or one before, is not that of the rank that answers."""
+        if self._rank.pp_rank != self._rank.pp_size - 1:
+            return  # samples nothing
+        checksum = zlib.crc32(output.token_ids)
+        if self._rank.answers:
+            self._lead.note_answer(output.step_id, checksum)
+            return
+        self._unchecked.append((output.step_id, checksum))
+        while self._unchecked and (theirs := self._lead.checksum_of(self._unchecked[0][0])) is not None:
+            step_id, own = self._unchecked.popleft()
+            if own != theirs:
+                raise InternalError(
+                    f"{self._rank} and the rank that answers have sampled different tokens in step {step_id}: they "
+                    f"do not compute the same"
+                )

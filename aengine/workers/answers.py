@@ -3,16 +3,64 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
-from ..errors import EngineError, InternalError, ModelLoadError
+from ..errors import AEngineError, EngineError, InternalError, InvalidRequestError, ModelLoadError, WorkerCallError
 from ..ipc.messages import Kind, MessageError, ModelRunnerOutput
 
-__all__ = ["AnswerFuture", "PendingAnswers", "reported_error"]
+__all__ = ["AnswerFuture", "NoSuchMethodError", "PendingAnswers", "PendingCall", "reported_error"]
 
 AnswerFuture = asyncio.Future[ModelRunnerOutput | None]
 """The answer to a step; None: it was revoked."""
+
+
+class NoSuchMethodError(AEngineError):
+    """A worker extension does not have the method that was called; raised in the worker."""
+
+
+class PendingCall:
+    """A collective call that waits for the replies of ``num_ranks`` ranks. ``replies`` ends with their values, by rank;
+    with an error as soon as one rank reports it."""
+
+    def __init__(self, call_id: int, num_ranks: int, method: str) -> None:
+        """``method``: of the worker extension; "": one of our own, whose errors are ours too."""
+        self.id = call_id
+        self.replies: asyncio.Future[list[Any]] = asyncio.get_running_loop().create_future()
+        self._values: dict[int, Any] = {}
+        self._num_ranks = num_ranks
+        self._method = method
+
+    def take(self, rank: int, message: dict[str, Any]) -> None:
+        """Take a rank's REPLY."""
+        if self.replies.done():
+            return
+        if "error" in message:
+            error = message["error"]
+            self.replies.set_exception(self._error(rank, error) if self._method else reported_error(rank, error))
+            return
+        self._values[rank] = message["value"]
+        if len(self._values) == self._num_ranks:
+            self.replies.set_result([self._values[rank] for rank in sorted(self._values)])
+
+    def _error(self, rank: int, message: dict[str, Any]) -> AEngineError:
+        kind, text, trace = str(message["type"]), str(message["message"]), str(message["traceback"])
+        if kind == NoSuchMethodError.__name__:
+            return InvalidRequestError(text, param="method")
+        error = WorkerCallError(f"{self._method} failed on rank {rank}: {text}", rank=rank, worker_traceback=trace)
+        if trace:
+            error.add_note(f"in worker {rank}:\n{trace}")
+        return error
+
+    def took_too_long(self, timeout: float) -> WorkerCallError:
+        """The error for the ranks that have not replied."""
+        late = [rank for rank in range(self._num_ranks) if rank not in self._values]
+        ranks = ("rank " if len(late) == 1 else "ranks ") + ", ".join(map(str, late))
+        return WorkerCallError(
+            f"{self._method} has not returned on {ranks} within timeout={timeout:g} s; requests go on when it does, "
+            f"and if they wait for too long (hang_timeout) the workers are started again",
+            rank=late[0],
+        )
 
 
 class PendingAnswers:
@@ -22,9 +70,9 @@ class PendingAnswers:
 
     def __init__(self) -> None:
         self.steps: dict[int, AnswerFuture] = {}  # by step id, in the order of the steps
-        self.replies: dict[int, asyncio.Future[Any]] = {}  # by call id
-        self.on_revoked: Callable[[int], None] | None = None
-        """Gets the number of steps that were taken back, before their futures are resolved; None: no REVOKE was
+        self.calls: dict[int, PendingCall] = {}  # by id
+        self.on_revoked: Callable[[Sequence[int]], None] | None = None
+        """Gets the ids of the steps that were taken back, before their futures are resolved; None: no REVOKE was
         sent."""
         self._next_call = 1
         self._has_failed = False
@@ -35,13 +83,11 @@ class PendingAnswers:
         self.steps[step_id] = future
         return future
 
-    def expect_reply(self) -> tuple[int, asyncio.Future[Any]]:
-        """A call's id, and its future; `replies` forgets it when the caller does."""
-        call_id = self._next_call
+    def expect_replies(self, num_ranks: int, method: str = "") -> PendingCall:
+        """Make a call that is about to be published, see `PendingCall`; the caller takes it out of `calls`."""
+        call = self.calls[self._next_call] = PendingCall(self._next_call, num_ranks, method)
         self._next_call += 1
-        future: asyncio.Future[Any] = asyncio.get_running_loop().create_future()
-        self.replies[call_id] = future
-        return call_id, future
+        return call
 
     def take(self, rank: int, kind: Kind, step_id: int, message: Any) -> None:
         """A frame of a worker. Raises MessageError for an answer to what was not asked."""
@@ -49,8 +95,8 @@ class PendingAnswers:
             self._answer(step_id, message)
         elif kind is Kind.REVOKED:
             self._take_back(message)
-        else:
-            _settle(self.replies.get(step_id), rank, message)
+        elif step_id in self.calls:  # else its caller did not wait so long
+            self.calls[step_id].take(rank, message)
 
     def _answer(self, step_id: int, message: ModelRunnerOutput) -> None:
         if message.step_id != step_id or (step_id not in self.steps and not self._has_failed):
@@ -63,30 +109,21 @@ class PendingAnswers:
         on_revoked, self.on_revoked = self.on_revoked, None
         if on_revoked is None or num_steps > len(self.steps):
             raise MessageError(f"{num_steps} steps were dropped unasked")
-        futures = [self.steps.popitem()[1] for _ in range(num_steps)]
-        on_revoked(num_steps)
-        for future in futures:
+        revoked = dict(self.steps.popitem() for _ in range(num_steps))
+        on_revoked(list(revoked))
+        for future in revoked.values():
             if not future.done():
                 future.set_result(None)
 
     def fail(self, error: EngineError) -> None:
         """Fail everything that waits with ``error``. Idempotent."""
         self._has_failed = True
-        waiters: list[asyncio.Future[Any]] = [*self.steps.values(), *self.replies.values()]
+        waiters: list[asyncio.Future[Any]] = [*self.steps.values(), *(call.replies for call in self.calls.values())]
         self.steps.clear()
         for future in waiters:
             if not future.done() and not future.get_loop().is_closed():
                 future.set_exception(error)
                 future.exception()  # marks it as retrieved: without a waiter asyncio would warn
-
-
-def _settle(reply: asyncio.Future[Any] | None, rank: int, message: dict[str, Any]) -> None:
-    if reply is None or reply.done():  # its caller did not wait so long
-        return
-    if "error" in message:
-        reply.set_exception(reported_error(rank, message["error"]))
-    else:
-        reply.set_result(message["value"])
 
 
 def reported_error(rank: int, message: dict[str, Any]) -> EngineError:

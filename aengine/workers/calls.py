@@ -4,13 +4,15 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable
+from importlib import import_module
 from typing import Any
 
-from ..errors import InvalidRequestError
-from .loaded import LoadedModel
+from ..errors import InvalidRequestError, ModelLoadError
+from .answers import NoSuchMethodError
+from .loaded import LoadedModel, WorkerContext
 from .rank import Rank
 
-__all__ = ["CALLS"]
+__all__ = ["CALLS", "Extension", "extension_class"]
 
 
 def ping(rank: Rank, model: LoadedModel | None) -> dict[str, Any]:
@@ -42,6 +44,52 @@ CALLS: dict[str, Callable[..., Any]] = {
     "start_profile": start_profile,
     "stop_profile": stop_profile,
 }
+
+
+_CALLS_OF_USERS = ("ping", "memory_info")
+
+
+class Extension:
+    """The methods that `AsyncLLM.collective_rpc` can call: public ones of an object of ``cls``, and some of our own."""
+
+    def __init__(self, cls: Callable[[WorkerContext], object] | None, context: WorkerContext) -> None:
+        """Raises what ``cls`` does."""
+        self._object = None if cls is None else cls(context)
+        self._context = context
+
+    def call(self, method: str, args: list[Any]) -> Any:
+        """Call it. Raises NoSuchMethodError, and what it does."""
+        names = self._names()
+        if method in names:
+            return getattr(self._object, method)(*args)
+        if method in _CALLS_OF_USERS:
+            return CALLS[method](self._context.rank, self._context.model, *args)
+        setting = self._context.config.worker_extension
+        has = f"worker_extension={setting!r} has" if setting else "without a worker_extension there are"
+        raise NoSuchMethodError(
+            f"there is no method {method!r} to call: {has} {', '.join(sorted({*names, *_CALLS_OF_USERS}))}"
+        )
+
+    def _names(self) -> list[str]:
+        cls = type(self._object)
+        return [name for name in dir(cls) if not name.startswith("_") and callable(getattr(cls, name))]
+
+
+def extension_class(setting: str | None) -> Callable[[WorkerContext], object] | None:
+    """Import what the setting ``worker_extension`` names. Raises ModelLoadError if it is not there, or no class; what
+    else an import raises."""
+    if setting is None:
+        return None
+    module, _, name = setting.partition(":")
+    try:
+        cls = getattr(import_module(module), name)
+    except (AttributeError, ModuleNotFoundError) as error:
+        raise ModelLoadError(f"worker_extension={setting!r} can't be imported in a worker: {error}") from error
+    if not isinstance(cls, type):
+        raise ModelLoadError(
+            f"worker_extension={setting!r} is no class: it must be one of (context), see docs/workers.md"
+        )
+    return cls
 
 
 def _loaded(model: LoadedModel | None) -> LoadedModel:

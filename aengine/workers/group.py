@@ -4,18 +4,32 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import os
 import threading
+from collections import deque
 from collections.abc import Callable, Iterator
+from typing import Any, NamedTuple
 
 from ..config import EngineConfig
 from ..errors import EngineClosedError, EngineError, WorkerDiedError
 from ..ipc.channel import HostChannel
+from ..ipc.lead import new_lead
 from ..ipc.messages import Kind
+from ..system.ulimits import limit_hint
 from ..threads.pools import run_in_thread
+from .device_watch import overdue_seconds
 from .rank import Rank
 from .supervisor import WorkerProcess
 
 __all__ = ["WorkerGroup"]
+
+
+class _Broadcast(NamedTuple):
+    kind: Kind
+    step_id: int
+    payload: bytes
+    done: asyncio.Future[None]
+    first: int = 0  # rank that gets it
 
 
 class WorkerGroup:
@@ -25,8 +39,9 @@ class WorkerGroup:
         self._workers: list[WorkerProcess] = []
         self.failure: EngineError | None = None
         """Why nothing can be asked of the workers any more; it is raised when something is."""
-        self._turn = asyncio.Lock()  # of frames for several ranks
-        self._unfinished: set[asyncio.Task[None]] = set()  # that publish one
+        self._shared_fds: tuple[int, ...] = ()  # that all workers inherit
+        self._waiting: deque[_Broadcast] = deque()  # for room in several rings; the first is under way
+        self._publisher: asyncio.Task[None] | None = None  # while there are such
 
     def __len__(self) -> int:
         return len(self._workers)
@@ -36,6 +51,22 @@ class WorkerGroup:
 
     def __iter__(self) -> Iterator[WorkerProcess]:
         return iter(self._workers)
+
+    def share(self) -> dict[str, Any]:
+        """Make what several ranks share, which `start` passes on: a file in which they meet, and what the first shows
+        the others (`Lead`). Both are in memory, without a name.
+
+        Returns what a LOAD message says of them: "rendezvous", the path of the former, and "lead", the descriptor of
+        the latter; they are the same in all workers. Raises EngineError when no descriptor is left.
+        """
+        try:
+            rendezvous = os.memfd_create("aengine-rendezvous", os.MFD_CLOEXEC)
+            self._shared_fds = (rendezvous,)
+            lead = new_lead()
+            self._shared_fds = (rendezvous, lead)
+        except OSError as error:
+            raise EngineError(f"the workers can't be started: {error}{limit_hint(str(error))}") from error
+        return {"rendezvous": f"/proc/self/fd/{rendezvous}", "lead": lead}
 
     async def start(
         self,
@@ -55,7 +86,8 @@ class WorkerGroup:
             channel.close()
             raise self.failure
         loop = asyncio.get_running_loop()
-        self._workers.append(WorkerProcess(config, rank.index, channel, loop, on_frames, on_death, target))
+        shared = self._shared_fds
+        self._workers.append(WorkerProcess(config, rank.index, channel, loop, on_frames, on_death, target, shared))
 
     def check(self) -> None:
         """Raise `failure` if there is one."""
@@ -72,36 +104,79 @@ class WorkerGroup:
             self.check()
             raise
 
+    def try_to_lead(self, kind: Kind, step_id: int, payload: bytes) -> bool:
+        """Publish to the first rank alone, after all that was published to it before. False if it has no room now, or
+        others wait for room. Raises as `broadcast` does."""
+        self.check()
+        return not self._waiting and self._workers[0].channel.try_publish(kind, step_id, payload)
+
+    def try_broadcast(self, kind: Kind, step_id: int, payload: bytes) -> bool:
+        """Publish to all ranks without awaiting. False if one has no room for it now, or others wait for room: then
+        none has got it. Raises as `broadcast` does."""
+        try:
+            if self._waiting or not all(worker.channel.has_room(len(payload)) for worker in self._workers):
+                return False
+            for worker in self._workers:
+                worker.channel.try_publish(kind, step_id, payload)
+        except EngineClosedError:
+            self.check()
+            raise
+        return True
+
     async def broadcast(self, kind: Kind, step_id: int, payload: bytes) -> None:
-        """Publish to all ranks, in the same order; once rank 0 has it, it comes to the others also if this is
-        cancelled. Raises `failure` if there is one, also when it comes meanwhile."""
+        """Publish to all ranks, in the order of the calls; once the first ranks have it, it comes to the others also if
+        this is cancelled. Raises `failure` if there is one, also when it comes meanwhile."""
         if len(self._workers) == 1:
             await self.publish(0, kind, step_id, payload)
             return
-        await self._turn.acquire()
+        if self.try_broadcast(kind, step_id, payload):
+            return
+        broadcast = _Broadcast(kind, step_id, payload, asyncio.get_running_loop().create_future())
+        self._publish_in_turn(broadcast)
         try:
-            await self.publish(0, kind, step_id, payload)
-        except BaseException:
-            self._turn.release()
+            await broadcast.done
+        except asyncio.CancelledError:
+            if broadcast in self._waiting and broadcast is not self._waiting[0]:
+                self._waiting.remove(broadcast)
             raise
-        others = asyncio.get_running_loop().create_task(self._publish_to_others(kind, step_id, payload))
-        self._unfinished.add(others)
-        others.add_done_callback(self._end_turn)
-        await asyncio.shield(others)
 
-    async def _publish_to_others(self, kind: Kind, step_id: int, payload: bytes) -> None:
-        for index in range(1, len(self._workers)):
-            await self.publish(index, kind, step_id, payload)
+    def follow(self, kind: Kind, step_id: int, payload: bytes) -> None:
+        """Publish to all ranks but the first, as soon as they have room."""
+        self._publish_in_turn(_Broadcast(kind, step_id, payload, asyncio.get_running_loop().create_future(), 1))
 
-    def _end_turn(self, published: asyncio.Task[None]) -> None:
-        self._unfinished.discard(published)
-        self._turn.release()
-        if not published.cancelled():
-            published.exception()  # that of a closed channel: who has been cancelled does not ask
+    def _publish_in_turn(self, broadcast: _Broadcast) -> None:
+        self._waiting.append(broadcast)
+        if self._publisher is None:
+            loop = asyncio.get_running_loop()
+            self._publisher = loop.create_task(self._publish_waiting(), name="aengine-broadcasts")
+
+    async def _publish_waiting(self) -> None:
+        """Publish what waits for room, one after the other."""
+        while self._waiting:
+            kind, step_id, payload, done, first = self._waiting[0]
+            failure: Exception | None = None
+            for index in range(first, len(self._workers)):
+                try:
+                    await self.publish(index, kind, step_id, payload)
+                except Exception as error:
+                    failure = error
+                    break
+            self._waiting.popleft()
+            if not done.done():
+                if failure is None:
+                    done.set_result(None)
+                else:
+                    done.set_exception(failure)
+                    done.exception()  # marks it as retrieved: without a waiter asyncio would warn
+        self._publisher = None
 
     def heartbeats(self) -> int:
         """Return the least number of heartbeats of all workers."""
         return min(worker.channel.num_heartbeats for worker in self._workers)
+
+    def overdue_seconds(self) -> float:
+        """For how long the devices have worked on a step beyond what it can take; 0 while any worker is busy itself."""
+        return overdue_seconds(worker.channel.device_word for worker in self._workers)
 
     def memory(self) -> tuple[int, int]:
         """Bytes that all have: resident, and on their devices; the latter is some seconds old."""
@@ -123,6 +198,9 @@ class WorkerGroup:
         """Release everything of the host's, see `WorkerProcess.close`."""
         for worker in self._workers:
             worker.close()
+        fds, self._shared_fds = self._shared_fds, ()
+        for fd in fds:
+            os.close(fd)
 
 
 async def _new_channel(ring_bytes: int, bitmask_bytes: int) -> HostChannel:

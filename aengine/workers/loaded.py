@@ -9,12 +9,15 @@ raise ModelLoadError, whose message the host's caller sees.
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
+from dataclasses import dataclass
 from typing import Any, Protocol
 
+from ..config import EngineConfig
 from ..errors import InvalidRequestError
 from ..ipc.messages import GrammarOutput, ModelRunnerOutput, SchedulerOutput
+from .rank import Rank
 
-__all__ = ["Answer", "FixedModel", "LoadedModel", "Progress", "Runner"]
+__all__ = ["Answer", "FixedModel", "LoadedModel", "Progress", "Runner", "WorkerContext"]
 
 Progress = Callable[[str, int, int, str], None]
 """Gets stage, done, total (0: not known) and their unit."""
@@ -35,9 +38,6 @@ class Runner(Protocol):
 
     def sample_tokens(self, grammar: GrammarOutput | None) -> Answer: ...
 
-    def share_bitmasks(self, memory: memoryview) -> None:
-        """Set the memory in which bitmasks of GRAMMAR frames will lie."""
-
     @property
     def prepares_after(self) -> float | None:
         """Seconds without work after which `prepare_more` may be called; None: it has nothing to do."""
@@ -54,9 +54,10 @@ class LoadedModel(Protocol):
         """Plain data: of each PLAN_LIMITS the most that this rank can keep; whatever else is in it must be equal on all
         ranks, ``block_size`` and ``vocab_size`` at least."""
 
-    def allocate(self, plan: Mapping[str, int]) -> tuple[Runner, dict[str, Any]]:
+    def allocate(self, plan: Mapping[str, int], bitmasks: memoryview | None = None) -> tuple[Runner, dict[str, Any]]:
         """Take the memory that ``plan``, PLAN_LIMITS, needs; and return what else the host is to know of this rank,
-        which no offer has."""
+        which no offer has. ``bitmasks``: memory shared with the host, in which those of GRAMMAR frames will lie; None:
+        they come with the frames."""
 
     def device_bytes(self) -> int:
         """Return the bytes that this process has taken on the device; called by another thread, at any time."""
@@ -68,6 +69,16 @@ class LoadedModel(Protocol):
         """End it, and write it. Returns the file's path. Raises InvalidRequestError."""
 
 
+@dataclass(frozen=True)
+class WorkerContext:
+    """What a worker extension (the setting ``worker_extension``) is made with, when the worker is ready."""
+
+    config: EngineConfig
+    rank: Rank
+    model: LoadedModel
+    runner: Runner
+
+
 class FixedModel:
     """A `LoadedModel` whose runner is there already, whatever is agreed: for workers that keep no KV."""
 
@@ -76,7 +87,7 @@ class FixedModel:
         self.offer = offer
         self._facts = facts or {}
 
-    def allocate(self, plan: Mapping[str, int]) -> tuple[Runner, dict[str, Any]]:
+    def allocate(self, plan: Mapping[str, int], bitmasks: memoryview | None = None) -> tuple[Runner, dict[str, Any]]:
         return self._runner, dict(self._facts)
 
     def device_bytes(self) -> int:

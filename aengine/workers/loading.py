@@ -18,7 +18,8 @@ from ..errors import AEngineError, ModelLoadError
 from ..ipc.channel import WorkerChannel
 from ..ipc.messages import Kind, pack
 from ..system.ulimits import is_out_of_memory, limit_hint, memory_ulimit_hint
-from .loaded import LoadedModel, Runner
+from .calls import Extension, extension_class
+from .loaded import LoadedModel, Runner, WorkerContext
 from .logs import WorkerLogs
 from .rank import Rank
 
@@ -37,6 +38,7 @@ class Loading:
         self.rank = Rank(index=rank)
         self.config: EngineConfig | None = None
         self.model: LoadedModel | None = None
+        self.extension: Extension | None = None  # since `allocate`
         self._begun = 0.0
         self._last_report = ("", 0.0)
 
@@ -50,6 +52,7 @@ class Loading:
         self._report_progress("import", 0, 0, "")
         with self._limits_explained():
             load = _imported(self._target)
+            extension_class(config.worker_extension)  # an error in it is told before the weights are loaded
             model: LoadedModel = load(config, message["source"], self.rank, self._report_progress)
             if not hasattr(model, "allocate"):
                 raise _not_a_loader(self._target, f"returned {type(model).__name__}")
@@ -59,11 +62,12 @@ class Loading:
 
     def allocate(self, plan: Mapping[str, int]) -> Runner:
         """Handle ALLOCATE."""
-        if self.model is None:
+        if self.model is None or self.config is None:
             raise ValueError("ALLOCATE came before LOAD")
         with self._limits_explained():
-            runner, facts = self.model.allocate(plan)
-        runner.share_bitmasks(self._channel.bitmask())
+            runner, facts = self.model.allocate(plan, self._channel.bitmask())
+            context = WorkerContext(self.config, self.rank, self.model, runner)
+            self.extension = Extension(extension_class(self.config.worker_extension), context)
         gc.collect()
         gc.freeze()  # what serves until the end; looking through it would hold up steps
         seconds = round(time.monotonic() - self._begun, 3)

@@ -7,13 +7,17 @@ from dataclasses import asdict, dataclass
 from typing import Any
 
 from ..config import EngineConfig
+from ..errors import ModelLoadError
 
-__all__ = ["Rank", "ranks_of"]
+__all__ = ["Rank", "check_division", "ranks_of"]
 
 
 @dataclass(frozen=True, slots=True)
 class Rank:
-    """Index among all ranks, place in each kind of group, and device. So far only tensor parallel groups exist."""
+    """Index among all ranks, place in each kind of group, and device.
+
+    Ranks of a tensor parallel group follow each other, then the stages of a pipeline.
+    """
 
     index: int = 0
     tp_rank: int = 0
@@ -22,7 +26,8 @@ class Rank:
     pp_size: int = 1
     dp_rank: int = 0
     dp_size: int = 1
-    device: str = "auto"  # as the setting of that name
+    device: str = "auto"  # as the setting of that name, of one device; "auto:N": the N-th of what it chooses
+    rendezvous: str = ""  # path of the file in which the ranks of a start meet; "": this one is alone
 
     @property
     def world_size(self) -> int:
@@ -46,9 +51,43 @@ class Rank:
         return cls(**wire)
 
 
-def ranks_of(config: EngineConfig) -> list[Rank]:
-    """The ranks that these settings ask for, by index. Of "cuda" each gets a GPU of its own."""
-    size = config.tensor_parallel_size
-    shares = size == 1 or ":" in config.device or config.device in ("auto", "cpu")
-    devices = [config.device if shares else f"{config.device}:{place}" for place in range(size)]
-    return [Rank(index=i, tp_rank=i, tp_size=size, device=device) for i, device in enumerate(devices)]
+def ranks_of(config: EngineConfig, rendezvous: str = "") -> list[Rank]:
+    """The ranks that these settings ask for, by index, which meet at ``rendezvous``. Each gets a GPU of its own: those
+    that ``device`` lists, else the first ones."""
+    tp_size, pp_size = config.tensor_parallel_size, config.pipeline_parallel_size
+    name, colon, listed = config.device.partition(":")
+    if name == "cpu" or config.num_ranks == 1:
+        devices = [config.device] * config.num_ranks
+    else:
+        devices = [f"{name}:{place}" for place in (listed.split(",") if colon else range(config.num_ranks))]
+    return [
+        Rank(i, i % tp_size, tp_size, i // tp_size, pp_size, device=device, rendezvous=rendezvous)
+        for i, device in enumerate(devices)
+    ]
+
+
+def check_division(config: EngineConfig, hf_config: Mapping[str, Any]) -> None:
+    """Raise ModelLoadError where config.json says that the model has not the heads or layers for so many ranks, which
+    each would find out after its start; what else does not divide, they find out."""
+    num_ranks, stages = config.tensor_parallel_size, config.pipeline_parallel_size
+    heads, layers = hf_config.get("num_attention_heads"), hf_config.get("num_hidden_layers")
+    if isinstance(layers, int) and stages > layers:
+        raise ModelLoadError(
+            f"pipeline_parallel_size={stages}: the model has {layers} layers, one a stage at least: use "
+            f"{layers} or less"
+        )
+    if num_ranks > 1 and config.model_impl == "transformers":
+        raise ModelLoadError(
+            f"tensor_parallel_size={num_ranks}: layers that are computed by transformers (model_impl='transformers' "
+            f"was asked for) can't be divided among ranks: use model_impl='auto', or data_parallel_size"
+        )
+    if isinstance(heads, int) and heads > 0:
+        kv_heads = hf_config.get("num_key_value_heads")
+        kv_heads = kv_heads if isinstance(kv_heads, int) and kv_heads > 0 else heads
+        usable = [n for n in range(1, heads + 1) if not heads % n and (not kv_heads % n or not n % kv_heads)]
+        if num_ranks not in usable:
+            shown = ", ".join(map(str, usable[:-1])) + f" or {usable[-1]}" if len(usable) > 1 else "1"
+            raise ModelLoadError(
+                f"tensor_parallel_size={num_ranks}: the model has {heads} attention heads and {kv_heads} key-value "
+                f"heads, which can't be divided by it; it can be {shown}"
+            )

@@ -59,14 +59,17 @@ class WorkerProcess:
         on_frames: Callable[[WorkerProcess], None],
         on_death: Callable[[WorkerProcess, WorkerDiedError], None],
         target: str,
+        shared_fds: tuple[int, ...] = (),
     ) -> None:
-        """``target``: the ``module:function`` that loads the model there.
+        """``target``: the ``module:function`` that loads the model there; ``shared_fds``: descriptors that it inherits,
+        which stay the caller's.
 
         Raises EngineError when there is no Python to run, or no thread or descriptor left.
         """
         self.rank = rank
         self.pid: int | None = None  # until the process is started
         self.channel = channel
+        self._shared_fds = shared_fds
         self._host_pid = os.getpid()
         self._loop = loop
         self._on_frames = WeakMethod(on_frames)
@@ -138,7 +141,7 @@ class WorkerProcess:
                     stdin=subprocess.DEVNULL,
                     stdout=self._stderr,
                     stderr=self._stderr,
-                    pass_fds=(*self.channel.inherit_fds, self._death_read),
+                    pass_fds=(*self.channel.inherit_fds, self._death_read, *self._shared_fds),
                     start_new_session=True,  # a Ctrl-C in the host's terminal is the host's to handle
                 )
                 self.pid = self._process.pid

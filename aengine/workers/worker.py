@@ -16,6 +16,7 @@ from __future__ import annotations
 
 import contextlib
 import logging
+import math
 import threading
 import time
 import traceback
@@ -24,9 +25,12 @@ from typing import Any
 
 from ..errors import AEngineError
 from ..ipc.channel import Frame, PeerGoneError, WorkerChannel
+from ..ipc.lead import Lead
 from ..ipc.messages import GrammarOutput, Kind, SchedulerOutput, pack, unpack
+from .agreement import AnswerCheck
 from .answer_times import AnswerTimes
 from .calls import CALLS
+from .device_watch import DeviceWatch
 from .loaded import Answer, Runner
 from .loading import Loading
 from .logs import WorkerLogs
@@ -39,6 +43,7 @@ _HEARTBEAT_PERIOD = 0.25  # seconds
 _MEMORY_PERIOD = 5.0  # seconds between two looks at the device's memory
 _EAGER_POLL = 0.01  # seconds for which an answer that the device works on is looked for without a pause, ...
 _POLL = 0.0002  # ... and those between two looks after that, when no frame comes
+_LEAD_POLL = 50e-6  # seconds between two looks whether the first rank has begun a leased step
 _HURRY = 0.0005  # seconds that it may take to wake up and to launch a step
 _LOGS_PERIOD = 0.25  # seconds between two attempts to publish a log for which the ring had no room
 
@@ -53,10 +58,14 @@ class Worker:
         self._runner: Runner | None = None
         self._queue: deque[tuple[Kind, int, Any]] = deque()  # kind, step id and message of frames taken, oldest first
         self._max_launched = 1
-        self._answers: deque[tuple[int, Answer]] = deque()  # step ids launched and not yet reported, oldest first
+        self._answers: deque[tuple[int, Answer, int]] = deque()  # launched and not reported: step id, its tokens last
         self._times = AnswerTimes()  # of the same
+        self._device = DeviceWatch()  # of the same
+        self._num_tokens = 0  # of the step that was executed last
         self._prepares = False  # in idle times
         self._awaits_bitmask = False  # the device works on a step that can't be sampled yet
+        self._lead: Lead | None = None  # None: there are no other ranks
+        self._check: AnswerCheck | None = None  # likewise
         self._step_id = 0  # of the frame in hand, for error reports
         self._ended = threading.Event()
         self._last_event = 0.0  # when a frame came last
@@ -86,18 +95,28 @@ class Worker:
             frame = self._channel.consume(0)
         if self._may_handle:
             kind, self._step_id, message = self._queue.popleft()
+            self._device.note_busy()
             if not self._handle(kind, message):
                 return False
             self._last_event = time.monotonic()
+        elif self._queue and self._lead is not None and self._lead.is_over:
+            return False
         elif self._is_idle and self._prepares_after is not None:
             self._prepare_more()
         while self._answers and self._answers[0][1].ready():
-            self._step_id, answer = self._answers.popleft()
+            self._step_id, answer, num_tokens = self._answers.popleft()
             output = answer.get()
             output.seconds = self._times.note_taken(time.monotonic())
+            self._device.note_done(num_tokens, output.seconds)
+            if self._check is not None:
+                self._check.note(output)
             if self._loading.rank.answers:
                 output.answered_at = time.monotonic()
                 self._channel.publish(Kind.OUTPUT, self._step_id, pack(output))
+        if self._answers:
+            self._device.note_not_done(self._answers[0][2], time.monotonic())
+        else:
+            self._device.note_idle()
         if self._logs.is_pending:
             self._logs.publish()
         return True
@@ -105,23 +124,45 @@ class Worker:
     def _take(self, frame: Frame) -> None:
         self._step_id = frame.step_id
         kind = Kind(frame.kind)
-        message = unpack(kind, frame.payload) if kind not in (Kind.SHUTDOWN, Kind.REVOKE) else None
+        is_bare = kind is Kind.SHUTDOWN or (kind is Kind.REVOKE and not frame.payload)
+        message = None if is_bare else unpack(kind, frame.payload)
         if kind is Kind.REVOKE:
-            self._revoke()
+            self._revoke(message)
         else:
             self._queue.append((kind, frame.step_id, message))
 
-    def _revoke(self) -> None:
-        """Drop the leased steps that have not begun. The host makes no other steps after them until it is answered."""
-        kept = [entry for entry in self._queue if not (entry[0] is Kind.STEP and entry[2].is_leased)]
+    def _revoke(self, dropped: list[int] | None) -> None:
+        """Drop the leased steps that have not begun. The host makes no other steps after them until it is answered.
+
+        ``dropped``: the first and the last of those that the first rank has dropped; None: this is the first rank.
+        """
+        first, last = (0, math.inf) if dropped is None else dropped
+
+        def is_dropped(kind: Kind, step_id: int, message: Any) -> bool:
+            return kind is Kind.STEP and message.is_leased and first <= step_id <= last
+
+        kept = [entry for entry in self._queue if not is_dropped(*entry)]
         num_dropped = len(self._queue) - len(kept)
         self._queue = deque(kept)
-        self._channel.publish(Kind.REVOKED, self._step_id, pack(num_dropped))
+        if dropped is None:
+            self._channel.publish(Kind.REVOKED, self._step_id, pack(num_dropped))
 
     @property
     def _may_handle(self) -> bool:
-        """Whether there is a frame to handle now: a step waits while the device has enough of them."""
-        return bool(self._queue) and (self._queue[0][0] is not Kind.STEP or len(self._answers) < self._max_launched)
+        """Whether there is a frame to handle now: a step waits while the device has enough of them, and a leased one
+        until the first rank has begun it."""
+        if not self._queue:
+            return False
+        kind, step_id, message = self._queue[0]
+        if kind is not Kind.STEP:
+            return True
+        if len(self._answers) >= self._max_launched:
+            return False
+        return self._leads or not message.is_leased or self._lead is None or self._lead.has_begun(step_id)
+
+    @property
+    def _leads(self) -> bool:
+        return self._loading.rank.index == 0
 
     @property
     def _is_idle(self) -> bool:
@@ -135,6 +176,8 @@ class Worker:
         """Return how long to wait for a frame, in seconds: for ever, if nothing else can happen."""
         if self._may_handle:
             return 0
+        if self._queue and len(self._answers) < self._max_launched:  # the first rank begins it soon, or drops it
+            return _LEAD_POLL
         if self._is_idle:
             prepares_after = self._prepares_after
             return _LOGS_PERIOD if prepares_after is None and self._logs.is_pending else prepares_after
@@ -157,6 +200,8 @@ class Worker:
 
     def _handle(self, kind: Kind, message: Any) -> bool:
         if kind is Kind.SHUTDOWN:
+            if self._lead is not None and self._leads:
+                self._lead.note_over()
             return False
         if kind is Kind.STEP:
             self._execute(message)
@@ -174,18 +219,21 @@ class Worker:
 
     def _execute(self, out: SchedulerOutput) -> None:
         runner, begun = self._loaded(), time.monotonic()
+        if self._lead is not None and self._leads:
+            self._lead.note_begun(out.step_id)
         runner.execute_model(out)
         self._awaits_bitmask = not out.sample_now
+        self._num_tokens = sum(out.num_scheduled_tokens)
         if out.sample_now:
-            only_decodes = sum(out.num_scheduled_tokens) == len(out.req_idx)
-            self._answers.append((out.step_id, runner.sample_tokens(None)))
+            only_decodes = self._num_tokens == len(out.req_idx)
+            self._answers.append((out.step_id, runner.sample_tokens(None), self._num_tokens))
             self._times.note_launched(time.monotonic(), only_decodes=only_decodes, begun=begun)
 
     def _sample(self, grammar: GrammarOutput) -> None:
         self._awaits_bitmask = False
         if isinstance(grammar.bitmask, int):
             grammar.bitmask = self._channel.bitmask(grammar.bitmask)
-        self._answers.append((grammar.step_id, self._loaded().sample_tokens(grammar)))
+        self._answers.append((grammar.step_id, self._loaded().sample_tokens(grammar), self._num_tokens))
         self._times.note_launched(time.monotonic(), only_decodes=False)  # it began before, and waited
 
     def _loaded(self) -> Runner:
@@ -196,9 +244,13 @@ class Worker:
     # -- loading
 
     def _load(self, message: dict[str, Any]) -> None:
+        if "lead" in message:
+            self._lead = Lead(message["lead"])
         config = self._loading.load(message)
-        self._max_launched = config.max_in_flight_steps
-        self._prepares = self._loading.rank.world_size == 1  # other ranks would have to do the same at the same time
+        if self._lead is not None:
+            self._check = AnswerCheck(self._lead, self._loading.rank)
+        self._max_launched = config.steps_in_flight
+        self._prepares = self._loading.rank.pp_size == 1  # other stages would have to take part
 
     def _allocate(self, plan: dict[str, int]) -> None:
         self._runner = self._loading.allocate(plan)
@@ -213,23 +265,34 @@ class Worker:
                 with contextlib.suppress(Exception):  # heartbeats go on though the device fails
                     assert self._loading.model is not None
                     device_bytes = self._loading.model.device_bytes()
-            self._channel.beat(device_bytes)
+            self._channel.beat(device_bytes, self._device.word)
             self._ended.wait(_HEARTBEAT_PERIOD)
 
     # -- collective calls
 
     def _call(self, message: list[Any]) -> None:
-        """``[method, reply_rank, *arguments]``; the method is one of CALLS, never a name looked up elsewhere."""
+        """``[method, reply_rank, *arguments]``; the method is one of CALLS, or, if every rank is to reply, a public one
+        of the worker extension: never a name looked up elsewhere."""
         method, reply_rank, *arguments = message
         try:
-            call = CALLS.get(method)
-            if call is None:
+            if reply_rank is None:
+                value = self._call_extension(method, arguments)
+            elif method in CALLS:
+                value = CALLS[method](self._loading.rank, self._loading.model, *arguments)
+            else:
                 raise ValueError(f"there is no collective call {method!r}; there are {', '.join(CALLS)}")
-            reply = {"value": call(self._loading.rank, self._loading.model, *arguments)}
+            reply = pack({"value": value})
+            if reply_rank is None:
+                unpack(Kind.REPLY, reply)  # as the host will: not all that can be packed can be unpacked
         except Exception as error:
-            reply = {"error": _report_of(error)}
-        if self._loading.rank.index == reply_rank:
-            self._channel.publish(Kind.REPLY, self._step_id, pack(reply))
+            reply = pack({"error": _report_of(error)})
+        if reply_rank is None or self._loading.rank.index == reply_rank:
+            self._channel.publish(Kind.REPLY, self._step_id, reply)
+
+    def _call_extension(self, method: str, arguments: list[Any]) -> Any:
+        if self._loading.extension is None:
+            raise ValueError("a call came before ALLOCATE")
+        return self._loading.extension.call(method, arguments)
 
     # -- errors
 

@@ -85,7 +85,7 @@ async def restarts() -> None:
     """Its worker is killed again and again, and replaced by another, while streams go on."""
     engine = await begin()
     while True:
-        executor = core_of(engine).worker.executor
+        executor = core_of(engine).replicas[0].worker.executor
         assert isinstance(executor, ProcessExecutor)
         pid = executor.workers[0].pid
         assert pid is not None

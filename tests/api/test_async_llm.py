@@ -449,7 +449,7 @@ async def test_worker_death_reaches_every_waiter(make_engine: Make) -> None:
 
 async def test_a_bug_in_the_step_loop_is_an_internal_error(make_engine: Make, monkeypatch: pytest.MonkeyPatch) -> None:
     async with make_engine() as engine:
-        steps = core_of(engine).steps
+        steps = core_of(engine).replicas[0].steps
 
         def broken() -> None:
             raise ZeroDivisionError("bug")
@@ -664,7 +664,7 @@ async def test_a_late_loop_is_given_more_steps_ahead(make_engine: Make, monkeypa
         tasks.append(asyncio.create_task(engine.generate([7], stopping)))
         deepest = 0
         while not all(task.done() for task in tasks):
-            deepest = max(deepest, len(core_of(engine).steps.scheduler.rows.in_flight))
+            deepest = max(deepest, len(core_of(engine).replicas[0].steps.scheduler.rows.in_flight))
             await asyncio.sleep(0)
         got = [task.result() for task in tasks]
         await settled(engine)

@@ -63,7 +63,7 @@ async def test_the_end_frees_tokenizer_and_grammars(make_own: Make, no_gc: None,
     texts = [token.text async for token in stream]
     completion = await stream.wait()
     tables = tables_of(engine)
-    scheduler = core_of(engine)._scheduler
+    scheduler = core_of(engine).replicas[0].scheduler
     if end == "aclose":
         await engine.aclose()
     else:

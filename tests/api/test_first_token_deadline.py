@@ -213,7 +213,7 @@ async def test_while_the_worker_is_started_again(make_engine: Make, monkeypatch:
         second = engine.stream([3], PARAMS, first_token_deadline=30)
         monkeypatch.setattr(FakeExecutor, "start", slowly)
         engine.executor.fail(WorkerDiedError("worker 0 died of SIGKILL", rank=0, exit_code=-9))
-        await until(lambda: core_of(engine).worker.recovering is not None)
+        await until(lambda: core_of(engine).replicas[0].worker.recovering is not None)
         for timer in clock.timers:
             timer.fire()
         with pytest.raises(DeadlineExceededError, match="still queued"):

@@ -156,7 +156,7 @@ async def test_a_profile(make: Make, monkeypatch: pytest.MonkeyPatch) -> None:
         async def call(method: str, *args: Any, timeout: float) -> dict[str, str]:
             return {"path": method} if threading.current_thread().name == "aengine" else {"refused": "here"}
 
-        monkeypatch.setattr(core_of(engine).worker, "call", call)
+        monkeypatch.setattr(core_of(engine).replicas[0].worker, "call", call)
         assert await engine.start_profile("x") == "start_profile"
         assert await engine.stop_profile() == "stop_profile"
 
@@ -171,7 +171,7 @@ async def test_health(make: Make, monkeypatch: pytest.MonkeyPatch) -> None:
             if timeout < 1:
                 raise InternalError("late")
 
-        monkeypatch.setattr(core_of(engine).worker, "call", ping)
+        monkeypatch.setattr(core_of(engine).replicas[0].worker, "call", ping)
         assert 0 < await engine.check_health() < 10
         with pytest.raises(InternalError, match="late"):
             await engine.check_health(timeout=0.5)

@@ -328,7 +328,7 @@ async def test_closing_while_there_is_no_worker(make_engine: Make, monkeypatch: 
 
 async def test_a_bug_of_ours_is_no_death(make_engine: Make, monkeypatch: pytest.MonkeyPatch) -> None:
     async with make_engine() as engine:
-        monkeypatch.setattr(type(core_of(engine).steps.scheduler), "schedule", lambda self: 1 / 0)
+        monkeypatch.setattr(type(core_of(engine).replicas[0].steps.scheduler), "schedule", lambda self: 1 / 0)
         with pytest.raises(InternalError, match="step loop failed"):
             await engine.generate([1, 2])
 
@@ -372,7 +372,7 @@ async def test_a_worker_that_is_started_again_takes_the_kv_memory_of_the_one_bef
 
     monkeypatch.setattr(FakeExecutor, "start", noted_start)
     async with make_engine() as engine:
-        core_of(engine).worker.executor.fail(death())
+        core_of(engine).replicas[0].worker.executor.fail(death())
         completion = await engine.generate([1, 2, 3], SamplingParams(max_tokens=4, ignore_eos=True))
         assert len(completion.token_ids) == 4
     assert [load["config"]["kv_cache_memory_bytes"] for load in loads] == [None, 7 << 20]

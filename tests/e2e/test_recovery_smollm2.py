@@ -30,7 +30,7 @@ KINDS = [
 
 
 def worker_of(engine: AsyncLLM) -> psutil.Process:
-    return psutil.Process(core_of(engine).worker.executor.workers[0].pid)
+    return psutil.Process(core_of(engine).replicas[0].worker.executor.workers[0].pid)
 
 
 async def texts(engine: AsyncLLM) -> list[Any]:

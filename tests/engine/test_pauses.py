@@ -11,7 +11,6 @@ from fakes import FakeExecutor
 
 from aengine.engine.pacing.step_time import StepTime
 from aengine.engine.step_loop import StepLoop
-from aengine.engine.waiting_line import WaitingLine
 from aengine.ipc.messages import KVCacheGroup, ModelRunnerOutput, int32
 from aengine.params import SamplingParams
 from aengine.scheduler.request import Request, RequestStatus
@@ -30,16 +29,15 @@ async def test_a_row_that_was_begun_before_a_preemption_resumes_no_later_pause()
     grammars: Any = SimpleNamespace(bitmasks=SimpleNamespace(fill_ahead=fill_ahead))
     limits = {"max_num_seqs": 2, "max_num_batched_tokens": 64, "max_model_len": 64}
     scheduler = Scheduler(num_blocks=16, kv_groups=[KVCacheGroup("full", 4)], **limits)
-    counters = Counters()
     steps = StepLoop(
         scheduler,
         FakeExecutor(),
         asyncio.Event(),
         max_in_flight_steps=2,
         step_time=StepTime(math.inf),
-        counters=counters,
+        counters=Counters(),
         observer=Observer(),
-        line=WaitingLine(8, counters, wait_when_full=False),
+        on_begun=lambda request_id: None,
         grammars=grammars,
     )
     grammar: Any = SimpleNamespace(is_slow=False, ahead=None)

@@ -16,7 +16,6 @@ from aengine import Completion
 from aengine.checkpoint.source import resolve_model
 from aengine.config import EngineConfig
 from aengine.ipc.messages import GrammarOutput, ModelRunnerOutput, SchedulerOutput, int32
-from aengine.runner.graphs.cuda_graphs import BatchDescriptor, GraphKind
 from aengine.runner.model_runner import ModelRunner
 from aengine.runner.startup.load import load_model
 from aengine.workers.rank import ranks_of
@@ -46,6 +45,7 @@ SIZES: dict[str, dict[str, Any]] = {
     "medium": MEDIUM,
     "9 heads": MEDIUM | {"hidden_size": 576, "num_attention_heads": 9, "num_key_value_heads": 3, "head_dim": 64},
     "14 heads": MEDIUM | {"hidden_size": 896, "num_attention_heads": 14, "num_key_value_heads": 2, "head_dim": 64},
+    "one key-value head": {"num_key_value_heads": 1},
     "heads of 256": MEDIUM | {"head_dim": 256, "num_hidden_layers": 3},
 }
 SETTINGS: dict[str, Any] = {
@@ -111,19 +111,19 @@ class Checkpoint:
 
 def _scale(model: PreTrainedModel) -> None:
     """Activations of size one in every layer, whatever its width: as in a trained model, rounding errors stay small."""
-    with torch.no_grad(), torch.random.fork_rng():
+    with torch.no_grad(), torch.random.fork_rng(devices=[]):
         torch.manual_seed(12)
         for name, weight in model.named_parameters():
             if weight.dim() >= 2:
                 weight.normal_(0, 1.0 if "embed" in name else 0.8 / weight.shape[-1] ** 0.5)
 
 
-def make_runner(folder: Path, **settings: Any) -> ModelRunner:
+def make_runner(folder: Path, *, bitmasks: memoryview | None = None, **settings: Any) -> ModelRunner:
     config = EngineConfig.create(str(folder), SETTINGS | settings)
     source = resolve_model(config).to_wire()
     (rank,) = ranks_of(config)
     model = load_model(config, source, rank, lambda *report: None)
-    return model.allocate(model.offer)[0]
+    return model.allocate(model.offer, bitmasks)[0]
 
 
 class Batch:
@@ -194,10 +194,8 @@ class Batch:
         rows = list(range(len(prompts)))
         graphs = self._runner.graphs
         if graphs is not None:  # the same kernels one by one: logits inside a graph can't be seen
-            halves = {BatchDescriptor(size, GraphKind.HALVES) for size in graphs._sizes}
-            graphs._too_large |= halves
-            graphs._graphs = {shape: graph for shape, graph in graphs._graphs.items() if shape not in halves}
-        steps = [self.start(prompts, logprobs=0)]  # logprobs: so that decodes are run in two halves
+            graphs._graphs.clear()
+        steps = [self.start(prompts, logprobs=0)]
         steps += [self.decode(rows) for _ in range(num_decodes)]
         self.end(rows)
         tokens = [[int(out.token_ids[i]) for out, _ in steps] for i in rows]

@@ -56,10 +56,11 @@ from aengine.kernels.decode_plan import BatchSize
 from aengine.kernels.dispatch import triton_everywhere
 from aengine.kernels.expert_tilings import ExpertShape, default_tiling
 from aengine.kernels.expert_types import ExpertGate, ExpertMatrices, InputNorm, RoutingRule
+from aengine.kernels.mailbox import MAX_PROGRAMS, Mailbox
 from aengine.kernels.rotary import Rope
 from aengine.kernels.sequences import Sequences
+from aengine.kernels.triton import exchange_bulk, exchange_words, linear_streamed
 from aengine.kernels.triton import launch as launching
-from aengine.kernels.triton import linear_streamed
 
 LIMITS = {
     75: 65_536,
@@ -267,14 +268,16 @@ def mixtures(
     gate: ExpertGate,
     biased: bool = False,
     codes: bool = False,
+    others: int = 0,
 ) -> None:
-    """A layer of experts for n tokens; ``codes``: int8 weights."""
+    """A layer of experts for n tokens; ``codes``: int8 weights; ``others``: experts that another rank has."""
     dtype, (num_experts, hidden, inner, top_k) = compiler.half, shape
     tiling = default_tiling(shape, n, can_group=False)
     compiler.note = f"{tiling.way} {tiling.block_m} {gate.kind} {shape} {n} tokens"
     rule = RoutingRule(top_k)
-    chosen = routing.route(torch.zeros(n, num_experts), rule)
-    plan = expert_plan.plan_experts(chosen, shape, tiling)
+    own = range(num_experts) if others else None
+    chosen = routing.route(torch.zeros(n, num_experts + others), rule, None, own)
+    plan = expert_plan.plan_experts(chosen, shape, tiling, is_partial=others > 0)
     x, norm = torch.zeros(n, hidden, dtype=dtype), InputNorm(torch.zeros(hidden, dtype=dtype), 1e-6)
     first, second = (
         ExpertMatrices(
@@ -316,6 +319,10 @@ def inputs_and_sampling(compiler: Compiler) -> None:
     input_prep.commit_decode(ids, scalars, columns, rows, rows, torch.zeros(4), published, cursor)
     logits, ones = torch.zeros(4, 200_000), torch.ones(4)
     gumbel.gumbel_sample(logits, inputs.temperature, inputs.seeds, inputs.sample_positions)
+    where = (inputs.temperature, inputs.seeds, inputs.sample_positions)
+    share = gumbel.draw_share(logits, *where, 200_192, 400_000)
+    for ranks in (2, 4, 8):
+        gumbel.best_of_shares(share.expand(ranks, -1, -1).contiguous())
     cutoff = top_k_top_p.find_cutoff(logits, inputs.temperature, torch.zeros(4, dtype=torch.int32), ones, ones)
     ids, _ = gumbel.gumbel_sample(logits, inputs.temperature, inputs.seeds, inputs.sample_positions, cutoff)
     asked = select_rows.select_rows(scalars, rows)[:, 13]
@@ -330,6 +337,22 @@ def inputs_and_sampling(compiler: Compiler) -> None:
     starts = torch.zeros(2, dtype=torch.int64)
     nothing = torch.zeros(0, dtype=torch.int32)
     staged_write.apply_staged_writes(torch.zeros(9, dtype=torch.int32), starts, starts, nothing)
+
+
+def exchanges(compiler: Compiler) -> None:
+    """What each of two ranks, and one of four, launches."""
+    for rank, size in ((0, 2), (1, 2), (3, 4)):
+        compiler.note = f"rank {rank} of {size}"
+        addresses, calls = torch.zeros(size, dtype=torch.int64), torch.zeros(MAX_PROGRAMS, dtype=torch.int32)
+        mailbox = Mailbox(rank, size, 4096, 65536, addresses, calls)
+        for dtype in (compiler.half, torch.float32):
+            x = torch.zeros(2, 1024, dtype=dtype)
+            for op in (exchange_words.sum_in_words, exchange_bulk.sum_in_bulk, exchange_bulk.sum_in_two_shots):
+                for add in (True, False):
+                    op(x, x, mailbox, add=add)
+        words = torch.zeros(4096, dtype=torch.int32)
+        for gather in (exchange_words.gather_in_words, exchange_bulk.gather_in_bulk):
+            gather(torch.zeros(size, 4096, dtype=torch.int32), words, mailbox)
 
 
 # -- what to call
@@ -381,11 +404,14 @@ def every_kernel(compiler: Compiler) -> None:
     for n in (1, 64, 8192):
         mixtures(compiler, n, ExpertShape(32, 2880, 2880, 4), clamped, biased=True)
     mixtures(compiler, 8, ExpertShape(6, 72, 40, 2), silu._replace(kind="gelu_tanh"), codes=True)
+    for n in (1, 8, 512):
+        mixtures(compiler, n, ExpertShape(64, 2048, 768, 8), silu, others=64)
     grouped = RoutingRule(8, "sigmoid", num_groups=8, top_groups=4)
     routing.route(torch.zeros(4, 256), grouped, torch.zeros(256))
     expert_gate.gate_experts(torch.zeros(4, 512, dtype=dtype), clamped)
     states(compiler)
     inputs_and_sampling(compiler)
+    exchanges(compiler)
 
 
 def grid(compiler: Compiler) -> None:

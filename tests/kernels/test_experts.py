@@ -174,6 +174,39 @@ def test_pairs_are_sorted(block_m: int, rng: random.Random, gen: torch.Generator
     assert experts == wanted + [-1] * (len(experts) - len(wanted))
 
 
+@pytest.mark.parametrize("way", WAYS)
+def test_ranks_with_some_experts_each_add_up(
+    way: str, rng: random.Random, gen: torch.Generator, triton_device: torch.device
+) -> None:
+    """Two ranks' parts are what one with all experts computes; nothing that was never written is read."""
+    if torch.cuda.is_available() and way == "grouped":
+        pytest.skip("torch's product takes no float32 there")
+    shape, n, gate = ExpertShape(8, 48, 32, 3), 3 if way == "pairs" else 9, GATES[0]
+    rule = RoutingRule(3, renormalise=rng.random() < 0.5)
+    first, second = (
+        ExpertMatrices(torch.randn(8, rows, columns, generator=gen), torch.randn(8, rows, generator=gen))
+        for rows, columns in ((64, 48), (48, 32))
+    )
+    x, logits = torch.randn(n, 48, generator=gen), torch.randn(n, 8, generator=gen)
+    logits[0, 4:] -= 100.0  # this token's are all on the first rank
+    wanted = by_definition(x, first, second, route(logits, rule), gate)[1]
+    with torch_reference() if way == "torch" else nullcontext():
+        device = torch.device("cpu") if way == "torch" else triton_device
+        total = torch.zeros(n, 48, device=device)
+        for own in (range(4), range(4, 8)):
+            routing = route(logits.to(device), rule, None, own)
+            is_here = routing.expert_ids < 4
+            assert routing.weights[~is_here].eq(0).all() and routing.expert_ids[~is_here].eq(4).all()
+            plan = plan_experts(routing, shape._replace(num_experts=4), WAYS[way], is_partial=True)
+            here = slice(own.start, own.stop)
+            parts = [ExpertMatrices(m.weight[here].to(device), m.bias[here].to(device)) for m in (first, second)]
+            hidden = expert_product(x.to(device), parts[0], plan, gate)
+            if way != "grouped":
+                hidden[(~is_here).flatten()] = torch.nan
+            add_experts(total, hidden, parts[1], plan)
+    close(total, wanted, 2e-6)
+
+
 RULES = [
     RoutingRule(3, renormalise=False),
     RoutingRule(8, renormalise=True),

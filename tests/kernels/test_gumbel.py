@@ -4,13 +4,15 @@ from __future__ import annotations
 
 import math
 import random
+from contextlib import nullcontext
 
 import numpy as np
 import pytest
 import torch
 from scipy import stats
 
-from aengine.kernels.gumbel import BLOCK, draw_or_greedy, gumbel_noise, gumbel_sample
+from aengine.kernels.dispatch import torch_reference
+from aengine.kernels.gumbel import BLOCK, best_of_shares, draw_or_greedy, draw_share, gumbel_noise, gumbel_sample
 from aengine.kernels.philox import philox_rounds
 
 DRAWS = 20_000
@@ -222,6 +224,38 @@ def test_triton_bad_rows_and_ties(
         assert math.isfinite(check) if kind == "finite" else str(check) == kind
     assert ((ids >= 0) & (ids < vocab_size)).all()
     assert torch.equal(ids[10:], logits[10:].argmax(1)), "of the likeliest the first"
+
+
+@pytest.mark.parametrize("on", ["torch", "triton"])
+@pytest.mark.parametrize("shares", [2, 4])
+def test_shares_of_a_vocabulary_draw_what_the_whole_does(
+    on: str, shares: int, rng: random.Random, gen: torch.Generator, triton_device: torch.device
+) -> None:
+    """The last share lacks tokens, one may have none; rows in any mixture, ties across borders, and bad ones."""
+    vocab_size = rng.choice([5 * BLOCK + 3, 2 * BLOCK, 9 * BLOCK])
+    columns = list(random_rows(rng, gen, 16, vocab_size))
+    logits, temperature = columns[0], columns[1]
+    temperature[:4] = 0.0
+    logits[:2] = logits[:2].round()
+    logits[12, rng.randrange(vocab_size)] = torch.nan
+    logits[13] = -torch.inf
+    logits[14, rng.randrange(vocab_size)] = torch.inf
+    size = -(-vocab_size // (shares * BLOCK)) * BLOCK
+    padded = torch.full((16, shares * size), -torch.inf)
+    padded[:, :vocab_size] = logits
+    device = torch.device("cpu") if on == "torch" else triton_device
+    with torch_reference() if on == "torch" else nullcontext():
+        moved = [column.to(device) for column in columns]
+        wanted, wanted_checks = gumbel_sample(*moved)
+        parts = [
+            draw_share(padded[:, i * size : (i + 1) * size].to(device), *moved[1:], i * size, vocab_size)
+            for i in range(shares)
+        ]
+        ids, checks = best_of_shares(torch.stack(parts))
+    good = wanted_checks.isfinite()
+    assert torch.equal(ids[good], wanted[good]) and good.sum() == 13
+    assert [str(check) for check in checks.tolist()] == [str(check) for check in wanted_checks.tolist()]
+    assert ids.dtype == torch.int64 and ((ids >= 0) & (ids < vocab_size)).all()
 
 
 def test_triton_in_any_batch(rng: random.Random, gen: torch.Generator, triton_device: torch.device) -> None:

@@ -61,11 +61,13 @@ class Engine:
             "kv_cache_memory_bytes": 16 * MIB,
         } | settings
         self.config = EngineConfig.create(str(folder), settings)
-        source = resolve_model(self.config)
-        (rank,) = ranks_of(self.config)
-        self.model: LocalModel = load_model(self.config, source.to_wire(), rank, _no_progress)
+        self.model = self._load(resolve_model(self.config).to_wire())
         self.offer = self.model.offer
         self.groups = KVCacheGroup.from_ready(dict(self.offer))
+
+    def _load(self, source: dict[str, Any]) -> LocalModel | Any:
+        (rank,) = ranks_of(self.config)
+        return load_model(self.config, source, rank, _no_progress)
 
     def begin(self, *, num_blocks: int | None = None, max_num_batched_tokens: int = 512) -> None:
         """Start anew: an empty cache, no request."""
@@ -172,6 +174,7 @@ def check_scenarios(
     most: float = 1e-4,
     max_tokens: int = MAX_TOKENS,
     prompts: Sequence[Sequence[int]] | None = None,
+    engine_class: type[Engine] = Engine,
     **settings: Any,
 ) -> Engine:
     """Every scenario, for the model in ``folder``. Returns the engine, for more.
@@ -182,7 +185,7 @@ def check_scenarios(
     """
     judge = Judge(reference if not isinstance(reference, torch.nn.Module) else reference_of(reference), most)
     with settings_of_torch_kept(), states_kept_often():
-        engine = Engine(folder, **settings)
+        engine = engine_class(folder, **settings)
         texts = some_prompts(engine.offer["vocab_size"]) if prompts is None else [list(p) for p in prompts]
         engine.begin()
         judge.check("batched", texts, engine.generate(texts, max_tokens))

@@ -128,7 +128,7 @@ def make_tiny_model(arch: str, *, seed: int = 0, **overrides: Any) -> PreTrained
     if arch == "gpt_oss":  # its YaRN shows in large heads only, its MXFP4 comes in blocks of 32
         sizes |= {"num_local_experts": 5, "num_experts_per_tok": 2, "hidden_size": 64, "intermediate_size": 96}
         sizes |= {"head_dim": 64, "max_position_embeddings": 8192}
-    with torch.random.fork_rng():
+    with torch.random.fork_rng(devices=[]):
         torch.manual_seed(seed)
         model = _quietly(lambda: model_class(config_class(**{**sizes, **overrides}))).eval()
         randomise(model)

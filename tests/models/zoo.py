@@ -171,7 +171,7 @@ def write_zoo_model(folder: Path, model_type: str, *, seed: int = 0, **overrides
         model.save_pretrained(folder)
         return model_class.from_pretrained(folder, dtype=torch.float32, attn_implementation="eager").eval()
 
-    with torch.random.fork_rng():
+    with torch.random.fork_rng(devices=[]):
         torch.manual_seed(seed)
         reference: PreTrainedModel = _quietly(write)
     return reference

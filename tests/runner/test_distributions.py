@@ -19,7 +19,7 @@ from aengine.runner.input_batch import SampleBatch
 from aengine.runner.model_runner import ModelRunner
 from aengine.runner.request_state import SCALAR_WORDS, RequestState
 from aengine.runner.sampling.bitmask_memory import HostBitmasks
-from aengine.runner.sampling.sampler import Sampler, SamplerOutput
+from aengine.runner.sampling.sampler import Sampler, SamplerOutput, Sampling
 from aengine.runner.staged_writes import StagedArena
 
 VOCAB, ROWS, DRAWS, P_MIN = 40, 500, 10_000, 1e-6
@@ -248,10 +248,8 @@ PLAIN: list[dict[str, Any]] = [
     {"min_tokens": 4, "stop_token_ids": [1]},
     {"min_tokens": 9, "stop_token_ids": [VOCAB]},
 ]
+CUT: list[dict[str, Any]] = [{"top_k": 2}, {"top_p": 0.9}, {"min_p": 0.1}]
 SPECIAL: list[dict[str, Any]] = [
-    {"top_k": 2},
-    {"top_p": 0.9},
-    {"min_p": 0.1},
     {"logprobs": 0},
     {"temperature": 0.0, "presence_penalty": 0.1},
     {"bias_token_ids": [1], "bias_values": [1.0]},
@@ -259,7 +257,7 @@ SPECIAL: list[dict[str, Any]] = [
 ]
 
 
-def test_is_plain() -> None:
+def test_what_a_batch_asks_of_the_sampler() -> None:
     def rows_of(cases: list[dict[str, Any]], begin: int) -> list[NewRequest]:
         ids = PROMPT + GENERATED
         return [
@@ -267,19 +265,21 @@ def test_is_plain() -> None:
             for i, f in enumerate(cases)
         ]
 
-    new = rows_of(PLAIN, 0) + rows_of(SPECIAL, len(PLAIN))
+    new = rows_of(PLAIN, 0) + rows_of(CUT, len(PLAIN)) + rows_of(SPECIAL, len(PLAIN) + len(CUT))
     sampler, state, batch = new_sampler(new, VOCAB, torch.device("cpu"))
-    plain, special = np.split(batch.rows, [len(PLAIN)])
-    assert sampler.is_plain(plain)
+    plain, cut, special = np.split(batch.rows, [len(PLAIN), len(PLAIN) + len(CUT)])
+    assert sampler.asks(plain) is Sampling.PLAIN
+    for i, row in enumerate(cut):
+        assert sampler.asks(np.append(plain, row)) is Sampling.CUT, CUT[i]
     for i, row in enumerate(special):
-        assert not sampler.is_plain(np.append(plain, row)), SPECIAL[i]
+        assert sampler.asks(np.append(cut, row)) is Sampling.ANY, SPECIAL[i]
     row = special[-1:]  # its min_tokens are reached by one token more
     state.append(row)
-    assert sampler.is_plain(row)
-    for r in special.tolist():  # the row's next request asks for nothing
+    assert sampler.asks(row) is Sampling.PLAIN
+    for r in [*cut.tolist(), *special.tolist()]:  # the row's next request asks for nothing
         sampler.remove_request(r)
         state.remove_request(r)
         again = request(r, PROMPT, [0])
         state.add_request(again)
         sampler.add_request(again)
-    assert sampler.is_plain(batch.rows)
+    assert sampler.asks(batch.rows) is Sampling.PLAIN

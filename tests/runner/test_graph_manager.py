@@ -1,19 +1,23 @@
-"""Which steps run as graphs: those that idle times had room to capture, and the second of each shape."""
+"""Which steps run as graphs: decodes from the start on; with prompts, those that idle times had room to capture, and
+the second of each shape."""
 
 from __future__ import annotations
 
 import contextlib
 from collections.abc import Iterator
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
 import pytest
 import torch
 
-from aengine.runner.graphs.cuda_graphs import BatchDescriptor, CudaGraphManager, GraphKind
+from aengine.runner.graphs.batch_graphs import BatchGraphs, BatchOutputs, BatchShape
+from aengine.runner.graphs.cuda_graphs import CudaGraphManager
+from aengine.runner.sampling.sampler import Sampling
 
 ROWS = np.arange(3)
-SHAPE = BatchDescriptor(4, GraphKind.SAMPLED)  # of three rows
+SHAPE = BatchShape(16, 8)
 
 
 class Log:
@@ -22,29 +26,38 @@ class Log:
     def __init__(self) -> None:
         self.done: list[str] = []
         self.has_memory = True
+        self.is_capturing = False
 
     def set_rows(self, rows: Any, size: int) -> None:
         pass
 
-    def run(self, descriptor: BatchDescriptor) -> None:
-        if self.done[-1:] != ["capture"]:
-            self.done.append("op by op")
+    def set_bitmasks(self, rows: Any, bits: Any, size: int) -> None:
+        self.done.append("bitmasks")
 
-    def run_padded(self, descriptor: BatchDescriptor) -> None:
+    def run(self, size: int) -> str:
+        self._note(f"run {size}")
+        return f"half {size}"
+
+    def sample(self, half: str, sampling: Sampling) -> None:
+        self._note(f"{half} {sampling.name}")
+
+    def _note(self, what: str) -> None:
+        self.done.append(f"capture {what}" if self.is_capturing else what)
+
+    def run_padded(self, size: int) -> None:
         self.done.append("padding alone")
 
     def graph_pool(self) -> None:
         return None
 
     @contextlib.contextmanager
-    def capture(self, pool: None) -> Iterator[Log]:
+    def capture(self, pool: None) -> Iterator[Any]:
         if not self.has_memory:
             raise torch.OutOfMemoryError("CUDA out of memory")
-        self.done.append("capture")
-        yield self
-
-    def replay(self) -> None:
-        self.done.append("replay")
+        begin, self.is_capturing = len(self.done), True
+        yield SimpleNamespace(replay=lambda: self.done.append(f"replay {captured}"))
+        self.is_capturing = False
+        captured = self.done[begin].removeprefix("capture ")
 
     def release_cached(self) -> None:
         self.done.append("release")
@@ -55,50 +68,85 @@ def make(**how: bool) -> tuple[Log, CudaGraphManager]:
     return log, CudaGraphManager(log, [1, 2, 4], log, enforce_eager=how.get("enforce_eager", False))  # type: ignore[arg-type]
 
 
-def run_three(manager: CudaGraphManager) -> None:
-    for _ in range(3):
-        manager.run(ROWS, GraphKind.SAMPLED)
-
-
-def test_the_second_step_of_a_shape_captures_it() -> None:
+def test_the_second_half_is_the_one_that_the_batch_asks_for() -> None:
     log, manager = make()
-    run_three(manager)
-    assert log.done == ["op by op", "capture", "replay", "replay"]
-    assert SHAPE not in manager.missing()
-
-
-def test_what_is_prepared_is_replayed_at_once() -> None:
-    log, manager = make()
-    manager.prepare(SHAPE)
-    assert manager.missing()[0] == SHAPE, "it is half done"
-    manager.prepare(SHAPE)
-    run_three(manager)
-    assert log.done == ["padding alone", "capture", *["replay"] * 3]
-
-
-def test_shapes_of_steps_that_ran_are_prepared_first() -> None:
-    _, manager = make()
-    first = manager.missing()
-    assert [one.size for one in first] == sorted(one.size for one in first) and first[0].size == 1
-    manager.run(ROWS, GraphKind.SAMPLED)
-    assert manager.missing()[0] == SHAPE
-
-
-def test_without_memory_for_a_graph_its_steps_run_op_by_op(caplog: pytest.LogCaptureFixture) -> None:
-    log, manager = make()
-    log.has_memory = False
-    run_three(manager)
-    assert log.done == ["op by op", "release", "release", "op by op", "op by op"]
-    assert caplog.text.count("op by op") == 1 and SHAPE not in manager.missing()
+    manager.capture_all(lambda done, total: None)
+    log.done.clear()
+    for sampling in Sampling:
+        manager.run(ROWS)
+        manager.sample(ROWS[:0], None, sampling)
+    assert log.done == [
+        *["replay run 4", "replay half 4 PLAIN"],
+        *["replay run 4", "bitmasks", "replay half 4 MASKED"],
+        *["replay run 4", "bitmasks", "replay half 4 CUT"],
+        *["replay run 4", "bitmasks", "replay half 4 ANY"],
+    ]
 
 
 def test_an_eager_manager_captures_nothing() -> None:
     log, manager = make(enforce_eager=True)
-    run_three(manager)
-    assert log.done == ["op by op"] * 3 and manager.missing() == []
+    manager.capture_all(lambda done, total: None)
+    manager.run(ROWS)
+    manager.sample(ROWS[:0], None, Sampling.CUT)
+    assert log.done == ["run 4", "bitmasks", "half 4 CUT"] and manager.num_captured == 0
 
 
 def test_the_graphs_of_a_start_find_what_loading_took_given_back() -> None:
     log, manager = make()
     manager.capture_all(lambda done, total: None)
-    assert log.done == [*["padding alone"] * 3, "release", *["capture"] * 3]
+    captured = [what for what in log.done if "run" in what]
+    assert log.done[:5] == [*["padding alone"] * 3, "release", "capture run 4"]
+    assert captured == [f"capture run {size}" for size in (4, 2, 1)]
+
+
+def make_for_prompts() -> tuple[Log, BatchGraphs]:
+    log = Log()
+    requests: Any = SimpleNamespace(token_ids=torch.zeros(1))
+    graphs = BatchGraphs(requests, None, None, 8, 32, log)  # type: ignore[arg-type]
+
+    def step(shape: BatchShape) -> BatchOutputs:
+        log._note("step")
+        return BatchOutputs(*[torch.zeros(shape.num_reqs)] * 4)
+
+    graphs._step = step  # type: ignore[method-assign]
+    return log, graphs
+
+
+def run_three(graphs: BatchGraphs) -> None:
+    plan: Any = SimpleNamespace(rows=ROWS, query_lens=np.array([4, 1, 1]), num_tokens=6, num_reqs=3)
+    for _ in range(3):
+        shape = graphs.shape_for(plan)
+        if shape is not None:
+            graphs.run(plan, shape)
+
+
+def test_the_second_step_of_a_shape_captures_it() -> None:
+    log, graphs = make_for_prompts()
+    run_three(graphs)
+    assert log.done == ["step", "capture step", "replay step", "replay step"]
+    assert SHAPE not in graphs.missing()
+
+
+def test_what_is_prepared_is_replayed_at_once() -> None:
+    log, graphs = make_for_prompts()
+    graphs.prepare(SHAPE)
+    assert graphs.missing()[0] == SHAPE, "it is half done"
+    graphs.prepare(SHAPE)
+    run_three(graphs)
+    assert log.done == ["step", "capture step", *["replay step"] * 3]
+
+
+def test_shapes_of_steps_that_ran_are_prepared_first() -> None:
+    _, graphs = make_for_prompts()
+    first = graphs.missing()
+    assert first[0] == SHAPE and len(first) > 1
+    graphs.prepare(first[-1])
+    assert graphs.missing()[0] == first[-1]
+
+
+def test_without_memory_for_a_graph_its_steps_run_op_by_op(caplog: pytest.LogCaptureFixture) -> None:
+    log, graphs = make_for_prompts()
+    log.has_memory = False
+    run_three(graphs)
+    assert log.done == ["step", "release", "release"], "later steps are the runner's, op by op"
+    assert caplog.text.count("op by op") == 1 and SHAPE not in graphs.missing()

@@ -278,6 +278,9 @@ class Driver:
         batch = set(out.req_idx)
         assert not any(r.is_paused for r in scheduler.newest_step.batch), "paused, and in a step"
         for request in decoding - lost:
+            if request.micro_batch != scheduler.rows.micro_batch.index:
+                assert request.req_idx not in batch
+                continue
             assert request.req_idx in batch or request.status in (RequestStatus.DRAINING, RequestStatus.CATCHING_UP)
         self._check_reuse(out)
         return True

@@ -693,3 +693,26 @@ def test_a_paused_request_keeps_its_row_and_is_in_no_step() -> None:
     assert not a.is_paused
     reply(scheduler, fifth, [25, 14])
     assert a.output_token_ids == [11, 12, 13, 14] and a.finish_reason is FinishReason.LENGTH
+
+
+def test_micro_batches_take_turns_with_equal_shares_of_a_burst() -> None:
+    scheduler = make_scheduler(num_micro_batches=2, max_in_flight_steps=3)
+    requests = [make(3, name=str(i)) for i in range(5)]
+    add(scheduler, *requests)
+    batches = [{r.request_id for r in scheduler.newest_step.batch} for _ in range(3) if step(scheduler)]
+    assert batches == [{"0", "1", "2"}, {"3", "4"}, {"0", "1", "2"}]
+
+
+def test_a_micro_batch_with_nothing_to_do_is_passed_over() -> None:
+    scheduler = make_scheduler(num_micro_batches=3, max_in_flight_steps=4)
+    one = make(3)
+    add(scheduler, one)
+    for _ in range(4):
+        step(scheduler)
+        assert scheduler.newest_step.batch == [one]
+    another = make(3, name="another")
+    add(scheduler, another)
+    scheduler.finish(one, FinishReason.ABORT)
+    reply(scheduler, SchedulerOutput(0), [5])
+    step(scheduler)
+    assert scheduler.newest_step.batch == [another]

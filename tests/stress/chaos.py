@@ -2,7 +2,9 @@
 
     python tests/stress/chaos.py kills                100 workers of SmolLM2 killed under 64 streams (--kills 12: 3 min)
     python tests/stress/chaos.py hangs                workers stopped in mid-step
+    python tests/stress/chaos.py replicas             workers of two replicas killed, whose streams go on with the other
     python tests/stress/chaos.py hosts                hosts killed while they start and while they stream
+                                                     these four with --ranks 4, say: of a tiny model, tensor parallel
     python tests/stress/chaos.py cancels              100,000 requests cancelled in ten ways, at any moment
     python tests/stress/chaos.py requests             1,000,000 tiny requests
 
@@ -22,22 +24,29 @@ import time
 
 from chaos_common import Promises, say
 from chaos_hosts import hosts
+from chaos_replicas import replicas
 from chaos_requests import Canceller, cancels, requests
 from chaos_workers import hangs, kills
 
-ASYNC_PARTS = {"kills": kills, "hangs": hangs, "cancels": cancels, "requests": requests}
+ASYNC_PARTS = {"kills": kills, "hangs": hangs, "replicas": replicas, "cancels": cancels, "requests": requests}
 
 
 def arguments() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parts = parser.add_subparsers(dest="part", required=True)
-    for name in ("kills", "hangs", "hosts", "cancels", "requests"):
+    for name in ("kills", "hangs", "replicas", "hosts", "cancels", "requests"):
         parts.add_parser(name).add_argument("--seed", type=int)
-    for name in ("kills", "hangs"):
-        parts.choices[name].add_argument("--streams", type=int, default={"kills": 64, "hangs": 8}[name])
+    for name in ("kills", "hangs", "replicas", "hosts"):
+        parts.choices[name].add_argument("--ranks", type=int, default=1, help="several: a tiny model, tensor parallel")
+    for name in ("kills", "hangs", "replicas"):
+        default = {"kills": 64, "hangs": 8, "replicas": 16}[name]
+        parts.choices[name].add_argument("--streams", type=int, default=default)
         parts.choices[name].add_argument("--tokens", type=int, default=64, help="most of a completion")
     parts.choices["kills"].add_argument("--kills", type=int, default=100)
     parts.choices["kills"].add_argument("--mean", type=float, default=1.5, help="seconds from ready to kill")
+    parts.choices["replicas"].add_argument("--kills", type=int, default=40)
+    parts.choices["replicas"].add_argument("--mean", type=float, default=2.5, help="seconds between kills")
+    parts.choices["replicas"].add_argument("--replicas", type=int, default=2)
     parts.choices["hangs"].add_argument("--hangs", type=int, default=10)
     parts.choices["hosts"].add_argument("--hosts", type=int, default=100)
     parts.choices["hosts"].add_argument("--model", choices=["real", "fake", "both"], default="both")

@@ -3,12 +3,16 @@
 from __future__ import annotations
 
 import asyncio
+import atexit
 import gc
 import os
+import shutil
 import statistics
 import sys
+import tempfile
 import time
 from collections.abc import Sequence
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -32,6 +36,22 @@ class FakeWorkerLLM(AsyncLLM):
     def _make_executor(self, config: EngineConfig) -> ProcessExecutor:
         os.environ["PYTHONPATH"] = os.pathsep.join(WORKER_PATH)  # this is our own process
         return ProcessExecutor(config.replace(worker="chaos_worker:load_model"))
+
+
+def model_for(ranks: int) -> str:
+    """SmolLM2, or, for several ranks, a tiny model that they can divide: written once a process."""
+    return "smollm2-135m" if ranks == 1 else _tiny_model()
+
+
+@cache
+def _tiny_model() -> str:
+    sys.path.append(str(REPOSITORY / "tests" / "models"))
+    from tiny import write_tiny_model
+
+    folder = Path(tempfile.mkdtemp(prefix="chaos-"))
+    atexit.register(shutil.rmtree, folder, ignore_errors=True)
+    sizes = {"num_attention_heads": 8, "num_key_value_heads": 4, "max_position_embeddings": 1024}
+    return str(write_tiny_model(folder, "qwen3", seed=3, **sizes))
 
 
 class Promises:
@@ -91,6 +111,7 @@ async def settle(engine: AsyncLLM, promises: Promises) -> None:
     num_requests = core.admission.count(set())
     promises.hold("the engine holds no request", num_requests == 0, num_requests)
     try:
-        core.steps.scheduler.check()
+        for replica in core.replicas:
+            replica.scheduler.check()
     except AssertionError as error:
         promises.hold("the scheduler's state is consistent", False, repr(error))

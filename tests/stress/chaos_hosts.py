@@ -14,7 +14,7 @@ import time
 from typing import Any
 
 import psutil
-from chaos_common import FakeWorkerLLM, Promises, say, seconds
+from chaos_common import FakeWorkerLLM, Promises, model_for, say, seconds
 
 from aengine import AsyncLLM, SamplingParams
 
@@ -24,14 +24,15 @@ START_SECONDS = {"fake": 1.0, "real": 5.0}
 """From the host's first line to streams: kills in this time are kills while it starts and loads."""
 
 
-async def host(model: str) -> None:
+async def host(model: str, path: str, ranks: int) -> None:
     """Says how far it is, then streams for ever."""
     os.environ["CHAOS_BLOCKS"] = "2000"
     os.write(1, b"begin\n")
+    settings: dict[str, Any] = {"device": "cpu", "tensor_parallel_size": ranks}
     if model == "real":
-        engine = AsyncLLM("smollm2-135m", max_model_len=512, kv_cache_memory_bytes=64 << 20, num_threads=1)
+        engine = AsyncLLM(path, max_model_len=512, kv_cache_memory_bytes=64 << 20, num_threads=1, **settings)
     else:
-        engine = FakeWorkerLLM("smollm2-135m", skip_tokenizer=True)
+        engine = FakeWorkerLLM("smollm2-135m", skip_tokenizer=True, **settings)
     params = SamplingParams(max_tokens=200, ignore_eos=True, detokenize=False)
     async with engine:
 
@@ -60,9 +61,17 @@ def left_of(pid: int) -> tuple[list[psutil.Process], list[str]]:
     return alive, [name for name in os.listdir("/dev/shm") if f"aengine-{pid}-" in name]
 
 
-def kill_one(model: str, phase: str, rng: random.Random, promises: Promises) -> float:
+def stop_a_rank(pid: int, rng: random.Random) -> None:
+    """Have the other ranks of a host wait for one that does not come, as in a collective."""
+    workers = psutil.Process(pid).children()
+    if len(workers) > 1:
+        rng.choice(workers).suspend()
+        time.sleep(0.3)
+
+
+def kill_one(model: str, phase: str, ranks: int, rng: random.Random, promises: Promises) -> float:
     """Seconds until nothing was left of it."""
-    command = [sys.executable, __file__, model]
+    command = [sys.executable, __file__, model, model_for(ranks), str(ranks)]
     with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL) as process:
         try:
             assert process.stdout is not None
@@ -71,6 +80,8 @@ def kill_one(model: str, phase: str, rng: random.Random, promises: Promises) -> 
                 if not line:
                     raise RuntimeError(f"a {model} host ended by itself before it said {until!r}")
             time.sleep(rng.uniform(0, START_SECONDS[model] if phase == "start" else 0.5))
+            if phase == "stuck":
+                stop_a_rank(process.pid, rng)
         finally:
             process.send_signal(signal.SIGKILL)
         process.wait()
@@ -91,10 +102,13 @@ def hosts(args: argparse.Namespace, promises: Promises) -> dict[str, Any]:
     for i in range(args.hosts):
         model = args.model if args.model != "both" else ("fake", "real")[i // 2 % 2]
         phase = ("start", "stream")[i % 2]
-        times.setdefault(f"{model}, {phase}", []).append(kill_one(model, phase, rng, promises))
+        if args.ranks > 1 and phase == "stream" and rng.random() < 0.5:
+            phase = "stuck"
+        times.setdefault(f"{model}, {phase}", []).append(kill_one(model, phase, args.ranks, rng, promises))
         say(f"{i + 1} of {args.hosts}: {model}, {phase}: gone after {times[f'{model}, {phase}'][-1]:.3f} s")
     everything = [t for some in times.values() for t in some]
     return {
+        "ranks": args.ranks,
         "hosts": len(everything),
         "gone_s": {name: seconds(some) for name, some in times.items()},
         "worst_gone_s": round(max(everything), 3),
@@ -102,4 +116,4 @@ def hosts(args: argparse.Namespace, promises: Promises) -> dict[str, Any]:
 
 
 if __name__ == "__main__":
-    asyncio.run(host(sys.argv[1]))
+    asyncio.run(host(sys.argv[1], sys.argv[2], int(sys.argv[3])))

@@ -16,10 +16,11 @@ from contextlib import asynccontextmanager
 from typing import Any, NamedTuple
 
 import psutil
-from chaos_common import ProcessResources, Promises, say, seconds, settle
+from chaos_common import ProcessResources, Promises, model_for, say, seconds, settle
 from conftest_api import core_of
 
 from aengine import AEngineError, AsyncLLM, SamplingParams, StructuredOutput
+from aengine.engine.executor import ProcessExecutor
 
 PLAIN = SamplingParams(temperature=0, ignore_eos=True)
 SCHEMA = {
@@ -174,10 +175,16 @@ class Backoff(logging.Handler):
             self.total += float(found[1])
 
 
-def worker_pid(engine: AsyncLLM) -> int:
-    """Of the newest worker, which may be in its start; 0: it is yet to be made."""
-    workers = core_of(engine).worker.executor.workers
-    return (workers[0].pid or 0) if workers else 0
+def workers_of(engine: AsyncLLM) -> ProcessExecutor:
+    """The newest ones, which may be in their start, or yet to be made."""
+    executor = core_of(engine).replicas[0].worker.executor
+    assert isinstance(executor, ProcessExecutor)
+    return executor
+
+
+def victim_of(workers: ProcessExecutor, rng: random.Random) -> int:
+    """The process of a rank."""
+    return rng.choice([worker.pid for worker in workers.workers if worker.pid])
 
 
 def kill(pid: int) -> None:
@@ -185,14 +192,16 @@ def kill(pid: int) -> None:
     os.kill(pid, signal.SIGKILL)
 
 
-async def another_worker(engine: AsyncLLM, pid: int, *, ready: bool) -> int:
-    """Wait for one that is not ``pid``, and until it has been given the requests if ``ready``. Raises TimeoutError."""
+async def other_workers(engine: AsyncLLM, old: ProcessExecutor, *, ready: bool) -> ProcessExecutor:
+    """Wait for others than ``old`` of which one is there at least; until they have been given the requests if
+    ``ready``. Raises TimeoutError."""
     async with asyncio.timeout(240):
         while True:
             core = core_of(engine)
             assert core is not None
-            new = worker_pid(engine)
-            if new not in (0, pid) and (not ready or core.steps._executor is core.worker.executor):
+            new = workers_of(engine)
+            is_there = any(worker.pid for worker in new.workers)
+            if new is not old and is_there and (not ready or core.replicas[0].steps._executor is new):
                 return new
             if core.state != "running":
                 raise TimeoutError(f"the engine has {core.state}: {core.failure!r}")
@@ -207,24 +216,24 @@ class Kill(NamedTuple):
 
 
 async def killer(streams: Streams, rng: random.Random, count: int, mean: float, backoff: Backoff) -> list[Kill]:
-    """Kills ``count`` workers; one entry a series of deaths without a token in between, from the first on."""
-    engine, pid, done, kills = streams.engine, worker_pid(streams.engine), 0, []
+    """Kills a worker ``count`` times; one entry a series of deaths without a token in between, from the first on."""
+    engine, workers, done, kills = streams.engine, workers_of(streams.engine), 0, []
     while done < count:
         await asyncio.sleep(rng.expovariate(1 / mean))
         at, before, deaths = time.monotonic(), backoff.total, 1
-        kill(pid)
+        kill(victim_of(workers, rng))
         while done + deaths < count and rng.random() < ONGOING_SHARE:
-            pid = await another_worker(engine, pid, ready=False)
+            workers = await other_workers(engine, workers, ready=False)
             await asyncio.sleep(rng.uniform(0, 4))
-            kill(pid)
+            kill(victim_of(workers, rng))
             deaths += 1
-        pid = await another_worker(engine, pid, ready=True)
+        workers = await other_workers(engine, workers, ready=True)
         done += deaths
         if rng.random() < 0.2 and done < count:  # a kill before anything has been computed again
             await asyncio.sleep(rng.uniform(0, 0.3))
-            kill(pid)
+            kill(victim_of(workers, rng))
             done, deaths = done + 1, deaths + 1
-            pid = await another_worker(engine, pid, ready=True)
+            workers = await other_workers(engine, workers, ready=True)
         recovered = await streams.token_after(time.monotonic() if deaths > 1 else at + 0.05)
         kills.append(Kill(at, recovered, backoff.total - before, deaths))
         say(f"{done} of {count} kills: {deaths} in a row, a token after {recovered - at:.1f} s, "
@@ -232,25 +241,26 @@ async def killer(streams: Streams, rng: random.Random, count: int, mean: float, 
     return kills
 
 
-def check_own_processes(promises: Promises) -> None:
+def check_own_processes(ranks: int, promises: Promises) -> None:
     workers = [p for p in psutil.Process().children() if p.status() != psutil.STATUS_ZOMBIE]
     zombies = len(psutil.Process().children()) - len(workers)
-    promises.hold("one worker lives, no zombie is left", len(workers) == 1 and not zombies, (len(workers), zombies))
+    promises.hold("one worker a rank, no zombie", len(workers) == ranks and not zombies, (len(workers), zombies))
     names = [name for name in os.listdir("/dev/shm") if f"aengine-{os.getpid()}-" in name]
-    promises.hold("nothing is left in /dev/shm", len(names) <= 2, names)
+    promises.hold("nothing is left in /dev/shm", len(names) <= 2 * ranks, names)
 
 
-def settings(args: argparse.Namespace) -> dict[str, Any]:
+def make_engine(args: argparse.Namespace, **more: Any) -> AsyncLLM:
     """So short a window that hardly any time is spent in waiting for the next start: that is tested elsewhere."""
-    size = {"max_model_len": 512, "kv_cache_memory_bytes": 512 << 20}
-    return {"dtype": "float32", **size, "max_restarts": 10**6, "restart_window": 5.0}
+    size = {"max_model_len": 512, "kv_cache_memory_bytes": (512 << 20) // args.ranks}
+    settings = {"dtype": "float32", "device": "cpu", **size, "max_restarts": 10**6, "restart_window": 5.0}
+    return AsyncLLM(model_for(args.ranks), tensor_parallel_size=args.ranks, **settings, **more)
 
 
 async def kills(args: argparse.Namespace, promises: Promises) -> dict[str, Any]:
     rng, backoff = random.Random(args.seed), Backoff()
     logging.getLogger("aengine").addHandler(backoff)
     jobs = make_jobs(rng, args.streams, args.tokens)
-    async with AsyncLLM("smollm2-135m", **settings(args)) as engine:
+    async with make_engine(args) as engine:
         streams = Streams(engine, jobs, args.seed)
         await streams.learn()
         say("the undisturbed run is done")
@@ -260,8 +270,13 @@ async def kills(args: argparse.Namespace, promises: Promises) -> dict[str, Any]:
             series = await killer(streams, rng, args.kills, args.mean, backoff)
         took = time.monotonic() - begun
         await settle(engine, promises)
-        check_own_processes(promises)
-        result = {"kills": args.kills, "restarts": engine.statistics().num_restarts, **streams.report(promises)}
+        check_own_processes(args.ranks, promises)
+        result = {
+            "ranks": args.ranks,
+            "kills": args.kills,
+            "restarts": engine.statistics().num_restarts,
+            **streams.report(promises),
+        }
         promises.hold("one restart a kill", result["restarts"] == args.kills, result["restarts"])
         growth = resources.growth()
     single = [k for k in series if k.deaths == 1]
@@ -280,13 +295,14 @@ async def hangs(args: argparse.Namespace, promises: Promises) -> dict[str, Any]:
     rng, backoff = random.Random(args.seed), Backoff()
     logging.getLogger("aengine").addHandler(backoff)
     detected, recovered = [], []
-    async with AsyncLLM("smollm2-135m", **settings(args)) as engine:
+    async with make_engine(args) as engine:
         streams = Streams(engine, make_jobs(rng, args.streams, args.tokens), args.seed)
         await streams.learn()
         async with streams.flowing(args.streams):
             for i in range(args.hangs):
                 await asyncio.sleep(rng.uniform(0.2, 1.5))
-                pid, before, waited = worker_pid(engine), engine.statistics().num_restarts, backoff.total
+                workers, before, waited = workers_of(engine), engine.statistics().num_restarts, backoff.total
+                pid = victim_of(workers, rng)
                 assert pid > 1
                 os.kill(pid, signal.SIGSTOP)
                 at = time.monotonic()
@@ -295,12 +311,17 @@ async def hangs(args: argparse.Namespace, promises: Promises) -> dict[str, Any]:
                     if time.monotonic() > at + 60:
                         break
                 detected.append(time.monotonic() - at)
-                await another_worker(engine, pid, ready=True)
+                await other_workers(engine, workers, ready=True)
                 recovered.append(await streams.token_after(time.monotonic()) - at - (backoff.total - waited))
                 say(f"hang {i + 1}: detected after {detected[-1]:.2f} s, a token after {recovered[-1]:.2f} s")
         await settle(engine, promises)
-        check_own_processes(promises)
-        result = {"hangs": args.hangs, "restarts": engine.statistics().num_restarts, **streams.report(promises)}
+        check_own_processes(args.ranks, promises)
+        result = {
+            "ranks": args.ranks,
+            "hangs": args.hangs,
+            "restarts": engine.statistics().num_restarts,
+            **streams.report(promises),
+        }
         limit = engine.config.hang_timeout
     promises.hold("one restart a hang", result["restarts"] == args.hangs, result["restarts"])
     promises.hold("a stopped worker is detected within hang_timeout + 1.5 s", max(detected) < limit + 1.5, detected)

@@ -360,7 +360,7 @@ async def fuzz_answers(count: int, seed: int) -> Report:
     engine = LiedToLLM("smollm2-135m", max_num_seqs=8)
     for _ in range(0, count, 10):
         await engine.start()
-        core_of(engine).worker._budget.next_delay = lambda now: 0.0  # type: ignore[method-assign]
+        core_of(engine).replicas[0].worker._budget.next_delay = lambda now: 0.0  # type: ignore[method-assign]
         await asyncio.gather(*(one(engine) for _ in range(10)))
         to.outcomes[f"engine: {engine.state}"] += 1
     await engine.aclose()

@@ -37,6 +37,7 @@ from aengine.ipc.messages import (
     unpack,
 )
 from aengine.ipc.ring import Assembler, Consumer, FrameError, Producer
+from aengine.workers.answers import PendingCall
 from aengine.workers.handshake import Handshake
 from aengine.workers.rank import Rank
 
@@ -367,11 +368,12 @@ async def executing(rng: random.Random, to: Report) -> None:
     executor = ProcessExecutor(EngineConfig.create("fake", {}))
     loop = asyncio.get_running_loop()
     stub: Any = _Stub(Frame(number, rng.choice([3, 3, 3, 0, 2**63]), payload))
-    waiting = [loop.create_future() for _ in range(4)]
+    call = PendingCall(3, 1, rng.choice(["", "method"]))
+    waiting = [loop.create_future(), loop.create_future(), call.replies, loop.create_future()]
     executor.workers._workers = [stub]
     executor._handshake = Handshake([Rank()], lambda progress: None)
     executor._handshake._readies, executor._handshake._offers = [waiting[0]], [waiting[3]]
-    executor._answers.steps, executor._answers.replies = {3: waiting[1]}, {3: waiting[2]}
+    executor._answers.steps, executor._answers.calls = {3: waiting[1]}, {3: call}
     begun = time.perf_counter()
     what = f"executor: kind {number}, {payload[:200]!r}"
     try:

@@ -70,9 +70,6 @@ class FakeRunner:
 
     prepares_after = None
 
-    def share_bitmasks(self, memory: memoryview) -> None:
-        pass
-
     def prepare_more(self) -> None:
         pass
 
@@ -162,7 +159,7 @@ def _log(token_id: int) -> None:
 class AllocatedModel(FixedModel):
     """Tells what it was given."""
 
-    def allocate(self, plan: Mapping[str, int]) -> tuple[Runner, dict[str, Any]]:
+    def allocate(self, plan: Mapping[str, int], *args: Any) -> tuple[Runner, dict[str, Any]]:
         runner, facts = super().allocate(plan)
         return runner, facts | {"was_given": dict(plan)}
 

@@ -46,9 +46,6 @@ class PacedRunner:
 
     prepares_after = None
 
-    def share_bitmasks(self, memory: memoryview) -> None:
-        pass
-
     def prepare_more(self) -> None:
         pass
 

@@ -13,7 +13,7 @@ import pytest
 from conftest_api import core_of
 from paced_runner import MAX_LAUNCHED, sampled
 
-from aengine import AsyncLLM, DeadlineExceededError, EngineConfig, SamplingParams
+from aengine import AsyncLLM, DeadlineExceededError, EngineClosedError, EngineConfig, SamplingParams
 from aengine.engine.executor import ProcessExecutor
 from aengine.engine.step_loop import StepLoop
 from aengine.ipc.messages import Kind, ModelRunnerOutput
@@ -27,17 +27,24 @@ class PacedLLM(AsyncLLM):
         return ProcessExecutor(config.replace(worker="paced_runner:load_model"))
 
 
+class LockstepLLM(AsyncLLM):
+    def _make_executor(self, config: EngineConfig) -> ProcessExecutor:
+        return ProcessExecutor(config.replace(worker="lockstep_runner:load_model"))
+
+
 @asynccontextmanager
-async def paced(monkeypatch: pytest.MonkeyPatch) -> AsyncIterator[PacedLLM]:
+async def paced(monkeypatch: pytest.MonkeyPatch, ranks: int = 1) -> AsyncIterator[AsyncLLM]:
     """An engine that gives its worker as many steps as if the loop were often late."""
-    async with PacedLLM("smollm2-135m", skip_tokenizer=True, preload_grammars=False) as engine:
+    llm: type[AsyncLLM] = PacedLLM if ranks == 1 else LockstepLLM
+    settings: dict[str, Any] = {"skip_tokenizer": True, "preload_grammars": False, "device": "cpu", "num_threads": 1}
+    async with llm("smollm2-135m", tensor_parallel_size=ranks, **settings) as engine:
         lease = steps_of(engine)._limit
         monkeypatch.setattr(lease, "num_steps", lambda scheduler: NUM_LEASED if scheduler.is_steady else lease.base)
         yield engine
 
 
 def steps_of(engine: AsyncLLM) -> StepLoop:
-    return core_of(engine).steps
+    return core_of(engine).replicas[0].steps
 
 
 def params(max_tokens: int) -> SamplingParams:
@@ -94,10 +101,13 @@ async def test_a_new_request_waits_for_the_steps_on_the_device_only(
             assert stream.completion.choices[0].token_ids == expected([i, 2, 3], 300)
 
 
-async def test_whatever_comes_in_whatever_order(monkeypatch: pytest.MonkeyPatch, rng: random.Random) -> None:
+@pytest.mark.parametrize("ranks", [1, pytest.param(3, marks=pytest.mark.slow)])
+async def test_whatever_comes_in_whatever_order(
+    monkeypatch: pytest.MonkeyPatch, rng: random.Random, ranks: int
+) -> None:
     """Arrivals, ends, aborts and deadlines while up to 40 steps are under way: everybody gets the tokens it would get
-    alone."""
-    async with paced(monkeypatch) as engine:
+    alone; and of several ranks all compute the same steps."""
+    async with paced(monkeypatch, ranks) as engine:
 
         async def one(i: int) -> None:
             await asyncio.sleep(rng.random())
@@ -150,3 +160,29 @@ async def test_closing_is_not_behind_all_of_them(monkeypatch: pytest.MonkeyPatch
         while steps_of(engine)._in_flight:
             await asyncio.sleep(0.001)
         assert len(steps_after(closed, frames)) <= MAX_LAUNCHED
+
+
+@pytest.mark.slow
+async def test_several_ranks_go_on_while_the_loop_is_blocked(
+    monkeypatch: pytest.MonkeyPatch, frames: list[Any]
+) -> None:
+    async with paced(monkeypatch, ranks=2) as engine:
+        stream = engine.stream([1, 2], params(300))
+        await leased(engine)
+        begun = time.monotonic()
+        time.sleep(1.0)
+        ended = time.monotonic()
+        assert (await stream.wait()).choices[0].token_ids == expected([1, 2], 300)
+        assert sum(begun < step.answered_at < ended for step in steps_after(begun, frames)) > 2 * MAX_LAUNCHED
+
+
+@pytest.mark.slow
+async def test_ranks_end_with_leased_steps_that_are_never_begun(monkeypatch: pytest.MonkeyPatch) -> None:
+    async with paced(monkeypatch, ranks=2) as engine:
+        stream = engine.stream([1, 2], params(2000))
+        await leased(engine)
+        begun = time.monotonic()
+        await engine.aclose()
+        assert time.monotonic() - begun < engine.config.shutdown_timeout, "the second rank was killed"
+        with pytest.raises(EngineClosedError):
+            await stream.wait()

@@ -11,7 +11,7 @@ import pytest
 from worker_helpers import config, decode, gone, leftovers, make, start, step
 
 from aengine.engine.executor import ProcessExecutor
-from aengine.errors import EngineError, InternalError, ModelLoadError
+from aengine.errors import EngineError, InternalError, InvalidRequestError, ModelLoadError
 from aengine.ipc.messages import PLAN_LIMITS, Kind
 from aengine.outputs import StartupProgress
 from aengine.workers.agreement import merge
@@ -137,6 +137,12 @@ def test_places_of_ranks() -> None:
     assert devices() == ["auto"] and devices(device="cuda:3") == ["cuda:3"] and devices(device="cuda") == ["cuda"]
     assert devices(device="cuda", tensor_parallel_size=3) == ["cuda:0", "cuda:1", "cuda:2"]
     assert devices(device="cpu", tensor_parallel_size=2) == ["cpu", "cpu"]
+    assert devices(device="cuda:5,2", tensor_parallel_size=2) == ["cuda:5", "cuda:2"]
+    assert devices(tensor_parallel_size=2) == ["auto:0", "auto:1"]
+    for wrong in ("cuda:1", "cuda:1,2,3", "cuda:1,1", "cuda:1,01"):
+        with pytest.raises(InvalidRequestError, match=r"1 |3 different devices, and the engine has 2 ranks") as caught:
+            config(**FAKE, device=wrong, tensor_parallel_size=2)
+        assert caught.value.param == "device"
     ranks = ranks_of(config(**FAKE, tensor_parallel_size=2))
     assert [(rank.index, rank.tp_rank, rank.world_size, rank.answers) for rank in ranks] == [
         (0, 0, 2, True),

@@ -201,14 +201,14 @@ async def test_a_call_that_times_out_between_two_ranks_reaches_both(monkeypatch:
     async with running(tensor_parallel_size=2) as executor:
         channel = executor.workers[1].channel
         is_full, room, published = True, asyncio.Event(), []
-        try_publish, publish = channel.try_publish, channel.publish
+        has_room, publish = channel.has_room, channel.publish
 
         async def when_there_is_room(kind: int, step_id: int, payload: bytes) -> None:
             await room.wait()
             published.append(kind)
             await publish(kind, step_id, payload)
 
-        monkeypatch.setattr(channel, "try_publish", lambda *frame: not is_full and try_publish(*frame))
+        monkeypatch.setattr(channel, "has_room", lambda num_bytes: not is_full and has_room(num_bytes))
         monkeypatch.setattr(channel, "publish", when_there_is_room)
         with pytest.raises(TimeoutError):
             await executor.call("ping", timeout=0.05)
@@ -223,6 +223,25 @@ async def test_a_call_that_times_out_between_two_ranks_reaches_both(monkeypatch:
         assert executor.failure is None
 
 
+async def test_a_step_is_given_to_all_ranks_at_once_or_to_none(monkeypatch: pytest.MonkeyPatch) -> None:
+    async with running(tensor_parallel_size=3) as executor:
+        answer = executor.try_execute_model(step(0, [5, 6]))
+        assert answer is not None and (await answer).token_ids[0] == 262
+        last = executor.workers[2].channel
+        has_room = last.has_room
+        monkeypatch.setattr(last, "has_room", lambda num_bytes: False)
+        heads = [worker.channel._producer._head for worker in executor.workers]
+        assert executor.try_execute_model(decode(1, [0])) is None
+        assert [worker.channel._producer._head for worker in executor.workers] == heads
+        waiting = asyncio.create_task(executor.execute_model(decode(1, [0])))
+        await asyncio.sleep(0)
+        monkeypatch.setattr(last, "has_room", has_room)
+        assert executor.try_execute_model(decode(2, [0])) is None, "what waits comes first"
+        assert (await (await waiting)).token_ids[0] == 263
+        answer = executor.try_execute_model(decode(2, [0]))
+        assert answer is not None and (await answer).token_ids[0] == 264
+
+
 async def test_a_close_ends_what_is_between_two_ranks(monkeypatch: pytest.MonkeyPatch) -> None:
     executor = make(tensor_parallel_size=2)
     await start(executor)
@@ -233,13 +252,13 @@ async def test_a_close_ends_what_is_between_two_ranks(monkeypatch: pytest.Monkey
             await asyncio.sleep(0.001)
         raise EngineClosedError("closed")
 
-    monkeypatch.setattr(channel, "try_publish", lambda *frame: False)
+    monkeypatch.setattr(channel, "has_room", lambda num_bytes: False)
     monkeypatch.setattr(channel, "publish", never)
     with pytest.raises(TimeoutError):
         await executor.call("ping", timeout=0.01)
     await executor.aclose(0.1)
     await asyncio.sleep(0.05)
-    assert not executor.workers._unfinished
+    assert executor.workers._publisher is None
 
 
 @pytest.mark.parametrize(
@@ -310,7 +329,7 @@ async def test_calls() -> None:
         with pytest.raises(TimeoutError):
             await executor.call("ping", timeout=0.05)
         assert (await executor.call("ping", timeout=5))["rank"] == 0, "the late reply to the first did no harm"
-        assert not executor._answers.replies
+        assert not executor._answers.calls
 
 
 async def test_a_step_waits_for_its_bitmask() -> None:

@@ -52,7 +52,7 @@ class ListChannel:
         self._gave = frame is not None
         return frame
 
-    def beat(self, device_bytes: int = 0) -> None:
+    def beat(self, device_bytes: int = 0, device_word: int = 0) -> None:
         pass
 
     def bitmask(self) -> memoryview:
@@ -94,9 +94,6 @@ class SlowRunner:
         self.step = out
 
     prepares_after = None
-
-    def share_bitmasks(self, memory: memoryview) -> None:
-        pass
 
     def prepare_more(self) -> None:
         pass
@@ -241,9 +238,14 @@ def test_a_capture_ahead_that_fails_is_the_last(
     assert channel.timeouts == [None, None, 0.125, 0.125, None, None]
 
 
-def test_nothing_is_captured_ahead_where_other_ranks_would_have_to_as_well() -> None:
-    _, channel = run(load_of(Rank(tp_size=2)), None, SHUTDOWN, runner=f"{__name__}:load_eager")
+def test_nothing_is_captured_ahead_where_other_stages_would_have_to_as_well() -> None:
+    _, channel = run(load_of(Rank(pp_size=2)), None, SHUTDOWN, runner=f"{__name__}:load_eager")
     assert SlowRunner.log == [] and channel.timeouts == [None] * 4
+
+
+def test_ranks_that_share_each_layer_capture_ahead() -> None:
+    run(load_of(Rank(tp_size=2)), None, SHUTDOWN, runner=f"{__name__}:load_eager")
+    assert SlowRunner.log == [("more", 2)]
 
 
 def test_nothing_is_captured_between_a_step_and_its_bitmask() -> None:

@@ -83,6 +83,7 @@ def _constants(matrices: ExpertMatrices, size: int, plan: ExpertPlan, tile: Prod
         "BIAS": bias is not None,
         "SCALED": scale is not None,
         "EVEN": size % tile.block_n == 0 and k % block_k == 0,
+        "NUM_EXPERTS": plan.shape.num_experts if plan.is_partial else 0,
         "PDL": has_pdl(),
         "num_warps": tile.num_warps,
     }
@@ -142,6 +143,7 @@ def _multiply_pairs(
     BIAS: tl.constexpr,
     SCALED: tl.constexpr,
     EVEN: tl.constexpr,
+    NUM_EXPERTS: tl.constexpr,
     PDL: tl.constexpr,
 ):
     if PDL:
@@ -149,6 +151,9 @@ def _multiply_pairs(
         gdc_wait()
     pair = tl.program_id(1).to(tl.int64)
     expert = tl.load(ids_ptr + pair).to(tl.int64)
+    if NUM_EXPERTS:
+        if expert >= NUM_EXPERTS:  # another rank's
+            return
     ROWS: tl.constexpr = 2 * N if GATE != "" else N
     out_n = tl.program_id(0) * BN + tl.arange(0, BN)
     n = out_n  # rows of weights; those of the up product beside
@@ -185,6 +190,28 @@ def _multiply_pairs(
 
 
 @triton.jit
+def _row(
+    x_ptr,
+    w_ptr,
+    n,
+    N: tl.constexpr,
+    K: tl.constexpr,
+    W_N: tl.constexpr,
+    W_K: tl.constexpr,
+    BN: tl.constexpr,
+    BK: tl.constexpr,
+    EVEN: tl.constexpr,
+):
+    """The sums [BN] of a row by the weights' rows ``n``."""
+    k = tl.arange(0, BK)
+    acc = tl.zeros((BN, BK), tl.float32)
+    for k0 in tl.static_range(0, K, BK):
+        x = tl.load(x_ptr + k0 + k, mask=k0 + k < K, other=0.0).to(tl.float32)
+        acc += _load_weights(w_ptr, n, k0 + k, N, K, W_N, W_K, EVEN) * x[None, :]
+    return tl.sum(acc, 1)
+
+
+@triton.jit
 def _add_pairs(
     residual_ptr,
     x_ptr,
@@ -204,6 +231,7 @@ def _add_pairs(
     BIAS: tl.constexpr,
     SCALED: tl.constexpr,
     EVEN: tl.constexpr,
+    NUM_EXPERTS: tl.constexpr,
     PDL: tl.constexpr,
 ):
     if PDL:
@@ -211,17 +239,18 @@ def _add_pairs(
         gdc_wait()
     row = tl.program_id(1).to(tl.int64)
     n = tl.program_id(0) * BN + tl.arange(0, BN)
-    k = tl.arange(0, BK)
     total = tl.zeros((BN,), tl.float32)
     for j in tl.static_range(TOP_K):
         pair = row * TOP_K + j
         expert = tl.load(ids_ptr + pair).to(tl.int64)
-        acc = tl.zeros((BN, BK), tl.float32)
-        for k0 in tl.static_range(0, K, BK):
-            x = tl.load(x_ptr + pair * K + k0 + k, mask=k0 + k < K, other=0.0).to(tl.float32)
-            acc += _load_weights(w_ptr + expert * W_E, n, k0 + k, N, K, W_N, W_K, EVEN) * x[None, :]
-        y = _finish(tl.sum(acc, 1), n, expert, bias_ptr, scale_ptr, N, BIAS, SCALED)
-        total += tl.load(weights_ptr + pair) * y
+        weight = tl.load(weights_ptr + pair)
+        if NUM_EXPERTS:
+            if expert < NUM_EXPERTS:  # not another rank's
+                y = _row(x_ptr + pair * K, w_ptr + expert * W_E, n, N, K, W_N, W_K, BN, BK, EVEN)
+                total += weight * _finish(y, n, expert, bias_ptr, scale_ptr, N, BIAS, SCALED)
+        else:
+            y = _row(x_ptr + pair * K, w_ptr + expert * W_E, n, N, K, W_N, W_K, BN, BK, EVEN)
+            total += weight * _finish(y, n, expert, bias_ptr, scale_ptr, N, BIAS, SCALED)
     at = residual_ptr + row * N + n
     total += tl.load(at, mask=n < N, other=0.0).to(tl.float32)
     tl.store(at, total.to(residual_ptr.dtype.element_ty), mask=n < N)

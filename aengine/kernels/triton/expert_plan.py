@@ -21,18 +21,22 @@ _CHUNKS = (64, 256, 1024)
 """Pairs at a time. All are compiled ahead with each size of blocks: which go together depends on the step."""
 
 
-def plan_experts(routing: Routing, shape: ExpertShape, tiling: ExpertTiling | None) -> ExpertPlan:
+def plan_experts(
+    routing: Routing, shape: ExpertShape, tiling: ExpertTiling | None, is_partial: bool = False
+) -> ExpertPlan:
     ids = routing.expert_ids
     if tiling is None:
         tiling = choose_tiling(device_name(), shape, ids.shape[0], hasattr(F, "grouped_mm"))
-    blocks = None if tiling.way == "pairs" else _sort(ids, shape.num_experts, tiling.block_m)
-    return ExpertPlan(routing, shape, [], tiling, blocks)
+    blocks = None if tiling.way == "pairs" else _sort(ids, shape.num_experts, tiling.block_m, is_partial)
+    return ExpertPlan(routing, shape, [], tiling, blocks, is_partial)
 
 
-def _sort(ids: Tensor, num_experts: int, block_m: int) -> ExpertBlocks:
+def _sort(ids: Tensor, num_experts: int, block_m: int, is_partial: bool) -> ExpertBlocks:
     count = ids.numel()
     num_blocks = (count + min(count, num_experts) * (block_m - 1)) // block_m  # each expert fills up one block at most
-    order = torch.empty(num_blocks * block_m, dtype=torch.int32, device=ids.device)
+    # Without blocks, torch's product takes whatever the order holds: the pairs of other ranks' experts have no slot.
+    make = torch.zeros if block_m == 1 and is_partial else torch.empty
+    order = make(num_blocks * block_m, dtype=torch.int32, device=ids.device)
     slots, experts = torch.empty_like(ids).flatten(), torch.empty(num_blocks, dtype=torch.int32, device=ids.device)
     ends = torch.empty(num_experts, dtype=torch.int32, device=ids.device)
     fitting = next((chunk for chunk in _CHUNKS if count <= chunk), _CHUNKS[-1])

@@ -15,7 +15,7 @@ import triton.language as tl
 from torch import Tensor
 
 from ..expert_gate import gate_experts
-from ..expert_types import ExpertBlocks, ExpertGate, ExpertMatrices, ExpertPlan, InputNorm
+from ..expert_types import ExpertGate, ExpertMatrices, ExpertPlan, InputNorm
 from . import rms_norm
 from .expert_blocks import multiply_blocks
 from .expert_pairs import add_pairs, multiply_pairs
@@ -39,7 +39,7 @@ def expert_product(
         x = rms_norm.rms_norm(x, norm.weight, norm.eps)
     top_k = plan.shape.top_k
     if _is_grouped(plan, matrices):
-        out = _grouped(x, matrices, plan.blocks, top_k)
+        out = _grouped(x, matrices, plan, top_k)
         return out if gate is None else gate_experts(out, gate)  # in the order of the slots
     out = torch.empty((plan.num_pairs, size), dtype=x.dtype, device=x.device)
     multiply_blocks(x, matrices, plan, gate, out, plan.tiling.first, rows_of_x=top_k)
@@ -51,7 +51,7 @@ def add_experts(residual: Tensor, hidden: Tensor, matrices: ExpertMatrices, plan
     if plan.blocks is None:
         return add_pairs(residual, hidden, matrices, plan, plan.tiling.second)
     if _is_grouped(plan, matrices):
-        return _add_weighted(residual, _grouped(hidden, matrices, plan.blocks), plan, plan.blocks.slots)
+        return _add_weighted(residual, _grouped(hidden, matrices, plan), plan, plan.blocks.slots)
     out = torch.empty((plan.num_pairs, residual.shape[1]), dtype=hidden.dtype, device=hidden.device)
     multiply_blocks(hidden, matrices, plan, None, out, plan.tiling.second, rows_of_x=1)
     return _add_weighted(residual, out, plan, None)
@@ -61,16 +61,21 @@ def _is_grouped(plan: ExpertPlan, matrices: ExpertMatrices) -> bool:
     return plan.tiling is not None and plan.tiling.way == "grouped"
 
 
-def _grouped(x: Tensor, matrices: ExpertMatrices, blocks: ExpertBlocks, top_k: int | None = None) -> Tensor:
+def _grouped(x: Tensor, matrices: ExpertMatrices, plan: ExpertPlan, top_k: int | None = None) -> Tensor:
     """[pairs, out_features] in the order of the slots, as x is; with ``top_k``, x has a row a token."""
+    blocks = plan.blocks
+    assert blocks is not None
     if only_compiles():  # nobody has written the blocks, and torch would go by what they hold
         return x.new_empty((len(blocks.order), matrices.weight.shape[1]))
     if top_k is not None:
         x = x.index_select(0, blocks.order // top_k)
     out: Tensor = F.grouped_mm(x, matrices.weight.transpose(1, 2), offs=blocks.ends)
+    slots = torch.arange(len(x), dtype=torch.int32, device=x.device)
+    if plan.is_partial:  # the last slots are nobody's, and nothing was written there
+        out.masked_fill_((slots >= blocks.ends[-1])[:, None], 0.0)
     if matrices.bias is not None:
-        slots = torch.arange(len(x), dtype=torch.int32, device=x.device)
-        out += matrices.bias.index_select(0, torch.searchsorted(blocks.ends, slots, right=True, out_int32=True))
+        experts = torch.searchsorted(blocks.ends, slots, right=True, out_int32=True)
+        out += matrices.bias.index_select(0, experts.clamp_(max=len(blocks.ends) - 1))
     return out
 
 
@@ -114,6 +119,7 @@ def _add_weighted_rows(
         weight = tl.load(weights_ptr + pair)
         if SORTED:
             pair = tl.load(slots_ptr + pair).to(tl.int64)
-        y += weight * tl.load(x_ptr + pair * SIZE + i, mask=i < SIZE, other=0.0).to(tl.float32)
+        size = tl.where(weight == 0.0, 0, SIZE)  # of an expert that is not here nothing was written
+        y += weight * tl.load(x_ptr + pair * SIZE + i, mask=i < size, other=0.0).to(tl.float32)
     y += tl.load(residual_ptr + row * SIZE + i, mask=i < SIZE, other=0.0).to(tl.float32)
     tl.store(residual_ptr + row * SIZE + i, y.to(residual_ptr.dtype.element_ty), mask=i < SIZE)

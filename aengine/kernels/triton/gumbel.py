@@ -20,10 +20,11 @@ from torch import Tensor
 from .launch import gdc_launch_dependents, gdc_wait, has_pdl, launch
 from .philox import draw_word
 
-__all__ = ["gumbel_sample"]
+__all__ = ["best_of_shares", "draw_share", "gumbel_sample"]
 
 _BLOCK = 256  # of kernels.gumbel, whose definition it is
 _BLOCKS = 4  # of a chunk; 4 with one warp were the fastest on an H200
+_ROWS = 64  # a program of `_best_kernel`
 _LARGEST = tl.constexpr(3.0e38)
 _NO_INDEX = tl.constexpr(2**31 - 1)
 
@@ -31,32 +32,74 @@ _NO_INDEX = tl.constexpr(2**31 - 1)
 def gumbel_sample(
     logits: Tensor, temperature: Tensor, seeds: Tensor, positions: Tensor, cutoff: Tensor | None
 ) -> tuple[Tensor, Tensor]:
-    n, vocab_size = logits.shape
-    assert logits.stride(1) == 1
+    n = len(logits)
     ids = torch.empty(n, dtype=torch.int64, device=logits.device)
     checks = torch.empty(n, dtype=torch.float32, device=logits.device)
-    if n == 0:
-        return ids, checks
+    if n:
+        _draw(logits, temperature, seeds, positions, cutoff, ids, checks)
+    return ids, checks
+
+
+def draw_share(
+    logits: Tensor, temperature: Tensor, seeds: Tensor, positions: Tensor, first_token: int, vocab_size: int
+) -> Tensor:
+    out = torch.empty((3, len(logits)), dtype=torch.float32, device=logits.device)
+    if len(logits):
+        _draw(logits, temperature, seeds, positions, None, out[1], out[2], out[0], first_token, vocab_size)
+    return out
+
+
+def best_of_shares(shares: Tensor) -> tuple[Tensor, Tensor]:
+    num_shares, _, n = shares.shape
+    assert shares.is_contiguous()
+    ids = torch.empty(n, dtype=torch.int64, device=shares.device)
+    checks = torch.empty(n, dtype=torch.float32, device=shares.device)
+    if n:
+        grid = (triton.cdiv(n, _ROWS),)
+        launch(_best_kernel, grid, shares, ids, checks, n, SHARES=num_shares, ROWS=_ROWS, PDL=has_pdl(), num_warps=1)
+    return ids, checks
+
+
+def _draw(
+    logits: Tensor,
+    temperature: Tensor,
+    seeds: Tensor,
+    positions: Tensor,
+    cutoff: Tensor | None,
+    ids: Tensor,
+    checks: Tensor,
+    scores: Tensor | None = None,
+    first_token: int = 0,
+    last_token: int = 0,
+) -> None:
+    """Fill ids and checks [n]. Of a share that begins with ``first_token``, scores [n] too."""
+    n, vocab_size = logits.shape
+    assert logits.stride(1) == 1
     num_chunks = triton.cdiv(vocab_size, _BLOCKS * _BLOCK)
     workspace = torch.empty(3, n, num_chunks, dtype=torch.float32, device=logits.device)
     common = (logits, temperature, seeds, positions, logits if cutoff is None else cutoff, workspace)
     strides = (logits.stride(0), temperature.stride(0), seeds.stride(0), positions.stride(0))
     constants = {"CUT": cutoff is not None, "BLOCK": _BLOCK, "PDL": has_pdl()}
-    launch(_chunk_kernel, (n, num_chunks), *common, vocab_size, *strides, BLOCKS=_BLOCKS, num_warps=1, **constants)
+    first_block = first_token // _BLOCK
+    grid = (n, num_chunks)
+    launch(_chunk_kernel, grid, *common, vocab_size, first_block, *strides, BLOCKS=_BLOCKS, num_warps=1, **constants)
     launch(
         _row_kernel,
         (n,),
         *common,
         ids,
         checks,
+        scores,
         vocab_size,
+        first_token,
+        last_token,
         *strides,
         num_chunks,
         CHUNKS=triton.next_power_of_2(num_chunks),
+        SHARE=scores is not None,
         num_warps=2,
         **constants,
     )
-    return ids, checks
 
 
 @triton.jit
@@ -81,7 +124,7 @@ def _scaled(x: tl.tensor, scale: tl.tensor, cut: tl.tensor, CUT: tl.constexpr) -
     return tl.minimum(y, _LARGEST)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["first_block"])
 def _chunk_kernel(
     logits: tl.tensor,
     temperature: tl.tensor,
@@ -90,6 +133,7 @@ def _chunk_kernel(
     cutoff: tl.tensor,
     workspace: tl.tensor,
     vocab_size: tl.tensor,
+    first_block: tl.tensor,
     logits_stride: tl.tensor,
     temperature_stride: tl.tensor,
     seed_stride: tl.tensor,
@@ -117,7 +161,7 @@ def _chunk_kernel(
         sums = tl.sum(tl.exp(y - base[:, None]), axis=1)
         mass = tl.where(peak == float("-inf"), peak, peak + tl.log(tl.maximum(sums, 1.0)))
         seed, position = tl.load(seeds + row * seed_stride), tl.load(positions + row * position_stride)
-        noisy = mass + _noise(seed, position, BLOCK + blocks)
+        noisy = mass + _noise(seed, position, BLOCK + first_block + blocks)
         best = tl.max(noisy, axis=0)
         index = tl.min(tl.where(noisy == best, blocks, _NO_INDEX), axis=0)
         highest = tl.max(peak, axis=0)
@@ -136,7 +180,7 @@ def _chunk_kernel(
     tl.store(out + 2 * step, tl.where(is_nan, float("nan"), highest))
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["first_token", "last_token"])
 def _row_kernel(
     logits: tl.tensor,
     temperature: tl.tensor,
@@ -146,7 +190,10 @@ def _row_kernel(
     workspace: tl.tensor,
     ids: tl.tensor,
     checks: tl.tensor,
+    scores: tl.tensor,
     vocab_size: tl.tensor,
+    first_token: tl.tensor,
+    last_token: tl.tensor,
     logits_stride: tl.tensor,
     temperature_stride: tl.tensor,
     seed_stride: tl.tensor,
@@ -155,6 +202,7 @@ def _row_kernel(
     CUT: tl.constexpr,
     BLOCK: tl.constexpr,
     CHUNKS: tl.constexpr,
+    SHARE: tl.constexpr,
     PDL: tl.constexpr,
 ) -> None:
     if PDL:
@@ -182,4 +230,37 @@ def _row_kernel(
         seed, position = tl.load(seeds + row * seed_stride), tl.load(positions + row * position_stride)
         noisy = _scaled(x, 1.0 / t, cut, CUT) + _noise(seed, position, draws)
         index = tl.min(tl.where(noisy == tl.max(noisy, axis=0), token, _NO_INDEX), axis=0)
-    tl.store(ids + row, index.to(tl.int64))
+    if SHARE:
+        tl.store(scores + row, best)
+        index = tl.minimum(index + first_token, last_token - 1)
+    tl.store(ids + row, index.to(ids.dtype.element_ty))
+
+
+@triton.jit(do_not_specialize=["n"])
+def _best_kernel(
+    shares: tl.tensor,
+    ids: tl.tensor,
+    checks: tl.tensor,
+    n: tl.tensor,
+    SHARES: tl.constexpr,
+    ROWS: tl.constexpr,
+    PDL: tl.constexpr,
+) -> None:
+    if PDL:
+        gdc_launch_dependents()
+        gdc_wait()
+    row = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
+    there = row < n
+    best = tl.load(shares + row, mask=there, other=0.0)
+    token = tl.load(shares + n + row, mask=there, other=0.0)
+    check = tl.load(shares + 2 * n + row, mask=there, other=0.0)
+    for share in tl.static_range(1, SHARES):
+        at = shares + 3 * n * share + row
+        score = tl.load(at, mask=there, other=0.0)
+        own = tl.load(at + 2 * n, mask=there, other=0.0)
+        token = tl.where(score > best, tl.load(at + n, mask=there, other=0.0), token)
+        best = tl.maximum(best, score)
+        # A NaN of any share stays.
+        check = tl.where((own != own) | (own > check), own, check)
+    tl.store(ids + row, token.to(tl.int64), mask=there)
+    tl.store(checks + row, check, mask=there)

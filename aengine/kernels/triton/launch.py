@@ -17,14 +17,18 @@ by all threads, 7 to 9: several kernels are resident at once, and all of them po
 from __future__ import annotations
 
 import functools
-from collections.abc import Iterator
-from concurrent.futures import ThreadPoolExecutor
-from contextlib import contextmanager
+import sys
+import threading
+from collections.abc import Callable, Iterator
+from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import contextmanager, suppress
+from functools import partial
 from typing import Any
 
 import torch
 import triton
 import triton.language as tl
+from triton.runtime import build
 
 try:
     from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
@@ -110,11 +114,50 @@ def bucket(count: int) -> int:
     return next(size for size in (16, 256, 1024, 1 << 16) if count <= size)
 
 
+class _Compilers(ThreadPoolExecutor):
+    """Threads that compile kernels and load them: with some versions of Triton, what launches a kernel is a module in
+    C, which is compiled too at first."""
+
+    def __init__(self, num_threads: int) -> None:
+        device = torch.accelerator.current_device_index()  # of this thread; others begin with the first
+        super().__init__(num_threads, "compile", torch.accelerator.set_device_index, (device,))
+
+    def submit(self, fn: Any, /, *args: Any, **kwargs: Any) -> Future[Any]:
+        return super().submit(_compile_and_load, partial(fn, *args, **kwargs))
+
+
+def _compile_and_load(compile_kernel: Callable[[], Any]) -> Any:
+    kernel = compile_kernel()
+    with suppress(Exception):  # it is too large for this GPU, say: who launches it is told
+        kernel[(1, 1, 1)]  # loads it, and launches nothing yet
+    return kernel
+
+
+@contextmanager
+def _loading_apart() -> Iterator[None]:
+    """Let threads load modules in C side by side. Those that launch kernels have one name; one that is loaded a second
+    time would become the content of whichever `sys.modules` has by that name, which another thread may be about to use.
+    """
+    load, lock = build._load_module_from_path, threading.Lock()
+
+    def load_apart(name: str, path: str) -> Any:
+        with lock:
+            sys.modules.pop(name, None)
+            return load(name, path)
+
+    build._load_module_from_path = load_apart
+    try:
+        yield
+    finally:
+        build._load_module_from_path = load
+
+
 @contextmanager
 def compiling(num_threads: int) -> Iterator[None]:
-    """Make `launch` compile instead of run; at the end all are compiled. Kernels cached on disk take no time."""
+    """Make `launch` compile instead of run; at the end all are compiled, and on the GPU. Kernels cached on disk take
+    little time."""
     global _compile_only
-    with ThreadPoolExecutor(num_threads, thread_name_prefix="compile") as pool, triton.AsyncCompileMode(pool):
+    with _loading_apart(), _Compilers(num_threads) as pool, triton.AsyncCompileMode(pool):
         _compile_only = True
         try:
             yield

@@ -30,7 +30,7 @@ def gemv(
     """out [1, N] = the product, or is added to; ``norm_weight``: None if x is not to be normalised; ``activation``: of
     the gate, None if there is none."""
     size, k = out.shape[1], weight.shape[1]
-    block_n, block_k, held, num_warps = _gemv_blocks(size, k)
+    block_n, block_k, held, num_warps = _gemv_blocks(size, k, activation is not None)
     launch(
         _gemv,
         (triton.cdiv(size, block_n),),
@@ -56,8 +56,22 @@ def gemv(
     )
 
 
-def _gemv_blocks(n: int, k: int) -> tuple[int, int, int, int]:
+_OF_RANKS = {
+    (3072, 4096, False): (8, 1024, 3, 4),
+    (4096, 2048, False): (4, 512, 3, 2),
+    (7168, 4096, True): (2, 1024, 4, 4),
+    (4096, 7168, False): (2, 1024, 7, 4),
+    (1536, 4096, False): (2, 1024, 2, 2),
+    (3584, 4096, True): (2, 1024, 4, 4),
+    (4096, 3584, False): (2, 512, 7, 2),
+}
+"""`_gemv_blocks` of Llama-3.1-8B's products on two and four ranks: 59.4 us a layer on two instead of 65.1 (H200)."""
+
+
+def _gemv_blocks(n: int, k: int, is_gated: bool) -> tuple[int, int, int, int]:
     """BN, BK, how many stretches of BK are held in registers, warps. Measured on an H200."""
+    if (measured := _OF_RANKS.get((n, k, is_gated))) is not None:
+        return measured
     if k <= 1024:
         block_k = max(16, triton.next_power_of_2(k))
         return (8, block_k, 1, 8) if n > 2**16 else (4, block_k, 1, 2)

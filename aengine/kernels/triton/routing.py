@@ -13,7 +13,7 @@ from .launch import gdc_launch_dependents, gdc_wait, has_pdl, launch
 __all__ = ["route"]
 
 
-def route(logits: Tensor, rule: RoutingRule, correction: Tensor | None) -> Routing:
+def route(logits: Tensor, rule: RoutingRule, correction: Tensor | None, own: range | None = None) -> Routing:
     n, num_experts = logits.shape
     ids = torch.empty((n, rule.top_k), dtype=torch.int32, device=logits.device)
     weights = torch.empty((n, rule.top_k), dtype=torch.float32, device=logits.device)
@@ -35,6 +35,8 @@ def route(logits: Tensor, rule: RoutingRule, correction: Tensor | None) -> Routi
         SIGMOID=rule.scoring == "sigmoid",
         RENORMALISE=rule.renormalise,
         CORRECTED=correction is not None,
+        FIRST=0 if own is None else own.start,
+        OWN=num_experts if own is None else len(own),
         PDL=has_pdl(),
         num_warps=1 if num_experts <= 256 else 4,
     )
@@ -75,6 +77,8 @@ def _route(
     SIGMOID: tl.constexpr,
     RENORMALISE: tl.constexpr,
     CORRECTED: tl.constexpr,
+    FIRST: tl.constexpr,
+    OWN: tl.constexpr,
     PDL: tl.constexpr,
 ):
     if PDL:
@@ -106,5 +110,9 @@ def _route(
         choice = tl.where(e == best, float("-inf"), choice)
     if RENORMALISE:
         weights = weights / (tl.sum(weights, 0) + 1e-20)
+    if OWN < E:
+        is_own = (ids >= FIRST) & (ids < FIRST + OWN)
+        ids = tl.where(is_own, ids - FIRST, OWN)
+        weights = tl.where(is_own, weights, 0.0)
     tl.store(ids_ptr + row * TOP_K + j, ids, mask=j < TOP_K)
     tl.store(weights_ptr + row * TOP_K + j, weights * scale, mask=j < TOP_K)

@@ -10,6 +10,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from ..distributed.stage import WHOLE, PipelineStage
 from ..kv_spec import FullKV, KVLayout, LayerPlace, StateKV, WindowKV, lay_out_kv
 from ..lazy_zeros import lazy_zeros
 from ..model_config import ModelConfig
@@ -29,11 +30,13 @@ class KvCacheSpec:
     max_num_seqs: int
     max_model_len: int
     kv_dtype: torch.dtype | None = None  # of keys and values; None: dtype
+    stage: PipelineStage = WHOLE  # whose layers it is for
 
     def make_pages(self, *, has_spare: bool = False) -> KVPages:
         """``has_spare``: one page more, behind the others, if there are states."""
         kv_dtype = self.kv_dtype or self.dtype
-        layout = lay_out_kv(self.config.kv_layers, self.block_size, kv_dtype.itemsize)
+        layers = self.config.kv_layers
+        layout = lay_out_kv(layers, self.block_size, kv_dtype.itemsize).of_layers(self.stage.layers(len(layers)))
         num_spare = int(has_spare and any(group.kind == "state" for group in layout.groups))
         return KVPages(layout, self.num_blocks + num_spare, kv_dtype, self.device)
 
@@ -70,14 +73,17 @@ class KVPages:
         """The caches of all layers that attend, by index. ``heads_first``: a block is [2, num_kv_heads, block_size,
         head_dim] in memory, so that a head's tokens are one run; else [block_size, 2, num_kv_heads, head_dim], so that
         a token is."""
-        places = {i: place for i, place in enumerate(self.layout.layers) if not isinstance(place.kv, StateKV)}
-        return {i: AttentionLayerKV(place, self._view(place, heads_first)) for i, place in places.items()}
+        return {
+            i: AttentionLayerKV(place, self._view(place, heads_first))
+            for i, place in enumerate(self.layout.layers)
+            if place is not None and not isinstance(place.kv, StateKV)
+        }
 
     def states(self) -> dict[int, LayerStatePlace]:
         """The states of all layers that have one, by index."""
         states = {}
         for i, place in enumerate(self.layout.layers):
-            if isinstance(place.kv, StateKV):
+            if place is not None and isinstance(place.kv, StateKV):
                 states[i] = LayerStatePlace(place.group, self._state_tensors(place.kv, place))
         return states
 

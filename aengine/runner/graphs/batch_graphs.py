@@ -19,6 +19,7 @@ from torch import Tensor
 
 from ...kernels.input_prep import PreparedInputs, prepare_inputs
 from ..block_tables import BlockTables
+from ..distributed.group import ALONE, TensorGroup
 from ..input_batch import BatchPlan
 from ..platforms.platform import Graph, Platform
 from ..request_state import RequestState
@@ -60,8 +61,11 @@ class BatchGraphs:
         max_num_seqs: int,
         max_tokens: int,
         platform: Platform,
+        group: TensorGroup = ALONE,
     ) -> None:
+        """``group``: the ranks that run the same steps; each captures its graphs when it can."""
         self._platform = platform
+        self._group = group
         self._requests = requests
         self._tables = tables
         self._forward = forward
@@ -90,14 +94,17 @@ class BatchGraphs:
         return sorted(missing, key=lambda shape: shape not in self._loaded)
 
     def shape_for(self, plan: BatchPlan) -> BatchShape | None:
-        """The smallest shape that holds the batch; None if it is too large, or there is no memory for its graph."""
+        """The smallest shape that holds the batch; None if it is too large, or there is no memory for its graph.
+
+        With several ranks it is the shape all the same, op by op: those that have the graph exchange padded tensors.
+        """
         place = bisect.bisect_left(self._tokens, plan.num_tokens)
         if place == len(self._tokens):
             return None
         shape = BatchShape(self._tokens[place], self._reqs[bisect.bisect_left(self._reqs, plan.num_reqs)])
         if shape in self._loaded and shape not in self._graphs and shape not in self._too_large:
             self.prepare(shape)
-        return None if shape in self._too_large else shape
+        return None if shape in self._too_large and self._group.size == 1 else shape
 
     def run(self, plan: BatchPlan, shape: BatchShape) -> BatchOutputs:
         """Queue the step, in the shape that `shape_for` gave. What it returns is valid until the next step."""
@@ -114,7 +121,8 @@ class BatchGraphs:
         """Do the next part, some 10 ms, of what a graph needs: a run with padding alone, then the capture."""
         what = f"{shape.num_tokens} tokens of {shape.num_reqs} requests"
         if shape not in self._loaded:
-            self.load(shape)
+            with self._group.rehearsal():
+                self.load(shape)
         elif not fits(lambda: self.capture(shape), what, self._platform):
             self._too_large.add(shape)
 

@@ -1,16 +1,15 @@
-"""Decode steps as CUDA graphs: one launch each, whatever the model.
+"""Decode steps as CUDA graphs, two launches each, whatever the model and the sampling parameters.
 
-    rows of the batch ─> [ gather inputs ─> layers ─> logits ─> sample ─> ids into the rows and to the host ]   SAMPLED
-    (static memory)      [ gather inputs ─> layers ─> logits ][ bitmasks ─> sample ─> ids as above ]            HALVES
+    rows of the batch ─> [ gather inputs ─> layers ─> logits ][ sample ─> ids into the rows and to the host ]
+    (static memory)
 
 A graph replays the launches of one shape, so a batch is padded to the next size that has been captured; padding has row
 -1, reads nothing and writes nothing. All graphs share one memory pool, and are captured largest first, so that the
 smaller ones fit into what the largest took.
 
-HALVES is two graphs: the second is launched when the host has sent the bitmasks, if there are any, which it fills
-during the first. It finds the first one's logits in the pool, since no other graph is launched in between; so they need
-not be kept. There are two of the second: one samples by bitmask, temperature and seed, the other by all parameters
-(`Sampler.sample_padded`).
+The second half is launched when the host has sent the bitmasks, if there are any, which it fills during the first. It
+finds the first one's logits in the pool, since no other graph is launched in between; so they need not be kept. There
+is one of it for each kind of `Sampling`: what nobody in the batch asks for is not launched.
 """
 
 from __future__ import annotations
@@ -18,7 +17,6 @@ from __future__ import annotations
 import bisect
 import logging
 from collections.abc import Callable
-from enum import Enum
 from typing import Any, NamedTuple, Protocol
 
 import numpy as np
@@ -35,28 +33,16 @@ from ..input_batch import Rows
 from ..platforms.platform import Graph, Platform
 from ..request_state import COLUMNS, RequestState
 from ..sampling.bitmask_memory import HostBitmasks, MaskMemory
-from ..sampling.sampler import Sampler
+from ..sampling.sampler import Sampler, Sampling
 from ..transfer import to_device
 
-__all__ = ["BatchDescriptor", "CudaGraphManager", "DecodeStep", "GraphKind", "HalfDone", "fits", "graph_sizes"]
+__all__ = ["CudaGraphManager", "DecodeStep", "HalfDone", "fits", "graph_sizes"]
 
 logger = logging.getLogger("aengine.runner")
 
 _LEAST_SLOTS = 160
 _LOGPROB_SLOTS = 16  # a divisor of the number of slots
 _LOGPROB_WORDS = 1 + 2 * MAX_LOGPROBS
-
-
-class GraphKind(Enum):
-    SAMPLED = "sampled"
-    HALVES = "halves"
-
-
-class BatchDescriptor(NamedTuple):
-    """The shape of a decode batch: what a graph is captured for, and looked up by."""
-
-    size: int  # requests, padding included
-    kind: GraphKind
 
 
 def graph_sizes(max_num_seqs: int, most: int = 512) -> list[int]:
@@ -102,13 +88,13 @@ class DecodeModel(Protocol):
         """Hidden states [n, hidden_size]; rows int64 [n], seq_lens int32 [n]."""
 
     def compute_logits(self, hidden: Tensor) -> Tensor:
-        """float32 [n, vocab_size]."""
+        """float32 [n, share]: of this rank's tokens."""
 
 
 class HalfDone(NamedTuple):
-    """State of a HALVES step between its two halves."""
+    """State of a step between its two halves."""
 
-    logits: Tensor  # float32 [size, vocab_size]
+    logits: Tensor  # float32 [size, share]: of this rank's tokens
     inputs: DecodeInputs
 
 
@@ -156,39 +142,38 @@ class DecodeStep:
             self._rows_host[:size], self._filled = padded, (n, size)
         return self._rows[:size]
 
-    def run(self, descriptor: BatchDescriptor) -> HalfDone | None:
-        """Queue the step. HALVES: what `run_second_half` continues with; SAMPLED: None, and `published` fetches the
-        answer."""
+    def run(self, size: int) -> HalfDone:
+        """Queue the first half of the step, of the rows that were set."""
         requests = self._requests
-        rows = self._rows[: descriptor.size]
+        rows = self._rows[:size]
         token_ids, scalars = requests.token_ids, requests.scalars.words
         inputs = prepare_decode(token_ids, scalars, COLUMNS, rows)
         hidden = self._model.decode(inputs.input_ids, inputs.positions, rows, inputs.seq_lens)
-        half = HalfDone(self._model.compute_logits(hidden), inputs)
-        if descriptor.kind is GraphKind.HALVES:
-            return half
-        self._sample(half)
-        return None
+        return HalfDone(self._model.compute_logits(hidden), inputs)
+
+    def draw(self, logits: Tensor, inputs: DecodeInputs) -> tuple[Tensor, Tensor]:
+        """(ids int64 [n], checks float32 [n]) by temperature and seed alone, for float32 [n, share]."""
+        return self._sampler.vocabulary.draw(logits, inputs.temperature, inputs.seeds, inputs.sample_positions)
 
     def set_bitmasks(self, rows: Rows, bits: npt.NDArray[np.uint8] | None, size: int) -> None:
-        """Set the bitmasks of the next `run_second_half`: ``bits`` [n, row_bytes] are of the batch's ``rows`` [n]."""
+        """Set the bitmasks of the next `sample`: ``bits`` [n, row_bytes] are of the batch's ``rows`` [n]."""
         self._masks.set(rows, bits, size)
 
-    def run_second_half(self, half: HalfDone, *, is_plain: bool) -> None:
-        """Queue the second half of a HALVES step; `published` fetches the answer. ``is_plain``: bitmask, temperature
-        and seed say all."""
-        rows = self._rows[: len(half.logits)]
-        if is_plain:
-            apply_bitmask(half.logits, self._masks.rows[: len(rows)], self._masks.bits[: len(rows)])
-            self._sample(half)
-        else:
-            ids, checks = self._sampler.sample_padded(half.logits, rows, self._masks, self._logprobs, self._cursor)
-            self.commit(rows, ids, checks)
-
-    def _sample(self, half: HalfDone) -> None:
+    def sample(self, half: HalfDone, sampling: Sampling) -> None:
+        """Queue the second half of the step; `published` fetches the answer. ``sampling``: of the whole batch."""
         logits, inputs = half
-        ids, checks = gumbel_sample(logits, inputs.temperature, inputs.seeds, inputs.sample_positions)
-        self.commit(self._rows[: len(logits)], ids, checks)
+        rows, masks = self._rows[: len(logits)], self._masks
+        if sampling > Sampling.PLAIN:
+            logits = self._sampler.vocabulary.whole(logits)
+        if sampling is Sampling.PLAIN:
+            ids, checks = self.draw(logits, inputs)
+        elif sampling is Sampling.ANY:
+            ids, checks = self._sampler.sample_padded(logits, rows, masks, self._logprobs, self._cursor)
+        else:
+            apply_bitmask(logits, masks.rows[: len(rows)], masks.bits[: len(rows)])
+            cutoff = self._sampler.cutoff(logits, rows) if sampling >= Sampling.CUT else None
+            ids, checks = gumbel_sample(logits, inputs.temperature, inputs.seeds, inputs.sample_positions, cutoff)
+        self.commit(rows, ids, checks)
 
     def commit(self, rows: Tensor, ids: Tensor, checks: Tensor) -> None:
         """Put the sampled ids into the rows and where the host reads them; see `commit_decode`."""
@@ -203,25 +188,28 @@ class DecodeStep:
         logprobs = self._logprobs_host[slot % len(self._logprobs_host)] if has_logprobs else None
         return Published(self._published_host[slot], num_rows, self._platform.record_event(), logprobs)
 
-    def run_padded(self, descriptor: BatchDescriptor) -> None:
+    def run_padded(self, size: int) -> None:
         """Run the step with nothing but padding: kernels and libraries load what they need, no row changes."""
         no_rows = np.empty(0, dtype=np.int64)
-        self.set_rows(no_rows, descriptor.size)
-        half = self.run(descriptor)
-        num_answers = 1
-        if half is not None:
-            self.set_bitmasks(no_rows, None, descriptor.size)
-            self.run_second_half(half, is_plain=True)
-            self.run_second_half(half, is_plain=False)
-            num_answers = 2
-        self._next_slot = (self._next_slot + num_answers) % len(self._published_host)
+        self.set_rows(no_rows, size)
+        self.set_bitmasks(no_rows, None, size)
+        half = self.run(size)
+        for sampling in Sampling:
+            self.sample(half, sampling)
+        self._next_slot = (self._next_slot + len(Sampling)) % len(self._published_host)
+
+
+class _Graphs(NamedTuple):
+    """Both halves of the steps of a size."""
+
+    first: Graph
+    second: dict[Sampling, Graph]
 
 
 class CudaGraphManager:
-    """Captures `DecodeStep.run` for batches of the given sizes, and replays it.
+    """Captures `DecodeStep` for batches of the given sizes, and replays it.
 
-    With ``enforce_eager``, and where there is no memory for a graph, it runs the step as it is, padded alike, so that
-    both give the same bits.
+    With ``enforce_eager`` it runs the step as it is, padded alike, so that both give the same bits.
     """
 
     def __init__(self, step: DecodeStep, sizes: list[int], platform: Platform, *, enforce_eager: bool) -> None:
@@ -229,11 +217,8 @@ class CudaGraphManager:
         self.step = step
         self._sizes = sorted(sizes)
         self._is_eager = enforce_eager
-        self._graphs: dict[BatchDescriptor, Graph] = {}
-        self._loaded: set[BatchDescriptor] = set()  # these ran once: kernels and libraries have loaded what they need
-        self._too_large: set[BatchDescriptor] = set()  # there was no memory for these
-        self._second: dict[tuple[int, bool], Graph] = {}  # of HALVES steps, by size and whether they are plain
-        self._half: tuple[int, HalfDone | None] | None = None  # size of the HALVES step that waits
+        self._graphs: dict[int, _Graphs] = {}  # by size
+        self._half: tuple[int, HalfDone | None] | None = None  # size of the step that waits; what is not in a graph
         self._pool: Any = None
 
     @property
@@ -250,83 +235,50 @@ class CudaGraphManager:
         return self._sizes[place] if place < len(self._sizes) else None
 
     def capture_all(self, progress: Callable[[int, int], None]) -> None:
-        """Capture every size, sampling included. ``progress(done, total)``. Nothing may be in flight."""
+        """Capture every size. ``progress(done, total)``. Nothing may be in flight."""
         if self._is_eager:
             return
-        descriptors = [BatchDescriptor(size, GraphKind.SAMPLED) for size in reversed(self._sizes)]
-        for descriptor in descriptors:
-            self.load(descriptor)
+        sizes = self._sizes[::-1]
+        for size in sizes:
+            self.step.run_padded(size)  # what is done once (loading a kernel) may not be captured
         self._platform.release_cached()  # what the largest left would not be there for the graphs
-        for i, descriptor in enumerate(descriptors):
-            progress(i, len(descriptors))
-            self.capture(descriptor)
-        progress(len(descriptors), len(descriptors))
+        for i, size in enumerate(sizes):
+            progress(i, len(sizes))
+            self.capture(size)
+        progress(len(sizes), len(sizes))
 
-    def missing(self) -> list[BatchDescriptor]:
-        """Return the graphs to be captured: those of steps that ran first, then the smallest first."""
-        if self._is_eager:
-            return []
-        wanted = [BatchDescriptor(size, kind) for size in self._sizes for kind in GraphKind]
-        missing = [one for one in wanted if one not in self._graphs and one not in self._too_large]
-        return sorted(missing, key=lambda descriptor: descriptor not in self._loaded)
-
-    def prepare(self, descriptor: BatchDescriptor) -> None:
-        """Do the next part, some 10 ms, of what a graph needs: a run with padding alone, then the capture."""
-        if descriptor not in self._loaded:
-            self.load(descriptor)
-        elif not fits(lambda: self.capture(descriptor), f"{descriptor.size} decodes", self._platform):
-            self._too_large.add(descriptor)
-
-    def _runs_as_graph(self, descriptor: BatchDescriptor) -> bool:
-        """Whether there is a graph: from the second step on, unless idle times had room to capture it before."""
-        if descriptor in self._graphs:
-            return True
-        if self._is_eager or descriptor in self._too_large or descriptor not in self._loaded:
-            return False
-        self.prepare(descriptor)
-        return descriptor in self._graphs
-
-    def run(self, rows: Rows, kind: GraphKind) -> None:
-        """Queue a step of these requests, of a HALVES one the first half."""
+    def run(self, rows: Rows) -> None:
+        """Queue the first half of a step of these requests."""
         size = self.size_for(len(rows))
         assert size is not None, f"a batch of {len(rows)} has no graph"
-        descriptor = BatchDescriptor(size, kind)
-        half = None
-        is_graph = self._runs_as_graph(descriptor)
         self.step.set_rows(rows, size)
-        if is_graph:
-            self._graphs[descriptor].replay()
+        half = None
+        if size in self._graphs:
+            self._graphs[size].first.replay()
         else:
-            half = self.step.run(descriptor)
-            self._loaded.add(descriptor)
-        if kind is GraphKind.HALVES:
-            self._half = (size, half)
+            half = self.step.run(size)
+        self._half = (size, half)
 
-    def run_second_half(self, rows: Rows, bits: npt.NDArray[np.uint8] | None, *, is_plain: bool) -> None:
-        """Queue the second half of the HALVES step: ``bits`` [n, row_bytes] are of the batch's ``rows`` [n].
-        ``is_plain``: bitmask, temperature and seed say all."""
+    def sample(self, rows: Rows, bits: npt.NDArray[np.uint8] | None, sampling: Sampling) -> None:
+        """Queue the second half of the step: ``bits`` [n, row_bytes] are of the batch's ``rows`` [n]; ``sampling``: of
+        the whole batch."""
         assert self._half is not None, "there is no first half"
         (size, half), self._half = self._half, None
-        self.step.set_bitmasks(rows, bits, size)
+        if sampling >= Sampling.MASKED:
+            self.step.set_bitmasks(rows, bits, size)
         if half is not None:
-            self.step.run_second_half(half, is_plain=is_plain)
+            self.step.sample(half, sampling)
         else:
-            self._second[size, is_plain].replay()
+            self._graphs[size].second[sampling].replay()
 
-    def load(self, descriptor: BatchDescriptor) -> None:
-        """Run a step with padding alone: what is done once (loading a kernel) may not be captured."""
-        self.step.run_padded(descriptor)
-        self._loaded.add(descriptor)
-
-    def capture(self, descriptor: BatchDescriptor) -> None:
-        """Capture one graph, of a step that has run before. Others may be under way."""
+    def capture(self, size: int) -> None:
+        """Capture the graphs of a size, whose step has run before."""
         if self._pool is None:
             self._pool = self._platform.graph_pool()
-        with self._platform.capture(self._pool) as graph:
-            half = self.step.run(descriptor)
-        if half is not None:
-            for is_plain in (True, False):
-                with self._platform.capture(self._pool) as second:
-                    self.step.run_second_half(half, is_plain=is_plain)
-                self._second[descriptor.size, is_plain] = second
-        self._graphs[descriptor] = graph
+        with self._platform.capture(self._pool) as first:
+            half = self.step.run(size)
+        second = {}
+        for sampling in Sampling:
+            with self._platform.capture(self._pool) as second[sampling]:
+                self.step.sample(half, sampling)
+        self._graphs[size] = _Graphs(first, second)

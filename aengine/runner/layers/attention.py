@@ -12,6 +12,7 @@ from typing import Protocol
 
 from torch import Tensor
 
+from ..distributed.shares import part_of
 from ..model_config import ModelConfig
 from ..weights.scope import WeightScope
 from .norm import RMSNorm
@@ -25,7 +26,7 @@ class Sinks(Protocol):
 
     @property
     def weight(self) -> Tensor:
-        """[num_heads], once it is loaded."""
+        """[num_heads], once it is loaded; of this rank."""
 
 
 class HeadSinks:
@@ -34,7 +35,8 @@ class HeadSinks:
     def __init__(self, scope: WeightScope, num_heads: int, name: str = "sinks") -> None:
         self.weight: Tensor
         self._dtype = scope.formats.dtype
-        scope.want(name, (num_heads,), self._dtype, self._put)
+        heads = scope.share(num_heads)
+        scope.want(name, (heads.total,), self._dtype, self._put, part=part_of((heads,), 0, heads.total))
 
     def _put(self, tensor: Tensor) -> None:
         self.weight = tensor.to(self._dtype)

@@ -23,7 +23,7 @@ from ..model_config import ModelConfig
 from ..weights.scope import WeightScope
 from .attention import AttentionCall, AttentionLayer, Sinks
 from .embedding import Embedding
-from .linear import Linear
+from .linear import Features, Linear
 from .norm import RMSNorm
 
 __all__ = ["Decoder", "DecoderLayer", "FeedForward", "SelfAttention"]
@@ -61,11 +61,10 @@ class SelfAttention:
             post_norm: of the output, before it is added to the residual stream
             out_scale: of the output
         """
-        qkv = {"qkv_proj": config.q_size + 2 * config.kv_size}
-        if not packed:
-            qkv = {"q_proj": config.q_size, "k_proj": config.kv_size, "v_proj": config.kv_size}
-        self.qkv = Linear(weights, config.hidden_size, qkv, qkv_bias)
-        self.o = Linear(weights, config.q_size, {"o_proj": config.hidden_size}, o_bias)
+        q, kv = weights.share(config.q_size), weights.share(config.kv_size, config.kv_copies)
+        qkv: dict[str, Features] = {"q_proj": q, "k_proj": kv, "v_proj": kv}
+        self.qkv = Linear(weights, config.hidden_size, {"qkv_proj": (q, kv, kv)} if packed else qkv, qkv_bias)
+        self.o = Linear(weights, q, {"o_proj": config.hidden_size}, o_bias)
         self.layer = AttentionLayer.make(
             config, index, q_norm, k_norm, scale=scale, rope=rope, softcap=softcap, sinks=sinks
         )
@@ -113,12 +112,18 @@ class Decoder(ABC, Generic[Config]):
     def __init__(self, config: Config, weights: WeightScope) -> None:
         self.config = config
         self.weights = weights
-        size, vocab_size = config.hidden_size, config.vocab_size
-        self.embed = Embedding(weights.at("model.embed_tokens"), vocab_size, size, config.embedding_scale)
-        self.layers = [self.make_layer(i, weights.at(f"model.layers.{i}")) for i in range(config.num_layers)]
-        self.norm = self.make_norm(weights.at(self.last_norm))
-        head = "model.embed_tokens" if config.tie_word_embeddings else "lm_head"
-        self.lm_head = Linear(weights, size, {head: vocab_size})
+        size = config.hidden_size
+        self.vocabulary = weights.vocabulary(config.vocab_size)
+        stage = weights.stage
+        if stage.is_first:
+            table = weights.at("model.embed_tokens")
+            self.embed = Embedding(table, self.vocabulary, size, config.embedding_scale)
+        own = stage.layers(config.num_layers)
+        self.layers = [self.make_layer(i, weights.at(f"model.layers.{i}")) for i in own]
+        if stage.is_last:
+            self.norm = self.make_norm(weights.at(self.last_norm))
+            head = "model.embed_tokens" if config.tie_word_embeddings else "lm_head"
+            self.lm_head = Linear(weights, size, {head: self.vocabulary.share})
 
     @abstractmethod
     def make_layer(self, index: int, weights: WeightScope) -> Callable[[Tensor, AttentionCall], None]:
@@ -128,8 +133,10 @@ class Decoder(ABC, Generic[Config]):
         """Make a norm of rows of the residual stream."""
         return RMSNorm(weights, self.config.hidden_size, self.config.rms_norm_eps)
 
-    def forward(self, input_ids: Tensor, positions: Tensor, attn: AttentionCall) -> Tensor:
-        residual = self.embed(input_ids)
+    def forward(
+        self, input_ids: Tensor, positions: Tensor, attn: AttentionCall, received: Tensor | None = None
+    ) -> Tensor:
+        residual = self.embed(input_ids) if received is None else received
         attn.begin(positions)
         for layer in self.layers:
             layer(residual, attn)
@@ -143,4 +150,8 @@ class Decoder(ABC, Generic[Config]):
         scale, cap = self.config.logit_scale, self.config.logit_softcap
         if scale != 1.0:
             logits.mul_(scale)
-        return logits.div_(cap).tanh_().mul_(cap) if cap else logits
+        if cap:
+            logits.div_(cap).tanh_().mul_(cap)
+        if self.vocabulary.num_tokens < self.vocabulary.size:
+            logits[:, self.vocabulary.num_tokens :] = -torch.inf
+        return logits

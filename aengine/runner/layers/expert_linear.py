@@ -11,9 +11,11 @@ import torch
 from torch import Tensor
 
 from ...kernels.expert_types import ExpertGate, ExpertPlan
+from ..distributed.shares import NOTHING, Part, Share, part_of, sizes
 from ..weights.expert_weights import ExpertWeights
 from ..weights.scope import WeightScope
 from ..weights.weight import Norm, StoredTensor
+from .linear import Features, drop, part_of_matrix, shares_of
 
 __all__ = ["ExpertLinear", "PackedLayout"]
 
@@ -40,35 +42,58 @@ class ExpertLinear:
     def __init__(
         self,
         scope: WeightScope,
-        num_experts: int,
-        in_features: int,
-        parts: Mapping[str, int],
+        experts: Share,
+        in_features: Features,
+        parts: Mapping[str, Features],
         *,
         bias: bool = False,
         layout: PackedLayout | None = None,
     ) -> None:
-        """``parts``: name and output features of each matrix; one if there is a layout."""
+        """``parts``: name and output features of each matrix; one if there is a layout. Experts are divided among the
+        ranks, or the features of each, as in `Linear`."""
         self.weights: ExpertWeights
-        self._num_experts = num_experts
+        self._num_experts = experts.size
+        self._experts = range(*experts.range)
         self._layout = layout
+        columns = shares_of(in_features)
+        # Added up over the ranks, the products have the bias once.
+        self._drops_bias = scope.group.rank > 0 and any(share.is_divided for share in columns)
+        self._cut: Part | None = None  # of the columns of a matrix that is loaded whole
         self._lock = Lock()  # several threads may load
         if layout is None:
             self._format = scope.format_of([f"0.{name}" for name in parts])
-            self._want_each(scope, in_features, parts, bias)
+            self._want_each(scope, experts.total, columns, parts, bias)
         else:
             self._format = scope.formats.plain
             self._dtype = scope.formats.dtype
-            self._want_packed(scope, in_features, parts, bias, layout)
+            self._want_packed(scope, experts, columns, parts, bias, layout)
 
-    def _want_each(self, scope: WeightScope, in_features: int, parts: Mapping[str, int], bias: bool) -> None:
-        kept: list[list[dict[str, Tensor]]] = [[{} for _ in parts] for _ in range(self._num_experts)]
-        num_missing = sum(len(self._format.tensors(size, in_features, bias)) for size in parts.values())
-        for expert, own in enumerate(kept):
-            for part, (name, size) in zip(own, parts.items(), strict=True):
-                for stored in self._format.tensors(size, in_features, bias):
-                    put = partial(self._put_one, expert, own, part, stored.suffix, num_missing)
+    def _want_each(
+        self,
+        scope: WeightScope,
+        num_experts: int,
+        columns: Sequence[Share],
+        parts: Mapping[str, Features],
+        bias: bool,
+    ) -> None:
+        in_features = sizes(columns)[1]
+        matrices = {name: shares_of(features) for name, features in parts.items()}
+        stored_of = {name: self._format.tensors(sizes(rows)[1], in_features, bias) for name, rows in matrices.items()}
+        own_bias = bias and not self._drops_bias
+        num_missing = sum(own_bias or one.suffix != "bias" for stored in stored_of.values() for one in stored)
+        for expert in range(num_experts):
+            own: list[dict[str, Tensor]] = [{} for _ in parts]
+            for kept, (name, rows) in zip(own, matrices.items(), strict=True):
+                for stored in stored_of[name]:
                     full = f"{expert}.{name}.{stored.suffix}"
-                    scope.want(full, stored.shape, stored.dtype, put, stored.num_parameters)
+                    what = (full, stored.shape, stored.dtype)
+                    if expert not in self._experts or (self._drops_bias and stored.suffix == "bias"):
+                        scope.want(*what, drop, stored.num_parameters, NOTHING)
+                        continue
+                    place = expert - self._experts.start
+                    put = partial(self._put_one, place, own, kept, stored.suffix, num_missing)
+                    part = part_of_matrix(stored, rows, columns, full, scope.group.size)
+                    scope.want(*what, put, stored.num_parameters, part)
 
     def _put_one(
         self,
@@ -87,14 +112,39 @@ class ExpertLinear:
             own.clear()
 
     def _want_packed(
-        self, scope: WeightScope, in_features: int, parts: Mapping[str, int], bias: bool, layout: PackedLayout
+        self,
+        scope: WeightScope,
+        experts: Share,
+        columns: Sequence[Share],
+        parts: Mapping[str, Features],
+        bias: bool,
+        layout: PackedLayout,
     ) -> None:
-        ((name, size),) = parts.items()
-        stored = layout.tensors(self._num_experts, size, in_features, bias, self._dtype)
+        ((name, features),) = parts.items()
+        rows, in_features = shares_of(features), sizes(columns)[1]
+        wanted = layout.tensors(experts.total, sizes(rows)[1], in_features, bias, self._dtype)
         kept: dict[str, Tensor] = {}
-        for suffix, shape, dtype, num_parameters in stored:
-            put = partial(self._put_packed, kept, suffix, len(stored), layout)
-            scope.want(f"{name}{suffix}", shape, dtype, put, num_parameters)
+        num_wanted = len(wanted) - (bias and self._drops_bias)
+        for stored in wanted:
+            what = (f"{name}{stored.suffix}", stored.shape, stored.dtype)
+            if self._drops_bias and stored.suffix == "_bias":
+                scope.want(*what, drop, stored.num_parameters, NOTHING)
+                continue
+            part = part_of((experts,), 0, experts.total) or self._part_of_packed(stored, rows, columns)
+            put = partial(self._put_packed, kept, stored.suffix, num_wanted, layout)
+            scope.want(*what, put, stored.num_parameters, part)
+
+    def _part_of_packed(self, stored: StoredTensor, rows: Sequence[Share], columns: Sequence[Share]) -> Part | None:
+        """The part of a tensor of all experts; None, with ``_cut`` set, where ranks' columns meet within its blocks."""
+        if stored.out_dim is not None and (part := part_of(rows, stored.out_dim, stored.shape[stored.out_dim])):
+            return part
+        if stored.in_dim is None:
+            return None
+        try:
+            return part_of(columns, stored.in_dim, stored.shape[stored.in_dim])
+        except ValueError:
+            self._cut = part_of(columns, 1, sizes(columns)[1])
+            return None
 
     def _put_packed(
         self, kept: dict[str, Tensor], suffix: str, wanted: int, layout: PackedLayout, tensor: Tensor
@@ -104,7 +154,10 @@ class ExpertLinear:
             is_last = len(kept) == wanted
         if is_last:
             for expert in range(self._num_experts):
-                self._put_expert(expert, [layout.expert(kept, expert, self._dtype)], tensor.device)
+                own = layout.expert(kept, expert, self._dtype)
+                if self._cut is not None:
+                    own = {**own, "weight": self._cut.of(own["weight"])}
+                self._put_expert(expert, [own], tensor.device)
             kept.clear()
 
     def _put_expert(self, expert: int, parts: Sequence[Mapping[str, Tensor]], device: torch.device) -> None:

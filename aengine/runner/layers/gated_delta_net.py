@@ -8,15 +8,17 @@ residual ─ norm ┼─ b, a ────────────────�
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
-from typing import NamedTuple
+from dataclasses import dataclass, replace
+from typing import NamedTuple, Self
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
 from ...kernels.gated_delta import gated_delta_of_prompts, gated_delta_of_tokens
+from ..distributed.shares import part_of
 from ..kv_spec import StateKV, StateTensor
+from ..model_config import Divisible
 from ..weights.scope import WeightScope
 from .attention import AttentionCall
 from .linear import Linear
@@ -30,7 +32,7 @@ _NAME = "recurrent"
 
 
 @dataclass(frozen=True, slots=True)
-class DeltaSizes:
+class DeltaSizes(Divisible):
     """Heads and their sizes, and the width of the convolution."""
 
     num_key_heads: int
@@ -38,6 +40,12 @@ class DeltaSizes:
     key_dim: int
     value_dim: int
     conv_width: int
+
+    def divided(self, num_ranks: int) -> Self | None:
+        if self.num_key_heads % num_ranks or self.num_value_heads % num_ranks:
+            return None
+        key_heads, value_heads = self.num_key_heads // num_ranks, self.num_value_heads // num_ranks
+        return replace(self, num_key_heads=key_heads, num_value_heads=value_heads)
 
     @property
     def keys(self) -> int:
@@ -86,11 +94,13 @@ class GatedDeltaNet:
         self._project = project
         self._rate: Tensor  # float32 [num_value_heads], < 0: the slope of the decay
         self._bias: Tensor  # float32 [num_value_heads]
-        self.conv = ShortConv(scope.at("conv1d"), sizes.channels, sizes.conv_width)
+        keys, values, heads = (scope.share(size) for size in (sizes.keys, sizes.values, sizes.num_value_heads))
+        self.conv = ShortConv(scope.at("conv1d"), (keys, keys, values), sizes.conv_width)
         self.norm = RMSNorm(scope.at("norm"), sizes.value_dim, eps)
-        self.out = Linear(scope, sizes.values, {"out_proj": hidden_size})
-        scope.want("A_log", (sizes.num_value_heads,), torch.float32, self._put_rate)
-        scope.want("dt_bias", (sizes.num_value_heads,), torch.float32, self._put_bias)
+        self.out = Linear(scope, values, {"out_proj": hidden_size})
+        part = part_of((heads,), 0, heads.total)
+        scope.want("A_log", (heads.total,), torch.float32, self._put_rate, part=part)
+        scope.want("dt_bias", (heads.total,), torch.float32, self._put_bias, part=part)
 
     def _put_rate(self, tensor: Tensor) -> None:
         self._rate = -tensor.float().exp()

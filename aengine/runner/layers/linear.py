@@ -2,18 +2,50 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from functools import partial
 from threading import Lock
+from typing import TypeAlias
 
 import torch
 from torch import Tensor
 
+from ...errors import ModelLoadError
 from ...kernels.activation import Activation
+from ...kernels.rms_norm import add_rms_norm
+from ..distributed.shares import NOTHING, Part, Share, part_of, sizes
 from ..weights.scope import WeightScope
-from ..weights.weight import Norm, Weight
+from ..weights.weight import Norm, StoredTensor, Weight
 
-__all__ = ["Linear"]
+__all__ = ["Features", "Linear", "drop", "part_of_matrix", "shares_of"]
+
+Features: TypeAlias = int | Share | Sequence[Share]
+"""Features of a matrix that all ranks have; or this rank's share of them; or of several that lie behind each other."""
+
+
+def shares_of(features: Features) -> Sequence[Share]:
+    if isinstance(features, int):
+        return (Share(features),)
+    return (features,) if isinstance(features, Share) else features
+
+
+def part_of_matrix(
+    stored: StoredTensor, rows: Sequence[Share], columns: Sequence[Share], name: str, num_ranks: int
+) -> Part | None:
+    """The part of a matrix' tensor that a rank wants: of the output features ``rows``, of the input's ``columns``.
+
+    Raises ModelLoadError: the format can't be divided there.
+    """
+    try:
+        for shares, dim in ((rows, stored.out_dim), (columns, stored.in_dim)):
+            if dim is not None and (part := part_of(shares, dim, stored.shape[dim])) is not None:
+                return part
+    except ValueError as error:
+        raise ModelLoadError(
+            f"tensor_parallel_size={num_ranks}: {name} can't be divided so, in the format in which the checkpoint "
+            f"keeps it ({error}): use fewer ranks"
+        ) from error
+    return None
 
 
 class Linear:
@@ -23,19 +55,37 @@ class Linear:
 
     When the last of their tensors has come, the format makes one weight of them, and they are let go. The verbs are
     those of `Weight`.
+
+    Divided among ranks by output features, each rank has some of those of y. Divided by input features, each rank has
+    some of those of x, and its product is a part of a sum: `add_to` adds the sum of all ranks' parts, the first rank's
+    with the bias.
     """
 
-    def __init__(self, scope: WeightScope, in_features: int, parts: Mapping[str, int], bias: bool = False) -> None:
+    def __init__(
+        self, scope: WeightScope, in_features: Features, parts: Mapping[str, Features], bias: bool = False
+    ) -> None:
         """``parts``: name and output features of each matrix."""
         self.weight: Weight
         self._format = scope.format_of(list(parts))
         self._parts: list[dict[str, Tensor]] = [{} for _ in parts]
         self._num_missing = 0
         self._lock = Lock()  # several threads may load
+        self.group = scope.group
+        columns = shares_of(in_features)
+        self._is_partial = any(share.is_divided for share in columns)
+        self._out_features = 0  # of this rank
         for i, (name, out_features) in enumerate(parts.items()):
-            for stored in self._format.tensors(out_features, in_features, bias):
-                put = partial(self._put, i, stored.suffix)
-                scope.want(f"{name}.{stored.suffix}", stored.shape, stored.dtype, put, stored.num_parameters)
+            rows = shares_of(out_features)
+            own_rows, all_rows = sizes(rows)
+            self._out_features += own_rows
+            for stored in self._format.tensors(all_rows, sizes(columns)[1], bias):
+                full = f"{name}.{stored.suffix}"
+                what = (full, stored.shape, stored.dtype)
+                if self._is_partial and scope.group.rank and stored.suffix == "bias":
+                    scope.want(*what, drop, stored.num_parameters, NOTHING)
+                    continue
+                part = part_of_matrix(stored, rows, columns, full, scope.group.size)
+                scope.want(*what, partial(self._put, i, stored.suffix), stored.num_parameters, part)
                 self._num_missing += 1
 
     def _put(self, part: int, suffix: str, tensor: Tensor) -> None:
@@ -48,6 +98,7 @@ class Linear:
             self._parts = []
 
     def multiply(self, x: Tensor) -> Tensor:
+        """[n, out_features]; divided by input features, this rank's part of the sum."""
         return self.weight.multiply(x)
 
     def after_norm(self, x: Tensor, norm: Norm, out_dtype: torch.dtype | None = None) -> Tensor:
@@ -58,9 +109,29 @@ class Linear:
 
     def add_to(self, residual: Tensor, x: Tensor, post_norm: Norm | None = None, scale: float = 1.0) -> None:
         """Add the product by x to ``residual``, in place; before that it is normalised, or multiplied by ``scale``."""
-        if post_norm is not None:
+        if self._is_partial:
+            self._add_sum_to(residual, x, post_norm, scale)
+        elif post_norm is not None:
             self.weight.add_normed_to(residual, x, post_norm)
         elif scale != 1.0:
             self.weight.add_scaled_to(residual, x, scale)
         else:
             self.weight.add_to(residual, x)
+
+    def add_part_to(self, partial: Tensor, x: Tensor) -> None:
+        """Add this rank's part of the product by x to ``partial``, in place: the sum is the caller's."""
+        self.weight.add_to(partial, x)
+
+    def _add_sum_to(self, residual: Tensor, x: Tensor, post_norm: Norm | None, scale: float) -> None:
+        group = self.group
+        own = self.weight.multiply(x)
+        if post_norm is not None:
+            add_rms_norm(residual, group.sum(own), post_norm.weight, post_norm.eps)
+            return
+        if scale != 1.0:
+            own.mul_(scale)
+        group.add_sum(residual, own)
+
+
+def drop(tensor: Tensor) -> None:
+    """Take a tensor that only other ranks use."""

@@ -6,7 +6,7 @@ from torch import Tensor
 
 from ...kernels.activation import Activation
 from ..weights.scope import WeightScope
-from .linear import Linear
+from .linear import Features, Linear
 from .norm import RMSNorm
 
 __all__ = ["GatedMLP"]
@@ -35,11 +35,10 @@ class GatedMLP:
             post_norm: of the output, before it is added to the residual stream
             out_scale: of the output
         """
-        parts = {"gate_up_proj": 2 * intermediate_size}
-        if not packed:
-            parts = {names[0]: intermediate_size, names[1]: intermediate_size}
-        self.gate_up = Linear(scope, hidden_size, parts, bias)
-        self.down = Linear(scope, intermediate_size, {names[2]: hidden_size}, bias)
+        inner = scope.share(intermediate_size)
+        parts: dict[str, Features] = {names[0]: inner, names[1]: inner}
+        self.gate_up = Linear(scope, hidden_size, {"gate_up_proj": (inner, inner)} if packed else parts, bias)
+        self.down = Linear(scope, inner, {names[2]: hidden_size}, bias)
         self.activation: Activation = activation
         self.post_norm = post_norm
         self.out_scale = out_scale

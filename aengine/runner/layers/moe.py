@@ -10,16 +10,18 @@ See kernels/routing.py for how experts are chosen, kernels/experts.py for their 
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import torch
 from torch import Tensor
 
 from ...kernels.expert_plan import plan_experts
 from ...kernels.expert_tilings import ExpertShape
-from ...kernels.expert_types import ExpertGate, RoutingRule
+from ...kernels.expert_types import ExpertGate, ExpertPlan, RoutingRule
 from ...kernels.routing import route
 from ..weights.scope import WeightScope
 from .expert_linear import ExpertLinear, PackedLayout
-from .linear import Linear
+from .linear import Features, Linear
 from .mlp import GatedMLP
 from .norm import RMSNorm
 
@@ -68,13 +70,18 @@ class Experts:
         bias: bool = False,
         layout: PackedLayout | None = None,
     ) -> None:
-        """``gate_up``: the names of the first product's matrices, gate first; of one, if they are one tensor."""
+        """``gate_up``: the names of the first product's matrices, gate first; of one, if they are one tensor.
+        ``intermediate_size``: of this rank."""
         self.gate = gate
         self.intermediate_size = intermediate_size
-        size = 2 * intermediate_size // len(gate_up)
-        parts = dict.fromkeys(gate_up, size)
-        self.gate_up = ExpertLinear(scope, num_experts, hidden_size, parts, bias=bias, layout=layout)
-        self.down = ExpertLinear(scope, num_experts, intermediate_size, {down: hidden_size}, bias=bias, layout=layout)
+        self.share = scope.experts(num_experts)
+        inner = scope.share_of_expert(intermediate_size)
+        features: Features = inner
+        if len(gate_up) == 1:
+            features = replace(inner, size=2 * inner.size) if gate.is_interleaved else (inner, inner)
+        parts = dict.fromkeys(gate_up, features)
+        self.gate_up = ExpertLinear(scope, self.share, hidden_size, parts, bias=bias, layout=layout)
+        self.down = ExpertLinear(scope, self.share, inner, {down: hidden_size}, bias=bias, layout=layout)
 
 
 class SharedExpert:
@@ -92,18 +99,32 @@ class SharedExpert:
 
 
 class MoE:
+    """The layer. Every rank of a group routes alike, computes its share, and their sum is added."""
+
     def __init__(self, hidden_size: int, router: Router, experts: Experts, shared: SharedExpert | None = None) -> None:
         self.router = router
         self.experts = experts
         self.shared = shared
-        self.shape = ExpertShape(router.num_experts, hidden_size, experts.intermediate_size, router.rule.top_k)
+        num_experts, top_k = experts.share.size, router.rule.top_k
+        self.shape = ExpertShape(num_experts, hidden_size, experts.intermediate_size, top_k)
+        self._own = range(*experts.share.range) if experts.share.is_divided else None
+        self._group = router.linear.group
 
     def __call__(self, residual: Tensor, norm: RMSNorm) -> None:
         """Add the layer's output for norm(residual) to ``residual`` [num_tokens, hidden_size], in place."""
         logits = self.router.linear.after_norm(residual, norm, torch.float32)
-        plan = plan_experts(route(logits, self.router.rule, self.router.correction), self.shape)
+        routing = route(logits, self.router.rule, self.router.correction, self._own)
+        plan = plan_experts(routing, self.shape, is_partial=self._own is not None)
         shared = None if self.shared is None else self.shared.hidden(residual, norm)
         hidden = self.experts.gate_up.gated_after_norm(residual, norm, plan, self.experts.gate)
+        if self._group.size == 1:
+            self._add_to(residual, hidden, plan, shared)
+            return
+        partial = torch.zeros_like(residual)
+        self._add_to(partial, hidden, plan, shared)
+        self._group.add_sum(residual, partial)
+
+    def _add_to(self, residual: Tensor, hidden: Tensor, plan: ExpertPlan, shared: Tensor | None) -> None:
         self.experts.down.add_to(residual, hidden, plan)
         if self.shared is not None and shared is not None:
-            self.shared.mlp.down.add_to(residual, shared)
+            self.shared.mlp.down.add_part_to(residual, shared)

@@ -6,8 +6,10 @@ import torch
 from torch import Tensor
 
 from ...kernels.short_conv import conv_of_prompts, conv_of_tokens
+from ..distributed.shares import part_of, sizes
 from ..kv_spec import StateTensor
 from ..weights.scope import WeightScope
+from .linear import Features, shares_of
 from .states import LayerStates
 
 __all__ = ["ShortConv"]
@@ -18,12 +20,15 @@ _NAME = "convolution"
 class ShortConv:
     """One filter of ``width`` tokens a channel."""
 
-    def __init__(self, scope: WeightScope, channels: int, width: int, *, bias: bool = False) -> None:
-        self.weight: Tensor  # float32 [width, channels]
-        self.bias: Tensor | None = None  # float32 [channels]
-        scope.want("weight", (channels, 1, width), torch.float32, self._put_weight)
+    def __init__(self, scope: WeightScope, channels: Features, width: int, *, bias: bool = False) -> None:
+        self.weight: Tensor  # float32 [width, channels of this rank]
+        self.bias: Tensor | None = None  # float32 [channels of this rank]
+        shares = shares_of(channels)
+        total = sizes(shares)[1]
+        part = part_of(shares, 0, total)
+        scope.want("weight", (total, 1, width), torch.float32, self._put_weight, part=part)
         if bias:
-            scope.want("bias", (channels,), torch.float32, self._put_bias)
+            scope.want("bias", (total,), torch.float32, self._put_bias, part=part)
 
     @staticmethod
     def state(channels: int, width: int) -> StateTensor:

@@ -8,6 +8,8 @@ from typing import Any
 
 from ...checkpoint.gguf_config import OTHER_ARCHITECTURE
 from ...errors import ModelLoadError
+from ..distributed.group import ALONE, TensorGroup
+from ..distributed.stage import WHOLE, PipelineStage
 from ..model_config import ModelConfig
 from ..weights.formats import WeightFormats
 from ..weights.scope import WeightScope
@@ -77,10 +79,26 @@ def read_config(
     return read_transformers_config(ModelFiles(hf_config, folder, trust_remote_code), reason)
 
 
-def build_model(config: ModelConfig, formats: WeightFormats) -> CausalLM:
-    """The model, whose weights are yet to be loaded. Raises ModelLoadError."""
+def build_model(
+    config: ModelConfig, formats: WeightFormats, group: TensorGroup = ALONE, stage: PipelineStage = WHOLE
+) -> CausalLM:
+    """The model, or a stage of it, whose weights are yet to be loaded. Raises ModelLoadError.
+
+    ``group``: the ranks among which its layers are divided; ``config`` is `ModelConfig.of_rank` for as many.
+    """
+    if stage.size > config.num_layers:
+        raise ModelLoadError(
+            f"pipeline_parallel_size={stage.size}: the model has {config.num_layers} layers, one a stage at least: use "
+            f"{config.num_layers} or less"
+        )
+    if stage.size > 1 and config.implementation != "native":
+        raise ModelLoadError(
+            f"pipeline_parallel_size={stage.size}: {config.model_type!r} is computed by transformers' code, which "
+            f"can't be divided by layers: use data_parallel_size instead"
+        )
+    assert config.num_ranks == group.size, f"a config of {config.num_ranks} ranks for a group of {group.size}"
     family = _family(config.model_type) if config.implementation == "native" else _transformers_model()
-    return family(config, WeightScope(formats))
+    return family(config, WeightScope(formats, group=group, divides_experts=config.divides_experts, stage=stage))
 
 
 def _transformers_model() -> type[CausalLM]:

@@ -6,6 +6,7 @@ from typing import Any, ClassVar, Protocol
 
 from torch import Tensor
 
+from ..distributed.shares import VocabularyShare
 from ..layers.attention import AttentionCall
 from ..model_config import ModelConfig
 from ..weights.gguf_names import GgufNames
@@ -21,14 +22,23 @@ class CausalLM(Protocol):
     gguf: ClassVar[GgufNames]
     config: ModelConfig
     weights: WeightScope
+    vocabulary: VocabularyShare
 
     def __init__(self, config: Any, weights: WeightScope) -> None: ...
 
-    def forward(self, input_ids: Tensor, positions: Tensor, attn: AttentionCall) -> Tensor:
-        """The residual stream after the last layer, [num_tokens, hidden_size]; ids, positions: int64 [num_tokens]."""
+    def forward(
+        self, input_ids: Tensor, positions: Tensor, attn: AttentionCall, received: Tensor | None = None
+    ) -> Tensor:
+        """The residual stream after the last layer of this pipeline stage, [num_tokens, hidden_size].
+
+        Args:
+            input_ids, positions: int64 [num_tokens]
+            received: the residual stream of the stage before, which is changed; None: this is the first stage
+        """
 
     def compute_logits(self, hidden: Tensor) -> Tensor:
-        """float32 [n, vocab_size] for n rows of what `forward` returns."""
+        """float32 [n, vocabulary.size] for n rows of what `forward` returns: the logits of this rank's tokens, behind
+        which -inf fills up what it lacks."""
 
     def final_hidden(self, hidden: Tensor) -> Tensor:
         """[n, hidden_size], after the last norm, for n rows of what `forward` returns."""

@@ -27,6 +27,8 @@ class GptOssConfig(ModelConfig):
     is_gguf: bool
     is_mxfp4: bool
 
+    expert_sizes = ("intermediate_size",)
+
     @classmethod
     def from_hf(cls, hf: Mapping[str, Any]) -> Self:
         is_gguf = bool(hf.get("gguf_architecture"))

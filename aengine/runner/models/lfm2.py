@@ -28,6 +28,9 @@ class Lfm2Config(ModelConfig):
     is_convolution: tuple[bool, ...]  # of each layer; the others attend
     conv_width: int
     conv_bias: bool
+    conv_channels: int
+
+    divided = ("num_heads", "intermediate_size", "conv_channels")
 
     @classmethod
     def from_hf(cls, hf: Mapping[str, Any]) -> Self:
@@ -46,11 +49,12 @@ class Lfm2Config(ModelConfig):
             is_convolution=tuple(kind == "conv" for kind in kinds),
             conv_width=keys.integer("conv_L_cache", default=3),
             conv_bias=keys.flag("conv_bias"),
+            conv_channels=fields["hidden_size"],
         )
 
     @property
     def kv_layers(self) -> tuple[LayerKV, ...]:
-        state = StateKV((ShortConv.state(self.hidden_size, self.conv_width),))
+        state = StateKV((ShortConv.state(self.conv_channels, self.conv_width),))
         kept = FullKV(self.num_kv_heads, self.head_dim)
         return tuple(state if is_convolution else kept for is_convolution in self.is_convolution)
 
@@ -69,11 +73,11 @@ class Convolution:
     """out(c * convolution(b * x)), where b, c and x are products with norm(residual)."""
 
     def __init__(self, config: Lfm2Config, index: int, scope: WeightScope) -> None:
-        size, bias = config.hidden_size, config.conv_bias
+        size, bias, channels = config.hidden_size, config.conv_bias, scope.share(config.conv_channels)
         self._index = index
-        self.inputs = Linear(scope, size, {"in_proj": 3 * size}, bias)
-        self.conv = ShortConv(scope.at("conv"), size, config.conv_width, bias=bias)
-        self.out = Linear(scope, size, {"out_proj": size}, bias)
+        self.inputs = Linear(scope, size, {"in_proj": (channels, channels, channels)}, bias)
+        self.conv = ShortConv(scope.at("conv"), channels, config.conv_width, bias=bias)
+        self.out = Linear(scope, channels, {"out_proj": size}, bias)
 
     def __call__(self, residual: Tensor, norm: RMSNorm, attn: AttentionCall) -> None:
         """Add the output for norm(residual) to ``residual`` [num_tokens, hidden_size], in place."""
@@ -84,9 +88,9 @@ class Convolution:
 class Attention:
     def __init__(self, config: Lfm2Config, index: int, scope: WeightScope) -> None:
         size, eps = config.hidden_size, config.rms_norm_eps
-        parts = {"q_proj": config.q_size, "k_proj": config.kv_size, "v_proj": config.kv_size}
-        self.qkv = Linear(scope, size, parts)
-        self.out = Linear(scope, config.q_size, {"out_proj": size})
+        q, kv = scope.share(config.q_size), scope.share(config.kv_size, config.kv_copies)
+        self.qkv = Linear(scope, size, {"q_proj": q, "k_proj": kv, "v_proj": kv})
+        self.out = Linear(scope, q, {"out_proj": size})
         q_norm = RMSNorm(scope.at("q_layernorm"), config.head_dim, eps)
         k_norm = RMSNorm(scope.at("k_layernorm"), config.head_dim, eps)
         self.layer = AttentionLayer.make(config, index, q_norm, k_norm)

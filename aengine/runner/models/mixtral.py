@@ -20,6 +20,8 @@ __all__ = ["Mixtral", "MixtralConfig"]
 class MixtralConfig(ModelConfig):
     experts_per_token: int
 
+    expert_sizes = ("intermediate_size",)
+
     @classmethod
     def from_hf(cls, hf: Mapping[str, Any]) -> Self:
         keys = ConfigReader(hf)

@@ -25,6 +25,9 @@ class Qwen3MoeConfig(ModelConfig):
     routing: RoutingRule
     dense_layers: frozenset[int]
 
+    divided = ("num_heads", "intermediate_size", "moe_intermediate_size")
+    expert_sizes = ("moe_intermediate_size",)
+
     @classmethod
     def from_hf(cls, hf: Mapping[str, Any]) -> Self:
         keys = ConfigReader(hf)

@@ -17,7 +17,7 @@ from ..kv_spec import FullKV, LayerKV
 from ..layers.attention import AttentionCall, AttentionLayer
 from ..layers.decoder import Decoder, FeedForward
 from ..layers.gated_delta_net import DeltaInputs, DeltaSizes, GatedDeltaNet
-from ..layers.linear import Linear
+from ..layers.linear import Features, Linear
 from ..layers.mlp import GatedMLP
 from ..layers.moe import Experts, MoE, Router, SharedExpert
 from ..layers.norm import RMSNorm
@@ -38,6 +38,9 @@ class Qwen3NextConfig(ModelConfig):
     routing: RoutingRule
     dense_layers: frozenset[int]  # all, if there are no experts
 
+    divided = ("num_heads", "intermediate_size", "delta", "moe_intermediate_size", "shared_intermediate_size")
+    expert_sizes = ("moe_intermediate_size",)
+
     @classmethod
     def from_hf(cls, hf: Mapping[str, Any]) -> Self:
         # A model of experts alone has no size of dense layers.
@@ -49,7 +52,7 @@ class Qwen3NextConfig(ModelConfig):
         ]
         num_experts = keys.num_experts()
         step, dense = keys.integer("decoder_sparse_step", default=1), keys.get("mlp_only_layers") or ()
-        inner = keys.integer("moe_intermediate_size", default=1)
+        inner = keys.integer("moe_intermediate_size", default=0)
         return cls(
             **keys.decoder(has_experts=True),
             sliding_windows=(None,) * num_layers,
@@ -87,9 +90,9 @@ class GatedAttention:
 
     def __init__(self, config: Qwen3NextConfig, index: int, scope: WeightScope) -> None:
         size, eps, bias = config.hidden_size, config.rms_norm_eps, config.attention_bias
-        parts = {"q_proj": 2 * config.q_size, "k_proj": config.kv_size, "v_proj": config.kv_size}
-        self.qkv = Linear(scope, size, parts, bias)
-        self.out = Linear(scope, config.q_size, {"o_proj": size}, bias)
+        q_and_gate, kv = scope.share(2 * config.q_size), scope.share(config.kv_size, config.kv_copies)
+        self.qkv = Linear(scope, size, {"q_proj": q_and_gate, "k_proj": kv, "v_proj": kv}, bias)
+        self.out = Linear(scope, scope.share(config.q_size), {"o_proj": size}, bias)
         q_norm = RMSNorm(scope.at("q_norm"), config.head_dim, eps, plus_one=True)
         k_norm = RMSNorm(scope.at("k_norm"), config.head_dim, eps, plus_one=True)
         self.layer = AttentionLayer.make(config, index, q_norm, k_norm)
@@ -113,7 +116,7 @@ class _JoinedInputs:
         self._sizes = sizes
         parts = {"in_proj_qkvz": sizes.channels + sizes.values, "in_proj_ba": 2 * sizes.num_value_heads}
         self._splits = list(parts.values())
-        self.product = Linear(scope, hidden_size, parts)
+        self.product = Linear(scope, hidden_size, {name: scope.share(size) for name, size in parts.items()})
 
     def __call__(self, residual: Tensor, norm: RMSNorm) -> DeltaInputs:
         sizes = self._sizes
@@ -130,9 +133,10 @@ class _SeparateInputs:
     """A matrix each."""
 
     def __init__(self, sizes: DeltaSizes, hidden_size: int, scope: WeightScope) -> None:
-        heads = sizes.num_value_heads
-        parts = {"in_proj_qkv": sizes.channels, "in_proj_z": sizes.values, "in_proj_b": heads, "in_proj_a": heads}
-        self._splits = list(parts.values())
+        keys, values, heads = (scope.share(size) for size in (sizes.keys, sizes.values, sizes.num_value_heads))
+        qkv = (keys, keys, values)
+        parts: dict[str, Features] = {"in_proj_qkv": qkv, "in_proj_z": values, "in_proj_b": heads, "in_proj_a": heads}
+        self._splits = [sizes.channels, sizes.values, sizes.num_value_heads, sizes.num_value_heads]
         self.product = Linear(scope, hidden_size, parts)
 
     def __call__(self, residual: Tensor, norm: RMSNorm) -> DeltaInputs:

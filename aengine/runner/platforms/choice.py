@@ -18,12 +18,13 @@ logger = logging.getLogger("aengine.runner")
 
 def choose_platform(device: str) -> Platform:
     """The platform of ``device``, checked to run kernels. "auto": an NVIDIA GPU, else what another package has a
-    platform for, else the CPU.
+    platform for, else the CPU; "auto:N": the N-th of the former, counted from 0.
 
     Raises ModelLoadError: there is no such device, it is too old, or what runs kernels on it can't be used; one line
     with what helps.
     """
-    found = _find_any() if device == "auto" else _class_of(device.partition(":")[0]).find(device)
+    name, _, index = device.partition(":")
+    found = _find_any(index) if name == "auto" else _class_of(name).find(device)
     if isinstance(found, Unavailable):
         raise ModelLoadError(f"device={device!r}: {found}, or use device='cpu'")
     found.check()
@@ -31,15 +32,19 @@ def choose_platform(device: str) -> Platform:
     return found
 
 
-def _find_any() -> Platform:
-    gpu = CudaPlatform.find("cuda")
+def _find_any(index: str) -> Platform | Unavailable:
+    """``index``: of the device among those of its platform; "": the first. Unavailable: there are some, but not so many
+    ones."""
+    gpu = CudaPlatform.find(f"cuda:{index}" if index else "cuda")
     if not isinstance(gpu, Unavailable):
         return gpu
+    if index not in ("", "0") and not isinstance(CudaPlatform.find("cuda"), Unavailable):
+        return gpu  # there are GPUs, but fewer: a replica on the CPU beside them is not what was asked for
     for name in registered(PLATFORMS):
         if name in ("cuda", "cpu"):
             continue
         try:
-            found = _class_of(name).find(name)
+            found = _class_of(name).find(f"{name}:{index}" if index else name)
         except ModelLoadError as error:
             logger.warning("device='auto' passes over %s: %s", name, error)
             continue

@@ -59,6 +59,9 @@ class CpuPlatform:
     def peak_of(self, work: Callable[[], None]) -> int:
         raise InternalError("the memory of a CPU is not profiled")
 
+    def can_read(self, other: torch.device) -> bool:
+        return True
+
     def share(self, memory: Tensor) -> bool:
         return False
 

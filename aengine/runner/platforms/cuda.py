@@ -163,6 +163,9 @@ class CudaPlatform:
         work()
         return torch.cuda.max_memory_allocated(self.device)
 
+    def can_read(self, other: torch.device) -> bool:
+        return torch.cuda.can_device_access_peer(self.device, other)
+
     def share(self, memory: Tensor) -> bool:
         if int(torch.cuda.cudart().cudaHostRegister(memory.data_ptr(), memory.nbytes, 0)) == 0:
             return True

@@ -113,6 +113,9 @@ class Platform(Protocol):
     def peak_of(self, work: Callable[[], None]) -> int:
         """The most bytes that this process' tensors take while ``work`` runs, those there before included."""
 
+    def can_read(self, other: torch.device) -> bool:
+        """Whether the device reads and writes the memory of ``other``, one of the same platform, by itself."""
+
     def share(self, memory: Tensor) -> bool:
         """Let the device read and write this host memory by itself, until the process ends. Returns whether it can."""
 

@@ -92,8 +92,5 @@ class EncoderRunner:
             raise InternalError("there is no step to answer: execute_model comes first")
         return answer
 
-    def share_bitmasks(self, memory: memoryview) -> None:
-        """See `Runner`: there are none."""
-
     def prepare_more(self) -> None:
         """See `Runner`."""

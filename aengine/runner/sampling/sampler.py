@@ -11,6 +11,7 @@ it next to nothing.
 from __future__ import annotations
 
 from dataclasses import dataclass
+from enum import IntEnum
 
 import numpy as np
 import numpy.typing as npt
@@ -23,12 +24,24 @@ from ...kernels.gumbel import gumbel_sample
 from ...kernels.logprobs import keep_logits, token_logprobs
 from ...kernels.select_rows import select_rows
 from ...kernels.top_k_top_p import find_cutoff
+from ..distributed.group import ALONE
+from ..distributed.shares import VocabularyShare
 from ..input_batch import Rows, SampleBatch, to_device
 from ..request_state import RequestState, Scalars
 from .bitmask_memory import HostBitmasks, MaskMemory
 from .features import Penalties, SamplingFeature, TokenLists
+from .vocabulary import Vocabulary
 
-__all__ = ["LogprobRows", "Sampler", "SamplerOutput"]
+__all__ = ["LogprobRows", "Sampler", "SamplerOutput", "Sampling"]
+
+
+class Sampling(IntEnum):
+    """What a batch asks of the sampler; each includes those before it."""
+
+    PLAIN = 0  # temperature and seed
+    MASKED = 1  # a bitmask
+    CUT = 2  # top-k, top-p, min-p
+    ANY = 3  # whatever there is
 
 
 @dataclass(slots=True)
@@ -50,17 +63,20 @@ class SamplerOutput:
 class Sampler:
     """Samples for whole steps; keeps which rows want log-probabilities, and the features' state."""
 
-    def __init__(self, requests: RequestState, vocab_size: int, bitmasks: HostBitmasks) -> None:
+    def __init__(
+        self, requests: RequestState, vocab_size: int, bitmasks: HostBitmasks, vocabulary: Vocabulary | None = None
+    ) -> None:
+        """``vocabulary``: the ranks' shares of it; None: there is one rank."""
         self._requests = requests
         self._vocab_size = vocab_size
+        self.vocabulary = vocabulary or Vocabulary(VocabularyShare.of(vocab_size, 0, 1), ALONE)
         self._bitmasks = bitmasks
         self._lists, self._penalties = TokenLists(requests, vocab_size), Penalties(requests, vocab_size)
         self._features: tuple[SamplingFeature, ...] = (self._lists, self._penalties)
         max_num_seqs = len(requests.in_use)
         self._num_logprobs = np.full(max_num_seqs, -1, dtype=np.int64)  # -1: none
         self._cuts = np.zeros(max_num_seqs, dtype=bool)  # random, with top-k, top-p or min-p
-        self._altered = np.zeros(max_num_seqs, dtype=bool)  # a feature acts in every step
-        self._special = np.zeros(max_num_seqs, dtype=bool)  # one of the three
+        self._asks = np.full(max_num_seqs, Sampling.PLAIN, dtype=np.int8)  # in every step
 
     def reserve(self) -> None:
         """Take the memory that graphs refer to."""
@@ -74,8 +90,9 @@ class Sampler:
             feature.add_request(request)
         self._num_logprobs[row] = request.logprobs
         self._cuts[row] = cuts and not greedy
-        self._altered[row] = any(feature.uses[row] for feature in self._features)
-        self._special[row] = self._altered[row] or self._cuts[row] or request.logprobs >= 0
+        self._asks[row] = Sampling.CUT if self._cuts[row] else Sampling.PLAIN
+        if request.logprobs >= 0 or any(feature.uses[row] for feature in self._features):
+            self._asks[row] = Sampling.ANY
 
     def remove_request(self, row: int) -> None:
         for feature in self._features:
@@ -85,16 +102,17 @@ class Sampler:
         """Returns the new rows for which there was no memory; what they ask for is left out."""
         return [row for feature in self._features for row in feature.apply_staged_writes()]
 
-    def is_plain(self, rows: Rows) -> bool:
-        """Whether temperature and seed say all of these rows in the step to come, if it has no grammar.
-
-        Then `sample` is `gumbel_sample` without a cutoff.
-        """
-        return not self._special[rows].any() and not self._is_pending(rows)
+    def asks(self, rows: Rows) -> Sampling:
+        """What these rows ask for in the step to come, their bitmasks aside."""
+        return Sampling.ANY if self._is_pending(rows) else Sampling(self._asks[rows].max())
 
     def sample(self, logits: Tensor, batch: SampleBatch) -> SamplerOutput:
-        """Sample one token for each row of logits float32 [n, vocab_size], which are overwritten."""
+        """Sample one token for each row of this rank's logits float32 [n, share], which are overwritten."""
         rows, rows_device, scalars = batch.rows, batch.rows_device, batch.scalars
+        if self.vocabulary.is_divided:
+            if batch.grammar is None and self.asks(rows) is Sampling.PLAIN:
+                return self.sample_plainly(logits, batch)
+            logits = self.vocabulary.whole(logits)
         most = int(self._num_logprobs[rows].max())
         kept = keep_logits(logits, scalars.logprobs_asked) if most >= 0 else None
         has_penalties = bool(self._penalties.uses[rows].any())
@@ -135,6 +153,11 @@ class Sampler:
         self._penalties.commit(ids, rows, scalars)
         return ids, checks
 
+    def cutoff(self, logits: Tensor, rows: Tensor) -> Tensor:
+        """`find_cutoff` of logits float32 [n, vocab_size] of rows int64 [n]; -1: padding."""
+        scalars = Scalars(select_rows(self._requests.scalars.words, rows))
+        return find_cutoff(logits, scalars.temperature, scalars.top_k, scalars.top_p, scalars.min_p)
+
     def logprob_rows(self, rows: Rows, batch_idx: Rows) -> LogprobRows | None:
         """Which rows of logits want log-probabilities, where these are those of ``rows`` [n], at ``batch_idx`` [n] of
         the step; None: none."""
@@ -148,12 +171,13 @@ class Sampler:
         """[n]: which of the rows may need memory to be sampled, for more than temperature and seed."""
         if batch.grammar is not None or self._is_pending(batch.rows):
             return np.ones(len(batch.rows), dtype=bool)
-        return self._special[batch.rows]
+        asks: npt.NDArray[np.bool_] = self._asks[batch.rows] > Sampling.PLAIN
+        return asks
 
     def sample_plainly(self, logits: Tensor, batch: SampleBatch) -> SamplerOutput:
         """Sample by temperature and seed alone: right for rows without other parameters."""
         scalars = batch.scalars
-        ids, checks = gumbel_sample(logits, scalars.temperature, scalars.seed, scalars.num_tokens)
+        ids, checks = self.vocabulary.draw(logits, scalars.temperature, scalars.seed, scalars.num_tokens)
         return SamplerOutput(ids, checks, None)
 
     def _is_pending(self, rows: Rows) -> bool:

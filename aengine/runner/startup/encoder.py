@@ -36,6 +36,15 @@ _BLOCKS_PER_ROW = 8
 
 def load_encoder(config: EngineConfig, source: Mapping[str, Any], rank: Rank, progress: Progress) -> LoadedEncoder:
     """Load one rank. Raises ModelLoadError."""
+    if rank.tp_size > 1:
+        raise ModelLoadError(
+            f"tensor_parallel_size={rank.tp_size}: an encoder is not divided: leave it at 1; "
+            f"data_parallel_size is for several GPUs"
+        )
+    if rank.pp_size > 1:
+        raise ModelLoadError(
+            f"pipeline_parallel_size={rank.pp_size}: an encoder is not divided by layers: leave it at 1"
+        )
     torch.set_num_threads(num_worker_threads(config))
     torch.set_grad_enabled(False)
     checkpoint = ModelSource.from_wire(source)
@@ -137,7 +146,9 @@ class LoadedEncoder:
             size = vectors.size(model.config.hidden_size)
             self.offer |= {"tasks": ["embed"], "pooling": vectors.mode, "embedding_size": size}
 
-    def allocate(self, plan: Mapping[str, int]) -> tuple[EncoderRunner, dict[str, Any]]:
+    def allocate(
+        self, plan: Mapping[str, int], bitmasks: memoryview | None = None
+    ) -> tuple[EncoderRunner, dict[str, Any]]:
         """See `LoadedModel`. Raises ModelLoadError if the device has no memory for the largest batch."""
         runner, platform = EncoderRunner(self._model, self._vectors, self._platform), self._platform
         num_tokens, longest = plan["max_num_batched_tokens"], plan["max_model_len"]

@@ -92,11 +92,12 @@ def cpu_budget(config: EngineConfig, *, free: int, weights: int) -> int:
     """
     asked = config.kv_cache_memory_bytes
     if asked is None:
-        return min(CPU_DEFAULT, free // 4)
-    if asked > free:
+        return min(CPU_DEFAULT, free // 4) // config.num_ranks
+    if asked > free // config.num_ranks:
+        ranks = f" on each of {config.num_ranks} ranks" if config.num_ranks > 1 else ""
         raise ModelLoadError(
-            f"kv_cache_memory_bytes={asked} ({_size(asked)}), but only {_size(free)} is free after {_size(weights)} of "
-            f"weights: lower kv_cache_memory_bytes, or free memory"
+            f"kv_cache_memory_bytes={asked} ({_size(asked)}){ranks}, but only {_size(free)} is free after "
+            f"{_size(weights)} of weights: lower kv_cache_memory_bytes, or free memory"
         )
     return asked
 

@@ -15,12 +15,13 @@ from ..layers.decoder import Decoder
 
 __all__ = ["one_layer_of_each_kind"]
 
-_PLAIN = (bool, int, float, str, type(None), torch.dtype, torch.device)
+_PLAIN = (bool, int, float, str, type(None), range, torch.dtype, torch.device)
 _LOCK = type(threading.Lock())
+_SHARED = ("group", "_group")  # the ranks that share all layers
 
 
 @contextmanager
-def one_layer_of_each_kind(model: Any, places: Sequence[LayerPlace]) -> Iterator[None]:
+def one_layer_of_each_kind(model: Any, places: Sequence[LayerPlace | None]) -> Iterator[None]:
     """Let ``model`` consist of layers no two of which are alike, if it is a `Decoder`. ``places``: of the layers in the
     KV cache."""
     if not isinstance(model, Decoder):
@@ -29,6 +30,7 @@ def one_layer_of_each_kind(model: Any, places: Sequence[LayerPlace]) -> Iterator
 
     def kept(index: int) -> tuple[Any, ...]:
         place = places[index]
+        assert place is not None, f"layer {index} is another stage's"
         return place.kv, place.group, place.first_byte % 16
 
     layers, kinds = model.layers, dict[Any, Any]()
@@ -56,7 +58,7 @@ def _kind(value: Any, kept: Callable[[int], Any]) -> Any:
         return tuple((key, _kind(part, kept)) for key, part in value.items())
     if type(value).__module__.startswith("aengine."):
         return type(value), tuple(
-            (name, _kind(kept(part) if name in ("index", "_index") else part, kept))
+            (name, id(part) if name in _SHARED else _kind(kept(part) if name in ("index", "_index") else part, kept))
             for name, part in _attributes(value)
         )
     return id(value)

@@ -22,11 +22,12 @@ from ...errors import ModelLoadError
 from ...workers.rank import Rank
 from .. import profiler
 from ..attention.torch_attention import DEFAULT_BLOCK_SIZE
+from ..distributed.opening import open_device, open_group, open_link, stage_of
 from ..model_runner import ModelRunner
 from ..models import build_model, read_config
 from ..models.encoders import is_encoder
-from ..platforms.choice import choose_platform
 from ..pooling.vectors import VectorLayers, load_vector_layers
+from ..weights.float16_cpu import Float16Format, agree_on_plan
 from ..weights.formats import choose_formats
 from ..weights.loader import LoadedWeights, Progress, load_weights
 from .encoder import LoadedEncoder, load_encoder
@@ -73,12 +74,17 @@ def _load(
         folder=checkpoint.path if checkpoint.format != "gguf" else None,
         trust_remote_code=config.trust_remote_code,
     )
-    platform = choose_platform(rank.device)
+    model_config = model_config.of_rank(rank.tp_size, divides_experts=config.enable_expert_parallel)
+    platform = open_device(rank)
     platform.open()
     dtype = platform.choose_dtype(config.dtype, model_config.checkpoint_dtype)
+    group = open_group(rank, platform)
     formats = choose_formats(dtype, platform.device, hf)
+    if isinstance(formats.plain, Float16Format):
+        agree_on_plan(group)
     model_config.check_device(platform.device, formats.dtype)
-    model = build_model(model_config, formats)
+    link = open_link(rank, platform, model_config.hidden_size, formats.dtype)
+    model = build_model(model_config, formats, group, stage=stage_of(rank))
     attention = platform.choose_attention(config, model_config, formats.dtype)
     weights = load_weights(model, checkpoint, config.seed, progress, platform.device, platform.memory)
     if head.labels:
@@ -94,10 +100,12 @@ def _load(
         kv_dtype=choose_kv_dtype(config.kv_cache_dtype, formats.dtype),
         block_size=config.block_size or DEFAULT_BLOCK_SIZE,
         max_batched=config.max_num_batched_tokens or platform.default_batched_tokens,
-        weight_bytes=platform.memory().allocated if platform.is_accelerator else weights.num_bytes,
+        weight_bytes=platform.memory().allocated if platform.is_accelerator else weights.own_bytes,
         num_threads=num_threads,
         is_alone=rank.world_size == 1,
         vectors=vectors,
+        group=group,
+        link=link,
     )
     return setup, weights
 
@@ -144,14 +152,20 @@ class LocalModel:
             "why_not_native": setup.model_config.why_not_native,
             "fused": getattr(setup.model, "fused", {}),
         }
+        if setup.platform.is_accelerator:
+            self.offer["device_name"] = setup.platform.name
         self.offer |= head.offer(setup.model, setup.vectors)
 
-    def allocate(self, plan: Mapping[str, int]) -> tuple[ModelRunner, dict[str, Any]]:
+    def allocate(
+        self, plan: Mapping[str, int], bitmasks: memoryview | None = None
+    ) -> tuple[ModelRunner, dict[str, Any]]:
         """See `LoadedModel`. Raises ModelLoadError."""
         setup, platform = self._setup, self._setup.platform
         begun = time.monotonic()
         with setup.errors_explained():
             runner = setup.make_runner(plan["num_blocks"], plan["max_model_len"])
+            if bitmasks is not None:
+                runner.share_bitmasks(bitmasks)
             if runner.graphs is not None:
                 runner.graphs.capture_all(lambda done, total: self._progress("graphs", done, total, "graphs"))
                 platform.synchronize()
@@ -168,7 +182,7 @@ class LocalModel:
             "num_threads": torch.get_num_threads(),
         }
         if platform.is_accelerator:
-            facts |= {"device_name": platform.name, "device_memory_total_bytes": platform.memory().total}
+            facts["device_memory_total_bytes"] = platform.memory().total
             name = setup.model.weights.formats.name
             logger.info("%s, %s, long prompts through %s", platform.name, name, setup.attention.name)
         return runner, facts

@@ -12,9 +12,9 @@ from __future__ import annotations
 import gc
 import logging
 import time
+from functools import partial
 
 from ...system.memory import free_memory
-from ..graphs.cuda_graphs import BatchDescriptor, GraphKind
 from ..model_runner import ModelRunner
 from ..weights.loader import Progress
 from .kv_memory import KvPlan, cpu_budget, gpu_budget, plan_kv, profile_run, resolve_max_model_len
@@ -57,9 +57,11 @@ def _accelerator_budget(setup: RunnerSetup, wanted_len: int, progress: Progress)
     progress("compile", 0, 0, "")
     config = setup.model_config
     kv_heads = {num_kv_heads for _, num_kv_heads, _ in config.head_shapes}
-    has_experts = config.num_experts > 0
+    exchange = partial(setup.group.warm_up, config.hidden_size, setup.model.weights.formats.dtype)
     with one_layer_of_each_kind(setup.model, setup.kv_layout.layers):
-        compile_kernels(runner, setup.max_batched, kv_heads, setup.num_threads, has_experts=has_experts)
+        sizes = (setup.max_batched, kv_heads, setup.num_threads)
+        compile_kernels(runner, *sizes, has_experts=config.num_experts > 0, exchange=exchange)
+    exchange()
     setup.attention.join()  # before anything is captured
     compiled = time.monotonic()
     progress("profile", 0, 0, "")
@@ -95,15 +97,13 @@ def _peak(setup: RunnerSetup, runner: ModelRunner, max_model_len: int) -> int:
     )
     if runner.graphs is None or setup.config.enforce_eager:
         return peak
-    decodes, batch = [BatchDescriptor(runner.graphs.max_size, kind) for kind in GraphKind], None
-    for descriptor in decodes:
-        runner.graphs.load(descriptor)
-    if runner.batch_graphs is not None and (batch := runner.batch_graphs.largest) is not None:
+    batch = None if runner.batch_graphs is None else runner.batch_graphs.largest
+    runner.graphs.step.run_padded(runner.graphs.max_size)
+    if runner.batch_graphs is not None and batch is not None:
         runner.batch_graphs.load(batch)
     platform.release_cached()
     before = platform.memory().reserved
-    for descriptor in decodes:
-        runner.graphs.capture(descriptor)
+    runner.graphs.capture(runner.graphs.max_size)
     if runner.batch_graphs is not None and batch is not None:
         runner.batch_graphs.capture(batch)
     return peak + platform.memory().reserved - before

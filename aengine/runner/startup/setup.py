@@ -13,6 +13,9 @@ from ...config import EngineConfig
 from ...errors import ModelLoadError
 from ..attention.backend import AttentionBackend
 from ..attention.kv_pages import KvCacheSpec
+from ..distributed.group import ALONE, TensorGroup
+from ..distributed.pipeline import PipelineLink
+from ..distributed.stage import PipelineStage
 from ..graphs.cuda_graphs import graph_sizes
 from ..kv_spec import KVLayout, lay_out_kv
 from ..model_config import ModelConfig
@@ -44,10 +47,19 @@ class RunnerSetup:
     num_threads: int  # that compile kernels
     is_alone: bool = True  # no other rank computes the same steps
     vectors: VectorLayers | None = None  # None: it gives no embeddings
+    group: TensorGroup = ALONE
+    link: PipelineLink | None = None  # to the other stages of the pipeline; None: there is one stage
+
+    @property
+    def stage(self) -> PipelineStage:
+        """Which of the model's layers are here."""
+        return self.model.weights.stage
 
     @property
     def kv_layout(self) -> KVLayout:
-        return lay_out_kv(self.model_config.kv_layers, self.block_size, self.kv_dtype.itemsize)
+        layers = self.model_config.kv_layers
+        layout = lay_out_kv(layers, self.block_size, self.kv_dtype.itemsize)
+        return layout.of_layers(self.stage.layers(len(layers)))
 
     def make_runner(self, num_blocks: int, max_model_len: int) -> ModelRunner:
         """A runner over a KV cache of ``num_blocks``; no graph is captured yet."""
@@ -61,6 +73,7 @@ class RunnerSetup:
             config.max_num_seqs,
             max_model_len,
             self.kv_dtype,
+            self.stage,
         )
         return ModelRunner(
             self.model,
@@ -73,10 +86,14 @@ class RunnerSetup:
             platform=platform,
             graph_sizes=graph_sizes(min(config.max_num_seqs, self.max_batched)) if platform.is_accelerator else None,
             max_graph_tokens=min(MAX_GRAPH_TOKENS, self.max_batched),
-            max_in_flight_steps=config.max_in_flight_steps,  # leased steps beyond these wait in the worker's queue
+            max_in_flight_steps=config.steps_in_flight,  # leased steps beyond these wait in the worker's queue
             enforce_eager=config.enforce_eager,
             is_alone=self.is_alone,
             vectors=self.vectors,
+            stage=self.stage,
+            link=self.link,
+            vocabulary=self.model.vocabulary,
+            group=self.group,
         )
 
     @contextmanager

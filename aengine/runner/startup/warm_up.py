@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection
+from collections.abc import Callable, Collection
 
 import torch
 
@@ -14,6 +14,7 @@ from ...kernels.staged_write import apply_staged_writes
 from ..graphs.cuda_graphs import DecodeStep, HalfDone
 from ..model_runner import ModelRunner
 from ..request_state import COLUMNS
+from ..sampling.sampler import Sampling
 
 __all__ = ["NUM_TOKENS", "compile_kernels"]
 
@@ -24,10 +25,17 @@ _MOST_OF_SMALL_TILES = 64  # tokens (kernels/triton/varlen_attention.py)
 
 
 def compile_kernels(
-    runner: ModelRunner, max_batched: int, kv_heads: Collection[int], num_threads: int, *, has_experts: bool
+    runner: ModelRunner,
+    max_batched: int,
+    kv_heads: Collection[int],
+    num_threads: int,
+    *,
+    has_experts: bool,
+    exchange: Callable[[], None] = lambda: None,
 ) -> None:
     """Walk through decode steps and prompts of every kind of size, launching nothing of ours. ``kv_heads``: key-value
-    heads of the layers; ``has_experts``: whether some layers are mixtures of experts.
+    heads of the layers; ``has_experts``: whether some layers are mixtures of experts; ``exchange`` launches all that
+    ranks exchange tensors by.
 
     What the walk misses is compiled when it is first launched, while all requests wait; what is in Triton's cache on
     disk takes no time.
@@ -45,6 +53,7 @@ def compile_kernels(
         for num_tokens, num_reqs in sorted(shapes):
             _prompts(runner, num_tokens, num_reqs)
         _sampling(runner)
+        exchange()
 
 
 def _prompt_shapes(max_num_seqs: int, max_batched: int, num_kv_heads: int) -> set[tuple[int, int]]:
@@ -77,7 +86,7 @@ def _decode(runner: ModelRunner, step: DecodeStep, size: int) -> None:
     zeros = torch.zeros(size, dtype=torch.int64, device=device)
     inputs = prepare_decode(requests.token_ids, requests.scalars.words, COLUMNS, rows)
     logits = runner.compute_logits(runner.decode(zeros, zeros, rows, zeros.int()))
-    ids, checks = gumbel_sample(logits, inputs.temperature, inputs.seeds, inputs.sample_positions)
+    ids, checks = step.draw(logits, inputs)
     step.commit(rows, ids, checks)
 
 
@@ -104,8 +113,8 @@ def _sampling(runner: ModelRunner) -> None:
         step = runner.graphs.step
         rows = torch.full((1,), -1, dtype=torch.int64, device=device)
         inputs = prepare_decode(requests.token_ids, requests.scalars.words, COLUMNS, rows)
-        for is_plain in (True, False):
-            step.run_second_half(HalfDone(logits, inputs), is_plain=is_plain)
+        for sampling in Sampling:
+            step.sample(HalfDone(torch.zeros((1, runner.num_logits), device=device), inputs), sampling)
     count_tokens(torch.zeros(runner.vocab_size, dtype=torch.int32, device=device), requests.token_ids[0, :2], 1)
     append_tokens(requests.token_ids, requests.scalars.num_tokens, ids * 0, ids)
     starts = torch.zeros(1, dtype=torch.int64, device=device)

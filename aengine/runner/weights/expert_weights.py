@@ -81,15 +81,19 @@ class SeparateExperts(ExpertWeights):
         self._weights[expert] = self._make(parts)
 
     def gated_after_norm(self, x: Tensor, norm: Norm, plan: ExpertPlan, gate: ExpertGate) -> Tensor:
+        if not plan.chosen:
+            return x.new_empty(plan.num_pairs, 0)
         x = rms_norm(x, norm.weight, norm.eps)
         return gate_experts(self._multiply([x[pairs // plan.shape.top_k] for _, pairs in plan.chosen], plan), gate)
 
     def add_to(self, residual: Tensor, hidden: Tensor, plan: ExpertPlan) -> None:
-        add_weighted(residual, self._multiply([hidden[pairs] for _, pairs in plan.chosen], plan), plan)
+        if plan.chosen:
+            add_weighted(residual, self._multiply([hidden[pairs] for _, pairs in plan.chosen], plan), plan)
 
     def _multiply(self, rows: Sequence[Tensor], plan: ExpertPlan) -> Tensor:
         """[pairs, out_features], for the rows of each chosen expert's pairs."""
         products = [self._weights[expert].multiply(x) for (expert, _), x in zip(plan.chosen, rows, strict=True)]
-        out = torch.empty_like(joined := torch.cat(products))
+        joined = torch.cat(products)
+        out = joined.new_zeros(plan.num_pairs, joined.shape[1])  # an expert that is not here adds nothing
         out[torch.cat([pairs for _, pairs in plan.chosen])] = joined
         return out

@@ -16,6 +16,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from ..distributed.group import TensorGroup
 from .expert_weights import SeparateExperts
 from .plain import plain_tensors
 from .weight import ExpertWeights, StoredTensor, Weight, join_rows
@@ -87,9 +88,26 @@ def has_fbgemm() -> bool:
     return "fbgemm" in torch.backends.quantized.supported_engines
 
 
+_agreed: list[Float16Plan] = []
+"""The plan of the first rank, once `agree_on_plan` has been called."""
+
+
+def agree_on_plan(group: TensorGroup) -> None:
+    """Let all ranks have the first one's plan: what each of them computes alike (routing) must round alike."""
+    if group.size > 1:
+        first = int(group.gather(torch.tensor([float16_plan().first_large]))[0])
+        _agreed[:] = [Float16Plan(half_linear if first else None, first)]
+        float16_plan.cache_clear()
+
+
 @cache
 def float16_plan() -> Float16Plan:
-    """Time both on a matrix of middling size; some 20 ms, once a process.
+    """The plan of this process: the group's, or measured once."""
+    return _agreed[0] if _agreed else _measure()
+
+
+def _measure() -> Float16Plan:
+    """Time both on a matrix of middling size; some 20 ms.
 
     Processors with 16-bit matrix units (AMX) multiply float16 several times faster than float32; on others torch's
     float16 product is far slower than FBGEMM's.

@@ -42,7 +42,7 @@ def _read(file: GgufFile, names: GgufNames, head_dim: int, target: Target) -> It
         shape = target.places[hf_name].shape
         if tensor.dim() < len(shape) and tensor.shape == tuple(size for size in shape if size != 1):
             tensor = tensor.view(shape)  # llama.cpp's converter has dropped a dimension
-        return Named(hf_name, target.put(hf_name, tensor), tensor.nbytes)
+        return target.named(hf_name, tensor, keep=False)
 
     def jobs() -> Iterator[Callable[[], Named]]:
         for name, tensor in file.tensors.items():

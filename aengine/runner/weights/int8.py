@@ -51,9 +51,9 @@ class Int8Format:
     def tensors(self, out_features: int, in_features: int, has_bias: bool) -> list[StoredTensor]:
         count = out_features * in_features
         if self.is_packed:
-            found = [StoredTensor("weight_packed", (out_features, in_features // 4), torch.int32, count)]
+            found = [StoredTensor("weight_packed", (out_features, in_features // 4), torch.int32, count, in_dim=1)]
         else:
-            found = [StoredTensor("weight", (out_features, in_features), torch.int8, count)]
+            found = [StoredTensor("weight", (out_features, in_features), torch.int8, count, in_dim=1)]
         found.append(StoredTensor("weight_scale", (out_features, 1), torch.float32, 0))
         if has_bias:
             found.append(StoredTensor("bias", (out_features,), torch.float32, out_features))

@@ -52,11 +52,13 @@ _OTHER_MODEL = "config.json and the weights are not of one model, or a file is m
 
 
 class LoadedWeights:
-    """The loaded weights: ``num_parameters``, and ``num_bytes`` in the checkpoint's format; ``last`` names a tensor."""
+    """The loaded weights: ``num_parameters``, and ``num_bytes`` in the checkpoint's format, both of the whole model,
+    or of a pipeline stage; ``own_bytes``: of what this rank has of it; ``last`` names a tensor."""
 
     def __init__(self) -> None:
         self.num_parameters = 0
         self.num_bytes = 0
+        self.own_bytes = 0
         self.last = ""
 
 
@@ -77,7 +79,7 @@ def load_weights(
     names = model.weights.names
     if names is not None:
         names.choose(_stored_shapes(source))
-    places = dict(model.weights.places)
+    places, stage = dict(model.weights.places), model.weights.stage
     if memory is not None:
         _check_room(model, source, device, memory())
     target = Target({name: first for name, (first, *_) in places.items()}, device)
@@ -86,11 +88,13 @@ def load_weights(
     unexpected: list[str] = []
 
     def to_put() -> Iterator[Callable[[], None]]:
-        for name, tensor, num_bytes in tensors:
+        for name, tensor, num_bytes, shape in tensors:
             own = places.pop(name, None)
             if own is not None and tensor is not None:
-                _check_shape(own[0], tensor, source)
-                loaded.num_parameters += own[0].num_parameters
+                _check_shape(own[0], shape, source)
+                loaded.own_bytes += tensor.nbytes
+                if stage.is_first or ".embed_tokens." not in name:  # else a tied table, which the first stage counts
+                    loaded.num_parameters += own[0].num_parameters
                 loaded.num_bytes += num_bytes
                 loaded.last = name
                 yield partial(_put, own, tensor)
@@ -108,7 +112,7 @@ def load_weights(
         raise ModelLoadError(f"{source.path} lacks {count} of the model: {_some(sorted(places))}; {_OTHER_MODEL}")
     if names is not None:
         names.finish(device)
-    if unexpected:
+    if unexpected and stage.size == 1:  # others may be another stage's
         logger.warning(
             "%s has %d tensors that the model does not use: %s", source.path, len(unexpected), _some(unexpected)
         )
@@ -179,7 +183,7 @@ def _check_room(
     model: CausalLM | Encoder[Any], source: ModelSource, device: torch.device, memory: DeviceMemory
 ) -> None:
     """Raise ModelLoadError if the weights are larger than what is free; nothing has been read of them yet."""
-    needed = sum(prod(first.shape) * first.dtype.itemsize for first, *_ in model.weights.places.values())
+    needed = sum(prod(first.own_shape) * first.dtype.itemsize for first, *_ in model.weights.places.values())
     room = memory.free + memory.reserved - memory.allocated
     if needed > room:
         dtype = model.weights.formats.dtype
@@ -192,10 +196,10 @@ def _check_room(
         )
 
 
-def _check_shape(place: Place, tensor: Tensor, source: ModelSource) -> None:
-    if tuple(tensor.shape) != place.shape:
+def _check_shape(place: Place, shape: tuple[int, ...], source: ModelSource) -> None:
+    if shape != place.shape:
         raise ModelLoadError(
-            f"{source.path}: {place.name} has the shape {list(tensor.shape)}, but by the config it is "
+            f"{source.path}: {place.name} has the shape {list(shape)}, but by the config it is "
             f"{list(place.shape)}; {_OTHER_MODEL}"
         )
 

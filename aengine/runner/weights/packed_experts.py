@@ -29,7 +29,7 @@ class TransposedExperts:
         self, num_experts: int, out_features: int, in_features: int, has_bias: bool, dtype: torch.dtype
     ) -> list[StoredTensor]:
         shape = (num_experts, in_features, out_features)
-        weight = StoredTensor("", shape, dtype, num_experts * in_features * out_features)
+        weight = StoredTensor("", shape, dtype, num_experts * in_features * out_features, out_dim=2, in_dim=1)
         return [weight, *_bias(num_experts, out_features, has_bias, dtype)]
 
     def expert(self, tensors: Mapping[str, Tensor], index: int, dtype: torch.dtype) -> Mapping[str, Tensor]:
@@ -42,8 +42,8 @@ class Mxfp4Experts:
     ) -> list[StoredTensor]:
         shape = (num_experts, out_features, in_features // 32)
         return [
-            StoredTensor("_blocks", (*shape, 16), torch.uint8, num_experts * out_features * in_features),
-            StoredTensor("_scales", shape, torch.uint8, 0),
+            StoredTensor("_blocks", (*shape, 16), torch.uint8, num_experts * out_features * in_features, 1, 2),
+            StoredTensor("_scales", shape, torch.uint8, 0, 1, 2),
             *_bias(num_experts, out_features, has_bias, dtype),
         ]
 
@@ -57,7 +57,7 @@ class Mxfp4Experts:
 
 def _bias(num_experts: int, out_features: int, has_bias: bool, dtype: torch.dtype) -> list[StoredTensor]:
     shape = (num_experts, out_features)
-    return [StoredTensor("_bias", shape, dtype, num_experts * out_features)] if has_bias else []
+    return [StoredTensor("_bias", shape, dtype, num_experts * out_features, 1)] if has_bias else []
 
 
 def _bias_of(tensors: Mapping[str, Tensor], index: int) -> dict[str, Tensor]:

@@ -7,7 +7,7 @@ from math import prod
 import torch
 from torch import Tensor
 
-from .reading import Named, Source, Target
+from .reading import Source, Target
 from .scope import Place
 
 __all__ = ["make_random"]
@@ -20,10 +20,11 @@ def make_random(target: Target, seed: int) -> Source:
     """Norm weights near one, the rest small: activations keep their size through any number of layers."""
     is_cpu = target.device.type == "cpu"
     generator = torch.Generator(target.device).manual_seed(seed)
-    sizes = [(place, (4 if is_cpu else place.dtype.itemsize) * prod(place.shape)) for place in target.places.values()]
+    total = sum((4 if is_cpu else place.dtype.itemsize) * prod(place.shape) for place in target.places.values())
     make = _on_cpu if is_cpu else _on_gpu
-    tensors = (Named(place.name, make(place, generator), size) for place, size in sizes)
-    return Source(tensors, sum(size for _, size in sizes))
+    # Of a part too the whole is made: the model is the same for any number of ranks.
+    tensors = (target.named(place.name, make(place, generator), keep=False) for place in target.places.values())
+    return Source(tensors, total)
 
 
 def _on_cpu(place: Place, generator: torch.Generator) -> Tensor:

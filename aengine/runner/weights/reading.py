@@ -23,7 +23,8 @@ T = TypeVar("T")
 class Named(NamedTuple):
     name: str  # in transformers' spelling
     tensor: Tensor | None  # where the model is; None: not wanted, and not read
-    num_bytes: int = 0  # in the checkpoint's format
+    num_bytes: int = 0  # of the whole tensor, in the checkpoint's format
+    shape: tuple[int, ...] = ()  # of the whole tensor
 
 
 class Source(NamedTuple):
@@ -38,6 +39,17 @@ class Target(NamedTuple):
 
     places: Mapping[str, Place]
     device: torch.device
+
+    def named(self, name: str, tensor: Tensor, *, keep: bool) -> Named:
+        """What a source yields for a ``tensor`` of the checkpoint: the part that its place wants, as `put` has it.
+
+        ``keep``: the whole may stay in memory, as that of a mapped file, where the part is a view of it.
+        """
+        place, shape = self.places[name], tuple(tensor.shape)
+        own = tensor if place.part is None or shape != place.shape else place.part.of(tensor)
+        if not keep and own.untyped_storage().nbytes() > own.nbytes:
+            own = own.clone()
+        return Named(name, self.put(name, own), tensor.nbytes, shape)
 
     def put(self, name: str, tensor: Tensor) -> Tensor:
         """The tensor on the device, in the dtype of its place; on a CPU numbers stay as they are.

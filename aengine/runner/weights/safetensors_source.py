@@ -146,7 +146,7 @@ def _read_tensor(
     with _corrupt(path):
         # A view of the mapped file, of which nothing is read yet; a copy of a part.
         tensor = file.get_tensor(name) if part is None else stored[part]
-    return Named(own_name, target.put(own_name, tensor), tensor.nbytes)
+    return target.named(own_name, tensor, keep=True)
 
 
 def _check_dtype(path: Path, name: str, stored_as: str, wanted: torch.dtype) -> None:

@@ -13,6 +13,9 @@ from typing import NamedTuple, Protocol
 import torch
 from torch import Tensor
 
+from ..distributed.group import ALONE, TensorGroup
+from ..distributed.shares import Part, Share, VocabularyShare
+from ..distributed.stage import WHOLE, PipelineStage
 from .formats import WeightFormats
 from .weight import WeightFormat
 
@@ -27,10 +30,16 @@ class Place(NamedTuple):
     """
 
     name: str  # in the checkpoint, in transformers' spelling
-    shape: tuple[int, ...]
+    shape: tuple[int, ...]  # in the checkpoint
     dtype: torch.dtype
     num_parameters: int  # of the model, that the tensor stands for
     put: Callable[[Tensor], None]  # takes the tensor, on the model's device; from any thread
+    part: Part | None = None  # that `put` takes, of the tensor; None: all
+
+    @property
+    def own_shape(self) -> tuple[int, ...]:
+        """The shape of what `put` takes."""
+        return self.shape if self.part is None else self.part.shape_in(self.shape)
 
 
 class CheckpointNames(Protocol):
@@ -44,17 +53,53 @@ class CheckpointNames(Protocol):
 
 
 class WeightScope:
-    """The names below a prefix. All scopes of a model share ``places``, by name; a tied table has two."""
+    """The names below a prefix. All scopes of a model share ``places``, by name; a tied table has two.
 
-    def __init__(self, formats: WeightFormats, prefix: str = "", places: dict[str, list[Place]] | None = None) -> None:
+    ``group``: the ranks among which the layers are divided, each of which has a model of its own; with
+    ``divides_experts`` each has some experts of a mixture, else a part of every one. ``stage``: whose layers the model
+    has.
+    """
+
+    def __init__(
+        self,
+        formats: WeightFormats,
+        prefix: str = "",
+        places: dict[str, list[Place]] | None = None,
+        group: TensorGroup = ALONE,
+        divides_experts: bool = False,
+        stage: PipelineStage = WHOLE,
+    ) -> None:
         self.formats = formats
+        self.group = group
+        self.stage = stage
+        self._divides_experts = divides_experts
         self.names: CheckpointNames | None = None  # of the model's outermost scope
         self.places: dict[str, list[Place]] = {} if places is None else places
         self._prefix = prefix
 
     def at(self, name: str) -> WeightScope:
         """The scope of the names below ``name``."""
-        return WeightScope(self.formats, f"{self._prefix}{name}.", self.places)
+        prefix = f"{self._prefix}{name}."
+        return WeightScope(self.formats, prefix, self.places, self.group, self._divides_experts, self.stage)
+
+    def share(self, size: int, copies: int = 1) -> Share:
+        """This rank's ``size`` elements of a dimension that is divided among the ranks; each piece is on ``copies`` of
+        them."""
+        return Share(size, self.group.rank // copies, self.group.size // copies)
+
+    def experts(self, num_experts: int) -> Share:
+        """This rank's share of a mixture's experts: all of them, unless they are what is divided."""
+        if not self._divides_experts:
+            return Share(num_experts)
+        return Share(num_experts // self.group.size, self.group.rank, self.group.size)
+
+    def share_of_expert(self, size: int) -> Share:
+        """This rank's ``size`` inner features of an expert: all of them, if it is the experts that are divided."""
+        return Share(size) if self._divides_experts else self.share(size)
+
+    def vocabulary(self, vocab_size: int) -> VocabularyShare:
+        """This rank's share of a vocabulary."""
+        return VocabularyShare.of(vocab_size, self.group.rank, self.group.size)
 
     def format_of(self, names: Sequence[str]) -> WeightFormat:
         """The format of the matrices of these names, which become one weight. Raises ModelLoadError, see there.
@@ -71,8 +116,10 @@ class WeightScope:
         dtype: torch.dtype,
         put: Callable[[Tensor], None],
         num_parameters: int | None = None,
+        part: Part | None = None,
     ) -> None:
-        """Request the tensor ``name``, which the loader passes to ``put``. ``num_parameters``: None: its elements."""
+        """Request the tensor ``name``, which the loader passes to ``put``: all of it, or that ``part``.
+        ``num_parameters``: None: its elements."""
         count = prod(shape) if num_parameters is None else num_parameters
-        place = Place(self._prefix + name, shape, dtype, count, put)
+        place = Place(self._prefix + name, shape, dtype, count, put, part)
         self.places.setdefault(place.name, []).append(place)

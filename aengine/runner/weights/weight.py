@@ -88,6 +88,8 @@ class StoredTensor(NamedTuple):
     shape: tuple[int, ...]
     dtype: torch.dtype  # see `Place`
     num_parameters: int  # that it stands for: none for a scale
+    out_dim: int | None = 0  # along which the matrix's output features lie; None: along none
+    in_dim: int | None = None  # along which its input features lie
 
 
 class WeightFormat(Protocol):

@@ -35,6 +35,14 @@ class TransformersConfig(ModelConfig):
     def from_hf(cls, hf: Mapping[str, Any]) -> Self:
         raise NotImplementedError("see read_transformers_config")
 
+    def of_rank(self, num_ranks: int, *, divides_experts: bool = False) -> Self:
+        if num_ranks == 1:
+            return self
+        raise ModelLoadError(
+            f"tensor_parallel_size={num_ranks}: {self.class_name} is computed by transformers ({self.reason}), whose "
+            f"layers can't be divided among ranks: use tensor_parallel_size=1, or data_parallel_size"
+        )
+
     @property
     def implementation(self) -> str:
         return "transformers"

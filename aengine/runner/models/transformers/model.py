@@ -37,6 +37,7 @@ class TransformersModel:
         self.config: ModelConfig = config
         self._layers = config.layers
         self.weights = weights
+        self.vocabulary = weights.vocabulary(config.vocab_size)
         self.module, _ = build_skeleton(config.files, weights.formats.dtype, buffers=torch.device("cpu"))
         fix_ropes(self.module)
         weights.names = CheckpointWeights(self.module, weights, self._check)
@@ -49,8 +50,11 @@ class TransformersModel:
         self._head = Head(self.module, self._trunk)
         listen(self.module, self._calls)
 
-    def forward(self, input_ids: Tensor, positions: Tensor, attn: AttentionCall) -> Tensor:
-        """The hidden states after the last layer and its norm, [num_tokens, hidden_size]."""
+    def forward(
+        self, input_ids: Tensor, positions: Tensor, attn: AttentionCall, received: Tensor | None = None
+    ) -> Tensor:
+        """The hidden states after the last layer and its norm, [num_tokens, hidden_size]. It is never a stage of a
+        pipeline."""
         attn.begin(positions)
         self._calls.begin(attn)
         hidden: Tensor = self._trunk(**trunk_inputs(self._trunk, input_ids[None], positions[None])).last_hidden_state

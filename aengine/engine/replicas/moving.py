@@ -1,0 +1,70 @@
+"""Moves requests from one scheduler to another: what the prefix cache of another has of them, and how they leave.
+
+A request that moves is computed again from the ids that the host holds, as after a worker's death; so its tokens are
+those that it would have got where it was. Only requests without a row move: all of them when a worker has died, else
+those that no step of this replica has had.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+
+from ...scheduler.request import Request, RequestStatus
+from ...scheduler.scheduler import Scheduler, name_prefix
+
+__all__ = ["can_move", "is_untouched", "num_cached", "take_out", "waits_for_room"]
+
+_MOVABLE = (RequestStatus.NEW, RequestStatus.WAITING, RequestStatus.WAITING_FOR_PROMPT, RequestStatus.FINISHED)
+
+
+_BEGUN_ELSEWHERE = -1
+"""Milestone of a request that was moved after it had had steps, until its next one."""
+
+
+def num_cached(scheduler: Scheduler, request: Request) -> int:
+    """Return how many leading tokens of a request, which is in no scheduler, this one has cached."""
+    name_prefix(scheduler, request)
+    scheduler.rows.choose_rope(request)
+    return scheduler.rows.kv.match(request).length
+
+
+def can_move(scheduler: Scheduler, requests: Iterable[Request]) -> bool:
+    """Whether all completions of a call can be taken out. Those stay that workers may have died of: they are tried one
+    at a time, and where they have been all along."""
+    return all(one.status in _MOVABLE and one not in scheduler.quarantine for one in requests)
+
+
+def is_untouched(requests: Iterable[Request]) -> bool:
+    """Whether no step of their replica has had any completion of a call: of those that were in one, tokens may be on
+    their way to their readers."""
+    return all(one.milestone in (0, _BEGUN_ELSEWHERE) for one in requests if one.finish_reason is None)
+
+
+def take_out(scheduler: Scheduler, requests: Sequence[Request]) -> list[Request]:
+    """Take the completions of a call, which can be moved, out of their scheduler. Returns those that have not ended, as
+    new to another one."""
+    left = [request for request in requests if request.finish_reason is None]
+    for request in reversed(left):  # the first has the others wait for it
+        if request.status is RequestStatus.WAITING:
+            scheduler.waiting.discard(request)
+        elif request.status is RequestStatus.WAITING_FOR_PROMPT:
+            scheduler.parallel_sampling.discard(request)
+        if request.status is not RequestStatus.NEW:
+            scheduler.num_constrained -= request.grammar is not None
+        scheduler.quarantine.discard(request)
+        scheduler.parallel_sampling.release(request)
+        request.status = RequestStatus.NEW
+        if request.milestone:
+            request.milestone = _BEGUN_ELSEWHERE
+        request.root_hash, request.block_hashes, request.is_long = None, [], False
+    return left
+
+
+def waits_for_room(scheduler: Scheduler) -> bool:
+    """Whether the request that comes next waits for others to end: for a row, or for blocks."""
+    rows = scheduler.rows
+    if not scheduler.waiting:
+        return False
+    spare = rows.kv.pool.num_free - len(rows.running) * rows.kv.num_growing
+    needed = -(-len(scheduler.waiting.peek().token_ids) // rows.kv.block_size)
+    return not rows.free_rows or spare < needed

@@ -1,0 +1,120 @@
+"""`Replica`: a copy of the model with all that runs it: scheduler, step loop, executor, recovery.
+
+What an engine has once (tokenizer, grammars, admission, queue, statistics) is given to each.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import math
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+from ...config import EngineConfig
+from ...errors import EngineError
+from ...ipc.messages import KVCacheGroup
+from ...scheduler.scheduler import Scheduler
+from ...structured.service import GrammarService
+from ...telemetry.metrics import Counters, ReplicaStatistics
+from ...telemetry.observer import Observer
+from ..executor import Executor
+from ..grammar_gate import ALWAYS, IN_SMALL_BATCHES
+from ..pacing.step_time import StepTime
+from ..recovery import RestartBudget
+from ..step_loop import StepLoop
+from ..worker_control import Restart, WorkerControl
+
+__all__ = ["Replica", "Started"]
+
+_GPU_PATIENCE = 30.0
+"""Seconds that a step may take on a GPU, whatever those before took: some kernels are compiled at first use."""
+
+
+class Started(NamedTuple):
+    """An executor that is ready, and what goes with it."""
+
+    executor: Executor
+    work: asyncio.Event  # set when it, or one that is started in its place, fails
+    ready: dict[str, Any]  # what its workers say of themselves
+    restart: Restart
+
+
+class Replica:
+    """One of the engine's replicas, by ``index``."""
+
+    def __init__(
+        self,
+        index: int,
+        config: EngineConfig,
+        started: Started,
+        *,
+        counters: Counters,
+        observer: Observer,
+        on_begun: Callable[[str], None],
+        grammars: GrammarService | None,
+    ) -> None:
+        """``on_begun``: told the ids of requests whose first step is made; may be told one again."""
+        executor, work, ready, restart = started
+        is_gpu = bool(ready.get("is_accelerator"))
+        step_time = StepTime(config.max_step_seconds or math.inf, ready.get("prompt_step_sizes", ()))
+        self.index = index
+        self.failure: EngineError | None = None  # why it is given up
+        self.task: asyncio.Task[None] | None = None  # runs it
+        self.scheduler = _new_scheduler(config, ready, step_time)
+        self.steps = StepLoop(
+            self.scheduler,
+            executor,
+            work,
+            max_in_flight_steps=config.steps_in_flight,
+            max_leased_steps=config.max_leased_steps if config.pipeline_parallel_size == 1 else 0,
+            step_time=step_time,
+            counters=counters,
+            observer=observer,
+            on_begun=on_begun,
+            hang_timeout=config.hang_timeout,
+            step_patience=_GPU_PATIENCE if is_gpu else 0.0,
+            grammars=grammars,
+            forcing=IN_SMALL_BATCHES if is_gpu else ALWAYS,
+        )
+        budget = RestartBudget(config.max_restarts, config.restart_window)
+        name = "the worker" if config.data_parallel_size == 1 else f"the worker of replica {index}"
+        self.worker = WorkerControl(executor, ready, restart, self.steps, budget, counters, name)
+
+    @property
+    def state(self) -> str:
+        """ "running", "restarting", or "failed": its restarts are used up."""
+        if self.failure is not None:
+            return "failed"
+        return "running" if self.worker.recovering is None else "restarting"
+
+    def statistics(self) -> ReplicaStatistics:
+        """See `Statistics.replicas`."""
+        scheduler = self.scheduler
+        return ReplicaStatistics(
+            state=self.state,
+            num_running=scheduler.num_running,
+            num_waiting=scheduler.num_waiting,
+            num_blocks=scheduler.num_blocks,
+            num_free_blocks=scheduler.num_free_blocks,
+            num_restarts=self.worker.num_restarts,
+            prefix_cache_queries=scheduler.prefix_cache_queries,
+            prefix_cache_hits=scheduler.prefix_cache_hits,
+        )
+
+
+def _new_scheduler(config: EngineConfig, ready: dict[str, Any], step_time: StepTime) -> Scheduler:
+    return Scheduler(
+        num_blocks=ready["num_blocks"],
+        kv_groups=KVCacheGroup.from_ready(ready),
+        max_num_seqs=config.max_num_seqs,
+        max_num_batched_tokens=ready["max_num_batched_tokens"],
+        max_model_len=ready["max_model_len"],
+        enable_prefix_caching=config.enable_prefix_caching,
+        max_in_flight_steps=max(config.steps_in_flight, config.max_leased_steps),
+        vocab_size=ready["vocab_size"],
+        rope_border=ready.get("rope_border"),
+        computes_whole_prompts=bool(ready.get("is_encoder")),
+        pools_all_tokens=ready.get("pooling") == "mean",
+        prompt_limit=step_time.prompt_limit,
+        num_micro_batches=config.pipeline_parallel_size,
+    )

@@ -1,0 +1,127 @@
+"""Starts the workers of all replicas, side by side; a failure of one ends the start of all."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections.abc import Awaitable, Callable
+from dataclasses import replace
+from functools import partial
+from typing import Any
+
+from ...checkpoint.source import ModelSource
+from ...config import EngineConfig, num_worker_threads
+from ...errors import ModelLoadError
+from ...outputs import StartupProgress
+from ...threads.pools import run_in_thread
+from ..executor import Executor
+from .replica import Started
+
+__all__ = ["ReplicasStart", "replica_configs"]
+
+logger = logging.getLogger("aengine")
+
+ProgressCallback = Callable[[StartupProgress], None]
+ExecutorFactory = Callable[[EngineConfig], Executor]
+
+
+class ReplicasStart:
+    """A start of all replicas under way: `begin`, then `ready` or `undo`."""
+
+    def __init__(self, make_executor: ExecutorFactory, report: ProgressCallback) -> None:
+        self._make_executor = make_executor
+        self._report = report
+        self._executors: list[Executor] = []
+        self._starting: list[asyncio.Task[Started]] = []
+
+    async def begin(self, config: EngineConfig, source: ModelSource) -> None:
+        """Begin to start the workers of each replica."""
+        configs = (
+            await run_in_thread("replicas", replica_configs, config) if config.data_parallel_size > 1 else [config]
+        )
+        self._executors = [self._make_executor(own) for own in configs]
+        loop = asyncio.get_running_loop()
+        for index, (own, executor) in enumerate(zip(configs, self._executors, strict=True)):
+            load = {"config": own.to_wire(), "source": source.to_wire()}
+            report = self._report if len(configs) == 1 else partial(_report_of, self._report, index)
+            name = f"replica {index} (data_parallel_size={len(configs)}, device={own.device!r}): "
+            starting = self._start(own, executor, load, report, name if len(configs) > 1 else "")
+            self._starting.append(loop.create_task(starting, name="aengine-worker-start"))
+
+    async def _start(
+        self, config: EngineConfig, executor: Executor, load: dict[str, Any], report: ProgressCallback, name: str
+    ) -> Started:
+        """``name``: with which errors begin."""
+        work = asyncio.Event()
+        try:
+            ready = await executor.start(load, report, work.set)
+        except ModelLoadError as error:
+            if not name:
+                raise
+            raise ModelLoadError(f"{name}{error}") from error
+        make_executor = self._make_executor
+
+        def restart() -> tuple[Executor, Callable[[], Awaitable[dict[str, Any]]]]:
+            another = make_executor(config)
+            return another, partial(another.start, _load_again(load, ready), _log_progress, work.set)
+
+        return Started(executor, work, ready, restart)
+
+    async def ready(self) -> list[Started]:
+        """Wait for all. Raises what the first that fails raises; call `undo` then."""
+        return await asyncio.gather(*self._starting)
+
+    def terminate(self) -> None:
+        """End what was started, at once."""
+        for starting in self._starting:
+            starting.cancel()
+        for executor in self._executors:
+            executor.terminate()
+
+    async def undo(self) -> None:
+        """`terminate`, and wait until all has gone, and its memory is free."""
+        self.terminate()
+        if self._starting:
+            await asyncio.wait(self._starting)
+        for starting in self._starting:
+            if not starting.cancelled():
+                starting.exception()  # retrieved: only the first of the failures is raised
+        await asyncio.gather(*(executor.aclose(0) for executor in self._executors))
+
+
+def replica_configs(config: EngineConfig) -> list[EngineConfig]:
+    """The settings of each replica's workers, which know nothing of the others: its own GPUs, its share of the cores.
+    Blocking: reads files."""
+    count, ranks = config.data_parallel_size, config.num_ranks
+    num_threads = num_worker_threads(config)
+    return [
+        replace(config, data_parallel_size=1, num_threads=num_threads, device=device)
+        for device in _devices(config.device, count, ranks)
+    ]
+
+
+def _devices(device: str, count: int, ranks: int) -> list[str]:
+    """The setting ``device`` of each of ``count`` replicas of ``ranks`` ranks."""
+    name, colon, listed = device.partition(":")
+    if name == "cpu":
+        return [device] * count
+    places = listed.split(",") if colon else [str(place) for place in range(count * ranks)]
+    assert len(places) == count * ranks, "the configuration has checked it"
+    return [f"{name}:{','.join(places[start : start + ranks])}" for start in range(0, len(places), ranks)]
+
+
+def _report_of(report: ProgressCallback, index: int, progress: StartupProgress) -> None:
+    detail = f"replica {index}: {progress.detail}" if progress.detail else f"replica {index}"
+    report(replace(progress, detail=detail))
+
+
+def _log_progress(progress: StartupProgress) -> None:
+    logger.debug("restart: %s %s", progress.stage, progress.detail)
+
+
+def _load_again(load: dict[str, Any], ready: dict[str, Any]) -> dict[str, Any]:
+    """Return what a worker loads in the place of one that was ready: with as much KV memory, whatever is free now."""
+    sizes = [rank["kv_cache_bytes"] for rank in ready.get("ranks", ()) if "kv_cache_bytes" in rank]
+    if not sizes:  # a worker of another kind, which keeps none
+        return load
+    return {**load, "config": {**load["config"], "kv_cache_memory_bytes": max(sizes)}}

@@ -1,0 +1,86 @@
+"""`WorkerCalls`: the calls of an engine's workers that are no requests."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+from .calls import collective_rpc, positive_seconds, start_profile, stop_profile
+
+if TYPE_CHECKING:
+    import os
+
+    from .local import LocalHandle
+    from .on_thread import ThreadHandle
+
+__all__ = ["WorkerCalls"]
+
+
+class WorkerCalls:
+    """Calls of the workers of an engine held by a handle."""
+
+    _handle: LocalHandle | ThreadHandle
+
+    async def check_health(self, timeout: float = 10.0) -> float:
+        """Send a ping the way of a request's steps; the worker answers once it has launched the steps before. Returns
+        the seconds that it took.
+
+        Raises:
+            InvalidRequestError: ``timeout`` is no number of seconds above 0.
+            EngineClosedError: the engine is not running, or it has failed.
+            WorkerDiedError: the worker has died and is being started again; requests wait, and will go on.
+            InternalError: no answer within ``timeout`` seconds. The engine acts on that by itself, if it has to.
+        """
+        limit = positive_seconds("timeout", timeout)
+        return await self._handle.run(lambda core: core.replicas.check_health(limit))
+
+    async def start_profile(self, folder: str | os.PathLike[str] | None = None) -> str:
+        """Record what the worker and its GPU do, until `stop_profile`. For seconds, not minutes: all is kept in memory.
+
+        Args:
+            folder: where the trace will be; made if need be. None: a new temporary folder.
+
+        Returns the folder's path. With several replicas each writes a trace there.
+
+        Raises:
+            InvalidRequestError: a profile is being recorded already, or the folder can't be written to.
+        """
+        return await self._handle.run(lambda core: start_profile(core, folder))
+
+    async def stop_profile(self) -> str:
+        """End the recording and write it: a gzipped Chrome trace, for ui.perfetto.dev. Returns the file's path;
+        with several replicas that of the first one's.
+
+        The worker does nothing else meanwhile, for up to a minute after a long recording: requests wait.
+
+        Raises:
+            InvalidRequestError: no profile is being recorded.
+        """
+        return await self._handle.run(stop_profile)
+
+    async def collective_rpc(self, method: str, *args: Any, timeout: float = 60.0) -> list[Any]:
+        """Call a method of the setting ``worker_extension`` in every worker, between two steps.
+
+            class Extension:  # worker_extension="my_module:Extension"
+                def __init__(self, context: WorkerContext) -> None: ...
+
+                def free_bytes(self, index: int) -> int: ...
+
+            free = await engine.collective_rpc("free_bytes", 0)  # one number a worker
+
+        Args:
+            method: its name. ``"ping"`` and ``"memory_info"`` are there without an extension.
+            args: its arguments, the same everywhere: plain data (None, bool, int, float, str, bytes, list, dict).
+            timeout: seconds for all of them. Steps wait meanwhile. A worker that still has not come back is started
+                again as soon as requests wait for it.
+
+        Returns what each returned, as plain data (a tuple has become a list), in the order of the ranks; with
+        data_parallel_size those of the first replica first.
+
+        Raises:
+            InvalidRequestError: there is no such method, or an argument is no plain data.
+            WorkerCallError: the method has raised in a worker, returned what is no plain data, or took too long.
+            WorkerDiedError: a worker died meanwhile, or is being started again.
+            EngineClosedError: the engine is not running, or it has failed.
+        """
+        limit = positive_seconds("timeout", timeout)
+        return await self._handle.run(lambda core: collective_rpc(core, method, args, limit))

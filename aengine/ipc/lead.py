@@ -1,0 +1,61 @@
+"""How far the first rank has begun the steps that it was given, and what was sampled in them, for the other ranks to
+see: a page that all map.
+
+A leased step may be taken back until it is begun, and each rank would have begun others by then. So the first rank
+leads: it alone is told to drop leased steps and says which it dropped, and the others begin a leased step only when it
+has begun that step.
+
+    word 0      1 + the newest step that was begun
+    256 ...     of step i at 256 + i % 256: 1 + i, 32 bits, and a checksum of its answer, 32 bits
+"""
+
+from __future__ import annotations
+
+import mmap
+import os
+
+__all__ = ["Lead", "new_lead"]
+
+_OVER = 2**64 - 1
+_ANSWERS, _NUM_ANSWERS = 256, 256  # more than are ever in flight
+
+
+def new_lead() -> int:
+    """The descriptor of memory for a `Lead`, without a name. Raises OSError."""
+    fd = os.memfd_create("aengine-lead", os.MFD_CLOEXEC)
+    os.truncate(fd, mmap.PAGESIZE)
+    return fd
+
+
+class Lead:
+    """One rank's view. Steps are begun in the order of their ids, from 0 on."""
+
+    def __init__(self, fd: int) -> None:
+        """Map the inherited descriptor, and close it."""
+        self._words = memoryview(mmap.mmap(fd, mmap.PAGESIZE)).cast("Q")
+        os.close(fd)
+
+    def note_begun(self, step_id: int) -> None:
+        """The first rank begins this step now."""
+        self._words[0] = step_id + 1
+
+    def note_over(self) -> None:
+        """The first rank ends, and begins no other step."""
+        self._words[0] = _OVER
+
+    def has_begun(self, step_id: int) -> bool:
+        """Whether the first rank has begun this step."""
+        return step_id < self._words[0] != _OVER
+
+    def note_answer(self, step_id: int, checksum: int) -> None:
+        """The rank that answers has done so, with an answer of this checksum of 32 bits."""
+        self._words[_ANSWERS + step_id % _NUM_ANSWERS] = (step_id + 1 & 0xFFFF_FFFF) << 32 | checksum
+
+    def checksum_of(self, step_id: int) -> int | None:
+        """The checksum of the answer to this step; None: it was not answered yet."""
+        word = self._words[_ANSWERS + step_id % _NUM_ANSWERS]
+        return word & 0xFFFF_FFFF if word >> 32 == step_id + 1 & 0xFFFF_FFFF else None
+
+    @property
+    def is_over(self) -> bool:
+        return self._words[0] == _OVER

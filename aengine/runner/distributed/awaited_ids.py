@@ -1,0 +1,62 @@
+"""`AwaitedIds`: sampled ids on their way from the last pipeline stage to the rows of the first."""
+
+from __future__ import annotations
+
+from collections import deque
+
+import numpy as np
+import numpy.typing as npt
+
+from ...kernels.input_prep import append_tokens
+from ..request_state import RequestState
+from ..transfer import to_device
+from .pipeline import PipelineLink
+
+__all__ = ["AwaitedIds"]
+
+Rows = npt.NDArray[np.int64]
+
+
+class AwaitedIds:
+    """What the last stage has sampled, or will have, and the first has not received; of the first stage.
+
+    Ids come in the order of the steps, and are received as late as may be: when a step needs one of them. Until then
+    this stage computes the steps of other requests.
+    """
+
+    def __init__(self, requests: RequestState, link: PipelineLink) -> None:
+        self._requests = requests
+        self._link = link
+        self._steps: deque[tuple[Rows, Rows]] = deque()  # rows that a step sampled for; whose they were, oldest first
+        self._num_owners = np.zeros(len(requests.in_use), dtype=np.int64)  # that each row has had
+
+    def expect(self, rows: Rows) -> None:
+        """A step samples one token for each of these rows, int64 [n]."""
+        if len(rows):
+            self._steps.append((rows, self._num_owners[rows]))
+
+    def note_new_owner(self, row: int) -> None:
+        """The row is another request's from now on: ids that are on their way to it are not its."""
+        self._num_owners[row] += 1
+
+    def receive_for(self, rows: Rows) -> None:
+        """Write into the rows all ids up to the newest for any of ``rows``, int64 [m]."""
+        needed = np.zeros(len(self._num_owners), dtype=bool)
+        needed[rows] = True
+        num_steps = 0
+        for i, (sampled, owners) in enumerate(self._steps, 1):
+            if (needed[sampled] & (owners == self._num_owners[sampled])).any():
+                num_steps = i
+        for _ in range(num_steps):
+            self._receive()
+
+    def _receive(self) -> None:
+        rows, owners = self._steps.popleft()
+        token_ids = self._link.receive_ids(len(rows))
+        is_current = owners == self._num_owners[rows]
+        if not is_current.all():
+            kept = np.flatnonzero(is_current)
+            rows, token_ids = rows[kept], token_ids.index_select(0, to_device(kept, token_ids.device))
+        if len(rows):
+            tokens, num_tokens = self._requests.token_ids, self._requests.scalars.num_tokens
+            append_tokens(tokens, num_tokens, to_device(rows, token_ids.device), token_ids)

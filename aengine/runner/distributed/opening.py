@@ -1,0 +1,130 @@
+"""The opening of a rank's device and groups: where ranks meet, and what they then exchange tensors by.
+
+The host makes a file without a name (an anonymous one in memory) for each start of its workers, who inherit it: torch's
+`FileStore` in it is where ranks tell each other their addresses, or NCCL's id. No port is needed for that, and nothing
+is left behind. None of torch's global groups is made, except where its symmetric memory insists on one.
+"""
+
+from __future__ import annotations
+
+from datetime import timedelta
+
+import torch
+import torch.distributed as dist
+
+from ...errors import ModelLoadError
+from ...workers.rank import Rank
+from ..platforms.choice import choose_platform
+from ..platforms.platform import Platform
+from .group import ALONE, TensorGroup
+from .pipeline import GlooLink, PipelineLink
+from .stage import PipelineStage
+
+__all__ = ["open_device", "open_group", "open_link", "stage_of"]
+
+_FOREVER = timedelta(days=365)
+"""No wait for another rank ends by itself: the host sees a rank that dies or hangs, and then ends all of them."""
+
+
+def open_device(rank: Rank) -> Platform:
+    """The platform of the rank's device, checked to run kernels.
+
+    Raises ModelLoadError: see `choose_platform`; of several ranks it says that each needs a device.
+    """
+    try:
+        return choose_platform(rank.device)
+    except ModelLoadError as error:
+        if rank.world_size == 1:
+            raise
+        raise ModelLoadError(
+            f"{rank} of {rank.world_size} ({_sizes(rank)}, a GPU each): {error}; or lower that, and see whether "
+            f"CUDA_VISIBLE_DEVICES hides GPUs"
+        ) from error
+
+
+def open_group(rank: Rank, platform: Platform) -> TensorGroup:
+    """Meet the ranks that share each layer with this one, all of which call this at the same point of their start.
+
+    Waits for ever for a rank that does not come: ending this process is up to the host.
+
+    Raises:
+        ModelLoadError: the ranks' devices can't work together.
+        RuntimeError: a rank has died meanwhile.
+    """
+    if rank.tp_size == 1:
+        return ALONE
+    store = _open_store(rank, f"tensor-{rank.dp_rank}-{rank.pp_rank}")
+    _check_devices(rank, platform, store)
+    device = platform.device
+    if device.type == "cuda":
+        from .cuda_group import CudaGroup
+
+        return CudaGroup(store, rank.tp_rank, rank.tp_size, device, _FOREVER)
+    from .gloo_group import GlooGroup
+
+    return GlooGroup(store, rank.tp_rank, rank.tp_size, _FOREVER)
+
+
+def open_link(rank: Rank, platform: Platform, hidden_size: int, dtype: torch.dtype) -> PipelineLink | None:
+    """Meet the ranks at this one's place in the other pipeline stages; None: there is one stage. As `open_group`.
+
+    ``hidden_size``, ``dtype``: of the hidden states.
+    """
+    if rank.pp_size == 1:
+        return None
+    if platform.is_accelerator:
+        raise ModelLoadError(
+            f"pipeline_parallel_size={rank.pp_size} is for device='cpu' so far: on GPUs use tensor_parallel_size or "
+            f"data_parallel_size"
+        )
+    store = _open_store(rank, f"pipeline-{rank.dp_rank}-{rank.tp_rank}")
+    return GlooLink(store, stage_of(rank), _FOREVER, hidden_size, dtype)
+
+
+def stage_of(rank: Rank) -> PipelineStage:
+    """Which of a model's layers the rank has."""
+    return PipelineStage(rank.pp_rank, rank.pp_size)
+
+
+def _sizes(rank: Rank) -> str:
+    sizes = {"tensor_parallel_size": rank.tp_size, "pipeline_parallel_size": rank.pp_size}
+    return " x ".join(f"{name}={size}" for name, size in sizes.items() if size > 1)
+
+
+def _open_store(rank: Rank, prefix: str) -> dist.Store:
+    store = dist.PrefixStore(prefix, dist.FileStore(rank.rendezvous, rank.world_size))
+    store.set_timeout(_FOREVER)
+    return store
+
+
+def _check_devices(rank: Rank, platform: Platform, store: dist.Store) -> None:
+    """Raises ModelLoadError unless all ranks have devices of one kind, and each a GPU of its own that this one's can
+    read."""
+    device = platform.device
+    store.set(f"device-{rank.tp_rank}", f"{device} {platform.name}")
+    setting = f"tensor_parallel_size={rank.tp_size}"
+    for other in range(rank.tp_size):
+        if other == rank.tp_rank:
+            continue
+        place, _, name = store.get(f"device-{other}").decode().partition(" ")
+        its = torch.device(place)
+        if its.type != device.type:
+            raise ModelLoadError(
+                f"{setting}: rank {rank.tp_rank} is on {device} and rank {other} on {its}: give all of them the same "
+                f"kind of device, device='cpu' or as many GPUs"
+            )
+        if not platform.is_accelerator:
+            continue
+        if its == device:
+            raise ModelLoadError(f"{setting}: ranks {rank.tp_rank} and {other} are both on {device}: name other GPUs")
+        if name != platform.name:
+            raise ModelLoadError(
+                f"{setting}: {device} is a {platform.name} and {its} a {name}: ranks need equal GPUs, which "
+                f"device='cuda:0,2' names, say"
+            )
+        if not platform.can_read(its):
+            raise ModelLoadError(
+                f"{setting}: {device} can't read the memory of {its} (no peer access, see `nvidia-smi topo -p2p r`): "
+                f"name GPUs that can, device='cuda:0,1' say; in a virtual machine or container pass them through "
+                f"together"
+            )

@@ -1,0 +1,95 @@
+"""Pipeline parallel: the layers of a model are divided among stages, each on a rank of its own (or on several, which
+share each of its layers).
+
+    stage 0                     stage 1                      stage 2
+    embed, layers 0 .. 9 ─────> layers 10 .. 19 ─────> layers 20 .. 29, head, sampling
+          ^        IntermediateTensors                            │
+          └────────────────────── sampled ids ────────────────────┘
+
+Every stage gets every frame of the host, in the same order. A step's hidden states go from stage to stage, its sampled
+ids from the last stage to the first, which needs them for the next step of the same requests; the host is in neither
+way. While a later stage computes a step, the earlier ones compute those of other micro-batches (scheduler/step.py).
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from datetime import timedelta
+from typing import Any, NamedTuple, Protocol
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from .stage import PipelineStage
+
+__all__ = ["GlooLink", "IntermediateTensors", "PipelineLink"]
+
+_LOOPBACK = "127.0.0.1"
+_HIDDEN, _IDS = 0, 1  # tags of messages
+
+
+class IntermediateTensors(NamedTuple):
+    """What a stage passes on to the next."""
+
+    hidden: Tensor  # [num_tokens, hidden_size]: the residual stream
+
+
+class PipelineLink(Protocol):
+    """A stage's connections. All stages call the methods in the order of the steps."""
+
+    def send(self, tensors: IntermediateTensors) -> None:
+        """Pass a step on to the next stage. Does not wait for it."""
+
+    def receive(self, num_tokens: int) -> IntermediateTensors:
+        """A step of so many tokens, from the stage before."""
+
+    def send_ids(self, token_ids: Tensor) -> None:
+        """Tell the first stage the ids sampled in a step, int64 [n]. Does not wait for it. Of the last stage."""
+
+    def receive_ids(self, count: int) -> Tensor:
+        """The ids sampled in the oldest step not yet received: int64 [count]. Of the first stage."""
+
+
+class GlooLink:
+    """A `PipelineLink` between processes of one machine, by gloo over its loopback interface."""
+
+    def __init__(
+        self, store: dist.Store, stage: PipelineStage, timeout: timedelta, hidden_size: int, dtype: torch.dtype
+    ) -> None:
+        """Meet the other stages at ``store``. ``hidden_size``, ``dtype``: of the hidden states; ``timeout``: longest
+        wait for another stage, here and in every call.
+
+        Raises RuntimeError, here and in every call: a stage did not come in time, or has died.
+        """
+        gloo: Any = dist.ProcessGroupGloo  # torch has no types for it
+        options = gloo._Options()
+        options._devices = [gloo.create_device(hostname=_LOOPBACK)]
+        options._timeout = timeout
+        self._stage = stage
+        self._hidden_size = hidden_size
+        self._dtype = dtype
+        self._group = gloo(store, stage.index, stage.size, options)
+        self._sent: deque[tuple[Any, Tensor]] = deque()  # what may still be read: gloo does not copy it
+
+    def send(self, tensors: IntermediateTensors) -> None:
+        self._send(tensors.hidden, self._stage.index + 1, _HIDDEN)
+
+    def receive(self, num_tokens: int) -> IntermediateTensors:
+        hidden = torch.empty((num_tokens, self._hidden_size), dtype=self._dtype)
+        self._group.recv([hidden], self._stage.index - 1, _HIDDEN).wait()
+        return IntermediateTensors(hidden)
+
+    def send_ids(self, token_ids: Tensor) -> None:
+        self._send(token_ids, 0, _IDS)
+
+    def receive_ids(self, count: int) -> Tensor:
+        token_ids = torch.empty(count, dtype=torch.int64)
+        self._group.recv([token_ids], self._stage.size - 1, _IDS).wait()
+        return token_ids
+
+    def _send(self, tensor: Tensor, stage: int, tag: int) -> None:
+        while self._sent and self._sent[0][0].is_completed():
+            self._sent.popleft()
+        tensor = tensor.contiguous()
+        self._sent.append((self._group.send([tensor], stage, tag), tensor))

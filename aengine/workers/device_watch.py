@@ -1,0 +1,77 @@
+"""How much longer than could be expected the device has worked on a step: a kernel that is stuck, or waits for another
+rank for ever.
+
+    launched       looked at: not done     not done     not done
+       |                    |                  |            |
+    ---+--------------------+------------------+------------+----> time
+                            <- waited, in looks of at most _MOST_BETWEEN_LOOKS seconds
+                            <- allowed: twice what a step of so many tokens took ->  overdue
+
+Only what the main thread has seen counts: nothing does while it runs code of the host (compiles a kernel, say), and a
+process that was stopped for a while has waited no longer than one look. A rank's device may wait for a rank that
+compiles: so the host takes the least of all ranks that compute (`overdue_seconds`).
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Iterable
+
+__all__ = ["IDLE", "DeviceWatch", "overdue_seconds"]
+
+IDLE = 2**64 - 1
+"""In the place of `DeviceWatch.word`: this rank has no step."""
+
+_MOST_BETWEEN_LOOKS = 1.0
+_NUM_STEPS = 64
+_LEAST_TOKENS = 16  # a step of fewer takes as long
+_FACTOR = 2.0  # a step may take so many times as long as the slowest of the last ones, by its tokens
+_FIRST_STEP_SECONDS = 30.0  # allowed while nothing is known
+
+
+class DeviceWatch:
+    """Watches the oldest step on one rank's device. `word` is read by another thread."""
+
+    def __init__(self) -> None:
+        self.word = IDLE
+        """What the host is told: IDLE; 0 while the host's part of a step runs; else 1 + the milliseconds overdue."""
+        self._last_look = 0.0
+        self._waited = 0.0
+        self._is_watching = False
+        self._known: deque[tuple[float, float]] = deque(maxlen=_NUM_STEPS)  # seconds, and seconds per token
+
+    def note_busy(self) -> None:
+        """The main thread runs code of the host, which may take any time."""
+        self.word = 0
+        self._is_watching = False
+
+    def note_idle(self) -> None:
+        """No step is on the device."""
+        self.word = IDLE
+        self._is_watching = False
+
+    def note_done(self, num_tokens: int, seconds: float) -> None:
+        """The oldest step is done; it took so many ``seconds``, 0: not known."""
+        self._waited = 0.0
+        if seconds:
+            self._known.append((seconds, seconds / max(num_tokens, _LEAST_TOKENS)))
+
+    def note_not_done(self, num_tokens: int, now: float) -> None:
+        """The oldest step, of so many tokens, was looked at, and is not done."""
+        if self._is_watching:
+            self._waited += min(now - self._last_look, _MOST_BETWEEN_LOOKS)
+        self._is_watching, self._last_look = True, now
+        overdue = self._waited - self._allowed(num_tokens) if self._waited > 1.0 else 0.0
+        self.word = 1 + max(0, int(overdue * 1000))
+
+    def _allowed(self, num_tokens: int) -> float:
+        if not self._known:
+            return _FIRST_STEP_SECONDS
+        longest, slowest = map(max, zip(*self._known, strict=True))
+        return _FACTOR * max(longest, slowest * num_tokens)
+
+
+def overdue_seconds(words: Iterable[int]) -> float:
+    """For how long the devices of all ranks that have a step are overdue, by their `DeviceWatch.word`."""
+    least = min((word for word in words if word != IDLE), default=0)
+    return max(0, least - 1) / 1000

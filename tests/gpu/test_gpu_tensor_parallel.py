@@ -1,0 +1,171 @@
+"""Layers divided among two GPUs, a process each: the tokens of one, whatever is asked, and whoever dies."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import random
+import signal
+import time
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from conftest_api import core_of, settled
+from gpu_models import DEVICE, MIB, Checkpoint
+from test_gpu_engine import LENGTH, all_at_once, running, some_prompts
+from tiny import VOCAB_SIZE
+
+from aengine import AsyncLLM, Completion, SamplingParams, StructuredOutput
+
+pytestmark = [
+    pytest.mark.gpu,
+    pytest.mark.skipif(DEVICE == "cuda" and torch.cuda.device_count() < 2, reason="needs two GPUs"),
+]
+
+MakeCheckpoint = Callable[..., Checkpoint]
+TWO: dict[str, Any] = {"tensor_parallel_size": 2, "kv_cache_memory_bytes": 16 * MIB}
+FAMILIES = ("llama", "mistral", "qwen3", "gemma2", "phi3", "gpt_oss", "qwen3_moe")
+GREEDY = SamplingParams(max_tokens=LENGTH, temperature=0, ignore_eos=True)
+KINDS = [
+    GREEDY,
+    GREEDY.replace(temperature=0.9, seed=5),
+    GREEDY.replace(temperature=1.1, top_k=7, top_p=0.8, seed=6, n=2),
+    GREEDY.replace(logprobs=3),
+    GREEDY.replace(repetition_penalty=1.3, presence_penalty=0.4),
+    GREEDY.replace(logit_bias={7: 3.0}, min_p=0.01, temperature=0.8, seed=9),
+    GREEDY.replace(structured_output=StructuredOutput(regex="[a-f]{8,12}"), ignore_eos=False),
+]
+"""Of each there is one right answer."""
+
+
+def work(engine: AsyncLLM, seed: int, count: int = 28) -> list[asyncio.Task[Completion]]:
+    rng = random.Random(seed)
+    prompts = [[rng.randrange(20, 250) for _ in range(rng.randint(1, 60))] for _ in range(count)]
+    return [asyncio.create_task(engine.generate(p, KINDS[i % len(KINDS)])) for i, p in enumerate(prompts)]
+
+
+def essence(completion: Completion) -> Any:
+    choices = [(choice.token_ids, choice.text, choice.finish_reason) for choice in completion.choices]
+    return choices, [[round(entry.logprob, 2) for entry in entries] for entries in completion.logprobs or ()]
+
+
+async def answers(folder: Path, **settings: Any) -> list[Any]:
+    """Of the same requests three times: steps run op by op first, then as graphs, and prefixes are found."""
+    async with running(folder, **settings) as engine:
+        return [[essence(c) for c in await asyncio.gather(*work(engine, 1))] for _ in range(3)]
+
+
+@pytest.mark.parametrize("arch", FAMILIES)
+async def test_greedy_tokens_of_transformers(checkpoint: MakeCheckpoint, arch: str, rng: random.Random) -> None:
+    model, prompts = checkpoint(arch), some_prompts(rng)
+    async with running(model.folder, **TWO) as engine:
+        model.check_all(prompts[:1], [await engine.generate(prompts[0], GREEDY)], LENGTH)
+        for _ in range(3):
+            model.check_all(prompts, await all_at_once(engine, prompts), LENGTH)
+        assert engine.statistics().num_restarts == 0
+
+
+async def test_whole_experts_on_each_rank(checkpoint: MakeCheckpoint, rng: random.Random) -> None:
+    model, prompts = checkpoint("qwen3_moe"), some_prompts(rng)
+    async with running(model.folder, enable_expert_parallel=True, **TWO) as engine:
+        model.check_all(prompts, await all_at_once(engine, prompts), LENGTH)
+
+
+async def test_any_request(checkpoint: MakeCheckpoint) -> None:
+    folder = checkpoint("qwen3").folder
+    assert await answers(folder, **TWO) == await answers(folder)
+
+
+@pytest.mark.parametrize("settings", [{"enforce_eager": True}, {"max_num_batched_tokens": 16}], ids=str)
+async def test_without_graphs_and_in_chunks(
+    checkpoint: MakeCheckpoint, settings: dict[str, Any], rng: random.Random
+) -> None:
+    model, prompts = checkpoint("qwen3"), some_prompts(rng)
+    async with running(model.folder, **TWO, **settings) as engine:
+        for _ in range(2):
+            model.check_all(prompts, await all_at_once(engine, prompts), LENGTH)
+
+
+async def test_prompts_beside_decodes(checkpoint: MakeCheckpoint, rng: random.Random) -> None:
+    model, prompts = checkpoint("llama"), some_prompts(rng)
+    async with running(model.folder, max_num_batched_tokens=32, **TWO) as engine:
+        tasks = []
+        for prompt in prompts * 2:
+            tasks.append(asyncio.create_task(engine.generate(prompt, GREEDY)))
+            await asyncio.sleep(rng.random() / 100)
+        model.check_all(prompts * 2, await asyncio.gather(*tasks), LENGTH)
+
+
+async def first_logprobs(folder: Path, prompts: Sequence[list[int]], **settings: Any) -> list[dict[int, float]]:
+    """Of each prompt's first token, and the likeliest ones."""
+    how = SamplingParams(max_tokens=1, temperature=0, logprobs=20, ignore_eos=True)
+    async with running(folder, max_model_len=2048, max_num_batched_tokens=4096, **settings) as engine:
+        completions = await all_at_once(engine, prompts, how)
+        return [{entry.token_id: entry.logprob for entry in c.logprobs[0]} for c in completions if c.logprobs]
+
+
+async def test_log_probabilities_in_bfloat16(checkpoint: MakeCheckpoint, rng: random.Random) -> None:
+    model = checkpoint("llama", "bfloat16", "medium")
+    prompts = [[rng.randrange(model.vocab_size) for _ in range(n)] for n in (1, 5, 130, 700, 1500)]
+    memory = {"kv_cache_memory_bytes": 256 * MIB, "dtype": "bfloat16"}
+    one = await first_logprobs(model.folder, prompts, **memory)
+    two = await first_logprobs(model.folder, prompts, **TWO | memory)
+    differences = [abs(a[token] - b[token]) for a, b in zip(one, two, strict=True) for token in a.keys() & b.keys()]
+    print(f"{len(differences)} differences, at most {max(differences):.3f}")
+    assert len(differences) > 15 * len(prompts) and max(differences) < 0.15
+
+
+@pytest.mark.parametrize("rank", [0, 1])
+async def test_a_rank_dies(checkpoint: MakeCheckpoint, rank: int) -> None:
+    folder = checkpoint("qwen3").folder
+    async with running(folder, **TWO) as engine:
+        expected = [essence(c) for c in await asyncio.gather(*work(engine, 1))]
+        tasks = work(engine, 1)
+        await asyncio.wait(tasks, return_when=asyncio.FIRST_COMPLETED)
+        os.kill(core_of(engine).replicas[0].worker.executor.workers[rank].pid, signal.SIGKILL)
+        begun = time.monotonic()
+        rest = [task for task in tasks if not task.done()]
+        await asyncio.wait(rest, return_when=asyncio.FIRST_COMPLETED)
+        print(f"the first stream ended {time.monotonic() - begun:.1f} s after the death of rank {rank}")
+        assert [essence(await task) for task in tasks] == expected
+        assert engine.statistics().num_restarts == 1
+        await settled(engine)
+
+
+@pytest.mark.skipif(DEVICE == "cpu", reason="a CPU has no kernels that go on by themselves")
+async def test_a_kernel_is_stuck(checkpoint: MakeCheckpoint) -> None:
+    """The other rank waits for it within a sum; both beat, and neither gets on."""
+    folder = checkpoint("qwen3").folder
+    async with running(folder, worker_extension="busy_gpu:BusyGpu", **TWO) as engine:
+        expected = [essence(c) for c in await asyncio.gather(*work(engine, 1))]
+        tasks = work(engine, 1)
+        await asyncio.wait(tasks, return_when=asyncio.FIRST_COMPLETED)
+        await engine.collective_rpc("spin", 1, 90)
+        begun = time.monotonic()
+        assert [essence(await task) for task in tasks] == expected
+        print(f"all streams had ended {time.monotonic() - begun:.1f} s after the kernel began")
+        assert engine.statistics().num_restarts == 1
+
+
+async def test_cancelled_requests_do_not_disturb_others(checkpoint: MakeCheckpoint, rng: random.Random) -> None:
+    async with running(checkpoint("qwen3").folder, **TWO) as engine:
+        expected = [essence(c) for c in await asyncio.gather(*work(engine, 1))]
+        for _ in range(3):
+            others, tasks = work(engine, rng.randrange(1000)), work(engine, 1)
+            for task in rng.sample(others, len(others)):
+                await asyncio.sleep(rng.random() / 100)
+                task.cancel()
+            assert [essence(await task) for task in tasks] == expected
+            await asyncio.gather(*others, return_exceptions=True)
+            await settled(engine)
+
+
+async def test_one_key_value_head(checkpoint: MakeCheckpoint, tmp_path: Path, rng: random.Random) -> None:
+    """It is on both ranks."""
+    model = Checkpoint(tmp_path, "llama", "float32", "one key-value head")
+    prompts = [[rng.randrange(VOCAB_SIZE) for _ in range(rng.randint(1, 60))] for _ in range(20)]
+    async with running(model.folder, **TWO) as engine:
+        model.check_all(prompts, await all_at_once(engine, prompts), LENGTH)

@@ -1,0 +1,100 @@
+"""Engines whose stages are processes of their own: the answers of one rank, whatever is asked, and whoever dies."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import random
+import signal
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+from conftest_api import core_of, settled
+
+from aengine import AsyncLLM, Completion, InvalidRequestError, ModelLoadError, SamplingParams, StructuredOutput
+
+TinyModel = Callable[..., Path]
+SETTINGS: dict[str, Any] = {
+    "device": "cpu",
+    "max_num_seqs": 6,
+    "max_model_len": 128,
+    "max_num_batched_tokens": 40,
+    "kv_cache_memory_bytes": 1 << 20,
+    "num_threads": 1,
+}
+
+pytestmark = [pytest.mark.slow, pytest.mark.usefixtures("no_blocking")]
+
+
+@pytest.fixture(scope="module")
+def model(tiny_model: TinyModel) -> Path:
+    return tiny_model("qwen3", seed=3, num_hidden_layers=5)
+
+
+def work(engine: AsyncLLM, seed: int) -> list[asyncio.Task[Completion]]:
+    """Requests of many kinds, each of which has one right answer."""
+    rng = random.Random(seed)
+    greedy = SamplingParams(temperature=0.0, max_tokens=24, ignore_eos=True)
+    kinds = [
+        greedy,
+        greedy.replace(temperature=0.9, seed=5),
+        greedy.replace(temperature=1.1, top_k=7, top_p=0.8, seed=6, n=2),
+        greedy.replace(logprobs=3),
+        greedy.replace(repetition_penalty=1.3, presence_penalty=0.4),
+        greedy.replace(structured_output=StructuredOutput(regex="[a-f]{8,12}"), ignore_eos=False),
+    ]
+    prompts = [[rng.randrange(20, 300) for _ in range(rng.randint(1, 70))] for _ in range(18)]
+    return [asyncio.create_task(engine.generate(p, kinds[i % len(kinds)])) for i, p in enumerate(prompts)]
+
+
+def essence(completion: Completion) -> Any:
+    choices = [(choice.token_ids, choice.text, choice.finish_reason) for choice in completion.choices]
+    return choices, [[round(entry.logprob, 3) for entry in entries] for entries in completion.logprobs or ()]
+
+
+async def answers(model: Path, **settings: Any) -> list[Any]:
+    async with AsyncLLM(model, **SETTINGS | settings) as engine:
+        found = [essence(completion) for completion in await asyncio.gather(*work(engine, 1))]
+        await settled(engine)
+        return found
+
+
+async def test_any_request(model: Path) -> None:
+    expected = await answers(model)
+    assert await answers(model, pipeline_parallel_size=2) == expected
+    assert await answers(model, pipeline_parallel_size=3, max_in_flight_steps=1) == expected
+
+
+@pytest.mark.parametrize("stage", [0, 1])
+async def test_a_stage_dies(model: Path, stage: int) -> None:
+    expected = await answers(model)
+    async with AsyncLLM(model, pipeline_parallel_size=2, **SETTINGS) as engine:
+        tasks = work(engine, 1)
+        await asyncio.wait(tasks, return_when=asyncio.FIRST_COMPLETED)
+        os.kill(core_of(engine).replicas[0].worker.executor.workers[stage].pid, signal.SIGKILL)
+        assert [essence(await task) for task in tasks] == expected
+        await settled(engine)
+
+
+async def test_cancelled_requests_do_not_disturb_others(model: Path, rng: random.Random) -> None:
+    expected = await answers(model)
+    async with AsyncLLM(model, pipeline_parallel_size=2, **SETTINGS) as engine:
+        for _ in range(3):
+            others, tasks = work(engine, rng.randrange(1000)), work(engine, 1)
+            for task in rng.sample(others, len(others)):
+                await asyncio.sleep(rng.random() / 100)
+                task.cancel()
+            assert [essence(await task) for task in tasks] == expected
+            await asyncio.gather(*others, return_exceptions=True)
+            await settled(engine)
+
+
+async def test_what_can_not_be_divided(model: Path, tiny_model: TinyModel) -> None:
+    with pytest.raises(ModelLoadError, match="pipeline_parallel_size=6: the model has 5 layers"):
+        await AsyncLLM(model, pipeline_parallel_size=6, **SETTINGS).start()
+    with pytest.raises(ModelLoadError, match="pipeline_parallel_size=2: .* is computed by transformers' code"):
+        await AsyncLLM(model, pipeline_parallel_size=2, model_impl="transformers", **SETTINGS).start()
+    with pytest.raises(InvalidRequestError, match="pipeline_parallel_size=0"):
+        AsyncLLM(model, pipeline_parallel_size=0, **SETTINGS)
