@@ -15,8 +15,8 @@ from conftest_api import settled
 from pydantic import BaseModel, Field, TypeAdapter
 
 from aengine import AsyncLLM, SamplingParams, StructuredOutput
-from aengine.engine import core
 from aengine.engine.grammar_gate import Forcing
+from aengine.engine.replicas import replica
 
 
 class Colour(enum.Enum):
@@ -115,7 +115,7 @@ async def test_forced_tokens_change_nothing(engine: AsyncLLM, monkeypatch: pytes
         return [completion.text for completion in done], engine.statistics().num_steps - before
 
     texts, steps = await texts_and_steps(engine)
-    monkeypatch.setattr(core, "ALWAYS", Forcing(-1, 0.0))
+    monkeypatch.setattr(replica, "ALWAYS", Forcing(-1, 0.0))
     async with AsyncLLM("smollm2-135m", **CONFIG) as plain:
         plain_texts, plain_steps = await texts_and_steps(plain)
     assert texts == plain_texts
