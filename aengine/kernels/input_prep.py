@@ -164,7 +164,7 @@ def commit_decode(
     published: Tensor,
     cursor: Tensor,
 ) -> None:
-    """The end of a step as `prepare_decode` began it: each row has computed one token more and got one more.
+    """The end of a step, for the rows that sample: each has computed all tokens that it had, and got one more.
 
     Args:
         rows, sampled: int64 [n]; rows of -1 are left out
@@ -180,7 +180,7 @@ def commit_decode(
         return triton_op.commit_decode(token_ids, scalars, columns, rows, sampled, checks, published, cursor)
     real = rows >= 0
     own = rows[real]
-    scalars[own, columns.num_computed_tokens] += 1
+    scalars[own, columns.num_computed_tokens] = scalars[own, columns.num_tokens]
     append_tokens(token_ids, scalars[:, columns.num_tokens], own, sampled[real])
     slot, n = int(cursor), rows.shape[0]
     published[slot, 0, :n] = sampled.int()

@@ -32,7 +32,7 @@ from .distributed.shares import VocabularyShare
 from .distributed.stage import WHOLE, PipelineStage
 from .graphs.batch_graphs import BatchGraphs
 from .graphs.cuda_graphs import CudaGraphManager, DecodeStep
-from .input_batch import BatchPlan, InputBatch, SampleBatch
+from .input_batch import BatchPlan, InputBatch, Rows, SampleBatch
 from .platforms.platform import Platform
 from .pooling.decoder import DecoderPooling, PooledTensors
 from .pooling.vectors import VectorLayers
@@ -109,7 +109,8 @@ class ExecuteModelState:
     idx_mapping: Tensor | None = None  # int64 [num_reqs]: the plan's rows on the device
     logits: Tensor | None = None  # float32 [num_sampled, share]; None: nothing samples, or has been sampled
     pooled: PooledTensors | None = None  # of the requests that get a vector
-    is_half: bool = False  # the graph of its second half is to be launched
+    is_half: bool = False  # decodes, whose second half is to be queued
+    is_held: bool = False  # with prompts, whose end is to be queued
     num_reqs: int = 0  # of the step, those that could not be run included
     drafts: DraftColumns | None = None  # of the step
     row_errors: dict[int, RowError] = field(default_factory=dict)  # by position in the SchedulerOutput
@@ -286,14 +287,20 @@ class ModelRunner:
             self.requests.advance_device(rows, seq_lens)
             return ExecuteModelState(out.step_id, plan)
         logits, pooled = None, self._pooling.pool(plan, hidden)
+        most = 0 if self.graphs is None or plan.drafts is not None or self._relay.has_others else self.graphs.max_size
+        is_held = pooled is None and 0 < len(plan.sampling) <= most
         if len(plan.sampling):
-            if plan.num_logits < len(hidden):
-                if last is None or plan.num_logits != plan.num_reqs or plan.drafts is not None:
-                    last = to_device(plan.logits_indices(), hidden.device)
-                hidden = hidden.index_select(0, last)
-            logits = self._model.compute_logits(hidden)
-        self.requests.advance_device(rows, seq_lens)
-        return ExecuteModelState(out.step_id, plan, rows, logits, pooled=pooled)
+            if plan.num_logits == len(hidden):
+                last = None
+            elif last is None or plan.num_logits != plan.num_reqs or plan.drafts is not None:
+                last = to_device(plan.logits_indices(), hidden.device)
+            if is_held and self.graphs is not None:
+                self.graphs.hold(hidden, last, plan.rows[plan.sampling])
+            else:
+                logits = self._model.compute_logits(hidden if last is None else hidden.index_select(0, last))
+        if not is_held or len(plan.sampling) < plan.num_reqs:  # the end advances those that sample
+            self.requests.advance_device(rows, seq_lens)
+        return ExecuteModelState(out.step_id, plan, rows, logits, pooled=pooled, is_held=is_held)
 
     def forward_batch(self, inputs: PreparedInputs, rows: Tensor) -> Tensor:
         """See `BatchGraphs`: the forward of a step with prompts over a graph's memory."""
@@ -330,13 +337,13 @@ class ModelRunner:
             self.requests.append(rows)
             self._relay.expect_ids(rows)
             return AsyncOutput(state.step_id, state.num_reqs, _NO_ROWS, None, state.row_errors)
-        sampling = plan.batch_idx[plan.sampling]
-        if state.is_half:
-            logprobs = self._sampler.logprob_rows(plan.rows, sampling)
-            published = self._run_second_half(plan, grammar, has_logprobs=logprobs is not None)
-            self.requests.append(plan.rows)
-            return AsyncOutput(state.step_id, state.num_reqs, sampling, published, state.row_errors, logprobs)
-        return self._sample_op_by_op(state, plan, grammar)
+        if not state.is_half and not state.is_held:
+            return self._sample_op_by_op(state, plan, grammar)
+        rows, batch_idx = plan.rows[plan.sampling], plan.batch_idx[plan.sampling]
+        logprobs = self._sampler.logprob_rows(rows, batch_idx)
+        published = self._sample_by_graph(state, rows, batch_idx, grammar, has_logprobs=logprobs is not None)
+        self.requests.append(rows)
+        return AsyncOutput(state.step_id, state.num_reqs, batch_idx, published, state.row_errors, logprobs)
 
     def _sample_op_by_op(self, state: ExecuteModelState, plan: BatchPlan, grammar: GrammarOutput | None) -> AsyncOutput:
         batch = logprobs = None
@@ -366,12 +373,22 @@ class ModelRunner:
             pooled=None if state.pooled is None else state.pooled.places,
         )
 
-    def _run_second_half(self, plan: BatchPlan, grammar: GrammarOutput | None, *, has_logprobs: bool) -> Published:
+    def _sample_by_graph(
+        self,
+        state: ExecuteModelState,
+        rows: Rows,
+        batch_idx: Rows,
+        grammar: GrammarOutput | None,
+        *,
+        has_logprobs: bool,
+    ) -> Published:
+        """Queue the second half of decodes, or the end of a step with prompts, for the rows that sample."""
         assert self.graphs is not None
-        rows, bits = self._bitmasks.of_batch(grammar, plan.batch_idx)
-        sampling = self._sampler.asks(plan.rows)
-        self.graphs.sample(rows, bits, sampling if bits is None else max(sampling, Sampling.MASKED))
-        return self.graphs.step.published(plan.num_reqs, has_logprobs=has_logprobs)
+        masked, bits = self._bitmasks.of_batch(grammar, batch_idx)
+        sampling = self._sampler.asks(rows)
+        queue = self.graphs.sample if state.is_half else self.graphs.end
+        queue(masked, bits, sampling if bits is None else max(sampling, Sampling.MASKED))
+        return self.graphs.step.published(len(rows), has_logprobs=has_logprobs)
 
     @property
     def prepares_after(self) -> float | None:

@@ -136,9 +136,12 @@ def steps(rng: random.Random) -> list[SchedulerOutput]:
 
 
 @pytest.mark.parametrize("arch", ["llama", "mistral", "qwen3"])
-def test_the_same_tokens(tmp_path: Path, rng: random.Random, arch: str) -> None:
+def test_the_same_tokens(tmp_path: Path, rng: random.Random, monkeypatch: pytest.MonkeyPatch, arch: str) -> None:
+    """With prompts, too, a step's end is what a graph holds."""
     folder = write_model(tmp_path, arch)
-    check_tokens(make_runner(folder, like_gpu=False), make_runner(folder, like_gpu=True), rng)
+    plain, like_gpu = make_runner(folder, like_gpu=False), make_runner(folder, like_gpu=True)
+    monkeypatch.setattr(like_gpu, "_sample_op_by_op", lambda *args: pytest.fail("sampled op by op"))
+    check_tokens(plain, like_gpu, rng)
 
 
 @pytest.mark.filterwarnings("ignore::RuntimeWarning")  # padding is computed with whatever lies in memory
@@ -258,7 +261,7 @@ def test_what_is_compiled_ahead_can_run(tmp_path: Path, monkeypatch: pytest.Monk
 def test_the_last_tokens_of_all_prompts_are_known_on_the_device(
     tmp_path: Path, rng: random.Random, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """A step in which every request samples sends rows and lengths, and no more."""
+    """A step in which every request samples sends their rows and lengths, and no places."""
     folder = write_model(tmp_path, "llama")
     plain, like_gpu = make_runner(folder, like_gpu=False), make_runner(folder, like_gpu=True, enforce_eager=False)
     out = next(step for step in iter(lambda: steps(rng)[0], None) if sum(step.num_scheduled_tokens) <= 64)

@@ -44,8 +44,14 @@ class Log:
     def _note(self, what: str) -> None:
         self.done.append(f"capture {what}" if self.is_capturing else what)
 
-    def run_padded(self, size: int) -> None:
-        self.done.append("padding alone")
+    def hold(self, hidden: Any, places: Any, rows: Any, size: int) -> None:
+        self.done.append(f"hold {size}")
+
+    def end(self, size: int, sampling: Sampling) -> None:
+        self._note(f"end {size} {sampling.name}")
+
+    def run_padded(self, size: int, *, has_end: bool) -> None:
+        self.done.append("padding alone" + " with an end" * has_end)
 
     def graph_pool(self) -> None:
         return None
@@ -83,19 +89,39 @@ def test_the_second_half_is_the_one_that_the_batch_asks_for() -> None:
     ]
 
 
+def test_the_end_of_a_step_with_prompts_is_one_launch() -> None:
+    """In any size from 1, 4, 16, ... that holds the batch, also where no decode has it."""
+    log, manager = make()
+    manager.capture_all(lambda done, total: None)
+    log.done.clear()
+    for rows, size in (ROWS[:1], 1), (ROWS[:2], 4), (ROWS, 4):
+        for sampling in Sampling:
+            manager.hold("hidden", None, rows)  # type: ignore[arg-type]
+            manager.end(rows[:0], None, sampling)
+        bitmasks = [[], ["bitmasks"], ["bitmasks"], ["bitmasks"]]
+        for sampling, before in zip(Sampling, bitmasks, strict=True):
+            wanted = [f"hold {size}", *before, f"replay end {size} {sampling.name}"]
+            assert log.done[: len(wanted)] == wanted
+            del log.done[: len(wanted)]
+    assert not log.done
+
+
 def test_an_eager_manager_captures_nothing() -> None:
     log, manager = make(enforce_eager=True)
     manager.capture_all(lambda done, total: None)
     manager.run(ROWS)
     manager.sample(ROWS[:0], None, Sampling.CUT)
-    assert log.done == ["run 4", "bitmasks", "half 4 CUT"] and manager.num_captured == 0
+    manager.hold("hidden", None, ROWS[:2])  # type: ignore[arg-type]
+    manager.end(ROWS[:0], None, Sampling.PLAIN)
+    assert log.done == ["run 4", "bitmasks", "half 4 CUT", "hold 4", "end 4 PLAIN"] and manager.num_captured == 0
 
 
 def test_the_graphs_of_a_start_find_what_loading_took_given_back() -> None:
     log, manager = make()
     manager.capture_all(lambda done, total: None)
     captured = [what for what in log.done if "run" in what]
-    assert log.done[:5] == [*["padding alone"] * 3, "release", "capture run 4"]
+    padded = ["padding alone with an end", "padding alone", "padding alone with an end"]
+    assert log.done[:5] == [*padded, "release", "capture run 4"]
     assert captured == [f"capture run {size}" for size in (4, 2, 1)]
 
 
@@ -125,6 +151,12 @@ def test_the_second_step_of_a_shape_captures_it() -> None:
     run_three(graphs)
     assert log.done == ["step", "capture step", "replay step", "replay step"]
     assert SHAPE not in graphs.missing()
+
+
+def test_small_shapes_are_ready_after_the_start() -> None:
+    log, graphs = make_for_prompts()
+    graphs.prepare_first()
+    assert log.done == ["step", "capture step"] * 2 and not graphs.missing()
 
 
 def test_what_is_prepared_is_replayed_at_once() -> None:

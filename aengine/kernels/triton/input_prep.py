@@ -262,10 +262,9 @@ def _commit_decode(
     begin = row * stride_scalars
     token = tl.load(sampled + i, mask=inside, other=0).to(tl.int32)
     end = tl.load(scalars + begin + TOKENS, mask=real, other=0)
-    computed = tl.load(scalars + begin + COMPUTED, mask=real, other=0)
     tl.store(token_ids + row * stride_ids + end, token, mask=real)
     tl.store(scalars + begin + TOKENS, end + 1, mask=real)
-    tl.store(scalars + begin + COMPUTED, computed + 1, mask=real)
+    tl.store(scalars + begin + COMPUTED, end, mask=real)
     slot = tl.load(cursor)
     out = published + slot * (2 * WIDTH) + i
     tl.store(out, token, mask=inside)

@@ -25,6 +25,11 @@ class Relay:
         self._awaited = AwaitedIds(requests, link) if link is not None and stage.is_first else None
 
     @property
+    def has_others(self) -> bool:
+        """Whether there are other stages."""
+        return self._link is not None
+
+    @property
     def samples(self) -> bool:
         """Whether this stage samples: it is the last."""
         return self._stage.is_last

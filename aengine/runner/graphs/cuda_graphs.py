@@ -3,13 +3,19 @@
     rows of the batch ─> [ gather inputs ─> layers ─> logits ][ sample ─> ids into the rows and to the host ]
     (static memory)
 
+    hidden states of those that sample ─> [ logits ─> sample ─> ids into the rows and to the host ]
+    (static memory)
+
+The lower line is the end of a step with prompts, one launch, whatever its layers ran as.
+
 A graph replays the launches of one shape, so a batch is padded to the next size that has been captured; padding has row
 -1, reads nothing and writes nothing. All graphs share one memory pool, and are captured largest first, so that the
 smaller ones fit into what the largest took.
 
 The second half is launched when the host has sent the bitmasks, if there are any, which it fills during the first. It
 finds the first one's logits in the pool, since no other graph is launched in between; so they need not be kept. There
-is one of it for each kind of `Sampling`: what nobody in the batch asks for is not launched.
+is one of it for each kind of `Sampling`: what nobody in the batch asks for is not launched. The end of a step with
+prompts is launched then, too, and is there for each kind.
 """
 
 from __future__ import annotations
@@ -43,6 +49,7 @@ logger = logging.getLogger("aengine.runner")
 _LEAST_SLOTS = 160
 _LOGPROB_SLOTS = 16  # a divisor of the number of slots
 _LOGPROB_WORDS = 1 + 2 * MAX_LOGPROBS
+_END_SIZES = (1, 4, 16, 64, 256)  # fewer than of decodes: most of an end is reading the head, whatever its size
 
 
 def graph_sizes(max_num_seqs: int, most: int = 512) -> list[int]:
@@ -130,6 +137,8 @@ class DecodeStep:
         self._cursor = torch.zeros(1, dtype=torch.int32, device=self._device)
         self._next_slot = 0  # what the cursor will be when all steps launched so far have run
         self._masks = MaskMemory(max_size, bitmasks, self._device)
+        self._max_size = max_size
+        self._hidden: Tensor | None = None  # [max_size, hidden_size] of rows that end a step with prompts
 
     def set_rows(self, rows: Rows, size: int) -> Tensor:
         """Put the batch's rows where the step reads them; int64 [size], on the device."""
@@ -149,7 +158,30 @@ class DecodeStep:
         token_ids, scalars = requests.token_ids, requests.scalars.words
         inputs = prepare_decode(token_ids, scalars, COLUMNS, rows)
         hidden = self._model.decode(inputs.input_ids, inputs.positions, rows, inputs.seq_lens)
+        self._reserve_hidden(hidden)
         return HalfDone(self._model.compute_logits(hidden), inputs)
+
+    def hold(self, hidden: Tensor, places: Tensor | None, rows: Rows, size: int) -> None:
+        """Keep the hidden states of the batch's ``rows`` [n] for `end`: those of ``hidden`` [m, hidden_size] at
+        ``places``, int32 or int64 [n] on the device; None: all, m = n."""
+        self.set_rows(rows, size)
+        kept = self._reserve_hidden(hidden)[: len(rows)]
+        if places is None:
+            kept.copy_(hidden)
+        else:
+            torch.index_select(hidden, 0, places, out=kept)
+
+    def end(self, size: int, sampling: Sampling) -> None:
+        """Queue the end of the step whose hidden states are held; as `sample`."""
+        requests = self._requests
+        inputs = prepare_decode(requests.token_ids, requests.scalars.words, COLUMNS, self._rows[:size])
+        assert self._hidden is not None, "nothing is held"
+        self.sample(HalfDone(self._model.compute_logits(self._hidden[:size]), inputs), sampling)
+
+    def _reserve_hidden(self, hidden: Tensor) -> Tensor:
+        if self._hidden is None:
+            self._hidden = hidden.new_zeros(self._max_size, hidden.shape[1])
+        return self._hidden
 
     def draw(self, logits: Tensor, inputs: DecodeInputs) -> tuple[Tensor, Tensor]:
         """(ids int64 [n], checks float32 [n]) by temperature and seed alone, for float32 [n, share]."""
@@ -188,19 +220,24 @@ class DecodeStep:
         logprobs = self._logprobs_host[slot % len(self._logprobs_host)] if has_logprobs else None
         return Published(self._published_host[slot], num_rows, self._platform.record_event(), logprobs)
 
-    def run_padded(self, size: int) -> None:
-        """Run the step with nothing but padding: kernels and libraries load what they need, no row changes."""
+    def run_padded(self, size: int, *, has_end: bool) -> None:
+        """Run the step, and the end of one with prompts if that has this size, with nothing but padding: kernels and
+        libraries load what they need, no row changes."""
         no_rows = np.empty(0, dtype=np.int64)
         self.set_rows(no_rows, size)
         self.set_bitmasks(no_rows, None, size)
         half = self.run(size)
         for sampling in Sampling:
             self.sample(half, sampling)
-        self._next_slot = (self._next_slot + len(Sampling)) % len(self._published_host)
+        if has_end:
+            for sampling in Sampling:
+                self.end(size, sampling)
+        num_answers = len(Sampling) * (1 + has_end)
+        self._next_slot = (self._next_slot + num_answers) % len(self._published_host)
 
 
 class _Graphs(NamedTuple):
-    """Both halves of the steps of a size."""
+    """Both halves of the decodes of a size."""
 
     first: Graph
     second: dict[Sampling, Graph]
@@ -218,7 +255,10 @@ class CudaGraphManager:
         self._sizes = sorted(sizes)
         self._is_eager = enforce_eager
         self._graphs: dict[int, _Graphs] = {}  # by size
+        self._ends: dict[int, dict[Sampling, Graph]] = {}  # of steps with prompts, by size
+        self._end_sizes = [size for size in self._sizes if size in _END_SIZES or size == self._sizes[-1]]
         self._half: tuple[int, HalfDone | None] | None = None  # size of the step that waits; what is not in a graph
+        self._held = 0  # size of the end that waits
         self._pool: Any = None
 
     @property
@@ -240,7 +280,8 @@ class CudaGraphManager:
             return
         sizes = self._sizes[::-1]
         for size in sizes:
-            self.step.run_padded(size)  # what is done once (loading a kernel) may not be captured
+            # What is done once (loading a kernel) may not be captured.
+            self.step.run_padded(size, has_end=size in self._end_sizes)
         self._platform.release_cached()  # what the largest left would not be there for the graphs
         for i, size in enumerate(sizes):
             progress(i, len(sizes))
@@ -271,6 +312,21 @@ class CudaGraphManager:
         else:
             self._graphs[size].second[sampling].replay()
 
+    def hold(self, hidden: Tensor, places: Tensor | None, rows: Rows) -> None:
+        """Keep the hidden states of those requests of a step with prompts that sample; see `DecodeStep.hold`."""
+        self._held = self._end_sizes[bisect.bisect_left(self._end_sizes, len(rows))]
+        self.step.hold(hidden, places, rows, self._held)
+
+    def end(self, rows: Rows, bits: npt.NDArray[np.uint8] | None, sampling: Sampling) -> None:
+        """Queue the end of the step whose hidden states are held; as `sample`."""
+        size = self._held
+        if sampling >= Sampling.MASKED:
+            self.step.set_bitmasks(rows, bits, size)
+        if size in self._ends:
+            self._ends[size][sampling].replay()
+        else:
+            self.step.end(size, sampling)
+
     def capture(self, size: int) -> None:
         """Capture the graphs of a size, whose step has run before."""
         if self._pool is None:
@@ -282,3 +338,10 @@ class CudaGraphManager:
             with self._platform.capture(self._pool) as second[sampling]:
                 self.step.sample(half, sampling)
         self._graphs[size] = _Graphs(first, second)
+        if size not in self._end_sizes:
+            return
+        ends = {}
+        for sampling in Sampling:
+            with self._platform.capture(self._pool) as ends[sampling]:
+                self.step.end(size, sampling)
+        self._ends[size] = ends

@@ -168,6 +168,8 @@ class LocalModel:
                 runner.share_bitmasks(bitmasks)
             if runner.graphs is not None:
                 runner.graphs.capture_all(lambda done, total: self._progress("graphs", done, total, "graphs"))
+                if runner.batch_graphs is not None:
+                    runner.batch_graphs.prepare_first()
                 platform.synchronize()
                 seconds = time.monotonic() - begun
                 logger.info("%d graphs captured in %.1f s", runner.graphs.num_captured, seconds)

@@ -98,7 +98,7 @@ def _peak(setup: RunnerSetup, runner: ModelRunner, max_model_len: int) -> int:
     if runner.graphs is None or setup.config.enforce_eager:
         return peak
     batch = None if runner.batch_graphs is None else runner.batch_graphs.largest
-    runner.graphs.step.run_padded(runner.graphs.max_size)
+    runner.graphs.step.run_padded(runner.graphs.max_size, has_end=True)
     if runner.batch_graphs is not None and batch is not None:
         runner.batch_graphs.load(batch)
     platform.release_cached()
