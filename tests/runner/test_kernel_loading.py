@@ -23,7 +23,8 @@ PyMODINIT_FUNC PyInit___test_launcher(void) { return PyModule_Create(&definition
 """
 
 
-def test_kernels_are_loaded_by_the_threads_that_compile(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_kernels_are_loaded_by_the_threads_that_compile(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.setenv("TRITON_CACHE_DIR", str(tmp_path))
     devices: list[int] = []
     monkeypatch.setattr(torch.accelerator, "current_device_index", lambda: 2)
     monkeypatch.setattr(torch.accelerator, "set_device_index", devices.append)
@@ -35,8 +36,10 @@ def test_kernels_are_loaded_by_the_threads_that_compile(monkeypatch: pytest.Monk
             self.loaded_by = threading.current_thread().name
             raise RuntimeError("it is too large for this GPU")
 
-    with launch._Compilers(1) as pool:
-        kernel = pool.submit(Kernel).result()
+    kernels: list[Kernel] = []
+    with launch._compilers() as pool, launch._CompileAndLoad(pool, 1) as mode:
+        mode.submit("kernel", Kernel, kernels.append)
+    (kernel,) = kernels
     assert kernel.loaded_by.startswith("compile")
     assert devices == [2]
 

@@ -20,15 +20,16 @@ import functools
 import sys
 import threading
 from collections.abc import Callable, Iterator
-from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager, suppress
-from functools import partial
 from typing import Any
 
 import torch
 import triton
 import triton.language as tl
 from triton.runtime import build
+
+from .compile_once import CompileOnce
 
 try:
     from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
@@ -114,23 +115,21 @@ def bucket(count: int) -> int:
     return next(size for size in (16, 256, 1024, 1 << 16) if count <= size)
 
 
-class _Compilers(ThreadPoolExecutor):
-    """Threads that compile kernels and load them: with some versions of Triton, what launches a kernel is a module in
-    C, which is compiled too at first."""
-
-    def __init__(self, num_threads: int) -> None:
-        device = torch.accelerator.current_device_index()  # of this thread; others begin with the first
-        super().__init__(num_threads, "compile", torch.accelerator.set_device_index, (device,))
-
-    def submit(self, fn: Any, /, *args: Any, **kwargs: Any) -> Future[Any]:
-        return super().submit(_compile_and_load, partial(fn, *args, **kwargs))
+def _compilers() -> ThreadPoolExecutor:
+    """Threads to compile kernels with, and to wait in for those that other processes compile."""
+    device = torch.accelerator.current_device_index()  # of this thread; others begin with the first
+    return ThreadPoolExecutor(256, "compile", torch.accelerator.set_device_index, (device,))
 
 
-def _compile_and_load(compile_kernel: Callable[[], Any]) -> Any:
-    kernel = compile_kernel()
-    with suppress(Exception):  # it is too large for this GPU, say: who launches it is told
-        kernel[(1, 1, 1)]  # loads it, and launches nothing yet
-    return kernel
+class _CompileAndLoad(CompileOnce):
+    """Also loads the kernels: with some versions of Triton, what launches one is a module in C, which is compiled too
+    at first."""
+
+    def compiled(self, compile_kernel: Callable[[], Any]) -> Any:
+        kernel = compile_kernel()
+        with suppress(Exception):  # it is too large for this GPU, say: who launches it is told
+            kernel[(1, 1, 1)]  # loads it, and launches nothing yet
+        return kernel
 
 
 @contextmanager
@@ -154,10 +153,10 @@ def _loading_apart() -> Iterator[None]:
 
 @contextmanager
 def compiling(num_threads: int) -> Iterator[None]:
-    """Make `launch` compile instead of run; at the end all are compiled, and on the GPU. Kernels cached on disk take
-    little time."""
+    """Make `launch` compile instead of run, ``num_threads`` kernels at a time; at the end all are compiled, and on the
+    GPU. Kernels cached on disk take little time, and so do those that another process compiles meanwhile."""
     global _compile_only
-    with _loading_apart(), _Compilers(num_threads) as pool, triton.AsyncCompileMode(pool):
+    with _loading_apart(), _compilers() as pool, _CompileAndLoad(pool, num_threads):
         _compile_only = True
         try:
             yield
