@@ -112,8 +112,8 @@ class EngineConfig:
     kv_cache_dtype: Literal["auto", "float32", "bfloat16", "float16"] = "auto"
     """What keys and values are kept in. "auto": the dtype that the model computes in."""
     kv_cache_memory_bytes: int | None = None
-    """Memory for the KV cache. None: what gpu_memory_utilization leaves; on a CPU a quarter of what is free, at most
-    4 GiB."""
+    """Memory for the KV cache of each rank. None: what gpu_memory_utilization leaves; on a CPU a quarter of what is
+    free, at most 4 GiB, divided among the ranks of all replicas."""
     enable_prefix_caching: bool = True
     """Prompts that begin alike share KV."""
     max_in_flight_steps: int = 2

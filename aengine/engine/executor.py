@@ -145,8 +145,9 @@ class ProcessExecutor:
         try:
             if self._config.worker == "default":
                 check_division(self._config, load["source"]["hf_config"])
+            load = dict(load)
             shared = self.workers.share() if self._config.num_ranks > 1 else {}
-            ranks = ranks_of(self._config, shared.pop("rendezvous", ""))
+            ranks = ranks_of(self._config, shared.pop("rendezvous", ""), *load.pop("replica", ()))
             handshake = self._handshake = Handshake(ranks, on_progress)
             async with asyncio.timeout(self._config.startup_timeout):
                 await self._start_workers(load | shared, handshake)

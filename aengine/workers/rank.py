@@ -14,7 +14,7 @@ __all__ = ["Rank", "check_division", "ranks_of"]
 
 @dataclass(frozen=True, slots=True)
 class Rank:
-    """Index among all ranks, place in each kind of group, and device.
+    """Index among the ranks of its replica, place in each kind of group, and device.
 
     Ranks of a tensor parallel group follow each other, then the stages of a pipeline.
     """
@@ -24,15 +24,15 @@ class Rank:
     tp_size: int = 1
     pp_rank: int = 0
     pp_size: int = 1
-    dp_rank: int = 0
-    dp_size: int = 1
+    dp_rank: int = 0  # of its replica
+    dp_size: int = 1  # replicas
     device: str = "auto"  # as the setting of that name, of one device; "auto:N": the N-th of what it chooses
     rendezvous: str = ""  # path of the file in which the ranks of a start meet; "": this one is alone
 
     @property
     def world_size(self) -> int:
-        """Number of ranks."""
-        return self.tp_size * self.pp_size * self.dp_size
+        """Number of ranks that compute the same requests."""
+        return self.tp_size * self.pp_size
 
     @property
     def answers(self) -> bool:
@@ -51,9 +51,9 @@ class Rank:
         return cls(**wire)
 
 
-def ranks_of(config: EngineConfig, rendezvous: str = "") -> list[Rank]:
-    """The ranks that these settings ask for, by index, which meet at ``rendezvous``. Each gets a GPU of its own: those
-    that ``device`` lists, else the first ones."""
+def ranks_of(config: EngineConfig, rendezvous: str = "", dp_rank: int = 0, dp_size: int = 1) -> list[Rank]:
+    """The ranks that these settings ask for, by index, which meet at ``rendezvous``, of the replica ``dp_rank``. Each
+    gets a GPU of its own: those that ``device`` lists, else the first ones."""
     tp_size, pp_size = config.tensor_parallel_size, config.pipeline_parallel_size
     name, colon, listed = config.device.partition(":")
     if name == "cpu" or config.num_ranks == 1:
@@ -61,7 +61,7 @@ def ranks_of(config: EngineConfig, rendezvous: str = "") -> list[Rank]:
     else:
         devices = [f"{name}:{place}" for place in (listed.split(",") if colon else range(config.num_ranks))]
     return [
-        Rank(i, i % tp_size, tp_size, i // tp_size, pp_size, device=device, rendezvous=rendezvous)
+        Rank(i, i % tp_size, tp_size, i // tp_size, pp_size, dp_rank, dp_size, device, rendezvous)
         for i, device in enumerate(devices)
     ]
 

@@ -331,6 +331,26 @@ async def test_a_profile_is_of_all(make_two: Make, monkeypatch: pytest.MonkeyPat
         assert await engine.stop_profile() == "trace" and called[2:] == [("stop_profile",)] * 2
 
 
+async def test_workers_know_how_many_replicas_share_the_machine(
+    make_two: Make, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Also those of a replica that starts again."""
+    places: list[list[int]] = []
+    start = FakeExecutor.start
+
+    async def noting(self: FakeExecutor, load: dict[str, Any], *callbacks: Any) -> dict[str, Any]:
+        places.append(load["replica"])
+        return await start(self, load, *callbacks)
+
+    monkeypatch.setattr(FakeExecutor, "start", noting)
+    async with make_two() as engine:
+        assert sorted(places) == [[0, 2], [1, 2]]
+        kill(engine, 1)
+        while len(places) < 3:
+            await asyncio.sleep(0.001)
+        assert places[2:] == [[1, 2]]
+
+
 def test_settings_of_each_replica() -> None:
     from aengine.engine.replicas.start import replica_configs
 

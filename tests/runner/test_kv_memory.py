@@ -77,11 +77,13 @@ def test_max_model_len_beyond_the_models() -> None:
 
 
 def test_cpu_budget() -> None:
-    assert cpu_budget(config(), free=8 * GIB, weights=GIB) == 2 * GIB
-    assert cpu_budget(config(), free=80 * GIB, weights=GIB) == 4 * GIB
-    assert cpu_budget(config(kv_cache_memory_bytes=7 * GIB), free=8 * GIB, weights=GIB) == 7 * GIB
+    sizes = {"weights": GIB, "num_processes": 1}
+    assert cpu_budget(config(), free=8 * GIB, **sizes) == 2 * GIB
+    assert cpu_budget(config(), free=80 * GIB, **sizes) == 4 * GIB
+    assert cpu_budget(config(), free=80 * GIB, weights=GIB, num_processes=4) == GIB
+    assert cpu_budget(config(kv_cache_memory_bytes=7 * GIB), free=8 * GIB, **sizes) == 7 * GIB
     with pytest.raises(ModelLoadError, match=r"9 GiB.*only 8 GiB is free after 1 GiB of weights: lower kv_cache"):
-        cpu_budget(config(kv_cache_memory_bytes=9 * GIB), free=8 * GIB, weights=GIB)
+        cpu_budget(config(kv_cache_memory_bytes=9 * GIB), free=8 * GIB, **sizes)
 
 
 def test_gpu_budget() -> None:

@@ -42,7 +42,7 @@ class ReplicasStart:
         self._executors = [self._make_executor(own) for own in configs]
         loop = asyncio.get_running_loop()
         for index, (own, executor) in enumerate(zip(configs, self._executors, strict=True)):
-            load = {"config": own.to_wire(), "source": source.to_wire()}
+            load = {"config": own.to_wire(), "source": source.to_wire(), "replica": [index, len(configs)]}
             report = self._report if len(configs) == 1 else partial(_report_of, self._report, index)
             name = f"replica {index} (data_parallel_size={len(configs)}, device={own.device!r}): "
             starting = self._start(own, executor, load, report, name if len(configs) > 1 else "")

@@ -7,8 +7,8 @@
     └─────────────────────────────────────────┴──────────────────────────┴───────────┘
 
 The KV's share is kv_cache_memory_bytes if given. Else on a GPU what gpu_memory_utilization leaves above the peak of the
-largest batch, run through `execute_model` itself; on a CPU a quarter of what is free, at most 4 GiB. Never more
-than max_num_seqs requests of max_model_len tokens can use.
+largest batch, run through `execute_model` itself; on a CPU a quarter of what is free, at most 4 GiB, divided among the
+processes. Never more than max_num_seqs requests of max_model_len tokens can use.
 """
 
 from __future__ import annotations
@@ -84,15 +84,16 @@ def plan_kv(
     return KvPlan(num_blocks, room)
 
 
-def cpu_budget(config: EngineConfig, *, free: int, weights: int) -> int:
-    """Bytes for KV on a CPU. ``free``: what is free now that ``weights`` bytes of weights are loaded.
+def cpu_budget(config: EngineConfig, *, free: int, weights: int, num_processes: int) -> int:
+    """Bytes for KV on a CPU. ``free``: what is free now that ``weights`` bytes of weights are loaded;
+    ``num_processes``: ranks of all replicas, which share it.
 
     Raises ModelLoadError if kv_cache_memory_bytes is more than that: the machine would kill the worker later, when the
     cache fills.
     """
     asked = config.kv_cache_memory_bytes
     if asked is None:
-        return min(CPU_DEFAULT, free // 4) // config.num_ranks
+        return min(CPU_DEFAULT, free // 4) // num_processes
     if asked > free // config.num_ranks:
         ranks = f" on each of {config.num_ranks} ranks" if config.num_ranks > 1 else ""
         raise ModelLoadError(

@@ -103,6 +103,7 @@ def _load(
         weight_bytes=platform.memory().allocated if platform.is_accelerator else weights.own_bytes,
         num_threads=num_threads,
         is_alone=rank.world_size == 1,
+        num_processes=rank.world_size * rank.dp_size,
         vectors=vectors,
         group=group,
         link=link,

@@ -36,7 +36,8 @@ def profile(setup: RunnerSetup, progress: Progress) -> KvPlan:
             budget = _accelerator_budget(setup, wanted_len, progress)
         else:
             progress("profile", 0, 0, "")
-            budget = cpu_budget(setup.config, free=free_memory(), weights=setup.weight_bytes)
+            sizes = {"free": free_memory(), "weights": setup.weight_bytes, "num_processes": setup.num_processes}
+            budget = cpu_budget(setup.config, **sizes)
     layout = setup.kv_layout
     return plan_kv(
         setup.config,

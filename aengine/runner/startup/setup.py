@@ -46,6 +46,7 @@ class RunnerSetup:
     weight_bytes: int
     num_threads: int  # that compile kernels
     is_alone: bool = True  # no other rank computes the same steps
+    num_processes: int = 1  # ranks of all replicas
     vectors: VectorLayers | None = None  # None: it gives no embeddings
     group: TensorGroup = ALONE
     link: PipelineLink | None = None  # to the other stages of the pipeline; None: there is one stage
