@@ -30,7 +30,7 @@ __all__ = ["BatchGraphs", "BatchOutputs", "BatchShape"]
 
 _TOKENS = (16, 32, 64, 128, 192, 256, 384, 512, 768, 1024, 1536, 2048, 2304)
 _REQUESTS = (8, 64, 256, 1024)
-_READY_TOKENS, _READY_REQUESTS = 512, 64  # shapes up to these are captured at the start
+_READY_REQUESTS = 64  # shapes up to so many are captured at the start
 
 Forward = Callable[[PreparedInputs, Tensor], Tensor]
 """Hidden states [num_tokens, hidden_size] of prepared inputs and rows (int64 [num_reqs], on the device)."""
@@ -51,8 +51,8 @@ class BatchOutputs(NamedTuple):
 
 
 class BatchGraphs:
-    """Captures the smaller shapes at the start, others in idle times. A step whose shape is not captured yet runs op by
-    op, padded alike, and the second one of that shape captures it, which takes little longer."""
+    """Captures the shapes of few requests at the start, others in idle times. A step whose shape is not captured yet
+    runs op by op, padded alike, and the second one of that shape captures it, which takes little longer."""
 
     def __init__(
         self,
@@ -119,14 +119,12 @@ class BatchGraphs:
         return BatchOutputs(outputs.hidden, *(column[: plan.num_reqs] for column in outputs[1:]))
 
     def prepare_first(self) -> None:
-        """Prepare what the first requests after a start would wait for: the smaller shapes, and of the others those of
-        few requests, which run once, so that their kernels are loaded."""
+        """Prepare what the first requests after a start would wait for: all shapes but those of many requests."""
         for shape in self.missing():
-            is_small = shape.num_tokens <= _READY_TOKENS and shape.num_reqs <= max(_READY_REQUESTS, self._reqs[0])
-            if is_small or shape.num_reqs == self._reqs[0]:
+            if shape.num_reqs <= max(_READY_REQUESTS, self._reqs[0]):
                 self.prepare(shape)
-            if is_small and shape in self._loaded:
-                self.prepare(shape)
+                if shape in self._loaded:
+                    self.prepare(shape)
 
     def prepare(self, shape: BatchShape) -> None:
         """Do the next part, some 10 ms, of what a graph needs: a run with padding alone, then the capture."""

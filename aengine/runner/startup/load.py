@@ -169,11 +169,15 @@ class LocalModel:
                 runner.share_bitmasks(bitmasks)
             if runner.graphs is not None:
                 runner.graphs.capture_all(lambda done, total: self._progress("graphs", done, total, "graphs"))
+                decodes = time.monotonic() - begun
                 if runner.batch_graphs is not None:
                     runner.batch_graphs.prepare_first()
                 platform.synchronize()
-                seconds = time.monotonic() - begun
-                logger.info("%d graphs captured in %.1f s", runner.graphs.num_captured, seconds)
+                prompts = time.monotonic() - begun - decodes
+                sizes = runner.graphs.num_captured
+                logger.info(
+                    "graphs of %d batch sizes in %.1f s, of steps with prompts in %.1f s", sizes, decodes, prompts
+                )
         facts = {
             "num_parameters": self._weights.num_parameters,
             "kv_cache_bytes": plan["num_blocks"] * setup.kv_layout.page_bytes,
