@@ -128,8 +128,9 @@ class EngineConfig:
     tensor_parallel_size: int = 1
     """Ranks that share each layer of the model (docs/parallel.md): a GPU each; with device="cpu" a process each."""
     pipeline_parallel_size: int = 1
-    """Stages among which the layers of the model are divided (docs/parallel.md), each of tensor_parallel_size ranks. At
-    least as many steps and one more are in flight, whatever max_in_flight_steps says."""
+    """Stages among which the layers of the model are divided (docs/parallel.md), each of tensor_parallel_size ranks:
+    GPUs of one machine; with device="cpu" processes. At least as many steps and one more are in flight, whatever
+    max_in_flight_steps says."""
     enable_expert_parallel: bool = False
     """Of mixtures of experts each of those ranks has some experts as a whole, instead of a part of every one."""
     data_parallel_size: int = 1

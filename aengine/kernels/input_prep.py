@@ -12,6 +12,7 @@ __all__ = [
     "DecodeInputs",
     "PreparedInputs",
     "ScalarColumns",
+    "advance_rows",
     "append_tokens",
     "commit_decode",
     "gather_block_table",
@@ -124,6 +125,24 @@ def append_tokens(token_ids: Tensor, num_tokens: Tensor, rows: Tensor, sampled: 
     end = num_tokens.index_select(0, rows)
     token_ids[rows, end.long()] = sampled.int()
     num_tokens.index_copy_(0, rows, end + 1)
+    return None
+
+
+def advance_rows(num_computed_tokens: Tensor, rows: Tensor, seq_lens: Tensor) -> None:
+    """``num_computed_tokens[row] = seq_len``, for all rows, which are distinct.
+
+    Args:
+        num_computed_tokens: int32 [max_num_seqs]
+        rows: int64 [n]; rows of -1 are left out
+        seq_lens: int32 [n]
+    """
+    assert rows.dtype == torch.int64 and seq_lens.dtype == torch.int32 and rows.shape == seq_lens.shape
+    if uses_triton(num_computed_tokens):
+        from .triton import input_prep as triton_op
+
+        return triton_op.advance_rows(num_computed_tokens, rows, seq_lens)
+    real = rows >= 0
+    num_computed_tokens[rows[real]] = seq_lens[real]
     return None
 
 

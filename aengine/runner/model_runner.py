@@ -167,7 +167,9 @@ class ModelRunner:
         )
         self.requests = RequestState(self._arena)
         kv_memory.watch_rows(self.requests.scalars.first_len)
-        self._relay = Relay(stage, link, self.requests)
+        self._relay = Relay(stage, link, self.requests, has_graphs=bool(graph_sizes))
+        self.samples = self._relay.samples
+        """Whether this pipeline stage samples: it is the last, or the only one."""
         self.tables = BlockTables(self._arena, num_blocks=num_blocks, groups=kv_groups)
         self._pooling = DecoderPooling(model, self.requests, vectors or VectorLayers("last"))
         self._bitmasks = HostBitmasks(4 * ((vocab_size + 31) // 32))
@@ -181,22 +183,19 @@ class ModelRunner:
         self._copy_out = OutputCopier(platform)
         self.graphs: CudaGraphManager | None = None
         if graph_sizes:
-            self._sampler.reserve()
-            most = max(graph_sizes)
-            step = DecodeStep(self.requests, self, self._sampler, most, max_in_flight_steps, self._bitmasks, platform)
+            if self.samples:
+                self._sampler.reserve()
+            step = DecodeStep(
+                *(self.requests, self, self._sampler, max(graph_sizes), max_in_flight_steps, self._bitmasks, platform),
+                samples=self.samples,
+                sampled=self._relay.token_ids,
+            )
             self.graphs = CudaGraphManager(step, graph_sizes, platform, enforce_eager=enforce_eager)
         self.batch_graphs: BatchGraphs | None = None
         if graph_sizes and not enforce_eager:
-            self.batch_graphs = BatchGraphs(
-                self.requests,
-                self.tables,
-                self.forward_batch,
-                max_num_seqs,
-                0 if self.tables.has_states else max_graph_tokens,  # states of prompts are taken one by one
-                platform,
-                group,
-            )
-
+            most_tokens = 0 if self.tables.has_states else max_graph_tokens  # states of prompts are taken one by one
+            sizes = (max_num_seqs, most_tokens)
+            self.batch_graphs = BatchGraphs(self.requests, self.tables, self.forward_batch, *sizes, platform, group)
         self._preparations: list[Preparation] | None = None  # not looked for yet
 
     def _find_preparations(self) -> list[Preparation]:
@@ -268,13 +267,17 @@ class ModelRunner:
         return state
 
     def _run_graph(self, out: SchedulerOutput, plan: BatchPlan, graphs: CudaGraphManager) -> ExecuteModelState:
-        """A step of decodes: two launches, the second when it is known how to sample."""
-        graphs.run(plan.rows)
-        return ExecuteModelState(out.step_id, plan, is_half=True)
+        """A step of decodes: two launches, the second when it is known how to sample; one if this stage does not."""
+        self._relay.receive_for_graph(plan.num_reqs)
+        hidden = graphs.run(plan.rows)
+        if hidden is not None:
+            self._relay.send(hidden)
+        return ExecuteModelState(out.step_id, plan, is_half=self.samples)
 
     def _run_batch(self, out: SchedulerOutput, plan: BatchPlan) -> ExecuteModelState:
         shape = None if self.batch_graphs is None else self.batch_graphs.shape_for(plan)
         if self.batch_graphs is not None and shape is not None:
+            self._relay.receive_for_graph(plan.num_tokens)
             hidden, rows, seq_lens, last = self.batch_graphs.run(plan, shape)
         else:
             batch = InputBatch.gather(plan, self.requests, self.tables)
@@ -282,12 +285,12 @@ class ModelRunner:
             received = self._relay.receive(plan.num_tokens)
             hidden = self._model.forward(inputs.input_ids, inputs.positions, attn, *received)
             rows, seq_lens, last = batch.idx_mapping, batch.inputs.seq_lens, None
-        if not self._relay.samples:
-            self._relay.send(hidden)
+        if not self.samples:
+            self._relay.send(hidden[: plan.num_tokens])
             self.requests.advance_device(rows, seq_lens)
             return ExecuteModelState(out.step_id, plan)
         logits, pooled = None, self._pooling.pool(plan, hidden)
-        most = 0 if self.graphs is None or plan.drafts is not None or self._relay.has_others else self.graphs.max_size
+        most = 0 if self.graphs is None or plan.drafts is not None else self.graphs.max_size
         is_held = pooled is None and 0 < len(plan.sampling) <= most
         if len(plan.sampling):
             if plan.num_logits == len(hidden):
@@ -305,12 +308,13 @@ class ModelRunner:
     def forward_batch(self, inputs: PreparedInputs, rows: Tensor) -> Tensor:
         """See `BatchGraphs`: the forward of a step with prompts over a graph's memory."""
         attn = self._kv_memory.bind_batch(inputs, rows, self.tables.table)
-        return self._model.forward(inputs.input_ids, inputs.positions, attn)
+        received = self._relay.received(len(inputs.input_ids))
+        return self._model.forward(inputs.input_ids, inputs.positions, attn, *received)
 
     def decode(self, input_ids: Tensor, positions: Tensor, rows: Tensor, seq_lens: Tensor) -> Tensor:
         """See `DecodeModel`: the forward of a step over a graph's memory."""
         attn = self._kv_memory.bind_decode(rows, seq_lens, self.tables.table)
-        return self._model.forward(input_ids, positions, attn)
+        return self._model.forward(input_ids, positions, attn, *self._relay.received(len(input_ids)))
 
     def compute_logits(self, hidden: Tensor) -> Tensor:
         """See `DecodeModel`."""
@@ -332,7 +336,7 @@ class ModelRunner:
         if plan is None:
             nothing = (state.step_id, state.num_reqs, _NO_ROWS, None, state.row_errors)
             return AsyncOutput(*nothing, drafts=state.drafts)
-        if not self._relay.samples:
+        if not self.samples:
             rows = plan.rows[plan.sampling]
             self.requests.append(rows)
             self._relay.expect_ids(rows)
@@ -342,6 +346,7 @@ class ModelRunner:
         rows, batch_idx = plan.rows[plan.sampling], plan.batch_idx[plan.sampling]
         logprobs = self._sampler.logprob_rows(rows, batch_idx)
         published = self._sample_by_graph(state, rows, batch_idx, grammar, has_logprobs=logprobs is not None)
+        self._relay.send_ids_of_graph(len(rows))
         self.requests.append(rows)
         return AsyncOutput(state.step_id, state.num_reqs, batch_idx, published, state.row_errors, logprobs)
 
@@ -437,9 +442,11 @@ class ModelRunner:
         """Apply changes in the order of the SchedulerOutput's fields: a row may be freed and taken in one step."""
         if out.settled_rows:
             self.requests.settle(np.array(out.settled_rows), np.array(out.num_rejected))
+        sampler = self._sampler if self.samples else None
         for row in out.removed:
             self.requests.remove_request(row)
-            self._sampler.remove_request(row)
+            if sampler is not None:
+                sampler.remove_request(row)
             self._row_faults.pop(row, None)
         for request in out.new_requests:
             fault = _check_tokens(request, self.vocab_size)
@@ -448,7 +455,8 @@ class ModelRunner:
             self.requests.add_request(request)
             self._relay.note_new_owner(request.req_idx)
             self._pooling.add_request(request)
-            self._sampler.add_request(request)
+            if sampler is not None:
+                sampler.add_request(request)
             self.tables.replace(request)
         self.tables.append(out.block_rows, out.block_ids, out.block_groups)
         fresh = self.tables.take_fresh()
@@ -457,7 +465,7 @@ class ModelRunner:
         if out.page_copies:
             self._kv_memory.copy_blocks(self.tables.checked(out.page_copies))
         self._arena.apply()
-        for row in self._sampler.apply_staged_writes():
+        for row in () if sampler is None else sampler.apply_staged_writes():
             if not self._is_alone:
                 raise InternalError(_NO_MEMORY_ON_A_RANK)
             self._row_faults[row] = ("InternalError", _NO_MEMORY_TO_SAMPLE)

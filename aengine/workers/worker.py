@@ -250,7 +250,7 @@ class Worker:
         if self._lead is not None:
             self._check = AnswerCheck(self._lead, self._loading.rank)
         self._max_launched = config.steps_in_flight
-        self._prepares = self._loading.rank.pp_size == 1  # other stages would have to take part
+        self._prepares = True
 
     def _allocate(self, plan: dict[str, int]) -> None:
         self._runner = self._loading.allocate(plan)

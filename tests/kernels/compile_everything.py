@@ -46,6 +46,7 @@ from aengine.kernels import (
     routing,
     select_rows,
     short_conv,
+    signal,
     staged_write,
     top_k_top_p,
     varlen_attention,
@@ -321,6 +322,7 @@ def inputs_and_sampling(compiler: Compiler) -> None:
     input_prep.prepare_inputs(ids, scalars[:, 11], table, rows, rows, torch.full((1,), 16, dtype=torch.int32), 4)
     inputs = input_prep.prepare_decode(ids, scalars, columns, rows)
     input_prep.append_tokens(ids, scalars[:, 10], rows, rows)
+    input_prep.advance_rows(scalars[:, 11], rows, inputs.seq_lens)
     published, cursor = torch.zeros(3, 2, 4, dtype=torch.int32), torch.zeros(1, dtype=torch.int32)
     input_prep.commit_decode(ids, scalars, columns, rows, rows, torch.zeros(4), published, cursor)
     logits, ones = torch.zeros(4, 200_000), torch.ones(4)
@@ -359,6 +361,9 @@ def exchanges(compiler: Compiler) -> None:
         words = torch.zeros(4096, dtype=torch.int32)
         for gather in (exchange_words.gather_in_words, exchange_bulk.gather_in_bulk):
             gather(torch.zeros(size, 4096, dtype=torch.int32), words, mailbox)
+    compiler.note = "pipeline"
+    signal.signal(torch.zeros(1, dtype=torch.int64), 5)
+    signal.wait(torch.zeros(1, dtype=torch.int64), 5)
 
 
 # -- what to call

@@ -19,7 +19,7 @@ from aengine.config import EngineConfig
 from aengine.errors import ModelLoadError
 from aengine.outputs import FinishReason
 from aengine.params import SamplingParams
-from aengine.runner.distributed.pipeline import IntermediateTensors
+from aengine.runner.distributed.pipeline import IntermediateTensors, StepSizes
 from aengine.runner.distributed.stage import WHOLE, PipelineStage
 from aengine.runner.model_runner import ModelRunner
 from aengine.runner.models import build_model, read_config
@@ -46,6 +46,7 @@ class Link:
     """A `PipelineLink` over `Lines`: what is received must have been sent."""
 
     def __init__(self, lines: Lines, index: int) -> None:
+        self.sizes = StepSizes(0, torch.float32, BATCHED, ROWS, len(lines.hidden) + 1)
         self._lines = lines
         self._index = index
 
@@ -64,6 +65,9 @@ class Link:
         token_ids = self._lines.token_ids.popleft()
         assert token_ids.shape == (count,)
         return token_ids
+
+    def warm_up(self) -> None:
+        pass
 
 
 def make_setup(source: ModelSource, stage: PipelineStage, link: Link | None) -> RunnerSetup:

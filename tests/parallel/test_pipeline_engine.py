@@ -65,6 +65,7 @@ async def test_any_request(model: Path) -> None:
     expected = await answers(model)
     assert await answers(model, pipeline_parallel_size=2) == expected
     assert await answers(model, pipeline_parallel_size=3, max_in_flight_steps=1) == expected
+    assert await answers(model, pipeline_parallel_size=2, tensor_parallel_size=2) == expected
 
 
 @pytest.mark.parametrize("stage", [0, 1])

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -11,7 +12,8 @@ import torch
 
 from aengine import AsyncLLM, InvalidRequestError, ModelLoadError
 from aengine.config import EngineConfig
-from aengine.runner.distributed.opening import open_device, open_group
+from aengine.runner.distributed.opening import open_device, open_group, open_link
+from aengine.runner.distributed.pipeline import StepSizes
 from aengine.runner.platforms.cpu import CpuPlatform
 from aengine.runner.platforms.cuda import CudaPlatform
 from aengine.runner.platforms.platform import Unavailable
@@ -32,16 +34,29 @@ def gpu(index: int, **options: Any) -> FakeGpu:
     return FakeGpu(torch.device("cuda", index), **options)
 
 
-def fault(folder: Path, *platforms: Any) -> str:
+SIZES = StepSizes(8, torch.float32, 16, 4, 3)
+
+
+def fault(folder: Path, setting: str, *platforms: Any) -> str:
     """The error of all ranks, as of rank 0."""
-    ranks = [Rank(i, i, len(platforms), rendezvous=str(folder / "meeting")) for i in range(len(platforms))]
-    with ThreadPoolExecutor(len(ranks)) as pool:
-        opened = [pool.submit(open_group, *each) for each in zip(ranks, platforms, strict=True)]
+    size, rendezvous = len(platforms), str(folder / "meeting")
+    places: list[dict[str, int]] = [{"tp_rank": i, "tp_size": size} for i in range(size)]
+    if setting == "pipeline_parallel_size":
+        places = [{"pp_rank": i, "pp_size": size} for i in range(size)]
+    ranks = [Rank(i, **place, rendezvous=rendezvous) for i, place in enumerate(places)]
+
+    def open_any(rank: Rank, platform: Any) -> None:
+        open_group(rank, platform)
+        open_link(rank, platform, SIZES)
+
+    with ThreadPoolExecutor(size) as pool:
+        opened = [pool.submit(open_any, *each) for each in zip(ranks, platforms, strict=True)]
         errors = [one.exception() for one in opened]
     assert all(isinstance(error, ModelLoadError) for error in errors), errors
     return str(errors[0])
 
 
+@pytest.mark.parametrize("setting", ["tensor_parallel_size", "pipeline_parallel_size"])
 @pytest.mark.parametrize(
     ("platforms", "text"),
     [
@@ -54,9 +69,8 @@ def fault(folder: Path, *platforms: Any) -> str:
         ((gpu(0, readable=()), gpu(1, readable=())), "cuda:0 can't read the memory of cuda:1 .*name GPUs that can"),
     ],
 )
-def test_devices_that_do_not_fit(tmp_path: Path, platforms: tuple[Any, ...], text: str) -> None:
-    with pytest.raises(AssertionError, match=text):
-        raise AssertionError(fault(tmp_path, *platforms))
+def test_devices_that_do_not_fit(tmp_path: Path, platforms: tuple[Any, ...], text: str, setting: str) -> None:
+    assert re.match(f"{setting}=2: {text}", fault(tmp_path, setting, *platforms))
 
 
 def test_more_ranks_than_gpus(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -10,7 +10,7 @@ from torch import Tensor
 from ..step_inputs import DecodeInputs, PreparedInputs, ScalarColumns
 from .launch import bucket, gdc_launch_dependents, gdc_wait, has_pdl, launch
 
-__all__ = ["append_tokens", "commit_decode", "prepare_decode", "prepare_inputs"]
+__all__ = ["advance_rows", "append_tokens", "commit_decode", "prepare_decode", "prepare_inputs"]
 
 _BLOCK = 128
 
@@ -126,6 +126,20 @@ def _append_tokens(token_ids, num_tokens, rows, sampled, n, stride_ids, stride_n
     end = tl.load(num_tokens + row * stride_num, mask=real, other=0)
     tl.store(token_ids + row * stride_ids + end, tl.load(sampled + i, mask=real, other=0).to(tl.int32), mask=real)
     tl.store(num_tokens + row * stride_num, end + 1, mask=real)
+
+
+def advance_rows(num_computed_tokens: Tensor, rows: Tensor, seq_lens: Tensor) -> None:
+    n = rows.shape[0]
+    where = (num_computed_tokens, num_computed_tokens.stride(0))
+    launch(_advance_rows, (triton.cdiv(n, _BLOCK),), *where, rows, seq_lens, n, BLOCK=_BLOCK)
+
+
+@triton.jit(do_not_specialize=["n"], do_not_specialize_on_alignment=["rows", "seq_lens", "num_computed"])
+def _advance_rows(num_computed, stride, rows, seq_lens, n, BLOCK: tl.constexpr):
+    i = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
+    row = tl.load(rows + i, mask=i < n, other=-1)
+    real = row >= 0
+    tl.store(num_computed + row * stride, tl.load(seq_lens + i, mask=real, other=0), mask=real)
 
 
 def prepare_decode(token_ids: Tensor, scalars: Tensor, columns: ScalarColumns, rows: Tensor) -> DecodeInputs:

@@ -20,8 +20,9 @@ Rows = npt.NDArray[np.int64]
 class AwaitedIds:
     """What the last stage has sampled, or will have, and the first has not received; of the first stage.
 
-    Ids come in the order of the steps, and are received as late as may be: when a step needs one of them. Until then
-    this stage computes the steps of other requests.
+    Ids come in the order of the steps, and are received as late as may be: when a step needs one of them, or so many
+    steps later that the host had been told of them before it gave the newest. Until then this stage computes the steps
+    of other requests.
     """
 
     def __init__(self, requests: RequestState, link: PipelineLink) -> None:
@@ -34,6 +35,8 @@ class AwaitedIds:
         """A step samples one token for each of these rows, int64 [n]."""
         if len(rows):
             self._steps.append((rows, self._num_owners[rows]))
+        while len(self._steps) > self._link.sizes.steps_in_flight:
+            self._receive()
 
     def note_new_owner(self, row: int) -> None:
         """The row is another request's from now on: ids that are on their way to it are not its."""

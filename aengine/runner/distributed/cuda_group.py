@@ -2,25 +2,22 @@
 
 from __future__ import annotations
 
-import itertools
 from collections.abc import Iterator
 from contextlib import contextmanager
 from datetime import timedelta
-from typing import Any
 
 import torch
 from torch import Tensor
-from torch.distributed import PrefixStore, ProcessGroup, Store
+from torch.distributed import Store
 
 from ...kernels.all_reduce import EACH_WAY, add_all_reduced, all_gathered, all_reduced
 from ...kernels.mailbox import MAX_PROGRAMS, Mailbox
+from .symmetric_memory import SymmetricMemory
 
 __all__ = ["CudaGroup"]
 
 _WORDS_PER_RANK = 2**16
 _BULK_BYTES = 2**27  # of a rank's memory; tensors larger than its part for one of the ranks are sent in pieces
-
-_numbers = itertools.count()
 
 
 class CudaGroup:
@@ -34,6 +31,8 @@ class CudaGroup:
         """Meet the other ranks at ``store``.
 
         ``timeout``: longest wait for another rank here. A call on the device waits for ever.
+
+        Raises as `SymmetricMemory`.
         """
         self.rank = rank
         self.size = size
@@ -41,9 +40,9 @@ class CudaGroup:
         store.set_timeout(timeout)
         bulk_per_rank = _BULK_BYTES // (2 * size) // 16 * 16
         num_bytes = Mailbox.bytes_needed(size, _WORDS_PER_RANK, bulk_per_rank)
-        self._memory, addresses = _shared_memory(num_bytes, store, rank, size, device)
+        self._memory = SymmetricMemory(num_bytes, store, rank, size, device)
         calls = torch.zeros(MAX_PROGRAMS, dtype=torch.int32, device=device)
-        self.mailbox = Mailbox(rank, size, _WORDS_PER_RANK, bulk_per_rank, addresses, calls)
+        self.mailbox = Mailbox(rank, size, _WORDS_PER_RANK, bulk_per_rank, self._memory.addresses, calls)
 
     def add_sum(self, residual: Tensor, partial: Tensor) -> None:
         if self._is_rehearsing:
@@ -73,27 +72,3 @@ class CudaGroup:
             yield
         finally:
             self._is_rehearsing = False
-
-
-def _shared_memory(num_bytes: int, store: Store, rank: int, size: int, device: torch.device) -> tuple[object, Tensor]:
-    """Allocate as many zeros on each rank.
-
-    Returns:
-        what keeps the memory, and int64 [size]: where each rank's begins, as this rank's kernels reach it
-    """
-    from torch._C._distributed_c10d import _register_process_group, _SymmetricMemory
-
-    # torch finds the store by the name of a process group, in its table or in that of its symmetric memory; all ranks
-    # of a group make their groups in the same order, so the names agree.
-    name: Any = f"aengine-{next(_numbers)}"
-    group = ProcessGroup(PrefixStore("group", store), rank, size)
-    group._set_group_name(name)
-    _register_process_group(name, group)
-    _SymmetricMemory.set_group_info(name, rank, size, PrefixStore("memory", store))
-    memory = _SymmetricMemory.empty_strided_p2p((num_bytes,), (1,), torch.uint8, device)
-    memory.zero_()
-    torch.accelerator.synchronize(device)
-    handle = _SymmetricMemory.rendezvous(memory, name)
-    store.set(f"zeroed/{rank}", "")  # nobody writes into another's memory before that is zeroed
-    store.wait([f"zeroed/{other}" for other in range(size)])
-    return (group, memory, handle), torch.tensor(handle.buffer_ptrs, dtype=torch.int64, device=device)

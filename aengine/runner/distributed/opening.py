@@ -7,6 +7,8 @@ is left behind. None of torch's global groups is made, except where its symmetri
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from datetime import timedelta
 
 import torch
@@ -17,8 +19,9 @@ from ...workers.rank import Rank
 from ..platforms.choice import choose_platform
 from ..platforms.platform import Platform
 from .group import ALONE, TensorGroup
-from .pipeline import GlooLink, PipelineLink
+from .pipeline import GlooLink, PipelineLink, StepSizes
 from .stage import PipelineStage
+from .symmetric_memory import NoPeers
 
 __all__ = ["open_device", "open_group", "open_link", "stage_of"]
 
@@ -53,32 +56,32 @@ def open_group(rank: Rank, platform: Platform) -> TensorGroup:
     """
     if rank.tp_size == 1:
         return ALONE
+    setting = f"tensor_parallel_size={rank.tp_size}"
     store = _open_store(rank, f"tensor-{rank.dp_rank}-{rank.pp_rank}")
-    _check_devices(rank, platform, store)
-    device = platform.device
-    if device.type == "cuda":
+    _check_devices(store, platform, setting, rank.tp_rank, rank.tp_size)
+    if platform.device.type == "cuda":
         from .cuda_group import CudaGroup
 
-        return CudaGroup(store, rank.tp_rank, rank.tp_size, device, _FOREVER)
+        with _peers_explained(setting):
+            return CudaGroup(store, rank.tp_rank, rank.tp_size, platform.device, _FOREVER)
     from .gloo_group import GlooGroup
 
     return GlooGroup(store, rank.tp_rank, rank.tp_size, _FOREVER)
 
 
-def open_link(rank: Rank, platform: Platform, hidden_size: int, dtype: torch.dtype) -> PipelineLink | None:
-    """Meet the ranks at this one's place in the other pipeline stages; None: there is one stage. As `open_group`.
-
-    ``hidden_size``, ``dtype``: of the hidden states.
-    """
+def open_link(rank: Rank, platform: Platform, sizes: StepSizes) -> PipelineLink | None:
+    """Meet the ranks at this one's place in the other pipeline stages; None: there is one stage. As `open_group`."""
     if rank.pp_size == 1:
         return None
-    if platform.is_accelerator:
-        raise ModelLoadError(
-            f"pipeline_parallel_size={rank.pp_size} is for device='cpu' so far: on GPUs use tensor_parallel_size or "
-            f"data_parallel_size"
-        )
+    stage, setting = stage_of(rank), f"pipeline_parallel_size={rank.pp_size}"
     store = _open_store(rank, f"pipeline-{rank.dp_rank}-{rank.tp_rank}")
-    return GlooLink(store, stage_of(rank), _FOREVER, hidden_size, dtype)
+    _check_devices(store, platform, setting, stage.index, stage.size)
+    if platform.device.type == "cuda":
+        from .cuda_link import open_cuda_link
+
+        with _peers_explained(setting):
+            return open_cuda_link(store, stage, sizes, platform.device, _FOREVER)
+    return GlooLink(store, stage, sizes, _FOREVER)
 
 
 def stage_of(rank: Rank) -> PipelineStage:
@@ -97,26 +100,36 @@ def _open_store(rank: Rank, prefix: str) -> dist.Store:
     return store
 
 
-def _check_devices(rank: Rank, platform: Platform, store: dist.Store) -> None:
-    """Raises ModelLoadError unless all ranks have devices of one kind, and each a GPU of its own that this one's can
-    read."""
+@contextmanager
+def _peers_explained(setting: str) -> Iterator[None]:
+    try:
+        yield
+    except NoPeers as error:
+        raise ModelLoadError(
+            f"{setting}: the ranks' GPUs can't be given each other's memory ({error}): name GPUs that can, "
+            f"device='cuda:0,1' say; in a virtual machine or container pass them through together"
+        ) from error
+
+
+def _check_devices(store: dist.Store, platform: Platform, setting: str, own: int, size: int) -> None:
+    """Raises ModelLoadError unless all ranks that meet at ``store``, ``size`` of them, have devices of one kind, and
+    each a GPU of its own that this one's can read."""
     device = platform.device
-    store.set(f"device-{rank.tp_rank}", f"{device} {platform.name}")
-    setting = f"tensor_parallel_size={rank.tp_size}"
-    for other in range(rank.tp_size):
-        if other == rank.tp_rank:
+    store.set(f"device-{own}", f"{device} {platform.name}")
+    for other in range(size):
+        if other == own:
             continue
         place, _, name = store.get(f"device-{other}").decode().partition(" ")
         its = torch.device(place)
         if its.type != device.type:
             raise ModelLoadError(
-                f"{setting}: rank {rank.tp_rank} is on {device} and rank {other} on {its}: give all of them the same "
+                f"{setting}: rank {own} is on {device} and rank {other} on {its}: give all of them the same "
                 f"kind of device, device='cpu' or as many GPUs"
             )
         if not platform.is_accelerator:
             continue
         if its == device:
-            raise ModelLoadError(f"{setting}: ranks {rank.tp_rank} and {other} are both on {device}: name other GPUs")
+            raise ModelLoadError(f"{setting}: ranks {own} and {other} are both on {device}: name other GPUs")
         if name != platform.name:
             raise ModelLoadError(
                 f"{setting}: {device} is a {platform.name} and {its} a {name}: ranks need equal GPUs, which "

@@ -14,6 +14,7 @@ way. While a later stage computes a step, the earlier ones compute those of othe
 from __future__ import annotations
 
 from collections import deque
+from dataclasses import dataclass
 from datetime import timedelta
 from typing import Any, NamedTuple, Protocol
 
@@ -23,7 +24,7 @@ from torch import Tensor
 
 from .stage import PipelineStage
 
-__all__ = ["GlooLink", "IntermediateTensors", "PipelineLink"]
+__all__ = ["GlooLink", "IntermediateTensors", "NoLink", "PipelineLink", "StepSizes"]
 
 _LOOPBACK = "127.0.0.1"
 _HIDDEN, _IDS = 0, 1  # tags of messages
@@ -35,30 +36,69 @@ class IntermediateTensors(NamedTuple):
     hidden: Tensor  # [num_tokens, hidden_size]: the residual stream
 
 
+@dataclass(frozen=True, slots=True)
+class StepSizes:
+    """The most that stages exchange."""
+
+    hidden_size: int
+    dtype: torch.dtype  # of the hidden states
+    max_batched: int  # tokens of a step
+    max_num_seqs: int  # ids of a step
+    steps_in_flight: int  # those that the host has given and not heard of, but for steps in which nothing is sampled
+
+
 class PipelineLink(Protocol):
     """A stage's connections. All stages call the methods in the order of the steps."""
+
+    @property
+    def sizes(self) -> StepSizes: ...
 
     def send(self, tensors: IntermediateTensors) -> None:
         """Pass a step on to the next stage. Does not wait for it."""
 
     def receive(self, num_tokens: int) -> IntermediateTensors:
-        """A step of so many tokens, from the stage before."""
+        """A step of so many tokens, from the stage before; the caller's until the next call, to be changed, too."""
 
     def send_ids(self, token_ids: Tensor) -> None:
         """Tell the first stage the ids sampled in a step, int64 [n]. Does not wait for it. Of the last stage."""
 
     def receive_ids(self, count: int) -> Tensor:
-        """The ids sampled in the oldest step not yet received: int64 [count]. Of the first stage."""
+        """The ids sampled in the oldest step not yet received: int64 [count], until the next call. Of the first stage;
+        no more than ``sizes.steps_in_flight`` of the steps that sample may be left."""
+
+    def warm_up(self) -> None:
+        """Load what the other methods launch; nothing is exchanged."""
+
+
+class NoLink:
+    """In place of a `PipelineLink` for a rehearsal of one stage: it gets zeros, and what it sends goes nowhere."""
+
+    def __init__(self, sizes: StepSizes, device: torch.device) -> None:
+        self.sizes = sizes
+        self._device = device
+
+    def send(self, tensors: IntermediateTensors) -> None:
+        pass
+
+    def receive(self, num_tokens: int) -> IntermediateTensors:
+        sizes = self.sizes
+        return IntermediateTensors(torch.zeros(num_tokens, sizes.hidden_size, dtype=sizes.dtype, device=self._device))
+
+    def send_ids(self, token_ids: Tensor) -> None:
+        pass
+
+    def receive_ids(self, count: int) -> Tensor:
+        return torch.zeros(count, dtype=torch.int64, device=self._device)
+
+    def warm_up(self) -> None:
+        pass
 
 
 class GlooLink:
     """A `PipelineLink` between processes of one machine, by gloo over its loopback interface."""
 
-    def __init__(
-        self, store: dist.Store, stage: PipelineStage, timeout: timedelta, hidden_size: int, dtype: torch.dtype
-    ) -> None:
-        """Meet the other stages at ``store``. ``hidden_size``, ``dtype``: of the hidden states; ``timeout``: longest
-        wait for another stage, here and in every call.
+    def __init__(self, store: dist.Store, stage: PipelineStage, sizes: StepSizes, timeout: timedelta) -> None:
+        """Meet the other stages at ``store``. ``timeout``: longest wait for another stage, here and in every call.
 
         Raises RuntimeError, here and in every call: a stage did not come in time, or has died.
         """
@@ -66,9 +106,8 @@ class GlooLink:
         options = gloo._Options()
         options._devices = [gloo.create_device(hostname=_LOOPBACK)]
         options._timeout = timeout
+        self.sizes = sizes
         self._stage = stage
-        self._hidden_size = hidden_size
-        self._dtype = dtype
         self._group = gloo(store, stage.index, stage.size, options)
         self._sent: deque[tuple[Any, Tensor]] = deque()  # what may still be read: gloo does not copy it
 
@@ -76,7 +115,7 @@ class GlooLink:
         self._send(tensors.hidden, self._stage.index + 1, _HIDDEN)
 
     def receive(self, num_tokens: int) -> IntermediateTensors:
-        hidden = torch.empty((num_tokens, self._hidden_size), dtype=self._dtype)
+        hidden = torch.empty((num_tokens, self.sizes.hidden_size), dtype=self.sizes.dtype)
         self._group.recv([hidden], self._stage.index - 1, _HIDDEN).wait()
         return IntermediateTensors(hidden)
 
@@ -87,6 +126,9 @@ class GlooLink:
         token_ids = torch.empty(count, dtype=torch.int64)
         self._group.recv([token_ids], self._stage.size - 1, _IDS).wait()
         return token_ids
+
+    def warm_up(self) -> None:
+        pass
 
     def _send(self, tensor: Tensor, stage: int, tag: int) -> None:
         while self._sent and self._sent[0][0].is_completed():

@@ -6,7 +6,9 @@
     hidden states of those that sample ─> [ logits ─> sample ─> ids into the rows and to the host ]
     (static memory)
 
-The lower line is the end of a step with prompts, one launch, whatever its layers ran as.
+The lower line is the end of a step with prompts, one launch, whatever its layers ran as. On a pipeline stage that is
+not the last, a decode step ends with its layers: its rows move on, and what the layers yield is passed on behind the
+launch (distributed/relay.py).
 
 A graph replays the launches of one shape, so a batch is padded to the next size that has been captured; padding has row
 -1, reads nothing and writes nothing. All graphs share one memory pool, and are captured largest first, so that the
@@ -32,7 +34,7 @@ from torch import Tensor
 
 from ...kernels.bitmask import apply_bitmask
 from ...kernels.gumbel import gumbel_sample
-from ...kernels.input_prep import DecodeInputs, commit_decode, prepare_decode
+from ...kernels.input_prep import DecodeInputs, advance_rows, commit_decode, prepare_decode
 from ...params import MAX_LOGPROBS
 from ..async_output import Published
 from ..input_batch import Rows
@@ -42,7 +44,7 @@ from ..sampling.bitmask_memory import HostBitmasks, MaskMemory
 from ..sampling.sampler import Sampler, Sampling
 from ..transfer import to_device
 
-__all__ = ["CudaGraphManager", "DecodeStep", "HalfDone", "fits", "graph_sizes"]
+__all__ = ["CudaGraphManager", "DecodeStep", "HalfDone", "PassedOn", "fits", "graph_sizes"]
 
 logger = logging.getLogger("aengine.runner")
 
@@ -105,6 +107,12 @@ class HalfDone(NamedTuple):
     inputs: DecodeInputs
 
 
+class PassedOn(NamedTuple):
+    """What a step yields on a pipeline stage that is not the last."""
+
+    hidden: Tensor  # [size, hidden_size]
+
+
 class DecodeStep:
     """A decode step over static memory: the same calls whether they run at once or are captured."""
 
@@ -117,14 +125,21 @@ class DecodeStep:
         max_in_flight_steps: int,
         bitmasks: HostBitmasks,
         platform: Platform,
+        *,
+        samples: bool = True,
+        sampled: Tensor | None = None,
     ) -> None:
-        """``max_in_flight_steps``: most answers that may be under way or unread."""
+        """``max_in_flight_steps``: most answers that may be under way or unread. ``samples``: this is the last pipeline
+        stage, or the only one. ``sampled``: int64 [max_size or more], where the ids are left, too; None: nowhere.
+        """
         num_slots = max(_LEAST_SLOTS, 2 * max_in_flight_steps)
         self._requests = requests
         self._model = model
         self._sampler = sampler
         self._device = requests.token_ids.device
         self._platform = platform
+        self.samples = samples
+        self._sampled = sampled
         self._rows = torch.full((max_size,), -1, dtype=torch.int64, device=self._device)
         self._rows_host = np.full(max_size, -1, dtype=np.int64)  # what _rows holds, or will when its copies have run
         self._filled = (0, 0)  # how many rows set_rows was given last, and the size that it padded them to
@@ -151,13 +166,16 @@ class DecodeStep:
             self._rows_host[:size], self._filled = padded, (n, size)
         return self._rows[:size]
 
-    def run(self, size: int) -> HalfDone:
-        """Queue the first half of the step, of the rows that were set."""
+    def run(self, size: int) -> HalfDone | PassedOn:
+        """Queue the first half of the step, of the rows that were set; all of it if this stage does not sample."""
         requests = self._requests
         rows = self._rows[:size]
         token_ids, scalars = requests.token_ids, requests.scalars.words
         inputs = prepare_decode(token_ids, scalars, COLUMNS, rows)
         hidden = self._model.decode(inputs.input_ids, inputs.positions, rows, inputs.seq_lens)
+        if not self.samples:
+            advance_rows(requests.scalars.num_computed_tokens, rows, inputs.seq_lens)
+            return PassedOn(hidden)
         self._reserve_hidden(hidden)
         return HalfDone(self._model.compute_logits(hidden), inputs)
 
@@ -210,6 +228,8 @@ class DecodeStep:
     def commit(self, rows: Tensor, ids: Tensor, checks: Tensor) -> None:
         """Put the sampled ids into the rows and where the host reads them; see `commit_decode`."""
         requests = self._requests
+        if self._sampled is not None:
+            self._sampled[: len(ids)].copy_(ids)
         where = (requests.token_ids, requests.scalars.words, COLUMNS, rows)
         commit_decode(*where, ids, checks, self._published, self._cursor)
 
@@ -227,6 +247,8 @@ class DecodeStep:
         self.set_rows(no_rows, size)
         self.set_bitmasks(no_rows, None, size)
         half = self.run(size)
+        if isinstance(half, PassedOn):
+            return
         for sampling in Sampling:
             self.sample(half, sampling)
         if has_end:
@@ -241,6 +263,7 @@ class _Graphs(NamedTuple):
 
     first: Graph
     second: dict[Sampling, Graph]
+    passed_on: PassedOn | None = None  # what the first leaves on a stage that does not sample
 
 
 class CudaGraphManager:
@@ -257,7 +280,7 @@ class CudaGraphManager:
         self._graphs: dict[int, _Graphs] = {}  # by size
         self._ends: dict[int, dict[Sampling, Graph]] = {}  # of steps with prompts, by size
         self._end_sizes = [size for size in self._sizes if size in _END_SIZES or size == self._sizes[-1]]
-        self._half: tuple[int, HalfDone | None] | None = None  # size of the step that waits; what is not in a graph
+        self._half: tuple[int, HalfDone | None] | None = None  # size of the step to be sampled; what is not in a graph
         self._held = 0  # size of the end that waits
         self._pool: Any = None
 
@@ -288,17 +311,24 @@ class CudaGraphManager:
             self.capture(size)
         progress(len(sizes), len(sizes))
 
-    def run(self, rows: Rows) -> None:
-        """Queue the first half of a step of these requests."""
+    def run(self, rows: Rows) -> Tensor | None:
+        """Queue the first half of a step of these requests.
+
+        Returns the hidden states to be passed on, [len(rows), hidden_size], on a stage that does not sample.
+        """
         size = self.size_for(len(rows))
         assert size is not None, f"a batch of {len(rows)} has no graph"
         self.step.set_rows(rows, size)
-        half = None
+        half: HalfDone | PassedOn | None
         if size in self._graphs:
             self._graphs[size].first.replay()
+            half = self._graphs[size].passed_on
         else:
             half = self.step.run(size)
+        if isinstance(half, PassedOn):
+            return half.hidden[: len(rows)]
         self._half = (size, half)
+        return None
 
     def sample(self, rows: Rows, bits: npt.NDArray[np.uint8] | None, sampling: Sampling) -> None:
         """Queue the second half of the step: ``bits`` [n, row_bytes] are of the batch's ``rows`` [n]; ``sampling``: of
@@ -333,6 +363,9 @@ class CudaGraphManager:
             self._pool = self._platform.graph_pool()
         with self._platform.capture(self._pool) as first:
             half = self.step.run(size)
+        if isinstance(half, PassedOn):
+            self._graphs[size] = _Graphs(first, {}, half)
+            return
         second = {}
         for sampling in Sampling:
             with self._platform.capture(self._pool) as second[sampling]:

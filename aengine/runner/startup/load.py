@@ -23,6 +23,7 @@ from ...workers.rank import Rank
 from .. import profiler
 from ..attention.torch_attention import DEFAULT_BLOCK_SIZE
 from ..distributed.opening import open_device, open_group, open_link, stage_of
+from ..distributed.pipeline import StepSizes
 from ..model_runner import ModelRunner
 from ..models import build_model, read_config
 from ..models.encoders import is_encoder
@@ -83,7 +84,9 @@ def _load(
     if isinstance(formats.plain, Float16Format):
         agree_on_plan(group)
     model_config.check_device(platform.device, formats.dtype)
-    link = open_link(rank, platform, model_config.hidden_size, formats.dtype)
+    max_batched = config.max_num_batched_tokens or platform.default_batched_tokens
+    most = (max_batched, config.max_num_seqs, config.steps_in_flight)
+    link = open_link(rank, platform, StepSizes(model_config.hidden_size, formats.dtype, *most))
     model = build_model(model_config, formats, group, stage=stage_of(rank))
     attention = platform.choose_attention(config, model_config, formats.dtype)
     weights = load_weights(model, checkpoint, config.seed, progress, platform.device, platform.memory)
@@ -99,7 +102,7 @@ def _load(
         attention=attention,
         kv_dtype=choose_kv_dtype(config.kv_cache_dtype, formats.dtype),
         block_size=config.block_size or DEFAULT_BLOCK_SIZE,
-        max_batched=config.max_num_batched_tokens or platform.default_batched_tokens,
+        max_batched=max_batched,
         weight_bytes=platform.memory().allocated if platform.is_accelerator else weights.own_bytes,
         num_threads=num_threads,
         is_alone=rank.world_size == 1,

@@ -12,7 +12,6 @@ from __future__ import annotations
 import gc
 import logging
 import time
-from functools import partial
 
 from ...system.memory import free_memory
 from ..model_runner import ModelRunner
@@ -54,11 +53,16 @@ def _accelerator_budget(setup: RunnerSetup, wanted_len: int, progress: Progress)
     begun = time.monotonic()
     longest = min(wanted_len, setup.max_batched)
     num_blocks = max(-(-longest // group.block_size) for group in setup.kv_layout.groups)  # which all requests share
-    runner = setup.make_runner(num_blocks, wanted_len)
+    runner = setup.make_runner(num_blocks, wanted_len, is_rehearsal=True)
     progress("compile", 0, 0, "")
     config = setup.model_config
     kv_heads = {num_kv_heads for _, num_kv_heads, _ in config.head_shapes}
-    exchange = partial(setup.group.warm_up, config.hidden_size, setup.model.weights.formats.dtype)
+
+    def exchange() -> None:
+        setup.group.warm_up(config.hidden_size, setup.model.weights.formats.dtype)
+        if setup.link is not None:
+            setup.link.warm_up()
+
     with one_layer_of_each_kind(setup.model, setup.kv_layout.layers):
         sizes = (setup.max_batched, kv_heads, setup.num_threads)
         compile_kernels(runner, *sizes, has_experts=config.num_experts > 0, exchange=exchange)

@@ -14,7 +14,7 @@ from ...errors import ModelLoadError
 from ..attention.backend import AttentionBackend
 from ..attention.kv_pages import KvCacheSpec
 from ..distributed.group import ALONE, TensorGroup
-from ..distributed.pipeline import PipelineLink
+from ..distributed.pipeline import NoLink, PipelineLink
 from ..distributed.stage import PipelineStage
 from ..graphs.cuda_graphs import graph_sizes
 from ..kv_spec import KVLayout, lay_out_kv
@@ -62,9 +62,13 @@ class RunnerSetup:
         layout = lay_out_kv(layers, self.block_size, self.kv_dtype.itemsize)
         return layout.of_layers(self.stage.layers(len(layers)))
 
-    def make_runner(self, num_blocks: int, max_model_len: int) -> ModelRunner:
-        """A runner over a KV cache of ``num_blocks``; no graph is captured yet."""
+    def make_runner(self, num_blocks: int, max_model_len: int, *, is_rehearsal: bool = False) -> ModelRunner:
+        """A runner over a KV cache of ``num_blocks``; no graph is captured yet. ``is_rehearsal``: its steps are none of
+        the other pipeline stages'."""
         config, platform = self.config, self.platform
+        link = self.link
+        if is_rehearsal and link is not None:
+            link = NoLink(link.sizes, platform.device)
         spec = KvCacheSpec(
             self.model_config,
             num_blocks,
@@ -92,7 +96,7 @@ class RunnerSetup:
             is_alone=self.is_alone,
             vectors=self.vectors,
             stage=self.stage,
-            link=self.link,
+            link=link,
             vocabulary=self.model.vocabulary,
             group=self.group,
         )

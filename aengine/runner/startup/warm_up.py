@@ -8,7 +8,7 @@ import torch
 
 from ...kernels.decode_plan import BatchSize
 from ...kernels.gumbel import gumbel_sample
-from ...kernels.input_prep import PreparedInputs, append_tokens, prepare_decode, prepare_inputs
+from ...kernels.input_prep import PreparedInputs, advance_rows, append_tokens, prepare_decode, prepare_inputs
 from ...kernels.penalties import count_tokens
 from ...kernels.staged_write import apply_staged_writes
 from ..graphs.cuda_graphs import DecodeStep, HalfDone
@@ -52,7 +52,9 @@ def compile_kernels(
             shapes |= {(num_tokens, 1) for num_tokens in _sizes_for_experts(max_batched)}
         for num_tokens, num_reqs in sorted(shapes):
             _prompts(runner, num_tokens, num_reqs)
-        _sampling(runner)
+        if runner.samples:
+            _sampling(runner)
+        _rows(runner)
         exchange()
 
 
@@ -85,7 +87,11 @@ def _decode(runner: ModelRunner, step: DecodeStep, size: int) -> None:
     rows = torch.full((size,), -1, dtype=torch.int64, device=device)
     zeros = torch.zeros(size, dtype=torch.int64, device=device)
     inputs = prepare_decode(requests.token_ids, requests.scalars.words, COLUMNS, rows)
-    logits = runner.compute_logits(runner.decode(zeros, zeros, rows, zeros.int()))
+    hidden = runner.decode(zeros, zeros, rows, zeros.int())
+    if not runner.samples:
+        advance_rows(requests.scalars.num_computed_tokens, rows, inputs.seq_lens)
+        return
+    logits = runner.compute_logits(hidden)
     ids, checks = step.draw(logits, inputs)
     step.commit(rows, ids, checks)
 
@@ -108,7 +114,7 @@ def _sampling(runner: ModelRunner) -> None:
     device = requests.token_ids.device
     logits = torch.zeros((1, runner.vocab_size), device=device)
     row = requests.scalars.select(torch.zeros(1, dtype=torch.int64, device=device))
-    ids, _ = gumbel_sample(logits, row.temperature, row.seed, row.num_tokens)
+    gumbel_sample(logits, row.temperature, row.seed, row.num_tokens)
     if runner.graphs is not None:  # the kernels of all parameters, which steps with prompts launch one by one
         step = runner.graphs.step
         rows = torch.full((1,), -1, dtype=torch.int64, device=device)
@@ -116,6 +122,11 @@ def _sampling(runner: ModelRunner) -> None:
         for sampling in Sampling:
             step.sample(HalfDone(torch.zeros((1, runner.num_logits), device=device), inputs), sampling)
     count_tokens(torch.zeros(runner.vocab_size, dtype=torch.int32, device=device), requests.token_ids[0, :2], 1)
-    append_tokens(requests.token_ids, requests.scalars.num_tokens, ids * 0, ids)
+
+
+def _rows(runner: ModelRunner) -> None:
+    requests = runner.requests
+    device = requests.token_ids.device
     starts = torch.zeros(1, dtype=torch.int64, device=device)
+    append_tokens(requests.token_ids, requests.scalars.num_tokens, starts, starts)
     apply_staged_writes(torch.zeros(4, dtype=torch.int32, device=device), starts, starts, starts.int())
