@@ -132,7 +132,8 @@ class EngineConfig:
     GPUs of one machine; with device="cpu" processes. At least as many steps and one more are in flight, whatever
     max_in_flight_steps says."""
     enable_expert_parallel: bool = False
-    """Of mixtures of experts each of those ranks has some experts as a whole, instead of a part of every one."""
+    """Of mixtures of experts each of those ranks has some experts as a whole, instead of a part of every one; with
+    data_parallel_size each rank of all replicas, so that there are all experts once (docs/parallel.md)."""
     data_parallel_size: int = 1
     """Replicas of the model, each on GPUs of its own, or with its share of a CPU's cores. A request runs on the one
     that has most of its prompt cached, or less to do; when a worker dies its requests go on with another."""

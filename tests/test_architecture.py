@@ -47,6 +47,7 @@ ROOMS: dict[str, set[str]] = {
     "streams": LEAVES | {"telemetry.request_times", "threads", "structured", "tokenizer", "chat"},
     "engine": LEAVES | STREAM_ROOMS | {"scheduler", "ipc", "checkpoint"},
     "engine.executor": LEAVES | {"threads", "telemetry", "ipc", "workers"},
+    "engine.replicas.joint": LEAVES | {"threads", "telemetry", "ipc", "workers"},
     "handles": LEAVES | STREAM_ROOMS | {"engine"},
     "async_llm": LEAVES | STREAM_ROOMS | {"engine", "handles", "sync_llm"},
     "blocking": LEAVES | STREAM_ROOMS,

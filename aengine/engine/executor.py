@@ -113,7 +113,8 @@ class ProcessExecutor:
     def __init__(self, config: EngineConfig) -> None:
         self._config = config
         self.workers = WorkerGroup()
-        self._answers = PendingAnswers()
+        self._all_answers = [PendingAnswers() for _ in range(config.data_parallel_size)]  # by replica
+        self._answers = self._all_answers[0]
         self._handshake: Handshake | None = None  # since start()
         self._reports: dict[int, EngineError] = {}  # by rank: the error that it ended with, the first one first
         self._on_failure: FailureCallback = lambda: None  # of `start`
@@ -146,11 +147,13 @@ class ProcessExecutor:
             if self._config.worker == "default":
                 check_division(self._config, load["source"]["hf_config"])
             load = dict(load)
-            shared = self.workers.share() if self._config.num_ranks > 1 else {}
-            ranks = ranks_of(self._config, shared.pop("rendezvous", ""), *load.pop("replica", ()))
+            num_replicas = self._config.data_parallel_size
+            are_several = self._config.num_ranks * num_replicas > 1
+            rendezvous, leads = self.workers.share(num_replicas) if are_several else ("", [])
+            ranks = ranks_of(self._config, rendezvous, *load.pop("replica", ()))
             handshake = self._handshake = Handshake(ranks, on_progress)
             async with asyncio.timeout(self._config.startup_timeout):
-                await self._start_workers(load | shared, handshake)
+                await self._start_workers(load, handshake, leads)
                 plan = await handshake.agreed()
                 await self.workers.broadcast(Kind.ALLOCATE, 0, pack(plan))
                 return await handshake.ready()
@@ -170,7 +173,7 @@ class ProcessExecutor:
             self.terminate()
             raise
 
-    async def _start_workers(self, load: dict[str, Any], handshake: Handshake) -> None:
+    async def _start_workers(self, load: dict[str, Any], handshake: Handshake, leads: Sequence[int]) -> None:
         """Processes for all ranks, which load side by side."""
         ranks = handshake.ranks
         bitmask_bytes = _bitmask_bytes(self._config, load) if len(ranks) == 1 else 0
@@ -180,6 +183,8 @@ class ProcessExecutor:
             self.workers.check()
         for rank in ranks:
             message = {**load, "rank": rank.to_wire(), "log_level": level_for_workers()}
+            if leads:
+                message["lead"] = leads[rank.index // self._config.num_ranks]
             await self.workers.publish(rank.index, Kind.LOAD, 0, pack(message))
 
     def heartbeats(self) -> int:
@@ -203,7 +208,8 @@ class ProcessExecutor:
         try:
             if self.workers.failure is None:
                 self.workers.failure = _closed_error()
-                self._answers.fail(self.workers.failure)
+                for answers in self._all_answers:
+                    answers.fail(self.workers.failure)
                 async with asyncio.timeout(timeout):
                     for worker in self.workers:
                         await worker.channel.publish(Kind.SHUTDOWN, 0, b"")
@@ -229,7 +235,8 @@ class ProcessExecutor:
         self.workers.kill()
 
         def release_all() -> None:
-            self._answers.fail(failure)
+            for answers in self._all_answers:
+                answers.fail(failure)
             if self._handshake is not None:
                 self._handshake.fail(failure)
             self.workers.close()
@@ -290,7 +297,7 @@ class ProcessExecutor:
         """See `Executor`. Raises TimeoutError after ``timeout`` seconds; InternalError when it failed in the worker,
         which goes on."""
         self.workers.check()
-        call = self._answers.expect_replies(1)
+        call = self._answers.expect_replies(range(1))
         try:
             async with asyncio.timeout(timeout):
                 await self.workers.broadcast(Kind.CALL, call.id, pack([method, 0, *args]))
@@ -302,7 +309,7 @@ class ProcessExecutor:
     async def call_all(self, method: str, args: Sequence[Any], *, timeout: float) -> list[Any]:
         """See `Executor`."""
         self.workers.check()
-        call = self._answers.expect_replies(len(self.workers), method)
+        call = self._answers.expect_replies(range(len(self.workers)), method)
         try:
             async with asyncio.timeout(timeout):
                 await self.workers.broadcast(Kind.CALL, call.id, pack([method, None, *args]))
@@ -331,7 +338,8 @@ class ProcessExecutor:
             kind = Kind(frame.kind)
             message = unpack(kind, frame.payload)
             if kind in PendingAnswers.KINDS:
-                self._answers.take(worker.rank, kind, frame.step_id, message)
+                replica = worker.rank // self._config.num_ranks
+                self._all_answers[replica].take(worker.rank, kind, frame.step_id, message)
             elif kind in Handshake.KINDS:
                 worker.channel.unlink()
                 self._handshake.take(worker.rank, kind, message)

@@ -16,6 +16,7 @@ import math
 from collections import deque
 from collections.abc import Callable
 from time import perf_counter
+from typing import Protocol
 
 from ..errors import EngineError, WorkerDiedError
 from ..ipc.messages import ModelRunnerOutput, SchedulerOutput
@@ -33,10 +34,21 @@ from .pacing.in_flight_limit import InFlightLimit
 from .pacing.step_time import StepTime
 from .recovery import Watchdog
 
-__all__ = ["StepLoop"]
+__all__ = ["StepLoop", "Turn"]
 
 _MOST_SENT_AHEAD = 4
 """Full steps of prompts that are sent while a burst is still being submitted: no stream decodes that would wait."""
+
+
+class Turn(Protocol):
+    """When a step loop may give steps, where others depend on these (replicas/rounds.py)."""
+
+    @property
+    def is_open(self) -> bool:
+        """Whether a step may be made now; if not, the loop's ``work`` is set once it may be."""
+
+    def rest(self) -> None:
+        """The loop gives no step before it gets an answer, or is woken."""
 
 
 class StepLoop:
@@ -61,8 +73,11 @@ class StepLoop:
         step_patience: float = 0.0,
         grammars: GrammarService | None = None,
         forcing: Forcing = ALWAYS,
+        turn: Turn | None = None,
     ) -> None:
-        """``work`` wakes the idle loop, which then finds what there is to do; a failing executor sets it. ``on_begun``
+        """``turn``: in what other step loops do, too; None: there are none that this one's steps depend on.
+
+        ``work`` wakes the idle loop, which then finds what there is to do; a failing executor sets it. ``on_begun``
         is told the id of each request with its first step, once for each of n completions."""
         self.scheduler = scheduler
         self._executor = executor
@@ -76,6 +91,7 @@ class StepLoop:
         self._must_revoke = False  # leased steps, before another step can be made
         self._is_revoking = False  # the worker was told to, and has not said yet how many it dropped
         self._work = work
+        self._turn = turn
         self._is_idle = False
         self._answered = perf_counter()  # when the last step was
         self._num_new_tokens = 0  # of requests added since it became idle
@@ -111,6 +127,8 @@ class StepLoop:
         if self._unsent is not None or self._gate.step is not None or self._is_revoking:
             return
         if len(self._in_flight) >= min(_MOST_SENT_AHEAD, self.scheduler.max_in_flight_steps):
+            return
+        if self._turn is not None and not self._turn.is_open:
             return
         self._num_new_tokens = 0
         output = self.scheduler.schedule()
@@ -209,6 +227,8 @@ class StepLoop:
             await self._send_due_bitmask()
             if len(self._in_flight) < self._max_in_flight and self._gate.step is None:
                 return
+        if self._turn is not None and not (self._in_flight and self._in_flight[0].done()):
+            self._turn.rest()
         if self._in_flight:
             answer = await self._in_flight[0]
             if answer is None:  # revoked meanwhile
@@ -225,6 +245,8 @@ class StepLoop:
     async def _publish_next(self) -> bool:
         """Publish one more step, if the worker may have one and there is something to compute."""
         if len(self._in_flight) >= self._max_in_flight or self._gate.step is not None or self._is_revoking:
+            return False
+        if self._turn is not None and not self._turn.is_open:
             return False
         newest = self.scheduler.newest_step
         is_leased = len(self._in_flight) >= self._limit.base or (newest is not None and newest.is_leased)

@@ -14,6 +14,8 @@ The direction and content of each kind:
                      GRAMMAR          GrammarOutput: the bitmask of step step_id
                      CALL             [method, reply_rank, *arguments]: a collective call; that rank replies. None: a
                                       method of the worker extension, and every rank replies
+                     JOIN             [int]: a round of so many tokens of each replica, in which this one has no step;
+                                      not answered
                      REVOKE           nothing; leased steps that were not begun are dropped; answered by REVOKED. To
                                       other ranks than the first: [first, last], ids of those that it dropped
                      SHUTDOWN         nothing; the worker ends
@@ -81,6 +83,7 @@ class Kind(IntEnum):
     SHUTDOWN = 5
     REVOKE = 6
     ALLOCATE = 7
+    JOIN = 8
     PROGRESS = 16
     READY = 17
     OUTPUT = 18
@@ -208,6 +211,8 @@ class SchedulerOutput:
     drafts: DraftColumns | None = None  # None: there are none
     page_copies: array[int] = field(default_factory=int32)
     """[2 * k] pairs of pages, from and to: before anything is computed, the second becomes as the first."""
+    round_sizes: array[int] = field(default_factory=int32)
+    """[num_replicas] tokens of each replica in the round that this step is part of; empty: there are no rounds."""
 
 
 @dataclass(slots=True)
@@ -304,6 +309,7 @@ def pack(message: object) -> bytes:
                 if m.drafts is None
                 else [c.tobytes() for c in (m.drafts.counts, m.drafts.token_ids, m.drafts.is_certain)],
                 m.page_copies.tobytes(),
+                m.round_sizes.tobytes(),
             )
         )
     if type(message) is ModelRunnerOutput:
@@ -382,7 +388,7 @@ def _new_request(r: NewRequest) -> tuple[Any, ...]:
 
 def _step(data: Any) -> SchedulerOutput:
     step_id, settled_rows, num_rejected, removed, new, block_rows, block_ids, block_groups, req_idx, *rest = data
-    scheduled, sample_now, is_leased, drafts, page_copies = rest
+    scheduled, sample_now, is_leased, drafts, page_copies, round_sizes = rest
     out = SchedulerOutput(
         _int(step_id),
         _ints(settled_rows),
@@ -398,6 +404,7 @@ def _step(data: Any) -> SchedulerOutput:
         bool(is_leased),
         None if drafts is None else DraftColumns(*map(_ints, drafts)),
         _ints(page_copies),
+        _ints(round_sizes),
     )
     batch = out.req_idx, out.num_scheduled_tokens
     pairs = (out.settled_rows, out.num_rejected), (out.block_rows, out.block_ids), batch
@@ -522,6 +529,11 @@ def _revoke(data: Any) -> None:
         raise MessageError("REVOKE of what is not a range of steps")
 
 
+def _join(data: Any) -> None:
+    if not data or min(map(_int, data)) < 0:
+        raise MessageError("JOIN of a round without sizes")
+
+
 def _revoked(data: Any) -> None:
     if _int(data) < 0:
         raise MessageError(f"REVOKED with {data}")
@@ -536,6 +548,7 @@ _CHECKS = {
     Kind.REPLY: _reply,
     Kind.LOG: _log,
     Kind.REVOKE: _revoke,
+    Kind.JOIN: _join,
     Kind.REVOKED: _revoked,
 }
 _REQUEST_INTS = (

@@ -73,16 +73,23 @@ class ModelConfig:
     def check_device(self, device: torch.device, dtype: torch.dtype) -> None:
         """Raise ModelLoadError if the model can't be computed there in ``dtype``, a library is missing, say."""
 
-    def of_rank(self, num_ranks: int, *, divides_experts: bool = False) -> Self:
+    def of_rank(self, num_ranks: int, *, divides_experts: bool = False, num_replicas: int = 1) -> Self:
         """The config as each of ``num_ranks`` has it, which share each layer (`TensorGroup`).
 
         ``divides_experts``: the setting ``enable_expert_parallel``; without a mixture of experts it changes nothing.
+        ``num_replicas``: of so many ranks each, among all of which the experts are divided.
 
         Raises ModelLoadError: something does not divide; the message says which numbers of ranks would do.
         """
-        if num_ranks == 1:
-            return self
         experts = divides_experts and self.num_experts > 0
+        if num_ranks == 1 and not (experts and num_replicas > 1):
+            return self
+        if experts and num_replicas > 1 and self.num_experts % (num_ranks * num_replicas):
+            raise ModelLoadError(
+                f"enable_expert_parallel: the model has {self.num_experts} experts in a layer, which can't be "
+                f"divided by tensor_parallel_size={num_ranks} x data_parallel_size={num_replicas}: use sizes whose "
+                f"product divides it, or leave enable_expert_parallel out"
+            )
         found = self._divided(num_ranks, experts)
         if isinstance(found, str):
             usable = [n for n in range(1, self.num_heads + 1) if not isinstance(self._divided(n, experts), str)]

@@ -25,6 +25,7 @@ from ..ipc.messages import DraftColumns, GrammarOutput, KVCacheGroup, NewRequest
 from ..kernels.input_prep import PreparedInputs
 from .async_output import AsyncOutput, OutputCopier, Published
 from .block_tables import BlockTables, table_shape
+from .distributed.experts_group import ExpertRounds
 from .distributed.group import ALONE, TensorGroup
 from .distributed.pipeline import PipelineLink
 from .distributed.relay import Relay
@@ -140,6 +141,7 @@ class ModelRunner:
         link: PipelineLink | None = None,
         vocabulary: VocabularyShare | None = None,
         group: TensorGroup = ALONE,
+        rounds: ExpertRounds | None = None,
     ) -> None:
         """``graph_sizes``: batch sizes of decode steps that run as one launch; None: all steps run op by op.
         ``max_graph_tokens``: most tokens of a step with prompts whose layers run as one launch.
@@ -148,11 +150,12 @@ class ModelRunner:
         ``vectors``: how a request that is pooled gets its vector; None: as its last hidden state.
         ``stage``, ``link``: which of the model's layers these are, and how to reach the others; None: all of them.
         ``vocabulary``: the tokens of which the model has the logits on this rank of ``group``; None: all.
+        ``rounds``: of all replicas, if experts are divided among these.
 
         Ranks of a group exchange tensors within a step, so all of them must do the same: what a step exchanges follows
         from the SchedulerOutputs alone. Whether it runs as a graph or op by op is each rank's own matter."""
         self._is_alone = is_alone
-        self._group = group
+        self.rounds = rounds
         self._model = model
         self._kv_memory = kv_memory
         self.vocab_size = vocab_size
@@ -216,6 +219,8 @@ class ModelRunner:
             raise InternalError(f"step {out.step_id} came before step {self._state.step_id} was sampled")
         self._update_rows(out)
         if not out.req_idx:
+            if self.rounds is not None:
+                self.rounds.join(out.round_sizes)
             self._state = ExecuteModelState(out.step_id)
             return
         plan = BatchPlan.make(out, self.requests, self.tables, self.vocab_size)
@@ -223,6 +228,8 @@ class ModelRunner:
             self.requests.write_drafts(plan.rows, plan.drafts)
             plan.drafts = plan.drafts.uncertain()
         self._relay.receive_ids_for(plan.rows)
+        if self.rounds is not None:
+            self.rounds.group.begin(out.round_sizes)
         state = self._try(out, plan)[0] or self._run_with_less(out, plan)
         if state.plan is not None:
             self.requests.advance(state.plan.rows, state.plan.seq_lens)

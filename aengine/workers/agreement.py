@@ -42,8 +42,8 @@ def agree(ranks: Sequence[Rank], offers: Sequence[Mapping[str, Any]]) -> dict[st
 
 
 def merge(ranks: Sequence[Rank], agreed: Mapping[str, Any], readies: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
-    """Merge what was agreed with the ranks' READYs: sums over ranks or stages, for the rest those of rank 0; and under
-    "ranks" each rank's own."""
+    """Merge what was agreed with the READYs of a replica's ranks: sums over ranks or stages, for the rest those of the
+    first; and under "ranks" each rank's own."""
     sums = {name: sum(ready[name] for ready in readies) for name in _SUMS if all(name in ready for ready in readies)}
     if "num_parameters" in readies[0]:  # each rank of a stage says those of the whole stage
         stages = (ready for rank, ready in zip(ranks, readies, strict=True) if rank.tp_rank == 0)

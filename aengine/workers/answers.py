@@ -20,15 +20,15 @@ class NoSuchMethodError(AEngineError):
 
 
 class PendingCall:
-    """A collective call that waits for the replies of ``num_ranks`` ranks. ``replies`` ends with their values, by rank;
+    """A collective call that waits for the replies of ``ranks``. ``replies`` ends with their values, by rank;
     with an error as soon as one rank reports it."""
 
-    def __init__(self, call_id: int, num_ranks: int, method: str) -> None:
+    def __init__(self, call_id: int, ranks: range, method: str) -> None:
         """``method``: of the worker extension; "": one of our own, whose errors are ours too."""
         self.id = call_id
         self.replies: asyncio.Future[list[Any]] = asyncio.get_running_loop().create_future()
         self._values: dict[int, Any] = {}
-        self._num_ranks = num_ranks
+        self._ranks = ranks
         self._method = method
 
     def take(self, rank: int, message: dict[str, Any]) -> None:
@@ -40,7 +40,7 @@ class PendingCall:
             self.replies.set_exception(self._error(rank, error) if self._method else reported_error(rank, error))
             return
         self._values[rank] = message["value"]
-        if len(self._values) == self._num_ranks:
+        if len(self._values) == len(self._ranks):
             self.replies.set_result([self._values[rank] for rank in sorted(self._values)])
 
     def _error(self, rank: int, message: dict[str, Any]) -> AEngineError:
@@ -54,7 +54,7 @@ class PendingCall:
 
     def took_too_long(self, timeout: float) -> WorkerCallError:
         """The error for the ranks that have not replied."""
-        late = [rank for rank in range(self._num_ranks) if rank not in self._values]
+        late = [rank for rank in self._ranks if rank not in self._values]
         ranks = ("rank " if len(late) == 1 else "ranks ") + ", ".join(map(str, late))
         return WorkerCallError(
             f"{self._method} has not returned on {ranks} within timeout={timeout:g} s; requests go on when it does, "
@@ -74,6 +74,8 @@ class PendingAnswers:
         self.on_revoked: Callable[[Sequence[int]], None] | None = None
         """Gets the ids of the steps that were taken back, before their futures are resolved; None: no REVOKE was
         sent."""
+        self.on_answer: Callable[[], None] = lambda: None
+        """Called with each answer to a step, before its future's waiter goes on."""
         self._next_call = 1
         self._has_failed = False
 
@@ -83,9 +85,9 @@ class PendingAnswers:
         self.steps[step_id] = future
         return future
 
-    def expect_replies(self, num_ranks: int, method: str = "") -> PendingCall:
+    def expect_replies(self, ranks: range, method: str = "") -> PendingCall:
         """Make a call that is about to be published, see `PendingCall`; the caller takes it out of `calls`."""
-        call = self.calls[self._next_call] = PendingCall(self._next_call, num_ranks, method)
+        call = self.calls[self._next_call] = PendingCall(self._next_call, ranks, method)
         self._next_call += 1
         return call
 
@@ -104,6 +106,7 @@ class PendingAnswers:
         future = self.steps.pop(step_id, None)  # not before the check: its failure has to reach the waiter
         if future is not None and not future.done():
             future.set_result(message)
+            self.on_answer()
 
     def _take_back(self, num_steps: int) -> None:
         on_revoked, self.on_revoked = self.on_revoked, None

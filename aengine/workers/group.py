@@ -8,7 +8,7 @@ import os
 import threading
 from collections import deque
 from collections.abc import Callable, Iterator
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 from ..config import EngineConfig
 from ..errors import EngineClosedError, EngineError, WorkerDiedError
@@ -29,7 +29,7 @@ class _Broadcast(NamedTuple):
     step_id: int
     payload: bytes
     done: asyncio.Future[None]
-    first: int = 0  # rank that gets it
+    ranks: range  # that get it
 
 
 class WorkerGroup:
@@ -52,21 +52,21 @@ class WorkerGroup:
     def __iter__(self) -> Iterator[WorkerProcess]:
         return iter(self._workers)
 
-    def share(self) -> dict[str, Any]:
-        """Make what several ranks share, which `start` passes on: a file in which they meet, and what the first shows
-        the others (`Lead`). Both are in memory, without a name.
+    def share(self, num_replicas: int = 1) -> tuple[str, list[int]]:
+        """Make what several ranks share, which `start` passes on: a file in which they meet, and what the first of each
+        replica shows its others (`Lead`). All are in memory, without a name.
 
-        Returns what a LOAD message says of them: "rendezvous", the path of the former, and "lead", the descriptor of
-        the latter; they are the same in all workers. Raises EngineError when no descriptor is left.
+        Returns the path of the former, and the descriptors of the latter; they are the same in all workers. Raises
+        EngineError when no descriptor is left.
         """
         try:
             rendezvous = os.memfd_create("aengine-rendezvous", os.MFD_CLOEXEC)
             self._shared_fds = (rendezvous,)
-            lead = new_lead()
-            self._shared_fds = (rendezvous, lead)
+            for _ in range(num_replicas):
+                self._shared_fds += (new_lead(),)
         except OSError as error:
             raise EngineError(f"the workers can't be started: {error}{limit_hint(str(error))}") from error
-        return {"rendezvous": f"/proc/self/fd/{rendezvous}", "lead": lead}
+        return f"/proc/self/fd/{rendezvous}", list(self._shared_fds[1:])
 
     async def start(
         self,
@@ -110,28 +110,30 @@ class WorkerGroup:
         self.check()
         return not self._waiting and self._workers[0].channel.try_publish(kind, step_id, payload)
 
-    def try_broadcast(self, kind: Kind, step_id: int, payload: bytes) -> bool:
-        """Publish to all ranks without awaiting. False if one has no room for it now, or others wait for room: then
-        none has got it. Raises as `broadcast` does."""
+    def try_broadcast(self, kind: Kind, step_id: int, payload: bytes, ranks: range | None = None) -> bool:
+        """Publish to all ranks, or to these, without awaiting. False if one has no room for it now, or others wait for
+        room: then none has got it. Raises as `broadcast` does."""
+        workers = self._workers if ranks is None else self._workers[ranks.start : ranks.stop]
         try:
-            if self._waiting or not all(worker.channel.has_room(len(payload)) for worker in self._workers):
+            if self._waiting or not all(worker.channel.has_room(len(payload)) for worker in workers):
                 return False
-            for worker in self._workers:
+            for worker in workers:
                 worker.channel.try_publish(kind, step_id, payload)
         except EngineClosedError:
             self.check()
             raise
         return True
 
-    async def broadcast(self, kind: Kind, step_id: int, payload: bytes) -> None:
-        """Publish to all ranks, in the order of the calls; once the first ranks have it, it comes to the others also if
-        this is cancelled. Raises `failure` if there is one, also when it comes meanwhile."""
+    async def broadcast(self, kind: Kind, step_id: int, payload: bytes, ranks: range | None = None) -> None:
+        """Publish to all ranks, or to these, in the order of the calls; once the first have it, it comes to the others
+        also if this is cancelled. Raises `failure` if there is one, also when it comes meanwhile."""
         if len(self._workers) == 1:
             await self.publish(0, kind, step_id, payload)
             return
-        if self.try_broadcast(kind, step_id, payload):
+        if self.try_broadcast(kind, step_id, payload, ranks):
             return
-        broadcast = _Broadcast(kind, step_id, payload, asyncio.get_running_loop().create_future())
+        to = ranks or range(len(self._workers))
+        broadcast = _Broadcast(kind, step_id, payload, asyncio.get_running_loop().create_future(), to)
         self._publish_in_turn(broadcast)
         try:
             await broadcast.done
@@ -140,9 +142,12 @@ class WorkerGroup:
                 self._waiting.remove(broadcast)
             raise
 
-    def follow(self, kind: Kind, step_id: int, payload: bytes) -> None:
-        """Publish to all ranks but the first, as soon as they have room."""
-        self._publish_in_turn(_Broadcast(kind, step_id, payload, asyncio.get_running_loop().create_future(), 1))
+    def follow(self, kind: Kind, step_id: int, payload: bytes, ranks: range | None = None) -> None:
+        """Publish to all ranks but the first, or to these, as soon as they have room."""
+        if ranks is not None and self.try_broadcast(kind, step_id, payload, ranks):
+            return
+        to = ranks or range(1, len(self._workers))
+        self._publish_in_turn(_Broadcast(kind, step_id, payload, asyncio.get_running_loop().create_future(), to))
 
     def _publish_in_turn(self, broadcast: _Broadcast) -> None:
         self._waiting.append(broadcast)
@@ -153,9 +158,9 @@ class WorkerGroup:
     async def _publish_waiting(self) -> None:
         """Publish what waits for room, one after the other."""
         while self._waiting:
-            kind, step_id, payload, done, first = self._waiting[0]
+            kind, step_id, payload, done, ranks = self._waiting[0]
             failure: Exception | None = None
-            for index in range(first, len(self._workers)):
+            for index in ranks:
                 try:
                     await self.publish(index, kind, step_id, payload)
                 except Exception as error:

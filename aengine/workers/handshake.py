@@ -50,9 +50,12 @@ class Handshake:
         self._agreed = {**offers[0], **plan}
         return plan
 
-    async def ready(self) -> dict[str, Any]:
-        """Return what was agreed and the READYs of all ranks, merged, when all are ready. Raises as `agreed` does."""
-        return merge(self.ranks, self._agreed, await asyncio.gather(*self._readies))
+    async def ready(self, replica: int | None = None) -> dict[str, Any]:
+        """Return what was agreed and the READYs of all ranks, or those of a replica, merged, when all are ready. Raises
+        as `agreed` does."""
+        own = [rank for rank in self.ranks if replica in (None, rank.dp_rank)]
+        readies = await asyncio.gather(*self._readies)
+        return merge(own, self._agreed, [readies[rank.index] for rank in own])
 
     def fail(self, error: EngineError) -> None:
         """Fail everything that waits with ``error``. Idempotent."""

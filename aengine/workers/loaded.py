@@ -8,16 +8,16 @@ raise ModelLoadError, whose message the host's caller sees.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Any, Protocol, runtime_checkable
 
 from ..config import EngineConfig
 from ..errors import InvalidRequestError
 from ..ipc.messages import GrammarOutput, ModelRunnerOutput, SchedulerOutput
 from .rank import Rank
 
-__all__ = ["Answer", "FixedModel", "LoadedModel", "Progress", "Runner", "WorkerContext"]
+__all__ = ["Answer", "FixedModel", "JoiningRunner", "LoadedModel", "Progress", "Runner", "WorkerContext"]
 
 Progress = Callable[[str, int, int, str], None]
 """Gets stage, done, total (0: not known) and their unit."""
@@ -44,6 +44,22 @@ class Runner(Protocol):
 
     def prepare_more(self) -> None:
         """Prepare, for some 10 ms as a rule, something that the first steps of some kinds would have to wait for."""
+
+
+class Joining(Protocol):
+    """Rounds of steps of all replicas."""
+
+    def join(self, sizes: Sequence[int]) -> None:
+        """Take part in one of ``sizes`` tokens of each replica, in which this one has no step."""
+
+
+@runtime_checkable
+class JoiningRunner(Runner, Protocol):
+    """A `Runner` for experts that are divided among replicas, which compute their steps in rounds."""
+
+    @property
+    def rounds(self) -> Joining | None:
+        """None: there are none."""
 
 
 class LoadedModel(Protocol):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass
 from typing import Any
@@ -14,9 +15,10 @@ __all__ = ["Rank", "check_division", "ranks_of"]
 
 @dataclass(frozen=True, slots=True)
 class Rank:
-    """Index among the ranks of its replica, place in each kind of group, and device.
+    """Index among the ranks that compute together, place in each kind of group, and device.
 
-    Ranks of a tensor parallel group follow each other, then the stages of a pipeline.
+    Ranks of a tensor parallel group follow each other, then the stages of a pipeline, then replicas that share experts;
+    others compute alone.
     """
 
     index: int = 0
@@ -26,18 +28,29 @@ class Rank:
     pp_size: int = 1
     dp_rank: int = 0  # of its replica
     dp_size: int = 1  # replicas
+    shares_experts: bool = False  # with the other replicas
     device: str = "auto"  # as the setting of that name, of one device; "auto:N": the N-th of what it chooses
     rendezvous: str = ""  # path of the file in which the ranks of a start meet; "": this one is alone
 
     @property
     def world_size(self) -> int:
-        """Number of ranks that compute the same requests."""
-        return self.tp_size * self.pp_size
+        """Number of ranks that compute together."""
+        return self.tp_size * self.pp_size * self.num_sharing
+
+    @property
+    def num_sharing(self) -> int:
+        """Number of replicas among which experts are divided."""
+        return self.dp_size if self.shares_experts else 1
 
     @property
     def answers(self) -> bool:
         """Whether this rank sends the sampled tokens to the host: the first of the last stage."""
         return self.tp_rank == 0 and self.pp_rank == self.pp_size - 1
+
+    @property
+    def leads(self) -> bool:
+        """Whether it is the first of its replica."""
+        return self.tp_rank == 0 and self.pp_rank == 0
 
     def __str__(self) -> str:
         return f"rank {self.index}"
@@ -52,17 +65,25 @@ class Rank:
 
 
 def ranks_of(config: EngineConfig, rendezvous: str = "", dp_rank: int = 0, dp_size: int = 1) -> list[Rank]:
-    """The ranks that these settings ask for, by index, which meet at ``rendezvous``, of the replica ``dp_rank``. Each
-    gets a GPU of its own: those that ``device`` lists, else the first ones."""
-    tp_size, pp_size = config.tensor_parallel_size, config.pipeline_parallel_size
+    """The ranks that these settings ask for, by index, which meet at ``rendezvous``. Each gets a GPU of its own: those
+    that ``device`` lists, else the first ones. They are of the replica ``dp_rank``; or, if the settings are not those
+    of one replica, of all replicas, which share experts."""
+    tp_size, pp_size, num_sharing = (
+        config.tensor_parallel_size,
+        config.pipeline_parallel_size,
+        config.data_parallel_size,
+    )
+    num_ranks, shares_experts = config.num_ranks * num_sharing, num_sharing > 1
+    replicas, dp_size = (range(num_sharing), num_sharing) if shares_experts else (range(dp_rank, dp_rank + 1), dp_size)
     name, colon, listed = config.device.partition(":")
-    if name == "cpu" or config.num_ranks == 1:
-        devices = [config.device] * config.num_ranks
+    if name == "cpu" or num_ranks == 1:
+        devices = [config.device] * num_ranks
     else:
-        devices = [f"{name}:{place}" for place in (listed.split(",") if colon else range(config.num_ranks))]
+        devices = [f"{name}:{place}" for place in (listed.split(",") if colon else range(num_ranks))]
+    places = itertools.product(replicas, range(pp_size), range(tp_size))
     return [
-        Rank(i, i % tp_size, tp_size, i // tp_size, pp_size, dp_rank, dp_size, device, rendezvous)
-        for i, device in enumerate(devices)
+        Rank(i, tp, tp_size, pp, pp_size, dp, dp_size, shares_experts, device, rendezvous)
+        for i, ((dp, pp, tp), device) in enumerate(zip(places, devices, strict=True))
     ]
 
 
@@ -75,6 +96,11 @@ def check_division(config: EngineConfig, hf_config: Mapping[str, Any]) -> None:
         raise ModelLoadError(
             f"pipeline_parallel_size={stages}: the model has {layers} layers, one a stage at least: use "
             f"{layers} or less"
+        )
+    if stages > 1 and config.data_parallel_size > 1:  # of replicas that share experts; others know nothing of it
+        raise ModelLoadError(
+            f"pipeline_parallel_size={stages} with data_parallel_size={config.data_parallel_size}: experts can't be "
+            f"divided among replicas that are pipelines: leave enable_expert_parallel out, or use tensor_parallel_size"
         )
     if num_ranks > 1 and config.model_impl == "transformers":
         raise ModelLoadError(

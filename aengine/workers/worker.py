@@ -31,7 +31,7 @@ from .agreement import AnswerCheck
 from .answer_times import AnswerTimes
 from .calls import CALLS
 from .device_watch import DeviceWatch
-from .loaded import Answer, Runner
+from .loaded import Answer, JoiningRunner, Runner
 from .loading import Loading
 from .logs import WorkerLogs
 
@@ -162,7 +162,7 @@ class Worker:
 
     @property
     def _leads(self) -> bool:
-        return self._loading.rank.index == 0
+        return self._loading.rank.leads
 
     @property
     def _is_idle(self) -> bool:
@@ -207,6 +207,10 @@ class Worker:
             self._execute(message)
         elif kind is Kind.GRAMMAR:
             self._sample(message)
+        elif kind is Kind.JOIN:
+            runner = self._loaded()
+            assert isinstance(runner, JoiningRunner) and runner.rounds is not None, "replicas that share no experts"
+            runner.rounds.join(message)
         elif kind is Kind.CALL:
             self._call(message)
         elif kind is Kind.LOAD:

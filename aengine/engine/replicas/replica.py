@@ -23,11 +23,15 @@ from ..pacing.step_time import StepTime
 from ..recovery import RestartBudget
 from ..step_loop import StepLoop
 from ..worker_control import Restart, WorkerControl
+from .rounds import Turn
 
 __all__ = ["Replica", "Started"]
 
 _GPU_PATIENCE = 30.0
 """Seconds that a step may take on a GPU, whatever those before took: some kernels are compiled at first use."""
+
+_JOINT_PATIENCE = 30.0
+"""Seconds that a step may take where replicas share experts: as long as the longest step beside it."""
 
 
 class Started(NamedTuple):
@@ -37,6 +41,7 @@ class Started(NamedTuple):
     work: asyncio.Event  # set when it, or one that is started in its place, fails
     ready: dict[str, Any]  # what its workers say of themselves
     restart: Restart
+    turn: Turn | None = None  # in the rounds of replicas that share experts; None: they don't
 
 
 class Replica:
@@ -54,27 +59,32 @@ class Replica:
         grammars: GrammarService | None,
     ) -> None:
         """``on_begun``: told the ids of requests whose first step is made; may be told one again."""
-        executor, work, ready, restart = started
+        executor, work, ready, restart, turn = started
         is_gpu = bool(ready.get("is_accelerator"))
         step_time = StepTime(config.max_step_seconds or math.inf, ready.get("prompt_step_sizes", ()))
         self.index = index
         self.failure: EngineError | None = None  # why it is given up
         self.task: asyncio.Task[None] | None = None  # runs it
         self.scheduler = _new_scheduler(config, ready, step_time)
+        if turn is not None:
+            turn.attach(self.scheduler.quarantine, work)
+        patience = _GPU_PATIENCE if is_gpu else _JOINT_PATIENCE if turn is not None else 0.0
+        may_lease = config.pipeline_parallel_size == 1 and turn is None
         self.steps = StepLoop(
             self.scheduler,
             executor,
             work,
             max_in_flight_steps=config.steps_in_flight,
-            max_leased_steps=config.max_leased_steps if config.pipeline_parallel_size == 1 else 0,
+            max_leased_steps=config.max_leased_steps if may_lease else 0,
             step_time=step_time,
             counters=counters,
             observer=observer,
             on_begun=on_begun,
             hang_timeout=config.hang_timeout,
-            step_patience=_GPU_PATIENCE if is_gpu else 0.0,
+            step_patience=patience,
             grammars=grammars,
             forcing=IN_SMALL_BATCHES if is_gpu else ALWAYS,
+            turn=turn,
         )
         budget = RestartBudget(config.max_restarts, config.restart_window)
         name = "the worker" if config.data_parallel_size == 1 else f"the worker of replica {index}"

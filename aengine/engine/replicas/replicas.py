@@ -56,6 +56,7 @@ class Replicas:
         """Requests leave ``line`` with their first step."""
         self._line = line
         are_several = len(started) > 1
+        self._are_joint = any(one.turn is not None for one in started)
         self._all = [
             Replica(
                 index,
@@ -174,7 +175,10 @@ class Replicas:
         return False
 
     def leave(self, replica: Replica) -> None:
-        """Let the requests of a replica, whose worker has died, go on elsewhere, if another one runs."""
+        """Let the requests of a replica, whose worker has died, go on elsewhere, if another one runs. Where replicas
+        share experts none does: all have died."""
+        if self._are_joint:
+            return
         others = [other for other in self._all if other is not replica and other.state == "running"]
         if others:
             self._move_all(replica, others)
@@ -183,7 +187,7 @@ class Replicas:
         """Let a replica whose worker runs again have what waits for another worker, and its share of what waits for
         room."""
         for other in self._all:
-            if other.state == "restarting":
+            if other.state == "restarting" and not self._are_joint:
                 self._move_all(other, [replica])
         if self._router is not None:
             num_rows = len(replica.scheduler.rows.free_rows)

@@ -14,8 +14,10 @@ from ...config import EngineConfig, num_worker_threads
 from ...errors import ModelLoadError
 from ...outputs import StartupProgress
 from ...threads.pools import run_in_thread
-from ..executor import Executor
+from ..executor import Executor, ProcessExecutor
+from .joint import Joint, shares_experts
 from .replica import Started
+from .rounds import Turn
 
 __all__ = ["ReplicasStart", "replica_configs"]
 
@@ -39,17 +41,43 @@ class ReplicasStart:
         configs = (
             await run_in_thread("replicas", replica_configs, config) if config.data_parallel_size > 1 else [config]
         )
-        self._executors = [self._make_executor(own) for own in configs]
         loop = asyncio.get_running_loop()
+        if shares_experts(config, source.hf_config) and self._makes_processes(config):
+            self._begin_joint(Joint(config), config, source)
+            return
+        self._executors = [self._make_executor(own) for own in configs]
         for index, (own, executor) in enumerate(zip(configs, self._executors, strict=True)):
             load = {"config": own.to_wire(), "source": source.to_wire(), "replica": [index, len(configs)]}
             report = self._report if len(configs) == 1 else partial(_report_of, self._report, index)
             name = f"replica {index} (data_parallel_size={len(configs)}, device={own.device!r}): "
-            starting = self._start(own, executor, load, report, name if len(configs) > 1 else "")
+            another = partial(self._make_executor, own)
+            starting = self._start(executor, another, load, report, name if len(configs) > 1 else "")
+            self._starting.append(loop.create_task(starting, name="aengine-worker-start"))
+
+    def _makes_processes(self, config: EngineConfig) -> bool:
+        """Whether the executors are our own, not those of a test, say."""
+        executor = self._make_executor(config)
+        executor.terminate()
+        return type(executor) is ProcessExecutor
+
+    def _begin_joint(self, joint: Joint, config: EngineConfig, source: ModelSource) -> None:
+        """Begin to start the ranks of replicas that share experts. All of them report as those of one."""
+        loop = asyncio.get_running_loop()
+        load = {"config": config.to_wire(), "source": source.to_wire()}
+        for index in range(config.data_parallel_size):
+            executor = joint.executor(index)
+            self._executors.append(executor)
+            starting = self._start(executor, partial(joint.executor, index), load, self._report, "", joint.turn(index))
             self._starting.append(loop.create_task(starting, name="aengine-worker-start"))
 
     async def _start(
-        self, config: EngineConfig, executor: Executor, load: dict[str, Any], report: ProgressCallback, name: str
+        self,
+        executor: Executor,
+        make_another: Callable[[], Executor],
+        load: dict[str, Any],
+        report: ProgressCallback,
+        name: str,
+        turn: Turn | None = None,
     ) -> Started:
         """``name``: with which errors begin."""
         work = asyncio.Event()
@@ -59,13 +87,12 @@ class ReplicasStart:
             if not name:
                 raise
             raise ModelLoadError(f"{name}{error}") from error
-        make_executor = self._make_executor
 
         def restart() -> tuple[Executor, Callable[[], Awaitable[dict[str, Any]]]]:
-            another = make_executor(config)
+            another = make_another()
             return another, partial(another.start, _load_again(load, ready), _log_progress, work.set)
 
-        return Started(executor, work, ready, restart)
+        return Started(executor, work, ready, restart, turn)
 
     async def ready(self) -> list[Started]:
         """Wait for all. Raises what the first that fails raises; call `undo` then."""

@@ -18,12 +18,13 @@ from ...errors import ModelLoadError
 from ...workers.rank import Rank
 from ..platforms.choice import choose_platform
 from ..platforms.platform import Platform
+from .experts_group import ExpertsGroup
 from .group import ALONE, TensorGroup
 from .pipeline import GlooLink, PipelineLink, StepSizes
 from .stage import PipelineStage
 from .symmetric_memory import NoPeers
 
-__all__ = ["open_device", "open_group", "open_link", "stage_of"]
+__all__ = ["open_device", "open_experts_group", "open_group", "open_link", "stage_of"]
 
 _FOREVER = timedelta(days=365)
 """No wait for another rank ends by itself: the host sees a rank that dies or hangs, and then ends all of them."""
@@ -69,6 +70,23 @@ def open_group(rank: Rank, platform: Platform) -> TensorGroup:
     return GlooGroup(store, rank.tp_rank, rank.tp_size, _FOREVER)
 
 
+def open_experts_group(rank: Rank, platform: Platform) -> ExpertsGroup | None:
+    """Meet all ranks, among which experts are divided over data parallel replicas; None: each replica has all experts.
+    As `open_group`."""
+    if not rank.shares_experts:
+        return None
+    if platform.is_accelerator:
+        raise ModelLoadError(
+            f"enable_expert_parallel with data_parallel_size={rank.dp_size} divides experts among replicas, which is "
+            f"for device='cpu' so far: on GPUs use tensor_parallel_size with enable_expert_parallel, or leave "
+            f"enable_expert_parallel out"
+        )
+    from .gloo_group import GlooGroup
+
+    group = GlooGroup(_open_store(rank, "experts"), rank.index, rank.world_size, _FOREVER)
+    return ExpertsGroup(group, rank.dp_rank, rank.dp_size)
+
+
 def open_link(rank: Rank, platform: Platform, sizes: StepSizes) -> PipelineLink | None:
     """Meet the ranks at this one's place in the other pipeline stages; None: there is one stage. As `open_group`."""
     if rank.pp_size == 1:
@@ -90,7 +108,11 @@ def stage_of(rank: Rank) -> PipelineStage:
 
 
 def _sizes(rank: Rank) -> str:
-    sizes = {"tensor_parallel_size": rank.tp_size, "pipeline_parallel_size": rank.pp_size}
+    sizes = {
+        "tensor_parallel_size": rank.tp_size,
+        "pipeline_parallel_size": rank.pp_size,
+        "data_parallel_size": rank.num_sharing,
+    }
     return " x ".join(f"{name}={size}" for name, size in sizes.items() if size > 1)
 
 

@@ -24,13 +24,16 @@ from ..weights.scope import WeightScope
 from .attention import AttentionCall, AttentionLayer, Sinks
 from .embedding import Embedding
 from .linear import Features, Linear
+from .moe import MoE
 from .norm import RMSNorm
 
-__all__ = ["Decoder", "DecoderLayer", "FeedForward", "SelfAttention"]
+__all__ = ["Decoder", "DecoderLayer", "FeedForward", "Mixer", "SelfAttention"]
 
 Config = TypeVar("Config", bound=ModelConfig)
 FeedForward = Callable[[Tensor, RMSNorm], None]
 """Adds its output for norm(residual) to the residual stream: `GatedMLP`, `MoE`."""
+Mixer = Callable[[Tensor, RMSNorm, AttentionCall], None]
+"""Adds its output for norm(residual) to the residual stream: `SelfAttention`, `GatedDeltaNet`."""
 
 
 class SelfAttention:
@@ -84,7 +87,7 @@ class DecoderLayer:
         self,
         config: ModelConfig,
         weights: WeightScope,
-        attention: SelfAttention,
+        attention: Mixer,
         mlp: FeedForward,
         *,
         input_norm: RMSNorm | None = None,
@@ -101,6 +104,11 @@ class DecoderLayer:
         """Change the residual stream [num_tokens, hidden_size] in place."""
         self.attention(residual, self.input_norm, attn)
         self.mlp(residual, self.mlp_norm)
+
+    def join(self, residual: Tensor) -> None:
+        """See `MoE.join`."""
+        if isinstance(self.mlp, MoE):
+            self.mlp.join(residual, self.mlp_norm)
 
 
 class Decoder(ABC, Generic[Config]):
@@ -141,6 +149,14 @@ class Decoder(ABC, Generic[Config]):
         for layer in self.layers:
             layer(residual, attn)
         return residual
+
+    def join(self) -> None:
+        """Take part in a round in which this replica has no tokens: with its experts alone (`ExpertsGroup`)."""
+        dtype, device = self.weights.formats.dtype, self.embed.table.device
+        nothing = torch.empty((0, self.config.hidden_size), dtype=dtype, device=device)
+        for layer in self.layers:
+            if isinstance(layer, DecoderLayer):
+                layer.join(nothing)
 
     def final_hidden(self, hidden: Tensor) -> Tensor:
         return self.norm(hidden)

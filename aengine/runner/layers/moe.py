@@ -19,6 +19,7 @@ from ...kernels.expert_plan import plan_experts
 from ...kernels.expert_tilings import ExpertShape
 from ...kernels.expert_types import ExpertGate, ExpertPlan, RoutingRule
 from ...kernels.routing import route
+from ..distributed.experts_group import ExpertsGroup
 from ..weights.scope import WeightScope
 from .expert_linear import ExpertLinear, PackedLayout
 from .linear import Features, Linear
@@ -75,6 +76,7 @@ class Experts:
         self.gate = gate
         self.intermediate_size = intermediate_size
         self.share = scope.experts(num_experts)
+        self.spread = scope.experts_group
         inner = scope.share_of_expert(intermediate_size)
         features: Features = inner
         if len(gate_up) == 1:
@@ -99,7 +101,8 @@ class SharedExpert:
 
 
 class MoE:
-    """The layer. Every rank of a group routes alike, computes its share, and their sum is added."""
+    """The layer. Every rank of a group routes alike, computes its share, and their sum is added. Where the experts are
+    divided among the ranks of several replicas, each computes its own for the tokens of all."""
 
     def __init__(self, hidden_size: int, router: Router, experts: Experts, shared: SharedExpert | None = None) -> None:
         self.router = router
@@ -109,20 +112,42 @@ class MoE:
         self.shape = ExpertShape(num_experts, hidden_size, experts.intermediate_size, top_k)
         self._own = range(*experts.share.range) if experts.share.is_divided else None
         self._group = router.linear.group
+        self._spread = experts.spread
 
     def __call__(self, residual: Tensor, norm: RMSNorm) -> None:
         """Add the layer's output for norm(residual) to ``residual`` [num_tokens, hidden_size], in place."""
-        logits = self.router.linear.after_norm(residual, norm, torch.float32)
-        routing = route(logits, self.router.rule, self.router.correction, self._own)
-        plan = plan_experts(routing, self.shape, is_partial=self._own is not None)
+        if self._spread is not None:
+            self._add_spread(residual, norm, self._spread)
+            return
+        hidden, plan = self._hidden(residual, norm)
         shared = None if self.shared is None else self.shared.hidden(residual, norm)
-        hidden = self.experts.gate_up.gated_after_norm(residual, norm, plan, self.experts.gate)
         if self._group.size == 1:
             self._add_to(residual, hidden, plan, shared)
             return
         partial = torch.zeros_like(residual)
         self._add_to(partial, hidden, plan, shared)
         self._group.add_sum(residual, partial)
+
+    def join(self, residual: Tensor, norm: RMSNorm) -> None:
+        """Take part in a round in which this replica has no tokens: ``residual`` [0, hidden_size]."""
+        if self._spread is not None:
+            self._add_spread(residual, norm, self._spread)
+
+    def _add_spread(self, residual: Tensor, norm: RMSNorm, spread: ExpertsGroup) -> None:
+        rows = spread.gather(residual)
+        hidden, plan = self._hidden(rows, norm)
+        partial = torch.zeros_like(rows)
+        self.experts.down.add_to(partial, hidden, plan)
+        if self.shared is not None and len(residual):
+            self.shared.mlp.down.add_part_to(partial[spread.own], self.shared.hidden(residual, norm))
+        spread.add_sum(residual, rows, partial)
+
+    def _hidden(self, x: Tensor, norm: RMSNorm) -> tuple[Tensor, ExpertPlan]:
+        """The inner features of the chosen experts that are this rank's, for norm(x) [num_tokens, hidden_size]."""
+        logits = self.router.linear.after_norm(x, norm, torch.float32)
+        routing = route(logits, self.router.rule, self.router.correction, self._own)
+        plan = plan_experts(routing, self.shape, is_partial=self._own is not None)
+        return self.experts.gate_up.gated_after_norm(x, norm, plan, self.experts.gate), plan
 
     def _add_to(self, residual: Tensor, hidden: Tensor, plan: ExpertPlan, shared: Tensor | None) -> None:
         self.experts.down.add_to(residual, hidden, plan)

@@ -8,6 +8,7 @@ from typing import Any
 
 from ...checkpoint.gguf_config import OTHER_ARCHITECTURE
 from ...errors import ModelLoadError
+from ..distributed.experts_group import ExpertsGroup
 from ..distributed.group import ALONE, TensorGroup
 from ..distributed.stage import WHOLE, PipelineStage
 from ..model_config import ModelConfig
@@ -80,11 +81,16 @@ def read_config(
 
 
 def build_model(
-    config: ModelConfig, formats: WeightFormats, group: TensorGroup = ALONE, stage: PipelineStage = WHOLE
+    config: ModelConfig,
+    formats: WeightFormats,
+    group: TensorGroup = ALONE,
+    stage: PipelineStage = WHOLE,
+    experts_group: ExpertsGroup | None = None,
 ) -> CausalLM:
     """The model, or a stage of it, whose weights are yet to be loaded. Raises ModelLoadError.
 
     ``group``: the ranks among which its layers are divided; ``config`` is `ModelConfig.of_rank` for as many.
+    ``experts_group``: those among which its experts are, if these are more.
     """
     if stage.size > config.num_layers:
         raise ModelLoadError(
@@ -98,7 +104,9 @@ def build_model(
         )
     assert config.num_ranks == group.size, f"a config of {config.num_ranks} ranks for a group of {group.size}"
     family = _family(config.model_type) if config.implementation == "native" else _transformers_model()
-    return family(config, WeightScope(formats, group=group, divides_experts=config.divides_experts, stage=stage))
+    divided = config.divides_experts
+    scope = WeightScope(formats, group=group, divides_experts=divided, stage=stage, experts_group=experts_group)
+    return family(config, scope)
 
 
 def _transformers_model() -> type[CausalLM]:

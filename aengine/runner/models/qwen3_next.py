@@ -15,7 +15,7 @@ from ...kernels.expert_types import ExpertGate, RoutingRule
 from ...kernels.gated_delta import check_gated_delta
 from ..kv_spec import FullKV, LayerKV
 from ..layers.attention import AttentionCall, AttentionLayer
-from ..layers.decoder import Decoder, FeedForward
+from ..layers.decoder import Decoder, DecoderLayer, FeedForward
 from ..layers.gated_delta_net import DeltaInputs, DeltaSizes, GatedDeltaNet
 from ..layers.linear import Features, Linear
 from ..layers.mlp import GatedMLP
@@ -163,12 +163,7 @@ class Qwen3Next(Decoder[Qwen3NextConfig]):
             mixer = GatedAttention(config, index, weights.at("self_attn"))
         mlp_norm = self.make_norm(weights.at("post_attention_layernorm"))
         mlp = self._feed_forward(index, weights.at("mlp"))
-
-        def layer(residual: Tensor, attn: AttentionCall) -> None:
-            mixer(residual, input_norm, attn)
-            mlp(residual, mlp_norm)
-
-        return layer
+        return DecoderLayer(config, weights, mixer, mlp, input_norm=input_norm, mlp_norm=mlp_norm)
 
     def _feed_forward(self, index: int, scope: WeightScope) -> FeedForward:
         config, size = self.config, self.config.hidden_size

@@ -22,7 +22,7 @@ from ...errors import ModelLoadError
 from ...workers.rank import Rank
 from .. import profiler
 from ..attention.torch_attention import DEFAULT_BLOCK_SIZE
-from ..distributed.opening import open_device, open_group, open_link, stage_of
+from ..distributed.opening import open_device, open_experts_group, open_group, open_link, stage_of
 from ..distributed.pipeline import StepSizes
 from ..model_runner import ModelRunner
 from ..models import build_model, read_config
@@ -75,11 +75,14 @@ def _load(
         folder=checkpoint.path if checkpoint.format != "gguf" else None,
         trust_remote_code=config.trust_remote_code,
     )
-    model_config = model_config.of_rank(rank.tp_size, divides_experts=config.enable_expert_parallel)
+    model_config = model_config.of_rank(
+        rank.tp_size, divides_experts=config.enable_expert_parallel, num_replicas=rank.num_sharing
+    )
     platform = open_device(rank)
     platform.open()
     dtype = platform.choose_dtype(config.dtype, model_config.checkpoint_dtype)
     group = open_group(rank, platform)
+    experts_group = open_experts_group(rank, platform)
     formats = choose_formats(dtype, platform.device, hf)
     if isinstance(formats.plain, Float16Format):
         agree_on_plan(group)
@@ -87,7 +90,7 @@ def _load(
     max_batched = config.max_num_batched_tokens or platform.default_batched_tokens
     most = (max_batched, config.max_num_seqs, config.steps_in_flight)
     link = open_link(rank, platform, StepSizes(model_config.hidden_size, formats.dtype, *most))
-    model = build_model(model_config, formats, group, stage=stage_of(rank))
+    model = build_model(model_config, formats, group, stage_of(rank), experts_group)
     attention = platform.choose_attention(config, model_config, formats.dtype)
     weights = load_weights(model, checkpoint, config.seed, progress, platform.device, platform.memory)
     if head.labels:
@@ -106,10 +109,11 @@ def _load(
         weight_bytes=platform.memory().allocated if platform.is_accelerator else weights.own_bytes,
         num_threads=num_threads,
         is_alone=rank.world_size == 1,
-        num_processes=rank.world_size * rank.dp_size,
+        num_processes=rank.tp_size * rank.pp_size * rank.dp_size,
         vectors=vectors,
         group=group,
         link=link,
+        experts_group=experts_group,
     )
     return setup, weights
 
@@ -190,6 +194,7 @@ class LocalModel:
             "num_graphs": 0 if runner.graphs is None else runner.graphs.num_captured,
             "prompt_step_sizes": [] if runner.batch_graphs is None else runner.batch_graphs.num_tokens,
             "num_threads": torch.get_num_threads(),
+            "num_experts": setup.num_experts,
         }
         if platform.is_accelerator:
             facts["device_memory_total_bytes"] = platform.memory().total

@@ -13,11 +13,13 @@ from ...config import EngineConfig
 from ...errors import ModelLoadError
 from ..attention.backend import AttentionBackend
 from ..attention.kv_pages import KvCacheSpec
+from ..distributed.experts_group import ExpertRounds, ExpertsGroup
 from ..distributed.group import ALONE, TensorGroup
 from ..distributed.pipeline import NoLink, PipelineLink
 from ..distributed.stage import PipelineStage
 from ..graphs.cuda_graphs import graph_sizes
 from ..kv_spec import KVLayout, lay_out_kv
+from ..layers.decoder import Decoder
 from ..model_config import ModelConfig
 from ..model_runner import ModelRunner
 from ..models.causal_lm import CausalLM
@@ -50,6 +52,21 @@ class RunnerSetup:
     vectors: VectorLayers | None = None  # None: it gives no embeddings
     group: TensorGroup = ALONE
     link: PipelineLink | None = None  # to the other stages of the pipeline; None: there is one stage
+    experts_group: ExpertsGroup | None = None  # among which experts are divided over replicas; None: they are not
+
+    @property
+    def _rounds(self) -> ExpertRounds | None:
+        if self.experts_group is None:
+            return None
+        assert isinstance(self.model, Decoder), "others are refused by their config"
+        return ExpertRounds(self.experts_group, self.model.join)
+
+    @property
+    def num_experts(self) -> int:
+        """Of each mixture of experts, those that this rank has a part of."""
+        config = self.model_config
+        group = self.experts_group or self.group
+        return config.num_experts // group.size if config.divides_experts else config.num_experts
 
     @property
     def stage(self) -> PipelineStage:
@@ -99,6 +116,7 @@ class RunnerSetup:
             link=link,
             vocabulary=self.model.vocabulary,
             group=self.group,
+            rounds=self._rounds,
         )
 
     @contextmanager

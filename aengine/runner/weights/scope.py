@@ -13,6 +13,7 @@ from typing import NamedTuple, Protocol
 import torch
 from torch import Tensor
 
+from ..distributed.experts_group import ExpertsGroup
 from ..distributed.group import ALONE, TensorGroup
 from ..distributed.shares import Part, Share, VocabularyShare
 from ..distributed.stage import WHOLE, PipelineStage
@@ -57,7 +58,7 @@ class WeightScope:
 
     ``group``: the ranks among which the layers are divided, each of which has a model of its own; with
     ``divides_experts`` each has some experts of a mixture, else a part of every one. ``stage``: whose layers the model
-    has.
+    has. ``experts_group``: the ranks among which experts are divided, if these are more than those of ``group``.
     """
 
     def __init__(
@@ -68,10 +69,12 @@ class WeightScope:
         group: TensorGroup = ALONE,
         divides_experts: bool = False,
         stage: PipelineStage = WHOLE,
+        experts_group: ExpertsGroup | None = None,
     ) -> None:
         self.formats = formats
         self.group = group
         self.stage = stage
+        self.experts_group = experts_group
         self._divides_experts = divides_experts
         self.names: CheckpointNames | None = None  # of the model's outermost scope
         self.places: dict[str, list[Place]] = {} if places is None else places
@@ -80,7 +83,8 @@ class WeightScope:
     def at(self, name: str) -> WeightScope:
         """The scope of the names below ``name``."""
         prefix = f"{self._prefix}{name}."
-        return WeightScope(self.formats, prefix, self.places, self.group, self._divides_experts, self.stage)
+        shared = self.places, self.group, self._divides_experts, self.stage, self.experts_group
+        return WeightScope(self.formats, prefix, *shared)
 
     def share(self, size: int, copies: int = 1) -> Share:
         """This rank's ``size`` elements of a dimension that is divided among the ranks; each piece is on ``copies`` of
@@ -91,7 +95,8 @@ class WeightScope:
         """This rank's share of a mixture's experts: all of them, unless they are what is divided."""
         if not self._divides_experts:
             return Share(num_experts)
-        return Share(num_experts // self.group.size, self.group.rank, self.group.size)
+        group = self.experts_group or self.group
+        return Share(num_experts // group.size, group.rank, group.size)
 
     def share_of_expert(self, size: int) -> Share:
         """This rank's ``size`` inner features of an expert: all of them, if it is the experts that are divided."""

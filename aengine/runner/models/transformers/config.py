@@ -35,8 +35,13 @@ class TransformersConfig(ModelConfig):
     def from_hf(cls, hf: Mapping[str, Any]) -> Self:
         raise NotImplementedError("see read_transformers_config")
 
-    def of_rank(self, num_ranks: int, *, divides_experts: bool = False) -> Self:
+    def of_rank(self, num_ranks: int, *, divides_experts: bool = False, num_replicas: int = 1) -> Self:
         if num_ranks == 1:
+            if divides_experts and num_replicas > 1:
+                raise ModelLoadError(
+                    f"enable_expert_parallel: {self.class_name} is computed by transformers ({self.reason}), whose "
+                    f"experts can't be divided among replicas: leave enable_expert_parallel out"
+                )
             return self
         raise ModelLoadError(
             f"tensor_parallel_size={num_ranks}: {self.class_name} is computed by transformers ({self.reason}), whose "

@@ -1,0 +1,240 @@
+"""Replicas that share experts: one executor for the ranks of all, which live and die together.
+
+    StepLoop 0 ─> ReplicaExecutor 0 ─┐                              ┌─> ranks of replica 0
+                                     ├─> Rounds ─> JointExecutor ───┤
+    StepLoop 1 ─> ReplicaExecutor 1 ─┘                              └─> ranks of replica 1
+
+Each rank has some experts of each layer; attention, KV, scheduler and step loop belong to a replica. See rounds.py for
+what is computed when, runner/distributed/experts_group.py for what is exchanged.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+from ...config import EngineConfig
+from ...errors import EngineError
+from ...ipc.messages import GrammarOutput, Kind, SchedulerOutput, int32, pack
+from ...outputs import StartupProgress
+from ...workers.answers import AnswerFuture, PendingAnswers
+from ..executor import FailureCallback, ProcessExecutor, ProgressCallback
+from .rounds import Rounds, Turn
+
+__all__ = ["Joint", "ReplicaExecutor", "shares_experts"]
+
+
+def shares_experts(config: EngineConfig, hf_config: Mapping[str, Any]) -> bool:
+    """Whether the settings, and config.json, ask for experts that are divided among replicas."""
+    if not config.enable_expert_parallel or config.data_parallel_size == 1 or config.worker != "default":
+        return False
+    texts = [hf_config, hf_config.get("text_config")]
+    return any(
+        text.get(key) for text in texts if isinstance(text, dict) for key in ("num_local_experts", "num_experts")
+    )
+
+
+class Joint:
+    """Makes the executors of all replicas, and after the death of their ranks others."""
+
+    def __init__(self, config: EngineConfig) -> None:
+        self._config = config
+        self._rounds = Rounds(config.data_parallel_size, config.steps_in_flight)
+        self._ranks: JointExecutor | None = None  # that were made last
+
+    def turn(self, index: int) -> Turn:
+        """A replica's, over whatever ranks."""
+        return self._rounds.turns[index]
+
+    def executor(self, index: int) -> ReplicaExecutor:
+        """A replica's executor over ranks that have not failed: the replica that asks first has new ones made."""
+        if self._ranks is None or self._ranks.failure is not None:
+            self._ranks = JointExecutor(self._config, self._rounds)
+        return ReplicaExecutor(self._ranks, index)
+
+
+class JointExecutor(ProcessExecutor):
+    """The ranks of all replicas."""
+
+    def __init__(self, config: EngineConfig, rounds: Rounds) -> None:
+        super().__init__(config)
+        self.rounds = rounds
+        self._starting: asyncio.Task[None] | None = None
+        self._closing: asyncio.Task[None] | None = None
+        self._failure_callbacks: list[FailureCallback] = []
+        self._given: set[tuple[int, int]] = set()  # replica and id of steps that are in no round yet
+        self._bitmasks: dict[tuple[int, int], bytes] = {}  # GRAMMAR frames of these
+
+    def answers(self, index: int) -> PendingAnswers:
+        """What a replica awaits."""
+        return self._all_answers[index]
+
+    def ranks(self, index: int) -> range:
+        """The ranks of a replica."""
+        size = self._config.num_ranks
+        return range(index * size, (index + 1) * size)
+
+    async def start_replica(
+        self, index: int, load: dict[str, Any], on_progress: ProgressCallback, on_failure: FailureCallback
+    ) -> dict[str, Any]:
+        """Start all ranks, if that is not under way, and wait until they are ready. See `Executor.start`."""
+        self.workers.check()
+        self._failure_callbacks.append(on_failure)
+        if self._starting is None:
+            loop = asyncio.get_running_loop()
+            self._starting = loop.create_task(self._start(load, on_progress), name="aengine-ranks-start")
+            self._starting.add_done_callback(lambda task: task.cancelled() or task.exception())  # else callers get it
+        await asyncio.shield(self._starting)
+        self.workers.check()
+        assert self._handshake is not None
+        return await self._handshake.ready(index)
+
+    async def _start(self, load: dict[str, Any], on_progress: Callable[[StartupProgress], None]) -> None:
+        await self.start(load, on_progress, self._tell_failure)
+        for index, answers in enumerate(self._all_answers):
+            answers.on_answer = _bound(self.rounds.note_answer, index)
+        self.rounds.begin(self._publish_round)
+
+    def _tell_failure(self) -> None:
+        for tell in self._failure_callbacks:
+            tell()
+
+    async def close_all(self, timeout: float) -> None:
+        """`aclose`, once for all replicas."""
+        if self._closing is None:
+            self._closing = asyncio.get_running_loop().create_task(self.aclose(timeout), name="aengine-ranks-end")
+        await asyncio.shield(self._closing)
+
+    def give(self, index: int, out: SchedulerOutput) -> AnswerFuture:
+        """A replica's next step. Raises the executor's failure, if it has failed."""
+        self.workers.check()
+        future = self.answers(index).expect_answer(out.step_id)
+        self._given.add((index, out.step_id))
+        self.rounds.give(index, out)
+        return future
+
+    async def send_bitmask(self, index: int, out: GrammarOutput) -> None:
+        """See `Executor.send_grammar`: of a replica's step. It comes behind its step."""
+        self.workers.check()
+        if (index, out.step_id) in self._given:
+            self._bitmasks[index, out.step_id] = pack(out)
+        else:
+            await self.workers.broadcast(Kind.GRAMMAR, out.step_id, pack(out), self.ranks(index))
+
+    def _publish_round(self, outs: Sequence[SchedulerOutput | None]) -> None:
+        sizes = int32(0 if out is None else sum(out.num_scheduled_tokens) for out in outs)
+        try:
+            for index, out in enumerate(outs):
+                if out is not None:
+                    out.round_sizes = sizes
+                    self._given.discard((index, out.step_id))
+                    self.workers.follow(Kind.STEP, out.step_id, pack(out), self.ranks(index))
+                    bitmask = self._bitmasks.pop((index, out.step_id), None)
+                    if bitmask is not None:
+                        self.workers.follow(Kind.GRAMMAR, out.step_id, bitmask, self.ranks(index))
+                elif any(sizes):
+                    self.workers.follow(Kind.JOIN, 0, pack(list(sizes)), self.ranks(index))
+        except EngineError:  # the ranks have gone, and all futures have the cause
+            pass
+
+
+class ReplicaExecutor:
+    """The `Executor` of one replica, over ranks that those of the others depend on."""
+
+    def __init__(self, joint: JointExecutor, index: int) -> None:
+        self._joint = joint
+        self._index = index
+        self._ranks = joint.ranks(index)
+
+    @property
+    def failure(self) -> EngineError | None:
+        """See `Executor`."""
+        return self._joint.failure
+
+    @property
+    def workers(self) -> list[Any]:
+        """The worker processes of this replica."""
+        return [self._joint.workers[rank] for rank in self._ranks]
+
+    async def start(
+        self, load: dict[str, Any], on_progress: ProgressCallback, on_failure: FailureCallback
+    ) -> dict[str, Any]:
+        """See `Executor`. A failure of the start ends all ranks."""
+        return await self._joint.start_replica(self._index, load, on_progress, on_failure)
+
+    async def execute_model(self, out: SchedulerOutput) -> AnswerFuture:
+        """See `Executor`."""
+        return self._joint.give(self._index, out)
+
+    def try_execute_model(self, out: SchedulerOutput) -> AnswerFuture | None:
+        """See `Executor`."""
+        return self._joint.give(self._index, out)
+
+    def try_revoke(self, on_revoked: Callable[[int], None]) -> bool:
+        """See `Executor`. No step is leased: the other replicas would have to drop theirs."""
+        return False
+
+    def bitmask(self, num_bytes: int) -> memoryview | None:
+        """See `Executor`."""
+        return None
+
+    async def send_grammar(self, out: GrammarOutput) -> None:
+        """See `Executor`."""
+        await self._joint.send_bitmask(self._index, out)
+
+    async def call(self, method: str, *args: Any, timeout: float) -> Any:
+        """See `Executor`: the first rank of the replica replies."""
+        replies = await self._call([method, self._ranks.start, *args], self._ranks[:1], "", timeout)
+        return replies[0]
+
+    async def call_all(self, method: str, args: Sequence[Any], *, timeout: float) -> list[Any]:
+        """See `Executor`."""
+        return await self._call([method, None, *args], self._ranks, method, timeout)
+
+    async def _call(self, message: list[Any], replying: range, method: str, timeout: float) -> list[Any]:
+        """``method``: of the worker extension; "": one of our own."""
+        workers, answers = self._joint.workers, self._joint.answers(self._index)
+        workers.check()
+        call = answers.expect_replies(replying, method)
+        try:
+            async with asyncio.timeout(timeout):
+                await workers.broadcast(Kind.CALL, call.id, pack(message), self._ranks)
+                return await call.replies
+        except TimeoutError:
+            if not method:
+                raise
+            raise call.took_too_long(timeout) from None
+        finally:
+            answers.calls.pop(call.id, None)
+
+    def heartbeats(self) -> int:
+        """See `Executor`. Those of all ranks: any that stands still stops all."""
+        return self._joint.heartbeats()
+
+    def overdue_seconds(self) -> float:
+        """See `Executor`."""
+        return self._joint.overdue_seconds()
+
+    def memory(self) -> tuple[int | None, int | None]:
+        """See `Executor`. Of this replica's ranks."""
+        if self.failure is not None:
+            return None, None
+        resident = sum(worker.resident_bytes() for worker in self.workers)
+        return resident or None, sum(worker.channel.device_bytes for worker in self.workers) or None
+
+    def fail(self, error: EngineError) -> None:
+        """See `Executor`. All ranks end."""
+        self._joint.fail(error)
+
+    async def aclose(self, timeout: float) -> None:
+        """See `Executor`. All ranks end."""
+        await self._joint.close_all(timeout)
+
+    def terminate(self) -> None:
+        """See `Executor`. All ranks end."""
+        self._joint.terminate()
+
+
+def _bound(function: Callable[[int], None], index: int) -> Callable[[], None]:
+    return lambda: function(index)

@@ -1,0 +1,108 @@
+"""`Rounds`: the steps of replicas that share experts, which are computed side by side.
+
+In each layer with experts every rank waits for all others. So all replicas have to compute steps in the same order, as
+many of them: a round has a step of each replica, or none of those that have nothing to compute.
+
+    replica 0   [step 0][step 1][  -   ][step 2]        step loops give steps as they like; the host pairs them,
+    replica 1   [  -   ][step 0][step 1][step 2]        and no message between the workers is needed for it
+
+A round begins when each replica has given a step or rests, which it does when its step loop awaits an answer or a
+request. As many are on their way as a step loop has steps in flight, so that a replica that has given a step too late
+for one round gives it for the next.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections import deque
+from collections.abc import Callable, Sequence
+
+from ...ipc.messages import SchedulerOutput
+from ...scheduler.crash_quarantine import CrashQuarantine
+
+__all__ = ["Rounds", "Turn"]
+
+
+class Rounds:
+    """The rounds of an engine, over one set of workers after the other."""
+
+    def __init__(self, num_replicas: int, max_in_flight: int) -> None:
+        self.turns = [Turn(self, index) for index in range(num_replicas)]
+        self._max_in_flight = max_in_flight
+        self._publish: Callable[[Sequence[SchedulerOutput | None]], None] = lambda outs: None  # of the workers
+        self._given: list[deque[SchedulerOutput]] = [deque() for _ in self.turns]  # that are in no round yet
+        self._is_busy = [False for _ in self.turns]  # its step loop may give a step soon
+        self._in_flight: deque[set[int]] = deque()  # of each round the replicas whose answer is due
+        self._refused: set[int] = set()  # replicas that wait for their turn
+
+    def begin(self, publish: Callable[[Sequence[SchedulerOutput | None]], None]) -> None:
+        """Begin anew, with other workers. ``publish`` gives them a round: a step of each replica, None if it has
+        none."""
+        self._publish = publish
+        self._in_flight.clear()
+        for index, given in enumerate(self._given):
+            given.clear()
+            self._is_busy[index] = False
+
+    def give(self, index: int, out: SchedulerOutput) -> None:
+        """A replica's next step."""
+        self._given[index].append(out)
+        self._go()
+
+    def note_answer(self, index: int) -> None:
+        """A replica's oldest step was answered."""
+        self._is_busy[index] = True
+        for due in self._in_flight:
+            if index in due:
+                due.remove(index)
+                break
+        while self._in_flight and not self._in_flight[0]:
+            self._in_flight.popleft()
+        self._go()
+
+    def rest(self, index: int) -> None:
+        """A replica gives no step before it gets an answer, or something else happens to it."""
+        self._is_busy[index] = False
+        for other in [other for other in self._refused if self.is_open(other)]:
+            self._refused.discard(other)
+            self.turns[other].work.set()
+        self._go()
+
+    def is_open(self, index: int) -> bool:
+        """Whether a replica may make steps: while workers may have died of a request that runs again, no other replica
+        has steps that they might die of instead (scheduler/crash_quarantine.py)."""
+        suspicious = next((turn.index for turn in self.turns if turn.quarantine), index)
+        if suspicious != index:
+            self._refused.add(index)
+        return suspicious == index
+
+    def _go(self) -> None:
+        while len(self._in_flight) < self._max_in_flight and any(self._given):
+            if any(busy and not given for busy, given in zip(self._is_busy, self._given, strict=True)):
+                return
+            outs = [given.popleft() if given else None for given in self._given]
+            self._in_flight.append({index for index, out in enumerate(outs) if out is not None})
+            self._publish(outs)
+
+
+class Turn:
+    """One replica's view of the rounds, for its step loop."""
+
+    def __init__(self, rounds: Rounds, index: int) -> None:
+        self.index = index
+        self.quarantine: CrashQuarantine | None = None
+        self.work = asyncio.Event()
+        self._rounds = rounds
+
+    def attach(self, quarantine: CrashQuarantine, work: asyncio.Event) -> None:
+        """``quarantine``: of the replica's scheduler; ``work`` wakes its step loop."""
+        self.quarantine, self.work = quarantine, work
+
+    @property
+    def is_open(self) -> bool:
+        """Whether a step may be made now; if not, the step loop is woken once it may be."""
+        return self._rounds.is_open(self.index)
+
+    def rest(self) -> None:
+        """See `Rounds.rest`."""
+        self._rounds.rest(self.index)

@@ -1,0 +1,100 @@
+"""Rounds of replicas that share experts: which steps are computed side by side, and whose turn it is."""
+
+from __future__ import annotations
+
+import asyncio
+
+import pytest
+
+from aengine.engine.replicas.rounds import Rounds
+from aengine.ipc.messages import SchedulerOutput
+from aengine.scheduler.crash_quarantine import CrashQuarantine
+
+pytestmark = pytest.mark.anyio
+
+
+class Run:
+    def __init__(self, max_in_flight: int = 2) -> None:
+        self.published: list[tuple[int | None, ...]] = []
+        self.rounds = Rounds(2, max_in_flight)
+        self.rounds.begin(lambda outs: self.published.append(tuple(None if o is None else o.step_id for o in outs)))
+
+    def give(self, index: int, *step_ids: int) -> None:
+        for step_id in step_ids:
+            self.rounds.give(index, SchedulerOutput(step_id))
+
+    def answer(self, *replicas: int) -> None:
+        for index in replicas:
+            self.rounds.note_answer(index)
+
+
+def test_one_alone_does_not_wait() -> None:
+    run = Run()
+    run.give(0, 0, 1, 2)
+    assert run.published == [(0, None), (1, None)]
+    run.answer(0)
+    assert run.published[2:] == [(2, None)]
+
+
+def test_steps_pair_up() -> None:
+    """Also when the second replica comes later, and whichever is answered first."""
+    run = Run()
+    run.give(0, 0, 1)
+    run.give(1, 0, 1)
+    run.answer(0)
+    assert run.published == [(0, None), (1, None)], "the first is about to give another one"
+    run.give(0, 2)
+    run.rounds.rest(0)
+    run.answer(0)
+    run.give(0, 3)
+    run.rounds.rest(0)
+    assert run.published[2:] == [(2, 0), (3, 1)]
+    for step_id in range(4, 8):
+        first, second = (0, 1) if step_id % 2 else (1, 0)
+        run.answer(first)
+        run.give(first, step_id - 2 * first)
+        run.rounds.rest(first)
+        assert len(run.published) == step_id
+        run.answer(second)
+        run.give(second, step_id - 2 * second)
+        run.rounds.rest(second)
+        assert run.published[-1] == (step_id, step_id - 2)
+
+
+def test_one_that_rests_is_left_out() -> None:
+    run = Run()
+    run.give(0, 0)
+    run.give(1, 0)
+    run.answer(0, 1)
+    run.give(0, 1)
+    assert run.published == [(0, None), (None, 0)]
+    run.rounds.rest(1)
+    assert run.published[2:] == [(1, None)]
+
+
+def test_other_workers_begin_anew() -> None:
+    run = Run(1)
+    run.give(0, 0, 1)
+    run.give(1, 0)
+    run.rounds.begin(run.rounds._publish)
+    run.give(1, 3)
+    assert run.published == [(0, None), (None, 3)]
+
+
+async def test_suspects_run_alone() -> None:
+    """No other replica has steps while one computes a request that workers may have died of."""
+    run = Run()
+    works = [asyncio.Event(), asyncio.Event()]
+    suspects = [CrashQuarantine(), CrashQuarantine()]
+    for turn, suspect, work in zip(run.rounds.turns, suspects, works, strict=True):
+        turn.attach(suspect, work)
+    first, second = run.rounds.turns
+    assert first.is_open and second.is_open
+    for suspect in reversed(suspects):
+        suspect._requests.append(None)  # type: ignore[arg-type]
+    assert first.is_open and not second.is_open
+    first.rest()
+    assert not works[1].is_set()
+    suspects[0]._requests.clear()
+    first.rest()
+    assert works[1].is_set() and second.is_open and not first.is_open

@@ -1,0 +1,94 @@
+"""Engines of replicas that share experts (`enable_expert_parallel` with `data_parallel_size`): the answers of one rank,
+whatever is asked, and whoever dies."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import signal
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+import pytest
+from conftest_api import core_of, settled
+from test_ranked_processes import EXPERTS, GREEDY, SETTINGS, answers, essence, work
+
+from aengine import AsyncLLM
+from aengine.config import EngineConfig
+from aengine.engine.replicas.joint import shares_experts
+from aengine.errors import ModelLoadError
+
+TinyModel = Callable[..., Path]
+SHARED: dict[str, Any] = {"data_parallel_size": 2, "enable_expert_parallel": True}
+
+pytestmark = [pytest.mark.slow, pytest.mark.usefixtures("no_blocking")]
+
+
+@pytest.fixture(scope="module")
+def model(tiny_model: TinyModel) -> Path:
+    return tiny_model("qwen3_moe", seed=3, **EXPERTS)
+
+
+@pytest.fixture(scope="module")
+def expected(model: Path) -> Sequence[Any]:
+    return asyncio.run(answers(model))
+
+
+@pytest.mark.parametrize("settings", [{}, {"tensor_parallel_size": 2, "max_in_flight_steps": 1}], ids=str)
+async def test_any_request(model: Path, expected: Sequence[Any], settings: dict[str, Any]) -> None:
+    async with AsyncLLM(model, **SETTINGS | SHARED | settings) as engine:
+        assert [essence(completion) for completion in await asyncio.gather(*work(engine))] == expected
+        replicas = engine.statistics().replicas
+        assert len(replicas) == 2 and all(replica.prefix_cache_queries for replica in replicas)
+        of_ranks = [rank["num_experts"] for replica in engine.describe()["replicas"] for rank in replica["ranks"]]
+        assert of_ranks == [8 // len(of_ranks)] * len(of_ranks)
+        await settled(engine)
+
+
+async def test_a_rank_dies(model: Path, expected: Sequence[Any]) -> None:
+    """All ranks are started again, and all streams go on."""
+    async with AsyncLLM(model, **SETTINGS | SHARED) as engine:
+        tasks = work(engine)
+        await asyncio.wait(tasks, return_when=asyncio.FIRST_COMPLETED)
+        replicas = core_of(engine).replicas
+        before = {worker.pid for replica in replicas for worker in replica.worker.executor.workers}
+        os.kill(replicas[1].worker.executor.workers[0].pid, signal.SIGKILL)
+        assert [essence(await task) for task in tasks] == expected
+        after = {worker.pid for replica in replicas for worker in replica.worker.executor.workers}
+        assert len(after) == 2 and not after & before
+        assert [replica.num_restarts for replica in engine.statistics().replicas] == [1, 1]
+        await settled(engine)
+
+
+async def test_one_replica_has_nothing_to_do(model: Path, expected: Sequence[Any]) -> None:
+    """One request after the other; then another beside a long one; the end comes while one runs."""
+    async with AsyncLLM(model, **SETTINGS | SHARED) as engine:
+        prompts = [[i, 30, 40] for i in range(20, 23)]
+        one_by_one = [(await engine.generate(prompt, GREEDY)).token_ids for prompt in prompts]
+        long = asyncio.create_task(engine.generate([50, 51], GREEDY.replace(max_tokens=60)))
+        for prompt, token_ids in zip(prompts, one_by_one, strict=True):
+            assert (await engine.generate(prompt, GREEDY)).token_ids == token_ids
+        assert len((await long).token_ids) == 60
+        assert await engine.check_health() > 0
+        pids = [answer["pid"] for answer in await engine.collective_rpc("ping")]
+        assert len(set(pids)) == 2
+        running = asyncio.create_task(engine.generate([50, 51], GREEDY))
+        await asyncio.sleep(0)
+        assert await engine.drain(60)
+        assert len((await running).token_ids) == 20
+
+
+async def test_pipelines_do_not_share(model: Path) -> None:
+    with pytest.raises(ModelLoadError, match="pipeline_parallel_size=2 with data_parallel_size=2"):
+        await AsyncLLM(model, pipeline_parallel_size=2, **SETTINGS | SHARED).start()
+
+
+def test_models_without_experts_are_not_changed() -> None:
+    config = EngineConfig(model="any", **SHARED)
+    assert shares_experts(config, {"num_local_experts": 8}) and shares_experts(
+        config, {"text_config": {"num_experts": 4}}
+    )
+    assert not shares_experts(config, {"hidden_size": 64}) and not shares_experts(config, {"num_experts": 0})
+    assert not shares_experts(config.replace(data_parallel_size=1), {"num_experts": 8})
+    assert not shares_experts(config.replace(enable_expert_parallel=False), {"num_experts": 8})
