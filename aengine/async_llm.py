@@ -324,9 +324,9 @@ class AsyncLLM(ImmediateCalls, WorkerCalls, PoolingCalls):
     _core_class = "aengine.engine.core:EngineCore"
 
     def _make_executor(self, config: EngineConfig) -> Executor:
-        from .engine.executor import ProcessExecutor
+        from .engine.executor import new_executor
 
-        return ProcessExecutor(config)
+        return new_executor(config)
 
 
 AsyncLLM.__doc__ = described(AsyncLLM.__doc__, ENGINE_SETTINGS)

@@ -33,6 +33,7 @@ __all__ = [
     "is_offline",
     "model_cache",
     "num_worker_threads",
+    "ray_cluster",
     "server_api_key",
     "thread_environment",
     "worker_environment",
@@ -42,6 +43,7 @@ DTYPES = ("auto", "float32", "bfloat16", "float16")
 ATTENTION_BACKENDS = ("auto", "triton", "flash-attn-2", "flash-attn-3", "flash-attn-4", "cudnn")
 MODEL_IMPLS = ("auto", "native", "transformers")
 POOLINGS = ("auto", "mean", "cls", "last")
+EXECUTORS = ("process", "ray")
 LOAD_FORMATS = ("auto", "safetensors", "gguf", "dummy")
 
 
@@ -137,6 +139,12 @@ class EngineConfig:
     data_parallel_size: int = 1
     """Replicas of the model, each on GPUs of its own, or with its share of a CPU's cores. A request runs on the one
     that has most of its prompt cached, or less to do; when a worker dies its requests go on with another."""
+    executor: Literal["process", "ray"] = "process"
+    """Where the ranks run: "process": on this machine; "ray": on the machines of a Ray cluster (aengine[ray]), each
+    pipeline stage on one of them (docs/parallel.md#several-machines)."""
+    ray_address: str | None = None
+    """The Ray cluster, as `ray.init` takes it. None: the one that this process is connected to, else $RAY_ADDRESS, else
+    the one that runs on this machine."""
     enforce_eager: bool = False
     """No CUDA graphs: each step's kernels are launched one by one."""
     num_threads: int | None = None
@@ -275,10 +283,12 @@ class EngineConfig:
                 raise _wrong(name, getattr(self, name), "a number above 0 that a float can hold, or None")
         if self.gpu_memory_utilization > 1:
             raise _wrong("gpu_memory_utilization", self.gpu_memory_utilization, "at most 1")
-        for name in ("revision", "gguf_file", "tokenizer"):
+        for name in ("revision", "gguf_file", "tokenizer", "ray_address"):
             if getattr(self, name) is not None and not isinstance(getattr(self, name), str):
                 raise _wrong(name, getattr(self, name), "a string, or None")
         _check_device(self.device, self.num_ranks * self.data_parallel_size)
+        if self.executor == "ray" and ":" in self.device:
+            raise _wrong("device", self.device, "a name without numbers with executor='ray', as Ray chooses the GPUs")
         _check_worker(self.worker)
         if self.worker_extension is not None and not _is_in_module(self.worker_extension):
             raise _wrong("worker_extension", self.worker_extension, "'module:Class', or None")
@@ -337,6 +347,7 @@ _ONE_OF: dict[str, tuple[str, ...]] = {
     "kv_cache_dtype": DTYPES,
     "attention_backend": ATTENTION_BACKENDS,
     "pooling": POOLINGS,
+    "executor": EXECUTORS,
     "admission": ("error", "wait"),
     "generation_config": ("auto", "none"),
 }
@@ -436,6 +447,11 @@ def model_cache() -> Path:
 def server_api_key() -> str | None:
     """Return AENGINE_API_KEY: the key that ``aengine serve`` asks for; None: it is not set, or empty."""
     return os.environ.get("AENGINE_API_KEY") or None
+
+
+def ray_cluster() -> str:
+    """Return RAY_ADDRESS: the Ray cluster that the setting ``ray_address`` means by None; "auto": it is not set."""
+    return os.environ.get("RAY_ADDRESS") or "auto"
 
 
 def is_offline() -> bool:

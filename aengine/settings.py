@@ -112,6 +112,12 @@ class Settings(TypedDict, total=False):
     """Replicas of the model, each on GPUs of its own, or with its share of a CPU's cores. A request runs on the one
     that has most of its prompt cached, or less to do; when a worker dies its requests go on with another. In replicas.
     Default: 1."""
+    executor: Literal["process", "ray"]
+    """Where the ranks run: "process": on this machine; "ray": on the machines of a Ray cluster (aengine[ray]), each
+    pipeline stage on one of them (docs/parallel.md#several-machines). Default: "process"."""
+    ray_address: str | None
+    """The Ray cluster, as `ray.init` takes it. None: the one that this process is connected to, else $RAY_ADDRESS, else
+    the one that runs on this machine. Default: None."""
     enforce_eager: bool
     """No CUDA graphs: each step's kernels are launched one by one. Default: False."""
     num_threads: int | None
@@ -255,6 +261,12 @@ ENGINE_SETTINGS = """\
             Replicas of the model, each on GPUs of its own, or with its share of a CPU's cores. A request
             runs on the one that has most of its prompt cached, or less to do; when a worker dies its
             requests go on with another.
+        executor: Literal["process", "ray"] = "process"
+            Where the ranks run: "process": on this machine; "ray": on the machines of a Ray cluster
+            (aengine[ray]), each pipeline stage on one of them (docs/parallel.md#several-machines).
+        ray_address: str | None = None
+            The Ray cluster, as `ray.init` takes it. None: the one that this process is connected to, else
+            $RAY_ADDRESS, else the one that runs on this machine.
         enforce_eager: bool = False
             No CUDA graphs: each step's kernels are launched one by one.
         num_threads: int | None = None  (threads)

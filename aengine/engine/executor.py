@@ -30,12 +30,11 @@ from ..system.ulimits import limit_hint, memory_ulimit_hint
 from ..telemetry.worker_logs import level_for_workers, log_for_worker
 from ..threads.pools import run_in_thread
 from ..workers.answers import AnswerFuture, PendingAnswers, reported_error
-from ..workers.group import WorkerGroup
+from ..workers.group import RankWorker, WorkerGroup
 from ..workers.handshake import Handshake
 from ..workers.rank import check_division, ranks_of
-from ..workers.supervisor import WorkerProcess
 
-__all__ = ["Executor", "ProcessExecutor"]
+__all__ = ["Executor", "ProcessExecutor", "new_executor"]
 
 logger = logging.getLogger("aengine")
 
@@ -110,9 +109,10 @@ class Executor(Protocol):
 class ProcessExecutor:
     """Runs one worker process a rank, over the rings. The setting ``worker`` names what loads the model there."""
 
-    def __init__(self, config: EngineConfig) -> None:
+    def __init__(self, config: EngineConfig, workers: WorkerGroup | None = None) -> None:
+        """``workers``: starts them; None: as processes of this machine."""
         self._config = config
-        self.workers = WorkerGroup()
+        self.workers = WorkerGroup() if workers is None else workers
         self._all_answers = [PendingAnswers() for _ in range(config.data_parallel_size)]  # by replica
         self._answers = self._all_answers[0]
         self._handshake: Handshake | None = None  # since start()
@@ -147,13 +147,10 @@ class ProcessExecutor:
             if self._config.worker == "default":
                 check_division(self._config, load["source"]["hf_config"])
             load = dict(load)
-            num_replicas = self._config.data_parallel_size
-            are_several = self._config.num_ranks * num_replicas > 1
-            rendezvous, leads = self.workers.share(num_replicas) if are_several else ("", [])
-            ranks = ranks_of(self._config, rendezvous, *load.pop("replica", ()))
+            ranks = ranks_of(self._config, *load.pop("replica", ()))
             handshake = self._handshake = Handshake(ranks, on_progress)
             async with asyncio.timeout(self._config.startup_timeout):
-                await self._start_workers(load, handshake, leads)
+                await self._start_workers(load, handshake)
                 plan = await handshake.agreed()
                 await self.workers.broadcast(Kind.ALLOCATE, 0, pack(plan))
                 return await handshake.ready()
@@ -173,18 +170,15 @@ class ProcessExecutor:
             self.terminate()
             raise
 
-    async def _start_workers(self, load: dict[str, Any], handshake: Handshake, leads: Sequence[int]) -> None:
+    async def _start_workers(self, load: dict[str, Any], handshake: Handshake) -> None:
         """Processes for all ranks, which load side by side."""
         ranks = handshake.ranks
         bitmask_bytes = _bitmask_bytes(self._config, load) if len(ranks) == 1 else 0
         target = await run_in_thread("worker", _target_of, self._config.worker)
-        for rank in ranks:
-            await self.workers.start(self._config, rank, target, bitmask_bytes, self._on_frames, self._on_death)
-            self.workers.check()
-        for rank in ranks:
-            message = {**load, "rank": rank.to_wire(), "log_level": level_for_workers()}
-            if leads:
-                message["lead"] = leads[rank.index // self._config.num_ranks]
+        launch = self.workers.launch
+        places = await launch(self._config, ranks, target, bitmask_bytes, self._on_frames, self._on_death)
+        for rank, place in zip(ranks, places, strict=True):
+            message = {**load, **place, "log_level": level_for_workers()}
             await self.workers.publish(rank.index, Kind.LOAD, 0, pack(message))
 
     def heartbeats(self) -> int:
@@ -321,7 +315,7 @@ class ProcessExecutor:
 
     # -- frames in
 
-    def _on_frames(self, worker: WorkerProcess) -> None:
+    def _on_frames(self, worker: RankWorker) -> None:
         try:
             self._take_frames(worker)
         except Exception as error:
@@ -329,7 +323,7 @@ class ProcessExecutor:
             failure.__cause__ = error
             self.fail(failure)
 
-    def _take_frames(self, worker: WorkerProcess) -> None:
+    def _take_frames(self, worker: RankWorker) -> None:
         """Raises anything when a frame is not one that a worker sends."""
         assert self._handshake is not None
         for frame in worker.channel.drain():
@@ -338,6 +332,8 @@ class ProcessExecutor:
             kind = Kind(frame.kind)
             message = unpack(kind, frame.payload)
             if kind in PendingAnswers.KINDS:
+                if kind is Kind.OUTPUT:
+                    message.answered_at += worker.clock_offset
                 replica = worker.rank // self._config.num_ranks
                 self._all_answers[replica].take(worker.rank, kind, frame.step_id, message)
             elif kind in Handshake.KINDS:
@@ -350,7 +346,7 @@ class ProcessExecutor:
             else:
                 raise MessageError(f"a {kind.name} message is not for the host")
 
-    def _on_death(self, worker: WorkerProcess, error: WorkerDiedError) -> None:
+    def _on_death(self, worker: RankWorker, error: WorkerDiedError) -> None:
         try:
             self._take_frames(worker)  # its last words may explain it better
         except Exception:
@@ -374,6 +370,16 @@ class ProcessExecutor:
         self.workers.failure = error
         self.terminate()
         self._on_failure()
+
+
+def new_executor(config: EngineConfig) -> Executor:
+    """The one that the setting ``executor`` asks for."""
+    if config.executor == "process":
+        return ProcessExecutor(config)
+    from ..workers.remote.group import RemoteGroup
+    from ..workers.remote.ray_cluster import RayNodes
+
+    return ProcessExecutor(config, RemoteGroup(RayNodes()))
 
 
 def _target_of(worker: str) -> str:

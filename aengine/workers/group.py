@@ -7,12 +7,13 @@ import contextlib
 import os
 import threading
 from collections import deque
-from collections.abc import Callable, Iterator
-from typing import NamedTuple
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import replace
+from typing import Any, NamedTuple, Protocol
 
 from ..config import EngineConfig
 from ..errors import EngineClosedError, EngineError, WorkerDiedError
-from ..ipc.channel import HostChannel
+from ..ipc.channel import Frame, HostChannel
 from ..ipc.lead import new_lead
 from ..ipc.messages import Kind
 from ..system.ulimits import limit_hint
@@ -21,7 +22,49 @@ from .device_watch import overdue_seconds
 from .rank import Rank
 from .supervisor import WorkerProcess
 
-__all__ = ["WorkerGroup"]
+__all__ = ["OnDeath", "OnFrames", "RankChannel", "RankWorker", "WorkerGroup"]
+
+
+class RankChannel(Protocol):
+    """The host's end of the bridge to one worker, see `HostChannel`."""
+
+    @property
+    def num_heartbeats(self) -> int:
+        """See `HostChannel`, as of all that follow."""
+
+    @property
+    def device_bytes(self) -> int: ...
+    @property
+    def device_word(self) -> int: ...
+    def bitmask(self, size: int) -> memoryview | None: ...
+    def unlink(self) -> None: ...
+    def has_room(self, num_bytes: int) -> bool: ...
+    def try_publish(self, kind: int, step_id: int, payload: bytes) -> bool: ...
+    async def publish(self, kind: int, step_id: int, payload: bytes) -> None: ...
+    def drain(self) -> list[Frame]: ...
+
+
+class RankWorker(Protocol):
+    """The host's side of one worker: a `WorkerProcess`, or one on another machine."""
+
+    rank: int
+    pid: int | None
+    clock_offset: float
+    """Seconds by which the host's monotonic clock is ahead of the worker's."""
+
+    @property
+    def channel(self) -> RankChannel:
+        """See `WorkerProcess`, as of all that follow."""
+
+    def stderr_tail(self) -> str: ...
+    def resident_bytes(self) -> int: ...
+    async def wait(self, timeout: float | None) -> bool: ...
+    def kill(self) -> None: ...
+    def close(self) -> None: ...
+
+
+OnFrames = Callable[[RankWorker], None]
+OnDeath = Callable[[RankWorker, WorkerDiedError], None]
 
 
 class _Broadcast(NamedTuple):
@@ -36,7 +79,7 @@ class WorkerGroup:
     """The worker processes of all ranks. Used on one loop; `kill` also from other threads."""
 
     def __init__(self) -> None:
-        self._workers: list[WorkerProcess] = []
+        self._workers: list[RankWorker] = []
         self.failure: EngineError | None = None
         """Why nothing can be asked of the workers any more; it is raised when something is."""
         self._shared_fds: tuple[int, ...] = ()  # that all workers inherit
@@ -46,41 +89,62 @@ class WorkerGroup:
     def __len__(self) -> int:
         return len(self._workers)
 
-    def __getitem__(self, index: int) -> WorkerProcess:
+    def __getitem__(self, index: int) -> RankWorker:
         return self._workers[index]
 
-    def __iter__(self) -> Iterator[WorkerProcess]:
+    def __iter__(self) -> Iterator[RankWorker]:
         return iter(self._workers)
 
-    def share(self, num_replicas: int = 1) -> tuple[str, list[int]]:
-        """Make what several ranks share, which `start` passes on: a file in which they meet, and what the first of each
-        replica shows its others (`Lead`). All are in memory, without a name.
+    async def launch(
+        self,
+        config: EngineConfig,
+        ranks: Sequence[Rank],
+        target: str,
+        bitmask_bytes: int,
+        on_frames: OnFrames,
+        on_death: OnDeath,
+    ) -> list[dict[str, Any]]:
+        """Begin to start the workers of ``ranks``. ``target``: the ``module:function`` that loads the model there.
 
-        Returns the path of the former, and the descriptors of the latter; they are the same in all workers. Raises
-        EngineError when no descriptor is left.
+        What several of them share has no name: a file in memory in which they meet, and what the first of each replica
+        shows its others (`Lead`).
+
+        Returns what the LOAD message of each says of its place: "rank"; of several "lead", the latter's descriptor.
+        Raises EngineError; `failure` if there is one meanwhile.
         """
-        try:
-            rendezvous = os.memfd_create("aengine-rendezvous", os.MFD_CLOEXEC)
-            self._shared_fds = (rendezvous,)
-            for _ in range(num_replicas):
-                self._shared_fds += (new_lead(),)
-        except OSError as error:
-            raise EngineError(f"the workers can't be started: {error}{limit_hint(str(error))}") from error
-        return f"/proc/self/fd/{rendezvous}", list(self._shared_fds[1:])
+        leads: list[int] = []  # by replica
+        if len(ranks) > 1:
+            try:
+                rendezvous = os.memfd_create("aengine-rendezvous", os.MFD_CLOEXEC)
+                self.share_fd(rendezvous)
+                for _ in range(0, len(ranks), config.num_ranks):
+                    leads.append(new_lead())
+                    self.share_fd(leads[-1])
+            except OSError as error:
+                raise EngineError(f"the workers can't be started: {error}{limit_hint(str(error))}") from error
+            ranks = [replace(rank, rendezvous=f"/proc/self/fd/{rendezvous}") for rank in ranks]
+        for rank in ranks:
+            await self._start(config, rank, target, bitmask_bytes, on_frames, on_death)
+            self.check()
+        places: list[dict[str, Any]] = [{"rank": rank.to_wire()} for rank in ranks]
+        for place, rank in zip(places, ranks, strict=True):
+            if leads:
+                place["lead"] = leads[rank.index // config.num_ranks]
+        return places
 
-    async def start(
+    def share_fd(self, fd: int) -> None:
+        """Have the workers that are started from now on inherit a descriptor, by the same number; `close` closes it."""
+        self._shared_fds += (fd,)
+
+    async def _start(
         self,
         config: EngineConfig,
         rank: Rank,
         target: str,
         bitmask_bytes: int,
-        on_frames: Callable[[WorkerProcess], None],
-        on_death: Callable[[WorkerProcess, WorkerDiedError], None],
+        on_frames: OnFrames,
+        on_death: OnDeath,
     ) -> None:
-        """Add the worker of ``rank``, which begins to start. ``target``: the ``module:function`` that loads its model.
-
-        Raises EngineError; `failure` if there is one meanwhile.
-        """
         channel = await _new_channel(config.ring_bytes, bitmask_bytes)
         if self.failure is not None:
             channel.close()

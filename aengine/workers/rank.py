@@ -10,7 +10,9 @@ from typing import Any
 from ..config import EngineConfig
 from ..errors import ModelLoadError
 
-__all__ = ["Rank", "check_division", "ranks_of"]
+__all__ = ["LOOPBACK", "Rank", "check_division", "ranks_of"]
+
+LOOPBACK = "127.0.0.1"
 
 
 @dataclass(frozen=True, slots=True)
@@ -30,7 +32,10 @@ class Rank:
     dp_size: int = 1  # replicas
     shares_experts: bool = False  # with the other replicas
     device: str = "auto"  # as the setting of that name, of one device; "auto:N": the N-th of what it chooses
-    rendezvous: str = ""  # path of the file in which the ranks of a start meet; "": this one is alone
+    rendezvous: str = ""  # path of the file in which the ranks of one machine meet; "": this one is alone there
+    address: str = LOOPBACK  # by which other machines reach this one
+    stages_meet_at: str = ""  # "address:port" at which the stages of several machines meet; "": in that file
+    meeting_fd: int = -1  # of the first rank: the descriptor that listens there
 
     @property
     def world_size(self) -> int:
@@ -64,10 +69,10 @@ class Rank:
         return cls(**wire)
 
 
-def ranks_of(config: EngineConfig, rendezvous: str = "", dp_rank: int = 0, dp_size: int = 1) -> list[Rank]:
-    """The ranks that these settings ask for, by index, which meet at ``rendezvous``. Each gets a GPU of its own: those
-    that ``device`` lists, else the first ones. They are of the replica ``dp_rank``; or, if the settings are not those
-    of one replica, of all replicas, which share experts."""
+def ranks_of(config: EngineConfig, dp_rank: int = 0, dp_size: int = 1) -> list[Rank]:
+    """The ranks that these settings ask for, by index. Each gets a GPU of its own: those that ``device`` lists, else
+    the first ones. They are of the replica ``dp_rank``; or, if the settings are not those of one replica, of all
+    replicas, which share experts."""
     tp_size, pp_size, num_sharing = (
         config.tensor_parallel_size,
         config.pipeline_parallel_size,
@@ -82,7 +87,7 @@ def ranks_of(config: EngineConfig, rendezvous: str = "", dp_rank: int = 0, dp_si
         devices = [f"{name}:{place}" for place in (listed.split(",") if colon else range(num_ranks))]
     places = itertools.product(replicas, range(pp_size), range(tp_size))
     return [
-        Rank(i, tp, tp_size, pp, pp_size, dp, dp_size, shares_experts, device, rendezvous)
+        Rank(i, tp, tp_size, pp, pp_size, dp, dp_size, shares_experts, device)
         for i, ((dp, pp, tp), device) in enumerate(zip(places, devices, strict=True))
     ]
 
@@ -101,6 +106,11 @@ def check_division(config: EngineConfig, hf_config: Mapping[str, Any]) -> None:
         raise ModelLoadError(
             f"pipeline_parallel_size={stages} with data_parallel_size={config.data_parallel_size}: experts can't be "
             f"divided among replicas that are pipelines: leave enable_expert_parallel out, or use tensor_parallel_size"
+        )
+    if config.executor == "ray" and config.data_parallel_size > 1:  # of replicas that share experts, as above
+        raise ModelLoadError(
+            f"executor='ray' with data_parallel_size={config.data_parallel_size}: experts can be divided among "
+            f"replicas on one machine only: leave enable_expert_parallel out"
         )
     if num_ranks > 1 and config.model_impl == "transformers":
         raise ModelLoadError(

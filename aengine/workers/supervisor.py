@@ -68,6 +68,7 @@ class WorkerProcess:
         """
         self.rank = rank
         self.pid: int | None = None  # until the process is started
+        self.clock_offset = 0.0  # one machine has one clock
         self.channel = channel
         self._shared_fds = shared_fds
         self._host_pid = os.getpid()

@@ -51,6 +51,26 @@ async def test_refused_before_processes_start(
         await AsyncLLM(model, **SETTINGS | settings).start()
 
 
+@pytest.mark.parametrize(
+    ("settings", "message"),
+    [
+        ({"pipeline_parallel_size": 2}, "pipeline_parallel_size=2 with data_parallel_size=2: experts can't be divided"),
+        (
+            {"executor": "ray"},
+            "executor='ray' with data_parallel_size=2: experts can .* on one machine only",
+        ),
+    ],
+    ids=["stages", "machines"],
+)
+async def test_replicas_that_cannot_share_experts(
+    settings: dict[str, Any], message: str, tiny_model: TinyModel, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("aengine.workers.group.WorkerProcess", None)
+    model = tiny_model("qwen3_moe")
+    with pytest.raises(ModelLoadError, match=f"{message}.*leave enable_expert_parallel out"):
+        await AsyncLLM(model, **SETTINGS, **settings, data_parallel_size=2, enable_expert_parallel=True).start()
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize(
     ("arch", "sizes", "settings", "message"),

@@ -149,7 +149,7 @@ def test_places_of_ranks() -> None:
         (1, 1, 2, False),
     ]
     assert Rank.from_wire(ranks[1].to_wire()) == ranks[1]
-    (of_replica,) = ranks_of(config(**FAKE), "", 1, 2)
+    (of_replica,) = ranks_of(config(**FAKE), 1, 2)
     assert (of_replica.index, of_replica.dp_rank, of_replica.dp_size, of_replica.world_size) == (0, 1, 2, 1)
     assert not Rank(pp_size=2).answers and Rank(index=1, pp_rank=1, pp_size=2).answers
 

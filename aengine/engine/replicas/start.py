@@ -117,9 +117,11 @@ class ReplicasStart:
 
 
 def replica_configs(config: EngineConfig) -> list[EngineConfig]:
-    """The settings of each replica's workers, which know nothing of the others: its own GPUs, its share of the cores.
-    Blocking: reads files."""
+    """The settings of each replica's workers, which know nothing of the others: its own GPUs, its share of the cores
+    (those of other machines are known there). Blocking: reads files."""
     count, ranks = config.data_parallel_size, config.num_ranks
+    if config.executor == "ray":
+        return [replace(config, data_parallel_size=1)] * count
     num_threads = num_worker_threads(config)
     return [
         replace(config, data_parallel_size=1, num_threads=num_threads, device=device)

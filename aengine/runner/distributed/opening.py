@@ -2,7 +2,8 @@
 
 The host makes a file without a name (an anonymous one in memory) for each start of its workers, who inherit it: torch's
 `FileStore` in it is where ranks tell each other their addresses, or NCCL's id. No port is needed for that, and nothing
-is left behind. None of torch's global groups is made, except where its symmetric memory insists on one.
+is left behind. Only pipeline stages on several machines meet at a port, of the first one's machine. None of torch's
+global groups is made, except where its symmetric memory insists on one.
 """
 
 from __future__ import annotations
@@ -92,14 +93,20 @@ def open_link(rank: Rank, platform: Platform, sizes: StepSizes) -> PipelineLink 
     if rank.pp_size == 1:
         return None
     stage, setting = stage_of(rank), f"pipeline_parallel_size={rank.pp_size}"
-    store = _open_store(rank, f"pipeline-{rank.dp_rank}-{rank.tp_rank}")
+    if rank.stages_meet_at and platform.is_accelerator:
+        raise ModelLoadError(
+            f"{setting} with executor='ray' is for device='cpu' so far: on GPUs use data_parallel_size, or stages on "
+            f"one machine without Ray"
+        )
+    prefix = f"pipeline-{rank.dp_rank}-{rank.tp_rank}"
+    store = _meeting_of_stages(rank, prefix) if rank.stages_meet_at else _open_store(rank, prefix)
     _check_devices(store, platform, setting, stage.index, stage.size)
     if platform.device.type == "cuda":
         from .cuda_link import open_cuda_link
 
         with _peers_explained(setting):
             return open_cuda_link(store, stage, sizes, platform.device, _FOREVER)
-    return GlooLink(store, stage, sizes, _FOREVER)
+    return GlooLink(store, stage, sizes, _FOREVER, rank.address)
 
 
 def stage_of(rank: Rank) -> PipelineStage:
@@ -120,6 +127,22 @@ def _open_store(rank: Rank, prefix: str) -> dist.Store:
     store = dist.PrefixStore(prefix, dist.FileStore(rank.rendezvous, rank.world_size))
     store.set_timeout(_FOREVER)
     return store
+
+
+def _meeting_of_stages(rank: Rank, prefix: str) -> dist.Store:
+    """Where stages on several machines meet. The first rank serves it, by a descriptor that listens already; the server
+    ends with its process."""
+    host, _, port = rank.stages_meet_at.rpartition(":")
+    serves = rank.meeting_fd >= 0
+    store = dist.TCPStore(
+        host,
+        int(port),
+        is_master=serves,
+        timeout=_FOREVER,
+        wait_for_workers=False,
+        master_listen_fd=rank.meeting_fd if serves else None,
+    )
+    return dist.PrefixStore(prefix, store)
 
 
 @contextmanager

@@ -26,7 +26,6 @@ from .stage import PipelineStage
 
 __all__ = ["GlooLink", "IntermediateTensors", "NoLink", "PipelineLink", "StepSizes"]
 
-_LOOPBACK = "127.0.0.1"
 _HIDDEN, _IDS = 0, 1  # tags of messages
 
 
@@ -95,16 +94,24 @@ class NoLink:
 
 
 class GlooLink:
-    """A `PipelineLink` between processes of one machine, by gloo over its loopback interface."""
+    """A `PipelineLink` between CPUs, by gloo: of one machine, over its loopback interface, or of several."""
 
-    def __init__(self, store: dist.Store, stage: PipelineStage, sizes: StepSizes, timeout: timedelta) -> None:
-        """Meet the other stages at ``store``. ``timeout``: longest wait for another stage, here and in every call.
+    def __init__(
+        self,
+        store: dist.Store,
+        stage: PipelineStage,
+        sizes: StepSizes,
+        timeout: timedelta,
+        address: str = "127.0.0.1",
+    ) -> None:
+        """Meet the other stages at ``store``. ``timeout``: longest wait for another stage, here and in every call;
+        ``address``: by which they reach this one.
 
         Raises RuntimeError, here and in every call: a stage did not come in time, or has died.
         """
         gloo: Any = dist.ProcessGroupGloo  # torch has no types for it
         options = gloo._Options()
-        options._devices = [gloo.create_device(hostname=_LOOPBACK)]
+        options._devices = [gloo.create_device(hostname=address)]
         options._timeout = timeout
         self.sizes = sizes
         self._stage = stage

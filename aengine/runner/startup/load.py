@@ -9,6 +9,7 @@ capture      one graph a batch size
 from __future__ import annotations
 
 import logging
+import os
 import time
 from collections.abc import Mapping
 from typing import Any
@@ -16,10 +17,10 @@ from typing import Any
 import torch
 
 from ...checkpoint.pooling import PoolingConfig
-from ...checkpoint.source import ModelSource
+from ...checkpoint.source import ModelSource, resolve_model
 from ...config import EngineConfig, num_worker_threads
 from ...errors import ModelLoadError
-from ...workers.rank import Rank
+from ...workers.rank import LOOPBACK, Rank
 from .. import profiler
 from ..attention.torch_attention import DEFAULT_BLOCK_SIZE
 from ..distributed.opening import open_device, open_experts_group, open_group, open_link, stage_of
@@ -50,6 +51,8 @@ def load_model(
     Raises:
         ModelLoadError: the device, the checkpoint or the memory is not what is needed; the message says what helps.
     """
+    if rank.address != LOOPBACK and not os.path.exists(source["path"]):  # found on the host's machine
+        source = resolve_model(config).to_wire()
     if is_encoder(source["hf_config"]):
         return load_encoder(config, source, rank, progress)
     head = DecoderHead.of(ModelSource.from_wire(source))
