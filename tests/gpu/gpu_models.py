@@ -174,10 +174,19 @@ class Batch:
         if state.is_half and self._runner.graphs is not None and self._runner.graphs._half is not None:
             half = self._runner.graphs._half[1]
             logits = None if half is None else half.logits[: len(rows)]
+        if state.is_held:
+            logits = self._logits_of_end(len(state.plan.sampling))  # type: ignore[union-attr]
         if logits is not None and state.plan is not None:  # the runner puts single tokens first
             order = torch.from_numpy(state.plan.batch_idx[state.plan.sampling]).to(logits.device)
             logits = torch.empty_like(logits).index_copy_(0, order, logits)
         return self._runner.sample_tokens(grammar).get(), logits
+
+    @torch.inference_mode()
+    def _logits_of_end(self, num_rows: int) -> Tensor:
+        """Of the step with prompts that waits to be sampled, by the same kernels in the same shape."""
+        graphs = self._runner.graphs
+        assert graphs is not None and graphs.step._hidden is not None
+        return self._runner.compute_logits(graphs.step._hidden[: graphs._held])[:num_rows].clone()
 
     def _next_bitmask(self, num_bytes: int) -> bytes | memoryview:
         assert self.bitmask is not None
