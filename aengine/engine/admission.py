@@ -234,9 +234,11 @@ class Admission:
         """Return how many requests are under way, those of the ids ``others`` included."""
         return len({*self._requests, *others})
 
-    def check_room(self, num_coming: int = 0) -> None:
-        """See `WaitingLine.check_room`."""
-        self._line.check_room(num_coming)
+    def check_room(self, coming: set[str]) -> None:
+        """See `WaitingLine.check_room`. ``coming``: ids of those that come, or have just come; from any thread."""
+        if len(self._line) + len(coming) >= self._line.limit:  # else it makes no difference whether they have
+            coming = coming - self._requests.keys()
+        self._line.check_room(len(coming))
 
     def _begin(self, request: UserRequest, turn: asyncio.Future[None] | None) -> None:
         """Prepare the request, if need be, once it is its turn."""

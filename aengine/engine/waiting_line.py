@@ -23,7 +23,7 @@ class WaitingLine:
 
     def __init__(self, limit: int, counters: Counters, *, wait_when_full: bool) -> None:
         """``wait_when_full``: those that come when it is full are held, and not refused."""
-        self._limit = limit
+        self.limit = limit
         self._counters = counters
         self._wait_when_full = wait_when_full
         self._started = time.monotonic()
@@ -37,25 +37,25 @@ class WaitingLine:
 
     @property
     def is_full(self) -> bool:
-        return len(self) >= self._limit
+        return len(self) >= self.limit
 
     def check_room(self, num_coming: int = 0) -> None:
         """Raise EngineOverloadedError when it is full, or will be with so many more, and those who come don't wait."""
-        if len(self) + num_coming < self._limit or self._wait_when_full:
+        if len(self) + num_coming < self.limit or self._wait_when_full:
             return
         self._counters.num_rejected += 1
         elapsed = time.monotonic() - self._started
         rate = self._counters.num_finished / elapsed if elapsed > 0 else 0.0
         retry_after = min(60.0, max(0.1, 1.0 / rate)) if rate else 1.0
         raise EngineOverloadedError(
-            f"{len(self)} requests are waiting, and max_num_queued_requests is {self._limit}: try again in about "
+            f"{len(self)} requests are waiting, and max_num_queued_requests is {self.limit}: try again in about "
             f"{retry_after:.1f} s, raise the limit, or start the engine with admission='wait'",
             retry_after=retry_after,
         )
 
     def join(self, request_id: str, priority: int) -> asyncio.Future[None] | None:
         """Add one. Returns None when it is inside, or else what is done when it is."""
-        if len(self) < self._limit:
+        if len(self) < self.limit:
             self._inside.add(request_id)
             return None
         self._num_joined += 1
@@ -72,7 +72,7 @@ class WaitingLine:
         elif request_id in self._turns:
             place, _ = self._turns.pop(request_id)
             del self._held[bisect_left(self._held, place)]
-        while self._held and len(self._inside) < self._limit:
+        while self._held and len(self._inside) < self.limit:
             _, _, next_id = self._held.pop(0)
             self._inside.add(next_id)
             _, turn = self._turns.pop(next_id)

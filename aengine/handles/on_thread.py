@@ -92,7 +92,7 @@ class ThreadHandle(ThreadLife):
         params, shape = with_output_type(params, options)
         final_only = options.pop("final_only")
         part = core.admission.check(prompt, params, **options)
-        core.admission.check_room(len(self._arriving))
+        core.admission.check_room(self._arriving)
         request_id = options["request_id"] = options["request_id"] or f"own-{next(self._ids)}"
         stream = stream_class(thread, self.local.owner(), request_id)
         options["context"] = self.local.listeners.context()

@@ -316,6 +316,17 @@ async def test_full_queue_refuses_with_retry_after(make_engine: Make) -> None:
         await engine.generate([1], SamplingParams(max_tokens=1))
 
 
+async def test_a_request_that_has_just_come_is_counted_once(make_engine: Make) -> None:
+    """Other threads name those that they have sent, some of which may be in the queue already."""
+    async with make_engine(max_num_queued_requests=2) as engine:
+        stream = engine.stream([1], SamplingParams(max_tokens=3))
+        admission = core_of(engine).admission
+        admission.check_room({stream.request_id})
+        with pytest.raises(EngineOverloadedError):
+            admission.check_room({"another"})
+        await stream.wait()
+
+
 async def test_full_queue_waits_when_asked_to(make_engine: Make) -> None:
     async with make_engine(max_num_queued_requests=2, max_num_seqs=2, admission="wait") as engine:
         streams = [engine.stream([1], SamplingParams(max_tokens=3)) for _ in range(20)]

@@ -54,8 +54,11 @@ def test_memory_of_a_cpu_is_shared(tiny_model: TinyModel, monkeypatch: pytest.Mo
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("size", [2, 4])
-@pytest.mark.parametrize("name", [name for name in MODELS if name not in ("llama-biases", "qwen3-two-kv-heads")])
+@pytest.mark.parametrize(
+    ("name", "size"),
+    [(name, 2) for name in MODELS if name not in ("llama-biases", "qwen3-two-kv-heads")]
+    + [(name, 4) for name in ("qwen2", "gemma2", "gpt-oss", "qwen3-moe", "qwen3-next")],
+)
 def test_every_scenario_of_every_family(name: str, size: int, tiny_model: TinyModel) -> None:
     arch, overrides = MODELS[name]
     folder = tiny_model(arch, seed=7, **overrides)

@@ -238,13 +238,9 @@ def test_a_capture_ahead_that_fails_is_the_last(
     assert channel.timeouts == [None, None, 0.125, 0.125, None, None]
 
 
-def test_nothing_is_captured_ahead_where_other_stages_would_have_to_as_well() -> None:
-    _, channel = run(load_of(Rank(pp_size=2)), None, SHUTDOWN, runner=f"{__name__}:load_eager")
-    assert SlowRunner.log == [] and channel.timeouts == [None] * 4
-
-
-def test_ranks_that_share_each_layer_capture_ahead() -> None:
-    run(load_of(Rank(tp_size=2)), None, SHUTDOWN, runner=f"{__name__}:load_eager")
+@pytest.mark.parametrize("rank", [Rank(tp_size=2), Rank(pp_size=2)], ids=["tensor", "pipeline"])
+def test_each_of_several_ranks_captures_ahead(rank: Rank) -> None:
+    run(load_of(rank), None, SHUTDOWN, runner=f"{__name__}:load_eager")
     assert SlowRunner.log == [("more", 2)]
 
 
