@@ -126,5 +126,5 @@ class VocabularyShare(NamedTuple):
 
     @property
     def num_tokens(self) -> int:
-        """Of the ids, those that are tokens."""
+        """Number of this rank's ids that are tokens; the others pad the last part of the vocabulary."""
         return max(0, min(self.size, self.vocab_size - self.start))

@@ -19,7 +19,7 @@ class NoPeers(RuntimeError):
 
 
 class SymmetricMemory:
-    """As many bytes on each rank, all zero at first. It is there as long as this object is, on all ranks."""
+    """Memory of the same size on each rank, all zero at first. It is there as long as this object is, on all ranks."""
 
     def __init__(self, num_bytes: int, store: Store, rank: int, size: int, device: torch.device) -> None:
         """Allocate, and meet the other ranks at ``store``, within its timeout.

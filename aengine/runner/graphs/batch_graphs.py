@@ -1,6 +1,6 @@
 """Steps with prompts in them as CUDA graphs, up to a few thousand tokens; larger ones keep the GPU busy without.
 
-    columns of the batch ─> [ gather inputs ─> layers ] ─> hidden states ─> logits of those that sample (op by op)
+    columns of the batch ─> [ gather inputs ─> layers ] ─> hidden states ─> the end of the step (cuda_graphs.py)
     (static memory)
 
 Padded in two ways: to a number of tokens and to a number of requests. A request that pads has row -1 and no tokens.

@@ -63,7 +63,7 @@ class RunnerSetup:
 
     @property
     def num_experts(self) -> int:
-        """Of each mixture of experts, those that this rank has a part of."""
+        """Number of experts of each mixture that this rank has a part of."""
         config = self.model_config
         group = self.experts_group or self.group
         return config.num_experts // group.size if config.divides_experts else config.num_experts
