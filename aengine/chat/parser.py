@@ -59,6 +59,7 @@ class ChatParser:
         self._scans = self._format is not None and self._format.text != "instead" and not has_shape
         self._triggers: dict[str, dict[str, str]] = {}
         self._next_heads: dict[str, str] = {}
+        self._forced_heads: dict[str, str] = {}  # of which a part is a call already: no text ends with that part
         self._name_ends: dict[str, int] = {}  # of each head, where the tool's name in it ends
         self._ends: list[str] = []
         self._closings: list[str] = []
@@ -112,6 +113,8 @@ class ChatParser:
         for index, opening in enumerate(known.openings):
             self._triggers.setdefault(encode(known.trigger_of(index)), {}).update(heads_after(opening))
         self._next_heads = heads_after(known.separator)
+        groups = () if known.names_trigger else self._triggers.values()
+        self._forced_heads = {head: name for group in (*groups, self._next_heads) for head, name in group.items()}
         self._ends = [encode(end) for end in known.ends]
         self._closings = [closing for i in range(len(known.openings)) if (closing := encode(known.closing_of(i)))]
 
@@ -133,10 +136,7 @@ class ChatParser:
         if self._state is ChatParser._reasoning:
             self._add_reasoning(self._buffer)
         elif self._state not in (ChatParser._arguments, ChatParser._after):  # there it is a part of the call
-            heads = {
-                head: name for group in (*self._triggers.values(), self._next_heads) for head, name in group.items()
-            }
-            if (name := _named_tool(self._buffer, heads, self._name_ends)) is not None:
+            if (name := _named_tool(self._buffer, self._forced_heads, self._name_ends)) is not None:
                 self._builder.open_call(name)
                 self._builder.close_call(is_complete=False)
             elif self._state is not ChatParser._between:

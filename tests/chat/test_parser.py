@@ -153,6 +153,9 @@ def test_a_call_that_is_cut_off_behind_its_name_is_a_call(known, ids):
             named = markers.encode(first * number + before + known.before_name + name)
             for end in range(len(named) + (name == "get"), len(whole)):
                 message = feed(new(known, tools=tools, token_id=ids.get), whole[:end])
+                if known.names_trigger and not number:  # an answer may end with this as its text
+                    assert (message.content is not None, message.tool_calls) == (True, ()), whole[:end]
+                    continue
                 calls = [(c.name, c.arguments, c.is_complete) for c in message.tool_calls]
                 assert (message.content, calls[number:]) == (None, [(name, "", False)]), whole[:end]
 
