@@ -213,6 +213,7 @@ class SchedulerOutput:
     """[2 * k] pairs of pages, from and to: before anything is computed, the second becomes as the first."""
     round_sizes: array[int] = field(default_factory=int32)
     """[num_replicas] tokens of each replica in the round that this step is part of; empty: there are no rounds."""
+    round_has_prompts: bool = False  # some request of the round computes several tokens
 
 
 @dataclass(slots=True)
@@ -310,6 +311,7 @@ def pack(message: object) -> bytes:
                 else [c.tobytes() for c in (m.drafts.counts, m.drafts.token_ids, m.drafts.is_certain)],
                 m.page_copies.tobytes(),
                 m.round_sizes.tobytes(),
+                m.round_has_prompts,
             )
         )
     if type(message) is ModelRunnerOutput:
@@ -388,7 +390,7 @@ def _new_request(r: NewRequest) -> tuple[Any, ...]:
 
 def _step(data: Any) -> SchedulerOutput:
     step_id, settled_rows, num_rejected, removed, new, block_rows, block_ids, block_groups, req_idx, *rest = data
-    scheduled, sample_now, is_leased, drafts, page_copies, round_sizes = rest
+    scheduled, sample_now, is_leased, drafts, page_copies, round_sizes, round_has_prompts = rest
     out = SchedulerOutput(
         _int(step_id),
         _ints(settled_rows),
@@ -405,6 +407,7 @@ def _step(data: Any) -> SchedulerOutput:
         None if drafts is None else DraftColumns(*map(_ints, drafts)),
         _ints(page_copies),
         _ints(round_sizes),
+        bool(round_has_prompts),
     )
     batch = out.req_idx, out.num_scheduled_tokens
     pairs = (out.settled_rows, out.num_rejected), (out.block_rows, out.block_ids), batch
@@ -530,7 +533,8 @@ def _revoke(data: Any) -> None:
 
 
 def _join(data: Any) -> None:
-    if not data or min(map(_int, data)) < 0:
+    sizes, has_prompts = data
+    if not sizes or min(map(_int, sizes)) < 0 or type(has_prompts) is not bool:
         raise MessageError("JOIN of a round without sizes")
 
 

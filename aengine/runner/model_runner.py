@@ -11,7 +11,7 @@ sample, how long they are) follows from the SchedulerOutputs alone.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Any, NamedTuple, Protocol
@@ -25,12 +25,12 @@ from ..ipc.messages import DraftColumns, GrammarOutput, KVCacheGroup, NewRequest
 from ..kernels.input_prep import PreparedInputs
 from .async_output import AsyncOutput, OutputCopier, Published
 from .block_tables import BlockTables, table_shape
-from .distributed.experts_group import ExpertRounds
 from .distributed.group import ALONE, TensorGroup
 from .distributed.pipeline import PipelineLink
 from .distributed.relay import Relay
 from .distributed.shares import VocabularyShare
 from .distributed.stage import WHOLE, PipelineStage
+from .expert_rounds import ExpertRounds
 from .graphs.batch_graphs import BatchGraphs
 from .graphs.cuda_graphs import CudaGraphManager, DecodeStep
 from .input_batch import BatchPlan, InputBatch, Rows, SampleBatch
@@ -155,7 +155,6 @@ class ModelRunner:
         Ranks of a group exchange tensors within a step, so all of them must do the same: what a step exchanges follows
         from the SchedulerOutputs alone. Whether it runs as a graph or op by op is each rank's own matter."""
         self._is_alone = is_alone
-        self.rounds = rounds
         self._model = model
         self._kv_memory = kv_memory
         self.vocab_size = vocab_size
@@ -171,16 +170,13 @@ class ModelRunner:
         self.requests = RequestState(self._arena)
         kv_memory.watch_rows(self.requests.scalars.first_len)
         self._relay = Relay(stage, link, self.requests, has_graphs=bool(graph_sizes))
-        self.samples = self._relay.samples
-        """Whether this pipeline stage samples: it is the last, or the only one."""
+        self.samples = self._relay.samples  # whether this pipeline stage does: it is the last, or the only one
         self.tables = BlockTables(self._arena, num_blocks=num_blocks, groups=kv_groups)
         self._pooling = DecoderPooling(model, self.requests, vectors or VectorLayers("last"))
         self._bitmasks = HostBitmasks(4 * ((vocab_size + 31) // 32))
         own = vocabulary or VocabularyShare.of(vocab_size, 0, 1)
-        self.num_logits = own.size
-        """Of each row, on this rank."""
-        shared = Vocabulary(own, group)
-        self._sampler = Sampler(self.requests, vocab_size, self._bitmasks, shared)
+        self.num_logits = own.size  # of each row, on this rank
+        self._sampler = Sampler(self.requests, vocab_size, self._bitmasks, Vocabulary(own, group))
         self._row_faults: dict[int, tuple[str, str]] = {}  # row: type and message of what is wrong with its request
         self._state: ExecuteModelState | None = None
         self._copy_out = OutputCopier(platform)
@@ -197,8 +193,11 @@ class ModelRunner:
         self.batch_graphs: BatchGraphs | None = None
         if graph_sizes and not enforce_eager:
             most_tokens = 0 if self.tables.has_states else max_graph_tokens  # states of prompts are taken one by one
-            sizes = (max_num_seqs, most_tokens)
-            self.batch_graphs = BatchGraphs(self.requests, self.tables, self.forward_batch, *sizes, platform, group)
+            sizes, ranks = (max_num_seqs, most_tokens), group if rounds is None else rounds.group
+            self.batch_graphs = BatchGraphs(self.requests, self.tables, self.forward_batch, *sizes, platform, ranks)
+        self.rounds = rounds
+        if rounds is not None:
+            rounds.use_graphs(self.graphs, self.batch_graphs)
         self._preparations: list[Preparation] | None = None  # not looked for yet
 
     def _find_preparations(self) -> list[Preparation]:
@@ -220,7 +219,7 @@ class ModelRunner:
         self._update_rows(out)
         if not out.req_idx:
             if self.rounds is not None:
-                self.rounds.join(out.round_sizes)
+                self.rounds.join(out.round_sizes, out.round_has_prompts)
             self._state = ExecuteModelState(out.step_id)
             return
         plan = BatchPlan.make(out, self.requests, self.tables, self.vocab_size)
@@ -229,17 +228,19 @@ class ModelRunner:
             plan.drafts = plan.drafts.uncertain()
         self._relay.receive_ids_for(plan.rows)
         if self.rounds is not None:
-            self.rounds.group.begin(out.round_sizes)
+            self.rounds.begin(out, plan.num_tokens)
         state = self._try(out, plan)[0] or self._run_with_less(out, plan)
         if state.plan is not None:
             self.requests.advance(state.plan.rows, state.plan.seq_lens)
         state.num_reqs, state.drafts = plan.num_reqs, out.drafts
-        state.row_errors |= self._errors_of(plan)
+        state.row_errors |= _errors_of(plan, self._row_faults)
         self._state = state
 
     def _run(self, out: SchedulerOutput, plan: BatchPlan) -> ExecuteModelState:
-        if self.graphs is not None and plan.is_decode and plan.num_reqs <= self.graphs.max_size:
-            return self._run_graph(out, plan, self.graphs)
+        if self.graphs is not None and plan.is_decode:
+            size = self.graphs.size_for(plan.num_reqs) if self.rounds is None else self.rounds.shape.decodes
+            if size is not None:
+                return self._run_graph(out, plan, self.graphs, size)
         return self._run_batch(out, plan)
 
     def _try(self, out: SchedulerOutput, plan: BatchPlan) -> tuple[ExecuteModelState | None, str]:
@@ -273,16 +274,20 @@ class ModelRunner:
             state.row_errors[i] = RowError(i, "InternalError", message)
         return state
 
-    def _run_graph(self, out: SchedulerOutput, plan: BatchPlan, graphs: CudaGraphManager) -> ExecuteModelState:
+    def _run_graph(
+        self, out: SchedulerOutput, plan: BatchPlan, graphs: CudaGraphManager, size: int
+    ) -> ExecuteModelState:
         """A step of decodes: two launches, the second when it is known how to sample; one if this stage does not."""
         self._relay.receive_for_graph(plan.num_reqs)
-        hidden = graphs.run(plan.rows)
+        hidden = graphs.run(plan.rows, size)
         if hidden is not None:
             self._relay.send(hidden)
         return ExecuteModelState(out.step_id, plan, is_half=self.samples)
 
     def _run_batch(self, out: SchedulerOutput, plan: BatchPlan) -> ExecuteModelState:
-        shape = None if self.batch_graphs is None else self.batch_graphs.shape_for(plan)
+        shape = None
+        if self.batch_graphs is not None and (self.rounds is None or self.rounds.shape.tokens is not None):
+            shape = self.batch_graphs.shape_for(plan, None if self.rounds is None else self.rounds.shape.tokens)
         if self.batch_graphs is not None and shape is not None:
             self._relay.receive_for_graph(plan.num_tokens)
             hidden, rows, seq_lens, last = self.batch_graphs.run(plan, shape)
@@ -314,12 +319,16 @@ class ModelRunner:
 
     def forward_batch(self, inputs: PreparedInputs, rows: Tensor) -> Tensor:
         """See `BatchGraphs`: the forward of a step with prompts over a graph's memory."""
+        if self.rounds is not None:
+            self.rounds.group.begin_even(len(inputs.input_ids))
         attn = self._kv_memory.bind_batch(inputs, rows, self.tables.table)
         received = self._relay.received(len(inputs.input_ids))
         return self._model.forward(inputs.input_ids, inputs.positions, attn, *received)
 
     def decode(self, input_ids: Tensor, positions: Tensor, rows: Tensor, seq_lens: Tensor) -> Tensor:
         """See `DecodeModel`: the forward of a step over a graph's memory."""
+        if self.rounds is not None:
+            self.rounds.group.begin_even(len(input_ids))
         attn = self._kv_memory.bind_decode(rows, seq_lens, self.tables.table)
         return self._model.forward(input_ids, positions, attn, *self._relay.received(len(input_ids)))
 
@@ -339,6 +348,12 @@ class ModelRunner:
             raise InternalError("there is no step to sample: execute_model comes first")
         if grammar is not None and grammar.step_id != state.step_id:
             raise InternalError(f"the bitmask of step {grammar.step_id} came for step {state.step_id}")
+        answer = self._sample_step(state, grammar)
+        if self.rounds is not None:
+            self.rounds.end()
+        return answer
+
+    def _sample_step(self, state: ExecuteModelState, grammar: GrammarOutput | None) -> AsyncOutput:
         plan = state.plan
         if plan is None:
             nothing = (state.step_id, state.num_reqs, _NO_ROWS, None, state.row_errors)
@@ -477,12 +492,6 @@ class ModelRunner:
                 raise InternalError(_NO_MEMORY_ON_A_RANK)
             self._row_faults[row] = ("InternalError", _NO_MEMORY_TO_SAMPLE)
 
-    def _errors_of(self, plan: BatchPlan) -> dict[int, RowError]:
-        if not self._row_faults:
-            return {}
-        places = ((int(i), self._row_faults.get(int(row))) for i, row in zip(plan.batch_idx, plan.rows, strict=True))
-        return {i: RowError(i, *fault) for i, fault in places if fault is not None}
-
 
 _NO_MEMORY_ON_A_RANK = (
     "the device ran out of memory in a step that other ranks compute too, so that all of them start again: lower "
@@ -501,6 +510,14 @@ def _reason(error: torch.OutOfMemoryError, is_alone: bool) -> str:
     if not is_alone:
         raise InternalError(f"{_NO_MEMORY_ON_A_RANK} ({reason})") from None
     return reason
+
+
+def _errors_of(plan: BatchPlan, faults: Mapping[int, tuple[str, str]]) -> dict[int, RowError]:
+    """Return the errors of the plan's rows, by position in the batch. ``faults``: type and message, by row."""
+    if not faults:
+        return {}
+    places = ((int(i), faults.get(int(row))) for i, row in zip(plan.batch_idx, plan.rows, strict=True))
+    return {i: RowError(i, *fault) for i, fault in places if fault is not None}
 
 
 def _check_tokens(request: NewRequest, vocab_size: int) -> str | None:

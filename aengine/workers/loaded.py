@@ -49,8 +49,9 @@ class Runner(Protocol):
 class Joining(Protocol):
     """Rounds of steps of all replicas."""
 
-    def join(self, sizes: Sequence[int]) -> None:
-        """Take part in one of ``sizes`` tokens of each replica, in which this one has no step."""
+    def join(self, sizes: Sequence[int], has_prompts: bool) -> None:
+        """Take part in one of ``sizes`` tokens of each replica, in which this one has no step. ``has_prompts``: some
+        request computes several tokens."""
 
 
 @runtime_checkable

@@ -210,7 +210,7 @@ class Worker:
         elif kind is Kind.JOIN:
             runner = self._loaded()
             assert isinstance(runner, JoiningRunner) and runner.rounds is not None, "replicas that share no experts"
-            runner.rounds.join(message)
+            runner.rounds.join(*message)
         elif kind is Kind.CALL:
             self._call(message)
         elif kind is Kind.LOAD:

@@ -14,7 +14,7 @@ import pytest
 import torch
 from conftest_api import core_of, settled
 from gpu_models import DEVICE, Checkpoint
-from test_gpu_engine import LENGTH, all_at_once, running, some_prompts
+from test_gpu_engine import GREEDY, LENGTH, all_at_once, running, some_prompts
 
 from aengine import SamplingParams
 
@@ -38,6 +38,22 @@ async def test_greedy_tokens_of_transformers(checkpoint: MakeCheckpoint, rng: ra
         assert all(replica.prefix_cache_queries for replica in statistics.replicas)
         if DEVICE == "cuda":
             assert [one["device"] for one in engine.describe()["replicas"]] == ["cuda:1", "cuda:0"]
+
+
+@pytest.mark.parametrize("settings", [{}, {"max_num_seqs": 4}], ids=str)
+async def test_replicas_that_share_experts(
+    checkpoint: MakeCheckpoint, settings: dict[str, Any], rng: random.Random
+) -> None:
+    """Rounds of decodes and with prompts, a replica alone in some; op by op at first, then as graphs."""
+    model, prompts = checkpoint("qwen3_moe"), some_prompts(rng)
+    shared = {"enable_expert_parallel": True, "device": DEVICES}
+    async with running(model.folder, **TWO | shared | settings) as engine:
+        for _ in range(3):
+            model.check_all(prompts, await all_at_once(engine, prompts), LENGTH)
+            model.check_all(prompts[:1], [await engine.generate(prompts[0], GREEDY)], LENGTH)
+        os.kill(core_of(engine).replicas[0].worker.executor.workers[0].pid, signal.SIGKILL)
+        model.check_all(prompts, await all_at_once(engine, prompts), LENGTH)
+        await settled(engine)
 
 
 async def test_a_worker_dies(checkpoint: MakeCheckpoint) -> None:

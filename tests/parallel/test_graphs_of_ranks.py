@@ -1,4 +1,5 @@
-"""Ranks whose steps are graphs on one and run op by op on another: what they exchange follows from the steps alone."""
+"""Ranks whose steps are graphs on one and run op by op on another: what they exchange follows from the steps alone; of
+replicas that share experts, from the rounds."""
 
 from __future__ import annotations
 
@@ -15,7 +16,9 @@ from torch import Tensor
 
 from aengine.ipc.messages import KVCacheGroup, SchedulerOutput, int32
 from aengine.kernels.dispatch import triton_everywhere
+from aengine.runner.distributed.experts_group import ExpertsGroup
 from aengine.runner.distributed.shares import VocabularyShare
+from aengine.runner.expert_rounds import ExpertRounds
 from aengine.runner.graphs import batch_graphs, cuda_graphs
 from aengine.runner.model_runner import ModelRunner
 from aengine.runner.platforms.cpu import CpuPlatform
@@ -177,3 +180,127 @@ def test_each_rank_captures_when_it_can(rng: random.Random) -> None:
     (calls, graphs, _), (calls_of_second, graphs_of_second, too_large) = run_ranks(2, of_rank)
     assert calls == calls_of_second
     assert graphs != graphs_of_second and graphs and graphs_of_second and too_large
+
+
+class ChainOfExperts:
+    """A model of two layers, in each of which every rank has an expert that all tokens take, and its KV memory."""
+
+    clears_blocks = False
+
+    def __init__(self, spread: ExpertsGroup) -> None:
+        generator = torch.Generator().manual_seed(6)
+        self._table = torch.randn(VOCAB_SIZE + MAX_LEN, 16, generator=generator)
+        self._experts = 0.3 * torch.randn(2, spread.size, 16, 16, generator=generator)
+        self._head = torch.randn(16, VOCAB_SIZE, generator=generator)
+        self._spread = spread
+
+    def forward(self, input_ids: Tensor, positions: Tensor, attn: None, received: None = None) -> Tensor:
+        hidden = self._table[input_ids] + self._table[VOCAB_SIZE + positions]
+        self._add_layers(hidden)
+        return hidden
+
+    def join(self) -> None:
+        self._add_layers(torch.empty(0, 16))
+
+    def _add_layers(self, hidden: Tensor) -> None:
+        for experts in self._experts:
+            rows = self._spread.gather(hidden)
+            self._spread.add_sum(hidden, rows, torch.tanh(rows @ experts[self._spread.rank]))
+
+    def compute_logits(self, hidden: Tensor) -> Tensor:
+        return hidden @ self._head
+
+    def next_token(self, last: int, position: int) -> int:
+        hidden = self._table[last] + self._table[VOCAB_SIZE + position]
+        for experts in self._experts:
+            hidden = hidden + torch.tanh(hidden @ experts).sum(0)
+        return int((hidden @ self._head).argmax())
+
+    def bind(self, *args: Any) -> None:
+        return None
+
+    bind_decode = bind_batch = watch_rows = bind
+
+    def preparations(self) -> list[Any]:
+        return []
+
+
+def rounds_of(rng: random.Random, num_replicas: int) -> list[list[SchedulerOutput | None]]:
+    """Steps of each replica, side by side; in some rounds a replica has none."""
+    left = [list(steps(rng, 40)) for _ in range(num_replicas)]
+    rounds: list[list[SchedulerOutput | None]] = []
+    while any(left):
+        outs = [own.pop(0) if own and rng.random() < 0.7 else None for own in left]
+        if not any(outs):
+            continue
+        given = [out for out in outs if out is not None]
+        sizes = int32(0 if out is None else sum(out.num_scheduled_tokens) for out in outs)
+        for out in given:
+            out.round_sizes, out.round_has_prompts = sizes, sum(sizes) > sum(len(out.req_idx) for out in given)
+        rounds.append(outs)
+    return rounds
+
+
+@pytest.mark.slow
+@pytest.mark.usefixtures("captures")
+@pytest.mark.filterwarnings("ignore::RuntimeWarning")
+@pytest.mark.parametrize("has_graphs", [True, False])
+def test_replicas_that_share_experts(rng: random.Random, has_graphs: bool) -> None:
+    """Rounds of decodes, with prompts, and of more than any graph holds; a replica without a step is told of a round
+    while it has one that is not sampled yet."""
+    rounds = rounds_of(rng, 2)
+
+    def of_rank(group: ThreadGroup) -> Any:
+        spread, chance = ExpertsGroup(group, group.rank, 2), random.Random(group.rank)
+        model = ChainOfExperts(spread)
+        limits = {"max_num_seqs": MAX_SEQS, "max_model_len": MAX_LEN, "num_blocks": MAX_SEQS, "max_graph_tokens": 32}
+        parts: dict[str, Any] = {"rounds": ExpertRounds(spread, model.join), "is_alone": False}
+        if has_graphs:
+            parts["graph_sizes"] = [1, 2, 4, 5]  # and not as many as there are rows
+        runner = ModelRunner(
+            model,
+            model,
+            vocab_size=VOCAB_SIZE,
+            kv_groups=[KVCacheGroup("full", MAX_LEN)],
+            platform=CpuPlatform(),
+            **limits,
+            **parts,
+        )
+        assert runner.rounds is not None
+        if runner.graphs is not None:
+            for size in (1, 4) if group.rank else ():
+                capture_decode(runner.graphs, group, size)
+        last: dict[int, tuple[int, int]] = {}
+        waits: SchedulerOutput | None = None
+
+        def sample(out: SchedulerOutput) -> None:
+            answer = runner.sample_tokens(None).get()
+            assert len(answer.token_ids) == len(out.req_idx) and not answer.errors
+            for row, token in zip(out.req_idx, answer.token_ids, strict=True):
+                assert token == model.next_token(*last[row])
+                last[row] = token, last[row][1] + 1
+
+        for outs in rounds:
+            out = outs[group.rank]
+            if out is None:
+                other = next(one for one in outs if one is not None)
+                runner.rounds.join(list(other.round_sizes), other.round_has_prompts)
+            if waits is not None:
+                sample(waits)
+            waits = out
+            if out is None:
+                continue
+            last |= {r.req_idx: (r.token_ids[-1], len(r.token_ids) - 1) for r in out.new_requests}
+            runner.execute_model(out)
+            if chance.random() < 0.5:
+                sample(out)
+                waits = None
+                if chance.random() < 0.3 and runner.prepares_after is not None:
+                    runner.prepare_more()
+        if waits is not None:
+            sample(waits)
+        return group.calls, runner.batch_graphs and set(runner.batch_graphs._graphs)
+
+    (calls, graphs), (calls_of_second, graphs_of_second) = run_ranks(2, of_rank)
+    assert calls == calls_of_second
+    assert not has_graphs or (graphs and graphs_of_second and graphs != graphs_of_second)

@@ -124,17 +124,18 @@ class JointExecutor(ProcessExecutor):
 
     def _publish_round(self, outs: Sequence[SchedulerOutput | None]) -> None:
         sizes = int32(0 if out is None else sum(out.num_scheduled_tokens) for out in outs)
+        has_prompts = sum(sizes) > sum(len(out.req_idx) for out in outs if out is not None)
         try:
             for index, out in enumerate(outs):
                 if out is not None:
-                    out.round_sizes = sizes
+                    out.round_sizes, out.round_has_prompts = sizes, has_prompts
                     self._given.discard((index, out.step_id))
                     self.workers.follow(Kind.STEP, out.step_id, pack(out), self.ranks(index))
                     bitmask = self._bitmasks.pop((index, out.step_id), None)
                     if bitmask is not None:
                         self.workers.follow(Kind.GRAMMAR, out.step_id, bitmask, self.ranks(index))
                 elif any(sizes):
-                    self.workers.follow(Kind.JOIN, 0, pack(list(sizes)), self.ranks(index))
+                    self.workers.follow(Kind.JOIN, 0, pack([list(sizes), has_prompts]), self.ranks(index))
         except EngineError:  # the ranks have gone, and all futures have the cause
             pass
 

@@ -60,32 +60,29 @@ def open_group(rank: Rank, platform: Platform) -> TensorGroup:
         return ALONE
     setting = f"tensor_parallel_size={rank.tp_size}"
     store = _open_store(rank, f"tensor-{rank.dp_rank}-{rank.pp_rank}")
-    _check_devices(store, platform, setting, rank.tp_rank, rank.tp_size)
+    return _open_tensor_group(store, platform, setting, rank.tp_rank, rank.tp_size)
+
+
+def open_experts_group(rank: Rank, platform: Platform, tensor_group: TensorGroup) -> ExpertsGroup | None:
+    """Meet all ranks, among which experts are divided over data parallel replicas; None: each replica has all experts.
+    ``tensor_group``: what `open_group` returned. As that."""
+    if not rank.shares_experts:
+        return None
+    setting = f"enable_expert_parallel with data_parallel_size={rank.dp_size}"
+    group = _open_tensor_group(_open_store(rank, "experts"), platform, setting, rank.index, rank.world_size)
+    return ExpertsGroup(group, rank.dp_rank, rank.dp_size, tensor_group)
+
+
+def _open_tensor_group(store: dist.Store, platform: Platform, setting: str, own: int, size: int) -> TensorGroup:
+    _check_devices(store, platform, setting, own, size)
     if platform.device.type == "cuda":
         from .cuda_group import CudaGroup
 
         with _peers_explained(setting):
-            return CudaGroup(store, rank.tp_rank, rank.tp_size, platform.device, _FOREVER)
+            return CudaGroup(store, own, size, platform.device, _FOREVER)
     from .gloo_group import GlooGroup
 
-    return GlooGroup(store, rank.tp_rank, rank.tp_size, _FOREVER)
-
-
-def open_experts_group(rank: Rank, platform: Platform) -> ExpertsGroup | None:
-    """Meet all ranks, among which experts are divided over data parallel replicas; None: each replica has all experts.
-    As `open_group`."""
-    if not rank.shares_experts:
-        return None
-    if platform.is_accelerator:
-        raise ModelLoadError(
-            f"enable_expert_parallel with data_parallel_size={rank.dp_size} divides experts among replicas, which is "
-            f"for device='cpu' so far: on GPUs use tensor_parallel_size with enable_expert_parallel, or leave "
-            f"enable_expert_parallel out"
-        )
-    from .gloo_group import GlooGroup
-
-    group = GlooGroup(_open_store(rank, "experts"), rank.index, rank.world_size, _FOREVER)
-    return ExpertsGroup(group, rank.dp_rank, rank.dp_size)
+    return GlooGroup(store, own, size, _FOREVER)
 
 
 def open_link(rank: Rank, platform: Platform, sizes: StepSizes) -> PipelineLink | None:

@@ -19,8 +19,9 @@ from torch import Tensor
 
 from ...kernels.input_prep import PreparedInputs, prepare_inputs
 from ..block_tables import BlockTables
+from ..distributed.experts_group import ExpertsGroup
 from ..distributed.group import ALONE, TensorGroup
-from ..input_batch import BatchPlan
+from ..input_batch import BatchPlan, Rows
 from ..platforms.platform import Graph, Platform
 from ..request_state import RequestState
 from ..transfer import send
@@ -28,6 +29,7 @@ from .cuda_graphs import fits
 
 __all__ = ["BatchGraphs", "BatchOutputs", "BatchShape"]
 
+_NO_ROWS: Rows = np.empty(0, dtype=np.int64)
 _TOKENS = (16, 32, 64, 128, 192, 256, 384, 512, 768, 1024, 1536, 2048, 2304)
 _REQUESTS = (8, 64, 256, 1024)
 _READY_REQUESTS = 64  # shapes up to so many are captured at the start
@@ -62,9 +64,9 @@ class BatchGraphs:
         max_num_seqs: int,
         max_tokens: int,
         platform: Platform,
-        group: TensorGroup = ALONE,
+        group: TensorGroup | ExpertsGroup = ALONE,
     ) -> None:
-        """``group``: the ranks that run the same steps; each captures its graphs when it can."""
+        """``group``: the ranks that exchange tensors in these steps; each captures its graphs when it can."""
         self._platform = platform
         self._group = group
         self._requests = requests
@@ -94,29 +96,43 @@ class BatchGraphs:
         missing = [shape for shape in wanted if shape not in self._graphs and shape not in self._too_large]
         return sorted(missing, key=lambda shape: shape not in self._loaded)
 
-    def shape_for(self, plan: BatchPlan) -> BatchShape | None:
+    def tokens_for(self, num_tokens: int) -> int | None:
+        """The least number of tokens that holds so many; None if they are too many."""
+        place = bisect.bisect_left(self._tokens, num_tokens)
+        return self._tokens[place] if place < len(self._tokens) else None
+
+    def shape_for(self, plan: BatchPlan, num_tokens: int | None = None) -> BatchShape | None:
         """The smallest shape that holds the batch; None if it is too large, or there is no memory for its graph.
+        ``num_tokens``: its tokens, padding included; None: the least.
 
         With several ranks it is the shape all the same, op by op: those that have the graph exchange padded tensors.
         """
-        place = bisect.bisect_left(self._tokens, plan.num_tokens)
-        if place == len(self._tokens):
+        num_tokens = self.tokens_for(plan.num_tokens) if num_tokens is None else num_tokens
+        if num_tokens is None:
             return None
-        shape = BatchShape(self._tokens[place], self._reqs[bisect.bisect_left(self._reqs, plan.num_reqs)])
+        shape = BatchShape(num_tokens, self._reqs[bisect.bisect_left(self._reqs, plan.num_reqs)])
         if shape in self._loaded and shape not in self._graphs and shape not in self._too_large:
             self.prepare(shape)
         return None if shape in self._too_large and self._group.size == 1 else shape
 
     def run(self, plan: BatchPlan, shape: BatchShape) -> BatchOutputs:
         """Queue the step, in the shape that `shape_for` gave. What it returns is valid until the next step."""
-        self._send(plan.rows, plan.query_lens, shape)
+        outputs = self._run(plan.rows, plan.query_lens, shape)
+        return BatchOutputs(outputs.hidden, *(column[: plan.num_reqs] for column in outputs[1:]))
+
+    def run_empty(self, num_tokens: int) -> None:
+        """Queue a step of ``num_tokens``, all of them padding: for what ranks exchange in it."""
+        self._run(_NO_ROWS, _NO_ROWS, BatchShape(num_tokens, self._reqs[0]))
+
+    def _run(self, rows: Rows, query_lens: Rows, shape: BatchShape) -> BatchOutputs:
+        self._send(rows, query_lens, shape)
         if shape in self._graphs:
             graph, outputs = self._graphs[shape]
             graph.replay()
-        else:
-            outputs = self._step(shape)
-            self._loaded.add(shape)
-        return BatchOutputs(outputs.hidden, *(column[: plan.num_reqs] for column in outputs[1:]))
+            return outputs
+        outputs = self._step(shape)
+        self._loaded.add(shape)
+        return outputs
 
     def prepare_first(self) -> None:
         """Prepare what the first requests after a start would wait for: all shapes but those of many requests."""
@@ -137,8 +153,7 @@ class BatchGraphs:
 
     def load(self, shape: BatchShape) -> None:
         """Run a step with padding alone: what is done once (loading a kernel) may not be captured."""
-        nothing = np.empty(0, dtype=np.int64)
-        self._send(nothing, nothing, shape)
+        self._send(_NO_ROWS, _NO_ROWS, shape)
         self._step(shape)
         self._loaded.add(shape)
 
@@ -150,7 +165,7 @@ class BatchGraphs:
             outputs = self._step(shape)
         self._graphs[shape] = (graph, outputs)
 
-    def _send(self, rows: np.ndarray, query_lens: np.ndarray, shape: BatchShape) -> None:
+    def _send(self, rows: Rows, query_lens: Rows, shape: BatchShape) -> None:
         columns = np.empty((2, shape.num_reqs), dtype=np.int64)
         columns[0], columns[1] = -1, 0
         columns[0, : len(rows)], columns[1, : len(rows)] = rows, query_lens

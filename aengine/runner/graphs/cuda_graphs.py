@@ -51,6 +51,7 @@ logger = logging.getLogger("aengine.runner")
 _LEAST_SLOTS = 160
 _LOGPROB_SLOTS = 16  # a divisor of the number of slots
 _LOGPROB_WORDS = 1 + 2 * MAX_LOGPROBS
+_NO_ROWS: Rows = np.empty(0, dtype=np.int64)
 _END_SIZES = (1, 4, 16, 64, 256)  # fewer than of decodes: most of an end is reading the head, whatever its size
 
 
@@ -243,9 +244,8 @@ class DecodeStep:
     def run_padded(self, size: int, *, has_end: bool) -> None:
         """Run the step, and the end of one with prompts if that has this size, with nothing but padding: kernels and
         libraries load what they need, no row changes."""
-        no_rows = np.empty(0, dtype=np.int64)
-        self.set_rows(no_rows, size)
-        self.set_bitmasks(no_rows, None, size)
+        self.set_rows(_NO_ROWS, size)
+        self.set_bitmasks(_NO_ROWS, None, size)
         half = self.run(size)
         if isinstance(half, PassedOn):
             return
@@ -311,24 +311,29 @@ class CudaGraphManager:
             self.capture(size)
         progress(len(sizes), len(sizes))
 
-    def run(self, rows: Rows) -> Tensor | None:
-        """Queue the first half of a step of these requests.
+    def run(self, rows: Rows, size: int | None = None) -> Tensor | None:
+        """Queue the first half of a step of these requests. ``size``: None: the smallest that holds them.
 
         Returns the hidden states to be passed on, [len(rows), hidden_size], on a stage that does not sample.
         """
-        size = self.size_for(len(rows))
+        size = self.size_for(len(rows)) if size is None else size
         assert size is not None, f"a batch of {len(rows)} has no graph"
-        self.step.set_rows(rows, size)
-        half: HalfDone | PassedOn | None
-        if size in self._graphs:
-            self._graphs[size].first.replay()
-            half = self._graphs[size].passed_on
-        else:
-            half = self.step.run(size)
+        half = self._run_first(rows, size)
         if isinstance(half, PassedOn):
             return half.hidden[: len(rows)]
         self._half = (size, half)
         return None
+
+    def run_empty(self, size: int) -> None:
+        """Queue the first half of a step of no requests, which nothing follows: for what ranks exchange in it."""
+        self._run_first(_NO_ROWS, size)
+
+    def _run_first(self, rows: Rows, size: int) -> HalfDone | PassedOn | None:
+        self.step.set_rows(rows, size)
+        if size in self._graphs:
+            self._graphs[size].first.replay()
+            return self._graphs[size].passed_on
+        return self.step.run(size)
 
     def sample(self, rows: Rows, bits: npt.NDArray[np.uint8] | None, sampling: Sampling) -> None:
         """Queue the second half of the step: ``bits`` [n, row_bytes] are of the batch's ``rows`` [n]; ``sampling``: of

@@ -139,7 +139,8 @@ class MoE:
         partial = torch.zeros_like(rows)
         self.experts.down.add_to(partial, hidden, plan)
         if self.shared is not None and len(residual):
-            self.shared.mlp.down.add_part_to(partial[spread.own], self.shared.hidden(residual, norm))
+            own = partial[spread.own(len(residual))]
+            self.shared.mlp.down.add_part_to(own, self.shared.hidden(residual, norm))
         spread.add_sum(residual, rows, partial)
 
     def _hidden(self, x: Tensor, norm: RMSNorm) -> tuple[Tensor, ExpertPlan]:

@@ -85,7 +85,7 @@ def _load(
     platform.open()
     dtype = platform.choose_dtype(config.dtype, model_config.checkpoint_dtype)
     group = open_group(rank, platform)
-    experts_group = open_experts_group(rank, platform)
+    experts_group = open_experts_group(rank, platform, group)
     formats = choose_formats(dtype, platform.device, hf)
     if isinstance(formats.plain, Float16Format):
         agree_on_plan(group)

@@ -56,10 +56,13 @@ def _accelerator_budget(setup: RunnerSetup, wanted_len: int, progress: Progress)
     runner = setup.make_runner(num_blocks, wanted_len, is_rehearsal=True)
     progress("compile", 0, 0, "")
     config = setup.model_config
+    rows = config.hidden_size, setup.model.weights.formats.dtype
     kv_heads = {num_kv_heads for _, num_kv_heads, _ in config.head_shapes}
 
     def exchange() -> None:
-        setup.group.warm_up(config.hidden_size, setup.model.weights.formats.dtype)
+        setup.group.warm_up(*rows)
+        if setup.experts_group is not None:
+            setup.experts_group.warm_up(*rows)
         if setup.link is not None:
             setup.link.warm_up()
 

@@ -13,10 +13,11 @@ from ...config import EngineConfig
 from ...errors import ModelLoadError
 from ..attention.backend import AttentionBackend
 from ..attention.kv_pages import KvCacheSpec
-from ..distributed.experts_group import ExpertRounds, ExpertsGroup
+from ..distributed.experts_group import ExpertsGroup
 from ..distributed.group import ALONE, TensorGroup
 from ..distributed.pipeline import NoLink, PipelineLink
 from ..distributed.stage import PipelineStage
+from ..expert_rounds import ExpertRounds
 from ..graphs.cuda_graphs import graph_sizes
 from ..kv_spec import KVLayout, lay_out_kv
 from ..layers.decoder import Decoder
@@ -54,7 +55,6 @@ class RunnerSetup:
     link: PipelineLink | None = None  # to the other stages of the pipeline; None: there is one stage
     experts_group: ExpertsGroup | None = None  # among which experts are divided over replicas; None: they are not
 
-    @property
     def _rounds(self) -> ExpertRounds | None:
         if self.experts_group is None:
             return None
@@ -116,7 +116,7 @@ class RunnerSetup:
             link=link,
             vocabulary=self.model.vocabulary,
             group=self.group,
-            rounds=self._rounds,
+            rounds=self._rounds(),
         )
 
     @contextmanager

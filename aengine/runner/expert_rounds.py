@@ -1,0 +1,101 @@
+"""`ExpertRounds`: the shapes in which a rank takes part in the rounds of replicas that share experts.
+
+What ranks exchange in a round has the same shape on all of them, and with CUDA graphs that is the shape of a graph.
+Each rank finds it by the sizes of the round, which the host has told all of them:
+
+    every request one token   the decode graph that holds the most requests of a replica     (graphs/cuda_graphs.py)
+    some prompts              the graph that holds the most tokens of a replica              (graphs/batch_graphs.py)
+    more than any graph has,
+    or on a device without    as many rows as each replica has tokens, op by op
+
+A replica that has no step replays the graph with padding alone. A rank without that graph, as it had no memory to
+capture it, runs the same shape op by op.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import NamedTuple
+
+import torch
+
+from ..ipc.messages import SchedulerOutput
+from .distributed.experts_group import ExpertsGroup
+from .graphs.batch_graphs import BatchGraphs
+from .graphs.cuda_graphs import CudaGraphManager
+
+__all__ = ["ExpertRounds", "RoundShape"]
+
+
+class RoundShape(NamedTuple):
+    """How the steps of a round are padded. Both None: each replica exchanges as many rows as it has tokens."""
+
+    decodes: int | None = None  # size of the decode graph
+    tokens: int | None = None  # tokens of the graph of a step with prompts
+
+
+class ExpertRounds:
+    """One rank's part in the rounds of all replicas."""
+
+    def __init__(self, group: ExpertsGroup, join_layers: Callable[[], None]) -> None:
+        """``join_layers`` has the model's layers with experts take part, without tokens."""
+        self.group = group
+        self._join_layers = join_layers
+        self._graphs: CudaGraphManager | None = None
+        self._batch_graphs: BatchGraphs | None = None
+        self.shape = RoundShape()  # of the step that is run
+        self._is_stepping = False
+        self._joins: list[tuple[Sequence[int], bool]] = []  # that wait for the end of a step
+
+    def use_graphs(self, graphs: CudaGraphManager | None, batch_graphs: BatchGraphs | None) -> None:
+        """Pad rounds to the sizes of these from now on: they have the same sizes on all ranks."""
+        self._graphs = graphs
+        self._batch_graphs = batch_graphs
+
+    def begin(self, out: SchedulerOutput, num_tokens: int) -> None:
+        """Take part with a step of ``num_tokens``, which `end` ends. A step that is in no round, as all those before
+        the first request, is one that all replicas compute alike."""
+        self._is_stepping = True
+        if out.round_sizes:
+            self.shape = self._begin(out.round_sizes, out.round_has_prompts)
+        else:
+            self.group.begin_even(num_tokens)
+            self.shape = self._shape(num_tokens, has_prompts=num_tokens > len(out.req_idx))
+
+    def end(self) -> None:
+        """The step has been sampled. Until then it owns the graphs' memory, so that rounds in which this replica has no
+        tokens had to wait: the host sends what it samples under, whatever becomes of them."""
+        self._is_stepping = False
+        joins, self._joins = self._joins, []
+        for sizes, has_prompts in joins:
+            self.join(sizes, has_prompts)
+
+    @torch.inference_mode()
+    def join(self, sizes: Sequence[int], has_prompts: bool) -> None:
+        """Take part in a round in which this replica has no tokens, and the others so many: ``sizes``, by replica."""
+        if not any(sizes):
+            return
+        if self._is_stepping:
+            self._joins.append((sizes, has_prompts))
+            return
+        shape = self._begin(sizes, has_prompts)
+        if shape.decodes is not None and self._graphs is not None:
+            self._graphs.run_empty(shape.decodes)
+        elif shape.tokens is not None and self._batch_graphs is not None:
+            self._batch_graphs.run_empty(shape.tokens)
+        else:
+            self._join_layers()
+
+    def _begin(self, sizes: Sequence[int], has_prompts: bool) -> RoundShape:
+        shape = self._shape(max(sizes), has_prompts=has_prompts)
+        size = shape.decodes or shape.tokens
+        if size is None:
+            self.group.begin(sizes)
+        else:
+            self.group.begin_even(size)
+        return shape
+
+    def _shape(self, most: int, *, has_prompts: bool) -> RoundShape:
+        if has_prompts:
+            return RoundShape(tokens=None if self._batch_graphs is None else self._batch_graphs.tokens_for(most))
+        return RoundShape(decodes=None if self._graphs is None else self._graphs.size_for(most))
