@@ -148,7 +148,7 @@ async def test_yes_or_no(decoder: Path, tmp_path: Path) -> None:
     write_json(tmp_path / "config.json", config | as_classes)
     async with AsyncLLM(tmp_path, **settings) as engine:  # the reranker, converted to a sequence classification
         again = await engine.rerank(query, documents, instruction="Be strict")
-        assert [one.index for one in again] == [one.index for one in ranked]
+        assert [one.document for one in again] == [one.document for one in ranked]  # two of them are equal
         assert max(abs(a.score - b.score) for a, b in zip(again, ranked, strict=True)) < 1e-4
         with pytest.raises(InvalidRequestError, match="classifies texts, and generates none"):
             await engine.generate("a")
