@@ -63,8 +63,8 @@ class ExpertRounds:
             self.shape = self._shape(num_tokens, has_prompts=num_tokens > len(out.req_idx))
 
     def end(self) -> None:
-        """The step has been sampled. Until then it owns the graphs' memory, so that rounds in which this replica has no
-        tokens had to wait: the host sends what it samples under, whatever becomes of them."""
+        """The step has been sampled. Until then it owns the graphs' memory, if there are any, so that rounds in which
+        this replica has no tokens had to wait: the host sends what it samples under, whatever becomes of them."""
         self._is_stepping = False
         joins, self._joins = self._joins, []
         for sizes, has_prompts in joins:
@@ -75,7 +75,7 @@ class ExpertRounds:
         """Take part in a round in which this replica has no tokens, and the others so many: ``sizes``, by replica."""
         if not any(sizes):
             return
-        if self._is_stepping:
+        if self._is_stepping and self._graphs is not None:
             self._joins.append((sizes, has_prompts))
             return
         shape = self._begin(sizes, has_prompts)
