@@ -16,7 +16,9 @@ import uvloop
 sys.path.append(str(Path(__file__).parents[1] / "models"))  # behind all else: that folder has a conftest.py too
 sys.path.append(str(Path(__file__).parents[1] / "runner"))
 
-from gpu_models import GPU_VARIANTS, Checkpoint
+from gpu_models import GPU_VARIANTS, SHARED_GPU, Checkpoint
+
+from aengine.engine.replicas import start
 
 
 def pytest_asyncio_loop_factories(config: pytest.Config, item: pytest.Item) -> dict[str, Any]:
@@ -50,6 +52,15 @@ def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Callable[..., Checkp
 @pytest.fixture(params=list(GPU_VARIANTS))
 def arch(request: pytest.FixtureRequest) -> str:
     return request.param
+
+
+@pytest.fixture
+def shared_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Processes may share a GPU, and what they do is the default worker's."""
+    if SHARED_GPU:
+        monkeypatch.setenv("TORCH_SYMM_MEM_ALLOW_OVERLAPPING_DEVICES", "1")  # for the workers, which inherit it
+        known = start.shares_experts
+        monkeypatch.setattr(start, "shares_experts", lambda config, hf: known(config.replace(worker="default"), hf))
 
 
 @pytest.fixture(autouse=True)

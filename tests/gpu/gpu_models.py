@@ -21,6 +21,8 @@ from aengine.runner.startup.load import load_model
 from aengine.workers.rank import ranks_of
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"  # so that the tests themselves can be tried without a GPU
+SHARED_GPU = {"worker": "one_gpu:load_model"} if torch.cuda.device_count() == 1 else {}
+"""Settings with which several processes share the only GPU; with the fixture ``shared_gpu``."""
 MIB = 2**20
 HALF_ROTARY = {"rope_type": "default", "rope_theta": 10000.0, "partial_rotary_factor": 0.5}
 GPU_VARIANTS = VARIANTS | {

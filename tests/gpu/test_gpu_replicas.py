@@ -1,4 +1,7 @@
-"""Two replicas of a model, a GPU each: the tokens of one, requests on both, and streams that outlive a worker."""
+"""Two replicas of a model, a GPU each: the tokens of one, requests on both, and streams that outlive a worker.
+
+With one GPU alone, both share it. On a CPU (to try the tests themselves) replicas exchange by gloo.
+"""
 
 from __future__ import annotations
 
@@ -13,19 +16,17 @@ from typing import Any
 import pytest
 import torch
 from conftest_api import core_of, settled
-from gpu_models import DEVICE, Checkpoint
+from gpu_models import DEVICE, SHARED_GPU, Checkpoint
 from test_gpu_engine import GREEDY, LENGTH, all_at_once, running, some_prompts
 
 from aengine import SamplingParams
 
-pytestmark = [
-    pytest.mark.gpu,
-    pytest.mark.skipif(DEVICE == "cuda" and torch.cuda.device_count() < 2, reason="needs two GPUs"),
-]
+pytestmark = [pytest.mark.gpu, pytest.mark.usefixtures("shared_gpu")]
 
 MakeCheckpoint = Callable[..., Checkpoint]
-TWO: dict[str, Any] = {"data_parallel_size": 2}
-DEVICES = "cuda:1,0" if DEVICE == "cuda" else DEVICE
+TWO: dict[str, Any] = {"data_parallel_size": 2, **SHARED_GPU}
+HAS_TWO = torch.cuda.device_count() > 1
+DEVICES = "cuda:1,0" if HAS_TWO else DEVICE
 
 
 async def test_greedy_tokens_of_transformers(checkpoint: MakeCheckpoint, rng: random.Random) -> None:
@@ -36,7 +37,7 @@ async def test_greedy_tokens_of_transformers(checkpoint: MakeCheckpoint, rng: ra
         statistics = engine.statistics()
         assert statistics.num_restarts == 0
         assert all(replica.prefix_cache_queries for replica in statistics.replicas)
-        if DEVICE == "cuda":
+        if HAS_TWO:
             assert [one["device"] for one in engine.describe()["replicas"]] == ["cuda:1", "cuda:0"]
 
 

@@ -24,7 +24,7 @@ SUMS = (sum_in_words, sum_in_bulk, sum_in_two_shots)
 @pytest.fixture(autouse=True)
 def interpreted(triton_device: torch.device) -> None:
     if triton_device.type != "cpu":
-        pytest.skip("on GPUs each rank is a process: tests/gpu/test_gpu_tensor_parallel.py")
+        pytest.skip("on GPUs each rank is a process: tests/gpu/test_gpu_ranks.py")
 
 
 class Ranks:

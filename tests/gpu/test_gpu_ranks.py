@@ -1,4 +1,8 @@
-"""Layers divided among two GPUs, a process each: the tokens of one, whatever is asked, and whoever dies."""
+"""A model on two GPUs, a process each: layers divided among ranks (tensor parallel) or among stages (pipeline). The
+tokens of one GPU, whatever is asked, and whoever dies.
+
+With one GPU alone, both processes share it. On a CPU (to try the tests themselves) they exchange by gloo.
+"""
 
 from __future__ import annotations
 
@@ -14,21 +18,22 @@ from typing import Any
 import pytest
 import torch
 from conftest_api import core_of, settled
-from gpu_models import DEVICE, MIB, Checkpoint
-from test_gpu_engine import LENGTH, all_at_once, running, some_prompts
+from gpu_models import DEVICE, MIB, SHARED_GPU, Checkpoint
+from test_gpu_engine import GREEDY, LENGTH, all_at_once, running, some_prompts
 from tiny import VOCAB_SIZE
 
 from aengine import AsyncLLM, Completion, SamplingParams, StructuredOutput
 
-pytestmark = [
-    pytest.mark.gpu,
-    pytest.mark.skipif(DEVICE == "cuda" and torch.cuda.device_count() < 2, reason="needs two GPUs"),
-]
+pytestmark = [pytest.mark.gpu, pytest.mark.usefixtures("shared_gpu")]
 
 MakeCheckpoint = Callable[..., Checkpoint]
-TWO: dict[str, Any] = {"tensor_parallel_size": 2, "kv_cache_memory_bytes": 16 * MIB}
+NUM_GPUS = torch.cuda.device_count()
+ON_TWO = {**SHARED_GPU, "kv_cache_memory_bytes": 16 * MIB}
+RANKS: dict[str, Any] = {"tensor_parallel_size": 2, **ON_TWO}
+STAGES: dict[str, Any] = {"pipeline_parallel_size": 2, **ON_TWO}
+DIVISIONS = {"ranks": RANKS, "stages": STAGES}
 FAMILIES = ("llama", "mistral", "qwen3", "gemma2", "phi3", "gpt_oss", "qwen3_moe")
-GREEDY = SamplingParams(max_tokens=LENGTH, temperature=0, ignore_eos=True)
+needs_two = pytest.mark.skipif(DEVICE == "cpu" or bool(SHARED_GPU), reason="needs two GPUs")
 KINDS = [
     GREEDY,
     GREEDY.replace(temperature=0.9, seed=5),
@@ -39,6 +44,12 @@ KINDS = [
     GREEDY.replace(structured_output=StructuredOutput(regex="[a-f]{8,12}"), ignore_eos=False),
 ]
 """Of each there is one right answer."""
+
+
+@pytest.fixture(params=DIVISIONS)
+def two(request: pytest.FixtureRequest) -> dict[str, Any]:
+    """The settings of two processes."""
+    return DIVISIONS[request.param]
 
 
 def work(engine: AsyncLLM, seed: int, count: int = 28) -> list[asyncio.Task[Completion]]:
@@ -59,9 +70,12 @@ async def answers(folder: Path, **settings: Any) -> list[Any]:
 
 
 @pytest.mark.parametrize("arch", FAMILIES)
-async def test_greedy_tokens_of_transformers(checkpoint: MakeCheckpoint, arch: str, rng: random.Random) -> None:
+async def test_greedy_tokens_of_transformers(
+    checkpoint: MakeCheckpoint, arch: str, two: dict[str, Any], rng: random.Random
+) -> None:
+    """Three times: steps with prompts run op by op first, then as graphs, and prefixes are found."""
     model, prompts = checkpoint(arch), some_prompts(rng)
-    async with running(model.folder, **TWO) as engine:
+    async with running(model.folder, **two) as engine:
         model.check_all(prompts[:1], [await engine.generate(prompts[0], GREEDY)], LENGTH)
         for _ in range(3):
             model.check_all(prompts, await all_at_once(engine, prompts), LENGTH)
@@ -70,33 +84,46 @@ async def test_greedy_tokens_of_transformers(checkpoint: MakeCheckpoint, arch: s
 
 async def test_whole_experts_on_each_rank(checkpoint: MakeCheckpoint, rng: random.Random) -> None:
     model, prompts = checkpoint("qwen3_moe"), some_prompts(rng)
-    async with running(model.folder, enable_expert_parallel=True, **TWO) as engine:
+    async with running(model.folder, enable_expert_parallel=True, **RANKS) as engine:
         model.check_all(prompts, await all_at_once(engine, prompts), LENGTH)
 
 
-async def test_any_request(checkpoint: MakeCheckpoint) -> None:
+async def test_any_request(checkpoint: MakeCheckpoint, two: dict[str, Any]) -> None:
     folder = checkpoint("qwen3").folder
-    assert await answers(folder, **TWO) == await answers(folder)
+    assert await answers(folder, **two) == await answers(folder)
+
+
+@pytest.mark.skipif(DEVICE == "cuda" and NUM_GPUS < 4, reason="needs four GPUs")
+async def test_stages_of_two_ranks(checkpoint: MakeCheckpoint) -> None:
+    folder = checkpoint("qwen3").folder
+    assert await answers(folder, **RANKS | STAGES) == await answers(folder)
 
 
 @pytest.mark.parametrize("settings", [{"enforce_eager": True}, {"max_num_batched_tokens": 16}], ids=str)
 async def test_without_graphs_and_in_chunks(
-    checkpoint: MakeCheckpoint, settings: dict[str, Any], rng: random.Random
+    checkpoint: MakeCheckpoint, settings: dict[str, Any], two: dict[str, Any], rng: random.Random
 ) -> None:
     model, prompts = checkpoint("qwen3"), some_prompts(rng)
-    async with running(model.folder, **TWO, **settings) as engine:
+    async with running(model.folder, **two, **settings) as engine:
         for _ in range(2):
             model.check_all(prompts, await all_at_once(engine, prompts), LENGTH)
 
 
-async def test_prompts_beside_decodes(checkpoint: MakeCheckpoint, rng: random.Random) -> None:
+async def test_prompts_beside_decodes(checkpoint: MakeCheckpoint, two: dict[str, Any], rng: random.Random) -> None:
     model, prompts = checkpoint("llama"), some_prompts(rng)
-    async with running(model.folder, max_num_batched_tokens=32, **TWO) as engine:
+    async with running(model.folder, max_num_batched_tokens=32, **two) as engine:
         tasks = []
         for prompt in prompts * 2:
             tasks.append(asyncio.create_task(engine.generate(prompt, GREEDY)))
             await asyncio.sleep(rng.random() / 100)
         model.check_all(prompts * 2, await asyncio.gather(*tasks), LENGTH)
+
+
+async def test_one_token_each(checkpoint: MakeCheckpoint, two: dict[str, Any], rng: random.Random) -> None:
+    """No step needs the tokens that come back to a first stage."""
+    model, prompts = checkpoint("llama"), some_prompts(rng) * 5
+    async with running(model.folder, max_num_seqs=4, **two) as engine:
+        model.check_all(prompts, await all_at_once(engine, prompts, GREEDY.replace(max_tokens=1)), 1)
 
 
 async def first_logprobs(folder: Path, prompts: Sequence[list[int]], **settings: Any) -> list[dict[int, float]]:
@@ -107,21 +134,26 @@ async def first_logprobs(folder: Path, prompts: Sequence[list[int]], **settings:
         return [{entry.token_id: entry.logprob for entry in c.logprobs[0]} for c in completions if c.logprobs]
 
 
-async def test_log_probabilities_in_bfloat16(checkpoint: MakeCheckpoint, rng: random.Random) -> None:
+async def test_log_probabilities_in_bfloat16(
+    checkpoint: MakeCheckpoint, two: dict[str, Any], rng: random.Random
+) -> None:
+    """By the kernels that overlap each other."""
     model = checkpoint("llama", "bfloat16", "medium")
     prompts = [[rng.randrange(model.vocab_size) for _ in range(n)] for n in (1, 5, 130, 700, 1500)]
     memory = {"kv_cache_memory_bytes": 256 * MIB, "dtype": "bfloat16"}
-    one = await first_logprobs(model.folder, prompts, **memory)
-    two = await first_logprobs(model.folder, prompts, **TWO | memory)
-    differences = [abs(a[token] - b[token]) for a, b in zip(one, two, strict=True) for token in a.keys() & b.keys()]
+    by_one = await first_logprobs(model.folder, prompts, **memory)
+    by_two = await first_logprobs(model.folder, prompts, **two | memory)
+    differences = [
+        abs(a[token] - b[token]) for a, b in zip(by_one, by_two, strict=True) for token in a.keys() & b.keys()
+    ]
     print(f"{len(differences)} differences, at most {max(differences):.3f}")
     assert len(differences) > 15 * len(prompts) and max(differences) < 0.15
 
 
 @pytest.mark.parametrize("rank", [0, 1])
-async def test_a_rank_dies(checkpoint: MakeCheckpoint, rank: int) -> None:
+async def test_a_rank_dies(checkpoint: MakeCheckpoint, rank: int, two: dict[str, Any]) -> None:
     folder = checkpoint("qwen3").folder
-    async with running(folder, **TWO) as engine:
+    async with running(folder, **two) as engine:
         expected = [essence(c) for c in await asyncio.gather(*work(engine, 1))]
         tasks = work(engine, 1)
         await asyncio.wait(tasks, return_when=asyncio.FIRST_COMPLETED)
@@ -135,23 +167,26 @@ async def test_a_rank_dies(checkpoint: MakeCheckpoint, rank: int) -> None:
         await settled(engine)
 
 
-@pytest.mark.skipif(DEVICE == "cpu", reason="a CPU has no kernels that go on by themselves")
-async def test_a_kernel_is_stuck(checkpoint: MakeCheckpoint) -> None:
-    """The other rank waits for it within a sum; both beat, and neither gets on."""
+@needs_two
+@pytest.mark.parametrize("rank", [0, 1])
+async def test_a_kernel_is_stuck(checkpoint: MakeCheckpoint, rank: int, two: dict[str, Any]) -> None:
+    """The other rank waits for it on its GPU; both beat, and neither gets on."""
     folder = checkpoint("qwen3").folder
-    async with running(folder, worker_extension="busy_gpu:BusyGpu", **TWO) as engine:
+    async with running(folder, worker_extension="busy_gpu:BusyGpu", **two) as engine:
         expected = [essence(c) for c in await asyncio.gather(*work(engine, 1))]
         tasks = work(engine, 1)
         await asyncio.wait(tasks, return_when=asyncio.FIRST_COMPLETED)
-        await engine.collective_rpc("spin", 1, 90)
+        await engine.collective_rpc("spin", rank, 90)
         begun = time.monotonic()
         assert [essence(await task) for task in tasks] == expected
         print(f"all streams had ended {time.monotonic() - begun:.1f} s after the kernel began")
         assert engine.statistics().num_restarts == 1
 
 
-async def test_cancelled_requests_do_not_disturb_others(checkpoint: MakeCheckpoint, rng: random.Random) -> None:
-    async with running(checkpoint("qwen3").folder, **TWO) as engine:
+async def test_cancelled_requests_do_not_disturb_others(
+    checkpoint: MakeCheckpoint, two: dict[str, Any], rng: random.Random
+) -> None:
+    async with running(checkpoint("qwen3").folder, **two) as engine:
         expected = [essence(c) for c in await asyncio.gather(*work(engine, 1))]
         for _ in range(3):
             others, tasks = work(engine, rng.randrange(1000)), work(engine, 1)
@@ -167,5 +202,5 @@ async def test_one_key_value_head(checkpoint: MakeCheckpoint, tmp_path: Path, rn
     """It is on both ranks."""
     model = Checkpoint(tmp_path, "llama", "float32", "one key-value head")
     prompts = [[rng.randrange(VOCAB_SIZE) for _ in range(rng.randint(1, 60))] for _ in range(20)]
-    async with running(model.folder, **TWO) as engine:
+    async with running(model.folder, **RANKS) as engine:
         model.check_all(prompts, await all_at_once(engine, prompts), LENGTH)
