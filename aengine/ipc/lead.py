@@ -33,6 +33,7 @@ class Lead:
     def __init__(self, fd: int) -> None:
         """Map the inherited descriptor, and close it."""
         self._words = memoryview(mmap.mmap(fd, mmap.PAGESIZE)).cast("Q")
+        self._seen = 0  # word 0, at the last look
         os.close(fd)
 
     def note_begun(self, step_id: int) -> None:
@@ -43,9 +44,17 @@ class Lead:
         """The first rank ends, and begins no other step."""
         self._words[0] = _OVER
 
+    def look(self) -> None:
+        """Note how far the first rank is now.
+
+        What the host has published to this rank by then is to be taken before `has_begun` is asked: a newer step that
+        the first rank has begun stands behind the message that drops leased ones.
+        """
+        self._seen = self._words[0]
+
     def has_begun(self, step_id: int) -> bool:
-        """Whether the first rank has begun this step."""
-        return step_id < self._words[0] != _OVER
+        """Whether the first rank had begun this step at the last `look`."""
+        return step_id < self._seen != _OVER
 
     def note_answer(self, step_id: int, checksum: int) -> None:
         """The rank that answers has done so, with an answer of this checksum of 32 bits."""

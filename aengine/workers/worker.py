@@ -90,6 +90,9 @@ class Worker:
         """Take the frames that have come, handle one, and report what has become ready. False after SHUTDOWN."""
         # While the device computes it is either known to take a while, or looked at all the time.
         frame = self._channel.consume(self._wait_seconds(), spins=self._is_idle)
+        if self._lead is not None:
+            self._lead.look()
+            frame = frame or self._channel.consume(0)  # what came before that look
         while frame is not None:
             self._take(frame)
             frame = self._channel.consume(0)

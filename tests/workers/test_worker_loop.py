@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+import os
 import random
 from array import array
 from collections import deque
@@ -14,6 +15,7 @@ from fake_runner import READY
 from worker_helpers import config, step
 
 from aengine.ipc.channel import Frame, PeerGoneError
+from aengine.ipc.lead import Lead, new_lead
 from aengine.ipc.messages import (
     PLAN_LIMITS,
     GrammarOutput,
@@ -133,8 +135,8 @@ def load_eager(*args: Any) -> FixedModel:
     return FixedModel(EagerRunner(), READY)
 
 
-def load_of(rank: Rank) -> Frame:
-    return Frame(Kind.LOAD, 0, pack({"config": config().to_wire(), "source": {}, "rank": rank.to_wire()}))
+def load_of(rank: Rank, **place: Any) -> Frame:
+    return Frame(Kind.LOAD, 0, pack({"config": config().to_wire(), "source": {}, "rank": rank.to_wire(), **place}))
 
 
 LOAD = load_of(Rank())
@@ -211,6 +213,27 @@ def test_a_revoke_without_leased_steps_drops_none() -> None:
     assert code == 0
     assert [message for kind, _, message in channel.sent if kind is Kind.REVOKED] == [0]
     assert [step_id for kind, step_id, _ in channel.sent if kind is Kind.OUTPUT] == [1, 2, 3]
+
+
+def test_steps_that_the_first_rank_has_dropped_are_not_begun() -> None:
+    """What drops them, and a newer step, come when the frames have just been taken; the first rank has begun that."""
+    fd = new_lead()
+    first = Lead(os.dup(fd))
+
+    class Channel(ListChannel):
+        def consume(self, timeout: float | None, *, spins: bool = True) -> Frame | None:
+            frame = super().consume(timeout, spins=spins)
+            if frame is None and self.incoming and self.incoming[0] is None:
+                self.incoming.popleft()
+                first.note_begun(4)
+            return frame
+
+    given = [load_of(Rank(index=1, tp_rank=1, tp_size=2), lead=fd), ALLOCATE]
+    leased = [asked(i, 0, is_leased=True) for i in range(1, 4)]
+    dropped = Frame(Kind.REVOKE, 0, pack([1, 3]))
+    channel = Channel(*given, *leased, None, dropped, asked(4, 0), SHUTDOWN)
+    assert Worker(channel, 1, f"{__name__}:load_slow").run() == 0  # type: ignore[arg-type]
+    assert [step_id for what, step_id in SlowRunner.log if what == "execute"] == [4]
 
 
 def test_it_parks_for_ever_only_when_nothing_is_pending() -> None:
