@@ -234,9 +234,12 @@ async def test_nodes_that_go_and_come(
 
         await computed(engine, right, replace_node)
         monkeypatch.setattr("aengine.workers.remote.ray_cluster._GROWTH_SECONDS", 0.5)
-        running = asyncio.create_task(engine.generate([5, 6, 7], GREEDY.replace(max_tokens=120)))
-        while not engine.statistics().num_running:
-            await asyncio.sleep(0.001)
+
+        async def requests() -> None:
+            while True:
+                await engine.generate([5, 6, 7], GREEDY.replace(max_tokens=120))
+
+        running = asyncio.create_task(requests())
         await asyncio.to_thread(cluster.tell, "remove 1")
         with pytest.raises(EngineError, match="no room for 2 x 2 CPU|Ray could not start|lost"):
             await running
