@@ -4,6 +4,9 @@ from __future__ import annotations
 
 import asyncio
 import functools
+import random
+from collections.abc import Callable, Sequence
+from typing import Any
 
 import tokenizers
 
@@ -41,6 +44,24 @@ def expire(engine: AsyncLLM, request: UserRequest) -> None:
 def encoder_of(tokenizer: Tokenizer) -> tokenizers.Tokenizer:
     """The library's own tokenizer, as a judge of ours."""
     return tokenizers.Tokenizer.from_str(tokenizer.to_json())
+
+
+async def check_beside_cancelled(
+    engine: AsyncLLM,
+    work: Callable[[AsyncLLM, int], list[asyncio.Task[Any]]],
+    essence: Callable[[Any], Any],
+    expected: Sequence[Any],
+    rng: random.Random,
+) -> None:
+    """``work(engine, 1)`` yields what is ``expected``, beside other work whose requests are cancelled at any time."""
+    for _ in range(3):
+        others, tasks = work(engine, rng.randrange(1000)), work(engine, 1)
+        for task in rng.sample(others, len(others)):
+            await asyncio.sleep(rng.random() / 100)
+            task.cancel()
+        assert [essence(await task) for task in tasks] == expected
+        await asyncio.gather(*others, return_exceptions=True)
+        await settled(engine)
 
 
 async def settled(engine: AsyncLLM) -> None:

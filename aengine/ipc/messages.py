@@ -14,8 +14,8 @@ The direction and content of each kind:
                      GRAMMAR          GrammarOutput: the bitmask of step step_id
                      CALL             [method, reply_rank, *arguments]: a collective call; that rank replies. None: a
                                       method of the worker extension, and every rank replies
-                     JOIN             [int]: a round of so many tokens of each replica, in which this one has no step;
-                                      not answered
+                     JOIN             [sizes, has_prompts]: a round in which this replica has no step, see
+                                      SchedulerOutput's round_sizes and round_has_prompts; not answered
                      REVOKE           nothing; leased steps that were not begun are dropped; answered by REVOKED. To
                                       other ranks than the first: [first, last], ids of those that it dropped
                      SHUTDOWN         nothing; the worker ends

@@ -22,9 +22,10 @@ from .drafts import DraftPlan, Verification
 from .request_state import RequestState, Scalars
 from .transfer import to_device
 
-__all__ = ["BatchPlan", "InputBatch", "SampleBatch", "to_device"]
+__all__ = ["NO_ROWS", "BatchPlan", "InputBatch", "Rows", "SampleBatch", "to_device"]
 
 Rows = npt.NDArray[np.int64]
+NO_ROWS: Rows = np.empty(0, dtype=np.int64)
 
 
 @dataclass(slots=True)

@@ -33,7 +33,7 @@ from .distributed.stage import WHOLE, PipelineStage
 from .expert_rounds import ExpertRounds
 from .graphs.batch_graphs import BatchGraphs
 from .graphs.cuda_graphs import CudaGraphManager, DecodeStep
-from .input_batch import BatchPlan, InputBatch, Rows, SampleBatch
+from .input_batch import NO_ROWS, BatchPlan, InputBatch, Rows, SampleBatch
 from .platforms.platform import Platform
 from .pooling.decoder import DecoderPooling, PooledTensors
 from .pooling.vectors import VectorLayers
@@ -356,13 +356,13 @@ class ModelRunner:
     def _sample_step(self, state: ExecuteModelState, grammar: GrammarOutput | None) -> AsyncOutput:
         plan = state.plan
         if plan is None:
-            nothing = (state.step_id, state.num_reqs, _NO_ROWS, None, state.row_errors)
+            nothing = (state.step_id, state.num_reqs, NO_ROWS, None, state.row_errors)
             return AsyncOutput(*nothing, drafts=state.drafts)
         if not self.samples:
             rows = plan.rows[plan.sampling]
             self.requests.append(rows)
             self._relay.expect_ids(rows)
-            return AsyncOutput(state.step_id, state.num_reqs, _NO_ROWS, None, state.row_errors)
+            return AsyncOutput(state.step_id, state.num_reqs, NO_ROWS, None, state.row_errors)
         if not state.is_half and not state.is_held:
             return self._sample_op_by_op(state, plan, grammar)
         rows, batch_idx = plan.rows[plan.sampling], plan.batch_idx[plan.sampling]
@@ -391,7 +391,7 @@ class ModelRunner:
         return AsyncOutput(
             state.step_id,
             state.num_reqs,
-            _NO_ROWS if batch is None else batch.batch_idx,
+            NO_ROWS if batch is None else batch.batch_idx,
             self._copy_out(tensors) if tensors else None,
             state.row_errors,
             logprobs,
@@ -497,7 +497,6 @@ _NO_MEMORY_ON_A_RANK = (
     "the device ran out of memory in a step that other ranks compute too, so that all of them start again: lower "
     "gpu_memory_utilization, max_num_batched_tokens or max_num_seqs"
 )
-_NO_ROWS = np.empty(0, dtype=np.int64)
 _NO_MEMORY_TO_SAMPLE = (
     "the device has no memory for this request's penalties, log-probabilities, grammar or truncation: lower "
     "gpu_memory_utilization or max_num_seqs"

@@ -17,7 +17,7 @@ from typing import Any
 
 import pytest
 import torch
-from conftest_api import core_of, settled
+from conftest_api import check_beside_cancelled, core_of, settled
 from gpu_models import DEVICE, MIB, SHARED_GPU, Checkpoint
 from test_gpu_engine import GREEDY, LENGTH, all_at_once, running, some_prompts
 from tiny import VOCAB_SIZE
@@ -188,14 +188,7 @@ async def test_cancelled_requests_do_not_disturb_others(
 ) -> None:
     async with running(checkpoint("qwen3").folder, **two) as engine:
         expected = [essence(c) for c in await asyncio.gather(*work(engine, 1))]
-        for _ in range(3):
-            others, tasks = work(engine, rng.randrange(1000)), work(engine, 1)
-            for task in rng.sample(others, len(others)):
-                await asyncio.sleep(rng.random() / 100)
-                task.cancel()
-            assert [essence(await task) for task in tasks] == expected
-            await asyncio.gather(*others, return_exceptions=True)
-            await settled(engine)
+        await check_beside_cancelled(engine, work, essence, expected, rng)
 
 
 async def test_one_key_value_head(checkpoint: MakeCheckpoint, tmp_path: Path, rng: random.Random) -> None:

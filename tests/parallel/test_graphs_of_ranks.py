@@ -301,6 +301,15 @@ def test_replicas_that_share_experts(rng: random.Random, has_graphs: bool) -> No
             sample(waits)
         return group.calls, runner.batch_graphs and set(runner.batch_graphs._graphs)
 
+    def rows_of(outs: list[SchedulerOutput | None]) -> int:
+        """That each replica exchanges: as many as the graph has that holds the most, if there is one."""
+        out = next(one for one in outs if one is not None)
+        sizes = ((16, 32) if out.round_has_prompts else (1, 2, 4, 5)) if has_graphs else ()
+        most = max(out.round_sizes)
+        return next((size for size in sizes if size >= most), most) if most else 0
+
     (calls, graphs), (calls_of_second, graphs_of_second) = run_ranks(2, of_rank)
     assert calls == calls_of_second
+    exchanged = [shape[0] for op, shape in calls if op == "gather"]
+    assert exchanged == [rows for rows in map(rows_of, rounds) if rows for _ in range(2)]  # in each of two layers
     assert not has_graphs or (graphs and graphs_of_second and graphs != graphs_of_second)

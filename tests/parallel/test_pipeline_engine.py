@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from conftest_api import core_of, settled
+from conftest_api import check_beside_cancelled, core_of, settled
 
 from aengine import AsyncLLM, Completion, InvalidRequestError, ModelLoadError, SamplingParams, StructuredOutput
 
@@ -82,14 +82,7 @@ async def test_a_stage_dies(model: Path, stage: int) -> None:
 async def test_cancelled_requests_do_not_disturb_others(model: Path, rng: random.Random) -> None:
     expected = await answers(model)
     async with AsyncLLM(model, pipeline_parallel_size=2, **SETTINGS) as engine:
-        for _ in range(3):
-            others, tasks = work(engine, rng.randrange(1000)), work(engine, 1)
-            for task in rng.sample(others, len(others)):
-                await asyncio.sleep(rng.random() / 100)
-                task.cancel()
-            assert [essence(await task) for task in tasks] == expected
-            await asyncio.gather(*others, return_exceptions=True)
-            await settled(engine)
+        await check_beside_cancelled(engine, work, essence, expected, rng)
 
 
 async def test_what_can_not_be_divided(model: Path, tiny_model: TinyModel) -> None:

@@ -79,7 +79,7 @@ def test_the_second_half_is_the_one_that_the_batch_asks_for() -> None:
     manager.capture_all(lambda done, total: None)
     log.done.clear()
     for sampling in Sampling:
-        manager.run(ROWS)
+        manager.run(ROWS, manager.size_for(len(ROWS)))
         manager.sample(ROWS[:0], None, sampling)
     assert log.done == [
         *["replay run 4", "replay half 4 PLAIN"],
@@ -109,7 +109,7 @@ def test_the_end_of_a_step_with_prompts_is_one_launch() -> None:
 def test_an_eager_manager_captures_nothing() -> None:
     log, manager = make(enforce_eager=True)
     manager.capture_all(lambda done, total: None)
-    manager.run(ROWS)
+    manager.run(ROWS, manager.size_for(len(ROWS)))
     manager.sample(ROWS[:0], None, Sampling.CUT)
     manager.hold("hidden", None, ROWS[:2])  # type: ignore[arg-type]
     manager.end(ROWS[:0], None, Sampling.PLAIN)

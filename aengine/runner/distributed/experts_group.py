@@ -1,7 +1,8 @@
 """`ExpertsGroup`: the ranks of all data parallel replicas, among which the experts of each layer are divided.
 
 Attention and its KV belong to a replica, experts to one rank of all. The replicas compute their steps in rounds, which
-the host agrees (runner/expert_rounds.py); in each layer with experts
+the host pairs (engine/replicas/rounds.py), in shapes that all ranks find alike (runner/expert_rounds.py); in each
+layer with experts
 
     replica 0   own tokens ─┐          ┌─ own experts, tokens of all ─┐       ┌─> own tokens
                             ├─ gather ─┤                              ├─ sum ─┤
@@ -60,8 +61,8 @@ class ExpertsGroup:
         return slice(start, start + num_tokens)
 
     def gather(self, x: Tensor) -> Tensor:
-        """[rows of the round, hidden_size], a new tensor: the tokens of all replicas, of which ``x`` are this one's,
-        each padded with zeros."""
+        """[rows of the round, hidden_size], a new tensor: the tokens of all replicas, each with what pads them behind.
+        ``x`` are this one's, and what may pad them; zeros do where it has fewer rows than agreed."""
         assert len(x) <= self._sizes[self._replica], f"{len(x)} tokens, in a round of {self._sizes}"
         most = max(self._sizes)
         if len(x) < most:

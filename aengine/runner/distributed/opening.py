@@ -65,7 +65,7 @@ def open_group(rank: Rank, platform: Platform) -> TensorGroup:
 
 def open_experts_group(rank: Rank, platform: Platform, tensor_group: TensorGroup) -> ExpertsGroup | None:
     """Meet all ranks, among which experts are divided over data parallel replicas; None: each replica has all experts.
-    ``tensor_group``: what `open_group` returned. As that."""
+    ``tensor_group``: what `open_group` returned. Waits and raises as that does."""
     if not rank.shares_experts:
         return None
     setting = f"enable_expert_parallel with data_parallel_size={rank.dp_size}"

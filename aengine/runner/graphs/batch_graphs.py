@@ -21,7 +21,7 @@ from ...kernels.input_prep import PreparedInputs, prepare_inputs
 from ..block_tables import BlockTables
 from ..distributed.experts_group import ExpertsGroup
 from ..distributed.group import ALONE, TensorGroup
-from ..input_batch import BatchPlan, Rows
+from ..input_batch import NO_ROWS, BatchPlan, Rows
 from ..platforms.platform import Graph, Platform
 from ..request_state import RequestState
 from ..transfer import send
@@ -29,7 +29,6 @@ from .cuda_graphs import fits
 
 __all__ = ["BatchGraphs", "BatchOutputs", "BatchShape"]
 
-_NO_ROWS: Rows = np.empty(0, dtype=np.int64)
 _TOKENS = (16, 32, 64, 128, 192, 256, 384, 512, 768, 1024, 1536, 2048, 2304)
 _REQUESTS = (8, 64, 256, 1024)
 _READY_REQUESTS = 64  # shapes up to so many are captured at the start
@@ -122,7 +121,7 @@ class BatchGraphs:
 
     def run_empty(self, num_tokens: int) -> None:
         """Queue a step of ``num_tokens``, all of them padding: for what ranks exchange in it."""
-        self._run(_NO_ROWS, _NO_ROWS, BatchShape(num_tokens, self._reqs[0]))
+        self._run(NO_ROWS, NO_ROWS, BatchShape(num_tokens, self._reqs[0]))
 
     def _run(self, rows: Rows, query_lens: Rows, shape: BatchShape) -> BatchOutputs:
         self._send(rows, query_lens, shape)
@@ -153,7 +152,7 @@ class BatchGraphs:
 
     def load(self, shape: BatchShape) -> None:
         """Run a step with padding alone: what is done once (loading a kernel) may not be captured."""
-        self._send(_NO_ROWS, _NO_ROWS, shape)
+        self._send(NO_ROWS, NO_ROWS, shape)
         self._step(shape)
         self._loaded.add(shape)
 

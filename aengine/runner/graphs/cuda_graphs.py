@@ -37,7 +37,7 @@ from ...kernels.gumbel import gumbel_sample
 from ...kernels.input_prep import DecodeInputs, advance_rows, commit_decode, prepare_decode
 from ...params import MAX_LOGPROBS
 from ..async_output import Published
-from ..input_batch import Rows
+from ..input_batch import NO_ROWS, Rows
 from ..platforms.platform import Graph, Platform
 from ..request_state import COLUMNS, RequestState
 from ..sampling.bitmask_memory import HostBitmasks, MaskMemory
@@ -51,7 +51,6 @@ logger = logging.getLogger("aengine.runner")
 _LEAST_SLOTS = 160
 _LOGPROB_SLOTS = 16  # a divisor of the number of slots
 _LOGPROB_WORDS = 1 + 2 * MAX_LOGPROBS
-_NO_ROWS: Rows = np.empty(0, dtype=np.int64)
 _END_SIZES = (1, 4, 16, 64, 256)  # fewer than of decodes: most of an end is reading the head, whatever its size
 
 
@@ -244,8 +243,8 @@ class DecodeStep:
     def run_padded(self, size: int, *, has_end: bool) -> None:
         """Run the step, and the end of one with prompts if that has this size, with nothing but padding: kernels and
         libraries load what they need, no row changes."""
-        self.set_rows(_NO_ROWS, size)
-        self.set_bitmasks(_NO_ROWS, None, size)
+        self.set_rows(NO_ROWS, size)
+        self.set_bitmasks(NO_ROWS, None, size)
         half = self.run(size)
         if isinstance(half, PassedOn):
             return
@@ -311,13 +310,11 @@ class CudaGraphManager:
             self.capture(size)
         progress(len(sizes), len(sizes))
 
-    def run(self, rows: Rows, size: int | None = None) -> Tensor | None:
-        """Queue the first half of a step of these requests. ``size``: None: the smallest that holds them.
+    def run(self, rows: Rows, size: int) -> Tensor | None:
+        """Queue the first half of a step of these requests, padded to ``size``, one of those that there are.
 
         Returns the hidden states to be passed on, [len(rows), hidden_size], on a stage that does not sample.
         """
-        size = self.size_for(len(rows)) if size is None else size
-        assert size is not None, f"a batch of {len(rows)} has no graph"
         half = self._run_first(rows, size)
         if isinstance(half, PassedOn):
             return half.hidden[: len(rows)]
@@ -326,7 +323,7 @@ class CudaGraphManager:
 
     def run_empty(self, size: int) -> None:
         """Queue the first half of a step of no requests, which nothing follows: for what ranks exchange in it."""
-        self._run_first(_NO_ROWS, size)
+        self._run_first(NO_ROWS, size)
 
     def _run_first(self, rows: Rows, size: int) -> HalfDone | PassedOn | None:
         self.step.set_rows(rows, size)

@@ -15,7 +15,7 @@ from torch import Tensor
 from ...errors import InternalError
 from ...ipc.messages import GrammarOutput, NewRequest, RowError, SchedulerOutput
 from ..async_output import AsyncOutput, OutputCopier
-from ..input_batch import Rows
+from ..input_batch import NO_ROWS
 from ..models.encoders.encoder import Encoder
 from ..platforms.platform import Platform
 from .batch import EncoderBatch
@@ -23,7 +23,6 @@ from .vectors import VectorLayers
 
 __all__ = ["EncoderRunner"]
 
-_NO_ROWS: Rows = np.empty(0, dtype=np.int64)
 _TOLERANCE_ON_A_GPU = 0.75
 """Texts of so much of the longest's length are padded to it there, as a launch costs more than what it computes."""
 
@@ -61,7 +60,7 @@ class EncoderRunner:
             vectors = self._compute([requests[i] for i in order])
             source = self._copy_out({"vectors": vectors.flatten()})
             places = np.stack((np.array(order), np.full(len(order), vectors.shape[1])))
-        self._answer = AsyncOutput(out.step_id, len(requests), _NO_ROWS, source, errors, pooled=places)
+        self._answer = AsyncOutput(out.step_id, len(requests), NO_ROWS, source, errors, pooled=places)
 
     def _compute(self, requests: list[NewRequest]) -> Tensor:
         """float32 [n, size]."""

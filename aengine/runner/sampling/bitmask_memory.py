@@ -9,7 +9,7 @@ from torch import Tensor
 
 from ...errors import InternalError
 from ...ipc.messages import GrammarOutput
-from ..input_batch import Rows
+from ..input_batch import NO_ROWS, Rows
 from ..platforms.platform import Platform
 
 __all__ = ["HostBitmasks", "MaskMemory"]
@@ -48,7 +48,7 @@ class HostBitmasks:
         Raises InternalError when the frame does not hold as much as it should.
         """
         if grammar is None or not grammar.batch_idx:
-            return np.empty(0, dtype=np.int64), None
+            return NO_ROWS, None
         count, bitmask = len(grammar.batch_idx), grammar.bitmask
         assert not isinstance(bitmask, int), "the worker has looked it up"
         if len(bitmask) != count * self.row_bytes:
