@@ -22,6 +22,9 @@ _FIRST_STEP_SECONDS = 120.0
 """Allowed for a step when none has been answered yet: kernels are compiled at first use."""
 _LATER_STEPS = 4.0
 """A step may take so many times as long, by its tokens, as the slowest before it, and ``hang_timeout`` on top."""
+_BEATS_TO_CONFIRM = 2
+"""Ranks say with each heartbeat how far their devices are. After so many more heartbeats, what all of them have said is
+of one time: not of before the step ended on one, and of after on another."""
 
 
 class RestartBudget:
@@ -83,6 +86,7 @@ class Watchdog:
         self._num_answered = 0
         self._looked = self._beaten = 0.0  # when last
         self._num_beats = -1
+        self._overdue_since_beat: int | None = None  # number of heartbeats when the devices were found overdue
         self._is_paused = False
         self._num_suspenders = 0
 
@@ -140,6 +144,7 @@ class Watchdog:
 
     def stop(self) -> None:
         self._is_paused = False
+        self._overdue_since_beat = None
         self._steps.clear()
         if self._timer is not None:
             self._timer.cancel()
@@ -170,12 +175,22 @@ class Watchdog:
         fault = ""
         if now - self._beaten > self._hang_timeout:
             fault = f"has shown no sign of life for {now - self._beaten:.1f} s"
-        elif not self._num_suspenders and (overdue := self._overdue_seconds()) > self._hang_timeout:
+        elif (overdue := self._confirmed_overdue_seconds()) > self._hang_timeout:
             fault = f"has a device that is stuck in a step: it takes {overdue:.1f} s longer than it could"
         elif now - begun > self.allowed(num_tokens):
             fault = f"has worked on a step of {num_tokens} tokens for {now - begun:.1f} s"
-        if fault:
-            self.stop()
+        if fault:  # an answer that has come just before is taken all the same, so its step stays
+            self._timer = None
             self._on_hang(fault)
         else:
             self._timer = self._loop.call_later(self.PERIOD, self._look)
+
+    def _confirmed_overdue_seconds(self) -> float:
+        """For how long the devices' step is overdue, if that holds for more than a moment; else 0."""
+        overdue = 0.0 if self._num_suspenders else self._overdue_seconds()
+        if overdue <= self._hang_timeout:
+            self._overdue_since_beat = None
+            return 0.0
+        if self._overdue_since_beat is None:
+            self._overdue_since_beat = self._num_beats
+        return overdue if self._num_beats >= self._overdue_since_beat + _BEATS_TO_CONFIRM else 0.0

@@ -91,6 +91,40 @@ def test_a_step_that_does_not_end() -> None:
     assert "a step of 64 tokens" in scene.faults[0]
 
 
+def test_an_answer_that_comes_beside_the_verdict() -> None:
+    """The step loop takes it a turn later, as any answer; then it meets the failure."""
+    scene = Scene()
+    scene.steps(5, 16, 0.05)
+    scene.dog.begin(16)
+    scene.dog.begin(16)
+    scene.lives = False
+    scene.loop.run(5.0)
+    assert len(scene.faults) == 1
+    scene.dog.end()
+    scene.dog.end()
+    scene.loop.run(100)
+    assert len(scene.faults) == 1
+
+
+def test_devices_that_were_overdue_for_a_moment() -> None:
+    """One rank has said since that it is done, and the other has not said anything newer."""
+    overdue = [0.0]
+    scene = Scene(overdue_seconds=lambda: overdue[0], patience=30.0)
+    scene.steps(5, 16, 0.05)
+    for _ in range(3):
+        scene.dog.begin(16)
+        overdue[0] = 5.0
+        scene.loop.run(0.11)
+        overdue[0] = 0.0
+        scene.loop.run(0.11)
+        scene.dog.end()
+    assert scene.faults == []
+    scene.dog.begin(16)
+    overdue[0] = 5.0
+    scene.loop.run(0.5)
+    assert "stuck in a step" in scene.faults[0]
+
+
 @pytest.mark.parametrize(("num_tokens", "seconds"), [(640, 4.5), (64, 4.2)])
 def test_larger_steps_may_take_longer(num_tokens: int, seconds: float) -> None:
     scene = Scene()
