@@ -118,6 +118,8 @@ class Worker:
                 self._channel.publish(Kind.OUTPUT, self._step_id, pack(output))
         if self._answers:
             self._device.note_not_done(self._answers[0][2], time.monotonic())
+        elif self._awaits_bitmask:  # other ranks' devices may wait for what it holds up
+            self._device.note_busy()
         else:
             self._device.note_idle()
         if self._logs.is_pending:

@@ -4,6 +4,9 @@ from __future__ import annotations
 
 import gc
 import importlib
+import os
+import shutil
+import subprocess
 import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -54,10 +57,25 @@ def arch(request: pytest.FixtureRequest) -> str:
     return request.param
 
 
+@pytest.fixture(scope="session")
+def mps_folder(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
+    """The folder of a daemon of NVIDIA's Multi-Process Service, by which kernels of several processes run on a GPU at
+    the same time. Without it they take turns, and a kernel that waits for another process's keeps that one waiting."""
+    daemon = shutil.which("nvidia-cuda-mps-control", path=f"{os.environ['PATH']}:/usr/local/nvidia/bin")
+    if daemon is None:
+        pytest.skip("there is one GPU, and no nvidia-cuda-mps-control with which processes share it")
+    folder = str(tmp_path_factory.mktemp("mps"))
+    environment = os.environ | {"CUDA_MPS_PIPE_DIRECTORY": folder, "CUDA_MPS_LOG_DIRECTORY": folder}
+    subprocess.run([daemon, "-d"], env=environment, check=True)
+    yield folder
+    subprocess.run([daemon], env=environment, input="quit -t 5\n", text=True, timeout=30)
+
+
 @pytest.fixture
-def shared_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
+def shared_gpu(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
     """Processes may share a GPU, and what they do is the default worker's."""
     if SHARED_GPU:
+        monkeypatch.setenv("CUDA_MPS_PIPE_DIRECTORY", request.getfixturevalue("mps_folder"))
         monkeypatch.setenv("TORCH_SYMM_MEM_ALLOW_OVERLAPPING_DEVICES", "1")  # for the workers, which inherit it
         known = start.shares_experts
         monkeypatch.setattr(start, "shares_experts", lambda config, hf: known(config.replace(worker="default"), hf))

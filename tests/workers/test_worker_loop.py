@@ -27,6 +27,7 @@ from aengine.ipc.messages import (
     unpack,
 )
 from aengine.workers import loading
+from aengine.workers.device_watch import IDLE
 from aengine.workers.loaded import FixedModel
 from aengine.workers.loading import Loading
 from aengine.workers.rank import Rank
@@ -287,6 +288,18 @@ def test_a_grammar_gates_sampling_and_not_the_forward() -> None:
     _, channel = run(LOAD, asked(7, 0, sample_now=False), None, grammar, asked(8, 0), SHUTDOWN)
     assert SlowRunner.log == [("execute", 7), ("sample", 7), ("execute", 8), ("sample", -1)]
     assert [step_id for kind, step_id, _ in channel.sent if kind is Kind.OUTPUT] == [7, 8]
+
+
+def test_a_step_that_waits_for_its_bitmask_is_the_hosts(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Devices of other ranks may wait for what it holds up: they are not stuck."""
+    words: list[int] = []
+    grammar = Frame(Kind.GRAMMAR, 7, pack(GrammarOutput(7, int32([0]), b"1234")))
+    channel = ListChannel(LOAD, ALLOCATE, asked(7, 0, sample_now=False), None, None, grammar, None, SHUTDOWN)
+    worker = Worker(channel, 0, f"{__name__}:load_slow")  # type: ignore[arg-type]
+    consume = channel.consume
+    monkeypatch.setattr(channel, "consume", lambda *args, **how: words.append(worker._device.word) or consume(*args))
+    assert worker.run() == 0
+    assert [word for word, again in zip(words, [None, *words]) if word != again] == [IDLE, 0, IDLE]
 
 
 def test_an_error_found_late_names_its_own_step() -> None:
