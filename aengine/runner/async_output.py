@@ -152,7 +152,7 @@ class OutputCopier:
     """Brings samples of one device to the host."""
 
     def __init__(self, platform: Platform) -> None:
-        self._stream = platform.copy_stream()
+        self._stream = platform.side_stream()
 
     def __call__(self, tensors: Mapping[str, Tensor]) -> Source:
         """``tensors``: what there is, by field of `HostOutput`."""

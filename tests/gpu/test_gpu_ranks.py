@@ -1,5 +1,5 @@
-"""A model on two GPUs, a process each: layers divided among ranks (tensor parallel) or among stages (pipeline). The
-tokens of one GPU, whatever is asked, and whoever dies.
+"""A model on two GPUs, a process each: layers divided among ranks (tensor parallel) or among stages (pipeline), these
+also as if on two machines. The tokens of one GPU, whatever is asked, and whoever dies.
 
 With one GPU alone, both processes share it. On a CPU (to try the tests themselves) they exchange by gloo.
 """
@@ -10,6 +10,7 @@ import asyncio
 import os
 import random
 import signal
+import socket
 import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
@@ -19,10 +20,12 @@ import pytest
 import torch
 from conftest_api import check_beside_cancelled, core_of, settled
 from gpu_models import DEVICE, MIB, SHARED_GPU, Checkpoint
+from one_gpu import MEETING_PORT
 from test_gpu_engine import GREEDY, LENGTH, all_at_once, running, some_prompts
 from tiny import VOCAB_SIZE
 
 from aengine import AsyncLLM, Completion, SamplingParams, StructuredOutput
+from aengine.workers.rank import LOOPBACK
 
 pytestmark = [pytest.mark.gpu, pytest.mark.usefixtures("shared_gpu")]
 
@@ -31,7 +34,8 @@ NUM_GPUS = torch.cuda.device_count()
 ON_TWO = {**SHARED_GPU, "kv_cache_memory_bytes": 16 * MIB}
 RANKS: dict[str, Any] = {"tensor_parallel_size": 2, **ON_TWO}
 STAGES: dict[str, Any] = {"pipeline_parallel_size": 2, **ON_TWO}
-DIVISIONS = {"ranks": RANKS, "stages": STAGES}
+APART: dict[str, Any] = STAGES | {"worker": "one_gpu:load_apart"}
+DIVISIONS = {"ranks": RANKS, "stages": STAGES, "stages apart": APART}
 FAMILIES = ("llama", "mistral", "qwen3", "gemma2", "phi3", "gpt_oss", "qwen3_moe")
 needs_two = pytest.mark.skipif(DEVICE == "cpu" or bool(SHARED_GPU), reason="needs two GPUs")
 KINDS = [
@@ -47,8 +51,10 @@ KINDS = [
 
 
 @pytest.fixture(params=DIVISIONS)
-def two(request: pytest.FixtureRequest) -> dict[str, Any]:
+def two(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> dict[str, Any]:
     """The settings of two processes."""
+    with socket.create_server((LOOPBACK, 0)) as server:
+        monkeypatch.setenv(MEETING_PORT, str(server.getsockname()[1]))
     return DIVISIONS[request.param]
 
 
@@ -163,7 +169,8 @@ async def test_a_rank_dies(checkpoint: MakeCheckpoint, rank: int, two: dict[str,
         await asyncio.wait(rest, return_when=asyncio.FIRST_COMPLETED)
         print(f"the first stream ended {time.monotonic() - begun:.1f} s after the death of rank {rank}")
         assert [essence(await task) for task in tasks] == expected
-        assert engine.statistics().num_restarts == 1
+        # Where processes share a GPU it may be unavailable for a moment when one of them was killed.
+        assert 1 <= engine.statistics().num_restarts <= (2 if SHARED_GPU else 1)
         await settled(engine)
 
 

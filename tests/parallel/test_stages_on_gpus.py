@@ -172,7 +172,7 @@ def test_gpus_without_peers_are_one_error(monkeypatch: pytest.MonkeyPatch, tmp_p
     def open_nothing(*args: Any) -> None:
         raise NoPeers("CUDA driver error: peer access is not supported between these two devices")
 
-    monkeypatch.setattr(opening, "_check_devices", lambda *args: None)
+    monkeypatch.setattr(opening, "_check_devices", lambda *args, **how: None)
     monkeypatch.setattr(cuda_link, "open_cuda_link", open_nothing)
     platform = CpuPlatform()
     monkeypatch.setattr(platform, "device", torch.device("cuda", 0))

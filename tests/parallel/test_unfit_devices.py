@@ -12,7 +12,7 @@ import torch
 
 from aengine import AsyncLLM, InvalidRequestError, ModelLoadError
 from aengine.config import EngineConfig
-from aengine.runner.distributed.opening import open_device, open_group, open_link
+from aengine.runner.distributed.opening import _check_devices, open_device, open_group, open_link
 from aengine.runner.distributed.pipeline import StepSizes
 from aengine.runner.platforms.cpu import CpuPlatform
 from aengine.runner.platforms.cuda import CudaPlatform
@@ -71,6 +71,14 @@ def fault(folder: Path, setting: str, *platforms: Any) -> str:
 )
 def test_devices_that_do_not_fit(tmp_path: Path, platforms: tuple[Any, ...], text: str, setting: str) -> None:
     assert re.match(f"{setting}=2: {text}", fault(tmp_path, setting, *platforms))
+
+
+def test_stages_on_several_machines_may_have_different_gpus_of_any_number(tmp_path: Path) -> None:
+    store = torch.distributed.FileStore(str(tmp_path / "meeting"), 2)
+    _check_devices(store, gpu(0), "", 0, 0)  # tells the other one
+    _check_devices(store, gpu(0, name="NVIDIA A100"), "", 1, 1, is_one_machine=False)
+    with pytest.raises(ModelLoadError, match="rank 1 is on cpu and rank 0 on cuda:0"):
+        _check_devices(store, CpuPlatform(), "", 1, 1, is_one_machine=False)
 
 
 def test_more_ranks_than_gpus(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -90,20 +90,21 @@ def open_link(rank: Rank, platform: Platform, sizes: StepSizes) -> PipelineLink 
     if rank.pp_size == 1:
         return None
     stage, setting = stage_of(rank), f"pipeline_parallel_size={rank.pp_size}"
-    if rank.stages_meet_at and platform.is_accelerator:
-        raise ModelLoadError(
-            f"{setting} with executor='ray' is for device='cpu' so far: on GPUs use data_parallel_size, or stages on "
-            f"one machine without Ray"
-        )
     prefix = f"pipeline-{rank.dp_rank}-{rank.tp_rank}"
-    store = _meeting_of_stages(rank, prefix) if rank.stages_meet_at else _open_store(rank, prefix)
-    _check_devices(store, platform, setting, stage.index, stage.size)
-    if platform.device.type == "cuda":
+    is_one_machine = not rank.stages_meet_at
+    store = _open_store(rank, prefix) if is_one_machine else _meeting_of_stages(rank, prefix)
+    _check_devices(store, platform, setting, stage.index, stage.size, is_one_machine=is_one_machine)
+    if platform.device.type != "cuda":
+        return GlooLink(store, stage, sizes, _FOREVER, rank.address)
+    if is_one_machine:
         from .cuda_link import open_cuda_link
 
         with _peers_explained(setting):
             return open_cuda_link(store, stage, sizes, platform.device, _FOREVER)
-    return GlooLink(store, stage, sizes, _FOREVER, rank.address)
+    with _network_explained(setting):
+        from .nccl_link import NcclLink
+
+        return NcclLink(store, stage, sizes, platform, _FOREVER)
 
 
 def stage_of(rank: Rank) -> PipelineStage:
@@ -153,9 +154,29 @@ def _peers_explained(setting: str) -> Iterator[None]:
         ) from error
 
 
-def _check_devices(store: dist.Store, platform: Platform, setting: str, own: int, size: int) -> None:
-    """Raises ModelLoadError unless all ranks that meet at ``store``, ``size`` of them, have devices of one kind, and
-    each a GPU of its own that this one's can read."""
+@contextmanager
+def _network_explained(setting: str) -> Iterator[None]:
+    if not dist.is_nccl_available():
+        raise ModelLoadError(
+            f"{setting}: stages on GPUs of several machines exchange by NCCL, which torch {torch.__version__} was "
+            f"built without: install another torch on all machines"
+        )
+    try:
+        yield
+    except dist.DistBackendError as error:
+        reason = " ".join(str(error).split())[:500]
+        raise ModelLoadError(
+            f"{setting}: NCCL could not connect the stages' machines ({reason}): a firewall must let them connect to "
+            f"each other; NCCL_SOCKET_IFNAME names the network interface where there are several, and NCCL_DEBUG=INFO "
+            f"has NCCL say what it tries"
+        ) from error
+
+
+def _check_devices(
+    store: dist.Store, platform: Platform, setting: str, own: int, size: int, *, is_one_machine: bool = True
+) -> None:
+    """Raises ModelLoadError unless all ranks that meet at ``store``, ``size`` of them, have devices of one kind; on one
+    machine also if two have the same GPU, or different ones, or such as can't read each other's memory."""
     device = platform.device
     store.set(f"device-{own}", f"{device} {platform.name}")
     for other in range(size):
@@ -168,7 +189,7 @@ def _check_devices(store: dist.Store, platform: Platform, setting: str, own: int
                 f"{setting}: rank {own} is on {device} and rank {other} on {its}: give all of them the same "
                 f"kind of device, device='cpu' or as many GPUs"
             )
-        if not platform.is_accelerator:
+        if not platform.is_accelerator or not is_one_machine:
             continue
         if its == device:
             raise ModelLoadError(f"{setting}: ranks {own} and {other} are both on {device}: name other GPUs")

@@ -71,11 +71,16 @@ class CpuPlatform:
     def record_event(self) -> Event | None:
         return None
 
-    def copy_stream(self) -> CpuPlatform:
+    def side_stream(self) -> CpuPlatform:
         return self
 
+    def launch(self, work: Callable[[], None], after: Event | None) -> Event | None:
+        """See `SideStream`: it has been done."""
+        work()
+        return None
+
     def to_host(self, tensors: Sequence[Tensor]) -> tuple[list[Tensor], Event | None]:
-        """See `CopyStream`: the tensors themselves."""
+        """See `SideStream`: the tensors themselves."""
         return list(tensors), None
 
     def graph_pool(self) -> Any:

@@ -28,7 +28,7 @@ from ..attention.backend import AttentionBackend, TritonAttention
 from ..attention.library import choose_prefill_backend
 from ..kv_spec import WindowKV
 from ..model_config import ModelConfig
-from .platform import CopyStream, DeviceMemory, Event, Graph, Platform, Unavailable
+from .platform import DeviceMemory, Event, Graph, Platform, SideStream, Unavailable
 
 __all__ = ["CudaPlatform", "driver_version"]
 
@@ -183,8 +183,8 @@ class CudaPlatform:
         event.record()
         return event
 
-    def copy_stream(self) -> CopyStream:
-        return _CopyStream(torch.cuda.Stream(self.device))
+    def side_stream(self) -> SideStream:
+        return _SideStream(torch.cuda.Stream(self.device))
 
     def graph_pool(self) -> Any:
         return torch.cuda.graph_pool_handle()
@@ -215,8 +215,8 @@ class CudaPlatform:
         return torch.cuda.Stream(self.device)
 
 
-class _CopyStream:
-    """See `CopyStream`: into pinned memory, on a stream of its own."""
+class _SideStream:
+    """See `SideStream`. Copies to the host go into pinned memory."""
 
     def __init__(self, stream: torch.cuda.Stream) -> None:
         self._stream = stream
@@ -234,6 +234,13 @@ class _CopyStream:
             event = torch.cuda.Event()
             event.record(stream)
         return pinned, event
+
+    def launch(self, work: Callable[[], None], after: Any) -> Event | None:
+        if after is not None:
+            self._stream.wait_event(after)
+        with torch.cuda.stream(self._stream):
+            work()
+        return self._stream.record_event()
 
 
 # -- what is missing

@@ -19,7 +19,7 @@ if TYPE_CHECKING:
     from ..attention.backend import AttentionBackend
     from ..model_config import ModelConfig
 
-__all__ = ["CopyStream", "DeviceMemory", "Event", "Graph", "Platform", "Unavailable"]
+__all__ = ["DeviceMemory", "Event", "Graph", "Platform", "SideStream", "Unavailable"]
 
 
 class Event(Protocol):
@@ -31,6 +31,9 @@ class Event(Protocol):
     def synchronize(self) -> None:
         """Wait until it has."""
 
+    def wait(self) -> None:
+        """Have what is queued from now on wait until it has, whatever queue it is a point of."""
+
 
 class Graph(Protocol):
     """Launches that were captured."""
@@ -39,11 +42,15 @@ class Graph(Protocol):
         """Queue all of them."""
 
 
-class CopyStream(Protocol):
-    """Copies to the host beside the device's own work."""
+class SideStream(Protocol):
+    """A queue of work beside the device's own."""
 
     def to_host(self, tensors: Sequence[Tensor]) -> tuple[list[Tensor], Event | None]:
-        """Host tensors, and the event after which they are filled; None: they are."""
+        """Queue copies to the host. Returns these, and the event after which they are filled; None: they are."""
+
+    def launch(self, work: Callable[[], None], after: Event | None) -> Event | None:
+        """Queue what ``work`` launches, behind all that this queue has and behind an event of another one; None: that
+        is done. Returns the event that is done when the work is; None: it is."""
 
 
 class DeviceMemory(NamedTuple):
@@ -127,7 +134,7 @@ class Platform(Protocol):
     def record_event(self) -> Event | None:
         """Return an event that is done when all queued so far is; None: it is already."""
 
-    def copy_stream(self) -> CopyStream:
+    def side_stream(self) -> SideStream:
         """A new one."""
 
     def graph_pool(self) -> Any:
