@@ -34,7 +34,7 @@ from ..workers.group import RankWorker, WorkerGroup
 from ..workers.handshake import Handshake
 from ..workers.rank import check_division, ranks_of
 
-__all__ = ["Executor", "ProcessExecutor", "new_executor"]
+__all__ = ["Executor", "ProcessExecutor", "call_ranks", "new_executor"]
 
 logger = logging.getLogger("aengine")
 
@@ -79,7 +79,7 @@ class Executor(Protocol):
         """Publish the bitmask of a step that was published with ``sample_now=False``."""
 
     async def call(self, method: str, *args: Any, timeout: float) -> Any:
-        """A collective call: every rank executes it, rank 0 replies."""
+        """A collective call: returns, when all ranks have replied, what the first one has."""
 
     async def call_all(self, method: str, args: Sequence[Any], *, timeout: float) -> list[Any]:
         """Call a method of the worker extension on every rank. Returns their answers, by rank.
@@ -191,7 +191,10 @@ class ProcessExecutor:
 
     def memory(self) -> tuple[int | None, int | None]:
         """See `Executor`. The devices' is some seconds old."""
-        resident, on_devices = (0, 0) if self._released else self.workers.memory()
+        try:
+            resident, on_devices = (0, 0) if self._released else self.workers.memory()
+        except (EngineClosedError, ValueError):  # the workers end meanwhile, in another thread
+            resident, on_devices = 0, 0
         return resident or None, on_devices or None
 
     async def aclose(self, timeout: float) -> None:
@@ -210,7 +213,7 @@ class ProcessExecutor:
                     await self.workers.wait(None)
         except TimeoutError:
             logger.warning("a worker did not end within %g s and is killed", timeout)
-        except EngineClosedError:  # somebody else called terminate() meanwhile
+        except (EngineClosedError, WorkerDiedError):  # somebody else called terminate() meanwhile, or they have gone
             pass
         finally:
             self.terminate()
@@ -290,28 +293,12 @@ class ProcessExecutor:
     async def call(self, method: str, *args: Any, timeout: float) -> Any:
         """See `Executor`. Raises TimeoutError after ``timeout`` seconds; InternalError when it failed in the worker,
         which goes on."""
-        self.workers.check()
-        call = self._answers.expect_replies(range(1))
-        try:
-            async with asyncio.timeout(timeout):
-                await self.workers.broadcast(Kind.CALL, call.id, pack([method, 0, *args]))
-                (reply,) = await call.replies
-                return reply
-        finally:
-            self._answers.calls.pop(call.id, None)
+        replies = await call_ranks(self.workers, self._answers, [method, True, *args], timeout)
+        return replies[0]
 
     async def call_all(self, method: str, args: Sequence[Any], *, timeout: float) -> list[Any]:
         """See `Executor`."""
-        self.workers.check()
-        call = self._answers.expect_replies(range(len(self.workers)), method)
-        try:
-            async with asyncio.timeout(timeout):
-                await self.workers.broadcast(Kind.CALL, call.id, pack([method, None, *args]))
-                return await call.replies
-        except TimeoutError:
-            raise call.took_too_long(timeout) from None
-        finally:
-            self._answers.calls.pop(call.id, None)
+        return await call_ranks(self.workers, self._answers, [method, False, *args], timeout)
 
     # -- frames in
 
@@ -333,6 +320,8 @@ class ProcessExecutor:
             message = unpack(kind, frame.payload)
             if kind in PendingAnswers.KINDS:
                 if kind is Kind.OUTPUT:
+                    if self._reports:  # the ranks start again: it may have been computed with what a rank spoilt
+                        continue
                     message.answered_at += worker.clock_offset
                 replica = worker.rank // self._config.num_ranks
                 self._all_answers[replica].take(worker.rank, kind, frame.step_id, message)
@@ -370,6 +359,30 @@ class ProcessExecutor:
         self.workers.failure = error
         self.terminate()
         self._on_failure()
+
+
+async def call_ranks(
+    workers: WorkerGroup, answers: PendingAnswers, message: list[Any], timeout: float, ranks: range | None = None
+) -> list[Any]:
+    """Make a collective call of all ranks, or of these, whose replies ``answers`` gets. Returns them, by rank.
+    ``message``: of CALL.
+
+    Raises the executor's failure; TimeoutError, of a method of the extension WorkerCallError; see `PendingCall`.
+    """
+    workers.check()
+    ranks = range(len(workers)) if ranks is None else ranks
+    method, is_own, *_ = message
+    call = answers.expect_replies(ranks, "" if is_own else method)
+    try:
+        async with asyncio.timeout(timeout):
+            await workers.broadcast(Kind.CALL, call.id, pack(message), ranks)
+            return await call.replies
+    except TimeoutError:
+        if is_own:
+            raise
+        raise call.took_too_long(timeout) from None
+    finally:
+        answers.calls.pop(call.id, None)
 
 
 def new_executor(config: EngineConfig) -> Executor:

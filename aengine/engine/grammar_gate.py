@@ -25,6 +25,10 @@ from .recovery import Watchdog
 __all__ = ["ALWAYS", "IN_SMALL_BATCHES", "Forcing", "GrammarGate", "Masks"]
 
 
+_LONG_FILLING = 0.05
+"""Seconds for which other replicas' steps wait for a bitmask: with one a round computes more."""
+
+
 class Forcing(NamedTuple):
     """Conditions under which tokens that a grammar forces are drafted."""
 
@@ -52,13 +56,20 @@ class GrammarGate:
     """Holds the step that waits for its bitmask, and fills and sends that."""
 
     def __init__(
-        self, scheduler: Scheduler, grammars: GrammarService | None, forcing: Forcing, watchdog: Watchdog
+        self,
+        scheduler: Scheduler,
+        grammars: GrammarService | None,
+        forcing: Forcing,
+        watchdog: Watchdog,
+        rest: Callable[[], None] | None = None,
     ) -> None:
+        """``rest`` is called while a bitmask takes long, if other replicas' steps wait for the next one here."""
         self.step: InFlightStep | None = None  # published, and waits for its bitmask before it samples
         self._scheduler = scheduler
         self._grammars = grammars
         self._forcing = forcing
         self._watchdog = watchdog
+        self._rest = rest
         self._proposer: Proposer = ForcedTokens()
 
     def close_for(self, step: InFlightStep) -> None:
@@ -117,10 +128,15 @@ class GrammarGate:
     async def _filled(self, filling: Filling) -> Filled:
         """A grammar's row may take seconds, for which the worker is not to blame."""
         self._watchdog.pause()
+        rest = None
+        if self._rest is not None:
+            rest = asyncio.get_running_loop().call_later(_LONG_FILLING, self._rest)
         try:
             return await filling.filled
         finally:
             self._watchdog.resume()
+            if rest is not None:
+                rest.cancel()
 
     def note_tokens(self, sampled: Sampled) -> set[Request]:
         """Note tokens for the grammars, whose matchers will accept them. Returns those paused whose next row is due."""

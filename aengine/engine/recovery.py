@@ -14,14 +14,18 @@ from collections import deque
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 
-__all__ = ["RestartBudget", "Watchdog"]
+from ..errors import WorkerDiedError
+
+__all__ = ["RestartBudget", "Watchdog", "hang_error"]
 
 _FIRST_DELAY = 0.25
 _LONGEST_DELAY = 30.0
 _FIRST_STEP_SECONDS = 120.0
 """Allowed for a step when none has been answered yet: kernels are compiled at first use."""
 _LATER_STEPS = 4.0
-"""A step may take so many times as long, by its tokens, as the slowest before it, and ``hang_timeout`` on top."""
+"""A step may take so many times as long, by its tokens, as the slowest of the last, and ``hang_timeout`` on top."""
+_NUM_STEPS = 64
+_LEAST_TOKENS = 16  # a step of fewer takes as long
 _BEATS_TO_CONFIRM = 2
 """Ranks say with each heartbeat how far their devices are. After so many more heartbeats, what all of them have said is
 of one time: not of before the step ended on one, and of after on another."""
@@ -48,6 +52,11 @@ class RestartBudget:
 
     def __str__(self) -> str:
         return f"{self._most} restarts within {self._window:g} s"
+
+
+def hang_error(fault: str) -> WorkerDiedError:
+    """The error of workers that hang. ``fault``: what a `Watchdog` has said of them."""
+    return WorkerDiedError(f"the worker {fault}: it was killed")
 
 
 class Watchdog:
@@ -78,16 +87,14 @@ class Watchdog:
         self._heartbeats = heartbeats
         self._on_hang = on_hang
         self._overdue_seconds = overdue_seconds
-        self._patience = patience
+        self.patience = patience
         self._timer: asyncio.TimerHandle | None = None
         self._steps: deque[tuple[int, float]] = deque()  # tokens, and when it could begin
-        self._seconds_per_token = 0.0  # of the slowest
-        self._longest = 0.0  # seconds of a step
-        self._num_answered = 0
+        self._known: deque[tuple[float, float]] = deque(maxlen=_NUM_STEPS)  # seconds, and seconds per token
         self._looked = self._beaten = 0.0  # when last
         self._num_beats = -1
         self._overdue_since_beat: int | None = None  # number of heartbeats when the devices were found overdue
-        self._is_paused = False
+        self._num_pauses = 0
         self._num_suspenders = 0
 
     def begin(self, num_tokens: int) -> None:
@@ -104,9 +111,7 @@ class Watchdog:
         num_tokens, begun = self._steps.popleft()
         seconds = now - begun
         if not self._num_suspenders:
-            self._longest = max(self._longest, seconds)
-            self._seconds_per_token = max(self._seconds_per_token, seconds / max(num_tokens, 16))
-            self._num_answered += 1
+            self._known.append((seconds, seconds / max(num_tokens, _LEAST_TOKENS)))
         if self._steps:
             self._begin_anew()  # it could not begin earlier
         else:
@@ -120,11 +125,12 @@ class Watchdog:
             self.stop()
 
     def pause(self) -> None:
-        """Stop the step's time until `resume`: the oldest step waits for the host. Heartbeats are still checked."""
-        self._is_paused = True
+        """Stop the step's time until `resume`, once for each call: the oldest step waits for the host. Heartbeats are
+        still checked."""
+        self._num_pauses += 1
 
     def resume(self) -> None:
-        self._is_paused = False
+        self._num_pauses = max(0, self._num_pauses - 1)
         self._begin_anew()
 
     @contextmanager
@@ -143,7 +149,8 @@ class Watchdog:
             self._steps[0] = (self._steps[0][0], self._loop.time())
 
     def stop(self) -> None:
-        self._is_paused = False
+        """Watch nothing any more, until a step begins."""
+        self._num_pauses = 0
         self._overdue_since_beat = None
         self._steps.clear()
         if self._timer is not None:
@@ -152,10 +159,10 @@ class Watchdog:
 
     def allowed(self, num_tokens: int) -> float:
         """Seconds that a step of so many tokens may take."""
-        if not self._num_answered:
+        if not self._known:
             return max(_FIRST_STEP_SECONDS, self._hang_timeout)
-        expected = max(self._longest, self._seconds_per_token * num_tokens)
-        return max(self._patience, self._hang_timeout + _LATER_STEPS * expected)
+        longest, slowest = map(max, zip(*self._known, strict=True))
+        return max(self.patience, self._hang_timeout + _LATER_STEPS * max(longest, slowest * num_tokens))
 
     def _look(self) -> None:
         now = self._loop.time()
@@ -167,7 +174,7 @@ class Watchdog:
         if late > 1.0:  # the loop itself stood still, and answers may lie unread
             self._beaten = now
             self._steps = deque((num_tokens, max(begun, now - 1.0)) for num_tokens, begun in self._steps)
-        if self._is_paused or self._num_suspenders:
+        if self._num_pauses or self._num_suspenders:
             self._begin_anew()
         if self._num_suspenders:
             self._beaten = now

@@ -18,7 +18,7 @@ from collections.abc import Callable
 from time import perf_counter
 from typing import Protocol
 
-from ..errors import EngineError, WorkerDiedError
+from ..errors import EngineError
 from ..ipc.messages import ModelRunnerOutput, SchedulerOutput
 from ..outputs import FinishReason
 from ..scheduler.request import Request, RequestStatus
@@ -32,7 +32,7 @@ from .executor import Executor
 from .grammar_gate import ALWAYS, Forcing, GrammarGate, Masks
 from .pacing.in_flight_limit import InFlightLimit
 from .pacing.step_time import StepTime
-from .recovery import Watchdog
+from .recovery import Watchdog, hang_error
 
 __all__ = ["StepLoop", "Turn"]
 
@@ -46,6 +46,10 @@ class Turn(Protocol):
     @property
     def is_open(self) -> bool:
         """Whether a step may be made now; if not, the loop's ``work`` is set once it may be."""
+
+    @property
+    def watchdog(self) -> Watchdog:
+        """Of all that compute together; it is told of their steps."""
 
     def rest(self) -> None:
         """The loop gives no step before it gets an answer, or is woken."""
@@ -75,7 +79,8 @@ class StepLoop:
         forcing: Forcing = ALWAYS,
         turn: Turn | None = None,
     ) -> None:
-        """``turn``: in what other step loops do, too; None: there are none that this one's steps depend on.
+        """``turn``: in what other step loops do, too, and its watchdog watches; None: there are none that this one's
+        steps depend on.
 
         ``work`` wakes the idle loop, which then finds what there is to do; a failing executor sets it. ``on_begun``
         is told the id of each request with its first step, once for each of n completions."""
@@ -89,6 +94,7 @@ class StepLoop:
         self._on_begun = on_begun
         self._in_flight: deque[asyncio.Future[ModelRunnerOutput | None]] = deque()
         self._must_revoke = False  # leased steps, before another step can be made
+        self._is_publishing = False  # a step is on its way to the workers, and not in `_in_flight` yet
         self._is_revoking = False  # the worker was told to, and has not said yet how many it dropped
         self._work = work
         self._turn = turn
@@ -98,15 +104,20 @@ class StepLoop:
         self._unsent: SchedulerOutput | None = None
         loop = asyncio.get_running_loop()
         self.lag = LoopLag(loop)
-        self.watchdog = Watchdog(
-            loop,
-            hang_timeout,
-            lambda: self._executor.heartbeats(),
-            self._on_hang,
-            overdue_seconds=lambda: self._executor.overdue_seconds(),
-            patience=step_patience,
-        )
-        self._gate = GrammarGate(scheduler, grammars, forcing, self.watchdog)
+        if turn is not None:
+            self.watchdog = turn.watchdog
+            self.watchdog.patience = step_patience
+        else:
+            self.watchdog = Watchdog(
+                loop,
+                hang_timeout,
+                lambda: self._executor.heartbeats(),
+                self._on_hang,
+                overdue_seconds=lambda: self._executor.overdue_seconds(),
+                patience=step_patience,
+            )
+        rest = turn.rest if turn is not None else None
+        self._gate = GrammarGate(scheduler, grammars, forcing, self.watchdog, rest)
         self._delivery = Delivery(scheduler)
 
     def add(self, request: Request) -> None:
@@ -145,7 +156,8 @@ class StepLoop:
         self._note_scheduled(output)
 
     def _note_scheduled(self, output: SchedulerOutput) -> None:
-        self.watchdog.begin(sum(output.num_scheduled_tokens))
+        if self._turn is None:
+            self.watchdog.begin(sum(output.num_scheduled_tokens))
         newest = self.scheduler.newest_step
         assert newest is not None
         if newest.newcomers:
@@ -174,6 +186,8 @@ class StepLoop:
             self._try_to_revoke()
 
     def _try_to_revoke(self) -> None:
+        if self._is_publishing:  # the newest step that is revoked would not be the newest in `_in_flight`
+            return
         try:
             self._is_revoking = self._executor.try_revoke(self._on_revoked)
         except EngineError:  # `run` meets it too, and says so
@@ -214,8 +228,7 @@ class StepLoop:
         self._executor = executor
 
     def _on_hang(self, fault: str) -> None:
-        error = WorkerDiedError(f"the worker {fault}: it was killed")
-        self._executor.fail(error)
+        self._executor.fail(hang_error(fault))
 
     async def _step(self) -> None:
         """Run one turn: keep the worker supplied, then take the oldest answer."""
@@ -230,11 +243,14 @@ class StepLoop:
         if self._turn is not None and not (self._in_flight and self._in_flight[0].done()):
             self._turn.rest()
         if self._in_flight:
-            answer = await self._in_flight[0]
+            oldest = self._in_flight[0]
+            answer = await oldest
             if answer is None:  # revoked meanwhile
+                assert not self._in_flight or self._in_flight[0] is not oldest, "a step was revoked, and is awaited"
                 return
             self._in_flight.popleft()
-            self.watchdog.end()
+            if self._turn is None:
+                self.watchdog.end()
             self._limit.note_answer(answer.answered_at)
             await self._apply(answer)
             if self._in_flight and self._in_flight[0].done():  # many have come: others on this loop get their turn
@@ -257,7 +273,13 @@ class StepLoop:
         if output is None:
             return False
         self._note_scheduled(output)
-        self._in_flight.append(await self._executor.execute_model(output))
+        self._is_publishing = True
+        try:
+            self._in_flight.append(await self._executor.execute_model(output))
+        finally:
+            self._is_publishing = False
+        if self._must_revoke:
+            self._try_to_revoke()
         return True
 
     async def _send_due_bitmask(self) -> None:

@@ -21,7 +21,7 @@ import struct
 from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, NamedTuple
 
-from aengine.errors import EngineClosedError
+from aengine.errors import WorkerDiedError
 
 from .channel import MAX_MESSAGE_BYTES
 
@@ -125,10 +125,10 @@ class Link:
         return len(self._unsent) > _CONGESTED_BYTES
 
     def send(self, rank: int, kind: int, step_id: int, payload: bytes | bytearray | memoryview) -> None:
-        """Send, without waiting; what the kernel does not take now is sent later. Raises EngineClosedError when the
+        """Send, without waiting; what the kernel does not take now is sent later. Raises WorkerDiedError when the
         link has ended; ValueError for more than MAX_MESSAGE_BYTES."""
         if self._has_ended:
-            raise EngineClosedError("the connection to the other machine has ended")
+            raise WorkerDiedError("the connection to the other machine has ended")
         data = memoryview(payload).cast("B") if len(payload) else b""
         if len(data) > MAX_MESSAGE_BYTES:
             raise ValueError(f"a message of {len(data)} bytes: at most {MAX_MESSAGE_BYTES} can be sent")

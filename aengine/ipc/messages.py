@@ -12,8 +12,8 @@ The direction and content of each kind:
                      ALLOCATE         dict: PLAN_LIMITS, agreed for all ranks; answered by PROGRESS..., READY or ERROR
                      STEP             SchedulerOutput; answered by OUTPUT (at once if sample_now, else after GRAMMAR)
                      GRAMMAR          GrammarOutput: the bitmask of step step_id
-                     CALL             [method, reply_rank, *arguments]: a collective call; that rank replies. None: a
-                                      method of the worker extension, and every rank replies
+                     CALL             [method, is_own, *arguments]: a collective call, to which every rank replies: of
+                                      one of our own methods, or one of the worker extension
                      JOIN             [sizes, has_prompts]: a round in which this replica has no step, see
                                       SchedulerOutput's round_sizes and round_has_prompts; not answered
                      REVOKE           nothing; leased steps that were not begun are dropped; answered by REVOKED. To

@@ -46,10 +46,10 @@ class AsyncOutput:
     """The answer of a step with ``num_reqs`` requests, in which n rows of logits were sampled: those of the requests at
     batch positions ``sampling`` (host int64 [n]).
 
-    ``source``: their tokens; None if nothing was sampled. ``logprobs``: whose they are. ``row_errors``: batch position
-    to the error of a request that failed before it was sampled. ``drafts``: the step's, if its answer is ragged;
-    ``places`` [n]: how many that are not certain are before each row. ``pooled``: the batch positions of those that get
-    a vector, and the sizes of these, host int64 [2, m].
+    ``source``: their tokens, or only when the step was computed, if nothing was sampled; None: nothing was computed.
+    ``logprobs``: whose they are. ``row_errors``: batch position to the error of a request that failed before it was
+    sampled. ``drafts``: the step's, if its answer is ragged; ``places`` [n]: how many that are not certain are before
+    each row. ``pooled``: the batch positions of those that get a vector, and the sizes of these, host int64 [2, m].
     """
 
     def __init__(
@@ -152,10 +152,15 @@ class OutputCopier:
     """Brings samples of one device to the host."""
 
     def __init__(self, platform: Platform) -> None:
+        self._platform = platform
         self._stream = platform.side_stream()
 
     def __call__(self, tensors: Mapping[str, Tensor]) -> Source:
-        """``tensors``: what there is, by field of `HostOutput`."""
+        """``tensors``: what there is, by field of `HostOutput`. Of a step that samples nothing there are none: its
+        answer is ready when it was computed all the same. Else all of a long prompt would be launched at once, and how
+        long its steps take would not be known."""
+        if not tensors:
+            return _Copied({}, self._platform.record_event())
         copies, event = self._stream.to_host(list(tensors.values()))
         return _Copied(dict(zip(tensors, copies, strict=True)), event)
 

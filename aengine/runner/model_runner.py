@@ -362,7 +362,7 @@ class ModelRunner:
             rows = plan.rows[plan.sampling]
             self.requests.append(rows)
             self._relay.expect_ids(rows)
-            return AsyncOutput(state.step_id, state.num_reqs, NO_ROWS, None, state.row_errors)
+            return AsyncOutput(state.step_id, state.num_reqs, NO_ROWS, self._copy_out({}), state.row_errors)
         if not state.is_half and not state.is_held:
             return self._sample_op_by_op(state, plan, grammar)
         rows, batch_idx = plan.rows[plan.sampling], plan.batch_idx[plan.sampling]
@@ -392,7 +392,7 @@ class ModelRunner:
             state.step_id,
             state.num_reqs,
             NO_ROWS if batch is None else batch.batch_idx,
-            self._copy_out(tensors) if tensors else None,
+            self._copy_out(tensors),
             state.row_errors,
             logprobs,
             drafts=state.drafts,

@@ -112,6 +112,7 @@ class WorkerGroup:
         Returns what the LOAD message of each says of its place: "rank"; of several "lead", the latter's descriptor.
         Raises EngineError; `failure` if there is one meanwhile.
         """
+        self.check()  # what is made below `close` would not close again
         leads: list[int] = []  # by replica
         if len(ranks) > 1:
             try:

@@ -1,7 +1,7 @@
 """The worker's busy loop: frame -> runner -> frame.
 
-Every rank reads the same frames in the same order. One of them answers steps; a collective call is executed by all and
-answered by the rank it names. An exception while loading is reported and ends the worker; so does one in a step,
+Every rank reads the same frames in the same order. One of them answers steps; a collective call is executed and
+answered by all. An exception while loading is reported and ends the worker; so does one in a step,
 since the content of the device's memory is not known after it: the host has every request's tokens and starts anew, all
 ranks together. One in a collective call is that call's answer.
 
@@ -197,6 +197,7 @@ class Worker:
         return _POLL if self._answers else None
 
     def _prepare_more(self) -> None:
+        self._device.note_busy()  # other ranks' devices may wait for this one's next step
         try:
             self._loaded().prepare_more()
         except Exception:  # no memory, say: what is left is done when it is needed, if it can be then
@@ -280,23 +281,21 @@ class Worker:
     # -- collective calls
 
     def _call(self, message: list[Any]) -> None:
-        """``[method, reply_rank, *arguments]``; the method is one of CALLS, or, if every rank is to reply, a public one
-        of the worker extension: never a name looked up elsewhere."""
-        method, reply_rank, *arguments = message
+        """``[method, is_own, *arguments]``; the method is one of CALLS, or a public one of the worker extension: never
+        a name looked up elsewhere."""
+        method, is_own, *arguments = message
         try:
-            if reply_rank is None:
+            if not is_own:
                 value = self._call_extension(method, arguments)
             elif method in CALLS:
                 value = CALLS[method](self._loading.rank, self._loading.model, *arguments)
             else:
                 raise ValueError(f"there is no collective call {method!r}; there are {', '.join(CALLS)}")
             reply = pack({"value": value})
-            if reply_rank is None:
-                unpack(Kind.REPLY, reply)  # as the host will: not all that can be packed can be unpacked
+            unpack(Kind.REPLY, reply)  # as the host will: not all that can be packed can be unpacked
         except Exception as error:
             reply = pack({"error": _report_of(error)})
-        if reply_rank is None or self._loading.rank.index == reply_rank:
-            self._channel.publish(Kind.REPLY, self._step_id, reply)
+        self._channel.publish(Kind.REPLY, self._step_id, reply)
 
     def _call_extension(self, method: str, arguments: list[Any]) -> Any:
         if self._loading.extension is None:

@@ -7,7 +7,7 @@ import asyncio
 import pytest
 
 from aengine.engine.replicas.rounds import Rounds
-from aengine.ipc.messages import SchedulerOutput
+from aengine.ipc.messages import SchedulerOutput, int32
 from aengine.scheduler.crash_quarantine import CrashQuarantine
 
 pytestmark = pytest.mark.anyio
@@ -16,8 +16,22 @@ pytestmark = pytest.mark.anyio
 class Run:
     def __init__(self, max_in_flight: int = 2) -> None:
         self.published: list[tuple[int | None, ...]] = []
-        self.rounds = Rounds(2, max_in_flight)
+        self.watched: list[int | None] = []  # tokens of each round that began; None: one ended
+        self.rounds = Rounds(2, max_in_flight, self)  # type: ignore[arg-type]
         self.rounds.begin(lambda outs: self.published.append(tuple(None if o is None else o.step_id for o in outs)))
+
+    # as a Watchdog
+
+    def begin(self, num_tokens: int) -> None:
+        self.watched.append(num_tokens)
+
+    def end(self) -> None:
+        self.watched.append(None)
+
+    def stop(self) -> None:
+        self.watched.clear()
+
+    # as the step loops
 
     def give(self, index: int, *step_ids: int) -> None:
         for step_id in step_ids:
@@ -98,3 +112,24 @@ async def test_suspects_run_alone() -> None:
     suspects[0]._requests.clear()
     first.rest()
     assert works[1].is_set() and second.is_open and not first.is_open
+
+
+def test_rounds_are_watched_not_steps() -> None:
+    """A round takes as long as the longest step in it; a step that waits for its round is no hang."""
+    run = Run()
+    steps = [SchedulerOutput(i, req_idx=int32([0]), num_scheduled_tokens=int32([n])) for i, n in enumerate((5, 7, 9))]
+    run.rounds.give(0, steps[0])
+    run.rounds.give(0, steps[1])
+    run.rounds.give(0, steps[2])
+    run.rounds.give(1, steps[0])
+    assert run.watched == [5, 7], "the third step waits"
+    run.answer(0)
+    run.give(0, 3)
+    run.rounds.rest(0)
+    assert run.watched == [5, 7, None, 14]
+    run.answer(0, 0)
+    assert run.watched == [5, 7, None, 14, None, 0], "the third round still has the step of the second replica"
+    run.answer(1)
+    assert run.watched[6:] == [None]
+    run.rounds.begin(lambda outs: None)
+    assert not run.watched

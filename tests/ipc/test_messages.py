@@ -73,7 +73,7 @@ COLUMNS = LogprobColumns(int32([1]), float32([-0.5]), int32([2]), int32([3, 4]),
         (Kind.REPLY, {"error": ERROR}),
         (Kind.ERROR, ERROR),
         (Kind.LOG, LOG),
-        (Kind.CALL, ["ping", 0, {"a": [1.5, None, b"x"]}]),
+        (Kind.CALL, ["ping", True, {"a": [1.5, None, b"x"]}]),
     ],
 )
 def test_what_was_packed_comes_out(kind: Kind, message: Any) -> None:

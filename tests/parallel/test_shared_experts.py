@@ -6,6 +6,8 @@ from __future__ import annotations
 import asyncio
 import os
 import signal
+import sys
+import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
@@ -18,6 +20,7 @@ from aengine import AsyncLLM
 from aengine.config import EngineConfig
 from aengine.engine.replicas.joint import shares_experts
 from aengine.errors import ModelLoadError
+from aengine.workers.loaded import WorkerContext
 
 TinyModel = Callable[..., Path]
 SHARED: dict[str, Any] = {"data_parallel_size": 2, "enable_expert_parallel": True}
@@ -77,6 +80,36 @@ async def test_one_replica_has_nothing_to_do(model: Path, expected: Sequence[Any
         await asyncio.sleep(0)
         assert await engine.drain(60)
         assert len((await running).token_ids) == 20
+
+
+class Slow:
+    """A worker extension whose method returns at once on the first rank."""
+
+    def __init__(self, context: WorkerContext) -> None:
+        self._rank = context.rank.index
+
+    def hold(self, seconds: float) -> int:
+        """Runs without giving another thread a turn, as what writes a trace does."""
+        if self._rank:
+            before = sys.getswitchinterval()
+            sys.setswitchinterval(3600)
+            until = time.monotonic() + seconds
+            while time.monotonic() < until:
+                pass
+            sys.setswitchinterval(before)
+        return self._rank
+
+
+async def test_a_call_that_takes_longer_on_one_replica(model: Path) -> None:
+    """The steps of the other one wait for it, and none of the two hangs."""
+    settings = {"hang_timeout": 1.5, "worker_extension": "test_shared_experts:Slow"}
+    async with AsyncLLM(model, **SETTINGS | SHARED | settings) as engine:
+        await engine.generate([50, 51], GREEDY)
+        call = asyncio.create_task(engine.collective_rpc("hold", 4.0))
+        await asyncio.sleep(0.1)
+        assert len((await engine.generate([50, 51], GREEDY)).token_ids) == 20
+        assert await call == [0, 1]
+        assert engine.statistics().num_restarts == 0
 
 
 async def test_pipelines_do_not_share(model: Path) -> None:

@@ -55,6 +55,36 @@ def test_chunks_sample_only_at_the_end_and_blocks_grow() -> None:
     assert [o.token_ids[0] for o in outputs] == [-1, -1, *grow(prompt, 3)[len(prompt) :]]
 
 
+class DeviceEvent:
+    is_over = False
+
+    def query(self) -> bool:
+        return self.is_over
+
+    def synchronize(self) -> None:
+        assert self.is_over, "the host waits"
+
+
+def test_a_chunk_that_samples_nothing_is_done_when_it_was_computed(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Not when it was launched: as many chunks as there are would be on the device at once, and each would seem to take
+    no time, until the last one seems to hang."""
+    runner, _ = fake_runner()
+    event = DeviceEvent()
+    monkeypatch.setattr(type(runner.platform), "record_event", lambda self: event)
+    runner.execute_model(
+        SchedulerOutput(
+            1,
+            new_requests=[request(0, [1, 2, 3, 4, 5], [7, 8])],
+            req_idx=int32([0]),
+            num_scheduled_tokens=int32([3]),
+        )
+    )
+    answer = runner.sample_tokens(None)
+    assert not answer.ready()
+    event.is_over = True
+    assert answer.ready() and list(answer.get().token_ids) == [-1]
+
+
 def test_prefix_hit_uses_the_blocks_of_another() -> None:
     runner, _ = fake_runner()
     first, second = [1, 2, 3, 4, 5, 6, 7, 8, 9], [1, 2, 3, 4, 5, 6, 7, 8, 50, 51]

@@ -134,7 +134,7 @@ VALID: dict[Kind, Callable[[random.Random], Any]] = {
     },
     Kind.STEP: scheduler_output,
     Kind.GRAMMAR: lambda rng: GrammarOutput(rng.randrange(9), ids(rng), rng.randbytes(8) if rng.random() < 0.5 else 16),
-    Kind.CALL: lambda rng: ["ping", 0],
+    Kind.CALL: lambda rng: ["ping", True],
     Kind.REVOKED: lambda rng: rng.randrange(3),
     Kind.PROGRESS: lambda rng: {"stage": "weights", "done": rng.randrange(9), "total": 9, "unit": "bytes"},
     Kind.PROFILED: offer,

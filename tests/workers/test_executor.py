@@ -272,3 +272,16 @@ async def test_an_interrupt_in_the_terminal_does_not_reach_the_worker() -> None:
         assert os.getpgid(executor.workers[0].pid) != os.getpgid(0)
         os.kill(executor.workers[0].pid, signal.SIGINT)
         assert (await (await executor.execute_model(step(0, [5])))).token_ids[0] == 261
+
+
+async def test_terminated_before_anything_is_launched() -> None:
+    before = descriptors()
+    for _ in range(5):
+        executor = make(tensor_parallel_size=2)
+        starting = asyncio.create_task(start(executor))
+        await asyncio.sleep(0)  # it waits for a thread
+        executor.terminate()
+        with pytest.raises(EngineClosedError):
+            await starting
+    gc.collect()
+    assert descriptors() <= before

@@ -186,3 +186,37 @@ async def test_ranks_end_with_leased_steps_that_are_never_begun(monkeypatch: pyt
         assert time.monotonic() - begun < engine.config.shutdown_timeout, "the second rank was killed"
         with pytest.raises(EngineClosedError):
             await stream.wait()
+
+
+async def test_a_step_that_is_on_its_way_into_full_rings_is_not_revoked(
+    monkeypatch: pytest.MonkeyPatch, rng: random.Random
+) -> None:
+    """What revokes leased steps comes in the very turn in which one of them was published, which the step loop does not
+    know yet; and the answer comes before it does. Else another step would be taken for revoked, and the loop would
+    await its answer for ever, without giving anybody else a turn."""
+    async with paced(monkeypatch, 2) as engine:
+        steps = steps_of(engine)
+        workers, loop = steps._executor.workers, asyncio.get_running_loop()  # type: ignore[attr-defined]
+        try_broadcast, publish_in_turn = workers.try_broadcast, workers._publish_in_turn
+        num_waited = 0
+
+        def disturbed(broadcast: Any) -> None:
+            nonlocal num_waited
+            publish_in_turn(broadcast)
+            newest = steps.scheduler.newest_step
+            if broadcast.kind is Kind.STEP and newest is not None and newest.is_leased:
+                num_waited += 1
+                loop.call_soon(steps.revoke_leased)
+                loop.call_soon(time.sleep, 0.003)
+
+        monkeypatch.setattr(
+            workers,
+            "try_broadcast",
+            lambda kind, *args: not (kind is Kind.STEP and rng.random() < 0.3) and try_broadcast(kind, *args),
+        )
+        monkeypatch.setattr(workers, "_publish_in_turn", disturbed)
+        streams = [engine.stream([i, 2, 3], params(400)) for i in range(1, 5)]
+        for i, stream in enumerate(streams, 1):
+            await stream.wait()
+            assert stream.completion.choices[0].token_ids == expected([i, 2, 3], 400)
+        assert num_waited > 20

@@ -17,7 +17,7 @@ from worker_helpers import config, decode, descriptors, gone, leftovers, start, 
 
 from aengine.config import EngineConfig
 from aengine.engine.executor import ProcessExecutor
-from aengine.errors import EngineClosedError, EngineError, WorkerDiedError
+from aengine.errors import EngineClosedError, EngineError, InternalError, WorkerDiedError
 from aengine.ipc.link import AuthenticationError, Link, LinkFrame, authenticate
 from aengine.workers.rank import Rank
 from aengine.workers.remote.group import RemoteGroup, StartedNode
@@ -149,6 +149,19 @@ async def test_a_stopped_worker_shows_no_sign_of_life() -> None:
     await all_gone(cluster, pids_of(ready))
 
 
+async def test_a_connection_that_ends_behind_an_error_of_its_rank_is_a_death() -> None:
+    """Not the end of the engine: the step that is given meanwhile has it start other workers."""
+    executor, cluster = make(pipeline_parallel_size=2)
+    ready = await start(executor)
+    executor._fail_by_report(1, InternalError("worker 1: a peer has closed the connection"))
+    executor.workers._links[1].link._end("reset by peer")  # type: ignore[attr-defined]
+    assert executor.failure is None, "whether another rank's death is the cause is known soon"
+    with pytest.raises(WorkerDiedError, match="the connection to the other machine has ended"):
+        await executor.execute_model(step(0, [1, 2, 3]))
+    await executor.aclose(5)
+    await all_gone(cluster, pids_of(ready))
+
+
 async def test_terminated_while_nodes_start() -> None:
     executor, cluster = make(tensor_parallel_size=2)
     starting = asyncio.create_task(start(executor))
@@ -178,8 +191,10 @@ async def test_strangers_are_refused_and_the_host_is_not() -> None:
     answer = await asyncio.to_thread(node.start, settings.to_wire(), [Rank().to_wire()], target)
     place = answer["address"], answer["port"]
 
+    almost = token[:-1] + bytes([token[-1] ^ 1])
+
     def knock() -> None:
-        for stranger_token, error in ((b"x" * 32, AuthenticationError), (token[:-1], AuthenticationError)):
+        for stranger_token, error in ((b"x" * 32, AuthenticationError), (almost, AuthenticationError)):
             with socket.create_connection(place, timeout=5) as stranger, pytest.raises(error):
                 authenticate(stranger, stranger_token, is_host=True)
         with socket.create_connection(place, timeout=5) as stranger:
@@ -232,7 +247,7 @@ async def test_a_link_carries_frames_of_any_size_whole() -> None:
     while not ends:
         await asyncio.sleep(0.001)
     assert ends == ["the other side has closed it"]
-    with pytest.raises(EngineClosedError):
+    with pytest.raises(WorkerDiedError):
         second.send(0, 1, 0, b"")
     second.close()
 

@@ -302,6 +302,15 @@ def test_a_step_that_waits_for_its_bitmask_is_the_hosts(monkeypatch: pytest.Monk
     assert [word for word, again in zip(words, [None, *words]) if word != again] == [IDLE, 0, IDLE]
 
 
+def test_what_is_prepared_is_no_rest(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Devices of other ranks may wait for the step that has come meanwhile."""
+    words: list[int] = []
+    worker = Worker(ListChannel(LOAD, ALLOCATE, None, None, SHUTDOWN), 0, f"{__name__}:load_eager")  # type: ignore[arg-type]
+    monkeypatch.setattr(EagerRunner, "prepare_more", lambda self: words.append(worker._device.word))
+    assert worker.run() == 0
+    assert words and set(words) == {0}
+
+
 def test_an_error_found_late_names_its_own_step() -> None:
     code, channel = run(LOAD, asked(13, 2), asked(14, 1), None, None, None)
     assert code == 1
@@ -341,11 +350,12 @@ def test_a_runner_that_does_not_exist(runner: str) -> None:
     assert code == 1 and "no_such" in channel.sent[-1][2]["message"]
 
 
-def test_only_the_asked_rank_replies() -> None:
-    calls = [Frame(Kind.CALL, 3, pack(["ping", 0])), Frame(Kind.CALL, 4, pack(["ping", 1]))]
+def test_each_rank_replies() -> None:
+    calls = [Frame(Kind.CALL, 3, pack(["ping", True])), Frame(Kind.CALL, 4, pack(["ping", False]))]
     _, channel = run(*calls, SHUTDOWN, rank=1)
-    assert [(kind, step_id) for kind, step_id, _ in channel.sent] == [(Kind.REPLY, 4)]
+    assert [(kind, step_id) for kind, step_id, _ in channel.sent] == [(Kind.REPLY, 3), (Kind.REPLY, 4)]
     assert channel.sent[0][2]["value"]["rank"] == 1
+    assert "before ALLOCATE" in channel.sent[1][2]["error"]["message"]
 
 
 def load_talkative(config: Any, source: Any, rank: Rank, progress: Any) -> FixedModel:

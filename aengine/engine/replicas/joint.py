@@ -15,11 +15,12 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from ...config import EngineConfig
-from ...errors import EngineError
+from ...errors import EngineClosedError, EngineError
 from ...ipc.messages import GrammarOutput, Kind, SchedulerOutput, int32, pack
 from ...outputs import StartupProgress
 from ...workers.answers import AnswerFuture, PendingAnswers
-from ..executor import FailureCallback, ProcessExecutor, ProgressCallback
+from ..executor import FailureCallback, ProcessExecutor, ProgressCallback, call_ranks
+from ..recovery import Watchdog, hang_error
 from .rounds import Rounds, Turn
 
 __all__ = ["Joint", "ReplicaExecutor", "shares_experts"]
@@ -40,8 +41,15 @@ class Joint:
 
     def __init__(self, config: EngineConfig) -> None:
         self._config = config
-        self._rounds = Rounds(config.data_parallel_size, config.steps_in_flight)
         self._ranks: JointExecutor | None = None  # that were made last
+        watchdog = Watchdog(
+            asyncio.get_running_loop(),
+            config.hang_timeout,
+            lambda: 0 if self._ranks is None else self._ranks.heartbeats(),
+            self._on_hang,
+            overdue_seconds=lambda: 0.0 if self._ranks is None else self._ranks.overdue_seconds(),
+        )
+        self._rounds = Rounds(config.data_parallel_size, config.steps_in_flight, watchdog)
 
     def turn(self, index: int) -> Turn:
         """A replica's, over whatever ranks."""
@@ -52,6 +60,10 @@ class Joint:
         if self._ranks is None or self._ranks.failure is not None:
             self._ranks = JointExecutor(self._config, self._rounds)
         return ReplicaExecutor(self._ranks, index)
+
+    def _on_hang(self, fault: str) -> None:
+        if self._ranks is not None:
+            self._ranks.fail(hang_error(fault))
 
 
 class JointExecutor(ProcessExecutor):
@@ -101,7 +113,9 @@ class JointExecutor(ProcessExecutor):
             tell()
 
     async def close_all(self, timeout: float) -> None:
-        """`aclose`, once for all replicas."""
+        """`aclose`, once for all replicas; of ranks that have not started yet at once."""
+        if self._starting is None or not self._starting.done():
+            self.terminate()
         if self._closing is None:
             self._closing = asyncio.get_running_loop().create_task(self.aclose(timeout), name="aengine-ranks-end")
         await asyncio.shield(self._closing)
@@ -185,29 +199,16 @@ class ReplicaExecutor:
         await self._joint.send_bitmask(self._index, out)
 
     async def call(self, method: str, *args: Any, timeout: float) -> Any:
-        """See `Executor`: the first rank of the replica replies."""
-        replies = await self._call([method, self._ranks.start, *args], self._ranks[:1], "", timeout)
+        """See `Executor`."""
+        replies = await self._call([method, True, *args], timeout)
         return replies[0]
 
     async def call_all(self, method: str, args: Sequence[Any], *, timeout: float) -> list[Any]:
         """See `Executor`."""
-        return await self._call([method, None, *args], self._ranks, method, timeout)
+        return await self._call([method, False, *args], timeout)
 
-    async def _call(self, message: list[Any], replying: range, method: str, timeout: float) -> list[Any]:
-        """``method``: of the worker extension; "": one of our own."""
-        workers, answers = self._joint.workers, self._joint.answers(self._index)
-        workers.check()
-        call = answers.expect_replies(replying, method)
-        try:
-            async with asyncio.timeout(timeout):
-                await workers.broadcast(Kind.CALL, call.id, pack(message), self._ranks)
-                return await call.replies
-        except TimeoutError:
-            if not method:
-                raise
-            raise call.took_too_long(timeout) from None
-        finally:
-            answers.calls.pop(call.id, None)
+    async def _call(self, message: list[Any], timeout: float) -> list[Any]:
+        return await call_ranks(self._joint.workers, self._joint.answers(self._index), message, timeout, self._ranks)
 
     def heartbeats(self) -> int:
         """See `Executor`. Those of all ranks: any that stands still stops all."""
@@ -221,8 +222,12 @@ class ReplicaExecutor:
         """See `Executor`. Of this replica's ranks."""
         if self.failure is not None:
             return None, None
-        resident = sum(worker.resident_bytes() for worker in self.workers)
-        return resident or None, sum(worker.channel.device_bytes for worker in self.workers) or None
+        try:
+            resident = sum(worker.resident_bytes() for worker in self.workers)
+            on_devices = sum(worker.channel.device_bytes for worker in self.workers)
+        except (EngineClosedError, ValueError):  # the workers end meanwhile, in another thread
+            return None, None
+        return resident or None, on_devices or None
 
     def fail(self, error: EngineError) -> None:
         """See `Executor`. All ranks end."""

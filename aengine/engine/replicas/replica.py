@@ -30,9 +30,6 @@ __all__ = ["Replica", "Started"]
 _GPU_PATIENCE = 30.0
 """Seconds that a step may take on a GPU, whatever those before took: some kernels are compiled at first use."""
 
-_JOINT_PATIENCE = 30.0
-"""Seconds that a step may take where replicas share experts: as long as the longest step beside it."""
-
 
 class Started(NamedTuple):
     """An executor that is ready, and what goes with it."""
@@ -65,17 +62,18 @@ class Replica:
         self.index = index
         self.failure: EngineError | None = None  # why it is given up
         self.task: asyncio.Task[None] | None = None  # runs it
-        self.scheduler = _new_scheduler(config, ready, step_time)
+        may_lease = config.pipeline_parallel_size == 1 and turn is None
+        max_leased_steps = config.max_leased_steps if may_lease else 0
+        self.scheduler = _new_scheduler(config, ready, step_time, max_leased_steps)
         if turn is not None:
             turn.attach(self.scheduler.quarantine, work)
-        patience = _GPU_PATIENCE if is_gpu else _JOINT_PATIENCE if turn is not None else 0.0
-        may_lease = config.pipeline_parallel_size == 1 and turn is None
+        patience = _GPU_PATIENCE if is_gpu else 0.0
         self.steps = StepLoop(
             self.scheduler,
             executor,
             work,
             max_in_flight_steps=config.steps_in_flight,
-            max_leased_steps=config.max_leased_steps if may_lease else 0,
+            max_leased_steps=max_leased_steps,
             step_time=step_time,
             counters=counters,
             observer=observer,
@@ -112,7 +110,9 @@ class Replica:
         )
 
 
-def _new_scheduler(config: EngineConfig, ready: dict[str, Any], step_time: StepTime) -> Scheduler:
+def _new_scheduler(
+    config: EngineConfig, ready: dict[str, Any], step_time: StepTime, max_leased_steps: int
+) -> Scheduler:
     return Scheduler(
         num_blocks=ready["num_blocks"],
         kv_groups=KVCacheGroup.from_ready(ready),
@@ -120,7 +120,7 @@ def _new_scheduler(config: EngineConfig, ready: dict[str, Any], step_time: StepT
         max_num_batched_tokens=ready["max_num_batched_tokens"],
         max_model_len=ready["max_model_len"],
         enable_prefix_caching=config.enable_prefix_caching,
-        max_in_flight_steps=max(config.steps_in_flight, config.max_leased_steps),
+        max_in_flight_steps=max(config.steps_in_flight, max_leased_steps),
         vocab_size=ready["vocab_size"],
         rope_border=ready.get("rope_border"),
         computes_whole_prompts=bool(ready.get("is_encoder")),

@@ -19,6 +19,7 @@ from collections.abc import Callable, Sequence
 
 from ...ipc.messages import SchedulerOutput
 from ...scheduler.crash_quarantine import CrashQuarantine
+from ..recovery import Watchdog
 
 __all__ = ["Rounds", "Turn"]
 
@@ -26,7 +27,9 @@ __all__ = ["Rounds", "Turn"]
 class Rounds:
     """The rounds of an engine, over one set of workers after the other."""
 
-    def __init__(self, num_replicas: int, max_in_flight: int) -> None:
+    def __init__(self, num_replicas: int, max_in_flight: int, watchdog: Watchdog) -> None:
+        """``watchdog``: of the workers; what it sees as steps are rounds, which take as long as the longest step."""
+        self.watchdog = watchdog
         self.turns = [Turn(self, index) for index in range(num_replicas)]
         self._max_in_flight = max_in_flight
         self._publish: Callable[[Sequence[SchedulerOutput | None]], None] = lambda outs: None  # of the workers
@@ -39,6 +42,7 @@ class Rounds:
         """Begin anew, with other workers. ``publish`` gives them a round: a step of each replica, None if it has
         none."""
         self._publish = publish
+        self.watchdog.stop()
         self._in_flight.clear()
         for index, given in enumerate(self._given):
             given.clear()
@@ -58,6 +62,7 @@ class Rounds:
                 break
         while self._in_flight and not self._in_flight[0]:
             self._in_flight.popleft()
+            self.watchdog.end()
         self._go()
 
     def rest(self, index: int) -> None:
@@ -82,6 +87,7 @@ class Rounds:
                 return
             outs = [given.popleft() if given else None for given in self._given]
             self._in_flight.append({index for index, out in enumerate(outs) if out is not None})
+            self.watchdog.begin(sum(sum(out.num_scheduled_tokens) for out in outs if out is not None))
             self._publish(outs)
 
 
@@ -102,6 +108,11 @@ class Turn:
     def is_open(self) -> bool:
         """Whether a step may be made now; if not, the step loop is woken once it may be."""
         return self._rounds.is_open(self.index)
+
+    @property
+    def watchdog(self) -> Watchdog:
+        """Of all replicas."""
+        return self._rounds.watchdog
 
     def rest(self) -> None:
         """See `Rounds.rest`."""
