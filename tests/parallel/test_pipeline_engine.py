@@ -85,6 +85,37 @@ async def test_cancelled_requests_do_not_disturb_others(model: Path, rng: random
         await check_beside_cancelled(engine, work, essence, expected, rng)
 
 
+async def test_steps_are_leased_ahead(model: Path, monkeypatch: pytest.MonkeyPatch, rng: random.Random) -> None:
+    """As if the loop were often late: many steps are under way, and requests come and go meanwhile."""
+    params = SamplingParams(temperature=0.9, max_tokens=50, seed=4, ignore_eos=True, detokenize=False)
+    prompts = [[rng.randrange(20, 300) for _ in range(rng.randint(1, 60))] for _ in range(16)]
+    async with AsyncLLM(model, **SETTINGS) as engine:
+        expected = [(await engine.generate(prompt, params)).token_ids for prompt in prompts]
+    async with AsyncLLM(model, pipeline_parallel_size=3, **SETTINGS) as engine:
+        steps = core_of(engine).replicas[0].steps
+        monkeypatch.setattr(steps._limit, "num_steps", lambda scheduler: 40 if scheduler.is_steady else 3)
+        most = 0
+
+        async def one(index: int) -> None:
+            nonlocal most
+            await asyncio.sleep(rng.random() * 0.5)
+            stream = engine.stream(prompts[index], params)
+            leaves_after = rng.choice([None, None, rng.randrange(40)])
+            got: list[int] = []
+            async for token in stream:
+                got.append(token.token_id)
+                most = max(most, len(steps._in_flight))
+                if len(got) == leaves_after:
+                    break
+            await stream.aclose()
+            assert tuple(got) == expected[index][: len(got)] and len(got) in (leaves_after, 50)
+
+        await asyncio.gather(*map(one, range(16)))
+        assert most > 20
+        assert engine.statistics().num_restarts == 0
+        await settled(engine)
+
+
 async def test_what_can_not_be_divided(model: Path, tiny_model: TinyModel) -> None:
     with pytest.raises(ModelLoadError, match="pipeline_parallel_size=6: the model has 5 layers"):
         await AsyncLLM(model, pipeline_parallel_size=6, **SETTINGS).start()

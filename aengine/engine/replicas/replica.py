@@ -62,7 +62,7 @@ class Replica:
         self.index = index
         self.failure: EngineError | None = None  # why it is given up
         self.task: asyncio.Task[None] | None = None  # runs it
-        may_lease = config.pipeline_parallel_size == 1 and turn is None
+        may_lease = turn is None  # the others would have to drop theirs, too
         max_leased_steps = config.max_leased_steps if may_lease else 0
         self.scheduler = _new_scheduler(config, ready, step_time, max_leased_steps)
         if turn is not None:
