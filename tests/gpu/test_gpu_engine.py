@@ -7,6 +7,7 @@ import gzip
 import json
 import random
 import shutil
+import time
 from collections.abc import AsyncIterator, Callable, Sequence
 from contextlib import asynccontextmanager
 from pathlib import Path
@@ -68,6 +69,22 @@ async def test_alone_at_once_and_cached(checkpoint: MakeCheckpoint, arch: str, r
         longer = [[*p, *c.token_ids[:10], 5] for p, c in zip(prompts, again, strict=True) if len(p) < 50]
         model.check_all(longer, await all_at_once(engine, longer), LENGTH)
         assert engine.statistics().num_preemptions == 0
+
+
+async def test_a_kernel_is_stuck(checkpoint: MakeCheckpoint) -> None:
+    """The worker's heart beats, and its GPU gets no further."""
+    prompt = [5, 6, 7]
+    async with running(checkpoint("qwen3").folder, worker_extension="busy_gpu:BusyGpu") as engine:
+        expected = (await engine.generate(prompt, GREEDY)).token_ids
+        async with engine.stream(prompt, GREEDY) as stream:
+            got = [(await anext(stream)).token_id]
+            begun = time.monotonic()
+            await engine.collective_rpc("spin", 0, 90)
+            got += [token.token_id async for token in stream]
+        print(f"the stream had ended {time.monotonic() - begun:.1f} s after the kernel began")
+        assert tuple(got) == expected
+        (restart,) = engine.statistics().restarts
+        assert "has a device that is stuck in a step" in restart.reason
 
 
 @pytest.mark.parametrize("arch", ["llama", "mistral", "qwen2", "qwen3"])
