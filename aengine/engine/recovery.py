@@ -106,7 +106,9 @@ class Watchdog:
             self._timer = self._loop.call_later(self.PERIOD, self._look)
 
     def end(self) -> None:
-        """The oldest step was answered."""
+        """The oldest step was answered. After `stop` it is not watched any more."""
+        if not self._steps:
+            return
         now = self._loop.time()
         num_tokens, begun = self._steps.popleft()
         seconds = now - begun

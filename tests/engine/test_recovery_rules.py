@@ -106,6 +106,17 @@ def test_an_answer_that_comes_beside_the_verdict() -> None:
     assert len(scene.faults) == 1
 
 
+def test_an_answer_that_comes_after_the_end() -> None:
+    """Of replicas that share experts one step loop has ended, and another one's step is answered."""
+    scene = Scene()
+    scene.steps(3, 16, 0.05)
+    scene.dog.begin(16)
+    scene.dog.stop()
+    scene.dog.end()
+    scene.loop.run(100)
+    assert scene.faults == []
+
+
 def test_devices_that_were_overdue_for_a_moment() -> None:
     """One rank has said since that it is done, and the other has not said anything newer."""
     overdue = [0.0]
