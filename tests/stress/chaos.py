@@ -5,6 +5,7 @@
     python tests/stress/chaos.py replicas             workers of two replicas killed, whose streams go on with the other
     python tests/stress/chaos.py hosts                hosts killed while they start and while they stream
                                                      these four with --ranks 4, say: of a tiny model, tensor parallel
+                                                     or --by pipeline, --by experts
     python tests/stress/chaos.py cancels              100,000 requests cancelled in ten ways, at any moment
     python tests/stress/chaos.py requests             1,000,000 tiny requests
 
@@ -37,7 +38,13 @@ def arguments() -> argparse.Namespace:
     for name in ("kills", "hangs", "replicas", "hosts", "cancels", "requests"):
         parts.add_parser(name).add_argument("--seed", type=int)
     for name in ("kills", "hangs", "replicas", "hosts"):
-        parts.choices[name].add_argument("--ranks", type=int, default=1, help="several: a tiny model, tensor parallel")
+        parts.choices[name].add_argument("--ranks", type=int, default=1, help="several: of a tiny model")
+        parts.choices[name].add_argument(
+            "--by",
+            choices=["tensor", "pipeline", "experts"],
+            default="tensor",
+            help="what is divided among them: layers, the list of layers, experts of as many replicas",
+        )
     for name in ("kills", "hangs", "replicas"):
         default = {"kills": 64, "hangs": 8, "replicas": 16}[name]
         parts.choices[name].add_argument("--streams", type=int, default=default)

@@ -38,20 +38,29 @@ class FakeWorkerLLM(AsyncLLM):
         return ProcessExecutor(config.replace(worker="chaos_worker:load_model"))
 
 
-def model_for(ranks: int) -> str:
+def model_for(ranks: int, by: str = "tensor") -> str:
     """SmolLM2, or, for several ranks, a tiny model that they can divide: written once a process."""
-    return "smollm2-135m" if ranks == 1 else _tiny_model()
+    return "smollm2-135m" if ranks == 1 else _tiny_model("qwen3_moe" if by == "experts" else "qwen3")
+
+
+def division(ranks: int, by: str) -> dict[str, Any]:
+    """The settings of so many ranks."""
+    if by == "experts":
+        return {"data_parallel_size": ranks, "enable_expert_parallel": ranks > 1}
+    return {f"{by}_parallel_size": ranks}
 
 
 @cache
-def _tiny_model() -> str:
+def _tiny_model(family: str) -> str:
     sys.path.append(str(REPOSITORY / "tests" / "models"))
     from tiny import write_tiny_model
 
     folder = Path(tempfile.mkdtemp(prefix="chaos-"))
     atexit.register(shutil.rmtree, folder, ignore_errors=True)
     sizes = {"num_attention_heads": 8, "num_key_value_heads": 4, "max_position_embeddings": 1024}
-    return str(write_tiny_model(folder, "qwen3", seed=3, **sizes))
+    if family == "qwen3_moe":
+        sizes |= {"num_experts": 8, "num_experts_per_tok": 3, "moe_intermediate_size": 40}
+    return str(write_tiny_model(folder, family, seed=3, num_hidden_layers=4, **sizes))
 
 
 class Promises:

@@ -14,7 +14,7 @@ import time
 from typing import Any
 
 import psutil
-from chaos_common import FakeWorkerLLM, Promises, model_for, say, seconds
+from chaos_common import FakeWorkerLLM, Promises, division, model_for, say, seconds
 
 from aengine import AsyncLLM, SamplingParams
 
@@ -24,11 +24,11 @@ START_SECONDS = {"fake": 1.0, "real": 5.0}
 """From the host's first line to streams: kills in this time are kills while it starts and loads."""
 
 
-async def host(model: str, path: str, ranks: int) -> None:
+async def host(model: str, path: str, ranks: int, by: str) -> None:
     """Says how far it is, then streams for ever."""
     os.environ["CHAOS_BLOCKS"] = "2000"
     os.write(1, b"begin\n")
-    settings: dict[str, Any] = {"device": "cpu", "tensor_parallel_size": ranks}
+    settings: dict[str, Any] = {"device": "cpu", **division(ranks, by)}
     if model == "real":
         engine = AsyncLLM(path, max_model_len=512, kv_cache_memory_bytes=64 << 20, num_threads=1, **settings)
     else:
@@ -69,9 +69,9 @@ def stop_a_rank(pid: int, rng: random.Random) -> None:
         time.sleep(0.3)
 
 
-def kill_one(model: str, phase: str, ranks: int, rng: random.Random, promises: Promises) -> float:
+def kill_one(model: str, phase: str, ranks: int, by: str, rng: random.Random, promises: Promises) -> float:
     """Seconds until nothing was left of it."""
-    command = [sys.executable, __file__, model, model_for(ranks), str(ranks)]
+    command = [sys.executable, __file__, model, model_for(ranks, by), str(ranks), by]
     with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL) as process:
         try:
             assert process.stdout is not None
@@ -104,11 +104,12 @@ def hosts(args: argparse.Namespace, promises: Promises) -> dict[str, Any]:
         phase = ("start", "stream")[i % 2]
         if args.ranks > 1 and phase == "stream" and rng.random() < 0.5:
             phase = "stuck"
-        times.setdefault(f"{model}, {phase}", []).append(kill_one(model, phase, args.ranks, rng, promises))
+        times.setdefault(f"{model}, {phase}", []).append(kill_one(model, phase, args.ranks, args.by, rng, promises))
         say(f"{i + 1} of {args.hosts}: {model}, {phase}: gone after {times[f'{model}, {phase}'][-1]:.3f} s")
     everything = [t for some in times.values() for t in some]
     return {
         "ranks": args.ranks,
+        "by": args.by,
         "hosts": len(everything),
         "gone_s": {name: seconds(some) for name, some in times.items()},
         "worst_gone_s": round(max(everything), 3),
@@ -116,4 +117,4 @@ def hosts(args: argparse.Namespace, promises: Promises) -> dict[str, Any]:
 
 
 if __name__ == "__main__":
-    asyncio.run(host(sys.argv[1], sys.argv[2], int(sys.argv[3])))
+    asyncio.run(host(sys.argv[1], sys.argv[2], int(sys.argv[3]), sys.argv[4]))

@@ -16,7 +16,7 @@ from contextlib import asynccontextmanager
 from typing import Any, NamedTuple
 
 import psutil
-from chaos_common import ProcessResources, Promises, model_for, say, seconds, settle
+from chaos_common import ProcessResources, Promises, division, model_for, say, seconds, settle
 from conftest_api import core_of
 
 from aengine import AEngineError, AsyncLLM, SamplingParams, StructuredOutput
@@ -177,7 +177,12 @@ class Backoff(logging.Handler):
 
 def workers_of(engine: AsyncLLM) -> ProcessExecutor:
     """The newest ones, which may be in their start, or yet to be made."""
-    executor = core_of(engine).replicas[0].worker.executor
+    return whole(core_of(engine).replicas[0].worker.executor)
+
+
+def whole(executor: Any) -> ProcessExecutor:
+    """That of all ranks, if replicas share them."""
+    executor = getattr(executor, "_joint", executor)
     assert isinstance(executor, ProcessExecutor)
     return executor
 
@@ -201,7 +206,7 @@ async def other_workers(engine: AsyncLLM, old: ProcessExecutor, *, ready: bool) 
             assert core is not None
             new = workers_of(engine)
             is_there = any(worker.pid for worker in new.workers)
-            if new is not old and is_there and (not ready or core.replicas[0].steps._executor is new):
+            if new is not old and is_there and (not ready or whole(core.replicas[0].steps._executor) is new):
                 return new
             if core.state != "running":
                 raise TimeoutError(f"the engine has {core.state}: {core.failure!r}")
@@ -253,7 +258,12 @@ def make_engine(args: argparse.Namespace, **more: Any) -> AsyncLLM:
     """So short a window that hardly any time is spent in waiting for the next start: that is tested elsewhere."""
     size = {"max_model_len": 512, "kv_cache_memory_bytes": (512 << 20) // args.ranks}
     settings = {"dtype": "float32", "device": "cpu", **size, "max_restarts": 10**6, "restart_window": 5.0}
-    return AsyncLLM(model_for(args.ranks), tensor_parallel_size=args.ranks, **settings, **more)
+    return AsyncLLM(model_for(args.ranks, args.by), **division(args.ranks, args.by), **settings, **more)
+
+
+def restarts_of(engine: AsyncLLM) -> int:
+    """How often all ranks were started again: replicas that share them count alike."""
+    return engine.statistics().num_restarts // len(core_of(engine).replicas)
 
 
 async def kills(args: argparse.Namespace, promises: Promises) -> dict[str, Any]:
@@ -273,8 +283,9 @@ async def kills(args: argparse.Namespace, promises: Promises) -> dict[str, Any]:
         check_own_processes(args.ranks, promises)
         result = {
             "ranks": args.ranks,
+            "by": args.by,
             "kills": args.kills,
-            "restarts": engine.statistics().num_restarts,
+            "restarts": restarts_of(engine),
             **streams.report(promises),
         }
         promises.hold("one restart a kill", result["restarts"] == args.kills, result["restarts"])
@@ -301,12 +312,12 @@ async def hangs(args: argparse.Namespace, promises: Promises) -> dict[str, Any]:
         async with streams.flowing(args.streams):
             for i in range(args.hangs):
                 await asyncio.sleep(rng.uniform(0.2, 1.5))
-                workers, before, waited = workers_of(engine), engine.statistics().num_restarts, backoff.total
+                workers, before, waited = workers_of(engine), restarts_of(engine), backoff.total
                 pid = victim_of(workers, rng)
                 assert pid > 1
                 os.kill(pid, signal.SIGSTOP)
                 at = time.monotonic()
-                while engine.statistics().num_restarts == before:
+                while restarts_of(engine) == before:
                     await asyncio.sleep(0.005)
                     if time.monotonic() > at + 60:
                         break
@@ -318,8 +329,9 @@ async def hangs(args: argparse.Namespace, promises: Promises) -> dict[str, Any]:
         check_own_processes(args.ranks, promises)
         result = {
             "ranks": args.ranks,
+            "by": args.by,
             "hangs": args.hangs,
-            "restarts": engine.statistics().num_restarts,
+            "restarts": restarts_of(engine),
             **streams.report(promises),
         }
         limit = engine.config.hang_timeout
