@@ -7,12 +7,15 @@ from __future__ import annotations
 
 import argparse
 import asyncio
+import errno
 import logging
+import os
 import sys
 from collections.abc import Coroutine, Sequence
 from typing import Any
 
 from .errors import AEngineError
+from .system.ulimits import limit_hint
 
 _EPILOG = """\
 examples:
@@ -144,12 +147,21 @@ def main(argv: Sequence[str] | None = None) -> int:
             from .cli.doctor import doctor
 
             return doctor(args, _version())
-        return _run(_command(args))
+        return _run(args)
     except AEngineError as error:
         print(f"aengine: {error}", file=sys.stderr)
         return 1
     except BrokenPipeError:  # the reader of our stdout went away, as `| head` does
         sys.stderr.close()
+        return 1
+    except OSError as error:
+        hint = limit_hint(str(error))
+        if error.errno == errno.ENOSPC:
+            hint = "; no room is left for the output"
+            os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # for what is written at the end
+        if not hint:
+            raise
+        print(f"aengine: {error}{hint}", file=sys.stderr)
         return 1
     except KeyboardInterrupt:
         return 130
@@ -173,13 +185,15 @@ def _command(args: argparse.Namespace) -> Coroutine[Any, Any, int]:
     return bench(args)
 
 
-def _run(command: Coroutine[Any, Any, int]) -> int:
+def _run(args: argparse.Namespace) -> int:
     try:
         import uvloop
     except ImportError:
-        return asyncio.run(command)
-    with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
-        return runner.run(command)
+        loop = asyncio.new_event_loop()
+    else:
+        loop = uvloop.new_event_loop()
+    with asyncio.Runner(loop_factory=lambda: loop) as runner:  # made before the coroutine, which else nobody awaits
+        return runner.run(_command(args))
 
 
 if __name__ == "__main__":

@@ -63,7 +63,8 @@ def _number(param: str, value: object, low: float, high: float, wanted: str, *, 
 
 def _integer(param: str, value: object, low: int, high: int, wanted: str) -> int:
     if isinstance(value, bool) or not isinstance(value, int) or not low <= value <= high:
-        raise _fail(param, value, wanted)
+        is_too_large = isinstance(value, int) and value > high == _INT32_MAX  # which ``wanted`` does not say
+        raise _fail(param, value, f"at most {high}" if is_too_large else wanted)
     return value
 
 
@@ -264,8 +265,10 @@ def _stop_strings(param: str, value: object) -> tuple[str, ...]:
     wanted = f"a string of 1 to {MAX_STOP_CHARACTERS} characters, or a list of at most {MAX_STOP_STRINGS} of them"
     if not isinstance(strings, Sequence) or len(strings) > MAX_STOP_STRINGS:
         raise _fail(param, value, wanted)
-    if not all(isinstance(s, str) and 0 < len(s) <= MAX_STOP_CHARACTERS and is_unicode(s) for s in strings):
+    if not all(isinstance(s, str) and 0 < len(s) <= MAX_STOP_CHARACTERS for s in strings):
         raise _fail(param, value, wanted)
+    if not all(map(is_unicode, strings)):
+        raise _fail(param, value, "valid Unicode: it has a lone surrogate")
     return tuple(strings)
 
 

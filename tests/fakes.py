@@ -23,6 +23,7 @@ from aengine.ipc.messages import (
     pack,
     unpack,
 )
+from aengine.ipc.vitals import Vitals
 
 
 class FakeExecutor:
@@ -216,12 +217,9 @@ class FakeExecutor:
     async def call_all(self, method: str, args: Sequence[Any], *, timeout: float) -> list[Any]:
         return [[method, *args]]
 
-    def heartbeats(self) -> int:
+    def vitals(self) -> Vitals:
         self._num_beats += not self.is_hung
-        return self._num_beats
-
-    def overdue_seconds(self) -> float:
-        return 0.0
+        return Vitals(self._num_beats)
 
     def memory(self) -> tuple[int | None, int | None]:
         return None, None

@@ -73,7 +73,7 @@ def _place(name: str) -> str:
 
 
 def _add_embedded(name: str, quiet: bool) -> Path:
-    if not quiet and not cached_file(name).is_file():
+    if not quiet and _place(name).startswith("not here"):
         print(f"fetching {name} ({EMBEDDED_MODELS[name].nbytes / 1e6:.0f} MB)", file=sys.stderr)
     return add_model(name)
 

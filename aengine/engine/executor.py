@@ -24,6 +24,7 @@ from typing import Any, Protocol
 from ..config import EngineConfig
 from ..errors import EngineClosedError, EngineError, InternalError, ModelLoadError, WorkerDiedError
 from ..ipc.messages import GrammarOutput, Kind, MessageError, SchedulerOutput, pack, unpack
+from ..ipc.vitals import Vitals
 from ..outputs import StartupProgress
 from ..plugins import WORKERS, target_of
 from ..system.ulimits import limit_hint, memory_ulimit_hint
@@ -87,11 +88,8 @@ class Executor(Protocol):
         Raises InvalidRequestError if there is none, WorkerCallError if it fails or takes longer than ``timeout``
         seconds; the workers go on."""
 
-    def heartbeats(self) -> int:
-        """A number that grows while all workers live."""
-
-    def overdue_seconds(self) -> float:
-        """For how long the devices have worked on a step beyond what it can take."""
+    def vitals(self) -> Vitals:
+        """What the workers show of themselves; nothing is asked of them."""
 
     def memory(self) -> tuple[int | None, int | None]:
         """Bytes that the workers have: resident in the host's memory, and on their devices. None: not known."""
@@ -181,13 +179,9 @@ class ProcessExecutor:
             message = {**load, **place, "log_level": level_for_workers()}
             await self.workers.publish(rank.index, Kind.LOAD, 0, pack(message))
 
-    def heartbeats(self) -> int:
-        """See `Executor`. Of several workers the slowest counts."""
-        return 0 if self._released else self.workers.heartbeats()
-
-    def overdue_seconds(self) -> float:
+    def vitals(self) -> Vitals:
         """See `Executor`."""
-        return 0.0 if self._released else self.workers.overdue_seconds()
+        return Vitals(0) if self._released else self.workers.vitals()
 
     def memory(self) -> tuple[int | None, int | None]:
         """See `Executor`. The devices' is some seconds old."""

@@ -15,6 +15,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 
 from ..errors import WorkerDiedError
+from ..ipc.vitals import Vitals
 
 __all__ = ["RestartBudget", "Watchdog", "hang_error"]
 
@@ -56,7 +57,7 @@ class RestartBudget:
 
 def hang_error(fault: str) -> WorkerDiedError:
     """The error of workers that hang. ``fault``: what a `Watchdog` has said of them."""
-    return WorkerDiedError(f"the worker {fault}: it was killed")
+    return WorkerDiedError(f"{fault}: it was killed")
 
 
 class Watchdog:
@@ -73,20 +74,17 @@ class Watchdog:
         self,
         loop: asyncio.AbstractEventLoop,
         hang_timeout: float,
-        heartbeats: Callable[[], int],
+        vitals: Callable[[], Vitals],
         on_hang: Callable[[str], None],
         *,
-        overdue_seconds: Callable[[], float] = lambda: 0.0,
         patience: float = 0.0,
     ) -> None:
-        """``heartbeats``: returns the worker's number of heartbeats; ``on_hang``: called with a description, once;
-        ``overdue_seconds``: returns for how long the devices' step is overdue; ``patience``: seconds that any step may
-        take while heartbeats come."""
+        """``vitals``: returns what the workers show of themselves; ``on_hang``: called with a description, once;
+        ``patience``: seconds that any step may take while heartbeats come."""
         self._loop = loop
         self._hang_timeout = hang_timeout
-        self._heartbeats = heartbeats
+        self._vitals = vitals
         self._on_hang = on_hang
-        self._overdue_seconds = overdue_seconds
         self.patience = patience
         self._timer: asyncio.TimerHandle | None = None
         self._steps: deque[tuple[int, float]] = deque()  # tokens, and when it could begin
@@ -170,9 +168,9 @@ class Watchdog:
         now = self._loop.time()
         late = now - self._looked - self.PERIOD
         self._looked = now
-        beats = self._heartbeats()
-        if beats != self._num_beats:
-            self._num_beats, self._beaten = beats, now
+        vitals = self._vitals()
+        if vitals.num_heartbeats != self._num_beats:
+            self._num_beats, self._beaten = vitals.num_heartbeats, now
         if late > 1.0:  # the loop itself stood still, and answers may lie unread
             self._beaten = now
             self._steps = deque((num_tokens, max(begun, now - 1.0)) for num_tokens, begun in self._steps)
@@ -184,20 +182,19 @@ class Watchdog:
         fault = ""
         if now - self._beaten > self._hang_timeout:
             fault = f"has shown no sign of life for {now - self._beaten:.1f} s"
-        elif (overdue := self._confirmed_overdue_seconds()) > self._hang_timeout:
+        elif (overdue := self._confirmed(vitals.overdue_seconds)) > self._hang_timeout:
             fault = f"has a device that is stuck in a step: it takes {overdue:.1f} s longer than it could"
         elif now - begun > self.allowed(num_tokens):
             fault = f"has worked on a step of {num_tokens} tokens for {now - begun:.1f} s"
         if fault:  # an answer that has come just before is taken all the same, so its step stays
             self._timer = None
-            self._on_hang(fault)
+            self._on_hang(f"{vitals.slowest} {fault}")
         else:
             self._timer = self._loop.call_later(self.PERIOD, self._look)
 
-    def _confirmed_overdue_seconds(self) -> float:
-        """For how long the devices' step is overdue, if that holds for more than a moment; else 0."""
-        overdue = 0.0 if self._num_suspenders else self._overdue_seconds()
-        if overdue <= self._hang_timeout:
+    def _confirmed(self, overdue: float) -> float:
+        """For how many seconds the devices' step is overdue, if that holds for more than a moment; else 0."""
+        if self._num_suspenders or overdue <= self._hang_timeout:
             self._overdue_since_beat = None
             return 0.0
         if self._overdue_since_beat is None:

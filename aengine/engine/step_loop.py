@@ -111,9 +111,8 @@ class StepLoop:
             self.watchdog = Watchdog(
                 loop,
                 hang_timeout,
-                lambda: self._executor.heartbeats(),
+                lambda: self._executor.vitals(),
                 self._on_hang,
-                overdue_seconds=lambda: self._executor.overdue_seconds(),
                 patience=step_patience,
             )
         rest = turn.rest if turn is not None else None

@@ -44,9 +44,13 @@ class WorkerControl:
         budget: RestartBudget,
         counters: Counters,
         name: str,
+        *,
+        tells: bool = True,
     ) -> None:
-        """``name``: of the worker, in logs and errors."""
+        """``name``: of the worker, in logs and errors; ``tells``: its deaths are counted and logged here, not by that
+        of another replica, whose workers live and die with it."""
         self.name = name
+        self._tells = tells
         self.executor = executor
         self.ready = ready
         self.restarts: deque[WorkerRestart] = deque(maxlen=NUM_RESTARTS_TOLD)  # the latest
@@ -78,10 +82,11 @@ class WorkerControl:
             delay = self._budget.next_delay(time.monotonic())
             if delay is None:
                 return _given_up(error, self._budget)
-            logger.warning("%s is started again%s: %s", self.name, f" in {delay:g} s" if delay else "", error)
-            self._counters.num_restarts += 1
             self.num_restarts += 1
-            self.restarts.append(WorkerRestart(time.time(), str(error)[:_REASON_CHARACTERS]))
+            if self._tells:
+                logger.warning("%s is started again%s: %s", self.name, f" in {delay:g} s" if delay else "", error)
+                self._counters.num_restarts += 1
+                self.restarts.append(WorkerRestart(time.time(), str(error)[:_REASON_CHARACTERS]))
             await self.executor.aclose(0)  # until the dead one has gone: its memory is needed
             await asyncio.sleep(delay)
             if not is_wanted():
@@ -107,7 +112,8 @@ class WorkerControl:
             self.executor.fail(error)
         self._steps.restart(self.executor)
         self.recovering, self.ready = None, ready
-        logger.warning("%s runs again after %.1f s; all requests go on", self.name, time.monotonic() - begun)
+        if self._tells:
+            logger.warning("%s runs again after %.1f s; all requests go on", self.name, time.monotonic() - begun)
         return None
 
     async def call(self, method: str, *args: Any, timeout: float) -> Any:

@@ -59,9 +59,13 @@ def seconds(name: str, value: object) -> float:
 
 def positive_seconds(name: str, value: object) -> float:
     """The value, likewise, if it is above 0. Raises InvalidRequestError."""
-    if not seconds(name, value):
+    try:
+        found = seconds(name, value)
+    except InvalidRequestError:
+        found = 0.0
+    if not found:
         raise InvalidRequestError(f"{name} must be a number of seconds above 0", param=name)
-    return seconds(name, value)
+    return found
 
 
 def _is_text(path: object) -> bool:

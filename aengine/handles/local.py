@@ -6,6 +6,7 @@ AsyncLLM --> LocalHandle --> EngineCore (one life of the engine)
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import logging
 import os
 import warnings
@@ -14,7 +15,8 @@ from collections.abc import Awaitable, Callable
 from importlib import import_module
 from typing import TYPE_CHECKING, Any, NamedTuple, Protocol, TypeVar
 
-from ..errors import EngineClosedError
+from ..errors import EngineClosedError, EngineError
+from ..system.ulimits import is_out_of_memory, limit_hint, memory_ulimit_hint
 from ..telemetry.listeners import Listeners
 from ..threads.loop_ownership import foreign_process, other_loop, running_loop
 
@@ -139,7 +141,13 @@ class LocalHandle:
                     on_progress = None
                     logger.exception("the setting progress, a function of yours, failed; it is not called again")
 
-        self.core = await core_class.start(config, report, make_executor, self.listeners)
+        try:
+            self.core = await core_class.start(config, report, make_executor, self.listeners)
+        except (OSError, RuntimeError, MemoryError) as error:  # what the shell that started us allows is used up
+            hint = limit_hint(str(error)) or (memory_ulimit_hint() if is_out_of_memory(error) else "")
+            if not hint:
+                raise
+            raise EngineError(f"the engine can't be started: {str(error) or repr(error)}{hint}") from error
 
     def owner(self) -> Owner:
         """The user's object. Raises EngineClosedError if it was dropped."""
@@ -177,14 +185,33 @@ class LocalHandle:
         """See `AsyncLLM.aclose`."""
         if self.is_foreign:
             return
-        if self._starting is not None and not self._starting.done():
-            await _cancel(self._starting)
+        starting = self._starting if self.is_starting else None
+        loop = starting.get_loop() if starting is not None else self.core.loop if self.core is not None else None
+        if loop is not None and loop is not asyncio.get_running_loop():
+            if loop.is_closed() or not (starting is not None or (self.core is not None and self.core.is_alive)):
+                self.terminate()  # what is left of it
+                return
+            raise other_loop(self, is_closed=False)
+        if starting is not None:
+            await _cancel(starting)
         if self.core is not None:
             await self.core.aclose(drain=drain)
 
     def terminate(self) -> None:
         """See `AsyncLLM.terminate`."""
-        if self.core is not None and not self.is_foreign:
+        if self.is_foreign:
+            return
+        starting = self._starting
+        if starting is not None and not starting.done():
+
+            def end() -> None:
+                starting.cancel()
+                if self.core is not None:  # it came up meanwhile
+                    self.core.abandon()
+
+            with contextlib.suppress(RuntimeError):  # the loop was closed
+                starting.get_loop().call_soon_threadsafe(end)
+        if self.core is not None:
             self.core.abandon()
 
     def drop(self, engine: object) -> None:
@@ -200,6 +227,8 @@ class LocalHandle:
         core = self.core
         if self.is_foreign:
             raise foreign_process(self._pid or 0)
+        if core is None and self.is_starting:
+            raise EngineClosedError(f"{self!r} has not started yet: that takes until start() has returned")
         if core is None:
             raise EngineClosedError(f"{self!r} was not started: {self.advice.first}")
         if not core.is_alive:

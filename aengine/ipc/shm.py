@@ -18,7 +18,7 @@ from dataclasses import dataclass
 import posix_ipc
 
 from aengine.errors import EngineError
-from aengine.system.ulimits import memory_ulimit_hint
+from aengine.system.ulimits import limit_hint, memory_ulimit_hint
 
 from .layout import (
     CONTROL_BYTES,
@@ -98,6 +98,8 @@ class Segment:
             memory = _map(shared.fd, size)
         except OSError as error:
             shared.close_fd()
+            if error.errno == errno.EMFILE:
+                raise unusable(error) from error
             if error.errno == errno.ENOMEM:
                 raise EngineError(f"no memory for {size} bytes of rings ({error}){memory_ulimit_hint()}") from error
             raise EngineError(
@@ -173,8 +175,8 @@ def _map(fd: int, size: int) -> mmap.mmap:
 
 def unusable(error: Exception) -> EngineError:
     """Return the error to raise, with its cure, when nothing can be made in /dev/shm."""
-    if getattr(error, "errno", None) == errno.EMFILE:
-        return EngineError(f"no descriptor is left for shared memory ({error}): raise the limit with `ulimit -n`")
+    if hint := limit_hint(str(error)):
+        return EngineError(f"no descriptor is left for shared memory ({error}){hint}")
     cause = str(error) if os.path.isdir("/dev/shm") else "there is no such folder"
     return EngineError(
         f"/dev/shm can't be used ({cause}): the engine and its worker share memory by it, so it must be a tmpfs that "

@@ -104,6 +104,8 @@ def _http_error_of(error: ValidationError, body: object) -> HTTPError:
     else:  # it may be one of several things, and is none
         whats = "; ".join(dict.fromkeys(f"{place}: {one['msg']}" for place, one in places[:4]))
         param = str(field[0]) if field else ""
+    if not param and not isinstance(body, dict):
+        whats = "it must be a JSON object"
     message = f"{param} is wrong: {whats}" if param else f"the body is wrong: {whats}"
     return HTTPError(400, message[:1000], code="invalid_value", param=param or None)
 

@@ -14,7 +14,7 @@ from .cgroups import threads_limit
 
 __all__ = ["is_out_of_memory", "limit_hint", "memory_ulimit_hint"]
 
-_NO_FILES = re.compile(r"too many open files", re.IGNORECASE)
+_NO_FILES = re.compile(r"too many open files|maximum number of files open", re.IGNORECASE)
 _NO_THREADS = re.compile(
     r"can't start new thread|thread creation failed|pthread_create|resource temporarily unavailable", re.IGNORECASE
 )
@@ -45,6 +45,8 @@ def limit_hint(text: str) -> str:
         return f"; `ulimit -n` allows each process {limit} open files: raise it to 1024 or more, or close some"
     if not _NO_THREADS.search(text):
         return ""
+    if hint := memory_ulimit_hint():  # a thread's stack is memory, too
+        return hint
     limits = []
     user = resource.getrlimit(resource.RLIMIT_NPROC)[0]
     if user != resource.RLIM_INFINITY:

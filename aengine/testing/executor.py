@@ -25,6 +25,7 @@ from ..ipc.messages import (
     float32,
     int32,
 )
+from ..ipc.vitals import Vitals
 from .script import Line, Script
 from .vocabulary import END_OF_TURN, tokenizer
 
@@ -226,12 +227,9 @@ class ScriptedExecutor:
         self._check()
         raise InvalidRequestError("a fake engine has no worker whose methods could be called", param="method")
 
-    def heartbeats(self) -> int:
+    def vitals(self) -> Vitals:
         self._num_beats += 1
-        return self._num_beats
-
-    def overdue_seconds(self) -> float:
-        return 0.0
+        return Vitals(self._num_beats)
 
     def memory(self) -> tuple[None, None]:
         return None, None

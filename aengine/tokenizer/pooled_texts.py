@@ -6,6 +6,7 @@ from collections.abc import Sequence
 from typing import TYPE_CHECKING, NamedTuple
 
 from ..errors import ContextLengthError, InvalidRequestError
+from ..params import is_unicode
 
 if TYPE_CHECKING:
     import tokenizers
@@ -47,7 +48,13 @@ def _encode(
     try:
         encodings = encoder.encode_batch_fast(list(inputs))
     except (UnicodeEncodeError, TypeError) as error:
-        raise InvalidRequestError(f"a text is not valid Unicode: {error}", param="inputs") from error
+        texts = ((given,) if isinstance(given, str) else given for given in inputs)
+        wrong = next((i for i, pair in enumerate(texts) if not all(map(is_unicode, pair))), None)
+        if wrong is None:
+            raise
+        raise InvalidRequestError(
+            f"inputs[{wrong}] is not valid Unicode: it has a lone surrogate", param="inputs"
+        ) from error
     found = []
     for given, encoding in zip(inputs, encodings, strict=True):
         if len(encoding.ids) > most:

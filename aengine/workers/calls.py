@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 import os
 from collections.abc import Callable
 from importlib import import_module
@@ -61,7 +62,11 @@ class Extension:
         """Call it. Raises NoSuchMethodError, and what it does."""
         names = self._names()
         if method in names:
-            return getattr(self._object, method)(*args)
+            value = getattr(self._object, method)(*args)
+            if inspect.iscoroutine(value):
+                value.close()
+                raise TypeError(f"{method} is an async function: a worker has no event loop, so it must be a plain one")
+            return value
         if method in _CALLS_OF_USERS:
             return CALLS[method](self._context.rank, self._context.model, *args)
         setting = self._context.config.worker_extension

@@ -16,6 +16,7 @@ from ..errors import EngineClosedError, EngineError, WorkerDiedError
 from ..ipc.channel import Frame, HostChannel
 from ..ipc.lead import new_lead
 from ..ipc.messages import Kind
+from ..ipc.vitals import Vitals
 from ..system.ulimits import limit_hint
 from ..threads.pools import run_in_thread
 from .device_watch import overdue_seconds
@@ -23,6 +24,8 @@ from .rank import Rank
 from .supervisor import WorkerProcess
 
 __all__ = ["OnDeath", "OnFrames", "RankChannel", "RankWorker", "WorkerGroup"]
+
+_BEATS_BEHIND = 4  # of a worker whose heart has stopped: a second's
 
 
 class RankChannel(Protocol):
@@ -240,13 +243,18 @@ class WorkerGroup:
                     done.exception()  # marks it as retrieved: without a waiter asyncio would warn
         self._publisher = None
 
-    def heartbeats(self) -> int:
-        """Return the least number of heartbeats of all workers."""
-        return min(worker.channel.num_heartbeats for worker in self._workers)
-
-    def overdue_seconds(self) -> float:
-        """For how long the devices have worked on a step beyond what it can take; 0 while any worker is busy itself."""
-        return overdue_seconds(worker.channel.device_word for worker in self._workers)
+    def vitals(self) -> Vitals:
+        """What all show of themselves."""
+        by_beats = sorted(self._workers, key=lambda worker: worker.channel.num_heartbeats)
+        last, most = by_beats[0], by_beats[-1].channel.num_heartbeats
+        least = last.channel.num_heartbeats
+        overdue = overdue_seconds(worker.channel.device_word for worker in self._workers)
+        if len(by_beats) == 1:
+            return Vitals(least, overdue)
+        is_behind = most - least >= _BEATS_BEHIND
+        return Vitals(
+            least, overdue, f"worker {last.rank} (pid {last.pid})" if is_behind else f"one of {len(by_beats)} workers"
+        )
 
     def memory(self) -> tuple[int, int]:
         """Bytes that all have: resident, and on their devices; the latter is some seconds old."""

@@ -139,9 +139,51 @@ async def test_another_loop_is_told_what_helps(make_engine: Make) -> None:
     async with make_engine() as engine:
 
         async def ask() -> None:
-            for call in (lambda: engine.abort("a"), engine.start):
+            for call in (lambda: engine.abort("a"), engine.start, engine.aclose):
                 with pytest.raises(EngineClosedError, match=r"own_thread=True.*loop_scope=\"session\""):
                     result = call()
                     await result
 
         await asyncio.to_thread(asyncio.run, ask())
+
+
+async def test_who_closes_on_another_loop_ends_nobodys_request(make_engine: Make) -> None:
+    async with make_engine(fake={"delay": 0.002}) as engine:
+        running = asyncio.create_task(engine.generate([1], SamplingParams(max_tokens=300, ignore_eos=True)))
+        await asyncio.sleep(0.05)
+        with pytest.raises(EngineClosedError, match="belongs to another event loop"):
+            await asyncio.to_thread(asyncio.run, engine.aclose())
+        assert engine.state == "running"
+        assert len((await running).token_ids) == 300
+
+
+def test_closing_on_another_loop_when_its_own_is_gone(make_engine: Make) -> None:
+    engine = make_engine()
+    asyncio.run(engine.start())
+    asyncio.run(engine.aclose())
+    assert engine.state == "closed"
+    asyncio.run(engine.aclose())
+
+
+@pytest.mark.parametrize("elsewhere", [False, True], ids=["here", "in a thread"])
+async def test_terminated_while_it_starts(make_engine: Make, monkeypatch: pytest.MonkeyPatch, elsewhere: bool) -> None:
+    engine = make_engine()
+    reached = asyncio.Event()
+
+    async def start_slowly(*args: Any) -> dict[str, Any]:
+        reached.set()
+        await asyncio.sleep(60)
+        raise AssertionError
+
+    monkeypatch.setattr(FakeExecutor, "start", start_slowly)
+    starting = asyncio.create_task(engine.start())
+    await reached.wait()
+    with pytest.raises(EngineClosedError, match="has not started yet"):
+        await engine.drain(1)
+    if elsewhere:
+        await asyncio.to_thread(engine.terminate)
+    else:
+        engine.terminate()
+    with pytest.raises(EngineClosedError, match="was closed while it started"):
+        await starting
+    assert engine.state == "new"

@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 
 from aengine.engine.recovery import RestartBudget, Watchdog
+from aengine.ipc.vitals import Vitals
 
 
 def test_restarts_back_off_and_end() -> None:
@@ -54,12 +55,13 @@ class FakeLoop:
 class Scene:
     def __init__(self, **options: Any) -> None:
         self.loop, self.beats, self.faults = FakeLoop(), 0, []
-        self.dog = Watchdog(self.loop, 4.0, self.beat, self.faults.append, **options)  # type: ignore[arg-type]
+        self.dog = Watchdog(self.loop, 4.0, self.vitals, self.faults.append, **options)  # type: ignore[arg-type]
         self.lives = True
+        self.overdue = 0.0
 
-    def beat(self) -> int:
+    def vitals(self) -> Vitals:
         self.beats += self.lives
-        return self.beats
+        return Vitals(self.beats, self.overdue)
 
     def steps(self, count: int, num_tokens: int, seconds: float) -> None:
         for _ in range(count):
@@ -119,19 +121,18 @@ def test_an_answer_that_comes_after_the_end() -> None:
 
 def test_devices_that_were_overdue_for_a_moment() -> None:
     """One rank has said since that it is done, and the other has not said anything newer."""
-    overdue = [0.0]
-    scene = Scene(overdue_seconds=lambda: overdue[0], patience=30.0)
+    scene = Scene(patience=30.0)
     scene.steps(5, 16, 0.05)
     for _ in range(3):
         scene.dog.begin(16)
-        overdue[0] = 5.0
+        scene.overdue = 5.0
         scene.loop.run(0.11)
-        overdue[0] = 0.0
+        scene.overdue = 0.0
         scene.loop.run(0.11)
         scene.dog.end()
     assert scene.faults == []
     scene.dog.begin(16)
-    overdue[0] = 5.0
+    scene.overdue = 5.0
     scene.loop.run(0.5)
     assert "stuck in a step" in scene.faults[0]
 

@@ -60,7 +60,9 @@ async def test_a_rank_dies(model: Path, expected: Sequence[Any]) -> None:
         assert [essence(await task) for task in tasks] == expected
         after = {worker.pid for replica in replicas for worker in replica.worker.executor.workers}
         assert len(after) == 2 and not after & before
-        assert [replica.num_restarts for replica in engine.statistics().replicas] == [1, 1]
+        statistics = engine.statistics()
+        assert [replica.num_restarts for replica in statistics.replicas] == [1, 1]
+        assert statistics.num_restarts == len(statistics.restarts) == 1, "they are one event"
         await settled(engine)
 
 

@@ -261,11 +261,6 @@ def make_engine(args: argparse.Namespace, **more: Any) -> AsyncLLM:
     return AsyncLLM(model_for(args.ranks, args.by), **division(args.ranks, args.by), **settings, **more)
 
 
-def restarts_of(engine: AsyncLLM) -> int:
-    """How often all ranks were started again: replicas that share them count alike."""
-    return engine.statistics().num_restarts // len(core_of(engine).replicas)
-
-
 async def kills(args: argparse.Namespace, promises: Promises) -> dict[str, Any]:
     rng, backoff = random.Random(args.seed), Backoff()
     logging.getLogger("aengine").addHandler(backoff)
@@ -285,7 +280,7 @@ async def kills(args: argparse.Namespace, promises: Promises) -> dict[str, Any]:
             "ranks": args.ranks,
             "by": args.by,
             "kills": args.kills,
-            "restarts": restarts_of(engine),
+            "restarts": engine.statistics().num_restarts,
             **streams.report(promises),
         }
         promises.hold("one restart a kill", result["restarts"] == args.kills, result["restarts"])
@@ -312,12 +307,12 @@ async def hangs(args: argparse.Namespace, promises: Promises) -> dict[str, Any]:
         async with streams.flowing(args.streams):
             for i in range(args.hangs):
                 await asyncio.sleep(rng.uniform(0.2, 1.5))
-                workers, before, waited = workers_of(engine), restarts_of(engine), backoff.total
+                workers, before, waited = workers_of(engine), engine.statistics().num_restarts, backoff.total
                 pid = victim_of(workers, rng)
                 assert pid > 1
                 os.kill(pid, signal.SIGSTOP)
                 at = time.monotonic()
-                while restarts_of(engine) == before:
+                while engine.statistics().num_restarts == before:
                     await asyncio.sleep(0.005)
                     if time.monotonic() > at + 60:
                         break
@@ -331,7 +326,7 @@ async def hangs(args: argparse.Namespace, promises: Promises) -> dict[str, Any]:
             "ranks": args.ranks,
             "by": args.by,
             "hangs": args.hangs,
-            "restarts": restarts_of(engine),
+            "restarts": engine.statistics().num_restarts,
             **streams.report(promises),
         }
         limit = engine.config.hang_timeout

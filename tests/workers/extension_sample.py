@@ -28,6 +28,9 @@ class Extension:
     def unreadable(self) -> object:
         return {(1, 2): 3}
 
+    async def with_await(self) -> None:
+        raise AssertionError
+
     def sleep(self, seconds: float) -> None:
         time.sleep(seconds)
 

@@ -45,6 +45,8 @@ async def test_every_rank_answers_in_order(num_ranks: int) -> None:
                 await engine.collective_rpc(method)
         with pytest.raises(WorkerCallError, match="TypeError"):
             await engine.collective_rpc("fail")
+        with pytest.raises(WorkerCallError, match="with_await is an async function: a worker has no event loop"):
+            await engine.collective_rpc("with_await")
         for missing in ("attribute", "allocate", "start_profile", "load", "mro"):
             with pytest.raises(InvalidRequestError, match="there is no method .* has die, fail, hang, memory") as wrong:
                 await engine.collective_rpc(missing)

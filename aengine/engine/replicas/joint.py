@@ -17,6 +17,7 @@ from typing import Any
 from ...config import EngineConfig
 from ...errors import EngineClosedError, EngineError
 from ...ipc.messages import GrammarOutput, Kind, SchedulerOutput, int32, pack
+from ...ipc.vitals import Vitals
 from ...outputs import StartupProgress
 from ...workers.answers import AnswerFuture, PendingAnswers
 from ..executor import FailureCallback, ProcessExecutor, ProgressCallback, call_ranks
@@ -45,9 +46,8 @@ class Joint:
         watchdog = Watchdog(
             asyncio.get_running_loop(),
             config.hang_timeout,
-            lambda: 0 if self._ranks is None else self._ranks.heartbeats(),
+            lambda: Vitals(0) if self._ranks is None else self._ranks.vitals(),
             self._on_hang,
-            overdue_seconds=lambda: 0.0 if self._ranks is None else self._ranks.overdue_seconds(),
         )
         self._rounds = Rounds(config.data_parallel_size, config.steps_in_flight, watchdog)
 
@@ -210,13 +210,9 @@ class ReplicaExecutor:
     async def _call(self, message: list[Any], timeout: float) -> list[Any]:
         return await call_ranks(self._joint.workers, self._joint.answers(self._index), message, timeout, self._ranks)
 
-    def heartbeats(self) -> int:
+    def vitals(self) -> Vitals:
         """See `Executor`. Those of all ranks: any that stands still stops all."""
-        return self._joint.heartbeats()
-
-    def overdue_seconds(self) -> float:
-        """See `Executor`."""
-        return self._joint.overdue_seconds()
+        return self._joint.vitals()
 
     def memory(self) -> tuple[int | None, int | None]:
         """See `Executor`. Of this replica's ranks."""

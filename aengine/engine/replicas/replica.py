@@ -86,7 +86,10 @@ class Replica:
         )
         budget = RestartBudget(config.max_restarts, config.restart_window)
         name = "the worker" if config.data_parallel_size == 1 else f"the worker of replica {index}"
-        self.worker = WorkerControl(executor, ready, restart, self.steps, budget, counters, name)
+        tells = turn is None or index == 0
+        if turn is not None:
+            name = "the group of all workers"
+        self.worker = WorkerControl(executor, ready, restart, self.steps, budget, counters, name, tells=tells)
 
     @property
     def state(self) -> str:

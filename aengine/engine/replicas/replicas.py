@@ -203,7 +203,7 @@ class Replicas:
         """Do without a replica from now on. Returns whether another is left, which gets its requests."""
         replica.failure = error
         others = self._able()
-        if not others:
+        if not others or self._are_joint:
             return False
         logger.error("replica %d is given up, and the engine goes on without it: %s", replica.index, error)
         for request in list(self._requests[replica.index].values()):

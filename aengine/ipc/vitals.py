@@ -1,0 +1,15 @@
+"""`Vitals`: what workers show of themselves in memory that the host reads, without being asked."""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+__all__ = ["Vitals"]
+
+
+class Vitals(NamedTuple):
+    """Of all workers of an executor."""
+
+    num_heartbeats: int  # of the one with the fewest
+    overdue_seconds: float = 0.0  # for which their devices have worked on a step beyond what it can take
+    slowest: str = "the worker"  # what to call it, if one hangs
