@@ -157,7 +157,8 @@ def test_what_a_want_of_memory_looks_like() -> None:
 
 def test_what_is_said_of_a_limit(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(ulimits, "threads_limit", lambda: 77)
-    monkeypatch.setattr(resource, "getrlimit", lambda kind: (33, 33))
+    limits = {resource.RLIMIT_AS: resource.RLIM_INFINITY, resource.RLIMIT_DATA: resource.RLIM_INFINITY}
+    monkeypatch.setattr(resource, "getrlimit", lambda kind: (limits.get(kind, 33), 33))
     assert "`ulimit -n` allows each process 33 open files" in limit_hint(
         str(OSError(errno.EMFILE, "Too many open files"))
     )
@@ -170,6 +171,8 @@ def test_what_is_said_of_a_limit(tmp_path: Path, monkeypatch: pytest.MonkeyPatch
         hint = limit_hint(text)
         assert "`ulimit -u` allows this user 33" in hint and "pids.max allows 77" in hint and "num_threads" in hint
     assert limit_hint("KeyError: 'weight'") == ""
+    limits[resource.RLIMIT_AS] = 200 * 1024**2
+    assert "`ulimit -v` allows each process 204800 kB" in limit_hint("can't start new thread"), "its stack is memory"
 
 
 @pytest.mark.parametrize("how, text", [("files", "`ulimit -n` allows"), ("threads", "no thread can be started")])
