@@ -156,7 +156,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         return 1
     except OSError as error:
         hint = limit_hint(str(error))
-        if error.errno == errno.ENOSPC:
+        if error.errno == errno.ENOSPC and error.filename is None:  # stdout has no room
             hint = "; no room is left for the output"
             os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # for what is written at the end
         if not hint:

@@ -26,7 +26,8 @@ __all__ = ["ALWAYS", "IN_SMALL_BATCHES", "Forcing", "GrammarGate", "Masks"]
 
 
 _LONG_FILLING = 0.05
-"""Seconds for which other replicas' steps wait for a bitmask: with one a round computes more."""
+"""Seconds for which other replicas' steps wait for a bitmask; then their rounds begin without the step behind it, as
+many as may be in flight."""
 
 
 class Forcing(NamedTuple):
@@ -127,14 +128,14 @@ class GrammarGate:
 
     async def _filled(self, filling: Filling) -> Filled:
         """A grammar's row may take seconds, for which the worker is not to blame."""
-        self._watchdog.pause()
+        paused = self._watchdog.pause()
         rest = None
         if self._rest is not None:
             rest = asyncio.get_running_loop().call_later(_LONG_FILLING, self._rest)
         try:
             return await filling.filled
         finally:
-            self._watchdog.resume()
+            self._watchdog.resume(paused)
             if rest is not None:
                 rest.cancel()
 

@@ -93,6 +93,7 @@ class Watchdog:
         self._num_beats = -1
         self._overdue_since_beat: int | None = None  # number of heartbeats when the devices were found overdue
         self._num_pauses = 0
+        self._num_stops = 0
         self._num_suspenders = 0
 
     def begin(self, num_tokens: int) -> None:
@@ -119,19 +120,21 @@ class Watchdog:
 
     def drop(self, num_steps: int) -> None:
         """The newest steps were revoked: the worker will not answer them."""
-        for _ in range(num_steps):
+        for _ in range(min(num_steps, len(self._steps))):
             self._steps.pop()
         if not self._steps:
             self.stop()
 
-    def pause(self) -> None:
-        """Stop the step's time until `resume`, once for each call: the oldest step waits for the host. Heartbeats are
-        still checked."""
+    def pause(self) -> int:
+        """Stop the step's time until `resume`, which takes what this returns: the oldest step waits for the host.
+        Heartbeats are still checked."""
         self._num_pauses += 1
+        return self._num_stops
 
-    def resume(self) -> None:
-        self._num_pauses = max(0, self._num_pauses - 1)
-        self._begin_anew()
+    def resume(self, paused: int) -> None:
+        if paused == self._num_stops:  # else what was paused is not watched any more
+            self._num_pauses -= 1
+            self._begin_anew()
 
     @contextmanager
     def suspended(self) -> Iterator[None]:
@@ -151,6 +154,7 @@ class Watchdog:
     def stop(self) -> None:
         """Watch nothing any more, until a step begins."""
         self._num_pauses = 0
+        self._num_stops += 1
         self._overdue_since_beat = None
         self._steps.clear()
         if self._timer is not None:

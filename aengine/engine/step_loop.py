@@ -51,6 +51,10 @@ class Turn(Protocol):
     def watchdog(self) -> Watchdog:
         """Of all that compute together; it is told of their steps."""
 
+    @property
+    def num_begun(self) -> int:
+        """How often there were other workers than before, or none."""
+
     def rest(self) -> None:
         """The loop gives no step before it gets an answer, or is woken."""
 
@@ -94,6 +98,7 @@ class StepLoop:
         self._on_begun = on_begun
         self._in_flight: deque[asyncio.Future[ModelRunnerOutput | None]] = deque()
         self._must_revoke = False  # leased steps, before another step can be made
+        self._is_running = False
         self._is_publishing = False  # a step is on its way to the workers, and not in `_in_flight` yet
         self._is_revoking = False  # the worker was told to, and has not said yet how many it dropped
         self._work = work
@@ -195,6 +200,8 @@ class StepLoop:
 
     def _on_revoked(self, num_steps: int) -> None:
         """The worker has dropped so many, the newest of those in flight."""
+        if not self._is_running:  # the engine is being closed, and its requests have ended
+            return
         self._is_revoking = False
         self.scheduler.revoke(num_steps)
         for _ in range(num_steps):
@@ -204,6 +211,8 @@ class StepLoop:
 
     async def run(self) -> EngineError:
         """Run until the executor fails, whose error is returned, or until cancelled. Raises what a bug raises."""
+        num_begun = self._turn.num_begun if self._turn is not None else 0
+        self._is_running = True
         try:
             while True:
                 await self._step()
@@ -211,7 +220,9 @@ class StepLoop:
             self._executor.fail(error)  # if it has not failed by itself: a worker that answers nonsense is of no use
             return error.with_traceback(None)  # it is kept, and its frames hold requests
         finally:
-            self.watchdog.stop()
+            self._is_running = False
+            if self._turn is None or self._turn.num_begun == num_begun:  # else it watches other workers already
+                self.watchdog.stop()
             self.lag.pause()
 
     def preempt_all(self) -> list[Request]:

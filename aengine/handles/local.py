@@ -188,7 +188,8 @@ class LocalHandle:
         starting = self._starting if self.is_starting else None
         loop = starting.get_loop() if starting is not None else self.core.loop if self.core is not None else None
         if loop is not None and loop is not asyncio.get_running_loop():
-            if loop.is_closed() or not (starting is not None or (self.core is not None and self.core.is_alive)):
+            is_over = starting is None and self.core is not None and not (self.core.is_alive or self.core.is_closing)
+            if loop.is_closed() or is_over:
                 self.terminate()  # what is left of it
                 return
             raise other_loop(self, is_closed=False)

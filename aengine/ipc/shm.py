@@ -175,7 +175,9 @@ def _map(fd: int, size: int) -> mmap.mmap:
 
 def unusable(error: Exception) -> EngineError:
     """Return the error to raise, with its cure, when nothing can be made in /dev/shm."""
-    if hint := limit_hint(str(error)):
+    # posix_ipc's errors have a text alone, and the system's texts are in the user's language.
+    is_full = getattr(error, "errno", None) == errno.EMFILE
+    if hint := limit_hint("too many open files" if is_full else str(error)):
         return EngineError(f"no descriptor is left for shared memory ({error}){hint}")
     cause = str(error) if os.path.isdir("/dev/shm") else "there is no such folder"
     return EngineError(

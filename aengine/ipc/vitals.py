@@ -10,6 +10,6 @@ __all__ = ["Vitals"]
 class Vitals(NamedTuple):
     """Of all workers of an executor."""
 
-    num_heartbeats: int  # of the one with the fewest
+    num_heartbeats: int  # grows when each has beaten
     overdue_seconds: float = 0.0  # for which their devices have worked on a step beyond what it can take
     slowest: str = "the worker"  # what to call it, if one hangs

@@ -25,7 +25,7 @@ from .supervisor import WorkerProcess
 
 __all__ = ["OnDeath", "OnFrames", "RankChannel", "RankWorker", "WorkerGroup"]
 
-_BEATS_BEHIND = 4  # of a worker whose heart has stopped: a second's
+_BEATS_BEHIND = 4  # a second's, of the others of a worker whose heart has stopped
 
 
 class RankChannel(Protocol):
@@ -88,6 +88,8 @@ class WorkerGroup:
         self._shared_fds: tuple[int, ...] = ()  # that all workers inherit
         self._waiting: deque[_Broadcast] = deque()  # for room in several rings; the first is under way
         self._publisher: asyncio.Task[None] | None = None  # while there are such
+        self._num_beats = 0  # of the group, see `vitals`
+        self._beats: list[int] = []  # of each worker, when all had beaten last
 
     def __len__(self) -> int:
         return len(self._workers)
@@ -168,7 +170,7 @@ class WorkerGroup:
         try:
             if not channel.try_publish(kind, step_id, payload):
                 await channel.publish(kind, step_id, payload)
-        except EngineClosedError:
+        except (EngineClosedError, WorkerDiedError):
             self.check()
             raise
 
@@ -187,7 +189,7 @@ class WorkerGroup:
                 return False
             for worker in workers:
                 worker.channel.try_publish(kind, step_id, payload)
-        except EngineClosedError:
+        except (EngineClosedError, WorkerDiedError):
             self.check()
             raise
         return True
@@ -244,17 +246,29 @@ class WorkerGroup:
         self._publisher = None
 
     def vitals(self) -> Vitals:
-        """What all show of themselves."""
-        by_beats = sorted(self._workers, key=lambda worker: worker.channel.num_heartbeats)
-        last, most = by_beats[0], by_beats[-1].channel.num_heartbeats
-        least = last.channel.num_heartbeats
+        """What all show of themselves. A heartbeat of the group is one of each: ranks begin to beat when each is ready,
+        and one that was stopped for a while has fewer than the others for ever."""
+        beats = [worker.channel.num_heartbeats for worker in self._workers]
+        if (
+            beats
+            and len(beats) == len(self._beats)
+            and all(now > then for now, then in zip(beats, self._beats, strict=True))
+        ):
+            self._num_beats, self._beats = self._num_beats + 1, beats
+        elif len(beats) != len(self._beats):
+            self._beats = beats
         overdue = overdue_seconds(worker.channel.device_word for worker in self._workers)
-        if len(by_beats) == 1:
-            return Vitals(least, overdue)
-        is_behind = most - least >= _BEATS_BEHIND
-        return Vitals(
-            least, overdue, f"worker {last.rank} (pid {last.pid})" if is_behind else f"one of {len(by_beats)} workers"
-        )
+        return Vitals(self._num_beats, overdue, self._slowest(beats))
+
+    def _slowest(self, beats: Sequence[int]) -> str:
+        """What to call the worker that hangs: one that has not beaten while another has for a second, or any."""
+        if len(beats) <= 1:
+            return "the worker"
+        since = [now - then for now, then in zip(beats, self._beats, strict=True)]
+        if min(since) > 0 or max(since) < _BEATS_BEHIND:
+            return f"one of {len(beats)} workers"
+        worker = self._workers[since.index(min(since))]
+        return f"worker {worker.rank} (pid {worker.pid})"
 
     def memory(self) -> tuple[int, int]:
         """Bytes that all have: resident, and on their devices; the latter is some seconds old."""

@@ -148,7 +148,7 @@ async def test_another_loop_is_told_what_helps(make_engine: Make) -> None:
 
 
 async def test_who_closes_on_another_loop_ends_nobodys_request(make_engine: Make) -> None:
-    async with make_engine(fake={"delay": 0.002}) as engine:
+    async with make_engine(fake={"delay": 0.002}, max_leased_steps=0) as engine:
         running = asyncio.create_task(engine.generate([1], SamplingParams(max_tokens=300, ignore_eos=True)))
         await asyncio.sleep(0.05)
         with pytest.raises(EngineClosedError, match="belongs to another event loop"):

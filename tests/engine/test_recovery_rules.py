@@ -169,19 +169,35 @@ def test_a_wait_for_the_host_is_not_the_workers() -> None:
     scene = Scene()
     scene.steps(5, 64, 0.1)
     scene.dog.begin(64)
-    scene.dog.pause()
+    paused = scene.dog.pause()
     scene.loop.run(60.0)
-    scene.dog.resume()
+    scene.dog.resume(paused)
     scene.loop.run(4.0)
     assert scene.faults == []
     scene.loop.run(1.0)
     assert "a step of 64 tokens" in scene.faults[0]
     scene.dog.begin(64)
-    scene.dog.pause()
+    paused = scene.dog.pause()
     scene.lives = False
     scene.loop.run(5.0)
     assert "no sign of life" in scene.faults[1]
-    scene.dog.resume()
+    scene.dog.resume(paused)
+
+
+def test_a_resume_of_what_is_watched_no_more() -> None:
+    """The workers have died meanwhile, and a step of others waits for the host now."""
+    scene = Scene()
+    scene.steps(5, 64, 0.1)
+    scene.dog.begin(64)
+    paused = scene.dog.pause()
+    scene.dog.stop()
+    scene.dog.begin(64)
+    again = scene.dog.pause()
+    scene.dog.resume(paused)
+    scene.loop.run(60.0)
+    assert scene.faults == []
+    scene.dog.resume(again)
+    scene.dog.drop(3)
 
 
 def test_nothing_is_watched_when_nothing_runs() -> None:

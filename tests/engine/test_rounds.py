@@ -115,21 +115,34 @@ async def test_suspects_run_alone() -> None:
 
 
 def test_rounds_are_watched_not_steps() -> None:
-    """A round takes as long as the longest step in it; a step that waits for its round is no hang."""
+    """A round takes as long as if both had a step like the longer one; a step that waits for its round is no hang."""
     run = Run()
     steps = [SchedulerOutput(i, req_idx=int32([0]), num_scheduled_tokens=int32([n])) for i, n in enumerate((5, 7, 9))]
     run.rounds.give(0, steps[0])
     run.rounds.give(0, steps[1])
     run.rounds.give(0, steps[2])
     run.rounds.give(1, steps[0])
-    assert run.watched == [5, 7], "the third step waits"
+    assert run.watched == [10, 14], "the third step waits"
     run.answer(0)
     run.give(0, 3)
     run.rounds.rest(0)
-    assert run.watched == [5, 7, None, 14]
+    assert run.watched == [10, 14, None, 18]
     run.answer(0, 0)
-    assert run.watched == [5, 7, None, 14, None, 0], "the third round still has the step of the second replica"
+    assert run.watched == [10, 14, None, 18, None, 0], "the third round still has the step of the second replica"
     run.answer(1)
     assert run.watched[6:] == [None]
     run.rounds.begin(lambda outs: None)
     assert not run.watched
+
+
+def test_nothing_begins_while_there_are_no_workers() -> None:
+    run = Run()
+    run.give(0, 0)
+    run.give(0, 1)
+    run.give(0, 2)  # waits for room
+    num_begun = run.rounds.num_begun
+    run.rounds.end()
+    run.rounds.rest(0)
+    run.rounds.rest(1)
+    assert run.published == [(0, None), (1, None)] and not run.watched
+    assert run.rounds.num_begun == num_begun + 1

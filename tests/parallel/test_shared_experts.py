@@ -104,10 +104,10 @@ class Slow:
 
 async def test_a_call_that_takes_longer_on_one_replica(model: Path) -> None:
     """The steps of the other one wait for it, and none of the two hangs."""
-    settings = {"hang_timeout": 1.5, "worker_extension": "test_shared_experts:Slow"}
+    settings = {"hang_timeout": 2.5, "worker_extension": "test_shared_experts:Slow"}
     async with AsyncLLM(model, **SETTINGS | SHARED | settings) as engine:
         await engine.generate([50, 51], GREEDY)
-        call = asyncio.create_task(engine.collective_rpc("hold", 4.0))
+        call = asyncio.create_task(engine.collective_rpc("hold", 6.0))
         await asyncio.sleep(0.1)
         assert len((await engine.generate([50, 51], GREEDY)).token_ids) == 20
         assert await call == [0, 1]

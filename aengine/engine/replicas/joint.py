@@ -109,6 +109,7 @@ class JointExecutor(ProcessExecutor):
         self.rounds.begin(self._publish_round)
 
     def _tell_failure(self) -> None:
+        self.rounds.end()
         for tell in self._failure_callbacks:
             tell()
 

@@ -62,7 +62,8 @@ class Replica:
         self.index = index
         self.failure: EngineError | None = None  # why it is given up
         self.task: asyncio.Task[None] | None = None  # runs it
-        may_lease = turn is None  # the others would have to drop theirs, too
+        # Not where other replicas would have to drop theirs, too; nor over machines, which don't share a `Lead`.
+        may_lease = turn is None and (config.executor == "process" or config.pipeline_parallel_size == 1)
         max_leased_steps = config.max_leased_steps if may_lease else 0
         self.scheduler = _new_scheduler(config, ready, step_time, max_leased_steps)
         if turn is not None:

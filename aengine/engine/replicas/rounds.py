@@ -28,8 +28,10 @@ class Rounds:
     """The rounds of an engine, over one set of workers after the other."""
 
     def __init__(self, num_replicas: int, max_in_flight: int, watchdog: Watchdog) -> None:
-        """``watchdog``: of the workers; what it sees as steps are rounds, which take as long as the longest step."""
+        """``watchdog``: of the workers; what it sees as steps are rounds, which take as long as if each replica had a
+        step like the longest."""
         self.watchdog = watchdog
+        self.num_begun = 0  # how often there were other workers, or none
         self.turns = [Turn(self, index) for index in range(num_replicas)]
         self._max_in_flight = max_in_flight
         self._publish: Callable[[Sequence[SchedulerOutput | None]], None] = lambda outs: None  # of the workers
@@ -41,12 +43,17 @@ class Rounds:
     def begin(self, publish: Callable[[Sequence[SchedulerOutput | None]], None]) -> None:
         """Begin anew, with other workers. ``publish`` gives them a round: a step of each replica, None if it has
         none."""
+        self.num_begun += 1
         self._publish = publish
         self.watchdog.stop()
         self._in_flight.clear()
         for index, given in enumerate(self._given):
             given.clear()
             self._is_busy[index] = False
+
+    def end(self) -> None:
+        """The workers have gone: nothing begins, or is watched, before there are others."""
+        self.begin(lambda outs: None)
 
     def give(self, index: int, out: SchedulerOutput) -> None:
         """A replica's next step."""
@@ -87,7 +94,8 @@ class Rounds:
                 return
             outs = [given.popleft() if given else None for given in self._given]
             self._in_flight.append({index for index, out in enumerate(outs) if out is not None})
-            self.watchdog.begin(sum(sum(out.num_scheduled_tokens) for out in outs if out is not None))
+            longest = max(sum(out.num_scheduled_tokens) for out in outs if out is not None)
+            self.watchdog.begin(len(outs) * longest)
             self._publish(outs)
 
 
@@ -113,6 +121,11 @@ class Turn:
     def watchdog(self) -> Watchdog:
         """Of all replicas."""
         return self._rounds.watchdog
+
+    @property
+    def num_begun(self) -> int:
+        """See `Rounds`."""
+        return self._rounds.num_begun
 
     def rest(self) -> None:
         """See `Rounds.rest`."""

@@ -79,6 +79,7 @@ class RemoteGroup(WorkerGroup):
         on_death: OnDeath,
     ) -> list[dict[str, Any]]:
         """See `WorkerGroup.launch`. Memory for bitmasks is not shared with other machines."""
+        self.check()
         loop = asyncio.get_running_loop()
         self._released = loop.create_future()
         token = os.urandom(32)
