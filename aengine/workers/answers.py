@@ -110,6 +110,8 @@ class PendingAnswers:
 
     def _take_back(self, num_steps: int) -> None:
         on_revoked, self.on_revoked = self.on_revoked, None
+        if self._has_failed:  # nobody waits for them any more
+            return
         if on_revoked is None or num_steps > len(self.steps):
             raise MessageError(f"{num_steps} steps were dropped unasked")
         revoked = dict(self.steps.popitem() for _ in range(num_steps))

@@ -13,7 +13,15 @@ import pytest
 from conftest_api import core_of
 from paced_runner import MAX_LAUNCHED, sampled
 
-from aengine import AsyncLLM, DeadlineExceededError, EngineClosedError, EngineConfig, SamplingParams
+from aengine import (
+    AsyncLLM,
+    DeadlineExceededError,
+    EngineClosedError,
+    EngineConfig,
+    EngineError,
+    SamplingParams,
+    WorkerDiedError,
+)
 from aengine.engine.executor import ProcessExecutor
 from aengine.engine.step_loop import StepLoop
 from aengine.ipc.messages import Kind, ModelRunnerOutput
@@ -160,6 +168,34 @@ async def test_closing_is_not_behind_all_of_them(monkeypatch: pytest.MonkeyPatch
         while steps_of(engine)._in_flight:
             await asyncio.sleep(0.001)
         assert len(steps_after(closed, frames)) <= MAX_LAUNCHED
+
+
+async def test_closing_with_leased_steps_asks_the_worker_to_end(monkeypatch: pytest.MonkeyPatch) -> None:
+    """What it says of steps that it has dropped meanwhile is no nonsense, for which it would be killed."""
+    async with paced(monkeypatch) as engine:
+        streams = [engine.stream([i, 2, 3], params(300)) for i in range(1, 5)]
+        await leased(engine)
+        executor = steps_of(engine)._executor
+        sent: list[Kind] = []
+        for worker in executor.workers:  # type: ignore[attr-defined]
+            publish = worker.channel.publish
+
+            async def noted(kind: Kind, *rest: Any, publish: Any = publish) -> None:
+                sent.append(kind)
+                await publish(kind, *rest)
+
+            monkeypatch.setattr(worker.channel, "publish", noted)
+        faults: list[EngineError] = []
+        fail = executor.fail
+        monkeypatch.setattr(executor, "fail", lambda error: (faults.append(error), fail(error)))
+        await engine.aclose()
+        for stream in streams:
+            with pytest.raises(EngineClosedError):
+                await stream.wait()
+        assert sent == [Kind.SHUTDOWN]
+        assert not [fault for fault in faults if not isinstance(fault, WorkerDiedError)], (
+            "it has ended, and that is all"
+        )
 
 
 @pytest.mark.slow
