@@ -192,7 +192,8 @@ def _run(args: argparse.Namespace) -> int:
         loop = asyncio.new_event_loop()
     else:
         loop = uvloop.new_event_loop()
-    with asyncio.Runner(loop_factory=lambda: loop) as runner:  # made before the coroutine, which else nobody awaits
+    # The loop is there before the coroutine: where none can be made, no coroutine is left that nobody awaits.
+    with asyncio.Runner(loop_factory=lambda: loop) as runner:
         return runner.run(_command(args))
 
 

@@ -119,6 +119,9 @@ class AsyncLLM(ImmediateCalls, WorkerCalls, PoolingCalls):
                 start of the call.
 
         Of several calls at once the first whose time is over closes. Cancelling one is `terminate`.
+
+        Raises:
+            EngineClosedError: the engine runs on another event loop; nothing is done.
         """
         await self._handle.aclose(seconds("drain", drain))
 
@@ -146,7 +149,8 @@ class AsyncLLM(ImmediateCalls, WorkerCalls, PoolingCalls):
         await self._handle.run(resume)
 
     def terminate(self) -> None:
-        """Kill the worker at once. For when nothing can be awaited; `aclose` lets requests and worker end."""
+        """Kill the worker at once, also of a start that is under way, which raises EngineClosedError. For when nothing
+        can be awaited; `aclose` lets requests and worker end."""
         self._handle.terminate()
 
     async def __aenter__(self) -> Self:

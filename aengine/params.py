@@ -63,8 +63,7 @@ def _number(param: str, value: object, low: float, high: float, wanted: str, *, 
 
 def _integer(param: str, value: object, low: int, high: int, wanted: str) -> int:
     if isinstance(value, bool) or not isinstance(value, int) or not low <= value <= high:
-        is_too_large = isinstance(value, int) and value > high == _INT32_MAX  # which ``wanted`` does not say
-        raise _fail(param, value, f"at most {high}" if is_too_large else wanted)
+        raise _fail(param, value, wanted)
     return value
 
 
@@ -286,7 +285,7 @@ def _token_ids(param: str, value: object) -> tuple[int, ...]:
         return ()
     if isinstance(value, str) or not isinstance(value, Sequence) or len(value) > MAX_STOP_TOKEN_IDS:
         raise _fail(param, value, f"a list of at most {MAX_STOP_TOKEN_IDS} token ids")
-    return tuple(_integer(param, v, 0, _INT32_MAX, "a list of token ids, each >= 0") for v in value)
+    return tuple(_integer(param, v, 0, _INT32_MAX, f"a list of token ids, each from 0 to {_INT32_MAX}") for v in value)
 
 
 def _logit_bias(param: str, value: object) -> dict[int, float]:
@@ -323,11 +322,15 @@ def _structured(param: str, value: object) -> StructuredOutput | None:
 
 
 _CHECKS: dict[str, Any] = {
-    "max_tokens": lambda p, v: None if v is None else _integer(p, v, 1, _INT32_MAX, "an integer >= 1, or None"),
-    "min_tokens": lambda p, v: _integer(p, v, 0, _INT32_MAX, "an integer >= 0"),
+    "max_tokens": lambda p, v: (
+        None if v is None else _integer(p, v, 1, _INT32_MAX, f"an integer from 1 to {_INT32_MAX}, or None")
+    ),
+    "min_tokens": lambda p, v: _integer(p, v, 0, _INT32_MAX, f"an integer from 0 to {_INT32_MAX}"),
     "temperature": _temperature,
     "top_p": lambda p, v: _number(p, v, 0, 1, "a number above 0 and at most 1", open_low=True),
-    "top_k": lambda p, v: max(0, _integer(p, v, -1, _INT32_MAX, "an integer >= 1, or 0 or -1 for all tokens")),
+    "top_k": lambda p, v: max(
+        0, _integer(p, v, -1, _INT32_MAX, f"an integer from 1 to {_INT32_MAX}, or 0 or -1 for all tokens")
+    ),
     "min_p": lambda p, v: _number(p, v, 0, 1, "a number from 0 to 1"),
     "seed": lambda p, v: None if v is None else _integer(p, v, -(2**63), 2**63 - 1, "a 64-bit integer, or None"),
     "stop": _stop_strings,

@@ -80,7 +80,7 @@ class Executor(Protocol):
         """Publish the bitmask of a step that was published with ``sample_now=False``."""
 
     async def call(self, method: str, *args: Any, timeout: float) -> Any:
-        """A collective call: returns, when all ranks have replied, what the first one has."""
+        """Make a collective call. Returns, when all ranks have replied, what the first one has."""
 
     async def call_all(self, method: str, args: Sequence[Any], *, timeout: float) -> list[Any]:
         """Call a method of the worker extension on every rank. Returns their answers, by rank.

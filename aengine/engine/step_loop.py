@@ -49,11 +49,11 @@ class Turn(Protocol):
 
     @property
     def watchdog(self) -> Watchdog:
-        """Of all that compute together; it is told of their steps."""
+        """The one that watches all that compute together; it is told of their steps."""
 
     @property
-    def num_begun(self) -> int:
-        """How often there were other workers than before, or none."""
+    def generation(self) -> int:
+        """A number that grows when these workers have gone, and when there are others."""
 
     def rest(self) -> None:
         """The loop gives no step before it gets an answer, or is woken."""
@@ -211,7 +211,7 @@ class StepLoop:
 
     async def run(self) -> EngineError:
         """Run until the executor fails, whose error is returned, or until cancelled. Raises what a bug raises."""
-        num_begun = self._turn.num_begun if self._turn is not None else 0
+        generation = self._turn.generation if self._turn is not None else 0
         self._is_running = True
         try:
             while True:
@@ -221,7 +221,7 @@ class StepLoop:
             return error.with_traceback(None)  # it is kept, and its frames hold requests
         finally:
             self._is_running = False
-            if self._turn is None or self._turn.num_begun == num_begun:  # else it watches other workers already
+            if self._turn is None or self._turn.generation == generation:  # else it watches other workers already
                 self.watchdog.stop()
             self.lag.pause()
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 import tempfile
 from functools import partial
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypeGuard
 
 from ..errors import InvalidRequestError
 from ..threads.pools import run_in_thread
@@ -52,20 +52,20 @@ async def collective_rpc(core: EngineCore, method: object, args: tuple[Any, ...]
 
 def seconds(name: str, value: object) -> float:
     """The value, if an event loop's timer can be set to it. Raises InvalidRequestError."""
-    if isinstance(value, bool) or not isinstance(value, int | float) or not 0 <= value <= 1e8:
+    if not _is_seconds(value):
         raise InvalidRequestError(f"{name} must be a number of seconds, at least 0 and at most 1e8", param=name)
     return float(value)
 
 
 def positive_seconds(name: str, value: object) -> float:
     """The value, likewise, if it is above 0. Raises InvalidRequestError."""
-    try:
-        found = seconds(name, value)
-    except InvalidRequestError:
-        found = 0.0
-    if not found:
-        raise InvalidRequestError(f"{name} must be a number of seconds above 0", param=name)
-    return found
+    if not _is_seconds(value) or not value:
+        raise InvalidRequestError(f"{name} must be a number of seconds, above 0 and at most 1e8", param=name)
+    return float(value)
+
+
+def _is_seconds(value: object) -> TypeGuard[int | float]:
+    return isinstance(value, int | float) and not isinstance(value, bool) and 0 <= value <= 1e8
 
 
 def _is_text(path: object) -> bool:

@@ -18,7 +18,7 @@ from dataclasses import dataclass
 import posix_ipc
 
 from aengine.errors import EngineError
-from aengine.system.ulimits import limit_hint, memory_ulimit_hint
+from aengine.system.ulimits import is_out_of_files, memory_ulimit_hint, open_files_hint
 
 from .layout import (
     CONTROL_BYTES,
@@ -98,7 +98,7 @@ class Segment:
             memory = _map(shared.fd, size)
         except OSError as error:
             shared.close_fd()
-            if error.errno == errno.EMFILE:
+            if is_out_of_files(error):
                 raise unusable(error) from error
             if error.errno == errno.ENOMEM:
                 raise EngineError(f"no memory for {size} bytes of rings ({error}){memory_ulimit_hint()}") from error
@@ -175,10 +175,8 @@ def _map(fd: int, size: int) -> mmap.mmap:
 
 def unusable(error: Exception) -> EngineError:
     """Return the error to raise, with its cure, when nothing can be made in /dev/shm."""
-    # posix_ipc's errors have a text alone, and the system's texts are in the user's language.
-    is_full = getattr(error, "errno", None) == errno.EMFILE
-    if hint := limit_hint("too many open files" if is_full else str(error)):
-        return EngineError(f"no descriptor is left for shared memory ({error}){hint}")
+    if is_out_of_files(error):
+        return EngineError(f"no descriptor is left for shared memory ({error}){open_files_hint()}")
     cause = str(error) if os.path.isdir("/dev/shm") else "there is no such folder"
     return EngineError(
         f"/dev/shm can't be used ({cause}): the engine and its worker share memory by it, so it must be a tmpfs that "

@@ -8,7 +8,7 @@ __all__ = ["Vitals"]
 
 
 class Vitals(NamedTuple):
-    """Of all workers of an executor."""
+    """Signs of life of all workers of an executor, taken together."""
 
     num_heartbeats: int  # grows when each has beaten
     overdue_seconds: float = 0.0  # for which their devices have worked on a step beyond what it can take

@@ -12,7 +12,7 @@ import resource
 
 from .cgroups import threads_limit
 
-__all__ = ["is_out_of_memory", "limit_hint", "memory_ulimit_hint"]
+__all__ = ["is_out_of_files", "is_out_of_memory", "limit_hint", "memory_ulimit_hint", "open_files_hint"]
 
 _NO_FILES = re.compile(r"too many open files|maximum number of files open", re.IGNORECASE)
 _NO_THREADS = re.compile(
@@ -37,12 +37,17 @@ def memory_ulimit_hint() -> str:
     return ""
 
 
+def open_files_hint() -> str:
+    """Return a hint for a message about descriptors of which none is left."""
+    limit = resource.getrlimit(resource.RLIMIT_NOFILE)[0]
+    return f"; `ulimit -n` allows each process {limit} open files: raise it to 1024 or more, or close some"
+
+
 def limit_hint(text: str) -> str:
     """What to add to the text of an error that a limit of open files, or of processes and threads, brought about; "" if
     it shows neither. Blocking: reads files."""
     if _NO_FILES.search(text):
-        limit = resource.getrlimit(resource.RLIMIT_NOFILE)[0]
-        return f"; `ulimit -n` allows each process {limit} open files: raise it to 1024 or more, or close some"
+        return open_files_hint()
     if not _NO_THREADS.search(text):
         return ""
     if hint := memory_ulimit_hint():  # a thread's stack is memory, too
@@ -57,6 +62,12 @@ def limit_hint(text: str) -> str:
     return (
         f"; no thread can be started: {', '.join(limits) or 'the machine has too many'}: raise that, or set num_threads"
     )
+
+
+def is_out_of_files(error: BaseException) -> bool:
+    """Whether an error says that this process may open no more files. A system's has a number, as its text is in the
+    user's language; posix_ipc's has a text alone."""
+    return getattr(error, "errno", None) == errno.EMFILE or bool(_NO_FILES.search(str(error)))
 
 
 def is_out_of_memory(error: BaseException) -> bool:

@@ -1,9 +1,9 @@
 """The worker's busy loop: frame -> runner -> frame.
 
 Every rank reads the same frames in the same order. One of them answers steps; a collective call is executed and
-answered by all. An exception while loading is reported and ends the worker; so does one in a step,
-since the content of the device's memory is not known after it: the host has every request's tokens and starts anew, all
-ranks together. One in a collective call is that call's answer.
+answered by all. An exception while loading is reported and ends the worker; so does one in a step, since the content of
+the device's memory is not known after it: the host has every request's tokens and starts anew, all ranks together. One
+in a collective call is that call's answer.
 
     ring ──> queue of frames ──> launched, at most max_in_flight_steps ──> answered
                    └── REVOKE, when it arrives: leased steps in the queue are dropped

@@ -224,13 +224,12 @@ def test_settings_that_no_machine_holds(setting: dict[str, Any]) -> None:
 @pytest.mark.parametrize(
     ("values", "text"),
     [
-        ({"top_k": 10**12}, "at most 2147483647"),
-        ({"max_tokens": 2**31}, "at most 2147483647"),
-        ({"stop_token_ids": [2**40]}, "at most 2147483647"),
-        ({"top_k": -5}, "an integer >= 1, or 0 or -1 for all tokens"),
+        ({"top_k": 10**12}, "an integer from 1 to 2147483647, or 0 or -1 for all tokens"),
+        ({"max_tokens": 2**31}, "an integer from 1 to 2147483647, or None"),
+        ({"stop_token_ids": [2**40]}, "a list of token ids, each from 0 to 2147483647"),
         ({"stop": ["a", "\ud800"]}, "valid Unicode: it has a lone surrogate"),
     ],
 )
-def test_what_a_value_must_be_is_what_it_is_not(values: dict[str, Any], text: str) -> None:
+def test_bounds_and_surrogates_are_named(values: dict[str, Any], text: str) -> None:
     with pytest.raises(InvalidRequestError, match=f"it must be {text}"):
         SamplingParams(**values)

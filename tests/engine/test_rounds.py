@@ -140,9 +140,9 @@ def test_nothing_begins_while_there_are_no_workers() -> None:
     run.give(0, 0)
     run.give(0, 1)
     run.give(0, 2)  # waits for room
-    num_begun = run.rounds.num_begun
+    generation = run.rounds.generation
     run.rounds.end()
     run.rounds.rest(0)
     run.rounds.rest(1)
     assert run.published == [(0, None), (1, None)] and not run.watched
-    assert run.rounds.num_begun == num_begun + 1
+    assert run.rounds.generation == generation + 1

@@ -31,7 +31,7 @@ class Rounds:
         """``watchdog``: of the workers; what it sees as steps are rounds, which take as long as if each replica had a
         step like the longest."""
         self.watchdog = watchdog
-        self.num_begun = 0  # how often there were other workers, or none
+        self.generation = 0  # grows when workers have gone, and when there are others
         self.turns = [Turn(self, index) for index in range(num_replicas)]
         self._max_in_flight = max_in_flight
         self._publish: Callable[[Sequence[SchedulerOutput | None]], None] = lambda outs: None  # of the workers
@@ -43,7 +43,7 @@ class Rounds:
     def begin(self, publish: Callable[[Sequence[SchedulerOutput | None]], None]) -> None:
         """Begin anew, with other workers. ``publish`` gives them a round: a step of each replica, None if it has
         none."""
-        self.num_begun += 1
+        self.generation += 1
         self._publish = publish
         self.watchdog.stop()
         self._in_flight.clear()
@@ -119,13 +119,13 @@ class Turn:
 
     @property
     def watchdog(self) -> Watchdog:
-        """Of all replicas."""
+        """The one that watches all replicas' workers."""
         return self._rounds.watchdog
 
     @property
-    def num_begun(self) -> int:
+    def generation(self) -> int:
         """See `Rounds`."""
-        return self._rounds.num_begun
+        return self._rounds.generation
 
     def rest(self) -> None:
         """See `Rounds.rest`."""

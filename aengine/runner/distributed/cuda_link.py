@@ -19,7 +19,7 @@ from torch import Tensor
 from torch.distributed import Store
 
 from ...kernels.signal import signal, wait
-from .pipeline import IntermediateTensors, StepSizes
+from .pipeline import BoxedLink, StepSizes
 from .stage import PipelineStage
 from .symmetric_memory import SymmetricMemory
 
@@ -108,51 +108,32 @@ class _Inbox:
         return slot[:length]
 
 
-class CudaLink:
+class CudaLink(BoxedLink):
     """A `PipelineLink`. What it returns is valid for what is queued before the next call of the method."""
 
     def __init__(
         self, stage: PipelineStage, sizes: StepSizes, memories: Sequence[StageMemory], owner: object = None
     ) -> None:
         """``memories``: of all stages, as this rank reaches them; ``owner`` keeps them."""
-        self.sizes = sizes
         self._owner = owner
         own, first, last = memories[stage.index], memories[0], memories[-1]
         self._scratch = own.address(_Counter.SCRATCH)
-        self._hidden_in: _Inbox | None = None
-        self._hidden_out: _Outbox | None = None
-        self._ids_in: _Inbox | None = None
-        self._ids_out: _Outbox | None = None
+        hidden_in = hidden_out = ids_in = ids_out = None
         if stage.is_first:
             addresses = own.address(_Counter.IDS_THERE), last.address(_Counter.IDS_READ)
-            self._ids_in = _Inbox(own.ids, *addresses)
+            ids_in = _Inbox(own.ids, *addresses)
         else:
             before = memories[stage.index - 1]
             addresses = own.address(_Counter.HIDDEN_THERE), before.address(_Counter.HIDDEN_READ)
-            self._hidden_in = _Inbox(own.hidden, *addresses)
+            hidden_in = _Inbox(own.hidden, *addresses)
         if stage.is_last:
             addresses = first.address(_Counter.IDS_THERE), own.address(_Counter.IDS_READ)
-            self._ids_out = _Outbox(first.ids, *addresses)
+            ids_out = _Outbox(first.ids, *addresses)
         else:
             after = memories[stage.index + 1]
             addresses = after.address(_Counter.HIDDEN_THERE), own.address(_Counter.HIDDEN_READ)
-            self._hidden_out = _Outbox(after.hidden, *addresses)
-
-    def send(self, tensors: IntermediateTensors) -> None:
-        assert self._hidden_out is not None, "the last stage has no next one"
-        self._hidden_out.send(tensors.hidden)
-
-    def receive(self, num_tokens: int) -> IntermediateTensors:
-        assert self._hidden_in is not None, "the first stage has none before it"
-        return IntermediateTensors(self._hidden_in.receive(num_tokens))
-
-    def send_ids(self, token_ids: Tensor) -> None:
-        assert self._ids_out is not None, "the last stage alone samples"
-        self._ids_out.send(token_ids)
-
-    def receive_ids(self, count: int) -> Tensor:
-        assert self._ids_in is not None, "the first stage alone needs the ids"
-        return self._ids_in.receive(count)
+            hidden_out = _Outbox(after.hidden, *addresses)
+        super().__init__(sizes, hidden_in=hidden_in, hidden_out=hidden_out, ids_in=ids_in, ids_out=ids_out)
 
     def warm_up(self) -> None:
         signal(self._scratch, 0)

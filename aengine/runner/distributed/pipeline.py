@@ -24,7 +24,7 @@ from torch import Tensor
 
 from .stage import PipelineStage
 
-__all__ = ["GlooLink", "IntermediateTensors", "NoLink", "PipelineLink", "StepSizes"]
+__all__ = ["BoxedLink", "GlooLink", "IntermediateTensors", "NoLink", "PipelineLink", "StepSizes"]
 
 _HIDDEN, _IDS = 0, 1  # tags of messages
 
@@ -67,6 +67,59 @@ class PipelineLink(Protocol):
 
     def warm_up(self) -> None:
         """Load what the other methods launch; nothing is exchanged."""
+
+
+class Outbox(Protocol):
+    """Messages to one other stage."""
+
+    def send(self, x: Tensor) -> None:
+        """Send [n, ...]. Does not wait."""
+
+
+class Inbox(Protocol):
+    """Messages of one other stage."""
+
+    def receive(self, length: int) -> Tensor:
+        """[length, ...]: the next message, for what is queued until the next call."""
+
+
+class BoxedLink:
+    """A `PipelineLink` by a box for each of the other stages that this one exchanges with. None: it is the first, the
+    last, or neither, and never asks that box."""
+
+    def __init__(
+        self,
+        sizes: StepSizes,
+        *,
+        hidden_in: Inbox | None,
+        hidden_out: Outbox | None,
+        ids_in: Inbox | None,
+        ids_out: Outbox | None,
+    ) -> None:
+        self.sizes = sizes
+        self._hidden_in = hidden_in
+        self._hidden_out = hidden_out
+        self._ids_in = ids_in
+        self._ids_out = ids_out
+
+    def send(self, tensors: IntermediateTensors) -> None:
+        assert self._hidden_out is not None, "the last stage has no next one"
+        self._hidden_out.send(tensors.hidden)
+
+    def receive(self, num_tokens: int) -> IntermediateTensors:
+        assert self._hidden_in is not None, "the first stage has none before it"
+        return IntermediateTensors(self._hidden_in.receive(num_tokens))
+
+    def send_ids(self, token_ids: Tensor) -> None:
+        assert self._ids_out is not None, "the last stage alone samples"
+        self._ids_out.send(token_ids)
+
+    def receive_ids(self, count: int) -> Tensor:
+        assert self._ids_in is not None, "the first stage alone needs the ids"
+        return self._ids_in.receive(count)
+
+    def warm_up(self) -> None:
+        pass
 
 
 class NoLink:
