@@ -2,6 +2,7 @@
 
     python benchmarks/blocked_loop.py                                   SmolLM2 on this machine
     python benchmarks/blocked_loop.py --shape qwen3-0.6b                random weights of engine_bench.py's shape
+    python benchmarks/blocked_loop.py --stages 2                        on two pipeline stages
 
 A coroutine of the host sleeps with the loop held (`time.sleep`) for 50 ms out of every 100. With leases the worker has
 the steps of that time already; with ``max_leased_steps=0`` it has two.
@@ -71,18 +72,21 @@ async def measure(settings: dict[str, Any], model: str, args: argparse.Namespace
 
 
 async def main(args: argparse.Namespace) -> None:
-    model, settings = args.model, {}
+    model: str = args.model
+    settings: dict[str, Any] = {"pipeline_parallel_size": args.stages}
     if args.shape:
-        model, settings = random_weights(args.shape), {"load_format": "dummy", "skip_tokenizer": True}
+        model = random_weights(args.shape)
+        settings |= {"load_format": "dummy", "skip_tokenizer": True}
     for name, more in (("leases", {}), ("no leases", {"max_leased_steps": 0}), ("own_thread", {"own_thread": True})):
         result = await measure({**settings, **more}, model, args)
-        print(json.dumps({"streams": args.streams, "with": name, **result}), flush=True)
+        print(json.dumps({"streams": args.streams, "stages": args.stages, "with": name, **result}), flush=True)
 
 
 if __name__ == "__main__":
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--model", default="smollm2-135m")
     parser.add_argument("--shape", choices=list(SHAPES))
+    parser.add_argument("--stages", type=int, default=1)
     parser.add_argument("--streams", type=int, default=64)
     parser.add_argument("--tokens", type=int, default=1000)
     parser.add_argument("--rounds", type=int, default=3)
