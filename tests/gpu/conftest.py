@@ -76,6 +76,8 @@ def shared_gpu(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) 
     """Processes may share a GPU, and what they do is the default worker's."""
     if SHARED_GPU:
         monkeypatch.setenv("CUDA_MPS_PIPE_DIRECTORY", request.getfixturevalue("mps_folder"))
+        # Kernels that wait for the other process's would otherwise fill all multiprocessors, and keep that one's out.
+        monkeypatch.setenv("CUDA_MPS_ACTIVE_THREAD_PERCENTAGE", "50")
         monkeypatch.setenv("TORCH_SYMM_MEM_ALLOW_OVERLAPPING_DEVICES", "1")  # for the workers, which inherit it
         known = start.shares_experts
         monkeypatch.setattr(start, "shares_experts", lambda config, hf: known(config.replace(worker="default"), hf))

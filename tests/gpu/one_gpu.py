@@ -1,7 +1,6 @@
 """Workers whose ranks share the first GPU where there is no other; as ``worker="one_gpu:load_model"``.
 
-torch's symmetric memory allows it with TORCH_SYMM_MEM_ALLOW_OVERLAPPING_DEVICES=1 in the environment. Kernels are
-launched one by one there: those that wait for their predecessors would keep the other rank's from the multiprocessors.
+torch's symmetric memory allows it with TORCH_SYMM_MEM_ALLOW_OVERLAPPING_DEVICES=1 in the environment.
 """
 
 from __future__ import annotations
@@ -27,9 +26,6 @@ def load_model(
     import torch
 
     if torch.cuda.device_count() == 1:
-        from aengine.kernels.triton import launch
-
-        launch.has_pdl = lambda: False  # before the kernels' modules import it
         from aengine.runner.distributed import opening
 
         opening._check_devices = lambda *args, **how: None

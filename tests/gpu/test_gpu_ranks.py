@@ -37,7 +37,8 @@ STAGES: dict[str, Any] = {"pipeline_parallel_size": 2, **ON_TWO}
 APART: dict[str, Any] = STAGES | {"worker": "one_gpu:load_apart"}
 DIVISIONS = {"ranks": RANKS, "stages": STAGES, "stages apart": APART}
 FAMILIES = ("llama", "mistral", "qwen3", "gemma2", "phi3", "gpt_oss", "qwen3_moe")
-needs_two = pytest.mark.skipif(DEVICE == "cpu" or bool(SHARED_GPU), reason="needs two GPUs")
+MOST_RESTARTS = 2 if SHARED_GPU else 1
+"""After a death: a GPU that processes share may be unavailable for a moment when one of them was killed."""
 KINDS = [
     GREEDY,
     GREEDY.replace(temperature=0.9, seed=5),
@@ -169,12 +170,11 @@ async def test_a_rank_dies(checkpoint: MakeCheckpoint, rank: int, two: dict[str,
         await asyncio.wait(rest, return_when=asyncio.FIRST_COMPLETED)
         print(f"the first stream ended {time.monotonic() - begun:.1f} s after the death of rank {rank}")
         assert [essence(await task) for task in tasks] == expected
-        # Where processes share a GPU it may be unavailable for a moment when one of them was killed.
-        assert 1 <= engine.statistics().num_restarts <= (2 if SHARED_GPU else 1)
+        assert 1 <= engine.statistics().num_restarts <= MOST_RESTARTS
         await settled(engine)
 
 
-@needs_two
+@pytest.mark.skipif(DEVICE == "cpu", reason="there are no kernels")
 @pytest.mark.parametrize("rank", [0, 1])
 async def test_a_kernel_is_stuck(checkpoint: MakeCheckpoint, rank: int, two: dict[str, Any]) -> None:
     """The other rank waits for it on its GPU; both beat, and neither gets on."""
@@ -187,7 +187,7 @@ async def test_a_kernel_is_stuck(checkpoint: MakeCheckpoint, rank: int, two: dic
         begun = time.monotonic()
         assert [essence(await task) for task in tasks] == expected
         print(f"all streams had ended {time.monotonic() - begun:.1f} s after the kernel began")
-        assert engine.statistics().num_restarts == 1
+        assert 1 <= engine.statistics().num_restarts <= MOST_RESTARTS
 
 
 async def test_cancelled_requests_do_not_disturb_others(

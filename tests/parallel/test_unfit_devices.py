@@ -14,6 +14,7 @@ from aengine import AsyncLLM, InvalidRequestError, ModelLoadError
 from aengine.config import EngineConfig
 from aengine.runner.distributed.opening import _check_devices, open_device, open_group, open_link
 from aengine.runner.distributed.pipeline import StepSizes
+from aengine.runner.distributed.symmetric_memory import NoPeers, check_writes
 from aengine.runner.platforms.cpu import CpuPlatform
 from aengine.runner.platforms.cuda import CudaPlatform
 from aengine.runner.platforms.platform import Unavailable
@@ -79,6 +80,29 @@ def test_gpus_of_several_machines_have_the_same_numbers(tmp_path: Path) -> None:
     _check_devices(store, gpu(0), "", 1, 1, is_one_machine=False)
     with pytest.raises(ModelLoadError, match="rank 1 is on cpu and rank 0 on cuda:0"):
         _check_devices(store, CpuPlatform(), "", 1, 1, is_one_machine=False)
+
+
+@pytest.mark.parametrize("lost", [None, (0, 2), (2, 1)])
+def test_writes_that_do_not_arrive(tmp_path: Path, lost: tuple[int, int] | None) -> None:
+    """``lost``: who writes, and into whose memory."""
+    size = 3
+    memories = [torch.randint(0, 255, (8 * size,), dtype=torch.uint8) for _ in range(size)]
+
+    def check(rank: int) -> None:
+        store = torch.distributed.FileStore(str(tmp_path / "meeting"), size)
+        parts = list(memories)
+        if lost is not None and rank == lost[0]:
+            parts[lost[1]] = torch.zeros_like(parts[0])
+        check_writes(parts, store, rank)
+
+    with ThreadPoolExecutor(size) as pool:
+        errors = [one.exception() for one in [pool.submit(check, rank) for rank in range(size)]]
+    for rank, error in enumerate(errors):
+        if lost is None or rank != lost[1]:
+            assert error is None
+        else:
+            assert isinstance(error, NoPeers)
+            assert f"what rank {lost[0]} writes into the memory of rank {rank} does not arrive" in str(error)
 
 
 def test_more_ranks_than_gpus(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -3,19 +3,49 @@
 from __future__ import annotations
 
 import itertools
+from collections.abc import Sequence
 from typing import Any
 
 import torch
 from torch import Tensor
 from torch.distributed import PrefixStore, ProcessGroup, Store
 
-__all__ = ["NoPeers", "SymmetricMemory"]
+__all__ = ["NoPeers", "SymmetricMemory", "check_writes"]
 
 _numbers = itertools.count()
+_WRITTEN = 2**48  # what was in the memory before is hardly that
 
 
 class NoPeers(RuntimeError):
-    """The GPUs can't be given each other's memory; the message is what the driver says."""
+    """The GPUs can't reach each other's memory; the message is what the driver says, or what was seen."""
+
+
+def check_writes(parts: Sequence[Tensor], store: Store, rank: int) -> None:
+    """Write into the memory of all ranks, and look whether theirs comes into this one's. Every rank calls it.
+
+    The driver also gives GPUs each other's memory where the mainboard sends such writes elsewhere. A kernel that waits
+    for one would never end.
+
+    ``parts``: of each rank, uint8 [8 * number of ranks or more], as this one reaches it; what it holds is overwritten.
+    Raises NoPeers.
+    """
+    size = len(parts)
+    numbers = [part.view(torch.int64)[:size] for part in parts]
+    for theirs in numbers:
+        theirs[rank] = _WRITTEN + rank
+    numbers[rank].tolist()  # waits until the device has written all of them
+    _meet(store, "written", rank, size)
+    for other, number in enumerate(numbers[rank].tolist()):
+        if number != _WRITTEN + other:
+            raise NoPeers(
+                f"what rank {other} writes into the memory of rank {rank} does not arrive: the mainboard may redirect "
+                f"it, which its settings of the IOMMU and of PCIe's Access Control Services (ACS) can end"
+            )
+
+
+def _meet(store: Store, where: str, rank: int, size: int) -> None:
+    store.set(f"{where}/{rank}", "")
+    store.wait([f"{where}/{other}" for other in range(size)])
 
 
 class SymmetricMemory:
@@ -38,15 +68,15 @@ class SymmetricMemory:
         _register_process_group(name, self._group)
         _SymmetricMemory.set_group_info(name, rank, size, PrefixStore("memory", store))
         self._memory = _SymmetricMemory.empty_strided_p2p((num_bytes,), (1,), torch.uint8, device)
-        self._memory.zero_()
-        torch.accelerator.synchronize(device)
+        self._num_bytes = num_bytes
         try:
             self._handle = _SymmetricMemory.rendezvous(self._memory, name)
+            check_writes([self.part(other)[: 8 * size] for other in range(size)], store, rank)
         except RuntimeError as error:
             raise NoPeers(str(error).partition("\n")[0]) from error
-        store.set(f"zeroed/{rank}", "")  # nobody writes into another's memory before that is zeroed
-        store.wait([f"zeroed/{other}" for other in range(size)])
-        self._num_bytes = num_bytes
+        self._memory.zero_()
+        torch.accelerator.synchronize(device)
+        _meet(store, "zeroed", rank, size)  # nobody writes into another's memory before that is zeroed
         self.addresses = torch.tensor(self._handle.buffer_ptrs, dtype=torch.int64, device=device)
         """int64 [size]: where each rank's memory begins, as this one's kernels reach it."""
 
