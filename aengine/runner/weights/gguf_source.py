@@ -5,8 +5,10 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from functools import partial
 from math import prod
+from typing import Any
 
 import torch
+from numpy.typing import NDArray
 from torch import Tensor
 
 from ...checkpoint.gguf_file import GgufFile
@@ -15,6 +17,8 @@ from .gguf_names import GgufNames
 from .reading import Named, Source, Target, in_threads
 
 __all__ = ["read_gguf"]
+
+_LONG_ROW = 2**14  # numbers
 
 
 def read_gguf(path: str, names: GgufNames, head_dim: int, target: Target) -> Source:
@@ -63,7 +67,7 @@ def _dequantise(file: GgufFile, name: str, expert: int | None = None) -> Tensor:
     tensor = file.tensors[name]
     try:
         stored = file.tensor_data(name) if expert is None else file.tensor_data(name)[expert]
-        data = dequantize(stored, GGMLQuantizationType(tensor.type_code))
+        data = dequantize(_long_rows(stored, tensor.shape[-1]), GGMLQuantizationType(tensor.type_code))
     except (NotImplementedError, KeyError, ValueError) as error:
         raise ModelLoadError(
             f"{file.path}: tensor {name} is quantised as {tensor.type.name}, which the gguf package can't read: {error}"
@@ -71,6 +75,17 @@ def _dequantise(file: GgufFile, name: str, expert: int | None = None) -> Tensor:
     if not data.flags.writeable:  # float32 already: a view of the file
         data = data.copy()
     return torch.from_numpy(data.reshape(tensor.shape if expert is None else tensor.shape[1:]))
+
+
+def _long_rows(stored: NDArray[Any], row_size: int) -> NDArray[Any]:
+    """``stored`` [..., bytes of a row], several rows as one. ``row_size``: numbers of a row.
+
+    The gguf package takes 16 rows at a time. Of short ones that is mostly Python, for which threads wait.
+    """
+    rows = stored.reshape(-1, stored.shape[-1])
+    most = min(len(rows), max(1, _LONG_ROW // row_size))
+    count = next(count for count in range(most, 0, -1) if len(rows) % count == 0)
+    return rows.reshape(len(rows) // count, -1)
 
 
 def _separate_halves(tensor: Tensor, head_dim: int) -> Tensor:
