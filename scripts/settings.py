@@ -91,6 +91,17 @@ AsyncLLM(config, max_num_seqs=64)  # with some settings in place of its own
 `LLM` takes the same; its `own_thread` is always on, and `admission` is "wait" unless given by name. An unknown name and
 a wrong value raise `InvalidRequestError`, whose `param` is the name.
 
+## On the command line
+
+Commands that start an engine take each setting as an option: `aengine run`, `chat`, `bench` and `serve`.
+
+```
+aengine run Qwen/Qwen3-0.6B "Write a haiku about rain." --gpu-memory-utilization 0.5
+aengine chat meta-llama/Llama-3.1-8B-Instruct --tensor-parallel-size 2
+```
+
+The seed is `--seed` of `bench` and `serve`; that of `run` and `chat` is the answer's (`SamplingParams.seed`).
+
 ## From the environment
 
 `EngineConfig.from_env()` reads each setting from `AENGINE_` and its name in capitals; another prefix is

@@ -16,14 +16,14 @@ from typing import Any
 
 from ..async_llm import AsyncLLM
 from ..params import SamplingParams
-from .progress import engine_config
+from .engine_options import engine_settings
 
 __all__ = ["bench", "measure"]
 
 
 async def bench(args: argparse.Namespace) -> int:
     begun = time.monotonic()
-    async with AsyncLLM(args.model, **engine_config(args)) as engine:
+    async with AsyncLLM(args.model, **engine_settings(args)) as engine:
         result: dict[str, Any] = {"model": args.model, "engine": engine.describe()}
         await measure(engine, 1, 8, 1)
         result["first_token_s"] = round(time.monotonic() - begun, 2)

@@ -16,7 +16,8 @@ from ..async_llm import AsyncLLM
 from ..errors import ContextLengthError, RequestError
 from ..params import SamplingParams
 from ..threads.pools import run_in_thread
-from .progress import engine_config, sampling_params
+from .engine_options import engine_settings
+from .progress import sampling_params
 
 __all__ = ["chat"]
 
@@ -30,7 +31,7 @@ Ctrl-C    stop the answer that is being written"""
 async def chat(args: argparse.Namespace) -> int:
     params = sampling_params(args)
     messages = _fresh(args.system)
-    async with AsyncLLM(args.model, **engine_config(args)) as engine:
+    async with AsyncLLM(args.model, **engine_settings(args)) as engine:
         print(f"{args.model} is ready. /help lists the commands.", file=sys.stderr)
         while True:
             line = await _ask()

@@ -5,12 +5,12 @@ from __future__ import annotations
 import argparse
 import sys
 import time
-from typing import Any, TextIO
+from typing import TextIO
 
 from ..outputs import StartupProgress
 from ..params import SamplingParams
 
-__all__ = ["StartupLine", "engine_config", "sampling_params"]
+__all__ = ["StartupLine", "sampling_params"]
 
 _WIDTH = 24
 _STAGES = {
@@ -65,15 +65,6 @@ class StartupLine:
 
 def _stage(progress: StartupProgress) -> str:
     return "download" if progress.stage == "resolve" and progress.unit == "bytes" else progress.stage
-
-
-def engine_config(args: argparse.Namespace) -> dict[str, Any]:
-    """The keyword arguments of `AsyncLLM` from the command line's."""
-    names = ("dtype", "device", "max_model_len", "num_threads", "load_format", "trust_remote_code")
-    config = {name: getattr(args, name) for name in names}
-    if not args.quiet:
-        config["progress"] = StartupLine()
-    return config
 
 
 def sampling_params(args: argparse.Namespace) -> SamplingParams:

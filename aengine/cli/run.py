@@ -10,7 +10,8 @@ from ..async_llm import AsyncLLM
 from ..errors import InvalidRequestError
 from ..outputs import FinishReason
 from ..params import is_unicode
-from .progress import engine_config, sampling_params
+from .engine_options import engine_settings
+from .progress import sampling_params
 
 __all__ = ["run"]
 
@@ -22,7 +23,7 @@ async def run(args: argparse.Namespace) -> int:
         raise InvalidRequestError("the prompt is empty", param="prompt")
     if not is_unicode(text):
         raise InvalidRequestError("the prompt is not valid UTF-8", param="prompt")
-    async with AsyncLLM(args.model, **engine_config(args)) as engine:
+    async with AsyncLLM(args.model, **engine_settings(args)) as engine:
         chat = args.chat or (not args.plain and engine.tokenizer.has_chat_template)
         prompt = [{"role": "user", "content": text}] if chat else text
         begun = time.monotonic()

@@ -9,13 +9,12 @@ import os
 import socket
 import sys
 from collections.abc import Awaitable
-from dataclasses import fields
 from typing import TYPE_CHECKING, Any, TypeVar
 
 from ..async_llm import AsyncLLM
-from ..config import EngineConfig, server_api_key
-from ..errors import EngineError, InvalidRequestError
-from .progress import engine_config
+from ..config import server_api_key
+from ..errors import EngineError
+from .engine_options import add_engine_options, engine_settings
 
 if TYPE_CHECKING:
     from ..server.serve import StopSignals
@@ -25,12 +24,10 @@ __all__ = ["add_serve_arguments", "serve"]
 T = TypeVar("T")
 
 _LOG_LEVELS = ("critical", "error", "warning", "info", "debug")
-_ELSEWHERE = {"model", "dtype", "device", "max_model_len", "num_threads", "load_format", "trust_remote_code"}
-_NOT_HERE = {"progress", "on_request_end", "own_thread", "skip_tokenizer"}
 
 
 def add_serve_arguments(command: argparse.ArgumentParser) -> None:
-    """Add what `serve` takes, but for the settings that all commands have."""
+    """Add what `serve` takes."""
     command.add_argument("model", metavar="MODEL")
     group = command.add_argument_group("server")
     group.add_argument("--host", default="127.0.0.1", help="the address; 0.0.0.0: all of this machine (127.0.0.1)")
@@ -76,32 +73,7 @@ def add_serve_arguments(command: argparse.ArgumentParser) -> None:
     )
     group.add_argument("--log-level", choices=_LOG_LEVELS, default="info", help="(info)")
     group.add_argument("--no-access-log", action="store_true", help="no line for each request")
-    _add_settings(command)
-
-
-def _add_settings(command: argparse.ArgumentParser) -> None:
-    """Add a setting of the engine each, as ``--max-num-seqs``."""
-    from ..env_settings import value_of
-
-    group = command.add_argument_group("more settings of the engine", "what each does: docs/settings.md")
-    types = EngineConfig.__annotations__
-    for field in fields(EngineConfig):
-        name = field.name
-        if name in _ELSEWHERE | _NOT_HERE:
-            continue
-        flag = f"--{name.replace('_', '-')}"
-        text = f"({field.default})"
-        if types[name] == "bool":
-            group.add_argument(flag, action=argparse.BooleanOptionalAction, default=None, help=text)
-            continue
-
-        def parsed(given: str, name: str = name, flag: str = flag) -> Any:
-            try:
-                return value_of(flag, name, types[name], given)
-            except InvalidRequestError as error:
-                raise argparse.ArgumentTypeError(str(error)) from None
-
-        group.add_argument(flag, type=parsed, metavar="VALUE", default=None, help=text)
+    add_engine_options(command, shows_all=True)
 
 
 def _port(text: str) -> int:
@@ -139,7 +111,7 @@ async def serve(args: argparse.Namespace) -> int:
     except ImportError as error:
         raise EngineError(f"aengine serve needs {error.name}: pip install starlette uvicorn pydantic") from None
     log_to_stderr(_log_level(args))
-    engine = AsyncLLM(args.model, **engine_config(args), **_settings(args))
+    engine = AsyncLLM(args.model, **engine_settings(args))
     _trace(engine, args.served_model_name)
     with stop_signals() as stop:
         serving = asyncio.create_task(_serve(args, engine, stop))
@@ -159,11 +131,6 @@ def _trace(engine: AsyncLLM, names: list[str] | None) -> None:
     except ImportError:
         return
     instrument(engine, model_name=names[0] if names else None)
-
-
-def _settings(args: argparse.Namespace) -> dict[str, Any]:
-    names = (field.name for field in fields(EngineConfig) if field.name not in _ELSEWHERE | _NOT_HERE)
-    return {name: value for name in names if (value := getattr(args, name)) is not None}
 
 
 async def _serve(args: argparse.Namespace, engine: AsyncLLM, stop: StopSignals) -> None:

@@ -1,0 +1,66 @@
+"""The engine's settings as options of the commands that start one, such as ``--max-num-seqs 64``."""
+
+from __future__ import annotations
+
+import argparse
+from dataclasses import fields
+from typing import Any
+
+from ..config import EngineConfig
+from ..env_settings import value_of
+from ..errors import InvalidRequestError
+from .progress import StartupLine
+
+__all__ = ["add_engine_options", "engine_settings"]
+
+_FIRST = {
+    "dtype": "float32, bfloat16 or float16 (auto)",
+    "device": "auto, cpu, cuda, cuda:N, or one for each rank: cuda:0,1 (auto)",
+    "max_model_len": "tokens of prompt and completion together",
+    "num_threads": "CPU threads of each worker",
+    "load_format": "safetensors, gguf or dummy (auto)",
+    "trust_remote_code": "run Python code that lies beside the weights",
+}
+"""What most users look for, with its help."""
+_NOT_HERE = {"model", "progress", "on_request_end", "own_thread", "skip_tokenizer"}
+"""What the commands set themselves, or what is a function."""
+_PREFIX = "engine_"  # of their names in the parsed arguments: `seed` is also a sampling parameter
+
+
+def add_engine_options(command: argparse.ArgumentParser, *, shows_all: bool = False, but: str = "") -> None:
+    """Add an option for each setting. ``shows_all``: the help has all of them, not only those that most users look for;
+    ``but``: the setting whose option means something else in this command."""
+    group = command.add_argument_group("engine")
+    for name, text in _FIRST.items():
+        _add(group, name, text)
+    group.add_argument("-v", "--verbose", action="store_true", help="log to stderr")
+    group.add_argument("-q", "--quiet", action="store_true", help="no progress on stderr")
+    shown = "what each does: docs/settings.md"
+    hidden = "every other one of docs/settings.md, as --tensor-parallel-size 2; aengine serve --help lists them"
+    more = command.add_argument_group("more settings of the engine", shown if shows_all else hidden)
+    for field in fields(EngineConfig):
+        if field.name not in {*_FIRST, *_NOT_HERE, but}:
+            _add(more, field.name, f"({field.default})" if shows_all else argparse.SUPPRESS)
+
+
+def _add(group: Any, name: str, text: str) -> None:
+    flag, type_name = f"--{name.replace('_', '-')}", EngineConfig.__annotations__[name]
+    where = {"dest": _PREFIX + name, "default": None, "help": text}
+    if type_name == "bool":
+        group.add_argument(flag, action=argparse.BooleanOptionalAction, **where)
+        return
+
+    def parsed(given: str) -> Any:
+        try:
+            return value_of(flag, name, type_name, given)
+        except InvalidRequestError as error:
+            raise argparse.ArgumentTypeError(str(error)) from None
+
+    group.add_argument(flag, type=parsed, metavar="VALUE", **where)
+
+
+def engine_settings(args: argparse.Namespace) -> dict[str, Any]:
+    """The keyword arguments of `AsyncLLM` that the command line gives, and the progress on stderr."""
+    names = (field.name for field in fields(EngineConfig))
+    given = {name: value for name in names if (value := getattr(args, _PREFIX + name, None)) is not None}
+    return given if args.quiet else {**given, "progress": StartupLine()}

@@ -1,0 +1,63 @@
+"""Every setting of the engine is an option of each command that starts one."""
+
+from __future__ import annotations
+
+from dataclasses import fields
+
+import pytest
+
+from aengine import AsyncLLM
+from aengine.__main__ import build_parser
+from aengine.cli.engine_options import engine_settings
+from aengine.config import EngineConfig
+
+COMMANDS = {"run": ["run", "m", "hello"], "chat": ["chat", "m"], "bench": ["bench", "m"], "serve": ["serve", "m"]}
+NO_OPTIONS = {"model", "progress", "on_request_end", "own_thread", "skip_tokenizer"}
+
+
+def settings_of(*words: str) -> dict[str, object]:
+    return engine_settings(build_parser().parse_args([*words, "--quiet"]))
+
+
+@pytest.mark.parametrize("command", COMMANDS)
+def test_every_setting_is_taken(command: str) -> None:
+    words, wanted = list(COMMANDS[command]), {}
+    for field in fields(EngineConfig):
+        if field.name in NO_OPTIONS or (field.name == "seed" and command in ("run", "chat")):
+            continue
+        flag, type_name = field.name.replace("_", "-"), EngineConfig.__annotations__[field.name]
+        if type_name == "bool":
+            words.append(f"--no-{flag}" if field.default else f"--{flag}")
+            wanted[field.name] = not field.default
+        else:
+            kind = {"int": int, "float": float}.get(type_name.removesuffix(" | None"), str)
+            words += [f"--{flag}", "3"]
+            wanted[field.name] = kind("3")
+    assert len(wanted) > 40
+    assert settings_of(*words) == wanted
+    assert settings_of(*COMMANDS[command]) == {}, "the engine's own defaults"
+
+
+def test_a_seed_is_that_of_the_sampling() -> None:
+    args = build_parser().parse_args([*COMMANDS["run"], "--seed", "7"])
+    assert args.seed == 7 and "seed" not in engine_settings(args)
+    assert settings_of(*COMMANDS["serve"], "--seed", "7") == {"seed": 7}
+
+
+def test_values_are_checked(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit):
+        build_parser().parse_args([*COMMANDS["run"], "--tensor-parallel-size", "two"])
+    assert "--tensor-parallel-size" in (shown := capsys.readouterr().err) and "'two'" in shown
+    settings = settings_of(*COMMANDS["run"], "--dtype", "int4")
+    with pytest.raises(ValueError, match="dtype='int4' is not valid"):
+        AsyncLLM("smollm2-135m", **settings)  # type: ignore[arg-type]
+
+
+def test_a_short_help_says_where_the_rest_is(capsys: pytest.CaptureFixture[str]) -> None:
+    shown = {}
+    for command in ("run", "serve"):
+        with pytest.raises(SystemExit):
+            build_parser().parse_args([command, "--help"])
+        shown[command] = capsys.readouterr().out
+    assert "--ring-bytes" not in shown["run"] and "aengine serve --help lists them" in shown["run"]
+    assert "--ring-bytes VALUE" in shown["serve"]
