@@ -13,6 +13,7 @@ import torch
 
 sys.path.append(str(Path(__file__).parents[1] / "models"))  # behind all else: that folder has a conftest.py too
 sys.path.append(str(Path(__file__).parents[1] / "runner"))
+sys.path.append(str(Path(__file__).parents[2] / "benchmarks"))
 
 from tiny import write_tiny_model
 
