@@ -375,8 +375,8 @@ def _check_device(device: object, num_ranks: int) -> None:
     if places and not len(places) == len(set(map(int, places))) == num_ranks:
         raise InvalidRequestError(
             f"device={shown(device)} names {len(set(map(int, places)))} different devices, and the engine has "
-            f"{num_ranks} ranks (tensor_parallel_size x pipeline_parallel_size x data_parallel_size): name one for "
-            f"each, or use device={name!r} for the first ones",
+            f"{num_ranks} rank{'s' * (num_ranks != 1)} (tensor_parallel_size x pipeline_parallel_size x "
+            f"data_parallel_size): name one for each, or use device={name!r} for the first ones",
             param="device",
         )
 

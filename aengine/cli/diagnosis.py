@@ -39,6 +39,7 @@ _MASK_BYTES = 5_000_000  # shared with the worker beside the rings, for a vocabu
 _FEW_DESCRIPTORS = 256
 _FEW_THREADS = 64
 _SHOWN_MODELS = 6
+_SHOWN_PAIRS = 3
 
 
 @dataclass(frozen=True, slots=True)
@@ -322,6 +323,8 @@ def _devices(report: dict[str, Any]) -> Iterator[Finding]:
         memory = f"{gpu['free_memory'] / GIB:.1f} of {gpu['total_memory'] / GIB:.1f} GiB free"
         text = f"{gpu['name']}, compute capability {gpu['capability']}, {memory}, driver {report['driver']}"
         yield Finding("GPU", "ok", text)
+        if len(report["gpu_names"]) > 1:
+            yield _several_gpus(report["gpu_names"], report["gpus_apart"])
     elif report["driver"]:
         yield Finding("GPU", "warning", f"not used, though driver {report['driver']} is here", report["gpu_problem"])
     else:
@@ -331,3 +334,23 @@ def _devices(report: dict[str, Any]) -> Iterator[Finding]:
         yield Finding("Triton", "error", triton, report["triton_problem"])
     else:
         yield Finding("Triton", "ok", triton if gpu is not None else f"{triton} (only a GPU needs it)")
+
+
+def _several_gpus(names: list[str], apart: list[list[int]]) -> Finding:
+    """Whether a model can be divided among them. ``apart``: pairs of which one can't read the other's memory."""
+    if len(set(names)) > 1:
+        listed = ", ".join(f"cuda:{i} {name}" for i, name in enumerate(names))
+        advice = "a model is divided among equal ones only: device='cuda:0,2' names some"
+        return Finding("several GPUs", "note", listed, advice)
+    found = f"{len(names)} of this kind"
+    if apart:
+        pairs = ", ".join(f"cuda:{i} and cuda:{j}" for i, j in apart[:_SHOWN_PAIRS])
+        more = f", and {len(apart) - _SHOWN_PAIRS} pairs more" if len(apart) > _SHOWN_PAIRS else ""
+        found += f", which can't all read each other's memory: not {pairs}{more}"
+        advice = (
+            "a model is divided among those that can (`nvidia-smi topo -p2p r`); in a virtual machine or container "
+            "pass them through together; data_parallel_size does without"
+        )
+        return Finding("several GPUs", "note", found, advice)
+    found += f", each can read the others' memory: tensor_parallel_size={len(names)} is possible"
+    return Finding("several GPUs", "ok", found)

@@ -14,11 +14,14 @@ from typing import Any
 import pytest
 import torch
 
+from aengine.config import EngineConfig
 from aengine.errors import ModelLoadError
 from aengine.runner.platforms import cuda as gpu_module
+from aengine.runner.platforms import probe
 from aengine.runner.platforms.choice import choose_platform
 from aengine.runner.platforms.cpu import CpuPlatform
 from aengine.runner.platforms.cuda import CudaPlatform
+from aengine.runner.platforms.platform import DeviceMemory
 
 Patch = pytest.MonkeyPatch
 
@@ -268,3 +271,22 @@ def test_the_gpu_of_this_machine() -> None:
     gpu = choose_platform("cuda")
     assert gpu.device == torch.device("cuda", 0)
     assert "GPUs" in refuse("cuda:99") or "only GPU" in refuse("cuda:99")
+
+
+def test_what_is_reported_of_several(monkeypatch: Patch) -> None:
+    """cuda:2 can't be read by the others, though it can read them."""
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 3)
+    monkeypatch.setattr(torch.cuda, "get_device_name", lambda index: f"NVIDIA H{index}")
+    monkeypatch.setattr(torch.cuda, "can_device_access_peer", lambda device, other: other != 2)
+    gpu = CudaPlatform(torch.device("cuda", 0), "NVIDIA H0", (9, 0))
+    monkeypatch.setattr(gpu, "memory", lambda: DeviceMemory(total=100, free=40, allocated=0, reserved=0))
+    monkeypatch.setattr(gpu, "check", lambda: None)
+    report: dict[str, Any] = {"triton_problem": ""}
+    choices = probe._gpu_choices(EngineConfig(model="-"), gpu, report)
+    assert report == {
+        "gpu": {"name": "NVIDIA H0", "capability": "9.0", "free_memory": 40, "total_memory": 100},
+        "gpu_names": ["NVIDIA H0", "NVIDIA H1", "NVIDIA H2"],
+        "gpus_apart": [[0, 2], [1, 2]],
+        "triton_problem": "",
+    }
+    assert choices["kv_cache_bytes"] == 30 and choices["dtype"] == "bfloat16"

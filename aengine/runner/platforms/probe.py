@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import json
 import logging
+from itertools import combinations
 from typing import Any
 
 import torch
@@ -26,7 +27,10 @@ __all__ = ["probe"]
 
 
 def probe() -> dict[str, Any]:
-    """Keys as below. ``gpu_problem``, ``triton_problem``, ``cpu_problem``: "" or one line with its cure."""
+    """Keys as below. ``gpu``: the first one; ``gpu_names``: of all; ``gpus_apart``: the pairs of them, by index, of
+    which one can't read the other's memory. ``gpu_problem``, ``triton_problem``, ``cpu_problem``: "" or one line with
+    its cure.
+    """
     config = EngineConfig(model="-")  # the defaults are what is wanted of it
     torch.set_num_threads(num_worker_threads(config))
     report: dict[str, Any] = {
@@ -37,6 +41,8 @@ def probe() -> dict[str, Any]:
         "cpu_capability": torch.backends.cpu.get_cpu_capability(),
         "free_memory": free_memory(),
         "gpu": None,
+        "gpu_names": [],
+        "gpus_apart": [],
         "gpu_problem": "",
         "triton_problem": "",
         "cpu_problem": "",
@@ -71,6 +77,9 @@ def _gpu_choices(config: EngineConfig, gpu: CudaPlatform, report: dict[str, Any]
     total, free, *_ = gpu.memory()
     capability = "{}.{}".format(*gpu.compute_capability)
     report["gpu"] = {"name": gpu.name, "capability": capability, "free_memory": free, "total_memory": total}
+    indices = range(torch.cuda.device_count())
+    report["gpu_names"] = [torch.cuda.get_device_name(i) for i in indices]
+    report["gpus_apart"] = [[i, j] for i, j in combinations(indices, 2) if not _are_peers(i, j)]
     try:
         gpu.check()
     except ModelLoadError as error:
@@ -87,6 +96,10 @@ def _gpu_choices(config: EngineConfig, gpu: CudaPlatform, report: dict[str, Any]
         "weights": name,
         "dtype": name,
     }
+
+
+def _are_peers(i: int, j: int) -> bool:
+    return torch.cuda.can_device_access_peer(i, j) and torch.cuda.can_device_access_peer(j, i)
 
 
 def _triton_version() -> str | None:
