@@ -21,6 +21,8 @@ import time
 from pathlib import Path
 from typing import Any
 
+from engine_bench import SHAPES
+
 HERE = Path(__file__).parent
 SIZES = {"tp": "tensor_parallel_size", "pp": "pipeline_parallel_size", "dp": "data_parallel_size"}
 SHOWN = ("itl_ms_mean", "ttft_ms_p50", "tok_s", "client_cpu_s")
@@ -28,28 +30,30 @@ SHOWN = ("itl_ms_mean", "ttft_ms_p50", "tok_s", "client_cpu_s")
 
 def settings_of(division: str) -> dict[str, int | bool]:
     """The engine's settings for "tp2pp2", say; "one": none. Raises ValueError."""
-    sizes = re.findall(r"(tp|pp|dp)(\d+)", division)
-    if not re.fullmatch(r"one|((tp|pp|dp)\d+)+(ep)?", division) or len(dict(sizes)) < len(sizes):
+    sizes = re.findall(r"(tp|pp|dp)([1-9]\d*)", division)
+    if not re.fullmatch(r"one|((tp|pp|dp)[1-9]\d*)+(ep)?", division) or len(dict(sizes)) < len(sizes):
         raise ValueError(f"{division!r} is no division: it is 'one', or sizes such as tp2, pp2dp2, tp4ep")
     settings: dict[str, int | bool] = {SIZES[name]: int(size) for name, size in sizes}
     return settings | ({"enable_expert_parallel": True} if division.endswith("ep") else {})
 
 
 def run(args: argparse.Namespace, division: str, out: Path) -> dict[str, Any]:
-    """What engine_bench.py finds: {"start": {...}, scenario: {figure: median}}."""
+    """What engine_bench.py finds: {"start": {...}, scenario: {figure: median}}; or {"failed": its exit status}."""
     command = [sys.executable, str(HERE / "engine_bench.py"), "--engine", "aengine_adapter:Adapter"]
     command += ["--shape", args.shape, "--tasks", args.tasks, "--reps", str(args.reps), "--out", str(out)]
     given = [f"{name}={json.dumps(value)}" for name, value in settings_of(division).items()]
     command += [word for setting in [*args.set, *given] for word in ("--set", setting)]
     environment = os.environ | {"BENCH_T0": str(time.time())}
-    subprocess.run(command, check=True, stdout=sys.stderr, env=environment)
+    status = subprocess.run(command, stdout=sys.stderr, env=environment).returncode
+    if status:
+        return {"failed": status}
     result = json.loads(out.read_text())
     found: dict[str, Any] = {"start": {"first_token_s": result["startup"]["first_token_s"]}}
-    if "errors" in result:
-        found["errors"] = {task: text.strip().splitlines()[-1] for task, text in result["errors"].items()}
     for scenario, figures in result.items():
         if isinstance(figures, dict) and "median" in figures:
             found[scenario] = {name: figures["median"][name] for name in SHOWN if name in figures["median"]}
+    if "errors" in result:
+        found["failed"] = sorted(result["errors"])
     return found
 
 
@@ -58,33 +62,43 @@ def times(figures: dict[str, Any], first: dict[str, Any]) -> dict[str, Any]:
     return {
         scenario: {name: round(value / first[scenario][name], 3) for name, value in values.items()}
         for scenario, values in figures.items()
-        if scenario in first and scenario != "errors"
+        if scenario in first and scenario != "failed"
     }
 
 
-def main() -> None:
+def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--shape", default="llama-3.1-8b")
+    parser.add_argument("--shape", default="llama-3.1-8b", choices=list(SHAPES))
     parser.add_argument("--divisions", nargs="+", default=["one", "tp2", "pp2", "dp2"], metavar="DIVISION")
     parser.add_argument("--tasks", default="single,burst,offline", help="of engine_bench.py")
     parser.add_argument("--reps", type=int, default=3)
     parser.add_argument("--set", action="append", default=[], metavar="NAME=JSON", help="a setting of all engines")
     parser.add_argument("--out", type=Path, default=None)
     args = parser.parse_args()
-    for division in args.divisions:
-        settings_of(division)  # a wrong name is told before anything is measured
+    try:  # what is wrong is told before anything is measured
+        for division in args.divisions:
+            settings_of(division)
+        if args.out is not None:
+            args.out.touch()
+    except (ValueError, OSError) as error:
+        parser.error(str(error))
+    if len(set(args.divisions)) < len(args.divisions):
+        parser.error("a division is named twice")
     result: dict[str, Any] = {"shape": args.shape, "divisions": {}, "times_the_first": {}}
+    first: dict[str, Any] = {}
     with tempfile.TemporaryDirectory() as folder:
         for division in args.divisions:
-            figures = run(args, division, Path(folder, "result.json"))
+            figures = run(args, division, Path(folder, f"{division}.json"))
             result["divisions"][division] = figures
-            first = result["divisions"][args.divisions[0]]
-            if figures is not first:
+            if division == args.divisions[0]:
+                first = figures
+            else:
                 result["times_the_first"][division] = times(figures, first)
             if args.out is not None:  # whatever becomes of the next ones
                 args.out.write_text(json.dumps(result, indent=1) + "\n")
     print(json.dumps(result))
+    return int(any("failed" in figures for figures in result["divisions"].values()))
 
 
 if __name__ == "__main__":
-    main()
+    raise SystemExit(main())

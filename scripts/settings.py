@@ -93,14 +93,16 @@ a wrong value raise `InvalidRequestError`, whose `param` is the name.
 
 ## On the command line
 
-Commands that start an engine take each setting as an option: `aengine run`, `chat`, `bench` and `serve`.
+Commands that start an engine take the settings as options: `aengine run`, `chat`, `bench` and `serve`.
 
 ```
 aengine run Qwen/Qwen3-0.6B "Write a haiku about rain." --gpu-memory-utilization 0.5
 aengine chat meta-llama/Llama-3.1-8B-Instruct --tensor-parallel-size 2
 ```
 
-The seed is `--seed` of `bench` and `serve`; that of `run` and `chat` is the answer's (`SamplingParams.seed`).
+* Values are written as in the environment (below), True and False as `--enforce-eager` and `--no-enforce-eager`.
+* No options are the functions (`progress`, `on_request_end`), `own_thread`, `skip_tokenizer`, and of `run` and `chat`
+  the engine's `seed`: their `--seed` is the answer's (`SamplingParams.seed`).
 
 ## From the environment
 

@@ -19,6 +19,7 @@ import sys
 import sysconfig
 from collections.abc import Iterator
 from dataclasses import asdict, dataclass
+from itertools import combinations
 from pathlib import Path
 from typing import Any, Literal
 
@@ -40,6 +41,10 @@ _FEW_DESCRIPTORS = 256
 _FEW_THREADS = 64
 _SHOWN_MODELS = 6
 _SHOWN_PAIRS = 3
+_PEERS_ADVICE = (
+    "a model is divided among those that can (`nvidia-smi topo -p2p r`): in a virtual machine or container pass them "
+    "through together; data_parallel_size does without"
+)
 
 
 @dataclass(frozen=True, slots=True)
@@ -339,18 +344,19 @@ def _devices(report: dict[str, Any]) -> Iterator[Finding]:
 def _several_gpus(names: list[str], apart: list[list[int]]) -> Finding:
     """Whether a model can be divided among them. ``apart``: pairs of which one can't read the other's memory."""
     if len(set(names)) > 1:
-        listed = ", ".join(f"cuda:{i} {name}" for i, name in enumerate(names))
-        advice = "a model is divided among equal ones only: device='cuda:0,2' names some"
-        return Finding("several GPUs", "note", listed, advice)
-    found = f"{len(names)} of this kind"
+        found = ", ".join(f"cuda:{i} {name}" for i, name in enumerate(names))
+        advice = "a model is divided among equal ones only, which the setting device names"
+        equal = next(([i, j] for i, j in combinations(range(len(names)), 2) if names[i] == names[j]), None)
+        if equal is not None:
+            advice += ": device='cuda:{},{}', say".format(*equal)
+    else:
+        found = f"{len(names)} of this kind"
+        advice = ""
     if apart:
         pairs = ", ".join(f"cuda:{i} and cuda:{j}" for i, j in apart[:_SHOWN_PAIRS])
-        more = f", and {len(apart) - _SHOWN_PAIRS} pairs more" if len(apart) > _SHOWN_PAIRS else ""
-        found += f", which can't all read each other's memory: not {pairs}{more}"
-        advice = (
-            "a model is divided among those that can (`nvidia-smi topo -p2p r`); in a virtual machine or container "
-            "pass them through together; data_parallel_size does without"
-        )
-        return Finding("several GPUs", "note", found, advice)
-    found += f", each can read the others' memory: tensor_parallel_size={len(names)} is possible"
-    return Finding("several GPUs", "ok", found)
+        more = len(apart) - _SHOWN_PAIRS
+        found += f"; these can't read each other's memory: {pairs}" + (f", and {more} more" if more > 0 else "")
+        advice = "; ".join(filter(None, [advice, _PEERS_ADVICE]))
+    else:
+        found += "; each can read the others' memory"
+    return Finding("several GPUs", "note" if advice else "ok", found, advice)

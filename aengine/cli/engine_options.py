@@ -28,15 +28,18 @@ _PREFIX = "engine_"  # of their names in the parsed arguments: `seed` is also a 
 
 
 def add_engine_options(command: argparse.ArgumentParser, *, shows_all: bool = False, but: str = "") -> None:
-    """Add an option for each setting. ``shows_all``: the help has all of them, not only those that most users look for;
-    ``but``: the setting whose option means something else in this command."""
+    """Add an option for each setting but for functions and those that are the command's own.
+
+    ``shows_all``: the help has all of them, not only those that most users look for; ``but``: the setting whose option
+    means something else in this command.
+    """
     group = command.add_argument_group("engine")
     for name, text in _FIRST.items():
         _add(group, name, text)
     group.add_argument("-v", "--verbose", action="store_true", help="log to stderr")
     group.add_argument("-q", "--quiet", action="store_true", help="no progress on stderr")
     shown = "what each does: docs/settings.md"
-    hidden = "every other one of docs/settings.md, as --tensor-parallel-size 2; aengine serve --help lists them"
+    hidden = "others of docs/settings.md, as --tensor-parallel-size 2; aengine serve --help lists them"
     more = command.add_argument_group("more settings of the engine", shown if shows_all else hidden)
     for field in fields(EngineConfig):
         if field.name not in {*_FIRST, *_NOT_HERE, but}:
@@ -45,7 +48,7 @@ def add_engine_options(command: argparse.ArgumentParser, *, shows_all: bool = Fa
 
 def _add(group: Any, name: str, text: str) -> None:
     flag, type_name = f"--{name.replace('_', '-')}", EngineConfig.__annotations__[name]
-    where = {"dest": _PREFIX + name, "default": None, "help": text}
+    where = {"dest": _PREFIX + name, "default": argparse.SUPPRESS, "help": text}  # None is a value of some
     if type_name == "bool":
         group.add_argument(flag, action=argparse.BooleanOptionalAction, **where)
         return
@@ -61,6 +64,5 @@ def _add(group: Any, name: str, text: str) -> None:
 
 def engine_settings(args: argparse.Namespace) -> dict[str, Any]:
     """The keyword arguments of `AsyncLLM` that the command line gives, and the progress on stderr."""
-    names = (field.name for field in fields(EngineConfig))
-    given = {name: value for name in names if (value := getattr(args, _PREFIX + name, None)) is not None}
+    given = {name.removeprefix(_PREFIX): value for name, value in vars(args).items() if name.startswith(_PREFIX)}
     return given if args.quiet else {**given, "progress": StartupLine()}

@@ -38,6 +38,11 @@ def test_every_setting_is_taken(command: str) -> None:
     assert settings_of(*COMMANDS[command]) == {}, "the engine's own defaults"
 
 
+def test_none_is_a_value() -> None:
+    words = ["--unread-timeout", "none", "--max-step-seconds", "none"]
+    assert settings_of(*COMMANDS["run"], *words) == {"unread_timeout": None, "max_step_seconds": None}
+
+
 def test_a_seed_is_that_of_the_sampling() -> None:
     args = build_parser().parse_args([*COMMANDS["run"], "--seed", "7"])
     assert args.seed == 7 and "seed" not in engine_settings(args)

@@ -149,7 +149,7 @@ def _peers_explained(setting: str) -> Iterator[None]:
         yield
     except NoPeers as error:
         raise ModelLoadError(
-            f"{setting}: the ranks' GPUs can't be given each other's memory ({error}): name GPUs that can, "
+            f"{setting}: the ranks' GPUs can't reach each other's memory ({error}): name GPUs that can, "
             f"device='cuda:0,1' say; in a virtual machine or container pass them through together"
         ) from error
 

@@ -27,13 +27,20 @@ def check_writes(parts: Sequence[Tensor], store: Store, rank: int) -> None:
     for one would never end.
 
     ``parts``: of each rank, uint8 [8 * number of ranks or more], as this one reaches it; what it holds is overwritten.
-    Raises NoPeers.
+    ``store``: with a prefix for this memory alone.
+
+    Raises:
+        NoPeers: they do not come, or the device fails
+        RuntimeError: a rank did not come in time, or has died
     """
     size = len(parts)
     numbers = [part.view(torch.int64)[:size] for part in parts]
-    for theirs in numbers:
-        theirs[rank] = _WRITTEN + rank
-    numbers[rank].tolist()  # waits until the device has written all of them
+    try:
+        for theirs in numbers:
+            theirs[rank] = _WRITTEN + rank
+        numbers[rank].tolist()  # waits until the device has written all of them
+    except RuntimeError as error:
+        raise NoPeers(_first_line(error)) from error
     _meet(store, "written", rank, size)
     for other, number in enumerate(numbers[rank].tolist()):
         if number != _WRITTEN + other:
@@ -41,6 +48,10 @@ def check_writes(parts: Sequence[Tensor], store: Store, rank: int) -> None:
                 f"what rank {other} writes into the memory of rank {rank} does not arrive: the mainboard may redirect "
                 f"it, which its settings of the IOMMU and of PCIe's Access Control Services (ACS) can end"
             )
+
+
+def _first_line(error: Exception) -> str:
+    return str(error).partition("\n")[0]
 
 
 def _meet(store: Store, where: str, rank: int, size: int) -> None:
@@ -52,7 +63,7 @@ class SymmetricMemory:
     """Memory of the same size on each rank, all zero at first. It is there as long as this object is, on all ranks."""
 
     def __init__(self, num_bytes: int, store: Store, rank: int, size: int, device: torch.device) -> None:
-        """Allocate, and meet the other ranks at ``store``, within its timeout.
+        """Allocate, and meet the other ranks at ``store``, whose prefix no other memory has, within its timeout.
 
         Raises:
             NoPeers: the driver does not map the others' memory
@@ -71,9 +82,9 @@ class SymmetricMemory:
         self._num_bytes = num_bytes
         try:
             self._handle = _SymmetricMemory.rendezvous(self._memory, name)
-            check_writes([self.part(other)[: 8 * size] for other in range(size)], store, rank)
         except RuntimeError as error:
-            raise NoPeers(str(error).partition("\n")[0]) from error
+            raise NoPeers(_first_line(error)) from error
+        check_writes([self.part(other)[: 8 * size] for other in range(size)], store, rank)
         self._memory.zero_()
         torch.accelerator.synchronize(device)
         _meet(store, "zeroed", rank, size)  # nobody writes into another's memory before that is zeroed
