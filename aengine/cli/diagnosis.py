@@ -346,16 +346,17 @@ def _several_gpus(names: list[str], apart: list[list[int]]) -> Finding:
     if len(set(names)) > 1:
         found = ", ".join(f"cuda:{i} {name}" for i, name in enumerate(names))
         advice = "a model is divided among equal ones only, which the setting device names"
-        equal = next(([i, j] for i, j in combinations(range(len(names)), 2) if names[i] == names[j]), None)
-        if equal is not None:
-            advice += ": device='cuda:{},{}', say".format(*equal)
+        pairs = combinations(range(len(names)), 2)
+        usable = next((f"cuda:{i},{j}" for i, j in pairs if names[i] == names[j] and [i, j] not in apart), "")
+        if usable:
+            advice += f": device={usable!r}, say"
     else:
         found = f"{len(names)} of this kind"
         advice = ""
     if apart:
-        pairs = ", ".join(f"cuda:{i} and cuda:{j}" for i, j in apart[:_SHOWN_PAIRS])
+        shown = ", ".join(f"cuda:{i} and cuda:{j}" for i, j in apart[:_SHOWN_PAIRS])
         more = len(apart) - _SHOWN_PAIRS
-        found += f"; these can't read each other's memory: {pairs}" + (f", and {more} more" if more > 0 else "")
+        found += f"; these can't read each other's memory: {shown}" + (f", and {more} more" if more > 0 else "")
         advice = "; ".join(filter(None, [advice, _PEERS_ADVICE]))
     else:
         found += "; each can read the others' memory"

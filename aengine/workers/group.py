@@ -249,14 +249,10 @@ class WorkerGroup:
         """What all show of themselves. A heartbeat of the group is one of each: ranks begin to beat when each is ready,
         and one that was stopped for a while has fewer than the others for ever."""
         beats = [worker.channel.num_heartbeats for worker in self._workers]
-        if (
-            beats
-            and len(beats) == len(self._beats)
-            and all(now > then for now, then in zip(beats, self._beats, strict=True))
-        ):
-            self._num_beats, self._beats = self._num_beats + 1, beats
-        elif len(beats) != len(self._beats):
+        if len(beats) != len(self._beats):
             self._beats = beats
+        elif beats and all(now > then for now, then in zip(beats, self._beats, strict=True)):
+            self._num_beats, self._beats = self._num_beats + 1, beats
         overdue = overdue_seconds(worker.channel.device_word for worker in self._workers)
         return Vitals(self._num_beats, overdue, self._slowest(beats))
 

@@ -159,11 +159,11 @@ def test_a_torch_that_cannot_be_imported(tmp_path: Path, monkeypatch: pytest.Mon
             "cuda:0 NVIDIA H200, cuda:1 NVIDIA A100; each can read the others' memory a model is divided among equal",
         ),
         (
-            {"gpu": GPU, "gpu_names": ["A", "B", "B"], "gpus_apart": [[0, 1]]},
+            {"gpu": GPU, "gpu_names": ["A", "B", "B", "B"], "gpus_apart": [[1, 2]]},
             "several GPUs",
             "note",
-            "memory: cuda:0 and cuda:1 a model is divided among equal ones only, which the setting device names: "
-            "device='cuda:1,2', say; a model is divided among those that can",
+            "memory: cuda:1 and cuda:2 a model is divided among equal ones only, which the setting device names: "
+            "device='cuda:1,3', say; a model is divided among those that can",
         ),
         (
             {"gpu": GPU, "gpu_names": ["NVIDIA L4"] * 4, "gpus_apart": [[0, 1], [0, 2], [0, 3], [1, 2]]},

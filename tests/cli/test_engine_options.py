@@ -1,4 +1,4 @@
-"""Every setting of the engine is an option of each command that starts one."""
+"""The settings of the engine are options of each command that starts one, all but functions and a few."""
 
 from __future__ import annotations
 

@@ -66,7 +66,7 @@ class SymmetricMemory:
         """Allocate, and meet the other ranks at ``store``, whose prefix no other memory has, within its timeout.
 
         Raises:
-            NoPeers: the driver does not map the others' memory
+            NoPeers: the driver does not map the others' memory, or what they write does not arrive
             RuntimeError: a rank did not come in time, or has died
         """
         from torch._C._distributed_c10d import _register_process_group, _SymmetricMemory
