@@ -319,7 +319,7 @@ class AsyncLLM(ImmediateCalls, WorkerCalls, PoolingCalls):
         Args:
             options: of `openai.AsyncOpenAI`, such as ``timeout`` and ``max_retries``.
 
-        Needs ``pip install openai starlette pydantic``. The engine may be started later.
+        Needs ``pip install 'aengine-llm[openai]'``. The engine may be started later.
         """
         return import_module("aengine.server.in_process").openai_client(self, **options)  # it is above the engine
 

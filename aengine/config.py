@@ -70,7 +70,7 @@ class EngineConfig:
     for benchmarks."""
     model_impl: Literal["auto", "native", "transformers"] = "auto"
     """Whose code computes the model: "native": aengine's, which is the faster; "transformers": that of the package
-    (aengine[transformers]). "auto": native where there is a family for it, else transformers."""
+    (aengine-llm[transformers]). "auto": native where there is a family for it, else transformers."""
     trust_remote_code: bool = False
     """Run Python code that lies beside the model's weights, where neither aengine nor transformers has the model. Read
     it first: it may do whatever the worker process may."""
@@ -140,7 +140,7 @@ class EngineConfig:
     """Replicas of the model, each on GPUs of its own, or with its share of a CPU's cores. A request runs on the one
     that has most of its prompt cached, or less to do; when a worker dies its requests go on with another."""
     executor: Literal["process", "ray"] = "process"
-    """Where the ranks run: "process": on this machine; "ray": on the machines of a Ray cluster (aengine[ray]), each
+    """Where the ranks run: "process": on this machine; "ray": on the machines of a Ray cluster (aengine-llm[ray]), each
     pipeline stage on one of them (docs/parallel.md#several-machines)."""
     ray_address: str | None = None
     """The Ray cluster, as `ray.init` takes it. None: the one that this process is connected to, else $RAY_ADDRESS, else

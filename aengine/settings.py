@@ -34,7 +34,7 @@ class Settings(TypedDict, total=False):
     for benchmarks. Default: "auto"."""
     model_impl: Literal["auto", "native", "transformers"]
     """Whose code computes the model: "native": aengine's, which is the faster; "transformers": that of the package
-    (aengine[transformers]). "auto": native where there is a family for it, else transformers. Default: "auto"."""
+    (aengine-llm[transformers]). "auto": native where there is a family for it, else transformers. Default: "auto"."""
     trust_remote_code: bool
     """Run Python code that lies beside the model's weights, where neither aengine nor transformers has the model. Read
     it first: it may do whatever the worker process may. Default: False."""
@@ -113,7 +113,7 @@ class Settings(TypedDict, total=False):
     that has most of its prompt cached, or less to do; when a worker dies its requests go on with another. In replicas.
     Default: 1."""
     executor: Literal["process", "ray"]
-    """Where the ranks run: "process": on this machine; "ray": on the machines of a Ray cluster (aengine[ray]), each
+    """Where the ranks run: "process": on this machine; "ray": on the machines of a Ray cluster (aengine-llm[ray]), each
     pipeline stage on one of them (docs/parallel.md#several-machines). Default: "process"."""
     ray_address: str | None
     """The Ray cluster, as `ray.init` takes it. None: the one that this process is connected to, else $RAY_ADDRESS, else
@@ -181,7 +181,7 @@ ENGINE_SETTINGS = """\
             config.json read; for benchmarks.
         model_impl: Literal["auto", "native", "transformers"] = "auto"
             Whose code computes the model: "native": aengine's, which is the faster; "transformers": that of
-            the package (aengine[transformers]). "auto": native where there is a family for it, else
+            the package (aengine-llm[transformers]). "auto": native where there is a family for it, else
             transformers.
         trust_remote_code: bool = False
             Run Python code that lies beside the model's weights, where neither aengine nor transformers has
@@ -263,7 +263,7 @@ ENGINE_SETTINGS = """\
             requests go on with another.
         executor: Literal["process", "ray"] = "process"
             Where the ranks run: "process": on this machine; "ray": on the machines of a Ray cluster
-            (aengine[ray]), each pipeline stage on one of them (docs/parallel.md#several-machines).
+            (aengine-llm[ray]), each pipeline stage on one of them (docs/parallel.md#several-machines).
         ray_address: str | None = None
             The Ray cluster, as `ray.init` takes it. None: the one that this process is connected to, else
             $RAY_ADDRESS, else the one that runs on this machine.

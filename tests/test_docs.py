@@ -146,14 +146,34 @@ def test_errors_page_has_every_error_and_what_it_carries() -> None:
 
 
 def test_nobody_is_sent_to_another_projects_package() -> None:
-    """The name aengine on PyPI belongs to another project: messages and pages name packages, or our address."""
+    """The name aengine on PyPI belongs to another project: this one's distribution is aengine-llm."""
     files = [
         *PAGES,
         *(ROOT / "aengine").rglob("*.py"),
         *(ROOT / "examples").glob("*"),
         *(ROOT / "benchmarks").glob("*"),
+        *(ROOT / "scripts").glob("*"),
+        ROOT / "pyproject.toml",
     ]
-    wrong = re.compile(r"pip install [^`\n]*?(?<![\w/-])aengine(?:\[[\w,-]*\])?(?![\w/.-]| @ git)")
+    wrong = re.compile(r"pip install [^`\n]*?(?<![\w/-])aengine(?![\w/.-])|(?<![\w.-])aengine(?:\[[a-z]| @ git)")
     for path in files:
         if path.is_file():
             assert not (found := wrong.search(path.read_text())), f"{path}: {found[0]}"
+
+
+def test_messages_give_the_address_of_a_page() -> None:
+    """pip does not bring docs/, so what a running engine says names a page by its address, and the page exists."""
+    address = "https://github.com/aengine/aengine/blob/main/docs/"
+    for path in {*(ROOT / "aengine").rglob("*.py")} - {ROOT / "aengine" / "settings.py"}:  # of docstrings only
+        tree = ast.parse(path.read_text())
+        docstrings = {
+            id(node.value)
+            for node in ast.walk(tree)
+            if isinstance(node, ast.Expr) and isinstance(node.value, ast.Constant)
+        }
+        for node in ast.walk(tree):
+            if not isinstance(node, ast.Constant) or not isinstance(node.value, str) or id(node) in docstrings:
+                continue
+            for before, name in re.findall(r"(\S*?)docs/([\w-]+\.md)", node.value):
+                assert before + "docs/" == address, f"{path}: {node.value}"
+                assert (ROOT / "docs" / name).is_file(), f"{path}: {name}"

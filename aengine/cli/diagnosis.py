@@ -41,6 +41,8 @@ _FEW_DESCRIPTORS = 256
 _FEW_THREADS = 64
 _SHOWN_MODELS = 6
 _SHOWN_PAIRS = 3
+_DISTRIBUTION = "aengine-llm"
+_CPU_TORCH = "pip install --index-url https://download.pytorch.org/whl/cpu torch"
 _PEERS_ADVICE = (
     "a model is divided among those that can (`nvidia-smi topo -p2p r`): in a virtual machine or container pass them "
     "through together; data_parallel_size does without"
@@ -103,7 +105,7 @@ def _python() -> Finding:
 
 def _packages() -> Finding:
     try:
-        needs = importlib.metadata.requires("aengine") or []
+        needs = importlib.metadata.requires(_DISTRIBUTION) or []
     except importlib.metadata.PackageNotFoundError:
         advice = "it runs from a folder: what it needs can't be compared with what is here; pip install -e that folder"
         return Finding("packages", "note", "aengine is not installed as a package", advice)
@@ -304,7 +306,7 @@ def _read_probe(process: subprocess.Popen[str]) -> dict[str, Any] | Finding:
         report: dict[str, Any] = json.loads(out.splitlines()[-1])
         return report
     last = errors.strip().splitlines()[-1] if errors.strip() else "it said nothing"
-    advice = "install it again: pip install --force-reinstall torch (on a machine without a GPU from torch's CPU index)"
+    advice = f"install it again: pip install --force-reinstall torch (on a machine without a GPU {_CPU_TORCH})"
     if process.returncode < 0:
         last = f"the process was killed by signal {-process.returncode}; {last}"
     return Finding("torch", "error", f"can't be used: {last}", advice)
@@ -319,7 +321,7 @@ def _devices(report: dict[str, Any]) -> Iterator[Finding]:
             "torch", "error", found, f"its kernels fail on this CPU ({report['cpu_problem']}): use dtype='float32'"
         )
     elif report["cuda"] and not report["driver"]:
-        advice = "of no use here: its CPU build is 3 GB smaller, see docs/install.md"
+        advice = f"of no use here: its CPU build, 3 GB smaller, is in a new environment what {_CPU_TORCH} installs"
         yield Finding("torch", "note", found, advice)
     else:
         yield Finding("torch", "ok", found)

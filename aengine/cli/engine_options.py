@@ -38,8 +38,8 @@ def add_engine_options(command: argparse.ArgumentParser, *, shows_all: bool = Fa
         _add(group, name, text)
     group.add_argument("-v", "--verbose", action="store_true", help="log to stderr")
     group.add_argument("-q", "--quiet", action="store_true", help="no progress on stderr")
-    shown = "what each does: docs/settings.md"
-    hidden = "others of docs/settings.md, as --tensor-parallel-size 2; aengine serve --help lists them"
+    shown = "what each does: https://github.com/aengine/aengine/blob/main/docs/settings.md"
+    hidden = "any setting is an option, as --tensor-parallel-size 2; aengine serve --help lists them"
     more = command.add_argument_group("more settings of the engine", shown if shows_all else hidden)
     for field in fields(EngineConfig):
         if field.name not in {*_FIRST, *_NOT_HERE, but}:

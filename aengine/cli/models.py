@@ -12,8 +12,8 @@ __all__ = ["add_models_parser", "models"]
 
 _NOTE = """\
 model_type: as in config.json. Models that are not listed are computed by transformers' own code, with the extra
-aengine[transformers], or refused with the reason. The format of tool calls follows from the model's chat template; json
-is that of templates which show none."""
+aengine-llm[transformers], or refused with the reason. The format of tool calls follows from the model's chat template;
+json is that of templates which show none."""
 
 
 def add_models_parser(commands: Any) -> None:

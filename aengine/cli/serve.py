@@ -109,7 +109,7 @@ async def serve(args: argparse.Namespace) -> int:
     try:
         from ..server.serve import log_to_stderr, stop_signals
     except ImportError as error:
-        raise EngineError(f"aengine serve needs {error.name}: pip install starlette uvicorn pydantic") from None
+        raise EngineError(f"aengine serve needs {error.name}: pip install 'aengine-llm[server]'") from None
     log_to_stderr(_log_level(args))
     engine = AsyncLLM(args.model, **engine_settings(args))
     _trace(engine, args.served_model_name)

@@ -11,7 +11,7 @@ chunk and L[i, j] = exp(G[i] - G[j]) for j <= i:
     (I + strictly lower(beta K K^T * L)) [U, W] = beta [V, exp(G) K]
     D = U - W S;   O = exp(G) Q S + (Q K^T * L) D;   S <- exp(G[-1]) S + (exp(G[-1] - G) K)^T D
 
-On a GPU, in 16 bits, fla-core (the extra aengine[fla]) computes the prompts of a step in one call; elsewhere torch
+On a GPU, in 16 bits, fla-core (the extra aengine-llm[fla]) computes the prompts of a step in one call; elsewhere torch
 does, sequence by sequence.
 """
 

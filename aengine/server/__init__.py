@@ -16,7 +16,7 @@ except ModuleNotFoundError as error:
     if error.name not in ("starlette", "pydantic"):
         raise
     raise ImportError(
-        f"aengine.server needs the package {error.name}: pip install starlette uvicorn pydantic"
+        f"aengine.server needs the package {error.name}: pip install 'aengine-llm[server]'"
     ) from error
 from .lifespan import engine_lifespan
 

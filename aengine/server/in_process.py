@@ -44,7 +44,7 @@ def openai_client(engine: AsyncLLM, **options: Any) -> openai.AsyncOpenAI:
     try:
         import openai
     except ImportError as error:
-        raise ImportError("openai_client needs the package openai: pip install openai starlette pydantic") from error
+        raise ImportError("openai_client needs the package openai: pip install 'aengine-llm[openai]'") from error
 
     http_client = _http_client(openai.DefaultAsyncHttpxClient, engine)
     return openai.AsyncOpenAI(
@@ -58,7 +58,7 @@ def anthropic_client(engine: AsyncLLM, **options: Any) -> anthropic.AsyncAnthrop
         import anthropic
     except ImportError as error:
         raise ImportError(
-            "anthropic_client needs Anthropic's client: pip install anthropic starlette pydantic"
+            "anthropic_client needs Anthropic's client: pip install 'aengine-llm[anthropic]'"
         ) from error
 
     http_client = _http_client(anthropic.DefaultAsyncHttpxClient, engine)

@@ -92,7 +92,8 @@ def extension_class(setting: str | None) -> Callable[[WorkerContext], object] | 
         raise ModelLoadError(f"worker_extension={setting!r} can't be imported in a worker: {error}") from error
     if not isinstance(cls, type):
         raise ModelLoadError(
-            f"worker_extension={setting!r} is no class: it must be one of (context), see docs/workers.md"
+            f"worker_extension={setting!r} is no class: it must be one of (context), see "
+            "https://github.com/aengine/aengine/blob/main/docs/workers.md#calls-of-your-own"
         )
     return cls
 

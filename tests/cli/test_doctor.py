@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import subprocess
 import sys
+import tomllib
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -16,6 +17,7 @@ from aengine.cli import diagnosis
 from aengine.cli.diagnosis import Finding
 from aengine.errors import EngineError
 
+ROOT = Path(__file__).resolve().parents[2]
 REPORT: dict[str, Any] = {
     "torch": "2.13.0",
     "cuda": "13.0",
@@ -171,7 +173,7 @@ def test_a_torch_that_cannot_be_imported(tmp_path: Path, monkeypatch: pytest.Mon
             "note",
             "cuda:0 and cuda:1, cuda:0 and cuda:2, cuda:0 and cuda:3, and 1 more a model is divided among those",
         ),
-        ({"driver": None}, "torch", "note", "its CPU build is 3 GB smaller"),
+        ({"driver": None}, "torch", "note", "pip install --index-url https://download.pytorch.org/whl/cpu torch"),
         ({"driver": None}, "GPU", "ok", "there is no NVIDIA driver"),
         ({"cpu_problem": "no kernel for this CPU"}, "torch", "error", "no kernel for this CPU"),
     ],
@@ -180,6 +182,11 @@ def test_devices(find: Find, changes: dict[str, Any], name: str, status: str, sa
     item = find(name, **changes)
     assert item.status == status
     assert said in f"{item.found} {item.advice}"
+
+
+def test_what_is_installed_is_found_by_the_distributions_name() -> None:
+    name = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["name"]
+    assert name == diagnosis._DISTRIBUTION
 
 
 def test_packages_that_are_missing_or_too_old(find: Find, monkeypatch: pytest.MonkeyPatch) -> None:

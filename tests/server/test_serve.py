@@ -110,4 +110,4 @@ def test_an_engine_that_fails_ends_the_server() -> None:
 def test_what_is_missing_is_named() -> None:
     with Served(script="no-uvicorn") as served:
         assert served.end() == 1
-        assert served.log == "aengine: aengine serve needs uvicorn: pip install starlette uvicorn pydantic\n"
+        assert served.log == "aengine: aengine serve needs uvicorn: pip install 'aengine-llm[server]'\n"

@@ -335,7 +335,7 @@ def _connect(node: StartedNode, token: bytes) -> socket.socket:
     except OSError as error:
         raise EngineError(
             f"the node that was started at {place} can't be reached from here ({error}): a firewall must let this "
-            f"machine connect to the nodes, and these to each other, see docs/parallel.md#several-machines"
+            f"machine connect to the nodes, and these to each other, see https://github.com/aengine/aengine/blob/main/docs/parallel.md#several-machines"
         ) from error
     try:
         authenticate(connection, token, is_host=True)
