@@ -72,7 +72,9 @@ NOTES: dict[str, dict[str, str]] = {
         "instructions": "of this response only, before all else",
         "previous_response_id": "of a response in this process' memory",
         "store": "true unless given: the latest 1000, at most 256 MiB, in this process' memory",
-        "tools": TOOLS,
+        "tools": "functions, also `strict`, alone and in namespaces; beside them tools that OpenAI runs (`web_search`, "
+        "`file_search`, `code_interpreter`, `image_generation`) are left out, and the answer's `warnings` says so; "
+        "other types are refused",
         "tool_choice": 'also `"required"`, one function, `allowed_tools`',
         "text": "`format`; `verbosity` is ignored",
         "reasoning": "`effort`, a variable of the chat template; all else is ignored",
@@ -81,6 +83,7 @@ NOTES: dict[str, dict[str, str]] = {
         "max_tool_calls": "counts built-in tools, of which there are none",
         "top_logprobs": "at most 64 (OpenAI: 20)",
         "background": "`false` is taken",
+        "client_metadata": "Codex's",
         "stream_options": "`include_obfuscation` is ignored",
     },
 }

@@ -135,6 +135,47 @@ async def test_a_tool_is_called_and_its_result_is_read() -> None:
         assert [result["tool_call_id"] for result in results] == [call["id"] for call in answer["tool_calls"]]
 
 
+@pytest.mark.parametrize("stream", [False, True])
+async def test_functions_of_a_namespace_are_called(stream: bool) -> None:
+    """As Codex has them: beside a tool that OpenAI would run, which no model need call."""
+    namespace = {"type": "namespace", "name": "sums", "description": "Sums.", "tools": [ADD]}
+    ask: dict[str, Any] = {"model": "fake", "tools": [ADD, namespace, {"type": "web_search"}]}
+    calls = [("sums__add", {"a": 1, "b": 2}), ("add", {"a": 3, "b": 4})]
+    extra = {"client_metadata": {"session_id": "1"}}
+    async with FakeAsyncLLM([Reply(tool_calls=calls), "Done."]) as engine, openai_client(engine) as client:
+        if stream:
+            events = [event async for event in await client.responses.create(input="?", stream=True, **ask)]
+            (first,) = [event.response for event in events if event.type == "response.completed"]
+        else:
+            first = await client.responses.create(input="?", extra_body=extra, **ask)
+        types.Response.model_validate(first.model_dump(warnings=False))
+        output: list[Any] = first.output
+        assert [(call.name, call.namespace) for call in output] == [("add", "sums"), ("add", None)]
+        assert first.model_extra is not None and "web_search" in str(first.model_extra["warnings"])
+        items = [{"role": "user", "content": "?"}, *(call.model_dump(exclude_none=True) for call in output)]
+        items += [{"type": "function_call_output", "call_id": call.call_id, "output": "3"} for call in output]
+        second = await client.responses.create(input=items, **ask)
+        assert second.output_text == "Done."
+        answer = (engine.requests[1].messages or ())[1]
+        assert [call["function"]["name"] for call in answer["tool_calls"]] == ["sums__add", "add"]
+
+
+@pytest.mark.parametrize(
+    ("tools", "param"),
+    [
+        ([{"type": "web_search"}], "tools"),
+        ([{"type": "namespace", "tools": [ADD]}], "tools[0].name"),
+        ([ADD, {"type": "namespace", "name": "n", "tools": {}}], "tools[1].tools"),
+        ([{"type": "namespace", "name": "n", "tools": [1]}], "tools[0].tools[0].name"),
+    ],
+)
+async def test_tools_that_cant_be_used_are_refused(tools: list[Any], param: str) -> None:
+    async with FakeAsyncLLM("Hello") as engine, openai_client(engine, max_retries=0) as client:
+        with pytest.raises(openai.BadRequestError) as caught:
+            await client.responses.create(model="fake", input="?", tools=tools)
+        assert caught.value.param == param
+
+
 async def test_a_conversation_goes_on_from_the_response_before() -> None:
     async with FakeAsyncLLM(["one", Reply(tool_calls=CALLS[:1]), "three", "four"]) as engine:
         async with openai_client(engine) as client:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from functools import cached_property
 from typing import Annotated, Any, Literal
 
 from pydantic import Field
@@ -9,6 +10,7 @@ from pydantic import Field
 from ....params import SamplingParams, StructuredOutput
 from ...http import HTTPError
 from ..requests import Body, Ignored, Refused, SamplingBody, TopLogprobs, any_strict, template_variables, tool_choice_of
+from .tools import ResponseTools
 
 __all__ = ["ResponseBody"]
 
@@ -63,6 +65,7 @@ class ResponseBody(SamplingBody):
     # without effect here
     max_tool_calls: Ignored = None
     access_programs: Ignored = None
+    client_metadata: Ignored = None
     background_options: Ignored = None
     image: Ignored = None
     # not there
@@ -71,6 +74,11 @@ class ResponseBody(SamplingBody):
     conversation: Refused = None
     moderation: Refused = None
     prompt: Refused = None
+
+    @cached_property
+    def functions(self) -> ResponseTools:
+        """The tools that can be called. Raises HTTPError 400."""
+        return ResponseTools.of(self.tools)
 
     @property
     def wants_logprobs(self) -> bool:
@@ -109,11 +117,12 @@ class ResponseBody(SamplingBody):
     def chat_options(self) -> dict[str, Any]:
         """Return the options of the chat, as of `AsyncLLM.stream_chat`."""
         effort = self.reasoning.effort if self.reasoning else None
-        is_strict = any_strict(self.tools) or bool(self.text_format.strict)
+        tools = self.functions.functions or None
+        is_strict = any_strict(tools) or bool(self.text_format.strict)
         options = {
-            "tools": self.tools,
-            "tool_choice": tool_choice_of(self.tool_choice, self.tools),
-            "parallel_tool_calls": self.parallel_tool_calls if self.tools else None,
+            "tools": tools,
+            "tool_choice": tool_choice_of(self.tool_choice, tools),
+            "parallel_tool_calls": self.parallel_tool_calls if tools else None,
             "chat_template_kwargs": template_variables(self.chat_template_kwargs, effort),
             "on_unsupported": "error" if is_strict else "relax",
         }

@@ -151,7 +151,8 @@ class _Writer:
         }
 
     def _new_items(self, events: Events | None) -> Items:
-        return Items(events, self._token_entry if self._body.wants_logprobs else None)
+        token_entry = self._token_entry if self._body.wants_logprobs else None
+        return Items(events, token_entry, self._body.functions.fields)
 
     def _token_entry(self, token: Token) -> dict[str, Any]:
         return token_entry(self._tokenizer, (token.token_id, token.logprob, token.top_logprobs))
@@ -216,6 +217,8 @@ class _Writer:
         is_complete = reason in (FinishReason.STOP, FinishReason.TOOL_CALLS)
         items.finish(is_complete)
         self._response |= {"output": items.output, "usage": await self._usage(items, completion.usage)}
+        if warnings := [*self._body.functions.warnings, *completion.warnings]:
+            self._response["warnings"] = warnings
         if is_complete:
             self._response |= {"status": "completed", "completed_at": int(time.time())}
         elif reason is FinishReason.LENGTH:

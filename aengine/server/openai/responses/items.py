@@ -17,6 +17,7 @@ from ..answers import MOST_EVENTS, dumps
 __all__ = ["Events", "Items"]
 
 TokenEntry = Callable[[Token], dict[str, Any]]
+FieldsOfCall = Callable[[str], dict[str, str]]
 
 
 class Events:
@@ -52,12 +53,14 @@ class Items:
     Args:
         events: where each change is told; None: nowhere.
         token_entry: what a token's logprob looks like; None: none are wanted.
+        fields_of_call: the fields of a call that say which function it calls, by the name the model wrote.
     """
 
-    def __init__(self, events: Events | None, token_entry: TokenEntry | None) -> None:
+    def __init__(self, events: Events | None, token_entry: TokenEntry | None, fields_of_call: FieldsOfCall) -> None:
         self.output: list[dict[str, Any]] = []
         self._events = events
         self._token_entry = token_entry
+        self._fields_of_call = fields_of_call
         self._texts: list[str] = []  # of the open item: its text or its arguments
         self._logprobs: list[dict[str, Any]] = []  # of the open message
         self._open: str | None = None  # type of the open item
@@ -84,7 +87,7 @@ class Items:
             case ToolCallStart(id=call_id, name=name):
                 self._blank = ""
                 self._logprobs.clear()
-                self._begin("function_call", {"call_id": call_id, "name": name, "arguments": ""})
+                self._begin("function_call", {"call_id": call_id, **self._fields_of_call(name), "arguments": ""})
             case ToolCallDelta(arguments=arguments):
                 self._grow("response.function_call_arguments.delta", arguments)
             case ToolCallEnd():

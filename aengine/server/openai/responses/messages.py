@@ -10,6 +10,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from ...http import HTTPError
+from .tools import name_in_prompt
 
 __all__ = ["messages_of", "with_instructions"]
 
@@ -90,7 +91,8 @@ class _Reader:
 
     def _read_call(self, item: Mapping[str, Any], where: str) -> None:
         call_id = _string(item, "call_id", where)
-        function = {"name": _string(item, "name", where), "arguments": _string(item, "arguments", where)}
+        name = name_in_prompt(_string(item, "name", where), item.get("namespace"))
+        function = {"name": name, "arguments": _string(item, "arguments", where)}
         answer = self._answer or self._begin_answer()
         calls = answer.setdefault("tool_calls", [])
         calls.append({"id": call_id, "type": "function", "function": function})
