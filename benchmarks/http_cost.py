@@ -302,8 +302,8 @@ def make_engine(args: argparse.Namespace) -> AsyncLLM:
 
 
 async def main(args: argparse.Namespace) -> None:
+    from aengine.cli.listening import bind_tcp
     from aengine.server import create_app
-    from aengine.server.listening import bind_tcp
     from aengine.server.processes import serve_processes
     from aengine.server.serve import serve_app
 

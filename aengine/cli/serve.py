@@ -15,11 +15,12 @@ from ..async_llm import AsyncLLM
 from ..config import server_api_key
 from ..errors import EngineError
 from .engine_options import add_engine_options, engine_settings
+from .listening import bind_tcp, is_loopback, url_of
 
 if TYPE_CHECKING:
     from ..server.serve import StopSignals
 
-__all__ = ["add_serve_arguments", "serve"]
+__all__ = ["add_serve_arguments", "app_options", "serve"]
 
 T = TypeVar("T")
 
@@ -55,6 +56,14 @@ def add_serve_arguments(command: argparse.ArgumentParser) -> None:
         action="append",
         default=[],
         help="browser pages of this origin, such as https://chat.example, may call it; *: of all; may be repeated",
+    )
+    group.add_argument(
+        "--allow-host",
+        metavar="NAME",
+        action="append",
+        default=[],
+        help="a name of this server. On a loopback address without a key it answers requests for localhost and IP "
+        "addresses only, and for these; *: for all; may be repeated",
     )
     group.add_argument("--root-path", default="", help="the path under which a proxy shows it")
     group.add_argument(
@@ -135,7 +144,6 @@ def _trace(engine: AsyncLLM, names: list[str] | None) -> None:
 
 async def _serve(args: argparse.Namespace, engine: AsyncLLM, stop: StopSignals) -> None:
     from ..remote.unix_socket import bind_unix
-    from ..server.listening import bind_tcp, url_of
     from ..server.serve import BACKLOG
 
     with contextlib.ExitStack() as at_end:
@@ -170,20 +178,28 @@ async def _serve_engine(
     from ..server.processes import serve_processes
     from ..server.serve import keep_loaded_objects, serve_app
 
-    app: dict[str, Any] = {
-        "model_names": args.served_model_name,
-        "api_keys": args.api_key or [key for key in (server_api_key(),) if key],
-        "max_body_bytes": args.max_body_bytes,
-        "allow_origins": args.allow_origin,
-    }
+    app = app_options(args, listeners[0])
     server: dict[str, Any] = {"root_path": args.root_path, "access_log": not args.no_access_log}
     keep_loaded_objects()
     if args.workers:
-        app["max_stored_responses"] = 0  # the next request may reach another process
         settings = {"app": app, "server": server, "log_level": _log_level(args)}
         await serve_processes(engine, listeners, settings, stop=stop, grace=args.grace)
     else:
         await serve_app(create_app(engine, **app), engine, listeners[0], stop=stop, grace=args.grace, **server)
+
+
+def app_options(args: argparse.Namespace, listener: socket.socket) -> dict[str, Any]:
+    """The keyword arguments of `create_app` that the command line gives, for an application at this address."""
+    api_keys = args.api_key or [key for key in (server_api_key(),) if key]
+    is_bare = not api_keys and is_loopback(listener)  # nothing but the address keeps others out
+    return {
+        "model_names": args.served_model_name,
+        "api_keys": api_keys,
+        "max_body_bytes": args.max_body_bytes,
+        "allow_origins": args.allow_origin,
+        "allow_hosts": args.allow_host if args.allow_host or is_bare else None,
+        **({"max_stored_responses": 0} if args.workers else {}),  # the next request may reach another process
+    }
 
 
 def _log_level(args: argparse.Namespace) -> str:

@@ -20,7 +20,8 @@ from .anthropic.errors import answer_error, is_for_anthropic
 from .anthropic.messages import count_tokens, create_message
 from .anthropic.requests import CountBody, MessagesBody
 from .errors import http_error
-from .health import health, version
+from .guard import Guard
+from .health import health, livez, readyz, version
 from .http import ClientLeftError, HTTPError, JSONAnswer
 from .lifespan import engine_lifespan
 from .metrics import metrics, new_registry
@@ -66,6 +67,8 @@ _ENDPOINTS: list[Entry] = [
     *[("POST", path, rerank, RerankBody) for path in ("/v1/rerank", "/v2/rerank", "/rerank")],
     *[("POST", path, score, ScoreBody) for path in ("/v1/score", "/score")],
     ("GET", "/health", health),
+    ("GET", "/livez", livez),
+    ("GET", "/readyz", readyz),
     ("GET", "/metrics", metrics),
     ("GET", "/version", version),
     ("GET", "/openapi.json", show_openapi),
@@ -75,7 +78,9 @@ _PAGE: list[Entry] = [
     ("GET", "/page/{name}", show_file),
     ("GET", "/stats", show_stats),
 ]
-_OPEN_PATHS = {"/health", "/", "/page/{name}"}
+_PROBES = {"/health", "/livez", "/readyz"}
+"""What anybody may ask."""
+_OPEN_PATHS = {*_PROBES, "/", "/page/{name}"}
 """What needs no key."""
 
 
@@ -89,6 +94,7 @@ def create_app(
     metrics_registry: CollectorRegistry | None = None,
     page: bool = True,
     allow_origins: str | Sequence[str] = (),
+    allow_hosts: str | Sequence[str] | None = None,
     pieces_per_second: float = 2500,
 ) -> Starlette:
     """Make the ASGI application that serves an engine under OpenAI's and Anthropic's interfaces.
@@ -101,7 +107,7 @@ def create_app(
             (`aengine.remote.connect`), which is to be started first, unless ``model_names`` are given.
         model_names: under which requests may ask for the model. None: the name the engine was made with.
         api_keys: one of which a request must show (``Authorization: Bearer KEY``, or ``x-api-key``). None: nobody is
-            asked. /health is open, and so is the page itself; what it calls is not.
+            asked. /health, /livez and /readyz are open, and so is the page itself; what it calls is not.
         max_body_bytes: larger bodies are refused with 413.
         max_stored_responses: of /v1/responses, for ``previous_response_id``: in this process' memory, the latest,
             256 MiB at most. 0: none; with several processes, a client may reach one that does not know its response.
@@ -110,6 +116,9 @@ def create_app(
         page: at ``/`` a page to chat with the model and to look at the engine's numbers, which are at ``/stats``.
         allow_origins: of browser pages elsewhere that may call it (CORS), as "https://chat.example"; "*": all. Pages
             that the application itself shows need none.
+        allow_hosts: for an application that only its address protects: a request must ask for localhost, an IP
+            address or one of these names (``Host``), and come from no page but the application's own and those of
+            ``allow_origins``. None: that is not looked at.
         pieces_per_second: that all event streams together send at most. Many streams at once get fewer, larger ones,
             each with all that has come since the one before.
     """
@@ -127,19 +136,23 @@ def create_app(
         max_stored_responses=max_stored_responses,
         pieces_per_second=pieces_per_second,
     )
+    origins = [allow_origins] if isinstance(allow_origins, str) else allow_origins
+    hosts = [allow_hosts] if isinstance(allow_hosts, str) else allow_hosts
+    guard = None if hosts is None else Guard(hosts, origins)
     endpoints = [*_ENDPOINTS, *(_PAGE if page else ())]
     service.openapi = openapi_document(endpoints, has_keys=bool(keys))
     service.metrics_registry = metrics_registry or new_registry(engine, service.model_name)
     routes = []
     for method, path, endpoint, *_ in endpoints:
-        answer = _endpoint(service, endpoint, () if path in _OPEN_PATHS else keys)
+        is_guarded, is_open = path not in _PROBES, path in _OPEN_PATHS
+        answer = _endpoint(service, endpoint, () if is_open else keys, guard if is_guarded else None)
         routes.append(Route(path, answer, methods=[method]))
         if path != "/" and not path.endswith("}"):
             # A redirect would have the scheme and the host that a proxy uses, and clients drop keys on the way there.
             routes.append(Route(f"{path}/", answer, methods=[method]))
     app = Starlette(
         routes=routes,
-        middleware=_for_other_origins([allow_origins] if isinstance(allow_origins, str) else allow_origins),
+        middleware=_for_other_origins(origins),
         lifespan=engine_lifespan(engine),
         exception_handlers={HTTPException: _answer_http_exception},
     )
@@ -157,9 +170,13 @@ def _for_other_origins(origins: Sequence[str]) -> list[Middleware]:
     ]
 
 
-def _endpoint(service: Service, endpoint: Endpoint, keys: Sequence[str]) -> Callable[[Request], Awaitable[Response]]:
+def _endpoint(
+    service: Service, endpoint: Endpoint, keys: Sequence[str], guard: Guard | None
+) -> Callable[[Request], Awaitable[Response]]:
     async def answer(request: Request) -> Response:
         try:
+            if guard is not None:
+                guard.check(request.headers)
             if keys:
                 _check_key(request, keys)
             with trace_of(request.headers):

@@ -1,4 +1,4 @@
-"""``/health`` and ``/version``."""
+"""``/health``, ``/livez``, ``/readyz`` and ``/version``."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ if TYPE_CHECKING:
     from ..async_llm import AsyncLLM
     from .service import Service
 
-__all__ = ["Health", "health", "version"]
+__all__ = ["Health", "health", "livez", "readyz", "version"]
 
 _TIMEOUT = 5.0
 """Seconds for the worker to answer a ping."""
@@ -52,6 +52,17 @@ async def health(service: Service, request: Request) -> Response:
     if problem is None:
         return JSONAnswer({"status": "ok"})
     return JSONAnswer({"status": "unavailable", "reason": problem}, 503, headers={"retry-after": "1"})
+
+
+async def readyz(service: Service, request: Request) -> Response:
+    """Answer as /health does: whether the engine takes requests, for probes by Kubernetes' usual name."""
+    return await health(service, request)
+
+
+async def livez(service: Service, request: Request) -> Response:
+    """Answer 200 unless the engine has failed or is closed for good, also while a worker is replaced."""
+    state = service.engine.state
+    return JSONAnswer({"status": state}, 503 if state in ("failed", "closed") else 200)
 
 
 async def version(service: Service, request: Request) -> Response:

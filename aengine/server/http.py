@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import json
 import math
+import re
 from collections.abc import AsyncGenerator, Awaitable, Callable, Coroutine, Mapping
 from contextlib import aclosing
 from typing import Any, TypeVar
@@ -35,6 +36,10 @@ Rest = Callable[[float], Awaitable[None]]
 MOST_VALUES = 2_000_000
 """That a body may have, counted by commas and brackets. To make Python objects of millions takes seconds, and the loop
 stands still meanwhile; a text of the same size takes milliseconds."""
+
+
+_JSON = re.compile(r"application/([\w.-]+\+)?json", re.ASCII)
+"""Content types of JSON. A browser asks the server first before a page of another origin may send one of them."""
 
 
 PING = b": ping\n\n"
@@ -110,9 +115,10 @@ async def read_json(request: Request, max_bytes: int) -> Any:
     encoding = request.headers.get("content-encoding", "identity").strip().lower()
     if encoding not in ("identity", ""):
         raise HTTPError(415, f"the body has content-encoding: {encoding[:80]}; send it as it is, not compressed")
-    kind = request.headers.get("content-type", "application/json").partition(";")[0].strip().lower()
-    if kind != "application/json" and not kind.endswith("+json"):
-        raise HTTPError(415, f"the body must be JSON, with content-type: application/json, not {kind[:80]!r}")
+    kind = request.headers.get("content-type", "").partition(";")[0].strip().lower()
+    if not _JSON.fullmatch(kind):
+        given = repr(kind[:80]) if kind else "none at all"
+        raise HTTPError(415, f"the body must be JSON, with content-type: application/json, not {given}")
     body = await read_body(request, max_bytes)
     if sum(map(body.count, (b",", b"[", b"{"))) > MOST_VALUES:
         message = f"the body has more than {MOST_VALUES} values: send less, or texts in place of token ids"

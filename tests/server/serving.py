@@ -83,7 +83,7 @@ class Served:
         connection = self.connect()
         headers = {"authorization": f"Bearer {key}"} if key else {}
         if path.startswith("/v1/chat"):
-            connection.request("POST", path, json.dumps(body or CHAT), headers)
+            connection.request("POST", path, json.dumps(body or CHAT), headers | {"content-type": "application/json"})
         else:
             connection.request("GET", path, headers=headers)
         try:
@@ -102,8 +102,8 @@ class Served:
             sock.settimeout(MOST_SECONDS)
             sock.connect(str(uds))
         body = json.dumps({**CHAT, "stream": True, **options}).encode()
-        head = b"POST /v1/chat/completions HTTP/1.1\r\nhost: x\r\nconnection: close\r\ncontent-length: %d\r\n\r\n"
-        sock.sendall(head % len(body) + body)
+        head = b"POST /v1/chat/completions HTTP/1.1\r\nhost: localhost\r\nconnection: close\r\n"
+        sock.sendall(head + b"content-type: application/json\r\ncontent-length: %d\r\n\r\n" % len(body) + body)
         assert sock.recv(20).startswith(b"HTTP/1.1 200")
         return sock
 

@@ -472,8 +472,9 @@ async def test_errors_of_http_have_the_shape_too() -> None:
         for path, options, status in (
             ("/v1/messages", {"json": ASK}, 401),
             ("/v1/messages", {"json": ASK, "headers": {"x-api-key": "wrong"}}, 401),
-            ("/v1/messages", {"content": b"{", "headers": key}, 400),
-            ("/v1/messages", {"content": b"[]", "headers": key}, 400),
+            ("/v1/messages", {"content": b"{", "headers": key | {"content-type": "application/json"}}, 400),
+            ("/v1/messages", {"content": b"[]", "headers": key | {"content-type": "application/json"}}, 400),
+            ("/v1/messages", {"content": b"{}", "headers": key}, 415),
             ("/v1/messages", {"content": b"a=b", "headers": key | {"content-type": "text/plain"}}, 415),
             ("/v1/messages", {"json": ASK | conversation("a" * 1000), "headers": key}, 413),
             ("/v1/messages/batches", {"json": {}, "headers": key}, 404),

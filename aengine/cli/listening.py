@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import errno
+import ipaddress
 import socket
 
 from ..errors import EngineError
 
-__all__ = ["bind_tcp", "url_of"]
+__all__ = ["bind_tcp", "is_loopback", "url_of"]
 
 
 def bind_tcp(host: str, port: int, count: int = 1) -> list[socket.socket]:
@@ -49,6 +50,15 @@ def _reason(address: str, error: OSError) -> str:
     if error.errno == errno.EADDRINUSE:
         return f"{address} is in use by another program: stop it, or choose another --port"
     return f"can't listen on {address}: {error.strerror or error}"
+
+
+def is_loopback(listener: socket.socket) -> bool:
+    """Whether only programs of this machine reach it, over TCP: a browser among them."""
+    if listener.family == socket.AF_UNIX:
+        return False
+    address = ipaddress.ip_address(listener.getsockname()[0].partition("%")[0])
+    mapped = getattr(address, "ipv4_mapped", None)
+    return (mapped or address).is_loopback
 
 
 def url_of(listener: socket.socket) -> str:
