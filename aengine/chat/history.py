@@ -11,7 +11,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from ..errors import InvalidRequestError
-from ..tokenizer.messages import Messages
+from ..tokenizer.messages import Messages, call_id_of
 from .formats import ToolFormat
 from .syntax.arguments import JSON_OBJECT
 
@@ -35,13 +35,13 @@ def written_out(messages: Messages, tool_format: ToolFormat) -> Messages:
         if message.get("role") == "tool":
             if results:
                 written.pop()
-            name = names.get(_key(message.get("tool_call_id")), message.get("name"))
+            name = names.get(call_id_of(message, "tool_call_id"), message.get("name"))
             results.append(({"name": name} if name else {}) | {"content": message.get("content")})
             written.append({"role": "user", "content": _json_of(index, {"tool_results": results})})
             continue
         results = []
         if message.get("tool_calls"):
-            names |= {_key(call.get("id")): name for call, name, _ in _calls_of(index, message)}
+            names |= {call_id_of(call): name for call, name, _ in _calls_of(index, message)}
             message = _with_calls_as_text(index, message, tool_format)
         written.append(message)
     return written
@@ -56,11 +56,6 @@ def _with_calls_as_text(index: int, message: dict[str, Any], known: ToolFormat) 
     content = message.get("content") or ""
     content = [*content, {"type": "text", "text": written}] if isinstance(content, list) else content + written
     return {key: value for key, value in message.items() if key != "tool_calls"} | {"content": content}
-
-
-def _key(call_id: Any) -> Any:
-    """Return the call's id if it is one: whatever else is given as id must not be looked up."""
-    return call_id if isinstance(call_id, str | int) else None
 
 
 def _as_written(index: int, arguments: Any, known: ToolFormat) -> str:

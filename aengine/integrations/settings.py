@@ -85,4 +85,4 @@ def with_one_system_message(messages: Iterable[Mapping[str, Any]]) -> list[dict[
 
 
 def _text_of(content: Any) -> str:
-    return content if isinstance(content, str) else "".join(part["text"] for part in content)
+    return content if isinstance(content, str) else "\n".join(part["text"] for part in content)

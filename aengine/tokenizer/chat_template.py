@@ -6,14 +6,14 @@ tells the template's own markers from those that a message has in its text.
 
 Messages come as OpenAI writes them, and templates differ in how they read an assistant's: arguments of calls as a
 mapping or as text, calls only where the content is none, or no content but a string. They are rendered so that either
-kind gets what it reads.
+kind gets what it reads; arguments that are no object, as of a call that was cut off, also where only an object will do.
 """
 
 from __future__ import annotations
 
 import json
 import re
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from functools import cached_property
 from typing import TYPE_CHECKING, Any
@@ -57,7 +57,6 @@ class ChatTemplate:
         Raises InvalidRequestError when the template can't show the messages, or the last one can't be continued.
         """
         shown = [_as_templates_read(message) for message in messages]
-        with_texts = [{**m, "content": ""} if m.get("content", "") is None else m for m in shown]
         last = len(messages) - 1 if continue_final_message else None
         theirs = Origin(hides=self._hides if trace else None)
         variables = {"documents": None, **(extra or {}), "tools": list(tools) if tools else None}
@@ -74,15 +73,14 @@ class ChatTemplate:
             assert isinstance(text, TracedText)
             return text
 
-        text: TracedText | None
         try:
             text = rendered(shown)
         except Exception as error:  # a template is a program: it may raise anything
-            text = None
-            if with_texts != shown:
+            for others in _other_forms(shown):
                 with suppress(Exception):
-                    text = rendered(with_texts)
-            if text is None:
+                    text = rendered(others)
+                    break
+            else:
                 raise InvalidRequestError(
                     f"the model's chat template refuses these messages: {error or type(error).__name__}",
                     param="messages",
@@ -167,15 +165,38 @@ def _as_templates_read(message: Mapping[str, Any]) -> dict[str, Any]:
     return shown
 
 
-def _with_mapping(call: Any) -> Any:
+def _with_mapping(call: Any, *, always: bool = False) -> Any:
+    """Return the call with its arguments as a mapping; if they are none, as they are, unless ``always``."""
     if not isinstance(call, Mapping):
         return call
     if isinstance(call.get("function"), Mapping):
-        return {**call, "function": _with_mapping(call["function"])}
-    arguments = call.get("arguments")
-    if isinstance(arguments, str):
+        return {**call, "function": _with_mapping(call["function"], always=always)}
+    given = arguments = call.get("arguments")
+    if isinstance(given, str):
         try:
-            arguments = json.loads(arguments or "{}")
+            arguments = json.loads(given or "{}")
         except (ValueError, RecursionError):
+            arguments = None
+    if not isinstance(arguments, Mapping):
+        if not always:
             return call
-    return {**call, "arguments": _Arguments(arguments)} if isinstance(arguments, Mapping) else call
+        arguments = {} if given is None else {"arguments": given}  # so that the model sees what it wrote
+    return {**call, "arguments": _Arguments(arguments)}
+
+
+def _other_forms(messages: list[dict[str, Any]]) -> Iterator[list[dict[str, Any]]]:
+    """Yield the messages in forms that a template may take where it refuses them as they are."""
+    with_objects = [
+        {**m, "tool_calls": [_with_mapping(call, always=True) for call in m["tool_calls"]]}
+        if isinstance(m.get("tool_calls"), list) and m["role"] == "assistant"
+        else m
+        for m in messages
+    ]
+    forms = [messages]
+    if with_objects != messages:
+        forms.append(with_objects)
+        yield with_objects
+    for form in forms:
+        with_texts = [{**m, "content": ""} if m.get("content", "") is None else m for m in form]
+        if with_texts != form:
+            yield with_texts

@@ -1,14 +1,15 @@
-"""`checked_messages`: validates a caller's chat messages, once for all later steps."""
+"""`checked_messages`: validates a caller's chat messages and puts results in order, once for all later steps."""
 
 from __future__ import annotations
 
+from collections import deque
 from collections.abc import Mapping, Sequence
 from typing import Any
 
 from ..errors import InvalidRequestError
 from ..params import shown
 
-__all__ = ["WRITTEN_BY_MODEL", "Messages", "checked_messages"]
+__all__ = ["WRITTEN_BY_MODEL", "Messages", "call_id_of", "checked_messages"]
 
 Messages = list[dict[str, Any]]
 """At least one message, each with a role and a content: a text, a list of text parts, or None for an assistant's."""
@@ -21,13 +22,57 @@ _TEXT_PARTS = ("text", "input_text", "output_text")
 
 
 def checked_messages(messages: object) -> Messages:
-    """Copy and validate the messages. Raises InvalidRequestError, which names the place."""
+    """Copy and validate the messages; results of tools come into the order of the calls that they answer, as many
+    templates show neither's id. Raises InvalidRequestError, which names the place."""
     if isinstance(messages, str | bytes | Mapping) or not isinstance(messages, Sequence):
         raise _invalid("messages must be a list of messages such as {'role': 'user', 'content': '...'}")
     checked = [_checked(message, f"messages[{i}]") for i, message in enumerate(messages)]
     if not checked:
         raise _invalid("messages must be a list of at least one message")
-    return checked
+    return _in_order_of_calls(checked)
+
+
+def call_id_of(given: Mapping[str, Any], key: str = "id") -> str | int | None:
+    """Return the id of a call, or with another ``key`` the one that a result names. What is no id must not be looked
+    up: None."""
+    call_id = given.get(key)
+    return call_id if isinstance(call_id, str | int) else None
+
+
+def _in_order_of_calls(messages: Messages) -> Messages:
+    """Return the messages, with the results of each group of calls in the order of the calls.
+
+    The results change places among themselves, and all else stays where it is: also a result without an id, or with
+    one that is of none of the latest calls.
+    """
+    ordered = list(messages)
+    calls: dict[str | int, deque[int]] = {}  # of the latest group, the places by id: an id may come twice
+    results: list[tuple[int, int]] = []  # of that group: the place of the call, and of the message that answers it
+    num_calls = 0
+
+    def settle() -> None:
+        for (_, place), (_, wanted) in zip(results, sorted(results), strict=True):
+            ordered[place] = messages[wanted]
+        results.clear()
+
+    for place, message in enumerate(messages):
+        if message["role"] == "assistant":
+            given = message.get("tool_calls")  # whatever a caller has put there
+            known = given if isinstance(given, Sequence) else ()
+            ids = [call_id_of(call) for call in known if isinstance(call, Mapping)]
+            if ids and results:  # the group before has its results
+                settle()
+                calls.clear()
+            for call_id in ids:
+                num_calls += 1
+                if call_id is not None:
+                    calls.setdefault(call_id, deque()).append(num_calls)
+        elif message["role"] == "tool":
+            call_id = call_id_of(message, "tool_call_id")
+            if call_id is not None and (answered := calls.get(call_id)):
+                results.append((answered.popleft() if len(answered) > 1 else answered[0], place))
+    settle()
+    return ordered
 
 
 def _checked(message: object, where: str) -> dict[str, Any]:

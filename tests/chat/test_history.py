@@ -16,6 +16,7 @@ from aengine.structured.backends import load_backend
 from aengine.structured.vocabulary import Vocabulary
 from aengine.tokenizer.chat_template import ChatTemplate
 from aengine.tokenizer.messages import checked_messages
+from aengine.tokenizer.prompt import part_of
 from aengine.tokenizer.tokenizer import Tokenizer
 
 PARIS = {"city": 'Zürich "HB"', "days": [1, None]}
@@ -75,6 +76,28 @@ def test_arguments_that_are_no_object_stay_text(arguments, expected):
     assert rendered("{{ messages[0].tool_calls[0].arguments }}", calling(broken["function"])) == expected
 
 
+@pytest.mark.parametrize(
+    "arguments, expected",
+    [
+        ('{"cmd": "ls', '<arguments>{"cmd": "ls'),
+        ("[1]", "<arguments>[1]"),
+        ("3", "<arguments>3"),
+        ("null", "<arguments>null"),
+        ([1], "<arguments>[1]"),
+        (None, ""),
+        ("", ""),
+    ],
+)
+@pytest.mark.parametrize("items", ["a | items", "a.items()", "a | dictsort"])
+def test_arguments_that_are_no_object_are_one_argument_where_a_template_takes_objects_only(items, arguments, expected):
+    template = ARGUMENTS + "{% for k, v in " + items + " %}<{{ k }}>{{ v }}{% endfor %}"
+    broken = {"type": "function", "function": {"name": "f", "arguments": arguments}}
+    assert rendered(template, calling(broken)) == expected
+    with_none = "{% if messages[0].content is none %}" + template + "{% else %}{{ fail() }}{% endif %}"
+    assert rendered(with_none, calling(broken)) == expected
+    assert rendered("{{ '' + messages[0].content }}" + template, calling(broken)) == expected
+
+
 @pytest.mark.parametrize("content", [None, "", "absent"])
 @pytest.mark.parametrize(
     "template, expected",
@@ -127,6 +150,59 @@ def test_content_that_is_no_text_names_the_message(content):
         checked_messages([HELLO, {"role": "user", "content": content}])
     assert caught.value.param == "messages" and "\n" not in str(caught.value)
     assert "'int'" not in str(caught.value)  # of bytes: they are not taken for a list
+
+
+# -- results in the order of the calls
+
+
+def order(*messages):
+    """Write each message as its calls' ids, in capitals, or its content."""
+    shown = []
+    for message in checked_messages(list(messages)):
+        calls = "".join(str(c.get("id")).upper() for c in message.get("tool_calls") or [])
+        shown.append(calls or message["content"])
+    return " ".join(shown)
+
+
+def calls_of(*ids):
+    return calling(*(call(id=id) for id in ids))
+
+
+def results(*ids):
+    return [result(f"{id}{i}" if ids.count(id) > 1 else id, id=id) for i, id in enumerate(ids)]
+
+
+@pytest.mark.parametrize(
+    "messages, expected",
+    [
+        ([calls_of("a", "b", "c"), *results("c", "a", "b")], "ABC a b c"),
+        ([calls_of("a", "b", "c"), *results("c", "a")], "ABC a c"),  # one is missing
+        ([calls_of("a", "b"), *results("b", "x", "a")], "AB a x b"),  # one is unknown
+        ([calls_of("a", "b"), *results("b"), {"role": "tool", "content": "-"}, *results("a")], "AB a - b"),
+        ([calls_of("a", "b"), *results("b"), HELLO, *results("a")], "AB a Hello b"),  # said in between
+        ([calls_of("a", "b", "a"), *results("a", "a", "b")], "ABA a0 b a1"),  # two calls of one id
+        ([calls_of("a", "b"), *results("b", "a", "a")], "AB a1 a2 b"),  # two results of one call
+        ([calls_of("a"), calls_of("b"), *results("b", "a")], "A B a b"),  # calls of one turn, in two messages
+        ([calls_of("a", "b"), *results("b", "a"), calls_of("b", "a"), *results("a", "b")], "AB a b BA b a"),
+        ([calls_of("a"), *results("a"), calls_of("b"), *results("b", "a")], "A a B b a"),  # an earlier call's
+        ([*results("b", "a"), calls_of("a", "b")], "b a AB"),
+    ],
+)
+def test_results_come_in_the_order_of_their_calls(messages, expected):
+    assert order(*messages) == expected
+
+
+@pytest.mark.parametrize("calls", [5, "ab", [None], [{"id": []}], [{}], {"id": "a"}])
+def test_results_of_what_is_no_call_stay(calls):
+    messages = [{"role": "assistant", "content": "", "tool_calls": calls}, *results("b", "a"), result(id=[])]
+    assert checked_messages(messages) == messages
+
+
+def test_each_prompt_has_the_results_in_order():
+    asked = [HELLO, calls_of("a", "b"), *results("b", "a")]
+    assert [m["content"] for m in ChatRequest(messages=asked).messages[2:]] == ["a", "b"]
+    assert [m["content"] for m in part_of(asked).messages[2:]] == ["a", "b"]
+    assert asked[2]["content"] == "b"  # the caller's own list stays
 
 
 # -- a message to go on with
@@ -339,3 +415,13 @@ def test_faults_name_the_message_as_the_caller_counts(name):
     if not FORMATS[name].shows_calls:
         with pytest.raises(InvalidRequestError, match=r"messages\[1\] must be as OpenAI"):
             plan_chat(known, ChatRequest(messages=[HELLO, {"role": "assistant", "tool_calls": [3]}], tools=TOOLS))
+
+
+@pytest.mark.parametrize("arguments", ['{"a": ', "3", ""])
+@pytest.mark.parametrize("name", FORMATS)
+def test_a_conversation_goes_on_after_a_call_that_was_cut_off(name, arguments):
+    known = Tokenizer(encoder_of(tokenizer("text")), chat_templates={"default": TEMPLATES[name]})
+    broken = {"id": "abcDEF123", "type": "function", "function": {"name": "now", "arguments": arguments}}
+    plan = plan_chat(known, ChatRequest(messages=[HELLO, calling(broken), result(), HELLO], tools=TOOLS))
+    shown = known.decode(plan.prompt, skip_special_tokens=False)
+    assert "now" in shown and "sunny" in shown and (arguments in shown or json.dumps(arguments)[1:-1] in shown)

@@ -336,6 +336,8 @@ def test_items_become_messages_of_the_assistant() -> None:
             ],
         ),
     ]
+    parts = [{"type": "input_text", "text": "a"}, {"type": "input_text", "text": "b"}]
+    cases.append(([{"role": "user", "content": parts}], [{"role": "user", "content": "a\nb"}]))
     for items, messages in cases:
         assert messages_of(items, ()) == messages
 

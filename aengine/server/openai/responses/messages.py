@@ -39,7 +39,7 @@ def with_instructions(messages: Sequence[Mapping[str, Any]], instructions: str |
     rest = list(messages)
     while rest and rest[0]["role"] == "system":
         content = rest.pop(0)["content"]
-        texts.append(content if isinstance(content, str) else "".join(part["text"] for part in content))
+        texts.append(content if isinstance(content, str) else "\n".join(part["text"] for part in content))
     return [{"role": "system", "content": "\n\n".join(texts)}, *rest] if texts else rest
 
 
@@ -120,7 +120,7 @@ class _Reader:
 
 
 def _text_of(content: object, where: str) -> str:
-    """Return the text of a content, whole or in parts."""
+    """Return the text of a content, whole or in parts: a line each, as a chat's."""
     if isinstance(content, str):
         return content
     if not isinstance(content, list):
@@ -132,7 +132,7 @@ def _text_of(content: object, where: str) -> str:
         if kind not in (*_TEXT_PARTS, "refusal") or not isinstance(text, str):
             raise _wrong(f"{where}[{i}]", f"a part of type {str(kind)[:80]!r} can't be read: only texts can")
         texts.append(text)
-    return "".join(texts)
+    return "\n".join(texts)
 
 
 def _string(item: Mapping[str, Any], key: str, where: str) -> str:
