@@ -28,7 +28,7 @@ from aengine.kernels import expert_tilings
 from aengine.kernels.dispatch import triton_everywhere
 from aengine.kernels.expert_plan import plan_experts
 from aengine.kernels.expert_tilings import ExpertShape, ExpertTiling, ProductTile, choose_tiling, default_tiling
-from aengine.kernels.expert_types import ExpertGate, ExpertMatrices, InputNorm, RoutingRule
+from aengine.kernels.expert_types import ExpertGate, ExpertMatrices, InputNorm, RoutingRule, can_group
 from aengine.kernels.experts import add_experts, expert_product
 from aengine.kernels.routing import route
 from aengine.kernels.triton.launch import compiling
@@ -90,7 +90,8 @@ def make_case(
 def run_layers(case: Case, residual: Tensor, tiling: ExpertTiling | None) -> None:
     rule = RoutingRule(case.shape.top_k)
     for layer in case.layers:
-        plan = plan_experts(route(layer.logits[: len(residual)], rule), case.shape, tiling)
+        is_fit = can_group(layer.first, layer.second)
+        plan = plan_experts(route(layer.logits[: len(residual)], rule), case.shape, tiling, can_group=is_fit)
         hidden = expert_product(residual, layer.first, plan, case.gate, case.norm)
         add_experts(residual, hidden, layer.second, plan)
 

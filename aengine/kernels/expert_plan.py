@@ -14,15 +14,25 @@ __all__ = ["plan_experts"]
 
 
 def plan_experts(
-    routing: Routing, shape: ExpertShape, tiling: ExpertTiling | None = None, *, is_partial: bool = False
+    routing: Routing,
+    shape: ExpertShape,
+    tiling: ExpertTiling | None = None,
+    *,
+    is_partial: bool = False,
+    can_group: bool = False,
 ) -> ExpertPlan:
-    """The plan for the products of a layer. ``tiling``: to be used on a GPU; None: the best known. ``is_partial``: some
-    of the tokens' experts are not here, see `route`."""
+    """The plan for the products of a layer.
+
+    Args:
+        tiling: to be used on a GPU; None: the best known
+        is_partial: some of the tokens' experts are not here, see `route`
+        can_group: the layer's matrices fit torch's grouped product, see `expert_types.can_group`
+    """
     assert routing.expert_ids.shape == routing.weights.shape and routing.expert_ids.shape[1] == shape.top_k, shape
     if uses_triton(routing.expert_ids):
         from .triton import expert_plan as triton_op
 
-        return triton_op.plan_experts(routing, shape, tiling, is_partial)
+        return triton_op.plan_experts(routing, shape, tiling, is_partial, can_group)
     order = routing.expert_ids.flatten().argsort(stable=True)
     counts = routing.expert_ids.flatten().bincount(minlength=shape.num_experts).tolist()
     parts = order.split(counts)[: shape.num_experts]

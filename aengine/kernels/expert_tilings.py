@@ -20,7 +20,7 @@ __all__ = ["ExpertShape", "ExpertTiling", "ProductTile", "choose_tiling", "defau
 MAX_PAIR_TOKENS = 4
 """With so few tokens hardly two share an expert, and each pair reads its expert's weights by itself: no sorting."""
 MIN_GROUPED_TOKENS = 16_384
-"""From here on the grouped product of torch takes over, where there is one."""
+"""From here on the grouped product of torch takes over, where it takes the weights."""
 
 
 class ExpertShape(NamedTuple):

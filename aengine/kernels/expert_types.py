@@ -8,12 +8,23 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Literal, NamedTuple
 
+import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 from .activation import Activation
 from .expert_tilings import ExpertShape, ExpertTiling
 
-__all__ = ["ExpertBlocks", "ExpertGate", "ExpertMatrices", "ExpertPlan", "InputNorm", "Routing", "RoutingRule"]
+__all__ = [
+    "ExpertBlocks",
+    "ExpertGate",
+    "ExpertMatrices",
+    "ExpertPlan",
+    "InputNorm",
+    "Routing",
+    "RoutingRule",
+    "can_group",
+]
 
 
 @dataclass(frozen=True, slots=True)
@@ -67,6 +78,16 @@ class ExpertMatrices(NamedTuple):
     weight: Tensor  # [num_experts, out_features, in_features], of any strides; numbers, or int8 codes with a scale
     bias: Tensor | None = None  # [num_experts, out_features]
     scale: Tensor | None = None  # float32 [num_experts, out_features]
+
+
+def can_group(*matrices: ExpertMatrices) -> bool:
+    """Whether torch's grouped product takes them all: numbers of 16 bits, in rows of multiples of 16 bytes."""
+    return hasattr(F, "grouped_mm") and all(
+        one.scale is None
+        and one.weight.dtype in (torch.bfloat16, torch.float16)
+        and all(stride % 8 == 0 for stride in one.weight.stride() if stride != 1)
+        for one in matrices
+    )
 
 
 class InputNorm(NamedTuple):

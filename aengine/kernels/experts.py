@@ -67,7 +67,7 @@ def _multiply(x: Tensor, matrices: ExpertMatrices, expert: int) -> Tensor:
     bias = None if matrices.bias is None else matrices.bias[expert]
     if matrices.scale is None:
         return F.linear(x, matrices.weight[expert], bias)
-    out = F.linear(x, matrices.weight[expert].to(x.dtype)) * matrices.scale[expert]
+    out = F.linear(x.float(), matrices.weight[expert].float()) * matrices.scale[expert]  # codes alone may pass float16
     return (out if bias is None else out + bias).to(x.dtype)
 
 

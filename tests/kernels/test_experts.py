@@ -5,18 +5,25 @@ from __future__ import annotations
 import importlib
 import random
 from contextlib import nullcontext
+from dataclasses import replace
 
 import pytest
 import torch
 from torch import Tensor
 
-from aengine.kernels.dispatch import torch_reference
+from aengine.kernels import expert_tilings
+from aengine.kernels.dispatch import torch_reference, triton_everywhere
 from aengine.kernels.expert_gate import gate_experts
 from aengine.kernels.expert_plan import plan_experts
 from aengine.kernels.expert_tilings import ExpertShape, ExpertTiling, ProductTile, choose_tiling, default_tiling
-from aengine.kernels.expert_types import ExpertGate, ExpertMatrices, InputNorm, Routing, RoutingRule
+from aengine.kernels.expert_types import ExpertGate, ExpertMatrices, InputNorm, Routing, RoutingRule, can_group
 from aengine.kernels.experts import add_experts, expert_product
 from aengine.kernels.routing import route
+from aengine.runner.layers.moe import Experts, MoE, Router
+from aengine.runner.layers.norm import RMSNorm
+from aengine.runner.weights.formats import QuantisedMatrices, choose_formats
+from aengine.runner.weights.int8 import Int8Format
+from aengine.runner.weights.scope import WeightScope
 
 TILE = ProductTile(32, 32, 4, 2)
 WAYS = {
@@ -153,6 +160,76 @@ def test_codes_with_a_scale(way: str, rng: random.Random, gen: torch.Generator, 
     close(residual, added, 2e-6)
 
 
+def test_codes_in_float16_have_the_range_of_their_outputs() -> None:
+    """A sum over codes, before its scale, does not (here by torch)."""
+    matrices = ExpertMatrices(torch.full((1, 4, 64), 127, dtype=torch.int8), None, torch.full((1, 4), 1 / 127))
+    routing = Routing(torch.zeros(1, 1, dtype=torch.int32), torch.ones(1, 1))
+    with torch_reference():
+        out = expert_product(
+            torch.full((1, 64), 100.0).half(), matrices, plan_experts(routing, ExpertShape(1, 64, 4, 1))
+        )
+    torch.testing.assert_close(out, torch.full((1, 4), 6400.0).half())
+
+
+@pytest.mark.parametrize(
+    ("hidden", "inner", "are_codes", "way"),
+    [(64, 32, False, "grouped"), (60, 32, False, "blocks"), (64, 36, False, "blocks"), (64, 32, True, "blocks")],
+)
+def test_the_grouped_product_is_for_weights_that_it_takes(
+    hidden: int,
+    inner: int,
+    are_codes: bool,
+    way: str,
+    gen: torch.Generator,
+    triton_device: torch.device,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """However many tokens there are, torch's takes no codes, nor rows that are no multiples of 16 bytes. (float16:
+    Triton's interpreter multiplies no bfloat16.)"""
+    dtype = torch.float16
+    monkeypatch.setattr(expert_tilings, "MIN_GROUPED_TOKENS", 5)
+
+    def matrices(rows: int, columns: int) -> ExpertMatrices:
+        weight = torch.randn(4, rows, columns, generator=gen) * columns**-0.5
+        if not are_codes:
+            return ExpertMatrices(weight.to(dtype))
+        scale = weight.abs().amax(2) / 127
+        return ExpertMatrices((weight / scale[..., None]).round().to(torch.int8), None, scale)
+
+    shape, gate = ExpertShape(4, hidden, inner, 2), GATES[0]
+    first, second = matrices(2 * inner, hidden), matrices(hidden, inner)
+    routing, x = draw_routing(random.Random(0), gen, 9, shape), torch.randn(9, hidden, generator=gen).to(dtype)
+    wanted = by_definition(x, first, second, routing, gate)[1]
+    first, second, routing = (
+        type(ts)(*(t if t is None else t.to(triton_device) for t in ts)) for ts in (first, second, routing)
+    )
+    plan = plan_experts(routing, shape, can_group=can_group(first, second))
+    residual = torch.zeros(9, hidden, dtype=dtype, device=triton_device)
+    add_experts(residual, expert_product(x.to(triton_device), first, plan, gate), second, plan)
+    assert plan.tiling is not None and plan.tiling.way == way
+    close(residual, wanted, 2e-2)
+
+
+def test_a_layer_tells_the_plan_whether_its_weights_can_be_grouped(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(expert_tilings, "MIN_GROUPED_TOKENS", 5)
+    for dtype, is_int8, way in (
+        ("bfloat16", False, "grouped"),
+        ("bfloat16", True, "blocks"),
+        ("float32", False, "blocks"),
+    ):
+        formats = choose_formats(dtype, torch.device("meta"))
+        if is_int8:
+            formats = replace(formats, quantised=QuantisedMatrices(Int8Format(False), ("gate",)))
+        scope = WeightScope(formats)
+        layer = MoE(64, Router(scope, 64, 4, RoutingRule(2)), Experts(scope, 64, 32, 4, gate=GATES[0]))
+        for name, (place,) in scope.places.items():
+            place.put((torch.rand(place.shape) if "scale" in name else torch.ones(place.shape)).to(place.dtype))
+        with triton_everywhere():
+            x = torch.zeros(9, 64, dtype=formats.dtype)
+            plan = layer._hidden(x, RMSNorm.of(torch.ones(64, dtype=x.dtype), 1e-6))[1]
+        assert plan.tiling is not None and plan.tiling.way == way
+
+
 @pytest.mark.parametrize("block_m", [1, 16, 64])
 def test_pairs_are_sorted(block_m: int, rng: random.Random, gen: torch.Generator, triton_device: torch.device) -> None:
     """Every pair has one slot in a block of its expert, in order; blocks past the last one are marked."""
@@ -255,8 +332,6 @@ def test_equal_scores_and_nan(triton_device: torch.device) -> None:
 
 
 def test_measured_tilings_are_used(monkeypatch: pytest.MonkeyPatch) -> None:
-    from aengine.kernels import expert_tilings
-
     shape = ExpertShape(128, 2048, 768, 8)
     table = {
         "Some GPU": {
@@ -269,8 +344,8 @@ def test_measured_tilings_are_used(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(expert_tilings, "_tables", lambda: table)
     assert choose_tiling("Some GPU", shape, 2, True).first == ProductTile(8, 512, 2, 1)
     assert choose_tiling("Some GPU", shape, 3, True).way == "grouped"
-    for device, tokens, can_group in (("Some GPU", 100, True), ("Some GPU", 3, False), ("another", 2, True)):
-        assert choose_tiling(device, shape, tokens, can_group) == default_tiling(shape, tokens, can_group)
+    for device, tokens, is_fit in (("Some GPU", 100, True), ("Some GPU", 3, False), ("another", 2, True)):
+        assert choose_tiling(device, shape, tokens, is_fit) == default_tiling(shape, tokens, can_group)
     ways = [default_tiling(shape, n, True) for n in (4, 5, 256, 512, 1024, 8192, 16384)]
     assert [(t.way, t.block_m) for t in ways] == [
         ("pairs", 1), ("blocks", 16), ("blocks", 16), ("blocks", 32), ("blocks", 64), ("blocks", 128), ("grouped", 1)

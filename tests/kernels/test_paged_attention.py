@@ -131,3 +131,12 @@ def test_no_body_on_another_device() -> None:
         decode_attention(q, cache, torch.zeros(1, 1, dtype=torch.int64), [1], 1.0, None)
     with pytest.raises(InternalError, match="prefill_attention runs on the CPU only, not on meta"):
         prefill_attention(q, cache[0, :1], cache, torch.zeros(1, dtype=torch.int64), 1, 1.0, None)
+
+
+@pytest.mark.parametrize("softcap", [0.0, 50.0])
+def test_scores_in_float16_may_be_large_before_their_scale(softcap: float) -> None:
+    """q k^T is 128,000 here, and 500 with the scale: past the range of float16 and well within it."""
+    q, kv = torch.full((1, 1, 128), 100.0).half(), torch.full((1, 1, 2, 1, 128), 10.0).half()
+    how = 1 / 256, None, softcap, None if softcap else torch.zeros(1).half()
+    assert decode_attention(q, kv, torch.zeros(1, 1, dtype=torch.int32), [1], *how).eq(10).all()
+    assert prefill_attention(q, kv[0], kv, torch.zeros(1, dtype=torch.int32), 1, *how).eq(10).all()

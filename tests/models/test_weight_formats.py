@@ -12,12 +12,15 @@ from typing import Any
 
 import pytest
 import torch
-from driver import Driver, build, load, source_of
+from driver import CPU, Driver, build, load, no_progress, source_of
 from safetensors.torch import load_file, save_file
 
 from aengine.errors import ModelLoadError
+from aengine.runner.models import build_model, read_config
+from aengine.runner.weights.formats import WeightFormats, choose_formats
 from aengine.runner.weights.int8 import Int8Weight
-from aengine.runner.weights.plain import PlainWeight
+from aengine.runner.weights.loader import load_weights
+from aengine.runner.weights.plain import PlainFormat, PlainWeight
 from aengine.runner.weights.weight import Weight
 
 TinyModel = Callable[..., Path]
@@ -134,7 +137,7 @@ def test_int8_is_the_dequantised_model(
 
 
 @pytest.mark.parametrize("rows", [1, 16, 17, 40])
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
 def test_int8_product(rows: int, dtype: torch.dtype, rng: random.Random) -> None:
     gen = torch.Generator().manual_seed(rng.getrandbits(60))
     codes = torch.randint(-128, 128, (80, 96), generator=gen).to(torch.int8)
@@ -144,7 +147,63 @@ def test_int8_product(rows: int, dtype: torch.dtype, rng: random.Random) -> None
     out = Int8Weight(codes, scale, bias).multiply(x)
     assert out.dtype == dtype
     off = float((out.double() - wanted).norm() / wanted.norm())
-    assert off < (1e-6 if dtype == torch.float32 else 6e-3)
+    assert off < {torch.float32: 1e-6, torch.bfloat16: 6e-3, torch.float16: 8e-4}[dtype]
+
+
+@pytest.mark.parametrize("size", [1e-7, 1e-4, 0.3, 1.0, 300.0])
+def test_int8_in_float16_has_the_range_of_its_outputs(size: float) -> None:
+    """A sum over codes is 127 / max |w| times the output, and would be infinite long before that is."""
+    gen = torch.Generator().manual_seed(0)
+    codes = torch.randint(-128, 128, (16, 256), generator=gen).to(torch.int8)
+    scale = size / 127 * (1 + torch.arange(16) / 7)
+    x = (codes[3].float() * (30_000 / (codes[3].float().square().sum() * scale[3])))[None]  # the output is 30,000 there
+    x = x.clamp(-60_000, 60_000).half()
+    wanted = x.double() @ (codes.double() * scale[:, None].double()).t()
+    out = Int8Weight(codes, scale, None).multiply(x)
+    assert out.isfinite().all()
+    torch.testing.assert_close(out.double(), wanted, rtol=4e-3, atol=0.1 * float(wanted.abs().max()) / 100)
+    nothing = Int8Weight(codes, torch.zeros(16), None).multiply(x)
+    assert torch.equal(nothing, torch.zeros_like(nothing)), "a row of zeros has a scale of zero"
+
+
+def float16_model(folder: Path) -> torch.Tensor:
+    """Logits with activations in float16, as on a GPU; a CPU's own are float32."""
+    source = source_of(folder)
+    quantised = choose_formats("float32", CPU, source.hf_config).quantised
+    formats = WeightFormats(torch.float16, torch.float16, PlainFormat(torch.float16), quantised)
+    model = build_model(read_config(source.hf_config), formats)
+    load_weights(model, source, 0, no_progress)
+    return Driver(model, random.Random(0)).step({"a": TOKENS})["a"]
+
+
+@pytest.mark.parametrize("arch", ["llama", "qwen3_moe"])
+def test_int8_in_float16_with_a_large_activation(arch: str, copied: Callable[..., Path]) -> None:
+    """One channel of the residual stream has 300, as those of trained models have; plain float16 holds that easily."""
+    folder, plain = copied(arch), copied(arch)
+    path = folder / "model.safetensors"
+    tensors = load_file(path)
+    for name in tensors:
+        if name.endswith("proj.weight"):
+            tensors[name] *= 0.02 / tensors[name].std()
+    size = tensors["model.layers.0.self_attn.o_proj.weight"].shape[1]
+    values = [name for name in tensors if name.endswith("layers.0.self_attn.v_proj.weight")]
+    tensors[values[0]][:] = 0.4
+    tensors["model.layers.0.self_attn.o_proj.weight"][5] = 300 / (0.4 * size * 6)
+    tensors["model.embed_tokens.weight"] = tensors["model.embed_tokens.weight"].abs()
+    save_file(tensors, path)
+    save_file(quantise(folder, "int-quantized", ignored=("mlp.gate$",)), plain / "model.safetensors")
+    out, wanted = float16_model(folder), float16_model(plain)
+    assert wanted.isfinite().all() and out.isfinite().all()
+    assert float((out - wanted).norm() / wanted.norm()) < 1e-2
+
+
+def test_a_scaled_product_in_float16_has_the_range_of_its_outputs() -> None:
+    """The product is 102,400 before it is scaled (Granite's residual multiplier)."""
+    weight, x = torch.full((8, 64), 16.0), torch.full((2, 64), 100.0).half()
+    for made in (PlainWeight(weight.half(), None), Int8Weight(torch.ones(8, 64).to(torch.int8), weight[:, 0], None)):
+        residual = torch.ones(2, 8).half()
+        made.add_scaled_to(residual, x, 0.22)
+        torch.testing.assert_close(residual, torch.full((2, 8), 1 + 102_400 * 0.22).half(), rtol=1e-3, atol=0)
 
 
 def test_what_the_config_ignores_is_plain(copied: Callable[..., Path]) -> None:

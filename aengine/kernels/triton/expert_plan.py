@@ -6,7 +6,6 @@ Bytes: 8 * pairs * num_experts, all but the first 4 * pairs out of the L2 cache.
 from __future__ import annotations
 
 import torch
-import torch.nn.functional as F
 import triton
 import triton.language as tl
 from torch import Tensor
@@ -22,11 +21,11 @@ _CHUNKS = (64, 256, 1024)
 
 
 def plan_experts(
-    routing: Routing, shape: ExpertShape, tiling: ExpertTiling | None, is_partial: bool = False
+    routing: Routing, shape: ExpertShape, tiling: ExpertTiling | None, is_partial: bool, can_group: bool
 ) -> ExpertPlan:
     ids = routing.expert_ids
     if tiling is None:
-        tiling = choose_tiling(device_name(), shape, ids.shape[0], hasattr(F, "grouped_mm"))
+        tiling = choose_tiling(device_name(), shape, ids.shape[0], can_group)
     blocks = None if tiling.way == "pairs" else _sort(ids, shape.num_experts, tiling.block_m, is_partial)
     return ExpertPlan(routing, shape, [], tiling, blocks, is_partial)
 

@@ -38,7 +38,7 @@ def expert_product(
     if norm is not None:
         x = rms_norm.rms_norm(x, norm.weight, norm.eps)
     top_k = plan.shape.top_k
-    if _is_grouped(plan, matrices):
+    if _is_grouped(plan):
         out = _grouped(x, matrices, plan, top_k)
         return out if gate is None else gate_experts(out, gate)  # in the order of the slots
     out = torch.empty((plan.num_pairs, size), dtype=x.dtype, device=x.device)
@@ -50,14 +50,14 @@ def add_experts(residual: Tensor, hidden: Tensor, matrices: ExpertMatrices, plan
     assert plan.tiling is not None
     if plan.blocks is None:
         return add_pairs(residual, hidden, matrices, plan, plan.tiling.second)
-    if _is_grouped(plan, matrices):
+    if _is_grouped(plan):
         return _add_weighted(residual, _grouped(hidden, matrices, plan), plan, plan.blocks.slots)
     out = torch.empty((plan.num_pairs, residual.shape[1]), dtype=hidden.dtype, device=hidden.device)
     multiply_blocks(hidden, matrices, plan, None, out, plan.tiling.second, rows_of_x=1)
     return _add_weighted(residual, out, plan, None)
 
 
-def _is_grouped(plan: ExpertPlan, matrices: ExpertMatrices) -> bool:
+def _is_grouped(plan: ExpertPlan) -> bool:
     return plan.tiling is not None and plan.tiling.way == "grouped"
 
 

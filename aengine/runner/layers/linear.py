@@ -123,14 +123,14 @@ class Linear:
         self.weight.add_to(partial, x)
 
     def _add_sum_to(self, residual: Tensor, x: Tensor, post_norm: Norm | None, scale: float) -> None:
-        group = self.group
-        own = self.weight.multiply(x)
         if post_norm is not None:
-            add_rms_norm(residual, group.sum(own), post_norm.weight, post_norm.eps)
-            return
-        if scale != 1.0:
-            own.mul_(scale)
-        group.add_sum(residual, own)
+            add_rms_norm(residual, self.group.sum(self.weight.multiply(x)), post_norm.weight, post_norm.eps)
+        elif scale != 1.0:
+            own = torch.zeros_like(residual)
+            self.weight.add_scaled_to(own, x, scale)
+            self.group.add_sum(residual, own)
+        else:
+            self.group.add_sum(residual, self.weight.multiply(x))
 
 
 def drop(tensor: Tensor) -> None:

@@ -14,7 +14,7 @@ from torch import Tensor
 from ...kernels.activation import Activation
 from ...kernels.expert_plan import plan_experts
 from ...kernels.expert_tilings import ExpertShape
-from ...kernels.expert_types import ExpertGate, ExpertMatrices, Routing
+from ...kernels.expert_types import ExpertGate, ExpertMatrices, Routing, can_group
 from ...kernels.experts import add_experts, expert_product
 
 __all__ = ["can_run_experts", "run_experts"]
@@ -45,7 +45,7 @@ def run_experts(module: Any, hidden_states: Tensor, top_k_index: Tensor, top_k_w
     shape = ExpertShape(first.weight.shape[0], hidden_states.shape[1], second.weight.shape[2], top_k_index.shape[1])
     weights = top_k_weights.to(torch.float32).masked_fill(top_k_index >= shape.num_experts, 0.0)
     routing = Routing(top_k_index.clamp(max=shape.num_experts - 1).to(torch.int32).contiguous(), weights.contiguous())
-    plan = plan_experts(routing, shape)
+    plan = plan_experts(routing, shape, can_group=can_group(first, second))
     x = hidden_states.contiguous()
     gate = _gate(module)
     hidden = expert_product(x, first, plan, gate)

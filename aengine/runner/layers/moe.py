@@ -11,6 +11,7 @@ See kernels/routing.py for how experts are chosen, kernels/experts.py for their 
 from __future__ import annotations
 
 from dataclasses import replace
+from functools import cached_property
 
 import torch
 from torch import Tensor
@@ -85,6 +86,11 @@ class Experts:
         self.gate_up = ExpertLinear(scope, self.share, hidden_size, parts, bias=bias, layout=layout)
         self.down = ExpertLinear(scope, self.share, inner, {down: hidden_size}, bias=bias, layout=layout)
 
+    @cached_property
+    def can_group(self) -> bool:
+        """Whether torch's grouped product takes the loaded matrices."""
+        return self.gate_up.weights.can_group and self.down.weights.can_group
+
 
 class SharedExpert:
     """A feed-forward layer for all tokens, weighted by sigmoid(g x) if it has a ``gate`` [1, hidden_size]."""
@@ -147,7 +153,7 @@ class MoE:
         """The inner features of the chosen experts that are this rank's, for norm(x) [num_tokens, hidden_size]."""
         logits = self.router.linear.after_norm(x, norm, torch.float32)
         routing = route(logits, self.router.rule, self.router.correction, self._own)
-        plan = plan_experts(routing, self.shape, is_partial=self._own is not None)
+        plan = plan_experts(routing, self.shape, is_partial=self._own is not None, can_group=self.experts.can_group)
         return self.experts.gate_up.gated_after_norm(x, norm, plan, self.experts.gate), plan
 
     def _add_to(self, residual: Tensor, hidden: Tensor, plan: ExpertPlan, shared: Tensor | None) -> None:

@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 
 from ...kernels.expert_gate import gate_experts
-from ...kernels.expert_types import ExpertGate, ExpertMatrices, ExpertPlan, InputNorm
+from ...kernels.expert_types import ExpertGate, ExpertMatrices, ExpertPlan, InputNorm, can_group
 from ...kernels.experts import add_experts, add_weighted, expert_product
 from ...kernels.rms_norm import rms_norm
 from .weight import ExpertWeights, Norm, Weight
@@ -36,6 +36,10 @@ class StackedExperts(ExpertWeights):
         self._dtype = dtype
         self._bias_dtype = bias_dtype or dtype
         self._lock = Lock()
+
+    @property
+    def can_group(self) -> bool:
+        return self.matrices is not None and can_group(self.matrices)
 
     def put(self, expert: int, parts: Sequence[Mapping[str, Tensor]]) -> None:
         with self._lock:

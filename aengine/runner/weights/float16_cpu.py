@@ -27,11 +27,11 @@ FLOAT16_MAX = 65504.0
 
 
 class Float16Weight(Weight):
-    __slots__ = ("_bias", "_half", "_packed", "_plan", "_scale")
+    __slots__ = ("_half", "_packed", "_plan", "_scale")
 
     def __init__(self, weight: Tensor, bias: Tensor | None) -> None:
         self._plan = float16_plan()
-        self._bias = bias
+        self.bias = bias
         self._packed = torch.ops.quantized.linear_prepack_fp16(weight.float(), bias)
         self._half: Tensor | None = None
         self._scale: Tensor | None = None
@@ -41,7 +41,7 @@ class Float16Weight(Weight):
     def multiply(self, x: Tensor) -> Tensor:
         if self._half is None or self._scale is None or x.shape[0] < self._plan.first_large:
             return torch.ops.quantized.linear_dynamic_fp16(x, self._packed)
-        return half_linear(x, self._half, self._scale, self._bias)
+        return half_linear(x, self._half, self._scale, self.bias)
 
 
 @dataclass(frozen=True, slots=True)

@@ -29,18 +29,28 @@ __all__ = ["Int8Experts", "Int8Format", "Int8Weight", "read_int8"]
 
 
 class Int8Weight(Weight):
-    """codes int8 [out_features, in_features]; scale float32 [out_features]."""
+    """codes int8 [out_features, in_features]; scale float32 [out_features].
 
-    __slots__ = ("_bias", "_codes", "_scale")
+    A sum over codes alone may pass float16's range where the output does not. There the codes are multiplied by the
+    largest power of two in their row's scale first, which is exact, and the sum by the rest, a number from 1 to 2.
+    """
+
+    __slots__ = ("_codes", "_power", "_rest", "_scale")
 
     def __init__(self, codes: Tensor, scale: Tensor, bias: Tensor | None) -> None:
         self._codes = codes
         self._scale = scale
-        self._bias = bias
+        power = scale.abs().log2_().floor_().clamp_(-24, 8).exp2_()  # with a code of 8 bits in float16's range
+        self._power = power.half()[:, None]
+        self._rest = scale / power
+        self.bias = bias
 
     def multiply(self, x: Tensor) -> Tensor:
-        out = F.linear(x, self._codes.to(x.dtype)).mul_(self._scale)  # codes are exact in bfloat16, W would not be
-        return out if self._bias is None else out.add_(self._bias)
+        if x.dtype == torch.float16:
+            out = F.linear(x, self._codes * self._power).mul_(self._rest)
+        else:  # codes are exact in bfloat16, W would not be
+            out = F.linear(x, self._codes.to(x.dtype)).mul_(self._scale)
+        return out if self.bias is None else out.add_(self.bias)
 
 
 @dataclass(frozen=True, slots=True)

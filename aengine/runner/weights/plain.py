@@ -19,7 +19,7 @@ __all__ = ["PlainFormat", "PlainWeight", "plain_tensors"]
 class PlainWeight(Weight):
     """Multiplied as it is; every verb is an op of its own (kernels/linear.py)."""
 
-    __slots__ = ("bias", "weight")
+    __slots__ = ("weight",)
 
     def __init__(self, weight: Tensor, bias: Tensor | None) -> None:
         self.weight = weight

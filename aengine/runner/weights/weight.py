@@ -32,7 +32,9 @@ class Norm(Protocol):
 class Weight(ABC):
     """A matrix [out_features, in_features] with its bias, if it has one."""
 
-    __slots__ = ()
+    __slots__ = ("bias",)
+
+    bias: Tensor | None  # [out_features]
 
     @abstractmethod
     def multiply(self, x: Tensor) -> Tensor:
@@ -56,13 +58,21 @@ class Weight(ABC):
 
     def add_scaled_to(self, residual: Tensor, x: Tensor, scale: float) -> None:
         """Add ``scale`` times the product by x to ``residual`` [n, out_features], in place."""
-        residual.add_(self.multiply(x), alpha=scale)
+        if x.dtype == torch.float16 and self.bias is None and abs(scale) < 1:  # the product may pass its range
+            residual.add_(self.multiply(x * scale))
+        else:
+            residual.add_(self.multiply(x), alpha=scale)
 
 
 class ExpertWeights(ABC):
     """A matrix [out_features, in_features] an expert, with its bias, if it has one."""
 
     __slots__ = ()
+
+    @property
+    def can_group(self) -> bool:
+        """Whether torch's grouped product takes the matrices."""
+        return False
 
     @abstractmethod
     def put(self, expert: int, parts: Sequence[Mapping[str, Tensor]]) -> None:
