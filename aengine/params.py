@@ -7,6 +7,14 @@ from dataclasses import dataclass, field, fields, replace
 from functools import wraps
 from typing import Any, Literal, TypeVar
 
+from .bounds import (
+    MAX_COMPLETIONS,
+    MAX_LOGIT_BIAS,
+    MAX_LOGPROBS,
+    MAX_STOP_CHARACTERS,
+    MAX_STOP_STRINGS,
+    MAX_STOP_TOKEN_IDS,
+)
 from .errors import InvalidRequestError
 from .settings import SAMPLING_SETTINGS, STRUCTURED_OUTPUT_SETTINGS, described
 
@@ -15,11 +23,6 @@ __all__ = ["SamplingParams", "StructuredOutput"]
 T = TypeVar("T")
 
 _INT32_MAX = 2**31 - 1
-MAX_LOGPROBS = 64
-MAX_STOP_STRINGS = 64
-MAX_STOP_CHARACTERS = 1024
-MAX_STOP_TOKEN_IDS = 1024
-MAX_LOGIT_BIAS = 1024
 
 
 def refuses_unknown_names(cls: type[T]) -> type[T]:
@@ -346,7 +349,7 @@ _CHECKS: dict[str, Any] = {
         if v is None or v is False
         else _integer(p, 1 if v is True else v, 0, MAX_LOGPROBS, f"an integer from 0 to {MAX_LOGPROBS}, or None")
     ),
-    "n": lambda p, v: _integer(p, v, 1, 1024, "an integer from 1 to 1024"),
+    "n": lambda p, v: _integer(p, v, 1, MAX_COMPLETIONS, f"an integer from 1 to {MAX_COMPLETIONS}"),
     "structured_output": _structured,
     "detokenize": _boolean,
     "skip_special_tokens": _boolean,

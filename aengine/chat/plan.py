@@ -11,12 +11,13 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any, ClassVar
 
+from ..bounds.checks import check_size, is_long
 from ..errors import InvalidRequestError
 from ..params import SamplingParams
 from ..structured.asked_type import OnUnsupported, check_on_unsupported, constraint_of
 from ..structured.output_type import OutputType
 from ..structured.spec import GrammarSpec, spec_of
-from ..tokenizer.messages import Messages, checked_messages
+from ..tokenizer.messages import Messages, checked_messages, num_parts_of
 from ..tokenizer.prompt import PromptPart
 from ..tokenizer.tokenizer import Tokenizer
 from .compose import compose
@@ -69,6 +70,19 @@ class ChatRequest(PromptPart):
         check_on_unsupported(self.on_unsupported)
         options = PromptOptions.of(self.chat_template_kwargs, self.add_generation_prompt, self.continue_final_message)
         object.__setattr__(self, "prompt_options", options)
+
+    @property
+    def least_tokens(self) -> int:
+        """See `MessagesPart.least_tokens`; a tool has one, too."""
+        num_tools = len(self.tools) if isinstance(self.tools, Sequence) else 0
+        return max(len(self.messages) + num_tools, num_parts_of(self.messages))
+
+    @property
+    def is_long(self) -> bool:
+        """See `TextPart.is_long`."""
+        shape = self.params.structured_output
+        given = (self.messages, self.tools, self.chat_template_kwargs, shape and shape.json_schema)
+        return is_long(*given, num_messages=len(self.messages))
 
     @property
     def is_relaxed(self) -> bool:
@@ -133,8 +147,10 @@ def plan_chat(tokenizer: Tokenizer, asked: ChatRequest, max_model_len: int | Non
     """Plan a chat. Blocking, for a thread: large schemas take their time.
 
     Raises InvalidRequestError, GrammarError, and ContextLengthError for a prompt that can't be of fewer than
-    ``max_model_len`` tokens.
+    ``max_model_len`` tokens, before any work that grows with it.
     """
+    if max_model_len is not None:
+        check_size((asked.messages, asked.tools, asked.chat_template_kwargs), max_model_len)
     known = tools_of(asked.tools)
     choice = ToolChoice.of(asked.tool_choice, known)
     allowed = choice.allowed(known)

@@ -2,22 +2,24 @@
 
 from __future__ import annotations
 
-import asyncio
+import contextvars
 import difflib
 import inspect
 import json
 import re
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any, Literal
 
+from ..bounds import MAX_TOOLS
 from ..errors import GrammarError, InvalidRequestError
 from ..params import StructuredOutput, shown
 from ..structured.spec import spec_of
+from ..threads.pools import run_in_thread
 
-__all__ = ["MAX_TOOLS", "Tool", "ToolChoice", "tools_of"]
+__all__ = ["Tool", "ToolChoice", "tools_of"]
 
-MAX_TOOLS = 1024
 _NAME = re.compile(r"[A-Za-z0-9_.-]{1,64}")
 _MODES: dict[str, Literal["none", "auto", "required"]] = {
     "none": "none",
@@ -111,7 +113,8 @@ class Tool:
         bound = bind(self.name, self.function, arguments)
         if _is_async(self.function):
             return await self.function(**bound)
-        result = await asyncio.to_thread(_run, self.name, self.function, bound)
+        run = partial(contextvars.copy_context().run, _run, self.name, self.function, bound)
+        result = await run_in_thread("tool", run)
         return await result if inspect.isawaitable(result) else result
 
 

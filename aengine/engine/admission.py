@@ -23,7 +23,7 @@ from contextvars import Context
 from functools import partial
 from typing import TYPE_CHECKING
 
-from ..errors import AEngineError, DeadlineExceededError, InternalError, InvalidRequestError
+from ..errors import AEngineError, ContextLengthError, DeadlineExceededError, InternalError, InvalidRequestError
 from ..outputs import FinishReason, RequestEnd
 from ..params import SamplingParams
 from ..scheduler.request import CacheKey, Request, RequestStatus
@@ -217,7 +217,10 @@ class Admission:
 
         Returns the prompt, no longer the caller's to change. ``request_id`` may be in use.
         """
-        part = prompt if isinstance(prompt, PromptPart) else part_of(prompt)
+        max_model_len = self._limits.max_model_len
+        part = prompt if isinstance(prompt, PromptPart) else part_of(prompt, max_model_len)
+        if part.least_tokens >= max_model_len:
+            raise ContextLengthError(part.least_tokens, max_model_len, at_least=True)
         options = (deadline, first_token_deadline, priority, request_id, cache_salt)
         check_request(self._limits, self._has_tokenizer, part.kind, params, *options)
         if part is not prompt and isinstance(part, TokensPart):
@@ -260,7 +263,9 @@ class Admission:
             raise
         except AEngineError as ours:
             error = ours
-        except Exception as bug:
+        except (KeyboardInterrupt, SystemExit):
+            raise
+        except BaseException as bug:  # a panic of a library in Rust is no Exception
             error = InternalError(f"the request could not be prepared ({request.phase.value}): {bug!r}")
             error.__cause__ = bug
         else:

@@ -29,7 +29,7 @@ from ..telemetry.listeners import Listeners
 from ..telemetry.metrics import Counters, Statistics
 from ..telemetry.observer import Observer
 from ..telemetry.summary import summary_of
-from ..threads.pools import run_in_thread
+from ..threads.pools import end_pools, run_in_thread
 from ..tokenizer.tokenizer import Tokenizer
 from .admission import Admission
 from .preparation import Preparation
@@ -323,8 +323,7 @@ class EngineCore:
         if self.grammars is not None:
             await self.grammars.aclose()
         await self.replicas.aclose(self._shutdown_timeout)
-        for pool in pools:
-            await pool.aclose()
+        await end_pools(*pools)
 
     def abandon(self) -> None:
         """Immediate and synchronous, from any thread: kill the worker, whatever state the loop is in."""

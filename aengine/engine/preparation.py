@@ -1,10 +1,11 @@
 """`Preparation`: all that is done for a request between its registration and the step loop.
 
-    chat       plan (a pool of threads) ──> its grammar, compiled ──┐
-    other      type, if any, described ──> its grammar, compiled ──> prompt encoded (a thread) ──> Prepared
+    chat       plan (a lane of threads) ──> its grammar, compiled ──┐
+    other      type, if any, described ──> its grammar, compiled ──> prompt encoded (a lane) ──> Prepared
 
 The grammar comes first, so that a prompt is not encoded for a request that is refused. One coroutine prepares a
-request; cancelling it, at any await, leaves nothing behind.
+request; cancelling it, at any await, leaves nothing behind: work that no thread has begun is taken back, and what runs
+was bounded before it began. Long prompts have a lane of their own (`aengine.bounds.is_long`).
 """
 
 from __future__ import annotations
@@ -15,6 +16,7 @@ from typing import Any, TypeVar
 
 from ..errors import GrammarError
 from ..structured.service import GrammarService
+from ..threads.lanes import Lanes
 from ..threads.pools import ThreadPool
 from ..tokenizer.prompt import MessagesPart, TextPart, TokensPart, check_token_ids
 from ..tokenizer.tokenizer import Tokenizer
@@ -32,8 +34,7 @@ class Preparation:
         self._tokenizer = tokenizer
         self._grammars = grammars
         self._limits = limits
-        self._pool = ThreadPool("tokenizer")
-        self._long_pool = ThreadPool("tokenizer-long")  # for texts that would hold up others
+        self._lanes = Lanes("prompt", 2)
 
     async def prepare(self, request: UserRequest) -> Prepared:
         """Make the request's token ids and its grammar. Updates its `phase`.
@@ -58,17 +59,17 @@ class Preparation:
             return Prepared(prompt.token_ids, grammar)
         request.phase = Phase.ENCODING
         assert isinstance(prompt, TextPart | MessagesPart) and self._tokenizer is not None
-        pool = self._long_pool if prompt.is_long else self._pool
-        ids = await pool.run(prompt.encode, self._tokenizer, self._limits.max_model_len)
+        ids = await self.run(prompt.encode, self._tokenizer, self._limits.max_model_len, is_long=prompt.is_long)
         return Prepared(self.check_ids(ids), grammar)
 
     async def _plan(self, request: UserRequest) -> Prepared:
         from ..chat import plan  # brings all of chats with it
 
-        assert self._tokenizer is not None and isinstance(request.prompt, plan.ChatRequest)
+        chat, max_model_len = request.prompt, self._limits.max_model_len
+        assert self._tokenizer is not None and isinstance(chat, plan.ChatRequest)
         request.phase = Phase.PLANNING
         grammars = self._grammar_service()
-        asked = await grammars.run(plan.plan_chat, self._tokenizer, request.prompt, self._limits.max_model_len)
+        asked = await self.run(plan.plan_chat, self._tokenizer, chat, max_model_len, is_long=chat.is_long)
         grammar = None if asked.spec is None else await grammars.prepare(asked.spec)
         request.mailbox.plan = asked
         return Prepared(self.check_ids(asked.prompt), grammar, asked.marker_ids)
@@ -78,8 +79,8 @@ class Preparation:
         return check_token_ids(ids, self._limits.vocab_size, self._limits.max_model_len)
 
     def run(self, function: Callable[..., T], *args: Any, is_long: bool) -> asyncio.Future[T]:
-        """Run a function that encodes, in a thread. ``is_long``: others should not wait for it."""
-        return (self._long_pool if is_long else self._pool).run(function, *args)
+        """Make a prompt, in a thread. ``is_long``: others should not wait for it."""
+        return self._lanes.run(function, *args, is_long=is_long)
 
     def _grammar_service(self) -> GrammarService:
         if self._grammars is None:
@@ -88,10 +89,7 @@ class Preparation:
 
     def close(self) -> tuple[ThreadPool, ...]:
         """Begin no more work. Returns the pools, whose threads may be waited for. From any thread."""
-        pools = self._pool, self._long_pool
-        for pool in pools:
-            pool.close()
-        return pools
+        return self._lanes.close()
 
     def drop_tables(self) -> None:
         """Free the tokenizer and the grammars, after `close`, when no request is left."""

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
+from ..bounds.checks import check_num_messages
 from ..chat.plan import ChatRequest
 from ..options import ChatOptions, chat_options
 from ..params import SamplingParams
@@ -28,6 +29,7 @@ def begin_chat(
     """See `AsyncLLM.stream_chat`. ``submit``: of the handle that has this core."""
     chat, request = chat_options(options)
     core.check_accepts()
+    check_num_messages(core.limits.max_model_len, messages, chat.get("tools"))
     params = SamplingParams() if params is None else params
     chat |= {"messages": messages, "params": params, "output_type": output_type}
     return ChatStream(submit(ChatRequest(**chat), params, final_only=False, **request), params)

@@ -17,6 +17,7 @@ from functools import partial
 from importlib import import_module
 from typing import TYPE_CHECKING, Any, TypeVar
 
+from ..bounds import LONG_TEXT
 from ..engine.core import EngineCore
 from ..engine.user_request import PooledText, UserRequest, check_options
 from ..errors import ContextLengthError, DeadlineExceededError, InvalidRequestError, RequestError
@@ -27,7 +28,6 @@ from ..streams.token_stream import Token
 from ..threads.pools import run_in_thread
 from ..threads.yield_gil import yield_gil
 from ..tokenizer.pooled_texts import YesNoPrompt, encode_pairs, encode_texts
-from ..tokenizer.prompt import LONG_TEXT
 from ..tokenizer.tokenizer import Tokenizer
 
 T = TypeVar("T")

@@ -142,6 +142,9 @@ class _Request:
 
     def __init__(self, request_id: str) -> None:
         self.request_id = request_id
+        self.has_begun = False  # the engine has it: until its task ends, its id is no other's
+        self.has_failed = False  # the engine has refused or ended it with an error
+        self.is_aborted = False
         self.num_reads = 0  # that the client lets be made
         self.only_wait = False
         self.news = asyncio.Event()
@@ -236,9 +239,19 @@ class _Session:
 
     def _abort(self, number: int) -> None:
         request = self._requests.get(number)
-        if request is not None and not self._engine.abort(request.request_id):
-            # It came in this turn, and its task will have begun it.
-            asyncio.get_running_loop().call_soon(self._engine.abort, request.request_id)
+        if request is None:
+            return
+        request.is_aborted = True  # before it has begun, the id may be that of another process' request
+        if request.has_begun:
+            self._engine.abort(request.request_id)
+
+    def _begun(self, request: _Request) -> None:
+        """Note that the engine has it, unless it was refused, and end it if that was asked for meanwhile."""
+        if request.has_failed:
+            return
+        request.has_begun = True
+        if request.is_aborted:
+            self._engine.abort(request.request_id)
 
     async def _answer(
         self, number: int, request: _Request, method: str, prompt: Any, params: dict[str, Any], options: dict[str, Any]
@@ -246,12 +259,15 @@ class _Session:
         try:
             given = params_from_wire(params)
             if method == "generate":
+                asyncio.get_running_loop().call_soon(self._begun, request)  # the next line hands it over at once
                 self.link.send("done", number, to_wire(await self._engine.generate(prompt, given, **options)))
-            elif method == "chat":
-                await self._send_all(number, request, self._engine.stream_chat(prompt, given, **options))
-            else:
-                await self._send_all(number, request, self._engine.stream(prompt, given, **options))
+                return
+            begin: Any = self._engine.stream_chat if method == "chat" else self._engine.stream
+            stream = begin(prompt, given, **options)
+            self._begun(request)
+            await self._send_all(number, request, stream)
         except Exception as error:
+            request.has_failed = True
             self._fail(number, error)
 
     async def _send_all(self, number: int, request: _Request, stream: ChatStream | TokenStream) -> None:

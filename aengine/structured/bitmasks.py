@@ -22,7 +22,7 @@ from itertools import accumulate
 from typing import TYPE_CHECKING, NamedTuple
 
 from ..errors import EngineClosedError
-from ..threads.pools import ThreadPool
+from ..threads.pools import ThreadPool, end_pools
 
 if TYPE_CHECKING:
     from .backend import Compiled, Matcher
@@ -326,8 +326,7 @@ class BitmaskFiller:
     async def aclose(self) -> None:
         """`close`, and wait for the threads."""
         self.close()
-        for pool in (self._pool, self._slow_pool):
-            await pool.aclose()
+        await end_pools(self._pool, self._slow_pool)
 
 
 def _are_short(jobs: Sequence[MaskJob]) -> bool:

@@ -31,7 +31,7 @@ from typing import Any
 
 from ..errors import AEngineError, EngineClosedError, EngineOverloadedError, GrammarError, InternalError
 from ..threads.futures import settle
-from ..threads.pools import Job, ThreadPool, tell
+from ..threads.pools import Job, ThreadPool, end_pools, tell
 from .backend import Backend, Compiled
 from .backends import Backends, Load, load_backend
 from .spec import GrammarSpec
@@ -44,8 +44,6 @@ logger = logging.getLogger("aengine.structured")
 _FAILURE_SECONDS = 30.0
 """How long a grammar that failed is not tried again."""
 _MAX_FAILURES = 256
-_CLOSE_SECONDS = 1.0
-"""`aclose` waits this long for threads that still compile; they are daemons and end by themselves."""
 
 
 @dataclass(slots=True, eq=False)
@@ -132,12 +130,7 @@ class GrammarCompiler:
         """Fail the waiters, end the threads; waits for a compile in progress a second at most. May be called twice."""
         self._fail_all()
         self._finalizer()
-        try:
-            async with asyncio.timeout(_CLOSE_SECONDS):
-                await self._pool.aclose()
-                await self._slow_pool.aclose()
-        except TimeoutError:
-            logger.info("a grammar is still being compiled; its thread ends with it")
+        await end_pools(self._pool, self._slow_pool)
 
     def abandon(self) -> None:
         """Close without waiting, from any thread: waiters are told when the loop runs next, if it does."""

@@ -89,7 +89,7 @@ class GrammarService:
         return await (await self._started()).compile(wanted)
 
     async def run(self, function: Callable[..., T], *args: Any) -> T:
-        """Run ``function(*args)`` in one of the two threads that prepare grammars for all requests."""
+        """Run ``function(*args)``, which describes a type or reads a schema, in one of two threads for all requests."""
         if self._closed:
             raise EngineClosedError("the engine is closed")
         return await self._planner.run(function, *args)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import threading
+import time
 import weakref
 from collections import deque
 from collections.abc import Callable
@@ -11,38 +12,51 @@ from functools import partial
 from queue import SimpleQueue
 from typing import Any, TypeVar
 
-from ..errors import EngineClosedError, EngineError, EngineOverloadedError
+from ..errors import EngineClosedError, EngineError, EngineOverloadedError, InternalError
 from .futures import settle
 
-__all__ = ["Job", "ThreadPool", "run_in_thread", "tell"]
+__all__ = ["Job", "ThreadPool", "end_pools", "run_in_thread", "tell"]
 
 T = TypeVar("T")
 Job = Callable[[bool], None]
 """Work for a thread, which tells it whether the pool was closed before it had its turn."""
+_END_SECONDS = 1.0  # that closing waits for work that has begun
 
 
 async def run_in_thread(name: str, function: Callable[..., T], *args: Any) -> T:
     """Run ``function(*args)`` in a thread of its own that ends with it.
 
     Unlike ``asyncio.to_thread`` it makes no pool on the host's loop that would outlive the engine. When the caller is
-    cancelled the thread, a daemon, runs on and its result is dropped. Raises EngineError when none can be started.
+    cancelled the thread, a daemon, runs on and its result is dropped. Raises EngineError when none can be started, and
+    InternalError for what is no `Exception`.
     """
     loop = asyncio.get_running_loop()
     result: asyncio.Future[T] = loop.create_future()
 
     def body() -> None:
-        value, error = None, None
-        try:
-            value = function(*args)
-        except BaseException as caught:
-            error = caught
-        tell(loop, settle, result, value, error)
+        tell(loop, settle, result, *_outcome(partial(function, *args)))
 
     try:
         threading.Thread(target=body, name=f"aengine-{name}", daemon=True).start()
     except RuntimeError as error:
         raise EngineError(_no_thread(error)) from error
     return await result
+
+
+def _outcome(call: Callable[[], T]) -> tuple[T | None, Exception | None]:
+    """Call it. Returns its value, or what it raised: an InternalError for what is no `Exception`.
+
+    A panic of a library in Rust is none, and a task's `except Exception` would miss it; a SystemExit would end the
+    event loop that it is handed to.
+    """
+    try:
+        return call(), None
+    except Exception as error:
+        return None, error
+    except BaseException as error:
+        raised = InternalError(f"a function that ran in a thread raised {error!r}")
+        raised.__cause__ = error
+        return None, raised
 
 
 def _no_thread(error: RuntimeError) -> str:
@@ -77,13 +91,14 @@ class ThreadPool:
         return len(self._work.jobs)
 
     def run(self, function: Callable[..., T], *args: Any) -> asyncio.Future[T]:
-        """Begin ``function(*args)`` in a thread. A future that is cancelled before saves it the work.
+        """Begin ``function(*args)`` in a thread. A future that is cancelled before its turn takes the work back.
 
         Raises EngineOverloadedError when there is no thread and none can be started, EngineClosedError when closed.
         """
         loop = asyncio.get_running_loop()
         future: asyncio.Future[T] = loop.create_future()
-        self._put(partial(_do, loop, future, partial(function, *args)))
+        job = self._put(partial(_do, loop, future, partial(function, *args)))
+        future.add_done_callback(partial(_take_back, self._work.jobs, job))
         if self._work.is_closed:  # by another thread, meanwhile: no thread may be left to take it
             future.cancel()
         return future
@@ -95,11 +110,7 @@ class ThreadPool:
 
     def discard(self, job: Job) -> bool:
         """Take a job back that no thread has begun; whether that was so."""
-        try:
-            self._work.jobs.remove(job)
-        except ValueError:
-            return False
-        return True
+        return _removed(self._work.jobs, job)
 
     def begin(self) -> None:
         """Start the first thread now; then `run` never lacks one. Raises EngineOverloadedError."""
@@ -135,10 +146,24 @@ class ThreadPool:
         self._end()
 
     async def aclose(self) -> None:
-        """Close, and wait for the threads."""
-        self.close()
-        for thread in self._threads:
-            await run_in_thread("pool-end", thread.join)
+        """Close, and wait for the threads, a second at most: see `end_pools`."""
+        await end_pools(self)
+
+
+async def end_pools(*pools: ThreadPool) -> None:
+    """Close pools, and wait for what their threads do, a second at most. A thread that takes longer, as for a chat
+    template without an end, is left to end by itself; as a daemon it keeps no process alive."""
+    for pool in pools:
+        pool.close()
+    deadline = time.monotonic() + _END_SECONDS
+    threads = [thread for pool in pools for thread in pool._threads if thread.is_alive()]
+
+    def join() -> None:
+        for thread in threads:
+            thread.join(max(0.0, deadline - time.monotonic()))
+
+    if threads:
+        await run_in_thread("pool-end", join)
 
 
 class _Work:
@@ -171,22 +196,30 @@ class _Work:
             self.tickets.put(None)
 
 
+def _removed(jobs: deque[Job], job: Job) -> bool:
+    try:
+        jobs.remove(job)
+    except ValueError:
+        return False
+    return True
+
+
+def _take_back(jobs: deque[Job], job: Job, future: asyncio.Future[Any]) -> None:
+    """Drop the job of a future that was cancelled, and what it holds, unless a thread has begun it."""
+    if future.cancelled():
+        _removed(jobs, job)
+
+
 def _unless_closed(job: Callable[[], object], is_closed: bool) -> None:
     if not is_closed:
         job()
 
 
 def _do(loop: asyncio.AbstractEventLoop, future: asyncio.Future[T], call: Callable[[], T], is_closed: bool) -> None:
-    value, error = None, None
-    if not is_closed and not future.cancelled():
-        try:
-            value = call()
-        except BaseException as caught:
-            error = caught
     if is_closed:
         tell(loop, future.cancel)
-    else:
-        tell(loop, settle, future, value, error)
+    elif not future.cancelled():
+        tell(loop, settle, future, *_outcome(call))
 
 
 def tell(loop: asyncio.AbstractEventLoop, callback: Callable[..., object], *args: object) -> None:

@@ -6,10 +6,11 @@ from collections import deque
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+from ..bounds import MOST_MESSAGES
 from ..errors import InvalidRequestError
 from ..params import shown
 
-__all__ = ["WRITTEN_BY_MODEL", "Messages", "call_id_of", "checked_messages"]
+__all__ = ["WRITTEN_BY_MODEL", "Messages", "call_id_of", "checked_messages", "num_parts_of"]
 
 Messages = list[dict[str, Any]]
 """At least one message, each with a role and a content: a text, a list of text parts, or None for an assistant's."""
@@ -26,9 +27,13 @@ def checked_messages(messages: object) -> Messages:
     templates show neither's id. Raises InvalidRequestError, which names the place."""
     if isinstance(messages, str | bytes | Mapping) or not isinstance(messages, Sequence):
         raise _invalid("messages must be a list of messages such as {'role': 'user', 'content': '...'}")
+    if len(messages) > MOST_MESSAGES:
+        raise _invalid(f"messages has {len(messages)} items: there may be {MOST_MESSAGES}")
     checked = [_checked(message, f"messages[{i}]") for i, message in enumerate(messages)]
     if not checked:
         raise _invalid("messages must be a list of at least one message")
+    if (num_parts := num_parts_of(checked)) > MOST_MESSAGES:
+        raise _invalid(f"all messages have {num_parts} parts and calls: there may be {MOST_MESSAGES}")
     return _in_order_of_calls(checked)
 
 
@@ -75,6 +80,12 @@ def _in_order_of_calls(messages: Messages) -> Messages:
     return ordered
 
 
+def num_parts_of(messages: Messages) -> int:
+    """Return the number of text parts in the contents that are lists, and of calls."""
+    listed = (message.get(key) for message in messages for key in ("content", "tool_calls"))
+    return sum(len(one) for one in listed if isinstance(one, list))
+
+
 def _checked(message: object, where: str) -> dict[str, Any]:
     if not isinstance(message, Mapping):
         raise _invalid(f"{where} must be a mapping with role and content, not {type(message).__name__}")
@@ -91,6 +102,8 @@ def _checked(message: object, where: str) -> dict[str, Any]:
 def _checked_parts(content: object, where: str) -> list[Any]:
     if isinstance(content, Mapping | bytes | bytearray) or not isinstance(content, Sequence):
         raise _invalid(f"{where} must be a text, a list of text parts, or None, not {type(content).__name__}")
+    if len(content) > MOST_MESSAGES:
+        raise _invalid(f"{where} has {len(content)} parts: there may be {MOST_MESSAGES}")
     for i, part in enumerate(content):
         kind = part.get("type") if isinstance(part, Mapping) else type(part).__name__
         if kind not in _TEXT_PARTS or not isinstance(part.get("text"), str):

@@ -12,13 +12,15 @@ from __future__ import annotations
 
 import operator
 from array import array
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, ClassVar
 
+from ..bounds import LONG_TEXT
+from ..bounds.checks import check_num_characters, check_num_messages, check_size, is_long
 from ..errors import ContextLengthError, InvalidRequestError
 from ..params import shown
-from .messages import Messages, checked_messages
+from .messages import Messages, checked_messages, num_parts_of
 
 if TYPE_CHECKING:
     from .tokenizer import Tokenizer
@@ -38,9 +40,6 @@ Prompt = str | Sequence[int] | Sequence[Mapping[str, Any]]
 
 _WANTED = "a text, a list of token ids, or a list of chat messages such as {'role': 'user', 'content': '...'}"
 
-LONG_TEXT = 50_000
-"""Characters from which on a text is a matter of many milliseconds."""
-
 
 class PromptPart:
     """One kind of prompt, checked, and copied from the caller's."""
@@ -48,6 +47,11 @@ class PromptPart:
     __slots__ = ()
     kind: ClassVar[str]
     """"text", "token_ids", "messages" or "chat"."""
+
+    @property
+    def least_tokens(self) -> int:
+        """Tokens that it has at least, by the number of its items alone."""
+        return 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -89,19 +93,26 @@ class MessagesPart(PromptPart):
     messages: Messages
 
     @property
+    def least_tokens(self) -> int:
+        """One for each message and each part of one."""
+        return max(len(self.messages), num_parts_of(self.messages))
+
+    @property
     def is_long(self) -> bool:
         """See `TextPart.is_long`."""
-        return sum(map(len, _texts_of(self.messages))) > LONG_TEXT
+        return is_long(self.messages, num_messages=len(self.messages))
 
     def encode(self, tokenizer: Tokenizer, max_model_len: int) -> list[int]:
         """See `TextPart.encode`; InvalidRequestError also if the messages don't fit the template."""
+        check_size(self.messages, max_model_len)
         text = tokenizer.apply_chat_template(self.messages)
         check_length(text, tokenizer, max_model_len)
         return _not_empty(tokenizer.encode(text, add_special_tokens=False))  # the template wrote them
 
 
-def part_of(prompt: Prompt) -> TextPart | TokensPart | MessagesPart:
-    """The prompt, checked. Raises InvalidRequestError for what is none, or is empty."""
+def part_of(prompt: Prompt, max_model_len: int) -> TextPart | TokensPart | MessagesPart:
+    """The prompt, checked. Raises InvalidRequestError for what is none, or is empty, and ContextLengthError for more
+    messages than the context has tokens."""
     if isinstance(prompt, str):
         if not prompt:
             raise InvalidRequestError("the prompt is empty: give it at least one character", param="prompt")
@@ -112,6 +123,7 @@ def part_of(prompt: Prompt) -> TextPart | TokensPart | MessagesPart:
         raise InvalidRequestError("the prompt is empty: give it at least one token or message", param="prompt")
     first = next(iter(prompt), None)
     if isinstance(first, Mapping):
+        check_num_messages(max_model_len, prompt)  # before they are looked at
         return MessagesPart(checked_messages(prompt))
     if isinstance(first, int) and not isinstance(first, bool):
         return TokensPart(prompt)  # type: ignore[arg-type]
@@ -126,15 +138,7 @@ def check_length(text: str, tokenizer: Tokenizer, max_model_len: int) -> None:
     length = str.__len__(text)
     if length > LONG_TEXT and (least := tokenizer.least_tokens(text)) >= max_model_len:
         raise ContextLengthError(least, max_model_len, at_least=True)
-
-
-def _texts_of(messages: Messages) -> Iterator[str]:
-    for message in messages:
-        content = message.get("content")
-        if isinstance(content, str):
-            yield content
-        elif content is not None:
-            yield from (part["text"] for part in content)
+    check_num_characters(length, max_model_len)
 
 
 def _not_empty(ids: list[int]) -> list[int]:

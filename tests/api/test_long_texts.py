@@ -10,8 +10,19 @@ from typing import Any
 import pytest
 from conftest_api import settled
 
-from aengine import AsyncLLM, ContextLengthError, SamplingParams
-from aengine.tokenizer.prompt import LONG_TEXT, part_of
+from aengine import (
+    AsyncLLM,
+    ContextLengthError,
+    EngineClosedError,
+    InternalError,
+    InvalidRequestError,
+    SamplingParams,
+    StructuredOutput,
+)
+from aengine.bounds import LONG_TEXT
+from aengine.chat.plan import ChatRequest
+from aengine.tokenizer.messages import checked_messages
+from aengine.tokenizer.prompt import part_of
 from aengine.tokenizer.tokenizer import Tokenizer
 
 Make = Callable[..., AsyncLLM]
@@ -67,11 +78,126 @@ async def test_a_long_text_holds_up_nobody(make_engine: Make, monkeypatch: pytes
 
 def test_what_is_long() -> None:
     text = "x" * (LONG_TEXT + 1)
-    assert part_of(text).is_long and not part_of(text[1:]).is_long
+    assert part_of(text, 512).is_long and not part_of(text[1:], 512).is_long
     for content, expected in (
         (text, True),
-        (text[1:], False),
+        (text[1000:], False),
         ([{"type": "text", "text": text}], True),
     ):
-        assert part_of([{"role": "user", "content": content}]).is_long is expected
-    assert part_of([{"role": "user", "content": text[:30_000]}] * 2).is_long
+        assert part_of([{"role": "user", "content": content}], 512).is_long is expected
+        assert ChatRequest(messages=[{"role": "user", "content": content}]).is_long is expected
+    hello = {"role": "user", "content": "hello"}
+    assert part_of([{"role": "user", "content": text[:30_000]}] * 2, 512).is_long
+    for given, expected in (
+        ({"messages": [hello] * 300}, True),  # a template goes through them one by one
+        ({"messages": [hello] * 20}, False),
+        ({"tools": [{"name": "f", "parameters": {"enum": ["x"] * 3000}}]}, True),
+        ({"chat_template_kwargs": {"documents": [text]}}, True),
+        ({"params": SamplingParams(structured_output=StructuredOutput(json_schema={"enum": [text]}))}, True),
+    ):
+        assert ChatRequest(**{"messages": [hello], **given}).is_long is expected
+
+
+async def test_long_chats_hold_up_no_other(make_engine: Make, monkeypatch: pytest.MonkeyPatch) -> None:
+    """However many there are, and whoever waits for them no more."""
+    render, gate, rendered = Tokenizer.apply_chat_template, threading.Event(), []
+
+    def slow(self: Tokenizer, messages: Any, **options: Any) -> Any:
+        rendered.append(len(messages))
+        assert len(messages) == 1 or gate.wait(60)
+        return render(self, messages, **options)
+
+    monkeypatch.setattr(Tokenizer, "apply_chat_template", slow)
+    hello = {"role": "user", "content": "hi"}
+    async with make_engine() as engine:
+        begin = [engine.chat, engine.generate] * 3
+        long = [asyncio.create_task(call([hello] * 300, ONE)) for call in begin]  # type: ignore[operator]
+        for _ in range(3):
+            await engine.chat([hello], ONE)
+            await engine.generate([hello], ONE)
+        assert not any(task.done() for task in long)
+        for task in long:
+            task.cancel()
+        await asyncio.wait(long)
+        gate.set()
+        await settled(engine)
+        with pytest.raises(ContextLengthError, match="has 1"):
+            await engine.chat([hello] * 301, ONE)
+    assert rendered.count(300) == 1  # what no thread had begun was taken back
+
+
+@pytest.mark.parametrize("own_thread", [False, True])
+async def test_more_messages_than_tokens_are_not_rendered(
+    make_engine: Make, monkeypatch: pytest.MonkeyPatch, own_thread: bool
+) -> None:
+    def fail(*args: Any, **options: Any) -> Any:
+        raise AssertionError("it was rendered")
+
+    monkeypatch.setattr(Tokenizer, "apply_chat_template", fail)
+    hello: dict[str, Any] = {"role": "user", "content": "hi"}
+    tool = {"name": "f", "parameters": {}}
+    parts = {"role": "user", "content": [{"type": "text", "text": "x"}] * 1024}
+    async with make_engine(own_thread=own_thread) as engine:
+        for messages, tools in (([hello] * 100_000, []), ([hello], [tool] * 1023), ([parts], []), ([{}] * 1024, [])):
+            with pytest.raises(ContextLengthError, match="at least 1"):
+                await engine.chat(messages, ONE, tools=tools)
+            if not tools:
+                with pytest.raises(ContextLengthError):
+                    await engine.generate(messages, ONE)
+        with pytest.raises(ContextLengthError):  # whatever the template shows of it
+            await engine.chat([hello | {"extra": {"deep": ["x" * 110_000]}}], ONE)
+
+
+def test_messages_have_a_bound_in_the_largest_context_too() -> None:
+    parts = {"role": "user", "content": [{"type": "text", "text": "x"}] * 1024}
+    for messages in (
+        [None] * 20_000,
+        [parts] * 20,
+        [{"role": "assistant", "tool_calls": [{}] * 20_000}],
+        [{"role": "user", "content": [None] * 20_000}],
+    ):
+        with pytest.raises(InvalidRequestError, match="there may be 16384") as caught:
+            checked_messages(messages)
+        assert caught.value.param == "messages"
+
+
+class Panic(BaseException):
+    """As of a library in Rust, which is no `Exception`."""
+
+
+@pytest.mark.parametrize("place", ["Tokenizer.encode", "Tokenizer.apply_chat_template", "spec_of"])
+async def test_a_panic_of_a_library_is_an_error_of_the_request(
+    make_engine: Make, monkeypatch: pytest.MonkeyPatch, place: str
+) -> None:
+    def fail(*args: Any, **options: Any) -> Any:
+        raise Panic("index out of bounds")
+
+    constrained = ONE.replace(structured_output=StructuredOutput(regex="a"))  # read on the loop, if it is short
+    if place == "spec_of":
+        monkeypatch.setattr("aengine.structured.spec.spec_of", fail)
+    else:
+        monkeypatch.setattr(Tokenizer, place.partition(".")[2], fail)
+    async with make_engine() as engine, asyncio.timeout(30):
+        for call in (engine.generate,) if place == "spec_of" else (engine.generate, engine.chat):
+            with pytest.raises(InternalError, match="index out of bounds"):
+                await call([{"role": "user", "content": "hi"}], constrained)  # type: ignore[operator]
+        assert await engine.generate([5], ONE)
+        await settled(engine)
+
+
+async def test_closing_does_not_wait_for_a_template(make_engine: Make, monkeypatch: pytest.MonkeyPatch) -> None:
+    gate = threading.Event()
+
+    def endless(*args: Any, **options: Any) -> Any:
+        gate.wait(60)
+
+    monkeypatch.setattr(Tokenizer, "apply_chat_template", endless)
+    engine = await make_engine().start()
+    chat = asyncio.create_task(engine.chat([{"role": "user", "content": "hi"}], ONE))
+    await asyncio.sleep(0.05)
+    async with asyncio.timeout(20):
+        assert await engine.generate([5], ONE)
+        await engine.aclose()
+    with pytest.raises(EngineClosedError):
+        await chat
+    gate.set()

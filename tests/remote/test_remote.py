@@ -319,3 +319,29 @@ async def test_the_socket_is_this_users_alone(tmp_path: Path) -> None:
     async with both(tmp_path, "yes"):
         assert (tmp_path / "engine").stat().st_mode & 0o777 == 0o600
     assert not (tmp_path / "engine").exists()
+
+
+@pytest.mark.parametrize("method", ["generate", "stream", "chat"])
+async def test_an_abort_ends_requests_of_its_own_process_only(tmp_path: Path, method: str) -> None:
+    """Another process may have a request of the same id: the second is refused, and to abort it leaves the first."""
+
+    def begin(engine: RemoteEngine) -> Any:
+        if method == "generate":
+            return asyncio.ensure_future(engine.generate("x", request_id="job-1"))
+        prompt: Any = HELLO if method == "chat" else "x"
+        stream = (engine.stream_chat if method == "chat" else engine.stream)(prompt, request_id="job-1")
+        return asyncio.ensure_future(stream.wait())
+
+    async with both(tmp_path, "word " * 40, token_delay=0.005) as (engine, one), connect(tmp_path / "engine") as other:
+        first = begin(one)
+        await until_running(engine)
+        second = begin(other)
+        await asyncio.sleep(0)  # it is under way to the engine
+        assert other.abort("job-1")
+        with pytest.raises(InvalidRequestError, match="in use"):
+            await second
+        assert (await first).finish_reason is FinishReason.STOP
+        third = begin(other)
+        await until_running(engine)
+        assert not one.abort("job-1") and other.abort("job-1")
+        assert (await third).finish_reason is FinishReason.ABORT

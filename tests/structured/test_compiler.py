@@ -308,7 +308,7 @@ async def test_closing_ends_a_warm_up_that_is_queued() -> None:
 
 
 async def test_closing_does_not_wait_for_ever(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("aengine.structured.compiler._CLOSE_SECONDS", 0.01)
+    monkeypatch.setattr("aengine.threads.pools._END_SECONDS", 0.01)
     async with compiling() as (compiler, backend):
         busy = asyncio.create_task(compiler.compile(regex("wait")))
         await begun(backend)

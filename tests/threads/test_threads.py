@@ -9,8 +9,9 @@ import time
 
 import pytest
 
-from aengine.errors import EngineClosedError, EngineError, EngineOverloadedError
-from aengine.threads.pools import ThreadPool, run_in_thread
+from aengine.errors import EngineClosedError, EngineError, EngineOverloadedError, InternalError
+from aengine.threads.lanes import Lanes
+from aengine.threads.pools import ThreadPool, end_pools, run_in_thread
 
 
 def threads(name: str) -> list[threading.Thread]:
@@ -143,3 +144,37 @@ async def test_no_thread_to_be_had(monkeypatch: pytest.MonkeyPatch) -> None:
     gate.set()
     assert (await first, await second) == (True, 7)
     await pool.aclose()
+
+
+class Panic(BaseException):
+    """As pyo3's PanicException, which is no `Exception`."""
+
+
+@pytest.mark.parametrize("kind", [Panic, SystemExit, KeyboardInterrupt])
+async def test_what_is_no_exception_does_not_reach_the_loop(kind: type[BaseException]) -> None:
+    def fail() -> None:
+        raise kind("odd")
+
+    pool = ThreadPool("panics")
+    for run in (lambda: pool.run(fail), lambda: run_in_thread("panics", fail)):
+        with pytest.raises(InternalError, match="odd") as caught:
+            await run()
+        assert isinstance(caught.value.__cause__, kind)
+    await pool.aclose()
+
+
+async def test_closing_leaves_a_thread_that_does_not_end(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("aengine.threads.pools._END_SECONDS", 0.01)
+    lanes, gate = Lanes("endless"), threading.Event()
+    running, queued = lanes.run(gate.wait, is_long=True), lanes.run(gate.wait, is_long=True)
+    assert await lanes.run(max, 1, 2, is_long=False) == 2  # the short lane goes on
+    assert lanes.num_queued(is_long=True) == 1 and not lanes.num_queued(is_long=False)
+    async with asyncio.timeout(20):
+        await end_pools(*lanes.close())
+    (thread,) = threads("endless-long")
+    assert thread.daemon and not threads("endless")
+    gate.set()
+    assert await running
+    with pytest.raises(asyncio.CancelledError):
+        await queued
+    thread.join(20)

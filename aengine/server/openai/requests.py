@@ -12,7 +12,8 @@ from typing import Annotated, Any, Literal
 from pydantic import AfterValidator, BaseModel, ConfigDict, Field, WithJsonSchema
 from pydantic_core import PydanticCustomError
 
-from ...params import MAX_LOGIT_BIAS, MAX_LOGPROBS, SamplingParams, StructuredOutput
+from ...bounds import MAX_CHOICES, MAX_LOGIT_BIAS, MAX_LOGPROBS, MAX_PROMPTS
+from ...params import SamplingParams, StructuredOutput
 from ..http import HTTPError
 
 __all__ = [
@@ -109,10 +110,6 @@ Tools = Annotated[
     ),
 ]
 """OpenAI's functions, which the engine checks."""
-MAX_PROMPTS = 2048
-"""Prompts of one completion."""
-MAX_CHOICES = 4096
-"""Choices of one completion, of all its prompts."""
 
 
 class Body(BaseModel):

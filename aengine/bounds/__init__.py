@@ -1,0 +1,36 @@
+"""What bounds the things that a caller can make large: the numbers here, the checks that several doors share in
+`checks.py`, and in `table.py` the list of docs/operations.md.
+
+Each bound is checked before any work that grows with what it bounds. tests/test_bounds.py finds each field of each
+request in the list.
+"""
+
+from __future__ import annotations
+
+MOST_MESSAGES = 16_384
+"""Messages of a chat, and text parts and calls in all of them: they are looked at one by one."""
+CHARACTERS_PER_TOKEN = 32
+"""A text of more characters for each token of the context is not read: it could hardly fit, and encoding takes a second
+for each MB, and a hundred times its memory."""
+LONG_TEXT = 50_000
+"""Characters from which on a text is a matter of many milliseconds. Up to twice as many are always read."""
+MAX_LOGPROBS = 64
+MAX_STOP_STRINGS = 64
+MAX_STOP_CHARACTERS = 1024
+MAX_STOP_TOKEN_IDS = 1024
+MAX_LOGIT_BIAS = 1024
+MAX_COMPLETIONS = 1024
+"""Completions of one prompt."""
+MAX_NAME_CHARACTERS = 1024
+"""Of a request_id, a cache_salt, the name of a prompt."""
+MAX_TOOLS = 1024
+MAX_PROMPTS = 2048
+"""Prompts of one completion over HTTP."""
+MAX_CHOICES = 4096
+"""Choices of one completion over HTTP, of all its prompts."""
+MAX_INPUTS = 1 << 20
+"""Texts of one call for vectors or scores."""
+MAX_VALUES = 1_000_000
+"""Values of a body, counted by commas and brackets."""
+MAX_QUEUED_CALLS = 64
+"""Calls of the tokenizer that wait for a thread, short and long ones each."""

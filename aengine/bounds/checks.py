@@ -1,0 +1,70 @@
+"""Checks of what a caller can make large, before any work that grows with it."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+
+from ..errors import ContextLengthError, InvalidRequestError
+from . import CHARACTERS_PER_TOKEN, LONG_TEXT, MAX_NAME_CHARACTERS
+
+__all__ = ["check_name", "check_num_characters", "check_num_messages", "check_size", "is_long", "most_characters"]
+
+_NODE = 20  # characters that take as long as a value of a list or a mapping
+_MESSAGE = 200  # and as a message: a template's loop
+
+
+def check_num_messages(max_model_len: int, *lists: object) -> None:
+    """Raise ContextLengthError if there are as many messages and tools as tokens in the context: each has one at least.
+
+    ``lists``: of messages and of tools; what is no list is left to those who read it.
+    """
+    number = sum(len(one) for one in lists if isinstance(one, Sequence) and not isinstance(one, str | bytes))
+    if number >= max_model_len:
+        raise ContextLengthError(number, max_model_len, at_least=True)
+
+
+def check_num_characters(number: int, max_model_len: int, *, generates: bool = True) -> None:
+    """Raise ContextLengthError for a text of so many characters, whatever its tokens are."""
+    if number > most_characters(max_model_len):
+        least = number // CHARACTERS_PER_TOKEN
+        raise ContextLengthError(least, max_model_len, at_least=True, generates=generates)
+
+
+def most_characters(max_model_len: int) -> int:
+    """Characters of the longest text that is read."""
+    return max(2 * LONG_TEXT, CHARACTERS_PER_TOKEN * max_model_len)
+
+
+def check_size(value: object, max_model_len: int) -> None:
+    """Raise ContextLengthError if JSON-like data has more characters and values than can be read. Takes its time on
+    large data: call it off the loop."""
+    check_num_characters(_size(value, most_characters(max_model_len), node=1), max_model_len)
+
+
+def is_long(*values: object, num_messages: int = 0) -> bool:
+    """Whether a prompt of this JSON-like data takes many milliseconds to make, so that others should not wait for it.
+    Itself it takes a fraction of one."""
+    most = LONG_TEXT - _MESSAGE * num_messages
+    return most < 0 or _size(values, most, node=_NODE) > most
+
+
+def _size(value: object, most: int, *, node: int) -> int:
+    """Count characters, and ``node`` for each value, and stop at more than ``most``."""
+    size, stack = 0, [value]
+    while stack and size <= most:
+        one = stack.pop()
+        if isinstance(one, str):
+            size += str.__len__(one)
+        elif isinstance(one, Mapping | list | tuple):
+            size += node * len(one)
+            if size <= most:  # else it may be large
+                stack.extend(one)
+                stack.extend(one.values() if isinstance(one, Mapping) else ())
+    return size
+
+
+def check_name(name: str, value: str | None) -> None:
+    """Raise InvalidRequestError for a name or a key that is too long."""
+    if value is not None and len(value) > MAX_NAME_CHARACTERS:
+        message = f"{name} has {len(value)} characters: it may have {MAX_NAME_CHARACTERS}"
+        raise InvalidRequestError(message, param=name)
