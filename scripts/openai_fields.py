@@ -42,7 +42,7 @@ SAMPLING = {
     "priority": "lower is served earlier",
     "cache_salt": "prefixes are shared among requests of equal salt",
 }
-STREAM_OPTIONS = "`include_usage`; vLLM's `continuous_usage_stats`; `include_obfuscation` is ignored"
+STREAM_OPTIONS = "with `stream`: `include_usage`; vLLM's `continuous_usage_stats`; `include_obfuscation` is ignored"
 TOOLS = "functions, also `strict`; other types are refused"
 NOTES: dict[str, dict[str, str]] = {
     "ChatBody": {

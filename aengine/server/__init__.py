@@ -15,9 +15,7 @@ try:
 except ModuleNotFoundError as error:
     if error.name not in ("starlette", "pydantic"):
         raise
-    raise ImportError(
-        f"aengine.server needs the package {error.name}: pip install 'aengine-llm[server]'"
-    ) from error
+    raise ImportError(f"aengine.server needs the package {error.name}: pip install 'aengine-llm[server]'") from error
 from .lifespan import engine_lifespan
 
 __all__ = ["create_app", "engine_lifespan"]

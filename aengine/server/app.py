@@ -184,7 +184,7 @@ def _endpoint(
         except ClientLeftError:
             return Response(status_code=499)  # nobody reads it
         except Exception as error:
-            return _answer(request, http_error(error, getattr(request.state, "place_of_shape", None)))
+            return _answer(request, http_error(error, getattr(request.state, "body", None)))
 
     return answer
 

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import logging
 import math
+import re
+from typing import TYPE_CHECKING
 
 from ..errors import (
     AEngineError,
@@ -17,6 +19,9 @@ from ..errors import (
 )
 from .http import HTTPError
 
+if TYPE_CHECKING:
+    from .openai.requests import Body
+
 __all__ = ["http_error"]
 
 _NO_RETRY = {"x-should-retry": "false"}
@@ -25,19 +30,21 @@ _NO_RETRY = {"x-should-retry": "false"}
 logger = logging.getLogger("aengine.server")
 
 
-def http_error(error: BaseException, param: str | None = None) -> HTTPError:
-    """Return what ``error`` is in HTTP; ``param``: the body's field that a GrammarError is about."""
+def http_error(error: BaseException, body: Body | None = None) -> HTTPError:
+    """Return what ``error`` is in HTTP, with the fields of the ``body`` that was sent."""
     if isinstance(error, HTTPError):
         return error
     text = str(error)
+    names = {} if body is None else body.field_names()
     match error:
         case ContextLengthError():
-            return HTTPError(400, text, code="context_length_exceeded")
+            return HTTPError(400, _renamed(text, names), code="context_length_exceeded")
         case GrammarError():
-            place = "tools" if error.tool is not None else (param or "response_format")
+            place = "tools" if error.tool is not None else ("response_format" if body is None else body.place_of_shape)
             return HTTPError(400, text, code=f"schema_{error.kind}", param=place + error.path.removeprefix("$"))
         case InvalidRequestError():
-            return HTTPError(400, text, code="invalid_value", param=error.param)
+            param = names.get(error.param or "", error.param)
+            return HTTPError(400, _renamed(text, names), code="invalid_value", param=param)
         case EngineOverloadedError():
             seconds = {"retry-after": str(math.ceil(error.retry_after))}
             return HTTPError(429, text, kind="rate_limit_error", code="engine_overloaded", headers=seconds)
@@ -53,3 +60,14 @@ def http_error(error: BaseException, param: str | None = None) -> HTTPError:
         return HTTPError(400, "the body is nested too deeply", code="invalid_value")
     logger.error("a request failed in the server", exc_info=error)
     return HTTPError(500, "the server failed; its log says why", kind="server_error", code="internal_error")
+
+
+def _renamed(text: str, names: dict[str, str]) -> str:
+    """Put the names of fields into the engine's text, which begins with a parameter or names others in what it wants of
+    a value. The value stays as it is, and so do words that are plain English."""
+    for param, field in names.items():
+        text = re.sub(rf"^{param}(?=[=. ]|$)", field, text)
+        value, separator, wanted = text.rpartition(" is not valid: ")
+        if "_" in param:
+            text = value + separator + re.sub(rf"\b{param}\b", field, wanted)
+    return text

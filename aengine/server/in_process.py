@@ -57,9 +57,7 @@ def anthropic_client(engine: AsyncLLM, **options: Any) -> anthropic.AsyncAnthrop
     try:
         import anthropic
     except ImportError as error:
-        raise ImportError(
-            "anthropic_client needs Anthropic's client: pip install 'aengine-llm[anthropic]'"
-        ) from error
+        raise ImportError("anthropic_client needs Anthropic's client: pip install 'aengine-llm[anthropic]'") from error
 
     http_client = _http_client(anthropic.DefaultAsyncHttpxClient, engine)
     return anthropic.AsyncAnthropic(**{"api_key": "none", "base_url": BASE_URL, "http_client": http_client, **options})

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import os
 import re
 import time
@@ -12,6 +13,7 @@ from typing import TYPE_CHECKING, Any, TypeVar
 from pydantic import BaseModel, ValidationError
 from starlette.requests import Request
 
+from .. import __version__
 from .health import Health
 from .http import HTTPError, Pace, read_json
 from .openai.responses.store import ResponseStore
@@ -53,6 +55,7 @@ class Service:
         self.pace = Pace(pieces_per_second)
         self.openapi: dict[str, Any] = {}
         """The application's description of itself."""
+        self._fingerprint: str | None = None
         self.responses = ResponseStore(max_stored_responses)
         self.metrics_registry: CollectorRegistry | None = None  # what /metrics shows; None: nothing can be
 
@@ -60,10 +63,20 @@ class Service:
     def model_name(self) -> str:
         return self.model_names[0]
 
+    @property
+    def system_fingerprint(self) -> str:
+        """OpenAI's name for what may change answers to equal requests: this version, the model, and how it computes."""
+        if self._fingerprint is None:
+            described = self.engine.describe()
+            computing = [described.get(name) for name in ("device", "dtype", "weight_format", "attention")]
+            said = repr((__version__, self.model_name, self.engine.config.model, computing))
+            self._fingerprint = f"fp_{hashlib.sha256(said.encode('utf-8', 'backslashreplace')).hexdigest()[:12]}"
+        return self._fingerprint
+
     async def body(self, request: Request, kind: type[B]) -> B:
         """Read and validate the body of a request. Raises HTTPError 400, 404, 413, 415 and ClientLeftError."""
         body = validated(kind, await read_json(request, self.max_body_bytes))
-        request.state.place_of_shape = getattr(body, "place_of_shape", None)  # for errors of a grammar
+        request.state.body = body  # whose fields errors name
         self.check_model(getattr(body, "model", None))
         return body
 

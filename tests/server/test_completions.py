@@ -9,9 +9,10 @@ import httpx
 import openai
 import pytest
 
-from aengine import AsyncLLM
+from aengine import AsyncLLM, Logprob
 from aengine.server import create_app
 from aengine.server.in_process import openai_client, streaming_transport
+from aengine.server.openai import completions
 from aengine.testing import FakeAsyncLLM, FakeRequest, Reply
 
 
@@ -81,6 +82,34 @@ async def test_logprobs_say_where_each_token_is() -> None:
             for name, values in parts.items():
                 values += getattr(chunk.choices[0].logprobs, name)
         assert parts == whole.model_dump()
+
+
+async def test_tokens_that_are_no_text_by_themselves_keep_their_entries() -> None:
+    """Bytes of one character, which all are the same replacement character when each is decoded by itself."""
+    async with FakeAsyncLLM("👋") as engine, openai_client(engine) as client:
+        answer = await client.completions.create(model="fake", prompt="x", logprobs=5)
+        logprobs: Any = answer.choices[0].logprobs
+        assert logprobs.tokens[:4] == [f"bytes:\\x{byte:02x}" for byte in "👋".encode()]
+        for token, logprob, likeliest in zip(logprobs.tokens, logprobs.token_logprobs, logprobs.top_logprobs):
+            assert len(likeliest) in (5, 6) and likeliest[token] == logprob
+
+
+@pytest.mark.parametrize("chosen", [1, 2, 3, 4])
+def test_tokens_of_one_text_have_keys_of_their_own(chosen: int) -> None:
+    class Tokenizer:
+        special_tokens: dict[str, int] = {}
+
+        def token_bytes(self, token_id: int) -> bytes:
+            return {1: b"a", 2: b"a", 3: b"\xf0", 4: b"b"}[token_id]
+
+    others = [Logprob(1, -0.5), Logprob(2, -1.0), Logprob(3, -2.0)]
+    logprob = {**dict(others), 4: -5.0}[chosen]
+    tokenizer: Any = Tokenizer()
+    written = completions._Logprobs(tokenizer, 0, False).take([(chosen, logprob, others)])
+    (likeliest,), (token,) = written["top_logprobs"], written["tokens"]
+    assert len(likeliest) == len({1, 2, 3, chosen})
+    assert likeliest[token] == written["token_logprobs"][0]
+    assert ("token_id:1" if chosen == 2 else "token_id:2") in likeliest and "bytes:\\xf0" in likeliest
 
 
 async def test_what_stopped_a_choice_is_told() -> None:

@@ -49,16 +49,16 @@ async def event_chunks(
         except AEngineError as error:
             if not writer.has_begun:
                 raise
-            yield error_event(request, error)
+            yield error_event(request, body, error)
             return
         completion = stream.completion
     writer.end(ending_of(completion, body), usage_of(completion.usage))
     yield writer.take()
 
 
-def error_event(request: Request, error: Exception) -> bytes:
+def error_event(request: Request, body: MessagesBody, error: Exception) -> bytes:
     """Return the last event of a stream that fails."""
-    return event(dumps(error_body(request, http_error(error))), "error")
+    return event(dumps(error_body(request, http_error(error, body))), "error")
 
 
 class _EventWriter:

@@ -38,7 +38,7 @@ async def create_message(service: Service, request: Request) -> Response:
     head: dict[str, Any] = {"id": name, "type": "message", "role": "assistant", "model": body.model}
     if body.stream:
         chunks = event_chunks(request, body, stream, head)
-        failed = partial(error_event, request)
+        failed = partial(error_event, request, body)
         return await begin_events(request, chunks, service.pace, stream.rest, failed, headers)
     deltas = await while_connected(request, _all_of(stream))
     completion = stream.completion

@@ -8,11 +8,11 @@ from __future__ import annotations
 
 from typing import Annotated, Any, Literal
 
-from pydantic import BaseModel, ConfigDict, Discriminator, Field, Tag, field_validator, model_validator
+from pydantic import ConfigDict, Discriminator, Field, Tag, field_validator, model_validator
 
 from ...params import SamplingParams, StructuredOutput
 from ..http import HTTPError
-from ..openai.requests import Body, Ignored
+from ..openai.requests import Body, Ignored, Text
 from .errors import THREAD_UNSUPPORTED
 
 __all__ = [
@@ -27,7 +27,7 @@ __all__ = [
 ]
 
 
-class Open(BaseModel):
+class Open(Body):
     """Parent of what may have further fields, which have no effect."""
 
     model_config = ConfigDict(extra="ignore", protected_namespaces=())
@@ -35,7 +35,7 @@ class Open(BaseModel):
 
 class TextBlock(Open):
     type: Literal["text"]
-    text: str
+    text: Text
 
 
 class ThinkingBlock(Open):
@@ -88,7 +88,7 @@ TextOnly = Annotated[
 class ToolResultBlock(Open):
     type: Literal["tool_result"]
     tool_use_id: str
-    content: str | list[TextOnly] | None = None
+    content: Text | list[TextOnly] | None = None
     is_error: bool | None = None
 
 
@@ -105,7 +105,7 @@ Block = Annotated[
 
 class Message(Open):
     role: Literal["user", "assistant", "system"]
-    content: str | list[Block]
+    content: Text | list[Block]
 
 
 class ToolBody(Open):
@@ -161,7 +161,7 @@ class CountBody(Body):
 
     model: str
     messages: list[Message]
-    system: str | list[TextOnly] | None = None
+    system: Text | list[TextOnly] | None = None
     tools: list[ToolBody] | None = None
     tool_choice: ToolChoiceBody | None = None
     thinking: ThinkingBody | None = None
@@ -253,6 +253,18 @@ class MessagesBody(CountBody):
             "structured_output": StructuredOutput(json_schema=shape.schema_) if shape else None,
         }
         return SamplingParams(**{name: value for name, value in given.items() if value is not None})
+
+    @property
+    def place_of_shape(self) -> str:
+        """The field that says which shape the answer has."""
+        return "output_format.schema" if self.output_format else "output_config.format.schema"
+
+    def field_names(self) -> dict[str, str]:
+        return {
+            "stop": "stop_sequences",
+            "structured_output": self.place_of_shape.removesuffix(".schema"),
+            "parallel_tool_calls": "tool_choice.disable_parallel_tool_use",
+        }
 
     def chat_options(self) -> dict[str, Any]:
         """Return the options of the chat, as of `AsyncLLM.stream_chat`."""

@@ -5,6 +5,7 @@ from __future__ import annotations
 import time
 from collections.abc import AsyncGenerator, Iterable
 from contextlib import aclosing
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 from starlette.requests import Request
@@ -53,10 +54,12 @@ async def chat_completions(service: Service, request: Request) -> Response:
     messages = chat_messages(body.messages)
     stream = service.engine.stream_chat(messages, body.params(), request_id=name.request_id, **body.chat_options())
     head = {"id": name.text, "created": int(time.time()), "model": service.model_name}
+    head["system_fingerprint"] = service.system_fingerprint
     writer = _Writer(service, body, head)
     if body.stream:
         chunks = writer.chunks(stream)
-        return await begin_events(request, chunks, service.pace, stream.rest, error_events, name.headers)
+        failed = partial(error_events, body)
+        return await begin_events(request, chunks, service.pace, stream.rest, failed, name.headers)
     completion = await while_connected(request, stream.wait())
     return JSONAnswer(
         head
@@ -121,7 +124,7 @@ class _Writer:
         async with aclosing(stream):
             try:
                 while deltas := await stream.read():
-                    if options.continuous_usage_stats:
+                    if options.has_usage_so_far:
                         writer.set_usage(usage_of(stream.usage))
                     for delta in merged(deltas):
                         self._write(writer, delta)
@@ -136,7 +139,7 @@ class _Writer:
             except AEngineError as error:
                 if not writer.has_begun:
                     raise
-                yield error_events(error)
+                yield error_events(self._body, error)
                 return
             completion = stream.completion
         for choice in completion.choices:

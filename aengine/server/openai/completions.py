@@ -7,6 +7,7 @@ import codecs
 import time
 from collections.abc import AsyncGenerator, Iterable, Sequence
 from contextlib import AsyncExitStack, aclosing
+from functools import partial
 from itertools import groupby
 from typing import TYPE_CHECKING, Any
 
@@ -37,12 +38,13 @@ async def completions(service: Service, request: Request) -> Response:
     body = await service.body(request, CompletionBody)
     name = answer_id("cmpl", request, body.request_id)
     head = {"id": name.text, "object": "text_completion", "created": int(time.time()), "model": service.model_name}
+    head["system_fingerprint"] = service.system_fingerprint
     writer = _Writer(service, body, head)
     if body.stream:
         streams = _begin(service, body, name)
         chunks = writer.chunks(streams)
         rest = streams[0].rest if len(streams) == 1 else asyncio.sleep
-        return await begin_events(request, chunks, service.pace, rest, error_events, name.headers)
+        return await begin_events(request, chunks, service.pace, rest, partial(error_events, body), name.headers)
     answers = await while_connected(request, _whole(service, body, name))
     choices = [writer.choice(i, choice) for i, answer in enumerate(answers) for choice in answer.choices]
     usage = _total([answer.usage for answer in answers])
@@ -149,7 +151,7 @@ class _Writer:
             except AEngineError as error:
                 if not writer.has_begun:
                     raise
-                yield error_events(error)
+                yield error_events(self.body, error)
                 return
         yield as_utf8("".join(writer.last_events())) + event("[DONE]")
 
@@ -177,7 +179,7 @@ class _ChunkWriter:
         self._head = dumps(writer.head)[:-1]
         options = writer.body.stream_options
         self._include_usage = options is not None and options.include_usage
-        self._is_continuous = options is not None and options.continuous_usage_stats
+        self._is_continuous = options is not None and options.has_usage_so_far
         self._begun: set[int] = set()  # choices of which something was written
         self._logprobs: dict[int, _Logprobs] = {}
         if writer.body.logprobs is not None:
@@ -261,14 +263,27 @@ class _Logprobs:
         for token_id, logprob, others in rows:
             written["tokens"].append(self._text(token_id))
             written["token_logprobs"].append(finite(logprob))
-            likeliest: dict[str, float | None] = {}
-            for other, value in (*others, (token_id, logprob)):
-                likeliest.setdefault(self._text(other), finite(value))
-            written["top_logprobs"].append(likeliest)
+            written["top_logprobs"].append(self._likeliest(token_id, {**dict(others), token_id: logprob}))
             written["text_offset"].append(self._offset)
             if token_id not in self._hidden:
                 self._offset += len(self._decoder.decode(self._tokenizer.token_bytes(token_id)))
         return written
 
+    def _likeliest(self, chosen: int, logprobs: dict[int, float | None]) -> dict[str, float | None]:
+        """Return each token's logprob under its text. Of several with one text that is the chosen one, else the first;
+        the others are under their ids, as vLLM writes them."""
+        ids = {self._text(chosen): chosen}
+        likeliest: dict[str, float | None] = {}
+        for token_id, logprob in logprobs.items():
+            text = self._text(token_id)
+            key = text if ids.setdefault(text, token_id) == token_id else f"token_id:{token_id}"
+            likeliest[key] = finite(logprob)
+        return likeliest
+
     def _text(self, token_id: int) -> str:
-        return self._tokenizer.token_bytes(token_id).decode("utf-8", "replace")
+        """Return the token's text, or of one that is no UTF-8 by itself its bytes as OpenAI writes them."""
+        raw = self._tokenizer.token_bytes(token_id)
+        try:
+            return raw.decode()
+        except UnicodeDecodeError:
+            return "bytes:" + "".join(f"\\x{byte:02x}" for byte in raw)

@@ -4,20 +4,19 @@ from __future__ import annotations
 
 import asyncio
 import base64
-from collections.abc import Awaitable, Sequence
-from typing import TYPE_CHECKING, Annotated, Any, Literal, TypeVar
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 from pydantic import Field
 from starlette.requests import Request
 from starlette.responses import Response
 
-from ...errors import InvalidRequestError
 from ...outputs import Usage
 from ...pooling import PoolingRequest, PoolingResult
 from ..http import HTTPError, JSONAnswer, while_connected
 from ..service import Service
 from .answers import answer_id
-from .requests import Body, Ignored, TokenIds
+from .requests import Body, Ignored, Text, TokenIds
 
 if TYPE_CHECKING:
     import numpy as np
@@ -25,8 +24,7 @@ if TYPE_CHECKING:
 
 __all__ = ["EmbeddingBody", "RerankBody", "ScoreBody", "embeddings", "rerank", "score"]
 
-T = TypeVar("T")
-
+Said = Annotated[Text, Field(min_length=1)]
 Texts = Annotated[list[str], Field(fail_fast=True)]
 _MANY = 20_000
 """Numbers of an answer from which on they are written in a thread."""
@@ -52,6 +50,9 @@ class EmbeddingBody(PoolingBody):
     normalize: bool = True
     prompt_name: str | None = None
 
+    def field_names(self) -> dict[str, str]:
+        return {"inputs": "input"}
+
     def request(self) -> PoolingRequest:
         """Raises HTTPError 400 and InvalidRequestError."""
         if not self.input:
@@ -72,24 +73,29 @@ class Document(Body):
 
 
 class RerankBody(PoolingBody):
-    query: str
+    query: Said
     documents: Annotated[list[str | Document], Field(min_length=1)]
     top_n: Annotated[int, Field(ge=0)] | None = Field(None, description="0, null: all.")
     return_documents: bool = True
     instruction: str | None = None
 
+    def field_names(self) -> dict[str, str]:
+        return {"inputs": "documents"}
+
 
 class ScoreBody(PoolingBody):
-    text_1: str | Texts
+    text_1: Said | Annotated[list[Said], Field(fail_fast=True)]
     text_2: str | Texts
     instruction: str | None = None
+
+    def field_names(self) -> dict[str, str]:
+        return {"inputs": "text_2"}
 
 
 async def embeddings(service: Service, request: Request) -> Response:
     """Answer with the embeddings of texts"""
     body = await service.body(request, EmbeddingBody)
-    with_names = _named(service.engine.pool(body.request()), {"inputs": "input"})
-    result = await while_connected(request, with_names)
+    result = await while_connected(request, service.engine.pool(body.request()))
     head = {"object": "list", "model": service.model_name, "usage": _usage(result.usage)}
     if body.encoding_format == "base64":
         return JSONAnswer(head | {"data": _data([base64.b64encode(_bytes(row)).decode() for row in result.values])})
@@ -139,17 +145,7 @@ async def _scored(
     service: Service, request: Request, pairs: Sequence[tuple[str, str]], body: PoolingBody, instruction: str | None
 ) -> PoolingResult:
     asked = PoolingRequest("score", pairs, instruction=instruction, options=body.options())
-    names = {"inputs": "documents" if isinstance(body, RerankBody) else "text_2"}
-    return await while_connected(request, _named(service.engine.pool(asked), names))
-
-
-async def _named(work: Awaitable[T], names: dict[str, str]) -> T:
-    """Return what ``work`` does; an error is about the field of the body."""
-    try:
-        return await work
-    except InvalidRequestError as error:
-        error.param = names.get(error.param or "", error.param)
-        raise
+    return await while_connected(request, service.engine.pool(asked))
 
 
 def _data(vectors: Sequence[Any]) -> list[dict[str, Any]]:

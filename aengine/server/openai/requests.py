@@ -9,11 +9,11 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Annotated, Any, Literal
 
-from pydantic import AfterValidator, BaseModel, ConfigDict, Field, WithJsonSchema
+from pydantic import AfterValidator, BaseModel, ConfigDict, Field, WithJsonSchema, model_validator
 from pydantic_core import PydanticCustomError
 
 from ...bounds import MAX_CHOICES, MAX_LOGIT_BIAS, MAX_LOGPROBS, MAX_PROMPTS
-from ...params import SamplingParams, StructuredOutput
+from ...params import SamplingParams, StructuredOutput, is_unicode
 from ..http import HTTPError
 
 __all__ = [
@@ -27,6 +27,7 @@ __all__ = [
     "SamplingBody",
     "StreamOptions",
     "StructuredOutputsBody",
+    "Text",
     "TokenIds",
     "Tools",
     "TopLogprobs",
@@ -51,6 +52,16 @@ _TEXT_PARTS = {
         "properties": {"type": {"const": "text"}, "text": {"type": "string"}},
     },
 }
+
+
+def _check_unicode(text: str) -> str:
+    if not is_unicode(text):
+        raise ValueError("it must be valid Unicode, and has a lone surrogate")
+    return text
+
+
+Text = Annotated[str, AfterValidator(_check_unicode)]
+"""A text for the model."""
 
 
 def _refuse(value: Any) -> None:
@@ -113,15 +124,39 @@ Tools = Annotated[
 
 
 class Body(BaseModel):
-    """Parent of all bodies: no field of another name, and no number for a string."""
+    """Parent of all bodies: no field of another name, and no number for a string. Null for a field that may be left out
+    means that it is: clients send it so."""
 
     model_config = ConfigDict(extra="forbid", protected_namespaces=())
+
+    @model_validator(mode="before")
+    @classmethod
+    def leave_out_nulls(cls, given: Any) -> Any:
+        """Return the fields that are given."""
+        if not isinstance(given, dict) or None not in given.values():
+            return given
+        optional = {field.alias or name for name, field in cls.model_fields.items() if not field.is_required()}
+        return {name: value for name, value in given.items() if value is not None or name not in optional}
+
+    @property
+    def place_of_shape(self) -> str:
+        """The field that says which shape the answer has."""
+        return "response_format"
+
+    def field_names(self) -> dict[str, str]:
+        """Return the fields of this body for what the engine calls otherwise."""
+        return {}
 
 
 class StreamOptions(Body):
     include_usage: bool = False
     continuous_usage_stats: bool = False
     include_obfuscation: Ignored = None
+
+    @property
+    def has_usage_so_far(self) -> bool:
+        """Whether each chunk has the usage up to it."""
+        return self.include_usage and self.continuous_usage_stats
 
 
 class JSONSchemaFormat(Body):
@@ -232,7 +267,9 @@ class SamplingBody(Body):
     use_beam_search: Refused = None
 
     def sampling_params(self, **others: Any) -> SamplingParams:
-        """Return what is given of the parameters, and ``others``. Raises InvalidRequestError."""
+        """Return what is given of the parameters, and ``others``. Raises HTTPError 400 and InvalidRequestError."""
+        if not self.stream and getattr(self, "stream_options", None) is not None:
+            raise HTTPError(400, "stream_options needs stream: true", code="invalid_value", param="stream_options")
         given = {
             "temperature": self.temperature,
             "top_p": self.top_p,
@@ -252,6 +289,10 @@ class SamplingBody(Body):
             **others,
         }
         return SamplingParams(**{name: value for name, value in given.items() if value is not None})
+
+    def field_names(self) -> dict[str, str]:
+        container, _, last = self.place_of_shape.rpartition(".")
+        return {"structured_output": container or last}
 
     def request_options(self) -> dict[str, Any]:
         """Return the options of the request, as of `AsyncLLM.stream`."""
@@ -363,6 +404,10 @@ class ChatBody(_ChoicesBody):
             logprobs=(self.top_logprobs or 0) if self.logprobs else None,
             structured_output=structured_output_of(self.response_format, self.structured_outputs),
         )
+
+    def field_names(self) -> dict[str, str]:
+        limit = "max_tokens" if self.max_completion_tokens is None else "max_completion_tokens"
+        return super().field_names() | {"max_tokens": limit, "logprobs": "top_logprobs"}
 
     def chat_options(self) -> dict[str, Any]:
         """Return the options of the chat, as of `AsyncLLM.stream_chat`."""

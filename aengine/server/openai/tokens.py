@@ -32,6 +32,9 @@ class TokenizeBody(Body):
     chat_template_kwargs: dict[str, Any] | None = None
     mm_processor_kwargs: Ignored = None
 
+    def field_names(self) -> dict[str, str]:
+        return {"text": "prompt"}
+
     def check(self) -> None:
         """Raises HTTPError 400."""
         if (self.prompt is None) == (self.messages is None):
@@ -57,6 +60,9 @@ class TokenizeBody(Body):
 class DetokenizeBody(Body):
     model: str | None = None
     tokens: TokenIds
+
+    def field_names(self) -> dict[str, str]:
+        return {"ids": "tokens", "token_ids": "tokens"}
 
 
 async def tokenize(service: Service, request: Request) -> Response:

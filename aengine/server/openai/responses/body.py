@@ -9,7 +9,17 @@ from pydantic import Field
 
 from ....params import SamplingParams, StructuredOutput
 from ...http import HTTPError
-from ..requests import Body, Ignored, Refused, SamplingBody, TopLogprobs, any_strict, template_variables, tool_choice_of
+from ..requests import (
+    Body,
+    Ignored,
+    Refused,
+    SamplingBody,
+    Text,
+    TopLogprobs,
+    any_strict,
+    template_variables,
+    tool_choice_of,
+)
 from .tools import ResponseTools
 
 __all__ = ["ResponseBody"]
@@ -46,7 +56,7 @@ class ResponseBody(SamplingBody):
     """The body of a response."""
 
     input: str | Annotated[list[dict[str, Any]], Field(fail_fast=True)]
-    instructions: str | None = None
+    instructions: Text | None = None
     previous_response_id: str | None = None
     store: bool | None = None
     max_output_tokens: int | None = None
@@ -92,6 +102,10 @@ class ResponseBody(SamplingBody):
     def place_of_shape(self) -> str:
         """The field that says which shape the answer has."""
         return "text.format.schema" if self.structured_outputs is None else self.structured_outputs.place
+
+    def field_names(self) -> dict[str, str]:
+        names = {"messages": "input", "max_tokens": "max_output_tokens", "logprobs": "top_logprobs"}
+        return super().field_names() | names
 
     def params(self) -> SamplingParams:
         """Raises HTTPError 400 and InvalidRequestError."""

@@ -29,25 +29,19 @@ if TYPE_CHECKING:
 
 __all__ = ["count_input_tokens", "create_response", "delete_response", "show_response"]
 
-_FIELDS = {"messages": "input", "max_tokens": "max_output_tokens"}
-"""Names of this body for what the engine calls otherwise."""
-
 
 async def create_response(service: Service, request: Request) -> Response:
     """Answer with a response, whole or as it comes."""
     body = await service.body(request, ResponseBody)
     conversation = _Conversation(service.responses, body)
     name = answer_id("resp", request, body.request_id)
-    try:
-        params, options = body.params(), body.chat_options()
-        stream = service.engine.stream_chat(conversation.messages, params, request_id=name.request_id, **options)
-        writer = _Writer(service, body, conversation, f"resp_{name.fresh}")
-        if body.stream:
-            chunks = writer.chunks(stream)
-            return await begin_events(request, chunks, service.pace, stream.rest, writer.failed, name.headers)
-        return JSONAnswer(await while_connected(request, writer.whole(stream)), headers=name.headers)
-    except AEngineError as error:
-        raise _http_error(error, body.place_of_shape) from None
+    params, options = body.params(), body.chat_options()
+    stream = service.engine.stream_chat(conversation.messages, params, request_id=name.request_id, **options)
+    writer = _Writer(service, body, conversation, f"resp_{name.fresh}")
+    if body.stream:
+        chunks = writer.chunks(stream)
+        return await begin_events(request, chunks, service.pace, stream.rest, writer.failed, name.headers)
+    return JSONAnswer(await while_connected(request, writer.whole(stream)), headers=name.headers)
 
 
 async def show_response(service: Service, request: Request) -> Response:
@@ -79,12 +73,6 @@ async def count_input_tokens(service: Service, request: Request) -> Response:
         ),
     )
     return JSONAnswer({"object": "response.input_tokens", "input_tokens": count})
-
-
-def _http_error(error: Exception, place_of_shape: str) -> HTTPError:
-    failed = http_error(error, place_of_shape)
-    failed.param = _FIELDS.get(failed.param or "", failed.param)
-    return failed
 
 
 class _Conversation:
@@ -190,7 +178,7 @@ class _Writer:
                 if not has_begun:
                     raise
                 items.finish(is_complete=False)
-                self._fail(items, http_error(error))
+                self._fail(items, http_error(error, self._body))
                 events.add("response.failed", response=self._response)
                 yield as_utf8(events.take())
                 return
@@ -202,7 +190,7 @@ class _Writer:
 
     def failed(self, error: Exception) -> bytes:
         """Return the only event of a stream that fails before its first one."""
-        failed, events = _http_error(error, self._body.place_of_shape), Events()
+        failed, events = http_error(error, self._body), Events()
         events.add("error", code=failed.code, message=failed.message, param=failed.param)
         return as_utf8(events.take())
 
