@@ -1,4 +1,4 @@
-"""`GgufFile`: a GGUF header, parsed from a memory map, and views of its tensors.
+"""`GgufFile`: a GGUF header, and views of its tensors.
 
 The bytes, little-endian throughout (format versions 2 and 3; ggml-org/ggml, docs/gguf.md):
 
@@ -11,6 +11,9 @@ The bytes, little-endian throughout (format versions 2 and 3; ggml-org/ggml, doc
 A value of type array is: element type u32 | count u64 | elements. Arrays are only stepped over while the
 header is read; they are decoded when asked for. Every length and count is checked against the bytes that are
 left before it is used, so a damaged file costs no more than its own size, and is always a `ModelLoadError`.
+
+The header is read, not mapped: a map of a file that is cut short meanwhile ends the process, and it is the host that
+reads headers. Tensors are mapped when they are first asked for, which workers do.
 """
 
 from __future__ import annotations
@@ -18,8 +21,11 @@ from __future__ import annotations
 import contextlib
 import itertools
 import mmap
+import os
 import re
+import stat
 import struct
+import weakref
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
 from math import prod
@@ -95,6 +101,12 @@ _U64 = struct.Struct("<Q")
 
 _MAX_DIMS = 4
 _MAX_ARRAY_DEPTH = 4
+_MOST_ENTRIES = 1 << 16
+"""Of metadata pairs, tensors, arrays within arrays: each costs a round of Python. Models have some thousands."""
+_MOST_HEADER = 1 << 28
+"""Bytes of a header. A vocabulary of 300,000 tokens and its merges take 20 MB."""
+_MOST_FLOATS = 1 << 16  # that are read as a setting
+_FIRST_READ = 1 << 20
 _MIN_PAIR_BYTES = 8 + 4 + 1  # an empty key, the type, a one-byte value
 _MIN_TENSOR_BYTES = 8 + 4 + 8 + 4 + 8  # an empty name, one dimension
 SHARD_NAME = re.compile(r"(?P<stem>.+)-(?P<number>\d{5})-of-(?P<count>\d{5})\.gguf")
@@ -171,8 +183,16 @@ class GgufFile:
         tensor = self.tensors[name]
         dtype = np.dtype(_NUMPY_TYPES.get(tensor.type.name, "u1"))
         last = tensor.shape[-1] // tensor.type.block_len * tensor.type.block_bytes // dtype.itemsize
-        data = np.frombuffer(self._readers[tensor.shard].data, dtype, tensor.nbytes // dtype.itemsize, tensor.offset)
+        reader = self._readers[tensor.shard]
+        data = np.frombuffer(reader.mapped(), dtype, tensor.nbytes // dtype.itemsize, tensor.offset)
         return data.reshape(*tensor.shape[:-1], last)
+
+    def read_floats(self, name: str) -> list[float]:
+        """The numbers of a small F32 tensor, read from the file. Raises ModelLoadError if it is none."""
+        tensor = self.tensors[name]
+        if tensor.type.name != "F32" or len(tensor.shape) != 1 or tensor.nbytes > 4 * _MOST_FLOATS:
+            raise ModelLoadError(f"{self.path}: {name!r} must be a row of float32")
+        return list(struct.unpack(f"<{tensor.shape[0]}f", self._readers[tensor.shard].read_at(tensor)))
 
     def close(self) -> None:
         """Close the file. Views that are still in use keep their map alive. Idempotent."""
@@ -203,7 +223,8 @@ def shard_paths(path: Path) -> list[Path]:
     if match is None or (count := int(match["count"])) <= 1:
         return [path]
     paths = [path.with_name(f"{match['stem']}-{i:05d}-of-{match['count']}.gguf") for i in range(1, count + 1)]
-    missing = [p.name for p in paths if not p.is_file()]
+    there = set(os.listdir(path.parent))  # asked once, and not for each of 99,999
+    missing = [p.name for p in paths if p.name not in there]
     if missing:
         shown = ", ".join(missing[:3]) + (", ..." if len(missing) > 3 else "")
         raise ModelLoadError(f"{path} is one of {count} files, of which {len(missing)} are missing: {shown}")
@@ -211,23 +232,66 @@ def shard_paths(path: Path) -> list[Path]:
 
 
 class _HeaderReader:
-    """A cursor over one file's map: nothing is read past the end, no count believed before it is checked."""
+    """A cursor over the beginning of one file, read as far as is needed: nothing is read past the end, no count
+    believed before it is checked."""
 
     def __init__(self, path: Path) -> None:
         self.path = path
         self._position = 0
+        self._map: mmap.mmap | None = None
+        self._nested = 0  # arrays within arrays so far
         try:
-            with open(path, "rb") as file:
-                self.data = mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ)
-        except ValueError:  # mmap refuses an empty file
-            raise ModelLoadError(f"{path} is empty: not a GGUF file") from None
-        except OSError as error:
-            raise ModelLoadError(f"can't read {path}: {error.strerror or error}") from error
-        self._size = len(self.data)
+            self._fd = os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC)  # a pipe would be waited for
+        except (OSError, ValueError) as error:
+            raise ModelLoadError(f"can't read {path}: {getattr(error, 'strerror', None) or error}") from error
+        self._closes = weakref.finalize(self, os.close, self._fd)
+        found = os.fstat(self._fd)
+        if not stat.S_ISREG(found.st_mode):
+            raise ModelLoadError(f"can't read {path}: it is a directory, a pipe or a device")
+        self._size = found.st_size
+        if not self._size:
+            raise ModelLoadError(f"{path} is empty: not a GGUF file")
+        self.data = b""  # the file's beginning
+        self._read_to(min(_FIRST_READ, self._size))
 
     def close(self) -> None:
-        with contextlib.suppress(BufferError):  # a view is in use; the map goes with it
-            self.data.close()
+        self._closes()
+        if self._map is not None:
+            with contextlib.suppress(BufferError):  # a view is in use; the map goes with it
+                self._map.close()
+
+    def mapped(self) -> mmap.mmap:
+        """Return a map of the whole file."""
+        if self._map is None:
+            try:
+                self._map = mmap.mmap(self._fd, 0, access=mmap.ACCESS_READ)
+            except (OSError, ValueError) as error:
+                raise ModelLoadError(f"can't map {self.path}: {error}") from error
+        return self._map
+
+    def read_at(self, tensor: GgufTensor) -> bytes:
+        """Return a tensor's bytes."""
+        data = self._pread(tensor.nbytes, tensor.offset)
+        if len(data) < tensor.nbytes:
+            raise self.error("it was cut short while it was read")
+        return data
+
+    def _pread(self, count: int, offset: int) -> bytes:
+        try:
+            return os.pread(self._fd, count, offset)
+        except OSError as error:
+            raise ModelLoadError(f"can't read {self.path}: {error.strerror or error}") from error
+
+    def _read_to(self, end: int) -> None:
+        """Read on, at least to ``end``, which lies within the file."""
+        if end > _MOST_HEADER:
+            raise self.error(f"its header has more than {_MOST_HEADER} bytes")
+        wanted = min(max(end, 4 * len(self.data)), self._size, _MOST_HEADER)
+        while len(self.data) < wanted:
+            more = self._pread(wanted - len(self.data), len(self.data))
+            if not more:
+                raise self.error("it was cut short while it was read")
+            self.data += more
 
     def error(self, problem: str) -> ModelLoadError:
         return ModelLoadError(f"{self.path} is damaged or not a GGUF file: {problem}")
@@ -244,7 +308,7 @@ class _HeaderReader:
             raise ModelLoadError(f"{self.path} has GGUF version {version}; aengine reads 2 and 3: convert it anew")
         num_tensors = self._u64("the number of tensors")
         num_pairs = self._u64("the number of metadata pairs")
-        self._check_count(num_pairs, _MIN_PAIR_BYTES, "metadata pairs")
+        self._check_count(num_pairs, _MIN_PAIR_BYTES, "metadata pairs", _MOST_ENTRIES)
         pairs: dict[str, tuple[int, int]] = {}
         for i in range(num_pairs):
             key = self._name(f"metadata key {i}")
@@ -253,7 +317,7 @@ class _HeaderReader:
             code = self._u32(f"the type of {key!r}")
             pairs[key] = (code, self._position)
             self._skip(code, key)
-        self._check_count(num_tensors, _MIN_TENSOR_BYTES, "tensors")
+        self._check_count(num_tensors, _MIN_TENSOR_BYTES, "tensors", _MOST_ENTRIES)
         infos = [self._tensor_info(i) for i in range(num_tensors)]
         alignment = self._alignment(pairs)
         start = -(-self._position // alignment) * alignment
@@ -318,6 +382,9 @@ class _HeaderReader:
             self._skip_strings(key, count)
         elif element == _ARRAY:
             self._check_count(count, 12, f"elements of {key!r}")
+            self._nested += count
+            if self._nested > _MOST_ENTRIES:
+                raise self.error(f"more than {_MOST_ENTRIES} arrays within arrays, the last ones in {key!r}")
             for _ in range(count):
                 self._skip_array(key, depth + 1)
         else:
@@ -327,12 +394,18 @@ class _HeaderReader:
         self._check_count(count, 8, f"strings of {key!r}")
         # The hot loop of opening a file: a vocabulary and its merges are some hundred thousand strings.
         data, unpack, position, last = self.data, _U64.unpack_from, self._position, self._size - 8
+        there = len(data) - 8  # of what has been read
         for i in range(count):
-            if position > last:
-                raise self.error(f"it ends within {key!r}, at string {i} of {count}")
+            if position > there:
+                if position > last:
+                    raise self.error(f"it ends within {key!r}, at string {i} of {count}")
+                self._read_to(position + 8)
+                data = self.data
+                there = len(data) - 8
             position += 8 + unpack(data, position)[0]
         if position > self._size:
             raise self.error(f"the last string of {key!r} reaches past the end of the file")
+        self._read_to(position)
         self._position = position
 
     def _tensor_info(self, index: int) -> tuple[str, GgmlType, int, tuple[int, ...], int]:
@@ -382,17 +455,21 @@ class _HeaderReader:
             raise self.error(f"general.alignment is {alignment!r}, not a power of two")
         return alignment
 
-    def _check_count(self, count: int, min_bytes: int, what: str) -> None:
+    def _check_count(self, count: int, min_bytes: int, what: str, most: int | None = None) -> None:
         left = self._size - self._position
         if count * min_bytes > left:
             raise self.error(f"{count} {what} can't fit into the {left} bytes that are left")
+        if most is not None and count > most:
+            raise self.error(f"{count} {what}, where models have {most} at most")
 
     def _take(self, nbytes: int, what: str) -> int:
         """Step over ``nbytes``; returns where they begin."""
         start = self._position
         if nbytes > self._size - start:
             raise self.error(f"it ends within {what} (at byte {start}, {nbytes} more are needed)")
-        self._position = start + nbytes
+        self._position = end = start + nbytes
+        if end > len(self.data):
+            self._read_to(end)
         return start
 
     def _u32(self, what: str) -> int:

@@ -9,7 +9,6 @@ sentence_bert_config.json              the most tokens of a text
 
 from __future__ import annotations
 
-import json
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
@@ -17,11 +16,15 @@ from typing import Any, Self
 
 from ..errors import ModelLoadError
 from .gguf_file import GgufFile
+from .value_reader import ValueReader, inner_path, read_any_json, read_json
 
 __all__ = ["PoolingConfig", "gguf_pooling", "labels_of", "read_pooling"]
 
 _MODES = {"mean": "mean", "cls": "cls", "lasttoken": "last"}
 _OLD_MODES = {"mean_tokens": "mean", "cls_token": "cls"}
+_SWITCH = "pooling_mode_"
+_MODULES = "modules.json"
+_MOST_LABELS = 1 << 16
 _GGUF_MODES = {1: "mean", 2: "cls", 3: "last"}
 
 
@@ -55,28 +58,28 @@ class PoolingConfig:
 
 def read_pooling(folder: Path, settings: Mapping[str, Any]) -> PoolingConfig:
     """Read what there is. ``settings``: the content of config.json. Raises ModelLoadError: a file can't be read."""
-    prompts = _optional(folder / "config_sentence_transformers.json")
-    named = {str(name): str(text) for name, text in (prompts.get("prompts") or {}).items()}
-    limit = _optional(folder / "sentence_bert_config.json").get("max_seq_length")
-    own = settings.get("sentence_transformers") or {}
+    keys, prompts = ValueReader(settings), _optional(folder / "config_sentence_transformers.json")
+    named = {name: text for name, text in prompts.mapping("prompts").items() if isinstance(text, str)}
+    limit = _optional(folder / "sentence_bert_config.json").integer_or_none("max_seq_length", least=0)
     mode, dense, fault = "", [], ""
     for module in _modules(folder):
-        kind = str(module.get("type", "")).rpartition(".")[2]
-        path = str(module.get("path", ""))
+        kind, path = module.text("type").rpartition(".")[2], module.text("path")
+        own = inner_path(folder, path, folder / _MODULES)
         if kind == "Pooling":
-            mode, why_none = _mode(_optional(folder / path / "config.json"))
+            mode, why_none = _mode(_optional(own / "config.json"))
             fault = why_none or fault
         elif kind == "Dense":
             dense.append(path)
         elif kind not in ("Transformer", "Normalize", "LogitScore"):
-            fault = f"modules.json has a step of the type {module.get('type')!r}, which aengine does not have"
+            fault = f"modules.json has a step of the type {kind!r:.80}, which aengine does not have"
     return PoolingConfig(
         mode=mode,
         dense=tuple(dense),
         prompts=named,
-        default_prompt=named.get(str(prompts.get("default_prompt_name")), ""),
-        max_tokens=limit if isinstance(limit, int) and limit > 0 else None,
-        score_activation=str(own.get("activation_fn") or settings.get("sbert_ce_default_activation_function") or ""),
+        default_prompt=named.get(prompts.text("default_prompt_name"), ""),
+        max_tokens=limit or None,
+        score_activation=keys.at("sentence_transformers").text("activation_fn")
+        or keys.text("sbert_ce_default_activation_function"),
         fault=fault,
     )
 
@@ -86,11 +89,16 @@ def labels_of(settings: Mapping[str, Any]) -> tuple[str, ...]:
 
     ``settings``: the content of config.json.
     """
-    architecture = str((settings.get("architectures") or [""])[0])
-    if not architecture.endswith("ForSequenceClassification"):
+    keys = ValueReader(settings)
+    if not "".join(keys.texts("architectures")[:1]).endswith("ForSequenceClassification"):
         return ()
-    labels = settings.get("id2label") or {str(i): f"LABEL_{i}" for i in range(int(settings.get("num_labels") or 2))}
-    return tuple(str(labels[key]) for key in sorted(labels, key=int))
+    labels = keys.mapping("id2label")
+    if not labels:
+        return tuple(f"LABEL_{i}" for i in range(keys.integer("num_labels", 2, most=_MOST_LABELS)))
+    by_id = {int(key): str(label) for key, label in labels.items() if key.isdecimal() and len(key) < 10}
+    if len(by_id) < len(labels):
+        raise keys.error("id2label", "must have numbers as keys")
+    return tuple(label for _, label in sorted(by_id.items()))
 
 
 def gguf_pooling(file: GgufFile) -> PoolingConfig:
@@ -102,38 +110,28 @@ def gguf_pooling(file: GgufFile) -> PoolingConfig:
     return PoolingConfig(mode=_GGUF_MODES.get(kind, ""), fault=fault)
 
 
-def _mode(config: dict[str, Any]) -> tuple[str, str]:
+def _mode(config: ValueReader) -> tuple[str, str]:
     """Return the pooling, and why there is none."""
-    given = config.get("pooling_mode")
+    given = config.raw("pooling_mode")
     if given is None:
-        switches = [name for name, is_on in config.items() if name.startswith("pooling_mode_") and is_on is True]
-        names = [name.removeprefix("pooling_mode_") for name in switches]
-        given = [_OLD_MODES.get(name, name) for name in names] or "mean"
-    modes = [given] if isinstance(given, str) else list(given)
+        names = [name for name in config if name.startswith(_SWITCH) and config.raw(name) is True]
+        modes = [_OLD_MODES.get(name := key.removeprefix(_SWITCH), name) for key in names] or ["mean"]
+    else:
+        modes = [given] if isinstance(given, str) else config.texts("pooling_mode")
     if len(modes) != 1 or modes[0] not in _MODES:
-        return "", f"its pooling is {' and '.join(map(str, modes))}, and aengine has one of {', '.join(_MODES)}"
-    if config.get("include_prompt") is False:
+        return "", f"its pooling is {' and '.join(modes):.80}, and aengine has one of {', '.join(_MODES)}"
+    if not config.flag("include_prompt", True):
         return "", "its pooling leaves out the tokens of the prompt (include_prompt), which aengine does not"
     return _MODES[modes[0]], ""
 
 
-def _modules(folder: Path) -> list[dict[str, Any]]:
-    path = folder / "modules.json"
-    modules = _read(path) if path.is_file() else []
+def _modules(folder: Path) -> list[ValueReader]:
+    path = folder / _MODULES
+    modules = read_any_json(path) if path.is_file() else []
     if not isinstance(modules, list) or not all(isinstance(module, dict) for module in modules):
         raise ModelLoadError(f"{path} must hold a list of JSON objects")
-    return modules
+    return [ValueReader(module, str(path)) for module in modules]
 
 
-def _optional(path: Path) -> dict[str, Any]:
-    value = _read(path) if path.is_file() else {}
-    if not isinstance(value, dict):
-        raise ModelLoadError(f"{path} must hold a JSON object, not a {type(value).__name__}")
-    return value
-
-
-def _read(path: Path) -> Any:
-    try:
-        return json.loads(path.read_text(encoding="utf-8"))
-    except (OSError, ValueError, RecursionError) as error:
-        raise ModelLoadError(f"can't read {path}: {error}") from error
+def _optional(path: Path) -> ValueReader:
+    return ValueReader(read_json(path) if path.is_file() else {}, str(path))

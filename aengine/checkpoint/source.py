@@ -11,7 +11,7 @@ A name is tried as, in this order:
 from __future__ import annotations
 
 import difflib
-import json
+import logging
 from collections.abc import Callable, Mapping
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
@@ -26,11 +26,17 @@ from .gguf_choice import GgufChoice, choose_gguf
 from .gguf_config import gguf_generation_config, gguf_hf_config
 from .gguf_file import GgufFile
 from .pooling import gguf_pooling, read_pooling
+from .safetensors_files import has_safetensors, safetensors_files
 from .text_config import text_config
+from .value_reader import check_nesting, damage_explained, read_json
 
-__all__ = ["ModelSource", "locate", "read_json", "resolve_model", "weights_in"]
+__all__ = ["ModelSource", "locate", "resolve_model", "weights_in"]
+
+logger = logging.getLogger("aengine.checkpoint")
 
 Progress = Callable[[StartupProgress], None]
+
+_MOST_IDS = (1 << 31) - 1  # ids are int32
 
 
 @dataclass(frozen=True, slots=True)
@@ -50,12 +56,36 @@ class ModelSource:
     pooling: dict[str, Any] = field(default_factory=dict)
     """A `PoolingConfig`, as plain data."""
 
+    @property
+    def vocab_size(self) -> int | None:
+        """Tokens of the model; None: config.json does not say, or says nonsense, which the worker refuses."""
+        size = self.hf_config.get("vocab_size")
+        return size if _is_id(size, _MOST_IDS) and size else None
+
+    @property
+    def eos_token_ids(self) -> list[int]:
+        """The ids that end a text. What is no id of the model's vocabulary is left out, with a warning."""
+        given = self.generation_config.get("eos_token_id", self.hf_config.get("eos_token_id"))
+        values = given if isinstance(given, list) else [] if given is None else [given]
+        most = self.vocab_size or _MOST_IDS
+        found = [value for value in values if _is_id(value, most)]
+        if len(found) < len(values):
+            odd = next(value for value in values if not _is_id(value, most))
+            logger.warning(
+                "%s: eos_token_id %.80r is no token of the model, which has %d; it is left out", self.path, odd, most
+            )
+        return found
+
     def to_wire(self) -> dict[str, Any]:
         return asdict(self)
 
     @classmethod
     def from_wire(cls, wire: Mapping[str, Any]) -> ModelSource:
         return cls(**wire)
+
+
+def _is_id(value: Any, most: int) -> bool:
+    return isinstance(value, int) and not isinstance(value, bool) and 0 <= value < most
 
 
 def resolve_model(config: EngineConfig, progress: Progress | None = None) -> ModelSource:
@@ -71,6 +101,13 @@ def resolve_model(config: EngineConfig, progress: Progress | None = None) -> Mod
         choice = GgufChoice()
     code = config.trust_remote_code
     path = locate(config.model, config.revision, weights=not dummy, choice=choice, code=code, progress=progress)
+    with damage_explained(path):
+        return _read_settings(path, config, choice)
+
+
+def _read_settings(path: Path, config: EngineConfig, choice: GgufChoice | None) -> ModelSource:
+    """What the files at ``path`` say. Raises ModelLoadError."""
+    dummy = config.load_format == "dummy"
     if path.is_dir():
         path = weights_in(path, config.load_format, choice)
     if path.is_file():
@@ -83,6 +120,8 @@ def resolve_model(config: EngineConfig, progress: Progress | None = None) -> Mod
     settings = text_config(read_json(path / "config.json"), None if dummy else path)
     generation_file = path / "generation_config.json"
     generation = read_json(generation_file) if generation_file.is_file() else {}
+    check_nesting(settings, path / "config.json")
+    check_nesting(generation, generation_file)
     pooling = read_pooling(path, settings).to_wire()
     return ModelSource(config.model, str(path), "dummy" if dummy else "safetensors", settings, generation, pooling)
 
@@ -103,10 +142,10 @@ def locate(
     """
     if name.lower() in EMBEDDED_MODELS:
         return find_embedded(name.lower())
-    path = Path(name).expanduser()
     try:
+        path = Path(name).expanduser()
         is_dir, is_file = path.is_dir(), path.is_file()
-    except (OSError, ValueError) as error:  # a name too long, a null character
+    except (OSError, ValueError, RuntimeError) as error:  # a name too long, a null character, a ~user that is none
         raise ModelLoadError(f"{name[:200]!r} can't be a model's name: {error}") from error
     if is_dir:
         return path.resolve()
@@ -120,26 +159,13 @@ def locate(
     raise ModelLoadError(_unknown(name, path))
 
 
-def read_json(path: Path) -> dict[str, Any]:
-    """A JSON object out of a file. Raises ModelLoadError if it can't be read or is something else."""
-    try:
-        value = json.loads(path.read_text(encoding="utf-8"))
-    except OSError as error:
-        raise ModelLoadError(f"can't read {path}: {error.strerror or error}") from error
-    except (ValueError, RecursionError) as error:
-        raise ModelLoadError(f"{path} is not valid JSON: {error}") from error
-    if not isinstance(value, dict):
-        raise ModelLoadError(f"{path} must hold a JSON object, not a {type(value).__name__}")
-    return value
-
-
 def weights_in(folder: Path, load_format: str, choice: GgufChoice | None = None) -> Path:
     """The folder itself if it is a Hugging Face checkpoint, else the GGUF file in it that ``choice`` means."""
     has_config = (folder / "config.json").is_file()
     if choice is None or not choice.pattern:
         if load_format in ("auto", "safetensors"):
-            if has_config and any(folder.glob("*.safetensors")):
-                _check_index(folder)
+            if has_config and has_safetensors(folder):
+                safetensors_files(folder)  # all that its index names are there
                 return folder
         elif load_format == "dummy" and has_config:
             return folder
@@ -147,20 +173,6 @@ def weights_in(folder: Path, load_format: str, choice: GgufChoice | None = None)
     if not sizes or load_format == "safetensors":
         raise ModelLoadError(_not_a_model(folder, load_format, has_config))
     return folder / choose_gguf(sizes, choice or GgufChoice(), str(folder))[0]
-
-
-def _check_index(folder: Path) -> None:
-    """Raise unless every file that the index of a sharded checkpoint names exists."""
-    index = folder / "model.safetensors.index.json"
-    if not index.is_file():
-        return
-    weight_map = read_json(index).get("weight_map")
-    if not isinstance(weight_map, dict):
-        raise ModelLoadError(f"{index} has no weight_map")
-    missing = sorted({str(name) for name in weight_map.values() if not (folder / str(name)).is_file()})
-    if missing:
-        shown = ", ".join(missing[:3]) + (", ..." if len(missing) > 3 else "")
-        raise ModelLoadError(f"{folder} lacks {len(missing)} of the files that {index.name} names: {shown}")
 
 
 def _not_a_model(folder: Path, load_format: str, has_config: bool) -> str:

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
-import json
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-__all__ = ["tensor_names", "text_config"]
+from ..errors import ModelLoadError
+from .safetensors_files import stored_names
+
+__all__ = ["text_config"]
 
 _TIED = "tie_word_embeddings"
 
@@ -27,22 +29,9 @@ def text_config(hf_config: Mapping[str, Any], folder: Path | None = None) -> dic
     settings = {**above, **{key: value for key, value in text.items() if value is not None}}
     tied = above.get(_TIED)
     if tied is None and folder is not None:
-        names = list(tensor_names(folder))
+        try:
+            names = stored_names(folder)
+        except ModelLoadError:  # which the loader of the weights will say
+            names = []
         tied = not any("lm_head" in name.split(".") for name in names) if names else None
     return settings if tied is None else {**settings, _TIED: tied}
-
-
-def tensor_names(folder: Path) -> Iterable[str]:
-    """Names of the tensors in the safetensors files; of a file that can't be read none, which its loader will say."""
-    from safetensors import SafetensorError, safe_open
-
-    index = folder / "model.safetensors.index.json"
-    try:
-        if index.is_file():
-            yield from json.loads(index.read_text(encoding="utf-8"))["weight_map"]
-            return
-        for path in folder.glob("*.safetensors"):
-            with safe_open(path, framework="np") as file:
-                yield from file.keys()
-    except (OSError, ValueError, KeyError, TypeError, SafetensorError):
-        return

@@ -144,7 +144,7 @@ class EngineCore:
             await start.begin(config, source)
             tokenizer, eos_token_ids = await cls._load_tokenizer(config, source)
             if tokenizer is not None and config.preload_grammars:
-                grammars = GrammarService(tokenizer, source.hf_config.get("vocab_size") or tokenizer.vocab_size)
+                grammars = GrammarService(tokenizer, source.vocab_size or tokenizer.vocab_size)
                 grammars.begin_warm_up()
             started = await start.ready()
             sampling = SamplingDefaults(source.generation_config if config.generation_config == "auto" else {})
@@ -188,9 +188,7 @@ class EngineCore:
             if config.allow_special_tokens:
                 tokenizer = tokenizer.allowing_special_tokens()
             return tokenizer, tokenizer.eos_token_ids
-        eos = source.generation_config.get("eos_token_id", source.hf_config.get("eos_token_id"))
-        ids = eos if isinstance(eos, list) else [] if eos is None else [eos]
-        return None, frozenset(ids)
+        return None, frozenset(source.eos_token_ids)
 
     def _new_admission(self, **parts: Any) -> Admission:
         return Admission(**parts)

@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import copy
 import logging
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from ..checkpoint.gguf_file import GgufFile
 from ..checkpoint.source import ModelSource, locate, weights_in
+from ..checkpoint.value_reader import damage_explained
 from ..errors import InvalidRequestError, ModelLoadError
 from .chat_template import ChatTemplate
 from .detokenizer import Detokenizer, MarkedDetokenizer
@@ -31,6 +33,9 @@ logger = logging.getLogger("aengine.tokenizer")
 
 _ENDS_OF_TURN = ("<|im_end|>", "<|eot_id|>", "<|eom_id|>", "<|end|>", "<end_of_turn>", "<turn|>", "<|eot|>", "<|eom|>")
 """Special tokens that end an answer, whatever the files name as end of sequence."""
+_SAMPLE = "a \U0010fffd"  # the second character is in no vocabulary
+_MOST_TOKENS = 1 << 24
+"""Of a vocabulary. The largest have 300,000."""
 _ENDS_OF_HARMONY = ("<|return|>", "<|call|>")
 _ENDS_OF_TEXT = ("<|endoftext|>", "<|end_of_text|>")
 """Special tokens that end an answer of a GGUF, which has no generation_config.json to name them."""
@@ -55,6 +60,8 @@ class Tokenizer:
         added = encoder.get_added_tokens_decoder()
         self.vocab_size = max(encoder.get_vocab_size(), max(added, default=-1) + 1)
         """One more than the largest token id. A model's own may be larger, padded."""
+        if self.vocab_size > _MOST_TOKENS:
+            raise ModelLoadError(f"the tokenizer has the token id {self.vocab_size - 1}: {_MOST_TOKENS - 1} at most")
         self.special_ids = frozenset(i for i, token in added.items() if token.special)
         self.bos_token_id = self._id_of("bos_token")
         self.eos_token_ids = self._eos_token_ids(eos_token_ids, ends)
@@ -81,17 +88,18 @@ class Tokenizer:
                 raise ModelLoadError(f"tokenizer={override!r}: {error}") from error
         if path.is_dir() and not has_tokenizer(path) and any(path.glob("*.gguf")):
             path = weights_in(path, "gguf")
-        eos = source.generation_config.get("eos_token_id", source.hf_config.get("eos_token_id"))
-        loaded = _loaded(path)
-        tokenizer = cls(
-            loaded.encoder,
-            special_tokens=loaded.special_tokens,
-            chat_templates=loaded.chat_templates,
-            eos_token_ids=_as_ids(eos),
-            ends=_ENDS_OF_TURN if path.is_dir() else _ENDS_OF_TURN + _ENDS_OF_TEXT,
-        )
-        model_vocab_size = source.hf_config.get("vocab_size")
-        if isinstance(model_vocab_size, int) and tokenizer.vocab_size > model_vocab_size:
+        with damage_explained(path), _panics_explained(path):
+            loaded = _loaded(path)
+            tokenizer = cls(
+                loaded.encoder,
+                special_tokens=loaded.special_tokens,
+                chat_templates=loaded.chat_templates,
+                eos_token_ids=source.eos_token_ids,
+                ends=_ENDS_OF_TURN if path.is_dir() else _ENDS_OF_TURN + _ENDS_OF_TEXT,
+            )
+            tokenizer._check_encodes(path)
+        model_vocab_size = source.vocab_size
+        if model_vocab_size is not None and tokenizer.vocab_size > model_vocab_size:
             logger.warning(
                 "the tokenizer of %s has %d tokens and the model %d: prompts with ids beyond are refused",
                 path,
@@ -99,6 +107,13 @@ class Tokenizer:
                 model_vocab_size,
             )
         return tokenizer
+
+    def _check_encodes(self, path: Path) -> None:
+        """Raise ModelLoadError for a tokenizer that can't encode: it would fail at each request."""
+        try:
+            self.decode(self.encode(_SAMPLE))
+        except Exception as error:  # the library raises plain Exception
+            raise ModelLoadError(f"the tokenizer of {path} can't encode the text {_SAMPLE!r}: {error}") from error
 
     def encode(self, text: str, add_special_tokens: bool = True) -> list[int]:
         """The token ids of ``text``; names of special tokens in it become those tokens, but for those that came out of
@@ -251,6 +266,12 @@ def _loaded(path: Path) -> LoadedTokenizer:
         return read_gguf_tokenizer(file)
 
 
-def _as_ids(value: Any) -> list[int]:
-    values = value if isinstance(value, list) else [value]
-    return [i for i in values if isinstance(i, int) and not isinstance(i, bool)]
+@contextmanager
+def _panics_explained(path: Path) -> Iterator[None]:
+    """Convert a panic of the tokenizers library, which is no Exception, to a ModelLoadError."""
+    try:
+        yield
+    except BaseException as error:
+        if type(error).__name__ != "PanicException":
+            raise
+        raise ModelLoadError(f"the tokenizer of {path} makes the tokenizers library fail: {error!s:.200}") from error

@@ -3,16 +3,17 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import asdict, dataclass
 from typing import Any
 
 from ..config import EngineConfig
 from ..errors import ModelLoadError
 
-__all__ = ["LOOPBACK", "Rank", "check_division", "ranks_of"]
+__all__ = ["LOOPBACK", "Rank", "check_division", "ranks_of", "sizes_that"]
 
 LOOPBACK = "127.0.0.1"
+_MOST_RANKS = 1024
 
 
 @dataclass(frozen=True, slots=True)
@@ -120,10 +121,18 @@ def check_division(config: EngineConfig, hf_config: Mapping[str, Any]) -> None:
     if isinstance(heads, int) and heads > 0:
         kv_heads = hf_config.get("num_key_value_heads")
         kv_heads = kv_heads if isinstance(kv_heads, int) and kv_heads > 0 else heads
-        usable = [n for n in range(1, heads + 1) if not heads % n and (not kv_heads % n or not n % kv_heads)]
-        if num_ranks not in usable:
-            shown = ", ".join(map(str, usable[:-1])) + f" or {usable[-1]}" if len(usable) > 1 else "1"
+
+        def fits(size: int) -> bool:
+            return not heads % size and (not kv_heads % size or not size % kv_heads)
+
+        if not fits(num_ranks):
             raise ModelLoadError(
                 f"tensor_parallel_size={num_ranks}: the model has {heads} attention heads and {kv_heads} key-value "
-                f"heads, which can't be divided by it; it can be {shown}"
+                f"heads, which can't be divided by it; it can be {sizes_that(fits, heads)}"
             )
+
+
+def sizes_that(fits: Callable[[int], bool], most: int) -> str:
+    """Return in words the tensor parallel sizes from 1 to ``most`` that fit, as far as there are machines for them."""
+    usable = [size for size in range(1, min(most, _MOST_RANKS) + 1) if fits(size)]
+    return ", ".join(map(str, usable[:-1])) + f" or {usable[-1]}" if len(usable) > 1 else "1"

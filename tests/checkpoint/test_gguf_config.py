@@ -43,7 +43,7 @@ def write(
             writer.add_string(name, value)
         elif isinstance(value, list):
             writer.add_array(name, value)
-    for name in ("token_embd.weight", *tensors):
+    for name in ("token_embd.weight", "blk.0.attn_norm.weight", "blk.1.attn_norm.weight", *tensors):
         writer.add_tensor(name, np.zeros((64, 32), np.float32))
     if rope_freqs is not None:
         writer.add_tensor("rope_freqs.weight", np.asarray(rope_freqs, np.float32))
@@ -168,7 +168,7 @@ def test_llama3_scaling_is_found_from_its_factors(tmp_path: Path, factor: float,
         ({"block_count": True}, "block_count"),
         ({"attention__head_count_kv": [2, 1]}, "head_count_kv"),
         ({"attention__head_count_kv": 3}, "don't go together"),
-        ({"attention__head_count": 0}, "don't go together"),
+        ({"attention__head_count": 0}, "head_count=0 must be an integer >= 1"),
         ({"attention__layer_norm_rms_epsilon": math.nan}, "nan"),
         ({"rope__dimension_count": 64}, "dimension_count is 64, and heads have"),
     ],

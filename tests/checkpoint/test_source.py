@@ -44,7 +44,7 @@ def make_gguf(path: Path, split_max_tensors: int = 0) -> Path:
     writer.add_head_count(4)
     writer.add_layer_norm_rms_eps(1e-5)
     writer.add_tensor("token_embd.weight", np.zeros((16, 32), np.float32))
-    writer.add_tensor("output.weight", np.zeros((16, 32), np.float32))
+    writer.add_tensor("blk.0.attn_norm.weight", np.zeros((16, 32), np.float32))
     writer.write_header_to_file()
     writer.write_kv_data_to_file()
     writer.write_tensors_to_file()

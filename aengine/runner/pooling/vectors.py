@@ -10,7 +10,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from ...checkpoint.pooling import PoolingConfig
-from ...checkpoint.source import read_json
+from ...checkpoint.value_reader import read_json
 from ...errors import ModelLoadError
 
 __all__ = ["DenseLayer", "VectorLayers", "load_vector_layers"]

@@ -10,6 +10,7 @@ from typing import Any
 import torch
 
 from ...checkpoint.pooling import PoolingConfig
+from ...checkpoint.safetensors_files import stored_names
 from ...checkpoint.source import ModelSource
 from ...config import EngineConfig, num_worker_threads
 from ...errors import ModelLoadError
@@ -58,7 +59,7 @@ def load_encoder(config: EngineConfig, source: Mapping[str, Any], rank: Rank, pr
     formats = choose_formats(dtype, platform.device, None if is_dummy else checkpoint.hf_config)
     model = build_encoder(model_config, formats)
     if checkpoint.format == "safetensors":
-        adapt_names(model, _names_in(Path(checkpoint.path)))
+        adapt_names(model, set(stored_names(Path(checkpoint.path))))
     weights = load_weights(model, checkpoint, config.seed, progress, platform.device, platform.memory)
     vectors = None if model_config.labels else _vectors(config, checkpoint, platform.device)
     return LoadedEncoder(config, model, weights, vectors, platform, rank)
@@ -70,20 +71,6 @@ def _vectors(config: EngineConfig, checkpoint: ModelSource, device: torch.device
         raise ModelLoadError(f"{checkpoint.path}: {pooling.fault}; pooling='mean', 'cls' or 'last' overrides it")
     mode = (pooling.mode or "mean") if config.pooling == "auto" else config.pooling
     return load_vector_layers(mode, pooling, checkpoint.path, device)
-
-
-def _names_in(folder: Path) -> set[str]:
-    """The names of the tensors of a checkpoint."""
-    from safetensors import SafetensorError, safe_open
-
-    names: set[str] = set()
-    for path in sorted(folder.glob("*.safetensors")):
-        try:
-            with safe_open(path, framework="pt") as file:
-                names.update(file.keys())
-        except (SafetensorError, OSError) as error:
-            raise ModelLoadError(f"{path} is truncated or corrupt: {error}; fetch it again") from error
-    return names
 
 
 def adapt_names(model: Encoder[Any], names: set[str]) -> None:

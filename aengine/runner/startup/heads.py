@@ -10,8 +10,8 @@ from typing import Any, Self
 import torch
 
 from ...checkpoint.pooling import labels_of
+from ...checkpoint.safetensors_files import stored_names
 from ...checkpoint.source import ModelSource
-from ...checkpoint.text_config import tensor_names
 from ...errors import ModelLoadError
 from ..models.causal_lm import CausalLM
 from ..pooling.vectors import DenseLayer, VectorLayers
@@ -36,7 +36,7 @@ class DecoderHead:
         labels = labels_of(checkpoint.hf_config)
         if labels or checkpoint.format != "safetensors":
             return cls(predicts=not labels, labels=labels)
-        names = list(tensor_names(Path(checkpoint.path)))
+        names = stored_names(Path(checkpoint.path))
         is_base = not any(name.startswith("model.") or "lm_head" in name.split(".") for name in names)
         is_tied = bool(checkpoint.hf_config.get("tie_word_embeddings"))
         return cls(predicts=is_tied or not is_base or "embed_tokens.weight" not in names)

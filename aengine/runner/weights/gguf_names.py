@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 
 __all__ = ["EXPERT_NAMES", "GgufNames"]
 
+_LAYER_NAME = re.compile(r"blk\.(?P<layer>\d{1,9})\.(?P<part>.+)", re.ASCII)
 _TOP = {
     "token_embd": "model.embed_tokens",
     "output_norm": "model.norm",
@@ -58,17 +60,24 @@ class GgufNames:
         """Replace names of a layer's tensors, or add some."""
         return replace(self, layer={**self.layer, **layer})
 
-    def hf_name(self, name: str) -> str:
-        """transformers' name of a GGUF tensor; names that have none are returned as they are."""
+    def hf_name(self, name: str) -> str | tuple[str, str]:
+        """transformers' name of a GGUF tensor; names that have none are returned as they are.
+
+        Of a stack of experts it is what goes before and after the number of each.
+        """
         stem, _, kind = name.rpartition(".")
-        if stem.startswith("blk."):
-            _, layer, part = stem.split(".", 2)
-            return f"{self.layers}.{layer}.{self.layer[part]}.{kind}" if part in self.layer else name
-        return f"{self.top[stem]}.{kind}" if stem in self.top else name
+        if (found := _LAYER_NAME.fullmatch(stem)) is None:
+            return f"{self.top[stem]}.{kind}" if stem in self.top else name
+        known = self.layer.get(found["part"])
+        if known is None:
+            return name
+        before, stack, after = known.partition("{}")
+        before = f"{self.layers}.{found['layer']}.{before}"
+        return (before, f"{after}.{kind}") if stack else f"{before}.{kind}"
 
     def is_less_one(self, hf_name: str) -> bool:
         """Whether the checkpoint of transformers has the tensor less one."""
         return self.norms_plus_one and hf_name.endswith("norm.weight")
 
     def is_interleaved(self, hf_name: str) -> bool:
-        return hf_name.split(".")[-2] in self.interleaved
+        return hf_name.rpartition(".")[0].rpartition(".")[2] in self.interleaved

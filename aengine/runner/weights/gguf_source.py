@@ -19,6 +19,7 @@ from .reading import Named, Source, Target, in_threads
 __all__ = ["read_gguf"]
 
 _LONG_ROW = 2**14  # numbers
+_MOST_EXPERTS = 2**14
 
 
 def read_gguf(path: str, names: GgufNames, head_dim: int, target: Target) -> Source:
@@ -39,7 +40,7 @@ def _read(file: GgufFile, names: GgufNames, head_dim: int, target: Target) -> It
         if hf_name not in target.places:
             return Named(hf_name, None)
         tensor = _dequantise(file, name, expert)
-        if names.is_interleaved(hf_name):
+        if names.is_interleaved(hf_name) and not tensor.shape[0] % head_dim:  # else its shape is wrong, see the loader
             tensor = _separate_halves(tensor, head_dim)
         if names.is_less_one(hf_name):
             tensor = tensor - 1.0
@@ -51,10 +52,13 @@ def _read(file: GgufFile, names: GgufNames, head_dim: int, target: Target) -> It
     def jobs() -> Iterator[Callable[[], Named]]:
         for name, tensor in file.tensors.items():
             hf_name = names.hf_name(name)
-            if "{}" in hf_name:  # a stack of experts, dequantised one by one
-                yield from (partial(read, name, hf_name.format(i), i) for i in range(tensor.shape[0]))
-            else:
+            if isinstance(hf_name, str):
                 yield partial(read, name, hf_name)
+            else:  # a stack of experts, dequantised one by one
+                before, after = hf_name
+                if tensor.shape[0] > _MOST_EXPERTS:
+                    raise ModelLoadError(f"{file.path}: tensor {name} is a stack of {tensor.shape[0]} experts")
+                yield from (partial(read, name, f"{before}{i}{after}", i) for i in range(tensor.shape[0]))
 
     return in_threads(jobs(), max(1, torch.get_num_threads()))
 

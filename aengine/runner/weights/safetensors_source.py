@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 from functools import partial
@@ -12,6 +11,7 @@ from typing import Any
 
 import torch
 
+from ...checkpoint.safetensors_files import safetensors_files
 from ...errors import ModelLoadError
 from .reading import NUMBERS, Named, Source, Target, in_threads, text_name
 
@@ -34,7 +34,7 @@ _DTYPES = {
 
 def read_safetensors(folder: Path, target: Target) -> Source:
     """Raises ModelLoadError: a file is missing, truncated or corrupt; a tensor is not stored as its place needs it."""
-    files = _shards(folder)
+    files = safetensors_files(folder)
     return Source(_read(files, target), sum(path.stat().st_size for path in files))
 
 
@@ -43,7 +43,7 @@ def read_shapes(folder: Path) -> dict[str, tuple[int, ...]]:
     from safetensors import safe_open
 
     shapes: dict[str, tuple[int, ...]] = {}
-    for path in _shards(folder):
+    for path in safetensors_files(folder):
         with _corrupt(path), safe_open(path, framework="pt") as file:
             shapes |= {name: tuple(file.get_slice(name).get_shape()) for name in file.keys()}  # noqa: SIM118
     return shapes
@@ -53,30 +53,12 @@ def read_tensor(folder: Path, name: str) -> torch.Tensor:
     """Return one tensor. Raises ModelLoadError: there is none of this name, or a file is missing or corrupt."""
     from safetensors import safe_open
 
-    for path in _shards(folder):
+    for path in safetensors_files(folder):
         with _corrupt(path), safe_open(path, framework="pt") as file:
             if name in file.keys():  # noqa: SIM118
                 tensor: torch.Tensor = file.get_tensor(name)
                 return tensor
     raise ModelLoadError(f"{folder} lacks the tensor {name!r}")
-
-
-def _shards(folder: Path) -> list[Path]:
-    index = folder / "model.safetensors.index.json"
-    if index.is_file():
-        try:
-            names = sorted(set(json.loads(index.read_text())["weight_map"].values()))
-        except (ValueError, KeyError, TypeError, AttributeError) as error:
-            raise ModelLoadError(f"{index} can't be read: {error!r}") from error
-        missing = [name for name in names if not (folder / name).is_file()]
-        if missing:
-            shown = ", ".join(missing[:5]) + (", ..." if len(missing) > 5 else "")
-            raise ModelLoadError(f"{index} names {shown}, which are not in {folder}")
-        return [folder / name for name in names]
-    files = sorted(folder.glob("*.safetensors"))
-    if not files:
-        raise ModelLoadError(f"{folder} has no .safetensors file")
-    return files
 
 
 def _read(files: list[Path], target: Target) -> Iterator[Named]:

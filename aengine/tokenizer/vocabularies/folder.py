@@ -15,7 +15,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from ...checkpoint.source import read_json
+from ...checkpoint.value_reader import read_json
 from ...errors import ModelLoadError
 from .loaded import ROLES, LoadedTokenizer, put_around
 from .sentencepiece_file import read_sentencepiece
@@ -34,6 +34,7 @@ _BERT_CLASSES = ("Bert", "DistilBert", "Electra", "MobileBert", "PreTrained", "T
 _BERT_ROLES = {
     "unk_token": "[UNK]", "cls_token": "[CLS]", "sep_token": "[SEP]", "pad_token": "[PAD]", "mask_token": "[MASK]",
 }  # fmt: skip
+_MOST_DIGITS = 10  # of a token's id
 _CURE = (
     "where transformers is installed, AutoTokenizer.from_pretrained(FOLDER).save_pretrained(NEW_FOLDER) writes a "
     "tokenizer.json"
@@ -168,12 +169,17 @@ def _add_missing_tokens(encoder: tokenizers.Tokenizer, listed: Any) -> None:
 
     if not isinstance(listed, Mapping):
         return
-    for key, token in sorted(((k, v) for k, v in listed.items() if k.isdecimal()), key=lambda item: int(item[0])):
+    by_id = {int(key): token for key, token in listed.items() if key.isdecimal() and len(key) < _MOST_DIGITS}
+    next_id = encoder.get_vocab_size()
+    added: dict[str, AddedToken] = {}  # all at once: the library takes as long for one as for all
+    for token_id, token in sorted(by_id.items()):
         text = _token_text(token)
-        if text is None or encoder.token_to_id(text) is not None or int(key) != encoder.get_vocab_size():
+        if not text or text in added or encoder.token_to_id(text) is not None or token_id != next_id + len(added):
             continue
-        flags = {name: bool(token.get(name)) for name in ("lstrip", "rstrip", "single_word", "normalized", "special")}
-        encoder.add_tokens([AddedToken(text, **flags)])
+        own = token if isinstance(token, Mapping) else {}
+        flags = {name: bool(own.get(name)) for name in ("lstrip", "rstrip", "single_word", "normalized", "special")}
+        added[text] = AddedToken(text, **flags)
+    encoder.add_tokens(list(added.values()))
 
 
 def _add_old_tokens(encoder: tokenizers.Tokenizer, ids: Mapping[str, Any], written: Mapping[str, Any]) -> None:

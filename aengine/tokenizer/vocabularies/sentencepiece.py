@@ -17,10 +17,22 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     import tokenizers
 
-__all__ = ["BYTE", "CONTROL", "NORMAL", "UNKNOWN", "USER_DEFINED", "SentencePieces", "add_tokens", "first_ids"]
+__all__ = [
+    "BYTE",
+    "CONTROL",
+    "NORMAL",
+    "UNKNOWN",
+    "USER_DEFINED",
+    "SentencePieces",
+    "add_tokens",
+    "check_pieces",
+    "first_ids",
+]
 
 NORMAL, UNKNOWN, CONTROL, USER_DEFINED, UNUSED, BYTE = range(1, 7)
 """Kinds of pieces, as SentencePiece numbers them, and GGUF after it."""
+_LONGEST_PIECE = 1 << 10
+"""Letters, or bytes. SentencePiece makes pieces of 16 letters unless told otherwise; runs of blanks are longer."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -45,10 +57,11 @@ class SentencePieces:
     def encoder(self) -> tokenizers.Tokenizer:
         """Build the tokenizer, which has the control and user-defined pieces as added tokens.
 
-        Raises what the library raises for pieces that don't fit together.
+        Raises what the library raises for pieces that don't fit together, ValueError for one that is too long.
         """
         from tokenizers import Tokenizer
 
+        check_pieces(self.tokens)
         encoder = Tokenizer(self._unigram() if self.is_unigram else self._bpe())
         self._set_normalizer(encoder)
         self._set_decoder(encoder)
@@ -107,6 +120,13 @@ class SentencePieces:
         steps.append(decoders.Fuse())
         steps += [decoders.Strip(" ", 1, 0)] * self.add_prefix
         encoder.decoder = decoders.Sequence(steps)
+
+
+def check_pieces(pieces: Iterable[str | bytes]) -> None:
+    """Raise ValueError for a piece so long that to try all the ways to split it would hold up a start."""
+    longest = max(map(len, pieces), default=0)
+    if longest > _LONGEST_PIECE:
+        raise ValueError(f"a token has a length of {longest}: {_LONGEST_PIECE} at most")
 
 
 def first_ids(tokens: Iterable[str]) -> dict[str, int]:

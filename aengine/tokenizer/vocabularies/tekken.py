@@ -10,12 +10,13 @@ from __future__ import annotations
 import base64
 from collections.abc import Mapping
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
-from ...checkpoint.source import read_json
+from ...checkpoint.value_reader import ValueReader, read_json
 from ...errors import ModelLoadError
 from ..token_text import gpt2_bytes
 from .loaded import put_around
+from .sentencepiece import check_pieces
 
 if TYPE_CHECKING:
     import tokenizers
@@ -28,30 +29,34 @@ _OLD_SPECIAL_TOKENS = (
     "[SYSTEM_PROMPT]", "[/SYSTEM_PROMPT]", "[TOOL_CONTENT]",
 )  # fmt: skip
 """Special tokens of files that name none (versions 3 and 7), by id."""
+_MOST_SPECIAL_TOKENS = 1 << 16  # Mistral's files have a thousand
 
 
 def read_tekken(path: Path) -> tuple[tokenizers.Tokenizer, dict[str, str]]:
     """Build the tokenizer; also return its special tokens by role. Raises ModelLoadError for a file that is damaged."""
-    data = read_json(path)
+    data = ValueReader(read_json(path), str(path))
     try:
         return _encoder(data)
+    except ModelLoadError:
+        raise
     except Exception as error:  # whatever the library raises for a vocabulary that does not fit together
         raise ModelLoadError(f"{path} can't be read as a tekken tokenizer: {error!r}") from error
 
 
-def _encoder(data: Mapping[str, Any]) -> tuple[tokenizers.Tokenizer, dict[str, str]]:
+def _encoder(data: ValueReader) -> tuple[tokenizers.Tokenizer, dict[str, str]]:
     from tokenizers import AddedToken, Regex, Tokenizer, decoders, models, pre_tokenizers
 
-    config = data["config"]
-    num_special = config["default_num_special_tokens"]
+    config = data.at("config")
+    vocab_size = config.integer("default_vocab_size")
+    num_special = config.integer("default_num_special_tokens", least=0, most=_MOST_SPECIAL_TOKENS)
     names = [f"<SPECIAL_{i}>" for i in range(num_special)]
-    listed = data.get("special_tokens")
-    if listed is None:
+    listed = data.objects("special_tokens")
+    if data.raw("special_tokens") is None:
         names[: len(_OLD_SPECIAL_TOKENS)] = _OLD_SPECIAL_TOKENS
-    for token in listed or ():
+    for token in listed:
         names[token["rank"]] = token["token_str"]
-    ordinary = {token["rank"] for token in listed or () if not token["is_control"]}
-    entries = sorted(data["vocab"], key=lambda token: token["rank"])[: config["default_vocab_size"] - num_special]
+    ordinary = {token["rank"] for token in listed if not token["is_control"]}
+    entries = sorted(data.objects("vocab"), key=lambda token: token["rank"])[: max(0, vocab_size - num_special)]
     ranked = {base64.b64decode(token["token_bytes"]): token["rank"] for token in entries}
     letters = {byte: letter for letter, byte in gpt2_bytes().items()}
 
@@ -62,7 +67,7 @@ def _encoder(data: Mapping[str, Any]) -> tuple[tokenizers.Tokenizer, dict[str, s
     vocab = {name: i for i, name in enumerate(names)} | {spelled(t): i + num_special for t, i in ranked.items()}
     merges = [(spelled(left), spelled(right)) for left, right in _merges(ranked)]
     encoder = Tokenizer(models.BPE(vocab, merges, ignore_merges=True))
-    split = pre_tokenizers.Split(Regex(config["pattern"]), behavior="isolated")
+    split = pre_tokenizers.Split(Regex(config.text("pattern")), behavior="isolated")
     byte_level = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
     encoder.pre_tokenizer = pre_tokenizers.Sequence([split, byte_level])
     encoder.decoder = decoders.ByteLevel()
@@ -74,7 +79,11 @@ def _encoder(data: Mapping[str, Any]) -> tuple[tokenizers.Tokenizer, dict[str, s
 
 
 def _merges(ranked: Mapping[bytes, int]) -> list[tuple[bytes, bytes]]:
-    """Return each way to split a token in two as a merge, those of the first token first."""
+    """Return each way to split a token in two as a merge, those of the first token first.
+
+    Raises ValueError for a token of a length that makes this long work.
+    """
+    check_pieces(ranked)
     merges = []
     for token in sorted(ranked, key=ranked.__getitem__):
         halves = ((token[:cut], token[cut:]) for cut in range(1, len(token)))

@@ -1,0 +1,74 @@
+"""The safetensors files of a folder, and the names of the tensors in them: read, never mapped, since a map of a file
+that is cut short under way ends the process."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from pathlib import Path
+
+from ..errors import ModelLoadError
+from .value_reader import inner_path, read_json
+
+__all__ = ["has_safetensors", "safetensors_files", "stored_names"]
+
+_INDEX = "model.safetensors.index.json"
+_MOST_HEADER = 1 << 25
+"""Bytes of a file's header: 200,000 tensors."""
+
+
+def has_safetensors(folder: Path) -> bool:
+    return any(path.is_file() for path in folder.glob("*.safetensors"))
+
+
+def safetensors_files(folder: Path) -> list[Path]:
+    """The files of the checkpoint: those that its index names, else all.
+
+    Raises ModelLoadError: there is none, one is missing or lies elsewhere, the index can't be read.
+    """
+    if not (folder / _INDEX).is_file():
+        files = sorted(path for path in folder.glob("*.safetensors") if path.is_file())
+        if not files:
+            raise ModelLoadError(f"{folder} has no .safetensors file")
+        return files
+    names = sorted({str(name) for name in _weight_map(folder).values()})
+    files = [inner_path(folder, name, folder / _INDEX) for name in names]
+    missing = [path.name for path in files if not _is_file(path)]
+    if missing:
+        shown = ", ".join(f"{name:.80}" for name in missing[:3]) + (", ..." if len(missing) > 3 else "")
+        raise ModelLoadError(f"{folder} lacks {len(missing)} of the files that {_INDEX} names: {shown}")
+    return files
+
+
+def stored_names(folder: Path) -> list[str]:
+    """Names of the tensors, from the index or from the files' headers. Raises ModelLoadError as `safetensors_files`,
+    or for a file that is no safetensors file."""
+    if (folder / _INDEX).is_file():
+        return list(_weight_map(folder))
+    return [name for path in safetensors_files(folder) for name in _names_in(path)]
+
+
+def _weight_map(folder: Path) -> Mapping[str, object]:
+    found = read_json(folder / _INDEX).get("weight_map")
+    if not isinstance(found, dict):
+        raise ModelLoadError(f"{folder / _INDEX} has no weight_map")
+    return found
+
+
+def _is_file(path: Path) -> bool:
+    try:
+        return path.is_file()
+    except OSError:  # a name that is too long, a link to itself
+        return False
+
+
+def _names_in(path: Path) -> list[str]:
+    try:
+        with open(path, "rb") as file:
+            size = int.from_bytes(file.read(8), "little")
+            header = json.loads(file.read(size)) if size <= _MOST_HEADER else None
+    except (OSError, ValueError, RecursionError) as error:
+        raise ModelLoadError(f"{path} is truncated or corrupt: {error}; fetch it again") from error
+    if not isinstance(header, dict):
+        raise ModelLoadError(f"{path} is truncated or corrupt: its header is none; fetch it again")
+    return [name for name in header if name != "__metadata__"]
