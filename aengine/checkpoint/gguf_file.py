@@ -18,14 +18,10 @@ reads headers. Tensors are mapped when they are first asked for, which workers d
 
 from __future__ import annotations
 
-import contextlib
 import itertools
-import mmap
 import os
 import re
-import stat
 import struct
-import weakref
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
 from math import prod
@@ -33,6 +29,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final, NamedTuple
 
 from ..errors import ModelLoadError
+from .file_bytes import FileBytes
 
 if TYPE_CHECKING:
     import numpy as np
@@ -106,7 +103,6 @@ _MOST_ENTRIES = 1 << 16
 _MOST_HEADER = 1 << 28
 """Bytes of a header. A vocabulary of 300,000 tokens and its merges take 20 MB."""
 _MOST_FLOATS = 1 << 16  # that are read as a setting
-_FIRST_READ = 1 << 20
 _MIN_PAIR_BYTES = 8 + 4 + 1  # an empty key, the type, a one-byte value
 _MIN_TENSOR_BYTES = 8 + 4 + 8 + 4 + 8  # an empty name, one dimension
 SHARD_NAME = re.compile(r"(?P<stem>.+)-(?P<number>\d{5})-of-(?P<count>\d{5})\.gguf")
@@ -184,7 +180,7 @@ class GgufFile:
         dtype = np.dtype(_NUMPY_TYPES.get(tensor.type.name, "u1"))
         last = tensor.shape[-1] // tensor.type.block_len * tensor.type.block_bytes // dtype.itemsize
         reader = self._readers[tensor.shard]
-        data = np.frombuffer(reader.mapped(), dtype, tensor.nbytes // dtype.itemsize, tensor.offset)
+        data = np.frombuffer(reader.file.mapped(), dtype, tensor.nbytes // dtype.itemsize, tensor.offset)
         return data.reshape(*tensor.shape[:-1], last)
 
     def read_floats(self, name: str) -> list[float]:
@@ -192,12 +188,14 @@ class GgufFile:
         tensor = self.tensors[name]
         if tensor.type.name != "F32" or len(tensor.shape) != 1 or tensor.nbytes > 4 * _MOST_FLOATS:
             raise ModelLoadError(f"{self.path}: {name!r} must be a row of float32")
-        return list(struct.unpack(f"<{tensor.shape[0]}f", self._readers[tensor.shard].read_at(tensor)))
+        return list(
+            struct.unpack(f"<{tensor.shape[0]}f", self._readers[tensor.shard].file.read(tensor.offset, tensor.nbytes))
+        )
 
     def close(self) -> None:
         """Close the file. Views that are still in use keep their map alive. Idempotent."""
         for reader in self._readers:
-            reader.close()
+            reader.file.close()
 
     def __enter__(self) -> GgufFile:
         return self
@@ -238,68 +236,19 @@ class _HeaderReader:
     def __init__(self, path: Path) -> None:
         self.path = path
         self._position = 0
-        self._map: mmap.mmap | None = None
         self._nested = 0  # arrays within arrays so far
-        try:
-            self._fd = os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC)  # a pipe would be waited for
-        except (OSError, ValueError) as error:
-            raise ModelLoadError(f"can't read {path}: {getattr(error, 'strerror', None) or error}") from error
-        self._closes = weakref.finalize(self, os.close, self._fd)
-        found = os.fstat(self._fd)
-        if not stat.S_ISREG(found.st_mode):
-            raise ModelLoadError(f"can't read {path}: it is a directory, a pipe or a device")
-        self._size = found.st_size
+        self.file = FileBytes(path, _MOST_HEADER)
+        self._size = self.file.size
         if not self._size:
             raise ModelLoadError(f"{path} is empty: not a GGUF file")
-        self.data = b""  # the file's beginning
-        self._read_to(min(_FIRST_READ, self._size))
-
-    def close(self) -> None:
-        self._closes()
-        if self._map is not None:
-            with contextlib.suppress(BufferError):  # a view is in use; the map goes with it
-                self._map.close()
-
-    def mapped(self) -> mmap.mmap:
-        """Return a map of the whole file."""
-        if self._map is None:
-            try:
-                self._map = mmap.mmap(self._fd, 0, access=mmap.ACCESS_READ)
-            except (OSError, ValueError) as error:
-                raise ModelLoadError(f"can't map {self.path}: {error}") from error
-        return self._map
-
-    def read_at(self, tensor: GgufTensor) -> bytes:
-        """Return a tensor's bytes."""
-        data = self._pread(tensor.nbytes, tensor.offset)
-        if len(data) < tensor.nbytes:
-            raise self.error("it was cut short while it was read")
-        return data
-
-    def _pread(self, count: int, offset: int) -> bytes:
-        try:
-            return os.pread(self._fd, count, offset)
-        except OSError as error:
-            raise ModelLoadError(f"can't read {self.path}: {error.strerror or error}") from error
-
-    def _read_to(self, end: int) -> None:
-        """Read on, at least to ``end``, which lies within the file."""
-        if end > _MOST_HEADER:
-            raise self.error(f"its header has more than {_MOST_HEADER} bytes")
-        wanted = min(max(end, 4 * len(self.data)), self._size, _MOST_HEADER)
-        while len(self.data) < wanted:
-            more = self._pread(wanted - len(self.data), len(self.data))
-            if not more:
-                raise self.error("it was cut short while it was read")
-            self.data += more
 
     def error(self, problem: str) -> ModelLoadError:
         return ModelLoadError(f"{self.path} is damaged or not a GGUF file: {problem}")
 
     def read_header(self) -> tuple[int, dict[str, tuple[int, int]], list[GgufTensor]]:
         """(version, key -> (type, position), tensors), everything checked."""
-        if self.data[:4] != b"GGUF":
-            raise self.error(f"it begins with {self.data[:4]!r}, not b'GGUF'")
+        if self.file.data[:4] != b"GGUF":
+            raise self.error(f"it begins with {self.file.data[:4]!r}, not b'GGUF'")
         self._position = 4
         version = self._u32("the version")
         if version not in (2, 3):
@@ -329,10 +278,10 @@ class _HeaderReader:
         if code == _STRING:
             return self._bytes(what).decode("utf-8", errors="replace")
         if code != _ARRAY:
-            return _SCALARS[code].unpack_from(self.data, position)[0]
+            return _SCALARS[code].unpack_from(self.file.data, position)[0]
         (element,), (count,) = (
-            _U32.unpack_from(self.data, position),
-            _U64.unpack_from(self.data, position + 4),
+            _U32.unpack_from(self.file.data, position),
+            _U64.unpack_from(self.file.data, position + 4),
         )
         self._position = position = position + 12
         if element == _STRING:
@@ -346,10 +295,10 @@ class _HeaderReader:
                 values.append(self.decode(_ARRAY, start, what))
                 self._position = end
             return values
-        return list(struct.unpack_from(f"<{count}{_SCALAR_FORMATS[element]}", self.data, position))
+        return list(struct.unpack_from(f"<{count}{_SCALAR_FORMATS[element]}", self.file.data, position))
 
     def _strings(self, position: int, count: int, what: str) -> list[str]:
-        data, unpack, values = self.data, _U64.unpack_from, []
+        data, unpack, values = self.file.data, _U64.unpack_from, []
         try:
             for _ in range(count):
                 start = position + 8
@@ -393,19 +342,19 @@ class _HeaderReader:
     def _skip_strings(self, key: str, count: int) -> None:
         self._check_count(count, 8, f"strings of {key!r}")
         # The hot loop of opening a file: a vocabulary and its merges are some hundred thousand strings.
-        data, unpack, position, last = self.data, _U64.unpack_from, self._position, self._size - 8
+        data, unpack, position, last = self.file.data, _U64.unpack_from, self._position, self._size - 8
         there = len(data) - 8  # of what has been read
         for i in range(count):
             if position > there:
                 if position > last:
                     raise self.error(f"it ends within {key!r}, at string {i} of {count}")
-                self._read_to(position + 8)
-                data = self.data
+                self.file.read_to(position + 8)
+                data = self.file.data
                 there = len(data) - 8
             position += 8 + unpack(data, position)[0]
         if position > self._size:
             raise self.error(f"the last string of {key!r} reaches past the end of the file")
-        self._read_to(position)
+        self.file.read_to(position)
         self._position = position
 
     def _tensor_info(self, index: int) -> tuple[str, GgmlType, int, tuple[int, ...], int]:
@@ -468,20 +417,20 @@ class _HeaderReader:
         if nbytes > self._size - start:
             raise self.error(f"it ends within {what} (at byte {start}, {nbytes} more are needed)")
         self._position = end = start + nbytes
-        if end > len(self.data):
-            self._read_to(end)
+        if end > len(self.file.data):
+            self.file.read_to(end)
         return start
 
     def _u32(self, what: str) -> int:
-        return _U32.unpack_from(self.data, self._take(4, what))[0]
+        return _U32.unpack_from(self.file.data, self._take(4, what))[0]
 
     def _u64(self, what: str) -> int:
-        return _U64.unpack_from(self.data, self._take(8, what))[0]
+        return _U64.unpack_from(self.file.data, self._take(8, what))[0]
 
     def _bytes(self, what: str) -> bytes:
         length = self._u64(f"the length of {what}")
         start = self._take(length, what)
-        return self.data[start : start + length]
+        return self.file.data[start : start + length]
 
     def _name(self, what: str) -> str:
         raw = self._bytes(what)

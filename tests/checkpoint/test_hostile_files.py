@@ -16,7 +16,7 @@ import msgpack
 import numpy as np
 import pytest
 
-from aengine.checkpoint import GgufFile, gguf_file, resolve_model
+from aengine.checkpoint import GgufFile, file_bytes, resolve_model
 from aengine.checkpoint.pooling import labels_of
 from aengine.checkpoint.safetensors_files import safetensors_files, stored_names
 from aengine.checkpoint.source import ModelSource, locate
@@ -152,7 +152,7 @@ def test_names_are_read_and_not_mapped(tmp_path: Path, monkeypatch: pytest.Monke
     header = json.dumps({"__metadata__": {"format": "pt"}, "lm_head.weight": {}}).encode()
     path = folder(tmp_path / "m", {"text_config": CONFIG}, weights=struct.pack("<Q", len(header)) + header)
     write_gguf(tmp_path / "m.gguf")
-    monkeypatch.setattr(gguf_file.mmap, "mmap", None)
+    monkeypatch.setattr(file_bytes.mmap, "mmap", None)
     monkeypatch.setattr("safetensors.safe_open", None)
     assert resolve(path).hf_config["tie_word_embeddings"] is False
     assert resolve(tmp_path / "m.gguf").hf_config["rope_scaling"]["short_factor"] == [1.0, 2.0, 3.0, 4.0]
