@@ -301,6 +301,7 @@ class Admission:
                     include_stop=params.include_stop_str_in_output,
                     skip_special_tokens=params.skip_special_tokens,
                     markers=prepared.markers,
+                    after=() if prepared.begins_text else ids,
                 )
                 choice.begin(detokenizer)
         request.requests = [

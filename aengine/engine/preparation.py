@@ -60,7 +60,7 @@ class Preparation:
         request.phase = Phase.ENCODING
         assert isinstance(prompt, TextPart | MessagesPart) and self._tokenizer is not None
         ids = await self.run(prompt.encode, self._tokenizer, self._limits.max_model_len, is_long=prompt.is_long)
-        return Prepared(self.check_ids(ids), grammar)
+        return Prepared(self.check_ids(ids), grammar, begins_text=isinstance(prompt, MessagesPart))
 
     async def _plan(self, request: UserRequest) -> Prepared:
         from ..chat import plan  # brings all of chats with it
@@ -72,7 +72,8 @@ class Preparation:
         asked = await self.run(plan.plan_chat, self._tokenizer, chat, max_model_len, is_long=chat.is_long)
         grammar = None if asked.spec is None else await grammars.prepare(asked.spec)
         request.mailbox.plan = asked
-        return Prepared(self.check_ids(asked.prompt), grammar, asked.marker_ids)
+        begins_text = not chat.continue_final_message
+        return Prepared(self.check_ids(asked.prompt), grammar, asked.marker_ids, begins_text)
 
     def check_ids(self, ids: Sequence[int]) -> list[int]:
         """The ids of a prompt, if they are this model's and leave room for one more. Raises as `check_token_ids`."""

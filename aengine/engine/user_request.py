@@ -95,6 +95,7 @@ class Prepared:
     token_ids: Sequence[int]
     grammar: Compiled | None = None
     markers: frozenset[int] = frozenset()  # control tokens that divide the text into parts, see `MarkedDetokenizer`
+    begins_text: bool = False  # the completion is a text of its own, and does not go on with the prompt's
 
 
 def _why_it_generates_nothing(limits: Limits) -> str:

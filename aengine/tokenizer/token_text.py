@@ -18,7 +18,7 @@ import copy
 import json
 import re
 from abc import ABC, abstractmethod
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from functools import cached_property
 from typing import TYPE_CHECKING, Any
 
@@ -32,6 +32,7 @@ Piece = str | bytes | None
 
 _REPLACEMENT = "\ufffd"
 _MOST_HELD = 16  # tokens that may be parts of one character; so many are not
+_NUM_BEFORE = 8  # tokens of a text before that may change the text of those that follow
 _BYTE_TOKEN = re.compile(r"<0x([0-9A-Fa-f]{2})>")
 _new_utf8_decoder = codecs.getincrementaldecoder("utf-8")
 
@@ -115,7 +116,8 @@ class TokenTable(ABC):
     def piece(self, token: str) -> Piece: ...
 
     @abstractmethod
-    def decoder(self, skip_special_tokens: bool) -> IncrementalDecoder: ...
+    def decoder(self, skip_special_tokens: bool, after: Sequence[int] = ()) -> IncrementalDecoder:
+        """Return the decoder of a text that goes on with that of the tokens ``after``: some begin a text otherwise."""
 
 
 class ByteLevelTable(TokenTable):
@@ -131,7 +133,7 @@ class ByteLevelTable(TokenTable):
         except UnicodeDecodeError:
             return raw
 
-    def decoder(self, skip_special_tokens: bool) -> ByteLevelText:
+    def decoder(self, skip_special_tokens: bool, after: Sequence[int] = ()) -> ByteLevelText:
         return ByteLevelText(self.pieces(skip_special_tokens))
 
 
@@ -177,8 +179,10 @@ class ByteFallbackTable(TokenTable):
         match = _BYTE_TOKEN.fullmatch(token) if self._byte_fallback else None
         return bytes.fromhex(match[1]) if match else token
 
-    def decoder(self, skip_special_tokens: bool) -> ByteFallbackText:
-        return ByteFallbackText(self.pieces(skip_special_tokens), self._strip_left)
+    def decoder(self, skip_special_tokens: bool, after: Sequence[int] = ()) -> ByteFallbackText:
+        pieces = self.pieces(skip_special_tokens)
+        has_begun = any(pieces[token_id] for token_id in after)
+        return ByteFallbackText(pieces, 0 if has_begun else self._strip_left)
 
 
 class ByteFallbackText(IncrementalDecoder):
@@ -251,8 +255,12 @@ class StreamedTable(TokenTable):
         decoder = self._encoder.decoder
         return " ".join(tokens) if decoder is None else decoder.decode(tokens)
 
-    def decoder(self, skip_special_tokens: bool) -> StreamedText:
-        return StreamedText(self._encoder, self.pieces(skip_special_tokens))
+    def decoder(self, skip_special_tokens: bool, after: Sequence[int] = ()) -> StreamedText:
+        decoder = StreamedText(self._encoder, self.pieces(skip_special_tokens))
+        for token_id in after[-_NUM_BEFORE:]:
+            decoder.put(token_id)
+        decoder.flush()
+        return decoder
 
 
 class StreamedText(IncrementalDecoder):

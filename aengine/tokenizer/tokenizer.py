@@ -151,12 +151,14 @@ class Tokenizer:
         include_stop: bool = False,
         skip_special_tokens: bool = True,
         markers: frozenset[int] = frozenset(),
+        after: Sequence[int] = (),
     ) -> Detokenizer:
         """Return a decoder for one completion, token by token. The text leaves out ``stop`` unless ``include_stop``.
 
-        ``markers``: control tokens that divide the completion into parts; nothing is held back across one.
+        ``markers``: control tokens that divide the completion into parts; nothing is held back across one. ``after``:
+        the tokens whose text the completion goes on with; some decoders take the blank off a text that begins.
         """
-        decoder = self._table.decoder(skip_special_tokens)
+        decoder = self._table.decoder(skip_special_tokens, after)
         if markers:
             return MarkedDetokenizer(decoder, stop, include_stop=include_stop, markers=markers)
         return Detokenizer(decoder, stop, include_stop=include_stop)

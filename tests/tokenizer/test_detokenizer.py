@@ -31,6 +31,30 @@ def test_joined_pieces_are_the_decoded_text(family: str, skip_special_tokens: bo
         assert "".join(got) == text, ids
 
 
+@pytest.mark.parametrize("family", FAMILIES)
+def test_a_text_that_goes_on_is_decoded_with_the_text_before_it(family: str, rng: random.Random) -> None:
+    tokenizer = FAMILIES[family]()
+    bos = [] if tokenizer.bos_token_id is None else [tokenizer.bos_token_id]
+    for text in TEXTS:
+        ids = [*bos, *tokenizer.encode(text, add_special_tokens=False)]
+        whole = tokenizer.decode(ids)
+        for place in range(len(ids) + 1):
+            before = tokenizer.decode(ids[:place])
+            if not before.endswith("\ufffd"):  # a character is not whole
+                got = pieces(tokenizer.detokenizer(after=ids[:place]), ids[place:])
+                assert before + "".join(got) == whole, (ids, place)
+
+
+def test_a_stop_string_may_begin_with_the_first_blank() -> None:
+    tokenizer = sentencepiece()
+    ids = tokenizer.encode("the quick", add_special_tokens=False)
+    bos = tokenizer.bos_token_id
+    assert bos is not None
+    assert "".join(pieces(tokenizer.detokenizer((" the",), after=[bos]), ids)) == "the quick"
+    assert "".join(pieces(tokenizer.detokenizer((" the",), after=ids), ids)) == ""
+    assert "".join(pieces(tokenizer.detokenizer((" qu",), after=ids), ids)) == " the"
+
+
 def test_unknown_kind_of_decoder(rng: random.Random) -> None:
     tokenizer = clip_style()
     for text in TEXTS:
