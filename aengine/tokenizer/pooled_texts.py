@@ -57,15 +57,23 @@ def _encode(
         ) from error
     found = []
     for given, encoding in zip(inputs, encodings, strict=True):
-        if len(encoding.ids) > most:
+        ids, types = _ids_and_types(tokenizer, given, encoding)
+        if len(ids) > most:
             if not truncate:
-                raise ContextLengthError(len(encoding.ids), most, generates=False)
-            encoding = _cut(encoder, given, most)
-        types = encoding.type_ids
-        if not encoding.ids:
+                raise ContextLengthError(len(ids), most, generates=False)
+            ids, types = _ids_and_types(tokenizer, given, _cut(encoder, given, most))
+        if not ids:
             raise InvalidRequestError("a text has no tokens", param="inputs")
-        found.append(EncodedText(encoding.ids, types.index(1) if 1 in types else 0))
+        found.append(EncodedText(ids, types.index(1) if 1 in types else 0))
     return found
+
+
+def _ids_and_types(
+    tokenizer: Tokenizer, given: str | tuple[str, str], encoding: tokenizers.Encoding
+) -> tuple[list[int], list[int]]:
+    first = given if isinstance(given, str) else given[0]
+    ids, types = encoding.ids, encoding.type_ids
+    return (ids[1:], types[1:]) if tokenizer.begins_twice(first, ids) else (ids, types)
 
 
 def _cut(encoder: tokenizers.Tokenizer, given: str | tuple[str, str], most: int) -> tokenizers.Encoding:

@@ -6,6 +6,7 @@ import copy
 import logging
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from functools import cached_property
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -119,14 +120,31 @@ class Tokenizer:
         """The token ids of ``text``; names of special tokens in it become those tokens, but for those that came out of
         a message, in what `apply_chat_template` gives.
 
-        ``add_special_tokens``: begin (or end) it as the model was trained to. Lets go of the GIL while it works, so a
+        ``add_special_tokens``: begin (or end) it as the model was trained to; a text that begins with the name of the
+        token that begins each text gets no second one. Lets go of the GIL while it works, so a
         thread may encode a long text without holding up others (the library's ``encode_batch`` does, its ``encode``
         does not). Raises InvalidRequestError if the text is not Unicode.
         """
         _check_unicode(text)
         if isinstance(text, TracedText) and text.spans:
             return self._messages.encode(text)
-        return self._encoder.encode_batch_fast([text], add_special_tokens=add_special_tokens)[0].ids
+        ids = self._encoder.encode_batch_fast([text], add_special_tokens=add_special_tokens)[0].ids
+        return ids[1:] if add_special_tokens and self.begins_twice(text, ids) else ids
+
+    def begins_twice(self, text: str, ids: Sequence[int]) -> bool:
+        """Whether the first of the text's tokens, which begins every text, is the text's own first one, too."""
+        if self._begin is None:
+            return False
+        name, token_id = self._begin
+        return text.startswith(name) and list(ids[:2]) == [token_id, token_id]
+
+    @cached_property
+    def _begin(self) -> tuple[str, int] | None:
+        """Name and id of the token that is put before each text; None: there is none."""
+        plain, begun = (self._encoder.encode("a", add_special_tokens=adds).ids for adds in (False, True))
+        if not plain or begun[0] == plain[0]:
+            return None
+        return self._encoder.id_to_token(begun[0]), begun[0]
 
     def encode_plain(self, text: str, add_special_tokens: bool = True) -> list[int]:
         """Return the token ids of ``text``, in which names of special tokens stay text."""

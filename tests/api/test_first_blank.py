@@ -62,7 +62,7 @@ async def test_a_completion_goes_on_with_the_users_text(new_engine: Callable[[in
 
 async def test_over_http_it_goes_on_behind_an_echo(new_engine: Callable[[int], AsyncLLM]) -> None:
     async with new_engine(len(known().encode("hello"))) as engine, engine.openai_client() as client:
-        answer = await client.completions.create(model="x", prompt="hello", echo=True, max_tokens=8)
+        answer = await client.completions.create(model="smollm2-135m", prompt="hello", echo=True, max_tokens=8)
         assert answer.choices[0].text == "hello true a"
 
 

@@ -13,14 +13,18 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import tokenizers
 from conftest_api import encoder_of
 from tokenizer_helpers import TEXTS, smollm2, wordpiece
+from tokenizers import models, pre_tokenizers, processors
 
 from aengine.checkpoint import ModelSource
 from aengine.checkpoint.source import resolve_model
 from aengine.config import EngineConfig
+from aengine.engine.tokenizer_view import TokenizerView
 from aengine.errors import InvalidRequestError, ModelLoadError
 from aengine.tokenizer.messages import checked_messages
+from aengine.tokenizer.pooled_texts import EncodedText, encode_pairs, encode_texts
 from aengine.tokenizer.tokenizer import Tokenizer
 
 MESSAGES = [
@@ -244,3 +248,38 @@ def test_a_tokenizer_that_is_nowhere_names_the_setting() -> None:
     source = resolve_model(EngineConfig.create("smollm2-135m", {}))
     with pytest.raises(ModelLoadError, match=r"tokenizer='\./nothing': there is no model '\./nothing'"):
         Tokenizer.load(source, "./nothing")
+
+
+def _with_ends(single: str, pair: str = "$A $B:1") -> Tokenizer:
+    """A tokenizer that puts special tokens round its texts."""
+    encoder = tokenizers.Tokenizer(models.WordLevel({"a": 0, "b": 1, "[U]": 2, "<s>": 3, "</s>": 4}, unk_token="[U]"))
+    encoder.pre_tokenizer = pre_tokenizers.Whitespace()
+    encoder.add_special_tokens(["<s>", "</s>"])
+    encoder.post_processor = processors.TemplateProcessing(
+        single=single, pair=pair, special_tokens=[("<s>", 3), ("</s>", 4)]
+    )
+    return Tokenizer(encoder, special_tokens={"bos_token": "<s>", "eos_token": "</s>"})
+
+
+def test_a_text_that_begins_as_every_text_does_gets_no_second_token_for_it() -> None:
+    known = _with_ends("<s> $A </s>")
+    for encode in (known.encode, TokenizerView(known, known.vocab_size).encode):
+        assert encode("a b") == encode("<s>a b") == encode("<s> a b") == [3, 0, 1, 4]
+        assert encode("<s><s>a") == [3, 3, 0, 4]  # the second is the text's own
+        assert encode("a<s>") == [3, 0, 3, 4] and encode("</s>a") == [3, 4, 0, 4]
+        assert encode("<s>a", add_special_tokens=False) == [3, 0]
+    assert known.encode("") == [3, 4] and known.encode("<s>") == [3, 4]
+    only_ends = _with_ends("$A </s>")
+    assert only_ends.encode("</s>a") == [4, 0, 4] and only_ends.encode("<s>a") == [3, 0, 4]
+    nothing = _with_ends("$A")
+    assert nothing.encode("<s><s>a") == [3, 3, 0]
+
+
+def test_nor_does_one_that_gets_a_vector() -> None:
+    known = _with_ends("<s> $A </s>", "<s> $A </s> $B:1 </s>:1")
+    ids = [text.token_ids for text in encode_texts(known, ["a b", "<s>a b"], 4, truncate=False)]
+    assert ids == [[3, 0, 1, 4]] * 2
+    (cut,) = encode_texts(known, ["<s>a b a b"], 4, truncate=True)
+    assert cut.token_ids == [3, 0, 4]  # its own was one of the four
+    plain, begun = encode_pairs(known, [("a", "b"), ("<s>a", "b")], 9, truncate=False)
+    assert plain == begun == EncodedText([3, 0, 4, 1, 4], 3)
