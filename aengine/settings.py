@@ -322,7 +322,8 @@ SAMPLING_SETTINGS = """\
             Most tokens to generate, >= 1. None: until the model ends its answer, at most to the end of its
             context (``max_model_len``).
         min_tokens: int = 0  (tokens)
-            No end-of-sequence or stop token is sampled before this many tokens.
+            No end-of-sequence or stop token is sampled before this many tokens, and a stop string that is
+            complete by then ends nothing.
         temperature: float = 1.0
             0, or 1e-10 to 10000; 0 is greedy: the likeliest token, whatever top_k, top_p and min_p say.
         top_p: float = 1.0

@@ -299,6 +299,7 @@ class Admission:
                 detokenizer = self._tokenizer.detokenizer(
                     params.stop,  # type: ignore[arg-type]  # made a tuple by SamplingParams
                     include_stop=params.include_stop_str_in_output,
+                    min_tokens=params.min_tokens,
                     skip_special_tokens=params.skip_special_tokens,
                     markers=prepared.markers,
                     after=() if prepared.begins_text else ids,

@@ -12,15 +12,26 @@ class Detokenizer:
     """One completion's text. The joined answers of `put` and `flush` are the completion.
 
     Whole characters only, and never a part of a stop string: what might still become one is held back. Once a stop
-    string is complete, ``stopped`` is True, the text before it has been returned, and nothing comes after.
+    string is complete, ``stopped`` is True, the text before it has been returned, and nothing comes after. One that is
+    complete within the first ``min_tokens`` tokens is text as any.
     """
 
-    __slots__ = ("_decoder", "_put", "_stops", "stopped")
+    __slots__ = ("_decoder", "_min_tokens", "_num_passed", "_num_tokens", "_put", "_stops", "stopped")
 
-    def __init__(self, decoder: IncrementalDecoder, stops: tuple[str, ...] = (), *, include_stop: bool = False) -> None:
+    def __init__(
+        self,
+        decoder: IncrementalDecoder,
+        stops: tuple[str, ...] = (),
+        *,
+        include_stop: bool = False,
+        min_tokens: int = 0,
+    ) -> None:
         self._decoder = decoder
         self._put = decoder.put
         self._stops = StopSearch(stops, include_stop=include_stop) if stops else None
+        self._min_tokens = min_tokens
+        self._num_tokens = 0  # where there are stop strings
+        self._num_passed = 0  # likely characters of the first `min_tokens` tokens that have not become certain
         self.stopped = False
 
     @property
@@ -33,12 +44,17 @@ class Detokenizer:
         text = self._put(token_id)
         if self._stops is None:
             return text
+        self._num_tokens += 1
         if text:
             return self._search(text)
         # A stop string may be complete in text that only a later token could change. The completion ends with it, so
         # no later token comes, and the text is certain after all.
         likely = self._decoder.take_likely()
-        return self.flush() if likely and self._stops.would_stop(likely) else ""
+        would_stop = likely and self._stops.would_stop(likely)
+        if self._num_tokens <= self._min_tokens:
+            self._num_passed += len(likely)
+            return ""
+        return self.flush() if would_stop else ""
 
     def flush(self) -> str:
         """End the completion, or cut it here; return what was held back, U+FFFD for an incomplete character."""
@@ -51,7 +67,10 @@ class Detokenizer:
         assert self._stops is not None
         if self.stopped:
             return ""
-        text = self._stops.put(text)
+        num_passed = self._num_passed if self._num_tokens > self._min_tokens else len(text)
+        self._num_passed = 0
+        passed = self._stops.put(text[:num_passed], may_stop=False) if num_passed else ""
+        text = passed + self._stops.put(text[num_passed:])
         self.stopped = self._stops.found is not None
         return text
 
@@ -71,9 +90,10 @@ class MarkedDetokenizer(Detokenizer):
         stops: tuple[str, ...] = (),
         *,
         include_stop: bool = False,
+        min_tokens: int = 0,
         markers: frozenset[int],
     ) -> None:
-        super().__init__(decoder, stops, include_stop=include_stop)
+        super().__init__(decoder, stops, include_stop=include_stop, min_tokens=min_tokens)
         self._markers = markers
 
     def put(self, token_id: int) -> str:
@@ -82,6 +102,7 @@ class MarkedDetokenizer(Detokenizer):
         before = self.flush()
         if self.stopped:
             return before
+        self._num_tokens += 1
         name = self._put(token_id)  # "" unless special tokens are shown
         if self._stops is not None and name:
             name = self._search(name) + self._stops.flush()

@@ -31,15 +31,16 @@ class StopSearch:
         self._likely: str | None = None  # the text's end with what `would_stop` was told; None: nothing since `put`
         self.found: str | None = None  # the stop string that ended the text
 
-    def put(self, text: str) -> str:
-        """Add more of the text; return what of it, and of what was held, belongs to no stop string."""
+    def put(self, text: str, *, may_stop: bool = True) -> str:
+        """Add more of the text; return what of it, and of what was held, belongs to no stop string. Not ``may_stop``:
+        one that is complete in it is passed over."""
         self._likely = None
         if self.found is not None:
             return ""
         if not self._held and self._firsts.isdisjoint(text):
             return text
         whole = self._held + text
-        end, length = self._first_match(whole, len(text))
+        end, length = self._first_match(whole, len(text)) if may_stop else (0, 0)
         if end:
             self.found, self._held = whole[end - length : end], ""
             return whole[: end if self._include_stop else end - length]

@@ -142,9 +142,8 @@ class Tokenizer:
     def _begin(self) -> tuple[str, int] | None:
         """Name and id of the token that is put before each text; None: there is none."""
         plain, begun = (self._encoder.encode("a", add_special_tokens=adds).ids for adds in (False, True))
-        if not plain or begun[0] == plain[0]:
-            return None
-        return self._encoder.id_to_token(begun[0]), begun[0]
+        name = self._encoder.id_to_token(begun[0]) if plain and begun[0] != plain[0] else None
+        return None if name is None else (name, begun[0])
 
     def encode_plain(self, text: str, add_special_tokens: bool = True) -> list[int]:
         """Return the token ids of ``text``, in which names of special tokens stay text."""
@@ -167,19 +166,21 @@ class Tokenizer:
         stop: tuple[str, ...] = (),
         *,
         include_stop: bool = False,
+        min_tokens: int = 0,
         skip_special_tokens: bool = True,
         markers: frozenset[int] = frozenset(),
         after: Sequence[int] = (),
     ) -> Detokenizer:
-        """Return a decoder for one completion, token by token. The text leaves out ``stop`` unless ``include_stop``.
+        """Return a decoder for one completion, token by token. The text leaves out ``stop`` unless ``include_stop``;
+        within ``min_tokens`` it does not end at one.
 
         ``markers``: control tokens that divide the completion into parts; nothing is held back across one. ``after``:
         the tokens whose text the completion goes on with; some decoders take the blank off a text that begins.
         """
         decoder = self._table.decoder(skip_special_tokens, after)
         if markers:
-            return MarkedDetokenizer(decoder, stop, include_stop=include_stop, markers=markers)
-        return Detokenizer(decoder, stop, include_stop=include_stop)
+            return MarkedDetokenizer(decoder, stop, include_stop=include_stop, min_tokens=min_tokens, markers=markers)
+        return Detokenizer(decoder, stop, include_stop=include_stop, min_tokens=min_tokens)
 
     def token_bytes(self, token_id: int) -> bytes:
         """Return what the token adds to a text in UTF-8, perhaps a part of a character; b"": there is no such token."""

@@ -90,6 +90,8 @@ async def test_stop_strings_end_the_text_and_never_leak(make_engine: Make) -> No
         assert stream.completion.finish_reason is FinishReason.STOP
         kept = await engine.generate([1], SamplingParams(max_tokens=30, stop=stop, include_stop_str_in_output=True))
         assert kept.text == whole[: whole.index(stop) + len(stop)]
+        held_off = await engine.generate([1], SamplingParams(max_tokens=30, min_tokens=30, stop=stop))
+        assert held_off.text == whole
         await settled(engine)
 
 

@@ -237,6 +237,44 @@ def test_stop_strings_across_tokens(family: str, rng: random.Random) -> None:
     assert num_found > 20
 
 
+@pytest.mark.parametrize("family", ["smollm2", "sentencepiece", "wordpiece"])
+def test_stop_strings_of_the_first_tokens_are_text(family: str, rng: random.Random) -> None:
+    tokenizer: Tokenizer = FAMILIES[family]()
+    num_found = num_passed = 0
+    for _ in range(300):
+        ids = tokenizer.encode(rng.choice(TEXTS[:4]), add_special_tokens=False)
+        stops = random_stops(tokenizer.decode(ids), rng)
+        whole = [n for n in range(len(ids)) if not tokenizer.decode(ids[:n]).endswith("\ufffd")]
+        min_tokens = rng.choice(whole)  # within no character
+        detokenizer = tokenizer.detokenizer(stops, min_tokens=min_tokens)
+        got, read = "", 0
+        while read < len(ids) and not detokenizer.stopped:
+            got += detokenizer.put(ids[read])
+            read += 1
+        got += detokenizer.flush()
+        texts = [tokenizer.decode(ids[:n]).rstrip("\ufffd") for n in range(len(ids) + 1)]  # whole characters
+        begin = len(texts[min_tokens])
+        ends = [end for stop in stops for end in range(begin + 1, len(texts[-1]) + 1) if texts[-1][:end].endswith(stop)]
+        assert detokenizer.stopped == bool(ends), (ids, stops, min_tokens)
+        if ends:
+            assert len(texts[read - 1]) < min(ends) <= len(texts[read]) and texts[-1].startswith(got)
+        else:
+            assert got == texts[-1]
+        num_found += bool(ends)
+        num_passed += any(stop in texts[min_tokens] for stop in stops)
+    assert num_found > 20 and num_passed > 20
+
+
+@pytest.mark.parametrize(
+    ("min_tokens", "text"), [(0, ""), (1, ""), (2, "\n\na"), (4, "\n\na"), (5, "\n\na\n\na"), (9, "\n\na\n\na")]
+)
+def test_stop_strings_of_the_first_tokens_in_a_run_of_bytes(min_tokens: int, text: str) -> None:
+    tokenizer = sentencepiece(strip=False)
+    newline, letter = tokenizer.token_id("<0x0A>"), tokenizer.token_id("a")
+    detokenizer = tokenizer.detokenizer(("\n\n",), min_tokens=min_tokens)
+    assert "".join(pieces(detokenizer, [newline, newline, letter, newline, newline, letter])) == text
+
+
 def test_a_stop_string_within_a_run_of_bytes_stops_at_once() -> None:
     """Such a run is held back, as what comes may still change it; but nothing comes after a stop string."""
     for tokenizer in (sentencepiece(), sentencepiece(strip=False)):
