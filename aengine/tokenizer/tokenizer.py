@@ -6,7 +6,6 @@ import copy
 import logging
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from functools import cached_property
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -67,6 +66,7 @@ class Tokenizer:
         self.bos_token_id = self._id_of("bos_token")
         self.eos_token_ids = self._eos_token_ids(eos_token_ids, ends)
         """Every id that ends a completion."""
+        self._begin = _begin_of_texts(encoder)
         self._table = token_table(encoder, self.special_ids, self.vocab_size)
         templates = chat_templates or {}
         self._messages = MessageEncoder(encoder, "\n".join(templates.values()))
@@ -137,13 +137,6 @@ class Tokenizer:
             return False
         name, token_id = self._begin
         return text.startswith(name) and list(ids[:2]) == [token_id, token_id]
-
-    @cached_property
-    def _begin(self) -> tuple[str, int] | None:
-        """Name and id of the token that is put before each text; None: there is none."""
-        plain, begun = (self._encoder.encode("a", add_special_tokens=adds).ids for adds in (False, True))
-        name = self._encoder.id_to_token(begun[0]) if plain and begun[0] != plain[0] else None
-        return None if name is None else (name, begun[0])
 
     def encode_plain(self, text: str, add_special_tokens: bool = True) -> list[int]:
         """Return the token ids of ``text``, in which names of special tokens stay text."""
@@ -271,6 +264,15 @@ class Tokenizer:
         found = {i for i in named if i is not None and i in self.special_ids} | set(given)
         eos = self._id_of("eos_token")
         return frozenset(found | {eos} if eos is not None else found)
+
+
+def _begin_of_texts(encoder: tokenizers.Tokenizer) -> tuple[str, int] | None:
+    """Return name and id of the token that the encoder puts before each text; None: there is none."""
+    for token in encoder.get_added_tokens_decoder().values():  # any will do, which every vocabulary can encode
+        encoding = encoder.encode(token.content)
+        if encoding.ids:
+            return (encoding.tokens[0], encoding.ids[0]) if encoding.special_tokens_mask[0] else None
+    return None
 
 
 def _check_unicode(text: str) -> None:
