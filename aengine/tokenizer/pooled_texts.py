@@ -73,7 +73,7 @@ def _ids_and_types(
 ) -> tuple[list[int], list[int]]:
     first = given if isinstance(given, str) else given[0]
     ids, types = encoding.ids, encoding.type_ids
-    return (ids[1:], types[1:]) if tokenizer.begins_twice(first, ids) else (ids, types)
+    return (ids[1:], types[1:]) if tokenizer.begin.is_twice(first, ids) else (ids, types)
 
 
 def _cut(encoder: tokenizers.Tokenizer, given: str | tuple[str, str], most: int) -> tokenizers.Encoding:

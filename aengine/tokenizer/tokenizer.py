@@ -66,7 +66,7 @@ class Tokenizer:
         self.bos_token_id = self._id_of("bos_token")
         self.eos_token_ids = self._eos_token_ids(eos_token_ids, ends)
         """Every id that ends a completion."""
-        self._begin = _begin_of_texts(encoder)
+        self.begin = _Begin(encoder)
         self._table = token_table(encoder, self.special_ids, self.vocab_size)
         templates = chat_templates or {}
         self._messages = MessageEncoder(encoder, "\n".join(templates.values()))
@@ -129,14 +129,7 @@ class Tokenizer:
         if isinstance(text, TracedText) and text.spans:
             return self._messages.encode(text)
         ids = self._encoder.encode_batch_fast([text], add_special_tokens=add_special_tokens)[0].ids
-        return ids[1:] if add_special_tokens and self.begins_twice(text, ids) else ids
-
-    def begins_twice(self, text: str, ids: Sequence[int]) -> bool:
-        """Whether the first of the text's tokens, which begins every text, is the text's own first one, too."""
-        if self._begin is None:
-            return False
-        name, token_id = self._begin
-        return text.startswith(name) and list(ids[:2]) == [token_id, token_id]
+        return ids[1:] if add_special_tokens and self.begin.is_twice(text, ids) else ids
 
     def encode_plain(self, text: str, add_special_tokens: bool = True) -> list[int]:
         """Return the token ids of ``text``, in which names of special tokens stay text."""
@@ -266,13 +259,21 @@ class Tokenizer:
         return frozenset(found | {eos} if eos is not None else found)
 
 
-def _begin_of_texts(encoder: tokenizers.Tokenizer) -> tuple[str, int] | None:
-    """Return name and id of the token that the encoder puts before each text; None: there is none."""
-    for token in encoder.get_added_tokens_decoder().values():  # any will do, which every vocabulary can encode
-        encoding = encoder.encode(token.content)
-        if encoding.ids:
-            return (encoding.tokens[0], encoding.ids[0]) if encoding.special_tokens_mask[0] else None
-    return None
+class _Begin:
+    """The token that an encoder puts before each text, if there is one."""
+
+    def __init__(self, encoder: tokenizers.Tokenizer) -> None:
+        self._name, self._id = "", -1
+        for token in encoder.get_added_tokens_decoder().values():  # any will do: every vocabulary can encode one
+            encoding = encoder.encode(token.content)
+            if encoding.ids:
+                if encoding.special_tokens_mask[0]:
+                    self._name, self._id = encoding.tokens[0], encoding.ids[0]
+                return
+
+    def is_twice(self, text: str, ids: Sequence[int]) -> bool:
+        """Whether the text's tokens begin with it twice, the second time because the text begins with its name."""
+        return text.startswith(self._name) and list(ids[:2]) == [self._id, self._id]
 
 
 def _check_unicode(text: str) -> None:
