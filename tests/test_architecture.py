@@ -172,6 +172,46 @@ def test_environment_is_read_in_one_file(path: Path) -> None:
         assert "os.environ" not in text and "os.getenv" not in text
 
 
+_RE = {"compile", "match", "search", "fullmatch", "split", "findall", "finditer", "sub", "subn"}
+FOREIGN_PATTERNS = {
+    "runner/weights/formats.py": "a checkpoint's list of matrices left plain, in the worker while it loads",
+    "tokenizer/message_encoding.py": "names of control tokens that the tokenizer has, escaped and joined",
+    "chat/syntax/literals.py": "_signs_outside: a format's quotes, escaped and joined",
+}
+"""Files in which one call of `re` has a pattern that is not spelt in the file."""
+
+
+def _is_spelt(pattern: ast.expr) -> bool:
+    """Whether a pattern consists of texts and constants of the file, and of escaped texts."""
+    if isinstance(pattern, ast.JoinedStr):
+        return all(_is_spelt(part.value) for part in pattern.values if isinstance(part, ast.FormattedValue))
+    if isinstance(pattern, ast.BinOp):
+        return _is_spelt(pattern.left) and _is_spelt(pattern.right)
+    if isinstance(pattern, ast.Call):
+        return ast.unparse(pattern.func) == "re.escape"
+    if isinstance(pattern, ast.Name):
+        return pattern.id.isupper()
+    return isinstance(pattern, ast.Constant)
+
+
+def test_no_foreign_pattern_is_run_by_re() -> None:
+    """It backtracks for as long as the pattern's author likes, and holds the GIL: grammars are llguidance's."""
+    foreign: Counter[str] = Counter()
+    for path in FILES:
+        tree = ast.parse(path.read_text())
+        for node in ast.walk(tree):
+            if isinstance(node, ast.ImportFrom):
+                assert node.module not in ("re", "regex"), f"{path}: write re.compile, so that this test sees it"
+            if isinstance(node, ast.Import):
+                assert all(name.name != "regex" and not (name.name == "re" and name.asname) for name in node.names), (
+                    path
+                )
+            if isinstance(node, ast.Call) and isinstance(node.func, ast.Attribute) and node.func.attr in _RE:
+                if ast.unparse(node.func.value) == "re" and not _is_spelt(node.args[0]):
+                    foreign[path.relative_to(PACKAGE).as_posix()] += 1
+    assert foreign == dict.fromkeys(FOREIGN_PATTERNS, 1)
+
+
 def test_one_device_is_named_in_one_room() -> None:
     """Streams, events, graphs and memory of CUDA are asked of a `Platform`; kernel bodies need no CUDA to be
     imported."""

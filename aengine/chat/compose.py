@@ -17,7 +17,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from ..errors import InvalidRequestError
+from ..errors import GrammarError, InvalidRequestError
 from ..structured.parts import BLANKS, FreeText, Part, Regex, Repeat, Text, TextUpTo, any_of, seq
 from ..structured.spec import GrammarSpec, composed_of
 from .calls import Calls
@@ -50,9 +50,28 @@ def compose(
     ``relax``: leave out keywords of the tools' schemas that can't be enforced.
 
     Raises:
-        GrammarError: a tool's parameters are larger than a grammar may be.
+        GrammarError: a tool's parameters can't be enforced, or are more than a grammar may be.
         InvalidRequestError: the shape can't stand beside reasoning or calls.
     """
+    try:
+        return _composed(tools, tool_choice, parallel, tool_format, reasoning, shape, token_id, relax)
+    except (OverflowError, RecursionError, MemoryError) as error:
+        raise GrammarError(
+            f"the tools' parameters are too large or deep for a grammar ({type(error).__name__}): make them smaller",
+            kind="too_complex",
+        ) from None
+
+
+def _composed(
+    tools: Sequence[Tool],
+    tool_choice: ToolChoice,
+    parallel: bool,
+    tool_format: ToolFormat,
+    reasoning: ReasoningFormat | None,
+    shape: GrammarSpec | None,
+    token_id: TokenId,
+    relax: bool,
+) -> GrammarSpec | None:
     if not tools and shape is None:
         return None
     callable_tools = tool_choice.allowed(tools)

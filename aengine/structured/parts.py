@@ -14,8 +14,9 @@ standing beside it.
 
 from __future__ import annotations
 
+import hashlib
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Literal
 
 __all__ = [
@@ -31,6 +32,7 @@ __all__ = [
     "SpecialToken",
     "Text",
     "TextUpTo",
+    "alternatives",
     "any_of",
     "leaves",
     "seq",
@@ -93,7 +95,7 @@ class Choice:
 
 @dataclass(frozen=True, slots=True)
 class FreeText:
-    """Any text of at least one character."""
+    """Any text of at least one character; with ``matching``, none at all too, if all of the patterns take that."""
 
     without: tuple[str, ...] = ()
     """It contains none of these."""
@@ -116,27 +118,57 @@ class TextUpTo:
     """The text before the end matches each of these patterns, as a whole."""
 
 
-@dataclass(frozen=True, slots=True)
-class Seq:
+@dataclass(frozen=True, slots=True, eq=False)
+class _Joined:
+    """A part that joins others. Equal ones have one digest, made once of those of the parts: a part may be reached in
+    2 ** n ways, and comparing or hashing by the members would go all of them."""
+
+    digest: bytes = field(init=False, repr=False)
+
+    def _set_digest(self, *named: object) -> None:
+        members = (member.digest if isinstance(member, _Joined) else repr(member).encode() for member in named)
+        found = hashlib.blake2b(type(self).__name__.encode(), digest_size=16)
+        for member in members:
+            found.update(len(member).to_bytes(8) + member)
+        object.__setattr__(self, "digest", found.digest())
+
+    def __eq__(self, other: object) -> bool:
+        return type(other) is type(self) and isinstance(other, _Joined) and self.digest == other.digest
+
+    def __hash__(self) -> int:
+        return hash(self.digest)
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Seq(_Joined):
     """All of the parts, one after the other."""
 
     parts: tuple[Part, ...]
 
+    def __post_init__(self) -> None:
+        self._set_digest(*self.parts)
 
-@dataclass(frozen=True, slots=True)
-class AnyOf:
+
+@dataclass(frozen=True, slots=True, eq=False)
+class AnyOf(_Joined):
     """One of the parts."""
 
     parts: tuple[Part, ...]
 
+    def __post_init__(self) -> None:
+        self._set_digest(*self.parts)
 
-@dataclass(frozen=True, slots=True)
-class Repeat:
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Repeat(_Joined):
     """A part ``least`` to ``most`` times; None: any number of times."""
 
     part: Part
     least: int = 0
     most: int | None = None
+
+    def __post_init__(self) -> None:
+        self._set_digest(self.part, self.least, self.most)
 
 
 Leaf = Text | SpecialToken | Json | Regex | Choice | FreeText | TextUpTo
@@ -164,16 +196,24 @@ def any_of(*parts: Part) -> Part:
 
 def leaves(part: Part) -> Iterator[Leaf]:
     """Yield each part that is not composed of others, in order, each once."""
-    seen: set[Part] = set()
-    stack = [part]
+    yield from (one for one in _inner_first(part) if not isinstance(one, _Joined))
+
+
+def alternatives(part: Part) -> Iterator[AnyOf]:
+    """Yield the alternatives within ``part``, each once, and after those within it."""
+    yield from (one for one in _inner_first(part) if isinstance(one, AnyOf) and one is not part)
+
+
+def _inner_first(part: Part) -> Iterator[Part]:
+    """Yield each part, each once, after its members, without recursion."""
+    begun: set[Part] = set()
+    stack: list[tuple[Part, bool]] = [(part, False)]
     while stack:
-        one = stack.pop()
-        if one in seen:
-            continue
-        seen.add(one)
-        if isinstance(one, Seq | AnyOf):
-            stack.extend(reversed(one.parts))
-        elif isinstance(one, Repeat):
-            stack.append(one.part)
-        else:
+        one, is_left = stack.pop()
+        if is_left:
             yield one
+        elif one not in begun:
+            begun.add(one)
+            stack.append((one, True))
+            members = one.parts if isinstance(one, Seq | AnyOf) else (one.part,) if isinstance(one, Repeat) else ()
+            stack.extend((member, False) for member in reversed(members))

@@ -74,7 +74,7 @@ class _Literal:
                 raise ValueError("a string does not end")
             body, self.place = self.text[self.place : end], end + len(quote)
             return body
-        found = re.compile(rf"(?s:[^{quote}\\]|\\.)*").match(self.text, self.place)
+        found = re.compile(rf"(?s:[^{re.escape(quote)}\\]|\\.)*").match(self.text, self.place)
         assert found is not None
         self.place = found.end()
         if not self.takes(quote):

@@ -35,7 +35,7 @@ from ..scan import TOKENS, held_back
 from ..tools import Tool
 from .arguments import ArgumentReader, ArgumentSyntax, PiecewiseReader, Progress
 from .literal_text import literal_of
-from .schemas import ANY_TYPE, Value, string_patterns, values_of
+from .schemas import ANY_TYPE, Root, Value, count_of, required_of, string_patterns, values_of
 
 if TYPE_CHECKING:
     from ..formats import Markers
@@ -45,6 +45,8 @@ __all__ = ["Literals"]
 _PYTHON_QUOTES = ("'", '"')
 _ANY_STRING = "|".join(f"{quote}(?s:[^{quote}\\\\]|\\\\.)*{quote}" for quote in _PYTHON_QUOTES)
 _KEYWORD = "[A-Za-z_][A-Za-z0-9_]{0,63}"
+_TOKEN = "[\ud800-\udfff]"
+_ESCAPE = "\\\\[^\ud800-\udfff]"
 _LONGEST_NAME = 64
 _NAME = re.compile(r"[A-Za-z0-9_.$-]+")
 _ENDS = (",", ")", "}")
@@ -116,6 +118,7 @@ class _Writer:
     def __init__(self, syntax: Literals, tool: Tool, markers: Markers, relax: bool) -> None:
         self._syntax, self._tool, self._markers, self._relax = syntax, tool, markers, relax
         self._separator = Text(syntax.separator)
+        self._parts: dict[int, tuple[object, Part]] = {}  # by the id of a schema: many may refer to one
 
     def argument(self, value: Value) -> Part:
         """Return the grammar of a value.
@@ -140,24 +143,24 @@ class _Writer:
     def in_order(self, pairs: Sequence[tuple[Part, bool]]) -> Part:
         """Return the pairs in order with separators between; those that are not required may be missing.
 
-        What may follow a pair is one shared rule for each place, so that the grammar grows linearly.
+        Pairs after one that must come are a flat sequence. What may follow one before is a shared rule for each place.
+        Both ways the grammar grows linearly.
         """
-        rest: Part = Seq(())
-        rests = [rest]
-        for pair, is_required in reversed(pairs):
-            more = seq(self._separator, pair, rest)
-            rest = more if is_required else AnyOf((more, Seq((rest,))))
-            rests.append(rest)
-        firsts: list[Part] = []
-        for (pair, is_required), after in zip(pairs, reversed(rests[:-1]), strict=True):
-            firsts.append(seq(pair, after))
-            if is_required:
-                return any_of(*firsts)
-        return any_of(*firsts, Seq(()))
+        num_first = next((i + 1 for i, (_, is_required) in enumerate(pairs) if is_required), len(pairs))
+        rest = seq(*(self._after_another(*pair) for pair in pairs[num_first:]))
+        firsts: list[Part] = [] if any(is_required for _, is_required in pairs) else [Seq(())]
+        for pair, is_required in reversed(pairs[:num_first]):
+            firsts.append(seq(pair, rest))
+            rest = AnyOf((seq(self._after_another(pair, is_required), rest),))
+        return any_of(*reversed(firsts))
+
+    def _after_another(self, pair: Part, is_required: bool) -> Part:
+        more = seq(self._separator, pair)
+        return more if is_required else Repeat(more, most=1)
 
     def any(self, depth: int) -> Part:
         """Return any value, with so many levels of lists and objects."""
-        numbers = self._json(Value("", {}, {}), '{"type": "number"}')
+        numbers = self._json(Value("", {}, Root({})), '{"type": "number"}')
         options = [self._string(()), numbers, *(Choice(names) for names in _NAMES.values())]
         if depth:
             options += [self._list(self.any(depth - 1), 0, None), self._map(self.any(depth - 1))]
@@ -167,11 +170,16 @@ class _Writer:
         schema = value.resolved()
         if depth > _DEPTH or (isinstance(schema, dict) and "$ref" in schema):
             raise _OnlyAsWhole("a schema that refers to itself, or to what can't be found,")
+        if not isinstance(schema, dict) or not schema:
+            return self.any(_DEPTH_OF_ANY)
+        if id(schema) not in self._parts:
+            self._parts[id(schema)] = schema, AnyOf((self._value_of(value, schema, depth),))  # a rule of its own
+        return self._parts[id(schema)][1]
+
+    def _value_of(self, value: Value, schema: Mapping[str, Any], depth: int) -> Part:
         options = value.options()
         if options is not None:
             return any_of(*map(self._option, options))
-        if not isinstance(schema, dict) or not schema:
-            return self.any(_DEPTH_OF_ANY)
         wrong = next((keyword for keyword in _WHOLE_ONLY if keyword in schema), None)
         if wrong is not None:
             raise _OnlyAsWhole(repr(wrong))
@@ -197,7 +205,7 @@ class _Writer:
         if name == "array":
             items = schema.get("items", {})
             item = self._value(value.within(items), depth + 1)
-            return self._list(item, schema.get("minItems", 0), schema.get("maxItems"))
+            return self._list(item, count_of(schema, "minItems") or 0, count_of(schema, "maxItems"))
         if name == "object":
             return self._object(value, schema, depth)
         return any_of(*map(self._option, (True, False) if name == "boolean" else (None,)))
@@ -210,7 +218,7 @@ class _Writer:
                 return Text("{}")
             unknown = not isinstance(others, dict) or not others
             return self._map(self.any(_DEPTH_OF_ANY) if unknown else self._value(value.within(others), depth + 1))
-        required = schema.get("required") or ()
+        required = required_of(schema)
         pairs = [
             (seq(self._key(name), self._value(value.within(member), depth + 1)), name in required)
             for name, member in properties.items()
@@ -252,8 +260,7 @@ class _Writer:
         return any_of(*(self._quoted(quote, patterns) for quote in _PYTHON_QUOTES))
 
     def _quoted(self, quote: str, patterns: tuple[str, ...]) -> Part:
-        body = FreeText(without=(quote, "\\"), matching=patterns)
-        return seq(Text(quote), Repeat(body, int(not _take_nothing(patterns)), 1), Text(quote))
+        return seq(Text(quote), FreeText(without=(quote, "\\"), matching=patterns), Text(quote))
 
     def _marked(self, patterns: tuple[str, ...]) -> Part:
         quote = self._markers.encode(self._syntax.quote)
@@ -262,19 +269,11 @@ class _Writer:
             return seq(begin, TextUpTo(self._syntax.quote, matching=patterns))
         name = self._markers.in_text(quote)
         body = FreeText(without=(name,) if name else (), matching=patterns)
-        return seq(begin, Repeat(body, int(not _take_nothing(patterns)), 1), begin)
+        return seq(begin, body if patterns else Repeat(body, most=1), begin)
 
     def _json(self, value: Value, schema: str) -> Json:
         about = f"the parameter {value.name!r}" if value.name else "a parameter"
         return Json(schema, f"{about} of the tool {self._tool.name!r}", relax=self._relax, tool=self._tool.name)
-
-
-def _take_nothing(patterns: tuple[str, ...]) -> bool:
-    """Return whether all of the patterns take an empty text."""
-    try:
-        return all(re.fullmatch(pattern, "") for pattern in patterns)
-    except re.error:
-        return False
 
 
 @dataclass(slots=True)
@@ -348,10 +347,11 @@ class _Reader(PiecewiseReader):
 
     def _sign(self) -> re.Pattern[str]:
         """Return the pattern of what matters next: ends of strings, or their beginnings, brackets and commas."""
-        escape = "\\\\[^\ud800-\udfff]|" if self.quotes == _PYTHON_QUOTES else ""
-        if self._inside:
-            return re.compile(f"{escape}{re.escape(self._inside)}|[\ud800-\udfff]")
-        return re.compile("|".join([*map(re.escape, self.quotes), "[()\\[\\]{},\ud800-\udfff]"]))
+        if not self._inside:
+            return _signs_outside(self.quotes)
+        if self.quotes == _PYTHON_QUOTES:
+            return re.compile(f"{_ESCAPE}|{re.escape(self._inside)}|{_TOKEN}")
+        return re.compile(f"{re.escape(self._inside)}|{_TOKEN}")
 
     def _held(self) -> tuple[str, ...]:
         """Return the strings whose first letters must wait for more."""
@@ -369,3 +369,7 @@ class _Reader(PiecewiseReader):
         begun = ", " if self._seen else "{"
         self._seen.add(name)
         return f"{begun}{json.dumps(name, ensure_ascii=False)}: {value}"
+
+
+def _signs_outside(quotes: tuple[str, ...]) -> re.Pattern[str]:
+    return re.compile("|".join([*map(re.escape, quotes), r"[()\[\]{},]", _TOKEN]))

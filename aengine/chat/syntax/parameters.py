@@ -11,16 +11,15 @@ from __future__ import annotations
 
 import ast
 import json
-import re
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, NoReturn
 
-from ...structured.parts import Choice, FreeText, Json, Part, Regex, Repeat, TextUpTo, any_of, seq
+from ...structured.parts import Choice, FreeText, Json, Part, Regex, Repeat, TextUpTo, seq
 from ..scan import TOKENS, begins_with, held_back
 from ..tools import Tool
 from .arguments import ArgumentReader, ArgumentSyntax, PiecewiseReader, Progress
-from .schemas import Value, text_patterns, type_of, values_of
+from .schemas import Root, Value, text_patterns, type_of, values_of
 
 if TYPE_CHECKING:
     from ..formats import Markers
@@ -76,9 +75,7 @@ class Parameters(ArgumentSyntax):
         name = markers.in_text(encoded)
         without = (name,) if name else ()
         text: Part = FreeText(without=without, matching=patterns)
-        may_be_empty = not patterns  # a pattern says itself whether it takes an empty text
-        body = Repeat(text, most=1) if may_be_empty else any_of(text, *_empty(patterns))
-        return seq(body, markers.part(self.after_value))
+        return seq(text if patterns else Repeat(text, most=1), markers.part(self.after_value))
 
     def write(self, arguments: Mapping[str, Any]) -> str:
         texts = {name: v if isinstance(v, str) else json.dumps(v, ensure_ascii=False) for name, v in arguments.items()}
@@ -88,14 +85,6 @@ class Parameters(ArgumentSyntax):
         values, _ = values_of(tool.parameters, tool, relax=True)
         before_key, after_key, after_value = map(markers.encode, (self.before_key, self.after_key, self.after_value))
         return _Reader(before_key, after_key, after_value, {value.name: value for value in values})
-
-
-def _empty(patterns: tuple[str, ...]) -> list[Part]:
-    """Return nothing as an alternative, if all of the patterns take it."""
-    try:
-        return [seq()] if all(re.fullmatch(pattern, "") for pattern in patterns) else []
-    except re.error:
-        return []
 
 
 def _written(value: Any) -> list[str]:
@@ -142,7 +131,7 @@ class _Reader(PiecewiseReader):
                 return 0, "", Progress.MORE if is_name else Progress.BROKEN
         if TOKENS.search(name) or name in self._seen or (name not in self._values and len(name) > _LONGEST_NAME):
             return 0, "", Progress.BROKEN
-        value = self._values.get(name) or Value(name, True, {})
+        value = self._values.get(name) or Value(name, True, Root({}))
         begun = ", " if self._seen else "{"
         self._seen.add(name)
         self._value = value

@@ -12,7 +12,17 @@ from ...errors import GrammarError
 from ...structured.schema_walk import pointed_at
 from ..tools import Tool
 
-__all__ = ["ANY_TYPE", "Value", "string_patterns", "text_patterns", "type_of", "values_of"]
+__all__ = [
+    "ANY_TYPE",
+    "Root",
+    "Value",
+    "count_of",
+    "required_of",
+    "string_patterns",
+    "text_patterns",
+    "type_of",
+    "values_of",
+]
 
 ANY_TYPE = frozenset(("string", "number", "boolean", "null", "array", "object"))
 _TYPES = {name: frozenset((name,)) for name in ANY_TYPE} | {"integer": frozenset(("number",))}
@@ -31,13 +41,25 @@ _FORMATS = {
 _FORMATS["date-time"] = f"{_FORMATS['date']}T{_FORMATS['time']}"
 
 
+class Root:
+    """The schema of all arguments, to which references lead, and what was found of its parts: many may refer to one."""
+
+    __slots__ = ("options", "schema", "types")
+
+    def __init__(self, schema: Mapping[str, Any]) -> None:
+        self.schema = schema
+        # By the id of a part, which they keep alive.
+        self.types: dict[int, tuple[object, frozenset[str]]] = {}
+        self.options: dict[int, tuple[object, list[Any] | None]] = {}
+
+
 @dataclass(frozen=True, slots=True)
 class Value:
-    """An argument: its schema, and that of all arguments, to which references lead."""
+    """An argument: its schema, and that of all arguments."""
 
     name: str
     schema: Any
-    root: Mapping[str, Any]
+    root: Root
     is_required: bool = False
 
     def resolved(self) -> Any:
@@ -46,7 +68,7 @@ class Value:
         for _ in range(_DEPTH):
             if not isinstance(schema, dict) or not isinstance(schema.get("$ref"), str):
                 return schema
-            found = pointed_at(self.root, schema["$ref"]) if schema["$ref"].startswith("#") else None
+            found = pointed_at(self.root.schema, schema["$ref"]) if schema["$ref"].startswith("#") else None
             if found is None:
                 return schema
             schema = found[1]
@@ -73,6 +95,12 @@ class Value:
         schema = self.resolved()
         if not isinstance(schema, dict) or depth > _DEPTH:
             return ANY_TYPE
+        if id(schema) not in self.root.types:
+            self.root.types[id(schema)] = schema, ANY_TYPE  # should it refer to itself
+            self.root.types[id(schema)] = schema, self._types_of(schema, depth)
+        return self.root.types[id(schema)][1]
+
+    def _types_of(self, schema: Mapping[str, Any], depth: int) -> frozenset[str]:
         if "const" in schema or isinstance(schema.get("enum"), list):
             return frozenset(map(type_of, schema["enum"] if "enum" in schema else [schema["const"]]))
         given = schema.get("type")
@@ -82,7 +110,8 @@ class Value:
             found = frozenset(name for one in names for name in _TYPES.get(str(one), ANY_TYPE))
         for members in self.unions(schema):
             found &= frozenset().union(*(member.types(depth + 1) for member in members))
-        for member in schema.get("allOf") or ():
+        joined = schema.get("allOf")
+        for member in joined if isinstance(joined, list) else ():
             found &= self.within(member).types(depth + 1)
         return found or ANY_TYPE
 
@@ -91,6 +120,12 @@ class Value:
         schema = self.resolved()
         if not isinstance(schema, dict) or depth > _DEPTH:
             return None
+        if id(schema) not in self.root.options:
+            self.root.options[id(schema)] = schema, None  # should it refer to itself
+            self.root.options[id(schema)] = schema, self._options_of(schema, depth)
+        return self.root.options[id(schema)][1]
+
+    def _options_of(self, schema: Mapping[str, Any], depth: int) -> list[Any] | None:
         if isinstance(schema.get("enum"), list):
             return list(schema["enum"])
         if "const" in schema:
@@ -102,14 +137,16 @@ class Value:
         for members in self.unions(schema):
             found = [member.options(depth + 1) for member in members]
             if all(options is not None for options in found):
-                return [value for options in found for value in options or ()]
+                each = {json.dumps(value): value for options in found for value in options or ()}
+                return [*each.values()]
         return None
 
     def text(self) -> str:
         """Return the schema as JSON that stands for itself: with the definitions that it may refer to."""
         if not isinstance(self.schema, dict):
             return json.dumps(self.schema if isinstance(self.schema, bool) else {})
-        own = {key: self.root[key] for key in ("$defs", "definitions") if key in self.root and key not in self.schema}
+        root = self.root.schema
+        own = {key: root[key] for key in ("$defs", "definitions") if key in root and key not in self.schema}
         return json.dumps({**self.schema, **own}, ensure_ascii=False, separators=(",", ":"))
 
 
@@ -118,7 +155,8 @@ def values_of(schema: Mapping[str, Any], tool: Tool, relax: bool) -> tuple[list[
 
     Raises GrammarError where it says what holds for several arguments, unless ``relax``.
     """
-    root = Value("", schema, schema).resolved()
+    known = Root(schema)
+    root = Value("", schema, known).resolved()
     wrong = [keyword for keyword in _NOT_ONE_BY_ONE if keyword in root] if isinstance(root, dict) else ["$ref"]
     if wrong and not relax:
         raise GrammarError(
@@ -131,8 +169,24 @@ def values_of(schema: Mapping[str, Any], tool: Tool, relax: bool) -> tuple[list[
     properties = root.get("properties") if isinstance(root, dict) else None
     if not isinstance(properties, dict) or not properties:
         return [], not (isinstance(root, dict) and root.get("additionalProperties") is False)
-    required = root.get("required") or ()
-    return [Value(name, member, schema, name in required) for name, member in properties.items()], False
+    required = required_of(root)
+    return [Value(name, member, known, name in required) for name, member in properties.items()], False
+
+
+def required_of(schema: Mapping[str, Any]) -> frozenset[str]:
+    """Return the names of the members that must be there."""
+    names = schema.get("required")
+    return frozenset(name for name in names if isinstance(name, str)) if isinstance(names, list) else frozenset()
+
+
+def count_of(schema: Mapping[str, Any], keyword: str) -> int | None:
+    """Return a length or a number of items; None if none is given. Raises GrammarError for what can't be one."""
+    number = schema.get(keyword)
+    if isinstance(number, float) and number.is_integer():
+        number = int(number)
+    if number is None or (isinstance(number, int) and not isinstance(number, bool) and number >= 0):
+        return number
+    raise GrammarError(f"{keyword!r} must be a whole number of at least 0, not {number!r:.80}", kind="invalid")
 
 
 def text_patterns(value: Value) -> tuple[str, ...]:
@@ -156,13 +210,13 @@ def string_patterns(schema: Mapping[str, Any]) -> tuple[str, ...]:
 
 
 def _patterns(schema: Mapping[str, Any]) -> Iterator[str]:
-    least, most = schema.get("minLength", 0), schema.get("maxLength", "")
-    if least or most != "":
-        yield f"(?s:.{{{least},{most}}})"
+    least, most = count_of(schema, "minLength") or 0, count_of(schema, "maxLength")
+    if least or most is not None:
+        yield f"(?s:.{{{least},{'' if most is None else most}}})"
     if isinstance(schema.get("pattern"), str):
         yield _whole(schema["pattern"])
-    if schema.get("format") in _FORMATS:
-        yield _FORMATS[schema["format"]]
+    if (name := str(schema.get("format"))) in _FORMATS:
+        yield _FORMATS[name]
 
 
 def _whole(pattern: str) -> str:

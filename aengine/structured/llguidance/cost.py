@@ -14,7 +14,7 @@ import re
 from collections.abc import Iterator
 from typing import Any
 
-from ..parts import Choice, Json, Part, Regex, leaves
+from ..parts import Choice, FreeText, Json, Part, Regex, TextUpTo, leaves
 from ..spec import GrammarSpec
 
 __all__ = ["is_quick"]
@@ -40,6 +40,8 @@ _TELLING = re.compile(r'"(?:pattern|patternProperties|multipleOf)"')
 """No JSON schema without one of these is at risk, unless it is long."""
 # A search holds the GIL until it ends, and callers write what is searched: no part gives back what it took.
 _COUNT = re.compile(r"(?P<again>(?<=[)}?*+]))?\{\s*+([0-9]*+)[\s,]*+([0-9]*+)\s*+\}")
+_LENGTH = re.compile(r"\(\?s:\.\{[0-9]*+,[0-9]*+\}\)")
+"""A length alone: its state machine is a chain, which the library's fuel bounds."""
 _VERBOSE = re.compile(r"\(\?[A-Za-wyz]*+x")
 _LOOSE = re.compile(r"[.*+?\[{|\\]")
 _NOT_PLAIN = re.compile(r"[&~%{]|::(?!=)")
@@ -73,6 +75,10 @@ def _are_quick(root: Part) -> bool:
         elif isinstance(leaf, Regex):
             weight += _weight(leaf.pattern)
             if leaf.not_first and len(_LOOSE.findall(leaf.pattern)) > _MAX_LOOSE:
+                return False
+        elif isinstance(leaf, FreeText | TextUpTo):
+            weight += sum(_weight(pattern) for pattern in leaf.matching if not _LENGTH.fullmatch(pattern))
+            if math.prod(map(_width, leaf.matching)) > _MAX_WIDTH:
                 return False
     return num_letters <= _MAX_LETTERS and weight <= _MAX_WEIGHT
 

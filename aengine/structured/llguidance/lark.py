@@ -8,7 +8,21 @@ from collections.abc import Sequence
 from itertools import count
 
 from ...errors import GrammarError
-from ..parts import BLANKS, AnyOf, Choice, FreeText, Json, Part, Regex, Repeat, Seq, SpecialToken, Text, TextUpTo
+from ..parts import (
+    BLANKS,
+    AnyOf,
+    Choice,
+    FreeText,
+    Json,
+    Part,
+    Regex,
+    Repeat,
+    Seq,
+    SpecialToken,
+    Text,
+    TextUpTo,
+    alternatives,
+)
 from .json_schema import json_options, readable_text
 
 __all__ = ["choice_lark", "lark_of"]
@@ -22,6 +36,8 @@ _BLANK_ESCAPES = {"\n": "\\n", "\r": "\\r", "\t": "\\t"}
 def lark_of(root: Part) -> str:
     """Return the grammar as Lark text. Raises GrammarError for a regex or a schema that can't be written."""
     writer = _Writer()
+    for part in alternatives(root):  # those within others first, or a long chain would be written by recursion
+        writer.symbol(part)
     start = writer.alternatives(root)
     return "".join(f"{name}: {body}\n" for name, body in [("start", start), *writer.rules.items()])
 
@@ -41,18 +57,18 @@ class _Writer:
 
     def alternatives(self, part: Part) -> str:
         """Return the body of a rule for ``part``."""
-        return " | ".join(map(self._symbol, part.parts)) if isinstance(part, AnyOf) else self._symbol(part)
+        return " | ".join(map(self.symbol, part.parts)) if isinstance(part, AnyOf) else self.symbol(part)
 
-    def _symbol(self, part: Part) -> str:
+    def symbol(self, part: Part) -> str:
         """Return what stands for ``part`` within a sequence."""
         if isinstance(part, Text):
             return f"/{_BLANKS}{_in_regex(part.text)}/" if part.after_blanks else _literal(part.text)
         if isinstance(part, SpecialToken):
             return f"<[{part.token_id}]>"
         if isinstance(part, Seq):
-            return " ".join(map(self._symbol, part.parts))
+            return " ".join(map(self.symbol, part.parts))
         if isinstance(part, Repeat):
-            return f"({self._symbol(part.part)}){_quantifier(part)}"
+            return f"({self.symbol(part.part)}){_quantifier(part)}"
         if part not in self._names:
             self._names[part] = self._define(part, next(self._numbers))
         return self._names[part]
@@ -67,10 +83,13 @@ class _Writer:
         if isinstance(part, Choice):
             return self._rule(f"CHOICE_{number}", f"({_options(part.options)})" + _not_first(part.not_first))
         if isinstance(part, FreeText):
-            excluded = "".join(f" & ~/{_ANY}{_in_regex(text)}{_ANY}/" for text in part.without)
+            letters = "".join(_in_regex(text) for text in part.without if len(text) == 1)  # far cheaper than excluded
+            excluded = "".join(f" & ~/{_ANY}{_in_regex(text)}{_ANY}/" for text in part.without if len(text) > 1)
             blanks = _BLANKS if part.after_blanks else ""
             matching = "".join(f" & {_pattern(pattern)}" for pattern in part.matching)
-            return self._rule(f"TEXT_{number}", f"/(?s:.+)/{excluded}{_not_first(part.not_first, blanks)}{matching}")
+            # Where all of the patterns match nothing at all, the library lets the text be left out.
+            some = f"/{f'[^{letters}]' if letters else '(?s:.)'}{'*' if matching else '+'}/"
+            return self._rule(f"TEXT_{number}", f"{some}{excluded}{_not_first(part.not_first, blanks)}{matching}")
         last = _in_regex(part.end)
         bodies = [f"/(?:{pattern[1:-1]}){last}/" for pattern in map(_pattern, part.matching)]
         first_end = [f"~/{_ANY}{last}(?s:.+)/"] if bodies else []  # a body that does not match goes on after no end
