@@ -66,8 +66,8 @@ def _renamed(text: str, names: dict[str, str]) -> str:
     """Put the names of fields into the engine's text, which begins with a parameter or names others in what it wants of
     a value. The value stays as it is, and so do words that are plain English."""
     for param, field in names.items():
-        text = re.sub(rf"^{param}(?=[=. ]|$)", field, text)
+        text = re.sub(rf"^{re.escape(param)}(?=[=. ]|$)", field, text)
         value, separator, wanted = text.rpartition(" is not valid: ")
         if "_" in param:
-            text = value + separator + re.sub(rf"\b{param}\b", field, wanted)
+            text = value + separator + re.sub(rf"\b{re.escape(param)}\b", field, wanted)
     return text
