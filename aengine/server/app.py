@@ -22,7 +22,7 @@ from .anthropic.requests import CountBody, MessagesBody
 from .errors import http_error
 from .guard import Guard
 from .health import health, livez, readyz, version
-from .http import ClientLeftError, HTTPError, JSONAnswer
+from .http import ClientLeftError, CloseAfterTwoLengths, HTTPError, JSONAnswer
 from .lifespan import engine_lifespan
 from .metrics import metrics, new_registry
 from .openai.chat import chat_completions
@@ -152,7 +152,7 @@ def create_app(
             routes.append(Route(f"{path}/", answer, methods=[method]))
     app = Starlette(
         routes=routes,
-        middleware=_for_other_origins(origins),
+        middleware=[Middleware(CloseAfterTwoLengths), *_for_other_origins(origins)],
         lifespan=engine_lifespan(engine),
         exception_handlers={HTTPException: _answer_http_exception},
     )
@@ -219,6 +219,6 @@ def _path_of(request: Request) -> str:
 async def _answer_http_exception(request: Request, error: Exception) -> Response:
     """Answer for a path or a method that is not there."""
     assert isinstance(error, HTTPException)
-    text = f"{request.method} {request.url.path}: {error.detail}"
+    text = f"{request.method} {request.url.path[:200]}: {error.detail}"
     code = "method_not_allowed" if error.status_code == 405 else "not_found"
     return _answer(request, HTTPError(error.status_code, text, code=code, headers=error.headers))

@@ -11,11 +11,13 @@ from ..errors import (
     AEngineError,
     ContextLengthError,
     DeadlineExceededError,
+    EngineClosedError,
     EngineError,
     EngineOverloadedError,
     GrammarError,
     InternalError,
     InvalidRequestError,
+    WorkerDiedError,
 )
 from .http import HTTPError
 
@@ -27,6 +29,17 @@ __all__ = ["http_error"]
 _NO_RETRY = {"x-should-retry": "false"}
 """Heeded by OpenAI's and Anthropic's clients, which try again otherwise, as for any 5xx."""
 
+_PUBLIC: dict[type[EngineError], str] = {
+    InternalError: "the engine failed on this request; the server's log says why",
+    WorkerDiedError: "the worker process that computes the model has died; the server's log says why",
+    EngineClosedError: "the engine is not running: it starts, drains, has failed or is closed",
+    EngineError: "the engine failed; the server's log says why",
+}
+"""What clients read of the engine's own failures, whose texts have paths of this machine and other requests' data."""
+
+_ADDRESS = re.compile(r" at 0x[0-9a-f]{6,}", re.IGNORECASE)
+"""Of an object, in the text that Python gives it: whoever knows it knows where the process' memory lies."""
+
 logger = logging.getLogger("aengine.server")
 
 
@@ -34,7 +47,7 @@ def http_error(error: BaseException, body: Body | None = None) -> HTTPError:
     """Return what ``error`` is in HTTP, with the fields of the ``body`` that was sent."""
     if isinstance(error, HTTPError):
         return error
-    text = str(error)
+    text = _ADDRESS.sub("", str(error))
     names = {} if body is None else body.field_names()
     match error:
         case ContextLengthError():
@@ -51,9 +64,13 @@ def http_error(error: BaseException, body: Body | None = None) -> HTTPError:
         case DeadlineExceededError():
             return HTTPError(504, text, kind="timeout_error", code="deadline_exceeded", headers=_NO_RETRY)
         case InternalError():
-            return HTTPError(500, text, kind="server_error", code="internal_error")
+            logger.error("a request failed in the engine: %s", text)
+            return HTTPError(500, _PUBLIC[InternalError], kind="server_error", code="internal_error")
         case EngineError():
-            return HTTPError(503, text, kind="server_error", code="engine_unavailable", headers={"retry-after": "1"})
+            public = next(shown for kind, shown in _PUBLIC.items() if isinstance(error, kind))
+            if not isinstance(error, EngineClosedError):
+                logger.warning("a request failed: %s", text)
+            return HTTPError(503, public, kind="server_error", code="engine_unavailable", headers={"retry-after": "1"})
         case AEngineError():
             return HTTPError(400, text)
     if isinstance(error, RecursionError):

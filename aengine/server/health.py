@@ -10,6 +10,7 @@ from starlette.responses import Response
 
 from .. import __version__
 from ..errors import AEngineError
+from .errors import http_error
 from .http import JSONAnswer
 
 if TYPE_CHECKING:
@@ -42,7 +43,7 @@ class Health:
         try:
             await self._engine.check_health(_TIMEOUT)
         except AEngineError as error:
-            return str(error)
+            return http_error(error).message
         return None
 
 

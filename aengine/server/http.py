@@ -12,10 +12,11 @@ from typing import Any, TypeVar
 
 from starlette.requests import Request
 from starlette.responses import Response
-from starlette.types import Receive, Scope, Send
+from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 __all__ = [
     "ClientLeftError",
+    "CloseAfterTwoLengths",
     "EventStream",
     "HTTPError",
     "JSONAnswer",
@@ -76,6 +77,25 @@ class HTTPError(Exception):
 
 class ClientLeftError(Exception):
     """The client closed the connection before it was answered: nobody reads what is returned."""
+
+
+class CloseAfterTwoLengths:
+    """Middleware that closes the connection after a request with content-length beside transfer-encoding, as RFC 9112,
+    6.3 wants: a proxy that heeds the other of the two takes what follows for the next request, of another client."""
+
+    def __init__(self, app: ASGIApp) -> None:
+        self._app = app
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        names = {name for name, _ in scope.get("headers", ())}
+        has_two = {b"content-length", b"transfer-encoding"} <= names
+
+        async def send_and_close(message: Message) -> None:
+            if message["type"] == "http.response.start":
+                message["headers"] = [*message.get("headers", ()), (b"connection", b"close")]
+            await send(message)
+
+        await self._app(scope, receive, send_and_close if has_two else send)
 
 
 class JSONAnswer(Response):

@@ -64,6 +64,11 @@ class Service:
         return self.model_names[0]
 
     @property
+    def root_name(self) -> str:
+        """The name that the engine was made with; of a path its last part: where it lies is nobody's business."""
+        return _name_of(self.engine.config.model)
+
+    @property
     def system_fingerprint(self) -> str:
         """OpenAI's name for what may change answers to equal requests: this version, the model, and how it computes."""
         if self._fingerprint is None:

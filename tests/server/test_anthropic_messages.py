@@ -501,7 +501,7 @@ async def test_failures_of_the_engine() -> None:
             await client.messages.create(**ASK)
         assert (caught.value.status_code, caught.value.type) == (503, "api_error")
     async with FakeAsyncLLM(Reply("abc", error=WorkerDiedError("gone"))) as engine, new_client(engine) as client:
-        with pytest.raises(anthropic.APIStatusError, match="gone"):
+        with pytest.raises(anthropic.APIStatusError, match="worker process"):
             async for _ in await client.messages.create(**ASK, stream=True):
                 pass
         events = await raw_events(engine)

@@ -18,7 +18,7 @@ from aengine.testing import FakeAsyncLLM
 
 
 @asynccontextmanager
-async def served(engine: FakeAsyncLLM, prefix: str = "", **options: Any) -> AsyncIterator[int]:
+async def served(engine: FakeAsyncLLM, prefix: str = "", parser: Any = "h11", **options: Any) -> AsyncIterator[int]:
     """The port on which the application is served, mounted under ``prefix`` if there is one."""
     app = create_app(engine, **options)
     config = uvicorn.Config(
@@ -26,7 +26,7 @@ async def served(engine: FakeAsyncLLM, prefix: str = "", **options: Any) -> Asyn
         port=0,
         log_config=None,
         lifespan="on",
-        http="h11",
+        http=parser,
         timeout_graceful_shutdown=5,
     )
     server = uvicorn.Server(config)

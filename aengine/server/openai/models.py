@@ -32,7 +32,7 @@ def _model(service: Service, name: str) -> dict[str, Any]:
         "object": "model",
         "created": service.created,
         "owned_by": "aengine",
-        "root": service.engine.config.model,
+        "root": service.root_name,
         "parent": None,
         "max_model_len": described["max_model_len"],
     }
