@@ -36,6 +36,7 @@ def add_model_parser(commands: Any) -> None:
     verbs = parser.add_subparsers(dest="verb", required=True, metavar="VERB")
     add = verbs.add_parser("add", help="fetch a model, unless it is here already; its path to stdout")
     add.add_argument("name", metavar="NAME", help="an embedded model, or a hub id")
+    add.add_argument("--revision", default=None, help="of the hub's repository: a branch, a tag or a commit (main)")
     add.add_argument("-q", "--quiet", action="store_true", help="no progress on stderr")
     verbs.add_parser("list", help="the embedded models, and where they are")
     path = verbs.add_parser("path", help="where an embedded model lies; fails if it is not here")
@@ -52,7 +53,11 @@ def model(args: argparse.Namespace) -> int:
         return 0
     name = args.name.lower()
     if args.verb == "add":
-        print(_add_embedded(name, args.quiet) if name in EMBEDDED_MODELS else _add_other(args.name, args.quiet))
+        print(
+            _add_embedded(name, args.quiet)
+            if name in EMBEDDED_MODELS
+            else _add_other(args.name, args.revision, args.quiet)
+        )
         return 0
     if name not in EMBEDDED_MODELS:
         hint = "models of the hub lie in its cache: `hf cache` lists and removes them"
@@ -78,9 +83,9 @@ def _add_embedded(name: str, quiet: bool) -> Path:
     return add_model(name)
 
 
-def _add_other(name: str, quiet: bool) -> Path:
+def _add_other(name: str, revision: str | None, quiet: bool) -> Path:
     line = None if quiet else StartupLine()
-    path = locate(name, progress=line)
+    path = locate(name, revision, progress=line)
     if line is not None:
         line(StartupProgress("ready"))
     return path

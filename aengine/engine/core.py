@@ -184,7 +184,7 @@ class EngineCore:
     ) -> tuple[Tokenizer | None, frozenset[int]]:
         """The tokenizer, if there is to be one, and the ids that end a completion."""
         if not config.skip_tokenizer:
-            tokenizer = await run_in_thread("tokenizer", Tokenizer.load, source, config.tokenizer)
+            tokenizer = await run_in_thread("tokenizer", Tokenizer.load, source, config.tokenizer, config.revision)
             if config.allow_special_tokens:
                 tokenizer = tokenizer.allowing_special_tokens()
             return tokenizer, tokenizer.eos_token_ids

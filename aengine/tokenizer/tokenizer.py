@@ -76,15 +76,17 @@ class Tokenizer:
         }
 
     @classmethod
-    def load(cls, source: ModelSource, override: str | None = None) -> Tokenizer:
+    def load(cls, source: ModelSource, override: str | None = None, revision: str | None = None) -> Tokenizer:
         """The tokenizer of ``source``, or the one of ``override``: a folder, .gguf file, hub id or embedded name.
 
-        Blocking: reads files, may download. Raises ModelLoadError.
+        ``revision``: of the model's repository, and so of an ``override`` in the same one. Blocking: reads files, may
+        download. Raises ModelLoadError.
         """
         path = Path(source.path)
         if override is not None:
             try:
-                path = locate(override, weights=False)
+                is_same = override.partition(":")[0] == source.name.partition(":")[0]
+                path = locate(override, revision if is_same else None, weights=False)
             except ModelLoadError as error:
                 raise ModelLoadError(f"tokenizer={override!r}: {error}") from error
         if path.is_dir() and not has_tokenizer(path) and any(path.glob("*.gguf")):

@@ -22,6 +22,8 @@ class Hub:
     """Opens the gated ones; any other token is refused everywhere, as the hub does."""
     url: str = ""
     downloads: list[str] = field(default_factory=list)
+    revisions: list[str] = field(default_factory=list)
+    """Of what each request asked for."""
 
     def commit(self, repo: str) -> str:
         names = "\n".join(f"{name} {len(data)}" for name, data in sorted(self.repositories[repo].items()))
@@ -49,6 +51,7 @@ def serve_hub() -> Iterator[Hub]:
                 return
             files, commit = hub.repositories[repo], hub.commit(repo)
             revision = rest[1] if len(rest) > 1 else "main"
+            hub.revisions.append(revision)
             if revision not in ("main", commit):
                 self._send(404, b"{}", {"X-Error-Code": "RevisionNotFound"}, body=body)
             elif api and rest[:1] == ["tree"]:

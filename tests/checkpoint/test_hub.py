@@ -75,6 +75,15 @@ def hub(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Hub]:
             "maker/text": {"README.md": b"# text"},
             "maker/torn-GGUF": {"torn-Q4_0-00001-of-00002.gguf": parts[0]},
             "maker/coded": {"config.json": config, "model.safetensors": b"", "modelling.py": b"raise SystemExit"},
+            "maker/pinned": {
+                "config.json": config,
+                "generation_config.json": b"{}",
+                "tokenizer.json": b"{ }",
+                "tokenizer_config.json": b"{  }",
+                "chat_template.jinja": b"x",
+                "model.safetensors": b"weights",
+                "modelling.py": b"raise SystemExit()",
+            },
             "maker/gated": {"config.json": config, "gated-Q4_0.gguf": whole},
         }
         hub.gated = {"maker/gated"}
@@ -130,6 +139,16 @@ def test_code_is_fetched_only_when_it_may_run(resolve: Resolve, hub: Hub) -> Non
     assert "config.json" in hub.downloads and "modelling.py" not in hub.downloads
     (found,) = resolve({"model": "maker/coded", "trust_remote_code": True})
     assert "modelling.py" in hub.downloads and (Path(found["path"]) / "modelling.py").is_file()
+
+
+def test_all_files_are_of_the_revision_that_was_asked_for(resolve: Resolve, hub: Hub) -> None:
+    """Settings, tokenizer, chat template and code too: none of them is today's beside weights that somebody read."""
+    commit = hub.commit("maker/pinned")
+    hub.revisions.clear()
+    (found,) = resolve({"model": "maker/pinned", "revision": commit, "trust_remote_code": True})
+    assert Path(found["path"]).name == commit
+    assert {Path(name).name for name in hub.repositories["maker/pinned"]} == set(hub.downloads)
+    assert set(hub.revisions) == {commit}
 
 
 def test_the_download_is_reported_in_bytes(resolve: Resolve, hub: Hub) -> None:

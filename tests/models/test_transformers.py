@@ -260,6 +260,17 @@ def test_code_beside_the_weights_does_not_run_else(remote_model: tuple[Path, Any
         check_scenarios(folder, reference)
 
 
+@pytest.mark.parametrize("kind", ["AutoConfig", "AutoModelForCausalLM"])
+def test_code_of_another_repository_does_not_run(remote_model: tuple[Path, Any], kind: str) -> None:
+    folder, reference = remote_model
+    path = folder / "config.json"
+    settings = json.loads(path.read_text())
+    settings["auto_map"][kind] = f"somebody/else--{settings['auto_map'][kind]}"
+    path.write_text(json.dumps(settings))
+    with pytest.raises(ModelLoadError, match="code of another repository .'somebody/else--modelling"):
+        check_scenarios(folder, reference, trust_remote_code=True)
+
+
 def test_transformers_is_missing(monkeypatch: pytest.MonkeyPatch) -> None:
     def missing(name: str) -> str:
         raise PackageNotFoundError(name)

@@ -95,6 +95,25 @@ def test_override(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
+    ("tokenizer", "revision"),
+    [("maker/model", "v1"), ("maker/model:Q4_0", "v1"), ("maker/other", None), ("maker/model2", None)],
+)
+def test_a_tokenizer_of_the_models_repository_is_of_its_revision(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, tokenizer: str, revision: str | None
+) -> None:
+    encoder_of(wordpiece()).save(str(tmp_path / "tokenizer.json"))
+    asked: list[Any] = []
+
+    def locate(name: str, of: str | None = None, **options: Any) -> Path:
+        asked.append((name, of))
+        return tmp_path
+
+    monkeypatch.setattr("aengine.tokenizer.tokenizer.locate", locate)
+    Tokenizer.load(ModelSource("maker/model:Q8_0", "/nowhere", "gguf", {}), tokenizer, "v1")
+    assert asked == [(tokenizer, revision)]
+
+
+@pytest.mark.parametrize(
     ("files", "problem"),
     [
         ({}, "has no tokenizer.json"),

@@ -55,7 +55,7 @@ def read_hf_config(files: ModelFiles) -> Any:
     from transformers import AutoConfig
     from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 
-    is_remote = bool((files.hf.get("auto_map") or {}).get("AutoConfig"))
+    is_remote = _code_of(files, "AutoConfig") is not None
     if files.model_type not in CONFIG_MAPPING:
         if not is_remote:
             raise ModelLoadError(
@@ -81,6 +81,23 @@ def _plain(value: Any) -> Any:
     return {key: _plain(item) for key, item in value.items()}
 
 
+def _code_of(files: ModelFiles, kind: str) -> str | None:
+    """Return what auto_map of config.json names as a class of its own, "file.Class"; None: nothing.
+
+    Raises ModelLoadError for trusted code of another repository ("owner/repository--file.Class"): transformers would
+    fetch that of today, which nobody has read, whatever revision the weights are of.
+    """
+    code = (files.hf.get("auto_map") or {}).get(kind)
+    if not code:
+        return None
+    if files.trust_remote_code and "--" in str(code):
+        raise ModelLoadError(
+            f"auto_map of config.json names code of another repository ({str(code)[:100]!r}), and trust_remote_code is "
+            f"for code that lies beside the weights: read that code, copy it there, and leave out what is before '--'"
+        )
+    return str(code)
+
+
 def _check_trust(files: ModelFiles) -> None:
     if not files.trust_remote_code or files.folder is None:
         raise ModelLoadError(
@@ -95,7 +112,7 @@ def _model_class(config: Any, files: ModelFiles) -> tuple[Any, Any]:
     from transformers.dynamic_module_utils import get_class_from_dynamic_module
     from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING
 
-    remote = (files.hf.get("auto_map") or {}).get("AutoModelForCausalLM")
+    remote = _code_of(files, "AutoModelForCausalLM")
     if remote and files.trust_remote_code and files.folder is not None:
         return get_class_from_dynamic_module(remote, files.folder), config
     text = config.get_text_config(decoder=True)
