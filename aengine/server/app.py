@@ -34,7 +34,7 @@ from .openai.requests import ChatBody, CompletionBody
 from .openai.responses.body import ResponseBody
 from .openai.responses.endpoint import count_input_tokens, create_response, delete_response, show_response
 from .openai.responses.input_items import cancel_response, list_input_items
-from .openai.tokens import DetokenizeBody, TokenizeBody, detokenize, tokenize
+from .openai.tokens import DetokenizeBody, TokenizeBody, detokenize, tokenize, tokenizer_info
 from .openapi import Endpoint, Entry, openapi_document, show_openapi
 from .page.files import show_file, show_page
 from .page.stats import show_stats
@@ -63,6 +63,7 @@ _ENDPOINTS: list[Entry] = [
     ("POST", "/v1/messages/count_tokens", count_tokens, CountBody),
     ("POST", "/tokenize", tokenize, TokenizeBody),
     ("POST", "/detokenize", detokenize, DetokenizeBody),
+    ("GET", "/tokenizer_info", tokenizer_info),
     ("POST", "/v1/embeddings", embeddings, EmbeddingBody),
     *[("POST", path, rerank, RerankBody) for path in ("/v1/rerank", "/v2/rerank", "/rerank")],
     *[("POST", path, score, ScoreBody) for path in ("/v1/score", "/score")],

@@ -197,6 +197,8 @@ async def test_tokens_and_back(own_thread: bool) -> None:
         chat = (await client.post("/tokenize", json={"messages": messages})).json()
         assert chat["count"] == (await engine.chat(messages)).usage.prompt_tokens
         assert chat["token_strs"] is None
+        about = (await client.get("/tokenizer_info")).json()
+        assert about == {"bos_token": None, "eos_token": "<|im_end|>", "vocab_size": engine.tokenizer.vocab_size}
         for path, body in (
             ("/tokenize", {}),
             ("/tokenize", {"prompt": "a", "messages": messages}),

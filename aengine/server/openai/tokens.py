@@ -1,4 +1,4 @@
-"""``/tokenize`` and ``/detokenize``, with vLLM's bodies."""
+"""``/tokenize``, ``/detokenize`` and ``/tokenizer_info``, with vLLM's bodies."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from .requests import Body, Ignored, Messages, TokenIds, Tools
 if TYPE_CHECKING:
     from ...engine.tokenizer_view import TokenizerView
 
-__all__ = ["DetokenizeBody", "TokenizeBody", "detokenize", "tokenize"]
+__all__ = ["DetokenizeBody", "TokenizeBody", "detokenize", "tokenize", "tokenizer_info"]
 
 
 class TokenizeBody(Body):
@@ -82,3 +82,18 @@ async def detokenize(service: Service, request: Request) -> Response:
     tokenizer = service.engine.tokenizer
     text = await while_connected(request, asyncio.to_thread(tokenizer.decode, body.tokens, skip_special_tokens=False))
     return JSONAnswer({"prompt": text})
+
+
+async def tokenizer_info(service: Service, request: Request) -> Response:
+    """Answer with the names of the tokens that begin and end texts, as a tokenizer_config.json has them."""
+    tokenizer = service.engine.tokenizer
+    names = {token_id: name for name, token_id in tokenizer.special_tokens.items()}
+    ends = [names[token_id] for token_id in sorted(tokenizer.eos_token_ids) if token_id in names]
+    begin = tokenizer.bos_token_id
+    return JSONAnswer(
+        {
+            "bos_token": None if begin is None else names.get(begin),
+            "eos_token": ends[0] if ends else None,
+            "vocab_size": tokenizer.vocab_size,
+        }
+    )
