@@ -44,6 +44,7 @@ if TYPE_CHECKING:
     from .streams.chat_stream import ChatStream
     from .streams.token_stream import TokenStream
     from .sync_llm import SyncLLM
+    from .tokenizer.async_tokenizer import AsyncTokenizer
     from .tokenizer.prompt import Prompt
 
 __all__ = ["AsyncLLM"]
@@ -308,6 +309,17 @@ class AsyncLLM(ImmediateCalls, WorkerCalls, PoolingCalls):
 
         context = self._handle.listeners.context()
         return await self._handle.run(lambda core: answer_pooling(core, request, context))
+
+    @property
+    def async_tokenizer(self) -> AsyncTokenizer:
+        """The calls of `tokenizer` for code on an event loop: ``await engine.async_tokenizer.count(messages, tools)``.
+        They are made in the engine's threads, within its bounds."""
+        from .tokenizer.async_tokenizer import AsyncTokenizer
+
+        return AsyncTokenizer(self._ask_tokenizer)
+
+    async def _ask_tokenizer(self, method: str, args: Sequence[Any], options: Mapping[str, Any]) -> Any:
+        return await self._handle.run(lambda core: core.admission.preparation.ask_tokenizer(method, args, options))
 
     def openai_client(self, **options: Any) -> openai.AsyncOpenAI:
         """OpenAI's own client, whose calls this engine answers: no port, no other process, all of it on this loop.

@@ -73,6 +73,7 @@ class Usage:
     prompt_tokens: int
     completion_tokens: int
     cached_tokens: int = 0  # prompt tokens whose KV came from the prefix cache
+    reasoning_tokens: int = 0  # completion tokens of a chat's reasoning; known when it has ended
 
     @property
     def total_tokens(self) -> int:

@@ -58,8 +58,9 @@ ROOMS: dict[str, set[str]] = {
     "cli.engine_options": {"config", "env_settings", "errors"},
     "cli.serve": LEAVES | {"async_llm", "remote", "server", "telemetry"},
     "cli.diagnosis": LEAVES | {"checkpoint", "ipc"},
-    "server": LEAVES | {"async_llm", "chat", "remote", "streams", "telemetry"},
-    "remote": LEAVES | {"async_llm", "chat", "streams", "structured", "telemetry", "threads.futures"},
+    "server": LEAVES | {"async_llm", "chat", "remote", "streams", "telemetry", "threads"},
+    "remote": LEAVES
+    | {"async_llm", "chat", "streams", "structured", "telemetry", "threads", "tokenizer.async_tokenizer"},
     "integrations": LEAVES | {"async_llm", "llm", "blocking", "chat", "streams", "structured", "sync_llm", "server"},
     "testing": LEAVES | STREAM_ROOMS | {"async_llm", "llm", "engine", "scheduler", "checkpoint", "ipc"},
     "__main__": LEAVES | {"cli"},
@@ -210,6 +211,43 @@ def test_no_foreign_pattern_is_run_by_re() -> None:
                 if ast.unparse(node.func.value) == "re" and not _is_spelt(node.args[0]):
                     foreign[path.relative_to(PACKAGE).as_posix()] += 1
     assert foreign == dict.fromkeys(FOREIGN_PATTERNS, 1)
+
+
+def calls_of(path: Path) -> list[tuple[ast.Call, bool]]:
+    """Each call of a file, and whether it is awaited as it is made."""
+    nodes = list(ast.walk(ast.parse(path.read_text())))
+    awaited = {id(node.value) for node in nodes if isinstance(node, ast.Await)}
+    return [(node, id(node) in awaited) for node in nodes if isinstance(node, ast.Call)]
+
+
+@pytest.mark.parametrize("path", FILES, ids=module_of)
+def test_nothing_runs_in_the_executor_of_the_loop(path: Path) -> None:
+    """The host's loop joins it at its end, however long its threads work; those of `threads/pools.py` are daemons."""
+    for call, _ in calls_of(path):
+        name = ast.unparse(call.func)
+        is_executor = name.split(".")[-1] in ("run_in_executor", "set_default_executor")
+        assert not is_executor and name not in ("asyncio.to_thread", "to_thread"), f"{path}:{call.lineno}"
+
+
+TOKENIZING = {"encode", "encode_plain", "decode", "count", "render", "render_ids", "apply_chat_template"}
+IN_THREADS = {
+    "tokenizer",
+    "chat.prompt",  # of plans, which `Preparation` makes in its lanes
+    "engine.tokenizer_view",  # blocks whoever calls it; of `Preparation.ask_tokenizer` a lane
+    "structured.vocabulary",  # made in a thread of its own
+    "integrations.langchain",  # methods that LangChain calls in its caller's thread
+}
+
+
+@pytest.mark.parametrize("path", FILES, ids=module_of)
+def test_no_tokenizer_is_asked_on_a_loop(path: Path) -> None:
+    """A text's length is its sender's choice: a tokenizer is called in threads, or is an `AsyncTokenizer`."""
+    for call, is_awaited in calls_of(path):
+        if not isinstance(call.func, ast.Attribute) or call.func.attr not in TOKENIZING:
+            continue
+        asked = ast.unparse(call.func.value)
+        if "tokenizer" in asked and "async_tokenizer" not in asked and not is_awaited:
+            assert within(module_of(path), IN_THREADS), f"{path}:{call.lineno}: {asked}.{call.func.attr}"
 
 
 def test_one_device_is_named_in_one_room() -> None:

@@ -9,8 +9,7 @@ from . import CHARACTERS_PER_TOKEN, LONG_TEXT, MAX_NAME_CHARACTERS
 
 __all__ = ["check_name", "check_num_characters", "check_num_messages", "check_size", "is_long", "most_characters"]
 
-_NODE = 20  # characters that take as long as a value of a list or a mapping
-_MESSAGE = 200  # and as a message: a template's loop
+_NODE = 50  # characters that take as long as a value of a list or a mapping, as a message's role
 
 
 def check_num_messages(max_model_len: int, *lists: object) -> None:
@@ -41,11 +40,10 @@ def check_size(value: object, max_model_len: int) -> None:
     check_num_characters(_size(value, most_characters(max_model_len), node=1), max_model_len)
 
 
-def is_long(*values: object, num_messages: int = 0) -> bool:
+def is_long(*values: object) -> bool:
     """Whether a prompt of this JSON-like data takes many milliseconds to make, so that others should not wait for it.
     Itself it takes a fraction of one."""
-    most = LONG_TEXT - _MESSAGE * num_messages
-    return most < 0 or _size(values, most, node=_NODE) > most
+    return _size(values, LONG_TEXT, node=_NODE) > LONG_TEXT
 
 
 def _size(value: object, most: int, *, node: int) -> int:

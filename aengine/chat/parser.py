@@ -73,17 +73,20 @@ class ChatParser:
             self._begin, self._end = markers.encode(harmony.ANALYSIS), markers.encode(harmony.END)
             self._preamble, self._final = markers.encode(harmony.PREAMBLE), markers.encode(harmony.FINAL)
 
-        self._builder = MessageBuilder(
-            tool_format.id_length if tool_format else None,
-            is_continued=reasoning is not None and reasoning.is_continued,
-        )
-        if reasoning and reasoning.begun:
-            self._builder.start_afresh()
+        self._kind = (tool_format, reasoning)
+        self._builder = _new_builder(*self._kind)
         self._reader: ArgumentReader
         self._buffer = ""
         # A function, not a bound method: a parser that references itself is freed by the garbage collector alone.
         begins_in_reasoning = reasoning is not None and reasoning.begun
         self._state: State = ChatParser._reasoning if begins_in_reasoning else ChatParser._start
+
+    def __copy__(self) -> ChatParser:
+        """Of a parser that was given nothing, one of another completion: the strings, of many tools, are made once."""
+        parser = ChatParser.__new__(ChatParser)
+        parser.__dict__.update(self.__dict__)
+        parser._builder = _new_builder(*self._kind)
+        return parser
 
     def _set_strings(self) -> None:
         """Collect the format's strings for these tools. A head includes what all arguments begin with."""
@@ -299,6 +302,14 @@ class ChatParser:
         """End a call that does not follow the format."""
         self._builder.close_call(is_complete=False)
         return self._go(ChatParser._scanning if self._scans else ChatParser._plain, rest)
+
+
+def _new_builder(tool_format: ToolFormat | None, reasoning: ReasoningFormat | None) -> MessageBuilder:
+    is_continued = reasoning is not None and reasoning.is_continued
+    builder = MessageBuilder(tool_format.id_length if tool_format else None, is_continued=is_continued)
+    if reasoning is not None and reasoning.begun:
+        builder.start_afresh()
+    return builder
 
 
 def _named_tool(text: str, heads: Mapping[str, str], name_ends: Mapping[str, int]) -> str | None:

@@ -8,6 +8,7 @@ ChatRequest ──Admission.submit──> UserRequest ──plan_chat (a thread)
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from copy import copy
 from dataclasses import dataclass, field, replace
 from typing import Any, ClassVar
 
@@ -82,7 +83,7 @@ class ChatRequest(PromptPart):
         """See `TextPart.is_long`."""
         shape = self.params.structured_output
         given = (self.messages, self.tools, self.chat_template_kwargs, shape and shape.json_schema)
-        return is_long(*given, num_messages=len(self.messages))
+        return is_long(*given)
 
     @property
     def is_relaxed(self) -> bool:
@@ -115,10 +116,16 @@ class ChatPlan:
     stop_token_ids: frozenset[int]  # that end the answer
     marker_ids: frozenset[int]  # control tokens that tell the parts of the answer apart
 
-    def new_parser(self) -> ChatParser:
-        """Make the parser of one answer."""
+    _parser: ChatParser = field(init=False, repr=False)  # of no answer: others are made of it
+
+    def __post_init__(self) -> None:
         token_id = token_ids_of(self.tokenizer)
-        return ChatParser(self.tool_format, self.reasoning, self.tools, self.shape is not None, token_id)
+        parser = ChatParser(self.tool_format, self.reasoning, self.tools, self.shape is not None, token_id)
+        object.__setattr__(self, "_parser", parser)
+
+    def new_parser(self) -> ChatParser:
+        """Make the parser of one answer. Quick, whatever the tools."""
+        return copy(self._parser)
 
     def marker_of(self, token_id: int, *, is_stop: bool) -> int | None:
         """Return the token's id, which may be that of a marker; None if a stop string ended the text before it.

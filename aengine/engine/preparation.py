@@ -11,15 +11,19 @@ was bounded before it began. Long prompts have a lane of their own (`aengine.bou
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 from typing import Any, TypeVar
 
-from ..errors import GrammarError
+from ..bounds import MAX_QUEUED_CALLS
+from ..bounds.checks import check_num_characters, check_num_messages, is_long
+from ..errors import EngineOverloadedError, GrammarError
 from ..structured.service import GrammarService
 from ..threads.lanes import Lanes
 from ..threads.pools import ThreadPool
 from ..tokenizer.prompt import MessagesPart, TextPart, TokensPart, check_token_ids
 from ..tokenizer.tokenizer import Tokenizer
+from .tokenizer_view import TokenizerView
 from .user_request import Limits, Phase, Prepared, UserRequest
 
 __all__ = ["Preparation"]
@@ -82,6 +86,20 @@ class Preparation:
     def run(self, function: Callable[..., T], *args: Any, is_long: bool) -> asyncio.Future[T]:
         """Make a prompt, in a thread. ``is_long``: others should not wait for it."""
         return self._lanes.run(function, *args, is_long=is_long)
+
+    async def ask_tokenizer(self, method: str, args: Sequence[Any], options: Mapping[str, Any]) -> Any:
+        """Make one of `AsyncTokenizer`'s calls. Raises as that says."""
+        max_model_len = self._limits.max_model_len
+        if isinstance(given := args[0], str):  # that can be told at once, and needs no place in the line
+            check_num_characters(len(given), max_model_len)
+        elif method != "decode":
+            check_num_messages(max_model_len, *args)
+        tokenizer = TokenizerView(self._tokenizer, self._limits.vocab_size, max_model_len)
+        is_slow = is_long(args, options)
+        if self._lanes.num_queued(is_long=is_slow) >= MAX_QUEUED_CALLS:
+            message = f"{MAX_QUEUED_CALLS} calls of the tokenizer wait for a thread: try again soon"
+            raise EngineOverloadedError(message, retry_after=1.0)
+        return await self.run(partial(getattr(tokenizer, method), *args, **options), is_long=is_slow)
 
     def _grammar_service(self) -> GrammarService:
         if self._grammars is None:

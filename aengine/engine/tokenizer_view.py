@@ -5,8 +5,10 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
-from ..errors import InvalidRequestError
+from ..bounds.checks import check_num_messages, check_size
+from ..errors import ContextLengthError, InvalidRequestError
 from ..params import shown
+from ..tokenizer.prompt import check_length
 
 if TYPE_CHECKING:
     from typing import Unpack
@@ -21,20 +23,26 @@ __all__ = ["TokenizerView"]
 class TokenizerView:
     """The model's tokenizer and chat template.
 
-    Its methods block: about 0.2 ms for each kB of text, most of it without the GIL. On an event loop, give long texts
-    to a thread: ``await asyncio.to_thread(engine.tokenizer.count, text)``. Any thread may call them, also several at
-    once, and after the engine was closed.
+    Its methods block: about 0.2 ms for each kB of text. On an event loop await `AsyncLLM.async_tokenizer`, which has
+    the same ones. Any thread may call them, also several at once, and after the engine was closed.
     """
 
-    def __init__(self, tokenizer: Tokenizer | None, num_model_ids: int) -> None:
-        """``num_model_ids``: of the model, which may know more ids than the tokenizer. Raises InvalidRequestError if
-        there is no tokenizer."""
+    def __init__(self, tokenizer: Tokenizer | None, num_model_ids: int, max_model_len: int | None = None) -> None:
+        """
+        Args:
+            num_model_ids: of the model, which may know more ids than the tokenizer.
+            max_model_len: what is larger than a prompt of so many tokens may be is a ContextLengthError. None: the
+                caller's thread takes what it was given.
+
+        Raises InvalidRequestError if there is no tokenizer.
+        """
         if tokenizer is None:
             raise InvalidRequestError(
                 "there is no tokenizer: the engine was started with skip_tokenizer=True", param="skip_tokenizer"
             )
         self._tokenizer = tokenizer
         self._num_ids = max(num_model_ids, tokenizer.vocab_size)
+        self._max_model_len = max_model_len
 
     def __repr__(self) -> str:
         return f"<TokenizerView of {self.vocab_size} tokens>"
@@ -77,6 +85,8 @@ class TokenizerView:
         """
         if not isinstance(text, str):
             raise InvalidRequestError(f"text must be a string, not {type(text).__name__}", param="text")
+        if self._max_model_len is not None:
+            check_length(text, self._tokenizer, self._max_model_len)
         if allow_special:
             return self._tokenizer.encode(str.__str__(text), add_special_tokens)
         return self._tokenizer.encode_plain(text, add_special_tokens)
@@ -88,6 +98,8 @@ class TokenizerView:
             InvalidRequestError: one of them is no id of the model.
         """
         try:
+            if self._max_model_len is not None and len(ids) > self._max_model_len:
+                raise ContextLengthError(len(ids), self._max_model_len)
             for i in ids:
                 if not 0 <= i < self._num_ids:
                     raise self._no_such_token(i)
@@ -131,7 +143,10 @@ class TokenizerView:
         Raises:
             InvalidRequestError: there is no chat template, it refuses the messages, or an option is wrong.
         """
-        return self._prompt(messages, tools, options).text.plain()
+        prompt = self._prompt(messages, tools, options)
+        if self._max_model_len is not None:
+            check_length(prompt.text, self._tokenizer, self._max_model_len)
+        return prompt.text.plain()
 
     def render_ids(
         self,
@@ -140,7 +155,7 @@ class TokenizerView:
         **options: Unpack[RenderOptions],
     ) -> list[int]:
         """The token ids of the prompt that ``chat`` makes of messages. Arguments and errors as of `render`."""
-        return self._prompt(messages, tools, options).ids(self._tokenizer)
+        return self._prompt(messages, tools, options).ids(self._tokenizer, self._max_model_len)
 
     def _no_such_token(self, token_id: object) -> InvalidRequestError:
         message = f"there is no token {shown(token_id)}: ids are 0 to {self._num_ids - 1}"
@@ -152,4 +167,7 @@ class TokenizerView:
         from ..chat.prompt import ChatPrompt, PromptOptions  # brings all of chats with it
         from ..tokenizer.messages import checked_messages
 
+        if self._max_model_len is not None:
+            check_num_messages(self._max_model_len, messages, tools)
+            check_size((messages, tools, options), self._max_model_len)
         return ChatPrompt.of(self._tokenizer, checked_messages(messages), tools, PromptOptions.of(**options))

@@ -70,7 +70,8 @@ class ImmediateCalls:
 
     @property
     def tokenizer(self) -> TokenizerView:
-        """The model's tokenizer: encode, decode, count, render. Raises InvalidRequestError with skip_tokenizer=True."""
+        """The model's tokenizer: encode, decode, count, render, which block; on an event loop take `async_tokenizer`.
+        Raises InvalidRequestError with skip_tokenizer=True."""
         from ..engine.tokenizer_view import TokenizerView
 
         core = self._handle.open_core()

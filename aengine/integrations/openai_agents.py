@@ -127,7 +127,7 @@ class AEngineModel(SDKModel):
                     output_tokens=usage.completion_tokens,
                     total_tokens=usage.total_tokens,
                     input_tokens_details=_input_details(usage),
-                    output_tokens_details=OutputTokensDetails(reasoning_tokens=0),
+                    output_tokens_details=OutputTokensDetails(reasoning_tokens=usage.reasoning_tokens),
                 ),
                 response_id=None,  # there is nothing on a server to go on from
                 request_id=completion.request_id,
@@ -387,5 +387,5 @@ def _span_usage(usage: Usage) -> dict[str, Any]:
         "output_tokens": usage.completion_tokens,
         "total_tokens": usage.total_tokens,
         "input_tokens_details": _input_details(usage).model_dump(),
-        "output_tokens_details": {"reasoning_tokens": 0},
+        "output_tokens_details": {"reasoning_tokens": usage.reasoning_tokens},
     }

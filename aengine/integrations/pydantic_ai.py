@@ -7,7 +7,6 @@ Tools, the schema of a native output and free text are one grammar, so an answer
 
 from __future__ import annotations
 
-import asyncio
 from collections.abc import AsyncGenerator, AsyncIterator, Iterator, Mapping, Sequence
 from contextlib import asynccontextmanager, contextmanager
 from dataclasses import dataclass, field
@@ -217,8 +216,7 @@ class AEngineModel(Model[None]):
         settings, parameters = self.prepare_request(model_settings, model_request_parameters)
         with _api_errors(self._model_name):
             _, options = self._engine_settings(settings or {}, parameters)
-            number = await asyncio.to_thread(
-                self.engine.tokenizer.count,
+            number = await self.engine.async_tokenizer.count(
                 self._messages(messages, parameters),
                 options.get("tools"),
                 chat_template_kwargs=options.get("chat_template_kwargs"),

@@ -21,6 +21,8 @@ from ..params import SamplingParams
 from ..pooling import PoolingCalls, PoolingRequest, PoolingResult
 from ..telemetry.metrics import Statistics
 from ..telemetry.trace_context import current_trace
+from ..threads.pools import run_in_thread
+from ..tokenizer.async_tokenizer import AsyncTokenizer
 from .connection import Connection
 from .stream import RemoteStream
 from .tokenizer import RemoteTokenizer
@@ -217,7 +219,7 @@ class RemoteEngine(PoolingCalls):
         if output_type is not None:
             from ..structured.asked_type import AskedType
 
-            await asyncio.to_thread(AskedType(output_type, "error").described)
+            await run_in_thread("type", AskedType(output_type, "error").described)
 
     async def pool(self, request: PoolingRequest) -> PoolingResult:
         """See `AsyncLLM.pool`."""
@@ -225,7 +227,7 @@ class RemoteEngine(PoolingCalls):
         if self._life == "draining":
             raise EngineClosedError("the engine drains: it takes no new requests")
         if "numpy" not in sys.modules:
-            await asyncio.to_thread(import_module, "numpy")  # it would block the loop
+            await run_in_thread("import", import_module, "numpy")  # it would block the loop
         return pooled_from_wire(await connection.call("pool", to_wire(request)))
 
     def abort(self, request_id: str) -> bool:
@@ -260,6 +262,15 @@ class RemoteEngine(PoolingCalls):
         if self._tokenizer is None:
             raise InvalidRequestError("there is no tokenizer: skip_tokenizer=True", param="skip_tokenizer")
         return self._tokenizer
+
+    @property
+    def async_tokenizer(self) -> AsyncTokenizer:
+        """See `AsyncLLM.async_tokenizer`; its calls are made in the engine's process."""
+
+        async def ask(method: str, args: Sequence[Any], options: Mapping[str, Any]) -> Any:
+            return await self._check().call("tokenizer", method, args, options)
+
+        return AsyncTokenizer(ask)
 
     def statistics(self) -> Statistics:
         """The counters of the engine, for all processes together; at most a second old."""

@@ -14,6 +14,8 @@ from typing import TYPE_CHECKING, Any
 from .. import __version__
 from ..errors import AEngineError, EngineClosedError, InternalError, InvalidRequestError
 from ..telemetry.trace_context import trace_of
+from ..threads.pools import run_in_thread
+from ..tokenizer.async_tokenizer import CALLS
 from .link import Link
 from .unix_socket import bind_unix
 from .wire import delta_to_wire, error_to_wire, params_from_wire, pooled_to_wire, pooling_from_wire, to_wire
@@ -29,7 +31,6 @@ __all__ = ["serve_engine"]
 logger = logging.getLogger("aengine.remote")
 
 _NEWS_SECONDS = 0.5
-_TOKENIZER_CALLS = ("encode", "decode", "count", "render", "render_ids")
 
 
 @asynccontextmanager
@@ -103,7 +104,7 @@ class _ServedEngine:
         except InvalidRequestError:
             return None
         num_ids = max(view.vocab_size, self.engine.describe()["vocab_size"])
-        return await asyncio.to_thread(_tokenizer_table, view, num_ids)
+        return await run_in_thread("table", _tokenizer_table, view, num_ids)
 
     def news(self) -> tuple[Any, ...]:
         """State, statistics and description."""
@@ -306,10 +307,9 @@ class _Session:
                 value = await self._engine.check_health(*args)
             elif method == "pool":
                 value = pooled_to_wire(await self._engine.pool(pooling_from_wire(args[0])))
-            elif method == "tokenizer" and args[0] in _TOKENIZER_CALLS:
+            elif method == "tokenizer" and args[0] in CALLS:
                 name, given, options = args
-                ask = getattr(self._engine.tokenizer, name)
-                value = await asyncio.to_thread(ask, *given, **options)
+                value = await getattr(self._engine.async_tokenizer, name)(*given, **options)
             else:
                 raise EngineClosedError(f"the engine's process has no {method}")
             self.link.send("result", number, value)

@@ -1,11 +1,10 @@
-"""`RemoteTokenizer`: the engine's tokenizer, asked over a connection of its own."""
+"""`RemoteTokenizer`: the engine's tokenizer for code that blocks, asked over connections of its own."""
 
 from __future__ import annotations
 
-import contextlib
 import socket
-import threading
 from array import array
+from collections import deque
 from collections.abc import Mapping, Sequence
 from itertools import accumulate
 from typing import TYPE_CHECKING, Any
@@ -28,16 +27,16 @@ _TIMEOUT = 60.0
 class RemoteTokenizer:
     """The model's tokenizer and chat template, as `TokenizerView`.
 
-    Its methods block for the way to the engine's process and back, but for `token_bytes` and the properties: on an
-    event loop, give them to a thread, ``await asyncio.to_thread(engine.tokenizer.count, text)``. Any thread may call
-    them.
+    Its methods block for the way to the engine's process and back, and for what the call takes there, but for
+    `token_bytes` and the properties: on an event loop await `RemoteEngine.async_tokenizer`, which has the same ones.
+    Any thread may call them, several at once.
     """
 
     def __init__(self, path: str, known: Mapping[str, Any]) -> None:
         """``known``: what `tokenizer_table` made."""
         self._path = path
-        self._lock = threading.Lock()
-        self._socket: socket.socket | None = None
+        self._idle: deque[socket.socket] = deque()
+        """Connections that no call uses: each call has one for itself."""
         self.vocab_size: int = known["vocab_size"]
         self.bos_token_id: int | None = known["bos_token_id"]
         self.eos_token_ids: frozenset[int] = frozenset(known["eos_token_ids"])
@@ -98,38 +97,39 @@ class RemoteTokenizer:
         return ids
 
     def close(self) -> None:
-        """Close the connection; the next call makes another."""
-        connection, self._socket = self._socket, None
-        if connection is not None:
-            connection.close()
+        """Close the connections that no call uses; the next call makes another."""
+        while self._idle:
+            self._idle.pop().close()
 
     def _call(self, method: str, args: list[Any], options: Mapping[str, Any]) -> Any:
         body = pack([["call", 0, "tokenizer", [method, args, options]]])
-        with self._lock:
-            try:
-                if self._socket is None:
-                    self._socket = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
-                    self._socket.settimeout(_TIMEOUT)
-                    self._socket.connect(self._path)
-                self._socket.sendall(HEAD.pack(len(body)) + body)
-                (length,) = HEAD.unpack(self._exactly(HEAD.size))
-                ((kind, _, value),) = unpack(self._exactly(length))
-            except BaseException as error:
-                with contextlib.suppress(OSError):
-                    self.close()
-                if isinstance(error, OSError):
-                    raise EngineClosedError(f"the engine's process does not answer: {error}") from None
-                raise
+        try:
+            connection = self._idle.pop()
+        except IndexError:
+            connection = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
+        try:
+            if connection.gettimeout() is None:  # a new one
+                connection.settimeout(_TIMEOUT)
+                connection.connect(self._path)
+            connection.sendall(HEAD.pack(len(body)) + body)
+            (length,) = HEAD.unpack(_exactly(connection, HEAD.size))
+            ((kind, _, value),) = unpack(_exactly(connection, length))
+        except BaseException as error:
+            connection.close()
+            if isinstance(error, OSError):
+                raise EngineClosedError(f"the engine's process does not answer: {error}") from None
+            raise
+        self._idle.append(connection)
         if kind == "failed":
             raise error_from_wire(value)
         return value
 
-    def _exactly(self, size: int) -> bytes:
-        assert self._socket is not None
-        data = bytearray()
-        while len(data) < size:
-            part = self._socket.recv(size - len(data))
-            if not part:
-                raise ConnectionResetError("the connection has ended")
-            data += part
-        return bytes(data)
+
+def _exactly(connection: socket.socket, size: int) -> bytes:
+    data = bytearray()
+    while len(data) < size:
+        part = connection.recv(size - len(data))
+        if not part:
+            raise ConnectionResetError("the connection has ended")
+        data += part
+    return bytes(data)

@@ -6,15 +6,22 @@ import asyncio
 import json
 import math
 import re
-from collections.abc import AsyncGenerator, Awaitable, Callable, Coroutine, Mapping
+from collections.abc import AsyncGenerator, Awaitable, Callable, Coroutine, Iterator, Mapping
 from contextlib import aclosing
+from json import scanner
 from typing import Any, TypeVar
 
 from starlette.requests import Request
 from starlette.responses import Response
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
+from ..bounds import MAX_VALUES
+from ..threads.lanes import Lanes
+from ..threads.yield_gil import yield_gil
+
 __all__ = [
+    "FEW_VALUES",
+    "MANY_VALUES",
     "ClientLeftError",
     "CloseAfterTwoLengths",
     "EventStream",
@@ -23,7 +30,9 @@ __all__ = [
     "Pace",
     "as_utf8",
     "begin_events",
+    "dumps",
     "event",
+    "json_in_pieces",
     "read_json",
     "while_connected",
 ]
@@ -34,9 +43,14 @@ Rest = Callable[[float], Awaitable[None]]
 """Waits so many seconds, or until there is nothing more to wait for: `TokenStream.rest`."""
 
 
-MOST_VALUES = 2_000_000
-"""That a body may have, counted by commas and brackets. To make Python objects of millions takes seconds, and the loop
-stands still meanwhile; a text of the same size takes milliseconds."""
+dumps = json.JSONEncoder(ensure_ascii=False, allow_nan=False, separators=(",", ":")).encode
+
+FEW_VALUES = 5_000
+"""Of a body or an answer, which the loop reads or writes itself: a few milliseconds. A text counts as one: its size
+costs a hundredth of that."""
+MANY_VALUES = 100_000
+"""From which on others should not wait for it."""
+_PIECE = 64  # values that are written at once
 
 
 _JSON = re.compile(r"application/([\w.-]+\+)?json", re.ASCII)
@@ -104,7 +118,40 @@ class JSONAnswer(Response):
     media_type = "application/json"
 
     def render(self, content: Any) -> bytes:
-        return as_utf8(json.dumps(content, ensure_ascii=False, allow_nan=False, separators=(",", ":")))
+        return as_utf8(dumps(content))
+
+
+def json_in_pieces(content: Any) -> bytes:
+    """The body of a `JSONAnswer`, of large content: made in a thread, it lets the loop have the GIL between two
+    pieces, which the library's encoder keeps for as long as it writes."""
+    return as_utf8("".join(_pieces(content, 5)))  # choices[0].logprobs.content[0] and data[0].embedding[0] are as deep
+
+
+def _pieces(value: Any, depth: int) -> Iterator[str]:
+    """``depth``: of mappings and lists that are gone through one by one."""
+    if not isinstance(value, dict | list) or not depth:
+        yield dumps(value)
+    elif isinstance(value, dict):
+        before = "{"
+        for key, one in value.items():
+            yield f"{before}{dumps(key)}:"
+            yield from _pieces(one, depth - 1)
+            before = ","
+        yield "}" if value else "{}"
+    else:
+        yield "["
+        for start in range(0, len(value), _PIECE):
+            yield_gil()
+            piece = value[start : start + _PIECE]
+            if start:
+                yield ","
+            if isinstance(piece[0], dict | list):
+                for number, one in enumerate(piece):
+                    yield "," if number else ""
+                    yield from _pieces(one, depth - 1)
+            else:
+                yield dumps(piece)[1:-1]
+        yield "]"
 
 
 def as_utf8(text: str) -> bytes:
@@ -130,8 +177,11 @@ async def read_body(request: Request, max_bytes: int) -> bytes:
             return bytes(body)
 
 
-async def read_json(request: Request, max_bytes: int) -> Any:
-    """Read the body as JSON. Raises HTTPError 400, 413 or 415, and ClientLeftError."""
+async def read_json(request: Request, max_bytes: int, lanes: Lanes, validated: Callable[[Any], T]) -> T:
+    """Read the body as JSON, and return what ``validated`` makes of it; of many values in a thread.
+
+    Raises HTTPError 400, 413 or 415, ClientLeftError, and what ``validated`` does.
+    """
     encoding = request.headers.get("content-encoding", "identity").strip().lower()
     if encoding not in ("identity", ""):
         raise HTTPError(415, f"the body has content-encoding: {encoding[:80]}; send it as it is, not compressed")
@@ -140,11 +190,18 @@ async def read_json(request: Request, max_bytes: int) -> Any:
         given = repr(kind[:80]) if kind else "none at all"
         raise HTTPError(415, f"the body must be JSON, with content-type: application/json, not {given}")
     body = await read_body(request, max_bytes)
-    if sum(map(body.count, (b",", b"[", b"{"))) > MOST_VALUES:
-        message = f"the body has more than {MOST_VALUES} values: send less, or texts in place of token ids"
+    num_values = sum(map(body.count, (b",", b"[", b"{")))
+    if num_values > MAX_VALUES:
+        message = f"the body has more than {MAX_VALUES} values: send less, or texts in place of token ids"
         raise HTTPError(413, message, code="request_too_large")
+    if num_values < FEW_VALUES:
+        return validated(_loaded(body, _ONCE))
+    return await lanes.run(lambda: validated(_loaded(body, _IN_PIECES)), is_long=num_values > MANY_VALUES)
+
+
+def _loaded(body: bytes, decoder: json.JSONDecoder) -> Any:
     try:
-        return json.loads(body, parse_constant=_refuse_number, parse_float=_finite_float)
+        return decoder.decode(body.decode(json.detect_encoding(body), "surrogatepass"))
     except (ValueError, RecursionError) as error:  # UnicodeDecodeError is a ValueError, too
         raise HTTPError(400, f"the body is not JSON: {str(error)[:200]}", code="invalid_json") from None
 
@@ -156,6 +213,20 @@ def _refuse_number(text: str) -> float:
 def _finite_float(text: str) -> float:
     number = float(text)
     return number if math.isfinite(number) else _refuse_number(text)
+
+
+class _DecoderInPieces(json.JSONDecoder):
+    """The library's decoder in Python, which in a thread lets the loop have the GIL; the one in C keeps it to the
+    end."""
+
+    def __init__(self, **options: Any) -> None:
+        super().__init__(**options)
+        self.scan_once = scanner.py_make_scanner(self)  # type: ignore[attr-defined]  # the stubs lack it
+
+
+_OPTIONS: Any = {"parse_constant": _refuse_number, "parse_float": _finite_float}
+_ONCE = json.JSONDecoder(**_OPTIONS)
+_IN_PIECES = _DecoderInPieces(**_OPTIONS)
 
 
 async def while_connected(request: Request, work: Coroutine[Any, Any, T]) -> T:

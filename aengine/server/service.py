@@ -6,16 +6,19 @@ import hashlib
 import os
 import re
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 from pathlib import PurePath
 from typing import TYPE_CHECKING, Any, TypeVar
 
 from pydantic import BaseModel, ValidationError
 from starlette.requests import Request
+from starlette.responses import Response
 
 from .. import __version__
+from ..threads.lanes import Lanes
 from .health import Health
-from .http import HTTPError, Pace, read_json
+from .http import FEW_VALUES, MANY_VALUES, HTTPError, JSONAnswer, Pace, json_in_pieces, read_json
 from .openai.responses.store import ResponseStore
 
 if TYPE_CHECKING:
@@ -53,6 +56,7 @@ class Service:
         self.created = int(time.time())
         self.health = Health(engine)
         self.pace = Pace(pieces_per_second)
+        self._lanes = Lanes("http")
         self.openapi: dict[str, Any] = {}
         """The application's description of itself."""
         self._fingerprint: str | None = None
@@ -80,10 +84,20 @@ class Service:
 
     async def body(self, request: Request, kind: type[B]) -> B:
         """Read and validate the body of a request. Raises HTTPError 400, 404, 413, 415 and ClientLeftError."""
-        body = validated(kind, await read_json(request, self.max_body_bytes))
+        body = await read_json(request, self.max_body_bytes, self._lanes, partial(validated, kind))
         request.state.body = body  # whose fields errors name
         self.check_model(getattr(body, "model", None))
         return body
+
+    async def answer(
+        self, content: Callable[[], Any], num_values: int, headers: Mapping[str, str] | None = None
+    ) -> Response:
+        """Answer with JSON of about so many values; of many it is made in a thread."""
+        if num_values < FEW_VALUES:
+            return JSONAnswer(content(), headers=headers)
+        work = lambda: json_in_pieces(content())  # noqa: E731
+        body = await self._lanes.run(work, is_long=num_values > MANY_VALUES)
+        return Response(body, headers=headers, media_type="application/json")
 
     def check_model(self, name: str | None) -> None:
         """Raise HTTPError 404 unless the model is served under this name. None: whatever is served."""

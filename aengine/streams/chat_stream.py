@@ -11,7 +11,7 @@ from dataclasses import replace
 from types import TracebackType
 from typing import TYPE_CHECKING, Any
 
-from ..chat.messages import ChatChoice, ChatCompletion, ChatMessage, Delta, TextDelta
+from ..chat.messages import ChatChoice, ChatCompletion, ChatMessage, Delta, ReasoningDelta, TextDelta
 from ..chat.plan import ChatPlan
 from ..errors import AEngineError, InvalidRequestError
 from ..outputs import Choice, FinishReason, Token, Usage
@@ -34,6 +34,8 @@ class _Answer:
         self._parser = plan.new_parser()
         self._tokens: list[Token] | None = [] if has_logprobs else None  # since the last delta
         self.has_ended = False  # its last token has been read
+        self.num_reasoning_tokens = 0
+        self._num_unsure = 0  # tokens since, which belong to it if more follows
 
     @property
     def message(self) -> ChatMessage:
@@ -45,15 +47,28 @@ class _Answer:
             self._tokens.append(token)
         is_stop = token.finish_reason is FinishReason.STOP
         deltas = self._parser.feed(token.text, self._plan.marker_of(token.token_id, is_stop=is_stop))
+        self._count_reasoning(deltas)
         if token.finish_reason is None:
             return self._with_index(deltas)
         self.has_ended = True
         return self.finish(deltas)
 
+    def _count_reasoning(self, deltas: Sequence[Delta]) -> None:
+        """Count a token, of which these deltas came, if it is of the reasoning; one that made none if more of the
+        reasoning follows."""
+        if any(isinstance(delta, ReasoningDelta) for delta in deltas):
+            self.num_reasoning_tokens += self._num_unsure + 1
+            self._num_unsure = 0
+        elif self.num_reasoning_tokens:
+            self._num_unsure += 1
+
     def finish(self, deltas: Sequence[Delta] = ()) -> list[Delta]:
         """The answer's last deltas, after those given; one without text if it takes one for tokens that are left.
         Idempotent."""
-        last = [*deltas, *self._parser.finish()]
+        rest = self._parser.finish()
+        if any(isinstance(delta, ReasoningDelta) for delta in rest):
+            self.num_reasoning_tokens += self._num_unsure
+        last = [*deltas, *rest]
         if self._tokens and not last:
             last.append(TextDelta(""))
         return self._with_index(last)
@@ -230,7 +245,9 @@ class ChatStream:
         else:
             pairs = zip(self._answers, completion.choices, strict=True)
             choices = tuple(answer.choice(plain) for answer, plain in pairs)
-        return ChatCompletion(completion.request_id, choices, completion.usage, completion.warnings, completion.timings)
+        num_reasoning_tokens = sum(answer.num_reasoning_tokens for answer in self._answers)
+        usage = replace(completion.usage, reasoning_tokens=num_reasoning_tokens)
+        return ChatCompletion(completion.request_id, choices, usage, completion.warnings, completion.timings)
 
     @property
     def _plan(self) -> ChatPlan | None:

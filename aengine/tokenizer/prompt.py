@@ -100,7 +100,7 @@ class MessagesPart(PromptPart):
     @property
     def is_long(self) -> bool:
         """See `TextPart.is_long`."""
-        return is_long(self.messages, num_messages=len(self.messages))
+        return is_long(self.messages)
 
     def encode(self, tokenizer: Tokenizer, max_model_len: int) -> list[int]:
         """See `TextPart.encode`; InvalidRequestError also if the messages don't fit the template."""
@@ -110,12 +110,14 @@ class MessagesPart(PromptPart):
         return _not_empty(tokenizer.encode(text, add_special_tokens=False))  # the template wrote them
 
 
-def part_of(prompt: Prompt, max_model_len: int) -> TextPart | TokensPart | MessagesPart:
+def part_of(prompt: Prompt, max_model_len: int | None = None) -> TextPart | TokensPart | MessagesPart:
     """The prompt, checked. Raises InvalidRequestError for what is none, or is empty, and ContextLengthError for more
     messages than the context has tokens."""
     if isinstance(prompt, str):
         if not prompt:
             raise InvalidRequestError("the prompt is empty: give it at least one character", param="prompt")
+        if max_model_len is not None:
+            check_num_characters(str.__len__(prompt), max_model_len)
         return TextPart(prompt)
     if isinstance(prompt, bytes | bytearray | Mapping) or not isinstance(prompt, Sequence):
         raise InvalidRequestError(f"a prompt must be {_WANTED}, not {type(prompt).__name__}", param="prompt")
@@ -123,7 +125,8 @@ def part_of(prompt: Prompt, max_model_len: int) -> TextPart | TokensPart | Messa
         raise InvalidRequestError("the prompt is empty: give it at least one token or message", param="prompt")
     first = next(iter(prompt), None)
     if isinstance(first, Mapping):
-        check_num_messages(max_model_len, prompt)  # before they are looked at
+        if max_model_len is not None:
+            check_num_messages(max_model_len, prompt)  # before they are looked at
         return MessagesPart(checked_messages(prompt))
     if isinstance(first, int) and not isinstance(first, bool):
         return TokensPart(prompt)  # type: ignore[arg-type]

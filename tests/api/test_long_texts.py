@@ -78,16 +78,16 @@ async def test_a_long_text_holds_up_nobody(make_engine: Make, monkeypatch: pytes
 
 def test_what_is_long() -> None:
     text = "x" * (LONG_TEXT + 1)
-    assert part_of(text, 512).is_long and not part_of(text[1:], 512).is_long
+    assert part_of(text).is_long and not part_of(text[1:]).is_long
     for content, expected in (
         (text, True),
         (text[1000:], False),
         ([{"type": "text", "text": text}], True),
     ):
-        assert part_of([{"role": "user", "content": content}], 512).is_long is expected
+        assert part_of([{"role": "user", "content": content}]).is_long is expected
         assert ChatRequest(messages=[{"role": "user", "content": content}]).is_long is expected
     hello = {"role": "user", "content": "hello"}
-    assert part_of([{"role": "user", "content": text[:30_000]}] * 2, 512).is_long
+    assert part_of([{"role": "user", "content": text[:30_000]}] * 2).is_long
     for given, expected in (
         ({"messages": [hello] * 300}, True),  # a template goes through them one by one
         ({"messages": [hello] * 20}, False),

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+import threading
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from pathlib import Path
@@ -13,6 +14,7 @@ import pytest
 from pydantic import BaseModel, Field, ValidationError, field_validator
 
 from aengine import (
+    ContextLengthError,
     DeadlineExceededError,
     EngineClosedError,
     FinishReason,
@@ -26,6 +28,7 @@ from aengine import (
 )
 from aengine.remote import RemoteEngine, connect, serve_engine
 from aengine.testing import FakeAsyncLLM, Reply
+from aengine.tokenizer.tokenizer import Tokenizer
 
 HELLO: list[Any] = [{"role": "user", "content": "hello"}]
 TOOL = {"type": "function", "function": {"name": "add", "parameters": {"properties": {"a": {"type": "integer"}}}}}
@@ -345,3 +348,32 @@ async def test_an_abort_ends_requests_of_its_own_process_only(tmp_path: Path, me
         await until_running(engine)
         assert not one.abort("job-1") and other.abort("job-1")
         assert (await third).finish_reason is FinishReason.ABORT
+
+
+async def test_a_slow_call_of_the_tokenizer_holds_up_no_other(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    encode, gate, begun = Tokenizer.encode, threading.Event(), threading.Event()
+
+    def slow(self: Tokenizer, text: str, *args: Any, **options: Any) -> list[int]:
+        if len(text) > 50_000:
+            begun.set()
+            assert gate.wait(60)
+        return encode(self, text, *args, **options)
+
+    monkeypatch.setattr(Tokenizer, "encode", slow)
+    async with both(tmp_path, "yes") as (engine, remote), asyncio.timeout(30):
+        long = [
+            asyncio.create_task(asyncio.to_thread(remote.tokenizer.count, "x" * 60_000)),
+            asyncio.create_task(remote.async_tokenizer.count("x" * 60_000)),
+        ]
+        await asyncio.to_thread(begun.wait)
+        for _ in range(2):
+            assert await asyncio.to_thread(remote.tokenizer.count, "short") == 5
+            assert await remote.async_tokenizer.count("short") == 5
+        assert await remote.async_tokenizer.render_ids(HELLO) == engine.tokenizer.render_ids(HELLO)
+        assert await remote.async_tokenizer.render(HELLO) == engine.tokenizer.render(HELLO)
+        assert await remote.async_tokenizer.decode([104, 105]) == "hi"
+        with pytest.raises(ContextLengthError):
+            await remote.async_tokenizer.encode("x" * 4_000_000)
+        assert not any(task.done() for task in long)
+        gate.set()
+        assert await asyncio.gather(*long) == [60_000] * 2

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 import uuid
 from contextlib import aclosing
 from functools import partial
@@ -66,7 +65,7 @@ async def count_tokens(service: Service, request: Request) -> Response:
     body.check_thread()
     conversation, rendering = conversation_of(body)
     options: Any = rendering | {"chat_template_kwargs": body.template_variables() or None}
-    count = asyncio.to_thread(service.engine.tokenizer.count, conversation, body.tool_dicts(), **options)
+    counting = service.engine.async_tokenizer.count(conversation, body.tool_dicts(), **options)
     return JSONAnswer(
-        {"input_tokens": await while_connected(request, count)}, headers={REQUEST_ID: request_id_of(request)}
+        {"input_tokens": await while_connected(request, counting)}, headers={REQUEST_ID: request_id_of(request)}
     )

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
-import json
 import re
 import uuid
 from collections.abc import Iterable, Iterator, Sequence
@@ -13,7 +11,8 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 from starlette.requests import Request
 
 from ...chat.messages import Delta, ReasoningDelta, TextDelta
-from ...outputs import FinishReason, Logprob, Usage
+from ...outputs import Completion, FinishReason, Logprob, Usage
+from ..http import dumps
 
 if TYPE_CHECKING:
     from ...engine.tokenizer_view import TokenizerView
@@ -25,12 +24,11 @@ __all__ = [
     "dumps",
     "finish_reason",
     "finite",
+    "num_values_of",
     "rows_of",
     "token_entry",
     "usage_of",
 ]
-
-dumps = json.JSONEncoder(ensure_ascii=False, allow_nan=False, separators=(",", ":")).encode
 
 TokenRow = tuple[int, float | None, Sequence[Logprob]]
 """A token's id, its logprob, and the likeliest alternatives at its place."""
@@ -95,11 +93,11 @@ def rows_of(logprobs: Iterable[tuple[Logprob, ...]]) -> Iterable[TokenRow]:
     return ((row[0].token_id, row[0].logprob, row[1:]) for row in logprobs if row)
 
 
-async def num_tokens(tokenizer: TokenizerView, text: str) -> int:
-    """Return the number of tokens of a part of an answer, as far as the text alone tells."""
-    if len(text) < 5000:
-        return len(tokenizer.encode(text, add_special_tokens=False)) if text else 0
-    return len(await asyncio.to_thread(tokenizer.encode, text, add_special_tokens=False))
+def num_values_of(*completions: Completion[Any]) -> int:
+    """Return about how many values the answer has as JSON: choices, tokens, log-probabilities."""
+    choices = [choice for completion in completions for choice in completion.choices]
+    num_rows = sum(len(row) for choice in choices for row in choice.logprobs or ())
+    return len(choices) + sum(len(choice.token_ids) // 16 for choice in choices) + 8 * num_rows
 
 
 def _entry(tokenizer: TokenizerView, token_id: int, logprob: float | None) -> dict[str, Any]:

@@ -22,8 +22,8 @@ from ...chat.messages import (
     ToolCallStart,
 )
 from ...errors import AEngineError
-from ...outputs import FinishReason
-from ..http import JSONAnswer, as_utf8, begin_events, event, while_connected
+from ...outputs import FinishReason, Usage
+from ..http import as_utf8, begin_events, event, while_connected
 from ..service import Service
 from .answers import (
     MOST_EVENTS,
@@ -32,7 +32,7 @@ from .answers import (
     dumps,
     finish_reason,
     merged,
-    num_tokens,
+    num_values_of,
     rows_of,
     token_entry,
     usage_of,
@@ -61,16 +61,7 @@ async def chat_completions(service: Service, request: Request) -> Response:
         failed = partial(error_events, body)
         return await begin_events(request, chunks, service.pace, stream.rest, failed, name.headers)
     completion = await while_connected(request, stream.wait())
-    return JSONAnswer(
-        head
-        | {
-            "object": "chat.completion",
-            "choices": [writer.choice(choice) for choice in completion.choices],
-            "usage": await writer.usage(completion),
-        }
-        | ({"warnings": list(completion.warnings)} if completion.warnings else {}),
-        headers=name.headers,
-    )
+    return await service.answer(lambda: head | writer.whole(completion), num_values_of(completion), name.headers)
 
 
 class _Writer:
@@ -81,12 +72,15 @@ class _Writer:
         self._head = head
         self._tokenizer = service.engine.tokenizer
 
-    async def usage(self, completion: ChatCompletion) -> dict[str, Any]:
-        texts = [choice.message.reasoning or "" for choice in completion.choices]
-        num_reasoning_tokens = sum([await num_tokens(self._tokenizer, text) for text in texts])
-        return usage_of(completion.usage) | {"completion_tokens_details": {"reasoning_tokens": num_reasoning_tokens}}
-
     # -- a whole answer
+
+    def whole(self, completion: ChatCompletion) -> dict[str, Any]:
+        answer = {
+            "object": "chat.completion",
+            "choices": [self.choice(choice) for choice in completion.choices],
+            "usage": _usage_of(completion.usage),
+        }
+        return answer | ({"warnings": list(completion.warnings)} if completion.warnings else {})
 
     def choice(self, choice: ChatChoice) -> dict[str, Any]:
         logprobs = None
@@ -131,9 +125,10 @@ class _Writer:
                         if writer.is_full:
                             yield writer.take()
                     if has_several:
-                        for index, reason in enumerate(stream.finish_reasons):
+                        ends = zip(stream.finish_reasons, stream.stop_reasons)
+                        for index, (reason, stop_reason) in enumerate(ends):
                             if reason is not None:
-                                writer.end(index, reason, stream.stop_reasons[index])
+                                writer.end(index, reason, stop_reason)
                     if writer.has_events:
                         yield writer.take()
             except AEngineError as error:
@@ -145,7 +140,7 @@ class _Writer:
         for choice in completion.choices:
             writer.end(choice.index, choice.finish_reason, choice.stop_reason)
         if options.include_usage:
-            writer.write_usage(await self.usage(completion))
+            writer.write_usage(_usage_of(completion.usage))
         yield writer.take() + event("[DONE]")
 
     def _write(self, writer: _ChunkWriter, delta: Delta) -> None:
@@ -169,6 +164,10 @@ class _Writer:
 
     def _logprobs(self, rows: Iterable[TokenRow]) -> dict[str, Any]:
         return {"content": [token_entry(self._tokenizer, row) for row in rows], "refusal": None}
+
+
+def _usage_of(usage: Usage) -> dict[str, Any]:
+    return usage_of(usage) | {"completion_tokens_details": {"reasoning_tokens": usage.reasoning_tokens}}
 
 
 class _ChunkWriter:

@@ -16,15 +16,16 @@ from starlette.responses import Response
 
 from ...errors import AEngineError
 from ...outputs import Choice, Completion, FinishReason, Token, Usage
-from ..http import JSONAnswer, as_utf8, begin_events, event, while_connected
+from ..http import as_utf8, begin_events, event, while_connected
 from ..service import Service
-from .answers import AnswerId, TokenRow, answer_id, dumps, finish_reason, finite, rows_of, usage_of
+from .answers import AnswerId, TokenRow, answer_id, dumps, finish_reason, finite, num_values_of, rows_of, usage_of
 from .errors import error_events
 from .requests import CompletionBody
 
 if TYPE_CHECKING:
     from ...engine.tokenizer_view import TokenizerView
     from ...streams.token_stream import TokenStream
+    from ...tokenizer.async_tokenizer import AsyncTokenizer
     from ...tokenizer.prompt import Prompt
 
 __all__ = ["completions"]
@@ -41,18 +42,14 @@ async def completions(service: Service, request: Request) -> Response:
     head["system_fingerprint"] = service.system_fingerprint
     writer = _Writer(service, body, head)
     if body.stream:
-        streams = _begin(service, body, name)
+        streams = await _begin(service, body, name)
+        await writer.set_echoes(service.engine.async_tokenizer)
         chunks = writer.chunks(streams)
         rest = streams[0].rest if len(streams) == 1 else asyncio.sleep
         return await begin_events(request, chunks, service.pace, rest, partial(error_events, body), name.headers)
     answers = await while_connected(request, _whole(service, body, name))
-    choices = [writer.choice(i, choice) for i, answer in enumerate(answers) for choice in answer.choices]
-    usage = _total([answer.usage for answer in answers])
-    warnings = [warning for answer in answers[:1] for warning in answer.warnings]
-    return JSONAnswer(
-        head | {"choices": choices, "usage": usage_of(usage)} | ({"warnings": warnings} if warnings else {}),
-        headers=name.headers,
-    )
+    await writer.set_echoes(service.engine.async_tokenizer)
+    return await service.answer(lambda: head | writer.whole(answers), num_values_of(*answers), name.headers)
 
 
 def _requests(body: CompletionBody, name: AnswerId) -> list[tuple[Prompt, dict[str, Any]]]:
@@ -67,8 +64,11 @@ async def _whole(service: Service, body: CompletionBody, name: AnswerId) -> list
     requests = _requests(body, name)
     if len(requests) == 1:
         return [await service.engine.generate(requests[0][0], **requests[0][1])]
-    calls = [asyncio.ensure_future(service.engine.generate(prompt, **options)) for prompt, options in requests]
+    calls: list[asyncio.Future[Completion[Any]]] = []
     try:
+        for prompt, options in requests:
+            calls.append(asyncio.ensure_future(service.engine.generate(prompt, **options)))
+            await _turn(len(calls))
         return await asyncio.gather(*calls)
     finally:
         running = [call for call in calls if call.cancel()]
@@ -76,9 +76,19 @@ async def _whole(service: Service, body: CompletionBody, name: AnswerId) -> list
             await asyncio.wait(running)
 
 
-def _begin(service: Service, body: CompletionBody, name: AnswerId) -> list[TokenStream]:
+async def _begin(service: Service, body: CompletionBody, name: AnswerId) -> list[TokenStream]:
     """Begin all prompts. Dropping the streams ends them, so an error of a later prompt leaves none behind."""
-    return [service.engine.stream(prompt, **options) for prompt, options in _requests(body, name)]
+    streams: list[TokenStream] = []
+    for prompt, options in _requests(body, name):
+        streams.append(service.engine.stream(prompt, **options))
+        await _turn(len(streams))
+    return streams
+
+
+async def _turn(number: int) -> None:
+    """Let others have the loop after every few prompts."""
+    if not number % 16:
+        await asyncio.sleep(0)
 
 
 async def _read_all(streams: Sequence[TokenStream]) -> AsyncGenerator[tuple[int, list[Token]], None]:
@@ -90,15 +100,23 @@ async def _read_all(streams: Sequence[TokenStream]) -> AsyncGenerator[tuple[int,
             while tokens := await streams[0].read():
                 yield 0, tokens
             return
-        reading = {asyncio.ensure_future(stream.read()): i for i, stream in enumerate(streams)}
+        reading: set[asyncio.Future[list[Token]]] = set()
+        ready: asyncio.Queue[tuple[int, asyncio.Future[list[Token]]]] = asyncio.Queue()
+
+        def read(index: int) -> None:
+            one = asyncio.ensure_future(streams[index].read())
+            reading.add(one)
+            one.add_done_callback(lambda done: ready.put_nowait((index, done)))
+
         try:
+            for index in range(len(streams)):
+                read(index)
             while reading:
-                await asyncio.wait(reading, return_when=asyncio.FIRST_COMPLETED)
-                for done in [one for one in reading if one.done()]:
-                    index = reading.pop(done)
-                    if tokens := done.result():
-                        reading[asyncio.ensure_future(streams[index].read())] = index
-                        yield index, tokens
+                index, done = await ready.get()
+                reading.discard(done)
+                if tokens := done.result():
+                    read(index)
+                    yield index, tokens
         finally:
             for one in reading:
                 one.cancel()
@@ -121,7 +139,23 @@ class _Writer:
         self.body = body
         self.head = head
         self.num_choices = 1 if body.n is None else body.n  # of each prompt
-        self._tokenizer = service.engine.tokenizer if body.echo or body.logprobs is not None else None
+        self._tokenizer = service.engine.tokenizer if body.logprobs is not None else None
+        self._echoes: list[str] = []  # what of each prompt is repeated before its completions
+
+    async def set_echoes(self, tokenizer: AsyncTokenizer) -> None:
+        """Make the texts of the prompts, if they are asked for."""
+        if self.body.echo:
+            prompts: Sequence[Any] = self.body.prompts
+            self._echoes = [
+                prompt if isinstance(prompt, str) else await tokenizer.decode(prompt, skip_special_tokens=False)
+                for prompt in prompts
+            ]
+
+    def whole(self, answers: Sequence[Completion[Any]]) -> dict[str, Any]:
+        choices = [self.choice(i, choice) for i, answer in enumerate(answers) for choice in answer.choices]
+        usage = usage_of(_total([answer.usage for answer in answers]))
+        warnings = [warning for answer in answers[:1] for warning in answer.warnings]
+        return {"choices": choices, "usage": usage} | ({"warnings": warnings} if warnings else {})
 
     def choice(self, prompt_index: int, choice: Choice[Any]) -> dict[str, Any]:
         echo = self.echo(prompt_index)
@@ -157,11 +191,7 @@ class _Writer:
 
     def echo(self, prompt_index: int) -> str:
         """What of the prompt is repeated before its completions."""
-        if not self.body.echo:
-            return ""
-        prompt: Any = self.body.prompts[prompt_index]
-        assert self._tokenizer is not None
-        return prompt if isinstance(prompt, str) else self._tokenizer.decode(prompt, skip_special_tokens=False)
+        return self._echoes[prompt_index] if self._echoes else ""
 
     def new_logprobs(self, prompt_index: int) -> _Logprobs:
         assert self._tokenizer is not None
@@ -181,6 +211,8 @@ class _ChunkWriter:
         self._include_usage = options is not None and options.include_usage
         self._is_continuous = options is not None and options.has_usage_so_far
         self._begun: set[int] = set()  # choices of which something was written
+        self._usages = [Usage(0, 0)] * len(streams)
+        self._total = Usage(0, 0)
         self._logprobs: dict[int, _Logprobs] = {}
         if writer.body.logprobs is not None:
             numbers = range(len(streams) * self._num_choices)
@@ -193,6 +225,8 @@ class _ChunkWriter:
     def events(self, index: int, tokens: Sequence[Token]) -> list[str]:
         """Return a chunk for each choice of a prompt that has news."""
         events = []
+        if self._is_continuous:
+            self._note_usage(index)
         tail = self._tail()
         for choice, group in groupby(tokens, lambda token: token.index):
             run = list(group)
@@ -213,6 +247,8 @@ class _ChunkWriter:
 
     def last_events(self) -> list[str]:
         """Return the ends of choices that were aborted, and the usage."""
+        for index in range(len(self._streams)):
+            self._note_usage(index)
         tail = self._tail()
         events = [
             self._chunk(i * self._num_choices + choice.index, "", "null", choice.finish_reason, tail)
@@ -244,8 +280,18 @@ class _ChunkWriter:
             return f',"usage":{self._usage()}}}\n\n'
         return ',"usage":null}\n\n' if self._include_usage else "}\n\n"
 
+    def _note_usage(self, index: int) -> None:
+        """Take a stream's tokens so far into the sum of all."""
+        before, now, total = self._usages[index], self._streams[index].usage, self._total
+        self._usages[index] = now
+        self._total = Usage(
+            total.prompt_tokens + now.prompt_tokens - before.prompt_tokens,
+            total.completion_tokens + now.completion_tokens - before.completion_tokens,
+            total.cached_tokens + now.cached_tokens - before.cached_tokens,
+        )
+
     def _usage(self) -> str:
-        return dumps(usage_of(_total([stream.usage for stream in self._streams])))
+        return dumps(usage_of(self._total))
 
 
 class _Logprobs:

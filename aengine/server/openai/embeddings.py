@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 import base64
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Annotated, Any, Literal
@@ -26,8 +25,6 @@ __all__ = ["EmbeddingBody", "RerankBody", "ScoreBody", "embeddings", "rerank", "
 
 Said = Annotated[Text, Field(min_length=1)]
 Texts = Annotated[list[str], Field(fail_fast=True)]
-_MANY = 20_000
-"""Numbers of an answer from which on they are written in a thread."""
 
 
 class PoolingBody(Body):
@@ -99,9 +96,7 @@ async def embeddings(service: Service, request: Request) -> Response:
     head = {"object": "list", "model": service.model_name, "usage": _usage(result.usage)}
     if body.encoding_format == "base64":
         return JSONAnswer(head | {"data": _data([base64.b64encode(_bytes(row)).decode() for row in result.values])})
-    if result.values.size < _MANY:
-        return JSONAnswer(head | {"data": _data(result.values.tolist())})
-    return await asyncio.to_thread(lambda: JSONAnswer(head | {"data": _data(result.values.tolist())}))
+    return await service.answer(lambda: head | {"data": _data(result.values.tolist())}, result.values.size)
 
 
 async def rerank(service: Service, request: Request) -> Response:

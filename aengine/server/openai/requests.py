@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Annotated, Any, Literal
 
-from pydantic import AfterValidator, BaseModel, ConfigDict, Field, WithJsonSchema, model_validator
+from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict, Field, WithJsonSchema, model_validator
 from pydantic_core import PydanticCustomError
 
 from ...bounds import MAX_CHOICES, MAX_LOGIT_BIAS, MAX_LOGPROBS, MAX_PROMPTS
@@ -62,6 +62,16 @@ def _check_unicode(text: str) -> str:
 
 Text = Annotated[str, AfterValidator(_check_unicode)]
 """A text for the model."""
+
+
+def _check_logit_bias(value: Any) -> Any:
+    """Of a dict that is too long no entry is looked at."""
+    if isinstance(value, dict) and len(value) > MAX_LOGIT_BIAS:
+        raise PydanticCustomError("too_long", "it may have at most {most} tokens", {"most": MAX_LOGIT_BIAS})
+    return value
+
+
+LogitBias = Annotated[dict[int, float], Field(max_length=MAX_LOGIT_BIAS), BeforeValidator(_check_logit_bias)]
 
 
 def _refuse(value: Any) -> None:
@@ -240,7 +250,7 @@ class SamplingBody(Body):
     seed: int | None = None
     presence_penalty: float | None = None
     frequency_penalty: float | None = None
-    logit_bias: Annotated[dict[int, float], Field(max_length=MAX_LOGIT_BIAS)] | None = None
+    logit_bias: LogitBias | None = None
     # vLLM's
     top_k: int | None = None
     min_p: float | None = None

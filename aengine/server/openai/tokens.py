@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 from typing import TYPE_CHECKING, Any
 
 from starlette.requests import Request
@@ -13,7 +12,7 @@ from ..service import Service
 from .requests import Body, Ignored, Messages, TokenIds, Tools
 
 if TYPE_CHECKING:
-    from ...engine.tokenizer_view import TokenizerView
+    from ...tokenizer.async_tokenizer import AsyncTokenizer
 
 __all__ = ["DetokenizeBody", "TokenizeBody", "detokenize", "tokenize", "tokenizer_info"]
 
@@ -43,12 +42,12 @@ class TokenizeBody(Body):
             message = "add_special_tokens is for a prompt: of messages the chat template writes them"
             raise HTTPError(400, message, param="add_special_tokens")
 
-    def encode(self, tokenizer: TokenizerView) -> list[int]:
-        """Return the token ids, those that a request with this prompt would have. Blocks on long texts."""
+    async def encode(self, tokenizer: AsyncTokenizer) -> list[int]:
+        """Return the token ids, those that a request with this prompt would have."""
         if self.prompt is not None:
-            return tokenizer.encode(self.prompt, add_special_tokens=self.add_special_tokens is not False)
+            return await tokenizer.encode(self.prompt, add_special_tokens=self.add_special_tokens is not False)
         assert self.messages is not None
-        return tokenizer.render_ids(
+        return await tokenizer.render_ids(
             self.messages,
             self.tools,
             chat_template_kwargs=self.chat_template_kwargs,
@@ -69,19 +68,22 @@ async def tokenize(service: Service, request: Request) -> Response:
     """Answer with the tokens of a prompt."""
     body = await service.body(request, TokenizeBody)
     body.check()
+    ids = await while_connected(request, body.encode(service.engine.async_tokenizer))
+    head = {"count": len(ids), "max_model_len": service.engine.describe()["max_model_len"], "tokens": ids}
     tokenizer = service.engine.tokenizer
-    ids = await while_connected(request, asyncio.to_thread(body.encode, tokenizer))
-    names = [tokenizer.token_bytes(i).decode("utf-8", "replace") for i in ids] if body.return_token_strs else None
-    max_model_len = service.engine.describe()["max_model_len"]
-    return JSONAnswer({"count": len(ids), "max_model_len": max_model_len, "tokens": ids, "token_strs": names})
+
+    def answer() -> dict[str, Any]:
+        strs = [tokenizer.token_bytes(i).decode("utf-8", "replace") for i in ids] if body.return_token_strs else None
+        return head | {"token_strs": strs}
+
+    return await service.answer(answer, len(ids))
 
 
 async def detokenize(service: Service, request: Request) -> Response:
     """Answer with the text of tokens, special ones included."""
     body = await service.body(request, DetokenizeBody)
-    tokenizer = service.engine.tokenizer
-    text = await while_connected(request, asyncio.to_thread(tokenizer.decode, body.tokens, skip_special_tokens=False))
-    return JSONAnswer({"prompt": text})
+    decoding = service.engine.async_tokenizer.decode(body.tokens, skip_special_tokens=False)
+    return JSONAnswer({"prompt": await while_connected(request, decoding)})
 
 
 async def tokenizer_info(service: Service, request: Request) -> Response:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 import functools
 import hashlib
 from pathlib import Path
@@ -11,6 +10,7 @@ from typing import NamedTuple
 from starlette.requests import Request
 from starlette.responses import Response
 
+from ...threads.pools import run_in_thread
 from ..http import HTTPError
 from ..service import Service
 
@@ -62,7 +62,7 @@ async def show_file(service: Service, request: Request) -> Response:
 
 
 async def _answer(request: Request, name: str) -> Response:
-    known = await asyncio.to_thread(files)
+    known = await run_in_thread("page", files)
     if name not in known:
         raise HTTPError(404, f"the page has no file {name[:100]!r}", code="not_found")
     file = known[name]

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 import time
 from collections.abc import AsyncGenerator
 from contextlib import aclosing
@@ -16,7 +15,7 @@ from ....outputs import FinishReason, Token, Usage
 from ...errors import http_error
 from ...http import HTTPError, JSONAnswer, as_utf8, begin_events, while_connected
 from ...service import Service
-from ..answers import answer_id, merged, num_tokens, token_entry
+from ..answers import answer_id, merged, token_entry
 from .body import ResponseBody
 from .input_items import items_of
 from .items import Events, Items
@@ -63,15 +62,10 @@ async def count_input_tokens(service: Service, request: Request) -> Response:
     body = await service.body(request, ResponseBody)
     messages = _Conversation(service.responses, body).messages
     options = body.chat_options()
-    count = await while_connected(
-        request,
-        asyncio.to_thread(
-            service.engine.tokenizer.count,
-            messages,
-            options["tools"],
-            chat_template_kwargs=options["chat_template_kwargs"],
-        ),
+    counting = service.engine.async_tokenizer.count(
+        messages, options["tools"], chat_template_kwargs=options["chat_template_kwargs"]
     )
+    count = await while_connected(request, counting)
     return JSONAnswer({"object": "response.input_tokens", "input_tokens": count})
 
 
@@ -152,7 +146,7 @@ class _Writer:
             while deltas := await stream.read():
                 for delta in deltas:
                     items.add(delta)
-        await self._finish(items, stream.completion)
+        self._finish(items, stream.completion)
         return self._response
 
     async def chunks(self, stream: ChatStream) -> AsyncGenerator[bytes, None]:
@@ -184,7 +178,7 @@ class _Writer:
                 return
         if not has_begun:
             self._begin(events)
-        await self._finish(items, stream.completion)
+        self._finish(items, stream.completion)
         events.add(f"response.{self._response['status']}", response=self._response)
         yield as_utf8(events.take())
 
@@ -199,12 +193,12 @@ class _Writer:
             events.add(kind, response=self._response)
         return True
 
-    async def _finish(self, items: Items, completion: ChatCompletion[Any]) -> None:
+    def _finish(self, items: Items, completion: ChatCompletion[Any]) -> None:
         """Complete the response, and store it."""
         reason = completion.finish_reason
         is_complete = reason in (FinishReason.STOP, FinishReason.TOOL_CALLS)
         items.finish(is_complete)
-        self._response |= {"output": items.output, "usage": await self._usage(items, completion.usage)}
+        self._response |= {"output": items.output, "usage": _usage_of(completion.usage)}
         if warnings := [*self._body.functions.warnings, *completion.warnings]:
             self._response["warnings"] = warnings
         if is_complete:
@@ -224,14 +218,15 @@ class _Writer:
             "error": {"code": code, "message": error.message},
         }
 
-    async def _usage(self, items: Items, usage: Usage) -> dict[str, Any]:
-        return {
-            "input_tokens": usage.prompt_tokens,
-            "input_tokens_details": {"cached_tokens": usage.cached_tokens, "cache_write_tokens": 0},
-            "output_tokens": usage.completion_tokens,
-            "output_tokens_details": {"reasoning_tokens": await num_tokens(self._tokenizer, items.reasoning)},
-            "total_tokens": usage.total_tokens,
-        }
+
+def _usage_of(usage: Usage) -> dict[str, Any]:
+    return {
+        "input_tokens": usage.prompt_tokens,
+        "input_tokens_details": {"cached_tokens": usage.cached_tokens, "cache_write_tokens": 0},
+        "output_tokens": usage.completion_tokens,
+        "output_tokens_details": {"reasoning_tokens": usage.reasoning_tokens},
+        "total_tokens": usage.total_tokens,
+    }
 
 
 def _either(*values: Any) -> Any:

@@ -1,0 +1,169 @@
+"""Large bodies and answers: refused before any work on them, or worked on in threads."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import threading
+from typing import Any
+
+import httpx
+import pytest
+
+from aengine import AsyncLLM, SamplingParams
+from aengine.server import create_app
+from aengine.server.http import JSONAnswer, json_in_pieces
+from aengine.server.in_process import streaming_transport
+from aengine.server.openai import completions
+from aengine.testing import FakeAsyncLLM, Reply
+from aengine.tokenizer.tokenizer import Tokenizer
+
+
+def http_client(engine: AsyncLLM, **options: Any) -> httpx.AsyncClient:
+    return httpx.AsyncClient(transport=streaming_transport(create_app(engine, **options)), base_url="http://engine")
+
+
+TEXT = "x" * 400_000
+MANY = [{"role": "user", "content": "x"}] * 5000
+COUNTS: list[tuple[str, dict[str, Any]]] = [
+    ("/tokenize", {"prompt": TEXT}),
+    ("/tokenize", {"messages": MANY}),
+    ("/tokenize", {"messages": [{"role": "user", "content": TEXT}]}),
+    ("/detokenize", {"tokens": [97] * 5000}),
+    ("/v1/responses/input_tokens", {"input": TEXT}),
+    ("/v1/responses/input_tokens", {"input": MANY}),
+    ("/v1/messages/count_tokens", {"model": "fake", "messages": [{"role": "user", "content": TEXT}]}),
+    ("/v1/messages/count_tokens", {"model": "fake", "messages": MANY}),
+]
+
+
+@pytest.mark.parametrize(("path", "body"), COUNTS, ids=lambda value: str(value)[:40])
+async def test_what_is_larger_than_any_prompt_is_not_encoded(
+    path: str, body: dict[str, Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    async with FakeAsyncLLM("a", max_model_len=2048) as engine, http_client(engine) as client:
+        for name in ("encode", "decode", "apply_chat_template"):
+            if name != "apply_chat_template" or "count_tokens" not in path:
+                monkeypatch.setattr(Tokenizer, name, lambda *args, **options: pytest.fail("it was encoded"))
+        answer = await client.post(path, json=body)
+        assert answer.status_code == 400, answer.text
+        assert "max_model_len" in answer.text
+
+
+async def test_calls_of_the_tokenizer_wait_in_a_bounded_line(monkeypatch: pytest.MonkeyPatch) -> None:
+    encode, gate, encoded = Tokenizer.encode, threading.Event(), []
+
+    def slow(self: Tokenizer, text: str, *args: Any, **options: Any) -> list[int]:
+        encoded.append(len(text))
+        assert len(text) < 1000 or gate.wait(60)
+        return encode(self, text, *args, **options)
+
+    monkeypatch.setattr(Tokenizer, "encode", slow)
+    async with FakeAsyncLLM("a") as engine, http_client(engine) as client:
+        count = engine.async_tokenizer.count
+        waiting = [asyncio.create_task(count("x" * 60_000))]
+        while not encoded:
+            await asyncio.sleep(0.001)
+        waiting += [asyncio.create_task(count("x" * 60_000)) for _ in range(64)]
+        await asyncio.sleep(0)
+        refused = await client.post("/tokenize", json={"prompt": "x" * 60_000})
+        assert refused.status_code == 429 and "retry-after" in refused.headers
+        assert (await client.post("/tokenize", json={"prompt": "short"})).json()["count"] == 5
+        assert (await engine.chat([{"role": "user", "content": "short"}])).text == "a"
+        for task in waiting:
+            task.cancel()
+        await asyncio.wait(waiting)
+        gate.set()
+        assert await count("x" * 60_000) == 60_000
+    assert encoded.count(60_000) == 2  # what no thread had begun was taken back
+
+
+async def test_large_bodies_are_read_in_a_thread(monkeypatch: pytest.MonkeyPatch) -> None:
+    threads = []
+    check = completions.CompletionBody.model_validate
+
+    def noted(value: Any) -> Any:
+        threads.append(threading.current_thread().name)
+        return check(value)
+
+    monkeypatch.setattr(completions.CompletionBody, "model_validate", noted)
+    async with FakeAsyncLLM("a", max_model_len=8192) as engine, http_client(engine) as client:
+        for ids in ([97], [97] * 7000, [97] * 150_000):
+            answer = await client.post("/v1/completions", json={"prompt": ids})
+            assert answer.status_code == (200 if len(ids) < 8192 else 400), answer.text
+        for wrong in ({"prompt": [97] * 7000 + ["a"]}, {"prompt": [1.5] * 7000}):
+            answer = await client.post("/v1/completions", json=wrong)
+            assert answer.status_code == 400 and answer.json()["error"]["param"].startswith("prompt")
+        cut = await client.post("/v1/completions", content=json.dumps({"prompt": [1] * 7000})[:-1], headers=JSON)
+        assert cut.status_code == 400 and cut.json()["error"]["code"] == "invalid_json"
+        odd = await client.post(
+            "/v1/completions", content=b'{"prompt": [%s]}' % b",".join([b"NaN"] * 7000), headers=JSON
+        )
+        assert odd.status_code == 400 and odd.json()["error"]["code"] == "invalid_json"
+        large = await client.post("/tokenize", content=b"[" * 1_100_000, headers=JSON)
+        assert large.status_code == 413
+    assert threads[:3] == ["MainThread", "aengine-http", "aengine-http-long"]
+    assert set(threads[3:]) == {"aengine-http"}
+
+
+JSON = {"content-type": "application/json"}
+
+
+async def test_a_large_logit_bias_is_not_looked_at() -> None:
+    class Odd(dict[str, float]):
+        def items(self) -> Any:
+            raise AssertionError("it was looked at")
+
+    bias = Odd(dict.fromkeys(map(str, range(2000)), 1.0))
+    with pytest.raises(ValueError, match="at most 1024"):
+        completions.CompletionBody.model_validate({"prompt": "a", "logit_bias": bias})
+
+
+@pytest.mark.parametrize(
+    "content",
+    [
+        {},
+        [],
+        {"a": [], "b": {}, "c": [[]], "d": None, "é": "é\ud800", "e": 1e300},
+        {"data": [{"embedding": [0.5] * 1000, "index": i} for i in range(3)]},
+        {"choices": [{"logprobs": {"content": [{"top": [{"bytes": [i]}] * 3} for i in range(200)]}}] * 2},
+        [[1, [2, [3, [4, [5, [6, [7] * 100]]]]]]] * 70,
+        list(range(129)),
+    ],
+)
+def test_json_in_pieces_is_the_same(content: Any) -> None:
+    assert json_in_pieces(content) == JSONAnswer(content).body
+
+
+@pytest.mark.parametrize("path", ["/v1/completions", "/v1/chat/completions"])
+async def test_large_answers_are_written_in_a_thread(path: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    threads: list[str] = []
+    pieces = json_in_pieces
+
+    def noted(content: Any) -> bytes:
+        threads.append(threading.current_thread().name)
+        return pieces(content)
+
+    monkeypatch.setattr("aengine.server.service.json_in_pieces", noted)
+    async with FakeAsyncLLM("word " * 8) as engine, http_client(engine) as client:
+        asked: dict[str, Any] = {"max_tokens": 40, "n": 4, "stream": False}
+        if path == "/v1/completions":
+            asked |= {"prompt": "x", "logprobs": 20}
+        else:
+            asked |= {"messages": [{"role": "user", "content": "x"}], "logprobs": True, "top_logprobs": 20}
+        large = (await client.post(path, json=asked)).json()
+        assert len(large["choices"]) == 4 and threads == ["aengine-http"]
+        small = (await client.post(path, json=asked | {"n": 1, "max_tokens": 1})).json()
+        assert len(small["choices"]) == 1 and len(threads) == 1
+        entries = large["choices"][3]["logprobs"]
+        assert len(entries["tokens" if path == "/v1/completions" else "content"]) == 40
+
+
+async def test_reasoning_is_counted_by_the_engine(monkeypatch: pytest.MonkeyPatch) -> None:
+    """And not by encoding its text again."""
+    async with FakeAsyncLLM(Reply("answer", reasoning="so it is"), reasoning=True) as engine:
+        monkeypatch.setattr(type(engine.tokenizer), "encode", lambda *args, **options: pytest.fail("it was encoded"))
+        completion = await engine.chat([{"role": "user", "content": "x"}], SamplingParams(n=2))
+        assert completion.usage.reasoning_tokens == 2 * len("so it is")
+        cut = await engine.chat([{"role": "user", "content": "x"}], SamplingParams(max_tokens=12))
+        assert cut.message.reasoning and cut.usage.reasoning_tokens == len(cut.message.reasoning)
