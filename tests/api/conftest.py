@@ -42,7 +42,7 @@ def smollm2_tokenizer() -> Tokenizer:
 @pytest.fixture
 def make_engine(smollm2_tokenizer: Tokenizer, monkeypatch: pytest.MonkeyPatch) -> Callable[..., FakeLLM]:
     """A factory of engines that are not started. The tokenizer is loaded once a session."""
-    monkeypatch.setattr(core.Tokenizer, "load", classmethod(lambda cls, source, override=None: smollm2_tokenizer))
+    monkeypatch.setattr(core.Tokenizer, "load", classmethod(lambda cls, *args: smollm2_tokenizer))
     return FakeLLM
 
 
