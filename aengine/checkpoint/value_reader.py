@@ -17,7 +17,15 @@ from typing import Any
 
 from ..errors import AEngineError, ModelLoadError
 
-__all__ = ["ValueReader", "check_nesting", "damage_explained", "inner_path", "read_any_json", "read_json"]
+__all__ = [
+    "ValueReader",
+    "check_counts",
+    "check_nesting",
+    "damage_explained",
+    "inner_path",
+    "read_any_json",
+    "read_json",
+]
 
 logger = logging.getLogger("aengine.checkpoint")
 
@@ -32,6 +40,9 @@ _MOST_OF = {
     "num_key_value_heads": 1 << 16,
     "num_local_experts": 1 << 14,
     "num_experts": 1 << 14,
+    "num_layers": 1 << 12,
+    "n_layers": 1 << 12,
+    "n_layer": 1 << 12,
     "block_count": 1 << 12,
     "head_count": 1 << 16,
     "head_count_kv": 1 << 16,
@@ -223,6 +234,14 @@ def _beyond_64_bits(digits: str) -> int | float:
     if len(digits) < 30 and -(1 << 63) <= (value := int(digits)) < 1 << 64:
         return value
     return float(digits)
+
+
+def check_counts(settings: Mapping[str, Any], where: str = "config.json") -> None:
+    """Raise ModelLoadError for a count that no model has, whoever is to read it."""
+    values = ValueReader(settings, where)
+    for key in _MOST_OF:
+        if isinstance(values.raw(key), int | float):
+            values.integer_or_none(key, least=0)
 
 
 def check_nesting(value: Any, path: Path) -> None:

@@ -7,14 +7,16 @@ its file, adds what only its layers need, and has the rules by which a config.js
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, ClassVar, Self
 
 import torch
 
+from ..checkpoint.value_reader import ValueReader
 from ..errors import ModelLoadError
 from ..kernels.activation import Activation
+from ..workers.rank import sizes_that
 from .kv_spec import FullKV, LayerKV, SharedKV, WindowKV
 from .rope import RopeConfig
 
@@ -27,6 +29,10 @@ ACTIVATIONS: Mapping[str, Activation] = {
     "gelu_pytorch_tanh": "gelu_tanh",
     "gelu_new": "gelu_tanh",
 }
+
+
+_MOST_HEAD_DIM = 1 << 16
+_ATTENTION_TYPES = ("full_attention", "sliding_attention")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -92,9 +98,8 @@ class ModelConfig:
             )
         found = self._divided(num_ranks, experts)
         if isinstance(found, str):
-            usable = [n for n in range(1, self.num_heads + 1) if not isinstance(self._divided(n, experts), str)]
-            shown = ", ".join(map(str, usable[:-1])) + f" or {usable[-1]}" if len(usable) > 1 else "1"
-            raise ModelLoadError(f"tensor_parallel_size={num_ranks}: {found}; it can be {shown}")
+            usable = sizes_that(lambda size: not isinstance(self._divided(size, experts), str), self.num_heads)
+            raise ModelLoadError(f"tensor_parallel_size={num_ranks}: {found}; it can be {usable}")
         return found
 
     def _divided(self, num_ranks: int, divides_experts: bool) -> Self | str:
@@ -172,30 +177,25 @@ def _quotient(size: int, num_ranks: int) -> int | None:
     return None if size % num_ranks else size // num_ranks
 
 
-class ConfigReader:
+class ConfigReader(ValueReader):
     """The content of a config.json. Whatever is missing or not supported raises a ModelLoadError that names the key."""
 
-    def __init__(self, hf: Mapping[str, Any]) -> None:
-        self._hf = hf
+    def __init__(self, hf: Mapping[str, Any], defaults: Mapping[str, Any] | None = None) -> None:
+        """``defaults``: what transformers' class of the model takes for a key that is not there at all."""
+        values = {**(defaults or {}), **hf}
+        if hf.get("rope_scaling") and not hf.get("rope_parameters"):  # which is its older name
+            values.pop("rope_parameters", None)
+        super().__init__(values, "config.json")
 
-    def get(self, key: str) -> Any:
-        """The value as it is; None if there is none."""
-        return self._hf.get(key)
+    @property
+    def is_gguf(self) -> bool:
+        """Whether the settings were made from a GGUF's metadata."""
+        return bool(self.raw("gguf_architecture"))
 
-    def integer(self, key: str, default: int | None = None) -> int:
-        """An integer >= 1; without a default the key must be there."""
-        value = self._hf.get(key)
-        if value is None:
-            if default is None:
-                raise ModelLoadError(f"config.json has no {key!r}, which this model needs")
-            return default
-        if isinstance(value, bool) or not isinstance(value, int) or value < 1:
-            raise ModelLoadError(f"config.json: {key}={value!r} must be an integer >= 1")
-        return value
-
-    def num_experts(self) -> int:
+    def num_experts(self, default: int = 0) -> int:
         """Return the number of experts a layer, by either of its names; 0: there are none."""
-        return int(self._hf.get("num_local_experts") or self._hf.get("num_experts") or 0)
+        found = [self.integer_or_none(key, least=0) for key in ("num_local_experts", "num_experts")]
+        return default if found == [None, None] else found[0] or found[1] or 0
 
     def experts_per_token(self, num_experts: int) -> int:
         """Return how many of ``num_experts`` experts a token takes."""
@@ -204,26 +204,23 @@ class ConfigReader:
             raise ModelLoadError(f"config.json: num_experts_per_tok={top_k}, of {num_experts} experts")
         return top_k
 
-    def flag(self, key: str) -> bool:
-        """Whether the key is there and true."""
-        return bool(self._hf.get(key, False))
-
     def decoder(self, *, interleaved_rope: bool = False, has_experts: bool = False) -> dict[str, Any]:
         """The fields of `ModelConfig` that all dense decoders spell alike; ``sliding_windows`` is the family's."""
-        hf = self._hf
         heads, hidden = self.integer("num_attention_heads"), self.integer("hidden_size")
         kv_heads = self.integer("num_key_value_heads", default=heads)
-        head_dim = self.integer("head_dim", default=hidden // heads)
+        head_dim = self.integer("head_dim", default=hidden // heads or None)
         max_positions = self.integer("max_position_embeddings")
         if heads % kv_heads:
             raise ModelLoadError(f"config.json: {heads} attention heads can't share {kv_heads} key-value heads")
+        if head_dim > _MOST_HEAD_DIM:
+            raise ModelLoadError(f"config.json: heads of {head_dim} elements: {_MOST_HEAD_DIM} at most")
         if head_dim % 2:
             raise ModelLoadError(f"config.json: head_dim={head_dim} is odd, and rotary embeddings rotate pairs")
         for key in ("num_local_experts", "num_experts"):
-            if hf.get(key) and not has_experts:
-                raise ModelLoadError(f"config.json: {key}={hf[key]!r}: this model's family has no mixtures of experts")
+            if self.raw(key) and not has_experts:
+                raise self.error(key, "this model's family has no mixtures of experts")
         return {
-            "model_type": hf["model_type"],
+            "model_type": self.text("model_type"),
             "vocab_size": self.integer("vocab_size"),
             "hidden_size": hidden,
             "intermediate_size": self.integer("intermediate_size"),
@@ -231,57 +228,79 @@ class ConfigReader:
             "num_heads": heads,
             "num_kv_heads": kv_heads,
             "head_dim": head_dim,
-            "rms_norm_eps": float(hf.get("rms_norm_eps", 1e-6)),
+            "rms_norm_eps": self.number("rms_norm_eps", 1e-6, least=0),
             "max_position_embeddings": max_positions,
             "tie_word_embeddings": self.flag("tie_word_embeddings"),
             "ropes": self.ropes(head_dim, max_positions, interleaved_rope),
             "activation": self._activation(),
-            "checkpoint_dtype": str(hf.get("dtype") or hf.get("torch_dtype") or "").removeprefix("torch."),
+            "checkpoint_dtype": self.dtype(),
         }
+
+    def dtype(self) -> str:
+        """Return the checkpoint's dtype; "": it does not say."""
+        return (self.text("dtype") or self.text("torch_dtype")).removeprefix("torch.")
 
     def _activation(self) -> Activation:
         """By ``hidden_activation`` or ``hidden_act``, in transformers' names."""
-        key = "hidden_activation" if self._hf.get("hidden_activation") else "hidden_act"
-        name = self._hf.get(key) or "silu"
+        key = "hidden_activation" if self.text("hidden_activation") else "hidden_act"
+        name = self.text(key) or "silu"
         if name not in ACTIVATIONS:
-            raise ModelLoadError(f"config.json: {key}={name!r} is not supported; these are: {', '.join(ACTIVATIONS)}")
+            raise ModelLoadError(
+                f"config.json: {key}={name!r:.80} is not supported; these are: {', '.join(ACTIVATIONS)}"
+            )
         return ACTIVATIONS[name]
+
+    def layer_types(self, known: Sequence[str]) -> list[str]:
+        """Return the type of each layer, of the ``known`` ones; []: config.json does not say."""
+        types, layers = self.texts("layer_types"), self.integer("num_hidden_layers")
+        if types and (len(types) != layers or not set(types) <= set(known)):
+            raise self.error("layer_types", f"must name one of {', '.join(known)} for each of {layers} layers")
+        return types
+
+    def layer_set(self, key: str) -> frozenset[int]:
+        """Return the numbers of layers that a list names."""
+        return frozenset(self.integers(key))
+
+    def window(self, *, is_on: bool = True) -> int | None:
+        """Return ``sliding_window`` in tokens; None: there is none, or it is not ``is_on``."""
+        window = self.integer_or_none("sliding_window", least=0)
+        return window or None if is_on else None
 
     def windows(self, window: int | None, first_layer: int = 0) -> tuple[int | None, ...]:
         """Return each layer's window: by ``layer_types``, else ``window`` from ``first_layer`` on; None: no window."""
         layers = self.integer("num_hidden_layers")
         if window is not None and window >= self.integer("max_position_embeddings"):
             window = None
-        kinds = self._hf.get("layer_types")
-        if window is not None and kinds is not None:
+        if window is not None and (kinds := self.layer_types(_ATTENTION_TYPES)):
             return tuple(window if kind == "sliding_attention" else None for kind in kinds)
         return tuple(window if layer >= first_layer else None for layer in range(layers))
 
     def rope_of_layers(self) -> tuple[int, ...]:
         """Return each layer's index into ``ropes``: by ``layer_types``, where each type has its own rope."""
         kinds = list(self._rope_parameters())
-        types = self._hf.get("layer_types")
-        if len(kinds) == 1 or types is None:
+        types = self.layer_types(_ATTENTION_TYPES)
+        if len(kinds) == 1 or not types:
             return (0,) * self.integer("num_hidden_layers")
+        if not set(types) <= set(kinds):
+            raise self.error("rope_parameters", f"has no parameters for layers of {', '.join(set(types) - set(kinds))}")
         return tuple(kinds.index(kind) for kind in types)
 
     def _rope_parameters(self) -> dict[str, Mapping[str, Any]]:
         """The parameters of each type of layers, or, by "", of all."""
-        given = self._hf.get("rope_parameters") or self._hf.get("rope_scaling") or {}
+        given = self.mapping("rope_parameters") or self.mapping("rope_scaling")
         if given and all(parameters is None or isinstance(parameters, Mapping) for parameters in given.values()):
             return {kind: parameters or {} for kind, parameters in given.items()}
         return {"": given}
 
     def ropes(self, head_dim: int, max_positions: int, interleaved: bool) -> tuple[RopeConfig, ...]:
         """Read the rotary embeddings: one for each type of layers that has its own. Raises ModelLoadError."""
-        hf = self._hf
         return tuple(
             RopeConfig.read(
                 self._with_original(parameters),
                 head_dim=head_dim,
                 max_positions=max_positions,
-                theta=hf.get("rope_theta"),
-                partial=hf.get("partial_rotary_factor"),
+                theta=self.number("rope_theta", 10000.0, above=0),
+                partial=self.number("partial_rotary_factor", 1.0, above=0),
                 interleaved=interleaved,
             )
             for parameters in self._rope_parameters().values()
@@ -290,4 +309,4 @@ class ConfigReader:
     def _with_original(self, parameters: Mapping[str, Any]) -> Mapping[str, Any]:
         """Phi's releases have the original context beside the parameters."""
         key = "original_max_position_embeddings"
-        return {**parameters, key: self._hf[key]} if self._hf.get(key) else parameters
+        return {**parameters, key: self.raw(key)} if self.raw(key) else parameters

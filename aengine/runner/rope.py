@@ -4,13 +4,14 @@ https://arxiv.org/abs/2104.09864."""
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import Tensor
 
+from ..checkpoint.value_reader import ValueReader
 from ..errors import ModelLoadError
 
 __all__ = ["LongRope", "RopeConfig"]
@@ -23,6 +24,11 @@ _NUMBERS = {
     "longrope": ("original_max_position_embeddings",),
 }
 """Numbers without which a type means nothing."""
+_SCALING = (
+    "factor", "low_freq_factor", "high_freq_factor", "original_max_position_embeddings", "attention_factor",
+    "beta_fast", "beta_slow", "mscale", "mscale_all_dim", "llama_4_scaling_beta",
+)  # fmt: skip
+"""Numbers that one type or another reads, all of them positive; 0 is as good as none."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -56,8 +62,8 @@ class RopeConfig:
         *,
         head_dim: int,
         max_positions: int,
-        theta: object = None,
-        partial: object = None,
+        theta: float = 10000.0,
+        partial: float = 1.0,
         interleaved: bool = False,
     ) -> RopeConfig:
         """Read transformers 5's ``rope_parameters``, or ``rope_scaling`` with ``theta`` and ``partial`` (the share of a
@@ -65,28 +71,51 @@ class RopeConfig:
 
         Raises ModelLoadError that names what is missing or not supported.
         """
-        scaling = dict(parameters)
-        named = scaling.pop("type", None)
-        rope_type = scaling.pop("rope_type", None) or named or "default"
+        values = ValueReader(parameters, "config.json: rope_parameters")
+        rope_type = values.text("rope_type") or values.text("type") or "default"
         if rope_type not in ROPE_TYPES:
-            raise ModelLoadError(f"rope_type {rope_type!r} is not supported; these are: {', '.join(ROPE_TYPES)}")
+            raise ModelLoadError(
+                f"config.json: rope_type {rope_type!r:.80} is not supported; these are: {', '.join(ROPE_TYPES)}"
+            )
         for key in _NUMBERS.get(rope_type, ()):
-            if not isinstance(scaling.get(key), int | float):
-                raise ModelLoadError(f"rope_type {rope_type!r} needs a number for {key!r}, not {scaling.get(key)!r}")
-        theta = float(scaling.pop("rope_theta", None) or theta or 10000.0)  # type: ignore[arg-type]
-        share = float(scaling.pop("partial_rotary_factor", None) or partial or 1.0)  # type: ignore[arg-type]
-        rotary_dim = int(head_dim * share)
+            if values.number_or_none(key, above=0) is None:
+                raise ModelLoadError(f"config.json: rope_type {rope_type!r} needs a number for {key!r}, not None")
+        share = values.number("partial_rotary_factor", partial, above=0)
+        rotary_dim = int(head_dim * min(share, 2.0))
         if rotary_dim % 2 or not 0 < rotary_dim <= head_dim:
             raise ModelLoadError(
                 f"config.json: partial_rotary_factor={share} of head_dim={head_dim} is {rotary_dim}, and rotary "
                 f"embeddings rotate pairs of elements of a head"
             )
+        scaling: dict[str, Any] = {key: values.number(key, above=0) for key in _SCALING if values.raw(key)}
+        if values.raw("truncate") is not None:
+            scaling["truncate"] = values.flag("truncate")
         if rope_type == "longrope":
             for key in ("short_factor", "long_factor"):
-                factors = scaling.get(key)
-                if not isinstance(factors, Sequence) or len(factors) != rotary_dim // 2:
-                    raise ModelLoadError(f"rope_type 'longrope' needs {rotary_dim // 2} numbers for {key!r}")
-        return cls(rope_type, theta, scaling, rotary_dim, max_positions, interleaved)
+                scaling[key] = values.numbers(key)
+                if len(scaling[key]) != rotary_dim // 2:
+                    raise ModelLoadError(
+                        f"config.json: rope_type 'longrope' needs {rotary_dim // 2} numbers for {key!r}"
+                    )
+        if "llama_4_scaling_beta" in scaling and "original_max_position_embeddings" not in scaling:
+            raise values.missing("original_max_position_embeddings")
+        theta = values.number("rope_theta", theta, above=0)
+        return cls(rope_type, theta, scaling, rotary_dim, max_positions, interleaved)._checked(values)
+
+    def _checked(self, values: ValueReader) -> RopeConfig:
+        """Raises ModelLoadError where the numbers, each of them sound, give no frequencies together."""
+        try:
+            inv_freq, factor = self.inv_freq()
+            parts = [inv_freq] if (long := self.long()) is None else [inv_freq, long.inv_freq]
+            is_sound = all(bool(part.isfinite().all()) for part in parts) and math.isfinite(factor)
+        except (ArithmeticError, ValueError):  # a logarithm of 1 to divide by
+            is_sound = False
+        if not is_sound:
+            shown = ", ".join(f"{key}={values.raw(key)!r:.40}" for key in values)
+            raise ModelLoadError(
+                f"config.json: there is no rotary embedding of rope_theta={self.theta:g} and {shown:.400}"
+            )
+        return self
 
     @property
     def _plain(self) -> Tensor:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from dataclasses import FrozenInstanceError
 from typing import Any
 
@@ -10,7 +11,9 @@ import torch
 
 from aengine.errors import ModelLoadError
 from aengine.runner.model_config import ModelConfig
-from aengine.runner.models import build_model, read_config
+from aengine.runner.models import FAMILIES, build_model, read_config
+from aengine.runner.models.encoders import ENCODERS, read_encoder_config
+from aengine.runner.weights import scope
 from aengine.runner.weights.formats import choose_formats
 
 BASE: dict[str, Any] = {
@@ -137,3 +140,129 @@ def test_sliding_windows(changes: dict[str, Any], windows: tuple[int | None, ...
 def test_it_is_frozen() -> None:
     with pytest.raises(FrozenInstanceError):
         config().head_dim = 4  # type: ignore[misc]
+
+
+# -- values as nobody's converter writes them
+
+ODD = (
+    "x",
+    -5,
+    0,
+    1.5,
+    10**400,
+    float("nan"),
+    float("inf"),
+    True,
+    [1],
+    [[]],
+    {"a": 1},
+    {"a": {}},
+    "\udcff",
+    2**63,
+    1e30,
+)
+
+
+def full_config(model_type: str) -> dict[str, Any]:
+    """All that transformers writes of a model of this type, by the defaults of its class."""
+    auto = pytest.importorskip("transformers.models.auto.configuration_auto")
+    config = auto.CONFIG_MAPPING[model_type]()
+    return {**json.loads(config.to_json_string(use_diff=False)), "model_type": model_type}
+
+
+TYPES = sorted(FAMILIES.keys() - {"gemma3"})  # of gemma3 the text part is gemma3_text
+
+
+@pytest.mark.timeout(60)
+@pytest.mark.parametrize("model_type", [*TYPES, *ENCODERS])
+def test_an_odd_value_is_an_error_that_names_its_key(model_type: str) -> None:
+    """Every key of a config, with each odd value: a config or a ModelLoadError with the key, and nothing else."""
+    full = full_config(model_type)
+    read = read_encoder_config if model_type in ENCODERS and model_type != "gemma3_text" else read_config
+    for key in [*(full.keys() - {"model_type"}), "rope_scaling", "rope_theta", "partial_rotary_factor", "layer_types"]:
+        values = (
+            [*ODD, *({**full[key], inner: odd} for inner in full[key] for odd in ODD)] if is_object(full, key) else ODD
+        )
+        for value in values:
+            try:
+                read({**full, key: value})
+            except ModelLoadError as error:
+                assert len(str(error)) < 700
+                named = (OTHER_NAMES.get(key, key), "heads", "rot", "rope", "experts")
+                assert any(word in str(error) for word in named), error
+
+
+OTHER_NAMES = {
+    "dim": "hidden_size",
+    "hidden_dim": "intermediate_size",
+    "n_layers": "num_hidden_layers",
+    "n_heads": "num_attention_heads",
+    "activation": "hidden_act",
+}
+"""DistilBERT's names of its sizes, and those in errors."""
+
+
+def is_object(full: dict[str, Any], key: str) -> bool:
+    return key.startswith("rope") and isinstance(full.get(key), dict)
+
+
+@pytest.mark.parametrize("model_type", [*TYPES, *(name for name in ENCODERS if name != "gemma3_text")])
+def test_a_key_that_is_left_out_has_transformers_default(model_type: str) -> None:
+    read = read_encoder_config if model_type in ENCODERS and model_type != "gemma3_text" else read_config
+    full = full_config(model_type)
+    whole = read(full)
+    for key in full.keys() - {"model_type", "dtype"}:
+        try:
+            without = read({name: value for name, value in full.items() if name != key})
+        except ModelLoadError as error:
+            named = OTHER_NAMES.get(key, key)
+            assert named in str(error)  # what it can't know
+            continue
+        if key == "original_max_position_embeddings":  # of longrope alone
+            continue
+        assert without == whole, key
+
+
+@pytest.mark.parametrize(
+    ("changes", "named"),
+    [
+        ({"num_hidden_layers": 2**31}, "num_hidden_layers=2147483648 is more than any model has"),
+        ({"num_attention_heads": 2**31}, "num_attention_heads=2147483648 is more than any model has"),
+        ({"hidden_size": 2**30}, "heads of 178956970 elements"),
+        ({"num_hidden_layers": 10**5}, "num_hidden_layers"),
+        ({"rope_theta": float("nan")}, "rope_theta=nan must be a finite number above 0"),
+        ({"rms_norm_eps": float("inf")}, "rms_norm_eps=inf must be a finite number"),
+        ({"rope_scaling": [1]}, "rope_scaling=.1. must be an object"),
+        ({"rope_scaling": {"type": "yarn", "factor": 4}, "rope_theta": 1.0}, "no rotary embedding of rope_theta=1"),
+        ({"rope_scaling": {"type": "yarn", "factor": 4, "beta_fast": -1}}, "beta_fast=-1 must be"),
+        ({"rope_scaling": {"llama_4_scaling_beta": 0.1}}, "original_max_position_embeddings"),
+        ({"model_type": "mistral", "sliding_window": -5}, "sliding_window=-5 must be an integer >= 0"),
+        ({"model_type": "mistral", "layer_types": ["full_attention"], "sliding_window": 8}, "each of 3 layers"),
+        ({"model_type": "mistral", "layer_types": ["chunked"] * 3, "sliding_window": 8}, "layer_types"),
+    ],
+)
+def test_a_value_that_can_not_be_is_named(changes: dict[str, Any], named: str) -> None:
+    with pytest.raises(ModelLoadError, match=named):
+        config(**changes)
+
+
+def test_more_tensors_than_any_model_has() -> None:
+    """Layers and experts are within their bounds, and their product is not."""
+    many = {"num_hidden_layers": 4096, "num_local_experts": 16384, "num_experts_per_tok": 2}
+    with pytest.raises(ModelLoadError, match="more than 8 tensors"), pytest.MonkeyPatch.context() as patch:
+        patch.setattr(scope, "_MOST_TENSORS", 8)
+        build_model(config(model_type="mixtral", **many), choose_formats("float32", torch.device("cpu")))
+
+
+def test_gemma_3_caps_no_scores() -> None:
+    """Nor does transformers' class, which keeps the number."""
+    capped = read_config({**full_config("gemma3_text"), "attn_logit_softcapping": 5.0})
+    assert capped.attention_softcap == 0.0  # type: ignore[attr-defined]
+    gemma2 = read_config({**full_config("gemma2"), "attn_logit_softcapping": 5.0})
+    assert gemma2.attention_softcap == 5.0  # type: ignore[attr-defined]
+
+
+@pytest.mark.parametrize(("model_type", "is_read"), [("qwen3_next", True), ("qwen3_5_moe_text", False)])
+def test_qwen_3_5_always_renormalises(model_type: str, is_read: bool) -> None:
+    found = read_config({**full_config(model_type), "norm_topk_prob": False})
+    assert found.routing.renormalise is not is_read  # type: ignore[attr-defined]

@@ -11,6 +11,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, Self
 
+from ...checkpoint.value_reader import ValueReader
 from ...errors import ModelLoadError
 from ..layers.decoder import Decoder, DecoderLayer, SelfAttention
 from ..layers.mlp import GatedMLP
@@ -44,8 +45,7 @@ class GemmaConfig(ModelConfig):
     @classmethod
     def from_hf(cls, hf: Mapping[str, Any]) -> Self:
         version = _VERSIONS[hf["model_type"]]
-        settings = version(hf)
-        keys = ConfigReader(settings)
+        keys = ConfigReader(version(hf))
         if keys.flag("use_bidirectional_attention"):
             raise ModelLoadError(
                 "config.json: use_bidirectional_attention: this Gemma gives embeddings and generates no text, and "
@@ -55,11 +55,11 @@ class GemmaConfig(ModelConfig):
         return cls(
             **fields,
             embedding_scale=fields["hidden_size"] ** 0.5,
-            logit_softcap=settings.get("final_logit_softcapping") or 0.0,
-            sliding_windows=keys.windows(settings.get("sliding_window") if settings.get("layer_types") else None),
+            logit_softcap=keys.number("final_logit_softcapping", 0.0, least=0),
+            sliding_windows=keys.windows(keys.window(is_on=bool(keys.texts("layer_types")))),
             attention_bias=keys.flag("attention_bias"),
-            attention_scale=(settings.get("query_pre_attn_scalar") or fields["head_dim"]) ** -0.5,
-            attention_softcap=settings.get("attn_logit_softcapping") or 0.0,
+            attention_scale=keys.number("query_pre_attn_scalar", fields["head_dim"], above=0) ** -0.5,
+            attention_softcap=keys.number("attn_logit_softcapping", 0.0, least=0),
             rope_of_layers=keys.rope_of_layers(),
         )
 
@@ -75,22 +75,25 @@ def _settings_2(hf: Mapping[str, Any]) -> dict[str, Any]:
 
 def gemma3_settings(hf: Mapping[str, Any]) -> dict[str, Any]:
     """Settings in the spelling of transformers 5: ``rope_parameters`` for each type of layers."""
-    pattern = hf.get("sliding_window_pattern") or hf.get("_sliding_window_pattern") or 6
+    keys = ConfigReader(hf)
+    pattern = keys.integer("sliding_window_pattern", keys.integer("_sliding_window_pattern", 6))
     settings = {
         **_DEFAULTS_3,
         "layer_types": _layer_types(hf, pattern),
         "query_pre_attn_scalar": _scalar(hf),
         **_given(hf),
+        "attn_logit_softcapping": None,  # transformers keeps it, and caps no scores
     }
-    ropes: Mapping[str, Any] = hf.get("rope_parameters") or {"full_attention": hf.get("rope_scaling")}
+    ropes = ValueReader(
+        keys.mapping("rope_parameters") or {"full_attention": keys.raw("rope_scaling")}, "config.json: rope_parameters"
+    )
     thetas = {
-        "sliding_attention": hf.get("rope_local_base_freq") or 10_000.0,
-        "full_attention": hf.get("rope_theta") or 1_000_000.0,
+        "sliding_attention": keys.number("rope_local_base_freq", 10_000.0, above=0),
+        "full_attention": keys.number("rope_theta", 1_000_000.0, above=0),
     }
+    types = ConfigReader(settings).layer_types(tuple(thetas))
     settings["rope_parameters"] = {
-        kind: {"rope_theta": theta, **(ropes.get(kind) or {})}
-        for kind, theta in thetas.items()
-        if kind in settings["layer_types"]
+        kind: {"rope_theta": theta, **ropes.mapping(kind)} for kind, theta in thetas.items() if kind in types
     }
     return settings
 
@@ -104,11 +107,12 @@ def _layer_types(hf: Mapping[str, Any], pattern: int) -> list[str]:
 def _scalar(hf: Mapping[str, Any]) -> int:
     """Return what 1 / sqrt of scales the scores, if it is not set. A GGUF never says it: there it is the size of heads,
     but in the two models of 27B, told by their layers, what each head has of the residual stream."""
-    if not hf.get("gguf_architecture"):
+    keys = ConfigReader(hf)
+    if not keys.is_gguf:
         return 256
-    if hf["num_hidden_layers"] in (46, 62):
-        return int(hf["hidden_size"] // hf["num_attention_heads"])
-    return int(hf["head_dim"])
+    if keys.integer("num_hidden_layers") in (46, 62):
+        return max(1, keys.integer("hidden_size") // keys.integer("num_attention_heads"))
+    return keys.integer("head_dim")
 
 
 def _given(hf: Mapping[str, Any]) -> dict[str, Any]:

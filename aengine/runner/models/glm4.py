@@ -15,7 +15,13 @@ from ..weights.scope import WeightScope
 
 __all__ = ["Glm4", "Glm4Config"]
 
-_DEFAULTS = {"attention_bias": True, "partial_rotary_factor": 0.5, "rms_norm_eps": 1.5625e-7, "head_dim": 128}
+_DEFAULTS = {
+    "attention_bias": True,
+    "partial_rotary_factor": 0.5,
+    "rms_norm_eps": 1.5625e-7,
+    "head_dim": 128,
+    "num_key_value_heads": 2,
+}
 """What config.json may leave out."""
 
 
@@ -25,7 +31,7 @@ class Glm4Config(ModelConfig):
 
     @classmethod
     def from_hf(cls, hf: Mapping[str, Any]) -> Self:
-        keys = ConfigReader({**_DEFAULTS, **hf})
+        keys = ConfigReader(hf, _DEFAULTS)
         return cls(
             **keys.decoder(interleaved_rope=True),
             sliding_windows=keys.windows(None),

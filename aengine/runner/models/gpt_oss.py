@@ -19,6 +19,27 @@ from ..weights.scope import WeightScope
 __all__ = ["GptOss", "GptOssConfig"]
 
 
+_ROPE = {
+    "rope_type": "yarn",
+    "factor": 32.0,
+    "beta_fast": 32.0,
+    "beta_slow": 1.0,
+    "truncate": False,
+    "original_max_position_embeddings": 4096,
+}
+_DEFAULTS = {
+    "attention_bias": True,
+    "rope_parameters": _ROPE,
+    "num_experts_per_tok": 4,
+    "num_key_value_heads": 8,
+    "rms_norm_eps": 1e-5,
+    "rope_theta": 150_000.0,
+    "sliding_window": 128,
+    "head_dim": 64,
+}
+"""What config.json may leave out."""
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class GptOssConfig(ModelConfig):
     attention_bias: bool
@@ -31,15 +52,17 @@ class GptOssConfig(ModelConfig):
 
     @classmethod
     def from_hf(cls, hf: Mapping[str, Any]) -> Self:
-        is_gguf = bool(hf.get("gguf_architecture"))
-        if is_gguf and hf.get("rope_scaling"):  # which has no key for it
-            hf = {**hf, "rope_scaling": {**hf["rope_scaling"], "truncate": False}}
-        keys = ConfigReader(hf)
-        num_experts, layers = keys.num_experts(), keys.integer("num_hidden_layers")
-        if not keys.get("layer_types"):
+        keys = ConfigReader(hf, _DEFAULTS)
+        num_experts, layers, is_gguf = keys.num_experts(128), keys.integer("num_hidden_layers"), keys.is_gguf
+        own: dict[str, Any] = {}
+        if is_gguf:  # which has no key for what YaRN truncates
+            scaling = keys.mapping("rope_scaling")
+            own["rope_parameters"] = {**scaling, "truncate": False} if scaling else None
+        if not keys.texts("layer_types"):
             alternate = ("sliding_attention", "full_attention")
-            keys = ConfigReader({**hf, "layer_types": [alternate[layer % 2] for layer in range(layers)]})
-        alpha, limit = float(hf.get("swiglu_alpha", 1.702)), float(hf.get("swiglu_limit", 7.0))
+            own["layer_types"] = [alternate[layer % 2] for layer in range(layers)]
+        keys = ConfigReader({**hf, **own}, _DEFAULTS)
+        alpha, limit = keys.number("swiglu_alpha", 1.702), keys.number("swiglu_limit", 7.0)
         return cls(
             **keys.decoder(has_experts=True),
             attention_bias=keys.flag("attention_bias"),
@@ -48,7 +71,7 @@ class GptOssConfig(ModelConfig):
             experts_per_token=keys.experts_per_token(num_experts),
             gate=ExpertGate("clamped_swiglu", is_interleaved=not is_gguf, alpha=alpha, limit=limit),
             is_gguf=is_gguf,
-            is_mxfp4=(hf.get("quantization_config") or {}).get("quant_method") == "mxfp4",
+            is_mxfp4=keys.mapping("quantization_config").get("quant_method") == "mxfp4",
         )
 
 

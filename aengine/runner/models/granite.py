@@ -29,10 +29,10 @@ class GraniteConfig(ModelConfig):
             **keys.decoder(),
             attention_bias=keys.flag("attention_bias"),
             mlp_bias=keys.flag("mlp_bias"),
-            attention_scale=float(hf.get("attention_multiplier", 1.0)),
-            residual_scale=float(hf.get("residual_multiplier", 1.0)),
-            embedding_scale=float(hf.get("embedding_multiplier", 1.0)),
-            logit_scale=1 / float(hf.get("logits_scaling", 1.0)),
+            attention_scale=keys.number("attention_multiplier", 1.0),
+            residual_scale=keys.number("residual_multiplier", 1.0),
+            embedding_scale=keys.number("embedding_multiplier", 1.0),
+            logit_scale=1 / keys.number("logits_scaling", 1.0, above=0),
             sliding_windows=keys.windows(None),
         )
 

@@ -23,6 +23,11 @@ from ..weights.scope import WeightScope
 __all__ = ["Lfm2", "Lfm2Config"]
 
 
+_DEFAULTS = {"num_key_value_heads": 8, "rope_theta": 1_000_000.0}
+"""What config.json may leave out."""
+_MOST_INNER = 1 << 31
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Lfm2Config(ModelConfig):
     is_convolution: tuple[bool, ...]  # of each layer; the others attend
@@ -34,14 +39,14 @@ class Lfm2Config(ModelConfig):
 
     @classmethod
     def from_hf(cls, hf: Mapping[str, Any]) -> Self:
-        keys = ConfigReader({"tie_word_embeddings": hf.get("tie_embedding", True), **hf})
+        keys = ConfigReader(hf, {**_DEFAULTS, "tie_word_embeddings": hf.get("tie_embedding", True)})
         num_layers = keys.integer("num_hidden_layers")
         fields = keys.decoder()
-        fields["rms_norm_eps"] = float(hf.get("norm_eps") or hf.get("rms_norm_eps") or 1e-5)
+        fields["rms_norm_eps"] = keys.number("norm_eps", keys.number("rms_norm_eps", 1e-5, least=0), least=0)
         fields["intermediate_size"] = _inner_size(keys)
-        attending = hf.get("full_attn_idxs")
-        kinds = hf.get("layer_types") or [
-            "full_attention" if attending is None or i in attending else "conv" for i in range(num_layers)
+        attending = keys.layer_set("full_attn_idxs") if keys.raw("full_attn_idxs") is not None else range(num_layers)
+        kinds = keys.layer_types(("full_attention", "conv")) or [
+            "full_attention" if i in attending else "conv" for i in range(num_layers)
         ]
         return cls(
             **fields,
@@ -60,12 +65,13 @@ class Lfm2Config(ModelConfig):
 
 
 def _inner_size(keys: ConfigReader) -> int:
-    size = keys.integer("block_ff_dim", default=keys.get("intermediate_size"))
-    if keys.get("block_auto_adjust_ff_dim") in (None, True) and not keys.get("gguf_architecture"):
-        size = int(2 * size / 3)
-        if keys.get("block_ffn_dim_multiplier") is not None:
+    size = keys.integer_or_none("block_ff_dim") or keys.integer("intermediate_size")
+    if keys.flag("block_auto_adjust_ff_dim", True) and not keys.is_gguf:
+        size = 2 * size // 3
+        factor = keys.number_or_none("block_ffn_dim_multiplier", above=0)
+        if factor is not None:
             multiple = keys.integer("block_multiple_of", default=256)
-            size = -(-int(keys.get("block_ffn_dim_multiplier") * size) // multiple) * multiple
+            size = -(-int(min(factor * size, _MOST_INNER)) // multiple) * multiple
     return size
 
 

@@ -24,7 +24,7 @@ class LlamaConfig(ModelConfig):
     def from_hf(cls, hf: Mapping[str, Any]) -> Self:
         keys = ConfigReader(hf)
         # llama.cpp converts Mistral's models as Llama's, with the window beside. In a config.json it means nothing.
-        window = keys.get("sliding_window") if keys.get("gguf_architecture") else None
+        window = keys.window(is_on=keys.is_gguf)
         return cls(
             **keys.decoder(),
             attention_bias=keys.flag("attention_bias"),

@@ -14,11 +14,29 @@ from ..weights.scope import WeightScope
 __all__ = ["Mistral", "MistralConfig"]
 
 
+_ROPE = {
+    "rope_type": "yarn",
+    "factor": 16.0,
+    "beta_fast": 32.0,
+    "beta_slow": 1.0,
+    "mscale": 1.0,
+    "mscale_all_dim": 1.0,
+    "llama_4_scaling_beta": 0.1,
+    "original_max_position_embeddings": 16384,
+}
+_DEFAULTS = {"num_key_value_heads": 8}
+_DEFAULTS_OF: Mapping[str, Mapping[str, Any]] = {
+    "mistral": {"sliding_window": 4096},
+    "ministral3": {"rms_norm_eps": 1e-5, "rope_theta": 1_000_000.0, "rope_parameters": _ROPE},
+}
+"""What config.json may leave out."""
+
+
 class MistralConfig(ModelConfig):
     @classmethod
     def from_hf(cls, hf: Mapping[str, Any]) -> Self:
-        keys = ConfigReader(hf)
-        return cls(**keys.decoder(), sliding_windows=keys.windows(keys.get("sliding_window")))
+        keys = ConfigReader(hf, {**_DEFAULTS, **_DEFAULTS_OF.get(str(hf.get("model_type")), {})})
+        return cls(**keys.decoder(), sliding_windows=keys.windows(keys.window()))
 
 
 class Mistral(Decoder[MistralConfig]):

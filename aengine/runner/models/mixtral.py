@@ -16,6 +16,10 @@ from ..weights.scope import WeightScope
 __all__ = ["Mixtral", "MixtralConfig"]
 
 
+_DEFAULTS = {"num_experts_per_tok": 2, "num_key_value_heads": 8, "rms_norm_eps": 1e-5, "rope_theta": 1_000_000.0}
+"""What config.json may leave out."""
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class MixtralConfig(ModelConfig):
     experts_per_token: int
@@ -24,11 +28,11 @@ class MixtralConfig(ModelConfig):
 
     @classmethod
     def from_hf(cls, hf: Mapping[str, Any]) -> Self:
-        keys = ConfigReader(hf)
-        num_experts = keys.num_experts()
+        keys = ConfigReader(hf, _DEFAULTS)
+        num_experts = keys.num_experts(8)
         return cls(
             **keys.decoder(has_experts=True),
-            sliding_windows=keys.windows(keys.get("sliding_window")),
+            sliding_windows=keys.windows(keys.window()),
             num_experts=num_experts,
             experts_per_token=keys.experts_per_token(num_experts),
         )

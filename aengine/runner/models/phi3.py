@@ -15,17 +15,22 @@ from ..weights.scope import WeightScope
 __all__ = ["Phi3", "Phi3Config"]
 
 
+_DEFAULTS = {"rms_norm_eps": 1e-5, "original_max_position_embeddings": 4096}
+"""What config.json may leave out."""
+
+
 class Phi3Config(ModelConfig):
     @classmethod
     def from_hf(cls, hf: Mapping[str, Any]) -> Self:
-        keys = ConfigReader(_with_longrope_named(hf))
-        return cls(**keys.decoder(), sliding_windows=keys.windows(keys.get("sliding_window")))
+        keys = ConfigReader(_with_longrope_named(hf), _DEFAULTS if hf.get("gguf_architecture") is None else None)
+        return cls(**keys.decoder(), sliding_windows=keys.windows(keys.window()))
 
 
 def _with_longrope_named(hf: Mapping[str, Any]) -> Mapping[str, Any]:
     """Early releases call longrope "su" or "yarn"."""
-    key = "rope_parameters" if hf.get("rope_parameters") else "rope_scaling"
-    scaling = dict(hf.get(key) or {})
+    keys = ConfigReader(hf)
+    key = "rope_parameters" if keys.mapping("rope_parameters") else "rope_scaling"
+    scaling = keys.mapping(key)
     named = scaling.get("rope_type") or scaling.get("type")
     return {**hf, key: {**scaling, "rope_type": "longrope"}} if named in ("su", "yarn") else hf
 

@@ -18,10 +18,10 @@ class Qwen2Config(ModelConfig):
     @classmethod
     def from_hf(cls, hf: Mapping[str, Any]) -> Self:
         keys = ConfigReader(hf)
-        window = keys.get("sliding_window") if keys.flag("use_sliding_window") else None
+        window = keys.window(is_on=keys.flag("use_sliding_window"))
         return cls(
             **keys.decoder(),
-            sliding_windows=keys.windows(window, first_layer=int(hf.get("max_window_layers", 28))),
+            sliding_windows=keys.windows(window, first_layer=keys.integer("max_window_layers", 28, least=0)),
         )
 
 

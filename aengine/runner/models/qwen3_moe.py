@@ -18,6 +18,10 @@ from ..weights.scope import WeightScope
 __all__ = ["Qwen3Moe", "Qwen3MoeConfig"]
 
 
+_DEFAULTS = {"num_experts_per_tok": 8, "num_key_value_heads": 4, "moe_intermediate_size": 768}
+"""What config.json may leave out."""
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Qwen3MoeConfig(ModelConfig):
     attention_bias: bool
@@ -30,16 +34,16 @@ class Qwen3MoeConfig(ModelConfig):
 
     @classmethod
     def from_hf(cls, hf: Mapping[str, Any]) -> Self:
-        keys = ConfigReader(hf)
-        num_experts = keys.num_experts()
-        step, dense = keys.integer("decoder_sparse_step", default=1), keys.get("mlp_only_layers") or ()
+        keys = ConfigReader(hf, _DEFAULTS)
+        num_experts = keys.num_experts(128)
+        step, dense = keys.integer("decoder_sparse_step", default=1), keys.layer_set("mlp_only_layers")
         layers = range(keys.integer("num_hidden_layers"))
         # llama.cpp has no key for the norm of the weights: its graph of this architecture renormalises.
-        renormalise = keys.flag("norm_topk_prob") or bool(keys.get("gguf_architecture"))
+        renormalise = keys.flag("norm_topk_prob") or keys.is_gguf
         return cls(
             **keys.decoder(has_experts=True),
             attention_bias=keys.flag("attention_bias"),
-            sliding_windows=keys.windows(keys.get("sliding_window") if keys.flag("use_sliding_window") else None),
+            sliding_windows=keys.windows(keys.window(is_on=keys.flag("use_sliding_window"))),
             num_experts=num_experts,
             moe_intermediate_size=keys.integer("moe_intermediate_size"),
             routing=RoutingRule(keys.experts_per_token(num_experts), renormalise=renormalise),

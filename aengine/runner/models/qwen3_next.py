@@ -28,6 +28,26 @@ from ..weights.scope import WeightScope
 __all__ = ["Qwen3Next", "Qwen3NextConfig", "Qwen35"]
 
 
+_DEFAULTS = {"head_dim": 256, "num_key_value_heads": 2, "partial_rotary_factor": 0.25}
+_DEFAULTS_OF: Mapping[str, Mapping[str, Any]] = {
+    "qwen3_next": {
+        "intermediate_size": 5632,
+        "moe_intermediate_size": 512,
+        "num_experts": 512,
+        "num_experts_per_tok": 10,
+        "shared_expert_intermediate_size": 512,
+    },
+    "qwen3_5_text": {"num_key_value_heads": 4},
+    "qwen3_5_moe_text": {
+        "moe_intermediate_size": 512,
+        "num_experts": 256,
+        "num_experts_per_tok": 8,
+        "shared_expert_intermediate_size": 512,
+    },
+}
+"""What config.json may leave out. Qwen3.5 always renormalises the weights of the experts that a token takes."""
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Qwen3NextConfig(ModelConfig):
     is_linear: tuple[bool, ...]  # of each layer: a gated delta net; the others attend
@@ -44,14 +64,16 @@ class Qwen3NextConfig(ModelConfig):
     @classmethod
     def from_hf(cls, hf: Mapping[str, Any]) -> Self:
         # A model of experts alone has no size of dense layers.
-        keys = ConfigReader({"partial_rotary_factor": 0.25, "intermediate_size": hf.get("moe_intermediate_size"), **hf})
+        defaults = {**_DEFAULTS, **_DEFAULTS_OF.get(str(hf.get("model_type")), {})}
+        own = {"intermediate_size": hf.get("moe_intermediate_size", defaults.get("moe_intermediate_size"))}
+        keys = ConfigReader(hf, {**own, **defaults})
         num_layers = keys.integer("num_hidden_layers")
         interval = keys.integer("full_attention_interval", default=4)
-        kinds = hf.get("layer_types") or [
+        kinds = keys.layer_types(("linear_attention", "full_attention")) or [
             "linear_attention" if (i + 1) % interval else "full_attention" for i in range(num_layers)
         ]
         num_experts = keys.num_experts()
-        step, dense = keys.integer("decoder_sparse_step", default=1), keys.get("mlp_only_layers") or ()
+        step, dense = keys.integer("decoder_sparse_step", default=1), keys.layer_set("mlp_only_layers")
         inner = keys.integer("moe_intermediate_size", default=0)
         return cls(
             **keys.decoder(has_experts=True),
@@ -70,7 +92,7 @@ class Qwen3NextConfig(ModelConfig):
             shared_intermediate_size=keys.integer("shared_expert_intermediate_size", default=inner),
             routing=RoutingRule(
                 keys.experts_per_token(num_experts) if num_experts else 1,
-                renormalise=keys.get("norm_topk_prob") is not False,
+                renormalise=keys.text("model_type") != "qwen3_next" or keys.flag("norm_topk_prob", True),
             ),
             dense_layers=frozenset(i for i in range(num_layers) if i in dense or not num_experts or (i + 1) % step),
         )

@@ -26,11 +26,13 @@ class SmolLM3Config(ModelConfig):
 
     @classmethod
     def from_hf(cls, hf: Mapping[str, Any]) -> Self:
-        keys = ConfigReader({**_DEFAULTS, **hf})
+        keys = ConfigReader(hf, _DEFAULTS)
         layers, interval = keys.integer("num_hidden_layers"), keys.integer("no_rope_layer_interval", default=4)
-        given = keys.get("no_rope_layers")
-        rotates = [(i + 1) % interval != 0 for i in range(layers)] if given is None else map(bool, given[:layers])
-        window = keys.get("sliding_window") if keys.flag("use_sliding_window") else None
+        given = keys.integers("no_rope_layers")
+        if given and len(given) < layers:
+            raise keys.error("no_rope_layers", f"must have an entry for each of {layers} layers")
+        rotates = map(bool, given[:layers]) if given else ((i + 1) % interval != 0 for i in range(layers))
+        window = keys.window(is_on=keys.flag("use_sliding_window"))
         return cls(
             **keys.decoder(),
             attention_bias=keys.flag("attention_bias"),

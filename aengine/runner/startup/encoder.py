@@ -24,7 +24,7 @@ from ..platforms.platform import Platform
 from ..pooling.encoder_runner import EncoderRunner
 from ..pooling.vectors import VectorLayers, load_vector_layers
 from ..weights.formats import choose_formats
-from ..weights.loader import LoadedWeights, Progress, load_weights
+from ..weights.loader import LoadedWeights, Progress, check_layers, load_weights
 from ..weights.scope import Place
 from .kv_memory import resolve_max_model_len
 from .warm_up import NUM_TOKENS
@@ -50,6 +50,7 @@ def load_encoder(config: EngineConfig, source: Mapping[str, Any], rank: Rank, pr
     torch.set_grad_enabled(False)
     checkpoint = ModelSource.from_wire(source)
     model_config = read_encoder_config(checkpoint.hf_config)
+    check_layers(checkpoint, model_config.num_layers)
     platform = choose_platform(rank.device)
     platform.open()
     # A batch has many tokens: its products are not bound by reading weights, which float16 is for on a CPU.

@@ -12,6 +12,7 @@ import torch
 from ...checkpoint.pooling import labels_of
 from ...checkpoint.safetensors_files import stored_names
 from ...checkpoint.source import ModelSource
+from ...checkpoint.value_reader import ValueReader
 from ...errors import ModelLoadError
 from ..models.causal_lm import CausalLM
 from ..pooling.vectors import DenseLayer, VectorLayers
@@ -38,7 +39,7 @@ class DecoderHead:
             return cls(predicts=not labels, labels=labels)
         names = stored_names(Path(checkpoint.path))
         is_base = not any(name.startswith("model.") or "lm_head" in name.split(".") for name in names)
-        is_tied = bool(checkpoint.hf_config.get("tie_word_embeddings"))
+        is_tied = ValueReader(checkpoint.hf_config).flag("tie_word_embeddings")
         return cls(predicts=is_tied or not is_base or "embed_tokens.weight" not in names)
 
     def settings(self, hf_config: Mapping[str, Any]) -> dict[str, Any]:

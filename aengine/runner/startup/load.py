@@ -18,6 +18,7 @@ import torch
 
 from ...checkpoint.pooling import PoolingConfig
 from ...checkpoint.source import ModelSource, resolve_model
+from ...checkpoint.value_reader import damage_explained
 from ...config import EngineConfig, num_worker_threads
 from ...errors import ModelLoadError
 from ...workers.rank import LOOPBACK, Rank
@@ -31,7 +32,7 @@ from ..models.encoders import is_encoder
 from ..pooling.vectors import VectorLayers, load_vector_layers
 from ..weights.float16_cpu import Float16Format, agree_on_plan
 from ..weights.formats import choose_formats
-from ..weights.loader import LoadedWeights, Progress, load_weights
+from ..weights.loader import LoadedWeights, Progress, check_layers, load_weights
 from .encoder import LoadedEncoder, load_encoder
 from .heads import DecoderHead
 from .kv_memory import KvPlan, choose_kv_dtype
@@ -53,10 +54,11 @@ def load_model(
     """
     if rank.address != LOOPBACK and not os.path.exists(source["path"]):  # found on the host's machine
         source = resolve_model(config).to_wire()
-    if is_encoder(source["hf_config"]):
-        return load_encoder(config, source, rank, progress)
-    head = DecoderHead.of(ModelSource.from_wire(source))
-    setup, weights = _load(config, source, rank, progress, head)
+    with damage_explained(source["path"]):
+        if is_encoder(source["hf_config"]):
+            return load_encoder(config, source, rank, progress)
+        head = DecoderHead.of(ModelSource.from_wire(source))
+        setup, weights = _load(config, source, rank, progress, head)
     return LocalModel(setup, weights, profile(setup, progress), rank, progress, head)
 
 
@@ -78,6 +80,8 @@ def _load(
         folder=checkpoint.path if checkpoint.format != "gguf" else None,
         trust_remote_code=config.trust_remote_code,
     )
+    if model_config.implementation == "native":
+        check_layers(checkpoint, model_config.num_layers)
     model_config = model_config.of_rank(
         rank.tp_size, divides_experts=config.enable_expert_parallel, num_replicas=rank.num_sharing
     )

@@ -21,6 +21,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from ...checkpoint.safetensors_files import stored_names
 from ...checkpoint.source import ModelSource
 from ...errors import ModelLoadError
 from ..models.causal_lm import CausalLM
@@ -32,7 +33,7 @@ from .reading import Source, Target, in_threads
 from .safetensors_source import read_safetensors, read_shapes
 from .scope import Place
 
-__all__ = ["LoadedWeights", "Progress", "load_weights"]
+__all__ = ["LoadedWeights", "Progress", "check_layers", "load_weights"]
 
 logger = logging.getLogger("aengine.runner")
 
@@ -48,6 +49,8 @@ _IGNORED = re.compile(
 """Tensors of a checkpoint for which the model may have no place: constants, the output matrix of a tied model, the
 heads of an encoder that predict masked tokens, and that of a decoder that classifies texts, which is read apart."""
 
+_NUMBER = re.compile(r"\.(\d{1,9})\.")
+"""The number of a layer, in the name of a tensor."""
 _OTHER_MODEL = "config.json and the weights are not of one model, or a file is missing: fetch the model again"
 
 
@@ -117,6 +120,17 @@ def load_weights(
             "%s has %d tensors that the model does not use: %s", source.path, len(unexpected), _some(unexpected)
         )
     return loaded
+
+
+def check_layers(source: ModelSource, num_layers: int) -> None:
+    """Raise ModelLoadError if the files have fewer layers than config.json says, before as many are made. (Of a GGUF it
+    is checked as its metadata are read.)"""
+    if source.format != "safetensors":
+        return
+    numbers = (_NUMBER.search(name) for name in stored_names(Path(source.path)))
+    found = 1 + max((int(number[1]) for number in numbers if number is not None), default=-1)
+    if num_layers > found:
+        raise ModelLoadError(f"{source.path}: by config.json there are {num_layers} layers, and the files have {found}")
 
 
 def _open(model: CausalLM | Encoder[Any], source: ModelSource, seed: int, target: Target) -> Source:
@@ -209,4 +223,4 @@ def _some(names: list[str]) -> str:
 
 
 def _gib(count: int) -> str:
-    return f"{count / 2**30:.2f} GiB"
+    return f"{count / 2**30:.2f} GiB" if count < 1 << 60 else "more than 2**30 GiB"

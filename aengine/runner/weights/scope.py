@@ -13,6 +13,7 @@ from typing import NamedTuple, Protocol
 import torch
 from torch import Tensor
 
+from ...errors import ModelLoadError
 from ..distributed.experts_group import ExpertsGroup
 from ..distributed.group import ALONE, TensorGroup
 from ..distributed.shares import Part, Share, VocabularyShare
@@ -21,6 +22,8 @@ from .formats import WeightFormats
 from .weight import WeightFormat
 
 __all__ = ["CheckpointNames", "Place", "WeightScope"]
+
+_MOST_TENSORS = 1 << 19  # models of a trillion parameters have 70,000
 
 
 class Place(NamedTuple):
@@ -125,6 +128,8 @@ class WeightScope:
     ) -> None:
         """Request the tensor ``name``, which the loader passes to ``put``: all of it, or that ``part``.
         ``num_parameters``: None: its elements."""
+        if len(self.places) >= _MOST_TENSORS:
+            raise ModelLoadError(f"config.json: its layers and experts have more than {_MOST_TENSORS} tensors")
         count = prod(shape) if num_parameters is None else num_parameters
         place = Place(self._prefix + name, shape, dtype, count, put, part)
         self.places.setdefault(place.name, []).append(place)

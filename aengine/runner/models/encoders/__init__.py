@@ -6,6 +6,7 @@ from collections.abc import Mapping
 from importlib import import_module
 from typing import Any
 
+from ....checkpoint.value_reader import ValueReader
 from ...weights.formats import WeightFormats
 from ...weights.scope import WeightScope
 from .encoder import Encoder, EncoderConfig
@@ -29,10 +30,11 @@ GGUF_ENCODERS = {"nomic-bert": "nomic_bert"}
 
 def is_encoder(hf_config: Mapping[str, Any]) -> bool:
     """Whether the model is of a family of encoders, and no decoder of its kind."""
-    model_type = hf_config.get("model_type")
+    keys = ValueReader(hf_config)
+    model_type = keys.text("model_type")
     if model_type == "gemma3_text":
-        return bool(hf_config.get("use_bidirectional_attention"))
-    return GGUF_ENCODERS.get(str(model_type), model_type) in ENCODERS and not hf_config.get("is_decoder")
+        return keys.flag("use_bidirectional_attention")
+    return GGUF_ENCODERS.get(model_type, model_type) in ENCODERS and not keys.flag("is_decoder")
 
 
 def read_encoder_config(hf_config: Mapping[str, Any]) -> EncoderConfig:

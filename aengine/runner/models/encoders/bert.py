@@ -36,7 +36,7 @@ class BertConfig(EncoderConfig):
         keys = ConfigReader(hf)
         return {
             "num_positions": keys.integer("max_position_embeddings"),
-            "type_vocab_size": keys.integer("type_vocab_size", default=2) if has_types else 0,
+            "type_vocab_size": keys.integer("type_vocab_size", default=2, least=0) if has_types else 0,
             "first_position": first_position,
         }
 

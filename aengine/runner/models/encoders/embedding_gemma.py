@@ -41,10 +41,10 @@ class EmbeddingGemmaConfig(EncoderConfig):
         keys = ConfigReader(settings)
         size, longest = keys.integer("head_dim"), keys.integer("max_position_embeddings")
         return cls(
-            **cls.common({**settings, "norm_eps": settings.get("rms_norm_eps") or 1e-6}),
+            **cls.common({**settings, "norm_eps": keys.number("rms_norm_eps", 1e-6, least=0)}),
             num_kv_heads=keys.integer("num_key_value_heads"),
             size_of_heads=size,
-            query_scale=(settings.get("query_pre_attn_scalar") or size) ** -0.5,
+            query_scale=keys.number("query_pre_attn_scalar", size, above=0) ** -0.5,
             layer_types=tuple(settings["layer_types"]),
             ropes={
                 kind: RopeConfig.read(parameters, head_dim=size, max_positions=longest)

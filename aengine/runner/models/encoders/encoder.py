@@ -49,29 +49,39 @@ class EncoderConfig:
     def common(hf: Mapping[str, Any], *, first_position: int = 0) -> dict[str, Any]:
         """The fields that all families spell alike. ``first_position``: of the table, where a text begins."""
         keys = ConfigReader(hf)
-        activation = hf.get("hidden_act") or hf.get("hidden_activation") or "gelu"
+        key = "hidden_act" if keys.text("hidden_act") else "hidden_activation"
+        activation = keys.text(key) or "gelu"
         if activation not in ACTIVATIONS:
             known = ", ".join(ACTIVATIONS)
-            raise ModelLoadError(f"config.json: hidden_act={activation!r} is not supported; these are: {known}")
-        if hf.get("position_embedding_type", "absolute") != "absolute":
-            kind = hf["position_embedding_type"]
-            raise ModelLoadError(f"config.json: position_embedding_type={kind!r} is not supported; 'absolute' is")
+            raise ModelLoadError(f"config.json: {key}={activation!r:.80} is not supported; these are: {known}")
+        if keys.text("position_embedding_type", "absolute") != "absolute":
+            raise keys.error("position_embedding_type", "is not supported; 'absolute' is")
         hidden, heads = keys.integer("hidden_size"), keys.integer("num_attention_heads")
         if hidden % heads:
             raise ModelLoadError(f"config.json: hidden_size={hidden} is not a multiple of {heads} attention heads")
         return {
-            "model_type": hf["model_type"],
+            "model_type": keys.text("model_type"),
             "vocab_size": keys.integer("vocab_size"),
             "hidden_size": hidden,
             "intermediate_size": keys.integer("intermediate_size"),
             "num_layers": keys.integer("num_hidden_layers"),
             "num_heads": heads,
-            "norm_eps": float(hf.get("layer_norm_eps") or hf.get("norm_eps") or 1e-12),
+            "norm_eps": keys.number("layer_norm_eps", keys.number("norm_eps", 1e-12, least=0), least=0),
             "activation": activation,
-            "max_position_embeddings": keys.integer("max_position_embeddings") - first_position,
-            "checkpoint_dtype": str(hf.get("dtype") or hf.get("torch_dtype") or "").removeprefix("torch."),
+            "max_position_embeddings": _positions(keys, first_position),
+            "checkpoint_dtype": keys.dtype(),
             "labels": labels_of(hf),
         }
+
+
+def _positions(keys: ConfigReader, first_position: int) -> int:
+    """The tokens of the longest text: what its table of positions has from the first one on."""
+    rows = keys.integer("max_position_embeddings")
+    if rows <= first_position:
+        raise keys.error(
+            "max_position_embeddings", f"must be more than {first_position}: a text's positions begin there"
+        )
+    return rows - first_position
 
 
 Config = TypeVar("Config", bound=EncoderConfig)

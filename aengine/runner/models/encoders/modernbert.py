@@ -9,7 +9,6 @@ from typing import Any, Self
 import torch
 from torch import Tensor
 
-from ....errors import ModelLoadError
 from ....kernels.rotary import apply_rotary, rotary_rows
 from ...layers.embedding import Embedding
 from ...layers.encoder import ACTIVATIONS, LayerNorm
@@ -42,17 +41,18 @@ class ModernBertConfig(EncoderConfig):
     def from_hf(cls, hf: Mapping[str, Any]) -> Self:
         keys = ConfigReader(hf)
         layers, every = keys.integer("num_hidden_layers"), keys.integer("global_attn_every_n_layers", default=3)
-        types = hf.get("layer_types") or [_KINDS[i % every > 0] for i in range(layers)]
-        if len(types) != layers or not set(types) <= set(_KINDS):
-            raise ModelLoadError(f"config.json: layer_types={types!r} is not supported")
-        ropes = hf.get("rope_parameters") or {}
-        if any((ropes.get(kind) or {}).get("rope_type", "default") != "default" for kind in _KINDS):
-            raise ModelLoadError(f"config.json: rope_parameters={ropes!r} is not supported; rope_type 'default' is")
+        types = keys.layer_types(_KINDS) or [_KINDS[i % every > 0] for i in range(layers)]
+        ropes = {kind: keys.at("rope_parameters").at(kind) for kind in _KINDS}
+        if any(rope.text("rope_type", "default") != "default" for rope in ropes.values()):
+            raise keys.error("rope_parameters", "is not supported; rope_type 'default' is")
+        activation = keys.text("classifier_activation", "gelu")
+        if activation not in ACTIVATIONS:
+            raise keys.error("classifier_activation", f"is not supported; these are: {', '.join(ACTIVATIONS)}")
         return cls(
-            **cls.common(hf),
+            **cls.common({"norm_eps": 1e-5, **hf}),
             layer_types=tuple(types),
             thetas={
-                kind: float((ropes.get(kind) or {}).get("rope_theta") or hf.get(name) or default)
+                kind: ropes[kind].number("rope_theta", keys.number(name, default, above=0), above=0)
                 for kind, (name, default) in _THETAS.items()
             },
             reach=keys.integer("local_attention", default=128) // 2,
@@ -60,8 +60,8 @@ class ModernBertConfig(EncoderConfig):
             attention_bias=keys.flag("attention_bias"),
             mlp_bias=keys.flag("mlp_bias"),
             classifier_bias=keys.flag("classifier_bias"),
-            classifier_pooling=str(hf.get("classifier_pooling", "cls")),
-            classifier_activation=str(hf.get("classifier_activation", "gelu")),
+            classifier_pooling=keys.text("classifier_pooling", "cls"),
+            classifier_activation=activation,
         )
 
 

@@ -30,7 +30,7 @@ class MPNetConfig(BertConfig):
 
     @classmethod
     def from_hf(cls, hf: Mapping[str, Any]) -> Self:
-        buckets = ConfigReader(hf).integer("relative_attention_num_buckets", default=32)
+        buckets = ConfigReader(hf).integer("relative_attention_num_buckets", default=32, least=4, most=1 << 16)
         common = cls.common(hf, first_position=FIRST_POSITION)
         return cls(**common, **cls._tables(hf, FIRST_POSITION, has_types=False), num_buckets=buckets)
 

@@ -45,22 +45,24 @@ class NomicBertConfig(EncoderConfig):
 
     @classmethod
     def from_hf(cls, hf: Mapping[str, Any]) -> Self:
+        keys = ConfigReader(hf)
         for key, needed in _NEEDED.items():
-            if hf.get(key, needed) != needed:
-                raise ModelLoadError(f"config.json: {key}={hf[key]!r} is not supported; {needed!r} is")
-        if hf.get("moe_every_n_layers"):
+            if keys.raw(key) not in (None, needed):
+                raise keys.error(key, f"is not supported; {needed!r} is")
+        if keys.raw("moe_every_n_layers"):
             raise ModelLoadError("config.json: moe_every_n_layers is not supported: layers with experts are not there")
-        rope = hf.get("rope_parameters") or {}
-        if rope.get("rope_type", "default") != "default":
-            raise ModelLoadError(f"config.json: rope_parameters={rope!r} is not supported; rope_type 'default' is")
+        rope = keys.at("rope_parameters")
+        if rope.text("rope_type", "default") != "default":
+            raise keys.error("rope_parameters", "is not supported; rope_type 'default' is")
         own = {name: hf[key] for name, key in _SETTINGS.items() if key in hf}
         if "n_positions" in hf:  # beyond what it was trained for the frequencies would have to be stretched
-            own["max_position_embeddings"] = min(hf["n_positions"], hf.get("max_trained_positions") or 2048)
+            trained = keys.integer("max_trained_positions", 2048, least=0) or 2048
+            own["max_position_embeddings"] = min(keys.integer("n_positions"), trained)
         settings = {**hf, **own, "hidden_act": "silu"}
         return cls(
             **cls.common(settings),
-            type_vocab_size=ConfigReader(settings).integer("type_vocab_size", default=2),
-            theta=float(rope.get("rope_theta") or settings.get("rope_theta") or 1000.0),
+            type_vocab_size=ConfigReader(settings).integer("type_vocab_size", default=2, least=0),
+            theta=rope.number("rope_theta", ConfigReader(settings).number("rope_theta", 1000.0, above=0), above=0),
         )
 
 

@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from ...layers.linear import Linear
+from ...model_config import ConfigReader
 from ...pooling.batch import EncoderBatch
 from ...weights.scope import WeightScope
 from .bert import BertConfig, BertEmbeddings, make_bert_layer
@@ -21,8 +22,7 @@ __all__ = ["Roberta", "RobertaConfig", "RobertaHead", "XlmRoberta"]
 class RobertaConfig(BertConfig):
     @classmethod
     def from_hf(cls, hf: Mapping[str, Any]) -> Self:
-        padding = hf.get("pad_token_id")
-        first = 1 + (1 if padding is None else int(padding))
+        first = 1 + ConfigReader(hf).integer("pad_token_id", 1, least=0)
         return cls(**cls.common(hf, first_position=first), **cls._tables(hf, first))
 
 
