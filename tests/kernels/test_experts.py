@@ -5,7 +5,6 @@ from __future__ import annotations
 import importlib
 import random
 from contextlib import nullcontext
-from dataclasses import replace
 
 import pytest
 import torch
@@ -21,8 +20,7 @@ from aengine.kernels.experts import add_experts, expert_product
 from aengine.kernels.routing import route
 from aengine.runner.layers.moe import Experts, MoE, Router
 from aengine.runner.layers.norm import RMSNorm
-from aengine.runner.weights.formats import QuantisedMatrices, choose_formats
-from aengine.runner.weights.int8 import Int8Format
+from aengine.runner.weights.formats import choose_formats
 from aengine.runner.weights.scope import WeightScope
 
 TILE = ProductTile(32, 32, 4, 2)
@@ -210,24 +208,20 @@ def test_the_grouped_product_is_for_weights_that_it_takes(
     close(residual, wanted, 2e-2)
 
 
-def test_a_layer_tells_the_plan_whether_its_weights_can_be_grouped(monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize(("dtype", "way"), [("bfloat16", "grouped"), ("float32", "blocks")])
+def test_a_layer_tells_the_plan_whether_its_weights_can_be_grouped(
+    dtype: str, way: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(expert_tilings, "MIN_GROUPED_TOKENS", 5)
-    for dtype, is_int8, way in (
-        ("bfloat16", False, "grouped"),
-        ("bfloat16", True, "blocks"),
-        ("float32", False, "blocks"),
-    ):
-        formats = choose_formats(dtype, torch.device("meta"))
-        if is_int8:
-            formats = replace(formats, quantised=QuantisedMatrices(Int8Format(False), ("gate",)))
-        scope = WeightScope(formats)
-        layer = MoE(64, Router(scope, 64, 4, RoutingRule(2)), Experts(scope, 64, 32, 4, gate=GATES[0]))
-        for name, (place,) in scope.places.items():
-            place.put((torch.rand(place.shape) if "scale" in name else torch.ones(place.shape)).to(place.dtype))
-        with triton_everywhere():
-            x = torch.zeros(9, 64, dtype=formats.dtype)
-            plan = layer._hidden(x, RMSNorm.of(torch.ones(64, dtype=x.dtype), 1e-6))[1]
-        assert plan.tiling is not None and plan.tiling.way == way
+    cpu = torch.device("cpu")
+    scope = WeightScope(choose_formats(dtype, cpu))
+    layer = MoE(64, Router(scope, 64, 4, RoutingRule(2)), Experts(scope, 64, 32, 4, gate=GATES[0]))
+    for (place,) in scope.places.values():
+        place.put(place.take(torch.ones(place.shape, dtype=place.dtype), cpu))
+    x = torch.zeros(9, 64, dtype=scope.formats.dtype)
+    with triton_everywhere():
+        plan = layer._hidden(x, RMSNorm.of(torch.ones(64, dtype=x.dtype), 1e-6))[1]
+    assert plan.tiling is not None and plan.tiling.way == way
 
 
 @pytest.mark.parametrize("block_m", [1, 16, 64])

@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 import torch
-from driver import Driver, build, load, source_of
+from driver import CPU, Driver, build, load, source_of
 from safetensors.torch import load_file, save_file
 from test_weight_formats import CONFIG, quantise, set_quantization
 from tiny import load_reference, make_tiny_model
@@ -31,13 +31,13 @@ from aengine.runner.layers.moe import Experts, MoE, Router, SharedExpert
 from aengine.runner.layers.norm import RMSNorm
 from aengine.runner.weights.expert_weights import SeparateExperts, StackedExperts
 from aengine.runner.weights.formats import choose_formats
-from aengine.runner.weights.int8 import Int8Format
+from aengine.runner.weights.int8 import Int8Experts, Int8Format
 from aengine.runner.weights.packed_experts import Mxfp4Experts
+from aengine.runner.weights.plain import plain_tensors
 from aengine.runner.weights.scope import WeightScope
 
 TinyModel = Callable[..., Path]
 TOKENS = list(range(40, 70))
-CPU = torch.device("cpu")
 
 
 def logits(folder: Path, dtype: str = "float32") -> Tensor:
@@ -52,7 +52,7 @@ def relative_error(out: Tensor, wanted: Tensor) -> float:
 @pytest.mark.parametrize("arch", ["qwen3_moe", "gpt_oss"])
 def test_formats_of_plain_weights(arch: str, tiny_model: TinyModel) -> None:
     """float16 on a CPU packs each expert; bfloat16 stacks them."""
-    folder = tiny_model(arch, seed=7)
+    folder = tiny_model(arch, seed=3)
     wanted = logits(folder)
     assert relative_error(logits(folder, "bfloat16"), wanted) < 0.1
     model, _ = load(source_of(folder), "auto")
@@ -78,20 +78,24 @@ def test_int8_stays_int8_in_a_stack(is_packed: bool) -> None:
     stored, gen = Int8Format(is_packed), torch.Generator().manual_seed(0)
     codes = torch.randint(-127, 128, (4, 2, 16, 32), generator=gen, dtype=torch.int8)  # experts, parts
     scales = torch.rand(4, 2, 16, 1, generator=gen) / 100
-    experts = stored.make_experts(4, torch.device("meta"))
-    assert isinstance(experts, StackedExperts) and isinstance(stored.make_experts(4, CPU), SeparateExperts)
-    name = "weight_packed" if is_packed else "weight"
+    tensors = stored.tensors(32, 32, False)
+    assert isinstance(stored.make_experts(4, tensors, torch.device("meta")), StackedExperts)
+    assert isinstance(stored.make_experts(4, tensors, CPU), SeparateExperts)
+    experts = Int8Experts(4, tensors, CPU)
     for expert in (2, 0, 1, 3):
-        parts = [
-            {name: (own ^ -128).view(torch.int32) if is_packed else own, "weight_scale": scale}
-            for own, scale in zip(codes[expert], scales[expert], strict=True)
-        ]
-        experts.put(expert, parts)
+        for i, (own, scale) in enumerate(zip(codes[expert], scales[expert], strict=True)):
+            words = (own ^ -128).view(torch.int32) if is_packed else own
+            rows = slice(16 * i, 16 * (i + 1))
+            experts.room(expert, "weight_packed" if is_packed else "weight", rows).copy_(words)
+            experts.room(expert, "weight_scale", rows).copy_(scale)
+        experts.finish(expert)
     assert experts.matrices is not None and torch.equal(experts.matrices.weight, codes.flatten(1, 2))
+    assert not experts.can_group
     x, norm = torch.randn(3, 32, generator=gen), SimpleNamespace(weight=torch.ones(32), eps=1e-6)
-    wanted = StackedExperts(4, torch.float32)
+    wanted = StackedExperts(4, plain_tensors(32, 32, False, torch.float32), CPU)
     for expert, (own, scale) in enumerate(zip(codes, scales, strict=True)):
-        wanted.put(expert, [{"weight": c * s} for c, s in zip(own, scale, strict=True)])
+        wanted.room(expert, "weight", slice(None)).copy_((own * scale).flatten(0, 1))
+        wanted.finish(expert)
     rule, shape = RoutingRule(2), ExpertShape(4, 32, 16, 2)
     routing = route(torch.randn(3, 4, generator=gen), rule)
     with triton_everywhere():
@@ -136,8 +140,8 @@ def test_mxfp4_is_what_transformers_makes_of_it(tmp_path: Path, tiny_model: Tiny
 def test_mxfp4_is_exact_in_bfloat16(codes: int) -> None:
     blocks = torch.arange(256, dtype=torch.uint8).view(1, 1, 16, 16) ^ codes
     scales = torch.arange(112, 128, dtype=torch.uint8).view(1, 1, 16)
-    parts = {"_blocks": blocks, "_scales": scales}
-    exact, coarse = (Mxfp4Experts().expert(parts, 0, dtype)["weight"] for dtype in (torch.float32, torch.bfloat16))
+    parts = {"_blocks": blocks[0], "_scales": scales[0]}
+    exact, coarse = (Mxfp4Experts().expert(parts, dtype)["weight"] for dtype in (torch.float32, torch.bfloat16))
     assert torch.equal(coarse.float(), exact) and exact.shape == (1, 512)
 
 
@@ -168,7 +172,7 @@ def test_a_shared_expert(gated: bool) -> None:
     w: dict[str, Tensor] = {}
     for name, (place,) in scope.places.items():
         w[name] = torch.randn(place.shape, generator=gen)
-        place.put(w[name])
+        place.put(place.take(w[name], CPU))
     x = torch.randn(5, 16, generator=gen)
     y = x / (x.square().mean(-1, keepdim=True) + 1e-6).sqrt() * w["norm.weight"]
 

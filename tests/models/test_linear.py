@@ -38,7 +38,7 @@ def layer(weights: list[torch.Tensor], biases: list[torch.Tensor] | None, dtype:
     assert {place.name: place.shape for place in places} == {name: tuple(t.shape) for name, t in tensors.items()}
     random.shuffle(places)
     for place in places:
-        place.put(tensors[place.name])
+        place.put(place.take(tensors[place.name], CPU))
     return made, formats
 
 

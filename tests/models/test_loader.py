@@ -20,7 +20,7 @@ from aengine.errors import ModelLoadError
 from aengine.runner.platforms.platform import DeviceMemory
 from aengine.runner.weights import random_source, safetensors_source
 from aengine.runner.weights.loader import load_weights
-from aengine.runner.weights.reading import Target
+from aengine.runner.weights.reading import Named, Target
 from aengine.runner.weights.scope import Place
 
 TinyModel = Callable[..., Path]
@@ -188,36 +188,49 @@ def test_another_device_gets_tensors_in_the_models_format(tiny_model: TinyModel,
     seen: list[torch.Tensor] = []
     for own in model.weights.places.values():
         own.append(own[0]._replace(put=seen.append))
-    loaded = load_weights(model, source, 0, lambda *report: None, META)
+    loaded = load_weights(model, source, 0, lambda *report: None)
     assert len(seen) == len(model.weights.places)
     assert {(t.device, t.dtype) for t in seen} == {(META, getattr(torch, dtype))}
     assert loaded.num_bytes == 4 * loaded.num_parameters, "of the checkpoint, which is float32"
     assert model.lm_head.weight.weight is model.embed.table, "a tied table is there once"
 
 
+def tensors_read(monkeypatch: pytest.MonkeyPatch) -> list[tuple[str, torch.Tensor]]:
+    """Names and tensors, as the sources read them from now on."""
+    read: list[tuple[str, torch.Tensor]] = []
+    named = Target.named
+
+    def noted(self: Target, name: str, tensor: torch.Tensor, *, keep: bool) -> Named:
+        read.append((name, tensor))
+        return named(self, name, tensor, keep=keep)
+
+    monkeypatch.setattr(Target, "named", noted)
+    return read
+
+
 def test_what_is_not_wanted_is_not_read(copied: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     rewrite(copied, lambda tensors: tensors.update({"model.vision.weight": torch.ones(3)}))
-    put: list[torch.Tensor] = []
-    monkeypatch.setattr(Target, "put", lambda self, name, tensor: put.append(tensor) or tensor)
+    read = tensors_read(monkeypatch)
     load(source_of(copied))
-    assert len(put) == len(load_file(copied / "model.safetensors")) - 1
+    assert sorted(name for name, _ in read) == sorted(
+        load_file(copied / "model.safetensors").keys() - {"model.vision.weight"}
+    )
 
 
 def test_few_tensors_are_read_ahead(tiny_model: TinyModel, monkeypatch: pytest.MonkeyPatch) -> None:
     """Of several files, by turns."""
     source = source_of(tiny_model("llama", seed=3, num_hidden_layers=12, max_shard_size="60KB"))
     model = build(source)
-    monkeypatch.setattr(safetensors_source, "_READERS", 3)
-    put: list[torch.Tensor] = []
-    monkeypatch.setattr(Target, "put", lambda self, name, tensor: put.append(tensor) or tensor)
+    monkeypatch.setattr(safetensors_source, "READERS", 3)
+    read = tensors_read(monkeypatch)
     target = Target({name: own[0] for name, own in model.weights.places.items()}, CPU)
     tensors, total = safetensors_source.read_safetensors(Path(source.path), target)
     first = [next(tensors).name for _ in range(3)]
-    assert len(put) <= 3 + 3 + 1
+    assert len(read) <= 3 + 3 + 1
     files = [load_file(path).keys() for path in sorted(Path(source.path).glob("*.safetensors"))]
     assert len(files) > 3 and all(name in names for name, names in zip(first, files))
     names = first + [named.name for named in tensors]
-    assert sorted(names) == sorted(target.places) and total > 4 * sum(t.numel() for t in put)
+    assert sorted(names) == sorted(target.places) and total > 4 * sum(t.numel() for _, t in read)
 
 
 @pytest.mark.parametrize("name", ["a.weight", "a.norm.weight"])
@@ -227,7 +240,7 @@ def test_dummy_weights_of_a_gpu_are_alike_in_every_format(name: str, monkeypatch
     made = []
     for dtype in (torch.float32, torch.bfloat16):
         place = Place(name, (37, 11), dtype, 37 * 11, lambda tensor: None)
-        made.append(random_source._on_gpu(place, torch.Generator().manual_seed(5)))
+        made.append(random_source._on_gpu(place, torch.Generator().manual_seed(5), CPU))
     assert made[1].dtype == torch.bfloat16 and torch.equal(made[0].bfloat16(), made[1])
     middle = 1.0 if "norm" in name else 0.0
     assert float((made[0] - middle).abs().max()) <= 0.04 and 0.02 < float(made[0].std()) < 0.027
@@ -235,12 +248,12 @@ def test_dummy_weights_of_a_gpu_are_alike_in_every_format(name: str, monkeypatch
 
 
 def test_out_of_gpu_memory(copied: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    def put(target: Target, name: str, tensor: torch.Tensor) -> torch.Tensor:
+    def take(place: Place, tensor: torch.Tensor, device: torch.device) -> torch.Tensor:
         if tensor.shape == (48,):
             raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate a lot\nof memory")
         return tensor
 
-    monkeypatch.setattr(Target, "put", put)
+    monkeypatch.setattr(Place, "take", take)
     memory = DeviceMemory(total=8 * 2**30, free=2**30, allocated=7 * 2**30, reserved=7 * 2**30)
     with pytest.raises(ModelLoadError) as caught:
         load(source_of(copied), memory=lambda: memory)
@@ -252,7 +265,7 @@ def test_out_of_gpu_memory(copied: Path, monkeypatch: pytest.MonkeyPatch) -> Non
 def test_a_model_that_is_too_large_says_by_how_much_before_it_loads(
     copied: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(Target, "put", lambda *args: pytest.fail("a tensor was read"))
+    monkeypatch.setattr(Target, "named", lambda *args, **how: pytest.fail("a tensor was read"))
     size = sum(tensor.numel() * 4 for tensor in load_file(copied / "model.safetensors").values())
     for free, allocated, reserved in ((size - 2**20, 0, 0), (size - 2**21, 2**20, 2**21)):  # torch's own is free to it
         memory = DeviceMemory(2 * size, free, allocated, reserved)

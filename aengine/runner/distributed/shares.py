@@ -61,11 +61,11 @@ class Part(NamedTuple):
         if not self.ranges:
             return tensor.narrow(self.dim, 0, 0)
         pieces = [tensor.narrow(self.dim, start, stop - start) for start, stop in self.ranges]
-        missing = self.size - sum(piece.shape[self.dim] for piece in pieces)
-        if missing:
-            shape = list(tensor.shape)
-            shape[self.dim] = missing
-            pieces.append(tensor.new_zeros(shape))
+        length = sum(piece.shape[self.dim] for piece in pieces)
+        if length < self.size:
+            filled = tensor.new_zeros(self.shape_in(tensor.shape))
+            torch.cat(pieces, self.dim, out=filled.narrow(self.dim, 0, length))
+            return filled
         return pieces[0].contiguous() if len(pieces) == 1 else torch.cat(pieces, self.dim)
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from functools import partial
 from threading import Lock
-from typing import Protocol
+from typing import NamedTuple, Protocol
 
 import torch
 from torch import Tensor
@@ -28,8 +28,26 @@ class PackedLayout(Protocol):
     ) -> list[StoredTensor]:
         """Return the tensors by suffix, which follows the matrix's name immediately."""
 
-    def expert(self, tensors: Mapping[str, Tensor], index: int, dtype: torch.dtype) -> Mapping[str, Tensor]:
-        """Make one expert's "weight" [out_features, in_features], and "bias" if there is one."""
+    def expert(self, tensors: Mapping[str, Tensor], dtype: torch.dtype) -> Mapping[str, Tensor]:
+        """Make an expert's "weight" [out_features, in_features], and "bias" if there is one, of its own of the
+        tensors."""
+
+
+class _Piece(NamedTuple):
+    """A tensor that each expert has in the checkpoint."""
+
+    name: str  # below the expert's number
+    stored: StoredTensor
+    part: Part | None  # of it that is wanted
+    rows: slice | None  # where that lies in the expert's tensor of this suffix; None: it is not wanted
+
+
+_ONE_AT_A_TIME = Lock()
+"""While the experts of a packed tensor become numbers on the device: that takes some times the room of one of them."""
+
+
+def _shape_of(stored: StoredTensor, part: Part | None) -> tuple[int, ...]:
+    return stored.shape if part is None else part.shape_in(stored.shape)
 
 
 class ExpertLinear:
@@ -52,19 +70,16 @@ class ExpertLinear:
         """``parts``: name and output features of each matrix; one if there is a layout. Experts are divided among the
         ranks, or the features of each, as in `Linear`."""
         self.weights: ExpertWeights
-        self._num_experts = experts.size
         self._experts = range(*experts.range)
-        self._layout = layout
+        self._device = scope.formats.device
         columns = shares_of(in_features)
         # Added up over the ranks, the products have the bias once.
         self._drops_bias = scope.group.rank > 0 and any(share.is_divided for share in columns)
         self._cut: Part | None = None  # of the columns of a matrix that is loaded whole
         self._lock = Lock()  # several threads may load
         if layout is None:
-            self._format = scope.format_of([f"0.{name}" for name in parts])
             self._want_each(scope, experts.total, columns, parts, bias)
         else:
-            self._format = scope.formats.plain
             self._dtype = scope.formats.dtype
             self._want_packed(scope, experts, columns, parts, bias, layout)
 
@@ -76,40 +91,47 @@ class ExpertLinear:
         parts: Mapping[str, Features],
         bias: bool,
     ) -> None:
+        form = scope.format_of([f"0.{name}" for name in parts])
         in_features = sizes(columns)[1]
-        matrices = {name: shares_of(features) for name, features in parts.items()}
-        stored_of = {name: self._format.tensors(sizes(rows)[1], in_features, bias) for name, rows in matrices.items()}
-        own_bias = bias and not self._drops_bias
-        num_missing = sum(own_bias or one.suffix != "bias" for stored in stored_of.values() for one in stored)
+        pieces: list[_Piece] = []  # of each of this rank's experts
+        num_rows: dict[str, int] = {}
+        for name, features in parts.items():
+            rows = shares_of(features)
+            for stored in form.tensors(sizes(rows)[1], in_features, bias):
+                full = f"{name}.{stored.suffix}"
+                if self._drops_bias and stored.suffix == "bias":
+                    pieces.append(_Piece(full, stored, NOTHING, None))
+                    continue
+                part = part_of_matrix(stored, rows, columns, f"0.{full}", scope.group.size)
+                begin = num_rows.get(stored.suffix, 0)
+                num_rows[stored.suffix] = begin + _shape_of(stored, part)[0]
+                pieces.append(_Piece(full, stored, part, slice(begin, num_rows[stored.suffix])))
+        whole = {
+            piece.stored.suffix: piece.stored._replace(
+                shape=(num_rows[piece.stored.suffix], *_shape_of(piece.stored, piece.part)[1:])
+            )
+            for piece in pieces
+            if piece.rows is not None
+        }
+        self.weights = form.make_experts(len(self._experts), list(whole.values()), self._device)
+        num_own = sum(piece.rows is not None for piece in pieces)
+        self._num_missing = dict.fromkeys(range(len(self._experts)), num_own)
         for expert in range(num_experts):
-            own: list[dict[str, Tensor]] = [{} for _ in parts]
-            for kept, (name, rows) in zip(own, matrices.items(), strict=True):
-                for stored in stored_of[name]:
-                    full = f"{expert}.{name}.{stored.suffix}"
-                    what = (full, stored.shape, stored.dtype)
-                    if expert not in self._experts or (self._drops_bias and stored.suffix == "bias"):
-                        scope.want(*what, drop, stored.num_parameters, NOTHING)
-                        continue
-                    place = expert - self._experts.start
-                    put = partial(self._put_one, place, own, kept, stored.suffix, num_missing)
-                    part = part_of_matrix(stored, rows, columns, full, scope.group.size)
-                    scope.want(*what, put, stored.num_parameters, part)
+            for name, stored, part, own in pieces:
+                what = (f"{expert}.{name}", stored.shape, stored.dtype)
+                if expert not in self._experts or own is None:
+                    scope.want(*what, drop, stored.num_parameters, NOTHING)
+                    continue
+                place = expert - self._experts.start
+                room = partial(self.weights.room, place, stored.suffix, own)
+                scope.want(*what, partial(self._put_one, place), stored.num_parameters, part, room)
 
-    def _put_one(
-        self,
-        expert: int,
-        own: list[dict[str, Tensor]],
-        part: dict[str, Tensor],
-        suffix: str,
-        wanted: int,
-        tensor: Tensor,
-    ) -> None:
+    def _put_one(self, expert: int, tensor: Tensor) -> None:
         with self._lock:
-            part[suffix] = tensor
-            is_last = sum(map(len, own)) == wanted
+            self._num_missing[expert] -= 1
+            is_last = self._num_missing[expert] == 0
         if is_last:
-            self._put_expert(expert, own, tensor.device)
-            own.clear()
+            self.weights.finish(expert)
 
     def _want_packed(
         self,
@@ -121,8 +143,11 @@ class ExpertLinear:
         layout: PackedLayout,
     ) -> None:
         ((name, features),) = parts.items()
-        rows, in_features = shares_of(features), sizes(columns)[1]
-        wanted = layout.tensors(experts.total, sizes(rows)[1], in_features, bias, self._dtype)
+        rows, (own_columns, in_features) = shares_of(features), sizes(columns)
+        own_rows, out_features = sizes(rows)
+        own = scope.formats.plain.tensors(own_rows, own_columns, bias and not self._drops_bias)
+        self.weights = scope.formats.plain.make_experts(experts.size, own, self._device)
+        wanted = layout.tensors(experts.total, out_features, in_features, bias, self._dtype)
         kept: dict[str, Tensor] = {}
         num_wanted = len(wanted) - (bias and self._drops_bias)
         for stored in wanted:
@@ -132,7 +157,7 @@ class ExpertLinear:
                 continue
             part = part_of((experts,), 0, experts.total) or self._part_of_packed(stored, rows, columns)
             put = partial(self._put_packed, kept, stored.suffix, num_wanted, layout)
-            scope.want(*what, put, stored.num_parameters, part)
+            scope.want(*what, put, stored.num_parameters, part, on_host=True)
 
     def _part_of_packed(self, stored: StoredTensor, rows: Sequence[Share], columns: Sequence[Share]) -> Part | None:
         """The part of a tensor of all experts; None, with ``_cut`` set, where ranks' columns meet within its blocks."""
@@ -153,18 +178,18 @@ class ExpertLinear:
             kept[suffix] = tensor
             is_last = len(kept) == wanted
         if is_last:
-            for expert in range(self._num_experts):
-                own = layout.expert(kept, expert, self._dtype)
-                if self._cut is not None:
-                    own = {**own, "weight": self._cut.of(own["weight"])}
-                self._put_expert(expert, [own], tensor.device)
+            with _ONE_AT_A_TIME:
+                for expert in range(len(self._experts)):
+                    self._put_expert(expert, {suffix: tensor[expert] for suffix, tensor in kept.items()}, layout)
             kept.clear()
 
-    def _put_expert(self, expert: int, parts: Sequence[Mapping[str, Tensor]], device: torch.device) -> None:
-        with self._lock:
-            if not hasattr(self, "weights"):
-                self.weights = self._format.make_experts(self._num_experts, device)
-        self.weights.put(expert, parts)
+    def _put_expert(self, expert: int, stored: Mapping[str, Tensor], layout: PackedLayout) -> None:
+        on_device = {suffix: tensor.to(self._device) for suffix, tensor in stored.items()}
+        own = layout.expert(on_device, self._dtype)
+        for suffix, tensor in own.items():
+            cut = tensor if self._cut is None or suffix != "weight" else self._cut.of(tensor)
+            self.weights.room(expert, suffix, slice(None)).copy_(cut)
+        self.weights.finish(expert)
 
     def gated_after_norm(self, x: Tensor, norm: Norm, plan: ExpertPlan, gate: ExpertGate) -> Tensor:
         return self.weights.gated_after_norm(x, norm, plan, gate)

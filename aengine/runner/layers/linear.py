@@ -15,7 +15,7 @@ from ...kernels.activation import Activation
 from ...kernels.rms_norm import add_rms_norm
 from ..distributed.shares import NOTHING, Part, Share, part_of, sizes
 from ..weights.scope import WeightScope
-from ..weights.weight import Norm, StoredTensor, Weight
+from ..weights.weight import JoinedTensors, Norm, StoredTensor, Weight
 
 __all__ = ["Features", "Linear", "drop", "part_of_matrix", "shares_of"]
 
@@ -53,8 +53,7 @@ class Linear:
 
     A checkpoint that has them packed in one tensor, in this order, names that one as the only part.
 
-    When the last of their tensors has come, the format makes one weight of them, and they are let go. The verbs are
-    those of `Weight`.
+    When the last of their tensors has come, the format makes one weight of them. The verbs are those of `Weight`.
 
     Divided among ranks by output features, each rank has some of those of y. Divided by input features, each rank has
     some of those of x, and its product is a part of a sum: `add_to` adds the sum of all ranks' parts, the first rank's
@@ -67,14 +66,14 @@ class Linear:
         """``parts``: name and output features of each matrix."""
         self.weight: Weight
         self._format = scope.format_of(list(parts))
-        self._parts: list[dict[str, Tensor]] = [{} for _ in parts]
+        self._joined = JoinedTensors(scope.formats.device)
         self._num_missing = 0
         self._lock = Lock()  # several threads may load
         self.group = scope.group
         columns = shares_of(in_features)
         self._is_partial = any(share.is_divided for share in columns)
         self._out_features = 0  # of this rank
-        for i, (name, out_features) in enumerate(parts.items()):
+        for name, out_features in parts.items():
             rows = shares_of(out_features)
             own_rows, all_rows = sizes(rows)
             self._out_features += own_rows
@@ -85,17 +84,19 @@ class Linear:
                     scope.want(*what, drop, stored.num_parameters, NOTHING)
                     continue
                 part = part_of_matrix(stored, rows, columns, full, scope.group.size)
-                scope.want(*what, partial(self._put, i, stored.suffix), stored.num_parameters, part)
+                shape = stored.shape if part is None else part.shape_in(stored.shape)
+                room = self._joined.add(stored.suffix, shape, stored.dtype) if len(parts) > 1 else None
+                scope.want(*what, partial(self._put, stored.suffix), stored.num_parameters, part, room)
                 self._num_missing += 1
 
-    def _put(self, part: int, suffix: str, tensor: Tensor) -> None:
+    def _put(self, suffix: str, tensor: Tensor) -> None:
         with self._lock:
-            self._parts[part][suffix] = tensor
+            self._joined.tensors.setdefault(suffix, tensor)  # of a single matrix: it has no room among others
             self._num_missing -= 1
             is_last = self._num_missing == 0
         if is_last:
-            self.weight = self._format.make(self._parts)
-            self._parts = []
+            self.weight = self._format.make(self._joined.tensors)
+            self._joined.tensors = {}
 
     def multiply(self, x: Tensor) -> Tensor:
         """[n, out_features]; divided by input features, this rank's part of the sum."""

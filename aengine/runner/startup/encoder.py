@@ -61,7 +61,7 @@ def load_encoder(config: EngineConfig, source: Mapping[str, Any], rank: Rank, pr
     model = build_encoder(model_config, formats)
     if checkpoint.format == "safetensors":
         adapt_names(model, set(stored_names(Path(checkpoint.path))))
-    weights = load_weights(model, checkpoint, config.seed, progress, platform.device, platform.memory)
+    weights = load_weights(model, checkpoint, config.seed, progress, platform.memory)
     vectors = None if model_config.labels else _vectors(config, checkpoint, platform.device)
     return LoadedEncoder(config, model, weights, vectors, platform, rank)
 

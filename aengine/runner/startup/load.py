@@ -99,7 +99,7 @@ def _load(
     link = open_link(rank, platform, StepSizes(model_config.hidden_size, formats.dtype, *most))
     model = build_model(model_config, formats, group, stage_of(rank), experts_group)
     attention = platform.choose_attention(config, model_config, formats.dtype)
-    weights = load_weights(model, checkpoint, config.seed, progress, platform.device, platform.memory)
+    weights = load_weights(model, checkpoint, config.seed, progress, platform.memory)
     if head.labels:
         vectors: VectorLayers | None = head.vectors(checkpoint, model_config.hidden_size, platform.device)
     else:

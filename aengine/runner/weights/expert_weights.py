@@ -4,8 +4,7 @@
                        which experts were chosen, so that a step can be captured
     SeparateExperts    a `Weight` for each, of any format; on a CPU, where the chosen ones are known
 
-Each expert's tensors are handed over on their own, as the checkpoint's come, and go to their place at once: beside the
-stack there is never more than what an expert has, nor than one tensor of the checkpoint.
+The checkpoint's tensors are copied to their rows of the stack, or of their expert's matrix, as each is read.
 """
 
 from __future__ import annotations
@@ -20,50 +19,42 @@ from ...kernels.expert_gate import gate_experts
 from ...kernels.expert_types import ExpertGate, ExpertMatrices, ExpertPlan, InputNorm, can_group
 from ...kernels.experts import add_experts, add_weighted, expert_product
 from ...kernels.rms_norm import rms_norm
-from .weight import ExpertWeights, Norm, Weight
+from .weight import ExpertWeights, Norm, StoredTensor, Weight
 
 __all__ = ["SeparateExperts", "StackedExperts"]
 
 
 class StackedExperts(ExpertWeights):
-    """Numbers of one dtype, or, where the experts' tensors have a "weight_scale", int8 codes."""
+    """Numbers of one dtype; `Int8Experts` has codes."""
 
-    __slots__ = ("_bias_dtype", "_dtype", "_lock", "_num_experts", "matrices")
+    __slots__ = ("_device", "_lock", "_num_experts", "_tensors", "matrices", "stacks")
 
-    def __init__(self, num_experts: int, dtype: torch.dtype, bias_dtype: torch.dtype | None = None) -> None:
+    def __init__(self, num_experts: int, tensors: Sequence[StoredTensor], device: torch.device) -> None:
         self.matrices: ExpertMatrices | None = None
+        self.stacks: dict[str, Tensor] = {}  # [num_experts, ...] by suffix
         self._num_experts = num_experts
-        self._dtype = dtype
-        self._bias_dtype = bias_dtype or dtype
+        self._tensors = {tensor.suffix: tensor for tensor in tensors}
+        self._device = device
         self._lock = Lock()
 
     @property
     def can_group(self) -> bool:
         return self.matrices is not None and can_group(self.matrices)
 
-    def put(self, expert: int, parts: Sequence[Mapping[str, Tensor]]) -> None:
+    def room(self, expert: int, suffix: str, rows: slice) -> Tensor:
         with self._lock:
-            if self.matrices is None:
-                self.matrices = self._allocate(parts)
-        weight, bias, scale = self.matrices
-        row = 0
-        for part in parts:
-            rows = slice(row, row + len(part["weight"]))
-            row = rows.stop
-            weight[expert, rows].copy_(part["weight"])
-            if bias is not None:
-                bias[expert, rows].copy_(part["bias"])
-            if scale is not None:
-                scale[expert, rows].copy_(part["weight_scale"].flatten())
+            if suffix not in self.stacks:
+                stored = self._tensors[suffix]
+                shape = (self._num_experts, *stored.shape)
+                self.stacks[suffix] = torch.empty(shape, dtype=stored.dtype, device=self._device)
+        return self.stacks[suffix][expert, rows]
 
-    def _allocate(self, parts: Sequence[Mapping[str, Tensor]]) -> ExpertMatrices:
-        first, rows = parts[0], sum(len(part["weight"]) for part in parts)
-        device, shape = first["weight"].device, (self._num_experts, rows)
-        return ExpertMatrices(
-            torch.empty((*shape, first["weight"].shape[1]), dtype=self._dtype, device=device),
-            torch.empty(shape, dtype=self._bias_dtype, device=device) if "bias" in first else None,
-            torch.empty(shape, dtype=torch.float32, device=device) if "weight_scale" in first else None,
-        )
+    def finish(self, expert: int) -> None:
+        if self.matrices is None:
+            self.matrices = self._matrices()
+
+    def _matrices(self) -> ExpertMatrices:
+        return ExpertMatrices(self.stacks["weight"], self.stacks.get("bias"))
 
     def gated_after_norm(self, x: Tensor, norm: Norm, plan: ExpertPlan, gate: ExpertGate) -> Tensor:
         assert self.matrices is not None
@@ -75,14 +66,24 @@ class StackedExperts(ExpertWeights):
 
 
 class SeparateExperts(ExpertWeights):
-    __slots__ = ("_make", "_weights")
+    __slots__ = ("_lock", "_make", "_rooms", "_tensors", "_weights")
 
-    def __init__(self, make: Callable[[Sequence[Mapping[str, Tensor]]], Weight]) -> None:
+    def __init__(self, make: Callable[[Mapping[str, Tensor]], Weight], tensors: Sequence[StoredTensor]) -> None:
         self._make = make
+        self._tensors = {tensor.suffix: tensor for tensor in tensors}
+        self._rooms: dict[int, dict[str, Tensor]] = {}  # of experts that are not complete
         self._weights: dict[int, Weight] = {}
+        self._lock = Lock()
 
-    def put(self, expert: int, parts: Sequence[Mapping[str, Tensor]]) -> None:
-        self._weights[expert] = self._make(parts)
+    def room(self, expert: int, suffix: str, rows: slice) -> Tensor:
+        with self._lock:
+            own = self._rooms.setdefault(expert, {})
+            if suffix not in own:
+                own[suffix] = torch.empty(self._tensors[suffix].shape, dtype=self._tensors[suffix].dtype)
+        return own[suffix][rows]
+
+    def finish(self, expert: int) -> None:
+        self._weights[expert] = self._make(self._rooms.pop(expert))
 
     def gated_after_norm(self, x: Tensor, norm: Norm, plan: ExpertPlan, gate: ExpertGate) -> Tensor:
         if not plan.chosen:

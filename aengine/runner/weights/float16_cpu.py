@@ -19,7 +19,7 @@ from torch import Tensor
 from ..distributed.group import TensorGroup
 from .expert_weights import SeparateExperts
 from .plain import plain_tensors
-from .weight import ExpertWeights, StoredTensor, Weight, join_rows
+from .weight import ExpertWeights, StoredTensor, Weight
 
 __all__ = ["Float16Format", "Float16Plan", "Float16Weight", "float16_plan", "half_linear", "has_fbgemm"]
 
@@ -51,12 +51,12 @@ class Float16Format:
     def tensors(self, out_features: int, in_features: int, has_bias: bool) -> list[StoredTensor]:
         return plain_tensors(out_features, in_features, has_bias, torch.float32)
 
-    def make(self, parts: Sequence[Mapping[str, Tensor]]) -> Weight:
-        bias = join_rows(parts, "bias").float() if "bias" in parts[0] else None
-        return Float16Weight(join_rows(parts, "weight"), bias)
+    def make(self, tensors: Mapping[str, Tensor]) -> Weight:
+        bias = tensors.get("bias")
+        return Float16Weight(tensors["weight"], None if bias is None else bias.float())
 
-    def make_experts(self, num_experts: int, device: torch.device) -> ExpertWeights:
-        return SeparateExperts(self.make)
+    def make_experts(self, num_experts: int, tensors: Sequence[StoredTensor], device: torch.device) -> ExpertWeights:
+        return SeparateExperts(self.make, tensors)
 
 
 def scaled_half(weight: Tensor) -> tuple[Tensor, Tensor]:

@@ -27,6 +27,8 @@ from .weight import WeightFormat
 
 __all__ = ["QuantisedMatrices", "WeightFormats", "choose_formats"]
 
+CPU = torch.device("cpu")
+
 _QUANTISED: tuple[Callable[[Mapping[str, Any]], WeightFormat | None], ...] = (read_int8,)
 """Each reads a quantization_config: the format that it describes, or None if that is another one."""
 
@@ -45,12 +47,13 @@ class QuantisedMatrices(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class WeightFormats:
-    """The formats of a model's matrices, and the dtypes of what is beside them."""
+    """The formats of a model's matrices, the dtypes of what is beside them, and the device of all."""
 
     dtype: torch.dtype  # of activations and norms
     table_dtype: torch.dtype  # of embeddings
     plain: WeightFormat  # of matrices that the checkpoint keeps as plain numbers
     quantised: QuantisedMatrices | None = None
+    device: torch.device = CPU  # where the model is
 
     @property
     def name(self) -> str:
@@ -95,7 +98,7 @@ def choose_formats(dtype: str, device: torch.device, hf_config: Mapping[str, Any
             )
         dtype = "float32"
     torch_dtype: torch.dtype = getattr(torch, "bfloat16" if dtype == "auto" else dtype)
-    return WeightFormats(torch_dtype, torch_dtype, PlainFormat(torch_dtype), quantised)
+    return WeightFormats(torch_dtype, torch_dtype, PlainFormat(torch_dtype), quantised, device)
 
 
 def _read_quantization(hf_config: Mapping[str, Any]) -> QuantisedMatrices | None:

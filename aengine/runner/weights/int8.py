@@ -22,8 +22,9 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from ...kernels.expert_types import ExpertMatrices
 from .expert_weights import SeparateExperts, StackedExperts
-from .weight import ExpertWeights, StoredTensor, Weight, join_rows
+from .weight import ExpertWeights, StoredTensor, Weight
 
 __all__ = ["Int8Experts", "Int8Format", "Int8Weight", "read_int8"]
 
@@ -69,30 +70,36 @@ class Int8Format:
             found.append(StoredTensor("bias", (out_features,), torch.float32, out_features))
         return found
 
-    def make(self, parts: Sequence[Mapping[str, Tensor]]) -> Weight:
-        codes = self.codes(join_rows(parts, "weight_packed" if self.is_packed else "weight"))
-        bias = join_rows(parts, "bias").float() if "bias" in parts[0] else None
-        return Int8Weight(codes, join_rows(parts, "weight_scale").float().flatten(), bias)
+    def make(self, tensors: Mapping[str, Tensor]) -> Weight:
+        codes = unpacked(tensors["weight_packed"]) if self.is_packed else tensors["weight"]
+        bias = tensors.get("bias")
+        return Int8Weight(codes, tensors["weight_scale"].float().flatten(), None if bias is None else bias.float())
 
-    def codes(self, stored: Tensor) -> Tensor:
-        """int8 [out_features, in_features]."""
-        return stored.view(torch.int8) ^ -128 if self.is_packed else stored  # which is minus 128
-
-    def make_experts(self, num_experts: int, device: torch.device) -> ExpertWeights:
+    def make_experts(self, num_experts: int, tensors: Sequence[StoredTensor], device: torch.device) -> ExpertWeights:
         """On a GPU the codes are stacked, and become numbers as they are multiplied."""
-        return SeparateExperts(self.make) if device.type == "cpu" else Int8Experts(num_experts, self)
+        is_cpu = device.type == "cpu"
+        return SeparateExperts(self.make, tensors) if is_cpu else Int8Experts(num_experts, tensors, device)
+
+
+def unpacked(words: Tensor) -> Tensor:
+    """int8 [..., 4 n] codes of int32 [..., n] words; on a GPU, where these are the loader's own, in their memory."""
+    codes = words.view(torch.int8)
+    return codes ^ -128 if words.device.type == "cpu" else codes.bitwise_xor_(-128)  # which is minus 128
 
 
 class Int8Experts(StackedExperts):
-    __slots__ = ("_format",)
+    __slots__ = ()
 
-    def __init__(self, num_experts: int, stored: Int8Format) -> None:
-        super().__init__(num_experts, torch.int8, torch.float32)
-        self._format = stored
+    def finish(self, expert: int) -> None:
+        words = self.stacks.get("weight_packed")
+        if words is not None:
+            words[expert].view(torch.int8).bitwise_xor_(-128)  # as `unpacked`
+        super().finish(expert)
 
-    def put(self, expert: int, parts: Sequence[Mapping[str, Tensor]]) -> None:
-        name = "weight_packed" if self._format.is_packed else "weight"
-        super().put(expert, [{**part, "weight": self._format.codes(part[name])} for part in parts])
+    def _matrices(self) -> ExpertMatrices:
+        words = self.stacks.get("weight_packed")
+        codes = self.stacks["weight"] if words is None else words.view(torch.int8)
+        return ExpertMatrices(codes, self.stacks.get("bias"), self.stacks["weight_scale"].squeeze(2))
 
 
 def read_int8(config: Mapping[str, Any]) -> Int8Format | None:

@@ -1,10 +1,10 @@
 """Weights into a model: from safetensors, from GGUF, or random.
 
 A model names the tensors that it wants (`WeightScope`). Each source is an iterator of tensors under transformers'
-names, read or dequantised in threads, a few ahead, and handed over one by one. So no second copy of the model is ever
-in memory: what is there at most is the model and once more the largest matrix that is joined from several (q, k, v;
-gate, up). Parts that wait for the others of their matrix, wherever those are, are no more than the matrix will be,
-since on a GPU all are in the model's own format when they get there.
+names, read or dequantised on the host in threads, a few ahead. Each is then copied to its place on the device: where a
+matrix is joined from several (q, k, v; gate, up; all experts'), to its rows of that one, whose memory is allocated when
+the first of them comes. So what is on the device at most is the weights, and one tensor where that is made there or
+has to be transposed or decoded; and what is on the host beside them are the few tensors that are being read.
 """
 
 from __future__ import annotations
@@ -19,7 +19,6 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from torch import Tensor
 
 from ...checkpoint.safetensors_files import stored_names
 from ...checkpoint.source import ModelSource
@@ -30,7 +29,7 @@ from ..platforms.platform import DeviceMemory
 from .gguf_source import read_gguf
 from .random_source import make_random
 from .reading import Source, Target, in_threads
-from .safetensors_source import read_safetensors, read_shapes
+from .safetensors_source import READERS, read_safetensors, read_shapes
 from .scope import Place
 
 __all__ = ["LoadedWeights", "Progress", "check_layers", "load_weights"]
@@ -39,7 +38,6 @@ logger = logging.getLogger("aengine.runner")
 
 Progress = Callable[[str, int, int, str], None]
 """Gets stage, done, total (0: not known) and their unit."""
-CPU = torch.device("cpu")
 
 _IGNORED = re.compile(
     r"rotary_emb\.inv_freq$|rope_(freqs|factors_)|\.masked_bias$|attn_rot_embd|\.weight_shape$|^lm_head\.weight$"
@@ -70,7 +68,6 @@ def load_weights(
     source: ModelSource,
     seed: int,
     progress: Progress,
-    device: torch.device = CPU,
     memory: Callable[[], DeviceMemory] | None = None,
 ) -> LoadedWeights:
     """Fill the model. ``progress(stage, done, total, unit)`` gets bytes; ``memory()`` is the device's, for errors.
@@ -82,7 +79,7 @@ def load_weights(
     names = model.weights.names
     if names is not None:
         names.choose(_stored_shapes(source))
-    places, stage = dict(model.weights.places), model.weights.stage
+    places, stage, device = dict(model.weights.places), model.weights.stage, model.weights.formats.device
     if memory is not None:
         _check_room(model, source, device, memory())
     target = Target({name: first for name, (first, *_) in places.items()}, device)
@@ -100,14 +97,14 @@ def load_weights(
                     loaded.num_parameters += own[0].num_parameters
                 loaded.num_bytes += num_bytes
                 loaded.last = name
-                yield partial(_put, own, tensor)
+                yield partial(target.put, own, tensor)
             elif not _IGNORED.search(name):
                 unexpected.append(name)
             del tensor  # else it waits here until the next one has come
 
     progress("weights", 0, total, "bytes")
     with _out_of_memory(loaded, total, model, device, memory):
-        for _ in _putting(to_put(), device):
+        for _ in _putting(to_put(), source, device):
             progress("weights", min(loaded.num_bytes, total), total, "bytes")
     progress("weights", total, total, "bytes")
     if places:
@@ -155,17 +152,21 @@ def _stored_shapes(source: ModelSource) -> dict[str, tuple[int, ...]] | None:
     return read_shapes(Path(source.path)) if source.format == "safetensors" else None
 
 
-def _put(places: list[Place], tensor: Tensor) -> None:
-    for place in places:
-        place.put(tensor)
-
-
-def _putting(jobs: Iterable[Callable[[], None]], device: torch.device) -> Iterator[None]:
-    """Run the jobs. On a CPU weights are packed, which takes most of a start: 26 ns each, in one thread."""
+def _putting(jobs: Iterable[Callable[[], None]], source: ModelSource, device: torch.device) -> Iterator[None]:
+    """Run the jobs. On a CPU weights are packed, which takes most of a start: 26 ns each, in one thread. What is copied
+    to a GPU out of mapped files is read only then. What is made there is put away before the next is made."""
     if device.type == "cpu":
-        yield from in_threads(jobs, max(1, torch.get_num_threads()))
-    else:
-        yield from (job() for job in jobs)
+        return in_threads(jobs, max(1, torch.get_num_threads()))
+    if source.format == "safetensors":
+        return in_threads(jobs, READERS)
+    return _one_by_one(jobs)
+
+
+def _one_by_one(jobs: Iterable[Callable[[], None]]) -> Iterator[None]:
+    for job in jobs:
+        job()
+        del job  # with its tensor, before the next one is made
+        yield
 
 
 @contextmanager

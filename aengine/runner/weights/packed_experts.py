@@ -32,8 +32,8 @@ class TransposedExperts:
         weight = StoredTensor("", shape, dtype, num_experts * in_features * out_features, out_dim=2, in_dim=1)
         return [weight, *_bias(num_experts, out_features, has_bias, dtype)]
 
-    def expert(self, tensors: Mapping[str, Tensor], index: int, dtype: torch.dtype) -> Mapping[str, Tensor]:
-        return {"weight": tensors[""][index].t(), **_bias_of(tensors, index)}
+    def expert(self, tensors: Mapping[str, Tensor], dtype: torch.dtype) -> Mapping[str, Tensor]:
+        return {"weight": tensors[""].t(), **_bias_of(tensors)}
 
 
 class Mxfp4Experts:
@@ -47,12 +47,12 @@ class Mxfp4Experts:
             *_bias(num_experts, out_features, has_bias, dtype),
         ]
 
-    def expert(self, tensors: Mapping[str, Tensor], index: int, dtype: torch.dtype) -> Mapping[str, Tensor]:
-        blocks, scales = tensors["_blocks"][index], tensors["_scales"][index]
+    def expert(self, tensors: Mapping[str, Tensor], dtype: torch.dtype) -> Mapping[str, Tensor]:
+        blocks, scales = tensors["_blocks"], tensors["_scales"]
         codes = torch.stack((blocks & 15, blocks >> 4), -1).flatten(-2)  # [out_features, in_features / 32, 32]
         values = torch.tensor((*_E2M1, *(-value for value in _E2M1)), device=blocks.device)[codes.int()]
         weight = torch.ldexp(values, scales.int()[..., None] - 127).flatten(-2).to(dtype)
-        return {"weight": weight, **_bias_of(tensors, index)}
+        return {"weight": weight, **_bias_of(tensors)}
 
 
 def _bias(num_experts: int, out_features: int, has_bias: bool, dtype: torch.dtype) -> list[StoredTensor]:
@@ -60,5 +60,5 @@ def _bias(num_experts: int, out_features: int, has_bias: bool, dtype: torch.dtyp
     return [StoredTensor("_bias", shape, dtype, num_experts * out_features, 1)] if has_bias else []
 
 
-def _bias_of(tensors: Mapping[str, Tensor], index: int) -> dict[str, Tensor]:
-    return {"bias": tensors["_bias"][index]} if "_bias" in tensors else {}
+def _bias_of(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    return {"bias": tensors["_bias"]} if "_bias" in tensors else {}

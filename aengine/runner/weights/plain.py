@@ -11,7 +11,7 @@ from torch import Tensor
 from ...kernels.activation import Activation
 from ...kernels.linear import add_linear, norm_gated_linear, norm_linear, plain_linear
 from .expert_weights import StackedExperts
-from .weight import ExpertWeights, Norm, StoredTensor, Weight, join_rows
+from .weight import ExpertWeights, Norm, StoredTensor, Weight
 
 __all__ = ["PlainFormat", "PlainWeight", "plain_tensors"]
 
@@ -55,9 +55,9 @@ class PlainFormat:
     def tensors(self, out_features: int, in_features: int, has_bias: bool) -> list[StoredTensor]:
         return plain_tensors(out_features, in_features, has_bias, self.dtype)
 
-    def make(self, parts: Sequence[Mapping[str, Tensor]]) -> Weight:
-        bias = join_rows(parts, "bias").to(self.dtype) if "bias" in parts[0] else None
-        return PlainWeight(join_rows(parts, "weight").to(self.dtype), bias)
+    def make(self, tensors: Mapping[str, Tensor]) -> Weight:
+        bias = tensors.get("bias")
+        return PlainWeight(tensors["weight"].to(self.dtype), None if bias is None else bias.to(self.dtype))
 
-    def make_experts(self, num_experts: int, device: torch.device) -> ExpertWeights:
-        return StackedExperts(num_experts, self.dtype)
+    def make_experts(self, num_experts: int, tensors: Sequence[StoredTensor], device: torch.device) -> ExpertWeights:
+        return StackedExperts(num_experts, tensors, device)

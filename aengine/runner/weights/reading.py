@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from typing import NamedTuple, TypeVar
 
@@ -22,7 +22,7 @@ T = TypeVar("T")
 
 class Named(NamedTuple):
     name: str  # in transformers' spelling
-    tensor: Tensor | None  # where the model is; None: not wanted, and not read
+    tensor: Tensor | None  # as it was read, or the part of it that the place wants; None: not wanted, and not read
     num_bytes: int = 0  # of the whole tensor, in the checkpoint's format
     shape: tuple[int, ...] = ()  # of the whole tensor
 
@@ -35,13 +35,13 @@ class Source(NamedTuple):
 
 
 class Target(NamedTuple):
-    """The tensors to read of a checkpoint, by name, and their device."""
+    """The tensors to read of a checkpoint, by name, and the model's device."""
 
     places: Mapping[str, Place]
     device: torch.device
 
     def named(self, name: str, tensor: Tensor, *, keep: bool) -> Named:
-        """What a source yields for a ``tensor`` of the checkpoint: the part that its place wants, as `put` has it.
+        """What a source yields for a ``tensor`` of the checkpoint: the part that its place wants.
 
         ``keep``: the whole may stay in memory, as that of a mapped file, where the part is a view of it.
         """
@@ -49,14 +49,13 @@ class Target(NamedTuple):
         own = tensor if place.part is None or shape != place.shape else place.part.of(tensor)
         if not keep and own.untyped_storage().nbytes() > own.nbytes:
             own = own.clone()
-        return Named(name, self.put(name, own), tensor.nbytes, shape)
+        return Named(name, own, tensor.nbytes, shape)
 
-    def put(self, name: str, tensor: Tensor) -> Tensor:
-        """The tensor on the device, in the dtype of its place; on a CPU numbers stay as they are.
-
-        Converted before it is copied: fewer bytes to copy, and no room on the device but its own.
-        """
-        return tensor if self.device.type == "cpu" else tensor.to(self.places[name].dtype).to(self.device)
+    def put(self, places: Sequence[Place], tensor: Tensor) -> None:
+        """Hand a tensor over to its places, of which the first says how it comes to the device."""
+        tensor = places[0].take(tensor, self.device)
+        for place in places:
+            place.put(tensor)
 
 
 def text_name(name: str) -> str:

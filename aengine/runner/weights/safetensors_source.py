@@ -15,9 +15,9 @@ from ...checkpoint.safetensors_files import safetensors_files
 from ...errors import ModelLoadError
 from .reading import NUMBERS, Named, Source, Target, in_threads, text_name
 
-__all__ = ["read_safetensors", "read_shapes", "read_tensor"]
+__all__ = ["READERS", "read_safetensors", "read_shapes", "read_tensor"]
 
-_READERS = 8
+READERS = 8
 """Threads that read files. One copies 2 to 4 GB/s out of the page cache to a GPU; from a disk the more are better."""
 _DTYPES = {
     "F16": torch.float16,
@@ -77,7 +77,7 @@ def _read(files: list[Path], target: Target) -> Iterator[Named]:
             for path, file, names in opened
         ]
         in_turn = chain.from_iterable(zip_longest(*jobs))
-        yield from in_threads((job for job in in_turn if job is not None), _READERS)
+        yield from in_threads((job for job in in_turn if job is not None), READERS)
 
 
 def _text_tensors(names: list[str], target: Target) -> set[str]:

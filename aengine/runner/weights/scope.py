@@ -39,11 +39,26 @@ class Place(NamedTuple):
     num_parameters: int  # of the model, that the tensor stands for
     put: Callable[[Tensor], None]  # takes the tensor, on the model's device; from any thread
     part: Part | None = None  # that `put` takes, of the tensor; None: all
+    room: Callable[[], Tensor] | None = (
+        None  # gives the memory that it is copied to; None: it gets its own
+    )
+    on_host: bool = False  # `put` takes it where it was read, and copies it to the device itself
 
     @property
     def own_shape(self) -> tuple[int, ...]:
         """The shape of what `put` takes."""
         return self.shape if self.part is None else self.part.shape_in(self.shape)
+
+    def take(self, tensor: Tensor, device: torch.device) -> Tensor:
+        """What `put` takes, of a ``tensor`` as it was read: on the model's device, in the dtype of the place.
+
+        Converted before it is copied: fewer bytes to copy, and no room on the device but its own.
+        """
+        if self.room is not None:
+            return self.room().copy_(tensor)
+        if self.on_host or device.type == "cpu":
+            return tensor
+        return tensor.to(self.dtype).to(device)
 
 
 class CheckpointNames(Protocol):
@@ -125,11 +140,13 @@ class WeightScope:
         put: Callable[[Tensor], None],
         num_parameters: int | None = None,
         part: Part | None = None,
+        room: Callable[[], Tensor] | None = None,
+        on_host: bool = False,
     ) -> None:
-        """Request the tensor ``name``, which the loader passes to ``put``: all of it, or that ``part``.
+        """Request the tensor ``name``, which the loader passes to ``put``: all of it, or that ``part``; see `Place`.
         ``num_parameters``: None: its elements."""
         if len(self.places) >= _MOST_TENSORS:
             raise ModelLoadError(f"config.json: its layers and experts have more than {_MOST_TENSORS} tensors")
         count = prod(shape) if num_parameters is None else num_parameters
-        place = Place(self._prefix + name, shape, dtype, count, put, part)
+        place = Place(self._prefix + name, shape, dtype, count, put, part, room, on_host)
         self.places.setdefault(place.name, []).append(place)

@@ -9,7 +9,9 @@ is done beside.
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from functools import partial
+from threading import Lock
 from typing import NamedTuple, Protocol
 
 import torch
@@ -19,7 +21,7 @@ from ...kernels.activation import Activation, act_and_mul
 from ...kernels.expert_types import ExpertGate, ExpertPlan
 from ...kernels.rms_norm import add_rms_norm, rms_norm
 
-__all__ = ["ExpertWeights", "Norm", "StoredTensor", "Weight", "WeightFormat", "join_rows"]
+__all__ = ["ExpertWeights", "JoinedTensors", "Norm", "StoredTensor", "Weight", "WeightFormat"]
 
 
 class Norm(Protocol):
@@ -75,8 +77,12 @@ class ExpertWeights(ABC):
         return False
 
     @abstractmethod
-    def put(self, expert: int, parts: Sequence[Mapping[str, Tensor]]) -> None:
-        """Take the tensors of one expert, as `WeightFormat.make` does; from any thread."""
+    def room(self, expert: int, suffix: str, rows: slice) -> Tensor:
+        """Memory on the device for rows of one of an expert's tensors, to be filled; from any thread."""
+
+    @abstractmethod
+    def finish(self, expert: int) -> None:
+        """All rows of an expert's tensors have been filled; from any thread."""
 
     @abstractmethod
     def gated_after_norm(self, x: Tensor, norm: Norm, plan: ExpertPlan, gate: ExpertGate) -> Tensor:
@@ -112,18 +118,42 @@ class WeightFormat(Protocol):
     def tensors(self, out_features: int, in_features: int, has_bias: bool) -> list[StoredTensor]:
         """Return the tensors in which the checkpoint keeps one matrix."""
 
-    def make(self, parts: Sequence[Mapping[str, Tensor]]) -> Weight:
-        """Make one weight of several matrices over the same input, stacked by rows (q, k, v; gate, up).
+    def make(self, tensors: Mapping[str, Tensor]) -> Weight:
+        """Make a weight.
 
         Args:
-            parts: for each matrix its tensors by suffix, as `tensors` names them, on the model's device. They are the
-                format's to keep.
+            tensors: those of the matrix by suffix, as `tensors` names them, on the model's device, and on a CPU of any
+                dtype of numbers. They are the format's to keep. Of matrices that are multiplied together (q, k, v;
+                gate, up), those of each suffix are one, below each other.
         """
 
-    def make_experts(self, num_experts: int, device: torch.device) -> ExpertWeights:
-        """Make the weights of a mixture's experts, each of which is yet to be put in."""
+    def make_experts(self, num_experts: int, tensors: Sequence[StoredTensor], device: torch.device) -> ExpertWeights:
+        """Make the weights of a mixture's experts, which are yet to be filled. ``tensors``: of each, as `make` takes
+        them."""
 
 
-def join_rows(parts: Sequence[Mapping[str, Tensor]], suffix: str) -> Tensor:
-    """The tensors of one suffix below each other; the tensor itself if there is one part."""
-    return parts[0][suffix] if len(parts) == 1 else torch.cat([part[suffix] for part in parts])
+class JoinedTensors:
+    """Tensors of several matrices by suffix, those of each suffix below each other in one.
+
+    Its memory is allocated when the first of them comes, and each is copied to its rows: no tensor waits for another in
+    memory of its own.
+    """
+
+    def __init__(self, device: torch.device) -> None:
+        self.tensors: dict[str, Tensor] = {}
+        self._num_rows: dict[str, int] = {}
+        self._device = device
+        self._lock = Lock()  # several threads may load
+
+    def add(self, suffix: str, shape: tuple[int, ...], dtype: torch.dtype) -> Callable[[], Tensor]:
+        """Add rows below those of the suffix so far; returns what gives their memory, once all have been added."""
+        begin = self._num_rows.get(suffix, 0)
+        self._num_rows[suffix] = begin + shape[0]
+        return partial(self._room, suffix, begin, shape, dtype)
+
+    def _room(self, suffix: str, begin: int, shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
+        with self._lock:
+            if suffix not in self.tensors:
+                whole = (self._num_rows[suffix], *shape[1:])
+                self.tensors[suffix] = torch.empty(whole, dtype=dtype, device=self._device)
+        return self.tensors[suffix][begin : begin + shape[0]]

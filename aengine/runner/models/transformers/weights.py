@@ -1,8 +1,8 @@
 """Weights of transformers' modules through our loader: which tensor of the checkpoint becomes which parameter.
 
 transformers keeps many models in another form than their checkpoints: tensors have other names, experts are stacked,
-parts are joined or split. Its conversion mapping says how; here the rules are applied as the tensors come, one by one,
-so that what is in memory at most is the model and once more the parts of one tensor that is joined.
+parts are joined or split. Its conversion mapping says how; here the rules are applied as the tensors come. What becomes
+of a rule is made on the host, one parameter at a time: on the device there are only the parameters.
 """
 
 from __future__ import annotations
@@ -64,7 +64,7 @@ class CheckpointWeights:
             if target not in joined:
                 joined[target] = _Conversion(deepcopy(by_pattern[pattern]), target, self)
             put = joined[target].expect(name, pattern)
-            self._weights.want(name, stored[name], self._dtype_of(target), put)
+            self._weights.want(name, stored[name], self._dtype_of(target), put, on_host=True)
 
     def _target_of(self, name: str, renamings: Any, converters: Any) -> tuple[str, str | None]:
         """The parameter for the tensor ``name``, and the pattern of the rule that it is a part of, if there is one."""
@@ -99,7 +99,7 @@ class CheckpointWeights:
             )
         owner, _, name = target.rpartition(".")
         module = self._model.get_submodule(owner)
-        tensor = tensor.to(self._dtype_of(target))
+        tensor = tensor.to(self._dtype_of(target)).to(self._weights.formats.device)
         if name in module._parameters:
             module._parameters[name] = nn.Parameter(tensor, requires_grad=False)
         else:
@@ -119,6 +119,10 @@ class CheckpointWeights:
                 if buffer is not None and not buffer.is_meta:
                     module._buffers[name] = buffer.to(device)
         self._check()
+
+
+_ONE_AT_A_TIME = Lock()
+"""While tensors are joined on the host: their copies take some times the room of one parameter."""
 
 
 class _Conversion:
@@ -145,14 +149,15 @@ class _Conversion:
             is_last = self._num_missing == 0
         if not is_last:
             return
-        for name, pattern, part in self._parts:
-            self._rule.add_tensor(self._target, name, pattern, part)
-        self._parts.clear()
-        try:
-            made = self._rule.convert(self._target, model=self._weights._model, config=self._weights._model.config)
-        except Exception as error:
-            raise ModelLoadError(
-                f"the tensors of the checkpoint that become {self._target} can't be joined: {error}"
-            ) from error
-        for target, value in made.items():
-            self._weights.put(target, value[0] if isinstance(value, list) else value)
+        with _ONE_AT_A_TIME:
+            for name, pattern, part in self._parts:
+                self._rule.add_tensor(self._target, name, pattern, part)
+            self._parts.clear()
+            try:
+                made = self._rule.convert(self._target, model=self._weights._model, config=self._weights._model.config)
+            except Exception as error:
+                raise ModelLoadError(
+                    f"the tensors of the checkpoint that become {self._target} can't be joined: {error}"
+                ) from error
+            for target, value in made.items():
+                self._weights.put(target, value[0] if isinstance(value, list) else value)
