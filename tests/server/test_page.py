@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import json
 import re
 import shutil
 import subprocess
@@ -41,6 +42,7 @@ async def test_the_page_and_its_files_need_no_key(prefix: str) -> None:
             assert page.status_code == 200 and page.headers["content-type"] == "text/html; charset=utf-8"
             policy = page.headers["content-security-policy"]
             assert policy.startswith("default-src 'none'; script-src 'self';") and "unsafe" not in policy
+            assert policy.endswith("require-trusted-types-for 'script'; trusted-types 'none'")
             links = re.findall(r'(?:src|href)="([^"#]+)"', page.text)
             assert {link.rpartition("/")[2] for link in links} < set(NAMES) and len(links) == 3
             for path in (*links, *(f"page/{name}" for name in NAMES)):
@@ -71,6 +73,7 @@ async def test_the_engine_in_numbers() -> None:
             assert (stats["model"], stats["state"]) == ("fake", "running")
             assert (stats["num_running"], stats["generated_tokens"], stats["prompt_tokens"]) == (0, 4, 5)
             assert stats["num_blocks"] == stats["num_free_blocks"] > 0
+            assert (stats["max_model_len"], stats["device"], stats["sampling_defaults"]) == (32768, "none", {})
             assert stats["inter_token_latency"]["count"] == 3 and stats["time_to_first_token"]["count"] == 1
             await engine.aclose()
             assert (await client.get("/stats")).status_code == 503
@@ -78,6 +81,8 @@ async def test_the_engine_in_numbers() -> None:
 
 def test_nothing_comes_from_elsewhere_and_nothing_is_put_in_as_html() -> None:
     for path in STATIC.iterdir():
+        if path.name.startswith("markdown-it."):  # of which test_page_markdown.py says whose it is
+            continue
         text = path.read_text()
         assert "innerHTML" not in text and "insertAdjacentHTML" not in text and "document.write" not in text
         assert not set(re.findall(r"https?://[^\s\"']+", text)) - {"http://www.w3.org/2000/svg"}, path
@@ -85,7 +90,7 @@ def test_nothing_comes_from_elsewhere_and_nothing_is_put_in_as_html() -> None:
 
 
 @pytest.mark.skipif(shutil.which("node") is None, reason="needs node")
-@pytest.mark.parametrize("name", [name for name in NAMES if name.endswith(".js")])
+@pytest.mark.parametrize("name", [name for name in NAMES if name.endswith(("js", ".mjs"))])
 def test_the_scripts_parse(name: str, tmp_path: Path) -> None:
     module = tmp_path / "module.mjs"
     module.write_bytes((STATIC / name).read_bytes())
@@ -134,12 +139,28 @@ async def test_in_a_browser(tmp_path: Path) -> None:
     async with FakeAsyncLLM(reply, reasoning=True) as engine, served(engine, api_keys="secret") as port:
         async with browser(tmp_path / "profile") as page:
             await page.open(f"http://127.0.0.1:{port}/")
+            # Without a key nothing can be sent, and nothing is an error yet; the field goes when a key is accepted.
             await page.until("!document.querySelector('#key-box').hidden")
+            errors = "[...document.querySelectorAll('.error, .bad')].map(e => e.textContent).join('')"
+            assert await page.evaluate(errors) == ""
+            await page.type("#prompt", "too early")
+            await page.press("Enter", 13)
+            assert await page.evaluate("document.activeElement.id") == "key"
+            assert await page.evaluate("document.querySelector('#send').disabled")
+            await page.type("#key", "wrong")
+            await page.press("Enter", 13)
+            await page.until("document.querySelector('#key-error').textContent !== ''")
+            assert await page.evaluate(errors) == "The server does not accept this key."
+            await page.evaluate("document.querySelector('#key').value = ''")
             await page.type("#key", "secret")
             await page.press("Enter", 13)
             await page.until("document.querySelector('#model').textContent === 'fake'")
-            await page.until("document.querySelector('#state').textContent === 'running'")
+            await page.until("document.querySelector('#state').textContent === 'ready'")
+            assert await page.evaluate("document.querySelector('#key-box').hidden") and not engine.requests
+            assert await page.evaluate("document.querySelector('#prompt').value") == "too early"
+            await page.evaluate("document.querySelector('#prompt').value = ''")
             page.problems.clear()  # the key was asked for by 401
+            assert "32,768 tokens" in await page.evaluate("document.querySelector('#welcome').textContent")
 
             # An answer, with its reasoning folded. What the model says stays text.
             await page.type("#prompt", "hello")
@@ -183,7 +204,7 @@ async def test_in_a_browser(tmp_path: Path) -> None:
             await page.type("#schema", SCHEMA)
             await page.evaluate("document.querySelector('#send').click()")
             await page.until("document.querySelectorAll('.facts').length === 5")
-            assert await page.evaluate("document.querySelector('.text.json').textContent") == '{\n  "a": 1\n}'
+            assert await page.evaluate("[...document.querySelectorAll('pre')].at(-1).textContent") == '{\n  "a": 1\n}'
 
             # The graphs have points.
             await page.until("document.querySelector('.graph .line').getAttribute('d').includes('L')")
@@ -206,3 +227,99 @@ async def test_under_a_prefix_and_on_a_phone(tmp_path: Path) -> None:
             assert await page.evaluate("document.querySelector('#side').getBoundingClientRect().width") <= 360
             assert await page.evaluate("document.documentElement.dataset.theme") == "dark"
             assert page.problems == []
+
+
+MARKDOWN = """# Title
+
+Some **bold** text[^1], <b>no HTML</b>, [a link](https://a.org/), [none](javascript:alert(1)), ![](https://a.org/x.png).
+
+```python
+print("hello")
+```
+"""
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(CHROMIUM is None, reason="needs Chromium")
+async def test_markdown_code_and_examples(tmp_path: Path) -> None:
+    async with FakeAsyncLLM(MARKDOWN) as engine, served(engine) as port:
+        async with browser(tmp_path / "profile") as page:
+            await page.open(f"http://127.0.0.1:{port}/")
+            await page.until("!!document.querySelector('.examples button')?.offsetParent")
+            send = "JSON.stringify(document.querySelector('#send').getBoundingClientRect())"
+            before = await page.evaluate(send)
+            await page.evaluate("document.querySelector('.examples button').click()")
+            await page.until("document.querySelectorAll('.facts').length === 1")
+            assert await page.evaluate(send) == before
+            assert engine.requests[-1].text == "What is the capital of France?"
+            assert engine.requests[-1].params.temperature == 0  # this model brings no parameters of its own
+            text = "document.querySelector('.last')"
+            assert await page.evaluate(f"{text}.querySelector('h3').textContent") == "Title"
+            assert await page.evaluate(f"{text}.querySelectorAll('img, b, script').length") == 0
+            links = f"[...{text}.querySelectorAll('a')].map(a => a.href).join(' ')"
+            assert await page.evaluate(links) == "https://a.org/ https://a.org/x.png"
+            granted = ["clipboardReadWrite", "clipboardSanitizedWrite"]
+            await page.send("Browser.grantPermissions", permissions=granted)
+            await page.evaluate("document.querySelector('.copy').click()")
+            await page.until("document.querySelector('.copy').textContent === 'Copied'")
+            assert await page.evaluate("navigator.clipboard.readText()") == 'print("hello")'
+            # Text that is read as HTML is refused by the browser, whoever wrote it.
+            refused = "(() => { try { document.body.innerHTML = '<b>'; } catch { return true; } })()"
+            assert await page.evaluate(refused) is True
+            page.problems.clear()
+            # A server that is gone is said in plain words, and the message can be sent again.
+            await engine.aclose()
+            await page.type("#prompt", "hello?")
+            await page.press("Enter", 13)
+            await page.until("document.querySelector('.failed') !== null")
+            said = await page.evaluate("document.querySelector('.failed .error').textContent")
+            assert said == "The model is not available: the server is shutting down, or starting again."
+            assert await page.evaluate("[...document.querySelectorAll('.again')].map(b => b.textContent)") == [
+                "Try again"
+            ]
+
+
+ERRORS = [
+    ({}, 0, "The server can't be reached. It may have been stopped, or the network is down."),
+    ({"code": "engine_overloaded"}, 429, "The server is busy: its queue is full. Try again in a moment."),
+    (
+        {"code": "context_length_exceeded", "message": "9000 tokens"},
+        400,
+        "This chat is longer than the model can read. Begin a new chat, or ask for less at once.",
+    ),
+    ({"code": "invalid_value", "message": "top_p must be at most 1"}, 400, "top_p must be at most 1"),
+    (None, 502, "The server can't be reached. It may have been stopped, or the network is down."),
+    (None, 500, "Something went wrong in the server. Its log says what."),
+]
+CALLS = r"""
+import { readFileSync } from "node:fs";
+globalThis.sessionStorage = { getItem: () => null };
+const { getJSON, streamChat } = await import(process.argv[2]);
+const said = [];
+for (const [error, status] of JSON.parse(readFileSync(0))) {
+  globalThis.fetch = async () => {
+    if (status === 0) throw new TypeError("Failed to fetch");
+    return new Response(error && JSON.stringify({ error }), { status });
+  };
+  await getJSON("stats").catch((problem) => said.push(problem.message));
+}
+globalThis.fetch = async () => new Response('data: {"choices": []}\n\n');
+try {
+  for await (const chunks of streamChat({})) said.push(chunks.length);
+} catch (problem) {
+  said.push(problem.message);
+}
+console.log(JSON.stringify(said));
+"""
+
+
+@pytest.mark.skipif(shutil.which("node") is None, reason="needs node")
+def test_errors_are_in_plain_words(tmp_path: Path) -> None:
+    (tmp_path / "calls.mjs").write_text(CALLS)
+    shutil.copy(STATIC / "api.js", tmp_path / "api.mjs")
+    given = json.dumps([[error, status] for error, status, _ in ERRORS])
+    command = ["node", "calls.mjs", str(tmp_path / "api.mjs")]
+    done = subprocess.run(command, input=given, capture_output=True, text=True, cwd=tmp_path)
+    assert done.returncode == 0, done.stderr
+    lost = "The connection was lost before the answer was complete."
+    assert json.loads(done.stdout) == [*(said for _, _, said in ERRORS), 1, lost]

@@ -22,6 +22,9 @@ _COUNTERS = (
 )
 """Fields of `Statistics` that are told by their names."""
 
+_FACTS = ("num_parameters", "max_model_len", "device", "sampling_defaults")
+"""Of `AsyncLLM.describe`, null where it does not say."""
+
 
 async def show_stats(service: Service, request: Request) -> Response:
     """Answer with `AsyncLLM.statistics`. Counts are since the engine's start; whoever asks twice has rates.
@@ -30,7 +33,9 @@ async def show_stats(service: Service, request: Request) -> Response:
     seconds, and the number of values.
     """
     statistics = service.engine.statistics()
+    described = service.engine.describe()
     answer: dict[str, Any] = {"time": time.monotonic(), "model": service.model_name, "state": service.engine.state}
+    answer |= {name: described.get(name) for name in _FACTS}
     answer |= {name: getattr(statistics, name) for name in _COUNTERS}
     histograms = statistics.histograms
     answer["inter_token_latency"] = _sum(histograms.inter_token_latency)

@@ -61,7 +61,7 @@ class Graph {
     const head = box.appendChild(document.createElement("h3"));
     const title = head.appendChild(document.createElement("span"));
     title.textContent = `${graph.title} `;
-    this.top = title.appendChild(document.createElement("small"));
+    this.most = title.appendChild(document.createElement("small")); // of the time that is shown
     const values = head.appendChild(document.createElement("span"));
     values.className = "names";
     this.outputs = names.map((name, i) => {
@@ -88,8 +88,10 @@ class Graph {
       const last = points.at(-1);
       this.outputs[i].textContent = last === null ? "–" : this.graph.show(last);
     });
-    const top = this.graph.most ?? Math.max(this.graph.least, ...this.series.flat().filter((point) => point !== null));
-    this.top.textContent = `top ${this.graph.show(top)}`;
+    const known = this.series.flat().filter((point) => point !== null);
+    const most = Math.max(0, ...known);
+    const top = this.graph.most ?? Math.max(this.graph.least, most);
+    this.most.textContent = known.length ? `max ${this.graph.show(most)}` : "";
     this.series.forEach((points, i) => {
       const { line, area } = paths(points, top);
       this.lines[i].setAttribute("d", line);
@@ -125,8 +127,9 @@ function paths(points, top) {
   return { line, area };
 }
 
-// Asks once a second for as long as the page can be seen; `onState` is given the engine's state, and whether it is good.
-export function startGraphs(parent, onState) {
+// Asks once a second for as long as the page can be seen and `mayAsk()`. `onAnswer` is given each answer; `onError` the
+// error if there is none. Returns what asks at once.
+export function startGraphs(parent, { mayAsk, onAnswer, onError }) {
   const graphs = GRAPHS.map((graph) => new Graph(graph, parent));
   let answers = []; // the last few
   const ask = async () => {
@@ -138,16 +141,17 @@ export function startGraphs(parent, onState) {
         for (const graph of graphs) graph.add(graph.graph.value(now, before));
       }
       answers = [...answers.slice(1 - MEAN_OF), now];
-      onState(now.state, now.state === "running");
+      onAnswer(now);
     } catch (error) {
       answers = [];
       for (const graph of graphs) graph.add(null);
-      onState(error instanceof TypeError ? "the server does not answer" : error.message, false);
+      onError(error);
     }
   };
   const loop = async () => {
-    if (!document.hidden) await ask();
+    if (!document.hidden && mayAsk()) await ask();
     setTimeout(loop, 1000);
   };
   loop();
+  return ask;
 }

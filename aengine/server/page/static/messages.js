@@ -1,5 +1,10 @@
 // Messages as they are shown. Whatever a model or a server says is put in as text, never as HTML.
 
+import { CodeBlock, copyText, MarkdownText } from "./markdown.js";
+
+// Of the time that the page has, an answer under way takes a fifth at most, however long it is.
+const SHARE = 5;
+
 function made(parent, name, className = "", text = "") {
   const element = document.createElement(name);
   if (className) element.className = className;
@@ -8,20 +13,40 @@ function made(parent, name, className = "", text = "") {
   return element;
 }
 
+function button(parent, className, text, onClick) {
+  const element = made(parent, "button", className, text);
+  element.type = "button";
+  element.addEventListener("click", onClick);
+  return element;
+}
+
+export function isAtEnd(log) {
+  return log.scrollHeight - log.scrollTop - log.clientHeight < 40;
+}
+
+export function toEnd(log) {
+  log.scrollTop = log.scrollHeight;
+}
+
 export function showUser(log, text) {
   const box = made(log, "article", "message user");
   made(box, "div", "text", text);
 }
 
-// An answer under way.
+// An answer under way. `isJSON`: it was asked for as JSON, and is shown as code.
 export class Answer {
-  constructor(log) {
+  constructor(log, { isJSON = false } = {}) {
     this.log = log;
+    this.isJSON = isJSON;
     this.box = made(log, "article", "message assistant busy");
     this.reasoning = "";
     this.content = "";
     this.calls = [];
-    this.sayings = {}; // text nodes under way, by kind
+    this.shownContent = null; // a MarkdownText or a CodeBlock
+    this.numShown = 0; // characters of the content that it has been given
+    this.reasoningNode = null;
+    this.frame = 0; // of the animation frame that is asked for
+    this.notBefore = 0;
     this.began = performance.now();
     this.firstToken = null;
     this.usage = null;
@@ -35,30 +60,54 @@ export class Answer {
     const { delta } = choice;
     if (choice.finish_reason) this.reason = choice.finish_reason;
     if (delta.reasoning_content || delta.content || delta.tool_calls) this.firstToken ??= performance.now();
-    if (delta.reasoning_content) this.addReasoning(delta.reasoning_content);
-    if (delta.content) this.addContent(delta.content);
+    this.reasoning += delta.reasoning_content ?? "";
+    this.content += delta.content ?? "";
     for (const call of delta.tool_calls ?? []) this.addCall(call);
+    this.frame ||= requestAnimationFrame(() => this.onFrame());
   }
 
-  addReasoning(text) {
-    this.reasoning += text;
-    if (!this.sayings.reasoning) {
+  // What has come since the last frame is shown at once. A page that can't be seen has no frames, and shows nothing.
+  onFrame() {
+    this.frame = 0;
+    const now = performance.now();
+    if (now < this.notBefore) {
+      this.frame = requestAnimationFrame(() => this.onFrame());
+      return;
+    }
+    this.show();
+    this.notBefore = now + SHARE * (performance.now() - now);
+  }
+
+  show(isComplete = false) {
+    const follows = isAtEnd(this.log);
+    this.showReasoning();
+    this.showContent(isComplete);
+    for (const call of this.calls) {
+      call.text.appendData(call.arguments.slice(call.text.length));
+    }
+    if (follows) toEnd(this.log);
+  }
+
+  showReasoning() {
+    if (!this.reasoning) return;
+    if (!this.reasoningNode) {
       const details = made(this.box, "details", "reasoning");
       made(details, "summary", "", "Reasoning");
-      this.sayings.reasoning = made(details, "div", "text").appendChild(document.createTextNode(""));
+      this.reasoningNode = made(details, "div", "text").appendChild(document.createTextNode(""));
     }
-    this.sayings.reasoning.appendData(text);
+    this.reasoningNode.appendData(this.reasoning.slice(this.reasoningNode.length));
   }
 
-  addContent(text) {
-    this.content += text;
+  showContent(isComplete) {
     if (!this.content.trim()) return;
-    if (!this.sayings.content) {
-      this.textBox = made(this.box, "div", "text last");
-      this.sayings.content = this.textBox.appendChild(document.createTextNode(""));
-      text = this.content.trimStart();
+    if (!this.shownContent) {
+      const box = made(this.box, "div", "text last");
+      this.shownContent = this.isJSON ? new CodeBlock("json", "") : new MarkdownText(box);
+      if (this.isJSON) box.append(this.shownContent.box);
     }
-    this.sayings.content.appendData(text);
+    this.shownContent.append(this.content.slice(this.numShown));
+    this.numShown = this.content.length;
+    if (!this.isJSON) this.shownContent.show(isComplete);
   }
 
   addCall(delta) {
@@ -70,21 +119,27 @@ export class Answer {
       call = this.calls[delta.index] = { id: delta.id, name: delta.function.name, arguments: "", box, text };
     }
     call.arguments += delta.function.arguments ?? "";
-    call.text.appendData(delta.function.arguments ?? "");
   }
 
-  fail(message) {
-    const text = made(this.box, "p", "error", message);
-    text.setAttribute("role", "alert");
+  // `details`: what the server said, in its own words.
+  fail({ message, details = "" }) {
+    this.show(true);
+    const box = made(this.box, "div", "failed");
+    made(box, "p", "error", message).setAttribute("role", "alert");
+    if (!details || details === message) return;
+    const more = made(box, "details");
+    made(more, "summary", "", "What the server said");
+    made(more, "p", "", details);
   }
 
-  // `isJSON`: the answer was asked for as JSON. `onResults` is given the messages of the tools, when there are calls.
-  end({ isJSON, wasStopped, onResults }) {
+  // `onResults` is given the messages of the tools, when there are calls; `onAgain`: answer the same message anew.
+  end({ wasStopped, hasFailed, onResults, onAgain }) {
+    cancelAnimationFrame(this.frame);
+    this.show(true);
     this.box.classList.remove("busy");
-    if (isJSON && this.textBox) {
-      this.textBox.classList.add("json");
+    if (this.isJSON && this.shownContent) {
       try {
-        this.textBox.textContent = JSON.stringify(JSON.parse(this.content), null, 2);
+        this.shownContent.replace(JSON.stringify(JSON.parse(this.content), null, 2));
       } catch {
         // cut off: it stays as it came
       }
@@ -100,7 +155,14 @@ export class Answer {
     if (this.firstToken) facts.push(`first token after ${Math.round(this.firstToken - this.began)} ms`);
     if (wasStopped) facts.push("stopped");
     else if (this.reason === "length") facts.push("cut off by its limit of tokens");
-    if (facts.length) made(this.box, "p", "facts", facts.join(" · "));
+    const line = made(this.box, "footer", "facts");
+    made(line, "span", "", facts.join(" · "));
+    if (this.content.trim()) {
+      const copy = button(line, "small", "Copy", async () => {
+        copy.textContent = (await copyText(this.content, this.box)) ? "Copied" : "Not allowed";
+      });
+    }
+    button(line, "small again", hasFailed ? "Try again" : "Again", onAgain);
     if (this.calls.length && this.reason === "tool_calls") this.askForResults(onResults);
   }
 
@@ -113,10 +175,10 @@ export class Answer {
       field.id = label.htmlFor = `result-${call.id}-${i}`;
       return field;
     });
-    const button = made(form, "button", "primary", "Give the results");
+    const give = made(form, "button", "primary", "Give the results");
     form.addEventListener("submit", (event) => {
       event.preventDefault();
-      button.disabled = true;
+      give.disabled = true;
       for (const field of fields) field.readOnly = true;
       onResults(this.calls.map((call, i) => ({ role: "tool", tool_call_id: call.id, content: fields[i].value })));
     });

@@ -1,8 +1,8 @@
 // The page: fields, buttons and keys.
 
-import { getJSON, setKey, streamChat, whenKeyIsNeeded } from "./api.js";
+import { hasKey, setKey, streamChat } from "./api.js";
 import { startGraphs } from "./graphs.js";
-import { Answer, showUser } from "./messages.js";
+import { Answer, isAtEnd, showUser, toEnd } from "./messages.js";
 
 const $ = (id) => document.getElementById(id);
 const log = $("log");
@@ -10,7 +10,9 @@ const prompt = $("prompt");
 let messages = []; // of the chat, without the system prompt
 let answers = []; // as shown, since the last message that is no answer
 let running = null; // the AbortController of the answer under way
-let model = null;
+let model = null; // its name, once the server has told it
+let needsKey = false; // until the server accepts one
+const [welcome, examples] = [$("welcome"), $("examples")]; // in the page while a chat has no messages
 
 // -- fields
 
@@ -61,61 +63,57 @@ function body() {
 
 // -- the chat
 
-function isAtEnd() {
-  return log.scrollHeight - log.scrollTop - log.clientHeight < 40;
-}
-
-function toEnd() {
-  log.scrollTop = log.scrollHeight;
-}
-
-function showBusy(isBusy) {
-  $("send").hidden = isBusy;
-  $("stop").hidden = !isBusy;
-  $("again").hidden = isBusy || !messages.length;
+function showButtons() {
+  $("send").hidden = running !== null;
+  $("send").disabled = model === null || needsKey;
+  $("stop").hidden = running === null;
+  examples.hidden = $("send").disabled;
 }
 
 async function answer() {
   const controller = new AbortController();
   running = controller;
-  showBusy(true);
-  const shown = new Answer(log);
+  showButtons();
+  const asked = body();
+  const shown = new Answer(log, { isJSON: asked.response_format !== undefined && asked.tools === undefined });
+  answers.at(-1)?.box.querySelector(".again")?.remove();
   answers.push(shown);
-  toEnd();
-  let asked = null;
+  toEnd(log);
+  let failure = null;
   try {
-    asked = body();
     for await (const chunks of streamChat(asked, controller.signal)) {
-      const follows = isAtEnd();
       for (const chunk of chunks) shown.add(chunk);
-      if (follows) toEnd();
     }
   } catch (error) {
-    if (!controller.signal.aborted) shown.fail(error.message);
+    if (!controller.signal.aborted) failure = error;
   }
   if (running !== controller) return; // a new chat has begun
   running = null;
-  const follows = isAtEnd();
+  const follows = isAtEnd(log);
+  if (failure) shown.fail(failure);
+  if (failure?.needsKey) askForKey();
   shown.end({
-    isJSON: asked?.response_format !== undefined && shown.calls.length === 0,
     wasStopped: controller.signal.aborted,
+    hasFailed: failure !== null,
     onResults: (results) => {
       messages.push(...results);
       answers = [];
       answer();
     },
+    onAgain: again,
   });
   // Calls that were cut off have no results, and can't be gone on from.
   const { message } = shown;
   if (shown.reason !== "tool_calls") delete message.tool_calls;
   if (message.content || message.tool_calls) messages.push(message);
-  showBusy(false);
-  if (follows) toEnd();
+  showButtons();
+  if (follows) toEnd(log);
 }
 
 function send() {
+  if (needsKey) $("key").focus();
   const text = prompt.value.trim();
-  if (!text || running) return;
+  if (!text || running || $("send").disabled) return;
   const wrong = ["schema", "tools"].find(hasError);
   if (wrong) {
     $(wrong).closest("details").open = true;
@@ -123,7 +121,8 @@ function send() {
     $(wrong).focus();
     return;
   }
-  $("welcome")?.remove();
+  welcome.remove();
+  for (const old of log.querySelectorAll(".again")) old.remove(); // the last message alone is answered again
   prompt.value = "";
   showUser(log, text);
   messages.push({ role: "user", content: text });
@@ -132,7 +131,7 @@ function send() {
 }
 
 function again() {
-  if (running) return;
+  if (running || needsKey) return;
   while (messages.length && messages.at(-1).role === "assistant") messages.pop();
   if (!messages.length) return;
   for (const shown of answers) shown.box.remove();
@@ -145,8 +144,8 @@ function newChat() {
   running = null;
   messages = [];
   answers = [];
-  log.replaceChildren();
-  showBusy(false);
+  log.replaceChildren(welcome);
+  showButtons();
   prompt.focus();
 }
 
@@ -176,7 +175,12 @@ document.addEventListener("keydown", (event) => {
   }
 });
 $("stop").addEventListener("click", () => running?.abort());
-$("again").addEventListener("click", again);
+for (const example of examples.children) {
+  example.addEventListener("click", () => {
+    prompt.value = example.textContent;
+    send();
+  });
+}
 $("new").addEventListener("click", newChat);
 $("panel").addEventListener("click", () => showSide(!$("side").classList.contains("open")));
 
@@ -197,33 +201,66 @@ showTheme();
 
 // -- the server
 
-async function loadModel() {
-  try {
-    const { data } = await getJSON("v1/models");
-    model = data[0].id;
-    $("model").textContent = model;
-    document.title = `${model} · aengine`;
-    $("key-box").hidden = !$("key").value;
-  } catch (error) {
-    $("state").textContent = error.message; // the graphs' next answer says it again
-  }
+const STATES = { running: "ready", draining: "shutting down", failed: "stopped by an error", closed: "shut down" };
+
+function showState(text, kind, title = "") {
+  $("state").textContent = text;
+  $("state").title = title;
+  $("state").className = `state ${kind}`;
 }
 
-whenKeyIsNeeded(() => {
-  if (!$("key-box").hidden) return;
+function askForKey() {
+  needsKey = true;
+  $("key-error").textContent = hasKey() ? "The server does not accept this key." : "";
   $("key-box").hidden = false;
-  showSide(true);
-  $("key").focus();
-});
-$("key").value = sessionStorage.getItem("aengine.key") ?? "";
-$("key").addEventListener("change", () => {
+  showState("waits for a key", "");
+  showButtons();
+  showSide(false);
+  $("key").select();
+}
+
+function showModel(now) {
+  model = now.model;
+  $("model").textContent = $("model").title = model;
+  document.title = `${model} · aengine`;
+  const facts = [];
+  if (now.num_parameters) facts.push(`${inWords(now.num_parameters)} parameters`);
+  facts.push(`context of ${now.max_model_len.toLocaleString("en")} tokens`);
+  if (now.device !== "none") facts.push(now.device === "cpu" ? "on the CPU" : `on ${now.device}`); // a fake has none
+  welcome.querySelector("h2").textContent = model;
+  welcome.querySelector("p").textContent = facts.join(" · ");
+  // A model that brings no sampling parameters of its own would be sampled at 1, which is noise from a small one.
+  const isNew = sessionStorage.getItem("aengine.temperature") === null;
+  if (isNew && now.sampling_defaults.temperature === undefined) $("temperature").value = "0";
+}
+
+function inWords(count) {
+  const [size, unit] = count >= 1e9 ? [1e9, "B"] : [1e6, "M"];
+  return `${Number((count / size).toPrecision(3))}${unit}`;
+}
+
+$("key-box").addEventListener("submit", (event) => {
+  event.preventDefault();
+  if (!$("key").value.trim()) return;
   setKey($("key").value);
-  loadModel();
+  needsKey = false; // until the next answer of /stats
+  $("key-error").textContent = "";
+  askNow();
 });
-await loadModel();
-startGraphs($("graphs"), (state, isGood) => {
-  $("state").textContent = state;
-  $("state").className = isGood ? "state good" : "state bad";
-  if (isGood && model === null) loadModel();
+
+const askNow = startGraphs($("graphs"), {
+  mayAsk: () => !needsKey,
+  onAnswer: (now) => {
+    showState(STATES[now.state] ?? now.state, now.state === "running" ? "good" : "bad");
+    const wasAsked = !$("key-box").hidden;
+    $("key-box").hidden = true;
+    if (model !== now.model) showModel(now);
+    showButtons();
+    if (wasAsked) prompt.focus();
+  },
+  onError: (error) => {
+    if (error.needsKey) askForKey();
+    else showState(error.isUnreachable ? "no connection" : "not available", "bad", error.message);
+  },
 });
-if (!matchMedia("(max-width: 52rem)").matches && $("key-box").hidden) prompt.focus();
+if (!matchMedia("(max-width: 52rem)").matches) prompt.focus();
