@@ -6,6 +6,7 @@ import asyncio
 import gc
 import weakref
 from collections.abc import Callable
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -392,6 +393,19 @@ async def test_a_burst_is_begun_while_it_is_submitted(make_engine: Make, is_full
         assert engine.statistics().num_steps == steps + (0 if is_full else 4)
         completions = await asyncio.gather(*(stream.wait() for stream in streams))
     assert [completion.token_ids for completion in completions] == expected
+
+
+async def test_a_burst_waits_while_other_replicas_have_their_turn(make_engine: Make) -> None:
+    async with make_engine(fake={"max_num_batched_tokens": 96}) as engine:
+        await settled(engine)
+        steps, tried = core_of(engine).replicas[0].steps, engine.executor.num_tried
+        await engine.generate([1], SamplingParams(max_tokens=2))
+        await settled(engine)
+        steps._turn = SimpleNamespace(is_open=False)  # type: ignore[assignment]  # as rounds of shared experts have
+        streams = [engine.stream([7, 8, i] * 8, SamplingParams(max_tokens=5)) for i in range(8)]
+        assert engine.executor.num_tried == tried
+        steps._turn = None
+        assert all([len((await stream.wait()).token_ids) == 5 for stream in streams])
 
 
 async def test_priority_first(make_engine: Make) -> None:

@@ -259,6 +259,19 @@ async def test_once_a_token_has_come(make_engine: Make, changes: dict[str, Any],
         await settled(engine)
 
 
+async def test_once_a_token_of_one_completion_has_come(make_engine: Make) -> None:
+    async with make_engine(max_in_flight_steps=1) as engine:
+        clock, held = Clock(engine), Held(engine, num_passed=1)
+        stream = engine.stream([7] * 40, PARAMS.replace(n=2), first_token_deadline=30)
+        await anext(stream)
+        (request,) = user_requests(engine).values()
+        assert [len(choice.token_ids) for choice in request.mailbox.choices] == [1, 0]
+        clock.timers[0].fire()
+        held.let_go()
+        assert [len(choice.token_ids) for choice in (await stream.wait()).choices] == [20, 20]
+        await settled(engine)
+
+
 async def test_a_request_of_one_token(make_engine: Make) -> None:
     async with make_engine() as engine:
         clock = Clock(engine)

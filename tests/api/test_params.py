@@ -199,6 +199,10 @@ def test_config_names_wrong_values(name: str, value: object) -> None:
     assert caught.value.param == name
 
 
+def test_config_takes_limits_themselves() -> None:
+    assert EngineConfig(model="m", gpu_memory_utilization=1.0).gpu_memory_utilization == 1.0
+
+
 def test_config_survives_the_wire() -> None:
     config = EngineConfig.create("m", {"max_num_seqs": 3, "progress": print})
     assert EngineConfig.from_wire(config.to_wire()) == config.replace(progress=None)

@@ -16,6 +16,7 @@ from test_recovery import Poisoned, death, essence, work
 
 from aengine import AsyncLLM, EngineConfig, InternalError, InvalidRequestError, SamplingParams, WorkerDiedError
 from aengine.engine import recovery
+from aengine.engine.replicas.routing import Load
 from aengine.errors import DeadlineExceededError, EngineClosedError, ModelLoadError
 from aengine.telemetry.prometheus import PrometheusCollector
 
@@ -145,7 +146,14 @@ async def test_streams_go_on_elsewhere(make_two: Make, monkeypatch: pytest.Monke
     async with make_two() as engine:
         expected = sorted([(t.index, t.token_id) async for t in engine.stream([5, 6], params)], key=lambda t: t[0])
     async with make_two(fake={"delay": 0.0005}) as engine:
-        gate = Gate(monkeypatch)
+        gate, unbegun = Gate(monkeypatch), list[str]()
+        remove = Load.remove
+
+        def noted(self: Load, request_id: str) -> None:
+            unbegun.extend(self._waiting.keys() & {request_id})
+            remove(self, request_id)
+
+        monkeypatch.setattr(Load, "remove", noted)
         streams = [engine.stream([5, 6], params) for _ in range(4)]
 
         async def read(stream: Any) -> list[tuple[int, int]]:
@@ -156,6 +164,7 @@ async def test_streams_go_on_elsewhere(make_two: Make, monkeypatch: pytest.Monke
         kill(engine, 0)
         for got in await asyncio.gather(*readers):
             assert sorted(got, key=lambda pair: pair[0]) == expected
+        assert not unbegun, "a request that goes on elsewhere has no prompt that waits"
         assert states(engine) == ["restarting", "running"] and await engine.check_health() > 0
         gate.is_open.set()
         while states(engine) != ["running", "running"]:

@@ -127,6 +127,12 @@ async def test_the_stop_string_that_ended_it(own_thread: bool, include: bool) ->
         assert reasons == [(STOP, "."), (STOP, "END"), (STOP, None), (LENGTH, None)]
 
 
+async def test_a_stop_string_of_what_was_held_back_to_the_end() -> None:
+    async with FakeAsyncLLM("é") as engine:  # of whose two bytes the limit leaves one
+        choice = (await engine.generate("x", SamplingParams(stop="\ufffd", max_tokens=1))).choices[0]
+        assert (choice.text, choice.finish_reason, choice.stop_reason) == ("", STOP, "\ufffd")
+
+
 async def test_the_stop_token_that_ended_it(own_thread: bool) -> None:
     async with FakeAsyncLLM("one. two", own_thread=own_thread) as engine:
         async with engine.stream("x", SamplingParams(stop_token_ids=[ord("."), ord("t")])) as stream:
@@ -144,8 +150,11 @@ async def test_the_end_of_sequence_is_no_stop_reason() -> None:
         stream = engine.stream("x")
         last = [token async for token in stream][-1]
         assert stream.completion.choices[0].stop_reason is None
-        also_asked = await engine.generate("x", SamplingParams(stop_token_ids=[last.token_id]))
-        assert also_asked.choices[0].stop_reason is None
+        for own in ([last.token_id], [last.token_id, ord("!")]):
+            also_asked = await engine.generate("x", SamplingParams(stop_token_ids=own))
+            assert also_asked.choices[0].stop_reason is None
+        before = await engine.generate("x", SamplingParams(stop_token_ids=[last.token_id, ord("e")]))
+        assert before.choices[0].stop_reason == ord("e")
         alone = await engine.generate("x", SamplingParams(stop_token_ids=[last.token_id], ignore_eos=True))
         assert alone.choices[0].stop_reason == last.token_id
 
@@ -155,7 +164,7 @@ async def test_the_end_of_sequence_is_no_stop_reason() -> None:
 
 def outputs() -> set[int]:
     """Ids of what holds the tokens of a completion."""
-    return {id(one) for one in gc.get_objects() if isinstance(one, ChoiceOutput)}
+    return {id(one) for one in gc.get_objects() if type(one) is ChoiceOutput}
 
 
 async def test_a_request_is_freed_with_its_last_reference(own_thread: bool) -> None:

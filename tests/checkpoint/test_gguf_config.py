@@ -183,4 +183,6 @@ def test_generation_config(tmp_path: Path) -> None:
     ids = {"eos_token_id": 2, "eot_token_id": 5, "eom_token_id": 2, "bos_token_id": 1}
     file = write(tmp_path / "m.gguf", **{f"/tokenizer.ggml.{k}": v for k, v in ids.items()})
     assert gguf_generation_config(file) == {"eos_token_id": [2, 5], "bos_token_id": 1}
+    ids = {"/tokenizer__ggml__eos_token_id": 2, "/tokenizer__ggml__eom_token_id": 7}
+    assert gguf_generation_config(write(tmp_path / "o.gguf", **ids)) == {"eos_token_id": [2, 7]}
     assert gguf_generation_config(write(tmp_path / "n.gguf")) == {}

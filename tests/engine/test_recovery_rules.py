@@ -184,6 +184,17 @@ def test_a_wait_for_the_host_is_not_the_workers() -> None:
     scene.dog.resume(paused)
 
 
+def test_steps_beside_a_call_say_nothing_of_others() -> None:
+    """Their time is not measured, so that they must not take the place of those whose time is known."""
+    scene = Scene()
+    scene.steps(2, 64, 20.0)
+    with scene.dog.suspended():
+        scene.steps(64, 64, 0.05)
+    scene.dog.begin(64)
+    scene.loop.run(20.0)
+    assert not scene.faults
+
+
 def test_a_resume_of_what_is_watched_no_more() -> None:
     """The workers have died meanwhile, and a step of others waits for the host now."""
     scene = Scene()

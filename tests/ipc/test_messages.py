@@ -130,6 +130,18 @@ def columns(**changes: Any) -> ModelRunnerOutput:
         (Kind.STEP, SchedulerOutput(3, new_requests=[NewRequest("0", int32([5]), 1, 0, int32())]), "integer"),  # type: ignore[arg-type]
         (Kind.STEP, SchedulerOutput(3, new_requests=[NewRequest(0, int32([5]), 1, 0, int32(), top_p="1")]), "number"),  # type: ignore[arg-type]
         (Kind.STEP, SchedulerOutput(3, new_requests=[NewRequest(0, int32([5]), 1, 1, int32())]), "fit together"),
+        (
+            Kind.STEP,
+            SchedulerOutput(
+                3, new_requests=[NewRequest(0, int32([5]), 1, 0, int32([9]), block_spans=int32([0, 1, 7]))]
+            ),
+            "blocks of groups",
+        ),
+        (
+            Kind.STEP,
+            SchedulerOutput(3, new_requests=[NewRequest(0, int32([5]), 1, 0, int32([9]), block_spans=int32([0, 2]))]),
+            "blocks of groups",
+        ),
         (Kind.STEP, SchedulerOutput(3, req_idx=int32([1])), "unequal length"),
         (Kind.STEP, SchedulerOutput(3, settled_rows=int32([1])), "unequal length"),
         (Kind.STEP, SchedulerOutput(3, page_copies=int32([1])), "unequal length"),

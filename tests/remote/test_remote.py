@@ -26,7 +26,10 @@ from aengine import (
     Tool,
     ToolChoice,
 )
+from aengine.outputs import Choice, Completion, Timings, Usage
 from aengine.remote import RemoteEngine, connect, serve_engine
+from aengine.remote.stream import RemoteStream
+from aengine.remote.wire import to_wire, token_from_wire
 from aengine.testing import FakeAsyncLLM, Reply
 from aengine.tokenizer.tokenizer import Tokenizer
 
@@ -66,10 +69,24 @@ async def test_completions_are_those_of_the_engine(tmp_path: Path) -> None:
         assert (await remote.stream([1, 2, 3]).wait()).text == "Hello wörld"
 
 
+async def test_an_end_without_a_token_brings_all_that_is_reported() -> None:
+    """Tokens that came after the last that was sent are counted, too."""
+    choices = tuple(Choice(i, "ab", (1, 2), FinishReason.STOP, stop_reason="c") for i in range(2))
+    whole = Completion("r", choices, Usage(3, 4, 2), timings=Timings(total=1.0))
+    sent: list[Any] = []
+    loop = asyncio.get_running_loop()
+    stream = RemoteStream("r", 1, 2, token_from_wire, Completion, lambda *args: sent.append(args), loop)
+    stream.put([], (3, 1, 0), None)
+    stream.finish(to_wire(whole))
+    assert stream.completion == whole
+    assert stream.usage == Usage(3, 4, 2)
+    assert stream.finish_reasons == (FinishReason.STOP,) * 2 and stream.stop_reasons == ("c", "c")
+
+
 async def test_chats_are_those_of_the_engine(tmp_path: Path) -> None:
     reply = Reply("text", reasoning="so", tool_calls=[("add", {"a": 1})])
     async with both(tmp_path, reply, reasoning=True) as (engine, remote):
-        for params in (None, SamplingParams(logprobs=1, n=2)):
+        for params in (None, SamplingParams(logprobs=1, n=2), SamplingParams(n=2)):
             near = [delta async for delta in engine.stream_chat(HELLO, params, tools=[TOOL])]
             far = [delta async for delta in remote.stream_chat(HELLO, params, tools=[TOOL])]
             ids = {delta.id for delta in near + far if hasattr(delta, "id")}

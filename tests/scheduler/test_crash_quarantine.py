@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import random
 
+from scheduler_harness import Driver
+
 from aengine.params import SamplingParams
 from aengine.scheduler.crash_quarantine import CrashQuarantine
 from aengine.scheduler.request import Request
@@ -67,3 +69,17 @@ def test_kills_at_random_condemn_hardly_anybody(rng: random.Random) -> None:
                     quarantine.holds(request)
             at_fault += bool(quarantine.note_death([] if rng.random() < 0.25 else [request]))
     assert at_fault <= 9, "of 45,000 deaths; with three deaths alone, and four tokens to pass it, 17 to 27"
+
+
+def test_it_is_left_after_a_few_tokens_wherever_they_are_in_a_block() -> None:
+    driver = Driver(depth=1, block_size=64, num_blocks=8, max_num_seqs=4, max_num_batched_tokens=64)
+    first, second = (driver.add([i] * 5, max_tokens=50, min_tokens=50)[0] for i in (1, 2))
+    for _ in range(2):  # deaths, with both in the step
+        assert driver.schedule()
+        driver.restart()
+    assert first in driver.scheduler.quarantine and second in driver.scheduler.quarantine
+    while not second.num_output_tokens:
+        assert driver.schedule()
+        driver.answer()
+    assert first.num_output_tokens < 10
+    driver.drain()

@@ -107,6 +107,9 @@ async def test_a_new_request_waits_for_the_steps_on_the_device_only(
         for i, stream in enumerate(old, 1):
             await stream.wait()
             assert stream.completion.choices[0].token_ids == expected([i, 2, 3], 300)
+        while steps_of(engine)._in_flight:
+            await asyncio.sleep(0.001)
+        assert not steps_of(engine).watchdog._steps, "what was revoked is not watched"
 
 
 @pytest.mark.parametrize("ranks", [1, pytest.param(3, marks=pytest.mark.slow)])
