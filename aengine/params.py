@@ -98,6 +98,9 @@ class StructuredOutput:
     completion."""
     whitespace: Literal["compact", "any"] = "compact"
     """White space of JSON: none but after commas and colons, or any that JSON allows, within bounds."""
+    open_objects: bool = False
+    """Whether an object of the schema that names properties, and says nothing of others, may have others. By default it
+    has none, as if the schema had ``unevaluatedProperties: false`` there."""
 
     @property
     def is_json(self) -> bool:
@@ -105,8 +108,9 @@ class StructuredOutput:
         return self.json_schema is not None or self.json_object
 
     def __post_init__(self) -> None:
-        if not isinstance(self.json_object, bool):
-            raise _fail("json_object", self.json_object, "True or False")
+        for name in ("json_object", "open_objects"):
+            if not isinstance(getattr(self, name), bool):
+                raise _fail(name, getattr(self, name), "True or False")
         kinds = ("json_schema", "regex", "choice", "grammar")
         given = [name for name in kinds if getattr(self, name) is not None]
         if self.json_object:

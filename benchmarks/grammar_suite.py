@@ -100,7 +100,7 @@ class Suite:
     def _compile(self, group: Group) -> Compiled:
         """Raises GrammarError."""
         began = time.perf_counter()
-        spec = spec_of(StructuredOutput(json_schema=group.schema, **self._options))
+        spec = spec_of(StructuredOutput(json_schema=group.schema, open_objects=True, **self._options))
         checked = time.perf_counter()
         self.times["check ms"].append((checked - began) * 1e3)
         compiled = None

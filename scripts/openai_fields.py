@@ -36,7 +36,7 @@ SAMPLING = {
     "user": "",
     "request_id": "in the answer's id and in `X-Request-Id`; two requests may have the same",
     "top_k": "0 or -1: all",
-    "structured_outputs": "one of `json`, `regex`, `choice`, `grammar`, `json_object`",
+    "structured_outputs": "one of `json`, `regex`, `choice`, `grammar`, `json_object`; `open_objects` beside it",
     "deadline": "seconds for the whole answer; then 504",
     "first_token_deadline": "seconds for the first token; then 504",
     "priority": "lower is served earlier",
@@ -49,7 +49,9 @@ NOTES: dict[str, dict[str, str]] = {
         "messages": "text only: images, audio and files are refused; `developer` is `system`",
         "tools": TOOLS,
         "tool_choice": 'also `"required"`, one function, `allowed_tools`',
-        "response_format": "together with tools, too; with `strict`, what can't be held is refused, else left out",
+        "response_format": "together with tools, too; with `strict`, what can't be held is refused, else left out; "
+        "objects are [closed](structured.md#objects-are-closed) unless `json_schema.open_objects` is true (aengine's "
+        "own; without `strict` only)",
         "reasoning_effort": 'a variable of the chat template; `"none"` also sets `enable_thinking` to false',
         "modalities": '`["text"]`',
         "logprobs": "",
@@ -76,7 +78,7 @@ NOTES: dict[str, dict[str, str]] = {
         "`file_search`, `code_interpreter`, `image_generation`) are left out, and the answer's `warnings` says so; "
         "other types are refused",
         "tool_choice": 'also `"required"`, one function, `allowed_tools`',
-        "text": "`format`; `verbosity` is ignored",
+        "text": "`format`, also with `open_objects`; `verbosity` is ignored",
         "reasoning": "`effort`, a variable of the chat template; all else is ignored",
         "include": "`message.output_text.logprobs`; all else brings nothing",
         "truncation": "an input is never cut: one that is too long is an error",

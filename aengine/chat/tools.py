@@ -91,7 +91,7 @@ class Tool:
 
     @property
     def argument_schema(self) -> Mapping[str, Any]:
-        """The schema that the grammar holds the arguments to."""
+        """The schema that the grammar closes, and holds the arguments to; the model is shown ``parameters``."""
         return self.parameters if self.strict else {"type": "object"}
 
     def for_template(self) -> dict[str, Any]:
@@ -298,7 +298,7 @@ def _object_schema(name: str, parameters: object) -> dict[str, Any]:
     if not isinstance(parameters, Mapping):
         raise _invalid(f"the parameters of the tool {name!r} must be a JSON schema (a dict), not {shown(parameters)}")
     try:
-        schema: dict[str, Any] = json.loads(spec_of(StructuredOutput(json_schema=parameters)).text)  # checked once
+        schema: dict[str, Any] = json.loads(spec_of(StructuredOutput(json_schema=parameters, open_objects=True)).text)
     except GrammarError as error:
         raise GrammarError(f"the tool {name!r}: {error}", kind=error.kind, path=error.path, tool=name) from None
     if not schema:

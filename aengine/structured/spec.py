@@ -2,7 +2,7 @@
 
 A spec is hashable: a cache key. It is one text, or `parts` that are composed. A JSON schema is in it
 as canonical JSON text: no blanks, and keys in the order given, because a library makes the model write an object's
-properties in the order of ``properties``.
+properties in the order of ``properties``; its objects are closed (`closed_objects`) unless they are to be open.
 
 Whatever a caller passes as a schema comes through `plain_json`, which walks it without recursion, so that a schema that
 is nested a million deep, refers to itself, or is huge through shared parts, costs a bounded time and an error.
@@ -22,6 +22,7 @@ from typing import Any, Literal
 from ..errors import GrammarError
 from ..params import StructuredOutput, is_unicode
 from ..threads.yield_gil import yield_gil
+from .closed_objects import close_objects
 from .parts import Choice, Json, Part, Regex, leaves
 from .schema_walk import json_path
 
@@ -114,7 +115,7 @@ def spec_of(wanted: StructuredOutput) -> GrammarSpec:
 
 def _kind_and_text(wanted: StructuredOutput) -> tuple[Kind, str]:
     if wanted.json_schema is not None:
-        return "json_schema", _schema_text(wanted.json_schema)
+        return "json_schema", _schema_text(wanted.json_schema, wanted.open_objects)
     if wanted.regex is not None:
         pattern = _pattern(wanted.regex, "regex")
         if (len(pattern) - len(pattern.rstrip("\\"))) % 2:  # the library would read on, or leave it out
@@ -128,21 +129,22 @@ def _kind_and_text(wanted: StructuredOutput) -> tuple[Kind, str]:
     return "json_schema", '{"type":"object"}'
 
 
-def _schema_text(schema: Mapping[str, Any] | str | bool) -> str:
-    """Return the canonical text. The same schema comes with many requests: it is checked and written once."""
+def _schema_text(schema: Mapping[str, Any] | str | bool, is_open: bool) -> str:
+    """Return the canonical text, with closed objects unless ``is_open``. The same schema comes with many requests: it
+    is checked, closed and written once."""
     try:
         # Version 4 writes a part that is used often once, so a small schema has a small image. Which parts those are
         # may differ between equal schemas; then one is checked again.
         image = marshal.dumps(schema, 4)  # type: ignore[arg-type]
     except ValueError:  # no plain data, or nested too deeply
-        return _checked_text(schema)
+        return _checked_text(schema, is_open)
     if len(image) <= _SMALL_IMAGE:
-        return _text_of_small_image(image)
-    return _text_of_image(image) if len(image) <= MAX_JSON_BYTES else _checked_text(schema)
+        return _text_of_small_image(image, is_open)
+    return _text_of_image(image, is_open) if len(image) <= MAX_JSON_BYTES else _checked_text(schema, is_open)
 
 
-def _checked_text_of_image(image: bytes) -> str:
-    return _checked_text(marshal.loads(image))
+def _checked_text_of_image(image: bytes, is_open: bool) -> str:
+    return _checked_text(marshal.loads(image), is_open)
 
 
 _SMALL_IMAGE = 1 << 14  # bytes
@@ -151,10 +153,12 @@ _text_of_small_image = functools.lru_cache(maxsize=512)(_checked_text_of_image)
 _text_of_image = functools.lru_cache(maxsize=16)(_checked_text_of_image)
 
 
-def _checked_text(schema: Mapping[str, Any] | str | bool) -> str:
+def _checked_text(schema: Mapping[str, Any] | str | bool, is_open: bool) -> str:
     value = plain_json(_read_json(schema) if isinstance(schema, str) else schema)
     if not isinstance(value, dict | bool):
         raise GrammarError(f"a JSON schema is an object, true or false, not {value!r:.60}", kind="invalid", path="$")
+    if not is_open:
+        close_objects(value)
     text = json.dumps(value, ensure_ascii=False, separators=(",", ":"))
     if len(text.encode()) > MAX_JSON_BYTES:
         raise _too_large("the JSON schema", MAX_JSON_BYTES)

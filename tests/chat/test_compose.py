@@ -96,7 +96,8 @@ def test_tools_and_the_answer_are_relaxed_one_without_the_other():
 
 def test_counts_that_can_not_be_enforced_are_left_out_with_a_warning():
     """The library would count the wrong properties, and so refuse what is right."""
-    counted = {"type": "object", "properties": {"a": {"type": "integer"}, "b": {}}, "minProperties": 1}
+    named = {"a": {"type": "integer"}, "b": {}}
+    counted = {"type": "object", "properties": named, "minProperties": 1, "additionalProperties": True}
     tools, shape = [Tool("f", parameters=counted)], shape_of(json_schema=counted, on_unsupported="relax")
     setting = Setting.of(composed(tools, shape=shape, relax=True), "text")
     assert setting.accepts('{"a": 1}')

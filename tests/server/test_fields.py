@@ -17,7 +17,14 @@ from aengine.server import create_app
 from aengine.server.anthropic.requests import CountBody, MessagesBody, OtherBlock
 from aengine.server.in_process import streaming_transport
 from aengine.server.openai.embeddings import EmbeddingBody, RerankBody, ScoreBody
-from aengine.server.openai.requests import Body, ChatBody, CompletionBody
+from aengine.server.openai.requests import (
+    Body,
+    ChatBody,
+    CompletionBody,
+    ResponseFormat,
+    StructuredOutputsBody,
+    structured_output_of,
+)
 from aengine.server.openai.responses.body import ResponseBody
 from aengine.server.openai.tokens import DetokenizeBody, TokenizeBody
 from aengine.testing import FakeAsyncLLM
@@ -259,3 +266,24 @@ async def test_the_fingerprint_is_that_of_the_server() -> None:
 
 def client_of(engine: FakeAsyncLLM) -> httpx.AsyncClient:
     return httpx.AsyncClient(transport=streaming_transport(create_app(engine)), base_url="http://engine")
+
+
+def test_open_objects_are_a_field_of_each_schema_and_strict_closes_them() -> None:
+    schema = {"properties": {"a": {}}}
+    given = {"schema": schema, "open_objects": True}
+    for extra, is_open in (
+        ({}, True),
+        ({"strict": False}, True),
+        ({"strict": True}, False),
+        ({"open_objects": None}, False),
+    ):
+        asked = {"type": "json_schema", "json_schema": {**given, **extra}}
+        wanted = structured_output_of(ResponseFormat.model_validate(asked), None)
+        assert wanted is not None and wanted.open_objects is is_open
+        text = ResponseBody.model_validate(
+            {"input": "x", "text": {"format": {"type": "json_schema", **given, **extra}}}
+        )
+        wanted = text.params().structured_output
+        assert wanted is not None and wanted.open_objects is is_open
+    body = StructuredOutputsBody.model_validate({"json": schema, "open_objects": True})
+    assert body.to_structured_output().open_objects

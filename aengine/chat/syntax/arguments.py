@@ -21,7 +21,15 @@ from ..tools import Tool
 if TYPE_CHECKING:
     from ..formats import Markers
 
-__all__ = ["JSON_OBJECT", "ArgumentReader", "ArgumentSyntax", "PiecewiseReader", "Progress", "json_arguments"]
+__all__ = [
+    "JSON_OBJECT",
+    "ArgumentReader",
+    "ArgumentSyntax",
+    "PiecewiseReader",
+    "Progress",
+    "closed_schema",
+    "json_arguments",
+]
 
 
 class Progress(Enum):
@@ -126,3 +134,9 @@ def json_arguments(tool: Tool, relax: bool) -> Json:
     """Return the tool's arguments as a JSON object. Raises GrammarError as of `ArgumentSyntax.part`."""
     spec = spec_of(StructuredOutput(json_schema=tool.argument_schema))
     return Json(spec.text, f"the parameters of the tool {tool.name!r}", relax=relax, tool=tool.name)
+
+
+def closed_schema(tool: Tool) -> dict[str, Any]:
+    """Return the schema of the tool's arguments, whose objects are closed. Raises GrammarError."""
+    schema: dict[str, Any] = json.loads(json_arguments(tool, relax=False).schema)
+    return schema

@@ -33,7 +33,7 @@ from ...structured.parts import (
 )
 from ..scan import TOKENS, held_back
 from ..tools import Tool
-from .arguments import ArgumentReader, ArgumentSyntax, PiecewiseReader, Progress
+from .arguments import ArgumentReader, ArgumentSyntax, PiecewiseReader, Progress, closed_schema
 from .literal_text import literal_of
 from .schemas import ANY_TYPE, Root, Value, count_of, required_of, string_patterns, values_of
 
@@ -78,7 +78,7 @@ class Literals(ArgumentSyntax):
     """What begins and ends a string, in which nothing is escaped, and keys are bare; "": strings are as Python's."""
 
     def part(self, tool: Tool, markers: Markers, relax: bool) -> Part:
-        values, is_open = values_of(tool.argument_schema, tool, relax)
+        values, is_open = values_of(closed_schema(tool), tool, relax)
         writer = _Writer(self, tool, markers, relax)
         if is_open:
             pair = seq(Regex(_KEYWORD), Text(self.assign), writer.any(_DEPTH_OF_ANY))

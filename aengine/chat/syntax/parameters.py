@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING, Any, NoReturn
 from ...structured.parts import Choice, FreeText, Json, Part, Regex, Repeat, TextUpTo, seq
 from ..scan import TOKENS, begins_with, held_back
 from ..tools import Tool
-from .arguments import ArgumentReader, ArgumentSyntax, PiecewiseReader, Progress
+from .arguments import ArgumentReader, ArgumentSyntax, PiecewiseReader, Progress, closed_schema
 from .schemas import Root, Value, text_patterns, type_of, values_of
 
 if TYPE_CHECKING:
@@ -41,7 +41,7 @@ class Parameters(ArgumentSyntax):
     after_value: str
 
     def part(self, tool: Tool, markers: Markers, relax: bool) -> Part:
-        values, is_open = values_of(tool.argument_schema, tool, relax)
+        values, is_open = values_of(closed_schema(tool), tool, relax)
         if is_open:
             head = seq(markers.part(self.before_key), Regex(_NAME), markers.part(self.after_key))
             return Repeat(seq(head, self._text(markers, ())))

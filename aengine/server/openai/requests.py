@@ -21,6 +21,7 @@ __all__ = [
     "ChatBody",
     "CompletionBody",
     "Ignored",
+    "JSONSchemaFormat",
     "Messages",
     "Refused",
     "ResponseFormat",
@@ -174,6 +175,15 @@ class JSONSchemaFormat(Body):
     description: str | None = None
     schema_: dict[str, Any] | bool | None = Field(default=None, alias="schema")
     strict: bool | None = None
+    open_objects: bool | None = None
+    """aengine's own: as `StructuredOutput.open_objects`; ``strict`` closes them in any case."""
+
+    def to_structured_output(self) -> StructuredOutput:
+        return StructuredOutput(
+            json_schema=self.schema_,
+            on_unsupported="error" if self.strict else "relax",
+            open_objects=bool(self.open_objects) and not self.strict,
+        )
 
 
 class ResponseFormat(Body):
@@ -193,6 +203,7 @@ class StructuredOutputsBody(Body):
     choice: list[str] | None = None
     grammar: str | None = None
     json_object: bool | None = None
+    open_objects: bool | None = None
     whitespace_pattern: Ignored = None
     disable_any_whitespace: Ignored = None
     disable_additional_properties: Ignored = None
@@ -210,6 +221,7 @@ class StructuredOutputsBody(Body):
             choice=self.choice,
             grammar=self.grammar,
             json_object=bool(self.json_object),
+            open_objects=bool(self.open_objects),
         )
 
 
@@ -228,7 +240,7 @@ def structured_output_of(
         raise HTTPError(
             400, "response_format.json_schema.schema is missing: the JSON schema of the answer", param="response_format"
         )
-    return StructuredOutput(json_schema=wanted.schema_, on_unsupported="error" if wanted.strict else "relax")
+    return wanted.to_structured_output()
 
 
 class SamplingBody(Body):

@@ -12,6 +12,7 @@ from ...http import HTTPError
 from ..requests import (
     Body,
     Ignored,
+    JSONSchemaFormat,
     Refused,
     SamplingBody,
     Text,
@@ -27,12 +28,9 @@ __all__ = ["ResponseBody"]
 _LOGPROBS = "message.output_text.logprobs"
 
 
-class TextFormat(Body):
+class TextFormat(JSONSchemaFormat):
     type: Literal["text", "json_object", "json_schema"]
-    name: str | None = None
-    description: str | None = None
-    schema_: dict[str, Any] | bool | None = Field(default=None, alias="schema")
-    strict: bool | None = None
+    name: str | None = None  # type: ignore[assignment]
 
 
 class TextOptions(Body):
@@ -126,7 +124,7 @@ class ResponseBody(SamplingBody):
         if wanted.schema_ is None:
             message = "text.format.schema is missing: the JSON schema of the answer"
             raise HTTPError(400, message, param="text.format.schema")
-        return StructuredOutput(json_schema=wanted.schema_, on_unsupported="error" if wanted.strict else "relax")
+        return wanted.to_structured_output()
 
     def chat_options(self) -> dict[str, Any]:
         """Return the options of the chat, as of `AsyncLLM.stream_chat`."""
