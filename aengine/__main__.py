@@ -14,6 +14,7 @@ import sys
 from collections.abc import Coroutine, Sequence
 from typing import Any
 
+from .cli.progress import tell
 from .errors import AEngineError
 from .system.ulimits import limit_hint
 
@@ -34,6 +35,14 @@ of a repository of GGUF files with a quantisation behind it, as OWNER/REPOSITORY
 """
 
 
+class _Parser(argparse.ArgumentParser):
+    """A parser, and parent of those of its commands, whose options are written out: a beginning of one, which is enough
+    for argparse, changes its meaning with the next option that begins so."""
+
+    def __init__(self, **options: Any) -> None:
+        super().__init__(**{"allow_abbrev": False, **options})
+
+
 def build_parser() -> argparse.ArgumentParser:
     """Return the parser of all commands. What it imports takes a moment, in which Ctrl-C should be silent too."""
     from .cli.doctor import add_doctor_parser
@@ -42,7 +51,7 @@ def build_parser() -> argparse.ArgumentParser:
     from .cli.models import add_models_parser
     from .cli.serve import add_serve_arguments
 
-    parser = argparse.ArgumentParser(
+    parser = _Parser(
         prog="aengine",
         description="An LLM inference engine that you import; here, from the command line.",
         epilog=_EPILOG,
@@ -118,6 +127,7 @@ def _count(text: str) -> int:
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Entry point. Returns the exit status: 0, 1 for an error that is explained on stderr, 130 for Ctrl-C."""
+    _open_standard_files()
     try:
         args = build_parser().parse_args(argv)
         if getattr(args, "verbose", False) and args.command != "serve":
@@ -136,7 +146,7 @@ def main(argv: Sequence[str] | None = None) -> int:
             return doctor(args, _version())
         return _run(args)
     except AEngineError as error:
-        print(f"aengine: {error}", file=sys.stderr)
+        tell(f"aengine: {error}")
         return 1
     except BrokenPipeError:  # the reader of our stdout went away, as `| head` does
         sys.stderr.close()
@@ -148,10 +158,22 @@ def main(argv: Sequence[str] | None = None) -> int:
             os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # for what is written at the end
         if not hint:
             raise
-        print(f"aengine: {error}{hint}", file=sys.stderr)
+        tell(f"aengine: {error}{hint}")
         return 1
     except KeyboardInterrupt:
         return 130
+
+
+def _open_standard_files() -> None:
+    """Open /dev/null as whichever of stdin, stdout and stderr is closed, as ``<&-`` leaves it: descriptors 0 to 2 would
+    be handed out for sockets, into which prints would go, and which libuv never closes."""
+    for number, name, mode in ((0, "stdin", "r"), (1, "stdout", "w"), (2, "stderr", "w")):
+        try:
+            os.fstat(number)
+        except OSError:
+            os.set_inheritable(os.open(os.devnull, os.O_RDWR), True)  # it gets the lowest number that is free
+        if getattr(sys, name) is None:
+            setattr(sys, name, os.fdopen(number, mode, closefd=False))
 
 
 def _command(args: argparse.Namespace) -> Coroutine[Any, Any, int]:

@@ -2,16 +2,22 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Mapping
 from typing import Any
 
 from .errors import InvalidRequestError
-from .params import unknown_name
+from .params import nearest
 
 __all__ = ["read_settings", "value_of"]
 
 _NO_SETTINGS = {"API_KEY"}
 """What variables of the command line have behind the prefix."""
+
+_OF_KUBERNETES = re.compile(r"(^|_)(SERVICE_HOST|SERVICE_PORT(_\w+)?|PORT(_\d+_(TCP|UDP|SCTP)(_PROTO|_PORT|_ADDR)?)?)$")
+"""Ends of variables that Kubernetes sets in each pod, with the name of a service before them: "aengine", for one."""
+
+_PAGE = "https://github.com/aengine/aengine/blob/main/docs/settings.md"
 
 _BOOLEANS = {
     **dict.fromkeys(("1", "true", "yes", "on"), True),
@@ -34,10 +40,13 @@ def read_settings(config_class: type, prefix: str, environment: Mapping[str, str
             continue
         name = names.get(variable)
         if name is None:
-            if variable.removeprefix(prefix) in _NO_SETTINGS:
+            rest = variable.removeprefix(prefix)
+            if rest in _NO_SETTINGS or _OF_KUBERNETES.search(rest):
                 continue
-            message = unknown_name(variable, set(names)).replace("parameter", "setting", 1)
-            raise InvalidRequestError(f"in the environment: {message}", param=variable)
+            near = nearest(rest.lower(), set(types))
+            hint = f"did you mean {prefix + near.upper()!r}?" if near else f"{_PAGE} lists them"
+            message = f"in the environment: there is no setting {variable!r}; {hint}"
+            raise InvalidRequestError(message, param=variable)
         text = text.strip()
         if text:
             read[name] = value_of(variable, name, types[name], text)

@@ -258,11 +258,18 @@ SamplingParams.__doc__ = described(SamplingParams.__doc__, SAMPLING_SETTINGS)
 
 def unknown_name(name: object, known: set[str]) -> str:
     """The message for a parameter that does not exist, with the nearest one that does."""
+    near = nearest(str(name), known)
+    hint = f"; did you mean {near!r}?" if near else f"; the known ones are {', '.join(sorted(known))}"
+    return f"there is no parameter {name!r}{hint}"
+
+
+def nearest(name: str, known: set[str]) -> str | None:
+    """The name that was probably meant: a slip of the pen apart. One that is as far as another engine's name for
+    something else is not, such as prompt_logprobs from logprobs."""
     import difflib
 
-    near = difflib.get_close_matches(str(name), sorted(known), n=1)
-    hint = f"; did you mean {near[0]!r}?" if near else f"; the known ones are {', '.join(sorted(known))}"
-    return f"there is no parameter {name!r}{hint}"
+    near = difflib.get_close_matches(name, sorted(known), n=1, cutoff=0.8)
+    return near[0] if near else None
 
 
 def _stop_strings(param: str, value: object) -> tuple[str, ...]:

@@ -100,6 +100,7 @@ aengine run Qwen/Qwen3-0.6B "Write a haiku about rain." --gpu-memory-utilization
 aengine chat meta-llama/Llama-3.1-8B-Instruct --tensor-parallel-size 2
 ```
 
+* Options are written out: `--max-num-seqs`, not a beginning of it.
 * Values are written as in the environment (below), True and False as `--enforce-eager` and `--no-enforce-eager`.
 * No options are the functions (`progress`, `on_request_end`), `own_thread`, `skip_tokenizer`, and of `run` and `chat`
   the engine's `seed`: their `--seed` is the answer's (`SamplingParams.seed`).
@@ -114,10 +115,13 @@ config = EngineConfig.from_env(model="smollm2-135m")  # AENGINE_MAX_NUM_SEQS=64,
 ```
 
 * Arguments come before the environment. AENGINE_MODEL names the model, if no argument does.
+* `aengine run`, `chat`, `serve` and `bench` read it too; their options come before it.
 * Numbers are written as in Python. True and False: `1` and `0`, `true` and `false`, `yes` and `no`, `on` and `off`.
   None: `none`. An empty variable counts as one that is not set.
-* A variable with the prefix that names no setting raises `InvalidRequestError`, with the nearest name that there is; so
-  does a value that can't be read. Functions (`progress`, `on_request_end`) are given as arguments.
+* A variable with the prefix that names no setting raises `InvalidRequestError`, with the name that was probably meant;
+  so does a value that can't be read. Functions (`progress`, `on_request_end`) are given as arguments.
+  Left alone are `AENGINE_API_KEY`, which is `aengine serve`'s, and what Kubernetes sets for a service called "aengine"
+  (`AENGINE_SERVICE_HOST`, `AENGINE_PORT_8000_TCP`, ...).
 
 """
 

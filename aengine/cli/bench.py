@@ -10,20 +10,20 @@ import asyncio
 import json
 import random
 import statistics
-import sys
 import time
 from typing import Any
 
 from ..async_llm import AsyncLLM
 from ..params import SamplingParams
-from .engine_options import engine_settings
+from .engine_options import engine_config
+from .progress import tell
 
 __all__ = ["bench", "measure"]
 
 
 async def bench(args: argparse.Namespace) -> int:
     begun = time.monotonic()
-    async with AsyncLLM(args.model, **engine_settings(args)) as engine:
+    async with AsyncLLM(engine_config(args)) as engine:
         result: dict[str, Any] = {"model": args.model, "engine": engine.describe()}
         await measure(engine, 1, 8, 1)
         result["first_token_s"] = round(time.monotonic() - begun, 2)
@@ -32,7 +32,7 @@ async def bench(args: argparse.Namespace) -> int:
             row = {name: round(statistics.median(run[name] for run in runs), 3) for name in runs[0]}
             result[f"streams_{streams}"] = row
             if not args.quiet:
-                print(f"{streams} streams: {row}", file=sys.stderr)
+                tell(f"{streams} streams: {row}")
     print(json.dumps(result))
     return 0
 

@@ -16,8 +16,8 @@ from ..async_llm import AsyncLLM
 from ..errors import ContextLengthError, RequestError
 from ..params import SamplingParams
 from ..threads.pools import run_in_thread
-from .engine_options import engine_settings
-from .progress import sampling_params
+from .engine_options import engine_config
+from .progress import sampling_params, tell
 
 __all__ = ["chat"]
 
@@ -31,8 +31,8 @@ Ctrl-C    stop the answer that is being written"""
 async def chat(args: argparse.Namespace) -> int:
     params = sampling_params(args)
     messages = _fresh(args.system)
-    async with AsyncLLM(args.model, **engine_settings(args)) as engine:
-        print(f"{args.model} is ready. /help lists the commands.", file=sys.stderr)
+    async with AsyncLLM(engine_config(args)) as engine:
+        tell(f"{args.model} is ready. /help lists the commands.")
         while True:
             line = await _ask()
             if line is None or line == "/exit":
@@ -47,10 +47,10 @@ async def chat(args: argparse.Namespace) -> int:
                 answer = await _answer(engine, messages, params)
             except ContextLengthError as error:
                 messages.pop()
-                print(f"[{error}; /clear starts over]", file=sys.stderr)
+                tell(f"[{error}; /clear starts over]")
             except RequestError as error:
                 messages.pop()
-                print(f"[{error}]", file=sys.stderr)
+                tell(f"[{error}]")
             else:
                 messages.append({"role": "assistant", "content": answer})
 
@@ -65,7 +65,7 @@ def _command(line: str, messages: list[dict[str, Any]]) -> list[dict[str, Any]]:
         return [m for m in messages if m["role"] == "system"]
     if name == "/system":
         return _fresh(rest.strip())
-    print(_HELP, file=sys.stderr)
+    tell(_HELP)
     return messages
 
 

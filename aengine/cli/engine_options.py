@@ -11,7 +11,7 @@ from ..env_settings import value_of
 from ..errors import InvalidRequestError
 from .progress import StartupLine
 
-__all__ = ["add_engine_options", "engine_settings"]
+__all__ = ["add_engine_options", "engine_config", "engine_settings"]
 
 _FIRST = {
     "dtype": "float32, bfloat16 or float16 (auto)",
@@ -63,6 +63,11 @@ def _add(group: Any, name: str, text: str) -> None:
 
 
 def engine_settings(args: argparse.Namespace) -> dict[str, Any]:
-    """The keyword arguments of `AsyncLLM` that the command line gives, and the progress on stderr."""
+    """The settings that the command line gives, and the progress on stderr."""
     given = {name.removeprefix(_PREFIX): value for name, value in vars(args).items() if name.startswith(_PREFIX)}
     return given if args.quiet else {**given, "progress": StartupLine()}
+
+
+def engine_config(args: argparse.Namespace) -> EngineConfig:
+    """The settings that the environment gives, those of the command line before them. Raises InvalidRequestError."""
+    return EngineConfig.from_env(model=args.model, **engine_settings(args))

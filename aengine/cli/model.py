@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import argparse
-import sys
 from pathlib import Path
 from typing import Any
 
@@ -11,7 +10,7 @@ from ..checkpoint.embedded import EMBEDDED_MODELS, add_model, cached_file, find_
 from ..checkpoint.source import locate
 from ..errors import InvalidRequestError, ModelLoadError
 from ..outputs import StartupProgress
-from .progress import StartupLine
+from .progress import StartupLine, tell
 
 __all__ = ["add_model_parser", "model"]
 
@@ -66,7 +65,7 @@ def model(args: argparse.Namespace) -> int:
         print(find_embedded(name))
     else:
         removed = remove_model(name)
-        print(f"{name} is removed" if removed else f"nothing to remove in {cached_file(name).parent}", file=sys.stderr)
+        tell(f"{name} is removed" if removed else f"nothing to remove in {cached_file(name).parent}")
     return 0
 
 
@@ -79,7 +78,7 @@ def _place(name: str) -> str:
 
 def _add_embedded(name: str, quiet: bool) -> Path:
     if not quiet and _place(name).startswith("not here"):
-        print(f"fetching {name} ({EMBEDDED_MODELS[name].nbytes / 1e6:.0f} MB)", file=sys.stderr)
+        tell(f"fetching {name} ({EMBEDDED_MODELS[name].nbytes / 1e6:.0f} MB)")
     return add_model(name)
 
 

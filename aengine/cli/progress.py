@@ -1,8 +1,9 @@
-"""The start of an engine, shown on stderr."""
+"""What the commands say on stderr: notices, and the start of an engine."""
 
 from __future__ import annotations
 
 import argparse
+import contextlib
 import sys
 import time
 from typing import TextIO
@@ -10,7 +11,7 @@ from typing import TextIO
 from ..outputs import StartupProgress
 from ..params import SamplingParams
 
-__all__ = ["StartupLine", "sampling_params"]
+__all__ = ["StartupLine", "sampling_params", "tell"]
 
 _WIDTH = 24
 _STAGES = {
@@ -22,6 +23,12 @@ _STAGES = {
     "profile": "measuring memory",
     "ready": "ready",
 }
+
+
+def tell(text: str, out: TextIO | None = None, *, end: str = "\n") -> None:
+    """Write to stderr, at once. What has no room there, on a full disk, is left out: it is no reason to end."""
+    with contextlib.suppress(OSError):
+        print(text, file=sys.stderr if out is None else out, end=end, flush=True)
 
 
 class StartupLine:
@@ -39,11 +46,11 @@ class StartupLine:
         self._stage = stage
         if not self._tty:
             if new_stage:
-                self._write(f"{self._text(progress)}\n")
+                tell(self._text(progress), self._out)
             return
-        self._write(f"\r\x1b[2K{self._text(progress)}")
+        tell(f"\r\x1b[2K{self._text(progress)}", self._out, end="")
         if progress.stage == "ready":
-            self._write("\r\x1b[2K")
+            tell("\r\x1b[2K", self._out, end="")
 
     def _text(self, progress: StartupProgress) -> str:
         seconds = time.monotonic() - self._begun
@@ -57,10 +64,6 @@ class StartupLine:
         elif progress.detail:
             text += f": {progress.detail}"
         return text
-
-    def _write(self, text: str) -> None:
-        self._out.write(text)
-        self._out.flush()
 
 
 def _stage(progress: StartupProgress) -> str:

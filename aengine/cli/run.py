@@ -10,8 +10,8 @@ from ..async_llm import AsyncLLM
 from ..errors import InvalidRequestError
 from ..outputs import FinishReason
 from ..params import is_unicode
-from .engine_options import engine_settings
-from .progress import sampling_params
+from .engine_options import engine_config
+from .progress import sampling_params, tell
 
 __all__ = ["run"]
 
@@ -23,7 +23,7 @@ async def run(args: argparse.Namespace) -> int:
         raise InvalidRequestError("the prompt is empty", param="prompt")
     if not is_unicode(text):
         raise InvalidRequestError("the prompt is not valid UTF-8", param="prompt")
-    async with AsyncLLM(args.model, **engine_settings(args)) as engine:
+    async with AsyncLLM(engine_config(args)) as engine:
         chat = args.chat or (not args.plain and engine.tokenizer.has_chat_template)
         prompt = [{"role": "user", "content": text}] if chat else text
         begun = time.monotonic()
@@ -43,4 +43,4 @@ def _summary(num_tokens: int, begun: float, first: float, reason: FinishReason) 
     end = time.monotonic()
     rate = f", {(num_tokens - 1) / (end - first):.0f} tokens/s" if num_tokens > 1 and end > first else ""
     ending = " (max_tokens reached)" if reason is FinishReason.LENGTH else ""
-    print(f"[{num_tokens} tokens; first after {first - begun:.2f} s{rate}]{ending}", file=sys.stderr)
+    tell(f"[{num_tokens} tokens; first after {first - begun:.2f} s{rate}]{ending}")

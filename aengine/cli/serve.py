@@ -7,15 +7,15 @@ import asyncio
 import contextlib
 import os
 import socket
-import sys
 from collections.abc import Awaitable
 from typing import TYPE_CHECKING, Any, TypeVar
 
 from ..async_llm import AsyncLLM
 from ..config import server_api_key
 from ..errors import EngineError
-from .engine_options import add_engine_options, engine_settings
+from .engine_options import add_engine_options, engine_config
 from .listening import bind_tcp, is_loopback, url_of
+from .progress import tell
 
 if TYPE_CHECKING:
     from ..server.serve import StopSignals
@@ -120,7 +120,7 @@ async def serve(args: argparse.Namespace) -> int:
     except ImportError as error:
         raise EngineError(f"aengine serve needs {error.name}: pip install 'aengine-llm[server]'") from None
     log_to_stderr(_log_level(args))
-    engine = AsyncLLM(args.model, **engine_settings(args))
+    engine = AsyncLLM(engine_config(args))
     _trace(engine, args.served_model_name)
     with stop_signals() as stop:
         serving = asyncio.create_task(_serve(args, engine, stop))
@@ -165,7 +165,7 @@ async def _serve(args: argparse.Namespace, engine: AsyncLLM, stop: StopSignals) 
             for listener in listeners:
                 listener.listen(BACKLOG)
             if not args.quiet:
-                print(f"aengine: {args.model} is served at {url_of(listeners[0])} (Ctrl-C stops)", file=sys.stderr)
+                tell(f"aengine: {args.model} is served at {url_of(listeners[0])} (Ctrl-C stops)")
             await _serve_engine(args, engine, listeners, stop.asked)
         finally:
             await engine.aclose()

@@ -12,6 +12,7 @@ import contextlib
 import errno
 import mmap
 import os
+import resource
 import time
 from dataclasses import dataclass
 
@@ -100,6 +101,10 @@ class Segment:
             shared.close_fd()
             if is_out_of_files(error):
                 raise unusable(error) from error
+            if error.errno == errno.EFBIG:
+                limit = resource.getrlimit(resource.RLIMIT_FSIZE)[0]
+                hint = f"`ulimit -f` (RLIMIT_FSIZE) allows files of {limit} bytes: lift it with `ulimit -f unlimited`"
+                raise EngineError(f"no shared memory for the rings, {size} bytes ({error}): {hint}") from error
             if error.errno == errno.ENOMEM:
                 raise EngineError(f"no memory for {size} bytes of rings ({error}){memory_ulimit_hint()}") from error
             raise EngineError(

@@ -13,9 +13,11 @@ from __future__ import annotations
 try:
     from .app import create_app
 except ModuleNotFoundError as error:
-    if error.name not in ("starlette", "pydantic"):
+    package = (error.name or "").partition(".")[0]
+    if package not in ("starlette", "pydantic"):
         raise
-    raise ImportError(f"aengine.server needs the package {error.name}: pip install 'aengine-llm[server]'") from error
+    cure = f"aengine.server needs the package {package}: pip install 'aengine-llm[server]'"
+    raise ImportError(cure, name=package) from error
 from .lifespan import engine_lifespan
 
 __all__ = ["create_app", "engine_lifespan"]

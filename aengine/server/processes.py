@@ -31,6 +31,7 @@ __all__ = ["serve_processes"]
 
 logger = logging.getLogger("aengine.server")
 
+_MOST_FOLDER_BYTES = 80
 _SHORT_LIFE = 5.0
 _MOST_SHORT_LIVES = 5
 _LAST_SECONDS = 2.0
@@ -56,7 +57,9 @@ async def serve_processes(
     Raises:
         EngineError: the engine has failed, or app processes end as soon as they are started.
     """
-    with tempfile.TemporaryDirectory(prefix="aengine-") as folder:  # for this user only
+    # For this user only. A Unix socket's path has some 100 bytes, which a $TMPDIR may take alone.
+    place = "/tmp" if len(os.fsencode(tempfile.gettempdir())) > _MOST_FOLDER_BYTES else None
+    with tempfile.TemporaryDirectory(prefix="aengine-", dir=place) as folder:
         path = os.path.join(folder, "engine")
         async with serve_engine(engine, path):
             processes = [_AppProcess({**settings, "engine": path, "grace": grace}, one) for one in listeners]

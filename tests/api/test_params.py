@@ -127,6 +127,20 @@ def test_unknown_names_get_a_hint() -> None:
         assert caught.value.param == wrong
 
 
+@pytest.mark.parametrize("name", ["speculative_config", "context_parallel_size", "tokenizer_mode", "max_loras"])
+def test_other_engines_settings_get_no_misleading_hint(name: str) -> None:
+    with pytest.raises(InvalidRequestError) as caught:
+        EngineConfig.create("m", {name: 1})
+    assert f"there is no parameter '{name}'" in str(caught.value) and "did you mean" not in str(caught.value)
+
+
+@pytest.mark.parametrize("name", ["prompt_logprobs", "length_penalty", "allowed_token_ids", "num_speculative_tokens"])
+def test_other_engines_parameters_get_no_misleading_hint(name: str) -> None:
+    with pytest.raises(InvalidRequestError) as caught:
+        SamplingParams.from_dict({name: 1})
+    assert f"there is no parameter '{name}'" in str(caught.value) and "did you mean" not in str(caught.value)
+
+
 def test_params_are_frozen_and_replaceable() -> None:
     params = SamplingParams(n=2)
     with pytest.raises(AttributeError):

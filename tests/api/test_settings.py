@@ -175,6 +175,23 @@ def test_a_wrong_variable_is_named(env: Any, variable: str, value: str, message:
     assert caught.value.param == (param or variable)
 
 
+@pytest.mark.parametrize("variable", ["AENGINE_FOO", "AENGINE_SEE", "AENGINE_SPECULATIVE_CONFIG", "AENGINE_PORTS"])
+def test_what_is_no_slip_of_the_pen_gets_no_suggestion(env: Any, variable: str) -> None:
+    env(**{variable: "1"})
+    with pytest.raises(InvalidRequestError) as caught:
+        EngineConfig.from_env(model="m")
+    assert ("did you mean 'AENGINE_SEED'" in str(caught.value)) == (variable == "AENGINE_SEE")
+
+
+def test_what_kubernetes_sets_for_a_service_is_no_setting(env: Any) -> None:
+    """Each pod gets variables with the name of each service, and "aengine" is a likely one."""
+    for service in ("", "SERVER_"):
+        names = ("SERVICE_HOST", "SERVICE_PORT", "SERVICE_PORT_HTTP", "PORT", "PORT_8000_TCP", "PORT_8000_TCP_ADDR")
+        env(**{f"AENGINE_{service}{name}": "10.0.0.1" for name in names})
+    env(AENGINE_SEED="3")
+    assert EngineConfig.from_env(model="m").seed == 3
+
+
 def test_a_wrong_argument_is_not_the_environments_fault(env: Callable[..., None]) -> None:
     env(AENGINE_SEED="1")
     with pytest.raises(InvalidRequestError, match="^seed='x'"):

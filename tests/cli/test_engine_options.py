@@ -8,7 +8,7 @@ import pytest
 
 from aengine import AsyncLLM
 from aengine.__main__ import build_parser
-from aengine.cli.engine_options import engine_settings
+from aengine.cli.engine_options import engine_config, engine_settings
 from aengine.config import EngineConfig
 
 COMMANDS = {"run": ["run", "m", "hello"], "chat": ["chat", "m"], "bench": ["bench", "m"], "serve": ["serve", "m"]}
@@ -66,3 +66,24 @@ def test_a_short_help_says_where_the_rest_is(capsys: pytest.CaptureFixture[str])
         shown[command] = capsys.readouterr().out
     assert "--ring-bytes" not in shown["run"] and "aengine serve --help lists them" in shown["run"]
     assert "--ring-bytes VALUE" in shown["serve"]
+
+
+@pytest.mark.parametrize("command", COMMANDS)
+def test_the_environment_is_read_too(command: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """And what the command line says comes before it."""
+    given = {"MAX_MODEL_LEN": "512", "MAX_NUM_SEQS": "7", "MODEL": "other", "API_KEY": "secret"}
+    for name, value in given.items():
+        monkeypatch.setenv(f"AENGINE_{name}", value)
+    config = engine_config(build_parser().parse_args([*COMMANDS[command], "--max-num-seqs", "9", "--quiet"]))
+    assert (config.model, config.max_model_len, config.max_num_seqs) == ("m", 512, 9)
+    monkeypatch.setenv("AENGINE_MAX_MODEL_LEN", "many")
+    with pytest.raises(ValueError, match="AENGINE_MAX_MODEL_LEN='many' is not valid"):
+        engine_config(build_parser().parse_args(COMMANDS[command]))
+
+
+@pytest.mark.parametrize("command", COMMANDS)
+def test_options_are_written_out(command: str, capsys: pytest.CaptureFixture[str]) -> None:
+    for words in (["--max-num-seq", "3"], ["--dtyp", "auto"], ["--ver"]):
+        with pytest.raises(SystemExit):
+            build_parser().parse_args([*COMMANDS[command], *words])
+        assert f"unrecognized arguments: {' '.join(words)}" in capsys.readouterr().err

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import os
 import platform
 import stat
@@ -285,3 +286,12 @@ def test_names_of_dead_hosts_are_swept(tmp_path: Path) -> None:
     assert sweep_stale_names(str(tmp_path)) == len(stale)
     assert sorted(os.listdir(tmp_path)) == sorted([*kept, young.name])
     assert sweep_stale_names(str(tmp_path / "missing")) == 0
+
+
+def test_a_limit_of_files_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    def refuse(*_: object) -> None:
+        raise OSError(errno.EFBIG, "File too large")
+
+    monkeypatch.setattr(os, "posix_fallocate", refuse)
+    with pytest.raises(EngineError, match=r"`ulimit -f` \(RLIMIT_FSIZE\) .*: lift it with `ulimit -f unlimited`$"):
+        Segment.create(4096)

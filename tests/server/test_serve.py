@@ -107,6 +107,13 @@ def test_an_engine_that_fails_ends_the_server() -> None:
         )
 
 
+@pytest.mark.parametrize("package", ["starlette", "pydantic"])
+def test_a_package_of_the_application_that_is_missing_is_named(package: str) -> None:
+    with Served(script=f"no-{package}") as served:
+        assert served.end() == 1
+        assert served.log == f"aengine: aengine serve needs {package}: pip install 'aengine-llm[server]'\n"
+
+
 def test_what_is_missing_is_named() -> None:
     with Served(script="no-uvicorn") as served:
         assert served.end() == 1
