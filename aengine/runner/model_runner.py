@@ -230,6 +230,7 @@ class ModelRunner:
         if self.rounds is not None:
             self.rounds.begin(out, plan.num_tokens)
         state = self._try(out, plan)[0] or self._run_with_less(out, plan)
+        self._pooling.commit()
         if state.plan is not None:
             self.requests.advance(state.plan.rows, state.plan.seq_lens)
         state.num_reqs, state.drafts = plan.num_reqs, out.drafts

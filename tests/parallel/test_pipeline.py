@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import logging
 import random
+import shutil
 from collections import deque
 from collections.abc import Callable
 from pathlib import Path
@@ -12,6 +14,7 @@ import pytest
 import torch
 from driver import CPU, no_progress, source_of
 from test_divided_models import MODELS
+from test_weight_formats import KINDS, quantise
 from torch import Tensor
 
 from aengine.checkpoint.source import ModelSource
@@ -26,7 +29,9 @@ from aengine.runner.models import build_model, read_config
 from aengine.runner.platforms.cpu import CpuPlatform
 from aengine.runner.startup.setup import RunnerSetup
 from aengine.runner.weights.formats import choose_formats
+from aengine.runner.weights.int8 import Int8Weight
 from aengine.runner.weights.loader import load_weights
+from aengine.runner.weights.plain import PlainWeight
 from aengine.scheduler.request import Request
 from aengine.scheduler.scheduler import Scheduler
 
@@ -185,6 +190,30 @@ def test_a_parameter_is_counted_once(tied: bool, tiny_model: TinyModel) -> None:
         for stage in (WHOLE, PipelineStage(0, 2), PipelineStage(1, 2))
     )
     assert sum(stages) == whole
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_the_head_of_a_tied_model_is_plain_on_every_stage(kind: str, tiny_model: TinyModel, tmp_path: Path) -> None:
+    """An int8 checkpoint leaves its embeddings plain; the last stage has them as its output matrix alone."""
+    folder = Path(shutil.copytree(tiny_model("llama", tie_word_embeddings=True), tmp_path / "model"))
+    quantise(folder, kind)
+    source = source_of(folder)
+    config, formats = read_config(source.hf_config), choose_formats("float32", CPU, source.hf_config)
+    for index in range(2):
+        model: Any = build_model(config, formats, stage=PipelineStage(index, 2))
+        load_weights(model, source, 5, no_progress)
+    assert isinstance(model.lm_head.weight, PlainWeight) and isinstance(model.layers[0].mlp.down.weight, Int8Weight)
+
+
+@pytest.mark.parametrize("stage", [WHOLE, PipelineStage(0, 2)])
+def test_other_stages_tensors_are_not_reported_as_unused(
+    stage: PipelineStage, tiny_model: TinyModel, caplog: pytest.LogCaptureFixture
+) -> None:
+    source = source_of(tiny_model("llama", tie_word_embeddings=False))
+    config, formats = read_config(source.hf_config), choose_formats("float32", CPU, source.hf_config)
+    with caplog.at_level(logging.WARNING, logger="aengine"):
+        load_weights(build_model(config, formats, stage=stage), source, 5, no_progress)
+    assert not caplog.records
 
 
 @pytest.mark.parametrize(("size", "num_layers"), [(1, 3), (2, 7), (3, 8), (4, 4), (5, 31)])

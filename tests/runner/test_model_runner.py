@@ -13,6 +13,7 @@ from runner_fakes import ConstantModel, FakeModel, expected_logits, make_runner,
 from aengine.errors import InternalError
 from aengine.ipc.messages import GrammarOutput, SchedulerOutput, int32
 from aengine.runner.model_runner import ModelRunner
+from aengine.runner.pooling.vectors import VectorLayers
 from aengine.runner.sampling import features
 
 VOCAB = 97
@@ -354,6 +355,38 @@ def test_a_step_that_does_not_fit_into_memory_fails_its_prompts_only() -> None:
     assert list(alone.token_ids) == [-1] and len(alone.errors) == 1
     after = step(runner, {0: 1}, removed=[1, 2, 3])
     assert list(after.token_ids) == [int(expected_logits(tokens, 50).argmax())] and not after.errors
+
+
+@pytest.mark.parametrize("failures", [0, 1, 2])
+def test_a_step_that_is_tried_again_counts_its_tokens_once(failures: int) -> None:
+    """A chunk of a prompt whose mean is wanted, beside one that samples. After two failures both prompts fail."""
+
+    class Tight(FakeModel):
+        failures = 0
+
+        def final_hidden(self, hidden: torch.Tensor) -> torch.Tensor:
+            return hidden.float()
+
+        def compute_logits(self, hidden: torch.Tensor) -> torch.Tensor:
+            if self.failures:
+                self.failures -= 1
+                raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate much. And so on")
+            return super().compute_logits(hidden)
+
+    model = Tight(50, 40, 4)
+    runner = make_runner(model, 50)
+    runner._pooling._vectors = VectorLayers("mean")
+    pooled = request(0, list(range(1, 11)), [0, 1, 2])
+    pooled.is_pooled = True
+    step(runner, {0: 4}, new=[pooled])
+    model.failures = failures
+    answer = step(runner, {0: 6, 1: 3}, new=[request(1, [7, 8, 9], [5])])
+    if failures == 2:
+        assert [error.batch_idx for error in answer.errors] == [0, 1] and not answer.pooled
+        return
+    assert answer.pooled is not None and not answer.errors
+    vector = dict(answer.pooled.vectors())[0]
+    assert vector[1] == 5.5, "the mean of the ids from 1 to 10"
 
 
 def test_a_sampler_without_memory_fails_those_that_need_it() -> None:

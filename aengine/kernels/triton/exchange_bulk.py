@@ -125,10 +125,12 @@ def _signal(memories, arrived_begin, call, RANK: tl.constexpr, SIZE: tl.constexp
 
 @triton.jit
 def _wait(memories, arrived_begin, call, RANK: tl.constexpr, SIZE: tl.constexpr, COUNTERS: tl.constexpr):
+    """Wait until all other ranks have signalled this call, or the next one: in one shot a rank may go on to that while
+    another has not looked for this one's signal yet. Numbers of calls wrap around."""
     for r in tl.static_range(SIZE):
         if r != RANK:
             arrived = (memories[RANK] + arrived_begin).to(tl.pointer_type(tl.int32)) + tl.program_id(0) * SIZE + r
-            while tl.atomic_add(arrived, 0, sem="acquire", scope="sys") != call:
+            while tl.atomic_add(arrived, 0, sem="acquire", scope="sys") - call < 0:
                 pass
 
 

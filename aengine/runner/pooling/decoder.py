@@ -46,6 +46,7 @@ class DecoderPooling:
         self._requests = requests
         self._vectors = vectors
         self._sums: Tensor | None = None  # float32 [max_num_seqs, hidden_size], of rows whose mean is wanted
+        self._next_sums: Tensor | None = None  # with this step's tokens
         self._token_ids: dict[int, Any] = {}  # by row: of those that get logits
 
     def add_request(self, request: NewRequest) -> None:
@@ -54,8 +55,13 @@ class DecoderPooling:
         if request.pooled_token_ids:
             self._token_ids[request.req_idx] = np.array(request.pooled_token_ids, dtype=np.int64)
 
+    def commit(self) -> None:
+        """The step is computed. Until then it may be tried again, which must not count its tokens twice."""
+        self._sums = self._next_sums
+
     def pool(self, plan: BatchPlan, hidden: Tensor) -> PooledTensors | None:
         """The vectors of the prompts that end in this step; None if none does. hidden: [num_tokens, hidden_size]."""
+        self._next_sums = self._sums
         requests = self._requests
         if not requests.num_pooled:
             return None
@@ -76,10 +82,10 @@ class DecoderPooling:
         return PooledTensors(np.concatenate(found, axis=1), torch.cat(parts))
 
     def _embed(self, plan: BatchPlan, own: Rows, hidden: Tensor) -> tuple[Tensor, Rows]:
-        if self._sums is not None:
+        if self._next_sums is not None:
             rows = to_device(plan.rows[own], hidden.device)
             lengths = to_device(plan.seq_lens[own], hidden.device)
-            pooled = self._sums.index_select(0, rows) / lengths[:, None]
+            pooled = self._next_sums.index_select(0, rows) / lengths[:, None]
         else:
             pooled = self._model.final_hidden(_last(plan, own, hidden))
         vectors = self._vectors.finish(pooled)
@@ -96,15 +102,17 @@ class DecoderPooling:
         if not len(own):
             return
         if self._sums is None:
-            self._sums = hidden.new_zeros((len(self._requests.in_use), hidden.shape[1]), dtype=torch.float32)
+            sums = hidden.new_zeros((len(self._requests.in_use), hidden.shape[1]), dtype=torch.float32)
+        else:
+            sums = self._sums.clone()
         begins = np.cumsum(plan.query_lens) - plan.query_lens
         lengths = plan.query_lens[own]
         tokens = np.concatenate([np.arange(begins[i], begins[i] + plan.query_lens[i]) for i in own])
         sent = to_device(np.stack((tokens, np.repeat(plan.rows[own], lengths))), hidden.device)
         first = plan.rows[own[plan.seq_lens[own] == lengths]]  # it begins with this step
-        self._sums.index_fill_(0, to_device(first, hidden.device), 0.0)
+        sums.index_fill_(0, to_device(first, hidden.device), 0.0)
         states = self._model.final_hidden(hidden.index_select(0, sent[0])).float()
-        self._sums.index_add_(0, sent[1], states)
+        self._next_sums = sums.index_add_(0, sent[1], states)
 
 
 def _last(plan: BatchPlan, own: Rows, hidden: Tensor) -> Tensor:

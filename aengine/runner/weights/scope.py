@@ -127,10 +127,10 @@ class WeightScope:
     def format_of(self, names: Sequence[str]) -> WeightFormat:
         """The format of the matrices of these names, which become one weight. Raises ModelLoadError, see there.
 
-        A matrix that is wanted already, as a table of embeddings, is plain.
+        The table of embeddings is plain, also where it is the output matrix alone, as on a pipeline's last stage.
         """
         full = [self._prefix + name for name in names]
-        return self.formats.plain if f"{full[0]}.weight" in self.places else self.formats.of(full)
+        return self.formats.plain if full[0].endswith("embed_tokens") else self.formats.of(full)
 
     def want(
         self,
