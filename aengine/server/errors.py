@@ -5,7 +5,8 @@ from __future__ import annotations
 import logging
 import math
 import re
-from typing import TYPE_CHECKING
+from collections.abc import Iterable
+from typing import TYPE_CHECKING, Any
 
 from ..errors import (
     AEngineError,
@@ -19,12 +20,15 @@ from ..errors import (
     InvalidRequestError,
     WorkerDiedError,
 )
+from ..outputs import FinishReason
 from .http import HTTPError
 
 if TYPE_CHECKING:
+    from ..chat.messages import ChatChoice
+    from ..outputs import Choice
     from .openai.requests import Body
 
-__all__ = ["http_error"]
+__all__ = ["aborted", "check_not_aborted", "http_error"]
 
 _NO_RETRY = {"x-should-retry": "false"}
 """Heeded by OpenAI's and Anthropic's clients, which try again otherwise, as for any 5xx."""
@@ -77,6 +81,18 @@ def http_error(error: BaseException, body: Body | None = None) -> HTTPError:
         return HTTPError(400, "the body is nested too deeply", code="invalid_value")
     logger.error("a request failed in the server", exc_info=error)
     return HTTPError(500, "the server failed; its log says why", kind="server_error", code="internal_error")
+
+
+def aborted() -> HTTPError:
+    """Return the error of a request that the server has ended before its answer was whole."""
+    message = "the server has ended this request before its answer was whole, as it does when it stops: send it again"
+    return HTTPError(503, message, kind="server_error", code="request_aborted", headers={"retry-after": "1"})
+
+
+def check_not_aborted(choices: Iterable[Choice[Any] | ChatChoice]) -> None:
+    """Raise HTTPError 503 if the server has ended one: half an answer must not pass for a whole one."""
+    if any(choice.finish_reason is FinishReason.ABORT for choice in choices):
+        raise aborted()
 
 
 def _renamed(text: str, names: dict[str, str]) -> str:

@@ -57,7 +57,7 @@ def test_all_end_properly_when_one_is_told_to(number: int) -> None:
         served.signal(number)
         for stream in streams:
             text = rest_of(stream)
-            assert b'"finish_reason":"length"' in text and b"[DONE]" in text
+            assert b'"finish_reason":"abort"' in text and b'"code":"request_aborted"' in text and b"[DONE]" in text
         assert served.end() == 0
         assert "Traceback" not in served.log and "another is started" not in served.log
         until(lambda: not any(process.is_running() for process in processes))

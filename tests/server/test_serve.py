@@ -36,7 +36,7 @@ def test_requests_that_outlast_the_grace_are_ended_properly() -> None:
         stream = served.begin_stream()
         served.signal()
         text = rest_of(stream)
-        assert b'"finish_reason":"length"' in text and b"[DONE]" in text
+        assert b'"finish_reason":"abort"' in text and b'"code":"request_aborted"' in text and b"[DONE]" in text
         assert served.end() == 0 and "Traceback" not in served.log
 
 

@@ -39,9 +39,7 @@ class Place(NamedTuple):
     num_parameters: int  # of the model, that the tensor stands for
     put: Callable[[Tensor], None]  # takes the tensor, on the model's device; from any thread
     part: Part | None = None  # that `put` takes, of the tensor; None: all
-    room: Callable[[], Tensor] | None = (
-        None  # gives the memory that it is copied to; None: it gets its own
-    )
+    room: Callable[[], Tensor] | None = None  # gives the memory that it is copied to; None: it gets its own
     on_host: bool = False  # `put` takes it where it was read, and copies it to the device itself
 
     @property

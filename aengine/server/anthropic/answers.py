@@ -59,7 +59,7 @@ def ending_of(completion: ChatCompletion[Any], body: MessagesBody) -> dict[str, 
             reason = "stop_sequence" if isinstance(stop, str) else "end_turn"
         case FinishReason.LENGTH if completion.usage.completion_tokens < body.max_tokens:
             reason = "model_context_window_exceeded"
-        case _:  # an aborted answer is cut off, too
+        case _:
             reason = "max_tokens"
     return {"stop_reason": reason, "stop_sequence": stop if reason == "stop_sequence" else None}
 

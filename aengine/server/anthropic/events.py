@@ -15,7 +15,8 @@ from starlette.requests import Request
 
 from ...chat.messages import Delta, ReasoningDelta, TextDelta, ToolCallDelta, ToolCallEnd, ToolCallStart
 from ...errors import AEngineError
-from ..errors import http_error
+from ...outputs import FinishReason
+from ..errors import aborted, http_error
 from ..http import as_utf8, event
 from ..openai.answers import dumps
 from .answers import SIGNATURE, ending_of, usage_of
@@ -36,6 +37,7 @@ async def event_chunks(
     What fails before the first event is raised; what fails later is an event.
     """
     writer = _EventWriter(shows_thinking=body.shows_thinking)
+    has_sent = False
     async with aclosing(stream):
         try:
             deltas = await stream.read()
@@ -45,6 +47,7 @@ async def event_chunks(
                     writer.write(delta)
                 if writer.has_events:
                     yield writer.take()
+                    has_sent = True
                 deltas = await stream.read()
         except AEngineError as error:
             if not writer.has_begun:
@@ -52,6 +55,11 @@ async def event_chunks(
             yield error_event(request, body, error)
             return
         completion = stream.completion
+    if completion.finish_reason is FinishReason.ABORT:
+        if not has_sent:
+            raise aborted()
+        yield writer.take() + error_event(request, body, aborted())
+        return
     writer.end(ending_of(completion, body), usage_of(completion.usage))
     yield writer.take()
 

@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any
 from starlette.requests import Request
 from starlette.responses import Response
 
+from ..errors import check_not_aborted
 from ..http import JSONAnswer, begin_events, while_connected
 from ..service import Service
 from .answers import blocks_of, ending_of, usage_of
@@ -41,6 +42,7 @@ async def create_message(service: Service, request: Request) -> Response:
         return await begin_events(request, chunks, service.pace, stream.rest, failed, headers)
     deltas = await while_connected(request, _all_of(stream))
     completion = stream.completion
+    check_not_aborted(completion.choices)
     answer = head | {
         "content": blocks_of(deltas, completion.message, shows_thinking=body.shows_thinking),
         **ending_of(completion, body),

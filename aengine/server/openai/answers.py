@@ -64,13 +64,13 @@ def answer_id(prefix: str, request: Request, given: str | None = None) -> Answer
 
 
 def finish_reason(reason: FinishReason, *, is_forced: bool = False) -> str:
-    """Return OpenAI's word: an aborted answer is cut off, as one that ran out of tokens.
+    """Return OpenAI's word, or "abort" for an answer that the server has ended, which an error follows.
 
     ``is_forced``: the request names the function to call; OpenAI's word for such a call is "stop".
     """
     if is_forced and reason is FinishReason.TOOL_CALLS:
         return "stop"
-    return "length" if reason in (FinishReason.ABORT, FinishReason.ERROR) else str(reason)
+    return str(reason)
 
 
 def usage_of(usage: Usage) -> dict[str, Any]:

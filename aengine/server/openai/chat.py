@@ -23,6 +23,7 @@ from ...chat.messages import (
 )
 from ...errors import AEngineError
 from ...outputs import FinishReason, Usage
+from ..errors import aborted, check_not_aborted
 from ..http import as_utf8, begin_events, event, while_connected
 from ..service import Service
 from .answers import (
@@ -61,6 +62,7 @@ async def chat_completions(service: Service, request: Request) -> Response:
         failed = partial(error_events, body)
         return await begin_events(request, chunks, service.pace, stream.rest, failed, name.headers)
     completion = await while_connected(request, stream.wait())
+    check_not_aborted(completion.choices)
     return await service.answer(lambda: head | writer.whole(completion), num_values_of(completion), name.headers)
 
 
@@ -137,11 +139,14 @@ class _Writer:
                 yield error_events(self._body, error)
                 return
             completion = stream.completion
+        is_aborted = completion.finish_reason is FinishReason.ABORT
+        if is_aborted and not writer.has_begun:
+            raise aborted()
         for choice in completion.choices:
             writer.end(choice.index, choice.finish_reason, choice.stop_reason)
         if options.include_usage:
             writer.write_usage(_usage_of(completion.usage))
-        yield writer.take() + event("[DONE]")
+        yield writer.take() + (error_events(self._body, aborted()) if is_aborted else event("[DONE]"))
 
     def _write(self, writer: _ChunkWriter, delta: Delta) -> None:
         logprobs = None

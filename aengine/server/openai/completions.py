@@ -16,6 +16,7 @@ from starlette.responses import Response
 
 from ...errors import AEngineError
 from ...outputs import Choice, Completion, FinishReason, Token, Usage
+from ..errors import aborted, check_not_aborted
 from ..http import as_utf8, begin_events, event, while_connected
 from ..service import Service
 from .answers import AnswerId, TokenRow, answer_id, dumps, finish_reason, finite, num_values_of, rows_of, usage_of
@@ -48,6 +49,7 @@ async def completions(service: Service, request: Request) -> Response:
         rest = streams[0].rest if len(streams) == 1 else asyncio.sleep
         return await begin_events(request, chunks, service.pace, rest, partial(error_events, body), name.headers)
     answers = await while_connected(request, _whole(service, body, name))
+    check_not_aborted(choice for answer in answers for choice in answer.choices)
     await writer.set_echoes(service.engine.async_tokenizer)
     return await service.answer(lambda: head | writer.whole(answers), num_values_of(*answers), name.headers)
 
@@ -187,7 +189,11 @@ class _Writer:
                     raise
                 yield error_events(self.body, error)
                 return
-        yield as_utf8("".join(writer.last_events())) + event("[DONE]")
+        is_aborted = any(stream.completion.finish_reason is FinishReason.ABORT for stream in streams)
+        if is_aborted and not writer.has_begun:
+            raise aborted()
+        ending = error_events(self.body, aborted()) if is_aborted else event("[DONE]")
+        yield as_utf8("".join(writer.last_events())) + ending
 
     def echo(self, prompt_index: int) -> str:
         """What of the prompt is repeated before its completions."""

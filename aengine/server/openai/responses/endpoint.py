@@ -12,7 +12,7 @@ from starlette.responses import Response
 
 from ....errors import AEngineError
 from ....outputs import FinishReason, Token, Usage
-from ...errors import http_error
+from ...errors import aborted, check_not_aborted, http_error
 from ...http import HTTPError, JSONAnswer, as_utf8, begin_events, while_connected
 from ...service import Service
 from ..answers import answer_id, merged, token_entry
@@ -146,6 +146,7 @@ class _Writer:
             while deltas := await stream.read():
                 for delta in deltas:
                     items.add(delta)
+        check_not_aborted(stream.completion.choices)
         self._finish(items, stream.completion)
         return self._response
 
@@ -177,6 +178,7 @@ class _Writer:
                 yield as_utf8(events.take())
                 return
         if not has_begun:
+            check_not_aborted(stream.completion.choices)
             self._begin(events)
         self._finish(items, stream.completion)
         events.add(f"response.{self._response['status']}", response=self._response)
@@ -206,7 +208,7 @@ class _Writer:
         elif reason is FinishReason.LENGTH:
             self._response |= {"status": "incomplete", "incomplete_details": {"reason": "max_output_tokens"}}
         else:
-            self._fail(items, HTTPError(503, "the request was aborted", code="server_error"))
+            self._fail(items, aborted())
         if self._is_stored:
             self._conversation.put(self._response, completion)
 

@@ -27,6 +27,7 @@ const SAYINGS = {
   context_length_exceeded: "This chat is longer than the model can read. Begin a new chat, or ask for less at once.",
   engine_overloaded: "The server is busy: its queue is full. Try again in a moment.",
   engine_unavailable: "The model is not available: the server is shutting down, or starting again.",
+  request_aborted: "The server stopped before the answer was complete. Send it again in a moment.",
   deadline_exceeded: "The answer took longer than the server allows.",
   internal_error: "Something went wrong in the server. Its log says what.",
   413: "This is more than the server takes at once. Begin a new chat, or ask for less.",
