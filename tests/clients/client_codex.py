@@ -14,6 +14,7 @@ from harness import Session, install_from_npm
 
 PACKAGES = ("@openai/codex@0.169.0",)
 SERVER = "scripted"
+ENGINE = {"reasoning": True}
 
 SETTINGS = """
 model = "{model}"
@@ -57,7 +58,7 @@ def reply_to(request: Any) -> Any:
     step = sum(message["role"] == "tool" for message in request.messages[len(request.messages) - since :])
     if step == 0:
         calls = [("exec_command", {"cmd": "cat notes.txt"}), ("exec_command", {"cmd": "ls"})]
-        return Reply("I read the notes.", tool_calls=calls)
+        return Reply("I read the notes.", reasoning="They are in a file.", tool_calls=calls)
     if step == 2:
         return Reply(tool_calls=[("exec_command", {"cmd": "echo 42 > answer.txt"})])
     return f"The notes say: {'blue' if any('blue' in str(one) for one in results) else 'nothing'}."

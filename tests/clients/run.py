@@ -69,14 +69,15 @@ def main() -> int:
     for name in names:
         print(f"== {name}", flush=True)
         client = importlib.import_module(f"client_{name}")
+        home = asked.cache / client.PACKAGES[0].replace("/", "-")  # two files may use one client
         try:
-            client.install(asked.cache / name, asked.constraint)
+            client.install(home, asked.constraint)
         except (OSError, subprocess.CalledProcessError) as error:
             result = _result(client, [Check("installation", "", False, str(error)[:300])], {})
         else:
             if client.SERVER == "real" and not tokenizer.is_dir():
                 write_tokenizer(tokenizer)
-            result = _run(client, asked.cache / name, tokenizer, asked.keep)
+            result = _run(client, home, tokenizer, asked.keep)
         _print(result)
         results.append(result)
     if asked.json:

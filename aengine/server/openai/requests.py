@@ -418,7 +418,7 @@ class ChatBody(_ChoicesBody):
 
     def params(self) -> SamplingParams:
         """Raises HTTPError 400 and InvalidRequestError."""
-        if self.top_logprobs is not None and not self.logprobs:
+        if self.top_logprobs and not self.logprobs:
             raise HTTPError(400, "top_logprobs needs logprobs: true", param="top_logprobs")
         return self.sampling_params(
             max_tokens=self.max_tokens if self.max_completion_tokens is None else self.max_completion_tokens,
