@@ -103,4 +103,6 @@ def use(session: Session) -> None:
 
     command = ["codex", "exec", "--json", "--skip-git-repo-check", "wait"]
     ran = session.run(*command, env=env, cwd=folder, interrupt_after=6.0)
-    session.check("Ctrl-C in mid-answer", command, "turn.completed" not in ran.stdout, ran.last_line)
+    is_idle = session.wait_until_idle()
+    passed = is_idle and "turn.completed" not in ran.stdout
+    session.check("Ctrl-C in mid-answer ends the request", command, passed, f"idle afterwards: {is_idle}")

@@ -10,6 +10,8 @@ import shutil
 import signal
 import subprocess
 import sys
+import time
+import urllib.request
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
@@ -111,6 +113,18 @@ class Session:
             out, err = process.communicate(timeout=timeout)
             return Ran(process.returncode if interrupt_after else None, out, err)
         return Ran(process.returncode, out, err)
+
+    def wait_until_idle(self, seconds: float = 5.0) -> bool:
+        """Whether the server computes nothing, now or within a few seconds."""
+        deadline = time.monotonic() + seconds
+        while True:
+            with urllib.request.urlopen(f"{self.url}/stats", timeout=seconds) as answer:
+                stats = json.load(answer)
+            if not stats["num_running"] + stats["num_waiting"]:
+                return True
+            if time.monotonic() > deadline:
+                return False
+            time.sleep(0.1)
 
     def check(self, what: str, command: Sequence[str | Path], passed: bool, saw: str) -> None:
         """Write down what came of a command, in words that hold for another machine, too."""

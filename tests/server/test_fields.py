@@ -176,6 +176,21 @@ async def test_nulls_inside_are_taken(path: str, change: dict[str, Any]) -> None
             assert answer.status_code == 200, answer.text
 
 
+NOTHING: list[tuple[str, dict[str, Any]]] = [
+    ("/v1/chat/completions", {"logprobs": False, "top_logprobs": 0, "logit_bias": {}, "stop": []}),
+    ("/v1/chat/completions", {"tools": [], "tool_choice": "none", "parallel_tool_calls": True, "functions": []}),
+    ("/v1/completions", {"best_of": 1, "suffix": "", "echo": False, "logit_bias": {}, "stop": []}),
+    ("/v1/responses", {"tools": [], "include": [], "top_logprobs": 0, "metadata": {}, "background": False}),
+]
+
+
+@pytest.mark.parametrize(("path", "change"), NOTHING, ids=lambda value: value if isinstance(value, str) else "")
+async def test_fields_that_ask_for_nothing_are_taken(path: str, change: dict[str, Any]) -> None:
+    async with FakeAsyncLLM("yes") as engine, client_of(engine) as client:
+        answer = await client.post(path, json=RIGHT[path][1] | change)
+        assert answer.status_code == 200, answer.text
+
+
 WRONG: list[Any] = [-5, 0, 10**30, 0.5, "", "\ud800", [""], [10**30], {"": ""}, {"a": 1}, [{}], {"type": "x"}, True]
 
 
