@@ -70,7 +70,8 @@ NOTES: dict[str, dict[str, str]] = {
         "stream_options": STREAM_OPTIONS,
     },
     "ResponseBody": {
-        "input": "messages (text only), `function_call`, `function_call_output`, `reasoning`; other items are refused",
+        "input": "messages (text only), `function_call`, `function_call_output`, `reasoning`, "
+        "`item_reference` to an item of an answer in this process' memory; other items are refused",
         "instructions": "of this response only, before all else",
         "previous_response_id": "of a response in this process' memory",
         "store": "true unless given: the latest 1000, at most 256 MiB, in this process' memory",

@@ -15,6 +15,7 @@ from pydantic import BaseModel, TypeAdapter
 from aengine import WorkerDiedError
 from aengine.server import create_app
 from aengine.server.in_process import openai_client, streaming_transport
+from aengine.server.openai.responses.messages import messages_of
 from aengine.testing import FakeAsyncLLM, FakeRequest, Reply
 
 ADD: Any = {
@@ -218,11 +219,54 @@ async def test_what_is_stored_is_bounded() -> None:
             await http_client.aclose()
     store = ResponseStore(100, max_bytes=5000)
     for i in range(20):
-        store.put({"id": str(i)}, None, [{"role": "user", "content": "x" * 1000}], [])
-    assert len(store._responses) == 4 and store._num_bytes <= 5000
+        response = {"id": str(i), "output": [{"id": f"msg_{i}"}]}
+        store.put(response, None, [{"role": "user", "content": "x" * 1000}], [])
+    assert len(store._responses) == len(store._items) == 4 and store._num_bytes <= 5000
     for response_id in list(store._responses):
         store.delete(response_id)
-    assert store._num_bytes == 0
+    assert store._num_bytes == 0 and not store._items
+
+
+@pytest.mark.timeout(20)
+def test_many_items_of_reasoning_are_one_text_at_once() -> None:
+    """Joined one by one, 10 MB in pieces of 100 bytes would be copied 100,000 times."""
+    item = {"type": "reasoning", "content": [{"type": "reasoning_text", "text": "x" * 100}]}
+    (answer,) = messages_of([item] * 100_000, [])
+    assert len(answer["reasoning_content"]) == 10_000_000
+
+
+async def test_items_of_stored_answers_are_referred_to() -> None:
+    """As the AI SDK does: of what the server stores it sends the ids alone."""
+    script = [Reply("I add.", reasoning="hm", tool_calls=CALLS[:1]), "It is 3.", "no"]
+    async with FakeAsyncLLM(script, reasoning=True) as engine, openai_client(engine, max_retries=0) as client:
+        ask: dict[str, Any] = {"model": "fake", "tools": [ADD]}
+        question = {"role": "user", "content": "sum"}
+        first = await client.responses.create(input=[question], **ask)
+        references = [{"type": "item_reference", "id": item.id} for item in first.output[:2]] + [
+            {"id": first.output[2].id}
+        ]
+        result = {"type": "function_call_output", "call_id": first.output[2].call_id, "output": "3"}  # type: ignore[union-attr]
+        second = await client.responses.create(input=[question, *references, result], **ask)
+        assert second.output_text == "It is 3."
+        answer = (engine.requests[1].messages or ())[1]
+        assert (answer["content"], answer["reasoning_content"].strip()) == ("I add.", "hm")
+        assert [call["function"]["name"] for call in answer["tool_calls"]] == ["add"]
+        shown = await client.responses.input_items.list(second.id, order="asc")
+        assert [item.type for item in shown.data] == [
+            *("message", "reasoning", "message", "function_call", "function_call_output")
+        ]
+        wrong = {
+            "input[1].id": [question, {"type": "item_reference", "id": "msg_x"}],
+            "input[2].id": [question, references[0], references[0]],
+            "input[0].id": [{"type": "item_reference"}],
+        }
+        for param, items in wrong.items():
+            with pytest.raises(openai.BadRequestError) as caught:
+                await client.responses.create(input=items, **ask)
+            assert caught.value.param == param
+        unstored = await client.responses.create(input="x", store=False, **ask)
+        with pytest.raises(openai.BadRequestError):
+            await client.responses.create(input=[{"type": "item_reference", "id": unstored.output[0].id}], **ask)
 
 
 def library_of(client: openai.AsyncOpenAI) -> str:
@@ -303,8 +347,6 @@ async def test_an_agent_of_openais_sdk() -> None:
 
 
 def test_items_become_messages_of_the_assistant() -> None:
-    from aengine.server.openai.responses.messages import messages_of
-
     def thought(text: str) -> dict[str, Any]:
         return {"type": "reasoning", "id": "rs_1", "summary": [], "content": [{"type": "reasoning_text", "text": text}]}
 

@@ -77,11 +77,11 @@ class _Conversation:
 
     def __init__(self, store: ResponseStore, body: ResponseBody) -> None:
         self._store = store
-        self._input = body.input
+        self._input = store.with_items(body.input)
         previous = body.previous_response_id
         self._before = None if previous is None else store.get(previous, "previous_response_id")
         earlier = self._before.messages if self._before else ()
-        self._new = messages_of(body.input, earlier)
+        self._new = messages_of(self._input, earlier)
         if not self._new and not earlier:
             raise HTTPError(400, "the input is empty: give it at least one item", param="input")
         self.messages = with_instructions([*earlier, *self._new], body.instructions)

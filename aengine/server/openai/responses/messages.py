@@ -49,6 +49,7 @@ class _Reader:
     def __init__(self, call_ids: Any) -> None:
         self.messages: list[dict[str, Any]] = []
         self._answer: dict[str, Any] | None = None  # of the assistant, so far
+        self._reasoning: list[str] = []  # of that answer
         self._call_ids = set(call_ids)
 
     def read(self, item: Mapping[str, Any], where: str) -> None:
@@ -71,6 +72,9 @@ class _Reader:
         if self._answer is not None:
             if "tool_calls" not in self._answer and self._answer["content"] is None:
                 self._answer["content"] = ""  # templates expect a text where there are no calls
+            if self._reasoning:
+                self._answer["reasoning_content"] = "".join(self._reasoning)
+                self._reasoning = []
             self.messages.append(self._answer)
             self._answer = None
 
@@ -109,8 +113,8 @@ class _Reader:
     def _add_reasoning(self, text: str) -> None:
         answer = self._answer
         if answer is None or answer["content"] is not None or "tool_calls" in answer:
-            answer = self._begin_answer()
-        answer["reasoning_content"] = answer.get("reasoning_content", "") + text
+            self._begin_answer()
+        self._reasoning.append(text)
 
     def _begin_answer(self) -> dict[str, Any]:
         """End the assistant's message, and begin another."""

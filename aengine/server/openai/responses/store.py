@@ -39,6 +39,7 @@ class ResponseStore:
         self._max_responses = max_responses
         self._max_bytes = max_bytes
         self._responses: OrderedDict[str, StoredResponse] = OrderedDict()
+        self._items: dict[str, dict[str, Any]] = {}  # of the answers, by ids that nobody can guess
         self._num_bytes = 0
 
     @property
@@ -78,12 +79,45 @@ class ResponseStore:
             messages = (*before.messages, *messages)
             items = (*before.items, *before.response["output"], *items)
         self._responses[response["id"]] = StoredResponse(response, messages, items, num_bytes)
+        self._items.update((item["id"], item) for item in response["output"])
         self._num_bytes += num_bytes
         while self._num_bytes > self._max_bytes or len(self._responses) > self._max_responses:
             _, oldest = self._responses.popitem(last=False)
-            self._num_bytes -= oldest.num_bytes
+            self._forget(oldest)
 
     def delete(self, response_id: str) -> None:
         """Raises HTTPError 404."""
-        self._num_bytes -= self.get(response_id).num_bytes
+        self._forget(self.get(response_id))
         del self._responses[response_id]
+
+    def with_items(self, given: str | Sequence[Mapping[str, Any]]) -> str | list[Mapping[str, Any]]:
+        """Return an input with the items themselves in place of references to items of stored answers.
+
+        Raises HTTPError 400 for a reference to an item that is not stored, or that was referred to before: so what the
+        input grows to is bounded by what is stored.
+        """
+        if isinstance(given, str):
+            return given
+        items: list[Mapping[str, Any]] = []
+        seen: set[str] = set()
+        for i, item in enumerate(given):
+            if item.get("type") == "item_reference" or ("id" in item and not item.get("type") and "role" not in item):
+                item = self._item(item.get("id"), seen, f"input[{i}].id")
+            items.append(item)
+        return items
+
+    def _item(self, item_id: object, seen: set[str], where: str) -> Mapping[str, Any]:
+        found = self._items.get(item_id) if isinstance(item_id, str) else None
+        if found is None:
+            message = f"{where} is wrong: there is no such item in a stored answer; send the item itself"
+            raise HTTPError(400, message, code="invalid_value", param=where)
+        if found["id"] in seen:
+            message = f"{where} is wrong: the item is in the input already"
+            raise HTTPError(400, message, code="invalid_value", param=where)
+        seen.add(found["id"])
+        return found
+
+    def _forget(self, stored: StoredResponse) -> None:
+        self._num_bytes -= stored.num_bytes
+        for item in stored.response["output"]:
+            del self._items[item["id"]]
