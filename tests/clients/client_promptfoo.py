@@ -3,13 +3,11 @@
 from __future__ import annotations
 
 import json
-import platform
 from pathlib import Path
 
-from harness import Session, install_from_npm
+from harness import Session, install_from_npm, node_package
 
-PACKAGES = ("promptfoo@0.123.1", f"node-linux-{'arm64' if platform.machine() == 'aarch64' else 'x64'}@24.9.0")
-"""promptfoo wants a newer node than distributions have."""
+PACKAGES = ("promptfoo@0.123.1", node_package())
 SERVER = "real"
 
 SETTINGS = """
@@ -49,7 +47,6 @@ def install(home: Path, constraints: Path | None) -> None:
 def use(session: Session) -> None:
     (session.work / "promptfooconfig.yaml").write_text(SETTINGS.format(url=session.url, model=session.model))
     modules = session.home / "node_modules"
-    node = next(modules.glob("node-linux-*")) / "bin" / "node"
     out = session.work / "out.json"
     env = {
         "PROMPTFOO_CONFIG_DIR": str(session.work / "promptfoo"),
@@ -58,7 +55,7 @@ def use(session: Session) -> None:
         "PROMPTFOO_DISABLE_REMOTE_GENERATION": "1",
     }
     options = ["eval", "--no-cache", "--no-share", "--no-progress-bar", "-o", out]
-    ran = session.run(node, modules / "promptfoo" / "dist" / "src" / "entrypoint.js", *options, env=env)
+    ran = session.run(session.node, modules / "promptfoo" / "dist" / "src" / "entrypoint.js", *options, env=env)
     command = ["promptfoo", *options]
     if not out.is_file():
         session.check("an evaluation", command, False, ran.last_line)

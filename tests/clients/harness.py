@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import json
 import os
+import platform
 import shlex
 import shutil
 import signal
@@ -15,7 +16,7 @@ import urllib.request
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
-__all__ = ["Check", "Ran", "Session", "install_from_npm", "install_from_pypi"]
+__all__ = ["Check", "Ran", "Session", "install_from_npm", "install_from_pypi", "node_package"]
 
 MOST_SECONDS = 240.0
 """Longest run of one command. A machine that does other things, too, is several times slower."""
@@ -84,6 +85,11 @@ class Session:
             "HF_HOME": str(user / "hub"),
             "NO_COLOR": "1",
         }
+
+    @property
+    def node(self) -> Path:
+        """The program of `node_package`."""
+        return next((self.home / "node_modules").glob("node-linux-*")) / "bin" / "node"
 
     def run(
         self,
@@ -154,6 +160,11 @@ def install_from_npm(home: Path, *packages: str) -> None:
     options = ["--no-audit", "--no-fund", "--silent", "--omit=optional" if packages[0].startswith("promptfoo") else ""]
     subprocess.run(["npm", "install", *filter(None, options), *packages], cwd=home, check=True)
     _mark_installed(home, packages)
+
+
+def node_package() -> str:
+    """A node of npm's own, newer than what distributions have."""
+    return f"node-linux-{'arm64' if platform.machine() == 'aarch64' else 'x64'}@24.9.0"
 
 
 def _is_installed(home: Path, packages: Sequence[str]) -> bool:
