@@ -21,6 +21,7 @@ from aengine.config import EngineConfig
 from aengine.errors import ModelLoadError
 from aengine.runner.models import build_model, read_config
 from aengine.runner.models.causal_lm import CausalLM
+from aengine.runner.weights import random_source
 from aengine.runner.weights.formats import choose_formats
 from aengine.runner.weights.int8 import Int8Weight
 from aengine.runner.weights.loader import load_weights
@@ -144,15 +145,18 @@ def test_memory_of_experts(tmp_path: Path, kind: str, peak: Any) -> None:
         if kind != "safetensors":
             quantise(tmp_path, kind, ignored=("mlp.gate$",))
         source = source_of(tmp_path)
+    torch.cuda.empty_cache()
     torch.cuda.reset_peak_memory_stats(GPU)
+    before = torch.cuda.memory_reserved(GPU)
     model = load(source, "bfloat16")
     most, now = peak()
     wanted = sum(prod(first.own_shape) * first.dtype.itemsize for first, *_ in model.weights.places.values())
     largest = max(prod(first.shape) * first.dtype.itemsize for first, *_ in model.weights.places.values())
-    reserved = torch.cuda.max_memory_reserved(GPU)
+    reserved = torch.cuda.max_memory_reserved(GPU) - before
     print(f"{now / 2**20:.0f} MiB of {wanted / 2**20:.0f}, {most / 2**20:.0f} at most, {reserved / 2**20:.0f} reserved")
     assert wanted <= now < 1.05 * wanted
-    assert most <= now + largest + 2**21
+    chunk = 4 * random_source.CHUNK if kind == "dummy" else 0  # random numbers are made in float32
+    assert most <= now + largest + chunk + 2**21
     assert reserved < 1.1 * now + 2**27
 
 

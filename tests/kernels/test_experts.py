@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from aengine.kernels import expert_tilings
-from aengine.kernels.dispatch import torch_reference, triton_everywhere
+from aengine.kernels.dispatch import torch_reference
 from aengine.kernels.expert_gate import gate_experts
 from aengine.kernels.expert_plan import plan_experts
 from aengine.kernels.expert_tilings import ExpertShape, ExpertTiling, ProductTile, choose_tiling, default_tiling
@@ -210,17 +210,15 @@ def test_the_grouped_product_is_for_weights_that_it_takes(
 
 @pytest.mark.parametrize(("dtype", "way"), [("bfloat16", "grouped"), ("float32", "blocks")])
 def test_a_layer_tells_the_plan_whether_its_weights_can_be_grouped(
-    dtype: str, way: str, monkeypatch: pytest.MonkeyPatch
+    dtype: str, way: str, monkeypatch: pytest.MonkeyPatch, triton_device: torch.device
 ) -> None:
     monkeypatch.setattr(expert_tilings, "MIN_GROUPED_TOKENS", 5)
-    cpu = torch.device("cpu")
-    scope = WeightScope(choose_formats(dtype, cpu))
+    scope = WeightScope(choose_formats(dtype, triton_device))
     layer = MoE(64, Router(scope, 64, 4, RoutingRule(2)), Experts(scope, 64, 32, 4, gate=GATES[0]))
     for (place,) in scope.places.values():
-        place.put(place.take(torch.ones(place.shape, dtype=place.dtype), cpu))
-    x = torch.zeros(9, 64, dtype=scope.formats.dtype)
-    with triton_everywhere():
-        plan = layer._hidden(x, RMSNorm.of(torch.ones(64, dtype=x.dtype), 1e-6))[1]
+        place.put(place.take(torch.ones(place.shape, dtype=place.dtype), triton_device))
+    x = torch.zeros(9, 64, dtype=scope.formats.dtype, device=triton_device)
+    plan = layer._hidden(x, RMSNorm.of(torch.ones(64, dtype=x.dtype, device=triton_device), 1e-6))[1]
     assert plan.tiling is not None and plan.tiling.way == way
 
 

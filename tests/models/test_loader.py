@@ -236,7 +236,7 @@ def test_few_tensors_are_read_ahead(tiny_model: TinyModel, monkeypatch: pytest.M
 @pytest.mark.parametrize("name", ["a.weight", "a.norm.weight"])
 def test_dummy_weights_of_a_gpu_are_alike_in_every_format(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """Made chunk by chunk. (Here on the CPU.)"""
-    monkeypatch.setattr(random_source, "_CHUNK", 100)
+    monkeypatch.setattr(random_source, "CHUNK", 100)
     made = []
     for dtype in (torch.float32, torch.bfloat16):
         place = Place(name, (37, 11), dtype, 37 * 11, lambda tensor: None)

@@ -77,7 +77,7 @@ def check(memory: CountedMemory, weights: int, largest: int) -> None:
 
 @pytest.mark.parametrize("arch", ["llama", "qwen3_moe", "gpt_oss"])
 def test_dummy(arch: str, written: Callable[..., Path], monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(random_source, "_CHUNK", 1000)
+    monkeypatch.setattr(random_source, "CHUNK", 1000)
     fields = {"llama": {**LARGE, "intermediate_size": 1024}, "qwen3_moe": EXPERTS, "gpt_oss": {}}
     source = source_of(written(arch, **fields[arch]), "dummy")
     check(*load_counted(source, monkeypatch))
@@ -146,7 +146,7 @@ def test_ranks(
     divides_experts: bool, load_format: str, written: Callable[..., Path], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Each takes its share and one tensor, which for random weights is a whole one."""
-    monkeypatch.setattr(random_source, "_CHUNK", 1000)
+    monkeypatch.setattr(random_source, "CHUNK", 1000)
     for rank in range(2):
         source = source_of(written("qwen3_moe", **EXPERTS), load_format)
         check(*load_counted(source, monkeypatch, rank=rank, size=2, divides_experts=divides_experts))
@@ -154,7 +154,7 @@ def test_ranks(
 
 @pytest.mark.parametrize("load_format", ["auto", "dummy"])
 def test_stages(load_format: str, written: Callable[..., Path], monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(random_source, "_CHUNK", 1000)
+    monkeypatch.setattr(random_source, "CHUNK", 1000)
     for index in range(2):
         stage = PipelineStage(index, 2)
         check(*load_counted(source_of(written("qwen3_moe", **EXPERTS), load_format), monkeypatch, stage=stage))

@@ -12,8 +12,8 @@ from .scope import Place
 
 __all__ = ["make_random"]
 
-_CHUNK = 2**24
-"""Numbers made at once on a GPU: 64 MiB of float32, for weights of any format."""
+CHUNK = 2**21
+"""Numbers made at once on a GPU: 8 MiB of float32, for weights of any format."""
 
 
 def make_random(target: Target, seed: int) -> Source:
@@ -42,7 +42,7 @@ def _on_gpu(place: Place, generator: torch.Generator, device: torch.device) -> T
     """Make the numbers in float32, whatever the format, so that they are alike in all up to rounding."""
     tensor = torch.empty(place.shape, dtype=place.dtype, device=device)
     middle = 1.0 if "norm" in place.name else 0.0
-    for chunk in tensor.view(-1).split(_CHUNK):
+    for chunk in tensor.view(-1).split(CHUNK):
         numbers = torch.empty(chunk.shape, device=device)
         chunk.copy_(numbers.uniform_(middle - 0.04, middle + 0.04, generator=generator))
     return tensor
