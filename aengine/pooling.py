@@ -11,6 +11,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, Literal, NamedTuple, TypedDict
 
+from .bounds import MAX_INPUTS
 from .errors import InvalidRequestError
 from .outputs import Usage
 from .params import shown, unknown_name
@@ -76,6 +77,9 @@ class PoolingRequest:
     """`PoolingOptions`."""
 
     def __post_init__(self) -> None:
+        if len(self.inputs) > MAX_INPUTS:
+            message = f"there are {len(self.inputs)} texts: one call may have {MAX_INPUTS}"
+            raise InvalidRequestError(message, param="inputs")
         known = PoolingOptions.__annotations__.keys()
         for name in self.options.keys() - known:
             raise InvalidRequestError(unknown_name(name, set(known)), param=name)

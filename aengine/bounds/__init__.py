@@ -30,7 +30,7 @@ MAX_CHOICES = 4096
 """Choices of one completion over HTTP, of all its prompts."""
 MAX_INPUTS = 1 << 20
 """Texts of one call for vectors or scores."""
-MAX_VALUES = 1_000_000
+MAX_VALUES = 300_000
 """Values of a body, counted by commas and brackets."""
 MAX_QUEUED_CALLS = 64
 """Calls of the tokenizer that wait for a thread, short and long ones each."""

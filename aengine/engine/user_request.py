@@ -8,6 +8,7 @@ from dataclasses import dataclass, field
 from enum import Enum
 from typing import TYPE_CHECKING
 
+from ..bounds.checks import check_name
 from ..checkpoint.sampling_defaults import SamplingDefaults
 from ..errors import InvalidRequestError
 from ..params import SamplingParams, StructuredOutput, is_unicode, shown
@@ -164,6 +165,7 @@ def check_options(
             continue
         if not isinstance(value, str) or not value:
             raise InvalidRequestError(f"{name}={shown(value)} is not valid: it must be a non-empty string", param=name)
+        check_name(name, value)
         if not is_unicode(value):
             cause = "it has half of a surrogate pair, which is no character; remove it, or give another name"
             raise InvalidRequestError(f"{name}={shown(value)} is not valid: {cause}", param=name)

@@ -124,12 +124,21 @@ class JSONAnswer(Response):
 def json_in_pieces(content: Any) -> bytes:
     """The body of a `JSONAnswer`, of large content: made in a thread, it lets the loop have the GIL between two
     pieces, which the library's encoder keeps for as long as it writes."""
-    return as_utf8("".join(_pieces(content, 5)))  # choices[0].logprobs.content[0] and data[0].embedding[0] are as deep
+    # choices[0].logprobs.content[0] and data[0].embedding[0] are as deep
+    return b"".join([as_utf8(piece) for piece in _pieces(content, 5)])
 
 
 def _pieces(value: Any, depth: int) -> Iterator[str]:
-    """``depth``: of mappings and lists that are gone through one by one."""
-    if not isinstance(value, dict | list) or not depth:
+    """``depth``: of mappings and lists that are gone through one by one. An iterator is a list whose items are made as
+    they are written."""
+    if isinstance(value, Iterator):
+        yield "["
+        for number, one in enumerate(value):
+            yield_gil()
+            yield "," if number else ""
+            yield from _pieces(one, depth - 1)
+        yield "]"
+    elif not isinstance(value, dict | list) or not depth:
         yield dumps(value)
     elif isinstance(value, dict):
         before = "{"

@@ -18,7 +18,7 @@ from starlette.responses import Response
 from .. import __version__
 from ..threads.lanes import Lanes
 from .health import Health
-from .http import FEW_VALUES, MANY_VALUES, HTTPError, JSONAnswer, Pace, json_in_pieces, read_json
+from .http import FEW_VALUES, MANY_VALUES, HTTPError, Pace, json_in_pieces, read_json
 from .openai.responses.store import ResponseStore
 
 if TYPE_CHECKING:
@@ -93,10 +93,9 @@ class Service:
         self, content: Callable[[], Any], num_values: int, headers: Mapping[str, str] | None = None
     ) -> Response:
         """Answer with JSON of about so many values; of many it is made in a thread."""
-        if num_values < FEW_VALUES:
-            return JSONAnswer(content(), headers=headers)
         work = lambda: json_in_pieces(content())  # noqa: E731
-        body = await self._lanes.run(work, is_long=num_values > MANY_VALUES)
+        is_long = num_values > MANY_VALUES
+        body = work() if num_values < FEW_VALUES else await self._lanes.run(work, is_long=is_long)
         return Response(body, headers=headers, media_type="application/json")
 
     def check_model(self, name: str | None) -> None:

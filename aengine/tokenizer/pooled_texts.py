@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
+from ..bounds.checks import check_num_characters, most_characters
 from ..errors import ContextLengthError, InvalidRequestError
 from ..params import is_unicode
 
@@ -45,6 +46,7 @@ def _encode(
     tokenizer: Tokenizer, inputs: Sequence[str | tuple[str, str]], most: int, truncate: bool
 ) -> list[EncodedText]:
     encoder = tokenizer.encoder
+    inputs = [_bounded(given, most, truncate) for given in inputs]
     try:
         encodings = encoder.encode_batch_fast(list(inputs))
     except (UnicodeEncodeError, TypeError) as error:
@@ -74,6 +76,18 @@ def _ids_and_types(
     first = given if isinstance(given, str) else given[0]
     ids, types = encoding.ids, encoding.type_ids
     return (ids[1:], types[1:]) if tokenizer.begin.is_twice(first, ids) else (ids, types)
+
+
+def _bounded(given: str | tuple[str, str], most: int, truncate: bool) -> Any:
+    """The texts, cut where no token of them could be kept; raises ContextLengthError for one that could not fit."""
+    texts = [given] if isinstance(given, str) else given
+    if truncate:
+        end = most_characters(most)
+        texts = [text[:end] for text in texts]
+        return texts[0] if isinstance(given, str) else tuple(texts)
+    for text in texts:
+        check_num_characters(len(text), most, generates=False)
+    return given
 
 
 def _cut(encoder: tokenizers.Tokenizer, given: str | tuple[str, str], most: int) -> tokenizers.Encoding:
@@ -119,6 +133,7 @@ class YesNoPrompt:
         room = most - len(self._begin) - len(self._end)
         found = []
         for query, document in pairs:
+            query, document = _bounded((query, document), most, truncate)
             body = f"<Instruct>: {self._instruction}\n<Query>: {query}\n<Document>: {document}"
             ids = self._tokenizer.encode_plain(body, False)
             if len(ids) > room:

@@ -44,7 +44,7 @@ async def answered(
 ) -> Completion:
     """What becomes of a chat whose answer is ``text``, by a model that nothing constrains."""
     known = sentencepiece(template)
-    monkeypatch.setattr(core.Tokenizer, "load", classmethod(lambda cls, source, override=None: known))
+    monkeypatch.setattr(core.Tokenizer, "load", classmethod(lambda cls, *args: known))
     monkeypatch.setattr("aengine.chat.plan.compose", lambda **parts: None)
     ids = known.encode(text, add_special_tokens=False) + [known.token_id("</s>")] * 200
     begin = len(known.encode(known.apply_chat_template(HELLO), add_special_tokens=False))

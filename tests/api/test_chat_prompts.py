@@ -56,7 +56,7 @@ def thinking(
     if request.param != "text":
         encoder.add_tokens([AddedToken(name, special=False, normalized=False) for name in ("<think>", "</think>")])
     known = Tokenizer(encoder, special_tokens={"eos_token": "<|im_end|>"}, chat_templates={"default": THINKING})
-    monkeypatch.setattr(core.Tokenizer, "load", classmethod(lambda cls, source, override=None: known))
+    monkeypatch.setattr(core.Tokenizer, "load", classmethod(lambda cls, *args: known))
     return make_engine
 
 
@@ -259,7 +259,7 @@ async def test_documents_are_text(
         "{% for d in documents %}<|im_start|>document\n{{ d | tojson }}<|im_end|>{% endfor %}{{ messages[0].content }}"
     )
     known = Tokenizer(encoder_of(smollm2_tokenizer), chat_templates={"default": template})
-    monkeypatch.setattr(core.Tokenizer, "load", classmethod(lambda cls, source, override=None: known))
+    monkeypatch.setattr(core.Tokenizer, "load", classmethod(lambda cls, *args: known))
     document = {"title": "x", "text": EVIL[0]["content"]}
     async with make_engine() as engine:
         ids = engine.tokenizer.render_ids(HELLO, chat_template_kwargs={"documents": [document]})

@@ -51,7 +51,7 @@ async def freed(tables: dict[str, weakref.ref[Any]]) -> bool:
 @pytest.fixture
 def make_own(make_engine: Make, smollm2_tokenizer: Tokenizer, monkeypatch: pytest.MonkeyPatch) -> Make:
     """Engines whose tokenizer nobody else holds."""
-    load = classmethod(lambda cls, source, override=None: Tokenizer(encoder_of(smollm2_tokenizer)))
+    load = classmethod(lambda cls, *args: Tokenizer(encoder_of(smollm2_tokenizer)))
     monkeypatch.setattr(core_module.Tokenizer, "load", load)
     return make_engine
 

@@ -36,7 +36,7 @@ def known() -> Tokenizer:
 @pytest.fixture
 def new_engine(make_engine: Make, monkeypatch: pytest.MonkeyPatch) -> Callable[[int], AsyncLLM]:
     """Make an engine that answers " true a" after a prompt of so many tokens."""
-    monkeypatch.setattr(core.Tokenizer, "load", classmethod(lambda cls, source, override=None: known()))
+    monkeypatch.setattr(core.Tokenizer, "load", classmethod(lambda cls, *args: known()))
     ids = [known().token_id(name) for name in ANSWER]
 
     def new(num_prompt_tokens: int) -> AsyncLLM:

@@ -22,7 +22,8 @@ from aengine.checkpoint import ModelSource
 from aengine.checkpoint.source import resolve_model
 from aengine.config import EngineConfig
 from aengine.engine.tokenizer_view import TokenizerView
-from aengine.errors import InvalidRequestError, ModelLoadError
+from aengine.errors import ContextLengthError, InvalidRequestError, ModelLoadError
+from aengine.tokenizer import pooled_texts
 from aengine.tokenizer.messages import checked_messages
 from aengine.tokenizer.pooled_texts import EncodedText, encode_pairs, encode_texts
 from aengine.tokenizer.tokenizer import Tokenizer
@@ -302,3 +303,20 @@ def test_nor_does_one_that_gets_a_vector() -> None:
     assert cut.token_ids == [3, 0, 4]  # its own was one of the four
     plain, begun = encode_pairs(known, [("a", "b"), ("<s>a", "b")], 9, truncate=False)
     assert plain == begun == EncodedText([3, 0, 4, 1, 4], 3)
+
+
+@pytest.mark.parametrize("encode", [encode_texts, encode_pairs])
+def test_texts_that_can_not_fit_are_not_encoded(encode: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    known, seen = smollm2(), []
+    is_pair = encode is encode_pairs
+
+    def cut(encoder: Any, given: Any, most: int) -> Any:
+        seen.append(given)
+        return encoder.encode("a")
+
+    monkeypatch.setattr(pooled_texts, "_cut", cut)
+    long: Any = ("a" * 200_000, "b" * 150_000) if is_pair else "a" * 200_000
+    with pytest.raises(ContextLengthError, match="at least"):
+        encode(known, [long], 4, truncate=False)
+    encode(known, [long], 4, truncate=True)
+    assert [len(text) for text in (seen[0] if is_pair else seen)] == [100_000] * (1 + is_pair)

@@ -79,7 +79,7 @@ class _Writer:
     def whole(self, completion: ChatCompletion) -> dict[str, Any]:
         answer = {
             "object": "chat.completion",
-            "choices": [self.choice(choice) for choice in completion.choices],
+            "choices": (self.choice(choice) for choice in completion.choices),
             "usage": _usage_of(completion.usage),
         }
         return answer | ({"warnings": list(completion.warnings)} if completion.warnings else {})
@@ -87,7 +87,8 @@ class _Writer:
     def choice(self, choice: ChatChoice) -> dict[str, Any]:
         logprobs = None
         if choice.logprobs is not None:
-            logprobs = self._logprobs(rows_of(choice.logprobs))
+            rows = rows_of(choice.logprobs)
+            logprobs = {"content": (token_entry(self._tokenizer, row) for row in rows), "refusal": None}
         return {
             "index": choice.index,
             "message": self._message(choice.message),

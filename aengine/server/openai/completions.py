@@ -154,7 +154,7 @@ class _Writer:
             ]
 
     def whole(self, answers: Sequence[Completion[Any]]) -> dict[str, Any]:
-        choices = [self.choice(i, choice) for i, answer in enumerate(answers) for choice in answer.choices]
+        choices = (self.choice(i, choice) for i, answer in enumerate(answers) for choice in answer.choices)
         usage = usage_of(_total([answer.usage for answer in answers]))
         warnings = [warning for answer in answers[:1] for warning in answer.warnings]
         return {"choices": choices, "usage": usage} | ({"warnings": warnings} if warnings else {})
