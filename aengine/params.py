@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field, fields, replace
 from functools import wraps
+from reprlib import Repr
 from typing import Any, Literal, TypeVar
 
 from .bounds import (
@@ -15,6 +16,7 @@ from .bounds import (
     MAX_STOP_STRINGS,
     MAX_STOP_TOKEN_IDS,
 )
+from .bounds.checks import size_of
 from .errors import InvalidRequestError
 from .settings import SAMPLING_SETTINGS, STRUCTURED_OUTPUT_SETTINGS, described
 
@@ -23,6 +25,8 @@ __all__ = ["SamplingParams", "StructuredOutput"]
 T = TypeVar("T")
 
 _INT32_MAX = 2**31 - 1
+_MOST_SHOWN = 1000  # characters and values of what is written out for a message; of more only the beginning is
+_REPR = Repr()
 
 
 def refuses_unknown_names(cls: type[T]) -> type[T]:
@@ -46,7 +50,7 @@ def refuses_unknown_names(cls: type[T]) -> type[T]:
 def shown(value: object, length: int = 80) -> str:
     """Return at most ``length`` characters of its repr, for messages about values that may be anything."""
     try:
-        text = repr(value)
+        text = repr(value) if size_of(value, _MOST_SHOWN) <= _MOST_SHOWN else _REPR.repr(value)
     except Exception:  # an integer of thousands of digits, a list nested as deeply, or its own __repr__
         text = f"<{type(value).__name__}>"
     return text if len(text) <= length else text[: length - 3] + "..."

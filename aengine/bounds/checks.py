@@ -7,7 +7,15 @@ from collections.abc import Mapping, Sequence
 from ..errors import ContextLengthError, InvalidRequestError
 from . import CHARACTERS_PER_TOKEN, LONG_TEXT, MAX_NAME_CHARACTERS
 
-__all__ = ["check_name", "check_num_characters", "check_num_messages", "check_size", "is_long", "most_characters"]
+__all__ = [
+    "check_name",
+    "check_num_characters",
+    "check_num_messages",
+    "check_size",
+    "is_long",
+    "most_characters",
+    "size_of",
+]
 
 _NODE = 50  # characters that take as long as a value of a list or a mapping, as a message's role
 
@@ -37,16 +45,16 @@ def most_characters(max_model_len: int) -> int:
 def check_size(value: object, max_model_len: int) -> None:
     """Raise ContextLengthError if JSON-like data has more characters and values than can be read. Takes its time on
     large data: call it off the loop."""
-    check_num_characters(_size(value, most_characters(max_model_len), node=1), max_model_len)
+    check_num_characters(size_of(value, most_characters(max_model_len), node=1), max_model_len)
 
 
 def is_long(*values: object) -> bool:
     """Whether a prompt of this JSON-like data takes many milliseconds to make, so that others should not wait for it.
     Itself it takes a fraction of one."""
-    return _size(values, LONG_TEXT, node=_NODE) > LONG_TEXT
+    return size_of(values, LONG_TEXT, node=_NODE) > LONG_TEXT
 
 
-def _size(value: object, most: int, *, node: int) -> int:
+def size_of(value: object, most: int, *, node: int = 1) -> int:
     """Count characters, and ``node`` for each value, and stop at more than ``most``."""
     size, stack = 0, [value]
     while stack and size <= most:

@@ -1,0 +1,327 @@
+"""Each field of each door grows tenfold at a time, beside one small client that must not notice.
+
+    python tests/stress/grow.py [--doors process remote http] [--fields messages prompt ...] [--most-values 1000000]
+                                [--stall 0.5] [--delay 2.0]
+
+The engine is a real one whose worker is a script (`FakeAsyncLLM`), so that all that is measured is the host's: doors,
+bounds, threads, the loop. A door is the engine in this process, `connect()` over its socket, or HTTP without a port;
+all of them are on one loop, so its longest stall is that of whichever side stood still. Values are made in threads
+before they are sent, and a body is written ahead.
+
+Of each value a line is printed: door, field, size, its seconds, the longest wait of the small client beside it, the
+longest stall of the loop, and what came of it ("ok" or its error); at the end a JSON line with the same for nothing
+large, the worst of all, and the memory of the process before and after. The exit code is 1 if a wait is longer than
+``--delay`` or a stall than ``--stall`` seconds, if the engine does not run any more, or if memory has not returned
+(within 200 MB).
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import contextlib
+import ctypes
+import gc
+import json
+import os
+import sys
+import tempfile
+import time
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import httpx
+
+from aengine import AEngineError, SamplingParams, StructuredOutput
+from aengine.remote import connect, serve_engine
+from aengine.server import create_app
+from aengine.server.in_process import streaming_transport
+from aengine.testing import FakeAsyncLLM
+from aengine.testing.script import ScriptError
+
+HELLO = {"role": "user", "content": "hello"}
+SMALL = SamplingParams(max_tokens=4)
+MOST_CONTEXT = 4096
+ALLOWED_MEMORY = 200 << 20
+
+
+def tool(number: int) -> dict[str, Any]:
+    schema = {"type": "object", "properties": {"x": {"type": "string"}}}
+    return {"type": "function", "function": {"name": f"tool_{number}", "parameters": schema}}
+
+
+VALUES: dict[str, Callable[[int], Any]] = {
+    "messages": lambda size: [HELLO] * size,
+    "parts": lambda size: [{"role": "user", "content": [{"type": "text", "text": "x"}] * size}],
+    "content": lambda size: [{"role": "user", "content": "x" * size}],
+    "extra": lambda size: [HELLO | {"extra": ["x"] * size}],
+    "calls": lambda size: [HELLO, {"role": "assistant", "content": "", "tool_calls": [{"id": "a"}] * size}],
+    "tools": lambda size: [tool(i) for i in range(size)],
+    "description": lambda size: [{"name": "f", "description": "x" * size, "parameters": {}}],
+    "schema": lambda size: {"type": "object", "properties": {f"p{i}": {"type": "integer"} for i in range(size)}},
+    "enum": lambda size: {"enum": [f"value {i}" for i in range(size)]},
+    "regex": lambda size: "(a|b)" * size,
+    "choice": lambda size: [f"choice {i}" for i in range(size)],
+    "variables": lambda size: {"documents": ["x"] * size},
+    "prompt": lambda size: "x" * size,
+    "ids": lambda size: [97] * size,
+    "stop": lambda size: ["zz"] * size,
+    "stop_token_ids": lambda size: list(range(size)),
+    "logit_bias": lambda size: dict.fromkeys(range(size), 1.0),
+    "n": lambda size: size,
+    "logprobs": lambda size: size,
+    "request_id": lambda size: "x" * size,
+    "cache_salt": lambda size: "x" * size,
+}
+"""By the name of what grows, a value of a size."""
+
+CHATS = {
+    "messages": lambda value: {"messages": value},
+    "parts": lambda value: {"messages": value},
+    "content": lambda value: {"messages": value},
+    "extra": lambda value: {"messages": value},
+    "calls": lambda value: {"messages": value},
+    "tools": lambda value: {"tools": value},
+    "description": lambda value: {"tools": value},
+    "variables": lambda value: {"chat_template_kwargs": value},
+}
+"""Of these the request is a chat: its fields."""
+SHAPES = {"schema": "json_schema", "enum": "json_schema", "regex": "regex", "choice": "choice"}
+
+
+class Request(NamedTuple):
+    """One large request of a door: what is awaited, and what an HTTP status means."""
+
+    send: Callable[[], Awaitable[Any]]
+
+
+def in_process(engine: Any, name: str, value: Any) -> list[Request]:
+    """The calls of an engine, here or behind a socket, that take such a value."""
+    if name in CHATS:
+        given = {"messages": [HELLO], **CHATS[name](value)}
+        messages, tools = given.pop("messages"), given.get("tools")
+        variables = given.get("chat_template_kwargs")
+        return [
+            Request(lambda: engine.chat(messages, SMALL, **given)),
+            Request(lambda: engine.async_tokenizer.count(messages, tools, chat_template_kwargs=variables)),
+        ]
+    if name in SHAPES:
+        return [Request(lambda: engine.generate("x", shaped(name, value)))]
+    if name == "prompt":
+        return [Request(lambda: engine.generate(value, SMALL)), Request(lambda: engine.async_tokenizer.encode(value))]
+    if name == "ids":
+        return [Request(lambda: engine.generate(value, SMALL)), Request(lambda: engine.async_tokenizer.decode(value))]
+    if name in ("request_id", "cache_salt"):
+        return [Request(lambda: engine.generate("x", SMALL, **{name: value}))]
+    return [Request(lambda: engine.generate("x", SMALL.replace(**{name: value})))]
+
+
+def shaped(name: str, value: Any) -> SamplingParams:
+    shape: dict[str, Any] = {SHAPES[name]: value}
+    return SMALL.replace(structured_output=StructuredOutput(**shape))
+
+
+def over_http(client: httpx.AsyncClient, name: str, value: Any) -> list[Request]:
+    """The routes that take such a value."""
+    bodies: list[tuple[str, dict[str, Any]]] = []
+    if name in CHATS:
+        fields = {"messages": [HELLO], **CHATS[name](value)}
+        bodies += [("/v1/chat/completions", {"max_tokens": 4, **fields}), ("/tokenize", fields)]
+        if name in ("messages", "parts", "content"):
+            bodies.append(("/v1/responses/input_tokens", {"input": fields["messages"]}))
+            bodies.append(("/v1/messages/count_tokens", {"model": "fake", "messages": fields["messages"]}))
+            bodies.append(("/v1/messages", {"model": "fake", "max_tokens": 4, "messages": fields["messages"]}))
+    elif name in SHAPES:
+        field = "json" if SHAPES[name] == "json_schema" else SHAPES[name]
+        bodies.append(("/v1/completions", {"prompt": "x", "max_tokens": 4, "structured_outputs": {field: value}}))
+    elif name == "prompt":
+        bodies += [("/v1/completions", {"prompt": value, "max_tokens": 4}), ("/tokenize", {"prompt": value})]
+        bodies.append(("/v1/responses", {"input": value, "max_output_tokens": 4}))
+    elif name == "ids":
+        bodies += [("/v1/completions", {"prompt": value, "max_tokens": 4}), ("/detokenize", {"tokens": value})]
+        bodies.append(("/v1/completions", {"prompt": ["x"] * len(value), "max_tokens": 1, "stream": True}))
+    else:
+        bodies.append(("/v1/completions", {"prompt": "x", "max_tokens": 4, name: value}))
+    return [Request(posting(client, path, json.dumps(body).encode())) for path, body in bodies]
+
+
+def posting(client: httpx.AsyncClient, path: str, body: bytes) -> Callable[[], Awaitable[Any]]:
+    async def post() -> None:
+        answer = await client.post(path, content=body, headers={"content-type": "application/json"})
+        if answer.status_code != 200:
+            raise Refused(str(answer.status_code))
+
+    return post
+
+
+class Refused(Exception):
+    """A status of HTTP that is none of success."""
+
+
+class Watch:
+    """The longest waits of a small client of a door, and the longest stalls of the loop."""
+
+    def __init__(self, small: Callable[[], Awaitable[Any]]) -> None:
+        self._small = small
+        self.delay = self.stall = 0.0
+        self.num_asked = 0
+
+    async def ask(self) -> None:
+        while True:
+            begun = time.perf_counter()
+            await self._small()
+            self.delay = max(self.delay, time.perf_counter() - begun)
+            self.num_asked += 1
+            await asyncio.sleep(0.005)
+
+    async def watch(self) -> None:
+        while True:
+            begun = time.perf_counter()
+            await asyncio.sleep(0.001)
+            self.stall = max(self.stall, time.perf_counter() - begun - 0.001)
+
+    @contextlib.asynccontextmanager
+    async def running(self) -> AsyncIterator[None]:
+        tasks = [asyncio.create_task(self.ask()), asyncio.create_task(self.watch())]
+        try:
+            await asyncio.sleep(0.05)
+            self.delay = self.stall = 0.0
+            yield
+            asked = self.num_asked
+            while self.num_asked < asked + 2:  # one that was begun meanwhile has come
+                if tasks[0].done():
+                    tasks[0].result()
+                await asyncio.sleep(0.001)
+        finally:
+            for task in tasks:
+                task.cancel()
+            await asyncio.wait(tasks)
+
+
+class Found(NamedTuple):
+    """What a value did."""
+
+    door: str
+    field: str
+    size: int
+    outcomes: str
+    seconds: float
+    delay: float
+    stall: float
+
+
+async def outcome(request: Request) -> str:
+    try:
+        await request.send()
+    except ScriptError:  # of a shape, which the script's text does not have
+        return "ok"
+    except (AEngineError, Refused) as error:
+        return str(error) if isinstance(error, Refused) else type(error).__name__
+    return "ok"
+
+
+async def try_value(door: str, field: str, size: int, requests: list[Request], watch: Watch) -> Found:
+    async with watch.running():
+        begun = time.perf_counter()
+        outcomes = await asyncio.gather(*map(outcome, requests))
+        seconds = time.perf_counter() - begun
+    return Found(door, field, size, " ".join(outcomes), seconds, watch.delay, watch.stall)
+
+
+def sizes(field: str, most: int) -> Iterator[int]:
+    size = 10
+    while size <= (min(most, 100_000) if field in ("tools", "schema", "enum", "choice", "regex") else most):
+        yield size
+        size *= 10
+
+
+def resident() -> int:
+    """Bytes of this process, after what is free was given back."""
+    gc.collect()
+    with contextlib.suppress(OSError, AttributeError):
+        ctypes.CDLL("libc.so.6").malloc_trim(0)
+    return int(Path("/proc/self/statm").read_text().split()[1]) * os.sysconf("SC_PAGE_SIZE")
+
+
+async def grow(args: argparse.Namespace) -> dict[str, Any]:
+    found: list[Found] = []
+    with tempfile.TemporaryDirectory() as folder:
+        async with FakeAsyncLLM("word", max_model_len=MOST_CONTEXT) as engine:
+            async with serve_engine(engine, f"{folder}/engine"), connect(f"{folder}/engine") as remote:
+                transport = streaming_transport(create_app(engine, max_body_bytes=64 << 20))
+                async with httpx.AsyncClient(transport=transport, base_url="http://engine", timeout=600) as client:
+                    doors: dict[str, tuple[Any, Any, Any]] = {
+                        "process": (in_process, engine, lambda: engine.chat([HELLO], SMALL)),
+                        "remote": (in_process, remote, lambda: remote.chat([HELLO], SMALL)),
+                        "http": (over_http, client, over_http(client, "messages", [HELLO])[0].send),
+                    }
+                    for _, _, small in doors.values():
+                        await small()
+                    before = resident()
+                    for door in args.doors:
+                        make, end, small = doors[door]
+                        for field in args.fields:
+                            for size in sizes(field, args.most_values):
+                                value = await asyncio.to_thread(VALUES[field], size)
+                                requests = await asyncio.to_thread(make, end, field, value)
+                                found.append(await try_value(door, field, size, requests, Watch(small)))
+                                del value, requests
+                                tell(found[-1])
+                    alone = [await try_value(door, "nothing", 0, [], Watch(doors[door][2])) for door in args.doors]
+                    after, state = resident(), engine.state
+    worst_delay, worst_stall = (max(found, key=lambda one: one[i]) for i in (5, 6))
+    broken = [
+        f"{one.door} {one.field} {one.size}: the small client waited {one.delay:.2f} s"
+        for one in found
+        if one.delay > args.delay
+    ]
+    broken += [
+        f"{one.door} {one.field} {one.size}: the loop stood still for {one.stall:.2f} s"
+        for one in found
+        if one.stall > args.stall
+    ]
+    if state != "running":
+        broken.append(f"the engine is {state}")
+    if after - before > ALLOWED_MEMORY:
+        broken.append(f"{(after - before) >> 20} MB of memory have not returned")
+    return {
+        "benchmark": "grow",
+        "values": len(found),
+        "alone_delay_ms": round(1e3 * max(one.delay for one in alone), 1),
+        "alone_stall_ms": round(1e3 * max(one.stall for one in alone), 1),
+        "worst_delay_ms": round(1e3 * worst_delay.delay, 1),
+        "worst_delay": f"{worst_delay.door} {worst_delay.field} {worst_delay.size}",
+        "worst_stall_ms": round(1e3 * worst_stall.stall, 1),
+        "worst_stall": f"{worst_stall.door} {worst_stall.field} {worst_stall.size}",
+        "memory_before_mb": before >> 20,
+        "memory_after_mb": after >> 20,
+        "broken": broken,
+    }
+
+
+def tell(one: Found) -> None:
+    print(
+        f"{one.door:8} {one.field:15} {one.size:>9,}  {one.seconds:6.2f} s  small client {1e3 * one.delay:7.1f} ms"
+        f"  stall {1e3 * one.stall:7.1f} ms  {one.outcomes}",
+        file=sys.stderr,
+        flush=True,
+    )
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument(
+        "--doors", nargs="+", choices=("process", "remote", "http"), default=["process", "remote", "http"]
+    )
+    parser.add_argument("--fields", nargs="+", choices=tuple(VALUES), default=list(VALUES))
+    parser.add_argument("--most-values", type=int, default=1_000_000, help="the largest size")
+    parser.add_argument("--stall", type=float, default=0.5, help="seconds that the loop may stand still")
+    parser.add_argument("--delay", type=float, default=2.0, help="seconds that the small client may wait")
+    result = asyncio.run(grow(parser.parse_args()))
+    print(json.dumps(result))
+    return 1 if result["broken"] else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
