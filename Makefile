@@ -5,7 +5,7 @@ VENV   := .venv
 BIN    := $(VENV)/bin
 STAMP  := $(VENV)/.installed
 TESTS  := $(VENV)/.installed-dev
-PROMPT ?= Name three things that an octopus can do.
+PROMPT ?= Write a Python function that reverses a string.
 MODEL  ?= smollm2-135m
 # Test processes. An engine of the real model takes two cores and 1 GB, so more is for large machines.
 JOBS   ?= 2

@@ -9,6 +9,7 @@ import ast
 import re
 import shlex
 import subprocess
+import sys
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -128,6 +129,23 @@ def test_examples_are_all_described() -> None:
     text = (ROOT / "examples" / "README.md").read_text()
     for example in (ROOT / "examples").glob("*.py"):
         assert f"]({example.name})" in text, example.name
+
+
+def test_what_users_import_is_public() -> None:
+    """Each module that a page of the index's first part imports from is in versions.md, but for those that extend."""
+    use = prose(ROOT / "docs" / "index.md").partition("## How it works")[0]
+    public = (ROOT / "docs" / "versions.md").read_text().partition("## What is not public")[0]
+    names = set(_CODE.findall(public))
+    extending = {"aengine.structured.parts", "aengine.structured.spec"}
+    for name in re.findall(r"\]\(([\w-]+\.md)\)", use):
+        for module in re.findall(r"^from (aengine\.[\w.]+) import", (ROOT / "docs" / name).read_text(), re.MULTILINE):
+            is_named = module in names or module.startswith("aengine.integrations.")
+            assert is_named or module in extending, f"{name}: {module}"
+
+
+def test_the_table_of_memory_is_computed() -> None:
+    done = subprocess.run([sys.executable, str(ROOT / "scripts" / "memory_table.py"), "--check"])
+    assert done.returncode == 0, "python scripts/memory_table.py writes it"
 
 
 def test_errors_page_has_every_error_and_what_it_carries() -> None:
