@@ -35,6 +35,13 @@ def add_serve_arguments(command: argparse.ArgumentParser) -> None:
     group.add_argument("--port", type=_port, default=8000, help="0: any that is free (8000)")
     group.add_argument("--uds", metavar="PATH", default=None, help="a Unix socket, in place of host and port")
     group.add_argument(
+        "--uds-mode",
+        metavar="MODE",
+        type=_mode,
+        default=0o600,
+        help="who may use that socket, as of chmod: 660 for a proxy of its group, 666 for all users (600)",
+    )
+    group.add_argument(
         "--api-key",
         metavar="KEY",
         action="append",
@@ -89,6 +96,16 @@ def _port(text: str) -> int:
     if not text.isdecimal() or int(text) > 65535:
         raise argparse.ArgumentTypeError(f"{text!r} is not a port: 0 to 65535")
     return int(text)
+
+
+def _mode(text: str) -> int:
+    try:
+        mode = int(text, 8)
+    except ValueError:
+        mode = -1
+    if not 0 <= mode <= 0o777:
+        raise argparse.ArgumentTypeError(f"{text!r} is no mode of a file, such as 660")
+    return mode
 
 
 def _size(text: str) -> int:
@@ -151,7 +168,7 @@ async def _serve(args: argparse.Namespace, engine: AsyncLLM, stop: StopSignals) 
         if args.uds is None:
             listeners = bind_tcp(args.host, args.port, count)
         else:
-            listeners = [bind_unix(args.uds, 0o666)] * count
+            listeners = [bind_unix(args.uds, args.uds_mode)] * count
             at_end.callback(_remove, args.uds)
         for listener in listeners:
             at_end.callback(listener.close)

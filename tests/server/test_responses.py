@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+import tracemalloc
 from typing import Any
 
 import openai
@@ -16,6 +17,7 @@ from aengine import WorkerDiedError
 from aengine.server import create_app
 from aengine.server.in_process import openai_client, streaming_transport
 from aengine.server.openai.responses.messages import messages_of
+from aengine.server.openai.responses.store import ResponseStore
 from aengine.testing import FakeAsyncLLM, FakeRequest, Reply
 
 ADD: Any = {
@@ -221,10 +223,10 @@ async def test_what_is_stored_is_bounded() -> None:
     for i in range(20):
         response = {"id": str(i), "output": [{"id": f"msg_{i}"}]}
         store.put(response, None, [{"role": "user", "content": "x" * 1000}], [])
-    assert len(store._responses) == len(store._items) == 4 and store._num_bytes <= 5000
+    assert len(store._responses) == len(store._places) == 4 and store._num_bytes <= 5000
     for response_id in list(store._responses):
         store.delete(response_id)
-    assert store._num_bytes == 0 and not store._items
+    assert store._num_bytes == 0 and not store._places
 
 
 @pytest.mark.timeout(20)
@@ -414,3 +416,36 @@ async def test_the_input_of_a_response_is_shown() -> None:
             assert refused.value.code == "background_not_supported"
             with pytest.raises(openai.NotFoundError):
                 await client.responses.cancel("resp_none")
+
+
+def test_the_store_takes_the_memory_that_it_counts() -> None:
+    """Of many small values, which as Python's objects take many times what they take as JSON."""
+    store = ResponseStore(max_responses=1000, max_bytes=3 << 20)
+    tracemalloc.start()
+    try:
+        begun = tracemalloc.get_traced_memory()[0]
+        before = None
+        for i in range(60):
+            values = [{"n": j, "p": [j / 3, {"k": str(j)}]} for j in range(500)]
+            output = [{"type": "message", "id": f"i{i}", "content": values}]
+            store.put({"id": f"r{i}", "output": output}, before, [{"role": "user", "content": "x" * i}], output)
+            before = store.get(f"r{i}") if i % 7 else None
+        del output, values, before
+        taken = tracemalloc.get_traced_memory()[0] - begun
+    finally:
+        tracemalloc.stop()
+    assert 0 < store._num_bytes <= 3 << 20 and taken < 1.2 * (3 << 20)
+
+
+def test_what_is_stored_comes_back() -> None:
+    store = ResponseStore(max_responses=10)
+    first = {"id": "a", "output": [{"type": "message", "id": "o1", "text": "\ud800 ä"}]}
+    store.put(first, None, [{"role": "user", "content": "1"}], [{"id": "i1"}])
+    store.put({"id": "b", "output": []}, store.get("a"), [{"role": "user", "content": "2"}], [{"id": "i2"}])
+    found = store.get("b")
+    assert store.get("a").response == first
+    assert [message["content"] for message in found.messages] == ["1", "2"]
+    assert found.items == [{"id": "i1"}, *first["output"], {"id": "i2"}]
+    store.delete("a")
+    store.delete("b")
+    assert store._num_bytes == 0

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import signal
 import socket
+import stat
 from pathlib import Path
 
 import pytest
@@ -78,6 +79,7 @@ def test_a_unix_socket_of_a_dead_server_is_replaced(tmp_path: Path) -> None:
         dead.bind(str(path))
     with Served("--uds", path) as served:
         served.until("served at unix:")
+        assert stat.S_IMODE(path.stat().st_mode) == 0o600, "for its own user"
         with socket.socket(socket.AF_UNIX) as client:
             client.connect(str(path))
             client.sendall(b"GET /health HTTP/1.1\r\nhost: x\r\n\r\n")
@@ -87,6 +89,16 @@ def test_a_unix_socket_of_a_dead_server_is_replaced(tmp_path: Path) -> None:
         served.signal()
         assert served.end() == 0
         assert not path.exists()
+
+
+def test_a_unix_socket_may_be_opened_to_others(tmp_path: Path) -> None:
+    path = tmp_path / "served"
+    with Served("--uds", path, "--uds-mode", "660") as served:
+        served.until("served at unix:")
+        assert stat.S_IMODE(path.stat().st_mode) == 0o660
+    for wrong in ("rw", "888", "1777"):
+        with Served("--uds", path, "--uds-mode", wrong) as served:
+            assert served.end() == 2 and "is no mode of a file" in served.log
 
 
 def test_the_key_may_come_from_the_environment() -> None:

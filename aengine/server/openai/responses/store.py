@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import json
 from collections import OrderedDict
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from sys import getsizeof
 from typing import Any
 
-from ...http import HTTPError
+from ...http import HTTPError, as_utf8
 from ..answers import dumps
 
 __all__ = ["ResponseStore", "StoredResponse"]
@@ -17,14 +19,38 @@ Messages = Sequence[Mapping[str, Any]]
 
 @dataclass(frozen=True, slots=True)
 class StoredResponse:
-    """A response, and the conversation up to it."""
+    """A response, and the conversation up to it, as JSON: the same as Python's objects takes many times the memory."""
 
-    response: dict[str, Any]
-    messages: Messages
-    """All messages, the answer included, but for the instructions, which are of one request only."""
-    items: Sequence[dict[str, Any]]
-    """Items of the input, with all that came before: earlier inputs and answers."""
-    num_bytes: int
+    response_json: bytes
+    messages_json: tuple[bytes, ...]
+    """Lists of messages, those of each response before and its own; a response shares those before it."""
+    items_json: tuple[bytes, ...]
+    """Lists of items, likewise."""
+    item_ids: tuple[str, ...]
+    """Of the response's own items."""
+
+    @property
+    def response(self) -> dict[str, Any]:
+        found: dict[str, Any] = json.loads(self.response_json)
+        return found
+
+    @property
+    def messages(self) -> list[dict[str, Any]]:
+        """All messages, the answer included, but for the instructions, which are of one request only."""
+        return _joined(self.messages_json)
+
+    @property
+    def items(self) -> list[dict[str, Any]]:
+        """Items of the input, with all that came before: earlier inputs and answers."""
+        return _joined(self.items_json)
+
+    @property
+    def num_bytes(self) -> int:
+        return sum(map(getsizeof, (self.response_json, *self.messages_json, *self.items_json)))
+
+
+def _joined(lists: Sequence[bytes]) -> list[dict[str, Any]]:
+    return [one for part in lists for one in json.loads(part)]
 
 
 class ResponseStore:
@@ -32,14 +58,14 @@ class ResponseStore:
 
     Args:
         max_responses: at most so many; 0: none.
-        max_bytes: of JSON at most so much; each response counts with its whole conversation.
+        max_bytes: of memory at most so much; each response counts with its whole conversation.
     """
 
     def __init__(self, max_responses: int, max_bytes: int = 256 << 20) -> None:
         self._max_responses = max_responses
         self._max_bytes = max_bytes
         self._responses: OrderedDict[str, StoredResponse] = OrderedDict()
-        self._items: dict[str, dict[str, Any]] = {}  # of the answers, by ids that nobody can guess
+        self._places: dict[str, str] = {}  # the response of each item, by ids that nobody can guess
         self._num_bytes = 0
 
     @property
@@ -73,14 +99,17 @@ class ResponseStore:
         """Keep a response, with the messages and the items of its input that it adds to those ``before``."""
         if not self.is_kept:
             return
-        num_bytes = sum(len(dumps(part)) for part in (messages, items, response))
-        if before is not None:
-            num_bytes += before.num_bytes
-            messages = (*before.messages, *messages)
-            items = (*before.items, *before.response["output"], *items)
-        self._responses[response["id"]] = StoredResponse(response, messages, items, num_bytes)
-        self._items.update((item["id"], item) for item in response["output"])
-        self._num_bytes += num_bytes
+        earlier = (before.messages_json, before.items_json) if before is not None else ((), ())
+        answered = [] if before is None else before.response["output"]
+        stored = StoredResponse(
+            as_utf8(dumps(response)),
+            (*earlier[0], as_utf8(dumps(messages))),
+            (*earlier[1], as_utf8(dumps([*answered, *items]))),
+            tuple(item["id"] for item in response["output"]),
+        )
+        self._responses[response["id"]] = stored
+        self._places.update(dict.fromkeys(stored.item_ids, response["id"]))
+        self._num_bytes += stored.num_bytes
         while self._num_bytes > self._max_bytes or len(self._responses) > self._max_responses:
             _, oldest = self._responses.popitem(last=False)
             self._forget(oldest)
@@ -99,25 +128,27 @@ class ResponseStore:
         if isinstance(given, str):
             return given
         items: list[Mapping[str, Any]] = []
-        seen: set[str] = set()
+        outputs: dict[str, dict[str, Any]] = {}  # of responses that are referred to: items not yet in the input
         for i, item in enumerate(given):
             if item.get("type") == "item_reference" or ("id" in item and not item.get("type") and "role" not in item):
-                item = self._item(item.get("id"), seen, f"input[{i}].id")
+                item = self._item(item.get("id"), outputs, f"input[{i}].id")
             items.append(item)
         return items
 
-    def _item(self, item_id: object, seen: set[str], where: str) -> Mapping[str, Any]:
-        found = self._items.get(item_id) if isinstance(item_id, str) else None
-        if found is None:
+    def _item(self, item_id: object, outputs: dict[str, dict[str, Any]], where: str) -> Mapping[str, Any]:
+        place = self._places.get(item_id) if isinstance(item_id, str) else None
+        if place is None:
             message = f"{where} is wrong: there is no such item in a stored answer; send the item itself"
             raise HTTPError(400, message, code="invalid_value", param=where)
-        if found["id"] in seen:
+        if place not in outputs:
+            outputs[place] = {item["id"]: item for item in self._responses[place].response["output"]}
+        found: Mapping[str, Any] | None = outputs[place].pop(str(item_id), None)
+        if found is None:
             message = f"{where} is wrong: the item is in the input already"
             raise HTTPError(400, message, code="invalid_value", param=where)
-        seen.add(found["id"])
         return found
 
     def _forget(self, stored: StoredResponse) -> None:
         self._num_bytes -= stored.num_bytes
-        for item in stored.response["output"]:
-            del self._items[item["id"]]
+        for item_id in stored.item_ids:
+            del self._places[item_id]
