@@ -43,7 +43,13 @@ if TYPE_CHECKING:
 __all__ = ["Literals"]
 
 _PYTHON_QUOTES = ("'", '"')
-_ANY_STRING = "|".join(f"{quote}(?s:[^{quote}\\\\]|\\\\.)*{quote}" for quote in _PYTHON_QUOTES)
+_HEX = "[0-9a-fA-F]"
+_ESCAPED = (
+    rf"\\(?:[^NUux]|x{_HEX}{{2}}|u(?:[0-9a-ce-fA-CE-F]{_HEX}{{3}}|[dD][0-7]{_HEX}{{2}}"
+    rf"|[dD][89aAbB]{_HEX}{{2}}\\u[dD][c-fC-F]{_HEX}{{2}}))"
+)
+"""One character; no half of a surrogate pair."""
+_ANY_STRING = "|".join(f"{quote}(?:[^{quote}\\\\]|{_ESCAPED})*{quote}" for quote in _PYTHON_QUOTES)
 _KEYWORD = "[A-Za-z_][A-Za-z0-9_]{0,63}"
 _TOKEN = "[\ud800-\udfff]"
 _ESCAPE = "\\\\[^\ud800-\udfff]"
@@ -196,7 +202,7 @@ class _Writer:
 
     def _of_type(self, name: str, value: Value, schema: Mapping[str, Any], depth: int) -> Part:
         if name == "string":
-            return self._string(string_patterns(schema))
+            return self._string(string_patterns(schema, self._relax))
         if name == "number":
             given = schema.get("type")
             is_whole = given == "integer" or (isinstance(given, list) and "number" not in given)

@@ -61,7 +61,7 @@ class Parameters(ArgumentSyntax):
             choice = [Repeat(Choice(texts), least=int(len(texts) == len(written)), most=1)] if texts else []
             return seq(*choice, end)
         if "string" in value.types():
-            return self._text(markers, text_patterns(value))
+            return self._text(markers, text_patterns(value, relax))
         return seq(
             Json(value.text(), f"the parameter {value.name!r} of the tool {tool.name!r}", relax=relax, tool=tool.name),
             end,

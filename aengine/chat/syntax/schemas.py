@@ -9,6 +9,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from ...errors import GrammarError
+from ...structured.llguidance.patterns import UntranslatablePattern, rust_pattern
 from ...structured.schema_walk import pointed_at
 from ..tools import Tool
 
@@ -189,12 +190,14 @@ def count_of(schema: Mapping[str, Any], keyword: str) -> int | None:
     raise GrammarError(f"{keyword!r} must be a whole number of at least 0, not {number!r:.80}", kind="invalid")
 
 
-def text_patterns(value: Value) -> tuple[str, ...]:
-    """Return regexes that a text of this value must match, each as a whole; empty: it may be any."""
+def text_patterns(value: Value, relax: bool) -> tuple[str, ...]:
+    """Return regexes that a text of this value must match, each as a whole; empty: it may be any.
+
+    Raises GrammarError for a pattern that can't be enforced, unless ``relax``."""
     members = [member for member in value.alternatives() if "string" in member.types()]
     if len(members) != 1 or not isinstance(members[0].schema, dict):
         return ()
-    patterns = tuple(_patterns(members[0].schema))
+    patterns = tuple(_patterns(members[0].schema, relax))
     others = value.types() - {"string"}
     if not patterns or not others:
         return patterns
@@ -204,17 +207,25 @@ def text_patterns(value: Value) -> tuple[str, ...]:
     return tuple("|".join([f"(?:{pattern})", *(scalars[name] for name in sorted(others))]) for pattern in patterns)
 
 
-def string_patterns(schema: Mapping[str, Any]) -> tuple[str, ...]:
-    """Return regexes that a text of this schema must match, each as a whole."""
-    return tuple(_patterns(schema))
+def string_patterns(schema: Mapping[str, Any], relax: bool) -> tuple[str, ...]:
+    """Return regexes that a text of this schema must match, each as a whole. Raises as `text_patterns`."""
+    return tuple(_patterns(schema, relax))
 
 
-def _patterns(schema: Mapping[str, Any]) -> Iterator[str]:
+def _patterns(schema: Mapping[str, Any], relax: bool) -> Iterator[str]:
     least, most = count_of(schema, "minLength") or 0, count_of(schema, "maxLength")
     if least or most is not None:
         yield f"(?s:.{{{least},{'' if most is None else most}}})"
     if isinstance(schema.get("pattern"), str):
-        yield _whole(schema["pattern"])
+        try:
+            yield _whole(rust_pattern(schema["pattern"]))
+        except UntranslatablePattern as fault:
+            if not relax:
+                raise GrammarError(
+                    f"the pattern {schema['pattern']!r:.80} of a tool's parameter can't be enforced: {fault} is not "
+                    "supported; use on_unsupported='relax', or strict=False for this tool",
+                    kind="unsupported",
+                ) from None
     if (name := str(schema.get("format"))) in _FORMATS:
         yield _FORMATS[name]
 

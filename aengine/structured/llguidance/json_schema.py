@@ -6,8 +6,10 @@ Some of what a schema may say the library reads wrongly, or refuses for nothing:
   out and the other bound is less than 1 away. Such a bound is moved by a trillionth.
 - 2.0 is no integer to it.
 - It knows neither ``uniqueItems`` nor ``propertyNames``: they are taken out where they say nothing.
-- Relaxed, it would count the properties only that are not named, so that ``{"a": 1}`` would not do. Such counts are
-  left out, and so are patterns that it can't read, of which it would refuse the whole schema.
+- Patterns are translated into its dialect (`patterns`); of numbers it has doubles (`numbers`).
+
+What can't be held to then is refused, or left out of a schema that is relaxed, with a warning. Relaxed, the library
+would count the properties only that are not named, so that ``{"a": 1}`` would not do: such counts are left out, too.
 """
 
 from __future__ import annotations
@@ -19,25 +21,20 @@ from typing import Any, Literal
 
 from ...errors import GrammarError
 from ..schema_walk import Path, json_path, walk
+from .numbers import inexact_value, says_nothing, unusable_bound
+from .patterns import UntranslatablePattern, rust_pattern
 
-__all__ = ["json_options", "left_out_of", "make_readable", "needs_change", "readable_text", "unreadable"]
+__all__ = ["json_options", "left_out_of", "make_readable", "needs_change", "readable_text"]
 
 _TELLING = re.compile(
-    r'"(?:x-guidance|exclusiveM(?:in|ax)imum|uniqueItems|propertyNames)"|"m(?:in|ax)[LICP][a-z]+": ?[0-9]+[.eE]'
+    r'"(?:x-guidance|exclusiveM(?:in|ax)imum|uniqueItems|propertyNames|pattern(?:Properties)?|multipleOf)"'
+    r'|"m(?:in|ax)[LICP][a-z]+": ?[0-9]+[.eE]|[0-9][eE][+-]?[0-9]|[0-9][0-9.]{15}'
 )
 _COUNTS = [f"{bound}{what}" for bound in ("min", "max") for what in ("Length", "Items", "Contains", "Properties")]
-_TELLING_RELAXED = re.compile(r'"(?:m(?:in|ax)Properties|pattern)"')
+_TELLING_RELAXED = re.compile(r'"m(?:in|ax)Properties"')
+_NUMERIC = ("minimum", "maximum", "exclusiveMinimum", "exclusiveMaximum", "multipleOf")
 _NO_LIMIT: tuple[Any, ...] = ({}, True, {"type": "string"})
 _TRILLIONTH = 1e-12
-_ESCAPE_OR_GROUP = re.compile(r"\\.|\(\?(?:<?[=!]|>|P=)", re.DOTALL)
-_UNREADABLE = {
-    **dict.fromkeys(("(?=", "(?!", "(?<=", "(?<!"), "looking around"),
-    **dict.fromkeys(("\\b", "\\B"), "looking for the end of a word"),
-    **dict.fromkeys((f"\\{digit}" for digit in "123456789"), "referring back"),
-    "(?P=": "referring back",
-    "(?>": "an atomic group",
-    **dict.fromkeys(("\\Z", "\\G", "\\c"), "an escape of another dialect"),
-}
 
 
 def json_options(whitespace: Literal["compact", "any"], *, relax: bool) -> dict[str, Any]:
@@ -49,6 +46,7 @@ def json_options(whitespace: Literal["compact", "any"], *, relax: bool) -> dict[
         "key_separator": ": " if compact else ":",
         "lenient": relax,
         "coerce_one_of": relax,
+        "json_allow_general_unicode_escapes": True,
     }
 
 
@@ -76,8 +74,11 @@ def readable_text(text: str, *, relax: bool) -> str:
 
 
 def make_readable(schema: Any, *, relax: bool) -> tuple[str, ...]:
-    """Change ``schema`` as the top of the file says. Returns what is not enforced any more, and where."""
-    left_out: list[str] = []
+    """Change ``schema`` as the top of the file says. Returns what is not enforced any more, and where.
+
+    Raises GrammarError for what can't be enforced, unless ``relax``.
+    """
+    left_out = _LeftOut(relax)
     if isinstance(schema, dict):
         schema.pop("x-guidance", None)
     for path, part in walk(schema):
@@ -88,21 +89,96 @@ def make_readable(schema: Any, *, relax: bool) -> tuple[str, ...]:
         if "propertyNames" in part and part["propertyNames"] in _NO_LIMIT:
             del part["propertyNames"]
         part.update({key: int(part[key]) for key in _COUNTS if _is_whole_float(part.get(key))})
+        _change_numbers(path, part, left_out)
         _move_bounds(part)
+        _translate_patterns(path, part, left_out)
         if relax:
-            left_out += _leave_out_counts(path, part)
-            left_out += _leave_out_pattern(path, part)
-    return tuple(left_out)
+            _leave_out_counts(path, part, left_out)
+    return tuple(left_out.texts)
+
+
+class _LeftOut:
+    """What is left out of a relaxed schema."""
+
+    def __init__(self, relax: bool) -> None:
+        self._relax = relax
+        self.texts: list[str] = []
+
+    def add(self, path: Path, fault: str) -> None:
+        """Raises GrammarError where nothing may be left out."""
+        at = json_path(path)
+        if not self._relax:
+            message = f"the JSON schema can't be used at {at}: {fault}"
+            cure = 'on_unsupported="relax" leaves out what can\'t be enforced'
+            raise GrammarError(f"{message}; {cure}", kind="unsupported", path=at)
+        self.texts.append(f"{at} is not enforced: {fault}")
 
 
 def left_out_of(text: str) -> tuple[str, ...]:
     """Return what `make_readable` leaves out of a schema that is relaxed."""
-    return make_readable(json.loads(text), relax=True) if _TELLING_RELAXED.search(text) else ()
+    is_needed = _TELLING_RELAXED.search(text) or _TELLING.search(text)
+    return make_readable(json.loads(text), relax=True) if is_needed else ()
 
 
-def unreadable(pattern: str) -> str:
-    """Return the part of a regex that the library can't read; "" if none is known."""
-    return next((_UNREADABLE[found[0]] for found in _ESCAPE_OR_GROUP.finditer(pattern) if found[0] in _UNREADABLE), "")
+def _change_numbers(path: Path, part: dict[str, Any], left_out: _LeftOut) -> None:
+    for keyword in _NUMERIC:
+        if keyword in part:
+            if says_nothing(keyword, part[keyword]):
+                del part[keyword]
+            elif fault := unusable_bound(part, keyword):
+                left_out.add((*path, keyword), fault)
+                del part[keyword]
+    if (number := inexact_value(part.get("const"))) is not None:
+        left_out.add((*path, "const"), _too_exact(number))
+        _widen(part, "const", [], [part["const"]])
+    options = part.get("enum")
+    if isinstance(options, list):
+        inexact = [inexact_value(option) for option in options]
+        for index, number in enumerate(inexact):
+            if number is not None:
+                left_out.add((*path, "enum", index), _too_exact(number))
+        if any(number is not None for number in inexact):
+            exact = [option for option, number in zip(options, inexact, strict=True) if number is None]
+            _widen(part, "enum", exact, [o for o, number in zip(options, inexact, strict=True) if number is not None])
+
+
+def _too_exact(number: object) -> str:
+    return f"the library can't hold to all digits of {number!r:.40}"
+
+
+def _widen(part: dict[str, Any], keyword: str, exact: list[Any], others: list[Any]) -> None:
+    """Let a value be one of ``exact``, or any of a type of ``others``."""
+    del part[keyword]
+    types = list(dict.fromkeys(map(_type_of, others)))
+    members: list[Any] = [{"enum": exact}] * bool(exact) + [{"type": name} for name in types]
+    part["allOf"] = [*part.get("allOf", ()), {"anyOf": members} if len(members) > 1 else members[0]]
+
+
+def _type_of(value: Any) -> str:
+    return "object" if isinstance(value, dict) else "array" if isinstance(value, list) else "number"
+
+
+def _translate_patterns(path: Path, part: dict[str, Any], left_out: _LeftOut) -> None:
+    if isinstance(part.get("pattern"), str):
+        try:
+            part["pattern"] = rust_pattern(part["pattern"])
+        except UntranslatablePattern as fault:
+            left_out.add((*path, "pattern"), f"{fault} is not supported")
+            del part["pattern"]
+    named = part.get("patternProperties")
+    if not isinstance(named, dict):
+        return
+    translated: dict[str, Any] = {}
+    for pattern, member in named.items():
+        try:
+            rust = rust_pattern(pattern)
+            if rust in translated:
+                raise UntranslatablePattern("another pattern for the same names")
+            translated[rust] = member
+        except UntranslatablePattern as fault:
+            left_out.add((*path, "patternProperties", pattern), f"{fault} is not supported")
+            part["additionalProperties"] = True  # such names may come
+    part["patternProperties"] = translated
 
 
 def _move_bounds(part: dict[str, Any]) -> None:
@@ -129,23 +205,15 @@ def _is_whole(value: float) -> bool:
     return abs(value) < 1e15 and value == int(value)
 
 
-def _leave_out_counts(path: Path, part: dict[str, Any]) -> list[str]:
+def _leave_out_counts(path: Path, part: dict[str, Any], left_out: _LeftOut) -> None:
     """Leave out counts of properties, where some of those that are named are optional."""
     if not isinstance(part.get("properties"), dict):
-        return []
+        return
     if part.get("additionalProperties") is False and not part.get("patternProperties"):
-        return []  # no others can come, and those that are named are counted
+        return  # no others can come, and those that are named are counted
     required = part.get("required")
     if set(part["properties"]) <= set(required if isinstance(required, list) else ()):
-        return []
-    gone = [key for key in ("minProperties", "maxProperties") if part.pop(key, None) is not None]
-    return [f"{json_path((*path, key))} is not enforced: some of the properties are optional" for key in gone]
-
-
-def _leave_out_pattern(path: Path, part: dict[str, Any]) -> list[str]:
-    pattern = part.get("pattern")
-    fault = unreadable(pattern) if isinstance(pattern, str) else ""
-    if not fault:
-        return []
-    del part["pattern"]
-    return [f"{json_path((*path, 'pattern'))} is not enforced: {fault} is not supported"]
+        return
+    for keyword in ("minProperties", "maxProperties"):
+        if part.pop(keyword, None) is not None:
+            left_out.add((*path, keyword), "some of the properties are optional")

@@ -1,0 +1,135 @@
+"""Patterns of JSON schemas mean what ECMA-262 says, or are refused with their place."""
+
+from __future__ import annotations
+
+import json
+
+import pytest
+from grammar_helpers import accepts, backend_of, schema_spec, tiny
+
+from aengine.errors import GrammarError
+from aengine.structured.llguidance.patterns import UntranslatablePattern, rust_pattern
+
+
+def _accepts(pattern: str, text: str) -> bool:
+    compiled = backend_of("tiny").compile(schema_spec({"type": "string", "pattern": pattern}))
+    return accepts(compiled.matcher(), tiny(), json.dumps(text, ensure_ascii=False))
+
+
+@pytest.mark.parametrize(
+    ("pattern", "right", "wrong"),
+    [
+        (r"^[^[\]]+$", ["a", "(b)"], ["[", "a]"]),
+        ("^[!-/:-@[-`{-~]$", ["!", "[", "~", "@"], ["a", "1"]),
+        ("^[a&&b]$", ["a", "&", "b"], ["c"]),
+        ("^[--~~]$", ["-", "~", "A"], ["!"]),
+        (r"^[\w-x]$", ["-", "x", "_"], ["é"]),
+        (r"^[a-\d]$", ["a", "-", "5"], ["b"]),
+        (r"^[\]\-\\]$", ["]", "-", "\\"], ["a"]),
+        (r"^[\b]$", ["\b"], ["b"]),
+        (r"^[^\d\s]$", ["a"], ["1", " "]),
+        (r"^[\D]$", ["a"], ["1"]),
+        (r"^[^]$", ["a", "\n", "é"], []),
+        (r"^[\s\S]$", ["a", "\n", "é"], []),
+        (r"^\d$", ["1"], ["٣", "a"]),
+        (r"^\D$", ["a", "٣"], ["1"]),
+        (r"^\w+$", ["a_1"], ["é"]),
+        (r"^\W$", ["é", "-"], ["a"]),
+        (r"^\s$", [" ", "\u3000", "\ufeff", "\t"], ["a", "\x85"]),
+        (r"^\S$", ["a"], [" ", "\ufeff"]),
+        ("^.$", ["a", "é", "😀"], ["\n", "\r"]),
+        ("^a{,3}$", ["a{,3}"], ["aa"]),
+        ("^a{2,3}$", ["aa", "aaa"], ["a"]),
+        ("^a{x}$", ["a{x}"], ["a"]),
+        ("^]}$", ["]}"], []),
+        (r"^\/a\-b\#\&\~$", ["/a-b#&~"], []),
+        (r"^\cJ$", ["\n"], ["J"]),
+        (r"^\x41\u00e9\u{1F600}\ud83d\ude00$", ["Aé😀😀"], []),
+        (r"^\n\t\v?$", ["\n\t"], ["n"]),
+        (r"^(?<year>\d{2})$", ["20"], ["2"]),
+        (r"^(?P<year>\d{2})$", ["20"], ["2"]),
+        ("^(?:a|b)c$", ["ac", "bc"], ["c"]),
+        ("(?i)^abc$", ["ABC"], ["x"]),
+        ("^(?i:a)b$", ["Ab"], ["aB"]),
+        (r"^\p{Lu}\P{Lu}$", ["Éé"], ["éé"]),
+        (r"^\p{Script=Greek}$", ["α"], ["a"]),
+        (r"\Aab\Z", ["ab"], ["xab", "abx"]),
+        ("a", ["bab"], ["b"]),
+        ("", ["", "a"], []),
+    ],
+)
+def test_a_pattern_means_what_ecma_says(pattern: str, right: list[str], wrong: list[str]) -> None:
+    assert [text for text in right if not _accepts(pattern, text)] == []
+    assert [text for text in wrong if _accepts(pattern, text)] == []
+
+
+@pytest.mark.parametrize(
+    ("pattern", "fault"),
+    [
+        ("(?=a)b", "looking around"),
+        ("(?<!a)b", "looking around"),
+        (r"(a)\1", "referring back"),
+        (r"(?<a>b)\k<a>", "referring back"),
+        (r"\bword", "the end of a word"),
+        ("(?>a)", "atomic"),
+        ("(?m)^a$", "flags"),
+        (r"\ud83d", "surrogate"),
+        (r"\012", "octal"),
+        ("^[]a]$", "empty"),
+        ("(" * 300 + ")" * 300, "groups"),
+    ],
+)
+def test_what_can_not_be_translated_has_a_place_and_can_be_left_out(pattern: str, fault: str) -> None:
+    named = {"patternProperties": {pattern: {"type": "integer"}}, "additionalProperties": False}
+    for schema, path in (
+        ({"properties": {"e": {"pattern": pattern}}}, "$.properties.e.pattern"),
+        ({"properties": {"e": named}}, "$.properties.e.patternProperties["),
+    ):
+        with pytest.raises(GrammarError, match=fault) as caught:
+            backend_of("tiny").compile(schema_spec(schema))
+        assert caught.value.kind == "unsupported" and caught.value.path.startswith(path)
+        relaxed = backend_of("tiny").compile(schema_spec(schema, relax=True))
+        (warning,) = relaxed.warnings
+        assert path in warning and fault in warning
+    assert accepts(relaxed.matcher(), tiny(), '{"e": {"any": 1}}')
+
+
+def test_a_pattern_is_read_once() -> None:
+    """Each of these would take minutes if it were read again for each of its parts."""
+    for part in ("[", "(", "\\", "{", "(?", "[^", "[a-", r"\u{", r"\p{", "[\\", "{1,", "{1", "(?i"):
+        try:
+            assert len(rust_pattern(part * 50_000)) < 2_000_000
+        except UntranslatablePattern:
+            pass
+
+
+def test_a_control_character_is_not_what_an_escape_leads_into() -> None:
+    for pattern in ("^[^x]*$", "^.*$", r"^[\x00-\x7f]*$", r"^\W*$", r"^[\s\S]*$"):
+        assert not _accepts(pattern, "\x1b") and _accepts(pattern, "-")
+    assert _accepts(r"^\x1b$", "\x1b")  # but one that is asked for
+
+
+TEXTS = {
+    r'"caf\u00e9"': 4,
+    r'"\ud83d\ude00"': 1,
+    r'"\uD83D\uDE00x"': 2,
+    r'"\u001b"': 1,
+    r'"\u0041\u007f"': 2,
+    r'"\ud83d"': None,
+    r'"\ude00"': None,
+    r'"\ud83dx"': None,
+    r'"\u12"': None,
+}
+"""Strings and their characters."""
+
+
+@pytest.mark.parametrize("text", TEXTS)
+def test_any_escape_is_one_character_and_half_a_pair_is_none(text: str) -> None:
+    length = TEXTS[text]
+    for schema in ({"type": "string"}, {}, {"type": "array", "items": {}}):
+        compiled = backend_of("tiny").compile(schema_spec(schema))
+        written = f"[{text}]" if "items" in schema else text
+        assert accepts(compiled.matcher(), tiny(), written) is (length is not None)
+    for most in range(5):
+        compiled = backend_of("tiny").compile(schema_spec({"type": "string", "maxLength": most}))
+        assert accepts(compiled.matcher(), tiny(), text) is (length is not None and length <= most)
