@@ -158,7 +158,8 @@ class Setting:
                 goal = []
                 closing = sorted(allowed & ends)
                 token_id = rng.choice(closing if closing and rng.random() < 0.4 else sorted(allowed))
-            assert matcher.accept([token_id]) == 1
+            accepted = matcher.accept([token_id])
+            assert accepted == 1
             walked.append(token_id)
         return None
 

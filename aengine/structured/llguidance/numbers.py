@@ -41,6 +41,7 @@ def says_nothing(keyword: str, value: object) -> bool:
         return False
     if isinstance(value, int):
         return value <= _LEAST_INT64 if keyword in _LOWER else value >= _MOST_INT64
+    assert isinstance(value, float)
     return value <= -_MOST_DOUBLE if keyword in _LOWER else value >= _MOST_DOUBLE
 
 
