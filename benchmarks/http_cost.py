@@ -336,7 +336,7 @@ async def main(args: argparse.Namespace) -> None:
         if args.workers:
             listeners = listen(args.workers)
             doors[f"workers {args.workers}"] = remote.door(listeners[0].getsockname()[1])
-            settings = {"log_level": "warning", "app": {"model_names": MODEL}, "server": {"access_log": False}}
+            settings = {"log": {"level": "warning"}, "app": {"model_names": MODEL}, "server": {"access_log": False}}
             serving.append(serve_processes(engine, listeners, settings, stop=ends, grace=0.1))
         tasks = [asyncio.create_task(one) for one in serving]
         print(json.dumps({"cpus": os.cpu_count(), "tokens": args.tokens, "engine": engine.describe()["device"]}))

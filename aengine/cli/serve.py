@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import asyncio
 import contextlib
+import logging
 import os
 import socket
 from collections.abc import Awaitable
@@ -23,6 +24,8 @@ if TYPE_CHECKING:
 __all__ = ["add_serve_arguments", "app_options", "serve"]
 
 T = TypeVar("T")
+
+logger = logging.getLogger("aengine.server")
 
 _LOG_LEVELS = ("critical", "error", "warning", "info", "debug")
 
@@ -88,7 +91,16 @@ def add_serve_arguments(command: argparse.ArgumentParser) -> None:
         help="so many processes for HTTP and JSON, beside the engine's; the model is loaded once (none: all in one)",
     )
     group.add_argument("--log-level", choices=_LOG_LEVELS, default="info", help="(info)")
+    group.add_argument("--log-format", choices=("text", "json"), default="text", help="json: an object a line (text)")
     group.add_argument("--no-access-log", action="store_true", help="no line for each request")
+    group.add_argument("--no-probe-log", action="store_true", help="none for /health, /livez, /readyz and /metrics")
+    group.add_argument(
+        "--report-every",
+        type=_seconds,
+        default=10.0,
+        metavar="SECONDS",
+        help="log tokens/s, running and waiting requests and the KV cache, while there are any; 0: never (10)",
+    )
     add_engine_options(command, shows_all=True)
 
 
@@ -133,10 +145,12 @@ def _seconds(text: str) -> float:
 async def serve(args: argparse.Namespace) -> int:
     """Returns 0 when it was asked to stop, 1 when it was told to a second time."""
     try:
-        from ..server.serve import log_to_stderr, stop_signals
+        from ..server.logs import log_to_stderr
+        from ..server.serve import stop_signals
     except ImportError as error:
         raise EngineError(f"aengine serve needs {error.name}: pip install 'aengine-llm[server]'") from None
-    log_to_stderr(_log_level(args))
+    log_to_stderr(**_log_options(args))
+    args.quiet = args.quiet or args.log_format == "json"  # what is no record is no JSON either
     engine = AsyncLLM(engine_config(args))
     _trace(engine, args.served_model_name)
     with stop_signals() as stop:
@@ -181,7 +195,9 @@ async def _serve(args: argparse.Namespace, engine: AsyncLLM, stop: StopSignals) 
             starting.result()
             for listener in listeners:
                 listener.listen(BACKLOG)
-            if not args.quiet:
+            if args.log_format == "json":
+                logger.info("%s is served at %s", args.model, url_of(listeners[0]))
+            elif not args.quiet:
                 tell(f"aengine: {args.model} is served at {url_of(listeners[0])} (Ctrl-C stops)")
             await _serve_engine(args, engine, listeners, stop.asked)
         finally:
@@ -192,17 +208,19 @@ async def _serve_engine(
     args: argparse.Namespace, engine: AsyncLLM, listeners: list[socket.socket], stop: asyncio.Event
 ) -> None:
     from ..server.app import create_app
+    from ..server.logs import reported
     from ..server.processes import serve_processes
     from ..server.serve import keep_loaded_objects, serve_app
 
     app = app_options(args, listeners[0])
     server: dict[str, Any] = {"root_path": args.root_path, "access_log": not args.no_access_log}
     keep_loaded_objects()
-    if args.workers:
-        settings = {"app": app, "server": server, "log_level": _log_level(args)}
-        await serve_processes(engine, listeners, settings, stop=stop, grace=args.grace)
-    else:
-        await serve_app(create_app(engine, **app), engine, listeners[0], stop=stop, grace=args.grace, **server)
+    async with reported(engine, args.report_every):
+        if args.workers:
+            settings = {"app": app, "server": server, "log": _log_options(args)}
+            await serve_processes(engine, listeners, settings, stop=stop, grace=args.grace)
+        else:
+            await serve_app(create_app(engine, **app), engine, listeners[0], stop=stop, grace=args.grace, **server)
 
 
 def app_options(args: argparse.Namespace, listener: socket.socket) -> dict[str, Any]:
@@ -219,8 +237,10 @@ def app_options(args: argparse.Namespace, listener: socket.socket) -> dict[str, 
     }
 
 
-def _log_level(args: argparse.Namespace) -> str:
-    return "debug" if args.verbose else args.log_level
+def _log_options(args: argparse.Namespace) -> dict[str, Any]:
+    """The arguments of `log_to_stderr`."""
+    level = "debug" if args.verbose else args.log_level
+    return {"level": level, "form": args.log_format, "with_probes": not args.no_probe_log}
 
 
 async def _first(task: asyncio.Task[T], other: Awaitable[object]) -> bool:

@@ -15,14 +15,15 @@ import setproctitle
 from ..errors import AEngineError
 from ..remote import connect
 from .app import create_app
-from .serve import keep_loaded_objects, log_to_stderr, serve_app, stop_signals
+from .logs import log_to_stderr
+from .serve import keep_loaded_objects, serve_app, stop_signals
 
 __all__ = ["main"]
 
 
 def main() -> int:
     settings = json.load(sys.stdin)
-    log_to_stderr(settings["log_level"])
+    log_to_stderr(**settings.pop("log"))
     setproctitle.setproctitle("aengine app process")
     try:
         import uvloop
@@ -32,9 +33,7 @@ def main() -> int:
         return runner.run(_serve(**settings))
 
 
-async def _serve(
-    engine: str, listener: int, grace: float, log_level: str, app: dict[str, Any], server: dict[str, Any]
-) -> int:
+async def _serve(engine: str, listener: int, grace: float, app: dict[str, Any], server: dict[str, Any]) -> int:
     """``app``, ``server``: keyword arguments of `create_app` and of `serve_app`."""
     with stop_signals() as stop:
         try:
@@ -46,6 +45,7 @@ async def _serve(
                     socket.socket(fileno=listener),
                     stop=stop.asked,
                     grace=grace,
+                    tells=False,  # the engine's process does
                     **server,
                 )
         except AEngineError:

@@ -12,12 +12,14 @@ import gc
 import logging
 import signal
 import socket
+import time
 from collections.abc import Iterator
 from typing import TYPE_CHECKING, Any
 
 import uvicorn
 
 from ..errors import AEngineError, EngineError
+from .logs import AccessLog
 
 if TYPE_CHECKING:
     from ..async_llm import AsyncLLM
@@ -25,13 +27,15 @@ if TYPE_CHECKING:
 
 __all__ = [
     "BACKLOG",
+    "Farewell",
     "StopSignals",
     "keep_loaded_objects",
-    "log_to_stderr",
     "serve_app",
     "stop_signals",
     "until_stopped",
 ]
+
+logger = logging.getLogger("aengine.server")
 
 BACKLOG = 2048
 """Connections that wait to be accepted."""
@@ -50,6 +54,8 @@ class StopSignals:
         self.insisted = asyncio.Event()
 
     def note(self) -> None:
+        if self.asked.is_set():
+            logger.warning("stopping: told to a second time, everything ends now")
         (self.insisted if self.asked.is_set() else self.asked).set()
 
 
@@ -89,21 +95,24 @@ async def serve_app(
     grace: float = 15.0,
     root_path: str = "",
     access_log: bool = True,
+    tells: bool = True,
 ) -> None:
     """Serve an application over a running engine, until ``stop`` is set; then end within ``grace`` seconds.
 
     Args:
         listener: bound; it is closed at the end.
         grace: seconds for running requests to end by themselves. What is left is then aborted: a stream ends properly,
-            with finish reason "length".
+            with an error.
+        access_log: log a line for each request.
+        tells: log who is waited for at the end, and how that ended.
 
     Raises:
         EngineError: the engine has failed.
     """
     config = uvicorn.Config(
-        app,
+        AccessLog(app) if access_log else app,
         log_config=None,
-        access_log=access_log,
+        access_log=False,  # `AccessLog` says more
         root_path=root_path,
         backlog=BACKLOG,
         timeout_keep_alive=_KEEP_ALIVE_SECONDS,
@@ -118,7 +127,7 @@ async def serve_app(
         await asyncio.wait([serving, watching], return_when=asyncio.FIRST_COMPLETED)
         deadline = asyncio.get_running_loop().time() + grace
         server.should_exit = True
-        await _wind_down(engine, grace)
+        await _wind_down(engine, grace, tells=tells)
         with contextlib.suppress(TimeoutError):
             async with asyncio.timeout_at(deadline):
                 await asyncio.wait([serving])
@@ -143,11 +152,34 @@ async def until_stopped(engine: AsyncLLM | RemoteEngine, stop: asyncio.Event) ->
                 await stop.wait()
 
 
-async def _wind_down(engine: AsyncLLM | RemoteEngine, grace: float) -> None:
+async def _wind_down(engine: AsyncLLM | RemoteEngine, grace: float, *, tells: bool) -> None:
     """Let the engine's requests end by themselves for most of ``grace`` seconds, then abort them."""
-    with contextlib.suppress(AEngineError):  # it has failed, and so have they
-        if not await engine.drain(max(0.0, grace - min(_LAST_SECONDS, grace / 2))):
+    seconds = max(0.0, grace - min(_LAST_SECONDS, grace / 2))
+    with contextlib.suppress(AEngineError), Farewell(engine, seconds, tells=tells):  # it has failed, and so have they
+        if not await engine.drain(seconds):
             engine.abort_all()
+
+
+class Farewell:
+    """Logs the end of a server: within ``with``, requests get ``seconds`` to end, and are ended then."""
+
+    def __init__(self, engine: AsyncLLM | RemoteEngine, seconds: float, *, tells: bool = True) -> None:
+        self._engine = engine
+        self._seconds = seconds
+        self._tells = tells and engine.state != "failed"
+
+    def __enter__(self) -> None:
+        if self._tells:
+            numbers = self._engine.statistics()
+            self._begun, self._num_aborted = time.perf_counter(), numbers.num_aborted
+            count = numbers.num_running + numbers.num_waiting
+            logger.info("stopping: no new connections; %d requests have %.1f s to end", count, self._seconds)
+
+    def __exit__(self, *_: object) -> None:
+        if self._tells and self._engine.state in ("running", "draining"):
+            count = self._engine.statistics().num_aborted - self._num_aborted
+            how = f"{count} requests were ended before their answers were whole" if count else "all requests have ended"
+            logger.info("stopping: after %.1f s %s", time.perf_counter() - self._begun, how)
 
 
 def keep_loaded_objects() -> None:
@@ -155,11 +187,3 @@ def keep_loaded_objects() -> None:
     collection, for which the loop stands still, then takes a millisecond, not tens."""
     gc.collect()
     gc.freeze()
-
-
-def log_to_stderr(level: str) -> None:
-    """Log to stderr from ``level`` on. Of uvicorn's own life only what is wrong: the command line tells the rest."""
-    logging.basicConfig(level=level.upper(), format="%(asctime)s %(levelname)s %(name)s: %(message)s")
-    if level != "debug":
-        logging.getLogger("uvicorn.error").setLevel(logging.WARNING)
-        logging.getLogger("asyncio").setLevel(logging.WARNING)

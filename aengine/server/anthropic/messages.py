@@ -12,6 +12,7 @@ from starlette.responses import Response
 
 from ..errors import check_not_aborted
 from ..http import JSONAnswer, begin_events, while_connected
+from ..logs import note_usage
 from ..service import Service
 from .answers import blocks_of, ending_of, usage_of
 from .conversation import conversation_of
@@ -34,6 +35,7 @@ async def create_message(service: Service, request: Request) -> Response:
     name = f"msg_{uuid.uuid4().hex}"
     params, options = body.params(), body.chat_options()
     stream = service.engine.stream_chat(conversation, params, request_id=name, **rendering, **options)
+    note_usage(request, stream)
     headers = {REQUEST_ID: request_id_of(request)}
     head: dict[str, Any] = {"id": name, "type": "message", "role": "assistant", "model": body.model}
     if body.stream:

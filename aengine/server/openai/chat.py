@@ -25,6 +25,7 @@ from ...errors import AEngineError
 from ...outputs import FinishReason, Usage
 from ..errors import aborted, check_not_aborted
 from ..http import as_utf8, begin_events, event, while_connected
+from ..logs import note_usage
 from ..service import Service
 from .answers import (
     MOST_EVENTS,
@@ -54,6 +55,7 @@ async def chat_completions(service: Service, request: Request) -> Response:
     name = answer_id("chatcmpl", request, body.request_id)
     messages = chat_messages(body.messages)
     stream = service.engine.stream_chat(messages, body.params(), request_id=name.request_id, **body.chat_options())
+    note_usage(request, stream)
     head = {"id": name.text, "created": int(time.time()), "model": service.model_name}
     head["system_fingerprint"] = service.system_fingerprint
     writer = _Writer(service, body, head)

@@ -18,6 +18,7 @@ from ...errors import AEngineError
 from ...outputs import Choice, Completion, FinishReason, Token, Usage
 from ..errors import aborted, check_not_aborted
 from ..http import as_utf8, begin_events, event, while_connected
+from ..logs import note_usage
 from ..service import Service
 from .answers import AnswerId, TokenRow, answer_id, dumps, finish_reason, finite, num_values_of, rows_of, usage_of
 from .errors import error_events
@@ -44,11 +45,13 @@ async def completions(service: Service, request: Request) -> Response:
     writer = _Writer(service, body, head)
     if body.stream:
         streams = await _begin(service, body, name)
+        note_usage(request, *streams)
         await writer.set_echoes(service.engine.async_tokenizer)
         chunks = writer.chunks(streams)
         rest = streams[0].rest if len(streams) == 1 else asyncio.sleep
         return await begin_events(request, chunks, service.pace, rest, partial(error_events, body), name.headers)
     answers = await while_connected(request, _whole(service, body, name))
+    note_usage(request, *answers)
     check_not_aborted(choice for answer in answers for choice in answer.choices)
     await writer.set_echoes(service.engine.async_tokenizer)
     return await service.answer(lambda: head | writer.whole(answers), num_values_of(*answers), name.headers)

@@ -13,6 +13,7 @@ from starlette.responses import Response
 from ...outputs import Usage
 from ...pooling import PoolingRequest, PoolingResult
 from ..http import HTTPError, JSONAnswer, while_connected
+from ..logs import note_usage
 from ..service import Service
 from .answers import answer_id
 from .requests import Body, Ignored, Text, TokenIds
@@ -93,6 +94,7 @@ async def embeddings(service: Service, request: Request) -> Response:
     """Answer with the embeddings of texts"""
     body = await service.body(request, EmbeddingBody)
     result = await while_connected(request, service.engine.pool(body.request()))
+    note_usage(request, result)
     head = {"object": "list", "model": service.model_name, "usage": _usage(result.usage)}
     if body.encoding_format == "base64":
         return JSONAnswer(head | {"data": _data([base64.b64encode(_bytes(row)).decode() for row in result.values])})
@@ -140,7 +142,9 @@ async def _scored(
     service: Service, request: Request, pairs: Sequence[tuple[str, str]], body: PoolingBody, instruction: str | None
 ) -> PoolingResult:
     asked = PoolingRequest("score", pairs, instruction=instruction, options=body.options())
-    return await while_connected(request, service.engine.pool(asked))
+    result = await while_connected(request, service.engine.pool(asked))
+    note_usage(request, result)
+    return result
 
 
 def _data(vectors: Sequence[Any]) -> list[dict[str, Any]]:

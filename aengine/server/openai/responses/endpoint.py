@@ -14,6 +14,7 @@ from ....errors import AEngineError
 from ....outputs import FinishReason, Token, Usage
 from ...errors import aborted, check_not_aborted, http_error
 from ...http import HTTPError, JSONAnswer, as_utf8, begin_events, while_connected
+from ...logs import note_usage
 from ...service import Service
 from ..answers import answer_id, merged, token_entry
 from .body import ResponseBody
@@ -36,6 +37,7 @@ async def create_response(service: Service, request: Request) -> Response:
     name = answer_id("resp", request, body.request_id)
     params, options = body.params(), body.chat_options()
     stream = service.engine.stream_chat(conversation.messages, params, request_id=name.request_id, **options)
+    note_usage(request, stream)
     writer = _Writer(service, body, conversation, f"resp_{name.fresh}")
     if body.stream:
         chunks = writer.chunks(stream)
