@@ -5,12 +5,13 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 
 from ..errors import ContextLengthError, InvalidRequestError
-from . import CHARACTERS_PER_TOKEN, LONG_TEXT, MAX_NAME_CHARACTERS
+from . import CHARACTERS_PER_TOKEN, LONG_TEXT, MAX_NAME_CHARACTERS, MAX_VALUES
 
 __all__ = [
     "check_name",
     "check_num_characters",
     "check_num_messages",
+    "check_num_values",
     "check_size",
     "is_long",
     "most_characters",
@@ -67,6 +68,20 @@ def size_of(value: object, most: int, *, node: int = 1) -> int:
                 stack.extend(one)
                 stack.extend(one.values() if isinstance(one, Mapping) else ())
     return size
+
+
+def check_num_values(*values: object) -> None:
+    """Raise InvalidRequestError for JSON-like data of more values than a message between processes may have."""
+    left = MAX_VALUES
+    stack: list[object] = [*values]
+    while stack:
+        one = stack.pop()
+        if isinstance(one, Mapping | list | tuple):
+            left -= len(one)
+            if left < 0:
+                raise InvalidRequestError(f"the request has more than {MAX_VALUES} values: send less")
+            if not (one and isinstance(one, list) and isinstance(one[0], int)):  # token ids have no values in them
+                stack.extend(one.values() if isinstance(one, Mapping) else one)
 
 
 def check_name(name: str, value: str | None) -> None:

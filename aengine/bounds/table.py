@@ -142,8 +142,8 @@ BOUNDS = (
     Bound("stored responses", "1,000, 256 MiB", "the oldest are forgotten"),
     Bound(
         "a message between processes of one user (`connect`, `--workers`)",
-        "4 GiB; what it asks for is bounded as above",
-        "`EngineClosedError`",
+        f"{MAX_VALUES:,} values, 4 GiB; what it asks for is bounded as above",
+        f"{_INVALID}",
         "number method params trace num_reads",
     ),
     Bound("connections, slow uploads", "none", "a proxy, `ulimit -n`"),

@@ -12,6 +12,7 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 from .. import __version__
+from ..bounds.checks import check_num_characters, check_num_messages, check_num_values
 from ..chat.messages import ChatCompletion, Delta
 from ..config import EngineConfig
 from ..errors import EngineClosedError, EngineError, InvalidRequestError
@@ -144,7 +145,8 @@ class RemoteEngine(PoolingCalls):
         output_type: Any = None,
         **options: Unpack[RequestOptions],
     ) -> RemoteStream[Token, Completion[Any]]:
-        """See `AsyncLLM.stream`. What is wrong with the request is raised by the stream.
+        """See `AsyncLLM.stream`. What is wrong with the request is raised by the stream, what is too large here: it is
+        not sent.
 
         A new ``output_type`` is described before this returns: some milliseconds as a rule. `generate` does so in a
         thread.
@@ -198,6 +200,7 @@ class RemoteEngine(PoolingCalls):
         connection = self._check()
         if self._life == "draining":
             raise EngineClosedError("the engine drains: it takes no new requests")
+        _check_size(self.describe()["max_model_len"], prompt, options.get("tools"), options)
         params, known = typed_params(params, output_type, options.get("on_unsupported", "error"))
         if known is not None and method != "chat":
             options["on_unsupported"] = "error"  # the schema says itself what may be left out
@@ -268,6 +271,8 @@ class RemoteEngine(PoolingCalls):
         """See `AsyncLLM.async_tokenizer`; its calls are made in the engine's process."""
 
         async def ask(method: str, args: Sequence[Any], options: Mapping[str, Any]) -> Any:
+            if method != "decode":
+                _check_size(self.describe()["max_model_len"], *args, options)
             return await self._check().call("tokenizer", method, args, options)
 
         return AsyncTokenizer(ask)
@@ -295,3 +300,13 @@ class RemoteEngine(PoolingCalls):
         if self._connection is None or self._connection.has_broken:
             raise EngineClosedError(f"the connection to the engine at {self._path} is {self.state}")
         return self._connection
+
+
+def _check_size(max_model_len: int, prompt: Any, *others: Any) -> None:
+    """Raise what the engine would of what is too large, before it is sent: both sides would work on it. ``others``:
+    the tools, and options."""
+    if isinstance(prompt, str):
+        check_num_characters(len(prompt), max_model_len)
+    elif isinstance(prompt, Sequence) and prompt and isinstance(prompt[0], Mapping):
+        check_num_messages(max_model_len, prompt, *others[:1])
+    check_num_values(prompt, *others)

@@ -8,7 +8,6 @@ import math
 import re
 from collections.abc import AsyncGenerator, Awaitable, Callable, Coroutine, Iterator, Mapping
 from contextlib import aclosing
-from json import scanner
 from typing import Any, TypeVar
 
 from starlette.requests import Request
@@ -205,7 +204,7 @@ async def read_json(request: Request, max_bytes: int, lanes: Lanes, validated: C
         raise HTTPError(413, message, code="request_too_large")
     if num_values < FEW_VALUES:
         return validated(_loaded(body, _ONCE))
-    return await lanes.run(lambda: validated(_loaded(body, _IN_PIECES)), is_long=num_values > MANY_VALUES)
+    return await lanes.run(lambda: validated(_loaded(body, _in_pieces())), is_long=num_values > MANY_VALUES)
 
 
 def _loaded(body: bytes, decoder: json.JSONDecoder) -> Any:
@@ -224,18 +223,28 @@ def _finite_float(text: str) -> float:
     return number if math.isfinite(number) else _refuse_number(text)
 
 
-class _DecoderInPieces(json.JSONDecoder):
-    """The library's decoder in Python, which in a thread lets the loop have the GIL; the one in C keeps it to the
-    end."""
-
-    def __init__(self, **options: Any) -> None:
-        super().__init__(**options)
-        self.scan_once = scanner.py_make_scanner(self)  # type: ignore[attr-defined]  # the stubs lack it
-
-
 _OPTIONS: Any = {"parse_constant": _refuse_number, "parse_float": _finite_float}
 _ONCE = json.JSONDecoder(**_OPTIONS)
-_IN_PIECES = _DecoderInPieces(**_OPTIONS)
+
+
+def _in_pieces() -> json.JSONDecoder:
+    """Make a decoder that lets the loop have the GIL after every few values, in a thread; else it keeps it to the
+    end. (Of texts, the most that a body may have are a matter of milliseconds.)"""
+    number = 0
+
+    def counted(value: T) -> T:
+        nonlocal number
+        number += 1
+        if not number % _PIECE:
+            yield_gil()
+        return value
+
+    return json.JSONDecoder(
+        parse_constant=_refuse_number,
+        parse_float=lambda text: counted(_finite_float(text)),
+        parse_int=lambda text: counted(int(text)),
+        object_hook=counted,
+    )
 
 
 async def while_connected(request: Request, work: Coroutine[Any, Any, T]) -> T:

@@ -146,6 +146,8 @@ async def test_more_messages_than_tokens_are_not_rendered(
                     await engine.generate(messages, ONE)
         with pytest.raises(ContextLengthError):  # whatever the template shows of it
             await engine.chat([hello | {"extra": {"deep": ["x" * 110_000]}}], ONE)
+        with pytest.raises(ContextLengthError):
+            await engine.generate([hello | {"extra": {"deep": ["x" * 110_000]}}], ONE)
 
 
 def test_messages_have_a_bound_in_the_largest_context_too() -> None:

@@ -11,6 +11,7 @@ import httpx
 import pytest
 
 from aengine import AsyncLLM, SamplingParams
+from aengine.chat.parser import ChatParser
 from aengine.server import create_app
 from aengine.server.http import JSONAnswer, json_in_pieces
 from aengine.server.in_process import streaming_transport
@@ -167,3 +168,46 @@ async def test_reasoning_is_counted_by_the_engine(monkeypatch: pytest.MonkeyPatc
         assert completion.usage.reasoning_tokens == 2 * len("so it is")
         cut = await engine.chat([{"role": "user", "content": "x"}], SamplingParams(max_tokens=12))
         assert cut.message.reasoning and cut.usage.reasoning_tokens == len(cut.message.reasoning)
+
+
+async def test_the_strings_of_tools_are_made_once_a_chat(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Whatever its number of answers: in the thread that plans it."""
+    threads: list[str] = []
+    set_strings = ChatParser._set_strings
+
+    def noted(self: ChatParser) -> None:
+        threads.append(threading.current_thread().name)
+        set_strings(self)
+
+    monkeypatch.setattr(ChatParser, "_set_strings", noted)
+    tools = [{"name": f"tool_{i}", "parameters": {}} for i in range(20)]
+    reply = Reply(tool_calls=[("tool_7", {})])
+    async with FakeAsyncLLM(reply) as engine:
+        completion = await engine.chat([{"role": "user", "content": "x"}], SamplingParams(n=16), tools=tools)
+        assert [choice.message.tool_calls[0].name for choice in completion.choices] == ["tool_7"] * 16
+        assert len({choice.message.tool_calls[0].id for choice in completion.choices}) == 16
+    assert len(threads) == 1 and threads[0].startswith("aengine-prompt")
+
+
+async def test_streams_of_many_prompts_are_awaited_one_by_one(monkeypatch: pytest.MonkeyPatch) -> None:
+    """And not all of them anew for each token."""
+    num_awaited = 0
+    wait = asyncio.wait
+
+    async def counted(tasks: Any, **options: Any) -> Any:
+        nonlocal num_awaited
+        num_awaited += len(list(tasks))
+        return await wait(tasks, **options)
+
+    async with FakeAsyncLLM("word" * 4) as engine, http_client(engine) as client:
+        body = {"prompt": ["x"] * 64, "stream": True, "max_tokens": 16}
+        monkeypatch.setattr(completions.asyncio, "wait", counted)
+        answer = await client.post("/v1/completions", json=body)
+        monkeypatch.undo()
+    chunks = [json.loads(line[6:]) for line in answer.text.split("\n\n") if line.startswith("data: {")]
+    texts = [""] * 64
+    for chunk in chunks:
+        for choice in chunk["choices"]:
+            texts[choice["index"]] += choice["text"]
+    assert texts == ["word" * 4] * 64
+    assert num_awaited < 64 * 5

@@ -249,15 +249,16 @@ async def grow(args: argparse.Namespace) -> dict[str, Any]:
     with tempfile.TemporaryDirectory() as folder:
         async with FakeAsyncLLM("word", max_model_len=MOST_CONTEXT) as engine:
             async with serve_engine(engine, f"{folder}/engine"), connect(f"{folder}/engine") as remote:
-                transport = streaming_transport(create_app(engine, max_body_bytes=64 << 20))
+                transport = streaming_transport(create_app(engine))
                 async with httpx.AsyncClient(transport=transport, base_url="http://engine", timeout=600) as client:
                     doors: dict[str, tuple[Any, Any, Any]] = {
                         "process": (in_process, engine, lambda: engine.chat([HELLO], SMALL)),
                         "remote": (in_process, remote, lambda: remote.chat([HELLO], SMALL)),
                         "http": (over_http, client, over_http(client, "messages", [HELLO])[0].send),
                     }
-                    for _, _, small in doors.values():
-                        await small()
+                    for make, end, _ in doors.values():  # what the first of each kind loads or keeps stays
+                        for field in args.fields:
+                            await asyncio.gather(*map(outcome, make(end, field, VALUES[field](10))))
                     before = resident()
                     for door in args.doors:
                         make, end, small = doors[door]
