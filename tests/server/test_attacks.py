@@ -12,6 +12,7 @@ from urllib.parse import quote
 
 import httpx
 import pytest
+from serving import Served
 from starlette.applications import Starlette
 from starlette.routing import Route
 from test_over_tcp import CHAT, connected, post, read_answer, served
@@ -296,6 +297,20 @@ HOSTILE: list[tuple[str, dict[str, Any]]] = [
     ("/v1/completions", {"prompt": "x", "structured_outputs": {"grammar": "start: start"}}),
     ("/v1/completions", {"prompt": "x", "max_tokens": 10**9, "min_tokens": 10**9}),
 ]
+
+
+@pytest.mark.slow
+def test_checks_are_no_asserts() -> None:
+    """With ``python -O``, which leaves out every assert, the same requests are refused."""
+    with Served("--port", 0, "--max-model-len", 512, "--no-access-log", script="a", PYTHONOPTIMIZE="1") as program:
+        url = f"http://127.0.0.1:{program.port()}"
+        for path, body in HOSTILE:
+            content = json.dumps({"max_tokens": 2} | body)
+            answer = httpx.post(url + path, content=content, headers={"content-type": "application/json"}, timeout=60)
+            assert answer.status_code in (200, 400, 413), (body, answer.text[:300])
+        answer = httpx.post(f"{url}/v1/completions", json={"prompt": "x", "max_tokens": 3})
+        assert answer.json()["choices"][0]["text"] == "aaa"
+        assert httpx.get(f"{url}/v1/models", headers={"host": "evil.example"}).status_code == 403
 
 
 async def test_a_hostile_request_harms_no_other() -> None:
