@@ -27,6 +27,7 @@ from aengine import (
     WorkerDiedError,
 )
 from aengine.engine import recovery
+from aengine.scheduler.scheduler import Scheduler
 from aengine.structured.backend import MatcherError
 from aengine.structured.bitmasks import BitmaskFiller, RequestGrammar
 from aengine.structured.llguidance.matcher import LLGuidanceMatcher
@@ -381,7 +382,15 @@ async def test_many_in_flight_steps(make_engine: Make) -> None:
     assert all(len(c.text) == 30 for c in completions)
 
 
-async def test_forced_tokens_take_no_steps_of_their_own(make_engine: Make) -> None:
+async def test_forced_tokens_take_no_steps_of_their_own(make_engine: Make, monkeypatch: pytest.MonkeyPatch) -> None:
+    asked: set[tuple[int | None, bool]] = set()
+    propose = Scheduler.propose
+
+    def noted(self: Scheduler, request: Any, token_ids: Any, *, are_certain: bool = False) -> None:
+        asked.add((request.params.logprobs, are_certain))
+        propose(self, request, token_ids, are_certain=are_certain)
+
+    monkeypatch.setattr(Scheduler, "propose", noted)
     wanted = constrained(choice=["an answer that is long enough to be of many tokens"])
     async with make_engine() as engine:
         completion = await engine.generate([1, 2], wanted)
@@ -395,6 +404,8 @@ async def test_forced_tokens_take_no_steps_of_their_own(make_engine: Make) -> No
     assert stopped.text == "an answer that is " and stopped.finish_reason == "stop"
     assert short.token_ids == completion.token_ids[:5] and short.finish_reason == "length"
     assert with_logprobs.token_ids == completion.token_ids and len(with_logprobs.logprobs) == len(completion.token_ids)
+    # Without log-probabilities the worker need not compute what is certain.
+    assert asked == {(None, True), (0, False)}
 
 
 @pytest.fixture

@@ -151,6 +151,9 @@ def test_a_call_that_is_cut_off_behind_its_name_is_a_call(known, ids):
             first = known.openings[0] + known.head("get") + known.arguments.write({}) + known.after_arguments
             whole = markers.encode(first * number + before + known.head(name))
             named = markers.encode(first * number + before + known.before_name + name)
+            if name == "get":  # or "get_time", which goes on
+                message = feed(new(known, tools=tools, token_id=ids.get), named)
+                assert len(message.tool_calls) == number
             for end in range(len(named) + (name == "get"), len(whole)):
                 message = feed(new(known, tools=tools, token_id=ids.get), whole[:end])
                 if known.names_trigger and not number:  # an answer may end with this as its text

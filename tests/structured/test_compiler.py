@@ -212,6 +212,16 @@ async def test_the_least_recently_used_go_first() -> None:
         assert backend.compiled[5:] == ["c"]
 
 
+async def test_a_grammar_that_comes_twice_counts_once() -> None:
+    """One that was late is compiled again by the next who asks, and both arrive."""
+    async with compiling(cache_bytes=300) as (compiler, backend):
+        for _ in range(3):
+            compiler._remember(FakeCompiled(regex("a")))
+        for text in "bca":
+            await compiler.compile(regex(text))
+        assert backend.compiled == ["b", "c"]
+
+
 async def test_a_grammar_larger_than_the_cache_is_served_all_the_same() -> None:
     async with compiling(cache_bytes=50) as (compiler, backend):
         for _ in range(2):
