@@ -63,6 +63,8 @@ def grammar_error(spec: GrammarSpec, message: str, *, may_search: bool = True) -
     cure = ""
     if kind == "too_complex":
         cure = "; make it smaller or less ambiguous"
+    elif "registry" in message:
+        cure = "; only what lies in the schema itself can be referred to: copy it to $defs"
     elif kind == "unsupported" and spec.kind == "json_schema" and not spec.relax:
         cure = '; on_unsupported="relax" leaves out what can\'t be enforced'
     said = "no text fits it" if "NoExtension" in message else _in_one_line(message, spec.kind)
