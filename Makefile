@@ -68,7 +68,7 @@ CHAOS := kills_--kills_12 hangs_--hangs_3 hosts_--hosts_16 cancels_--cancels_500
 
 stress: $(TESTS) ## attacks and malformed input, seeded: fifteen minutes; fails if a promise is broken
 	@failed=0; for part in $(CHAOS); do $(BIN)/python tests/stress/chaos.py $${part//_/ } || failed=1; done; \
-		$(BIN)/python tests/stress/fuzz.py || failed=1; $(BIN)/python tests/stress/grow.py || failed=1; exit $$failed
+		for part in fuzz fuzz_files grow; do $(BIN)/python tests/stress/$$part.py || failed=1; done; exit $$failed
 
 clean: ## remove what make made
 	rm -rf $(VENV) build *.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis

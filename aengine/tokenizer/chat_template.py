@@ -62,14 +62,17 @@ class ChatTemplate:
         variables = {"documents": None, **(extra or {}), "tools": list(tools) if tools else None}
 
         def rendered(messages: list[dict[str, Any]]) -> TracedText:
-            text = self._compiled.render(
-                {
-                    **self._special_tokens,
-                    **_traced_within(variables, theirs),
-                    "add_generation_prompt": add_generation_prompt,
-                    "messages": [_traced_message(m, theirs, i == last) for i, m in enumerate(messages)],
-                }
-            )
+            from .template_bounds import bounded
+
+            with bounded(len(messages)):
+                text = self._compiled.render(
+                    {
+                        **self._special_tokens,
+                        **_traced_within(variables, theirs),
+                        "add_generation_prompt": add_generation_prompt,
+                        "messages": [_traced_message(m, theirs, i == last) for i, m in enumerate(messages)],
+                    }
+                )
             assert isinstance(text, TracedText)
             return text
 

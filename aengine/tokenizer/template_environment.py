@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import functools
 import json
+import re
 from collections.abc import Callable, Iterable, Mapping
 from datetime import datetime
 from typing import Any, NoReturn
@@ -23,10 +24,23 @@ from jinja2.exceptions import TemplateError
 from jinja2.ext import Extension, loopcontrols
 from jinja2.filters import make_attrgetter
 from jinja2.parser import Parser
-from jinja2.runtime import Context
+from jinja2.runtime import Context, LoopContext
 from jinja2.sandbox import ImmutableSandboxedEnvironment, SandboxedFormatter
 from jinja2.utils import pass_environment
 
+from .template_bounds import (
+    BOUNDED_METHODS,
+    CALL_STEPS,
+    check_lengths,
+    check_operation,
+    check_percent,
+    check_replace,
+    check_text_method,
+    counted,
+    counted_filter,
+    spend,
+    spend_on,
+)
 from .traced_text import TracedText, concatenated, origin_within, percent, text_of, traced
 
 __all__ = ["TemplateEnvironment", "to_json"]
@@ -36,6 +50,19 @@ _TEXT_FILTERS = (
     "safe", "string", "striptags", "title", "truncate", "upper", "urlencode", "urlize", "wordwrap", "xmlattr",
 )  # fmt: skip
 """Filters that make a text, without those that are written anew below."""
+
+
+def _shown(value: Any) -> str:
+    """`text_of`, of lists and mappings within bounds."""
+    if not isinstance(value, str):
+        spend_on(value)
+    return text_of(value)
+
+
+def _joined(parts: Iterable[str]) -> TracedText:
+    texts = list(parts)
+    check_lengths(map(len, texts))
+    return concatenated(texts)
 
 
 class _Compiler(CodeGenerator):
@@ -62,29 +89,56 @@ class TemplateEnvironment(ImmutableSandboxedEnvironment):
     """The environment that this file's head describes. It may compile several templates, in several threads."""
 
     code_generator_class = _Compiler
-    concat = staticmethod(concatenated)
-    intercepted_binops = frozenset(["%"])
+    concat = staticmethod(_joined)
+    intercepted_binops = frozenset(["%", "+", "*", "**"])
 
     def __init__(self) -> None:
         super().__init__(
-            trim_blocks=True, lstrip_blocks=True, extensions=[loopcontrols, _GenerationBlock], finalize=text_of
+            trim_blocks=True, lstrip_blocks=True, extensions=[loopcontrols, _GenerationBlock], finalize=_shown
         )
         self.filters |= {name: _followed(self.filters[name]) for name in _TEXT_FILTERS}
         self.filters |= {"join": _join, "replace": _replace, "tojson": to_json, "trim": _trim}
+        self.filters = {name: counted_filter(name, make) for name, make in self.filters.items()} | {"counted": counted}
         self.globals |= {"raise_exception": _raise_exception, "strftime_now": _strftime_now}
+        del self.globals["lipsum"]  # random text of any length
+
+    def _generate(self, source: nodes.Template, *args: Any, **kwargs: Any) -> str:
+        """Compile a template, each of whose loops counts its rounds."""
+        for loop in source.find_all(nodes.For):
+            loop.iter = nodes.Filter(loop.iter, "counted", [], [], None, None, lineno=loop.lineno)
+        return super()._generate(source, *args, **kwargs)
 
     def joined(self, values: Iterable[Any]) -> TracedText:
-        return concatenated(map(text_of, values))
+        return _joined(map(_shown, values))
 
     def call_binop(self, context: Context, operator: str, left: Any, right: Any) -> Any:
-        return percent(left, right) if isinstance(left, str) else super().call_binop(context, operator, left, right)
+        if operator == "%" and isinstance(left, str):
+            check_percent(left)
+            spend_on(right)
+            return percent(left, right)
+        check_operation(operator, left, right)
+        return super().call_binop(context, operator, left, right)
+
+    def call(__self, __context: Context, __obj: Any, *args: Any, **kwargs: Any) -> Any:
+        """Call a macro, a function or a method. The names are Jinja's, since any may be an argument's."""
+        spend(CALL_STEPS)
+        if isinstance(__obj, LoopContext) and args:  # a recursive loop goes down
+            args = (counted(args[0]), *args[1:])
+        result = super().call(__context, __obj, *args, **kwargs)
+        if isinstance(result, str | list):
+            spend(len(result) // 1024)
+        return result
 
     def getattr(self, obj: Any, attribute: str) -> Any:
+        if attribute in BOUNDED_METHODS and isinstance(obj, str | int):
+            return functools.partial(self._bounded_method, obj, attribute)
         if isinstance(obj, str):
             if attribute in ("format", "format_map"):
                 return functools.partial(self._format if attribute == "format" else self._format_map, obj)
             if attribute == "encode":  # bytes can't be followed
                 return self.unsafe_undefined(obj, attribute)
+            if attribute == "join":
+                return functools.partial(_join_by, obj)
             if type(obj) is str and hasattr(TracedText, attribute):
                 obj = TracedText(obj)  # its arguments may be traced
         return super().getattr(obj, attribute)
@@ -94,16 +148,32 @@ class TemplateEnvironment(ImmutableSandboxedEnvironment):
             return self.getattr(obj, argument)
         return super().getitem(obj, argument)
 
+    def _bounded_method(self, obj: Any, name: str, *args: Any, **kwargs: Any) -> Any:
+        check_text_method(name, obj, args, kwargs)
+        return getattr(TracedText(obj, getattr(obj, "spans", ())) if isinstance(obj, str) else obj, name)(
+            *args, **kwargs
+        )
+
     def _format(self, template: str, *args: Any, **kwargs: Any) -> TracedText:
         """Return ``template.format(...)``. With nothing but {} in it, character by character."""
         pieces = TracedText(template, getattr(template, "spans", ())).split("{}")
         if len(pieces) == len(args) + 1 and not kwargs and not any(brace in "".join(pieces) for brace in "{}"):
             return concatenated(text for pair in zip(pieces, [*map(text_of, args), ""], strict=True) for text in pair)
-        text = SandboxedFormatter(self).vformat(str.__str__(template), args, kwargs)
+        text = _Formatter(self).vformat(str.__str__(template), args, kwargs)
         return traced(text, origin_within((template, args, kwargs)))
 
     def _format_map(self, template: str, values: Mapping[str, Any]) -> TracedText:
         return self._format(template, **values)
+
+
+class _Formatter(SandboxedFormatter):
+    """``str.format`` without attributes that lead out of the sandbox, and without great widths."""
+
+    def format_field(self, value: Any, format_spec: str) -> Any:
+        if re.search(r"\d{6}", format_spec):
+            raise TemplateError("the template was stopped: it formats a text to a great width")
+        spend_on(value)
+        return super().format_field(value, format_spec)
 
 
 def _followed(make: Callable[..., Any]) -> Callable[..., Any]:
@@ -120,19 +190,26 @@ def _followed(make: Callable[..., Any]) -> Callable[..., Any]:
     return made
 
 
+def _join_by(separator: str, values: Iterable[Any]) -> TracedText:
+    """Return ``separator.join(values)``."""
+    texts = list(counted(values))
+    check_lengths([len(separator) * len(texts), *(len(text) for text in texts if isinstance(text, str))])
+    return TracedText(separator, getattr(separator, "spans", ())).join(texts)
+
+
 @pass_environment
 def _join(environment: TemplateEnvironment, value: Iterable[Any], d: Any = "", attribute: Any = None) -> TracedText:
     if attribute is not None:
         value = map(make_attrgetter(environment, attribute), value)
-    separator = text_of(d)
-    return TracedText(separator, getattr(separator, "spans", ())).join(map(text_of, value))
+    separator, texts = text_of(d), [_shown(part) for part in counted(value)]
+    check_lengths([len(separator) * len(texts), *map(len, texts)])
+    return TracedText(separator, getattr(separator, "spans", ())).join(texts)
 
 
 def _replace(s: Any, old: Any, new: Any, count: int | None = None) -> TracedText:
-    text = text_of(s)
-    return TracedText(text, getattr(text, "spans", ())).replace(
-        text_of(old), text_of(new), -1 if count is None else count
-    )
+    text, old, new = text_of(s), text_of(old), text_of(new)
+    check_replace(text, old, new)
+    return TracedText(text, getattr(text, "spans", ())).replace(old, new, -1 if count is None else count)
 
 
 def _trim(value: Any, chars: str | None = None) -> str:

@@ -8,6 +8,7 @@ import pickle
 import random
 import subprocess
 import sys
+from pathlib import Path
 from typing import Any
 
 import msgpack
@@ -154,6 +155,19 @@ async def test_a_worker_that_scribbles_on_its_rings(seed: int) -> None:
     pid = executor.workers[0].pid
     await executor.aclose(5)
     await gone(pid)
+
+
+# -- model files
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(170)
+def test_spoiled_model_files(rng: random.Random) -> None:
+    """In a process of its own: it forks one for each case, which a process with threads must not."""
+    program = Path(__file__).with_name("fuzz_files.py")
+    command = [sys.executable, str(program), "--cases", "40", "--seed", str(rng.getrandbits(30))]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=165)
+    assert done.returncode == 0, done.stdout + done.stderr
 
 
 # -- calls

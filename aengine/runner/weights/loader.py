@@ -220,7 +220,7 @@ def _check_shape(place: Place, shape: tuple[int, ...], source: ModelSource) -> N
 
 
 def _some(names: list[str]) -> str:
-    return ", ".join(names[:5]) + (", ..." if len(names) > 5 else "")
+    return ", ".join(f"{name:.200}" for name in names[:5]) + (", ..." if len(names) > 5 else "")
 
 
 def _gib(count: int) -> str:

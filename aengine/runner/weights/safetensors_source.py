@@ -153,4 +153,4 @@ def _corrupt(path: Path) -> Iterator[None]:
     try:
         yield
     except (SafetensorError, OSError, ValueError) as error:
-        raise ModelLoadError(f"{path} is truncated or corrupt: {error}; fetch it again") from error
+        raise ModelLoadError(f"{path} is truncated or corrupt: {error!s:.300}; fetch it again") from error

@@ -1,0 +1,122 @@
+"""Chat templates of untrusted checkpoints: what would take long or much is stopped before it does."""
+
+from __future__ import annotations
+
+import tomllib
+from pathlib import Path
+from typing import Any
+
+import pytest
+from packaging.requirements import Requirement
+
+from aengine.errors import InvalidRequestError
+from aengine.tokenizer.chat_template import ChatTemplate
+
+MESSAGES: list[dict[str, Any]] = [{"role": "user", "content": "x" * 1000}]
+DOUBLED = "{% set ns = namespace(x=%s) %}{% for i in range(60) %}{% set ns.x = %s %}{% endfor %}{{ ns.x %s }}"
+
+
+def render(template: str, **variables: Any) -> str:
+    return ChatTemplate(template, {"bos_token": "<s>"}).render(MESSAGES, extra=variables)
+
+
+def doubled(first: str, again: str, shown: str = "|length") -> str:
+    return DOUBLED.replace("%s", first, 1).replace("%s", again, 1).replace("%s", shown, 1)
+
+
+@pytest.mark.timeout(60)
+@pytest.mark.parametrize(
+    "template",
+    [
+        "{{ 10**(10**7) > 1 }}",
+        "{{ 'x'*(10**9) }}",
+        "{{ (10**9) * 'x' }}",
+        "{{ ([0]*(10**9))|length }}",
+        "{{ '%1000000000d' % 1 }}",
+        "{{ '%*d' % (1000000000, 1) }}",
+        "{{ '%.1000000000f' % 1 }}",
+        "{{ '%1000000000d'|format(1) }}",
+        "{{ '{:>1000000000}'.format('x') }}",
+        "{{ '{:>{w}}'.format('x', w=1000000000) }}",
+        "{{ 'x'.ljust(1000000000) }}",
+        "{{ 'x'.center(1000000000) }}",
+        "{{ 'x'.zfill(1000000000) }}",
+        "{{ ('\\t' * 100000).expandtabs(100000) }}",
+        "{{ (5).to_bytes(1000000000, 'big') }}",
+        "{{ 'x'|center(1000000000) }}",
+        "{{ 'x\\ny'|indent(1000000000) }}",
+        "{{ ('x\\n' * 1000000)|indent(1000) }}",
+        "{{ [1]|batch(1000000000, 'x')|list }}",
+        "{{ [1]|slice(1000000000)|list }}",
+        "{{ [1, 2]|tojson(indent=1000000000) }}",
+        "{{ 1.5|round(1000000000, 'ceil') }}",
+        "{{ range(1000000000)|length }}",
+        "{{ lipsum(n=1000000) }}",
+        "{{ [messages] * 1000 | sum(start=[]) }}",
+        "{{ ('x' * 10000).replace('x', 'y' * 10000) }}",
+        "{{ ('x' * 10000)|replace('x', 'y' * 10000) }}",
+        "{{ ('x' * 10000).replace('', 'y' * 10000) }}",
+        "{{ ('y' * 10000).join(['x'] * 10000) }}",
+        "{{ (['y' * 10000] * 10000)|join }}",
+        "{{ ('x' * 10000).translate({120: 'y' * 10000}) }}",
+        doubled("'x'", "ns.x ~ ns.x"),
+        doubled("'x'", "ns.x + ns.x"),
+        doubled("messages[0].content", "ns.x + ns.x"),
+        doubled("[1]", "ns.x + ns.x"),
+        doubled("2", "ns.x * ns.x", "> 1"),
+        doubled("[1]", "[ns.x, ns.x]", ""),
+        doubled("[1]", "[ns.x, ns.x]", "|tojson"),
+        doubled("[1]", "[ns.x, ns.x]", "|string|length"),
+        doubled("[1]", "{'a': ns.x, 'b': ns.x}", "|pprint"),
+        "{% for i in range(100000) %}{% for j in range(100000) %}{% endfor %}{% endfor %}",
+        "{% for i in range(100000) %}{% for j in range(100000) if j < 0 %}{% endfor %}{% endfor %}",
+        "{% macro m(n) %}{% if n %}{{ m(n - 1) }}{{ m(n - 1) }}{% endif %}{% endmacro %}{{ m(60) }}",
+        "{% for x in [1] recursive %}{% if loop.depth < 60 %}{{ loop([1, 1]) }}{% endif %}{% endfor %}",
+        "{% for i in range(100000) %}{{ range(100000)|map('upper')|list|length }}{% endfor %}",
+        "{% for i in range(100000) %}{{ range(100000)|list|length }}{% endfor %}",
+        "{% for i in range(100000) %}{{ 'x' * 60000000 }}{% endfor %}",
+    ],
+)  # fmt: skip
+def test_an_exhausting_template_is_stopped(template: str) -> None:
+    with pytest.raises(InvalidRequestError, match="chat template refuses these messages") as caught:
+        render(template)
+    assert len(str(caught.value)) < 300
+
+
+def test_long_chats_stay_within_the_bounds() -> None:
+    """What templates do with each message, over thousands."""
+    template = (
+        "{{ bos_token }}{% for message in messages %}"
+        "{% if loop.index0 == messages|length - 1 or loop.last %}LAST{% endif %}"
+        "{{ '<|im_start|>' + message.role + '\\n' + message['content']|trim + '<|im_end|>' ~ '\\n' }}"
+        "{% set before = messages|selectattr('role', 'equalto', 'system')|list %}{% endfor %}"
+        "{{ tools|tojson(indent=4) }}"
+    )
+    messages = [{"role": "user", "content": f"{i} " * 20} for i in range(1000)]
+    text = ChatTemplate(template, {"bos_token": "<s>"}).render(messages, tools=[{"a": [1, 2]}] * 200)
+    assert text.count("<|im_start|>") == 1000 and text.count("LAST") == 1
+
+
+def test_arithmetic_and_texts_are_as_ever() -> None:
+    assert render("{{ 2**10 + 3 * 4 }} {{ 'ab' * 3 }} {{ [1] * 2 }} {{ '%5.1f|%-4s' % (1.25, 'a') }}") == (
+        "1036 ababab [1, 1]   1.2|a   "
+    )
+    assert (
+        render("{{ '{:>5}'.format('x') }}{{ 'a,b'.split(',')|join('-') }}{{ ', '.join(['a', 'b']) }}") == "    xa-ba, b"
+    )
+    assert render("{% for x in y %}{{ loop.index }}/{{ loop.length }} {% else %}none{% endfor %}", y=["a", "b"]) == (
+        "1/2 2/2 "
+    )
+    assert render("{% for x in missing %}{% else %}none{% endfor %}{{ [1, 2]|sum }}{{ 'x'.rjust(3) }}") == "none3  x"
+    assert (
+        render("{% for k, v in {'a': 1}.items() %}{{ k }}{{ v }}{% endfor %}{{ {'a': [1]}|tojson }}") == 'a1{"a": [1]}'
+    )
+
+
+def test_the_sandbox_needs_a_release_without_its_hole() -> None:
+    """Before 3.1.6 a template got at str.format by the filter attr, and so at all modules (CVE-2025-27516)."""
+    project = tomllib.loads((Path(__file__).parents[2] / "pyproject.toml").read_text())["project"]
+    (jinja,) = (Requirement(line) for line in project["dependencies"] if line.startswith("jinja2"))
+    assert "3.1.5" not in jinja.specifier and "3.1.6" in jinja.specifier
+    with pytest.raises(InvalidRequestError):
+        render("{{ ('{0.__init__.__globals__}'|attr('format'))(joiner) }}")
