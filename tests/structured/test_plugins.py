@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import importlib
 from pathlib import Path
+from typing import Any
 
 import pytest
 from grammar_helpers import allowed, vocabulary
@@ -14,6 +16,11 @@ from aengine.structured.compiler import GrammarCompiler
 from aengine.structured.spec import GrammarSpec, spec_of
 
 MODULE = """
+import threading
+
+GO_ON = threading.Event()
+
+
 class Matcher:
     def __init__(self, words, rest):
         self.words, self.rest = words, rest
@@ -60,6 +67,8 @@ class Backend:
         return True
 
     def compile(self, spec, on_wait=None):
+        if spec.text == "forever":
+            GO_ON.wait(60)
         if spec.text == "crash":
             raise ZeroDivisionError("a bug of the plug-in")
         return Compiled(self.vocabulary, spec)
@@ -134,3 +143,26 @@ async def test_one_that_raises_ends_its_request_alone() -> None:
     failed = advance_batch([(own, []), (bad, []), (good, [])], mask)
     assert list(failed) == [1] and "RuntimeError: its masks are broken" in str(failed[1])
     await compiler.aclose()
+
+
+async def test_one_that_compiles_for_ever_is_not_waited_for() -> None:
+    """Its own bound or none: a request waits no longer than for the engine's own grammars, and others go on."""
+    compiler = GrammarCompiler(vocabulary("tiny"), timeout=0.3)
+    plug_in: Any = importlib.import_module("verbatim_grammar")
+    try:
+        with pytest.raises(GrammarError) as caught:
+            await compiler.compile(spec("forever"))
+        assert caught.value.kind == "too_complex"
+        assert await compiler.compile(spec("ab")) and await compiler.compile(GrammarSpec("regex", "a"))
+    finally:
+        plug_in.GO_ON.set()
+        await compiler.aclose()
+
+
+async def test_it_never_sees_what_is_larger_than_any_grammar() -> None:
+    many = ["a" * 600_000, "b" * 600_000]
+    wrong: list[dict[str, Any]] = [{"regex": "a" * 70_000}, {"grammar": "start: " + '"a" ' * 20_000}, {"choice": many}]
+    for given in wrong:
+        with pytest.raises(GrammarError) as caught:
+            spec_of(StructuredOutput(**given, backend="verbatim"))
+        assert caught.value.kind == "too_complex", given
