@@ -6,7 +6,7 @@ import asyncio
 from typing import Any, ClassVar
 
 from ..chat.plan import ChatRequest
-from ..chat.tools import tools_of
+from ..chat.tools import Tool, tools_of
 from ..checkpoint.source import ModelSource
 from ..config import EngineConfig
 from ..engine.admission import Admission
@@ -89,19 +89,21 @@ class ScriptedAdmission(Admission):
 
     def _take_lines(self, request: UserRequest) -> float:
         """Take the lines of the request's completions from the script. Returns the seconds until they may begin."""
-        lines = [self._next_line(request, choice) for choice in range(request.params.n)]
+        prompt = request.prompt
+        tools = tools_of(prompt.tools) if isinstance(prompt, ChatRequest) else ()
+        lines = [self._next_line(request, choice, tools) for choice in range(request.params.n)]
         # Rows know a request by its seed.
         request.params = request.params.replace(seed=self._num_lines)
         self._script.lines.update(enumerate(lines, start=self._num_lines))
         self._num_lines += len(lines)
         return max(line.delay for line in lines)
 
-    def _next_line(self, request: UserRequest, choice: int) -> Line:
+    def _next_line(self, request: UserRequest, choice: int, tools: tuple[Tool, ...]) -> Line:
         prompt, params = request.prompt, request.params
         asked: dict[str, Any] = {"params": params}
         if isinstance(prompt, ChatRequest):
             asked["prompt"], asked["output_type"] = prompt.messages, prompt.output_type
-            asked["tools"], asked["tool_choice"] = tools_of(prompt.tools), prompt.tool_choice
+            asked["tools"], asked["tool_choice"] = tools, prompt.tool_choice
         elif isinstance(prompt, MessagesPart):
             asked["prompt"] = prompt.messages
         elif isinstance(prompt, TextPart):
