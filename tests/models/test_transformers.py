@@ -136,6 +136,23 @@ def test_a_layer_that_does_more_than_its_parts_stays_as_it_is(tmp_path: Path, mo
     assert engine.offer["fused"] == {"layers": 0, "feed_forward": 0}
 
 
+@pytest.mark.parametrize(
+    ("model_type", "dtype", "fields", "layers"),
+    [
+        ("olmoe", "float32", {"clip_qkv": 8.0}, 0),  # which none of the tokens reaches on which layers are compared
+        ("olmoe", "float32", {"clip_qkv": None}, 3),
+        ("granite", "bfloat16", {"residual_multiplier": 0.96}, 0),  # less than bfloat16 rounds a layer's output
+        ("granite", "bfloat16", {"residual_multiplier": 1.0}, 3),
+        ("olmo3", "bfloat16", {}, 3),  # its cosines and sines are in float32
+    ],
+)
+def test_a_layer_that_differs_for_some_values_or_by_a_little_stays_as_it_is(
+    model_type: str, dtype: str, fields: dict[str, Any], layers: int, tmp_path: Path
+) -> None:
+    write_zoo_model(tmp_path, model_type, **fields)
+    assert Engine(tmp_path, model_impl="transformers", dtype=dtype).offer["fused"]["layers"] == layers
+
+
 def test_a_native_family_too_when_asked_for(tmp_path: Path) -> None:
     reference = write_zoo_model(tmp_path, "qwen3", tie_word_embeddings=True)
     engine = check_scenarios(tmp_path, reference, model_impl="transformers")

@@ -52,6 +52,7 @@ class PlainAttention:
         self._ropes = ropes
         self._positions = positions
         self.next_call = next_call
+        self.rounds_rotary_to: torch.dtype | None = None
         sequence = (positions == 0).cumsum(0)
         lengths = sequence.bincount()
         self._lengths: list[int] = lengths[1:].tolist()
@@ -91,6 +92,9 @@ class PlainAttention:
             rope = self._ropes[layer.rope]
             inv_freq, factor = rope.inv_freq()
             rows = rotary_rows(self._positions, inv_freq.to(qkv.device), factor, interleaved=rope.interleaved)
+            if self.rounds_rotary_to is not None:
+                cos, sin = rows
+                rows = cos.to(self.rounds_rotary_to).float(), sin.to(self.rounds_rotary_to).float()
             q, k = q.float(), k.float()
             for x in (q, k):
                 apply_rotary(x, *rows, interleaved=rope.interleaved)

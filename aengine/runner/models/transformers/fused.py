@@ -11,8 +11,9 @@ The norms may also follow the products, and the halves of a layer may be paralle
 product is a launch of its own. A feed-forward layer of another kind, such as experts, is called as it is.
 
 Which modules have such a shape follows from their names and types; what they compute is compared: each norm and
-activation on random numbers, each layer on what it got in a run of the model over some tokens. A layer that differs
-from what is made of its parts, in whatever way, stays transformers'.
+activation on random numbers, each layer on what it got in a run of the model over some tokens; then once more in
+float32, where a factor near one is no rounding, and with norms and inputs many times as large, which reach limits that
+some models have. A layer that differs from what is made of its parts stays transformers'.
 """
 
 from __future__ import annotations
@@ -20,18 +21,21 @@ from __future__ import annotations
 import logging
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import astuple, dataclass, replace
+from copy import deepcopy
+from dataclasses import astuple, dataclass, field, replace
 from functools import partial
 from typing import Any, Protocol
 
 import torch
 from torch import Tensor, nn
+from torch.utils._pytree import tree_map
 
 from ....kernels.activation import act_and_mul
 from ...kv_spec import SharedKV
 from ...layers.attention import AttentionLayer
 from ...layers.norm import RMSNorm
 from ...weights.plain import PlainWeight
+from .attention import listen
 from .layer_parts import MOST, CentredNorm, Unusual, difference, pack, read_attention_matrices, read_gated, read_norm
 from .survey import SurveyedLayer, SurveyedMixer
 
@@ -67,6 +71,7 @@ class CallCounter(Protocol):
     """A listener of attention calls that counts them."""
 
     next_call: int
+    rounds_rotary_to: torch.dtype | None  # cosines and sines of `attend_to_qkv`, as modules may get them
 
     def attend_to_qkv(self, layer: AttentionLayer, qkv: Tensor) -> Tensor:
         """See `AttentionCall.forward`."""
@@ -207,6 +212,7 @@ class _Record:
     hidden: Tensor
     call: int  # its attention's place among all calls
     out: Tensor | None = None
+    others: dict[str, Any] = field(default_factory=dict)  # arguments beside the hidden states
 
 
 @contextmanager
@@ -217,7 +223,8 @@ def _recording(modules: Iterable[nn.Module]) -> Iterator[dict[nn.Module, _Record
     def before(module: nn.Module, args: tuple[Any, ...], options: dict[str, Any]) -> None:
         hidden = args[0] if args else options.get("hidden_states")
         if isinstance(hidden, Tensor):
-            records[module] = _Record(hidden.clone(), _listener(module).next_call)
+            others = options if args else {key: value for key, value in options.items() if key != "hidden_states"}
+            records[module] = _Record(hidden.clone(), _listener(module).next_call, None, others)
 
     def after(module: nn.Module, args: tuple[Any, ...], options: dict[str, Any], out: Any) -> None:
         record = records.pop(module, None)
@@ -240,7 +247,7 @@ def _fuse(
     surveyed: tuple[SurveyedLayer | SurveyedMixer, ...],
     ropes: Sequence[int],
     record: _Record,
-    listen: Callable[[], None],
+    listen_at: Callable[[], None],
 ) -> FusedLayer:
     """The rotary embedding is the one that comes nearest. Raises `Unusual`."""
     seen = surveyed[record.call]
@@ -265,7 +272,7 @@ def _fuse(
     assert record.out is not None
     offs: list[float] = []
     for fused.layer in layers:
-        listen()
+        listen_at()
         try:
             out = fused.forward(record.hidden.clone())
         except Exception as error:  # the parts are not put together as they are here
@@ -274,7 +281,66 @@ def _fuse(
     fused.layer = layers[offs.index(min(offs))]
     if min(offs) > MOST[record.hidden.dtype]:
         raise Unusual(f"its output differs by {min(offs):.2g} from that of its parts")
+    try:
+        _compare_in_float32(module, fused.layer, record, listen_at)
+    except torch.OutOfMemoryError as error:
+        raise Unusual("there is no memory to compare it in float32") from error
     return fused
+
+
+_LARGER = 30.0
+"""Times which norms and inputs are as large, for a comparison that reaches limits of values."""
+
+
+def _compare_in_float32(
+    module: nn.Module, layer: AttentionLayer, record: _Record, listen_at: Callable[[], None]
+) -> None:
+    """Raises `Unusual` if a copy of the layer in float32 differs from its parts, as it is or with larger numbers."""
+    memo: dict[int, Any] = {id(_listener(module)): None}
+    mlp: Any = module.mlp
+    if read_gated(mlp) is None:  # it is called as it is: only the rest is compared
+        memo[id(mlp)] = _InItsDtype(mlp, record.hidden.dtype)
+    copy = deepcopy(module, memo).float()
+    others = tree_map(lambda x: x.float() if isinstance(x, Tensor) and x.is_floating_point() else x, record.others)
+    kind = _kind_of(copy)
+    assert kind is not None
+
+    def change(forward: Callable[[Tensor], Tensor], hidden: Tensor, rotary: torch.dtype | None = None) -> Tensor:
+        listen_at()
+        listener: Any = _listener(module)
+        listener.rounds_rotary_to = rotary
+        listen(copy, listener)
+        return forward(hidden.clone()) - hidden
+
+    for larger in (False, True):
+        hidden = record.hidden.float()
+        if larger:
+            hidden *= _LARGER
+            for name in {kind.before_attention, kind.before_mlp} - {""}:
+                getattr(copy, name).weight.data.mul_(_LARGER)
+        fused = FusedLayer(copy, layer)
+        wanted = change(partial(copy, **others), hidden)
+        # Some modules get cosines and sines in the model's dtype, some in float32.
+        outs = [change(fused.forward, hidden, dtype) for dtype in (None, record.hidden.dtype)]
+        off = min(difference(out, wanted) for out in outs)
+        if not off <= (_MOST_OF_LARGER if larger else MOST[torch.float32]):
+            raise Unusual(f"in float32{', with larger numbers,' * larger} it differs by {off:.2g} from its parts")
+
+
+_MOST_OF_LARGER = 2e-2
+
+
+class _InItsDtype(nn.Module):
+    """Calls a module of another dtype than its caller's."""
+
+    def __init__(self, module: nn.Module, dtype: torch.dtype) -> None:
+        super().__init__()
+        self._call = module.forward  # no submodule: its parameters stay as they are
+        self._dtype = dtype
+
+    def forward(self, x: Tensor, *args: Any, **options: Any) -> Any:
+        out = self._call(x.to(self._dtype), *args, **options)
+        return tree_map(lambda y: y.float() if isinstance(y, Tensor) and y.is_floating_point() else y, out)
 
 
 def _listener(module: nn.Module) -> CallCounter:
