@@ -8,7 +8,15 @@ from typing import TYPE_CHECKING, Any, overload
 
 from .blocking import Batch, ChatIterator, TokenIterator, is_list_of_prompts, one_each, showing
 from .errors import InvalidRequestError
-from .handles.calls import collective_rpc, positive_seconds, resume, seconds, start_profile, stop_profile
+from .handles.calls import (
+    collective_rpc,
+    positive_seconds,
+    reset_prefix_cache,
+    resume,
+    seconds,
+    start_profile,
+    stop_profile,
+)
 from .handles.chats import begin_chat
 from .handles.immediate_calls import ImmediateCalls
 from .handles.on_thread import ThreadHandle
@@ -241,6 +249,11 @@ class SyncLLM(ImmediateCalls, SyncPoolingCalls):
         self._check()
         limit = positive_seconds("timeout", timeout)
         return self._handle.wait(lambda core: collective_rpc(core, method, args, limit))
+
+    def reset_prefix_cache(self) -> int:
+        """See `AsyncLLM.reset_prefix_cache`."""
+        self._check()
+        return self._handle.wait(reset_prefix_cache)
 
     # -- internals
 

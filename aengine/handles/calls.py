@@ -8,12 +8,21 @@ from functools import partial
 from typing import TYPE_CHECKING, Any, TypeGuard
 
 from ..errors import InvalidRequestError
+from ..scheduler.scheduler import reset_prefix_cache as forget_prefixes
 from ..threads.pools import run_in_thread
 
 if TYPE_CHECKING:
     from ..engine.core import EngineCore
 
-__all__ = ["collective_rpc", "positive_seconds", "resume", "seconds", "start_profile", "stop_profile"]
+__all__ = [
+    "collective_rpc",
+    "positive_seconds",
+    "reset_prefix_cache",
+    "resume",
+    "seconds",
+    "start_profile",
+    "stop_profile",
+]
 
 _START_PROFILE_SECONDS = 60.0  # torch prepares CUDA's profiling interface the first time
 _STOP_PROFILE_SECONDS = 600.0  # of a long recording some GB of JSON are written
@@ -48,6 +57,11 @@ async def collective_rpc(core: EngineCore, method: object, args: tuple[Any, ...]
     if not isinstance(method, str) or not method.isidentifier() or method.startswith("_"):
         raise InvalidRequestError(f"method={method!r:.100} is not valid: it must be a public name", param="method")
     return await core.replicas.call_all(method, args, timeout)
+
+
+async def reset_prefix_cache(core: EngineCore) -> int:
+    """See `AsyncLLM.reset_prefix_cache`."""
+    return sum(forget_prefixes(replica.scheduler) for replica in core.replicas)
 
 
 def seconds(name: str, value: object) -> float:

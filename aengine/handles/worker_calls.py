@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
-from .calls import collective_rpc, positive_seconds, start_profile, stop_profile
+from .calls import collective_rpc, positive_seconds, reset_prefix_cache, start_profile, stop_profile
 
 if TYPE_CHECKING:
     import os
@@ -84,3 +84,14 @@ class WorkerCalls:
         """
         limit = positive_seconds("timeout", timeout)
         return await self._handle.run(lambda core: collective_rpc(core, method, args, limit))
+
+    async def reset_prefix_cache(self) -> int:
+        """Forget the KV blocks of all prompts so far, which later ones with the same beginning would take over: for a
+        worker extension that has changed the weights. Requests that are being computed go on with what they have, and
+        no later one takes over their blocks.
+
+        Returns how many blocks were known, of all replicas.
+
+        Raises EngineClosedError: the engine is not running, or it has failed.
+        """
+        return await self._handle.run(reset_prefix_cache)

@@ -7,6 +7,7 @@ import contextlib
 import os
 import sys
 import uuid
+from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
 from importlib import import_module
 from typing import TYPE_CHECKING, Any
@@ -49,7 +50,25 @@ def connect(path: str | os.PathLike[str], *, timeout: float = 60.0) -> RemoteEng
     return RemoteEngine(os.fspath(path), timeout)
 
 
-class RemoteEngine(PoolingCalls):
+class _Calls(ABC):
+    """Calls that the engine's process answers."""
+
+    @abstractmethod
+    def _check(self) -> Connection:
+        """Raises EngineClosedError if there is no connection."""
+
+    async def check_health(self, timeout: float = 10.0) -> float:
+        """See `AsyncLLM.check_health`; by way of the engine's process."""
+        seconds: float = await self._check().call("check_health", timeout)
+        return seconds
+
+    async def reset_prefix_cache(self) -> int:
+        """See `AsyncLLM.reset_prefix_cache`."""
+        count: int = await self._check().call("reset_prefix_cache")
+        return count
+
+
+class RemoteEngine(_Calls, PoolingCalls):
     """An engine that another process of this machine holds: stream, generate, stream_chat, chat, embed, score, rerank
     and classify as of `AsyncLLM`.
 
@@ -290,11 +309,6 @@ class RemoteEngine(PoolingCalls):
         if description is None:
             raise EngineClosedError(f"the engine is {state}")
         return dict(description)
-
-    async def check_health(self, timeout: float = 10.0) -> float:
-        """See `AsyncLLM.check_health`; by way of the engine's process."""
-        seconds: float = await self._check().call("check_health", timeout)
-        return seconds
 
     def _check(self) -> Connection:
         if self._connection is None or self._connection.has_broken:

@@ -305,6 +305,8 @@ class _Session:
                 self.wants_news = True
             elif method == "check_health":
                 value = await self._engine.check_health(*args)
+            elif method == "reset_prefix_cache":
+                value = await self._engine.reset_prefix_cache()
             elif method == "pool":
                 value = pooled_to_wire(await self._engine.pool(pooling_from_wire(args[0])))
             elif method == "tokenizer" and args[0] in CALLS:

@@ -114,6 +114,15 @@ class BlockPool:
             self._forget(block_id)
             self._empty.append(block_id)
 
+    def forget_all(self) -> int:
+        """Forget all names, and so make all idle blocks empty. Returns how many there were."""
+        count = len(self._by_name)
+        self._empty.extend(self._idle)
+        self._idle.clear()
+        self._by_name.clear()
+        self._name_of = [None] * self.num_blocks
+        return count
+
     def touch(self, name: bytes) -> None:
         """Make the block of this name the last to be evicted, if it is idle."""
         block_id = self._by_name.get(name)

@@ -42,7 +42,16 @@ from ..ipc.messages import KVCacheGroup
 from .block_pool import BlockPool, BlockTable
 from .request import Request, RequestStates, StateCopy
 
-__all__ = ["STATE_INTERVAL", "KVCacheManager", "Prefix", "extend_hashes", "long_root", "private_root", "shared_root"]
+__all__ = [
+    "STATE_INTERVAL",
+    "KVCacheManager",
+    "Prefix",
+    "extend_hashes",
+    "long_root",
+    "private_root",
+    "retired_root",
+    "shared_root",
+]
 
 STATE_INTERVAL = 256
 """Least number of tokens from one kept state of a request to the next: a prompt is cut where its state is kept, and a
@@ -61,6 +70,12 @@ def shared_root(parts: Sequence[bytes]) -> bytes:
 def long_root(root: bytes) -> bytes:
     """Root of a request beyond the model's rope border, made of the one that it has up to there."""
     return blake2b(root, digest_size=_DIGEST_SIZE, person=b"long root").digest()
+
+
+def retired_root(root: bytes) -> bytes:
+    """Root of a request that was being computed when all prefixes were forgotten: what it offers from then on is found
+    by no later one."""
+    return blake2b(root, digest_size=_DIGEST_SIZE, person=b"retired root").digest()
 
 
 def private_root(number: int) -> bytes:

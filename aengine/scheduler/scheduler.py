@@ -33,7 +33,7 @@ from ..outputs import FinishReason
 from .answers import Answers, StepResult
 from .crash_quarantine import CrashQuarantine
 from .invariants import check_scheduler
-from .kv_cache_manager import private_root, shared_root
+from .kv_cache_manager import private_root, retired_root, shared_root
 from .parallel_sampling import ParallelSampling
 from .planning import StepPlan
 from .request import Request, RequestStatus
@@ -41,7 +41,7 @@ from .rows import Rows
 from .step import InFlightStep
 from .waiting_queue import WaitingQueue
 
-__all__ = ["Scheduler", "StepResult", "name_prefix"]
+__all__ = ["Scheduler", "StepResult", "name_prefix", "reset_prefix_cache"]
 
 _DECODING = RequestStatus.DECODING
 
@@ -314,6 +314,21 @@ class Scheduler:
     def check(self) -> None:
         """Assert what must hold between any two calls. Costs a walk over everything: for tests, and for idle times."""
         check_scheduler(self)
+
+
+def reset_prefix_cache(scheduler: Scheduler) -> int:
+    """Forget all prefixes; requests that are being computed go on, and nobody takes over what they compute. Returns how
+    many blocks were known."""
+    rows = scheduler.rows
+    computed = {*rows.running, *(request for step in rows.in_flight for request in step.batch)}
+    for request in computed:
+        if request.is_leading:
+            rows.prefixes.leave(request)
+        if request.root_hash is not None:
+            request.root_hash = retired_root(request.root_hash)
+            request.block_hashes = []
+            request.states.offered.clear()
+    return rows.kv.pool.forget_all()
 
 
 def name_prefix(scheduler: Scheduler, request: Request) -> None:

@@ -90,6 +90,18 @@ async def test_requests_are_spread(make_two: Make) -> None:
         await settled(engine)
 
 
+async def test_prefixes_of_all_replicas_are_forgotten(make_two: Make) -> None:
+    async with make_two() as engine:
+        prompts = [[i] * 200 for i in range(300, 306)]
+        for is_known in (False, True, False):
+            if not is_known:
+                assert (await engine.reset_prefix_cache() > 0) == (engine.statistics().num_finished > 0)
+            before = engine.statistics().prefix_cache_hits
+            await asyncio.gather(*(engine.generate(prompt, tokens(2)) for prompt in prompts))
+            assert (engine.statistics().prefix_cache_hits > before) == is_known
+        assert all(replica.num_blocks for replica in engine.statistics().replicas)
+
+
 async def test_a_turn_finds_its_replica(make_two: Make) -> None:
     """The history of a chat is on one of them; the other one has less to do."""
     async with make_two() as engine:

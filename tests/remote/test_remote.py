@@ -283,7 +283,7 @@ async def test_what_there_is_to_know(tmp_path: Path) -> None:
     async with both(tmp_path, "yes") as (engine, remote):
         assert remote.state == "running" and remote.config.model == "fake"
         assert remote.describe() == engine.describe()
-        assert await remote.check_health() >= 0
+        assert await remote.check_health() >= 0 and await remote.reset_prefix_cache() == 0
         await remote.generate("x")
         while remote.statistics().num_finished < 1:
             await asyncio.sleep(0.01)
