@@ -64,7 +64,8 @@ class WorkerControl:
     def note_death(self, error: EngineError) -> None:
         """Have all requests wait for another worker, and fail those of which worker after worker has died."""
         self.recovering = error
-        for request in self._steps.preempt_all():
+        raised = str(error) if getattr(error, "worker_traceback", "") else ""
+        for request in self._steps.preempt_all(raised):
             blame = WorkerDiedError(
                 f"workers died again and again while they computed request {request.request_id}, also when it was "
                 f"the only suspect: {error}"

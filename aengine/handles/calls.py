@@ -8,7 +8,6 @@ from functools import partial
 from typing import TYPE_CHECKING, Any, TypeGuard
 
 from ..errors import InvalidRequestError
-from ..scheduler.scheduler import reset_prefix_cache as forget_prefixes
 from ..threads.pools import run_in_thread
 
 if TYPE_CHECKING:
@@ -61,7 +60,7 @@ async def collective_rpc(core: EngineCore, method: object, args: tuple[Any, ...]
 
 async def reset_prefix_cache(core: EngineCore) -> int:
     """See `AsyncLLM.reset_prefix_cache`."""
-    return sum(forget_prefixes(replica.scheduler) for replica in core.replicas)
+    return sum(replica.reset_prefix_cache() for replica in core.replicas)
 
 
 def seconds(name: str, value: object) -> float:

@@ -8,6 +8,9 @@ after worker dies is at fault.
 Workers may also be killed by something that has nothing to do with any request, and often. So only a death before the
 second token counts (a request that kills by a prefill gets none in each life, one that kills by a decode one), and a
 death without the first of the quarantine in a step speaks for it.
+
+A worker that ends by an exception says more. One that raises the same twice running in steps of the same request alone
+would go on so: that request is at fault at once.
 """
 
 from __future__ import annotations
@@ -45,8 +48,9 @@ class CrashQuarantine:
     def first(self) -> Request:
         return self._requests[0]
 
-    def note_death(self, in_flight: Iterable[Request]) -> list[Request]:
-        """A worker died with these unfinished requests in its steps. Returns those that are at fault."""
+    def note_death(self, in_flight: Iterable[Request], exception: str = "") -> list[Request]:
+        """A worker died with these unfinished requests in its steps. Returns those that are at fault. ``exception``:
+        what it raised, if it could say."""
         first = self._requests[0] if self._requests else None
         present = list(in_flight)
         if first is not None and first not in present:
@@ -55,7 +59,11 @@ class CrashQuarantine:
             gained = len(request.token_ids) - request.num_tokens_at_death
             if gained >= _TOKENS_TO_LEAVE:
                 request.num_deaths = request.num_deaths_alone = 0
+            is_the_same = exception and exception == request.exception_alone and gained <= _TOKENS_OF_A_CRASH
+            request.exception_alone = exception if len(present) == 1 else ""
             request.num_tokens_at_death = len(request.token_ids)
+            if is_the_same and len(present) == 1:
+                return [request]
             request.num_deaths += 1
             request.num_deaths_alone += request is first and gained <= _TOKENS_OF_A_CRASH
             if request.num_deaths >= _DEATHS_TO_ENTER and request not in self._requests:

@@ -116,6 +116,7 @@ class Request:
         "cache_key",
         "dependents",
         "draft_token_ids",
+        "exception_alone",
         "finish_reason",
         "grammar",
         "index",
@@ -211,6 +212,7 @@ class Request:
         # See crash_quarantine.py: deaths of workers that had it in a step, of late; those of them while it was the
         # first in quarantine; and its length at the last of them.
         self.num_deaths = self.num_deaths_alone = 0
+        self.exception_alone = ""  # that ended the last worker, if nobody else was in its steps
         self.num_tokens_at_death = -(1 << 31)
 
         self.is_long = False  # it has had a row with more tokens than the model's rope border, see `Rows.take`

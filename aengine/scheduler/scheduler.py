@@ -221,14 +221,17 @@ class Scheduler:
     def resume(request: Request) -> None:
         request.is_paused = False
 
-    def preempt_all(self) -> list[Request]:
+    def preempt_all(self, exception: str = "") -> list[Request]:
         """The worker is a new one: no row, no KV, no answer on its way. Every request will be computed again.
+        ``exception``: what the last one raised, if it could say.
 
         Returns the unfinished requests that have killed the worker before, and others before it, as far as can be said.
         They should be finished.
         """
         in_flight = {request: None for step in self.rows.in_flight for request in step.batch}
-        at_fault = self.quarantine.note_death(request for request in in_flight if request.finish_reason is None)
+        at_fault = self.quarantine.note_death(
+            (request for request in in_flight if request.finish_reason is None), exception
+        )
         self.rows.preempt_all()
         return at_fault
 

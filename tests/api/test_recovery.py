@@ -239,6 +239,32 @@ async def test_a_poison_request_takes_nobody_with_it(
         await settled(engine)
 
 
+class Raising(FakeExecutor):
+    """Its worker raises in every step with a certain prompt."""
+
+    def execute(self, out: SchedulerOutput) -> Any:
+        raises = any(new.token_ids[0] == 666 for new in out.new_requests)
+        self.is_hung = self.is_hung or raises
+        future = super().execute(out)
+        if raises:
+            error = InternalError("worker 0: ValueError: no such thing", worker_traceback="Traceback ...")
+            asyncio.get_running_loop().call_later(self.delay, self.fail, error)
+        return future
+
+
+async def test_a_request_of_which_every_step_raises_ends_at_the_second(
+    make_engine: Make, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    engine = make_engine(fake={"delay": 0.0005})
+    monkeypatch.setattr(type(engine), "_make_executor", lambda self, config: _keep(self, Raising(**self.fake)))
+    async with engine:
+        with pytest.raises(WorkerDiedError, match="again and again.*ValueError: no such thing"):
+            await engine.generate([666, 1], SamplingParams(max_tokens=5))
+        assert len((await engine.generate([2, 1], SamplingParams(max_tokens=5, ignore_eos=True))).token_ids) == 5
+        assert engine.statistics().num_restarts == 2
+        await settled(engine)
+
+
 async def test_a_worker_that_hangs_is_replaced(make_engine: Make) -> None:
     async with make_engine(hang_timeout=0.3, fake={"delay": 0.001}) as engine:
         task = asyncio.create_task(engine.generate([1, 2], SamplingParams(max_tokens=40, ignore_eos=True)))

@@ -47,6 +47,25 @@ def test_a_death_without_the_one_on_trial_speaks_for_it() -> None:
     assert quarantine.note_death([request]) == [request]
 
 
+def test_the_same_exception_twice_while_it_runs_alone() -> None:
+    quarantine, request, other = CrashQuarantine(), make("r"), make("other")
+    assert not quarantine.note_death([request, other], "ValueError")  # either may have raised it
+    assert not quarantine.note_death([request], "ValueError")
+    assert not quarantine.note_death([request], "another")
+    assert not quarantine.note_death([], "another")
+    assert quarantine.note_death([request], "another") == [request]
+
+
+def test_the_same_exception_after_progress_or_unsaid_is_no_proof() -> None:
+    quarantine, request = CrashQuarantine(), make("r")
+    for _ in range(10):
+        gain(request, 2)
+        assert not quarantine.note_death([request], "CUDA error")
+    silent = make("silent")
+    for _ in range(5):
+        assert not CrashQuarantine().note_death([silent], "")
+
+
 def test_some_progress_is_no_proof() -> None:
     quarantine, request = CrashQuarantine(), make("r")
     for _ in range(50):

@@ -13,7 +13,7 @@ from typing import Any, NamedTuple
 from ...config import EngineConfig
 from ...errors import EngineError
 from ...ipc.messages import KVCacheGroup
-from ...scheduler.scheduler import Scheduler
+from ...scheduler.scheduler import Scheduler, reset_prefix_cache
 from ...structured.service import GrammarService
 from ...telemetry.metrics import Counters, ReplicaStatistics
 from ...telemetry.observer import Observer
@@ -98,6 +98,10 @@ class Replica:
         if self.failure is not None:
             return "failed"
         return "running" if self.worker.recovering is None else "restarting"
+
+    def reset_prefix_cache(self) -> int:
+        """See `AsyncLLM.reset_prefix_cache`."""
+        return reset_prefix_cache(self.scheduler)
 
     def statistics(self) -> ReplicaStatistics:
         """See `Statistics.replicas`."""
