@@ -22,6 +22,7 @@ from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedModel
 from aengine.checkpoint.gguf_file import GgufFile
 from aengine.errors import ModelLoadError
 from aengine.runner.weights import gguf_source
+from aengine.runner.weights.gguf_names import EXPERT_NAMES, GgufNames
 from aengine.runner.weights.reading import Target
 
 ARCHS = {
@@ -324,3 +325,21 @@ def test_smollm2(rng: random.Random) -> None:
         # By induction the tokens are transformers' own greedy ones, but where two are as good as equal.
         assert best - wanted[place - 1, tokens[place]] < 1e-3, f"token {place}"
     torch.testing.assert_close(logits[0], wanted[-1], rtol=1e-4, atol=2e-3)
+
+
+@pytest.mark.parametrize(
+    "name",
+    ["{0:>2000000000}{}.weight", "x{}{y}.weight", "blk.{}.attn_q.weight", "blk.0.weight", "blk..weight", "blk.0.attn_q",
+     "blk.0.{}.weight", "weight", ""],
+)  # fmt: skip
+def test_a_tensors_name_is_no_format(name: str) -> None:
+    """Nor need it have parts: what is no name of the family's is left as it is."""
+    names = GgufNames(layer=EXPERT_NAMES)
+    assert names.hf_name(name) == name
+    assert not names.is_interleaved(name)
+
+
+def test_a_stack_of_experts_is_named_by_what_is_around_its_number() -> None:
+    names = GgufNames(layer=EXPERT_NAMES)
+    assert names.hf_name("blk.3.ffn_up_exps.weight") == ("model.layers.3.mlp.experts.", ".up_proj.weight")
+    assert names.hf_name("blk.3.attn_q.bias") == "model.layers.3.self_attn.q_proj.bias"

@@ -15,13 +15,17 @@ import torch
 from driver import CPU, Driver, build, load, source_of
 from safetensors.torch import load_file, save_file
 from tiny import load_reference, make_tiny_model
+from zoo import write_zoo_model
 
+from aengine.config import EngineConfig
 from aengine.errors import ModelLoadError
 from aengine.runner.platforms.platform import DeviceMemory
+from aengine.runner.startup.load import load_model
 from aengine.runner.weights import random_source, safetensors_source
 from aengine.runner.weights.loader import load_weights
 from aengine.runner.weights.reading import Named, Target
 from aengine.runner.weights.scope import Place
+from aengine.workers.rank import Rank
 
 TinyModel = Callable[..., Path]
 TOKENS = list(range(40, 60))
@@ -340,3 +344,49 @@ def test_codes_are_not_taken_for_weights(copied: Path, dtype: torch.dtype, most:
     quantised(copied, dtype, most)
     with pytest.raises(ModelLoadError, match=rf"model\.layers\.\d\..*proj\.weight is stored as {name}.*\.gguf file"):
         load(source_of(copied))
+
+
+def test_float64_is_a_number(copied: Path) -> None:
+    wanted = logits(copied)
+    rewrite(copied, lambda tensors: tensors.update({"model.norm.weight": tensors["model.norm.weight"].double()}))
+    assert torch.equal(logits(copied), wanted)
+
+
+def test_a_bias_of_the_output_matrix_is_missed(copied: Path, caplog: pytest.LogCaptureFixture) -> None:
+    """The logits lack it; only an encoder's belongs to a head that nobody asks for."""
+    rewrite(copied, lambda tensors: tensors.update({"lm_head.bias": torch.ones(320)}))
+    with caplog.at_level(logging.WARNING):
+        load(source_of(copied))
+    assert "has 1 tensors that the model does not use: lm_head.bias" in caplog.text
+
+
+def test_quantised_weights_of_a_model_that_transformers_computes(tmp_path: Path) -> None:
+    """The error does not say that config.json has no quantization_config."""
+    write_zoo_model(tmp_path, "olmo2")
+    config = json.loads((tmp_path / "config.json").read_text())
+    weights = {"num_bits": 8, "type": "int", "symmetric": True, "strategy": "channel"}
+    config["quantization_config"] = {
+        "quant_method": "compressed-tensors",
+        "format": "int-quantized",
+        "config_groups": {"g": {"targets": ["Linear"], "weights": weights}},
+    }
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    settings = EngineConfig.create(str(tmp_path), {"dtype": "float32", "num_threads": 1})
+    with pytest.raises(
+        ModelLoadError, match="quantization_config.*in int8, and a model of 'olmo2', which transformers"
+    ):
+        load_model(settings, source_of(tmp_path).to_wire(), Rank(), lambda *progress: None)
+
+
+def test_fewer_layers_than_config_json_says(copied: Path) -> None:
+    set_config(copied, num_hidden_layers=4000)
+    settings = EngineConfig.create(str(copied), {"dtype": "float32", "num_threads": 1})
+    with pytest.raises(ModelLoadError, match="by config.json there are 4000 layers, and the files have 3"):
+        load_model(settings, source_of(copied).to_wire(), Rank(), lambda *progress: None)
+
+
+def test_what_is_left_is_an_error_that_names_the_model(copied: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("aengine.runner.startup.load.read_config", lambda *_, **__: {}["x"])
+    settings = EngineConfig.create(str(copied), {"dtype": "float32", "num_threads": 1})
+    with pytest.raises(ModelLoadError, match="model: config.json or a file beside it is damaged: KeyError: 'x'"):
+        load_model(settings, source_of(copied).to_wire(), Rank(), lambda *progress: None)

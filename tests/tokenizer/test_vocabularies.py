@@ -16,6 +16,7 @@ import pytest
 import tiktoken
 import tokenizers
 from tokenizer_helpers import TEXTS, write_gguf
+from tokenizers import Tokenizer as Tokenizers
 from tokenizers import models, pre_tokenizers, trainers
 from transformers import BertTokenizer
 
@@ -23,6 +24,8 @@ from aengine.checkpoint import ModelSource
 from aengine.errors import ModelLoadError
 from aengine.tokenizer.token_text import gpt2_bytes
 from aengine.tokenizer.tokenizer import Tokenizer
+from aengine.tokenizer.vocabularies import folder
+from aengine.tokenizer.vocabularies.sentencepiece import NORMAL, SentencePieces
 from aengine.tokenizer.vocabularies.sentencepiece_file import read_sentencepiece
 from aengine.tokenizer.vocabularies.splitting import SPLITTINGS
 
@@ -320,3 +323,65 @@ def test_words_are_split_as_their_families_do() -> None:
     assert split("deepseek-v3", "漢字abc 1234 f(x)") == ["漢字", "abc", " ", "123", "4", " f", "(x", ")"]
     assert split("kimi-k2", "漢字abc") == ["漢字", "abc"]
     assert split("qwen35", "a\u0301b 12") == ["a\u0301b", " ", "1", "2"]
+
+
+@pytest.mark.timeout(60)
+def test_work_is_bounded_by_what_is_there(tmp_path: Path) -> None:
+    """Counts and lengths in a file make no work that grows beyond the file."""
+    tekken = {
+        "config": {"pattern": ".", "default_vocab_size": 10**9, "default_num_special_tokens": 10**9},
+        "vocab": [{"rank": 0, "token_bytes": "YQ==", "token_str": "a"}],
+    }
+    with pytest.raises(ModelLoadError, match="default_num_special_tokens=1000000000 is more than any model has"):
+        load(tmp_path, tekken__json=tekken)
+    (tmp_path / "tekken.json").unlink()
+    with pytest.raises(ValueError, match="a token has a length of 400000: 1024 at most"):
+        SentencePieces(tokens=["a" * 400_000], scores=[0.0], kinds=[NORMAL]).encoder()
+    long_token = base64.b64encode(b"a" * 400_000).decode()
+    tekken["config"] = {"pattern": ".", "default_vocab_size": 10, "default_num_special_tokens": 0}
+    tekken["vocab"] = [{"rank": 0, "token_bytes": long_token, "token_str": None}]
+    with pytest.raises(ModelLoadError, match="a token has a length of 400000: 1024 at most"):
+        load(tmp_path, tekken__json=tekken)
+
+
+def test_missing_tokens_are_added_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The library takes as long for one as for all."""
+    listed = {str(3 + i): {"content": f"<more {i}>", "special": i % 2 == 0} for i in range(20_000)}
+    listed |= {"9" * 5000: {"content": "<far>"}, "0": {"content": "a"}, "30000": {"content": "<apart>"}, "3x": 5}
+    encoder = Tokenizers(models.WordLevel({"a": 0, "b": 1, "c": 2}, unk_token="a"))
+    calls = []
+
+    class Counting:
+        def __getattr__(self, name: str) -> Any:
+            calls.append(name)
+            return getattr(encoder, name)
+
+    folder._add_missing_tokens(Counting(), listed)  # type: ignore[arg-type]
+    assert calls.count("add_tokens") == 1 and encoder.get_vocab_size() == 20_003
+    assert encoder.token_to_id("<more 19999>") == 20_002 and encoder.token_to_id("<far>") is None
+
+
+@pytest.mark.parametrize(
+    "model",
+    [
+        {"type": "WordPiece", "vocab": {"b": 0}, "unk_token": "[UNK]", "continuing_subword_prefix": "##",
+         "max_input_chars_per_word": 100},
+        {"type": "Unigram", "vocab": [["b", 0.0]], "unk_id": None, "byte_fallback": False},
+    ],
+)  # fmt: skip
+def test_a_tokenizer_that_can_not_encode_is_refused(tmp_path: Path, model: dict[str, Any]) -> None:
+    """It would fail at each request."""
+    data = {"version": "1.0", "truncation": None, "padding": None, "added_tokens": [], "normalizer": None,
+            "pre_tokenizer": None, "post_processor": None, "decoder": None, "model": model}  # fmt: skip
+    with pytest.raises(ModelLoadError, match="can't encode the text"):
+        load(tmp_path, tokenizer__json=data)
+
+
+def test_a_token_id_that_no_vocabulary_has(tmp_path: Path) -> None:
+    added = {"id": 2**32 - 5, "content": "<x>", "single_word": False, "lstrip": False, "rstrip": False,
+             "normalized": False, "special": True}  # fmt: skip
+    model = {"type": "WordLevel", "vocab": {"a": 0, "<x>": 2**32 - 5}, "unk_token": "a"}
+    data = {"version": "1.0", "truncation": None, "padding": None, "added_tokens": [added], "normalizer": None,
+            "pre_tokenizer": None, "post_processor": None, "decoder": None, "model": model}  # fmt: skip
+    with pytest.raises(ModelLoadError, match="16777215 at most"):
+        load(tmp_path, tokenizer__json=data)

@@ -91,6 +91,12 @@ def _load(
     group = open_group(rank, platform)
     experts_group = open_experts_group(rank, platform, group)
     formats = choose_formats(dtype, platform.device, hf)
+    if model_config.implementation == "transformers" and formats.quantised is not None:
+        raise ModelLoadError(
+            f"quantization_config of config.json: the weights are in {formats.name}, and a model of "
+            f"{model_config.model_type!r}, which transformers computes, is read in 16 or 32 bits only: give the "
+            f"checkpoint that it was made from"
+        )
     if isinstance(formats.plain, Float16Format):
         agree_on_plan(group)
     model_config.check_device(platform.device, formats.dtype)

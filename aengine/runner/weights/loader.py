@@ -41,11 +41,15 @@ Progress = Callable[[str, int, int, str], None]
 
 _IGNORED = re.compile(
     r"rotary_emb\.inv_freq$|rope_(freqs|factors_)|\.masked_bias$|attn_rot_embd|\.weight_shape$|^lm_head\.weight$"
-    r"|embeddings\.position_ids$|^(\w+\.)?pooler\.dense|^(cls|lm_head)\.|^(head|decoder)\.|^score\.weight$"
+    r"|^score\.weight$"
+)
+"""Tensors of a checkpoint for which the model may have no place: constants, the output matrix of a tied model, and the
+head of a decoder that classifies texts, which is read apart."""
+_HEADS_OF_ENCODERS = re.compile(
+    r"embeddings\.position_ids$|^(\w+\.)?pooler\.dense|^(cls|lm_head)\.|^(head|decoder)\."
     r"|^vocab_(transform|layer_norm|projector)\."
 )
-"""Tensors of a checkpoint for which the model may have no place: constants, the output matrix of a tied model, the
-heads of an encoder that predict masked tokens, and that of a decoder that classifies texts, which is read apart."""
+"""Those of an encoder that predict masked tokens."""
 
 _NUMBER = re.compile(r"\.(\d{1,9})\.")
 """The number of a layer, in the name of a tensor."""
@@ -86,6 +90,7 @@ def load_weights(
     tensors, total = _open(model, source, seed, target)
     loaded = LoadedWeights()
     unexpected: list[str] = []
+    is_encoder = isinstance(model, Encoder)
 
     def to_put() -> Iterator[Callable[[], None]]:
         for name, tensor, num_bytes, shape in tensors:
@@ -98,7 +103,7 @@ def load_weights(
                 loaded.num_bytes += num_bytes
                 loaded.last = name
                 yield partial(target.put, own, tensor)
-            elif not _IGNORED.search(name):
+            elif not _IGNORED.search(name) and not (is_encoder and _HEADS_OF_ENCODERS.search(name)):
                 unexpected.append(name)
             del tensor  # else it waits here until the next one has come
 

@@ -23,6 +23,7 @@ _DTYPES = {
     "F16": torch.float16,
     "BF16": torch.bfloat16,
     "F32": torch.float32,
+    "F64": torch.float64,
     "I8": torch.int8,
     "U8": torch.uint8,
     "I32": torch.int32,
@@ -128,12 +129,14 @@ def _read_tensor(
     with _corrupt(path):
         # A view of the mapped file, of which nothing is read yet; a copy of a part.
         tensor = file.get_tensor(name) if part is None else stored[part]
+    if tensor.dtype == torch.float64:  # numbers as well, which nothing computes with
+        tensor = tensor.float()
     return target.named(own_name, tensor, keep=True)
 
 
 def _check_dtype(path: Path, name: str, stored_as: str, wanted: torch.dtype) -> None:
     dtype = _DTYPES.get(stored_as)
-    if wanted in NUMBERS and dtype not in NUMBERS:
+    if wanted in NUMBERS and dtype not in NUMBERS and dtype != torch.float64:
         raise ModelLoadError(
             f"{path}: {name} is stored as {stored_as}, the codes of a quantised checkpoint, and config.json has no "
             f"quantization_config that says what they mean: give the checkpoint in 16 or 32 bits that it was made "
