@@ -165,7 +165,7 @@ def spoil_json(rng: random.Random, folder: Path) -> str:
     path = rng.choice(files)
     try:
         value = json.loads(path.read_text())
-    except (ValueError, OSError):  # spoiled already
+    except (ValueError, OSError, RecursionError):  # spoiled already
         return "nothing"
     place, key = a_place(rng, value)
     odd = copy.deepcopy(rng.choice(ROPES if "rope" in str(key) and rng.random() < 0.5 else ODD))
@@ -238,7 +238,10 @@ def spoil_index(rng: random.Random, folder: Path) -> str:
     path = folder / "model.safetensors.index.json"
     if not path.is_file():
         return spoil_json(rng, folder)
-    names = json.loads(path.read_text())["weight_map"]
+    try:
+        names = json.loads(path.read_text())["weight_map"]
+    except (ValueError, LookupError, TypeError, RecursionError):  # spoiled already
+        return "nothing"
     name = rng.choice(("../x.safetensors", "/etc/passwd", "x" * 5000, "a\0b", "", ".", "config.json", "\ud800", 5))
     names[rng.choice(list(names))] = name
     path.write_text(json.dumps({"weight_map": names}))
@@ -254,7 +257,7 @@ def spoil_header(rng: random.Random, folder: Path) -> str:
     size = struct.unpack("<Q", data[:8])[0]
     try:
         header = json.loads(data[8 : 8 + size])
-    except ValueError:
+    except (ValueError, RecursionError):
         return "nothing"
     place, key = a_place(rng, header)
     odd = copy.deepcopy(rng.choice([*ODD, "F64", "I8", "U8", "BOOL", "F8_E4M3", [2**40, 2**40], [0], [32, -1]]))
