@@ -8,11 +8,17 @@ import os
 import random
 import signal
 from collections.abc import Iterator
+from pathlib import Path
 
 import pytest
 import uvloop
 from blockbuster import BlockBuster
 from hypothesis import HealthCheck, settings
+
+# Helpers' asserts tell what they compared, and hold with python -O, too, as those of test files do.
+pytest.register_assert_rewrite(
+    *(path.stem for path in Path(__file__).parent.rglob("*.py") if not path.stem.startswith(("test_", "conftest", "__")))
+)
 
 HAS_GPU = os.path.exists("/dev/nvidiactl")
 if not HAS_GPU:
@@ -41,6 +47,8 @@ LOOPS = {"asyncio-debug": _debug_loop, "uvloop": uvloop.new_event_loop}
 
 SLOW = {"adversity", "e2e", "gpu", "stress", "workers"}
 """Folders that `make test-fast` leaves out: their tests start processes or load the real model."""
+WITH_FAKES = {"api", "remote", "server", "telemetry"}
+"""Folders whose tests read streams of engines without a model, in seconds: one that stands still is found sooner."""
 WITH_IO = {"adversity", "ipc", "remote", "stress", "threads", "workers"}
 """Folders whose tests wait for bytes, processes or threads, and so run on both loops."""
 WITH_IO_FILES = {
@@ -66,12 +74,16 @@ def pytest_collection() -> Iterator[None]:
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Skip ``gpu`` tests where there is no GPU, and mark what is in a slow folder."""
+    """Skip what can't hold here, and mark what is in a slow folder."""
     for item in items:
         if not HAS_GPU and item.get_closest_marker("gpu"):
             item.add_marker(pytest.mark.skip(reason="needs a CUDA device"))
+        if not __debug__ and item.get_closest_marker("invariant"):
+            item.add_marker(pytest.mark.skip(reason="python -O leaves out asserts"))
         if SLOW.intersection(item.path.parts):
             item.add_marker(pytest.mark.slow)
+        if WITH_FAKES.intersection(item.path.parts) and not item.get_closest_marker("timeout"):
+            item.add_marker(pytest.mark.timeout(60))
 
 
 def pytest_asyncio_loop_factories(config: pytest.Config, item: pytest.Item) -> dict:

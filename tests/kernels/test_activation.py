@@ -39,6 +39,7 @@ def test_large_values_do_not_overflow() -> None:
         assert out.tolist() == [[0.0, pytest.approx(2e30)]]
 
 
+@pytest.mark.invariant
 def test_wrong_shapes() -> None:
     with pytest.raises(AssertionError):
         act_and_mul(torch.zeros(2, 5))

@@ -196,6 +196,7 @@ def test_large_rows_in_float16(gen: torch.Generator, triton_device: torch.device
     torch.testing.assert_close(got.double(), wanted, rtol=5e-3, atol=5e-3 * float(wanted.abs().max()))
 
 
+@pytest.mark.invariant
 def test_shapes_are_checked() -> None:
     with pytest.raises(AssertionError):
         norm_linear(torch.zeros(2, 8), torch.ones(8), 1e-6, torch.zeros(4, 7))

@@ -27,6 +27,7 @@ def test_against_a_loop(rng: random.Random, gen: torch.Generator) -> None:
         assert torch.equal(cache, wanted)
 
 
+@pytest.mark.invariant
 def test_wrong_shapes_and_devices() -> None:
     with pytest.raises(AssertionError):
         write_kv(torch.zeros(1, 2, 1, 4), torch.zeros(3, 1, 2, 1, 5), torch.tensor([0]))

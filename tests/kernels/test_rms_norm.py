@@ -33,6 +33,7 @@ def test_rows_of_zeros_stay_zero(gen: torch.Generator) -> None:
     assert torch.equal(rms_norm(torch.zeros(3, 8), torch.randn(8, generator=gen), 1e-6), torch.zeros(3, 8))
 
 
+@pytest.mark.invariant
 def test_wrong_shapes() -> None:
     with pytest.raises(AssertionError, match="rows of 8 with a weight of 7"):
         rms_norm(torch.zeros(2, 8), torch.zeros(7), 1e-6)

@@ -62,6 +62,7 @@ def test_only_distance_matters(gen: torch.Generator) -> None:
     assert product(9, 4) != pytest.approx(product(9, 5), abs=1e-3)
 
 
+@pytest.mark.invariant
 def test_wrong_shapes() -> None:
     cos, sin = rotary_rows(torch.arange(3), torch.ones(4), 1.0)
     with pytest.raises(AssertionError):

@@ -49,6 +49,7 @@ def written(kv: KVCacheManager, tokens: list[int], root: bytes | None = ROOT) ->
     return run(kv, make(tokens, root))
 
 
+@pytest.mark.invariant
 def test_blocks_move_between_the_three_places() -> None:
     pool = BlockPool(3)
     a, b = pool.allocate(2)
@@ -86,6 +87,7 @@ def test_empty_blocks_are_taken_before_cached_ones_and_the_oldest_of_those_first
     assert pool.allocate(1) == [table[0]] and pool.find(b"A") is None and pool.find(b"B") == table[1]
 
 
+@pytest.mark.invariant
 def test_allocating_more_than_is_free_is_our_bug() -> None:
     with pytest.raises(AssertionError):
         BlockPool(2).allocate(3)

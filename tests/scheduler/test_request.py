@@ -65,6 +65,7 @@ def test_no_logprobs_is_minus_one() -> None:
     assert make([1]).to_message().logprobs == -1
 
 
+@pytest.mark.invariant
 def test_a_request_without_room_for_a_token_is_our_bug() -> None:
     with pytest.raises(AssertionError):
         make([1, 2], max_num_tokens=2)

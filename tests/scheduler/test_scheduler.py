@@ -456,6 +456,7 @@ def test_the_waiting_leave_everybody_a_block_to_grow_into() -> None:
     assert len(step(scheduler).new_requests) == 2
 
 
+@pytest.mark.invariant
 def test_one_request_may_fill_the_whole_pool() -> None:
     driver = Driver(**{**LIMITS, "num_blocks": 4})
     assert driver.scheduler.max_tokens_capacity == 16
