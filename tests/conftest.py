@@ -17,7 +17,11 @@ from hypothesis import HealthCheck, settings
 
 # Helpers' asserts tell what they compared, and hold with python -O, too, as those of test files do.
 pytest.register_assert_rewrite(
-    *(path.stem for path in Path(__file__).parent.rglob("*.py") if not path.stem.startswith(("test_", "conftest", "__")))
+    *(
+        path.stem
+        for path in Path(__file__).parent.rglob("*.py")
+        if not path.stem.startswith(("test_", "conftest", "__"))
+    )
 )
 
 HAS_GPU = os.path.exists("/dev/nvidiactl")

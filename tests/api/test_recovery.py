@@ -267,10 +267,10 @@ async def test_a_request_of_which_every_step_raises_ends_at_the_second(
 
 async def test_a_worker_that_hangs_is_replaced(make_engine: Make) -> None:
     async with make_engine(hang_timeout=0.3, fake={"delay": 0.001}) as engine:
-        task = asyncio.create_task(engine.generate([1, 2], SamplingParams(max_tokens=40, ignore_eos=True)))
-        await asyncio.sleep(0.01)
+        stream = engine.stream([1, 2], SamplingParams(max_tokens=900, ignore_eos=True))
+        await anext(stream)
         engine.executor.is_hung = True
-        assert len((await task).token_ids) == 40
+        assert len((await stream.wait()).token_ids) == 900
         assert engine.statistics().num_restarts == 1
 
 
