@@ -17,6 +17,7 @@ def summary_of(ready: Mapping[str, Any]) -> str:
         "dtype": ready.get("dtype"),
         "weights": ready.get("weight_format"),
         "kv_tokens": ready["num_blocks"] // max(1, len(ready.get("kv_groups", ()))) * ready["block_size"],
+        "kv_memory": _kv_memory(ready),
         "max_model_len": ready["max_model_len"],
         "attention": ready.get("attention_backend"),
         "graphs": ready.get("num_graphs"),
@@ -24,3 +25,11 @@ def summary_of(ready: Mapping[str, Any]) -> str:
         "pid": ready.get("pid"),
     }
     return " ".join(f"{name}={value}" for name, value in shown.items() if value is not None)
+
+
+def _kv_memory(ready: Mapping[str, Any]) -> str | None:
+    """On a CPU the system gives pages when they are first written: the process grows to this much with use."""
+    if "kv_cache_bytes" not in ready:
+        return None
+    size = f"{ready['kv_cache_bytes'] / 2**30:.2f}GiB"
+    return size if ready.get("is_accelerator") else f"{size}(taken-as-used)"

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
 from dataclasses import fields
 from typing import Any
 
@@ -11,7 +12,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from aengine import EngineConfig, InvalidRequestError, SamplingParams, StructuredOutput
+from aengine import AsyncLLM, EngineConfig, InvalidRequestError, SamplingParams, StructuredOutput
+from aengine.ipc.messages import SchedulerOutput
 
 HUGE = 10**400
 NESTED: list = []
@@ -251,3 +253,21 @@ def test_settings_that_no_machine_holds(setting: dict[str, Any]) -> None:
 def test_bounds_and_surrogates_are_named(values: dict[str, Any], text: str) -> None:
     with pytest.raises(InvalidRequestError, match=f"it must be {text}"):
         SamplingParams(**values)
+
+
+@pytest.mark.parametrize(("seed", "seeds"), [(5, [5, 6, 7]), (2**63 - 1, [2**63 - 1, -(2**63), 1 - 2**63])])
+async def test_completions_of_one_call_have_seeds_of_their_own(
+    make_engine: Callable[..., AsyncLLM], seed: int, seeds: list[int]
+) -> None:
+    """With one seed for all they would be equal."""
+    async with make_engine() as engine:
+        sent: list[int] = []
+        execute = engine.executor.execute
+
+        def noted(out: SchedulerOutput) -> Any:
+            sent.extend(new.seed for new in out.new_requests)
+            return execute(out)
+
+        engine.executor.execute = noted
+        await engine.generate([1, 2], SamplingParams(n=3, seed=seed, max_tokens=2, ignore_eos=True))
+        assert sent == seeds

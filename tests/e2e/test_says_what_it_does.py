@@ -36,7 +36,8 @@ async def test_a_start_is_one_line(caplog: pytest.LogCaptureFixture) -> None:
             await asyncio.sleep(0)
     (line,) = [record.getMessage() for record in caplog.records if record.name == "aengine"]
     assert re.fullmatch(
-        r"smollm2-135m is ready after \d+\.\d s: device=cpu dtype=float32 weights=\w+ kv_tokens=\d+ max_model_len=256 "
+        r"smollm2-135m is ready after \d+\.\d s: device=cpu dtype=float32 weights=\w+ kv_tokens=\d+ "
+        r"kv_memory=[\d.]+GiB\(taken-as-used\) max_model_len=256 "
         rf"attention=torch graphs=0 threads=1 pid={pid}",
         line,
     )

@@ -163,3 +163,11 @@ def test_what_is_agreed_and_what_each_rank_has_of_its_own() -> None:
         "kv_cache_bytes": 50,
         "ranks": [{"rank": 0, **readies[0]}, {"rank": 1, **readies[1]}],
     }
+
+
+def test_a_models_parameters_are_counted_once() -> None:
+    """Each rank of a stage says those of the whole stage."""
+    ranks = [Rank(i, tp_rank=i % 2, tp_size=2, pp_rank=i // 2, pp_size=2) for i in range(4)]
+    readies = [{"num_parameters": count} for count in (70, 70, 30, 30)]
+    assert merge(ranks, {}, readies)["num_parameters"] == 100
+    assert merge(ranks[:2], {}, readies[:2])["num_parameters"] == 70
