@@ -168,7 +168,9 @@ def check_operation(operator: str, left: Any, right: Any) -> None:
     spend()
     if operator == "+":
         if isinstance(left, str | list | tuple) and isinstance(right, str | list | tuple):
-            check_lengths([len(left), len(right)])
+            total = len(left) + len(right)
+            if total >= _LETTERS_A_STEP:
+                check_lengths([total])
     elif isinstance(left, int) and isinstance(right, int):
         bits = left.bit_length() * abs(right) if operator == "**" else left.bit_length() + right.bit_length()
         if bits > _MOST_BITS:

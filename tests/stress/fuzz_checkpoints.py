@@ -242,6 +242,8 @@ def spoil_index(rng: random.Random, folder: Path) -> str:
         names = json.loads(path.read_text())["weight_map"]
     except (ValueError, LookupError, TypeError, RecursionError):  # spoiled already
         return "nothing"
+    if not isinstance(names, dict) or not names:
+        return "nothing"
     name = rng.choice(("../x.safetensors", "/etc/passwd", "x" * 5000, "a\0b", "", ".", "config.json", "\ud800", 5))
     names[rng.choice(list(names))] = name
     path.write_text(json.dumps({"weight_map": names}))
