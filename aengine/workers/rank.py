@@ -98,7 +98,7 @@ def check_division(config: EngineConfig, hf_config: Mapping[str, Any]) -> None:
     each would find out after its start; what else does not divide, they find out."""
     num_ranks, stages = config.tensor_parallel_size, config.pipeline_parallel_size
     heads, layers = hf_config.get("num_attention_heads"), hf_config.get("num_hidden_layers")
-    if isinstance(layers, int) and stages > layers:
+    if isinstance(layers, int) and 0 < layers < stages:
         raise ModelLoadError(
             f"pipeline_parallel_size={stages}: the model has {layers} layers, one a stage at least: use "
             f"{layers} or less"

@@ -60,6 +60,10 @@ def test_heads_are_counted_without_a_loop(ranks: int, fits: bool) -> None:
             check_division(config, heads)
 
 
+def test_no_layers_are_no_fault_of_the_division() -> None:
+    check_division(EngineConfig(model="m"), {"num_hidden_layers": 0})
+
+
 @pytest.mark.parametrize(
     "config",
     [
