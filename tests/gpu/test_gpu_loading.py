@@ -125,8 +125,8 @@ def test_dummy(dtype: str, peak: Any) -> None:
 EXPERTS = {
     **MEDIUM,
     "model_type": "qwen3_moe",
-    "num_hidden_layers": 6,
-    "num_experts": 64,
+    "num_hidden_layers": 3,
+    "num_experts": 32,
     "num_experts_per_tok": 4,
     "moe_intermediate_size": 768,
     "norm_topk_prob": True,
@@ -164,6 +164,7 @@ def test_memory_of_experts(tmp_path: Path, kind: str, peak: Any) -> None:
 def test_memory_of_packed_experts(tmp_path: Path, arch: str, peak: Any) -> None:
     """All experts in one tensor of the checkpoint, the first's transposed."""
     fields = {"hidden_size": 512, "intermediate_size": 512, "moe_intermediate_size": 512, "vocab_size": 640}
+    fields |= {"num_attention_heads": 8}
     fields |= {"num_local_experts": 64} if arch == "gpt_oss" else {"num_experts": 64, "num_hidden_layers": 4}
     write_tiny_model(tmp_path, arch, dtype="bfloat16", **fields)
     model = load(source_of(tmp_path), "bfloat16")
