@@ -105,6 +105,24 @@ def test_what_can_be_large_is_in_the_list(found: Any) -> None:
     assert not missing, "name each in a row of aengine/bounds/table.py, and bound it before any work that grows with it"
 
 
+def lists_of(schema: Any) -> Iterator[dict[str, Any]]:
+    """Schemas of lists in a schema of pydantic's core."""
+    if isinstance(schema, dict):
+        if schema.get("type") == "list":
+            yield schema
+        schema = list(schema.values())
+    if isinstance(schema, list | tuple):
+        for part in schema:
+            yield from lists_of(part)
+
+
+def test_the_first_wrong_value_of_a_list_ends_its_validation() -> None:
+    """An error for each of 300,000 values takes seconds, in which a thread keeps the GIL."""
+    lists = [(body.__name__, one) for body in BODIES for one in lists_of(body.__pydantic_core_schema__)]
+    assert len(lists) > 20
+    assert not [(name, one["items_schema"]) for name, one in lists if not one.get("fail_fast")], "use `Many`"
+
+
 def test_each_name_in_the_list_is_there() -> None:
     known = [*fields_of_bodies(), *fields_of_dataclasses(), *arguments_of_calls()]
     names = {name for _, name in known} | {f"{owner}.{name}" for owner, name in known}

@@ -2,14 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence, Sized
 
 from ..errors import ContextLengthError, InvalidRequestError
-from . import CHARACTERS_PER_TOKEN, LONG_TEXT, MAX_NAME_CHARACTERS, MAX_VALUES
+from . import CHARACTERS_PER_TOKEN, LONG_TEXT, MAX_NAME_CHARACTERS, MAX_VALUES, MOST_MESSAGES
 
 __all__ = [
     "check_name",
     "check_num_characters",
+    "check_num_items",
     "check_num_messages",
     "check_num_values",
     "check_size",
@@ -29,6 +30,17 @@ def check_num_messages(max_model_len: int, *lists: object) -> None:
     number = sum(len(one) for one in lists if isinstance(one, Sequence) and not isinstance(one, str | bytes))
     if number >= max_model_len:
         raise ContextLengthError(number, max_model_len, at_least=True)
+
+
+def check_num_items(param: str, items: Sized, contents: Iterable[object]) -> None:
+    """Raise InvalidRequestError for more items of a conversation, or more parts in all their ``contents`` that are
+    lists, than are looked at one by one."""
+    if len(items) > MOST_MESSAGES:
+        raise InvalidRequestError(f"{param} has {len(items)} items: there may be {MOST_MESSAGES}", param=param)
+    num_parts = sum(len(one) for one in contents if isinstance(one, list))
+    if num_parts > MOST_MESSAGES:
+        message = f"the items of {param} have {num_parts} parts: there may be {MOST_MESSAGES}"
+        raise InvalidRequestError(message, param=param)
 
 
 def check_num_characters(number: int, max_model_len: int, *, generates: bool = True) -> None:

@@ -121,10 +121,10 @@ BOUNDS = (
         "`EngineOverloadedError` (429)",
     ),
     Bound(
-        "a name: `request_id`, `cache_salt`, of a prompt, of a model, of a response",
+        "a name: `request_id`, `cache_salt`, `user`, of a prompt, a model, a response; 16 entries of `metadata`",
         f"{MAX_NAME_CHARACTERS:,} characters; `request_id` over HTTP 128",
         f"{_INVALID}, or it is not found (404)",
-        "request_id cache_salt prompt_name model previous_response_id name effort reasoning_effort",
+        "request_id cache_salt prompt_name model previous_response_id name effort reasoning_effort user metadata",
     ),
     Bound(
         "numbers that no work grows with",
@@ -136,7 +136,7 @@ BOUNDS = (
         "a body over HTTP",
         "`--max-body-bytes`, `max_body_bytes`: 32 MiB",
         "413",
-        "metadata include modalities type mcp_servers container compaction thread",
+        "include modalities type mcp_servers container compaction thread",
     ),
     Bound("values in a body, by its commas and brackets", f"{MAX_VALUES:,}", "413"),
     Bound("stored responses", "1,000, 256 MiB", "the oldest are forgotten"),

@@ -49,6 +49,8 @@ FEW_VALUES = 5_000
 costs a hundredth of that."""
 MANY_VALUES = 100_000
 """From which on others should not wait for it."""
+_LONG_BODY = 1 << 20
+"""Bytes, from which on the loop does not read a body itself: few values may be numbers of thousands of digits."""
 _PIECE = 64  # values that are written at once
 
 
@@ -202,9 +204,10 @@ async def read_json(request: Request, max_bytes: int, lanes: Lanes, validated: C
     if num_values > MAX_VALUES:
         message = f"the body has more than {MAX_VALUES} values: send less, or texts in place of token ids"
         raise HTTPError(413, message, code="request_too_large")
-    if num_values < FEW_VALUES:
+    if num_values < FEW_VALUES and len(body) < _LONG_BODY:
         return validated(_loaded(body, _ONCE))
-    return await lanes.run(lambda: validated(_loaded(body, _in_pieces())), is_long=num_values > MANY_VALUES)
+    is_long = num_values > MANY_VALUES or len(body) >= _LONG_BODY
+    return await lanes.run(lambda: validated(_loaded(body, _in_pieces())), is_long=is_long)
 
 
 def _loaded(body: bytes, decoder: json.JSONDecoder) -> Any:

@@ -12,10 +12,14 @@ import pytest
 
 from aengine import AsyncLLM, SamplingParams
 from aengine.chat.parser import ChatParser
-from aengine.server import create_app
-from aengine.server.http import JSONAnswer, json_in_pieces
+from aengine.server import create_app, http
+from aengine.server.anthropic import conversation
+from aengine.server.http import HTTPError, JSONAnswer, json_in_pieces
 from aengine.server.in_process import streaming_transport
 from aengine.server.openai import completions
+from aengine.server.openai.requests import ChatBody
+from aengine.server.openai.responses import messages
+from aengine.server.service import validated
 from aengine.testing import FakeAsyncLLM, Reply
 from aengine.tokenizer.tokenizer import Tokenizer
 
@@ -108,6 +112,68 @@ async def test_large_bodies_are_read_in_a_thread(monkeypatch: pytest.MonkeyPatch
 
 
 JSON = {"content-type": "application/json"}
+
+
+async def test_a_body_of_few_but_long_numbers_is_read_in_a_thread(monkeypatch: pytest.MonkeyPatch) -> None:
+    loads, threads = http._loaded, []
+
+    def noted(*args: Any) -> Any:
+        threads.append(threading.current_thread())
+        return loads(*args)
+
+    monkeypatch.setattr(http, "_loaded", noted)
+    async with FakeAsyncLLM("a") as engine, http_client(engine) as client:
+        body = {"prompt": "x", "metadata": [10**4000] * 300}
+        assert (await client.post("/v1/completions", json=body)).status_code == 200
+    assert threads[0] is not threading.main_thread()
+
+
+NAMED = {"model": "fake"}
+SAID = {"role": "user", "content": "x"}
+TEXTS = [{"type": "text", "text": "x"}] * 9000
+USES = [{"type": "tool_use", "id": f"call_{i}", "name": "f", "input": {}} for i in range(17_000)]
+ITEMS: list[tuple[str, dict[str, Any], str]] = [
+    ("/v1/messages", NAMED | {"messages": [{"role": "user", "content": TEXTS}] * 2, "max_tokens": 1}, "messages"),
+    ("/v1/messages", NAMED | {"messages": [{"role": "assistant", "content": USES}], "max_tokens": 1}, "messages"),
+    ("/v1/messages/count_tokens", NAMED | {"messages": [SAID] * 17_000}, "messages"),
+    ("/v1/responses", {"input": [{"role": "system", "content": "x"}] * 17_000}, "input"),
+    ("/v1/responses/input_tokens", {"input": [{"role": "user", "content": TEXTS}] * 2}, "input"),
+    ("/v1/responses", {"input": [{"type": "reasoning", "summary": TEXTS}] * 2}, "input"),
+]
+
+
+@pytest.mark.parametrize(("path", "body", "field"), ITEMS, ids=lambda value: str(value)[:40])
+async def test_more_items_than_a_chat_may_have_are_not_read(
+    path: str, body: dict[str, Any], field: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """One by one they would take seconds of the loop."""
+    for module, name in ((conversation, "_said"), (conversation, "_assistant"), (messages, "_Reader")):
+        monkeypatch.setattr(module, name, lambda *args: pytest.fail("they were read"))
+    async with FakeAsyncLLM("a", max_model_len=1 << 20) as engine, http_client(engine) as client:
+        answer = await client.post(path, json=body)
+        assert answer.status_code == 400 and field in answer.text and "there may be 16384" in answer.text
+
+
+async def test_what_a_response_repeats_is_small() -> None:
+    """A field without effect would fill the memory of stored responses, and be written with each."""
+    async with FakeAsyncLLM("a") as engine, http_client(engine) as client:
+        for field, value in {
+            "metadata": {f"key {i}": "x" for i in range(17)},
+            "metadata ": {"key": "x" * 1025},
+            "user": "x" * 1025,
+        }.items():
+            answer = await client.post("/v1/responses", json={"input": "x", field.strip(): value})
+            assert answer.status_code == 400 and answer.json()["error"]["param"].startswith(field.strip())
+        right = {"metadata": {f"key {i}": "x" * 512 for i in range(16)}, "user": "somebody"}
+        answer = (await client.post("/v1/responses", json={"input": "x"} | right)).json()
+        assert {name: answer[name] for name in right} == right
+
+
+async def test_of_many_wrong_fields_one_is_told() -> None:
+    body = {f"field {i}": None for i in range(50_000)}
+    with pytest.raises(HTTPError, match="field 0 is not supported"):
+        validated(ChatBody, body | {"messages": [SAID]})
+    assert len(ChatBody.leave_out_nulls(body)) == 1
 
 
 async def test_a_large_logit_bias_is_not_looked_at() -> None:

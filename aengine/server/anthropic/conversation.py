@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Collection
 from typing import Any
 
+from ...bounds.checks import check_num_items
 from ..http import HTTPError
 from .requests import CountBody, Message, TextBlock, ThinkingBlock, ToolResultBlock, ToolUseBlock
 
@@ -17,18 +19,19 @@ def conversation_of(body: CountBody) -> tuple[Messages, dict[str, Any]]:
     """Return the messages, and the options that say how they become a prompt.
 
     A conversation that ends with an assistant's message is continued. Raises HTTPError 400 where results don't match
-    the calls before them.
+    the calls before them, and InvalidRequestError for more messages or blocks than are read.
     """
+    check_num_items("messages", body.messages, (message.content for message in body.messages))
     messages: Messages = []
     if body.system:
         messages.append({"role": "system", "content": _text_of(body.system)})
-    calls: list[str] = []  # ids of the last assistant's message that no result has come for
+    calls: dict[str, None] = {}  # ids of the last assistant's message that no result has come for
     for i, message in enumerate(body.messages):
         where = f"messages[{i}]"
         if message.role == "assistant":
             _check_answered(calls, where)
             messages.append(_assistant(message, where))
-            calls = [call["id"] for call in messages[-1].get("tool_calls", ())]
+            calls = dict.fromkeys(call["id"] for call in messages[-1].get("tool_calls", ()))
         else:
             messages += _results(message, calls, where)
             _check_answered(calls, where)
@@ -63,7 +66,7 @@ def _call(block: ToolUseBlock) -> dict[str, Any]:
     return {"id": block.id, "type": "function", "function": {"name": block.name, "arguments": arguments}}
 
 
-def _results(message: Message, calls: list[str], where: str) -> Messages:
+def _results(message: Message, calls: dict[str, None], where: str) -> Messages:
     """Return the results as messages of tools, and take their calls out of ``calls``."""
     results = []
     for block in _blocks_of(message):
@@ -76,16 +79,16 @@ def _results(message: Message, calls: list[str], where: str) -> Messages:
                     "must have the tool_use, and each gets one result",
                     where,
                 )
-            calls.remove(block.tool_use_id)
+            del calls[block.tool_use_id]
             text = _text_of(block.content or [])
             shown = f"Error: {text}" if block.is_error else text
             results.append({"role": "tool", "tool_call_id": block.tool_use_id, "content": shown})
     return results
 
 
-def _check_answered(calls: list[str], where: str) -> None:
-    if calls:
-        raise _error(f"there is no tool_result for {calls[0][:100]!r} before {where}: the next message must have it")
+def _check_answered(calls: Collection[str], where: str) -> None:
+    for call_id in calls:
+        raise _error(f"there is no tool_result for {call_id[:100]!r} before {where}: the next message must have it")
 
 
 def _said(message: Message, where: str) -> dict[str, Any] | None:

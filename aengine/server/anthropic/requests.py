@@ -12,7 +12,7 @@ from pydantic import ConfigDict, Discriminator, Field, Tag, field_validator, mod
 
 from ...params import SamplingParams, StructuredOutput
 from ..http import HTTPError
-from ..openai.requests import Body, Ignored, Text
+from ..openai.requests import Body, Ignored, Many, Text
 from .errors import THREAD_UNSUPPORTED
 
 __all__ = [
@@ -88,7 +88,7 @@ TextOnly = Annotated[
 class ToolResultBlock(Open):
     type: Literal["tool_result"]
     tool_use_id: str
-    content: Text | list[TextOnly] | None = None
+    content: Text | Many[TextOnly] | None = None
     is_error: bool | None = None
 
 
@@ -105,7 +105,7 @@ Block = Annotated[
 
 class Message(Open):
     role: Literal["user", "assistant", "system"]
-    content: Text | list[Block]
+    content: Text | Many[Block]
 
 
 class ToolBody(Open):
@@ -160,9 +160,9 @@ class CountBody(Body):
     """The prompt of a message: body of ``/v1/messages/count_tokens``."""
 
     model: str
-    messages: list[Message]
-    system: Text | list[TextOnly] | None = None
-    tools: list[ToolBody] | None = None
+    messages: Many[Message]
+    system: Text | Many[TextOnly] | None = None
+    tools: Many[ToolBody] | None = None
     tool_choice: ToolChoiceBody | None = None
     thinking: ThinkingBody | None = None
     output_config: OutputConfigBody | None = None
@@ -170,7 +170,7 @@ class CountBody(Body):
     # of the engine
     chat_template_kwargs: dict[str, Any] | None = None
     # what would change the answer, and what the engine does not have
-    mcp_servers: list[Any] | None = None
+    mcp_servers: Many[Any] | None = None
     container: Any = None
     compaction: Any = None
     thread: Any = None
@@ -218,7 +218,7 @@ class MessagesBody(CountBody):
 
     max_tokens: int = Field(ge=1)
     stream: bool = False
-    stop_sequences: list[str] | None = None
+    stop_sequences: Many[str] | None = None
     temperature: float | None = None
     top_p: float | None = None
     top_k: int | None = None

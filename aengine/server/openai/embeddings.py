@@ -16,7 +16,7 @@ from ..http import HTTPError, JSONAnswer, while_connected
 from ..logs import note_usage
 from ..service import Service
 from .answers import answer_id
-from .requests import Body, Ignored, Text, TokenIds
+from .requests import Body, Ignored, Many, Text, TokenIds
 
 if TYPE_CHECKING:
     import numpy as np
@@ -25,7 +25,7 @@ if TYPE_CHECKING:
 __all__ = ["EmbeddingBody", "RerankBody", "ScoreBody", "embeddings", "rerank", "score"]
 
 Said = Annotated[Text, Field(min_length=1)]
-Texts = Annotated[list[str], Field(fail_fast=True)]
+Texts = Many[str]
 
 
 class PoolingBody(Body):
@@ -42,7 +42,7 @@ class PoolingBody(Body):
 
 
 class EmbeddingBody(PoolingBody):
-    input: str | Texts | TokenIds | Annotated[list[TokenIds], Field(fail_fast=True)]
+    input: str | Texts | TokenIds | Many[TokenIds]
     dimensions: int | None = None
     encoding_format: Literal["float", "base64"] = "float"
     normalize: bool = True
@@ -72,7 +72,7 @@ class Document(Body):
 
 class RerankBody(PoolingBody):
     query: Said
-    documents: Annotated[list[str | Document], Field(min_length=1)]
+    documents: Annotated[Many[str | Document], Field(min_length=1)]
     top_n: Annotated[int, Field(ge=0)] | None = Field(None, description="0, null: all.")
     return_documents: bool = True
     instruction: str | None = None
@@ -82,7 +82,7 @@ class RerankBody(PoolingBody):
 
 
 class ScoreBody(PoolingBody):
-    text_1: Said | Annotated[list[Said], Field(fail_fast=True)]
+    text_1: Said | Many[Said]
     text_2: str | Texts
     instruction: str | None = None
 

@@ -7,7 +7,7 @@ taken and left alone; those that would, and that it does not have (`Refused`), a
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any, Literal, TypeVar
 
 from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict, Field, WithJsonSchema, model_validator
 from pydantic_core import PydanticCustomError
@@ -22,6 +22,7 @@ __all__ = [
     "CompletionBody",
     "Ignored",
     "JSONSchemaFormat",
+    "Many",
     "Messages",
     "Refused",
     "ResponseFormat",
@@ -33,14 +34,17 @@ __all__ = [
     "Tools",
     "TopLogprobs",
     "any_strict",
+    "at_most",
     "structured_output_of",
     "template_variables",
     "tool_choice_of",
 ]
 
 RequestId = Annotated[str, Field(pattern=r"^[!-~]{1,128}$", description="1 to 128 visible ASCII characters.")]
-TokenIds = Annotated[list[int], Field(fail_fast=True)]
-"""Token ids, which may be many: the first that is none ends their validation."""
+T = TypeVar("T")
+Many = Annotated[list[T], Field(fail_fast=True)]
+"""A list in a body. The first of its values that is wrong ends its validation: an error for each takes seconds."""
+TokenIds = Many[int]
 TopLogprobs = Annotated[int, Field(ge=0, le=MAX_LOGPROBS)]
 Ignored = Annotated[Any, Field(default=None, description="Taken, and without effect.")]
 
@@ -65,14 +69,20 @@ Text = Annotated[str, AfterValidator(_check_unicode)]
 """A text for the model."""
 
 
-def _check_logit_bias(value: Any) -> Any:
-    """Of a dict that is too long no entry is looked at."""
-    if isinstance(value, dict) and len(value) > MAX_LOGIT_BIAS:
-        raise PydanticCustomError("too_long", "it may have at most {most} tokens", {"most": MAX_LOGIT_BIAS})
-    return value
+def at_most(most: int, entries: str) -> BeforeValidator:
+    """Return what refuses a dict that is too long before any entry is looked at."""
+
+    def check(value: Any) -> Any:
+        if isinstance(value, dict) and len(value) > most:
+            raise PydanticCustomError(
+                "too_long", "it may have at most {most} {entries}", {"most": most, "entries": entries}
+            )
+        return value
+
+    return BeforeValidator(check)
 
 
-LogitBias = Annotated[dict[int, float], Field(max_length=MAX_LOGIT_BIAS), BeforeValidator(_check_logit_bias)]
+LogitBias = Annotated[dict[int, float], Field(max_length=MAX_LOGIT_BIAS), at_most(MAX_LOGIT_BIAS, "tokens")]
 
 
 def _refuse(value: Any) -> None:
@@ -86,8 +96,7 @@ Refused = Annotated[
     WithJsonSchema({"type": "null", "description": "Not supported: null, or not there at all."}),
 ]
 Messages = Annotated[
-    list[dict[str, Any]],
-    Field(fail_fast=True),
+    Many[dict[str, Any]],
     WithJsonSchema(
         {
             "type": "array",
@@ -106,8 +115,7 @@ Messages = Annotated[
 ]
 """Chat messages, which the engine checks."""
 Tools = Annotated[
-    list[dict[str, Any]],
-    Field(fail_fast=True),
+    Many[dict[str, Any]],
     WithJsonSchema(
         {
             "type": "array",
@@ -143,8 +151,14 @@ class Body(BaseModel):
     @model_validator(mode="before")
     @classmethod
     def leave_out_nulls(cls, given: Any) -> Any:
-        """Return the fields that are given."""
-        if not isinstance(given, dict) or None not in given.values():
+        """Return the fields that are given; of very many those that there are, and one to refuse."""
+        if not isinstance(given, dict):
+            return given
+        if len(given) > len(cls.model_fields):
+            names = {field.alias or name for name, field in cls.model_fields.items()}
+            unknown = next(name for name in given if name not in names)
+            given = {name: value for name, value in given.items() if name in names or name == unknown}
+        if None not in given.values():
             return given
         optional = {field.alias or name for name, field in cls.model_fields.items() if not field.is_required()}
         return {name: value for name, value in given.items() if value is not None or name not in optional}
@@ -200,7 +214,7 @@ class StructuredOutputsBody(Body):
 
     json_: dict[str, Any] | str | None = Field(default=None, alias="json")
     regex: str | None = None
-    choice: list[str] | None = None
+    choice: Many[str] | None = None
     grammar: str | None = None
     json_object: bool | None = None
     open_objects: bool | None = None
@@ -258,7 +272,7 @@ class SamplingBody(Body):
     prompt_cache_options: Ignored = None
     prompt_cache_retention: Ignored = None
     # OpenAI's in completions and chat completions; elsewhere vLLM's
-    stop: str | Annotated[list[str], Field(fail_fast=True)] | None = None
+    stop: str | Many[str] | None = None
     seed: int | None = None
     presence_penalty: float | None = None
     frequency_penalty: float | None = None
@@ -348,8 +362,8 @@ class CompletionBody(_ChoicesBody):
     prompt: (
         str
         | TokenIds
-        | Annotated[list[str], Field(max_length=MAX_PROMPTS, fail_fast=True)]
-        | Annotated[list[TokenIds], Field(max_length=MAX_PROMPTS, fail_fast=True)]
+        | Annotated[Many[str], Field(max_length=MAX_PROMPTS)]
+        | Annotated[Many[TokenIds], Field(max_length=MAX_PROMPTS)]
     )
     echo: bool = False
     logprobs: int | None = None
@@ -397,7 +411,7 @@ class ChatBody(_ChoicesBody):
     logprobs: bool | None = None
     top_logprobs: TopLogprobs | None = None
     reasoning_effort: str | None = None
-    modalities: list[Literal["text"]] | None = None
+    modalities: Many[Literal["text"]] | None = None
     # vLLM's
     chat_template_kwargs: dict[str, Any] | None = None
     add_generation_prompt: bool | None = None

@@ -7,17 +7,20 @@ from typing import Annotated, Any, Literal
 
 from pydantic import Field
 
+from ....bounds import MAX_NAME_CHARACTERS
 from ....params import SamplingParams, StructuredOutput
 from ...http import HTTPError
 from ..requests import (
     Body,
     Ignored,
     JSONSchemaFormat,
+    Many,
     Refused,
     SamplingBody,
     Text,
     TopLogprobs,
     any_strict,
+    at_most,
     template_variables,
     tool_choice_of,
 )
@@ -26,6 +29,9 @@ from .tools import ResponseTools
 __all__ = ["ResponseBody"]
 
 _LOGPROBS = "message.output_text.logprobs"
+
+Name = Annotated[str, Field(max_length=MAX_NAME_CHARACTERS)]
+"""What the answer repeats, and what is stored with it."""
 
 
 class TextFormat(JSONSchemaFormat):
@@ -53,19 +59,20 @@ class ResponseStreamOptions(Body):
 class ResponseBody(SamplingBody):
     """The body of a response."""
 
-    input: str | Annotated[list[dict[str, Any]], Field(fail_fast=True)]
+    input: str | Many[dict[str, Any]]
     instructions: Text | None = None
     previous_response_id: str | None = None
     store: bool | None = None
     max_output_tokens: int | None = None
-    tools: list[dict[str, Any]] | None = None
+    tools: Many[dict[str, Any]] | None = None
     tool_choice: str | dict[str, Any] | None = None
     parallel_tool_calls: bool | None = None
     text: TextOptions | None = None
     reasoning: Reasoning | None = None
-    include: list[str] | None = None
+    include: Many[str] | None = None
     top_logprobs: TopLogprobs | None = None
-    metadata: dict[str, str] | None = None
+    metadata: Annotated[dict[Name, Name], at_most(16, "entries")] | None = None
+    user: Name | None = None
     stream_options: ResponseStreamOptions | None = None
     truncation: Literal["auto", "disabled"] | None = None
     # vLLM's

@@ -7,8 +7,10 @@ function_call_output                                ──>  a message of a tool
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from itertools import takewhile
 from typing import Any
 
+from ....bounds.checks import check_num_items
 from ...http import HTTPError
 from .tools import name_in_prompt
 
@@ -21,10 +23,12 @@ _ROLES = {"user": "user", "assistant": "assistant", "system": "system", "develop
 def messages_of(items: str | Sequence[Mapping[str, Any]], before: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
     """Return the messages of a response's input, which follow those ``before``.
 
-    Raises HTTPError 400, which names the item.
+    Raises HTTPError 400, which names the item, and InvalidRequestError for more items or parts than are read.
     """
     if isinstance(items, str):
         return [{"role": "user", "content": items}]
+    keys = ("content", "summary", "output")
+    check_num_items("input", items, (item.get(key) for item in items for key in keys))
     reader = _Reader(call["id"] for message in before for call in message.get("tool_calls", ()))
     for i, item in enumerate(items):
         reader.read(item, f"input[{i}]")
@@ -36,11 +40,11 @@ def with_instructions(messages: Sequence[Mapping[str, Any]], instructions: str |
     """Put the instructions first, and make one message of them and of the system messages that follow: templates take
     one, as a rule."""
     texts = [instructions] if instructions else []
-    rest = list(messages)
-    while rest and rest[0]["role"] == "system":
-        content = rest.pop(0)["content"]
-        texts.append(content if isinstance(content, str) else "\n".join(part["text"] for part in content))
-    return [{"role": "system", "content": "\n\n".join(texts)}, *rest] if texts else rest
+    systems = list(takewhile(lambda message: message["role"] == "system", messages))
+    rest = messages[len(systems) :]
+    contents = (message["content"] for message in systems)
+    texts += [one if isinstance(one, str) else "\n".join(part["text"] for part in one) for one in contents]
+    return [{"role": "system", "content": "\n\n".join(texts)}, *rest] if texts else list(rest)
 
 
 class _Reader:
