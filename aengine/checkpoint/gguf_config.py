@@ -115,8 +115,8 @@ def _classifier(file: GgufFile, arch: str) -> dict[str, Any]:
     labels = file.metadata.get(f"{arch}.classifier.output_labels")
     if labels != ["yes", "no"]:
         raise ModelLoadError(
-            f"{file.path} has a head of the classes {labels!r}; of a GGUF file that of a reranker asked for yes or no "
-            f"is read: give the folder or hub id of the checkpoint that it was made from"
+            f"{file.path} has a head of the classes {labels!r:.80}; of a GGUF file that of a reranker asked for yes "
+            f"or no is read: give the folder or hub id of the checkpoint that it was made from"
         )
     return {"architectures": ["ForSequenceClassification"], "id2label": {"0": "yes"}}
 
@@ -228,7 +228,7 @@ def _rope_scaling(
     if kind in ("none", "linear"):
         return {"rope_type": "linear", "factor": factor} if factor != 1.0 else None
     if kind != "yarn":
-        raise ModelLoadError(f"{file.path}: rope scaling {kind!r} is not supported; linear, yarn and llama3 are")
+        raise ModelLoadError(f"{file.path}: rope scaling {kind!r:.80} is not supported; linear, yarn and llama3 are")
     scaling: dict[str, Any] = {"rope_type": "yarn", "factor": factor}
     original = values.integer(f"{arch}.rope.scaling.original_context_length", 0, least=0)
     if original:

@@ -69,14 +69,15 @@ def read_config(
     if model_impl == "native" or (model_impl == "auto" and is_known):
         return _family(model_type).config_class.from_hf(hf_config)
     if not isinstance(model_type, str):
-        raise ModelLoadError(f"config.json: model_type={model_type!r} must be a string")
+        raise ModelLoadError(f"config.json: model_type={model_type!r:.80} must be a string")
     if "gguf_architecture" in hf_config and not is_known:
-        raise ModelLoadError(f"GGUF files of the architecture {model_type!r} are not read: {OTHER_ARCHITECTURE}")
+        raise ModelLoadError(f"GGUF files of the architecture {model_type!r:.80} are not read: {OTHER_ARCHITECTURE}")
     from .transformers.config import read_transformers_config
     from .transformers.library import ModelFiles
 
     asked, known = "model_impl='transformers' was asked for", ", ".join(sorted(FAMILIES))
-    reason = asked if model_type in FAMILIES else f"no native family has model_type {model_type!r}: they are {known}"
+    unknown = f"no native family has model_type {model_type!r:.80}: they are {known}"
+    reason = asked if model_type in FAMILIES else unknown
     return read_transformers_config(ModelFiles(hf_config, folder, trust_remote_code), reason)
 
 
@@ -117,11 +118,11 @@ def _transformers_model() -> type[CausalLM]:
 
 def _family(model_type: object) -> type[CausalLM]:
     if not isinstance(model_type, str):
-        raise ModelLoadError(f"config.json: model_type={model_type!r} must be a string")
+        raise ModelLoadError(f"config.json: model_type={model_type!r:.80} must be a string")
     model_type = GGUF_ARCHITECTURES.get(model_type, model_type)
     if model_type not in FAMILIES:
         known = ", ".join(sorted(FAMILIES))
-        raise ModelLoadError(f"model_type {model_type!r} is not supported; these are: {known}")
+        raise ModelLoadError(f"model_type {model_type!r:.80} is not supported; these are: {known}")
     file, _, name = FAMILIES[model_type].partition(".")
     family: type[CausalLM] = getattr(import_module(f".{file}", __name__), name)
     return family

@@ -49,8 +49,8 @@ def read_gguf_tokenizer(file: GgufFile) -> LoadedTokenizer:
     build = _BUILDERS.get(model)
     if build is None:
         raise ModelLoadError(
-            f"{file.path} has a tokenizer of kind {model!r}; aengine builds {', '.join(map(repr, _BUILDERS))}: give "
-            "another with tokenizer=, a folder or hub id that has tokenizer.json"
+            f"{file.path} has a tokenizer of kind {model!r:.80}; aengine builds {', '.join(map(repr, _BUILDERS))}: "
+            "give another with tokenizer=, a folder or hub id that has tokenizer.json"
         )
     try:
         encoder, add_bos, add_eos = build(file, tokens, kinds, special_tokens)
@@ -60,7 +60,7 @@ def read_gguf_tokenizer(file: GgufFile) -> LoadedTokenizer:
     except ModelLoadError:
         raise
     except Exception as error:  # whatever the library raises for a vocabulary that does not fit together
-        raise ModelLoadError(f"{file.path} has a tokenizer that can't be built: {error}") from error
+        raise ModelLoadError(f"{file.path} has a tokenizer that can't be built: {error!s:.200}") from error
     return LoadedTokenizer(encoder, special_tokens, _chat_templates(file))
 
 
@@ -172,7 +172,7 @@ def _special_tokens(file: GgufFile, tokens: list[str]) -> dict[str, str]:
             continue
         if not isinstance(token_id, int) or not 0 <= token_id < len(tokens):
             raise ModelLoadError(
-                f"{file.path}: tokenizer.ggml.{key}_token_id is {token_id!r}, but there are {len(tokens)} tokens"
+                f"{file.path}: tokenizer.ggml.{key}_token_id is {token_id!r:.80}, but there are {len(tokens)} tokens"
             )
         found[role] = tokens[token_id]
     return found

@@ -40,7 +40,7 @@ def read_tekken(path: Path) -> tuple[tokenizers.Tokenizer, dict[str, str]]:
     except ModelLoadError:
         raise
     except Exception as error:  # whatever the library raises for a vocabulary that does not fit together
-        raise ModelLoadError(f"{path} can't be read as a tekken tokenizer: {error!r}") from error
+        raise ModelLoadError(f"{path} can't be read as a tekken tokenizer: {error!r:.200}") from error
 
 
 def _encoder(data: ValueReader) -> tuple[tokenizers.Tokenizer, dict[str, str]]:
