@@ -6,9 +6,9 @@
 
     opening  call  (separator call)*  closing        several calls: a group
 
-These strings are all there is to a format. `aengine.chat.compose` writes the grammar from them, and
-`aengine.chat.parser` looks for the very same ones, so what is allowed and what is understood can't differ. They are
-exact, blanks included.
+These strings are all there is to a format. `aengine.chat.compose` writes the grammar from them, blanks included, and
+`aengine.chat.parser` looks for the very same ones, so what is allowed is understood. (It understands a few other
+spellings besides: `aengine.chat.syntax.spellings`.)
 """
 
 from __future__ import annotations

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import secrets
 import string
+from collections.abc import Mapping
 from dataclasses import replace
 
 from ..structured.parts import BLANKS
@@ -31,10 +32,12 @@ class MessageBuilder:
     Blanks are held back until something follows.
     """
 
-    def __init__(self, id_length: int | None, *, is_continued: bool = False) -> None:
-        """``id_length``: of the calls' ids, if they must have a certain one; ``is_continued``: the prompt has the
-        beginning of the reasoning, so that blanks that come first belong to it."""
+    def __init__(self, id_length: int | None, shown: Mapping[int, str], *, is_continued: bool = False) -> None:
+        """``id_length``: of the calls' ids, if they must have a certain one; ``shown``: the texts of tokens that have
+        one, by letter; ``is_continued``: the prompt has the beginning of the reasoning, so that blanks that come first
+        belong to it."""
         self._id_length = id_length
+        self._shown = shown
         self._deltas: list[Delta] = []
         self._text: list[str] = []
         self._reasoning: list[str] = []
@@ -60,7 +63,7 @@ class MessageBuilder:
 
     def add_text(self, text: str) -> None:
         """Add text of the answer."""
-        text = without_tokens(text)
+        text = without_tokens(text.translate(self._shown))
         if self._blanks is not None and text:
             self._blanks.append(text)
             if not text.strip(BLANKS):
@@ -73,7 +76,7 @@ class MessageBuilder:
 
     def add_reasoning(self, text: str) -> None:
         """Add reasoning."""
-        text = without_tokens(text)
+        text = without_tokens(text.translate(self._shown))
         if not self._reasoning and not self._is_continued:
             text = text.lstrip(BLANKS)
         body = text.rstrip(BLANKS)

@@ -4,8 +4,8 @@
                     │          │        │
                     │        heading ───┤   which tool?                         "\\n{"name": "get_time", "arguments": {"
                     │          │        │
-                    ├─────> arguments   │   up to the brace that closes them    ""zone": "UTC"}"
-                    │          │        │
+                    ├─────> arguments ──┼─> broken: up to its end, the rest is text without marks
+                    │          │        │   up to the brace that closes them    ""zone": "UTC"}"
                     │        after      │   the call is complete                "}\\n</tool_call>"
                     │          │        │
                     │       between ────┘   another call, or the group's end
@@ -18,15 +18,16 @@ split. Whatever does not follow the format is text; nothing raises.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 
 from ..structured.parts import BLANKS
-from .formats import ID, INDEX, INDEX_DIGITS, NAME, Markers, ReasoningFormat, TokenId, ToolFormat
+from .formats import INDEX, Markers, ReasoningFormat, TokenId, ToolFormat
 from .message_builder import MessageBuilder
 from .messages import ChatMessage, Delta
-from .scan import ID_LETTER, TOKENS, begins_with, held_back
+from .scan import TOKENS, held_back, length_of, longest_of, squeezed
 from .syntax import harmony
 from .syntax.arguments import ArgumentReader, Progress
+from .syntax.spellings import LOOSE, Head, Spellings
 from .tools import Tool
 
 __all__ = ["ChatParser"]
@@ -53,17 +54,16 @@ class ChatParser:
         self._sentinels = {known: (name, markers.encode(name)) for name, known in markers.ids}
         self._names_of_text = markers.names_of_text
         unseen = {markers.encode(mark) for marks in tool_format.text_marks for mark in marks} if tool_format else ()
-        self._shown = str.maketrans({sign: name for sign, name in self._names_of_text.items() if sign not in unseen})
+        shown = str.maketrans({sign: name for sign, name in self._names_of_text.items() if sign not in unseen})
         self._format = tool_format if tools else None
         self._tools = {tool.name: tool for tool in tools}
         self._scans = self._format is not None and self._format.text != "instead" and not has_shape
-        self._triggers: dict[str, dict[str, str]] = {}
-        self._next_heads: dict[str, str] = {}
-        self._forced_heads: dict[str, str] = {}  # of which a part is a call already: no text ends with that part
-        self._name_ends: dict[str, int] = {}  # of each head, where the tool's name in it ends
-        self._ends: list[str] = []
-        self._closings: list[str] = []
-        self._set_strings()
+        self._spellings = (
+            Spellings(self._format, markers, [*self._tools], has_shape=has_shape) if self._format else None
+        )
+        self._triggers = self._spellings.triggers if self._spellings is not None else {}
+        is_around = self._scans and self._format is not None and self._format.text == "around"
+        self._after_group: State = ChatParser._scanning if is_around else ChatParser._plain
         self._begin = markers.encode(reasoning.begin) if reasoning else ""
         self._end = markers.encode(reasoning.end) if reasoning else ""
         self._has_channels = tool_format is not None and tool_format.channels
@@ -73,10 +73,11 @@ class ChatParser:
             self._begin, self._end = markers.encode(harmony.ANALYSIS), markers.encode(harmony.END)
             self._preamble, self._final = markers.encode(harmony.PREAMBLE), markers.encode(harmony.FINAL)
 
-        self._kind = (tool_format, reasoning)
+        self._kind = (tool_format, reasoning, shown)
         self._builder = _new_builder(*self._kind)
         self._reader: ArgumentReader
         self._buffer = ""
+        self._leftover: list[str] = []  # of a call that can't be read, as far as it has come
         # A function, not a bound method: a parser that references itself is freed by the garbage collector alone.
         begins_in_reasoning = reasoning is not None and reasoning.begun
         self._state: State = ChatParser._reasoning if begins_in_reasoning else ChatParser._start
@@ -85,41 +86,8 @@ class ChatParser:
         """Of a parser that was given nothing, one of another completion: the strings, of many tools, are made once."""
         parser = ChatParser.__new__(ChatParser)
         parser.__dict__.update(self.__dict__)
-        parser._builder = _new_builder(*self._kind)
+        parser._builder, parser._leftover = _new_builder(*self._kind), []
         return parser
-
-    def _set_strings(self) -> None:
-        """Collect the format's strings for these tools. A head includes what all arguments begin with."""
-        known = self._format
-        if known is None:
-            return
-
-        def encode(text: str) -> str:
-            return self._markers.encode(text).replace(ID, ID_LETTER * (known.id_length or 0))
-
-        first = known.arguments.opening
-        ways = [
-            head.replace(INDEX, ID_LETTER * digits).partition(NAME)
-            for head in known.heads(NAME)
-            for digits in range(1, 1 + (INDEX_DIGITS if INDEX in head else 1))
-        ]
-
-        def heads_after(before: str) -> dict[str, str]:
-            heads: dict[str, str] = {}
-            for name in self._tools:
-                for before_name, _, after_name in ways:
-                    begun = encode(before + before_name + name)
-                    head = begun + encode(after_name) + first
-                    heads[head], self._name_ends[head] = name, len(begun)
-            return heads
-
-        for index, opening in enumerate(known.openings):
-            self._triggers.setdefault(encode(known.trigger_of(index)), {}).update(heads_after(opening))
-        self._next_heads = heads_after(known.separator)
-        groups = () if known.names_trigger else self._triggers.values()
-        self._forced_heads = {head: name for group in (*groups, self._next_heads) for head, name in group.items()}
-        self._ends = [encode(end) for end in known.ends]
-        self._closings = [closing for i in range(len(known.openings)) if (closing := encode(known.closing_of(i)))]
 
     def feed(self, text: str, token_id: int | None = None) -> list[Delta]:
         """Take the next piece. ``token_id``: the token that ended it, needed where markers are control tokens."""
@@ -137,13 +105,18 @@ class ChatParser:
     def finish(self) -> list[Delta]:
         """Return what was held back: the completion has ended."""
         if self._state is ChatParser._reasoning:
-            self._add_reasoning(self._buffer)
+            self._builder.add_reasoning(self._buffer)
+        elif self._state is ChatParser._broken:
+            self._leftover.append(self._buffer)
+            self._add_leftover()
         elif self._state not in (ChatParser._arguments, ChatParser._after):  # there it is a part of the call
-            if (name := _named_tool(self._buffer, self._forced_heads, self._name_ends)) is not None:
+            is_first = self._state not in (ChatParser._between, ChatParser._rejoining)
+            name = self._spellings.named(self._buffer, is_first) if self._spellings is not None else None
+            if name is not None:
                 self._builder.open_call(name)
                 self._builder.close_call(is_complete=False)
-            elif self._state is not ChatParser._between:
-                self._add_text(self._buffer)
+            elif is_first:
+                self._builder.add_text(self._buffer)
         self._buffer = ""
         self._builder.finish()
         self._state = ChatParser._plain
@@ -160,10 +133,10 @@ class ChatParser:
         body, end, rest = self._buffer.partition(self._end)
         if not end:
             held = held_back(body, (self._end,))
-            self._add_reasoning(body[: len(body) - held])
+            self._builder.add_reasoning(body[: len(body) - held])
             self._buffer = body[len(body) - held :]
             return False
-        self._add_reasoning(body)
+        self._builder.add_reasoning(body)
         self._builder.start_afresh()
         return self._go(ChatParser._after_reasoning, rest)
 
@@ -176,32 +149,30 @@ class ChatParser:
 
     def _start(self) -> bool:
         """Begin the answer: with reasoning, a call where no text may precede it, or text."""
-        heads: dict[str, str] = {}
-        if not self._scans:
-            for group in self._triggers.values():
-                heads |= group
-        first = filter(None, (self._begin, self._preamble, self._final))
-        found = self._expect([*first, *heads])
-        if found is None:
+        first = longest_of(filter(None, (self._begin, self._preamble, self._final)), self._buffer)
+        head, is_sure = None, True
+        if self._spellings is not None and not self._scans:
+            head, is_sure = self._spellings.first_head(self._buffer)
+        if first is None or not is_sure:
             return False
-        if found and found in (self._preamble, self._final):
-            state = ChatParser._plain if found == self._final else ChatParser._before_call
-            return self._go(state, self._buffer[len(found) :])
-        if found and found == self._begin:
+        if first and first in (self._preamble, self._final):
+            state = ChatParser._plain if first == self._final else ChatParser._before_call
+            return self._go(state, self._buffer[len(first) :])
+        if first:
             self._builder.start_afresh()
-            return self._go(ChatParser._reasoning, self._buffer[len(found) :])
-        if found:
-            return self._call(heads, found)
+            return self._go(ChatParser._reasoning, self._buffer[len(first) :])
+        if head is not None:
+            return self._call(head)
         return self._go(ChatParser._scanning if self._scans else ChatParser._plain, self._buffer)
 
     def _before_call(self) -> bool:
         """Take the text of a message that another follows."""
         body, end, rest = self._buffer.partition(self._end)
         if end:
-            self._add_text(body)
+            self._builder.add_text(body)
             return self._go(ChatParser._start, rest)
         keep = len(body) - held_back(body, (self._end,))
-        self._add_text(body[:keep])
+        self._builder.add_text(body[:keep])
         self._buffer = body[keep:]
         return False
 
@@ -210,20 +181,20 @@ class ChatParser:
         first = min((place for place in places if place >= 0), default=None)
         if first is None:
             keep = len(self._buffer) - held_back(self._buffer, self._triggers)
-            self._add_text(self._buffer[:keep])
+            self._builder.add_text(self._buffer[:keep])
             self._buffer = self._buffer[keep:]
             return False
-        self._add_text(self._buffer[:first])
+        self._builder.add_text(self._buffer[:first])
         return self._go(ChatParser._heading, self._buffer[first:])
 
     def _heading(self) -> bool:
         trigger = next(trigger for trigger in self._triggers if self._buffer.startswith(trigger))
-        found = self._expect(self._triggers[trigger])
-        if found is None:
+        head, is_sure = self._triggers[trigger].find(self._buffer)
+        if not is_sure:
             return False
-        if found:
-            return self._call(self._triggers[trigger], found)
-        self._add_text(trigger)
+        if head is not None:
+            return self._call(head)
+        self._builder.add_text(trigger)
         return self._go(ChatParser._scanning, self._buffer[len(trigger) :])
 
     def _arguments(self) -> bool:
@@ -240,89 +211,107 @@ class ChatParser:
         return False
 
     def _after(self) -> bool:
-        found = self._expect(self._ends)
+        assert self._spellings is not None
+        found = longest_of(self._spellings.ends, squeezed(self._buffer))
         if found is None:
             return False
-        if not found and "" not in self._ends:
+        if not found and "" not in self._spellings.ends:
             return self._give_up(self._buffer)
         self._builder.close_call(is_complete=True)
         self._builder.start_afresh()
-        return self._go(ChatParser._between, self._buffer[len(found) :])
+        return self._go(ChatParser._between, self._buffer[length_of(self._buffer, len(found)) if found else 0 :])
 
     def _between(self) -> bool:
         """Continue after a complete call."""
         assert self._format is not None
-        goes_on = ChatParser._scanning if self._scans and self._format.text == "around" else ChatParser._plain
-        if goes_on == ChatParser._scanning and not self._format.is_group:
-            return self._go(goes_on, self._buffer)
+        if not self._format.is_group and self._after_group == ChatParser._scanning:
+            return self._go(ChatParser._scanning, self._buffer)
         if not self._buffer:
             return False
-        found = self._expect([*self._next_heads, *self._closings])
-        if found is None:
+        return self._rejoining()
+
+    def _rejoining(self) -> bool:
+        """Continue at what stopped the reading of a call: its end, another call of its group, or the group's end."""
+        assert self._format is not None and self._spellings is not None
+        spelt = squeezed(self._buffer)
+        is_after_call = self._state is ChatParser._between
+        end = "" if is_after_call else longest_of(filter(None, self._spellings.ends), spelt)
+        closing = longest_of(self._spellings.closings, spelt)
+        head, is_sure = self._spellings.next_heads.find(self._buffer)
+        if end is None or closing is None or not is_sure:
             return False
-        if found in self._next_heads:
-            return self._call(self._next_heads, found)
-        return self._go(goes_on, self._buffer[len(found) :])
+        if not (end or closing or head is not None):
+            if is_after_call and not self._format.is_group:
+                return self._go(self._after_group, self._buffer)
+            if self._spellings.again and self._buffer.startswith(self._spellings.again):  # a call of an unknown tool
+                self._leftover.append(self._buffer[0])
+                self._buffer = self._buffer[1:]
+            return self._go(ChatParser._broken, self._buffer)
+        self._add_leftover()
+        if head is not None:
+            return self._call(head)
+        state = ChatParser._between if end else self._after_group
+        return self._go(state, self._buffer[length_of(self._buffer, len(end or closing)) :])
+
+    def _broken(self) -> bool:
+        """Collect what follows no format, up to the mark that ends it."""
+        assert self._spellings is not None
+        stops, triggers = self._spellings.stops, self._triggers if self._scans else ()
+        if not stops:
+            self._buffer = self._buffer.lstrip(LOOSE)
+            return bool(self._buffer) and self._go(
+                ChatParser._scanning if self._scans else ChatParser._plain, self._buffer
+            )
+        marks = [*stops, *triggers, *filter(None, [self._spellings.again])]
+        place, mark = min(
+            ((place, mark) for mark in marks if (place := self._buffer.find(mark)) >= 0),
+            default=(len(self._buffer) - held_back(self._buffer, marks), ""),
+        )
+        self._leftover.append(self._buffer[:place])
+        self._buffer = self._buffer[place:]
+        if mark == self._spellings.again or not mark:
+            return bool(mark) and self._go(ChatParser._rejoining, self._buffer)
+        self._add_leftover()
+        if mark in triggers:
+            return self._go(ChatParser._scanning, self._buffer)
+        self._builder.start_afresh()
+        return self._go(self._after_group, self._buffer[len(mark) :])
 
     def _plain(self) -> bool:
-        self._add_text(self._buffer)
+        self._builder.add_text(self._buffer)
         self._buffer = ""
         return False
 
     # What the states share.
 
-    def _add_text(self, text: str) -> None:
-        self._builder.add_text(text.translate(self._shown))
-
-    def _add_reasoning(self, text: str) -> None:
-        self._builder.add_reasoning(text.translate(self._shown))
+    def _add_leftover(self) -> None:
+        if self._leftover and self._spellings is not None:
+            self._builder.add_text(self._spellings.leftover("".join(self._leftover)))
+        self._leftover = []
 
     def _go(self, state: State, rest: str) -> bool:
         self._state, self._buffer = state, rest
         return True
 
-    def _expect(self, wanted: Iterable[str]) -> str | None:
-        """Return the longest of ``wanted`` that the buffer begins with; "": none; None: that is not sure yet."""
-        found, undecided = "", False
-        for text in wanted:
-            begins = begins_with(self._buffer, text)
-            if begins and len(text) > len(found):
-                found = text
-            undecided = undecided or begins is None
-        return None if undecided else found
-
-    def _call(self, heads: Mapping[str, str], head: str) -> bool:
+    def _call(self, head: Head) -> bool:
         assert self._format is not None
-        syntax = self._format.arguments
-        self._builder.open_call(heads[head], _written_id(self._format, heads[head], head, self._buffer))
-        self._reader = syntax.reader(self._tools[heads[head]], self._markers)
-        return self._go(ChatParser._arguments, syntax.opening + self._buffer[len(head) :])
+        call_id = self._format.written_id.replace("{name}", head.tool).replace(INDEX, head.digits)
+        self._builder.open_call(head.tool, call_id or None)
+        self._reader = self._format.arguments.reader(self._tools[head.tool], self._markers)
+        return self._go(ChatParser._arguments, self._buffer[head.length :])
 
     def _give_up(self, rest: str) -> bool:
         """End a call that does not follow the format."""
         self._builder.close_call(is_complete=False)
-        return self._go(ChatParser._scanning if self._scans else ChatParser._plain, rest)
+        self._builder.start_afresh()
+        return self._go(ChatParser._rejoining, rest)
 
 
-def _new_builder(tool_format: ToolFormat | None, reasoning: ReasoningFormat | None) -> MessageBuilder:
+def _new_builder(
+    tool_format: ToolFormat | None, reasoning: ReasoningFormat | None, shown: dict[int, str]
+) -> MessageBuilder:
     is_continued = reasoning is not None and reasoning.is_continued
-    builder = MessageBuilder(tool_format.id_length if tool_format else None, is_continued=is_continued)
+    builder = MessageBuilder(tool_format.id_length if tool_format else None, shown, is_continued=is_continued)
     if reasoning is not None and reasoning.begun:
         builder.start_afresh()
     return builder
-
-
-def _named_tool(text: str, heads: Mapping[str, str], name_ends: Mapping[str, int]) -> str | None:
-    """Return the tool whose head ``text`` begins, the whole name included; None: there is none, or it may be one of
-    several."""
-    begun = {head: name for head, name in heads.items() if begins_with(text, head) is None}
-    is_named = any(len(text) >= name_ends[head] for head in begun)
-    return next(iter(begun.values())) if is_named and len(set(begun.values())) == 1 else None
-
-
-def _written_id(tool_format: ToolFormat, tool_name: str, head: str, text: str) -> str | None:
-    """Return the id of a call that ``text`` begins with, as the model knows it; None where ids are the parser's own."""
-    if not tool_format.written_id:
-        return None
-    number = "".join(letter for letter, wanted in zip(text, head) if wanted == ID_LETTER)
-    return tool_format.written_id.replace("{name}", tool_name).replace(INDEX, number)

@@ -312,7 +312,7 @@ def test_a_new_format_needs_nothing_but_its_strings():
 @pytest.mark.parametrize("text, content, calls", [
     ("[TOOL_CALLS]now[CALL_ID]short[ARGS]{}", "[TOOL_CALLS]now[CALL_ID]short[ARGS]{}", 0),
     ("[TOOL_CALLS]now[CALL_ID]abcd-f123[ARGS]{}", "[TOOL_CALLS]now[CALL_ID]abcd-f123[ARGS]{}", 0),
-    ('[TOOL_CALLS] [{"name": "now", "arguments": {}, "id": "short"}]', ', "id": "short"}]', 1),
+    ('[TOOL_CALLS] [{"name": "now", "arguments": {}, "id": "short"}]', '"id": "short"}]', 1),
 ])  # fmt: skip
 def test_an_id_that_is_none(text, content, calls):
     """No grammar lets it come."""

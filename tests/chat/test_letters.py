@@ -104,7 +104,7 @@ def test_tokens_that_are_text_within_arguments() -> None:
     assert made.is_complete and made.parsed_arguments() == {"x": 'a</tool_call>"<think>'}
     cut = '<tool_call>\n{"name": "get", "arguments": {"x": 1\n</tool_call> and so on'
     message = parsed(known, known.encode(cut, add_special_tokens=False))
-    assert not message.tool_calls[0].is_complete and message.content == "</tool_call> and so on"
+    assert not message.tool_calls[0].is_complete and message.content == " and so on"
 
 
 @pytest.mark.parametrize("markers_are", TOKENS)

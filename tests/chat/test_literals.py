@@ -208,7 +208,7 @@ def test_what_is_no_literal(text):
         literal_of(text, ("'", '"'))
 
 
-@pytest.mark.parametrize("text", ["f(x)", "f(a=1, a=2)", "f(=1)", "f(a=b)", "f(a=1,)"])
+@pytest.mark.parametrize("text", ["f(x)", "f(a=1, a=2)", "f(=1)", "f(a=b)", "f(a=1,,)", "f(,)"])
 def test_a_call_that_is_none_is_not_complete(text):
     parser = ChatParser(FORMATS["lfm2"], None, tools_of([{"name": "f"}]), False, lambda name: None)
     _, message = parse(parser, [f"<|tool_call_start|>[{text}]<|tool_call_end|>"])

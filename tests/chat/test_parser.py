@@ -121,6 +121,7 @@ def test_marked_arguments_that_are_cut_off(name):
     known = FORMATS[name]
     tools = tools_of([{"name": "f", "parameters": {"properties": {"x": {"type": "string"}, "n": {"type": "integer"}}}}])
     text = known.openings[0] + known.head("f") + known.arguments.write({"x": "a<b", "n": 3}) + known.after_arguments
+    text = text.rstrip()  # the last line end may be missing
     for end in range(len(known.openings[0] + known.head("f")), len(text)):
         for pieces in ([text[:end]], list(text[:end])):
             _, message = parse(new(known, tools=tools), pieces)
@@ -182,11 +183,12 @@ def test_a_call_that_is_cut_off_is_not_complete():
     "tool_format, text",
     [
         (HERMES, '<tool_call>\n{"name": "unknown", "arguments": {}}\n</tool_call>'),
-        (HERMES, '<tool_call>{"name":"f","arguments":{}}</tool_call>'),
+        (HERMES, '<tool_call>\n{"name": " f", "arguments": {}}\n</tool_call>'),
+        (HERMES, "<tool_call>" + " " * 40 + '{"name": "f", "arguments": {}}\n</tool_call>'),
         (HERMES, "<tool_call><tool_call"),
         (HERMES, '<tool_call>\n{"name": "f", "arguments": 3}\n</tool_call>'),
         (LLAMA3, ' {"name": "f", "parameters": {}}'),
-        (LLAMA3, '{"name": "f", "arguments": {}}'),
+        (LLAMA3, '{"name":"f","parameters":{}}'),
         (MISTRAL, "[TOOL_CALLS] []"),
         (JSON, '{"tool_calls": [{"name": "h", "arguments": {}}]}'),
     ],
@@ -200,7 +202,7 @@ def test_a_call_after_a_broken_one():
     broken = '<tool_call>\n{"name": "f", "arguments": {} oh'
     _, message = parse(new(), list(f"{broken} {CALL}"))
     assert [(c.arguments, c.is_complete) for c in message.tool_calls] == [("{}", False), ('{"a": [1]}', True)]
-    assert message.content == " oh "
+    assert message.content == "oh"
 
 
 def test_a_call_after_one_that_a_control_token_broke():

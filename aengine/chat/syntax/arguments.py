@@ -80,6 +80,8 @@ class ArgumentSyntax(ABC):
 
     opening = ""
     """The first letters of all arguments."""
+    marks: tuple[str, ...] = ()
+    """What separates them."""
 
     @abstractmethod
     def part(self, tool: Tool, markers: Markers, relax: bool) -> Part:

@@ -31,7 +31,7 @@ from ...structured.parts import (
     any_of,
     seq,
 )
-from ..scan import TOKENS, held_back
+from ..scan import held_back
 from ..tools import Tool
 from .arguments import ArgumentReader, ArgumentSyntax, PiecewiseReader, Progress, closed_schema
 from .literal_text import literal_of
@@ -56,6 +56,8 @@ _ESCAPE = "\\\\[^\ud800-\udfff]"
 _LONGEST_NAME = 64
 _NAME = re.compile(r"[A-Za-z0-9_.$-]+")
 _ENDS = (",", ")", "}")
+_ENDS_LITERALS = re.compile(f"<|{_TOKEN}")
+"""No literal has them, outside of strings."""
 _BARE_KEY = "[A-Za-z0-9_.$-]{1,64}"
 _NAMES = {True: ("True", "true"), False: ("False", "false"), None: ("None", "null")}
 _NUMBER_KEYWORDS = ("minimum", "maximum", "exclusiveMinimum", "exclusiveMaximum", "multipleOf")
@@ -295,6 +297,7 @@ class _Reader(PiecewiseReader):
     _depth: int = field(default=0, init=False)  # of brackets
     _pieces: list[str] = field(default_factory=list, init=False)  # of the literal
     _seen: set[str] = field(default_factory=set, init=False)
+    _is_broken: bool = field(default=False, init=False)  # an argument can't be read: the others are only read over
 
     @property
     def is_in_string(self) -> bool:
@@ -313,20 +316,28 @@ class _Reader(PiecewiseReader):
         else:
             if not rest or any((name + self.assign).startswith(text[at:]) for at in places for name in self.names):
                 return 0, "", Progress.MORE
-            if rest[0] in ")}" and not self._seen:
-                return blanks, "{}", Progress.WHOLE
+            if rest[0] in ")}":  # a comma may stand before it
+                return blanks, "}" if self._seen else "{}", Progress.BROKEN if self._is_broken else Progress.WHOLE
+            if rest[0] == "]" or _ENDS_LITERALS.match(rest):
+                return blanks, "", Progress.BROKEN
             found = _NAME.match(rest)
-            if found is None or found.end() > _LONGEST_NAME:
-                return 0, "", Progress.BROKEN
-            if len(rest) < found.end() + len(self.assign):
+            gap = (
+                len(rest) - len(rest[found.end() :].lstrip(BLANKS)) if found else 0
+            )  # blanks before the sign count not
+            if found and gap <= _LONGEST_NAME and self.assign.startswith(rest[gap:]):
                 return 0, "", Progress.MORE
-            if not rest.startswith(self.assign, found.end()):
-                return 0, "", Progress.BROKEN
-            place, name = blanks, found[0]
+            if found is None or gap > _LONGEST_NAME or not rest.startswith(self.assign, gap):
+                return self._read_over()
+            place, name = blanks + gap - found.end(), found[0]
         if name in self._seen:
-            return 0, "", Progress.BROKEN
+            return self._read_over()
         self._name = name
         return place + len(name) + len(self.assign), "", None
+
+    def _read_over(self) -> tuple[int, str, Progress | None]:
+        """Take no argument up to the next comma, and none from there on."""
+        self._is_broken, self._name = True, ""
+        return 0, "", None
 
     def _literal(self, text: str) -> tuple[int, str, Progress | None]:
         place = 0
@@ -337,15 +348,19 @@ class _Reader(PiecewiseReader):
                 self._pieces.append(text[:stop])
                 return stop, "", Progress.MORE
             sign, start, place = found[0], found.start(), found.end()
-            if TOKENS.match(sign) and sign not in self.quotes:
+            if sign == "<" and any(quote.startswith(text[start:]) for quote in self.quotes):
+                self._pieces.append(text[:start])
+                return start, "", Progress.MORE
+            is_mark = sign not in self.quotes and _ENDS_LITERALS.match(sign) is not None
+            if is_mark or (sign == "]" and not self._inside and not self._depth):
                 self._pieces.append(text[:start])
                 return start, "", Progress.BROKEN
             if not self._inside and not self._depth and sign in _ENDS:
                 self._pieces.append(text[:start])
                 written = self._written()
-                if written is None:
-                    return start, "", Progress.BROKEN
-                return (place, written, None) if sign == "," else (start, written + "}", Progress.WHOLE)
+                if sign == ",":
+                    return place, written, None
+                return (start, "", Progress.BROKEN) if self._is_broken else (start, written + "}", Progress.WHOLE)
             if sign in self.quotes:
                 self._inside = "" if self._inside else sign
             elif not self._inside:
@@ -363,19 +378,21 @@ class _Reader(PiecewiseReader):
         """Return the strings whose first letters must wait for more."""
         return (*self.quotes, "\\\\") if self._inside else self.quotes
 
-    def _written(self) -> str | None:
-        """Return the argument that has ended, as JSON; None if it is none."""
+    def _written(self) -> str:
+        """Return the argument that has ended, as JSON; "" if it, or one before, is none."""
         text, name, self._name = "".join(self._pieces), self._name, None
         assert name is not None
         self._pieces.clear()
         try:
             value = json.dumps(literal_of(text, self.quotes), ensure_ascii=False, allow_nan=False)
         except (ValueError, RecursionError):
-            return None
+            self._is_broken = True
+        if self._is_broken:
+            return ""
         begun = ", " if self._seen else "{"
         self._seen.add(name)
         return f"{begun}{json.dumps(name, ensure_ascii=False)}: {value}"
 
 
 def _signs_outside(quotes: tuple[str, ...]) -> re.Pattern[str]:
-    return re.compile("|".join([*map(re.escape, quotes), r"[()\[\]{},]", _TOKEN]))
+    return re.compile("|".join([*map(re.escape, quotes), r"[()\[\]{},<]", _TOKEN]))

@@ -15,7 +15,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, NoReturn
 
-from ...structured.parts import Choice, FreeText, Json, Part, Regex, Repeat, TextUpTo, seq
+from ...structured.parts import BLANKS, Choice, FreeText, Json, Part, Regex, Repeat, TextUpTo, seq
 from ..scan import TOKENS, begins_with, held_back
 from ..tools import Tool
 from .arguments import ArgumentReader, ArgumentSyntax, PiecewiseReader, Progress, closed_schema
@@ -39,6 +39,10 @@ class Parameters(ArgumentSyntax):
     before_key: str
     after_key: str
     after_value: str
+
+    @property
+    def marks(self) -> tuple[str, ...]:  # type: ignore[override]
+        return self.before_key, self.after_key, self.after_value
 
     def part(self, tool: Tool, markers: Markers, relax: bool) -> Part:
         values, is_open = values_of(closed_schema(tool), tool, relax)
@@ -115,12 +119,13 @@ class _Reader(PiecewiseReader):
         return self._key(text) if self._value is None else self._body(text)
 
     def _key(self, text: str) -> tuple[int, str, Progress | None]:
-        begins = begins_with(text, self._before_key)
-        if begins is None or not text:
-            return 0, "", Progress.MORE
+        blanks = len(text) - len(text.lstrip(BLANKS))
+        begins = begins_with(text[blanks:], self._before_key)
+        if begins is None or blanks == len(text):
+            return blanks, "", Progress.MORE
         if not begins:
-            return 0, "}" if self._seen else "{}", Progress.WHOLE
-        rest = text[len(self._before_key) :]
+            return blanks, "}" if self._seen else "{}", Progress.WHOLE
+        rest = text[blanks + len(self._before_key) :]
         name = next((known for known in self._values if rest.startswith(known + self._after_key)), None)
         if name is None:
             if any((known + self._after_key).startswith(rest) for known in self._values):
@@ -138,7 +143,7 @@ class _Reader(PiecewiseReader):
         is_text = value.types() == {"string"}
         self._pieces = None if is_text else []
         written = f"{begun}{json.dumps(name, ensure_ascii=False)}: " + '"' * is_text
-        return len(self._before_key) + len(name) + len(self._after_key), written, None
+        return blanks + len(self._before_key) + len(name) + len(self._after_key), written, None
 
     def _body(self, text: str) -> tuple[int, str, Progress | None]:
         assert self._value is not None
