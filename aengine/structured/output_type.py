@@ -127,7 +127,7 @@ def _describe(wanted: Any) -> OutputType:
     try:
         adapter = pydantic.TypeAdapter(wanted)
         schema = adapter.json_schema(by_alias=True, mode="validation", schema_generator=schema_generator(narrow=True))
-        adapt(schema)
+        adapt(schema, narrow=True)
         text = json.dumps(schema, ensure_ascii=False, separators=(",", ":"), allow_nan=False)
     except Exception as error:  # a type's own hooks may raise anything
         reason = (str(error).strip() or type(error).__name__).splitlines()[0]

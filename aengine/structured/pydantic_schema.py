@@ -8,6 +8,7 @@
 * The keys of a dict are what can be read as them: ``dict[Literal["a", "b"], int]`` has two optional properties, and
   ``dict[int, str]`` a pattern. (Keys with constraints of their own are checked by pydantic alone.)
 * A uuid4 is a pattern, and so is an HttpUrl with its schemes.
+* An IPv4Interface, Base64, a FileUrl, and bytes of limited length, as ASCII, are patterns in an output type.
 * Dates, times, durations and complex numbers of an output type are patterns, by which every text is one that pydantic
   reads: no 29 February of a common year, no second 60, a zone only where there may be one, durations of bounded length.
   A tool's schema, which the model is shown, keeps their formats (but a NaiveDatetime, as the format demands a zone).
@@ -56,6 +57,13 @@ _HOST = f"(([a-zA-Z0-9]+[.-])*[a-zA-Z][a-zA-Z0-9]*|{_OCTET}([.]{_OCTET}){{3}})"
 """A host that ends with a number is an address, or none."""
 _PORT = "([1-9][0-9]{0,3}|[1-5][0-9]{4})"
 _URL_LETTER = r"[!#-;=?-\[\]_a-z~]"
+_FORMATS = {
+    "base64": "^([A-Za-z0-9+/]{4})*([A-Za-z0-9+/]{2}==|[A-Za-z0-9+/]{3}=)?$",
+    "base64url": "^([A-Za-z0-9_-]{4})*([A-Za-z0-9_-]{2}==|[A-Za-z0-9_-]{3}=)?$",
+    "ipv4interface": f"^{_OCTET}([.]{_OCTET}){{3}}(/([12]?[0-9]|3[0-2]))?$",
+}
+"""Patterns of what formats of pydantic's allow."""
+_MOST_BYTES = 1000
 _KEYS = {
     "bool": "^(true|false)$",
     "date": f"^{_DATE}$",
@@ -100,7 +108,16 @@ def schema_generator(*, narrow: bool = False) -> Any:
                 # Without pydantic's 2,083 letters at most, beside which each mask takes a hundred times as long.
                 pattern = f"^({'|'.join(sorted(schemes))})://{_HOST}(:{_PORT})?([/?#]{_URL_LETTER}*)?$"
                 return {"type": "string", "pattern": pattern}
+            if narrow and schemes == ["file"]:
+                return {"type": "string", "pattern": f"^file:///{_URL_LETTER}*$"}
             return made
+
+        def bytes_schema(self, schema: Any) -> Any:
+            made = super().bytes_schema(schema)
+            most = schema.get("max_length")
+            if not narrow or most is None or most > _MOST_BYTES:
+                return made
+            return {"type": "string", "pattern": f"^[ -~]{{{schema.get('min_length', 0)},{most}}}$"}  # a byte each
 
         def literal_schema(self, schema: Any) -> Any:
             texts = [value for value in schema["expected"] if not isinstance(value, bytes)]
@@ -159,21 +176,23 @@ def _limited(number: dict[str, Any], max_digits: int | None, decimal_places: int
     return number
 
 
-def adapt(schema: dict[str, Any]) -> None:
-    """Change pydantic's schema as the top of the file says."""
+def adapt(schema: dict[str, Any], *, narrow: bool = False) -> None:
+    """Change pydantic's schema as the top of the file says. ``narrow``: as of `schema_generator`."""
     parts = [part for _, part in walk(schema) if isinstance(part, dict)]
     merged = any(len(part.get("allOf", ())) > 1 for part in parts)  # a false in one would forbid the other's properties
     for part in reversed(parts):  # members first: `_adapt_keys` copies them
         part.pop("uniqueItems", None)
-        _adapt_format(part)
+        _adapt_format(part, narrow)
         _adapt_union(part, schema)
         _adapt_keys(part, schema)
         if "properties" in part and not merged and "patternProperties" not in part:
             part.setdefault("additionalProperties", False)
 
 
-def _adapt_format(part: dict[str, Any]) -> None:
+def _adapt_format(part: dict[str, Any], narrow: bool) -> None:
     name = part.get("format")
+    if narrow and isinstance(name, str) and name in _FORMATS:
+        part.setdefault("pattern", _FORMATS[name])
     version = _UUID.fullmatch(name) if isinstance(name, str) else None
     if version:
         part["pattern"] = _UUID_PATTERN.replace("V", version[1]).replace("X", "[0-9a-fA-F]")

@@ -76,6 +76,8 @@ def test_a_pattern_means_what_ecma_says(pattern: str, right: list[str], wrong: l
         (r"\ud83d", "surrogate"),
         (r"\012", "octal"),
         ("^[]a]$", "empty"),
+        (r"^\p{Unknown}$", "the Unicode property {Unknown}"),
+        (r"[\P{Foo=Bar}a]", "the Unicode property {Foo=Bar}"),
         ("(" * 300 + ")" * 300, "groups"),
     ],
 )

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import datetime
 import enum
+import ipaddress
 import json
 import re
 import uuid
@@ -11,9 +12,21 @@ from decimal import Decimal
 from typing import Annotated, Any
 
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
-from pydantic import AnyHttpUrl, AnyUrl, AwareDatetime, Field, HttpUrl, NaiveDatetime, TypeAdapter, WebsocketUrl
+from pydantic import (
+    AnyHttpUrl,
+    AnyUrl,
+    AwareDatetime,
+    Base64Bytes,
+    Base64UrlBytes,
+    Field,
+    FileUrl,
+    HttpUrl,
+    NaiveDatetime,
+    TypeAdapter,
+    WebsocketUrl,
+)
 
 from aengine import StructuredOutput
 from aengine.structured.llguidance.backend import LLGuidanceBackend
@@ -108,6 +121,35 @@ def test_a_url_has_a_scheme_that_it_may_have(kind: Any) -> None:
 
     check()
     assert "pattern" not in OutputType.of(AnyUrl).schema
+
+
+@pytest.mark.parametrize("kind, texts, others", [
+    (ipaddress.IPv4Interface, ["10.1.2.3/12", "10.1.2.3"], ["10.1.2.3/33", "10.1.2/8"]),
+    (Base64Bytes, ["aGk=", ""], ["aGk", "a-k="]),
+    (Base64UrlBytes, ["a-k=", "aGkx"], ["a/k="]),
+    (FileUrl, ["file:///etc/hosts"], ["http://a"]),
+    (Annotated[bytes, Field(max_length=3, min_length=1)], ["abc"], ["abcd", "", "é"]),
+])  # fmt: skip
+def test_texts_that_pydantic_would_refuse_are_kept_out(kind: Any, texts: list[str], others: list[str]) -> None:
+    output = OutputType.of(kind)
+    pattern = re.compile(output.schema["pattern"], re.ASCII)
+    assert all(pattern.search(text) and output.parse(json.dumps(text))[1] is None for text in texts)
+    assert not any(map(pattern.search, others))
+
+    @settings(max_examples=50)
+    @given(st.from_regex(pattern, fullmatch=True))
+    def check(text: str) -> None:
+        assert output.parse(json.dumps(text))[1] is None, text
+
+    check()
+    letters = (*(bytes([i]) for i in range(128)), b"")
+    backend = LLGuidanceBackend(Vocabulary(129, letters, (128,), frozenset({128})))
+    spec = spec_of(StructuredOutput(json_schema=output.schema))
+    assert backend.is_quick(spec)
+    matcher = backend.compile(spec).matcher()
+    text = json.dumps(texts[0]).encode()
+    assert matcher.accept(list(text)) == len(text) and matcher.is_accepting
+    assert "pattern" not in TypeAdapter(kind).json_schema(schema_generator=schema_generator())  # as a model is shown it
 
 
 def test_a_time_without_a_zone() -> None:

@@ -1,12 +1,12 @@
-"""Patterns of JSON schemas, which are ECMA-262's, as the library reads them: regexes of Rust. Needs no library.
+"""Patterns of JSON schemas, which are ECMA-262's, as the library reads them: regexes of Rust.
 
     [^[\\]]+   ->   [^\\[\\]]+        in a class of ECMA-262 ``[``, ``&&``, ``--`` and ``~~`` are characters
     \\d        ->   [0-9]             and not every script's digits; likewise \\w, and \\s of its own list
     \\/  \\cJ  \\u00e9  {,3}          escapes and braces that Rust has not, or takes for something else
 
 A pattern is read once, from left to right. What Rust has no word for is `UntranslatablePattern`: lookaround, references
-back, ends of words. What no pattern of ECMA-262 has, but other dialects do and Rust reads, is passed on: ``(?i)``,
-``(?P<name>``, ``\\A``, ``\\z``.
+back, ends of words, properties of characters that the library does not know: it is asked for each. What no pattern of
+ECMA-262 has, but other dialects do and Rust reads, is passed on: ``(?i)``, ``(?P<name>``, ``\\A``, ``\\z``.
 
 A character that JSON can write as ``\\u001b`` only is left out, unless it is asked for alone: where a control character
 were allowed besides others, a model that begins to write ``\\u00e9`` would be led into one.
@@ -14,6 +14,7 @@ were allowed besides others, a model that begins to write ``\\u00e9`` would be l
 
 from __future__ import annotations
 
+import functools
 import re
 from typing import NoReturn
 
@@ -190,6 +191,8 @@ class _Translation:
             if not self._takes(_PROPERTY.match(self._pattern, start)):
                 return ord(letter)
             name = self._pattern[start : self._place]
+            if not _is_property(name):
+                _refuse(f"the Unicode property {name}")
             return f"\\p{name}" if letter == "p" else f"[^\\p{name}{_CONTROLS}]"
         if letter == "0":
             if self._pattern[self._place : self._place + 1].isdecimal():
@@ -231,6 +234,14 @@ class _Translation:
             return otherwise
         self._place += count
         return int(digits, 16)
+
+
+@functools.lru_cache(256)
+def _is_property(name: str) -> bool:
+    """Whether the library knows a property, with its braces: of names of scripts there are too many to list."""
+    import llguidance
+
+    return not llguidance.LLMatcher.validate_grammar(llguidance.LLMatcher.grammar_from_regex(f"\\p{name}"))
 
 
 def _is_hex(digits: str) -> bool:
