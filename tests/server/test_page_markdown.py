@@ -62,6 +62,21 @@ def test_what_a_text_becomes() -> None:
         assert answer["tree"] == f"box({tree})", text
 
 
+@needs_node
+def test_what_is_nested_too_deep_is_shown_as_it_was_written() -> None:
+    """The parser leaves it out, and the answer would look empty."""
+    quote, items = ">" * 1000 + " deep\n\n", "\n".join(" " * 2 * i + f"- item {i}" for i in range(300))
+    for text, answer in zip((quote, items), render(["a\n\n" + quote + "# b"], ["a\n\n" + items])):
+        after = ' h3("b")' if text is quote else ""
+        assert answer["tree"] == f'box(p("a") div className="source"({json.dumps(text.rstrip())}){after})'
+
+
+@needs_node
+def test_code_is_shown_in_its_own_order() -> None:
+    for text in ("`a\u202eb\u2066`", "```\na\u202eb\u2066"):
+        assert r"a\\u202eb\\u2066" in render([*text])[0]["tree"]
+
+
 HOSTILE = [
     '<img src=x onerror="alert(1)">',
     "<script>alert(1)</script>",

@@ -21,6 +21,11 @@ function element(name, className = "", text = "") {
   return made;
 }
 
+// Code as it is shown: characters that turn the direction of writing would show it in another order than it has.
+function inOrder(code) {
+  return code.replace(/[\u202a-\u202e\u2066-\u2069]/g, (one) => `\\u${one.charCodeAt(0).toString(16)}`);
+}
+
 // Code with its language and a button that copies it. `append(text)` makes the code longer.
 export class CodeBlock {
   constructor(language, text) {
@@ -33,16 +38,17 @@ export class CodeBlock {
     this.button.type = "button";
     this.button.addEventListener("click", () => this.copy());
     this.code = this.box.appendChild(element("pre")).appendChild(element("code"));
-    this.node = this.code.appendChild(document.createTextNode(text));
+    this.node = this.code.appendChild(document.createTextNode(inOrder(text)));
   }
 
   append(text) {
     this.text += text;
-    this.node.appendData(text);
+    this.node.appendData(inOrder(text));
   }
 
   replace(text) {
-    this.text = this.node.data = text;
+    this.text = text;
+    this.node.data = inOrder(text);
   }
 
   async copy() {
@@ -88,7 +94,7 @@ function append(tokens, parent) {
     else if (token.type === "inline") append(token.children, top);
     else if (token.type === "fence" || token.type === "code_block") {
       top.append(new CodeBlock(token.info.trim().split(/\s+/)[0], token.content).box);
-    } else if (token.type === "code_inline") top.append(element("code", "", token.content));
+    } else if (token.type === "code_inline") top.append(element("code", "", inOrder(token.content)));
     else if (token.type === "softbreak" || token.type === "hardbreak") top.append(element("br"));
     else if (token.type === "image") {
       const made = top.appendChild(link(token.attrGet("src")));
@@ -106,6 +112,13 @@ function append(tokens, parent) {
       if (token.nesting > 0) open.push(top);
     }
   }
+}
+
+// A block, or its lines of the text if it is nested deeper than the parser reads, which leaves out what is in there.
+function appendBlock(tokens, text, parent) {
+  const isTooDeep = tokens.some(({ level, nesting }) => nesting > 0 && level >= parser.options.maxNesting - 1);
+  if (!isTooDeep) append(tokens, parent);
+  else parent.append(element("div", "source", text.split("\n").slice(...tokens[0].map).join("\n")));
 }
 
 // A text that grows, shown in `box`. Blocks that are finished are parsed once: each look at the text begins with its
@@ -134,7 +147,7 @@ export class MarkdownText {
     const last = blocks.at(-1);
     if (blocks.length === 1 && this.continues(last[0])) return;
     while (this.box.childNodes.length > this.numKept) this.box.lastChild.remove();
-    for (const tokens of blocks.slice(0, -1)) append(tokens, this.box);
+    for (const tokens of blocks.slice(0, -1)) appendBlock(tokens, tail, this.box);
     this.numKept = this.box.childNodes.length;
     this.begin += offsetOfLine(tail, last[0].map[0]);
     if (last[0].type === "fence") {
@@ -142,7 +155,7 @@ export class MarkdownText {
       this.box.append(this.code.box);
     } else {
       this.code = null;
-      append(last, this.box);
+      appendBlock(last, tail, this.box);
     }
   }
 
