@@ -13,7 +13,16 @@ from typing import Any, Literal, Union, get_args, get_origin
 import pydantic
 import pytest
 
-from aengine import AsyncLLM, SamplingParams, StructuredOutput, TokenizerView
+from aengine import (
+    AsyncLLM,
+    ContextLengthError,
+    GrammarError,
+    InvalidRequestError,
+    SamplingParams,
+    StructuredOutput,
+    TokenizerView,
+)
+from aengine.bounds.checks import check_num_messages, check_num_values, is_long, size_of
 from aengine.bounds.table import BOUNDS, as_markdown
 from aengine.chat.plan import ChatRequest
 from aengine.options import ChatOptions, RenderOptions, RequestOptions
@@ -22,6 +31,7 @@ from aengine.remote import RemoteEngine
 from aengine.remote.serving import _Session
 from aengine.server import app  # noqa: F401  # imports every interface, and so every body
 from aengine.server.openai import requests
+from aengine.structured.spec import check_schema_size
 from aengine.tokenizer.async_tokenizer import AsyncTokenizer
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -140,6 +150,35 @@ def test_a_new_field_must_be_named() -> None:
 
     large = [name for name, one in Body.model_fields.items() if can_be_large(one.annotation) and not has_no_effect(one)]
     assert large == ["files", "count"] and not NAMED & set(large)
+
+
+class Unlooked(list[Any]):
+    """A list whose values must not be looked at."""
+
+    def __iter__(self) -> Iterator[Any]:
+        pytest.fail("its values were looked at")
+
+
+def test_what_has_too_many_values_is_not_looked_at() -> None:
+    large = Unlooked([0] * 400_000)
+    part, call = ({key: large} for key in ("content", "tool_calls"))
+    for messages in ([part], [call], [part, "x", call]):
+        with pytest.raises(ContextLengthError, match=r"at least [48]00000 tokens"):
+            check_num_messages(4096, messages)
+    with pytest.raises(InvalidRequestError, match="more than 300000 values"):
+        check_num_values([{"a": large}, {"a": [large]}, large])
+    assert not is_long("x", {"a": 1}) and is_long({"a": large}) and is_long(large)
+    with pytest.raises(GrammarError, match="larger than 1024 KiB"):
+        check_schema_size({"enum": [*[0] * 900_000, large]})
+
+
+def test_the_size_of_data() -> None:
+    shared = ["ab", {"key": ["c", None, 1.5]}]
+    assert size_of(shared, 100, node=10) == 2 + 3 + 1 + 10 * (2 + 1 + 3)
+    assert size_of([shared, shared], 100, character=0) == 2 + 2 * 6
+    endless: list[Any] = []
+    endless += [endless, endless]
+    assert size_of(endless, 1000) > 1000
 
 
 def test_the_docs_have_the_list() -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence, Sized
+from typing import Any
 
 from ..errors import ContextLengthError, InvalidRequestError
 from . import CHARACTERS_PER_TOKEN, LONG_TEXT, MAX_NAME_CHARACTERS, MAX_VALUES, MOST_MESSAGES
@@ -16,18 +17,21 @@ __all__ = [
     "check_size",
     "is_long",
     "most_characters",
+    "num_parts_of",
     "size_of",
 ]
 
+_PLAIN = frozenset({str, int, float, bool, type(None)})
+_HOLDERS = (dict, list, tuple, Mapping)
 _NODE = 50  # characters that take as long as a value of a list or a mapping, as a message's role
 
 
-def check_num_messages(max_model_len: int, *lists: object) -> None:
-    """Raise ContextLengthError if there are as many messages and tools as tokens in the context: each has one at least.
-
-    ``lists``: of messages and of tools; what is no list is left to those who read it.
-    """
-    number = sum(len(one) for one in lists if isinstance(one, Sequence) and not isinstance(one, str | bytes))
+def check_num_messages(max_model_len: int, messages: object, tools: object = None) -> None:
+    """Raise ContextLengthError if there are as many messages and tools as tokens in the context, or as many parts and
+    calls in the messages: each has one at least. What is no list is left to those who read it."""
+    number = sum(map(len, filter(_is_list, (messages, tools))))  # type: ignore[arg-type]
+    if number < max_model_len and _is_list(messages):
+        number = max(number, num_parts_of(messages))  # type: ignore[arg-type]
     if number >= max_model_len:
         raise ContextLengthError(number, max_model_len, at_least=True)
 
@@ -41,6 +45,17 @@ def check_num_items(param: str, items: Sized, contents: Iterable[object]) -> Non
     if num_parts > MOST_MESSAGES:
         message = f"the items of {param} have {num_parts} parts: there may be {MOST_MESSAGES}"
         raise InvalidRequestError(message, param=param)
+
+
+def num_parts_of(messages: Sequence[Any]) -> int:
+    """Return the number of text parts in the contents that are lists, and of calls."""
+    known = [message for message in messages if isinstance(message, Mapping)]
+    listed = [message.get(key) for message in known for key in ("content", "tool_calls")]
+    return sum(len(one) for one in listed if isinstance(one, list))
+
+
+def _is_list(value: object) -> bool:
+    return isinstance(value, Sequence) and not isinstance(value, str | bytes)
 
 
 def check_num_characters(number: int, max_model_len: int, *, generates: bool = True) -> None:
@@ -67,33 +82,28 @@ def is_long(*values: object) -> bool:
     return size_of(values, LONG_TEXT, node=_NODE) > LONG_TEXT
 
 
-def size_of(value: object, most: int, *, node: int = 1) -> int:
-    """Count characters, and ``node`` for each value, and stop at more than ``most``."""
-    size, stack = 0, [value]
-    while stack and size <= most:
-        one = stack.pop()
-        if isinstance(one, str):
-            size += str.__len__(one)
-        elif isinstance(one, Mapping | list | tuple):
-            size += node * len(one)
-            if size <= most:  # else it may be large
-                stack.extend(one)
-                stack.extend(one.values() if isinstance(one, Mapping) else ())
+def size_of(value: object, most: int, *, node: int = 1, character: int = 1) -> int:
+    """Count ``character`` for each character, and ``node`` for each value, and stop at more than ``most``.
+
+    It goes level by level, and no level is made that has more than ``most`` values.
+    """
+    size, level = 0, [value]
+    while level and size <= most:
+        if character:
+            size += character * sum(str.__len__(one) for one in level if isinstance(one, str))
+        holders: list[Any] = [one for one in level if type(one) not in _PLAIN and isinstance(one, _HOLDERS)]
+        size += node * sum(len(one) for one in holders)
+        if size > most:
+            break
+        level = [inner for one in holders for inner in one]
+        level += [inner for one in holders if isinstance(one, Mapping) for inner in one.values()]
     return size
 
 
 def check_num_values(*values: object) -> None:
     """Raise InvalidRequestError for JSON-like data of more values than a message between processes may have."""
-    left = MAX_VALUES
-    stack: list[object] = [*values]
-    while stack:
-        one = stack.pop()
-        if isinstance(one, Mapping | list | tuple):
-            left -= len(one)
-            if left < 0:
-                raise InvalidRequestError(f"the request has more than {MAX_VALUES} values: send less")
-            if not (one and isinstance(one, list) and isinstance(one[0], int)):  # token ids have no values in them
-                stack.extend(one.values() if isinstance(one, Mapping) else one)
+    if size_of(values, MAX_VALUES, character=0) > MAX_VALUES:
+        raise InvalidRequestError(f"the request has more than {MAX_VALUES} values: send less")
 
 
 def check_name(name: str, value: str | None) -> None:

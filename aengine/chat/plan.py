@@ -12,13 +12,13 @@ from copy import copy
 from dataclasses import dataclass, field, replace
 from typing import Any, ClassVar
 
-from ..bounds.checks import check_size, is_long
+from ..bounds.checks import check_size, is_long, num_parts_of
 from ..errors import InvalidRequestError
 from ..params import SamplingParams
 from ..structured.asked_type import OnUnsupported, check_on_unsupported, constraint_of
 from ..structured.output_type import OutputType
 from ..structured.spec import GrammarSpec, spec_of
-from ..tokenizer.messages import Messages, checked_messages, num_parts_of
+from ..tokenizer.messages import Messages, checked_messages
 from ..tokenizer.prompt import PromptPart
 from ..tokenizer.tokenizer import Tokenizer
 from .compose import compose

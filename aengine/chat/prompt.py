@@ -42,7 +42,10 @@ class PromptOptions:
         add_generation_prompt: bool | None = None,
         continue_final_message: bool = False,
     ) -> PromptOptions:
-        """Check them. ``add_generation_prompt`` None: unless the final message is continued."""
+        """Check them, but not yet what is in ``chat_template_kwargs``: that takes its time, and `ChatPrompt.of` does.
+
+        ``add_generation_prompt`` None: unless the final message is continued.
+        """
         for name, value in (
             ("add_generation_prompt", add_generation_prompt),
             ("continue_final_message", continue_final_message),
@@ -55,8 +58,9 @@ class PromptOptions:
                 "give one of them",
                 param="continue_final_message",
             )
-        if chat_template_kwargs is not None:
-            _check_variables(chat_template_kwargs)
+        if not isinstance(chat_template_kwargs, Mapping | None):
+            message = "chat_template_kwargs must be a mapping of names to values, or None"
+            raise InvalidRequestError(message, param="chat_template_kwargs")
         return cls(
             chat_template_kwargs=dict(chat_template_kwargs or {}),
             add_generation_prompt=not continue_final_message
@@ -85,8 +89,9 @@ class ChatPrompt:
     ) -> ChatPrompt:
         """Render the prompt. ``tools``: as of `tools_of`.
 
-        Raises InvalidRequestError for those and for messages that can't be shown.
+        Raises InvalidRequestError for those, for messages that can't be shown, and for variables that JSON can't say.
         """
+        _check_variables(options.chat_template_kwargs)
         if options.continue_final_message:
             _check_continued(messages[-1])
         last = messages[-1]
@@ -159,11 +164,9 @@ def _takes_system(tokenizer: Tokenizer) -> bool:
         return False
 
 
-def _check_variables(extra: object) -> None:
-    """Raises InvalidRequestError unless it is a mapping of names to what JSON can say, none of them reserved."""
+def _check_variables(extra: Mapping[Any, Any]) -> None:
+    """Raises InvalidRequestError unless it maps names to what JSON can say, none of them reserved."""
     name = "chat_template_kwargs"
-    if not isinstance(extra, Mapping):
-        raise InvalidRequestError(f"{name} must be a mapping of names to values, or None", param=name)
     for key, value in extra.items():
         if not isinstance(key, str) or not key.isidentifier():
             raise InvalidRequestError(f"{name} has {shown(key)}, which is no name of a variable", param=name)

@@ -16,11 +16,12 @@ from .. import __version__
 from ..bounds.checks import check_num_characters, check_num_messages, check_num_values
 from ..chat.messages import ChatCompletion, Delta
 from ..config import EngineConfig
-from ..errors import EngineClosedError, EngineError, InvalidRequestError
+from ..errors import ContextLengthError, EngineClosedError, EngineError, InvalidRequestError
 from ..options import ChatOptions, RequestOptions, chat_options, request_options
 from ..outputs import Completion, Token
 from ..params import SamplingParams
 from ..pooling import PoolingCalls, PoolingRequest, PoolingResult
+from ..structured.spec import check_schema_size
 from ..telemetry.metrics import Statistics
 from ..telemetry.trace_context import current_trace
 from ..threads.pools import run_in_thread
@@ -224,11 +225,13 @@ class RemoteEngine(_Calls, PoolingCalls):
         if known is not None and method != "chat":
             options["on_unsupported"] = "error"  # the schema says itself what may be left out
         options["request_id"] = request_id = options.get("request_id") or f"remote-{uuid.uuid4().hex}"
+        shape = None if params is None else params.structured_output
+        if shape is not None:
+            check_schema_size(shape.json_schema)
         number, n = connection.new_number(), 1 if params is None else params.n
         connection.send("begin", number, method, prompt, params_to_wire(params), options, current_trace())
         decode, kind = (delta_from_wire, ChatCompletion) if method == "chat" else (token_from_wire, Completion)
         loop = asyncio.get_running_loop()
-        shape = None if params is None else params.structured_output
         is_json = shape is not None and shape.is_json
         stream: RemoteStream[Any, Any] = RemoteStream(
             request_id, number, n, decode, kind, connection.send, loop, known, is_json=is_json
@@ -323,4 +326,6 @@ def _check_size(max_model_len: int, prompt: Any, *others: Any) -> None:
         check_num_characters(len(prompt), max_model_len)
     elif isinstance(prompt, Sequence) and prompt and isinstance(prompt[0], Mapping):
         check_num_messages(max_model_len, prompt, *others[:1])
+    elif isinstance(prompt, Sequence) and len(prompt) >= max_model_len and isinstance(prompt[0], int):
+        raise ContextLengthError(len(prompt), max_model_len)
     check_num_values(prompt, *others)

@@ -184,7 +184,7 @@ class Scheduler:
         self._release_dependents(request)
 
     def _release_dependents(self, first: Request) -> None:
-        for request in self.parallel_sampling.release(first):
+        for request in self.parallel_sampling.release(first, self.rows.kv.block_size):
             self.waiting.add(request)
 
     def propose(self, request: Request, token_ids: Sequence[int], *, are_certain: bool = False) -> None:

@@ -51,6 +51,7 @@ MANY_VALUES = 100_000
 """From which on others should not wait for it."""
 _LONG_BODY = 1 << 20
 """Bytes, from which on the loop does not read a body itself: few values may be numbers of thousands of digits."""
+_COUNTED = 1 << 16  # bytes of a chunk whose values are counted at once: a chunk may be a whole body
 _PIECE = 64  # values that are written at once
 
 
@@ -169,22 +170,31 @@ def as_utf8(text: str) -> bytes:
     return text.encode("utf-8", "backslashreplace")
 
 
-async def read_body(request: Request, max_bytes: int) -> bytes:
-    """Read the whole body. Raises HTTPError 413 as soon as it is known to be too large, ClientLeftError."""
+async def _read_body(request: Request, max_bytes: int) -> tuple[bytes, int]:
+    """Read the whole body, and count its values. Raises HTTPError 413 as soon as it is known to be too large or to have
+    too many, ClientLeftError."""
     too_large = HTTPError(413, f"the body may have at most {max_bytes} bytes", code="request_too_large")
     length = request.headers.get("content-length", "")
     if length.isascii() and length.isdigit() and int(length[:20]) > max_bytes:
         raise too_large
-    body = bytearray()
+    chunks: list[bytes] = []
+    size = num_values = 0
     while True:
         message = await request.receive()
         if message["type"] == "http.disconnect":
             raise ClientLeftError
-        body += message.get("body", b"")
-        if len(body) > max_bytes:
+        chunk: bytes = message.get("body", b"")
+        size += len(chunk)
+        if size > max_bytes:
             raise too_large
+        for start in range(0, len(chunk), _COUNTED):
+            num_values += sum(chunk.count(mark, start, start + _COUNTED) for mark in (b",", b"[", b"{"))
+            if num_values > MAX_VALUES:
+                text = f"the body has more than {MAX_VALUES} values: send less, or texts in place of token ids"
+                raise HTTPError(413, text, code="request_too_large")
+        chunks.append(chunk)
         if not message.get("more_body", False):
-            return bytes(body)
+            return b"".join(chunks), num_values
 
 
 async def read_json(request: Request, max_bytes: int, lanes: Lanes, validated: Callable[[Any], T]) -> T:
@@ -199,11 +209,7 @@ async def read_json(request: Request, max_bytes: int, lanes: Lanes, validated: C
     if not _JSON.fullmatch(kind):
         given = repr(kind[:80]) if kind else "none at all"
         raise HTTPError(415, f"the body must be JSON, with content-type: application/json, not {given}")
-    body = await read_body(request, max_bytes)
-    num_values = sum(map(body.count, (b",", b"[", b"{")))
-    if num_values > MAX_VALUES:
-        message = f"the body has more than {MAX_VALUES} values: send less, or texts in place of token ids"
-        raise HTTPError(413, message, code="request_too_large")
+    body, num_values = await _read_body(request, max_bytes)
     if num_values < FEW_VALUES and len(body) < _LONG_BODY:
         return validated(_loaded(body, _ONCE))
     is_long = num_values > MANY_VALUES or len(body) >= _LONG_BODY

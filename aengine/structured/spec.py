@@ -19,6 +19,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, Literal
 
+from ..bounds.checks import size_of
 from ..errors import GrammarError
 from ..params import StructuredOutput, is_unicode
 from ..threads.yield_gil import yield_gil
@@ -26,7 +27,16 @@ from .closed_objects import close_objects
 from .parts import Choice, Json, Part, Regex, leaves
 from .schema_walk import json_path
 
-__all__ = ["GrammarSpec", "Kind", "composed_of", "plain_json", "spec_of", "spec_of_part", "specs_by_origin"]
+__all__ = [
+    "GrammarSpec",
+    "Kind",
+    "check_schema_size",
+    "composed_of",
+    "plain_json",
+    "spec_of",
+    "spec_of_part",
+    "specs_by_origin",
+]
 
 Kind = Literal["json_schema", "regex", "choice", "lark", "ebnf", "composed"]
 
@@ -239,6 +249,12 @@ class _Level:
             self.copy.append(value)
         else:
             self.copy[str(self.key)] = value
+
+
+def check_schema_size(schema: object) -> None:
+    """Raise GrammarError for a JSON schema that is too large, without a look at what is in it."""
+    if size_of(schema, MAX_JSON_BYTES) > MAX_JSON_BYTES:
+        raise _too_large("the JSON schema", MAX_JSON_BYTES)
 
 
 def plain_json(source: object) -> Any:

@@ -7,10 +7,11 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from ..bounds import MOST_MESSAGES
+from ..bounds.checks import num_parts_of
 from ..errors import InvalidRequestError
 from ..params import shown
 
-__all__ = ["WRITTEN_BY_MODEL", "Messages", "call_id_of", "checked_messages", "num_parts_of"]
+__all__ = ["WRITTEN_BY_MODEL", "Messages", "call_id_of", "checked_messages"]
 
 Messages = list[dict[str, Any]]
 """At least one message, each with a role and a content: a text, a list of text parts, or None for an assistant's."""
@@ -78,12 +79,6 @@ def _in_order_of_calls(messages: Messages) -> Messages:
                 results.append((answered.popleft() if len(answered) > 1 else answered[0], place))
     settle()
     return ordered
-
-
-def num_parts_of(messages: Messages) -> int:
-    """Return the number of text parts in the contents that are lists, and of calls."""
-    listed = (message.get(key) for message in messages for key in ("content", "tool_calls"))
-    return sum(len(one) for one in listed if isinstance(one, list))
 
 
 def _checked(message: object, where: str) -> dict[str, Any]:

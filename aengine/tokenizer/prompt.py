@@ -17,10 +17,10 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, ClassVar
 
 from ..bounds import LONG_TEXT
-from ..bounds.checks import check_num_characters, check_num_messages, check_size, is_long
+from ..bounds.checks import check_num_characters, check_num_messages, check_size, is_long, num_parts_of
 from ..errors import ContextLengthError, InvalidRequestError
 from ..params import shown
-from .messages import Messages, checked_messages, num_parts_of
+from .messages import Messages, checked_messages
 
 if TYPE_CHECKING:
     from .tokenizer import Tokenizer

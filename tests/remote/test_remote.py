@@ -409,6 +409,10 @@ async def test_what_is_too_large_is_not_sent(tmp_path: Path, monkeypatch: pytest
             ):
                 with pytest.raises(wrong):
                     await ask()
-        with pytest.raises(ContextLengthError):
-            await remote.generate("x" * 10_000_000)
+        for prompt in ("x" * 10_000_000, [97] * 1_000_000):
+            with pytest.raises(ContextLengthError):
+                await remote.generate(prompt)
+        schema = StructuredOutput(json_schema={"enum": ["x" * 100] * 11_000})
+        with pytest.raises(GrammarError, match="larger than 1024 KiB"):
+            await remote.generate("x", SamplingParams(structured_output=schema))
         monkeypatch.undo()

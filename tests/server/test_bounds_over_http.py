@@ -5,22 +5,26 @@ from __future__ import annotations
 import asyncio
 import json
 import threading
+from types import SimpleNamespace
 from typing import Any
 
 import httpx
 import pytest
+from starlette.requests import Request
+from starlette.types import Message
 
-from aengine import AsyncLLM, SamplingParams
+from aengine import AsyncLLM, InvalidRequestError, SamplingParams
 from aengine.chat.parser import ChatParser
 from aengine.server import create_app, http
 from aengine.server.anthropic import conversation
-from aengine.server.http import HTTPError, JSONAnswer, json_in_pieces
+from aengine.server.http import HTTPError, JSONAnswer, json_in_pieces, read_json
 from aengine.server.in_process import streaming_transport
 from aengine.server.openai import completions
 from aengine.server.openai.requests import ChatBody
 from aengine.server.openai.responses import messages
 from aengine.server.service import validated
 from aengine.testing import FakeAsyncLLM, Reply
+from aengine.threads.lanes import Lanes
 from aengine.tokenizer.tokenizer import Tokenizer
 
 
@@ -174,6 +178,38 @@ async def test_of_many_wrong_fields_one_is_told() -> None:
     with pytest.raises(HTTPError, match="field 0 is not supported"):
         validated(ChatBody, body | {"messages": [SAID]})
     assert len(ChatBody.leave_out_nulls(body)) == 1
+
+
+@pytest.mark.parametrize("chunk", [b"[1," * 10_000, b"[1," * 1_000_000])
+async def test_the_rest_of_a_body_of_too_many_values_is_not_read(chunk: bytes) -> None:
+    num_read = 0
+
+    async def receive() -> Message:
+        nonlocal num_read
+        num_read += 1
+        return {"type": "http.request", "body": chunk, "more_body": True}
+
+    request = Request({"type": "http", "headers": [(b"content-type", b"application/json")]}, receive)
+    lanes = Lanes("unused")
+    with pytest.raises(HTTPError, match="more than 300000 values") as caught:
+        await read_json(request, 1 << 25, lanes, lambda value: value)
+    assert caught.value.status == 413 and num_read == (16 if len(chunk) < 100_000 else 1)
+
+
+async def test_what_a_template_is_given_is_checked_in_a_thread(monkeypatch: pytest.MonkeyPatch) -> None:
+    threads = []
+
+    def noted(*args: Any, **options: Any) -> str:
+        threads.append(threading.current_thread().name)
+        return json.dumps(*args, **options)
+
+    monkeypatch.setattr("aengine.chat.prompt.json", SimpleNamespace(dumps=noted))
+    async with FakeAsyncLLM("a") as engine:
+        hello = [{"role": "user", "content": "hi"}]
+        await engine.chat(hello, chat_template_kwargs={"documents": ["x"]})
+        with pytest.raises(InvalidRequestError, match=r"chat_template_kwargs\['documents'\] can't be written"):
+            await engine.chat(hello, chat_template_kwargs={"documents": {1j}})
+    assert len(threads) == 2 and set(threads) == {"aengine-prompt"}
 
 
 async def test_a_large_logit_bias_is_not_looked_at() -> None:

@@ -15,12 +15,23 @@ SCRIPT = Path(__file__).parent / "grow.py"
 @pytest.mark.parametrize("door", ["process", "remote", "http"])
 def test_a_little_of_each_door(door: str) -> None:
     fields = ["messages", "prompt", "ids", "tools", "choice", "n", "logprobs", "logit_bias", "cache_salt"]
-    command = [sys.executable, str(SCRIPT), "--doors", door, "--most-values", "1000", "--fields", *fields]
+    command = [
+        sys.executable,
+        str(SCRIPT),
+        "--doors",
+        door,
+        "--most-values",
+        "1000",
+        "--rounds",
+        "1",
+        "--fields",
+        *fields,
+    ]
     done = subprocess.run([*command, "--stall", "30", "--delay", "60"], capture_output=True, text=True, timeout=120)
     assert done.returncode == 0, done.stdout + done.stderr
     line = json.loads(done.stdout)
     assert line["broken"] == [] and line["values"] == 27
     lines = [one.split() for one in done.stderr.splitlines() if one.startswith(door)]
-    outcomes = {(words[1], words[2]): set(words[12:]) for words in lines}
+    outcomes = {(words[1], words[2]): set(words[16:]) for words in lines}
     assert outcomes["messages", "10"] == {"ok"} and outcomes["n", "10"] == {"ok"}
     assert outcomes["logprobs", "100"] == {"400" if door == "http" else "InvalidRequestError"}
