@@ -58,9 +58,7 @@ class PromptOptions:
                 "give one of them",
                 param="continue_final_message",
             )
-        if not isinstance(chat_template_kwargs, Mapping | None):
-            message = "chat_template_kwargs must be a mapping of names to values, or None"
-            raise InvalidRequestError(message, param="chat_template_kwargs")
+        _check_mapping(chat_template_kwargs)
         return cls(
             chat_template_kwargs=dict(chat_template_kwargs or {}),
             add_generation_prompt=not continue_final_message
@@ -162,6 +160,12 @@ def _takes_system(tokenizer: Tokenizer) -> bool:
         return "system-probe" in tokenizer.apply_chat_template(probe)
     except InvalidRequestError:
         return False
+
+
+def _check_mapping(extra: object) -> None:
+    name = "chat_template_kwargs"
+    if not isinstance(extra, Mapping | None):
+        raise InvalidRequestError(f"{name} must be a mapping of names to values, or None", param=name)
 
 
 def _check_variables(extra: Mapping[Any, Any]) -> None:

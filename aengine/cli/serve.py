@@ -201,6 +201,17 @@ async def _serve(args: argparse.Namespace, engine: AsyncLLM, stop: StopSignals) 
                 tell(f"aengine: {args.model} is served at {url_of(listeners[0])} (Ctrl-C stops)")
             await _serve_engine(args, engine, listeners, stop.asked)
         finally:
+            await _close(engine, stop, args.grace)
+
+
+async def _close(engine: AsyncLLM, stop: StopSignals, grace: float) -> None:
+    """Close the engine; at the end of the grace, or at once if that was asked for, kill what is left of it."""
+    if stop.insisted.is_set():
+        engine.terminate()
+        return
+    deadline = stop.asked_at + grace if stop.asked.is_set() else None
+    with contextlib.suppress(TimeoutError):
+        async with asyncio.timeout_at(deadline):
             await engine.aclose()
 
 

@@ -43,17 +43,13 @@ class ParallelSampling:
         self.waiting.discard(request)
         self._first[request.request_id].dependents.remove(request)
 
-    def release(self, first: Request, block_size: int) -> list[Request]:
-        """Release the requests that wait for this one, and return them. They know the hashes of the prompt's blocks,
-        as it does: of a long prompt each would take its time to compute them. ``block_size``: of the hashes."""
+    def release(self, first: Request) -> list[Request]:
+        """Release the requests that wait for this one, and return them."""
         if self._first.get(first.request_id) is not first:
             return []
         del self._first[first.request_id]
         released, first.dependents = first.dependents, []
         self.waiting.difference_update(released)
-        for request in released:
-            if request.root_hash == first.root_hash:
-                request.block_hashes = first.block_hashes[: len(request.token_ids) // block_size]
         return released
 
     def check(self) -> None:

@@ -184,7 +184,9 @@ class Scheduler:
         self._release_dependents(request)
 
     def _release_dependents(self, first: Request) -> None:
-        for request in self.parallel_sampling.release(first, self.rows.kv.block_size):
+        for request in self.parallel_sampling.release(first):
+            if request.root_hash == first.root_hash:  # of a long prompt each would take its time to hash the blocks
+                request.block_hashes = first.block_hashes[: len(request.token_ids) // self.rows.kv.block_size]
             self.waiting.add(request)
 
     def propose(self, request: Request, token_ids: Sequence[int], *, are_certain: bool = False) -> None:

@@ -213,7 +213,11 @@ async def read_json(request: Request, max_bytes: int, lanes: Lanes, validated: C
     if num_values < FEW_VALUES and len(body) < _LONG_BODY:
         return validated(_loaded(body, _ONCE))
     is_long = num_values > MANY_VALUES or len(body) >= _LONG_BODY
-    return await lanes.run(lambda: validated(_loaded(body, _in_pieces())), is_long=is_long)
+
+    async def read() -> T:
+        return await lanes.run(lambda: validated(_loaded(body, _in_pieces())), is_long=is_long)
+
+    return await while_connected(request, read())
 
 
 def _loaded(body: bytes, decoder: json.JSONDecoder) -> Any:

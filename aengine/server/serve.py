@@ -43,20 +43,25 @@ _KEEP_ALIVE_SECONDS = 75
 """More than a load balancer keeps an idle connection, 60 s as a rule: it must not use one that is closed here."""
 _WATCH_SECONDS = 0.5
 _LAST_SECONDS = 1.0
-"""Seconds of the grace in which answers that were cut short can be read."""
+"""Seconds of the grace in which answers that were cut short can be read, and as many to close in; of a short grace, a
+quarter each."""
 
 
 class StopSignals:
-    """``asked``: a first SIGTERM or SIGINT has come; ``insisted``: a second one."""
+    """``asked``: a first SIGTERM or SIGINT has come, ``asked_at`` by the loop's clock; ``insisted``: a second one."""
 
     def __init__(self) -> None:
         self.asked = asyncio.Event()
+        self.asked_at = 0.0
         self.insisted = asyncio.Event()
 
     def note(self) -> None:
         if self.asked.is_set():
             logger.warning("stopping: told to a second time, everything ends now")
-        (self.insisted if self.asked.is_set() else self.asked).set()
+            self.insisted.set()
+        else:
+            self.asked_at = asyncio.get_running_loop().time()
+            self.asked.set()
 
 
 @contextlib.contextmanager
@@ -97,7 +102,8 @@ async def serve_app(
     access_log: bool = True,
     tells: bool = True,
 ) -> None:
-    """Serve an application over a running engine, until ``stop`` is set; then end within ``grace`` seconds.
+    """Serve an application over a running engine, until ``stop`` is set; then end within ``grace`` seconds, less one in
+    which the engine can be closed.
 
     Args:
         listener: bound; it is closed at the end.
@@ -125,7 +131,7 @@ async def serve_app(
     watching = asyncio.create_task(until_stopped(engine, stop))
     try:
         await asyncio.wait([serving, watching], return_when=asyncio.FIRST_COMPLETED)
-        deadline = asyncio.get_running_loop().time() + grace
+        deadline = asyncio.get_running_loop().time() + grace - _last_seconds(grace)
         server.should_exit = True
         await _wind_down(engine, grace, tells=tells)
         with contextlib.suppress(TimeoutError):
@@ -136,7 +142,7 @@ async def serve_app(
         if not serving.done():
             server.should_exit = True
             server.cut()
-            await asyncio.wait([serving], timeout=_LAST_SECONDS)
+            await asyncio.wait([serving], timeout=_last_seconds(grace) / 2)
             server.force_exit = True  # whatever an application still does
             await asyncio.wait([serving])
     serving.result()
@@ -152,9 +158,13 @@ async def until_stopped(engine: AsyncLLM | RemoteEngine, stop: asyncio.Event) ->
                 await stop.wait()
 
 
+def _last_seconds(grace: float) -> float:
+    return min(_LAST_SECONDS, grace / 4)
+
+
 async def _wind_down(engine: AsyncLLM | RemoteEngine, grace: float, *, tells: bool) -> None:
     """Let the engine's requests end by themselves for most of ``grace`` seconds, then abort them."""
-    seconds = max(0.0, grace - min(_LAST_SECONDS, grace / 2))
+    seconds = max(0.0, grace - 2 * _last_seconds(grace))
     with contextlib.suppress(AEngineError), Farewell(engine, seconds, tells=tells):  # it has failed, and so have they
         if not await engine.drain(seconds):
             engine.abort_all()

@@ -328,6 +328,16 @@ def test_siblings_wait_for_the_prompt_and_share_it(caching: bool) -> None:
     assert cached == ({3: 8} if caching else {3: 0})  # off: siblings share with each other alone
 
 
+def test_siblings_do_not_hash_the_prompt_again(monkeypatch: pytest.MonkeyPatch) -> None:
+    scheduler = make_scheduler()
+    group = [make(24, n=4, index=i) for i in range(4)]
+    add(scheduler, *group)
+    reply(scheduler, step(scheduler), [50])
+    assert len(group[0].block_hashes) >= 5
+    monkeypatch.setattr("aengine.scheduler.kv_cache_manager.blake2b", lambda *args, **options: pytest.fail("hashed"))
+    assert [new.num_computed_tokens for new in step(scheduler).new_requests] == [20] * 3
+
+
 def test_siblings_with_nothing_to_share_do_not_wait() -> None:
     scheduler = make_scheduler()
     add(scheduler, *(make(4, n=3, index=i) for i in range(3)))

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import sys
+import time
 from dataclasses import fields
 from functools import partial
 from typing import Any
@@ -11,6 +12,7 @@ from aengine.__main__ import main
 from aengine.cli import serve
 from aengine.config import EngineConfig
 from aengine.testing import FakeAsyncLLM, Reply
+from aengine.tokenizer.tokenizer import Tokenizer
 
 NOT_OF_A_FAKE = ("model", "device", "dtype", "load_format")
 
@@ -28,5 +30,7 @@ if __name__ == "__main__":
         for name in [name for name in sys.modules if name.partition(".")[0] == script[3:]]:
             del sys.modules[name]  # the fake engine has imported it
         sys.modules[script[3:]] = None  # type: ignore[assignment]
+    if script == "endless":
+        Tokenizer.apply_chat_template = lambda *args, **options: time.sleep(1e6)  # type: ignore[method-assign]
     serve.AsyncLLM = partial(fake, script, float(token_delay))  # type: ignore[misc, assignment]
     raise SystemExit(main(["serve", "smollm2-135m", *sys.argv[3:]]))

@@ -17,7 +17,7 @@ from aengine import AsyncLLM, InvalidRequestError, SamplingParams
 from aengine.chat.parser import ChatParser
 from aengine.server import create_app, http
 from aengine.server.anthropic import conversation
-from aengine.server.http import HTTPError, JSONAnswer, json_in_pieces, read_json
+from aengine.server.http import ClientLeftError, HTTPError, JSONAnswer, json_in_pieces, read_json
 from aengine.server.in_process import streaming_transport
 from aengine.server.openai import completions
 from aengine.server.openai.requests import ChatBody
@@ -194,6 +194,25 @@ async def test_the_rest_of_a_body_of_too_many_values_is_not_read(chunk: bytes) -
     with pytest.raises(HTTPError, match="more than 300000 values") as caught:
         await read_json(request, 1 << 25, lanes, lambda value: value)
     assert caught.value.status == 413 and num_read == (16 if len(chunk) < 100_000 else 1)
+
+
+async def test_a_body_whose_client_has_left_is_not_read() -> None:
+    messages: list[Message] = [{"type": "http.request", "body": b"[%s]" % b",".join([b"1"] * 10_000)}]
+
+    async def receive() -> Message:
+        return messages.pop() if messages else {"type": "http.disconnect"}
+
+    request = Request({"type": "http", "headers": [(b"content-type", b"application/json")]}, receive)
+    lanes, gate = Lanes("busy"), threading.Event()
+    before = lanes.run(gate.wait, 60, is_long=False)
+    with pytest.raises(ClientLeftError):
+        await read_json(request, 1 << 25, lanes, lambda value: pytest.fail("it was read"))
+    async with asyncio.timeout(60):
+        while lanes.num_queued(is_long=False):  # it is taken back
+            await asyncio.sleep(0.001)
+    gate.set()
+    assert await before
+    lanes.close()
 
 
 async def test_what_a_template_is_given_is_checked_in_a_thread(monkeypatch: pytest.MonkeyPatch) -> None:

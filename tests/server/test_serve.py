@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import signal
 import socket
 import stat
@@ -63,6 +64,24 @@ def test_the_second_signal_ends_it_at_once() -> None:
         served.signal(signal.SIGINT)
         assert served.end() == 1 and "Traceback" not in served.log
         rest_of(stream)
+
+
+@pytest.mark.parametrize("is_told_twice", [False, True])
+def test_a_template_without_an_end_holds_up_no_stop(is_told_twice: bool) -> None:
+    chat = {"messages": [{"role": "user", "content": "x" * 60_000}]}
+    grace = 100_000 if is_told_twice else 1
+    with Served("--port", 0, "--grace", grace, script="endless") as served:
+        connections = [served.connect() for _ in range(6)]
+        for connection, path in zip(connections, ["/tokenize", "/v1/chat/completions"] * 3, strict=True):
+            connection.request("POST", path, json.dumps(chat), {"content-type": "application/json"})
+        served.ask("/health")  # they have come
+        served.signal(signal.SIGTERM)
+        if is_told_twice:
+            served.until("stopping: no new connections")
+            served.signal(signal.SIGTERM)
+        assert served.end() == is_told_twice and "Traceback" not in served.log
+        for connection in connections:
+            connection.close()
 
 
 def test_a_port_in_use_is_one_line() -> None:

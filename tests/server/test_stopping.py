@@ -9,8 +9,10 @@ from typing import Any
 import httpx
 import pytest
 
+from aengine.cli.serve import _close
 from aengine.server import create_app
 from aengine.server.in_process import streaming_transport
+from aengine.server.serve import StopSignals
 from aengine.testing import FakeAsyncLLM
 
 HELLO = [{"role": "user", "content": "hello"}]
@@ -72,3 +74,25 @@ async def test_a_stream_ends_with_an_error(path: str) -> None:
 async def test_a_stream_that_has_not_begun_has_a_status(path: str) -> None:
     answer = await answer_that_is_aborted(path, True, first_token_delay=30)
     assert answer.status_code == 503 and answer.headers["retry-after"] == "1"
+
+
+async def test_closing_ends_with_the_grace() -> None:
+    ended = []
+
+    class Engine:
+        async def aclose(self) -> None:
+            try:
+                await asyncio.Event().wait()
+            finally:
+                ended.append("aclose")
+
+        def terminate(self) -> None:
+            ended.append("terminate")
+
+    stop: Any = StopSignals()
+    stop.note()
+    async with asyncio.timeout(60):
+        await _close(Engine(), stop, 0.01)  # type: ignore[arg-type]
+        stop.note()
+        await _close(Engine(), stop, 1e6)  # type: ignore[arg-type]
+    assert ended == ["aclose", "terminate"]
