@@ -94,8 +94,10 @@ class ChatTemplate:
 
     @cached_property
     def _compiled(self) -> jinja2.Template:
+        from .template_bounds import check_source
         from .template_environment import TemplateEnvironment
 
+        check_source(self.source)
         return TemplateEnvironment().from_string(self.source)
 
 

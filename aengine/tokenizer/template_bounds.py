@@ -1,21 +1,25 @@
 """What a chat template may do at most: a template is a program, and comes with the files of a model.
 
-`bounded` gives a rendering so many steps. A step is a round of a loop, 1,024 letters that are made, a value of a list
-that is shown, 16 values that a filter goes through; a filter is 8 of them, a call 16. Beyond that, numbers have a
-largest width, and texts a largest length, which is checked before they are made. Comparisons, tests and slices are not
-counted.
+`bounded` gives a rendering so many steps. A step is a round of a loop, 1,024 letters or 128 values that are made, cut
+or looked through, 16 values that a filter goes through, a value within a list that is shown, compared, hashed or put
+into another list; a filter is 8 of them, a call 16. Beyond that, numbers have a largest width, and texts a largest
+length, which is checked before they are made.
+
+Values within values are counted as often as they are there. So a list that holds one list twice, which holds one list
+twice, and so on, can't be made large; nor can one be nested so deeply that its hash would overflow the stack.
 """
 
 from __future__ import annotations
 
 import functools
 import re
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sized
+from collections.abc import Callable, Iterable, Iterator, Mapping, MappingView, Sized
 from contextlib import contextmanager
 from contextvars import ContextVar
 from typing import Any, NoReturn
 
 from jinja2.exceptions import TemplateError
+from jinja2.utils import Namespace
 
 __all__ = [
     "BOUNDED_METHODS",
@@ -26,20 +30,30 @@ __all__ = [
     "check_operation",
     "check_percent",
     "check_replace",
+    "check_source",
     "check_text_method",
     "counted",
     "counted_filter",
+    "counted_test",
+    "cut",
     "spend",
     "spend_on",
+    "spend_on_call",
+    "spend_on_length",
+    "weighed",
 ]
 
 _STEPS = 1 << 20
 _STEPS_A_MESSAGE = 1 << 8
 _LETTERS_A_STEP = 1 << 10
 _VALUES_A_STEP = 16
+_ITEMS_A_STEP = 128
+"""Of a list that is made, or looked through, by the interpreter: 1,024 bytes of pointers."""
 _FILTER_STEPS = 8
 CALL_STEPS = 16
 _MOST_LETTERS = 1 << 26
+_MOST_SOURCE = 1 << 20
+"""Letters of a template: compiling it takes time in proportion."""
 _MOST_BITS = 1 << 12
 _MOST_WIDTH = 1 << 17
 """Of what is padded, filled or cut to a width. Jinja's own bound of ranges is 100,000."""
@@ -50,8 +64,16 @@ _SHOWING = ("format", "pprint", "string", "tojson", "xmlattr", "indent", "e", "e
 """Filters that make a text of all that is within a value."""
 _LOOKING = ("count", "default", "d", "first", "last", "length", "random", "attr")
 """Filters that go through nothing."""
+_COMPARING = ("dictsort", "groupby", "max", "min", "sort", "unique")
+"""Filters that compare values, or hash them."""
+_TEXTUAL = ("capitalize", "center", "e", "escape", "filesizeformat", "float", "forceescape", "format", "indent", "int",
+            "lower", "replace", "reverse", "safe", "string", "striptags", "title", "tojson", "trim", "truncate",
+            "upper", "urlencode", "urlize", "wordcount", "wordwrap")  # fmt: skip
+"""Filters that take a text as a whole; others go through its letters."""
+_SPLITTING = ("split", "rsplit", "splitlines")
+_LINE_ENDS = "\n\r\v\f\x1c\x1d\x1e\x85\u2028\u2029"
 _PADDING = ("center", "expandtabs", "ljust", "rjust", "to_bytes", "zfill")
-BOUNDED_METHODS = frozenset([*_PADDING, "replace", "translate"])
+BOUNDED_METHODS = frozenset([*_PADDING, *_SPLITTING, "replace", "translate"])
 _WIDE = re.compile(r"%[-+ #0-9.]*?(\*|\d{6})")
 
 
@@ -75,6 +97,12 @@ def bounded(num_messages: int) -> Iterator[None]:
         _work.reset(token)
 
 
+def check_source(source: str) -> None:
+    """Raise TemplateError for a template that is too long to be compiled."""
+    if len(source) > _MOST_SOURCE:
+        _refuse(f"it has {len(source)} letters, where {_MOST_SOURCE} is the most")
+
+
 def spend(steps: int = 1) -> None:
     """Take steps. Raises TemplateError when there are no more."""
     work = _work.get()
@@ -93,10 +121,47 @@ def spend_on(value: Any) -> None:
         for key, item in value.items():
             spend_on(key)
             spend_on(item)
-    elif isinstance(value, list | tuple | set | frozenset):
+    elif isinstance(value, list | tuple | set | frozenset | MappingView):
         spend(1 + len(value))
-        for item in value:
+        for item in value:  # type: ignore[union-attr]  # each view is of one class with an iterator
             spend_on(item)
+    elif isinstance(value, range):
+        spend(len(value))
+    elif isinstance(value, Namespace):
+        spend_on(value._Namespace__attrs)
+
+
+def spend_on_length(value: Any) -> None:
+    """Take steps for what is copied, cut or looked through, but not for what is within."""
+    if isinstance(value, str):
+        spend(len(value) // _LETTERS_A_STEP)
+    elif isinstance(value, list | tuple | Mapping):
+        spend(len(value) // _ITEMS_A_STEP)
+
+
+def weighed(value: Any) -> Any:
+    """Return the value, after `spend_on`: a filter that a template's comparisons and literals are compiled with."""
+    if not isinstance(value, str) or len(value) >= _LETTERS_A_STEP:
+        spend_on(value)
+    return value
+
+
+def cut(value: Any) -> Any:
+    """Return the value, after `spend_on_length`: a filter that a template's slices are compiled with."""
+    spend_on_length(value)
+    return value
+
+
+def spend_on_call(function: Any, args: Iterable[Any]) -> None:
+    """Take the steps of a call; more for a method of a text or list, which looks through it, and for ``dict``."""
+    spend(CALL_STEPS)
+    owner = getattr(function, "__self__", None)
+    if isinstance(owner, str | list | tuple | Mapping):
+        spend_on_length(owner)
+    elif function is not dict:
+        args = (value for value in args if isinstance(value, tuple))  # may be hashed
+    for value in args:
+        spend_on(value)
 
 
 class counted:  # a filter
@@ -127,7 +192,9 @@ def counted_filter(name: str, make: Callable[..., Any]) -> Callable[..., Any]:
     def made(*args: Any, **kwargs: Any) -> Any:
         spend(_FILTER_STEPS)
         for value in args[first:]:
-            if name in _SHOWING or isinstance(value, str):
+            if name in _COMPARING and isinstance(value, str):
+                spend(len(value))
+            elif name in _SHOWING or name in _COMPARING or (name in _TEXTUAL and isinstance(value, str)):
                 spend_on(value)
             elif name not in _LOOKING and isinstance(value, Sized):
                 spend(len(value) // _VALUES_A_STEP)
@@ -135,7 +202,7 @@ def counted_filter(name: str, make: Callable[..., Any]) -> Callable[..., Any]:
             for value in (*args[first + 1 :], *kwargs.values()):
                 check_number(value, most)
         if name == "format":
-            check_percent(str(args[first]))
+            check_percent(str(args[first]), kwargs or args[first + 1 :])
         if name == "indent":
             text, width = str(args[first]), next(iter((*args[first + 1 :], *kwargs.values())), 4)
             check_lengths([len(text), (text.count("\n") + 1) * (width if isinstance(width, int) else len(str(width)))])
@@ -145,6 +212,18 @@ def counted_filter(name: str, make: Callable[..., Any]) -> Callable[..., Any]:
         if isinstance(result, str):
             spend_on(result)
         return result
+
+    return made
+
+
+def counted_test(test: Callable[..., Any]) -> Callable[..., Any]:
+    """Wrap a test: what it compares takes steps."""
+
+    @functools.wraps(test)
+    def made(*args: Any) -> Any:
+        for value in args:
+            weighed(value)
+        return test(*args)
 
     return made
 
@@ -179,12 +258,21 @@ def check_operation(operator: str, left: Any, right: Any) -> None:
         for many, times in ((left, right), (right, left)):
             if isinstance(many, str | list | tuple) and isinstance(times, int):
                 check_lengths([len(many) * max(0, times)])
+                if not isinstance(many, str):
+                    spend(len(many) * max(0, times) // _ITEMS_A_STEP)
 
 
-def check_percent(template: str) -> None:
-    """Raise TemplateError for a ``%`` whose text asks for a great width, or for one that is given."""
+def check_percent(template: str, values: Any) -> None:
+    """Raise TemplateError for a ``%`` whose text asks for a great width, for one that is given, or shows too much."""
     if _WIDE.search(template):
         _refuse("it formats a text to a great width")
+    if not isinstance(values, Mapping):
+        spend_on(values)
+        return
+    shown = template.count("%")  # each may show the same value
+    check_lengths([shown * max((len(value) for value in values.values() if isinstance(value, str)), default=0)])
+    for _ in range(shown):
+        spend_on(values)
 
 
 def check_text_method(name: str, owner: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> None:
@@ -194,10 +282,20 @@ def check_text_method(name: str, owner: Any, args: tuple[Any, ...], kwargs: Mapp
             check_number(value, _MOST_WIDTH)
         if name == "expandtabs":
             check_lengths([len(owner) * max((n for n in (*args, *kwargs.values()) if isinstance(n, int)), default=8)])
+    elif name in _SPLITTING:
+        lines = name == "splitlines"
+        spend((sum(map(owner.count, _LINE_ENDS)) if lines else _num_pieces(owner, *args, **kwargs)) // 2)
     elif name == "translate":
         _refuse("it translates letters")
     elif name == "replace" and len(args) > 1:
         check_replace(owner, args[0], args[1])
+
+
+def _num_pieces(text: str, sep: Any = None, maxsplit: Any = -1) -> int:
+    """How many texts `str.split` makes at most."""
+    spend_on_length(text)
+    pieces = str.count(text, sep) if isinstance(sep, str) and sep else len(text) // 2
+    return min(pieces, maxsplit) if isinstance(maxsplit, int) and maxsplit >= 0 else pieces
 
 
 def check_replace(text: str, old: Any, new: Any) -> None:

@@ -16,7 +16,7 @@ import json
 import re
 from collections.abc import Callable, Iterable, Mapping
 from datetime import datetime
-from typing import Any, NoReturn
+from typing import Any, NoReturn, cast
 
 from jinja2 import nodes
 from jinja2.compiler import CodeGenerator, Frame
@@ -30,7 +30,6 @@ from jinja2.utils import pass_environment
 
 from .template_bounds import (
     BOUNDED_METHODS,
-    CALL_STEPS,
     check_lengths,
     check_operation,
     check_percent,
@@ -38,8 +37,13 @@ from .template_bounds import (
     check_text_method,
     counted,
     counted_filter,
+    counted_test,
+    cut,
     spend,
     spend_on,
+    spend_on_call,
+    spend_on_length,
+    weighed,
 )
 from .traced_text import TracedText, concatenated, origin_within, percent, text_of, traced
 
@@ -50,6 +54,10 @@ _TEXT_FILTERS = (
     "safe", "string", "striptags", "title", "truncate", "upper", "urlencode", "urlize", "wordwrap", "xmlattr",
 )  # fmt: skip
 """Filters that make a text, without those that are written anew below."""
+
+
+def _filtered(node: nodes.Node, name: str) -> nodes.Filter:
+    return nodes.Filter(node, name, [], [], None, None, lineno=node.lineno)
 
 
 def _shown(value: Any) -> str:
@@ -63,6 +71,12 @@ def _joined(parts: Iterable[str]) -> TracedText:
     texts = list(parts)
     check_lengths(map(len, texts))
     return concatenated(texts)
+
+
+_COMPARING_TESTS = (
+    "!=", "<", "<=", "==", ">", ">=", "eq", "equalto", "ge", "greaterthan", "gt", "in", "le", "lessthan", "lower", "lt",
+    "ne", "upper",
+)  # fmt: skip
 
 
 class _Compiler(CodeGenerator):
@@ -98,14 +112,28 @@ class TemplateEnvironment(ImmutableSandboxedEnvironment):
         )
         self.filters |= {name: _followed(self.filters[name]) for name in _TEXT_FILTERS}
         self.filters |= {"join": _join, "replace": _replace, "tojson": to_json, "trim": _trim}
-        self.filters = {name: counted_filter(name, make) for name, make in self.filters.items()} | {"counted": counted}
+        self.filters = {name: counted_filter(name, make) for name, make in self.filters.items()}
+        self.filters |= {"counted": counted, "weighed": weighed, "cut": cut}
+        self.tests |= {name: counted_test(cast(Any, self.tests[name])) for name in _COMPARING_TESTS}
         self.globals |= {"raise_exception": _raise_exception, "strftime_now": _strftime_now}
         del self.globals["lipsum"]  # random text of any length
 
     def _generate(self, source: nodes.Template, *args: Any, **kwargs: Any) -> str:
-        """Compile a template, each of whose loops counts its rounds."""
-        for loop in source.find_all(nodes.For):
-            loop.iter = nodes.Filter(loop.iter, "counted", [], [], None, None, lineno=loop.lineno)
+        """Compile a template whose loops count their rounds; comparisons, literals and slices their values."""
+        for node in source.find_all((nodes.For, nodes.Compare, nodes.List, nodes.Tuple, nodes.Pair, nodes.Getitem)):
+            match node:
+                case nodes.For():
+                    node.iter = _filtered(node.iter, "counted")
+                case nodes.Compare():
+                    node.expr = _filtered(node.expr, "weighed")
+                    for operand in node.ops:
+                        operand.expr = _filtered(operand.expr, "weighed")
+                case nodes.List() | nodes.Tuple(ctx="load"):
+                    node.items = [_filtered(item, "weighed") for item in node.items]
+                case nodes.Pair():
+                    node.key, node.value = _filtered(node.key, "weighed"), _filtered(node.value, "weighed")
+                case nodes.Getitem(arg=nodes.Slice()):
+                    node.node = _filtered(node.node, "cut")
         return super()._generate(source, *args, **kwargs)
 
     def joined(self, values: Iterable[Any]) -> TracedText:
@@ -113,20 +141,18 @@ class TemplateEnvironment(ImmutableSandboxedEnvironment):
 
     def call_binop(self, context: Context, operator: str, left: Any, right: Any) -> Any:
         if operator == "%" and isinstance(left, str):
-            check_percent(left)
-            spend_on(right)
+            check_percent(left, right)
             return percent(left, right)
         check_operation(operator, left, right)
         return super().call_binop(context, operator, left, right)
 
     def call(__self, __context: Context, __obj: Any, *args: Any, **kwargs: Any) -> Any:
         """Call a macro, a function or a method. The names are Jinja's, since any may be an argument's."""
-        spend(CALL_STEPS)
+        spend_on_call(__obj, (*args, *kwargs.values()))
         if isinstance(__obj, LoopContext) and args:  # a recursive loop goes down
             args = (counted(args[0]), *args[1:])
         result = super().call(__context, __obj, *args, **kwargs)
-        if isinstance(result, str | list):
-            spend(len(result) // 1024)
+        spend_on_length(result)
         return result
 
     def getattr(self, obj: Any, attribute: str) -> Any:
@@ -144,6 +170,8 @@ class TemplateEnvironment(ImmutableSandboxedEnvironment):
         return super().getattr(obj, attribute)
 
     def getitem(self, obj: Any, argument: Any) -> Any:
+        if isinstance(argument, tuple):
+            spend_on(argument)
         if isinstance(obj, str) and isinstance(argument, str):
             return self.getattr(obj, argument)
         return super().getitem(obj, argument)
@@ -173,7 +201,9 @@ class _Formatter(SandboxedFormatter):
         if re.search(r"\d{6}", format_spec):
             raise TemplateError("the template was stopped: it formats a text to a great width")
         spend_on(value)
-        return super().format_field(value, format_spec)
+        text = super().format_field(value, format_spec)
+        spend(1 + len(text) // 256)
+        return text
 
 
 def _followed(make: Callable[..., Any]) -> Callable[..., Any]:

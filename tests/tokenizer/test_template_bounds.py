@@ -16,12 +16,29 @@ MESSAGES: list[dict[str, Any]] = [{"role": "user", "content": "x" * 1000}]
 DOUBLED = "{% set ns = namespace(x=%s) %}{% for i in range(60) %}{% set ns.x = %s %}{% endfor %}{{ ns.x %s }}"
 
 
+TWO = "{% set ns = namespace(x=%s, y=%s) %}{% for i in range(60) %}{% set ns.x = %s %}{% set ns.y = %s %}{% endfor %}"
+DEEP = "{% set ns = namespace(x=(1,)) %}{% for i in range(20000) %}{% set ns.x = %s %}{% endfor %}{{ %s }}"
+LONG = "{% set s = %s %}{% for i in range(100000) %}{% if %s %}{% endif %}{% endfor %}"
+
+
 def render(template: str, **variables: Any) -> str:
     return ChatTemplate(template, {"bos_token": "<s>"}).render(MESSAGES, extra=variables)
 
 
 def doubled(first: str, again: str, shown: str = "|length") -> str:
     return DOUBLED.replace("%s", first, 1).replace("%s", again, 1).replace("%s", shown, 1)
+
+
+def two(first: str, again: str, shown: str) -> str:
+    """Two values that are doubled, so that a comparison of both has no shortcut."""
+    parts = (first, first, again, again.replace("ns.x", "ns.y"), shown)
+    return filled(TWO + "{{ %s }}", *parts)
+
+
+def filled(template: str, *parts: str) -> str:
+    for part in parts:
+        template = template.replace("%s", part, 1)
+    return template
 
 
 @pytest.mark.timeout(60)
@@ -75,6 +92,33 @@ def doubled(first: str, again: str, shown: str = "|length") -> str:
         "{% for i in range(100000) %}{{ range(100000)|map('upper')|list|length }}{% endfor %}",
         "{% for i in range(100000) %}{{ range(100000)|list|length }}{% endfor %}",
         "{% for i in range(100000) %}{{ 'x' * 60000000 }}{% endfor %}",
+        two("[1]", "[ns.x, ns.x]", "ns.x == ns.y"),
+        two("1", "dict(a=ns.x, b=ns.x)", "ns.x == ns.y"),
+        two("1", "dict(a=ns.x, b=ns.x)", "ns.x is eq ns.y"),
+        two("1", "dict(a=ns.x, b=ns.x)", "[ns.x]|select('equalto', ns.y)|list"),
+        two("1", "dict(a=ns.x, b=ns.x)", "ns.x in dict(z=ns.y).values()"),
+        two("1", "dict(a=ns.x, b=ns.x)", "(dict(z=ns.x).values()|list).count(ns.y)"),
+        two("1", "dict(a=ns.x, b=ns.x)", "(dict(y=ns.x, z=ns.y).values()|list)|sort|length"),
+        doubled("(1,)", "(ns.x, ns.x)", "in {}"),
+        doubled("1", "namespace(a=ns.x, b=ns.x)", ""),
+        doubled("1", "dict(a=ns.x, b=ns.x).items()", ""),
+        filled(DEEP, "(ns.x,)", "{ns.x: 1}"),  # whose hash would overflow the stack
+        filled(DEEP, "dict(a=ns.x)|items|first", "{ns.x: 1}"),
+        filled(DEEP, "dict(a=ns.x)|items|first", "{}.get(ns.x)"),
+        filled(DEEP, "dict(a=ns.x)|items|first", "{}[ns.x]"),
+        filled(LONG, "'x' * 60000000", "'y' in s"),
+        filled(LONG, "'x' * 60000000", "s[1:]"),
+        filled(LONG, "[0] * 90000", "s.copy()"),
+        filled(LONG, "range(100000)", "'x' in s"),
+        "{{ ('a ' * 9000000).split()|length }}",
+        "{{ ('a ' * 9000000).rsplit(' ')|length }}",
+        "{{ ('a\n' * 9000000).splitlines()|length }}",
+        "{{ ('a' * 60000000)|list|length }}",
+        "{{ ('a' * 60000000)|sort|length }}",
+        "{{ 1 }}" * 200_000,
+        "{{ ('{0}' * 1000000).format('x' * 1000)|length }}",
+        "{{ ('%(a)s' * 1000000) % {'a': 'x' * 1000} }}",
+        "{{ ('%(a)s' * 1000000)|format(a='x' * 1000) }}",
     ],
 )  # fmt: skip
 def test_an_exhausting_template_is_stopped(template: str) -> None:
@@ -111,6 +155,17 @@ def test_arithmetic_and_texts_are_as_ever() -> None:
     assert (
         render("{% for k, v in {'a': 1}.items() %}{{ k }}{{ v }}{% endfor %}{{ {'a': [1]}|tojson }}") == 'a1{"a": [1]}'
     )
+
+
+def test_comparisons_literals_and_slices_are_as_ever() -> None:
+    template = (
+        "{% set first, rest = messages[0], messages[1:] %}{{ rest == [] }} {{ first.role in ('user', 'x') }} "
+        "{{ 1 < 2 < 3 }} {{ 'b' not in 'abc' }} {{ {'a': [1, (2, 3)]}['a'][1][0] }} {{ 'abcd'[1:3] }} {{ (1, 2)[:1] }} "
+        "{% for k, v in {'x': 1}.items() %}{{ k ~ v }}{% endfor %} {{ missing is defined }} {{ missing == 1 }} "
+        "{{ 'a-b-c'.split('-', 1) | last }} {{ 'a\\nb'.splitlines() | length }} {{ 'a b'.split() | first }} "
+        "{{ [3, 1]|sort }} {{ '%s=%d' % ('a', 1) }} {{ '%(a)s'|format(a=2) }}"
+    )
+    assert render(template) == "True True True False 2 bc (1,) x1 False False b-c 2 a [1, 3] a=1 2"
 
 
 def test_the_sandbox_needs_a_release_without_its_hole() -> None:
