@@ -12,7 +12,7 @@ import logging
 import os
 import sys
 from collections.abc import Coroutine, Sequence
-from typing import Any
+from typing import Any, NoReturn
 
 from .cli.progress import tell
 from .errors import AEngineError
@@ -41,6 +41,10 @@ class _Parser(argparse.ArgumentParser):
 
     def __init__(self, **options: Any) -> None:
         super().__init__(**{"allow_abbrev": False, **options})
+
+    def error(self, message: str) -> NoReturn:
+        """End with the error alone: the options of `serve` are a page, above which it would be lost."""
+        self.exit(2, f"{self.prog}: {message} ({self.prog} --help)\n")
 
 
 def build_parser() -> argparse.ArgumentParser:

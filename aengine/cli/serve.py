@@ -19,6 +19,8 @@ from .listening import bind_tcp, is_loopback, url_of
 from .progress import tell
 
 if TYPE_CHECKING:
+    from starlette.applications import Starlette
+
     from ..server.serve import StopSignals
 
 __all__ = ["add_serve_arguments", "app_options", "serve"]
@@ -175,6 +177,7 @@ def _trace(engine: AsyncLLM, names: list[str] | None) -> None:
 
 async def _serve(args: argparse.Namespace, engine: AsyncLLM, stop: StopSignals) -> None:
     from ..remote.unix_socket import bind_unix
+    from ..server.app import create_app
     from ..server.serve import BACKLOG
 
     with contextlib.ExitStack() as at_end:
@@ -186,6 +189,8 @@ async def _serve(args: argparse.Namespace, engine: AsyncLLM, stop: StopSignals) 
             at_end.callback(_remove, args.uds)
         for listener in listeners:
             at_end.callback(listener.close)
+        options = app_options(args, listeners[0])
+        app = create_app(engine, **options)  # what is wrong with the options is known before the model loads
         # The port is opened when the engine can serve: a client that waits for it finds a model behind it.
         try:
             starting = asyncio.create_task(engine.start())
@@ -199,7 +204,7 @@ async def _serve(args: argparse.Namespace, engine: AsyncLLM, stop: StopSignals) 
                 logger.info("%s is served at %s", args.model, url_of(listeners[0]))
             elif not args.quiet:
                 tell(f"aengine: {args.model} is served at {url_of(listeners[0])} (Ctrl-C stops)")
-            await _serve_engine(args, engine, listeners, stop.asked)
+            await _serve_engine(args, engine, (app, options), listeners, stop.asked)
         finally:
             await _close(engine, stop, args.grace)
 
@@ -216,22 +221,25 @@ async def _close(engine: AsyncLLM, stop: StopSignals, grace: float) -> None:
 
 
 async def _serve_engine(
-    args: argparse.Namespace, engine: AsyncLLM, listeners: list[socket.socket], stop: asyncio.Event
+    args: argparse.Namespace,
+    engine: AsyncLLM,
+    app: tuple[Starlette, dict[str, Any]],
+    listeners: list[socket.socket],
+    stop: asyncio.Event,
 ) -> None:
-    from ..server.app import create_app
+    """``app``: the application, and the options of those that app processes make for themselves."""
     from ..server.logs import reported
     from ..server.processes import serve_processes
     from ..server.serve import keep_loaded_objects, serve_app
 
-    app = app_options(args, listeners[0])
     server: dict[str, Any] = {"root_path": args.root_path, "access_log": not args.no_access_log}
     keep_loaded_objects()
     async with reported(engine, args.report_every):
         if args.workers:
-            settings = {"app": app, "server": server, "log": _log_options(args)}
+            settings = {"app": app[1], "server": server, "log": _log_options(args)}
             await serve_processes(engine, listeners, settings, stop=stop, grace=args.grace)
         else:
-            await serve_app(create_app(engine, **app), engine, listeners[0], stop=stop, grace=args.grace, **server)
+            await serve_app(app[0], engine, listeners[0], stop=stop, grace=args.grace, **server)
 
 
 def app_options(args: argparse.Namespace, listener: socket.socket) -> dict[str, Any]:

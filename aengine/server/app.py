@@ -20,7 +20,7 @@ from .anthropic.errors import answer_error, is_for_anthropic
 from .anthropic.messages import count_tokens, create_message
 from .anthropic.requests import CountBody, MessagesBody
 from .errors import http_error
-from .guard import Guard
+from .guard import Guard, checked_hosts, checked_origins
 from .health import health, livez, readyz, version
 from .http import ClientLeftError, CloseAfterTwoLengths, HTTPError, JSONAnswer
 from .lifespan import engine_lifespan
@@ -137,9 +137,9 @@ def create_app(
         max_stored_responses=max_stored_responses,
         pieces_per_second=pieces_per_second,
     )
-    origins = [allow_origins] if isinstance(allow_origins, str) else allow_origins
+    origins = checked_origins([allow_origins] if isinstance(allow_origins, str) else allow_origins)
     hosts = [allow_hosts] if isinstance(allow_hosts, str) else allow_hosts
-    guard = None if hosts is None else Guard(hosts, origins)
+    guard = None if hosts is None else Guard(checked_hosts(hosts), origins)
     endpoints = [*_ENDPOINTS, *(_PAGE if page else ())]
     service.openapi = openapi_document(endpoints, has_keys=bool(keys))
     service.metrics_registry = metrics_registry or new_registry(engine, service.model_name)

@@ -14,24 +14,45 @@ from urllib.parse import urlsplit
 
 from starlette.datastructures import Headers
 
+from ..errors import InvalidRequestError
 from .http import HTTPError
 
-__all__ = ["Guard"]
+__all__ = ["Guard", "checked_hosts", "checked_origins"]
 
 _HOST = re.compile(r"(\[[0-9a-fA-F:.]+\]|[\w.-]+)(:\d*)?", re.ASCII)
+_ORIGIN = re.compile(r"\*|null|[a-z][a-z0-9+.-]*://[^/?#\s]+")
+
+
+def checked_hosts(hosts: Iterable[str]) -> list[str]:
+    """Return the names as requests show them, or raise InvalidRequestError."""
+    for host in hosts:
+        if host != "*" and not _HOST.fullmatch(host):
+            message = f"{host!r} is no host: a name such as llm.example, without scheme and path, or '*'"
+            raise InvalidRequestError(message, param="allow_hosts")
+    return [host.lower() for host in hosts]
+
+
+def checked_origins(origins: Iterable[str]) -> list[str]:
+    """Return the origins as browsers show them, or raise InvalidRequestError."""
+    shown = [origin.lower().removesuffix("/") for origin in origins]
+    for origin in shown:
+        if not _ORIGIN.fullmatch(origin):
+            message = f"{origin!r} is no origin: scheme and host as in https://chat.example, without a path, or '*'"
+            raise InvalidRequestError(message, param="allow_origins")
+    return shown
 
 
 class Guard:
     """Checks the headers of requests.
 
     Args:
-        hosts: names that a request may ask for, beside localhost and IP addresses; "*": all.
-        origins: of pages elsewhere that may send requests, as "https://chat.example"; "*": all.
+        hosts: names that a request may ask for, beside localhost and IP addresses; "*": all. From `checked_hosts`.
+        origins: of pages elsewhere that may send requests, as "https://chat.example"; "*": all. From `checked_origins`.
     """
 
     def __init__(self, hosts: Iterable[str], origins: Iterable[str]) -> None:
-        self._hosts = {host.lower() for host in hosts}
-        self._origins = {origin.lower().rstrip("/") for origin in origins}
+        self._hosts = set(hosts)
+        self._origins = set(origins)
 
     def check(self, headers: Headers) -> None:
         """Raise HTTPError 403 for a foreign Host or Origin."""

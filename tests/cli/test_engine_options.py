@@ -53,6 +53,7 @@ def test_values_are_checked(capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit):
         build_parser().parse_args([*COMMANDS["run"], "--tensor-parallel-size", "two"])
     assert "--tensor-parallel-size" in (shown := capsys.readouterr().err) and "'two'" in shown
+    assert len(shown.splitlines()) == 1, "not below a page of all options"
     settings = settings_of(*COMMANDS["run"], "--dtype", "int4")
     with pytest.raises(ValueError, match="dtype='int4' is not valid"):
         AsyncLLM("smollm2-135m", **settings)  # type: ignore[arg-type]

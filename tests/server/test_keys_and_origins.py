@@ -45,8 +45,21 @@ async def test_a_key_that_no_client_could_show_is_refused(key: str) -> None:
             create_app(engine, api_keys=key)
 
 
-async def test_pages_of_an_allowed_origin_may_call() -> None:
-    async with client_of(keys=["key"], origins="https://chat.example") as client:
+@pytest.mark.parametrize(
+    ("field", "value"),
+    [("allow_origins", value) for value in ("chat.example", "https://chat.example/path", "", "https://")]
+    + [("allow_hosts", value) for value in ("http://llm.example", "llm.example/", "a b", "")],
+)
+async def test_what_no_browser_would_show_is_refused(field: str, value: str) -> None:
+    async with FakeAsyncLLM("a") as engine:
+        with pytest.raises(InvalidRequestError, match="is no (origin|host): ") as refused:
+            create_app(engine, **{field: [value]})  # type: ignore[arg-type]
+        assert refused.value.param == field
+
+
+@pytest.mark.parametrize("origin", ["https://chat.example", "https://Chat.example/"])
+async def test_pages_of_an_allowed_origin_may_call(origin: str) -> None:
+    async with client_of(keys=["key"], origins=origin) as client:
         asks = {"access-control-request-method": "POST", "access-control-request-headers": "authorization"}
         allowed = await client.options("/v1/chat/completions", headers=PAGE | asks)
         assert allowed.status_code == 200, "a browser shows no key when it asks"

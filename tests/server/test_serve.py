@@ -92,6 +92,15 @@ def test_a_port_in_use_is_one_line() -> None:
             assert "is in use by another program" in line and "--port" in line
 
 
+@pytest.mark.parametrize("workers", [(), ("--workers", 1)])
+def test_wrong_options_are_known_before_the_model_loads(workers: tuple[object, ...]) -> None:
+    for option in ("--api-key=", "--allow-origin=chat.example"):
+        with Served("--port", 0, option, *workers) as served:
+            assert served.end() == 1
+            (line,) = served.log.splitlines()
+            assert line.startswith("aengine: ") and "is served" not in line
+
+
 def test_a_unix_socket_of_a_dead_server_is_replaced(tmp_path: Path) -> None:
     path = tmp_path / "served"
     with socket.socket(socket.AF_UNIX) as dead:
