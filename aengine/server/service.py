@@ -29,6 +29,7 @@ if TYPE_CHECKING:
 __all__ = ["Service", "validated"]
 
 B = TypeVar("B", bound=BaseModel)
+T = TypeVar("T")
 
 _HUB_ID = re.compile(r"[\w.-]+/[\w.-]+(:[\w.-]+)?")
 
@@ -97,6 +98,10 @@ class Service:
         is_long = num_values > MANY_VALUES
         body = work() if num_values < FEW_VALUES else await self._lanes.run(work, is_long=is_long)
         return Response(body, headers=headers, media_type="application/json")
+
+    async def in_thread(self, work: Callable[[], T]) -> T:
+        """Return what ``work`` does that takes long."""
+        return await self._lanes.run(work, is_long=True)
 
     def check_model(self, name: str | None) -> None:
         """Raise HTTPError 404 unless the model is served under this name. None: whatever is served."""

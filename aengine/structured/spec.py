@@ -28,10 +28,12 @@ from .parts import Choice, Json, Part, Regex, leaves
 from .schema_walk import json_path
 
 __all__ = [
+    "MAX_DEPTH",
     "GrammarSpec",
     "Kind",
     "check_schema_size",
     "composed_of",
+    "num_levels",
     "plain_json",
     "spec_of",
     "spec_of_part",
@@ -175,15 +177,23 @@ def _checked_text(schema: Mapping[str, Any] | str | bool, is_open: bool) -> str:
     return text
 
 
-def _read_json(text: str) -> object:
-    if len(text) > MAX_JSON_BYTES:
-        raise _too_large("the JSON schema", MAX_JSON_BYTES)
-    depth = 0
+def num_levels(text: str) -> int:
+    """Return how deep the brackets of a JSON text are nested, counted up to the first level beyond `MAX_DEPTH`."""
+    depth = most = 0
     for bracket in _BRACKETS.finditer(text):
         first = text[bracket.start()]
         depth += (first in "[{") - (first in "]}")
-        if depth > MAX_DEPTH:
-            raise _too_deep("")
+        most = max(most, depth)
+        if most > MAX_DEPTH:
+            break
+    return most
+
+
+def _read_json(text: str) -> object:
+    if len(text) > MAX_JSON_BYTES:
+        raise _too_large("the JSON schema", MAX_JSON_BYTES)
+    if num_levels(text) > MAX_DEPTH:
+        raise _too_deep("")
     try:
         return json.loads(text)
     except ValueError as error:

@@ -21,7 +21,7 @@ from aengine.server.http import ClientLeftError, HTTPError, JSONAnswer, json_in_
 from aengine.server.in_process import streaming_transport
 from aengine.server.openai import completions
 from aengine.server.openai.requests import ChatBody
-from aengine.server.openai.responses import messages
+from aengine.server.openai.responses import messages, store
 from aengine.server.service import validated
 from aengine.testing import FakeAsyncLLM, Reply
 from aengine.threads.lanes import Lanes
@@ -171,6 +171,21 @@ async def test_what_a_response_repeats_is_small() -> None:
         right = {"metadata": {f"key {i}": "x" * 512 for i in range(16)}, "user": "somebody"}
         answer = (await client.post("/v1/responses", json={"input": "x"} | right)).json()
         assert {name: answer[name] for name in right} == right
+
+
+async def test_items_of_a_conversation_are_read_in_a_thread(monkeypatch: pytest.MonkeyPatch) -> None:
+    loads, threads = store._joined, []
+
+    def noted(*args: Any) -> Any:
+        threads.append(threading.current_thread())
+        return loads(*args)
+
+    monkeypatch.setattr(store, "_joined", noted)
+    async with FakeAsyncLLM("a") as engine, http_client(engine) as client:
+        answer = await client.post("/v1/responses", json={"input": "x"})
+        items = await client.get(f"/v1/responses/{answer.json()['id']}/input_items")
+        assert items.status_code == 200 and len(items.json()["data"]) == 1
+    assert threads and threading.main_thread() not in threads
 
 
 async def test_of_many_wrong_fields_one_is_told() -> None:

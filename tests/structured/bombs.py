@@ -37,6 +37,12 @@ ENDLESS = {  # 5 s and 0.8 GB, to many GB
     "divisors": schema_spec(
         {"allOf": [{"type": "integer", "multipleOf": p} for p in (2, 3, 5, 7, 11, 13, 17, 19, 23)]}
     ),
+    "references": schema_spec(  # ends the process that compiles it
+        {
+            "$defs": {f"d{i}": {"prefixItems": [{"$ref": f"#/$defs/d{i + 1}"}]} for i in range(3000)} | {"d3000": {}},
+            "$ref": "#/$defs/d0",
+        }
+    ),
     "name patterns": schema_spec(
         {"type": "object", "patternProperties": {f"^{i}.*a.{{20}}b$": {} for i in range(100, 999)}}
     ),

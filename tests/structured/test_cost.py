@@ -37,6 +37,17 @@ def test_bombs_are_not(name: str) -> None:
         assert not is_quick(composed_of(seq(Text("("), AnyOf((Text("x"), spec.part())))))
 
 
+def chain(num_references: int) -> dict[str, Any]:
+    schemas = {f"d{i}": {"items": {"$ref": f"#/$defs/d{i + 1}"}} for i in range(num_references)}
+    return {"$defs": schemas | {f"d{num_references}": {}}, "$ref": "#/$defs/d0"}
+
+
+def test_references_are_levels() -> None:
+    assert is_quick(schema_spec(chain(100)))
+    assert not is_quick(schema_spec(chain(400)))
+    assert is_quick(schema_spec({"items": [{"$ref": "#/$defs/a"}] * 400, "$defs": {"a": {}}}))  # one place
+
+
 @pytest.mark.parametrize(
     ("pattern", "least"),
     [

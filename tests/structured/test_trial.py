@@ -97,6 +97,12 @@ def test_each_bomb_ends_in_a_result_or_an_error(large: LLGuidanceBackend, name: 
     assert accepts(matcher_of(large, GrammarSpec("regex", "ab")), smollm2(), "ab")
 
 
+def test_references_that_lead_too_deep_end_their_process_alone(backend: LLGuidanceBackend) -> None:
+    with pytest.raises(GrammarError, match="references lead too deep") as caught:
+        backend.compile(BOMBS["references"])
+    assert caught.value.kind == "too_complex"
+
+
 def test_what_takes_too_long_is_killed(backend: LLGuidanceBackend, started: list[Any]) -> None:
     backend._trials.seconds = 0.3
     with pytest.raises(GrammarError, match=r"longer than 0\.3 s") as caught:

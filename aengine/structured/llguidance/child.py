@@ -9,6 +9,8 @@ import threading
 import time
 
 _GUARD_SECONDS = 0.5
+_STACK_BYTES = 4 << 20
+"""Half of what a thread of the host has: what a recursion takes here it has there."""
 
 
 def main(host_pid: int, vocabulary_fd: int, grammar_fd: int, answer_fd: int, max_bytes: int, search_path: str) -> None:
@@ -35,14 +37,21 @@ def main(host_pid: int, vocabulary_fd: int, grammar_fd: int, answer_fd: int, max
     backend = LLGuidanceBackend(vocabulary, fill_threads=1)
     os.write(answer_fd, READY)
     _limit_memory(max_bytes)
-    message = ""
-    try:
-        backend.try_out(grammar)
-    except (KeyboardInterrupt, SystemExit, MemoryError):
-        raise
-    except BaseException as error:  # ValueError, and pyo3's PanicException, which is no Exception
-        message = str(error)
-    os.write(answer_fd, DONE + message.encode(errors="replace")[:60_000])  # at once: less than a pipe holds
+
+    def compile_and_tell() -> None:
+        message = ""
+        try:
+            backend.try_out(grammar)
+        except (KeyboardInterrupt, SystemExit, MemoryError):
+            raise
+        except BaseException as error:  # ValueError, and pyo3's PanicException, which is no Exception
+            message = str(error)
+        os.write(answer_fd, DONE + message.encode(errors="replace")[:60_000])  # at once: less than a pipe holds
+
+    threading.stack_size(_STACK_BYTES)
+    thread = threading.Thread(target=compile_and_tell)
+    thread.start()
+    thread.join()
 
 
 def _guard(host_pid: int) -> None:

@@ -15,7 +15,7 @@ from collections.abc import Iterator
 from typing import Any
 
 from ..parts import Choice, FreeText, Json, Part, Regex, TextUpTo, leaves
-from ..spec import GrammarSpec
+from ..spec import MAX_DEPTH, GrammarSpec, num_levels
 
 __all__ = ["is_quick"]
 
@@ -32,12 +32,16 @@ _MAX_WIDTH = 50_000
 """Ways in which patterns that may be intersected can go on at once."""
 _MAX_LOOSE = 6
 """Operators of a pattern that is intersected with what a text may not begin with: states may double with each."""
+_MAX_LEVELS = 1_000
+"""Of nesting, references followed: the library goes down all of them in one recursion, and 1,800 are more than a
+thread's stack takes, which ends the host's process."""
 _MAX_GRAMMAR_LETTERS = 2_000
 _MAX_TERMINALS = 24
 """Names of terminals in a grammar: a terminal of terminals of terminals may double with each."""
 
 _TELLING = re.compile(r'"(?:pattern|patternProperties|multipleOf)"')
 """No JSON schema without one of these is at risk, unless it is long."""
+_REFERENCE = re.compile(r'"\$(?:ref|dynamicRef)"\s*+:\s*+"((?:[^"\\]|\\.)*+)"')
 # A search holds the GIL until it ends, and callers write what is searched: no part gives back what it took.
 _COUNT = re.compile(r"(?P<again>(?<=[)}?*+]))?\{\s*+([0-9]*+)[\s,]*+([0-9]*+)\s*+\}")
 _LENGTH = re.compile(r"\(\?s:\.\{[0-9]*+,[0-9]*+\}\)")
@@ -105,6 +109,8 @@ def _weight(pattern: str) -> float:
 
 
 def _is_quick_schema(text: str) -> bool:
+    if _most_levels(text) > _MAX_LEVELS:
+        return False
     if not _TELLING.search(text) and text.count(":") <= _MAX_PROPERTIES:
         return True
     weight, divisor = 0.0, 1
@@ -127,6 +133,14 @@ def _is_quick_schema(text: str) -> bool:
     weight = sum(map(_weight, patterns))
     width = math.prod(map(_width, patterns)) if joins and len(patterns) > 1 else 1
     return weight <= _MAX_WEIGHT and divisor <= _MAX_DIVISOR and width <= _MAX_WIDTH
+
+
+def _most_levels(text: str) -> int:
+    """Return at least how many levels deep a schema is when its references are followed: each is on the way once."""
+    num_places = len(set(_REFERENCE.findall(text))) + 1
+    if num_places * MAX_DEPTH <= _MAX_LEVELS:
+        return num_places * MAX_DEPTH
+    return num_places * num_levels(text)
 
 
 def _width(pattern: str) -> float:

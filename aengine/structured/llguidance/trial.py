@@ -16,6 +16,7 @@ from __future__ import annotations
 
 import os
 import select
+import signal
 import subprocess
 import sys
 import threading
@@ -132,7 +133,10 @@ class Trials:
         if answer is None:
             raise TrialError(f"it takes longer than {self.seconds:g} s to compile")
         if not answer.startswith(DONE):
-            raise TrialError(f"compiling it takes more than {MAX_BYTES >> 30} GB (code {process.wait()})")
+            code = process.wait()
+            if code == -signal.SIGSEGV:
+                raise TrialError("its references lead too deep")
+            raise TrialError(f"compiling it takes more than {MAX_BYTES >> 30} GB (code {code})")
         return answer[1:].decode(errors="replace")
 
 

@@ -40,7 +40,8 @@ def _item_of(given: Mapping[str, Any]) -> dict[str, Any]:
 
 async def list_input_items(service: Service, request: Request) -> Response:
     """Answer with the items that a response was given, those of the responses before it included."""
-    items = service.responses.get(request.path_params["id"]).items
+    stored = service.responses.get(request.path_params["id"])
+    items = await service.in_thread(lambda: stored.items)  # a long conversation's may be many MB
     asked = request.query_params
     limit = asked.get("limit", "20")
     if not (limit.isascii() and limit.isdigit() and 1 <= int(limit[:9]) <= _MOST_ITEMS):

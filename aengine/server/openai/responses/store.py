@@ -9,6 +9,7 @@ from dataclasses import dataclass
 from sys import getsizeof
 from typing import Any
 
+from ....threads.yield_gil import yield_gil
 from ...http import HTTPError, as_utf8
 from ..answers import dumps
 
@@ -50,7 +51,11 @@ class StoredResponse:
 
 
 def _joined(lists: Sequence[bytes]) -> list[dict[str, Any]]:
-    return [one for part in lists for one in json.loads(part)]
+    joined: list[dict[str, Any]] = []
+    for part in lists:
+        joined += json.loads(part)
+        yield_gil()
+    return joined
 
 
 class ResponseStore:
