@@ -7,6 +7,8 @@ from chat_harness import MARKERS
 
 from aengine.chat import FORMATS, ChatMessage, ChatParser, tools_of
 from aengine.chat.formats import GRANITE, HARMONY, HERMES, KIMI_K2, LFM2, LLAMA3, LLAMA_PYTHONIC, MISTRAL, Markers
+from aengine.chat.scan import squeezed
+from aengine.chat.syntax import spellings
 
 TOOLS = tools_of([
     {"name": "f", "parameters": {"properties": {"a": {"type": "integer"}, "s": {"type": "string"}}}},
@@ -126,3 +128,12 @@ def test_what_is_left_of_a_call_is_one_text_without_marks(known):
 def test_broken_calls(known, text, content, calls):
     said, read_calls = read(known, text)
     assert (said and said.strip(), read_calls) == (content, calls)
+
+
+def test_spellings_are_made_once_for_all_tools(monkeypatch):
+    """They are made for each request."""
+    made = []
+    monkeypatch.setattr(spellings, "squeezed", lambda text: made.append(text) or squeezed(text))
+    tools = tools_of([{"name": f"tool_{i}"} for i in range(500)])
+    ChatParser(HERMES, None, tools, False, lambda name: None)
+    assert 0 < len(made) < 50

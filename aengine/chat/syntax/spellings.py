@@ -11,17 +11,16 @@ from __future__ import annotations
 import re
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
 
 from ...structured.parts import BLANKS
+from ..formats import ID, INDEX, INDEX_DIGITS, NAME, Markers, ToolFormat
 from ..scan import ID_LETTER, begins_with, length_of, longest_of, squeezed
-
-if TYPE_CHECKING:
-    from ..formats import Markers, ToolFormat
 
 __all__ = ["LOOSE", "Head", "Heads", "Spellings"]
 
 _KEYS = ('"arguments": ', '"parameters": ')
+_NAME = "\0"
+"""Stands for a tool's name, whose letters are no signs and no blanks either."""
 _TAG = re.compile("<[^<>\n]+>|[\ud800-\udfff]")
 _BEGUN = re.compile("<[^<>\n]+$")
 """A tag whose end comes later."""
@@ -51,11 +50,13 @@ class Heads:
         self._name_ends: dict[str, int] = {}  # of each head, where the tool's name in it ends
         self._num_ahead: dict[str, int] = {}  # of each head, how much of it belongs to the arguments
 
-    def add(self, tool: str, named: str, rest: str, ahead: str) -> None:
-        """Add a heading: up to the tool's name, behind it, and what the arguments begin with."""
-        head = self._spelt(named + rest + ahead)
-        self._tools[head], self._name_ends[head] = tool, len(self._spelt(named))
-        self._num_ahead[head] = len(ahead)
+    def add(self, tools: Sequence[str], begun: str, rest: str, ahead: str) -> None:
+        """Add the tools' headings: up to their names, behind them, and what the arguments begin with."""
+        before, _, after = self._spelt(f"{begun}{_NAME}{rest}{ahead}").partition(_NAME)
+        for tool in tools:
+            head = before + tool + after
+            self._tools[head], self._name_ends[head] = tool, len(before) + len(tool)
+            self._num_ahead[head] = len(ahead)
 
     def find(self, text: str) -> tuple[Head | None, bool]:
         """Return the heading that ``text`` begins with, and whether that is sure: else more text is needed."""
@@ -113,18 +114,15 @@ class Spellings:
         self._begun_tags = [tag for text in (known.before_name, *known.arguments.marks) for tag in _BEGUN.findall(text)]
 
     def _encode(self, text: str) -> str:
-        from ..formats import ID
-
         return self._markers.encode(text).replace(ID, ID_LETTER * (self._known.id_length or 0))
 
     def _add(self, heads: Heads, before: str, tools: Sequence[str], *, is_exact: bool) -> None:
         firsts = self._firsts()
         for begun, rest in self._ways(is_exact):
-            for tool in tools:
-                # A name that ends the heading is whole when what follows it has come: "get" is not "get_time".
-                ends_with_name = not squeezed("." + rest).strip(".")
-                for ahead in firsts if ends_with_name else {self._known.arguments.opening}:
-                    heads.add(tool, self._encode(before + begun + tool), rest, ahead)
+            # A name that ends the heading is whole when what follows it has come: "get" is not "get_time".
+            ends_with_name = squeezed(_NAME + rest) == _NAME
+            for ahead in firsts if ends_with_name else {self._known.arguments.opening}:
+                heads.add(tools, self._encode(before + begun), rest, ahead)
 
     def _firsts(self) -> set[str]:
         """Return the letters, or marks, that may stand first behind a heading."""
@@ -133,8 +131,6 @@ class Spellings:
         return {self._markers.encode(text)[:1] for text in written}
 
     def _ways(self, is_exact: bool) -> Iterator[tuple[str, str]]:
-        from ..formats import INDEX, INDEX_DIGITS, NAME
-
         heads = dict.fromkeys(self._known.heads(NAME))
         if not is_exact:
             heads |= dict.fromkeys(head.replace(a, b) for head in [*heads] for a, b in (_KEYS, _KEYS[::-1]))
