@@ -136,7 +136,7 @@ async def settled(engine: FakeAsyncLLM) -> None:
 @pytest.mark.slow
 @pytest.mark.skipif(CHROMIUM is None, reason="needs Chromium")
 async def test_in_a_browser(tmp_path: Path) -> None:
-    async with FakeAsyncLLM(reply, reasoning=True) as engine, served(engine, api_keys="secret") as port:
+    async with FakeAsyncLLM(reply, reasoning=True) as engine, served(engine, api_keys="schlüssel 🔑") as port:
         async with browser(tmp_path / "profile") as page:
             await page.open(f"http://127.0.0.1:{port}/")
             # Without a key nothing can be sent, and nothing is an error yet; the field goes when a key is accepted.
@@ -147,12 +147,12 @@ async def test_in_a_browser(tmp_path: Path) -> None:
             await page.press("Enter", 13)
             assert await page.evaluate("document.activeElement.id") == "key"
             assert await page.evaluate("document.querySelector('#send').disabled")
-            await page.type("#key", "wrong")
+            await page.type("#key", "wrong €")
             await page.press("Enter", 13)
             await page.until("document.querySelector('#key-error').textContent !== ''")
             assert await page.evaluate(errors) == "The server does not accept this key."
             await page.evaluate("document.querySelector('#key').value = ''")
-            await page.type("#key", "secret")
+            await page.type("#key", "schlüssel 🔑")
             await page.press("Enter", 13)
             await page.until("document.querySelector('#model').textContent === 'fake'")
             await page.until("document.querySelector('#state').textContent === 'ready'")

@@ -48,7 +48,8 @@ function inPlainWords(error, status) {
 // Returns the response; throws a CallError if it is none of success.
 async function call(path, options = {}) {
   const headers = { ...options.headers };
-  if (key) headers.authorization = `Bearer ${key}`;
+  // A header has bytes: those of UTF-8, which the server compares. `fetch` takes one character for each.
+  if (key) headers.authorization = `Bearer ${String.fromCharCode(...new TextEncoder().encode(key))}`;
   let response;
   try {
     response = await fetch(path, { ...options, headers });
