@@ -51,7 +51,7 @@ def num_parts_of(messages: Sequence[Any]) -> int:
     """Return the number of text parts in the contents that are lists, and of calls."""
     known = [message for message in messages if isinstance(message, Mapping)]
     listed = [message.get(key) for message in known for key in ("content", "tool_calls")]
-    return sum(len(one) for one in listed if isinstance(one, list))
+    return sum(len(one) for one in listed if isinstance(one, list | tuple))
 
 
 def _is_list(value: object) -> bool:

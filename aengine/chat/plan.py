@@ -12,7 +12,7 @@ from copy import copy
 from dataclasses import dataclass, field, replace
 from typing import Any, ClassVar
 
-from ..bounds.checks import check_size, is_long, num_parts_of
+from ..bounds.checks import check_size, is_long
 from ..errors import InvalidRequestError
 from ..params import SamplingParams
 from ..structured.asked_type import OnUnsupported, check_on_unsupported, constraint_of
@@ -71,12 +71,6 @@ class ChatRequest(PromptPart):
         check_on_unsupported(self.on_unsupported)
         options = PromptOptions.of(self.chat_template_kwargs, self.add_generation_prompt, self.continue_final_message)
         object.__setattr__(self, "prompt_options", options)
-
-    @property
-    def least_tokens(self) -> int:
-        """See `MessagesPart.least_tokens`; a tool has one, too."""
-        num_tools = len(self.tools) if isinstance(self.tools, Sequence) else 0
-        return max(len(self.messages) + num_tools, num_parts_of(self.messages))
 
     @property
     def is_long(self) -> bool:

@@ -23,7 +23,7 @@ from contextvars import Context
 from functools import partial
 from typing import TYPE_CHECKING
 
-from ..errors import AEngineError, ContextLengthError, DeadlineExceededError, InternalError, InvalidRequestError
+from ..errors import AEngineError, DeadlineExceededError, InternalError, InvalidRequestError
 from ..outputs import FinishReason, RequestEnd
 from ..params import SamplingParams
 from ..scheduler.request import CacheKey, Request, RequestStatus
@@ -217,10 +217,7 @@ class Admission:
 
         Returns the prompt, no longer the caller's to change. ``request_id`` may be in use.
         """
-        max_model_len = self._limits.max_model_len
-        part = prompt if isinstance(prompt, PromptPart) else part_of(prompt, max_model_len)
-        if part.least_tokens >= max_model_len:
-            raise ContextLengthError(part.least_tokens, max_model_len, at_least=True)
+        part = prompt if isinstance(prompt, PromptPart) else part_of(prompt, self._limits.max_model_len)
         options = (deadline, first_token_deadline, priority, request_id, cache_salt)
         check_request(self._limits, self._has_tokenizer, part.kind, params, *options)
         if part is not prompt and isinstance(part, TokensPart):

@@ -17,7 +17,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, ClassVar
 
 from ..bounds import LONG_TEXT
-from ..bounds.checks import check_num_characters, check_num_messages, check_size, is_long, num_parts_of
+from ..bounds.checks import check_num_characters, check_num_messages, check_size, is_long
 from ..errors import ContextLengthError, InvalidRequestError
 from ..params import shown
 from .messages import Messages, checked_messages
@@ -47,11 +47,6 @@ class PromptPart:
     __slots__ = ()
     kind: ClassVar[str]
     """"text", "token_ids", "messages" or "chat"."""
-
-    @property
-    def least_tokens(self) -> int:
-        """Tokens that it has at least, by the number of its items alone."""
-        return 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -91,11 +86,6 @@ class MessagesPart(PromptPart):
 
     kind: ClassVar[str] = "messages"
     messages: Messages
-
-    @property
-    def least_tokens(self) -> int:
-        """One for each message and each part of one."""
-        return max(len(self.messages), num_parts_of(self.messages))
 
     @property
     def is_long(self) -> bool:
