@@ -144,6 +144,39 @@ TEMPLATES = {
 }
 
 
+@pytest.mark.parametrize(
+    ("part", "step"),
+    [
+        ("normalizer", {"type": "Replace", "pattern": {"String": "a"}, "content": "a" * 1_000_000}),
+        ("normalizer", {"type": "Prepend", "prepend": "a" * 1_000_000}),
+        (
+            "normalizer",
+            {
+                "type": "Sequence",
+                "normalizers": [{"type": "Replace", "pattern": {"Regex": "[a-z]"}, "content": "aa"}] * 40,
+            },
+        ),
+        ("decoder", {"type": "Replace", "pattern": {"String": "a"}, "content": "a" * 1_000_000}),
+        (
+            "post_processor",
+            {
+                "type": "TemplateProcessing",
+                "single": [{"Sequence": {"id": "A", "type_id": 0}}] * 1000,
+                "pair": [{"Sequence": {"id": "A", "type_id": 0}}, {"Sequence": {"id": "B", "type_id": 0}}],
+                "special_tokens": {},
+            },
+        ),
+    ],
+    ids=["replace", "prepend", "sequence", "decoder", "template"],
+)
+def test_a_tokenizer_that_makes_texts_grow_is_refused(tmp_path: Path, part: str, step: Any) -> None:
+    source = make_folder(tmp_path)
+    settings = json.loads(encoder_of(wordpiece()).to_str())
+    (tmp_path / "tokenizer.json").write_text(json.dumps(settings | {part: step}))
+    with pytest.raises(ModelLoadError, match=rf"tokenizer\.json: {part} may make a text .* times as long"):
+        Tokenizer.load(source)
+
+
 @pytest.mark.parametrize("name", [*TEMPLATES, "smollm2"])
 @pytest.mark.parametrize("add_generation_prompt", [True, False])
 def test_templates_render_as_in_transformers(tmp_path: Path, name: str, add_generation_prompt: bool) -> None:

@@ -11,6 +11,8 @@ additional_chat_templates/NAME.jinja.
 
 from __future__ import annotations
 
+import json
+import math
 from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -34,6 +36,8 @@ _BERT_CLASSES = ("Bert", "DistilBert", "Electra", "MobileBert", "PreTrained", "T
 _BERT_ROLES = {
     "unk_token": "[UNK]", "cls_token": "[CLS]", "sep_token": "[SEP]", "pad_token": "[PAD]", "mask_token": "[MASK]",
 }  # fmt: skip
+_MOST_GROWTH = 64
+"""Of a text, which is the caller's. The blank that SentencePiece puts before it counts as 2."""
 _MOST_DIGITS = 10  # of a token's id
 _CURE = (
     "where transformers is installed, AutoTokenizer.from_pretrained(FOLDER).save_pretrained(NEW_FOLDER) writes a "
@@ -96,10 +100,26 @@ def _read_encoder(path: Path) -> tokenizers.Tokenizer:
     try:
         encoder = Tokenizer.from_file(str(path))
     except Exception as error:  # the library raises plain Exception
-        raise ModelLoadError(f"{path} can't be read as a tokenizer: {error}") from error
+        raise ModelLoadError(f"{path} can't be read as a tokenizer: {error!s:.300}") from error
+    for name in ("normalizer", "decoder", "post_processor"):
+        part = getattr(encoder, name)
+        growth = 1 if part is None else _growth(json.loads(part.__getstate__()))
+        if growth > _MOST_GROWTH:
+            raise ModelLoadError(f"{path}: {name} may make a text {growth:.3g} times as long: {_MOST_GROWTH} at most")
     encoder.no_truncation()  # some files keep a training set-up
     encoder.no_padding()
     return encoder
+
+
+def _growth(part: Any) -> float:
+    """How many times as long a text may become by a step of tokenizer.json, about; steps that replace nothing are 1."""
+    steps = [step for key in ("normalizers", "decoders", "processors") for step in part.get(key, ())]
+    own = len(part.get("prepend", "")) + 1.0
+    if part["type"] == "Replace":
+        own = max(1.0, len(part["content"]) / max(1, len(part["pattern"].get("String", ""))))
+    elif part["type"] == "TemplateProcessing":
+        own = max(1.0, len(part["single"]) / 4)
+    return min(1e9, math.prod(map(_growth, steps), start=own))
 
 
 def _from_sentencepiece(path: Path, settings: Mapping[str, Any]) -> tuple[tokenizers.Tokenizer, dict[str, str]]:
