@@ -388,4 +388,7 @@ STRUCTURED_OUTPUT_SETTINGS = """\
             warning on the completion.
         whitespace: Literal["compact", "any"] = "compact"
             White space of JSON: none but after commas and colons, or any that JSON allows, within bounds.
+        open_objects: bool = False
+            Whether an object of the schema that names properties, and says nothing of others, may have
+            others. By default it has none, as if the schema had ``unevaluatedProperties: false`` there.
 """

@@ -182,6 +182,7 @@ async def test_what_can_not_be_enforced_is_left_out_on_demand(make_engine: Make)
             assert (caught.value.kind, caught.value.path) == ("unsupported", "$.properties.x.not")
             assert (await engine.chat(HELLO, params, **how, on_unsupported="relax")).warnings
         counted = {"type": "object", "properties": {"a": {"type": "boolean"}}, "minProperties": 1}
+        counted["additionalProperties"] = True
         tools = [{"name": "g", "parameters": counted}]
         completion = await engine.chat(HELLO, SHORT, tools=tools, tool_choice="required", on_unsupported="relax")
         assert any("the tool 'g': $.minProperties is not enforced" in warning for warning in completion.warnings)

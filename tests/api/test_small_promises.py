@@ -52,7 +52,7 @@ async def test_the_limit_of_restarts_is_in_the_message(make_engine: Make) -> Non
 
 async def test_an_id_can_not_forge_a_log_record(make_engine: Make, caplog: pytest.LogCaptureFixture) -> None:
     caplog.set_level(logging.DEBUG, "aengine.requests")
-    request_id = "a\nCRITICAL all is lost\x1b[31m" + "z" * 1000
+    request_id = "a\nCRITICAL all is lost\x1b[31m" + "z" * 900
     async with make_engine() as engine:
         await engine.generate([1, 2], SamplingParams(max_tokens=2), request_id=request_id)
     records = [record for record in caplog.records if record.name == "aengine.requests"]

@@ -127,6 +127,14 @@ def test_the_place_is_where_a_schema_is_used(schema: Any, kind: str, keyword: st
     assert refused(under_a(schema)) == (kind, "$.$defs.at" + keyword)
 
 
+@pytest.mark.parametrize("schema", [{"pattern": "^(?!x)"}, {"const": 2**60 + 1}], ids=str)
+def test_what_is_only_defined_is_not_at_fault(schema: Any) -> None:
+    whole = {"properties": {"a": {"$ref": "#/$defs/a"}}, "$defs": {"unused": schema, "a": {"type": "string"}}}
+    assert not backend_of("tiny").compile(spec_of(StructuredOutput(json_schema=whole))).warnings
+    whole["$defs"]["a"] = {"$ref": "#/$defs/unused"}
+    assert refused(whole)[0] == "unsupported"
+
+
 def test_a_one_of_whose_types_differ_is_not_at_fault() -> None:
     schema = {"prefixItems": [{"oneOf": [{"type": "string"}, {"type": "null"}]}, {"oneOf": [{}, {"type": "null"}]}]}
     assert refused(schema) == ("unsupported", "$.prefixItems[1].oneOf")

@@ -18,6 +18,7 @@ import json
 import math
 import re
 from typing import Any, Literal
+from urllib.parse import unquote
 
 from ...errors import GrammarError
 from ..schema_walk import Path, json_path, walk
@@ -35,6 +36,9 @@ _TELLING_RELAXED = re.compile(r'"m(?:in|ax)Properties"')
 _NUMERIC = ("minimum", "maximum", "exclusiveMinimum", "exclusiveMaximum", "multipleOf")
 _NO_LIMIT: tuple[Any, ...] = ({}, True, {"type": "string"})
 _TRILLIONTH = 1e-12
+
+_LeftOut = list[tuple[Path, str]]
+"""Places that can't be enforced, and why."""
 
 
 def json_options(whitespace: Literal["compact", "any"], *, relax: bool) -> dict[str, Any]:
@@ -78,7 +82,7 @@ def make_readable(schema: Any, *, relax: bool) -> tuple[str, ...]:
 
     Raises GrammarError for what can't be enforced, unless ``relax``.
     """
-    left_out = _LeftOut(relax)
+    left_out: _LeftOut = []
     if isinstance(schema, dict):
         schema.pop("x-guidance", None)
     for path, part in walk(schema):
@@ -94,24 +98,31 @@ def make_readable(schema: Any, *, relax: bool) -> tuple[str, ...]:
         _translate_patterns(path, part, left_out)
         if relax:
             _leave_out_counts(path, part, left_out)
-    return tuple(left_out.texts)
+    refs = [unquote(part["$ref"]) for _, part in walk(schema) if _refers(part)] if left_out else []
+    faults = [(json_path(path), fault) for path, fault in left_out if _is_used(path, refs)]
+    if faults and not relax:
+        at, fault = faults[0]
+        message = f"the JSON schema can't be used at {at}: {fault}"
+        cure = 'on_unsupported="relax" leaves out what can\'t be enforced'
+        raise GrammarError(f"{message}; {cure}", kind="unsupported", path=at)
+    return tuple(f"{at} is not enforced: {fault}" for at, fault in faults)
 
 
-class _LeftOut:
-    """What is left out of a relaxed schema."""
+def _is_used(path: Path, refs: list[str]) -> bool:
+    """Return whether a place of a schema is in no definition, or in one that something refers to."""
+    for depth, key in enumerate(path[:-1]):
+        if key in ("$defs", "definitions"):
+            pointer = "#/" + "/".join(str(key).replace("~", "~0").replace("/", "~1") for key in path[: depth + 2])
+            return any(ref.startswith(pointer) or not _is_pointer(ref) for ref in refs)  # names may lead there
+    return True
 
-    def __init__(self, relax: bool) -> None:
-        self._relax = relax
-        self.texts: list[str] = []
 
-    def add(self, path: Path, fault: str) -> None:
-        """Raises GrammarError where nothing may be left out."""
-        at = json_path(path)
-        if not self._relax:
-            message = f"the JSON schema can't be used at {at}: {fault}"
-            cure = 'on_unsupported="relax" leaves out what can\'t be enforced'
-            raise GrammarError(f"{message}; {cure}", kind="unsupported", path=at)
-        self.texts.append(f"{at} is not enforced: {fault}")
+def _is_pointer(ref: str) -> bool:
+    return ref == "#" or ref.startswith("#/")
+
+
+def _refers(part: Any) -> bool:
+    return isinstance(part, dict) and isinstance(part.get("$ref"), str)
 
 
 def left_out_of(text: str) -> tuple[str, ...]:
@@ -126,17 +137,17 @@ def _change_numbers(path: Path, part: dict[str, Any], left_out: _LeftOut) -> Non
             if says_nothing(keyword, part[keyword]):
                 del part[keyword]
             elif fault := unusable_bound(part, keyword):
-                left_out.add((*path, keyword), fault)
+                left_out.append(((*path, keyword), fault))
                 del part[keyword]
     if (number := inexact_value(part.get("const"))) is not None:
-        left_out.add((*path, "const"), _too_exact(number))
+        left_out.append(((*path, "const"), _too_exact(number)))
         _widen(part, "const", [], [part["const"]])
     options = part.get("enum")
     if isinstance(options, list):
         inexact = [inexact_value(option) for option in options]
         for index, number in enumerate(inexact):
             if number is not None:
-                left_out.add((*path, "enum", index), _too_exact(number))
+                left_out.append(((*path, "enum", index), _too_exact(number)))
         if any(number is not None for number in inexact):
             exact = [option for option, number in zip(options, inexact, strict=True) if number is None]
             _widen(part, "enum", exact, [o for o, number in zip(options, inexact, strict=True) if number is not None])
@@ -163,7 +174,7 @@ def _translate_patterns(path: Path, part: dict[str, Any], left_out: _LeftOut) ->
         try:
             part["pattern"] = rust_pattern(part["pattern"])
         except UntranslatablePattern as fault:
-            left_out.add((*path, "pattern"), f"{fault} is not supported")
+            left_out.append(((*path, "pattern"), f"{fault} is not supported"))
             del part["pattern"]
     named = part.get("patternProperties")
     if not isinstance(named, dict):
@@ -176,7 +187,7 @@ def _translate_patterns(path: Path, part: dict[str, Any], left_out: _LeftOut) ->
                 raise UntranslatablePattern("another pattern for the same names")
             translated[rust] = member
         except UntranslatablePattern as fault:
-            left_out.add((*path, "patternProperties", pattern), f"{fault} is not supported")
+            left_out.append(((*path, "patternProperties", pattern), f"{fault} is not supported"))
             part["additionalProperties"] = True  # such names may come
     part["patternProperties"] = translated
 
@@ -216,4 +227,4 @@ def _leave_out_counts(path: Path, part: dict[str, Any], left_out: _LeftOut) -> N
         return
     for keyword in ("minProperties", "maxProperties"):
         if part.pop(keyword, None) is not None:
-            left_out.add((*path, keyword), "some of the properties are optional")
+            left_out.append(((*path, keyword), "some of the properties are optional"))

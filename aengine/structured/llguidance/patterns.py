@@ -83,7 +83,7 @@ class _Translation:
                 depth -= letter == ")"
                 piece = letter if letter in "^$|)*+?" else _literal(ord(letter))
             pieces.append(piece)
-        return "".join(pieces)
+        return self._pattern if depth else "".join(pieces)  # the library says which bracket lacks another
 
     def _next(self) -> str:
         self._place += 1
