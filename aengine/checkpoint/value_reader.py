@@ -40,6 +40,7 @@ _MOST_OF = {
     "num_key_value_heads": 1 << 16,
     "num_local_experts": 1 << 14,
     "num_experts": 1 << 14,
+    "num_labels": 1 << 20,
     "num_layers": 1 << 12,
     "n_layers": 1 << 12,
     "n_layer": 1 << 12,
@@ -48,8 +49,8 @@ _MOST_OF = {
     "head_count_kv": 1 << 16,
     "expert_count": 1 << 14,
 }
-"""Bounds of counts, in config.json and by the last part of GGUF's keys, whose layers, heads and experts are made one by
-one. No model has a tenth of them."""
+"""Bounds of counts, in config.json and by the last part of GGUF's keys, whose layers, heads, experts and labels are
+made one by one. No model has a tenth of them."""
 
 
 class ValueReader:

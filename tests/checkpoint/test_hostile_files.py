@@ -86,6 +86,7 @@ def test_numbers_that_nobody_reads_reach_the_worker(tmp_path: Path, config: dict
         ("[" * 100_000, "config.json is not valid JSON"),
         ('{"a": "\\ud800"}', "config.json is not valid JSON: .*surrogates"),
         ({**CONFIG, "sentence_transformers": 5}, "config.json: sentence_transformers=5 must be an object"),
+        ({**CONFIG, "num_labels": 10**9}, "config.json: num_labels=1000000000 is more than any model has"),
     ],
 )
 def test_a_config_that_can_not_be(tmp_path: Path, config: Any, problem: str) -> None:
