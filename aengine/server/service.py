@@ -131,7 +131,7 @@ def validated(kind: type[B], value: object) -> B:
 def _http_error_of(error: ValidationError, body: object) -> HTTPError:
     found = error.errors(include_url=False, include_context=False, include_input=False)
     field = found[0]["loc"][:1]
-    places = [(_place_of(one["loc"], body), one) for one in found if one["loc"][:1] == field]  # of one field
+    places = [(_place_of(one, body), one) for one in found if one["loc"][:1] == field]  # of one field
     param, first = places[0]
     if first["type"] in ("extra_forbidden", "unsupported"):
         return HTTPError(400, f"{param} is not supported", code="unsupported_parameter", param=param)
@@ -146,15 +146,17 @@ def _http_error_of(error: ValidationError, body: object) -> HTTPError:
     return HTTPError(400, message[:1000], code="invalid_value", param=param or None)
 
 
-def _place_of(path: tuple[int | str, ...], body: Any) -> str:
+def _place_of(error: Mapping[str, Any], body: Any) -> str:
     """Return the path of a value in the body, as ``messages[0].role``. Pydantic's path also has names of what the value
-    might have been, which are no part of the body."""
+    might have been, which are no part of the body, and may tell where a function lies in memory."""
+    path = error["loc"]
+    is_missing = error["type"] == "missing"
     place = ""
     value = body
     for number, part in enumerate(path):
         if isinstance(part, int):
             if isinstance(value, list) and part < len(value):
                 place, value = f"{place}[{part}]", value[part]
-        elif isinstance(value, dict) and (part in value or number == len(path) - 1):
+        elif isinstance(value, dict) and (part in value or (is_missing and number == len(path) - 1)):
             place, value = f"{place}.{part}", value.get(part)
     return place.lstrip(".")

@@ -46,6 +46,18 @@ async def client_of(engine: FakeAsyncLLM, prefix: str = "", **options: Any) -> A
         yield client
 
 
+async def test_what_a_value_might_have_been_is_not_told() -> None:
+    """Pydantic names its own functions there, with their addresses."""
+    async with FakeAsyncLLM("yes") as engine, client_of(engine) as client:
+        for path, body in {
+            "/score": {"text_1": {}, "text_2": "a"},
+            "/rerank": {"query": "a", "documents": [{}]},
+        }.items():
+            answer = await client.post(path, json=body)
+            assert answer.status_code == 400 and "0x" not in answer.text and "function" not in answer.text
+            assert ".str" not in answer.text
+
+
 # -- keys
 
 
