@@ -110,6 +110,7 @@ class _Closing:
         self._has_names = any(
             path and isinstance(part, dict) and isinstance(part.get("$id"), str) for path, part in walk(root)
         )
+        self._anchors = dict(_anchors(root))
         self._done: set[int] = set()
         self._closed: dict[int, tuple[Schema, _Names]] = {}
 
@@ -141,6 +142,8 @@ class _Closing:
         if not isinstance(ref, str) or self._has_names:
             return None
         ref = ref.removeprefix(self._name)
+        if ref.startswith("#") and ref[1:] in self._anchors:
+            return self._anchors[ref[1:]]
         found = pointed_at(self._root, ref) if ref in ("", "#") or ref.startswith("#/") else None
         return found[1] if found is not None and isinstance(found[1], dict) else None
 
@@ -210,6 +213,8 @@ class _Closing:
             raise GrammarError("$defs is no object", kind="invalid", path="$['$defs']")
         name = next(name for i in range(len(definitions) + 1) if (name := f"open_{i}") not in definitions)
         definitions[name] = part
+        for _, named in list(_anchors(part)):
+            del named["$anchor"]
         self._count(len(json.dumps(part)) // 8)
         return f"{self._name}#/$defs/{name}" if self._name else f"#/$defs/{name}"
 
@@ -310,6 +315,13 @@ class _Closing:
                 "additionalProperties where it is to be open or closed",
                 kind="too_complex",
             )
+
+
+def _anchors(root: Schema) -> Iterator[tuple[str, Schema]]:
+    """Yield what has a name within the schema, by ``$anchor``."""
+    for _, part in walk(root):
+        if isinstance(part, dict) and isinstance(part.get("$anchor"), str):
+            yield part["$anchor"], part
 
 
 def _members(part: Schema, keyword: str) -> list[Schema]:

@@ -70,6 +70,14 @@ CASES = {
         [{"n": {"v": 1, "next": {"v": 1}}}, {"m": {"v": 1, "next": {"v": 2}, "w": 1}}],
         [{"n": {"v": 1, "w": 1}}, {"m": {"v": 1, "next": {"v": 2, "w": 3}}}],
     ),
+    "an anchor": (
+        {
+            "properties": {"x": {"$ref": "#foo"}, "y": {"allOf": [{"$ref": "#foo"}, B]}},
+            "$defs": {"A": {"$anchor": "foo", **A}},
+        },
+        [{"x": {"a": 1}}, {"y": {"a": 1, "b": 1}}],
+        [{"x": {"b": 1}}, {"y": {"c": 1}}, {"w": 1}],
+    ),
     "draft 7": (
         {
             "$schema": "http://json-schema.org/draft-07/schema#",
