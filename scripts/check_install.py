@@ -41,9 +41,10 @@ cache-control = {{ api = "max-age=600", files = "max-age=31536000, immutable" }}
 
 
 def requirements() -> list[str]:
-    """What pyproject.toml declares for aengine with all its extras."""
+    """What pyproject.toml declares for aengine with all its extras, but for itself: the index need not have it."""
     project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
-    return [*project["dependencies"], *itertools.chain(*project["optional-dependencies"].values())]
+    declared = [*project["dependencies"], *itertools.chain(*project["optional-dependencies"].values())]
+    return [one for one in declared if not one.startswith(f"{project['name']}[")]
 
 
 def index_url() -> str:
