@@ -83,7 +83,7 @@ class ChatParser:
         self._state: State = ChatParser._reasoning if begins_in_reasoning else ChatParser._start
 
     def __copy__(self) -> ChatParser:
-        """Of a parser that was given nothing, one of another completion: the strings, of many tools, are made once."""
+        """Return a parser of another completion, with the strings of all tools of this one, which was given nothing."""
         parser = ChatParser.__new__(ChatParser)
         parser.__dict__.update(self.__dict__)
         parser._builder, parser._leftover = _new_builder(*self._kind), []

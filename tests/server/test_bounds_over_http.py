@@ -14,7 +14,7 @@ from starlette.requests import Request
 from starlette.types import Message
 
 from aengine import AsyncLLM, InvalidRequestError, SamplingParams
-from aengine.chat.parser import ChatParser
+from aengine.chat.syntax.spellings import Spellings
 from aengine.server import create_app, http
 from aengine.server.anthropic import conversation
 from aengine.server.http import ClientLeftError, HTTPError, JSONAnswer, json_in_pieces, read_json
@@ -309,13 +309,13 @@ async def test_reasoning_is_counted_by_the_engine(monkeypatch: pytest.MonkeyPatc
 async def test_the_strings_of_tools_are_made_once_a_chat(monkeypatch: pytest.MonkeyPatch) -> None:
     """Whatever its number of answers: in the thread that plans it."""
     threads: list[str] = []
-    set_strings = ChatParser._set_strings
+    make = Spellings.__init__
 
-    def noted(self: ChatParser) -> None:
+    def noted(self: Spellings, *args: Any, **options: Any) -> None:
         threads.append(threading.current_thread().name)
-        set_strings(self)
+        make(self, *args, **options)
 
-    monkeypatch.setattr(ChatParser, "_set_strings", noted)
+    monkeypatch.setattr(Spellings, "__init__", noted)
     tools = [{"name": f"tool_{i}", "parameters": {}} for i in range(20)]
     reply = Reply(tool_calls=[("tool_7", {})])
     async with FakeAsyncLLM(reply) as engine:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import base64
+import threading
 from collections.abc import AsyncIterator
 from pathlib import Path
 from typing import Any
@@ -15,6 +16,7 @@ import pytest
 
 from aengine.remote import connect, serve_engine
 from aengine.server import create_app
+from aengine.server.http import json_in_pieces
 from aengine.server.in_process import openai_client, streaming_transport
 from aengine.testing import FakeAsyncLLM
 
@@ -72,6 +74,26 @@ async def test_rerank_and_score(engine: Any) -> None:
         answer = (await client.post("/v1/score", json={"text_1": "a query", "text_2": texts})).json()
         assert [one["index"] for one in answer["data"]] == [0, 1, 2] and answer["data"][1]["score"] == pytest.approx(1)
         assert answer["usage"]["total_tokens"] > 0
+
+
+async def test_large_answers_are_written_in_a_thread(monkeypatch: pytest.MonkeyPatch) -> None:
+    threads: list[str] = []
+    pieces = json_in_pieces
+
+    def noted(content: Any) -> bytes:
+        threads.append(threading.current_thread().name)
+        return pieces(content)
+
+    monkeypatch.setattr("aengine.server.service.json_in_pieces", noted)
+    monkeypatch.setattr("aengine.server.service.FEW_VALUES", 10)
+    texts = ["x"] * 20
+    async with FakeAsyncLLM() as engine, client_of(engine) as client:
+        assert (await client.post("/v1/rerank", json={"query": "a", "documents": texts})).status_code == 200
+        assert (await client.post("/v1/score", json={"text_1": "a", "text_2": texts})).status_code == 200
+        for encoding in ("float", "base64"):
+            body = {"input": texts, "encoding_format": encoding}
+            assert (await client.post("/v1/embeddings", json=body)).status_code == 200
+    assert threads == ["aengine-http"] * 4
 
 
 @pytest.mark.parametrize(

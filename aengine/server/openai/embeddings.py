@@ -12,7 +12,7 @@ from starlette.responses import Response
 
 from ...outputs import Usage
 from ...pooling import PoolingRequest, PoolingResult
-from ..http import HTTPError, JSONAnswer, while_connected
+from ..http import HTTPError, while_connected
 from ..logs import note_usage
 from ..service import Service
 from .answers import answer_id
@@ -96,9 +96,14 @@ async def embeddings(service: Service, request: Request) -> Response:
     result = await while_connected(request, service.engine.pool(body.request()))
     note_usage(request, result)
     head = {"object": "list", "model": service.model_name, "usage": _usage(result.usage)}
+    values = result.values
     if body.encoding_format == "base64":
-        return JSONAnswer(head | {"data": _data([base64.b64encode(_bytes(row)).decode() for row in result.values])})
-    return await service.answer(lambda: head | {"data": _data(result.values.tolist())}, result.values.size)
+
+        def in_base64() -> dict[str, Any]:
+            return head | {"data": _data([base64.b64encode(_bytes(row)).decode() for row in values])}
+
+        return await service.answer(in_base64, len(values))
+    return await service.answer(lambda: head | {"data": _data(values.tolist())}, values.size)
 
 
 async def rerank(service: Service, request: Request) -> Response:
@@ -107,17 +112,21 @@ async def rerank(service: Service, request: Request) -> Response:
     texts = [one if isinstance(one, str) else one.text for one in body.documents]
     pairs = [(body.query, text) for text in texts]
     result = await _scored(service, request, pairs, body, body.instruction)
-    scores: list[float] = result.values[:, 0].tolist()
-    best = sorted(range(len(scores)), key=lambda i: -scores[i])[: body.top_n or None]
-    results = [
-        {"index": i}
-        | ({"document": {"text": texts[i]}} if body.return_documents else {})
-        | {"relevance_score": scores[i]}
-        for i in best
-    ]
     name = answer_id("rerank", request)
     head = {"id": name.text, "model": service.model_name, "usage": _usage(result.usage)}
-    return JSONAnswer(head | {"results": results}, headers=name.headers)
+
+    def answer() -> dict[str, Any]:
+        scores: list[float] = result.values[:, 0].tolist()
+        best = sorted(range(len(scores)), key=lambda i: -scores[i])[: body.top_n or None]
+        results = [
+            {"index": i}
+            | ({"document": {"text": texts[i]}} if body.return_documents else {})
+            | {"relevance_score": scores[i]}
+            for i in best
+        ]
+        return head | {"results": results}
+
+    return await service.answer(answer, len(texts), name.headers)
 
 
 async def score(service: Service, request: Request) -> Response:
@@ -132,10 +141,14 @@ async def score(service: Service, request: Request) -> Response:
         raise HTTPError(400, message, code="invalid_value", param="text_1")
     pairs = list(zip(first, second, strict=True))
     result = await _scored(service, request, pairs, body, body.instruction)
-    data = [{"index": i, "object": "score", "score": one} for i, one in enumerate(result.values[:, 0].tolist())]
     name = answer_id("score", request)
     head = {"id": name.text, "object": "list", "model": service.model_name, "usage": _usage(result.usage)}
-    return JSONAnswer(head | {"data": data}, headers=name.headers)
+
+    def answer() -> dict[str, Any]:
+        scores = result.values[:, 0].tolist()
+        return head | {"data": [{"index": i, "object": "score", "score": one} for i, one in enumerate(scores)]}
+
+    return await service.answer(answer, len(pairs), name.headers)
 
 
 async def _scored(

@@ -28,7 +28,7 @@ class StoredResponse:
     items_json: tuple[bytes, ...]
     """Lists of items, likewise."""
     item_ids: tuple[str, ...]
-    """Of the response's own items."""
+    """The ids that the response's own items have."""
 
     @property
     def response(self) -> dict[str, Any]:

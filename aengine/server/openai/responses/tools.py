@@ -29,7 +29,7 @@ class ResponseTools:
     """The functions of a response."""
 
     functions: list[dict[str, Any]] = field(default_factory=list)
-    """As the engine takes them."""
+    """Functions in the form that the engine takes."""
     left_out: list[str] = field(default_factory=list)
     """Types of the tools that can't be called here."""
     _places: dict[str, dict[str, str]] = field(default_factory=dict)
