@@ -87,6 +87,8 @@ NOTES: dict[str, dict[str, str]] = {
         "top_logprobs": "at most 64 (OpenAI: 20)",
         "background": "`false` is taken",
         "client_metadata": "Codex's",
+        "metadata": "16 entries of 1,024 characters, repeated in the answer",
+        "user": "repeated in the answer",
         "stream_options": "`include_obfuscation` is ignored",
     },
 }

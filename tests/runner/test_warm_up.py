@@ -233,17 +233,18 @@ def test_an_encoder_compiles_nothing(
     pytest.importorskip("triton")
     from test_encoders import write
 
+    from aengine.checkpoint.safetensors_files import stored_names
     from aengine.kernels.triton import launch
     from aengine.runner.models.encoders import build_encoder, read_encoder_config
     from aengine.runner.pooling.encoder_runner import EncoderRunner
     from aengine.runner.pooling.vectors import VectorLayers
-    from aengine.runner.startup.encoder import _compile_kernels, _names_in, _run, adapt_names
+    from aengine.runner.startup.encoder import _compile_kernels, _run, adapt_names
 
     monkeypatch.setattr(launch, "compiling", only_compiling)
     write(tmp_path, "bert", kind, hidden_size=256, intermediate_size=512)
     source = resolve_model(EngineConfig.create(str(tmp_path), {}))
     model = build_encoder(read_encoder_config(source.hf_config), HALF)
-    adapt_names(model, _names_in(tmp_path))
+    adapt_names(model, set(stored_names(tmp_path)))
     load_weights(model, source, 0, lambda *report: None)
     runner = EncoderRunner(model, VectorLayers("mean") if kind == "Model" else None, CpuPlatform())
     recorder = Recorder(monkeypatch)

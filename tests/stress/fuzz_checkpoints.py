@@ -256,7 +256,7 @@ def spoil_header(rng: random.Random, folder: Path) -> str:
     if not path.is_file():
         return spoil_bytes(rng, folder)
     data = path.read_bytes()
-    size = struct.unpack("<Q", data[:8])[0]
+    size = int.from_bytes(data[:8], "little")  # another way may have cut it shorter
     try:
         header = json.loads(data[8 : 8 + size])
     except (ValueError, RecursionError):

