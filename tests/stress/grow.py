@@ -1,11 +1,13 @@
 """Each field of each door grows tenfold at a time, beside one small client that must not notice.
 
-    python tests/stress/grow.py [--doors process remote http] [--fields messages prompt ...] [--most-values 1000000]
-                                [--stall 0.1] [--delay 0.5] [--rounds 2]
+    python tests/stress/grow.py [--doors process remote http bodies] [--fields messages prompt ...]
+                                [--most-values 1000000] [--stall 0.1] [--delay 0.5] [--rounds 2]
 
 The engine is a real one whose worker is a script (`FakeAsyncLLM`), so that all that is measured is the host's: doors,
 bounds, threads, the loop. A door is the engine in this process, `connect()` over its socket, or HTTP without a port;
-all of them are on one loop, so its longest stall is that of whichever side stood still. Values are made in threads
+all of them are on one loop, so its longest stall is that of whichever side stood still. The door "bodies" is HTTP, too:
+each field of each body that there is (`aengine.server.app`) is a long text, a large number, and lists and mappings of
+what may be wrong there, all at once. Values are made in threads
 before they are sent, and a body is written ahead. What is loaded is kept from garbage collection as `aengine serve`
 does.
 
@@ -42,6 +44,7 @@ import httpx
 from aengine import AEngineError, SamplingParams, StructuredOutput
 from aengine.remote import connect, serve_engine
 from aengine.server import create_app
+from aengine.server.app import _ENDPOINTS as ENDPOINTS
 from aengine.server.in_process import streaming_transport
 from aengine.server.serve import keep_loaded_objects
 from aengine.testing import FakeAsyncLLM
@@ -52,6 +55,7 @@ SMALL = SamplingParams(max_tokens=4)
 MOST_CONTEXT = 4096
 ALLOWED_MEMORY = 64 << 20
 HANGS = 60.0  # seconds
+DOORS = ("process", "remote", "http", "bodies")
 
 
 def tool(number: int) -> dict[str, Any]:
@@ -83,6 +87,7 @@ VALUES: dict[str, Callable[[int], Any]] = {
     "cache_salt": lambda size: "x" * size,
 }
 """By the name of what grows, a value of a size."""
+SLOW = ("tools", "schema", "enum", "choice", "regex")
 
 CHATS = {
     "messages": lambda value: {"messages": value},
@@ -152,6 +157,47 @@ def over_http(client: httpx.AsyncClient, name: str, value: Any) -> list[Request]
     else:
         bodies.append(("/v1/completions", {"prompt": "x", "max_tokens": 4, name: value}))
     return [Request(posting(client, path, json.dumps(body).encode())) for path, body in bodies]
+
+
+BODIES: dict[str, dict[str, Any]] = {
+    "/v1/chat/completions": {"messages": [HELLO], "max_tokens": 4},
+    "/v1/completions": {"prompt": "x", "max_tokens": 4},
+    "/v1/responses": {"input": "x", "max_output_tokens": 4},
+    "/v1/responses/input_tokens": {"input": "x"},
+    "/v1/messages": {"model": "fake", "messages": [HELLO], "max_tokens": 4},
+    "/v1/messages/count_tokens": {"model": "fake", "messages": [HELLO]},
+    "/tokenize": {"prompt": "x"},
+    "/detokenize": {"tokens": [97]},
+    "/v1/embeddings": {"input": "x"},
+    "/v1/rerank": {"query": "x", "documents": ["x"]},
+    "/v1/score": {"text_1": "x", "text_2": ["x"]},
+}
+"""By route, what it answers."""
+
+KINDS: dict[str, Callable[[int], Any]] = {
+    "text": lambda size: "x" * size,
+    "number": lambda size: size,
+    "numbers": lambda size: [1] * size,
+    "texts": lambda size: ["x"] * size,
+    "objects": lambda size: [{"type": "x"}] * size,
+    "mapping": lambda size: {f"k{i}": "x" for i in range(size)},
+}
+
+
+def fields_of_bodies() -> list[str]:
+    """Each field of each body, as "/v1/score text_1"."""
+    bodies = {path: body.model_fields for method, path, _, body in (e for e in ENDPOINTS if len(e) == 4)}
+    return [f"{path} {name}" for path in BODIES for name in bodies[path]]
+
+
+def http_client(engine: Any) -> httpx.AsyncClient:
+    transport = streaming_transport(create_app(engine))
+    return httpx.AsyncClient(transport=transport, base_url="http://engine", timeout=600)
+
+
+def wrong_bodies(client: httpx.AsyncClient, field: str, values: list[Any]) -> list[Request]:
+    path, name = field.split()
+    return [Request(posting(client, path, json.dumps({**BODIES[path], name: value}).encode())) for value in values]
 
 
 def posting(client: httpx.AsyncClient, path: str, body: bytes) -> Callable[[], Awaitable[Any]]:
@@ -250,9 +296,16 @@ async def try_value(door: str, field: str, size: int, requests: list[Request], w
     return Found(door, field, size, " ".join(outcomes), seconds, watch.delay, watch.stall)
 
 
+def value_of(door: str, field: str, size: int) -> Any:
+    if door == "bodies":
+        return [make(size) for make in KINDS.values()]
+    return VALUES[field](size)
+
+
 def sizes(field: str, most: int) -> Iterator[int]:
     size = 10
-    while size <= (min(most, 100_000) if field in ("tools", "schema", "enum", "choice", "regex") else most):
+    is_of_body = field.startswith("/")  # six values each
+    while size <= (min(most, 100_000) if is_of_body or field in SLOW else most):
         yield size
         size *= 10
 
@@ -270,24 +323,26 @@ async def grow(args: argparse.Namespace) -> dict[str, Any]:
     with tempfile.TemporaryDirectory() as folder:
         async with FakeAsyncLLM("word", max_model_len=MOST_CONTEXT) as engine:
             async with serve_engine(engine, f"{folder}/engine"), connect(f"{folder}/engine") as remote:
-                transport = streaming_transport(create_app(engine))
-                async with httpx.AsyncClient(transport=transport, base_url="http://engine", timeout=600) as client:
+                async with http_client(engine) as client:
                     doors: dict[str, tuple[Any, Any, Any]] = {
                         "process": (in_process, engine, lambda: engine.chat([HELLO], SMALL)),
                         "remote": (in_process, remote, lambda: remote.chat([HELLO], SMALL)),
                         "http": (over_http, client, over_http(client, "messages", [HELLO])[0].send),
+                        "bodies": (wrong_bodies, client, over_http(client, "messages", [HELLO])[0].send),
                     }
-                    for make, end, _ in doors.values():  # what the first of each kind loads or keeps stays
-                        for field in args.fields:
-                            await asyncio.gather(*map(outcome, make(end, field, VALUES[field](10))))
+                    fields = {door: fields_of_bodies() if door == "bodies" else args.fields for door in args.doors}
+                    for door in args.doors:  # what the first of each kind loads or keeps stays
+                        make, end, _ = doors[door]
+                        for field in fields[door]:
+                            await asyncio.gather(*map(outcome, make(end, field, value_of(door, field, 10))))
                     keep_loaded_objects()
                     memory = [resident()]
                     for _ in range(args.rounds):
                         for door in args.doors:
                             make, end, small = doors[door]
-                            for field in args.fields:
+                            for field in fields[door]:
                                 for size in sizes(field, args.most_values):
-                                    value = await asyncio.to_thread(VALUES[field], size)
+                                    value = await asyncio.to_thread(value_of, door, field, size)
                                     requests = await asyncio.to_thread(make, end, field, value)
                                     found.append(await try_value(door, field, size, requests, Watch(small)))
                                     del value, requests
@@ -323,7 +378,7 @@ def summary(
 def tell(one: Found) -> None:
     delay, stall = (f"{1e3 * span.whole:7.1f} ms, own {1e3 * span.own:6.1f}" for span in (one.delay, one.stall))
     print(
-        f"{one.door:8} {one.field:15} {one.size:>9,}  {one.seconds:6.2f} s  small client {delay}  stall {stall}  "
+        f"{one.door:8} {one.field:30} {one.size:>9,}  {one.seconds:6.2f} s  small client {delay}  stall {stall}  "
         f"{one.outcomes}",
         file=sys.stderr,
         flush=True,
@@ -332,9 +387,7 @@ def tell(one: Found) -> None:
 
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument(
-        "--doors", nargs="+", choices=("process", "remote", "http"), default=["process", "remote", "http"]
-    )
+    parser.add_argument("--doors", nargs="+", choices=DOORS, default=list(DOORS))
     parser.add_argument("--fields", nargs="+", choices=tuple(VALUES), default=list(VALUES))
     parser.add_argument("--most-values", type=int, default=1_000_000, help="the largest size")
     parser.add_argument("--stall", type=float, default=0.1, help="own seconds that the loop may stand still")

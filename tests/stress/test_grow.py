@@ -7,7 +7,10 @@ import subprocess
 import sys
 from pathlib import Path
 
+import grow
 import pytest
+
+from aengine.testing import FakeAsyncLLM
 
 SCRIPT = Path(__file__).parent / "grow.py"
 
@@ -35,3 +38,15 @@ def test_a_little_of_each_door(door: str) -> None:
     outcomes = {(words[1], words[2]): set(words[16:]) for words in lines}
     assert outcomes["messages", "10"] == {"ok"} and outcomes["n", "10"] == {"ok"}
     assert outcomes["logprobs", "100"] == {"400" if door == "http" else "InvalidRequestError"}
+
+
+async def test_each_field_of_each_body_grows() -> None:
+    """Of every interface that takes a body, and from one that is answered: else its fields would not be looked at."""
+    bodies = {path: body for method, path, _, body in (entry for entry in grow.ENDPOINTS if len(entry) == 4)}
+    assert {bodies[path] for path in grow.BODIES} == set(bodies.values())
+    fields = grow.fields_of_bodies()
+    assert len(fields) == len(set(fields)) == sum(len(bodies[path].model_fields) for path in grow.BODIES)
+    async with FakeAsyncLLM("word") as engine, grow.http_client(engine) as client:
+        for path, body in grow.BODIES.items():
+            answer = await client.post(path, json=body)
+            assert answer.status_code == 200, (path, answer.text)
