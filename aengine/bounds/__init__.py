@@ -7,7 +7,7 @@ request in the list.
 
 from __future__ import annotations
 
-MOST_MESSAGES = 16_384
+MAX_MESSAGES = 16_384
 """Messages of a chat, and text parts and calls in all of them: they are looked at one by one."""
 CHARACTERS_PER_TOKEN = 32
 """A text of more characters for each token of the context is not read: it could hardly fit, and encoding takes a second

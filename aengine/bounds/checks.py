@@ -6,7 +6,7 @@ from collections.abc import Iterable, Mapping, Sequence, Sized
 from typing import Any
 
 from ..errors import ContextLengthError, InvalidRequestError
-from . import CHARACTERS_PER_TOKEN, LONG_TEXT, MAX_NAME_CHARACTERS, MAX_VALUES, MOST_MESSAGES
+from . import CHARACTERS_PER_TOKEN, LONG_TEXT, MAX_MESSAGES, MAX_NAME_CHARACTERS, MAX_VALUES
 
 __all__ = [
     "check_name",
@@ -39,11 +39,11 @@ def check_num_messages(max_model_len: int, messages: object, tools: object = Non
 def check_num_items(param: str, items: Sized, contents: Iterable[object]) -> None:
     """Raise InvalidRequestError for more items of a conversation, or more parts in all their ``contents`` that are
     lists, than are looked at one by one."""
-    if len(items) > MOST_MESSAGES:
-        raise InvalidRequestError(f"{param} has {len(items)} items: there may be {MOST_MESSAGES}", param=param)
+    if len(items) > MAX_MESSAGES:
+        raise InvalidRequestError(f"{param} has {len(items)} items: there may be {MAX_MESSAGES}", param=param)
     num_parts = sum(len(one) for one in contents if isinstance(one, list))
-    if num_parts > MOST_MESSAGES:
-        message = f"the items of {param} have {num_parts} parts: there may be {MOST_MESSAGES}"
+    if num_parts > MAX_MESSAGES:
+        message = f"the items of {param} have {num_parts} parts: there may be {MAX_MESSAGES}"
         raise InvalidRequestError(message, param=param)
 
 

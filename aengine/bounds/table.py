@@ -16,6 +16,7 @@ from . import (
     MAX_INPUTS,
     MAX_LOGIT_BIAS,
     MAX_LOGPROBS,
+    MAX_MESSAGES,
     MAX_NAME_CHARACTERS,
     MAX_PROMPTS,
     MAX_QUEUED_CALLS,
@@ -24,7 +25,6 @@ from . import (
     MAX_STOP_TOKEN_IDS,
     MAX_TOOLS,
     MAX_VALUES,
-    MOST_MESSAGES,
 )
 
 __all__ = ["BOUNDS", "Bound", "as_markdown"]
@@ -67,7 +67,7 @@ BOUNDS = (
     Bound("tokens that nobody reads", "`unread_timeout`", "the request ends"),
     Bound(
         "messages of a chat and its tools; text parts and calls in the messages",
-        f"fewer than `max_model_len`; {MOST_MESSAGES:,} of each, {MAX_TOOLS:,} tools",
+        f"fewer than `max_model_len`; {MAX_MESSAGES:,} of each, {MAX_TOOLS:,} tools",
         f"{_CONTEXT}, {_INVALID}",
         "messages tools ResponseBody.input content",
     ),

@@ -227,8 +227,8 @@ class StepLoop:
 
     def preempt_all(self, exception: str = "") -> list[Request]:
         """Have all requests wait to be computed again, from the ids that are known: their worker has died, of an
-        ``exception`` if it could say. Returns
-        those of which several workers died one after the other; they should not be run again."""
+        ``exception`` if it could say. Returns those of which several workers died one after the other; they should not
+        be run again."""
         self._in_flight.clear()
         self._must_revoke = self._is_revoking = False
         self._gate.step = self._unsent = None

@@ -69,7 +69,8 @@ def http_error(error: BaseException, body: Body | None = None) -> HTTPError:
             return HTTPError(504, text, kind="timeout_error", code="deadline_exceeded", headers=_NO_RETRY)
         case InternalError():
             logger.error("a request failed in the engine: %s", text)
-            return HTTPError(500, _PUBLIC[InternalError], kind="server_error", code="internal_error")
+            public = _PUBLIC[InternalError]
+            return HTTPError(500, public, kind="server_error", code="internal_error", headers=_NO_RETRY)
         case EngineError():
             public = next(shown for kind, shown in _PUBLIC.items() if isinstance(error, kind))
             if not isinstance(error, EngineClosedError):

@@ -6,7 +6,7 @@ from collections import deque
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from ..bounds import MOST_MESSAGES
+from ..bounds import MAX_MESSAGES
 from ..bounds.checks import num_parts_of
 from ..errors import InvalidRequestError
 from ..params import shown
@@ -28,13 +28,13 @@ def checked_messages(messages: object) -> Messages:
     templates show neither's id. Raises InvalidRequestError, which names the place."""
     if isinstance(messages, str | bytes | Mapping) or not isinstance(messages, Sequence):
         raise _invalid("messages must be a list of messages such as {'role': 'user', 'content': '...'}")
-    if len(messages) > MOST_MESSAGES:
-        raise _invalid(f"messages has {len(messages)} items: there may be {MOST_MESSAGES}")
+    if len(messages) > MAX_MESSAGES:
+        raise _invalid(f"messages has {len(messages)} items: there may be {MAX_MESSAGES}")
     checked = [_checked(message, f"messages[{i}]") for i, message in enumerate(messages)]
     if not checked:
         raise _invalid("messages must be a list of at least one message")
-    if (num_parts := num_parts_of(checked)) > MOST_MESSAGES:
-        raise _invalid(f"all messages have {num_parts} parts and calls: there may be {MOST_MESSAGES}")
+    if (num_parts := num_parts_of(checked)) > MAX_MESSAGES:
+        raise _invalid(f"all messages have {num_parts} parts and calls: there may be {MAX_MESSAGES}")
     return _in_order_of_calls(checked)
 
 
@@ -97,8 +97,8 @@ def _checked(message: object, where: str) -> dict[str, Any]:
 def _checked_parts(content: object, where: str) -> list[Any]:
     if isinstance(content, Mapping | bytes | bytearray) or not isinstance(content, Sequence):
         raise _invalid(f"{where} must be a text, a list of text parts, or None, not {type(content).__name__}")
-    if len(content) > MOST_MESSAGES:
-        raise _invalid(f"{where} has {len(content)} parts: there may be {MOST_MESSAGES}")
+    if len(content) > MAX_MESSAGES:
+        raise _invalid(f"{where} has {len(content)} parts: there may be {MAX_MESSAGES}")
     for i, part in enumerate(content):
         kind = part.get("type") if isinstance(part, Mapping) else type(part).__name__
         if kind not in _TEXT_PARTS or not isinstance(part.get("text"), str):

@@ -8,6 +8,7 @@ from typing import Any
 import httpx
 import pytest
 
+from aengine import InternalError
 from aengine.server import create_app
 from aengine.server.in_process import streaming_transport
 from aengine.testing import FakeAsyncLLM
@@ -46,3 +47,17 @@ async def test_a_deadline_that_has_passed_is_not_tried_again() -> None:
         for path, body in bodies.items():
             answer = await client.post(path, json=body | {"deadline": 0.05})
             assert (answer.status_code, answer.headers["x-should-retry"]) == (504, "false"), answer.text
+
+
+async def test_a_request_that_fails_in_the_engine_is_not_tried_again(monkeypatch: pytest.MonkeyPatch) -> None:
+    """It would end a worker once more."""
+    async with FakeAsyncLLM("yes") as engine, client_of(engine) as client:
+
+        def fail(*args: Any, **options: Any) -> Any:
+            raise InternalError("each step of it raises")
+
+        for name in ("generate", "stream", "stream_chat"):
+            monkeypatch.setattr(engine, name, fail)
+        for path, body in BODIES.items():
+            answer = await client.post(path, json=body)
+            assert (answer.status_code, answer.headers["x-should-retry"]) == (500, "false"), answer.text
