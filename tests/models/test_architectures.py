@@ -13,7 +13,7 @@ from typing import Any
 
 import pytest
 import torch
-from driver import Driver, load, source_of
+from driver import Driver, check_near, load, source_of
 from tiny import VOCAB_SIZE, load_reference
 from torch import Tensor
 
@@ -97,12 +97,6 @@ def expected(folder: Path, arch: str, tokens: list[int]) -> Tensor:
     return load_reference(folder, arch)(torch.tensor([tokens]), use_cache=False).logits[0]
 
 
-def check(logits: Tensor, wanted: Tensor, what: str) -> None:
-    assert logits.dtype == torch.float32 and logits.shape == wanted.shape
-    worst = float((logits - wanted).abs().max())
-    assert worst < 1e-4, f"{what}: off by {worst:.2g}, of logits of size {float(wanted.abs().max()):.2g}"
-
-
 @pytest.mark.parametrize("variant", VARIANTS)
 def test_whole_chunked_and_decoded(variant: str, tiny_model: TinyModel, rng: random.Random) -> None:
     arch, overrides = VARIANTS[variant]
@@ -111,13 +105,13 @@ def test_whole_chunked_and_decoded(variant: str, tiny_model: TinyModel, rng: ran
     tokens = some_tokens(rng, 45)
     wanted = expected(folder, arch, tokens)
     driver = Driver(model, rng)
-    check(driver.step({"whole": tokens})["whole"], wanted, "the whole prompt")
+    check_near(driver.step({"whole": tokens})["whole"], wanted, "the whole prompt")
     parts, done = [], 0
     while done < len(tokens):  # chunks of any size, then one at a time
         size = rng.randint(1, 13) if done < 30 else 1
         parts.append(driver.step({"chunked": tokens[done : done + size]})["chunked"])
         done += size
-    check(torch.cat(parts)[: len(tokens)], wanted, "chunks and decodes")
+    check_near(torch.cat(parts)[: len(tokens)], wanted, "chunks and decodes")
 
 
 @pytest.mark.parametrize("arch", ["llama", "mistral", "qwen2", "qwen3"])
@@ -142,7 +136,7 @@ def test_mixed_batches(arch: str, tiny_model: TinyModel, rng: random.Random) -> 
     for name, tokens in texts.items():
         with torch.inference_mode():
             wanted = reference(torch.tensor([tokens]), use_cache=False).logits[0]
-        check(torch.cat(seen[name]), wanted, name)
+        check_near(torch.cat(seen[name]), wanted, name)
 
 
 @pytest.mark.parametrize(("dtype", "tolerance"), [("auto", 0.01), ("bfloat16", 0.1)])
@@ -168,8 +162,8 @@ def test_prefix_hit(tiny_model: TinyModel, rng: random.Random) -> None:
     for name, num_shared in (("guest", 20), ("other guest", 8)):
         driver.share_prefix(name, "owner", num_shared)
     out = driver.step(tails)
-    check(out["guest"], expected(folder, "llama", first[:20] + tails["guest"])[20:], "a hit of 20 tokens")
-    check(out["other guest"], expected(folder, "llama", first[:8] + tails["other guest"])[8:], "a hit of 8 tokens")
+    check_near(out["guest"], expected(folder, "llama", first[:20] + tails["guest"])[20:], "a hit of 20 tokens")
+    check_near(out["other guest"], expected(folder, "llama", first[:8] + tails["other guest"])[8:], "a hit of 8 tokens")
 
 
 @pytest.mark.parametrize("variant", ["llama-linear", "llama-llama3", "llama-yarn", "llama-theta"])
@@ -187,7 +181,7 @@ def test_older_layout_of_rope(variant: str, tiny_model: TinyModel, rng: random.R
 
 
 def test_the_test_can_fail(tiny_model: TinyModel, rng: random.Random) -> None:
-    """One norm weight changed by 1% moves the logits past the tolerance."""
+    """One norm weight changed by 1% moves the logits far past the tolerance."""
     folder = tiny_model("llama", seed=7)
     model, _ = load(source_of(folder))
     reference = load_reference(folder, "llama")
@@ -196,7 +190,9 @@ def test_the_test_can_fail(tiny_model: TinyModel, rng: random.Random) -> None:
         reference.model.layers[1].input_layernorm.weight.mul_(1.01)
         wanted = reference(torch.tensor([tokens]), use_cache=False).logits[0]
     logits = Driver(model, rng).step({"a": tokens})["a"]
-    assert float((logits - wanted).abs().max()) > 1e-3
+    with pytest.raises(AssertionError, match="off by"):
+        check_near(logits, wanted)
+    assert float((logits - wanted).abs().max()) > 5e-4 * float(wanted.abs().max())
 
 
 def test_config_written_by_transformers_5_has_rope_parameters(tiny_model: TinyModel) -> None:

@@ -12,7 +12,7 @@ from typing import Any
 
 import pytest
 import torch
-from driver import CPU, Driver, build, load, source_of
+from driver import CPU, Driver, build, check_near, load, source_of
 from safetensors.torch import load_file, save_file
 from tiny import load_reference, make_tiny_model
 from zoo import write_zoo_model
@@ -75,7 +75,7 @@ def test_bfloat16_checkpoint_runs_in_float32(tiny_model: TinyModel) -> None:
     folder = tiny_model("qwen2", seed=3, dtype="bfloat16")
     with torch.inference_mode():
         wanted = load_reference(folder, "qwen2")(torch.tensor([TOKENS]), use_cache=False).logits[0]
-    torch.testing.assert_close(logits(folder), wanted, rtol=0, atol=1e-4)
+    check_near(logits(folder), wanted)
 
 
 @pytest.mark.parametrize("tied", [False, True])

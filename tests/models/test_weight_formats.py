@@ -12,7 +12,7 @@ from typing import Any
 
 import pytest
 import torch
-from driver import CPU, Driver, build, load, no_progress, source_of
+from driver import CPU, Driver, build, check_near, load, no_progress, source_of
 from safetensors.torch import load_file, save_file
 
 from aengine.errors import ModelLoadError
@@ -124,7 +124,7 @@ def test_int8_is_the_dequantised_model(
 ) -> None:
     folder, plain = copied(arch, **fields), copied(arch, **fields)
     save_file(quantise(folder, kind), plain / "model.safetensors")
-    torch.testing.assert_close(logits(folder), logits(plain), rtol=0, atol=2e-4)
+    check_near(logits(folder), logits(plain))
     coarse, wanted = logits(folder, "bfloat16"), logits(plain, "bfloat16")
     assert float((coarse - wanted).norm() / wanted.norm()) < 0.03
     model, loaded = load(source_of(folder))
@@ -209,7 +209,7 @@ def test_a_scaled_product_in_float16_has_the_range_of_its_outputs() -> None:
 def test_what_the_config_ignores_is_plain(copied: Callable[..., Path]) -> None:
     folder, plain = copied("llama"), copied("llama")
     save_file(quantise(folder, "int-quantized", ignored=("o_proj", "mlp")), plain / "model.safetensors")
-    torch.testing.assert_close(logits(folder), logits(plain), rtol=0, atol=2e-4)
+    check_near(logits(folder), logits(plain))
 
 
 def test_parts_of_a_matrix_are_quantised_together(copied: Callable[..., Path]) -> None:
